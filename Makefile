@@ -1,0 +1,43 @@
+# Every target sets up what it needs: a fresh clone can start with any of them.
+PYTHON ?= python3.11
+BIN := .venv/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: setup check test test-long demo bench wheel clean
+
+setup: .venv/ready
+
+.venv/ready: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+.venv/bench-ready: .venv/ready
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,bench]'
+	touch $@
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: setup
+	$(BIN)/pytest -m 'not long'
+
+test-long: setup
+	$(BIN)/pytest
+
+demo: setup
+	sh demo.sh
+
+bench: .venv/bench-ready
+	$(BIN)/python tests/bench/reference.py
+	$(BIN)/python tests/bench/data_plane.py
+
+wheel: setup
+	rm -rf build dist
+	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+
+clean:
+	rm -rf build dist demo bench-results *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

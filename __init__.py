@@ -1,0 +1,3 @@
+"""Cached-reference preference alignment in two stages."""
+
+__version__ = "0.1.0"

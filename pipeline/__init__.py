@@ -1,0 +1,1 @@
+"""In which order things are done."""

@@ -1,0 +1,155 @@
+"""From the input files to a plan: the ring on disk, the quarantine, the units."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..schemas.errors import BadDataError, CorruptionError, StorageError
+from ..schemas.manifest import FORMAT_VERSION, InputEntry, Plan
+from ..stages.prepare.read import iter_chunks
+from ..stages.prepare.ring import Intake, Ring, collect_runs, merge_runs
+from ..stages.prepare.spool import Spool
+from ..stages.prepare.units import unit_offsets
+from ..stages.prepare.workers import EncodingJob, default_workers, encode_chunks
+from ..stages.storage import fs
+from ..stages.storage.manifest import load_manifest, write_plan
+from ..stages.storage.quarantine import write_quarantine
+from .growth import require_growth
+from .known import candidates
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ..schemas.manifest import FileEntry
+    from ..schemas.rows import Rejected
+    from ..schemas.tracking import Progress
+    from ..stages.prepare.read import Chunk
+    from .job import Job
+
+EXAMPLES_SHOWN = 3
+
+
+def make_plan(job: Job, run_id: str, progress: Progress) -> Plan:
+    """Encodes all rows, puts them on the ring, and fixes what is to be scored."""
+    job.work.prepare()
+    intake = Intake()
+    ring = make_ring(job, intake, progress)
+    quarantine = _quarantine(job, run_id, intake)
+    _require_usable(job, intake, quarantine)
+    if job.folder.manifest.exists():
+        require_growth(job.folder, load_manifest(job.folder), ring.spool)
+    _require_space(job, ring)
+    return write_plan(job.work, _plan(job, ring, intake, quarantine))
+
+
+def make_ring(job: Job, intake: Intake, progress: Progress) -> Ring:
+    """The ring, made anew in the work folder."""
+    config, spool = job.config, job.work.spool
+    shutil.rmtree(spool, ignore_errors=True)
+    fs.make_folder(spool)
+    total_bytes = sum(file.bytes for file in job.inputs)
+    encoding = EncodingJob(config.model.path, config.tokens, job.shape, config.cache.seed)
+    workers = config.data.workers or default_workers(total_bytes)
+    progress.begin("reading and tokenizing", total=None, unit="rows")
+    chunks = _shown(iter_chunks(job.inputs, job.shape.columns), progress)
+    encoded = encode_chunks(chunks, encoding, num_workers=workers)
+    runs = collect_runs(spool, encoded, carried=job.shape.carried, intake=intake)
+    progress.end()
+    return merge_runs(
+        spool,
+        runs,
+        long_form=job.shape.kind == "scored_long",
+        num_pairs=config.cache.kl_pairs,
+        intake=intake,
+    )
+
+
+def open_ring(job: Job) -> Ring:
+    """The ring that an earlier `make_ring` left in the work folder."""
+    spool, carried = job.work.spool, job.shape.carried
+    partners = spool / "partners.bin"
+    if not partners.exists():
+        raise CorruptionError(
+            f"{spool} is not whole although its plan is. Delete {job.work.root} and run again; "
+            "finished shards are found and kept."
+        )
+    return Ring(Spool(spool / "ring", carried), partners, job.config.cache.kl_pairs)
+
+
+def _shown(chunks: Iterator[Chunk], progress: Progress) -> Iterator[Chunk]:
+    for chunk in chunks:
+        yield chunk
+        progress.advance(len(chunk))
+
+
+def _quarantine(job: Job, run_id: str, intake: Intake) -> tuple[FileEntry, ...]:
+    if not intake.rejected:
+        return ()
+    return (write_quarantine(job.work, run_id, 0, intake.rejected),)
+
+
+def _require_usable(job: Job, intake: Intake, quarantine: tuple[FileEntry, ...]) -> None:
+    bad, total = intake.reasons.total(), intake.rows_in
+    allowed = job.config.data.max_bad_frac
+    if bad == total or bad > allowed * total:
+        counts = ", ".join(f"{count} {reason}" for reason, count in intake.reasons.most_common())
+        places = "\n  ".join(_place(job, row) for row in intake.rejected[:EXAMPLES_SHOWN])
+        kept = ", ".join(str(job.folder.root / entry.file) for entry in quarantine)
+        raise BadDataError(
+            f"{bad} of {total} rows cannot be used ({counts}); --max-bad-frac allows "
+            f"{allowed:g}. The first of them:\n  {places}\n"
+            f"All are listed in {kept}. Mend them, or allow more with --max-bad-frac."
+        )
+
+
+def _place(job: Job, rejected: Rejected) -> str:
+    path = job.inputs[rejected.file].path
+    return f"{path} row {rejected.row}: {rejected.reason}: {rejected.detail}"
+
+
+def _require_space(job: Job, ring: Ring) -> None:
+    """Refuses early when the shards cannot fit: about what their ids and sums take raw."""
+    spool = ring.spool.folder
+    ids = (spool / "completion_values.bin").stat().st_size * (1 + job.config.cache.kl_pairs)
+    ids += (spool / "prompt_values.bin").stat().st_size
+    needed = int(1.3 * ids * (2 if job.config.cache.token_logps else 1))
+    free = fs.free_bytes(job.folder.root)
+    if free < needed:
+        raise StorageError(
+            f"{job.folder.root}: the shards may need {needed:,} bytes and {free:,} are free. "
+            "Make room, or choose another --output."
+        )
+
+
+def _plan(job: Job, ring: Ring, intake: Intake, quarantine: tuple[FileEntry, ...]) -> Plan:
+    cache = job.config.cache
+    inputs = [
+        InputEntry(file.path.name, file.bytes, sha256, intake.rows_per_file[index])
+        for index, (file, sha256) in enumerate(zip(job.inputs, job.file_digests, strict=True))
+    ]
+    return Plan(
+        format_version=FORMAT_VERSION,
+        plan_key=job.plan_key,
+        fingerprint=job.fingerprint,
+        reference_key=job.reference_key,
+        model=_absolute(job.config.model.path),
+        adapter=_absolute(job.config.model.adapter),
+        inputs=tuple(inputs),
+        rows_in=intake.rows_in,
+        unit_offsets=unit_offsets(
+            ring.spool,
+            num_pairs=cache.kl_pairs,
+            rows_per_unit=cache.rows_per_shard,
+            tokens_per_unit=cache.tokens_per_shard,
+        ),
+        quarantine=quarantine,
+        quarantined=dict(sorted(intake.reasons.items())),
+        notes={name: count for name, count in sorted(intake.notes.items()) if count},
+        reuse=candidates(cache, job.folder),
+    )
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).resolve()) if path else ""

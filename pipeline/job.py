@@ -1,0 +1,95 @@
+"""One run of stage 1 before its first row: data, tokenizer, reference, and what they amount to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..schemas.codec import digest
+from ..stages.prepare.read import InputFile, file_digest, iter_chunks, open_inputs
+from ..stages.prepare.records import parse_chunk
+from ..stages.prepare.shapes import Shape, common_shape
+from ..stages.prepare.tokenizer import TextTokenizer, load_tokenizer, tokenizer_fingerprint
+from ..stages.storage.layout import CacheFolder, WorkFolder
+from ..stages.storage.manifest import load_manifest
+from .identity import fingerprint
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ..schemas.config import Config
+    from ..schemas.reference import Reference
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that is known before the first row is encoded."""
+
+    config: Config
+    reference: Reference
+    folder: CacheFolder
+    inputs: tuple[InputFile, ...]
+    file_digests: tuple[str, ...]
+    shape: Shape
+    tokenizer: TextTokenizer
+    fingerprint: dict[str, str]
+    plan_key: str
+    reference_key: str
+
+    @property
+    def work(self) -> WorkFolder:
+        """Where this job keeps what is not finished."""
+        return self.folder.work(self.plan_key)
+
+    @property
+    def is_published(self) -> bool:
+        """Whether the folder holds the finished cache this job is to make."""
+        manifest = self.folder.manifest
+        return manifest.exists() and load_manifest(self.folder).plan_key == self.plan_key
+
+
+def open_job(config: Config, reference: Reference) -> Job:
+    """Looks at the data, the tokenizer and the reference; changes nothing."""
+    inputs = open_inputs(config.data.files)
+    shape = common_shape(inputs, _renames(config.data.map), config.data.carry)
+    tokenizer = load_tokenizer(config.model.path, config.tokens)
+    if _first_is_conversation(inputs, shape):
+        tokenizer.require_template(config.model.path)
+    digests = tuple(file_digest(file.path) for file in inputs)
+    identity = dict(reference.identity())
+    fields = fingerprint(
+        config,
+        files=digest(list(digests)),
+        shape=digest({"kind": shape.kind, "source": shape.source, "carried": shape.carried}),
+        tokenizer=tokenizer_fingerprint(tokenizer),
+        model=identity,
+    )
+    return Job(
+        config=config,
+        reference=reference,
+        folder=CacheFolder(Path(config.cache.output)),
+        inputs=inputs,
+        file_digests=digests,
+        shape=shape,
+        tokenizer=tokenizer,
+        fingerprint=fields,
+        plan_key=digest(fields),
+        reference_key=digest(identity),
+    )
+
+
+def _renames(columns: Mapping[str, str]) -> dict[str, str]:
+    """Their column: ours. A column of ours mapped to nothing is theirs under no name we know."""
+    return {
+        theirs or ours: ours if theirs else f"unused {ours}" for ours, theirs in columns.items()
+    }
+
+
+def _first_is_conversation(inputs: tuple[InputFile, ...], shape: Shape) -> bool:
+    """Whether the first usable record is made of messages."""
+    for chunk in iter_chunks(inputs, shape.columns, rows_per_chunk=16):
+        records, _ = parse_chunk(chunk, shape)
+        if records:
+            return records[0].is_conversation
+    return False

@@ -1,0 +1,48 @@
+"""What stage 1 has to say when it is done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ..schemas.manifest import Manifest
+    from .units import Tally
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished cache, and what this process did for it."""
+
+    folder: Path
+    manifest: Manifest
+    tally: Tally
+    was_complete: bool
+
+    def text(self) -> str:
+        """A few lines for a person."""
+        manifest, tally = self.manifest, self.tally
+        lines = [
+            f"{self.folder}: {manifest.rows:,} rows, {manifest.branches:,} branches, "
+            f"{manifest.tokens:,} completion tokens in {len(manifest.shards)} shards",
+            f"cache root {manifest.root}",
+        ]
+        if self.was_complete:
+            lines.append("already complete: nothing was scored")
+        else:
+            lines.append(
+                f"scored {tally.scored:,} branches, reused {tally.reused:,} of "
+                f"{tally.scored + tally.reused:,}, in {tally.seconds:.1f} s"
+            )
+        dropped = [f"{count} {reason}" for reason, count in manifest.quarantined.items()]
+        if dropped:
+            total = sum(manifest.quarantined.values())
+            lines.append(f"{total} of {manifest.rows_in:,} rows dropped: {', '.join(dropped)}")
+        lines += [f"note: {count:,} {name.replace('_', ' ')}" for name, count in _notes(manifest)]
+        return "\n".join(lines)
+
+
+def _notes(manifest: Manifest) -> list[tuple[str, int]]:
+    return sorted(manifest.notes.items())

@@ -1,0 +1,118 @@
+"""Stage 1 in order: read, encode, put on the ring, plan, score, commit, publish."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+from ..stages.storage.commits import read_commits
+from ..stages.storage.gc import collect, is_tidy
+from ..stages.storage.locks import OwnerLock, owner_lock, try_owner_lock
+from ..stages.storage.manifest import build_manifest, load_manifest, load_plan, write_manifest
+from .identity import require_same_or_growing
+from .intake import make_plan
+from .job import Job, open_job
+from .known import remember
+from .outcome import Outcome
+from .recording import recorded
+from .units import Tally, Worker, score_units
+
+if TYPE_CHECKING:
+    from ..schemas.config import Config
+    from ..schemas.manifest import Manifest, Plan
+    from ..schemas.reference import Reference
+    from ..schemas.tracking import Progress, Run
+
+POLL_SECONDS = 0.1
+
+
+def precompute(
+    config: Config, reference: Reference, *, progress: Progress, worker: Worker
+) -> Outcome:
+    """Makes the cache that the config describes, or finishes what an earlier run left."""
+    job = open_job(config, reference)
+    run_id = uuid.uuid4().hex[:12]
+    if finished := _finished(job):
+        _tidy(job, finished, run_id)
+        return Outcome(job.folder.root, finished, Tally(), was_complete=True)
+    job.folder.prepare()
+    with _place(job, run_id, joins=worker.joins) or nullcontext() as lock:
+        if finished := _finished(job):
+            return Outcome(job.folder.root, finished, Tally(), was_complete=True)
+        with recorded(config.tracking, name="precompute-ref", is_recorded=bool(lock)) as run:
+            plan = load_plan(job.work) or make_plan(job, run_id, progress)
+            _describe(run, job, plan)
+            tally = score_units(job, plan, worker, run_id=run_id, progress=progress, run=run)
+            manifest = _publish(job, plan, run_id, is_owner=bool(lock))
+            _conclude(run, job, manifest, tally)
+    return Outcome(job.folder.root, manifest, tally, was_complete=False)
+
+
+def _finished(job: Job) -> Manifest | None:
+    """The manifest, when it is of this very plan; another cache's folder is refused."""
+    folder = job.folder
+    if folder.manifest.exists():
+        manifest = load_manifest(folder)
+        if manifest.plan_key == job.plan_key:
+            return manifest
+        require_same_or_growing(manifest.fingerprint, job.fingerprint, where=str(folder.root))
+    for plan in filter(None, map(load_plan, folder.works())):
+        where = f"The unfinished run in {folder.root}"
+        require_same_or_growing(plan.fingerprint, job.fingerprint, where=where)
+    return None
+
+
+def _tidy(job: Job, manifest: Manifest, run_id: str) -> None:
+    """Removes what a run left that died after its manifest, unless somebody is at it."""
+    if is_tidy(job.folder, manifest):
+        return
+    if lock := try_owner_lock(job.folder, run_id):
+        with lock:
+            collect(job.folder, manifest)
+
+
+def _place(job: Job, run_id: str, *, joins: bool) -> OwnerLock | None:
+    """Becomes the owner of the folder, or joins an owner whose plan is ready."""
+    if not joins:
+        return owner_lock(job.folder, run_id)
+    while True:
+        lock = try_owner_lock(job.folder, run_id)
+        if lock or job.work.plan.exists() or job.is_published:
+            return lock
+        time.sleep(POLL_SECONDS)
+
+
+def _describe(run: Run, job: Job, plan: Plan) -> None:
+    run.log_params(job.fingerprint)
+    run.set_tags({"align.plan_key": plan.plan_key, "align.reference_key": plan.reference_key})
+    for entry in plan.inputs:
+        run.log_dataset(entry.name, digest=entry.sha256, source=entry.name, context="reference")
+
+
+def _publish(job: Job, plan: Plan, run_id: str, *, is_owner: bool) -> Manifest:
+    """Writes the manifest and tidies up; one who joined leaves that to the owner, if it lives."""
+    while not is_owner:
+        if finished := _finished(job):
+            return finished
+        if lock := try_owner_lock(job.folder, run_id):
+            with lock:
+                return _publish(job, plan, run_id, is_owner=True)
+        time.sleep(POLL_SECONDS)
+    manifest = _finished(job) or _whole(job, plan)
+    write_manifest(job.folder, manifest)
+    collect(job.folder, manifest)
+    remember(job.folder)
+    return manifest
+
+
+def _whole(job: Job, plan: Plan) -> Manifest:
+    return build_manifest(plan, read_commits(job.work, len(plan.unit_offsets) - 1))
+
+
+def _conclude(run: Run, job: Job, manifest: Manifest, tally: Tally) -> None:
+    run.log_metrics(tally.metrics(), step=tally.units)
+    run.log_metrics({f"dropped/{reason}": n for reason, n in manifest.quarantined.items()})
+    run.set_tags({"align.cache_root": manifest.root, "align.cache": str(job.folder.root)})
+    run.log_artifact(job.folder.manifest)

@@ -1,0 +1,37 @@
+"""A tracked run around a block of work, closed with the truth about how it ended."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from ..schemas.errors import Interrupted
+from ..stages.tracking.null_run import NullRun
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ..schemas.config import TrackingOptions
+    from ..schemas.tracking import Run
+
+
+@contextmanager
+def recorded(options: TrackingOptions, *, name: str, is_recorded: bool) -> Iterator[Run]:
+    """Opens a run in the tracking store, or one that records nothing."""
+    run = _open(options, name) if is_recorded and options.mlflow else NullRun()
+    try:
+        yield run
+    except (Interrupted, KeyboardInterrupt):
+        run.finish("KILLED")
+        raise
+    except BaseException:
+        run.finish("FAILED")
+        raise
+    run.finish("FINISHED")
+
+
+def _open(options: TrackingOptions, name: str) -> Run:
+    # MLflow takes seconds to import: only a run that is recorded pays for it.
+    from ..stages.tracking.mlflow_run import open_run  # noqa: PLC0415
+
+    return open_run(options, name=name, tags={"align.stage": name})

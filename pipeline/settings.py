@@ -1,0 +1,172 @@
+"""One config out of defaults, align.yaml, the environment, flags and --set."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from ..schemas.codec import CodecError, from_plain, unknown_key
+from ..schemas.config import Config
+from ..schemas.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+FILE_NAME = "align.yaml"
+LARGEST_FILE = 1024 * 1024
+# Paths in a config file are meant from where the file lies.
+PATHS = ("model.path", "model.adapter", "tokens.chat_template", "cache.output")
+PATH_LISTS = ("data.files", "cache.reuse")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A config, and where each value that is not a default came from."""
+
+    config: Config
+    origins: dict[str, str]
+
+
+def load_settings(
+    flags: Mapping[str, Any], sets: Sequence[str], *, file: Path | None, data: Sequence[str] = ()
+) -> Settings:
+    """Later sources win: defaults, config file, environment, flags, --set."""
+    path = file or _beside(data)
+    layers: list[tuple[str, dict[str, Any]]] = []
+    if path:
+        layers.append((str(path), _read_file(path)))
+    if os.environ.get("ALIGN_MODEL"):
+        layers.append(("ALIGN_MODEL", {"model.path": os.environ["ALIGN_MODEL"]}))
+    given = {key: value for key, value in flags.items() if value is not None}
+    layers.append(("flag", given | ({"data.files": list(data)} if data else {})))
+    layers.append(("--set", dict(_parse_set(text) for text in sets)))
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for origin, layer in layers:
+        values.update(layer)
+        origins.update(dict.fromkeys(layer, origin))
+    return Settings(_build(values, origins), origins)
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Every setting by its dotted name."""
+    return _flat(dataclasses.asdict(config))
+
+
+def template() -> str:
+    """The text of a new align.yaml: every setting, its default and what it means."""
+    lines = ["# Settings of align. Every value shown is the default; flags win over this file.", ""]
+    defaults = Config()
+    for section in dataclasses.fields(Config):
+        options: Any = getattr(defaults, section.name)
+        if dataclasses.is_dataclass(options):
+            lines.append(f"{section.name}:  # {(options.__doc__ or '').rstrip('.')}")
+            lines += [_template_line(options, field) for field in dataclasses.fields(options)]
+            lines.append("")
+    return "\n".join(lines)
+
+
+def _template_line(options: Any, field: dataclasses.Field[Any]) -> str:
+    shown = yaml.safe_dump(getattr(options, field.name), default_flow_style=True)
+    return f"  {field.name}: {shown.replace('...', '').strip()}  # {field.metadata['help']}"
+
+
+def parse_map(texts: Sequence[str]) -> dict[str, str]:
+    """`--map prompt=question` as {"prompt": "question"}."""
+    columns = {}
+    for text in texts:
+        ours, equals, theirs = text.partition("=")
+        if not (ours and equals):
+            raise UsageError(f"--map {text}: expected OURS=YOURS, for example prompt=question.")
+        columns[ours] = theirs
+    return columns
+
+
+def _beside(data: Sequence[str]) -> Path | None:
+    """An align.yaml in the current folder, or beside the first data file."""
+    places = [Path(), *(Path(name).parent for name in data[:1])]
+    return next((place / FILE_NAME for place in places if (place / FILE_NAME).is_file()), None)
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise UsageError(f"{path}: no such config file. `align init` writes one.")
+    if path.stat().st_size > LARGEST_FILE:
+        raise UsageError(f"{path}: larger than {LARGEST_FILE:,} bytes; this is no config file.")
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), _StrictLoader)
+    except (yaml.YAMLError, UnicodeError) as error:
+        raise UsageError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict | None):
+        raise UsageError(f"{path}: expected sections such as 'model:', found {content!r:.60}.")
+    return _from_where_it_lies(_flat(content or {}), path.parent)
+
+
+def _from_where_it_lies(values: dict[str, Any], folder: Path) -> dict[str, Any]:
+    for name in PATHS:
+        if isinstance(values.get(name), str) and values[name]:
+            values[name] = str(folder / values[name])
+    for name in PATH_LISTS:
+        if isinstance(values.get(name), list):
+            values[name] = [str(folder / str(item)) for item in values[name]]
+    return values
+
+
+def _flat(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted names for the settings inside sections; anything else keeps its name."""
+    values: dict[str, Any] = {}
+    for section, content in sections.items():
+        if content is None:
+            continue
+        if isinstance(content, dict):
+            values.update({f"{section}.{name}": value for name, value in content.items()})
+        else:
+            values[str(section)] = content
+    return values
+
+
+def _parse_set(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError(f"--set {text}: expected NAME=VALUE, for example --set cache.seed=1.")
+    default = flatten(Config()).get(name)
+    try:
+        return name, value if isinstance(default, str) else yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise UsageError(f"--set {text}: the value is not readable as YAML.") from error
+
+
+def _build(values: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
+    nested: dict[str, Any] = {}
+    for name, value in values.items():
+        section, dot, key = name.partition(".")
+        if not dot:
+            sections = [field.name for field in dataclasses.fields(Config)]
+            raise UsageError(f"{origins[name]}: {unknown_key(name, name, sections)}")
+        nested.setdefault(section, {})[key] = value
+    try:
+        return from_plain(Config, nested, partial=True)
+    except CodecError as error:
+        blamed = next((origin for name, origin in origins.items() if name in str(error)), "config")
+        raise UsageError(f"{blamed}: {error}") from error
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses what a config never needs: aliases, and keys given twice."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases are not allowed")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = {str(key) for key in keys if keys.count(key) > 1}
+        if twice:
+            raise yaml.YAMLError(f"given twice: {', '.join(sorted(twice))}")
+        return super().construct_mapping(node, deep)

@@ -1,0 +1,112 @@
+"""Whether a cache can be trusted: its bytes by digest, its numbers by scoring a sample again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..schemas.codec import digest
+from ..schemas.config import ModelOptions
+from ..schemas.errors import CorruptionError, FingerprintError
+from ..schemas.rows import Tree
+from ..stages.storage.layout import CacheFolder
+from ..stages.storage.shards import read_shard
+from ..stages.storage.verify import verify_cache
+from .identity import differences
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from ..schemas.manifest import Manifest
+    from ..schemas.reference import Reference, Scorer
+    from ..schemas.shards import ScoredBlock
+
+# Nats per token by which a score may differ when its batch had another shape.
+TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
+# In float32 short completions are held to this per sequence, however few their tokens.
+LEAST_TOLERANCE = 1e-4
+
+
+def verify(
+    cache: Path,
+    *,
+    model: str | None,
+    rescore: int,
+    open_reference: Callable[[ModelOptions], Reference],
+) -> str:
+    """Returns what was checked, for a person; whatever is wrong is an error."""
+    folder = CacheFolder(cache)
+    manifest = verify_cache(folder)
+    told = f"{cache}: {len(manifest.shards)} shards, every digest holds; root {manifest.root}"
+    if not rescore:
+        return told
+    reference = open_reference(_options(manifest, model))
+    _require_same_reference(manifest, dict(reference.identity()))
+    dtype = manifest.fingerprint.get("model.dtype", "float32")
+    worst, branches = _rescore(folder, manifest, rescore, reference.open(), TOLERANCES[dtype])
+    return f"{told}\n{branches} branches scored again: largest difference {worst:.2e} nats"
+
+
+def _options(manifest: Manifest, model: str | None) -> ModelOptions:
+    fields = manifest.fingerprint
+    return ModelOptions(
+        path=model or manifest.model,
+        adapter=manifest.adapter,
+        dtype=fields.get("model.dtype", "auto"),  # type: ignore[arg-type]
+        attention=fields.get("model.attention", "auto"),  # type: ignore[arg-type]
+    )
+
+
+def _require_same_reference(manifest: Manifest, identity: dict[str, str]) -> None:
+    if digest(identity) == manifest.reference_key:
+        return
+    stored = {name: manifest.fingerprint.get(name, "nothing") for name in identity}
+    lines = "\n  ".join(differences(stored, identity).values())
+    raise FingerprintError(
+        f"The cache was not scored by this reference on this kind of machine:\n  {lines}\n"
+        "Pass the right one with --model, or --rescore 0 to check the digests alone."
+    )
+
+
+def _rescore(
+    folder: CacheFolder, manifest: Manifest, count: int, scorer: Scorer, tolerance: float
+) -> tuple[float, int]:
+    worst, branches = 0.0, 0
+    for name, block in _sample(folder, manifest, count):
+        again = _score_rows(block, scorer)
+        gaps = np.abs(again - block.logps)
+        allowed = np.maximum(LEAST_TOLERANCE, tolerance * block.rows.completions.lengths)
+        if (gaps > allowed).any():
+            at = int(np.argmax(gaps - allowed))
+            raise CorruptionError(
+                f"{name}: branch {at} is stored as {block.logps[at]:.6f}, and scores "
+                f"{again[at]:.6f} now. The cache does not hold this reference's log-probs."
+            )
+        worst, branches = max(worst, float(gaps.max())), branches + len(gaps)
+    return worst, branches
+
+
+def _sample(
+    folder: CacheFolder, manifest: Manifest, count: int
+) -> Iterator[tuple[str, ScoredBlock]]:
+    """Rows spread evenly over the cache, shard by shard."""
+    wanted = np.unique(np.arange(count) * manifest.rows // count)
+    first = 0
+    for commit in manifest.shards:
+        here = wanted[(wanted >= first) & (wanted < first + commit.rows)] - first
+        first += commit.rows
+        if len(here):
+            yield commit.file, read_shard(folder.data / commit.file).take(here)
+
+
+def _score_rows(block: ScoredBlock, scorer: Scorer) -> np.ndarray:
+    rows = block.rows
+    sums = []
+    for row in range(len(rows)):
+        branches = range(rows.branch_offsets[row], rows.branch_offsets[row + 1])
+        for branch in branches:
+            tree = Tree(rows.prompts[row], (rows.completions[branch],))
+            sums.append(float(np.sum(scorer.score([tree]), dtype=np.float64)))
+    return np.array(sums)

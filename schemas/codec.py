@@ -1,0 +1,128 @@
+"""Frozen dataclasses to canonical JSON and back, with every type checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import types
+import typing
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class CodecError(ValueError):
+    """A value that does not fit its field; the message names the field."""
+
+
+def to_json(value: Any) -> str:
+    """One canonical text per value: sorted keys, no spare blanks, a newline at the end."""
+    plain = dataclasses.asdict(value) if hasattr(value, "__dataclass_fields__") else value
+    return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False) + "\n"
+
+
+def digest(value: Any) -> str:
+    """The sha256 of a value's canonical JSON."""
+    return hashlib.sha256(to_json(value).encode()).hexdigest()
+
+
+def from_json(cls: type[T], text: str | bytes) -> T:
+    """Reads what `to_json` wrote; anything else is a CodecError."""
+    try:
+        plain = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CodecError(f"not JSON: {error}") from error
+    return from_plain(cls, plain)
+
+
+def from_plain(cls: type[T], plain: Any, *, where: str = "", partial: bool = False) -> T:
+    """Builds a dataclass from dicts and lists; `partial` lets defaults fill what is missing."""
+    if not isinstance(plain, dict):
+        raise CodecError(f"{where or 'top'}: expected a mapping, found {_named(plain)}")
+    hints = typing.get_type_hints(cls)
+    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    for key in plain:
+        if key not in names:
+            raise CodecError(unknown_key(_join(where, str(key)), str(key), names))
+    missing = [name for name in names if name not in plain]
+    if missing and not partial:
+        raise CodecError(f"{_join(where, missing[0])}: missing")
+    values = {
+        key: _convert(hints[key], value, _join(where, key), partial=partial)
+        for key, value in plain.items()
+    }
+    return cls(**values)
+
+
+def unknown_key(where: str, key: str, names: list[str]) -> str:
+    """Says that a key is unknown, and which known one it may be."""
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(names)}"
+    return f"unknown key '{where}'; {hint}"
+
+
+def _convert(hint: Any, value: Any, where: str, *, partial: bool) -> Any:
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
+    if hint is Any:
+        return value
+    if dataclasses.is_dataclass(hint):
+        empty = {} if partial and value is None else value
+        return from_plain(typing.cast("type[Any]", hint), empty, where=where, partial=partial)
+    if origin is typing.Literal:
+        return _one_of(arguments, value, where)
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        (only,) = (argument for argument in arguments if argument is not type(None))
+        return _convert(only, value, where, partial=partial)
+    if origin in (list, tuple):
+        return _sequence(origin, arguments[0], value, where, partial=partial)
+    if origin is dict:
+        _require(isinstance(value, dict), where, "a mapping", value)
+        return {
+            str(key): _convert(arguments[1], item, _join(where, str(key)), partial=partial)
+            for key, item in value.items()
+        }
+    return _scalar(hint, value, where)
+
+
+def _sequence(kind: Any, item_hint: Any, value: Any, where: str, *, partial: bool) -> Any:
+    _require(isinstance(value, list | tuple), where, "a list", value)
+    return kind(
+        _convert(item_hint, item, f"{where}[{index}]", partial=partial)
+        for index, item in enumerate(value)
+    )
+
+
+def _one_of(choices: tuple[Any, ...], value: Any, where: str) -> Any:
+    if value not in choices:
+        listed = ", ".join(map(str, choices))
+        near = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
+        hint = f" Did you mean '{near[0]}'?" if near else ""
+        raise CodecError(f"{where}: expected one of {listed}; found {_named(value)}.{hint}")
+    return value
+
+
+def _scalar(hint: Any, value: Any, where: str) -> Any:
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    wanted = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+    fits = isinstance(value, hint) and not (hint is int and isinstance(value, bool))
+    _require(fits, where, wanted.get(hint, str(hint)), value)
+    return value
+
+
+def _require(fits: bool, where: str, wanted: str, value: Any) -> None:
+    if not fits:
+        raise CodecError(f"{where}: expected {wanted}, found {_named(value)}")
+
+
+def _named(value: Any) -> str:
+    return f"{value!r} ({type(value).__name__})"[:100]
+
+
+def _join(where: str, key: str) -> str:
+    return f"{where}.{key}" if where else key

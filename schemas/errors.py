@@ -1,0 +1,68 @@
+"""Every error a person can meet, and the exit code that goes with it.
+
+AlignError (2)
+├── UsageError (2)          a flag, a config key, a path, a model folder
+├── BadDataError (3)        too many rows that cannot be used
+├── FingerprintError (4)    the cache was made from something else
+├── CorruptionError (5)     a file is not what the manifest says
+├── NonFiniteError (6)      NaN or infinity where a number must be
+├── StorageError (74)       the disk said no
+├── LockedError (75)        another process is at work in this folder
+└── Interrupted (130, 143)  a signal asked to stop
+"""
+
+
+class AlignError(Exception):
+    """Says what went wrong, where, and what to do about it."""
+
+    exit_code = 2
+
+
+class UsageError(AlignError):
+    """The request cannot be carried out as written."""
+
+
+class BadDataError(AlignError):
+    """More rows are unusable than the user allows."""
+
+    exit_code = 3
+
+
+class FingerprintError(AlignError):
+    """What the cache was made from differs from what is asked for now."""
+
+    exit_code = 4
+
+
+class CorruptionError(AlignError):
+    """A stored file differs from what its manifest says."""
+
+    exit_code = 5
+
+
+class NonFiniteError(AlignError):
+    """A computed number is NaN or infinite."""
+
+    exit_code = 6
+
+
+class StorageError(AlignError):
+    """The disk refused an operation."""
+
+    exit_code = 74
+
+
+class LockedError(AlignError):
+    """Another process holds the output folder."""
+
+    exit_code = 75
+
+
+class Interrupted(AlignError):  # noqa: N818 - a request to stop, not a fault
+    """A signal asked the program to stop."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(
+            f"Stopped by signal {signal_number}. Run the same command again to go on from here."
+        )
+        self.exit_code = 128 + signal_number

@@ -1,0 +1,92 @@
+"""What a cache says about itself: the plan, one commit per shard, the manifest over all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class InputEntry:
+    """One input file as it was read."""
+
+    name: str  # file name without its folder
+    bytes: int
+    sha256: str
+    rows: int
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One stored file."""
+
+    file: str  # relative to the cache folder
+    bytes: int
+    sha256: str
+    rows: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What has to be scored, fixed before the first shard is."""
+
+    format_version: int
+    plan_key: str  # sha256 over the fingerprint
+    fingerprint: dict[str, str]  # every named thing the bytes of the cache depend on
+    reference_key: str  # sha256 over the part of the fingerprint that decides a score
+    model: str  # where the reference lay
+    adapter: str
+    inputs: tuple[InputEntry, ...]
+    rows_in: int
+    unit_offsets: tuple[int, ...]  # unit u is rows [u] to [u + 1] of the ring
+    quarantine: tuple[FileEntry, ...]
+    quarantined: dict[str, int]  # reason -> rows
+    notes: dict[str, int]  # counted, harmless: rows truncated, boundaries shifted, ...
+    reuse: tuple[str, ...]  # caches whose scores may be copied
+
+
+@dataclass(frozen=True)
+class Commit:
+    """One finished unit: its shard file and what a reader may check."""
+
+    unit: int
+    file: str  # part-<unit:08d>-<sha256[:16]>.parquet, inside data/
+    bytes: int
+    sha256: str
+    rows: int
+    branches: int
+    tokens: int  # completion tokens scored or reused
+    row_groups: int
+    first_key: str  # hex of the first row's place on the ring; readers find arcs by it
+    last_key: str
+    ids_digest: str  # sha256 over the row ids in order
+    logp_sum: float
+    logp_min: float
+    logp_max: float
+    tokens_per_batch: int  # what was used in the end, after any back-off
+    quarantined: dict[str, int]  # reason -> rows dropped while scoring
+    numerics: dict[str, str]  # the scoring path taken
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The whole cache; written last, so that its existence means the work is done."""
+
+    format_version: int
+    align_version: str
+    root: str  # sha256 over all that follows `adapter`: the name of the cache
+    model: str  # where the reference lay
+    adapter: str
+    plan_key: str
+    fingerprint: dict[str, str]
+    reference_key: str
+    inputs: tuple[InputEntry, ...]
+    rows_in: int
+    rows: int
+    branches: int
+    tokens: int
+    shards: tuple[Commit, ...]
+    quarantine: tuple[FileEntry, ...]
+    quarantined: dict[str, int]
+    notes: dict[str, int]

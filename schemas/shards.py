@@ -1,0 +1,60 @@
+"""The Arrow schema of a shard: one row per prompt, lists over its branches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from .ragged import Ragged
+    from .rows import RowBlock
+
+
+@dataclass(frozen=True)
+class ScoredBlock:
+    """Rows with their reference log-probs; the last two are per branch, in branch order."""
+
+    rows: RowBlock
+    logps: NDArray[np.float64]  # (branches,) sums over completion tokens
+    token_logps: Ragged | None  # (branches,) float32 lists, when the cache keeps them
+
+    def take(self, rows: NDArray[np.int64]) -> ScoredBlock:
+        """The rows at `rows`, in that order."""
+        branches = self.rows.branches_of(rows)
+        tokens = self.token_logps.take(branches) if self.token_logps else None
+        return ScoredBlock(self.rows.take(rows), self.logps[branches], tokens)
+
+
+def shard_schema(*, token_logps: bool, carried: Sequence[str]) -> pa.Schema:
+    """Columns of a shard, the same in every shard of a cache."""
+
+    def column(name: str, kind: pa.DataType) -> pa.Field:
+        return pa.field(name, kind, nullable=False)
+
+    def per_branch(item: pa.DataType, *, nullable: bool = False) -> pa.DataType:
+        return pa.list_(pa.field("element", item, nullable=nullable))
+
+    source = pa.struct([column("file", pa.int32()), column("row", pa.int64())])
+    columns = [
+        column("row_id", pa.string()),
+        column("source", source),
+        column("prompt_ids", per_branch(pa.int32())),
+        column("prompt_cut", pa.int32()),
+        column("completion_ids", per_branch(per_branch(pa.int32()))),
+        column("role", per_branch(pa.int8())),
+        column("score", per_branch(pa.float32(), nullable=True)),
+        column("cut", per_branch(pa.int32())),
+        column("num_tokens", per_branch(pa.int32())),
+        column("ref_logp", per_branch(pa.float64())),
+    ]
+    if token_logps:
+        columns.append(column("ref_token_logps", per_branch(per_branch(pa.float32()))))
+    columns += [column(name, pa.float64()) for name in carried]
+    return pa.schema(columns)

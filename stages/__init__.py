@@ -1,0 +1,1 @@
+"""How one thing is done: verbs (prepare, score) and the nouns they use."""

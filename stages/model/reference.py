@@ -1,0 +1,103 @@
+"""The frozen reference model of stage 1, behind the protocol the score stage knows."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...schemas.reference import OutOfMemory
+from .fingerprint import adapter_digest, code_digest, config_digest, weights_digest
+from .head import HEAD_VERSION
+from .load import Resolved, load_causal_lm, resolve
+from .logps import ScoringPath, tree_logps
+from .probe import choose_path
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import nn
+
+    from ...schemas.config import ModelOptions
+    from ...schemas.rows import Tree
+
+
+class HfReference:
+    """A Hugging Face model folder, with or without a PEFT adapter."""
+
+    def __init__(self, options: ModelOptions) -> None:
+        self.options = options
+
+    def identity(self) -> Mapping[str, str]:
+        """Digests of what is computed with, and how; reads files but loads no weights."""
+        path, adapter = self.options.path, self.options.adapter
+        resolved = self._resolved
+        return {
+            "model.weights": weights_digest(path),
+            "model.config": config_digest(path),
+            "model.adapter": adapter_digest(adapter) if adapter else "none",
+            "model.code": code_digest(path) if self.options.trust_remote_code else "none",
+            "model.dtype": resolved.dtype,
+            "model.attention": resolved.attention,
+            "model.device": resolved.device,
+            "numerics.torch": _major_minor("torch"),
+            "numerics.transformers": version("transformers"),
+            "numerics.head": HEAD_VERSION,
+        }
+
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        return self._resolved.hidden_size
+
+    def open(self) -> TreeScorer:
+        """Loads the weights and chooses how to score with them."""
+        return TreeScorer(load_causal_lm(self.options))
+
+    @cached_property
+    def _resolved(self) -> Resolved:
+        return resolve(self.options)
+
+
+class TreeScorer:
+    """Scores trees with a loaded model, along the path the probe found true."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        with torch.inference_mode():
+            self.path: ScoringPath = choose_path(model)
+
+    def describe(self) -> Mapping[str, str]:
+        """The layout and the head that the probe chose."""
+        return {"layout": self.path.layout, "head": self.path.head}
+
+    def score(self, trees: Sequence[Tree]) -> NDArray[np.float32]:
+        """Log p of every completion token, in the order tree, branch, token."""
+        try:
+            with torch.inference_mode():
+                logps: NDArray[np.float32] = tree_logps(self.model, trees, self.path).cpu().numpy()
+        except RuntimeError as error:
+            if not _is_out_of_memory(error):
+                raise
+            tokens = sum(tree.num_tokens for tree in trees)
+            refusal = OutOfMemory(f"no room for {len(trees)} trees of {tokens} tokens")
+        else:
+            return logps
+        # Outside the handler: the traceback no longer keeps the failed batch alive.
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        raise refusal
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    cpu_words = ("DefaultCPUAllocator", "not enough memory")
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        word in str(error) for word in cpu_words
+    )
+
+
+def _major_minor(package: str) -> str:
+    return ".".join(version(package).split(".")[:2])

@@ -1,0 +1,216 @@
+"""From the rows of a chunk to checked records; what cannot be used goes to quarantine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from ...schemas.rows import BadRow, Record, Rejected, Role
+from .cells import TOO_DEEP, read_cells
+from .shapes import OPTIONAL
+from .values import (
+    is_blank,
+    read_completion,
+    read_label,
+    read_list,
+    read_number,
+    read_options,
+    read_prompt,
+    read_system,
+    read_text,
+    read_tools,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ...schemas.rows import Text
+    from .cells import Cells
+    from .read import Chunk
+    from .shapes import Kind, Shape
+
+
+Source: TypeAlias = "Mapping[str, str]"  # our column: the user's column
+
+
+def parse_chunk(chunk: Chunk, shape: Shape) -> tuple[list[Record], list[Rejected]]:
+    """Returns every row of a chunk once, in order: as a record, or rejected with a reason."""
+    records: list[Record] = []
+    rejected: list[Rejected] = []
+    for row, cells in enumerate(read_cells(chunk.payload, shape), start=chunk.row):
+        try:
+            if isinstance(cells, BadRow):
+                raise cells
+            records.append(_record(cells, shape, chunk.file, row))
+        except BadRow as bad:
+            rejected.append(Rejected(chunk.file, row, bad.reason, bad.detail))
+        except RecursionError:
+            rejected.append(Rejected(chunk.file, row, "schema", TOO_DEEP))
+    return records, rejected
+
+
+@dataclass(frozen=True)
+class _Branches:
+    """A prompt and its completions."""
+
+    prompt: Text
+    completions: tuple[Text, ...]
+    roles: tuple[Role, ...]
+    scores: tuple[float | None, ...]
+
+
+@dataclass(frozen=True)
+class _Template:
+    """The prompt with its system message, and what else the chat template is given."""
+
+    prompt: Text
+    tools: tuple[Any, ...] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _record(cells: Cells, shape: Shape, file: int, row: int) -> Record:
+    branches = _READERS[shape.kind](cells, shape.source, shape.has_prompt)
+    template = _template(cells, shape.source, branches.prompt)
+    carried = {
+        name: read_number(cells.get(shape.source[name]), shape.source[name])
+        for name in shape.carried
+    }
+    return Record(
+        file,
+        row,
+        template.prompt,
+        branches.completions,
+        branches.roles,
+        branches.scores,
+        template.tools,
+        template.options,
+        carried,
+    )
+
+
+def _paired(cells: Cells, source: Source, has_prompt: bool) -> _Branches:
+    if not has_prompt:
+        return _paired_without_prompt(cells, source)
+    prompt = read_prompt(cells.get(source["prompt"]), source["prompt"])
+    chosen = read_completion(cells.get(source["chosen"]), source["chosen"], prompt)
+    rejected = read_completion(cells.get(source["rejected"]), source["rejected"], prompt)
+    return _Branches(prompt, (chosen, rejected), _PAIR, _NO_SCORES)
+
+
+def _paired_without_prompt(cells: Cells, source: Source) -> _Branches:
+    if "prompt" in source and cells.get(source["prompt"]) is not None:
+        raise BadRow("schema", f"has {source['prompt']!r}, which the first rows of the file lack")
+    columns = source["chosen"], source["rejected"]
+    chosen, rejected = (read_text(cells.get(column), column) for column in columns)
+    length = shared_length(chosen, rejected)
+    completions = chosen[length:], rejected[length:]
+    for completion, column in zip(completions, columns, strict=True):
+        if is_blank(completion):
+            raise BadRow("empty_completion", f"{column!r} is empty behind the common prompt")
+    if is_blank(chosen[:length]):
+        raise BadRow("empty_prompt", f"{columns[0]!r} and {columns[1]!r} share no beginning")
+    return _Branches(chosen[:length], completions, _PAIR, _NO_SCORES)
+
+
+def shared_length(chosen: Text, rejected: Text) -> int:
+    """Returns how many messages, or characters up to a blank, two completions begin with alike.
+
+    The blank itself belongs to the completions, as tokenizers want it.
+    """
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        return _shared_words(chosen, rejected)
+    if isinstance(chosen, str) or isinstance(rejected, str):
+        raise BadRow("schema", "of chosen and rejected one is text, the other a conversation")
+    alike = (left == right for left, right in zip(chosen, rejected, strict=False))
+    return sum(takewhile(bool, alike))
+
+
+def _shared_words(chosen: str, rejected: str) -> int:
+    if chosen == rejected:
+        return len(chosen)
+    shared = chosen[: _shared_characters(chosen, rejected)]
+    after = chosen[len(shared) : len(shared) + 1], rejected[len(shared) : len(shared) + 1]
+    if shared[-1:].isspace() or all(map(str.isspace, after)):
+        return len(shared.rstrip())
+    before_last_word, *last_word = shared.rsplit(None, 1) or [""]
+    return len(before_last_word) if last_word else 0
+
+
+def _shared_characters(left: str, right: str) -> int:
+    low, high = 0, min(len(left), len(right))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _unpaired(cells: Cells, source: Source, _has_prompt: bool) -> _Branches:
+    prompt = read_prompt(cells.get(source["prompt"]), source["prompt"])
+    completion = read_completion(cells.get(source["completion"]), source["completion"], prompt)
+    is_desirable = read_label(cells.get(source["label"]), source["label"])
+    role = Role.DESIRABLE if is_desirable else Role.UNDESIRABLE
+    return _Branches(prompt, (completion,), (role,), (None,))
+
+
+def _scored(cells: Cells, source: Source, _has_prompt: bool) -> _Branches:
+    prompt = read_prompt(cells.get(source["prompt"]), source["prompt"])
+    column, scores_column = source["completions"], source["scores"]
+    candidates = read_list(cells.get(column), column)
+    scores = read_list(cells.get(scores_column), scores_column)
+    if not candidates:
+        raise BadRow("empty_completion", f"{column!r} is an empty list")
+    if len(candidates) != len(scores):
+        raise BadRow(
+            "schema", f"{len(candidates)} in {column!r} but {len(scores)} in {scores_column!r}"
+        )
+    completions = [
+        read_completion(candidate, f"{column}[{index}]", prompt)
+        for index, candidate in enumerate(candidates)
+    ]
+    numbers = [
+        read_number(score, f"{scores_column}[{index}]") for index, score in enumerate(scores)
+    ]
+    roles = (Role.CANDIDATE,) * len(completions)
+    return _Branches(prompt, tuple(completions), roles, tuple(numbers))
+
+
+def _scored_long(cells: Cells, source: Source, _has_prompt: bool) -> _Branches:
+    prompt = read_prompt(cells.get(source["prompt"]), source["prompt"])
+    completion = read_completion(cells.get(source["completion"]), source["completion"], prompt)
+    score = read_number(cells.get(source["score"]), source["score"])
+    return _Branches(prompt, (completion,), (Role.CANDIDATE,), (score,))
+
+
+def _template(cells: Cells, source: Source, prompt: Text) -> _Template:
+    given = {
+        name: value
+        for name in OPTIONAL
+        if (column := source.get(name)) and (value := cells.get(column))
+    }
+    if not given:
+        return _Template(prompt)
+    if isinstance(prompt, str):
+        columns = ", ".join(repr(source[name]) for name in given)
+        raise BadRow("schema", f"{columns} can only be used when the prompt is a conversation")
+    system = read_system(given.get("system"), source.get("system", ""))
+    if system and prompt[0]["role"] == "system":
+        raise BadRow("schema", f"{source['system']!r} is given but the prompt has a system message")
+    return _Template(
+        ({"role": "system", "content": system}, *prompt) if system else prompt,
+        read_tools(given.get("tools"), source.get("tools", "")),
+        read_options(given.get("chat_template_kwargs"), source.get("chat_template_kwargs", "")),
+    )
+
+
+_PAIR = (Role.CHOSEN, Role.REJECTED)
+_NO_SCORES = (None, None)
+_READERS: Mapping[Kind, Callable[[Cells, Source, bool], _Branches]] = {
+    "paired": _paired,
+    "unpaired": _unpaired,
+    "scored": _scored,
+    "scored_long": _scored_long,
+}

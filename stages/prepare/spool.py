@@ -1,0 +1,155 @@
+"""Columns of rows in flat files on disk, appended once and read by range."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...schemas.ragged import Ragged
+from ...schemas.rows import RowBlock
+from .keyed import KeyedRows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+ROW_COLUMNS = {
+    "prompt_keys": "<u8",
+    "row_id": "S16",
+    "copy": "<i4",
+    "file": "<i4",
+    "row": "<i8",
+    "prompt_cut": "<i4",
+    "prompt_ends": "<i8",
+    "branch_ends": "<i8",
+}
+BRANCH_COLUMNS = {
+    "completion_keys": "<u8",
+    "completion_ends": "<i8",
+    "roles": "i1",
+    "scores": "<f4",
+    "cut": "<i4",
+}
+VALUE_COLUMNS = {"prompt_values": "<i4", "completion_values": "<i4"}
+# Completions this close together are read in one go.
+NEARBY = 4096
+
+
+class SpoolWriter:
+    """Appends rows; use as a context manager, which makes them durable at the end."""
+
+    def __init__(self, folder: Path, *, carried: Sequence[str]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        names = [*ROW_COLUMNS, *BRANCH_COLUMNS, *VALUE_COLUMNS, *map(_carried_file, carried)]
+        self._stack = ExitStack()
+        self._files: dict[str, IO[bytes]] = {
+            name: self._stack.enter_context((folder / f"{name}.bin").open("wb")) for name in names
+        }
+        self._ends = {"prompt_ends": 0, "branch_ends": 0, "completion_ends": 0}
+        self.num_rows = 0
+
+    def __enter__(self) -> SpoolWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._stack:
+            if error[0] is None:
+                for file in self._files.values():
+                    file.flush()
+                    os.fsync(file.fileno())
+
+    def append(self, keyed: KeyedRows) -> None:
+        """Adds rows after those already there."""
+        rows = keyed.rows
+        self._write("prompt_keys", keyed.prompt_keys)
+        self._write("completion_keys", keyed.completion_keys)
+        for name in ("row_id", "copy", "file", "row", "prompt_cut", "roles", "scores", "cut"):
+            self._write(name, getattr(rows, name))
+        self._write_ends("prompt_ends", rows.prompts.offsets)
+        self._write_ends("branch_ends", rows.branch_offsets)
+        self._write_ends("completion_ends", rows.completions.offsets)
+        self._write("prompt_values", rows.prompts.values)
+        self._write("completion_values", rows.completions.values)
+        for name, column in rows.carried.items():
+            self._write(_carried_file(name), column)
+        self.num_rows += len(rows)
+
+    def _write(self, name: str, column: NDArray[Any]) -> None:
+        self._files[name].write(np.ascontiguousarray(column).tobytes())
+
+    def _write_ends(self, name: str, offsets: NDArray[np.int64]) -> None:
+        self._write(name, offsets[1:] + self._ends[name])
+        self._ends[name] += int(offsets[-1])
+
+
+@dataclass(frozen=True)
+class Spool:
+    """Rows that a SpoolWriter wrote."""
+
+    folder: Path
+    carried: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return (self.folder / "row.bin").stat().st_size // 8
+
+    def column(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[Any]:
+        """One flat column, or a range of it."""
+        kinds = {**ROW_COLUMNS, **BRANCH_COLUMNS, **VALUE_COLUMNS}
+        kind = np.dtype(kinds.get(name, "<f8"))
+        count = -1 if stop is None else stop - start
+        if count == 0:
+            return np.empty(0, dtype=kind)
+        path = self.folder / f"{name}.bin"
+        return np.fromfile(path, dtype=kind, count=count, offset=start * kind.itemsize)
+
+    def read(self, start: int, stop: int) -> KeyedRows:
+        """Rows `start` to `stop`."""
+        branches = self._offsets("branch_ends", start, stop)
+        first, last = int(branches[0]), int(branches[-1])
+        per_row = {name: self.column(name, start, stop) for name in ROW_COLUMNS}
+        per_branch = {name: self.column(name, first, last) for name in BRANCH_COLUMNS}
+        rows = RowBlock(
+            row_id=per_row["row_id"],
+            copy=per_row["copy"],
+            file=per_row["file"],
+            row=per_row["row"],
+            prompts=self._lists("prompt", start, stop),
+            prompt_cut=per_row["prompt_cut"],
+            branch_offsets=branches - first,
+            completions=self._lists("completion", first, last),
+            roles=per_branch["roles"],
+            scores=per_branch["scores"],
+            cut=per_branch["cut"],
+            carried={name: self.column(_carried_file(name), start, stop) for name in self.carried},
+        )
+        return KeyedRows(rows, per_row["prompt_keys"], per_branch["completion_keys"])
+
+    def completions(self, indices: NDArray[np.int64]) -> Ragged:
+        """The completions at `indices`, wherever they lie, reading neighbours together."""
+        unique, back = np.unique(indices, return_inverse=True)
+        breaks = np.flatnonzero(np.diff(unique) > NEARBY) + 1
+        parts = []
+        for group in np.split(unique, breaks) if len(unique) else []:
+            nearby = self._lists("completion", int(group[0]), int(group[-1]) + 1)
+            parts.append(nearby.take(group - group[0]))
+        return Ragged.concat(parts).take(back) if parts else Ragged.of([], np.int32)
+
+    def _lists(self, name: str, start: int, stop: int) -> Ragged:
+        offsets = self._offsets(f"{name}_ends", start, stop)
+        values = self.column(f"{name}_values", int(offsets[0]), int(offsets[-1]))
+        return Ragged(values, offsets - offsets[0])
+
+    def _offsets(self, name: str, start: int, stop: int) -> NDArray[np.int64]:
+        if start == 0:
+            return np.append(np.int64(0), self.column(name, 0, stop))
+        return self.column(name, start - 1, stop)
+
+
+def _carried_file(name: str) -> str:
+    return f"carried-{name.encode().hex()}"

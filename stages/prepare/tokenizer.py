@@ -1,0 +1,148 @@
+"""Loads a tokenizer and answers what the encoder and the fingerprint need of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
+from ...schemas.errors import UsageError
+from ...schemas.rows import BadRow, Record, Text
+
+if TYPE_CHECKING:
+    from ...schemas.config import TokenOptions
+
+# The sandbox keeps a template from running code, not from writing a book.
+RENDERED_CHARACTERS_PER_TOKEN = 128
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """A fast tokenizer whose offsets are exact, with its template and special tokens."""
+
+    backend: Tokenizer  # no truncation, no padding, no post-processing
+    hf: Any  # the transformers tokenizer: renders templates
+    bos: int | None  # the one BOS to put first; None when there is none to put
+    eos: int | None
+    template: str | None
+    specials: tuple[str, ...]
+
+    def render(self, record: Record) -> tuple[str, tuple[str, ...]]:
+        """The prompt and each branch's full text; plain text is joined, conversations rendered."""
+        if isinstance(record.prompt, str):
+            prompt = record.prompt
+            return prompt, tuple(prompt + str(completion) for completion in record.completions)
+        opens_turn = record.prompt[-1].get("role") != "assistant"
+        prompt = self._template(record, record.prompt, add_generation_prompt=opens_turn)
+        return prompt, tuple(
+            self._template(record, (*record.prompt, *completion))
+            for completion in record.completions
+            if not isinstance(completion, str)
+        )
+
+    def require_template(self, folder: str) -> None:
+        """Conversations cannot be tokenized without a chat template."""
+        if self.template is None:
+            raise UsageError(
+                f"{folder}: the data are conversations and the tokenizer has no chat template. "
+                "Pass --set tokens.chat_template=FILE.jinja, or use a model with a template."
+            )
+
+    def _template(
+        self, record: Record, messages: Text, *, add_generation_prompt: bool = False
+    ) -> str:
+        try:
+            rendered: str = self.hf.apply_chat_template(
+                list(messages),
+                tools=list(record.tools) if record.tools else None,
+                chat_template=self.template,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **record.template_options,
+            )
+        except Exception as error:  # a template is user code: whatever it raises, the row is bad
+            raise BadRow("template_error", f"{type(error).__name__}: {error}"[:200]) from error
+        return rendered
+
+
+def load_tokenizer(folder: str, options: TokenOptions) -> TextTokenizer:
+    """Opens the tokenizer in `folder`; it has to be a fast one."""
+    hf = _open(folder)
+    backend = getattr(hf, "backend_tokenizer", None)
+    if backend is None:
+        raise UsageError(
+            f"{folder}: the tokenizer has no tokenizer.json, so token offsets are unknown. "
+            "Convert it with AutoTokenizer.from_pretrained(..., use_fast=True).save_pretrained()."
+        )
+    exact = Tokenizer.from_str(backend.to_str())
+    exact.no_truncation()
+    exact.no_padding()
+    # Post-processors trim blanks off the offsets and add specials: both would hide the boundary.
+    exact.post_processor = None
+    if options.eos == "append" and hf.eos_token_id is None:
+        raise UsageError(
+            f"{folder}: the tokenizer has no EOS token. Set one, or pass --set tokens.eos=never."
+        )
+    return TextTokenizer(
+        backend=exact,
+        hf=hf,
+        bos=_bos(hf, options, folder),
+        eos=hf.eos_token_id if options.eos == "append" else None,
+        template=_template_text(hf, options),
+        specials=tuple(sorted(set(hf.all_special_tokens))),
+    )
+
+
+def tokenizer_fingerprint(tokenizer: TextTokenizer) -> dict[str, str]:
+    """Digests of everything that turns text into ids."""
+    specials = {"bos": tokenizer.bos, "eos": tokenizer.eos, "all": tokenizer.specials}
+    return {
+        "tokenizer.vocabulary": _digest(tokenizer.backend.to_str()),
+        "tokenizer.special_tokens": _digest(json.dumps(specials)),
+        "tokenizer.chat_template": _digest(tokenizer.template or ""),
+    }
+
+
+def _open(folder: str) -> Any:
+    if not Path(folder).is_dir():
+        raise UsageError(
+            f"{folder}: no such model folder. Pass --model DIR, set ALIGN_MODEL, "
+            "or set model.path in align.yaml."
+        )
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"{folder}: no tokenizer can be loaded from here ({str(error).splitlines()[0][:200]}). "
+            "Save the model's tokenizer beside its weights."
+        ) from error
+
+
+def _bos(hf: Any, options: TokenOptions, folder: str) -> int | None:
+    if options.bos == "never" or (options.bos == "auto" and hf.bos_token_id is None):
+        return None
+    if hf.bos_token_id is None:
+        raise UsageError(f"{folder}: tokens.bos is 'always' but the tokenizer has no BOS token.")
+    adds_one = hf("a")["input_ids"][:1] == [hf.bos_token_id]
+    return int(hf.bos_token_id) if options.bos == "always" or adds_one else None
+
+
+def _template_text(hf: Any, options: TokenOptions) -> str | None:
+    if options.chat_template:
+        path = Path(options.chat_template)
+        if not path.is_file():
+            raise UsageError(f"{path}: no such chat template file (tokens.chat_template).")
+        return path.read_text(encoding="utf-8")
+    template = hf.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    return str(template) if template else None
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

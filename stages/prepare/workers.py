@@ -1,0 +1,100 @@
+"""Chunks of input to encoded rows, in as many processes as the machine has cores."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections import deque
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .encode import Encoder
+from .keyed import KeyedRows, key_rows
+from .records import parse_chunk
+from .tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from ...schemas.config import TokenOptions
+    from ...schemas.rows import Rejected
+    from .read import Chunk
+    from .shapes import Shape
+
+# Below this, starting processes costs more than they save.
+SMALL_INPUT_BYTES = 8 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class EncodingJob:
+    """All a process needs to know to encode chunks."""
+
+    model: str
+    options: TokenOptions
+    shape: Shape
+    seed: int
+
+
+@dataclass(frozen=True)
+class EncodedChunk:
+    """One chunk's rows, and what was refused or noticed."""
+
+    file: int
+    keyed: KeyedRows
+    rejected: list[Rejected]
+    notes: Mapping[str, int]
+
+
+def encode_chunks(
+    chunks: Iterable[Chunk], job: EncodingJob, *, num_workers: int
+) -> Iterator[EncodedChunk]:
+    """Encodes chunks in order; `num_workers` 0 stays in this process."""
+    if num_workers == 0:
+        worker = _Worker(job)
+        yield from map(worker.encode, chunks)
+        return
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    with ProcessPoolExecutor(
+        num_workers, mp_context=context, initializer=_start, initargs=(job,)
+    ) as pool:
+        waiting: deque[Future[EncodedChunk]] = deque()
+        for chunk in chunks:
+            waiting.append(pool.submit(_encode, chunk))
+            if len(waiting) > 3 * num_workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def default_workers(input_bytes: int) -> int:
+    """One process per core, unless the input is small."""
+    return 0 if input_bytes < SMALL_INPUT_BYTES else (os.cpu_count() or 1)
+
+
+class _Worker:
+    def __init__(self, job: EncodingJob) -> None:
+        self._job = job
+        self._encoder = Encoder(load_tokenizer(job.model, job.options), job.options)
+
+    def encode(self, chunk: Chunk) -> EncodedChunk:
+        records, rejected = parse_chunk(chunk, self._job.shape)
+        encoded = self._encoder.encode(records)
+        keyed = key_rows(encoded.rows, seed=self._job.seed, carried=self._job.shape.carried)
+        return EncodedChunk(chunk.file, keyed, [*rejected, *encoded.rejected], dict(encoded.notes))
+
+
+_worker: _Worker | None = None
+
+
+def _start(job: EncodingJob) -> None:
+    global _worker  # noqa: PLW0603 - one encoder per process, made once
+    # Each process keeps to one core; threads of the tokenizer would fight over them.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _worker = _Worker(job)
+
+
+def _encode(chunk: Chunk) -> EncodedChunk:
+    assert _worker is not None
+    return _worker.encode(chunk)

@@ -1,0 +1,177 @@
+"""A summary as plain text, for a terminal and just as well for a log."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...schemas.rows import Role
+from .grid import facts, grid, heading, printable, share, size
+
+if TYPE_CHECKING:
+    from .spread import Spread
+    from .summary import PairSummary, RoleSummary, Summary
+
+MAX_LISTED = 8
+LENGTHS = ("min", "p50", "p90", "p99", "max", "mean")
+LOGPS = ("min", "p1", "p50", "p99", "max", "mean")
+
+
+def render(summary: Summary) -> str:
+    """All sections, under 90 columns wide where no name is longer."""
+    sections = {
+        "Cache": _cache(summary),
+        "Rows": _rows(summary),
+        "Lengths in tokens": _lengths(summary),
+        "Truncation": _truncation(summary),
+        "Balance": _balance(summary),
+        "Reference log-probs": _logps(summary),
+        "Drops": _drops(summary),
+    }
+    blocks = ["\n".join([heading(title), *lines]) for title, lines in sections.items()]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _cache(summary: Summary) -> list[str]:
+    made = summary.fingerprint
+    model = printable(summary.model) or "unnamed"
+    adapter = f" + adapter {printable(summary.adapter)}" if summary.adapter else ""
+    settings = [made[name] for name in ("model.dtype", "model.attention") if name in made]
+    limits = [f"max_length {made['tokens.max_length']}"] if "tokens.max_length" in made else []
+    how = ", ".join([*settings, *limits])
+    return facts(
+        [
+            ("name", f"{printable(summary.name)}  (align {summary.align_version})"),
+            ("root", summary.root),
+            ("reference", f"{model}{adapter}"),
+            ("", printable(f"{summary.reference_key[:16]}  {how}").rstrip()),
+            ("shards", f"{summary.shards:,}  ({size(summary.bytes)})"),
+            *_inputs(summary),
+        ]
+    )
+
+
+def _inputs(summary: Summary) -> list[tuple[str, str]]:
+    shown = [
+        f"{printable(entry.name)}  ({entry.rows:,} rows, {size(entry.bytes)}, "
+        f"sha256 {entry.sha256[:12]})"
+        for entry in summary.inputs[:MAX_LISTED]
+    ]
+    left = len(summary.inputs) - len(shown)
+    lines = [*shown, *([f"and {left:,} more files"] if left else [])]
+    return [("" if index else "inputs", line) for index, line in enumerate(lines)]
+
+
+def _rows(summary: Summary) -> list[str]:
+    of = f" of {summary.rows_in:,} read" if summary.rows != summary.rows_in else ""
+    lines = [
+        (name, f"{role.branches:,}", share(role.branches, summary.branches), f"{role.tokens:,}")
+        for name, role in _roles(summary)
+    ]
+    total = ("all", f"{summary.branches:,}", "", f"{summary.tokens:,}")
+    return [
+        f"  {summary.rows:,} rows{of}: {summary.prompts.tokens:,} prompt tokens, and these "
+        "completions",
+        *grid(("completions", "count", "share", "tokens"), [*lines, total]),
+    ]
+
+
+def _lengths(summary: Summary) -> list[str]:
+    spreads = [("prompt", summary.prompts.lengths)]
+    spreads += [(name, role.lengths) for name, role in _roles(summary)]
+    return _spreads("", spreads, LENGTHS, decimals=0)
+
+
+def _truncation(summary: Summary) -> list[str]:
+    prompts = summary.prompts
+    lines = [("prompt", prompts.cut_rows, summary.rows, prompts.cut_tokens, prompts.tokens)]
+    lines += [
+        (name, role.cut_branches, role.branches, role.cut_tokens, role.tokens)
+        for name, role in _roles(summary)
+    ]
+    if not any(line[1] for line in lines):
+        return ["  nothing was cut"]
+    return grid(
+        ("", "cut", "share", "tokens cut", "share"),
+        [
+            (name, f"{cut:,}", share(cut, of), f"{lost:,}", share(lost, lost + kept))
+            for name, cut, of, lost, kept in lines
+        ],
+    )
+
+
+def _balance(summary: Summary) -> list[str]:
+    lines = _pairs(summary.pairs) if summary.pairs else []
+    candidates = summary.roles.get("candidate")
+    if candidates:
+        lines += facts([("per prompt", f"{candidates.branches / summary.rows:.1f} candidates")])
+    weights = summary.kto_weights
+    if weights is None:
+        return lines or ["  one class only: KTO needs desirable and undesirable completions"]
+    counts = f"{weights.num_desirable:,} desirable, {weights.num_undesirable:,} undesirable"
+    auto = f"{weights.desirable_weight:.4g} and {weights.undesirable_weight:.4g}"
+    return [
+        *lines,
+        *facts([("KTO classes", counts), ("auto weights", f"{auto}, so that wD nD = wU nU")]),
+    ]
+
+
+def _pairs(pairs: PairSummary) -> list[str]:
+    counts = {
+        "reference prefers the rejected one": pairs.reference_prefers_rejected,
+        "... per token": pairs.reference_prefers_rejected_per_token,
+        "chosen is the longer one": pairs.chosen_is_longer,
+        "rejected is the longer one": pairs.rejected_is_longer,
+    }
+    return [
+        *grid(
+            (f"of {pairs.pairs:,} pairs", "count", "share"),
+            [(name, f"{count:,}", share(count, pairs.pairs)) for name, count in counts.items()],
+        ),
+        "  Far above 50%: the first two hint at noisy labels, the third at a bias to length.",
+        "",
+    ]
+
+
+def _logps(summary: Summary) -> list[str]:
+    roles = _roles(summary)
+    lines = [
+        *_spreads("sum", [(name, role.logps) for name, role in roles], LOGPS, decimals=2),
+        "",
+        *_spreads(
+            "per token", [(name, role.logps_per_token) for name, role in roles], LOGPS, decimals=3
+        ),
+    ]
+    if "mismatched" in summary.roles:
+        lines.append("  Mismatched completions answer another prompt: per token they lie lower.")
+    return lines
+
+
+def _drops(summary: Summary) -> list[str]:
+    dropped = [
+        (printable(reason), f"{rows:,}", share(rows, summary.rows_in))
+        for reason, rows in sorted(summary.quarantined.items(), key=lambda item: -item[1])
+    ]
+    notes = [
+        (printable(note).replace("_", " "), f"{count:,}", "")
+        for note, count in summary.notes.items()
+    ]
+    return [
+        *(grid(("quarantined", "rows", "share"), dropped) if dropped else ["  no row was dropped"]),
+        *(["", *grid(("noted, and kept", "count", ""), notes)] if notes else []),
+    ]
+
+
+def _roles(summary: Summary) -> list[tuple[str, RoleSummary]]:
+    """In the order of `Role`, which JSON does not keep."""
+    names = [role.name.lower() for role in Role]
+    return [(name, summary.roles[name]) for name in names if name in summary.roles]
+
+
+def _spreads(
+    title: str, spreads: list[tuple[str, Spread]], names: tuple[str, ...], *, decimals: int
+) -> list[str]:
+    lines = [
+        (label, *(f"{getattr(spread, name):,.{decimals}f}" for name in names))
+        for label, spread in spreads
+    ]
+    return grid((title, *names), lines)

@@ -1,0 +1,208 @@
+"""Tokenized rows to reference log-probs, one unit at a time."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...schemas.ragged import Ragged, offsets_of
+from ...schemas.reference import OutOfMemory
+from ...schemas.rows import Tree
+from ...schemas.shards import ScoredBlock
+from .plan import TreeCost, TreePlan, plan_batches, plan_trees
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from ...schemas.reference import Scorer
+    from ...schemas.rows import RowBlock
+
+logger = logging.getLogger("align")
+
+
+@dataclass(frozen=True)
+class KnownScores:
+    """Scores an earlier cache holds; rows of `found` that are False have no tokens."""
+
+    found: NDArray[np.bool_]  # (branches,)
+    token_logps: Ragged | None  # (branches,) float32; None when the earlier cache has sums only
+    logps: NDArray[np.float64]  # (branches,)
+    numerics: dict[str, str]  # how the earlier cache computed them
+
+
+@dataclass(frozen=True)
+class UnitScores:
+    """A scored unit, the batch size that was used, and the rows that could not be scored."""
+
+    block: ScoredBlock
+    tokens_per_batch: int
+    branches: int
+    reused: int
+    padding: int  # tokens of padding run through the model
+    run_tokens: int  # tokens run through the model, padding included
+    quarantined: dict[str, int]
+
+
+@dataclass(frozen=True)
+class ScoringRules:
+    """How units are scored."""
+
+    tokens_per_batch: int
+    hidden_size: int
+    keep_token_logps: bool
+
+
+def score_unit(
+    rows: RowBlock,
+    known: KnownScores,
+    rules: ScoringRules,
+    *,
+    scorer: Callable[[], Scorer],
+    on_batch: Callable[[int, int], None],
+) -> UnitScores:
+    """Scores what is not known yet; `on_batch` hears of tokens and padding as they are done."""
+    budget = rules.tokens_per_batch
+    wanted = np.flatnonzero(~known.found)
+    while True:
+        try:
+            run = _run(rows, wanted, rules, budget, scorer=scorer, on_batch=on_batch)
+            break
+        except OutOfMemory as refusal:
+            budget = max(budget // 2, 1)
+            logger.warning("Out of memory (%s): again with %d tokens per batch.", refusal, budget)
+    return _collect(rows, known, wanted, run, rules)
+
+
+@dataclass(frozen=True)
+class _Run:
+    token_logps: Ragged  # of the wanted branches, in their order
+    padding: int
+    tokens: int
+    tokens_per_batch: int
+    too_big: tuple[int, ...]  # branches that do not fit even alone; their values are NaN
+
+
+def _run(
+    rows: RowBlock,
+    wanted: NDArray[np.int64],
+    rules: ScoringRules,
+    budget: int,
+    *,
+    scorer: Callable[[], Scorer],
+    on_batch: Callable[[int, int], None],
+) -> _Run:
+    trees = _plan(rows, wanted, TreeCost(rules.hidden_size, budget))
+    results: list[tuple[int, NDArray[np.float32]]] = []
+    too_big: list[int] = []
+    padding = tokens = 0
+    for batch in plan_batches([tree.length for tree in trees], budget):
+        chosen = [trees[index] for index in batch]
+        try:
+            results += _score_batch(rows, chosen, scorer())
+        except OutOfMemory:
+            if len(chosen) > 1 or len(chosen[0].branches) > 1:
+                raise
+            (branch,) = chosen[0].branches
+            too_big.append(branch)
+            results.append((branch, np.full(len(rows.completions[branch]), np.nan, np.float32)))
+        area = max(tree.length for tree in chosen) * len(chosen)
+        waste = area - sum(tree.length for tree in chosen)
+        tokens, padding = tokens + area, padding + waste
+        on_batch(area, waste)
+    results.sort(key=lambda result: result[0])
+    lists = [logps for _, logps in results]
+    return _Run(Ragged.of(lists, np.float32), padding, tokens, budget, tuple(too_big))
+
+
+def _plan(rows: RowBlock, wanted: NDArray[np.int64], cost: TreeCost) -> list[TreePlan]:
+    branch_rows = rows.row_of_branch[wanted]
+    ends = np.searchsorted(branch_rows, np.arange(len(rows) + 1))
+    per_row = [wanted[ends[row] : ends[row + 1]].tolist() for row in range(len(rows))]
+    return plan_trees(
+        _rows_by_prompt(rows),
+        per_row,
+        prompt_lengths=rows.prompts.lengths,
+        branch_lengths=rows.completions.lengths,
+        cost=cost,
+    )
+
+
+def _rows_by_prompt(rows: RowBlock) -> list[list[int]]:
+    """Neighbours with one prompt; on the ring, all rows of a prompt are neighbours."""
+    groups: list[list[int]] = []
+    lengths = rows.prompts.lengths
+    for row in range(len(rows)):
+        joins = (
+            row > 0
+            and lengths[row] == lengths[row - 1]
+            and np.array_equal(rows.prompts[row], rows.prompts[row - 1])
+        )
+        if joins:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups
+
+
+def _score_batch(
+    rows: RowBlock, trees: Sequence[TreePlan], scorer: Scorer
+) -> list[tuple[int, NDArray[np.float32]]]:
+    batch = [
+        Tree(rows.prompts[tree.row], tuple(rows.completions[branch] for branch in tree.branches))
+        for tree in trees
+    ]
+    flat = scorer.score(batch)
+    branches = [branch for tree in trees for branch in tree.branches]
+    offsets = offsets_of(rows.completions.lengths[branches])
+    assert offsets[-1] == len(flat)
+    return [
+        (branch, flat[offsets[index] : offsets[index + 1]]) for index, branch in enumerate(branches)
+    ]
+
+
+def _collect(
+    rows: RowBlock,
+    known: KnownScores,
+    wanted: NDArray[np.int64],
+    run: _Run,
+    rules: ScoringRules,
+) -> UnitScores:
+    logps = known.logps.copy()
+    logps[wanted] = _sums(run.token_logps)
+    token_logps = None
+    if rules.keep_token_logps:
+        assert known.token_logps is not None
+        parts = Ragged.concat([known.token_logps, run.token_logps])
+        source = np.arange(len(logps))
+        source[wanted] = len(logps) + np.arange(len(wanted))
+        token_logps = parts.take(source)
+    block = ScoredBlock(rows, logps, token_logps)
+    bad_rows = np.unique(rows.row_of_branch[~np.isfinite(logps)])
+    too_big = np.unique(rows.row_of_branch[list(run.too_big)])
+    reasons = {"oom": len(too_big), "nonfinite_logp": len(np.setdiff1d(bad_rows, too_big))}
+    if len(bad_rows):
+        block = block.take(np.setdiff1d(np.arange(len(rows)), bad_rows))
+    return UnitScores(
+        block=block,
+        tokens_per_batch=run.tokens_per_batch,
+        branches=len(known.found),
+        reused=int(known.found.sum()),
+        padding=run.padding,
+        run_tokens=run.tokens,
+        quarantined={reason: count for reason, count in reasons.items() if count},
+    )
+
+
+def _sums(token_logps: Ragged) -> NDArray[np.float64]:
+    """Each list's sum in float64; no list is empty."""
+    if not len(token_logps):
+        return np.empty(0, dtype=np.float64)
+    sums: NDArray[np.float64] = np.add.reduceat(
+        token_logps.values.astype(np.float64), token_logps.offsets[:-1]
+    )
+    return sums

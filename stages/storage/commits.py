@@ -1,0 +1,186 @@
+"""How a unit is finished: its shard made durable first, then one commit that names it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow.compute as pc
+
+from ...schemas.codec import CodecError, from_json, to_json
+from ...schemas.errors import CorruptionError, NonFiniteError, StorageError
+from ...schemas.manifest import Commit
+from . import fs
+from .failpoints import reach
+from .layout import COMMIT_NAME, part_name
+from .shards import group_bounds, open_shard, write_shard
+from .tables import ids_digest, row_ids, schema_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ...schemas.shards import ScoredBlock
+    from .layout import WorkFolder
+
+logger = logging.getLogger("align")
+
+
+@dataclass(frozen=True)
+class UnitFacts:
+    """What only the scorer of a unit knows."""
+
+    first_key: str  # hex of the first row's place on the ring
+    last_key: str
+    tokens_per_batch: int
+    quarantined: dict[str, int]  # reason -> rows dropped while scoring
+    numerics: dict[str, str]
+
+
+def commit_unit(
+    work: WorkFolder, run_id: str, unit: int, block: ScoredBlock, facts: UnitFacts
+) -> Commit:
+    """Stores a scored unit; the commit it returns is another worker's if that one was first."""
+    _require_finite(unit, block)
+    reach("unit.scored")
+    draft = work.new_draft(run_id, f"{unit:08d}")
+    try:
+        write_shard(draft, block)
+        reach("shard.written")
+        ours = _describe(draft, unit, block, facts)
+        final = work.cache.data / ours.file
+        is_new = not final.exists()
+        _install(draft, final)
+    except BaseException:
+        fs.discard(draft)
+        raise
+    if fs.put_if_absent(work.commit(unit), to_json(ours).encode(), label="commit"):
+        reach("commit.done")
+        return ours
+    return _yield_to(_read_commit(work.commit(unit), unit), ours, final, is_new=is_new)
+
+
+def read_commits(work: WorkFolder, num_units: int) -> dict[int, Commit]:
+    """The finished units of a plan, each with its shard in place."""
+    if not work.commits.is_dir():
+        return {}
+    commits = {}
+    for path in sorted(work.commits.iterdir()):
+        if path.name.startswith("."):  # the draft of a run that was killed
+            continue
+        name = COMMIT_NAME.fullmatch(path.name)
+        if name is None or int(name[1]) >= num_units:
+            raise _damaged(path, f"no unit of this plan, which has {num_units}, is called that")
+        commit = _read_commit(path, int(name[1]))
+        _require_shard(work.cache.data / commit.file, commit, path)
+        commits[commit.unit] = commit
+    return commits
+
+
+def _require_finite(unit: int, block: ScoredBlock) -> None:
+    bad = np.flatnonzero(~np.isfinite(block.logps))
+    if len(bad):
+        raise NonFiniteError(
+            f"unit {unit}: {len(bad)} of {len(block.logps)} log-probs are not finite, the first "
+            f"of branch {bad[0]}. Score with --dtype float32, or quarantine these rows."
+        )
+
+
+def _describe(draft: Path, unit: int, block: ScoredBlock, facts: UnitFacts) -> Commit:
+    """Reads the file back before anything vouches for it."""
+    groups = group_bounds(block.rows)
+    logps = block.logps
+    _require_written(draft, block, len(groups))
+    sha256 = fs.sha256_of(draft)
+    return Commit(
+        unit=unit,
+        file=part_name(unit, sha256),
+        bytes=draft.stat().st_size,
+        sha256=sha256,
+        rows=len(block.rows),
+        branches=len(logps),
+        tokens=len(block.rows.completions.values),
+        row_groups=len(groups),
+        first_key=facts.first_key,
+        last_key=facts.last_key,
+        ids_digest=ids_digest(row_ids(block.rows)),
+        logp_sum=math.fsum(logps),
+        logp_min=float(logps.min()) if len(logps) else 0.0,
+        logp_max=float(logps.max()) if len(logps) else 0.0,
+        tokens_per_batch=facts.tokens_per_batch,
+        quarantined=facts.quarantined,
+        numerics=facts.numerics,
+    )
+
+
+def _require_written(draft: Path, block: ScoredBlock, num_groups: int) -> None:
+    try:
+        same = _reads_back(draft, block, num_groups)
+    except CorruptionError:
+        same = False
+    if not same:
+        raise StorageError(
+            f"{draft}: what was read back is not what was written. Check the disk and the memory "
+            "of this machine, then run the same command again."
+        )
+
+
+def _reads_back(draft: Path, block: ScoredBlock, num_groups: int) -> bool:
+    with open_shard(draft) as file:
+        # All columns, though one is compared: reading verifies the checksum of every page.
+        logps = file.read(use_threads=False).column("ref_logp")
+        return (
+            file.metadata.num_rows == len(block.rows)
+            and file.num_row_groups == num_groups
+            and file.schema_arrow.equals(schema_of(block))
+            and math.fsum(pc.list_flatten(logps).to_numpy()) == math.fsum(block.logps)
+        )
+
+
+def _install(draft: Path, final: Path) -> None:
+    reach("shard.before_fsync")
+    fs.fsync(draft)
+    reach("shard.after_fsync")
+    reach("shard.before_rename")
+    fs.rename(draft, final)
+    reach("shard.after_rename")
+    fs.fsync_folder(final.parent)
+
+
+def _yield_to(theirs: Commit, ours: Commit, final: Path, *, is_new: bool) -> Commit:
+    if theirs.file != ours.file:
+        logger.warning(
+            "unit %d: another worker's shard is kept, ours has other bytes "
+            "(log-probs sum to %r there, %r here).",
+            ours.unit,
+            theirs.logp_sum,
+            ours.logp_sum,
+        )
+        if is_new:  # else it may belong to the manifest this plan will replace
+            fs.unlink(final)
+    return theirs
+
+
+def _read_commit(path: Path, unit: int) -> Commit:
+    try:
+        commit = from_json(Commit, fs.read_bytes(path))
+    except CodecError as error:
+        raise _damaged(path, str(error)) from error
+    if commit.unit != unit or commit.file != part_name(unit, commit.sha256):
+        raise _damaged(path, f"it names unit {commit.unit} and file {commit.file!r}")
+    return commit
+
+
+def _require_shard(shard: Path, commit: Commit, path: Path) -> None:
+    try:
+        found = shard.stat(follow_symlinks=False).st_size
+    except FileNotFoundError:
+        raise _damaged(path, f"{shard} is missing") from None
+    if found != commit.bytes:
+        raise _damaged(path, f"{shard} has {found} bytes instead of {commit.bytes}")
+
+
+def _damaged(path: Path, why: str) -> CorruptionError:
+    return CorruptionError(f"{path}: {why}. Remove this file and run the same command again.")

@@ -1,0 +1,101 @@
+"""Named places where a test can make the program die, be told to stop, or meet a bad disk.
+
+ALIGN_FAILPOINTS="commit.before_link=kill@2,manifest.after_rename=eio" kills the process the
+second time it is about to link a commit, and fails it after the manifest has its name.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+
+from ...schemas.errors import StorageError, UsageError
+
+VARIABLE = "ALIGN_FAILPOINTS"
+
+NAMES = (
+    "quarantine.written",
+    "plan.before_link",
+    "plan.after_link",
+    "unit.scored",
+    "shard.written",
+    "shard.before_fsync",
+    "shard.after_fsync",
+    "shard.before_rename",
+    "shard.after_rename",
+    "commit.before_link",
+    "commit.after_link",
+    "commit.done",
+    "manifest.before_write",
+    "manifest.before_rename",
+    "manifest.after_rename",
+    "gc.started",
+    "gc.forgotten",
+    "gc.done",
+)
+
+ACTIONS = ("kill", "term", "eio", "enospc")
+
+
+def reach(name: str) -> None:
+    """Does what ALIGN_FAILPOINTS asks for at this place; nothing when it is not set."""
+    if armed := _armed():
+        _pass(name, armed)
+
+
+@dataclass(frozen=True)
+class Trigger:
+    """What happens at a failpoint, and at which visit."""
+
+    action: str
+    visit: int
+
+
+def parse(text: str) -> dict[str, Trigger]:
+    """Reads `name=action@n,...`; `@n` may be left out and is then `@1`."""
+    triggers = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, _, rest = part.partition("=")
+        action, _, visit = rest.partition("@")
+        if name not in NAMES:
+            raise UsageError(_refusal(part, f"known names: {', '.join(NAMES)}"))
+        if action not in ACTIONS:
+            raise UsageError(_refusal(part, f"known actions: {', '.join(ACTIONS)}"))
+        if not (visit or "1").isdecimal() or int(visit or "1") < 1:
+            raise UsageError(_refusal(part, "the number after @ counts visits from 1"))
+        triggers[name] = Trigger(action, int(visit or "1"))
+    return triggers
+
+
+def _refusal(part: str, why: str) -> str:
+    return f"{VARIABLE}: cannot use '{part}'; {why}. Correct or unset the variable."
+
+
+@cache
+def _armed() -> dict[str, Trigger]:
+    return parse(os.environ.get(VARIABLE, ""))
+
+
+_visits: Counter[str] = Counter()
+
+
+def _pass(name: str, armed: dict[str, Trigger]) -> None:
+    assert name in NAMES, name
+    _visits[name] += 1
+    trigger = armed.get(name)
+    if trigger is not None and trigger.visit == _visits[name]:
+        _act(name, trigger.action)
+
+
+def _act(name: str, action: str) -> None:
+    if action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif action == "term":
+        os.kill(os.getpid(), signal.SIGTERM)
+    else:
+        reason = os.strerror(errno.EIO if action == "eio" else errno.ENOSPC)
+        raise StorageError(f"{name}: {reason}. {VARIABLE} asked for this failure; unset it.")

@@ -1,0 +1,289 @@
+"""The only module here that changes the disk: a dozen operations behind one seam.
+
+`watch` sees every operation before it happens, so a test can log it or make it fail.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import os
+import secrets
+import shutil
+import stat
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from ...schemas.errors import AlignError, StorageError
+from .failpoints import reach
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from _typeshed import ReadableBuffer
+
+T = TypeVar("T")
+
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def publish(path: Path, payload: bytes, *, label: str) -> None:
+    """Puts a whole file in place of whatever had its name."""
+    draft = _draft_of(path)
+    try:
+        _write_whole(draft, payload)
+        reach(f"{label}.before_rename")
+        rename(draft, path)
+    except BaseException:
+        discard(draft)
+        raise
+    reach(f"{label}.after_rename")
+    fsync_folder(path.parent)
+
+
+def put_if_absent(path: Path, payload: bytes, *, label: str) -> bool:
+    """Puts a whole file where none is; False when another was there first."""
+    draft = _draft_of(path)
+    try:
+        _write_whole(draft, payload)
+        reach(f"{label}.before_link")
+        won = link(draft, path)
+    except BaseException:
+        discard(draft)
+        raise
+    reach(f"{label}.after_link")
+    unlink(draft)
+    # Also for the loser: who built on the winner's file must not outlive it in a power loss.
+    fsync_folder(path.parent)
+    return won
+
+
+def sha256_of(path: Path) -> str:
+    """The digest of a file's bytes."""
+    with open_regular(path) as source:
+        return sha256_of_open(source, path)
+
+
+def sha256_of_open(source: io.BufferedReader, path: Path) -> str:
+    """The digest of what is left to read of an open file."""
+    with _told("read", path):
+        return hashlib.file_digest(source, "sha256").hexdigest()
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of one regular file."""
+    with open_regular(path) as source, _told("read", path):
+        return source.read()
+
+
+def open_regular(path: Path, *, folder: int | None = None) -> io.BufferedReader:
+    """Opens for reading what is a file itself: no link, pipe or device."""
+    with _told("open", path):
+        descriptor = os.open(path, _READ, dir_fd=folder)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "not a regular file")
+        return os.fdopen(descriptor, "rb")
+
+
+@dataclass(frozen=True)
+class Op:
+    """One change about to be made to the disk."""
+
+    name: str
+    path: Path
+    target: Path | None = None  # of a rename or link
+    payload: bytes = b""  # of a write
+
+
+_watchers: list[Callable[[Op], None]] = []
+
+
+@contextmanager
+def watch(watcher: Callable[[Op], None]) -> Iterator[None]:
+    """Calls `watcher` before each operation; an OSError it raises is the disk's answer."""
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.remove(watcher)
+
+
+def create(path: Path) -> io.BufferedWriter:
+    """A new file to write into; never one that is there, never through a link."""
+    descriptor = _do("create", path, lambda: os.open(path, _NEW, 0o666))
+    return io.BufferedWriter(_Sink(path, descriptor), buffer_size=1 << 20)
+
+
+def fsync(path: Path) -> None:
+    """Makes the bytes of a file durable."""
+    _do("fsync", path, lambda: _sync(path, os.O_RDONLY | os.O_NOFOLLOW))
+
+
+def fsync_folder(path: Path) -> None:
+    """Makes the names in a folder durable."""
+    _do("fsync_folder", path, lambda: _sync(path, os.O_RDONLY | os.O_DIRECTORY))
+
+
+def rename(path: Path, target: Path) -> None:
+    """Moves a file or folder over its new name in one step."""
+    _do("rename", path, lambda: path.rename(target), target=target)
+
+
+def link(path: Path, target: Path) -> bool:
+    """Gives a file a second name; False when the name is taken."""
+    try:
+        _do("link", path, lambda: os.link(path, target, follow_symlinks=False), target=target)
+    except StorageError as error:
+        if isinstance(error.__cause__, FileExistsError):
+            return False
+        raise
+    return True
+
+
+def unlink(path: Path) -> None:
+    """Removes a name, if it is there."""
+    _do("unlink", path, lambda: path.unlink(missing_ok=True))
+
+
+def make_folder(path: Path, mode: int = 0o777) -> None:
+    """Makes one folder, unless it is there."""
+
+    def make() -> None:
+        try:
+            path.mkdir(mode)
+        except FileExistsError:
+            if path.is_symlink() or not path.is_dir():
+                raise
+
+    _do("make_folder", path, make)
+
+
+def remove_folder(path: Path) -> None:
+    """Removes an empty folder; one with something in it stays."""
+    try:
+        _do("remove_folder", path, path.rmdir)
+    except StorageError as error:
+        cause = error.__cause__
+        if not (isinstance(cause, OSError) and cause.errno in (errno.ENOTEMPTY, errno.ENOENT)):
+            raise
+
+
+def remove_tree(path: Path) -> None:
+    """Removes a folder and all in it, following no link."""
+    _do("remove_tree", path, lambda: shutil.rmtree(path))
+
+
+def open_lock(path: Path) -> int:
+    """A descriptor of a lock file, made when it is not there."""
+    return _do("open_lock", path, lambda: os.open(path, _LOCK, 0o666))
+
+
+def rewrite(path: Path, descriptor: int, payload: bytes) -> None:
+    """Replaces the content of an open lock file."""
+
+    def replace() -> None:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, payload, 0)
+
+    _do("rewrite", path, replace, payload=payload)
+
+
+def free_bytes(path: Path) -> int:
+    """Room left for us on the disk that holds a folder."""
+    with _told("free_bytes", path):
+        state = os.statvfs(path)
+        return state.f_bavail * state.f_frsize
+
+
+def discard(path: Path) -> None:
+    """Removes a draft as far as the disk allows; for use while another error is on its way."""
+    with suppress(AlignError):
+        unlink(path)
+
+
+def _draft_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+
+
+def _write_whole(path: Path, payload: bytes) -> None:
+    with create(path) as sink:
+        sink.write(payload)
+    fsync(path)
+
+
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class _Sink(io.RawIOBase):
+    """A descriptor whose every write passes the seam."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self._path = path
+        self._descriptor = descriptor
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, payload: ReadableBuffer, /) -> int:
+        view = memoryview(payload)
+        return _do("write", self._path, lambda: os.write(self._descriptor, view), payload=view)
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            os.close(self._descriptor)
+
+
+def _do(
+    name: str,
+    path: Path,
+    action: Callable[[], T],
+    *,
+    target: Path | None = None,
+    payload: bytes | memoryview = b"",
+) -> T:
+    with _told(name, path, len(payload)):
+        for watcher in _watchers:
+            watcher(Op(name, path, target, bytes(payload)))
+        return action()
+
+
+@contextmanager
+def _told(name: str, path: Path, needed: int = 0) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(name, path, error, needed) from error
+
+
+def storage_error(name: str, path: Path, error: OSError, needed: int = 0) -> StorageError:
+    """What to tell a person when the disk refuses."""
+    said = f"{path}: {name.replace('_', ' ')} failed: {error.strerror or error}"
+    if error.errno in _FULL:
+        room = _room(path.parent)
+        return StorageError(
+            f"{said} ({needed:,} bytes needed, {room} free). Free some space or choose another "
+            "--output, then run the same command again: finished shards are kept."
+        )
+    return StorageError(
+        f"{said}. Check the disk and the folder's permissions, then run the same command again."
+    )
+
+
+def _room(path: Path) -> str:
+    try:
+        return f"{free_bytes(path):,}"
+    except StorageError:
+        return "an unknown number"

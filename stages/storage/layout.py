@@ -1,0 +1,155 @@
+"""Where everything lies in a cache folder.
+
+manifest.json                        written last; readers read only this
+data/part-<unit>-<sha256>.parquet    shards, named by their content
+quarantine/part-<n>-<sha256>.parquet rejected rows
+_align/LOCK                          held by the owner of the folder
+_align/<plan key>/                   work in progress, gone when it is done
+    plan.json  commits/<unit>.json  claims  spool/  tmp/<run id>/
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...schemas.errors import UsageError
+from . import fs
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PART_NAME = re.compile(r"part-[0-9]{8}-[0-9a-f]{16}\.parquet")
+COMMIT_NAME = re.compile(r"([0-9]{8})\.json")
+WORK_NAME = re.compile(r"[0-9a-f]{16}")
+
+
+def part_name(unit: int, sha256: str) -> str:
+    """The name of a file in `data` or `quarantine`."""
+    return f"part-{unit:08d}-{sha256[:16]}.parquet"
+
+
+@dataclass(frozen=True)
+class CacheFolder:
+    """One cache on a local disk."""
+
+    root: Path
+
+    @property
+    def manifest(self) -> Path:
+        """The truth about a finished cache."""
+        return self.root / "manifest.json"
+
+    @property
+    def data(self) -> Path:
+        """The shards."""
+        return self.root / "data"
+
+    @property
+    def quarantine(self) -> Path:
+        """Rejected rows; only there when rows were rejected."""
+        return self.root / "quarantine"
+
+    @property
+    def private(self) -> Path:
+        """What readers never look at."""
+        return self.root / "_align"
+
+    @property
+    def lock(self) -> Path:
+        """The file whose lock makes a process the owner of this folder."""
+        return self.private / "LOCK"
+
+    def work(self, plan_key: str) -> WorkFolder:
+        """The work in progress of one plan."""
+        assert WORK_NAME.fullmatch(plan_key[:16]), plan_key
+        return WorkFolder(self, self.private / plan_key[:16])
+
+    def works(self) -> list[WorkFolder]:
+        """Work in progress, of whatever plans."""
+        if not self.private.is_dir():
+            return []
+        names = sorted(path.name for path in self.private.iterdir())
+        return [self.work(name) for name in names if WORK_NAME.fullmatch(name)]
+
+    def prepare(self) -> None:
+        """Makes the folders; refuses a folder that holds something else."""
+        self._refuse_foreign()
+        if not self.private.is_dir():
+            self._make_root()
+        fs.make_folder(self.private)
+        fs.fsync_folder(self.root)  # before anything else is in it: by this it is known as ours
+        fs.make_folder(self.data)
+        fs.fsync_folder(self.root)
+
+    def _make_root(self) -> None:
+        above = [path for path in self.root.parents if not path.exists()]
+        for path in (*reversed(above), self.root):
+            fs.make_folder(path)
+            if os.access(path.parent, os.R_OK):  # else it is not ours to sync
+                fs.fsync_folder(path.parent)
+
+    def _refuse_foreign(self) -> None:
+        if not self.root.exists() and not self.root.is_symlink():
+            return
+        if not self.root.is_dir():
+            raise UsageError(f"{self.root} is not a folder. Choose another --output.")
+        ours = self.private.is_dir() or (self.manifest.is_file() and self.data.is_dir())
+        if not ours and (found := next(self.root.iterdir(), None)) is not None:
+            raise UsageError(
+                f"{self.root} belongs to something else: it holds '{found.name}' and no cache. "
+                "Choose another --output."
+            )
+
+
+@dataclass(frozen=True)
+class WorkFolder:
+    """Everything one plan needs until its manifest is written."""
+
+    cache: CacheFolder
+    root: Path
+
+    @property
+    def plan(self) -> Path:
+        """The plan, written once."""
+        return self.root / "plan.json"
+
+    @property
+    def commits(self) -> Path:
+        """One file per finished unit."""
+        return self.root / "commits"
+
+    @property
+    def claims(self) -> Path:
+        """The file whose bytes are locked by those who work on a unit."""
+        return self.root / "claims"
+
+    @property
+    def spool(self) -> Path:
+        """Tokenized rows on their way to the scorer."""
+        return self.root / "spool"
+
+    def commit(self, unit: int) -> Path:
+        """Where the commit of a unit is, or will be."""
+        return self.commits / f"{unit:08d}.json"
+
+    def tmp(self, run_id: str) -> Path:
+        """Drafts of one run."""
+        return self.root / "tmp" / run_id
+
+    def prepare(self) -> None:
+        """Makes the folders; `cache.prepare()` must have been called."""
+        fs.make_folder(self.root)
+        fs.fsync_folder(self.root.parent)
+        for path in (self.commits, self.spool):
+            fs.make_folder(path)
+        fs.fsync_folder(self.root)
+
+    def new_draft(self, run_id: str, name: str) -> Path:
+        """A free name in the folder of one run's drafts, which is for its owner's eyes only."""
+        fs.make_folder(self.root / "tmp", 0o700)
+        fs.make_folder(self.tmp(run_id), 0o700)
+        return self.tmp(run_id) / f"{name}-{secrets.token_hex(8)}.parquet"

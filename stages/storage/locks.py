@@ -1,0 +1,156 @@
+"""Who may work here: one owner per cache folder, one worker per unit.
+
+Locks save work; they do not protect data. That a unit is committed once is what
+`put_if_absent` sees to, locks or none.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from ...schemas.codec import CodecError, from_json, to_json
+from ...schemas.errors import LockedError
+from . import fs
+
+if TYPE_CHECKING:
+    from .layout import CacheFolder
+
+
+def owner_lock(folder: CacheFolder, run_id: str) -> OwnerLock:
+    """Makes this process the owner of a cache folder; LockedError when there is one."""
+    lock = try_owner_lock(folder, run_id)
+    if lock is None:
+        raise LockedError(
+            f"{folder.root} is in use by {_owner_of(folder.lock)}. "
+            "Wait for it, choose another --output, or help it with --join."
+        )
+    return lock
+
+
+def try_owner_lock(folder: CacheFolder, run_id: str) -> OwnerLock | None:
+    """Like `owner_lock`, but None when there is an owner."""
+    descriptor = fs.open_lock(folder.lock)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    lock = OwnerLock(folder.lock, descriptor)
+    lock.sign(run_id)
+    return lock
+
+
+class OwnerLock:
+    """Held until released, or until the process is gone."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self._path = path
+        self._descriptor = descriptor
+        _held.add(descriptor)
+
+    def sign(self, run_id: str) -> None:
+        """Writes into the lock file who holds it."""
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        owner = Owner(socket.gethostname(), os.getpid(), _boot_id(), run_id, since)
+        try:
+            fs.rewrite(self._path, self._descriptor, to_json(owner).encode())
+        except BaseException:
+            self._close()
+            raise
+
+    def release(self) -> None:
+        """Gives the folder free."""
+        try:
+            fs.rewrite(self._path, self._descriptor, b"")
+        finally:
+            self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def _close(self) -> None:
+        _held.discard(self._descriptor)
+        os.close(self._descriptor)
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who holds a lock."""
+
+    host: str
+    pid: int
+    boot_id: str
+    run_id: str
+    since: str
+
+
+class UnitClaims:
+    """Claims on units, one locked byte each; a process that dies gives its claims back.
+
+    Open it once per process: closing any descriptor of the file drops all claims of the process.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = fs.open_lock(path)
+
+    def try_claim(self, unit: int) -> bool:
+        """Whether the unit is now this process's; after False, `wait` and ask again."""
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, unit)
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
+    def release(self, unit: int) -> None:
+        """Gives a unit back."""
+        fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, unit)
+
+    def wait(self, unit: int) -> None:
+        """Returns when nobody holds the unit; call it while holding none."""
+        fcntl.lockf(self._descriptor, fcntl.LOCK_SH, 1, unit)
+        self.release(unit)
+
+    def close(self) -> None:
+        """Gives all units back."""
+        os.close(self._descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+_held: set[int] = set()
+
+
+def _close_held() -> None:
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+# A forked worker must not keep the folder locked after its parent was killed.
+os.register_at_fork(after_in_child=_close_held)
+
+
+def _owner_of(path: Path) -> str:
+    try:
+        owner = from_json(Owner, fs.read_bytes(path))
+    except CodecError:
+        return "another process"
+    return f"process {owner.pid} on {owner.host} (run {owner.run_id}, since {owner.since})"
+
+
+def _boot_id() -> str:
+    source = Path("/proc/sys/kernel/random/boot_id")
+    return source.read_text().strip() if source.exists() else ""

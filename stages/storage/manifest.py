@@ -1,0 +1,160 @@
+"""The plan, written before the first shard, and the manifest, written after the last."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ... import __version__
+from ...schemas.codec import digest, from_json, to_json
+from ...schemas.errors import CorruptionError, FingerprintError, UsageError
+from ...schemas.manifest import FORMAT_VERSION, Commit, FileEntry, Manifest, Plan
+from . import fs
+from .failpoints import reach
+from .layout import PART_NAME, part_name
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from .layout import CacheFolder, WorkFolder
+
+T = TypeVar("T", Plan, Manifest)
+
+
+def build_manifest(plan: Plan, commits: Mapping[int, Commit]) -> Manifest:
+    """The manifest of a finished plan; the same plan and commits give the same bytes."""
+    num_units = len(plan.unit_offsets) - 1
+    assert sorted(commits) == list(range(num_units)), "a manifest needs every unit"
+    shards = tuple(commits[unit] for unit in range(num_units))
+    unnamed = Manifest(
+        format_version=FORMAT_VERSION,
+        align_version=__version__,
+        root="",
+        model=plan.model,
+        adapter=plan.adapter,
+        plan_key=plan.plan_key,
+        fingerprint=plan.fingerprint,
+        reference_key=plan.reference_key,
+        inputs=plan.inputs,
+        rows_in=plan.rows_in,
+        rows=sum(shard.rows for shard in shards),
+        branches=sum(shard.branches for shard in shards),
+        tokens=sum(shard.tokens for shard in shards),
+        shards=shards,
+        quarantine=plan.quarantine,
+        quarantined=_total([plan.quarantined, *(shard.quarantined for shard in shards)]),
+        notes=plan.notes,
+    )
+    return dataclasses.replace(unnamed, root=root_of(unnamed))
+
+
+def root_of(manifest: Manifest) -> str:
+    """The digest that names a cache: what it holds, not who made it or where the model lay."""
+    plain = dataclasses.asdict(manifest)
+    for name in ("root", "align_version", "model", "adapter"):
+        del plain[name]
+    return digest(plain)
+
+
+def write_manifest(folder: CacheFolder, manifest: Manifest) -> None:
+    """Finishes a cache: from here on readers see it."""
+    reach("manifest.before_write")
+    fs.publish(folder.manifest, to_json(manifest).encode(), label="manifest")
+
+
+def load_manifest(folder: CacheFolder) -> Manifest:
+    """What a finished cache holds; everything the manifest says about itself is checked."""
+    path = folder.manifest
+    if not path.exists() and not path.is_symlink():
+        raise UsageError(
+            f"{folder.root} is not a finished cache: it has no manifest.json. "
+            "Make it with `align precompute-ref`, or let that finish."
+        )
+    manifest = _load(Manifest, path)
+    _require(_is_named(manifest), path, "its root digest does not fit its content")
+    for unit, shard in enumerate(manifest.shards):
+        good = shard.unit == unit and shard.file == part_name(unit, shard.sha256)
+        _require(good and bool(PART_NAME.fullmatch(shard.file)), path, f"shard {unit} is misnamed")
+    for entry in manifest.quarantine:
+        _require(_is_quarantine(entry), path, f"it names the file {entry.file!r}")
+    _require(_adds_up(manifest), path, "its totals are not those of its shards")
+    return manifest
+
+
+def write_plan(work: WorkFolder, plan: Plan) -> Plan:
+    """Stores the plan unless there is one; the plan that counts is returned."""
+    if fs.put_if_absent(work.plan, to_json(plan).encode(), label="plan"):
+        return plan
+    return _load(Plan, work.plan)
+
+
+def load_plan(work: WorkFolder) -> Plan | None:
+    """The plan work was begun with, if it was begun."""
+    return _load(Plan, work.plan) if work.plan.exists() else None
+
+
+def _total(counts: list[dict[str, int]]) -> dict[str, int]:
+    reasons = sorted({reason for count in counts for reason in count})
+    return {reason: sum(count.get(reason, 0) for count in counts) for reason in reasons}
+
+
+def _load(kind: type[T], path: Path) -> T:
+    text = fs.read_bytes(path)
+    _refuse_newer(text, path)
+    try:
+        value = from_json(kind, text)
+        canonical = to_json(value).encode()
+    except ValueError as error:  # CodecError, or a number JSON has no word for
+        raise _damaged(path, str(error)) from error
+    _require(canonical == text, path, "it was edited")
+    _require(value.format_version == FORMAT_VERSION, path, "its format version is unknown")
+    return value
+
+
+def _refuse_newer(text: bytes, path: Path) -> None:
+    version = _version_in(text)
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise FingerprintError(
+            f"{path} has format version {version}; this align reads up to {FORMAT_VERSION}. "
+            "Install a newer align."
+        )
+
+
+def _version_in(text: bytes) -> Any:
+    try:
+        plain = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return plain.get("format_version") if isinstance(plain, dict) else None
+
+
+def _is_named(manifest: Manifest) -> bool:
+    return manifest.root == root_of(manifest)
+
+
+def _is_quarantine(entry: FileEntry) -> bool:
+    folder, _, name = entry.file.partition("/")
+    fits = folder == "quarantine" and PART_NAME.fullmatch(name) is not None
+    return fits and name.endswith(f"-{entry.sha256[:16]}.parquet")
+
+
+def _adds_up(manifest: Manifest) -> bool:
+    shards = manifest.shards
+    return (
+        manifest.rows == sum(shard.rows for shard in shards)
+        and manifest.branches == sum(shard.branches for shard in shards)
+        and manifest.tokens == sum(shard.tokens for shard in shards)
+    )
+
+
+def _require(good: bool, path: Path, why: str) -> None:
+    if not good:
+        raise _damaged(path, why)
+
+
+def _damaged(path: Path, why: str) -> CorruptionError:
+    return CorruptionError(
+        f"{path} is damaged: {why}. Restore it from a copy, or make the cache anew."
+    )

@@ -1,0 +1,74 @@
+"""Rejected rows on disk: where each stood and why it cannot be used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ...schemas.manifest import FileEntry
+from . import fs
+from .failpoints import reach
+from .layout import part_name
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from ...schemas.rows import Rejected
+    from .layout import WorkFolder
+
+SCHEMA = pa.schema(
+    [
+        pa.field("file", pa.int32(), nullable=False),
+        pa.field("row", pa.int64(), nullable=False),
+        pa.field("reason", pa.string(), nullable=False),
+        pa.field("detail", pa.string(), nullable=False),
+    ]
+)
+
+
+def write_quarantine(
+    work: WorkFolder, run_id: str, part: int, rejected: Sequence[Rejected]
+) -> FileEntry:
+    """Stores rejected rows durably; the plan names the file that is returned."""
+    draft = work.new_draft(run_id, f"quarantine-{part:08d}")
+    folder = work.cache.quarantine
+    fs.make_folder(folder)
+    fs.fsync_folder(folder.parent)
+    try:
+        _write(draft, rejected)
+        sha256 = fs.sha256_of(draft)
+        fs.fsync(draft)
+        size = draft.stat().st_size
+        fs.rename(draft, folder / part_name(part, sha256))
+    except BaseException:
+        fs.discard(draft)
+        raise
+    fs.fsync_folder(folder)
+    reach("quarantine.written")
+    return FileEntry(f"{folder.name}/{part_name(part, sha256)}", size, sha256, len(rejected))
+
+
+def _write(draft: Path, rejected: Sequence[Rejected]) -> None:
+    columns = [
+        pa.array([row.file for row in rejected], pa.int32()),
+        pa.array([row.row for row in rejected], pa.int64()),
+        pa.array([row.reason for row in rejected], pa.string()),
+        pa.array([_printable(row.detail) for row in rejected], pa.string()),
+    ]
+    table = pa.Table.from_arrays(columns, schema=SCHEMA)
+    with fs.create(draft) as sink:
+        pq.write_table(
+            table,
+            sink,
+            compression="zstd",
+            compression_level=1,
+            use_dictionary=["reason"],
+            write_page_checksum=True,
+        )
+
+
+def _printable(detail: str) -> str:
+    return detail.encode("utf-8", "backslashreplace").decode()

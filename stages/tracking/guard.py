@@ -1,0 +1,88 @@
+"""The one door to the tracking store: its failures cost a warning, never a run."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sqlite3
+import sys
+import time
+import warnings
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PATIENCE_SECONDS = 60.0
+MAX_REASON = 200
+
+logger = logging.getLogger("align")
+
+
+class Guard:
+    """Calls the store until it fails for the first time."""
+
+    def __init__(self, uri: str) -> None:
+        self._uri = without_password(uri)
+        self._is_open = True
+        self._is_patient = True
+        self._seconds = 0.0
+
+    def call(self, action: Callable[[], object]) -> None:
+        """Does it, unless the store has failed before or the run is over."""
+        if not self._is_open:
+            return
+        started = time.monotonic()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                action()
+        except _failures() as error:
+            self._is_open = False
+            logger.warning(
+                "MLflow at %s failed: %s. From here on nothing is recorded there; "
+                "the work goes on.",
+                self._uri,
+                _reason(error),
+            )
+        finally:
+            self._seconds += time.monotonic() - started
+
+    def is_out_of_patience(self) -> bool:
+        """Whether the store has held up the work too long to be told every number."""
+        if self._is_open and self._is_patient and self._seconds > PATIENCE_SECONDS:
+            self._is_patient = False
+            logger.warning(
+                "MLflow at %s is slow: the work waited %.0f s for it. No more metrics are sent.",
+                self._uri,
+                self._seconds,
+            )
+        return not self._is_patient
+
+    def close(self) -> None:
+        """Makes every later call do nothing."""
+        self._is_open = False
+
+
+def without_password(text: str) -> str:
+    """The text with `user:password@` taken out of every address in it."""
+    return re.sub(r"//[^/@\s]+@", "//***@", text)
+
+
+def _failures() -> tuple[type[BaseException], ...]:
+    """What a store raises; a library that was never imported cannot have raised anything."""
+    named = (
+        ("mlflow.exceptions", "MlflowException"),
+        ("sqlalchemy.exc", "SQLAlchemyError"),
+        ("alembic.util.exc", "CommandError"),
+        ("urllib3.exceptions", "HTTPError"),
+    )
+    loaded = [getattr(sys.modules[module], name) for module, name in named if module in sys.modules]
+    # OSError stands for requests too, ValueError for a malformed address or answer.
+    return (OSError, ValueError, ImportError, sqlite3.Error, *loaded)
+
+
+def _reason(error: BaseException) -> str:
+    said = without_password(str(error).strip()) or type(error).__name__
+    plain = "".join(c for c in said.partition("\n")[0] if c.isprintable())
+    return plain[:MAX_REASON].rstrip(".")

@@ -1,0 +1,53 @@
+"""Small data sets and the configs that make caches of them."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from align.schemas.config import (
+    CacheOptions,
+    Config,
+    DataOptions,
+    ModelOptions,
+    TokenOptions,
+    TrackingOptions,
+)
+from align.stages.world.data import make_data
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    return make_data(tmp_path_factory.mktemp("data"), rows=120)
+
+
+@pytest.fixture
+def config(data, tokenizer_folder, tmp_path):
+    return Config(
+        model=ModelOptions(path=tokenizer_folder),
+        data=DataOptions(files=[str(data.paired)]),
+        tokens=TokenOptions(max_length=256),
+        cache=CacheOptions(
+            output=str(tmp_path / "cache"), rows_per_shard=16, token_logps=True, reuse_known=False
+        ),
+        tracking=TrackingOptions(mlflow=False),
+    )
+
+
+@pytest.fixture
+def to(config):
+    """The same config with another output folder or other settings of the cache."""
+
+    def change(**cache):
+        return replace(config, cache=replace(config.cache, **cache))
+
+    return change
+
+
+@pytest.fixture
+def flawed(config, data, tmp_path):
+    """The same config over data with one row that cannot be used."""
+    path = tmp_path / "flawed.jsonl"
+    bad = json.dumps({"prompt": "Why?", "chosen": "", "rejected": "no"})
+    path.write_text(data.paired_jsonl.read_text() + bad + "\n")
+    return replace(config, data=DataOptions(files=[str(path)], max_bad_frac=0.5))

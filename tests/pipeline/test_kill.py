@@ -1,0 +1,75 @@
+"""Killed at any moment, the same command ends in the same bytes."""
+
+import os
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from stage_one import child, contents, run
+
+from align.schemas.errors import UsageError
+from align.stages.storage.failpoints import NAMES
+from align.stages.storage.layout import CacheFolder
+from align.stages.storage.manifest import load_manifest
+
+SEED = int(os.environ.get("ALIGN_TEST_SEED", "20"))
+
+
+def ends_like(clean, config):
+    """A plain rerun succeeds and leaves exactly what an uninterrupted run leaves."""
+    again = child(config)
+    again.join(60)
+    assert again.exitcode == 0
+    assert contents(config.cache.output) == clean
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("action", "exit_code"), [("kill", -9), ("eio", 74), ("term", 143)])
+def test_a_run_stopped_at_any_named_place_ends_in_the_same_bytes(
+    flawed, tmp_path, name, action, exit_code
+):
+    run(replace(flawed, cache=replace(flawed.cache, output=str(tmp_path / "clean"))))
+    visit = 3 if name.split(".")[0] in {"unit", "shard", "commit"} else 1
+    stopped = child(flawed, f"{name}={action}@{visit}")
+    stopped.join(60)
+    assert stopped.exitcode == exit_code
+    ends_like(contents(tmp_path / "clean"), flawed)
+
+
+def test_runs_killed_at_random_moments_end_in_the_same_bytes(config, tmp_path):
+    """Kills again and again, at moments spread over a whole run, until one run survives."""
+    random_moments = random.Random(SEED)
+    print(f"ALIGN_TEST_SEED={SEED}")
+    started = time.perf_counter()
+    whole = child(replace(config, cache=replace(config.cache, output=str(tmp_path / "clean"))))
+    whole.join(60)
+    span = time.perf_counter() - started
+    clean = contents(tmp_path / "clean")
+    kills = 0
+    for history in range(20):
+        output = str(tmp_path / f"history-{history}")
+        victim_config = replace(config, cache=replace(config.cache, output=output))
+        while True:
+            victim = child(victim_config)
+            victim.join(random_moments.uniform(0, 1.2 * span))
+            if victim.exitcode is not None:
+                break
+            victim.kill()
+            victim.join()
+            kills += 1
+        assert victim.exitcode == 0
+        assert contents(output) == clean
+    print(f"{kills} kills in 20 histories")
+    assert kills >= 10
+
+
+def test_a_reader_never_takes_a_half_written_cache_for_whole(config):
+    stopped = child(config, "commit.done=kill@4")
+    stopped.join(60)
+    assert stopped.exitcode == -9
+    folder = CacheFolder(Path(config.cache.output))
+    assert list(folder.data.iterdir())
+    with pytest.raises(UsageError, match="not a finished cache"):
+        load_manifest(folder)

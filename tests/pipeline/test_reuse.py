@@ -1,0 +1,211 @@
+"""What was scored once is never scored again, and only what is the same is reused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from stage_one import child, contents, run
+
+from align.schemas.config import DataOptions, ModelOptions
+from align.schemas.errors import FingerprintError, UsageError
+from align.stages.storage.layout import CacheFolder
+from align.stages.storage.manifest import load_manifest
+from align.stages.world.stub import StubReference
+
+
+def rows_of(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def write(path, rows):
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return str(path)
+
+
+def with_data(config, *files):
+    return replace(config, data=DataOptions(files=[str(file) for file in files]))
+
+
+@pytest.fixture
+def rows(data):
+    return rows_of(data.paired_jsonl)
+
+
+def values(folder):
+    """Every branch's score by row, and by what is scored."""
+    return {
+        (tuple(row["prompt_ids"]), tuple(ids)): logp
+        for commit in load_manifest(CacheFolder(Path(folder))).shards
+        for row in pq.read_table(Path(folder) / "data" / commit.file).to_pylist()
+        for ids, logp in zip(row["completion_ids"], row["ref_logp"], strict=True)
+    }
+
+
+def test_a_second_run_does_nothing(config):
+    first = run(config)
+    before = contents(config.cache.output)
+    second = run(config)
+    assert (first.was_complete, second.was_complete) == (False, True)
+    assert second.manifest == first.manifest
+    assert contents(config.cache.output) == before
+
+
+def test_settings_of_training_and_the_output_folder_cost_nothing(to, tmp_path):
+    first = to(reuse_known=True)
+    branches = run(first).manifest.branches
+    trained = replace(first, train={"lr": 1e-3}, method={"name": "kto", "beta": 0.3})
+    assert run(trained).was_complete
+    moved = run(replace(first, cache=replace(first.cache, output=str(tmp_path / "far" / "b"))))
+    assert (moved.tally.scored, moved.tally.reused) == (0, branches)
+    assert contents(first.cache.output) == contents(tmp_path / "far" / "b")
+
+
+def test_a_named_cache_is_reused_even_when_the_others_are_not(to, tmp_path):
+    run(to())
+    other = to(output=str(tmp_path / "b"), reuse=[to().cache.output])
+    assert run(other).tally.scored == 0
+    with pytest.raises(UsageError, match="no finished cache to reuse"):
+        run(to(output=str(tmp_path / "c"), reuse=[str(tmp_path / "none")]))
+
+
+def test_a_grown_data_set_scores_only_what_is_new(config, rows, tmp_path):
+    path = tmp_path / "data.jsonl"
+    write(path, rows[:100])
+    grown = with_data(config, path)
+    first = run(grown)
+    write(path, rows)
+    second = run(grown)  # the same command, the same folder
+    assert second.manifest.rows == 120
+    assert second.manifest.branches == second.tally.scored + second.tally.reused
+    # Own branches: 40 new ones. Mismatched: the new ones' 40 and those of their neighbours.
+    assert 80 <= second.tally.scored <= 0.5 * second.manifest.branches
+    fresh = replace(grown, cache=replace(grown.cache, output=str(tmp_path / "fresh")))
+    run(fresh)
+    assert values(grown.cache.output) == values(tmp_path / "fresh")
+    assert first.manifest.root != second.manifest.root
+
+
+def test_more_kl_pairs_score_only_the_new_branches(to):
+    first = run(to(kl_pairs=1))
+    second = run(to(kl_pairs=3))
+    assert second.tally.reused >= first.manifest.branches
+    assert second.manifest.branches == 2 * first.manifest.branches
+    assert second.tally.scored <= second.manifest.branches - first.manifest.branches
+
+
+def test_fewer_kl_pairs_in_the_same_folder_are_refused(to):
+    run(to(kl_pairs=2))
+    with pytest.raises(FingerprintError, match="cache.kl_pairs: the cache has 2, now 1"):
+        run(to(kl_pairs=1))
+
+
+def test_a_shrunk_data_set_is_another_cache(config, rows, tmp_path):
+    path = tmp_path / "data.jsonl"
+    write(path, rows)
+    run(with_data(config, path))
+    write(path, rows[:100])
+    with pytest.raises(FingerprintError, match="20 of its 120 rows are not in the data"):
+        run(with_data(config, path))
+
+
+def test_order_and_files_of_the_input_do_not_matter_to_the_scores(config, rows, tmp_path):
+    run(config)
+    halves = (write(tmp_path / "b.jsonl", rows[60:]), write(tmp_path / "a.jsonl", rows[:60]))
+    cache = replace(config.cache, output=str(tmp_path / "mixed"), reuse=[config.cache.output])
+    mixed = run(replace(with_data(config, *halves), cache=cache))
+    assert mixed.tally.scored == 0
+    assert values(tmp_path / "mixed") == values(config.cache.output)
+
+
+def test_another_seed_reuses_all_but_the_mismatched(to, tmp_path):
+    first = run(to())
+    second = run(to(seed=5, output=str(tmp_path / "b"), reuse=[to().cache.output]))
+    assert second.tally.reused >= first.manifest.branches // 2
+
+
+def test_sums_alone_are_not_reused_where_tokens_are_wanted(to, tmp_path):
+    run(to(token_logps=False))
+    wanted = to(token_logps=True, output=str(tmp_path / "b"), reuse=[to().cache.output])
+    assert run(wanted).tally.reused == 0
+
+
+def test_another_reference_reuses_nothing(to, tmp_path):
+    run(to())
+    other = to(output=str(tmp_path / "b"), reuse=[to().cache.output])
+    assert run(other, StubReference("other")).tally.reused == 0
+
+
+CHANGES = {
+    "data.shape": {"data": {"carry": ["weight2"]}},
+    "tokens.max_length": {"tokens": {"max_length": 200}},
+    "tokens.max_prompt_length": {"tokens": {"max_prompt_length": 20}},
+    "tokens.prompt_side": {"tokens": {"prompt_side": "right"}},
+    "tokens.bos": {"tokens": {"bos": "never"}},
+    "tokens.eos": {"tokens": {"eos": "never"}},
+    "tokens.boundary": {"tokens": {"boundary": "strict"}},
+    "cache.seed": {"cache": {"seed": 1}},
+    "cache.token_logps": {"cache": {"token_logps": False}},
+    "cache.rows_per_shard": {"cache": {"rows_per_shard": 17}},
+    "cache.tokens_per_shard": {"cache": {"tokens_per_shard": 999}},
+    "scoring.tokens_per_batch": {"scoring": {"tokens_per_batch": 999}},
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_changed_setting_is_noticed_and_named(config, rows, tmp_path, name):
+    path = write(tmp_path / "data.jsonl", [row | {"weight2": 1.0} for row in rows])
+    config = with_data(config, path)
+    run(config)
+    before = contents(config.cache.output)
+    changed = config
+    for section, options in CHANGES[name].items():
+        changed = replace(changed, **{section: replace(getattr(changed, section), **options)})
+    with pytest.raises(
+        FingerprintError, match=rf"belongs to another cache(.|\n)*{name}: "
+    ) as caught:
+        run(changed)
+    assert caught.value.exit_code == 4
+    assert contents(config.cache.output) == before
+
+
+def test_a_changed_tokenizer_or_template_is_noticed_and_named(config, tmp_path):
+    run(config)
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    for file in Path(config.model.path).iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    template = next(folder.glob("chat_template*"))
+    template.write_text(template.read_text() + " ")
+    with pytest.raises(FingerprintError, match="tokenizer.chat_template: "):
+        run(replace(config, model=ModelOptions(path=str(folder))))
+    vocabulary = folder / "tokenizer.json"
+    content = json.loads(vocabulary.read_text())
+    content["model"]["merges"].pop()
+    vocabulary.write_text(json.dumps(content))
+    with pytest.raises(FingerprintError, match="tokenizer.vocabulary: "):
+        run(replace(config, model=ModelOptions(path=str(folder))))
+
+
+def test_a_changed_reference_is_noticed_and_named(config):
+    run(config)
+    with pytest.raises(FingerprintError, match="model: the cache has stub, now other"):
+        run(config, StubReference("other"))
+
+
+def test_an_unfinished_cache_of_something_else_is_refused_too(config, to):
+    stopped = child(config, "commit.done=kill@2")
+    stopped.join(60)
+    with pytest.raises(FingerprintError, match="unfinished run .*(.|\n)*cache.seed"):
+        run(to(seed=1))
+    assert run(config).manifest.rows == 120
+
+
+def test_a_folder_of_something_else_is_never_touched(config, tmp_path):
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    (folder / "cat.jpg").write_bytes(b"meow")
+    with pytest.raises(UsageError, match="belongs to something else: it holds 'cat.jpg'"):
+        run(replace(config, cache=replace(config.cache, output=str(folder))))
+    assert [path.name for path in folder.iterdir()] == ["cat.jpg"]

@@ -1,0 +1,121 @@
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from align.schemas.config import ModelOptions
+from align.schemas.errors import UsageError
+from align.schemas.reference import OutOfMemory
+from align.schemas.rows import Tree
+from align.stages.model import reference as module
+from align.stages.model.load import load_causal_lm
+from align.stages.model.reference import HfReference, TreeScorer
+
+pytestmark = [  # peft's own, while it saves an adapter
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers. to:UserWarning"),
+]
+
+TREE = Tree(np.array([3, 4, 5], np.int32), (np.array([6], np.int32), np.array([7, 8], np.int32)))
+
+
+def test_a_reference_knows_itself_before_its_weights_are_loaded(saved_llama, monkeypatch):
+    monkeypatch.setattr(module, "load_causal_lm", lambda _options: pytest.fail("loaded"))
+    reference = HfReference(ModelOptions(path=str(saved_llama)))
+    identity = reference.identity()
+    assert identity["model.dtype"] == "bfloat16"
+    assert identity["model.attention"] == "sdpa"
+    assert identity["model.adapter"] == identity["model.code"] == "none"
+    assert all(identity.values())
+    assert reference.hidden_size() == 32
+
+
+def test_the_scorer_of_a_folder_scores_in_the_dtype_asked_for(saved_llama):
+    scorer = HfReference(ModelOptions(path=str(saved_llama), dtype="float32")).open()
+    assert scorer.model.dtype == torch.float32
+    assert scorer.path.worst_difference < 1e-4
+    assert scorer.score([TREE]).shape == (3,)
+
+
+def test_an_adapter_changes_the_scores_and_keeps_the_fast_path(saved_llama, tmp_path):
+    options = ModelOptions(path=str(saved_llama), dtype="float32")
+    adapted = ModelOptions(
+        path=str(saved_llama), dtype="float32", adapter=lora(options, tmp_path, ["q_proj"])
+    )
+    base, scorer = HfReference(options).open(), HfReference(adapted).open()
+    assert scorer.path.head == "fused"
+    assert not scorer.model.training
+    assert np.abs(scorer.score([TREE]) - base.score([TREE])).max() > 1e-3
+    assert HfReference(adapted).identity() != HfReference(options).identity()
+
+
+def test_an_adapter_on_the_head_is_not_bypassed(saved_llama, tmp_path, caplog):
+    options = ModelOptions(path=str(saved_llama), dtype="float32")
+    adapter = lora(options, tmp_path, ["lm_head"])
+    scorer = HfReference(
+        ModelOptions(path=str(saved_llama), dtype="float32", adapter=adapter)
+    ).open()
+    assert scorer.path.head == "exact"
+    assert "not a plain projection" in caplog.text
+
+
+def test_an_adapter_of_prompt_tokens_is_refused(saved_llama, tmp_path):
+    options = ModelOptions(path=str(saved_llama))
+    settings = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    get_peft_model(load_causal_lm(options), settings).save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="prompt tokens"):
+        load_causal_lm(ModelOptions(path=str(saved_llama), adapter=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [lambda: raise_(torch.OutOfMemoryError("CUDA out of memory")), lambda: torch.empty(1 << 55)],
+)
+def test_a_full_memory_asks_for_a_smaller_batch(llama, monkeypatch, failure):
+    scorer = TreeScorer(llama)
+    monkeypatch.setattr(module, "tree_logps", lambda *_: failure())
+    with pytest.raises(OutOfMemory, match="1 trees of 6 tokens"):
+        scorer.score([TREE])
+
+
+def test_other_failures_are_not_taken_for_a_full_memory(llama, monkeypatch):
+    scorer = TreeScorer(llama)
+    failure = RuntimeError("shapes differ")
+    monkeypatch.setattr(module, "tree_logps", lambda *_: raise_(failure))
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        scorer.score([TREE])
+
+
+def test_weights_that_lack_a_tensor_are_refused(saved_llama, tmp_path):
+    tensors = load_file(saved_llama / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((saved_llama / "config.json").read_text())
+    with pytest.raises(UsageError, match=r"lack 1 tensors.*layers\.1\.mlp\.up_proj"):
+        load_causal_lm(ModelOptions(path=str(tmp_path)))
+
+
+def test_an_unknown_architecture_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "no_such_model"}')
+    with pytest.raises(UsageError, match="no_such_model"):
+        HfReference(ModelOptions(path=str(tmp_path))).hidden_size()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_gpu_that_is_not_there_is_refused(saved_llama):
+    with pytest.raises(UsageError, match="no GPU"):
+        load_causal_lm(ModelOptions(path=str(saved_llama), device="cuda"))
+
+
+def raise_(error):
+    raise error
+
+
+def lora(options, folder, target_modules):
+    torch.manual_seed(1)
+    settings = LoraConfig(
+        r=4, target_modules=target_modules, init_lora_weights=False, lora_dropout=0.5
+    )
+    get_peft_model(load_causal_lm(options), settings).save_pretrained(folder)
+    return str(folder)

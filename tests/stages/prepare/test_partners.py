@@ -1,0 +1,104 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from align.schemas.errors import BadDataError
+from align.stages.prepare.partners import choose_partners
+
+
+def ring(run_lengths, texts, *, seed=0):
+    """Completions in ring order: runs of one prompt each, with texts drawn from so many."""
+    random = np.random.default_rng(seed)
+    prompts = np.sort(random.integers(0, 2**63, len(run_lengths)).astype(np.uint64))
+    prompt_keys = np.repeat(prompts, run_lengths)
+    return prompt_keys, random.integers(0, texts, len(prompt_keys)).astype(np.uint64)
+
+
+def by_hand(prompt_keys, completion_keys, row):
+    """One completion at a time: whether its partner is allowed."""
+    return [
+        prompt_keys[mine] != prompt_keys[theirs]
+        and completion_keys[mine] != completion_keys[theirs]
+        for mine, theirs in enumerate(row.tolist())
+    ]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.integers(1, 6), min_size=2, max_size=150),
+    st.integers(1, 4),
+    st.integers(0, 99),
+)
+def test_every_completion_is_somebodys_mismatch_once_and_never_its_own_prompts(runs, pairs, seed):
+    prompt_keys, completion_keys = ring(runs, 10**15, seed=seed)
+    if 2 * max(runs) > sum(runs):
+        with pytest.raises(BadDataError, match="One prompt holds"):
+            choose_partners(prompt_keys, completion_keys, num_pairs=pairs)
+        return
+    partners = choose_partners(prompt_keys, completion_keys, num_pairs=pairs)
+    assert partners.repeated == 0
+    for row in partners.indices:
+        assert sorted(row.tolist()) == list(range(sum(runs)))
+        assert all(by_hand(prompt_keys, completion_keys, row))
+
+
+@pytest.mark.parametrize("texts", [2, 3, 10])
+def test_equal_texts_under_other_prompts_are_never_paired(texts):
+    prompt_keys, completion_keys = ring([1] * 3000, texts)
+    partners = choose_partners(prompt_keys, completion_keys, num_pairs=2)
+    for row in partners.indices:
+        assert all(by_hand(prompt_keys, completion_keys, row))
+    if texts > 2:
+        assert partners.repeated == 0
+
+
+def test_a_partner_is_repeated_only_as_often_as_the_counts_force():
+    prompt_keys, _ = ring([1] * 1000, 2)
+    completion_keys = np.array([0] * 600 + [1] * 400, dtype=np.uint64)
+    np.random.default_rng(0).shuffle(completion_keys)
+    partners = choose_partners(prompt_keys, completion_keys, num_pairs=1)
+    assert all(by_hand(prompt_keys, completion_keys, partners.indices[0]))
+    # 600 completions "0" need partners among 400 completions "1": 200 cannot be new.
+    assert 200 <= partners.repeated <= 220
+
+
+def test_pairs_of_unique_prompts_meet_the_same_slot_of_the_next_row():
+    prompt_keys, completion_keys = ring([2] * 200, 10**15)
+    (row,) = choose_partners(prompt_keys, completion_keys, num_pairs=1).indices
+    straight = sum(int(partner == index + 2) for index, partner in enumerate(row.tolist()))
+    assert straight > 0.9 * len(row)  # all but the ends of blocks
+
+
+def test_the_first_partner_does_not_depend_on_how_many_are_asked_for():
+    keys = ring([1, 2, 3] * 100, 10**15)
+    one = choose_partners(*keys, num_pairs=1).indices
+    three = choose_partners(*keys, num_pairs=3).indices
+    assert (one[0] == three[0]).all()
+    assert len({tuple(row) for row in three.tolist()}) == 3
+
+
+def test_an_added_row_changes_partners_near_itself_only():
+    prompt_keys, completion_keys = ring([2] * 4000, 10**15)
+    extra = np.uint64(prompt_keys[4000] + np.uint64(1))
+    more_prompts = np.insert(prompt_keys, 4002, [extra, extra])
+    more_completions = np.insert(completion_keys, 4002, [7, 8]).astype(np.uint64)
+    before = choose_partners(prompt_keys, completion_keys, num_pairs=1).indices[0]
+    after = choose_partners(more_prompts, more_completions, num_pairs=1).indices[0]
+    old = dict(zip(completion_keys.tolist(), completion_keys[before].tolist(), strict=True))
+    new = dict(zip(more_completions.tolist(), more_completions[after].tolist(), strict=True))
+    changed = [text for text, partner in old.items() if new[text] != partner]
+    assert len(changed) <= 4
+    where = np.flatnonzero(np.isin(completion_keys, np.array(changed, dtype=np.uint64)))
+    assert all(abs(place - 4002) < 1000 for place in where.tolist())
+
+
+def test_one_text_for_all_other_prompts_is_an_error_that_says_why():
+    prompt_keys, _ = ring([1] * 10, 2)
+    with pytest.raises(BadDataError, match="the same text"):
+        choose_partners(prompt_keys, np.zeros(10, dtype=np.uint64), num_pairs=1)
+
+
+def test_no_pairs_are_chosen_when_none_are_asked_for():
+    prompt_keys, completion_keys = ring([5], 3)
+    assert choose_partners(prompt_keys, completion_keys, num_pairs=0).indices.shape == (0, 5)

@@ -1,0 +1,193 @@
+"""Caches whose every number is chosen by hand, written the way stage 1 writes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import pytest
+
+from align.schemas.manifest import FORMAT_VERSION, InputEntry, Plan
+from align.schemas.ragged import Ragged, offsets_of
+from align.schemas.rows import Role, RowBlock
+from align.schemas.shards import ScoredBlock
+from align.stages.storage.commits import UnitFacts, commit_unit
+from align.stages.storage.layout import CacheFolder
+from align.stages.storage.manifest import build_manifest, write_manifest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PLAN_KEY = "ab" * 32
+
+
+class Branch(NamedTuple):
+    role: Role
+    ids: list[int]
+    logp: float
+    cut: int = 0
+    score: float = float("nan")
+
+
+@dataclass(frozen=True)
+class Row:
+    prompt: list[int]
+    branches: list[Branch]
+    prompt_cut: int = 0
+    carried: dict[str, float] = field(default_factory=dict)
+
+
+def block_of(rows: list[Row], first: int) -> ScoredBlock:
+    branches = [branch for row in rows for branch in row.branches]
+    numbers = np.arange(first, first + len(rows))
+    return ScoredBlock(
+        RowBlock(
+            row_id=np.array([f"{number:016d}".encode() for number in numbers], dtype="S16"),
+            copy=np.zeros(len(rows), dtype=np.int32),
+            file=np.zeros(len(rows), dtype=np.int32),
+            row=numbers.astype(np.int64),
+            prompts=Ragged.of([row.prompt for row in rows], np.int32),
+            prompt_cut=np.array([row.prompt_cut for row in rows], dtype=np.int32),
+            branch_offsets=offsets_of(np.array([len(row.branches) for row in rows])),
+            completions=Ragged.of([branch.ids for branch in branches], np.int32),
+            roles=np.array([branch.role for branch in branches], dtype=np.int8),
+            scores=np.array([branch.score for branch in branches], dtype=np.float32),
+            cut=np.array([branch.cut for branch in branches], dtype=np.int32),
+            carried={
+                name: np.array([row.carried[name] for row in rows]) for name in rows[0].carried
+            },
+        ),
+        np.array([branch.logp for branch in branches], dtype=np.float64),
+        None,
+    )
+
+
+def write_cache(root: Path, rows: list[Row], *, per_unit: int = 2) -> CacheFolder:
+    """Cuts the rows into units, one shard each."""
+    folder = CacheFolder(root)
+    folder.prepare()
+    work = folder.work(PLAN_KEY)
+    work.prepare()
+    commits = {}
+    for unit, start in enumerate(range(0, len(rows), per_unit)):
+        block = block_of(rows[start : start + per_unit], start)
+        facts = UnitFacts("00", "ff", 64, {}, {"path": "exact"})
+        commits[unit] = commit_unit(work, "run", unit, block, facts)
+    ends = [min(len(rows), per_unit * unit) for unit in range(len(commits) + 1)]
+    write_manifest(folder, build_manifest(plan_of(ends, rows_in=len(rows) + 3), commits))
+    return folder
+
+
+def plan_of(unit_offsets: list[int], *, rows_in: int) -> Plan:
+    return Plan(
+        format_version=FORMAT_VERSION,
+        plan_key=PLAN_KEY,
+        fingerprint={"model.dtype": "float32", "tokens.max_length": "16"},
+        reference_key="cd" * 32,
+        model="models/tiny",
+        adapter="",
+        inputs=(InputEntry("pairs.jsonl", 1234, "ef" * 32, rows_in),),
+        rows_in=rows_in,
+        unit_offsets=tuple(unit_offsets),
+        quarantine=(),
+        quarantined={"empty_completion": 1, "too_long": 2},
+        notes={"rows_with_prompt_truncated": 1},
+        reuse=(),
+    )
+
+
+def pair(
+    prompt: list[int],
+    chosen: tuple[list[int], float],
+    rejected: tuple[list[int], float],
+    *,
+    prompt_cut: int = 0,
+    rejected_cut: int = 0,
+    mismatched: int = 0,
+) -> Row:
+    """A pair; mismatch k of a completion has its ids + 100 k and its log-prob - 100 k."""
+    own = [
+        Branch(Role.CHOSEN, *chosen),
+        Branch(Role.REJECTED, *rejected, cut=rejected_cut),
+    ]
+    others = [
+        Branch(Role.MISMATCHED, [i + 100 * k for i in branch.ids], branch.logp - 100 * k)
+        for k in range(1, mismatched + 1)
+        for branch in own
+    ]
+    return Row(prompt, own + others, prompt_cut)
+
+
+def four_pairs(mismatched: int) -> list[Row]:
+    return [
+        pair([1, 2, 3], ([4, 5, 6, 7], -4.0), ([8, 9], -6.0), mismatched=mismatched),
+        pair([1], ([2, 3], -8.0), ([4, 5, 6, 7], -4.0), mismatched=mismatched),
+        pair(
+            [1, 2],
+            ([9, 9, 9], -6.0),
+            ([8], -3.0),
+            prompt_cut=5,
+            rejected_cut=2,
+            mismatched=mismatched,
+        ),
+        pair([1, 2, 3, 4, 5], ([1], -1.0), ([2], -2.0), mismatched=mismatched),
+    ]
+
+
+@pytest.fixture
+def paired(tmp_path: Path) -> CacheFolder:
+    """Four pairs, one mismatch for each completion."""
+    return write_cache(tmp_path / "pairs", four_pairs(1))
+
+
+@pytest.fixture
+def twice_mismatched(tmp_path: Path) -> CacheFolder:
+    """The same pairs, two mismatches for each completion."""
+    return write_cache(tmp_path / "twice", four_pairs(2))
+
+
+@pytest.fixture
+def unpaired(tmp_path: Path) -> CacheFolder:
+    """One desirable and three undesirable completions."""
+    roles = [Role.DESIRABLE, Role.UNDESIRABLE, Role.UNDESIRABLE, Role.UNDESIRABLE]
+    rows = [
+        Row(
+            [number],
+            [
+                Branch(role, [number, number], -1.0 - number),
+                Branch(Role.MISMATCHED, [50 + number], -60.0 - number),
+            ],
+            carried={"weight": number / 2},
+        )
+        for number, role in enumerate(roles)
+    ]
+    return write_cache(tmp_path / "labels", rows)
+
+
+@pytest.fixture
+def scored(tmp_path: Path) -> CacheFolder:
+    """A group of two, one score unknown, and a group of one."""
+    rows = [
+        Row(
+            [1],
+            [
+                Branch(Role.CANDIDATE, [2, 3], -2.0, score=0.5),
+                Branch(Role.CANDIDATE, [4], -1.0),
+                Branch(Role.MISMATCHED, [7], -9.0),
+                Branch(Role.MISMATCHED, [2, 3], -8.0),
+            ],
+        ),
+        Row(
+            [6],
+            [Branch(Role.CANDIDATE, [7], -3.0, score=1.0), Branch(Role.MISMATCHED, [4], -7.0)],
+        ),
+    ]
+    return write_cache(tmp_path / "scores", rows)
+
+
+@pytest.fixture
+def misshapen(tmp_path: Path) -> CacheFolder:
+    """A row with two chosen completions and nothing else."""
+    two = [Branch(Role.CHOSEN, [1], -1.0), Branch(Role.CHOSEN, [2], -1.0)]
+    return write_cache(tmp_path / "misshapen", [Row([1], two)])

@@ -1,0 +1,173 @@
+import dataclasses
+import json
+import logging
+import math
+import os
+
+import pytest
+
+from align.schemas.errors import CorruptionError, NonFiniteError, StorageError
+from align.stages.storage import commits
+from align.stages.storage.commits import commit_unit, read_commits
+from align.stages.storage.layout import CacheFolder
+from align.stages.storage.shards import read_shard, write_shard
+from align.stages.storage.verify import check_shard
+
+
+@pytest.fixture(name="work")
+def _work(tmp_path):
+    folder = CacheFolder(tmp_path / "cache")
+    folder.prepare()
+    work = folder.work("a" * 64)
+    work.prepare()
+    return work
+
+
+def test_a_commit_describes_its_shard(work, make_block, facts):
+    block = make_block(9, 1)
+    commit = commit_unit(work, "run", 4, block, facts)
+    check_shard(work.cache, commit)
+    assert commit.file == f"part-00000004-{commit.sha256[:16]}.parquet"
+    assert (commit.rows, commit.branches) == (9, len(block.logps))
+    assert commit.tokens == sum(map(len, block.rows.completions))
+    assert commit.logp_sum == pytest.approx(block.logps.sum(), rel=1e-12)
+    assert commit.logp_min <= commit.logp_sum / commit.branches <= commit.logp_max
+    assert read_commits(work, 5) == {4: commit}
+    assert not list(work.tmp("run").iterdir())
+
+
+def test_a_unit_without_rows_is_committed_too(work, make_block, facts):
+    commit = commit_unit(work, "run", 0, make_block(0, 1), facts)
+    assert (commit.rows, commit.row_groups, commit.logp_sum) == (0, 0, 0.0)
+    assert len(read_shard(work.cache.data / commit.file).rows) == 0
+    assert read_commits(work, 1) == {0: commit}
+
+
+def test_the_same_unit_twice_is_one_commit(work, make_block, facts, caplog):
+    first = commit_unit(work, "one", 0, make_block(5, 1), facts)
+    assert commit_unit(work, "two", 0, make_block(5, 1), facts) == first
+    assert len(list(work.cache.data.iterdir())) == 1
+    assert caplog.records == []
+
+
+def test_the_first_of_two_different_shards_is_kept(work, make_block, facts, caplog):
+    first = commit_unit(work, "one", 0, make_block(5, 1), facts)
+    with caplog.at_level(logging.WARNING, logger="align"):
+        assert commit_unit(work, "two", 0, make_block(5, 2), facts) == first
+    assert "another worker's shard is kept" in caplog.text
+    assert [path.name for path in work.cache.data.iterdir()] == [first.file]
+
+
+def test_a_losers_shard_that_was_there_before_is_left_for_its_owner(work, make_block, facts):
+    old = commit_unit(work, "old", 0, make_block(5, 2), facts)
+    other = work.cache.work("b" * 64)
+    other.prepare()
+    commit_unit(other, "one", 0, make_block(5, 1), facts)
+    commit_unit(other, "two", 0, make_block(5, 2), facts)
+    check_shard(work.cache, old)
+
+
+@pytest.mark.parametrize("same_bytes", [True, False])
+def test_workers_without_any_lock_end_with_one_commit_per_unit(work, make_block, facts, same_bytes):
+    def compete(worker):
+        for unit in range(6):
+            block = make_block(5, unit if same_bytes else 10 * unit + worker)
+            commit_unit(work, f"run-{worker}", unit, block, facts)
+
+    start, go = os.pipe()
+    pids = []
+    for worker in range(4):
+        pids.append(os.fork())
+        if not pids[-1]:
+            try:
+                os.close(go)
+                os.read(start, 1)
+                compete(worker)
+            finally:
+                os._exit(0)
+    os.close(go)
+    for pid in pids:
+        os.waitpid(pid, 0)
+    os.close(start)
+    kept = read_commits(work, 6)
+    assert sorted(kept) == list(range(6))
+    for commit in kept.values():
+        check_shard(work.cache, commit)
+    assert {path.name for path in work.cache.data.iterdir()} == {
+        commit.file for commit in kept.values()
+    }
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_log_prob_that_is_no_number_is_never_stored(work, make_block, facts, bad):
+    block = make_block(5, 1)
+    logps = block.logps.copy()
+    logps[2] = bad
+    with pytest.raises(NonFiniteError, match=r"unit 7: 1 of \d+ log-probs.*branch 2"):
+        commit_unit(work, "run", 7, dataclasses.replace(block, logps=logps), facts)
+    assert list(work.cache.data.iterdir()) == []
+
+
+@pytest.mark.parametrize("change", ["bit", "end", "values"])
+def test_a_disk_that_changes_bytes_on_the_way_is_noticed(
+    work, make_block, facts, monkeypatch, change
+):
+    def spoil(name):
+        if name != "shard.written":
+            return
+        (draft,) = work.tmp("run").iterdir()
+        good = draft.read_bytes()
+        draft.unlink()
+        if change == "values":
+            block = make_block(50, 1)
+            write_shard(draft, dataclasses.replace(block, logps=block.logps * 2))
+        else:
+            flipped = bytearray(good)
+            flipped[300] ^= 1  # a token id
+            draft.write_bytes(flipped if change == "bit" else good[:-9])
+
+    monkeypatch.setattr(commits, "reach", spoil)
+    with pytest.raises(StorageError, match="what was read back is not what was written"):
+        commit_unit(work, "run", 0, make_block(50, 1), facts)
+    assert read_commits(work, 1) == {}
+    assert list(work.cache.data.iterdir()) == []
+
+
+def _edit(path, **fields):
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"unit": 1}, "names unit 1"),
+        ({"file": "../../part"}, "names unit 0 and file"),
+        ({"sha256": "0" * 64}, "names unit 0 and file"),
+        ({"rows": "five"}, "rows: expected a whole number"),
+        ({"bytes": 1}, "instead of 1"),
+    ],
+)
+def test_an_edited_commit_is_refused(work, make_block, facts, fields, said):
+    commit_unit(work, "run", 0, make_block(5, 1), facts)
+    _edit(work.commit(0), **fields)
+    with pytest.raises(CorruptionError, match=said):
+        read_commits(work, 2)
+
+
+def test_a_commit_of_no_unit_of_the_plan_is_refused(work, make_block, facts):
+    commit_unit(work, "run", 3, make_block(5, 1), facts)
+    with pytest.raises(CorruptionError, match="no unit of this plan"):
+        read_commits(work, 3)
+
+
+def test_a_commit_whose_shard_is_gone_is_refused(work, make_block, facts):
+    commit = commit_unit(work, "run", 0, make_block(5, 1), facts)
+    (work.cache.data / commit.file).unlink()
+    with pytest.raises(CorruptionError, match="is missing"):
+        read_commits(work, 1)
+
+
+def test_drafts_of_a_killed_run_are_no_commits(work):
+    (work.commits / ".00000000.json.ab.tmp").write_text("half")
+    assert read_commits(work, 1) == {}
+    assert read_commits(work.cache.work("b" * 64), 1) == {}

@@ -1,0 +1,80 @@
+import re
+import signal
+import timeit
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from align.schemas.errors import UsageError
+from align.stages import storage
+from align.stages.storage import failpoints
+from align.stages.storage.failpoints import NAMES, Trigger, parse
+
+
+def test_a_list_of_failpoints_is_read():
+    assert parse(" gc.done=kill@3 , plan.after_link=eio,") == {
+        "gc.done": Trigger("kill", 3),
+        "plan.after_link": Trigger("eio", 1),
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("nowhere=kill", "known names: quarantine.written"),
+        ("gc.done=explode", "known actions: kill, term, eio, enospc"),
+        ("gc.done", "known actions"),
+        ("gc.done=kill@0", "visits"),
+        ("gc.done=kill@x", "visits"),
+    ],
+)
+def test_a_failpoint_that_means_nothing_is_refused(text, said):
+    with pytest.raises(UsageError, match=re.escape(said)):
+        parse(text)
+
+
+def test_every_named_failpoint_is_somewhere_in_the_code():
+    source = "".join(path.read_text() for path in Path(storage.__path__[0]).glob("*.py"))
+    labels = re.findall(r'label="(\w+)"', source)
+    reached = set(re.findall(r'reach\("([\w.]+)"\)', source)) | {
+        f"{label}.{place}"
+        for label in labels
+        for place in (
+            ("before_rename", "after_rename")
+            if label == "manifest"
+            else ("before_link", "after_link")
+        )
+    }
+    assert reached == set(NAMES)
+    assert len(NAMES) >= 14
+
+
+def test_a_failpoint_nobody_asked_for_costs_next_to_nothing():
+    best = min(timeit.repeat(lambda: failpoints.reach("gc.done"), number=20_000, repeat=5))
+    assert best / 20_000 < 2e-6  # measured 60 ns; the bound is for a loaded machine
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("action", ["kill", "eio", "term", "enospc"])
+def test_a_run_that_fails_anywhere_ends_as_if_it_had_not(  # noqa: PLR0917
+    tmp_path, make_cache, tree, fork, clean_tree, name, action
+):
+    """Occurrence 1, or the last unit where a failpoint is passed once per unit."""
+    per_unit = name.startswith(("unit", "shard", "commit"))
+    for visit in (1, 3) if per_unit else (1,):
+        make = partial(make_cache, tmp_path / str(visit))
+        expected = {"kill": signal.SIGKILL, "term": signal.SIGTERM}.get(action, 74 << 8)
+        assert fork(make, f"{name}={action}@{visit}") == expected
+        assert fork(make) == 0
+        assert tree(tmp_path / str(visit)) == clean_tree
+
+
+def test_a_run_killed_again_and_again_ends_as_if_it_had_not(
+    tmp_path, make_cache, tree, fork, clean_tree
+):
+    visits = [f"{name}=kill@{visit}" for name in NAMES for visit in (1, 2)]
+    for visit in visits[::-1]:
+        fork(lambda: make_cache(tmp_path / "cache"), visit)
+    assert fork(lambda: make_cache(tmp_path / "cache")) == 0
+    assert tree(tmp_path / "cache") == clean_tree

@@ -1,0 +1,135 @@
+import errno
+import os
+import re
+
+import pytest
+
+from align.schemas.codec import from_json
+from align.schemas.errors import StorageError
+from align.schemas.manifest import Commit
+from align.stages.storage import fs
+from align.stages.storage.shards import write_shard
+
+
+class Fault:
+    """Makes the Nth operation fail, and counts them."""
+
+    def __init__(self, at, error):
+        self.at, self.error, self.seen = at, error, []
+
+    def __call__(self, op):
+        self.seen.append(op.name)
+        if len(self.seen) == self.at:
+            raise OSError(self.error, os.strerror(self.error))
+
+
+KINDS = {
+    "create", "write", "fsync", "fsync_folder", "rename", "link", "unlink", "make_folder",
+    "remove_tree", "open_lock", "rewrite",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EACCES])
+def test_whichever_operation_fails_nothing_half_is_committed(
+    tmp_path, make_cache, tree, clean_tree, error
+):
+    """N = 1, 2, ... until a run meets no fault: refused with 74, and a rerun converges."""
+    failed, messages = set(), []
+    for at in range(1, 200):
+        fault, root = Fault(at, error), tmp_path / str(at)
+        try:
+            with fs.watch(fault):
+                make_cache(root)
+        except StorageError as refused:
+            messages.append(str(refused))
+        else:
+            if len(fault.seen) < at:
+                break
+        failed.add(fault.seen[at - 1])
+        for commit in root.rglob("commits/*.json"):
+            named = from_json(Commit, commit.read_bytes())
+            assert fs.sha256_of(root / "data" / named.file) == named.sha256
+        assert not list(root.rglob("tmp/run/*"))
+        make_cache(root)
+        assert tree(root) == clean_tree
+    assert len(messages) > 60
+    assert all(os.strerror(error) in message for message in messages)
+    told = error in (errno.ENOSPC, errno.EDQUOT)
+    assert all(("bytes needed" in message) == told for message in messages)
+    assert failed == KINDS
+
+
+def test_syncing_reaches_the_disk_itself(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
+    fs.publish(tmp_path / "a", b"x", label="manifest")
+    assert synced == [(tmp_path / "a").stat().st_ino, tmp_path.stat().st_ino]
+
+
+def test_a_full_disk_is_told_with_the_bytes_it_lacks(tmp_path):
+    with (
+        fs.watch(Fault(2, errno.ENOSPC)),
+        pytest.raises(StorageError, match=r"3 bytes needed, [\d,]+ free\)\. Free some space"),
+    ):
+        fs.publish(tmp_path / "a", b"abc", label="manifest")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fault_inside_the_parquet_writer_keeps_its_own_words(tmp_path, make_block):
+    with fs.watch(Fault(2, errno.EDQUOT)), pytest.raises(StorageError, match="--output"):
+        write_shard(tmp_path / "a", make_block(30_000, 0))
+
+
+def test_a_link_at_the_place_of_a_new_file_is_not_followed(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StorageError):
+        fs.create(tmp_path / "link")
+    with pytest.raises(StorageError):
+        fs.open_lock(tmp_path / "link")
+    fs.publish(tmp_path / "link", b"x", label="manifest")
+    assert not fs.put_if_absent(tmp_path / "link", b"y", label="commit")
+    assert not (tmp_path / "elsewhere").exists()
+    assert (tmp_path / "link").read_bytes() == b"x"
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(StorageError, match="not a regular file"):
+        fs.read_bytes(tmp_path / "pipe")
+
+
+def test_files_follow_the_umask(tmp_path):
+    before = os.umask(0o027)
+    try:
+        fs.publish(tmp_path / "a", b"x", label="manifest")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o640
+
+
+def test_one_of_many_processes_puts_the_file(tmp_path):
+    gate, start = os.pipe()
+
+    def race(number):
+        os.close(start)
+        os.read(gate, 1)
+        won = fs.put_if_absent(tmp_path / "commit", str(number).encode(), label="commit")
+        (tmp_path / f"{'won' if won else 'lost'}-{number}").touch()
+
+    pids = []
+    for number in range(8):
+        pid = os.fork()
+        if not pid:
+            try:
+                race(number)
+            finally:
+                os._exit(0)
+        pids.append(pid)
+    os.close(start)  # all of them read the end of the pipe at once
+    for pid in pids:
+        os.waitpid(pid, 0)
+    os.close(gate)
+    (winner,) = tmp_path.glob("won-*")
+    assert (tmp_path / "commit").read_text() == winner.name.removeprefix("won-")
+    assert len(list(tmp_path.glob("lost-*"))) == 7
+    assert not [path for path in tmp_path.iterdir() if re.search(r"\.tmp$", path.name)]

@@ -1,0 +1,103 @@
+import os
+import signal
+
+import pytest
+
+from align.schemas.errors import LockedError
+from align.stages.storage.layout import CacheFolder
+from align.stages.storage.locks import UnitClaims, owner_lock, try_owner_lock
+
+
+@pytest.fixture(name="folder")
+def _folder(tmp_path):
+    folder = CacheFolder(tmp_path / "out")
+    folder.prepare()
+    return folder
+
+
+class Holder:
+    """Another process that takes something, says so, and keeps it until told to go."""
+
+    def __init__(self, take):
+        told, tell = os.pipe()
+        stay, self._go = os.pipe()
+        self.pid = os.fork()
+        if not self.pid:
+            try:
+                os.close(self._go)
+                kept = take()
+                os.write(tell, b"1" if kept else b"0")
+                os.read(stay, 1)
+            finally:
+                os._exit(0)
+        os.close(tell)
+        os.close(stay)
+        self.took = os.read(told, 1) == b"1"
+        os.close(told)
+
+    def leave(self, how=signal.SIGKILL):
+        os.kill(self.pid, how)
+        os.waitpid(self.pid, 0)
+        os.close(self._go)
+
+
+def test_a_second_owner_is_told_who_the_first_is(folder):
+    holder = Holder(lambda: owner_lock(folder, "early-run"))
+    with pytest.raises(LockedError, match=rf"process {holder.pid} on .*early-run.*--join"):
+        owner_lock(folder, "late-run")
+    assert try_owner_lock(folder, "late-run") is None
+    holder.leave()
+    with owner_lock(folder, "late-run"):
+        assert "late-run" in folder.lock.read_text()
+    assert folder.lock.read_bytes() == b""
+
+
+def test_a_dead_owners_name_in_the_file_locks_nothing(folder):
+    folder.lock.write_text('{"host":"here","pid":1}')
+    with owner_lock(folder, "run"):
+        pass
+
+
+def test_a_lock_file_nobody_can_read_still_gives_a_clear_refusal(folder):
+    with owner_lock(folder, "run"):
+        folder.lock.write_text("scribble")
+        with pytest.raises(LockedError, match="in use by another process"):
+            owner_lock(folder, "other")
+
+
+def test_a_forked_worker_does_not_keep_the_folder_after_its_owner(folder):
+    lock = owner_lock(folder, "run")
+    worker = Holder(lambda: True)
+    lock.release()
+    owner_lock(folder, "next").release()
+    worker.leave()
+
+
+def test_a_unit_has_one_worker_and_a_killed_worker_none(folder):
+    work = folder.work("a" * 64)
+    work.prepare()
+    holder = Holder(lambda: (claims := UnitClaims(work.claims)).try_claim(3) and claims)
+    assert holder.took
+    with UnitClaims(work.claims) as claims:
+        assert not claims.try_claim(3)
+        assert claims.try_claim(2)
+        claims.release(2)
+        holder.leave()
+        assert claims.try_claim(3)
+
+
+def test_waiting_for_a_unit_ends_when_its_worker_dies(folder):
+    work = folder.work("a" * 64)
+    work.prepare()
+    first = Holder(lambda: (claims := UnitClaims(work.claims)).try_claim(0) and claims)
+
+    def wait_then_claim():
+        claims = UnitClaims(work.claims)
+        os.kill(first.pid, signal.SIGKILL)
+        claims.wait(0)
+        return claims.try_claim(0) and claims
+
+    second = Holder(wait_then_claim)
+    assert second.took
+    second.leave()
+    first.leave(signal.SIGCONT)

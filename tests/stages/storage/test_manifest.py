@@ -1,0 +1,162 @@
+import dataclasses
+import json
+import random
+
+import pytest
+
+from align.schemas.codec import digest, to_json
+from align.schemas.errors import AlignError, CorruptionError, FingerprintError, UsageError
+from align.stages.storage.layout import CacheFolder
+from align.stages.storage.manifest import load_manifest, root_of, write_manifest
+
+
+def test_a_manifest_is_the_same_whenever_and_wherever_it_is_made(
+    cache, clean_tree, tmp_path, make_cache
+):
+    assert cache.manifest.read_bytes() == clean_tree["manifest.json"]
+    manifest = load_manifest(cache)
+    assert manifest.rows == sum(shard.rows for shard in manifest.shards) == 15
+    assert manifest.quarantined == {"null": 1}
+    assert dataclasses.replace(manifest, align_version="9.9").root == root_of(manifest)
+
+
+def test_a_folder_without_a_manifest_is_no_cache(tmp_path):
+    with pytest.raises(UsageError, match="not a finished cache"):
+        load_manifest(CacheFolder(tmp_path))
+
+
+def leaves(value, path=()):
+    """Every place in a JSON value, with what is there."""
+    yield path, value
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            yield from leaves(item, (*path, key))
+
+
+def altered(value):
+    """Other values of the same type, and of others."""
+    if isinstance(value, bool) or value is None:
+        return [1]
+    if isinstance(value, int):
+        return [value + 1, -1, float(value), str(value)]
+    if isinstance(value, float):
+        return [value + 0.5, float("nan"), float("inf"), None]
+    if isinstance(value, str):
+        return [value + "0", "../" + value, ""]
+    if isinstance(value, list):
+        return [[*value, 7], value[:-1] if value else [[]], {}]
+    return [{**value, "extra": 1}, {}, []]
+
+
+def put(plain, path, value):
+    copy = json.loads(json.dumps(plain))
+    if not path:
+        return value
+    at = copy
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    return copy
+
+
+NOT_NAMED = ("align_version", "model", "adapter")  # who made it of what; not what it holds
+
+
+def test_no_field_of_a_manifest_can_be_altered_unnoticed(cache):
+    text = cache.manifest.read_text()
+    plain = json.loads(text)
+    cases = 0
+    for path, value in leaves(plain):
+        for other in altered(value):
+            if path and path[-1] in NOT_NAMED and isinstance(other, str):
+                continue
+            cache.manifest.write_text(json.dumps(put(plain, path, other), sort_keys=True))
+            with pytest.raises(AlignError) as refused:
+                load_manifest(cache)
+            assert refused.value.exit_code in (4, 5)
+            cases += 1
+    assert cases > 200
+    cache.manifest.write_text(text)
+    load_manifest(cache)
+
+
+def test_a_manifest_that_fits_its_own_root_must_still_name_shards_of_ours(cache):
+    manifest = load_manifest(cache)
+    for name in NAMES:
+        shard = dataclasses.replace(manifest.shards[1], file=name)
+        shards = (manifest.shards[0], shard, manifest.shards[2])
+        _refused(cache, dataclasses.replace(manifest, shards=shards), "shard 1 is misnamed")
+        entry = dataclasses.replace(manifest.quarantine[0], file=name)
+        _refused(cache, dataclasses.replace(manifest, quarantine=(entry,)), "names the file")
+
+
+NAMES = (
+    "../x",
+    "/" + "etc/passwd",
+    "a/../b",
+    "",
+    ".",
+    "..",
+    "part-00000001-0123456789abcdef.parquet\0",
+    "part-00000001-0123456789abcdef.parquet\n",
+    "part-00000001-0123456789ABCDEF.parquet",
+    "part-1-0123456789abcdef.parquet",
+    "part-0000000\u0661-0123456789abcdef.parquet",
+    "part-00000001\u22150123456789abcdef.parquet",
+    "quarantine/../part-00000001-0123456789abcdef.parquet",
+    "data/part-00000001-0123456789abcdef.parquet",
+    "part-00000001-0123456789abcdef.parquet/",
+    "part-00000001-0123456789abcdef.parquet.tmp",
+    "part-00000009-0123456789abcdef.parquet",
+    "C:part-00000001-0123456789abcdef.parquet",
+    "~/part-00000001-0123456789abcdef.parquet",
+    "part-00000001-0123456789abcdeg.parquet",
+)
+
+
+def test_totals_and_order_of_shards_are_checked(cache):
+    manifest = load_manifest(cache)
+    _refused(cache, dataclasses.replace(manifest, rows=99), "totals")
+    _refused(cache, dataclasses.replace(manifest, shards=manifest.shards[::-1]), "misnamed")
+    twice = (manifest.shards[0], *manifest.shards[:2])
+    _refused(cache, dataclasses.replace(manifest, shards=twice), "misnamed")
+
+
+def _refused(cache, manifest, said):
+    write_manifest(cache, dataclasses.replace(manifest, root=root_of(manifest)))
+    with pytest.raises(CorruptionError, match=said):
+        load_manifest(cache)
+
+
+def test_a_newer_format_asks_for_a_newer_align(cache):
+    plain = json.loads(cache.manifest.read_text())
+    cache.manifest.write_text(to_json(plain | {"format_version": 99, "new_field": 1}))
+    with pytest.raises(FingerprintError, match="Install a newer align"):
+        load_manifest(cache)
+
+
+def test_scribbles_are_refused_without_a_traceback(cache):
+    text, draw = cache.manifest.read_bytes(), random.Random(0)
+    for case in (b"", b"{", b"[]", b"null", b"[" * 100_000, b"\xff\xfe", text + b" ", text[:-1]):
+        cache.manifest.write_bytes(case)
+        with pytest.raises(CorruptionError):
+            load_manifest(cache)
+    plain = json.loads(text)
+    kept = [to_json({name: plain[name]})[1:-2].encode() for name in NOT_NAMED]
+    for _ in range(400):
+        flipped = bytearray(text)
+        flipped[draw.randrange(len(text))] ^= 1 << draw.randrange(8)
+        cache.manifest.write_bytes(flipped)
+        if all(field in flipped for field in kept):
+            with pytest.raises(AlignError) as refused:
+                load_manifest(cache)
+            assert refused.value.exit_code in (4, 5)
+
+
+def test_the_root_is_a_digest_of_what_a_cache_holds(cache):
+    plain = json.loads(cache.manifest.read_text())
+    root = plain.pop("root")
+    for name in NOT_NAMED:
+        del plain[name]
+    assert root == digest(plain)

@@ -1,0 +1,164 @@
+import dataclasses
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from align.schemas.errors import CorruptionError
+from align.schemas.ragged import Ragged
+from align.stages.storage.shards import (
+    ROWS_PER_GROUP,
+    TOKENS_PER_GROUP,
+    group_bounds,
+    iter_row_groups,
+    read_shard,
+    write_shard,
+)
+from align.stages.storage.tables import read_block, row_ids, to_table
+
+
+def assert_same(left, right):
+    """Every array equal bit by bit, so that -0.0 is not 0.0 and NaN is NaN."""
+    assert _arrays(left) == _arrays(right)
+
+
+def _arrays(block):
+    rows = block.rows
+    ragged = {"prompts": rows.prompts, "completions": rows.completions}
+    if block.token_logps is not None:
+        ragged["token_logps"] = block.token_logps
+    plain = {name: value for name, value in vars(rows).items() if isinstance(value, np.ndarray)} | {
+        "logps": block.logps,
+        **rows.carried,
+    }
+    for name, lists in ragged.items():
+        plain |= {f"{name}.values": lists.values, f"{name}.offsets": lists.offsets}
+    return {name: (str(value.dtype), value.tobytes()) for name, value in plain.items()}
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 7, 600])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_shard_gives_back_what_was_put_in(tmp_path, make_block, rows, seed):
+    block = make_block(
+        rows, seed, token_logps=seed % 2 == 0, carried=("margin",)[: seed % 3], scores=seed % 2
+    )
+    write_shard(tmp_path / "a", block)
+    assert_same(read_shard(tmp_path / "a"), block)
+
+
+def test_any_slice_of_a_table_is_the_block_of_its_rows(make_block):
+    table = to_table(make_block(40, 3, token_logps=True, carried=("margin",), scores=0.5))
+    draw = np.random.default_rng(0)
+    for _ in range(60):
+        start, stop = sorted(draw.integers(0, 41, 2))
+        part = table.slice(start, stop - start)
+        copied = pa.Table.from_pylist(part.to_pylist(), schema=table.schema)  # has no offsets
+        assert_same(read_block(part), read_block(copied))
+
+
+def test_chunks_of_a_table_are_joined_in_order(make_block):
+    table = to_table(make_block(30, 5))
+    parts = pa.concat_tables([table.slice(0, 11), table.slice(11, 0), table.slice(11)])
+    assert_same(read_block(parts), make_block(30, 5))
+
+
+def test_the_same_block_gives_the_same_bytes(tmp_path, make_block):
+    for name in ("a", "b"):
+        write_shard(tmp_path / name, make_block(700, 1, token_logps=True, scores=0.5))
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_a_row_id_tells_a_copy_from_the_first(make_block):
+    rows = dataclasses.replace(
+        make_block(3, 0).rows,
+        row_id=np.array([b"\x00" * 16, b"\xff" * 16, b"a" + b"\x00" * 15], dtype="S16"),
+        copy=np.array([0, 1, 12], dtype=np.int32),
+    )
+    assert row_ids(rows).to_pylist() == ["00" * 16, "ff" * 16 + "-1", "61" + "00" * 15 + "-12"]
+
+
+def test_a_missing_score_is_null_and_minus_zero_stays(tmp_path, make_block):
+    block = make_block(20, 2)
+    block.rows.scores[:] = np.nan
+    block.rows.scores[0] = -0.0
+    block.logps[0] = -0.0
+    write_shard(tmp_path / "a", block)
+    column = pq.read_table(tmp_path / "a").column("score")
+    found = [score for scores in column.to_pylist() for score in scores]
+    assert found[1:] == [None] * (len(found) - 1)
+    assert_same(read_shard(tmp_path / "a"), block)
+
+
+def test_a_row_group_ends_at_512_rows_or_at_its_token_limit(make_block):
+    assert group_bounds(make_block(2 * ROWS_PER_GROUP + 1, 0).rows) == [
+        (0, 512),
+        (512, 1024),
+        (1024, 1025),
+    ]
+    rows = make_block(5, 0).rows
+    half = TOKENS_PER_GROUP // 2
+    lengths = [half, half, half, 3 * half, 1]  # the fourth row alone is over the limit
+    long = dataclasses.replace(
+        rows,
+        prompts=Ragged.of([np.zeros(length, np.int32) for length in lengths], np.int32),
+        completions=Ragged.of([[]], np.int32),
+        branch_offsets=np.array([0, 0, 0, 1, 1, 1]),
+    )
+    assert group_bounds(long) == [(0, 2), (2, 3), (3, 4), (4, 5)]
+
+
+def test_long_rows_and_chosen_columns_are_read_group_by_group(tmp_path, make_block):
+    block = make_block(60, 4, max_tokens=60_000)
+    write_shard(tmp_path / "a", block)
+    tables = list(iter_row_groups(tmp_path / "a"))
+    assert len(tables) == len(group_bounds(block.rows)) > 1
+    assert_same(read_block(pa.concat_tables(tables)), block)
+    (first, *_) = iter_row_groups(tmp_path / "a", ["row_id"])
+    assert first.column_names == ["row_id"]
+
+
+def test_files_are_written_as_agreed(tmp_path, make_block):
+    write_shard(tmp_path / "a", make_block(20, 2, token_logps=True, carried=("margin",)))
+    group = pq.ParquetFile(tmp_path / "a").metadata.row_group(0)
+    columns = {group.column(i).path_in_schema: group.column(i) for i in range(group.num_columns)}
+    assert {column.compression for column in columns.values()} == {"ZSTD"}
+    split = {name for name, column in columns.items() if "BYTE_STREAM_SPLIT" in column.encodings}
+    assert {name.partition(".")[0] for name in split} == {
+        "prompt_ids",
+        "completion_ids",
+        "ref_logp",
+        "ref_token_logps",
+    }
+    counted = {name for name, column in columns.items() if column.is_stats_set}
+    assert counted == {"row_id", "source.file", "source.row", "prompt_cut"}
+    assert not any(column.has_dictionary_page for column in columns.values())
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "said"),
+    [
+        ("row_id", "0" * 31, "row id"),
+        ("row_id", "0" * 32 + "-0", "row id"),
+        ("num_tokens", [99], "tokens"),
+        ("role", [0, 0], "lengths"),
+    ],
+)
+def test_columns_that_contradict_each_other_are_corrupt(make_block, column, value, said):
+    table = to_table(make_block(1, 6))
+    index = table.column_names.index(column)
+    bad = table.set_column(index, table.field(index), pa.array([value], table.field(index).type))
+    with pytest.raises(CorruptionError, match=said):
+        read_block(bad, source="part")
+
+
+def test_a_table_of_something_else_is_corrupt(make_block):
+    table = to_table(make_block(1, 6))
+    with pytest.raises(CorruptionError, match="other columns"):
+        read_block(table.drop_columns(["cut"]))
+
+
+def test_a_file_that_is_no_shard_is_named(tmp_path):
+    (tmp_path / "part").write_bytes(b"PAR1 and nothing more")
+    with pytest.raises(CorruptionError, match=r"part is damaged"):
+        read_shard(tmp_path / "part")

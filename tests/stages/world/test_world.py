@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+from dataclasses import astuple
+from typing import TYPE_CHECKING
+
+import pytest
+
+from align.schemas.errors import UsageError
+from align.stages.world.world import World, make_world
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_every_path_a_world_names_exists(world: World) -> None:
+    assert all(path.exists() for path in (world.model, world.tokenizer, *astuple(world.data)))
+
+
+def test_the_model_folder_holds_the_tokenizer_too(world: World) -> None:
+    for path in world.tokenizer.iterdir():
+        assert path.read_bytes() == (world.model / path.name).read_bytes()
+
+
+def test_a_folder_in_use_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("keep")
+    with pytest.raises(UsageError, match="not empty"):
+        make_world(tmp_path, rows=5, pretrain_steps=0)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
