@@ -225,3 +225,16 @@ run.finish("FINISHED")
 
 def test_batches_hold_everything_once():
     assert [list(b) for b in mlflow_run._batches([1, 2, 3, 4, 5], 2)] == [[1, 2], [3, 4], [5]]
+
+
+def test_two_processes_may_make_one_store(tmp_path):
+    code = f"""
+from align.schemas.config import TrackingOptions
+from align.stages.tracking.mlflow_run import open_run
+run = open_run(TrackingOptions(uri="sqlite:///{tmp_path}/shared.db"), name="x", tags={{}})
+run.finish("FINISHED")
+print(len(run.run_id))
+"""
+    command = [sys.executable, "-c", code]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [process.communicate()[0].strip() for process in both] == ["32", "32"]
