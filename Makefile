@@ -29,7 +29,13 @@ test-long: setup
 	$(BIN)/pytest
 
 demo: setup
-	sh demo.sh
+	rm -rf demo && mkdir demo
+	$(BIN)/align tiny-world demo/world
+	cp demo/world/data/paired.parquet demo/data.parquet
+	printf 'model:\n  path: world/model\n' > demo/align.yaml
+	cd demo && ../$(BIN)/align precompute-ref data.parquet
+	cd demo && ../$(BIN)/align verify align-cache
+	cd demo && ../$(BIN)/align inspect align-cache
 
 bench: .venv/bench-ready
 	$(BIN)/python tests/bench/reference.py

@@ -101,7 +101,14 @@ def _require_usable(job: Job, intake: Intake, quarantine: tuple[FileEntry, ...])
             f"{bad} of {total} rows cannot be used ({counts}); --max-bad-frac allows "
             f"{allowed:g}. The first of them:\n  {places}\n"
             f"All are listed in {kept}. Mend them, or allow more with --max-bad-frac."
+            f"{_prompt_hint(job, intake)}"
         )
+
+
+def _prompt_hint(job: Job, intake: Intake) -> str:
+    if job.shape.has_prompt or not intake.reasons["empty_prompt"]:
+        return ""
+    return " If the prompts stand in a column of another name, pass --map prompt=NAME."
 
 
 def _place(job: Job, rejected: Rejected) -> str:

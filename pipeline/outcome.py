@@ -26,7 +26,7 @@ class Outcome:
         manifest, tally = self.manifest, self.tally
         lines = [
             f"{self.folder}: {manifest.rows:,} rows, {manifest.branches:,} branches, "
-            f"{manifest.tokens:,} completion tokens in {len(manifest.shards)} shards",
+            f"{manifest.tokens:,} completion tokens in {_shards(manifest)}",
             f"cache root {manifest.root}",
         ]
         if self.was_complete:
@@ -46,3 +46,8 @@ class Outcome:
 
 def _notes(manifest: Manifest) -> list[tuple[str, int]]:
     return sorted(manifest.notes.items())
+
+
+def _shards(manifest: Manifest) -> str:
+    count = len(manifest.shards)
+    return f"{count:,} shard{'s' if count != 1 else ''}"

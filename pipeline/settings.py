@@ -100,7 +100,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path}: larger than {LARGEST_FILE:,} bytes; this is no config file.")
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _StrictLoader)
-    except (yaml.YAMLError, UnicodeError) as error:
+    except (yaml.YAMLError, UnicodeError, RecursionError) as error:
         raise UsageError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict | None):
         raise UsageError(f"{path}: expected sections such as 'model:', found {content!r:.60}.")
@@ -136,8 +136,8 @@ def _parse_set(text: str) -> tuple[str, Any]:
         raise UsageError(f"--set {text}: expected NAME=VALUE, for example --set cache.seed=1.")
     default = flatten(Config()).get(name)
     try:
-        return name, value if isinstance(default, str) else yaml.safe_load(value)
-    except yaml.YAMLError as error:
+        return name, value if isinstance(default, str) else yaml.load(value, _StrictLoader)
+    except (yaml.YAMLError, RecursionError) as error:
         raise UsageError(f"--set {text}: the value is not readable as YAML.") from error
 
 
@@ -145,9 +145,13 @@ def _build(values: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
     nested: dict[str, Any] = {}
     for name, value in values.items():
         section, dot, key = name.partition(".")
+        sections = [field.name for field in dataclasses.fields(Config)]
+        if section not in sections:
+            raise UsageError(f"{origins[name]}: {unknown_key(section, section, sections)}")
         if not dot:
-            sections = [field.name for field in dataclasses.fields(Config)]
-            raise UsageError(f"{origins[name]}: {unknown_key(name, name, sections)}")
+            raise UsageError(
+                f"{origins[name]}: {name} is a section: expected settings in it, found {value!r:.60}."
+            )
         nested.setdefault(section, {})[key] = value
     try:
         return from_plain(Config, nested, partial=True)

@@ -39,7 +39,7 @@ def verify(
     """Returns what was checked, for a person; whatever is wrong is an error."""
     folder = CacheFolder(cache)
     manifest = verify_cache(folder)
-    told = f"{cache}: {len(manifest.shards)} shards, every digest holds; root {manifest.root}"
+    told = f"{cache}: all {len(manifest.shards)} of its shards hold their digest; root {manifest.root}"
     if not rescore:
         return told
     reference = open_reference(_options(manifest, model))

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from ...schemas.rows import Rejected
     from .workers import EncodedChunk
 
-TOKENS_PER_RUN = 16 * 1024 * 1024
-TOKENS_PER_MERGE = 16 * 1024 * 1024
+TOKENS_PER_RUN = 8 * 1024 * 1024
+TOKENS_PER_MERGE = 8 * 1024 * 1024
+# What the other columns of a branch weigh, in tokens: short rows are mostly columns.
+TOKENS_PER_BRANCH = 32
 # A file of nothing but bad rows must not fill the disk with their descriptions.
 MOST_REJECTED_KEPT = 100_000
 
@@ -113,7 +115,7 @@ def _batched(chunks: Iterable[EncodedChunk], intake: Intake) -> Iterator[list[Ke
         if not len(chunk.keyed):
             continue
         batch.append(chunk.keyed)
-        tokens += len(chunk.keyed.rows.completions.values) + len(chunk.keyed.rows.prompts.values)
+        tokens += _weight(chunk.keyed)
         if tokens >= TOKENS_PER_RUN:
             yield batch
             batch, tokens = [], 0
@@ -123,12 +125,7 @@ def _batched(chunks: Iterable[EncodedChunk], intake: Intake) -> Iterator[list[Ke
 
 def _key_ranges(runs: list[Spool]) -> Iterator[KeyedRows]:
     """The rows of all runs, range by range of their keys, each range in ring order."""
-    tokens = sum(
-        (run.folder / f"{name}_values.bin").stat().st_size // 4
-        for run in runs
-        for name in ("prompt", "completion")
-    )
-    num_ranges = 1 + tokens // TOKENS_PER_MERGE
+    num_ranges = 1 + sum(map(_stored_weight, runs)) // TOKENS_PER_MERGE
     edges = [(i * 2**64) // num_ranges for i in range(1, num_ranges)]
     keys = np.array(edges, dtype=np.uint64)
     cuts = []
@@ -140,6 +137,21 @@ def _key_ranges(runs: list[Spool]) -> Iterator[KeyedRows]:
         parts = [run.read(start, stop) for run, start, stop in spans if stop > start]
         if parts:
             yield KeyedRows.concat(parts).in_ring_order()
+
+
+def _weight(keyed: KeyedRows) -> int:
+    rows = keyed.rows
+    branches = TOKENS_PER_BRANCH * len(rows.completions)
+    return branches + len(rows.completions.values) + len(rows.prompts.values)
+
+
+def _stored_weight(run: Spool) -> int:
+    """The same of a run on disk, told by the sizes of its files."""
+    sizes = {"completion_ends": 8, "completion_values": 4, "prompt_values": 4}
+    branches, *tokens = (
+        (run.folder / f"{name}.bin").stat().st_size // size for name, size in sizes.items()
+    )
+    return TOKENS_PER_BRANCH * branches + sum(tokens)
 
 
 def _number_copies(keyed: KeyedRows, notes: Counter[str]) -> KeyedRows:

@@ -67,7 +67,7 @@ def _check(parent: Path, name: str, expected: Commit | FileEntry, *, what: str) 
     path = parent / name
     with _opened(parent, what) as folder:
         try:
-            source = fs.open_regular(path, folder=folder)
+            source = fs.open_regular(Path(name), folder=folder)
         except StorageError as error:
             raise CorruptionError(f"{what}: {path} cannot be opened: {error.__cause__}.") from error
     with source:

@@ -9,6 +9,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from .preferences import draw_preferences, transcript
@@ -71,9 +72,24 @@ def make_model(
         if pretrain_steps:
             _pretrain(model, _training_blocks(tokenizer, pretrain_steps * _BATCH))
         after = _mean_logp(model, held_out) if pretrain_steps else before
-    model.save_pretrained(folder)
+    _save(model, folder)
     tokenizer.save_pretrained(folder)
     return Pretraining(before, after, model.num_parameters())
+
+
+def _save(model: LlamaForCausalLM, folder: Path) -> None:
+    """What `save_pretrained` writes, without the seconds it spends on importing DeepSpeed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tied = model.config.tie_word_embeddings
+    weights = {
+        name: tensor.contiguous()
+        for name, tensor in model.state_dict().items()
+        if not (tied and name == "lm_head.weight")
+    }
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @contextmanager

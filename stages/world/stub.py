@@ -44,6 +44,7 @@ class StubScorer:
     """log p(token | previous token) = -6 u^2 - 1/1024, with u in [0, 1) hashed from the pair."""
 
     salt: int
+    pads: bool = False
 
     def score(self, trees: Sequence[Tree]) -> NDArray[np.float32]:
         """Scores one batch: every completion token, in the order tree, branch, token."""

@@ -18,6 +18,12 @@ import time
 from pathlib import Path
 
 VOCABULARY = 16_384
+RATE, PEAK = "tokens_per_second", "peak_mib"
+TITLES = {
+    "align": "align",
+    "trl": "TRL, 8 pairs (default)",
+    "trl_large": "TRL, 20 pairs",
+}
 SPECIALS = ["<s>", "</s>", "<pad>"]
 
 
@@ -25,7 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=192)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--one", choices=["align", "trl", "nothing"], help=argparse.SUPPRESS)
+    parser.add_argument("--one", choices=list(MEASURE), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -38,7 +44,7 @@ def main() -> None:
 
 
 def run_round(folder):
-    return {name: in_own_process(name, folder) for name in ("trl", "align", "nothing")}
+    return {name: in_own_process(name, folder) for name in MEASURE}
 
 
 def in_own_process(name, folder):
@@ -50,25 +56,30 @@ def in_own_process(name, folder):
 
 
 def report(rounds):
-    def median(name, field):
-        return statistics.median(result[name][field] for result in rounds)
+    idle = statistics.median(result["libraries"]["peak_mib"] for result in rounds)
+    print(f"medians of {len(rounds)} rounds; ratios are medians of the rounds' own ratios")
+    titles = ("tokens/s", "align is", "peak MiB", "above libraries", "align")
+    widths = (10, 10, 10, 17, 8)
+    print(" " * 26 + "".join(f"{t:>{w}}" for t, w in zip(titles, widths, strict=True)))
+    for name, title in TITLES.items():
+        speed = median(rounds, lambda r, n=name: r["align"][RATE] / r[n][RATE])
+        above = median(rounds, lambda r, n=name: (r["align"][PEAK] - idle) / (r[n][PEAK] - idle))
+        rate, peak = (median(rounds, lambda r, n=name, f=f: r[n][f]) for f in (RATE, PEAK))
+        print(f"{title:26}{rate:10,.0f}{speed:9.1f}x{peak:10,.0f}{peak - idle:17,.0f}{above:7.2f}x")
+    print(f"{'libraries alone':26}{'':20}{idle:10,.0f}")
+    print(f"largest difference from TRL in any sequence: {worst_gap(rounds):.1e} nats")
 
-    idle = median("nothing", "peak_mib")
-    print(f"{'':24}{'TRL 1.16':>12}{'align':>12}{'ratio':>9}")
-    rate, total = "tokens_per_second", "peak_mib"
-    speed = statistics.median(r["align"][rate] / r["trl"][rate] for r in rounds)
-    print(f"{'tokens/s':24}{median('trl', rate):12,.0f}{median('align', rate):12,.0f}{speed:8.1f}x")
-    memory = statistics.median(r["align"][total] / r["trl"][total] for r in rounds)
-    print(f"{'peak memory, MiB':24}{median('trl', total):12,.0f}{median('align', total):12,.0f}"
-          f"{memory:8.2f}x")
-    above = statistics.median(
-        (r["align"][total] - idle) / (r["trl"][total] - idle) for r in rounds
+
+def median(rounds, of):
+    return statistics.median(of(result) for result in rounds)
+
+
+def worst_gap(rounds):
+    return max(
+        abs(ours - theirs)
+        for result in rounds
+        for ours, theirs in zip(result["align"]["logps"], result["trl"]["logps"], strict=True)
     )
-    print(f"{'  above libraries':24}{median('trl', total) - idle:12,.0f}"
-          f"{median('align', total) - idle:12,.0f}{above:8.2f}x")
-    worst = max(abs(a - b) for r in rounds for a, b in zip(r["trl"]["logps"], r["align"]["logps"],
-                                                            strict=True))
-    print(f"largest difference between the two in any sequence: {worst:.1e} nats")
 
 
 def make_case(folder, rows):
@@ -80,7 +91,9 @@ def make_case(folder, rows):
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     words = [*SPECIALS, *(f"w{index}" for index in range(VOCABULARY - len(SPECIALS)))]
-    level = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    level = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>")
+    )
     level.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(
         tokenizer_object=level, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
@@ -116,8 +129,13 @@ def measure_align(folder):
 
     from align.pipeline.precompute import precompute
     from align.pipeline.units import Worker
-    from align.schemas.config import CacheOptions, Config, DataOptions, ModelOptions
-    from align.schemas.config import TrackingOptions
+    from align.schemas.config import (
+        CacheOptions,
+        Config,
+        DataOptions,
+        ModelOptions,
+        TrackingOptions,
+    )
     from align.stages.model.reference import HfReference
     from align.stages.tracking.console import make_progress
 
@@ -129,9 +147,7 @@ def measure_align(folder):
             cache=CacheOptions(output=f"{output}/cache", kl_pairs=0, reuse_known=False),
             tracking=TrackingOptions(mlflow=False),
         )
-        outcome = precompute(
-            config, HfReference(model), progress=make_progress(), worker=Worker()
-        )
+        outcome = precompute(config, HfReference(model), progress=make_progress(), worker=Worker())
         shards = [pq.read_table(path) for path in sorted(Path(output).glob("cache/data/*"))]
     rows = sorted(
         (row["source"]["row"], row["ref_logp"]) for shard in shards for row in shard.to_pylist()
@@ -139,7 +155,8 @@ def measure_align(folder):
     return result(folder, outcome.tally.seconds, [value for _, pair in rows for value in pair])
 
 
-def measure_trl(folder):
+def measure_trl(folder, batch_size=None):
+    """`batch_size` None is TRL's default, 8 pairs."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DPOConfig, DPOTrainer
@@ -159,6 +176,7 @@ def measure_trl(folder):
             args=DPOConfig(
                 output_dir=output,
                 precompute_ref_log_probs=True,
+                precompute_ref_batch_size=batch_size,
                 max_length=2048,
                 use_cpu=True,
                 bf16=False,
@@ -178,7 +196,12 @@ def measure_trl(folder):
     return result(folder, seconds[0], logps)
 
 
-def measure_nothing(folder):
+def measure_trl_large(folder):
+    """As many tokens in a batch as align's default: 16,384 / (2 * 405) pairs."""
+    return measure_trl(folder, batch_size=20)
+
+
+def measure_libraries(folder):
     import datasets
     import torch
     import transformers
@@ -189,11 +212,16 @@ def measure_nothing(folder):
     return result(folder, 1.0, [])
 
 
-MEASURE = {"align": measure_align, "trl": measure_trl, "nothing": measure_nothing}
+MEASURE = {
+    "trl": measure_trl,
+    "align": measure_align,
+    "trl_large": measure_trl_large,
+    "libraries": measure_libraries,
+}
 
 
 def result(folder, seconds, logps):
-    """Tokens are those of the pairs as a person counts them: prompt + completion, per completion."""
+    """Counts tokens as a person counts pairs: prompt + completion, for each completion."""
     import pyarrow.parquet as pq
 
     pairs = pq.read_table(folder / "pairs.parquet").to_pylist()
@@ -202,7 +230,12 @@ def result(folder, seconds, logps):
         for row in pairs
     )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return {"seconds": seconds, "tokens_per_second": words / seconds, "peak_mib": peak, "logps": logps}
+    return {
+        "seconds": seconds,
+        "tokens_per_second": words / seconds,
+        "peak_mib": peak,
+        "logps": logps,
+    }
 
 
 if __name__ == "__main__":
