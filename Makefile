@@ -33,7 +33,7 @@ demo: setup
 	$(BIN)/align tiny-world demo/world
 	cp demo/world/data/paired.parquet demo/data.parquet
 	printf 'model:\n  path: world/model\n' > demo/align.yaml
-	cd demo && ../$(BIN)/align precompute-ref data.parquet
+	cd demo && ALIGN_HOME=. ../$(BIN)/align precompute-ref data.parquet
 	cd demo && ../$(BIN)/align verify align-cache
 	cd demo && ../$(BIN)/align inspect align-cache
 

@@ -33,13 +33,13 @@ CacheDir = Annotated[Path, typer.Argument(help="A cache made by precompute-ref."
 
 def main() -> None:
     """Runs one command; a person's mistake is one message, never a traceback."""
-    from .schemas.errors import AlignError
+    from .schemas.errors import AlignError, Interrupted
 
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, _stop)
     try:
         app()
-    except AlignError as error:
+    except (AlignError, Interrupted) as error:
         _fail(str(error), error.exit_code)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
@@ -63,12 +63,12 @@ def init(
 @app.command()
 def config(data: Data = None, config: ConfigFile = None, sets: Sets = None) -> None:
     """Print every setting and where its value comes from."""
-    from .pipeline.settings import flatten, load_settings
+    from .pipeline.settings import flatten, load_settings, redacted
 
     settings = load_settings({}, sets or [], file=config, data=data or [])
     typer.echo("# Later wins: default, config file, environment (ALIGN_MODEL), flag, --set")
     for name, value in flatten(settings.config).items():
-        typer.echo(f"{name} = {value!r}  ({settings.origins.get(name, 'default')})")
+        typer.echo(f"{name} = {redacted(value)!r}  ({settings.origins.get(name, 'default')})")
 
 
 @app.command("precompute-ref")
@@ -209,10 +209,20 @@ def _precompute(config: Config, *, join: bool) -> None:
             "No reference model. Pass --model DIR, set ALIGN_MODEL, or run `align init` and set "
             "model.path in align.yaml."
         )
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    worker = Worker(int(os.environ.get("RANK", "0")), world, joins=join or world > 1)
+    world = _launched_as("WORLD_SIZE", default=1)
+    worker = Worker(_launched_as("RANK", default=0), world, joins=join or world > 1)
     outcome = precompute(config, HfReference(config.model), progress=make_progress(), worker=worker)
     typer.echo(outcome.text())
+
+
+def _launched_as(variable: str, *, default: int) -> int:
+    """What torchrun and its like say about this process among its peers."""
+    from .schemas.errors import UsageError
+
+    value = os.environ.get(variable) or str(default)
+    if not value.isdecimal() or int(value) < default:
+        raise UsageError(f"{variable} is {value!r}, not a whole number. Correct or unset it.")
+    return int(value)
 
 
 def _stop(signal_number: int, _: Any) -> NoReturn:

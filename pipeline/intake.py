@@ -55,15 +55,18 @@ def make_ring(job: Job, intake: Intake, progress: Progress) -> Ring:
     progress.begin("reading and tokenizing", total=None, unit="rows")
     chunks = _shown(iter_chunks(job.inputs, job.shape.columns), progress)
     encoded = encode_chunks(chunks, encoding, num_workers=workers)
-    runs = collect_runs(spool, encoded, carried=job.shape.carried, intake=intake)
-    progress.end()
-    return merge_runs(
-        spool,
-        runs,
-        long_form=job.shape.kind == "scored_long",
-        num_pairs=config.cache.kl_pairs,
-        intake=intake,
-    )
+    try:
+        runs = collect_runs(spool, encoded, carried=job.shape.carried, intake=intake)
+        progress.end()
+        return merge_runs(
+            spool,
+            runs,
+            long_form=job.shape.kind == "scored_long",
+            num_pairs=config.cache.kl_pairs,
+            intake=intake,
+        )
+    except OSError as error:
+        raise fs.storage_error("write", spool, error) from error
 
 
 def open_ring(job: Job) -> Ring:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,6 +57,13 @@ def load_settings(
 def flatten(config: Config) -> dict[str, Any]:
     """Every setting by its dotted name."""
     return _flat(dataclasses.asdict(config))
+
+
+def redacted(value: Any) -> Any:
+    """The value, its password masked when it is an address with one."""
+    if not isinstance(value, str):
+        return value
+    return re.sub(r"(://[^/:@]*):[^@/]*@", r"\1:***@", value)
 
 
 def template() -> str:
@@ -150,14 +158,32 @@ def _build(values: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
             raise UsageError(f"{origins[name]}: {unknown_key(section, section, sections)}")
         if not dot:
             raise UsageError(
-                f"{origins[name]}: {name} is a section: expected settings in it, found {value!r:.60}."
+                f"{origins[name]}: {name} is a section: expected settings in it, "
+                f"found {value!r:.60}."
             )
         nested.setdefault(section, {})[key] = value
     try:
-        return from_plain(Config, nested, partial=True)
+        config = from_plain(Config, nested, partial=True)
     except CodecError as error:
         blamed = next((origin for name, origin in origins.items() if name in str(error)), "config")
         raise UsageError(f"{blamed}: {error}") from error
+    for name, least in _lower_bounds().items():
+        value = flatten(config)[name]
+        if value < least:
+            raise UsageError(f"{origins[name]}: {name} is {value}; it cannot be below {least}.")
+    return config
+
+
+def _lower_bounds() -> dict[str, float]:
+    """Dotted names of the settings that have one."""
+    defaults = Config()
+    return {
+        f"{section.name}.{field.name}": field.metadata["least"]
+        for section in dataclasses.fields(Config)
+        if dataclasses.is_dataclass(options := getattr(defaults, section.name))
+        for field in dataclasses.fields(options)
+        if field.metadata["least"] is not None
+    }
 
 
 class _StrictLoader(yaml.SafeLoader):

@@ -39,7 +39,9 @@ def verify(
     """Returns what was checked, for a person; whatever is wrong is an error."""
     folder = CacheFolder(cache)
     manifest = verify_cache(folder)
-    told = f"{cache}: all {len(manifest.shards)} of its shards hold their digest; root {manifest.root}"
+    told = (
+        f"{cache}: all {len(manifest.shards)} of its shards hold their digest; root {manifest.root}"
+    )
     if not rescore:
         return told
     reference = open_reference(_options(manifest, model))
@@ -80,9 +82,10 @@ def _rescore(
         allowed = np.maximum(LEAST_TOLERANCE, tolerance * block.rows.completions.lengths)
         if (gaps > allowed).any():
             at = int(np.argmax(gaps - allowed))
+            row = block.rows.row[block.rows.row_of_branch[at]]
             raise CorruptionError(
-                f"{name}: branch {at} is stored as {block.logps[at]:.6f}, and scores "
-                f"{again[at]:.6f} now. The cache does not hold this reference's log-probs."
+                f"{name}: a branch of input row {row} is stored as {block.logps[at]:.6f}, and "
+                f"scores {again[at]:.6f} now. The cache does not hold this reference's log-probs."
             )
         worst, branches = max(worst, float(gaps.max())), branches + len(gaps)
     return worst, branches

@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
-def option(default: Any, help_text: str) -> Any:
-    """A field with a default and the comment `align init` writes beside it."""
+def option(default: Any, help_text: str, *, least: float | None = None) -> Any:
+    """A field with a default, the comment `align init` writes beside it, and a lower bound."""
+    metadata = {"help": help_text, "least": least}
     if isinstance(default, list | dict):
-        return field(default_factory=default.copy, metadata={"help": help_text})
-    return field(default=default, metadata={"help": help_text})
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -39,16 +40,24 @@ class DataOptions:
         {}, "our column: yours, for example prompt: question; prompt: '' leaves yours out"
     )
     carry: list[str] = option([], "extra numeric columns to keep in the shards")
-    max_bad_frac: float = option(0.001, "stop when more than this share of rows is unusable")
-    workers: int = option(0, "tokenizing processes; 0: one per core when the data is large")
+    max_bad_frac: float = option(
+        0.001, "stop when more than this share of rows is unusable", least=0
+    )
+    workers: int = option(
+        0, "tokenizing processes; 0: one per core when the data is large", least=0
+    )
 
 
 @dataclass(frozen=True)
 class TokenOptions:
     """From text to token ids."""
 
-    max_length: int = option(2048, "most tokens in prompt + completion; completions lose their end")
-    max_prompt_length: int = option(0, "most tokens in a prompt; 0: only max_length limits it")
+    max_length: int = option(
+        2048, "most tokens in prompt + completion; completions lose their end", least=2
+    )
+    max_prompt_length: int = option(
+        0, "most tokens in a prompt; 0: only max_length limits it", least=0
+    )
     prompt_side: Literal["left", "right"] = option(
         "left", "where a long prompt is cut: left keeps its end, right keeps its start"
     )
@@ -71,11 +80,13 @@ class CacheOptions:
     """What the shards hold and where they lie."""
 
     output: str = option("align-cache", "folder of the cache")
-    kl_pairs: int = option(1, "mismatched completions per completion (KTO's KL term); 0: none")
+    kl_pairs: int = option(
+        1, "mismatched completions per completion (KTO's KL term); 0: none", least=0
+    )
     token_logps: bool = option(False, "also store the log-prob of every token")
     seed: int = option(0, "orders the rows and so chooses the mismatched completions")
-    rows_per_shard: int = option(4096, "most rows in one shard")
-    tokens_per_shard: int = option(16_777_216, "most tokens in one shard")
+    rows_per_shard: int = option(4096, "most rows in one shard", least=1)
+    tokens_per_shard: int = option(16_777_216, "most tokens in one shard", least=1)
     reuse: list[str] = option([], "further caches whose scores may be reused")
     reuse_known: bool = option(True, "also reuse from the caches this user made before")
 
@@ -84,7 +95,7 @@ class CacheOptions:
 class ScoringOptions:
     """How the reference is run."""
 
-    tokens_per_batch: int = option(16_384, "most tokens, padding included, in one batch")
+    tokens_per_batch: int = option(16_384, "most tokens, padding included, in one batch", least=1)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ AlignError (2)
 ├── CorruptionError (5)     a file is not what the manifest says
 ├── NonFiniteError (6)      NaN or infinity where a number must be
 ├── StorageError (74)       the disk said no
-├── LockedError (75)        another process is at work in this folder
-└── Interrupted (130, 143)  a signal asked to stop
+└── LockedError (75)        another process is at work in this folder
+
+Interrupted (130, 143)      a signal asked to stop; no AlignError, for nobody may mend it
 """
 
 
@@ -58,8 +59,8 @@ class LockedError(AlignError):
     exit_code = 75
 
 
-class Interrupted(AlignError):  # noqa: N818 - a request to stop, not a fault
-    """A signal asked the program to stop."""
+class Interrupted(BaseException):
+    """A signal asked the program to stop; it may arrive anywhere, so no handler may swallow it."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(

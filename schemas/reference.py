@@ -20,6 +20,11 @@ class OutOfMemory(Exception):  # noqa: N818 - a request to try again with less
 class Scorer(Protocol):
     """Log-probabilities of branches, given their prompts."""
 
+    @property
+    def pads(self) -> bool:
+        """Whether every tree of a batch takes as many tokens as the longest of them."""
+        ...
+
     def score(self, trees: Sequence[Tree]) -> NDArray[np.float32]:
         """Scores one batch: log p of every completion token, in the order tree, branch, token."""
         ...

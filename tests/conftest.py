@@ -1,6 +1,10 @@
 import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
+from command import Answer, launch
 
 from align.stages.world.tokenizer import make_tokenizer
 
@@ -20,3 +24,37 @@ def tokenizer_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer") / "tokenizer"
     make_tokenizer(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory):
+    """A tokenizer, an untrained model and sixty preferences."""
+    # It imports torch, which takes seconds, and which reads OMP_NUM_THREADS then.
+    from align.stages.world.world import make_world  # noqa: PLC0415
+
+    return make_world(tmp_path_factory.mktemp("small") / "world", rows=60, pretrain_steps=0)
+
+
+@pytest.fixture(scope="session")
+def journey(world, tmp_path_factory):
+    """What a person gets who has an align.yaml beside the data and gives no flag."""
+    folder = tmp_path_factory.mktemp("journey")
+    shutil.copy(world.data.paired, folder / "data.parquet")
+    lines = ["model:", f"  path: {world.model}", "cache:", "  rows_per_shard: 8", "  output: cache"]
+    (folder / "align.yaml").write_text("\n".join(lines))
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    answer = launch("precompute-ref", folder / "data.parquet", cwd=elsewhere)
+    return Journey(folder, elsewhere, answer)
+
+
+@dataclass(frozen=True)
+class Journey:
+    """A first run, where its data lie, where it was started, and what it said."""
+
+    folder: Path
+    cwd: Path
+    answer: Answer
+
+    @property
+    def cache(self):
+        return self.folder / "cache"

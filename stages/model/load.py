@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ def load_causal_lm(options: ModelOptions) -> nn.Module:
         if options.adapter:
             model = _with_adapter(model, options.adapter)
     if not options.device_map:
-        model.to(resolved.device)
+        model.to(_place(resolved.device))
     frozen: nn.Module = model.eval().requires_grad_(False)
     return frozen
 
@@ -144,6 +145,14 @@ def _device(options: ModelOptions) -> str:
     if options.device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return options.device
+
+
+def _place(device: str) -> str:
+    """Under a launcher every rank of a machine has a GPU of its own."""
+    rank = os.environ.get("LOCAL_RANK", "")
+    if device != "cuda" or not rank.isdigit():
+        return device
+    return f"cuda:{int(rank) % torch.cuda.device_count()}"
 
 
 @contextmanager

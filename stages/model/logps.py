@@ -61,9 +61,8 @@ def tree_logps(model: nn.Module, trees: Sequence[Tree], path: ScoringPath) -> Te
         max_tokens = min(max_tokens, EXACT_ELEMENTS // vocabulary)
     rows = single_branches(trees) if path.layout == "plain" else trees
     packed = path.layout == "packed"
-    batches = (
-        tree_batch(group, device, packed=packed) for group in groups_within(rows, max_tokens)
-    )
+    groups = groups_within(rows, max_tokens, packed=packed)
+    batches = (tree_batch(group, device, packed=packed) for group in groups)
     return torch.cat([branch_logps(model, batch, path) for batch in batches])
 
 

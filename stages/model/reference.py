@@ -70,6 +70,11 @@ class TreeScorer:
         with torch.inference_mode():
             self.path: ScoringPath = choose_path(model)
 
+    @property
+    def pads(self) -> bool:
+        """Packed trees lie end to end; in all other layouts each is as long as the longest."""
+        return self.path.layout != "packed"
+
     def describe(self) -> Mapping[str, str]:
         """The layout and the head that the probe chose."""
         return {"layout": self.path.layout, "head": self.path.head}

@@ -87,13 +87,17 @@ def single_branches(trees: Sequence[Tree]) -> list[Tree]:
     return [Tree(tree.prompt, (branch,)) for tree in trees for branch in tree.branches]
 
 
-def groups_within(trees: Sequence[Tree], max_tokens: int) -> Iterator[list[Tree]]:
-    """Consecutive groups of at most `max_tokens` padded tokens; a longer tree goes alone."""
+def groups_within(
+    trees: Sequence[Tree], max_tokens: int, *, packed: bool = False
+) -> Iterator[list[Tree]]:
+    """Consecutive groups of at most `max_tokens` tokens; a longer tree goes alone."""
     group: list[Tree] = []
+    total = longest = 0
     for tree in trees:
-        if group and padded_length([*group, tree]) * (len(group) + 1) > max_tokens:
+        total, longest = total + tree.num_tokens, max(longest, tree.num_tokens)
+        if group and (total if packed else longest * (len(group) + 1)) > max_tokens:
             yield group
-            group = []
+            group, total, longest = [], tree.num_tokens, tree.num_tokens
         group.append(tree)
     if group:
         yield group

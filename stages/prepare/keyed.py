@@ -78,7 +78,7 @@ def key_rows(encoded: Sequence[EncodedRecord], *, seed: int, carried: Sequence[s
             for name in carried
         },
     )
-    salt = seed.to_bytes(8, "little", signed=True)
+    salt = str(seed).encode()
     prompt_digests = [_digest(prompt, size=8, key=salt) for prompt in prompt_bytes]
     return KeyedRows(
         rows,

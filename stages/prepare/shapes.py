@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from ...schemas.errors import UsageError
+from ...schemas.shards import shard_schema
 from .read import column_names
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ REQUIRED: Mapping[Kind, tuple[str, ...]] = {
 }
 OPTIONAL = ("system", "tools", "chat_template_kwargs")
 ALWAYS_CARRIED = ("margin", "weight")
+PROMPT_LIKE = ("question", "instruction", "query", "input", "context")
+_RESERVED = {*shard_schema(token_logps=True, carried=()).names}
 _KNOWN = {"prompt", *OPTIONAL, *ALWAYS_CARRIED}.union(*REQUIRED.values())
 
 
@@ -80,6 +83,8 @@ def detect_shape(
     found = _renamed(columns, rename, _KNOWN.union(carry), where)
     _require_carry(found, carry, where)
     kind = _kind(found, where)
+    if kind == "paired" and "prompt" not in found:
+        _require_no_other_prompt(found, where)
     carried = tuple(name for name in ALWAYS_CARRIED if name in found)
     names = ["prompt", *REQUIRED[kind], *OPTIONAL, *carried, *carry]
     # A column not seen in the first rows of a JSON file may still come: it is looked for.
@@ -120,10 +125,25 @@ def _renamed(
 
 def _require_carry(found: Mapping[str, str], carry: Sequence[str], where: str) -> None:
     for name in carry:
+        if name in _RESERVED:
+            raise UsageError(
+                f"{where}: a column named {name!r} cannot be carried, because shards have one of "
+                f"their own. Rename yours, for example with --map my_{name}={name}."
+            )
         if name not in found:
             raise UsageError(
                 f"{where} has no column {name!r} to carry; it has {_listed(found)}."
                 f"{_near(name, found)} Change --carry."
+            )
+
+
+def _require_no_other_prompt(found: Mapping[str, str], where: str) -> None:
+    """A prompt under another name must not be missed in silence."""
+    for name in PROMPT_LIKE:
+        if name in found:
+            raise UsageError(
+                f"{where} has no column 'prompt' but one named {name!r}. Pass --map prompt={name} "
+                f"if that is the prompt, or --map {name}= if chosen and rejected begin with theirs."
             )
 
 

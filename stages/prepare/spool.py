@@ -140,6 +140,13 @@ class Spool:
             parts.append(nearby.take(group - group[0]))
         return Ragged.concat(parts).take(back) if parts else Ragged.of([], np.int32)
 
+    def cuts(self, indices: NDArray[np.int64]) -> NDArray[np.int32]:
+        """How many tokens the completions at `indices`, wherever they lie, have already lost."""
+        if not len(indices):
+            return np.empty(0, dtype=np.int32)
+        column = np.memmap(self.folder / "cut.bin", dtype=BRANCH_COLUMNS["cut"], mode="r")
+        return np.array(column[indices])
+
     def _lists(self, name: str, start: int, stop: int) -> Ragged:
         offsets = self._offsets(f"{name}_ends", start, stop)
         values = self.column(f"{name}_values", int(offsets[0]), int(offsets[-1]))

@@ -54,13 +54,14 @@ def build_unit(ring: Ring, start: int, stop: int, rule: CutRule) -> Unit:
     keyed = ring.spool.read(start, stop)
     own = keyed.rows
     first = int(ring.spool.column("branch_ends", start - 1, start)[0]) if start else 0
-    partners = ring.partners(first, first + len(own.completions))
-    picked = ring.spool.completions(partners.reshape(-1))
+    partners = ring.partners(first, first + len(own.completions)).reshape(-1)
+    picked = ring.spool.completions(partners)
     row_of = np.tile(own.row_of_branch, ring.num_pairs)
     room = rule.max_length - own.prompts.lengths[row_of]
     fitted = _fit(picked, room, rule.eos)
-    rows = _with_mismatched(own, fitted, picked.lengths - fitted.lengths, ring.num_pairs)
-    same = _rows_without_mismatch(own, fitted, picked, ring.num_pairs)
+    lost = ring.spool.cuts(partners) + picked.lengths - fitted.lengths
+    rows = _with_mismatched(own, fitted, lost, ring.num_pairs)
+    same = _rows_without_mismatch(own, fitted, picked)
     if len(same):
         rows = rows.take(np.setdiff1d(np.arange(len(own)), same))
     return Unit(
@@ -82,7 +83,7 @@ def _fit(completions: Ragged, room: NDArray[np.int64], eos: int | None) -> Ragge
     limits = np.minimum(completions.lengths, room)
     if eos is not None:
         for index in np.flatnonzero(limits < completions.lengths).tolist():
-            while limits[index] > 1 and completions[index][limits[index] - 1] == eos:
+            while limits[index] and completions[index][limits[index] - 1] == eos:
                 limits[index] -= 1
     return completions.head(limits)
 
@@ -108,15 +109,14 @@ def _with_mismatched(
     )
 
 
-def _rows_without_mismatch(
-    own: RowBlock, fitted: Ragged, picked: Ragged, num_pairs: int
-) -> NDArray[np.int64]:
-    """Rows in which cutting a partner to fit made it equal to the completion it stands against."""
+def _rows_without_mismatch(own: RowBlock, fitted: Ragged, picked: Ragged) -> NDArray[np.int64]:
+    """Rows in which cutting a partner to fit left nothing, or the completion it stands against."""
     was_cut = np.flatnonzero(fitted.lengths < picked.lengths)
     count = len(own.completions)
-    equal = [
-        own.row_of_branch[index % count]
+    row_of_branch = own.row_of_branch
+    without = [
+        row_of_branch[index % count]
         for index in was_cut.tolist()
-        if np.array_equal(fitted[index], own.completions[index % count])
+        if not len(fitted[index]) or np.array_equal(fitted[index], own.completions[index % count])
     ]
-    return np.unique(np.array(equal, dtype=np.int64))
+    return np.unique(np.array(without, dtype=np.int64))

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import threading
 from collections import deque
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing.forkserver import ensure_running
 from typing import TYPE_CHECKING
 
+from ...schemas.errors import BadDataError
 from .encode import Encoder
 from .keyed import KeyedRows, key_rows
 from .records import parse_chunk
@@ -56,16 +61,23 @@ def encode_chunks(
         return
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
+    _start_server_deaf_to_ctrl_c()
     with ProcessPoolExecutor(
         num_workers, mp_context=context, initializer=_start, initargs=(job,)
     ) as pool:
         waiting: deque[Future[EncodedChunk]] = deque()
-        for chunk in chunks:
-            waiting.append(pool.submit(_encode, chunk))
-            if len(waiting) > 3 * num_workers:
+        try:
+            for chunk in chunks:
+                waiting.append(pool.submit(_encode, chunk))
+                if len(waiting) > 3 * num_workers:
+                    yield waiting.popleft().result()
+            while waiting:
                 yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+        except BrokenProcessPool as error:
+            raise BadDataError(
+                "A tokenizing process died, most likely for want of memory. "
+                "Use fewer of them (--set data.workers=1) and look for very long rows."
+            ) from error
 
 
 def default_workers(input_bytes: int) -> int:
@@ -92,7 +104,27 @@ def _start(job: EncodingJob) -> None:
     global _worker  # noqa: PLW0603 - one encoder per process, made once
     # Each process keeps to one core; threads of the tokenizer would fight over them.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    # Without a parent there is nothing left to do.
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
     _worker = _Worker(job)
+
+
+def _start_server_deaf_to_ctrl_c() -> None:
+    """Ctrl-C reaches every process of a terminal, but only the parent knows what to say."""
+    if threading.current_thread() is not threading.main_thread():
+        return  # signals are not ours to set here
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _leave_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _encode(chunk: Chunk) -> EncodedChunk:

@@ -55,17 +55,18 @@ def plan_trees(
     return trees
 
 
-def plan_batches(lengths: Sequence[int], tokens_per_batch: int) -> list[list[int]]:
-    """Groups sequences of like length under a budget that counts padding; longest first."""
+def plan_batches(lengths: Sequence[int], tokens_per_batch: int, *, pads: bool) -> list[list[int]]:
+    """Groups sequences of like length under a budget, padding included; longest first."""
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     batches: list[list[int]] = []
-    longest = 0
+    room = 0
     for index in order:
-        if batches and (len(batches[-1]) + 1) * longest <= tokens_per_batch:
-            batches[-1].append(index)
-        else:
-            batches.append([index])
-            longest = lengths[index]
+        first = batches[-1][0] if pads and batches else index
+        if not batches or lengths[first] > room:
+            batches.append([])
+            first, room = index, tokens_per_batch
+        batches[-1].append(index)
+        room -= lengths[first]
     return batches
 
 

@@ -63,16 +63,17 @@ class ReuseIndex:
             if not cache.same_ring
             or (commit.first_key <= last_key and commit.last_key >= first_key)
         ]
+        numerics: dict[str, str] = {}
         keys = branch_keys(rows) if shards else []
         for branch, key in enumerate(keys):
             for scores in shards:
                 if key in scores.logps:
                     found[branch], logps[branch] = True, scores.logps[key]
+                    numerics = numerics or scores.numerics
                     if self._need_token_logps:
                         tokens[branch] = scores.token_logps[key]
                     break
         kept = Ragged.of(tokens, np.float32) if self._need_token_logps else None
-        numerics = shards[0].numerics if found.any() else {}
         return KnownScores(found=found, token_logps=kept, logps=logps, numerics=numerics)
 
     def _load(self, cache: EarlierCache, commit: Commit) -> _Scores:

@@ -97,10 +97,12 @@ def _run(
     on_batch: Callable[[int, int], None],
 ) -> _Run:
     trees = _plan(rows, wanted, TreeCost(rules.hidden_size, budget))
+    # Opening the scorer loads a model: only when there is something to score.
+    pads = bool(trees) and scorer().pads
     results: list[tuple[int, NDArray[np.float32]]] = []
     too_big: list[int] = []
     padding = tokens = 0
-    for batch in plan_batches([tree.length for tree in trees], budget):
+    for batch in plan_batches([tree.length for tree in trees], budget, pads=pads):
         chosen = [trees[index] for index in batch]
         try:
             results += _score_batch(rows, chosen, scorer())
@@ -110,10 +112,10 @@ def _run(
             (branch,) = chosen[0].branches
             too_big.append(branch)
             results.append((branch, np.full(len(rows.completions[branch]), np.nan, np.float32)))
-        area = max(tree.length for tree in chosen) * len(chosen)
-        waste = area - sum(tree.length for tree in chosen)
-        tokens, padding = tokens + area, padding + waste
-        on_batch(area, waste)
+        useful = sum(tree.length for tree in chosen)
+        waste = max(tree.length for tree in chosen) * len(chosen) - useful if pads else 0
+        tokens, padding = tokens + useful + waste, padding + waste
+        on_batch(useful + waste, waste)
     results.sort(key=lambda result: result[0])
     lists = [logps for _, logps in results]
     return _Run(Ragged.of(lists, np.float32), padding, tokens, budget, tuple(too_big))
@@ -202,7 +204,9 @@ def _sums(token_logps: Ragged) -> NDArray[np.float64]:
     """Each list's sum in float64; no list is empty."""
     if not len(token_logps):
         return np.empty(0, dtype=np.float64)
-    sums: NDArray[np.float64] = np.add.reduceat(
-        token_logps.values.astype(np.float64), token_logps.offsets[:-1]
-    )
+    # Infinities of both signs make a NaN, which quarantines the row: no cause for a warning.
+    with np.errstate(invalid="ignore"):
+        sums: NDArray[np.float64] = np.add.reduceat(
+            token_logps.values.astype(np.float64), token_logps.offsets[:-1]
+        )
     return sums

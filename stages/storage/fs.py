@@ -272,9 +272,9 @@ def storage_error(name: str, path: Path, error: OSError, needed: int = 0) -> Sto
     """What to tell a person when the disk refuses."""
     said = f"{path}: {name.replace('_', ' ')} failed: {error.strerror or error}"
     if error.errno in _FULL:
-        room = _room(path.parent)
+        needs = f"{needed:,} bytes needed, " if needed else ""
         return StorageError(
-            f"{said} ({needed:,} bytes needed, {room} free). Free some space or choose another "
+            f"{said} ({needs}{_room(path.parent)} free). Free some space or choose another "
             "--output, then run the same command again: finished shards are kept."
         )
     return StorageError(

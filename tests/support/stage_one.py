@@ -46,20 +46,48 @@ def contents(folder):
     }
 
 
-def child(config, failpoints="", *, worker=None):
+def child(config, failpoints="", *, worker=None, reference=None, stderr=os.devnull):
     """Starts stage 1 in a process of its own, ready to be killed."""
-    process = CHILDREN.Process(target=_child, args=(config, failpoints, worker or Worker()))
+    arguments = (config, failpoints, worker or Worker(), reference, str(stderr))
+    process = CHILDREN.Process(target=_child, args=arguments)
     process.start()
     return process
 
 
-def _child(config, failpoints, worker):
+class Gate:
+    """Lets a child come as far as its scorer, tells so, and holds it there until it is opened."""
+
+    def __init__(self):
+        self.reached = CHILDREN.Event()
+        self.opened = CHILDREN.Event()
+
+    def reference(self):
+        """A reference whose scorer stands behind this gate."""
+        return GatedReference(self.reached, self.opened)
+
+
+class GatedReference:
+    """The stub, its first score held back."""
+
+    def __init__(self, reached, opened):
+        self.reached, self.opened = reached, opened
+        self.identity, self.hidden_size = StubReference().identity, StubReference().hidden_size
+
+    def open(self):
+        """Waits here."""
+        self.reached.set()
+        assert self.opened.wait(60)
+        return StubReference().open()
+
+
+def _child(config, failpoints, worker, reference, stderr):
     os.environ["ALIGN_FAILPOINTS"] = failpoints
     signal.signal(signal.SIGTERM, _terminated)
-    sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123 - lives as long as the process
+    sys.stderr = open(stderr, "w")  # noqa: SIM115, PTH123 - lives as long as the process
     try:
-        run(config, worker=worker)
-    except AlignError as error:
+        run(config, reference, worker=worker)
+    except (AlignError, Interrupted) as error:
+        print(error, file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
 
 

@@ -75,6 +75,12 @@ def test_groups_keep_the_order_and_the_limit():
     assert [[item.num_tokens for item in group] for group in groups] == [[2, 3], [10], [2]]
 
 
+def test_packed_groups_count_no_padding():
+    trees = [tree([1], [2] * 4), tree([1], [2]), tree([1], [2]), tree([1], [2])]
+    groups = list(groups_within(trees, max_tokens=9, packed=True))
+    assert [[item.num_tokens for item in group] for group in groups] == [[5, 2, 2], [2]]
+
+
 def test_single_branches_keep_the_order():
     singles = single_branches([tree([1], [2], [3]), tree([4], [5])])
     assert [int(item.branches[0][0]) for item in singles] == [2, 3, 5]

@@ -57,6 +57,8 @@ def test_optional_and_carried_columns_are_found():
         ("question chosen reject", {}, (), r"'question', 'chosen', 'reject'.* --map rejected=reje"),
         ("promt completions scores", {}, (), r"--map prompt=promt"),
         ("a b", {}, (), r"--map chosen=YOURS"),
+        ("question chosen rejected", {}, (), r"no column 'prompt' but one named 'question'"),
+        ("chosen rejected role", {}, ("role",), r"'role' cannot be carried"),
         ("prompt_id completion score", {}, (), r"--map prompt=prompt_id"),
         ("prompt chosen rejected completions scores", {}, (), r"paired and scored.*--map "),
         ("prompt completion label score", {}, (), r"unpaired with --map score=, or scored_l"),

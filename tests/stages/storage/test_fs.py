@@ -55,7 +55,7 @@ def test_whichever_operation_fails_nothing_half_is_committed(
     assert len(messages) > 60
     assert all(os.strerror(error) in message for message in messages)
     told = error in (errno.ENOSPC, errno.EDQUOT)
-    assert all(("bytes needed" in message) == told for message in messages)
+    assert all(("Free some space" in message) == told for message in messages)
     assert failed == KINDS
 
 

@@ -1,0 +1,76 @@
+"""A disk that is really full: refused in words, nothing half taken for whole, resumed with room."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from stage_one import contents, run
+
+from align.schemas.errors import StorageError
+from align.stages.storage import fs
+
+SUPPORT = Path(__file__).parents[1] / "support"
+
+
+def may_mount():
+    command = ["unshare", "-Urm", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
+    if not shutil.which("unshare"):
+        return False
+    return subprocess.run(command, check=False, capture_output=True).returncode == 0
+
+
+@pytest.fixture
+def told(to, tmp_path):
+    """What small_disk.py has to tell, as root of a mount namespace of its own."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    config = json.dumps(asdict(to(output=str(disk / "cache"))))
+    done = subprocess.run(
+        ["unshare", "-Urm", sys.executable, SUPPORT / "small_disk.py", config, disk],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.skipif(not may_mount(), reason="needs user namespaces")
+def test_a_disk_that_is_full_is_refused_in_words_and_resumed_with_room(told, to, tmp_path):
+    run(to(output=str(tmp_path / "clean")))
+    clean = contents(tmp_path / "clean")
+    too_small, filled = told["too small"], told["filled"]
+    assert len(too_small) > 3
+    assert all("disk/cache" in said for said in [*too_small, filled])
+    assert "/spool: write failed: No space left on device (" in too_small[0]
+    assert "the shards may need" in too_small[-1]  # before the first hour, not after the last
+    assert ".parquet: write failed: No space left on device (" in filled
+    assert "bytes needed" in filled
+    assert "then run the same command again: finished shards are kept" in filled
+    assert told["committed when filled"] == 2
+    assert told["contents"] == clean
+
+
+@pytest.mark.parametrize("name", ["write", "fsync", "rename", "link", "create"])
+def test_the_first_refusal_of_any_kind_stops_the_run_and_loses_nothing(to, tmp_path, name):
+    run(to(output=str(tmp_path / "clean")))
+    config = to(output=str(tmp_path / "cache"))
+    seen = 0
+
+    def full(op):
+        nonlocal seen
+        seen += op.name == name and op.path.is_relative_to(tmp_path / "cache" / "_align")
+        if seen == 4:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with fs.watch(full), pytest.raises(StorageError, match="No space left.* free") as told:
+        run(config)
+    assert told.value.exit_code == 74
+    assert seen == 4  # it was not tried again
+    run(config)
+    assert contents(tmp_path / "cache") == contents(tmp_path / "clean")

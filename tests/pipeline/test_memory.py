@@ -1,0 +1,30 @@
+"""Peak memory of scoring does not grow with vocabulary times tokens."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[1] / "support" / "memory_growth.py"
+SLACK = 4  # MiB: what an allocator and the C library may round up
+
+
+def test_four_times_the_vocabulary_needs_no_more_memory_to_score():
+    # What is freed goes back at once, so that one measurement does not hide the next.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    answer = subprocess.run(
+        [sys.executable, str(SCRIPT), "16384", "65536"],
+        env=environment,
+        capture_output=True,
+        check=True,
+        text=True,
+    )
+    peaks = json.loads(answer.stdout.splitlines()[-1])
+    small, large = peaks["align"]
+    assert large <= 1.25 * small + SLACK, peaks
+    # The same measurement sees the logits: 2,048 positions of 65,536 float32 are 512 MiB.
+    logits_small, logits_large = peaks["logits"]
+    assert logits_large >= 3.5 * logits_small, peaks
+    assert logits_large >= 512 + 256, peaks  # and their softmax over the completions
+    assert large <= logits_large / 8, peaks

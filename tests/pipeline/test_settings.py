@@ -1,0 +1,222 @@
+"""Where a setting comes from, and what a config file may not hold."""
+
+import dataclasses
+import os
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from command import align, refusal
+
+from align.pipeline.settings import flatten, load_settings, parse_map, template
+from align.schemas.config import Config
+from align.schemas.errors import UsageError
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def load(*sets, data=(), **flags):
+    return load_settings(flags, sets, file=None, data=data)
+
+
+def write(text, path="align.yaml"):
+    Path(path).write_text(text)
+
+
+def origins_printed(*arguments):
+    """Setting -> (value, origin) as `align config` prints them."""
+    answer = align("config", *arguments)
+    assert answer.code == 0, answer
+    lines = [line for line in answer.out.splitlines() if not line.startswith("#")]
+    parts = [(line.partition(" = ")[0], line.partition(" = ")[2]) for line in lines]
+    return {name: tuple(rest.rstrip(")").rsplit("  (", 1)) for name, rest in parts}
+
+
+def test_the_written_file_loads_back_to_exactly_the_defaults():
+    assert align("init").code == 0
+    assert load().config == Config()
+    assert set(load().origins) == set(flatten(Config()))
+
+
+def test_the_written_file_explains_every_setting():
+    text = template()
+    for section in dataclasses.fields(Config()):
+        options = getattr(Config(), section.name)
+        if dataclasses.is_dataclass(options):
+            for field in dataclasses.fields(options):
+                assert f"{field.metadata['help']}\n" in text + "\n", field.name
+
+
+def test_init_never_overwrites():
+    write("cache:\n  seed: 5\n")
+    assert "align.yaml exists" in refusal(2, "init")
+    assert load().config.cache.seed == 5
+    assert align("init", "other.yaml").code == 0
+
+
+def test_config_prints_every_setting_and_where_it_comes_from(monkeypatch):
+    write("cache:\n  seed: 5\n  kl_pairs: 2\nmodel:\n  path: here\n")
+    monkeypatch.setenv("ALIGN_MODEL", "from-env")
+    shown = origins_printed("data.parquet", "--set", "cache.kl_pairs=3")
+    assert set(shown) == set(flatten(Config()))
+    assert shown["cache.seed"] == ("5", "align.yaml")
+    assert shown["model.path"] == ("'from-env'", "ALIGN_MODEL")
+    assert shown["data.files"] == ("['data.parquet']", "flag")
+    assert shown["cache.kl_pairs"] == ("3", "--set")
+    assert shown["cache.reuse"] == ("[]", "default")
+
+
+def test_each_source_wins_over_the_ones_before_it(monkeypatch):
+    def path(*sets, **flags):
+        settings = load(*sets, **flags)
+        return settings.config.model.path, settings.origins.get("model.path")
+
+    assert path() == ("", None)
+    write("model:\n  path: /file\n")
+    assert path() == ("/file", "align.yaml")
+    monkeypatch.setenv("ALIGN_MODEL", "/env")
+    assert path() == ("/env", "ALIGN_MODEL")
+    flag = {"model.path": "/flag"}
+    assert path(**flag) == ("/flag", "flag")
+    assert path("model.path=/set", **flag) == ("/set", "--set")
+
+
+def test_a_set_value_has_the_type_of_its_setting():
+    config = load(
+        "cache.seed=7",
+        "cache.token_logps=true",
+        "data.max_bad_frac=1",
+        "model.path=5",
+        "data.map={prompt: question}",
+        "data.files=[a, b]",
+        "train.lr=1e-3",
+    ).config
+    assert (config.cache.seed, config.cache.token_logps) == (7, True)
+    assert (config.data.max_bad_frac, config.model.path) == (1.0, "5")
+    assert (config.data.map, config.data.files) == ({"prompt": "question"}, ["a", "b"])
+    assert config.train == {"lr": "1e-3"}  # stage 2 reads it; YAML wants 1.0e-3 for a number
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("cach:\n  seed: 1\n", "align.yaml: unknown key 'cach'; did you mean 'cache'?"),
+        ("cache:\n  sed: 1\n", "align.yaml: unknown key 'cache.sed'; did you mean 'seed'?"),
+        ("cache: 5\n", "align.yaml: cache is a section: expected settings in it, found 5"),
+        ("cache:\n  seed: x\n", "align.yaml: cache.seed: expected a whole number, found 'x'"),
+        ("cache:\n  seed: 1.5\n", "align.yaml: cache.seed: expected a whole number, found 1.5"),
+        ("cache:\n  seed: true\n", "cache.seed: expected a whole number, found True"),
+        ("model:\n  dtype: float33\n", "found 'float33' (str). Did you mean 'float32'?"),
+        ("- a\n", "align.yaml: expected sections such as 'model:'"),
+        ("5: 1\n", "align.yaml: unknown key '5'"),
+    ],
+)
+def test_a_mistake_in_the_file_names_the_file_and_the_nearest_name(text, said):
+    write(text)
+    assert said in refusal(2, "config")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("modle.path=x", "--set: unknown key 'modle'; did you mean 'model'?"),
+        ("model.pth=x", "--set: unknown key 'model.pth'; did you mean 'path'?"),
+        ("seed=4", "--set: unknown key 'seed'; known: model, data"),
+        ("cache=4", "--set: cache is a section"),
+        ("cache.seed", "--set cache.seed: expected NAME=VALUE"),
+        ("cache.seed=", "--set: cache.seed: expected a whole number, found None"),
+        ("cache.seed=[", "--set cache.seed=[: the value is not readable as YAML"),
+        ("cache.reuse=[&a b, *a]", "the value is not readable as YAML"),
+        ("data.map={a: b, a: c}", "the value is not readable as YAML"),
+    ],
+)
+def test_a_mistake_in_a_set_names_it_and_the_nearest_name(text, said):
+    assert said in refusal(2, "config", "--set", text)
+
+
+def test_a_mistake_is_blamed_on_the_source_it_stands_in():
+    write("cache:\n  seed: 1\n")
+    assert refusal(2, "config", "--set", "cache.seed=x").startswith("--set: cache.seed")
+
+
+HOSTILE = {
+    "an alias": ("a: &a [1]\nb: *a\n", "aliases are not allowed"),
+    "a bomb": (
+        "a: &a [x, x]\n"
+        + "".join(f"{new}: &{new} [*{old}, *{old}]\n" for old, new in pairwise("abcdefghijkl")),
+        "aliases are not allowed",
+    ),
+    "a merge": ("a: &a {b: 1}\ncache:\n  <<: *a\n", "aliases are not allowed"),
+    "a key twice": ("cache:\n  seed: 1\n  seed: 2\n", "given twice: seed"),
+    "a section twice": ("cache:\n  seed: 1\ncache:\n  kl_pairs: 2\n", "given twice: cache"),
+    "an object": ('model: !!python/object/apply:os.system ["touch canary"]\n', "constructor"),
+    "a module": ("model: !!python/module:os\n", "constructor"),
+    "depth": ("[" * 20_000, "not readable as YAML"),
+    "half a list": ("cache: [1, 2\n", "not readable as YAML"),
+    "a list as key": ("? [1, 2]\n: 3\n", "not readable as YAML"),
+    "bytes": ("cache: \x00\n", "not readable as YAML"),
+    "a megabyte": ("# " + "x" * (1 << 20), "larger than 1,048,576 bytes"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_file_that_no_person_wrote_is_refused_at_once(here, name):
+    text, said = HOSTILE[name]
+    write(text)
+    started = time.perf_counter()
+    assert said in refusal(2, "config")
+    assert time.perf_counter() - started < 2
+    assert not (here / "canary").exists()
+
+
+def test_a_file_in_another_encoding_is_refused(here):
+    (here / "align.yaml").write_bytes("cache:\n  output: é\n".encode("latin-1"))
+    assert "not readable as YAML" in refusal(2, "config")
+
+
+def test_a_config_file_that_is_named_must_be_there():
+    assert "nowhere.yaml: no such config file" in refusal(2, "config", "--config", "nowhere.yaml")
+
+
+def test_paths_in_the_file_are_meant_from_where_it_lies(here, monkeypatch):
+    (here / "project" / "data").mkdir(parents=True)
+    write(
+        "model:\n  path: m\n  adapter: /abs\ntokens:\n  chat_template: t.jinja\n"
+        "cache:\n  output: out\n  reuse: [old]\ndata:\n  files: [data/a.parquet]\n",
+        "project/align.yaml",
+    )
+    config = load(data=["project/a.parquet"]).config
+    assert (config.model.path, config.model.adapter) == ("project/m", "/abs")
+    assert (config.tokens.chat_template, config.cache.output) == ("project/t.jinja", "project/out")
+    assert (config.cache.reuse, config.data.files) == (["project/old"], ["project/a.parquet"])
+    monkeypatch.chdir(here / "project" / "data")
+    file = load_settings({}, [], file=Path(os.pardir, "align.yaml"))
+    assert file.config.data.files == ["../data/a.parquet"]
+
+
+def test_paths_in_flags_and_the_environment_are_meant_from_here(monkeypatch, here):
+    (here / "project").mkdir()
+    write("model:\n  path: m\n", "project/align.yaml")
+    monkeypatch.setenv("ALIGN_MODEL", "mine")
+    config = load(data=["project/a.parquet"], **{"cache.output": "out"}).config
+    assert (config.model.path, config.cache.output) == ("mine", "out")
+
+
+def test_the_file_here_comes_before_the_one_beside_the_data(here):
+    (here / "project").mkdir()
+    write("cache:\n  seed: 1\n", "project/align.yaml")
+    assert load(data=["project/a.parquet"]).config.cache.seed == 1
+    write("cache:\n  seed: 2\n")
+    assert load(data=["project/a.parquet"]).config.cache.seed == 2
+
+
+def test_a_map_is_written_as_ours_equals_yours():
+    assert parse_map(["prompt=question", "chosen="]) == {"prompt": "question", "chosen": ""}
+    for wrong in ("prompt", "=question", ""):
+        with pytest.raises(UsageError, match="expected OURS=YOURS"):
+            parse_map([wrong])

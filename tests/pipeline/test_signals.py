@@ -1,0 +1,76 @@
+"""A request to stop is heard wherever it arrives, and costs nothing but the unit at hand."""
+
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+from stage_one import Gate, child, contents, run
+from transformers import PreTrainedTokenizerBase
+
+from align.pipeline.units import Worker
+from align.schemas.config import DataOptions
+from align.schemas.errors import Interrupted
+
+
+@pytest.fixture
+def clean(config, tmp_path):
+    run(replace(config, cache=replace(config.cache, output=str(tmp_path / "clean"))))
+    return contents(tmp_path / "clean")
+
+
+def test_a_stopped_run_leaves_its_work_for_the_next(config, clean, tmp_path):
+    gate = Gate()
+    stopped = child(config, reference=gate.reference(), stderr=tmp_path / "said")
+    assert gate.reached.wait(60)
+    os.kill(stopped.pid, signal.SIGTERM)
+    stopped.join(60)
+    assert stopped.exitcode == 143
+    assert (tmp_path / "said").read_text() == (
+        "Stopped by signal 15. Run the same command again to go on from here.\n"
+    )
+    assert run(config).manifest.rows == 120
+    assert contents(config.cache.output) == clean
+
+
+def test_a_helper_waiting_for_others_can_be_stopped(config, clean):
+    gate, late = Gate(), Gate()
+    owner = child(config, reference=gate.reference())
+    assert gate.reached.wait(60)
+    helper = child(config, worker=Worker(joins=True), reference=late.reference())
+    assert late.reached.wait(60)
+    late.opened.set()
+    helper.join(1)  # by now it has done all units but the owner's, and waits for that one
+    os.kill(helper.pid, signal.SIGTERM)
+    helper.join(60)
+    assert helper.exitcode == 143
+    gate.opened.set()
+    owner.join(60)
+    assert owner.exitcode == 0
+    assert contents(config.cache.output) == clean
+
+
+def test_a_signal_inside_a_chat_template_is_not_taken_for_a_bad_row(
+    config, data, tmp_path, monkeypatch
+):
+    """Whatever a template raises makes its row bad; a signal is not of the template's making."""
+    chat = replace(config, data=DataOptions(files=[str(data.paired_chat)], max_bad_frac=0.1))
+    run(replace(chat, cache=replace(chat.cache, output=str(tmp_path / "clean"))))
+    calls = []
+
+    def interrupted(*_, **__):
+        calls.append(1)
+        raise Interrupted(signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PreTrainedTokenizerBase, "apply_chat_template", interrupted)
+        with pytest.raises(Interrupted):
+            run(chat)
+    assert len(calls) == 1
+    run(chat)
+    assert contents(config.cache.output) == contents(tmp_path / "clean")
+
+
+def test_an_interruption_passes_every_handler_of_errors():
+    assert not issubclass(Interrupted, Exception)
+    assert [Interrupted(number).exit_code for number in (2, 15)] == [130, 143]

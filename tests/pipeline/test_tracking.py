@@ -1,0 +1,144 @@
+"""What MLflow is told about a run, and what a run cares when it cannot be told."""
+
+import json
+import socket
+import warnings
+from dataclasses import replace
+
+import mlflow
+import pytest
+from stage_one import contents, run
+
+from align.schemas.config import DataOptions, TrackingOptions
+from align.schemas.errors import BadDataError, Interrupted
+from align.stages.prepare.read import file_digest
+from align.stages.world.stub import StubReference
+
+
+@pytest.fixture(scope="module")
+def uri(tmp_path_factory):
+    return f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
+
+
+@pytest.fixture
+def tracked(config, uri, tmp_path, monkeypatch):
+    """The config with one experiment of its own in the store."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return replace(config, tracking=TrackingOptions(uri=uri, experiment=tmp_path.name))
+
+
+def open_store(uri):
+    """A client; what SQLAlchemy thinks of MLflow's mappers is not our business."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return mlflow.MlflowClient(uri)
+
+
+def the_run(client, experiment):
+    found = client.get_experiment_by_name(experiment)
+    (only,) = client.search_runs([found.experiment_id])
+    return only
+
+
+def recorded(config):
+    return the_run(open_store(config.tracking.uri), config.tracking.experiment)
+
+
+class Failing(StubReference):
+    """Raises when the scorer is wanted."""
+
+    def __init__(self, error):
+        super().__init__()
+        object.__setattr__(self, "error", error)
+
+    def open(self):
+        raise self.error
+
+
+def test_a_real_run_is_told_in_full(journey, world):
+    """The run of the command itself, with the store in the folder it was started from."""
+    client = open_store(f"sqlite:///{journey.cwd}/mlflow.db")
+    run = the_run(client, "align")
+    manifest = json.loads((journey.cache / "manifest.json").read_text())
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "precompute-ref")
+    assert run.data.params == manifest["fingerprint"]
+    assert len(run.data.params) >= 20
+    metrics = run.data.metrics
+    assert (metrics["rows"], metrics["branches/scored"], metrics["reuse_share"]) == (60, 240, 0)
+    assert metrics["tokens_per_second"] > 0
+    assert 0 <= metrics["padding_share"] < 1
+    assert run.data.tags["align.cache_root"] == manifest["root"]
+    assert run.data.tags["align.plan_key"] == manifest["plan_key"]
+
+
+def test_a_real_run_keeps_the_manifest_and_names_the_data(journey, world, tmp_path):
+    client = open_store(f"sqlite:///{journey.cwd}/mlflow.db")
+    run = the_run(client, "align")
+    kept = journey.cwd / "mlruns" / run.info.experiment_id / run.info.run_id / "artifacts"
+    assert (kept / "manifest.json").read_bytes() == (journey.cache / "manifest.json").read_bytes()
+    (entry,) = run.inputs.dataset_inputs
+    assert entry.dataset.name == "data.parquet"
+    tags = {tag.key: tag.value for tag in entry.tags}
+    assert tags["align.digest"] == file_digest(world.data.paired)
+
+
+def test_reuse_is_told_and_a_run_that_does_nothing_is_not(tracked, tmp_path):
+    run(replace(tracked, tracking=TrackingOptions(mlflow=False)))
+    again = replace(tracked.cache, output=str(tmp_path / "b"), reuse=[tracked.cache.output])
+    run(replace(tracked, cache=again))
+    run(replace(tracked, cache=again))
+    metrics = recorded(tracked).data.metrics
+    assert (metrics["reuse_share"], metrics["branches/scored"]) == (1.0, 0)
+
+
+def test_metrics_come_unit_by_unit(tracked):
+    run(tracked)
+    client = open_store(tracked.tracking.uri)
+    history = client.get_metric_history(recorded(tracked).info.run_id, "rows")
+    assert sorted({point.step for point in history}) == list(range(1, 9))  # 120 rows, 16 a unit
+    assert max(point.value for point in history) == 120
+
+
+def test_dropped_rows_are_told(tracked, flawed):
+    run(replace(tracked, data=flawed.data))
+    assert recorded(tracked).data.metrics["dropped/empty_completion"] == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (RuntimeError("no such kernel"), "FAILED"),
+        (Interrupted(15), "KILLED"),
+        (KeyboardInterrupt(), "KILLED"),
+    ],
+)
+def test_the_store_is_told_how_a_run_ended(tracked, error, status):
+    with pytest.raises(type(error)):
+        run(tracked, Failing(error))
+    assert recorded(tracked).info.status == status
+
+
+def test_a_run_over_bad_data_has_failed(tracked, tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "chosen": "", "rejected": "b"}\n')
+    with pytest.raises(BadDataError):
+        run(replace(tracked, data=DataOptions(files=[str(tmp_path / "bad.jsonl")])))
+    assert recorded(tracked).info.status == "FAILED"
+
+
+def test_a_store_that_is_down_costs_one_warning(tracked, config, to, tmp_path, caplog):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        uri = f"http://127.0.0.1:{free.getsockname()[1]}"
+    run(replace(tracked, tracking=TrackingOptions(uri=uri)))
+    assert [
+        r.getMessage().partition(" failed")[0] for r in caplog.records if r.name == "align"
+    ] == [f"MLflow at {uri}"]
+    run(to(output=str(tmp_path / "clean")))
+    assert contents(tracked.cache.output) == contents(tmp_path / "clean")
+
+
+def test_what_is_tracked_is_no_part_of_the_cache(tracked, to, tmp_path):
+    run(tracked)
+    run(to(output=str(tmp_path / "untracked")))
+    assert contents(tracked.cache.output) == contents(tmp_path / "untracked")

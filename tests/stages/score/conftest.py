@@ -1,0 +1,61 @@
+"""Rows without files, and the slow way to score them."""
+
+import numpy as np
+import pytest
+from encoded_rows import encoded
+from faulty_scorer import STUB
+
+from align.schemas.ragged import Ragged
+from align.schemas.rows import Tree
+from align.stages.prepare.keyed import key_rows
+from align.stages.score.score import KnownScores, ScoringRules, score_unit
+
+
+@pytest.fixture
+def score():
+    """Scores a block of rows; nothing is known of them unless said."""
+
+    def call(rows, scorer, *, budget=64, known=None, keep=True, heard=None):
+        count = len(rows.completions)
+        nothing = KnownScores(
+            found=np.zeros(count, dtype=np.bool_),
+            token_logps=Ragged.of([[]] * count, np.float32) if keep else None,
+            logps=np.zeros(count),
+            numerics={},
+        )
+        heard = [] if heard is None else heard
+        return score_unit(
+            rows,
+            known or nothing,
+            ScoringRules(tokens_per_batch=budget, hidden_size=64, keep_token_logps=keep),
+            scorer=lambda: scorer,
+            on_batch=lambda tokens, padding: heard.append((tokens, padding)),
+        )
+
+    return call
+
+
+@pytest.fixture
+def rows():
+    """Forty rows with two or three branches; some neighbours have one prompt."""
+    random = np.random.default_rng(0)
+    records = []
+    for row in range(40):
+        prompt = [3 + row // 2, *range(4, 4 + (row // 2) % 7)]
+        sizes = random.integers(1, 12, 2 + row % 2)
+        records.append(encoded(prompt, *(random.integers(10, 90, n) for n in sizes), row=row))
+    return key_rows(records, seed=0, carried=()).in_ring_order().rows
+
+
+@pytest.fixture
+def one_by_one():
+    """Each branch's token log-probs by the stub, one branch at a time."""
+
+    def call(rows):
+        return [
+            STUB.score([Tree(rows.prompts[row], (rows.completions[branch],))])
+            for row in range(len(rows))
+            for branch in range(rows.branch_offsets[row], rows.branch_offsets[row + 1])
+        ]
+
+    return call

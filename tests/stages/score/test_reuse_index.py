@@ -1,0 +1,123 @@
+"""Earlier scores are found by what was scored, and copied bit for bit."""
+
+import numpy as np
+import pytest
+from encoded_rows import encoded
+
+from align.schemas.shards import ScoredBlock
+from align.stages.prepare.keyed import key_rows
+from align.stages.score.reuse import EarlierCache, ReuseIndex, branch_keys
+from align.stages.storage.commits import UnitFacts, commit_unit
+from align.stages.storage.layout import CacheFolder
+
+LOWEST, HIGHEST = "0" * 16, "f" * 16
+NUMERICS = ({"path": "one"}, {"path": "two"})
+
+
+def by_content(rows):
+    """(prompt, completion) of every branch, as tuples."""
+    return [
+        (tuple(rows.prompts[row].tolist()), tuple(rows.completions[branch].tolist()))
+        for row in range(len(rows))
+        for branch in range(rows.branch_offsets[row], rows.branch_offsets[row + 1])
+    ]
+
+
+def odd_scores(rows):
+    """Values no scorer would give: whoever returns them has copied them."""
+    random = np.random.default_rng(3)
+    tokens = rows.completions
+    values = (-random.random(len(tokens.values)) - 100).astype(np.float32)
+    kept = type(tokens)(values, tokens.offsets)
+    return ScoredBlock(rows, -random.random(len(tokens)) * 1e3, kept)
+
+
+@pytest.fixture
+def halves(rows):
+    """The rows, scored, as two arcs of a ring."""
+    middle = 21  # its prompt is also that of the row before it
+    return [
+        odd_scores(rows.take(np.arange(0, middle))),
+        odd_scores(rows.take(np.arange(middle, 40))),
+    ]
+
+
+@pytest.fixture
+def earlier(halves, tmp_path):
+    """A cache of those two arcs, the second of which begins where the first ends."""
+    work = CacheFolder(tmp_path / "cache").work("0" * 64)
+    work.cache.prepare()
+    work.prepare()
+    arcs = [(LOWEST, "8" + "0" * 15), ("8" + "0" * 15, HIGHEST)]
+    commits = [
+        commit_unit(work, "run", unit, block, UnitFacts(*arcs[unit], 64, {}, NUMERICS[unit]))
+        for unit, block in enumerate(halves)
+    ]
+    return lambda same_ring: EarlierCache(work.cache, tuple(commits), same_ring)
+
+
+@pytest.mark.parametrize("same_ring", [True, False])
+def test_every_branch_is_found_in_any_order_bit_for_bit(earlier, halves, rows, same_ring):
+    expected = {}
+    for block in halves:
+        values = zip(block.logps, block.token_logps, strict=True)
+        for content, value in zip(by_content(block.rows), values, strict=True):
+            expected.setdefault(content, []).append(value)
+    shuffled = rows.take(np.random.default_rng(1).permutation(len(rows)))
+    index = ReuseIndex([earlier(same_ring)], need_token_logps=True)
+    known = index.find(shuffled, first_key=LOWEST, last_key=HIGHEST)
+    assert known.found.all()
+    for branch, content in enumerate(by_content(shuffled)):
+        logp, tokens = known.logps[branch], known.token_logps[branch]
+        assert any(
+            logp == stored and tokens.tobytes() == kept.tobytes()
+            for stored, kept in expected[content]
+        )
+
+
+def block_of(*records):
+    return key_rows(list(records), seed=0, carried=()).rows
+
+
+def test_the_boundary_is_part_of_what_a_branch_is(rows):
+    keys = {
+        branch_keys(block_of(encoded(prompt, completion)))[0]
+        for prompt, completion in [([1, 2], [3]), ([1], [2, 3]), ([1, 2, 3], [4]), ([1, 2], [3, 4])]
+    }
+    assert len(keys) == 4
+    contents = by_content(rows)
+    assert len(set(zip(branch_keys(rows), contents, strict=True))) == len(set(contents))
+    assert len(set(branch_keys(rows))) == len(set(contents))
+
+
+def test_an_unknown_branch_of_a_known_row_is_told_apart(earlier, rows):
+    prompt, completion = (rows.prompts[5], rows.completions[rows.branch_offsets[5]])
+    mixed = block_of(encoded(prompt, [1, 1, 1], completion, [2, 2, 2]))
+    index = ReuseIndex([earlier(True)], need_token_logps=True)
+    known = index.find(mixed, first_key=LOWEST, last_key=HIGHEST)
+    assert known.found.tolist() == [False, True, False]
+    assert known.token_logps.lengths.tolist() == [0, len(completion), 0]
+
+
+def test_only_shards_whose_arc_meets_the_rows_are_read(earlier, halves):
+    index = ReuseIndex([earlier(True)], need_token_logps=False)
+    assert not index.find(halves[1].rows, first_key=LOWEST, last_key="1" * 16).found.all()
+    assert index.find(halves[1].rows, first_key="9" * 16, last_key=HIGHEST).found.all()
+    edge = "8" + "0" * 15  # both arcs hold rows there
+    assert index.find(halves[0].rows, first_key=edge, last_key=edge).found.all()
+
+
+def test_the_numerics_are_those_of_the_scores_that_were_copied(earlier, halves):
+    index = ReuseIndex([earlier(False)], need_token_logps=False)
+    only_second = set(by_content(halves[1].rows)) - set(by_content(halves[0].rows))
+    prompt, completion = sorted(only_second)[0]
+    known = index.find(block_of(encoded(prompt, completion)), first_key=LOWEST, last_key=HIGHEST)
+    assert known.numerics == NUMERICS[1]
+    unknown = index.find(block_of(encoded([1], [1])), first_key=LOWEST, last_key=HIGHEST)
+    assert unknown.numerics == {}
+
+
+def test_without_caches_nothing_is_known(rows):
+    known = ReuseIndex([], need_token_logps=True).find(rows, first_key=LOWEST, last_key=HIGHEST)
+    assert not known.found.any()
+    assert known.token_logps.lengths.tolist() == [0] * len(rows.completions)

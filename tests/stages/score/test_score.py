@@ -1,0 +1,172 @@
+"""Scoring a unit: the values of each branch alone, whatever the memory is and is known."""
+
+import math
+
+import numpy as np
+import pytest
+from encoded_rows import encoded
+from faulty_scorer import Faulty
+
+from align.schemas.ragged import Ragged
+from align.stages.prepare.keyed import key_rows
+from align.stages.score.score import KnownScores
+
+
+def block_of(*records):
+    return key_rows(list(records), seed=0, carried=()).rows
+
+
+@pytest.mark.parametrize("pads", [True, False])
+@pytest.mark.parametrize("budget", [1, 40, 100_000])
+def test_sums_are_float64_of_the_float32_tokens_of_each_branch_alone(
+    rows, score, one_by_one, budget, pads
+):
+    expected = one_by_one(rows)
+    scores = score(rows, Faulty(pads=pads), budget=budget)
+    for branch, tokens in enumerate(scores.block.token_logps):
+        assert tokens.dtype == np.float32
+        assert tokens.tobytes() == expected[branch].tobytes()
+    sums = [math.fsum(map(float, tokens)) for tokens in expected]
+    assert scores.block.logps.dtype == np.float64
+    assert np.abs(scores.block.logps - sums).max() <= 1e-13
+    assert (scores.branches, scores.reused) == (len(sums), 0)
+    assert scores.quarantined == {}
+
+
+def test_a_sum_does_not_depend_on_where_in_the_unit_the_branch_stands(score):
+    long = list(np.random.default_rng(1).integers(10, 90, 1000))
+    alone = score(block_of(encoded([3], long)), Faulty())
+    for offset in range(1, 5):
+        behind = score(block_of(encoded([3], [7] * offset, long)), Faulty())
+        assert behind.block.logps[1] == alone.block.logps[0]
+
+
+def test_tokens_and_padding_are_those_that_were_run(rows, score):
+    heard = []
+    scorer = Faulty(pads=True)
+    padded = score(rows, scorer, heard=heard)
+    assert padded.run_tokens == sum(max(sizes) * len(sizes) for sizes in scorer.batches)
+    assert padded.padding == padded.run_tokens - sum(map(sum, scorer.batches)) > 0
+    assert [sum(column) for column in zip(*heard, strict=True)] == [
+        padded.run_tokens,
+        padded.padding,
+    ]
+
+
+def test_a_scorer_that_does_not_pad_has_no_padding_and_fuller_batches(rows, score):
+    scorer, padded = Faulty(pads=False), Faulty(pads=True)
+    scores = score(rows, scorer, budget=64)
+    score(rows, padded, budget=64)
+    assert (scores.padding, scores.run_tokens) == (0, sum(map(sum, scorer.batches)))
+    assert len(scorer.batches) < len(padded.batches)
+    assert all(sum(sizes) <= 64 or len(sizes) == 1 for sizes in scorer.batches)
+
+
+@pytest.mark.parametrize("pads", [True, False])
+@pytest.mark.parametrize(("room", "budget"), [(200, 128), (60, 32), (31, 16)])
+def test_less_memory_halves_the_budget_and_changes_no_value(
+    rows, score, room, budget, pads, caplog
+):
+    plenty = score(rows, Faulty(pads=pads), budget=512)
+    scarce = score(rows, Faulty(room=room, pads=pads), budget=512)
+    assert scarce.tokens_per_batch == budget
+    assert plenty.tokens_per_batch == 512
+    assert caplog.text.count("Out of memory") == math.log2(512 / budget)
+    assert scarce.block.logps.tobytes() == plenty.block.logps.tobytes()
+    assert scarce.block.token_logps.values.tobytes() == plenty.block.token_logps.values.tobytes()
+    assert scarce.quarantined == {}
+
+
+def test_what_never_fits_is_quarantined_and_the_rest_is_scored(score, one_by_one):
+    rows = block_of(
+        encoded([1, 2], [5], [6], row=0),
+        encoded([1, 3], [5] * 50, [6], row=1),
+        encoded([1, 4], [7], [8], row=2),
+    )
+    scores = score(rows, Faulty(room=20), budget=64)
+    assert scores.quarantined == {"oom": 1}
+    assert scores.block.rows.row.tolist() == [0, 2]
+    expected = one_by_one(rows)
+    kept = [expected[branch] for branch in (0, 1, 4, 5)]
+    assert scores.block.logps.tolist() == [math.fsum(map(float, tokens)) for tokens in kept]
+    assert [list(tokens) for tokens in scores.block.token_logps] == [list(t) for t in kept]
+
+
+def test_no_memory_at_all_ends_and_quarantines_every_row(rows, score):
+    scores = score(rows, Faulty(room=0))
+    assert scores.quarantined == {"oom": len(rows)}
+    assert len(scores.block.rows) == len(scores.block.logps) == 0
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_row_without_a_finite_log_prob_is_quarantined_alone(score, value, keep):
+    rows = block_of(
+        encoded([1, 2], [5], [6], row=0),
+        encoded([1, 2], [99, 4], [6, 7], row=1),  # scored in one tree with its neighbours
+        encoded([1, 2], [7], [8], row=2),
+    )
+    scorer = Faulty(poison={99: value})
+    scores = score(rows, scorer, keep=keep)
+    assert scorer.batches == [[2 + 1 + 1 + 2 + 2 + 1 + 1]]
+    assert scores.quarantined == {"nonfinite_logp": 1}
+    assert scores.block.rows.row.tolist() == [0, 2]
+    assert np.isfinite(scores.block.logps).all()
+    assert (scores.block.token_logps is not None) == keep
+
+
+def test_infinities_of_both_signs_are_no_warning(score):
+    rows = block_of(encoded([1], [98, 99], [6]))
+    scores = score(rows, Faulty(poison={98: np.inf, 99: -np.inf}))
+    assert scores.quarantined == {"nonfinite_logp": 1}
+
+
+def test_a_row_is_counted_once_when_it_is_too_big_and_not_finite(score):
+    rows = block_of(encoded([1], [5] * 50, [99]), encoded([2], [99], [5]))
+    scores = score(rows, Faulty(room=20, poison={99: np.nan}))
+    assert scores.quarantined == {"oom": 1, "nonfinite_logp": 1}
+
+
+def test_what_is_known_is_copied_and_not_scored(rows, score):
+    count = len(rows.completions)
+    found = np.arange(count) % 3 == 0
+    tokens = [
+        np.full(length if known else 0, -0.125 * (1 + branch % 4), np.float32)
+        for branch, (length, known) in enumerate(zip(rows.completions.lengths, found, strict=True))
+    ]
+    logps = np.where(found, -7.0 - np.arange(count), 0.0)
+    known = KnownScores(found, Ragged.of(tokens, np.float32), logps, {})
+    scorer = Faulty()
+    scores = score(rows, scorer, known=known)
+    fresh = score(rows, Faulty())
+    expected = np.where(found, logps, fresh.block.logps)
+    assert scores.block.logps.tobytes() == expected.tobytes()
+    for branch, values in enumerate(scores.block.token_logps):
+        source = tokens[branch] if found[branch] else fresh.block.token_logps[branch]
+        assert values.tobytes() == source.tobytes()
+    assert scores.reused == found.sum()
+
+
+def test_the_scorer_is_not_opened_when_everything_is_known(rows, score):
+    known = KnownScores(
+        found=np.ones(len(rows.completions), dtype=np.bool_),
+        token_logps=None,
+        logps=-np.arange(1.0, len(rows.completions) + 1),
+        numerics={},
+    )
+    scores = score(rows, None, known=known, keep=False)  # None cannot even say whether it pads
+    assert (scores.run_tokens, scores.padding, scores.reused) == (0, 0, len(rows.completions))
+    assert scores.block.logps.tolist() == known.logps.tolist()
+
+
+def test_a_unit_without_rows_is_scored_to_nothing(rows, score):
+    none = rows.take(np.array([], dtype=np.int64))
+    scores = score(none, None)
+    assert (len(scores.block.rows), len(scores.block.logps), scores.branches) == (0, 0, 0)
+
+
+def test_only_neighbours_of_one_prompt_share_a_sequence(score):
+    rows = block_of(encoded([1, 2], [5], [6]), encoded([1, 2], [7], [8]), encoded([1, 3], [5], [6]))
+    scorer = Faulty()
+    score(rows, scorer)
+    assert sorted(scorer.batches[0]) == [4, 6]

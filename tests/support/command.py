@@ -1,0 +1,67 @@
+"""The commands as a person gives them: in this process, or in one of their own."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+from align import cli
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How a command ended and what it said."""
+
+    code: int
+    out: str
+    err: str
+
+
+def align(*arguments):
+    """Gives a command in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    argv = ["align", *map(str, arguments)]
+    try:
+        with mock.patch.object(sys, "argv", argv), redirect_stdout(out), redirect_stderr(err):
+            cli.main()
+    except SystemExit as end:
+        return Answer(end.code or 0, out.getvalue(), err.getvalue())
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    raise AssertionError("a command always ends in an exit code")
+
+
+def refusal(code, *arguments):
+    """Gives a command that must fail; returns its one message."""
+    answer = align(*arguments)
+    assert answer.code == code, answer
+    _, *messages = f"\n{answer.err}".split("\nerror: ")
+    assert len(messages) == 1, answer
+    assert "Traceback" not in answer.out + answer.err
+    return messages[0]
+
+
+def start(*arguments, cwd=None, program=(sys.executable, "-m", "align")):
+    """Begins a command in a process of its own, with one thread."""
+    return subprocess.Popen(
+        [*program, *map(str, arguments)],
+        cwd=cwd,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "ALIGN_HOME": str(Path(cwd or ".") / "home")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def launch(*arguments, cwd=None, program=(sys.executable, "-m", "align")):
+    """Gives a command in a process of its own and waits for it."""
+    process = start(*arguments, cwd=cwd, program=program)
+    out, err = process.communicate(timeout=120)
+    return Answer(process.returncode, out, err)

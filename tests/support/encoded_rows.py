@@ -1,0 +1,114 @@
+"""Rows of token ids made by hand or by chance, and rings of them; read back as plain Python."""
+
+from typing import NamedTuple
+
+from hypothesis import strategies as st
+
+from align.schemas.rows import Record, Role
+from align.stages.prepare.encode import EncodedRecord
+from align.stages.prepare.keyed import key_rows
+from align.stages.prepare.ring import Intake, collect_runs, merge_runs
+from align.stages.prepare.workers import EncodedChunk
+
+
+class Plain(NamedTuple):
+    """A row as nothing but Python values."""
+
+    row_id: bytes
+    copy: int
+    source: tuple
+    prompt: tuple
+    prompt_cut: int
+    branches: tuple  # (completion, role, score, cut) each
+    carried: tuple
+    prompt_key: int
+    completion_keys: tuple
+
+
+def encoded(prompt, *completions, row=0, file=0, roles=None, scores=None, cut=None, **more):
+    """An encoded record; its texts do not matter any more."""
+    roles = roles or (Role.CHOSEN, Role.REJECTED, *(Role.CANDIDATE,) * 9)[: len(completions)]
+    record = Record(
+        file=file,
+        row=row,
+        prompt="",
+        completions=("",) * len(completions),
+        roles=tuple(roles),
+        scores=tuple(scores or (None,) * len(completions)),
+        carried=more.get("carried", {}),
+    )
+    cut = tuple(cut or (0,) * len(completions))
+    return EncodedRecord(
+        record, list(prompt), more.get("prompt_cut", 0), tuple(map(list, completions)), cut
+    )
+
+
+def plain(keyed):
+    """Every row of some KeyedRows, one at a time."""
+    rows = keyed.rows
+    ids = rows.row_id.tobytes()
+    result = []
+    for index in range(len(rows)):
+        own = range(int(rows.branch_offsets[index]), int(rows.branch_offsets[index + 1]))
+        scores = [None if s != s else float(s) for s in (rows.scores[b] for b in own)]  # noqa: PLR0124
+        branches = [
+            (tuple(rows.completions[b].tolist()), int(rows.roles[b]), score, int(rows.cut[b]))
+            for b, score in zip(own, scores, strict=True)
+        ]
+        result.append(
+            Plain(
+                row_id=ids[16 * index : 16 * index + 16],
+                copy=int(rows.copy[index]),
+                source=(int(rows.file[index]), int(rows.row[index])),
+                prompt=tuple(rows.prompts[index].tolist()),
+                prompt_cut=int(rows.prompt_cut[index]),
+                branches=tuple(branches),
+                carried=tuple(float(column[index]) for column in rows.carried.values()),
+                prompt_key=int(keyed.prompt_keys[index]),
+                completion_keys=tuple(int(keyed.completion_keys[b]) for b in own),
+            )
+        )
+    return result
+
+
+def make_ring(folder, records, *, chunk=1000, seed=0, long_form=False, num_pairs=0, carried=()):
+    """The ring of these records, which arrive in chunks of so many; and what was noticed."""
+    pieces = [records[start : start + chunk] for start in range(0, len(records), chunk)]
+    chunks = [EncodedChunk(0, key_rows(p, seed=seed, carried=carried), [], {}) for p in pieces]
+    intake = Intake()
+    runs = collect_runs(folder, chunks, carried=tuple(carried), intake=intake)
+    ring = merge_runs(folder, runs, long_form=long_form, num_pairs=num_pairs, intake=intake)
+    return ring, intake
+
+
+def all_rows(ring):
+    """The whole ring as plain rows."""
+    return plain(ring.spool.read(0, len(ring)))
+
+
+def token_lists(*, most=6, alphabet=4):
+    """Short lists over few tokens: equal ones are common."""
+    return st.lists(st.integers(1, alphabet), min_size=1, max_size=most)
+
+
+@st.composite
+def record_lists(draw, *, largest=30, prompts=8, alphabet=4, with_scores=False):
+    """Records with few different prompts, some of them equal; `row` numbers them."""
+    pool = draw(st.lists(token_lists(alphabet=alphabet), min_size=1, max_size=prompts))
+    count = draw(st.integers(1, largest))
+    records = []
+    for row in range(count):
+        completions = draw(st.lists(token_lists(alphabet=alphabet), min_size=1, max_size=3))
+        scores = [draw(st.sampled_from([0.0, 0.5, -1.0])) for _ in completions]
+        records.append(
+            encoded(
+                draw(st.sampled_from(pool)),
+                *completions,
+                row=row,
+                roles=[Role.CANDIDATE] * len(completions),
+                scores=scores if with_scores else None,
+                cut=list(map(len, completions)),
+                carried={"weight": draw(st.sampled_from([1.0, 2.0]))},
+            )
+        )
+    return records

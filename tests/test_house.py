@@ -1,0 +1,166 @@
+"""The rules of the house, read from its own walls."""
+
+import ast
+import tomllib
+from pathlib import Path
+
+import pytest
+import typer
+
+from align import cli
+
+ROOT = Path(cli.__file__).resolve().parent
+ROOMS = ("pipeline", "schemas", "stages")
+FILES = sorted(
+    [*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))]
+)
+VERBS = {"prepare", "score", "train"}
+NOUN_FRIENDS = {"report": {"storage"}}  # noun: further nouns it may use
+LONGEST_FILE, LONGEST_FUNCTION = 400, 60
+
+
+def dotted(path):
+    """`stages.storage.fs` of its file."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(path):
+    """Every module of this package that a file imports, wherever in the file."""
+    package = path.relative_to(ROOT).parent.parts
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = package[: len(package) - node.level + 1]
+            named = (*base, *(node.module or "").split(".")) if node.module else base
+            for alias in node.names:
+                yield ".".join([*named, alias.name])
+        else:
+            names = [alias.name for alias in getattr(node, "names", []) if hasattr(alias, "name")]
+            module = getattr(node, "module", None)
+            for name in [module] if module else names:
+                assert str(name).partition(".")[0] != "align", f"{path}: import relatively"
+
+
+def room_of(module):
+    parts = module.split(".")
+    return ".".join(parts[:2]) if parts[0] == "stages" else parts[0]
+
+
+def may_import(importer, imported):
+    """Whether the arrow from one room to another points down."""
+    if importer == imported or imported in {"schemas", "__version__"}:
+        return True
+    if importer in {"__main__", "cli"}:
+        return True
+    if importer == "pipeline":
+        return imported.startswith("stages.")
+    kind = importer.removeprefix("stages.")
+    target = imported.removeprefix("stages.")
+    if not importer.startswith("stages.") or not imported.startswith("stages."):
+        return False
+    return target not in VERBS and (kind in VERBS or target in NOUN_FRIENDS.get(kind, set()))
+
+
+@pytest.mark.parametrize("path", FILES, ids=dotted)
+def test_imports_point_down_the_house(path):
+    importer = room_of(dotted(path))
+    wrong = [name for name in imports_of(path) if not may_import(importer, room_of(name))]
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported", "is_down"),
+    [
+        ("cli", "pipeline", True),
+        ("pipeline", "stages.score", True),
+        ("stages.score", "stages.model", True),
+        ("stages.report", "stages.storage", True),
+        ("stages.storage", "schemas", True),
+        ("pipeline", "cli", False),
+        ("stages.score", "stages.prepare", False),
+        ("stages.prepare", "stages.score", False),
+        ("stages.storage", "stages.report", False),
+        ("stages.storage", "stages.prepare", False),
+        ("stages.model", "pipeline", False),
+        ("schemas", "stages.storage", False),
+        ("schemas", "pipeline", False),
+    ],
+)
+def test_what_down_means(importer, imported, is_down):
+    assert may_import(importer, imported) == is_down
+
+
+def test_every_sub_package_is_listed_for_packaging():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {path.parent for path in FILES}
+    assert all((folder / "__init__.py").is_file() for folder in folders)
+    here = {f"align.{dotted(folder / '__init__.py')}".rstrip(".") for folder in folders}
+    assert set(settings["packages"]) == here
+
+
+def test_only_the_entry_stands_at_the_root():
+    assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "__main__.py", "cli.py"}
+
+
+def test_type_checkers_find_everything_at_the_root():
+    linked = {path.name for path in (ROOT / ".typing" / "align").iterdir()}
+    assert linked == {"__init__.py", "__main__.py", "cli.py", "py.typed", *ROOMS}
+    assert all((ROOT / ".typing" / "align" / name).exists() for name in linked)
+
+
+@pytest.mark.parametrize("path", FILES, ids=dotted)
+def test_a_file_is_one_idea_and_a_function_fits_on_a_screen(path):
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= LONGEST_FILE
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    long = {
+        node.name: node.end_lineno - node.lineno + 1
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, functions)
+        and node.end_lineno - node.lineno + 1 > LONGEST_FUNCTION
+        and not is_command(node)
+    }
+    assert not long
+
+
+def is_command(node):
+    """A command's signature is its list of options, and they are its length."""
+    signature = node.body[0].lineno - node.lineno
+    body = node.end_lineno - node.body[0].lineno + 1
+    decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+    is_ours = any(text.startswith("app.command") for text in decorators)
+    return is_ours and signature > body and body <= LONGEST_FUNCTION
+
+
+@pytest.mark.parametrize("path", FILES, ids=dotted)
+def test_nothing_reads_a_pickle(path):
+    """A model folder or a cache from elsewhere may be read, never run."""
+    text = path.read_text(encoding="utf-8")
+    for call in (
+        "torch.load(",
+        "pickle.load",
+        "allow_pickle",
+        "yaml.unsafe_load",
+        "yaml.full_load",
+    ):
+        assert call not in text
+
+
+@pytest.mark.parametrize("name", typer.main.get_command(cli.app).commands)
+def test_every_command_stands_in_the_readme(name):
+    assert f"align {name}" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_every_exit_code_stands_in_the_readme():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    errors = ast.parse((ROOT / "schemas" / "errors.py").read_text())
+    codes = {
+        node.value.value
+        for node in ast.walk(errors)
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "exit_code"
+        if isinstance(node.value, ast.Constant)
+    }
+    assert {2, 3, 4, 5, 6, 74, 75} <= codes
+    for code in codes:
+        assert f"| {code} |" in readme
+    assert "130, 143" in readme

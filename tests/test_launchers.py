@@ -1,0 +1,74 @@
+"""What only whole processes show: signals, ranks, a second run at the same moment."""
+
+import hashlib
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from command import launch, start
+from stage_one import contents
+
+
+def command(journey, output, *more):
+    data = journey.folder / "data.parquet"
+    return ["precompute-ref", data, "--output", output, "--no-mlflow", *more]
+
+
+def shards(cache):
+    parts = (cache / "data").iterdir()
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in parts}
+
+
+def until_it_scores(process):
+    """Reads on until the run says that it scores; the weights are not loaded by then."""
+    for line in process.stderr:
+        if line.startswith("scoring"):
+            return
+    raise AssertionError("it never began to score")
+
+
+def test_signals_end_a_run_with_their_number_and_the_next_run_goes_on(journey, tmp_path):
+    for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+        process = start(*command(journey, tmp_path / "cache"), cwd=tmp_path)
+        until_it_scores(process)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == code, err
+        last = err.splitlines()[-1]
+        assert last.startswith(f"error: Stopped by signal {int(number)}. Run the same command")
+        assert "Traceback" not in err
+        assert out == ""
+        assert not (tmp_path / "cache" / "manifest.json").exists()
+    done = launch(*command(journey, tmp_path / "cache"), cwd=tmp_path)
+    assert done.code == 0, done
+    assert contents(tmp_path / "cache") == contents(journey.cache)
+
+
+def test_two_ranks_of_torchrun_write_what_one_process_writes(journey, tmp_path):
+    torchrun = [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2"]
+    module = [*torchrun, "--master-port", "0", "-m", "align"]
+    done = launch(*command(journey, tmp_path / "cache"), cwd=tmp_path, program=module)
+    assert done.code == 0, done
+    assert contents(tmp_path / "cache") == contents(journey.cache)
+    assert shards(tmp_path / "cache") == shards(journey.cache)
+    assert done.out.count("cache root") == 2
+
+
+def test_a_reader_that_goes_away_is_no_error(journey):
+    process = start("inspect", journey.cache, "--json")
+    process.stdout.close()
+    process.wait(60)
+    assert "Traceback" not in process.stderr.read()
+    process.stderr.close()
+
+
+@pytest.mark.skipif(not shutil.which("script"), reason="needs script(1) for a terminal")
+def test_a_terminal_gets_a_bar_that_is_taken_away(journey, tmp_path):
+    words = " ".join(map(str, command(journey, tmp_path / "cache")))
+    terminal = ["script", "-qec", f"{sys.executable} -m align {words}", "/dev/null"]
+    done = launch(program=terminal, cwd=tmp_path)
+    assert done.code == 0, done
+    assert "\x1b[" in done.out
+    assert "scoring: 60 rows in" in done.out

@@ -1,0 +1,63 @@
+"""What is installed is one package, and it runs where nothing of the checkout is seen."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from align import __version__, cli
+
+ROOT = Path(cli.__file__).resolve().parent
+OUTSIDE = shutil.ignore_patterns(
+    ".*", "build", "dist", "demo", "bench-results", "*.egg-info", "__pycache__", "mlruns", "tests"
+)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Built from a copy, so that nothing is left in the checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
+    shutil.copytree(ROOT, folder / "checkout", ignore=OUTSIDE)
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "--wheel-dir", folder, folder / "checkout"], check=True)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.partition("/")[0] for name in names}
+    assert tops == {"align", f"align-{__version__}.dist-info"}
+    wanted = {
+        f"align/{path.relative_to(ROOT)}"
+        for room in ("pipeline", "schemas", "stages")
+        for path in (ROOT / room).rglob("*.py")
+    }
+    root_files = {"align/__init__.py", "align/__main__.py", "align/cli.py", "align/py.typed"}
+    assert {name for name in names if name.startswith("align/")} == wanted | root_files
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "packages"
+    ]
+    assert {f"{name.replace('.', '/')}/__init__.py" for name in packages} <= set(names)
+
+
+def test_the_installed_wheel_runs_elsewhere(wheel, tmp_path):
+    target, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", target]
+    subprocess.run([*pip, wheel], check=True)
+    environment = os.environ | {"PYTHONPATH": str(target)}
+    where = [sys.executable, "-c", "import align; print(align.__file__)"]
+    told = {"cwd": elsewhere, "env": environment, "capture_output": True, "text": True}
+    found = subprocess.run(where, check=True, **told).stdout.strip()
+    assert Path(found) == target / "align" / "__init__.py"
+    answer = subprocess.run([sys.executable, "-m", "align", "--help"], check=True, **told)
+    assert "precompute-ref" in answer.stdout
+    assert answer.stderr == ""
+    subprocess.run([target / "bin" / "align", "init"], check=True, **told)
+    assert (elsewhere / "align.yaml").is_file()
