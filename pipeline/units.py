@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..schemas.reference import Reference, Scorer
     from ..schemas.tracking import Progress, Run
     from ..stages.prepare.ring import Ring
+    from ..stages.score.score import BatchDone
     from .job import Job
 
 
@@ -97,6 +98,27 @@ def score_units(
     return tally
 
 
+@dataclass
+class _UnitMeter:
+    """Shows a unit's rows as done in step with its batches."""
+
+    progress: Progress
+    rows: int
+    share: float = 0.0
+    shown: int = 0
+
+    def hear(self, batch: BatchDone) -> None:
+        """Moves on by the batch's share; a unit begun again never moves past its end."""
+        self.share = min(self.share + batch.share, 1.0)
+        more = int(self.share * self.rows) - self.shown
+        self.shown += more
+        self.progress.advance(more, tokens=batch.tokens, padding=batch.padding)
+
+    def close(self) -> None:
+        """The unit is committed."""
+        self.progress.advance(self.rows - self.shown)
+
+
 @dataclass(frozen=True)
 class _Bench:
     """What a worker keeps at hand between units; each thing is opened when first needed."""
@@ -112,11 +134,10 @@ class _Bench:
         if self.job.work.commit(unit).exists() or self.job.is_published:
             self.progress.advance(stop - start)
             return
+        meter = _UnitMeter(self.progress, stop - start)
         arc = build_unit(self.ring, start, stop, self.cut_rule)
         known = self.reuse.find(arc.rows, first_key=arc.first_key, last_key=arc.last_key)
-        scores = score_unit(
-            arc.rows, known, self.rules, scorer=self.scorer, on_batch=self._on_batch
-        )
+        scores = score_unit(arc.rows, known, self.rules, scorer=self.scorer, on_batch=meter.hear)
         numerics = dict(self.scorer().describe()) if scores.run_tokens else {}
         facts = UnitFacts(
             first_key=arc.first_key,
@@ -127,10 +148,7 @@ class _Bench:
         )
         commit_unit(self.job.work, self.run_id, unit, scores.block, facts)
         tally.add(stop - start, scores)
-        self.progress.advance(stop - start)
-
-    def _on_batch(self, tokens: int, padding: int) -> None:
-        self.progress.advance(0, tokens=tokens, padding=padding)
+        meter.close()
 
     @cached_property
     def ring(self) -> Ring:

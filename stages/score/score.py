@@ -49,6 +49,15 @@ class UnitScores:
 
 
 @dataclass(frozen=True)
+class BatchDone:
+    """A batch that went through the model."""
+
+    share: float  # of what has to be scored in the unit
+    tokens: int  # padding included
+    padding: int
+
+
+@dataclass(frozen=True)
 class ScoringRules:
     """How units are scored."""
 
@@ -63,9 +72,9 @@ def score_unit(
     rules: ScoringRules,
     *,
     scorer: Callable[[], Scorer],
-    on_batch: Callable[[int, int], None],
+    on_batch: Callable[[BatchDone], None],
 ) -> UnitScores:
-    """Scores what is not known yet; `on_batch` hears of tokens and padding as they are done."""
+    """Scores what is not known yet; `on_batch` hears of each batch when it is done."""
     budget = rules.tokens_per_batch
     wanted = np.flatnonzero(~known.found)
     while True:
@@ -94,7 +103,7 @@ def _run(
     budget: int,
     *,
     scorer: Callable[[], Scorer],
-    on_batch: Callable[[int, int], None],
+    on_batch: Callable[[BatchDone], None],
 ) -> _Run:
     trees = _plan(rows, wanted, TreeCost(rules.hidden_size, budget))
     # Opening the scorer loads a model: only when there is something to score.
@@ -102,6 +111,7 @@ def _run(
     results: list[tuple[int, NDArray[np.float32]]] = []
     too_big: list[int] = []
     padding = tokens = 0
+    whole = sum(tree.length for tree in trees)
     for batch in plan_batches([tree.length for tree in trees], budget, pads=pads):
         chosen = [trees[index] for index in batch]
         try:
@@ -115,7 +125,7 @@ def _run(
         useful = sum(tree.length for tree in chosen)
         waste = max(tree.length for tree in chosen) * len(chosen) - useful if pads else 0
         tokens, padding = tokens + useful + waste, padding + waste
-        on_batch(useful + waste, waste)
+        on_batch(BatchDone(useful / whole, useful + waste, waste))
     results.sort(key=lambda result: result[0])
     lists = [logps for _, logps in results]
     return _Run(Ragged.of(lists, np.float32), padding, tokens, budget, tuple(too_big))

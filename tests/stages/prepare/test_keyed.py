@@ -42,7 +42,9 @@ CHANGES = {
     "no scores": with_record(scores=(None, None)),
     "what is carried": with_record(carried={"weight": 2.0}),
     "nothing carried": with_record(carried={}),
-    "scores carried instead": with_record(scores=(None, None), carried={"a": 0.5, "b": 1.0}),
+    "scores carried instead": with_record(
+        scores=(None, None), carried={"a": 0.5, "b": 1.0, "c": 1.0}
+    ),
 }
 
 

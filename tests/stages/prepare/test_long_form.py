@@ -84,6 +84,17 @@ def test_a_row_alone_gets_an_id_of_its_content_too(tmp_path):
     assert ids[0] == ids[2]
 
 
+def test_an_id_of_a_joined_row_depends_on_each_of_its_rows(tmp_path):
+    def joined(name, *completions):
+        records = [long_row([1], ids, 0.5) for ids in completions]
+        (row,) = all_rows(make_ring(tmp_path / name, records, long_form=True)[0])
+        return row.row_id
+
+    ids = {joined(str(last), [2], [3], [last]) for last in range(4, 12)}
+    assert len(ids) == 8
+    assert joined("two", [2], [3]) not in ids
+
+
 def test_weights_that_differ_within_a_prompt_are_noted(tmp_path):
     records = [long_row([1], [2], 0.5), long_row([1], [3], 0.5, weight=2.0), long_row([4], [2], 1)]
     _, intake = make_ring(tmp_path, records, long_form=True, carried=("weight",))

@@ -29,7 +29,7 @@ def score():
             known or nothing,
             ScoringRules(tokens_per_batch=budget, hidden_size=64, keep_token_logps=keep),
             scorer=lambda: scorer,
-            on_batch=lambda tokens, padding: heard.append((tokens, padding)),
+            on_batch=lambda batch: heard.append((batch.tokens, batch.padding)),
         )
 
     return call

@@ -90,6 +90,12 @@ def test_the_boundary_is_part_of_what_a_branch_is(rows):
     assert len(set(branch_keys(rows))) == len(set(contents))
 
 
+def test_branches_that_differ_in_their_last_token_differ():
+    long = list(range(5, 200))
+    first, second = branch_keys(block_of(encoded([1, 2], long, [*long[:-1], 7])))
+    assert first != second
+
+
 def test_an_unknown_branch_of_a_known_row_is_told_apart(earlier, rows):
     prompt, completion = (rows.prompts[5], rows.completions[rows.branch_offsets[5]])
     mixed = block_of(encoded(prompt, [1, 1, 1], completion, [2, 2, 2]))
