@@ -56,6 +56,8 @@ def init(
 
     if path.exists():
         raise UsageError(f"{path} exists. Remove it first, or name another file.")
+    if not path.parent.is_dir():
+        raise UsageError(f"{path.parent}: no such folder. Make it first, or name another file.")
     path.write_text(template(), encoding="utf-8")
     typer.echo(f"{path} written. Set model.path in it, then: align precompute-ref data.parquet")
 
@@ -179,7 +181,7 @@ def export(
     """Write a cache as one flat Parquet file for other trainers."""
     from .pipeline.export import export as run_export
 
-    target = output or cache.with_name(f"{cache.name}-{to}.parquet")
+    target = output or cache.resolve().with_name(f"{cache.resolve().name}-{to}.parquet")
     rows = run_export(cache, target, model=model, overwrite=overwrite)
     typer.echo(f"{target}: {rows:,} rows")
 

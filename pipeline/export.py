@@ -21,18 +21,26 @@ def export(cache: Path, target: Path, *, model: str | None, overwrite: bool) -> 
     place = model or load_manifest(folder).model
     tokenizer = load_tokenizer(place, TokenOptions(eos="never"))
 
-    def decode(lists: Sequence[Sequence[int]]) -> list[str]:
-        return [_text(tokenizer, ids) for ids in lists]
+    def decode(lists: Sequence[Sequence[int]], *, continues: bool) -> list[str]:
+        return [_text(tokenizer, ids, continues=continues) for ids in lists]
 
     return export_trl(folder, target, decode=decode, overwrite=overwrite)
 
 
-def _text(tokenizer: TextTokenizer, ids: Sequence[int]) -> str:
-    """Text that another trainer tokenizes to the same ids, as it adds BOS and EOS itself."""
+def _text(tokenizer: TextTokenizer, ids: Sequence[int], *, continues: bool) -> str:
+    """The text between BOS and EOS, which other trainers add themselves."""
     bare = list(ids)
     if bare and bare[0] == tokenizer.hf.bos_token_id:
         bare = bare[1:]
     if bare and bare[-1] == tokenizer.hf.eos_token_id:
         bare = bare[:-1]
-    text: str = tokenizer.hf.decode(bare, skip_special_tokens=False)
+    if not continues:
+        return _decoded(tokenizer, bare)
+    # Some decoders drop a blank at the very start: let something stand before it.
+    anchor = tokenizer.backend.encode("a", add_special_tokens=False).ids
+    return _decoded(tokenizer, [*anchor, *bare])[len(_decoded(tokenizer, anchor)) :]
+
+
+def _decoded(tokenizer: TextTokenizer, ids: Sequence[int]) -> str:
+    text: str = tokenizer.hf.decode(ids, skip_special_tokens=False)
     return text

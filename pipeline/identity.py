@@ -39,6 +39,7 @@ def fingerprint(
         "tokens.bos": tokens.bos,
         "tokens.eos": tokens.eos,
         "tokens.boundary": tokens.boundary,
+        "tokens.date": tokens.date,
         KL_PAIRS: str(cache.kl_pairs),
         "cache.seed": str(cache.seed),
         "cache.token_logps": str(cache.token_logps).lower(),
@@ -69,9 +70,14 @@ def require_same_or_growing(
     lines = "\n  ".join(found.values())
     raise FingerprintError(
         f"{where} belongs to another cache. What differs:\n  {lines}\n"
-        "Choose another --output (scores both caches need are copied, not computed again), "
-        "or undo the change."
+        f"Choose another --output ({_cost(found)}), or undo the change."
     )
+
+
+def _cost(found: Mapping[str, str]) -> str:
+    if {name.partition(".")[0] for name in found} & {"model", "numerics"}:
+        return "the reference differs, so everything is scored anew there"
+    return "scores both caches need are copied, not computed again"
 
 
 def _short(fields: Mapping[str, str], name: str) -> str:

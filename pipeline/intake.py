@@ -35,17 +35,19 @@ def make_plan(job: Job, run_id: str, progress: Progress) -> Plan:
     """Encodes all rows, puts them on the ring, and fixes what is to be scored."""
     job.work.prepare()
     intake = Intake()
-    ring = make_ring(job, intake, progress)
+    runs = _encode(job, intake, progress)
     quarantine = _quarantine(job, run_id, intake)
     _require_usable(job, intake, quarantine)
+    ring = _merge(job, runs, intake)
     if job.folder.manifest.exists():
-        require_growth(job.folder, load_manifest(job.folder), ring.spool)
+        long_form = job.shape.kind == "scored_long"
+        require_growth(job.folder, load_manifest(job.folder), ring.spool, long_form=long_form)
     _require_space(job, ring)
     return write_plan(job.work, _plan(job, ring, intake, quarantine))
 
 
-def make_ring(job: Job, intake: Intake, progress: Progress) -> Ring:
-    """The ring, made anew in the work folder."""
+def _encode(job: Job, intake: Intake, progress: Progress) -> list[Spool]:
+    """All usable rows as sorted runs in the work folder, made anew."""
     config, spool = job.config, job.work.spool
     shutil.rmtree(spool, ignore_errors=True)
     fs.make_folder(spool)
@@ -57,12 +59,20 @@ def make_ring(job: Job, intake: Intake, progress: Progress) -> Ring:
     encoded = encode_chunks(chunks, encoding, num_workers=workers)
     try:
         runs = collect_runs(spool, encoded, carried=job.shape.carried, intake=intake)
-        progress.end()
+    except OSError as error:
+        raise fs.storage_error("write", spool, error) from error
+    progress.end()
+    return runs
+
+
+def _merge(job: Job, runs: list[Spool], intake: Intake) -> Ring:
+    spool = job.work.spool
+    try:
         return merge_runs(
             spool,
             runs,
             long_form=job.shape.kind == "scored_long",
-            num_pairs=config.cache.kl_pairs,
+            num_pairs=job.config.cache.kl_pairs,
             intake=intake,
         )
     except OSError as error:
@@ -70,7 +80,7 @@ def make_ring(job: Job, intake: Intake, progress: Progress) -> Ring:
 
 
 def open_ring(job: Job) -> Ring:
-    """The ring that an earlier `make_ring` left in the work folder."""
+    """The ring that was made with the plan in the work folder."""
     spool, carried = job.work.spool, job.shape.carried
     partners = spool / "partners.bin"
     if not partners.exists():

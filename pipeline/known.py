@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..schemas.errors import AlignError, UsageError
+from ..schemas.errors import AlignError, CorruptionError, StorageError, UsageError
 from ..stages.score.reuse import EarlierCache
 from ..stages.storage.commits import read_commits
 from ..stages.storage.layout import CacheFolder
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
 
     from ..schemas.config import CacheOptions
     from ..schemas.manifest import Manifest, Plan
+    from ..stages.storage.layout import WorkFolder
+
+logger = logging.getLogger("align")
 
 
 def candidates(options: CacheOptions, folder: CacheFolder) -> tuple[str, ...]:
@@ -30,33 +35,59 @@ def candidates(options: CacheOptions, folder: CacheFolder) -> tuple[str, ...]:
 
 
 def open_earlier(folders: Sequence[str], plan: Plan) -> list[EarlierCache]:
-    """Those of the folders that were scored by the same reference."""
-    return [cache for name in folders for cache in _scored_alike(CacheFolder(Path(name)), plan)]
+    """Those of the folders that were scored by the same reference and can be read."""
+    earlier: list[EarlierCache] = []
+    for folder in (CacheFolder(Path(name)) for name in folders):
+        with _passed_over(folder.root):
+            earlier += _finished(folder, plan)
+        with _passed_over(folder.private):
+            for work in folder.works():
+                with _passed_over(work.root):
+                    earlier += _begun(work, plan)
+    return earlier
 
 
 def remember(folder: CacheFolder) -> None:
     """Adds a finished cache to this user's list."""
     path = _list_of_caches()
-    place = str(folder.root.resolve())
-    if place in _remembered():
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as lines:
-        lines.write(f"{place}\n")
+    try:
+        place = str(folder.root.resolve())
+        if place in _remembered():
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as lines:
+            lines.write(f"{place}\n")
+    except (OSError, UnicodeError) as error:  # the cache is published: nothing may fail now
+        logger.warning("%s: %s was not added: %s", path, folder.root, error)
 
 
-def _scored_alike(folder: CacheFolder, plan: Plan) -> Iterator[EarlierCache]:
-    if folder.manifest.is_file():
-        manifest = load_manifest(folder)
-        if _alike(manifest, plan):
-            same = _same_ring(manifest.fingerprint, plan.fingerprint)
-            yield EarlierCache(folder, manifest.shards, same)
-    for work in folder.works():
-        other = load_plan(work)
-        if other and other.plan_key != plan.plan_key and _alike(other, plan):
-            commits = read_commits(work, len(other.unit_offsets) - 1)
-            same = _same_ring(other.fingerprint, plan.fingerprint)
-            yield EarlierCache(folder, tuple(commits.values()), same)
+@contextmanager
+def _passed_over(place: Path) -> Iterator[None]:
+    """What cannot be read is not reused; that stops no run."""
+    try:
+        yield
+    except (CorruptionError, StorageError, UsageError, OSError) as error:
+        logger.warning("%s is not reused: %s", place, error)
+
+
+def _finished(folder: CacheFolder, plan: Plan) -> list[EarlierCache]:
+    # The output itself, which has the work of this plan, need not be finished; the others were.
+    if not folder.manifest.is_file() and folder.work(plan.plan_key).root.is_dir():
+        return []
+    manifest = load_manifest(folder)
+    if not _alike(manifest, plan):
+        return []
+    same = _same_ring(manifest.fingerprint, plan.fingerprint)
+    return [EarlierCache(folder, manifest.shards, same)]
+
+
+def _begun(work: WorkFolder, plan: Plan) -> list[EarlierCache]:
+    other = load_plan(work)
+    if other is None or other.plan_key == plan.plan_key or not _alike(other, plan):
+        return []
+    commits = read_commits(work, len(other.unit_offsets) - 1)
+    same = _same_ring(other.fingerprint, plan.fingerprint)
+    return [EarlierCache(work.cache, tuple(commits.values()), same)]
 
 
 def _alike(other: Manifest | Plan, plan: Plan) -> bool:
@@ -71,8 +102,8 @@ def _remembered() -> list[str]:
     path = _list_of_caches()
     if not path.is_file():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [line for line in lines if _is_usable(CacheFolder(Path(line)))]
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return [line for line in lines if line and _is_usable(CacheFolder(Path(line)))]
 
 
 def _is_usable(folder: CacheFolder) -> bool:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import Counter
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
+from ..schemas.errors import BadDataError, NonFiniteError
 from ..stages.storage.commits import read_commits
 from ..stages.storage.gc import collect, is_tidy
 from ..stages.storage.locks import OwnerLock, owner_lock, try_owner_lock
@@ -26,6 +28,12 @@ if TYPE_CHECKING:
     from ..schemas.tracking import Progress, Run
 
 POLL_SECONDS = 0.1
+_FILES_SHOWN = 3
+_HINTS = {
+    "oom": "oom: score where there is more memory, or lower --max-length.",
+    "nonfinite_logp": "nonfinite_logp: try --dtype float32, and check the weights.",
+    "no_mismatch": "no_mismatch: raise --max-length, or pass --kl-pairs 0.",
+}
 
 
 def precompute(
@@ -108,7 +116,38 @@ def _publish(job: Job, plan: Plan, run_id: str, *, is_owner: bool) -> Manifest:
 
 
 def _whole(job: Job, plan: Plan) -> Manifest:
-    return build_manifest(plan, read_commits(job.work, len(plan.unit_offsets) - 1))
+    manifest = build_manifest(plan, read_commits(job.work, len(plan.unit_offsets) - 1))
+    _require_usable(job, manifest)
+    return manifest
+
+
+def _require_usable(job: Job, manifest: Manifest) -> None:
+    """Refuses to publish when scoring lost more rows than the user allows, or left none."""
+    bad, allowed = sum(manifest.quarantined.values()), job.config.data.max_bad_frac
+    if manifest.rows and bad <= allowed * manifest.rows_in:
+        return
+    counts = Counter(manifest.quarantined).most_common()
+    what = (
+        f"{bad} of {manifest.rows_in} rows cannot be used "
+        f"({', '.join(f'{count} {reason}' for reason, count in counts)}); --max-bad-frac allows "
+        f"{allowed:g} and {manifest.rows} rows would be left. They are listed in "
+        f"{_listed(job, manifest)}."
+    )
+    again = f"To score anew, delete {job.work.root} first: it keeps what was scored."
+    if {reason for shard in manifest.shards for reason in shard.quarantined} == {"nonfinite_logp"}:
+        raise NonFiniteError(
+            f"{what}\nThe reference gives NaN or infinity for them. Try --dtype float32, and "
+            f"check the weights. {again}"
+        )
+    hints = [_HINTS[reason] for reason, _ in counts if reason in _HINTS]
+    more = ["Or allow more with --max-bad-frac."] if manifest.rows else []
+    raise BadDataError("\n".join([what, *hints, *more, again]))
+
+
+def _listed(job: Job, manifest: Manifest) -> str:
+    shown = [str(job.folder.root / entry.file) for entry in manifest.quarantine[:_FILES_SHOWN]]
+    more = len(manifest.quarantine) - len(shown)
+    return ", ".join(shown) + (f" and {more} more files beside them" if more else "")
 
 
 def _conclude(run: Run, job: Job, manifest: Manifest, tally: Tally) -> None:

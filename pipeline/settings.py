@@ -118,10 +118,10 @@ def _read_file(path: Path) -> dict[str, Any]:
 def _from_where_it_lies(values: dict[str, Any], folder: Path) -> dict[str, Any]:
     for name in PATHS:
         if isinstance(values.get(name), str) and values[name]:
-            values[name] = str(folder / values[name])
+            values[name] = str(folder / Path(values[name]).expanduser())
     for name in PATH_LISTS:
         if isinstance(values.get(name), list):
-            values[name] = [str(folder / str(item)) for item in values[name]]
+            values[name] = [str(folder / Path(str(item)).expanduser()) for item in values[name]]
     return values
 
 

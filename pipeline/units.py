@@ -143,7 +143,7 @@ class _Bench:
             first_key=arc.first_key,
             last_key=arc.last_key,
             tokens_per_batch=scores.tokens_per_batch,
-            quarantined=arc.quarantined | scores.quarantined,
+            rejected=(*arc.rejected, *scores.rejected),
             numerics=numerics or known.numerics,
         )
         commit_unit(self.job.work, self.run_id, unit, scores.block, facts)

@@ -72,6 +72,7 @@ class TokenOptions:
         "a token spanning prompt and completion: shift counts it to the completion, "
         "strict quarantines the row",
     )
+    date: str = option("", "today (YYYY-MM-DD) for chat templates that ask what day it is")
     chat_template: str = option("", "file with a chat template to use instead of the tokenizer's")
 
 

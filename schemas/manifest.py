@@ -65,6 +65,7 @@ class Commit:
     logp_min: float
     logp_max: float
     tokens_per_batch: int  # what was used in the end, after any back-off
+    quarantine: tuple[FileEntry, ...]  # where the rows dropped while scoring are
     quarantined: dict[str, int]  # reason -> rows dropped while scoring
     numerics: dict[str, str]  # the scoring path taken
 

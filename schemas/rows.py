@@ -30,6 +30,7 @@ REASONS = (
     "template_error",
     "boundary",
     "zero_completion_tokens",
+    "no_mismatch",
     "nonfinite_logp",
     "oom",
 )

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ...schemas.rows import BadRow, Record, Rejected
+from ...schemas.rows import BadRow, Record, Rejected, Role
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -145,6 +145,7 @@ class Encoder:
         if not all(completions):
             raise BadRow("zero_completion_tokens", "a completion has no token left")
         cut = tuple(len(tail) - len(c) for tail, c in zip(tails, completions, strict=True))
+        notes["pairs_with_equal_completions"] += _is_equal_pair(record, completions)
         notes["rows_with_prompt_truncated"] += len(kept) < len(prompt)
         notes["rows_with_completion_truncated"] += any(cut)
         return EncodedRecord(record, kept, len(prompt) - len(kept), completions, cut)
@@ -177,6 +178,10 @@ def _first_completion_token(encoding: Encoding, boundary: int, length: int) -> i
         if token is not None:
             return int(token)
     return len(encoding.ids)
+
+
+def _is_equal_pair(record: Record, completions: tuple[list[int], ...]) -> bool:
+    return record.roles == (Role.CHOSEN, Role.REJECTED) and completions[0] == completions[1]
 
 
 def _span(encoding: Encoding, token: int) -> tuple[int, int]:

@@ -32,6 +32,7 @@ class Partners:
 
     indices: NDArray[np.int64]  # (num_pairs, completions)
     repeated: int  # partners used more than once, because the counts allow no permutation
+    met_again: int  # partners a completion has under two different k
 
 
 def choose_partners(
@@ -41,7 +42,7 @@ def choose_partners(
     total = len(prompt_keys)
     indices = np.empty((num_pairs, total), dtype=np.int64)
     if num_pairs == 0 or total == 0:
-        return Partners(indices, 0)
+        return Partners(indices, 0, 0)
     runs = _run_starts(prompt_keys)
     _require_room(np.diff(np.append(runs, total)), total)
     repeated = 0
@@ -52,7 +53,8 @@ def choose_partners(
             indices[k, block.start : block.stop] = block.start + (np.arange(size) + shift) % size
     for row in indices:
         repeated += _separate(row, prompt_keys, completion_keys)
-    return Partners(indices, repeated)
+    met_again = sum(int((indices[:k] == indices[k]).any(axis=0).sum()) for k in range(1, num_pairs))
+    return Partners(indices, repeated, met_again)
 
 
 @dataclass(frozen=True)

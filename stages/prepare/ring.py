@@ -173,4 +173,5 @@ def _write_partners(ring: Ring, notes: Counter[str]) -> None:
         prompt_keys, spool.column("completion_keys"), num_pairs=ring.num_pairs
     )
     notes["mismatched_completions_used_twice"] += partners.repeated
+    notes["mismatched_completions_met_again_by_the_same_row"] += partners.met_again
     partners.indices.astype("<i8").tofile(ring.partners_file)

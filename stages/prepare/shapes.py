@@ -133,7 +133,7 @@ def _require_carry(found: Mapping[str, str], carry: Sequence[str], where: str) -
         if name not in found:
             raise UsageError(
                 f"{where} has no column {name!r} to carry; it has {_listed(found)}."
-                f"{_near(name, found)} Change --carry."
+                f"{_near(name, found)} Change data.carry."
             )
 
 

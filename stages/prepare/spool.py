@@ -98,6 +98,11 @@ class Spool:
     def __len__(self) -> int:
         return (self.folder / "row.bin").stat().st_size // 8
 
+    @property
+    def num_completions(self) -> int:
+        """Completions of all rows together."""
+        return (self.folder / "completion_ends.bin").stat().st_size // 8
+
     def column(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[Any]:
         """One flat column, or a range of it."""
         kinds = {**ROW_COLUMNS, **BRANCH_COLUMNS, **VALUE_COLUMNS}
@@ -146,6 +151,14 @@ class Spool:
             return np.empty(0, dtype=np.int32)
         column = np.memmap(self.folder / "cut.bin", dtype=BRANCH_COLUMNS["cut"], mode="r")
         return np.array(column[indices])
+
+    def prompt_keys_of(self, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """The keys of the prompts that the completions at `indices` belong to."""
+        ends, keys = (
+            np.memmap(self.folder / f"{name}.bin", dtype=ROW_COLUMNS[name], mode="r")
+            for name in ("branch_ends", "prompt_keys")
+        )
+        return np.array(keys[np.searchsorted(ends, indices, side="right")])
 
     def _lists(self, name: str, start: int, stop: int) -> Ragged:
         offsets = self._offsets(f"{name}_ends", start, stop)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +19,7 @@ from ...schemas.rows import BadRow, Record, Text
 if TYPE_CHECKING:
     from ...schemas.config import TokenOptions
 
-# The sandbox keeps a template from running code, not from writing a book.
-RENDERED_CHARACTERS_PER_TOKEN = 128
+_DATE = re.compile(r"""strftime_now\(\s*(["'])(?P<form>.*?)\1\s*\)""")
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,11 @@ class TextTokenizer:
             raise UsageError(
                 f"{folder}: the data are conversations and the tokenizer has no chat template. "
                 "Pass --set tokens.chat_template=FILE.jinja, or use a model with a template."
+            )
+        if _DATE.search(self.template):
+            raise UsageError(
+                f"{folder}: the chat template asks what day it is, so the same data would have "
+                "other tokens tomorrow. Pass --set tokens.date=YYYY-MM-DD."
             )
 
     def _template(
@@ -123,6 +129,15 @@ def _open(folder: str) -> Any:
         ) from error
 
 
+def _dated(template: str, day: str) -> str:
+    """The template with its questions for the date answered."""
+    try:
+        today = date.fromisoformat(day)
+    except ValueError as error:
+        raise UsageError(f"tokens.date is {day!r}; expected YYYY-MM-DD.") from error
+    return _DATE.sub(lambda call: repr(today.strftime(call["form"])), template)
+
+
 def _bos(hf: Any, options: TokenOptions, folder: str) -> int | None:
     if options.bos == "never" or (options.bos == "auto" and hf.bos_token_id is None):
         return None
@@ -137,10 +152,13 @@ def _template_text(hf: Any, options: TokenOptions) -> str | None:
         path = Path(options.chat_template)
         if not path.is_file():
             raise UsageError(f"{path}: no such chat template file (tokens.chat_template).")
-        return path.read_text(encoding="utf-8")
-    template = hf.chat_template
+        template = path.read_text(encoding="utf-8")
+    else:
+        template = hf.chat_template
     if isinstance(template, dict):
         template = template.get("default")
+    if template and options.date:
+        return _dated(str(template), options.date)
     return str(template) if template else None
 
 

@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...schemas.ragged import Ragged
-from ...schemas.rows import Role, RowBlock
+from ...schemas.rows import Rejected, Role, RowBlock
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from .keyed import KeyedRows
     from .ring import Ring
     from .spool import Spool
+
+MOST_SEARCHED = 4096  # completions looked at for one whose text is another after cutting
+SEARCH_WINDOW = 256  # of them read together
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,7 @@ class Unit:
     rows: RowBlock  # own branches first, then the mismatched ones, k by k
     first_key: str
     last_key: str
-    quarantined: dict[str, int]
+    rejected: tuple[Rejected, ...]
 
 
 @dataclass(frozen=True)
@@ -55,20 +59,19 @@ def build_unit(ring: Ring, start: int, stop: int, rule: CutRule) -> Unit:
     own = keyed.rows
     first = int(ring.spool.column("branch_ends", start - 1, start)[0]) if start else 0
     partners = ring.partners(first, first + len(own.completions)).reshape(-1)
-    picked = ring.spool.completions(partners)
-    row_of = np.tile(own.row_of_branch, ring.num_pairs)
-    room = rule.max_length - own.prompts.lengths[row_of]
-    fitted = _fit(picked, room, rule.eos)
-    lost = ring.spool.cuts(partners) + picked.lengths - fitted.lengths
-    rows = _with_mismatched(own, fitted, lost, ring.num_pairs)
-    same = _rows_without_mismatch(own, fitted, picked)
-    if len(same):
-        rows = rows.take(np.setdiff1d(np.arange(len(own)), same))
+    fitted = _fit_partners(ring, own, partners, rule)
+    rejected: dict[int, Rejected] = {}
+    if len(alike := _alike(own, fitted.completions)):
+        rejected = _replace_partners(ring, keyed, partners, alike, rule)
+        fitted = _fit_partners(ring, own, partners, rule)
+    rows = _with_mismatched(own, fitted, ring.num_pairs)
+    if rejected:
+        rows = rows.take(np.setdiff1d(np.arange(len(own)), list(rejected)))
     return Unit(
         rows=rows,
         first_key=f"{int(keyed.prompt_keys[0]):016x}",
         last_key=f"{int(keyed.prompt_keys[-1]):016x}",
-        quarantined={"too_long": len(same)} if len(same) else {},
+        rejected=tuple(rejected[row] for row in sorted(rejected)),
     )
 
 
@@ -76,6 +79,23 @@ def _completion_ends_by_row(spool: Spool) -> NDArray[np.int64]:
     branch_ends = spool.column("branch_ends")
     ends: NDArray[np.int64] = spool.column("completion_ends")[branch_ends - 1]
     return ends
+
+
+@dataclass(frozen=True)
+class _Mismatched:
+    """The partners of all completions as they are after cutting, k by k."""
+
+    completions: Ragged
+    cut: NDArray[np.int64]  # tokens each has lost in all
+
+
+def _fit_partners(
+    ring: Ring, own: RowBlock, partners: NDArray[np.int64], rule: CutRule
+) -> _Mismatched:
+    picked = ring.spool.completions(partners)
+    row_of = np.tile(own.row_of_branch, ring.num_pairs)
+    fitted = _fit(picked, rule.max_length - own.prompts.lengths[row_of], rule.eos)
+    return _Mismatched(fitted, ring.spool.cuts(partners) + picked.lengths - fitted.lengths)
 
 
 def _fit(completions: Ragged, room: NDArray[np.int64], eos: int | None) -> Ragged:
@@ -88,35 +108,104 @@ def _fit(completions: Ragged, room: NDArray[np.int64], eos: int | None) -> Ragge
     return completions.head(limits)
 
 
-def _with_mismatched(
-    own: RowBlock, mismatched: Ragged, cut: NDArray[np.int64], num_pairs: int
-) -> RowBlock:
+def _with_mismatched(own: RowBlock, mismatched: _Mismatched, num_pairs: int) -> RowBlock:
     """Appends to each row its mismatched branches: all of k = 1, then all of k = 2, ..."""
     count = len(own.completions)
     branch_rows = np.tile(own.row_of_branch, 1 + num_pairs)
     level = np.repeat(np.arange(1 + num_pairs), count)
     order = np.lexsort((np.arange(len(branch_rows)), level, branch_rows))
-    extra = len(mismatched)
+    extra = len(mismatched.completions)
     roles = np.append(own.roles, np.full(extra, Role.MISMATCHED, dtype=np.int8))
     scores = np.append(own.scores, np.full(extra, np.nan, dtype=np.float32))
     return replace(
         own,
         branch_offsets=own.branch_offsets * (1 + num_pairs),
-        completions=Ragged.concat([own.completions, mismatched]).take(order),
+        completions=Ragged.concat([own.completions, mismatched.completions]).take(order),
         roles=roles[order],
         scores=scores[order],
-        cut=np.append(own.cut, cut.astype(np.int32))[order],
+        cut=np.append(own.cut, mismatched.cut.astype(np.int32))[order],
     )
 
 
-def _rows_without_mismatch(own: RowBlock, fitted: Ragged, picked: Ragged) -> NDArray[np.int64]:
-    """Rows in which cutting a partner to fit left nothing, or the completion it stands against."""
-    was_cut = np.flatnonzero(fitted.lengths < picked.lengths)
+def _alike(own: RowBlock, fitted: Ragged) -> NDArray[np.int64]:
+    """Partners of which cutting left nothing, or the completion they stand against."""
     count = len(own.completions)
-    row_of_branch = own.row_of_branch
-    without = [
-        row_of_branch[index % count]
-        for index in was_cut.tolist()
-        if not len(fitted[index]) or np.array_equal(fitted[index], own.completions[index % count])
-    ]
-    return np.unique(np.array(without, dtype=np.int64))
+    against = np.resize(own.completions.lengths, len(fitted))
+    suspects = np.flatnonzero((fitted.lengths == against) | (fitted.lengths == 0))
+    return np.array(
+        [
+            index
+            for index in suspects.tolist()
+            if not _differs(fitted[index], own.completions[index % count])
+        ],
+        dtype=np.int64,
+    )
+
+
+def _differs(ids: NDArray[np.int32], completion: NDArray[np.int32]) -> bool:
+    return len(ids) > 0 and not np.array_equal(ids, completion)
+
+
+def _replace_partners(
+    ring: Ring,
+    keyed: KeyedRows,
+    partners: NDArray[np.int64],
+    alike: NDArray[np.int64],
+    rule: CutRule,
+) -> dict[int, Rejected]:
+    """Puts other partners in place of those at `alike`; returns the rows that have none."""
+    own = keyed.rows
+    row_of_branch, count = own.row_of_branch, len(own.completions)
+    rejected: dict[int, Rejected] = {}
+    for index in alike.tolist():
+        branch = index % count
+        row = int(row_of_branch[branch])
+        search = _Search(
+            prompt_key=int(keyed.prompt_keys[row]),
+            completion=own.completions[branch],
+            rule=CutRule(rule.max_length - int(own.prompts.lengths[row]), rule.eos),
+        )
+        found = search.next_after(int(partners[index]), ring.spool)
+        if found is not None:
+            partners[index] = found
+        elif row not in rejected:
+            place = branch - int(own.branch_offsets[row])
+            rejected[row] = Rejected(
+                int(own.file[row]),
+                int(own.row[row]),
+                "no_mismatch",
+                search.failure(place, ring.spool),
+            )
+    return rejected
+
+
+@dataclass(frozen=True)
+class _Search:
+    """For a completion that is no longer another text when it is cut, another one."""
+
+    prompt_key: int
+    completion: NDArray[np.int32]
+    rule: CutRule  # max_length is the room behind the prompt
+
+    def next_after(self, partner: int, spool: Spool) -> int | None:
+        """The next on the ring with another prompt and, after cutting, another text."""
+        total = spool.num_completions
+        last = min(MOST_SEARCHED, total - 1)
+        for first in range(1, last + 1, SEARCH_WINDOW):
+            near = (partner + np.arange(first, min(first + SEARCH_WINDOW, last + 1))) % total
+            near = near[spool.prompt_keys_of(near) != np.uint64(self.prompt_key)]
+            room = np.full(len(near), self.rule.max_length)
+            fitted = _fit(spool.completions(near), room, self.rule.eos)
+            for number, ids in zip(near.tolist(), fitted, strict=True):
+                if _differs(ids, self.completion):
+                    return int(number)
+        return None
+
+    def failure(self, place: int, spool: Spool) -> str:
+        """Why the row is rejected."""
+        return (
+            f"room for {self.rule.max_length} tokens behind the prompt: cut to that, none of the "
+            f"{min(MOST_SEARCHED, spool.num_completions - 1)} completions after its partner is "
+            f"of another prompt and another text than completion {place}; "
+            "raise max_length or set kl_pairs to 0"
+        )

@@ -7,9 +7,8 @@ name; TRL reads the first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -19,12 +18,20 @@ from ..storage.tables import row_ids
 from .branches import Branches, branches_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from ...schemas.ragged import Ragged
     from ...schemas.shards import ScoredBlock
 
-Decode: TypeAlias = Callable[[Sequence[Sequence[int]]], list[str]]
+
+class Decode(Protocol):
+    """Token ids to text."""
+
+    def __call__(self, lists: Sequence[Sequence[int]], *, continues: bool) -> list[str]:
+        """`continues`: the ids follow a prompt, so a blank they begin with is meant."""
+        ...
 
 
 def flat_table(block: ScoredBlock, decode: Decode, *, source: str) -> pa.Table:
@@ -90,16 +97,20 @@ class _Flat:
         prompts = rows.prompts.take(places)
         carried = {name: pa.array(values[places]) for name, values in rows.carried.items()}
         ids = {"row_id": row_ids(rows).take(pa.array(places))}
-        texts = pa.array(self.decode(_plain(prompts)), pa.string())
-        return ids | {"prompt": texts, "prompt_ids": _list_array(prompts)} | carried
+        texts = pa.array(self.decode(_plain(prompts), continues=False), pa.string())
+        cut = pa.array(rows.prompt_cut[places])
+        return (
+            ids | {"prompt": texts, "prompt_ids": _list_array(prompts), "prompt_cut": cut} | carried
+        )
 
     def completions(
         self, text_name: str, ids_name: str, places: NDArray[np.int64]
     ) -> dict[str, pa.Array]:
         """The completions of some branches, as text and as ids."""
         picked = self.block.rows.completions.take(places)
-        texts = pa.array(self.decode(_plain(picked)), pa.string())
-        return {text_name: texts, ids_name: _list_array(picked)}
+        texts = pa.array(self.decode(_plain(picked), continues=True), pa.string())
+        cut = pa.array(self.block.rows.cut[places])  # tokens lost: such a text ended without EOS
+        return {text_name: texts, ids_name: _list_array(picked), f"{text_name}_cut": cut}
 
     def logps(self, places: NDArray[np.int64]) -> pa.Array:
         """The reference log-probs of some branches."""

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...schemas.errors import CorruptionError, StorageError, UsageError
 from ...schemas.ragged import Ragged
 from ..storage.shards import read_shard
 from ..storage.verify import check_shard
 from .score import KnownScores
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
     from ...schemas.manifest import Commit
     from ...schemas.rows import RowBlock
+    from ...schemas.shards import ScoredBlock
     from ..storage.layout import CacheFolder
 
 SHARDS_KEPT_OPEN = 4
+
+logger = logging.getLogger("align")
 
 
 @dataclass(frozen=True)
@@ -35,57 +41,159 @@ class EarlierCache:
     same_ring: bool
 
 
-@dataclass(frozen=True)
-class _Scores:
-    numerics: dict[str, str]
-    logps: dict[bytes, float]
-    token_logps: dict[bytes, NDArray[np.float32]]
-
-
 class ReuseIndex:
-    """Looks branches up in earlier caches, reading only the shards whose arc can hold them."""
+    """Looks branches up in earlier caches; a shard that cannot be read is passed over.
+
+    Of caches on the same ring only the shards whose arc meets the rows are read. Those of other
+    rings are read once into one index of 32 bytes a branch; token log-probs stay on disk.
+    """
 
     def __init__(self, caches: Sequence[EarlierCache], *, need_token_logps: bool) -> None:
-        self._caches = caches
+        self._shards = [(cache, commit) for cache in caches for commit in cache.shards]
         self._need_token_logps = need_token_logps
-        self._open: OrderedDict[str, _Scores] = OrderedDict()
+        self._open: OrderedDict[int, _Branches] = OrderedDict()
+        self._lost: set[int] = set()
 
     def find(self, rows: RowBlock, *, first_key: str, last_key: str) -> KnownScores:
         """What is known of these rows, which lie between two places on the ring."""
-        count = len(rows.completions)
-        found = np.zeros(count, dtype=np.bool_)
-        logps = np.zeros(count, dtype=np.float64)
-        tokens: list[NDArray[np.float32]] = [np.empty(0, dtype=np.float32)] * count
-        shards = [
-            self._load(cache, commit)
-            for cache in self._caches
-            for commit in cache.shards
-            if not cache.same_ring
-            or (commit.first_key <= last_key and commit.last_key >= first_key)
-        ]
-        numerics: dict[str, str] = {}
-        keys = branch_keys(rows) if shards else []
-        for branch, key in enumerate(keys):
-            for scores in shards:
-                if key in scores.logps:
-                    found[branch], logps[branch] = True, scores.logps[key]
-                    numerics = numerics or scores.numerics
-                    if self._need_token_logps:
-                        tokens[branch] = scores.token_logps[key]
-                    break
-        kept = Ragged.of(tokens, np.float32) if self._need_token_logps else None
-        return KnownScores(found=found, token_logps=kept, logps=logps, numerics=numerics)
+        found = _Found.nothing(len(rows.completions))
+        keys = packed_keys(rows) if self._shards else np.empty(0, dtype="S16")
+        for known in self._known(first_key, last_key):
+            wanted = np.flatnonzero(~found.found)
+            at, is_known = look_up(known.keys, keys[wanted])
+            self._copy(found, wanted[is_known], known, at[is_known])
+        kept = Ragged.of(found.tokens, np.float32) if self._need_token_logps else None
+        return KnownScores(
+            found=found.found, token_logps=kept, logps=found.logps, numerics=found.numerics
+        )
 
-    def _load(self, cache: EarlierCache, commit: Commit) -> _Scores:
-        name = f"{cache.folder.root}/{commit.file}"
-        if name not in self._open:
-            check_shard(cache.folder, commit)
-            self._open[name] = _scores(cache, commit, with_tokens=self._need_token_logps)
-            # Without arcs every shard is looked at by every unit: keep them all.
-            while cache.same_ring and len(self._open) > SHARDS_KEPT_OPEN:
+    def _known(self, first_key: str, last_key: str) -> Iterator[_Branches]:
+        for number, (cache, commit) in enumerate(self._shards):
+            meets = commit.first_key <= last_key and commit.last_key >= first_key
+            if cache.same_ring and meets:
+                yield self._load(number)
+        if self._shards:
+            yield self._elsewhere
+
+    def _copy(
+        self, found: _Found, branches: NDArray[np.int64], known: _Branches, at: NDArray[np.int64]
+    ) -> None:
+        """Copies what stands `at` these places of `known`, shard by shard."""
+        for shard in np.unique(known.shards[at]).tolist():
+            here = known.shards[at] == shard
+            if self._need_token_logps:
+                stored = known.token_logps or self._token_logps(shard)
+                if stored is None:
+                    continue
+                places = known.places[at[here]].tolist()
+                for branch, place in zip(branches[here].tolist(), places, strict=True):
+                    found.tokens[branch] = stored[place].copy()
+            found.found[branches[here]] = True
+            found.logps[branches[here]] = known.logps[at[here]]
+            found.numerics = found.numerics or self._shards[shard][1].numerics
+
+    def _load(self, number: int) -> _Branches:
+        if number not in self._open:
+            while len(self._open) >= SHARDS_KEPT_OPEN:
                 self._open.popitem(last=False)
-        self._open.move_to_end(name)
-        return self._open[name]
+            self._open[number] = self._branches(number)
+        self._open.move_to_end(number)
+        return self._open[number]
+
+    @cached_property
+    def _elsewhere(self) -> _Branches:
+        """All branches on other rings: there every unit may need every shard."""
+        shards = [number for number, (cache, _) in enumerate(self._shards) if not cache.same_ring]
+        return _Branches.joined([self._branches(number).without_tokens() for number in shards])
+
+    def _branches(self, number: int) -> _Branches:
+        block = self._read(number)
+        if block is None or (self._need_token_logps and block.token_logps is None):
+            return _Branches.joined([])
+        return _Branches.of(block, number, with_tokens=self._need_token_logps)
+
+    def _token_logps(self, number: int) -> Ragged | None:
+        block = self._read(number)
+        return block.token_logps if block else None
+
+    def _read(self, number: int) -> ScoredBlock | None:
+        """One shard; None, and a warning the first time, when it is damaged or gone."""
+        cache, commit = self._shards[number]
+        path = cache.folder.data / commit.file
+        if number in self._lost:
+            return None
+        try:
+            check_shard(cache.folder, commit)
+            return read_shard(path)
+        except (CorruptionError, StorageError, UsageError) as error:
+            logger.warning("%s is not reused, its rows are scored anew: %s", path, error)
+            self._lost.add(number)
+            return None
+
+
+@dataclass
+class _Found:
+    """What has been found so far, per branch."""
+
+    found: NDArray[np.bool_]
+    logps: NDArray[np.float64]
+    tokens: list[NDArray[np.float32]]
+    numerics: dict[str, str]
+
+    @staticmethod
+    def nothing(count: int) -> _Found:
+        none = np.empty(0, dtype=np.float32)
+        return _Found(np.zeros(count, dtype=np.bool_), np.zeros(count), [none] * count, {})
+
+
+@dataclass(frozen=True)
+class _Branches:
+    """Scored branches in the order of their keys, and where each is stored."""
+
+    keys: NDArray[np.bytes_]  # (branches,) S16
+    logps: NDArray[np.float64]  # (branches,)
+    shards: NDArray[np.int32]  # (branches,)
+    places: NDArray[np.int32]  # (branches,) among the branches of the shard
+    token_logps: Ragged | None = None  # of the one shard, in its own order
+
+    @staticmethod
+    def of(block: ScoredBlock, shard: int, *, with_tokens: bool) -> _Branches:
+        keys = packed_keys(block.rows)
+        order = np.argsort(keys, kind="stable")
+        shards = np.full(len(keys), shard, dtype=np.int32)
+        tokens = block.token_logps if with_tokens else None
+        return _Branches(keys[order], block.logps[order], shards, order.astype(np.int32), tokens)
+
+    @staticmethod
+    def joined(parts: Sequence[_Branches]) -> _Branches:
+        """All as one; of equal keys that of the first part comes first."""
+        nothing = np.empty(0, dtype=np.int32)
+        keys = np.concatenate([np.empty(0, dtype="S16"), *(part.keys for part in parts)])
+        order = np.argsort(keys, kind="stable")
+        return _Branches(
+            keys[order],
+            np.concatenate([np.empty(0), *(part.logps for part in parts)])[order],
+            np.concatenate([nothing, *(part.shards for part in parts)])[order],
+            np.concatenate([nothing, *(part.places for part in parts)])[order],
+        )
+
+    def without_tokens(self) -> _Branches:
+        return _Branches(self.keys, self.logps, self.shards, self.places)
+
+
+def look_up(
+    known: NDArray[np.bytes_], keys: NDArray[np.bytes_]
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Where each key stands among the sorted `known`, and whether it does."""
+    at = np.searchsorted(known, keys)
+    is_known = at < len(known)
+    is_known[is_known] = known[at[is_known]] == keys[is_known]
+    return at, is_known
+
+
+def packed_keys(rows: RowBlock) -> NDArray[np.bytes_]:
+    """The keys of all branches as one array of S16."""
+    return np.frombuffer(b"".join(branch_keys(rows)), dtype="S16")
 
 
 def branch_keys(rows: RowBlock) -> list[bytes]:
@@ -100,17 +208,3 @@ def branch_keys(rows: RowBlock) -> list[bytes]:
         joined.update(completion.tobytes())
         keys.append(joined.digest())
     return keys
-
-
-def _scores(cache: EarlierCache, commit: Commit, *, with_tokens: bool) -> _Scores:
-    block = read_shard(cache.folder.data / commit.file)
-    keys = branch_keys(block.rows)
-    if not with_tokens:
-        return _Scores(commit.numerics, dict(zip(keys, block.logps.tolist(), strict=True)), {})
-    if block.token_logps is None:
-        return _Scores(commit.numerics, {}, {})
-    return _Scores(
-        commit.numerics,
-        dict(zip(keys, block.logps.tolist(), strict=True)),
-        dict(zip(keys, block.token_logps, strict=True)),
-    )

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...schemas.ragged import Ragged, offsets_of
 from ...schemas.reference import OutOfMemory
-from ...schemas.rows import Tree
+from ...schemas.rows import Rejected, Role, Tree
 from ...schemas.shards import ScoredBlock
 from .plan import TreeCost, TreePlan, plan_batches, plan_trees
 
@@ -45,7 +45,7 @@ class UnitScores:
     reused: int
     padding: int  # tokens of padding run through the model
     run_tokens: int  # tokens run through the model, padding included
-    quarantined: dict[str, int]
+    rejected: tuple[Rejected, ...]
 
 
 @dataclass(frozen=True)
@@ -195,8 +195,6 @@ def _collect(
         token_logps = parts.take(source)
     block = ScoredBlock(rows, logps, token_logps)
     bad_rows = np.unique(rows.row_of_branch[~np.isfinite(logps)])
-    too_big = np.unique(rows.row_of_branch[list(run.too_big)])
-    reasons = {"oom": len(too_big), "nonfinite_logp": len(np.setdiff1d(bad_rows, too_big))}
     if len(bad_rows):
         block = block.take(np.setdiff1d(np.arange(len(rows)), bad_rows))
     return UnitScores(
@@ -206,8 +204,35 @@ def _collect(
         reused=int(known.found.sum()),
         padding=run.padding,
         run_tokens=run.tokens,
-        quarantined={reason: count for reason, count in reasons.items() if count},
+        rejected=_rejected(rows, logps, run.too_big),
     )
+
+
+def _rejected(
+    rows: RowBlock, logps: NDArray[np.float64], too_big: tuple[int, ...]
+) -> tuple[Rejected, ...]:
+    """Each row without a finite log-prob once, by its first branch that does not fit, if any."""
+    row_of_branch = rows.row_of_branch
+    found: dict[int, Rejected] = {}
+    for branch in sorted(too_big):
+        row = int(row_of_branch[branch])
+        tokens = int(rows.prompts.lengths[row] + rows.completions.lengths[branch])
+        why = f"the prompt and {_named(rows, branch)}, {tokens} tokens, do not fit even alone"
+        found.setdefault(row, _reject(rows, row, "oom", why))
+    for branch in np.flatnonzero(~np.isfinite(logps)).tolist():
+        row = int(row_of_branch[branch])
+        why = f"the log-prob of {_named(rows, branch)} is {logps[branch]}"
+        found.setdefault(row, _reject(rows, row, "nonfinite_logp", why))
+    return tuple(found[row] for row in sorted(found))
+
+
+def _reject(rows: RowBlock, row: int, reason: str, detail: str) -> Rejected:
+    return Rejected(int(rows.file[row]), int(rows.row[row]), reason, detail)
+
+
+def _named(rows: RowBlock, branch: int) -> str:
+    place = branch - int(rows.branch_offsets[rows.row_of_branch[branch]])
+    return f"branch {place} ({Role(rows.roles[branch]).name.lower()})"
 
 
 def _sums(token_logps: Ragged) -> NDArray[np.float64]:

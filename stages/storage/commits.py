@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,12 +17,15 @@ from ...schemas.manifest import Commit
 from . import fs
 from .failpoints import reach
 from .layout import COMMIT_NAME, part_name
+from .quarantine import write_quarantine
 from .shards import group_bounds, open_shard, write_shard
 from .tables import ids_digest, row_ids, schema_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from ...schemas.manifest import FileEntry
+    from ...schemas.rows import Rejected
     from ...schemas.shards import ScoredBlock
     from .layout import WorkFolder
 
@@ -35,7 +39,7 @@ class UnitFacts:
     first_key: str  # hex of the first row's place on the ring
     last_key: str
     tokens_per_batch: int
-    quarantined: dict[str, int]  # reason -> rows dropped while scoring
+    rejected: tuple[Rejected, ...]  # rows dropped while scoring
     numerics: dict[str, str]
 
 
@@ -45,11 +49,12 @@ def commit_unit(
     """Stores a scored unit; the commit it returns is another worker's if that one was first."""
     _require_finite(unit, block)
     reach("unit.scored")
+    quarantine = _quarantine(work, run_id, unit, facts.rejected)
     draft = work.new_draft(run_id, f"{unit:08d}")
     try:
         write_shard(draft, block)
         reach("shard.written")
-        ours = _describe(draft, unit, block, facts)
+        ours = _describe(draft, unit, block, facts, quarantine)
         final = work.cache.data / ours.file
         is_new = not final.exists()
         _install(draft, final)
@@ -74,9 +79,20 @@ def read_commits(work: WorkFolder, num_units: int) -> dict[int, Commit]:
         if name is None or int(name[1]) >= num_units:
             raise _damaged(path, f"no unit of this plan, which has {num_units}, is called that")
         commit = _read_commit(path, int(name[1]))
-        _require_shard(work.cache.data / commit.file, commit, path)
+        _require_file(work.cache.data / commit.file, commit.bytes, path)
+        for entry in commit.quarantine:
+            _require_file(work.cache.root / entry.file, entry.bytes, path)
         commits[commit.unit] = commit
     return commits
+
+
+def _quarantine(
+    work: WorkFolder, run_id: str, unit: int, rejected: tuple[Rejected, ...]
+) -> tuple[FileEntry, ...]:
+    if not rejected:
+        return ()
+    in_order = sorted(rejected, key=lambda row: (row.file, row.row))
+    return (write_quarantine(work, run_id, unit, in_order),)
 
 
 def _require_finite(unit: int, block: ScoredBlock) -> None:
@@ -88,7 +104,13 @@ def _require_finite(unit: int, block: ScoredBlock) -> None:
         )
 
 
-def _describe(draft: Path, unit: int, block: ScoredBlock, facts: UnitFacts) -> Commit:
+def _describe(
+    draft: Path,
+    unit: int,
+    block: ScoredBlock,
+    facts: UnitFacts,
+    quarantine: tuple[FileEntry, ...],
+) -> Commit:
     """Reads the file back before anything vouches for it."""
     groups = group_bounds(block.rows)
     logps = block.logps
@@ -110,7 +132,8 @@ def _describe(draft: Path, unit: int, block: ScoredBlock, facts: UnitFacts) -> C
         logp_min=float(logps.min()) if len(logps) else 0.0,
         logp_max=float(logps.max()) if len(logps) else 0.0,
         tokens_per_batch=facts.tokens_per_batch,
-        quarantined=facts.quarantined,
+        quarantine=quarantine,
+        quarantined=dict(Counter(sorted(row.reason for row in facts.rejected))),
         numerics=facts.numerics,
     )
 
@@ -170,16 +193,19 @@ def _read_commit(path: Path, unit: int) -> Commit:
         raise _damaged(path, str(error)) from error
     if commit.unit != unit or commit.file != part_name(unit, commit.sha256):
         raise _damaged(path, f"it names unit {commit.unit} and file {commit.file!r}")
+    for entry in commit.quarantine:
+        if entry.file != f"quarantine/{part_name(unit, entry.sha256)}":
+            raise _damaged(path, f"it names the quarantine {entry.file!r}")
     return commit
 
 
-def _require_shard(shard: Path, commit: Commit, path: Path) -> None:
+def _require_file(named: Path, size: int, path: Path) -> None:
     try:
-        found = shard.stat(follow_symlinks=False).st_size
+        found = named.stat(follow_symlinks=False).st_size
     except FileNotFoundError:
-        raise _damaged(path, f"{shard} is missing") from None
-    if found != commit.bytes:
-        raise _damaged(path, f"{shard} has {found} bytes instead of {commit.bytes}")
+        raise _damaged(path, f"{named} is missing") from None
+    if found != size:
+        raise _damaged(path, f"{named} has {found} bytes instead of {size}")
 
 
 def _damaged(path: Path, why: str) -> CorruptionError:

@@ -43,11 +43,16 @@ def build_manifest(plan: Plan, commits: Mapping[int, Commit]) -> Manifest:
         branches=sum(shard.branches for shard in shards),
         tokens=sum(shard.tokens for shard in shards),
         shards=shards,
-        quarantine=plan.quarantine,
+        quarantine=_quarantine(plan, shards),
         quarantined=_total([plan.quarantined, *(shard.quarantined for shard in shards)]),
         notes=plan.notes,
     )
     return dataclasses.replace(unnamed, root=root_of(unnamed))
+
+
+def _quarantine(plan: Plan, shards: tuple[Commit, ...]) -> tuple[FileEntry, ...]:
+    """Preparation's file, then those of the units."""
+    return (*plan.quarantine, *(entry for shard in shards for entry in shard.quarantine))
 
 
 def root_of(manifest: Manifest) -> str:
@@ -146,6 +151,7 @@ def _adds_up(manifest: Manifest) -> bool:
         manifest.rows == sum(shard.rows for shard in shards)
         and manifest.branches == sum(shard.branches for shard in shards)
         and manifest.tokens == sum(shard.tokens for shard in shards)
+        and {entry for shard in shards for entry in shard.quarantine} <= {*manifest.quarantine}
     )
 
 

@@ -32,7 +32,7 @@ SCHEMA = pa.schema(
 def write_quarantine(
     work: WorkFolder, run_id: str, part: int, rejected: Sequence[Rejected]
 ) -> FileEntry:
-    """Stores rejected rows durably; the plan names the file that is returned."""
+    """Stores rejected rows durably; the plan or a commit names the file that is returned."""
     draft = work.new_draft(run_id, f"quarantine-{part:08d}")
     folder = work.cache.quarantine
     fs.make_folder(folder)

@@ -236,9 +236,14 @@ def test_rows_that_cannot_have_a_mismatch_are_counted_out(config, tokenizer_fold
     ]
     path = tmp_path / "tight.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tight = replace(config, data=DataOptions(files=[str(path)]), tokens=TokenOptions(room))
+    tight = replace(
+        config, data=DataOptions([str(path)], max_bad_frac=0.5), tokens=TokenOptions(room)
+    )
     manifest = run(tight).manifest
-    assert manifest.quarantined == {"too_long": 1}
+    assert manifest.quarantined == {"no_mismatch": 1}
+    (entry,) = manifest.quarantine
+    (bad,) = pq.read_table(Path(tight.cache.output) / entry.file).to_pylist()
+    assert (bad["file"], bad["row"], bad["reason"]) == (0, 0, "no_mismatch")
     (row,) = rows_of(tight.cache.output)
     assert row["source"]["row"] == 1
     # The long row's completion had lost its end already: the mismatched branch says so.

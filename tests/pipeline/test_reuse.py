@@ -145,6 +145,7 @@ CHANGES = {
     "tokens.bos": {"tokens": {"bos": "never"}},
     "tokens.eos": {"tokens": {"eos": "never"}},
     "tokens.boundary": {"tokens": {"boundary": "strict"}},
+    "tokens.date": {"tokens": {"date": "2026-01-01"}},
     "cache.seed": {"cache": {"seed": 1}},
     "cache.token_logps": {"cache": {"token_logps": False}},
     "cache.rows_per_shard": {"cache": {"rows_per_shard": 17}},

@@ -208,6 +208,22 @@ def test_a_template_that_fails_rejects_the_row_and_no_other(tmp_path):
     assert len(result.rows) == 1
 
 
+def test_a_template_that_asks_for_the_date_is_given_the_one_in_the_settings(tmp_path):
+    dated = "{{ bos_token }}{{ strftime_now('%d %b %Y') }}" + CHATML.replace("{{ bos_token }}", "")
+    folder = save_tokenizer(tmp_path, template=dated)
+    with pytest.raises(UsageError, match="asks what day it is"):
+        load_tokenizer(folder, TokenOptions()).require_template(folder)
+    row, tokenizer, _ = only(folder, chat("a", "b"), date="2026-02-03")
+    assert "03 Feb 2026" in tokenizer.backend.decode(row.prompt)
+    with pytest.raises(UsageError, match="expected YYYY-MM-DD"):
+        load_tokenizer(folder, TokenOptions(date="tomorrow"))
+
+
+def test_a_pair_of_equal_completions_is_kept_and_counted(folder):
+    assert only(folder, text(rejected=" how are you"))[2]["pairs_with_equal_completions"] == 1
+    assert only(folder, text())[2]["pairs_with_equal_completions"] == 0
+
+
 def test_a_prompt_that_ends_with_the_assistant_is_continued(folder):
     prompt = ({"role": "user", "content": "hello"}, {"role": "assistant", "content": "the"})
     row, tokenizer, _ = only(folder, chat("answer", "no-one", prompt=prompt))

@@ -99,6 +99,14 @@ def test_one_text_for_all_other_prompts_is_an_error_that_says_why():
         choose_partners(prompt_keys, np.zeros(10, dtype=np.uint64), num_pairs=1)
 
 
+def test_partners_met_again_under_another_k_are_counted():
+    # Two prompts: each completion has one possible partner, whatever k.
+    prompt_keys, completion_keys = ring([1, 1], 10**15)
+    partners = choose_partners(prompt_keys, completion_keys, num_pairs=3)
+    assert partners.indices.tolist() == [[1, 0]] * 3
+    assert (partners.repeated, partners.met_again) == (0, 4)
+
+
 def test_no_pairs_are_chosen_when_none_are_asked_for():
     prompt_keys, completion_keys = ring([5], 3)
     assert choose_partners(prompt_keys, completion_keys, num_pairs=0).indices.shape == (0, 5)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from align.schemas.errors import BadDataError
 from align.schemas.rows import Role
+from align.stages.prepare import units
 from align.stages.prepare.keyed import KeyedRows
 from align.stages.prepare.units import CutRule, build_unit, unit_offsets
 
@@ -55,7 +56,7 @@ def fit(completion, room):
 
 def by_hand(ring, rows, start, stop, max_length):
     """Each row of an arc with its mismatched branches, or None where one cannot be had."""
-    every = [(branch[0], branch[3]) for row in rows for branch in row.branches]
+    every = [(branch[0], branch[3], row.prompt) for row in rows for branch in row.branches]
     first = sum(len(row.branches) for row in rows[:start])
     result = []
     for row in rows[start:stop]:
@@ -64,11 +65,16 @@ def by_hand(ring, rows, start, stop, max_length):
         for k in range(ring.num_pairs):
             for place, (own, *_) in enumerate(row.branches):
                 number = first + place
-                partner, lost = every[int(ring.partners(number, number + 1)[k, 0])]
-                fitted = fit(partner, max_length - len(row.prompt))
-                lost += len(partner) - len(fitted)
-                branches.append((fitted, int(Role.MISMATCHED), None, lost))
-                possible &= bool(fitted) and fitted != own
+                partner = int(ring.partners(number, number + 1)[k, 0])
+                fitting = [
+                    (fitted, int(Role.MISMATCHED), None, cut + len(whole) - len(fitted))
+                    for whole, cut, prompt in every[partner:] + every[:partner]
+                    if (fitted := fit(whole, max_length - len(row.prompt)))
+                    and fitted != own
+                    and prompt != row.prompt
+                ]
+                branches += fitting[:1]
+                possible &= bool(fitting)
         result.append(row._replace(branches=tuple(branches)) if possible else None)
         first += len(row.branches)
     return result
@@ -98,8 +104,9 @@ def test_a_unit_holds_each_rows_own_branches_then_its_partners_k_by_k(
     expected = by_hand(ring, rows, start, stop, max_length)
     good = [row for row in expected if row]
     assert read(unit) == [row._replace(prompt_key=None, completion_keys=None) for row in good]
-    lost = len(expected) - len(good)
-    assert unit.quarantined == ({"too_long": lost} if lost else {})
+    bad = [row.source for row, whole in zip(rows[start:stop], expected, strict=True) if not whole]
+    assert [(row.file, row.row) for row in unit.rejected] == bad
+    assert {row.reason for row in unit.rejected} <= {"no_mismatch"}
     assert unit.first_key == f"{rows[start].prompt_key:016x}"
     assert unit.last_key == f"{rows[stop - 1].prompt_key:016x}"
 
@@ -109,24 +116,54 @@ def ring_of_two(folder, one, other):
     return make_ring(folder, [one, other], num_pairs=1)[0]
 
 
-def test_a_partner_that_becomes_the_completion_when_cut_quarantines_its_row_only(tmp_path):
+def test_a_row_for_which_no_partner_is_another_text_when_cut_is_rejected_alone(tmp_path):
     # Behind three tokens of prompt one token fits: [1, 2, EOS] is cut to [1], the row's own.
     long_prompt = encoded([7, 7, 7], [1], cut=[2], row=0)
     short_prompt = encoded([8], [1, 2, EOS], row=1)
     ring = ring_of_two(tmp_path, long_prompt, short_prompt)
     unit = build_unit(ring, 0, 2, CutRule(4, EOS))
-    assert unit.quarantined == {"too_long": 1}
+    (bad,) = unit.rejected
+    assert (bad.file, bad.row, bad.reason) == (0, 0, "no_mismatch")
+    assert bad.detail.startswith("room for 1 tokens behind the prompt: cut to that, none of the 1 ")
     (row,) = read(unit)
     assert row.prompt == (8,)
     assert [(ids, cut) for ids, _, _, cut in row.branches] == [((1, 2, EOS), 0), ((1,), 2)]
 
 
-def test_a_partner_of_which_only_eos_would_be_left_quarantines_its_row(tmp_path):
+def test_a_row_whose_only_partner_has_nothing_left_but_eos_is_rejected(tmp_path):
     long_prompt = encoded([7, 7, 7], [1], cut=[2], row=0)
     short_prompt = encoded([8], [EOS, 2, EOS], row=1)  # its text begins with the end-of-turn token
     unit = build_unit(ring_of_two(tmp_path, long_prompt, short_prompt), 0, 2, CutRule(4, EOS))
-    assert unit.quarantined == {"too_long": 1}
+    assert [bad.reason for bad in unit.rejected] == ["no_mismatch"]
     assert [row.prompt for row in read(unit)] == [(8,)]
+
+
+@pytest.mark.parametrize("window", [1, 3, 256])
+def test_the_next_text_that_differs_stands_in_for_a_partner_that_does_not(
+    tmp_path, monkeypatch, window
+):
+    # Behind three tokens of prompt one token fits; nine of ten completions begin with [1].
+    monkeypatch.setattr(units, "SEARCH_WINDOW", window)
+    others = [encoded([10 + row], [1, row + 2, EOS], row=row) for row in range(1, 10)]
+    records = [encoded([7, 7, 7], [1], cut=[2]), *others, encoded([30], [2, 3], row=10)]
+    ring, _ = make_ring(tmp_path, records, num_pairs=1)
+    rows = all_rows(ring)
+    place = next(index for index, row in enumerate(rows) if row.prompt == (7, 7, 7))
+    alone = build_unit(ring, place, place + 1, CutRule(4, EOS))
+    whole = build_unit(ring, 0, len(rows), CutRule(4, EOS))
+    assert alone.rejected == whole.rejected == ()
+    assert [(ids, cut) for ids, _, _, cut in read(alone)[0].branches] == [((1,), 2), ((2,), 1)]
+    assert read(whole)[place] == read(alone)[0]
+
+
+def test_the_search_for_another_text_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(units, "MOST_SEARCHED", 3)
+    records = [encoded([7, 7, 7], [1], [1], cut=[2, 2])]
+    records += [encoded([10 + row], [1, row + 2, EOS], row=row) for row in range(1, 10)]
+    ring, _ = make_ring(tmp_path, records, num_pairs=2)
+    unit = build_unit(ring, 0, len(ring), CutRule(4, EOS))
+    assert [(bad.row, bad.reason) for bad in unit.rejected] == [(0, "no_mismatch")]
+    assert "none of the 3 completions" in unit.rejected[0].detail
 
 
 def test_without_eos_nothing_is_taken_off_a_cut_partner(tmp_path):
@@ -141,7 +178,7 @@ def test_a_unit_may_lose_all_its_rows(tmp_path):
     rows = all_rows(ring)
     place = next(index for index, row in enumerate(rows) if row.prompt == (7, 7, 7))
     unit = build_unit(ring, place, place + 1, CutRule(4, EOS))
-    assert (len(unit.rows), unit.quarantined) == (0, {"too_long": 1})
+    assert (len(unit.rows), [bad.reason for bad in unit.rejected]) == (0, ["no_mismatch"])
     assert len(unit.rows.completions) == 0
 
 

@@ -5,7 +5,7 @@ from align.schemas.errors import CorruptionError, UsageError
 from align.stages.report.export import export_trl
 
 
-def decode(lists):
+def decode(lists, *, continues):
     """Readable stand-in for a tokenizer: 4, 5 becomes "4 5"."""
     return [" ".join(map(str, ids)) for ids in lists]
 
@@ -15,6 +15,8 @@ def exported(folder, tmp_path):
     num_rows = export_trl(folder, target, decode=decode)
     rows = pq.read_table(target).to_pylist()
     assert num_rows == len(rows)
+    cuts = [{name: row.pop(name) for name in list(row) if name.endswith("_cut")} for row in rows]
+    assert all("prompt_cut" in cut and len(cut) > 1 for cut in cuts)
     return rows
 
 
@@ -98,7 +100,7 @@ def test_a_missing_folder_is_named(paired, tmp_path):
 
 
 def test_a_failed_export_leaves_nothing(paired, tmp_path):
-    def fail(_lists):
+    def fail(_lists, *, continues):
         raise RuntimeError("no tokenizer")
 
     (tmp_path / "out").mkdir()

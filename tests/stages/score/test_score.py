@@ -1,6 +1,7 @@
 """Scoring a unit: the values of each branch alone, whatever the memory is and is known."""
 
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -8,8 +9,13 @@ from encoded_rows import encoded
 from faulty_scorer import Faulty
 
 from align.schemas.ragged import Ragged
+from align.schemas.rows import Rejected
 from align.stages.prepare.keyed import key_rows
 from align.stages.score.score import KnownScores
+
+
+def reasons(scores):
+    return Counter(bad.reason for bad in scores.rejected)
 
 
 def block_of(*records):
@@ -30,7 +36,7 @@ def test_sums_are_float64_of_the_float32_tokens_of_each_branch_alone(
     assert scores.block.logps.dtype == np.float64
     assert np.abs(scores.block.logps - sums).max() <= 1e-13
     assert (scores.branches, scores.reused) == (len(sums), 0)
-    assert scores.quarantined == {}
+    assert scores.rejected == ()
 
 
 def test_a_sum_does_not_depend_on_where_in_the_unit_the_branch_stands(score):
@@ -74,7 +80,7 @@ def test_less_memory_halves_the_budget_and_changes_no_value(
     assert caplog.text.count("Out of memory") == math.log2(512 / budget)
     assert scarce.block.logps.tobytes() == plenty.block.logps.tobytes()
     assert scarce.block.token_logps.values.tobytes() == plenty.block.token_logps.values.tobytes()
-    assert scarce.quarantined == {}
+    assert scarce.rejected == ()
 
 
 def test_what_never_fits_is_quarantined_and_the_rest_is_scored(score, one_by_one):
@@ -84,7 +90,9 @@ def test_what_never_fits_is_quarantined_and_the_rest_is_scored(score, one_by_one
         encoded([1, 4], [7], [8], row=2),
     )
     scores = score(rows, Faulty(room=20), budget=64)
-    assert scores.quarantined == {"oom": 1}
+    assert scores.rejected == (
+        Rejected(0, 1, "oom", "the prompt and branch 0 (chosen), 52 tokens, do not fit even alone"),
+    )
     assert scores.block.rows.row.tolist() == [0, 2]
     expected = one_by_one(rows)
     kept = [expected[branch] for branch in (0, 1, 4, 5)]
@@ -94,7 +102,7 @@ def test_what_never_fits_is_quarantined_and_the_rest_is_scored(score, one_by_one
 
 def test_no_memory_at_all_ends_and_quarantines_every_row(rows, score):
     scores = score(rows, Faulty(room=0))
-    assert scores.quarantined == {"oom": len(rows)}
+    assert reasons(scores) == {"oom": len(rows)}
     assert len(scores.block.rows) == len(scores.block.logps) == 0
 
 
@@ -109,7 +117,9 @@ def test_a_row_without_a_finite_log_prob_is_quarantined_alone(score, value, keep
     scorer = Faulty(poison={99: value})
     scores = score(rows, scorer, keep=keep)
     assert scorer.batches == [[2 + 1 + 1 + 2 + 2 + 1 + 1]]
-    assert scores.quarantined == {"nonfinite_logp": 1}
+    (bad,) = scores.rejected
+    assert (bad.file, bad.row, bad.reason) == (0, 1, "nonfinite_logp")
+    assert bad.detail == f"the log-prob of branch 0 (chosen) is {value}"
     assert scores.block.rows.row.tolist() == [0, 2]
     assert np.isfinite(scores.block.logps).all()
     assert (scores.block.token_logps is not None) == keep
@@ -118,13 +128,13 @@ def test_a_row_without_a_finite_log_prob_is_quarantined_alone(score, value, keep
 def test_infinities_of_both_signs_are_no_warning(score):
     rows = block_of(encoded([1], [98, 99], [6]))
     scores = score(rows, Faulty(poison={98: np.inf, 99: -np.inf}))
-    assert scores.quarantined == {"nonfinite_logp": 1}
+    assert reasons(scores) == {"nonfinite_logp": 1}
 
 
 def test_a_row_is_counted_once_when_it_is_too_big_and_not_finite(score):
     rows = block_of(encoded([1], [5] * 50, [99]), encoded([2], [99], [5]))
     scores = score(rows, Faulty(room=20, poison={99: np.nan}))
-    assert scores.quarantined == {"oom": 1, "nonfinite_logp": 1}
+    assert reasons(scores) == {"oom": 1, "nonfinite_logp": 1}
 
 
 def test_what_is_known_is_copied_and_not_scored(rows, score):

@@ -27,7 +27,8 @@ from align.stages.storage.manifest import (
 )
 from align.stages.storage.quarantine import write_quarantine
 
-FACTS = UnitFacts("00", "ff", 64, {}, {"path": "exact"})
+FACTS = UnitFacts("00", "ff", 64, (), {"path": "exact"})
+LOSSY = UnitFacts("00", "ff", 64, (Rejected(0, 9, "oom", "too big"),), {"path": "exact"})
 ROWS = 5
 
 
@@ -98,7 +99,9 @@ def make_cache(root, units=(1, 2, 3), *, run_id="run", told=lambda event, key: N
         told("plan", key)
         commits = read_commits(work, len(units))
         for unit in sorted(set(range(len(units))) - set(commits)):
-            commits[unit] = commit_unit(work, run_id, unit, block_of(ROWS, units[unit]), FACTS)
+            commits[unit] = commit_unit(
+                work, run_id, unit, block_of(ROWS, units[unit]), LOSSY if rejects else FACTS
+            )
             told(f"commits/{unit:08d}", key)
         manifest = build_manifest(plan, commits)
         write_manifest(folder, manifest)

@@ -4,9 +4,11 @@ import logging
 import math
 import os
 
+import pyarrow.parquet as pq
 import pytest
 
 from align.schemas.errors import CorruptionError, NonFiniteError, StorageError
+from align.schemas.rows import Rejected
 from align.stages.storage import commits
 from align.stages.storage.commits import commit_unit, read_commits
 from align.stages.storage.layout import CacheFolder
@@ -41,6 +43,40 @@ def test_a_unit_without_rows_is_committed_too(work, make_block, facts):
     assert (commit.rows, commit.row_groups, commit.logp_sum) == (0, 0, 0.0)
     assert len(read_shard(work.cache.data / commit.file).rows) == 0
     assert read_commits(work, 1) == {0: commit}
+
+
+@pytest.fixture
+def lossy(facts):
+    """Facts of a unit that lost three rows."""
+    lost = [Rejected(1, 4, "oom", "big"), Rejected(0, 9, "oom", "big"), Rejected(0, 2, "null", "")]
+    return dataclasses.replace(facts, rejected=tuple(lost))
+
+
+def test_a_commit_names_the_rows_its_unit_lost(work, make_block, lossy):
+    commit = commit_unit(work, "run", 4, make_block(9, 1), lossy)
+    assert commit.quarantined == {"null": 1, "oom": 2}
+    (entry,) = commit.quarantine
+    assert entry.file == f"quarantine/part-00000004-{entry.sha256[:16]}.parquet"
+    found = [Rejected(**row) for row in pq.read_table(work.cache.root / entry.file).to_pylist()]
+    assert found == sorted(lossy.rejected, key=lambda row: (row.file, row.row))
+    backwards = dataclasses.replace(lossy, rejected=lossy.rejected[::-1])
+    assert commit_unit(work, "again", 4, make_block(9, 1), backwards) == commit
+    assert len(list(work.cache.quarantine.iterdir())) == 1
+
+
+@pytest.mark.parametrize("harm", ["gone", "short", "misnamed"])
+def test_a_commit_without_its_quarantine_is_refused(work, make_block, lossy, harm):
+    (entry,) = commit_unit(work, "run", 0, make_block(5, 1), lossy).quarantine
+    path = work.cache.root / entry.file
+    if harm == "gone":
+        path.unlink()
+    elif harm == "short":
+        path.write_bytes(path.read_bytes()[:-1])
+    else:
+        _edit(work.commit(0), quarantine=[dataclasses.asdict(entry) | {"file": "../x"}])
+    said = {"gone": "is missing", "short": "instead of", "misnamed": "names the quarantine"}
+    with pytest.raises(CorruptionError, match=said[harm]):
+        read_commits(work, 1)
 
 
 def test_the_same_unit_twice_is_one_commit(work, make_block, facts, caplog):

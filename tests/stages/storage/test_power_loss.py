@@ -172,6 +172,8 @@ def broken(left, promises, keys):
             return f"{path} is not what its name says"
         if name == "plan.json" and parsed(Plan, content) is None:
             return f"{path} is torn"
+        if PLAN.fullmatch(path) and (wrong := _broken_plan(left, path, content)):
+            return wrong
         if COMMIT.fullmatch(path) and (wrong := _broken_commit(left, path, content)):
             return wrong
     manifest = parsed(Manifest, left.get("manifest.json"))
@@ -191,11 +193,18 @@ def _broken_commit(left, path, content):
         return f"{path} is torn"
     if sha256(left.get(f"data/{commit.file}", b"")) != commit.sha256:
         return f"{path} names a shard that is not there"
+    if any(sha256(left.get(entry.file, b"")) != entry.sha256 for entry in commit.quarantine):
+        return f"{path} names a quarantine that is not there"
     plan = parsed(Plan, left.get(path.rsplit("/", 2)[0] + "/plan.json"))
     if plan is None:
         return f"{path} has no plan"
-    if any(sha256(left.get(entry.file, b"")) != entry.sha256 for entry in plan.quarantine):
-        return "the plan names a quarantine that is not there"
+    return None
+
+
+def _broken_plan(left, path, content):
+    named = parsed(Plan, content).quarantine
+    if any(sha256(left.get(entry.file, b"")) != entry.sha256 for entry in named):
+        return f"{path} names a quarantine that is not there"
     return None
 
 
@@ -208,6 +217,7 @@ def _broken_manifest(left, manifest):
     return f"the manifest names {missing[0]}, which is not there" if missing else None
 
 
+PLAN = re.compile(rf"_align/{WORK_NAME.pattern}/plan\.json")
 COMMIT = re.compile(rf"_align/{WORK_NAME.pattern}/commits/{COMMIT_NAME.pattern}")
 
 
@@ -342,13 +352,21 @@ def test_every_fsync_in_the_code_is_one_that_must_be_there(clean, grown, record)
 
 
 SWAPS = {  # what comes too early -> before what
-    "a shard gets its name before its bytes are safe": ("rename part-00000001", "fsync 00000001-"),
+    "a shard gets its name before its bytes are safe": (
+        "rename data/part-00000001",
+        "fsync 00000001-",
+    ),
     "a commit stands before the name of its shard is safe": ("link .00000000", "fsync_folder data"),
     "a commit stands before its bytes are safe": ("link .00000000", "fsync .00000000"),
-    "a commit stands before its shard does": ("link .00000000", "rename part-"),
+    "a commit stands before its shard does": ("link .00000000", "rename data/part-"),
+    "a quarantine is named before its bytes are safe": ("rename quarantine/", "fsync quarantine-"),
+    "a commit stands before its quarantine does": ("link .00000000", "fsync_folder quarantine"),
     "the plan stands before its bytes are safe": ("link .plan", "fsync .plan"),
-    "the manifest stands before its bytes are safe": ("rename manifest", "fsync .manifest"),
-    "work is forgotten before the manifest stands": ("rename .trash", "fsync_folder commits"),
+    "the manifest stands before its bytes are safe": ("rename cache/manifest", "fsync .manifest"),
+    "work is forgotten before the manifest stands": (
+        "rename _align/.trash",
+        "fsync_folder commits",
+    ),
     "work is removed before it is forgotten": ("remove_tree .trash", "fsync_folder _align"),
 }
 
@@ -374,5 +392,6 @@ def _follow(entry, moved):
 def _label(entry):
     if isinstance(entry, Promise):
         return entry.event
-    name = entry.target.name if entry.name == "rename" else entry.path.name
-    return f"{entry.name} {name}"
+    if entry.name == "rename":
+        return f"rename {entry.target.parent.name}/{entry.target.name}"
+    return f"{entry.name} {entry.path.name}"

@@ -82,7 +82,7 @@ def test_other_damage_is_noticed_and_its_unit_named(cache, shard, damage):
     for _ in range(40):
         shard.write_bytes(damage(good, draw))
         assert list(damaged_units(cache, load_manifest(cache))) == [1]
-    with pytest.raises(CorruptionError, match=r"1 of 4 files are damaged(.|\n)*unit 1"):
+    with pytest.raises(CorruptionError, match=r"1 of 7 files are damaged(.|\n)*unit 1"):
         verify_cache(cache)
 
 
@@ -99,8 +99,9 @@ def test_swapped_and_missing_shards_are_noticed_and_extra_ones_ignored(cache, sh
     assert list(damaged_units(cache, load_manifest(cache))) == [0, 1]
 
 
-def test_a_damaged_quarantine_is_noticed(cache):
-    (file,) = cache.quarantine.iterdir()
+@pytest.mark.parametrize("place", range(4))  # preparation's, and one of each unit
+def test_a_damaged_quarantine_is_noticed(cache, place):
+    file = cache.root / load_manifest(cache).quarantine[place].file
     file.write_bytes(b"")
     with pytest.raises(CorruptionError, match="quarantine"):
         verify_cache(cache)
