@@ -149,11 +149,14 @@ def measure_align(folder):
             tracking=TrackingOptions(mlflow=False),
         )
         outcome = precompute(config, HfReference(model), progress=make_progress(), worker=Worker())
+        peak = peak_mib()
         shards = [pq.read_table(path) for path in sorted(Path(output).glob("cache/data/*"))]
     rows = sorted(
         (row["source"]["row"], row["ref_logp"]) for shard in shards for row in shard.to_pylist()
     )
-    return result(folder, outcome.tally.seconds, [value for _, pair in rows for value in pair])
+    return result(
+        folder, outcome.tally.seconds, peak, [value for _, pair in rows for value in pair]
+    )
 
 
 def measure_trl(folder, batch_size=None):
@@ -186,6 +189,7 @@ def measure_trl(folder, batch_size=None):
             train_dataset=Dataset.from_parquet(str(folder / "pairs.parquet"), cache_dir=output),
             processing_class=AutoTokenizer.from_pretrained(folder / "model"),
         )
+        peak = peak_mib()
         scored = trainer.train_dataset
         logps = [
             value
@@ -194,7 +198,7 @@ def measure_trl(folder, batch_size=None):
             )
             for value in (chosen, rejected)
         ]
-    return result(folder, seconds[0], logps)
+    return result(folder, seconds[0], peak, logps)
 
 
 def measure_trl_large(folder):
@@ -208,7 +212,7 @@ def measure_libraries(folder):
 
     assert torch
     assert LlamaForCausalLM
-    return result(folder, 1.0, [])
+    return result(folder, 1.0, peak_mib(), [])
 
 
 MEASURE = {
@@ -219,7 +223,13 @@ MEASURE = {
 }
 
 
-def result(folder, seconds, logps):
+def peak_mib():
+    """Not ru_maxrss, which begins with the peak of the process that started this one."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["VmHWM"].split()[0]) / 1024
+
+
+def result(folder, seconds, peak, logps):
     """Counts tokens as a person counts pairs: prompt + completion, for each completion."""
     import pyarrow.parquet as pq
 
@@ -228,9 +238,6 @@ def result(folder, seconds, logps):
         2 * len(row["prompt"].split()) + len(row["chosen"].split()) + len(row["rejected"].split())
         for row in pairs
     )
-    # Not ru_maxrss: it begins with the peak of the process that started this one.
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    peak = int(status["VmHWM"].split()[0]) / 1024
     return {
         "seconds": seconds,
         "tokens_per_second": words / seconds,
