@@ -18,6 +18,7 @@ from ..stages.storage.manifest import load_manifest, write_plan
 from ..stages.storage.quarantine import write_quarantine
 from .growth import require_growth
 from .known import candidates
+from .usable import Losses
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,17 +58,15 @@ def _encode(job: Job, intake: Intake, progress: Progress) -> list[Spool]:
     progress.begin("reading and tokenizing", total=None, unit="rows")
     chunks = _shown(iter_chunks(job.inputs, job.shape.columns), progress)
     encoded = encode_chunks(chunks, encoding, num_workers=workers)
-    try:
+    with fs.told("write", spool):
         runs = collect_runs(spool, encoded, carried=job.shape.carried, intake=intake)
-    except OSError as error:
-        raise fs.storage_error("write", spool, error) from error
     progress.end()
     return runs
 
 
 def _merge(job: Job, runs: list[Spool], intake: Intake) -> Ring:
     spool = job.work.spool
-    try:
+    with fs.told("write", spool):
         return merge_runs(
             spool,
             runs,
@@ -75,8 +74,6 @@ def _merge(job: Job, runs: list[Spool], intake: Intake) -> Ring:
             num_pairs=job.config.cache.kl_pairs,
             intake=intake,
         )
-    except OSError as error:
-        raise fs.storage_error("write", spool, error) from error
 
 
 def open_ring(job: Job) -> Ring:
@@ -100,20 +97,23 @@ def _shown(chunks: Iterator[Chunk], progress: Progress) -> Iterator[Chunk]:
 def _quarantine(job: Job, run_id: str, intake: Intake) -> tuple[FileEntry, ...]:
     if not intake.rejected:
         return ()
-    return (write_quarantine(job.work, run_id, 0, intake.rejected),)
+    names = [file.path.name for file in job.inputs]
+    return (write_quarantine(job.work, run_id, 0, intake.rejected, names),)
 
 
 def _require_usable(job: Job, intake: Intake, quarantine: tuple[FileEntry, ...]) -> None:
-    bad, total = intake.reasons.total(), intake.rows_in
-    allowed = job.config.data.max_bad_frac
-    if bad == total or bad > allowed * total:
-        counts = ", ".join(f"{count} {reason}" for reason, count in intake.reasons.most_common())
+    losses = Losses(
+        counts=intake.reasons,
+        rows_in=intake.rows_in,
+        rows_left=intake.rows_in - intake.reasons.total(),
+        allowed=job.config.data.max_bad_frac,
+        files=quarantine,
+    )
+    if losses.are_too_many:
         places = "\n  ".join(_place(job, row) for row in intake.rejected[:EXAMPLES_SHOWN])
-        kept = ", ".join(str(job.folder.root / entry.file) for entry in quarantine)
         raise BadDataError(
-            f"{bad} of {total} rows cannot be used ({counts}); --max-bad-frac allows "
-            f"{allowed:g}. The first of them:\n  {places}\n"
-            f"All are listed in {kept}. Mend them, or allow more with --max-bad-frac."
+            f"{losses}. The first of them:\n  {places}\nAll are listed in "
+            f"{losses.listed(job.folder.root)}. Mend them, or allow more with --max-bad-frac."
             f"{_prompt_hint(job, intake)}"
         )
 

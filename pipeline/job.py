@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,8 +46,11 @@ class Job:
     @property
     def is_published(self) -> bool:
         """Whether the folder holds the finished cache this job is to make."""
-        manifest = self.folder.manifest
-        return manifest.exists() and load_manifest(self.folder).plan_key == self.plan_key
+        path = self.folder.manifest
+        if not path.exists():
+            return False
+        found = path.stat()
+        return _published_plan(self.folder, (found.st_ino, found.st_mtime_ns)) == self.plan_key
 
 
 def open_job(config: Config, reference: Reference) -> Job:
@@ -77,6 +81,12 @@ def open_job(config: Config, reference: Reference) -> Job:
         plan_key=digest(fields),
         reference_key=digest(identity),
     )
+
+
+@lru_cache(maxsize=1)
+def _published_plan(folder: CacheFolder, version: tuple[int, int]) -> str:
+    """The plan key in a manifest, which is read again only when another file stands there."""
+    return load_manifest(folder).plan_key
 
 
 def _renames(columns: Mapping[str, str]) -> dict[str, str]:

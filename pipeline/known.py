@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..schemas.errors import AlignError, CorruptionError, StorageError, UsageError
+from ..schemas.errors import AlignError, UsageError
 from ..stages.score.reuse import EarlierCache
 from ..stages.storage.commits import read_commits
 from ..stages.storage.layout import CacheFolder
@@ -52,7 +52,7 @@ def remember(folder: CacheFolder) -> None:
     path = _list_of_caches()
     try:
         place = str(folder.root.resolve())
-        if place in _remembered():
+        if place in _lines():
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as lines:
@@ -66,7 +66,7 @@ def _passed_over(place: Path) -> Iterator[None]:
     """What cannot be read is not reused; that stops no run."""
     try:
         yield
-    except (CorruptionError, StorageError, UsageError, OSError) as error:
+    except (AlignError, OSError) as error:
         logger.warning("%s is not reused: %s", place, error)
 
 
@@ -99,18 +99,22 @@ def _same_ring(first: dict[str, str], second: dict[str, str]) -> bool:
 
 
 def _remembered() -> list[str]:
+    """A cache that has been moved or deleted since is not offered."""
+    return [line for line in _lines() if _is_there(CacheFolder(Path(line)))]
+
+
+def _lines() -> list[str]:
     path = _list_of_caches()
     if not path.is_file():
         return []
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    return [line for line in lines if line and _is_usable(CacheFolder(Path(line)))]
+    return [line for line in lines if line]
 
 
-def _is_usable(folder: CacheFolder) -> bool:
-    """A cache that has been moved, deleted or damaged since is not offered."""
+def _is_there(folder: CacheFolder) -> bool:
     try:
-        return folder.manifest.is_file() and bool(load_manifest(folder).root)
-    except (AlignError, OSError):
+        return folder.manifest.is_file()
+    except OSError:  # the line is no path at all
         return False
 
 

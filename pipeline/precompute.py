@@ -20,6 +20,7 @@ from .known import remember
 from .outcome import Outcome
 from .recording import recorded
 from .units import Tally, Worker, score_units
+from .usable import Losses
 
 if TYPE_CHECKING:
     from ..schemas.config import Config
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from ..schemas.tracking import Progress, Run
 
 POLL_SECONDS = 0.1
-_FILES_SHOWN = 3
 _HINTS = {
     "oom": "oom: score where there is more memory, or lower --max-length.",
     "nonfinite_logp": "nonfinite_logp: try --dtype float32, and check the weights.",
@@ -123,15 +123,18 @@ def _whole(job: Job, plan: Plan) -> Manifest:
 
 def _require_usable(job: Job, manifest: Manifest) -> None:
     """Refuses to publish when scoring lost more rows than the user allows, or left none."""
-    bad, allowed = sum(manifest.quarantined.values()), job.config.data.max_bad_frac
-    if manifest.rows and bad <= allowed * manifest.rows_in:
+    losses = Losses(
+        counts=manifest.quarantined,
+        rows_in=manifest.rows_in,
+        rows_left=manifest.rows,
+        allowed=job.config.data.max_bad_frac,
+        files=manifest.quarantine,
+    )
+    if not losses.are_too_many:
         return
-    counts = Counter(manifest.quarantined).most_common()
     what = (
-        f"{bad} of {manifest.rows_in} rows cannot be used "
-        f"({', '.join(f'{count} {reason}' for reason, count in counts)}); --max-bad-frac allows "
-        f"{allowed:g} and {manifest.rows} rows would be left. They are listed in "
-        f"{_listed(job, manifest)}."
+        f"{losses} and {manifest.rows} rows would be left. They are listed in "
+        f"{losses.listed(job.folder.root)}."
     )
     again = f"To score anew, delete {job.work.root} first: it keeps what was scored."
     if {reason for shard in manifest.shards for reason in shard.quarantined} == {"nonfinite_logp"}:
@@ -139,15 +142,10 @@ def _require_usable(job: Job, manifest: Manifest) -> None:
             f"{what}\nThe reference gives NaN or infinity for them. Try --dtype float32, and "
             f"check the weights. {again}"
         )
-    hints = [_HINTS[reason] for reason, _ in counts if reason in _HINTS]
+    reasons = [reason for reason, _ in Counter(manifest.quarantined).most_common()]
+    hints = [_HINTS[reason] for reason in reasons if reason in _HINTS]
     more = ["Or allow more with --max-bad-frac."] if manifest.rows else []
     raise BadDataError("\n".join([what, *hints, *more, again]))
-
-
-def _listed(job: Job, manifest: Manifest) -> str:
-    shown = [str(job.folder.root / entry.file) for entry in manifest.quarantine[:_FILES_SHOWN]]
-    more = len(manifest.quarantine) - len(shown)
-    return ", ".join(shown) + (f" and {more} more files beside them" if more else "")
 
 
 def _conclude(run: Run, job: Job, manifest: Manifest, tally: Tally) -> None:

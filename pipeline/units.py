@@ -76,8 +76,7 @@ def score_units(
     started = time.perf_counter()
     bench = _Bench(job, plan, run_id, progress)
     units = range(len(plan.unit_offsets) - 1)
-    own = [unit for unit in units if unit % worker.world == worker.rank % worker.world]
-    order = own + [unit for unit in units if unit not in set(own)]
+    order = sorted(units, key=lambda unit: unit % worker.world != worker.rank % worker.world)
     tally = Tally()
     progress.begin("scoring", total=plan.unit_offsets[-1], unit="rows")
     with UnitClaims(job.work.claims) as claims:
@@ -139,12 +138,18 @@ class _Bench:
         known = self.reuse.find(arc.rows, first_key=arc.first_key, last_key=arc.last_key)
         scores = score_unit(arc.rows, known, self.rules, scorer=self.scorer, on_batch=meter.hear)
         numerics = dict(self.scorer().describe()) if scores.run_tokens else {}
+        notes = {
+            "mismatched_completions_replaced_after_cutting": arc.replaced,
+            "completions_scored_again_alone_in_float32": scores.mended,
+        }
         facts = UnitFacts(
             first_key=arc.first_key,
             last_key=arc.last_key,
             tokens_per_batch=scores.tokens_per_batch,
             rejected=(*arc.rejected, *scores.rejected),
+            notes={name: count for name, count in notes.items() if count},
             numerics=numerics or known.numerics,
+            input_names=tuple(entry.name for entry in self.plan.inputs),
         )
         commit_unit(self.job.work, self.run_id, unit, scores.block, facts)
         tally.add(stop - start, scores)

@@ -2,41 +2,43 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..schemas.codec import digest
-from ..schemas.config import ModelOptions
 from ..schemas.errors import CorruptionError, FingerprintError
 from ..schemas.rows import Tree
+from ..stages.model.tolerance import allowed_gaps
+from ..stages.score.again import score_again
 from ..stages.storage.layout import CacheFolder
-from ..stages.storage.shards import read_shard
+from ..stages.storage.sample import sample_rows
 from ..stages.storage.verify import verify_cache
 from .identity import differences
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
+    from ..schemas.config import ModelOptions
     from ..schemas.manifest import Manifest
     from ..schemas.reference import Reference, Scorer
     from ..schemas.shards import ScoredBlock
 
-# Nats per token by which a score may differ when its batch had another shape.
-TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
-# In float32 short completions are held to this per sequence, however few their tokens.
-LEAST_TOLERANCE = 1e-4
-
 
 def verify(
     cache: Path,
+    options: ModelOptions,
     *,
     model: str | None,
     rescore: int,
     open_reference: Callable[[ModelOptions], Reference],
 ) -> str:
-    """Returns what was checked, for a person; whatever is wrong is an error."""
+    """Returns what was checked, for a person; whatever is wrong is an error.
+
+    What the cache does not record, such as device_map, is taken from `options`.
+    """
     folder = CacheFolder(cache)
     manifest = verify_cache(folder)
     told = (
@@ -44,16 +46,17 @@ def verify(
     )
     if not rescore:
         return told
-    reference = open_reference(_options(manifest, model))
+    reference = open_reference(_as_recorded(options, manifest, model))
     _require_same_reference(manifest, dict(reference.identity()))
     dtype = manifest.fingerprint.get("model.dtype", "float32")
-    worst, branches = _rescore(folder, manifest, rescore, reference.open(), TOLERANCES[dtype])
+    worst, branches = _rescore(folder, manifest, rescore, reference.open(), dtype)
     return f"{told}\n{branches} branches scored again: largest difference {worst:.2e} nats"
 
 
-def _options(manifest: Manifest, model: str | None) -> ModelOptions:
+def _as_recorded(options: ModelOptions, manifest: Manifest, model: str | None) -> ModelOptions:
     fields = manifest.fingerprint
-    return ModelOptions(
+    return replace(
+        options,
         path=model or manifest.model,
         adapter=manifest.adapter,
         dtype=fields.get("model.dtype", "auto"),  # type: ignore[arg-type]
@@ -73,15 +76,15 @@ def _require_same_reference(manifest: Manifest, identity: dict[str, str]) -> Non
 
 
 def _rescore(
-    folder: CacheFolder, manifest: Manifest, count: int, scorer: Scorer, tolerance: float
+    folder: CacheFolder, manifest: Manifest, count: int, scorer: Scorer, dtype: str
 ) -> tuple[float, int]:
     worst, branches = 0.0, 0
-    for name, block in _sample(folder, manifest, count):
+    for name, block in sample_rows(folder, manifest, count):
         again = _score_rows(block, scorer)
         gaps = np.abs(again - block.logps)
-        allowed = np.maximum(LEAST_TOLERANCE, tolerance * block.rows.completions.lengths)
-        if (gaps > allowed).any():
-            at = int(np.argmax(gaps - allowed))
+        allowed = allowed_gaps(block.rows.completions.lengths, dtype)
+        if not (gaps <= allowed).all():
+            at = int(np.argmax(gaps - allowed))  # NaN counts as the largest
             row = block.rows.row[block.rows.row_of_branch[at]]
             raise CorruptionError(
                 f"{name}: a branch of input row {row} is stored as {block.logps[at]:.6f}, and "
@@ -91,19 +94,6 @@ def _rescore(
     return worst, branches
 
 
-def _sample(
-    folder: CacheFolder, manifest: Manifest, count: int
-) -> Iterator[tuple[str, ScoredBlock]]:
-    """Rows spread evenly over the cache, shard by shard."""
-    wanted = np.unique(np.arange(count) * manifest.rows // count)
-    first = 0
-    for commit in manifest.shards:
-        here = wanted[(wanted >= first) & (wanted < first + commit.rows)] - first
-        first += commit.rows
-        if len(here):
-            yield commit.file, read_shard(folder.data / commit.file).take(here)
-
-
 def _score_rows(block: ScoredBlock, scorer: Scorer) -> np.ndarray:
     rows = block.rows
     sums = []
@@ -111,5 +101,8 @@ def _score_rows(block: ScoredBlock, scorer: Scorer) -> np.ndarray:
         branches = range(rows.branch_offsets[row], rows.branch_offsets[row + 1])
         for branch in branches:
             tree = Tree(rows.prompts[row], (rows.completions[branch],))
-            sums.append(float(np.sum(scorer.score([tree]), dtype=np.float64)))
+            logps = scorer.score([tree])
+            if not np.isfinite(logps).all():
+                (logps,) = score_again([tree], scorer)
+            sums.append(float(np.sum(logps, dtype=np.float64)))
     return np.array(sums)

@@ -76,8 +76,8 @@ def _convert(hint: Any, value: Any, where: str, *, partial: bool) -> Any:
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in arguments:
             return None
-        (only,) = (argument for argument in arguments if argument is not type(None))
-        return _convert(only, value, where, partial=partial)
+        kinds = [argument for argument in arguments if argument is not type(None)]
+        return _first_fit(kinds, value, where, partial=partial)
     if origin in (list, tuple):
         return _sequence(origin, arguments[0], value, where, partial=partial)
     if origin is dict:
@@ -87,6 +87,17 @@ def _convert(hint: Any, value: Any, where: str, *, partial: bool) -> Any:
             for key, item in value.items()
         }
     return _scalar(hint, value, where)
+
+
+def _first_fit(hints: list[Any], value: Any, where: str, *, partial: bool) -> Any:
+    refusals = []
+    for hint in hints:
+        try:
+            return _convert(hint, value, where, partial=partial)
+        except CodecError as error:
+            refusals.append(str(error))
+    first, *others = refusals
+    raise CodecError("; or ".join([first, *(text.removeprefix(f"{where}: ") for text in others)]))
 
 
 def _sequence(kind: Any, item_hint: Any, value: Any, where: str, *, partial: bool) -> Any:

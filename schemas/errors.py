@@ -6,6 +6,7 @@ AlignError (2)
 ├── FingerprintError (4)    the cache was made from something else
 ├── CorruptionError (5)     a file is not what the manifest says
 ├── NonFiniteError (6)      NaN or infinity where a number must be
+├── PeerError (69)          another rank of this run is gone
 ├── StorageError (74)       the disk said no
 └── LockedError (75)        another process is at work in this folder
 
@@ -47,6 +48,12 @@ class NonFiniteError(AlignError):
     exit_code = 6
 
 
+class PeerError(AlignError):
+    """Another rank ended while this one needed it."""
+
+    exit_code = 69
+
+
 class StorageError(AlignError):
     """The disk refused an operation."""
 
@@ -62,8 +69,7 @@ class LockedError(AlignError):
 class Interrupted(BaseException):
     """A signal asked the program to stop; it may arrive anywhere, so no handler may swallow it."""
 
-    def __init__(self, signal_number: int) -> None:
-        super().__init__(
-            f"Stopped by signal {signal_number}. Run the same command again to go on from here."
-        )
+    def __init__(self, signal_number: int, way_on: str = "Run the same command again") -> None:
+        super().__init__(f"Stopped by signal {signal_number}. {way_on} to go on from here.")
+        self.signal_number = signal_number
         self.exit_code = 128 + signal_number

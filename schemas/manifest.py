@@ -67,6 +67,7 @@ class Commit:
     tokens_per_batch: int  # what was used in the end, after any back-off
     quarantine: tuple[FileEntry, ...]  # where the rows dropped while scoring are
     quarantined: dict[str, int]  # reason -> rows dropped while scoring
+    notes: dict[str, int]  # counted while pairing and scoring, harmless
     numerics: dict[str, str]  # the scoring path taken
 
 
@@ -90,4 +91,4 @@ class Manifest:
     shards: tuple[Commit, ...]
     quarantine: tuple[FileEntry, ...]
     quarantined: dict[str, int]
-    notes: dict[str, int]
+    notes: dict[str, int]  # the plan's and those of all shards

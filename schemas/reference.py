@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     import numpy as np
     from numpy.typing import NDArray
@@ -27,6 +28,10 @@ class Scorer(Protocol):
 
     def score(self, trees: Sequence[Tree]) -> NDArray[np.float32]:
         """Scores one batch: log p of every completion token, in the order tree, branch, token."""
+        ...
+
+    def in_float32(self) -> AbstractContextManager[None]:
+        """Inside, `score` computes in float32 whatever the dtype; OutOfMemory without room."""
         ...
 
     def describe(self) -> Mapping[str, str]:

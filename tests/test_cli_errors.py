@@ -117,9 +117,9 @@ def test_a_label_that_is_neither(here, model):
     (part,) = (here / "cache" / "quarantine").iterdir()
     assert str(part.relative_to(here)) in said
     rows = pq.read_table(part).to_pylist()
-    assert [(row["file"], row["row"], row["reason"]) for row in rows] == [
-        (0, 1, "bad_label"),
-        (0, 3, "null"),
+    assert [(row["file"], row["file_name"], row["row"], row["reason"]) for row in rows] == [
+        (0, "data.jsonl", 1, "bad_label"),
+        (0, "data.jsonl", 3, "null"),
     ]
     assert not (here / "cache" / "manifest.json").exists()
 

@@ -129,6 +129,17 @@ def test_verify_with_another_reference_is_refused(journey, world, tmp_path):
     assert "model.weights: the cache has" in said
 
 
+def test_verify_reads_the_settings_beside_the_cache(world, tmp_path):
+    lines = ["model:", f"  path: {world.model}", "  trust_remote_code: true"]
+    (tmp_path / "align.yaml").write_text("\n".join(lines))
+    shutil.copy(world.data.paired, tmp_path / "data.parquet")
+    arguments = ["--no-mlflow", "--output", tmp_path / "cache"]
+    assert align("precompute-ref", tmp_path / "data.parquet", *arguments).code == 0
+    assert "64 branches scored again" in align("verify", tmp_path / "cache").out
+    distrustful = ["--set", "model.trust_remote_code=false"]
+    assert "model.code: the cache has" in refusal(4, "verify", tmp_path / "cache", *distrustful)
+
+
 def test_export_writes_what_trl_reads(journey):
     answer = align("export", journey.cache, "--to", "trl")
     assert answer.code == 0, answer

@@ -36,9 +36,14 @@ class Resolved:
 
 
 def load_causal_lm(options: ModelOptions) -> nn.Module:
-    """The model, its adapter active and dropout off, on its device."""
+    """The frozen model, its adapter active and dropout off, on its device."""
+    return load_model(options).eval().requires_grad_(False)
+
+
+def load_model(options: ModelOptions) -> nn.Module:
+    """The model, its adapter active, on its device."""
     resolved = resolve(options)
-    with _quiet():
+    with quiet():
         model, report = _from_folder(options, resolved)
         if missing := sorted(report["missing_keys"]):
             raise UsageError(
@@ -49,14 +54,14 @@ def load_causal_lm(options: ModelOptions) -> nn.Module:
             model = _with_adapter(model, options.adapter)
     if not options.device_map:
         model.to(_place(resolved.device))
-    frozen: nn.Module = model.eval().requires_grad_(False)
-    return frozen
+    loaded: nn.Module = model
+    return loaded
 
 
 def resolve(options: ModelOptions) -> Resolved:
     """Decides dtype, attention and device without reading a weight."""
     model_config(options.path)
-    with _quiet():
+    with quiet():
         config = _config(options)
         skeleton = _skeleton(config, options)
     return Resolved(
@@ -75,7 +80,7 @@ def _config(options: ModelOptions) -> Any:
     except (ValueError, OSError, KeyError) as error:
         raise UsageError(
             f"{options.path}: transformers cannot read this model's config.json "
-            f"({_first_line(error)}). Use an architecture that transformers {_version()} knows, "
+            f"({first_line(error)}). Use an architecture that transformers {_version()} knows, "
             "or set model.trust_remote_code if you trust the folder's code."
         ) from error
 
@@ -90,7 +95,7 @@ def _skeleton(config: Any, options: ModelOptions) -> Any:
     except (ValueError, ImportError) as error:
         raise UsageError(
             f"{options.path}: cannot be built as a causal language model "
-            f"({_first_line(error)}). Use a causal model, or set model.attention to auto."
+            f"({first_line(error)}). Use a causal model, or set model.attention to auto."
         ) from error
 
 
@@ -109,7 +114,7 @@ def _from_folder(options: ModelOptions, resolved: Resolved) -> Any:
         )
     except (ValueError, OSError, ImportError) as error:
         raise UsageError(
-            f"{options.path}: the model cannot be loaded ({_first_line(error)}). "
+            f"{options.path}: the model cannot be loaded ({first_line(error)}). "
             "Check the folder, model.device_map and model.dtype."
         ) from error
 
@@ -124,7 +129,7 @@ def _with_adapter(model: Any, folder: str) -> Any:
         return PeftModel.from_pretrained(model, folder, is_trainable=False)
     except (ValueError, OSError, RuntimeError) as error:
         raise UsageError(
-            f"{folder}: the adapter cannot be put on the model ({_first_line(error)}). "
+            f"{folder}: the adapter cannot be put on the model ({first_line(error)}). "
             "Set model.adapter to a PEFT adapter made for model.path."
         ) from error
 
@@ -156,7 +161,7 @@ def _place(device: str) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keeps transformers' progress bars and advice out of our output, then restores them."""
     logs: Any = transformers.utils.logging
     verbosity, bars = logs.get_verbosity(), logs.is_progress_bar_enabled()
@@ -172,7 +177,8 @@ def _quiet() -> Iterator[None]:
             logs.enable_progress_bar()
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What another library says in its first line, for one of ours."""
     return str(error).strip().split("\n", maxsplit=1)[0]
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from .head import fused_logps, output_head
+from .head import LogpHead, fused_logps, output_head
 from .masks import tree_mask
 from .pieces import PIECES, pieces_of
 from .trees import PAD, groups_within, padded_length, single_branches, tree_batch
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ...schemas.rows import Tree
     from .trees import TreeBatch
 
-CPU_TOKENS = 4096  # a larger forward pass leaves the caches and is slower
+CPU_TOKENS = 2048  # larger forward passes leave the caches: more memory, and no faster
 EXACT_ELEMENTS = 1 << 26  # logits held at once by the exact head, unless one tree needs more
 
 
@@ -43,11 +43,7 @@ def branch_logps(model: nn.Module, batch: TreeBatch, path: ScoringPath) -> Tenso
         logits = inner(**inputs).logits
         return _exact_logps(logits.flatten(0, 1), batch)
     hidden = inner.base_model(**inputs).last_hidden_state
-    head = output_head(inner)
-    assert head is not None, "the probe refuses a fused head where there is none"
-    states = hidden.flatten(0, 1)[batch.predictors].to(head.weight.device)
-    targets = batch.targets.to(head.weight.device)
-    return fused_logps(states, head.weight, head.bias, targets, head.spec)
+    return _head_logps(inner, hidden.flatten(0, 1)[batch.predictors], batch.targets)
 
 
 def tree_logps(model: nn.Module, trees: Sequence[Tree], path: ScoringPath) -> Tensor:
@@ -98,6 +94,17 @@ def _inputs(model: Any, batch: TreeBatch, path: ScoringPath) -> dict[str, Any]:
     elif (batch.segments == PAD).any():
         inputs["attention_mask"] = (batch.segments != PAD).long()
     return inputs
+
+
+def _head_logps(model: Any, states: Tensor, targets: Tensor) -> Tensor:
+    layer = model.get_output_embeddings()
+    if isinstance(layer, LogpHead):
+        logps: Tensor = layer(states, targets)
+        return logps
+    head = output_head(model)
+    assert head is not None, "the probe refuses a fused head where there is none"
+    device = head.weight.device
+    return fused_logps(states.to(device), head.weight, head.bias, targets.to(device), head.spec)
 
 
 def _exact_logps(logits: Tensor, batch: TreeBatch) -> Tensor:

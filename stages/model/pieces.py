@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 from .masks import windows_by_kind
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor
 
@@ -65,40 +65,48 @@ def attend_in_pieces(
     if (groups := query.shape[1] // key.shape[1]) > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     outputs: list[Tensor] = []
-    for edges in pieces.edges:
-        for queries, keys, mask in _products(edges, pieces, window):
-            output = scaled_dot_product_attention(
-                query[:, :, queries],
-                _joined(key, keys),
-                _joined(value, keys),
-                attn_mask=mask,
-                dropout_p=options.get("dropout", 0.0),
-                is_causal=mask is None,
-                scale=options.get("scaling"),
-            )
-            outputs.append(output.transpose(1, 2))
+    # Split, never sliced: the gradient of every slice would be as long as the whole batch.
+    parts = zip(*(_split(tensor, pieces) for tensor in (query, key, value)), strict=True)
+    for (queries, keys, values), cut in zip(parts, _cuts(pieces, window), strict=True):
+        if cut.is_prompt:
+            prompt_keys, prompt_values = seen = keys, values
+        else:
+            seen = torch.cat([prompt_keys, keys], 2), torch.cat([prompt_values, values], 2)
+        output = scaled_dot_product_attention(
+            queries,
+            *seen,
+            attn_mask=cut.mask,
+            dropout_p=options.get("dropout", 0.0),
+            is_causal=cut.mask is None,
+            scale=options.get("scaling"),
+        )
+        outputs.append(output.transpose(1, 2))
     return torch.cat(outputs, dim=1), None
 
 
-def _products(
-    edges: tuple[int, ...], pieces: Pieces, window: int | None
-) -> list[tuple[slice, list[slice], Tensor | None]]:
-    """The queries, the keys and the mask of each piece of a tree."""
+@dataclass(frozen=True)
+class _Cut:
+    """A prompt, or a branch of the prompt before it."""
+
+    is_prompt: bool
+    mask: Tensor | None  # (queries, keys); None: causal
+
+
+def _split(tensor: Tensor, pieces: Pieces) -> tuple[Tensor, ...]:
+    sizes = [stop - start for edges in pieces.edges for start, stop in pairwise(edges)]
+    parts: tuple[Tensor, ...] = torch.split(tensor, sizes, dim=2)
+    return parts
+
+
+def _cuts(pieces: Pieces, window: int | None) -> Iterator[_Cut]:
+    """The prompt and the branches of each tree, in order."""
     template, origin = pieces.templates[window], pieces.longest_prompt
-    prompt, size = slice(edges[0], edges[1]), edges[1] - edges[0]
-    mask = None if window is None else template[:size, origin : origin + size]
-    products: list[tuple[slice, list[slice], Tensor | None]] = [(prompt, [prompt], mask)]
-    for start, stop in pairwise(edges[1:]):
-        branch, length = slice(start, stop), stop - start
-        mask = template[:length, origin - size : origin + length]
-        products.append((branch, [prompt, branch], mask))
-    return products
-
-
-def _joined(tensor: Tensor, parts: list[slice]) -> Tensor:
-    if len(parts) == 1:
-        return tensor[:, :, parts[0]]
-    return torch.cat([tensor[:, :, part] for part in parts], dim=2)
+    for edges in pieces.edges:
+        size = edges[1] - edges[0]
+        yield _Cut(True, None if window is None else template[:size, origin : origin + size])
+        for start, stop in pairwise(edges[1:]):
+            length = stop - start
+            yield _Cut(False, template[:length, origin - size : origin + length])
 
 
 def _template(prompt: int, rows: int, window: int | None) -> Tensor:

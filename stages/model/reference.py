@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import cached_property
 from importlib.metadata import version
 from typing import TYPE_CHECKING
@@ -10,13 +11,14 @@ import torch
 
 from ...schemas.reference import OutOfMemory
 from .fingerprint import adapter_digest, code_digest, config_digest, weights_digest
+from .float32 import held_in_float32
 from .head import HEAD_VERSION
 from .load import Resolved, load_causal_lm, resolve
 from .logps import ScoringPath, tree_logps
 from .probe import choose_path
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -78,6 +80,17 @@ class TreeScorer:
     def describe(self) -> Mapping[str, str]:
         """The layout and the head that the probe chose."""
         return {"layout": self.path.layout, "head": self.path.head}
+
+    @contextmanager
+    def in_float32(self) -> Iterator[None]:
+        """Scores along the same path, the weights widened meanwhile."""
+        try:
+            with held_in_float32(self.model):
+                yield
+        except RuntimeError as error:
+            if not _is_out_of_memory(error):
+                raise
+            raise OutOfMemory("no room for the weights in float32") from error
 
     def score(self, trees: Sequence[Tree]) -> NDArray[np.float32]:
         """Log p of every completion token, in the order tree, branch, token."""

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from ...schemas.config import TokenOptions
     from .tokenizer import TextTokenizer
 
+# An encoding holds some hundred bytes for each token, until its record has become a row.
+RECORDS_AT_ONCE = 32
+
 
 @dataclass(frozen=True)
 class EncodedRecord:
@@ -58,6 +61,11 @@ class Encoder:
     def encode(self, records: Sequence[Record]) -> Encoded:
         """Every record comes back once: as a row or as a rejected one."""
         result = Encoded()
+        for start in range(0, len(records), RECORDS_AT_ONCE):
+            self._encode(records[start : start + RECORDS_AT_ONCE], result)
+        return result
+
+    def _encode(self, records: Sequence[Record], result: Encoded) -> None:
         rendered = [item for item in (self._render(r, result) for r in records) if item]
         texts = [text for item in rendered for text in item.texts]
         encodings = iter(self._tokenizer.backend.encode_batch(texts, add_special_tokens=False))
@@ -67,7 +75,6 @@ class Encoder:
                 result.rows.append(self._row(item, branches, result.notes))
             except BadRow as bad:
                 result.rejected.append(_rejected(item.record, bad))
-        return result
 
     def _render(self, record: Record, result: Encoded) -> _Rendered | None:
         try:

@@ -10,13 +10,14 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from ...schemas.errors import UsageError
 from ...schemas.rows import BadRow, Record, Text
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from ...schemas.config import TokenOptions
 
 _DATE = re.compile(r"""strftime_now\(\s*(["'])(?P<form>.*?)\1\s*\)""")
@@ -85,19 +86,20 @@ def load_tokenizer(folder: str, options: TokenOptions) -> TextTokenizer:
             f"{folder}: the tokenizer has no tokenizer.json, so token offsets are unknown. "
             "Convert it with AutoTokenizer.from_pretrained(..., use_fast=True).save_pretrained()."
         )
-    exact = Tokenizer.from_str(backend.to_str())
-    exact.no_truncation()
-    exact.no_padding()
-    # Post-processors trim blanks off the offsets and add specials: both would hide the boundary.
-    exact.post_processor = None
     if options.eos == "append" and hf.eos_token_id is None:
         raise UsageError(
             f"{folder}: the tokenizer has no EOS token. Set one, or pass --set tokens.eos=never."
         )
+    bos = _bos(hf, options, folder)
+    # Changed in place: a copy of a large vocabulary takes as much memory again.
+    backend.no_truncation()
+    backend.no_padding()
+    # Post-processors trim blanks off the offsets and add specials: both would hide the boundary.
+    backend.post_processor = None
     return TextTokenizer(
-        backend=exact,
+        backend=backend,
         hf=hf,
-        bos=_bos(hf, options, folder),
+        bos=bos,
         eos=hf.eos_token_id if options.eos == "append" else None,
         template=_template_text(hf, options),
         specials=tuple(sorted(set(hf.all_special_tokens))),

@@ -29,6 +29,7 @@ class Unit:
     first_key: str
     last_key: str
     rejected: tuple[Rejected, ...]
+    replaced: int  # partners that cutting had made alike, and others stand in for
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ def build_unit(ring: Ring, start: int, stop: int, rule: CutRule) -> Unit:
     keyed = ring.spool.read(start, stop)
     own = keyed.rows
     first = int(ring.spool.column("branch_ends", start - 1, start)[0]) if start else 0
-    partners = ring.partners(first, first + len(own.completions)).reshape(-1)
+    chosen = ring.partners(first, first + len(own.completions)).reshape(-1)
+    partners = chosen.copy()
     fitted = _fit_partners(ring, own, partners, rule)
     rejected: dict[int, Rejected] = {}
     if len(alike := _alike(own, fitted.completions)):
@@ -72,6 +74,7 @@ def build_unit(ring: Ring, start: int, stop: int, rule: CutRule) -> Unit:
         first_key=f"{int(keyed.prompt_keys[0]):016x}",
         last_key=f"{int(keyed.prompt_keys[-1]):016x}",
         rejected=tuple(rejected[row] for row in sorted(rejected)),
+        replaced=int((partners != chosen).sum()),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +12,8 @@ from ...schemas.ragged import Ragged, offsets_of
 from ...schemas.reference import OutOfMemory
 from ...schemas.rows import Rejected, Role, Tree
 from ...schemas.shards import ScoredBlock
+from .again import score_again
+from .alike import first_alike, prompt_numbers
 from .plan import TreeCost, TreePlan, plan_batches, plan_trees
 
 if TYPE_CHECKING:
@@ -42,7 +44,8 @@ class UnitScores:
     block: ScoredBlock
     tokens_per_batch: int
     branches: int
-    reused: int
+    reused: int  # copied from an earlier cache, or from their like in this unit
+    mended: int  # scored again, because the first log-prob was not finite
     padding: int  # tokens of padding run through the model
     run_tokens: int  # tokens run through the model, padding included
     rejected: tuple[Rejected, ...]
@@ -76,24 +79,26 @@ def score_unit(
 ) -> UnitScores:
     """Scores what is not known yet; `on_batch` hears of each batch when it is done."""
     budget = rules.tokens_per_batch
-    wanted = np.flatnonzero(~known.found)
+    alike = first_alike(rows, np.flatnonzero(~known.found))
     while True:
         try:
-            run = _run(rows, wanted, rules, budget, scorer=scorer, on_batch=on_batch)
+            run = _run(rows, np.unique(alike), rules, budget, scorer=scorer, on_batch=on_batch)
             break
         except OutOfMemory as refusal:
             budget = max(budget // 2, 1)
             logger.warning("Out of memory (%s): again with %d tokens per batch.", refusal, budget)
-    return _collect(rows, known, wanted, run, rules)
+    return _collect(rows, known, alike, _mended(rows, run, scorer), rules)
 
 
 @dataclass(frozen=True)
 class _Run:
-    token_logps: Ragged  # of the wanted branches, in their order
+    branches: NDArray[np.int64]  # that were run
+    token_logps: Ragged  # of each of them
     padding: int
     tokens: int
     tokens_per_batch: int
     too_big: tuple[int, ...]  # branches that do not fit even alone; their values are NaN
+    mended: int = 0
 
 
 def _run(
@@ -128,7 +133,29 @@ def _run(
         on_batch(BatchDone(useful / whole, useful + waste, waste))
     results.sort(key=lambda result: result[0])
     lists = [logps for _, logps in results]
-    return _Run(Ragged.of(lists, np.float32), padding, tokens, budget, tuple(too_big))
+    return _Run(wanted, Ragged.of(lists, np.float32), padding, tokens, budget, tuple(too_big))
+
+
+def _mended(rows: RowBlock, run: _Run, scorer: Callable[[], Scorer]) -> _Run:
+    """Branches without a finite log-prob once more; what surrounds them may have spoilt them."""
+    is_bad = ~np.isfinite(_sums(run.token_logps)) & ~np.isin(run.branches, run.too_big)
+    if not is_bad.any():
+        return run
+    row_of_branch, bad = rows.row_of_branch, np.flatnonzero(is_bad)
+    trees = [
+        Tree(rows.prompts[row_of_branch[branch]], (rows.completions[branch],))
+        for branch in run.branches[bad].tolist()
+    ]
+    again = score_again(trees, scorer())
+    lists = list(run.token_logps)
+    for place, logps in zip(bad.tolist(), again, strict=True):
+        lists[place] = logps
+    return replace(
+        run,
+        token_logps=Ragged.of(lists, np.float32),
+        tokens=run.tokens + sum(tree.num_tokens for tree in trees),
+        mended=sum(bool(np.isfinite(logps).all()) for logps in again),
+    )
 
 
 def _plan(rows: RowBlock, wanted: NDArray[np.int64], cost: TreeCost) -> list[TreePlan]:
@@ -145,19 +172,10 @@ def _plan(rows: RowBlock, wanted: NDArray[np.int64], cost: TreeCost) -> list[Tre
 
 
 def _rows_by_prompt(rows: RowBlock) -> list[list[int]]:
-    """Neighbours with one prompt; on the ring, all rows of a prompt are neighbours."""
-    groups: list[list[int]] = []
-    lengths = rows.prompts.lengths
-    for row in range(len(rows)):
-        joins = (
-            row > 0
-            and lengths[row] == lengths[row - 1]
-            and np.array_equal(rows.prompts[row], rows.prompts[row - 1])
-        )
-        if joins:
-            groups[-1].append(row)
-        else:
-            groups.append([row])
+    numbers = prompt_numbers(rows).tolist()
+    groups: list[list[int]] = [[] for _ in range(len(set(numbers)))]
+    for row, number in enumerate(numbers):
+        groups[number].append(row)
     return groups
 
 
@@ -180,18 +198,20 @@ def _score_batch(
 def _collect(
     rows: RowBlock,
     known: KnownScores,
-    wanted: NDArray[np.int64],
+    alike: NDArray[np.int64],
     run: _Run,
     rules: ScoringRules,
 ) -> UnitScores:
+    wanted = np.flatnonzero(~known.found)
+    place = np.searchsorted(run.branches, alike)
     logps = known.logps.copy()
-    logps[wanted] = _sums(run.token_logps)
+    logps[wanted] = _sums(run.token_logps)[place]
     token_logps = None
     if rules.keep_token_logps:
         assert known.token_logps is not None
         parts = Ragged.concat([known.token_logps, run.token_logps])
         source = np.arange(len(logps))
-        source[wanted] = len(logps) + np.arange(len(wanted))
+        source[wanted] = len(logps) + place
         token_logps = parts.take(source)
     block = ScoredBlock(rows, logps, token_logps)
     bad_rows = np.unique(rows.row_of_branch[~np.isfinite(logps)])
@@ -201,20 +221,21 @@ def _collect(
         block=block,
         tokens_per_batch=run.tokens_per_batch,
         branches=len(known.found),
-        reused=int(known.found.sum()),
+        reused=len(logps) - len(run.branches),
+        mended=run.mended,
         padding=run.padding,
         run_tokens=run.tokens,
-        rejected=_rejected(rows, logps, run.too_big),
+        rejected=_rejected(rows, logps, wanted[np.isin(alike, run.too_big)]),
     )
 
 
 def _rejected(
-    rows: RowBlock, logps: NDArray[np.float64], too_big: tuple[int, ...]
+    rows: RowBlock, logps: NDArray[np.float64], too_big: NDArray[np.int64]
 ) -> tuple[Rejected, ...]:
     """Each row without a finite log-prob once, by its first branch that does not fit, if any."""
     row_of_branch = rows.row_of_branch
     found: dict[int, Rejected] = {}
-    for branch in sorted(too_big):
+    for branch in too_big.tolist():
         row = int(row_of_branch[branch])
         tokens = int(rows.prompts.lengths[row] + rows.completions.lengths[branch])
         why = f"the prompt and {_named(rows, branch)}, {tokens} tokens, do not fit even alone"

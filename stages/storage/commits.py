@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import pyarrow.compute as pc
 
 from ...schemas.codec import CodecError, from_json, to_json
 from ...schemas.errors import CorruptionError, NonFiniteError, StorageError
 from ...schemas.manifest import Commit
 from . import fs
+from .arrow import numpy_of
 from .failpoints import reach
 from .layout import COMMIT_NAME, part_name
 from .quarantine import write_quarantine
@@ -34,13 +34,15 @@ logger = logging.getLogger("align")
 
 @dataclass(frozen=True)
 class UnitFacts:
-    """What only the scorer of a unit knows."""
+    """What a shard does not say about its unit."""
 
     first_key: str  # hex of the first row's place on the ring
     last_key: str
     tokens_per_batch: int
     rejected: tuple[Rejected, ...]  # rows dropped while scoring
+    notes: dict[str, int]
     numerics: dict[str, str]
+    input_names: tuple[str, ...]  # of the files that rejected rows are numbered by
 
 
 def commit_unit(
@@ -49,7 +51,7 @@ def commit_unit(
     """Stores a scored unit; the commit it returns is another worker's if that one was first."""
     _require_finite(unit, block)
     reach("unit.scored")
-    quarantine = _quarantine(work, run_id, unit, facts.rejected)
+    quarantine = _quarantine(work, run_id, unit, facts)
     draft = work.new_draft(run_id, f"{unit:08d}")
     try:
         write_shard(draft, block)
@@ -87,12 +89,12 @@ def read_commits(work: WorkFolder, num_units: int) -> dict[int, Commit]:
 
 
 def _quarantine(
-    work: WorkFolder, run_id: str, unit: int, rejected: tuple[Rejected, ...]
+    work: WorkFolder, run_id: str, unit: int, facts: UnitFacts
 ) -> tuple[FileEntry, ...]:
-    if not rejected:
+    if not facts.rejected:
         return ()
-    in_order = sorted(rejected, key=lambda row: (row.file, row.row))
-    return (write_quarantine(work, run_id, unit, in_order),)
+    in_order = sorted(facts.rejected, key=lambda row: (row.file, row.row))
+    return (write_quarantine(work, run_id, unit, in_order, facts.input_names),)
 
 
 def _require_finite(unit: int, block: ScoredBlock) -> None:
@@ -134,6 +136,7 @@ def _describe(
         tokens_per_batch=facts.tokens_per_batch,
         quarantine=quarantine,
         quarantined=dict(Counter(sorted(row.reason for row in facts.rejected))),
+        notes=facts.notes,
         numerics=facts.numerics,
     )
 
@@ -153,12 +156,13 @@ def _require_written(draft: Path, block: ScoredBlock, num_groups: int) -> None:
 def _reads_back(draft: Path, block: ScoredBlock, num_groups: int) -> bool:
     with open_shard(draft) as file:
         # All columns, though one is compared: reading verifies the checksum of every page.
-        logps = file.read(use_threads=False).column("ref_logp")
+        logps = file.read(use_threads=False).column("ref_logp").chunks
         return (
             file.metadata.num_rows == len(block.rows)
             and file.num_row_groups == num_groups
             and file.schema_arrow.equals(schema_of(block))
-            and math.fsum(pc.list_flatten(logps).to_numpy()) == math.fsum(block.logps)
+            and math.fsum(np.concatenate([numpy_of(part.flatten()) for part in logps]))
+            == math.fsum(block.logps)
         )
 
 

@@ -17,7 +17,7 @@ from ...schemas.errors import StorageError, UsageError
 
 VARIABLE = "ALIGN_FAILPOINTS"
 
-NAMES = (
+OF_A_CACHE = (
     "quarantine.written",
     "plan.before_link",
     "plan.after_link",
@@ -37,6 +37,33 @@ NAMES = (
     "gc.forgotten",
     "gc.done",
 )
+OF_A_RUN = (
+    "checkpoint.written",
+    "checkpoint.before_json",
+    "checkpoint.before_rename",
+    "checkpoint.after_rename",
+    "latest.before_rename",
+    "latest.after_rename",
+    "prune.started",
+    "prune.forgotten",
+    "prune.done",
+    "model.before_rename",
+    "model.after_rename",
+)
+OF_RECORDS = (
+    "config.before_rename",
+    "config.after_rename",
+    "metrics.before_rename",
+    "metrics.after_rename",
+    "mlflow.before_rename",
+    "mlflow.after_rename",
+)
+OF_A_STEP = (
+    "step.started",
+    "step.before_update",
+    "step.updated",
+)
+NAMES = (*OF_A_CACHE, *OF_A_RUN, *OF_RECORDS, *OF_A_STEP)
 
 ACTIONS = ("kill", "term", "eio", "enospc")
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -37,7 +38,7 @@ def publish(path: Path, payload: bytes, *, label: str) -> None:
     """Puts a whole file in place of whatever had its name."""
     draft = _draft_of(path)
     try:
-        _write_whole(draft, payload)
+        write_new(draft, payload)
         reach(f"{label}.before_rename")
         rename(draft, path)
     except BaseException:
@@ -51,7 +52,7 @@ def put_if_absent(path: Path, payload: bytes, *, label: str) -> bool:
     """Puts a whole file where none is; False when another was there first."""
     draft = _draft_of(path)
     try:
-        _write_whole(draft, payload)
+        write_new(draft, payload)
         reach(f"{label}.before_link")
         won = link(draft, path)
     except BaseException:
@@ -72,19 +73,19 @@ def sha256_of(path: Path) -> str:
 
 def sha256_of_open(source: io.BufferedReader, path: Path) -> str:
     """The digest of what is left to read of an open file."""
-    with _told("read", path):
+    with told("read", path):
         return hashlib.file_digest(source, "sha256").hexdigest()
 
 
 def read_bytes(path: Path) -> bytes:
     """The content of one regular file."""
-    with open_regular(path) as source, _told("read", path):
+    with open_regular(path) as source, told("read", path):
         return source.read()
 
 
 def open_regular(path: Path, *, folder: int | None = None) -> io.BufferedReader:
     """Opens for reading what is a file itself: no link, pipe or device."""
-    with _told("open", path):
+    with told("open", path):
         descriptor = os.open(path, _READ, dir_fd=folder)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
@@ -119,6 +120,19 @@ def create(path: Path) -> io.BufferedWriter:
     """A new file to write into; never one that is there, never through a link."""
     descriptor = _do("create", path, lambda: os.open(path, _NEW, 0o666))
     return io.BufferedWriter(_Sink(path, descriptor), buffer_size=1 << 20)
+
+
+def append(path: Path) -> io.BufferedWriter:
+    """A file to write on at its end, made when it is not there; never through a link."""
+    descriptor = _do("append", path, lambda: os.open(path, _APPEND, 0o666))
+    return io.BufferedWriter(_Sink(path, descriptor))
+
+
+def write_new(path: Path, payload: bytes) -> None:
+    """A new file with all its bytes durable; its name is durable once its folder is synced."""
+    with create(path) as sink:
+        sink.write(payload)
+    fsync(path)
 
 
 def fsync(path: Path) -> None:
@@ -197,7 +211,7 @@ def rewrite(path: Path, descriptor: int, payload: bytes) -> None:
 
 def free_bytes(path: Path) -> int:
     """Room left for us on the disk that holds a folder."""
-    with _told("free_bytes", path):
+    with told("free_bytes", path):
         state = os.statvfs(path)
         return state.f_bavail * state.f_frsize
 
@@ -210,12 +224,6 @@ def discard(path: Path) -> None:
 
 def _draft_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-
-
-def _write_whole(path: Path, payload: bytes) -> None:
-    with create(path) as sink:
-        sink.write(payload)
-    fsync(path)
 
 
 def _sync(path: Path, flags: int) -> None:
@@ -254,14 +262,15 @@ def _do(
     target: Path | None = None,
     payload: bytes | memoryview = b"",
 ) -> T:
-    with _told(name, path, len(payload)):
+    with told(name, path, len(payload)):
         for watcher in _watchers:
             watcher(Op(name, path, target, bytes(payload)))
         return action()
 
 
 @contextmanager
-def _told(name: str, path: Path, needed: int = 0) -> Iterator[None]:
+def told(name: str, path: Path, needed: int = 0) -> Iterator[None]:
+    """Turns what the disk refuses inside into a StorageError."""
     try:
         yield
     except OSError as error:

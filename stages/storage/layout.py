@@ -10,14 +10,13 @@ _align/<plan key>/                   work in progress, gone when it is done
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...schemas.errors import UsageError
 from . import fs
+from .places import make_place, refuse_foreign
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,6 +62,11 @@ class CacheFolder:
         """The file whose lock makes a process the owner of this folder."""
         return self.private / "LOCK"
 
+    @property
+    def when_locked(self) -> str:
+        """What to do while somebody else owns this folder."""
+        return "Wait for it, choose another --output, or help it with --join."
+
     def work(self, plan_key: str) -> WorkFolder:
         """The work in progress of one plan."""
         assert WORK_NAME.fullmatch(plan_key[:16]), plan_key
@@ -77,32 +81,12 @@ class CacheFolder:
 
     def prepare(self) -> None:
         """Makes the folders; refuses a folder that holds something else."""
-        self._refuse_foreign()
-        if not self.private.is_dir():
-            self._make_root()
-        fs.make_folder(self.private)
-        fs.fsync_folder(self.root)  # before anything else is in it: by this it is known as ours
+        is_run = (self.root / "checkpoints").exists()
+        ours = self.private.is_dir() or (self.manifest.is_file() and self.data.is_dir())
+        refuse_foreign(self.root, is_ours=ours and not is_run, what="cache")
+        make_place(self.root, self.private)
         fs.make_folder(self.data)
         fs.fsync_folder(self.root)
-
-    def _make_root(self) -> None:
-        above = [path for path in self.root.parents if not path.exists()]
-        for path in (*reversed(above), self.root):
-            fs.make_folder(path)
-            if os.access(path.parent, os.R_OK):  # else it is not ours to sync
-                fs.fsync_folder(path.parent)
-
-    def _refuse_foreign(self) -> None:
-        if not self.root.exists() and not self.root.is_symlink():
-            return
-        if not self.root.is_dir():
-            raise UsageError(f"{self.root} is not a folder. Choose another --output.")
-        ours = self.private.is_dir() or (self.manifest.is_file() and self.data.is_dir())
-        if not ours and (found := next(self.root.iterdir(), None)) is not None:
-            raise UsageError(
-                f"{self.root} belongs to something else: it holds '{found.name}' and no cache. "
-                "Choose another --output."
-            )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Who may work here: one owner per cache folder, one worker per unit.
+"""Who may work here: one owner per output folder, one worker per unit.
 
 Locks save work; they do not protect data. That a unit is committed once is what
 `put_if_absent` sees to, locks or none.
@@ -12,28 +12,43 @@ import socket
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Protocol, Self
 
 from ...schemas.codec import CodecError, from_json, to_json
 from ...schemas.errors import LockedError
 from . import fs
 
-if TYPE_CHECKING:
-    from .layout import CacheFolder
+
+class Ownable(Protocol):
+    """A folder that one process at a time may work in."""
+
+    @property
+    def root(self) -> Path:
+        """The folder."""
+        ...
+
+    @property
+    def lock(self) -> Path:
+        """The file whose lock makes a process its owner."""
+        ...
+
+    @property
+    def when_locked(self) -> str:
+        """What to do while somebody else owns it."""
+        ...
 
 
-def owner_lock(folder: CacheFolder, run_id: str) -> OwnerLock:
-    """Makes this process the owner of a cache folder; LockedError when there is one."""
+def owner_lock(folder: Ownable, run_id: str) -> OwnerLock:
+    """Makes this process the owner of an output folder; LockedError when there is one."""
     lock = try_owner_lock(folder, run_id)
     if lock is None:
         raise LockedError(
-            f"{folder.root} is in use by {_owner_of(folder.lock)}. "
-            "Wait for it, choose another --output, or help it with --join."
+            f"{folder.root} is in use by {_owner_of(folder.lock)}. {folder.when_locked}"
         )
     return lock
 
 
-def try_owner_lock(folder: CacheFolder, run_id: str) -> OwnerLock | None:
+def try_owner_lock(folder: Ownable, run_id: str) -> OwnerLock | None:
     """Like `owner_lock`, but None when there is an owner."""
     descriptor = fs.open_lock(folder.lock)
     try:

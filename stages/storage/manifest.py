@@ -45,7 +45,7 @@ def build_manifest(plan: Plan, commits: Mapping[int, Commit]) -> Manifest:
         shards=shards,
         quarantine=_quarantine(plan, shards),
         quarantined=_total([plan.quarantined, *(shard.quarantined for shard in shards)]),
-        notes=plan.notes,
+        notes=_total([plan.notes, *(shard.notes for shard in shards)]),
     )
     return dataclasses.replace(unnamed, root=root_of(unnamed))
 
@@ -101,8 +101,8 @@ def load_plan(work: WorkFolder) -> Plan | None:
 
 
 def _total(counts: list[dict[str, int]]) -> dict[str, int]:
-    reasons = sorted({reason for count in counts for reason in count})
-    return {reason: sum(count.get(reason, 0) for count in counts) for reason in reasons}
+    names = sorted({name for count in counts for name in count})
+    return {name: sum(count.get(name, 0) for count in counts) for name in names}
 
 
 def _load(kind: type[T], path: Path) -> T:

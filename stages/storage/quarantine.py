@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 SCHEMA = pa.schema(
     [
         pa.field("file", pa.int32(), nullable=False),
+        pa.field("file_name", pa.string(), nullable=False),
         pa.field("row", pa.int64(), nullable=False),
         pa.field("reason", pa.string(), nullable=False),
         pa.field("detail", pa.string(), nullable=False),
@@ -30,7 +31,11 @@ SCHEMA = pa.schema(
 
 
 def write_quarantine(
-    work: WorkFolder, run_id: str, part: int, rejected: Sequence[Rejected]
+    work: WorkFolder,
+    run_id: str,
+    part: int,
+    rejected: Sequence[Rejected],
+    input_names: Sequence[str],
 ) -> FileEntry:
     """Stores rejected rows durably; the plan or a commit names the file that is returned."""
     draft = work.new_draft(run_id, f"quarantine-{part:08d}")
@@ -38,7 +43,7 @@ def write_quarantine(
     fs.make_folder(folder)
     fs.fsync_folder(folder.parent)
     try:
-        _write(draft, rejected)
+        _write(draft, rejected, input_names)
         sha256 = fs.sha256_of(draft)
         fs.fsync(draft)
         size = draft.stat().st_size
@@ -51,9 +56,10 @@ def write_quarantine(
     return FileEntry(f"{folder.name}/{part_name(part, sha256)}", size, sha256, len(rejected))
 
 
-def _write(draft: Path, rejected: Sequence[Rejected]) -> None:
+def _write(draft: Path, rejected: Sequence[Rejected], input_names: Sequence[str]) -> None:
     columns = [
         pa.array([row.file for row in rejected], pa.int32()),
+        pa.array([_printable(input_names[row.file]) for row in rejected], pa.string()),
         pa.array([row.row for row in rejected], pa.int64()),
         pa.array([row.reason for row in rejected], pa.string()),
         pa.array([_printable(row.detail) for row in rejected], pa.string()),
@@ -65,10 +71,10 @@ def _write(draft: Path, rejected: Sequence[Rejected]) -> None:
             sink,
             compression="zstd",
             compression_level=1,
-            use_dictionary=["reason"],
+            use_dictionary=["file_name", "reason"],
             write_page_checksum=True,
         )
 
 
-def _printable(detail: str) -> str:
-    return detail.encode("utf-8", "backslashreplace").decode()
+def _printable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()

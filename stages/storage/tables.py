@@ -13,6 +13,7 @@ from ...schemas.errors import CorruptionError
 from ...schemas.ragged import Ragged, offsets_of
 from ...schemas.rows import RowBlock
 from ...schemas.shards import ScoredBlock, shard_schema
+from .arrow import arrow_of, numpy_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -21,13 +22,13 @@ if TYPE_CHECKING:
 def to_table(block: ScoredBlock) -> pa.Table:
     """The columns of a shard, built over the arrays of the block."""
     rows, kept, schema = block.rows, block.token_logps, schema_of(block)
-    places = [pa.array(rows.file, pa.int32()), pa.array(rows.row, pa.int64())]
+    places = [arrow_of(rows.file, pa.int32()), arrow_of(rows.row, pa.int64())]
     columns = {
         "row_id": row_ids(rows),
         "source": pa.StructArray.from_arrays(places, fields=list(schema.field("source").type)),
         "prompt_ids": _list_array(rows.prompts, schema.field("prompt_ids").type),
-        "prompt_cut": rows.prompt_cut,
-        **{name: pa.array(values, pa.float64()) for name, values in rows.carried.items()},
+        "prompt_cut": arrow_of(rows.prompt_cut, pa.int32()),
+        **{name: arrow_of(values, pa.float64()) for name, values in rows.carried.items()},
     }
     for name, tokens in {"completion_ids": rows.completions, "ref_token_logps": kept}.items():
         if tokens is not None:
@@ -36,7 +37,7 @@ def to_table(block: ScoredBlock) -> pa.Table:
             columns[name] = _lists_of(rows.branch_offsets, inner, kind)
     for name, values in _branch_columns(block).items():
         kind = schema.field(name).type
-        inner = pa.array(values, kind.value_type, from_pandas=name == "score")
+        inner = arrow_of(values, kind.value_type, nan_is_null=name == "score")
         columns[name] = _lists_of(rows.branch_offsets, inner, kind)
     return pa.Table.from_arrays([columns[name] for name in schema.names], schema=schema)
 
@@ -53,7 +54,7 @@ def read_block(table: pa.Table, *, source: str = "a shard") -> ScoredBlock:
         source,
         "has lists over branches of different lengths",
     )
-    flat = {name: _numpy(column.flatten()) for name, column in branches.items()}
+    flat = {name: numpy_of(column.flatten()) for name, column in branches.items()}
     _require(
         np.array_equal(flat["num_tokens"], completions.lengths), source, "counts tokens wrongly"
     )
@@ -74,7 +75,7 @@ def row_ids(rows: RowBlock) -> pa.Array:
     plain = pa.StringArray.from_buffers(len(rows), pa.py_buffer(offsets), pa.py_buffer(text))
     if not rows.copy.any():
         return plain
-    copies = pa.array(rows.copy, pa.int32())
+    copies = arrow_of(rows.copy, pa.int32())
     named = pc.binary_join_element_wise(plain, pc.cast(copies, pa.string()), "-")
     return pc.if_else(pc.greater(copies, 0), named, plain)
 
@@ -82,6 +83,11 @@ def row_ids(rows: RowBlock) -> pa.Array:
 def ids_digest(ids: pa.Array) -> str:
     """One sha256 over row ids in order, each on its own line."""
     return hashlib.sha256("".join(f"{name}\n" for name in ids.to_pylist()).encode()).hexdigest()
+
+
+def list_column(table: pa.Table, name: str) -> Ragged:
+    """The lists of one column; the table may be a slice of another."""
+    return _ragged(_column(table, name))
 
 
 _HEX = 32  # hex digits of a row's digest
@@ -96,12 +102,12 @@ def _branch_columns(block: ScoredBlock) -> dict[str, NDArray[Any]]:
 
 
 def _list_array(lists: Ragged, kind: pa.DataType) -> pa.Array:
-    return _lists_of(lists.offsets, pa.array(lists.values, kind.value_type), kind)
+    return _lists_of(lists.offsets, arrow_of(lists.values, kind.value_type), kind)
 
 
 def _lists_of(offsets: NDArray[np.int64], inner: pa.Array, kind: pa.DataType) -> pa.Array:
     assert offsets[-1] == len(inner) < 2**31, (offsets[-1], len(inner))
-    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), inner, type=kind)
+    return pa.ListArray.from_arrays(arrow_of(offsets, pa.int32()), inner, type=kind)
 
 
 def _row_block(
@@ -116,16 +122,16 @@ def _row_block(
     return RowBlock(
         row_id=ids,
         copy=copies,
-        file=_numpy(pc.struct_field(places, "file")),
-        row=_numpy(pc.struct_field(places, "row")),
+        file=numpy_of(pc.struct_field(places, "file")),
+        row=numpy_of(pc.struct_field(places, "row")),
         prompts=_ragged(_column(table, "prompt_ids")),
-        prompt_cut=_numpy(_column(table, "prompt_cut")),
+        prompt_cut=numpy_of(_column(table, "prompt_cut")),
         branch_offsets=branch_offsets,
         completions=completions,
         roles=flat["role"],
         scores=flat["score"],
         cut=flat["cut"],
-        carried={name: _numpy(_column(table, name)) for name in _carried(table.schema)},
+        carried={name: numpy_of(_column(table, name)) for name in _carried(table.schema)},
     )
 
 
@@ -146,7 +152,7 @@ def _parse_row_ids(ids: pa.Array, source: str) -> tuple[NDArray[np.bytes_], NDAr
     raw = bytes.fromhex(joined[0].as_py())
     numbers = pc.utf8_slice_codeunits(ids, _HEX + 1)
     copies = pc.cast(pc.if_else(pc.equal(numbers, ""), "0", numbers), pa.int32())
-    return np.frombuffer(raw, dtype="S16"), _numpy(copies)
+    return np.frombuffer(raw, dtype="S16"), numpy_of(copies)
 
 
 def _column(table: pa.Table, name: str) -> pa.Array:
@@ -156,16 +162,11 @@ def _column(table: pa.Table, name: str) -> pa.Array:
 
 def _ragged(lists: pa.Array) -> Ragged:
     # Never `.values`: of a sliced array it is the whole array.
-    return Ragged(_numpy(lists.flatten()), offsets_of(_lengths(lists)))
+    return Ragged(numpy_of(lists.flatten()), offsets_of(_lengths(lists)))
 
 
 def _lengths(lists: pa.Array) -> NDArray[Any]:
-    return _numpy(pc.list_value_length(lists))
-
-
-def _numpy(values: pa.Array) -> NDArray[Any]:
-    array: NDArray[Any] = values.to_numpy(zero_copy_only=False)
-    return array
+    return numpy_of(pc.list_value_length(lists))
 
 
 def _carried(schema: pa.Schema) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from zlib import crc32
@@ -12,6 +13,7 @@ from ...schemas.ragged import Ragged
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
 
@@ -54,6 +56,10 @@ class StubScorer:
         previous[1:] = branches.values[:-1]
         previous[branches.offsets[:-1][filled]] = _last_prompt_tokens(trees)[filled]
         return _hashed_logps(previous, branches.values, self.salt)
+
+    def in_float32(self) -> AbstractContextManager[None]:
+        """It computes in nothing else."""
+        return nullcontext()
 
     def describe(self) -> Mapping[str, str]:
         """There is only one way to score."""

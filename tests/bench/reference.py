@@ -126,8 +126,6 @@ def make_case(folder, rows):
 
 
 def measure_align(folder):
-    import pyarrow.parquet as pq
-
     from align.pipeline.precompute import precompute
     from align.pipeline.units import Worker
     from align.schemas.config import (
@@ -150,13 +148,19 @@ def measure_align(folder):
         )
         outcome = precompute(config, HfReference(model), progress=make_progress(), worker=Worker())
         peak = peak_mib()
-        shards = [pq.read_table(path) for path in sorted(Path(output).glob("cache/data/*"))]
+        logps = stored_logps(Path(output) / "cache")
+    return result(folder, outcome.tally.seconds, peak, logps)
+
+
+def stored_logps(cache):
+    """Imports Arrow only now: as for a user, align is the first to do so."""
+    import pyarrow.parquet as pq
+
+    shards = [pq.read_table(path) for path in sorted(cache.glob("data/*"))]
     rows = sorted(
         (row["source"]["row"], row["ref_logp"]) for shard in shards for row in shard.to_pylist()
     )
-    return result(
-        folder, outcome.tally.seconds, peak, [value for _, pair in rows for value in pair]
-    )
+    return [value for _, pair in rows for value in pair]
 
 
 def measure_trl(folder, batch_size=None):

@@ -10,7 +10,7 @@ import pytest
 from stage_one import child, contents, run
 
 from align.schemas.errors import UsageError
-from align.stages.storage.failpoints import NAMES
+from align.stages.storage.failpoints import OF_A_CACHE
 from align.stages.storage.layout import CacheFolder
 from align.stages.storage.manifest import load_manifest
 
@@ -25,7 +25,7 @@ def ends_like(clean, config):
     assert contents(config.cache.output) == clean
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", OF_A_CACHE)
 @pytest.mark.parametrize(("action", "exit_code"), [("kill", -9), ("eio", 74), ("term", 143)])
 def test_a_run_stopped_at_any_named_place_ends_in_the_same_bytes(
     flawed, tmp_path, name, action, exit_code

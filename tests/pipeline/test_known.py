@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from stage_one import contents, run
 
+from align.pipeline import known
 from align.pipeline.identity import require_same_or_growing
 from align.pipeline.known import candidates, remember
 from align.schemas.config import DataOptions
@@ -35,6 +36,11 @@ def garble(folder):
     (Path(folder) / "manifest.json").write_text("{}")
 
 
+def outdate(folder):
+    """Gives a cache a format that only a later version can read."""
+    (Path(folder) / "manifest.json").write_text('{"format_version":99}')
+
+
 @pytest.fixture
 def warnings(caplog):
     """The lines `align` warned with."""
@@ -58,11 +64,23 @@ def test_a_damaged_shard_is_scored_anew(to, tmp_path, warnings, damage, seed, to
     assert scores(tmp_path / "b") == scores(tmp_path / "c")
 
 
-def test_a_cache_with_an_unreadable_manifest_is_passed_over(to, tmp_path, warnings):
+@pytest.mark.parametrize("harm", [garble, outdate])
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_cache_with_an_unreadable_manifest_is_passed_over(to, tmp_path, warnings, harm, is_named):
     run(to())
-    garble(to().cache.output)
-    assert run(to(output=str(tmp_path / "b"), reuse=[to().cache.output])).tally.reused == 0
+    harm(to().cache.output)
+    reuse = [to().cache.output] if is_named else []
+    again = to(output=str(tmp_path / "b"), reuse=reuse, reuse_known=not is_named)
+    assert run(again).tally.reused == 0
     assert [to().cache.output in line for line in warnings()] == [True]
+
+
+def test_the_manifest_of_an_earlier_cache_is_read_once(to, tmp_path, monkeypatch):
+    run(to())
+    reads = []
+    monkeypatch.setattr(known, "load_manifest", lambda f: reads.append(f) or load_manifest(f))
+    assert run(to(output=str(tmp_path / "b"), reuse_known=True)).tally.scored == 0
+    assert [folder.root for folder in reads] == [Path(to().cache.output)]
 
 
 def scores(folder):
@@ -102,8 +120,8 @@ def test_a_list_of_caches_may_hold_anything(to, tmp_path, monkeypatch, warnings)
     (tmp_path / "caches.txt").write_bytes(b"\xff\xfe\n\n/none\n" + b"x" * 5000 + b"\n")
     remember(folder)
     other = CacheFolder(tmp_path / "other")
-    known = candidates(to(reuse_known=True).cache, other)
-    assert known == (str(other.root), str(folder.root.resolve()))
+    offered = candidates(to(reuse_known=True).cache, other)
+    assert offered == (str(other.root), str(folder.root.resolve()))
     assert warnings() == []
 
 

@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,6 +37,9 @@ class Lossy:
 
     def describe(self):
         return {"path": "lossy"}
+
+    def in_float32(self):
+        return nullcontext()
 
     def score(self, trees):
         if sum(tree.num_tokens for tree in trees) > self.room:
@@ -72,6 +76,7 @@ def test_every_row_is_in_one_shard_or_in_quarantine(flawed):
     assert manifest.quarantined == Counter(row["reason"] for row in rejected)
     assert {"empty_completion", "nonfinite_logp", "oom"} == set(manifest.quarantined)
     assert all(row["detail"] for row in rejected)
+    assert {row["file_name"] for row in rejected} == {"flawed.jsonl"}
     assert verify_cache(CacheFolder(Path(config.cache.output))) == manifest
     kept = {entry.file for entry in manifest.quarantine}
     assert {name for name in contents(config.cache.output) if name.startswith("qu")} == kept

@@ -1,4 +1,4 @@
-"""Peak memory of scoring does not grow with vocabulary times tokens."""
+"""Peak memory of scoring and of learning does not grow with vocabulary times tokens."""
 
 import json
 import os
@@ -6,11 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[1] / "support" / "memory_growth.py"
 SLACK = 4  # MiB: what an allocator and the C library may round up
 
 
-def test_four_times_the_vocabulary_needs_no_more_memory_to_score():
+@pytest.fixture(scope="module")
+def peaks():
     # What is freed goes back at once, so that one measurement does not hide the next.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     answer = subprocess.run(
@@ -20,7 +23,10 @@ def test_four_times_the_vocabulary_needs_no_more_memory_to_score():
         check=True,
         text=True,
     )
-    peaks = json.loads(answer.stdout.splitlines()[-1])
+    return json.loads(answer.stdout.splitlines()[-1])
+
+
+def test_four_times_the_vocabulary_needs_no_more_memory_to_score(peaks):
     small, large = peaks["align"]
     assert large <= 1.25 * small + SLACK, peaks
     # The same measurement sees the logits: 2,048 positions of 65,536 float32 are 512 MiB.
@@ -28,3 +34,14 @@ def test_four_times_the_vocabulary_needs_no_more_memory_to_score():
     assert logits_large >= 3.5 * logits_small, peaks
     assert logits_large >= 512 + 256, peaks  # and their softmax over the completions
     assert large <= logits_large / 8, peaks
+
+
+def test_four_times_the_vocabulary_needs_no_more_memory_to_learn(peaks):
+    small, large = peaks["training, frozen head"]
+    assert large <= 1.25 * small + SLACK, peaks
+    # A head that learns has a gradient as large as itself: 64 float32 per word, 4 and 16 MiB.
+    small, large = peaks["training"]
+    assert large - small <= 16 - 4 + SLACK, peaks
+    logits_small, logits_large = peaks["training with logits"]
+    assert logits_large >= 3.5 * logits_small, peaks
+    assert large <= logits_large / 16, peaks

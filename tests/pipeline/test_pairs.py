@@ -226,19 +226,39 @@ def test_tokenizing_in_processes_leaves_the_same_bytes(to):
     assert found[0] == found[1]
 
 
-def test_rows_that_cannot_have_a_mismatch_are_counted_out(config, tokenizer_folder, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    long_prompt, short_prompt = "word " * 20 + "end:", "Q:"
-    room = len(tokenizer(long_prompt)["input_ids"]) + 1
-    rows = [
-        {"prompt": long_prompt, "completion": " yes maybe so", "label": True},
-        {"prompt": short_prompt, "completion": " yes perhaps not", "label": False},
-    ]
-    path = tmp_path / "tight.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tight = replace(
-        config, data=DataOptions([str(path)], max_bad_frac=0.5), tokens=TokenOptions(room)
-    )
+@pytest.fixture
+def tight(config, tokenizer_folder, tmp_path):
+    """The config of unpaired rows, the first of which has room for one token."""
+
+    def write(*texts):
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+        (prompt, _), *_ = texts
+        room = len(tokenizer(prompt)["input_ids"]) + 1
+        rows = [{"prompt": p, "completion": c, "label": len(p) > 2} for p, c in texts]
+        path = tmp_path / "tight.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        data = DataOptions([str(path)], max_bad_frac=0.5)
+        return replace(config, data=data, tokens=TokenOptions(room))
+
+    return write
+
+
+LONG_PROMPT = "word " * 20 + "end:"
+
+
+def test_partners_that_cutting_makes_alike_are_replaced_and_counted(tight):
+    others = [(f"{letter}:", f" yes perhaps {letter}") for letter in "ABCDEFGHIJ"]
+    config = tight((LONG_PROMPT, " yes maybe so"), *others, ("Z:", " no"))
+    manifest = run(config).manifest
+    assert (manifest.quarantined, manifest.rows) == ({}, 12)
+    assert manifest.notes["mismatched_completions_replaced_after_cutting"] == 1
+    (cut,) = (row for row in rows_of(config.cache.output) if row["source"]["row"] == 0)
+    (no,) = (row for row in rows_of(config.cache.output) if row["source"]["row"] == 11)
+    assert cut["completion_ids"][1] == no["completion_ids"][0][:1]
+
+
+def test_rows_that_cannot_have_a_mismatch_are_counted_out(tight):
+    tight = tight((LONG_PROMPT, " yes maybe so"), ("Q:", " yes perhaps not"))
     manifest = run(tight).manifest
     assert manifest.quarantined == {"no_mismatch": 1}
     (entry,) = manifest.quarantine

@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from stage_one import child, contents, run
 
+from align.pipeline import job
 from align.schemas.config import DataOptions, ModelOptions
 from align.schemas.errors import FingerprintError, UsageError
 from align.stages.storage.layout import CacheFolder
@@ -93,6 +94,14 @@ def test_more_kl_pairs_score_only_the_new_branches(to):
     assert second.tally.reused >= first.manifest.branches
     assert second.manifest.branches == 2 * first.manifest.branches
     assert second.tally.scored <= second.manifest.branches - first.manifest.branches
+
+
+def test_the_manifest_of_before_is_not_read_for_every_unit_that_is_added(to, monkeypatch):
+    run(to(kl_pairs=1))
+    reads = []
+    monkeypatch.setattr(job, "load_manifest", lambda f: reads.append(f) or load_manifest(f))
+    assert run(to(kl_pairs=2)).tally.units > 4
+    assert len(reads) == 1
 
 
 def test_fewer_kl_pairs_in_the_same_folder_are_refused(to):

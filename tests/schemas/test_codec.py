@@ -50,6 +50,23 @@ def test_what_does_not_fit_is_named(change, message):
         from_plain(Outer, plain | change, partial=True)
 
 
+@dataclass(frozen=True)
+class Weighted:
+    weight: float | Literal["auto"] | None = None
+
+
+@pytest.mark.parametrize(("given", "weight"), [(2, 2.0), ("auto", "auto"), (None, None)])
+def test_a_field_of_several_kinds_takes_the_first_that_fits(given, weight):
+    assert from_plain(Weighted, {"weight": given}).weight == weight
+
+
+def test_a_field_of_several_kinds_names_them_all():
+    with pytest.raises(
+        CodecError, match=r"^weight: expected a number, .*; or expected one of auto"
+    ):
+        from_plain(Weighted, {"weight": "atuo"})
+
+
 def test_a_missing_field_is_missed_unless_defaults_may_fill_it():
     with pytest.raises(CodecError, match="parts: missing"):
         from_plain(Outer, {"name": "a", "kind": "left", "inner": {"size": 1, "ratio": 1}})

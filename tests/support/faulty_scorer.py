@@ -1,5 +1,6 @@
 """A scorer that misbehaves on demand."""
 
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +18,9 @@ class Faulty:
     room: int = 10**9  # tokens of a batch, padding included
     pads: bool = True
     poison: dict = field(default_factory=dict)  # token: its log-prob
+    spoils: bool = False  # whether poison reaches every branch of its batch
+    heals: bool = False  # whether float32 helps against poison
+    is_wide: bool = False
     batches: list = field(default_factory=list)  # tokens of each tree, batch by batch
 
     def score(self, trees):
@@ -27,8 +31,15 @@ class Faulty:
         values = STUB.score(trees)
         tokens = np.concatenate([branch for tree in trees for branch in tree.branches])
         for token, value in self.poison.items():
-            values[tokens == token] = value
+            if token in tokens and not (self.heals and self.is_wide):
+                values[self.spoils | (tokens == token)] = value
         return values
+
+    @contextmanager
+    def in_float32(self):
+        self.is_wide = True
+        yield
+        self.is_wide = False
 
     def describe(self):
         return {"path": "faulty"}

@@ -1,4 +1,4 @@
-"""Prints by how many MiB memory peaks above the loaded weights while one batch is scored."""
+"""Prints by how many MiB memory peaks above the loaded weights while one batch is run."""
 
 import json
 import sys
@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from align.schemas.rows import Tree
+from align.stages.model.policy import Policy
 from align.stages.model.reference import TreeScorer
 
 TREES, PROMPT, BRANCH = 8, 64, 64  # each tree has two branches: 1,536 tokens, 1,024 of completions
@@ -57,7 +58,42 @@ def with_logits(model):
     return score
 
 
-MEASURED = {"align": with_align, "logits": with_logits}
+def training_with_align(model):
+    policy = Policy(model)
+    assert (policy.path.layout, policy.path.head) == ("packed", "fused")
+
+    def learn(trees):
+        policy(tuple(trees)).sum().backward()
+        policy.zero_grad()
+
+    return learn
+
+
+def training_with_a_frozen_head(model):
+    model.requires_grad_(False)
+    model.model.layers.requires_grad_(True)
+    return training_with_align(model)
+
+
+def training_with_logits(model):
+    def learn(trees):
+        ids = [np.concatenate([tree.prompt, branch]) for tree in trees for branch in tree.branches]
+        tokens = torch.from_numpy(np.stack(ids)).long()
+        logits = model(input_ids=tokens, use_cache=False).logits[:, PROMPT - 1 : -1]
+        logps = torch.log_softmax(logits, dim=-1)
+        logps.gather(2, tokens[:, PROMPT:, None]).sum().backward()
+        model.zero_grad()
+
+    return learn
+
+
+MEASURED = {
+    "align": with_align,
+    "logits": with_logits,
+    "training": training_with_align,
+    "training, frozen head": training_with_a_frozen_head,
+    "training with logits": training_with_logits,
+}
 
 
 def config_of(vocabulary):

@@ -3,7 +3,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
-from align.stages.model.head import TILE_ROWS, TILE_VOCABULARY, HeadSpec, fused_logps, head_spec
+from align.stages.model.head import fused_logps, head_spec
+from align.stages.model.tiles import TILE_ROWS, TILE_VOCABULARY, HeadSpec
 
 HIDDEN = 16
 WIDE = TILE_VOCABULARY["cpu"] * 2 + 37  # two whole tiles and a part of one

@@ -152,6 +152,7 @@ def test_the_next_text_that_differs_stands_in_for_a_partner_that_does_not(
     alone = build_unit(ring, place, place + 1, CutRule(4, EOS))
     whole = build_unit(ring, 0, len(rows), CutRule(4, EOS))
     assert alone.rejected == whole.rejected == ()
+    assert (alone.replaced, whole.replaced) == (1, 1)
     assert [(ids, cut) for ids, _, _, cut in read(alone)[0].branches] == [((1,), 2), ((2,), 1)]
     assert read(whole)[place] == read(alone)[0]
 
@@ -180,6 +181,7 @@ def test_a_unit_may_lose_all_its_rows(tmp_path):
     unit = build_unit(ring, place, place + 1, CutRule(4, EOS))
     assert (len(unit.rows), [bad.reason for bad in unit.rejected]) == (0, ["no_mismatch"])
     assert len(unit.rows.completions) == 0
+    assert unit.replaced == 0
 
 
 @relaxed

@@ -72,7 +72,7 @@ def write_cache(root: Path, rows: list[Row], *, per_unit: int = 2) -> CacheFolde
     commits = {}
     for unit, start in enumerate(range(0, len(rows), per_unit)):
         block = block_of(rows[start : start + per_unit], start)
-        facts = UnitFacts("00", "ff", 64, (), {"path": "exact"})
+        facts = UnitFacts("00", "ff", 64, (), {}, {"path": "exact"}, ("pairs.jsonl",))
         commits[unit] = commit_unit(work, "run", unit, block, facts)
     ends = [min(len(rows), per_unit * unit) for unit in range(len(commits) + 1)]
     write_manifest(folder, build_manifest(plan_of(ends, rows_in=len(rows) + 3), commits))

@@ -50,7 +50,9 @@ def earlier(halves, tmp_path):
     work.prepare()
     arcs = [(LOWEST, "8" + "0" * 15), ("8" + "0" * 15, HIGHEST)]
     commits = [
-        commit_unit(work, "run", unit, block, UnitFacts(*arcs[unit], 64, {}, NUMERICS[unit]))
+        commit_unit(
+            work, "run", unit, block, UnitFacts(*arcs[unit], 64, (), {}, NUMERICS[unit], ())
+        )
         for unit, block in enumerate(halves)
     ]
     return lambda same_ring: EarlierCache(work.cache, tuple(commits), same_ring)

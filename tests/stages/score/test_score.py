@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from encoded_rows import encoded
 from faulty_scorer import Faulty
 
 from align.schemas.ragged import Ragged
+from align.schemas.reference import OutOfMemory
 from align.schemas.rows import Rejected
 from align.stages.prepare.keyed import key_rows
 from align.stages.score.score import KnownScores
@@ -116,13 +118,77 @@ def test_a_row_without_a_finite_log_prob_is_quarantined_alone(score, value, keep
     )
     scorer = Faulty(poison={99: value})
     scores = score(rows, scorer, keep=keep)
-    assert scorer.batches == [[2 + 1 + 1 + 2 + 2 + 1 + 1]]
+    assert scorer.batches == [[2 + 1 + 1 + 2 + 2 + 1 + 1], [2 + 2]]  # then once more, alone
     (bad,) = scores.rejected
     assert (bad.file, bad.row, bad.reason) == (0, 1, "nonfinite_logp")
     assert bad.detail == f"the log-prob of branch 0 (chosen) is {value}"
     assert scores.block.rows.row.tolist() == [0, 2]
     assert np.isfinite(scores.block.logps).all()
     assert (scores.block.token_logps is not None) == keep
+
+
+@pytest.mark.parametrize("budget", [1, 64])
+def test_what_float32_makes_finite_is_kept_with_the_value_it_has_alone(
+    rows, score, one_by_one, budget
+):
+    poisoned = int(rows.completions.values[0])
+    scorer = Faulty(poison={poisoned: np.nan}, spoils=True, heals=True)
+    scores = score(rows, scorer, budget=budget)
+    expected = one_by_one(rows)
+    assert scores.rejected == ()
+    assert [values.tobytes() for values in scores.block.token_logps] == [
+        values.tobytes() for values in expected
+    ]
+    holding = sum(poisoned in ids for ids in rows.completions)
+    assert scores.mended == holding if budget == 1 else scores.mended > holding
+    assert scores.run_tokens == sum(max(sizes) * len(sizes) for sizes in scorer.batches)
+
+
+def test_poison_spoils_no_branch_but_its_own(score):
+    """One sequence holds both rows: what is not finite in one may reach the other."""
+    rows = block_of(encoded([1, 2], [99], [6], row=0), encoded([1, 2], [7], [8], row=1))
+    scores = score(rows, Faulty(poison={99: np.nan}, spoils=True))
+    assert [(bad.row, bad.reason) for bad in scores.rejected] == [(0, "nonfinite_logp")]
+    assert scores.block.rows.row.tolist() == [1]
+    assert scores.mended == 3  # all but the one that holds the poison
+
+
+def test_without_room_for_float32_a_row_is_quarantined_as_it_was(score):
+    @contextmanager
+    def refuse():
+        raise OutOfMemory("no room for the weights")
+        yield
+
+    scorer = Faulty(poison={99: np.inf})
+    scorer.in_float32 = refuse
+    scores = score(block_of(encoded([1], [99], [6]), encoded([2], [5], [6])), scorer)
+    assert (reasons(scores), scores.mended) == ({"nonfinite_logp": 1}, 0)
+
+
+def test_one_text_behind_one_prompt_is_scored_once(score, one_by_one):
+    rows = block_of(
+        encoded([1, 2], [5, 6], [7], row=0),
+        encoded([1, 2], [5, 6], [8], [7], row=1),
+        encoded([3, 2], [5, 6], [7, 7], [7, 7], row=2),
+    )
+    scorer = Faulty()
+    scores = score(rows, scorer)
+    assert sorted(scorer.batches[0]) == [2 + 2 + 1 + 1, 2 + 2 + 2]
+    assert (scores.branches, scores.reused) == (8, 3)
+    assert [list(values) for values in scores.block.token_logps] == list(
+        map(list, one_by_one(rows))
+    )
+    sums = [math.fsum(map(float, values)) for values in one_by_one(rows)]
+    assert scores.block.logps.tolist() == sums
+
+
+def test_a_text_that_does_not_fit_is_told_of_in_every_row_that_holds_it(score):
+    rows = block_of(encoded([1], [5] * 50, [6], row=0), encoded([1], [7], [5] * 50, row=1))
+    scores = score(rows, Faulty(room=20))
+    assert [bad.detail for bad in scores.rejected] == [
+        "the prompt and branch 0 (chosen), 51 tokens, do not fit even alone",
+        "the prompt and branch 1 (rejected), 51 tokens, do not fit even alone",
+    ]
 
 
 def test_infinities_of_both_signs_are_no_warning(score):

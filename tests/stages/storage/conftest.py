@@ -4,6 +4,7 @@ import hashlib
 import os
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -27,8 +28,8 @@ from align.stages.storage.manifest import (
 )
 from align.stages.storage.quarantine import write_quarantine
 
-FACTS = UnitFacts("00", "ff", 64, (), {"path": "exact"})
-LOSSY = UnitFacts("00", "ff", 64, (Rejected(0, 9, "oom", "too big"),), {"path": "exact"})
+FACTS = UnitFacts("00", "ff", 64, (), {}, {"path": "exact"}, ("a.jsonl", "b.jsonl"))
+LOSSY = replace(FACTS, rejected=(Rejected(0, 9, "oom", "too big"),), notes={"swaps": 2})
 ROWS = 5
 
 
@@ -73,7 +74,7 @@ def plan_of(units, quarantine):
         unit_offsets=tuple(range(0, ROWS * len(units) + 1, ROWS)),
         quarantine=tuple(quarantine),
         quarantined={"null": len(quarantine)},
-        notes={},
+        notes={"repeats": 1},
         reuse=(),
     )
 
@@ -94,7 +95,9 @@ def make_cache(root, units=(1, 2, 3), *, run_id="run", told=lambda event, key: N
         plan = load_plan(work)
         if plan is None:
             rejected = [Rejected(0, 7, "null", "no prompt")]
-            entries = [write_quarantine(work, run_id, 0, rejected)] if rejects else []
+            entries = (
+                [write_quarantine(work, run_id, 0, rejected, FACTS.input_names)] if rejects else []
+            )
             plan = write_plan(work, plan_of(units, entries))
         told("plan", key)
         commits = read_commits(work, len(units))

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from align import pipeline
 from align.schemas.errors import UsageError
-from align.stages import storage
+from align.stages import storage, tracking, train
 from align.stages.storage import failpoints
-from align.stages.storage.failpoints import NAMES, Trigger, parse
+from align.stages.storage.failpoints import NAMES, OF_A_CACHE, Trigger, parse
 
 
 def test_a_list_of_failpoints_is_read():
@@ -35,14 +36,15 @@ def test_a_failpoint_that_means_nothing_is_refused(text, said):
 
 
 def test_every_named_failpoint_is_somewhere_in_the_code():
-    source = "".join(path.read_text() for path in Path(storage.__path__[0]).glob("*.py"))
+    rooms = [Path(room.__path__[0]) for room in (pipeline, storage, tracking, train)]
+    source = "".join(path.read_text() for room in rooms for path in room.glob("*.py"))
     labels = re.findall(r'label="(\w+)"', source)
     reached = set(re.findall(r'reach\("([\w.]+)"\)', source)) | {
         f"{label}.{place}"
         for label in labels
         for place in (
             ("before_rename", "after_rename")
-            if label == "manifest"
+            if label in {"manifest", "latest", "metrics", "mlflow", "config"}
             else ("before_link", "after_link")
         )
     }
@@ -55,7 +57,7 @@ def test_a_failpoint_nobody_asked_for_costs_next_to_nothing():
     assert best / 20_000 < 2e-6  # measured 60 ns; the bound is for a loaded machine
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", OF_A_CACHE)
 @pytest.mark.parametrize("action", ["kill", "eio", "term", "enospc"])
 def test_a_run_that_fails_anywhere_ends_as_if_it_had_not(  # noqa: PLR0917
     tmp_path, make_cache, tree, fork, clean_tree, name, action
@@ -73,7 +75,7 @@ def test_a_run_that_fails_anywhere_ends_as_if_it_had_not(  # noqa: PLR0917
 def test_a_run_killed_again_and_again_ends_as_if_it_had_not(
     tmp_path, make_cache, tree, fork, clean_tree
 ):
-    visits = [f"{name}=kill@{visit}" for name in NAMES for visit in (1, 2)]
+    visits = [f"{name}=kill@{visit}" for name in OF_A_CACHE for visit in (1, 2)]
     for visit in visits[::-1]:
         fork(lambda: make_cache(tmp_path / "cache"), visit)
     assert fork(lambda: make_cache(tmp_path / "cache")) == 0

@@ -17,6 +17,7 @@ def test_a_manifest_is_the_same_whenever_and_wherever_it_is_made(
     manifest = load_manifest(cache)
     assert manifest.rows == sum(shard.rows for shard in manifest.shards) == 15
     assert manifest.quarantined == {"null": 1, "oom": 3}
+    assert manifest.notes == {"repeats": 1, "swaps": 6}  # the plan's, and two of each shard
     assert dataclasses.replace(manifest, align_version="9.9").root == root_of(manifest)
 
 

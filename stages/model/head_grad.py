@@ -1,0 +1,140 @@
+"""The gradient of the fused head, from tiles that are projected a second time.
+
+    d logp(y) / d z_v = [v = y] - p_v,   p_v = exp(z_v - logsumexp z)
+
+Products are accumulated in float32, over tiles of positions too, whatever the weights are in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .tiles import OutputHead, Tiles, operand, score_targets, tile_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class FusedLogps(torch.autograd.Function):
+    """Log-probs of targets, differentiable in hidden states, weight and bias."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, targets: Tensor, *head: Any) -> Tensor:
+        """Scores as without gradients, and keeps one number per position."""
+        # The parameters themselves, not save_for_backward: ZeRO-3 empties them after each use
+        # and fills the same objects again before their backward.
+        ctx.head = OutputHead(*head)
+        scored = score_targets(hidden, ctx.head, targets)
+        ctx.save_for_backward(hidden, targets, scored.logsumexp)
+        return scored.logps
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logps: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients that are asked for; a frozen head costs none of its own."""
+        hidden, targets, logsumexp = ctx.saved_tensors
+        head: OutputHead = ctx.head
+        needs_hidden, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        gradients = _Gradients(
+            torch.zeros_like(hidden, dtype=torch.float32) if needs_hidden else None,
+            torch.zeros_like(head.weight) if needs_weight else None,
+            torch.zeros_like(head.bias) if needs_bias and head.bias is not None else None,
+        )
+        if len(targets):
+            slopes = -head.spec.scale * grad_logps
+            positions = _Positions.of(hidden, targets, logsumexp, slopes)
+            _add_all(gradients, positions, head)
+        grad_hidden = None if gradients.hidden is None else gradients.hidden.to(hidden.dtype)
+        return grad_hidden, None, gradients.weight, gradients.bias, None
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """What is asked for."""
+
+    hidden: Tensor | None  # (T, hidden) float32
+    weight: Tensor | None  # (vocabulary, hidden) in its dtype
+    bias: Tensor | None  # (vocabulary,) in its dtype
+
+
+@dataclass(frozen=True)
+class _Positions:
+    """What every tile needs of the positions."""
+
+    states: Tensor  # (T, hidden) as products want them
+    weighted: Tensor  # (hidden, T): slope / unit * state; products of this shape are the fastest
+    slopes: Tensor  # (T,) float32: minus the loss's slope in the log-prob, times the logit's scale
+    unit: Tensor  # () float32
+    targets: Tensor  # (T,)
+    logsumexp: Tensor  # (T,) float32
+
+    @staticmethod
+    def of(hidden: Tensor, targets: Tensor, logsumexp: Tensor, slopes: Tensor) -> _Positions:
+        states = operand(hidden)
+        # float16 could not hold states times the slopes of a scaled loss.
+        unit = slopes.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
+        weighted = (states * (slopes / unit)[:, None]).to(states.dtype).t().contiguous()
+        return _Positions(states, weighted, slopes, unit, targets, logsumexp)
+
+    def __getitem__(self, rows: slice) -> _Positions:
+        return _Positions(
+            states=self.states[rows],
+            weighted=self.weighted[:, rows],
+            slopes=self.slopes[rows],
+            unit=self.unit,
+            targets=self.targets[rows],
+            logsumexp=self.logsumexp[rows],
+        )
+
+
+def _add_all(gradients: _Gradients, positions: _Positions, head: OutputHead) -> None:
+    count, rows = len(positions.targets), tile_rows(positions.states.device)
+    tiles = Tiles.like(positions.states, min(rows, count))
+    parts = [slice(start, start + rows) for start in range(0, count, rows)]
+    for start in range(0, len(head.weight), tiles.width):
+        columns = slice(start, start + tiles.width)
+        tile = head.columns(columns)
+        tile = replace(tile, weight=operand(tile.weight))
+        grad_weight = torch.zeros_like(tile.weight.t(), dtype=torch.float32)
+        grad_bias = torch.zeros_like(tile.weight[:, 0], dtype=torch.float32)
+        for part in parts:
+            deviation = _deviation(positions[part], tile, start, tiles)
+            if gradients.hidden is not None:
+                _add_product(gradients.hidden[part], deviation, tile.weight)
+            if gradients.weight is not None:
+                _add_product(grad_weight, positions.weighted[:, part], deviation)
+            if gradients.bias is not None:
+                grad_bias.addmv_(deviation.t(), positions.slopes[part])
+        if gradients.weight is not None:
+            gradients.weight[columns] = grad_weight.mul_(positions.unit).t()
+        if gradients.bias is not None:
+            gradients.bias[columns] = grad_bias
+    if gradients.hidden is not None:
+        gradients.hidden.mul_(positions.slopes[:, None])
+
+
+def _deviation(positions: _Positions, head: OutputHead, first: int, tiles: Tiles) -> Tensor:
+    """p_v - [v = y], times the slope of the softcap, v counting from `first`: (rows, columns)."""
+    logits = tiles.logits_of(positions.states, head)
+    probabilities = torch.sub(logits, positions.logsumexp[:, None], out=tiles.softmax_like(logits))
+    probabilities.exp_()
+    places = positions.targets - first
+    inside = (places >= 0) & (places < logits.shape[1])
+    places = places.clamp(0, logits.shape[1] - 1)[:, None]
+    probabilities.scatter_add_(1, places, -inside.float()[:, None])
+    if head.spec.softcap:
+        # d softcap * tanh(u / softcap) / du = 1 - tanh(u / softcap) ** 2
+        probabilities.mul_(logits.div_(head.spec.softcap).square_().neg_().add_(1))
+    return probabilities
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if left.dtype == right.dtype == torch.float32:
+        total.addmm_(left, right)
+    else:
+        half = min(left.dtype, right.dtype, key=lambda dtype: dtype.itemsize)
+        total += torch.mm(left.to(half), right.to(half), out_dtype=torch.float32)

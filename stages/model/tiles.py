@@ -1,0 +1,129 @@
+"""The logits of a head, one tile of (positions, vocabulary) at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# On a CPU a tile and its softmax should stay in the cache; a GPU wants larger products.
+TILE_ROWS = {"cpu": 512, "cuda": 2048}
+TILE_VOCABULARY = {"cpu": 1024, "cuda": 2048}  # 4M elements at most
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """What happens to a logit after the projection."""
+
+    scale: float = 1.0
+    softcap: float = 0.0  # 0: none
+
+
+@dataclass(frozen=True)
+class OutputHead:
+    """The projection to the vocabulary, or to a part of it."""
+
+    weight: Tensor  # (vocabulary, hidden)
+    bias: Tensor | None  # (vocabulary,)
+    spec: HeadSpec
+
+    def columns(self, part: slice) -> OutputHead:
+        """The projection to a part of the vocabulary."""
+        bias = None if self.bias is None else self.bias[part]
+        return OutputHead(self.weight[part], bias, self.spec)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The targets' log-probs, and what turns any other logit into a probability."""
+
+    logps: Tensor  # (T,) float32
+    logsumexp: Tensor  # (T,) float32
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Two buffers that every tile of a call reuses."""
+
+    logits: Tensor  # (rows * vocabulary,) float32
+    softmax: Tensor  # (rows * vocabulary,) float32
+    width: int
+
+    @staticmethod
+    def like(hidden: Tensor, rows: int) -> Tiles:
+        """Room for tiles of `rows` positions."""
+        width = TILE_VOCABULARY.get(hidden.device.type, 2048)
+        buffers = torch.empty(2, rows * width, dtype=torch.float32, device=hidden.device)
+        return Tiles(buffers[0], buffers[1], width)
+
+    def logits_of(self, states: Tensor, head: OutputHead) -> Tensor:
+        """The model's own logits of one tile: (rows, columns) float32."""
+        shape = (len(states), len(head.weight))
+        logits = self.logits[: shape[0] * shape[1]].view(shape)
+        if states.dtype == torch.float32:
+            torch.mm(states, head.weight.float().t(), out=logits)
+        else:
+            logits.copy_(torch.mm(states, head.weight.t(), out_dtype=torch.float32))
+        if head.bias is not None:
+            logits += head.bias
+        return _shaped(logits, head.spec)
+
+    def softmax_like(self, logits: Tensor) -> Tensor:
+        """The second buffer, in the shape of the first."""
+        return self.softmax[: logits.numel()].view(logits.shape)
+
+
+def score_targets(hidden: Tensor, head: OutputHead, targets: Tensor) -> Scored:
+    """Log p of `targets` (T,) given `hidden` (T, hidden)."""
+    logps = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
+    logsumexp = torch.empty_like(logps)
+    rows = tile_rows(hidden.device)
+    tiles = Tiles.like(hidden, min(rows, len(targets)))
+    for start in range(0, len(targets), rows):
+        states, tile = hidden[start : start + rows], slice(start, start + rows)
+        logsumexp[tile] = _logsumexp(states, head, tiles)
+        logps[tile] = _target_logits(states, head, targets[tile]) - logsumexp[tile]
+    return Scored(logps, logsumexp)
+
+
+def tile_rows(device: torch.device) -> int:
+    """Positions in a tile."""
+    return TILE_ROWS.get(device.type, 2048)
+
+
+def operand(states: Tensor) -> Tensor:
+    """GPUs multiply half precision with float32 accumulation; CPUs need float32 operands."""
+    return states if states.is_cuda else states.float()
+
+
+def _logsumexp(states: Tensor, head: OutputHead, tiles: Tiles) -> Tensor:
+    """One log-sum-exp per tile, then over tiles: (rows,) float32."""
+    parts: list[Tensor] = []
+    states = operand(states)
+    for start in range(0, len(head.weight), tiles.width):
+        logits = tiles.logits_of(states, head.columns(slice(start, start + tiles.width)))
+        softmax = tiles.softmax_like(logits)
+        # One pass over a tile in cache; z_0 - log_softmax(z)_0 is its log-sum-exp.
+        torch.log_softmax(logits, dim=1, out=softmax)
+        parts.append(logits[:, 0] - softmax[:, 0])
+    return torch.logsumexp(torch.stack(parts), dim=0)
+
+
+def _target_logits(states: Tensor, head: OutputHead, targets: Tensor) -> Tensor:
+    logits = torch.linalg.vecdot(states.float(), head.weight[targets].float())
+    if head.bias is not None:
+        logits = logits + head.bias[targets]
+    return _shaped(logits, head.spec)
+
+
+def _shaped(logits: Tensor, spec: HeadSpec) -> Tensor:
+    """Scales and caps in place."""
+    if spec.scale != 1.0:
+        logits *= spec.scale
+    if spec.softcap:
+        logits.div_(spec.softcap).tanh_().mul_(spec.softcap)
+    return logits

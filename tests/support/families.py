@@ -1,0 +1,91 @@
+"""A tiny model of every family the README names, and rows to score with it."""
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from align.schemas.rows import Tree
+
+VOCABULARY = 97
+WINDOW = 8
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+
+TREE_FAMILIES = {
+    "llama": ("llama", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 with windows": ("qwen2", {"use_sliding_window": True, **SLIDING}),
+    "qwen3": ("qwen3", {"head_dim": 8}),
+    "gemma": ("gemma", {"head_dim": 8}),
+    "gemma2": ("gemma2", {"head_dim": 8, "final_logit_softcapping": 5.0, **SLIDING}),
+    "gemma3": ("gemma3_text", {"head_dim": 8, **SLIDING}),
+    "gpt_oss": ("gpt_oss", {"head_dim": 8, "num_local_experts": 4, **SLIDING}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral with a window": ("mistral", {"sliding_window": WINDOW}),
+    "phi": ("phi", {}),
+    "phi3": ("phi3", {"sliding_window": None}),
+    "phi3 with a window": ("phi3", {"sliding_window": WINDOW}),
+    "gpt2": ("gpt2", GPT2),
+    "gpt_neox": ("gpt_neox", {}),
+    "gptj": ("gptj", {**GPT2, "rotary_dim": 8}),
+    "falcon": ("falcon", {"alibi": False}),
+    "cohere": ("cohere", {"logit_scale": 0.25}),
+    "olmo2": ("olmo2", {}),
+    "granite": ("granite", {"logits_scaling": 4.0}),
+    "stablelm": ("stablelm", {}),
+    "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "qwen2_moe": ("qwen2_moe", {**MOE, "shared_expert_intermediate_size": 16}),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
+}
+# Eager only, or with an attention that takes no further arguments.
+UNPACKED = {"gemma2", "gpt_oss", "gptj", "falcon", "stablelm"}
+PLAIN_FAMILIES = {
+    "bloom": ("bloom", {"n_layer": 2, "n_head": 4}),
+    "mamba": ("mamba", {"state_size": 8}),
+    "falcon with alibi": ("falcon", {"alibi": True}),
+    "gpt_neo with local layers": (
+        "gpt_neo",
+        {
+            "num_layers": 2,
+            "num_heads": 4,
+            "window_size": WINDOW,
+            "attention_types": [[["global", "local"], 1]],
+        },
+    ),
+}
+
+
+def tiny_model(model_type, settings, attention=None):
+    torch.manual_seed(0)
+    # Several families rename or lack some of the common settings; unknown ones are harmless.
+    config = AutoConfig.for_model(model_type, **{**COMMON, **settings})
+    chosen = {"attn_implementation": attention} if attention else {}
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, **chosen).eval()
+
+
+def mixed_trees():
+    """Rows of different sizes: a prompt of 1, branches of 1, several times the window."""
+    random = np.random.default_rng(3)
+    shapes = [(30, (12, 1, 25)), (1, (1, 6)), (5, (40,)), (13, (9, 9, 2, 4)), (20, (1,))]
+    return [
+        Tree(draw(random, prompt), tuple(draw(random, size) for size in sizes))
+        for prompt, sizes in shapes
+    ]
+
+
+def draw(random, size):
+    return random.integers(3, VOCABULARY, size).astype(np.int32)

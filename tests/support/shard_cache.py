@@ -1,0 +1,118 @@
+"""Caches of made-up rows, written without stage 1, and the tables that planning reads of them."""
+
+import hashlib
+from types import SimpleNamespace
+
+import numpy as np
+
+from align.schemas.engine import World
+from align.schemas.ragged import Ragged, offsets_of
+from align.schemas.rows import Role, RowBlock
+from align.schemas.shards import ScoredBlock
+from align.stages.feed.feed import CacheFeed
+from align.stages.feed.row_table import RowTable
+from align.stages.feed.settings import FeedSettings
+from align.stages.feed.source import open_source
+from align.stages.storage.fs import sha256_of
+from align.stages.storage.layout import CacheFolder, part_name
+from align.stages.storage.shards import write_shard
+
+PAIR = (Role.CHOSEN, Role.REJECTED)
+
+
+def settings_of(**changed):
+    """Settings with small figures; `rank` and `world` make a World."""
+    rank, world = changed.pop("rank", 0), changed.pop("world", 1)
+    plain = {
+        "seed": 0,
+        "epochs": 1,
+        "batch_size": 8,
+        "kl_use": "rotate",
+        "kl_per_step": 0,
+        "limit_train_batches": 0,
+        "limit_eval_batches": 0,
+        "tokens_per_batch": 100,
+        "pads": False,
+        "world": World(rank, world, rank),
+    }
+    return FeedSettings(**(plain | changed))
+
+
+def table_of(sizes, *, levels=0, seed=0, longest=60, most_branches=3):
+    """A table of random rows in row groups of these sizes."""
+    draw = np.random.default_rng(seed)
+    rows = int(np.sum(sizes))
+    branch_offsets = offsets_of(draw.integers(1, most_branches + 1, rows))
+    own = draw.integers(1, longest + 1, rows)
+    return RowTable(
+        group_offsets=offsets_of(sizes),
+        places=np.concatenate([np.empty(0, np.int32), *(np.arange(size) for size in sizes)]),
+        prompt_tokens=draw.integers(0, longest + 1, rows).astype(np.int32),
+        own_tokens=own.astype(np.int32),
+        chosen_tokens=draw.integers(0, own + 1).astype(np.int32),
+        branch_offsets=branch_offsets,
+        mismatched_tokens=draw.integers(1, longest, (int(branch_offsets[-1]), levels)).astype(
+            np.int32
+        ),
+    )
+
+
+def block_of(rows, *, seed=0, levels=1, roles=PAIR, tokens=(3, 12), token_logps=True):
+    """Random rows of one shape; every token id tells nothing, every row id is another."""
+    draw = np.random.default_rng(seed)
+    count = len(roles) * (1 + levels)
+    lengths = draw.integers(*tokens, rows * count)
+    prompts = offsets_of(draw.integers(*tokens, rows))
+    completions = offsets_of(lengths)
+    stored = (*roles, *(Role.MISMATCHED,) * (len(roles) * levels))
+    row_block = RowBlock(
+        row_id=np.frombuffer(draw.bytes(16 * rows), dtype="S16"),
+        copy=np.zeros(rows, dtype=np.int32),
+        file=np.zeros(rows, dtype=np.int32),
+        row=np.arange(rows),
+        prompts=Ragged(draw.integers(0, 1000, prompts[-1]).astype(np.int32), prompts),
+        prompt_cut=np.zeros(rows, dtype=np.int32),
+        branch_offsets=np.arange(rows + 1) * count,
+        completions=Ragged(draw.integers(0, 1000, completions[-1]).astype(np.int32), completions),
+        roles=np.tile(np.array(stored, dtype=np.int8), rows),
+        scores=np.full(rows * count, np.nan, dtype=np.float32),
+        cut=np.zeros(rows * count, dtype=np.int32),
+        carried={"weight": draw.random(rows)},
+    )
+    kept = Ragged(-draw.random(completions[-1]).astype(np.float32), completions)
+    return ScoredBlock(row_block, -draw.random(rows * count), kept if token_logps else None)
+
+
+def write_cache(root, blocks):
+    """A folder with a shard for each block, and as much of a manifest as reading needs."""
+    folder = CacheFolder(root)
+    folder.data.mkdir(parents=True)
+    for unit, block in enumerate(blocks):
+        draft = root / "draft.parquet"
+        write_shard(draft, block)
+        draft.rename(folder.data / part_name(unit, sha256_of(draft)))
+    return cache_under(root)
+
+
+def cache_under(root):
+    """A folder that `write_cache` wrote."""
+    folder = CacheFolder(root)
+    shards = tuple(
+        SimpleNamespace(
+            unit=unit, file=path.name, bytes=path.stat().st_size, sha256=sha256_of(path)
+        )
+        for unit, path in enumerate(sorted(folder.data.iterdir()))
+    )
+    root_digest = hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest()
+    return folder, SimpleNamespace(shards=shards, root=root_digest)
+
+
+def opened(cache, **changed):
+    """A source that reads everything as labels."""
+    plain = {"rows": "labelled", "mismatched": True, "eval_fraction": 0.0, "checks_bytes": True}
+    return open_source(*cache, **(plain | changed))
+
+
+def feed_of(source, **changed):
+    """The feed of one rank, evaluated on its own held-out rows."""
+    return CacheFeed(source, source, settings_of(**changed))
