@@ -21,7 +21,16 @@ if TYPE_CHECKING:
 FILE_NAME = "align.yaml"
 LARGEST_FILE = 1024 * 1024
 # Paths in a config file are meant from where the file lies.
-PATHS = ("model.path", "model.adapter", "tokens.chat_template", "cache.output")
+PATHS = (
+    "model.path",
+    "model.adapter",
+    "tokens.chat_template",
+    "cache.output",
+    "train.cache",
+    "train.model",
+    "train.output",
+    "train.eval_cache",
+)
 PATH_LISTS = ("data.files", "cache.reuse")
 
 
@@ -31,6 +40,11 @@ class Settings:
 
     config: Config
     origins: dict[str, str]
+
+    def given(self, section: str) -> dict[str, Any]:
+        """The settings of one section that somebody wrote down, by their dotted names."""
+        values = flatten(self.config)
+        return {name: values[name] for name in self.origins if name.startswith(f"{section}.")}
 
 
 def load_settings(
@@ -59,6 +73,25 @@ def flatten(config: Config) -> dict[str, Any]:
     return _flat(dataclasses.asdict(config))
 
 
+def as_yaml(config: Config) -> str:
+    """Every setting as a config file that means the same wherever it lies."""
+    sections = dataclasses.asdict(config)
+    for name, value in as_absolute(config).items():
+        section, _, key = name.partition(".")
+        sections[section][key] = redacted(value)
+    return yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)
+
+
+def as_absolute(config: Config) -> dict[str, Any]:
+    """Every setting by its dotted name, no path depending on where it is read."""
+    return _from_where_it_lies(flatten(config), Path.cwd())
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The settings of a file by their dotted names, as `flatten` gives them."""
+    return flatten(_build(found := _read_file(path), dict.fromkeys(found, str(path))))
+
+
 def redacted(value: Any) -> Any:
     """The value, its password masked when it is an address with one."""
     if not isinstance(value, str):
@@ -84,15 +117,17 @@ def _template_line(options: Any, field: dataclasses.Field[Any]) -> str:
     return f"  {field.name}: {shown.replace('...', '').strip()}  # {field.metadata['help']}"
 
 
-def parse_map(texts: Sequence[str]) -> dict[str, str]:
-    """`--map prompt=question` as {"prompt": "question"}."""
-    columns = {}
+def parse_varied(texts: Sequence[str]) -> dict[str, list[str]]:
+    """`method.beta=0.05,0.1` as {"method.beta": ["0.05", "0.1"]}."""
+    varied = {}
     for text in texts:
-        ours, equals, theirs = text.partition("=")
-        if not (ours and equals):
-            raise UsageError(f"--map {text}: expected OURS=YOURS, for example prompt=question.")
-        columns[ours] = theirs
-    return columns
+        name, equals, values = text.partition("=")
+        if not (name and equals and all(values.split(","))):
+            raise UsageError(
+                f"--vary {text}: expected SETTING=V1,V2, for example method.beta=0.05,0.1."
+            )
+        varied[name] = values.split(",")
+    return varied
 
 
 def _beside(data: Sequence[str]) -> Path | None:
@@ -151,9 +186,9 @@ def _parse_set(text: str) -> tuple[str, Any]:
 
 def _build(values: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
     nested: dict[str, Any] = {}
+    sections = [field.name for field in dataclasses.fields(Config)]
     for name, value in values.items():
         section, dot, key = name.partition(".")
-        sections = [field.name for field in dataclasses.fields(Config)]
         if section not in sections:
             raise UsageError(f"{origins[name]}: {unknown_key(section, section, sections)}")
         if not dot:
@@ -167,27 +202,31 @@ def _build(values: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
     except CodecError as error:
         blamed = next((origin for name, origin in origins.items() if name in str(error)), "config")
         raise UsageError(f"{blamed}: {error}") from error
-    for name, least in _lower_bounds().items():
-        value = flatten(config)[name]
-        if value < least:
-            raise UsageError(f"{origins[name]}: {name} is {value}; it cannot be below {least}.")
+    flat = flatten(config)
+    for name, (least, most) in _bounds().items():
+        side = ""
+        if least is not None and flat[name] < least:
+            side = f"below {least}"
+        if most is not None and flat[name] > most:
+            side = f"above {most}"
+        if side:
+            raise UsageError(f"{origins[name]}: {name} is {flat[name]}; it cannot be {side}.")
     return config
 
 
-def _lower_bounds() -> dict[str, float]:
-    """Dotted names of the settings that have one."""
+def _bounds() -> dict[str, tuple[float | None, float | None]]:
+    """Dotted names of the settings, and the least and the most each may be."""
     defaults = Config()
     return {
-        f"{section.name}.{field.name}": field.metadata["least"]
+        f"{section.name}.{field.name}": (field.metadata["least"], field.metadata["most"])
         for section in dataclasses.fields(Config)
         if dataclasses.is_dataclass(options := getattr(defaults, section.name))
         for field in dataclasses.fields(options)
-        if field.metadata["least"] is not None
     }
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Refuses what a config never needs: aliases, and keys given twice."""
+    """Refuses what a config never needs: aliases, and keys given twice; reads 1e-6 as a number."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -200,3 +239,11 @@ class _StrictLoader(yaml.SafeLoader):
         if twice:
             raise yaml.YAMLError(f"given twice: {', '.join(sorted(twice))}")
         return super().construct_mapping(node, deep)
+
+
+# YAML 1.1 takes 1e-6 for text, because there is no point in it.
+_StrictLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+"),
+    list("-+0123456789"),
+)

@@ -1,4 +1,4 @@
-"""Every setting of stage 1, its default, and the sentence that explains it."""
+"""Every setting, its default, and the sentence that explains it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
-def option(default: Any, help_text: str, *, least: float | None = None) -> Any:
-    """A field with a default, the comment `align init` writes beside it, and a lower bound."""
-    metadata = {"help": help_text, "least": least}
+def option(
+    default: Any, help_text: str, *, least: float | None = None, most: float | None = None
+) -> Any:
+    """A field with a default, what `align init` and `--help` say of it, and its bounds."""
+    metadata = {"help": help_text, "least": least, "most": most}
     if isinstance(default, list | dict):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -41,7 +43,7 @@ class DataOptions:
     )
     carry: list[str] = option([], "extra numeric columns to keep in the shards")
     max_bad_frac: float = option(
-        0.001, "stop when more than this share of rows is unusable", least=0
+        0.001, "stop when more than this share of rows is unusable", least=0, most=1
     )
     workers: int = option(
         0, "tokenizing processes; 0: one per core when the data is large", least=0
@@ -110,6 +112,69 @@ class TrackingOptions:
 
 
 @dataclass(frozen=True)
+class TrainOptions:
+    """The policy and how it learns."""
+
+    method: str = option("", "kto, dpo or orpo; `align methods` tells them apart")
+    cache: str = option("", "folder of the cache; empty: the one of cache.output")
+    model: str = option("", "folder of the policy; empty: the reference the cache was made with")
+    output: str = option("align-run", "folder of the run")
+    epochs: int = option(1, "times every row is seen", least=1)
+    max_steps: int = option(0, "stop after so many optimizer steps; 0: no limit", least=0)
+    max_time: str = option("", "save and stop after this long, for example 3h30m; empty: no limit")
+    batch_size: int = option(64, "rows per optimizer step, over all ranks", least=1)
+    tokens_per_batch: int = option(
+        0, "most tokens of one rank's forward pass; 0: 16,384 on a GPU, 2,048 on a CPU", least=0
+    )
+    lr: float = option(1e-6, "highest learning rate", least=0)
+    schedule: Literal["constant", "linear", "cosine"] = option("cosine", "how it falls afterwards")
+    min_lr: float = option(0.0, "where it ends, as a share of lr", least=0, most=1)
+    warmup: float = option(0.1, "steps it takes to rise; below 1: a share of all steps", least=0)
+    weight_decay: float = option(0.0, "of AdamW", least=0)
+    beta1: float = option(0.9, "of AdamW", least=0)
+    beta2: float = option(0.999, "of AdamW", least=0)
+    epsilon: float = option(1e-8, "of AdamW", least=0)
+    max_grad_norm: float = option(1.0, "longer gradients are shortened to this; 0: never", least=0)
+    seed: int = option(0, "orders the rows and draws dropout")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "auto: the dtype the policy's weights are stored in"
+    )
+    dropout: bool = option(False, "keep the dropout that the model's config asks for")
+    gradient_checkpointing: bool = option(False, "less memory for a third more computing")
+    deepspeed: str = option(
+        "zero1", "zero0, zero1, zero2, zero3, zero3-offload, or a DeepSpeed JSON file"
+    )
+    eval_fraction: float = option(
+        0.0, "share of prompts held out, chosen by their hash", least=0, most=1
+    )
+    eval_cache: str = option("", "another cache to evaluate on instead")
+    eval_every: int = option(0, "steps between evaluations; 0: only before and after", least=0)
+    limit_train_batches: int = option(0, "optimizer steps per epoch at most; 0: all", least=0)
+    limit_eval_batches: int = option(0, "evaluation batches at most; 0: all", least=0)
+    log_every: int = option(1, "steps between logged metrics", least=1)
+    save_every: int = option(0, "steps between checkpoints; 0: only when it ends", least=0)
+    keep_last: int = option(2, "newest checkpoints to keep", least=1)
+    best: str = option("", "also keep the checkpoint with the best value, e.g. eval/loss")
+    resume: Literal["never", "auto"] = option("never", "auto: go on from the newest checkpoint")
+    other_reference: bool = option(
+        False, "let the policy begin as another model than the reference of the cache"
+    )
+    nonfinite_limit: int = option(3, "NaN or infinite steps in a row before it stops", least=1)
+
+
+@dataclass(frozen=True)
+class LoraOptions:
+    """Training an adapter instead of the whole policy."""
+
+    enabled: bool = option(False, "train a LoRA adapter by peft")
+    rank: int = option(16, "inner dimension", least=1)
+    alpha: float = option(32.0, "scale, divided by rank", least=0)
+    dropout: float = option(0.0, "of the adapter's input; needs train.dropout", least=0)
+    targets: list[str] = option([], "layers to adapt, by the end of their names; empty: all linear")
+    merge: bool = option(False, "also write the policy with the adapter merged into it")
+
+
+@dataclass(frozen=True)
 class Config:
     """One `align.yaml`."""
 
@@ -119,6 +184,7 @@ class Config:
     cache: CacheOptions = field(default_factory=CacheOptions)
     scoring: ScoringOptions = field(default_factory=ScoringOptions)
     tracking: TrackingOptions = field(default_factory=TrackingOptions)
-    # Settings of stage 2 may stand in the same file; stage 1 neither reads nor depends on them.
-    train: dict[str, Any] = field(default_factory=dict)
+    train: TrainOptions = field(default_factory=TrainOptions)
+    lora: LoraOptions = field(default_factory=LoraOptions)
+    # What may stand here depends on train.method: its own options class checks it.
     method: dict[str, Any] = field(default_factory=dict)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from command import align, refusal
 
-from align.pipeline.settings import flatten, load_settings, parse_map, template
+from align.pipeline.flags import parse_map
+from align.pipeline.settings import flatten, load_settings, template
 from align.schemas.config import Config
 from align.schemas.errors import UsageError
 
@@ -99,7 +100,7 @@ def test_a_set_value_has_the_type_of_its_setting():
     assert (config.cache.seed, config.cache.token_logps) == (7, True)
     assert (config.data.max_bad_frac, config.model.path) == (1.0, "5")
     assert (config.data.map, config.data.files) == ({"prompt": "question"}, ["a", "b"])
-    assert config.train == {"lr": "1e-3"}  # stage 2 reads it; YAML wants 1.0e-3 for a number
+    assert config.train.lr == 0.001  # YAML 1.1 alone would take it for text
 
 
 @pytest.mark.parametrize(
@@ -220,3 +221,14 @@ def test_a_map_is_written_as_ours_equals_yours():
     for wrong in ("prompt", "=question", ""):
         with pytest.raises(UsageError, match="expected OURS=YOURS"):
             parse_map([wrong])
+
+
+def test_a_share_above_one_is_refused_wherever_it_is_written():
+    with pytest.raises(UsageError, match=r"--set: train.eval_fraction is 1.5; .* above 1"):
+        load_settings({}, ["train.eval_fraction=1.5"], file=None)
+
+
+def test_a_flag_is_explained_as_its_setting_is():
+    told = " ".join(align("train", "--help").out.split())
+    field = {field.name: field for field in dataclasses.fields(Config().train)}["batch_size"]
+    assert f"{field.metadata['help']} (default {field.default})" in told.replace("│ │ ", "")

@@ -1,0 +1,1 @@
+"""The table of methods: each a pure function of log-probabilities."""

@@ -1,0 +1,148 @@
+"""The table of methods as a person or a program reads it."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+import types
+import typing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from .options import range_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from ...schemas.methods import Method
+
+WIDTH = 88
+ROWS = {
+    "paired": "paired: one chosen and one rejected completion per row",
+    "labelled": "labelled: desirable and undesirable completions",
+}
+LEGEND = (
+    "Of a completion: lp = log p, n = tokens, m = lp / n, r = lp - lp of the reference, lo = log "
+    "odds. c is chosen, l rejected, D = r_c - r_l, b = beta, e = label_smoothing, w = the weight "
+    "of its label. S is the sigmoid, LS its log; ± is + for desirable, - for undesirable."
+)
+
+
+@dataclass(frozen=True)
+class OptionDescription:
+    """One option of a method."""
+
+    name: str
+    default: float | str
+    values: str  # what it may be, in words
+    help: str
+
+
+@dataclass(frozen=True)
+class Description:
+    """One method."""
+
+    name: str
+    formula: str
+    rows: str
+    mean_over: str
+    needs: tuple[str, ...]
+    use: str
+    source: str
+    options: tuple[OptionDescription, ...]
+
+
+def describe(method: Method) -> Description:
+    """Everything the table says about a method."""
+    needs = {"reference": method.needs_reference, "mismatched": method.needs_mismatched}
+    return Description(
+        name=method.name,
+        formula=method.summary,
+        rows=method.rows,
+        mean_over=method.items,
+        needs=tuple(name for name, is_needed in needs.items() if is_needed),
+        use=method.use,
+        source=method.source,
+        options=tuple(_options(method.options)),
+    )
+
+
+def plain_table(methods: Iterable[Method]) -> list[dict[str, Any]]:
+    """All methods as lists and dicts, for JSON."""
+    return [dataclasses.asdict(describe(method)) for method in methods]
+
+
+def render_table(methods: Sequence[Method]) -> str:
+    """All methods, by the kind of rows they learn from, three lines each."""
+    blocks = [
+        [ROWS[kind], *_entries([method for method in methods if method.rows == kind])]
+        for kind in ROWS
+    ]
+    tables = ["\n".join(block) for block in blocks if len(block) > 1]
+    return "\n\n".join([*tables, textwrap.fill(LEGEND, WIDTH)]) + "\n"
+
+
+def render_method(method: Method) -> str:
+    """One method with what each option means."""
+    told = describe(method)
+    facts = {
+        "loss": told.formula,
+        "": f"mean over all {told.mean_over} of an optimizer step",
+        "rows": ROWS[method.rows],
+        "needs": _needs(told),
+        "use": told.use,
+        "source": told.source,
+    }
+    lines = [told.name, *(_wrapped(f"  {name:<8}", text) for name, text in facts.items())]
+    options = [_option_lines(option) for option in told.options]
+    legend = textwrap.fill(LEGEND, WIDTH)
+    return "\n".join([*lines, "", "options, as --set method.NAME=VALUE", *options, "", legend, ""])
+
+
+def _options(options: type[Any]) -> Iterable[OptionDescription]:
+    hints = typing.get_type_hints(options)
+    defaults = options()
+    for field in dataclasses.fields(options):
+        yield OptionDescription(
+            name=field.name,
+            default=getattr(defaults, field.name),
+            values=_values(hints[field.name], field),
+            help=field.metadata["help"],
+        )
+
+
+def _values(hint: Any, field: dataclasses.Field[Any]) -> str:
+    if typing.get_origin(hint) is Literal:
+        return " or ".join(map(str, typing.get_args(hint)))
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(_values(part, field) for part in typing.get_args(hint))
+    return range_of(field)
+
+
+def _entries(methods: Sequence[Method]) -> Iterable[str]:
+    for told in map(describe, methods):
+        defaults = ", ".join(f"{option.name} {_shown(option.default)}" for option in told.options)
+        yield f"  {told.name:<18}{told.formula}"
+        yield _wrapped(" " * 20, f"needs {_needs(told)}; {defaults}")
+        yield f"{'':20}{told.source}"
+
+
+def _needs(told: Description) -> str:
+    words = {
+        "reference": "the reference's log-probs",
+        "mismatched": "those of mismatched completions",
+    }
+    return " and ".join(words[name] for name in told.needs) or "no reference"
+
+
+def _option_lines(option: OptionDescription) -> str:
+    head = f"  {option.name:<20}{_shown(option.default):<8}"
+    return _wrapped(head, f"{option.help} [{option.values}]")
+
+
+def _wrapped(head: str, text: str) -> str:
+    return textwrap.fill(text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
+
+
+def _shown(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:g}"

@@ -1,0 +1,111 @@
+"""The two sides of paired rows, and the metrics every paired method reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from ...schemas.methods import LossOutput
+from ...schemas.rows import Role
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ...schemas.methods import Branches
+
+
+class ReferencedOptions(Protocol):
+    """What every paired method with a reference lets a person choose."""
+
+    @property
+    def beta(self) -> float:
+        """Scale of the rewards."""
+        ...
+
+    @property
+    def sft_weight(self) -> float:
+        """How much of the chosen branch's likelihood is added."""
+        ...
+
+
+@dataclass(frozen=True)
+class Side:
+    """The chosen or the rejected branch of every row."""
+
+    logps: Tensor  # (rows,) float64, as are the others
+    reference: Tensor
+    num_tokens: Tensor
+
+    @property
+    def ratios(self) -> Tensor:
+        """log(policy / reference) of the whole completion, r."""
+        return self.logps - self.reference
+
+    @property
+    def mean_ratios(self) -> Tensor:
+        """The same per token, r / n."""
+        return self.ratios / self.num_tokens
+
+    @property
+    def mean_logps(self) -> Tensor:
+        """The policy's log-prob per token, m."""
+        return self.logps / self.num_tokens
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """One chosen and one rejected branch per row."""
+
+    chosen: Side
+    rejected: Side
+
+    @property
+    def margins(self) -> Tensor:
+        """How much more the chosen branch has gained than the rejected one, D = r_c - r_l."""
+        return self.chosen.ratios - self.rejected.ratios
+
+    @property
+    def mean_margins(self) -> Tensor:
+        """The same per token, r_c / n_c - r_l / n_l."""
+        return self.chosen.mean_ratios - self.rejected.mean_ratios
+
+
+def pairs_of(branches: Branches) -> Pairs:
+    """Takes a micro-batch of paired rows apart."""
+    assert bool((branches.roles[0::2] == Role.CHOSEN).all()), "chosen comes first"
+    assert bool((branches.roles[1::2] == Role.REJECTED).all()), "rejected comes second"
+    return Pairs(_side(branches, first=0), _side(branches, first=1))
+
+
+def referenced_output(pairs: Pairs, losses: Tensor, options: ReferencedOptions) -> LossOutput:
+    """Losses + sft_weight * nll_c (https://arxiv.org/abs/2404.19733); rewards are beta * r."""
+    nll = -pairs.chosen.mean_logps
+    rewards = (options.beta * side.ratios for side in (pairs.chosen, pairs.rejected))
+    metrics = _metrics(pairs, *rewards) | {"nll": nll.detach()}
+    return LossOutput(losses + options.sft_weight * nll, metrics)
+
+
+def per_token_metrics(pairs: Pairs, scale: float) -> dict[str, Tensor]:
+    """Metrics of methods without one: rewards are scale * m."""
+    return _metrics(pairs, scale * pairs.chosen.mean_logps, scale * pairs.rejected.mean_logps)
+
+
+def _metrics(pairs: Pairs, chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
+    values = {
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/margins": chosen - rejected,
+        "rewards/accuracies": (chosen > rejected).to(chosen.dtype),
+        "logps/chosen": pairs.chosen.logps,
+        "logps/rejected": pairs.rejected.logps,
+    }
+    return {name: value.detach() for name, value in values.items()}
+
+
+def _side(branches: Branches, *, first: int) -> Side:
+    every_other = slice(first, None, 2)
+    return Side(
+        logps=branches.logps[every_other],
+        reference=branches.reference[every_other],
+        num_tokens=branches.num_tokens[every_other],
+    )

@@ -1,0 +1,280 @@
+"""Our losses, gradients and metrics beside those that TRL computes from the same log-probs.
+
+TRL's own methods run on trainers that were never set up: no model, only the numbers it gives.
+"""
+
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+from method_steps import random_branches, take
+from trl import DPOTrainer, KTOTrainer
+from trl.experimental.cpo import CPOTrainer
+from trl.experimental.orpo import ORPOTrainer
+
+from align.stages.methods.labelled import with_margin
+from align.stages.methods.table import METHODS, options_of
+
+ROWS = 40
+close = pytest.approx
+
+
+def ours(name, whole, *, mismatched=(), **values):
+    method = METHODS[name]
+    return take(method, whole, mismatched=mismatched, options=options_of(method, values))
+
+
+def trainer(kind, **settings):
+    """A trainer of TRL with these settings and one process, and nothing else."""
+    made = object.__new__(kind)
+    accelerator = SimpleNamespace(
+        device=torch.device("cpu"), gather=lambda values: values, gather_for_metrics=lambda v: v
+    )
+    common = {
+        "accelerator": accelerator,
+        "model": SimpleNamespace(training=True),
+        "aux_loss_enabled": False,
+        "precompute_ref_logps": True,
+        "is_encoder_decoder": False,
+        "_metrics": {"train": defaultdict(list)},
+        "_total_train_tokens": 0,
+        "_tp_size": 1,
+    }
+    vars(made).update(common | settings)
+    return made
+
+
+def per_token(whole):
+    """Each branch's log-prob spread evenly over its tokens, and the mask of a one-token prompt."""
+    width = int(whole.num_tokens.max())
+    mask = (torch.arange(width) < whole.num_tokens[:, None]).long()
+    logps = (whole.logps.detach() / whole.num_tokens)[:, None] * mask
+    prompt = torch.zeros(len(mask), 1, dtype=torch.long)
+    return logps.requires_grad_(), torch.cat([prompt, mask], dim=1)
+
+
+def outputs(logps):
+    """What TRL's patched model returns; all but the log-probs only feeds metrics."""
+    nothing = torch.zeros_like(logps)
+    return SimpleNamespace(
+        log_probs=logps, entropy=nothing, mean_logits=nothing, is_top1=nothing.bool()
+    )
+
+
+def chosen_first(whole):
+    """Where TRL keeps our branches: all chosen ones, then all rejected ones."""
+    order = torch.arange(len(whole.roles)).view(-1, 2)
+    return order.T.reshape(-1)
+
+
+def assert_same(taken, loss, gradient, metrics):
+    assert taken.loss == close(loss.item(), rel=1e-5)
+    torch.testing.assert_close(taken.gradient, gradient.to(taken.gradient), rtol=1e-5, atol=1e-7)
+    told = with_margin(taken.means)
+    shared = told.keys() & metrics.keys()
+    assert {"rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen"} <= shared
+    for name in shared:
+        assert told[name] == close(metrics[name], rel=1e-5), name
+
+
+DPO_LOSSES = [
+    ("dpo", "sigmoid", {}),
+    ("robust", "robust", {}),
+    ("robust", "robust", {"label_smoothing": 0.3}),
+    ("ipo", "ipo", {}),
+    ("exo", "exo_pair", {}),
+    ("hinge", "hinge", {}),
+    ("nca", "nca_pair", {}),
+    ("bco_pair", "bco_pair", {}),
+    ("sppo", "sppo_hard", {}),
+    ("apo_zero", "apo_zero", {}),
+    ("apo_down", "apo_down", {}),
+    ("discopop", "discopop", {}),
+    ("dpo_norm", "sigmoid_norm", {}),
+    ("hinge", "hinge", {"beta": 0.4}),
+    ("discopop", "discopop", {"beta": 0.2, "tau": 0.7}),
+]
+
+
+@pytest.mark.parametrize(("name", "loss_type", "values"), DPO_LOSSES)
+def test_paired_losses_are_those_of_the_dpo_trainer(name, loss_type, values):
+    whole = random_branches("paired", ROWS)
+    assert_same(ours(name, whole, **values), *trl_dpo(name, loss_type, values, whole))
+
+
+def test_dpo_trainer_leaves_label_smoothing_out_of_its_sigmoid():
+    """Its formula in the documentation has it; ours is checked against the oracle instead."""
+    whole = random_branches("paired", ROWS)
+    loss, _, _ = trl_dpo("dpo", "sigmoid", {"label_smoothing": 0.2}, whole)
+    assert ours("dpo", whole).loss == close(loss.item(), rel=1e-5)
+    assert ours("dpo", whole, label_smoothing=0.2).loss != close(loss.item(), rel=1e-3)
+
+
+def test_the_dpo_trainer_overflows_where_discopop_stays_finite():
+    whole = random_branches("paired", 1)
+    whole.reference[0] += 20_000
+    loss, gradient, _ = trl_dpo("discopop", "discopop", {}, whole)
+    assert not loss.isfinite()
+    assert not gradient.isfinite().all()
+    taken = ours("discopop", whole)
+    assert taken.loss == close(1000, rel=0.01)  # -LS(.05 * -20,000)
+    assert taken.gradient.isfinite().all()
+
+
+def trl_dpo(name, loss_type, values, whole):
+    """Its loss, its gradient by our branches, and its metrics."""
+    options = options_of(METHODS[name], values)
+    peer = trainer(
+        DPOTrainer,
+        beta=options.beta,
+        label_smoothing=getattr(options, "label_smoothing", 0.0),
+        loss_types=[loss_type],
+        loss_weights=[1.0],
+        f_divergence_type="reverse_kl",
+        ld_alpha=None,
+        use_weighting=False,
+        args=SimpleNamespace(discopop_tau=getattr(options, "tau", None)),
+    )
+    order = chosen_first(whole)
+    logps, mask = per_token(whole)
+    chosen, rejected = whole.reference[order].chunk(2)
+    inputs = {
+        "input_ids": mask[order],
+        "attention_mask": torch.ones_like(mask),
+        "completion_mask": mask[order],
+        "ref_chosen_logps": chosen,
+        "ref_rejected_logps": rejected,
+    }
+    loss = peer._compute_loss(lambda **_: outputs(logps[order]), inputs, return_outputs=False)
+    loss.backward()
+    return loss, logps.grad[:, 0], {n: v[-1] for n, v in peer._metrics["train"].items()}
+
+
+@pytest.mark.parametrize("mismatched", [(0.7, -0.2, 1.1), (-1.0, 0.5)])
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("kto", {}),
+        ("kto", {"beta": 0.3, "desirable_weight": 1.2, "undesirable_weight": 0.9}),
+        ("apo_zero_unpaired", {}),
+    ],
+)
+def test_unpaired_losses_are_those_of_the_kto_trainer(name, values, mismatched):
+    whole = random_branches("labelled", ROWS)
+    taken = ours(name, whole, mismatched=mismatched, **values)
+    options = options_of(METHODS[name], values)
+    peer = trainer(
+        KTOTrainer,
+        beta=options.beta,
+        desirable_weight=getattr(options, "desirable_weight", 1.0),
+        undesirable_weight=getattr(options, "undesirable_weight", 1.0),
+        loss_type=name,
+        calculate_KL=METHODS[name].needs_mismatched,
+        _compute_kl_logps=lambda *_: torch.tensor(mismatched, dtype=torch.float64) - 30,
+    )
+    logps, mask = per_token(whole)
+    inputs = {
+        "input_ids": mask,
+        "attention_mask": torch.ones_like(mask),
+        "completion_mask": mask,
+        "label": torch.tensor([True, False] * ROWS),
+        "ref_logps": whole.reference,
+        "ref_KL_logps": torch.full((len(mismatched),), -30.0, dtype=torch.float64),
+    }
+    loss = peer._compute_loss(lambda **_: outputs(logps), inputs, return_outputs=False)
+    loss.backward()
+    metrics = {told: values[-1] for told, values in peer._metrics["train"].items()}
+    assert_same(taken, loss, logps.grad[:, 0], metrics)
+    assert taken.means.get("kl/clamped", 0.0) == close(metrics["kl"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "settings"),
+    [
+        ("orpo", {}, {"beta": 0.1}),
+        ("orpo", {"lam": 0.5}, {"beta": 0.5}),
+        ("cpo", {}, {"beta": 0.1, "loss_type": "sigmoid", "cpo_alpha": 1.0}),
+        ("cpo", {"alpha": 0.2, "label_smoothing": 0.1}, {"cpo_alpha": 0.2, "label_smoothing": 0.1}),
+        ("simpo", {"beta": 2.5, "gamma_ratio": 0.56}, {"beta": 2.5, "simpo_gamma": 1.4}),
+        ("simpo", {"label_smoothing": 0.2}, {"beta": 10, "simpo_gamma": 3, "label_smoothing": 0.2}),
+    ],
+)
+def test_losses_without_a_reference_are_those_of_the_orpo_and_cpo_trainers(name, values, settings):
+    if name != "simpo":
+        values = values | {"nll_scope": "global_tokens"}
+    batch, logits, whole = sequences(prompt_tokens=1)
+    taken = ours(name, whole, **values)
+    loss, metrics = trl_without_reference(name, settings, batch, logits)
+    assert taken.loss == close(loss.item(), rel=1e-5)
+    loss.backward()
+    theirs = logits.grad.clone()
+    logits.grad = None
+    summed(logits, batch).backward(taken.gradient[chosen_first(whole)])
+    torch.testing.assert_close(logits.grad, theirs, rtol=1e-4, atol=1e-7)
+    if name != "cpo":  # theirs are beta times the sum, ours beta times the mean
+        assert taken.means["rewards/margins"] == close(metrics["rewards/margins"], rel=1e-5)
+        assert taken.means["rewards/accuracies"] == close(metrics["rewards/accuracies"])
+    if name == "orpo":
+        assert taken.means["log_odds/ratio"] == close(metrics["log_odds_chosen"], rel=1e-5)
+
+
+def test_the_orpo_trainer_counts_the_prompt_into_its_likelihood():
+    batch, logits, whole = sequences(prompt_tokens=5)
+    taken = ours("orpo", whole, nll_scope="global_tokens")
+    _, metrics = trl_without_reference("orpo", {"beta": 0.1}, batch, logits)
+    with_prompt = dict(batch, chosen_labels=batch["chosen_input_ids"].clone())
+    with_prompt["chosen_labels"][batch["chosen_attention_mask"] == 0] = -100
+    tokens = (with_prompt["chosen_labels"][:, 1:] != -100).sum()
+    expected = -summed(logits, with_prompt)[:ROWS].sum() / tokens
+    assert metrics["nll_loss"] == close(expected.item(), rel=1e-5)
+    assert taken.means["nll"] != close(metrics["nll_loss"], rel=1e-3)
+
+
+def trl_without_reference(name, settings, batch, logits):
+    kind = ORPOTrainer if name == "orpo" else CPOTrainer
+    defaults = {"loss_type": "simpo", "cpo_alpha": 0.0} if name == "simpo" else {}
+    defaults = {
+        "loss_type": "sigmoid",
+        "beta": 0.1,
+        "alpha": 0.0,
+        "label_smoothing": 0.0,
+    } | defaults
+    peer = trainer(kind, **(defaults | settings), padding_value=0, pad_token_id=0)
+    return peer.get_batch_loss_metrics(lambda *_, **__: SimpleNamespace(logits=logits), batch)
+
+
+def sequences(prompt_tokens):
+    """Random token ids and logits as TRL takes them, and the branches we make of them."""
+    made = torch.Generator().manual_seed(3)
+    width = prompt_tokens + 12
+    ids = torch.randint(1, 9, (2 * ROWS, width), generator=made)
+    lengths = prompt_tokens + torch.randint(1, 13, (2 * ROWS,), generator=made)
+    lengths[[0, ROWS]] = width
+    is_real = torch.arange(width) < lengths[:, None]
+    is_completion = is_real & (torch.arange(width) >= prompt_tokens)
+    batch = {}
+    for half, name in enumerate(("chosen", "rejected")):
+        rows = slice(half * ROWS, (half + 1) * ROWS)
+        batch[f"{name}_input_ids"] = ids[rows].where(is_real[rows], 0)
+        batch[f"{name}_attention_mask"] = is_real[rows].long()
+        batch[f"{name}_labels"] = ids[rows].where(is_completion[rows], -100)
+    logits = torch.randn(2 * ROWS, width, 9, generator=made, dtype=torch.float64)
+    logits.requires_grad_()
+    return batch, logits, as_branches(summed(logits, batch), lengths - prompt_tokens)
+
+
+def summed(logits, batch):
+    """The log-probs of all completions, chosen ones first."""
+    labels = torch.cat([batch["chosen_labels"], batch["rejected_labels"]])[:, 1:]
+    every = logits[:, :-1].log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    return (every * (labels != -100)).sum(-1)
+
+
+def as_branches(logps, num_tokens):
+    whole = random_branches("paired", ROWS)
+    order = torch.arange(2 * ROWS).view(2, -1).T.reshape(-1)
+    with torch.no_grad():
+        whole.logps.copy_(logps[order])
+    whole.num_tokens.copy_(num_tokens[order])
+    return whole

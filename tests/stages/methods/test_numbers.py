@@ -1,0 +1,203 @@
+"""Losses worked out by hand."""
+
+import math
+
+import pytest
+import torch
+from method_steps import branches, pair, step_of, take
+
+from align.schemas.rows import Role
+from align.stages.methods.kto import zero_point
+from align.stages.methods.stable import bounded_exp, log1mexp, log_odds
+from align.stages.methods.table import METHODS, options_of
+
+
+def loss(name, whole, *, mismatched=(), **values):
+    """The loss of a step, to six digits."""
+    method = METHODS[name]
+    taken = take(method, whole, mismatched=mismatched, options=options_of(method, values))
+    return pytest.approx(taken.loss, abs=5e-7)
+
+
+def labelled(*pairs):
+    """Branches of (label, log-ratio)."""
+    roles = {"+": Role.DESIRABLE, "-": Role.UNDESIRABLE}
+    return branches([ratio for _, ratio in pairs], roles=[roles[label] for label, _ in pairs])
+
+
+UNMOVED = {
+    "dpo": math.log(2),  # -LS(0)
+    "cdpo": math.log(2),  # .8 ln 2 + .2 ln 2
+    "robust": math.log(2),  # (.9 - .1) ln 2 / .8
+    "exo": 2.761231,  # .5 (ln .5 - ln .999) + .5 (ln .5 - ln .001) = -ln 2 + .0005003 + 3.453878
+    "hinge": 1.0,  # 1 - 0
+    "discopop": 0.846574,  # g = .5: .5 ln 2 + .5 exp(0)
+    "ipo": 25.0,  # (0 - 1 / .2)^2
+    "dpo_norm": math.log(2),
+    "nca": 2 * math.log(2),  # (1 + .5 + .5) ln 2
+    "bco_pair": 2 * math.log(2),
+    "sppo": 50.0,  # (-5)^2 + 5^2
+    "apo_zero": 1.0,  # 1 - .5 + .5
+    "apo_down": 1.0,  # .5 + 1 - .5
+    "kto": 0.5,
+    "kto_zero": 0.5,
+    "kto_logsigmoid": math.log(2),
+    "apo_zero_unpaired": 0.5,
+}
+
+
+@pytest.mark.parametrize("name", [name for name, own in METHODS.items() if own.needs_reference])
+def test_the_loss_of_an_unmoved_policy(name):
+    if METHODS[name].rows == "paired":
+        whole = pair(-12.0, -30.0, reference=(-12.0, -30.0), num_tokens=(4.0, 9.0))
+    else:
+        whole = labelled(("+", 0.0), ("-", 0.0))
+    assert loss(name, whole, mismatched=(0.0,)) == UNMOVED[name]
+
+
+def test_dpo_of_a_margin_of_ten():
+    # r_c = 4, r_l = -6: -LS(.1 * 10) = ln(1 + e^-1); with e = .2 a fifth of -LS(-1) = that + 1.
+    whole = pair(-8.0, -36.0, reference=(-12.0, -30.0))
+    assert loss("dpo", whole) == 0.313262
+    assert loss("dpo", whole, label_smoothing=0.2) == 0.513262
+    assert loss("cdpo", whole) == 0.513262
+    assert loss("robust", whole) == 0.188262  # (.9 * .313262 - .1 * 1.313262) / .8
+
+
+def test_the_likelihood_of_chosen_branches_may_be_added():
+    # ln(1 + e^-1) and half of 8 nats over 4 tokens
+    whole = pair(-8.0, -36.0, reference=(-12.0, -30.0), num_tokens=(4.0, 9.0))
+    assert loss("dpo", whole, sft_weight=0.5) == 1.313262
+    assert take(METHODS["dpo"], whole).means["nll"] == 2.0
+
+
+def test_hinge_stops_where_the_margin_is_reached():
+    assert loss("hinge", pair(4.0, -2.0)) == 0.4  # 1 - .1 * 6
+    assert loss("hinge", pair(6.0, -6.0)) == 0.0
+
+
+def test_ipo_compares_per_token_or_whole_branches():
+    # r_c / n_c = 4 / 4, r_l / n_l = -6 / 3: (1 + 2 - 5)^2; in sums (10 - 5)^2.
+    whole = pair(4.0, -6.0, num_tokens=(4.0, 3.0))
+    assert loss("ipo", whole) == 4.0
+    assert loss("ipo", whole, normalize="sum") == 25.0
+
+
+def test_dpo_norm_divides_each_side_by_its_own_length():
+    # 5 (4 / 4 - 6 / 10) = 2: ln(1 + e^-2)
+    assert loss("dpo_norm", pair(4.0, 6.0, num_tokens=(4.0, 10.0))) == 0.126928
+
+
+def test_anchored_losses_of_a_pair():
+    # b r_c = .5, b r_l = -1: S(.5) = .622459, S(-1) = .268941, S(1.5) = .817574
+    whole = pair(5.0, -10.0)
+    assert loss("apo_zero", whole) == 0.646482  # 1 - .622459 + .268941
+    assert loss("apo_down", whole) == 0.804885  # .622459 + 1 - .817574
+    assert loss("bco_pair", whole) == 0.787339  # .474077 + .313262
+    assert loss("nca", whole) == 1.117746  # .474077 + .974077 / 2 + .313262 / 2
+    assert loss("sppo", whole) == 25.0  # (5 - 5)^2 + (-10 + 5)^2
+
+
+def test_kto_of_branches_of_either_label():
+    # z = .5: desirable 1 - S(.1 (2 - .5)), undesirable 1 - S(.1 (.5 + 3))
+    assert loss("kto", labelled(("+", 2.0), ("+", 2.0)), mismatched=(0.25, 0.75)) == 0.462570
+    assert loss("kto", labelled(("-", -3.0), ("-", -3.0)), mismatched=(0.25, 0.75)) == 0.413382
+    both = labelled(("+", 2.0), ("-", -3.0))
+    assert loss("kto", both, mismatched=(0.5,)) == 0.437976  # a mean over both branches
+    weighted = {"desirable_weight": 1.5, "undesirable_weight": 0.5}
+    assert loss("kto", both, mismatched=(0.5,), **weighted) == 0.450273  # .693855 + .206691
+    assert loss("kto_zero", labelled(("+", 2.0), ("+", 2.0))) == 0.450166  # 1 - S(.2)
+    assert loss("kto_logsigmoid", labelled(("+", 2.0), ("+", 2.0)), mismatched=(0.5,)) == 0.620957
+
+
+def test_the_zero_point_is_clamped_after_the_mean_and_carries_no_gradient():
+    step = step_of(labelled(("+", 0.0)), mismatched=(3.0, -5.0))
+    assert zero_point(step).item() == 0.0  # not (3 + 0) / 2
+    step.mismatched.requires_grad_()
+    assert not zero_point(step).requires_grad
+
+
+def test_kto_reports_the_kl_before_and_after_the_clamp():
+    taken = take(METHODS["kto"], labelled(("+", 1.0), ("-", 1.0)), mismatched=(1.0, -4.0))
+    told = {name: taken.means[name] for name in ("kl/raw", "kl/clamped", "kl/pairs")}
+    assert told == {"kl/raw": -1.5, "kl/clamped": 0.0, "kl/pairs": 2.0}
+
+
+def test_orpo_of_a_pair():
+    # m_c = -.5, m_l = -1: lo_c = -.5 - ln(1 - e^-.5) = .432752, lo_l = -.541325,
+    # -LS(.974077) = .320300, nll = .5
+    whole = pair(-2.0, -3.0, num_tokens=(4.0, 3.0))
+    assert loss("orpo", whole) == 0.532030
+    taken = take(METHODS["orpo"], whole)
+    assert taken.means["log_odds/ratio"] == pytest.approx(0.974077, abs=5e-7)
+    assert taken.means["log_odds/accuracy"] == 1.0
+    assert taken.means["nll"] == 0.5
+    assert taken.means["rewards/chosen"] == pytest.approx(-0.05)  # lam m_c
+
+
+@pytest.mark.parametrize("cuts", [(), (1,)])
+@pytest.mark.parametrize(("scope", "nll"), [("pair", 1.25), ("global_tokens", 0.8)])
+def test_the_likelihood_of_orpo_counts_pairs_or_tokens(scope, nll, cuts):
+    # Chosen: 2 nats over 4 tokens and 2 nats over 1: (.5 + 2) / 2 a pair, 4 / 5 a token.
+    logps, num_tokens = [-2.0, -3.0, -2.0, -3.0], [4.0, 3.0, 1.0, 3.0]
+    whole = branches(logps, num_tokens=num_tokens, roles=[Role.CHOSEN, Role.REJECTED] * 2)
+    method = METHODS["orpo"]
+    taken = take(method, whole, cuts=cuts, options=options_of(method, {"nll_scope": scope}))
+    assert taken.means["nll"] == pytest.approx(nll)
+
+
+@pytest.mark.parametrize("mean", [0.0, -1e-8, -1e-3, -50.0])
+@pytest.mark.parametrize("other", [0.0, -1e-8, -1e-3, -50.0])
+def test_orpo_is_finite_for_certain_and_for_hopeless_branches(mean, other):
+    taken = take(METHODS["orpo"], pair(mean, other))
+    assert math.isfinite(taken.loss)
+    assert taken.gradient.isfinite().all()
+
+
+def test_simpo_of_a_pair():
+    # b (m_c - m_l) - b gamma_ratio = 2.5 * .2 - 1.4
+    whole = pair(-4.0, -6.0, num_tokens=(4.0, 5.0))
+    assert loss("simpo", whole, beta=2.5, gamma_ratio=0.56) == 1.241154
+
+
+def test_cpo_and_slic_of_a_pair():
+    # lp_c - lp_l = 10: ln(1 + e^-1) + nll, and slic is past its margin: .1 * 4 or .1 * 4 / 2
+    whole = pair(-4.0, -14.0, num_tokens=(2.0, 5.0))
+    assert loss("cpo", whole) == 2.313262
+    assert loss("cpo", whole, alpha=0.5) == 1.313262
+    assert loss("slic", whole) == 0.4
+    assert loss("slic", whole, normalize="mean") == 0.2
+    assert loss("slic", pair(-4.0, -4.5)) == 0.9  # 1 - .5 + .4
+
+
+def test_discopop_of_a_negative_and_a_positive_margin():
+    # x = -.05: g = S(-1) = .268941, -LS(x) = .718460, e^.05 = 1.051271
+    assert loss("discopop", pair(-1.0, 0.0)) == 0.807966
+    # x = .05: g = S(1) = .731059, -LS(x) = .668460, e^-.05 = .951229
+    assert loss("discopop", pair(1.0, 0.0)) == 0.875181
+
+
+def test_log1mexp_at_both_ends_and_where_its_two_forms_meet():
+    x = torch.tensor([-1e-10, -math.log(2), -1.0, -50.0], dtype=torch.float64)
+    # 1 - e^x is 1e-10, .5, .632121 and 1 - 1.93e-22
+    expected = [math.log(1e-10), -math.log(2), -0.458675, -math.exp(-50)]
+    assert log1mexp(x).tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_slope_of_log1mexp_is_finite_where_exp_rounds_to_one():
+    x = torch.tensor([-1e-20], dtype=torch.float64, requires_grad=True)
+    log1mexp(x).backward()
+    assert x.grad.item() == pytest.approx(-1e20)  # -e^x / (1 - e^x)
+
+
+def test_log_odds_of_a_certain_branch_are_large_but_finite():
+    certain = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    odds = log_odds(certain)
+    odds.backward()
+    assert odds.item() == pytest.approx(10 * math.log(10))  # p = 1 - 1e-10
+    assert certain.grad.isfinite().all()
+
+
+def test_an_exponential_never_overflows():
+    assert bounded_exp(torch.tensor([1e4])).isfinite().all()
+    assert bounded_exp(torch.tensor([-1e4, 0.0])).tolist() == [0.0, 1.0]
