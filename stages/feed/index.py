@@ -1,0 +1,165 @@
+"""One pass over a cache: what its rows are, how long, and on which side of the split."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...schemas.errors import CorruptionError
+from ...schemas.ragged import offsets_of
+from ...schemas.rows import Role
+from ..storage.shards import iter_row_groups
+from ..storage.tables import list_column
+from ..storage.verify import check_shard
+from .held_out import held_out
+from .row_table import RowTable
+from .selection import StoredKind, select
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import pyarrow as pa
+    from numpy.typing import NDArray
+
+    from ...schemas.manifest import Manifest
+    from ...schemas.methods import RowKind
+    from ..storage.layout import CacheFolder
+
+COLUMNS = ("prompt_ids", "role", "num_tokens")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a row group is stored."""
+
+    unit: int
+    group: int  # within the shard
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How stored rows are read and split."""
+
+    kind: RowKind
+    mismatched: bool  # whether mismatched branches are read too
+    eval_fraction: float
+
+
+@dataclass(frozen=True)
+class Index:
+    """Every row of a cache that a method reads."""
+
+    places: tuple[Place, ...]  # of all row groups; both tables count through them
+    train: RowTable
+    held_out: RowTable
+    rows_of_kind: dict[StoredKind, int]  # in the cache, read or not
+    desirable: int  # branches of training rows that are chosen or desirable
+    levels: int  # mismatched partners of each branch in the cache
+
+
+def build_index(
+    folder: CacheFolder, manifest: Manifest, reading: Reading, *, checks_bytes: bool
+) -> Index:
+    """Streams every shard once; a damaged one is a CorruptionError that names its unit."""
+    found = _Found()
+    for shard in manifest.shards:
+        if checks_bytes:
+            check_shard(folder, shard)
+        with naming_unit(shard.unit):
+            groups = iter_row_groups(folder.data / shard.file, COLUMNS)
+            for number, group in enumerate(groups):
+                found.add(Place(shard.unit, number), read_group(group, reading, str(folder.root)))
+    return found.index(reading)
+
+
+@contextmanager
+def naming_unit(unit: int) -> Iterator[None]:
+    """Puts the unit's number before what is said of a damaged file."""
+    try:
+        yield
+    except CorruptionError as error:
+        raise CorruptionError(f"unit {unit}: {error}") from error
+
+
+@dataclass(frozen=True)
+class GroupRows:
+    """The rows of one row group that a method reads."""
+
+    table: RowTable
+    is_held_out: NDArray[np.bool_]  # (rows,)
+    rows_of_kind: dict[StoredKind, int]
+    num_chosen: NDArray[np.int32]  # (rows,) chosen or desirable branches
+    levels: int
+
+
+def read_group(group: pa.Table, reading: Reading, source: str) -> GroupRows:
+    """What the columns of one row group say; the table may be a slice of another."""
+    prompts, tokens = list_column(group, "prompt_ids"), list_column(group, "num_tokens")
+    roles = list_column(group, "role")
+    if not np.array_equal(roles.offsets, tokens.offsets):
+        raise CorruptionError(f"{source} has lists over branches of different lengths.")
+    picked = select(roles.values, roles.offsets, kind=reading.kind, source=source)
+    lengths, offsets = tokens.values[picked.own], picked.branch_offsets
+    is_chosen = np.isin(picked.roles, (Role.CHOSEN, Role.DESIRABLE))
+    mismatched = tokens.values[picked.mismatched]
+    table = RowTable(
+        group_offsets=np.array([0, len(picked.rows)]),
+        places=picked.rows.astype(np.int32),
+        prompt_tokens=prompts.lengths[picked.rows].astype(np.int32),
+        own_tokens=_sums(lengths, offsets),
+        chosen_tokens=_sums(lengths * is_chosen, offsets),
+        branch_offsets=offsets,
+        mismatched_tokens=mismatched if reading.mismatched else mismatched[:, :0],
+    )
+    kinds = np.bincount(picked.kinds, minlength=len(StoredKind)).tolist()
+    return GroupRows(
+        table,
+        held_out(prompts, reading.eval_fraction)[picked.rows],
+        {kind: kinds[kind] for kind in StoredKind if kinds[kind]},
+        _sums(is_chosen, offsets),
+        mismatched.shape[1],
+    )
+
+
+@dataclass
+class _Found:
+    places: list[Place] = field(default_factory=list)
+    train: list[RowTable] = field(default_factory=list)
+    held_out: list[RowTable] = field(default_factory=list)
+    rows_of_kind: Counter[StoredKind] = field(default_factory=Counter)
+    desirable: int = 0
+    levels: set[int] = field(default_factory=set)
+
+    def add(self, place: Place, rows: GroupRows) -> None:
+        self.places.append(place)
+        self.rows_of_kind.update(rows.rows_of_kind)
+        self.levels.add(rows.levels)
+        if len(self.levels) > 1:
+            raise CorruptionError(
+                f"row group {place.group} has {rows.levels} mismatched completions a branch, "
+                "those before it another number. Make the cache anew."
+            )
+        self.train.append(rows.table.within_group(np.flatnonzero(~rows.is_held_out)))
+        self.held_out.append(rows.table.within_group(np.flatnonzero(rows.is_held_out)))
+        self.desirable += int(rows.num_chosen[~rows.is_held_out].sum())
+
+    def index(self, reading: Reading) -> Index:
+        levels = max(self.levels, default=0)
+        kept = levels if reading.mismatched else 0
+        return Index(
+            tuple(self.places),
+            RowTable.concat(self.train, levels=kept),
+            RowTable.concat(self.held_out, levels=kept),
+            dict(self.rows_of_kind),
+            self.desirable,
+            levels,
+        )
+
+
+def _sums(values: NDArray[np.generic], offsets: NDArray[np.int64]) -> NDArray[np.int32]:
+    """The sum of each row's branches."""
+    return np.diff(offsets_of(values)[offsets]).astype(np.int32)

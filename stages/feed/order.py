@@ -1,0 +1,84 @@
+"""The order of an epoch's rows, told by arithmetic: no array of all rows is ever made.
+
+Row groups are permuted and taken in windows; inside a window rows are permuted. So a reader holds
+a window, and what stands at a position costs a search among the windows and one window's sort.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...schemas.ragged import offsets_of
+from .mixing import key_of, shuffled
+from .ranges import joined_ranges
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+ROW_GROUPS_PER_WINDOW = 16  # 8192 rows or 8 Mi tokens at most
+
+
+@dataclass(frozen=True)
+class Order:
+    """Rows by position; row numbers count through the row groups as they are stored."""
+
+    group_offsets: NDArray[np.int64]  # (row groups + 1,) row numbers
+    groups: NDArray[np.int64]  # those that hold rows, as they are read
+    window_offsets: NDArray[np.int64]  # (windows + 1,) positions
+    key: int | None  # orders the rows inside windows; None: they stay as they are stored
+
+    def __len__(self) -> int:
+        return int(self.window_offsets[-1])
+
+    @property
+    def num_windows(self) -> int:
+        """How many windows there are."""
+        return len(self.window_offsets) - 1
+
+    def window_at(self, position: int) -> int:
+        """The window that holds a position."""
+        return int(np.searchsorted(self.window_offsets, position, side="right")) - 1
+
+    def groups_of(self, window: int) -> NDArray[np.int64]:
+        """The row groups of a window."""
+        return self.groups[window * ROW_GROUPS_PER_WINDOW : (window + 1) * ROW_GROUPS_PER_WINDOW]
+
+    def window_rows(self, window: int) -> NDArray[np.int64]:
+        """All row numbers of a window, in order."""
+        groups = self.groups_of(window)
+        rows = joined_ranges(self.group_offsets[groups], np.diff(self.group_offsets)[groups])
+        return rows if self.key is None else shuffled(rows, self.key)
+
+    def rows(self, start: int, stop: int) -> NDArray[np.int64]:
+        """The row numbers at positions `start` to `stop`."""
+        if start >= stop:
+            return np.empty(0, dtype=np.int64)
+        first, last = self.window_at(start), self.window_at(stop - 1)
+        rows = np.concatenate([self.window_rows(window) for window in range(first, last + 1)])
+        skipped = int(self.window_offsets[first])
+        return rows[start - skipped : stop - skipped]
+
+
+def shuffled_order(group_offsets: NDArray[np.int64], *, seed: int, epoch: int, root: str) -> Order:
+    """The order of one epoch over the cache that `root` names."""
+    key = key_of("order of rows", root, seed, epoch)
+    groups = shuffled(_filled(group_offsets), key_of("order of row groups", root, seed, epoch))
+    return _order(group_offsets, groups, key)
+
+
+def stored_order(group_offsets: NDArray[np.int64]) -> Order:
+    """Every row where it is stored."""
+    return _order(group_offsets, _filled(group_offsets), None)
+
+
+def _filled(group_offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.flatnonzero(np.diff(group_offsets)).astype(np.int64)
+
+
+def _order(group_offsets: NDArray[np.int64], groups: NDArray[np.int64], key: int | None) -> Order:
+    ends = offsets_of(np.diff(group_offsets)[groups])
+    window_offsets = np.append(ends[:-1:ROW_GROUPS_PER_WINDOW], ends[-1])
+    return Order(group_offsets, groups, window_offsets, key)

@@ -1,0 +1,147 @@
+"""Steps for one rank, from a cursor to the end, read in a background thread."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .collate import step_batch
+from .prefetch import Prefetch
+from .shelf import Piece, Shelf, fill_shelf, read_pieces
+from .steps import Pass, StepPlan, evaluation_pass, num_steps, training_pass
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from ...schemas.batches import Cursor, StepBatch
+    from .settings import FeedSettings
+    from .source import TrainSource
+
+WINDOWS_AHEAD = 1
+
+
+class StepStream:
+    """An iterator over steps that knows how long it kept its consumer waiting for the last one."""
+
+    def __init__(self, steps: Iterator[StepBatch]) -> None:
+        self._steps = steps
+        self.waited = 0.0  # seconds
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        return self
+
+    def __next__(self) -> StepBatch:
+        asked = time.perf_counter()
+        try:
+            return next(self._steps)
+        finally:
+            self.waited = time.perf_counter() - asked
+
+
+def steps_per_epoch(source: TrainSource, settings: FeedSettings) -> int:
+    """Optimizer steps in each epoch."""
+    return num_steps(source.train_rows, settings.batch_size, settings.limit_train_batches)
+
+
+def steps_per_evaluation(source: TrainSource, settings: FeedSettings) -> int:
+    """Steps in one pass over the held-out rows."""
+    return num_steps(source.eval_rows, settings.batch_size, settings.limit_eval_batches)
+
+
+@contextmanager
+def stream(source: TrainSource, settings: FeedSettings, *, start: Cursor) -> Iterator[StepStream]:
+    """The steps of this rank from `start` to the end of the last epoch."""
+    with _streamed(source, settings, _loads_of_epochs(source, settings, start)) as steps:
+        yield steps
+
+
+@contextmanager
+def eval_stream(source: TrainSource, settings: FeedSettings) -> Iterator[StepStream]:
+    """One pass over the held-out rows, the same each time it is asked for."""
+    once = evaluation_pass(source.index.held_out, settings, root=source.manifest.root)
+    with _streamed(source, settings, _loads(source, once, 0)) as steps:
+        yield steps
+
+
+@dataclass(frozen=True)
+class _Load:
+    """Steps that become whole with the same window, and the rows this rank needs for them."""
+
+    one_pass: Pass
+    plans: list[StepPlan]
+    shelf: Shelf
+
+
+@contextmanager
+def _streamed(
+    source: TrainSource, settings: FeedSettings, loads: Iterator[_Load]
+) -> Iterator[StepStream]:
+    prefetch = Prefetch(loads, ahead=WINDOWS_AHEAD)
+    try:
+        yield StepStream(_batches(prefetch, settings.world.rank))
+    finally:
+        prefetch.close()
+
+
+def _batches(loads: Iterator[_Load], rank: int) -> Iterator[StepBatch]:
+    for load in loads:
+        for plan in load.plans:
+            yield step_batch(plan, load.shelf, load.one_pass.table, rank=rank)
+        del load  # before the next is asked for: memory holds one in use
+
+
+def _loads_of_epochs(source: TrainSource, settings: FeedSettings, start: Cursor) -> Iterator[_Load]:
+    first = start.step
+    for epoch in range(start.epoch, settings.epochs):
+        one_pass = training_pass(
+            source.index.train, settings, epoch=epoch, root=source.manifest.root
+        )
+        yield from _loads(source, one_pass, first)
+        first = 0
+
+
+def _loads(source: TrainSource, one_pass: Pass, first_step: int) -> Iterator[_Load]:
+    """Reads window after window; rows of a step that goes on in the next one are kept for it."""
+    planned, waiting, pieces = first_step, list[StepPlan](), list[Piece]()
+    order, size = one_pass.order, one_pass.settings.batch_size
+    for window in range(order.window_at(first_step * size), order.num_windows):
+        end = int(order.window_offsets[window + 1])
+        begun = max(planned, min(-(-end // size), one_pass.num_steps))
+        waiting += one_pass.plans(planned, begun)
+        planned = begun
+        if not waiting:
+            return
+        pieces += _pieces_of_window(source, one_pass, window, waiting)
+        whole = sum(one_pass.end(plan.cursor.step) <= end for plan in waiting)
+        if whole:
+            load = _Load(one_pass, waiting[:whole], fill_shelf(source, pieces))
+            waiting = waiting[whole:]
+            pieces = _kept(pieces, _wanted(one_pass, waiting))
+            yield load
+
+
+def _pieces_of_window(
+    source: TrainSource, one_pass: Pass, window: int, plans: list[StepPlan]
+) -> list[Piece]:
+    wanted = _wanted(one_pass, plans)
+    groups = one_pass.order.groups_of(window)
+    here = np.isin(one_pass.table.group_of(wanted), groups)
+    return read_pieces(source, one_pass.table, wanted[here])
+
+
+def _kept(pieces: list[Piece], wanted: NDArray[np.int64]) -> list[Piece]:
+    kept = [piece.keep(wanted) for piece in pieces]
+    return [piece for piece in kept if len(piece.numbers)]
+
+
+def _wanted(one_pass: Pass, plans: list[StepPlan]) -> NDArray[np.int64]:
+    """The rows of these steps that this rank needs."""
+    rank = one_pass.settings.world.rank
+    rows = [plan.rows_of_rank(rank) for plan in plans]
+    return np.concatenate([np.empty(0, dtype=np.int64), *rows])

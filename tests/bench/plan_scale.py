@@ -1,0 +1,164 @@
+"""Planning for 1,024 ranks and 100 million rows, on one core and without any of them.
+
+Lengths are made up, as skewed as preference data are; some steps of an epoch are planned. Load is
+the tokens a rank runs in a step; ranks wait for each other in each turn, so turns are told too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from align.schemas.engine import World
+from align.schemas.ragged import offsets_of
+from align.stages.feed.row_table import RowTable
+from align.stages.feed.settings import FeedSettings
+from align.stages.feed.steps import Pass, StepPlan, training_pass
+
+ROWS_PER_GROUP = 512
+CHUNK = 1 << 20
+BUDGET = 16_384
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a simulation found."""
+
+    ranks: int
+    rows: int
+    batch_size: int
+    steps: int
+    bytes_per_row: float
+    epoch_seconds: float  # to lay out the order of an epoch
+    step_seconds: float  # to plan a step, median
+    turns: float  # micro-batches of a rank in a step, mean
+    load: float  # largest over mean of ranks, mean over steps
+    worst_load: float
+    turn_load: float  # sum over turns of the largest, over the mean of ranks
+    mismatched_load: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=100_000_000)
+    parser.add_argument("--ranks", type=int, default=1024)
+    parser.add_argument("--sampled", type=int, default=20)
+    options = parser.parse_args()
+    table = made_up_table(options.rows)
+    for pads in (False, True):
+        for rows_per_rank in (4, 16, 64):
+            figures = simulate(
+                table, options.ranks, rows_per_rank, pads=pads, sampled=options.sampled
+            )
+            print(f"\n{'padded' if pads else 'packed'}, {rows_per_rank} rows a rank and step")
+            for name, value in vars(figures).items():
+                print(f"{name:>16} {value:>16,.4g}" if value < 100 else f"{name:>16} {value:>16,}")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    print(f"\npeak memory {peak:,} MiB")
+
+
+def simulate(
+    table: RowTable, ranks: int, rows_per_rank: int, *, pads: bool, sampled: int
+) -> Figures:
+    """Plans some full steps, evenly spread over an epoch."""
+    started = time.perf_counter()
+    one_pass = training_pass(
+        table, settings_for(ranks, rows_per_rank, pads=pads), epoch=0, root="made up"
+    )
+    epoch_seconds = time.perf_counter() - started
+    full = len(table) // (ranks * rows_per_rank)  # the last step may hold a handful of rows
+    chosen = np.linspace(0, full - 1, min(sampled, full)).astype(int)
+    seconds, plans = [], []
+    for step in chosen.tolist():
+        started = time.perf_counter()
+        plans += one_pass.plans(step, step + 1)
+        seconds.append(time.perf_counter() - started)
+    own = [loads_of(plan, one_pass, mismatched=False) for plan in plans]
+    mismatched = [loads_of(plan, one_pass, mismatched=True) for plan in plans]
+    unevenness = [imbalance(turns.sum(axis=1)) for turns in own]
+    return Figures(
+        ranks=ranks,
+        rows=len(table),
+        batch_size=ranks * rows_per_rank,
+        steps=one_pass.num_steps,
+        bytes_per_row=table.nbytes / len(table),
+        epoch_seconds=epoch_seconds,
+        step_seconds=float(np.median(seconds)),
+        turns=float(np.mean([plan.own.num_turns for plan in plans])),
+        load=float(np.mean(unevenness)),
+        worst_load=max(unevenness),
+        turn_load=float(np.mean([turns.max(axis=0).sum() * ranks / turns.sum() for turns in own])),
+        mismatched_load=float(np.mean([imbalance(turns.sum(axis=1)) for turns in mismatched])),
+    )
+
+
+def settings_for(ranks: int, rows_per_rank: int, *, pads: bool) -> FeedSettings:
+    return FeedSettings(
+        seed=0,
+        epochs=1,
+        batch_size=ranks * rows_per_rank,
+        kl_use="rotate",
+        kl_per_step=0,
+        limit_train_batches=0,
+        limit_eval_batches=0,
+        tokens_per_batch=BUDGET,
+        pads=pads,
+        world=World(0, ranks, 0),
+    )
+
+
+def made_up_table(rows: int, *, seed: int = 0) -> RowTable:
+    """Pairs with one mismatch each; most rows are short, few are very long."""
+    draw = np.random.default_rng(seed)
+    prompts, own, chosen = (np.empty(rows, dtype=np.int32) for _ in range(3))
+    places = np.empty(rows, dtype=np.int32)
+    mismatched = np.empty((2 * rows, 1), dtype=np.int32)
+    for start in range(0, rows, CHUNK):
+        part = slice(start, min(start + CHUNK, rows))
+        count = part.stop - part.start
+        completions = lengths(draw, 2 * count, median=220, most=1024).reshape(-1, 2)
+        prompts[part] = lengths(draw, count, median=150, most=2048)
+        own[part], chosen[part] = completions.sum(axis=1), completions[:, 0]
+        mismatched[2 * part.start : 2 * part.stop, 0] = completions.reshape(-1)[::-1]
+        places[part] = np.arange(start, part.stop) % ROWS_PER_GROUP
+    sizes = np.full(-(-rows // ROWS_PER_GROUP), ROWS_PER_GROUP)
+    sizes[-1] -= sizes.sum() - rows
+    branch_offsets = np.arange(0, 2 * rows + 1, 2)
+    return RowTable(offsets_of(sizes), places, prompts, own, chosen, branch_offsets, mismatched)
+
+
+def lengths(draw: np.random.Generator, count: int, *, median: int, most: int) -> np.ndarray:
+    return np.minimum(np.exp(draw.standard_normal(count, dtype=np.float32)) * median + 1, most)
+
+
+def loads_of(plan: StepPlan, one_pass: Pass, *, mismatched: bool) -> np.ndarray:
+    """Tokens each rank runs in each turn, padding included."""
+    table, pads = one_pass.table, one_pass.settings.pads
+    places = plan.paired_rows if mismatched else np.arange(len(plan.rows))
+    dealt = plan.mismatched if mismatched else plan.own
+    rows = plan.rows[places]
+    tokens = table.own_tokens[rows]
+    if mismatched:
+        first = table.branch_offsets[rows]
+        tokens = table.mismatched_tokens[first, 0] + table.mismatched_tokens[first + 1, 0]
+    sizes = table.prompt_tokens[rows].astype(np.int64) + tokens
+    loads = np.zeros((one_pass.settings.world.size, dealt.num_turns), dtype=np.int64)
+    if not pads:
+        np.add.at(loads, (dealt.ranks, dealt.turns), sizes)
+        return loads
+    np.maximum.at(loads, (dealt.ranks, dealt.turns), sizes)
+    counts = np.zeros_like(loads)
+    np.add.at(counts, (dealt.ranks, dealt.turns), 1)
+    return loads * counts
+
+
+def imbalance(loads: np.ndarray) -> float:
+    return float(loads.max() / loads.mean())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""What a stream holds in memory at most."""
+
+import tracemalloc
+
+import pyarrow as pa
+import pytest
+from shard_cache import block_of, settings_of, write_cache
+
+from align.schemas.batches import Cursor
+from align.stages.feed.feed import CacheFeed
+from align.stages.feed.order import ROW_GROUPS_PER_WINDOW
+from align.stages.feed.source import open_source
+
+ROWS, TOKENS = 32, (150, 250)
+GROUP = 4 * ROWS * 200 * (1 + 4)  # bytes of token ids in a row group: a prompt, four completions
+WINDOW = GROUP * ROW_GROUPS_PER_WINDOW
+
+
+def peak_of(folder, *, row_groups, epochs):
+    """Bytes that numpy and Arrow hold at most while every row is streamed."""
+    block = block_of(ROWS, tokens=TOKENS, token_logps=False)
+    source = open_source(
+        *write_cache(folder, [block] * row_groups),
+        rows="paired",
+        mismatched=True,
+        eval_fraction=0.0,
+        checks_bytes=False,
+    )
+    settings = settings_of(epochs=epochs, batch_size=16, tokens_per_batch=4096)
+    arrow = []
+    tracemalloc.start()
+    try:
+        with CacheFeed(source, source, settings).steps(Cursor(0, 0)) as steps:
+            for _ in steps:
+                arrow.append(pa.total_allocated_bytes())
+        return tracemalloc.get_traced_memory()[1] + max(arrow)
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("windows", [4, 12])
+def test_memory_is_that_of_windows_whatever_the_cache_holds(tmp_path, windows):
+    row_groups = windows * ROW_GROUPS_PER_WINDOW
+    assert peak_of(tmp_path / "cache", row_groups=row_groups, epochs=1) < 4 * WINDOW
+
+
+def test_a_second_epoch_takes_no_more_memory(tmp_path):
+    once = peak_of(tmp_path / "once", row_groups=60, epochs=1)
+    assert peak_of(tmp_path / "twice", row_groups=60, epochs=3) < 1.1 * once + 0.2 * WINDOW
