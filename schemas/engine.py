@@ -1,0 +1,97 @@
+"""What the trainer needs of whatever holds the policy and updates it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from .rows import Tree
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among its peers."""
+
+    rank: int
+    size: int
+    local_rank: int
+
+
+@dataclass(frozen=True)
+class Update:
+    """What became of an optimizer step."""
+
+    applied: bool  # not when a gradient was NaN or infinite on any rank
+    grad_norm: float  # before clipping, over all ranks
+
+
+class Engine(Protocol):
+    """One policy, spread over the ranks in any way, that can be asked and updated."""
+
+    @property
+    def world(self) -> World:
+        """This process among its peers."""
+        ...
+
+    def token_logps(self, trees: Sequence[Tree]) -> Tensor:
+        """Log p of every completion token, (T,) float32, in the order tree, branch, token.
+
+        All ranks call it together. No trees: an empty tensor that still carries a (zero) gradient.
+        """
+        ...
+
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        """Adds this micro-batch's gradient; `loss` is this rank's share of the global mean."""
+        ...
+
+    def step(self) -> Update:
+        """Clips, updates and clears; with a gradient that is not finite it only clears."""
+        ...
+
+    def skip(self) -> None:
+        """Clears the gradients without an update."""
+        ...
+
+    def total(self, values: Tensor) -> Tensor:
+        """Sums float64 values over ranks."""
+        ...
+
+    def gathered(self, values: Tensor) -> Tensor:
+        """Joins float64 values of all ranks, in the order of ranks; lengths may differ."""
+        ...
+
+    def learn_mode(self, *, dropout_seed: int | None) -> None:
+        """Training mode, dropout drawn from this seed; None is evaluation mode.
+
+        Gradient checkpointing works in training mode only: gradients want a seed, even if the
+        policy was loaded without dropout.
+        """
+        ...
+
+    def set_lr(self, lr: float) -> None:
+        """The learning rate of the next update."""
+        ...
+
+    def save_state(self, folder: Path) -> tuple[str, ...]:
+        """Every rank writes what it needs to go on bitwise into an empty folder.
+
+        Returns the files this rank wrote, relative to the folder.
+        """
+        ...
+
+    def load_state(self, folder: Path) -> None:
+        """Goes on from what `save_state` wrote in the same world."""
+        ...
+
+    def weights(self, *, trainable_only: bool = False) -> Mapping[str, Tensor]:
+        """The policy on the CPU, by the model's names, in its dtype; empty but on rank 0.
+
+        All ranks call it together. Tied parameters stand once, saved buffers are included.
+        """
+        ...

@@ -1,0 +1,1 @@
+"""DeepSpeed behind a small protocol."""

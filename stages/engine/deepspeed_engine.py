@@ -1,0 +1,128 @@
+"""DeepSpeed as the engine of the trainer."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...schemas.errors import UsageError
+from . import collectives, states, updates
+from .config import Circumstances, engine_config
+from .quiet import deepspeed, quietly
+from .weights import whole_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from torch import Tensor, nn
+
+    from ...schemas.config import TrainOptions
+    from ...schemas.engine import Engine, Update, World
+    from ...schemas.rows import Tree
+
+_REFUSAL = deepspeed.runtime.config.DeepSpeedConfigError
+
+
+def open_engine(
+    policy: nn.Module, options: TrainOptions, world: World, *, hidden_size: int
+) -> tuple[Engine, dict[str, Any]]:
+    """Spreads the policy over the ranks; also returns DeepSpeed's configuration, resolved."""
+    learning = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    if not learning:
+        raise UsageError("the policy has no parameter that learns. Set lora.targets to its layers.")
+    stored = str(learning[0].dtype).removeprefix("torch.")
+    dtype = stored if options.dtype == "auto" else options.dtype
+    config = engine_config(options, Circumstances(dtype, hidden_size, world.size))
+    try:
+        with quietly():
+            # A copy: DeepSpeed completes the dict it is given.
+            engine, *_ = deepspeed.initialize(
+                model=policy, model_parameters=learning, config=deepcopy(config)
+            )
+    except (
+        AssertionError,
+        ValueError,
+        TypeError,
+        KeyError,
+        NotImplementedError,
+        _REFUSAL,
+    ) as error:
+        raise UsageError(
+            f"DeepSpeed refuses train.deepspeed={options.deepspeed} with {dtype} "
+            f"({_one_line(error)})."
+        ) from error
+    return DeepSpeedEngine(engine, world), config
+
+
+class DeepSpeedEngine:
+    """One policy under DeepSpeed; it answers and learns as the `Engine` protocol says."""
+
+    def __init__(self, engine: Any, world: World) -> None:
+        self._engine = engine
+        self._world = world
+
+    @property
+    def world(self) -> World:
+        """This process among its peers."""
+        return self._world
+
+    def token_logps(self, trees: Sequence[Tree]) -> Tensor:
+        """Log p of every completion token, by the policy's own forward pass."""
+        logps: Tensor = self._engine(tuple(trees))
+        return logps
+
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        """Adds this micro-batch's gradient; the last one of a step reduces what is still local."""
+        self._engine.set_gradient_accumulation_boundary(is_last)
+        # DeepSpeed takes the mean of the gradients over ranks; ours are shares, to be summed.
+        self._engine.backward(loss * self._world.size, scale_wrt_gas=False)
+
+    def step(self) -> Update:
+        """Clips, updates and clears; with a gradient that is not finite it only clears."""
+        return updates.update(self._engine)
+
+    def skip(self) -> None:
+        """Clears the gradients without an update."""
+        updates.clear(self._engine)
+
+    def total(self, values: Tensor) -> Tensor:
+        """Sums float64 values over ranks."""
+        return collectives.total(values)
+
+    def gathered(self, values: Tensor) -> Tensor:
+        """Joins float64 values of all ranks, in the order of ranks; lengths may differ."""
+        return collectives.gathered(values)
+
+    def learn_mode(self, *, dropout_seed: int | None) -> None:
+        """Training mode, dropout drawn from this seed; None is evaluation mode."""
+        self._engine.train(dropout_seed is not None)
+        if dropout_seed is not None:
+            torch.manual_seed(dropout_seed)
+
+    def set_lr(self, lr: float) -> None:
+        """The learning rate of the next update."""
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = lr
+
+    def save_state(self, folder: Path) -> tuple[str, ...]:
+        """Every rank writes what it needs to go on bitwise into an empty folder.
+
+        Returns the files this rank wrote, relative to the folder.
+        """
+        return states.save(self._engine, folder)
+
+    def load_state(self, folder: Path) -> None:
+        """Goes on from what `save_state` wrote in the same world."""
+        states.load(self._engine, folder)
+
+    def weights(self, *, trainable_only: bool = False) -> Mapping[str, Tensor]:
+        """The policy on the CPU, by the names of its parameters; empty but on rank 0."""
+        policy, rank = self._engine.module, self._world.rank
+        return whole_weights(policy, rank=rank, trainable_only=trainable_only)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join((str(error) or type(error).__name__).split())

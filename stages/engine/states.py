@@ -1,0 +1,109 @@
+"""Engine state on disk: what DeepSpeed writes, read back without running a pickle's code."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...schemas.errors import CorruptionError, StorageError
+from .quiet import deepspeed, quietly
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_RUNTIME = deepspeed.runtime
+# What DeepSpeed's files hold beside tensors, numbers and containers.
+_TYPES = (
+    _RUNTIME.fp16.loss_scaler.LossScaler,
+    _RUNTIME.fp16.loss_scaler.DynamicLossScaler,
+    _RUNTIME.zero.config.ZeroStageEnum,
+    deepspeed.utils.fragment_address,
+)
+# What its loader stumbles over when a file is missing, damaged or of another run.
+_NOT_OURS = (
+    pickle.UnpicklingError,
+    AssertionError,
+    EOFError,
+    OSError,
+    KeyError,
+    RuntimeError,
+    ValueError,
+)
+TAG = "state"
+FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+
+
+def save(engine: Any, folder: Path) -> tuple[str, ...]:
+    """Every rank writes its part; returns the files this rank wrote, relative to the folder."""
+    with quietly(), _failing_late(engine) as written:
+        # Parameters that do not learn are left out: they are where they came from.
+        engine.save_checkpoint(
+            str(folder), tag=TAG, save_latest=False, exclude_frozen_parameters=True
+        )
+    return tuple(sorted(str(path.relative_to(folder)) for path in written))
+
+
+def load(engine: Any, folder: Path) -> None:
+    """Every rank reads its part into an engine that was opened in the same way."""
+    has_frozen = not all(parameter.requires_grad for parameter in engine.module.parameters())
+    try:
+        with quietly(), _data_only():
+            path, _ = engine.load_checkpoint(
+                str(folder), tag=TAG, load_module_strict=not has_frozen
+            )
+    except _NOT_OURS as error:
+        raise CorruptionError(
+            f"{folder}: this is no state of the run as it is set up now "
+            f"({_first_line(error)}). Use the model, train.deepspeed, train.dtype and number of "
+            "ranks that it was saved with."
+        ) from error
+    if path is None:
+        raise CorruptionError(f"{folder}: holds no state that DeepSpeed can find.")
+
+
+@contextmanager
+def _failing_late(engine: Any) -> Iterator[list[Path]]:
+    """A rank whose disk refuses still takes part in the collectives that its peers wait in."""
+    write, written, failures = engine.checkpoint_engine.save, [], []
+
+    def save_or_note(state_dict: Any, path: str) -> None:
+        written.append(Path(path))
+        try:
+            write(state_dict, path)
+        except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
+            failures.append(error)
+
+    engine.checkpoint_engine.save = save_or_note
+    engine._copy_recovery_script = lambda path: None
+    try:
+        yield written
+    finally:
+        del engine.checkpoint_engine.save, engine._copy_recovery_script
+    if failures:
+        raise StorageError(
+            f"{written[-1].parent}: cannot write the state ({_first_line(failures[0])})."
+        )
+
+
+@contextmanager
+def _data_only() -> Iterator[None]:
+    """DeepSpeed asks for whole pickles; torch reads tensors and the few types it needs."""
+    before = os.environ.get(FORCE)
+    os.environ[FORCE] = "1"
+    try:
+        with torch.serialization.safe_globals(list(_TYPES)):
+            yield
+    finally:
+        if before is None:
+            del os.environ[FORCE]
+        else:
+            os.environ[FORCE] = before
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,211 @@
+"""Every rank of a test world: trains tiny policies in every way and writes down what happened.
+
+Started by a launcher, or alone, with the folder to write to, a language model, and the ways to
+train.
+"""
+
+import gc
+import json
+import resource
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from tiny_policy import WIDTH, TinyPolicy, some_trees
+
+from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
+from align.schemas.errors import StorageError
+from align.stages.engine.deepspeed_engine import open_engine
+from align.stages.engine.launch import joined_world
+from align.stages.model.policy import load_policy
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Rows of each step, how many micro-batches it is cut into, and its learning rate.
+STEPS = [(8, 1, 3e-3), (7, 3, 1e-2), (9, 2, 1e-2), (5, 4, 5e-3), (1, 1, 2e-3), (6, 2, 1e-3)]
+WRONG = [1, 2, 3, 5, 0, 1]  # steps in which the last rank's first micro-batch has rows
+OPTIONS = TrainOptions(weight_decay=0.1, max_grad_norm=0.05, lr=1e-3, beta2=0.95)
+SGD = {
+    "optimizer": {"type": "SGD", "params": {"lr": "auto", "weight_decay": "auto"}},
+    "zero_allow_untested_optimizer": True,
+}
+
+
+def rows_of(step):
+    return some_trees(np.random.default_rng(step), STEPS[step][0])
+
+
+def global_tokens(trees):
+    return sum(len(branch) for tree in trees for branch in tree.branches)
+
+
+def share(step, rank, size):
+    """This rank's micro-batches; some are empty where rows are few."""
+    cuts = np.array_split(np.arange(STEPS[step][0]), STEPS[step][1] * size)
+    rows = rows_of(step)
+    return [tuple(rows[row] for row in cut) for cut in cuts[rank::size]]
+
+
+class Run:
+    """One engine, and the steps it is taken through."""
+
+    def __init__(self, world, options, *, dropout=0.0, frozen=False, policy=None):
+        policy = policy or TinyPolicy(dropout=dropout, frozen=frozen, dtype=DTYPES[options.dtype])
+        self.engine, self.config = open_engine(policy, options, world, hidden_size=WIDTH)
+        self.world, self.updates = world, []
+
+    def gradients(self, step, *, factor=1.0, finish=True):
+        tokens = global_tokens(rows_of(step))
+        micros = share(step, self.world.rank, self.world.size)
+        for index, trees in enumerate(micros):
+            self.engine.learn_mode(dropout_seed=1000 * step + 10 * index + self.world.rank)
+            loss = -self.engine.token_logps(trees).double().sum() / tokens
+            # Only one rank's first micro-batch goes wrong.
+            wrong = index == 0 and self.world.rank == self.world.size - 1
+            is_last = finish and index == len(micros) - 1
+            self.engine.backward(loss * factor if wrong else loss, is_last=is_last)
+
+    def step(self, step, *, factor=1.0):
+        self.engine.set_lr(STEPS[step][2])
+        self.gradients(step, factor=factor)
+        update = self.engine.step()
+        self.updates.append([update.applied, update.grad_norm])
+
+    def steps(self, first, last):
+        for step in range(first, last):
+            self.step(step)
+        return self
+
+    def weights(self, **how):
+        weights = self.engine.weights(**how)
+        return {name: [str(t.dtype), t.double().tolist()] for name, t in weights.items()}
+
+    def seen(self):
+        return {"updates": self.updates, "weights": self.weights()}
+
+
+def disturbed(run):
+    """The same six steps, with gradients in between that must leave no trace."""
+    refused = []
+    for step in range(6):
+        before = run.weights()
+        for factor in (float("nan"), float("inf")):
+            run.engine.set_lr(1.0)
+            run.gradients(WRONG[step], factor=factor)
+            update = run.engine.step()
+            refused.append([update.applied, run.weights() == before])
+        run.gradients(1)
+        run.engine.skip()
+        run.gradients(1, finish=False)
+        run.engine.skip()
+        run.gradients(2, factor=float("nan"))
+        run.engine.skip()
+        run.engine.skip()
+        refused.append([False, run.weights() == before])
+        with torch.no_grad():
+            run.engine.learn_mode(dropout_seed=None)
+            run.engine.token_logps(share(2, run.world.rank, run.world.size)[0])
+        run.step(step)
+    return run.seen() | {"refused": refused}
+
+
+def resumed(world, options, folder, **how):
+    first = Run(world, options, **how).steps(0, 3)
+    if world.rank == 0:
+        folder.mkdir()
+    first.engine.total(torch.zeros(1))
+    first.engine.save_state(folder)
+    second = Run(world, options, **how)
+    second.step(4)
+    second.engine.load_state(folder)
+    second.updates = first.updates
+    return second.steps(3, 6).seen()
+
+
+def clipped(world, options, folder):
+    """One step of plain gradient descent at lr 1: it moves by the gradient that was left."""
+    path = folder / f"{options.deepspeed}.json"
+    if world.rank == 0:
+        path.write_text(
+            json.dumps(SGD | {"zero_optimization": {"stage": int(options.deepspeed[4])}})
+        )
+    torch.distributed.barrier()
+    run = Run(world, replace(options, deepspeed=str(path), lr=1.0, weight_decay=0.0))
+    before = run.weights()
+    run.gradients(0)
+    return {"before": before, "update": run.engine.step().grad_norm, "after": run.weights()}
+
+
+def joined(world):
+    """What two collectives give for values of different lengths."""
+    options = replace(OPTIONS, deepspeed="zero0", dtype="float32")
+    engine = Run(world, options).engine
+    own = torch.arange(world.rank, dtype=torch.float64) + 0.1 * world.rank
+    values = torch.tensor([world.rank + 1.0, 1e-17], dtype=torch.float64)
+    return {
+        "gathered": engine.gathered(own).tolist(),
+        "nothing": engine.gathered(torch.zeros(0)).tolist(),
+        "total": engine.total(values).tolist(),
+        "kept": values.tolist(),
+        "world": [engine.world.rank, engine.world.size, engine.world.local_rank],
+    }
+
+
+def failed_save(world, folder):
+    """The last rank cannot write its file; who is told, and which files the others wrote."""
+    run = Run(world, replace(OPTIONS, deepspeed="zero2", dtype="float32"))
+    name = f"zero_pp_rank_{world.size - 1}_mp_rank_00_optim_states.pt"
+    (folder / "full" / "state" / name).mkdir(parents=True, exist_ok=True)
+    torch.distributed.barrier()
+    try:
+        return list(run.engine.save_state(folder / "full"))
+    except StorageError as error:
+        return str(error)
+
+
+def language_model(world, folder):
+    """A real model through the policy's own forward pass; in some steps a rank has no row."""
+    seen = {}
+    for preset in ("zero0", "zero2", "zero3"):
+        options = replace(OPTIONS, deepspeed=preset, dtype="float32")
+        policy = load_policy(ModelOptions(path=folder, device="cpu"), options, LoraOptions())
+        names = [name for name, _ in policy.model.named_parameters()]
+        run = Run(world, options, policy=policy).steps(3, 6)
+        seen[preset] = run.seen() | {"names": names}
+    return seen
+
+
+def everything(world, name, folder):
+    preset, dtype = name.split("/")
+    options = replace(OPTIONS, deepspeed=preset, dtype=dtype)
+    began = time.monotonic()
+    seen = {
+        "plain": Run(world, options).steps(0, 6).seen(),
+        "straight": Run(world, options, dropout=0.2).steps(0, 6).seen(),
+        "disturbed": disturbed(Run(world, options, dropout=0.2)),
+        "resumed": resumed(world, options, folder / f"{preset}-{dtype}", dropout=0.2),
+        "frozen": Run(world, options, frozen=True).steps(0, 6).seen(),
+        "frozen resumed": resumed(world, options, folder / f"{preset}-{dtype}-f", frozen=True),
+        "trainable": Run(world, options, frozen=True).weights(trainable_only=True),
+    }
+    if dtype == "float32" and preset != "zero3-offload":
+        seen["clipped"] = clipped(world, options, folder)
+    return seen | {"seconds": time.monotonic() - began}
+
+
+def main(folder, model, *names):
+    folder = Path(folder)
+    gc.freeze()  # DeepSpeed collects garbage several times as it opens an engine
+    with joined_world() as world:
+        seen = {name: everything(world, name, folder) for name in names}
+        seen["joined"] = joined(world)
+        seen["failed save"] = failed_save(world, folder)
+        seen["language model"] = language_model(world, model)
+        seen["peak_rss"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        (folder / f"rank-{world.rank}.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
