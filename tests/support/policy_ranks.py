@@ -1,0 +1,122 @@
+"""Every rank of a test world: tiny policies under DeepSpeed, beside themselves without it."""
+
+import json
+import sys
+from copy import deepcopy
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from align.schemas.config import LoraOptions, TrainOptions
+from align.schemas.rows import Tree
+from align.stages.engine.deepspeed_engine import open_engine
+from align.stages.engine.launch import joined_world
+from align.stages.engine.quiet import deepspeed
+from align.stages.model.adapter import add_lora
+from align.stages.model.policy import Policy
+
+VOCABULARY, WIDTH = 1500, 16  # more than one tile of the head
+# Trees of each rank in each micro-batch; in one of them a rank has nothing to do.
+MICRO_BATCHES = ((3, 0), (1, 2))
+KINDS = {
+    "untied": {"tied": False},
+    "tied": {"tied": True},
+    "adapted": {"tied": True, "lora": True},
+    "recomputing": {"tied": True, "checkpointing": True},
+}
+
+
+def policy_of(*, tied, lora=False, checkpointing=False):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+        tie_word_embeddings=tied,
+    )
+    model = LlamaForCausalLM(config)
+    if lora:
+        model = add_lora(model, LoraOptions(rank=2), seed=3)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:  # zero at first, and so would be the gradient of its A
+                torch.nn.init.normal_(parameter, std=0.1)
+    policy = Policy(model)
+    if checkpointing:
+        policy.recompute_activations()
+    return policy
+
+
+def trees_of(rank, micro):
+    random = np.random.default_rng(10 * micro + rank)
+    return tuple(
+        Tree(draw(random), tuple(draw(random) for _ in range(1 + index)))
+        for index in range(MICRO_BATCHES[micro][rank])
+    )
+
+
+def draw(random):
+    return random.integers(0, VOCABULARY, random.integers(1, 9), "int32")
+
+
+def alone(policy, size):
+    """The gradient of the whole batch in one process."""
+    parts = [trees_of(rank, micro) for micro in range(len(MICRO_BATCHES)) for rank in range(size)]
+    for trees in parts:
+        policy(trees).sum().backward()
+    return {name: p.grad for name, p in policy.named_parameters() if p.requires_grad}
+
+
+def compare(world, kind, stage, folder):
+    policy = policy_of(**KINDS[kind])
+    plain = deepcopy(policy)
+    options = TrainOptions(dtype="float32", deepspeed=str(folder / f"zero{stage}.json"))
+    engine, _ = open_engine(policy, options, world, hidden_size=WIDTH)
+    partitioned = sum(p.numel() for p in policy.parameters())
+    same = []
+    for micro in range(len(MICRO_BATCHES)):
+        trees = trees_of(world.rank, micro)
+        with torch.no_grad():
+            engine.token_logps(trees)
+        logps = engine.token_logps(trees)
+        same.append(torch.equal(logps, plain(trees)))
+        engine.backward(logps.sum(), is_last=micro == len(MICRO_BATCHES) - 1)
+    expected = alone(plain, world.size)
+    named = dict(policy.named_parameters())
+    worst = 0.0
+    for name, wanted in expected.items():
+        found = deepspeed.utils.safe_get_full_grad(named[name])
+        worst = max(worst, float((found - wanted).abs().max() / wanted.abs().max()))
+    return {
+        "same_logps": all(same),
+        "worst": worst,
+        "compared": len(expected),
+        "local_elements": partitioned,
+        "all_elements": sum(p.numel() for p in plain.parameters()),
+    }
+
+
+def main(folder):
+    folder = Path(folder)
+    with joined_world() as world:
+        if world.rank == 0:
+            for stage in (0, 3):
+                zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+                config = {"zero_optimization": zero}
+                (folder / f"zero{stage}.json").write_text(json.dumps(config))
+        torch.distributed.barrier()
+        seen = {
+            f"{kind}/zero{stage}": compare(world, kind, stage, folder)
+            for kind in KINDS
+            for stage in (0, 3)
+        }
+        (folder / f"rank-{world.rank}.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
