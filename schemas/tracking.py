@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -55,10 +56,68 @@ class Run(Protocol):
         """A file to keep with the run."""
         ...
 
+    def log_model_link(self, folder: Path, *, tags: Mapping[str, str]) -> None:
+        """Where the model lies that this run made; the model itself stays there."""
+        ...
+
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Labels to search by."""
+        ...
+
+    def sync(self) -> None:
+        """Makes durable what was logged until now."""
         ...
 
     def finish(self, status: Status) -> None:
         """The truth about how it ended."""
         ...
+
+
+@dataclass(frozen=True)
+class MetricPoint:
+    """One number, as a tracking store keeps it."""
+
+    key: str
+    value: float
+    step: int
+    time_ms: int  # since 1970
+
+
+@dataclass(frozen=True)
+class DatasetNote:
+    """Data that went into a run."""
+
+    name: str
+    digest: str
+    source: str
+    context: str
+
+
+@dataclass(frozen=True)
+class ModelLink:
+    """A model that a run made, and where it lies."""
+
+    folder: str
+    tags: dict[str, str]
+    model_id: str  # the store's name for it, empty until the store knows it
+
+
+@dataclass(frozen=True)
+class MlflowRecord:
+    """All that MLflow is to be told about a run but its metrics, and what it knows already."""
+
+    format_version: int
+    uri: str  # without user and password
+    experiment: str
+    run_name: str
+    key: str  # a tag by which the run is found again when the answer that named it was lost
+    run_id: str  # empty until there is one
+    began_ms: int
+    ended_ms: int
+    status: str  # empty while it runs
+    tags: dict[str, str]
+    params: dict[str, str]
+    datasets: tuple[DatasetNote, ...]
+    artifacts: dict[str, bool]  # path, and whether the store has it
+    models: tuple[ModelLink, ...]
+    metrics_sent: int  # bytes of metrics.jsonl that the store is known to have

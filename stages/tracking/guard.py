@@ -37,13 +37,13 @@ class Guard:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 action()
-        except _failures() as error:
+        except failures() as error:
             self._is_open = False
             logger.warning(
                 "MLflow at %s failed: %s. From here on nothing is recorded there; "
                 "the work goes on.",
                 self._uri,
-                _reason(error),
+                reason_of(error),
             )
         finally:
             self._seconds += time.monotonic() - started
@@ -69,7 +69,7 @@ def without_password(text: str) -> str:
     return re.sub(r"//[^/@\s]+@", "//***@", text)
 
 
-def _failures() -> tuple[type[BaseException], ...]:
+def failures() -> tuple[type[BaseException], ...]:
     """What a store raises; a library that was never imported cannot have raised anything."""
     named = (
         ("mlflow.exceptions", "MlflowException"),
@@ -82,7 +82,8 @@ def _failures() -> tuple[type[BaseException], ...]:
     return (OSError, ValueError, ImportError, sqlite3.Error, *loaded)
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
+    """What a store said, in one line and without passwords."""
     said = without_password(str(error).strip()) or type(error).__name__
     plain = "".join(c for c in said.partition("\n")[0] if c.isprintable())
     return plain[:MAX_REASON].rstrip(".")

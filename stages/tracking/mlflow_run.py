@@ -1,83 +1,88 @@
-"""Runs in MLflow; the only module that imports it, and only once a run is to be recorded."""
+"""A run that is told to MLflow call by call, while the work waits."""
 
 from __future__ import annotations
 
-import importlib
-import json
 import os
 import time
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from ... import __version__
 from ...schemas.config import TrackingOptions
-from .fast_sqlite import created_quickly
+from ...schemas.tracking import DatasetNote, MetricPoint, ModelLink
 from .guard import Guard
-from .names import MAX_DATASET_NAME, MAX_DIGEST, MAX_PARAM, MAX_TAG, key_of, shortened
+from .mlflow_store import MlflowStore
+from .names import MAX_PARAM, key_of, shortened
 from .null_run import NullRun
-from .quiet import hush
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from ...schemas.tracking import Run, Status
 
-T = TypeVar("T")
-
 DEFAULT_URI = "sqlite:///mlflow.db"
-PARAMS_PER_BATCH = 100
-METRICS_PER_BATCH = 1000
 
 
 def open_run(options: TrackingOptions, *, name: str, tags: Mapping[str, str]) -> Run:
     """Begins a run; one that records nothing when MLflow is off or its store cannot be used."""
     if not options.mlflow:
         return NullRun()
-    hush()
-    uri = options.uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
+    uri = store_uri(options)
     guard = Guard(uri)
-    run = MlflowRun(guard)
-    guard.call(lambda: run.begin(uri, options, name=name, tags=tags))
-    return run if run.run_id else NullRun()
+    runs: list[Run] = []
+
+    def begin() -> None:
+        store = MlflowStore(uri)
+        run_id = store.create_run(
+            store.experiment_id(experiment_name(options)),
+            name=options.run_name or name,
+            tags={**version_tags(), **tags},
+        )
+        runs.append(MlflowRun(store, run_id, guard))
+
+    guard.call(begin)
+    return runs[0] if runs else NullRun()
+
+
+def store_uri(options: TrackingOptions) -> str:
+    """Where runs are recorded: what the config says, else the environment, else a local file."""
+    return options.uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
+
+
+def experiment_name(options: TrackingOptions) -> str:
+    """What the config says, else the environment, else the default."""
+    default = TrackingOptions().experiment
+    if options.experiment != default:
+        return options.experiment
+    return os.environ.get("MLFLOW_EXPERIMENT_NAME") or default
+
+
+def version_tags() -> dict[str, str]:
+    """What the numbers of a run may depend on."""
+    tags = {"align.version": __version__}
+    for package in ("torch", "transformers", "deepspeed"):
+        try:
+            tags[f"{package}.version"] = version(package)
+        except PackageNotFoundError:
+            continue
+    return tags
 
 
 class MlflowRun:
     """One run; when its store fails, what follows is not recorded and the work goes on."""
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, store: MlflowStore, run_id: str, guard: Guard) -> None:
+        self._store = store
         self._guard = guard
-        self._client: Any = None
-        self._entities: Any = None
         self._params: dict[str, str] = {}
-        self.run_id = ""
-
-    def begin(
-        self, uri: str, options: TrackingOptions, *, name: str, tags: Mapping[str, str]
-    ) -> None:
-        """Finds or makes the store and the experiment, and a new run in it."""
-        mlflow = importlib.import_module("mlflow")
-        context = importlib.import_module("mlflow.tracking.context.registry")
-        self._entities = mlflow.entities
-        with created_quickly(uri):
-            self._client = mlflow.MlflowClient(uri)
-        experiment = _experiment_id(self._client, _experiment_name(options))
-        every = {**_version_tags(), **tags}
-        labels = context.resolve_tags({key_of(k): shortened(v, MAX_TAG) for k, v in every.items()})
-        run_name = options.run_name or name or None
-        self.run_id = self._client.create_run(
-            experiment, tags=labels, run_name=run_name
-        ).info.run_id
+        self.run_id = run_id
 
     def log_params(self, params: Mapping[str, str]) -> None:
         """Settings, flat; a store keeps the first value, so a later one becomes a tag."""
-        values = {key_of(name): shortened(str(value), MAX_PARAM) for name, value in params.items()}
-        fresh = {name: value for name, value in values.items() if name not in self._params}
-        changed = {f"changed.{k}": v for k, v in values.items() if self._params.get(k, v) != v}
+        fresh, changed = sorted_out(params, self._params)
         self._params |= fresh
-        entities = [self._entities.Param(name, value) for name, value in fresh.items()]
-        for batch in _batches(entities, PARAMS_PER_BATCH):
-            self._log_batch(params=batch)
+        self._call(lambda: self._store.log_params(self.run_id, fresh))
         if changed:
             self.set_tags(changed)
 
@@ -86,75 +91,44 @@ class MlflowRun:
         if self._guard.is_out_of_patience():
             return
         now = time.time_ns() // 1_000_000
-        entities = [
-            self._entities.Metric(key_of(name), float(value), now, step)
-            for name, value in metrics.items()
-        ]
-        for batch in _batches(entities, METRICS_PER_BATCH):
-            self._log_batch(metrics=batch)
+        points = [MetricPoint(name, float(value), step, now) for name, value in metrics.items()]
+        self._call(lambda: self._store.log_metrics(self.run_id, points))
 
     def log_dataset(self, name: str, *, digest: str, source: str, context: str) -> None:
-        """The data that went in; MLflow's own field is short, so the whole digest is a tag."""
-        entities = self._entities
-        dataset = entities.Dataset(
-            name=shortened(name, MAX_DATASET_NAME),
-            digest=digest[:MAX_DIGEST],
-            source_type="local",
-            source=json.dumps({"uri": source}),
-        )
-        tags = {"mlflow.data.context": context, "align.digest": digest}
-        labelled = entities.DatasetInput(dataset, [entities.InputTag(*tag) for tag in tags.items()])
-        self._guard.call(lambda: self._client.log_inputs(self.run_id, [labelled]))
+        """The data that went in, under our own digest."""
+        note = DatasetNote(name, digest, source, context)
+        self._call(lambda: self._store.log_dataset(self.run_id, note))
 
     def log_artifact(self, path: Path) -> None:
         """A file to keep with the run."""
-        self._guard.call(lambda: self._client.log_artifact(self.run_id, str(path)))
+        self._call(lambda: self._store.log_artifact(self.run_id, path))
+
+    def log_model_link(self, folder: Path, *, tags: Mapping[str, str]) -> None:
+        """Where the model lies that this run made."""
+        link = ModelLink(str(folder.resolve()), dict(tags), "")
+        self._call(lambda: self._store.link_model(self.run_id, link))
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Labels to search by."""
-        make = self._entities.RunTag
-        entities = [make(key_of(name), shortened(value, MAX_TAG)) for name, value in tags.items()]
-        for batch in _batches(entities, PARAMS_PER_BATCH):
-            self._log_batch(tags=batch)
+        self._call(lambda: self._store.set_tags(self.run_id, tags))
+
+    def sync(self) -> None:
+        """Nothing: each call has been answered."""
 
     def finish(self, status: Status) -> None:
         """The truth about how it ended; the first word counts."""
-        self._guard.call(lambda: self._client.set_terminated(self.run_id, status))
+        self._call(lambda: self._store.finish(self.run_id, status))
         self._guard.close()
 
-    def _log_batch(self, **entities: Sequence[Any]) -> None:
-        self._guard.call(lambda: self._client.log_batch(self.run_id, **entities))
+    def _call(self, action: Callable[[], object]) -> None:
+        self._guard.call(action)
 
 
-def _experiment_name(options: TrackingOptions) -> str:
-    default = TrackingOptions().experiment
-    if options.experiment != default:
-        return options.experiment
-    return os.environ.get("MLFLOW_EXPERIMENT_NAME") or default
-
-
-def _experiment_id(client: Any, name: str) -> str:
-    found = client.get_experiment_by_name(name)
-    if found is None:
-        try:
-            return str(client.create_experiment(name))
-        except importlib.import_module("mlflow.exceptions").MlflowException:
-            # Another process may have made it in the meantime.
-            found = client.get_experiment_by_name(name)
-            if found is None:
-                raise
-    return str(found.experiment_id)
-
-
-def _version_tags() -> dict[str, str]:
-    tags = {"align.version": __version__}
-    for package in ("torch", "transformers"):
-        try:
-            tags[f"{package}.version"] = version(package)
-        except PackageNotFoundError:
-            continue
-    return tags
-
-
-def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    return (items[start : start + size] for start in range(0, len(items), size))
+def sorted_out(
+    params: Mapping[str, str], known: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The settings that are new, and those that changed, as tags."""
+    values = {key_of(name): shortened(str(value), MAX_PARAM) for name, value in params.items()}
+    fresh = {name: value for name, value in values.items() if name not in known}
+    changed = {f"changed.{k}": v for k, v in values.items() if known.get(k, v) != v}
+    return fresh, changed

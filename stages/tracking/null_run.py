@@ -28,8 +28,14 @@ class NullRun:
     def log_artifact(self, path: Path) -> None:
         """Keeps nothing."""
 
+    def log_model_link(self, folder: Path, *, tags: Mapping[str, str]) -> None:
+        """Keeps nothing."""
+
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Keeps nothing."""
+
+    def sync(self) -> None:
+        """Does nothing."""
 
     def finish(self, status: Status) -> None:
         """Does nothing."""

@@ -10,7 +10,7 @@ import pytest
 
 from align import __version__
 from align.schemas.config import TrackingOptions
-from align.stages.tracking import guard, mlflow_run
+from align.stages.tracking import guard, mlflow_store
 from align.stages.tracking.mlflow_run import open_run
 from align.stages.tracking.null_run import NullRun
 from align.stages.tracking.quiet import DEFAULTS
@@ -123,7 +123,7 @@ def test_the_default_store_lies_in_the_current_folder(tmp_path):
 
 def test_a_store_built_in_a_hurry_is_durable_afterwards(tmp_path):
     run = begin(f"sqlite:///{tmp_path}/new.db")
-    with run._client._tracking_client.store.engine.connect() as connection:
+    with run._store.client._tracking_client.store.engine.connect() as connection:
         level = connection.exec_driver_sql("PRAGMA synchronous").scalar()
     assert level == 2  # FULL
 
@@ -224,7 +224,7 @@ run.finish("FINISHED")
 
 
 def test_batches_hold_everything_once():
-    assert [list(b) for b in mlflow_run._batches([1, 2, 3, 4, 5], 2)] == [[1, 2], [3, 4], [5]]
+    assert [list(b) for b in mlflow_store._batches([1, 2, 3, 4, 5], 2)] == [[1, 2], [3, 4], [5]]
 
 
 def test_two_processes_may_make_one_store(tmp_path):

@@ -1,0 +1,149 @@
+"""Where everything lies in the folder of a training run.
+
+metrics.jsonl                   one line per logged step
+config.yaml                     the settings it was begun with
+checkpoints/step-<n>/           whole checkpoints; `latest` names the newest
+checkpoints/.tmp-<n>-<run id>/  one that is being written; .trash-…: one that is being removed
+model/                          the trained policy; written last
+model-merged/                   an adapter's policy with the adapter merged into it
+_align/LOCK                     held by the run that is at work here
+_align/mlflow.json              what MLflow is to be told
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...schemas.errors import UsageError
+from . import fs
+from .places import make_place, refuse_foreign
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+RECORD_NAME = "align_checkpoint.json"
+STEP_NAME = re.compile(r"step-([0-9]{8,})")
+DRAFT_NAME = re.compile(r"\.tmp-([0-9]{8,}|model|model-merged)-[0-9A-Za-z-]+")
+TRASH_NAME = re.compile(r"\.trash-.+")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """One training run on a local disk."""
+
+    root: Path
+
+    @property
+    def metrics(self) -> Path:
+        """What was measured, step by step."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def config(self) -> Path:
+        """The settings of the run."""
+        return self.root / "config.yaml"
+
+    @property
+    def checkpoints(self) -> Path:
+        """What training can go on from."""
+        return self.root / "checkpoints"
+
+    @property
+    def latest(self) -> Path:
+        """The file that names the newest checkpoint."""
+        return self.checkpoints / "latest"
+
+    @property
+    def model(self) -> Path:
+        """The trained policy; where it is, the run is over."""
+        return self.root / "model"
+
+    @property
+    def merged(self) -> Path:
+        """The policy with the trained adapter in its weights; only there when asked for."""
+        return self.root / "model-merged"
+
+    @property
+    def private(self) -> Path:
+        """What readers never look at."""
+        return self.root / "_align"
+
+    @property
+    def lock(self) -> Path:
+        """The file whose lock makes a process the owner of this folder."""
+        return self.private / "LOCK"
+
+    @property
+    def mlflow(self) -> Path:
+        """What MLflow is to be told, and how much of it it knows."""
+        return self.private / "mlflow.json"
+
+    @property
+    def when_locked(self) -> str:
+        """What to do while somebody else owns this folder."""
+        return "Wait for it, or choose another --output."
+
+    def step(self, number: int) -> Path:
+        """Where the checkpoint of a step is, or will be."""
+        return self.checkpoints / f"step-{number:08d}"
+
+    def draft(self, number: int, run_id: str) -> Path:
+        """Where the checkpoint of a step is while it is written."""
+        path = self.checkpoints / f".tmp-{number:08d}-{run_id}"
+        assert DRAFT_NAME.fullmatch(path.name), path.name
+        return path
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, whole or damaged, in rising order."""
+        if not self.checkpoints.is_dir():
+            return []
+        found = map(STEP_NAME.fullmatch, (path.name for path in self.checkpoints.iterdir()))
+        return sorted(int(name[1]) for name in found if name)
+
+    def prepare(self) -> None:
+        """Makes the folders; refuses a folder that holds something else."""
+        is_cache = (self.root / "manifest.json").exists() or (self.root / "data").exists()
+        ours = self.private.is_dir() and not is_cache
+        refuse_foreign(self.root, is_ours=ours, what="training run")
+        make_place(self.root, self.private)
+        fs.make_folder(self.checkpoints)
+        fs.fsync_folder(self.root)
+
+    def require_new(self) -> None:
+        """Refuses to begin a run where one has begun already; the owner asks."""
+        if self.model.exists():
+            state = "a finished run"
+        elif steps := self.steps():
+            state = f"an unfinished run, with a checkpoint of step {steps[-1]}"
+        elif self.metrics.exists() or self.config.exists():
+            state = "an unfinished run without a checkpoint"
+        else:
+            return
+        raise UsageError(
+            f"{self.root} holds {state}. Go on with it by --resume auto, choose another --output, "
+            "or remove the folder."
+        )
+
+    def sweep(self) -> None:
+        """Removes what runs that were killed left half written; the owner calls it at start."""
+        for parent in (self.checkpoints, self.root):
+            if doomed := [path for path in sorted(parent.iterdir()) if _is_left_over(path.name)]:
+                # Their renames may not be durable: nothing is emptied whose name may come back.
+                fs.fsync_folder(parent)
+                for path in doomed:
+                    fs.remove_tree(path)
+        for path in (self.latest, self.metrics, self.config, self.mlflow):
+            for draft in path.parent.glob(f".{path.name}.*.tmp"):
+                fs.unlink(draft)
+
+
+def _is_left_over(name: str) -> bool:
+    return bool(DRAFT_NAME.fullmatch(name) or TRASH_NAME.fullmatch(name))
+
+
+def trash_name(path: Path) -> Path:
+    """A free name for something that is about to be removed."""
+    return path.with_name(f".trash-{path.name.lstrip('.')}-{secrets.token_hex(4)}")

@@ -1,0 +1,156 @@
+"""Brings MLflow up to what a run's ledger and journal say; doing it twice is doing it once."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .jsonl import line_start, read_entries
+from .mlflow_store import METRICS_PER_BATCH
+
+if TYPE_CHECKING:
+    from ...schemas.tracking import DatasetNote, MetricPoint
+    from .ledger import Ledger
+    from .mlflow_store import MlflowStore
+
+KEY_TAG = "align.run_key"
+SECONDS_PER_MARK = 10.0
+
+
+class Delivery:
+    """One store and one run; what is known to have arrived is not sent again."""
+
+    def __init__(self, store: MlflowStore, ledger: Ledger, metrics: Path) -> None:
+        self._store = store
+        self._ledger = ledger
+        self._metrics = metrics
+        self._run_id = ""
+        self._params: dict[str, str] = {}
+        self._tags: dict[str, str] = {}
+        self._datasets: set[DatasetNote] = set()
+        self._status = ""
+        self._sent = 0
+        self._marked_at = time.monotonic()
+        self._known: dict[str, set[int]] | None = None  # None: to be asked for
+        self._ceiling = -1
+        self.points = 0  # sent by this delivery
+
+    def deliver(self) -> None:
+        """Sends what is missing; raises what the store raises, and goes on from there next time."""
+        try:
+            self._find_run()
+            self._send_labels()
+            self._send_metrics()
+            self._send_status()
+            self._send_artifacts()
+            self._send_models()
+        except BaseException:
+            self._known = None  # what was sent last may have arrived
+            raise
+        finally:
+            self._mark()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the store knows all, and how the run ended."""
+        record = self._ledger.record
+        is_told = bool(record.status) and self._status == record.status
+        linked = all(link.model_id for link in record.models)
+        return is_told and linked and all(record.artifacts.values())
+
+    def _find_run(self) -> None:
+        if self._run_id:
+            return
+        record = self._ledger.record
+        if record.run_id and not self._store.has_run(record.run_id):
+            self._ledger.forget_run()
+            record = self._ledger.record
+        self._run_id = record.run_id or self._make_run()
+        self._ledger.change(run_id=self._run_id)
+        if record.run_id and not record.status:
+            self._store.reopen(self._run_id)
+        self._sent = line_start(self._metrics, self._ledger.record.metrics_sent)
+
+    def _make_run(self) -> str:
+        record = self._ledger.record
+        experiment = self._store.experiment_id(record.experiment)
+        if found := self._store.find_run(experiment, tag=KEY_TAG, value=record.key):
+            return found
+        tags = {**record.tags, KEY_TAG: record.key}
+        self._known = {}
+        return self._store.create_run(
+            experiment, name=record.run_name, tags=tags, began_ms=record.began_ms
+        )
+
+    def _send_labels(self) -> None:
+        record = self._ledger.record
+        if params := _news(record.params, self._params):
+            self._store.log_params(self._run_id, params)
+            self._params |= params
+        if tags := _news(record.tags, self._tags):
+            self._store.set_tags(self._run_id, tags)
+            self._tags |= tags
+        for note in record.datasets:
+            if note not in self._datasets:
+                self._store.log_dataset(self._run_id, note)
+                self._datasets.add(note)
+
+    def _send_metrics(self) -> None:
+        while entries := read_entries(self._metrics, self._sent, max_points=METRICS_PER_BATCH):
+            points = [point for entry in entries for point in entry.points]
+            self._learn_what_is_known(points)
+            missing = [point for point in points if not self._is_known(point)]
+            self._store.log_metrics(self._run_id, missing)
+            self._sent = entries[-1].end
+            self.points += len(missing)
+
+    def _learn_what_is_known(self, points: list[MetricPoint]) -> None:
+        if self._known is None and points:
+            least = min(point.step for point in points)
+            self._known = self._store.steps_known(self._run_id, least=least)
+            self._ceiling = max(
+                (step for steps in self._known.values() for step in steps), default=-1
+            )
+        if points and points[0].step > self._ceiling:
+            self._known = {}  # all from here on is new
+
+    def _is_known(self, point: MetricPoint) -> bool:
+        assert self._known is not None, "asked for before"
+        return point.step in self._known.get(point.key, ())
+
+    def _send_status(self) -> None:
+        record = self._ledger.record
+        if record.status and record.status != self._status:
+            self._store.finish(self._run_id, record.status, ended_ms=record.ended_ms)
+            self._status = record.status
+
+    def _send_artifacts(self) -> None:
+        for name, is_there in self._ledger.record.artifacts.items():
+            path = Path(name) if Path(name).is_absolute() else self._metrics.parent / name
+            if not is_there and path.exists():
+                self._store.log_artifact(self._run_id, path)
+                self._ledger.add("artifacts", {name: True})
+
+    def _send_models(self) -> None:
+        for link in self._ledger.record.models:
+            if not link.model_id:
+                known = dataclasses.replace(
+                    link, model_id=self._store.link_model(self._run_id, link)
+                )
+                others = self._ledger.record.models
+                self._ledger.change(
+                    models=tuple(known if other == link else other for other in others)
+                )
+
+    def _mark(self) -> None:
+        """Notes how far the journal is known to have arrived; an older note only costs a query."""
+        is_due = time.monotonic() - self._marked_at >= SECONDS_PER_MARK
+        if self._run_id and (is_due or self._ledger.record.status):
+            self._marked_at = time.monotonic()
+            self._ledger.change(metrics_sent=self._sent)
+
+
+def _news(wanted: dict[str, str], known: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in wanted.items() if known.get(name) != value}

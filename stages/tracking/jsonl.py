@@ -1,0 +1,128 @@
+"""`metrics.jsonl`: what was measured, one line per logged step; the truth, whatever a store knows.
+
+{"step":10,"time":1763735000.123,"loss":0.693,…} - finite numbers only; the rest is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ...schemas.tracking import MetricPoint
+from ..storage import fs
+from .names import key_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+logger = logging.getLogger("align")
+
+RESERVED = ("step", "time")
+
+
+def open_journal(path: Path, *, keep_through: int) -> Journal:
+    """Goes on after the lines of steps up to `keep_through`; later ones are dropped, -1: all."""
+    if path.exists():
+        _drop_after(path, keep_through)
+    return Journal(path)
+
+
+class Journal:
+    """Appends a line per logged step; every line is handed to the system at once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._sink = fs.append(path)
+
+    def append(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """One line; a NaN or infinite value is left out of it."""
+        named = {key_of(name): float(value) for name, value in metrics.items()}
+        assert not set(RESERVED) & set(named), sorted(named)
+        finite = {name: value for name, value in named.items() if math.isfinite(value)}
+        line = {"step": step, "time": round(time.time(), 3), **finite}
+        with fs.told("write", self._path):  # a buffer's own flush passes the seam as well
+            self._sink.write((json.dumps(line, separators=(",", ":")) + "\n").encode())
+            self._sink.flush()
+
+    def sync(self) -> None:
+        """Makes all lines durable; a checkpoint must not know of more steps than this file."""
+        fs.fsync(self._path)
+        fs.fsync_folder(self._path.parent)
+
+    def close(self) -> None:
+        """Nothing is appended after this."""
+        self._sink.close()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line, read back."""
+
+    points: tuple[MetricPoint, ...]
+    step: int
+    end: int  # where the next line begins, in bytes
+
+
+def read_entries(path: Path, start: int, *, max_points: int) -> list[Entry]:
+    """Whole lines from a byte on, until they hold so many points; unreadable ones are empty."""
+    entries: list[Entry] = []
+    points, end = 0, start
+    with fs.open_regular(path) as source:
+        source.seek(start)
+        while points < max_points and (line := source.readline()).endswith(b"\n"):
+            end += len(line)
+            entries.append(_entry(line, end))
+            points += len(entries[-1].points)
+    return entries
+
+
+def line_start(path: Path, wanted: int) -> int:
+    """The byte, if a line begins there; else 0."""
+    if wanted <= 0 or wanted > path.stat().st_size:
+        return 0
+    with fs.open_regular(path) as source:
+        source.seek(wanted - 1)
+        return wanted if source.read(1) == b"\n" else 0
+
+
+def _drop_after(path: Path, step: int) -> None:
+    lines = fs.read_bytes(path).splitlines(keepends=True)
+    plain = [_parsed(line) for line in lines]
+    kept = [
+        line
+        for line, fields in zip(lines, plain, strict=True)
+        if fields is not None and fields["step"] <= step and line.endswith(b"\n")
+    ]
+    if lost := plain[:-1].count(None):
+        logger.warning("%s: %d lines cannot be read and are dropped.", path, lost)
+    if len(kept) < len(lines):
+        fs.publish(path, b"".join(kept), label="metrics")
+
+
+def _entry(line: bytes, end: int) -> Entry:
+    fields = _parsed(line)
+    if fields is None:
+        return Entry((), -1, end)
+    step, time_ms = fields["step"], round(fields["time"] * 1000)
+    points = [
+        MetricPoint(name, float(value), step, time_ms)
+        for name, value in fields.items()
+        if name not in RESERVED and isinstance(value, int | float)
+    ]
+    return Entry(tuple(points), step, end)
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(fields, dict):
+        return None
+    good = type(fields.get("step")) is int and isinstance(fields.get("time"), int | float)
+    return fields if good else None

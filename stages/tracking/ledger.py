@@ -1,0 +1,125 @@
+"""`_align/mlflow.json`: what MLflow is to be told of a run, kept until it has been told."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import secrets
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...schemas.codec import CodecError, from_json, to_json
+from ...schemas.errors import CorruptionError, UsageError
+from ...schemas.tracking import MlflowRecord
+from ..storage import fs
+from .fast_sqlite import PREFIX
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+FORMAT_VERSION = 1
+
+
+class Ledger:
+    """The record in memory and on disk, for the thread that works and the one that sends."""
+
+    def __init__(self, path: Path, record: MlflowRecord) -> None:
+        self._path = path
+        self._lock = threading.RLock()
+        self.record = record
+
+    def change(self, **values: Any) -> None:
+        """Replaces fields, durably."""
+        with self._lock:
+            changed = dataclasses.replace(self.record, **values)
+            if changed != self.record:
+                self.record = changed
+                self.store()
+
+    def add(self, field: str, values: Mapping[str, Any]) -> None:
+        """Merges into a field that is a mapping, durably."""
+        with self._lock:
+            self.change(**{field: {**getattr(self.record, field), **values}})
+
+    def append(self, field: str, value: Any) -> None:
+        """Adds to a field that is a sequence, unless the value is in it, durably."""
+        with self._lock:
+            values = getattr(self.record, field)
+            if value not in values:
+                self.change(**{field: (*values, value)})
+
+    def forget_run(self) -> None:
+        """The store has no such run: all has to be told anew."""
+        with self._lock:
+            models = (dataclasses.replace(link, model_id="") for link in self.record.models)
+            self.change(
+                run_id="",
+                artifacts=dict.fromkeys(self.record.artifacts, False),
+                models=tuple(models),
+                metrics_sent=0,
+            )
+
+    def move_to(self, uri: str) -> None:
+        """From now on another store is to be told."""
+        with self._lock:
+            if plain_uri(uri) != self.record.uri:
+                self.forget_run()
+                self.change(uri=plain_uri(uri))
+
+    def store(self) -> None:
+        """Writes the record as it is."""
+        fs.publish(self._path, to_json(self.record).encode(), label="mlflow")
+
+
+def open_ledger(path: Path, *, uri: str, experiment: str, run_name: str) -> Ledger:
+    """Goes on with the record of an earlier process, or begins one."""
+    if path.exists():
+        ledger = load_ledger(path)
+        ledger.move_to(uri)
+        ledger.change(status="", ended_ms=0)
+        return ledger
+    record = MlflowRecord(
+        format_version=FORMAT_VERSION,
+        uri=plain_uri(uri),
+        experiment=experiment,
+        run_name=run_name,
+        key=secrets.token_hex(8),
+        run_id="",
+        began_ms=time.time_ns() // 1_000_000,
+        ended_ms=0,
+        status="",
+        tags={},
+        params={},
+        datasets=(),
+        artifacts={},
+        models=(),
+        metrics_sent=0,
+    )
+    ledger = Ledger(path, record)
+    ledger.store()
+    return ledger
+
+
+def load_ledger(path: Path) -> Ledger:
+    """What MLflow was to be told about a run."""
+    if not path.exists():
+        raise UsageError(
+            f"{path.parent.parent} holds no run that was recorded in MLflow: it has no "
+            f"{path.parent.name}/{path.name}. Name the --output of `align train`."
+        )
+    try:
+        return Ledger(path, from_json(MlflowRecord, fs.read_bytes(path)))
+    except CodecError as error:
+        raise CorruptionError(
+            f"{path} is damaged: {error}. Remove it: the run is then recorded as a new one."
+        ) from error
+
+
+def plain_uri(uri: str) -> str:
+    """The address without user and password, and the same from every folder."""
+    bare = re.sub(r"//[^/@\s]+@", "//", uri)
+    if bare.startswith(PREFIX) and not bare.startswith((PREFIX + "/", PREFIX + ":")):
+        return f"{PREFIX}{Path(bare.removeprefix(PREFIX)).absolute()}"
+    return bare if ":" in bare else str(Path(bare).absolute())

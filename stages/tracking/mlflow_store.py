@@ -1,0 +1,152 @@
+"""The calls to MLflow; the only module that imports it. Each of them raises when it fails."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from .fast_sqlite import created_quickly
+from .names import MAX_DATASET_NAME, MAX_DIGEST, MAX_PARAM, MAX_TAG, key_of, shortened
+from .quiet import hush
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from ...schemas.tracking import DatasetNote, MetricPoint, ModelLink
+
+T = TypeVar("T")
+
+PARAMS_PER_BATCH = 100
+METRICS_PER_BATCH = 1000
+PATH_TAG = "align.path"
+
+
+class MlflowStore:
+    """One tracking store, made when it is a local one that is not there yet."""
+
+    def __init__(self, uri: str) -> None:
+        hush()
+        mlflow = importlib.import_module("mlflow")
+        self._entities = mlflow.entities
+        with created_quickly(uri):
+            self.client: Any = mlflow.MlflowClient(uri)
+
+    def experiment_id(self, name: str) -> str:
+        """The experiment of that name, made when there is none."""
+        found = self.client.get_experiment_by_name(name)
+        if found is None:
+            try:
+                return str(self.client.create_experiment(name))
+            except importlib.import_module("mlflow.exceptions").MlflowException:
+                # Another process may have made it in the meantime.
+                found = self.client.get_experiment_by_name(name)
+                if found is None:
+                    raise
+        return str(found.experiment_id)
+
+    def create_run(
+        self, experiment: str, *, name: str, tags: Mapping[str, str], began_ms: int | None = None
+    ) -> str:
+        """A new run, labelled with who made it as well; returns its id."""
+        context = importlib.import_module("mlflow.tracking.context.registry")
+        labels = context.resolve_tags({key_of(k): shortened(v, MAX_TAG) for k, v in tags.items()})
+        run = self.client.create_run(
+            experiment, start_time=began_ms, tags=labels, run_name=name or None
+        )
+        return str(run.info.run_id)
+
+    def find_run(self, experiment: str, *, tag: str, value: str) -> str:
+        """The id of the run that has a tag, empty when there is none."""
+        found = self.client.search_runs([experiment], f"tags.`{tag}` = '{value}'", max_results=1)
+        return str(found[0].info.run_id) if found else ""
+
+    def has_run(self, run_id: str) -> bool:
+        """Whether the store has such a run, and it was not deleted."""
+        exceptions = importlib.import_module("mlflow.exceptions")
+        try:
+            found = self.client.get_run(run_id)
+        except exceptions.MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                return False
+            raise
+        return bool(found.info.lifecycle_stage == "active")
+
+    def reopen(self, run_id: str) -> None:
+        """Sets a run going again."""
+        self.client.update_run(run_id, status="RUNNING")
+
+    def log_params(self, run_id: str, params: Mapping[str, str]) -> None:
+        """Settings; one that the store has under another value makes it refuse."""
+        make = self._entities.Param
+        entities = [make(key_of(k), shortened(str(v), MAX_PARAM)) for k, v in params.items()]
+        for batch in _batches(entities, PARAMS_PER_BATCH):
+            self.client.log_batch(run_id, params=batch)
+
+    def set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
+        """Labels; later ones replace earlier ones."""
+        make = self._entities.RunTag
+        entities = [make(key_of(name), shortened(value, MAX_TAG)) for name, value in tags.items()]
+        for batch in _batches(entities, PARAMS_PER_BATCH):
+            self.client.log_batch(run_id, tags=batch)
+
+    def log_metrics(self, run_id: str, points: Sequence[MetricPoint]) -> None:
+        """Numbers, of any steps."""
+        make = self._entities.Metric
+        entities = [make(key_of(p.key), p.value, p.time_ms, p.step) for p in points]
+        for batch in _batches(entities, METRICS_PER_BATCH):
+            self.client.log_batch(run_id, metrics=batch)
+
+    def steps_known(self, run_id: str, *, least: int) -> dict[str, set[int]]:
+        """Metric -> the steps from `least` on that the store has."""
+        keys = self.client.get_run(run_id).data.metrics
+        return {
+            key: {
+                point.step
+                for point in self.client.get_metric_history(run_id, key)
+                if point.step >= least
+            }
+            for key in keys
+        }
+
+    def log_dataset(self, run_id: str, note: DatasetNote) -> None:
+        """The data that went in; MLflow's own field is short, so the whole digest is a tag."""
+        entities = self._entities
+        dataset = entities.Dataset(
+            name=shortened(note.name, MAX_DATASET_NAME),
+            digest=note.digest[:MAX_DIGEST],
+            source_type="local",
+            source=json.dumps({"uri": note.source}),
+        )
+        tags = {"mlflow.data.context": note.context, "align.digest": note.digest}
+        labelled = entities.DatasetInput(dataset, [entities.InputTag(*tag) for tag in tags.items()])
+        self.client.log_inputs(run_id, [labelled])
+
+    def log_artifact(self, run_id: str, path: Path) -> None:
+        """A file, or a folder with all in it."""
+        self.client.log_artifact(run_id, str(path))
+
+    def link_model(self, run_id: str, link: ModelLink) -> str:
+        """A model that stays where it is; returns the store's name for it."""
+        experiment = self.client.get_run(run_id).info.experiment_id
+        made = self.client.search_logged_models([experiment], f"source_run_id = '{run_id}'")
+        for model in made:
+            if model.tags.get(PATH_TAG) == link.folder:
+                return str(model.model_id)
+        tags = {"mlflow.model.isExternal": "true", PATH_TAG: link.folder, **link.tags}
+        model = self.client.create_logged_model(
+            experiment, name="model", source_run_id=run_id, tags=tags
+        )
+        self.client.finalize_logged_model(model.model_id, "READY")
+        output = self._entities.LoggedModelOutput(model.model_id, 0)
+        self.client.log_outputs(run_id, [output])
+        return str(model.model_id)
+
+    def finish(self, run_id: str, status: str, *, ended_ms: int | None = None) -> None:
+        """The truth about how a run ended."""
+        self.client.set_terminated(run_id, status, ended_ms)
+
+
+def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    return (items[start : start + size] for start in range(0, len(items), size))

@@ -1,0 +1,156 @@
+"""The record of a training run: a journal beside the checkpoints, and MLflow told from it."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from ...schemas.tracking import DatasetNote, ModelLink
+from .jsonl import open_journal
+from .ledger import open_ledger
+from .mlflow_run import experiment_name, sorted_out, store_uri, version_tags
+from .names import MAX_TAG, key_of, shortened
+from .null_run import NullRun
+from .sender import Sender
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from ...schemas.config import TrackingOptions
+    from ...schemas.tracking import Run, Status
+    from ..storage.run_folder import RunFolder
+    from .jsonl import Journal
+    from .ledger import Ledger
+
+# Who stops a process by a signal kills it half a minute later.
+PATIENCE_SECONDS = {"FINISHED": 30.0, "FAILED": 15.0, "KILLED": 5.0}
+
+
+def open_training_run(
+    options: TrackingOptions,
+    folder: RunFolder,
+    *,
+    name: str,
+    tags: Mapping[str, str],
+    keep_through: int,
+) -> JournaledRun:
+    """Begins the record of a run, or goes on with it after a step; -1 keeps no earlier line."""
+    journal = open_journal(folder.metrics, keep_through=keep_through)
+    if not options.mlflow:
+        return JournaledRun(journal, NullRun())
+    uri = store_uri(options)
+    ledger = open_ledger(
+        folder.mlflow,
+        uri=uri,
+        experiment=experiment_name(options),
+        run_name=options.run_name or name,
+    )
+    kept = folder.metrics.stat().st_size
+    ledger.change(metrics_sent=min(kept, ledger.record.metrics_sent))
+    run = LedgerRun(ledger, Sender(uri, ledger, folder.metrics), folder.root)
+    run.set_tags({**version_tags(), **tags})
+    return JournaledRun(journal, run)
+
+
+class JournaledRun:
+    """Writes the metrics down; all else is for the tracker behind it, which reads them there."""
+
+    def __init__(self, journal: Journal, tracker: Run) -> None:
+        self._journal = journal
+        self._tracker = tracker
+
+    @property
+    def run_id(self) -> str:
+        """The store's name for this run, empty as long as it has none."""
+        return self._tracker.run_id
+
+    def log_params(self, params: Mapping[str, str]) -> None:
+        """Settings, flat."""
+        self._tracker.log_params(params)
+
+    def log_metrics(self, metrics: Mapping[str, float], *, step: int = 0) -> None:
+        """Numbers at one step, in one line."""
+        self._journal.append(metrics, step=step)
+        self._tracker.log_metrics(metrics, step=step)
+
+    def log_dataset(self, name: str, *, digest: str, source: str, context: str) -> None:
+        """The data that went in, under our own digest."""
+        self._tracker.log_dataset(name, digest=digest, source=source, context=context)
+
+    def log_artifact(self, path: Path) -> None:
+        """A file to keep with the run."""
+        self._tracker.log_artifact(path)
+
+    def log_model_link(self, folder: Path, *, tags: Mapping[str, str]) -> None:
+        """Where the model lies that this run made."""
+        self._tracker.log_model_link(folder, tags=tags)
+
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        """Labels to search by."""
+        self._tracker.set_tags(tags)
+
+    def sync(self) -> None:
+        """Makes every line durable; call it before a checkpoint is saved."""
+        self._journal.sync()
+
+    def finish(self, status: Status) -> None:
+        """The truth about how it ended."""
+        self._journal.sync()
+        self._journal.close()
+        self._tracker.finish(status)
+
+
+class LedgerRun:
+    """Puts down what MLflow is to be told; another thread tells it."""
+
+    def __init__(self, ledger: Ledger, sender: Sender, root: Path) -> None:
+        self._ledger = ledger
+        self._sender = sender
+        self._root = root.absolute()
+
+    @property
+    def run_id(self) -> str:
+        """The store's name for this run, empty as long as it has not answered."""
+        return self._ledger.record.run_id
+
+    def log_params(self, params: Mapping[str, str]) -> None:
+        """Settings, flat; a store keeps the first value, so a later one becomes a tag."""
+        fresh, changed = sorted_out(params, self._ledger.record.params)
+        self._ledger.add("params", fresh)
+        self.set_tags(changed)
+
+    def log_metrics(self, metrics: Mapping[str, float], *, step: int = 0) -> None:
+        """Nothing: they are read from the journal."""
+
+    def log_dataset(self, name: str, *, digest: str, source: str, context: str) -> None:
+        """The data that went in, under our own digest."""
+        self._ledger.append("datasets", DatasetNote(name, digest, source, context))
+
+    def log_artifact(self, path: Path) -> None:
+        """A file or folder to keep with the run; a second time, when it has changed."""
+        whole = path.absolute()
+        is_inside = whole.is_relative_to(self._root)
+        name = whole.relative_to(self._root) if is_inside else whole
+        self._ledger.add("artifacts", {str(name): False})
+
+    def log_model_link(self, folder: Path, *, tags: Mapping[str, str]) -> None:
+        """Where the model lies that this run made."""
+        links = self._ledger.record.models
+        where = str(folder.absolute())
+        if where not in {link.folder for link in links}:
+            self._ledger.append("models", ModelLink(where, dict(tags), ""))
+
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        """Labels to search by."""
+        labels = {key_of(name): shortened(value, MAX_TAG) for name, value in tags.items()}
+        self._ledger.add("tags", labels)
+
+    def sync(self) -> None:
+        """Nothing: the ledger is durable after every change."""
+
+    def finish(self, status: Status) -> None:
+        """The truth about how it ended; the first word counts."""
+        if not self._ledger.record.status:
+            self._ledger.change(status=status, ended_ms=time.time_ns() // 1_000_000)
+            self._sender.finish(PATIENCE_SECONDS[status])

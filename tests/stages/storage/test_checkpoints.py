@@ -1,0 +1,150 @@
+import json
+import re
+import signal
+
+import pytest
+from checkpoint_saves import Ranks, content, save, train, writer
+
+from align.schemas.checkpoint import Retention
+from align.stages.storage import fs
+from align.stages.storage.failpoints import OF_A_RUN
+from align.stages.storage.restore import choose_checkpoint, verify_checkpoint
+from align.stages.storage.run_folder import RunFolder
+
+
+@pytest.fixture(name="folder")
+def _folder(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.prepare()
+    return folder
+
+
+def names(folder):
+    return sorted(path.name for path in folder.checkpoints.iterdir())
+
+
+def test_what_was_saved_is_what_is_chosen(folder):
+    assert save(folder, 3, loss=0.5, odd=float("nan")).succeeded
+    chosen = choose_checkpoint(folder)
+    position = chosen.checkpoint.position
+    assert (position.global_step, position.cursor.step, position.seed) == (3, 3, 0)
+    assert position.metrics == {"loss": 0.5}
+    assert not chosen.set_aside
+    assert (folder.step(3) / "state-0.pt").read_bytes() == content(3, "state-0.pt")
+    assert names(folder) == ["latest", "step-00000003"]
+    assert folder.latest.read_text() == "step-00000003\n"
+
+
+def test_ranks_save_one_checkpoint_together(folder):
+    told = Ranks(3).save(folder, 2, [writer(2, rank) for rank in range(3)])
+    assert [saved.succeeded for saved in told] == [True] * 3
+    files = [file.path for file in verify_checkpoint(folder.step(2)).files]
+    assert files == sorted(
+        path
+        for rank in range(3)
+        for path in (f"state-{rank}.pt", f"weights/{rank}-a.bin", f"weights/{rank}-b.bin")
+    )
+
+
+def full_disk(draft):
+    (draft / "half").write_bytes(b"half")
+    raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
+
+
+def forgetful(draft):
+    return writer(2, 1)(draft)[1:]
+
+
+def boastful(draft):
+    return [*writer(2, 1)(draft), "never-written"]
+
+
+@pytest.mark.parametrize(
+    ("write", "said"),
+    [
+        (full_disk, "rank 1: PytorchStreamWriter failed"),
+        (forgetful, "not what the ranks wrote: state-1.pt"),
+        (boastful, "rank 1: .*never-written"),
+    ],
+)
+def test_where_one_rank_fails_all_are_told_and_nothing_is_left(folder, write, said, tree):
+    Ranks(2).save(folder, 1, [writer(1, rank) for rank in range(2)])
+    before = tree(folder.root)
+    told = Ranks(2).save(folder, 2, [writer(2), write])
+    assert told[0] == told[1]
+    assert re.search(said, told[0].failure)
+    assert tree(folder.root) == before
+    assert choose_checkpoint(folder).checkpoint.position.global_step == 1
+
+
+def test_a_file_has_one_rank_that_vouches_for_it(folder):
+    gate = Ranks(2)
+    told = gate.save(folder, 2, [writer(2), lambda draft: _after(draft, "state-0.pt")])
+    assert "two ranks wrote the same file" in told[1].failure
+
+
+def _after(draft, name):
+    while not (draft / name).exists() or not (draft / name).stat().st_size:
+        pass
+    return [name]
+
+
+def test_the_newest_few_and_the_best_stay(folder):
+    losses = {10: 3.0, 20: 1.0, 30: 2.0, 40: 2.5, 50: 4.0}
+    for step, loss in losses.items():
+        save(folder, step, **{"eval/loss": loss})
+    assert folder.steps() == [20, 40, 50]
+
+
+@pytest.mark.parametrize(
+    ("metric", "best"), [("eval/loss", 20), ("eval/rewards/accuracies", 10), ("eval/never", None)]
+)
+def test_a_loss_is_best_where_it_is_lowest_and_the_rest_where_highest(folder, metric, best):
+    keep = Retention(keep_last=1, best=metric)
+    for step, value in {10: 3.0, 20: 1.0, 30: 2.0}.items():
+        values = {"eval/loss": value, "eval/rewards/accuracies": value}
+        save(folder, step, retention=keep, **values)
+    assert folder.steps() == [*([best] if best else []), 30]
+
+
+def test_the_first_of_equals_is_the_best(folder):
+    keep = Retention(keep_last=1, best="eval/loss")
+    for step in (10, 20, 30, 40):
+        save(folder, step, retention=keep, **{"eval/loss": 1.0})
+    assert folder.steps() == [10, 40]
+
+
+def test_later_steps_of_another_future_go_with_the_next_checkpoint(folder):
+    for step in (10, 20, 30):
+        save(folder, step, retention=Retention(keep_last=3))
+    fs.publish(folder.latest, b"step-00000010\n", label="latest")
+    assert choose_checkpoint(folder).checkpoint.position.global_step == 10
+    save(folder, 20, retention=Retention(keep_last=3))
+    assert folder.steps() == [10, 20]
+
+
+@pytest.mark.parametrize("name", OF_A_RUN)
+@pytest.mark.parametrize("action", ["kill", "term", "eio", "enospc"])
+def test_a_run_stopped_while_it_saves_goes_on_from_a_whole_checkpoint(
+    tmp_path, fork, tree, name, action
+):
+    clean = RunFolder(tmp_path / "clean")
+    train(clean)
+    for visit in (1,) if name.startswith("model") else (1, 2, 4):
+        folder = RunFolder(tmp_path / str(visit))
+        expected = {"kill": signal.SIGKILL, "term": signal.SIGTERM}.get(action, 74 << 8)
+        assert fork(lambda to=folder: train(to), f"{name}={action}@{visit}") == expected
+        for path in folder.checkpoints.glob("step-*"):
+            verify_checkpoint(path)
+        train(folder)
+        assert tree(clean.root).items() <= tree(folder.root).items()
+        assert not list(folder.root.rglob(".*"))
+
+
+def test_at_most_the_steps_since_the_last_save_are_lost(tmp_path, fork):
+    folder = RunFolder(tmp_path / "run")
+    assert fork(lambda: train(folder), "checkpoint.before_rename=kill@3") == signal.SIGKILL
+    assert train(folder) == 4
+    assert fork(lambda: train(folder, steps=10), "checkpoint.after_rename=kill") == signal.SIGKILL
+    assert json.loads((folder.step(10) / "align_checkpoint.json").read_bytes())
+    assert train(folder, steps=10) == 8  # what `latest` names counts; 10 is made again
