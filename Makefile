@@ -32,12 +32,17 @@ demo: setup
 	rm -rf demo && mkdir demo
 	$(BIN)/align tiny-world demo/world
 	cp demo/world/data/paired.parquet demo/data.parquet
-	printf 'model:\n  path: world/model\n' > demo/align.yaml
+	printf 'model:\n  path: world/model\ntrain:\n  lr: 1e-3\n  eval_fraction: 0.1\n' > demo/align.yaml
 	cd demo && ALIGN_HOME=. ../$(BIN)/align precompute-ref data.parquet
 	cd demo && ../$(BIN)/align verify align-cache
 	cd demo && ../$(BIN)/align inspect align-cache
+	cd demo && ../$(BIN)/align sweep --method kto --method dpo --method orpo
+	@echo
+	@echo "Look next at demo/align-sweep/kto/: model/ (a Hugging Face folder), metrics.jsonl, config.yaml."
+	@echo "Every run stands in MLflow: $(BIN)/mlflow ui --backend-store-uri sqlite:///demo/mlflow.db"
 
 bench: .venv/bench-ready
+	$(BIN)/pytest tests/peers
 	$(BIN)/python tests/bench/reference.py
 	$(BIN)/python tests/bench/data_plane.py
 

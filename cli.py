@@ -10,8 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
+from .pipeline.flags import with_flags
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .pipeline.settings import Settings
     from .schemas.config import Config
+    from .schemas.tracking import Progress
 
 app = typer.Typer(
     name="align",
@@ -23,18 +29,68 @@ app = typer.Typer(
 
 ConfigFile = Annotated[
     Path | None,
-    typer.Option("--config", help="Config file [default: align.yaml here or beside the data]."),
+    typer.Option("--config", help="Config file (default: align.yaml, here or beside the data)."),
 ]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="Any setting: SECTION.NAME=VALUE.")]
 Data = Annotated[list[str] | None, typer.Argument(help="Files or folders of preference data.")]
-Model = Annotated[str | None, typer.Option("--model", help="Folder of the reference model.")]
 CacheDir = Annotated[Path, typer.Argument(help="A cache made by precompute-ref.")]
+Model = Annotated[str | None, typer.Option("--model", help="Folder of the reference model.")]
+Join = Annotated[bool, typer.Option("--join", help="Work beside a run on this output.")]
+
+# Each flag of a command, and the setting it stands for.
+PRECOMPUTE_FLAGS = {
+    "--model": "model.path",
+    "--adapter": "model.adapter",
+    "--output": "cache.output",
+    "--kl-pairs": "cache.kl_pairs",
+    "--token-logps": "cache.token_logps",
+    "--max-length": "tokens.max_length",
+    "--max-prompt-length": "tokens.max_prompt_length",
+    "--tokens-per-batch": "scoring.tokens_per_batch",
+    "--rows-per-shard": "cache.rows_per_shard",
+    "--dtype": "model.dtype",
+    "--device": "model.device",
+    "--seed": "cache.seed",
+    "--map": "data.map",
+    "--max-bad-frac": "data.max_bad_frac",
+    "--reuse": "cache.reuse",
+    "--mlflow": "tracking.mlflow",
+}
+TRAIN_FLAGS = {
+    "--method": "train.method",
+    "--cache": "train.cache",
+    "--model": "train.model",
+    "--output": "train.output",
+    "--epochs": "train.epochs",
+    "--max-steps": "train.max_steps",
+    "--max-time": "train.max_time",
+    "--batch-size": "train.batch_size",
+    "--tokens-per-batch": "train.tokens_per_batch",
+    "--lr": "train.lr",
+    "--schedule": "train.schedule",
+    "--warmup": "train.warmup",
+    "--max-grad-norm": "train.max_grad_norm",
+    "--seed": "train.seed",
+    "--dtype": "train.dtype",
+    "--device": "model.device",
+    "--deepspeed": "train.deepspeed",
+    "--lora": "lora.enabled",
+    "--merge": "lora.merge",
+    "--eval-fraction": "train.eval_fraction",
+    "--eval-every": "train.eval_every",
+    "--save-every": "train.save_every",
+    "--keep-last": "train.keep_last",
+    "--resume": "train.resume",
+    "--mlflow": "tracking.mlflow",
+}
 
 
 def main() -> None:
     """Runs one command; a person's mistake is one message, never a traceback."""
     from .schemas.errors import AlignError, Interrupted
+    from .stages.tracking.quiet import hush
 
+    hush()  # DeepSpeed imports MLflow, which reads its settings then
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, _stop)
     try:
@@ -74,70 +130,96 @@ def config(data: Data = None, config: ConfigFile = None, sets: Sets = None) -> N
 
 
 @app.command("precompute-ref")
+@with_flags(PRECOMPUTE_FLAGS)
 def precompute_ref(
+    flags: dict[str, Any],
     data: Data = None,
-    model: Model = None,
-    adapter: Annotated[str | None, typer.Option(help="PEFT adapter on top of it.")] = None,
-    output: Annotated[str | None, typer.Option(help="Folder of the cache.")] = None,
-    kl_pairs: Annotated[
-        int | None, typer.Option(min=0, help="Mismatched completions per completion.")
-    ] = None,
-    token_logps: Annotated[
-        bool | None, typer.Option("--token-logps/--no-token-logps", help="Keep every token's.")
-    ] = None,
-    max_length: Annotated[int | None, typer.Option(min=2, help="Tokens in all.")] = None,
-    max_prompt_length: Annotated[
-        int | None, typer.Option(min=0, help="Tokens in a prompt; 0: no limit of its own.")
-    ] = None,
-    tokens_per_batch: Annotated[
-        int | None, typer.Option(min=1, help="Tokens in a batch, padding included.")
-    ] = None,
-    rows_per_shard: Annotated[int | None, typer.Option(min=1, help="Rows in a shard.")] = None,
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"] | None,
-        typer.Option(help="Precision of the reference."),
-    ] = None,
-    device: Annotated[Literal["auto", "cpu", "cuda"] | None, typer.Option(help="Where.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Orders rows, chooses KL partners.")] = None,
-    column_map: Annotated[
-        list[str] | None, typer.Option("--map", help="Our column=yours: prompt=question.")
-    ] = None,
-    max_bad_frac: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Share of unusable rows allowed.")
-    ] = None,
-    reuse: Annotated[
-        list[str] | None, typer.Option(help="Another cache to copy scores from; repeatable.")
-    ] = None,
-    join: Annotated[bool, typer.Option("--join", help="Work beside a run on this output.")] = False,
-    mlflow: Annotated[
-        bool | None, typer.Option("--mlflow/--no-mlflow", help="Record the run.")
-    ] = None,
+    join: Join = False,
     config: ConfigFile = None,
     sets: Sets = None,
 ) -> None:
     """Run the frozen reference over preference data and store its log-probs in Parquet shards."""
-    from .pipeline.settings import load_settings, parse_map
+    from .pipeline.settings import load_settings
 
-    flags = {
-        "model.path": model,
-        "model.adapter": adapter,
-        "model.dtype": dtype,
-        "model.device": device,
-        "data.map": parse_map(column_map) if column_map else None,
-        "data.max_bad_frac": max_bad_frac,
-        "tokens.max_length": max_length,
-        "tokens.max_prompt_length": max_prompt_length,
-        "cache.output": output,
-        "cache.kl_pairs": kl_pairs,
-        "cache.token_logps": token_logps,
-        "cache.seed": seed,
-        "cache.rows_per_shard": rows_per_shard,
-        "cache.reuse": reuse or None,
-        "scoring.tokens_per_batch": tokens_per_batch,
-        "tracking.mlflow": mlflow,
-    }
     settings = load_settings(flags, sets or [], file=config, data=data or [])
     _precompute(settings.config, join=join)
+
+
+@app.command()
+@with_flags(TRAIN_FLAGS)
+def train(flags: dict[str, Any], config: ConfigFile = None, sets: Sets = None) -> None:
+    """Train a policy on the shards of a cache; the reference is never loaded."""
+    from .pipeline.settings import load_settings
+    from .pipeline.training_job import open_training
+
+    job = open_training(load_settings(flags, sets or [], file=config))
+
+    from .pipeline.train import run_training
+
+    _say_once(run_training(job, progress=_progress()).text())
+
+
+@app.command()
+def sweep(
+    methods: Annotated[list[str], typer.Option("--method", help="A method; repeatable.")],
+    vary: Annotated[
+        list[str] | None, typer.Option(help="SETTING=V1,V2,… to try; repeatable.")
+    ] = None,
+    beta: Annotated[str | None, typer.Option(help="Same as --vary method.beta=…")] = None,
+    lr: Annotated[str | None, typer.Option(help="Same as --vary train.lr=…")] = None,
+    output: Annotated[Path, typer.Option(help="A run of each kind gets a folder in it.")] = Path(
+        "align-sweep"
+    ),
+    cache: Annotated[str | None, typer.Option(help="A cache made by precompute-ref.")] = None,
+    config: ConfigFile = None,
+    sets: Sets = None,
+) -> None:
+    """Train many methods and settings on one cache, and compare them in one table."""
+    from .pipeline.settings import load_settings, parse_varied
+    from .pipeline.sweep import sweep as run_sweep
+    from .pipeline.sweep import trials_of
+
+    def load(more: Sequence[str]) -> Settings:
+        return load_settings({"train.cache": cache}, [*(sets or []), *more], file=config)
+
+    short = {"method.beta": beta, "train.lr": lr}
+    given = [*(f"{name}={values}" for name, values in short.items() if values), *(vary or [])]
+    trials = trials_of(methods, parse_varied(given))
+    swept = run_sweep(load, trials, output, progress=_progress())
+    _say_once(swept.text())
+    if swept.failures:
+        _fail(f"{len(swept.failures)} of {len(swept.tried)} runs failed.", 2)
+
+
+@app.command()
+def methods(
+    name: Annotated[str | None, typer.Argument(help="One of them, to be explained.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """List the methods with their losses and options, or explain one."""
+    import json
+
+    from .stages.methods.describe import plain_table, render_method, render_table
+    from .stages.methods.table import METHODS, find_method
+
+    chosen = [find_method(name)] if name else list(METHODS.values())
+    if as_json:
+        typer.echo(json.dumps(plain_table(chosen), indent=2, ensure_ascii=False))
+    else:
+        typer.echo((render_method(chosen[0]) if name else render_table(chosen)).rstrip())
+
+
+@app.command("mlflow-sync")
+def mlflow_sync(
+    run: Annotated[Path, typer.Argument(help="Folder of a training run.")],
+    uri: Annotated[str, typer.Option(help="Another store [default: the run's own].")] = "",
+) -> None:
+    """Tell MLflow what it missed of a training run; telling it twice changes nothing."""
+    from .pipeline.mlflow_sync import sync_run
+
+    synced = sync_run(run, uri=uri)
+    typer.echo(f"{synced.uri}: run {synced.run_id} is {synced.status}")
+    typer.echo(f"{synced.points_sent:,} numbers sent")
 
 
 @app.command()
@@ -145,12 +227,17 @@ def verify(
     cache: CacheDir,
     model: Model = None,
     rescore: Annotated[int, typer.Option(min=0, help="Rows to score again; 0: none.")] = 16,
+    config: ConfigFile = None,
+    sets: Sets = None,
 ) -> None:
     """Check every digest of a cache, and score a sample of rows again with the reference."""
+    from .pipeline.settings import load_settings
     from .pipeline.verify import verify as run_verify
     from .stages.model.reference import HfReference
 
-    typer.echo(run_verify(cache, model=model, rescore=rescore, open_reference=HfReference))
+    options = load_settings({}, sets or [], file=config, data=[str(cache)]).config.model
+    told = run_verify(cache, options, model=model, rescore=rescore, open_reference=HfReference)
+    typer.echo(told)
 
 
 @app.command()
@@ -173,7 +260,7 @@ def export(
     cache: CacheDir,
     to: Annotated[Literal["trl"], typer.Option(help="Whose column names to use.")] = "trl",
     output: Annotated[
-        Path | None, typer.Option(help="File [default: CACHE/../CACHE-trl.parquet].")
+        Path | None, typer.Option(help="File (default: CACHE/../CACHE-trl.parquet).")
     ] = None,
     model: Model = None,
     overwrite: Annotated[bool, typer.Option(help="Replace the file if it exists.")] = False,
@@ -225,6 +312,23 @@ def _launched_as(variable: str, *, default: int) -> int:
     if not value.isdecimal() or int(value) < default:
         raise UsageError(f"{variable} is {value!r}, not a whole number. Correct or unset it.")
     return int(value)
+
+
+def _progress() -> Progress:
+    """Among ranks the first speaks for all."""
+    from .stages.tracking.console import make_progress
+    from .stages.tracking.no_progress import NoProgress
+
+    return make_progress() if _is_first_rank() else NoProgress()
+
+
+def _say_once(text: str) -> None:
+    if _is_first_rank():
+        typer.echo(text)
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
 def _stop(signal_number: int, _: Any) -> NoReturn:

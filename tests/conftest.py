@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from command import Answer, launch
+from trainings import Course, Server
 
 from align.stages.world.tokenizer import make_tokenizer
 
@@ -58,3 +59,30 @@ class Journey:
     @property
     def cache(self):
         return self.folder / "cache"
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    """Starts commands that need not import anything."""
+    server = Server(tmp_path_factory.mktemp("server"))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def course(server, world, tmp_path_factory):
+    """A reference whose config asks for dropout, and a cache of it to learn from."""
+    course = Course(server, tmp_path_factory.mktemp("course"))
+    course.prepare(world)
+    return course
+
+
+@pytest.fixture(scope="session")
+def training_world(tokenizer_folder, tmp_path_factory):
+    """A very small untrained model, and caches of what it thinks."""
+    # As above.
+    from training_world import make_training_world  # noqa: PLC0415
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    return make_training_world(tmp_path_factory.mktemp("training"), tokenizer)

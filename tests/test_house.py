@@ -14,8 +14,8 @@ ROOMS = ("pipeline", "schemas", "stages")
 FILES = sorted(
     [*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))]
 )
-VERBS = {"prepare", "score", "train"}
-NOUN_FRIENDS = {"report": {"storage"}}  # noun: further nouns it may use
+VERBS = {"prepare", "score", "feed", "train"}
+NOUN_FRIENDS = {"report": {"storage"}, "tracking": {"storage"}}  # noun: further nouns it may use
 LONGEST_FILE, LONGEST_FUNCTION = 400, 60
 
 

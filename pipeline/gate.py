@@ -1,0 +1,83 @@
+"""What must hold before the first step: the cache is of this text and of this reference."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..schemas.config import TokenOptions
+from ..schemas.errors import FingerprintError
+from ..stages.model.fingerprint import adapter_digest, config_digest, weights_digest
+from ..stages.prepare.tokenizer import load_tokenizer, tokenizer_fingerprint
+from .identity import differences
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ..schemas.config import ModelOptions
+    from ..schemas.manifest import Manifest
+
+# Parts of a fingerprint that two caches share when their numbers can be compared.
+MAKING = {"model", "numerics", "tokenizer", "tokens"}
+
+
+def require_same_text(
+    manifest: Manifest, policy: str, tokens: TokenOptions, given: Mapping[str, str]
+) -> None:
+    """Refuses a cache whose ids the policy would read as other text.
+
+    `given` holds the settings that the user wrote down; all others are taken as the cache's.
+    """
+    stored = manifest.fingerprint
+    options = TokenOptions(
+        bos=stored["tokens.bos"],  # type: ignore[arg-type]
+        eos=stored["tokens.eos"],  # type: ignore[arg-type]
+        date=stored["tokens.date"],
+        chat_template=tokens.chat_template,
+    )
+    wanted = {**stored, **tokenizer_fingerprint(load_tokenizer(policy, options))}
+    wanted |= {name: value for name, value in given.items() if name in stored}
+    if found := differences(stored, wanted):
+        raise FingerprintError(
+            f"The cache does not fit {policy} and these settings:{_lines(found)}\n"
+            "Make another cache with them, or undo the change."
+        )
+
+
+def reference_differences(manifest: Manifest, model: ModelOptions) -> dict[str, str]:
+    """Field by field, how a model differs from the reference the cache was made with."""
+    stored = manifest.fingerprint
+    identity = {
+        "model.weights": weights_digest(model.path),
+        "model.config": config_digest(model.path),
+        "model.adapter": adapter_digest(model.adapter) if model.adapter else "none",
+    }
+    return differences({name: stored[name] for name in identity}, identity)
+
+
+def require_same_reference(manifest: Manifest, model: ModelOptions, *, may_differ: bool) -> bool:
+    """Whether the policy begins as the reference; one that does not is refused unless allowed."""
+    found = reference_differences(manifest, model)
+    if found and not may_differ:
+        raise FingerprintError(
+            f"The cache was made with another reference than {model.path}:{_lines(found)}\n"
+            "Make a cache with this one. If the policy is meant to begin elsewhere than the "
+            "reference, pass --set train.other_reference=true."
+        )
+    return not found
+
+
+def require_same_making(manifest: Manifest, other: Manifest, name: str) -> None:
+    """Refuses to evaluate on a cache of another reference, or of other tokens."""
+    ours, theirs = (
+        {key: value for key, value in one.fingerprint.items() if key.partition(".")[0] in MAKING}
+        for one in (manifest, other)
+    )
+    if found := differences(ours, theirs):
+        raise FingerprintError(
+            f"{name} (train.eval_cache) was made otherwise than the cache to train on; first this "
+            f"one, then that:{_lines(found)}\nMake both with the same model and settings."
+        )
+
+
+def _lines(found: Mapping[str, str]) -> str:
+    return "".join(f"\n  {line}" for line in found.values())

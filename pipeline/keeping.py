@@ -1,0 +1,71 @@
+"""Saving what a run needs to go on, together with all other ranks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from ..schemas.checkpoint import Peers, Position, Retention, Saved
+from ..stages.engine.peers import gathered
+from ..stages.storage.checkpoints import save_checkpoint
+from .run_identity import config_digest, versions
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ..stages.train.loop import Place
+    from .run_start import Start
+    from .session import Session
+
+logger = logging.getLogger("align")
+
+# torchrun and deepspeed kill half a minute after they asked to stop.
+SLOW_SECONDS = 20.0
+
+
+class Keeper:
+    """Saves checkpoints of one run, and counts those that could not be saved in a row."""
+
+    MOST_FAILURES = 3
+
+    def __init__(self, session: Session, start: Start) -> None:
+        self._session = session
+        self._start = start
+        self.failures = 0
+
+    def save(self, place: Place, metrics: Mapping[str, float], *, mlflow_run_id: str) -> Saved:
+        """Every rank writes its part; there is a checkpoint only where all could."""
+        session, train = self._session, self._session.job.config.train
+        began = time.monotonic()
+        saved = save_checkpoint(
+            self._start.folder,
+            self._position(place, metrics, mlflow_run_id),
+            session.engine.save_state,
+            run_id=self._start.run_id,
+            peers=Peers(session.world.rank, lambda mine: gathered(session.world, mine)),
+            retention=Retention(train.keep_last, train.best),
+        )
+        self.failures = 0 if saved.succeeded else self.failures + 1
+        if session.world.rank == 0 and (took := time.monotonic() - began) > SLOW_SECONDS:
+            logger.warning(
+                "Saving took %.0f s. Launchers kill 30 s after they ask to stop: save more often "
+                "than you can afford to lose, or to a faster disk.",
+                took,
+            )
+        return saved
+
+    def _position(self, place: Place, metrics: Mapping[str, float], run_id: str) -> Position:
+        session = self._session
+        return Position(
+            global_step=place.step,
+            cursor=place.cursor,
+            seed=session.job.config.train.seed,
+            world_size=session.world.size,
+            zero_stage=session.job.zero_stage,
+            cache_root=session.job.manifest.root,
+            config_digest=config_digest(session.job.config),
+            versions=versions(),
+            mlflow_run_id=run_id,
+            metrics=dict(metrics),
+        )

@@ -1,0 +1,28 @@
+"""What a run holds while it learns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..schemas.engine import Engine, World
+    from ..stages.feed.feed import CacheFeed
+    from ..stages.feed.source import TrainSource
+    from ..stages.model.policy import Policy
+    from ..stages.train.forward import Objective
+    from .training_job import TrainingJob
+
+
+@dataclass(frozen=True)
+class Session:
+    """One rank's hold on the run: the policy, where its rows come from, what it learns."""
+
+    job: TrainingJob
+    world: World
+    policy: Policy
+    engine: Engine
+    engine_config: dict[str, Any]  # DeepSpeed's, resolved
+    source: TrainSource
+    objective: Objective
+    feed: CacheFeed

@@ -1,0 +1,63 @@
+"""What stage 2 has to say when it is done."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..stages.tracking.jsonl import read_entries
+
+if TYPE_CHECKING:
+    from ..stages.storage.run_folder import RunFolder
+    from ..stages.train.loop import Ending
+
+EVAL = "eval/"
+# Worth a line of its own, where a method reports it.
+HEADLINES = ("loss", "rewards/accuracies", "rewards/margins", "log_odds/accuracy", "log_odds/ratio")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run that has ended, and what was measured before and after."""
+
+    folder: RunFolder
+    ending: Ending
+    steps: int
+    before: dict[str, float]  # eval/… of the policy as it was
+    after: dict[str, float]
+    is_old: bool = False  # it had ended before it was asked for
+
+    def text(self) -> str:
+        """A few lines for a person."""
+        already = " already: this run is finished, nothing was trained" if self.is_old else ""
+        lines = [f"{self.folder.root}: {self.steps:,} steps done{already}"]
+        if self.ending == "finished":
+            lines.append(f"model in {self.folder.model}")
+        else:
+            lines.append("stopped by train.max_time; the same command with --resume auto goes on")
+        return "\n".join([*lines, *before_and_after(self.before, self.after)])
+
+
+def outcome(folder: RunFolder, ending: Ending) -> Trained:
+    """Reads back how far a run came, and what was measured on held-out rows first and last."""
+    first: dict[str, float] = {}
+    last: dict[str, float] = {}
+    steps = 0
+    for entry in read_entries(folder.metrics, 0, max_points=sys.maxsize):
+        steps = max(steps, entry.step)
+        measured = {p.key: p.value for p in entry.points if p.key.startswith(EVAL)}
+        first, last = first or measured, measured or last
+    return Trained(folder, ending, steps, first, last)
+
+
+def before_and_after(before: dict[str, float], after: dict[str, float]) -> list[str]:
+    """A small table of the held-out rows, empty where nothing was measured twice."""
+    names = [name for name in HEADLINES if f"{EVAL}{name}" in before and f"{EVAL}{name}" in after]
+    if not names:
+        return []
+    width = max(map(len, names))
+    rows = [
+        f"  {name:{width}}  {before[EVAL + name]:9.4f}  {after[EVAL + name]:9.4f}" for name in names
+    ]
+    return [f"  {'held-out rows':{width}}  {'before':>9}  {'after':>9}", *rows]

@@ -1,0 +1,126 @@
+"""One training run before a weight is loaded: method, cache, policy, and whether they fit."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..schemas.errors import UsageError
+from ..stages.engine.config import Circumstances, engine_config
+from ..stages.methods.table import find_method, options_of
+from ..stages.model.fingerprint import stored_dtype
+from ..stages.storage.layout import CacheFolder
+from ..stages.storage.manifest import load_manifest
+from .durations import seconds_of
+from .gate import require_same_making, require_same_reference, require_same_text
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ..schemas.config import Config, ModelOptions, TrainOptions
+    from ..schemas.manifest import Manifest
+    from ..schemas.methods import Method
+    from .settings import Settings
+
+logger = logging.getLogger("align")
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """Everything that is known before ranks meet and weights are read."""
+
+    config: Config
+    method: Method
+    options: Any  # of the method, not yet settled
+    cache: CacheFolder
+    manifest: Manifest
+    held_out: tuple[CacheFolder, Manifest] | None
+    policy: ModelOptions
+    begins_as_reference: bool
+    max_seconds: float
+    zero_stage: int
+    tags: Mapping[str, str] = field(default_factory=dict)  # for the tracking store
+
+
+def open_training(settings: Settings) -> TrainingJob:
+    """Checks everything that can be wrong before anything slow is done."""
+    config = settings.config
+    train = config.train
+    if not train.method:
+        raise UsageError(
+            "No method. Pass --method kto (or dpo, orpo, …; `align methods` lists them all), or "
+            "set train.method in align.yaml."
+        )
+    method = find_method(train.method)
+    options = options_of(method, config.method)
+    max_seconds = seconds_of(train.max_time, name="train.max_time")
+    _require_one_evaluation(train)
+    cache = CacheFolder(Path(train.cache or config.cache.output))
+    manifest = load_manifest(cache)
+    policy = _policy(config, manifest)
+    zero_stage = _zero_stage(train, policy)
+    given = {name: str(value) for name, value in settings.given("tokens").items()}
+    require_same_text(manifest, policy.path, config.tokens, given)
+    begins_as_reference = require_same_reference(
+        manifest, policy, may_differ=train.other_reference or not method.needs_reference
+    )
+    return TrainingJob(
+        config=config,
+        method=method,
+        options=options,
+        cache=cache,
+        manifest=manifest,
+        held_out=_held_out(config, manifest),
+        policy=policy,
+        begins_as_reference=begins_as_reference,
+        max_seconds=max_seconds,
+        zero_stage=zero_stage,
+    )
+
+
+def _require_one_evaluation(train: TrainOptions) -> None:
+    if train.eval_cache and train.eval_fraction:
+        raise UsageError("train.eval_cache and train.eval_fraction are both set. Choose one.")
+
+
+def _zero_stage(train: TrainOptions, policy: ModelOptions) -> int:
+    """Refuses what DeepSpeed cannot be told, whatever the policy's shape and its ranks."""
+    dtype = stored_dtype(policy.path) if train.dtype == "auto" else train.dtype
+    config = engine_config(train, Circumstances(dtype, hidden_size=1, world_size=1))
+    return int(config.get("zero_optimization", {}).get("stage", 0))
+
+
+def _policy(config: Config, manifest: Manifest) -> ModelOptions:
+    """The folder the user names, or the reference of the cache, its adapter included."""
+    train = config.train
+    if train.model:
+        if not Path(train.model).is_dir():
+            raise UsageError(
+                f"{train.model}: no such model folder. Pass the policy by --model DIR."
+            )
+        return replace(config.model, path=train.model, adapter="", device_map="")
+    if config.lora.enabled and manifest.adapter:
+        raise UsageError(
+            f"The reference is {manifest.model} with the adapter {manifest.adapter}: a new "
+            "adapter on top of both could not be loaded by others. Merge them first, and make the "
+            "cache with the merged model."
+        )
+    if not Path(manifest.model).is_dir():
+        raise UsageError(
+            f"{manifest.model}, the reference of the cache, is not there. Pass the policy by "
+            "--model DIR."
+        )
+    return replace(config.model, path=manifest.model, adapter=manifest.adapter, device_map="")
+
+
+def _held_out(config: Config, manifest: Manifest) -> tuple[CacheFolder, Manifest] | None:
+    """A second cache to evaluate on, made by the same reference from the same kind of ids."""
+    name = config.train.eval_cache
+    if not name:
+        return None
+    folder = CacheFolder(Path(name))
+    other = load_manifest(folder)
+    require_same_making(manifest, other, name)
+    return folder, other

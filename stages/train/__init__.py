@@ -1,0 +1,1 @@
+"""Scored rows to updates of the policy."""

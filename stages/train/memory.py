@@ -1,0 +1,18 @@
+"""The most memory this process has held."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+
+def peak_mib() -> float:
+    """On a GPU its tensors; else what the system counts for the process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
+    # Not ru_maxrss: a process that was forked begins with its parent's.
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) / 1024
+    return 0.0

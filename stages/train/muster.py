@@ -1,0 +1,47 @@
+"""Before each step all ranks agree whether to run it: none goes ahead alone, none hangs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...schemas.errors import AlignError, CorruptionError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ...schemas.batches import MicroBatch, StepBatch
+    from ...schemas.engine import Engine
+    from .loop import Ending, Halts
+    from .meter import Meter
+
+
+def next_batch(
+    engine: Engine, batches: Iterator[StepBatch], meter: Meter, halts: Halts
+) -> tuple[StepBatch, Ending | None]:
+    """The next batch, and whether some rank has a reason to stop before it."""
+    failure: AlignError | None = None
+    batch: StepBatch | None = None
+    with meter.waiting():
+        try:
+            batch = next(batches)
+        except AlignError as error:
+            failure = error
+    own = _tokens(batch.own + batch.mismatched, meter.pads) if batch else (0, 0)
+    signs = [failure is not None, halts.signalled(), halts.is_late(), *own]
+    failed, signalled, late, tokens, padded = engine.total(
+        torch.tensor(signs, dtype=torch.float64)
+    ).tolist()
+    if failure or failed:
+        raise failure or CorruptionError("Another rank could not read its rows; it says which.")
+    assert batch is not None
+    meter.runs(tokens=int(tokens), padded=int(padded))
+    return batch, "signal" if signalled else "time" if late else None
+
+
+def _tokens(batches: tuple[MicroBatch, ...], pads: bool) -> tuple[int, int]:
+    """Tokens run by this rank, without and with padding."""
+    sizes = [[tree.num_tokens for tree in batch.trees] for batch in batches if batch.trees]
+    tokens = sum(map(sum, sizes))
+    return tokens, sum(len(one) * max(one) for one in sizes) if pads else tokens

@@ -1,0 +1,110 @@
+"""One optimizer step: mismatched pairs, then gradients, then one update on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ..methods.labelled import with_margin
+from ..storage.failpoints import reach
+from .forward import branches_of, step_of
+from .sums import LOSS, Sums
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+    from ...schemas.batches import MicroBatch, StepBatch
+    from ...schemas.engine import Engine
+    from ...schemas.methods import Step
+    from .forward import Objective
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did, the same on every rank but for `suspects`."""
+
+    applied: bool
+    metrics: dict[str, float]
+    suspects: tuple[str, ...]  # ids of this rank's rows that may be why it was not applied
+
+
+def train_step(
+    engine: Engine, objective: Objective, batch: StepBatch, *, seed: tuple[int, int]
+) -> StepResult:
+    """Updates the policy by one step; a loss or gradient that is not finite changes nothing.
+
+    `seed` is (seed of the run, global step): with the rank and the micro-batch it draws dropout.
+    """
+    step = step_of(engine, objective, batch)
+    sums, last, suspects = Sums(), len(batch.own) - 1, _suspects_of_z(batch, step)
+    for index, micro in enumerate(batch.own):
+        engine.learn_mode(dropout_seed=_draw(*seed, index, engine.world.rank))
+        losses = _add_gradient(engine, objective, micro, step, sums, is_last=index == last)
+        # A z that is not finite spoils every loss, and tells nothing against the rows themselves.
+        suspects += _not_finite(micro, losses) if step.mismatched.isfinite().all() else ()
+    metrics = with_margin(sums.means(engine))
+    if not math.isfinite(metrics[LOSS]):
+        engine.skip()
+        return StepResult(applied=False, metrics=metrics, suspects=suspects)
+    reach("step.before_update")
+    update = engine.step()
+    if not update.applied:
+        suspects = tuple(row for micro in batch.own for row in micro.row_ids)
+    return StepResult(update.applied, metrics | {"grad_norm": update.grad_norm}, suspects)
+
+
+@torch.no_grad()
+def evaluate(
+    engine: Engine, objective: Objective, batches: Iterable[StepBatch]
+) -> dict[str, float]:
+    """Means over all items of all batches, nothing learned."""
+    sums = Sums()
+    for batch in batches:
+        step = step_of(engine, objective, batch)
+        engine.learn_mode(dropout_seed=None)
+        for micro in batch.own:
+            output = objective.loss(branches_of(engine, micro), step)
+            sums.add({LOSS: output.losses, **output.metrics})
+    return with_margin(sums.means(engine))
+
+
+def _add_gradient(
+    engine: Engine,
+    objective: Objective,
+    micro: MicroBatch,
+    step: Step,
+    sums: Sums,
+    *,
+    is_last: bool,
+) -> Tensor:
+    output = objective.loss(branches_of(engine, micro), step)
+    engine.backward(output.losses.sum() / objective.num_items(step), is_last=is_last)
+    sums.add({LOSS: output.losses, **output.metrics})
+    return output.losses.detach()
+
+
+def _suspects_of_z(batch: StepBatch, step: Step) -> tuple[str, ...]:
+    ratios = step.mismatched
+    found = [_not_finite(micro, ratios[micro.places]) for micro in batch.mismatched]
+    return tuple(row for rows in found for row in rows)
+
+
+def _not_finite(micro: MicroBatch, values: Tensor) -> tuple[str, ...]:
+    """Rows for which one of these values, one for each row or one for each branch, is not."""
+    sizes = [len(tree.branches) if len(values) > len(micro.trees) else 1 for tree in micro.trees]
+    owners = np.repeat(np.array(micro.row_ids, dtype=np.str_), sizes)
+    wrong = owners[~values.isfinite().cpu().numpy()]
+    return tuple(dict.fromkeys(wrong.tolist()))
+
+
+def _draw(*parts: int) -> int:
+    """A seed that depends on all parts and on nothing else."""
+    text = "/".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1

@@ -1,0 +1,42 @@
+"""Values added up over micro-batches and ranks, and divided once: never a mean of means."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from ...schemas.engine import Engine
+
+LOSS = "loss"
+
+
+class Sums:
+    """Per name, the total of all values and how many there were."""
+
+    def __init__(self) -> None:
+        self._totals: dict[str, Tensor] = {}  # each (2,) float64: total, count
+
+    def add(self, values: Mapping[str, Tensor]) -> None:
+        """Adds every value of each name; a name with no value is known all the same."""
+        for name, given in values.items():
+            exact = given.detach().double()
+            added = torch.stack([exact.sum(), exact.new_tensor(exact.numel())])
+            self._totals[name] = self._totals.get(name, torch.zeros_like(added)) + added
+
+    def means(self, engine: Engine) -> dict[str, float]:
+        """One mean per name over all ranks; names without a value are left out.
+
+        Every rank has the same names: a method reports the same whatever it is given.
+        """
+        names = sorted(self._totals)
+        if not names:
+            return {}
+        reduced = engine.total(torch.stack([self._totals[name] for name in names])).tolist()
+        pairs = zip(names, reduced, strict=True)
+        return {name: total / count for name, (total, count) in pairs if count}

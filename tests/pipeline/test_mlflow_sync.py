@@ -1,0 +1,210 @@
+"""What a store that is down, dead, deaf or slow costs training, and how it learns the rest."""
+
+import socket
+import statistics
+
+import pytest
+from mlflow_server import serving
+from tracked_training import STEPS, begin, journalled, learn, run_folder, run_of, stored, wait_for
+
+from align.pipeline.mlflow_sync import sync_run
+from align.schemas.errors import LockedError, StorageError, UsageError
+from align.stages.storage.locks import owner_lock
+from align.stages.tracking import sender, training_run
+from align.stages.tracking.quiet import DEFAULTS
+
+
+@pytest.fixture(autouse=True)
+def _own_surroundings(monkeypatch, tmp_path):
+    for name in (*DEFAULTS, "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module", name="shared")
+def _shared(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("server")) as server:
+        yield server
+
+
+@pytest.fixture(name="server")
+def _server(shared):
+    """In good order before and after each test."""
+    yield shared
+    shared.mend()
+    shared.start()
+
+
+@pytest.fixture
+def silent():
+    """Takes connections, never answers."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def hold_up(took):
+    """No step waits; the mean counts, for the machine has two cores and other things to do."""
+    assert len(took) == STEPS
+    print(f"a step: mean {statistics.mean(took) * 1e3:.2f} ms, most {max(took) * 1e3:.2f} ms")
+    assert statistics.mean(took) < 0.05
+    assert statistics.median(took) < 0.005
+
+
+def end(run, status="FINISHED"):
+    """Ends a run as the end of its process would: nothing of it goes on."""
+    run.finish(status)
+    run._tracker._sender._thread.join(60)
+
+
+def synced_exactly(folder, **where):
+    """Sends the rest; doing it again changes nothing."""
+    first = sync_run(folder.root, **where)
+    assert stored(first.uri, first.run_id) == journalled(folder.root)
+    told = run_of(first.uri, first.run_id)
+    second = sync_run(folder.root, **where)
+    assert (second.run_id, second.points_sent) == (first.run_id, 0)
+    assert stored(first.uri, first.run_id) == journalled(folder.root)
+    again = run_of(first.uri, first.run_id)
+    assert again.data.to_dictionary() == told.data.to_dictionary()
+    assert again.info.end_time == told.info.end_time
+    return first, told
+
+
+def tell_more(run, folder):
+    """All that is not a metric."""
+    run.log_params({"lr": "0.1"})
+    run.log_dataset("pairs", digest="ab" * 32, source="cache", context="training")
+    folder.config.write_text("train: {}")
+    run.log_artifact(folder.config)
+    run.log_model_link(folder.model, tags={})
+
+
+def warnings_in(caplog):
+    return [r.getMessage() for r in caplog.records if r.name == "align"]
+
+
+def test_a_server_that_refuses_learns_all_later(tmp_path, server, caplog):
+    folder = run_folder(tmp_path)
+    server.stop()
+    run = begin(folder, server.uri)
+    tell_more(run, folder)
+    hold_up(learn(run, range(STEPS)))
+    end(run)
+    assert run.run_id == ""
+    assert len(warnings_in(caplog)) == 1
+    with pytest.raises(StorageError, match="Start it, or name another store"):
+        sync_run(folder.root)
+    server.start()
+    synced, told = synced_exactly(folder)
+    assert synced.points_sent == len(journalled(folder.root)) == 2 * STEPS + 5
+    assert (told.info.status, told.data.params) == ("FINISHED", {"lr": "0.1"})
+    assert told.data.tags["align.method"] == "kto"
+    assert len(told.inputs.dataset_inputs) == len(told.outputs.model_outputs) == 1
+
+
+def test_a_server_that_never_answers_holds_nothing_up(
+    tmp_path, server, silent, caplog, monkeypatch
+):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    folder = run_folder(tmp_path)
+    run = begin(folder, silent)
+    tell_more(run, folder)
+    hold_up(learn(run, range(STEPS)))
+    end(run)
+    assert len(warnings_in(caplog)) == 1
+    synced, told = synced_exactly(folder, uri=server.uri)
+    assert synced.points_sent == len(journalled(folder.root))
+    assert told.info.status == "FINISHED"
+
+
+def test_a_server_that_answers_500_learns_all_later(tmp_path, server, caplog):
+    folder = run_folder(tmp_path)
+    server.break_quietly()
+    run = begin(folder, server.uri)
+    hold_up(learn(run, range(STEPS)))
+    end(run, "FAILED")
+    assert len(warnings_in(caplog)) == 1
+    server.mend()
+    _, told = synced_exactly(folder)
+    assert told.info.status == "FAILED"
+
+
+def test_a_server_that_dies_on_the_way_learns_only_the_rest(tmp_path, server, caplog, monkeypatch):
+    monkeypatch.setattr(sender, "SECONDS_PER_TICK", 0.05)
+    folder = run_folder(tmp_path)
+    run = begin(folder, server.uri)
+    wait_for(lambda: run.run_id)
+    hold_up(learn(run, range(STEPS), at=(25, server.stop), pause=0.03))
+    end(run)
+    assert len(warnings_in(caplog)) == 1
+    server.start()
+    synced, told = synced_exactly(folder)
+    assert synced.run_id == run.run_id
+    assert 0 < synced.points_sent < len(journalled(folder.root))
+    assert told.info.status == "FINISHED"
+
+
+def test_a_server_that_comes_back_is_told_what_it_missed(tmp_path, server, caplog, monkeypatch):
+    monkeypatch.setattr(sender, "SECONDS_PER_TICK", 0.05)
+    monkeypatch.setattr(sender, "RETRY_SECONDS", 0.2)
+    folder = run_folder(tmp_path)
+    run = begin(folder, server.uri)
+    wait_for(lambda: run.run_id)
+
+    learn(run, range(25), at=(10, server.break_down))
+    learn(run, range(25, STEPS), at=(30, server.mend))
+    end(run)
+    assert len(warnings_in(caplog)) == 1
+    assert stored(server.uri, run.run_id) == journalled(folder.root)
+    assert run_of(server.uri, run.run_id).info.status == "FINISHED"
+
+
+def test_a_slow_server_holds_nothing_up(tmp_path, server, monkeypatch):
+    monkeypatch.setitem(training_run.PATIENCE_SECONDS, "FINISHED", 1.0)
+    folder = run_folder(tmp_path)
+    server.slow_down(2)
+    run = begin(folder, server.uri)
+    tell_more(run, folder)
+    hold_up(learn(run, range(STEPS)))
+    run.finish("FINISHED")
+    server.mend()
+    run._tracker._sender._thread.join(60)
+    synced_exactly(folder)
+
+
+def test_an_answer_that_was_lost_makes_no_second_run(tmp_path, server):
+    """The store made the run; that it did was never heard of here."""
+    folder = run_folder(tmp_path)
+    run = begin(folder, server.uri)
+    learn(run, range(STEPS))
+    end(run)
+    text = folder.mlflow.read_text()
+    folder.mlflow.write_text(
+        text.replace(run.run_id, "").replace('"metrics_sent":', '"metrics_sent":1')
+    )
+    synced, _ = synced_exactly(folder)
+    assert (synced.run_id, synced.points_sent) == (run.run_id, 0)
+
+
+def test_a_run_that_was_killed_is_told_as_killed(tmp_path, server, monkeypatch):
+    folder = run_folder(tmp_path)
+    server.stop()
+    run = begin(folder, server.uri)
+    learn(run, range(STEPS))
+    run._tracker._sender.finish(30)
+    server.start()
+    _, told = synced_exactly(folder)
+    assert told.info.status == "KILLED"
+
+
+def test_a_run_that_is_at_work_is_not_synced(tmp_path):
+    folder = run_folder(tmp_path)
+    end(begin(folder, "http://127.0.0.1:9"))
+    with owner_lock(folder, "training"), pytest.raises(LockedError):
+        sync_run(folder.root)
+
+
+def test_a_folder_without_a_record_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="no run that was recorded"):
+        sync_run(tmp_path)

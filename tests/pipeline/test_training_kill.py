@@ -1,0 +1,67 @@
+"""Killed at any moment, `--resume auto` ends in the bits of a run that nobody killed."""
+
+import pytest
+from trainings import KILLED, learned, weights
+
+from align.stages.storage.restore import choose_checkpoint
+from align.stages.storage.run_folder import RunFolder
+
+# Where a rank is killed, and what has to be there already. Six steps, a save after 2, 4 and 6.
+PLACES = {
+    "step.started=kill@1": 0,
+    "step.before_update=kill@4": 2,
+    "step.updated=kill@6": 4,
+    "checkpoint.written=kill@2": 2,
+    "checkpoint.before_json=kill@1": 0,
+    "checkpoint.before_rename=kill@2": 2,
+    "checkpoint.after_rename=kill@2": 2,
+    "latest.after_rename=kill@2": 4,
+    "prune.forgotten=kill@3": 6,
+    "model.before_rename=kill@1": 6,
+}
+OF_ANY_RANK = ("step", "checkpoint.written")  # the rest is done by the first rank alone
+WORLDS = [(stage, ranks) for stage in range(4) for ranks in (1, 2)]
+CHOSEN = {
+    (2, 2): ("step.before_update=kill@4", "checkpoint.written=kill@2"),
+    (0, 1): ("checkpoint.before_rename=kill@2",),
+    (3, 1): ("step.before_update=kill@4", "model.before_rename=kill@1"),
+}
+CASES = [
+    pytest.param(
+        *world, place, marks=[] if place in CHOSEN.get(world, ()) else pytest.mark.long, id=case
+    )
+    for world in WORLDS
+    for place in PLACES
+    for case in [f"zero{world[0]}-{world[1]}-{place}"]
+]
+
+
+@pytest.mark.parametrize(("stage", "ranks", "place"), CASES)
+def test_a_run_killed_anywhere_ends_in_the_same_bits(course, tmp_path, stage, ranks, place):
+    kind, run = ("--deepspeed", f"zero{stage}"), tmp_path / "run"
+    whole = course.whole(*kind, ranks=ranks)
+    victim = ranks - 1 if place.startswith(OF_ANY_RANK) else 0
+    failpoints = [place if rank == victim else "" for rank in range(ranks)]
+    answers = course.start(run, *kind, ranks=ranks, failpoints=failpoints).answers()
+    assert answers[victim].code == KILLED
+    for survivor in (answer for answer in answers if answer.code != KILLED):
+        assert survivor.code == 69, survivor
+        assert "lost another rank" in survivor.err
+        assert "Traceback" not in survivor.err
+    assert step_of(run) == PLACES[place]
+    resumed = course.run(run, *kind, "--resume", "auto", ranks=ranks)
+    assert ("going on after step" in resumed.err) == bool(PLACES[place])
+    assert weights(run) == weights(whole)
+    assert learned(run) == learned(whole)
+    assert names(run) == names(whole)
+
+
+def step_of(run):
+    """The step of the checkpoint that the next run goes on from."""
+    chosen = choose_checkpoint(RunFolder(run))
+    return chosen.checkpoint.position.global_step if chosen else 0
+
+
+def names(run):
+    """Everything in a run's folder; the files of checkpoints are vouched for elsewhere."""
+    return {str(path.relative_to(run)) for path in run.rglob("*")}

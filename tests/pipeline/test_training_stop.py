@@ -1,0 +1,114 @@
+"""Asked to stop, training saves first; the next run goes on to the same bits."""
+
+import json
+import signal
+import sys
+from pathlib import Path
+
+from command import start
+from tracked_training import run_of
+from trainings import learned, weights
+
+TWO = ("--deepspeed", "zero2")
+
+
+def steps_saved(run):
+    return sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*"))
+
+
+def status(run, uri):
+    """How MLflow says that a run ended."""
+    record = json.loads((run / "_align" / "mlflow.json").read_text())
+    return run_of(uri, record["run_id"]).info.status
+
+
+def test_a_run_that_is_told_to_stop_saves_and_goes_on_to_the_same_bits(course, tmp_path):
+    """The signal comes in the middle of step 3; the step is finished, then saved."""
+    run, uri = tmp_path / "run", f"sqlite:///{tmp_path / 'mlflow.db'}"
+    tracked = ("--mlflow", "--set", f"tracking.uri={uri}", "--save-every", 0)
+    stopped = course.start(run, *tracked, failpoints=["step.before_update=term@3"]).answers()[0]
+    assert stopped.code == 143, stopped
+    said = "error: Stopped by signal 15. Run the same command with --resume auto to go on from here"
+    assert said in stopped.err
+    assert "Traceback" not in stopped.err
+    assert steps_saved(run) == [3]
+    assert not (run / "model").exists()
+    assert status(run, uri) == "KILLED"
+    course.run(run, *tracked, "--resume", "auto")
+    assert status(run, uri) == "FINISHED"
+    assert weights(run) == weights(course.whole())
+    assert learned(run) == learned(course.whole())
+
+
+def test_ranks_stop_together_when_one_is_told_to(course, tmp_path):
+    run = tmp_path / "run"
+    failpoints = ["", "step.started=term@3"]
+    answers = course.start(run, *TWO, ranks=2, failpoints=failpoints).answers()
+    assert [answer.code for answer in answers] == [143, 143], answers
+    assert steps_saved(run) == [2, 3]
+    course.run(run, *TWO, "--resume", "auto", ranks=2)
+    assert weights(run) == weights(course.whole(*TWO, ranks=2))
+    assert learned(run) == learned(course.whole(*TWO, ranks=2))
+
+
+def test_a_second_signal_ends_it_at_once(course, tmp_path):
+    twice = "step.started=term@3,step.before_update=term@3"
+    (answer,) = course.start(tmp_path / "run", failpoints=[twice]).answers()
+    assert answer.code == -signal.SIGTERM
+    assert steps_saved(tmp_path / "run") == [2]
+
+
+def test_a_run_keeps_others_out_of_its_folder_until_a_person_stops_it(course, tmp_path):
+    training = course.start(tmp_path / "run", "--max-steps", 0, "--epochs", 1000)
+    training.until("step 1:")
+    for resume in ("never", "auto"):
+        (other,) = course.start(tmp_path / "run", "--resume", resume).answers()
+        assert other.code == 75, other
+        assert f"run is in use by process {training.processes[0].pid} on" in other.err
+        assert "Wait for it, or choose another --output" in other.err
+    training.signal(signal.SIGINT)
+    (answer,) = training.answers()
+    assert answer.code == 130, answer
+    assert "Stopped by signal 2" in answer.err
+    assert steps_saved(tmp_path / "run")
+
+
+def test_a_launcher_that_is_told_to_stop_leaves_a_checkpoint(course, tmp_path):
+    """The ranks of torchrun and those that go on from them do not even hash words alike."""
+    run, longer = tmp_path / "run", ("--max-steps", 20, "--epochs", 9, "--eval-every", 0)
+    torchrun = [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node", "2"]
+    arguments = course.arguments(run, *TWO, *longer)
+    process = start(*arguments, cwd=tmp_path, program=[*torchrun, "-m", "align"])
+    for line in process.stderr:
+        if "step 1:" in line:
+            break
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=200)
+    assert process.returncode != 0
+    assert "error: Stopped by signal 15" in err
+    assert steps_saved(run)[-1] < 20
+    course.run(run, *TWO, *longer, "--resume", "auto", ranks=2)
+    assert weights(run) == weights(course.whole(*TWO, *longer, ranks=2))
+    assert learned(run) == learned(course.whole(*TWO, *longer, ranks=2))
+
+
+def test_a_run_whose_time_is_over_saves_and_says_how_to_go_on(course, tmp_path):
+    """No time at all: not one step is done."""
+    run = tmp_path / "run"
+    answer = course.run(run, "--max-time", "0s")
+    assert "0 steps done\nstopped by train.max_time; the same command with --resume" in answer.out
+    assert steps_saved(run) == [0]
+    course.run(run, "--resume", "auto")
+    assert weights(run) == weights(course.whole())
+    assert learned(run) == learned(course.whole())
+
+
+def test_a_run_that_learns_nothing_but_nan_has_failed(course, tmp_path):
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    options = ("--lr", 1e30, "--mlflow", "--set", f"tracking.uri={uri}")
+    (answer,) = course.start(tmp_path / "run", *options).answers()
+    assert answer.code == 6, answer
+    assert "NaN or infinite, 3 times in a row" in answer.err
+    assert status(tmp_path / "run", uri) == "FAILED"
+    listed = (tmp_path / "run" / "nonfinite.jsonl").read_text().splitlines()
+    assert [len(json.loads(line)["row_ids"]) for line in listed] == [4, 4, 4]

@@ -1,0 +1,67 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from align.stages.engine.launch import joined_world
+
+WORKER = Path(__file__).parents[2] / "support" / "training_ranks.py"
+METHODS = ("dpo", "kto", "orpo")
+KINDS_OF_KTO = ("kto-some", "kto-all", "kto-classes")
+ALONE = [
+    *(f"{method}/{cut}/zero0" for method in METHODS for cut in ("whole", "thirds", "rows")),
+    *(f"{method}/thirds/zero{stage}" for method in METHODS for stage in (1, 2, 3)),
+    *(f"{kind}/whole/zero0" for kind in KINDS_OF_KTO),
+    *(f"{kind}/rows/zero2" for kind in KINDS_OF_KTO),
+    "trouble",
+]
+SPREAD = [
+    *(f"{method}/thirds/zero{stage}" for method in METHODS for stage in (0, 1, 2, 3)),
+    *(f"{kind}/rows/zero0" for kind in KINDS_OF_KTO),
+    "trouble",
+]
+
+
+@pytest.fixture(scope="session")
+def launch_training(tmp_path_factory, training_world):
+    """Trains in so many processes; gives what each of them wrote down."""
+
+    def launch(size, names):
+        folder = tmp_path_factory.mktemp(f"training-{size}")
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", size]
+        caches = [training_world.pairs, training_world.labels]
+        program = [*(torchrun if size > 1 else []), WORKER, folder, *caches, *names]
+        done = subprocess.run(
+            [sys.executable, *map(str, program)],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=900,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(size)]
+
+    return launch
+
+
+@pytest.fixture(scope="session")
+def alone(launch_training):
+    """What one process saw."""
+    return launch_training(1, ALONE)
+
+
+@pytest.fixture(scope="session")
+def spread(launch_training):
+    """What each of two processes saw."""
+    return launch_training(2, SPREAD)
+
+
+@pytest.fixture
+def here():
+    """This process, as a world of one rank."""
+    with joined_world() as world:
+        yield world

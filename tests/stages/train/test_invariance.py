@@ -1,0 +1,112 @@
+"""How a step is cut, and over how many ranks it is spread in which way, changes no result."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.timeout(1200)  # one launch serves them all
+
+RELATIVE = 1e-5
+# Rewards are differences of log-probs near 100 nats, whose last bit in float32 is 8e-6 of a nat;
+# a mean near zero keeps the error of its parts.
+ABSOLUTE = 5e-7
+METHODS = ("dpo", "kto", "orpo")
+KINDS_OF_KTO = ("kto-some", "kto-all", "kto-classes")
+STAGES = (0, 1, 2, 3)
+
+
+def require_same(found, expected):
+    assert len(found["steps"]) == len(expected["steps"]) == 10
+    assert len(found["evaluations"]) == len(expected["evaluations"]) == 2
+    for kind in ("steps", "evaluations"):
+        for step, (some, others) in enumerate(zip(found[kind], expected[kind], strict=True), 1):
+            assert some == pytest.approx(others, rel=RELATIVE, abs=ABSOLUTE), (kind, step)
+    assert found["weights"].keys() == expected["weights"].keys()
+    for name, weights in found["weights"].items():
+        assert largest_difference(weights, expected["weights"][name]) < 1e-5, name
+
+
+def largest_difference(some, others):
+    return np.abs(np.array(some) - np.array(others)).max()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("cut", ["thirds", "rows"])
+def test_micro_batches_change_no_result(alone, method, cut):
+    require_same(alone[0][f"{method}/{cut}/zero0"], alone[0][f"{method}/whole/zero0"])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("stage", STAGES[1:])
+def test_sharding_changes_no_result(alone, method, stage):
+    require_same(alone[0][f"{method}/thirds/zero{stage}"], alone[0][f"{method}/whole/zero0"])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_second_rank_changes_no_result(alone, spread, method, stage):
+    require_same(spread[0][f"{method}/thirds/zero{stage}"], alone[0][f"{method}/whole/zero0"])
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_KTO)
+def test_micro_batches_of_one_row_and_one_class_change_no_kto(alone, kind):
+    require_same(alone[0][f"{kind}/rows/zero2"], alone[0][f"{kind}/whole/zero0"])
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_KTO)
+def test_a_second_rank_changes_no_kto(alone, spread, kind):
+    require_same(spread[0][f"{kind}/rows/zero0"], alone[0][f"{kind}/whole/zero0"])
+
+
+def test_every_rank_is_told_the_same(spread):
+    first, second = spread
+    cases = [name for name in first if "/" in name]
+    assert len(cases) == 15
+    for name in cases:
+        assert first[name]["steps"] == second[name]["steps"]
+        assert first[name]["evaluations"] == second[name]["evaluations"]
+
+
+def test_the_steps_are_cut_as_their_names_say(alone, spread):
+    def sizes(seen, name):
+        return seen[0][name]["micro_batches"]
+
+    assert set(sizes(alone, "dpo/whole/zero0")) == {1}
+    assert set(sizes(alone, "dpo/thirds/zero0")[:5]) == {2, 3}
+    assert sizes(alone, "dpo/rows/zero0")[0] == 8
+    assert sizes(spread, "kto-all/rows/zero0")[0] == 4
+    assert sizes(alone, "kto-classes/rows/zero2")[0] == 8
+
+
+def test_the_mismatched_branches_are_as_many_as_the_options_say(alone):
+    def pairs(kind):
+        return alone[0][f"{kind}/whole/zero0"]["steps"][0]["kl/pairs"]
+
+    assert pairs("kto") == 16  # 8 rows of 2 branches
+    assert pairs("kto-all") == 32  # each with 2 partners
+    assert pairs("kto-some") == 5
+    assert pairs("kto-classes") == 8  # of 1 branch
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_compared_has_moved(alone, training_world, method):
+    before = load_file(training_world.model / "model.safetensors")
+    after = alone[0][f"{method}/whole/zero0"]["weights"]
+    moved = [
+        largest_difference(tensor.flatten().tolist(), after[name])
+        for name, tensor in before.items()
+    ]
+    assert min(moved) > 2e-3  # ten steps of 1e-3 at most
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_no_combination_changes_a_result(launch_training, alone, size):
+    cuts = ("whole", "thirds", "rows")
+    kinds = (*METHODS, *KINDS_OF_KTO)
+    names = [f"{kind}/{cut}/zero{stage}" for kind, cut, stage in product(kinds, cuts, STAGES)]
+    seen = launch_training(size, names)[0]
+    for name in names:
+        require_same(seen[name], alone[0][f"{name.partition('/')[0]}/whole/zero0"])

@@ -1,0 +1,92 @@
+"""When the loop tells, measures, saves and ends."""
+
+import math
+import time
+
+import pytest
+from stage_one import Silent
+from training_world import START, Told, job_of, learn, loop_of
+
+from align.pipeline.train import open_session
+from align.schemas.batches import Cursor
+from align.stages.train.loop import Halts, Place, train
+
+HELD_OUT = {"eval_fraction": 0.15}
+
+
+def run(training_world, here, *, start=START, halts=None, **settings):
+    """Three steps an epoch, two epochs unless told otherwise."""
+    settings = {"limit_train_batches": 3, **settings}
+    session = open_session(job_of(training_world.pairs, "dpo", **settings), here, Silent())
+    told, halts = Told(), halts or Halts(lambda: False, math.inf)
+    place, ending = train(loop_of(session), start=start, records=told, halts=halts)
+    return told, place, ending
+
+
+def steps(told):
+    return [step for step, _ in told]
+
+
+def test_everything_has_its_own_rhythm_and_is_done_at_the_end(training_world, here):
+    rhythm = {"log_every": 2, "eval_every": 3, "save_every": 4, "max_steps": 5}
+    told, place, ending = run(training_world, here, **rhythm, **HELD_OUT)
+    assert steps(told.steps) == [2, 4, 5]
+    assert steps(told.evaluations) == [0, 3, 5]
+    assert told.saves == [4, 5]
+    assert (place, ending) == (Place(5, Cursor(1, 2)), "finished")
+
+
+def test_what_falls_on_the_last_step_is_done_once(training_world, here):
+    rhythm = {"log_every": 2, "eval_every": 2, "save_every": 2, "max_steps": 4}
+    told, _, _ = run(training_world, here, **rhythm, **HELD_OUT)
+    assert steps(told.steps) == [2, 4]
+    assert steps(told.evaluations) == [0, 2, 4]
+    assert told.saves == [2, 4]
+
+
+@pytest.mark.parametrize(("most", "last"), [(0, 6), (4, 4), (100, 6)])
+def test_it_ends_with_the_epochs_or_before_if_told(training_world, here, most, last):
+    told, place, _ = run(training_world, here, max_steps=most)
+    assert place.step == steps(told.steps)[-1] == last
+    assert told.saves == [last]
+    assert told.evaluations == []  # nothing is held out
+    assert [metrics["epoch"] for _, metrics in told.steps] == pytest.approx(
+        [step / 3 for step in range(1, last + 1)]
+    )
+
+
+def test_a_run_that_goes_on_measures_no_beginning(training_world, here):
+    told, place, _ = run(training_world, here, start=Place(4, Cursor(1, 1)), **HELD_OUT)
+    assert steps(told.steps) == [5, 6]
+    assert steps(told.evaluations) == [6]
+    assert place == Place(6, Cursor(2, 0))
+
+
+def test_a_run_that_was_over_is_only_saved(training_world, here):
+    told, _, ending = run(training_world, here, start=Place(6, Cursor(2, 0)), **HELD_OUT)
+    assert (told.steps, told.evaluations, told.saves, ending) == ([], [], [6], "finished")
+
+
+def test_when_the_time_is_over_it_saves_where_it_is(training_world, here):
+    over = Halts(lambda: False, time.monotonic())
+    told, place, ending = run(training_world, here, halts=over)
+    assert (told.steps, told.saves, place, ending) == ([], [0], START, "time")
+
+
+def test_the_rates_are_those_of_the_schedule(training_world, here):
+    schedule = {"lr": 4e-4, "warmup": 2, "schedule": "linear"}
+    told, _, _ = run(training_world, here, **schedule)
+    # Of six steps two rise; the other four fall by a quarter each.
+    assert [metrics["lr"] for _, metrics in told.steps] == pytest.approx(
+        [2e-4, 4e-4, 4e-4, 3e-4, 2e-4, 1e-4]
+    )
+
+
+def test_an_evaluation_leaves_no_trace_in_the_weights(training_world, here):
+    """The held-out rows are the same whether they are measured or not."""
+    settings = {"max_steps": 3, "limit_train_batches": 3, **HELD_OUT}
+    seldom, _ = learn(job_of(training_world.pairs, "kto", **settings), here)
+    often, _ = learn(job_of(training_world.pairs, "kto", eval_every=1, **settings), here)
+    others = often.engine.weights()
+    for name, weights in seldom.engine.weights().items():
+        assert weights.equal(others[name])

@@ -1,0 +1,79 @@
+"""The whole of stage 2 beside sixty lines that hold both models and run one row at a time."""
+
+import math
+
+import plain_loop
+import pytest
+import torch
+from training_world import START, job_of, learn
+from transformers import AutoModelForCausalLM
+
+LEARNING = {
+    "max_steps": 5,
+    "warmup": 0.0,
+    "schedule": "constant",
+    "max_grad_norm": 1.0,
+    # AdamW divides by the size of a gradient: of one near 0 it would magnify the rounding error.
+    "epsilon": 1e-6,
+}
+CASES = [("pairs", "dpo"), ("pairs", "kto"), ("labels", "kto"), ("pairs", "orpo")]
+
+
+def plain_model(training_world):
+    return AutoModelForCausalLM.from_pretrained(training_world.model, dtype=torch.float32)
+
+
+def row_ids(session, steps):
+    """Of each step, in step order: alone and with a large budget a step is one micro-batch."""
+    with session.feed.steps(START.cursor) as batches:
+        return [next(batches).own[0].row_ids for _ in range(steps)]
+
+
+@pytest.mark.parametrize(("cache", "method"), CASES)
+def test_training_ends_in_the_weights_of_a_plain_loop(training_world, here, cache, method):
+    folder = getattr(training_world, cache)
+    session, told = learn(job_of(folder, method, **LEARNING), here)
+    model, stored = plain_model(training_world), plain_loop.rows_of(folder)
+    steps = [[stored[row] for row in rows] for rows in row_ids(session, 5)]
+    losses = plain_loop.train(model, getattr(plain_loop, method), steps, lr=1e-3, max_norm=1.0)
+    assert [metrics["loss"] for _, metrics in told.steps] == pytest.approx(losses, rel=1e-5)
+    weights = dict(model.named_parameters())
+    for name, tensor in session.engine.weights().items():
+        assert (tensor - weights[name].detach()).abs().max() < 1e-5, name
+    moved = weights["model.norm.weight"].detach() - 1
+    assert moved.abs().max() > 1e-3
+
+
+def test_the_first_step_of_dpo_is_ln_2_with_rewards_of_0(training_world, here):
+    _, told = learn(job_of(training_world.pairs, "dpo", max_steps=1), here)
+    (_, metrics), *_ = told.steps
+    assert metrics["loss"] == pytest.approx(math.log(2), abs=1e-4)
+    for name in ("rewards/chosen", "rewards/rejected", "rewards/margins"):
+        assert metrics[name] == pytest.approx(0, abs=1e-4)
+
+
+@pytest.mark.parametrize("cache", ["pairs", "labels"])
+def test_the_first_step_of_kto_is_one_half_with_rewards_of_0(training_world, here, cache):
+    _, told = learn(job_of(getattr(training_world, cache), "kto", max_steps=1), here)
+    (_, metrics), *_ = told.steps
+    assert metrics["loss"] == pytest.approx(0.5, abs=1e-4)  # 1 - sigmoid(beta (0 - 0))
+    for name in ("rewards/chosen", "rewards/rejected", "kl/raw", "kl/clamped"):
+        assert metrics[name] == pytest.approx(0, abs=1e-4)
+
+
+def test_the_first_step_of_orpo_on_one_row_is_its_formula(training_world, here):
+    folder = training_world.pairs
+    session, told = learn(job_of(folder, "orpo", max_steps=1, batch_size=1), here)
+    ((row_id,),) = row_ids(session, 1)
+    row, model = plain_loop.rows_of(folder)[row_id], plain_model(training_world)
+    means = [
+        plain_loop.logp(model, row["prompt_ids"], ids).item() / len(ids)
+        for ids in row["completion_ids"][:2]
+    ]
+    odds = [mean - math.log(1 - math.exp(mean)) for mean in means]
+    ratio = odds[0] - odds[1]
+    loss = -means[0] + 0.1 * math.log(1 + math.exp(-ratio))
+    (_, metrics), *_ = told.steps
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
+    assert metrics["log_odds/ratio"] == pytest.approx(ratio, rel=1e-4)
+    assert metrics["nll"] == pytest.approx(-means[0], rel=1e-5)

@@ -1,0 +1,79 @@
+"""Preference training as a textbook writes it: one row at a time, both models in memory."""
+
+import copy
+
+import pyarrow.parquet as pq
+import torch
+from torch.nn.functional import logsigmoid
+
+BETA, LAM = 0.1, 0.1
+GOOD, MISMATCHED = {0, 2}, 5  # roles: chosen and desirable; mismatched
+
+
+def rows_of(cache):
+    """Every stored row by its id."""
+    tables = [pq.read_table(path).to_pylist() for path in sorted((cache / "data").iterdir())]
+    return {row["row_id"]: row for table in tables for row in table}
+
+
+def logp(model, prompt, completion):
+    ids = torch.tensor([[*prompt, *completion]])
+    logps = torch.log_softmax(model(ids).logits[0, len(prompt) - 1 : -1].float(), -1)
+    return logps.gather(1, torch.tensor(completion)[:, None]).double().sum()
+
+
+class Row:
+    """Its own completions, and of each the first mismatched partner."""
+
+    def __init__(self, row, model, reference):
+        self.row, self.models = row, (model, reference)
+        self.own = [index for index, role in enumerate(row["role"]) if role != MISMATCHED]
+        self.is_good = [row["role"][index] in GOOD for index in self.own]
+
+    def ratio(self, index):
+        sides = [logp(model, self.row["prompt_ids"], self._ids(index)) for model in self.models]
+        return sides[0] - sides[1].detach()
+
+    def mismatched_ratios(self):
+        with torch.no_grad():
+            return [self.ratio(index + len(self.own)) for index in self.own]
+
+    def odds(self, index):
+        mean = logp(self.models[0], self.row["prompt_ids"], self._ids(index))
+        mean = mean / len(self._ids(index))
+        return mean, mean - torch.log(-torch.expm1(mean))
+
+    def _ids(self, index):
+        return self.row["completion_ids"][index]
+
+
+def dpo(rows):
+    return [-logsigmoid(BETA * (row.ratio(0) - row.ratio(1))) for row in rows]
+
+
+def kto(rows):
+    mismatched = [ratio for row in rows for ratio in row.mismatched_ratios()]
+    z = max(0.0, float(sum(mismatched)) / len(mismatched))
+    signed = [
+        (1 if good else -1, row.ratio(i)) for row in rows for i, good in enumerate(row.is_good)
+    ]
+    return [1 - torch.sigmoid(BETA * sign * (ratio - z)) for sign, ratio in signed]
+
+
+def orpo(rows):
+    sides = [(row.odds(0), row.odds(1)) for row in rows]
+    return [-mean - LAM * logsigmoid(odds - worse) for (mean, odds), (_, worse) in sides]
+
+
+def train(model, loss, steps, *, lr, max_norm):
+    """Updates the model once for each list of stored rows; returns the losses."""
+    reference, losses = copy.deepcopy(model), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, eps=1e-6, weight_decay=0.0)
+    for rows in steps:
+        items = loss([Row(row, model, reference) for row in rows])
+        losses.append(torch.stack(items).mean())
+        losses[-1].backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [value.item() for value in losses]

@@ -1,0 +1,81 @@
+"""Fifty steps of a training that takes no time but what its record costs."""
+
+import json
+import time
+import warnings
+
+import mlflow
+
+from align.schemas.config import TrackingOptions
+from align.stages.storage.run_folder import RunFolder
+from align.stages.tracking.training_run import open_training_run
+
+STEPS = 50
+
+
+def begin(folder, uri, *, keep_through=-1, **options):
+    """Opens the record of a run in a folder."""
+    folder.prepare()
+    return open_training_run(
+        TrackingOptions(uri=uri, **options),
+        folder,
+        name="train",
+        tags={"align.method": "kto"},
+        keep_through=keep_through,
+    )
+
+
+def learn(run, steps, *, at=None, pause=0.01):
+    """Logs a few numbers per step; returns the seconds each of these calls took."""
+    took = []
+    for step in steps:
+        if at and step == at[0]:
+            at[1]()
+        time.sleep(pause)
+        started = time.perf_counter()
+        run.log_metrics({"loss": 1 / (step + 1), "kl": float("nan"), "lr": step * 1e-3}, step=step)
+        if step % 10 == 0:
+            run.log_metrics({"eval/loss": 2 / (step + 1)}, step=step)
+        took.append(time.perf_counter() - started)
+    return took
+
+
+def journalled(root):
+    """Every number that was measured."""
+    lines = map(json.loads, (root / "metrics.jsonl").read_text().splitlines())
+    return sorted(
+        (key, line["step"], value)
+        for line in lines
+        for key, value in line.items()
+        if key not in {"step", "time"}
+    )
+
+
+def stored(uri, run_id):
+    """Every number that MLflow has, as often as it has it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        client = mlflow.MlflowClient(uri)
+        keys = client.get_run(run_id).data.metrics
+        history = [point for key in keys for point in client.get_metric_history(run_id, key)]
+    return sorted((point.key, point.step, point.value) for point in history)
+
+
+def run_of(uri, run_id):
+    """A run as MLflow has it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return mlflow.MlflowClient(uri).get_run(run_id)
+
+
+def run_folder(tmp_path):
+    """Where the run is to be."""
+    return RunFolder(tmp_path / "run")
+
+
+def wait_for(condition, seconds=30.0):
+    """Returns when something has come true."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.02)

@@ -1,0 +1,67 @@
+"""Every rank of a test world: the same training, cut up and spread in every way.
+
+Started by a launcher, or alone, with a folder to write to, the caches, and the names of the cases.
+"""
+
+import gc
+import json
+import sys
+import time
+from pathlib import Path
+
+from training_trouble import KINDS, halts, nonfinite
+from training_world import START, facts, job_of, learn
+
+from align.stages.engine.launch import joined_world
+
+# Tokens per micro-batch that make one, about three, and eight of a step's eight rows.
+BUDGETS = {"whole": 100_000, "thirds": 350, "rows": 1}
+METHODS = {
+    "dpo": ("pairs", "dpo", {}),
+    "kto": ("pairs", "kto", {}),
+    "orpo": ("pairs", "orpo", {}),
+    "kto-some": ("pairs", "kto", {"kl_per_step": 5}),
+    "kto-all": ("pairs", "kto", {"kl_use": "all"}),
+    "kto-classes": ("labels", "kto", {}),
+}
+LEARNING = {"max_steps": 10, "warmup": 0.0, "schedule": "constant", "eval_fraction": 0.15}
+
+
+def run_case(world, name, caches):
+    method, budget, preset = name.split("/")
+    cache, known_as, options = METHODS[method]
+    job = job_of(
+        caches[cache],
+        known_as,
+        options=options,
+        tokens_per_batch=BUDGETS[budget],
+        deepspeed=preset,
+        **LEARNING,
+    )
+    began = time.monotonic()
+    session, told = learn(job, world)
+    weights = session.engine.weights()
+    with session.feed.steps(START.cursor) as batches:
+        turns = [len(batch.own) for batch in batches]
+    return {
+        "steps": [facts(metrics) for _, metrics in told.steps],
+        "evaluations": [facts(metrics) for _, metrics in told.evaluations],
+        "weights": {key: tensor.flatten().tolist() for key, tensor in weights.items()},
+        "micro_batches": turns,
+        "seconds": time.monotonic() - began,
+    }
+
+
+def main(folder, pairs, labels, *names):
+    caches = {"pairs": pairs, "labels": labels}
+    gc.freeze()  # DeepSpeed collects garbage several times as it opens an engine
+    with joined_world() as world:
+        seen = {name: run_case(world, name, caches) for name in names if name != "trouble"}
+        if "trouble" in names:
+            seen["nonfinite"] = {kind: nonfinite(world, pairs, kind) for kind in KINDS}
+            seen["halts"] = halts(world, pairs)
+    (Path(folder) / f"rank-{world.rank}.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,128 @@
+"""What goes wrong on one rank while all of them train, and what each rank makes of it."""
+
+import hashlib
+import math
+import time
+
+import torch
+from stage_one import Silent
+from training_world import START, Told, job_of, loop_of
+
+from align.pipeline.train import open_session
+from align.schemas.errors import CorruptionError, NonFiniteError
+from align.stages.train.loop import Halts, train
+from align.stages.train.meter import Meter
+from align.stages.train.muster import next_batch
+
+# Single ones, two in a row, and at last as many in a row as are borne.
+WRONG = {2, 4, 5, 7, 8, 9}
+NEVER = Halts(lambda: False, math.inf)
+KINDS = {
+    "loss": ("dpo", "zero2"),
+    "gradient": ("dpo", "zero0"),
+    "infinite gradient": ("dpo", "zero3"),
+    "mismatched": ("kto", "zero1"),
+}
+
+
+class Spoiled:
+    """An engine that gives one wrong answer in each wrong step: its last rank's first one."""
+
+    def __init__(self, engine, kind):
+        self._engine, self._kind = engine, kind
+        self._step = 0
+        self._is_next = False
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def set_lr(self, lr):
+        """The loop does it once at the start of each step."""
+        self._step += 1
+        is_last = self._engine.world.rank == self._engine.world.size - 1
+        self._is_next = is_last and self._step in WRONG
+        self._engine.set_lr(lr)
+
+    def token_logps(self, trees):
+        logps = self._engine.token_logps(trees)
+        if not self._is_next or torch.is_grad_enabled() == (self._kind == "mismatched"):
+            return logps
+        self._is_next = False
+        if "gradient" not in self._kind:
+            return logps * math.nan
+        factor = math.inf if "infinite" in self._kind else math.nan
+        logps.register_hook(lambda gradient: gradient * factor)
+        return logps
+
+
+def nonfinite(world, pairs, kind):
+    """Trains until too many steps in a row have failed."""
+    method, preset = KINDS[kind]
+    settings = {"deepspeed": preset, "tokens_per_batch": 1, "nonfinite_limit": 3}
+    session = open_session(job_of(pairs, method, **settings), world, Silent())
+    digests, told = [digest(session.engine)], Told()
+    told.on_step = lambda _: digests.append(digest(session.engine))
+    loop = loop_of(session)
+    loop.engine = Spoiled(session.engine, kind)
+    error = ""
+    try:
+        train(loop, start=START, records=told, halts=NEVER)
+    except NonFiniteError as raised:
+        error = f"{raised.exit_code}: {raised}"
+    with session.feed.steps(START.cursor) as batches:
+        every = list(batches)
+    return {
+        "digests": [*digests, digest(session.engine)],
+        "refused": told.refused,
+        "losses": [metrics["loss"] for _, metrics in told.steps],
+        "firsts": [batch.own[0].row_ids for batch in every],
+        "first_mismatched": [micro.row_ids for batch in every for micro in batch.mismatched[:1]],
+        "rows": [batch.rows for batch in every],
+        "error": error,
+    }
+
+
+def digest(engine):
+    """Of all weights; of nothing but on the first rank."""
+    whole = hashlib.sha256()
+    for tensor in engine.weights().values():
+        whole.update(tensor.numpy().tobytes())
+    return whole.hexdigest()
+
+
+def halts(world, pairs):
+    """Reasons to stop that only the last rank has."""
+    session = open_session(job_of(pairs, "dpo", max_steps=6), world, Silent())
+    is_last = world.rank == world.size - 1
+    late = time.monotonic() - 1 if is_last else math.inf
+    reasons = {
+        "signal": Halts(lambda: is_last, math.inf),
+        "time": Halts(lambda: False, late),
+        "both": Halts(lambda: is_last, late),
+        "none": NEVER,
+    }
+    seen = {name: asked(session, halts) for name, halts in reasons.items()}
+    told = Told()
+    stopped = Halts(lambda: is_last and len(told.steps) == 3, math.inf)
+    place, ending = train(loop_of(session), start=START, records=told, halts=stopped)
+    seen["in the middle"] = [place.step, place.cursor.step, ending, told.saves]
+    return seen | {"failure": failure(session, is_last)}
+
+
+def asked(session, halts):
+    with session.feed.steps(START.cursor) as batches:
+        return next_batch(session.engine, batches, Meter(pads=False), halts)[1]
+
+
+def failure(session, is_last):
+    """What each rank says when the last one cannot read its rows."""
+    with session.feed.steps(START.cursor) as batches:
+        try:
+            next_batch(session.engine, damaged() if is_last else batches, Meter(pads=False), NEVER)
+        except CorruptionError as error:
+            return str(error)
+
+
+def damaged():
+    raise CorruptionError("part-3 is damaged")
+    yield

@@ -1,0 +1,143 @@
+"""A world to train in: a very small model, caches of its log-probs, and runs over them."""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from stage_one import Silent
+
+from align.pipeline.precompute import precompute
+from align.pipeline.settings import Settings
+from align.pipeline.train import open_session
+from align.pipeline.training_job import open_training
+from align.pipeline.units import Worker
+from align.schemas.batches import Cursor
+from align.schemas.config import (
+    CacheOptions,
+    Config,
+    DataOptions,
+    ModelOptions,
+    TokenOptions,
+    TrackingOptions,
+    TrainOptions,
+)
+from align.stages.model.reference import HfReference
+from align.stages.train.loop import Halts, Loop, Place, train
+from align.stages.train.meter import Meter
+from align.stages.world.model import ModelShape, make_model
+from align.stages.world.preferences import draw_preferences
+from align.stages.world.shapes import paired, unpaired
+
+SHAPE = ModelShape(hidden_size=32, layers=2, heads=2, key_value_heads=1, intermediate_size=48)
+ROWS = 54
+START = Place(0, Cursor(0, 0))
+# What depends on the machine, and what tells how a step was cut.
+MACHINE = ("speed/", "memory/", "padding")
+
+
+@dataclass(frozen=True)
+class TrainingWorld:
+    """An untrained model, and what it thinks of pairs and of single answers."""
+
+    model: Path
+    pairs: Path  # two mismatched partners of each completion
+    labels: Path  # one completion of each prompt: first all good ones, then all bad ones
+
+
+def make_training_world(folder, tokenizer):
+    """Makes everything that training starts from."""
+    preferences = make_pairs(folder, tokenizer, rows=ROWS, pretrain_steps=0)
+    both = unpaired(preferences)
+    one_each = pa.concat_tables([both.slice(0, ROWS)[0::2], both.slice(ROWS)[1::2]])
+    pq.write_table(one_each, folder / "labels.parquet")
+    return TrainingWorld(
+        folder / "model",
+        scored(folder, "pairs", kl_pairs=2),
+        scored(folder, "labels", kl_pairs=1),
+    )
+
+
+def make_pairs(folder, tokenizer, *, rows, pretrain_steps):
+    """Makes a model and a file of pairs; returns the preferences in it."""
+    make_model(folder / "model", tokenizer, shape=SHAPE, pretrain_steps=pretrain_steps)
+    preferences = list(draw_preferences(rows, seed=1))
+    pq.write_table(paired(preferences), folder / "pairs.parquet")
+    return preferences
+
+
+def scored(folder, name, *, kl_pairs):
+    """Runs stage 1 over one file of the folder; returns the cache."""
+    config = Config(
+        model=ModelOptions(path=str(folder / "model"), device="cpu"),
+        data=DataOptions(files=[str(folder / f"{name}.parquet")]),
+        tokens=TokenOptions(max_length=512),
+        cache=CacheOptions(
+            output=str(folder / name), rows_per_shard=16, kl_pairs=kl_pairs, reuse_known=False
+        ),
+        tracking=TrackingOptions(mlflow=False),
+    )
+    reference = HfReference(config.model)
+    precompute(config, reference, progress=Silent(), worker=Worker())
+    return folder / name
+
+
+def job_of(cache, method, *, options=None, **settings):
+    """A run that is about to begin, in float32, without MLflow."""
+    plain = {"batch_size": 8, "epochs": 2, "lr": 1e-3, "dtype": "float32", "deepspeed": "zero0"}
+    config = Config(
+        model=ModelOptions(device="cpu"),
+        train=TrainOptions(method=method, cache=str(cache), **(plain | settings)),
+        tracking=TrackingOptions(mlflow=False),
+        method=options or {},
+    )
+    return open_training(Settings(config, {}))
+
+
+@dataclass
+class Told:
+    """Everything the loop tells."""
+
+    steps: list = field(default_factory=list)  # (step, metrics)
+    evaluations: list = field(default_factory=list)  # (step, metrics)
+    refused: list = field(default_factory=list)  # (step, row ids)
+    saves: list = field(default_factory=list)  # steps
+    on_step: object = None
+
+    def stepped(self, place, metrics):
+        self.steps.append((place.step, metrics))
+        if self.on_step:
+            self.on_step(place)
+
+    def evaluated(self, place, metrics):
+        self.evaluations.append((place.step, metrics))
+
+    def not_applied(self, place, row_ids):
+        self.refused.append((place.step, row_ids))
+
+    def save(self, place):
+        self.saves.append(place.step)
+
+
+def loop_of(session):
+    """The loop over a session."""
+    return Loop(
+        engine=session.engine,
+        objective=session.objective,
+        feed=session.feed,
+        options=session.job.config.train,
+        meter=Meter(pads=session.feed.settings.pads),
+    )
+
+
+def learn(job, world, told=None):
+    """Trains as `align train` does, but for what it leaves on disk."""
+    session, told = open_session(job, world, Silent()), told or Told()
+    train(loop_of(session), start=START, records=told, halts=Halts(lambda: False, math.inf))
+    return session, told
+
+
+def facts(metrics):
+    """The metrics that owe nothing to the machine."""
+    return {name: value for name, value in metrics.items() if not name.startswith(MACHINE)}

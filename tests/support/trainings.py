@@ -1,0 +1,202 @@
+"""Commands of `align` in processes of their own: quick to start, easy to kill."""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from command import Answer
+
+PATIENCE = 240  # seconds; a machine that is free needs a tenth of it
+KILLED = -signal.SIGKILL
+
+
+class Server:
+    """Forks processes that need not import anything."""
+
+    def __init__(self, home):
+        self._home = home
+        self._count = 0
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("train_server.py"))],
+            env=os.environ | {"OMP_NUM_THREADS": "1", "ALIGN_HOME": str(home)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._answer()
+
+    def start(self, *arguments, cwd=None, ranks=1, failpoints=()):
+        """Begins a command on so many ranks; `failpoints` are those of rank 0, rank 1, …"""
+        world = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+        processes = []
+        for rank in range(ranks):
+            environment = {**world, "RANK": rank, "LOCAL_RANK": rank} if ranks > 1 else {}
+            armed = dict(enumerate(failpoints)).get(rank, "")
+            plain = {name: str(value) for name, value in environment.items()}
+            processes.append(self._fork(arguments, cwd, {**plain, "ALIGN_FAILPOINTS": armed}))
+        return Training(tuple(processes))
+
+    def run(self, *arguments, **how):
+        """Gives a command and waits for it; returns what its first rank said."""
+        return self.start(*arguments, **how).answers()[0]
+
+    def wait(self, pid, seconds):
+        """How one of them ended; None when it has not by then."""
+        return self._ask({"wait": pid, "seconds": seconds})["code"]
+
+    def close(self):
+        """Ends the server."""
+        self._process.stdin.close()
+        self._process.wait(60)
+        self._process.stdout.close()
+
+    def _fork(self, arguments, cwd, environment):
+        self._count += 1
+        out, err = (self._home / f"{self._count}.{name}" for name in ("out", "err"))
+        request = {
+            "argv": list(map(str, arguments)),
+            "cwd": str(cwd or self._home),
+            "env": environment,
+            "out": str(out),
+            "err": str(err),
+        }
+        return Process(self, self._ask(request)["pid"], out, err)
+
+    def _ask(self, request):
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self):
+        return json.loads(self._process.stdout.readline())
+
+
+@dataclass(frozen=True)
+class Process:
+    """One rank."""
+
+    server: Server
+    pid: int
+    out: Path
+    err: Path
+
+    def answer(self):
+        """Waits for its end; a process that does not end is killed and told of."""
+        code = self.server.wait(self.pid, PATIENCE)
+        if code is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self.server.wait(self.pid, PATIENCE)
+        return Answer(code, self.out.read_text(), self.err.read_text())
+
+
+@dataclass(frozen=True)
+class Training:
+    """All ranks of one command."""
+
+    processes: tuple[Process, ...]
+
+    def answers(self):
+        """Waits for every rank."""
+        return [process.answer() for process in self.processes]
+
+    def signal(self, number):
+        """Sends a signal to all, as a launcher does."""
+        for process in self.processes:
+            os.kill(process.pid, number)
+
+    def until(self, said):
+        """Waits until the first rank has said something, and is still at work."""
+        first = self.processes[0]
+        while not first.err.exists() or said not in first.err.read_text():
+            assert first.server.wait(first.pid, 0.02) is None, first.err.read_text()
+
+
+@dataclass(frozen=True)
+class Course:
+    """A cache, and short runs over it that differ in what they are given."""
+
+    server: Server
+    folder: Path
+    known: dict = field(default_factory=dict)  # runs that nobody stopped, by what they were given
+
+    # Six steps with everything that could be lost between two of them: dropout, mismatched pairs.
+    SHORT = (
+        *("--method", "kto", "--batch-size", 4, "--max-steps", 6, "--lr", 1e-3),
+        *("--eval-fraction", 0.1, "--eval-every", 3, "--save-every", 2, "--no-mlflow"),
+        *("--set", "train.dropout=true"),
+    )
+
+    @property
+    def cache(self):
+        """Of sixty paired rows."""
+        return self.folder / "cache"
+
+    @property
+    def model(self):
+        """The reference."""
+        return self.folder / "model"
+
+    def prepare(self, world):
+        """Makes the reference and its cache."""
+        shutil.copytree(world.model, self.model)
+        config = json.loads((self.model / "config.json").read_text())
+        text = json.dumps(config | {"attention_dropout": 0.1})
+        (self.model / "config.json").write_text(text)
+        arguments = (world.data.paired, "--model", self.model, "--output", self.cache)
+        answer = self.server.run(
+            "precompute-ref", *arguments, "--rows-per-shard", 16, "--no-mlflow"
+        )
+        assert answer.code == 0, answer
+
+    def start(self, run, *more, **how):
+        """Begins a short run in a folder."""
+        return self.server.start(*self.arguments(run, *more), **how)
+
+    def arguments(self, run, *more):
+        """The words of a short run; of an option given twice the last counts."""
+        return ("train", "--cache", self.cache, "--output", run, *self.SHORT, *more)
+
+    def run(self, run, *more, **how):
+        """A short run from its beginning to its end."""
+        answer = self.start(run, *more, **how).answers()[0]
+        assert answer.code == 0, answer
+        return answer
+
+    def whole(self, *more, ranks=1):
+        """The folder of a run that nobody stopped, made when it is first asked for."""
+        key = (*map(str, more), ranks)
+        if key not in self.known:
+            folder = self.folder / f"whole-{len(self.known)}"
+            self.run(folder, *more, ranks=ranks)
+            self.known[key] = folder
+        return self.known[key]
+
+
+def weights(run):
+    """The trained weights as a digest; that of another run is equal only where every bit is."""
+    return hashlib.sha256((run / "model" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def learned(run):
+    """Every line of the metrics but what depends on the machine and its load."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {name: value for name, value in line.items() if not _is_of_today(name)} for line in lines
+    ]
+
+
+def _is_of_today(name):
+    return name == "time" or name.startswith(("speed/", "memory/"))
+
+
+def _free_port():
+    with socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        return door.getsockname()[1]
