@@ -67,5 +67,6 @@ class Keeper:
             config_digest=config_digest(session.job.config),
             versions=versions(),
             mlflow_run_id=run_id,
+            memory=place.memory,
             metrics=dict(metrics),
         )

@@ -57,9 +57,9 @@ def _lineage(session: Session, records: RunRecords, steps: int) -> Lineage:
     manifest, settings = job.manifest, flatten(job.config)
     sections = {"train"} | ({"lora"} if job.config.lora.enabled else set())
     return Lineage(
-        method=job.method.name,
-        formula=job.method.summary,
-        options={name: str(value) for name, value in vars(session.objective.options).items()},
+        method=session.recipe.name,
+        formula=session.recipe.formula,
+        options={name: str(value) for name, value in session.recipe.values.items()},
         settings={
             name: str(redacted(value))
             for name, value in settings.items()

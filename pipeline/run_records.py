@@ -39,7 +39,7 @@ def open_records(session: Session, start: Start, progress: Progress) -> Iterator
         run = open_training_run(
             session.job.config.tracking,
             start.folder,
-            name=session.job.method.name,
+            name=session.recipe.name,
             tags=_tags(session),
             # What was measured before the first step is measured again by whoever begins there.
             keep_through=start.checkpoint_step or -1,
@@ -171,7 +171,7 @@ def _params(session: Session) -> dict[str, str]:
         for name, value in flatten(config).items()
         if name.partition(".")[0] in sections
     }
-    options = {f"method.{name}": value for name, value in vars(session.objective.options).items()}
+    options = {f"method.{name}": value for name, value in session.recipe.values.items()}
     counts = {"rows.train": session.source.train_rows, "rows.eval": session.source.eval_rows}
     return {name: str(value) for name, value in {**settings, **options, **counts}.items()}
 
@@ -181,7 +181,7 @@ def _tags(session: Session) -> dict[str, str]:
     return {
         **job.tags,
         "align.stage": "train",
-        "align.method": job.method.name,
+        "align.method": session.recipe.name,
         "align.cache_root": job.manifest.root,
         "align.cache": str(job.cache.root.resolve()),
         "align.reference_weights": job.manifest.fingerprint["model.weights"],

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from ..schemas.engine import Engine, World
     from ..stages.feed.feed import CacheFeed
     from ..stages.feed.source import TrainSource
+    from ..stages.methods.recipe import Recipe
     from ..stages.model.policy import Policy
-    from ..stages.train.forward import Objective
     from .training_job import TrainingJob
 
 
@@ -24,5 +24,5 @@ class Session:
     engine: Engine
     engine_config: dict[str, Any]  # DeepSpeed's, resolved
     source: TrainSource
-    objective: Objective
+    recipe: Recipe
     feed: CacheFeed

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ..schemas.errors import AlignError, UsageError
 from ..stages.engine.launch import joined_world
 from ..stages.engine.peers import from_first
-from ..stages.methods.table import find_method
+from ..stages.methods.table import recipe_of
 from ..stages.report.grid import grid
 from ..stages.storage import fs
 from .recording import recorded
@@ -54,7 +54,7 @@ class Tried:
 
 def trials_of(methods: Sequence[str], varied: Mapping[str, Sequence[str]]) -> list[Trial]:
     """Every combination; an option that a method does not have is left out for it."""
-    options = {name: find_method(name).options.__dataclass_fields__ for name in methods}
+    options = {name: recipe_of(name, {}).values for name in methods}
     for key in varied:
         section, _, option = key.partition(".")
         if section == "method" and not any(option in known for known in options.values()):

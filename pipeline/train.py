@@ -18,7 +18,6 @@ from ..stages.model.logps import causal_model
 from ..stages.model.policy import load_policy
 from ..stages.storage.sample import sample_rows
 from ..stages.train.agreement import largest_gap
-from ..stages.train.forward import Objective
 from ..stages.train.loop import Halts, Loop, Place, train
 from ..stages.train.meter import Meter
 from .halting import asked_to_stop, naming_the_way_on
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from ..schemas.engine import World
     from ..schemas.tracking import Progress
     from ..stages.feed.source import TrainSource
+    from ..stages.methods.recipe import Recipe
     from ..stages.model.policy import Policy
     from .training_job import TrainingJob
 
@@ -67,14 +67,14 @@ def open_session(job: TrainingJob, world: World, progress: Progress) -> Session:
     """Reads what there is to learn from, then loads the policy: one copy, and nothing beside it."""
     config = job.config
     source, held_out = together(world, lambda: _sources(job, world))
-    settled = job.method.settle(job.options, source.labels)
-    for note in (_told_of(source, held_out), *source.notes, *settled.advice):
+    recipe, advice = job.recipe.settled(source.labels)
+    for note in (_told_of(source, held_out), *source.notes, *advice):
         progress.say(note)
     policy = together(world, lambda: load_policy(job.policy, config.train, config.lora))
     engine, engine_config = open_engine(
         policy, config.train, world, hidden_size=_text_config(policy).hidden_size
     )
-    settings = _feed_settings(job, settled.options, world, policy)
+    settings = _feed_settings(job, recipe, world, policy)
     return Session(
         job=job,
         world=world,
@@ -82,19 +82,19 @@ def open_session(job: TrainingJob, world: World, progress: Progress) -> Session:
         engine=engine,
         engine_config=engine_config,
         source=source,
-        objective=Objective(job.method, settled.options),
+        recipe=recipe,
         feed=CacheFeed(source, held_out, settings),
     )
 
 
 def _sources(job: TrainingJob, world: World) -> tuple[TrainSource, TrainSource]:
     """The rows to learn from, and those to be measured by: held out of them, or another cache."""
-    method, first_here = job.method, world.local_rank == 0
+    recipe, first_here = job.recipe, world.local_rank == 0
     source = open_source(
         job.cache,
         job.manifest,
-        rows=method.rows,
-        mismatched=method.needs_mismatched,
+        rows=recipe.rows,
+        mismatched="mismatched" in recipe.needs,
         eval_fraction=job.config.train.eval_fraction,
         checks_bytes=first_here,
     )
@@ -104,8 +104,8 @@ def _sources(job: TrainingJob, world: World) -> tuple[TrainSource, TrainSource]:
     return source, open_source(
         folder,
         manifest,
-        rows=method.rows,
-        mismatched=method.needs_mismatched,
+        rows=recipe.rows,
+        mismatched="mismatched" in recipe.needs,
         eval_fraction=1.0,
         checks_bytes=first_here,
     )
@@ -118,14 +118,14 @@ def _told_of(source: TrainSource, held_out: TrainSource) -> str:
     )
 
 
-def _feed_settings(job: TrainingJob, options: Any, world: World, policy: Policy) -> FeedSettings:
+def _feed_settings(job: TrainingJob, recipe: Recipe, world: World, policy: Policy) -> FeedSettings:
     train = job.config.train
     return FeedSettings(
         seed=train.seed,
         epochs=train.epochs,
         batch_size=train.batch_size,
-        kl_use=getattr(options, "kl_use", "rotate"),
-        kl_per_step=getattr(options, "kl_per_step", 0),
+        kl_use=recipe.option("kl_use", "rotate"),
+        kl_per_step=recipe.option("kl_per_step", 0),
         limit_train_batches=train.limit_train_batches,
         limit_eval_batches=train.limit_eval_batches,
         tokens_per_batch=train.tokens_per_batch or TOKENS_PER_BATCH[policy.device.type],
@@ -145,7 +145,7 @@ def _restored(session: Session, start: Start) -> Place | None:
     position = start.checkpoint.position
     folder = start.folder.step(position.global_step)
     together(session.world, lambda: session.engine.load_state(folder))
-    return Place(position.global_step, position.cursor)
+    return Place(position.global_step, position.cursor, position.memory)
 
 
 def _require_agreement(session: Session, records: RunRecords) -> None:
@@ -167,7 +167,7 @@ def _learn(session: Session, start: Start, records: RunRecords, place: Place) ->
     deadline = start.began + session.job.max_seconds
     loop = Loop(
         engine=session.engine,
-        objective=session.objective,
+        recipe=session.recipe,
         feed=session.feed,
         options=session.job.config.train,
         meter=Meter(pads=session.feed.settings.pads),

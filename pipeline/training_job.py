@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..schemas.errors import UsageError
 from ..stages.engine.config import Circumstances, engine_config
-from ..stages.methods.table import find_method, options_of
+from ..stages.methods.table import recipe_of
 from ..stages.model.fingerprint import stored_dtype
 from ..stages.storage.layout import CacheFolder
 from ..stages.storage.manifest import load_manifest
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from ..schemas.config import Config, ModelOptions, TrainOptions
     from ..schemas.manifest import Manifest
-    from ..schemas.methods import Method
+    from ..stages.methods.recipe import Recipe
     from .settings import Settings
 
 logger = logging.getLogger("align")
@@ -32,8 +32,7 @@ class TrainingJob:
     """Everything that is known before ranks meet and weights are read."""
 
     config: Config
-    method: Method
-    options: Any  # of the method, not yet settled
+    recipe: Recipe  # not yet settled
     cache: CacheFolder
     manifest: Manifest
     held_out: tuple[CacheFolder, Manifest] | None
@@ -53,8 +52,7 @@ def open_training(settings: Settings) -> TrainingJob:
             "No method. Pass --method kto (or dpo, orpo, …; `align methods` lists them all), or "
             "set train.method in align.yaml."
         )
-    method = find_method(train.method)
-    options = options_of(method, config.method)
+    recipe = recipe_of(train.method, config.method)
     max_seconds = seconds_of(train.max_time, name="train.max_time")
     _require_one_evaluation(train)
     cache = CacheFolder(Path(train.cache or config.cache.output))
@@ -64,12 +62,11 @@ def open_training(settings: Settings) -> TrainingJob:
     given = {name: str(value) for name, value in settings.given("tokens").items()}
     require_same_text(manifest, policy.path, config.tokens, given)
     begins_as_reference = require_same_reference(
-        manifest, policy, may_differ=train.other_reference or not method.needs_reference
+        manifest, policy, may_differ=train.other_reference or "reference" not in recipe.needs
     )
     return TrainingJob(
         config=config,
-        method=method,
-        options=options,
+        recipe=recipe,
         cache=cache,
         manifest=manifest,
         held_out=_held_out(config, manifest),

@@ -45,6 +45,7 @@ class Position:
     config_digest: str
     versions: dict[str, str]
     mlflow_run_id: str
+    memory: dict[str, tuple[float, ...]]  # what the methods remember
     metrics: dict[str, float]  # the newest value of each; the best checkpoint is chosen by one
 
 

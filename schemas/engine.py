@@ -39,10 +39,12 @@ class Engine(Protocol):
         """This process among its peers."""
         ...
 
-    def token_logps(self, trees: Sequence[Tree]) -> Tensor:
-        """Log p of every completion token, (T,) float32, in the order tree, branch, token.
+    def answers(self, trees: Sequence[Tree]) -> Mapping[str, Tensor]:
+        """What the policy says of every completion token, in the order tree, branch, token.
 
-        All ranks call it together. No trees: an empty tensor that still carries a (zero) gradient.
+        `logps` (T,) float32; also `values` and `purity`, (T,) each, if it was made to tell them. Of
+        a reward model `logps` are the branches' scores, (branches,). All ranks call it together. No
+        trees: empty tensors that still carry a (zero) gradient.
         """
         ...
 

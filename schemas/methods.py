@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
@@ -12,20 +12,55 @@ if TYPE_CHECKING:
 
 # paired: one chosen and one rejected branch per row, in this order.
 # labelled: any number of desirable and undesirable branches per row.
-RowKind = Literal["paired", "labelled"]
-Items = Literal["rows", "branches"]
+# grouped: any number of candidates per row, each with a score.
+# imitated: the branches worth imitating, chosen, desirable or best.
+RowKind = Literal["paired", "labelled", "grouped", "imitated"]
+Items = Literal["rows", "branches", "tokens", "chosen_tokens"]
+Need = Literal["reference", "mismatched", "token_reference", "values", "purity"]
+# What the policy has beside or in place of its vocabulary.
+Head = Literal["none", "values", "score"]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The completion tokens of a micro-batch, in the order row, branch, token."""
+
+    counts: Tensor  # (branches,) int64
+    logps: Tensor  # (tokens,) float64, with the gradient
+    reference: Tensor | None = None  # (tokens,) float64, where a per-token reference is needed
+    values: Tensor | None = None  # (tokens,) float64, with the gradient: of the value head
+    purity: Tensor | None = None  # (tokens,) float64: log sum_v p_v ** 2, no gradient
+    adjusted: Tensor | None = None  # (tokens,) log-ratios as a modifier has changed them
+
+    @property
+    def log_ratios(self) -> Tensor:
+        """log(policy / reference) of each token, as the loss is to see it."""
+        if self.adjusted is not None:
+            return self.adjusted
+        assert self.reference is not None, "a need for the per-token reference is declared"
+        return self.logps - self.reference
 
 
 @dataclass(frozen=True)
 class Branches:
     """The own branches of a micro-batch, in the order row, branch; it may hold none."""
 
-    logps: Tensor  # (branches,) float64: the policy's sums, which carry the gradient
+    logps: Tensor  # (branches,) float64: the policy's sums, or its scores; with the gradient
     reference: Tensor  # (branches,) float64: the same sums under the reference
     num_tokens: Tensor  # (branches,) float64
     roles: Tensor  # (branches,) int8, as `Role` numbers them
     scores: Tensor  # (branches,) float64, NaN where the data gives none
     rows: Tensor  # (branches,) int64, rising: equal where two branches answer the same prompt
+    places: Tensor | None = None  # (branches,) int64: where each stands in the whole step
+    tokens: Tokens | None = None  # where something needs more than their sums
+    columns: Mapping[str, Tensor] = field(default_factory=dict)  # each (rows,) of the data
+    adjusted: Tensor | None = None  # (branches,) log-ratios as a modifier has changed them
+    margin: Tensor | None = None  # (rows,) wanted between chosen and rejected
+
+    @property
+    def ratios(self) -> Tensor:
+        """r, log(policy / reference) of each branch, as the loss is to see it."""
+        return self.logps - self.reference if self.adjusted is None else self.adjusted
 
 
 @dataclass(frozen=True)
@@ -37,17 +72,20 @@ class Step:
     tokens: int  # completion tokens of its own branches
     chosen_tokens: int  # those of chosen or desirable branches
     mismatched: Tensor  # (pairs,) float64 log-ratios of its mismatched branches, no gradient
+    # What the method's survey found of every own branch of the step, by their places.
+    surveyed: Mapping[str, Tensor] = field(default_factory=dict)  # each (branches,) float64
+    memory: tuple[float, ...] = ()  # what the method remembers, this step included
 
 
 @dataclass(frozen=True)
 class LossOutput:
-    """The loss of each item, and values whose mean over the whole step is reported.
+    """Losses to be summed, and values whose mean over the whole step is reported.
 
     Whoever runs the step divides by global counts, so nothing here is a mean. A metric without
     a value in the whole step is left out.
     """
 
-    losses: Tensor  # (items,) float64
+    losses: Tensor  # (rows,) or (branches,) float64; a branch's sum where tokens are counted
     metrics: Mapping[str, Tensor]  # each (any number,) and detached
 
 
@@ -68,6 +106,8 @@ class Settled:
 
 
 Loss: TypeAlias = "Callable[[Branches, Step, Any], LossOutput]"
+Survey: TypeAlias = "Callable[[Branches, Any], Mapping[str, Tensor]]"
+Remember: TypeAlias = "Callable[[tuple[float, ...], Mapping[str, Tensor]], tuple[float, ...]]"
 
 
 @dataclass(frozen=True)
@@ -81,7 +121,12 @@ class Method:
     options: type[Any]  # a frozen dataclass whose fields all have defaults
     rows: RowKind
     items: Items  # what the loss is a mean over
-    needs_reference: bool
-    needs_mismatched: bool
+    needs: frozenset[Need] = frozenset()
+    # Values of each own branch, (branches,) each, that are brought together over the whole step,
+    # without gradients, before any loss is computed.
+    survey: Survey | None = None
+    remember: Remember | None = None  # memory so far, surveyed -> memory with this step in it
+    head: Head = "none"
+    modifiers: frozenset[str] = frozenset()  # the options of `Modifiers` it can be used with
     settle: Callable[[Any, Labels], Settled] = lambda options, _: Settled(options)
     use: str = ""  # when to choose it, in a sentence

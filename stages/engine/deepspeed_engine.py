@@ -69,10 +69,10 @@ class DeepSpeedEngine:
         """This process among its peers."""
         return self._world
 
-    def token_logps(self, trees: Sequence[Tree]) -> Tensor:
-        """Log p of every completion token, by the policy's own forward pass."""
-        logps: Tensor = self._engine(tuple(trees))
-        return logps
+    def answers(self, trees: Sequence[Tree]) -> Mapping[str, Tensor]:
+        """What the policy's own forward pass says, by the names of its rows."""
+        names: tuple[str, ...] = self._engine.module.tells
+        return dict(zip(names, self._engine(tuple(trees)), strict=True))
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Adds this micro-batch's gradient; the last one of a step reduces what is still local."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch.nn.functional import logsigmoid
 
 from ...schemas.methods import Method
+from .modifiers import SEES_RATIOS, WEIGHS_PAIRS
 from .options import beta, sft_weight
 from .pairs import pairs_of, referenced_output
 
@@ -72,8 +73,8 @@ NCA = Method(
     options=AnchoredOptions,
     rows="paired",
     items="rows",
-    needs_reference=True,
-    needs_mismatched=False,
+    needs=frozenset({"reference"}),
+    modifiers=SEES_RATIOS | WEIGHS_PAIRS,
 )
 BCO_PAIR = Method(
     name="bco_pair",
@@ -84,8 +85,8 @@ BCO_PAIR = Method(
     options=AnchoredOptions,
     rows="paired",
     items="rows",
-    needs_reference=True,
-    needs_mismatched=False,
+    needs=frozenset({"reference"}),
+    modifiers=SEES_RATIOS | WEIGHS_PAIRS,
 )
 SPPO = Method(
     name="sppo",
@@ -96,8 +97,8 @@ SPPO = Method(
     options=AnchoredOptions,
     rows="paired",
     items="rows",
-    needs_reference=True,
-    needs_mismatched=False,
+    needs=frozenset({"reference"}),
+    modifiers=SEES_RATIOS | WEIGHS_PAIRS,
 )
 APO_ZERO = Method(
     name="apo_zero",
@@ -108,8 +109,8 @@ APO_ZERO = Method(
     options=AnchoredOptions,
     rows="paired",
     items="rows",
-    needs_reference=True,
-    needs_mismatched=False,
+    needs=frozenset({"reference"}),
+    modifiers=SEES_RATIOS | WEIGHS_PAIRS,
 )
 APO_DOWN = Method(
     name="apo_down",
@@ -120,6 +121,6 @@ APO_DOWN = Method(
     options=AnchoredOptions,
     rows="paired",
     items="rows",
-    needs_reference=True,
-    needs_mismatched=False,
+    needs=frozenset({"reference"}),
+    modifiers=SEES_RATIOS | WEIGHS_PAIRS,
 )

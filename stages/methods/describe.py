@@ -14,12 +14,21 @@ from .options import range_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from ...schemas.methods import Method
+    from ...schemas.methods import Method, Need
 
 WIDTH = 88
 ROWS = {
     "paired": "paired: one chosen and one rejected completion per row",
     "labelled": "labelled: desirable and undesirable completions",
+    "grouped": "grouped: completions of one prompt, each with a score",
+    "imitated": "imitated: chosen or desirable completions",
+}
+NEEDS: dict[Need, str] = {
+    "reference": "the reference's log-probs",
+    "mismatched": "those of mismatched completions",
+    "token_reference": "those of every token",
+    "values": "a value head",
+    "purity": "the policy's whole distribution",
 }
 LEGEND = (
     "Of a completion: lp = log p, n = tokens, m = lp / n, r = lp - lp of the reference, lo = log "
@@ -46,7 +55,7 @@ class Description:
     formula: str
     rows: str
     mean_over: str
-    needs: tuple[str, ...]
+    needs: tuple[Need, ...]
     use: str
     source: str
     options: tuple[OptionDescription, ...]
@@ -54,13 +63,12 @@ class Description:
 
 def describe(method: Method) -> Description:
     """Everything the table says about a method."""
-    needs = {"reference": method.needs_reference, "mismatched": method.needs_mismatched}
     return Description(
         name=method.name,
         formula=method.summary,
         rows=method.rows,
         mean_over=method.items,
-        needs=tuple(name for name, is_needed in needs.items() if is_needed),
+        needs=tuple(name for name in NEEDS if name in method.needs),
         use=method.use,
         source=method.source,
         options=tuple(_options(method.options)),
@@ -128,11 +136,7 @@ def _entries(methods: Sequence[Method]) -> Iterable[str]:
 
 
 def _needs(told: Description) -> str:
-    words = {
-        "reference": "the reference's log-probs",
-        "mismatched": "those of mismatched completions",
-    }
-    return " and ".join(words[name] for name in told.needs) or "no reference"
+    return " and ".join(NEEDS[name] for name in told.needs) or "no reference"
 
 
 def _option_lines(option: OptionDescription) -> str:

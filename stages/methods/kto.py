@@ -11,6 +11,7 @@ from ...schemas.config import option
 from ...schemas.methods import LossOutput, Method
 from .balance import Weight, settle_weights, weight
 from .labelled import labelled_of
+from .modifiers import CLAMPS
 from .options import beta, number
 
 if TYPE_CHECKING:
@@ -117,8 +118,8 @@ KTO = Method(
     options=KtoOptions,
     rows="labelled",
     items="branches",
-    needs_reference=True,
-    needs_mismatched=True,
+    needs=frozenset({"reference", "mismatched"}),
+    modifiers=CLAMPS | {"row_weight"},
     settle=settle_weights,
 )
 KTO_LOGSIGMOID = Method(
@@ -130,8 +131,8 @@ KTO_LOGSIGMOID = Method(
     options=KtoOptions,
     rows="labelled",
     items="branches",
-    needs_reference=True,
-    needs_mismatched=True,
+    needs=frozenset({"reference", "mismatched"}),
+    modifiers=CLAMPS | {"row_weight"},
     settle=settle_weights,
 )
 KTO_ZERO = Method(
@@ -143,8 +144,8 @@ KTO_ZERO = Method(
     options=KtoZeroOptions,
     rows="labelled",
     items="branches",
-    needs_reference=True,
-    needs_mismatched=False,
+    needs=frozenset({"reference"}),
+    modifiers=frozenset({"row_weight"}),
     settle=settle_weights,
 )
 APO_ZERO_UNPAIRED = Method(
@@ -156,6 +157,6 @@ APO_ZERO_UNPAIRED = Method(
     options=ApoZeroUnpairedOptions,
     rows="labelled",
     items="branches",
-    needs_reference=True,
-    needs_mismatched=False,
+    needs=frozenset({"reference"}),
+    modifiers=frozenset({"row_weight"}),
 )

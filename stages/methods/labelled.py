@@ -67,9 +67,7 @@ def labelled_of(branches: Branches) -> Labelled:
     """Reads the labels of a micro-batch of labelled branches."""
     is_desirable = branches.roles == Role.DESIRABLE
     assert bool((is_desirable | (branches.roles == Role.UNDESIRABLE)).all()), "labels only"
-    return Labelled(
-        branches.logps, branches.logps - branches.reference, is_desirable, branches.rows
-    )
+    return Labelled(branches.logps, branches.ratios, is_desirable, branches.rows)
 
 
 def with_margin(means: Mapping[str, float]) -> dict[str, float]:

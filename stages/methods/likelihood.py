@@ -10,6 +10,7 @@ from torch.nn.functional import logsigmoid, relu
 from ...schemas.config import option
 from ...schemas.methods import LossOutput, Method
 from .margins import smoothed
+from .modifiers import WEIGHS_PAIRS
 from .options import label_smoothing, number
 from .pairs import pairs_of, per_token_metrics
 from .stable import log_odds
@@ -134,8 +135,7 @@ ORPO = Method(
     options=OrpoOptions,
     rows="paired",
     items="rows",
-    needs_reference=False,
-    needs_mismatched=False,
+    modifiers=WEIGHS_PAIRS,
 )
 SIMPO = Method(
     name="simpo",
@@ -146,8 +146,7 @@ SIMPO = Method(
     options=SimpoOptions,
     rows="paired",
     items="rows",
-    needs_reference=False,
-    needs_mismatched=False,
+    modifiers=WEIGHS_PAIRS,
 )
 CPO = Method(
     name="cpo",
@@ -158,8 +157,7 @@ CPO = Method(
     options=CpoOptions,
     rows="paired",
     items="rows",
-    needs_reference=False,
-    needs_mismatched=False,
+    modifiers=WEIGHS_PAIRS,
 )
 SLIC = Method(
     name="slic",
@@ -170,6 +168,5 @@ SLIC = Method(
     options=SlicOptions,
     rows="paired",
     items="rows",
-    needs_reference=False,
-    needs_mismatched=False,
+    modifiers=WEIGHS_PAIRS,
 )

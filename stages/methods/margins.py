@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from torch.nn.functional import logsigmoid, relu
 
 from ...schemas.methods import Method
+from .modifiers import CLAMPS, SEES_RATIOS, WEIGHS_PAIRS
 from .options import beta, label_smoothing, number, sft_weight
 from .pairs import pairs_of, referenced_output
 from .stable import bounded_exp
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ...schemas.methods import Branches, LossOutput, Step
+
+
+MODIFIERS = SEES_RATIOS | WEIGHS_PAIRS | {"margin"}
 
 
 @dataclass(frozen=True)
@@ -77,14 +81,14 @@ class DiscopopOptions:
 def dpo(branches: Branches, _: Step, options: DpoOptions | CdpoOptions) -> LossOutput:
     """-(1 - e) LS(x) - e LS(-x), DPO and, for e > 0, cDPO (https://arxiv.org/abs/2305.18290)."""
     pairs = pairs_of(branches)
-    losses = smoothed(options.beta * pairs.margins, options.label_smoothing)
+    losses = smoothed(pairs.scaled_margins(options.beta), options.label_smoothing)
     return referenced_output(pairs, losses, options)
 
 
 def robust(branches: Branches, _: Step, options: RobustOptions) -> LossOutput:
     """(-(1 - e) LS(x) + e LS(-x)) / (1 - 2e), rDPO (https://arxiv.org/abs/2403.00409)."""
     pairs = pairs_of(branches)
-    x, e = options.beta * pairs.margins, options.label_smoothing
+    x, e = pairs.scaled_margins(options.beta), options.label_smoothing
     losses = (e * logsigmoid(-x) - (1 - e) * logsigmoid(x)) / (1 - 2 * e)
     return referenced_output(pairs, losses, options)
 
@@ -92,7 +96,7 @@ def robust(branches: Branches, _: Step, options: RobustOptions) -> LossOutput:
 def exo(branches: Branches, _: Step, options: ExoOptions) -> LossOutput:
     """KL(q || 1 - e) of the two-way choice q = S(x), EXO (https://arxiv.org/abs/2402.00856)."""
     pairs = pairs_of(branches)
-    x, e = options.beta * pairs.margins, options.label_smoothing
+    x, e = pairs.scaled_margins(options.beta), options.label_smoothing
     chosen = x.sigmoid() * (logsigmoid(x) - math.log1p(-e))
     rejected = (-x).sigmoid() * (logsigmoid(-x) - math.log(e))
     return referenced_output(pairs, chosen + rejected, options)
@@ -101,14 +105,14 @@ def exo(branches: Branches, _: Step, options: ExoOptions) -> LossOutput:
 def hinge(branches: Branches, _: Step, options: HingeOptions) -> LossOutput:
     """max(0, 1 - x), the hinge loss of RSO (https://arxiv.org/abs/2309.06657)."""
     pairs = pairs_of(branches)
-    losses = relu(1 - options.beta * pairs.margins)
+    losses = relu(1 - pairs.scaled_margins(options.beta))
     return referenced_output(pairs, losses, options)
 
 
 def discopop(branches: Branches, _: Step, options: DiscopopOptions) -> LossOutput:
     """(1 - g) (-LS(x)) + g exp(-x), g = S(x / tau) (https://arxiv.org/abs/2406.08414)."""
     pairs = pairs_of(branches)
-    x = options.beta * pairs.margins
+    x = pairs.scaled_margins(options.beta)
     logistic = -(-x / options.tau).sigmoid() * logsigmoid(x)
     # One exponent: far below 0, g is 0 and exp(-x) infinite.
     exponential = bounded_exp(logsigmoid(x / options.tau) - x)
@@ -129,8 +133,8 @@ DPO = Method(
     options=DpoOptions,
     rows="paired",
     items="rows",
-    needs_reference=True,
-    needs_mismatched=False,
+    needs=frozenset({"reference"}),
+    modifiers=MODIFIERS | CLAMPS,
 )
 CDPO = Method(
     name="cdpo",
@@ -141,8 +145,8 @@ CDPO = Method(
     options=CdpoOptions,
     rows="paired",
     items="rows",
-    needs_reference=True,
-    needs_mismatched=False,
+    needs=frozenset({"reference"}),
+    modifiers=MODIFIERS | CLAMPS,
 )
 ROBUST = Method(
     name="robust",
@@ -153,8 +157,8 @@ ROBUST = Method(
     options=RobustOptions,
     rows="paired",
     items="rows",
-    needs_reference=True,
-    needs_mismatched=False,
+    needs=frozenset({"reference"}),
+    modifiers=MODIFIERS,
 )
 EXO = Method(
     name="exo",
@@ -165,8 +169,8 @@ EXO = Method(
     options=ExoOptions,
     rows="paired",
     items="rows",
-    needs_reference=True,
-    needs_mismatched=False,
+    needs=frozenset({"reference"}),
+    modifiers=MODIFIERS,
 )
 HINGE = Method(
     name="hinge",
@@ -177,8 +181,8 @@ HINGE = Method(
     options=HingeOptions,
     rows="paired",
     items="rows",
-    needs_reference=True,
-    needs_mismatched=False,
+    needs=frozenset({"reference"}),
+    modifiers=MODIFIERS,
 )
 DISCOPOP = Method(
     name="discopop",
@@ -189,6 +193,6 @@ DISCOPOP = Method(
     options=DiscopopOptions,
     rows="paired",
     items="rows",
-    needs_reference=True,
-    needs_mismatched=False,
+    needs=frozenset({"reference"}),
+    modifiers=MODIFIERS,
 )

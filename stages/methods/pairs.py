@@ -35,11 +35,7 @@ class Side:
     logps: Tensor  # (rows,) float64, as are the others
     reference: Tensor
     num_tokens: Tensor
-
-    @property
-    def ratios(self) -> Tensor:
-        """log(policy / reference) of the whole completion, r."""
-        return self.logps - self.reference
+    ratios: Tensor  # r, log(policy / reference) of the whole completion, as the loss is to see it
 
     @property
     def mean_ratios(self) -> Tensor:
@@ -58,6 +54,7 @@ class Pairs:
 
     chosen: Side
     rejected: Side
+    wanted: Tensor | None = None  # (rows,) what x has to exceed
 
     @property
     def margins(self) -> Tensor:
@@ -69,18 +66,27 @@ class Pairs:
         """The same per token, r_c / n_c - r_l / n_l."""
         return self.chosen.mean_ratios - self.rejected.mean_ratios
 
+    def scaled_margins(self, beta: float) -> Tensor:
+        """x = beta * D, less what the data wants it to be at least."""
+        x = beta * self.margins
+        return x if self.wanted is None else x - self.wanted
+
 
 def pairs_of(branches: Branches) -> Pairs:
     """Takes a micro-batch of paired rows apart."""
     assert bool((branches.roles[0::2] == Role.CHOSEN).all()), "chosen comes first"
     assert bool((branches.roles[1::2] == Role.REJECTED).all()), "rejected comes second"
-    return Pairs(_side(branches, first=0), _side(branches, first=1))
+    return Pairs(_side(branches, first=0), _side(branches, first=1), branches.margin)
 
 
 def referenced_output(pairs: Pairs, losses: Tensor, options: ReferencedOptions) -> LossOutput:
-    """Losses + sft_weight * nll_c (https://arxiv.org/abs/2404.19733); rewards are beta * r."""
+    """Losses + sft_weight * nll_c (https://arxiv.org/abs/2404.19733); rewards are beta * r.
+
+    Rewards are those of the plain log-ratios, whatever a modifier makes the loss see.
+    """
     nll = -pairs.chosen.mean_logps
-    rewards = (options.beta * side.ratios for side in (pairs.chosen, pairs.rejected))
+    sides = (pairs.chosen, pairs.rejected)
+    rewards = (options.beta * (side.logps - side.reference) for side in sides)
     metrics = _metrics(pairs, *rewards) | {"nll": nll.detach()}
     return LossOutput(losses + options.sft_weight * nll, metrics)
 
@@ -108,4 +114,5 @@ def _side(branches: Branches, *, first: int) -> Side:
         logps=branches.logps[every_other],
         reference=branches.reference[every_other],
         num_tokens=branches.num_tokens[every_other],
+        ratios=branches.ratios[every_other],
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from ...schemas.config import option
 from ...schemas.methods import Method
 from .margins import smoothed
+from .modifiers import WEIGHS_PAIRS
 from .options import beta, label_smoothing, sft_weight
 from .pairs import pairs_of, referenced_output
 
@@ -59,8 +60,8 @@ IPO = Method(
     options=IpoOptions,
     rows="paired",
     items="rows",
-    needs_reference=True,
-    needs_mismatched=False,
+    needs=frozenset({"reference"}),
+    modifiers=WEIGHS_PAIRS,
 )
 DPO_NORM = Method(
     name="dpo_norm",
@@ -71,6 +72,6 @@ DPO_NORM = Method(
     options=DpoNormOptions,
     rows="paired",
     items="rows",
-    needs_reference=True,
-    needs_mismatched=False,
+    needs=frozenset({"reference"}),
+    modifiers=WEIGHS_PAIRS,
 )

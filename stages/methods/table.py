@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import math
 from typing import TYPE_CHECKING, Any
 
 from ...schemas.codec import CodecError, from_plain
@@ -11,11 +13,13 @@ from .anchored import APO_DOWN, APO_ZERO, BCO_PAIR, NCA, SPPO
 from .kto import APO_ZERO_UNPAIRED, KTO, KTO_LOGSIGMOID, KTO_ZERO
 from .likelihood import CPO, ORPO, SIMPO, SLIC
 from .margins import CDPO, DISCOPOP, DPO, EXO, HINGE, ROBUST
+from .modifiers import Modifiers
 from .options import check_bounds
 from .per_token import DPO_NORM, IPO
+from .recipe import Part, Recipe
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from ...schemas.methods import Method
 
@@ -56,12 +60,87 @@ def find_method(name: str) -> Method:
 
 def options_of(method: Method, values: Mapping[str, Any]) -> Any:
     """The method's options with these values; what is not given keeps its default."""
+    return _read(method.options, values, method.name)
+
+
+def recipe_of(name: str, values: Mapping[str, Any]) -> Recipe:
+    """What `--method` names: one method, or several as `dpo:0.8+sft:0.2`.
+
+    Of several, an option of one is named after it: `dpo.beta`.
+    """
+    named = [_weighted(text) for text in name.split("+")]
+    methods = [find_method(method) for method, _ in named]
+    known = {field.name for field in dataclasses.fields(Modifiers)}
+    options = {key: value for key, value in values.items() if key not in known}
+    modifiers = _read(Modifiers, {key: values[key] for key in values if key in known}, "method")
+    for method in methods:
+        _require_allowed(method, modifiers)
+    if len(methods) == 1:
+        return Recipe((Part(methods[0], options_of(methods[0], options)),), modifiers)
+    _require_mixable(methods, options)
+    parts = [
+        Part(method, options_of(method, _those_of(method, options)), weight)
+        for method, (_, weight) in zip(methods, named, strict=True)
+    ]
+    return Recipe(tuple(parts), modifiers)
+
+
+def _read(options: type[Any], values: Mapping[str, Any], name: str) -> Any:
     try:
-        options = from_plain(method.options, dict(values), where="method", partial=True)
+        read = from_plain(options, dict(values), where="method", partial=True)
     except CodecError as error:
-        raise UsageError(f"{method.name}: {error}") from error
-    check_bounds(options)
-    return options
+        raise UsageError(f"{name}: {error}") from error
+    check_bounds(read)
+    return read
+
+
+def _weighted(text: str) -> tuple[str, float]:
+    """`dpo:0.8` as its name and weight."""
+    name, colon, weight = text.strip().partition(":")
+    if not colon:
+        return name, 1.0
+    try:
+        value = float(weight)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise UsageError(f"method '{text}': {weight!r} is no weight. Write it as dpo:0.8+sft:0.2.")
+    return name, value
+
+
+def _those_of(method: Method, options: Mapping[str, Any]) -> dict[str, Any]:
+    prefix = f"{method.name}."
+    return {
+        name.removeprefix(prefix): value
+        for name, value in options.items()
+        if name.startswith(prefix)
+    }
+
+
+def _require_allowed(method: Method, modifiers: Modifiers) -> None:
+    for name in sorted(modifiers.required - method.modifiers):
+        able = [other.name for other in METHODS.values() if name in other.modifiers]
+        raise UsageError(
+            f"method.{name} is not for {method.name}. Methods that take it: {', '.join(able)}."
+        )
+
+
+def _require_mixable(methods: Sequence[Method], options: Mapping[str, Any]) -> None:
+    names = [method.name for method in methods]
+    if len(set(names)) < len(names):
+        raise UsageError(f"method '{'+'.join(names)}': each method can stand in a mixture once.")
+    if len({method.head for method in methods}) > 1:
+        raise UsageError(f"{' and '.join(names)} need different models: they cannot be mixed.")
+    kinds = {method.rows for method in methods}
+    if "grouped" in kinds and len(kinds) > 1:
+        grouped = [method.name for method in methods if method.rows == "grouped"]
+        raise UsageError(f"{grouped[0]} learns from groups of scored rows: it cannot be mixed.")
+    for name in options:
+        if name.partition(".")[0] not in names:
+            raise UsageError(
+                f"method.{name}: in a mixture an option is named after its method, for example "
+                f"method.{names[0]}.{name}."
+            )
 
 
 def _nearest(asked: str) -> list[str]:

@@ -51,6 +51,8 @@ def load_policy(model: ModelOptions, train: TrainOptions, lora: LoraOptions) -> 
 class Policy(nn.Module):
     """A causal language model, with or without an adapter, that answers with log-probs."""
 
+    tells = ("logps",)
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
@@ -63,7 +65,7 @@ class Policy(nn.Module):
         self.train()
 
     def forward(self, trees: Sequence[Tree]) -> Tensor:
-        """Log p of every completion token, in the order tree, branch, token: (T,) float32.
+        """A row for each name in `tells`, with a number for every completion token: float32.
 
         One pass of the model however many trees there are, none included: ranks then make the same
         collectives. Auxiliary losses of mixtures of experts are left out.
@@ -73,7 +75,7 @@ class Policy(nn.Module):
             rows = single_branches(rows)
         batch = tree_batch(rows, self.device, packed=self.path.layout == "packed")
         logps = branch_logps(self.model, batch, self.path)
-        return logps if trees else logps[:0]
+        return (logps if trees else logps[:0])[None]
 
     def recompute_activations(self) -> None:
         """Keeps what enters a layer only, and runs the layer again for its gradient."""

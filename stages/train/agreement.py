@@ -42,7 +42,7 @@ def _scored(engine: Engine, block: ScoredBlock) -> np.ndarray:
     for row in range(len(rows)):
         branches = range(rows.branch_offsets[row], rows.branch_offsets[row + 1])
         tree = Tree(rows.prompts[row], tuple(rows.completions[branch] for branch in branches))
-        tokens = torch.split(engine.token_logps((tree,)), [len(one) for one in tree.branches])
+        tokens = torch.split(engine.answers((tree,))["logps"], [len(one) for one in tree.branches])
         sums += [float(logps.double().sum()) for logps in tokens]
     return np.array(sums)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from ...schemas.batches import Cursor
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ...schemas.batches import StepBatch
     from ...schemas.config import TrainOptions
     from ...schemas.engine import Engine
-    from .forward import Objective
+    from ..methods.recipe import Memory, Recipe
     from .meter import Meter
     from .step import StepResult
 
@@ -33,6 +33,7 @@ class Place:
 
     step: int  # optimizer steps done, over all epochs
     cursor: Cursor  # the next one
+    memory: Memory = field(default_factory=dict)  # what the methods remember
 
 
 class Feed(Protocol):
@@ -120,7 +121,7 @@ class Loop:
     """What stays the same from step to step, and how many in a row have failed."""
 
     engine: Engine
-    objective: Objective
+    recipe: Recipe
     feed: Feed
     options: TrainOptions
     meter: Meter
@@ -137,9 +138,9 @@ class Loop:
         self.engine.set_lr(lr)
         seed = (self.options.seed, place.step)
         reach("step.started")
-        result = train_step(self.engine, self.objective, batch, seed=seed)
+        result = train_step(self.engine, self.recipe, batch, memory=place.memory, seed=seed)
         reach("step.updated")
-        after = Place(place.step + 1, self._next(batch.cursor))
+        after = Place(place.step + 1, self._next(batch.cursor), result.memory)
         self._judge(after, result, records)
         speeds = self.meter.lap(rows=batch.rows)
         if _is_due(after.step, self.options.log_every, 0) or after.step == self.total_steps:
@@ -154,7 +155,7 @@ class Loop:
         if not self.feed.has_held_out:
             return
         with self.feed.held_out() as batches:
-            metrics = evaluate(self.engine, self.objective, batches)
+            metrics = evaluate(self.engine, self.recipe, batches, memory=place.memory)
         records.evaluated(place, {f"eval/{name}": value for name, value in metrics.items()})
         self.meter.restart()
 

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from ..methods.labelled import with_margin
+from ..methods.recipe import LOSS
 from ..storage.failpoints import reach
 from .forward import branches_of, step_of
-from .sums import LOSS, Sums
+from .sums import Sums
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from ...schemas.batches import MicroBatch, StepBatch
     from ...schemas.engine import Engine
     from ...schemas.methods import Step
-    from .forward import Objective
+    from ..methods.recipe import Memory, Recipe
 
 
 @dataclass(frozen=True)
@@ -33,61 +34,52 @@ class StepResult:
     applied: bool
     metrics: dict[str, float]
     suspects: tuple[str, ...]  # ids of this rank's rows that may be why it was not applied
+    memory: Memory  # what the methods remember from here on
 
 
 def train_step(
-    engine: Engine, objective: Objective, batch: StepBatch, *, seed: tuple[int, int]
+    engine: Engine, recipe: Recipe, batch: StepBatch, *, memory: Memory, seed: tuple[int, int]
 ) -> StepResult:
     """Updates the policy by one step; a loss or gradient that is not finite changes nothing.
 
     `seed` is (seed of the run, global step): with the rank and the micro-batch it draws dropout.
     """
-    step = step_of(engine, objective, batch)
+    step = step_of(engine, recipe, batch)
+    now = recipe.remembered(memory, step.surveyed)
     sums, last, suspects = Sums(), len(batch.own) - 1, _suspects_of_z(batch, step)
     for index, micro in enumerate(batch.own):
         engine.learn_mode(dropout_seed=_draw(*seed, index, engine.world.rank))
-        losses = _add_gradient(engine, objective, micro, step, sums, is_last=index == last)
+        outcome = recipe.outcome(branches_of(engine, recipe, micro), step, now)
+        engine.backward(outcome.share, is_last=index == last)
+        sums.add_outcome(outcome)
         # A z that is not finite spoils every loss, and tells nothing against the rows themselves.
-        suspects += _not_finite(micro, losses) if step.mismatched.isfinite().all() else ()
-    metrics = with_margin(sums.means(engine))
+        if step.mismatched.isfinite().all():
+            suspects += _not_finite(micro, outcome.losses)
+    metrics = with_margin(recipe.with_loss(sums.means(engine)))
     if not math.isfinite(metrics[LOSS]):
         engine.skip()
-        return StepResult(applied=False, metrics=metrics, suspects=suspects)
+        return StepResult(applied=False, metrics=metrics, suspects=suspects, memory=memory)
     reach("step.before_update")
     update = engine.step()
+    metrics["grad_norm"] = update.grad_norm
     if not update.applied:
         suspects = tuple(row for micro in batch.own for row in micro.row_ids)
-    return StepResult(update.applied, metrics | {"grad_norm": update.grad_norm}, suspects)
+        return StepResult(applied=False, metrics=metrics, suspects=suspects, memory=memory)
+    return StepResult(applied=True, metrics=metrics, suspects=suspects, memory=now)
 
 
 @torch.no_grad()
 def evaluate(
-    engine: Engine, objective: Objective, batches: Iterable[StepBatch]
+    engine: Engine, recipe: Recipe, batches: Iterable[StepBatch], *, memory: Memory
 ) -> dict[str, float]:
     """Means over all items of all batches, nothing learned."""
     sums = Sums()
     for batch in batches:
-        step = step_of(engine, objective, batch)
+        step = step_of(engine, recipe, batch)
         engine.learn_mode(dropout_seed=None)
         for micro in batch.own:
-            output = objective.loss(branches_of(engine, micro), step)
-            sums.add({LOSS: output.losses, **output.metrics})
-    return with_margin(sums.means(engine))
-
-
-def _add_gradient(
-    engine: Engine,
-    objective: Objective,
-    micro: MicroBatch,
-    step: Step,
-    sums: Sums,
-    *,
-    is_last: bool,
-) -> Tensor:
-    output = objective.loss(branches_of(engine, micro), step)
-    engine.backward(output.losses.sum() / objective.num_items(step), is_last=is_last)
-    sums.add({LOSS: output.losses, **output.metrics})
-    return output.losses.detach()
+            sums.add_outcome(recipe.outcome(branches_of(engine, recipe, micro), step, memory))
+    return with_margin(recipe.with_loss(sums.means(engine)))
 
 
 def _suspects_of_z(batch: StepBatch, step: Step) -> tuple[str, ...]:

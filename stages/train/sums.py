@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ...schemas.engine import Engine
-
-LOSS = "loss"
+    from ..methods.recipe import Outcome
 
 
 class Sums:
@@ -26,8 +25,17 @@ class Sums:
         """Adds every value of each name; a name with no value is known all the same."""
         for name, given in values.items():
             exact = given.detach().double()
-            added = torch.stack([exact.sum(), exact.new_tensor(exact.numel())])
-            self._totals[name] = self._totals.get(name, torch.zeros_like(added)) + added
+            self._add(name, exact.sum(), exact.numel())
+
+    def add_outcome(self, outcome: Outcome) -> None:
+        """Adds what one micro-batch gave."""
+        for name, part in outcome.totals.items():
+            self._add(name, part.total.double(), part.count)
+        self.add(outcome.metrics)
+
+    def _add(self, name: str, total: Tensor, count: float) -> None:
+        added = torch.stack([total, total.new_tensor(count)])
+        self._totals[name] = self._totals.get(name, torch.zeros_like(added)) + added
 
     def means(self, engine: Engine) -> dict[str, float]:
         """One mean per name over all ranks; names without a value are left out.

@@ -170,7 +170,7 @@ def test_unpaired_losses_are_those_of_the_kto_trainer(name, values, mismatched):
         desirable_weight=getattr(options, "desirable_weight", 1.0),
         undesirable_weight=getattr(options, "undesirable_weight", 1.0),
         loss_type=name,
-        calculate_KL=METHODS[name].needs_mismatched,
+        calculate_KL="mismatched" in METHODS[name].needs,
         _compute_kl_logps=lambda *_: torch.tensor(mismatched, dtype=torch.float64) - 30,
     )
     logps, mask = per_token(whole)

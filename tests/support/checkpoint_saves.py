@@ -27,6 +27,7 @@ def position(step, *, world=1, **metrics):
         config_digest="0" * 64,
         versions={"torch": "2"},
         mlflow_run_id="",
+        memory={},
         metrics=metrics,
     )
 

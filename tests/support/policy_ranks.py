@@ -82,8 +82,8 @@ def compare(world, kind, stage, folder):
     for micro in range(len(MICRO_BATCHES)):
         trees = trees_of(world.rank, micro)
         with torch.no_grad():
-            engine.token_logps(trees)
-        logps = engine.token_logps(trees)
+            engine.answers(trees)["logps"]
+        logps = engine.answers(trees)["logps"]
         same.append(torch.equal(logps, plain(trees)))
         engine.backward(logps.sum(), is_last=micro == len(MICRO_BATCHES) - 1)
     expected = alone(plain, world.size)

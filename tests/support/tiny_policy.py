@@ -11,6 +11,8 @@ VOCABULARY, WIDTH = 23, 8
 class TinyPolicy(nn.Module):
     """Predicts a token from the one before it; the head is the embedding."""
 
+    tells = ("logps",)
+
     def __init__(self, *, dropout=0.0, frozen=False, dtype=torch.float32):
         super().__init__()
         torch.manual_seed(5)
@@ -34,7 +36,7 @@ class TinyPolicy(nn.Module):
         states = torch.tanh(self.model.hidden(self.model.embed(torch.tensor(tokens))))
         logits = self.model.head(self.dropout(states * self.model.scale)).float()
         logps = torch.log_softmax(logits, -1)
-        return logps.gather(1, torch.tensor(targets)[:, None])[1:, 0]
+        return logps.gather(1, torch.tensor(targets)[:, None])[None, 1:, 0]
 
 
 def some_trees(generator, count):

@@ -43,8 +43,10 @@ class Spoiled:
         self._is_next = is_last and self._step in WRONG
         self._engine.set_lr(lr)
 
-    def token_logps(self, trees):
-        logps = self._engine.token_logps(trees)
+    def answers(self, trees):
+        return {"logps": self._spoilt(self._engine.answers(trees)["logps"])}
+
+    def _spoilt(self, logps):
         if not self._is_next or torch.is_grad_enabled() == (self._kind == "mismatched"):
             return logps
         self._is_next = False

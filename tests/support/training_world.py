@@ -124,7 +124,7 @@ def loop_of(session):
     """The loop over a session."""
     return Loop(
         engine=session.engine,
-        objective=session.objective,
+        recipe=session.recipe,
         feed=session.feed,
         options=session.job.config.train,
         meter=Meter(pads=session.feed.settings.pads),

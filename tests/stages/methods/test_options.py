@@ -46,7 +46,7 @@ DEFAULTS = {
 }
 DEFAULTS["kto_logsigmoid"] = DEFAULTS["kto"]
 REFERENCED_PAIRS = [
-    name for name, own in METHODS.items() if own.rows == "paired" and own.needs_reference
+    name for name, own in METHODS.items() if own.rows == "paired" and "reference" in own.needs
 ]
 
 

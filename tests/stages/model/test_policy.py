@@ -26,7 +26,7 @@ TREES = tuple(mixed_trees())
 def test_the_policy_gives_the_references_numbers_to_the_last_bit(saved_llama):
     scorer = HfReference(ModelOptions(path=str(saved_llama), dtype="float32")).open()
     policy = load_policy(ModelOptions(path=str(saved_llama)), FLOAT32, FULL)
-    logps = policy(TREES)
+    logps = policy(TREES)[0]
     assert logps.dtype == torch.float32
     assert logps.requires_grad
     assert torch.equal(logps.detach(), torch.from_numpy(scorer.score(TREES)))
@@ -41,16 +41,16 @@ def test_the_dtype_is_the_stored_one_unless_asked(saved_llama):
 def test_every_parameter_learns_from_a_step(saved_llama):
     policy = load_policy(ModelOptions(path=str(saved_llama)), FLOAT32, FULL)
     assert len(policy.trainable_names()) == len(list(policy.parameters()))
-    before = policy(TREES).sum()
+    before = policy(TREES)[0].sum()
     before.backward()
     torch.optim.SGD(policy.parameters(), lr=1e-4).step()
-    assert policy(TREES).sum() < before
+    assert policy(TREES)[0].sum() < before
     assert all(parameter.grad.any() for parameter in policy.parameters())
 
 
 def test_no_trees_give_no_numbers_and_a_gradient_of_zero(llama):
     policy = Policy(llama)
-    logps = policy(())
+    logps = policy(())[0]
     assert (logps.shape, logps.dtype) == ((0,), torch.float32)
     logps.sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
@@ -61,7 +61,7 @@ def test_the_model_runs_once_however_many_tokens_there_are(llama):
     llama.model.register_forward_hook(lambda *_: calls.append(1))
     large = tuple(Tree(tree.prompt, tree.branches * 40) for tree in TREES)
     assert sum(tree.num_tokens for tree in large) > 4096
-    logps = policy(large)
+    logps = policy(large)[0]
     assert len(calls) == 1
     torch.testing.assert_close(logps, tree_logps(llama, large, policy.path), atol=1e-5, rtol=0)
 
@@ -85,7 +85,7 @@ def test_dropout_inside_the_attention_is_off_too(saved_llama):
     attention = policy.model.model.layers[0].self_attn
     assert attention.attention_dropout == policy.model.config.attention_dropout == 0.0
     attention.attention_dropout = 0.5  # what turning it off prevents
-    assert not torch.equal(policy(TREES), policy(TREES))
+    assert not torch.equal(policy(TREES)[0], policy(TREES)[0])
 
 
 def test_recomputing_keeps_less_and_gives_the_same_gradient(saved_llama):
@@ -97,7 +97,7 @@ def test_recomputing_keeps_less_and_gives_the_same_gradient(saved_llama):
         with torch.autograd.graph.saved_tensors_hooks(
             lambda tensor, kept=kept: kept.append(tensor.numel()) or tensor, lambda tensor: tensor
         ):
-            logps = policy(TREES)
+            logps = policy(TREES)[0]
         logps.sum().backward()
         found[recomputes] = sum(kept), [p.grad for p in policy.parameters()]
     assert found[True][0] < found[False][0] / 3
@@ -115,7 +115,7 @@ def test_an_adapter_learns_alone_and_on_every_linear_layer_but_the_head(saved_ll
     assert policy.path.layout == "packed"
     assert len(policy.trainable_names()) == 2 * 2 * 7  # A and B; layers; q k v o gate up down
     assert all("lora_" in name for name in policy.trainable_names())
-    policy(TREES).sum().backward()
+    policy(TREES)[0].sum().backward()
     head = causal_model(policy.model).get_output_embeddings()
     assert head.weight.grad is None
     learning = [p for p in policy.parameters() if p.requires_grad]
@@ -169,7 +169,7 @@ def test_a_reference_with_an_adapter_is_where_the_policy_starts(saved_llama, tmp
     adapted = ModelOptions(path=str(saved_llama), dtype="float32", adapter=str(tmp_path))
     reference = torch.from_numpy(HfReference(adapted).open().score(TREES))
     policy = load_policy(adapted, FLOAT32, FULL)
-    torch.testing.assert_close(policy(TREES).detach(), reference, atol=1e-4, rtol=0)
+    torch.testing.assert_close(policy(TREES)[0].detach(), reference, atol=1e-4, rtol=0)
     stored = load_file(saved_llama / "model.safetensors")
     assert {name for name, _ in policy.model.named_parameters()} == set(stored)
     assert len(policy.trainable_names()) == len(stored)

@@ -1,0 +1,169 @@
+"""Options that change what a method sees, or how much each row counts, whatever the method."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch.nn.functional import logsigmoid
+
+from ...schemas.config import option
+from .options import number
+from .stable import bounded_exp
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from ...schemas.methods import Branches, Need, Tokens
+
+# What a method may allow, by the option that turns each on.
+SEES_RATIOS = frozenset({"f_divergence", "ld_alpha"})
+WEIGHS_PAIRS = frozenset({"wpo", "row_weight"})
+CLAMPS = frozenset({"humanline"})
+_BELONGS_TO = {"f_alpha": "f_divergence", "log_eps_p": "humanline", "log_eps_r": "humanline"}
+_NEEDS: dict[str, Need] = {
+    "ld_alpha": "token_reference",
+    "humanline": "token_reference",
+    "wpo": "purity",
+}
+
+
+@dataclass(frozen=True)
+class Modifiers:
+    """What may be added to a method that allows it."""
+
+    f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = option(
+        "reverse_kl", "divergence that holds the policy near the reference"
+    )
+    f_alpha: float = number(0.5, "the alpha of f_divergence: alpha")
+    ld_alpha: float = number(
+        1.0, "weight of tokens beyond the shorter side's length; 1: as all others", least=0
+    )
+    wpo: bool = option(False, "weighs pairs by how likely the policy is to write them")
+    margin: str = option("", "column of the data: how far apart each pair should be")
+    row_weight: str = option("", "column of the data: how much each row counts")
+    humanline: bool = option(False, "clamps each token's log-ratio to [log_eps_p, log_eps_r]")
+    log_eps_p: float = number(-1.0, "lower end of humanline")
+    log_eps_r: float = number(1.5, "upper end of humanline")
+
+    @property
+    def active(self) -> dict[str, Any]:
+        """Those that are not as they are by default."""
+        defaults = Modifiers()
+        return {
+            field.name: value
+            for field in dataclasses.fields(self)
+            if (value := getattr(self, field.name)) != getattr(defaults, field.name)
+        }
+
+    @property
+    def required(self) -> frozenset[str]:
+        """What a method has to allow for these to be used."""
+        return frozenset(_BELONGS_TO.get(name, name) for name in self.active)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What these need beside what the method does."""
+        return frozenset(_NEEDS[name] for name in self.active if name in _NEEDS)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The data's columns these read."""
+        return tuple(name for name in (self.margin, self.row_weight) if name)
+
+    def applied(self, branches: Branches) -> Branches:
+        """The branches as the method is to see them."""
+        if self.ld_alpha != 1.0:
+            branches = _with_tails_weighed(branches, self.ld_alpha)
+        if self.humanline:
+            branches = _clamped(branches, self.log_eps_p, self.log_eps_r)
+        if self.f_divergence != "reverse_kl":
+            ratios = _scores(branches.ratios, self.f_divergence, self.f_alpha)
+            branches = replace(branches, adjusted=ratios)
+        if self.margin:
+            branches = replace(branches, margin=branches.columns[self.margin])
+        return branches
+
+    def weighed(self, losses: Tensor, branches: Branches) -> Tensor:
+        """Losses of rows or of branches, each times what it counts."""
+        if self.wpo:
+            losses = losses * _likelihood_of_pairs(branches)
+        if self.row_weight:
+            weights = branches.columns[self.row_weight]
+            per_row = len(losses) == len(weights)
+            losses = losses * (weights if per_row else weights[branches.rows])
+        return losses
+
+    def metrics(self, branches: Branches) -> Mapping[str, Tensor]:
+        """What these report of themselves."""
+        if not self.humanline:
+            return {}
+        ratios = tokens_of(branches).log_ratios.detach()
+        inside = (ratios >= self.log_eps_p) & (ratios <= self.log_eps_r)
+        return {"humanline/unclamped": inside.double()}
+
+
+def tokens_of(branches: Branches) -> Tokens:
+    """The tokens, which are there because the recipe said that it needs them."""
+    assert branches.tokens is not None, "a need for tokens is declared in the table"
+    return branches.tokens
+
+
+def sums_of(values: Tensor, counts: Tensor) -> Tensor:
+    """Sums of each branch's tokens, (branches,); the order of summation is fixed."""
+    if not len(counts):
+        return values
+    return torch.segment_reduce(values, "sum", lengths=counts, unsafe=True)
+
+
+def _with_tails_weighed(branches: Branches, alpha: float) -> Branches:
+    """LD-DPO (https://arxiv.org/abs/2409.06411): both models' tokens past the shorter side."""
+    tokens = tokens_of(branches)
+    assert tokens.reference is not None, "a need for the per-token reference is declared"
+    counts = tokens.counts
+    shorter = counts.view(-1, 2).amin(dim=1).repeat_interleave(2)
+    starts = (counts.cumsum(0) - counts).repeat_interleave(counts)
+    place = torch.arange(len(tokens.logps), device=counts.device) - starts
+    weights = tokens.logps.new_ones(len(place))
+    weights = weights.masked_fill(place >= shorter.repeat_interleave(counts), alpha)
+    return replace(
+        branches,
+        logps=sums_of(tokens.logps * weights, counts),
+        reference=sums_of(tokens.reference * weights, counts),
+    )
+
+
+def _clamped(branches: Branches, low: float, high: float) -> Branches:
+    """Humanline (https://arxiv.org/abs/2509.24207): no token moves its sum further than this."""
+    tokens = tokens_of(branches)
+    ratios = tokens.log_ratios.clamp(low, high)
+    return replace(
+        branches,
+        adjusted=sums_of(ratios, tokens.counts),
+        tokens=replace(tokens, adjusted=ratios),
+    )
+
+
+def _scores(ratios: Tensor, divergence: str, alpha: float) -> Tensor:
+    """f'(u) of u = exp(ratio), constants left out (https://arxiv.org/abs/2309.16240)."""
+    if divergence == "forward_kl":
+        return -bounded_exp(-ratios)
+    if divergence == "js":
+        return logsigmoid(ratios)
+    assert divergence == "alpha", divergence
+    if alpha == 1.0:
+        return ratios
+    return bounded_exp((alpha - 1) * ratios) / (alpha - 1)
+
+
+def _likelihood_of_pairs(branches: Branches) -> Tensor:
+    """WPO (https://arxiv.org/abs/2406.11827): at most 1, detached, (rows,)."""
+    tokens = tokens_of(branches)
+    assert tokens.purity is not None, "a need for it is declared"
+    relative = (tokens.logps - tokens.purity).detach()
+    means = sums_of(relative, tokens.counts) / tokens.counts
+    return (means[0::2] + means[1::2]).exp().clamp(max=1.0)

@@ -1,0 +1,214 @@
+"""What a run learns by: one method or several with weights, their options and modifiers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...schemas.rows import Role
+from .modifiers import Modifiers
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from ...schemas.methods import Branches, Head, Items, Labels, Method, Need, RowKind, Step
+
+LOSS = "loss"
+Memory = dict[str, tuple[float, ...]]  # of each method that remembers something, by its name
+_LABELS = {Role.CHOSEN: Role.DESIRABLE, Role.REJECTED: Role.UNDESIRABLE}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One method with its options, and what it weighs among the others."""
+
+    method: Method
+    options: Any
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Total:
+    """A sum on its way to a mean: the mean is that of all micro-batches and ranks."""
+
+    total: Tensor
+    count: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one micro-batch adds to a step."""
+
+    share: Tensor  # () of the step's loss, with the gradient
+    losses: Tensor  # (rows,) or (branches,): where one is not finite, the row is to blame
+    totals: Mapping[str, Total]
+    metrics: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that turns log-probs into a loss."""
+
+    parts: tuple[Part, ...]
+    modifiers: Modifiers = Modifiers()
+
+    @property
+    def name(self) -> str:
+        """As it is written after --method."""
+        if len(self.parts) == 1:
+            return self.parts[0].method.name
+        return "+".join(f"{part.method.name}:{part.weight:g}" for part in self.parts)
+
+    @property
+    def formula(self) -> str:
+        """Its loss in a line."""
+        if len(self.parts) == 1:
+            return self.parts[0].method.summary
+        return " + ".join(f"{part.weight:g} ({part.method.summary})" for part in self.parts)
+
+    @property
+    def rows(self) -> RowKind:
+        """The kind of rows all of its parts can be shown."""
+        kinds = [part.method.rows for part in self.parts]
+        return "paired" if "paired" in kinds else kinds[0]
+
+    @property
+    def head(self) -> Head:
+        """What the policy has beside or in place of its vocabulary."""
+        return self.parts[0].method.head
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """Everything its parts and modifiers need."""
+        return self.modifiers.needs.union(*(part.method.needs for part in self.parts))
+
+    @property
+    def surveys(self) -> bool:
+        """Whether something of the whole step has to be known before any loss."""
+        return any(part.method.survey for part in self.parts)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Its options by their names in a config, and the modifiers in use."""
+        several = len(self.parts) > 1
+        options = {
+            f"{part.method.name}.{name}" if several else name: value
+            for part in self.parts
+            for name, value in vars(part.options).items()
+        }
+        return {**options, **self.modifiers.active}
+
+    def option(self, name: str, default: Any) -> Any:
+        """The first part's option of this name."""
+        found = (getattr(part.options, name, None) for part in self.parts)
+        return next((value for value in found if value is not None), default)
+
+    def settled(self, labels: Labels) -> tuple[Recipe, tuple[str, ...]]:
+        """With nothing left to decide, and what a person should know about it."""
+        settled = [part.method.settle(part.options, labels) for part in self.parts]
+        parts = tuple(
+            replace(part, options=one.options)
+            for part, one in zip(self.parts, settled, strict=True)
+        )
+        return replace(self, parts=parts), tuple(line for one in settled for line in one.advice)
+
+    def survey(self, branches: Branches) -> dict[str, Tensor]:
+        """What each part asks of every branch, (branches,) each, named `method/value`."""
+        seen = self.modifiers.applied(branches)
+        return {
+            f"{part.method.name}/{name}": value
+            for part in self.parts
+            if part.method.survey
+            for name, value in part.method.survey(self._view(seen, part), part.options).items()
+        }
+
+    def remembered(self, memory: Memory, surveyed: Mapping[str, Tensor]) -> Memory:
+        """What is remembered once this step is counted in."""
+        return {
+            part.method.name: part.method.remember(
+                memory.get(part.method.name, ()), _of(part, surveyed)
+            )
+            for part in self.parts
+            if part.method.remember
+        }
+
+    def ratios(self, branches: Branches) -> Tensor:
+        """Log-ratios as every part sees them."""
+        return self.modifiers.applied(branches).ratios
+
+    def outcome(self, branches: Branches, step: Step, memory: Memory) -> Outcome:
+        """The loss of a micro-batch."""
+        seen = self.modifiers.applied(branches)
+        outcomes = [self._outcome_of(part, seen, step, memory) for part in self.parts]
+        if len(outcomes) == 1:
+            first = outcomes[0]
+            return replace(first, metrics={**first.metrics, **self.modifiers.metrics(branches)})
+        metrics: dict[str, Tensor] = {}
+        totals: dict[str, Total] = {}
+        for part, outcome in zip(self.parts, outcomes, strict=True):
+            totals[f"{LOSS}/{part.method.name}"] = outcome.totals[LOSS]
+            metrics = {**outcome.metrics, **metrics}
+        losses = max((outcome.losses for outcome in outcomes), key=len)
+        weighed = [
+            part.weight * outcome.share for part, outcome in zip(self.parts, outcomes, strict=True)
+        ]
+        share = torch.stack(weighed).sum()
+        return Outcome(share, losses, totals, {**metrics, **self.modifiers.metrics(branches)})
+
+    def with_loss(self, means: Mapping[str, float]) -> dict[str, float]:
+        """Adds the weighted sum of several parts' losses."""
+        names = {f"{LOSS}/{part.method.name}": part.weight for part in self.parts}
+        if LOSS in means or not all(name in means for name in names):
+            return dict(means)
+        return {LOSS: sum(weight * means[name] for name, weight in names.items()), **means}
+
+    def _outcome_of(self, part: Part, seen: Branches, step: Step, memory: Memory) -> Outcome:
+        branches, method = self._view(seen, part), part.method
+        known = replace(step, surveyed=_of(part, step.surveyed), memory=memory.get(method.name, ()))
+        output = method.loss(branches, known, part.options)
+        losses = self.modifiers.weighed(output.losses, branches)
+        total = losses.sum()
+        return Outcome(
+            share=total / max(1, getattr(step, method.items)),
+            losses=losses.detach(),
+            totals={LOSS: Total(total.detach(), _count(branches, method.items))},
+            metrics=output.metrics,
+        )
+
+    def _view(self, branches: Branches, part: Part) -> Branches:
+        """Pairs as a method of labelled branches reads them; other kinds tell good ones apart."""
+        if part.method.rows != "labelled" or self.rows != "paired":
+            return branches
+        roles = branches.roles.clone()
+        for role, label in _LABELS.items():
+            roles[branches.roles == role] = label
+        return replace(branches, roles=roles)
+
+
+def is_good(branches: Branches) -> Tensor:
+    """Which branches are worth imitating, (branches,) bool."""
+    return (branches.roles == Role.CHOSEN) | (branches.roles == Role.DESIRABLE)
+
+
+def _of(part: Part, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A part's own among values named `method/value`."""
+    prefix = f"{part.method.name}/"
+    return {
+        name.removeprefix(prefix): value
+        for name, value in values.items()
+        if name.startswith(prefix)
+    }
+
+
+def _count(branches: Branches, items: Items) -> float:
+    """How many items of a step these branches are."""
+    if items == "rows":
+        return float(len(torch.bincount(branches.rows).nonzero()))
+    if items == "branches":
+        return float(len(branches.logps))
+    counted = branches.num_tokens if items == "tokens" else branches.num_tokens[is_good(branches)]
+    return float(counted.sum())
