@@ -10,13 +10,15 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from .rows import Role
+
 # paired: one chosen and one rejected branch per row, in this order.
 # labelled: any number of desirable and undesirable branches per row.
 # grouped: any number of candidates per row, each with a score.
 # imitated: the branches worth imitating, chosen, desirable or best.
 RowKind = Literal["paired", "labelled", "grouped", "imitated"]
 Items = Literal["rows", "branches", "tokens", "chosen_tokens"]
-Need = Literal["reference", "mismatched", "token_reference", "values", "purity"]
+Need = Literal["reference", "mismatched", "token_reference", "values", "purity", "scores"]
 # What the policy has beside or in place of its vocabulary.
 Head = Literal["none", "values", "score"]
 
@@ -128,5 +130,7 @@ class Method:
     remember: Remember | None = None  # memory so far, surveyed -> memory with this step in it
     head: Head = "none"
     modifiers: frozenset[str] = frozenset()  # the options of `Modifiers` it can be used with
+    # Text between a prompt and the completions of a role, not learned itself.
+    context: Callable[[Any], Mapping[Role, str]] | None = None
     settle: Callable[[Any, Labels], Settled] = lambda options, _: Settled(options)
     use: str = ""  # when to choose it, in a sentence

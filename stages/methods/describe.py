@@ -14,7 +14,7 @@ from .options import range_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from ...schemas.methods import Method, Need
+    from ...schemas.methods import Head, Method, Need
 
 WIDTH = 88
 ROWS = {
@@ -29,11 +29,14 @@ NEEDS: dict[Need, str] = {
     "token_reference": "those of every token",
     "values": "a value head",
     "purity": "the policy's whole distribution",
+    "scores": "scores of the data",
 }
+HEADS: dict[Head, str] = {"score": "a policy that scores instead of writing"}
 LEGEND = (
     "Of a completion: lp = log p, n = tokens, m = lp / n, r = lp - lp of the reference, lo = log "
     "odds. c is chosen, l rejected, D = r_c - r_l, b = beta, e = label_smoothing, w = the weight "
-    "of its label. S is the sigmoid, LS its log; ± is + for desirable, - for undesirable."
+    "of its label. S is the sigmoid, LS its log; ± is + for desirable, - for undesirable. "
+    "Of a token: p = policy / reference, A = advantage, V = value, R = return. s is a score."
 )
 
 
@@ -56,6 +59,7 @@ class Description:
     rows: str
     mean_over: str
     needs: tuple[Need, ...]
+    head: Head
     use: str
     source: str
     options: tuple[OptionDescription, ...]
@@ -69,6 +73,7 @@ def describe(method: Method) -> Description:
         rows=method.rows,
         mean_over=method.items,
         needs=tuple(name for name in NEEDS if name in method.needs),
+        head=method.head,
         use=method.use,
         source=method.source,
         options=tuple(_options(method.options)),
@@ -103,8 +108,9 @@ def render_method(method: Method) -> str:
     }
     lines = [told.name, *(_wrapped(f"  {name:<8}", text) for name, text in facts.items())]
     options = [_option_lines(option) for option in told.options]
+    head = "options, as --set method.NAME=VALUE" if options else "no options"
     legend = textwrap.fill(LEGEND, WIDTH)
-    return "\n".join([*lines, "", "options, as --set method.NAME=VALUE", *options, "", legend, ""])
+    return "\n".join([*lines, "", head, *options, "", legend, ""])
 
 
 def _options(options: type[Any]) -> Iterable[OptionDescription]:
@@ -131,16 +137,18 @@ def _entries(methods: Sequence[Method]) -> Iterable[str]:
     for told in map(describe, methods):
         defaults = ", ".join(f"{option.name} {_shown(option.default)}" for option in told.options)
         yield f"  {told.name:<18}{told.formula}"
-        yield _wrapped(" " * 20, f"needs {_needs(told)}; {defaults}")
+        yield _wrapped(" " * 20, f"needs {_needs(told)}; {defaults or 'no options'}")
         yield f"{'':20}{told.source}"
 
 
 def _needs(told: Description) -> str:
-    return " and ".join(NEEDS[name] for name in told.needs) or "no reference"
+    names = [NEEDS[name] for name in told.needs]
+    heads = [HEADS[told.head]] if told.head in HEADS else []
+    return " and ".join([*names, *heads]) or "no reference"
 
 
 def _option_lines(option: OptionDescription) -> str:
-    head = f"  {option.name:<20}{_shown(option.default):<8}"
+    head = f"  {option.name:<20}{_shown(option.default) + ' ':<8}"
     return _wrapped(head, f"{option.help} [{option.values}]")
 
 

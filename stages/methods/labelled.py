@@ -22,7 +22,8 @@ class Labelled:
     """Every branch with its own label."""
 
     logps: Tensor  # (branches,) float64
-    ratios: Tensor  # (branches,) float64, r = log(policy / reference)
+    reference: Tensor  # (branches,) float64
+    ratios: Tensor  # (branches,) float64, r = log(policy / reference) as the loss is to see it
     is_desirable: Tensor  # (branches,) bool
     rows: Tensor  # (branches,) int64
 
@@ -38,8 +39,12 @@ class Labelled:
         return torch.where(self.is_desirable, high, low)
 
     def metrics(self, beta: float) -> dict[str, Tensor]:
-        """Rewards beta * r and log-probs of either label, desirable under the name of chosen."""
-        rewards, logps = beta * self.ratios.detach(), self.logps.detach()
+        """Rewards beta * r and log-probs of either label, desirable under the name of chosen.
+
+        Rewards are those of the plain log-ratios, whatever a modifier makes the loss see.
+        """
+        logps = self.logps.detach()
+        rewards = beta * (logps - self.reference)
         return {
             "rewards/chosen": rewards[self.is_desirable],
             "rewards/rejected": rewards[~self.is_desirable],
@@ -67,7 +72,9 @@ def labelled_of(branches: Branches) -> Labelled:
     """Reads the labels of a micro-batch of labelled branches."""
     is_desirable = branches.roles == Role.DESIRABLE
     assert bool((is_desirable | (branches.roles == Role.UNDESIRABLE)).all()), "labels only"
-    return Labelled(branches.logps, branches.ratios, is_desirable, branches.rows)
+    return Labelled(
+        branches.logps, branches.reference, branches.ratios, is_desirable, branches.rows
+    )
 
 
 def with_margin(means: Mapping[str, float]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,8 +11,9 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from ...schemas.config import option
+from ...schemas.errors import UsageError
 from .options import number
-from .stable import bounded_exp
+from .stable import LARGEST_EXPONENT, bounded_exp
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,8 +49,8 @@ class Modifiers:
     margin: str = option("", "column of the data: how far apart each pair should be")
     row_weight: str = option("", "column of the data: how much each row counts")
     humanline: bool = option(False, "clamps each token's log-ratio to [log_eps_p, log_eps_r]")
-    log_eps_p: float = number(-1.0, "lower end of humanline")
-    log_eps_r: float = number(1.5, "upper end of humanline")
+    log_eps_p: float = number(-1.0, "lower end of humanline", below=0)
+    log_eps_r: float = number(1.5, "upper end of humanline", above=0)
 
     @property
     def active(self) -> dict[str, Any]:
@@ -76,11 +78,11 @@ class Modifiers:
         return tuple(name for name in (self.margin, self.row_weight) if name)
 
     def applied(self, branches: Branches) -> Branches:
-        """The branches as the method is to see them."""
-        if self.ld_alpha != 1.0:
-            branches = _with_tails_weighed(branches, self.ld_alpha)
+        """The branches as the method is to see them; their log-probs stay as they are."""
         if self.humanline:
             branches = _clamped(branches, self.log_eps_p, self.log_eps_r)
+        if self.ld_alpha != 1.0:
+            branches = _with_tails_weighed(branches, self.ld_alpha)
         if self.f_divergence != "reverse_kl":
             ratios = _scores(branches.ratios, self.f_divergence, self.f_alpha)
             branches = replace(branches, adjusted=ratios)
@@ -107,6 +109,23 @@ class Modifiers:
         return {"humanline/unclamped": inside.double()}
 
 
+def require_in_use(modifiers: Modifiers) -> None:
+    """Refuses options of a modifier that is not turned on."""
+    turned_on = {"f_alpha": modifiers.f_divergence == "alpha"}
+    turned_on |= dict.fromkeys(("log_eps_p", "log_eps_r"), modifiers.humanline)
+    by = {"f_alpha": "f_divergence=alpha"}
+    for name, is_on in turned_on.items():
+        if name in modifiers.active and not is_on:
+            owner = by.get(name, "humanline=true")
+            raise UsageError(f"method.{name} has no effect without method.{owner}.")
+
+
+def names_within(allowed: frozenset[str]) -> frozenset[str]:
+    """The modifiers a method can be given, and the numbers that belong to them."""
+    names = (field.name for field in dataclasses.fields(Modifiers))
+    return frozenset(name for name in names if _BELONGS_TO.get(name, name) in allowed)
+
+
 def tokens_of(branches: Branches) -> Tokens:
     """The tokens, which are there because the recipe said that it needs them."""
     assert branches.tokens is not None, "a need for tokens is declared in the table"
@@ -120,23 +139,6 @@ def sums_of(values: Tensor, counts: Tensor) -> Tensor:
     return torch.segment_reduce(values, "sum", lengths=counts, unsafe=True)
 
 
-def _with_tails_weighed(branches: Branches, alpha: float) -> Branches:
-    """LD-DPO (https://arxiv.org/abs/2409.06411): both models' tokens past the shorter side."""
-    tokens = tokens_of(branches)
-    assert tokens.reference is not None, "a need for the per-token reference is declared"
-    counts = tokens.counts
-    shorter = counts.view(-1, 2).amin(dim=1).repeat_interleave(2)
-    starts = (counts.cumsum(0) - counts).repeat_interleave(counts)
-    place = torch.arange(len(tokens.logps), device=counts.device) - starts
-    weights = tokens.logps.new_ones(len(place))
-    weights = weights.masked_fill(place >= shorter.repeat_interleave(counts), alpha)
-    return replace(
-        branches,
-        logps=sums_of(tokens.logps * weights, counts),
-        reference=sums_of(tokens.reference * weights, counts),
-    )
-
-
 def _clamped(branches: Branches, low: float, high: float) -> Branches:
     """Humanline (https://arxiv.org/abs/2509.24207): no token moves its sum further than this."""
     tokens = tokens_of(branches)
@@ -148,22 +150,50 @@ def _clamped(branches: Branches, low: float, high: float) -> Branches:
     )
 
 
+def _with_tails_weighed(branches: Branches, alpha: float) -> Branches:
+    """LD-DPO (https://arxiv.org/abs/2409.06411): both models' tokens past the shorter side.
+
+    A sum of weighed log-ratios is the difference of both models' weighed log-probs.
+    """
+    tokens = tokens_of(branches)
+    counts = tokens.counts
+    shorter = counts.view(-1, 2).amin(dim=1).repeat_interleave(2)
+    starts = (counts.cumsum(0) - counts).repeat_interleave(counts)
+    place = torch.arange(len(starts), device=counts.device) - starts
+    ratios = tokens.log_ratios
+    weighed = torch.where(place < shorter.repeat_interleave(counts), ratios, alpha * ratios)
+    return replace(branches, adjusted=sums_of(weighed, counts))
+
+
 def _scores(ratios: Tensor, divergence: str, alpha: float) -> Tensor:
-    """f'(u) of u = exp(ratio), constants left out (https://arxiv.org/abs/2309.16240)."""
+    """f'(u) of u = exp(ratio) for D_f(policy || reference) (https://arxiv.org/abs/2309.16240).
+
+    forward_kl: 1 - 1 / u; js: log(2 u / (1 + u)); alpha: (u^(alpha - 1) - 1) / (alpha - 1), which
+    is log u, that of reverse_kl, at alpha = 1. All are 0 where the policy has not moved.
+    """
     if divergence == "forward_kl":
-        return -bounded_exp(-ratios)
+        return -_bounded_expm1(-ratios)
     if divergence == "js":
-        return logsigmoid(ratios)
+        return math.log(2) + logsigmoid(ratios)
     assert divergence == "alpha", divergence
     if alpha == 1.0:
         return ratios
-    return bounded_exp((alpha - 1) * ratios) / (alpha - 1)
+    return _bounded_expm1((alpha - 1) * ratios) / (alpha - 1)
 
 
 def _likelihood_of_pairs(branches: Branches) -> Tensor:
-    """WPO (https://arxiv.org/abs/2406.11827): at most 1, detached, (rows,)."""
+    """WPO (https://arxiv.org/abs/2406.11827): exp(m'_c + m'_l), detached, (rows,).
+
+    m' is the mean of log p(token) - log sum_v p(v)^2, which may lie above 0: so may the weight
+    above 1. TRL once cut it there; its 1.16 no longer does, nor does the paper's formula.
+    """
     tokens = tokens_of(branches)
     assert tokens.purity is not None, "a need for it is declared"
     relative = (tokens.logps - tokens.purity).detach()
     means = sums_of(relative, tokens.counts) / tokens.counts
-    return (means[0::2] + means[1::2]).exp().clamp(max=1.0)
+    return bounded_exp(means[0::2] + means[1::2])
+
+
+def _bounded_expm1(x: Tensor) -> Tensor:
+    """exp(x) - 1, exact near 0, and constant where it would leave the range that can be summed."""
+    return torch.expm1(x.clamp(max=LARGEST_EXPONENT))

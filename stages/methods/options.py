@@ -13,6 +13,7 @@ BOUNDS = {
     "least": (operator.ge, "at least"),
     "above": (operator.gt, "above"),
     "below": (operator.lt, "below"),
+    "most": (operator.le, "at most"),
 }
 
 
@@ -23,9 +24,10 @@ def number(
     least: float | None = None,
     above: float | None = None,
     below: float | None = None,
+    most: float | None = None,
 ) -> Any:
     """A field with a default, its explanation, and the range a number in it must keep to."""
-    metadata = {"help": help_text, "least": least, "above": above, "below": below}
+    metadata = {"help": help_text, "least": least, "above": above, "below": below, "most": most}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -45,12 +47,12 @@ def sft_weight() -> Any:
     return number(0.0, "adds this much of the chosen branch's likelihood, as RPO does", least=0)
 
 
-def check_bounds(options: Any) -> None:
+def check_bounds(options: Any, where: str = "method") -> None:
     """Refuses numbers that are infinite, NaN or outside their field's range."""
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
         if isinstance(value, int | float) and not _fits(value, field):
-            raise UsageError(f"method.{field.name} is {value}; it must be {range_of(field)}.")
+            raise UsageError(f"{where}.{field.name} is {value}; it must be {range_of(field)}.")
 
 
 def range_of(field: dataclasses.Field[Any]) -> str:

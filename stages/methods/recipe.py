@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...schemas.rows import Role
-from .modifiers import Modifiers
+from .modifiers import Modifiers, names_within
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 LOSS = "loss"
 Memory = dict[str, tuple[float, ...]]  # of each method that remembers something, by its name
+# Paired rows can be read as labelled ones, and both tell which branches to imitate.
+_MOST_ASKED_FIRST: tuple[RowKind, ...] = ("grouped", "paired", "labelled", "imitated")
 _LABELS = {Role.CHOSEN: Role.DESIRABLE, Role.REJECTED: Role.UNDESIRABLE}
 
 
@@ -73,8 +75,8 @@ class Recipe:
     @property
     def rows(self) -> RowKind:
         """The kind of rows all of its parts can be shown."""
-        kinds = [part.method.rows for part in self.parts]
-        return "paired" if "paired" in kinds else kinds[0]
+        kinds = {part.method.rows for part in self.parts}
+        return next(kind for kind in _MOST_ASKED_FIRST if kind in kinds)
 
     @property
     def head(self) -> Head:
@@ -101,6 +103,12 @@ class Recipe:
             for name, value in vars(part.options).items()
         }
         return {**options, **self.modifiers.active}
+
+    @property
+    def option_names(self) -> frozenset[str]:
+        """Everything that can be set of it: its methods' options, and what all of them allow."""
+        allowed = frozenset.intersection(*(part.method.modifiers for part in self.parts))
+        return frozenset(self.values) | names_within(allowed)
 
     def option(self, name: str, default: Any) -> Any:
         """The first part's option of this name."""
@@ -152,7 +160,7 @@ class Recipe:
         for part, outcome in zip(self.parts, outcomes, strict=True):
             totals[f"{LOSS}/{part.method.name}"] = outcome.totals[LOSS]
             metrics = {**outcome.metrics, **metrics}
-        losses = max((outcome.losses for outcome in outcomes), key=len)
+        losses = torch.stack([_by_branch(one.losses, branches) for one in outcomes]).sum(dim=0)
         weighed = [
             part.weight * outcome.share for part, outcome in zip(self.parts, outcomes, strict=True)
         ]
@@ -160,11 +168,12 @@ class Recipe:
         return Outcome(share, losses, totals, {**metrics, **self.modifiers.metrics(branches)})
 
     def with_loss(self, means: Mapping[str, float]) -> dict[str, float]:
-        """Adds the weighted sum of several parts' losses."""
-        names = {f"{LOSS}/{part.method.name}": part.weight for part in self.parts}
-        if LOSS in means or not all(name in means for name in names):
+        """Adds the weighted sum of several parts' losses; a part without items adds nothing."""
+        weights = {f"{LOSS}/{part.method.name}": part.weight for part in self.parts}
+        present = [name for name in weights if name in means]
+        if not present:
             return dict(means)
-        return {LOSS: sum(weight * means[name] for name, weight in names.items()), **means}
+        return {LOSS: sum(weights[name] * means[name] for name in present), **means}
 
     def _outcome_of(self, part: Part, seen: Branches, step: Step, memory: Memory) -> Outcome:
         branches, method = self._view(seen, part), part.method
@@ -202,6 +211,11 @@ def _of(part: Part, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for name, value in values.items()
         if name.startswith(prefix)
     }
+
+
+def _by_branch(losses: Tensor, branches: Branches) -> Tensor:
+    """Losses of rows, or of branches, as (branches,): a row's stands at each of its branches."""
+    return losses if len(losses) == len(branches.rows) else losses[branches.rows]
 
 
 def _count(branches: Branches, items: Items) -> float:

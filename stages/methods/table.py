@@ -10,13 +10,21 @@ from typing import TYPE_CHECKING, Any
 from ...schemas.codec import CodecError, from_plain
 from ...schemas.errors import UsageError
 from .anchored import APO_DOWN, APO_ZERO, BCO_PAIR, NCA, SPPO
+from .bco import BCO
+from .csft import CSFT
+from .grpo import GRPO
+from .imitation import SFT
 from .kto import APO_ZERO_UNPAIRED, KTO, KTO_LOGSIGMOID, KTO_ZERO
 from .likelihood import CPO, ORPO, SIMPO, SLIC
 from .margins import CDPO, DISCOPOP, DPO, EXO, HINGE, ROBUST
-from .modifiers import Modifiers
+from .modifiers import Modifiers, require_in_use
 from .options import check_bounds
 from .per_token import DPO_NORM, IPO
+from .ppo import PPO
 from .recipe import Part, Recipe
+from .reward import REWARD, REWARD_BINARY
+from .reward_aware import RPO_BWD_KL, RPO_FWD_KL, RPO_SQ
+from .transport import AOT, AOT_UNPAIRED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,6 +45,11 @@ _ROWS = (
     SPPO,
     APO_ZERO,
     APO_DOWN,
+    AOT,
+    AOT_UNPAIRED,
+    RPO_SQ,
+    RPO_BWD_KL,
+    RPO_FWD_KL,
     ORPO,
     SIMPO,
     CPO,
@@ -45,6 +58,13 @@ _ROWS = (
     KTO_ZERO,
     KTO_LOGSIGMOID,
     APO_ZERO_UNPAIRED,
+    BCO,
+    GRPO,
+    PPO,
+    SFT,
+    CSFT,
+    REWARD,
+    REWARD_BINARY,
 )
 METHODS: dict[str, Method] = {method.name: method for method in _ROWS}
 
@@ -75,28 +95,33 @@ def recipe_of(name: str, values: Mapping[str, Any]) -> Recipe:
     modifiers = _read(Modifiers, {key: values[key] for key in values if key in known}, "method")
     for method in methods:
         _require_allowed(method, modifiers)
+    require_in_use(modifiers)
     if len(methods) == 1:
+        if ":" in name:
+            raise UsageError(f"method '{name}': a weight means something in a mixture only.")
         return Recipe((Part(methods[0], options_of(methods[0], options)),), modifiers)
     _require_mixable(methods, options)
     parts = [
-        Part(method, options_of(method, _those_of(method, options)), weight)
+        Part(method, _those_of(method, options), weight)
         for method, (_, weight) in zip(methods, named, strict=True)
     ]
     return Recipe(tuple(parts), modifiers)
 
 
-def _read(options: type[Any], values: Mapping[str, Any], name: str) -> Any:
+def _read(
+    options: type[Any], values: Mapping[str, Any], name: str, *, where: str = "method"
+) -> Any:
     try:
-        read = from_plain(options, dict(values), where="method", partial=True)
+        read = from_plain(options, dict(values), where=where, partial=True)
     except CodecError as error:
         raise UsageError(f"{name}: {error}") from error
-    check_bounds(read)
+    check_bounds(read, where)
     return read
 
 
 def _weighted(text: str) -> tuple[str, float]:
     """`dpo:0.8` as its name and weight."""
-    name, colon, weight = text.strip().partition(":")
+    name, colon, weight = (part.strip() for part in text.partition(":"))
     if not colon:
         return name, 1.0
     try:
@@ -108,13 +133,15 @@ def _weighted(text: str) -> tuple[str, float]:
     return name, value
 
 
-def _those_of(method: Method, options: Mapping[str, Any]) -> dict[str, Any]:
+def _those_of(method: Method, options: Mapping[str, Any]) -> Any:
+    """Options of one method of a mixture."""
     prefix = f"{method.name}."
-    return {
+    own = {
         name.removeprefix(prefix): value
         for name, value in options.items()
         if name.startswith(prefix)
     }
+    return _read(method.options, own, method.name, where=f"method.{method.name}")
 
 
 def _require_allowed(method: Method, modifiers: Modifiers) -> None:
@@ -136,7 +163,7 @@ def _require_mixable(methods: Sequence[Method], options: Mapping[str, Any]) -> N
         grouped = [method.name for method in methods if method.rows == "grouped"]
         raise UsageError(f"{grouped[0]} learns from groups of scored rows: it cannot be mixed.")
     for name in options:
-        if name.partition(".")[0] not in names:
+        if not name.startswith(tuple(f"{method}." for method in names)):
             raise UsageError(
                 f"method.{name}: in a mixture an option is named after its method, for example "
                 f"method.{names[0]}.{name}."

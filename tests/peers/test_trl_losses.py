@@ -1,6 +1,7 @@
 """Our losses, gradients and metrics beside those that TRL computes from the same log-probs.
 
 TRL's own methods run on trainers that were never set up: no model, only the numbers it gives.
+TRL 1.16 has no trainer for BCO any more, nor one for binary rewards: only oracles check ours.
 """
 
 from collections import defaultdict
@@ -8,12 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from method_steps import random_branches, take
-from trl import DPOTrainer, KTOTrainer
+from method_steps import random_branches, reordered, take
+from trl import DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
 from align.stages.methods.labelled import with_margin
+from align.stages.methods.modifiers import Modifiers
 from align.stages.methods.table import METHODS, options_of
 
 ROWS = 40
@@ -29,7 +31,10 @@ def trainer(kind, **settings):
     """A trainer of TRL with these settings and one process, and nothing else."""
     made = object.__new__(kind)
     accelerator = SimpleNamespace(
-        device=torch.device("cpu"), gather=lambda values: values, gather_for_metrics=lambda v: v
+        device=torch.device("cpu"),
+        gather=lambda values: values,
+        gather_for_metrics=lambda values: values,
+        parallelism_config=None,
     )
     common = {
         "accelerator": accelerator,
@@ -92,6 +97,10 @@ DPO_LOSSES = [
     ("apo_down", "apo_down", {}),
     ("discopop", "discopop", {}),
     ("dpo_norm", "sigmoid_norm", {}),
+    ("aot", "aot", {}),
+    ("aot", "aot", {"beta": 0.4, "label_smoothing": 0.2}),
+    ("aot_unpaired", "aot_unpaired", {}),
+    ("aot_unpaired", "aot_unpaired", {"beta": 0.4, "label_smoothing": 0.2}),
     ("hinge", "hinge", {"beta": 0.4}),
     ("discopop", "discopop", {"beta": 0.2, "tau": 0.7}),
 ]
@@ -109,6 +118,17 @@ def test_dpo_trainer_leaves_label_smoothing_out_of_its_sigmoid():
     loss, _, _ = trl_dpo("dpo", "sigmoid", {"label_smoothing": 0.2}, whole)
     assert ours("dpo", whole).loss == close(loss.item(), rel=1e-5)
     assert ours("dpo", whole, label_smoothing=0.2).loss != close(loss.item(), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["aot", "aot_unpaired"])
+def test_the_dpo_trainer_sorts_each_micro_batch_and_we_the_whole_step(name):
+    """Its loss changes with the batch size of a device, ours does not."""
+    whole = random_branches("paired", ROWS)
+    halves = [range(0, ROWS, 2), range(1, ROWS, 2)]
+    theirs = [trl_dpo(name, name, {}, reordered(whole, half))[0].item() for half in halves]
+    together = trl_dpo(name, name, {}, whole)[0].item()
+    assert sum(theirs) / 2 != close(together, rel=1e-3)
+    assert take(METHODS[name], whole, deal=halves).loss == close(together, rel=1e-5)
 
 
 def test_the_dpo_trainer_overflows_where_discopop_stays_finite():
@@ -149,6 +169,59 @@ def trl_dpo(name, loss_type, values, whole):
     loss = peer._compute_loss(lambda **_: outputs(logps[order]), inputs, return_outputs=False)
     loss.backward()
     return loss, logps.grad[:, 0], {n: v[-1] for n, v in peer._metrics["train"].items()}
+
+
+def test_sft_is_the_loss_of_the_dpo_and_sft_trainers():
+    whole = random_branches("imitated", ROWS)
+    taken = ours("sft", whole)
+    logps, mask = per_token(whole)
+    loss = trl_sft(logps, mask)
+    loss.backward()
+    assert taken.loss == close(loss.item(), rel=1e-5)
+    torch.testing.assert_close(taken.gradient, logps.grad[:, 0], rtol=1e-5, atol=1e-7)
+
+    pairs = random_branches("paired", ROWS)
+    among_pairs = ours("sft", pairs)
+    loss, gradient, metrics = trl_dpo("dpo", "sft", {}, pairs)
+    assert among_pairs.loss == close(loss.item(), rel=1e-5)
+    torch.testing.assert_close(among_pairs.gradient, gradient, rtol=1e-5, atol=1e-7)
+    assert among_pairs.means["logps/chosen"] == close(metrics["logps/chosen"], rel=1e-5)
+
+
+def trl_sft(logps, mask):
+    peer = trainer(
+        SFTTrainer,
+        args=SimpleNamespace(loss_type="nll", average_tokens_across_devices=True),
+        compute_loss_func=None,
+        label_smoother=None,
+    )
+    answers = outputs(logps)
+    answers.label_mask = mask[:, 1:].bool()
+    answers.entropy = answers.entropy.detach()
+    inputs = {"attention_mask": torch.ones_like(mask)}
+    return peer.compute_loss(lambda **_: answers, inputs)
+
+
+@pytest.mark.parametrize("has_margin", [False, True])
+def test_reward_is_the_loss_of_the_reward_trainer(has_margin):
+    whole = random_branches("paired", ROWS)
+    scores = whole.logps.detach()[chosen_first(whole)].div(20).requires_grad_()
+    with torch.no_grad():
+        whole.logps.div_(20)
+    modifiers = Modifiers(margin="wanted") if has_margin else Modifiers()
+    taken = take(METHODS["reward"], whole, modifiers=modifiers)
+    inputs = {"attention_mask": torch.ones(2 * ROWS, 3)}
+    if has_margin:
+        inputs["margin"] = whole.columns["wanted"]
+    peer = trainer(RewardTrainer, args=SimpleNamespace(center_rewards_coefficient=None))
+    loss = peer.compute_loss(lambda **_: SimpleNamespace(logits=scores[:, None]), inputs)
+    loss.backward()
+    assert taken.loss == close(loss.item(), rel=1e-5)
+    gradient = taken.gradient[chosen_first(whole)]
+    torch.testing.assert_close(gradient, scores.grad, rtol=1e-5, atol=1e-7)
+    metrics = {told: values[-1] for told, values in peer._metrics["train"].items()}
+    assert taken.means["rewards/margins"] == close(metrics["margin"], rel=1e-5)
+    assert taken.means["rewards/accuracies"] == close(metrics["accuracy"])
 
 
 @pytest.mark.parametrize("mismatched", [(0.7, -0.2, 1.1), (-1.0, 0.5)])

@@ -43,6 +43,25 @@ DEFAULTS = {
     },
     "kto_zero": {"beta": 0.1, "desirable_weight": 1, "undesirable_weight": 1},
     "apo_zero_unpaired": {"beta": 0.1},
+    "aot": {"beta": 0.1, "label_smoothing": 0},
+    "aot_unpaired": {"beta": 0.1, "label_smoothing": 0},
+    "rpo_sq": {"beta": 0.1, "eta": 1},
+    "rpo_bwd_kl": {"beta": 0.1, "eta": 1},
+    "rpo_fwd_kl": {"beta": 0.1, "eta": 1},
+    "bco": {"beta": 0.1},
+    "grpo": {"beta": 0.01, "epsilon": 0.2, "normalize": "tokens"},
+    "ppo": {
+        "epsilon": 0.5,
+        "lam": 0.95,
+        "gamma": 0.99,
+        "vf": 0.01,
+        "kl": 0.1,
+        "value_clip": 0,
+    },
+    "sft": {},
+    "csft": {"good_token": "<|good|>", "bad_token": "<|bad|>"},
+    "reward": {},
+    "reward_binary": {},
 }
 DEFAULTS["kto_logsigmoid"] = DEFAULTS["kto"]
 REFERENCED_PAIRS = [
@@ -66,12 +85,14 @@ def test_every_method_explains_itself(method):
     assert "https://" in method.loss.__doc__
     assert all(field.metadata["help"] for field in fields(method.options))
     with pytest.raises(FrozenInstanceError):
-        setattr(method.options(), fields(method.options)[0].name, 1)
+        method.options().beta = 1
 
 
 @every_option
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, -1, True, None, [], "nonsense"])
 def test_no_option_takes_what_it_cannot_use(method, field, value):
+    if isinstance(value, str) and field.type == "str":
+        return
     with pytest.raises(UsageError, match=rf"method\.{field.name}\b"):
         options_of(method, {field.name: value})
 
@@ -103,7 +124,7 @@ def test_whole_numbers_and_auto_are_taken_where_they_make_sense():
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("kot", "Did you mean kto?"),
+        ("kot", "Did you mean kto or aot?"),
         ("apo", "Did you mean apo_zero or apo_down or apo_zero_unpaired?"),
         ("KTO", "Did you mean kto?"),
         ("ppo_clip", "method 'ppo_clip': no such method."),

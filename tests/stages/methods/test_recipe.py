@@ -1,0 +1,219 @@
+import itertools
+import math
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from method_steps import random_branches, take, take_recipe
+from token_steps import Said, random_rows, rows_of
+
+from align.schemas.errors import UsageError
+from align.schemas.methods import Labels
+from align.schemas.rows import Role
+from align.stages.methods.recipe import Part, Recipe
+from align.stages.methods.table import METHODS, recipe_of
+
+MPO = "dpo:0.8+bco_pair:0.2+sft:1"
+close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
+
+
+def test_a_mixture_worked_by_hand():
+    # r_c = 4, r_l = -6 over 4 and 2 tokens of -2 nats, b .1: dpo ln(1 + e^-1) = .313262; bco_pair
+    # ln(1 + e^-.4) + ln(1 + e^-.6) = .513015 + .437488 = .950503; sft 8 nats / 4 tokens.
+    whole = rows_of([Said((1.0,) * 4), Said((-3.0,) * 2)], roles=(Role.CHOSEN, Role.REJECTED))
+    taken = take_recipe(recipe_of(MPO, {}), whole)
+    assert taken.loss == pytest.approx(2.440710, abs=5e-7)  # .250610 + .190101 + 2
+    assert taken.reported == pytest.approx(2.440710, abs=5e-7)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dpo:0.8+bco_pair:0.2",
+        MPO,
+        "dpo+kto:0.5",
+        "bco:2+aot:0.25",
+        "sft:0.1+orpo",
+        "kto:0.3+sft+apo_zero_unpaired",
+    ],
+)
+def test_a_mixture_is_the_weighted_sum_of_its_methods(name):
+    recipe = recipe_of(name, {})
+    whole = random_branches(recipe.rows, 7)
+    mixed = take_recipe(recipe, whole, mismatched=(0.4, -0.1), cuts=(3, 3, 5))
+    loss, gradient = 0.0, 0.0
+    for part in recipe.parts:
+        seen = as_labelled(whole) if part.method.rows == "labelled" else whole
+        alone = take(part.method, seen, mismatched=(0.4, -0.1))
+        loss = loss + part.weight * alone.loss
+        gradient = gradient + part.weight * alone.gradient
+        for metric, mean in alone.means.items():
+            assert metric in mixed.means
+            if metric.startswith("logps/"):
+                assert mixed.means[metric] == pytest.approx(mean)
+    assert mixed.loss == pytest.approx(loss, rel=1e-12)
+    assert mixed.reported == pytest.approx(loss, rel=1e-12)
+    close(mixed.gradient, gradient)
+
+
+def as_labelled(whole):
+    """Chosen branches as desirable ones, rejected ones as undesirable ones."""
+    roles = {Role.CHOSEN: Role.DESIRABLE, Role.REJECTED: Role.UNDESIRABLE}
+    return replace(
+        whole,
+        roles=torch.tensor([roles.get(Role(role), role) for role in whole.roles.tolist()]).to(
+            torch.int8
+        ),
+    )
+
+
+@settings(max_examples=20, deadline=None)
+@given(rows=st.integers(1, 8), seed=st.integers(0, 50), data=st.data())
+def test_any_way_to_cut_a_mixed_step_gives_the_same(rows, seed, data):
+    cuts = sorted(data.draw(st.lists(st.integers(0, rows), max_size=4)))
+    whole, recipe = random_branches("paired", rows, seed), recipe_of(MPO, {})
+    once, cut = (take_recipe(recipe, whole, cuts=edges) for edges in ((), cuts))
+    close(once.losses, cut.losses)
+    close(once.gradient, cut.gradient)
+    close(once.metrics, cut.metrics)
+    assert once.reported == pytest.approx(cut.reported, rel=1e-12)
+
+
+def test_a_step_without_a_branch_to_imitate_still_has_a_loss():
+    whole = rows_of([Said((0.0,)), Said((0.0,))], roles=(Role.UNDESIRABLE,) * 2)
+    taken = take_recipe(recipe_of("kto+sft:3", {}), whole, mismatched=(0.0,))
+    assert taken.loss == taken.reported == 0.5
+    assert "nll" not in taken.means
+
+
+def test_the_first_part_names_what_several_report():
+    whole = random_branches("paired", 5)
+    taken = take_recipe(recipe_of("dpo+bco_pair", {"bco_pair.beta": 0.7, "dpo.beta": 0.3}), whole)
+    alone = take(METHODS["dpo"], whole, options=recipe_of("dpo", {"beta": 0.3}).parts[0].options)
+    assert taken.means["rewards/chosen"] == pytest.approx(alone.means["rewards/chosen"])
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(["dpo", "kto", "sft"])])
+def test_a_mixture_learns_from_the_rows_all_of_its_methods_can_read(order):
+    assert recipe_of("+".join(order), {}).rows == "paired"
+    without = [name for name in order if name != "dpo"]
+    assert recipe_of("+".join(without), {}).rows == "labelled"
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_whichever_part_is_not_finite_its_row_is_to_blame(bad):
+    whole = random_branches("paired", 4)
+    with torch.no_grad():
+        whole.logps[5] = bad  # the rejected branch of the third row: sft does not look at it
+    recipe = recipe_of("sft+dpo:0.5", {})
+    losses = take_recipe(recipe, whole).losses
+    assert (~losses.isfinite()).nonzero()[:, 0].tolist() == [4, 5]
+
+
+def test_a_modifier_holds_for_every_part():
+    whole = random_branches("paired", 6)
+    weighed = {"row_weight": "weight"}
+    mixed = take_recipe(recipe_of("dpo+robust:0.5", weighed), whole).loss
+    alone = [take_recipe(recipe_of(name, weighed), whole).loss for name in ("dpo", "robust")]
+    assert mixed == pytest.approx(alone[0] + 0.5 * alone[1])
+
+
+def test_a_mixture_tells_its_name_formula_needs_and_options():
+    recipe = recipe_of("dpo:0.8 + kto:0.25+sft", {"dpo.beta": 0.3, "kto.kl_per_step": 4})
+    assert recipe.name == "dpo:0.8+kto:0.25+sft:1"
+    assert recipe_of(recipe.name, {}).name == recipe.name
+    assert recipe.formula.startswith("0.8 (-(1-e) LS(b D)")
+    assert recipe.needs == {"reference", "mismatched"}
+    assert recipe.head == "none"
+    assert not recipe.surveys
+    assert recipe.values["dpo.beta"] == 0.3
+    assert recipe.values["kto.beta"] == 0.1
+    assert recipe.option("kl_per_step", 0) == 4
+    assert recipe.option("nonsense", "otherwise") == "otherwise"
+
+
+def test_a_single_method_tells_its_options_and_the_modifiers_in_use():
+    recipe = recipe_of("dpo", {"beta": 0.3, "humanline": True, "log_eps_p": -2})
+    assert recipe.name == "dpo"
+    assert recipe.formula == METHODS["dpo"].summary
+    assert recipe.values == {
+        "beta": 0.3,
+        "label_smoothing": 0.0,
+        "sft_weight": 0.0,
+        "humanline": True,
+        "log_eps_p": -2.0,
+    }
+    assert recipe_of("dpo", recipe.values) == recipe
+
+
+def test_weights_of_labels_are_settled_in_every_part():
+    recipe = recipe_of("dpo+kto", {"kto.undesirable_weight": "auto"})
+    settled, advice = recipe.settled(Labels(desirable=10, undesirable=40))
+    assert settled.parts[0] == recipe.parts[0]
+    assert settled.parts[1].options.undesirable_weight == pytest.approx(0.25)
+    assert isinstance(advice, tuple)
+
+
+def test_each_part_sees_and_remembers_its_own_only():
+    whole = random_branches("paired", 4)
+    recipe = recipe_of("bco+aot+aot_unpaired", {})
+    assert recipe.surveys
+    names = {name.partition("/")[0] for name in recipe.survey(whole)}
+    assert names == {"bco", "aot", "aot_unpaired"}
+    taken = take_recipe(recipe, whole, memory={"bco": (3.0, 0.5)})
+    assert taken.memory.keys() == {"bco"}
+    assert taken.memory["bco"][0] == 11.0
+
+
+def test_grouped_methods_stand_alone():
+    for name in ("grpo", "ppo"):
+        recipe = recipe_of(name, {})
+        assert recipe.rows == "grouped"
+        assert recipe.head == METHODS[name].head
+        taken = take_recipe(recipe, rows_of(*random_rows((2, 3))))
+        assert taken.loss == pytest.approx(taken.reported)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "said"),
+    [
+        ("dpo+dpo", {}, "method 'dpo+dpo': each method can stand in a mixture once."),
+        ("dpo+kot", {}, "method 'kot': no such method. Did you mean kto"),
+        ("dpo:0+sft", {}, "'0' is no weight. Write it as dpo:0.8+sft:0.2."),
+        ("dpo:-1+sft", {}, "'-1' is no weight."),
+        ("dpo:much+sft", {}, "method 'dpo:much': 'much' is no weight."),
+        ("dpo:+sft", {}, "'' is no weight."),
+        ("dpo:inf+sft", {}, "'inf' is no weight."),
+        ("dpo:2", {}, "method 'dpo:2': a weight means something in a mixture only."),
+        ("dpo+", {}, "method '': no such method."),
+        ("ppo+grpo", {}, "ppo and grpo need different models: they cannot be mixed."),
+        ("dpo+reward", {}, "dpo and reward need different models: they cannot be mixed."),
+        ("dpo+grpo", {}, "grpo learns from groups of scored rows: it cannot be mixed."),
+        ("dpo+sft", {"beta": 1}, "method.beta: in a mixture an option is named after its method,"),
+        ("dpo+sft", {"beta": 1}, "for example method.dpo.beta."),
+        ("dpo+sft", {"kto.beta": 1}, "method.kto.beta: in a mixture an option is named after"),
+        ("dpo+sft", {"dpo": 1}, "method.dpo: in a mixture an option is named after its method"),
+        ("dpo+sft", {"dpo.beat": 1}, "dpo: unknown key 'method.dpo.beat'; did you mean 'beta'?"),
+        ("dpo+sft", {"dpo.beta": 0}, "method.dpo.beta is 0.0; it must be above 0."),
+        ("dpo+kto", {"margin": "wanted"}, "method.margin is not for kto. Methods that take it: "),
+    ],
+)
+def test_what_is_refused(name, values, said):
+    with pytest.raises(UsageError) as refusal:
+        recipe_of(name, values)
+    assert said in str(refusal.value)
+
+
+def test_a_recipe_is_a_method_with_its_options():
+    method = METHODS["dpo"]
+    assert recipe_of("dpo", {}) == Recipe((Part(method, method.options()),))
+
+
+def test_a_modifier_is_an_option_of_the_methods_that_allow_it():
+    assert {"beta", "f_divergence", "f_alpha", "humanline"} <= recipe_of("dpo", {}).option_names
+    assert "humanline" not in recipe_of("ipo", {}).option_names
+    assert {"dpo.beta", "row_weight"} <= recipe_of("dpo+bco_pair", {}).option_names
+    assert "margin" not in recipe_of("dpo+bco_pair", {}).option_names
