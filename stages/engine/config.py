@@ -90,6 +90,10 @@ def _preset(name: str, ours: dict[str, Any], circumstances: Circumstances) -> di
         place = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
         zero |= {"offload_optimizer": place, "offload_param": dict(place)}
     config = ours | {"zero_optimization": zero}
+    if circumstances.dtype == "float16":
+        # Its search begins so high that the first steps of any run would be lost to it, and every
+        # one of them counts as a step that was not finite.
+        config["fp16"] = ours["fp16"] | {"initial_scale_power": 12, "hysteresis": 1}
     if stage and circumstances.dtype in PRECISIONS:
         # In 16 bits the sum would depend on how a step is cut into micro-batches.
         config["data_types"] = {"grad_accum_dtype": "fp32"}

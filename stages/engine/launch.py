@@ -12,6 +12,7 @@ from torch import distributed
 
 from ...schemas.engine import World
 from ...schemas.errors import UsageError
+from .peers import close_patient_group, open_patient_group
 from .quiet import deepspeed
 from .slurm import slurm_environment
 
@@ -77,6 +78,7 @@ def _join(world: World) -> None:
         return
     try:
         distributed.init_process_group(backend, timeout=TIMEOUT)
+        open_patient_group()
     except (distributed.DistError, ValueError) as error:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise UsageError(
@@ -87,6 +89,7 @@ def _join(world: World) -> None:
 
 
 def _leave() -> None:
+    close_patient_group()
     if deepspeed.comm.is_initialized():
         deepspeed.comm.destroy_process_group()
     if distributed.is_initialized():

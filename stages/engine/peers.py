@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import distributed
@@ -15,13 +16,32 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# While one rank hashes a cache or writes a model the others wait; one that dies is noticed at once.
+PATIENCE = timedelta(days=1)
+_PATIENT_GROUP: list[Any] = []
+
+
+def open_patient_group() -> None:
+    """Opens what ranks talk over when one of them may take long; all of them call it together."""
+    _PATIENT_GROUP[:] = [distributed.new_group(backend="gloo", timeout=PATIENCE)]
+
+
+def close_patient_group() -> None:
+    """Forgets it; the process groups of a world are destroyed together."""
+    _PATIENT_GROUP.clear()
+
+
+def _patient_group() -> Any:
+    """None, the usual one, where nobody has opened it."""
+    return _PATIENT_GROUP[0] if _PATIENT_GROUP else None
+
 
 def from_first(world: World, action: Callable[[], T]) -> T:
     """What the first rank's action returns, on every rank; its refusal is everyone's."""
     result: Any = _outcome(action) if world.rank == 0 else None
     if world.size > 1:
         box = [result]
-        distributed.broadcast_object_list(box, src=0)
+        distributed.broadcast_object_list(box, src=0, group=_patient_group())
         result = box[0]
     opened: T = _opened(result)
     return opened
@@ -41,7 +61,7 @@ def gathered(world: World, mine: T) -> list[T]:
     if world.size == 1:
         return [mine]
     every: list[Any] = [None] * world.size
-    distributed.all_gather_object(every, mine)
+    distributed.all_gather_object(every, mine, group=_patient_group())
     return every
 
 

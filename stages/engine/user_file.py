@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from ...schemas.errors import UsageError
@@ -40,6 +41,22 @@ OPTION_OF = {
     "train_micro_batch_size_per_gpu": "train.tokens_per_batch",
     "gradient_accumulation_steps": "train.tokens_per_batch",
 }
+# The top-level keys of DeepSpeed 0.19.
+_KNOWN = """
+    activation_checkpointing aio amp autotuning bf16 bfloat16 checkpoint comet comms_logger
+    communication_data_type compile compression_training csv_monitor curriculum_learning
+    data_efficiency data_types dataloader_drop_last disable_allgather disable_python_gc dump_state
+    eigenvalue elasticity expert_parallel flops_profiler fp16 gradient_accumulation_steps
+    gradient_allreduce_op gradient_clipping gradient_predivide_factor graph_harvesting
+    hybrid_engine log_level managed_gradient_accumulation memory_breakdown nebula optimizer
+    pipeline prescale_gradients progressive_layer_drop quantize_training scheduler
+    seq_parallel_communication_data_type sequence_parallel_size sparse_attention sparse_gradients
+    steps_per_print tensor_parallel tensorboard timers torch_autocast train_batch_size
+    train_micro_batch_size_per_gpu use_data_before_expert_parallelism wall_clock_breakdown wandb
+    weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
+    zero_optimization
+"""
+KNOWN = frozenset(_KNOWN.split())
 ADDED = ("optimizer", "gradient_clipping", "bf16.enabled", "fp16.enabled")
 BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -51,6 +68,7 @@ def filled(
     config = copy.deepcopy(theirs)
     if "bfloat16" in config and "bf16" not in config:
         config["bf16"] = config.pop("bfloat16")
+    _require_known(config, place)
     _require_possible(config, place)
     wrong = [*_refused(config), *_contradictions(config, ours, batch_size)]
     if wrong:
@@ -63,6 +81,17 @@ def filled(
     if left := [key for key, value in _leaves(config) if value == AUTO]:
         raise UsageError(f'{place}: no option of ours fills the "auto" of {", ".join(left)}.')
     return config
+
+
+def _require_known(config: dict[str, Any], place: str) -> None:
+    """DeepSpeed reads past a top-level key that it does not know."""
+    for key in config:
+        if key not in KNOWN:
+            near = get_close_matches(key, KNOWN, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise UsageError(
+                f"{place}: DeepSpeed knows no {key!r}.{hint} Correct it or take it out."
+            )
 
 
 def _require_possible(config: dict[str, Any], place: str) -> None:

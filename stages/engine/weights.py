@@ -16,7 +16,10 @@ WRAPPED = "model."  # where the policy holds the model whose names are used
 
 
 def whole_weights(policy: nn.Module, *, rank: int, trainable_only: bool) -> Mapping[str, Tensor]:
-    """Parameters, tied ones once, and saved buffers; every rank calls it, rank 0 gets them."""
+    """Parameters, tied ones once, and saved buffers; every rank calls it, rank 0 gets them.
+
+    What the policy has beside the model keeps its own name: `value_head.weight`.
+    """
     weights = {}
     for name, tensor in _tensors(policy):
         if trainable_only and not tensor.requires_grad:

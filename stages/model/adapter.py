@@ -8,6 +8,7 @@ import torch
 
 from ...schemas.errors import UsageError
 from .load import first_line, quiet
+from .scalar import is_reward_model
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,7 +21,8 @@ def add_lora(model: nn.Module, options: LoraOptions, seed: int) -> nn.Module:
     from peft import LoraConfig, get_peft_model  # noqa: PLC0415 - optional, and slow to import
 
     settings = LoraConfig(
-        task_type="CAUSAL_LM",
+        # Beside the adapter peft trains and saves the whole head of a model that scores.
+        task_type="SEQ_CLS" if is_reward_model(model) else "CAUSAL_LM",
         r=options.rank,
         lora_alpha=options.alpha,  # type: ignore[arg-type]  # peft divides it by the rank
         lora_dropout=options.dropout,

@@ -3,7 +3,9 @@
     logp(y) = z_y - logsumexp_v z_v,   z = softcap * tanh(scale * (W h + b) / softcap)
 
 Tiles of (positions, vocabulary) are projected, reduced to one float32 log-sum-exp per position
-and overwritten, so peak memory grows with neither.
+and overwritten, so peak memory grows with neither. Where it is asked for, so is
+
+    purity = log sum_v p_v ** 2 = logsumexp_v 2 z_v - 2 logsumexp_v z_v
 """
 
 from __future__ import annotations
@@ -25,23 +27,33 @@ def fused_logps(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, spec: HeadSpec
 ) -> Tensor:
     """Log p of `targets` (T,) given `hidden` (T, hidden): (T,) float32, with its gradient."""
-    logps: Tensor = FusedLogps.apply(hidden, targets, weight, bias, spec)  # type: ignore[no-untyped-call]
-    return logps
+    return fused_rows(OutputHead(weight, bias, spec), hidden, targets, purity=False)[0]
+
+
+def fused_rows(head: OutputHead, hidden: Tensor, targets: Tensor, *, purity: bool) -> Tensor:
+    """Log p of `targets` and, where asked for, purity without a gradient: (rows, T) float32."""
+    rows: Tensor = FusedLogps.apply(  # type: ignore[no-untyped-call]
+        hidden, targets, purity, head.weight, head.bias, head.spec
+    )
+    return rows
 
 
 class LogpHead(nn.Linear):
-    """An output embedding that answers with log-probs when it is given targets.
+    """An output embedding that answers as `fused_rows` when it is given targets.
 
     It has to be called: ZeRO-3 gathers a module's weight around its call and nowhere else.
     """
 
     spec: HeadSpec
 
-    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Log p of `targets` (T,) given `hidden` (T, hidden); without targets the projection."""
+    def forward(
+        self, hidden: Tensor, targets: Tensor | None = None, *, purity: bool = False
+    ) -> Tensor:
+        """`fused_rows` of `targets` given `hidden` (T, hidden); without targets the projection."""
         if targets is None:
             return super().forward(hidden)
-        return fused_logps(hidden, self.weight, self.bias, targets, self.spec)
+        head = OutputHead(self.weight, self.bias, self.spec)
+        return fused_rows(head, hidden, targets, purity=purity)
 
 
 def call_head_for_logps(model: Any) -> None:

@@ -20,36 +20,39 @@ if TYPE_CHECKING:
 
 
 class FusedLogps(torch.autograd.Function):
-    """Log-probs of targets, differentiable in hidden states, weight and bias."""
+    """Log-probs of targets, differentiable in hidden states, weight and bias.
+
+    A second row, where purity is asked for, has no gradient.
+    """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, targets: Tensor, *head: Any) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, targets: Tensor, purity: bool, *head: Any) -> Tensor:
         """Scores as without gradients, and keeps one number per position."""
         # The parameters themselves, not save_for_backward: ZeRO-3 empties them after each use
         # and fills the same objects again before their backward.
         ctx.head = OutputHead(*head)
-        scored = score_targets(hidden, ctx.head, targets)
+        scored = score_targets(hidden, ctx.head, targets, purity=purity)
         ctx.save_for_backward(hidden, targets, scored.logsumexp)
-        return scored.logps
+        return torch.stack([scored.logps, scored.purity] if purity else [scored.logps])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logps: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_rows: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients that are asked for; a frozen head costs none of its own."""
         hidden, targets, logsumexp = ctx.saved_tensors
         head: OutputHead = ctx.head
-        needs_hidden, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        needs_hidden, _, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
         gradients = _Gradients(
             torch.zeros_like(hidden, dtype=torch.float32) if needs_hidden else None,
             torch.zeros_like(head.weight) if needs_weight else None,
             torch.zeros_like(head.bias) if needs_bias and head.bias is not None else None,
         )
         if len(targets):
-            slopes = -head.spec.scale * grad_logps
+            slopes = -head.spec.scale * grad_rows[0]
             positions = _Positions.of(hidden, targets, logsumexp, slopes)
             _add_all(gradients, positions, head)
         grad_hidden = None if gradients.hidden is None else gradients.hidden.to(hidden.dtype)
-        return grad_hidden, None, gradients.weight, gradients.bias, None
+        return grad_hidden, None, None, gradients.weight, gradients.bias, None
 
 
 @dataclass(frozen=True)

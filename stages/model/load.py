@@ -40,18 +40,18 @@ def load_causal_lm(options: ModelOptions) -> nn.Module:
     return load_model(options).eval().requires_grad_(False)
 
 
-def load_model(options: ModelOptions) -> nn.Module:
+def load_model(options: ModelOptions, kind: Any = AutoModelForCausalLM) -> nn.Module:
     """The model, its adapter active, on its device."""
     resolved = resolve(options)
     with quiet():
-        model, report = _from_folder(options, resolved)
+        model, report = _from_folder(options, resolved, kind)
         if missing := sorted(report["missing_keys"]):
             raise UsageError(
                 f"{options.path}: the weights lack {len(missing)} tensors of the model. "
                 f"First: {missing[:10]}. Set model.path to a folder with all of them."
             )
         if options.adapter:
-            model = _with_adapter(model, options.adapter)
+            model = with_adapter(model, options.adapter)
     if not options.device_map:
         model.to(_place(resolved.device))
     loaded: nn.Module = model
@@ -99,10 +99,10 @@ def _skeleton(config: Any, options: ModelOptions) -> Any:
         ) from error
 
 
-def _from_folder(options: ModelOptions, resolved: Resolved) -> Any:
+def _from_folder(options: ModelOptions, resolved: Resolved, kind: Any) -> Any:
     placement = {"device_map": options.device_map} if options.device_map else {}
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        return kind.from_pretrained(
             options.path,
             dtype=DTYPES[resolved.dtype],
             attn_implementation=resolved.attention,
@@ -119,7 +119,8 @@ def _from_folder(options: ModelOptions, resolved: Resolved) -> Any:
         ) from error
 
 
-def _with_adapter(model: Any, folder: str) -> Any:
+def with_adapter(model: Any, folder: str) -> Any:
+    """The model with a saved adapter on it, which does not learn."""
     from peft import PeftConfig, PeftModel  # noqa: PLC0415 - optional, and slow to import
 
     try:

@@ -15,67 +15,96 @@ from .adapter import add_lora, merged
 from .dropout import turn_dropout_off
 from .head import call_head_for_logps
 from .load import first_line, load_model
-from .logps import ScoringPath, branch_logps, causal_model, input_device
+from .logps import ScoringPath, branch_answers, causal_model, input_device
 from .probe import choose_path
+from .reward_model import load_reward_model
+from .scalar import value_head
+from .scores import choose_layout, tree_scores
 from .trees import single_branches, tree_batch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ...schemas.config import LoraOptions, ModelOptions, TrainOptions
+    from ...schemas.methods import Head
 
 _ONE_TOKEN = np.zeros(1, np.int32)
 # What a rank with nothing to do runs, because under ZeRO-3 its peers wait for its collectives.
 NOTHING = Tree(_ONE_TOKEN, (_ONE_TOKEN,))
 
 
-def load_policy(model: ModelOptions, train: TrainOptions, lora: LoraOptions) -> Policy:
+def load_policy(
+    model: ModelOptions,
+    train: TrainOptions,
+    lora: LoraOptions,
+    *,
+    head: Head = "none",
+    purity: bool = False,
+) -> Policy:
     """The policy of `train.model`, or the reference itself: its adapter, if any, merged into it."""
     options = replace(model, dtype=train.dtype, device_map="")
     if train.model:
         options = replace(options, path=train.model, adapter="")
-    loaded = load_model(options)
-    if options.adapter:
-        loaded = merged(loaded)
+    if head == "score":
+        loaded = load_reward_model(options, train.seed)
+    else:
+        loaded = load_model(options)
+        if options.adapter:
+            loaded = merged(loaded)
     loaded.requires_grad_(True)
     if not train.dropout:
         turn_dropout_off(loaded)
     if lora.enabled:
         loaded = add_lora(loaded, lora if train.dropout else replace(lora, dropout=0.0), train.seed)
-    policy = Policy(loaded)
+    policy = Policy(loaded, head=head, purity=purity)
     if train.gradient_checkpointing:
         policy.recompute_activations()
     return policy
 
 
 class Policy(nn.Module):
-    """A causal language model, with or without an adapter, that answers with log-probs."""
+    """A language model, with or without an adapter, that answers with log-probs or with scores."""
 
-    tells = ("logps",)
-
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, head: Head = "none", purity: bool = False) -> None:
         super().__init__()
         self.model = model
         # Asked once: after ZeRO-3 has partitioned the weights, a look at one would gather it.
         self.device = input_device(model)
+        choose = choose_layout if head == "score" else choose_path
         with torch.no_grad():
-            self.path: ScoringPath = choose_path(model.eval())
+            self.path: ScoringPath = choose(model.eval())
         if self.path.head == "fused":
             call_head_for_logps(causal_model(model))
+        # Beside the model, so that neither its weights nor an adapter on them know of it.
+        self.value_head = value_head(causal_model(model)) if head == "values" else None
+        told = {"logps": True, "purity": purity, "values": head == "values"}
+        self.tells = tuple(name for name, is_asked in told.items() if is_asked)
         self.train()
 
     def forward(self, trees: Sequence[Tree]) -> Tensor:
         """A row for each name in `tells`, with a number for every completion token: float32.
 
-        One pass of the model however many trees there are, none included: ranks then make the same
-        collectives. Auxiliary losses of mixtures of experts are left out.
+        Scores are numbers of branches. One pass of the model however many trees there are, none
+        included: ranks then make the same collectives. Auxiliary losses of mixtures of experts are
+        left out.
         """
         rows = trees or (NOTHING,)
-        if self.path.layout == "plain":
-            rows = single_branches(rows)
+        if self.path.head == "score":
+            answers = tree_scores(self.model, rows, self.path)[None]
+        else:
+            answers = self._of_tokens(rows)
+        return answers if trees else answers[:, :0]
+
+    def _of_tokens(self, trees: Sequence[Tree]) -> Tensor:
+        rows = single_branches(trees) if self.path.layout == "plain" else trees
         batch = tree_batch(rows, self.device, packed=self.path.layout == "packed")
-        logps = branch_logps(self.model, batch, self.path)
-        return (logps if trees else logps[:0])[None]
+        purity, head = "purity" in self.tells, self.value_head
+        answers = branch_answers(
+            self.model, batch, self.path, purity=purity, states=head is not None
+        )
+        if head is None:
+            return answers.rows
+        return torch.cat([answers.rows, head(answers.states).t().to(answers.rows.device)])
 
     def recompute_activations(self) -> None:
         """Keeps what enters a layer only, and runs the layer again for its gradient."""

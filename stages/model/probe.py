@@ -14,6 +14,8 @@ from .head import output_head
 from .logps import ScoringPath, causal_model, input_device, tree_logps
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor, nn
 
 logger = logging.getLogger("align")
@@ -38,19 +40,19 @@ def choose_path(model: nn.Module) -> ScoringPath:
     trees = probe_trees(causal_model(model).config)
     expected = [_own_logps(model, tree) for tree in trees]
     refused: list[str] = []
-    for path in _candidates(model):
+    for path in those_of(PATHS, model):
         difference = _difference(model, trees, expected, path)
         if isinstance(difference, float) and difference <= TOLERANCE[causal_model(model).dtype]:
-            return _announced(replace(path, worst_difference=difference), refused)
-        refused.append(f"{path.layout} rows with the {path.head} head: {_reason(difference)}")
-    return _announced(DEFINITION, refused)
+            return announced(replace(path, worst_difference=difference), refused)
+        refused.append(f"{path.layout} rows with the {path.head} head: {reason(difference)}")
+    return announced(DEFINITION, refused)
 
 
-def _candidates(model: nn.Module) -> list[ScoringPath]:
+def those_of(paths: Sequence[ScoringPath], model: nn.Module) -> list[ScoringPath]:
     """Packing replaces sdpa, and many small products pay on a CPU only."""
     packs = causal_model(model).config._attn_implementation == "sdpa"
     packs = packs and input_device(model).type == "cpu"
-    return [path for path in PATHS if packs or path.layout != "packed"]
+    return [path for path in paths if packs or path.layout != "packed"]
 
 
 def probe_trees(config: Any) -> list[Tree]:
@@ -95,8 +97,9 @@ def _difference(
     return max(float(gap.abs().mean()) for gap in gaps)
 
 
-def _announced(path: ScoringPath, refused: list[str]) -> ScoringPath:
-    is_fast = path.layout != "plain" and path.head == "fused"
+def announced(path: ScoringPath, refused: list[str]) -> ScoringPath:
+    """The path, once a person was told what kept faster ones from being used."""
+    is_fast = path.layout != "plain" and path.head != "exact"
     if refused:
         # Trees with a dense mask are the ordinary case; only some models allow packing.
         logger.log(
@@ -110,7 +113,8 @@ def _announced(path: ScoringPath, refused: list[str]) -> ScoringPath:
     return path
 
 
-def _reason(difference: float | Exception) -> str:
+def reason(difference: float | Exception) -> str:
+    """Why a path is not used."""
     if isinstance(difference, float):
         return f"off by {difference:.2g}"
     return str(difference).split("\n", maxsplit=1)[0] or type(difference).__name__

@@ -70,7 +70,7 @@ class TreeScorer:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         with torch.inference_mode():
-            self.path: ScoringPath = choose_path(model)
+            self.path = self._choose(model)
 
     @property
     def pads(self) -> bool:
@@ -96,7 +96,7 @@ class TreeScorer:
         """Log p of every completion token, in the order tree, branch, token."""
         try:
             with torch.inference_mode():
-                logps: NDArray[np.float32] = tree_logps(self.model, trees, self.path).cpu().numpy()
+                logps: NDArray[np.float32] = self._numbers(trees).cpu().numpy()
         except RuntimeError as error:
             if not _is_out_of_memory(error):
                 raise
@@ -108,6 +108,12 @@ class TreeScorer:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         raise refusal
+
+    def _choose(self, model: nn.Module) -> ScoringPath:
+        return choose_path(model)
+
+    def _numbers(self, trees: Sequence[Tree]) -> torch.Tensor:
+        return tree_logps(self.model, trees, self.path)
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

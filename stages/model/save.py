@@ -8,9 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors.torch import save_file
+
 from .adapter import merged
-from .load import load_model, quiet
+from .load import load_model, quiet, with_adapter
 from .logps import causal_model
+from .reward_model import load_reward_model
+from .scalar import VALUE_HEAD, is_reward_model
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,8 +44,7 @@ def save_whole(
     model: Any = causal_model(policy)
     with quiet():
         model.save_pretrained(target, state_dict=dict(weights))
-    # Training changes the config in memory: dropout off, an attention of its own.
-    _write_config(source, target, dtype=str(model.dtype).removeprefix("torch."))
+    _write_config(source, target, model)
     _copy_companions(source, target)
 
 
@@ -52,20 +55,40 @@ def save_adapter(policy: Any, weights: Mapping[str, Tensor], source: Path, targe
     _copy_companions(source, target)
 
 
-def save_merged(base: ModelOptions, adapter: Path, target: Path) -> None:
+def save_merged(base: ModelOptions, adapter: Path, target: Path, *, scores: bool) -> None:
     """The base with a saved adapter merged into its weights; loads both anew."""
-    source = Path(base.path)
-    model: Any = merged(load_model(replace(base, adapter=str(adapter), device="cpu")))
+    source, options = Path(base.path), replace(base, adapter="", device="cpu")
+    # The head for scores that is drawn here gives way to the adapter's.
+    plain = load_reward_model(options, seed=0) if scores else load_model(options)
+    model: Any = merged(with_adapter(plain, str(adapter)))
     with quiet():
         model.save_pretrained(target)
-    _write_config(source, target, dtype=str(model.dtype).removeprefix("torch."))
+    _write_config(source, target, model)
     _copy_companions(source, target)
 
 
-def _write_config(source: Path, target: Path, *, dtype: str) -> None:
+def parted(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The model's own weights, and those of a value head beside it by their names in it."""
+    prefix = f"{VALUE_HEAD}."
+    own = {name: tensor for name, tensor in weights.items() if not name.startswith(prefix)}
+    beside = {name.removeprefix(prefix): weights[name] for name in weights.keys() - own.keys()}
+    return own, beside
+
+
+def save_value_head(weights: Mapping[str, Tensor], target: Path) -> None:
+    """The value head, which is no part of the model, beside it."""
+    save_file(dict(weights), target / f"{VALUE_HEAD}.safetensors")
+
+
+def _write_config(source: Path, target: Path, model: Any) -> None:
+    """The source's own, because training changes it in memory: dropout, attention."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
-    config["dtype"] = dtype
+    config["dtype"] = str(model.dtype).removeprefix("torch.")
+    if is_reward_model(model):
+        config["architectures"] = [type(model).__name__]
+        for name in ("id2label", "label2id", "pad_token_id"):
+            config[name] = getattr(model.config, name)
     text = json.dumps(config, indent=2, sort_keys=True)
     (target / "config.json").write_text(f"{text}\n", encoding="utf-8")
 

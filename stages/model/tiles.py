@@ -39,10 +39,11 @@ class OutputHead:
 
 @dataclass(frozen=True)
 class Scored:
-    """The targets' log-probs, and what turns any other logit into a probability."""
+    """The targets' log-probs, and what is known of all other tokens."""
 
     logps: Tensor  # (T,) float32
-    logsumexp: Tensor  # (T,) float32
+    logsumexp: Tensor  # (T,) float32: turns any other logit into a probability
+    purity: Tensor  # (T,) float32: log sum_v p_v ** 2; (0,) unless asked for
 
 
 @dataclass(frozen=True)
@@ -77,17 +78,25 @@ class Tiles:
         return self.softmax[: logits.numel()].view(logits.shape)
 
 
-def score_targets(hidden: Tensor, head: OutputHead, targets: Tensor) -> Scored:
+def score_targets(
+    hidden: Tensor, head: OutputHead, targets: Tensor, *, purity: bool = False
+) -> Scored:
     """Log p of `targets` (T,) given `hidden` (T, hidden)."""
     logps = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
-    logsumexp = torch.empty_like(logps)
+    purities = torch.empty_like(logps if purity else logps[:0])
+    scored = Scored(logps, torch.empty_like(logps), purities)
     rows = tile_rows(hidden.device)
     tiles = Tiles.like(hidden, min(rows, len(targets)))
     for start in range(0, len(targets), rows):
         states, tile = hidden[start : start + rows], slice(start, start + rows)
-        logsumexp[tile] = _logsumexp(states, head, tiles)
-        logps[tile] = _target_logits(states, head, targets[tile]) - logsumexp[tile]
-    return Scored(logps, logsumexp)
+        sums = _sums(states, head, tiles, purity=purity)
+        scored.logsumexp[tile] = logsumexp = torch.logsumexp(sums.logs, dim=0)
+        logps[tile] = _target_logits(states, head, targets[tile]) - logsumexp
+        if purity:
+            # Each tile's share of the whole is at most 1, so nothing overflows.
+            shares = 2 * (sums.logs - logsumexp) + sums.purities
+            scored.purity[tile] = torch.logsumexp(shares, dim=0)
+    return scored
 
 
 def tile_rows(device: torch.device) -> int:
@@ -100,17 +109,28 @@ def operand(states: Tensor) -> Tensor:
     return states if states.is_cuda else states.float()
 
 
-def _logsumexp(states: Tensor, head: OutputHead, tiles: Tiles) -> Tensor:
-    """One log-sum-exp per tile, then over tiles: (rows,) float32."""
-    parts: list[Tensor] = []
+@dataclass(frozen=True)
+class _Sums:
+    """What each tile of the vocabulary is reduced to."""
+
+    logs: Tensor  # (tiles, rows) float32: log-sum-exp
+    purities: Tensor  # (tiles, rows) float32: log sum p ** 2 as if there were no other tile
+
+
+def _sums(states: Tensor, head: OutputHead, tiles: Tiles, *, purity: bool) -> _Sums:
+    logs: list[Tensor] = []
+    purities: list[Tensor] = []
     states = operand(states)
     for start in range(0, len(head.weight), tiles.width):
         logits = tiles.logits_of(states, head.columns(slice(start, start + tiles.width)))
         softmax = tiles.softmax_like(logits)
         # One pass over a tile in cache; z_0 - log_softmax(z)_0 is its log-sum-exp.
         torch.log_softmax(logits, dim=1, out=softmax)
-        parts.append(logits[:, 0] - softmax[:, 0])
-    return torch.logsumexp(torch.stack(parts), dim=0)
+        logs.append(logits[:, 0] - softmax[:, 0])
+        if purity:
+            purities.append(softmax.mul_(2).exp_().sum(dim=1).log_())
+    stacked = torch.stack(logs)
+    return _Sums(stacked, torch.stack(purities) if purity else stacked[:0])
 
 
 def _target_logits(states: Tensor, head: OutputHead, targets: Tensor) -> Tensor:

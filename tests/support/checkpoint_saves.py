@@ -8,6 +8,7 @@ from align.schemas.checkpoint import Peers, Position, Retention
 from align.schemas.errors import StorageError
 from align.stages.storage import fs
 from align.stages.storage.checkpoints import save_checkpoint
+from align.stages.storage.credit import credit
 from align.stages.storage.final_model import save_model
 from align.stages.storage.locks import owner_lock
 from align.stages.storage.restore import choose_checkpoint
@@ -122,13 +123,20 @@ def train(folder, steps=8, *, every=2, run_id="run", keep=KEEP, told=None):
         folder.sweep()
         chosen = choose_checkpoint(folder)
         done = chosen.checkpoint.position.global_step if chosen else 0
+
+        def measure(step):
+            # Step 2 is the best of all.
+            loss = {"eval/loss": abs(step - 2.0)}
+            credit(folder, step, loss, run_id=run_id, retention=keep)
+
+        if chosen and not chosen.checkpoint.position.metrics:
+            measure(done)
         for step in range(done + 1, steps + 1):
             if step % every == 0:
-                # Step 2 is the best of all.
-                loss = {"eval/loss": abs(step - 2.0)}
-                saved = save(folder, step, run_id=run_id, retention=keep, **loss)
+                saved = save(folder, step, run_id=run_id, retention=keep)
                 if saved.failure:
                     raise StorageError(saved.failure)
+                measure(step)
                 if told:
                     told("saved", step)
         if not folder.model.exists():

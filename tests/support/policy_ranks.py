@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from align.schemas.config import LoraOptions, TrainOptions
 from align.schemas.rows import Tree
@@ -16,6 +16,7 @@ from align.stages.engine.launch import joined_world
 from align.stages.engine.quiet import deepspeed
 from align.stages.model.adapter import add_lora
 from align.stages.model.policy import Policy
+from align.stages.model.scalar import ScalarHead
 
 VOCABULARY, WIDTH = 1500, 16  # more than one tile of the head
 # Trees of each rank in each micro-batch; in one of them a rank has nothing to do.
@@ -25,10 +26,15 @@ KINDS = {
     "tied": {"tied": True},
     "adapted": {"tied": True, "lora": True},
     "recomputing": {"tied": True, "checkpointing": True},
+    "values": {"tied": True, "head": "values", "purity": True},
+    "adapted values": {"tied": False, "lora": True, "head": "values"},
+    "scores": {"head": "score"},
+    "recomputing scores": {"head": "score", "checkpointing": True},
+    "adapted scores": {"head": "score", "lora": True},
 }
 
 
-def policy_of(*, tied, lora=False, checkpointing=False):
+def policy_of(*, tied=False, lora=False, checkpointing=False, head="none", purity=False):
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -39,14 +45,20 @@ def policy_of(*, tied, lora=False, checkpointing=False):
         max_position_embeddings=64,
         initializer_range=0.2,
         tie_word_embeddings=tied,
+        pad_token_id=3,
+        num_labels=1,
     )
-    model = LlamaForCausalLM(config)
+    model = (LlamaForSequenceClassification if head == "score" else LlamaForCausalLM)(config)
+    if head == "score":
+        model.score.__class__ = ScalarHead
     if lora:
         model = add_lora(model, LoraOptions(rank=2), seed=3)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:  # zero at first, and so would be the gradient of its A
                 torch.nn.init.normal_(parameter, std=0.1)
-    policy = Policy(model)
+    policy = Policy(model, head=head, purity=purity)
+    if head == "values":  # it begins at zero, and so would be what it gives the states
+        torch.nn.init.normal_(policy.value_head.weight)
     if checkpointing:
         policy.recompute_activations()
     return policy
@@ -68,8 +80,13 @@ def alone(policy, size):
     """The gradient of the whole batch in one process."""
     parts = [trees_of(rank, micro) for micro in range(len(MICRO_BATCHES)) for rank in range(size)]
     for trees in parts:
-        policy(trees).sum().backward()
+        loss_of(dict(zip(policy.tells, policy(trees), strict=True))).backward()
     return {name: p.grad for name, p in policy.named_parameters() if p.requires_grad}
+
+
+def loss_of(answers):
+    """Of everything that has a gradient."""
+    return sum(answers[name].sum() for name in ("logps", "values") if name in answers)
 
 
 def compare(world, kind, stage, folder):
@@ -82,10 +99,11 @@ def compare(world, kind, stage, folder):
     for micro in range(len(MICRO_BATCHES)):
         trees = trees_of(world.rank, micro)
         with torch.no_grad():
-            engine.answers(trees)["logps"]
-        logps = engine.answers(trees)["logps"]
-        same.append(torch.equal(logps, plain(trees)[0]))
-        engine.backward(logps.sum(), is_last=micro == len(MICRO_BATCHES) - 1)
+            engine.answers(trees)
+        answers = engine.answers(trees)
+        assert tuple(answers) == plain.tells
+        same.append(torch.equal(torch.stack(list(answers.values())), plain(trees)))
+        engine.backward(loss_of(answers), is_last=micro == len(MICRO_BATCHES) - 1)
     expected = alone(plain, world.size)
     named = dict(policy.named_parameters())
     worst = 0.0
@@ -93,15 +111,34 @@ def compare(world, kind, stage, folder):
         found = deepspeed.utils.safe_get_full_grad(named[name])
         worst = max(worst, float((found - wanted).abs().max() / wanted.abs().max()))
     return {
-        "same_logps": all(same),
+        "same_answers": all(same),
         "worst": worst,
         "compared": len(expected),
         "local_elements": partitioned,
         "all_elements": sum(p.numel() for p in plain.parameters()),
+        "restored": restored(world, engine, folder / f"{kind}-{stage}".replace(" ", "-")),
     }
 
 
-def main(folder):
+def restored(world, engine, folder):
+    """Whether the step that is due moves all that learns, and a saved state brings it back."""
+    if world.rank == 0:
+        folder.mkdir()
+    before = engine.weights(trainable_only=True)
+    engine.total(torch.zeros(1, dtype=torch.float64))
+    engine.save_state(folder)
+    engine.set_lr(0.1)
+    engine.step()
+    moved = engine.weights(trainable_only=True)
+    engine.load_state(folder)
+    after = engine.weights(trainable_only=True)
+    return [
+        not any(torch.equal(moved[name], before[name]) for name in before),
+        all(torch.equal(after[name], before[name]) for name in before),
+    ]
+
+
+def main(folder, *kinds):
     folder = Path(folder)
     with joined_world() as world:
         if world.rank == 0:
@@ -112,11 +149,11 @@ def main(folder):
         torch.distributed.barrier()
         seen = {
             f"{kind}/zero{stage}": compare(world, kind, stage, folder)
-            for kind in KINDS
+            for kind in kinds
             for stage in (0, 3)
         }
         (folder / f"rank-{world.rank}.json").write_text(json.dumps(seen))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

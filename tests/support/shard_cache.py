@@ -10,6 +10,7 @@ from align.schemas.ragged import Ragged, offsets_of
 from align.schemas.rows import Role, RowBlock
 from align.schemas.shards import ScoredBlock
 from align.stages.feed.feed import CacheFeed
+from align.stages.feed.reading import Reading
 from align.stages.feed.row_table import RowTable
 from align.stages.feed.settings import FeedSettings
 from align.stages.feed.source import open_source
@@ -107,10 +108,10 @@ def cache_under(root):
     return folder, SimpleNamespace(shards=shards, root=root_digest)
 
 
-def opened(cache, **changed):
+def opened(cache, *, checks_bytes=True, **changed):
     """A source that reads everything as labels."""
-    plain = {"rows": "labelled", "mismatched": True, "eval_fraction": 0.0, "checks_bytes": True}
-    return open_source(*cache, **(plain | changed))
+    plain = {"kind": "labelled", "mismatched": True, "eval_fraction": 0.0}
+    return open_source(*cache, Reading(**(plain | changed)), checks_bytes=checks_bytes)
 
 
 def feed_of(source, **changed):

@@ -13,6 +13,7 @@ from training_trouble import KINDS, halts, nonfinite
 from training_world import START, facts, job_of, learn
 
 from align.stages.engine.launch import joined_world
+from align.stages.methods.table import METHODS as TABLE
 
 # Tokens per micro-batch that make one, about three, and eight of a step's eight rows.
 BUDGETS = {"whole": 100_000, "thirds": 350, "rows": 1}
@@ -23,6 +24,7 @@ METHODS = {
     "kto-some": ("pairs", "kto", {"kl_per_step": 5}),
     "kto-all": ("pairs", "kto", {"kl_use": "all"}),
     "kto-classes": ("labels", "kto", {}),
+    **{f"table-{name}": ("everything", name, {}) for name in TABLE},
 }
 LEARNING = {"max_steps": 10, "warmup": 0.0, "schedule": "constant", "eval_fraction": 0.15}
 
@@ -30,13 +32,14 @@ LEARNING = {"max_steps": 10, "warmup": 0.0, "schedule": "constant", "eval_fracti
 def run_case(world, name, caches):
     method, budget, preset = name.split("/")
     cache, known_as, options = METHODS[method]
+    length = {"max_steps": 3} if method.startswith("table-") else {}
     job = job_of(
         caches[cache],
         known_as,
         options=options,
         tokens_per_batch=BUDGETS[budget],
         deepspeed=preset,
-        **LEARNING,
+        **(LEARNING | length),
     )
     began = time.monotonic()
     session, told = learn(job, world)
@@ -52,8 +55,8 @@ def run_case(world, name, caches):
     }
 
 
-def main(folder, pairs, labels, *names):
-    caches = {"pairs": pairs, "labels": labels}
+def main(folder, pairs, labels, everything, *names):
+    caches = {"pairs": pairs, "labels": labels, "everything": everything}
     gc.freeze()  # DeepSpeed collects garbage several times as it opens an engine
     with joined_world() as world:
         seen = {name: run_case(world, name, caches) for name in names if name != "trouble"}

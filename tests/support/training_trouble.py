@@ -12,7 +12,8 @@ from align.pipeline.train import open_session
 from align.schemas.errors import CorruptionError, NonFiniteError
 from align.stages.train.loop import Halts, train
 from align.stages.train.meter import Meter
-from align.stages.train.muster import next_batch
+from align.stages.train.muster import Muster, next_batch
+from align.stages.train.step import evaluate
 
 # Single ones, two in a row, and at last as many in a row as are borne.
 WRONG = {2, 4, 5, 7, 8, 9}
@@ -108,7 +109,11 @@ def halts(world, pairs):
     stopped = Halts(lambda: is_last and len(told.steps) == 3, math.inf)
     place, ending = train(loop_of(session), start=START, records=told, halts=stopped)
     seen["in the middle"] = [place.step, place.cursor.step, ending, told.saves]
-    return seen | {"failure": failure(session, is_last)}
+    failures = {
+        "failure": failure(session, is_last),
+        "failed evaluation": failed_evaluation(session, is_last),
+    }
+    return seen | failures
 
 
 def asked(session, halts):
@@ -121,6 +126,16 @@ def failure(session, is_last):
     with session.feed.steps(START.cursor) as batches:
         try:
             next_batch(session.engine, damaged() if is_last else batches, Meter(pads=False), NEVER)
+        except CorruptionError as error:
+            return str(error)
+
+
+def failed_evaluation(session, is_last):
+    """What each rank says when the last one cannot read a held-out row."""
+    with session.feed.steps(START.cursor) as batches:
+        muster = Muster(session.engine, damaged() if is_last else batches, Meter(pads=False), NEVER)
+        try:
+            evaluate(session.engine, session.recipe, muster, memory={})
         except CorruptionError as error:
             return str(error)
 

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from stage_one import Silent
@@ -44,6 +45,7 @@ class TrainingWorld:
     model: Path
     pairs: Path  # two mismatched partners of each completion
     labels: Path  # one completion of each prompt: first all good ones, then all bad ones
+    everything: Path  # pairs with scores, margins, weights, and the log-prob of every token
 
 
 def make_training_world(folder, tokenizer):
@@ -52,11 +54,27 @@ def make_training_world(folder, tokenizer):
     both = unpaired(preferences)
     one_each = pa.concat_tables([both.slice(0, ROWS)[0::2], both.slice(ROWS)[1::2]])
     pq.write_table(one_each, folder / "labels.parquet")
+    pq.write_table(with_numbers(paired(preferences)), folder / "everything.parquet")
     return TrainingWorld(
         folder / "model",
         scored(folder, "pairs", kl_pairs=2),
         scored(folder, "labels", kl_pairs=1),
+        scored(folder, "everything", kl_pairs=1, token_logps=True),
     )
+
+
+def with_numbers(pairs):
+    """Every column of numbers that pairs may have."""
+    drawn = np.random.default_rng(0).normal(size=(4, len(pairs)))
+    columns = {
+        "chosen_score": 1 + drawn[0],
+        "rejected_score": drawn[1],
+        "margin": 0.1 * abs(drawn[2]),
+        "weight": 1 + abs(drawn[3]),
+    }
+    for name, values in columns.items():
+        pairs = pairs.append_column(name, pa.array(values))
+    return pairs
 
 
 def make_pairs(folder, tokenizer, *, rows, pretrain_steps):
@@ -67,14 +85,18 @@ def make_pairs(folder, tokenizer, *, rows, pretrain_steps):
     return preferences
 
 
-def scored(folder, name, *, kl_pairs):
+def scored(folder, name, *, kl_pairs, token_logps=False):
     """Runs stage 1 over one file of the folder; returns the cache."""
     config = Config(
         model=ModelOptions(path=str(folder / "model"), device="cpu"),
         data=DataOptions(files=[str(folder / f"{name}.parquet")]),
         tokens=TokenOptions(max_length=512),
         cache=CacheOptions(
-            output=str(folder / name), rows_per_shard=16, kl_pairs=kl_pairs, reuse_known=False
+            output=str(folder / name),
+            rows_per_shard=16,
+            kl_pairs=kl_pairs,
+            token_logps=token_logps,
+            reuse_known=False,
         ),
         tracking=TrackingOptions(mlflow=False),
     )
@@ -105,8 +127,9 @@ class Told:
     saves: list = field(default_factory=list)  # steps
     on_step: object = None
 
-    def stepped(self, place, metrics):
-        self.steps.append((place.step, metrics))
+    def stepped(self, place, metrics, *, is_logged):
+        if is_logged:
+            self.steps.append((place.step, metrics))
         if self.on_step:
             self.on_step(place)
 
@@ -117,7 +140,8 @@ class Told:
         self.refused.append((place.step, row_ids))
 
     def save(self, place):
-        self.saves.append(place.step)
+        if self.saves[-1:] != [place.step]:
+            self.saves.append(place.step)
 
 
 def loop_of(session):

@@ -143,6 +143,8 @@ def test_every_contradiction_is_listed_at_once(tmp_path):
         ({"zero_optimization": {"stage": 5}}, "stage is 5; it is 0, 1, 2 or 3"),
         ({"zero_optimization": {"stage": "auto"}}, "stage is 'auto'"),
         ({"comms_logger": {"verbose": "auto"}}, 'fills the "auto" of comms_logger.verbose'),
+        ({"zero_optimisation": {"stage": 2}}, "Did you mean 'zero_optimization'?"),
+        ({"gradient_cliping": 0.5}, "knows no 'gradient_cliping'"),
     ],
 )
 def test_a_file_that_cannot_be_meant_is_refused(tmp_path, content, message):

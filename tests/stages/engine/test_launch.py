@@ -1,4 +1,7 @@
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ from align.schemas.errors import UsageError
 from align.stages.engine.launch import joined_world, launcher_environment, world_of
 from align.stages.engine.slurm import first_host
 
+SLOW = Path(__file__).parents[2] / "support" / "slow_first_rank.py"
 TORCHRUN = {
     "RANK": "5",
     "WORLD_SIZE": "8",
@@ -86,3 +90,16 @@ def test_a_world_can_be_joined_again_and_again_and_leaves_the_environment_as_it_
             assert os.environ["LOCAL_RANK"] == "0"
         assert not torch.distributed.is_initialized()
     assert dict(os.environ) == before
+
+
+def test_ranks_wait_for_one_that_takes_long():
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *torchrun, str(SLOW)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("met") == 2

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from largest_storage import LargestStorage
 from transformers import AutoConfig
 
 from align.stages.model.head import fused_logps, head_spec
@@ -60,26 +60,9 @@ def test_the_spec_reads_each_familys_own_words():
 
 def largest_new_tensor(vocabulary):
     hidden, weight, bias, targets = head_inputs(vocabulary, with_bias=True, rows=1500)
-    with LargestOutput(ignore={weight.untyped_storage().data_ptr()}) as seen:
+    with LargestStorage(ignore={weight.untyped_storage().data_ptr()}) as seen:
         fused_logps(hidden, weight, bias, targets, HeadSpec())
     return seen.elements
-
-
-class LargestOutput(TorchDispatchMode):
-    """Notes the largest storage that any operation returns, other than the ones given."""
-
-    def __init__(self, ignore):
-        super().__init__()
-        self.ignore = ignore
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor):
-            storage = result.untyped_storage()
-            if storage.data_ptr() not in self.ignore:
-                self.elements = max(self.elements, storage.nbytes() // 4)
-        return result
 
 
 def head_inputs(vocabulary, with_bias, rows=40):

@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from largest_storage import LargestStorage
 
 from align.stages.model.head import fused_logps
 from align.stages.model.tiles import TILE_ROWS, TILE_VOCABULARY, HeadSpec
@@ -115,23 +115,6 @@ def largest_new_tensor(vocabulary):
     assert hidden.grad is not None
     assert weight.grad is bias.grad is None
     return seen.elements
-
-
-class LargestStorage(TorchDispatchMode):
-    """Notes the largest storage that any operation returns, other than the ones given."""
-
-    def __init__(self, ignore):
-        super().__init__()
-        self.ignore = ignore
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor):
-            storage = result.untyped_storage()
-            if storage.data_ptr() not in self.ignore:
-                self.elements = max(self.elements, storage.nbytes() // 4)
-        return result
 
 
 def head_case(vocabulary, *, with_bias=False, rows=40, dtype=torch.float32):

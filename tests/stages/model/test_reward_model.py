@@ -1,0 +1,278 @@
+"""Scores of branches: as transformers' own class gives them, whichever way the trees lie."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from branch_by_branch import slopes_of, texts, worst_parameter
+from families import PLAIN_FAMILIES, TREE_FAMILIES, mixed_trees, tiny_model
+from peft import AutoPeftModelForSequenceClassification, LoraConfig, get_peft_model
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
+from align.schemas.errors import UsageError
+from align.schemas.rows import Tree
+from align.stages.engine.weights import whole_weights
+from align.stages.model.load import load_causal_lm
+from align.stages.model.policy import load_policy
+from align.stages.model.save import save_adapter, save_merged, save_whole
+
+pytestmark = [  # peft's own, while it saves an adapter
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers. to:UserWarning"),
+]
+TREES = tuple(mixed_trees())
+FLOAT32 = TrainOptions(dtype="float32")
+FAMILIES = {
+    name: {**TREE_FAMILIES, **PLAIN_FAMILIES}[name]
+    for name in ("llama", "gpt2", "gemma2", "qwen2 with windows", "opt", "bloom")
+}
+SLOWER = {"packed": ("packed", "tree", "plain"), "tree": ("tree", "plain"), "plain": ("plain",)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny Llama in float32, without a tokenizer."""
+    folder = tmp_path_factory.mktemp("model") / "llama"
+    tiny_model("llama", {}).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_scores_and_gradients_are_those_of_transformers_own_class(name, tmp_path):
+    tiny_model(*FAMILIES[name]).save_pretrained(tmp_path)
+    policy = loaded(tmp_path)
+    assert policy.tells == ("logps",)
+    expected = saved(policy, tmp_path, tmp_path / "scorer").double()
+    slopes = slopes_of(len(list(texts(TREES))))
+    wanted = scores_of(expected, TREES)
+    (wanted * slopes).sum().backward()
+    for layout in SLOWER[policy.path.layout]:
+        policy.path = replace(policy.path, layout=layout)
+        policy.zero_grad()
+        (scores,) = policy(TREES)
+        assert scores.dtype == torch.float32
+        torch.testing.assert_close(scores.detach().double(), wanted.detach(), atol=1e-4, rtol=0)
+        (scores * slopes).sum().backward()
+        assert worst_parameter(policy.model, expected) < 1e-5, layout
+
+
+def test_the_head_is_drawn_by_the_seed_and_the_layers_are_the_models(folder):
+    torch.manual_seed(1)
+    first = loaded(folder)
+    torch.manual_seed(2)
+    second = loaded(folder)
+    assert all(map(torch.equal, first.parameters(), second.parameters()))
+    other = loaded(folder, replace(FLOAT32, seed=1))
+    drawn = {
+        name
+        for (name, one), two in zip(first.named_parameters(), other.parameters(), strict=True)
+        if not torch.equal(one, two)
+    }
+    assert drawn == {"model.score.weight"}
+    causal = dict(load_causal_lm(ModelOptions(path=str(folder))).named_parameters())
+    own = dict(first.model.named_parameters())
+    assert set(own) - set(causal) == {"score.weight"}
+    assert all(torch.equal(own[name], causal[name]) for name in set(own) & set(causal))
+
+
+def test_a_head_that_a_folder_has_already_is_kept(folder, tmp_path):
+    policy = loaded(folder)
+    saved(policy, folder, tmp_path / "scorer")
+    again = loaded(tmp_path / "scorer", replace(FLOAT32, seed=5))
+    assert all(map(torch.equal, again.parameters(), policy.parameters()))
+    assert torch.equal(again(TREES), policy(TREES))
+
+
+def test_a_folder_of_weights_and_config_becomes_one_for_scores(folder, tmp_path):
+    saved(loaded(folder), folder, tmp_path / "scorer")
+    before, after = (
+        json.loads((place / "config.json").read_text()) for place in (folder, tmp_path / "scorer")
+    )
+    assert after.pop("architectures") == ["LlamaForSequenceClassification"]
+    assert after.pop("id2label") == {"0": "score"}
+    assert after.pop("label2id") == {"score": 0}
+    assert after["pad_token_id"] == 0
+    before.pop("architectures")
+    assert after == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "token"),
+    [
+        ({"pad_token_id": None, "eos_token_id": 2}, 2),
+        ({"pad_token_id": -1, "eos_token_id": [5, 6]}, 5),
+        ({"pad_token_id": 9}, 9),
+    ],
+)
+def test_the_padding_token_is_the_configs_or_an_eos(settings, token, tmp_path):
+    tiny_model("llama", settings).save_pretrained(tmp_path)
+    assert loaded(tmp_path).model.config.pad_token_id == token
+
+
+def test_a_model_that_could_not_tell_where_a_text_ends_is_refused(tmp_path):
+    tiny_model("llama", {"pad_token_id": None, "eos_token_id": None}).save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="neither the tokenizer nor the config names a padding"):
+        loaded(tmp_path)
+
+
+def test_the_tokenizers_padding_token_comes_first(tokenizer_folder, tmp_path):
+    shutil.copytree(tokenizer_folder, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    settings = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id + 1}
+    tiny_model("llama", settings).save_pretrained(tmp_path / "model")
+    policy = loaded(tmp_path / "model")
+    assert policy.model.config.pad_token_id == tokenizer.pad_token_id
+    saved(policy, tmp_path / "model", tmp_path / "scorer")
+    batch = AutoTokenizer.from_pretrained(tmp_path / "scorer")(["a", "a b c"], padding=True)
+    assert batch["input_ids"][0][-1] == policy.model.config.pad_token_id
+
+
+def test_a_score_is_read_where_transformers_reads_it_when_eos_is_the_padding(tmp_path):
+    tiny_model("llama", {"pad_token_id": None, "eos_token_id": 2}).save_pretrained(tmp_path)
+    policy = loaded(tmp_path)
+    trees = (tree([5, 6], [7, 2], [7, 8, 2, 2], [2, 8]), tree([9, 2], [2]), tree([2], [2]))
+    expected = saved(policy, tmp_path, tmp_path / "scorer")
+    wanted = scores_of(expected, trees).detach()
+    for layout in SLOWER["packed"]:
+        policy.path = replace(policy.path, layout=layout)
+        torch.testing.assert_close(policy(trees)[0].detach(), wanted, atol=1e-4, rtol=0)
+    unended = policy((tree([5, 6], [7]),))[0]
+    torch.testing.assert_close(unended.detach(), wanted[:1], atol=1e-4, rtol=0)
+
+
+def test_padded_batches_of_others_get_the_same_scores(folder, tmp_path):
+    policy = loaded(folder)
+    model = saved(policy, folder, tmp_path / "scorer")
+    rows = [tokens[0] for tokens, _ in texts(TREES)]
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=0)
+    with torch.no_grad():
+        found = model(input_ids=padded, attention_mask=(padded != 0).long()).logits[:, 0]
+    torch.testing.assert_close(found, policy(TREES)[0].detach(), atol=1e-4, rtol=0)
+
+
+def test_no_trees_give_no_scores_and_a_gradient_of_zero(folder):
+    policy = loaded(folder)
+    scores = policy(())
+    assert scores.shape == (1, 0)
+    scores.sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
+
+
+def test_recomputed_layers_give_the_same_gradient(folder):
+    found = []
+    for recomputes in (False, True):
+        policy = loaded(folder, replace(FLOAT32, gradient_checkpointing=recomputes))
+        policy(TREES)[0].sum().backward()
+        found.append([parameter.grad for parameter in policy.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def test_half_precision_scores_are_summed_in_float32(folder):
+    policy = loaded(folder, TrainOptions(dtype="bfloat16"))
+    assert {p.dtype for p in policy.parameters()} == {torch.bfloat16}
+    scores = policy(TREES)[0]
+    assert scores.dtype == torch.float32
+    assert not torch.equal(scores, scores.to(torch.bfloat16).float())
+
+
+def test_an_adapter_learns_beside_a_whole_head_and_is_saved_with_it(folder, tmp_path):
+    lora = LoraOptions(enabled=True, rank=2)
+    policy = trained(loaded(folder, lora=lora))
+    learning = policy.trainable_names()
+    heads = [name for name in learning if "lora_" not in name]
+    assert heads == ["base_model.model.score.modules_to_save.default.weight"]
+    assert len(learning) == 2 * 2 * 7 + 1
+    weights = whole_weights(policy, rank=0, trainable_only=True)
+    save_adapter(policy.model, weights, folder, tmp_path / "adapter")
+    found = AutoPeftModelForSequenceClassification.from_pretrained(
+        tmp_path / "adapter", num_labels=1, pad_token_id=0
+    )
+    agree(found.eval(), policy)
+    base = ModelOptions(path=str(folder))
+    save_merged(base, tmp_path / "adapter", tmp_path / "merged", scores=True)
+    agree(AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged"), policy)
+
+
+def test_an_adapter_on_the_head_is_refused(folder):
+    with pytest.raises(UsageError, match=r"lora.targets: \['score'\] cannot be adapted"):
+        loaded(folder, lora=LoraOptions(enabled=True, targets=["score"]))
+
+
+def test_a_reference_with_an_adapter_gives_the_layers(folder, tmp_path):
+    torch.manual_seed(1)
+    base = ModelOptions(path=str(folder))
+    settings = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    get_peft_model(load_causal_lm(base), settings).save_pretrained(tmp_path)
+    options = replace(base, adapter=str(tmp_path))
+    adapted = load_policy(options, FLOAT32, LoraOptions(), head="score")
+    plain = loaded(folder)
+    assert [name for name, _ in adapted.named_parameters()] == [
+        name for name, _ in plain.named_parameters()
+    ]
+    changed = {
+        name
+        for (name, one), two in zip(plain.named_parameters(), adapted.parameters(), strict=True)
+        if not torch.equal(one, two)
+    }
+    assert len(changed) == 2
+    assert all("q_proj" in name for name in changed)
+
+
+def test_a_model_with_two_labels_is_refused(folder, tmp_path):
+    AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(UsageError, match="ForSequenceClassification does not end in one score"):
+        loaded(tmp_path)
+
+
+def test_a_family_that_has_no_class_for_scores_is_refused(tmp_path):
+    tiny_model("cohere", {}).save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="transformers has no class of this architecture"):
+        loaded(tmp_path)
+
+
+def test_a_model_that_scores_otherwise_is_refused(folder, monkeypatch):
+    monkeypatch.setattr("align.stages.model.scores._own_score", lambda *_: torch.ones(1))
+    with pytest.raises(UsageError, match="scores otherwise than by its last hidden states"):
+        loaded(folder)
+
+
+def loaded(folder, train=FLOAT32, lora=None):
+    options = ModelOptions(path=str(folder))
+    return load_policy(options, train, lora or LoraOptions(), head="score")
+
+
+def saved(policy, source, target):
+    """What others get of it, in evaluation mode."""
+    save_whole(policy.model, whole_weights(policy, rank=0, trainable_only=False), source, target)
+    return AutoModelForSequenceClassification.from_pretrained(target, dtype=torch.float32).eval()
+
+
+def trained(policy):
+    """A few steps, so that the adapter is none that changes nothing."""
+    optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=0.05)
+    for _ in range(3):
+        optimizer.zero_grad()
+        policy(TREES)[0].square().mean().backward()
+        optimizer.step()
+    return policy
+
+
+def scores_of(model, trees):
+    """One text at a time, without padding."""
+    return torch.cat([model(input_ids=tokens).logits[:, 0] for tokens, _ in texts(trees)])
+
+
+def agree(model, policy):
+    with torch.no_grad():
+        wanted, found = policy(TREES)[0], scores_of(model, TREES)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
+
+
+def tree(prompt, *branches):
+    prompt, *rest = (torch.tensor(part, dtype=torch.int32).numpy() for part in (prompt, *branches))
+    return Tree(prompt, tuple(rest))

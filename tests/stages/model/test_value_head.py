@@ -1,0 +1,155 @@
+"""A number for every completion token, read from the state that predicts it."""
+
+from copy import deepcopy
+from dataclasses import replace
+
+import pytest
+import torch
+from branch_by_branch import (
+    THREE_FAMILIES,
+    num_tokens,
+    own_predictions,
+    slopes_of,
+    worst_parameter,
+)
+from families import TREE_FAMILIES, mixed_trees, tiny_model
+from safetensors.torch import load_file
+from torch import nn
+
+from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
+from align.schemas.errors import UsageError
+from align.stages.engine.weights import whole_weights
+from align.stages.model.dropout import turn_dropout_off
+from align.stages.model.policy import Policy, load_policy
+from align.stages.model.save import parted, save_value_head
+
+TREES = tuple(mixed_trees())
+FLOAT32 = TrainOptions(dtype="float32")
+SLOPES = slopes_of(num_tokens(TREES)), slopes_of(num_tokens(TREES), seed=1)
+
+
+@pytest.mark.parametrize("name", THREE_FAMILIES)
+def test_values_and_gradients_are_those_of_the_models_own_states(name):
+    model = tiny_model(*TREE_FAMILIES[name])
+    turn_dropout_off(model)
+    policy = drawn(Policy(deepcopy(model), head="values"))
+    expected, values = by_itself(model, policy.value_head)
+    for head in ("fused", "exact"):
+        for layout in dict.fromkeys((policy.path.layout, "tree", "plain")):
+            policy.path = replace(policy.path, layout=layout, head=head)
+            policy.zero_grad()
+            rows = policy(TREES)
+            torch.testing.assert_close(rows[1].double(), values, atol=1e-5, rtol=1e-5)
+            loss_of(*rows).backward()
+            assert worst_parameter(policy, expected) < 1e-5, (head, layout)
+
+
+def test_values_begin_at_zero_and_do_not_pull_at_the_policy(llama):
+    policy = Policy(llama, head="values")
+    assert policy.tells == ("logps", "values")
+    values = policy(TREES)[1]
+    assert not values.any()
+    (values - 1).square().sum().backward()
+    assert policy.value_head.weight.grad.any()
+    assert policy.value_head.bias.grad == -2 * num_tokens(TREES)
+    others = [p.grad for name, p in policy.named_parameters() if "value_head" not in name]
+    assert not any(gradient.any() for gradient in others)
+
+
+def test_values_learn_beside_an_adapter(saved_llama):
+    lora = LoraOptions(enabled=True, rank=2)
+    policy = drawn(loaded(saved_llama, lora=lora))
+    policy(TREES)[1].sum().backward()
+    learning = {name for name, p in policy.named_parameters() if p.grad is not None}
+    assert {"value_head.weight", "value_head.bias"} < learning
+    assert learning == {name for name, p in policy.named_parameters() if p.requires_grad}
+    assert all("lora_" in name or "value_head" in name for name in learning)
+
+
+def test_recomputed_layers_give_the_same_gradient(saved_llama):
+    found = []
+    for recomputes in (False, True):
+        train = replace(FLOAT32, gradient_checkpointing=recomputes)
+        policy = drawn(loaded(saved_llama, train))
+        loss_of(*policy(TREES)).backward()
+        found.append([parameter.grad for parameter in policy.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def test_a_half_precision_head_is_multiplied_in_float32(saved_llama):
+    policy = drawn(loaded(saved_llama, TrainOptions(dtype="bfloat16")))
+    assert policy.value_head.weight.dtype == torch.bfloat16
+    states = torch.randn(5, 32).to(torch.bfloat16)
+    weight, bias = (p.detach().double() for p in policy.value_head.parameters())
+    found = policy.value_head(states).detach()
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(
+        found.double(), states.double() @ weight.t() + bias, atol=1e-5, rtol=0
+    )
+
+
+def test_a_model_whose_last_states_are_narrower_than_its_layers():
+    model = tiny_model("opt", {"ffn_dim": 48, "word_embed_proj_dim": 16})
+    turn_dropout_off(model)
+    policy = drawn(Policy(deepcopy(model), head="values"))
+    _, values = by_itself(model, policy.value_head)
+    torch.testing.assert_close(policy(TREES)[1].double(), values, atol=1e-5, rtol=1e-5)
+
+
+def test_no_trees_give_no_values_and_a_gradient_of_zero(llama):
+    policy = drawn(Policy(llama, head="values"))
+    rows = policy(())
+    assert rows.shape == (2, 0)
+    rows.sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
+
+
+def test_a_model_that_hides_its_states_is_refused_by_the_exact_head(llama):
+    policy = Policy(llama, head="values")
+    policy.path = replace(policy.path, head="exact", layout="plain")
+    own = llama.forward
+    llama.forward = lambda output_hidden_states, **inputs: own(**inputs)
+    with pytest.raises(UsageError, match="does not give its hidden states"):
+        policy(TREES)
+
+
+def test_the_head_is_saved_beside_the_model_and_not_in_it(llama, tmp_path):
+    policy = drawn(Policy(llama, head="values"))
+    weights = whole_weights(policy, rank=0, trainable_only=False)
+    own, beside = parted(weights)
+    assert set(own) == {name for name, _ in policy.model.named_parameters()}
+    save_value_head(beside, tmp_path)
+    saved = load_file(tmp_path / "value_head.safetensors")
+    assert torch.equal(saved.pop("weight"), policy.value_head.weight)
+    assert torch.equal(saved.pop("bias"), policy.value_head.bias)
+    assert not saved
+
+
+def loaded(folder, train=FLOAT32, lora=None):
+    options = ModelOptions(path=str(folder))
+    return load_policy(options, train, lora or LoraOptions(), head="values")
+
+
+def drawn(policy):
+    """Other values than those it begins with."""
+    with torch.no_grad():
+        for seed, parameter in enumerate(policy.value_head.parameters()):
+            parameter.copy_(slopes_of(parameter.numel(), seed=seed).view_as(parameter))
+    return policy
+
+
+def by_itself(model, value_head):
+    """The same head on the model's own states in float64, and its values; holds gradients."""
+    both = nn.Module()
+    both.model, both.value_head = deepcopy(model).double().train(), nn.Linear(1, 1)
+    for name, parameter in value_head.named_parameters():
+        setattr(both.value_head, name, nn.Parameter(parameter.detach().double()))
+    states, logits, targets = own_predictions(both.model, TREES)
+    values = both.value_head(states).squeeze(1)
+    logps = torch.log_softmax(logits, -1).gather(1, targets[:, None]).squeeze(1)
+    loss_of(logps, values).backward()
+    return both, values.detach()
+
+
+def loss_of(logps, values):
+    return (logps * SLOPES[0]).sum() + (values * SLOPES[1]).sum()

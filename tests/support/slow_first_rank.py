@@ -1,0 +1,23 @@
+"""Two ranks of which the first takes longer than collectives may."""
+
+import sys
+import time
+from datetime import timedelta
+
+from align.stages.engine import launch
+from align.stages.engine.peers import from_first, gathered, together
+
+launch.TIMEOUT = timedelta(seconds=2)
+
+
+def slow(world):
+    if world.rank == 0:
+        time.sleep(4)
+    return world.rank
+
+
+with launch.joined_world() as here:
+    assert from_first(here, lambda: slow(here)) == 0
+    assert together(here, lambda: slow(here)) == here.rank
+    assert gathered(here, here.rank) == [0, 1]
+sys.stdout.write("met\n")
