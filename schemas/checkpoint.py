@@ -46,7 +46,7 @@ class Position:
     versions: dict[str, str]
     mlflow_run_id: str
     memory: dict[str, tuple[float, ...]]  # what the methods remember
-    metrics: dict[str, float]  # the newest value of each; the best checkpoint is chosen by one
+    metrics: dict[str, float]  # measured at this very step; the best checkpoint is chosen by one
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Retention:
     """Which checkpoints are kept."""
 
     keep_last: int
-    best: str = ""  # a metric: *loss is best where it is lowest, any other where it is highest
+    best: str = ""  # a metric; a leading - asks for the lowest value, + for the highest
 
 
 class Gather(Protocol):

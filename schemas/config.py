@@ -144,6 +144,15 @@ class TrainOptions:
     deepspeed: str = option(
         "zero1", "zero0, zero1, zero2, zero3, zero3-offload, or a DeepSpeed JSON file"
     )
+    pairs_from_scores: Literal["best_worst", "all"] = option(
+        "best_worst", "pairs out of scored rows: the best and the worst of each, or all pairs"
+    )
+    min_score_gap: float = option(0.0, "scores of such a pair are further apart than this", least=0)
+    label_threshold: float | str = option(
+        "mean",
+        "scored completions are desirable above this, undesirable below it, neither at it: mean "
+        "or median of their row, or a number",
+    )
     eval_fraction: float = option(
         0.0, "share of prompts held out, chosen by their hash", least=0, most=1
     )
@@ -154,7 +163,11 @@ class TrainOptions:
     log_every: int = option(1, "steps between logged metrics", least=1)
     save_every: int = option(0, "steps between checkpoints; 0: only when it ends", least=0)
     keep_last: int = option(2, "newest checkpoints to keep", least=1)
-    best: str = option("", "also keep the checkpoint with the best value, e.g. eval/loss")
+    best: str = option(
+        "",
+        "also keep the checkpoint with the best value, e.g. eval/loss: the lowest of loss, nll, "
+        "kl, rejected, grad_norm and errors, else the highest; -NAME lowest, +NAME highest",
+    )
     resume: Literal["never", "auto"] = option("never", "auto: go on from the newest checkpoint")
     other_reference: bool = option(
         False, "let the policy begin as another model than the reference of the cache"
@@ -175,6 +188,14 @@ class LoraOptions:
 
 
 @dataclass(frozen=True)
+class RewardOptions:
+    """Scores for completions, by a reward model."""
+
+    model: str = option("", "folder of the reward model: one made by --method reward, or any other")
+    output: str = option("align-rewards", "folder of the scored data")
+
+
+@dataclass(frozen=True)
 class Config:
     """One `align.yaml`."""
 
@@ -186,5 +207,6 @@ class Config:
     tracking: TrackingOptions = field(default_factory=TrackingOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
     lora: LoraOptions = field(default_factory=LoraOptions)
+    rewards: RewardOptions = field(default_factory=RewardOptions)
     # What may stand here depends on train.method: its own options class checks it.
     method: dict[str, Any] = field(default_factory=dict)

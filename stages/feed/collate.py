@@ -14,7 +14,7 @@ import numpy as np
 
 from ...schemas.batches import MicroBatch, StepBatch
 from ...schemas.ragged import offsets_of
-from ...schemas.rows import Role, Tree
+from ...schemas.rows import Tree
 from .ranges import joined_ranges
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def step_batch(plan: StepPlan, shelf: Shelf, table: RowTable, *, rank: int) -> S
         cursor=plan.cursor,
         own=tuple(_own_batch(plan, shelf, rows, own_offsets) for rows in plan.own.of_rank(rank)),
         mismatched=tuple(
-            _mismatched_batch(plan, shelf, plan.paired_rows[trees])
+            _mismatched_batch(plan, shelf, plan.paired_rows[trees], own_offsets)
             for trees in plan.mismatched.of_rank(rank)
         ),
         rows=len(plan.rows),
@@ -50,7 +50,6 @@ class _Picked:
     rows: NDArray[np.int64]  # (rows,) in the shelf's block
     counts: NDArray[np.int64]  # (rows,) branches of each
     branches: NDArray[np.int64]  # (branches,) in the shelf's block, row by row
-    roles: NDArray[np.int8]  # (branches,)
     places: NDArray[np.int64]  # (branches,) in the step
 
 
@@ -59,29 +58,29 @@ def _own_batch(
 ) -> MicroBatch:
     """`rows` are places in the step, ascending."""
     found, counts = shelf.find(plan.rows[rows]), np.diff(own_offsets)[rows]
-    selected = joined_ranges(shelf.selection.branch_offsets[found], counts)
     picked = _Picked(
         rows=found,
         counts=counts,
-        branches=shelf.selection.own[selected],
-        roles=shelf.selection.roles[selected],
+        branches=joined_ranges(shelf.block.rows.branch_offsets[found], counts),
         places=joined_ranges(own_offsets[rows], counts),
     )
     return _micro_batch(shelf, picked)
 
 
-def _mismatched_batch(plan: StepPlan, shelf: Shelf, rows: NDArray[np.int64]) -> MicroBatch:
+def _mismatched_batch(
+    plan: StepPlan, shelf: Shelf, rows: NDArray[np.int64], own_offsets: NDArray[np.int64]
+) -> MicroBatch:
     """`rows` are places in the step, ascending; each has a pair at least."""
     places = np.flatnonzero(np.isin(plan.pairs.rows, rows))
     pairs = plan.pairs.take(places)
     found = shelf.find(plan.rows[rows])
     row_of_pair = found[np.searchsorted(rows, pairs.rows)]
-    against = shelf.selection.branch_offsets[row_of_pair] + pairs.branches
+    num_own = np.diff(own_offsets)[pairs.rows]
+    first = shelf.block.rows.branch_offsets[row_of_pair]
     picked = _Picked(
         rows=found,
         counts=np.diff(np.append(np.searchsorted(pairs.rows, rows), len(pairs))),
-        branches=shelf.selection.mismatched[against, pairs.levels],
-        roles=np.full(len(pairs), Role.MISMATCHED, dtype=np.int8),
+        branches=first + (1 + pairs.levels) * num_own + pairs.branches,
         places=places,
     )
     return _micro_batch(shelf, picked)
@@ -99,7 +98,7 @@ def _micro_batch(shelf: Shelf, picked: _Picked) -> MicroBatch:
             Tree(prompt, tuple(completions[branch] for branch in range(start, end)))
             for prompt, start, end in zip(prompts, starts, ends, strict=False)
         ),
-        roles=picked.roles,
+        roles=rows.roles[branches],
         reference=shelf.block.logps[branches],
         scores=rows.scores[branches],
         places=picked.places,

@@ -20,10 +20,10 @@ def held_out(prompts: Ragged, fraction: float) -> NDArray[np.bool_]:
     if fraction in {0.0, 1.0}:
         return np.full(len(prompts), fraction == 1.0)
     limit = int(fraction * 2**64)
-    return np.fromiter((_place(ids) < limit for ids in prompts), np.bool_, count=len(prompts))
+    return np.fromiter((place_of(ids) < limit for ids in prompts), np.bool_, count=len(prompts))
 
 
-def _place(ids: NDArray[np.int32]) -> int:
-    """Evenly spread over 64 bits."""
+def place_of(ids: NDArray[np.int32]) -> int:
+    """A prompt as a number, evenly spread over 64 bits."""
     stored = np.ascontiguousarray(ids, dtype="<i4").data
     return int.from_bytes(blake2b(stored, digest_size=8, person=_SALT).digest(), "little")

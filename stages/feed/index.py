@@ -12,12 +12,14 @@ import numpy as np
 from ...schemas.errors import CorruptionError
 from ...schemas.ragged import offsets_of
 from ...schemas.rows import Role
+from ..storage.arrow import numpy_of
 from ..storage.shards import iter_row_groups
 from ..storage.tables import list_column
 from ..storage.verify import check_shard
+from .as_read import context_lengths
 from .held_out import held_out
 from .row_table import RowTable
-from .selection import StoredKind, select
+from .selection import KindCounts, select
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,10 +28,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ...schemas.manifest import Manifest
-    from ...schemas.methods import RowKind
     from ..storage.layout import CacheFolder
+    from .conversions import StoredKind
+    from .reading import Reading
+    from .selection import Selection
 
-COLUMNS = ("prompt_ids", "role", "num_tokens")
+COLUMNS = ("prompt_ids", "role", "num_tokens", "score")
+SCORES = "scores"  # among what is missing; no column of the data has this name
 
 
 @dataclass(frozen=True)
@@ -41,23 +46,16 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """How stored rows are read and split."""
-
-    kind: RowKind
-    mismatched: bool  # whether mismatched branches are read too
-    eval_fraction: float
-
-
-@dataclass(frozen=True)
 class Index:
     """Every row of a cache that a method reads."""
 
     places: tuple[Place, ...]  # of all row groups; both tables count through them
     train: RowTable
     held_out: RowTable
-    rows_of_kind: dict[StoredKind, int]  # in the cache, read or not
+    kinds: dict[StoredKind, KindCounts]  # of the cache, read or not
     desirable: int  # branches of training rows that are chosen or desirable
+    undesirable: int  # those that are rejected or undesirable
+    missing: dict[str, int]  # rows that are read and lack what is needed of them, by its name
     levels: int  # mismatched partners of each branch in the cache
 
 
@@ -70,7 +68,8 @@ def build_index(
         if checks_bytes:
             check_shard(folder, shard)
         with naming_unit(shard.unit):
-            groups = iter_row_groups(folder.data / shard.file, COLUMNS)
+            columns = (*COLUMNS, *reading.columns)
+            groups = iter_row_groups(folder.data / shard.file, columns)
             for number, group in enumerate(groups):
                 found.add(Place(shard.unit, number), read_group(group, reading, str(folder.root)))
     return found.index(reading)
@@ -91,38 +90,58 @@ class GroupRows:
 
     table: RowTable
     is_held_out: NDArray[np.bool_]  # (rows,)
-    rows_of_kind: dict[StoredKind, int]
+    kinds: dict[StoredKind, KindCounts]
     num_chosen: NDArray[np.int32]  # (rows,) chosen or desirable branches
+    num_rejected: NDArray[np.int32]  # (rows,) rejected or undesirable ones
+    missing: dict[str, int]
     levels: int
 
 
 def read_group(group: pa.Table, reading: Reading, source: str) -> GroupRows:
     """What the columns of one row group say; the table may be a slice of another."""
     prompts, tokens = list_column(group, "prompt_ids"), list_column(group, "num_tokens")
-    roles = list_column(group, "role")
-    if not np.array_equal(roles.offsets, tokens.offsets):
+    roles, scores = list_column(group, "role"), list_column(group, "score")
+    if not all(np.array_equal(roles.offsets, other.offsets) for other in (tokens, scores)):
         raise CorruptionError(f"{source} has lists over branches of different lengths.")
-    picked = select(roles.values, roles.offsets, kind=reading.kind, source=source)
+    picked = select(roles.values, scores.values, roles.offsets, reading=reading, source=source)
     lengths, offsets = tokens.values[picked.own], picked.branch_offsets
     is_chosen = np.isin(picked.roles, (Role.CHOSEN, Role.DESIRABLE))
+    is_rejected = np.isin(picked.roles, (Role.REJECTED, Role.UNDESIRABLE))
+    prompt_tokens = prompts.lengths[picked.rows] + context_lengths(picked, reading)
     mismatched = tokens.values[picked.mismatched]
     table = RowTable(
         group_offsets=np.array([0, len(picked.rows)]),
-        places=picked.rows.astype(np.int32),
-        prompt_tokens=prompts.lengths[picked.rows].astype(np.int32),
+        places=np.arange(len(picked.rows), dtype=np.int32),
+        prompt_tokens=prompt_tokens.astype(np.int32),
         own_tokens=_sums(lengths, offsets),
         chosen_tokens=_sums(lengths * is_chosen, offsets),
         branch_offsets=offsets,
         mismatched_tokens=mismatched if reading.mismatched else mismatched[:, :0],
     )
-    kinds = np.bincount(picked.kinds, minlength=len(StoredKind)).tolist()
     return GroupRows(
         table,
         held_out(prompts, reading.eval_fraction)[picked.rows],
-        {kind: kinds[kind] for kind in StoredKind if kinds[kind]},
+        picked.kinds,
         _sums(is_chosen, offsets),
+        _sums(is_rejected, offsets),
+        _missing(group, picked, reading),
         mismatched.shape[1],
     )
+
+
+def _missing(group: pa.Table, picked: Selection, reading: Reading) -> dict[str, int]:
+    """Stored rows that are read and have no number where the method needs one."""
+    missing = {}
+    if reading.needs_scores:
+        branches = ~np.isfinite(picked.scores)
+        lacking = np.repeat(picked.rows, np.diff(picked.branch_offsets))[branches]
+        missing[SCORES] = len(np.unique(lacking))
+    read = np.unique(picked.rows)
+    for name in reading.columns:
+        parts = [numpy_of(part) for part in group.column(name).chunks]
+        values = np.concatenate([np.empty(0), *parts])[read]
+        missing[name] = int((~np.isfinite(values)).sum())
+    return missing
 
 
 @dataclass
@@ -130,13 +149,17 @@ class _Found:
     places: list[Place] = field(default_factory=list)
     train: list[RowTable] = field(default_factory=list)
     held_out: list[RowTable] = field(default_factory=list)
-    rows_of_kind: Counter[StoredKind] = field(default_factory=Counter)
+    kinds: dict[StoredKind, KindCounts] = field(default_factory=dict)
     desirable: int = 0
+    undesirable: int = 0
+    missing: Counter[str] = field(default_factory=Counter)
     levels: set[int] = field(default_factory=set)
 
     def add(self, place: Place, rows: GroupRows) -> None:
         self.places.append(place)
-        self.rows_of_kind.update(rows.rows_of_kind)
+        for kind, counts in rows.kinds.items():
+            self.kinds[kind] = self.kinds.get(kind, KindCounts()) + counts
+        self.missing.update(rows.missing)
         self.levels.add(rows.levels)
         if len(self.levels) > 1:
             raise CorruptionError(
@@ -146,6 +169,7 @@ class _Found:
         self.train.append(rows.table.within_group(np.flatnonzero(~rows.is_held_out)))
         self.held_out.append(rows.table.within_group(np.flatnonzero(rows.is_held_out)))
         self.desirable += int(rows.num_chosen[~rows.is_held_out].sum())
+        self.undesirable += int(rows.num_rejected[~rows.is_held_out].sum())
 
     def index(self, reading: Reading) -> Index:
         levels = max(self.levels, default=0)
@@ -154,8 +178,10 @@ class _Found:
             tuple(self.places),
             RowTable.concat(self.train, levels=kept),
             RowTable.concat(self.held_out, levels=kept),
-            dict(self.rows_of_kind),
+            self.kinds,
             self.desirable,
+            self.undesirable,
+            dict(self.missing),
             levels,
         )
 

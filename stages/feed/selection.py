@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import IntEnum
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,56 +10,69 @@ import numpy as np
 from ...schemas.errors import CorruptionError
 from ...schemas.ragged import offsets_of
 from ...schemas.rows import Role
+from .conversions import CONVERSIONS, Own, StoredKind
 from .ranges import joined_ranges
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ...schemas.methods import RowKind
+    from .reading import Reading
 
 
-class StoredKind(IntEnum):
-    """What a row was stored as."""
+@dataclass(frozen=True)
+class KindCounts:
+    """Of the stored rows of one kind, and of what is made of them."""
 
-    PAIRED = 0
-    UNPAIRED = 1
-    SCORED = 2
+    stored: int = 0
+    read: int = 0  # of the stored ones
+    made: int = 0  # of those: rows as the method sees them
+    unscored: int = 0  # stored rows where a completion has no score
+    left_out: int = 0  # completions of rows that are read which are in none that is made
 
-
-# A kind of method that reads scores is one more line here.
-READS: dict[RowKind, tuple[StoredKind, ...]] = {
-    "paired": (StoredKind.PAIRED,),
-    "labelled": (StoredKind.PAIRED, StoredKind.UNPAIRED),
-}
-_LABEL_OF = {Role.CHOSEN: Role.DESIRABLE, Role.REJECTED: Role.UNDESIRABLE}
+    def __add__(self, other: KindCounts) -> KindCounts:
+        return KindCounts(*(sum(pair) for pair in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Of some stored rows those a method reads; the last three are row by row, chosen first."""
+    """The rows a method reads, in stored order; a stored row may be several of them, or none."""
 
-    kinds: NDArray[np.int8]  # (stored rows,) every row's StoredKind
-    rows: NDArray[np.int64]  # (rows,) those that are read
+    rows: NDArray[np.int64]  # (rows,) the stored row each is made of
     branch_offsets: NDArray[np.int64]  # (rows + 1,)
-    own: NDArray[np.int64]  # (branches,) places among the stored branches
+    own: NDArray[np.int64]  # (branches,) places among the stored branches; chosen first
     mismatched: NDArray[np.int64]  # (branches, levels) the k-th mismatch of each of them
     roles: NDArray[np.int8]  # (branches,) as the method reads them
+    scores: NDArray[np.float32]  # (branches,) likewise
+    kinds: dict[StoredKind, KindCounts]  # of those that are stored
 
 
 def select(
-    roles: NDArray[np.int8], branch_offsets: NDArray[np.int64], *, kind: RowKind, source: str
+    roles: NDArray[np.int8],
+    scores: NDArray[np.float32],
+    branch_offsets: NDArray[np.int64],
+    *,
+    reading: Reading,
+    source: str,
 ) -> Selection:
     """Own branches lead a stored row; after them come all first mismatches, all second ones."""
     layout = _layout(roles, branch_offsets, source)
     kinds = _kinds(roles, layout, source)
-    rows = np.flatnonzero(np.isin(kinds, READS[kind]))
-    counts = layout.num_own[rows]
-    own = joined_ranges(layout.starts[rows], counts)
-    is_rejected = roles[own] == Role.REJECTED
-    own = own[np.lexsort((is_rejected, np.repeat(rows, counts)))]
+    every = _own(roles, scores, layout)
+    counts = {}
+    parts = [every.keep_rows(np.zeros(len(kinds), dtype=np.bool_))]
+    for kind in StoredKind:
+        stored = every.keep_rows(kinds == kind)
+        convert = CONVERSIONS[reading.kind].get(kind)
+        made = convert(stored, reading.rules) if convert and len(stored.rows) else parts[0]
+        parts.append(made)
+        if len(stored.rows):
+            counts[kind] = _counted(stored, made)
+    own = Own.joined(parts)
+    own = own.apart() if reading.context else own
     levels = np.arange(1, layout.levels + 1)
-    mismatched = own[:, None] + np.repeat(counts, counts)[:, None] * levels
-    return Selection(kinds, rows, offsets_of(counts), own, mismatched, _read_as(roles[own], kind))
+    stride = np.repeat(layout.num_own[own.rows], own.counts)
+    mismatched = own.places[:, None] + stride[:, None] * levels
+    return Selection(own.rows, own.offsets, own.places, mismatched, own.roles, own.scores, counts)
 
 
 @dataclass(frozen=True)
@@ -98,13 +110,24 @@ def _kinds(roles: NDArray[np.int8], layout: _Layout, source: str) -> NDArray[np.
     return kinds
 
 
-def _read_as(roles: NDArray[np.int8], kind: RowKind) -> NDArray[np.int8]:
-    if kind == "paired":
-        return roles
-    read = roles.copy()
-    for stored, label in _LABEL_OF.items():
-        read[roles == stored] = label
-    return read
+def _own(roles: NDArray[np.int8], scores: NDArray[np.float32], layout: _Layout) -> Own:
+    """All own branches as they are stored, but chosen before rejected."""
+    rows = np.arange(len(layout.starts))
+    places = joined_ranges(layout.starts, layout.num_own)
+    is_rejected = roles[places] == Role.REJECTED
+    places = places[np.lexsort((is_rejected, np.repeat(rows, layout.num_own)))]
+    return Own(rows, offsets_of(layout.num_own), places, roles[places], scores[places])
+
+
+def _counted(stored: Own, made: Own) -> KindCounts:
+    read = np.isin(stored.rows, made.rows)
+    return KindCounts(
+        stored=len(stored.rows),
+        read=int(read.sum()),
+        made=len(made.rows),
+        unscored=int((~stored.is_scored).sum()),
+        left_out=int(stored.counts[read].sum()) - len(np.unique(made.places)),
+    )
 
 
 def _require(good: bool, source: str) -> None:

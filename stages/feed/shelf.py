@@ -12,8 +12,8 @@ from ...schemas.rows import RowBlock
 from ...schemas.shards import ScoredBlock
 from ..storage.shards import open_shard
 from ..storage.tables import read_block, row_ids
+from .as_read import as_read
 from .index import naming_unit
-from .selection import Selection, select
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,12 +39,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shelf:
-    """Rows by their numbers, and their branches as the method reads them."""
+    """Rows by their numbers, as the method reads them."""
 
     numbers: NDArray[np.int64]  # (rows,) ascending
     order: NDArray[np.int64]  # (rows,) where each stands in the block
     block: ScoredBlock
-    selection: Selection
     row_ids: Sequence[str]  # (rows,) in the order of the block
 
     def find(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -58,7 +57,7 @@ def read_pieces(source: TrainSource, table: RowTable, numbers: NDArray[np.int64]
     pieces = []
     for group in np.unique(groups).tolist():
         here = np.sort(numbers[groups == group])
-        block = _read_group(source, group).take(table.places[here].astype(np.int64))
+        block = _read_group(source, group, table.places[here].astype(np.int64))
         pieces.append(Piece(here, block))
     return pieces
 
@@ -68,20 +67,17 @@ def fill_shelf(source: TrainSource, pieces: Sequence[Piece]) -> Shelf:
     numbers = np.concatenate([np.empty(0, dtype=np.int64), *(piece.numbers for piece in pieces)])
     order = np.argsort(numbers)
     block = _joined(source, pieces)
-    rows = block.rows
-    selection = select(
-        rows.roles, rows.branch_offsets, kind=source.reading.kind, source=str(source.folder.root)
-    )
-    assert len(selection.rows) == len(numbers), "only rows that are read were asked for"
-    return Shelf(numbers[order], order, block, selection, row_ids(rows).to_pylist())
+    return Shelf(numbers[order], order, block, row_ids(block.rows).to_pylist())
 
 
-def _read_group(source: TrainSource, group: int) -> ScoredBlock:
+def _read_group(source: TrainSource, group: int, rows: NDArray[np.int64]) -> ScoredBlock:
+    """`rows` are places among what the row group is read as."""
     place = source.index.places[group]
     path = source.folder.data / source.manifest.shards[place.unit].file
     with naming_unit(place.unit), open_shard(path) as file:
         table = file.read_row_group(place.group, use_threads=False)
-        return read_block(table, source=str(path))
+        block = read_block(table, source=str(path))
+        return as_read(block, rows, reading=source.reading, source=str(path))
 
 
 def _joined(source: TrainSource, pieces: Sequence[Piece]) -> ScoredBlock:

@@ -7,27 +7,20 @@ from typing import TYPE_CHECKING
 
 from ...schemas.errors import UsageError
 from ...schemas.methods import Labels
-from .index import Index, Reading, build_index
-from .selection import READS, StoredKind
+from ..storage.shards import open_shard
+from .conversions import StoredKind
+from .index import SCORES, Index, build_index
+from .notes import STORED, WANTED, told
 
 if TYPE_CHECKING:
     from ...schemas.manifest import Manifest
-    from ...schemas.methods import RowKind
     from ..storage.layout import CacheFolder
+    from .reading import Reading
 
-_WANTED = {
-    "paired": "rows with one chosen and one rejected completion",
-    "labelled": "completions with a label, or pairs of them",
-}
-_STORED = {
-    StoredKind.PAIRED: "paired (chosen, rejected)",
-    StoredKind.UNPAIRED: "unpaired (a completion and its label)",
-    StoredKind.SCORED: "scored (completions and their scores)",
-}
 _SERVE = {
     StoredKind.PAIRED: "Paired rows serve every method.",
-    StoredKind.UNPAIRED: "Unpaired rows serve methods that read labels, such as kto.",
-    StoredKind.SCORED: "No method reads scored rows yet.",
+    StoredKind.UNPAIRED: "Unpaired rows serve methods that read no pairs, such as kto.",
+    StoredKind.SCORED: "Scored rows serve every method once their scores tell them apart.",
 }
 
 
@@ -59,30 +52,34 @@ class TrainSource:
     @property
     def labels(self) -> Labels:
         """How many branches of each label the training rows hold."""
-        branches = int(self.index.train.branch_offsets[-1])
-        return Labels(self.index.desirable, branches - self.index.desirable)
+        return Labels(self.index.desirable, self.index.undesirable)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Rows of each kind of data and what is made of them, by names fit for a record."""
+        return {
+            f"rows.{kind.name.lower()}.{name}": count
+            for kind, counts in self.index.kinds.items()
+            for name, count in vars(counts).items()
+        }
 
 
 def open_source(
-    folder: CacheFolder,
-    manifest: Manifest,
-    *,
-    rows: RowKind,
-    mismatched: bool,
-    eval_fraction: float,
-    checks_bytes: bool,
+    folder: CacheFolder, manifest: Manifest, reading: Reading, *, checks_bytes: bool
 ) -> TrainSource:
     """Reads the lengths of all rows; `eval_fraction` 1 makes a source for evaluation only.
 
     One process per machine is enough to check every byte; the others need not.
     """
-    if not 0 <= eval_fraction <= 1:
-        raise UsageError(f"eval_fraction is {eval_fraction}; it must lie between 0 and 1.")
-    reading = Reading(rows, mismatched, eval_fraction)
+    fraction = reading.eval_fraction
+    if not 0 <= fraction <= 1:
+        raise UsageError(f"eval_fraction is {fraction}; it must lie between 0 and 1.")
+    _require_columns(folder, manifest, reading)
     index = build_index(folder, manifest, reading, checks_bytes=checks_bytes)
     source = TrainSource(folder, manifest, reading, index, _notes(index, reading))
     _require_rows(source)
-    if mismatched and not index.levels:
+    _require_numbers(source)
+    if reading.mismatched and not index.levels:
         raise UsageError(
             f"{folder.root} holds no mismatched completions, and this method needs them. "
             "Run `align precompute-ref` again with --kl-pairs 1; nothing is scored twice."
@@ -93,13 +90,14 @@ def open_source(
 def _require_rows(source: TrainSource) -> None:
     root, kind = source.folder.root, source.reading.kind
     if source.train_rows + source.eval_rows == 0:
-        stored = source.index.rows_of_kind
-        held = " and ".join(f"{stored[kind]:,} {_STORED[kind]}" for kind in sorted(stored))
+        stored = source.index.kinds
+        held = " and ".join(f"{stored[kind].stored:,} {STORED[kind]}" for kind in sorted(stored))
         serve = "".join(f"{_SERVE[kind]} " for kind in sorted(stored))
+        why = "".join(f"{note} " for note in source.notes)
         raise UsageError(
-            f"The method is {kind}: it reads {_WANTED[kind]}. Of them {root} holds none; "
+            f"The method is {kind}: it reads {WANTED[kind]}. Of them {root} holds none; "
             f"its rows are: {held or 'none at all'}. "
-            f"{serve}`align methods` tells the methods apart."
+            f"{why}{serve}`align methods` tells the methods apart."
         )
     if source.train_rows == 0 and source.reading.eval_fraction < 1:
         raise UsageError(
@@ -108,14 +106,41 @@ def _require_rows(source: TrainSource) -> None:
         )
 
 
+def _require_columns(folder: CacheFolder, manifest: Manifest, reading: Reading) -> None:
+    """Every shard of a cache has the columns of the first one."""
+    if not (reading.columns and manifest.shards):
+        return
+    with open_shard(folder.data / manifest.shards[0].file) as file:
+        there = file.schema_arrow.names
+    for name in reading.columns:
+        if name not in there:
+            raise UsageError(
+                f"{folder.root} carries no column {name!r}, which method.margin or "
+                "method.row_weight names. Make a cache that does with `align precompute-ref … "
+                f"--set data.carry=[{name}] --output OTHER`; nothing is scored twice."
+            )
+
+
+def _require_numbers(source: TrainSource) -> None:
+    root, missing = source.folder.root, source.index.missing
+    if scoreless := missing.get(SCORES):
+        raise UsageError(
+            f"The method reads scores, and in {scoreless:,} rows of {root} a completion has none. "
+            "Score the data with `align score`, or give their scores in the column 'scores' "
+            "(of pairs: 'chosen_score' and 'rejected_score'), and make the cache anew; nothing "
+            "is scored by the reference twice."
+        )
+    for name in source.reading.columns:
+        if missing[name]:
+            raise UsageError(
+                f"{missing[name]:,} rows of {root} have no number in their column {name!r}, which "
+                "the method reads. Fill it in the data, and make the cache anew."
+            )
+
+
 def _notes(index: Index, reading: Reading) -> tuple[str, ...]:
-    total = sum(index.rows_of_kind.values())
-    notes = [
-        f"{count:,} of {total:,} rows are not read: they are {_STORED[kind]}, "
-        f"and the method reads {_WANTED[reading.kind]}."
-        for kind, count in sorted(index.rows_of_kind.items())
-        if kind not in READS[reading.kind]
-    ]
-    if reading.eval_fraction and not len(index.held_out):
-        notes.append(f"eval_fraction {reading.eval_fraction} holds out none of {total:,} rows.")
+    notes = list(told(index.kinds, reading))
+    rows = len(index.train)
+    if rows and reading.eval_fraction and not len(index.held_out):
+        notes.append(f"eval_fraction {reading.eval_fraction} holds out none of {rows:,} rows.")
     return tuple(notes)

@@ -29,16 +29,13 @@ def main() -> None:
 
 
 def measure(folder: Path) -> None:
-    from shard_cache import cache_under, settings_of
+    from shard_cache import cache_under, opened, settings_of
 
     from align.schemas.batches import Cursor
-    from align.stages.feed.source import open_source
     from align.stages.feed.stream import stream
 
     started = time.perf_counter()
-    source = open_source(
-        *cache_under(folder), rows="paired", mismatched=True, eval_fraction=0.0, checks_bytes=True
-    )
+    source = opened(cache_under(folder), kind="paired")
     print(f"{source.train_rows:,} rows opened in {time.perf_counter() - started:.1f} s")
     print(f"{source.index.train.nbytes / source.train_rows:.1f} bytes of plan a row")
     before = memory("VmRSS")

@@ -11,7 +11,8 @@ from shard_cache import block_of, write_cache
 from align.schemas.errors import CorruptionError, UsageError
 from align.schemas.methods import Labels
 from align.schemas.rows import Role
-from align.stages.feed.index import COLUMNS, Reading, read_group
+from align.stages.feed.index import COLUMNS, read_group
+from align.stages.feed.reading import Reading, ScoreRules
 from align.stages.feed.source import open_source
 from align.stages.storage.tables import to_table
 
@@ -19,9 +20,9 @@ LABELLED = (Role.UNDESIRABLE, Role.DESIRABLE, Role.DESIRABLE)
 SCORED = (Role.CANDIDATE, Role.CANDIDATE)
 
 
-def opened(cache, **changed):
-    plain = {"rows": "paired", "mismatched": False, "eval_fraction": 0.0, "checks_bytes": True}
-    return open_source(*cache, **(plain | changed))
+def opened(cache, *, checks_bytes=True, **changed):
+    plain = {"kind": "paired", "mismatched": False, "eval_fraction": 0.0}
+    return open_source(*cache, Reading(**(plain | changed)), checks_bytes=checks_bytes)
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def mixed(tmp_path):
 
 
 def test_lengths_and_counts_are_those_of_the_rows(mixed):
-    table = opened(mixed, rows="labelled", mismatched=True).index.train
+    table = opened(mixed, kind="labelled", mismatched=True).index.train
     folder, manifest = mixed
     rows = [
         row
@@ -65,22 +66,180 @@ def test_a_table_cut_from_another_is_read_alone():
     assert part.mismatched_tokens.tolist() == every.mismatched_tokens[22:36].tolist()
 
 
+@pytest.fixture
+def scored(tmp_path):
+    """Three rows of three scored completions: 1, 2, 6; three that are alike; 4, 4, 1."""
+    block = with_scores(block_of(3, roles=(Role.CANDIDATE,) * 3), [1, 2, 6, 5, 5, 5, 4, 4, 1])
+    return write_cache(tmp_path / "scored", [block])
+
+
+def with_scores(block, scores):
+    """The same rows, their own branches scored."""
+    is_own = block.rows.roles != Role.MISMATCHED
+    column = block.rows.scores.copy()
+    column[is_own] = scores
+    return dataclasses.replace(block, rows=dataclasses.replace(block.rows, scores=column))
+
+
+@pytest.mark.parametrize(
+    ("kind", "rules", "notes"),
+    [
+        (
+            "paired",
+            ScoreRules(),
+            (
+                "2 scored rows are read as 2 pairs: the best against the worst "
+                "(train.pairs_from_scores).",
+                "1 of 3 scored rows are left out: no two scores of theirs are more than 0 apart "
+                "(train.min_score_gap).",
+            ),
+        ),
+        (
+            "paired",
+            ScoreRules(pairs="all", min_gap=2),
+            (
+                "2 scored rows are read as 4 pairs: all that are more than 2 apart "
+                "(train.pairs_from_scores).",
+                "1 of 3 scored rows are left out: no two scores of theirs are more than 2 apart "
+                "(train.min_score_gap).",
+            ),
+        ),
+        (
+            "labelled",
+            ScoreRules(threshold="median"),
+            (
+                "2 scored rows are read as labels: desirable above the median of its row, "
+                "undesirable below it (train.label_threshold).",
+                "1 of 3 scored rows are left out: no score of theirs is above or below the median "
+                "of its row.",
+                "3 completions of scored rows get no label: their score is the median of its row "
+                "itself (train.label_threshold).",
+            ),
+        ),
+        ("grouped", ScoreRules(), ()),
+        (
+            "imitated",
+            ScoreRules(),
+            ("3 scored rows are read as what to imitate: the best completion of each.",),
+        ),
+    ],
+)
+def test_what_becomes_of_scored_rows_is_told(scored, kind, rules, notes):
+    assert opened(scored, kind=kind, rules=rules).notes == notes
+
+
+@pytest.mark.parametrize(
+    ("kind", "notes"),
+    [
+        (
+            "labelled",
+            ["10 paired rows are read as labels: chosen is desirable, rejected undesirable."],
+        ),
+        (
+            "grouped",
+            [
+                "10 paired rows are read as groups of two scored completions.",
+                "10 paired rows lack scores of their own: chosen and desirable completions get 1, "
+                "others 0.",
+                "7 unpaired rows are read as groups of as many scored completions as they hold.",
+                "7 unpaired rows lack scores of their own: chosen and desirable completions get "
+                "1, others 0.",
+            ],
+        ),
+        (
+            "imitated",
+            [
+                "10 paired rows are read as what to imitate: the chosen completion of each.",
+                "7 unpaired rows are read as what to imitate: their desirable completions.",
+            ],
+        ),
+    ],
+)
+def test_what_becomes_of_pairs_and_labels_is_told(mixed, kind, notes):
+    told = opened(mixed, kind=kind).notes
+    assert [note for note in told if " scored rows" not in note] == notes
+
+
+def test_rows_without_anything_desirable_are_left_out_and_told(tmp_path):
+    blocks = [block_of(3, roles=(Role.UNDESIRABLE,)), block_of(2, roles=(Role.DESIRABLE,))]
+    source = opened(write_cache(tmp_path / "cache", blocks), kind="imitated")
+    assert source.train_rows == 2
+    assert "3 of 5 unpaired rows are left out: nothing in them is desirable." in source.notes
+    assert source.labels == Labels(2, 0)
+
+
+def test_labels_made_of_scores_are_counted(scored):
+    # Above the means 3 and 3: 6, 4 and 4. Below: 1, 2 and 1.
+    assert opened(scored, kind="labelled").labels == Labels(3, 3)
+    assert opened(scored, kind="grouped").labels == Labels(0, 0)
+    assert opened(scored, rules=ScoreRules(pairs="all")).labels == Labels(3 + 2, 3 + 2)
+
+
+def test_counts_are_told_to_the_record(scored):
+    assert opened(scored).counts == {
+        "rows.scored.stored": 3,
+        "rows.scored.read": 2,
+        "rows.scored.made": 2,
+        "rows.scored.unscored": 0,
+        "rows.scored.left_out": 2,
+    }
+
+
+def test_a_context_lengthens_the_prompts_it_is_added_to(mixed):
+    context = {Role.DESIRABLE: (1, 2), Role.UNDESIRABLE: (3,)}
+    plain = opened(mixed, kind="labelled").index.train
+    table = opened(mixed, kind="labelled", context=context).index.train
+    assert len(table) == 2 * 10 + 3 * 7
+    added = np.array([2, 1] * 10 + [1, 2, 2] * 7)
+    of_row = np.repeat(plain.prompt_tokens, np.diff(plain.branch_offsets))
+    assert table.prompt_tokens.tolist() == (of_row + added).tolist()
+    assert table.own_tokens.sum() == plain.own_tokens.sum()
+    assert np.diff(table.branch_offsets).tolist() == [1] * len(table)
+
+
+def test_a_column_that_is_not_carried_is_asked_for(mixed):
+    with pytest.raises(UsageError, match=r"carries no column 'trust'.*data.carry=\[trust\]"):
+        opened(mixed, columns=("weight", "trust"))
+
+
+def test_rows_without_a_number_in_a_column_are_counted(tmp_path):
+    block = block_of(9)
+    block.rows.carried["weight"][[2, 5]] = [np.nan, np.inf]
+    unread = block_of(4, roles=LABELLED)
+    unread.rows.carried["weight"][:] = np.nan
+    cache = write_cache(tmp_path / "cache", [block, unread])
+    with pytest.raises(UsageError, match="2 rows of .* have no number in their column 'weight'"):
+        opened(cache, columns=("weight",))
+    assert opened(cache).train_rows == 9
+
+
+@pytest.mark.parametrize(("kind", "rows"), [("paired", 10), ("grouped", 5), ("labelled", 17)])
+def test_scores_that_are_needed_and_missing_are_counted(mixed, kind, rows):
+    """Groups made of pairs and labels have a score each; rows stored as scored have none here."""
+    with pytest.raises(UsageError, match=f"in {rows} rows of .* `align score`"):
+        opened(mixed, kind=kind, needs_scores=True)
+
+
+def test_scores_that_are_needed_and_there_are_read(scored):
+    for kind in ("paired", "labelled", "grouped", "imitated"):
+        assert opened(scored, kind=kind, needs_scores=True).train_rows >= 2
+
+
 def test_a_mixed_cache_tells_which_rows_are_not_read(mixed):
     source = opened(mixed)
     assert source.train_rows == 10
-    assert [note.partition(",")[0] for note in source.notes] == [
-        "7 of 22 rows are not read: they are unpaired (a completion and its label)",
-        "5 of 22 rows are not read: they are scored (completions and their scores)",
-    ]
-    assert [note[:32] for note in opened(mixed, rows="labelled").notes] == [
-        "5 of 22 rows are not read: they "
-    ]
+    assert source.notes == (
+        "7 of 22 rows are not read: they are unpaired (a completion and its label), and the "
+        "method reads rows with one chosen and one rejected completion, or scored ones.",
+        "5 of 5 scored rows are left out: a completion of each has no score. `align score` gives "
+        "them some.",
+    )
 
 
 def test_labels_are_counted_over_training_rows(mixed):
     assert opened(mixed).labels == Labels(10, 10)
-    assert opened(mixed, rows="labelled").labels == Labels(10 + 14, 10 + 7)
-    split = opened(mixed, rows="labelled", eval_fraction=0.4)
+    assert opened(mixed, kind="labelled").labels == Labels(10 + 14, 10 + 7)
+    split = opened(mixed, kind="labelled", eval_fraction=0.4)
     assert 0 < split.eval_rows < 17
     assert split.labels.desirable + split.labels.undesirable == split.index.train.branch_offsets[-1]
 
@@ -100,7 +259,7 @@ def test_no_prompt_stands_on_both_sides(tmp_path):
 
 
 def test_another_cache_can_be_held_out_whole(mixed):
-    source = opened(mixed, rows="labelled", eval_fraction=1.0)
+    source = opened(mixed, kind="labelled", eval_fraction=1.0)
     assert (source.train_rows, source.eval_rows) == (0, 17)
 
 
@@ -110,15 +269,15 @@ def test_a_cache_without_rows_for_the_method_says_what_it_has_and_whom_it_serves
     )
     with pytest.raises(UsageError) as raised:
         opened(cache)
-    for part in ("method is paired", "3 unpaired", "4 scored", "such as kto", "No method reads"):
+    for part in ("method is paired", "3 unpaired", "4 scored", "such as kto", "has no score"):
         assert part in str(raised.value)
 
 
-def test_a_cache_of_scores_serves_no_method_yet(tmp_path):
+def test_scored_rows_that_lack_their_scores_are_no_pairs_and_no_labels(tmp_path):
     cache = write_cache(tmp_path / "cache", [block_of(4, roles=SCORED)])
     for kind in ("paired", "labelled"):
         with pytest.raises(UsageError, match="4 scored"):
-            opened(cache, rows=kind)
+            opened(cache, kind=kind)
 
 
 def test_mismatched_completions_that_are_not_there_are_asked_for(tmp_path):
@@ -165,7 +324,7 @@ def test_damaged_lengths_are_found_without_the_check_of_all_bytes(mixed):
     )
     damage(mixed, unit=1, place=start + 30)
     with pytest.raises(CorruptionError, match="unit 1"):
-        opened(mixed, rows="labelled", checks_bytes=False)
+        opened(mixed, kind="labelled", checks_bytes=False)
 
 
 def damage(cache, *, unit, place):

@@ -223,7 +223,7 @@ def test_a_rank_with_nothing_to_do_runs_empty_batches_of_the_same_columns(made):
 
 
 def test_rows_that_a_method_does_not_read_are_in_no_batch(made):
-    source = opened(made, rows="paired", mismatched=False)
+    source = opened(made, kind="paired", mismatched=False)
     batches = batches_of(source)
     rows = rows_of(made)
     wanted = [row for row, stored in rows.items() if stored["role"][0] == Role.CHOSEN]

@@ -1,0 +1,204 @@
+"""Rows of one kind of data as another kind of method reads them.
+
+A score that cannot be told from its threshold makes no label, and two that lie no further apart
+than the least gap make no pair: what nobody judged is not learned. Of equal scores the completion
+that is stored first is the better one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...schemas.ragged import offsets_of
+from ...schemas.rows import Role
+from .ranges import joined_ranges
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from ...schemas.methods import RowKind
+    from .reading import ScoreRules, Threshold
+
+
+class StoredKind(IntEnum):
+    """What a row was stored as."""
+
+    PAIRED = 0
+    UNPAIRED = 1
+    SCORED = 2
+
+
+@dataclass(frozen=True)
+class Own:
+    """Own branches of some rows, row by row; no row is without one."""
+
+    rows: NDArray[np.int64]  # (rows,) the stored row each is made of, rising
+    offsets: NDArray[np.int64]  # (rows + 1,)
+    places: NDArray[np.int64]  # (branches,) among the stored branches
+    roles: NDArray[np.int8]  # (branches,)
+    scores: NDArray[np.float32]  # (branches,) NaN where the data gives none
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """How many branches each row has."""
+        return np.diff(self.offsets)
+
+    @property
+    def row_of(self) -> NDArray[np.int64]:
+        """Of each branch, which of these rows it belongs to."""
+        return np.repeat(np.arange(len(self.rows)), self.counts)
+
+    @property
+    def is_scored(self) -> NDArray[np.bool_]:
+        """Which rows have a score for every branch, (rows,)."""
+        missing = np.diff(offsets_of(~np.isfinite(self.scores))[self.offsets])
+        is_scored: NDArray[np.bool_] = missing == 0
+        return is_scored
+
+    def keep(self, kept: NDArray[np.bool_]) -> Own:
+        """These branches only; a row that keeps none is left out."""
+        counts = np.diff(offsets_of(kept)[self.offsets])
+        rows = self.rows[counts > 0]
+        offsets = offsets_of(counts[counts > 0])
+        return Own(rows, offsets, self.places[kept], self.roles[kept], self.scores[kept])
+
+    def keep_rows(self, kept: NDArray[np.bool_]) -> Own:
+        """These rows only."""
+        return self.keep(np.repeat(kept, self.counts))
+
+    def apart(self) -> Own:
+        """Each branch as a row of its own."""
+        offsets = np.arange(len(self.places) + 1)
+        return replace(self, rows=np.repeat(self.rows, self.counts), offsets=offsets)
+
+    @staticmethod
+    def joined(parts: Sequence[Own]) -> Own:
+        """The rows of several in stored order."""
+        counts = np.concatenate([part.counts for part in parts])
+        rows = np.concatenate([part.rows for part in parts])
+        order = np.argsort(rows, kind="stable")
+        branches = joined_ranges(offsets_of(counts)[:-1][order], counts[order])
+        return Own(
+            rows[order],
+            offsets_of(counts[order]),
+            np.concatenate([part.places for part in parts])[branches],
+            np.concatenate([part.roles for part in parts])[branches],
+            np.concatenate([part.scores for part in parts])[branches],
+        )
+
+
+def pairs(own: Own, rules: ScoreRules) -> Own:
+    """The best against the worst of each row, or every better one against every worse one."""
+    own = _best_first(own.keep_rows(own.is_scored))
+    if rules.pairs == "best_worst":
+        better, worse = own.offsets[:-1], own.offsets[1:] - 1
+    else:
+        every = np.arange(len(own.places))
+        behind = own.offsets[1:][own.row_of] - every - 1
+        better, worse = np.repeat(every, behind), joined_ranges(every + 1, behind)
+    far = own.scores[better].astype(np.float64) - own.scores[worse] > rules.min_gap
+    better, worse = better[far], worse[far]
+    branches = np.column_stack([better, worse]).ravel()
+    return Own(
+        rows=own.rows[own.row_of[better]],
+        offsets=2 * np.arange(len(better) + 1),
+        places=own.places[branches],
+        roles=np.tile(np.array([Role.CHOSEN, Role.REJECTED], dtype=np.int8), len(better)),
+        scores=own.scores[branches],
+    )
+
+
+def labels_of_pairs(own: Own, _: ScoreRules) -> Own:
+    """Chosen is desirable, rejected is not."""
+    return _with_labels(own, own.roles == Role.CHOSEN)
+
+
+def labels_of_scores(own: Own, rules: ScoreRules) -> Own:
+    """Desirable above the threshold, undesirable below it."""
+    own = own.keep_rows(own.is_scored)
+    limits = _thresholds(own, rules.threshold)[own.row_of]
+    return _with_labels(own, own.scores > limits).keep(own.scores != limits)
+
+
+def candidates(own: Own, _: ScoreRules) -> Own:
+    """With the data's scores; in a row that lacks one, 1 for good branches and 0 for others."""
+    lacks = np.repeat(~own.is_scored, own.counts)
+    assumed = np.isin(own.roles, (Role.CHOSEN, Role.DESIRABLE)).astype(np.float32)
+    scored = replace(own, scores=np.where(lacks, assumed, own.scores))
+    return scored_candidates(scored, _)
+
+
+def scored_candidates(own: Own, _: ScoreRules) -> Own:
+    """With their scores, as far as the data gives any."""
+    return replace(own, roles=np.full_like(own.roles, Role.CANDIDATE))
+
+
+def good_ones(own: Own, _: ScoreRules) -> Own:
+    """What was chosen or desirable."""
+    good = own.keep(np.isin(own.roles, (Role.CHOSEN, Role.DESIRABLE)))
+    return _with_labels(good, np.ones(len(good.places), dtype=np.bool_))
+
+
+def best_ones(own: Own, _: ScoreRules) -> Own:
+    """The best branch of each row."""
+    own = _best_first(own.keep_rows(own.is_scored))
+    is_best = np.zeros(len(own.places), dtype=np.bool_)
+    is_best[own.offsets[:-1]] = True
+    return _with_labels(own, is_best).keep(is_best)
+
+
+def unchanged(own: Own, _: ScoreRules) -> Own:
+    """As they are stored."""
+    return own
+
+
+# A kind of data that a kind of method can read is one more line here, and one in notes.py.
+CONVERSIONS: dict[RowKind, dict[StoredKind, Callable[[Own, ScoreRules], Own]]] = {
+    "paired": {StoredKind.PAIRED: unchanged, StoredKind.SCORED: pairs},
+    "labelled": {
+        StoredKind.PAIRED: labels_of_pairs,
+        StoredKind.UNPAIRED: unchanged,
+        StoredKind.SCORED: labels_of_scores,
+    },
+    "grouped": {
+        StoredKind.PAIRED: candidates,
+        StoredKind.UNPAIRED: candidates,
+        StoredKind.SCORED: scored_candidates,
+    },
+    "imitated": {
+        StoredKind.PAIRED: good_ones,
+        StoredKind.UNPAIRED: good_ones,
+        StoredKind.SCORED: best_ones,
+    },
+}
+
+
+def _best_first(own: Own) -> Own:
+    order = np.lexsort((-own.scores, own.row_of))
+    return replace(own, places=own.places[order], roles=own.roles[order], scores=own.scores[order])
+
+
+def _with_labels(own: Own, is_good: NDArray[np.bool_]) -> Own:
+    labels = np.where(is_good, Role.DESIRABLE, Role.UNDESIRABLE)
+    return replace(own, roles=labels.astype(np.int8))
+
+
+def _thresholds(own: Own, threshold: Threshold) -> NDArray[np.float32]:
+    """One of each row, as exact as scores are: so equal scores are equal to their mean."""
+    scores, starts = own.scores.astype(np.float64), own.offsets[:-1]
+    if threshold == "mean":
+        # Not differences of running totals: those of equal scores are not equal.
+        limits = np.add.reduceat(scores, starts) / own.counts
+    elif threshold == "median":
+        ordered = scores[np.lexsort((scores, own.row_of))]
+        below, above = starts + (own.counts - 1) // 2, starts + own.counts // 2
+        limits = (ordered[below] + ordered[above]) / 2
+    else:
+        limits = np.full(len(own.rows), threshold)
+    return limits.astype(np.float32)
