@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .pipeline.settings import Settings
+    from .pipeline.units import Worker
     from .schemas.config import Config
-    from .schemas.tracking import Progress
 
 app = typer.Typer(
     name="align",
@@ -56,6 +56,17 @@ PRECOMPUTE_FLAGS = {
     "--reuse": "cache.reuse",
     "--mlflow": "tracking.mlflow",
 }
+SCORE_FLAGS = {
+    "--reward-model": "rewards.model",
+    "--output": "rewards.output",
+    "--max-length": "tokens.max_length",
+    "--tokens-per-batch": "scoring.tokens_per_batch",
+    "--dtype": "model.dtype",
+    "--device": "model.device",
+    "--map": "data.map",
+    "--max-bad-frac": "data.max_bad_frac",
+    "--mlflow": "tracking.mlflow",
+}
 TRAIN_FLAGS = {
     "--method": "train.method",
     "--cache": "train.cache",
@@ -87,14 +98,20 @@ TRAIN_FLAGS = {
 
 def main() -> None:
     """Runs one command; a person's mistake is one message, never a traceback."""
-    from .schemas.errors import AlignError, Interrupted
+    from .schemas.errors import AlignError, Interrupted, PeerError
     from .stages.tracking.quiet import hush
 
     hush()  # DeepSpeed imports MLflow, which reads its settings then
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, _stop)
+    # The deepspeed launcher names the rank before the command; it stands in LOCAL_RANK as well.
+    arguments = [word for word in sys.argv[1:] if not word.startswith("--local_rank=")]
     try:
-        app()
+        app(arguments)
+    except PeerError as error:
+        typer.echo(f"error: {error}", err=True)
+        # Threads of the lost collective are still there: the usual way out would abort on them.
+        os._exit(error.exit_code)
     except (AlignError, Interrupted) as error:
         _fail(str(error), error.exit_code)
     except OSError as error:
@@ -146,17 +163,51 @@ def precompute_ref(
 
 
 @app.command()
+@with_flags(SCORE_FLAGS)
+def score(
+    flags: dict[str, Any],
+    data: Data = None,
+    from_labels: Annotated[
+        bool, typer.Option("--from-labels", help="1 for good completions, -1 for bad; no model.")
+    ] = False,
+    join: Join = False,
+    config: ConfigFile = None,
+    sets: Sets = None,
+) -> None:
+    """Score completions with a reward model, and write the data with its scores."""
+    from .pipeline.rewards import rewards_from_labels, rewards_from_model
+    from .pipeline.settings import load_settings
+    from .schemas.errors import UsageError
+
+    settings = load_settings(flags, sets or [], file=config, data=data or []).config
+    if from_labels == bool(settings.rewards.model):
+        raise UsageError("Pass --reward-model DIR or --from-labels: one of them, not both.")
+    if from_labels:
+        typer.echo(rewards_from_labels(settings).text())
+        return
+    from .stages.model.rewarder import HfReward
+    from .stages.tracking.console import make_progress
+
+    made = rewards_from_model(
+        settings, HfReward, progress=make_progress(), worker=_worker(join=join)
+    )
+    typer.echo(made.text())
+
+
+@app.command()
 @with_flags(TRAIN_FLAGS)
 def train(flags: dict[str, Any], config: ConfigFile = None, sets: Sets = None) -> None:
     """Train a policy on the shards of a cache; the reference is never loaded."""
     from .pipeline.settings import load_settings
     from .pipeline.training_job import open_training
 
-    job = open_training(load_settings(flags, sets or [], file=config))
+    cache = flags["train.cache"]
+    job = open_training(load_settings(flags, sets or [], file=config, beside=cache))
 
+    from .pipeline.first_rank import progress_of_first, say_once
     from .pipeline.train import run_training
 
-    _say_once(run_training(job, progress=_progress()).text())
+    say_once(run_training(job, progress=progress_of_first()).text())
 
 
 @app.command()
@@ -171,22 +222,27 @@ def sweep(
         "align-sweep"
     ),
     cache: Annotated[str | None, typer.Option(help="A cache made by precompute-ref.")] = None,
+    resume: Annotated[
+        Literal["never", "auto"] | None, typer.Option(help="auto: go on where a sweep stopped.")
+    ] = None,
     config: ConfigFile = None,
     sets: Sets = None,
 ) -> None:
     """Train many methods and settings on one cache, and compare them in one table."""
-    from .pipeline.settings import load_settings, parse_varied
+    from .pipeline.first_rank import progress_of_first, say_once
+    from .pipeline.settings import load_settings
     from .pipeline.sweep import sweep as run_sweep
-    from .pipeline.sweep import trials_of
+    from .pipeline.trials import trials_of, varied_by
 
     def load(more: Sequence[str]) -> Settings:
-        return load_settings({"train.cache": cache}, [*(sets or []), *more], file=config)
+        flags = {"train.cache": cache, "train.resume": resume}
+        return load_settings(flags, [*(sets or []), *more], file=config)
 
     short = {"method.beta": beta, "train.lr": lr}
     given = [*(f"{name}={values}" for name, values in short.items() if values), *(vary or [])]
-    trials = trials_of(methods, parse_varied(given))
-    swept = run_sweep(load, trials, output, progress=_progress())
-    _say_once(swept.text())
+    trials = trials_of(methods, varied_by(given))
+    swept = run_sweep(load, trials, output, progress=progress_of_first())
+    say_once(swept.text())
     if swept.failures:
         _fail(f"{len(swept.failures)} of {len(swept.tried)} runs failed.", 2)
 
@@ -195,16 +251,22 @@ def sweep(
 def methods(
     name: Annotated[str | None, typer.Argument(help="One of them, to be explained.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the table as the README has it.")
+    ] = False,
 ) -> None:
     """List the methods with their losses and options, or explain one."""
     import json
 
     from .stages.methods.describe import plain_table, render_method, render_table
+    from .stages.methods.markdown import markdown_table
     from .stages.methods.table import METHODS, find_method
 
     chosen = [find_method(name)] if name else list(METHODS.values())
     if as_json:
         typer.echo(json.dumps(plain_table(chosen), indent=2, ensure_ascii=False))
+    elif markdown:
+        typer.echo(markdown_table(chosen).rstrip())
     else:
         typer.echo((render_method(chosen[0]) if name else render_table(chosen)).rstrip())
 
@@ -288,7 +350,6 @@ def tiny_world(
 
 def _precompute(config: Config, *, join: bool) -> None:
     from .pipeline.precompute import precompute
-    from .pipeline.units import Worker
     from .schemas.errors import UsageError
     from .stages.model.reference import HfReference
     from .stages.tracking.console import make_progress
@@ -298,10 +359,17 @@ def _precompute(config: Config, *, join: bool) -> None:
             "No reference model. Pass --model DIR, set ALIGN_MODEL, or run `align init` and set "
             "model.path in align.yaml."
         )
-    world = _launched_as("WORLD_SIZE", default=1)
-    worker = Worker(_launched_as("RANK", default=0), world, joins=join or world > 1)
-    outcome = precompute(config, HfReference(config.model), progress=make_progress(), worker=worker)
+    reference, worker = HfReference(config.model), _worker(join=join)
+    outcome = precompute(config, reference, progress=make_progress(), worker=worker)
     typer.echo(outcome.text())
+
+
+def _worker(*, join: bool) -> Worker:
+    """This process among those that score together."""
+    from .pipeline.units import Worker
+
+    world = _launched_as("WORLD_SIZE", default=1)
+    return Worker(_launched_as("RANK", default=0), world, joins=join or world > 1)
 
 
 def _launched_as(variable: str, *, default: int) -> int:
@@ -312,23 +380,6 @@ def _launched_as(variable: str, *, default: int) -> int:
     if not value.isdecimal() or int(value) < default:
         raise UsageError(f"{variable} is {value!r}, not a whole number. Correct or unset it.")
     return int(value)
-
-
-def _progress() -> Progress:
-    """Among ranks the first speaks for all."""
-    from .stages.tracking.console import make_progress
-    from .stages.tracking.no_progress import NoProgress
-
-    return make_progress() if _is_first_rank() else NoProgress()
-
-
-def _say_once(text: str) -> None:
-    if _is_first_rank():
-        typer.echo(text)
-
-
-def _is_first_rank() -> bool:
-    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
 def _stop(signal_number: int, _: Any) -> NoReturn:

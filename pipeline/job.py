@@ -56,7 +56,7 @@ class Job:
 def open_job(config: Config, reference: Reference) -> Job:
     """Looks at the data, the tokenizer and the reference; changes nothing."""
     inputs = open_inputs(config.data.files)
-    shape = common_shape(inputs, _renames(config.data.map), config.data.carry)
+    shape = common_shape(inputs, renames(config.data.map), config.data.carry)
     tokenizer = load_tokenizer(config.model.path, config.tokens)
     if _first_is_conversation(inputs, shape):
         tokenizer.require_template(config.model.path)
@@ -89,7 +89,7 @@ def _published_plan(folder: CacheFolder, version: tuple[int, int]) -> str:
     return load_manifest(folder).plan_key
 
 
-def _renames(columns: Mapping[str, str]) -> dict[str, str]:
+def renames(columns: Mapping[str, str]) -> dict[str, str]:
     """Their column: ours. A column of ours mapped to nothing is theirs under no name we know."""
     return {
         theirs or ours: ours if theirs else f"unused {ours}" for ours, theirs in columns.items()

@@ -7,8 +7,10 @@ import time
 from typing import TYPE_CHECKING
 
 from ..schemas.checkpoint import Peers, Position, Retention, Saved
+from ..schemas.errors import AlignError
 from ..stages.engine.peers import gathered
 from ..stages.storage.checkpoints import save_checkpoint
+from ..stages.storage.credit import credit
 from .run_identity import config_digest, versions
 
 if TYPE_CHECKING:
@@ -33,10 +35,31 @@ class Keeper:
         self._session = session
         self._start = start
         self.failures = 0
+        self._saved: int | None = start.checkpoint_step if start.checkpoint else None
+        self._failed: int | None = None
+
+    def has(self, place: Place) -> bool:
+        """Whether the last checkpoint is that of this step."""
+        return self._saved == place.step
+
+    def credit(self, place: Place, metrics: Mapping[str, float]) -> None:
+        """The first rank adds what was measured to the checkpoint of this step, if there is one."""
+        if not self.has(place) or self._session.world.rank:
+            return
+        try:
+            credit(
+                self._start.folder,
+                place.step,
+                metrics,
+                run_id=self._start.run_id,
+                retention=self._retention,
+            )
+        except AlignError as error:
+            logger.warning("The checkpoint of step %d is not told: %s", place.step, error)
 
     def save(self, place: Place, metrics: Mapping[str, float], *, mlflow_run_id: str) -> Saved:
         """Every rank writes its part; there is a checkpoint only where all could."""
-        session, train = self._session, self._session.job.config.train
+        session = self._session
         began = time.monotonic()
         saved = save_checkpoint(
             self._start.folder,
@@ -44,9 +67,9 @@ class Keeper:
             session.engine.save_state,
             run_id=self._start.run_id,
             peers=Peers(session.world.rank, lambda mine: gathered(session.world, mine)),
-            retention=Retention(train.keep_last, train.best),
+            retention=self._retention,
         )
-        self.failures = 0 if saved.succeeded else self.failures + 1
+        self._count(place, saved)
         if session.world.rank == 0 and (took := time.monotonic() - began) > SLOW_SECONDS:
             logger.warning(
                 "Saving took %.0f s. Launchers kill 30 s after they ask to stop: save more often "
@@ -54,6 +77,17 @@ class Keeper:
                 took,
             )
         return saved
+
+    @property
+    def _retention(self) -> Retention:
+        train = self._session.job.config.train
+        return Retention(train.keep_last, train.best)
+
+    def _count(self, place: Place, saved: Saved) -> None:
+        if saved.succeeded:
+            self.failures, self._saved = 0, place.step
+        elif place.step != self._failed:
+            self.failures, self._failed = self.failures + 1, place.step
 
     def _position(self, place: Place, metrics: Mapping[str, float], run_id: str) -> Position:
         session = self._session

@@ -40,7 +40,8 @@ def sync_run(root: Path, *, uri: str = "") -> Synced:
         address = uri or _address_of(ledger)
         ledger.move_to(address)
         if not ledger.record.status:  # nobody is at work here, and nobody said how it ended
-            ledger.change(status="KILLED", ended_ms=time.time_ns() // 1_000_000)
+            status = "FINISHED" if folder.model.exists() else "KILLED"
+            ledger.change(status=status, ended_ms=time.time_ns() // 1_000_000)
         try:
             delivery = Delivery(MlflowStore(address), ledger, folder.metrics)
             delivery.deliver()

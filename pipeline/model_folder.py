@@ -6,11 +6,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..stages.engine.peers import from_first
-from ..stages.model.save import save_adapter, save_merged, save_whole
+from ..stages.model.logps import causal_model
+from ..stages.model.save import (
+    parted,
+    save_adapter,
+    save_merged,
+    save_value_head,
+    save_whole,
+)
 from ..stages.report.card import Lineage, model_card
 from ..stages.storage.final_model import save_model
 from .run_identity import versions
-from .settings import flatten, redacted
+from .used_settings import used_settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,38 +40,37 @@ def write_model(session: Session, start: Start, records: RunRecords, *, steps: i
 def _write(session: Session, start: Start, lineage: Lineage, weights: Mapping[str, Tensor]) -> None:
     job, folder = session.job, start.folder
     lora, source = job.config.lora, Path(job.policy.path)
+    own, value_head = parted(weights)
 
     def write(draft: Path) -> None:
         save = save_adapter if lora.enabled else save_whole
-        save(session.policy.model, weights, source, draft)
-        _write_card(draft, model_card(lineage, adapter_of=job.policy.path if lora.enabled else ""))
+        save(session.policy.model, own, source, draft)
+        finish(draft, model_card(lineage, adapter_of=job.policy.path if lora.enabled else ""))
         if lora.enabled and lora.merge:
             save_model(folder.merged, lambda merged: write_merged(draft, merged), start.run_id)
 
     def write_merged(adapter: Path, draft: Path) -> None:
-        save_merged(job.policy, adapter, draft)
-        _write_card(draft, model_card(lineage))
+        save_merged(job.policy, adapter, draft, scores=lineage.head == "score")
+        finish(draft, model_card(lineage))
+
+    def finish(draft: Path, card: str) -> None:
+        if value_head:
+            save_value_head(value_head, draft)
+        (draft / "README.md").write_text(card, encoding="utf-8")
 
     save_model(folder.model, write, start.run_id)
 
 
-def _write_card(folder: Path, card: str) -> None:
-    (folder / "README.md").write_text(card, encoding="utf-8")
-
-
 def _lineage(session: Session, records: RunRecords, steps: int) -> Lineage:
     job = session.job
-    manifest, settings = job.manifest, flatten(job.config)
-    sections = {"train"} | ({"lora"} if job.config.lora.enabled else set())
+    manifest = job.manifest
     return Lineage(
         method=session.recipe.name,
         formula=session.recipe.formula,
+        head=session.recipe.head,
+        padding_token=causal_model(session.policy.model).config.pad_token_id,
         options={name: str(value) for name, value in session.recipe.values.items()},
-        settings={
-            name: str(redacted(value))
-            for name, value in settings.items()
-            if name.partition(".")[0] in sections
-        },
+        settings=used_settings(session, "train"),
         policy=job.policy.path,
         reference=manifest.model,
         reference_weights=manifest.fingerprint["model.weights"],
@@ -72,8 +78,18 @@ def _lineage(session: Session, records: RunRecords, steps: int) -> Lineage:
         cache_root=manifest.root,
         data={entry.name: entry.sha256 for entry in manifest.inputs},
         steps=steps,
+        rows_seen=_rows_seen(session, steps),
         rows=session.source.train_rows,
         metrics=records.metrics,
         versions=versions(),
         mlflow_run=records.mlflow_run_id,
+        mlflow_key=records.mlflow_run_key,
     )
+
+
+def _rows_seen(session: Session, steps: int) -> int:
+    """Over all epochs; the last step of one may hold fewer rows than the others."""
+    size, per_epoch = session.job.config.train.batch_size, session.feed.steps_per_epoch
+    epochs, more = divmod(steps, per_epoch)
+    in_epoch = min(session.source.train_rows, per_epoch * size)
+    return epochs * in_epoch + more * size

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from contextlib import contextmanager
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..schemas.errors import Interrupted, StorageError
 from ..stages.storage import fs
+from ..stages.tracking.names import EVAL
 from ..stages.tracking.no_progress import NoProgress
 from ..stages.tracking.null_run import NullRun
 from ..stages.tracking.training_run import open_training_run
+from .best_metric import BestMetric
 from .keeping import Keeper
-from .settings import flatten, redacted
+from .used_settings import used_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ..schemas.tracking import Progress, Run
+    from ..schemas.checkpoint import Checkpoint
+    from ..schemas.tracking import Progress
+    from ..stages.tracking.training_run import JournaledRun
     from ..stages.train.loop import Place
     from .run_start import Start
     from .session import Session
@@ -34,15 +39,15 @@ SHOWN = ("loss", "rewards/margins", "rewards/accuracies", "log_odds/accuracy", "
 @contextmanager
 def open_records(session: Session, start: Start, progress: Progress) -> Iterator[RunRecords]:
     """The first rank tells MLflow and the metrics file; every rank saves its part."""
-    run: Run = NullRun()
+    run: JournaledRun | NullRun = NullRun()
     if session.world.rank == 0:
         run = open_training_run(
             session.job.config.tracking,
             start.folder,
             name=session.recipe.name,
             tags=_tags(session),
-            # What was measured before the first step is measured again by whoever begins there.
-            keep_through=start.checkpoint_step or -1,
+            keep_through=start.checkpoint_step if start.checkpoint else -1,
+            is_evaluated=_is_evaluated(start.checkpoint),
         )
     else:
         progress = NoProgress()
@@ -62,21 +67,31 @@ def open_records(session: Session, start: Start, progress: Progress) -> Iterator
 class RunRecords:
     """Where the loop of one rank tells what happens."""
 
-    def __init__(self, session: Session, start: Start, run: Run, progress: Progress) -> None:
+    def __init__(
+        self, session: Session, start: Start, run: JournaledRun | NullRun, progress: Progress
+    ) -> None:
         self._session = session
         self._start = start
         self._run = run
         self._progress = progress
         self._keeper = Keeper(session, start)
+        self._best = BestMetric(session.job.config.train.best)
         self._last_line = 0.0
-        # The newest value of each, those from before an interruption included.
+        self._step = start.checkpoint_step
+        # Measured at the newest step and at no other, and finite.
         self.metrics = dict(start.checkpoint.position.metrics) if start.checkpoint else {}
+        self.is_evaluated = _is_evaluated(start.checkpoint)  # the step it begins at
         self.is_finished = False
 
     @property
     def mlflow_run_id(self) -> str:
         """The store's name for the run, empty where there is none."""
         return self._run.run_id
+
+    @property
+    def mlflow_run_key(self) -> str:
+        """The tag by which the store knows the run, empty where there is none."""
+        return self._run.run_key
 
     def say(self, line: str) -> None:
         """Tells a person."""
@@ -95,18 +110,26 @@ class RunRecords:
         self.say(f"policy and cache agree to {gap:.1e} nats per completion")
         self._run.log_params({"gate.largest_gap": f"{gap:.3e}"})
 
-    def stepped(self, place: Place, metrics: dict[str, float]) -> None:
-        """An optimizer step is done."""
-        self._log(place, metrics)
-        self._progress.advance(1, tokens=round(metrics["tokens"]), padding=0)
+    def stepped(self, place: Place, metrics: dict[str, float], *, is_logged: bool) -> None:
+        """An optimizer step is done; not every one is written down."""
+        self._measured(place, metrics)
+        if is_logged:
+            self._run.log_metrics(metrics, step=place.step)
+        padded = metrics["tokens"] / (1 - metrics["padding"])
+        padding = round(padded - metrics["tokens"])
+        self._progress.advance(1, tokens=round(padded), padding=padding)
         if time.monotonic() - self._last_line >= SECONDS_PER_LINE:
             self._last_line = time.monotonic()
             self.say(f"step {place.step:,}: {shown(metrics)}")
 
     def evaluated(self, place: Place, metrics: dict[str, float]) -> None:
         """The held-out rows were measured."""
-        self._log(place, metrics)
-        plain = {name.removeprefix("eval/"): value for name, value in metrics.items()}
+        self._measured(place, metrics)
+        self._run.log_metrics(metrics, step=place.step)
+        if self._keeper.has(place):
+            self._run.sync()
+            self._keeper.credit(place, metrics)
+        plain = {name.removeprefix(EVAL): value for name, value in metrics.items()}
         self.say(f"step {place.step:,}, held-out rows: {shown(plain)}")
 
     def not_applied(self, place: Place, row_ids: tuple[str, ...]) -> None:
@@ -117,11 +140,14 @@ class RunRecords:
         self.say(f"step {place.step:,} gave NaN or infinity and was not applied")
 
     def save(self, place: Place) -> None:
-        """A checkpoint; one that fails is told, three in a row end the run."""
+        """A checkpoint, where there is none yet; one that fails is told, three in a row end it."""
+        if self._keeper.has(place):
+            return
         self._run.sync()
-        saved = self._keeper.save(place, self.metrics, mlflow_run_id=self.mlflow_run_id)
+        measured = self.metrics if place.step == self._step else {}
+        saved = self._keeper.save(place, measured, mlflow_run_id=self.mlflow_run_id)
         if not saved.succeeded:
-            self._log(place, {"checkpoint_failed": 1.0})
+            self._run.log_metrics({"checkpoint_failed": 1.0}, step=place.step)
             self.say(f"step {place.step:,}: no checkpoint: {saved.failure}")
             if self._keeper.failures >= Keeper.MOST_FAILURES:
                 raise StorageError(
@@ -139,9 +165,12 @@ class RunRecords:
         tags = {"align.cache_root": self._session.job.manifest.root, "align.step": str(place.step)}
         self._run.log_model_link(folder.model, tags=tags)
 
-    def _log(self, place: Place, metrics: dict[str, float]) -> None:
-        self.metrics |= metrics
-        self._run.log_metrics(metrics, step=place.step)
+    def _measured(self, place: Place, metrics: dict[str, float]) -> None:
+        if place.step != self._step:
+            self._step, self.metrics = place.step, {}
+        self.metrics |= {name: value for name, value in metrics.items() if math.isfinite(value)}
+        if (said := self._best.warning(metrics)) and self._session.world.rank == 0:
+            logger.warning("%s", said)
 
     def _describe(self) -> None:
         session, folder = self._session, self._start.folder
@@ -160,19 +189,22 @@ class RunRecords:
 
 def shown(metrics: dict[str, float]) -> str:
     """The few numbers a person wants to see at once."""
-    return ", ".join(f"{name} {metrics[name]:.4g}" for name in SHOWN if name in metrics)
+    known = {name: metrics[name] for name in SHOWN if math.isfinite(metrics.get(name, math.nan))}
+    return ", ".join(f"{name} {value:.4g}" for name, value in known.items())
+
+
+def _is_evaluated(checkpoint: Checkpoint | None) -> bool:
+    """Whether a checkpoint says what its step was worth on held-out rows."""
+    return checkpoint is not None and any(
+        name.startswith(EVAL) for name in checkpoint.position.metrics
+    )
 
 
 def _params(session: Session) -> dict[str, str]:
-    config = session.job.config
-    sections = {"train", "model"} | ({"lora"} if config.lora.enabled else set())
-    settings: dict[str, Any] = {
-        name: redacted(value)
-        for name, value in flatten(config).items()
-        if name.partition(".")[0] in sections
-    }
+    settings = used_settings(session, "train", "model")
     options = {f"method.{name}": value for name, value in session.recipe.values.items()}
     counts = {"rows.train": session.source.train_rows, "rows.eval": session.source.eval_rows}
+    counts |= session.source.counts
     return {name: str(value) for name, value in {**settings, **options, **counts}.items()}
 
 

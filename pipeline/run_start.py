@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,7 @@ class Start:
     run_id: str
     checkpoint: Checkpoint | None
     is_finished: bool  # there is a model already, and nothing was changed since
-    began: float  # on the monotonic clock
+    began: float = 0.0  # on this rank's monotonic clock
 
     @property
     def checkpoint_step(self) -> int:
@@ -45,12 +45,13 @@ class Start:
 def started(job: TrainingJob, world: World) -> Iterator[Start]:
     """Owns the run's folder as long as the block runs; the first rank does it for all."""
     folder = RunFolder(Path(job.config.train.output))
+    began = time.monotonic()  # each machine counts from a moment of its own
     with ExitStack() as held:
-        yield from_first(world, lambda: _enter(job, world, folder, held))
+        start = from_first(world, lambda: _enter(job, world, folder, held))
+        yield replace(start, began=began)
 
 
 def _enter(job: TrainingJob, world: World, folder: RunFolder, held: ExitStack) -> Start:
-    began = time.monotonic()
     run_id = uuid.uuid4().hex[:12]
     folder.prepare()
     held.enter_context(owner_lock(folder, run_id))
@@ -58,11 +59,12 @@ def _enter(job: TrainingJob, world: World, folder: RunFolder, held: ExitStack) -
     is_finished = False
     if job.config.train.resume == "never":
         folder.require_new()
-    elif folder.config.exists():
+    elif folder.config.exists() and folder.metrics.exists():
         changed = require_same_run(read_yaml(folder.config), as_absolute(job.config))
-        is_finished = folder.model.exists() and not changed
+        lacks_merged = job.config.lora.merge and not folder.merged.exists()
+        is_finished = folder.model.exists() and not (changed or lacks_merged)
     chosen = choose_checkpoint(folder)
     if chosen:
         require_same_world(chosen.checkpoint.position, job, world)
     fs.publish(folder.config, as_yaml(job.config).encode(), label="config")
-    return Start(folder, run_id, chosen.checkpoint if chosen else None, is_finished, began)
+    return Start(folder, run_id, chosen.checkpoint if chosen else None, is_finished)

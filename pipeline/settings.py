@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -30,7 +31,10 @@ PATHS = (
     "train.model",
     "train.output",
     "train.eval_cache",
+    "rewards.model",
+    "rewards.output",
 )
+BY_HAND = ("flag", "--set", "ALIGN_MODEL")
 PATH_LISTS = ("data.files", "cache.reuse")
 
 
@@ -42,16 +46,32 @@ class Settings:
     origins: dict[str, str]
 
     def given(self, section: str) -> dict[str, Any]:
-        """The settings of one section that somebody wrote down, by their dotted names."""
-        values = flatten(self.config)
-        return {name: values[name] for name in self.origins if name.startswith(f"{section}.")}
+        """The settings of one section that somebody wrote down, by their dotted names.
+
+        A default in a file is not counted: `align init` writes all of them.
+        """
+        values, defaults = flatten(self.config), flatten(Config())
+        return {
+            name: values[name]
+            for name, origin in self.origins.items()
+            if name.startswith(f"{section}.")
+            and (origin in BY_HAND or values[name] != defaults.get(name))
+        }
 
 
 def load_settings(
-    flags: Mapping[str, Any], sets: Sequence[str], *, file: Path | None, data: Sequence[str] = ()
+    flags: Mapping[str, Any],
+    sets: Sequence[str],
+    *,
+    file: Path | None,
+    data: Sequence[str] = (),
+    beside: str | None = None,
 ) -> Settings:
-    """Later sources win: defaults, config file, environment, flags, --set."""
-    path = file or _beside(data)
+    """Later sources win: defaults, config file, environment, flags, --set.
+
+    The file is `file`, or the align.yaml here, beside the data or beside something else.
+    """
+    path = file or _beside([*data, *filter(None, [beside])])
     layers: list[tuple[str, dict[str, Any]]] = []
     if path:
         layers.append((str(path), _read_file(path)))
@@ -154,6 +174,9 @@ def _from_where_it_lies(values: dict[str, Any], folder: Path) -> dict[str, Any]:
     for name in PATHS:
         if isinstance(values.get(name), str) and values[name]:
             values[name] = str(folder / Path(values[name]).expanduser())
+    deepspeed = values.get("train.deepspeed")
+    if isinstance(deepspeed, str) and deepspeed.endswith(".json"):  # a file, and not a preset
+        values["train.deepspeed"] = str(folder / Path(deepspeed).expanduser())
     for name in PATH_LISTS:
         if isinstance(values.get(name), list):
             values[name] = [str(folder / Path(str(item)).expanduser()) for item in values[name]]
@@ -204,6 +227,8 @@ def _build(values: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
         raise UsageError(f"{blamed}: {error}") from error
     flat = flatten(config)
     for name, (least, most) in _bounds().items():
+        if isinstance(flat[name], float) and not math.isfinite(flat[name]):
+            raise UsageError(f"{origins[name]}: {name} is {flat[name]}; it must be finite.")
         side = ""
         if least is not None and flat[name] < least:
             side = f"below {least}"

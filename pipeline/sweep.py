@@ -3,153 +3,153 @@
 from __future__ import annotations
 
 import itertools
-import json
-import logging
-import re
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..schemas.errors import AlignError, UsageError
+from ..schemas.errors import AlignError, Interrupted, UsageError
 from ..stages.engine.launch import joined_world
 from ..stages.engine.peers import from_first
-from ..stages.methods.table import recipe_of
-from ..stages.report.grid import grid
 from ..stages.storage import fs
+from ..stages.storage.run_folder import RunFolder
+from .halting import WAY_ON
+from .measured import first_and_last
 from .recording import recorded
+from .swept import Swept, Tried
 from .train import train_in
-from .trained import EVAL
 from .training_job import open_training
+from .trials import OWN, values_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Iterator, Sequence
 
     from ..schemas.engine import World
     from ..schemas.tracking import Progress, Run
     from .settings import Settings
-    from .trained import Trained
+    from .training_job import TrainingJob
+    from .trials import Trial
 
-logger = logging.getLogger("align")
+    Load = Callable[[Sequence[str]], Settings]
 
-# What stands above a column, and the metric in it.
-HEADS = {"loss": "loss", "acc.": "rewards/accuracies", "margin": "rewards/margins"}
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One run of a sweep: its name, and the settings that tell it from the others."""
-
-    name: str
-    settings: tuple[str, ...]  # NAME=VALUE, as --set takes them
+GROUP_TAG = "align.sweep"  # the sweep's folder: it names the group where the parent is not known
 
 
-@dataclass(frozen=True)
-class Tried:
-    """What came of one run."""
-
-    trial: Trial
-    trained: Trained | None
-    failure: str = ""
-
-
-def trials_of(methods: Sequence[str], varied: Mapping[str, Sequence[str]]) -> list[Trial]:
-    """Every combination; an option that a method does not have is left out for it."""
-    options = {name: recipe_of(name, {}).values for name in methods}
-    for key in varied:
-        section, _, option = key.partition(".")
-        if section == "method" and not any(option in known for known in options.values()):
-            raise UsageError(f"{key}: none of {', '.join(methods)} has it. See `align methods`.")
-    trials = []
-    for name, known in options.items():
-        own = {
-            key: values
-            for key, values in varied.items()
-            if not key.startswith("method.") or key.removeprefix("method.") in known
-        }
-        for values in itertools.product(*own.values()):
-            chosen = [f"{key}={value}" for key, value in zip(own, values, strict=True)]
-            short = [re.sub(r"[^\w.+-]", "_", value) for value in values]
-            trials.append(Trial("-".join([name, *short]), (f"train.method={name}", *chosen)))
-    return trials
-
-
-def sweep(
-    load: Callable[[Sequence[str]], Settings],
-    trials: Sequence[Trial],
-    output: Path,
-    *,
-    progress: Progress,
-) -> Swept:
+def sweep(load: Load, trials: Sequence[Trial], output: Path, *, progress: Progress) -> Swept:
     """Trains one after another; `load` gives the settings of a run from what --set would add.
 
     Alone a process goes on after a run that failed; ranks cannot, for they may not agree on it.
     """
-    tracking = load(()).config.tracking
+    given = load(())
+    _require_free(given, trials)
+    jobs = [_open(load, trial, output) for trial in trials]
+    _require_different(jobs)
     tried: list[Tried] = []
-    with (
-        joined_world() as world,
-        recorded(tracking, name="sweep", is_recorded=world.rank == 0) as parent,
-    ):
-        for trial in trials:
-            progress.say(f"run {len(tried) + 1} of {len(trials)}: {trial.name}")
-            settings = load((*trial.settings, f"train.output={output / trial.name}"))
-            tried.append(_try(trial, settings, world, parent.run_id, progress))
-        swept = Swept(output, tuple(tried))
-        from_first(world, lambda: _publish(swept, parent))
-    return swept
+    with joined_world() as world:
+        from_first(world, partial(_require_room, jobs))
+        with (
+            _naming_the_way_on(output, tried, len(jobs)),
+            recorded(given.config.tracking, name="sweep", is_recorded=world.rank == 0) as parent,
+        ):
+            _describe(parent, trials, jobs, output)
+            for trial, job in zip(trials, jobs, strict=True):
+                progress.say(f"run {len(tried) + 1} of {len(trials)}: {trial.name}")
+                tagged = replace(job, tags=_tags(trial, output, parent))
+                tried.append(_try(trial, tagged, world, progress))
+                _tell(Swept(output, tuple(tried)), world, parent)
+            if any(one.error for one in tried):
+                parent.finish("FAILED")
+    return Swept(output, tuple(tried))
 
 
-@dataclass(frozen=True)
-class Swept:
-    """All runs of a sweep, in the order they were made."""
-
-    folder: Path
-    tried: tuple[Tried, ...]
-
-    @property
-    def failures(self) -> list[Tried]:
-        """Runs that did not come to their end."""
-        return [one for one in self.tried if one.failure]
-
-    def text(self) -> str:
-        """One table for a person."""
-        head = ["held-out rows", *(f"{name} {when}" for name in HEADS for when in ("from", "to"))]
-        table = grid(head, [_cells(one) for one in self.tried])
-        failed = [f"{one.trial.name} failed: {one.failure}" for one in self.failures]
-        return "\n".join([*table, *failed, f"in {self.folder}"])
+def _require_free(given: Settings, trials: Sequence[Trial]) -> None:
+    """Refuses a --set that every run would override."""
+    for name in (*OWN, *values_of(trials)):
+        if given.origins.get(name) == "--set":
+            way = OWN.get(name, "--vary")
+            raise UsageError(f"--set {name}: the sweep sets it in every run. Use {way} alone.")
 
 
-def _try(trial: Trial, settings: Settings, world: World, parent: str, progress: Progress) -> Tried:
-    tags = {"mlflow.parentRunId": parent} if parent else {}
+def _open(load: Load, trial: Trial, output: Path) -> TrainingJob:
     try:
-        job = replace(open_training(settings), tags=tags)
-        return Tried(trial, train_in(job, world, progress=progress))
+        return open_training(load((*trial.settings, f"train.output={output / trial.name}")))
     except AlignError as error:
-        if world.size > 1:
-            raise
+        raise type(error)(f"{trial.name}: {error}") from error
+
+
+def _require_different(jobs: Sequence[TrainingJob]) -> None:
+    """Refuses values that are written differently and mean the same, as 0.1 and 0.10."""
+    for one, other in itertools.combinations([job.config for job in jobs], 2):
+        if replace(one, train=replace(one.train, output=other.train.output)) == other:
+            named = " and ".join(Path(config.train.output).name for config in (one, other))
+            raise UsageError(f"{named} would be the same run. Leave one of them out.")
+
+
+def _require_room(jobs: Sequence[TrainingJob]) -> None:
+    for job in jobs:
+        if job.config.train.resume == "never":
+            RunFolder(Path(job.config.train.output)).require_new()
+
+
+@contextmanager
+def _naming_the_way_on(output: Path, tried: Sequence[Tried], total: int) -> Iterator[None]:
+    try:
+        yield
+    except Interrupted as stop:
+        done = f"{len(tried)} of {total} runs of the sweep in {output} are over"
+        raise Interrupted(stop.signal_number, f"{done}. {WAY_ON}") from None
+
+
+def _describe(
+    parent: Run, trials: Sequence[Trial], jobs: Sequence[TrainingJob], output: Path
+) -> None:
+    varied = values_of(trials)
+    told = "; ".join(f"{name}={','.join(values)}" for name, values in varied.items())
+    parent.set_tags({GROUP_TAG: _group(output), "align.varied": told})
+    parent.log_params({name: ", ".join(values) for name, values in varied.items()})
+    for root, job in {job.manifest.root: job for job in jobs}.items():
+        cache = job.cache.root.resolve()
+        parent.log_dataset(cache.name, digest=root, source=str(cache), context="training")
+
+
+def _tags(trial: Trial, output: Path, parent: Run) -> dict[str, str]:
+    """What a run carries to be found as one of this sweep, whether or not it has a parent."""
+    tags = {GROUP_TAG: _group(output), "align.trial": trial.name}
+    return {**tags, "mlflow.parentRunId": parent.run_id} if parent.run_id else tags
+
+
+def _group(output: Path) -> str:
+    return str(output.resolve())
+
+
+def _try(trial: Trial, job: TrainingJob, world: World, progress: Progress) -> Tried:
+    try:
+        trained = train_in(job, world, progress=progress)
+        if trained.is_old:
+            progress.say(f"{trial.name} is finished already and stays as it is")
+        return Tried(trial, trained, first_and_last(trained.folder.metrics))
+    except AlignError as error:
         progress.say(f"{trial.name} failed: {error}")
-        return Tried(trial, None, str(error))
+        return Tried(trial, error=error)
+
+
+def _tell(swept: Swept, world: World, parent: Run) -> None:
+    """Publishes what is done so far; among ranks a failure is told and then ends the sweep."""
+    error = swept.tried[-1].error
+    if not error or world.size == 1:
+        from_first(world, partial(_publish, swept, parent))
+        return
+    if world.rank == 0:  # not `from_first`: the others may be gone
+        _publish(swept, parent)
+    raise error
 
 
 def _publish(swept: Swept, parent: Run) -> None:
-    rows = [
-        {
-            "name": one.trial.name,
-            "settings": list(one.trial.settings),
-            "steps": one.trained.steps if one.trained else 0,
-            "before": one.trained.before if one.trained else {},
-            "after": one.trained.after if one.trained else {},
-            "failure": one.failure,
-        }
-        for one in swept.tried
-    ]
     swept.folder.mkdir(parents=True, exist_ok=True)
-    for name, text in (("sweep.json", json.dumps(rows, indent=2)), ("sweep.txt", swept.text())):
+    for name, text in (("sweep.json", swept.as_json()), ("sweep.txt", swept.text())):
         fs.publish(swept.folder / name, f"{text}\n".encode(), label="config")
         parent.log_artifact(swept.folder / name)
-
-
-def _cells(one: Tried) -> list[str]:
-    before, after = (one.trained.before, one.trained.after) if one.trained else ({}, {})
-    values = [when.get(f"{EVAL}{name}") for name in HEADS.values() for when in (before, after)]
-    return [one.trial.name, *("-" if value is None else f"{value:.4f}" for value in values)]
+    if swept.failures:
+        told = "\n".join(f"{one.trial.name}: {one.error}" for one in swept.failures)
+        parent.set_tags({"align.failed": told})

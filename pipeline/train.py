@@ -13,22 +13,27 @@ from ..stages.engine.launch import joined_world
 from ..stages.engine.peers import together
 from ..stages.feed.feed import CacheFeed
 from ..stages.feed.settings import FeedSettings
+from ..stages.feed.shared import shared_prompts
 from ..stages.feed.source import open_source
 from ..stages.model.logps import causal_model
 from ..stages.model.policy import load_policy
 from ..stages.storage.sample import sample_rows
 from ..stages.train.agreement import largest_gap
 from ..stages.train.loop import Halts, Loop, Place, train
+from ..stages.train.memory import forget_peak
 from ..stages.train.meter import Meter
 from .halting import asked_to_stop, naming_the_way_on
 from .lost_peers import naming_lost_peers
 from .model_folder import write_model
+from .resuming import require_same_engine
 from .run_records import RunRecords, open_records
 from .run_start import Start, started
 from .session import Session
 from .trained import Trained, outcome
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ..schemas.engine import World
     from ..schemas.tracking import Progress
     from ..stages.feed.source import TrainSource
@@ -54,8 +59,10 @@ def train_in(job: TrainingJob, world: World, *, progress: Progress) -> Trained:
     with naming_the_way_on(), naming_lost_peers(world), started(job, world) as start:
         if start.is_finished:
             return replace(outcome(start.folder, "finished"), is_old=True)
+        forget_peak()
         session = open_session(job, world, progress)
         with open_records(session, start, progress) as records:
+            require_same_engine(start.folder, session.engine_config)
             place = _restored(session, start)
             if place is None:
                 _require_agreement(session, records)
@@ -68,9 +75,10 @@ def open_session(job: TrainingJob, world: World, progress: Progress) -> Session:
     config = job.config
     source, held_out = together(world, lambda: _sources(job, world))
     recipe, advice = job.recipe.settled(source.labels)
-    for note in (_told_of(source, held_out), *source.notes, *advice):
-        progress.say(note)
-    policy = together(world, lambda: load_policy(job.policy, config.train, config.lora))
+    if world.rank == 0:
+        for note in (*_told_of(source, held_out), *advice):
+            progress.say(note)
+    policy = together(world, lambda: _policy(job, recipe))
     engine, engine_config = open_engine(
         policy, config.train, world, hidden_size=_text_config(policy).hidden_size
     )
@@ -87,35 +95,34 @@ def open_session(job: TrainingJob, world: World, progress: Progress) -> Session:
     )
 
 
+def _policy(job: TrainingJob, recipe: Recipe) -> Policy:
+    train, purity = job.config.train, "purity" in recipe.needs
+    return load_policy(job.policy, train, job.config.lora, head=recipe.head, purity=purity)
+
+
 def _sources(job: TrainingJob, world: World) -> tuple[TrainSource, TrainSource]:
     """The rows to learn from, and those to be measured by: held out of them, or another cache."""
-    recipe, first_here = job.recipe, world.local_rank == 0
-    source = open_source(
-        job.cache,
-        job.manifest,
-        rows=recipe.rows,
-        mismatched="mismatched" in recipe.needs,
-        eval_fraction=job.config.train.eval_fraction,
-        checks_bytes=first_here,
-    )
+    first_here = world.local_rank == 0
+    source = open_source(job.cache, job.manifest, job.reading, checks_bytes=first_here)
     if job.held_out is None:
         return source, source
-    folder, manifest = job.held_out
-    return source, open_source(
-        folder,
-        manifest,
-        rows=recipe.rows,
-        mismatched="mismatched" in recipe.needs,
-        eval_fraction=1.0,
-        checks_bytes=first_here,
-    )
+    reading = replace(job.reading, eval_fraction=1.0)
+    return source, open_source(*job.held_out, reading, checks_bytes=first_here)
 
 
-def _told_of(source: TrainSource, held_out: TrainSource) -> str:
-    return (
+def _told_of(source: TrainSource, held_out: TrainSource) -> Iterator[str]:
+    yield (
         f"cache {source.folder.root} (root {source.manifest.root[:12]}…): "
         f"{source.train_rows:,} rows to learn from, {held_out.eval_rows:,} held out"
     )
+    yield from source.notes
+    if held_out is not source:
+        yield from (f"{held_out.folder.root}: {note}" for note in held_out.notes)
+        if shared := shared_prompts(source, held_out):
+            yield (
+                f"{held_out.folder.root}: {shared:,} prompts are learned from as well. What is "
+                "measured by them says nothing of prompts that are new."
+            )
 
 
 def _feed_settings(job: TrainingJob, recipe: Recipe, world: World, policy: Policy) -> FeedSettings:
@@ -151,12 +158,18 @@ def _restored(session: Session, start: Start) -> Place | None:
 def _require_agreement(session: Session, records: RunRecords) -> None:
     """The policy, where it begins as the reference, has to give the numbers of the cache."""
     job = session.job
+    if session.recipe.head == "score":
+        records.say("A reward model has no log-probs to compare with the reference's.")
+        return
     if not job.begins_as_reference:
         records.say("The policy is not the reference of the cache: its log-probs are not compared.")
         return
+    sample = together(
+        session.world, lambda: list(sample_rows(job.cache, job.manifest, SAMPLED_ROWS))
+    )
     gap = largest_gap(
         session.engine,
-        sample_rows(job.cache, job.manifest, SAMPLED_ROWS),
+        sample,
         job.manifest.fingerprint["model.dtype"],
         str(causal_model(session.policy.model).dtype).removeprefix("torch."),
     )
@@ -174,7 +187,13 @@ def _learn(session: Session, start: Start, records: RunRecords, place: Place) ->
     )
     with asked_to_stop() as asked:
         records.begin(place, loop.total_steps)
-        place, ending = train(loop, start=place, records=records, halts=Halts(asked, deadline))
+        place, ending = train(
+            loop,
+            start=place,
+            records=records,
+            halts=Halts(asked, deadline),
+            is_measured=records.is_evaluated,
+        )
     if ending == "signal":
         raise Interrupted(asked.signal_number or 15)
     if ending == "finished":

@@ -13,14 +13,18 @@ from ..stages.methods.table import recipe_of
 from ..stages.model.fingerprint import stored_dtype
 from ..stages.storage.layout import CacheFolder
 from ..stages.storage.manifest import load_manifest
+from .best_metric import require_measured
 from .durations import seconds_of
+from .effect import require_effect
 from .gate import require_same_making, require_same_reference, require_same_text
+from .needs import reading_of, require_fixed_reference, require_token_logps
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ..schemas.config import Config, ModelOptions, TrainOptions
     from ..schemas.manifest import Manifest
+    from ..stages.feed.reading import Reading
     from ..stages.methods.recipe import Recipe
     from .settings import Settings
 
@@ -33,6 +37,7 @@ class TrainingJob:
 
     config: Config
     recipe: Recipe  # not yet settled
+    reading: Reading
     cache: CacheFolder
     manifest: Manifest
     held_out: tuple[CacheFolder, Manifest] | None
@@ -52,13 +57,19 @@ def open_training(settings: Settings) -> TrainingJob:
             "No method. Pass --method kto (or dpo, orpo, …; `align methods` lists them all), or "
             "set train.method in align.yaml."
         )
+    require_fixed_reference(config.method)
     recipe = recipe_of(train.method, config.method)
     max_seconds = seconds_of(train.max_time, name="train.max_time")
-    _require_one_evaluation(train)
+    require_effect(settings)
+    require_measured(train)
     cache = CacheFolder(Path(train.cache or config.cache.output))
     manifest = load_manifest(cache)
     policy = _policy(config, manifest)
     zero_stage = _zero_stage(train, policy)
+    held_out = _held_out(config, manifest)
+    for folder, made in ((cache, manifest), *([held_out] if held_out else [])):
+        require_token_logps(recipe, folder, made)
+    reading = reading_of(recipe, train, policy.path)
     given = {name: str(value) for name, value in settings.given("tokens").items()}
     require_same_text(manifest, policy.path, config.tokens, given)
     begins_as_reference = require_same_reference(
@@ -67,19 +78,15 @@ def open_training(settings: Settings) -> TrainingJob:
     return TrainingJob(
         config=config,
         recipe=recipe,
+        reading=reading,
         cache=cache,
         manifest=manifest,
-        held_out=_held_out(config, manifest),
+        held_out=held_out,
         policy=policy,
         begins_as_reference=begins_as_reference,
         max_seconds=max_seconds,
         zero_stage=zero_stage,
     )
-
-
-def _require_one_evaluation(train: TrainOptions) -> None:
-    if train.eval_cache and train.eval_fraction:
-        raise UsageError("train.eval_cache and train.eval_fraction are both set. Choose one.")
 
 
 def _zero_stage(train: TrainOptions, policy: ModelOptions) -> int:

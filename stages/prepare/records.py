@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ...schemas.rows import BadRow, Record, Rejected, Role
 from .cells import TOO_DEEP, read_cells
-from .shapes import OPTIONAL
+from .shapes import OPTIONAL, SCORES
 from .values import (
     is_blank,
     read_completion,
@@ -95,7 +95,16 @@ def _paired(cells: Cells, source: Source, has_prompt: bool) -> _Branches:
     prompt = read_prompt(cells.get(source["prompt"]), source["prompt"])
     chosen = read_completion(cells.get(source["chosen"]), source["chosen"], prompt)
     rejected = read_completion(cells.get(source["rejected"]), source["rejected"], prompt)
-    return _Branches(prompt, (chosen, rejected), _PAIR, _NO_SCORES)
+    return _Branches(prompt, (chosen, rejected), _PAIR, _pair_scores(cells, source))
+
+
+def _pair_scores(cells: Cells, source: Source) -> tuple[float | None, ...]:
+    columns = [source.get(name, "") for name in SCORES["paired"]]
+    values = [cells.get(column) if column else None for column in columns]
+    return tuple(
+        None if value is None else read_number(value, column)
+        for value, column in zip(values, columns, strict=True)
+    )
 
 
 def _paired_without_prompt(cells: Cells, source: Source) -> _Branches:
@@ -110,7 +119,7 @@ def _paired_without_prompt(cells: Cells, source: Source) -> _Branches:
             raise BadRow("empty_completion", f"{column!r} is empty behind the common prompt")
     if is_blank(chosen[:length]):
         raise BadRow("empty_prompt", f"{columns[0]!r} and {columns[1]!r} share no beginning")
-    return _Branches(chosen[:length], completions, _PAIR, _NO_SCORES)
+    return _Branches(chosen[:length], completions, _PAIR, _pair_scores(cells, source))
 
 
 def shared_length(chosen: Text, rejected: Text) -> int:
@@ -158,24 +167,29 @@ def _unpaired(cells: Cells, source: Source, _has_prompt: bool) -> _Branches:
 
 def _scored(cells: Cells, source: Source, _has_prompt: bool) -> _Branches:
     prompt = read_prompt(cells.get(source["prompt"]), source["prompt"])
-    column, scores_column = source["completions"], source["scores"]
+    column = source["completions"]
     candidates = read_list(cells.get(column), column)
-    scores = read_list(cells.get(scores_column), scores_column)
     if not candidates:
         raise BadRow("empty_completion", f"{column!r} is an empty list")
-    if len(candidates) != len(scores):
-        raise BadRow(
-            "schema", f"{len(candidates)} in {column!r} but {len(scores)} in {scores_column!r}"
-        )
     completions = [
         read_completion(candidate, f"{column}[{index}]", prompt)
         for index, candidate in enumerate(candidates)
     ]
-    numbers = [
-        read_number(score, f"{scores_column}[{index}]") for index, score in enumerate(scores)
-    ]
     roles = (Role.CANDIDATE,) * len(completions)
-    return _Branches(prompt, tuple(completions), roles, tuple(numbers))
+    return _Branches(prompt, tuple(completions), roles, _scores(cells, source, len(candidates)))
+
+
+def _scores(cells: Cells, source: Source, count: int) -> tuple[float | None, ...]:
+    """Of each candidate; none where the data has no such column yet."""
+    if "scores" not in source:
+        return (None,) * count
+    column = source["scores"]
+    scores = read_list(cells.get(column), column)
+    if len(scores) != count:
+        raise BadRow(
+            "schema", f"{count} in {source['completions']!r} but {len(scores)} in {column!r}"
+        )
+    return tuple(read_number(score, f"{column}[{index}]") for index, score in enumerate(scores))
 
 
 def _scored_long(cells: Cells, source: Source, _has_prompt: bool) -> _Branches:
@@ -207,7 +221,6 @@ def _template(cells: Cells, source: Source, prompt: Text) -> _Template:
 
 
 _PAIR = (Role.CHOSEN, Role.REJECTED)
-_NO_SCORES = (None, None)
 _READERS: Mapping[Kind, Callable[[Cells, Source, bool], _Branches]] = {
     "paired": _paired,
     "unpaired": _unpaired,

@@ -21,14 +21,18 @@ Kind: TypeAlias = Literal["paired", "unpaired", "scored", "scored_long"]
 REQUIRED: Mapping[Kind, tuple[str, ...]] = {
     "paired": ("chosen", "rejected"),
     "unpaired": ("prompt", "completion", "label"),
-    "scored": ("prompt", "completions", "scores"),
+    "scored": ("prompt", "completions"),
     "scored_long": ("prompt", "completion", "score"),
+}
+SCORES: Mapping[Kind, tuple[str, ...]] = {
+    "paired": ("chosen_score", "rejected_score"),
+    "scored": ("scores",),
 }
 OPTIONAL = ("system", "tools", "chat_template_kwargs")
 ALWAYS_CARRIED = ("margin", "weight")
 PROMPT_LIKE = ("question", "instruction", "query", "input", "context")
 _RESERVED = {*shard_schema(token_logps=True, carried=()).names}
-_KNOWN = {"prompt", *OPTIONAL, *ALWAYS_CARRIED}.union(*REQUIRED.values())
+_KNOWN = {"prompt", *OPTIONAL, *ALWAYS_CARRIED}.union(*REQUIRED.values(), *SCORES.values())
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,7 @@ def detect_shape(
     names = ["prompt", *REQUIRED[kind], *OPTIONAL, *carried, *carry]
     # A column not seen in the first rows of a JSON file may still come: it is looked for.
     source = {name: found.get(name, name) for name in names if name in found or name not in rename}
+    source.update({name: found[name] for name in SCORES.get(kind, ()) if name in found})
     return Shape(
         kind,
         source,

@@ -62,6 +62,8 @@ OF_A_STEP = (
     "step.started",
     "step.before_update",
     "step.updated",
+    "evaluation.batch",
+    "evaluation.done",
 )
 NAMES = (*OF_A_CACHE, *OF_A_RUN, *OF_RECORDS, *OF_A_STEP)
 

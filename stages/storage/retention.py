@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...schemas.errors import CorruptionError, FingerprintError, StorageError
@@ -13,6 +14,26 @@ from .run_folder import TRASH_NAME, trash_name
 if TYPE_CHECKING:
     from ...schemas.checkpoint import Retention
     from .run_folder import RunFolder
+
+
+# A metric with one of these between its slashes is best where it is lowest.
+LOWEST = frozenset({"loss", "nll", "kl", "rejected", "grad_norm", "errors"})
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What makes a checkpoint the best."""
+
+    metric: str
+    is_lowest: bool
+
+
+def wanted(best: str) -> Wanted:
+    """Reads `eval/loss`; with a leading - the lowest value is the best, with + the highest."""
+    metric = best.lstrip("+-")
+    if metric != best:
+        return Wanted(metric, best.startswith("-"))
+    return Wanted(metric, not LOWEST.isdisjoint(metric.split("/")))
 
 
 def prune(folder: RunFolder, retention: Retention, *, newest: int) -> None:
@@ -48,10 +69,11 @@ def kept_steps(folder: RunFolder, retention: Retention, *, newest: int) -> set[i
     return kept if best is None else kept | {best}
 
 
-def _best(folder: RunFolder, steps: list[int], metric: str) -> int | None:
+def _best(folder: RunFolder, steps: list[int], best: str) -> int | None:
     """The earliest step with the best value; None where no checkpoint has one."""
+    sought = wanted(best)
+    metric, sign = sought.metric, 1.0 if sought.is_lowest else -1.0
     values = {step: value for step in steps if (value := _value(folder, step, metric)) is not None}
-    sign = 1.0 if metric.endswith("loss") else -1.0
     return min(values, key=lambda step: (sign * values[step], step), default=None)
 
 

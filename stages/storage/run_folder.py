@@ -113,12 +113,16 @@ class RunFolder:
         fs.fsync_folder(self.root)
 
     def require_new(self) -> None:
-        """Refuses to begin a run where one has begun already; the owner asks."""
+        """Refuses to begin a run where one has begun already; the owner asks.
+
+        One that ended before it measured anything, such as by a wrong setting, leaves nothing that
+        could be lost.
+        """
         if self.model.exists():
             state = "a finished run"
         elif steps := self.steps():
             state = f"an unfinished run, with a checkpoint of step {steps[-1]}"
-        elif self.metrics.exists() or self.config.exists():
+        elif self.metrics.exists():
             state = "an unfinished run without a checkpoint"
         else:
             return

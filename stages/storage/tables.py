@@ -148,7 +148,9 @@ def _parse_row_ids(ids: pa.Array, source: str) -> tuple[NDArray[np.bytes_], NDAr
     good = pc.all(pc.match_substring_regex(ids, _ROW_ID)).as_py()
     _require(good is not False, source, "holds a malformed row id")
     digests = pc.utf8_slice_codeunits(ids, 0, _HEX)
-    joined = pc.binary_join(pa.ListArray.from_arrays([0, len(ids)], digests), "")
+    # From a Python list of offsets Arrow would import pandas.
+    everything = arrow_of(np.array([0, len(ids)]), pa.int32())
+    joined = pc.binary_join(pa.ListArray.from_arrays(everything, digests), "")
     raw = bytes.fromhex(joined[0].as_py())
     numbers = pc.utf8_slice_codeunits(ids, _HEX + 1)
     copies = pc.cast(pc.if_else(pc.equal(numbers, ""), "0", numbers), pa.int32())

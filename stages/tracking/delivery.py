@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .jsonl import line_start, read_entries
+from .ledger import GOES_ON_TAG
 from .mlflow_store import METRICS_PER_BATCH
 
 if TYPE_CHECKING:
@@ -78,6 +79,8 @@ class Delivery:
         experiment = self._store.experiment_id(record.experiment)
         if found := self._store.find_run(experiment, tag=KEY_TAG, value=record.key):
             return found
+        if before := record.tags.get(GOES_ON_TAG):
+            self._store.end_if_running(before)
         tags = {**record.tags, KEY_TAG: record.key}
         self._known = {}
         return self._store.create_run(

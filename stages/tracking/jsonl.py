@@ -1,6 +1,8 @@
-"""`metrics.jsonl`: what was measured, one line per logged step; the truth, whatever a store knows.
+"""`metrics.jsonl`: what was measured, a line per step or evaluation; the truth for any store.
 
 {"step":10,"time":1763735000.123,"loss":0.693,…} - finite numbers only; the rest is left out.
+An evaluation has a line of its own: a step's line is durable before its checkpoint is, and the
+checkpoint before an evaluation begins, so a line that waited for both could be lost.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...schemas.tracking import MetricPoint
 from ..storage import fs
-from .names import key_of
+from .names import EVAL, key_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,17 +27,20 @@ logger = logging.getLogger("align")
 RESERVED = ("step", "time")
 
 
-def open_journal(path: Path, *, keep_through: int) -> Journal:
-    """Goes on after the lines of steps up to `keep_through`; later ones are dropped, -1: all."""
-    if path.exists():
-        _drop_after(path, keep_through)
-    return Journal(path)
+def open_journal(path: Path, *, keep_through: int, is_evaluated: bool = True) -> Journal:
+    """Goes on after the lines of steps up to `keep_through`; later ones are dropped, -1: all.
+
+    Of a last step that is not evaluated yet, the line of an evaluation is dropped as well.
+    """
+    dropped = _drop_after(path, keep_through, is_evaluated) if path.exists() else 0
+    return Journal(path, dropped)
 
 
 class Journal:
     """Appends a line per logged step; every line is handed to the system at once."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, dropped: int = 0) -> None:
+        self.dropped = dropped  # whole lines that were left out when it was opened
         self._path = path
         self._sink = fs.append(path)
 
@@ -90,18 +95,26 @@ def line_start(path: Path, wanted: int) -> int:
         return wanted if source.read(1) == b"\n" else 0
 
 
-def _drop_after(path: Path, step: int) -> None:
+def _drop_after(path: Path, step: int, is_evaluated: bool) -> int:
     lines = fs.read_bytes(path).splitlines(keepends=True)
     plain = [_parsed(line) for line in lines]
     kept = [
         line
         for line, fields in zip(lines, plain, strict=True)
-        if fields is not None and fields["step"] <= step and line.endswith(b"\n")
+        if fields is not None
+        and line.endswith(b"\n")
+        and (fields["step"] < step or (fields["step"] == step and _stays(fields, is_evaluated)))
     ]
     if lost := plain[:-1].count(None):
         logger.warning("%s: %d lines cannot be read and are dropped.", path, lost)
     if len(kept) < len(lines):
         fs.publish(path, b"".join(kept), label="metrics")
+    whole = sum(line.endswith(b"\n") for line in lines)
+    return whole - len(kept)
+
+
+def _stays(fields: dict[str, Any], is_evaluated: bool) -> bool:
+    return is_evaluated or not any(name.startswith(EVAL) for name in fields)
 
 
 def _entry(line: bytes, end: int) -> Entry:

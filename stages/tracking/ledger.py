@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 FORMAT_VERSION = 1
+GOES_ON_TAG = "align.goes_on_from"  # the run whose last numbers were given up
 
 
 class Ledger:
@@ -61,6 +62,14 @@ class Ledger:
                 metrics_sent=0,
             )
 
+    def begin_again(self) -> None:
+        """The store may have numbers of a future that was given up: the rest is another run's."""
+        with self._lock:
+            before = self.record.run_id
+            origin = {GOES_ON_TAG: before} if before else {}
+            self.forget_run()
+            self.change(key=secrets.token_hex(8), tags={**self.record.tags, **origin})
+
     def move_to(self, uri: str) -> None:
         """From now on another store is to be told."""
         with self._lock:
@@ -74,10 +83,11 @@ class Ledger:
 
 
 def open_ledger(path: Path, *, uri: str, experiment: str, run_name: str) -> Ledger:
-    """Goes on with the record of an earlier process, or begins one."""
+    """Goes on with the record of an earlier process, or begins one; no uri is the one it had."""
     if path.exists():
         ledger = load_ledger(path)
-        ledger.move_to(uri)
+        if uri:
+            ledger.move_to(uri)
         ledger.change(status="", ended_ms=0)
         return ledger
     record = MlflowRecord(

@@ -64,14 +64,23 @@ class MlflowStore:
 
     def has_run(self, run_id: str) -> bool:
         """Whether the store has such a run, and it was not deleted."""
+        found = self._run(run_id)
+        return found is not None and bool(found.info.lifecycle_stage == "active")
+
+    def end_if_running(self, run_id: str) -> None:
+        """A run that nobody works at was killed, if nobody said how it ended."""
+        found = self._run(run_id)
+        if found is not None and found.info.status == "RUNNING":
+            self.finish(run_id, "KILLED")
+
+    def _run(self, run_id: str) -> Any:
         exceptions = importlib.import_module("mlflow.exceptions")
         try:
-            found = self.client.get_run(run_id)
+            return self.client.get_run(run_id)
         except exceptions.MlflowException as error:
             if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-                return False
+                return None
             raise
-        return bool(found.info.lifecycle_stage == "active")
 
     def reopen(self, run_id: str) -> None:
         """Sets a run going again."""

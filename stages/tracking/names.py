@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+EVAL = "eval/"  # begins the name of what was measured on held-out rows
 MAX_KEY = 250
 MAX_PARAM = 6000
 MAX_TAG = 5000  # what the oldest SQL schema still holds

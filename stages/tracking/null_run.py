@@ -15,6 +15,7 @@ class NullRun:
     """Takes everything a `Run` takes and keeps none of it."""
 
     run_id = ""
+    run_key = ""
 
     def log_params(self, params: Mapping[str, str]) -> None:
         """Keeps nothing."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ...schemas.config import TrackingOptions
-    from ...schemas.tracking import Run, Status
+    from ...schemas.tracking import Status
     from ..storage.run_folder import RunFolder
     from .jsonl import Journal
     from .ledger import Ledger
@@ -34,21 +34,26 @@ def open_training_run(
     name: str,
     tags: Mapping[str, str],
     keep_through: int,
+    is_evaluated: bool = True,
 ) -> JournaledRun:
-    """Begins the record of a run, or goes on with it after a step; -1 keeps no earlier line."""
-    journal = open_journal(folder.metrics, keep_through=keep_through)
-    if not options.mlflow:
+    """Begins the record of a run, or goes on with it after a step; -1 keeps no earlier line.
+
+    What MLflow was told before is written down further without MLflow, too: for `mlflow-sync`.
+    """
+    journal = open_journal(folder.metrics, keep_through=keep_through, is_evaluated=is_evaluated)
+    if not options.mlflow and not folder.mlflow.exists():
         return JournaledRun(journal, NullRun())
-    uri = store_uri(options)
     ledger = open_ledger(
         folder.mlflow,
-        uri=uri,
+        uri=store_uri(options) if options.mlflow else "",
         experiment=experiment_name(options),
         run_name=options.run_name or name,
     )
-    kept = folder.metrics.stat().st_size
-    ledger.change(metrics_sent=min(kept, ledger.record.metrics_sent))
-    run = LedgerRun(ledger, Sender(uri, ledger, folder.metrics), folder.root)
+    # MLflow takes no number back. One run would show two futures, so the true one gets its own.
+    if journal.dropped or ledger.record.metrics_sent > folder.metrics.stat().st_size:
+        ledger.begin_again()
+    sender = Sender(store_uri(options), ledger, folder.metrics) if options.mlflow else None
+    run = LedgerRun(ledger, sender, folder.root)
     run.set_tags({**version_tags(), **tags})
     return JournaledRun(journal, run)
 
@@ -56,7 +61,7 @@ def open_training_run(
 class JournaledRun:
     """Writes the metrics down; all else is for the tracker behind it, which reads them there."""
 
-    def __init__(self, journal: Journal, tracker: Run) -> None:
+    def __init__(self, journal: Journal, tracker: LedgerRun | NullRun) -> None:
         self._journal = journal
         self._tracker = tracker
 
@@ -64,6 +69,11 @@ class JournaledRun:
     def run_id(self) -> str:
         """The store's name for this run, empty as long as it has none."""
         return self._tracker.run_id
+
+    @property
+    def run_key(self) -> str:
+        """The tag `align.run_key` by which the store knows it, sooner or later."""
+        return self._tracker.run_key
 
     def log_params(self, params: Mapping[str, str]) -> None:
         """Settings, flat."""
@@ -104,7 +114,7 @@ class JournaledRun:
 class LedgerRun:
     """Puts down what MLflow is to be told; another thread tells it."""
 
-    def __init__(self, ledger: Ledger, sender: Sender, root: Path) -> None:
+    def __init__(self, ledger: Ledger, sender: Sender | None, root: Path) -> None:
         self._ledger = ledger
         self._sender = sender
         self._root = root.absolute()
@@ -113,6 +123,11 @@ class LedgerRun:
     def run_id(self) -> str:
         """The store's name for this run, empty as long as it has not answered."""
         return self._ledger.record.run_id
+
+    @property
+    def run_key(self) -> str:
+        """The tag by which it is found where its name was never heard."""
+        return self._ledger.record.key
 
     def log_params(self, params: Mapping[str, str]) -> None:
         """Settings, flat; a store keeps the first value, so a later one becomes a tag."""
@@ -153,4 +168,5 @@ class LedgerRun:
         """The truth about how it ended; the first word counts."""
         if not self._ledger.record.status:
             self._ledger.change(status=status, ended_ms=time.time_ns() // 1_000_000)
-            self._sender.finish(PATIENCE_SECONDS[status])
+            if self._sender:
+                self._sender.finish(PATIENCE_SECONDS[status])

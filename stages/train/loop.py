@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from ...schemas.batches import Cursor
 from ...schemas.errors import NonFiniteError
 from ..storage.failpoints import reach
-from .muster import next_batch
+from ..tracking.names import EVAL
+from .muster import Muster
 from .schedule import learning_rate
 from .step import evaluate, train_step
 
@@ -61,8 +62,8 @@ class Feed(Protocol):
 class Records(Protocol):
     """Where the loop tells what happens."""
 
-    def stepped(self, place: Place, metrics: dict[str, float]) -> None:
-        """An optimizer step is done."""
+    def stepped(self, place: Place, metrics: dict[str, float], *, is_logged: bool) -> None:
+        """An optimizer step is done; not every one is written down."""
         ...
 
     def evaluated(self, place: Place, metrics: dict[str, float]) -> None:
@@ -74,13 +75,13 @@ class Records(Protocol):
         ...
 
     def save(self, place: Place) -> None:
-        """Everything that is needed to go on from here."""
+        """Everything that is needed to go on from here, unless it is there already."""
         ...
 
 
 @dataclass(frozen=True)
 class Halts:
-    """Reasons from outside to stop, asked before each step on every rank."""
+    """Reasons from outside to stop, asked before each batch on every rank."""
 
     signalled: Callable[[], bool]
     deadline: float  # on the monotonic clock; infinity for none
@@ -96,24 +97,35 @@ def total_steps(feed: Feed, options: TrainOptions) -> int:
     return min(planned, options.max_steps) if options.max_steps else planned
 
 
-def train(loop: Loop, *, start: Place, records: Records, halts: Halts) -> tuple[Place, Ending]:
-    """Runs from `start` to the end, or to a halt; either way the last thing done is a save."""
-    place, total = start, loop.total_steps
-    if place.step == 0:
-        loop.measure(place, records)
-    with loop.feed.steps(start.cursor) as batches:
-        while place.step < total:
-            batch, halted = next_batch(loop.engine, batches, loop.meter, halts)
-            if halted:
-                records.save(place)
-                return place, halted
-            place = loop.advance(place, batch, records)
-            if _is_due(place.step, loop.options.save_every, total):
-                records.save(place)
-    if place.step > start.step or not start.step:
-        loop.measure(place, records)
+def train(
+    loop: Loop, *, start: Place, records: Records, halts: Halts, is_measured: bool = False
+) -> tuple[Place, Ending]:
+    """Runs from `start`, where it may be measured already, to the end or to a halt, and saves."""
+    place, ending = _learn(loop, start, records, halts, is_measured=is_measured)
     records.save(place)
-    return place, "finished"
+    return place, ending
+
+
+def _learn(
+    loop: Loop, start: Place, records: Records, halts: Halts, *, is_measured: bool
+) -> tuple[Place, Ending]:
+    place = start
+    halted = None if is_measured else loop.measure(place, records, halts)
+    with loop.feed.steps(start.cursor) as stream:
+        batches = Muster(loop.engine, stream, loop.meter, halts)
+        while not halted and place.step < loop.total_steps:
+            batch = next(batches, None)
+            if batch is None:
+                halted = batches.halted
+                assert halted, "there is a batch for every step"
+                break
+            place = loop.advance(place, batch, records)
+            # Saved first: an evaluation may take long, and nothing of it is needed to go on.
+            if loop.saves_at(place.step):
+                records.save(place)
+                loop.meter.restart()
+            halted = loop.measure(place, records, halts)
+    return place, halted or "finished"
 
 
 @dataclass
@@ -143,21 +155,35 @@ class Loop:
         after = Place(place.step + 1, self._next(batch.cursor), result.memory)
         self._judge(after, result, records)
         speeds = self.meter.lap(rows=batch.rows)
-        if _is_due(after.step, self.options.log_every, 0) or after.step == self.total_steps:
-            epoch = after.step / self.feed.steps_per_epoch
-            records.stepped(after, {**result.metrics, "lr": lr, "epoch": epoch, **speeds})
-        if _is_due(after.step, self.options.eval_every, self.total_steps):
-            self.measure(after, records)
+        how = {
+            "lr": lr,
+            "epoch": after.step / self.feed.steps_per_epoch,
+            "step_applied": float(result.applied),
+        }
+        is_logged = self._is_due(after.step, self.options.log_every)
+        records.stepped(after, {**result.metrics, **how, **speeds}, is_logged=is_logged)
         return after
 
-    def measure(self, place: Place, records: Records) -> None:
-        """Evaluates, when there are rows to evaluate on."""
-        if not self.feed.has_held_out:
-            return
-        with self.feed.held_out() as batches:
+    def saves_at(self, step: int) -> bool:
+        """Whether there is to be a checkpoint of a step."""
+        return self._is_due(step, self.options.save_every)
+
+    def measure(self, place: Place, records: Records, halts: Halts) -> Ending | None:
+        """Evaluates where it is due and there are rows for it; of one that is halted nobody hears.
+
+        Returns why it was halted.
+        """
+        is_due = place.step == 0 or self._is_due(place.step, self.options.eval_every)
+        if not is_due or not self.feed.has_held_out:
+            return None
+        with self.feed.held_out() as stream:
+            batches = Muster(self.engine, stream, self.meter, halts)
             metrics = evaluate(self.engine, self.recipe, batches, memory=place.memory)
-        records.evaluated(place, {f"eval/{name}": value for name, value in metrics.items()})
+        if not batches.halted:
+            records.evaluated(place, {f"{EVAL}{name}": value for name, value in metrics.items()})
+            reach("evaluation.done")
         self.meter.restart()
+        return batches.halted
 
     def _judge(self, place: Place, result: StepResult, records: Records) -> None:
         if result.applied:
@@ -177,7 +203,6 @@ class Loop:
             return Cursor(cursor.epoch, cursor.step + 1)
         return Cursor(cursor.epoch + 1, 0)
 
-
-def _is_due(step: int, every: int, total: int) -> bool:
-    """Every so many steps; what falls on the last step is done once, at the end."""
-    return bool(every) and step % every == 0 and step != total
+    def _is_due(self, step: int, every: int) -> bool:
+        """Every so many steps, and at the end."""
+        return step >= self.total_steps or (bool(every) and step % every == 0)

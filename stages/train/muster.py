@@ -1,7 +1,8 @@
-"""Before each step all ranks agree whether to run it: none goes ahead alone, none hangs."""
+"""Before each batch all ranks agree whether to run it: none goes ahead alone, none hangs."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,15 +18,34 @@ if TYPE_CHECKING:
     from .meter import Meter
 
 
+class Muster:
+    """Batches until there are no more, or until some rank has a reason to stop."""
+
+    def __init__(
+        self, engine: Engine, batches: Iterator[StepBatch], meter: Meter, halts: Halts
+    ) -> None:
+        self._next = partial(next_batch, engine, batches, meter, halts)
+        self.halted: Ending | None = None
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        return self
+
+    def __next__(self) -> StepBatch:
+        batch, self.halted = self._next()
+        if batch is None or self.halted:
+            raise StopIteration
+        return batch
+
+
 def next_batch(
     engine: Engine, batches: Iterator[StepBatch], meter: Meter, halts: Halts
-) -> tuple[StepBatch, Ending | None]:
-    """The next batch, and whether some rank has a reason to stop before it."""
+) -> tuple[StepBatch | None, Ending | None]:
+    """The next batch, if there is one, and whether some rank has a reason to stop before it."""
     failure: AlignError | None = None
     batch: StepBatch | None = None
     with meter.waiting():
         try:
-            batch = next(batches)
+            batch = next(batches, None)
         except AlignError as error:
             failure = error
     own = _tokens(batch.own + batch.mismatched, meter.pads) if batch else (0, 0)
@@ -35,7 +55,8 @@ def next_batch(
     ).tolist()
     if failure or failed:
         raise failure or CorruptionError("Another rank could not read its rows; it says which.")
-    assert batch is not None
+    if batch is None:
+        return None, None
     meter.runs(tokens=int(tokens), padded=int(padded))
     return batch, "signal" if signalled else "time" if late else None
 

@@ -52,8 +52,8 @@ def train_step(
         outcome = recipe.outcome(branches_of(engine, recipe, micro), step, now)
         engine.backward(outcome.share, is_last=index == last)
         sums.add_outcome(outcome)
-        # A z that is not finite spoils every loss, and tells nothing against the rows themselves.
-        if step.mismatched.isfinite().all():
+        # What is not finite in all of the step tells nothing against the rows themselves.
+        if _is_finite(step):
             suspects += _not_finite(micro, outcome.losses)
     metrics = with_margin(recipe.with_loss(sums.means(engine)))
     if not math.isfinite(metrics[LOSS]):
@@ -75,11 +75,18 @@ def evaluate(
     """Means over all items of all batches, nothing learned."""
     sums = Sums()
     for batch in batches:
+        reach("evaluation.batch")
         step = step_of(engine, recipe, batch)
         engine.learn_mode(dropout_seed=None)
         for micro in batch.own:
             sums.add_outcome(recipe.outcome(branches_of(engine, recipe, micro), step, memory))
     return with_margin(recipe.with_loss(sums.means(engine)))
+
+
+def _is_finite(step: Step) -> bool:
+    """Whether nothing that all rows have in common spoils every loss."""
+    shared = (step.mismatched, *step.surveyed.values())
+    return all(bool(values.isfinite().all()) for values in shared)
 
 
 def _suspects_of_z(batch: StepBatch, step: Step) -> tuple[str, ...]:

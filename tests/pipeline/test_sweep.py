@@ -6,13 +6,25 @@ import pytest
 from command import align, refusal
 from mlflow.tracking import MlflowClient
 
-from align.pipeline.settings import parse_varied
-from align.pipeline.sweep import trials_of
+from align.pipeline.measured import first_and_last
+from align.pipeline.mlflow_sync import sync_run
+from align.pipeline.trials import trials_of, varied_by
 from align.schemas.errors import UsageError
+from align.stages.storage.layout import CacheFolder
+from align.stages.storage.manifest import load_manifest
 
 
 def names(methods, **varied):
     return [trial.name for trial in trials_of(methods, varied)]
+
+
+def sets(*settings):
+    return [part for text in settings for part in ("--set", text)]
+
+
+def made(folder):
+    """The rows of sweep.json."""
+    return json.loads((folder / "sweep.json").read_text())
 
 
 def test_every_combination_is_one_run():
@@ -38,23 +50,91 @@ def test_an_option_that_no_method_has_is_refused():
         trials_of(["dpo", "kto"], {"method.bta": ["1"]})
 
 
+def test_a_mixture_has_a_plain_folder_name_and_options_of_its_own():
+    mixture = "dpo:0.8 + sft:0.2"
+    (trial,) = trials_of([mixture], {"method.dpo.beta": ["0.3"]})
+    assert trial.name == "dpo_0.8+sft_0.2-0.3"
+    assert trial.settings == (f"train.method={mixture}", "method.dpo.beta=0.3")
+
+
+@pytest.mark.parametrize(
+    ("methods", "varied", "name"),
+    [
+        (["dpo"], {"method.beta": ["0.1", "0.1"]}, "dpo-0.1"),
+        (["dpo", "dpo"], {}, "dpo"),
+        (["dpo:0.8+sft:0.2", "dpo:0.80+sft:0.2"], {}, r"dpo_0.8\+sft_0.2"),
+        (["dpo"], {"train.model": ["in/one", "in_one"]}, "dpo-in_one"),
+        (["dpo"], {"train.model": ["One", "one"]}, "dpo-one"),
+        (["dpo"], {"train.model": ["a-b", "a"], "train.eval_cache": ["c", "b-c"]}, "dpo-a-b-c"),
+    ],
+)
+def test_no_two_runs_have_one_folder(methods, varied, name):
+    with pytest.raises(UsageError, match=f"would both be the run {name}. Leave one of them out"):
+        trials_of(methods, varied)
+
+
 @pytest.mark.parametrize("text", ["method.beta", "=1", "method.beta=", "method.beta=1,,2"])
 def test_values_to_vary_have_a_name_and_none_is_empty(text):
     with pytest.raises(UsageError, match="expected SETTING=V1,V2"):
-        parse_varied([text])
+        varied_by([text])
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        (["train.method=dpo,kto"], "a sweep sets it itself. Use --method"),
+        (["train.output=a,b"], "a sweep sets it itself. Use --output"),
+        (["train.lr=1,2", "train.lr=3"], "train.lr is varied twice"),
+    ],
+)
+def test_nothing_to_vary_is_overridden(texts, said):
+    with pytest.raises(UsageError, match=said):
+        varied_by(texts)
+
+
+@pytest.mark.parametrize(
+    ("setting", "way"),
+    [("train.output=x", "--output"), ("train.method=kto", "--method"), ("train.lr=1", "--vary")],
+)
+def test_no_set_is_silently_overridden(journey, tmp_path, setting, way):
+    arguments = ("--method", "dpo", "--lr", "1e-6,1e-5", "--output", tmp_path / "sweep")
+    said = refusal(2, "sweep", *arguments, "--cache", journey.cache, *sets(setting))
+    assert f"--set {setting.partition('=')[0]}: the sweep sets it in every run. Use {way}" in said
+    assert not (tmp_path / "sweep").exists()
+
+
+def journal(path, *lines):
+    path.write_text("".join(json.dumps({"time": 0.0, **line}) + "\n" for line in lines))
+    return first_and_last(path)
+
+
+def test_nothing_is_measured_after_the_beginning_of_a_run_that_was_cut(tmp_path):
+    begun = {"step": 0, "eval/loss": 0.7}
+    measured = journal(tmp_path / "m", begun, {"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.4})
+    assert (measured.rows, measured.before, measured.after) == ("held out", {"eval/loss": 0.7}, {})
+
+
+def test_a_run_without_held_out_rows_is_told_by_what_it_learned_from(tmp_path):
+    first, last = {"step": 1, "loss": 0.5}, {"step": 3, "loss": 0.4}
+    measured = journal(tmp_path / "m", first, {"step": 2, "checkpoint_failed": 1.0}, last)
+    assert measured.rows == "training"
+    assert (measured.before, measured.after) == ({"loss": 0.5}, {"loss": 0.4})
+    alone = journal(tmp_path / "m", first)
+    assert (alone.before, alone.after) == ({"loss": 0.5}, {})
 
 
 @pytest.fixture(scope="module")
 def swept(journey, tmp_path_factory):
-    """Two good runs and one that fails, on a cache made by one command."""
+    """Two good runs, one that learns nothing but NaN, and one that finds its folder taken."""
     folder = tmp_path_factory.mktemp("swept")
-    settings = ["train.max_steps=1", "train.eval_fraction=0.2", "train.batch_size=8"]
-    store = f"tracking.uri=sqlite:///{folder}/mlflow.db"
+    (folder / "sweep" / "orpo-1e30").mkdir(parents=True)
+    (folder / "sweep" / "orpo-1e30" / "notes.txt").write_text("mine")
     answer = align(
         "sweep",
-        *("--method", "dpo", "--method", "orpo", "--beta", "0.1,-1"),
+        *("--method", "dpo", "--method", "orpo", "--lr", "1e-3,1e30"),
         *("--cache", journey.cache, "--output", folder / "sweep"),
-        *(part for text in [*settings, store] for part in ("--set", text)),
+        *sets("train.max_steps=3", "train.eval_fraction=0.2", "train.batch_size=8"),
+        *sets("train.nonfinite_limit=1", f"tracking.uri=sqlite:///{folder}/mlflow.db"),
     )
     return folder, answer
 
@@ -62,33 +142,153 @@ def swept(journey, tmp_path_factory):
 def test_a_run_that_fails_is_told_and_the_others_are_made(swept):
     folder, answer = swept
     assert answer.code == 2, answer
-    assert "1 of 3 runs failed" in answer.err
-    assert "dpo--1 failed: " in answer.out
-    assert "beta" in answer.out
-    made = json.loads((folder / "sweep" / "sweep.json").read_text())
-    assert [(one["name"], bool(one["failure"])) for one in made] == [
-        ("dpo-0.1", False),
-        ("dpo--1", True),
-        ("orpo", False),
+    assert "2 of 4 runs failed" in answer.err
+    assert "dpo-1e30 failed: " in answer.out
+    rows = made(folder / "sweep")
+    assert [(one["name"], one["ending"], bool(one["failure"])) for one in rows] == [
+        ("dpo-1e-3", "finished", False),
+        ("dpo-1e30", "failed", True),
+        ("orpo-1e-3", "finished", False),
+        ("orpo-1e30", "failed", True),
     ]
-    for one in made:
+    for one in rows:
         if not one["failure"]:
+            assert one["rows"] == "held out"
             assert one["before"]["eval/loss"] != one["after"]["eval/loss"]
             assert (folder / "sweep" / one["name"] / "model" / "config.json").is_file()
 
 
+def test_the_table_says_what_compares(swept):
+    _, answer = swept
+    assert "Losses and margins of different methods and betas do not compare; acc" in answer.out
+
+
 def test_runs_are_nested_below_the_sweep(swept):
     folder, _ = swept
-    client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    client, parent, children = stored(f"sqlite:///{folder}/mlflow.db")
+    assert {run.data.tags["mlflow.parentRunId"] for run in children} == {parent.info.run_id}
+    told = {run.data.tags["align.trial"]: run.info.status for run in children}
+    assert told == {"dpo-1e-3": "FINISHED", "dpo-1e30": "FAILED", "orpo-1e-3": "FINISHED"}
+    groups = {run.data.tags["align.sweep"] for run in [parent, *children]}
+    assert groups == {str((folder / "sweep").resolve())}
+    assert "sweep.json" in [file.path for file in client.list_artifacts(parent.info.run_id)]
+
+
+def test_the_sweep_is_recorded_with_what_it_varied_and_what_failed(swept, journey):
+    folder, _ = swept
+    _, parent, _ = stored(f"sqlite:///{folder}/mlflow.db")
+    assert parent.info.status == "FAILED"
+    assert parent.data.tags["align.varied"] == "train.method=dpo,orpo; train.lr=1e-3,1e30"
+    assert parent.data.params == {"train.method": "dpo, orpo", "train.lr": "1e-3, 1e30"}
+    never_begun = parent.data.tags["align.failed"].splitlines()[1]
+    assert never_begun.startswith("orpo-1e30: ")
+    (given,) = parent.inputs.dataset_inputs
+    digest = {tag.key: tag.value for tag in given.tags}["align.digest"]
+    assert digest == load_manifest(CacheFolder(journey.cache)).root
+
+
+def stored(uri):
+    """A client, the one sweep that its store has, and all trainings."""
+    client = MlflowClient(uri)
     runs = client.search_runs([client.get_experiment_by_name("align").experiment_id])
     (parent,) = [run for run in runs if run.data.tags.get("align.stage") == "sweep"]
-    children = [run for run in runs if run.data.tags.get("align.stage") == "train"]
-    assert {run.data.tags["mlflow.parentRunId"] for run in children} == {parent.info.run_id}
-    assert sorted(run.data.tags["align.method"] for run in children) == ["dpo", "orpo"]
-    assert {run.info.status for run in [parent, *children]} == {"FINISHED"}
-    assert "sweep.json" in [file.path for file in client.list_artifacts(parent.info.run_id)]
+    return client, parent, [run for run in runs if run.data.tags.get("align.stage") == "train"]
 
 
 def test_a_sweep_of_an_unknown_method_ends_before_anything_is_trained(journey, tmp_path):
     said = refusal(2, "sweep", "--method", "dpoo", "--cache", journey.cache)
     assert "Did you mean" in said
+
+
+@pytest.mark.parametrize(
+    ("varied", "said"),
+    [
+        ("method.beta=0.1,-1", "dpo--1: "),
+        ("train.lr=1e-6,fast", "dpo-fast: --set: train.lr"),
+        ("method.beta=0.1,0.10", "dpo-0.1 and dpo-0.10 would be the same run"),
+    ],
+)
+def test_a_bad_value_is_refused_before_anything_is_trained(journey, tmp_path, varied, said):
+    output = tmp_path / "sweep"
+    arguments = ("--method", "dpo", "--cache", journey.cache, "--output", output)
+    assert refusal(2, "sweep", *arguments, "--vary", varied).startswith(said)
+    assert not output.exists()
+
+
+@pytest.fixture
+def try_out(course, tmp_path):
+    """Gives a sweep of two methods over the course's cache; returns its ranks' answers."""
+
+    def give(*more, **how):
+        arguments = ("--method", "dpo", "--method", "orpo", "--cache", course.cache)
+        arguments = (*arguments, "--output", tmp_path / "sweep", *more)
+        short = ["train.max_steps=2", "train.batch_size=8"]
+        if "tracking.uri" not in str(more):
+            short.append("tracking.mlflow=false")
+        return course.server.start("sweep", *arguments, *sets(*short), **how).answers()
+
+    return give
+
+
+def test_an_interrupted_sweep_goes_on_where_it_stopped(try_out, tmp_path):
+    """The signal comes in the first step of the second run."""
+    folder = tmp_path / "sweep"
+    (stopped,) = try_out(failpoints=["step.started=term@3"])
+    assert stopped.code == 143, stopped
+    assert f"1 of 2 runs of the sweep in {folder} are over. Run the same command" in stopped.err
+    assert [(one["name"], one["ending"]) for one in made(folder)] == [("dpo", "finished")]
+    (again,) = try_out()
+    assert again.code == 2, again
+    assert "dpo holds a finished run. Go on with it by --resume auto" in again.err
+    before = (folder / "dpo" / "metrics.jsonl").read_bytes()
+    (resumed,) = try_out("--resume", "auto")
+    assert resumed.code == 0, resumed
+    assert "dpo is finished already and stays as it is" in resumed.err
+    assert "going on after step 1" in resumed.err
+    assert (folder / "dpo" / "metrics.jsonl").read_bytes() == before
+    assert [(one["name"], one["ending"], one["steps"]) for one in made(folder)] == [
+        ("dpo", "finished", 2),
+        ("orpo", "finished", 2),
+    ]
+
+
+def test_without_held_out_rows_the_table_is_of_the_training_rows(try_out, tmp_path):
+    (answer,) = try_out()
+    assert answer.code == 0, answer
+    (line,) = [line for line in answer.out.splitlines() if line.split()[:1] == ["dpo"]]
+    assert line.split()[1:3] == ["finished", "training"]
+    assert "-" not in line.split()
+    assert "training: of the first and the last logged step" in answer.out
+    one = made(tmp_path / "sweep")[0]
+    assert f"{one['before']['loss']:.4f}" in line
+    assert f"{one['after']['loss']:.4f}" in line
+
+
+def test_runs_cut_by_the_time_do_not_stand_as_done(try_out, tmp_path):
+    held_out = sets("train.eval_fraction=0.2")
+    (answer,) = try_out(*held_out, *sets("train.max_time=0s"))
+    assert answer.code == 0, answer
+    assert "dpo was stopped by train.max_time after 0 steps; the same command with" in answer.out
+    for one in made(tmp_path / "sweep"):
+        assert (one["ending"], one["steps"], one["after"]) == ("time", 0, {})
+    (answer,) = try_out(*held_out, "--resume", "auto")
+    assert [one["ending"] for one in made(tmp_path / "sweep")] == ["finished", "finished"], answer
+
+
+def test_ranks_that_end_at_a_failing_run_keep_what_was_done(try_out, tmp_path):
+    more = ("--lr", "1e-3,1e30", *sets("train.nonfinite_limit=1", "train.max_steps=3"))
+    answers = try_out(*more, ranks=2)
+    assert [answer.code for answer in answers] == [6, 6], answers
+    rows = [(one["name"], one["ending"]) for one in made(tmp_path / "sweep")]
+    assert rows == [("dpo-1e-3", "finished"), ("dpo-1e30", "failed")]
+
+
+def test_runs_of_a_sweep_that_met_no_store_are_a_group_once_they_are_synced(try_out, tmp_path):
+    (answer,) = try_out(*sets("tracking.uri=http://127.0.0.1:1"))
+    assert answer.code == 0, answer
+    assert "MLflow at http://127.0.0.1:1 failed" in answer.err
+    folder, uri = tmp_path / "sweep", f"sqlite:///{tmp_path}/later.db"
+    ids = [sync_run(folder / name, uri=uri).run_id for name in ("dpo", "orpo")]
+    tags = [MlflowClient(uri).get_run(run_id).data.tags for run_id in ids]
+    assert {tag["align.sweep"] for tag in tags} == {str(folder.resolve())}
+    assert [tag["align.trial"] for tag in tags] == ["dpo", "orpo"]

@@ -17,11 +17,14 @@ PLACES = {
     "checkpoint.after_rename=kill@2": 2,
     "latest.after_rename=kill@2": 4,
     "prune.forgotten=kill@3": 6,
+    "evaluation.done=kill@2": 2,
+    "evaluation.done=kill@3": 6,
     "model.before_rename=kill@1": 6,
 }
 OF_ANY_RANK = ("step", "checkpoint.written")  # the rest is done by the first rank alone
 WORLDS = [(stage, ranks) for stage in range(4) for ranks in (1, 2)]
 CHOSEN = {
+    (1, 1): ("evaluation.done=kill@3",),
     (2, 2): ("step.before_update=kill@4", "checkpoint.written=kill@2"),
     (0, 1): ("checkpoint.before_rename=kill@2",),
     (3, 1): ("step.before_update=kill@4", "model.before_rename=kill@1"),

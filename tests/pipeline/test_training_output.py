@@ -10,7 +10,7 @@ import torch
 import yaml
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
-from tracked_training import journalled, stored
+from tracked_training import journalled, run_of, stored
 from trainings import weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -39,6 +39,10 @@ class Finished:
         return json.loads((self.folder / "_align" / "mlflow.json").read_text())["run_id"]
 
     @property
+    def key(self):
+        return json.loads((self.folder / "_align" / "mlflow.json").read_text())["key"]
+
+    @property
     def card(self):
         return (self.model / "README.md").read_text()
 
@@ -64,7 +68,7 @@ def finished(course, tmp_path_factory):
 @pytest.fixture(scope="module")
 def plain(finished):
     """The whole policy was trained; the checkpoint kept beside the last is the best by a metric."""
-    best = ("--set", "train.best=eval/rewards/rejected", "--keep-last", 1)
+    best = ("--set", "train.best=+eval/rewards/rejected", "--keep-last", 1)
     return finished(*best)
 
 
@@ -138,7 +142,9 @@ def test_its_card_tells_everything_it_came_from(plain, course):
         f"| MLflow run | {plain.run_id} |",
         "| beta | 0.1 |",
         "| train.lr | 0.001 |",
-        "by `kto` for 6 steps on 60 rows",
+        f"| MLflow tag align.run_key | {plain.key} |",
+        "| train.dtype | float32 |",
+        "by `kto` for 6 steps, 24 rows seen out of 60",
         "| eval/loss | ",
     ):
         assert said in plain.card
@@ -157,9 +163,29 @@ def test_mlflow_knows_every_number_of_the_metrics_file(plain):
     assert {"loss", "lr", "grad_norm", "kl/raw", "speed/tokens_per_second", "eval/loss"} <= names
 
 
+def test_mlflow_knows_the_settings_that_were_used(plain, course):
+    params = run_of(plain.uri, plain.run_id).data.params
+    assert params["model.path"] == params["train.model"] == str(course.model)
+    assert (params["train.dtype"], params["train.tokens_per_batch"]) == ("float32", "2048")
+    assert "train.resume" not in params
+
+
+def test_a_checkpoint_tells_what_was_measured_at_its_step(plain):
+    lines = map(json.loads, (plain.folder / "metrics.jsonl").read_text().splitlines())
+    at_step = {}
+    for line in lines:
+        at_step.setdefault(line["step"], {}).update(line)
+    for path in (plain.folder / "checkpoints").glob("step-*"):
+        position = json.loads((path / "align_checkpoint.json").read_text())["position"]
+        known = at_step[position["global_step"]]
+        assert position["metrics"] == {n: known[n] for n in known.keys() - {"step", "time"}}
+        assert "eval/loss" in known
+
+
 def test_the_newest_and_the_best_checkpoint_stay(plain):
     lines = map(json.loads, (plain.folder / "metrics.jsonl").read_text().splitlines())
-    values = {line["step"]: line.get("eval/rewards/rejected") for line in lines}
+    name = "eval/rewards/rejected"
+    values = {line["step"]: line[name] for line in lines if name in line}
     best = max((2, 4, 6), key=lambda step: values[step])
     kept = sorted(int(path.name[5:]) for path in (plain.folder / "checkpoints").glob("step-*"))
     assert best != 6, "the best is another than the newest, or this shows nothing"
@@ -192,3 +218,19 @@ def test_a_run_in_bfloat16_saves_bfloat16(finished):
     tensors = load_file(run.model / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     assert run.last["eval/loss"] < 0.5  # where it began
+
+
+def test_a_best_metric_that_is_never_measured_is_refused_or_told(course, tmp_path):
+    never = ("--set", "train.best=-eval/loss", "--eval-every")
+    for given, said in (((0,), "eval_every is 0"), ((2, "--eval-fraction", 0), "no rows are held")):
+        (answer,) = course.start(tmp_path / "never", *never, *given).answers()
+        assert answer.code == 2
+        assert said in answer.err
+    misspelt = ("--set", "train.best=eval/los", "--max-steps", 1)
+    answer = course.run(tmp_path / "run", *misspelt)
+    assert answer.err.count("nothing called eval/los was measured. Did you mean eval/loss?") == 1
+
+
+def test_a_line_of_progress_counts_every_step_with_its_padding(course, tmp_path):
+    answer = course.run(tmp_path / "run", "--set", "train.log_every=5", "--max-steps", 4)
+    assert "training: 4 steps in" in answer.err

@@ -5,6 +5,7 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
 from command import start
 from tracked_training import run_of
 from trainings import learned, weights
@@ -38,6 +39,21 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_to_the_same_bits(course, t
     assert status(run, uri) == "FINISHED"
     assert weights(run) == weights(course.whole())
     assert learned(run) == learned(course.whole())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_last_evaluation_is_made_after_a_run_was_told_to_stop_in_it(course, tmp_path, ranks):
+    """Two batches each: the fifth is the first of the third evaluation, after step 6."""
+    run = tmp_path / "run"
+    held_out = ("--eval-fraction", 0.3, "--set", "train.limit_eval_batches=2", "--save-every", 0)
+    failpoints = [*[""] * (ranks - 1), "evaluation.batch=term@5"]
+    answers = course.start(run, *held_out, ranks=ranks, failpoints=failpoints).answers()
+    assert [answer.code for answer in answers] == [143] * ranks, answers
+    assert steps_saved(run) == [6]
+    assert not (run / "model").exists()
+    course.run(run, *held_out, "--resume", "auto", ranks=ranks)
+    assert weights(run) == weights(course.whole(*held_out, ranks=ranks))
+    assert learned(run) == learned(course.whole(*held_out, ranks=ranks))
 
 
 def test_ranks_stop_together_when_one_is_told_to(course, tmp_path):

@@ -129,9 +129,12 @@ def test_every_fsync_in_the_code_is_one_that_must_be_there(clean, record):
     trashed = next(
         n for n, op in enumerate(ops_of(clean[0])) if op.target and ".trash" in op.target.name
     )
+    brief = ops_of(record((train_briefly, WHOLE))[0])
+    named = max(n for n, op in enumerate(brief) if op.target and op.target.name == "latest")
     histories = [
         clean,
         record((train_keeping_one, WHOLE)),
+        record((train_briefly, named + 1), (train_briefly, WHOLE)),
         record((train, trashed + 1), (train, WHOLE)),
     ]
     sites, missed = set(), set()

@@ -7,6 +7,7 @@ from checkpoint_saves import Ranks, content, save, train, writer
 
 from align.schemas.checkpoint import Retention
 from align.stages.storage import fs
+from align.stages.storage.credit import credit
 from align.stages.storage.failpoints import OF_A_RUN
 from align.stages.storage.restore import choose_checkpoint, verify_checkpoint
 from align.stages.storage.run_folder import RunFolder
@@ -96,15 +97,40 @@ def test_the_newest_few_and_the_best_stay(folder):
     assert folder.steps() == [20, 40, 50]
 
 
+@pytest.mark.parametrize("sign", ["", "+", "-"])
 @pytest.mark.parametrize(
-    ("metric", "best"), [("eval/loss", 20), ("eval/rewards/accuracies", 10), ("eval/never", None)]
+    ("metric", "best"),
+    [
+        ("eval/loss", 20),
+        ("eval/loss/dpo", 20),
+        ("eval/nll/desirable", 20),
+        ("kl/raw", 20),
+        ("eval/rewards/rejected", 20),
+        ("grad_norm", 20),
+        ("eval/rewards/accuracies", 10),
+        ("eval/never", None),
+    ],
 )
-def test_a_loss_is_best_where_it_is_lowest_and_the_rest_where_highest(folder, metric, best):
-    keep = Retention(keep_last=1, best=metric)
+def test_what_should_be_low_is_best_where_it_is_lowest_unless_a_sign_says_otherwise(
+    folder, metric, best, sign
+):
+    keep = Retention(keep_last=1, best=f"{sign}{metric}")
+    best = best and {"": best, "+": 10, "-": 20}[sign]
     for step, value in {10: 3.0, 20: 1.0, 30: 2.0}.items():
-        values = {"eval/loss": value, "eval/rewards/accuracies": value}
+        values = {} if best is None else {metric: value}
         save(folder, step, retention=keep, **values)
     assert folder.steps() == [*([best] if best else []), 30]
+
+
+def test_what_is_measured_after_the_save_counts(folder):
+    keep = Retention(keep_last=1, best="eval/loss")
+    for step, loss in {10: 1.0, 20: 3.0, 30: 2.0}.items():
+        save(folder, step, retention=keep, lr=0.5)
+        more = {"eval/loss": loss, "eval/odd": float("nan")}
+        credit(folder, step, more, run_id="run", retention=keep)
+    assert folder.steps() == [10, 30]
+    assert verify_checkpoint(folder.step(30)).position.metrics == {"lr": 0.5, "eval/loss": 2.0}
+    assert names(folder) == ["latest", "step-00000010", "step-00000030"]
 
 
 def test_the_first_of_equals_is_the_best(folder):

@@ -69,6 +69,20 @@ def test_after_a_resume_the_file_is_that_of_an_uninterrupted_run(path, tmp_path)
     assert without_times(path) == without_times(tmp_path / "straight.jsonl")
 
 
+@pytest.mark.parametrize(("is_evaluated", "left"), [(True, [2, 3, 3]), (False, [2, 3])])
+def test_an_evaluation_its_checkpoint_does_not_know_is_dropped(path, is_evaluated, left):
+    journal = open_journal(path, keep_through=-1)
+    for step in (2, 3, 4):
+        journal.append({"loss": 1.0}, step=step)
+        if step == 3:
+            journal.append({"eval/loss": 1.0}, step=step)
+    journal.close()
+    again = open_journal(path, keep_through=3, is_evaluated=is_evaluated)
+    again.close()
+    assert [line["step"] for line in lines(path)] == left
+    assert again.dropped == 4 - len(left)
+
+
 def test_what_was_kept_keeps_its_bytes(path):
     write(path, range(1, 8))
     before = path.read_bytes().splitlines()

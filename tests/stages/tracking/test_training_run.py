@@ -7,6 +7,7 @@ import mlflow
 import pytest
 from tracked_training import begin, journalled, learn, run_folder, run_of, stored, wait_for
 
+from align.pipeline.mlflow_sync import sync_run
 from align.schemas.errors import CorruptionError, UsageError
 from align.stages.tracking.ledger import load_ledger, plain_uri
 from align.stages.tracking.quiet import DEFAULTS
@@ -64,22 +65,77 @@ def test_the_first_status_is_the_last(uri, tmp_path, status):
 
 
 def test_a_run_that_goes_on_is_the_same_run(uri, tmp_path):
-    """The first was killed after step 30, ten steps after its last checkpoint."""
+    """The first was stopped after step 30, and saved."""
     folder = run_folder(tmp_path)
     first = begin(folder, uri)
     first.log_params({"lr": "0.1"})
     learn(first, range(1, 31))
     first.finish("KILLED")
-    second = begin(folder, uri, keep_through=20)
+    second = begin(folder, uri, keep_through=30)
     assert second.run_id == first.run_id
     wait_for(lambda: run_of(uri, second.run_id).info.status == "RUNNING")
     second.log_params({"lr": "0.3"})
-    learn(second, range(21, 51))
+    learn(second, range(31, 51))
     second.finish("FINISHED")
     told = run_of(uri, second.run_id)
     assert told.info.status == "FINISHED"
     assert (told.data.params["lr"], told.data.tags["changed.lr"]) == ("0.1", "0.3")
-    assert stored(uri, second.run_id) == journalled(folder.root)  # steps 21 to 30 once
+    assert stored(uri, second.run_id) == journalled(folder.root)
+    assert "align.goes_on_from" not in told.data.tags
+
+
+def killed(run):
+    """Leaves a run as a process does that is killed once MLflow has heard all of it."""
+    sender = run._tracker._sender
+    sender._over.set()
+    sender._thread.join(60)
+
+
+def test_what_was_given_up_stays_with_the_run_that_measured_it(uri, tmp_path):
+    """The first was killed ten steps after its last checkpoint; the second is a shorter one."""
+    folder = run_folder(tmp_path)
+    first = begin(folder, uri)
+    learn(first, range(1, 31))
+    killed(first)
+    assert run_of(uri, first.run_id).info.status == "RUNNING"
+    second = begin(folder, uri, keep_through=20)
+    for step in range(21, 26):
+        second.log_metrics({"loss": 100.0 + step}, step=step)
+    second.finish("FINISHED")
+    assert second.run_id != first.run_id
+    assert stored(uri, second.run_id) == journalled(folder.root)
+    told = run_of(uri, second.run_id)
+    assert told.data.metrics["loss"] == 125
+    assert told.data.tags["align.goes_on_from"] == first.run_id
+    assert told.data.tags["align.run_key"] == second.run_key
+    assert run_of(uri, first.run_id).info.status == "KILLED"
+
+
+def test_what_a_power_loss_took_from_the_journal_is_given_up_too(uri, tmp_path):
+    folder = run_folder(tmp_path)
+    first = begin(folder, uri)
+    learn(first, range(1, 31))
+    first.finish("KILLED")
+    kept = folder.metrics.read_text().splitlines(keepends=True)[:10]
+    folder.metrics.write_text("".join(kept))
+    second = begin(folder, uri, keep_through=20)
+    second.finish("FINISHED")
+    assert second.run_id != first.run_id
+    assert stored(uri, second.run_id) == journalled(folder.root)
+
+
+def test_a_run_that_goes_on_without_mlflow_is_written_down_for_later(uri, tmp_path):
+    folder = run_folder(tmp_path)
+    first = begin(folder, uri)
+    learn(first, range(5))
+    first.finish("KILLED")
+    second = begin(folder, "", keep_through=4, mlflow=False)
+    learn(second, range(5, 8))
+    second.finish("FINISHED")
+    assert run_of(uri, first.run_id).info.status == "KILLED"
+    synced = sync_run(folder.root)
+    assert (synced.run_id, synced.status) == (first.run_id, "FINISHED")
+    assert stored(uri, first.run_id) == journalled(folder.root)
 
 
 def test_where_the_run_is_gone_from_the_store_there_is_a_new_one(tmp_path):

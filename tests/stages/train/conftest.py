@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from align.stages.engine.launch import joined_world
+from align.stages.methods.table import METHODS as TABLE
 
 WORKER = Path(__file__).parents[2] / "support" / "training_ranks.py"
 METHODS = ("dpo", "kto", "orpo")
@@ -16,11 +17,13 @@ ALONE = [
     *(f"{method}/thirds/zero{stage}" for method in METHODS for stage in (1, 2, 3)),
     *(f"{kind}/whole/zero0" for kind in KINDS_OF_KTO),
     *(f"{kind}/rows/zero2" for kind in KINDS_OF_KTO),
+    *(f"table-{name}/{cut}/zero0" for name in TABLE for cut in ("whole", "thirds")),
     "trouble",
 ]
 SPREAD = [
     *(f"{method}/thirds/zero{stage}" for method in METHODS for stage in (0, 1, 2, 3)),
     *(f"{kind}/rows/zero0" for kind in KINDS_OF_KTO),
+    *(f"table-{name}/rows/zero1" for name in TABLE),
     "trouble",
 ]
 
@@ -32,7 +35,7 @@ def launch_training(tmp_path_factory, training_world):
     def launch(size, names):
         folder = tmp_path_factory.mktemp(f"training-{size}")
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", size]
-        caches = [training_world.pairs, training_world.labels]
+        caches = [training_world.pairs, training_world.labels, training_world.everything]
         program = [*(torchrun if size > 1 else []), WORKER, folder, *caches, *names]
         done = subprocess.run(
             [sys.executable, *map(str, program)],

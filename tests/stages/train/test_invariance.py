@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from align.stages.methods.table import METHODS as TABLE
+
 pytestmark = pytest.mark.timeout(1200)  # one launch serves them all
 
 RELATIVE = 1e-5
@@ -17,8 +19,8 @@ KINDS_OF_KTO = ("kto-some", "kto-all", "kto-classes")
 STAGES = (0, 1, 2, 3)
 
 
-def require_same(found, expected):
-    assert len(found["steps"]) == len(expected["steps"]) == 10
+def require_same(found, expected, *, steps=10):
+    assert len(found["steps"]) == len(expected["steps"]) == steps
     assert len(found["evaluations"]) == len(expected["evaluations"]) == 2
     for kind in ("steps", "evaluations"):
         for step, (some, others) in enumerate(zip(found[kind], expected[kind], strict=True), 1):
@@ -60,10 +62,17 @@ def test_a_second_rank_changes_no_kto(alone, spread, kind):
     require_same(spread[0][f"{kind}/rows/zero0"], alone[0][f"{kind}/whole/zero0"])
 
 
+@pytest.mark.parametrize("name", TABLE)
+def test_nothing_changes_a_result_of_any_method(alone, spread, name):
+    expected = alone[0][f"table-{name}/whole/zero0"]
+    require_same(alone[0][f"table-{name}/thirds/zero0"], expected, steps=3)
+    require_same(spread[0][f"table-{name}/rows/zero1"], expected, steps=3)
+
+
 def test_every_rank_is_told_the_same(spread):
     first, second = spread
     cases = [name for name in first if "/" in name]
-    assert len(cases) == 15
+    assert len(cases) == 15 + len(TABLE)
     for name in cases:
         assert first[name]["steps"] == second[name]["steps"]
         assert first[name]["evaluations"] == second[name]["evaluations"]

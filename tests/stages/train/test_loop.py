@@ -9,17 +9,19 @@ from training_world import START, Told, job_of, learn, loop_of
 
 from align.pipeline.train import open_session
 from align.schemas.batches import Cursor
+from align.stages.train import step as step_module
 from align.stages.train.loop import Halts, Place, train
 
 HELD_OUT = {"eval_fraction": 0.15}
 
 
-def run(training_world, here, *, start=START, halts=None, **settings):
+def run(training_world, here, *, start=START, halts=None, is_measured=False, told=None, **settings):
     """Three steps an epoch, two epochs unless told otherwise."""
     settings = {"limit_train_batches": 3, **settings}
     session = open_session(job_of(training_world.pairs, "dpo", **settings), here, Silent())
-    told, halts = Told(), halts or Halts(lambda: False, math.inf)
-    place, ending = train(loop_of(session), start=start, records=told, halts=halts)
+    told, halts = told or Told(), halts or Halts(lambda: False, math.inf)
+    how = {"start": start, "halts": halts, "is_measured": is_measured}
+    place, ending = train(loop_of(session), records=told, **how)
     return told, place, ending
 
 
@@ -63,8 +65,76 @@ def test_a_run_that_goes_on_measures_no_beginning(training_world, here):
 
 
 def test_a_run_that_was_over_is_only_saved(training_world, here):
-    told, _, ending = run(training_world, here, start=Place(6, Cursor(2, 0)), **HELD_OUT)
+    over = {"start": Place(6, Cursor(2, 0)), "is_measured": True}
+    told, _, ending = run(training_world, here, **over, **HELD_OUT)
     assert (told.steps, told.evaluations, told.saves, ending) == ([], [], [6], "finished")
+
+
+@pytest.mark.parametrize("step", [0, 3, 6])
+def test_an_evaluation_that_was_due_and_never_ended_is_made_first(training_world, here, step):
+    """Step 3 is due by eval_every, the others as the first and the last."""
+    begun = {"start": Place(step, Cursor(step // 3, 0)), "eval_every": 3}
+    told, _, _ = run(training_world, here, **begun, **HELD_OUT)
+    assert steps(told.evaluations) == [at for at in (0, 3, 6) if at >= step]
+    told, _, _ = run(training_world, here, is_measured=True, **begun, **HELD_OUT)
+    assert steps(told.evaluations) == [at for at in (0, 3, 6) if at > step]
+
+
+class InOrder(Told):
+    """Writes down what came before what, and fails in the evaluation of a step."""
+
+    def __init__(self, fails_at):
+        super().__init__()
+        self.order, self.fails_at = [], fails_at
+
+    def evaluated(self, place, metrics):
+        if place.step == self.fails_at:
+            raise ZeroDivisionError
+        self.order.append(("evaluated", place.step))
+
+    def save(self, place):
+        self.order.append(("saved", place.step))
+
+
+def test_a_step_is_saved_before_it_is_measured(training_world, here):
+    """So that a last evaluation that fails costs nothing but itself."""
+    told = InOrder(fails_at=6)
+    with pytest.raises(ZeroDivisionError):
+        run(training_world, here, told=told, save_every=3, eval_every=3, **HELD_OUT)
+    assert told.order == [("evaluated", 0), ("saved", 3), ("evaluated", 3), ("saved", 6)]
+
+
+@pytest.mark.parametrize("before", [0, 3, 6])
+def test_an_evaluation_is_halted_between_two_batches(training_world, here, monkeypatch, before):
+    """Somebody asks in the first batch of the evaluation after that many steps."""
+    told, batches = Told(), []
+
+    def note(name):
+        if name == "evaluation.batch" and len(told.steps) == before:
+            batches.append(name)
+
+    monkeypatch.setattr(step_module, "reach", note)
+    halts = Halts(lambda: bool(batches), math.inf)
+    _, place, ending = run(
+        training_world, here, told=told, halts=halts, eval_every=3, batch_size=2, **HELD_OUT
+    )
+    assert (place.step, ending, batches) == (before, "signal", ["evaluation.batch"])
+    assert steps(told.evaluations) == [at for at in (0, 3, 6) if at < before]
+    assert told.saves == [before]
+
+
+def test_a_step_says_whether_it_was_applied(training_world, here):
+    told, _, _ = run(training_world, here, max_steps=2)
+    assert [metrics["step_applied"] for _, metrics in told.steps] == [1.0, 1.0]
+
+
+def test_the_time_of_a_save_belongs_to_no_step(training_world, here):
+    class Slow(Told):
+        def save(self, place):
+            time.sleep(1.5)
+
+    told, _, _ = run(training_world, here, told=Slow(), save_every=1, max_steps=3)
+    assert max(metrics["speed/step_seconds"] for _, metrics in told.steps[1:]) < 1.5
 
 
 def test_when_the_time_is_over_it_saves_where_it_is(training_world, here):

@@ -9,6 +9,7 @@ from align.schemas.errors import CorruptionError
 from align.schemas.rows import Tree
 from align.stages.train import meter as meter_module
 from align.stages.train.loop import Halts
+from align.stages.train.memory import forget_peak, peak_mib
 from align.stages.train.meter import Meter
 from align.stages.train.muster import next_batch
 
@@ -63,6 +64,16 @@ def test_a_lap_tells_how_fast_the_step_was(clock):
     assert told["padding"] == 0.25
     assert told["tokens"] == 300
     assert told["memory/peak_mib"] > 50  # torch alone takes more
+
+
+def test_a_run_does_not_answer_for_the_memory_of_an_earlier_one():
+    forget_peak()
+    before = peak_mib()
+    earlier = np.ones(64 * 2**20 // 8)
+    assert peak_mib() > before + 50
+    del earlier
+    forget_peak()
+    assert peak_mib() < before + 20
 
 
 def test_what_lies_before_a_restart_belongs_to_no_step(clock):

@@ -29,8 +29,9 @@ def test_all_ranks_stop_before_the_same_step_and_save_there(ranks):
         assert rank["in the middle"] == [3, 3, "signal", [3]]  # steps done, cursor, saves
 
 
-def test_a_rank_that_cannot_read_ends_all_and_says_why(ranks):
-    *others, last = [rank["failure"] for rank in ranks]
+@pytest.mark.parametrize("where", ["failure", "failed evaluation"])
+def test_a_rank_that_cannot_read_ends_all_and_says_why(ranks, where):
+    *others, last = [rank[where] for rank in ranks]
     assert last == "part-3 is damaged"
     for message in others:
         assert message == "Another rank could not read its rows; it says which."

@@ -1,0 +1,128 @@
+"""Rewards in order: score completions as stage 1 does, then write the data with its scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..schemas.errors import UsageError
+from ..schemas.rows import Role
+from ..stages.prepare.read import iter_chunks, open_inputs
+from ..stages.prepare.records import parse_chunk
+from ..stages.prepare.rewarded import Scores, write_rewarded
+from ..stages.prepare.shapes import common_shape
+from ..stages.storage import fs
+from ..stages.storage.layout import CacheFolder
+from ..stages.storage.shards import read_shard
+from .job import renames
+from .precompute import precompute
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from ..schemas.config import Config, ModelOptions
+    from ..schemas.manifest import Manifest
+    from ..schemas.reference import Reference
+    from ..schemas.rows import Record
+    from ..schemas.tracking import Progress
+    from ..stages.prepare.read import InputFile
+    from ..stages.prepare.shapes import Shape
+    from .units import Worker
+
+ROWS, CACHE = "rows.jsonl", "cache"
+LABELS = {Role.CHOSEN: 1.0, Role.DESIRABLE: 1.0, Role.REJECTED: -1.0, Role.UNDESIRABLE: -1.0}
+
+
+@dataclass(frozen=True)
+class Rewarded:
+    """Data with scores, and what was left out of it."""
+
+    path: Path
+    rows: int
+    completions: int
+    left_out: int
+
+    def text(self) -> str:
+        """A few lines for a person."""
+        lines = [f"{self.path}: {self.rows:,} rows, {self.completions:,} completions with a score"]
+        if self.left_out:
+            lines.append(f"{self.left_out:,} rows could not be used and are not in it")
+        return "\n".join([*lines, f"next: align precompute-ref {self.path}"])
+
+
+def rewards_from_labels(config: Config) -> Rewarded:
+    """Chosen and desirable completions score 1, all others -1."""
+    inputs, shape = _opened(config)
+    if shape.kind not in {"paired", "unpaired"}:
+        raise UsageError(
+            f"--from-labels: {inputs[0].path} has no labels and no pairs. Score it with "
+            "--reward-model."
+        )
+    folder = _folder(config)
+    fs.make_folder(folder)
+    return _written(folder, inputs, shape, lambda record: [LABELS[role] for role in record.roles])
+
+
+def rewards_from_model(
+    config: Config,
+    open_reward: Callable[[ModelOptions], Reference],
+    *,
+    progress: Progress,
+    worker: Worker,
+) -> Rewarded:
+    """Scores every completion with a reward model; what an earlier run scored is kept."""
+    inputs, shape = _opened(config)
+    if shape.kind == "scored_long":
+        raise UsageError(
+            f"{inputs[0].path} has one completion in a row and a score for each. Take the scores "
+            "out, or put the completions of a prompt into one row (prompt, completions)."
+        )
+    folder = _folder(config)
+    model = replace(config.model, path=config.rewards.model, adapter="")
+    cache = replace(config.cache, output=str(folder / CACHE), kl_pairs=0, token_logps=False)
+    tracking = replace(config.tracking, run_name=config.tracking.run_name or "score")
+    scoring = replace(config, model=model, cache=cache, tracking=tracking)
+    fs.make_folder(folder)
+    outcome = precompute(scoring, open_reward(model), progress=progress, worker=worker)
+    scores = _scores(CacheFolder(folder / CACHE), outcome.manifest)
+    return _written(folder, inputs, shape, scores.of)
+
+
+def _opened(config: Config) -> tuple[tuple[InputFile, ...], Shape]:
+    inputs = open_inputs(config.data.files)
+    return inputs, common_shape(inputs, renames(config.data.map), config.data.carry)
+
+
+def _folder(config: Config) -> Path:
+    folder = Path(config.rewards.output)
+    if not folder.absolute().parent.is_dir():
+        raise UsageError(f"{folder}: its parent is no folder. Make it, or choose another --output.")
+    return folder
+
+
+def _scores(folder: CacheFolder, manifest: Manifest) -> Scores:
+    return Scores.collect(read_shard(folder.data / shard.file) for shard in manifest.shards)
+
+
+def _written(
+    folder: Path,
+    inputs: Sequence[InputFile],
+    shape: Shape,
+    scores_of: Callable[[Record], Sequence[float] | None],
+) -> Rewarded:
+    """Reads the data once more, because the shards hold ids and no text."""
+    rows_in = 0
+
+    def rewarded() -> Iterator[tuple[Record, Sequence[float]]]:
+        nonlocal rows_in
+        for chunk in iter_chunks(inputs, shape.columns):
+            rows_in += len(chunk)
+            for record in parse_chunk(chunk, shape)[0]:
+                scores = scores_of(record)
+                if scores is not None:
+                    yield record, scores
+
+    path = folder / ROWS
+    rows, completions = write_rewarded(path, rewarded())
+    return Rewarded(path, rows, completions, rows_in - rows)

@@ -1,0 +1,93 @@
+"""Records with the scores of their completions, written as data that can be scored again."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...schemas.ragged import Ragged
+from ..storage import fs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from ...schemas.rows import Record, Text
+    from ...schemas.shards import ScoredBlock
+
+
+_ROW_BITS = 40  # more rows than any file has
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of the completions of rows, found by where a row stands in the data."""
+
+    places: NDArray[np.int64]  # (rows,) file and row in one number, ascending
+    offsets: NDArray[np.int64]  # (rows + 1,)
+    values: NDArray[np.float64]  # (completions,)
+
+    def of(self, record: Record) -> list[float] | None:
+        """The scores of a record's completions; None for a row that was not scored."""
+        place = (record.file << _ROW_BITS) + record.row
+        found = int(np.searchsorted(self.places, place))
+        if found == len(self.places) or self.places[found] != place:
+            return None
+        scores: list[float] = self.values[self.offsets[found] : self.offsets[found + 1]].tolist()
+        return scores
+
+    @staticmethod
+    def collect(blocks: Iterable[ScoredBlock]) -> Scores:
+        """Of rows as they were scored, in any order."""
+        places, parts = [], []
+        for block in blocks:
+            rows = block.rows
+            places.append((rows.file.astype(np.int64) << _ROW_BITS) + rows.row)
+            parts.append(Ragged(block.logps, rows.branch_offsets))
+        joined, scores = np.concatenate(places), Ragged.concat(parts)
+        order = np.argsort(joined)
+        sorted_scores = scores.take(order)
+        return Scores(joined[order], sorted_scores.offsets, sorted_scores.values)
+
+
+def write_rewarded(target: Path, rows: Iterable[tuple[Record, Sequence[float]]]) -> tuple[int, int]:
+    """Writes the file in one step; returns how many rows and completions it holds."""
+    draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+    num_rows = num_completions = 0
+    try:
+        with fs.create(draft) as file:
+            for record, scores in rows:
+                line = json.dumps(_plain(record, scores), ensure_ascii=False, allow_nan=False)
+                file.write(f"{line}\n".encode())
+                num_rows, num_completions = num_rows + 1, num_completions + len(scores)
+        fs.fsync(draft)
+        fs.rename(draft, target)
+    except BaseException:
+        fs.discard(draft)
+        raise
+    fs.fsync_folder(target.parent)
+    return num_rows, num_completions
+
+
+def _plain(record: Record, scores: Sequence[float]) -> dict[str, Any]:
+    optional = {
+        "tools": record.tools and list(record.tools),
+        "chat_template_kwargs": record.template_options and dict(record.template_options),
+    }
+    return {
+        "prompt": _text(record.prompt),
+        "completions": [_text(completion) for completion in record.completions],
+        "scores": list(scores),
+        **{name: value for name, value in optional.items() if value},
+        **record.carried,
+    }
+
+
+def _text(text: Text) -> Any:
+    return text if isinstance(text, str) else [dict(message) for message in text]

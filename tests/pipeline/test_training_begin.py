@@ -1,0 +1,111 @@
+"""How a run begins: whose settings it takes, and what it makes of a folder begun before."""
+
+import json
+
+import pyarrow.parquet as pq
+import pytest
+from command import align, refusal
+
+ONE_STEP = ("--method", "dpo", "--max-steps", 1, "--batch-size", 4, "--no-mlflow")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def config_of(run):
+    return (run / "config.yaml").read_text()
+
+
+def test_a_file_beside_the_cache_is_read(course, here):
+    project = here / "project"
+    project.mkdir()
+    (project / "cache").symlink_to(course.cache)
+    (project / "align.yaml").write_text("train:\n  lr: 0.125\n")
+    answer = align("train", "--cache", project / "cache", "--output", "run", *ONE_STEP)
+    assert answer.code == 0, answer
+    assert "lr: 0.125" in config_of(here / "run")
+
+
+def test_a_deepspeed_file_is_meant_from_where_its_name_is_written(course, here):
+    project = here / "project"
+    project.mkdir()
+    (project / "stage.json").write_text(json.dumps({"zero_optimization": {"stage": 5}}))
+    (here / "stage.json").write_text(json.dumps({"zero_optimization": {"stage": 0}}))
+    (project / "align.yaml").write_text("train:\n  deepspeed: stage.json\n")
+    words = ("--cache", course.cache, "--config", project / "align.yaml")
+    assert "stage is 5" in refusal(2, "train", *words, *ONE_STEP)
+
+
+def test_a_run_that_failed_before_it_began_bars_no_other(course, here):
+    words = ("--cache", course.cache, "--output", "run", *ONE_STEP)
+    wrong = ("--lora", "--set", "lora.targets=[nosuch]")
+    assert "nosuch" in refusal(2, "train", *words, *wrong)
+    answer = align("train", *words)
+    assert answer.code == 0, answer
+
+
+def test_a_finished_adapter_can_be_merged_later(course, here):
+    words = ("--cache", course.cache, "--output", here / "run", *ONE_STEP, "--lora")
+    first = course.server.run("train", *words)
+    assert first.code == 0, first
+    before = (here / "run" / "model" / "adapter_model.safetensors").read_bytes()
+    again = course.server.run("train", *words, "--merge", "--resume", "auto")
+    assert again.code == 0, again
+    assert (here / "run" / "model-merged" / "config.json").is_file()
+    assert (here / "run" / "model" / "adapter_model.safetensors").read_bytes() == before
+
+
+def test_the_rank_the_deepspeed_launcher_names_is_no_option_of_ours():
+    assert align("--local_rank=0", "methods", "dpo").code == 0
+
+
+def test_a_number_that_is_none_is_refused():
+    said = refusal(2, "train", "--method", "dpo", "--set", "train.max_grad_norm=.nan")
+    assert "train.max_grad_norm is nan; it must be finite" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--merge",), "lora.merge is set, but no adapter is trained"),
+        (("--set", "lora.rank=4"), "lora.rank is set, but no adapter is trained"),
+        (("--lora", "--set", "lora.dropout=0.3"), "train.dropout is off"),
+        (("--schedule", "constant", "--set", "train.min_lr=0.1"), "a constant schedule never"),
+    ],
+)
+def test_a_setting_without_effect_is_refused(course, words, said):
+    assert said in refusal(2, "train", "--cache", course.cache, *ONE_STEP, *words)
+
+
+def test_a_default_that_init_wrote_is_no_wish_of_the_users(course, world, here):
+    assert align("init").code == 0
+    made = ("--model", world.model, "--output", "short", "--max-length", 256, "--no-mlflow")
+    assert align("precompute-ref", world.data.paired, *made).code == 0
+    answer = align("train", "--cache", "short", "--output", "run", *ONE_STEP)
+    assert answer.code == 0, answer
+    said = refusal(4, "train", "--cache", "short", *ONE_STEP, "--set", "tokens.max_length=2048")
+    assert "tokens.max_length: the cache has 256, now 2048" in said
+
+
+def test_a_run_goes_on_under_the_deepspeed_configuration_it_was_begun_with(course, here):
+    file = here / "engine.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 1}}))
+    words = ("--cache", course.cache, "--output", "run", *ONE_STEP, "--deepspeed", file)
+    assert align("train", *words).code == 0
+    more = (*words, "--max-steps", 2, "--resume", "auto")
+    file.write_text(json.dumps({"zero_optimization": {"stage": 1}, "prescale_gradients": True}))
+    said = refusal(4, "train", *more)
+    assert "prescale_gradients: begun with None, now True" in said
+    file.write_text(json.dumps({"zero_optimization": {"stage": 1}}))
+    assert align("train", *more).code == 0
+
+
+def test_prompts_on_both_sides_are_told_of(course, world):
+    prompts = set(pq.read_table(world.data.paired)["prompt"].to_pylist())
+    words = ("--cache", course.cache, "--set", f"train.eval_cache={course.cache}")
+    answer = align("train", *words, "--output", "run", *ONE_STEP)
+    assert answer.code == 0, answer
+    assert f"{len(prompts)} prompts are learned from as well" in answer.err

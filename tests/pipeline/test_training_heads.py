@@ -1,0 +1,144 @@
+"""Runs whose policy has a head of another kind: what they leave behind, read by others."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from peft import AutoPeftModelForSequenceClassification
+from safetensors.torch import load_file
+from stage_one import Silent
+from training_world import job_of
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
+
+from align.pipeline.precompute import precompute
+from align.pipeline.train import run_training
+from align.pipeline.units import Worker
+from align.schemas.config import (
+    CacheOptions,
+    Config,
+    DataOptions,
+    LoraOptions,
+    ModelOptions,
+    TokenOptions,
+    TrackingOptions,
+)
+from align.schemas.rows import Role
+from align.stages.model.reference import HfReference
+
+pytestmark = pytest.mark.filterwarnings(  # peft's own, while it saves an adapter
+    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning",
+    "ignore:Setting .save_embedding_layers. to:UserWarning",
+)
+LABELS = {"pairs": (Role.CHOSEN, Role.REJECTED), "labels": (Role.DESIRABLE, Role.UNDESIRABLE)}
+
+
+@pytest.mark.parametrize(("method", "cache"), [("reward", "pairs"), ("reward_binary", "labels")])
+def test_others_load_a_reward_model_and_get_the_scores_of_the_training(
+    training_world, tmp_path, method, cache
+):
+    run = trained(job(getattr(training_world, cache), method, tmp_path, epochs=4))
+    assert run.after["eval/loss"] < 0.9 * run.before["eval/loss"]
+    model = AutoModelForSequenceClassification.from_pretrained(run.folder.model)
+    assert scores_are_those_of(run, model, getattr(training_world, cache), LABELS[cache])
+    tokenizer = AutoTokenizer.from_pretrained(run.folder.model)
+    assert model.config.pad_token_id == tokenizer.pad_token_id or tokenizer.pad_token_id is None
+    assert model.config.pad_token_id is not None
+    card = (run.folder.model / "README.md").read_text()
+    assert "A reward model: `" in card
+    assert "pipeline_tag: text-classification" in card
+    assert "`AutoModelForSequenceClassification.from_pretrained(folder)`" in card
+    assert f"not the padding token ({model.config.pad_token_id})" in card
+
+
+def test_a_reward_model_learns_on_from_one(training_world, tmp_path):
+    first = trained(job(training_world.pairs, "reward", tmp_path / "first"))
+    begun = {"model": str(first.folder.model)}
+    second = trained(job(training_world.pairs, "reward", tmp_path / "second", **begun))
+    assert second.before["eval/loss"] == pytest.approx(first.after["eval/loss"], abs=1e-5)
+
+
+def test_an_adapter_of_a_reward_model_is_loaded_as_its_card_says(training_world, tmp_path):
+    planned = job(training_world.pairs, "reward", tmp_path)
+    lora = LoraOptions(enabled=True, rank=2, merge=True)
+    run = trained(replace(planned, config=replace(planned.config, lora=lora)))
+    merged = AutoModelForSequenceClassification.from_pretrained(run.folder.merged)
+    pad = merged.config.pad_token_id
+    card = (run.folder.model / "README.md").read_text()
+    call = "AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=1, "
+    assert f"{call}pad_token_id={pad})`" in card
+    assert "A reward model: a LoRA adapter of `" in card
+    adapted = AutoPeftModelForSequenceClassification.from_pretrained(
+        run.folder.model, num_labels=1, pad_token_id=pad
+    )
+    for model in (merged, adapted.eval()):
+        assert scores_are_those_of(run, model, training_world.pairs, LABELS["pairs"])
+
+
+def test_a_value_head_lies_beside_the_model_and_not_in_it(training_world, tmp_path):
+    cache = with_token_logps(training_world, tmp_path / "tokens")
+    run = trained(job(cache, "ppo", tmp_path / "run"))
+    head = load_file(run.folder.model / "value_head.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in head.items()} == {
+        "weight": (1, 32),
+        "bias": (1,),
+    }
+    assert all(tensor.any() for tensor in head.values())
+    before = load_file(training_world.model / "model.safetensors")
+    assert load_file(run.folder.model / "model.safetensors").keys() == before.keys()
+    AutoModelForCausalLM.from_pretrained(run.folder.model)
+    assert "holds the value head" in (run.folder.model / "README.md").read_text()
+    messages = (run.folder.root / "metrics.jsonl").read_text()
+    assert "NaN" not in messages
+
+
+def test_pairs_are_weighed_by_how_likely_the_policy_is_to_write_them(training_world, tmp_path):
+    plain, weighed = (
+        trained(job(training_world.pairs, "dpo", tmp_path / name, options=options, max_steps=1))
+        for name, options in (("plain", {}), ("wpo", {"wpo": True}))
+    )
+    # Of a policy that is the reference every loss is ln 2, and every weight is at most 1.
+    assert plain.before["eval/loss"] == pytest.approx(0.693147, abs=1e-5)
+    assert 0 < weighed.before["eval/loss"] < 0.6931
+
+
+def job(cache, method, folder, **settings):
+    """All rows of the cache are evaluated as well."""
+    return job_of(cache, method, output=str(folder), eval_cache=str(cache), **settings)
+
+
+def trained(planned):
+    return run_training(planned, progress=Silent())
+
+
+@torch.no_grad()
+def scores_are_those_of(run, model, cache, roles):
+    """Whether the mean scores of both labels are what the last evaluation of the run found."""
+    scores = {role: [] for role in roles}
+    for row in pq.read_table(Path(cache) / "data").to_pylist():
+        for completion, role in zip(row["completion_ids"], row["role"], strict=True):
+            if role in scores:
+                ids = torch.tensor([row["prompt_ids"] + completion])
+                scores[role].append(model(input_ids=ids).logits.item())
+    found = [sum(each) / len(each) for each in scores.values()]
+    names = ("eval/rewards/chosen", "eval/rewards/rejected")
+    last = json.loads((run.folder.metrics).read_text().splitlines()[-1])
+    return found == pytest.approx([last[name] for name in names], abs=1e-4)
+
+
+def with_token_logps(world, folder):
+    config = Config(
+        model=ModelOptions(path=str(world.model), device="cpu"),
+        data=DataOptions(files=[str(world.model.parent / "pairs.parquet")]),
+        tokens=TokenOptions(max_length=512),
+        cache=CacheOptions(output=str(folder), token_logps=True, reuse_known=False),
+        tracking=TrackingOptions(mlflow=False),
+    )
+    precompute(config, HfReference(config.model), progress=Silent(), worker=Worker())
+    return folder
