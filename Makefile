@@ -2,6 +2,8 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tests of a file share what is slow to make, so they stay together.
+AT_ONCE := --numprocesses 2 --dist loadfile --quiet
 
 .PHONY: setup check test test-long demo bench wheel clean
 
@@ -23,10 +25,10 @@ check: setup
 	$(BIN)/mypy
 
 test: setup
-	$(BIN)/pytest -m 'not long'
+	$(BIN)/pytest $(AT_ONCE) -m 'not long'
 
 test-long: setup
-	$(BIN)/pytest
+	$(BIN)/pytest $(AT_ONCE)
 
 demo: setup
 	rm -rf demo && mkdir demo

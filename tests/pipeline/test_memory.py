@@ -41,7 +41,7 @@ def test_four_times_the_vocabulary_needs_no_more_memory_to_learn(peaks):
     assert large <= 1.25 * small + SLACK, peaks
     # A head that learns has a gradient as large as itself: 64 float32 per word, 4 and 16 MiB.
     small, large = peaks["training"]
-    assert large - small <= 16 - 4 + SLACK, peaks
+    assert large - small <= 16 - 4 + 2 * SLACK, peaks
     logits_small, logits_large = peaks["training with logits"]
     assert logits_large >= 3.5 * logits_small, peaks
     assert large <= logits_large / 16, peaks
