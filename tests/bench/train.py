@@ -43,9 +43,10 @@ SIDES_OF = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
     parser.add_argument("--set", action="append", default=[], help="a setting of align train")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -60,7 +61,7 @@ def main() -> None:
         make_case(folder, options.steps * PAIRS_PER_STEP)
         in_own_process("cache", "", folder, [])
         for method in options.methods:
-            sides = ("align", *SIDES_OF[method])
+            sides = ("align", *(side for side in SIDES_OF[method] if side in options.sides))
             rounds = [
                 {side: in_own_process(side, method, folder, options.set) for side in sides}
                 for _ in range(options.rounds)
