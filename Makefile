@@ -47,6 +47,7 @@ bench: .venv/bench-ready
 	$(BIN)/pytest tests/peers
 	$(BIN)/python tests/bench/reference.py
 	$(BIN)/python tests/bench/data_plane.py
+	$(BIN)/python tests/bench/train.py
 
 wheel: setup
 	rm -rf build dist
