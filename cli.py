@@ -201,8 +201,7 @@ def train(flags: dict[str, Any], config: ConfigFile = None, sets: Sets = None) -
     from .pipeline.settings import load_settings
     from .pipeline.training_job import open_training
 
-    cache = flags["train.cache"]
-    job = open_training(load_settings(flags, sets or [], file=config, beside=cache))
+    job = open_training(load_settings(flags, sets or [], file=config))
 
     from .pipeline.first_rank import progress_of_first, say_once
     from .pipeline.train import run_training

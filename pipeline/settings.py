@@ -60,18 +60,13 @@ class Settings:
 
 
 def load_settings(
-    flags: Mapping[str, Any],
-    sets: Sequence[str],
-    *,
-    file: Path | None,
-    data: Sequence[str] = (),
-    beside: str | None = None,
+    flags: Mapping[str, Any], sets: Sequence[str], *, file: Path | None, data: Sequence[str] = ()
 ) -> Settings:
     """Later sources win: defaults, config file, environment, flags, --set.
 
-    The file is `file`, or the align.yaml here, beside the data or beside something else.
+    The file is `file`, or the align.yaml here, beside the data or beside the cache.
     """
-    path = file or _beside([*data, *filter(None, [beside])])
+    path = file or _beside([*data, *filter(None, [flags.get("train.cache")])])
     layers: list[tuple[str, dict[str, Any]]] = []
     if path:
         layers.append((str(path), _read_file(path)))
@@ -150,9 +145,9 @@ def parse_varied(texts: Sequence[str]) -> dict[str, list[str]]:
     return varied
 
 
-def _beside(data: Sequence[str]) -> Path | None:
-    """An align.yaml in the current folder, or beside the first data file."""
-    places = [Path(), *(Path(name).parent for name in data[:1])]
+def _beside(names: Sequence[str]) -> Path | None:
+    """An align.yaml in the current folder, or beside the first of these files and folders."""
+    places = [Path(), *(Path(name).parent for name in names[:1])]
     return next((place / FILE_NAME for place in places if (place / FILE_NAME).is_file()), None)
 
 

@@ -216,6 +216,13 @@ def test_the_file_here_comes_before_the_one_beside_the_data(here):
     assert load(data=["project/a.parquet"]).config.cache.seed == 2
 
 
+def test_a_file_beside_the_cache_is_read_by_whatever_names_the_cache():
+    Path("project").mkdir()
+    write("train:\n  lr: 0.125\n", "project/align.yaml")
+    named = {"train.cache": "project/cache"}
+    assert load_settings(named, [], file=None).config.train.lr == 0.125
+
+
 def test_a_map_is_written_as_ours_equals_yours():
     assert parse_map(["prompt=question", "chosen="]) == {"prompt": "question", "chosen": ""}
     for wrong in ("prompt", "=question", ""):
