@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from ..stages.tracking.jsonl import read_entries
-from .trained import EVAL
+from ..stages.tracking.names import EVAL
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,6 +7,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from ..schemas.errors import FingerprintError, UsageError
+from ..stages.engine.user_file import leaves
 from ..stages.storage import fs
 
 if TYPE_CHECKING:
@@ -59,12 +60,12 @@ def require_same_run(begun: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     return bool(changed)
 
 
-def require_same_engine(folder: RunFolder, config: Mapping[str, Any]) -> None:
+def require_same_engine(folder: RunFolder, config: dict[str, Any]) -> None:
     """Refuses to go on under another DeepSpeed configuration, whatever its file is called."""
-    path = folder.root / "deepspeed.json"
-    if not (folder.steps() and path.exists()):
+    if not (folder.steps() and folder.engine.exists()):
         return
-    begun, now = _leaves(json.loads(fs.read_bytes(path))), _leaves(json.loads(json.dumps(config)))
+    stored = json.loads(fs.read_bytes(folder.engine))
+    begun, now = dict(leaves(stored)), dict(leaves(json.loads(json.dumps(config))))
     if changed := sorted(name for name in {*begun, *now} if begun.get(name) != now.get(name)):
         lines = [f"{name}: begun with {begun.get(name)}, now {now.get(name)}" for name in changed]
         listed = "\n  ".join(lines)
@@ -72,16 +73,6 @@ def require_same_engine(folder: RunFolder, config: Mapping[str, Any]) -> None:
             f"This run was begun with another DeepSpeed configuration. What differs:\n  {listed}\n"
             "Undo the change, or begin a new run in another --output."
         )
-
-
-def _leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in config.items():
-        if isinstance(value, dict):
-            found |= _leaves(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = value
-    return found
 
 
 def _shown(settings: Mapping[str, Any], name: str) -> str:

@@ -159,7 +159,7 @@ class RunRecords:
         """The model is written."""
         self.is_finished = True
         folder = self._start.folder
-        for path in (folder.metrics, folder.config, folder.root / "deepspeed.json"):
+        for path in (folder.metrics, folder.config, folder.engine):
             self._run.log_artifact(path)
         self._run.log_artifact(folder.model / "README.md")
         tags = {"align.cache_root": self._session.job.manifest.root, "align.step": str(place.step)}
@@ -175,7 +175,7 @@ class RunRecords:
     def _describe(self) -> None:
         session, folder = self._session, self._start.folder
         config = json.dumps(session.engine_config, indent=2, sort_keys=True, default=str)
-        fs.publish(folder.root / "deepspeed.json", f"{config}\n".encode(), label="config")
+        fs.publish(folder.engine, f"{config}\n".encode(), label="config")
         self._run.log_params(_params(session))
         cache = session.job.cache
         self._run.log_dataset(

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..stages.report.grid import grid
+from ..stages.tracking.names import EVAL
 from .measured import Measured
-from .trained import EVAL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..stages.tracking.jsonl import read_entries
+from ..stages.tracking.names import EVAL
 
 if TYPE_CHECKING:
     from ..stages.storage.run_folder import RunFolder
     from ..stages.train.loop import Ending
 
-EVAL = "eval/"
 # Worth a line of its own, where a method reports it.
 HEADLINES = ("loss", "rewards/accuracies", "rewards/margins", "log_odds/accuracy", "log_odds/ratio")
 

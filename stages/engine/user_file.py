@@ -78,7 +78,7 @@ def filled(
             'Change one of the two, or write "auto" in the file.'
         )
     _fill(config, ours)
-    if left := [key for key, value in _leaves(config) if value == AUTO]:
+    if left := [key for key, value in leaves(config) if value == AUTO]:
         raise UsageError(f'{place}: no option of ours fills the "auto" of {", ".join(left)}.')
     return config
 
@@ -131,7 +131,7 @@ def _fill(config: dict[str, Any], ours: dict[str, Any]) -> None:
         if _at(config, key) is None:
             _put(config, key, copy.deepcopy(_at(ours, key)))
     # Other keys of theirs, such as the kind of optimizer, stay as they are.
-    for key, value in list(_leaves(config)):
+    for key, value in list(leaves(config)):
         if value == AUTO and _at(ours, key) is not None:
             _put(config, key, copy.deepcopy(_at(ours, key)))
     if _at(config, "optimizer.type") in ("Adam", "AdamW"):
@@ -141,10 +141,11 @@ def _fill(config: dict[str, Any], ours: dict[str, Any]) -> None:
                 config["optimizer"]["params"].setdefault(name, copy.deepcopy(value))
 
 
-def _leaves(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value of nested objects, by its dotted name."""
     for key, value in config.items():
         if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -58,20 +57,14 @@ class Scores:
 
 def write_rewarded(target: Path, rows: Iterable[tuple[Record, Sequence[float]]]) -> tuple[int, int]:
     """Writes the file in one step; returns how many rows and completions it holds."""
-    draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     num_rows = num_completions = 0
-    try:
+    with fs.draft_of(target) as draft:
         with fs.create(draft) as file:
             for record, scores in rows:
                 line = json.dumps(_plain(record, scores), ensure_ascii=False, allow_nan=False)
                 file.write(f"{line}\n".encode())
                 num_rows, num_completions = num_rows + 1, num_completions + len(scores)
         fs.fsync(draft)
-        fs.rename(draft, target)
-    except BaseException:
-        fs.discard(draft)
-        raise
-    fs.fsync_folder(target.parent)
     return num_rows, num_completions
 
 

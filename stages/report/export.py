@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -29,16 +28,10 @@ def export_trl(
     """Writes `target` in one step and returns how many rows it holds."""
     _require_free(target, overwrite=overwrite)
     tables = _flat_tables(folder, decode)
-    draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
-    try:
+    with fs.draft_of(target) as draft:
         num_rows = _write(draft, tables)
         fs.fsync(draft)
         _require_free(target, overwrite=overwrite)  # it may have come since
-        fs.rename(draft, target)
-    except BaseException:
-        fs.discard(draft)
-        raise
-    fs.fsync_folder(target.parent)
     return num_rows
 
 

@@ -65,6 +65,19 @@ def put_if_absent(path: Path, payload: bytes, *, label: str) -> bool:
     return won
 
 
+@contextmanager
+def draft_of(path: Path) -> Iterator[Path]:
+    """A name to write under; what is durable there at the end of the block becomes `path`."""
+    draft = _draft_of(path)
+    try:
+        yield draft
+        rename(draft, path)
+    except BaseException:
+        discard(draft)
+        raise
+    fsync_folder(path.parent)
+
+
 def sha256_of(path: Path) -> str:
     """The digest of a file's bytes."""
     with open_regular(path) as source:

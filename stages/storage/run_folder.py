@@ -2,6 +2,7 @@
 
 metrics.jsonl                   one line per logged step
 config.yaml                     the settings it was begun with
+deepspeed.json                  what DeepSpeed was given
 checkpoints/step-<n>/           whole checkpoints; `latest` names the newest
 checkpoints/.tmp-<n>-<run id>/  one that is being written; .trash-…: one that is being removed
 model/                          the trained policy; written last
@@ -45,6 +46,11 @@ class RunFolder:
     def config(self) -> Path:
         """The settings of the run."""
         return self.root / "config.yaml"
+
+    @property
+    def engine(self) -> Path:
+        """What DeepSpeed was given."""
+        return self.root / "deepspeed.json"
 
     @property
     def checkpoints(self) -> Path:
