@@ -49,11 +49,6 @@ def steps_per_epoch(source: TrainSource, settings: FeedSettings) -> int:
     return num_steps(source.train_rows, settings.batch_size, settings.limit_train_batches)
 
 
-def steps_per_evaluation(source: TrainSource, settings: FeedSettings) -> int:
-    """Steps in one pass over the held-out rows."""
-    return num_steps(source.eval_rows, settings.batch_size, settings.limit_eval_batches)
-
-
 @contextmanager
 def stream(source: TrainSource, settings: FeedSettings, *, start: Cursor) -> Iterator[StepStream]:
     """The steps of this rank from `start` to the end of the last epoch."""
