@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # since 2 an epoch's order depends on seed and rows alone
 
 
 @dataclass(frozen=True)

@@ -62,10 +62,10 @@ class Order:
         return rows[start - skipped : stop - skipped]
 
 
-def shuffled_order(group_offsets: NDArray[np.int64], *, seed: int, epoch: int, root: str) -> Order:
-    """The order of one epoch over the cache that `root` names."""
-    key = key_of("order of rows", root, seed, epoch)
-    groups = shuffled(_filled(group_offsets), key_of("order of row groups", root, seed, epoch))
+def shuffled_order(group_offsets: NDArray[np.int64], *, seed: int, epoch: int) -> Order:
+    """The order of one epoch: the same over every cache of the same rows, whatever scored them."""
+    key = key_of("order of rows", seed, epoch)
+    groups = shuffled(_filled(group_offsets), key_of("order of row groups", seed, epoch))
     return _order(group_offsets, groups, key)
 
 

@@ -127,19 +127,19 @@ class Pass:
         return np.arange(count)
 
 
-def training_pass(table: RowTable, settings: FeedSettings, *, epoch: int, root: str) -> Pass:
-    """One epoch over the cache that `root` names."""
-    order = shuffled_order(table.group_offsets, seed=settings.seed, epoch=epoch, root=root)
+def training_pass(table: RowTable, settings: FeedSettings, *, epoch: int) -> Pass:
+    """One epoch."""
+    order = shuffled_order(table.group_offsets, seed=settings.seed, epoch=epoch)
     steps = num_steps(len(table), settings.batch_size, settings.limit_train_batches)
-    key = key_of("epoch", root, settings.seed, epoch)
+    key = key_of("epoch", settings.seed, epoch)
     return Pass(table, order, settings, epoch, steps, key)
 
 
-def evaluation_pass(table: RowTable, settings: FeedSettings, *, root: str) -> Pass:
+def evaluation_pass(table: RowTable, settings: FeedSettings) -> Pass:
     """Every row once, in the same order and with the same partners each time."""
     steps = num_steps(len(table), settings.batch_size, settings.limit_eval_batches)
-    key = key_of("evaluation", root)
-    return Pass(table, stored_order(table.group_offsets), settings, 0, steps, key)
+    order = stored_order(table.group_offsets)
+    return Pass(table, order, settings, epoch=0, num_steps=steps, key=key_of("evaluation"))
 
 
 def num_steps(rows: int, batch_size: int, limit: int) -> int:

@@ -59,7 +59,7 @@ def stream(source: TrainSource, settings: FeedSettings, *, start: Cursor) -> Ite
 @contextmanager
 def eval_stream(source: TrainSource, settings: FeedSettings) -> Iterator[StepStream]:
     """One pass over the held-out rows, the same each time it is asked for."""
-    once = evaluation_pass(source.index.held_out, settings, root=source.manifest.root)
+    once = evaluation_pass(source.index.held_out, settings)
     with _streamed(source, settings, _loads(source, once, 0)) as steps:
         yield steps
 
@@ -94,9 +94,7 @@ def _batches(loads: Iterator[_Load], rank: int) -> Iterator[StepBatch]:
 def _loads_of_epochs(source: TrainSource, settings: FeedSettings, start: Cursor) -> Iterator[_Load]:
     first = start.step
     for epoch in range(start.epoch, settings.epochs):
-        one_pass = training_pass(
-            source.index.train, settings, epoch=epoch, root=source.manifest.root
-        )
+        one_pass = training_pass(source.index.train, settings, epoch=epoch)
         yield from _loads(source, one_pass, first)
         first = 0
 

@@ -66,9 +66,7 @@ def simulate(
 ) -> Figures:
     """Plans some full steps, evenly spread over an epoch."""
     started = time.perf_counter()
-    one_pass = training_pass(
-        table, settings_for(ranks, rows_per_rank, pads=pads), epoch=0, root="made up"
-    )
+    one_pass = training_pass(table, settings_for(ranks, rows_per_rank, pads=pads), epoch=0)
     epoch_seconds = time.perf_counter() - started
     full = len(table) // (ranks * rows_per_rank)  # the last step may hold a handful of rows
     chosen = np.linspace(0, full - 1, min(sampled, full)).astype(int)

@@ -12,8 +12,8 @@ WORLDS = (1, 2, 3, 4, 8)
 SIZES = st.lists(st.integers(0, 12), min_size=1, max_size=40).filter(any)
 
 
-def epoch_of(table, epoch=0, root="root", **changed):
-    one_pass = training_pass(table, settings_of(**changed), epoch=epoch, root=root)
+def epoch_of(table, epoch=0, **changed):
+    one_pass = training_pass(table, settings_of(**changed), epoch=epoch)
     return list(one_pass.plans(0, one_pass.num_steps))
 
 
@@ -59,7 +59,7 @@ def test_steps_are_the_same_for_any_world_and_budget(sizes, batch, budget, world
 
 def test_a_step_can_be_planned_alone():
     table = table_of([7] * 30, levels=1)
-    one_pass = training_pass(table, settings_of(batch_size=13), epoch=2, root="root")
+    one_pass = training_pass(table, settings_of(batch_size=13), epoch=2)
     plans = list(one_pass.plans(0, one_pass.num_steps))
     for step in range(one_pass.num_steps):
         assert content(one_pass.plans(step, step + 1)) == content(plans[step : step + 1])
@@ -137,7 +137,7 @@ def test_a_limit_cuts_an_epoch_short():
 
 def test_evaluation_has_one_order_and_one_partner_each_time():
     table = table_of([10, 0, 13], levels=3)
-    plans = evaluation_pass(table, settings_of(limit_eval_batches=2), root="root").plans(0, 2)
+    plans = evaluation_pass(table, settings_of(limit_eval_batches=2)).plans(0, 2)
     for start, plan in zip((0, 8), plans, strict=True):
         assert plan.rows.tolist() == list(range(start, start + 8))
         assert set(plan.pairs.levels.tolist()) == {0}

@@ -40,7 +40,7 @@ def test_damage_done_while_training_stops_it_and_names_the_unit(cache, checks_by
 def training_groups(source):
     """Row groups in the order they are read."""
     sizes = source.index.train.group_offsets
-    return shuffled_order(sizes, seed=0, epoch=0, root=source.manifest.root).groups
+    return shuffled_order(sizes, seed=0, epoch=0).groups
 
 
 def test_a_shard_that_is_gone_stops_training(cache):
