@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ...schemas.rows import Tree
     from .trees import TreeBatch
 
-CPU_TOKENS = 2048  # larger forward passes leave the caches: more memory, and no faster
+CPU_TOKENS = 1024  # a pass of twice as many is a tenth faster, for twice the activations
 EXACT_ELEMENTS = 1 << 26  # logits held at once by the exact head, unless one tree needs more
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
 
+from .lean import AttentionInterface
 from .masks import windows_by_kind
 
 if TYPE_CHECKING:
