@@ -87,9 +87,10 @@ def require_same_world(position: Position, job: TrainingJob, world: World) -> No
             f"The run was begun on the cache {position.cache_root[:12]}…, and this one is "
             f"{job.manifest.root[:12]}…. Pass the --cache it was begun with, or begin a new run."
         )
-    if (position.world_size, position.zero_stage) != (world.size, job.zero_stage):
+    zero_stage = job.zero_stage(world.size)
+    if (position.world_size, position.zero_stage) != (world.size, zero_stage):
         raise UsageError(
             f"The checkpoint of step {position.global_step} was saved by {position.world_size} "
             f"rank(s) under ZeRO {position.zero_stage}; this is {world.size} under ZeRO "
-            f"{job.zero_stage}. Go on with as many ranks and the same stage."
+            f"{zero_stage}. Go on with as many ranks and the same stage."
         )

@@ -44,8 +44,11 @@ class TrainingJob:
     policy: ModelOptions
     begins_as_reference: bool
     max_seconds: float
-    zero_stage: int
     tags: Mapping[str, str] = field(default_factory=dict)  # for the tracking store
+
+    def zero_stage(self, world_size: int) -> int:
+        """How much of the policy's state so many ranks share."""
+        return _zero_stage(self.config.train, self.policy, world_size)
 
 
 def open_training(settings: Settings) -> TrainingJob:
@@ -65,7 +68,7 @@ def open_training(settings: Settings) -> TrainingJob:
     cache = CacheFolder(Path(train.cache or config.cache.output))
     manifest = load_manifest(cache)
     policy = _policy(config, manifest)
-    zero_stage = _zero_stage(train, policy)
+    _zero_stage(train, policy, world_size=1)
     held_out = _held_out(config, manifest)
     for folder, made in ((cache, manifest), *([held_out] if held_out else [])):
         require_token_logps(recipe, folder, made)
@@ -85,14 +88,13 @@ def open_training(settings: Settings) -> TrainingJob:
         policy=policy,
         begins_as_reference=begins_as_reference,
         max_seconds=max_seconds,
-        zero_stage=zero_stage,
     )
 
 
-def _zero_stage(train: TrainOptions, policy: ModelOptions) -> int:
+def _zero_stage(train: TrainOptions, policy: ModelOptions, world_size: int) -> int:
     """Refuses what DeepSpeed cannot be told, whatever the policy's shape and its ranks."""
     dtype = stored_dtype(policy.path) if train.dtype == "auto" else train.dtype
-    config = engine_config(train, Circumstances(dtype, hidden_size=1, world_size=1))
+    config = engine_config(train, Circumstances(dtype, hidden_size=1, world_size=world_size))
     return int(config.get("zero_optimization", {}).get("stage", 0))
 
 

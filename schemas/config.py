@@ -142,7 +142,9 @@ class TrainOptions:
     dropout: bool = option(False, "keep the dropout that the model's config asks for")
     gradient_checkpointing: bool = option(False, "less memory for a third more computing")
     deepspeed: str = option(
-        "zero1", "zero0, zero1, zero2, zero3, zero3-offload, or a DeepSpeed JSON file"
+        "auto",
+        "zero0, zero1, zero2, zero3, zero3-offload, or a DeepSpeed JSON file; auto: zero1, but "
+        "zero0 for one rank in float32, which has nothing to share",
     )
     pairs_from_scores: Literal["best_worst", "all"] = option(
         "best_worst", "pairs out of scored rows: the best and the worst of each, or all pairs"

@@ -34,8 +34,8 @@ class Circumstances:
 def engine_config(options: TrainOptions, circumstances: Circumstances) -> dict[str, Any]:
     """What `deepspeed.initialize` is given; every value that is ours to decide stands in it."""
     ours = _ours(options, circumstances)
-    if options.deepspeed in PRESETS:
-        config = _preset(options.deepspeed, ours, circumstances)
+    if (preset := _chosen(options.deepspeed, circumstances)) in PRESETS:
+        config = _preset(preset, ours, circumstances)
     else:
         theirs = _read(options.deepspeed)
         config = filled(theirs, ours, place=options.deepspeed, batch_size=options.batch_size)
@@ -81,6 +81,14 @@ def _adamw(options: TrainOptions) -> dict[str, Any]:
     }
 
 
+def _chosen(deepspeed: str, circumstances: Circumstances) -> str:
+    if deepspeed != "auto":
+        return deepspeed
+    # Weights in 16 bits need the copy in 32 that ZeRO keeps, and one rank has no other use for it.
+    alone = circumstances.world_size == 1 and circumstances.dtype == "float32"
+    return "zero0" if alone else "zero1"
+
+
 def _preset(name: str, ours: dict[str, Any], circumstances: Circumstances) -> dict[str, Any]:
     stage = int(name.removeprefix("zero")[0])
     zero = {"stage": stage} | (ours["zero_optimization"] if stage else {})
@@ -116,9 +124,9 @@ def _read(name: str) -> dict[str, Any]:
 
 
 def _no_such(name: str) -> str:
-    nearest = get_close_matches(name, PRESETS, n=1, cutoff=0.5)
+    nearest = get_close_matches(name, ("auto", *PRESETS), n=1, cutoff=0.5)
     hint = f" Did you mean {nearest[0]}?" if nearest else ""
-    return f"neither one of {', '.join(PRESETS)} nor a file.{hint}"
+    return f"neither auto nor one of {', '.join(PRESETS)} nor a file.{hint}"
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

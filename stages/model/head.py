@@ -12,28 +12,27 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from .head_grad import FusedLogps
+from .kept import LogitsRoom
 from .tiles import HeadSpec, OutputHead
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-HEAD_VERSION = "fused-1 float32"
-
-
-def fused_logps(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, spec: HeadSpec
-) -> Tensor:
-    """Log p of `targets` (T,) given `hidden` (T, hidden): (T,) float32, with its gradient."""
-    return fused_rows(OutputHead(weight, bias, spec), hidden, targets, purity=False)[0]
+HEAD_VERSION = "fused-2 float32"
 
 
 def fused_rows(head: OutputHead, hidden: Tensor, targets: Tensor, *, purity: bool) -> Tensor:
-    """Log p of `targets` and, where asked for, purity without a gradient: (rows, T) float32."""
+    """Log p of `targets` (T,) given `hidden` (T, hidden), and its gradient: (1, T) float32.
+
+    Where it is asked for, a second row is purity, without a gradient.
+    """
+    room = head.room if torch.is_grad_enabled() else None
     rows: Tensor = FusedLogps.apply(  # type: ignore[no-untyped-call]
-        hidden, targets, purity, head.weight, head.bias, head.spec
+        hidden, targets, purity, head.weight, head.bias, head.spec, room
     )
     return rows
 
@@ -45,6 +44,7 @@ class LogpHead(nn.Linear):
     """
 
     spec: HeadSpec
+    room: LogitsRoom
 
     def forward(
         self, hidden: Tensor, targets: Tensor | None = None, *, purity: bool = False
@@ -52,7 +52,7 @@ class LogpHead(nn.Linear):
         """`fused_rows` of `targets` given `hidden` (T, hidden); without targets the projection."""
         if targets is None:
             return super().forward(hidden)
-        head = OutputHead(self.weight, self.bias, self.spec)
+        head = OutputHead(self.weight, self.bias, self.spec, self.room)
         return fused_rows(head, hidden, targets, purity=purity)
 
 
@@ -61,6 +61,7 @@ def call_head_for_logps(model: Any) -> None:
     layer = model.get_output_embeddings()
     layer.__class__ = LogpHead
     layer.spec = head_spec(model.config)
+    layer.room = LogitsRoom()
 
 
 def output_head(model: Any) -> OutputHead | None:

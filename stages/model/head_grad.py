@@ -1,4 +1,4 @@
-"""The gradient of the fused head, from tiles that are projected a second time.
+"""The gradient of the fused head, from tiles that were kept or are projected a second time.
 
     d logp(y) / d z_v = [v = y] - p_v,   p_v = exp(z_v - logsumexp z)
 
@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from .kept import KeptLogits
 from .tiles import OutputHead, Tiles, operand, score_targets, tile_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from .tiles import HeadSpec
 
 
 class FusedLogps(torch.autograd.Function):
@@ -27,32 +30,38 @@ class FusedLogps(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, targets: Tensor, purity: bool, *head: Any) -> Tensor:
-        """Scores as without gradients, and keeps one number per position."""
+        """Scores as without gradients; keeps a number per position, and logits if there is room."""
         # The parameters themselves, not save_for_backward: ZeRO-3 empties them after each use
         # and fills the same objects again before their backward.
         ctx.head = OutputHead(*head)
-        scored = score_targets(hidden, ctx.head, targets, purity=purity)
-        ctx.save_for_backward(hidden, targets, scored.logsumexp)
+        room = ctx.head.room
+        ctx.kept = KeptLogits() if room is None else room.lend(hidden.device)
+        scored = score_targets(hidden, ctx.head, targets, ctx.kept, purity=purity)
+        # The kept tiles too: a backward pass after others have overwritten them is refused.
+        ctx.save_for_backward(hidden, targets, scored.logsumexp, *ctx.kept.tiles.values())
         return torch.stack([scored.logps, scored.purity] if purity else [scored.logps])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_rows: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients that are asked for; a frozen head costs none of its own."""
-        hidden, targets, logsumexp = ctx.saved_tensors
+        hidden, targets, logsumexp, *_ = ctx.saved_tensors
         head: OutputHead = ctx.head
-        needs_hidden, _, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        needs_hidden, _, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        new = torch.empty_like if len(targets) else torch.zeros_like  # tiles write all of it
         gradients = _Gradients(
             torch.zeros_like(hidden, dtype=torch.float32) if needs_hidden else None,
-            torch.zeros_like(head.weight) if needs_weight else None,
-            torch.zeros_like(head.bias) if needs_bias and head.bias is not None else None,
+            new(head.weight) if needs_weight else None,
+            new(head.bias) if needs_bias and head.bias is not None else None,
         )
         if len(targets):
             slopes = -head.spec.scale * grad_rows[0]
             positions = _Positions.of(hidden, targets, logsumexp, slopes)
-            _add_all(gradients, positions, head)
+            _add_all(gradients, positions, head, ctx.kept)
+        if head.room is not None:
+            head.room.give_back(ctx.kept)
         grad_hidden = None if gradients.hidden is None else gradients.hidden.to(hidden.dtype)
-        return grad_hidden, None, None, gradients.weight, gradients.bias, None
+        return grad_hidden, None, None, gradients.weight, gradients.bias, None, None
 
 
 @dataclass(frozen=True)
@@ -94,9 +103,11 @@ class _Positions:
         )
 
 
-def _add_all(gradients: _Gradients, positions: _Positions, head: OutputHead) -> None:
+def _add_all(
+    gradients: _Gradients, positions: _Positions, head: OutputHead, kept: KeptLogits
+) -> None:
     count, rows = len(positions.targets), tile_rows(positions.states.device)
-    tiles = Tiles.like(positions.states, min(rows, count))
+    tiles = Tiles.like(positions.states, min(rows, count), kept)
     parts = [slice(start, start + rows) for start in range(0, count, rows)]
     for start in range(0, len(head.weight), tiles.width):
         columns = slice(start, start + tiles.width)
@@ -105,7 +116,8 @@ def _add_all(gradients: _Gradients, positions: _Positions, head: OutputHead) -> 
         grad_weight = torch.zeros_like(tile.weight.t(), dtype=torch.float32)
         grad_bias = torch.zeros_like(tile.weight[:, 0], dtype=torch.float32)
         for part in parts:
-            deviation = _deviation(positions[part], tile, start, tiles)
+            logits = tiles.logits_of(positions.states[part], tile, (part.start, start))
+            deviation = _deviation(positions[part], logits, tile.spec, start, tiles)
             if gradients.hidden is not None:
                 _add_product(gradients.hidden[part], deviation, tile.weight)
             if gradients.weight is not None:
@@ -120,18 +132,20 @@ def _add_all(gradients: _Gradients, positions: _Positions, head: OutputHead) -> 
         gradients.hidden.mul_(positions.slopes[:, None])
 
 
-def _deviation(positions: _Positions, head: OutputHead, first: int, tiles: Tiles) -> Tensor:
+def _deviation(
+    positions: _Positions, logits: Tensor, spec: HeadSpec, first: int, tiles: Tiles
+) -> Tensor:
     """p_v - [v = y], times the slope of the softcap, v counting from `first`: (rows, columns)."""
-    logits = tiles.logits_of(positions.states, head)
     probabilities = torch.sub(logits, positions.logsumexp[:, None], out=tiles.softmax_like(logits))
     probabilities.exp_()
     places = positions.targets - first
     inside = (places >= 0) & (places < logits.shape[1])
     places = places.clamp(0, logits.shape[1] - 1)[:, None]
     probabilities.scatter_add_(1, places, -inside.float()[:, None])
-    if head.spec.softcap:
+    if spec.softcap:
         # d softcap * tanh(u / softcap) / du = 1 - tanh(u / softcap) ** 2
-        probabilities.mul_(logits.div_(head.spec.softcap).square_().neg_().add_(1))
+        tanh = torch.div(logits, spec.softcap, out=tiles.scratch_like(logits))
+        probabilities.mul_(tanh.square_().neg_().add_(1))
     return probabilities
 
 

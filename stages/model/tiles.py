@@ -10,9 +10,11 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from .kept import KeptLogits, LogitsRoom, Place
+
 # On a CPU a tile and its softmax should stay in the cache; a GPU wants larger products.
-TILE_ROWS = {"cpu": 512, "cuda": 2048}
-TILE_VOCABULARY = {"cpu": 1024, "cuda": 2048}  # 4M elements at most
+TILE_ROWS = {"cpu": 1024, "cuda": 2048}
+TILE_VOCABULARY = {"cpu": 512, "cuda": 2048}  # 4M elements at most
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class OutputHead:
     weight: Tensor  # (vocabulary, hidden)
     bias: Tensor | None  # (vocabulary,)
     spec: HeadSpec
+    room: LogitsRoom | None = None  # for logits that a backward pass need not project again
 
     def columns(self, part: slice) -> OutputHead:
         """The projection to a part of the vocabulary."""
@@ -48,23 +51,30 @@ class Scored:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Two buffers that every tile of a call reuses."""
+    """Two buffers that every tile of a call reuses, and the tiles that are kept instead."""
 
     logits: Tensor  # (rows * vocabulary,) float32
     softmax: Tensor  # (rows * vocabulary,) float32
     width: int
+    kept: KeptLogits
 
     @staticmethod
-    def like(hidden: Tensor, rows: int) -> Tiles:
-        """Room for tiles of `rows` positions."""
+    def like(hidden: Tensor, rows: int, kept: KeptLogits) -> Tiles:
+        """Buffers for tiles of `rows` positions."""
         width = TILE_VOCABULARY.get(hidden.device.type, 2048)
         buffers = torch.empty(2, rows * width, dtype=torch.float32, device=hidden.device)
-        return Tiles(buffers[0], buffers[1], width)
+        return Tiles(buffers[0], buffers[1], width, kept)
 
-    def logits_of(self, states: Tensor, head: OutputHead) -> Tensor:
-        """The model's own logits of one tile: (rows, columns) float32."""
+    def logits_of(self, states: Tensor, head: OutputHead, place: Place) -> Tensor:
+        """The model's own logits of the tile that begins at `place`: (rows, columns) float32.
+
+        They may be kept, so they are not to be changed.
+        """
+        if place in self.kept.tiles:
+            return self.kept.tiles[place]
         shape = (len(states), len(head.weight))
-        logits = self.logits[: shape[0] * shape[1]].view(shape)
+        space = self.kept.space(place, shape)
+        logits = self.logits[: shape[0] * shape[1]].view(shape) if space is None else space
         if states.dtype == torch.float32:
             torch.mm(states, head.weight.float().t(), out=logits)
         else:
@@ -73,23 +83,27 @@ class Tiles:
             logits += head.bias
         return _shaped(logits, head.spec)
 
+    def scratch_like(self, logits: Tensor) -> Tensor:
+        """The first buffer, in the shape of a tile."""
+        return self.logits[: logits.numel()].view(logits.shape)
+
     def softmax_like(self, logits: Tensor) -> Tensor:
-        """The second buffer, in the shape of the first."""
+        """The second buffer, in the shape of a tile."""
         return self.softmax[: logits.numel()].view(logits.shape)
 
 
 def score_targets(
-    hidden: Tensor, head: OutputHead, targets: Tensor, *, purity: bool = False
+    hidden: Tensor, head: OutputHead, targets: Tensor, kept: KeptLogits, *, purity: bool = False
 ) -> Scored:
     """Log p of `targets` (T,) given `hidden` (T, hidden)."""
     logps = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
     purities = torch.empty_like(logps if purity else logps[:0])
     scored = Scored(logps, torch.empty_like(logps), purities)
     rows = tile_rows(hidden.device)
-    tiles = Tiles.like(hidden, min(rows, len(targets)))
+    tiles = Tiles.like(hidden, min(rows, len(targets)), kept)
     for start in range(0, len(targets), rows):
         states, tile = hidden[start : start + rows], slice(start, start + rows)
-        sums = _sums(states, head, tiles, purity=purity)
+        sums = _sums(states, start, head, tiles, purity=purity)
         scored.logsumexp[tile] = logsumexp = torch.logsumexp(sums.logs, dim=0)
         logps[tile] = _target_logits(states, head, targets[tile]) - logsumexp
         if purity:
@@ -117,16 +131,18 @@ class _Sums:
     purities: Tensor  # (tiles, rows) float32: log sum p ** 2 as if there were no other tile
 
 
-def _sums(states: Tensor, head: OutputHead, tiles: Tiles, *, purity: bool) -> _Sums:
+def _sums(states: Tensor, first: int, head: OutputHead, tiles: Tiles, *, purity: bool) -> _Sums:
     logs: list[Tensor] = []
     purities: list[Tensor] = []
     states = operand(states)
     for start in range(0, len(head.weight), tiles.width):
-        logits = tiles.logits_of(states, head.columns(slice(start, start + tiles.width)))
+        tile = head.columns(slice(start, start + tiles.width))
+        logits = tiles.logits_of(states, tile, (first, start))
         softmax = tiles.softmax_like(logits)
-        # One pass over a tile in cache; z_0 - log_softmax(z)_0 is its log-sum-exp.
+        # Faster than logsumexp over a tile in cache. Any z_v - log_softmax(z)_v is the log-sum-exp;
+        # that of the largest logit is the most exact.
         torch.log_softmax(logits, dim=1, out=softmax)
-        logs.append(logits[:, 0] - softmax[:, 0])
+        logs.append(logits.amax(dim=1) - softmax.amax(dim=1))
         if purity:
             purities.append(softmax.mul_(2).exp_().sum(dim=1).log_())
     stacked = torch.stack(logs)

@@ -52,7 +52,7 @@ def test_other_settings_are_refused_by_name(course, run):
         "train.batch_size: begun with 4, now 5",
         "train.method: begun with 'kto', now 'kto_zero'",
         "train.seed: begun with 0, now 1",
-        "train.deepspeed: begun with 'zero1', now 'zero2'",
+        "train.deepspeed: begun with 'auto', now 'zero2'",
         "lora.enabled: begun with False, now True",
         "method.beta: begun with its default, now 0.5",
     ):
@@ -71,7 +71,7 @@ def test_what_changes_nothing_that_is_learned_may_be_changed(course, run):
 
 def test_other_ranks_are_refused(course, run):
     said = refused(course, 2, run, *RESUME, ranks=2)
-    assert "checkpoint of step 4 was saved by 1 rank(s) under ZeRO 1; this is 2 under" in said
+    assert "checkpoint of step 4 was saved by 1 rank(s) under ZeRO 0; this is 2 under" in said
     assert "Go on with as many ranks and the same stage" in said
 
 

@@ -1,9 +1,10 @@
 import pytest
 import torch
+from fused_head import fused_logps
 from largest_storage import LargestStorage
 from transformers import AutoConfig
 
-from align.stages.model.head import fused_logps, head_spec
+from align.stages.model.head import head_spec
 from align.stages.model.tiles import TILE_ROWS, TILE_VOCABULARY, HeadSpec
 
 HIDDEN = 16

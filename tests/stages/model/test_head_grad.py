@@ -2,13 +2,17 @@ import math
 
 import pytest
 import torch
+from fused_head import fused_logps
 from largest_storage import LargestStorage
 
-from align.stages.model.head import fused_logps
+from align.stages.model.kept import ROOM_BYTES, LogitsRoom
 from align.stages.model.tiles import TILE_ROWS, TILE_VOCABULARY, HeadSpec
 
 HIDDEN = 16
 WIDE = TILE_VOCABULARY["cpu"] * 2 + 37  # two whole tiles and a part of one
+ROWS = 40
+ONE_TILE = 4 * ROWS * TILE_VOCABULARY["cpu"]  # bytes
+ROOMS = {"none": 0, "one tile and a bit": ONE_TILE + 400, "all": ROOM_BYTES}
 
 
 def test_the_gradient_of_one_token_by_hand():
@@ -34,10 +38,69 @@ def test_the_gradients_equal_those_of_a_float64_log_softmax(spec, with_bias, voc
     assert worst_gradient(case, spec) < 2e-6
 
 
-@pytest.mark.parametrize("rows", [1, 7, 40])
-def test_ragged_tiles_of_positions_change_nothing(rows, monkeypatch):
+@pytest.mark.parametrize("rows", [1, 7, ROWS])
+@pytest.mark.parametrize("room", ROOMS)
+def test_ragged_tiles_of_positions_change_nothing(rows, room, monkeypatch):
     monkeypatch.setitem(TILE_ROWS, "cpu", rows)
-    assert worst_gradient(head_case(WIDE, with_bias=True), HeadSpec(0.5, 4.0)) < 2e-6
+    case = head_case(WIDE, with_bias=True)
+    assert worst_gradient(case, HeadSpec(0.5, 4.0), LogitsRoom(ROOMS[room])) < 2e-6
+
+
+@pytest.mark.parametrize("spec", [HeadSpec(), HeadSpec(0.5, 4.0)])
+@pytest.mark.parametrize("size", ROOMS.values(), ids=ROOMS)
+def test_kept_logits_give_the_same_gradients_to_the_bit(spec, size):
+    expected = gradients(head_case(WIDE, with_bias=True), spec)
+    room = LogitsRoom(size)
+    for _ in range(2):  # the second call writes over the first one's logits
+        found = gradients(head_case(WIDE, with_bias=True), spec, room)
+        assert all(map(torch.equal, found, expected))
+
+
+def test_as_many_tiles_are_kept_as_there_is_room_for():
+    hidden, weight, _, targets, _ = head_case(WIDE)
+    narrow = 4 * ROWS * (WIDE % TILE_VOCABULARY["cpu"])  # the last one
+    sizes = ((narrow - 4, 0), (narrow, 1), (ONE_TILE, 1), (ONE_TILE + narrow, 2), (ROOM_BYTES, 3))
+    for size, tiles in sizes:
+        logps = fused_logps(hidden, weight, None, targets, HeadSpec(), LogitsRoom(size))
+        assert len(logps.grad_fn.next_functions[0][0].kept.tiles) == tiles
+
+
+def test_a_room_belongs_to_one_call_until_its_backward_pass_or_its_end():
+    hidden, weight, _, targets, _ = head_case(WIDE)
+    room = LogitsRoom()
+
+    def called():
+        return fused_logps(hidden, weight, None, targets, HeadSpec(), room)
+
+    def keeps(logps):
+        return len(logps.grad_fn.next_functions[0][0].kept.tiles)
+
+    first, second = called(), called()
+    assert (keeps(first), keeps(second)) == (3, 0)
+    first.sum().backward()
+    third = called()
+    assert keeps(third) == 3
+    del third
+    assert keeps(called()) == 3
+
+
+def test_a_backward_pass_over_logits_that_were_written_over_is_refused():
+    hidden, weight, _, targets, _ = head_case(WIDE)
+    room = LogitsRoom()
+    loss = fused_logps(hidden, weight, None, targets, HeadSpec(), room).sum()
+    loss.backward(retain_graph=True)
+    loss.backward(retain_graph=True)
+    fused_logps(hidden, weight, None, targets, HeadSpec(), room)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_scoring_without_a_gradient_takes_no_room():
+    hidden, weight, _, targets, _ = head_case(WIDE)
+    room = LogitsRoom()
+    with torch.no_grad():
+        fused_logps(hidden, weight, None, targets, HeadSpec(), room)
+    assert vars(room)["_buffer"] is None
 
 
 @pytest.mark.parametrize(("dtype", "step"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
@@ -117,7 +180,7 @@ def largest_new_tensor(vocabulary):
     return seen.elements
 
 
-def head_case(vocabulary, *, with_bias=False, rows=40, dtype=torch.float32):
+def head_case(vocabulary, *, with_bias=False, rows=ROWS, dtype=torch.float32):
     """Leaves that want a gradient, targets, and a slope of the loss for each position."""
     random = torch.Generator().manual_seed(1)
     hidden = torch.randn(rows, HIDDEN, generator=random).to(dtype).requires_grad_()
@@ -128,10 +191,17 @@ def head_case(vocabulary, *, with_bias=False, rows=40, dtype=torch.float32):
     return hidden, weight, bias if with_bias else None, targets, slopes
 
 
-def worst_gradient(case, spec):
-    """The largest difference from float64, as a share of the largest element of its gradient."""
+def gradients(case, spec, room=None):
+    """Those of every leaf there is."""
     *leaves, targets, slopes = case
-    (fused_logps(*leaves, targets, spec) * slopes).sum().backward()
+    (fused_logps(*leaves, targets, spec, room) * slopes).sum().backward()
+    return [leaf.grad for leaf in leaves if leaf is not None]
+
+
+def worst_gradient(case, spec, room=None):
+    """The largest difference from float64, as a share of the largest element of its gradient."""
+    gradients(case, spec, room)
+    *leaves, targets, slopes = case
     doubles = [None if leaf is None else leaf.detach().double().requires_grad_() for leaf in leaves]
     (float64_logps(*doubles, targets, spec) * slopes.double()).sum().backward()
     worst = 0.0
