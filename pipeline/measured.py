@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from ..stages.tracking.jsonl import read_entries
 from ..stages.tracking.names import EVAL
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from ..stages.tracking.jsonl import Entry
 
@@ -27,9 +24,8 @@ class Measured:
     after: dict[str, float] = field(default_factory=dict)  # empty unless of a later step
 
 
-def first_and_last(metrics: Path) -> Measured:
-    """Reads a run's journal; a training step is only looked at where nothing is held out."""
-    entries = read_entries(metrics, 0, max_points=sys.maxsize)
+def first_and_last(entries: Sequence[Entry]) -> Measured:
+    """Of a run's journal; a training step is only looked at where nothing is held out."""
     if held_out := [one for one in entries if f"{EVAL}loss" in _values(one)]:
         return Measured("held out", *_ends(held_out))
     return Measured("training", *_ends([one for one in entries if "loss" in _values(one)]))

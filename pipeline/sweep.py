@@ -15,7 +15,6 @@ from ..stages.engine.peers import from_first
 from ..stages.storage import fs
 from ..stages.storage.run_folder import RunFolder
 from .halting import WAY_ON
-from .measured import first_and_last
 from .recording import recorded
 from .swept import Swept, Tried
 from .train import train_in
@@ -128,7 +127,7 @@ def _try(trial: Trial, job: TrainingJob, world: World, progress: Progress) -> Tr
         trained = train_in(job, world, progress=progress)
         if trained.is_old:
             progress.say(f"{trial.name} is finished already and stays as it is")
-        return Tried(trial, trained, first_and_last(trained.folder.metrics))
+        return Tried(trial, trained)
     except AlignError as error:
         progress.say(f"{trial.name} failed: {error}")
         return Tried(trial, error=error)

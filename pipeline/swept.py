@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..stages.report.grid import grid
@@ -36,8 +36,12 @@ class Tried:
 
     trial: Trial
     trained: Trained | None = None
-    measured: Measured = field(default_factory=Measured)
     error: AlignError | None = None
+
+    @property
+    def measured(self) -> Measured:
+        """Nothing where it failed."""
+        return self.trained.measured if self.trained else Measured()
 
     @property
     def ending(self) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..stages.tracking.jsonl import read_entries
 from ..stages.tracking.names import EVAL
+from .measured import Measured, first_and_last
 
 if TYPE_CHECKING:
     from ..stages.storage.run_folder import RunFolder
@@ -19,13 +20,12 @@ HEADLINES = ("loss", "rewards/accuracies", "rewards/margins", "log_odds/accuracy
 
 @dataclass(frozen=True)
 class Trained:
-    """A run that has ended, and what was measured before and after."""
+    """A run that has ended, and what was measured first and last."""
 
     folder: RunFolder
     ending: Ending
     steps: int
-    before: dict[str, float]  # eval/… of the policy as it was
-    after: dict[str, float]
+    measured: Measured
     is_old: bool = False  # it had ended before it was asked for
 
     def text(self) -> str:
@@ -36,23 +36,19 @@ class Trained:
             lines.append(f"model in {self.folder.model}")
         else:
             lines.append("stopped by train.max_time; the same command with --resume auto goes on")
-        return "\n".join([*lines, *before_and_after(self.before, self.after)])
+        return "\n".join([*lines, *before_and_after(self.measured)])
 
 
 def outcome(folder: RunFolder, ending: Ending) -> Trained:
-    """Reads back how far a run came, and what was measured on held-out rows first and last."""
-    first: dict[str, float] = {}
-    last: dict[str, float] = {}
-    steps = 0
-    for entry in read_entries(folder.metrics, 0, max_points=sys.maxsize):
-        steps = max(steps, entry.step)
-        measured = {p.key: p.value for p in entry.points if p.key.startswith(EVAL)}
-        first, last = first or measured, measured or last
-    return Trained(folder, ending, steps, first, last)
+    """Reads back how far a run came, and what it measured."""
+    entries = read_entries(folder.metrics, 0, max_points=sys.maxsize)
+    steps = max((entry.step for entry in entries), default=0)
+    return Trained(folder, ending, steps, first_and_last(entries))
 
 
-def before_and_after(before: dict[str, float], after: dict[str, float]) -> list[str]:
+def before_and_after(measured: Measured) -> list[str]:
     """A small table of the held-out rows, empty where nothing was measured twice."""
+    before, after = measured.before, measured.after
     names = [name for name in HEADLINES if f"{EVAL}{name}" in before and f"{EVAL}{name}" in after]
     if not names:
         return []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ from .steps import Pass, StepPlan, evaluation_pass, num_steps, training_pass
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
 
@@ -23,25 +23,9 @@ if TYPE_CHECKING:
     from .settings import FeedSettings
     from .source import TrainSource
 
+    Steps = AbstractContextManager[Iterator[StepBatch]]
+
 WINDOWS_AHEAD = 1
-
-
-class StepStream:
-    """An iterator over steps that knows how long it kept its consumer waiting for the last one."""
-
-    def __init__(self, steps: Iterator[StepBatch]) -> None:
-        self._steps = steps
-        self.waited = 0.0  # seconds
-
-    def __iter__(self) -> Iterator[StepBatch]:
-        return self
-
-    def __next__(self) -> StepBatch:
-        asked = time.perf_counter()
-        try:
-            return next(self._steps)
-        finally:
-            self.waited = time.perf_counter() - asked
 
 
 def steps_per_epoch(source: TrainSource, settings: FeedSettings) -> int:
@@ -49,19 +33,15 @@ def steps_per_epoch(source: TrainSource, settings: FeedSettings) -> int:
     return num_steps(source.train_rows, settings.batch_size, settings.limit_train_batches)
 
 
-@contextmanager
-def stream(source: TrainSource, settings: FeedSettings, *, start: Cursor) -> Iterator[StepStream]:
+def stream(source: TrainSource, settings: FeedSettings, *, start: Cursor) -> Steps:
     """The steps of this rank from `start` to the end of the last epoch."""
-    with _streamed(source, settings, _loads_of_epochs(source, settings, start)) as steps:
-        yield steps
+    return _streamed(source, settings, _loads_of_epochs(source, settings, start))
 
 
-@contextmanager
-def eval_stream(source: TrainSource, settings: FeedSettings) -> Iterator[StepStream]:
+def eval_stream(source: TrainSource, settings: FeedSettings) -> Steps:
     """One pass over the held-out rows, the same each time it is asked for."""
     once = evaluation_pass(source.index.held_out, settings)
-    with _streamed(source, settings, _loads(source, once, 0)) as steps:
-        yield steps
+    return _streamed(source, settings, _loads(source, once, 0))
 
 
 @dataclass(frozen=True)
@@ -76,10 +56,10 @@ class _Load:
 @contextmanager
 def _streamed(
     source: TrainSource, settings: FeedSettings, loads: Iterator[_Load]
-) -> Iterator[StepStream]:
+) -> Iterator[Iterator[StepBatch]]:
     prefetch = Prefetch(loads, ahead=WINDOWS_AHEAD)
     try:
-        yield StepStream(_batches(prefetch, settings.world.rank))
+        yield _batches(prefetch, settings.world.rank)
     finally:
         prefetch.close()
 

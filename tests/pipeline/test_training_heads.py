@@ -44,7 +44,7 @@ def test_others_load_a_reward_model_and_get_the_scores_of_the_training(
     training_world, tmp_path, method, cache
 ):
     run = trained(job(getattr(training_world, cache), method, tmp_path, epochs=4))
-    assert run.after["eval/loss"] < 0.9 * run.before["eval/loss"]
+    assert run.measured.after["eval/loss"] < 0.9 * run.measured.before["eval/loss"]
     model = AutoModelForSequenceClassification.from_pretrained(run.folder.model)
     assert scores_are_those_of(run, model, getattr(training_world, cache), LABELS[cache])
     tokenizer = AutoTokenizer.from_pretrained(run.folder.model)
@@ -61,7 +61,8 @@ def test_a_reward_model_learns_on_from_one(training_world, tmp_path):
     first = trained(job(training_world.pairs, "reward", tmp_path / "first"))
     begun = {"model": str(first.folder.model)}
     second = trained(job(training_world.pairs, "reward", tmp_path / "second", **begun))
-    assert second.before["eval/loss"] == pytest.approx(first.after["eval/loss"], abs=1e-5)
+    expected = first.measured.after["eval/loss"]
+    assert second.measured.before["eval/loss"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_an_adapter_of_a_reward_model_is_loaded_as_its_card_says(training_world, tmp_path):
@@ -104,8 +105,8 @@ def test_pairs_are_weighed_by_how_likely_the_policy_is_to_write_them(training_wo
         for name, options in (("plain", {}), ("wpo", {"wpo": True}))
     )
     # Of a policy that is the reference every loss is ln 2, and every weight is at most 1.
-    assert plain.before["eval/loss"] == pytest.approx(0.693147, abs=1e-5)
-    assert 0 < weighed.before["eval/loss"] < 0.6931
+    assert plain.measured.before["eval/loss"] == pytest.approx(0.693147, abs=1e-5)
+    assert 0 < weighed.measured.before["eval/loss"] < 0.6931
 
 
 def job(cache, method, folder, **settings):

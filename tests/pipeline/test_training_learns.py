@@ -22,8 +22,9 @@ def cache(tokenizer_folder, tmp_path_factory):
 
 def learned(cache, method, folder):
     trained = run_training(job_of(cache, method, output=str(folder), **LEARNING), progress=Silent())
-    assert trained.after["eval/loss"] < 0.9 * trained.before["eval/loss"]
-    return trained.before, trained.after
+    before, after = trained.measured.before, trained.measured.after
+    assert after["eval/loss"] < 0.9 * before["eval/loss"]
+    return before, after
 
 
 @pytest.mark.parametrize("method", ["dpo", "kto"])

@@ -70,10 +70,3 @@ def test_an_error_of_the_consumer_leaves_no_thread(cache):
         next(steps)
         raise KeyError
     assert not prefetching()
-
-
-def test_a_stream_tells_how_long_it_was_waited_for(cache):
-    with stream(opened(cache), settings_of(), start=START) as steps:
-        assert steps.waited == 0.0
-        next(steps)
-        assert 0 < steps.waited < 10
