@@ -96,7 +96,7 @@ class Keeper:
             cursor=place.cursor,
             seed=session.job.config.train.seed,
             world_size=session.world.size,
-            zero_stage=session.job.zero_stage(session.world.size),
+            zero_stage=session.engine_config.get("zero_optimization", {}).get("stage", 0),
             cache_root=session.job.manifest.root,
             config_digest=config_digest(session.job.config),
             versions=versions(),

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-FORMAT_VERSION = 2  # since 2 an epoch's order depends on seed and rows alone
+FORMAT_VERSION = 2  # since 2 log-probs have no part in the order of an epoch
 
 
 @dataclass(frozen=True)

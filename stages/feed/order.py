@@ -63,7 +63,7 @@ class Order:
 
 
 def shuffled_order(group_offsets: NDArray[np.int64], *, seed: int, epoch: int) -> Order:
-    """The order of one epoch: the same over every cache of the same rows, whatever scored them."""
+    """The order of one epoch: how rows lie in their groups decides it, and not their log-probs."""
     key = key_of("order of rows", seed, epoch)
     groups = shuffled(_filled(group_offsets), key_of("order of row groups", seed, epoch))
     return _order(group_offsets, groups, key)

@@ -1,9 +1,10 @@
-"""Log-probabilities from hidden states without ever holding the logits.
+"""Log-probabilities from hidden states without ever holding all logits.
 
     logp(y) = z_y - logsumexp_v z_v,   z = softcap * tanh(scale * (W h + b) / softcap)
 
 Tiles of (positions, vocabulary) are projected, reduced to one float32 log-sum-exp per position
-and overwritten, so peak memory grows with neither. Where it is asked for, so is
+and overwritten, or kept for the backward pass as far as there is room, so peak memory grows with
+neither. Where it is asked for, so is
 
     purity = log sum_v p_v ** 2 = logsumexp_v 2 z_v - 2 logsumexp_v z_v
 """

@@ -37,15 +37,14 @@ class FusedLogps(torch.autograd.Function):
         room = ctx.head.room
         ctx.kept = KeptLogits() if room is None else room.lend(hidden.device)
         scored = score_targets(hidden, ctx.head, targets, ctx.kept, purity=purity)
-        # The kept tiles too: a backward pass after others have overwritten them is refused.
-        ctx.save_for_backward(hidden, targets, scored.logsumexp, *ctx.kept.tiles.values())
+        ctx.save_for_backward(hidden, targets, scored.logsumexp)
         return torch.stack([scored.logps, scored.purity] if purity else [scored.logps])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_rows: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients that are asked for; a frozen head costs none of its own."""
-        hidden, targets, logsumexp, *_ = ctx.saved_tensors
+        hidden, targets, logsumexp = ctx.saved_tensors
         head: OutputHead = ctx.head
         needs_hidden, _, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         new = torch.empty_like if len(targets) else torch.zeros_like  # tiles write all of it
@@ -58,8 +57,7 @@ class FusedLogps(torch.autograd.Function):
             slopes = -head.spec.scale * grad_rows[0]
             positions = _Positions.of(hidden, targets, logsumexp, slopes)
             _add_all(gradients, positions, head, ctx.kept)
-        if head.room is not None:
-            head.room.give_back(ctx.kept)
+        ctx.kept.give_back()
         grad_hidden = None if gradients.hidden is None else gradients.hidden.to(hidden.dtype)
         return grad_hidden, None, None, gradients.weight, gradients.bias, None, None
 

@@ -1,7 +1,7 @@
 """transformers' modelling code, without what only models of images need.
 
 Its losses for object detection load scipy wherever that is installed, which costs any other model
-36 MiB. They are imported here, once, as if it were not.
+36 MiB. They are imported here as if it were not, and never learn that it is; all else does.
 """
 
 from __future__ import annotations

@@ -68,14 +68,13 @@ def read_checkpoint(path: Path) -> Checkpoint:
         text = fs.read_bytes(path / RECORD_NAME)
     except StorageError as error:
         raise _damaged(path, f"{RECORD_NAME} cannot be read: {error.__cause__}") from error
-    _refuse_newer(text, path)
+    _refuse_another_format(text, path)
     try:
         checkpoint = from_json(Checkpoint, text)
         is_ours = to_json(checkpoint).encode() == text
     except ValueError as error:
         raise _damaged(path, str(error)) from error
-    is_ours = is_ours and checkpoint.digest == digest_of(checkpoint)
-    if not is_ours or checkpoint.format_version != FORMAT_VERSION:
+    if not is_ours or checkpoint.digest != digest_of(checkpoint):
         raise _damaged(path, f"{RECORD_NAME} was edited")
     name = STEP_NAME.fullmatch(path.name)
     if name is None or int(name[1]) != checkpoint.position.global_step:
@@ -136,16 +135,17 @@ def _is_plain(path: str) -> bool:
     return not {"", ".", ".."} & {*parts} and path.isprintable() and "\\" not in path
 
 
-def _refuse_newer(text: bytes, path: Path) -> None:
+def _refuse_another_format(text: bytes, path: Path) -> None:
     try:
         plain = json.loads(text)
     except (ValueError, RecursionError):
         return
     version = plain.get("format_version") if isinstance(plain, dict) else None
-    if isinstance(version, int) and version > FORMAT_VERSION:
+    if isinstance(version, int) and version != FORMAT_VERSION:
+        newer_or_older = "a newer" if version > FORMAT_VERSION else "the older"
         raise FingerprintError(
-            f"{path} has format version {version}; this align reads up to {FORMAT_VERSION}. "
-            "Install a newer align."
+            f"{path} has format version {version}; this align goes on from {FORMAT_VERSION} only. "
+            f"Install {newer_or_older} align, or begin a new run in another --output."
         )
 
 

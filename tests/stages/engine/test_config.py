@@ -41,6 +41,22 @@ def test_a_preset_holds_what_the_options_say(preset):
     assert ("offload_param" in config["zero_optimization"]) == (preset == "zero3-offload")
 
 
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "stage"),
+    [
+        (1, "float32", 0),
+        (2, "float32", 1),
+        (1, "bfloat16", 1),
+        (1, "float16", 1),
+        (2, "float16", 1),
+    ],
+)
+def test_auto_shares_what_there_is_to_share(ranks, dtype, stage):
+    here = replace(HERE, world_size=ranks, dtype=dtype)
+    config = engine_config(replace(OPTIONS, deepspeed="auto"), here)
+    assert config == engine_config(replace(OPTIONS, deepspeed=f"zero{stage}"), here)
+
+
 def test_sixteen_bits_are_summed_in_thirty_two():
     here = replace(HERE, dtype="bfloat16")
     config = engine_config(replace(OPTIONS, deepspeed="zero2"), here)

@@ -49,7 +49,7 @@ def test_a_window_holds_whole_row_groups_and_few_of_them(sizes):
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"epoch": 1}])
-def test_seed_epoch_and_cache_each_give_another_order(change):
+def test_seed_and_epoch_each_give_another_order(change):
     sizes = [20] * 40
     same, other = order_of(sizes), order_of(sizes, **change)
     assert same.rows(0, 800).tolist() == order_of(sizes).rows(0, 800).tolist()

@@ -1,10 +1,13 @@
 import math
+from copy import deepcopy
 
 import pytest
 import torch
 from fused_head import fused_logps
 from largest_storage import LargestStorage
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from align.stages.model.head import call_head_for_logps
 from align.stages.model.kept import ROOM_BYTES, LogitsRoom
 from align.stages.model.tiles import TILE_ROWS, TILE_VOCABULARY, HeadSpec
 
@@ -84,15 +87,35 @@ def test_a_room_belongs_to_one_call_until_its_backward_pass_or_its_end():
     assert keeps(called()) == 3
 
 
-def test_a_backward_pass_over_logits_that_were_written_over_is_refused():
-    hidden, weight, _, targets, _ = head_case(WIDE)
+def test_logits_that_were_written_over_are_projected_again():
+    expected = gradients(head_case(WIDE), HeadSpec())
+    hidden, weight, _, targets, slopes = head_case(WIDE)
     room = LogitsRoom()
-    loss = fused_logps(hidden, weight, None, targets, HeadSpec(), room).sum()
-    loss.backward(retain_graph=True)
-    loss.backward(retain_graph=True)
-    fused_logps(hidden, weight, None, targets, HeadSpec(), room)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+    loss = (fused_logps(hidden, weight, None, targets, HeadSpec(), room) * slopes).sum()
+    for other in (False, True):
+        hidden.grad = weight.grad = None
+        newer = other and fused_logps(2 * hidden, weight, None, targets, HeadSpec(), room)
+        loss.backward(retain_graph=True)
+        assert torch.equal(hidden.grad, expected[0])
+        assert torch.equal(weight.grad, expected[1])
+    hidden.grad = None
+    (newer * slopes).sum().backward()  # and the newer ones are whole
+    doubled = (2 * hidden).detach().requires_grad_()
+    alone = gradients([doubled, weight, None, targets, slopes], HeadSpec())
+    assert torch.equal(hidden.grad, 2 * alone[0])
+
+
+def test_the_head_of_a_policy_keeps_its_logits_and_a_copy_of_it_has_room_of_its_own():
+    shape = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = AutoConfig.for_model("llama", vocab_size=300, intermediate_size=16, **shape)
+    model = AutoModelForCausalLM.from_config(config)
+    call_head_for_logps(model)
+    head = model.lm_head
+    logps = head(torch.randn(5, 16), torch.arange(5))
+    assert len(logps.grad_fn.kept.tiles) == 1
+    copy = deepcopy(head)
+    assert len(copy(torch.randn(5, 16), torch.arange(5)).grad_fn.kept.tiles) == 1
+    assert not head(torch.randn(5, 16), torch.arange(5)).grad_fn.kept.tiles
 
 
 def test_scoring_without_a_gradient_takes_no_room():

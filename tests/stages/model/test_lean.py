@@ -5,7 +5,8 @@ CODE = """
 import sys
 from transformers import utils
 asked = utils.is_scipy_available
-import align.stages.model.lean
+import align.pipeline.train
+import align.stages.model.reference
 assert "transformers.modeling_utils" in sys.modules
 print("scipy" in sys.modules, utils.is_scipy_available is asked)
 import scipy.optimize

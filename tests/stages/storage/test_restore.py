@@ -4,7 +4,7 @@ import os
 import pytest
 from checkpoint_saves import save
 
-from align.schemas.checkpoint import Retention
+from align.schemas.checkpoint import FORMAT_VERSION, Retention
 from align.schemas.codec import digest
 from align.schemas.errors import CorruptionError, FingerprintError
 from align.stages.storage.restore import choose_checkpoint, latest_step, verify_checkpoint
@@ -118,9 +118,10 @@ def test_where_all_are_damaged_there_is_none(folder):
     assert len(list(folder.checkpoints.glob(".bad-*"))) == 3
 
 
-def test_a_checkpoint_of_a_newer_align_is_refused_and_left_in_peace(folder):
-    edit(lambda plain: plain.update(format_version=2))(folder.step(3))
-    with pytest.raises(FingerprintError, match="newer align"):
+@pytest.mark.parametrize(("by", "which"), [(1, "a newer"), (-1, "the older")])
+def test_a_checkpoint_of_another_format_is_refused_and_left_in_peace(folder, by, which):
+    edit(lambda plain: plain.update(format_version=FORMAT_VERSION + by))(folder.step(3))
+    with pytest.raises(FingerprintError, match=f"Install {which} align"):
         choose_checkpoint(folder)
     assert folder.steps() == [1, 2, 3]
 
