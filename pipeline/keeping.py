@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ..schemas.checkpoint import Peers, Position, Retention, Saved
 from ..schemas.errors import AlignError
 from ..stages.engine.peers import gathered
+from ..stages.engine.user_file import stage_of
 from ..stages.storage.checkpoints import save_checkpoint
 from ..stages.storage.credit import credit
 from .run_identity import config_digest, versions
@@ -96,7 +97,7 @@ class Keeper:
             cursor=place.cursor,
             seed=session.job.config.train.seed,
             world_size=session.world.size,
-            zero_stage=session.engine_config.get("zero_optimization", {}).get("stage", 0),
+            zero_stage=stage_of(session.engine_config),
             cache_root=session.job.manifest.root,
             config_digest=config_digest(session.job.config),
             versions=versions(),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..schemas.errors import UsageError
 from ..stages.engine.config import Circumstances, engine_config
+from ..stages.engine.user_file import stage_of
 from ..stages.methods.table import recipe_of
 from ..stages.model.fingerprint import stored_dtype
 from ..stages.storage.layout import CacheFolder
@@ -95,7 +96,7 @@ def _zero_stage(train: TrainOptions, policy: ModelOptions, world_size: int) -> i
     """Refuses what DeepSpeed cannot be told, whatever the policy's shape and its ranks."""
     dtype = stored_dtype(policy.path) if train.dtype == "auto" else train.dtype
     config = engine_config(train, Circumstances(dtype, hidden_size=1, world_size=world_size))
-    return int(config.get("zero_optimization", {}).get("stage", 0))
+    return int(stage_of(config))
 
 
 def _policy(config: Config, manifest: Manifest) -> ModelOptions:

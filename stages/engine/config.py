@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...schemas.errors import UsageError
-from .user_file import filled
+from .user_file import filled, stage_of
 
 if TYPE_CHECKING:
     from ...schemas.config import TrainOptions
@@ -39,7 +39,7 @@ def engine_config(options: TrainOptions, circumstances: Circumstances) -> dict[s
     else:
         theirs = _read(options.deepspeed)
         config = filled(theirs, ours, place=options.deepspeed, batch_size=options.batch_size)
-    if circumstances.dtype == "float16" and not config.get("zero_optimization", {}).get("stage"):
+    if circumstances.dtype == "float16" and not stage_of(config):
         # DeepSpeed divides by the loss scale there, but does not multiply by it.
         raise UsageError(
             f"{options.deepspeed}: float16 is not trained rightly without ZeRO. "

@@ -102,7 +102,7 @@ def _require_possible(config: dict[str, Any], place: str) -> None:
         raise UsageError(f"{place}: optimizer.params must be an object.")
     if all(_at(config, f"{name}.enabled") is True for name in ("bf16", "fp16")):
         raise UsageError(f"{place}: bf16 and fp16 are both enabled; leave one of them.")
-    stage = config.get("zero_optimization", {}).get("stage", 0)
+    stage = stage_of(config)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         raise UsageError(f"{place}: zero_optimization.stage is {stage!r}; it is 0, 1, 2 or 3.")
 
@@ -139,6 +139,11 @@ def _fill(config: dict[str, Any], ours: dict[str, Any]) -> None:
         for name, value in ours["optimizer"]["params"].items():
             if name != "torch_adam":
                 config["optimizer"]["params"].setdefault(name, copy.deepcopy(value))
+
+
+def stage_of(config: dict[str, Any]) -> Any:
+    """ZeRO's, as the configuration says it."""
+    return config.get("zero_optimization", {}).get("stage", 0)
 
 
 def leaves(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -142,7 +142,7 @@ def _deviation(
     probabilities.scatter_add_(1, places, -inside.float()[:, None])
     if spec.softcap:
         # d softcap * tanh(u / softcap) / du = 1 - tanh(u / softcap) ** 2
-        tanh = torch.div(logits, spec.softcap, out=tiles.scratch_like(logits))
+        tanh = torch.div(logits, spec.softcap, out=tiles.scratch(logits.shape))
         probabilities.mul_(tanh.square_().neg_().add_(1))
     return probabilities
 

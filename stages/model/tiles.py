@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from .kept import KeptLogits, LogitsRoom, Place
@@ -74,7 +77,7 @@ class Tiles:
             return self.kept.tiles[place]
         shape = (len(states), len(head.weight))
         space = self.kept.space(place, shape)
-        logits = self.logits[: shape[0] * shape[1]].view(shape) if space is None else space
+        logits = self.scratch(shape) if space is None else space
         if states.dtype == torch.float32:
             torch.mm(states, head.weight.float().t(), out=logits)
         else:
@@ -83,9 +86,9 @@ class Tiles:
             logits += head.bias
         return _shaped(logits, head.spec)
 
-    def scratch_like(self, logits: Tensor) -> Tensor:
+    def scratch(self, shape: Sequence[int]) -> Tensor:
         """The first buffer, in the shape of a tile."""
-        return self.logits[: logits.numel()].view(logits.shape)
+        return self.logits[: math.prod(shape)].view(*shape)
 
     def softmax_like(self, logits: Tensor) -> Tensor:
         """The second buffer, in the shape of a tile."""

@@ -65,7 +65,7 @@ def test_as_many_tiles_are_kept_as_there_is_room_for():
     sizes = ((narrow - 4, 0), (narrow, 1), (ONE_TILE, 1), (ONE_TILE + narrow, 2), (ROOM_BYTES, 3))
     for size, tiles in sizes:
         logps = fused_logps(hidden, weight, None, targets, HeadSpec(), LogitsRoom(size))
-        assert len(logps.grad_fn.next_functions[0][0].kept.tiles) == tiles
+        assert keeps(logps) == tiles
 
 
 def test_a_room_belongs_to_one_call_until_its_backward_pass_or_its_end():
@@ -74,9 +74,6 @@ def test_a_room_belongs_to_one_call_until_its_backward_pass_or_its_end():
 
     def called():
         return fused_logps(hidden, weight, None, targets, HeadSpec(), room)
-
-    def keeps(logps):
-        return len(logps.grad_fn.next_functions[0][0].kept.tiles)
 
     first, second = called(), called()
     assert (keeps(first), keeps(second)) == (3, 0)
@@ -201,6 +198,11 @@ def largest_new_tensor(vocabulary):
     assert hidden.grad is not None
     assert weight.grad is bias.grad is None
     return seen.elements
+
+
+def keeps(logps):
+    """How many tiles of logits wait for the backward pass."""
+    return len(logps.grad_fn.next_functions[0][0].kept.tiles)
 
 
 def head_case(vocabulary, *, with_bias=False, rows=ROWS, dtype=torch.float32):
