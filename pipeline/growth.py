@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ..schemas.manifest import Manifest
+    from ..schemas.manifest import Commit, Manifest
     from ..stages.prepare.spool import Spool
     from ..stages.storage.layout import CacheFolder
 
@@ -31,14 +31,14 @@ def require_growth(
 
     A prompt of long-form data that gained a completion is another row, with the old branches.
     """
-    shards = [folder.data / commit.file for commit in manifest.shards]
-    present = _ring_branches(spool) if long_form else _ring_rows(spool)
-    stored = _stored_branches(shards) if long_form else _stored_rows(shards)
-    present.sort()
+    stored, present = (_branches, _ring_branches) if long_form else (_rows, _ring_rows)
     lost = total = 0
-    for names in stored:
-        lost += int((~look_up(present, names)[1]).sum())
-        total += len(names)
+    for shard in manifest.shards:
+        names = stored(folder.data / shard.file)
+        is_lost = np.ones(len(names), dtype=np.bool_)
+        for start, stop in _arc(spool, shard):
+            is_lost &= ~look_up(np.sort(present(spool, start, stop)), names)[1]
+        lost, total = lost + int(is_lost.sum()), total + len(names)
     if lost:
         what = "completions" if long_form else "rows"
         raise FingerprintError(
@@ -48,17 +48,26 @@ def require_growth(
         )
 
 
-def _ring_rows(spool: Spool) -> NDArray[np.bytes_]:
-    return _named(spool.column("row_id"), spool.column("copy"))
+def _arc(spool: Spool, shard: Commit) -> Iterator[tuple[int, int]]:
+    """Where on the ring all rows of a shard lie, a stretch at a time."""
+    first, last = spool.between(int(shard.first_key, 16), int(shard.last_key, 16))
+    for start in range(first, last, ROWS_AT_ONCE):
+        yield start, min(start + ROWS_AT_ONCE, last)
 
 
-def _stored_rows(shards: list[Path]) -> Iterator[NDArray[np.bytes_]]:
-    for path in shards:
-        for table in iter_row_groups(path, ["row_id"]):
-            names = table["row_id"].to_pylist()
-            digests = b"".join(bytes.fromhex(name[:32]) for name in names)
-            copies = np.array([int(name[33:] or 0) for name in names], dtype=np.int32)
-            yield _named(np.frombuffer(digests, dtype="S16"), copies)
+def _ring_rows(spool: Spool, start: int, stop: int) -> NDArray[np.bytes_]:
+    return _named(spool.column("row_id", start, stop), spool.column("copy", start, stop))
+
+
+def _rows(path: Path) -> NDArray[np.bytes_]:
+    """The rows of a shard."""
+    parts = [np.empty(0, dtype="S20")]
+    for table in iter_row_groups(path, ["row_id"]):
+        names = table["row_id"].to_pylist()
+        digests = b"".join(bytes.fromhex(name[:32]) for name in names)
+        copies = np.array([int(name[33:] or 0) for name in names], dtype=np.int32)
+        parts.append(_named(np.frombuffer(digests, dtype="S16"), copies))
+    return np.concatenate(parts)
 
 
 def _named(digests: NDArray[np.bytes_], copies: NDArray[np.int32]) -> NDArray[np.bytes_]:
@@ -68,16 +77,12 @@ def _named(digests: NDArray[np.bytes_], copies: NDArray[np.int32]) -> NDArray[np
     return names.view("S20")
 
 
-def _ring_branches(spool: Spool) -> NDArray[np.bytes_]:
-    parts = [
-        packed_keys(spool.read(start, min(start + ROWS_AT_ONCE, len(spool))).rows)
-        for start in range(0, len(spool), ROWS_AT_ONCE)
-    ]
-    return np.concatenate([np.empty(0, dtype="S16"), *parts])
+def _ring_branches(spool: Spool, start: int, stop: int) -> NDArray[np.bytes_]:
+    return packed_keys(spool.read(start, stop).rows)
 
 
-def _stored_branches(shards: list[Path]) -> Iterator[NDArray[np.bytes_]]:
-    """The keys of all branches but the mismatched, which are chosen anew for new data."""
-    for path in shards:
-        rows = read_shard(path).rows
-        yield packed_keys(rows)[rows.roles != Role.MISMATCHED]
+def _branches(path: Path) -> NDArray[np.bytes_]:
+    """The keys of a shard's branches but the mismatched, which are chosen anew for new data."""
+    rows = read_shard(path).rows
+    keys: NDArray[np.bytes_] = packed_keys(rows)[rows.roles != Role.MISMATCHED]
+    return keys

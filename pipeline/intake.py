@@ -10,7 +10,6 @@ from ..schemas.errors import BadDataError, CorruptionError, StorageError
 from ..schemas.manifest import FORMAT_VERSION, InputEntry, Plan
 from ..stages.prepare.read import iter_chunks
 from ..stages.prepare.ring import Intake, Ring, collect_runs, merge_runs
-from ..stages.prepare.spool import Spool
 from ..stages.prepare.units import unit_offsets
 from ..stages.prepare.workers import EncodingJob, default_workers, encode_chunks
 from ..stages.storage import fs
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from ..schemas.rows import Rejected
     from ..schemas.tracking import Progress
     from ..stages.prepare.read import Chunk
+    from ..stages.prepare.spool import Spool
     from .job import Job
 
 EXAMPLES_SHOWN = 3
@@ -78,14 +78,13 @@ def _merge(job: Job, runs: list[Spool], intake: Intake) -> Ring:
 
 def open_ring(job: Job) -> Ring:
     """The ring that was made with the plan in the work folder."""
-    spool, carried = job.work.spool, job.shape.carried
-    partners = spool / "partners.bin"
-    if not partners.exists():
+    ring = Ring(job.work.spool, job.shape.carried, job.config.cache.kl_pairs)
+    if not ring.is_whole:
         raise CorruptionError(
-            f"{spool} is not whole although its plan is. Delete {job.work.root} and run again; "
-            "finished shards are found and kept."
+            f"{ring.folder} is not whole although its plan is. Delete {job.work.root} and run "
+            "again; finished shards are found and kept."
         )
-    return Ring(Spool(spool / "ring", carried), partners, job.config.cache.kl_pairs)
+    return ring
 
 
 def _shown(chunks: Iterator[Chunk], progress: Progress) -> Iterator[Chunk]:

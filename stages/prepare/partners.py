@@ -10,8 +10,9 @@ Equal completions under different prompts are swapped apart afterwards.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -19,42 +20,68 @@ from ...schemas.errors import BadDataError
 from ...schemas.ragged import offsets_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
     from numpy.typing import NDArray
 
 PROMPTS_PER_BLOCK = 64  # on average
 SMALLEST_BLOCK = 64  # completions
 SEARCH_WINDOW = 1024  # completions looked at together when swapping
+SPAN = 65536  # completions whose keys and partners are held at once
+
+
+class Numbers(Protocol):
+    """An array of numbers, in memory or on disk."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+
+    def __getitem__(self, index: Any, /) -> Any:
+        """One of them, or those at a slice or at an array of places."""
+
+    def __setitem__(self, index: Any, values: Any, /) -> None:
+        """Replaces one, or those of a slice."""
 
 
 @dataclass(frozen=True)
-class Partners:
-    """For each k and completion, the completion that is its mismatch."""
+class Repeats:
+    """Where the mismatched completions are not all different ones."""
 
-    indices: NDArray[np.int64]  # (num_pairs, completions)
-    repeated: int  # partners used more than once, because the counts allow no permutation
+    used_twice: int  # partners used more than once, because the counts allow no permutation
     met_again: int  # partners a completion has under two different k
 
 
 def choose_partners(
-    prompt_keys: NDArray[np.uint64], completion_keys: NDArray[np.uint64], *, num_pairs: int
-) -> Partners:
-    """Chooses `num_pairs` partners for every completion; keys are in ring order."""
-    total = len(prompt_keys)
-    indices = np.empty((num_pairs, total), dtype=np.int64)
-    if num_pairs == 0 or total == 0:
-        return Partners(indices, 0, 0)
-    runs = _run_starts(prompt_keys)
-    _require_room(np.diff(np.append(runs, total)), total)
-    repeated = 0
-    for block in _blocks(prompt_keys, runs):
-        for k in range(num_pairs):
-            shift = _shift(block, k)
-            size = block.stop - block.start
-            indices[k, block.start : block.stop] = block.start + (np.arange(size) + shift) % size
-    for row in indices:
-        repeated += _separate(row, prompt_keys, completion_keys)
-    met_again = sum(int((indices[:k] == indices[k]).any(axis=0).sum()) for k in range(1, num_pairs))
-    return Partners(indices, repeated, met_again)
+    prompt_keys: Numbers,
+    completion_keys: Numbers,
+    partners: Sequence[Numbers],
+    *,
+    forget: Callable[[], object] = lambda: None,
+) -> Repeats:
+    """Fills `partners`, for each k, with the mismatch of every completion; keys in ring order.
+
+    A span of completions is worked on at a time; `forget` is called after each.
+    """
+    if not partners or not len(prompt_keys):
+        return Repeats(0, 0)
+    blocks = _blocks(prompt_keys, forget)
+    used_twice = 0
+    for k, row in enumerate(partners):
+        _shift_along(row, blocks, k)
+        for start, stop in _spans(len(row)):
+            used_twice += _separate(row, start, stop, prompt_keys, completion_keys)
+            forget()
+    met_again = 0
+    for start, stop in _spans(len(prompt_keys)):
+        rows = np.stack([row[start:stop] for row in partners])
+        met_again += sum(int((rows[:k] == rows[k]).any(axis=0).sum()) for k in range(len(rows)))
+        forget()
+    return Repeats(used_twice, met_again)
+
+
+def _spans(total: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, total, SPAN):
+        yield start, min(start + SPAN, total)
 
 
 @dataclass(frozen=True)
@@ -64,12 +91,48 @@ class _Block:
     longest: int  # most completions of one prompt
 
 
-def _run_starts(prompt_keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-    return np.flatnonzero(np.append(True, prompt_keys[1:] != prompt_keys[:-1])).astype(np.int64)
+class _Blocks:
+    """Blocks one after another, in 24 bytes each."""
+
+    def __init__(self) -> None:
+        self._numbers = array("q")
+
+    def __len__(self) -> int:
+        return len(self._numbers) // 3
+
+    def __iter__(self) -> Iterator[_Block]:
+        for place in range(0, len(self._numbers), 3):
+            yield _Block(*self._numbers[place : place + 3])
+
+    def append(self, block: _Block) -> None:
+        self._numbers.extend((block.start, block.stop, block.longest))
+
+    def pop(self) -> _Block:
+        last = _Block(*self._numbers[-3:])
+        del self._numbers[-3:]
+        return last
 
 
-def _require_room(run_lengths: NDArray[np.int64], total: int) -> None:
-    largest = int(run_lengths.max())
+def _blocks(prompt_keys: Numbers, forget: Callable[[], object]) -> _Blocks:
+    """Blocks that begin where a prompt's own hash says so and leave room for many shifts."""
+    blocks = _Blocks()
+    pending: _Block | None = None
+    largest = 0
+    for piece in _pieces(prompt_keys, forget):
+        largest = max(largest, piece.longest)
+        pending = _joined(pending, piece) if pending else piece
+        if pending.stop - pending.start >= max(SMALLEST_BLOCK, 4 * pending.longest):
+            blocks.append(pending)
+            pending = None
+    _require_room(largest, len(prompt_keys))
+    while pending and len(blocks) and not _is_roomy(pending):
+        pending = _joined(blocks.pop(), pending)
+    if pending:
+        blocks.append(pending)
+    return blocks
+
+
+def _require_room(largest: int, total: int) -> None:
     if 2 * largest > total:
         raise BadDataError(
             f"One prompt holds {largest} of all {total} completions, so they cannot all be paired "
@@ -78,27 +141,49 @@ def _require_room(run_lengths: NDArray[np.int64], total: int) -> None:
         )
 
 
-def _blocks(prompt_keys: NDArray[np.uint64], runs: NDArray[np.int64]) -> list[_Block]:
-    """Blocks that begin where a prompt's own hash says so and leave room for many shifts."""
-    total = len(prompt_keys)
-    lengths = np.diff(np.append(runs, total))
-    opens = prompt_keys[runs] % np.uint64(PROMPTS_PER_BLOCK) == 0
-    opens[0] = True
-    first_runs = np.flatnonzero(opens)
-    longest = np.maximum.reduceat(lengths, first_runs)
-    starts = runs[first_runs]
-    stops = np.append(starts[1:], total)
-    blocks: list[_Block] = []
-    pending: _Block | None = None
-    for start, stop, most in zip(starts.tolist(), stops.tolist(), longest.tolist(), strict=True):
-        piece = _Block(start, stop, most)
-        pending = _joined(pending, piece) if pending else piece
-        if pending.stop - pending.start >= max(SMALLEST_BLOCK, 4 * pending.longest):
-            blocks.append(pending)
-            pending = None
-    while pending and blocks and not _is_roomy(pending):
-        pending = _joined(blocks.pop(), pending)
-    return [*blocks, pending] if pending else blocks
+def _pieces(prompt_keys: Numbers, forget: Callable[[], object]) -> Iterator[_Block]:
+    """What lies between one prompt whose hash opens a block and the next."""
+    piece: _Block | None = None
+    for start, stop in _spans_of_whole_runs(prompt_keys):
+        keys = prompt_keys[start:stop]
+        runs = np.flatnonzero(np.append(True, keys[1:] != keys[:-1]))
+        lengths = np.diff(np.append(runs, len(keys)))
+        opens = keys[runs] % np.uint64(PROMPTS_PER_BLOCK) == 0
+        goes_on = piece is not None and not opens[0]
+        opens[0] = True
+        first_runs = np.flatnonzero(opens)
+        longest = np.maximum.reduceat(lengths, first_runs).tolist()
+        edges = [*(start + runs[first_runs]).tolist(), stop]
+        for begin, end, most in zip(edges[:-1], edges[1:], longest, strict=True):
+            found = _Block(begin, end, most)
+            if piece and goes_on:
+                found = _joined(piece, found)
+            elif piece:
+                yield piece
+            piece, goes_on = found, False
+        forget()
+    if piece:
+        yield piece
+
+
+def _spans_of_whole_runs(prompt_keys: Numbers) -> Iterator[tuple[int, int]]:
+    """Spans that no prompt's completions straddle."""
+    start, total = 0, len(prompt_keys)
+    while start < total:
+        stop = min(start + SPAN, total)
+        while stop < total and prompt_keys[stop] == prompt_keys[stop - 1]:
+            stop += 1
+        yield start, stop
+        start = stop
+
+
+def _shift_along(partner: Numbers, blocks: _Blocks, k: int) -> None:
+    """Gives every completion the one that is the k-th shift further on in its block."""
+    for block in blocks:
+        shift, size = _shift(block, k), block.stop - block.start
+        for first, last in _spans(size):
+            shifted = block.start + (np.arange(first, last) + shift) % size
+            partner[block.start + first : block.start + last] = shifted
 
 
 def _is_roomy(block: _Block) -> bool:
@@ -120,29 +205,29 @@ def _shift(block: _Block, k: int) -> int:
 
 
 def _separate(
-    partner: NDArray[np.int64],
-    prompt_keys: NDArray[np.uint64],
-    completion_keys: NDArray[np.uint64],
+    partner: Numbers, start: int, stop: int, prompt_keys: Numbers, completion_keys: Numbers
 ) -> int:
-    """Swaps partners until none has its own completion; returns how many had to be repeated."""
-    repeated = 0
-    for index in np.flatnonzero(completion_keys[partner] == completion_keys):
-        if completion_keys[partner[index]] != completion_keys[index]:
+    """Swaps partners until none has its own text; returns how many had to be used twice."""
+    used_twice = 0
+    alike = completion_keys[partner[start:stop]] == completion_keys[start:stop]
+    for index in (start + np.flatnonzero(alike)).tolist():
+        mine = int(partner[index])
+        if completion_keys[mine] != completion_keys[index]:
             continue  # an earlier swap already mended it
-        other = _swappable(int(index), partner, prompt_keys, completion_keys)
+        other = _swappable(index, partner, prompt_keys, completion_keys)
         if other is not None:
-            partner[index], partner[other] = partner[other], partner[index]
+            partner[index], partner[other] = partner[other], mine
         else:
-            partner[index] = _any_partner(int(index), prompt_keys, completion_keys)
-            repeated += 1
-    return repeated
+            partner[index] = _any_partner(index, prompt_keys, completion_keys)
+            used_twice += 1
+    return used_twice
 
 
 def _swappable(
     index: int,
-    partner: NDArray[np.int64],
-    prompt_keys: NDArray[np.uint64],
-    completion_keys: NDArray[np.uint64],
+    partner: Numbers,
+    prompt_keys: Numbers,
+    completion_keys: Numbers,
 ) -> int | None:
     """The nearest completion further on that can exchange partners with `index`."""
     mine = partner[index]
@@ -159,9 +244,7 @@ def _swappable(
     return None
 
 
-def _any_partner(
-    index: int, prompt_keys: NDArray[np.uint64], completion_keys: NDArray[np.uint64]
-) -> int:
+def _any_partner(index: int, prompt_keys: Numbers, completion_keys: Numbers) -> int:
     """The nearest completion further on with another prompt and another text."""
     for near in _windows(index, len(prompt_keys), everything=True):
         fits = (prompt_keys[near] != prompt_keys[index]) & (
@@ -175,9 +258,7 @@ def _any_partner(
     )
 
 
-def _windows(index: int, total: int, *, everything: bool = False) -> list[NDArray[np.int64]]:
+def _windows(index: int, total: int, *, everything: bool = False) -> Iterator[NDArray[np.int64]]:
     last = total if everything else min(total, 1 + 8 * SEARCH_WINDOW)
-    return [
-        (index + np.arange(first, min(first + SEARCH_WINDOW, last))) % total
-        for first in range(1, last, SEARCH_WINDOW)
-    ]
+    for first in range(1, last, SEARCH_WINDOW):
+        yield (index + np.arange(first, min(first + SEARCH_WINDOW, last))) % total

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,8 +12,9 @@ import numpy as np
 
 from .keyed import KeyedRows
 from .long_form import merge_same_prompts
+from .numbers import NumberFile
 from .partners import choose_partners
-from .spool import Spool, SpoolWriter
+from .spool import KEY, Spool, SpoolWriter
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -29,6 +31,8 @@ TOKENS_PER_MERGE = 8 * 1024 * 1024
 TOKENS_PER_BRANCH = 32
 # A file of nothing but bad rows must not fill the disk with their descriptions.
 MOST_REJECTED_KEPT = 100_000
+ROWS_AT_ONCE = 65536
+PARTNER = "<i8"
 
 
 @dataclass
@@ -58,23 +62,46 @@ class Intake:
 class Ring:
     """All rows in ring order, on disk, with their KL partners."""
 
-    spool: Spool
-    partners_file: Path
+    folder: Path
+    carried: tuple[str, ...]
     num_pairs: int
 
     def __len__(self) -> int:
         return len(self.spool)
 
+    @property
+    def spool(self) -> Spool:
+        """The rows."""
+        return Spool(self.folder / "ring", self.carried)
+
+    @property
+    def prompts_file(self) -> Path:
+        """The prompt key of every completion."""
+        return self.folder / "completion_prompts.bin"
+
+    @property
+    def partner_files(self) -> list[Path]:
+        """For each k, the partner of every completion."""
+        return [self.folder / f"partners-{k}.bin" for k in range(self.num_pairs)]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every row was put on it and paired."""
+        return all(path.exists() for path in (self.prompts_file, *self.partner_files))
+
     def partners(self, first: int, last: int) -> NDArray[np.int64]:
         """Partners of completions `first` to `last`: shape (num_pairs, last - first)."""
-        total = self.partners_file.stat().st_size // 8 // self.num_pairs if self.num_pairs else 0
         rows = [
-            np.fromfile(
-                self.partners_file, dtype="<i8", count=last - first, offset=8 * (k * total + first)
-            )
-            for k in range(self.num_pairs)
+            np.fromfile(path, dtype=PARTNER, count=last - first, offset=8 * first)
+            for path in self.partner_files
         ]
         return np.stack(rows) if rows else np.empty((0, last - first), dtype=np.int64)
+
+    def prompt_keys(self, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """The keys of the prompts that the completions at `indices` belong to."""
+        with NumberFile(self.prompts_file, KEY) as keys:
+            found: NDArray[np.uint64] = keys[indices]
+        return found
 
 
 def collect_runs(
@@ -85,7 +112,7 @@ def collect_runs(
     for batch in _batched(chunks, intake):
         place = folder / f"run-{len(runs):05d}"
         with SpoolWriter(place, carried=carried) as writer:
-            writer.append(KeyedRows.concat(batch).in_ring_order())
+            writer.append(_in_ring_order(batch))
         runs.append(Spool(place, carried))
     return runs
 
@@ -95,14 +122,17 @@ def merge_runs(
 ) -> Ring:
     """Merges sorted runs into the ring, then pairs every completion."""
     carried = runs[0].carried if runs else ()
-    spool = Spool(folder / "ring", carried)
-    with SpoolWriter(spool.folder, carried=carried) as writer:
-        for part in _key_ranges(runs):
-            rows = merge_same_prompts(part, intake.notes) if long_form else part
+    ring = Ring(folder, carried, num_pairs)
+    with SpoolWriter(ring.spool.folder, carried=carried) as writer:
+        for parts in _key_ranges(runs):
+            rows = _in_ring_order(parts)
+            if long_form:
+                rows = merge_same_prompts(rows, intake.notes)
             writer.append(_number_copies(rows, intake.notes))
+            del rows  # before the next range is read
     for run in runs:
         shutil.rmtree(run.folder)
-    ring = Ring(spool, folder / "partners.bin", num_pairs)
+    _write_prompts(ring)
     _write_partners(ring, intake.notes)
     return ring
 
@@ -123,8 +153,15 @@ def _batched(chunks: Iterable[EncodedChunk], intake: Intake) -> Iterator[list[Ke
         yield batch
 
 
-def _key_ranges(runs: list[Spool]) -> Iterator[KeyedRows]:
-    """The rows of all runs, range by range of their keys, each range in ring order."""
+def _in_ring_order(parts: list[KeyedRows]) -> KeyedRows:
+    """All rows as one sorted block; `parts` is emptied, so that no row is held three times."""
+    joined = KeyedRows.concat(parts)
+    parts.clear()
+    return joined.in_ring_order()
+
+
+def _key_ranges(runs: list[Spool]) -> Iterator[list[KeyedRows]]:
+    """The rows of all runs, range by range of their keys."""
     num_ranges = 1 + sum(map(_stored_weight, runs)) // TOKENS_PER_MERGE
     edges = [(i * 2**64) // num_ranges for i in range(1, num_ranges)]
     keys = np.array(edges, dtype=np.uint64)
@@ -136,7 +173,7 @@ def _key_ranges(runs: list[Spool]) -> Iterator[KeyedRows]:
         spans = [(run, cut[index], cut[index + 1]) for run, cut in zip(runs, cuts, strict=True)]
         parts = [run.read(start, stop) for run, start, stop in spans if stop > start]
         if parts:
-            yield KeyedRows.concat(parts).in_ring_order()
+            yield parts
 
 
 def _weight(keyed: KeyedRows) -> int:
@@ -165,13 +202,36 @@ def _number_copies(keyed: KeyedRows, notes: Counter[str]) -> KeyedRows:
     return keyed
 
 
-def _write_partners(ring: Ring, notes: Counter[str]) -> None:
+def _write_prompts(ring: Ring) -> None:
     spool = ring.spool
-    branch_counts = np.diff(spool.column("branch_ends"), prepend=np.int64(0))
-    prompt_keys = np.repeat(spool.column("prompt_keys"), branch_counts)
-    partners = choose_partners(
-        prompt_keys, spool.column("completion_keys"), num_pairs=ring.num_pairs
-    )
-    notes["mismatched_completions_used_twice"] += partners.repeated
-    notes["mismatched_completions_met_again_by_the_same_row"] += partners.met_again
-    partners.indices.astype("<i8").tofile(ring.partners_file)
+    with NumberFile(ring.prompts_file, KEY, length=spool.num_completions) as keys:
+        first = 0
+        for start in range(0, len(spool), ROWS_AT_ONCE):
+            stop = min(start + ROWS_AT_ONCE, len(spool))
+            ends = spool.column("branch_ends", start, stop)
+            counts = np.diff(ends, prepend=np.int64(first))
+            keys[first : int(ends[-1])] = np.repeat(
+                spool.column("prompt_keys", start, stop), counts
+            )
+            first = int(ends[-1])
+
+
+def _write_partners(ring: Ring, notes: Counter[str]) -> None:
+    with ExitStack() as stack:
+        total = ring.spool.num_completions
+        prompts, texts = (
+            stack.enter_context(NumberFile(path, KEY))
+            for path in (ring.prompts_file, ring.spool.folder / "completion_keys.bin")
+        )
+        partners = [
+            stack.enter_context(NumberFile(path, PARTNER, length=total))
+            for path in ring.partner_files
+        ]
+
+        def forget() -> None:
+            for file in (prompts, texts, *partners):
+                file.forget()
+
+        repeats = choose_partners(prompts, texts, partners, forget=forget)
+    notes["mismatched_completions_used_twice"] += repeats.used_twice
+    notes["mismatched_completions_met_again_by_the_same_row"] += repeats.met_again

@@ -12,6 +12,7 @@ import numpy as np
 from ...schemas.ragged import Ragged
 from ...schemas.rows import RowBlock
 from .keyed import KeyedRows
+from .numbers import NumberFile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+KEY = "<u8"
 ROW_COLUMNS = {
-    "prompt_keys": "<u8",
+    "prompt_keys": KEY,
     "row_id": "S16",
     "copy": "<i4",
     "file": "<i4",
@@ -30,7 +32,7 @@ ROW_COLUMNS = {
     "branch_ends": "<i8",
 }
 BRANCH_COLUMNS = {
-    "completion_keys": "<u8",
+    "completion_keys": KEY,
     "completion_ends": "<i8",
     "roles": "i1",
     "scores": "<f4",
@@ -81,7 +83,7 @@ class SpoolWriter:
         self.num_rows += len(rows)
 
     def _write(self, name: str, column: NDArray[Any]) -> None:
-        self._files[name].write(np.ascontiguousarray(column).tobytes())
+        self._files[name].write(np.ascontiguousarray(column).data)
 
     def _write_ends(self, name: str, offsets: NDArray[np.int64]) -> None:
         self._write(name, offsets[1:] + self._ends[name])
@@ -115,7 +117,7 @@ class Spool:
 
     def read(self, start: int, stop: int) -> KeyedRows:
         """Rows `start` to `stop`."""
-        branches = self._offsets("branch_ends", start, stop)
+        branches = self.offsets("branch_ends", start, stop)
         first, last = int(branches[0]), int(branches[-1])
         per_row = {name: self.column(name, start, stop) for name in ROW_COLUMNS}
         per_branch = {name: self.column(name, first, last) for name in BRANCH_COLUMNS}
@@ -149,26 +151,27 @@ class Spool:
         """How many tokens the completions at `indices`, wherever they lie, have already lost."""
         if not len(indices):
             return np.empty(0, dtype=np.int32)
-        column = np.memmap(self.folder / "cut.bin", dtype=BRANCH_COLUMNS["cut"], mode="r")
-        return np.array(column[indices])
+        with NumberFile(self.folder / "cut.bin", BRANCH_COLUMNS["cut"]) as column:
+            lost: NDArray[np.int32] = column[indices]
+        return lost
 
-    def prompt_keys_of(self, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """The keys of the prompts that the completions at `indices` belong to."""
-        ends, keys = (
-            np.memmap(self.folder / f"{name}.bin", dtype=ROW_COLUMNS[name], mode="r")
-            for name in ("branch_ends", "prompt_keys")
-        )
-        return np.array(keys[np.searchsorted(ends, indices, side="right")])
+    def between(self, first_key: int, last_key: int) -> tuple[int, int]:
+        """The stretch of rows whose prompts' keys lie between two, both included."""
+        with NumberFile(self.folder / "prompt_keys.bin", KEY) as keys:
+            first = np.searchsorted(keys[:], np.uint64(first_key), side="left")
+            last = np.searchsorted(keys[:], np.uint64(last_key), side="right")
+        return int(first), int(last)
 
-    def _lists(self, name: str, start: int, stop: int) -> Ragged:
-        offsets = self._offsets(f"{name}_ends", start, stop)
-        values = self.column(f"{name}_values", int(offsets[0]), int(offsets[-1]))
-        return Ragged(values, offsets - offsets[0])
-
-    def _offsets(self, name: str, start: int, stop: int) -> NDArray[np.int64]:
+    def offsets(self, name: str, start: int, stop: int) -> NDArray[np.int64]:
+        """Where the lists `start` to `stop` begin, and where the last of them ends."""
         if start == 0:
             return np.append(np.int64(0), self.column(name, 0, stop))
         return self.column(name, start - 1, stop)
+
+    def _lists(self, name: str, start: int, stop: int) -> Ragged:
+        offsets = self.offsets(f"{name}_ends", start, stop)
+        values = self.column(f"{name}_values", int(offsets[0]), int(offsets[-1]))
+        return Ragged(values, offsets - offsets[0])
 
 
 def _carried_file(name: str) -> str:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MOST_SEARCHED = 4096  # completions looked at for one whose text is another after cutting
 SEARCH_WINDOW = 256  # of them read together
+ROWS_WEIGHED = 4096  # at once, when units are laid out
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,17 @@ def unit_offsets(
     spool: Spool, *, num_pairs: int, rows_per_unit: int, tokens_per_unit: int
 ) -> tuple[int, ...]:
     """Row numbers where units begin, and the end; set by the rows alone."""
-    ends = spool.column("prompt_ends") + (1 + num_pairs) * _completion_ends_by_row(spool)
     offsets = [0]
-    while offsets[-1] < len(ends):
-        start = offsets[-1]
-        before = int(ends[start - 1]) if start else 0
-        full = int(np.searchsorted(ends, before + tokens_per_unit, side="right"))
-        offsets.append(min(max(full, start + 1), start + rows_per_unit, len(ends)))
+    while offsets[-1] < len(spool):
+        start = stop = offsets[-1]
+        limit, room = min(start + rows_per_unit, len(spool)), tokens_per_unit
+        while stop < limit:
+            weights = _weights(spool, stop, min(stop + ROWS_WEIGHED, limit), num_pairs)
+            fit = int(np.searchsorted(weights, room, side="right"))
+            stop, room = stop + fit, room - int(weights[-1])
+            if fit < len(weights):
+                break
+        offsets.append(max(stop, start + 1))
     return tuple(offsets)
 
 
@@ -58,7 +63,7 @@ def build_unit(ring: Ring, start: int, stop: int, rule: CutRule) -> Unit:
     """Reads rows `start` to `stop` and gives each completion its mismatched partners."""
     keyed = ring.spool.read(start, stop)
     own = keyed.rows
-    first = int(ring.spool.column("branch_ends", start - 1, start)[0]) if start else 0
+    first = int(ring.spool.offsets("branch_ends", start, stop)[0])
     chosen = ring.partners(first, first + len(own.completions)).reshape(-1)
     partners = chosen.copy()
     fitted = _fit_partners(ring, own, partners, rule)
@@ -78,10 +83,14 @@ def build_unit(ring: Ring, start: int, stop: int, rule: CutRule) -> Unit:
     )
 
 
-def _completion_ends_by_row(spool: Spool) -> NDArray[np.int64]:
-    branch_ends = spool.column("branch_ends")
-    ends: NDArray[np.int64] = spool.column("completion_ends")[branch_ends - 1]
-    return ends
+def _weights(spool: Spool, start: int, stop: int, num_pairs: int) -> NDArray[np.int64]:
+    """Tokens of the rows from `start` up to and including each, mismatched ones estimated."""
+    prompts = spool.offsets("prompt_ends", start, stop)
+    branches = spool.offsets("branch_ends", start, stop)
+    completions = spool.offsets("completion_ends", int(branches[0]), int(branches[-1]))
+    ends = completions[branches - branches[0]] - completions[0]
+    weights: NDArray[np.int64] = prompts - prompts[0] + (1 + num_pairs) * ends
+    return weights[1:]
 
 
 @dataclass(frozen=True)
@@ -168,7 +177,7 @@ def _replace_partners(
             completion=own.completions[branch],
             rule=CutRule(rule.max_length - int(own.prompts.lengths[row]), rule.eos),
         )
-        found = search.next_after(int(partners[index]), ring.spool)
+        found = search.next_after(int(partners[index]), ring)
         if found is not None:
             partners[index] = found
         elif row not in rejected:
@@ -190,15 +199,15 @@ class _Search:
     completion: NDArray[np.int32]
     rule: CutRule  # max_length is the room behind the prompt
 
-    def next_after(self, partner: int, spool: Spool) -> int | None:
+    def next_after(self, partner: int, ring: Ring) -> int | None:
         """The next on the ring with another prompt and, after cutting, another text."""
-        total = spool.num_completions
+        total = ring.spool.num_completions
         last = min(MOST_SEARCHED, total - 1)
         for first in range(1, last + 1, SEARCH_WINDOW):
             near = (partner + np.arange(first, min(first + SEARCH_WINDOW, last + 1))) % total
-            near = near[spool.prompt_keys_of(near) != np.uint64(self.prompt_key)]
+            near = near[ring.prompt_keys(near) != np.uint64(self.prompt_key)]
             room = np.full(len(near), self.rule.max_length)
-            fitted = _fit(spool.completions(near), room, self.rule.eos)
+            fitted = _fit(ring.spool.completions(near), room, self.rule.eos)
             for number, ids in zip(near.tolist(), fitted, strict=True):
                 if _differs(ids, self.completion):
                     return int(number)

@@ -58,7 +58,7 @@ def measure(rows: int) -> dict[str, int]:
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_tokenizer(folder / "tokenizer")
+        in_a_child(make_tokenizer, folder / "tokenizer")
         in_a_child(make_rows, folder / "rows.parquet", rows)
         config = Config(
             model=ModelOptions(path=str(folder / "tokenizer")),

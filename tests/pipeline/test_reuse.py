@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from stage_one import child, contents, run
 
-from align.pipeline import job
+from align.pipeline import growth, job
 from align.schemas.config import DataOptions, ModelOptions
 from align.schemas.errors import FingerprintError, UsageError
 from align.stages.storage.layout import CacheFolder
@@ -110,7 +110,9 @@ def test_fewer_kl_pairs_in_the_same_folder_are_refused(to):
         run(to(kl_pairs=1))
 
 
-def test_a_shrunk_data_set_is_another_cache(config, rows, tmp_path):
+@pytest.mark.parametrize("rows_at_once", [1, 7, 4096])
+def test_a_shrunk_data_set_is_another_cache(config, rows, tmp_path, monkeypatch, rows_at_once):
+    monkeypatch.setattr(growth, "ROWS_AT_ONCE", rows_at_once)
     path = tmp_path / "data.jsonl"
     write(path, rows)
     run(with_data(config, path))

@@ -2,6 +2,7 @@
 
 import json
 import random
+import tracemalloc
 from collections import Counter
 
 import pytest
@@ -10,11 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from align.schemas.config import TokenOptions
+from align.stages.prepare import partners
 from align.stages.prepare import ring as module
+from align.stages.prepare.keyed import key_rows
 from align.stages.prepare.read import iter_chunks, open_inputs
 from align.stages.prepare.ring import Intake, collect_runs, merge_runs
 from align.stages.prepare.shapes import common_shape
-from align.stages.prepare.workers import EncodingJob, encode_chunks
+from align.stages.prepare.units import unit_offsets
+from align.stages.prepare.workers import EncodedChunk, EncodingJob, encode_chunks
 from align.stages.world.preferences import draw_preferences, transcript
 
 relaxed = settings(
@@ -183,8 +187,43 @@ def test_the_order_of_files_moves_nothing_but_the_sources(file, tokenizer_folder
     ]
     there, back = ([content(row) for row in all_rows(ring)] for ring in rings)
     assert there == back
-    partners = [(ring.partners_file).read_bytes() for ring in rings]
-    assert partners[0] == partners[1]
+    chosen = [[path.read_bytes() for path in ring.partner_files] for ring in rings]
+    assert chosen[0] == chosen[1]
+
+
+def test_ten_times_the_rows_need_no_more_memory_to_merge_pair_and_lay_out(folder, monkeypatch):
+    monkeypatch.setattr(module, "TOKENS_PER_RUN", 100_000)
+    monkeypatch.setattr(module, "TOKENS_PER_MERGE", 20_000)
+    monkeypatch.setattr(module, "ROWS_AT_ONCE", 256)
+    monkeypatch.setattr(partners, "SPAN", 256)
+    # The lower of two: now and then the interpreter makes room for its own tables.
+    small, large = (
+        min(peak_of_merging(folder(), rows) for _ in range(2)) for rows in (2_000, 20_000)
+    )
+    # A row with its keys and partners takes 200 bytes. What grows: 24 bytes for a block of some 64
+    # prompts, one number for a unit, and a file's name for a sorted run.
+    assert large - small <= 4 * (20_000 - 2_000), (small, large)
+
+
+def peak_of_merging(folder, rows):
+    """Bytes allocated at most, after the sorted runs have been written."""
+    chunks = (
+        EncodedChunk(
+            0,
+            key_rows([encoded([row], [row, 1], [row, 2]) for row in part], seed=0, carried=()),
+            [],
+            {},
+        )
+        for part in (range(start, start + 200) for start in range(0, rows, 200))
+    )
+    runs = collect_runs(folder, chunks, carried=(), intake=Intake())
+    tracemalloc.start()
+    ring = merge_runs(folder, runs, long_form=False, num_pairs=2, intake=Intake())
+    unit_offsets(ring.spool, num_pairs=2, rows_per_unit=500, tokens_per_unit=10**6)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(ring) == rows
+    return peak
 
 
 def files_of(folder):

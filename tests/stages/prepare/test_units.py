@@ -190,15 +190,20 @@ def test_a_unit_may_lose_all_its_rows(tmp_path):
     st.integers(0, 3),
     st.integers(1, 6),
     st.integers(1, 90),
+    st.integers(1, 9),
 )
-def test_units_cover_the_ring_once_and_keep_both_caps(folder, sizes, num_pairs, rows, tokens):
+def test_units_cover_the_ring_once_and_keep_both_caps(
+    folder, sizes, num_pairs, rows, tokens, weighed
+):
     records = [
         encoded([index + 10] * prompt, [1] * size) for index, (prompt, size) in enumerate(sizes)
     ]
     ring, _ = make_ring(folder(), records)
-    offsets = unit_offsets(
-        ring.spool, num_pairs=num_pairs, rows_per_unit=rows, tokens_per_unit=tokens
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(units, "ROWS_WEIGHED", weighed)
+        offsets = unit_offsets(
+            ring.spool, num_pairs=num_pairs, rows_per_unit=rows, tokens_per_unit=tokens
+        )
     weights = [
         len(row.prompt) + (1 + num_pairs) * sum(len(branch[0]) for branch in row.branches)
         for row in all_rows(ring)

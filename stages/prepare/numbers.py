@@ -1,0 +1,64 @@
+"""A flat file of numbers that is read in place, so that its length costs no memory."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+
+class NumberFile:
+    """Numbers on disk, indexed like an array; use as a context manager.
+
+    Reading goes through a map of the file, whose pages `forget` gives back. Writing goes through
+    ordinary writes: a disk that fills up under a map is a signal, not an error one can be told of.
+    """
+
+    def __init__(self, path: Path, kind: str, *, length: int | None = None) -> None:
+        """Opens a file that is there; with a `length`, makes it anew."""
+        flags = os.O_RDONLY if length is None else os.O_RDWR | os.O_CREAT | os.O_TRUNC
+        self._kind = np.dtype(kind)
+        self._is_new = length is not None
+        self._file = os.open(path, flags | os.O_CLOEXEC, 0o666)
+        if length is not None:
+            os.ftruncate(self._file, length * self._kind.itemsize)
+        size = os.fstat(self._file).st_size
+        self._map = mmap.mmap(self._file, size, access=mmap.ACCESS_READ) if size else None
+        self._numbers: NDArray[Any] = np.frombuffer(self._map or b"", dtype=self._kind)
+
+    def __enter__(self) -> NumberFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            if self._is_new and error[0] is None:
+                os.fsync(self._file)
+        finally:
+            os.close(self._file)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._numbers[index]
+
+    def __setitem__(self, index: slice | int, values: Any) -> None:
+        """Puts `values` where they belong, starting at `index`, which has no steps."""
+        start = index.start if isinstance(index, slice) else index
+        rest = memoryview(np.ascontiguousarray(values, dtype=self._kind).tobytes())
+        place = int(start) * self._kind.itemsize
+        while rest:
+            written = os.pwrite(self._file, rest, place)
+            rest, place = rest[written:], place + written
+
+    def forget(self) -> None:
+        """Lets go of the pages read so far; they are read again when they are needed."""
+        if self._map is not None:
+            self._map.madvise(mmap.MADV_DONTNEED)
