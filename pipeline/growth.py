@@ -10,6 +10,7 @@ from ..schemas.errors import FingerprintError
 from ..schemas.rows import Role
 from ..stages.score.reuse import look_up, packed_keys
 from ..stages.storage.shards import iter_row_groups, read_shard
+from ..stages.storage.tables import parse_row_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,10 +64,7 @@ def _rows(path: Path) -> NDArray[np.bytes_]:
     """The rows of a shard."""
     parts = [np.empty(0, dtype="S20")]
     for table in iter_row_groups(path, ["row_id"]):
-        names = table["row_id"].to_pylist()
-        digests = b"".join(bytes.fromhex(name[:32]) for name in names)
-        copies = np.array([int(name[33:] or 0) for name in names], dtype=np.int32)
-        parts.append(_named(np.frombuffer(digests, dtype="S16"), copies))
+        parts += [_named(*parse_row_ids(ids, str(path))) for ids in table["row_id"].chunks]
     return np.concatenate(parts)
 
 

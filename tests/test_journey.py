@@ -2,10 +2,11 @@
 
 import json
 import shutil
+import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from command import align, refusal
+from command import align, launch, refusal
 from stage_one import contents
 
 from align.schemas.codec import to_json
@@ -42,6 +43,17 @@ def test_no_flag_is_needed(journey):
     names = {path.name for path in journey.cache.iterdir()}
     assert names == {"manifest.json", "data", "_align"}
     assert len(list((journey.cache / "data").glob("part-*.parquet"))) == 8  # 60 rows, 8 a shard
+
+
+def test_libraries_it_has_no_use_for_are_not_loaded(world, tmp_path):
+    data, output = world.data.paired, tmp_path / "cache"
+    options = ("--model", world.model, "--output", output, "--set", "tracking.mlflow=false")
+    told = (sys.executable, "-X", "importtime", "-m", "align")
+    answer = launch("precompute-ref", data, *options, program=told, cwd=tmp_path)
+    assert answer.code == 0, answer
+    loaded = {line.rpartition("|")[2].strip() for line in answer.err.splitlines()}
+    assert {"torch", "pyarrow.parquet", "transformers"} <= loaded
+    assert not loaded & {"scipy", "pandas", "sklearn", "pyarrow.compute", "mlflow", "deepspeed"}
 
 
 def test_a_log_gets_plain_lines(journey):

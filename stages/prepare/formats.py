@@ -163,7 +163,9 @@ def _arrow_batches(
 def _within(batch: pa.RecordBatch, limit: Limit) -> Iterator[ArrowRows]:
     """Yields the batch in plain types, halved until each part fits."""
     schema = pa.schema([(field.name, _plain(field.type)) for field in batch.schema])
-    yield from _halves(batch.cast(schema).replace_schema_metadata(None), limit)
+    if schema.types != batch.schema.types:  # to cast is to load all of Arrow's functions
+        batch = batch.cast(schema)
+    yield from _halves(batch.replace_schema_metadata(None), limit)
 
 
 def _halves(batch: pa.RecordBatch, limit: Limit) -> Iterator[ArrowRows]:

@@ -14,7 +14,7 @@ from ...schemas.codec import CodecError, from_json, to_json
 from ...schemas.errors import CorruptionError, NonFiniteError, StorageError
 from ...schemas.manifest import Commit
 from . import fs
-from .arrow import numpy_of
+from .arrow import flattened, numpy_of
 from .failpoints import reach
 from .layout import COMMIT_NAME, part_name
 from .quarantine import write_quarantine
@@ -161,7 +161,7 @@ def _reads_back(draft: Path, block: ScoredBlock, num_groups: int) -> bool:
             file.metadata.num_rows == len(block.rows)
             and file.num_row_groups == num_groups
             and file.schema_arrow.equals(schema_of(block))
-            and math.fsum(np.concatenate([numpy_of(part.flatten()) for part in logps]))
+            and math.fsum(np.concatenate([numpy_of(flattened(part)) for part in logps]))
             == math.fsum(block.logps)
         )
 

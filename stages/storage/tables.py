@@ -1,19 +1,19 @@
-"""Between blocks of rows (numpy) and the columns of a shard (Arrow), without Python lists."""
+"""Between blocks of rows (numpy) and the columns of a shard (Arrow), over the same memory."""
 
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from ...schemas.errors import CorruptionError
 from ...schemas.ragged import Ragged, offsets_of
 from ...schemas.rows import RowBlock
 from ...schemas.shards import ScoredBlock, shard_schema
-from .arrow import arrow_of, numpy_of
+from .arrow import arrow_of, flattened, numpy_of, text_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -47,14 +47,14 @@ def read_block(table: pa.Table, *, source: str = "a shard") -> ScoredBlock:
     _require_columns(table.schema, source)
     nested = _column(table, "completion_ids")
     branch_offsets = offsets_of(_lengths(nested))
-    completions = _ragged(nested.flatten())
+    completions = _ragged(flattened(nested))
     branches = {name: _column(table, name) for name in _BRANCH_COLUMNS}
     _require(
         all(np.array_equal(_lengths(column), _lengths(nested)) for column in branches.values()),
         source,
         "has lists over branches of different lengths",
     )
-    flat = {name: numpy_of(column.flatten()) for name, column in branches.items()}
+    flat = {name: numpy_of(flattened(column)) for name, column in branches.items()}
     _require(
         np.array_equal(flat["num_tokens"], completions.lengths), source, "counts tokens wrongly"
     )
@@ -70,14 +70,24 @@ def schema_of(block: ScoredBlock) -> pa.Schema:
 
 def row_ids(rows: RowBlock) -> pa.Array:
     """Row ids as text: the hex of the digest, and `-<copy>` from the second copy on."""
-    text = np.ascontiguousarray(rows.row_id).tobytes().hex().encode()
-    offsets = np.arange(len(rows) + 1, dtype=np.int32) * _HEX
-    plain = pa.StringArray.from_buffers(len(rows), pa.py_buffer(offsets), pa.py_buffer(text))
-    if not rows.copy.any():
-        return plain
-    copies = arrow_of(rows.copy, pa.int32())
-    named = pc.binary_join_element_wise(plain, pc.cast(copies, pa.string()), "-")
-    return pc.if_else(pc.greater(copies, 0), named, plain)
+    text = np.ascontiguousarray(rows.row_id).tobytes().hex()
+    starts = range(0, len(text), _HEX)
+    return text_of(
+        [
+            text[start : start + _HEX] + (f"-{copy}" if copy else "")
+            for start, copy in zip(starts, rows.copy.tolist(), strict=True)
+        ]
+    )
+
+
+def parse_row_ids(ids: pa.Array, source: str) -> tuple[NDArray[np.bytes_], NDArray[np.int32]]:
+    """The digest and the copy of each."""
+    names = ids.to_pylist()
+    good = all(name is not None and _ROW_ID.fullmatch(name) for name in names)
+    _require(good, source, "holds a malformed row id")
+    digests = bytes.fromhex("".join(name[:_HEX] for name in names))
+    copies = np.array([int(name[_HEX + 1 :] or 0) for name in names], dtype=np.int32)
+    return np.frombuffer(digests, dtype="S16"), copies
 
 
 def ids_digest(ids: pa.Array) -> str:
@@ -91,7 +101,7 @@ def list_column(table: pa.Table, name: str) -> Ragged:
 
 
 _HEX = 32  # hex digits of a row's digest
-_ROW_ID = rf"^[0-9a-f]{{{_HEX}}}(-[1-9][0-9]{{0,8}})?$"
+_ROW_ID = re.compile(rf"[0-9a-f]{{{_HEX}}}(-[1-9][0-9]{{0,8}})?", re.ASCII)
 _BRANCH_COLUMNS = ("role", "score", "cut", "num_tokens", "ref_logp")
 
 
@@ -117,13 +127,13 @@ def _row_block(
     completions: Ragged,
     flat: dict[str, NDArray[Any]],
 ) -> RowBlock:
-    ids, copies = _parse_row_ids(_column(table, "row_id"), source)
+    ids, copies = parse_row_ids(_column(table, "row_id"), source)
     places = _column(table, "source")
     return RowBlock(
         row_id=ids,
         copy=copies,
-        file=numpy_of(pc.struct_field(places, "file")),
-        row=numpy_of(pc.struct_field(places, "row")),
+        file=numpy_of(places.field("file")),
+        row=numpy_of(places.field("row")),
         prompts=_ragged(_column(table, "prompt_ids")),
         prompt_cut=numpy_of(_column(table, "prompt_cut")),
         branch_offsets=branch_offsets,
@@ -138,23 +148,10 @@ def _row_block(
 def _token_logps(table: pa.Table, source: str, completions: Ragged) -> Ragged | None:
     if "ref_token_logps" not in table.column_names:
         return None
-    logps = _ragged(_column(table, "ref_token_logps").flatten())
+    logps = _ragged(flattened(_column(table, "ref_token_logps")))
     same = np.array_equal(logps.offsets, completions.offsets)
     _require(same, source, "holds other token log-probs than tokens")
     return logps
-
-
-def _parse_row_ids(ids: pa.Array, source: str) -> tuple[NDArray[np.bytes_], NDArray[np.int32]]:
-    good = pc.all(pc.match_substring_regex(ids, _ROW_ID)).as_py()
-    _require(good is not False, source, "holds a malformed row id")
-    digests = pc.utf8_slice_codeunits(ids, 0, _HEX)
-    # From a Python list of offsets Arrow would import pandas.
-    everything = arrow_of(np.array([0, len(ids)]), pa.int32())
-    joined = pc.binary_join(pa.ListArray.from_arrays(everything, digests), "")
-    raw = bytes.fromhex(joined[0].as_py())
-    numbers = pc.utf8_slice_codeunits(ids, _HEX + 1)
-    copies = pc.cast(pc.if_else(pc.equal(numbers, ""), "0", numbers), pa.int32())
-    return np.frombuffer(raw, dtype="S16"), numpy_of(copies)
 
 
 def _column(table: pa.Table, name: str) -> pa.Array:
@@ -163,12 +160,11 @@ def _column(table: pa.Table, name: str) -> pa.Array:
 
 
 def _ragged(lists: pa.Array) -> Ragged:
-    # Never `.values`: of a sliced array it is the whole array.
-    return Ragged(numpy_of(lists.flatten()), offsets_of(_lengths(lists)))
+    return Ragged(numpy_of(flattened(lists)), offsets_of(_lengths(lists)))
 
 
 def _lengths(lists: pa.Array) -> NDArray[Any]:
-    return numpy_of(pc.list_value_length(lists))
+    return np.diff(numpy_of(lists.offsets))
 
 
 def _carried(schema: pa.Schema) -> list[str]:
