@@ -37,9 +37,17 @@ _HINTS = {
 
 
 def precompute(
-    config: Config, reference: Reference, *, progress: Progress, worker: Worker
+    config: Config,
+    reference: Reference,
+    *,
+    progress: Progress,
+    worker: Worker,
+    stage: str = "precompute-ref",
 ) -> Outcome:
-    """Makes the cache that the config describes, or finishes what an earlier run left."""
+    """Makes the cache that the config describes, or finishes what an earlier run left.
+
+    A tracking store hears that it is the run of this `stage`.
+    """
     job = open_job(config, reference)
     run_id = uuid.uuid4().hex[:12]
     if finished := _finished(job):
@@ -49,7 +57,7 @@ def precompute(
     with _place(job, run_id, joins=worker.joins) or nullcontext() as lock:
         if finished := _finished(job):
             return Outcome(job.folder.root, finished, Tally(), was_complete=True)
-        with recorded(config.tracking, name="precompute-ref", is_recorded=bool(lock)) as run:
+        with recorded(config.tracking, stage, is_recorded=bool(lock)) as run:
             plan = load_plan(job.work) or make_plan(job, run_id, progress)
             _describe(run, job, plan)
             tally = score_units(job, plan, worker, run_id=run_id, progress=progress, run=run)

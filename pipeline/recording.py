@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def recorded(options: TrackingOptions, *, name: str, is_recorded: bool) -> Iterator[Run]:
+def recorded(options: TrackingOptions, stage: str, *, is_recorded: bool) -> Iterator[Run]:
     """Opens a run in the tracking store, or one that records nothing."""
-    run = _open(options, name) if is_recorded and options.mlflow else NullRun()
+    run = _open(options, stage) if is_recorded and options.mlflow else NullRun()
     try:
         yield run
     except (Interrupted, KeyboardInterrupt):
@@ -30,8 +30,8 @@ def recorded(options: TrackingOptions, *, name: str, is_recorded: bool) -> Itera
     run.finish("FINISHED")
 
 
-def _open(options: TrackingOptions, name: str) -> Run:
+def _open(options: TrackingOptions, stage: str) -> Run:
     # MLflow takes seconds to import: only a run that is recorded pays for it.
     from ..stages.tracking.mlflow_run import open_run  # noqa: PLC0415
 
-    return open_run(options, name=name, tags={"align.stage": name})
+    return open_run(options, name=stage, tags={"align.stage": stage})

@@ -81,10 +81,9 @@ def rewards_from_model(
     folder = _folder(config)
     model = replace(config.model, path=config.rewards.model, adapter="")
     cache = replace(config.cache, output=str(folder / CACHE), kl_pairs=0, token_logps=False)
-    tracking = replace(config.tracking, run_name=config.tracking.run_name or "score")
-    scoring = replace(config, model=model, cache=cache, tracking=tracking)
+    scoring, reward = replace(config, model=model, cache=cache), open_reward(model)
     fs.make_folder(folder)
-    outcome = precompute(scoring, open_reward(model), progress=progress, worker=worker)
+    outcome = precompute(scoring, reward, progress=progress, worker=worker, stage="score")
     scores = _scores(CacheFolder(folder / CACHE), outcome.manifest)
     return _written(folder, inputs, shape, scores.of)
 

@@ -49,7 +49,7 @@ def sweep(load: Load, trials: Sequence[Trial], output: Path, *, progress: Progre
         from_first(world, partial(_require_room, jobs))
         with (
             _naming_the_way_on(output, tried, len(jobs)),
-            recorded(given.config.tracking, name="sweep", is_recorded=world.rank == 0) as parent,
+            recorded(given.config.tracking, "sweep", is_recorded=world.rank == 0) as parent,
         ):
             _describe(parent, trials, jobs, output)
             for trial, job in zip(trials, jobs, strict=True):

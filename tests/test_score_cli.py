@@ -7,6 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from command import align, refusal
+from mlflow_runs import open_store, the_run
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 
@@ -21,6 +22,19 @@ def reward_model(world, tmp_path_factory):
     AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def test_mlflow_hears_that_it_is_scoring(world, reward_model, tmp_path):
+    options = (
+        "--reward-model",
+        reward_model,
+        "--set",
+        f"tracking.uri=sqlite:///{tmp_path}/runs.db",
+    )
+    answer = align("score", world.data.paired, "--output", tmp_path / "out", *options)
+    assert answer.code == 0, answer
+    run = the_run(open_store(f"sqlite:///{tmp_path}/runs.db"), "align")
+    assert (run.info.run_name, run.data.tags["align.stage"]) == ("score", "score")
 
 
 def rows_of(folder):

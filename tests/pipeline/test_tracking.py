@@ -2,11 +2,10 @@
 
 import json
 import socket
-import warnings
 from dataclasses import replace
 
-import mlflow
 import pytest
+from mlflow_runs import open_store, the_run
 from stage_one import contents, run
 
 from align.schemas.config import DataOptions, TrackingOptions
@@ -26,19 +25,6 @@ def tracked(config, uri, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     return replace(config, tracking=TrackingOptions(uri=uri, experiment=tmp_path.name))
-
-
-def open_store(uri):
-    """A client; what SQLAlchemy thinks of MLflow's mappers is not our business."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return mlflow.MlflowClient(uri)
-
-
-def the_run(client, experiment):
-    found = client.get_experiment_by_name(experiment)
-    (only,) = client.search_runs([found.experiment_id])
-    return only
 
 
 def recorded(config):

@@ -1,0 +1,19 @@
+"""What a store of MLflow holds, asked as tests ask it."""
+
+import warnings
+
+import mlflow
+
+
+def open_store(uri):
+    """A client; what SQLAlchemy thinks of MLflow's mappers is not our business."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return mlflow.MlflowClient(uri)
+
+
+def the_run(client, experiment):
+    """The one run of an experiment."""
+    found = client.get_experiment_by_name(experiment)
+    (only,) = client.search_runs([found.experiment_id])
+    return only
