@@ -9,6 +9,7 @@ import pytest
 from stage_one import child, contents, run
 
 from align.pipeline import growth, job
+from align.pipeline.identity import GROWS_ALONG, require_same_or_growing
 from align.schemas.config import DataOptions, ModelOptions
 from align.schemas.errors import FingerprintError, UsageError
 from align.stages.storage.layout import CacheFolder
@@ -180,6 +181,13 @@ def test_a_changed_setting_is_noticed_and_named(config, rows, tmp_path, name):
         run(changed)
     assert caught.value.exit_code == 4
     assert contents(config.cache.output) == before
+
+
+def test_no_field_of_the_fingerprint_is_passed_over(config):
+    stored = run(config).manifest.fingerprint
+    for name in stored.keys() - GROWS_ALONG:
+        with pytest.raises(FingerprintError, match=f"{name}: the cache has .*, now other"):
+            require_same_or_growing(stored, stored | {name: "other"}, where="here")
 
 
 def test_a_changed_tokenizer_or_template_is_noticed_and_named(config, tmp_path):
