@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..stages.prepare.spool import Spool
     from ..stages.storage.layout import CacheFolder
 
-ROWS_AT_ONCE = 512
+ROWS_AT_ONCE = 4096
 
 
 def require_growth(
@@ -37,7 +37,7 @@ def require_growth(
     for shard in manifest.shards:
         names = stored(folder.data / shard.file)
         is_lost = np.ones(len(names), dtype=np.bool_)
-        for start, stop in _arc(spool, shard):
+        for start, stop in _arc(spool, shard, None if long_form else names):
             is_lost &= ~look_up(np.sort(present(spool, start, stop)), names)[1]
         lost, total = lost + int(is_lost.sum()), total + len(names)
     if lost:
@@ -49,9 +49,13 @@ def require_growth(
         )
 
 
-def _arc(spool: Spool, shard: Commit) -> Iterator[tuple[int, int]]:
+def _arc(spool: Spool, shard: Commit, rows: NDArray[np.bytes_] | None) -> Iterator[tuple[int, int]]:
     """Where on the ring all rows of a shard lie, a stretch at a time."""
     first, last = spool.between(int(shard.first_key, 16), int(shard.last_key, 16))
+    if shard.first_key == shard.last_key and rows is not None and len(rows):
+        # One prompt that may fill many shards; its rows lie in the order of their ids.
+        digests = np.sort(rows.astype("S16"))
+        first, last = spool.between_ids(first, last, digests[0], digests[-1])
     for start in range(first, last, ROWS_AT_ONCE):
         yield start, min(start + ROWS_AT_ONCE, last)
 

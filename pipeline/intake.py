@@ -76,15 +76,20 @@ def _merge(job: Job, runs: list[Spool], intake: Intake) -> Ring:
         )
 
 
-def open_ring(job: Job) -> Ring:
-    """The ring that was made with the plan in the work folder."""
-    ring = Ring(job.work.spool, job.shape.carried, job.config.cache.kl_pairs)
-    if not ring.is_whole:
+def remake_ring(job: Job, plan: Plan, progress: Progress) -> None:
+    """Prepares the rows of a plan once more, because they are gone or of an older version."""
+    intake = Intake()
+    ring = _merge(job, _encode(job, intake, progress), intake)
+    if _offsets(job, ring) != plan.unit_offsets:
         raise CorruptionError(
-            f"{ring.folder} is not whole although its plan is. Delete {job.work.root} and run "
-            "again; finished shards are found and kept."
+            f"{job.work.root}: its rows, prepared once more, are not those of its plan. Delete it "
+            "and run again; all rows that no other cache holds are scored again."
         )
-    return ring
+
+
+def ring_of(job: Job) -> Ring:
+    """The ring of the plan in the work folder, which may not be whole."""
+    return Ring(job.work.spool, job.shape.carried, job.config.cache.kl_pairs)
 
 
 def _shown(chunks: Iterator[Chunk], progress: Progress) -> Iterator[Chunk]:
@@ -157,16 +162,21 @@ def _plan(job: Job, ring: Ring, intake: Intake, quarantine: tuple[FileEntry, ...
         adapter=_absolute(job.config.model.adapter),
         inputs=tuple(inputs),
         rows_in=intake.rows_in,
-        unit_offsets=unit_offsets(
-            ring.spool,
-            num_pairs=cache.kl_pairs,
-            rows_per_unit=cache.rows_per_shard,
-            tokens_per_unit=cache.tokens_per_shard,
-        ),
+        unit_offsets=_offsets(job, ring),
         quarantine=quarantine,
         quarantined=dict(sorted(intake.reasons.items())),
         notes={name: count for name, count in sorted(intake.notes.items()) if count},
         reuse=candidates(cache, job.folder),
+    )
+
+
+def _offsets(job: Job, ring: Ring) -> tuple[int, ...]:
+    cache = job.config.cache
+    return unit_offsets(
+        ring.spool,
+        num_pairs=cache.kl_pairs,
+        rows_per_unit=cache.rows_per_shard,
+        tokens_per_unit=cache.tokens_per_shard,
     )
 
 

@@ -14,7 +14,7 @@ from ..stages.storage.gc import collect, is_tidy
 from ..stages.storage.locks import OwnerLock, owner_lock, try_owner_lock
 from ..stages.storage.manifest import build_manifest, load_manifest, load_plan, write_manifest
 from .identity import require_same_or_growing
-from .intake import make_plan
+from .intake import make_plan, remake_ring, ring_of
 from .job import Job, open_job
 from .known import remember
 from .outcome import Outcome
@@ -58,7 +58,7 @@ def precompute(
         if finished := _finished(job):
             return Outcome(job.folder.root, finished, Tally(), was_complete=True)
         with recorded(config.tracking, stage, is_recorded=bool(lock)) as run:
-            plan = load_plan(job.work) or make_plan(job, run_id, progress)
+            plan = _planned(job, run_id, progress, is_owner=bool(lock))
             _describe(run, job, plan)
             tally = score_units(job, plan, worker, run_id=run_id, progress=progress, run=run)
             manifest = _publish(job, plan, run_id, is_owner=bool(lock))
@@ -95,9 +95,19 @@ def _place(job: Job, run_id: str, *, joins: bool) -> OwnerLock | None:
         return owner_lock(job.folder, run_id)
     while True:
         lock = try_owner_lock(job.folder, run_id)
-        if lock or job.work.plan.exists() or job.is_published:
+        is_ready = job.work.plan.exists() and ring_of(job).is_whole
+        if lock or is_ready or job.is_published:
             return lock
         time.sleep(POLL_SECONDS)
+
+
+def _planned(job: Job, run_id: str, progress: Progress, *, is_owner: bool) -> Plan:
+    plan = load_plan(job.work)
+    if plan is None:
+        return make_plan(job, run_id, progress)
+    if is_owner and not ring_of(job).is_whole:
+        remake_ring(job, plan, progress)
+    return plan
 
 
 def _describe(run: Run, job: Job, plan: Plan) -> None:

@@ -12,7 +12,7 @@ from ..stages.score.reuse import ReuseIndex
 from ..stages.score.score import ScoringRules, UnitScores, score_unit
 from ..stages.storage.commits import UnitFacts, commit_unit
 from ..stages.storage.locks import UnitClaims
-from .intake import open_ring
+from .intake import ring_of
 from .known import open_earlier
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class _Bench:
     @cached_property
     def ring(self) -> Ring:
         """The ring that the plan was made from."""
-        return open_ring(self.job)
+        return ring_of(self.job)
 
     @cached_property
     def cut_rule(self) -> CutRule:

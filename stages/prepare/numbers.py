@@ -19,6 +19,7 @@ class NumberFile:
 
     Reading goes through a map of the file, whose pages `forget` gives back. Writing goes through
     ordinary writes: a disk that fills up under a map is a signal, not an error one can be told of.
+    For the same reason no number of a new file is to be read before it has been written.
     """
 
     def __init__(self, path: Path, kind: str, *, length: int | None = None) -> None:
@@ -27,21 +28,27 @@ class NumberFile:
         self._kind = np.dtype(kind)
         self._is_new = length is not None
         self._file = os.open(path, flags | os.O_CLOEXEC, 0o666)
-        if length is not None:
-            os.ftruncate(self._file, length * self._kind.itemsize)
-        size = os.fstat(self._file).st_size
-        self._map = mmap.mmap(self._file, size, access=mmap.ACCESS_READ) if size else None
+        try:
+            if length is not None:
+                os.ftruncate(self._file, length * self._kind.itemsize)
+            size = os.fstat(self._file).st_size
+            self._map = mmap.mmap(self._file, size, access=mmap.ACCESS_READ) if size else None
+        except BaseException:
+            os.close(self._file)
+            raise
         self._numbers: NDArray[Any] = np.frombuffer(self._map or b"", dtype=self._kind)
 
     def __enter__(self) -> NumberFile:
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Makes what was written durable; the map goes when its last slice does."""
         try:
             if self._is_new and error[0] is None:
                 os.fsync(self._file)
         finally:
             os.close(self._file)
+            self._map, self._numbers = None, self._numbers[:0].copy()
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -50,10 +57,13 @@ class NumberFile:
         return self._numbers[index]
 
     def __setitem__(self, index: slice | int, values: Any) -> None:
-        """Puts `values` where they belong, starting at `index`, which has no steps."""
-        start = index.start if isinstance(index, slice) else index
-        rest = memoryview(np.ascontiguousarray(values, dtype=self._kind).tobytes())
-        place = int(start) * self._kind.itemsize
+        """Replaces one number, or those from a first to a last place."""
+        first, stop = (index.start, index.stop) if isinstance(index, slice) else (index, index + 1)
+        plain = np.atleast_1d(np.asarray(values, dtype=self._kind))
+        assert 0 <= first <= stop <= len(self), (index, len(self))
+        assert plain.shape == (stop - first,), (index, plain.shape)
+        rest = np.ascontiguousarray(plain).view(np.uint8).data
+        place = int(first) * self._kind.itemsize
         while rest:
             written = os.pwrite(self._file, rest, place)
             rest, place = rest[written:], place + written

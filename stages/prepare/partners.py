@@ -171,8 +171,12 @@ def _spans_of_whole_runs(prompt_keys: Numbers) -> Iterator[tuple[int, int]]:
     start, total = 0, len(prompt_keys)
     while start < total:
         stop = min(start + SPAN, total)
-        while stop < total and prompt_keys[stop] == prompt_keys[stop - 1]:
-            stop += 1
+        last = prompt_keys[stop - 1]
+        while stop < total:
+            same = prompt_keys[stop : stop + SPAN] == last
+            stop += len(same) if same.all() else int(np.argmin(same))
+            if not same.all():
+                break
         yield start, stop
         start = stop
 

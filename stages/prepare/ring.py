@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..storage import fs
 from .keyed import KeyedRows
 from .long_form import merge_same_prompts
 from .numbers import NumberFile
@@ -31,7 +32,6 @@ TOKENS_PER_MERGE = 8 * 1024 * 1024
 TOKENS_PER_BRANCH = 32
 # A file of nothing but bad rows must not fill the disk with their descriptions.
 MOST_REJECTED_KEPT = 100_000
-ROWS_AT_ONCE = 65536
 PARTNER = "<i8"
 
 
@@ -86,8 +86,18 @@ class Ring:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every row was put on it and paired."""
-        return all(path.exists() for path in (self.prompts_file, *self.partner_files))
+        """Whether it was sealed: all rows are on it, all completions paired, all of it durable."""
+        return self._seal.exists()
+
+    @property
+    def _seal(self) -> Path:
+        return self.folder / "whole"
+
+    def seal(self) -> None:
+        """Vouches for everything else in the folder."""
+        fs.fsync_folder(self.folder)
+        fs.write_new(self._seal, b"")
+        fs.fsync_folder(self.folder)
 
     def partners(self, first: int, last: int) -> NDArray[np.int64]:
         """Partners of completions `first` to `last`: shape (num_pairs, last - first)."""
@@ -132,8 +142,10 @@ def merge_runs(
             del rows  # before the next range is read
     for run in runs:
         shutil.rmtree(run.folder)
-    _write_prompts(ring)
-    _write_partners(ring, intake.notes)
+    if num_pairs:
+        _write_prompts(ring)
+        _write_partners(ring, intake.notes)
+    ring.seal()
     return ring
 
 
@@ -163,15 +175,13 @@ def _in_ring_order(parts: list[KeyedRows]) -> KeyedRows:
 def _key_ranges(runs: list[Spool]) -> Iterator[list[KeyedRows]]:
     """The rows of all runs, range by range of their keys."""
     num_ranges = 1 + sum(map(_stored_weight, runs)) // TOKENS_PER_MERGE
-    edges = [(i * 2**64) // num_ranges for i in range(1, num_ranges)]
-    keys = np.array(edges, dtype=np.uint64)
-    cuts = []
-    for run in runs:
-        inner = np.searchsorted(run.column("prompt_keys"), keys, side="left").tolist()
-        cuts.append([0, *inner, len(run)])
-    for index in range(num_ranges):
-        spans = [(run, cut[index], cut[index + 1]) for run, cut in zip(runs, cuts, strict=True)]
+    starts = [0] * len(runs)
+    for index in range(1, num_ranges + 1):
+        last_key = (index * 2**64) // num_ranges - 1
+        stops = [run.between(0, last_key)[1] for run in runs]
+        spans = zip(runs, starts, stops, strict=True)
         parts = [run.read(start, stop) for run, start, stop in spans if stop > start]
+        starts = stops
         if parts:
             yield parts
 
@@ -205,15 +215,10 @@ def _number_copies(keyed: KeyedRows, notes: Counter[str]) -> KeyedRows:
 def _write_prompts(ring: Ring) -> None:
     spool = ring.spool
     with NumberFile(ring.prompts_file, KEY, length=spool.num_completions) as keys:
-        first = 0
-        for start in range(0, len(spool), ROWS_AT_ONCE):
-            stop = min(start + ROWS_AT_ONCE, len(spool))
-            ends = spool.column("branch_ends", start, stop)
-            counts = np.diff(ends, prepend=np.int64(first))
-            keys[first : int(ends[-1])] = np.repeat(
-                spool.column("prompt_keys", start, stop), counts
-            )
-            first = int(ends[-1])
+        for start, stop in spool.stretches():
+            branches = spool.offsets("branch_ends", start, stop)
+            prompts = np.repeat(spool.column("prompt_keys", start, stop), np.diff(branches))
+            keys[int(branches[0]) : int(branches[-1])] = prompts
 
 
 def _write_partners(ring: Ring, notes: Counter[str]) -> None:

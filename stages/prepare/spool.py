@@ -15,7 +15,7 @@ from .keyed import KeyedRows
 from .numbers import NumberFile
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -41,6 +41,9 @@ BRANCH_COLUMNS = {
 VALUE_COLUMNS = {"prompt_values": "<i4", "completion_values": "<i4"}
 # Completions this close together are read in one go.
 NEARBY = 4096
+# What a stretch holds at most, where rows are gone through from end to end.
+STRETCH_ROWS = 4096
+STRETCH_COMPLETIONS = 65536
 
 
 class SpoolWriter:
@@ -155,12 +158,31 @@ class Spool:
             lost: NDArray[np.int32] = column[indices]
         return lost
 
+    def stretches(self) -> Iterator[tuple[int, int]]:
+        """All rows, so many at a time that neither they nor their completions are many."""
+        start = 0
+        while start < len(self):
+            stop = min(start + STRETCH_ROWS, len(self))
+            branches = self.offsets("branch_ends", start, stop)
+            most = int(branches[0]) + STRETCH_COMPLETIONS
+            fit = int(np.searchsorted(branches[1:], most, side="right"))
+            stop = start + max(fit, 1)
+            yield start, stop
+            start = stop
+
     def between(self, first_key: int, last_key: int) -> tuple[int, int]:
         """The stretch of rows whose prompts' keys lie between two, both included."""
         with NumberFile(self.folder / "prompt_keys.bin", KEY) as keys:
             first = np.searchsorted(keys[:], np.uint64(first_key), side="left")
             last = np.searchsorted(keys[:], np.uint64(last_key), side="right")
         return int(first), int(last)
+
+    def between_ids(self, start: int, stop: int, first: bytes, last: bytes) -> tuple[int, int]:
+        """Of rows of one prompt, those whose ids lie between two, both included."""
+        with NumberFile(self.folder / "row_id.bin", ROW_COLUMNS["row_id"]) as ids:
+            low = np.searchsorted(ids[start:stop], np.bytes_(first), side="left")
+            high = np.searchsorted(ids[start:stop], np.bytes_(last), side="right")
+        return start + int(low), start + int(high)
 
     def offsets(self, name: str, start: int, stop: int) -> NDArray[np.int64]:
         """Where the lists `start` to `stop` begin, and where the last of them ends."""

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 MOST_SEARCHED = 4096  # completions looked at for one whose text is another after cutting
 SEARCH_WINDOW = 256  # of them read together
-ROWS_WEIGHED = 4096  # at once, when units are laid out
 
 
 @dataclass(frozen=True)
@@ -45,25 +44,30 @@ def unit_offsets(
     spool: Spool, *, num_pairs: int, rows_per_unit: int, tokens_per_unit: int
 ) -> tuple[int, ...]:
     """Row numbers where units begin, and the end; set by the rows alone."""
-    offsets = [0]
-    while offsets[-1] < len(spool):
-        start = stop = offsets[-1]
-        limit, room = min(start + rows_per_unit, len(spool)), tokens_per_unit
-        while stop < limit:
-            weights = _weights(spool, stop, min(stop + ROWS_WEIGHED, limit), num_pairs)
-            fit = int(np.searchsorted(weights, room, side="right"))
-            stop, room = stop + fit, room - int(weights[-1])
-            if fit < len(weights):
-                break
-        offsets.append(max(stop, start + 1))
-    return tuple(offsets)
+    offsets, held = [0], 0
+    for first, last in spool.stretches():
+        ends = _weights(spool, first, last, num_pairs)
+        place = first
+        while place < last:
+            start = offsets[-1]
+            before = int(ends[place - first])
+            fit = np.searchsorted(ends[1:], before + tokens_per_unit - held, side="right")
+            stop = min(first + int(fit), start + rows_per_unit, last)
+            if place == start:
+                stop = max(stop, start + 1)  # however long it is
+            held += int(ends[stop - first]) - before
+            if stop < last:
+                offsets.append(stop)
+                held = 0
+            place = stop
+    return tuple(offsets if offsets[-1] == len(spool) else [*offsets, len(spool)])
 
 
 def build_unit(ring: Ring, start: int, stop: int, rule: CutRule) -> Unit:
     """Reads rows `start` to `stop` and gives each completion its mismatched partners."""
     keyed = ring.spool.read(start, stop)
     own = keyed.rows
-    first = int(ring.spool.offsets("branch_ends", start, stop)[0])
+    first = int(ring.spool.offsets("branch_ends", start, start)[0])
     chosen = ring.partners(first, first + len(own.completions)).reshape(-1)
     partners = chosen.copy()
     fitted = _fit_partners(ring, own, partners, rule)
@@ -84,13 +88,13 @@ def build_unit(ring: Ring, start: int, stop: int, rule: CutRule) -> Unit:
 
 
 def _weights(spool: Spool, start: int, stop: int, num_pairs: int) -> NDArray[np.int64]:
-    """Tokens of the rows from `start` up to and including each, mismatched ones estimated."""
+    """Tokens from row `start` to each row up to `stop`, mismatched ones estimated."""
     prompts = spool.offsets("prompt_ends", start, stop)
     branches = spool.offsets("branch_ends", start, stop)
     completions = spool.offsets("completion_ends", int(branches[0]), int(branches[-1]))
     ends = completions[branches - branches[0]] - completions[0]
     weights: NDArray[np.int64] = prompts - prompts[0] + (1 + num_pairs) * ends
-    return weights[1:]
+    return weights
 
 
 @dataclass(frozen=True)

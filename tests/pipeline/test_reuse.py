@@ -8,10 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 from stage_one import child, contents, run
 
-from align.pipeline import growth, job
+from align.pipeline import growth, intake, job
 from align.pipeline.identity import GROWS_ALONG, require_same_or_growing
 from align.schemas.config import DataOptions, ModelOptions
-from align.schemas.errors import FingerprintError, UsageError
+from align.schemas.errors import CorruptionError, FingerprintError, UsageError
 from align.stages.storage.layout import CacheFolder
 from align.stages.storage.manifest import load_manifest
 from align.stages.world.stub import StubReference
@@ -220,6 +220,40 @@ def test_an_unfinished_cache_of_something_else_is_refused_too(config, to):
     with pytest.raises(FingerprintError, match="unfinished run .*(.|\n)*cache.seed"):
         run(to(seed=1))
     assert run(config).manifest.rows == 120
+
+
+def test_rows_that_are_gone_are_prepared_again_and_no_score_is_lost(config, tmp_path):
+    clean = replace(config, cache=replace(config.cache, output=str(tmp_path / "clean")))
+    whole = run(clean).manifest
+    child(config, "commit.done=kill@4").join(60)
+    (work,) = CacheFolder(Path(config.cache.output)).works()
+    for gone in ("spool/whole", "spool/ring/row_id.bin", "spool/partners-0.bin"):
+        (work.root / gone).unlink()  # as an earlier version, or a person, left it
+    again = run(config)
+    assert (again.tally.units, again.tally.reused) == (len(whole.shards) - 4, 0)
+    assert contents(config.cache.output) == contents(tmp_path / "clean")
+
+
+def test_rows_that_are_not_those_of_the_plan_are_refused(config, monkeypatch):
+    child(config, "commit.done=kill@4").join(60)
+    (work,) = CacheFolder(Path(config.cache.output)).works()
+    (work.root / "spool" / "whole").unlink()
+    monkeypatch.setattr(intake, "unit_offsets", lambda *_, **__: (0, 1))
+    with pytest.raises(CorruptionError, match=r"not those of its plan\. Delete it"):
+        run(config)
+
+
+def test_a_prompt_that_fills_many_shards_is_compared_shard_by_shard(config, rows, tmp_path):
+    path = tmp_path / "data.jsonl"
+    one = [{"prompt": "p", "chosen": f"yes {n}", "rejected": f"no {n}"} for n in range(90)]
+    config = with_data(replace(config, cache=replace(config.cache, kl_pairs=0)), path)
+    write(path, [*one, *rows[:30]])
+    run(config)
+    write(path, [*one, *rows])
+    assert run(config).manifest.rows == 210
+    write(path, [*one[:40], *one[45:], *rows])
+    with pytest.raises(FingerprintError, match="5 of its 210 rows are not in the data"):
+        run(config)
 
 
 def test_a_folder_of_something_else_is_never_touched(config, tmp_path):

@@ -29,9 +29,14 @@ def choose_on_disk(folder, prompt_keys, completion_keys, *, num_pairs):
         NumberFile(folder / "texts", "<u8"),
         *(NumberFile(folder / str(k), "<i8", length=len(prompt_keys)) for k in range(num_pairs)),
     ]
-    repeats = choose_partners(
-        files[0], files[1], files[2:], forget=lambda: [file.forget() for file in files]
-    )
+    forgotten = []
+
+    def forget():
+        forgotten.append([file.forget() for file in files])
+
+    repeats = choose_partners(files[0], files[1], files[2:], forget=forget)
+    # Once a span for the blocks and for what is met again, and for each k.
+    assert len(forgotten) >= (1 + num_pairs) * len(prompt_keys) / module.SPAN
     stored = [np.fromfile(folder / str(k), dtype="<i8") for k in range(num_pairs)]
     return Chosen(np.array(stored), repeats)
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from align.schemas.config import TokenOptions
-from align.stages.prepare import partners
+from align.stages.prepare import partners, spool
 from align.stages.prepare import ring as module
 from align.stages.prepare.keyed import key_rows
 from align.stages.prepare.read import iter_chunks, open_inputs
@@ -194,7 +194,7 @@ def test_the_order_of_files_moves_nothing_but_the_sources(file, tokenizer_folder
 def test_ten_times_the_rows_need_no_more_memory_to_merge_pair_and_lay_out(folder, monkeypatch):
     monkeypatch.setattr(module, "TOKENS_PER_RUN", 100_000)
     monkeypatch.setattr(module, "TOKENS_PER_MERGE", 20_000)
-    monkeypatch.setattr(module, "ROWS_AT_ONCE", 256)
+    monkeypatch.setattr(spool, "STRETCH_ROWS", 256)
     monkeypatch.setattr(partners, "SPAN", 256)
     # The lower of two: now and then the interpreter makes room for its own tables.
     small, large = (

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from align.schemas.errors import BadDataError
 from align.schemas.rows import Role
-from align.stages.prepare import units
+from align.stages.prepare import spool, units
 from align.stages.prepare.keyed import KeyedRows
 from align.stages.prepare.units import CutRule, build_unit, unit_offsets
 
@@ -200,7 +200,8 @@ def test_units_cover_the_ring_once_and_keep_both_caps(
     ]
     ring, _ = make_ring(folder(), records)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(units, "ROWS_WEIGHED", weighed)
+        patch.setattr(spool, "STRETCH_ROWS", weighed)
+        patch.setattr(spool, "STRETCH_COMPLETIONS", weighed)
         offsets = unit_offsets(
             ring.spool, num_pairs=num_pairs, rows_per_unit=rows, tokens_per_unit=tokens
         )
