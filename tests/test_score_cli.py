@@ -24,16 +24,13 @@ def reward_model(world, tmp_path_factory):
     return folder
 
 
-def test_mlflow_hears_that_it_is_scoring(world, reward_model, tmp_path):
-    options = (
-        "--reward-model",
-        reward_model,
-        "--set",
-        f"tracking.uri=sqlite:///{tmp_path}/runs.db",
-    )
+def test_mlflow_hears_that_it_is_scoring(world, reward_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # artifacts lie where it was started
+    uri = f"sqlite:///{tmp_path}/runs.db"
+    options = ("--reward-model", reward_model, "--set", f"tracking.uri={uri}")
     answer = align("score", world.data.paired, "--output", tmp_path / "out", *options)
     assert answer.code == 0, answer
-    run = the_run(open_store(f"sqlite:///{tmp_path}/runs.db"), "align")
+    run = the_run(open_store(uri), "align")
     assert (run.info.run_name, run.data.tags["align.stage"]) == ("score", "score")
 
 

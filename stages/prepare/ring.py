@@ -215,8 +215,7 @@ def _number_copies(keyed: KeyedRows, notes: Counter[str]) -> KeyedRows:
 def _write_prompts(ring: Ring) -> None:
     spool = ring.spool
     with NumberFile(ring.prompts_file, KEY, length=spool.num_completions) as keys:
-        for start, stop in spool.stretches():
-            branches = spool.offsets("branch_ends", start, stop)
+        for start, stop, branches in spool.stretches():
             prompts = np.repeat(spool.column("prompt_keys", start, stop), np.diff(branches))
             keys[int(branches[0]) : int(branches[-1])] = prompts
 

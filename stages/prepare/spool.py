@@ -152,14 +152,15 @@ class Spool:
 
     def cuts(self, indices: NDArray[np.int64]) -> NDArray[np.int32]:
         """How many tokens the completions at `indices`, wherever they lie, have already lost."""
-        if not len(indices):
-            return np.empty(0, dtype=np.int32)
         with NumberFile(self.folder / "cut.bin", BRANCH_COLUMNS["cut"]) as column:
             lost: NDArray[np.int32] = column[indices]
         return lost
 
-    def stretches(self) -> Iterator[tuple[int, int]]:
-        """All rows, so many at a time that neither they nor their completions are many."""
+    def stretches(self) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
+        """All rows, so many at a time that neither they nor their completions are many.
+
+        With the rows, from a first to a last, come the offsets of their branches.
+        """
         start = 0
         while start < len(self):
             stop = min(start + STRETCH_ROWS, len(self))
@@ -167,7 +168,7 @@ class Spool:
             most = int(branches[0]) + STRETCH_COMPLETIONS
             fit = int(np.searchsorted(branches[1:], most, side="right"))
             stop = start + max(fit, 1)
-            yield start, stop
+            yield start, stop, branches[: stop - start + 1]
             start = stop
 
     def between(self, first_key: int, last_key: int) -> tuple[int, int]:

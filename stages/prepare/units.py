@@ -45,8 +45,11 @@ def unit_offsets(
 ) -> tuple[int, ...]:
     """Row numbers where units begin, and the end; set by the rows alone."""
     offsets, held = [0], 0
-    for first, last in spool.stretches():
-        ends = _weights(spool, first, last, num_pairs)
+    for first, last, branches in spool.stretches():
+        prompts = spool.offsets("prompt_ends", first, last)
+        completions = spool.offsets("completion_ends", int(branches[0]), int(branches[-1]))
+        # Tokens up to each row; how long mismatched completions are is estimated by its own.
+        ends = prompts + (1 + num_pairs) * completions[branches - branches[0]]
         place = first
         while place < last:
             start = offsets[-1]
@@ -85,16 +88,6 @@ def build_unit(ring: Ring, start: int, stop: int, rule: CutRule) -> Unit:
         rejected=tuple(rejected[row] for row in sorted(rejected)),
         replaced=int((partners != chosen).sum()),
     )
-
-
-def _weights(spool: Spool, start: int, stop: int, num_pairs: int) -> NDArray[np.int64]:
-    """Tokens from row `start` to each row up to `stop`, mismatched ones estimated."""
-    prompts = spool.offsets("prompt_ends", start, stop)
-    branches = spool.offsets("branch_ends", start, stop)
-    completions = spool.offsets("completion_ends", int(branches[0]), int(branches[-1]))
-    ends = completions[branches - branches[0]] - completions[0]
-    weights: NDArray[np.int64] = prompts - prompts[0] + (1 + num_pairs) * ends
-    return weights
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,8 @@
 
 import json
 import time
-import warnings
 
-import mlflow
+from mlflow_runs import open_store
 
 from align.schemas.config import TrackingOptions
 from align.stages.storage.run_folder import RunFolder
@@ -53,19 +52,15 @@ def journalled(root):
 
 def stored(uri, run_id):
     """Every number that MLflow has, as often as it has it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        client = mlflow.MlflowClient(uri)
-        keys = client.get_run(run_id).data.metrics
-        history = [point for key in keys for point in client.get_metric_history(run_id, key)]
+    client = open_store(uri)
+    keys = client.get_run(run_id).data.metrics
+    history = [point for key in keys for point in client.get_metric_history(run_id, key)]
     return sorted((point.key, point.step, point.value) for point in history)
 
 
 def run_of(uri, run_id):
     """A run as MLflow has it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return mlflow.MlflowClient(uri).get_run(run_id)
+    return open_store(uri).get_run(run_id)
 
 
 def run_folder(tmp_path):

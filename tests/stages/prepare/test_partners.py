@@ -1,3 +1,4 @@
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import numpy as np
@@ -24,17 +25,23 @@ def choose(prompt_keys, completion_keys, *, num_pairs):
 def choose_on_disk(folder, prompt_keys, completion_keys, *, num_pairs):
     (folder / "prompts").write_bytes(prompt_keys.tobytes())
     (folder / "texts").write_bytes(completion_keys.tobytes())
-    files = [
-        NumberFile(folder / "prompts", "<u8"),
-        NumberFile(folder / "texts", "<u8"),
-        *(NumberFile(folder / str(k), "<i8", length=len(prompt_keys)) for k in range(num_pairs)),
-    ]
     forgotten = []
 
     def forget():
         forgotten.append([file.forget() for file in files])
 
-    repeats = choose_partners(files[0], files[1], files[2:], forget=forget)
+    with ExitStack() as stack:
+        files = [
+            NumberFile(folder / "prompts", "<u8"),
+            NumberFile(folder / "texts", "<u8"),
+            *(
+                NumberFile(folder / str(k), "<i8", length=len(prompt_keys))
+                for k in range(num_pairs)
+            ),
+        ]
+        for file in files:
+            stack.enter_context(file)
+        repeats = choose_partners(files[0], files[1], files[2:], forget=forget)
     # Once a span for the blocks and for what is met again, and for each k.
     assert len(forgotten) >= (1 + num_pairs) * len(prompt_keys) / module.SPAN
     stored = [np.fromfile(folder / str(k), dtype="<i8") for k in range(num_pairs)]
