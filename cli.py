@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
+from .pipeline.flag_names import PRECOMPUTE_FLAGS, SCORE_FLAGS, TRAIN_FLAGS
 from .pipeline.flags import with_flags
 
 if TYPE_CHECKING:
@@ -36,64 +37,6 @@ Data = Annotated[list[str] | None, typer.Argument(help="Files or folders of pref
 CacheDir = Annotated[Path, typer.Argument(help="A cache made by precompute-ref.")]
 Model = Annotated[str | None, typer.Option("--model", help="Folder of the reference model.")]
 Join = Annotated[bool, typer.Option("--join", help="Work beside a run on this output.")]
-
-# Each flag of a command, and the setting it stands for.
-PRECOMPUTE_FLAGS = {
-    "--model": "model.path",
-    "--adapter": "model.adapter",
-    "--output": "cache.output",
-    "--kl-pairs": "cache.kl_pairs",
-    "--token-logps": "cache.token_logps",
-    "--max-length": "tokens.max_length",
-    "--max-prompt-length": "tokens.max_prompt_length",
-    "--tokens-per-batch": "scoring.tokens_per_batch",
-    "--rows-per-shard": "cache.rows_per_shard",
-    "--dtype": "model.dtype",
-    "--device": "model.device",
-    "--seed": "cache.seed",
-    "--map": "data.map",
-    "--max-bad-frac": "data.max_bad_frac",
-    "--reuse": "cache.reuse",
-    "--mlflow": "tracking.mlflow",
-}
-SCORE_FLAGS = {
-    "--reward-model": "rewards.model",
-    "--output": "rewards.output",
-    "--max-length": "tokens.max_length",
-    "--tokens-per-batch": "scoring.tokens_per_batch",
-    "--dtype": "model.dtype",
-    "--device": "model.device",
-    "--map": "data.map",
-    "--max-bad-frac": "data.max_bad_frac",
-    "--mlflow": "tracking.mlflow",
-}
-TRAIN_FLAGS = {
-    "--method": "train.method",
-    "--cache": "train.cache",
-    "--model": "train.model",
-    "--output": "train.output",
-    "--epochs": "train.epochs",
-    "--max-steps": "train.max_steps",
-    "--max-time": "train.max_time",
-    "--batch-size": "train.batch_size",
-    "--tokens-per-batch": "train.tokens_per_batch",
-    "--lr": "train.lr",
-    "--schedule": "train.schedule",
-    "--warmup": "train.warmup",
-    "--max-grad-norm": "train.max_grad_norm",
-    "--seed": "train.seed",
-    "--dtype": "train.dtype",
-    "--device": "model.device",
-    "--deepspeed": "train.deepspeed",
-    "--lora": "lora.enabled",
-    "--merge": "lora.merge",
-    "--eval-fraction": "train.eval_fraction",
-    "--eval-every": "train.eval_every",
-    "--save-every": "train.save_every",
-    "--keep-last": "train.keep_last",
-    "--resume": "train.resume",
-    "--mlflow": "tracking.mlflow",
-}
 
 
 def main() -> None:
@@ -268,6 +211,14 @@ def methods(
         typer.echo(markdown_table(chosen).rstrip())
     else:
         typer.echo((render_method(chosen[0]) if name else render_table(chosen)).rstrip())
+
+
+@app.command()
+def report(run: Annotated[Path, typer.Argument(help="Folder of a training run.")]) -> None:
+    """Put a training run on one page, report.html: curves, held-out completions, lineage."""
+    from .pipeline.run_report import write_report
+
+    typer.echo(f"{write_report(run)} written. It needs no network: open it in any browser.")
 
 
 @app.command("mlflow-sync")

@@ -22,6 +22,16 @@ def require_effect(settings: Settings) -> None:
             f"lora.dropout is {lora.dropout}, but train.dropout is off, which turns all dropout "
             "off. Set train.dropout, or leave lora.dropout at 0."
         )
+    if train.eval_text and not (train.eval_cache or train.eval_fraction):
+        raise UsageError(
+            "train.eval_text is on, but no rows are held out whose text could be written down. Set "
+            "train.eval_fraction or train.eval_cache, or unset it."
+        )
+    if train.eval_text and not train.eval_table:
+        raise UsageError(
+            "train.eval_text is on, but train.eval_table is 0: there is no table for it. Say of "
+            "how many rows you want to see the text."
+        )
     if train.min_lr and train.schedule == "constant":
         raise UsageError(
             f"train.min_lr is {train.min_lr}, but a constant schedule never falls. Choose another "

@@ -28,6 +28,8 @@ FREE = {
     "train.max_time",
     "train.tokens_per_batch",
     "train.eval_every",
+    "train.eval_table",
+    "train.eval_text",
     "train.limit_eval_batches",
     "train.log_every",
     "train.save_every",

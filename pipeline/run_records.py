@@ -12,18 +12,22 @@ from typing import TYPE_CHECKING
 
 from ..schemas.errors import Interrupted, StorageError
 from ..stages.storage import fs
+from ..stages.tracking.machine import Machine
 from ..stages.tracking.names import EVAL
 from ..stages.tracking.no_progress import NoProgress
 from ..stages.tracking.null_run import NullRun
 from ..stages.tracking.training_run import open_training_run
 from .best_metric import BestMetric
+from .evaluation_tables import EvaluationTables
 from .keeping import Keeper
+from .run_report import write_report
 from .used_settings import used_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from ..schemas.checkpoint import Checkpoint
+    from ..schemas.evaluation import Judged
     from ..schemas.tracking import Progress
     from ..stages.tracking.training_run import JournaledRun
     from ..stages.train.loop import Place
@@ -41,12 +45,14 @@ def open_records(session: Session, start: Start, progress: Progress) -> Iterator
     """The first rank tells MLflow and the metrics file; every rank saves its part."""
     run: JournaledRun | NullRun = NullRun()
     if session.world.rank == 0:
+        keep_through = start.checkpoint_step if start.checkpoint else -1
+        start.folder.drop_evaluations(after=keep_through)
         run = open_training_run(
             session.job.config.tracking,
             start.folder,
             name=session.recipe.name,
             tags=_tags(session),
-            keep_through=start.checkpoint_step if start.checkpoint else -1,
+            keep_through=keep_through,
             is_evaluated=_is_evaluated(start.checkpoint),
         )
     else:
@@ -75,6 +81,8 @@ class RunRecords:
         self._run = run
         self._progress = progress
         self._keeper = Keeper(session, start)
+        self._machine = _machine(session, start)
+        self._tables = EvaluationTables(session, start.folder)
         self._best = BestMetric(session.job.config.train.best)
         self._last_line = 0.0
         self._step = start.checkpoint_step
@@ -114,7 +122,8 @@ class RunRecords:
         """An optimizer step is done; not every one is written down."""
         self._measured(place, metrics)
         if is_logged:
-            self._run.log_metrics(metrics, step=place.step)
+            seen = self._machine.now() if self._machine else {}
+            self._run.log_metrics({**metrics, **seen}, step=place.step)
         padded = metrics["tokens"] / (1 - metrics["padding"])
         padding = round(padded - metrics["tokens"])
         self._progress.advance(1, tokens=round(padded), padding=padding)
@@ -122,9 +131,11 @@ class RunRecords:
             self._last_line = time.monotonic()
             self.say(f"step {place.step:,}: {shown(metrics)}")
 
-    def evaluated(self, place: Place, metrics: dict[str, float]) -> None:
+    def evaluated(self, place: Place, metrics: dict[str, float], judged: Sequence[Judged]) -> None:
         """The held-out rows were measured."""
         self._measured(place, metrics)
+        if judged and self._session.world.rank == 0:
+            self._run.log_artifact(self._tables.write(place.step, judged))
         self._run.log_metrics(metrics, step=place.step)
         if self._keeper.has(place):
             self._run.sync()
@@ -135,7 +146,7 @@ class RunRecords:
     def not_applied(self, place: Place, row_ids: tuple[str, ...]) -> None:
         """A step gave NaN or infinity; the ids of this rank's rows in it are written down."""
         line = {"step": place.step, "rank": self._session.world.rank, "row_ids": row_ids}
-        with fs.append(self._start.folder.root / "nonfinite.jsonl") as sink:
+        with fs.append(self._start.folder.nonfinite) as sink:
             sink.write((json.dumps(line) + "\n").encode())
         self.say(f"step {place.step:,} gave NaN or infinity and was not applied")
 
@@ -159,9 +170,12 @@ class RunRecords:
         """The model is written."""
         self.is_finished = True
         folder = self._start.folder
-        for path in (folder.metrics, folder.config, folder.engine):
+        if self._session.world.rank == 0:
+            write_report(folder.root)
+        for path in (folder.metrics, folder.config, folder.engine, folder.report):
             self._run.log_artifact(path)
-        self._run.log_artifact(folder.model / "README.md")
+        uploads = self._session.job.config.tracking.upload_model
+        self._run.log_artifact(folder.model if uploads else folder.model / "README.md")
         tags = {"align.cache_root": self._session.job.manifest.root, "align.step": str(place.step)}
         self._run.log_model_link(folder.model, tags=tags)
 
@@ -191,6 +205,11 @@ def shown(metrics: dict[str, float]) -> str:
     """The few numbers a person wants to see at once."""
     known = {name: metrics[name] for name in SHOWN if math.isfinite(metrics.get(name, math.nan))}
     return ", ".join(f"{name} {value:.4g}" for name, value in known.items())
+
+
+def _machine(session: Session, start: Start) -> Machine | None:
+    is_wanted = session.job.config.tracking.system_metrics and session.world.rank == 0
+    return Machine(start.folder.root) if is_wanted else None
 
 
 def _is_evaluated(checkpoint: Checkpoint | None) -> bool:

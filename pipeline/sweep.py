@@ -16,6 +16,7 @@ from ..stages.storage import fs
 from ..stages.storage.run_folder import RunFolder
 from .halting import WAY_ON
 from .recording import recorded
+from .sweep_report import sweep_page
 from .swept import Swept, Tried
 from .train import train_in
 from .training_job import open_training
@@ -146,7 +147,9 @@ def _tell(swept: Swept, world: World, parent: Run) -> None:
 
 def _publish(swept: Swept, parent: Run) -> None:
     swept.folder.mkdir(parents=True, exist_ok=True)
-    for name, text in (("sweep.json", swept.as_json()), ("sweep.txt", swept.text())):
+    pages = {"json": swept.as_json(), "txt": swept.text(), "html": sweep_page(swept)}
+    for kind, text in pages.items():
+        name = f"sweep.{kind}"
         fs.publish(swept.folder / name, f"{text}\n".encode(), label="config")
         parent.log_artifact(swept.folder / name)
     if swept.failures:

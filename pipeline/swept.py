@@ -61,11 +61,20 @@ class Swept:
         """Runs that a mistake or a mishap ended."""
         return [one for one in self.tried if one.error]
 
+    @property
+    def head(self) -> list[str]:
+        """What stands above the columns of the table."""
+        columns = [f"{name} {when}" for name in HEADS for when in ("from", "to")]
+        return ["run", "ending", "rows", *columns]
+
+    @property
+    def rows(self) -> list[list[str]]:
+        """A line of the table for each run."""
+        return [_cells(one) for one in self.tried]
+
     def text(self) -> str:
         """One table for a person, and what has to be known to read it."""
-        head = ["run", "ending", "rows"]
-        head += [f"{name} {when}" for name in HEADS for when in ("from", "to")]
-        return "\n".join([*grid(head, [_cells(one) for one in self.tried]), *self._notes()])
+        return "\n".join([*grid(self.head, self.rows), *self.notes()])
 
     def as_json(self) -> str:
         """Every number of the two moments of each run."""
@@ -84,7 +93,8 @@ class Swept:
         ]
         return json.dumps(rows, indent=2)
 
-    def _notes(self) -> Iterator[str]:
+    def notes(self) -> Iterator[str]:
+        """What has to be known to read the table."""
         if len(self.tried) > 1:
             yield NO_COMPARING
         if any(one.measured.rows == "training" for one in self.tried):

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..stages.tracking.jsonl import read_entries
 from ..stages.tracking.names import EVAL
-from .measured import Measured, first_and_last
+from .journal import history_of
 
 if TYPE_CHECKING:
     from ..stages.storage.run_folder import RunFolder
     from ..stages.train.loop import Ending
+    from .measured import Measured
 
 # Worth a line of its own, where a method reports it.
 HEADLINES = ("loss", "rewards/accuracies", "rewards/margins", "log_odds/accuracy", "log_odds/ratio")
@@ -41,9 +40,8 @@ class Trained:
 
 def outcome(folder: RunFolder, ending: Ending) -> Trained:
     """Reads back how far a run came, and what it measured."""
-    entries = read_entries(folder.metrics, 0, max_points=sys.maxsize)
-    steps = max((entry.step for entry in entries), default=0)
-    return Trained(folder, ending, steps, first_and_last(entries))
+    history = history_of(folder.metrics)
+    return Trained(folder, ending, history.steps, history.measured)
 
 
 def before_and_after(measured: Measured) -> list[str]:

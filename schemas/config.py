@@ -109,6 +109,12 @@ class TrackingOptions:
     uri: str = option("", "tracking server; empty: MLFLOW_TRACKING_URI or sqlite:///mlflow.db")
     experiment: str = option("align", "experiment name")
     run_name: str = option("", "run name; empty: chosen by MLflow")
+    upload_model: bool = option(
+        False, "also upload the trained model, not only its card; the run waits until it is there"
+    )
+    system_metrics: bool = option(
+        False, "with each logged step of a training also processor, memory, disk and GPU memory"
+    )
 
 
 @dataclass(frozen=True)
@@ -160,6 +166,13 @@ class TrainOptions:
     )
     eval_cache: str = option("", "another cache to evaluate on instead")
     eval_every: int = option(0, "steps between evaluations; 0: only before and after", least=0)
+    eval_table: int = option(
+        200,
+        "held-out rows whose completions each evaluation writes down one by one, in evaluations/; "
+        "0: none",
+        least=0,
+    )
+    eval_text: bool = option(False, "with the text of prompts and completions; MLflow gets it too")
     limit_train_batches: int = option(0, "optimizer steps per epoch at most; 0: all", least=0)
     limit_eval_batches: int = option(0, "evaluation batches at most; 0: all", least=0)
     log_every: int = option(1, "steps between logged metrics", least=1)

@@ -57,6 +57,10 @@ OF_RECORDS = (
     "metrics.after_rename",
     "mlflow.before_rename",
     "mlflow.after_rename",
+    "evaluation.before_rename",
+    "evaluation.after_rename",
+    "report.before_rename",
+    "report.after_rename",
 )
 OF_A_STEP = (
     "step.started",

@@ -1,6 +1,9 @@
 """Where everything lies in the folder of a training run.
 
 metrics.jsonl                   one line per logged step
+nonfinite.jsonl                 rows of the steps that gave NaN or infinity, if there were any
+evaluations/step-<n>.csv        single held-out completions, a line each
+report.html                     all of this on one page
 config.yaml                     the settings it was begun with
 deepspeed.json                  what DeepSpeed was given
 checkpoints/step-<n>/           whole checkpoints; `latest` names the newest
@@ -41,6 +44,16 @@ class RunFolder:
     def metrics(self) -> Path:
         """What was measured, step by step."""
         return self.root / "metrics.jsonl"
+
+    @property
+    def nonfinite(self) -> Path:
+        """Rows of the steps that gave NaN or infinity; only there when there was one."""
+        return self.root / "nonfinite.jsonl"
+
+    @property
+    def report(self) -> Path:
+        """What a person looks at."""
+        return self.root / "report.html"
 
     @property
     def config(self) -> Path:
@@ -96,6 +109,20 @@ class RunFolder:
         """Where the checkpoint of a step is, or will be."""
         return self.checkpoints / f"step-{number:08d}"
 
+    def evaluation(self, number: int) -> Path:
+        """Where single completions stand as they were measured after a step."""
+        return self.root / "evaluations" / f"step-{number:08d}.csv"
+
+    def evaluations(self) -> list[Path]:
+        """All such files there are, in the order of their steps."""
+        return sorted(self.evaluation(0).parent.glob("step-*.csv"))
+
+    def drop_evaluations(self, *, after: int) -> None:
+        """Removes those of steps that were given up; -1: all."""
+        for path in self.evaluations():
+            if path > self.evaluation(max(after, 0)) or after < 0:
+                fs.unlink(path)
+
     def draft(self, number: int, run_id: str) -> Path:
         """Where the checkpoint of a step is while it is written."""
         path = self.checkpoints / f".tmp-{number:08d}-{run_id}"
@@ -145,9 +172,11 @@ class RunFolder:
                 fs.fsync_folder(parent)
                 for path in doomed:
                     fs.remove_tree(path)
-        for path in (self.latest, self.metrics, self.config, self.mlflow):
+        for path in (self.latest, self.metrics, self.config, self.report, self.mlflow):
             for draft in path.parent.glob(f".{path.name}.*.tmp"):
                 fs.unlink(draft)
+        for draft in self.evaluation(0).parent.glob(".step-*.tmp"):
+            fs.unlink(draft)
 
 
 def _is_left_over(name: str) -> bool:

@@ -133,7 +133,7 @@ class Delivery:
         for name, is_there in self._ledger.record.artifacts.items():
             path = Path(name) if Path(name).is_absolute() else self._metrics.parent / name
             if not is_there and path.exists():
-                self._store.log_artifact(self._run_id, path)
+                self._store.log_artifact(self._run_id, path, under=_folder_of(name))
                 self._ledger.add("artifacts", {name: True})
 
     def _send_models(self) -> None:
@@ -153,6 +153,12 @@ class Delivery:
         if self._run_id and (is_due or self._ledger.record.status):
             self._marked_at = time.monotonic()
             self._ledger.change(metrics_sent=self._sent)
+
+
+def _folder_of(name: str) -> str:
+    """Where the store is to keep a file: where it lies in the run, others at the top."""
+    folder = Path(name).parent
+    return "" if folder.is_absolute() or folder == Path() else str(folder)
 
 
 def _news(wanted: dict[str, str], known: dict[str, str]) -> dict[str, str]:

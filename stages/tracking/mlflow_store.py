@@ -132,9 +132,9 @@ class MlflowStore:
         labelled = entities.DatasetInput(dataset, [entities.InputTag(*tag) for tag in tags.items()])
         self.client.log_inputs(run_id, [labelled])
 
-    def log_artifact(self, run_id: str, path: Path) -> None:
+    def log_artifact(self, run_id: str, path: Path, *, under: str = "") -> None:
         """A file, or a folder with all in it."""
-        self.client.log_artifact(run_id, str(path))
+        self.client.log_artifact(run_id, str(path), under or None)
 
     def link_model(self, run_id: str, link: ModelLink) -> str:
         """A model that stays where it is; returns the store's name for it."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 # Who stops a process by a signal kills it half a minute later.
 PATIENCE_SECONDS = {"FINISHED": 30.0, "FAILED": 15.0, "KILLED": 5.0}
+UPLOAD_SECONDS = 6 * 3600.0
 
 
 def open_training_run(
@@ -53,7 +54,8 @@ def open_training_run(
     if journal.dropped or ledger.record.metrics_sent > folder.metrics.stat().st_size:
         ledger.begin_again()
     sender = Sender(store_uri(options), ledger, folder.metrics) if options.mlflow else None
-    run = LedgerRun(ledger, sender, folder.root)
+    patience = UPLOAD_SECONDS if options.upload_model else PATIENCE_SECONDS["FINISHED"]
+    run = LedgerRun(ledger, sender, folder.root, patience=patience)
     run.set_tags({**version_tags(), **tags})
     return JournaledRun(journal, run)
 
@@ -114,7 +116,10 @@ class JournaledRun:
 class LedgerRun:
     """Puts down what MLflow is to be told; another thread tells it."""
 
-    def __init__(self, ledger: Ledger, sender: Sender | None, root: Path) -> None:
+    def __init__(
+        self, ledger: Ledger, sender: Sender | None, root: Path, *, patience: float
+    ) -> None:
+        self._patience = {**PATIENCE_SECONDS, "FINISHED": patience}
         self._ledger = ledger
         self._sender = sender
         self._root = root.absolute()
@@ -169,4 +174,4 @@ class LedgerRun:
         if not self._ledger.record.status:
             self._ledger.change(status=status, ended_ms=time.time_ns() // 1_000_000)
             if self._sender:
-                self._sender.finish(PATIENCE_SECONDS[status])
+                self._sender.finish(self._patience[status])

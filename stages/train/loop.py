@@ -13,14 +13,16 @@ from ..tracking.names import EVAL
 from .muster import Muster
 from .schedule import learning_rate
 from .step import evaluate, train_step
+from .witness import Witness
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from ...schemas.batches import StepBatch
     from ...schemas.config import TrainOptions
     from ...schemas.engine import Engine
+    from ...schemas.evaluation import Judged
     from ..methods.recipe import Memory, Recipe
     from .meter import Meter
     from .step import StepResult
@@ -66,8 +68,8 @@ class Records(Protocol):
         """An optimizer step is done; not every one is written down."""
         ...
 
-    def evaluated(self, place: Place, metrics: dict[str, float]) -> None:
-        """The held-out rows were measured."""
+    def evaluated(self, place: Place, metrics: dict[str, float], judged: Sequence[Judged]) -> None:
+        """The held-out rows were measured; of the first of them there is more to tell."""
         ...
 
     def not_applied(self, place: Place, row_ids: tuple[str, ...]) -> None:
@@ -176,11 +178,15 @@ class Loop:
         is_due = place.step == 0 or self._is_due(place.step, self.options.eval_every)
         if not is_due or not self.feed.has_held_out:
             return None
+        witness = Witness(most_rows=self.options.eval_table, keeps_ids=self.options.eval_text)
         with self.feed.held_out() as stream:
             batches = Muster(self.engine, stream, self.meter, halts)
-            metrics = evaluate(self.engine, self.recipe, batches, memory=place.memory)
+            metrics = evaluate(
+                self.engine, self.recipe, batches, memory=place.memory, witness=witness
+            )
         if not batches.halted:
-            records.evaluated(place, {f"{EVAL}{name}": value for name, value in metrics.items()})
+            named = {f"{EVAL}{name}": value for name, value in metrics.items()}
+            records.evaluated(place, named, witness.told(self.engine.world))
             reach("evaluation.done")
         self.meter.restart()
         return batches.halted

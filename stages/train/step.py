@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ...schemas.engine import Engine
     from ...schemas.methods import Step
     from ..methods.recipe import Memory, Recipe
+    from .witness import Witness
 
 
 @dataclass(frozen=True)
@@ -70,16 +71,24 @@ def train_step(
 
 @torch.no_grad()
 def evaluate(
-    engine: Engine, recipe: Recipe, batches: Iterable[StepBatch], *, memory: Memory
+    engine: Engine,
+    recipe: Recipe,
+    batches: Iterable[StepBatch],
+    *,
+    memory: Memory,
+    witness: Witness,
 ) -> dict[str, float]:
     """Means over all items of all batches, nothing learned."""
     sums = Sums()
     for batch in batches:
         reach("evaluation.batch")
+        witness.begin(batch)
         step = step_of(engine, recipe, batch)
         engine.learn_mode(dropout_seed=None)
         for micro in batch.own:
-            sums.add_outcome(recipe.outcome(branches_of(engine, recipe, micro), step, memory))
+            branches = branches_of(engine, recipe, micro)
+            witness.see(micro, branches)
+            sums.add_outcome(recipe.outcome(branches, step, memory))
     return with_margin(recipe.with_loss(sums.means(engine)))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -83,7 +84,8 @@ def worst_gap(rounds):
     )
 
 
-def make_case(folder, rows):
+def make_case(folder, rows, lengths="even"):
+    """A tiny Llama and pairs of random words, their numbers drawn as `LENGTHS` says."""
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -115,14 +117,30 @@ def make_case(folder, rows):
     LlamaForCausalLM(config).save_pretrained(folder / "model")
     random = np.random.default_rng(0)
 
-    def text():
-        picks = random.integers(len(SPECIALS), VOCABULARY, random.integers(150, 251))
+    def text(column):
+        picks = random.integers(len(SPECIALS), VOCABULARY, LENGTHS[lengths](random, column))
         return " ".join(words[pick] for pick in picks)
 
-    columns = {name: [text() for _ in range(rows)] for name in ("prompt", "chosen", "rejected")}
+    columns = {name: [text(name) for _ in range(rows)] for name in ("prompt", "chosen", "rejected")}
     for name in ("chosen", "rejected"):
         columns[name] = [f" {completion}" for completion in columns[name]]
     pq.write_table(pa.table(columns), folder / "pairs.parquet")
+
+
+def even_length(random, _):
+    return random.integers(150, 251)
+
+
+def spread_length(random, column):
+    """Log-normal, with the spread of AlpacaEval's pairs (log-lengths deviate by .86 to 1.06).
+
+    Cut so that no pair is over 1,024 tokens, TRL's limit.
+    """
+    median, most = (25, 200) if column == "prompt" else (250, 800)
+    return min(most, max(1, round(random.lognormal(math.log(median), 0.9))))
+
+
+LENGTHS = {"even": even_length, "spread": spread_length}
 
 
 def measure_align(folder):

@@ -170,6 +170,35 @@ def test_mlflow_knows_the_settings_that_were_used(plain, course):
     assert "train.resume" not in params
 
 
+def test_mlflow_keeps_what_a_person_looks_at_where_the_run_has_it(plain):
+    kept = kept_by_mlflow(plain)
+    looked_at = {"report.html", "metrics.jsonl", "config.yaml", "deepspeed.json"}
+    tables = {f"evaluations/step-0000000{step}.csv" for step in (0, 2, 4, 6)}
+    assert set(kept) == {*looked_at, *tables, "model/README.md", "manifest.json"}
+    for name in (*looked_at - {"metrics.jsonl"}, *tables, "model/README.md"):
+        assert kept[name].read_bytes() == (plain.folder / name).read_bytes()
+
+
+def test_a_model_is_uploaded_where_it_is_asked_for(finished):
+    run = finished(
+        *("--max-steps", 2, "--set", "tracking.upload_model=true"),
+        *("--set", "tracking.system_metrics=true"),
+    )
+    names = {path.name for path in run.model.iterdir()}
+    kept = kept_by_mlflow(run)
+    assert {name for name in kept if name.startswith("model/")} == {f"model/{one}" for one in names}
+    stored_weights = kept["model/model.safetensors"].read_bytes()
+    assert stored_weights == (run.model / "model.safetensors").read_bytes()
+    seen = [step for name, step, _ in journalled(run.folder) if name.startswith("system/cpu")]
+    assert seen == [1, 2]
+
+
+def kept_by_mlflow(run):
+    """Every artifact by its name, and where it lies."""
+    root = Path(run_of(run.uri, run.run_id).info.artifact_uri.removeprefix("file://"))
+    return {str(path.relative_to(root)): path for path in sorted(root.rglob("*")) if path.is_file()}
+
+
 def test_a_checkpoint_tells_what_was_measured_at_its_step(plain):
     lines = map(json.loads, (plain.folder / "metrics.jsonl").read_text().splitlines())
     at_step = {}

@@ -49,10 +49,16 @@ def run_case(world, name, caches):
     return {
         "steps": [facts(metrics) for _, metrics in told.steps],
         "evaluations": [facts(metrics) for _, metrics in told.evaluations],
+        "judged": [[_plain(one) for one in judged] for judged in told.judged],
         "weights": {key: tensor.flatten().tolist() for key, tensor in weights.items()},
         "micro_batches": turns,
         "seconds": time.monotonic() - began,
     }
+
+
+def _plain(judged):
+    whose = [judged.row, judged.row_id, judged.role.name, judged.num_tokens]
+    return [whose, [judged.logp, judged.reference_logp]]
 
 
 def main(folder, pairs, labels, everything, *names):

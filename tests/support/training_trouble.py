@@ -14,6 +14,7 @@ from align.stages.train.loop import Halts, train
 from align.stages.train.meter import Meter
 from align.stages.train.muster import Muster, next_batch
 from align.stages.train.step import evaluate
+from align.stages.train.witness import Witness
 
 # Single ones, two in a row, and at last as many in a row as are borne.
 WRONG = {2, 4, 5, 7, 8, 9}
@@ -134,8 +135,9 @@ def failed_evaluation(session, is_last):
     """What each rank says when the last one cannot read a held-out row."""
     with session.feed.steps(START.cursor) as batches:
         muster = Muster(session.engine, damaged() if is_last else batches, Meter(pads=False), NEVER)
+        witness = Witness(most_rows=0, keeps_ids=False)
         try:
-            evaluate(session.engine, session.recipe, muster, memory={})
+            evaluate(session.engine, session.recipe, muster, memory={}, witness=witness)
         except CorruptionError as error:
             return str(error)
 

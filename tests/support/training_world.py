@@ -123,6 +123,7 @@ class Told:
 
     steps: list = field(default_factory=list)  # (step, metrics)
     evaluations: list = field(default_factory=list)  # (step, metrics)
+    judged: list = field(default_factory=list)  # of each of them, its single completions
     refused: list = field(default_factory=list)  # (step, row ids)
     saves: list = field(default_factory=list)  # steps
     on_step: object = None
@@ -133,8 +134,9 @@ class Told:
         if self.on_step:
             self.on_step(place)
 
-    def evaluated(self, place, metrics):
+    def evaluated(self, place, metrics, judged):
         self.evaluations.append((place.step, metrics))
+        self.judged.append(judged)
 
     def not_applied(self, place, row_ids):
         self.refused.append((place.step, row_ids))

@@ -1,0 +1,39 @@
+"""Writes down what an evaluation says of single held-out completions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..stages.report.evaluation_table import evaluation_csv
+from ..stages.storage import fs
+from .plain_text import decoder
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from ..schemas.evaluation import Judged
+    from ..stages.storage.run_folder import RunFolder
+    from .plain_text import Decode
+    from .session import Session
+
+
+class EvaluationTables:
+    """The files of one run; a tokenizer is loaded for the first that is to hold text."""
+
+    def __init__(self, session: Session, folder: RunFolder) -> None:
+        self._session = session
+        self._folder = folder
+        self._decode: Decode | None = None
+
+    def write(self, step: int, judged: Sequence[Judged]) -> Path:
+        """One file, of one evaluation."""
+        job = self._session.job
+        if job.config.train.eval_text and not self._decode:
+            self._decode = decoder(job.policy.path)
+        scores = self._session.recipe.head == "score"
+        path = self._folder.evaluation(step)
+        fs.make_folder(path.parent)
+        text = evaluation_csv(judged, scores=scores, decode=self._decode)
+        fs.publish(path, text.encode(), label="evaluation")
+        return path

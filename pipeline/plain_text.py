@@ -1,0 +1,36 @@
+"""Token ids as the text a person wrote."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..schemas.config import TokenOptions
+from ..stages.prepare.tokenizer import TextTokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    Decode = Callable[[Iterable[int], bool], str]  # ids, and whether they continue a prompt
+
+
+def decoder(model: str) -> Decode:
+    """Decodes what the tokenizer in a model's folder has made, without its BOS and EOS."""
+    tokenizer = load_tokenizer(model, TokenOptions(eos="never"))
+    return lambda ids, continues: _text(tokenizer, list(ids), continues=continues)
+
+
+def _text(tokenizer: TextTokenizer, bare: list[int], *, continues: bool) -> str:
+    if bare and bare[0] == tokenizer.hf.bos_token_id:
+        bare = bare[1:]
+    if bare and bare[-1] == tokenizer.hf.eos_token_id:
+        bare = bare[:-1]
+    if not continues:
+        return _decoded(tokenizer, bare)
+    # Some decoders drop a blank at the very start: let something stand before it.
+    anchor = tokenizer.backend.encode("a", add_special_tokens=False).ids
+    return _decoded(tokenizer, [*anchor, *bare])[len(_decoded(tokenizer, anchor)) :]
+
+
+def _decoded(tokenizer: TextTokenizer, ids: list[int]) -> str:
+    text: str = tokenizer.hf.decode(ids, skip_special_tokens=False)
+    return text

@@ -1,0 +1,211 @@
+"""Curves, histograms and clouds of points as SVG: no script, no network, nothing to install."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+Point = tuple[float, float]
+Form = Literal["line", "dots", "cloud"]
+
+WIDTH, HEIGHT = 520, 230
+LEFT, RIGHT, TOP, BOTTOM = 62, 14, 10, 36
+MOST_POINTS = 400
+BINS = 28
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points that belong together; `color` is one of the page's classes, c0 to c7."""
+
+    name: str
+    points: Sequence[Point]
+    color: str
+    form: Form = "line"  # dots: a line that marks its few points; cloud: no line
+
+
+@dataclass(frozen=True)
+class Values:
+    """Numbers of one kind, for a histogram."""
+
+    name: str
+    values: Sequence[float]
+    color: str
+
+
+def chart(title: str, series: Sequence[Series], *, across: str, up: str = "") -> str:
+    """A figure with one or more series; empty where none has a point."""
+    shown = [one for one in series if one.points]
+    if not shown:
+        return ""
+    axes = _Axes.around([point for one in shown for point in one.points])
+    drawn = "".join(_drawn(one, axes) for one in shown)
+    keys = [(one.name, f"{one.color} {one.form}") for one in shown]
+    return _figure(title, keys, axes.drawn(across, up) + drawn)
+
+
+def histogram(title: str, groups: Sequence[Values], *, across: str) -> str:
+    """How often values fall into each of some equal bins, as outlines over one another."""
+    shown = [group for group in groups if group.values]
+    if not shown:
+        return ""
+    every = [value for group in shown for value in group.values]
+    low, high = _widened(min(every), max(every))
+    width = (high - low) / BINS
+    counts = [_counted(group.values, low, width) for group in shown]
+    axes = _Axes(low, high, 0, max(map(max, counts)) * 1.05)
+    drawn = "".join(
+        _outline(group.color, heights, low, width, axes)
+        for group, heights in zip(shown, counts, strict=True)
+    )
+    keys = [(group.name, f"{group.color} bars") for group in shown]
+    return _figure(title, keys, axes.drawn(across, "count") + drawn)
+
+
+def plain(value: float) -> str:
+    """A number as short as it can be read."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 1e6 or abs(value) < 1e-3:
+        return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e")
+    return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+@dataclass(frozen=True)
+class _Axes:
+    """What lies between the edges of the drawing."""
+
+    x_low: float
+    x_high: float
+    y_low: float
+    y_high: float
+
+    @staticmethod
+    def around(points: Sequence[Point]) -> _Axes:
+        x_low, x_high = _widened(*_ends([x for x, _ in points]), by=0)
+        y_low, y_high = _widened(*_ends([y for _, y in points]))
+        return _Axes(x_low, x_high, y_low, y_high)
+
+    def x(self, value: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * (value - self.x_low) / (self.x_high - self.x_low)
+
+    def y(self, value: float) -> float:
+        share = (value - self.y_low) / (self.y_high - self.y_low)
+        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * share
+
+    def drawn(self, across: str, up: str) -> str:
+        """Lines to read heights by, numbers at both axes, and what they count."""
+        bottom = HEIGHT - BOTTOM
+        parts = []
+        for tick in _ticks(self.y_low, self.y_high):
+            y = f"{self.y(tick):.1f}"
+            kind = "zero" if tick == 0 else "rule"
+            parts.append(
+                f'<line class="{kind}" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>'
+            )
+            parts.append(f'<text class="up" x="{LEFT - 6}" y="{y}">{plain(tick)}</text>')
+        for tick in _ticks(self.x_low, self.x_high):
+            at = f'x="{self.x(tick):.1f}" y="{bottom + 15}"'
+            parts.append(f'<text class="across" {at}>{plain(tick)}</text>')
+        middle = (LEFT + WIDTH - RIGHT) / 2
+        parts.append(f'<text class="across" x="{middle}" y="{HEIGHT - 4}">{escape(across)}</text>')
+        if up:
+            half = (TOP + bottom) / 2
+            turned = f"rotate(-90 12 {half})"
+            parts.append(
+                f'<text class="across" x="12" y="{half}" transform="{turned}">{escape(up)}</text>'
+            )
+        return "".join(parts)
+
+
+def _drawn(series: Series, axes: _Axes) -> str:
+    points = series.points if series.form == "cloud" else _thinned(series.points)
+    at = [(axes.x(x), axes.y(y)) for x, y in points]
+    parts = []
+    if series.form != "cloud":
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
+        parts.append(f'<polyline class="{series.color} {series.form}" points="{path}"/>')
+    if series.form != "line" or len(at) == 1:
+        kind = "cloud" if series.form == "cloud" else "dot"
+        for (x, y), (across, up) in zip(at, points, strict=True):
+            told = escape(f"{series.name}: {plain(up)} at {plain(across)}")
+            parts.append(
+                f'<circle class="{series.color} {kind}" cx="{x:.1f}" cy="{y:.1f}" r="3">'
+                f"<title>{told}</title></circle>"
+            )
+    return "".join(parts)
+
+
+def _outline(color: str, heights: Sequence[int], low: float, width: float, axes: _Axes) -> str:
+    floor = axes.y(0)
+    corners = [f"{axes.x(low):.1f},{floor:.1f}"]
+    for index, height in enumerate(heights):
+        y = axes.y(height)
+        for edge in (index, index + 1):
+            corners.append(f"{axes.x(low + edge * width):.1f},{y:.1f}")
+    corners.append(f"{axes.x(low + len(heights) * width):.1f},{floor:.1f}")
+    return f'<polygon class="{color} bars" points="{" ".join(corners)}"/>'
+
+
+def _figure(title: str, keys: Sequence[tuple[str, str]], drawing: str) -> str:
+    named = "".join(
+        f'<span class="key"><i class="{kind}"></i>{escape(name)}</span>' for name, kind in keys
+    )
+    return (
+        f"<figure><figcaption><b>{escape(title)}</b>{named}</figcaption>"
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
+        f"{drawing}</svg></figure>"
+    )
+
+
+def _thinned(points: Sequence[Point]) -> Sequence[Point]:
+    """At most so many, the highest and the lowest of each stretch among them."""
+    if len(points) <= MOST_POINTS:
+        return points
+    size = math.ceil(2 * len(points) / MOST_POINTS)
+    return [
+        point
+        for start in range(0, len(points), size)
+        for point in _extremes(points[start : start + size])
+    ]
+
+
+def _extremes(points: Sequence[Point]) -> list[Point]:
+    low = min(points, key=lambda point: point[1])
+    high = max(points, key=lambda point: point[1])
+    return sorted({low, high})
+
+
+def _counted(values: Sequence[float], low: float, width: float) -> list[int]:
+    counts = [0] * BINS
+    for value in values:
+        counts[min(BINS - 1, int((value - low) / width))] += 1
+    return counts
+
+
+def _ends(values: Sequence[float]) -> tuple[float, float]:
+    return min(values), max(values)
+
+
+def _widened(low: float, high: float, by: float = 0.05) -> tuple[float, float]:
+    """With some room at both ends; never empty, however close they are."""
+    room = (high - low) * by
+    least = max(abs(low), abs(high)) * 1e-6 or 1e-6
+    if high - low < least:
+        return low - max(least, abs(low) * 0.1), high + max(least, abs(high) * 0.1)
+    return low - room, high + room
+
+
+def _ticks(low: float, high: float) -> Iterator[float]:
+    """Round numbers, four to eight of them."""
+    rough = (high - low) / 5
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(size * power for size in (1, 2, 5, 10) if size * power >= rough)
+    first = math.ceil(low / step)
+    for index in range(first, math.floor(high / step) + 1):
+        yield float(f"{index * step:.9g}")
