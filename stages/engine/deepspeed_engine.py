@@ -40,7 +40,9 @@ def open_engine(
         with quietly():
             # A copy: DeepSpeed completes the dict it is given.
             engine, *_ = deepspeed.initialize(
-                model=policy, model_parameters=learning, config=deepcopy(config)
+                model=policy,
+                model_parameters=_groups(learning, config),
+                config=deepcopy(config),
             )
     except (
         AssertionError,
@@ -55,6 +57,19 @@ def open_engine(
             f"({_one_line(error)})."
         ) from error
     return DeepSpeedEngine(engine, world), config
+
+
+def _groups(learning: list[nn.Parameter], config: Mapping[str, Any]) -> list[Any]:
+    """Weight decay shrinks what multiplies: biases and norms, vectors all of them, have none."""
+    if not config.get("optimizer", {}).get("params", {}).get("weight_decay"):
+        return learning
+    vectors = [parameter for parameter in learning if parameter.ndim < 2]
+    matrices = [parameter for parameter in learning if parameter.ndim >= 2]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
 
 
 class DeepSpeedEngine:

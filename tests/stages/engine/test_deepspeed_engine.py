@@ -31,10 +31,16 @@ def by_hand(*, frozen):
     policy = TinyPolicy(frozen=frozen)
     learning = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     betas = (OPTIONS.beta1, OPTIONS.beta2)
-    optimizer = torch.optim.AdamW(learning, betas=betas, weight_decay=OPTIONS.weight_decay)
+    matrices = [parameter for parameter in learning if parameter.ndim > 1]
+    vectors = [parameter for parameter in learning if parameter.ndim == 1]
+    assert matrices
+    assert vectors
+    decayed = {"params": matrices, "weight_decay": OPTIONS.weight_decay}
+    optimizer = torch.optim.AdamW([decayed, {"params": vectors, "weight_decay": 0.0}], betas=betas)
     norms = []
     for step, (_, _, lr) in enumerate(STEPS):
-        optimizer.param_groups[0]["lr"] = lr
+        for group in optimizer.param_groups:
+            group["lr"] = lr
         rows = rows_of(step)
         (-policy(rows).sum() / global_tokens(rows)).backward()
         norms.append(torch.nn.utils.clip_grad_norm_(learning, OPTIONS.max_grad_norm).item())
