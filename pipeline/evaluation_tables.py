@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ..schemas.evaluation import Judged
+    from ..stages.report.evaluation_table import Decode, Kind
     from ..stages.storage.run_folder import RunFolder
-    from .plain_text import Decode
     from .session import Session
 
 
@@ -31,9 +31,14 @@ class EvaluationTables:
         job = self._session.job
         if job.config.train.eval_text and not self._decode:
             self._decode = decoder(job.policy.path)
-        scores = self._session.recipe.head == "score"
         path = self._folder.evaluation(step)
         fs.make_folder(path.parent)
-        text = evaluation_csv(judged, scores=scores, decode=self._decode)
+        text = evaluation_csv(judged, self._kind, decode=self._decode)
         fs.publish(path, text.encode(), label="evaluation")
         return path
+
+    @property
+    def _kind(self) -> Kind:
+        if self._session.recipe.head == "score":
+            return "scores"
+        return "log-probs" if self._session.job.reading.context else "log-ratios"

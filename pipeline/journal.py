@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import sys
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..stages.tracking.jsonl import read_entries
+from ..stages.tracking.jsonl import all_entries
 from ..stages.tracking.names import EVAL
-from .measured import Measured, first_and_last
+from .measured import Ends, Measured
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
+
+    from ..stages.storage.run_folder import RunFolder
 
     Curves = Mapping[str, list[tuple[float, float]]]  # (step, value) by name, steps rising
 
@@ -28,15 +30,24 @@ class History:
     held_out: Curves  # their names without the prefix
 
 
-def history_of(metrics: Path) -> History:
-    """Reads the journal of a run."""
-    entries = read_entries(metrics, 0, max_points=sys.maxsize)
+def history_of(metrics: Path, *, is_drawn: Callable[[str], bool]) -> History:
+    """Reads the journal of a run, line by line; it keeps the curves that are drawn."""
     learned: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     held_out: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-    for entry in entries:
+    ends, steps = Ends(), 0
+    for entry in all_entries(metrics):
+        ends.see(entry)
+        steps = max(steps, entry.step)
         for point in entry.points:
-            is_held_out = point.key.startswith(EVAL)
-            kept = held_out if is_held_out else learned
-            kept[point.key.removeprefix(EVAL)].append((float(entry.step), point.value))
-    steps = max((entry.step for entry in entries), default=0)
-    return History(steps, first_and_last(entries), dict(learned), dict(held_out))
+            kept = held_out if point.key.startswith(EVAL) else learned
+            name = point.key.removeprefix(EVAL)
+            if is_drawn(name) and math.isfinite(point.value):
+                kept[name].append((float(entry.step), point.value))
+    return History(steps, ends.measured(), dict(learned), dict(held_out))
+
+
+def has_ended(folder: RunFolder) -> bool:
+    """Whether its model is that of its last step: one that was made longer keeps the old one."""
+    if not folder.model.exists():
+        return False
+    return folder.model.stat().st_mtime_ns >= folder.metrics.stat().st_mtime_ns

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Literal
 from ..stages.tracking.names import EVAL
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ..stages.tracking.jsonl import Entry
 
 MeasuredOn = Literal["held out", "training", ""]
@@ -24,17 +22,32 @@ class Measured:
     after: dict[str, float] = field(default_factory=dict)  # empty unless of a later step
 
 
-def first_and_last(entries: Sequence[Entry]) -> Measured:
-    """Of a run's journal; a training step is only looked at where nothing is held out."""
-    if held_out := [one for one in entries if f"{EVAL}loss" in _values(one)]:
-        return Measured("held out", *_ends(held_out))
-    return Measured("training", *_ends([one for one in entries if "loss" in _values(one)]))
+class Ends:
+    """Sees the lines of a journal go by, and keeps the first and the last of each kind."""
+
+    def __init__(self) -> None:
+        self._held_out: list[Entry] = []
+        self._learned: list[Entry] = []
+
+    def see(self, entry: Entry) -> None:
+        """The next line."""
+        names = {point.key for point in entry.points}
+        if f"{EVAL}loss" in names:
+            self._held_out = [*self._held_out[:1], entry]
+        if "loss" in names:
+            self._learned = [*self._learned[:1], entry]
+
+    def measured(self) -> Measured:
+        """A training step is only looked at where nothing is held out."""
+        if self._held_out:
+            return Measured("held out", *_moments(self._held_out))
+        return Measured("training", *_moments(self._learned))
 
 
-def _ends(entries: Sequence[Entry]) -> tuple[dict[str, float], dict[str, float]]:
-    if not entries:
+def _moments(ends: list[Entry]) -> tuple[dict[str, float], dict[str, float]]:
+    if not ends:
         return {}, {}
-    first, last = entries[0], entries[-1]
+    first, last = ends[0], ends[-1]
     return _values(first), _values(last) if last.step > first.step else {}
 
 

@@ -14,6 +14,7 @@ from ..stages.tracking.delivery import Delivery
 from ..stages.tracking.guard import failures, reason_of, without_password
 from ..stages.tracking.ledger import load_ledger, plain_uri
 from ..stages.tracking.mlflow_store import MlflowStore
+from .journal import has_ended
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,7 +41,7 @@ def sync_run(root: Path, *, uri: str = "") -> Synced:
         address = uri or _address_of(ledger)
         ledger.move_to(address)
         if not ledger.record.status:  # nobody is at work here, and nobody said how it ended
-            status = "FINISHED" if folder.model.exists() else "KILLED"
+            status = "FINISHED" if has_ended(folder) else "KILLED"
             ledger.change(status=status, ended_ms=time.time_ns() // 1_000_000)
         try:
             delivery = Delivery(MlflowStore(address), ledger, folder.metrics)

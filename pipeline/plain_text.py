@@ -8,9 +8,7 @@ from ..schemas.config import TokenOptions
 from ..stages.prepare.tokenizer import TextTokenizer, load_tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    Decode = Callable[[Iterable[int], bool], str]  # ids, and whether they continue a prompt
+    from ..stages.report.evaluation_table import Decode
 
 
 def decoder(model: str) -> Decode:

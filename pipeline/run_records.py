@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from ..schemas.errors import Interrupted, StorageError
+from ..schemas.errors import AlignError, Interrupted, StorageError
 from ..stages.storage import fs
 from ..stages.tracking.machine import Machine
 from ..stages.tracking.names import EVAL
@@ -134,12 +134,13 @@ class RunRecords:
     def evaluated(self, place: Place, metrics: dict[str, float], judged: Sequence[Judged]) -> None:
         """The held-out rows were measured."""
         self._measured(place, metrics)
-        if judged and self._session.world.rank == 0:
-            self._run.log_artifact(self._tables.write(place.step, judged))
         self._run.log_metrics(metrics, step=place.step)
         if self._keeper.has(place):
             self._run.sync()
             self._keeper.credit(place, metrics)
+        if judged and self._session.world.rank == 0:
+            with self._told("no table of single completions"):
+                self._run.log_artifact(self._tables.write(place.step, judged))
         plain = {name.removeprefix(EVAL): value for name, value in metrics.items()}
         self.say(f"step {place.step:,}, held-out rows: {shown(plain)}")
 
@@ -170,14 +171,28 @@ class RunRecords:
         """The model is written."""
         self.is_finished = True
         folder = self._start.folder
-        if self._session.world.rank == 0:
-            write_report(folder.root)
-        for path in (folder.metrics, folder.config, folder.engine, folder.report):
+        for path in (folder.metrics, folder.config, folder.engine):
             self._run.log_artifact(path)
         uploads = self._session.job.config.tracking.upload_model
         self._run.log_artifact(folder.model if uploads else folder.model / "README.md")
+        if uploads and folder.merged.exists():
+            self._run.log_artifact(folder.merged)
         tags = {"align.cache_root": self._session.job.manifest.root, "align.step": str(place.step)}
         self._run.log_model_link(folder.model, tags=tags)
+
+    def report(self) -> None:
+        """Puts the run on one page."""
+        if self._session.world.rank == 0:
+            with self._told("no report"):
+                self._run.log_artifact(write_report(self._start.folder.root))
+
+    @contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        """What a person looks at is no reason for a run to fail."""
+        try:
+            yield
+        except AlignError as error:
+            logger.warning("%s: %s", what.capitalize(), error)
 
     def _measured(self, place: Place, metrics: dict[str, float]) -> None:
         if place.step != self._step:

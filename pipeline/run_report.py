@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..schemas.errors import CorruptionError, UsageError
 from ..stages.report.charts import plain
-from ..stages.report.curves import further_curves, learning_curves
+from ..stages.report.curves import DRAWN_NOWHERE, further_curves, learning_curves
 from ..stages.report.distributions import spread_charts
 from ..stages.report.evaluation_table import read_evaluation
-from ..stages.report.page import facts, grid, page, section, tiles
+from ..stages.report.page import facts, page, section, side_by_side, tiles
 from ..stages.storage import fs
 from ..stages.storage.layout import CacheFolder
 from ..stages.storage.manifest import load_manifest
+from ..stages.storage.restore import read_checkpoint
 from ..stages.storage.run_folder import RunFolder
 from ..stages.tracking.names import EVAL
-from .journal import History, history_of
+from .journal import History, has_ended, history_of
 from .settings import read_yaml, redacted
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ HEADLINES = {
     "log_odds/accuracy": "log-odds accuracy",
 }
 MEASURED_ON = {"held out": "held-out rows", "training": "first and last step"}
-KEPT_APART = "Rows that nothing was learned from. A log-ratio is log(policy / reference), summed."
+STEP = re.compile(rb'^{"step": ([0-9]+), .*}$', re.MULTILINE)  # a whole line
 
 
 def write_report(root: Path) -> Path:
@@ -49,34 +50,37 @@ def write_report(root: Path) -> Path:
 
 
 def _page(folder: RunFolder) -> str:
-    history, settings = history_of(folder.metrics), read_yaml(folder.config)
-    further = grid(further_curves(history.learned, history.held_out))
+    settings = read_yaml(folder.config)
+    history = history_of(folder.metrics, is_drawn=lambda name: name not in DRAWN_NOWHERE)
+    further = side_by_side(further_curves(history.learned, history.held_out))
     return page(
         folder.root.resolve().name,
         list(_sentences(folder, history, settings["train.method"])),
         tiles(dict(_headlines(history.measured))),
-        section("Learning", grid(learning_curves(history.learned, history.held_out))),
-        section("Held-out completions", grid(_spreads(folder)), note=KEPT_APART),
-        *_of_cache(settings),
+        section("Learning", side_by_side(learning_curves(history.learned, history.held_out))),
+        _spreads(folder),
+        *_of_cache(folder, settings),
         section("Settings", facts(_shown(settings)), is_folded=True),
         section("Speed, memory and more", further, is_folded=True),
     )
 
 
 def _sentences(folder: RunFolder, history: History, method: str) -> Iterator[str]:
-    ending = "finished" if folder.model.exists() else "not finished"
+    ending = "finished" if has_ended(folder) else "not finished"
     yield f"{method}, {history.steps:,} steps, {ending}."
-    if steps := _not_applied(folder):
+    if steps := _not_applied(folder, history):
         shown = ", ".join(f"{step:,}" for step in steps[:10])
         more = f" and {len(steps) - 10:,} more" if len(steps) > 10 else ""
         yield f"NaN or infinity: steps {shown}{more} were not applied (nonfinite.jsonl)."
 
 
-def _not_applied(folder: RunFolder) -> list[int]:
+def _not_applied(folder: RunFolder, history: History) -> list[int]:
+    """A step that was given up with its checkpoint may have gone well in the end."""
     if not folder.nonfinite.exists():
         return []
-    lines = fs.read_bytes(folder.nonfinite).splitlines()
-    return sorted({int(json.loads(line)["step"]) for line in lines})
+    told = {int(step) for step in STEP.findall(fs.read_bytes(folder.nonfinite))}
+    well = {int(step) for step, value in history.learned.get("step_applied", ()) if value}
+    return sorted(told - well)
 
 
 def _headlines(measured: Measured) -> Iterator[tuple[str, str]]:
@@ -89,19 +93,31 @@ def _headlines(measured: Measured) -> Iterator[tuple[str, str]]:
 
 
 def _spreads(folder: RunFolder) -> str:
-    if not (paths := folder.evaluations()):
+    paths = folder.evaluations()
+    if not paths:
         return ""
-    last = read_evaluation(paths[-1])
-    return spread_charts(read_evaluation(paths[0]) if len(paths) > 1 else last, last)
+    tables = {step: read_evaluation(paths[step]) for step in {min(paths), max(paths)}}
+    shown = tables[max(tables)]
+    note = (
+        f"{len(shown.completions):,} completions of the first rows held out, as they lie in the "
+        f"cache, which is shuffled; after step {max(tables):,}."
+    )
+    if shown.kind == "log-ratios":
+        note += " A log-ratio is log(policy / reference), summed over a completion."
+    return section("Held-out completions", side_by_side(spread_charts(tables)), note=note)
 
 
-def _of_cache(settings: dict[str, Any]) -> list[str]:
+def _of_cache(folder: RunFolder, settings: dict[str, Any]) -> list[str]:
     """Where the numbers of the reference come from, as far as the cache still tells."""
     cache = CacheFolder(Path(settings["train.cache"] or settings["cache.output"]))
     try:
         manifest = load_manifest(cache)
+        roots = {read_checkpoint(folder.step(step)).position.cache_root for step in folder.steps()}
     except (UsageError, CorruptionError) as error:
         return [section("Data", facts({"cache": str(error)}))]
+    if others := roots - {manifest.root}:
+        gone = f"{cache.root} holds another cache now. This run learned from root {min(others)}."
+        return [section("Data", facts({"cache": gone}))]
     return [
         section("Data", facts(_data(manifest))),
         section("Lineage", facts(_lineage(cache, manifest, settings))),

@@ -58,6 +58,7 @@ def sweep(load: Load, trials: Sequence[Trial], output: Path, *, progress: Progre
                 tagged = replace(job, tags=_tags(trial, output, parent))
                 tried.append(_try(trial, tagged, world, progress))
                 _tell(Swept(output, tuple(tried)), world, parent)
+            from_first(world, partial(_publish_page, Swept(output, tuple(tried)), parent))
             if any(one.error for one in tried):
                 parent.finish("FAILED")
     return Swept(output, tuple(tried))
@@ -147,11 +148,14 @@ def _tell(swept: Swept, world: World, parent: Run) -> None:
 
 def _publish(swept: Swept, parent: Run) -> None:
     swept.folder.mkdir(parents=True, exist_ok=True)
-    pages = {"json": swept.as_json(), "txt": swept.text(), "html": sweep_page(swept)}
-    for kind, text in pages.items():
-        name = f"sweep.{kind}"
+    for name, text in (("sweep.json", swept.as_json()), ("sweep.txt", swept.text())):
         fs.publish(swept.folder / name, f"{text}\n".encode(), label="config")
         parent.log_artifact(swept.folder / name)
     if swept.failures:
         told = "\n".join(f"{one.trial.name}: {one.error}" for one in swept.failures)
         parent.set_tags({"align.failed": told})
+
+
+def _publish_page(swept: Swept, parent: Run) -> None:
+    fs.publish(swept.folder / "sweep.html", sweep_page(swept).encode(), label="report")
+    parent.log_artifact(swept.folder / "sweep.html")

@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..stages.report.charts import Series, chart
-from ..stages.report.page import grid, page, section, table
+from ..stages.report.page import page, section, side_by_side, table
 from ..stages.storage.run_folder import RunFolder
 from .journal import history_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ..stages.report.charts import Form
+    from .journal import Curves
     from .swept import Swept
 
 COLORS = 8
@@ -30,39 +34,29 @@ def sweep_page(swept: Swept) -> str:
         for name, folder in folders.items()
         if folder.report.exists()
     }
+    drawn = set(CHARTS.values())
+    histories = {
+        name: history_of(folder.metrics, is_drawn=drawn.__contains__)
+        for name, folder in folders.items()
+        if folder.metrics.exists()
+    }
+    held_out = {name: history.held_out for name, history in histories.items()}
+    learned = {name: history.learned for name, history in histories.items()}
     return page(
         f"Sweep: {swept.folder.resolve().name}",
         list(swept.notes()),
         section("Runs", table(swept.head, swept.rows, links=links)),
-        section("Held-out rows", _charts(folders, is_held_out=True)),
-        section("Steps learned from", _charts(folders, is_held_out=False)),
+        section("Held-out rows", _charts(held_out, "dots")),
+        section("Steps learned from", _charts(learned, "line")),
     )
 
 
-def _charts(folders: dict[str, RunFolder], *, is_held_out: bool) -> str:
-    histories = {
-        name: history_of(folder.metrics)
-        for name, folder in folders.items()
-        if folder.metrics.exists()
-    }
-    curves = {
-        name: history.held_out if is_held_out else history.learned
-        for name, history in histories.items()
-    }
-    figures = [
-        chart(
-            title,
-            [
-                Series(
-                    name,
-                    own.get(metric, ()),
-                    f"c{index % COLORS}",
-                    form="dots" if is_held_out else "line",
-                )
-                for index, (name, own) in enumerate(curves.items())
-            ],
-            across="step",
-        )
-        for title, metric in CHARTS.items()
-    ]
-    return grid("".join(figures))
+def _charts(runs: Mapping[str, Curves], form: Form) -> str:
+    figures = []
+    for title, metric in CHARTS.items():
+        series = [
+            Series(name, curves.get(metric, ()), f"c{index % COLORS}", form=form)
+            for index, (name, curves) in enumerate(runs.items())
+        ]
+        figures.append(chart(title, series, across="step"))
+    return side_by_side("".join(figures))

@@ -27,6 +27,7 @@ from .lost_peers import naming_lost_peers
 from .model_folder import write_model
 from .resuming import require_same_engine
 from .run_records import RunRecords, open_records
+from .run_report import write_report
 from .run_start import Start, started
 from .session import Session
 from .trained import Trained, outcome
@@ -58,6 +59,8 @@ def train_in(job: TrainingJob, world: World, *, progress: Progress) -> Trained:
     """Like `run_training`, among ranks that have met already."""
     with naming_the_way_on(), naming_lost_peers(world), started(job, world) as start:
         if start.is_finished:
+            if world.rank == 0 and not start.folder.report.exists():
+                write_report(start.folder.root)
             return replace(outcome(start.folder, "finished"), is_old=True)
         forget_peak()
         session = open_session(job, world, progress)
@@ -199,4 +202,5 @@ def _learn(session: Session, start: Start, records: RunRecords, place: Place) ->
     if ending == "finished":
         write_model(session, start, records, steps=place.step)
         records.finish(place)
+    records.report()
     return outcome(start.folder, ending)

@@ -136,7 +136,7 @@ class TrainOptions:
     schedule: Literal["constant", "linear", "cosine"] = option("cosine", "how it falls afterwards")
     min_lr: float = option(0.0, "where it ends, as a share of lr", least=0, most=1)
     warmup: float = option(0.1, "steps it takes to rise; below 1: a share of all steps", least=0)
-    weight_decay: float = option(0.0, "of AdamW", least=0)
+    weight_decay: float = option(0.0, "of AdamW; not of biases and norms", least=0)
     beta1: float = option(0.9, "of AdamW", least=0)
     beta2: float = option(0.999, "of AdamW", least=0)
     epsilon: float = option(1e-8, "of AdamW", least=0)

@@ -77,4 +77,5 @@ def test_only_the_commands_import_late():
     """The modules above the commands stay light, so that help is quick."""
     tree = ast.parse(Path(cli.__file__).read_text())
     modules = [node.module for node in tree.body if isinstance(node, ast.ImportFrom)]
-    assert {"__future__", "pathlib", "typing", "pipeline.flags"} == set(modules)
+    own = {"pipeline.flags", "pipeline.flag_names"}
+    assert {"__future__", "pathlib", "typing"} | own == set(modules)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from typing import TYPE_CHECKING, Literal
 
@@ -17,6 +17,7 @@ WIDTH, HEIGHT = 520, 230
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 10, 36
 MOST_POINTS = 400
 BINS = 28
+LARGEST = 1e300
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class Values:
 
 def chart(title: str, series: Sequence[Series], *, across: str, up: str = "") -> str:
     """A figure with one or more series; empty where none has a point."""
-    shown = [one for one in series if one.points]
+    shown = [replace(one, points=list(filter(_can_be_drawn, one.points))) for one in series]
+    shown = [one for one in shown if one.points]
     if not shown:
         return ""
     axes = _Axes.around([point for one in shown for point in one.points])
@@ -51,7 +53,11 @@ def chart(title: str, series: Sequence[Series], *, across: str, up: str = "") ->
 
 def histogram(title: str, groups: Sequence[Values], *, across: str) -> str:
     """How often values fall into each of some equal bins, as outlines over one another."""
-    shown = [group for group in groups if group.values]
+    kept = [
+        replace(group, values=[value for value in group.values if abs(value) < LARGEST])
+        for group in groups
+    ]
+    shown = [group for group in kept if group.values]
     if not shown:
         return ""
     every = [value for group in shown for value in group.values]
@@ -87,7 +93,9 @@ class _Axes:
 
     @staticmethod
     def around(points: Sequence[Point]) -> _Axes:
-        x_low, x_high = _widened(*_ends([x for x, _ in points]), by=0)
+        x_low, x_high = _ends([x for x, _ in points])
+        if x_low == x_high:
+            x_low, x_high = x_low - 1, x_high + 1
         y_low, y_high = _widened(*_ends([y for _, y in points]))
         return _Axes(x_low, x_high, y_low, y_high)
 
@@ -102,16 +110,16 @@ class _Axes:
         """Lines to read heights by, numbers at both axes, and what they count."""
         bottom = HEIGHT - BOTTOM
         parts = []
-        for tick in _ticks(self.y_low, self.y_high):
+        for tick, said in _ticks(self.y_low, self.y_high):
             y = f"{self.y(tick):.1f}"
             kind = "zero" if tick == 0 else "rule"
             parts.append(
                 f'<line class="{kind}" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>'
             )
-            parts.append(f'<text class="up" x="{LEFT - 6}" y="{y}">{plain(tick)}</text>')
-        for tick in _ticks(self.x_low, self.x_high):
+            parts.append(f'<text class="up" x="{LEFT - 6}" y="{y}">{said}</text>')
+        for tick, said in _ticks(self.x_low, self.x_high):
             at = f'x="{self.x(tick):.1f}" y="{bottom + 15}"'
-            parts.append(f'<text class="across" {at}>{plain(tick)}</text>')
+            parts.append(f'<text class="across" {at}>{said}</text>')
         middle = (LEFT + WIDTH - RIGHT) / 2
         parts.append(f'<text class="across" x="{middle}" y="{HEIGHT - 4}">{escape(across)}</text>')
         if up:
@@ -201,11 +209,28 @@ def _widened(low: float, high: float, by: float = 0.05) -> tuple[float, float]:
     return low - room, high + room
 
 
-def _ticks(low: float, high: float) -> Iterator[float]:
-    """Round numbers, four to eight of them."""
+def _can_be_drawn(point: Point) -> bool:
+    """Whether lengths between such points are still numbers."""
+    return all(abs(value) < LARGEST for value in point)
+
+
+def _ticks(low: float, high: float) -> Iterator[tuple[float, str]]:
+    """A few round numbers, and how they are written: no two alike."""
     rough = (high - low) / 5
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(size * power for size in (1, 2, 5, 10) if size * power >= rough)
-    first = math.ceil(low / step)
-    for index in range(first, math.floor(high / step) + 1):
-        yield float(f"{index * step:.9g}")
+    power = math.floor(math.log10(rough))
+    step = next(size * 10.0**power for size in (1, 2, 5, 10) if size * 10.0**power >= rough)
+    first, last = math.ceil(low / step), math.floor(high / step)
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+    for index in range(first, last + 1):
+        tick = float(f"{index * step:.12g}")
+        yield tick, _written(tick, decimals, math.log10(max(abs(low), abs(high)) / step))
+
+
+def _written(tick: float, decimals: int, digits: float) -> str:
+    if tick == 0:
+        return "0"
+    if decimals > 6 or abs(tick) >= 1e6:
+        mantissa, _, power = f"{tick:.{max(0, math.ceil(digits))}e}".partition("e")
+        kept = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
+        return f"{kept}e{int(power)}"
+    return f"{tick:,.{decimals}f}"

@@ -23,13 +23,14 @@ CHARTS = {
     "Gradient norm, before clipping": ("grad_norm",),
     "Learning rate": ("lr",),
 }
-MACHINE = {
+SPEED = {
     "Tokens a second": ("speed/tokens_per_second",),
     "Seconds a step": ("speed/step_seconds", "speed/data_wait_seconds"),
     "Peak memory, MiB": ("memory/peak_mib",),
     "Padding, share of tokens": ("padding",),
 }
-LEFT_OUT = {"epoch", "tokens", "step_applied", "speed/rows_per_second"}
+DRAWN_NOWHERE = {"epoch", "tokens", "speed/rows_per_second"}
+LEFT_OUT = {*DRAWN_NOWHERE, "step_applied"}
 
 
 def learning_curves(learned: Metrics, held_out: Metrics) -> str:
@@ -39,9 +40,9 @@ def learning_curves(learned: Metrics, held_out: Metrics) -> str:
 
 def further_curves(learned: Metrics, held_out: Metrics) -> str:
     """Speed, memory, and whatever else a method reports, a chart each."""
-    known = {name for names in (*CHARTS.values(), *MACHINE.values()) for name in names}
+    known = {name for names in (*CHARTS.values(), *SPEED.values()) for name in names}
     others = sorted({*learned, *held_out} - known - LEFT_OUT)
-    charts = {**MACHINE, **{name: (name,) for name in others}}
+    charts = {**SPEED, **{name: (name,) for name in others}}
     return "".join(_chart(title, names, learned, held_out) for title, names in charts.items())
 
 
@@ -53,8 +54,10 @@ def _chart(title: str, names: Sequence[str], learned: Metrics, held_out: Metrics
 
 
 def _all_series(names: Sequence[str], learned: Metrics, held_out: Metrics) -> Iterable[Series]:
+    is_family = len({name.partition("/")[0] for name in names}) == 1
     for index, name in enumerate(names):
-        said = name.rpartition("/")[2] if len(names) > 1 else ""
+        short = name.rpartition("/")[2] if is_family else name
+        said = short if len(names) > 1 else ""
         color = f"c{index}"
         yield Series(said or "learned from", learned.get(name, ()), color)
         kept = f"{said}, held out" if said else "held out"

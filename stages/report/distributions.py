@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from statistics import fmean
 from typing import TYPE_CHECKING
 
-from .charts import Series, Values, chart, histogram
+from .charts import BINS, Series, Values, chart, histogram
+from .evaluation_table import UNITS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from .charts import Point
     from .evaluation_table import Completion, Table
@@ -17,19 +19,12 @@ COLORS = {"chosen": "c0", "desirable": "c0", "rejected": "c1", "undesirable": "c
 GOOD, BAD = ("chosen", "desirable"), ("rejected", "undesirable")
 
 
-def spread_charts(first: Table, last: Table) -> str:
-    """Of the last evaluation, pairs also of the first; the two may be the same."""
-    by_role = _by_role(last.completions)
+def spread_charts(tables: Mapping[int, Table]) -> str:
+    """Of the last evaluation, margins also of the first; by their steps, rising."""
+    last = tables[max(tables)]
+    unit, by_role = UNITS[last.kind], _by_role(last.completions)
     groups = [
         Values(role, [one.value for one in own], _color(role)) for role, own in by_role.items()
-    ]
-    margins = [
-        Values(name, found, color)
-        for name, found, color in (
-            ("before", [] if first is last else _margins(first.completions), "c3"),
-            ("after", _margins(last.completions), "c2"),
-        )
-        if any(found)
     ]
     clouds = [
         Series(role, list(_by_length(own)), _color(role), form="cloud")
@@ -38,29 +33,45 @@ def spread_charts(first: Table, last: Table) -> str:
     left_out = f", without {last.others:,} not finite" if last.others else ""
     return "".join(
         [
-            histogram(f"{last.what}s of completions{left_out}", groups, across=last.unit),
-            histogram("Good less bad completion of a row", margins, across=last.unit),
-            chart(f"{last.what} by length", clouds, across="tokens", up=last.unit),
+            histogram(f"{last.kind.capitalize()} of completions{left_out}", groups, across=unit),
+            histogram("Good less bad completion of a row", _margins(tables), across=unit),
+            chart(f"{last.kind.capitalize()} by length", clouds, across="tokens", up=unit),
         ]
     )
 
 
-def _by_role(measured: Sequence[Completion]) -> dict[str, list[Completion]]:
+def _margins(tables: Mapping[int, Table]) -> list[Values]:
+    """Of the last step; of the first where they differ, for one tall bar would hide the others."""
+    last = margins_of(tables[max(tables)].completions)
+    found = [Values(f"after step {max(tables):,}", last, "c2")]
+    if len(tables) > 1 and last:
+        first = margins_of(tables[min(tables)].completions)
+        if first and max(first) - min(first) > (max(last) - min(last)) / BINS:
+            found.insert(0, Values(f"after step {min(tables):,}", first, "c3"))
+    return found
+
+
+def margins_of(completions: Iterable[Completion]) -> list[float]:
+    """Mean of the good less mean of the bad, of the rows that hold both."""
+    good: defaultdict[int, list[float]] = defaultdict(list)
+    bad: defaultdict[int, list[float]] = defaultdict(list)
+    for one in completions:
+        if one.role in GOOD:
+            good[one.row].append(one.value)
+        elif one.role in BAD:
+            bad[one.row].append(one.value)
+    return [fmean(good[row]) - fmean(bad[row]) for row in good if row in bad]
+
+
+def _by_role(completions: Iterable[Completion]) -> dict[str, list[Completion]]:
     found: defaultdict[str, list[Completion]] = defaultdict(list)
-    for one in measured:
+    for one in completions:
         found[one.role].append(one)
     return dict(sorted(found.items()))
 
 
-def _by_length(measured: Sequence[Completion]) -> Iterator[Point]:
-    return ((float(one.num_tokens), one.value) for one in measured)
-
-
-def _margins(measured: Sequence[Completion]) -> list[float]:
-    """Of the rows that hold a good completion and a bad one."""
-    good = {one.row: one.value for one in measured if one.role in GOOD}
-    bad = {one.row: one.value for one in measured if one.role in BAD}
-    return [good[row] - bad[row] for row in good if row in bad]
+def _by_length(completions: Sequence[Completion]) -> Iterator[Point]:
+    return ((float(one.num_tokens), one.value) for one in completions)
 
 
 def _color(role: str) -> str:

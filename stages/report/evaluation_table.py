@@ -1,7 +1,8 @@
 """`evaluations/step-<n>.csv`: single held-out completions, a line each.
 
 row counts the rows as the method reads them; row_id names the stored row; log_ratio is
-log(policy / reference). A reward model has no log-probs: there is its score instead.
+log(policy / reference). A reward model has no log-probs: there is its score instead. What is asked
+for by words the reference never saw has no log-ratio.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import csv
 import io
 import math
+import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ...schemas.errors import CorruptionError
 from ..storage import fs
@@ -24,8 +26,14 @@ if TYPE_CHECKING:
     Decode = Callable[[Iterable[int], bool], str]  # ids, and whether they continue a prompt
 
 NAMES = ("row", "row_id", "role", "tokens")
-OF_POLICY = ("logp", "reference_logp", "log_ratio")
-SCORE = "policy_score"
+Kind = Literal["log-ratios", "log-probs", "scores"]
+# Of each kind the columns, the last of them for the report.
+COLUMNS: dict[Kind, tuple[str, ...]] = {
+    "scores": ("policy_score",),
+    "log-ratios": ("logp", "reference_logp", "log_ratio"),
+    "log-probs": ("logp",),
+}
+UNITS: dict[Kind, str] = {"scores": "score", "log-ratios": "nats", "log-probs": "nats"}
 
 
 @dataclass(frozen=True)
@@ -42,21 +50,23 @@ class Completion:
 class Table:
     """All that a file holds of one evaluation."""
 
-    what: str  # its values are
-    unit: str
+    kind: Kind
     completions: tuple[Completion, ...]  # with a value that is finite
     others: int
 
 
-def evaluation_csv(judged: Sequence[Judged], *, scores: bool, decode: Decode | None) -> str:
+def evaluation_csv(judged: Sequence[Judged], kind: Kind, *, decode: Decode | None) -> str:
     """All of it as text; with `decode` also that of prompts and completions."""
     texts = ("prompt", "completion") if decode else ()
     sink = io.StringIO()
-    writer = csv.writer(sink, lineterminator="\n")
-    writer.writerow([*NAMES, *((SCORE,) if scores else OF_POLICY), *texts])
+    # Of text every cell is quoted: a lone carriage return would end a line.
+    writer = csv.writer(
+        sink, lineterminator="\n", quoting=csv.QUOTE_ALL if decode else csv.QUOTE_MINIMAL
+    )
+    writer.writerow([*NAMES, *COLUMNS[kind], *texts])
     for one in judged:
         ratio = one.logp - one.reference_logp
-        numbers = (one.logp,) if scores else (one.logp, one.reference_logp, ratio)
+        numbers = (one.logp, one.reference_logp, ratio)[: len(COLUMNS[kind])]
         cells = [one.row, one.row_id, one.role.name.lower(), one.num_tokens, *map(repr, numbers)]
         writer.writerow([*cells, *(_texts(one, decode) if decode else ())])
     return sink.getvalue()
@@ -64,17 +74,21 @@ def evaluation_csv(judged: Sequence[Judged], *, scores: bool, decode: Decode | N
 
 def read_evaluation(path: Path) -> Table:
     """The numbers of a file that `evaluation_csv` wrote."""
-    lines = csv.DictReader(io.StringIO(fs.read_bytes(path).decode()))
-    value = SCORE if SCORE in (lines.fieldnames or ()) else OF_POLICY[-1]
+    limit = csv.field_size_limit(sys.maxsize)  # of a text
     try:
-        completions = [_completion(line, value) for line in lines]
-    except (KeyError, TypeError, ValueError) as error:
+        lines = csv.DictReader(io.StringIO(fs.read_bytes(path).decode(), newline=""))
+        kind = next(
+            kind for kind, names in COLUMNS.items() if names[-1] in (lines.fieldnames or ())
+        )
+        completions = [_completion(line, COLUMNS[kind][-1]) for line in lines]
+    except (KeyError, TypeError, ValueError, StopIteration, csv.Error) as error:
         raise CorruptionError(
-            f"{path} is damaged ({error!r}). Remove it: nothing but the report reads it."
+            f"{path} is damaged ({error!r}). Remove it: the report does without."
         ) from error
+    finally:
+        csv.field_size_limit(limit)
     finite = tuple(one for one in completions if math.isfinite(one.value))
-    named = ("Score", "score") if value == SCORE else ("Log-ratio", "nats")
-    return Table(*named, finite, len(completions) - len(finite))
+    return Table(kind, finite, len(completions) - len(finite))
 
 
 def _completion(line: Mapping[str, str], value: str) -> Completion:

@@ -80,8 +80,8 @@ def section(title: str, content: str, *, note: str = "", is_folded: bool = False
     return f"<section><h2>{escape(title)}</h2>{said}{content}</section>"
 
 
-def grid(figures: str) -> str:
-    """Figures side by side, as many as there is room for."""
+def side_by_side(figures: str) -> str:
+    """Figures, as many in a line as there is room for."""
     return f'<div class="grid">{figures}</div>' if figures else ""
 
 

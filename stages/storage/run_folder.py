@@ -8,7 +8,7 @@ config.yaml                     the settings it was begun with
 deepspeed.json                  what DeepSpeed was given
 checkpoints/step-<n>/           whole checkpoints; `latest` names the newest
 checkpoints/.tmp-<n>-<run id>/  one that is being written; .trash-…: one that is being removed
-model/                          the trained policy; written last
+model/                          the trained policy; where it is, nothing is left to learn
 model-merged/                   an adapter's policy with the adapter merged into it
 _align/LOCK                     held by the run that is at work here
 _align/mlflow.json              what MLflow is to be told
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 RECORD_NAME = "align_checkpoint.json"
 STEP_NAME = re.compile(r"step-([0-9]{8,})")
+EVALUATION_NAME = re.compile(r"step-([0-9]{8,})\.csv")
 DRAFT_NAME = re.compile(r"\.tmp-([0-9]{8,}|model|model-merged)-[0-9A-Za-z-]+")
 TRASH_NAME = re.compile(r"\.trash-.+")
 
@@ -113,14 +114,16 @@ class RunFolder:
         """Where single completions stand as they were measured after a step."""
         return self.root / "evaluations" / f"step-{number:08d}.csv"
 
-    def evaluations(self) -> list[Path]:
-        """All such files there are, in the order of their steps."""
-        return sorted(self.evaluation(0).parent.glob("step-*.csv"))
+    def evaluations(self) -> dict[int, Path]:
+        """All such files there are by their steps, rising."""
+        paths = self.evaluation(0).parent.glob("step-*.csv")
+        found = {path: EVALUATION_NAME.fullmatch(path.name) for path in paths}
+        return dict(sorted((int(name[1]), path) for path, name in found.items() if name))
 
     def drop_evaluations(self, *, after: int) -> None:
         """Removes those of steps that were given up; -1: all."""
-        for path in self.evaluations():
-            if path > self.evaluation(max(after, 0)) or after < 0:
+        for step, path in self.evaluations().items():
+            if step > after:
                 fs.unlink(path)
 
     def draft(self, number: int, run_id: str) -> Path:

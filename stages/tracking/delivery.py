@@ -12,6 +12,8 @@ from .ledger import GOES_ON_TAG
 from .mlflow_store import METRICS_PER_BATCH
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ...schemas.tracking import DatasetNote, MetricPoint
     from .ledger import Ledger
     from .mlflow_store import MlflowStore
@@ -59,7 +61,7 @@ class Delivery:
         record = self._ledger.record
         is_told = bool(record.status) and self._status == record.status
         linked = all(link.model_id for link in record.models)
-        return is_told and linked and all(record.artifacts.values())
+        return is_told and linked and not list(self._owed())
 
     def _find_run(self) -> None:
         if self._run_id:
@@ -130,11 +132,16 @@ class Delivery:
             self._status = record.status
 
     def _send_artifacts(self) -> None:
+        for name, path in list(self._owed()):
+            self._store.log_artifact(self._run_id, path, under=_folder_of(name))
+            self._ledger.add("artifacts", {name: True})
+
+    def _owed(self) -> Iterator[tuple[str, Path]]:
+        """Files the store has not got; one that is gone, as with a step given up, is not owed."""
         for name, is_there in self._ledger.record.artifacts.items():
             path = Path(name) if Path(name).is_absolute() else self._metrics.parent / name
             if not is_there and path.exists():
-                self._store.log_artifact(self._run_id, path, under=_folder_of(name))
-                self._ledger.add("artifacts", {name: True})
+                yield name, path
 
     def _send_models(self) -> None:
         for link in self._ledger.record.models:

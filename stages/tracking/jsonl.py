@@ -19,12 +19,13 @@ from ..storage import fs
 from .names import EVAL, key_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 logger = logging.getLogger("align")
 
 RESERVED = ("step", "time")
+POINTS_AT_ONCE = 10_000
 
 
 def open_journal(path: Path, *, keep_through: int, is_evaluated: bool = True) -> Journal:
@@ -84,6 +85,14 @@ def read_entries(path: Path, start: int, *, max_points: int) -> list[Entry]:
             entries.append(_entry(line, end))
             points += len(entries[-1].points)
     return entries
+
+
+def all_entries(path: Path) -> Iterator[Entry]:
+    """Every whole line that can be read, few at a time in memory."""
+    start = 0
+    while entries := read_entries(path, start, max_points=POINTS_AT_ONCE):
+        yield from (entry for entry in entries if entry.points)
+        start = entries[-1].end
 
 
 def line_start(path: Path, wanted: int) -> int:

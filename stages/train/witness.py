@@ -63,6 +63,7 @@ class Witness:
         place = 0
         for row_id, tree in zip(micro.row_ids, micro.trees, strict=True):
             first = place
+            prompt = tree.prompt.copy() if self._keeps_ids else None
             for completion in tree.branches:
                 judged = Judged(
                     row=0,
@@ -71,7 +72,7 @@ class Witness:
                     num_tokens=len(completion),
                     logp=next(logps),
                     reference_logp=float(micro.reference[place]),
-                    prompt=tree.prompt.copy() if self._keeps_ids else None,
+                    prompt=prompt,
                     completion=completion.copy() if self._keeps_ids else None,
                 )
                 places = int(micro.places[place]), int(micro.places[first])

@@ -211,6 +211,19 @@ def test_a_run_that_has_its_model_is_told_as_finished(tmp_path, server):
     assert told.info.status == "FINISHED"
 
 
+def test_a_finished_run_that_was_made_longer_and_killed_is_told_as_killed(tmp_path, server):
+    """Its model is older than its last step."""
+    folder = run_folder(tmp_path)
+    server.stop()
+    run = begin(folder, server.uri)
+    folder.model.mkdir()
+    learn(run, range(STEPS))
+    run._tracker._sender.finish(30)
+    server.start()
+    _, told = synced_exactly(folder)
+    assert told.info.status == "KILLED"
+
+
 def test_a_run_that_is_at_work_is_not_synced(tmp_path):
     folder = run_folder(tmp_path)
     end(begin(folder, "http://127.0.0.1:9"))

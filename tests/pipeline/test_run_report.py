@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 
 import pyarrow.parquet as pq
@@ -59,8 +60,9 @@ def metrics_of(run, step):
 
 
 def test_every_evaluation_writes_its_completions_down(run):
-    names = [path.name for path in RunFolder(run).evaluations()]
-    assert names == [f"step-0000000{step}.csv" for step in (0, 3, 6)]
+    assert RunFolder(run).evaluations() == {
+        step: run / "evaluations" / f"step-0000000{step}.csv" for step in (0, 3, 6)
+    }
 
 
 def test_they_add_up_to_what_was_measured(run):
@@ -109,7 +111,7 @@ def test_a_page_tells_the_whole_run_and_loads_nothing(run, course):
         "Held-out completions",
         "Log-ratios of completions",
         "Good less bad completion of a row",
-        "Log-ratio by length",
+        "Log-ratios by length",
         "Data",
         "Lineage",
         "Settings",
@@ -162,11 +164,68 @@ def test_steps_that_were_not_applied_are_named(run, tmp_path):
     moved.mkdir()
     for name in ("config.yaml", "metrics.jsonl"):
         (moved / name).write_bytes((run / name).read_bytes())
-    line = '{"step": 4, "rank": 0, "row_ids": []}\n'
-    (moved / "nonfinite.jsonl").write_text(line * 2)
+    whole = [json.dumps({"step": step, "rank": 0, "row_ids": []}) for step in (7, 4, 7, 8)]
+    (moved / "nonfinite.jsonl").write_text("\n".join([*whole, '{"step": 9, "ra']))
     write_report(moved)
     said = Words((moved / "report.html").read_text()).text
-    assert "steps 4 were not applied" in said
+    assert "steps 7, 8 were not applied" in said  # the fourth went well in the end
+
+
+def test_a_run_whose_page_cannot_be_written_is_finished_all_the_same(course, tmp_path):
+    run = tmp_path / "run"
+    (answer,) = course.start(run, failpoints=["report.before_rename=enospc"]).answers()
+    assert answer.code == 0
+    assert "No report: " in answer.err
+    assert (run / "model").exists()
+    assert not (run / "report.html").exists()
+    course.run(run, "--resume", "auto")
+    assert "kto, 6 steps, finished." in Words((run / "report.html").read_text()).text
+
+
+def test_a_table_that_cannot_be_written_costs_only_itself(course, tmp_path):
+    run = tmp_path / "run"
+    (answer,) = course.start(run, failpoints=["evaluation.before_rename=enospc@2"]).answers()
+    assert answer.code == 0
+    assert "No table of single completions: " in answer.err
+    assert list(RunFolder(run).evaluations()) == [0, 6]
+    assert metrics_of(run, 3)["eval/loss"] > 0
+
+
+def test_a_page_never_tells_of_another_cache(run, course, tmp_path):
+    moved = tmp_path / "run"
+    shutil.copytree(run, moved)
+    other = tmp_path / "other"
+    shutil.copytree(course.cache, other)
+    root = json.loads((other / "manifest.json").read_text())["root"]
+    config = (moved / "config.yaml").read_text()
+    (moved / "config.yaml").write_text(config.replace(str(course.cache), str(other)))
+    write_report(moved)
+    assert "Lineage" in Words((moved / "report.html").read_text()).titles
+    shutil.rmtree(other)
+    again = ("--model", course.model, "--kl-pairs", 0, "--no-mlflow", "--output", other)
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"prompt": "Why?", "chosen": "So.", "rejected": "No."}) + "\n")
+    assert course.server.run("precompute-ref", data, *again).code == 0
+    write_report(moved)
+    words = Words((moved / "report.html").read_text())
+    assert f"This run learned from root {root}." in words.text
+    assert "Lineage" not in words.titles
+
+
+def test_a_run_that_ends_by_the_time_has_its_page(course, tmp_path):
+    run = tmp_path / "run"
+    course.run(run, "--max-time", "1s", "--epochs", 1000, "--max-steps", 0)
+    assert "not finished" in Words((run / "report.html").read_text()).text
+
+
+def test_words_the_reference_never_saw_have_no_log_ratio(course, tmp_path):
+    run = tmp_path / "run"
+    course.run(run, "--method", "csft", "--max-steps", 1)
+    (first, *_) = lines_of(RunFolder(run).evaluation(0))
+    assert list(first) == ["row", "row_id", "role", "tokens", "logp"]
+    words = Words((run / "report.html").read_text())
+    assert "Log-probs of completions" in words.titles
+    assert "log(policy / reference)" not in words.text
 
 
 @pytest.mark.parametrize(
@@ -186,7 +245,9 @@ def test_given_up_evaluations_are_removed(tmp_path):
     (tmp_path / "evaluations").mkdir()
     for step in (0, 3, 6):
         folder.evaluation(step).write_text("")
+    (tmp_path / "evaluations" / "step-notes.csv").write_text("mine")
     folder.drop_evaluations(after=3)
-    assert folder.evaluations() == [folder.evaluation(0), folder.evaluation(3)]
+    assert list(folder.evaluations()) == [0, 3]
     folder.drop_evaluations(after=-1)
-    assert folder.evaluations() == []
+    assert not folder.evaluations()
+    assert (tmp_path / "evaluations" / "step-notes.csv").exists()

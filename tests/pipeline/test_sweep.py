@@ -6,13 +6,12 @@ import pytest
 from command import align, refusal
 from mlflow.tracking import MlflowClient
 
-from align.pipeline.measured import first_and_last
+from align.pipeline.journal import history_of
 from align.pipeline.mlflow_sync import sync_run
 from align.pipeline.trials import trials_of, varied_by
 from align.schemas.errors import UsageError
 from align.stages.storage.layout import CacheFolder
 from align.stages.storage.manifest import load_manifest
-from align.stages.tracking.jsonl import read_entries
 
 
 def names(methods, **varied):
@@ -106,7 +105,7 @@ def test_no_set_is_silently_overridden(journey, tmp_path, setting, way):
 
 def journal(path, *lines):
     path.write_text("".join(json.dumps({"time": 0.0, **line}) + "\n" for line in lines))
-    return first_and_last(read_entries(path, 0, max_points=99))
+    return history_of(path, is_drawn=lambda _: True).measured
 
 
 def test_nothing_is_measured_after_the_beginning_of_a_run_that_was_cut(tmp_path):

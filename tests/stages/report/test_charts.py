@@ -1,5 +1,6 @@
 """Charts are drawn where their numbers say, and nothing else stands in them."""
 
+import math
 from xml.etree import ElementTree
 
 import pytest
@@ -37,6 +38,37 @@ def test_ticks_are_round_numbers_inside():
     figure = chart("Loss", [Series("loss", [(0, 0.13), (29, 0.69)], "c0")], across="step")
     told = [text.text for text in drawn(figure).iter("text")]
     assert told == ["0.2", "0.4", "0.6", "0", "10", "20", "step"]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ([0.69305, 0.69314], ["0.69306", "0.69308", "0.69310", "0.69312", "0.69314"]),
+        ([0.0, 1e-3], ["0", "0.0005", "0.0010"]),
+        ([0.0, 5e-7], ["0", "2e-7", "4e-7"]),
+        ([1.20e6, 1.28e6], ["1.2e6", "1.22e6", "1.24e6", "1.26e6", "1.28e6"]),
+        ([900.0, 2100.0], ["1,000", "1,500", "2,000"]),
+    ],
+)
+def test_no_two_ticks_are_called_alike(values, said):
+    figure = chart("x", [Series("x", list(enumerate(values)), "c0")], across="step")
+    told = [text.text for text in drawn(figure).iter("text") if text.get("class") == "up"]
+    assert told == said
+
+
+def test_a_single_step_stands_in_the_middle_of_whole_steps():
+    figure = chart("x", [Series("x", [(7, 0.5)], "c0", form="dots")], across="step")
+    told = [text.text for text in drawn(figure).iter("text") if text.get("class") == "across"]
+    assert told == ["6.0", "6.5", "7.0", "7.5", "8.0", "step"]
+    assert float(only(figure, "circle").get("cx")) == 284
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, 1e305, -math.inf])
+def test_what_cannot_be_drawn_is_left_out(value):
+    figure = chart("x", [Series("x", [(0, 1.0), (1, value), (2, 3.0)], "c0")], across="step")
+    assert len(points_of(only(figure, "polyline"))) == 2
+    assert chart("x", [Series("x", [(1, value)], "c0")], across="step") == ""
+    assert histogram("x", [Values("x", [value], "c0")], across="nats") == ""
 
 
 @pytest.mark.parametrize("value", [0.0, 3.0, -2e-9, 1e9])

@@ -1,7 +1,6 @@
 """Single held-out completions on their way to a file and back."""
 
 import csv
-import io
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 from align.schemas.errors import CorruptionError
 from align.schemas.evaluation import Judged
 from align.schemas.rows import Role
-from align.stages.report.distributions import spread_charts
+from align.stages.report.distributions import margins_of, spread_charts
 from align.stages.report.evaluation_table import Completion, evaluation_csv, read_evaluation
 
 NAN = float("nan")
@@ -30,44 +29,54 @@ PAIRS = [
 
 @pytest.fixture
 def table_of(tmp_path):
-    def write_and_read(completions, *, scores=False):
+    def write_and_read(completions, kind="log-ratios"):
         path = tmp_path / "step-00000001.csv"
-        path.write_text(evaluation_csv(completions, scores=scores, decode=None))
+        path.write_text(evaluation_csv(completions, kind, decode=None))
         return read_evaluation(path)
 
     return write_and_read
 
 
 def test_a_line_says_whose_it_is_and_what_the_policy_thinks():
-    lines = evaluation_csv(PAIRS, scores=False, decode=None).splitlines()
+    lines = evaluation_csv(PAIRS, "log-ratios", decode=None).splitlines()
     assert lines[0] == "row,row_id,role,tokens,logp,reference_logp,log_ratio"
     assert lines[2] == f"0,{0:032x},rejected,4,-6.5,-4.0,-2.5"
     assert len(lines) == 5
 
 
-def test_a_reward_model_gives_scores():
-    lines = evaluation_csv(PAIRS[:1], scores=True, decode=None).splitlines()
-    assert lines == ["row,row_id,role,tokens,policy_score", f"0,{0:032x},chosen,3,-1.25"]
+@pytest.mark.parametrize(("kind", "name"), [("scores", "policy_score"), ("log-probs", "logp")])
+def test_what_has_no_reference_has_one_number(table_of, kind, name):
+    lines = evaluation_csv(PAIRS[:1], kind, decode=None).splitlines()
+    assert lines == [f"row,row_id,role,tokens,{name}", f"0,{0:032x},chosen,3,-1.25"]
+    assert table_of(PAIRS[:1], kind).kind == kind
+    assert table_of(PAIRS[:1], kind).completions == (Completion(0, "chosen", 3, -1.25),)
 
 
-def test_text_survives_whatever_it_is():
-    words = ['He said "no",\nthen left', " and, well…"]
-    ids = [np.array([0]), np.array([1])]
-
+@pytest.mark.parametrize(
+    "text", ['He said "no",\nthen left', "one\rtwo", "\r\n", "x" * 200_000, " a,b ", "\u2028\x0b"]
+)
+def test_text_survives_whatever_it_is(tmp_path, text):
     def decode(tokens, continues):
         assert continues == bool(tokens[0])
-        return words[tokens[0]]
+        return text
 
-    bare = judged(0, Role.DESIRABLE, 1, -1.0, -1.0)
-    one = replace(bare, prompt=ids[0], completion=ids[1])
-    text = evaluation_csv([one], scores=False, decode=decode)
-    (line,) = csv.DictReader(io.StringIO(text))
-    assert [line["prompt"], line["completion"]] == words
+    bare = judged(0, Role.DESIRABLE, 1, -1.0, -1.5)
+    one = replace(bare, prompt=np.array([0]), completion=np.array([1]))
+    path = tmp_path / "step-00000001.csv"
+    path.write_bytes(evaluation_csv([one, one], "log-ratios", decode=decode).encode())
+    limit = csv.field_size_limit()
+    assert [found.value for found in read_evaluation(path).completions] == [0.5, 0.5]
+    assert csv.field_size_limit() == limit
+    with path.open(newline="", encoding="utf-8") as source:
+        csv.field_size_limit(1_000_000)
+        lines = list(csv.DictReader(source))
+        csv.field_size_limit(limit)
+    assert [(line["prompt"], line["completion"]) for line in lines] == [(text, text)] * 2
 
 
 def test_it_is_read_back_as_it_was(table_of):
     table = table_of(PAIRS)
-    assert (table.what, table.unit, table.others) == ("Log-ratio", "nats", 0)
+    assert (table.kind, table.others) == ("log-ratios", 0)
     assert table.completions == (
         Completion(0, "chosen", 3, 0.75),
         Completion(0, "rejected", 4, -2.5),
@@ -79,23 +88,44 @@ def test_it_is_read_back_as_it_was(table_of):
 def test_what_is_not_finite_is_counted_and_not_drawn(table_of):
     table = table_of([*PAIRS, judged(2, Role.CHOSEN, 1, NAN, -1.0)])
     assert (len(table.completions), table.others) == (4, 1)
-    assert "without 1 not finite" in spread_charts(table, table)
+    assert "without 1 not finite" in spread_charts({0: table})
 
 
-def test_margins_are_those_of_pairs(table_of):
-    """0.75 + 2.5 and 0.5: two pairs; a single answer has none."""
-    table = table_of(PAIRS)
-    assert "Good less bad" in spread_charts(table, table)
-    labelled = table_of([judged(0, Role.DESIRABLE, 3, -1.0, -2.0)])
-    assert "Good less bad" not in spread_charts(labelled, labelled)
+def test_margins_are_those_of_rows_with_good_and_bad_completions(table_of):
+    assert margins_of(table_of(PAIRS).completions) == [3.25, 0.5]
+    several = [
+        Completion(0, "desirable", 1, 5.0),
+        Completion(0, "desirable", 1, -5.0),
+        Completion(0, "undesirable", 1, 0.0),
+        Completion(0, "undesirable", 1, 4.0),
+        Completion(1, "desirable", 1, 5.0),
+    ]
+    assert margins_of(several) == [-2.0]
+    alone = table_of([judged(0, Role.DESIRABLE, 3, -1.0, -2.0)])
+    assert "Good less bad" not in spread_charts({0: alone})
+
+
+def test_margins_of_the_first_evaluation_are_drawn_where_they_are_spread(table_of):
+    last, narrow = table_of(PAIRS), table_of([replace(one, logp=-2.0) for one in PAIRS])
+    same = table_of([replace(one, logp=one.reference_logp) for one in PAIRS])
+    assert "after step 0" in spread_charts({0: narrow, 9: last})
+    told = spread_charts({0: same, 9: last})
+    assert "after step 9" in told
+    assert "after step 0" not in told
 
 
 @pytest.mark.parametrize(
     "text",
-    ["row,role\n1,chosen\n", "row,row_id,role,tokens,log_ratio\nx,,,,\n", "no\ntable"],
+    [
+        "row,role\n1,chosen\n",
+        "row,row_id,role,tokens,log_ratio\nx,,,,\n",
+        "no\ntable",
+        "",
+        "caf\xe9",
+    ],
 )
 def test_a_damaged_file_is_told(tmp_path, text):
     path = tmp_path / "step-00000001.csv"
-    path.write_text(text)
+    path.write_bytes(text.encode("latin-1"))
     with pytest.raises(CorruptionError, match="step-00000001.csv is damaged"):
         read_evaluation(path)

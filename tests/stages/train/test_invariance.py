@@ -26,6 +26,7 @@ def require_same(found, expected, *, steps=10):
         for step, (some, others) in enumerate(zip(found[kind], expected[kind], strict=True), 1):
             assert some == pytest.approx(others, rel=RELATIVE, abs=ABSOLUTE), (kind, step)
     for some, others in zip(found["judged"], expected["judged"], strict=True):
+        assert len(some) > 2
         assert [whose for whose, _ in some] == [whose for whose, _ in others]
         assert np.array([values for _, values in some]) == pytest.approx(
             np.array([values for _, values in others]), rel=RELATIVE, abs=ABSOLUTE
