@@ -18,6 +18,7 @@ from ..stages.tracking.no_progress import NoProgress
 from ..stages.tracking.null_run import NullRun
 from ..stages.tracking.training_run import open_training_run
 from .best_metric import BestMetric
+from .borne import borne
 from .evaluation_tables import EvaluationTables
 from .keeping import Keeper
 from .run_report import write_report
@@ -58,12 +59,15 @@ def open_records(session: Session, start: Start, progress: Progress) -> Iterator
     else:
         progress = NoProgress()
     status = "FAILED"
+    records = RunRecords(session, start, run, progress)
     try:
-        records = RunRecords(session, start, run, progress)
         yield records
         status = "FINISHED" if records.is_finished else "KILLED"
     except (Interrupted, KeyboardInterrupt):
         status = "KILLED"
+        raise
+    except AlignError:
+        records.report()
         raise
     finally:
         progress.end()
@@ -139,7 +143,7 @@ class RunRecords:
             self._run.sync()
             self._keeper.credit(place, metrics)
         if judged and self._session.world.rank == 0:
-            with self._told("no table of single completions"):
+            with borne("No table of single completions"):
                 self._run.log_artifact(self._tables.write(place.step, judged))
         plain = {name.removeprefix(EVAL): value for name, value in metrics.items()}
         self.say(f"step {place.step:,}, held-out rows: {shown(plain)}")
@@ -181,18 +185,10 @@ class RunRecords:
         self._run.log_model_link(folder.model, tags=tags)
 
     def report(self) -> None:
-        """Puts the run on one page."""
-        if self._session.world.rank == 0:
-            with self._told("no report"):
+        """Puts the run on one page, if there is anything to see."""
+        if self._session.world.rank == 0 and self._start.folder.metrics.stat().st_size:
+            with borne("No report"):
                 self._run.log_artifact(write_report(self._start.folder.root))
-
-    @contextmanager
-    def _told(self, what: str) -> Iterator[None]:
-        """What a person looks at is no reason for a run to fail."""
-        try:
-            yield
-        except AlignError as error:
-            logger.warning("%s: %s", what.capitalize(), error)
 
     def _measured(self, place: Place, metrics: dict[str, float]) -> None:
         if place.step != self._step:

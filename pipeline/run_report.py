@@ -31,7 +31,6 @@ HEADLINES = {
     "loss": "loss",
     "rewards/accuracies": "accuracy",
     "rewards/margins": "margin",
-    "log_odds/accuracy": "log-odds accuracy",
 }
 MEASURED_ON = {"held out": "held-out rows", "training": "first and last step"}
 STEP = re.compile(rb'^{"step": ([0-9]+), .*}$', re.MULTILINE)  # a whole line

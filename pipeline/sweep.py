@@ -14,6 +14,7 @@ from ..stages.engine.launch import joined_world
 from ..stages.engine.peers import from_first
 from ..stages.storage import fs
 from ..stages.storage.run_folder import RunFolder
+from .borne import borne
 from .halting import WAY_ON
 from .recording import recorded
 from .sweep_report import sweep_page
@@ -157,5 +158,7 @@ def _publish(swept: Swept, parent: Run) -> None:
 
 
 def _publish_page(swept: Swept, parent: Run) -> None:
-    fs.publish(swept.folder / "sweep.html", sweep_page(swept).encode(), label="report")
-    parent.log_artifact(swept.folder / "sweep.html")
+    target = swept.folder / "sweep.html"
+    with borne("No page of the sweep"):
+        fs.publish(target, sweep_page(swept).encode(), label="report")
+        parent.log_artifact(target)

@@ -22,6 +22,7 @@ from ..stages.train.agreement import largest_gap
 from ..stages.train.loop import Halts, Loop, Place, train
 from ..stages.train.memory import forget_peak
 from ..stages.train.meter import Meter
+from .borne import borne
 from .halting import asked_to_stop, naming_the_way_on
 from .lost_peers import naming_lost_peers
 from .model_folder import write_model
@@ -60,7 +61,8 @@ def train_in(job: TrainingJob, world: World, *, progress: Progress) -> Trained:
     with naming_the_way_on(), naming_lost_peers(world), started(job, world) as start:
         if start.is_finished:
             if world.rank == 0 and not start.folder.report.exists():
-                write_report(start.folder.root)
+                with borne("No report"):
+                    write_report(start.folder.root)
             return replace(outcome(start.folder, "finished"), is_old=True)
         forget_peak()
         session = open_session(job, world, progress)

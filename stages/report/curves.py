@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 CHARTS = {
     "Loss": ("loss",),
-    "Accuracy": ("rewards/accuracies", "log_odds/accuracy"),
+    "Accuracy": ("rewards/accuracies",),
     "Rewards": ("rewards/chosen", "rewards/rejected"),
     "Margin": ("rewards/margins",),
     "KL, mean of mismatched log-ratios": ("kl/raw", "kl/clamped"),
@@ -54,10 +54,8 @@ def _chart(title: str, names: Sequence[str], learned: Metrics, held_out: Metrics
 
 
 def _all_series(names: Sequence[str], learned: Metrics, held_out: Metrics) -> Iterable[Series]:
-    is_family = len({name.partition("/")[0] for name in names}) == 1
     for index, name in enumerate(names):
-        short = name.rpartition("/")[2] if is_family else name
-        said = short if len(names) > 1 else ""
+        said = name.rpartition("/")[2] if len(names) > 1 else ""
         color = f"c{index}"
         yield Series(said or "learned from", learned.get(name, ()), color)
         kept = f"{said}, held out" if said else "held out"

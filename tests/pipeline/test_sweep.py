@@ -1,6 +1,7 @@
 """Many runs over one cache: which ones are made, and what is left of them."""
 
 import json
+import re
 
 import pytest
 from command import align, refusal
@@ -158,6 +159,16 @@ def test_a_run_that_fails_is_told_and_the_others_are_made(swept):
             assert (folder / "sweep" / one["name"] / "model" / "config.json").is_file()
 
 
+def test_its_page_leads_to_those_of_its_runs_and_of_those_that_failed_on_their_way(swept):
+    folder, _ = swept
+    page = (folder / "sweep" / "sweep.html").read_text()
+    links = set(re.findall(r'href="([^"]*)"', page))
+    assert links == {f"{name}/report.html" for name in ("dpo-1e-3", "dpo-1e30", "orpo-1e-3")}
+    assert all((folder / "sweep" / link).is_file() for link in links)
+    assert "not finished" in (folder / "sweep" / "dpo-1e30" / "report.html").read_text()
+    assert page.count("<polyline") > 10
+
+
 def test_the_table_says_what_compares(swept):
     _, answer = swept
     assert "Losses and margins of different methods and betas do not compare; acc" in answer.out
@@ -171,7 +182,8 @@ def test_runs_are_nested_below_the_sweep(swept):
     assert told == {"dpo-1e-3": "FINISHED", "dpo-1e30": "FAILED", "orpo-1e-3": "FINISHED"}
     groups = {run.data.tags["align.sweep"] for run in [parent, *children]}
     assert groups == {str((folder / "sweep").resolve())}
-    assert "sweep.json" in [file.path for file in client.list_artifacts(parent.info.run_id)]
+    kept = {file.path for file in client.list_artifacts(parent.info.run_id)}
+    assert kept == {"sweep.json", "sweep.txt", "sweep.html"}
 
 
 def test_the_sweep_is_recorded_with_what_it_varied_and_what_failed(swept, journey):
