@@ -19,7 +19,7 @@ def require_measured(train: TrainOptions) -> None:
     """Refuses a metric of held-out rows where a run would not measure them on its way."""
     if not wanted(train.best).metric.startswith(EVAL):
         return
-    if not (train.eval_fraction or train.eval_cache):
+    if not train.holds_rows_out:
         raise UsageError(
             f"train.best is {train.best}, but no rows are held out to measure it on. Set "
             "train.eval_fraction or train.eval_cache, or name a metric of the training steps."

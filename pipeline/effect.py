@@ -22,7 +22,7 @@ def require_effect(settings: Settings) -> None:
             f"lora.dropout is {lora.dropout}, but train.dropout is off, which turns all dropout "
             "off. Set train.dropout, or leave lora.dropout at 0."
         )
-    if train.eval_text and not (train.eval_cache or train.eval_fraction):
+    if train.eval_text and not train.holds_rows_out:
         raise UsageError(
             "train.eval_text is on, but no rows are held out whose text could be written down. Set "
             "train.eval_fraction or train.eval_cache, or unset it."

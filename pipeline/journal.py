@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -41,7 +40,7 @@ def history_of(metrics: Path, *, is_drawn: Callable[[str], bool]) -> History:
         for point in entry.points:
             kept = held_out if point.key.startswith(EVAL) else learned
             name = point.key.removeprefix(EVAL)
-            if is_drawn(name) and math.isfinite(point.value):
+            if is_drawn(name):
                 kept[name].append((float(entry.step), point.value))
     return History(steps, ends.measured(), dict(learned), dict(held_out))
 

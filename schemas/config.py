@@ -189,6 +189,11 @@ class TrainOptions:
     )
     nonfinite_limit: int = option(3, "NaN or infinite steps in a row before it stops", least=1)
 
+    @property
+    def holds_rows_out(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return bool(self.eval_fraction or self.eval_cache)
+
 
 @dataclass(frozen=True)
 class LoraOptions:

@@ -200,9 +200,9 @@ def _ends(values: Sequence[float]) -> tuple[float, float]:
     return min(values), max(values)
 
 
-def _widened(low: float, high: float, by: float = 0.05) -> tuple[float, float]:
+def _widened(low: float, high: float) -> tuple[float, float]:
     """With some room at both ends; never empty, however close they are."""
-    room = (high - low) * by
+    room = (high - low) * 0.05
     least = max(abs(low), abs(high)) * 1e-6 or 1e-6
     if high - low < least:
         return low - max(least, abs(low) * 0.1), high + max(least, abs(high) * 0.1)

@@ -10,7 +10,7 @@ from .charts import BINS, Series, Values, chart, histogram
 from .evaluation_table import UNITS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from .charts import Point
     from .evaluation_table import Completion, Table
@@ -27,8 +27,7 @@ def spread_charts(tables: Mapping[int, Table]) -> str:
         Values(role, [one.value for one in own], _color(role)) for role, own in by_role.items()
     ]
     clouds = [
-        Series(role, list(_by_length(own)), _color(role), form="cloud")
-        for role, own in by_role.items()
+        Series(role, _by_length(own), _color(role), form="cloud") for role, own in by_role.items()
     ]
     left_out = f", without {last.others:,} not finite" if last.others else ""
     return "".join(
@@ -70,8 +69,8 @@ def _by_role(completions: Iterable[Completion]) -> dict[str, list[Completion]]:
     return dict(sorted(found.items()))
 
 
-def _by_length(completions: Sequence[Completion]) -> Iterator[Point]:
-    return ((float(one.num_tokens), one.value) for one in completions)
+def _by_length(completions: Sequence[Completion]) -> list[Point]:
+    return [(float(one.num_tokens), one.value) for one in completions]
 
 
 def _color(role: str) -> str:
