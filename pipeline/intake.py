@@ -71,6 +71,7 @@ def _merge(job: Job, runs: list[Spool], intake: Intake) -> Ring:
             spool,
             runs,
             long_form=job.shape.kind == "scored_long",
+            prompt_side=job.config.tokens.prompt_side,
             num_pairs=job.config.cache.kl_pairs,
             intake=intake,
         )

@@ -76,7 +76,7 @@ class Ring:
 
     @property
     def prompts_file(self) -> Path:
-        """The prompt key of every completion."""
+        """The place on the ring of every completion's prompt."""
         return self.folder / "completion_prompts.bin"
 
     @property
@@ -107,10 +107,10 @@ class Ring:
         ]
         return np.stack(rows) if rows else np.empty((0, last - first), dtype=np.int64)
 
-    def prompt_keys(self, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """The keys of the prompts that the completions at `indices` belong to."""
-        with NumberFile(self.prompts_file, KEY) as keys:
-            found: NDArray[np.uint64] = keys[indices]
+    def places(self, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """The places of the prompts that the completions at `indices` belong to."""
+        with NumberFile(self.prompts_file, KEY) as places:
+            found: NDArray[np.uint64] = places[indices]
         return found
 
 
@@ -128,7 +128,13 @@ def collect_runs(
 
 
 def merge_runs(
-    folder: Path, runs: list[Spool], *, long_form: bool, num_pairs: int, intake: Intake
+    folder: Path,
+    runs: list[Spool],
+    *,
+    long_form: bool,
+    prompt_side: str,
+    num_pairs: int,
+    intake: Intake,
 ) -> Ring:
     """Merges sorted runs into the ring, then pairs every completion."""
     carried = runs[0].carried if runs else ()
@@ -137,7 +143,7 @@ def merge_runs(
         for parts in _key_ranges(runs):
             rows = _in_ring_order(parts)
             if long_form:
-                rows = merge_same_prompts(rows, intake.notes)
+                rows = merge_same_prompts(rows, intake.notes, prompt_side=prompt_side)
             writer.append(_number_copies(rows, intake.notes))
             del rows  # before the next range is read
     for run in runs:
@@ -216,7 +222,7 @@ def _write_prompts(ring: Ring) -> None:
     spool = ring.spool
     with NumberFile(ring.prompts_file, KEY, length=spool.num_completions) as keys:
         for start, stop, branches in spool.stretches():
-            prompts = np.repeat(spool.column("prompt_keys", start, stop), np.diff(branches))
+            prompts = np.repeat(spool.column("places", start, stop), np.diff(branches))
             keys[int(branches[0]) : int(branches[-1])] = prompts
 
 

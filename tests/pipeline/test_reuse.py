@@ -138,15 +138,15 @@ def test_another_seed_reuses_all_but_the_mismatched(to, tmp_path):
 
 
 def test_sums_alone_are_not_reused_where_tokens_are_wanted(to, tmp_path):
-    run(to(token_logps=False))
+    alone = run(to(token_logps=False))  # a branch may be copied from its like in the same shard
     wanted = to(token_logps=True, output=str(tmp_path / "b"), reuse=[to().cache.output])
-    assert run(wanted).tally.reused == 0
+    assert run(wanted).tally.reused == alone.tally.reused
 
 
 def test_another_reference_reuses_nothing(to, tmp_path):
-    run(to())
+    alone = run(to())
     other = to(output=str(tmp_path / "b"), reuse=[to().cache.output])
-    assert run(other, StubReference("other")).tally.reused == 0
+    assert run(other, StubReference("other")).tally.reused == alone.tally.reused
 
 
 CHANGES = {

@@ -108,4 +108,6 @@ def test_prompts_on_both_sides_are_told_of(course, world):
     words = ("--cache", course.cache, "--set", f"train.eval_cache={course.cache}")
     answer = align("train", *words, "--output", "run", *ONE_STEP)
     assert answer.code == 0, answer
-    assert f"{len(prompts)} prompts are learned from as well" in answer.err
+    assert (
+        f"{len(prompts)} of {len(prompts)} prompts of {course.cache} are learned from" in answer.err
+    )

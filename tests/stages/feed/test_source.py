@@ -245,10 +245,11 @@ def test_labels_are_counted_over_training_rows(mixed):
 
 
 def test_no_prompt_stands_on_both_sides(tmp_path):
-    block = block_of(400, tokens=(1, 2))  # prompts of one token, seven rows share one
-    ids = (np.arange(400) // 7 % 40).astype(np.int32)
-    prompts = dataclasses.replace(block.rows.prompts, values=ids)
-    block = dataclasses.replace(block, rows=dataclasses.replace(block.rows, prompts=prompts))
+    block = block_of(400)  # every prompt has other ids, but ten rows share one text
+    ids = np.arange(400) // 7 % 40
+    keys = block.rows.prompt_keys
+    keys = dataclasses.replace(keys, split=keys.split[ids])
+    block = dataclasses.replace(block, rows=dataclasses.replace(block.rows, prompt_keys=keys))
     cache = write_cache(tmp_path / "cache", [block])
     source = opened(cache, eval_fraction=0.3)
     train = set(ids[source.index.train.places].tolist())

@@ -83,7 +83,7 @@ def by_hand(ring, rows, start, stop, max_length):
 def read(unit):
     keys = [0] * len(unit.rows)
     keyed = KeyedRows(unit.rows, keys, [0] * len(unit.rows.completions))
-    return [row._replace(prompt_key=None, completion_keys=None) for row in plain(keyed)]
+    return [row._replace(place=None, completion_keys=None) for row in plain(keyed)]
 
 
 @relaxed
@@ -103,12 +103,12 @@ def test_a_unit_holds_each_rows_own_branches_then_its_partners_k_by_k(
     unit = build_unit(ring, start, stop, CutRule(max_length, EOS))
     expected = by_hand(ring, rows, start, stop, max_length)
     good = [row for row in expected if row]
-    assert read(unit) == [row._replace(prompt_key=None, completion_keys=None) for row in good]
+    assert read(unit) == [row._replace(place=None, completion_keys=None) for row in good]
     bad = [row.source for row, whole in zip(rows[start:stop], expected, strict=True) if not whole]
     assert [(row.file, row.row) for row in unit.rejected] == bad
     assert {row.reason for row in unit.rejected} <= {"no_mismatch"}
-    assert unit.first_key == f"{rows[start].prompt_key:016x}"
-    assert unit.last_key == f"{rows[stop - 1].prompt_key:016x}"
+    assert unit.first_key == f"{rows[start].place:016x}"
+    assert unit.last_key == f"{rows[stop - 1].place:016x}"
 
 
 def ring_of_two(folder, one, other):
