@@ -44,6 +44,8 @@ def main() -> None:
     from .schemas.errors import AlignError, Interrupted, PeerError
     from .stages.tracking.quiet import hush
 
+    # Nothing that a model folder names is looked up in the Hub, nor run from what lies there.
+    os.environ |= {"HF_HUB_OFFLINE": "1", "USE_HUB_KERNELS": "0"}
     hush()  # DeepSpeed imports MLflow, which reads its settings then
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, _stop)

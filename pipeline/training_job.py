@@ -11,7 +11,7 @@ from ..schemas.errors import UsageError
 from ..stages.engine.config import Circumstances, engine_config
 from ..stages.engine.user_file import stage_of
 from ..stages.methods.table import recipe_of
-from ..stages.model.fingerprint import stored_dtype
+from ..stages.model.fingerprint import UNUSED_WEIGHTS, stored_dtype
 from ..stages.storage.layout import CacheFolder
 from ..stages.storage.manifest import load_manifest
 from .best_metric import require_measured
@@ -119,7 +119,14 @@ def _policy(config: Config, manifest: Manifest) -> ModelOptions:
             f"{manifest.model}, the reference of the cache, is not there. Pass the policy by "
             "--model DIR."
         )
-    return replace(config.model, path=manifest.model, adapter=manifest.adapter, device_map="")
+    return replace(
+        config.model,
+        path=manifest.model,
+        adapter=manifest.adapter,
+        device_map="",
+        allow_unused_weights=config.model.allow_unused_weights
+        or UNUSED_WEIGHTS in manifest.fingerprint,
+    )
 
 
 def _held_out(config: Config, manifest: Manifest) -> tuple[CacheFolder, Manifest] | None:

@@ -31,6 +31,9 @@ class ModelOptions:
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: cuda where there is one")
     device_map: str = option("", "spread a large model over devices, as transformers reads it")
     trust_remote_code: bool = option(False, "run Python code found in the model folder")
+    allow_unused_weights: bool = option(
+        False, "take a model folder that stores more tensors than its config.json has use for"
+    )
 
 
 @dataclass(frozen=True)
