@@ -70,7 +70,9 @@ class TokenOptions:
         "auto", "auto: one BOS when the tokenizer's own rule adds one"
     )
     eos: Literal["append", "never"] = option(
-        "append", "append: exactly one EOS at the end of a completion that was not cut"
+        "append",
+        "append: a completion that was not cut ends once with the stop token of its template, or "
+        "with EOS where it writes none; never: nothing is added or taken away",
     )
     boundary: Literal["shift", "strict"] = option(
         "shift",

@@ -83,7 +83,13 @@ def plan_of(unit_offsets: list[int], *, rows_in: int) -> Plan:
     return Plan(
         format_version=FORMAT_VERSION,
         plan_key=PLAN_KEY,
-        fingerprint={"model.dtype": "float32", "tokens.max_length": "16"},
+        fingerprint={
+            "model.dtype": "float32",
+            "tokens.max_length": "16",
+            "tokenizer.stop.turn": "7 template <|user|>",
+            "tokenizer.stop.tool_calls": "8 template <|observation|>",
+            "tokenizer.stop.text": "2 tokenizer </s>",
+        },
         reference_key="cd" * 32,
         model="models/tiny",
         adapter="",
