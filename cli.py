@@ -12,6 +12,7 @@ import typer
 
 from .pipeline.flag_names import PRECOMPUTE_FLAGS, SCORE_FLAGS, TRAIN_FLAGS
 from .pipeline.flags import with_flags
+from .pipeline.halting import stop_with_launcher, stops_heard
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,8 +46,9 @@ def main() -> None:
     from .stages.tracking.quiet import hush
 
     hush()  # DeepSpeed imports MLflow, which reads its settings then
-    signal.signal(signal.SIGTERM, _stop)
-    signal.signal(signal.SIGINT, _stop)
+    stop_with_launcher()
+    for number in stops_heard():
+        signal.signal(number, _stop)
     # The deepspeed launcher names the rank before the command; it stands in LOCAL_RANK as well.
     arguments = [word for word in sys.argv[1:] if not word.startswith("--local_rank=")]
     try:
