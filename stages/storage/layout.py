@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 PART_NAME = re.compile(r"part-[0-9]{8}-[0-9a-f]{16}\.parquet")
 PLAN_NAME = "plan.json"
 COMMIT_NAME = re.compile(r"([0-9]{8})\.json")
+PLAN_NAME = "plan.json"
 WORK_NAME = re.compile(r"[0-9a-f]{16}")
 
 

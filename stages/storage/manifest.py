@@ -8,7 +8,7 @@ import shlex
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ... import __version__
-from ...schemas.codec import digest, from_json, to_json
+from ...schemas.codec import digest_of, from_json, to_json
 from ...schemas.config import CacheOptions, ModelOptions, ScoringOptions, TokenOptions
 from ...schemas.errors import (
     CorruptionError,
@@ -34,6 +34,10 @@ _SECTIONS = {
     "tokens": TokenOptions,
     "cache": CacheOptions,
     "scoring": ScoringOptions,
+}
+_MENDED_BY = {  # by whether it is a plan
+    True: "Remove this file and run the same command again: no finished shard is lost.",
+    False: "Restore it from a copy, or make the cache anew.",
 }
 
 
@@ -71,10 +75,7 @@ def _quarantine(plan: Plan, shards: tuple[Commit, ...]) -> tuple[FileEntry, ...]
 
 def root_of(manifest: Manifest) -> str:
     """The digest that names a cache: what it holds, not who made it or where the model lay."""
-    plain = dataclasses.asdict(manifest)
-    for name in ("root", "align_version", "model", "adapter"):
-        del plain[name]
-    return digest(plain)
+    return digest_of(manifest, "root", "align_version", "model", "adapter")
 
 
 def write_manifest(folder: CacheFolder, manifest: Manifest) -> None:
@@ -104,14 +105,21 @@ def load_manifest(folder: CacheFolder) -> Manifest:
 
 def write_plan(work: WorkFolder, plan: Plan) -> Plan:
     """Stores the plan unless there is one; the plan that counts is returned."""
-    if fs.put_if_absent(work.plan, to_json(plan).encode(), label="plan"):
-        return plan
-    return _load(Plan, work.plan)
+    signed = dataclasses.replace(plan, digest=digest_of(plan, "digest"))
+    if fs.put_if_absent(work.plan, to_json(signed).encode(), label="plan"):
+        return signed
+    return _load_plan(work.plan)
 
 
 def load_plan(work: WorkFolder) -> Plan | None:
     """The plan work was begun with, if it was begun."""
-    return _load(Plan, work.plan) if work.plan.exists() else None
+    return _load_plan(work.plan) if work.plan.exists() else None
+
+
+def _load_plan(path: Path) -> Plan:
+    plan = _load(Plan, path)
+    _require(plan.digest == digest_of(plan, "digest"), path, "its digest does not fit its content")
+    return plan
 
 
 def _total(counts: list[dict[str, int]]) -> dict[str, int]:
@@ -210,9 +218,7 @@ def _require(good: bool, path: Path, why: str) -> None:
 
 
 def _damaged(path: Path, why: str) -> CorruptionError:
-    return CorruptionError(
-        f"{path} is damaged: {why}. Restore it from a copy, or make the cache anew."
-    )
+    return CorruptionError(f"{path} is damaged: {why}. {_MENDED_BY[path.name == PLAN_NAME]}")
 
 
 _DEFAULTS = _defaults()
