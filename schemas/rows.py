@@ -61,7 +61,7 @@ class BadRow(Exception):  # noqa: N818 - not an error of the program: one row go
 class Rejected:
     """A record in quarantine: where it stood and why it cannot be used."""
 
-    file: int
+    file: int  # its identity
     row: int
     reason: str
     detail: str
@@ -71,7 +71,7 @@ class Rejected:
 class Record:
     """One checked record, not yet tokenized; all three tuples have one entry per branch."""
 
-    file: int
+    file: int  # its identity
     row: int  # 0-based within its file
     prompt: Text
     completions: tuple[Text, ...]
@@ -115,7 +115,7 @@ class RowBlock:
 
     row_id: NDArray[np.bytes_]  # (rows,) S16, raw digest of the row's content
     copy: NDArray[np.int32]  # (rows,) 0 for the first row with this content, 1 for its twin, ...
-    file: NDArray[np.int32]  # (rows,)
+    file: NDArray[np.uint64]  # (rows,) its identity
     row: NDArray[np.int64]  # (rows,)
     prompt_keys: PromptKeys  # (rows,)
     prompts: Ragged  # (rows,) int32

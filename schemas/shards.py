@@ -41,7 +41,7 @@ def shard_schema(*, token_logps: bool, carried: Sequence[str]) -> pa.Schema:
     def per_branch(item: pa.DataType, *, nullable: bool = False) -> pa.DataType:
         return pa.list_(pa.field("element", item, nullable=nullable))
 
-    source = pa.struct([column("file", pa.int32()), column("row", pa.int64())])
+    source = pa.struct([column("file", pa.string()), column("row", pa.int64())])
     columns = [
         column("row_id", pa.string()),
         column("source", source),

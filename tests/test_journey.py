@@ -15,7 +15,7 @@ from align.stages.prepare.read import file_digest
 
 COLUMNS = {
     "row_id": pa.string(),
-    "source": pa.struct([("file", pa.int32()), ("row", pa.int64())]),
+    "source": pa.struct([("file", pa.string()), ("row", pa.int64())]),
     "prompt_key": pa.binary(16),
     "split_key": pa.uint64(),
     "prompt_sketch": pa.uint64(),

@@ -65,7 +65,7 @@ def key_rows(encoded: Sequence[EncodedRecord], *, seed: int, carried: Sequence[s
     rows = RowBlock(
         row_id=_row_ids(encoded, prompt_keys.prompt.tobytes(), completion_digests, offsets),
         copy=np.zeros(len(encoded), dtype=np.int32),
-        file=np.array([record.file for record in records], dtype=np.int32),
+        file=np.array([record.file for record in records], dtype=np.uint64),
         row=np.array([record.row for record in records], dtype=np.int64),
         prompt_keys=prompt_keys,
         prompts=Ragged.of([row.prompt for row in encoded], np.int32),

@@ -24,7 +24,7 @@ ROW_COLUMNS = {
     "places": KEY,
     "row_id": "S16",
     "copy": "<i4",
-    "file": "<i4",
+    "file": KEY,
     "row": "<i8",
     "prompt_key": "S16",
     "split_key": KEY,

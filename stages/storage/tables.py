@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def to_table(block: ScoredBlock) -> pa.Table:
     """The columns of a shard, built over the arrays of the block."""
     rows, kept, schema = block.rows, block.token_logps, schema_of(block)
-    places = [arrow_of(rows.file, pa.int32()), arrow_of(rows.row, pa.int64())]
+    places = [_file_names(rows.file), arrow_of(rows.row, pa.int64())]
     columns = {
         "row_id": row_ids(rows),
         "source": pa.StructArray.from_arrays(places, fields=list(schema.field("source").type)),
@@ -111,6 +111,7 @@ def number_column(table: pa.Table, name: str) -> NDArray[Any]:
 
 _HEX = 32  # hex digits of a row's digest
 _ROW_ID = re.compile(rf"[0-9a-f]{{{_HEX}}}(-[1-9][0-9]{{0,8}})?", re.ASCII)
+_FILE = re.compile(r"[0-9a-f]{16}", re.ASCII)
 _BRANCH_COLUMNS = ("role", "score", "cut", "num_tokens", "ref_logp")
 
 
@@ -144,7 +145,7 @@ def _row_block(
     return RowBlock(
         row_id=ids,
         copy=copies,
-        file=numpy_of(places.field("file")),
+        file=_files(places.field("file"), source),
         row=numpy_of(places.field("row")),
         prompt_keys=PromptKeys(
             digests_of(_column(table, "prompt_key")),
@@ -159,6 +160,18 @@ def _row_block(
         cut=flat["cut"],
         carried={name: numpy_of(_column(table, name)) for name in _carried(table.schema)},
     )
+
+
+def _file_names(files: NDArray[np.uint64]) -> pa.Array:
+    """The identities of data files in hex."""
+    text = files.astype(">u8").tobytes().hex()
+    return text_of([text[start : start + 16] for start in range(0, len(text), 16)])
+
+
+def _files(names: pa.Array, source: str) -> NDArray[np.uint64]:
+    text = names.to_pylist()
+    _require(all(map(_FILE.fullmatch, text)), source, "holds a malformed name of a data file")
+    return np.frombuffer(bytes.fromhex("".join(text)), dtype=">u8").astype(np.uint64)
 
 
 def _token_logps(table: pa.Table, source: str, completions: Ragged) -> Ragged | None:

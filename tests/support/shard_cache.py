@@ -69,7 +69,7 @@ def block_of(rows, *, seed=0, levels=1, roles=PAIR, tokens=(3, 12), token_logps=
     row_block = RowBlock(
         row_id=np.frombuffer(draw.bytes(16 * rows), dtype="S16"),
         copy=np.zeros(rows, dtype=np.int32),
-        file=np.zeros(rows, dtype=np.int32),
+        file=np.zeros(rows, dtype=np.uint64),
         row=np.arange(rows),
         prompt_keys=prompt_keys(np.random.default_rng([seed, rows]), rows),
         prompts=Ragged(draw.integers(0, 1000, prompts[-1]).astype(np.int32), prompts),

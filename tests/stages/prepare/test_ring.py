@@ -148,7 +148,9 @@ def file(tmp_path_factory):
 def ring_of_files(folder, files, model, *, workers, rows_per_chunk):
     inputs = open_inputs([str(file) for file in files])
     shape = common_shape(inputs, {})
-    job = EncodingJob(model, TokenOptions(max_length=1024), shape, seed=0)
+    job = EncodingJob(
+        model, TokenOptions(max_length=1024), shape, seed=0, files=tuple(range(len(inputs)))
+    )
     chunks = iter_chunks(inputs, shape.columns, rows_per_chunk=rows_per_chunk)
     intake = Intake()
     encoded_chunks = encode_chunks(chunks, job, num_workers=workers)

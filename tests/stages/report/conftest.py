@@ -45,7 +45,7 @@ def block_of(rows: list[Row], first: int) -> ScoredBlock:
         RowBlock(
             row_id=np.array([f"{number:016d}".encode() for number in numbers], dtype="S16"),
             copy=np.zeros(len(rows), dtype=np.int32),
-            file=np.zeros(len(rows), dtype=np.int32),
+            file=np.zeros(len(rows), dtype=np.uint64),
             row=numbers.astype(np.int64),
             prompt_keys=PromptKeys(
                 np.array([f"{number:016d}".encode() for number in numbers], dtype="S16"),
@@ -77,7 +77,7 @@ def write_cache(root: Path, rows: list[Row], *, per_unit: int = 2) -> CacheFolde
     commits = {}
     for unit, start in enumerate(range(0, len(rows), per_unit)):
         block = block_of(rows[start : start + per_unit], start)
-        facts = UnitFacts("00", "ff", 64, (), {}, {"path": "exact"}, ("pairs.jsonl",))
+        facts = UnitFacts("00", "ff", 64, (), {}, {"path": "exact"}, {0: "pairs.jsonl"})
         commits[unit] = commit_unit(work, "run", unit, block, facts)
     ends = [min(len(rows), per_unit * unit) for unit in range(len(commits) + 1)]
     write_manifest(folder, build_manifest(plan_of(ends, rows_in=len(rows) + 3), commits))

@@ -28,7 +28,7 @@ from align.stages.storage.manifest import (
 )
 from align.stages.storage.quarantine import write_quarantine
 
-FACTS = UnitFacts("00", "ff", 64, (), {}, {"path": "exact"}, ("a.jsonl", "b.jsonl"))
+FACTS = UnitFacts("00", "ff", 64, (), {}, {"path": "exact"}, {0: "a.jsonl", 1: "b.jsonl"})
 LOSSY = replace(FACTS, rejected=(Rejected(0, 9, "oom", "too big"),), notes={"swaps": 2})
 ROWS = 5
 
@@ -45,7 +45,7 @@ def block_of(rows, seed, *, max_tokens=6, token_logps=False, carried=(), scores=
     row_block = RowBlock(
         row_id=np.frombuffer(draw.bytes(16 * rows), dtype="S16"),
         copy=draw.integers(0, 3, rows).astype(np.int32),
-        file=draw.integers(0, 9, rows).astype(np.int32),
+        file=draw.integers(0, 9, rows).astype(np.uint64) << np.uint64(60),
         row=draw.integers(0, 2**40, rows),
         prompt_keys=PromptKeys(
             np.frombuffer(keys.bytes(16 * rows), dtype="S16"),
