@@ -11,6 +11,7 @@ from shard_cache import block_of, write_cache
 from align.schemas.errors import CorruptionError, UsageError
 from align.schemas.methods import Labels
 from align.schemas.rows import Role
+from align.stages.feed import index
 from align.stages.feed.index import COLUMNS, read_group
 from align.stages.feed.reading import Reading, ScoreRules
 from align.stages.feed.source import open_source
@@ -52,6 +53,17 @@ def test_lengths_and_counts_are_those_of_the_rows(mixed):
         assert table.chosen_tokens[number] == sum(compress(lengths[:count], is_chosen))
         first = table.branch_offsets[number]
         assert table.mismatched_tokens[first : first + count, 0].tolist() == lengths[count:]
+
+
+def test_opening_a_cache_reads_no_tokens(mixed, monkeypatch):
+    asked = []
+    kept = index.iter_row_groups
+    monkeypatch.setattr(
+        index, "iter_row_groups", lambda path, c: asked.append({*c}) or kept(path, c)
+    )
+    opened(mixed, kind="labelled", eval_fraction=0.5)
+    assert asked
+    assert not {"prompt_ids", "completion_ids", "ref_token_logps"} & set.union(*asked)
 
 
 def test_a_table_cut_from_another_is_read_alone():

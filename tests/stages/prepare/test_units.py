@@ -158,6 +158,22 @@ def test_the_next_text_that_differs_stands_in_for_a_partner_that_does_not(
     assert read(whole)[place] == read(alone)[0]
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_neither_a_partner_nor_what_stands_in_for_one_answers_the_same_prompt(tmp_path, seed):
+    # Behind three tokens of prompt one token fits; of other texts but the own only [3] is another.
+    others = [encoded([10 + row], [1, row + 2, EOS], row=row) for row in range(1, 10)]
+    one = [
+        encoded([7, 7, 7], [1], cut=[2], text="the same"),
+        encoded([7, 7], [2, 5], text="the same", row=20),
+    ]
+    ring, _ = make_ring(tmp_path, [*one, *others, encoded([30], [3])], num_pairs=1, seed=seed)
+    rows = read(build_unit(ring, 0, len(ring), CutRule(4, STOPS)))
+    (long_row,) = (row for row in rows if row.prompt == (7, 7, 7))
+    (short_row,) = (row for row in rows if row.prompt == (7, 7))
+    assert long_row.branches[1][0] == (3,)
+    assert short_row.branches[1][0] != (1,)
+
+
 def test_the_search_for_another_text_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(units, "MOST_SEARCHED", 3)
     records = [encoded([7, 7, 7], [1], [1], cut=[2, 2])]
