@@ -53,7 +53,9 @@ def _encode(job: Job, intake: Intake, progress: Progress) -> list[Spool]:
     shutil.rmtree(spool, ignore_errors=True)
     fs.make_folder(spool)
     total_bytes = sum(file.bytes for file in job.inputs)
-    encoding = EncodingJob(config.model.path, config.tokens, job.shape, config.cache.seed)
+    encoding = EncodingJob(
+        config.model.path, config.tokens, job.shape, config.cache.seed, job.files
+    )
     workers = config.data.workers or default_workers(total_bytes)
     progress.begin("reading and tokenizing", total=None, unit="rows")
     chunks = _shown(iter_chunks(job.inputs, job.shape.columns), progress)
@@ -71,6 +73,7 @@ def _merge(job: Job, runs: list[Spool], intake: Intake) -> Ring:
             spool,
             runs,
             long_form=job.shape.kind == "scored_long",
+            prompt_side=job.config.tokens.prompt_side,
             num_pairs=job.config.cache.kl_pairs,
             intake=intake,
         )
@@ -101,7 +104,7 @@ def _shown(chunks: Iterator[Chunk], progress: Progress) -> Iterator[Chunk]:
 def _quarantine(job: Job, run_id: str, intake: Intake) -> tuple[FileEntry, ...]:
     if not intake.rejected:
         return ()
-    names = [file.path.name for file in job.inputs]
+    names = {file: path.name for file, path in job.paths.items()}
     return (write_quarantine(job.work, run_id, 0, intake.rejected, names),)
 
 
@@ -129,7 +132,7 @@ def _prompt_hint(job: Job, intake: Intake) -> str:
 
 
 def _place(job: Job, rejected: Rejected) -> str:
-    path = job.inputs[rejected.file].path
+    path = job.paths[rejected.file]
     return f"{path} row {rejected.row}: {rejected.reason}: {rejected.detail}"
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..schemas.codec import digest
+from ..schemas.manifest import file_identity
 from ..stages.prepare.read import InputFile, file_digest, iter_chunks, open_inputs
 from ..stages.prepare.records import parse_chunk
 from ..stages.prepare.shapes import Shape, common_shape
@@ -30,13 +31,23 @@ class Job:
     config: Config
     reference: Reference
     folder: CacheFolder
-    inputs: tuple[InputFile, ...]
+    inputs: tuple[InputFile, ...]  # in the order of their digests, however they were named
     file_digests: tuple[str, ...]
     shape: Shape
     tokenizer: TextTokenizer
     fingerprint: dict[str, str]
     plan_key: str
     reference_key: str
+
+    @property
+    def files(self) -> tuple[int, ...]:
+        """The identity of each input."""
+        return tuple(map(file_identity, self.file_digests))
+
+    @property
+    def paths(self) -> dict[int, Path]:
+        """Where a data file lies, by its identity; of files with equal bytes the last."""
+        return {identity: file.path for identity, file in zip(self.files, self.inputs, strict=True)}
 
     @property
     def work(self) -> WorkFolder:
@@ -55,12 +66,11 @@ class Job:
 
 def open_job(config: Config, reference: Reference) -> Job:
     """Looks at the data, the tokenizer and the reference; changes nothing."""
-    inputs = open_inputs(config.data.files)
+    inputs, digests = _in_order(open_inputs(config.data.files))
     shape = common_shape(inputs, renames(config.data.map), config.data.carry)
     tokenizer = load_tokenizer(config.model.path, config.tokens)
     if _first_is_conversation(inputs, shape):
         tokenizer.require_template(config.model.path)
-    digests = tuple(file_digest(file.path) for file in inputs)
     identity = dict(reference.identity())
     fields = fingerprint(
         config,
@@ -87,6 +97,15 @@ def open_job(config: Config, reference: Reference) -> Job:
 def _published_plan(folder: CacheFolder, version: tuple[int, int]) -> str:
     """The plan key in a manifest, which is read again only when another file stands there."""
     return load_manifest(folder).plan_key
+
+
+def _in_order(
+    inputs: tuple[InputFile, ...],
+) -> tuple[tuple[InputFile, ...], tuple[str, ...]]:
+    """The files by their digests, of equal ones by their names: so their order decides nothing."""
+    found = [(file_digest(file.path), file.path.name, file) for file in inputs]
+    found.sort(key=lambda each: each[:2])
+    return tuple(file for *_, file in found), tuple(sha256 for sha256, *_ in found)
 
 
 def renames(columns: Mapping[str, str]) -> dict[str, str]:

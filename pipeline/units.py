@@ -149,7 +149,7 @@ class _Bench:
             rejected=(*arc.rejected, *scores.rejected),
             notes={name: count for name, count in notes.items() if count},
             numerics=numerics or known.numerics,
-            input_names=tuple(entry.name for entry in self.plan.inputs),
+            input_names={entry.identity: entry.name for entry in self.plan.inputs},
         )
         commit_unit(self.job.work, self.run_id, unit, scores.block, facts)
         tally.add(stop - start, scores)

@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.forkserver import ensure_running
 from typing import TYPE_CHECKING
 
@@ -39,13 +39,14 @@ class EncodingJob:
     options: TokenOptions
     shape: Shape
     seed: int
+    files: tuple[int, ...]  # the identity of each input
 
 
 @dataclass(frozen=True)
 class EncodedChunk:
     """One chunk's rows, and what was refused or noticed."""
 
-    file: int
+    file: int  # which of the inputs it is of
     keyed: KeyedRows
     rejected: list[Rejected]
     notes: Mapping[str, int]
@@ -91,7 +92,8 @@ class _Worker:
         self._encoder = Encoder(load_tokenizer(job.model, job.options), job.options)
 
     def encode(self, chunk: Chunk) -> EncodedChunk:
-        records, rejected = parse_chunk(chunk, self._job.shape)
+        named = replace(chunk, file=self._job.files[chunk.file])
+        records, rejected = parse_chunk(named, self._job.shape)
         encoded = self._encoder.encode(records)
         keyed = key_rows(encoded.rows, seed=self._job.seed, carried=self._job.shape.carried)
         return EncodedChunk(chunk.file, keyed, [*rejected, *encoded.rejected], dict(encoded.notes))
