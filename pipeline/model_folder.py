@@ -18,6 +18,7 @@ from ..stages.model.save import (
 )
 from ..stages.report.card import Lineage, model_card
 from ..stages.storage.final_model import save_model
+from .room import require_room_for_model
 from .run_identity import versions
 from .used_settings import used_settings
 
@@ -42,6 +43,7 @@ def write_model(session: Session, start: Start, records: RunRecords, *, steps: i
 
 def _write(session: Session, start: Start, lineage: Lineage, weights: Mapping[str, Tensor]) -> None:
     job, folder = session.job, start.folder
+    require_room_for_model(session, folder)
     lora, source = job.config.lora, Path(job.policy.path)
     stops = Stops.of(job.manifest.fingerprint).of_template
     own, value_head = parted(weights)

@@ -81,6 +81,7 @@ def write_cache(root: Path, rows: list[Row], *, per_unit: int = 2) -> CacheFolde
 
 def plan_of(unit_offsets: list[int], *, rows_in: int) -> Plan:
     return Plan(
+        digest="",
         format_version=FORMAT_VERSION,
         plan_key=PLAN_KEY,
         fingerprint={
