@@ -154,14 +154,14 @@ def load_tokenizer(folder: str, options: TokenOptions) -> TextTokenizer:
     backend.no_padding()
     # Post-processors trim blanks off the offsets and add specials: both would hide the boundary.
     backend.post_processor = None
-    template = _template_text(hf, options)
+    template, added = _template_text(hf, options), Added.of(hf)
     return TextTokenizer(
         backend=backend,
         hf=hf,
         bos=hf.bos_token_id,
         adds_bos=adds_bos,
-        stops=find_stops(hf, backend, template) if options.eos == "append" else NO_STOPS,
-        added=Added.of(hf),
+        stops=find_stops(hf, backend, added, template) if options.eos == "append" else NO_STOPS,
+        added=added,
         template=template,
         specials=tuple(sorted(set(hf.all_special_tokens))),
     )
