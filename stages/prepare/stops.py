@@ -83,7 +83,7 @@ class _Probe:
             rendered: str = self.hf.apply_chat_template(
                 list(messages), chat_template=self.template, tokenize=False
             )
-        except Exception:
+        except Exception:  # a template need not know such turns, and may raise anything
             return ""
         return rendered
 
