@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ..stages.prepare.spool import Spool
     from .job import Job
 
+KINDS = ("rows_of_conversations", "rows_of_plain_text")
 EXAMPLES_SHOWN = 3
 
 
@@ -169,9 +170,18 @@ def _plan(job: Job, ring: Ring, intake: Intake, quarantine: tuple[FileEntry, ...
         unit_offsets=_offsets(job, ring),
         quarantine=quarantine,
         quarantined=dict(sorted(intake.reasons.items())),
-        notes={name: count for name, count in sorted(intake.notes.items()) if count},
+        notes=_notes(job, intake),
         reuse=candidates(cache, job.folder),
     )
+
+
+def _notes(job: Job, intake: Intake) -> dict[str, int]:
+    """What was counted; of what kind the rows are only where there are two."""
+    unread = {f"rows_with_scores_not_read_in_{name!r}": intake.rows_in for name in job.shape.unread}
+    notes = {**intake.notes, **unread}
+    if not all(notes.get(kind) for kind in KINDS):
+        notes = {name: count for name, count in notes.items() if name not in KINDS}
+    return {name: count for name, count in sorted(notes.items()) if count}
 
 
 def _offsets(job: Job, ring: Ring) -> tuple[int, ...]:
