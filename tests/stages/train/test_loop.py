@@ -9,7 +9,7 @@ from training_world import START, Told, job_of, learn, loop_of
 
 from align.pipeline.train import open_session
 from align.schemas.batches import Cursor
-from align.stages.train import step as step_module
+from align.stages.train import evaluation as evaluation_module
 from align.stages.train.loop import Halts, Place, train
 
 HELD_OUT = {"eval_fraction": 0.15}
@@ -113,7 +113,7 @@ def test_an_evaluation_is_halted_between_two_batches(training_world, here, monke
         if name == "evaluation.batch" and len(told.steps) == before:
             batches.append(name)
 
-    monkeypatch.setattr(step_module, "reach", note)
+    monkeypatch.setattr(evaluation_module, "reach", note)
     halts = Halts(lambda: bool(batches), math.inf)
     _, place, ending = run(
         training_world, here, told=told, halts=halts, eval_every=3, batch_size=2, **HELD_OUT
