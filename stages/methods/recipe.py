@@ -112,7 +112,7 @@ class Recipe:
         return frozenset(self.values) | names_within(allowed)
 
     def option(self, name: str, default: Any) -> Any:
-        """The first part's option of this name."""
+        """The option of this name, on which all parts that have it agree."""
         found = (getattr(part.options, name, None) for part in self.parts)
         return next((value for value in found if value is not None), default)
 

@@ -160,3 +160,12 @@ def test_an_evaluation_leaves_no_trace_in_the_weights(training_world, here):
     others = often.engine.weights()
     for name, weights in seldom.engine.weights().items():
         assert weights.equal(others[name])
+
+
+def test_an_option_of_the_second_part_of_a_mixture_decides_what_a_step_runs(training_world, here):
+    options = {"kto_logsigmoid.kl_use": "all", "kto_logsigmoid.kl_per_step": 7}
+    job = job_of(training_world.pairs, "dpo+kto_logsigmoid", options=options, max_steps=1)
+    session, told = learn(job, here)
+    assert session.feed.settings.kl_use == "all"
+    ((_, metrics),) = told.steps
+    assert metrics["kl/pairs"] == 7
