@@ -85,6 +85,11 @@ class Recipe:
         return self.parts[0].method.head
 
     @property
+    def bad_score(self) -> float:
+        """Of a branch that is labelled as bad and has no score, where scores are read."""
+        return self.parts[0].method.bad_score
+
+    @property
     def needs(self) -> frozenset[Need]:
         """Everything its parts and modifiers need."""
         return self.modifiers.needs.union(*(part.method.needs for part in self.parts))
