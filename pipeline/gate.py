@@ -6,7 +6,12 @@ from typing import TYPE_CHECKING
 
 from ..schemas.config import TokenOptions
 from ..schemas.errors import FingerprintError
-from ..stages.model.fingerprint import adapter_digest, config_digest, weights_digest
+from ..stages.model.fingerprint import (
+    adapter_digest,
+    code_digest,
+    config_digest,
+    weights_digest,
+)
 from ..stages.prepare.tokenizer import load_tokenizer, tokenizer_fingerprint
 from .identity import differences
 
@@ -43,23 +48,25 @@ def require_same_text(
         )
 
 
-def reference_differences(manifest: Manifest, model: ModelOptions) -> dict[str, str]:
-    """Field by field, how a model differs from the reference the cache was made with."""
-    stored = manifest.fingerprint
-    identity = {
+def policy_identity(model: ModelOptions) -> dict[str, str]:
+    """Digests of the files that a policy is loaded from."""
+    return {
         "model.weights": weights_digest(model.path),
         "model.config": config_digest(model.path),
         "model.adapter": adapter_digest(model.adapter) if model.adapter else "none",
+        "model.code": code_digest(model.path) if model.trust_remote_code else "none",
     }
-    return differences({name: stored[name] for name in identity}, identity)
 
 
-def require_same_reference(manifest: Manifest, model: ModelOptions, *, may_differ: bool) -> bool:
+def require_same_reference(
+    manifest: Manifest, policy: str, identity: Mapping[str, str], *, may_differ: bool
+) -> bool:
     """Whether the policy begins as the reference; one that does not is refused unless allowed."""
-    found = reference_differences(manifest, model)
+    named = {name: value for name, value in identity.items() if name != "model.code"}
+    found = differences({name: manifest.fingerprint[name] for name in named}, named)
     if found and not may_differ:
         raise FingerprintError(
-            f"The cache was made with another reference than {model.path}:{_lines(found)}\n"
+            f"The cache was made with another reference than {policy}:{_lines(found)}\n"
             "Make a cache with this one. If the policy is meant to begin elsewhere than the "
             "reference, pass --set train.other_reference=true."
         )

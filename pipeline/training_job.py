@@ -11,13 +11,18 @@ from ..schemas.errors import UsageError
 from ..stages.engine.config import Circumstances, engine_config
 from ..stages.engine.user_file import stage_of
 from ..stages.methods.table import recipe_of
-from ..stages.model.fingerprint import stored_dtype
+from ..stages.model.fingerprint import UNUSED_WEIGHTS, stored_dtype
 from ..stages.storage.layout import CacheFolder
 from ..stages.storage.manifest import load_manifest
 from .best_metric import require_measured
 from .durations import seconds_of
 from .effect import require_effect
-from .gate import require_same_making, require_same_reference, require_same_text
+from .gate import (
+    policy_identity,
+    require_same_making,
+    require_same_reference,
+    require_same_text,
+)
 from .needs import reading_of, require_fixed_reference, require_token_logps
 
 if TYPE_CHECKING:
@@ -43,6 +48,7 @@ class TrainingJob:
     manifest: Manifest
     held_out: tuple[CacheFolder, Manifest] | None
     policy: ModelOptions
+    policy_identity: Mapping[str, str]  # digests of its files
     begins_as_reference: bool
     max_seconds: float
     tags: Mapping[str, str] = field(default_factory=dict)  # for the tracking store
@@ -76,8 +82,10 @@ def open_training(settings: Settings) -> TrainingJob:
     reading = reading_of(recipe, train, policy.path)
     given = {name: str(value) for name, value in settings.given("tokens").items()}
     require_same_text(manifest, policy.path, config.tokens, given)
+    identity = policy_identity(policy)
+    may_differ = train.other_reference or "reference" not in recipe.needs
     begins_as_reference = require_same_reference(
-        manifest, policy, may_differ=train.other_reference or "reference" not in recipe.needs
+        manifest, policy.path, identity, may_differ=may_differ
     )
     return TrainingJob(
         config=config,
@@ -87,6 +95,7 @@ def open_training(settings: Settings) -> TrainingJob:
         manifest=manifest,
         held_out=held_out,
         policy=policy,
+        policy_identity=identity,
         begins_as_reference=begins_as_reference,
         max_seconds=max_seconds,
     )
@@ -119,7 +128,14 @@ def _policy(config: Config, manifest: Manifest) -> ModelOptions:
             f"{manifest.model}, the reference of the cache, is not there. Pass the policy by "
             "--model DIR."
         )
-    return replace(config.model, path=manifest.model, adapter=manifest.adapter, device_map="")
+    return replace(
+        config.model,
+        path=manifest.model,
+        adapter=manifest.adapter,
+        device_map="",
+        allow_unused_weights=config.model.allow_unused_weights
+        or UNUSED_WEIGHTS in manifest.fingerprint,
+    )
 
 
 def _held_out(config: Config, manifest: Manifest) -> tuple[CacheFolder, Manifest] | None:

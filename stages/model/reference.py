@@ -5,15 +5,22 @@ from __future__ import annotations
 from contextlib import contextmanager
 from functools import cached_property
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from ...schemas.reference import OutOfMemory
-from .fingerprint import adapter_digest, code_digest, config_digest, weights_digest
+from .fingerprint import (
+    UNUSED_WEIGHTS,
+    adapter_digest,
+    code_digest,
+    config_digest,
+    weights_digest,
+)
 from .float32 import held_in_float32
 from .head import HEAD_VERSION
-from .load import Resolved, load_causal_lm, resolve
+from .load import Resolved, load_causal_lm, resolve, unused_weights
 from .logps import ScoringPath, tree_logps
 from .probe import choose_path
 
@@ -31,18 +38,21 @@ if TYPE_CHECKING:
 class HfReference:
     """A Hugging Face model folder, with or without a PEFT adapter."""
 
+    _kind: Any = AutoModelForCausalLM
+
     def __init__(self, options: ModelOptions) -> None:
         self.options = options
 
     def identity(self) -> Mapping[str, str]:
         """Digests of what is computed with, and how; reads files but loads no weights."""
         path, adapter = self.options.path, self.options.adapter
-        resolved = self._resolved
+        resolved, unused = self._resolved, unused_weights(self.options, self._kind)
         return {
             "model.weights": weights_digest(path),
             "model.config": config_digest(path),
             "model.adapter": adapter_digest(adapter) if adapter else "none",
             "model.code": code_digest(path) if self.options.trust_remote_code else "none",
+            **({UNUSED_WEIGHTS: str(len(unused))} if unused else {}),
             "model.dtype": resolved.dtype,
             "model.attention": resolved.attention,
             "model.device": resolved.device,
