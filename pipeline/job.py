@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..schemas.codec import digest
-from ..stages.prepare.read import InputFile, file_digest, iter_chunks, open_inputs
+from ..stages.prepare.read import Digested, InputFile, digested, iter_chunks, open_inputs
 from ..stages.prepare.records import parse_chunk
 from ..stages.prepare.shapes import Shape, common_shape
 from ..stages.prepare.tokenizer import TextTokenizer, load_tokenizer, tokenizer_fingerprint
@@ -31,7 +31,7 @@ class Job:
     reference: Reference
     folder: CacheFolder
     inputs: tuple[InputFile, ...]
-    file_digests: tuple[str, ...]
+    digested: tuple[Digested, ...]  # the inputs, before anything else was read from them
     shape: Shape
     tokenizer: TextTokenizer
     fingerprint: dict[str, str]
@@ -56,15 +56,15 @@ class Job:
 def open_job(config: Config, reference: Reference) -> Job:
     """Looks at the data, the tokenizer and the reference; changes nothing."""
     inputs = open_inputs(config.data.files)
+    before = tuple(map(digested, inputs))
     shape = common_shape(inputs, renames(config.data.map), config.data.carry)
     tokenizer = load_tokenizer(config.model.path, config.tokens)
     if _first_is_conversation(inputs, shape):
         tokenizer.require_template(config.model.path)
-    digests = tuple(file_digest(file.path) for file in inputs)
     identity = dict(reference.identity())
     fields = fingerprint(
         config,
-        files=digest(list(digests)),
+        files=digest([file.sha256 for file in before]),
         shape=digest({"kind": shape.kind, "source": shape.source, "carried": shape.carried}),
         tokenizer=tokenizer_fingerprint(tokenizer),
         model=identity,
@@ -74,7 +74,7 @@ def open_job(config: Config, reference: Reference) -> Job:
         reference=reference,
         folder=CacheFolder(Path(config.cache.output)),
         inputs=inputs,
-        file_digests=digests,
+        digested=before,
         shape=shape,
         tokenizer=tokenizer,
         fingerprint=fields,
