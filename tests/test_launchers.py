@@ -30,7 +30,12 @@ def until_it_scores(process):
 
 
 def test_signals_end_a_run_with_their_number_and_the_next_run_goes_on(journey, tmp_path):
-    for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+    for number, code in (
+        (signal.SIGTERM, 143),
+        (signal.SIGINT, 130),
+        (signal.SIGHUP, 129),
+        (signal.SIGUSR1, 138),
+    ):
         process = start(*command(journey, tmp_path / "cache"), cwd=tmp_path)
         until_it_scores(process)
         process.send_signal(number)
