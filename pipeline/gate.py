@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..schemas.config import TokenOptions
@@ -9,12 +11,14 @@ from ..schemas.errors import FingerprintError
 from ..stages.model.fingerprint import adapter_digest, config_digest, weights_digest
 from ..stages.prepare.tokenizer import load_tokenizer, tokenizer_fingerprint
 from .identity import differences
+from .settings import flatten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ..schemas.config import ModelOptions
     from ..schemas.manifest import Manifest
+    from .settings import Settings
 
 # Parts of a fingerprint that two caches share when their numbers can be compared.
 MAKING = {"model", "numerics", "tokenizer", "tokens"}
@@ -52,6 +56,29 @@ def reference_differences(manifest: Manifest, model: ModelOptions) -> dict[str, 
         "model.adapter": adapter_digest(model.adapter) if model.adapter else "none",
     }
     return differences({name: stored[name] for name in identity}, identity)
+
+
+def require_same_model(settings: Settings, manifest: Manifest) -> None:
+    """Refuses an align.yaml or ALIGN_MODEL that names another reference than the cache's."""
+    model = settings.config.model
+    wanted = replace(
+        model, path=model.path or manifest.model, adapter=model.adapter or manifest.adapter
+    )
+    if _same_place(wanted.path, manifest.model) and _same_place(wanted.adapter, manifest.adapter):
+        return
+    if found := reference_differences(manifest, wanted):
+        name = "model.adapter" if _same_place(wanted.path, manifest.model) else "model.path"
+        origin, value = settings.origins[name], flatten(settings.config)[name]
+        raise FingerprintError(
+            f"{origin}: {name} is {value}, and the reference of the cache is {manifest.model}"
+            f"{f' with {manifest.adapter}' if manifest.adapter else ''}:{_lines(found)}\n"
+            "Make a cache with that model, or set it to the cache's. To train from another model "
+            "than the reference, pass --model DIR --set train.other_reference=true."
+        )
+
+
+def _same_place(one: str, other: str) -> bool:
+    return one == other or bool(one and other and Path(one).resolve() == Path(other).resolve())
 
 
 def require_same_reference(manifest: Manifest, model: ModelOptions, *, may_differ: bool) -> bool:

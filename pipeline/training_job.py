@@ -17,7 +17,12 @@ from ..stages.storage.manifest import load_manifest
 from .best_metric import require_measured
 from .durations import seconds_of
 from .effect import require_effect
-from .gate import require_same_making, require_same_reference, require_same_text
+from .gate import (
+    require_same_making,
+    require_same_model,
+    require_same_reference,
+    require_same_text,
+)
 from .needs import reading_of, require_fixed_reference, require_token_logps
 
 if TYPE_CHECKING:
@@ -68,6 +73,8 @@ def open_training(settings: Settings) -> TrainingJob:
     require_measured(train)
     cache = CacheFolder(Path(train.cache or config.cache.output))
     manifest = load_manifest(cache)
+    if not train.model:
+        require_same_model(settings, manifest)
     policy = _policy(config, manifest)
     _zero_stage(train, policy, world_size=1)
     held_out = _held_out(config, manifest)
