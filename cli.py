@@ -288,7 +288,11 @@ def export(
     model: Model = None,
     overwrite: Annotated[bool, typer.Option(help="Replace the file if it exists.")] = False,
 ) -> None:
-    """Write a cache as one flat Parquet file for other trainers."""
+    """Write a cache as one flat Parquet file: text, ids and log-probs, named as TRL names them.
+
+    TRL 1.16 reads the text alone. It takes no reference log-probs from a file: remove the ref_
+    columns before you pass precompute_ref_log_probs.
+    """
     from .pipeline.export import export as run_export
 
     target = output or cache.resolve().with_name(f"{cache.resolve().name}-{to}.parquet")

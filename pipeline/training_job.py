@@ -12,6 +12,7 @@ from ..stages.engine.config import Circumstances, engine_config
 from ..stages.engine.user_file import stage_of
 from ..stages.methods.table import recipe_of
 from ..stages.model.fingerprint import UNUSED_WEIGHTS, stored_dtype
+from ..stages.model.folder_check import require_peft
 from ..stages.storage.layout import CacheFolder
 from ..stages.storage.manifest import load_manifest
 from .best_metric import require_measured
@@ -76,6 +77,8 @@ def open_training(settings: Settings) -> TrainingJob:
     if not train.model:
         require_same_model(settings, manifest)
     policy = _policy(config, manifest)
+    if config.lora.enabled or policy.adapter:
+        require_peft()
     _zero_stage(train, policy, world_size=1)
     held_out = _held_out(config, manifest)
     for folder, made in ((cache, manifest), *([held_out] if held_out else [])):

@@ -19,6 +19,7 @@ from .fingerprint import (
     weights_digest,
 )
 from .float32 import held_in_float32
+from .folder_check import require_adapter
 from .head import HEAD_VERSION
 from .load import Resolved, load_causal_lm, resolve, unused_weights
 from .logps import ScoringPath, tree_logps
@@ -46,6 +47,8 @@ class HfReference:
     def identity(self) -> Mapping[str, str]:
         """Digests of what is computed with, and how; reads files but loads no weights."""
         path, adapter = self.options.path, self.options.adapter
+        if adapter:
+            require_adapter(adapter)
         resolved, unused = self._resolved, unused_weights(self.options, self._kind)
         return {
             "model.weights": weights_digest(path),

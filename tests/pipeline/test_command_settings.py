@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import sys
 
 import pytest
 from command import align, refusal
@@ -172,6 +173,12 @@ def test_training_takes_the_caches_model_by_any_of_its_names(journey, world, her
     for name in ("link", "copy", str(world.model)):
         monkeypatch.setenv("ALIGN_MODEL", name)
         assert opened(journey.cache).policy.path == str(world.model)
+
+
+def test_lora_without_peft_is_refused_before_a_run_begins(journey, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    said = refusal(2, "train", "--method", "dpo", "--cache", journey.cache, "--lora")
+    assert "pip install peft" in said
 
 
 def test_the_config_of_a_run_trains_so_again(journey, here):
