@@ -12,6 +12,7 @@ import typer
 
 from .pipeline.flag_names import PRECOMPUTE_FLAGS, SCORE_FLAGS, TRAIN_FLAGS
 from .pipeline.flags import with_flags
+from .pipeline.halting import stop_with_launcher, stops_heard
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,8 +48,9 @@ def main() -> None:
     # Nothing that a model folder names is looked up in the Hub, nor run from what lies there.
     os.environ |= {"HF_HUB_OFFLINE": "1", "USE_HUB_KERNELS": "0"}
     hush()  # DeepSpeed imports MLflow, which reads its settings then
-    signal.signal(signal.SIGTERM, _stop)
-    signal.signal(signal.SIGINT, _stop)
+    stop_with_launcher()
+    for number in stops_heard():
+        signal.signal(number, _stop)
     # The deepspeed launcher names the rank before the command; it stands in LOCAL_RANK as well.
     arguments = [word for word in sys.argv[1:] if not word.startswith("--local_rank=")]
     try:

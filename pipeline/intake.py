@@ -155,6 +155,7 @@ def _plan(job: Job, ring: Ring, intake: Intake, quarantine: tuple[FileEntry, ...
     ]
     return Plan(
         format_version=FORMAT_VERSION,
+        digest="",  # it is signed when it is written
         plan_key=job.plan_key,
         fingerprint=job.fingerprint,
         reference_key=job.reference_key,

@@ -8,18 +8,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..schemas.errors import StorageError
+from ..stages.storage.ending import read_ending
 from ..stages.storage.locks import owner_lock
 from ..stages.storage.run_folder import RunFolder
 from ..stages.tracking.delivery import Delivery
 from ..stages.tracking.guard import failures, reason_of, without_password
 from ..stages.tracking.ledger import load_ledger, plain_uri
 from ..stages.tracking.mlflow_store import MlflowStore
-from .journal import has_ended
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from ..stages.tracking.ledger import Ledger
+
+
+STATUS = {"finished": "FINISHED", "failed": "FAILED", "time": "KILLED", "signal": "KILLED"}
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,9 @@ def sync_run(root: Path, *, uri: str = "") -> Synced:
         ledger = load_ledger(folder.mlflow)
         address = uri or _address_of(ledger)
         ledger.move_to(address)
-        if not ledger.record.status:  # nobody is at work here, and nobody said how it ended
-            status = "FINISHED" if has_ended(folder) else "KILLED"
+        ending = read_ending(folder)
+        if not ledger.record.status:  # nobody is at work here, and MLflow was not told the end
+            status = STATUS[ending.ending] if ending else "KILLED"
             ledger.change(status=status, ended_ms=time.time_ns() // 1_000_000)
         try:
             delivery = Delivery(MlflowStore(address), ledger, folder.metrics)

@@ -163,7 +163,7 @@ class _Bench:
     @cached_property
     def cut_rule(self) -> CutRule:
         """How mismatched completions are fitted."""
-        return CutRule(self.job.config.tokens.max_length, self.job.tokenizer.eos)
+        return CutRule(self.job.config.tokens.max_length, self.job.tokenizer.stops.tokens)
 
     @cached_property
     def reuse(self) -> ReuseIndex:

@@ -33,6 +33,14 @@ def digest(value: Any) -> str:
     return hashlib.sha256(to_json(value).encode()).hexdigest()
 
 
+def digest_of(record: Any, *without: str) -> str:
+    """The digest of a dataclass's content but for some of its fields, such as the digest itself."""
+    plain = dataclasses.asdict(record)
+    for name in without:
+        del plain[name]
+    return digest(plain)
+
+
 def from_json(cls: type[T], text: str | bytes) -> T:
     """Reads what `to_json` wrote; anything else is a CodecError."""
     try:

@@ -10,7 +10,7 @@ AlignError (2)
 ├── StorageError (74)       the disk said no
 └── LockedError (75)        another process is at work in this folder
 
-Interrupted (130, 143)      a signal asked to stop; no AlignError, for nobody may mend it
+Interrupted (129, 130, 138, 143)  a signal asked to stop; no AlignError, for nobody may mend it
 """
 
 

@@ -32,6 +32,7 @@ class Plan:
     """What has to be scored, fixed before the first shard is."""
 
     format_version: int
+    digest: str  # sha256 over all other fields
     plan_key: str  # sha256 over the fingerprint
     fingerprint: dict[str, str]  # every named thing the bytes of the cache depend on
     reference_key: str  # sha256 over the part of the fingerprint that decides a score
@@ -51,6 +52,7 @@ class Commit:
     """One finished unit: its shard file and what a reader may check."""
 
     unit: int
+    digest: str  # sha256 over all other fields
     file: str  # part-<unit:08d>-<sha256[:16]>.parquet, inside data/
     bytes: int
     sha256: str

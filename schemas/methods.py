@@ -107,6 +107,14 @@ class Settled:
     advice: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Rewards:
+    """What a loss compares: rewards, margins and accuracies are of this and of nothing else."""
+
+    formula: str  # in the words of the table
+    of: Callable[[Branches, Any], Tensor]  # (branches,)
+
+
 Loss: TypeAlias = "Callable[[Branches, Step, Any], LossOutput]"
 Survey: TypeAlias = "Callable[[Branches, Any], Mapping[str, Tensor]]"
 Remember: TypeAlias = "Callable[[tuple[float, ...], Mapping[str, Tensor]], tuple[float, ...]]"
@@ -124,6 +132,7 @@ class Method:
     rows: RowKind
     items: Items  # what the loss is a mean over
     needs: frozenset[Need] = frozenset()
+    rewards: Rewards | None = None
     # Values of each own branch, (branches,) each, that are brought together over the whole step,
     # without gradients, before any loss is computed.
     survey: Survey | None = None

@@ -12,6 +12,7 @@ from torch import distributed
 
 from ...schemas.engine import World
 from ...schemas.errors import UsageError
+from .heartbeat import heartbeat
 from .peers import close_patient_group, open_patient_group
 from .quiet import deepspeed
 from .slurm import slurm_environment
@@ -33,7 +34,8 @@ def joined_world() -> Iterator[World]:
     os.environ.update(environment)
     try:
         _join(world)
-        yield world
+        with heartbeat(world):
+            yield world
     finally:
         _leave()
         _restore(before)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import pad
 
-from ...schemas.methods import LossOutput, Method
+from ...schemas.methods import LossOutput, Method, Rewards
 from .grpo import MODIFIERS, candidate_metrics, clipped, plain_log_ratios
 from .modifiers import sums_of, tokens_of
 from .options import number
@@ -72,6 +72,11 @@ def ppo(branches: Branches, step: Step, options: PpoOptions) -> LossOutput:
         "values/errors": (values.detach() - estimates.returns).abs(),
     }
     return LossOutput(sums_of(losses, tokens.counts), metrics)
+
+
+def ppo_rewards(branches: Branches, _: PpoOptions) -> Tensor:
+    """r, (branches,)."""
+    return branches.ratios
 
 
 def survey(branches: Branches, options: PpoOptions) -> Mapping[str, Tensor]:
@@ -146,6 +151,7 @@ PPO = Method(
     use="Scored answers whose good and bad parts differ: a value head tells tokens apart.",
     loss=ppo,
     options=PpoOptions,
+    rewards=Rewards("r", ppo_rewards),
     rows="grouped",
     items="tokens",
     needs=frozenset({"reference", "token_reference", "values", "scores"}),

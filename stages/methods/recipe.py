@@ -9,6 +9,7 @@ import torch
 
 from ...schemas.rows import Role
 from .modifiers import Modifiers, names_within
+from .rewards import reward_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -144,6 +145,12 @@ class Recipe:
             if part.method.remember
         }
 
+    def rewards(self, branches: Branches) -> Tensor | None:
+        """What the first part that has rewards compares, (branches,); no gradient."""
+        seen = self.modifiers.applied(branches)
+        found = (_rewards_of(part, self._view(seen, part)) for part in self.parts)
+        return next((rewards for rewards in found if rewards is not None), None)
+
     def ratios(self, branches: Branches) -> Tensor:
         """Log-ratios as every part sees them."""
         return self.modifiers.applied(branches).ratios
@@ -185,7 +192,7 @@ class Recipe:
             share=total / max(1, getattr(step, method.items)),
             losses=losses.detach(),
             totals={LOSS: Total(total.detach(), _count(branches, method.items))},
-            metrics=output.metrics,
+            metrics={**_reward_metrics(part, branches), **output.metrics},
         )
 
     def _view(self, branches: Branches, part: Part) -> Branches:
@@ -201,6 +208,16 @@ class Recipe:
 def is_good(branches: Branches) -> Tensor:
     """Which branches are worth imitating, (branches,) bool."""
     return (branches.roles == Role.CHOSEN) | (branches.roles == Role.DESIRABLE)
+
+
+def _rewards_of(part: Part, branches: Branches) -> Tensor | None:
+    rewards = part.method.rewards
+    return rewards.of(branches, part.options).detach() if rewards else None
+
+
+def _reward_metrics(part: Part, branches: Branches) -> dict[str, Tensor]:
+    rewards = _rewards_of(part, branches)
+    return {} if rewards is None else reward_metrics(rewards, branches, part.method.rows)
 
 
 def _of(part: Part, values: Mapping[str, Tensor]) -> dict[str, Tensor]:

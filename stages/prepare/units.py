@@ -37,7 +37,7 @@ class CutRule:
     """How a mismatched completion is fitted to its prompt."""
 
     max_length: int
-    eos: int | None
+    stops: frozenset[int]  # the tokens that what was cut never ends with
 
 
 def unit_offsets(
@@ -103,16 +103,16 @@ def _fit_partners(
 ) -> _Mismatched:
     picked = ring.spool.completions(partners)
     row_of = np.tile(own.row_of_branch, ring.num_pairs)
-    fitted = _fit(picked, rule.max_length - own.prompts.lengths[row_of], rule.eos)
+    fitted = _fit(picked, rule.max_length - own.prompts.lengths[row_of], rule.stops)
     return _Mismatched(fitted, ring.spool.cuts(partners) + picked.lengths - fitted.lengths)
 
 
-def _fit(completions: Ragged, room: NDArray[np.int64], eos: int | None) -> Ragged:
-    """Cuts to the room there is; what was cut never ends with EOS."""
+def _fit(completions: Ragged, room: NDArray[np.int64], stops: frozenset[int]) -> Ragged:
+    """Cuts to the room there is; what was cut never ends with a stop."""
     limits = np.minimum(completions.lengths, room)
-    if eos is not None:
+    if stops:
         for index in np.flatnonzero(limits < completions.lengths).tolist():
-            while limits[index] and completions[index][limits[index] - 1] == eos:
+            while limits[index] and int(completions[index][limits[index] - 1]) in stops:
                 limits[index] -= 1
     return completions.head(limits)
 
@@ -172,7 +172,7 @@ def _replace_partners(
         search = _Search(
             prompt_key=int(keyed.prompt_keys[row]),
             completion=own.completions[branch],
-            rule=CutRule(rule.max_length - int(own.prompts.lengths[row]), rule.eos),
+            rule=CutRule(rule.max_length - int(own.prompts.lengths[row]), rule.stops),
         )
         found = search.next_after(int(partners[index]), ring)
         if found is not None:
@@ -204,7 +204,7 @@ class _Search:
             near = (partner + np.arange(first, min(first + SEARCH_WINDOW, last + 1))) % total
             near = near[ring.prompt_keys(near) != np.uint64(self.prompt_key)]
             room = np.full(len(near), self.rule.max_length)
-            fitted = _fit(ring.spool.completions(near), room, self.rule.eos)
+            fitted = _fit(ring.spool.completions(near), room, self.rule.stops)
             for number, ids in zip(near.tolist(), fitted, strict=True):
                 if _differs(ids, self.completion):
                     return int(number)

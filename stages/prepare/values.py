@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from ...schemas.rows import Message, Text
 
+ASSISTANT = "assistant"
 _SHOWN = 80
 _TRUE = {"true", "desirable", "1", "1.0"}
 _FALSE = {"false", "undesirable", "0", "0.0"}
@@ -41,14 +42,37 @@ def read_completion(value: Any, column: str, prompt: Text) -> Text:
             "take the prompt column out (--map prompt=)",
         )
     if isinstance(completion, str):
-        return ({"role": "assistant", "content": completion},)
-    if completion[: len(prompt)] == prompt:
+        completion = ({"role": ASSISTANT, "content": completion},)
+    _require_no_prompt(completion, prompt, column)
+    if completion[0]["role"] == prompt[-1]["role"] == ASSISTANT:
+        _require_continuation(prompt[-1], completion[0], column)
+    return completion
+
+
+def _require_no_prompt(completion: tuple[Message, ...], prompt: Text, column: str) -> None:
+    """Refuses completions that begin with messages of their prompt."""
+    starts = range(len(prompt))
+    if completion[0]["role"] == "system" or any(
+        completion[: len(prompt) - start] == prompt[start:] for start in starts
+    ):
         raise BadRow(
             "schema",
             f"{column!r} repeats the prompt; give the answer alone or take the prompt column out "
             "(--map prompt=)",
         )
-    return completion
+
+
+def _require_continuation(begun: Message, rest: Message, column: str) -> None:
+    """Refuses what cannot be one message with the assistant's that the prompt ends with."""
+    if begun.get("tool_calls"):
+        raise BadRow("schema", f"{column!r} cannot continue a prompt that ends with calls of tools")
+    if is_blank(begun["content"]):
+        raise BadRow("empty_prompt", "the last message is an assistant's and empty: take it out")
+    if (rest.get("content") or "").startswith(begun["content"]):
+        raise BadRow(
+            "schema",
+            f"{column!r} repeats the prompt's last message; give only what follows it",
+        )
 
 
 def read_text(value: Any, column: str) -> Text:

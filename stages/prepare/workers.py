@@ -110,14 +110,17 @@ def _start(job: EncodingJob) -> None:
 
 
 def _start_server_deaf_to_ctrl_c() -> None:
-    """Ctrl-C reaches every process of a terminal, but only the parent knows what to say."""
+    """Ctrl-C, or a terminal that closes, reaches every process; only the parent has an answer."""
     if threading.current_thread() is not threading.main_thread():
         return  # signals are not ours to set here
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = {
+        number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)
+    }
     try:
         ensure_running()
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _leave_with_parent() -> None:

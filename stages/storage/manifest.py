@@ -7,12 +7,12 @@ import json
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ... import __version__
-from ...schemas.codec import digest, from_json, to_json
+from ...schemas.codec import digest_of, from_json, to_json
 from ...schemas.errors import CorruptionError, FingerprintError, UsageError
 from ...schemas.manifest import FORMAT_VERSION, Commit, FileEntry, Manifest, Plan
 from . import fs
 from .failpoints import reach
-from .layout import PART_NAME, part_name
+from .layout import PART_NAME, PLAN_NAME, part_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from .layout import CacheFolder, WorkFolder
 
 T = TypeVar("T", Plan, Manifest)
+
+_MENDED_BY = {  # by whether it is a plan
+    True: "Remove this file and run the same command again: no finished shard is lost.",
+    False: "Restore it from a copy, or make the cache anew.",
+}
 
 
 def build_manifest(plan: Plan, commits: Mapping[int, Commit]) -> Manifest:
@@ -57,10 +62,7 @@ def _quarantine(plan: Plan, shards: tuple[Commit, ...]) -> tuple[FileEntry, ...]
 
 def root_of(manifest: Manifest) -> str:
     """The digest that names a cache: what it holds, not who made it or where the model lay."""
-    plain = dataclasses.asdict(manifest)
-    for name in ("root", "align_version", "model", "adapter"):
-        del plain[name]
-    return digest(plain)
+    return digest_of(manifest, "root", "align_version", "model", "adapter")
 
 
 def write_manifest(folder: CacheFolder, manifest: Manifest) -> None:
@@ -90,14 +92,21 @@ def load_manifest(folder: CacheFolder) -> Manifest:
 
 def write_plan(work: WorkFolder, plan: Plan) -> Plan:
     """Stores the plan unless there is one; the plan that counts is returned."""
-    if fs.put_if_absent(work.plan, to_json(plan).encode(), label="plan"):
-        return plan
-    return _load(Plan, work.plan)
+    signed = dataclasses.replace(plan, digest=digest_of(plan, "digest"))
+    if fs.put_if_absent(work.plan, to_json(signed).encode(), label="plan"):
+        return signed
+    return _load_plan(work.plan)
 
 
 def load_plan(work: WorkFolder) -> Plan | None:
     """The plan work was begun with, if it was begun."""
-    return _load(Plan, work.plan) if work.plan.exists() else None
+    return _load_plan(work.plan) if work.plan.exists() else None
+
+
+def _load_plan(path: Path) -> Plan:
+    plan = _load(Plan, path)
+    _require(plan.digest == digest_of(plan, "digest"), path, "its digest does not fit its content")
+    return plan
 
 
 def _total(counts: list[dict[str, int]]) -> dict[str, int]:
@@ -161,6 +170,4 @@ def _require(good: bool, path: Path, why: str) -> None:
 
 
 def _damaged(path: Path, why: str) -> CorruptionError:
-    return CorruptionError(
-        f"{path} is damaged: {why}. Restore it from a copy, or make the cache anew."
-    )
+    return CorruptionError(f"{path} is damaged: {why}. {_MENDED_BY[path.name == PLAN_NAME]}")

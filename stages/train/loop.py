@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from .step import StepResult
 
 Ending = Literal["finished", "signal", "time"]
+Sign = Literal["signal", "time", "save"]  # before a batch: to stop, or only to save
 
 
 @dataclass(frozen=True)
@@ -81,12 +83,29 @@ class Records(Protocol):
         ...
 
 
+class SaveClock:
+    """Whether it is time for a checkpoint; the ranks agree on it as they agree on stopping."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self._seconds = seconds or math.inf
+        self.restart()
+
+    def restart(self) -> None:
+        """There is one now."""
+        self._since = time.monotonic()
+
+    def is_due(self) -> bool:
+        """Whether the last one is too old."""
+        return time.monotonic() - self._since >= self._seconds
+
+
 @dataclass(frozen=True)
 class Halts:
-    """Reasons from outside to stop, asked before each batch on every rank."""
+    """Reasons from outside to stop or to save, asked before each batch on every rank."""
 
     signalled: Callable[[], bool]
     deadline: float  # on the monotonic clock; infinity for none
+    saving: SaveClock = field(default_factory=SaveClock)
 
     def is_late(self) -> bool:
         """Whether the time is over."""
@@ -121,11 +140,12 @@ def _learn(
                 halted = batches.halted
                 assert halted, "there is a batch for every step"
                 break
+            if batches.is_save_due:
+                loop.save(place, records, halts)
             place = loop.advance(place, batch, records)
             # Saved first: an evaluation may take long, and nothing of it is needed to go on.
             if loop.saves_at(place.step):
-                records.save(place)
-                loop.meter.restart()
+                loop.save(place, records, halts)
             halted = loop.measure(place, records, halts)
     return place, halted or "finished"
 
@@ -169,6 +189,12 @@ class Loop:
     def saves_at(self, step: int) -> bool:
         """Whether there is to be a checkpoint of a step."""
         return self._is_due(step, self.options.save_every)
+
+    def save(self, place: Place, records: Records, halts: Halts) -> None:
+        """A checkpoint; its time is no step's, and the next one is due so much later."""
+        records.save(place)
+        halts.saving.restart()
+        self.meter.restart()
 
     def measure(self, place: Place, records: Records, halts: Halts) -> Ending | None:
         """Evaluates where it is due and there are rows for it; of one that is halted nobody hears.

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ..methods.labelled import with_margin
 from ..methods.recipe import LOSS
+from ..methods.rewards import with_margin
 from ..storage.failpoints import reach
 from .forward import branches_of, step_of
 from .sums import Sums
@@ -87,7 +87,7 @@ def evaluate(
         engine.learn_mode(dropout_seed=None)
         for micro in batch.own:
             branches = branches_of(engine, recipe, micro)
-            witness.see(micro, branches)
+            witness.see(micro, branches, recipe)
             sums.add_outcome(recipe.outcome(branches, step, memory))
     return with_margin(recipe.with_loss(sums.means(engine)))
 

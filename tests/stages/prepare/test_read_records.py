@@ -47,6 +47,8 @@ PAIRED = {"prompt": "p", "chosen": "c", "rejected": "r"}
 UNPAIRED = {"prompt": "p", "completion": "c", "label": True}
 SCORED = {"prompt": "p", "completions": ["a", "b", "c"], "scores": [1, 0.5, -2]}
 LONG = {"prompt": "p", "completion": "c", "score": 3}
+PREFILLED = [user("p"), bot("Sure,")]
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
 CHAT = {"prompt": [user("p")], "chosen": [bot("c")], "rejected": [bot("r")]}
 
 
@@ -103,6 +105,23 @@ def test_the_common_messages_are_the_implicit_prompt():
     record = record_of({"chosen": [*common, bot("d")], "rejected": [*common, bot("e")]})
     assert record.prompt == tuple(common)
     assert record.completions == ((bot("d"),), (bot("e"),))
+
+
+def test_a_turn_that_both_begin_and_then_go_on_with_is_part_of_the_completions():
+    common = [user("a"), bot("b")]
+    record = record_of({"chosen": [*common, bot("d")], "rejected": [*common, bot("e")]})
+    assert record.prompt == (user("a"),)
+    assert record.completions == ((bot("b"), bot("d")), (bot("b"), bot("e")))
+    closed = [*common, user("c"), bot("d")]
+    assert record_of({"chosen": closed, "rejected": [*common, user("e")]}).prompt == tuple(common)
+
+
+@pytest.mark.parametrize("rest", ["rest", [bot("rest")]])
+def test_a_prompt_may_end_with_the_beginning_of_the_answer(rest):
+    prefilled = [user("p"), bot("Sure, ")]
+    record = record_of(CHAT | {"prompt": prefilled, "chosen": rest, "rejected": "no"})
+    assert record.prompt == tuple(prefilled)
+    assert record.completions == ((bot("rest"),), (bot("no"),))
 
 
 @pytest.mark.parametrize(
@@ -185,6 +204,19 @@ def test_renamed_columns_are_read_and_named_in_rejections():
         (CHAT | {"chosen": [bot([{"type": "text"}])]}, "schema", "no text as 'content'"),
         (CHAT | {"prompt": "p"}, "schema", "prompt is text"),
         (CHAT | {"chosen": [user("p"), bot("c")]}, "schema", "repeats the prompt"),
+        (
+            CHAT | {"prompt": [bot("s"), user("p")], "chosen": [user("p"), bot("c")]},
+            "schema",
+            "rep",
+        ),
+        (CHAT | {"chosen": [{"role": "system", "content": "s"}, bot("c")]}, "schema", "repeats"),
+        (
+            CHAT | {"prompt": PREFILLED, "chosen": "Sure, yes"},
+            "schema",
+            "repeats the prompt's last",
+        ),
+        (CHAT | {"prompt": [user("p"), bot(" ")]}, "empty_prompt", "an assistant's and empty"),
+        (CHAT | {"prompt": [user("p"), CALL]}, "schema", "'chosen' cannot continue a prompt"),
         (PAIRED | {"system": "s"}, "schema", "'system' can only be used"),
         (PAIRED | {"tools": [{"name": "f"}]}, "schema", "'tools' can only be used"),
         (CHAT | {"system": 3}, "schema", "'system' is no text"),

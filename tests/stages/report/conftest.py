@@ -81,9 +81,16 @@ def write_cache(root: Path, rows: list[Row], *, per_unit: int = 2) -> CacheFolde
 
 def plan_of(unit_offsets: list[int], *, rows_in: int) -> Plan:
     return Plan(
+        digest="",
         format_version=FORMAT_VERSION,
         plan_key=PLAN_KEY,
-        fingerprint={"model.dtype": "float32", "tokens.max_length": "16"},
+        fingerprint={
+            "model.dtype": "float32",
+            "tokens.max_length": "16",
+            "tokenizer.stop.turn": "7 template <|user|>",
+            "tokenizer.stop.tool_calls": "8 template <|observation|>",
+            "tokenizer.stop.text": "2 tokenizer </s>",
+        },
         reference_key="cd" * 32,
         model="models/tiny",
         adapter="",

@@ -64,6 +64,7 @@ def plan_of(units, quarantine):
     """The plan of a cache with one seed per unit."""
     return Plan(
         format_version=FORMAT_VERSION,
+        digest="",
         plan_key=hashlib.sha256(str(units).encode()).hexdigest(),
         fingerprint={"seeds": str(units)},
         reference_key="0" * 64,
