@@ -20,6 +20,7 @@ from .fingerprint import (
     weights_digest,
 )
 from .float32 import held_in_float32
+from .folder_check import require_adapter
 from .head import HEAD_VERSION
 from .load import Resolved, load_causal_lm, resolve, unused_weights
 from .logps import ScoringPath, tree_logps
@@ -47,6 +48,8 @@ class HfReference:
     def identity(self) -> Mapping[str, str]:
         """Digests of what is computed with, and how; reads files but loads no weights."""
         path, adapter = self.options.path, self.options.adapter
+        if adapter:
+            require_adapter(adapter)
         resolved, files = self._resolved, self._files
         unused = unused_weights(self.options, self._kind)
         identity = {
