@@ -38,6 +38,16 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
+class StepSize:
+    """What a step holds over all ranks."""
+
+    rows: int
+    branches: int
+    tokens: int  # of completions
+    chosen_tokens: int  # of chosen or desirable ones
+
+
+@dataclass(frozen=True)
 class StepBatch:
     """One rank's share of an optimizer step; every rank has as many micro-batches."""
 

@@ -55,6 +55,7 @@ class Plan:
     quarantined: dict[str, int]  # reason -> rows
     notes: dict[str, int]  # counted, harmless: rows truncated, boundaries shifted, ...
     reuse: tuple[str, ...]  # caches whose scores may be copied
+    threads: int  # every worker computes with on a CPU: they decide the last bits of a sum
 
 
 @dataclass(frozen=True)

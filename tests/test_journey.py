@@ -11,7 +11,7 @@ from stage_one import contents
 
 from align.schemas.codec import to_json
 from align.schemas.config import Config, DataOptions, ModelOptions
-from align.stages.prepare.read import file_digest
+from align.stages.storage.fs import sha256_of
 
 COLUMNS = {
     "row_id": pa.string(),
@@ -107,7 +107,7 @@ def test_the_same_from_python_is_the_same_cache(journey, world, tmp_path):
     manifest = json.loads((journey.cache / "manifest.json").read_text())
     assert manifest["fingerprint"]["cache.rows_per_shard"] == "8"
     assert manifest["inputs"][0]["name"] == "data.parquet"
-    assert manifest["inputs"][0]["sha256"] == file_digest(world.data.paired)
+    assert manifest["inputs"][0]["sha256"] == sha256_of(world.data.paired)
     defaults = Config(model=ModelOptions(path=str(world.model)), data=DataOptions())
     for name in ("max_length", "prompt_side", "bos", "eos", "boundary"):
         assert manifest["fingerprint"][f"tokens.{name}"] == str(getattr(defaults.tokens, name))

@@ -134,12 +134,13 @@ def labels_of_scores(own: Own, rules: ScoreRules) -> Own:
     return _with_labels(own, above > 0).keep(np.abs(above) > _slack_of_rows(own)[own.row_of])
 
 
-def candidates(own: Own, _: ScoreRules) -> Own:
-    """With the data's scores; in a row that lacks one, 1 for good branches and 0 for others."""
+def candidates(own: Own, rules: ScoreRules) -> Own:
+    """With the data's scores; in a row that lacks one, 1 for good branches and less for others."""
     lacks = np.repeat(~own.is_scored, own.counts)
-    assumed = np.isin(own.roles, (Role.CHOSEN, Role.DESIRABLE)).astype(np.float64)
+    is_good = np.isin(own.roles, (Role.CHOSEN, Role.DESIRABLE))
+    assumed = np.where(is_good, 1.0, rules.bad_score)
     scored = replace(own, scores=np.where(lacks, assumed, own.scores))
-    return scored_candidates(scored, _)
+    return scored_candidates(scored, rules)
 
 
 def scored_candidates(own: Own, _: ScoreRules) -> Own:

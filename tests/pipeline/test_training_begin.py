@@ -99,7 +99,7 @@ def test_a_run_goes_on_under_the_deepspeed_configuration_it_was_begun_with(cours
     more = (*words, "--max-steps", 2, "--resume", "auto")
     file.write_text(json.dumps({"zero_optimization": {"stage": 1}, "prescale_gradients": True}))
     said = refusal(4, "train", *more)
-    assert "prescale_gradients: begun with None, now True" in said
+    assert "deepspeed prescale_gradients: begun with nothing, now True" in said
     file.write_text(json.dumps({"zero_optimization": {"stage": 1}}))
     assert align("train", *more).code == 0
 

@@ -164,6 +164,8 @@ def test_groups_without_scores_get_one_and_nought():
     nan = np.nan
     rows = own([(C, nan), (R, nan)], [(C, 8), (R, nan)], [(U, nan)], [(D, nan), (U, nan)])
     assert conversions.candidates(rows, RULES).scores.tolist() == [1, 0, 1, 0, 0, 1, 0]
+    rules = ScoreRules(bad_score=-1)
+    assert conversions.candidates(rows, rules).scores.tolist() == [1, -1, 1, -1, -1, 1, -1]
 
 
 def test_a_group_that_was_stored_as_one_gets_no_score_it_has_not():

@@ -17,6 +17,7 @@ from align.stages.prepare.keyed import key_rows
 from align.stages.prepare.read import iter_chunks, open_inputs
 from align.stages.prepare.ring import Intake, collect_runs, merge_runs
 from align.stages.prepare.shapes import common_shape
+from align.stages.prepare.tokenizer import load_tokenizer, tokenizer_fingerprint
 from align.stages.prepare.units import unit_offsets
 from align.stages.prepare.workers import EncodedChunk, EncodingJob, encode_chunks
 from align.stages.world.preferences import draw_preferences, transcript
@@ -148,9 +149,10 @@ def file(tmp_path_factory):
 def ring_of_files(folder, files, model, *, workers, rows_per_chunk):
     inputs = open_inputs([str(file) for file in files])
     shape = common_shape(inputs, {})
-    job = EncodingJob(
-        model, TokenOptions(max_length=1024), shape, seed=0, files=tuple(range(len(inputs)))
-    )
+    options = TokenOptions(max_length=1024)
+    names = tokenizer_fingerprint(load_tokenizer(model, options))
+    files = tuple(range(len(inputs)))
+    job = EncodingJob(model, options, shape, seed=0, files=files, tokenizer=names)
     chunks = iter_chunks(inputs, shape.columns, rows_per_chunk=rows_per_chunk)
     intake = Intake()
     encoded_chunks = encode_chunks(chunks, job, num_workers=workers)

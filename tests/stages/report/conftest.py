@@ -106,6 +106,7 @@ def plan_of(unit_offsets: list[int], *, rows_in: int) -> Plan:
         quarantined={"empty_completion": 1, "too_long": 2},
         notes={"rows_with_prompt_truncated": 1},
         reuse=(),
+        threads=1,
     )
 
 

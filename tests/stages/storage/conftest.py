@@ -82,6 +82,7 @@ def plan_of(units, quarantine):
         quarantined={"null": len(quarantine)},
         notes={"repeats": 1},
         reuse=(),
+        threads=1,
     )
 
 
