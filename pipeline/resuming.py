@@ -7,6 +7,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from ..schemas.errors import FingerprintError, UsageError
+from ..schemas.safe_text import masked
 from ..stages.engine.user_file import leaves
 from ..stages.storage import fs
 
@@ -67,7 +68,7 @@ def require_same_engine(folder: RunFolder, config: dict[str, Any]) -> None:
     if not (folder.steps() and folder.engine.exists()):
         return
     stored = json.loads(fs.read_bytes(folder.engine))
-    begun, now = dict(leaves(stored)), dict(leaves(json.loads(json.dumps(config))))
+    begun, now = dict(leaves(stored)), dict(leaves(json.loads(json.dumps(masked(config)))))
     if changed := sorted(name for name in {*begun, *now} if begun.get(name) != now.get(name)):
         lines = [f"{name}: begun with {begun.get(name)}, now {now.get(name)}" for name in changed]
         listed = "\n  ".join(lines)

@@ -11,6 +11,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from ..schemas.errors import AlignError, Interrupted, StorageError
+from ..schemas.safe_text import masked
 from ..stages.storage import fs
 from ..stages.tracking.machine import Machine
 from ..stages.tracking.names import EVAL
@@ -199,7 +200,7 @@ class RunRecords:
 
     def _describe(self) -> None:
         session, folder = self._session, self._start.folder
-        config = json.dumps(session.engine_config, indent=2, sort_keys=True, default=str)
+        config = json.dumps(masked(session.engine_config), indent=2, sort_keys=True, default=str)
         fs.publish(folder.engine, f"{config}\n".encode(), label="config")
         self._run.log_params(_params(session))
         cache = session.job.cache

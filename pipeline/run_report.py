@@ -19,7 +19,7 @@ from ..stages.storage.restore import read_checkpoint
 from ..stages.storage.run_folder import RunFolder
 from ..stages.tracking.names import EVAL
 from .journal import History, has_ended, history_of
-from .settings import read_yaml, redacted
+from .settings import read_yaml, without_secrets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -148,7 +148,7 @@ def _lineage(cache: CacheFolder, manifest: Manifest, settings: dict[str, Any]) -
 def _shown(settings: dict[str, Any]) -> dict[str, str]:
     sections = ("train", "method", "lora", "model")
     return {
-        name: str(redacted(value))
-        for name, value in settings.items()
+        name: str(value)
+        for name, value in without_secrets(settings).items()
         if name.partition(".")[0] in sections
     }

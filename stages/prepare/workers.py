@@ -14,6 +14,7 @@ from multiprocessing.forkserver import ensure_running
 from typing import TYPE_CHECKING
 
 from ...schemas.errors import BadDataError
+from ..storage.cores import usable_cores
 from .encode import Encoder
 from .keyed import KeyedRows, key_rows
 from .records import parse_chunk
@@ -81,8 +82,8 @@ def encode_chunks(
 
 
 def default_workers(input_bytes: int) -> int:
-    """One process per core, unless the input is small."""
-    return 0 if input_bytes < SMALL_INPUT_BYTES else (os.cpu_count() or 1)
+    """One process per usable core, unless the input is small."""
+    return 0 if input_bytes < SMALL_INPUT_BYTES else usable_cores()
 
 
 class _Worker:

@@ -12,6 +12,7 @@ model/                          the trained policy; where it is, nothing is left
 model-merged/                   an adapter's policy with the adapter merged into it
 _align/LOCK                     held by the run that is at work here
 _align/mlflow.json              what MLflow is to be told
+_align/artifacts/               copies of files from elsewhere that it is to keep
 """
 
 from __future__ import annotations
@@ -102,6 +103,11 @@ class RunFolder:
         return self.private / "mlflow.json"
 
     @property
+    def copies(self) -> Path:
+        """Copies of files from elsewhere that MLflow is to keep."""
+        return self.private / "artifacts"
+
+    @property
     def when_locked(self) -> str:
         """What to do while somebody else owns this folder."""
         return "Wait for it, or choose another --output."
@@ -178,8 +184,9 @@ class RunFolder:
         for path in (self.latest, self.metrics, self.config, self.report, self.mlflow):
             for draft in path.parent.glob(f".{path.name}.*.tmp"):
                 fs.unlink(draft)
-        for draft in self.evaluation(0).parent.glob(".step-*.tmp"):
-            fs.unlink(draft)
+        for parent, drafts in ((self.evaluation(0).parent, ".step-*.tmp"), (self.copies, ".*.tmp")):
+            for draft in parent.glob(drafts):
+                fs.unlink(draft)
 
 
 def _is_left_over(name: str) -> bool:
