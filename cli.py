@@ -12,6 +12,7 @@ import typer
 
 from .pipeline.flag_names import PRECOMPUTE_FLAGS, SCORE_FLAGS, TRAIN_FLAGS
 from .pipeline.flags import with_flags
+from .pipeline.halting import stop_with_launcher, stops_heard
 from .pipeline.terminal import SafeGroup, own_process, progress_of_first, say, say_once
 
 if TYPE_CHECKING:
@@ -45,9 +46,12 @@ def main() -> None:
     """Runs one command; a person's mistake is one message, never a traceback."""
     from .schemas.errors import AlignError, Interrupted, PeerError
 
+    # Nothing that a model folder names is looked up in the Hub, nor run from what lies there.
+    os.environ |= {"HF_HUB_OFFLINE": "1", "USE_HUB_KERNELS": "0"}
     own_process(sys.argv)
-    signal.signal(signal.SIGTERM, _stop)
-    signal.signal(signal.SIGINT, _stop)
+    stop_with_launcher()
+    for number in stops_heard():
+        signal.signal(number, _stop)
     # The deepspeed launcher names the rank before the command; it stands in LOCAL_RANK as well.
     arguments = [word for word in sys.argv[1:] if not word.startswith("--local_rank=")]
     try:
@@ -108,7 +112,9 @@ def precompute_ref(
     """Run the frozen reference over preference data and store its log-probs in Parquet shards."""
     from .pipeline.settings import load_settings
 
-    settings = load_settings(flags, sets or [], file=config, data=data or [])
+    settings = load_settings(
+        flags, sets or [], file=config, data=data or [], command="precompute-ref"
+    )
     _precompute(settings.config, join=join)
 
 
@@ -129,9 +135,15 @@ def score(
     from .pipeline.settings import load_settings
     from .schemas.errors import UsageError
 
-    settings = load_settings(flags, sets or [], file=config, data=data or []).config
+    command = "score --from-labels" if from_labels else "score"
+    loaded = load_settings(flags, sets or [], file=config, data=data or [], command=command)
+    settings = loaded.config
     if from_labels == bool(settings.rewards.model):
         raise UsageError("Pass --reward-model DIR or --from-labels: one of them, not both.")
+    if from_labels and join:
+        raise UsageError("--join: --from-labels loads no model, so there is no work to share.")
+    if from_labels and settings.tracking.mlflow and "tracking.mlflow" in loaded.on_command:
+        raise UsageError("--mlflow: --from-labels runs no model, and records no run. Leave it out.")
     if from_labels:
         say(rewards_from_labels(settings).text())
         return
@@ -150,7 +162,7 @@ def train(flags: dict[str, Any], config: ConfigFile = None, sets: Sets = None) -
     from .pipeline.settings import load_settings
     from .pipeline.training_job import open_training
 
-    job = open_training(load_settings(flags, sets or [], file=config))
+    job = open_training(load_settings(flags, sets or [], file=config, command="train"))
 
     from .pipeline.train import run_training
 
@@ -182,7 +194,7 @@ def sweep(
 
     def load(more: Sequence[str]) -> Settings:
         flags = {"train.cache": cache, "train.resume": resume}
-        return load_settings(flags, [*(sets or []), *more], file=config)
+        return load_settings(flags, [*(sets or []), *more], file=config, command="sweep")
 
     short = {"method.beta": beta, "train.lr": lr}
     given = [*(f"{name}={values}" for name, values in short.items() if values), *(vary or [])]
@@ -254,7 +266,8 @@ def verify(
     from .pipeline.verify import verify as run_verify
     from .stages.model.reference import HfReference
 
-    options = load_settings({}, sets or [], file=config, data=[str(cache)]).config.model
+    settings = load_settings({}, sets or [], file=config, near=[str(cache)], command="verify")
+    options = settings.config.model
     told = run_verify(cache, options, model=model, rescore=rescore, open_reference=HfReference)
     say(told)
 
@@ -284,7 +297,11 @@ def export(
     model: Model = None,
     overwrite: Annotated[bool, typer.Option(help="Replace the file if it exists.")] = False,
 ) -> None:
-    """Write a cache as one flat Parquet file for other trainers."""
+    """Write a cache as one flat Parquet file: text, ids and log-probs, named as TRL names them.
+
+    TRL 1.16 reads the text alone. It takes no reference log-probs from a file: remove the ref_
+    columns before you pass precompute_ref_log_probs.
+    """
     from .pipeline.export import export as run_export
 
     target = output or cache.resolve().with_name(f"{cache.resolve().name}-{to}.parquet")

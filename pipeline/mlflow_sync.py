@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ..schemas.errors import StorageError, UsageError
+from ..stages.storage.ending import read_ending
 from ..stages.storage.layout import CacheFolder
 from ..stages.storage.locks import owner_lock
 from ..stages.storage.run_folder import RunFolder
@@ -22,7 +23,6 @@ from ..stages.tracking.mlflow_run import store_uri
 from ..stages.tracking.mlflow_store import MlflowStore
 from ..stages.tracking.quiet import hushed
 from ..stages.tracking.unended import Note
-from .journal import has_ended
 from .settings import FILE_NAME, load_settings
 
 if TYPE_CHECKING:
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from ..schemas.config import TrackingOptions
 
 T = TypeVar("T")
+
+
+STATUS = {"finished": "FINISHED", "failed": "FAILED", "time": "KILLED", "signal": "KILLED"}
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,9 @@ def sync_run(root: Path, options: TrackingOptions, *, uri: str = "") -> Synced:
         ledger = load_ledger(folder.mlflow)
         address = _address(root, ledger.record.uri, options, uri)
         ledger.move_to(address)
-        if not ledger.record.status:  # nobody is at work here, and nobody said how it ended
-            status = "FINISHED" if has_ended(folder) else "KILLED"
+        ending = read_ending(folder)
+        if not ledger.record.status:  # nobody is at work here, and MLflow was not told the end
+            status = STATUS[ending.ending] if ending else "KILLED"
             ledger.change(status=status, ended_ms=time.time_ns() // 1_000_000)
 
         def deliver() -> int:

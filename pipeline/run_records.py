@@ -10,9 +10,11 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from ..schemas.checkpoint import Ending
 from ..schemas.errors import AlignError, Interrupted, StorageError
-from ..schemas.safe_text import masked
+from ..stages.engine.peers import from_first
 from ..stages.storage import fs
+from ..stages.storage.ending import write_ending
 from ..stages.tracking.machine import Machine
 from ..stages.tracking.names import EVAL
 from ..stages.tracking.no_progress import NoProgress
@@ -22,13 +24,15 @@ from .best_metric import BestMetric
 from .borne import borne
 from .evaluation_tables import EvaluationTables
 from .keeping import Keeper
+from .room import require_room
+from .run_identity import identity_of
 from .run_report import write_report
 from .used_settings import used_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ..schemas.checkpoint import Checkpoint
+    from ..schemas.checkpoint import Checkpoint, How
     from ..schemas.evaluation import Judged
     from ..schemas.tracking import Progress
     from ..stages.tracking.training_run import JournaledRun
@@ -53,7 +57,7 @@ def open_records(session: Session, start: Start, progress: Progress) -> Iterator
             session.job.config.tracking,
             start.folder,
             name=session.recipe.name,
-            tags=_tags(session),
+            tags=_tags(session, start.changes),
             keep_through=keep_through,
             is_evaluated=_is_evaluated(start.checkpoint),
         )
@@ -68,6 +72,8 @@ def open_records(session: Session, start: Start, progress: Progress) -> Iterator
         status = "KILLED"
         raise
     except AlignError:
+        with borne("No record of how the run ended"):
+            records.ended("failed")
         records.report()
         raise
     finally:
@@ -91,6 +97,7 @@ class RunRecords:
         self._best = BestMetric(session.job.config.train.best)
         self._last_line = 0.0
         self._step = start.checkpoint_step
+        self._total_steps = 0
         # Measured at the newest step and at no other, and finite.
         self.metrics = dict(start.checkpoint.position.metrics) if start.checkpoint else {}
         self.is_evaluated = _is_evaluated(start.checkpoint)  # the step it begins at
@@ -112,6 +119,8 @@ class RunRecords:
 
     def begin(self, place: Place, total_steps: int) -> None:
         """The run's settings, and how far it has to go."""
+        self._total_steps = total_steps
+        from_first(self._session.world, lambda: require_room(self._session, self._start.folder))
         if self._session.world.rank == 0:
             self._describe()
         if place.step:
@@ -185,6 +194,21 @@ class RunRecords:
         tags = {"align.cache_root": self._session.job.manifest.root, "align.step": str(place.step)}
         self._run.log_model_link(folder.model, tags=tags)
 
+    def ended(self, how: How) -> None:
+        """Writes down how the run ended; a run without this word was killed."""
+        if self._session.world.rank:
+            return
+        self._run.sync()
+        ending = Ending(
+            ending=how,
+            step=self._step,
+            total_steps=self._total_steps,
+            identity=identity_of(self._session),
+            changes=self._start.changes,
+            files=(),
+        )
+        write_ending(self._start.folder, ending)
+
     def report(self) -> None:
         """Puts the run on one page, if there is anything to see."""
         if self._session.world.rank == 0 and self._start.folder.metrics.stat().st_size:
@@ -199,9 +223,7 @@ class RunRecords:
             logger.warning("%s", said)
 
     def _describe(self) -> None:
-        session, folder = self._session, self._start.folder
-        config = json.dumps(masked(session.engine_config), indent=2, sort_keys=True, default=str)
-        fs.publish(folder.engine, f"{config}\n".encode(), label="config")
+        session = self._session
         self._run.log_params(_params(session))
         cache = session.job.cache
         self._run.log_dataset(
@@ -239,9 +261,11 @@ def _params(session: Session) -> dict[str, str]:
     return {name: str(value) for name, value in {**settings, **options, **counts}.items()}
 
 
-def _tags(session: Session) -> dict[str, str]:
+def _tags(session: Session, changes: tuple[str, ...]) -> dict[str, str]:
     job = session.job
+    changed = {"align.changed": "; ".join(changes)} if changes else {}
     return {
+        **changed,
         **job.tags,
         "align.stage": "train",
         "align.method": session.recipe.name,

@@ -13,6 +13,7 @@ from torch import distributed
 
 from ...schemas.engine import World
 from ...schemas.errors import UsageError
+from .heartbeat import heartbeat
 from .peers import close_patient_group, open_patient_group
 from .quiet import deepspeed, while_training
 from .slurm import slurm_environment
@@ -36,7 +37,8 @@ def joined_world() -> Iterator[World]:
     try:
         with while_training(), torch.random.fork_rng(devices=_devices(world)):
             _join(world)
-            yield world
+            with heartbeat(world):
+                yield world
     finally:
         _leave()
         _restore(before)

@@ -61,6 +61,8 @@ OF_RECORDS = (
     "evaluation.after_rename",
     "report.before_rename",
     "report.after_rename",
+    "ending.before_rename",
+    "ending.after_rename",
 )
 OF_A_STEP = (
     "step.started",

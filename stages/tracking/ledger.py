@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...schemas.codec import CodecError, from_json, to_json
+from ...schemas.codec import CodecError, from_signed_json, to_signed_json
 from ...schemas.errors import CorruptionError, UsageError
 from ...schemas.safe_text import bare_address
 from ...schemas.tracking import MlflowRecord
@@ -81,7 +81,7 @@ class Ledger:
 
     def store(self) -> None:
         """Writes the record as it is."""
-        fs.publish(self._path, to_json(self.record).encode(), label="mlflow")
+        fs.publish(self._path, to_signed_json(self.record).encode(), label="mlflow")
 
 
 def open_ledger(path: Path, *, uri: str, experiment: str, run_name: str) -> Ledger:
@@ -122,7 +122,7 @@ def load_ledger(path: Path) -> Ledger:
             f"{path.parent.name}/{path.name}. Name the --output of `align train`."
         )
     try:
-        record = from_json(MlflowRecord, fs.read_bytes(path))
+        record = from_signed_json(MlflowRecord, fs.read_bytes(path))
         if not KEY.fullmatch(record.key):  # it stands in a question to the store
             raise CodecError(f"key {record.key!r:.40} is not sixteen hexadecimal digits")
         return Ledger(path, record)

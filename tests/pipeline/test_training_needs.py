@@ -8,7 +8,7 @@ import pytest
 from command import refusal
 from transformers import AutoTokenizer
 
-from align.pipeline.resuming import require_same_run
+from align.pipeline.resuming import require_same_settings
 from align.pipeline.settings import as_absolute, load_settings
 from align.pipeline.training_job import open_training
 from align.schemas.errors import FingerprintError
@@ -233,4 +233,4 @@ def test_how_scores_are_read_cannot_change_within_a_run(name, value):
         as_absolute(load_settings({}, sets, file=None).config) for sets in ([], [f"{name}={value}"])
     )
     with pytest.raises(FingerprintError, match=f"{name}: begun with"):
-        require_same_run(begun, now)
+        require_same_settings(begun, now)
