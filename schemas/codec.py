@@ -50,6 +50,25 @@ def from_json(cls: type[T], text: str | bytes) -> T:
     return from_plain(cls, plain)
 
 
+def to_signed_json(value: Any) -> str:
+    """Like `to_json`, with a digest over all of it; for records that are rewritten in place."""
+    plain = dataclasses.asdict(value)
+    return to_json({**plain, "digest": digest(plain)})
+
+
+def from_signed_json(cls: type[T], text: str | bytes) -> T:
+    """Reads what `to_signed_json` wrote; any other byte is a CodecError."""
+    try:
+        plain = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CodecError(f"not JSON: {error}") from error
+    stored = plain.pop("digest", None) if isinstance(plain, dict) else None
+    value = from_plain(cls, plain)
+    if stored != digest(plain) or to_signed_json(value).encode() != _bytes(text):
+        raise CodecError("it is not what was written (its digest differs)")
+    return value
+
+
 def from_plain(cls: type[T], plain: Any, *, where: str = "", partial: bool = False) -> T:
     """Builds a dataclass from dicts and lists; `partial` lets defaults fill what is missing."""
     if not isinstance(plain, dict):
@@ -71,6 +90,10 @@ def from_plain(cls: type[T], plain: Any, *, where: str = "", partial: bool = Fal
         for key, value in plain.items()
     }
     return cls(**values)
+
+
+def _bytes(text: str | bytes) -> bytes:
+    return text.encode() if isinstance(text, str) else text
 
 
 def unknown_key(where: str, key: str, names: list[str]) -> str:

@@ -137,6 +137,8 @@ class Method:
     # without gradients, before any loss is computed.
     survey: Survey | None = None
     remember: Remember | None = None  # memory so far, surveyed -> memory with this step in it
+    # Of a rejected or undesirable branch whose row gives no scores; a good one has 1.
+    bad_score: float = 0.0
     head: Head = "none"
     modifiers: frozenset[str] = frozenset()  # the options of `Modifiers` it can be used with
     # Text between a prompt and the completions of a role, not learned itself.

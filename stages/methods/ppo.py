@@ -95,6 +95,8 @@ def survey(branches: Branches, options: PpoOptions) -> Mapping[str, Tensor]:
 def estimates_of(branches: Branches, options: PpoOptions) -> Estimates:
     """GAE (https://arxiv.org/abs/1506.02438); the score is the reward of a branch's last token.
 
+    Where the data gives labels instead of scores it is 1 or -1.
+
     d_t = reward_t + gamma V_(t+1) - V_t, where V is 0 behind the last token;
     A_t = sum over k >= 0 of (gamma lam)^k d_(t+k); R_t = A_t + V_t.
     """
@@ -156,6 +158,7 @@ PPO = Method(
     items="tokens",
     needs=frozenset({"reference", "token_reference", "values", "scores"}),
     survey=survey,
+    bad_score=-1.0,
     head="values",
     modifiers=MODIFIERS,
 )

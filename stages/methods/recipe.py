@@ -85,6 +85,11 @@ class Recipe:
         return self.parts[0].method.head
 
     @property
+    def bad_score(self) -> float:
+        """Of a branch that is labelled as bad and has no score, where scores are read."""
+        return self.parts[0].method.bad_score
+
+    @property
     def needs(self) -> frozenset[Need]:
         """Everything its parts and modifiers need."""
         return self.modifiers.needs.union(*(part.method.needs for part in self.parts))
@@ -112,7 +117,7 @@ class Recipe:
         return frozenset(self.values) | names_within(allowed)
 
     def option(self, name: str, default: Any) -> Any:
-        """The first part's option of this name."""
+        """The option of this name, on which all parts that have it agree."""
         found = (getattr(part.options, name, None) for part in self.parts)
         return next((value for value in found if value is not None), default)
 
