@@ -61,7 +61,10 @@ def reading_of(recipe: Recipe, train: TrainOptions, policy: str) -> Reading:
         mismatched="mismatched" in recipe.needs,
         eval_fraction=train.eval_fraction,
         rules=ScoreRules(
-            train.pairs_from_scores, train.min_score_gap, _threshold(train.label_threshold)
+            train.pairs_from_scores,
+            train.min_score_gap,
+            _threshold(train.label_threshold),
+            recipe.bad_score,
         ),
         needs_scores="scores" in recipe.needs or recipe.rows == "grouped",
         columns=tuple(dict.fromkeys(recipe.modifiers.columns)),

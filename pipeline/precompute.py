@@ -105,8 +105,10 @@ def _planned(job: Job, run_id: str, progress: Progress, *, is_owner: bool) -> Pl
     plan = load_plan(job.work)
     if plan is None:
         return make_plan(job, run_id, progress)
-    if is_owner and not ring_of(job).is_whole:
-        remake_ring(job, plan, progress)
+    if is_owner:
+        read_commits(job.work, len(plan.unit_offsets) - 1)  # damage is told before hours of work
+        if not ring_of(job).is_whole:
+            remake_ring(job, plan, progress)
     return plan
 
 

@@ -108,6 +108,8 @@ def _spreads(folder: RunFolder) -> str:
     )
     if shown.kind == "log-ratios":
         note += " A log-ratio is log(policy / reference), summed over a completion."
+    if any(one.reward is not None for one in shown.completions):
+        note += " A reward is what the method's loss compares."
     return section("Held-out completions", side_by_side(spread_charts(tables)), note=note)
 
 

@@ -31,6 +31,9 @@ class ModelOptions:
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: cuda where there is one")
     device_map: str = option("", "spread a large model over devices, as transformers reads it")
     trust_remote_code: bool = option(False, "run Python code found in the model folder")
+    allow_unused_weights: bool = option(
+        False, "take a model folder that stores more tensors than its config.json has use for"
+    )
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,9 @@ class TokenOptions:
         "auto", "auto: one BOS when the tokenizer's own rule adds one"
     )
     eos: Literal["append", "never"] = option(
-        "append", "append: exactly one EOS at the end of a completion that was not cut"
+        "append",
+        "append: a completion that was not cut ends once with the stop token of its template, or "
+        "with EOS where it writes none; never: nothing is added or taken away",
     )
     boundary: Literal["shift", "strict"] = option(
         "shift",

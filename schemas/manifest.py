@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+
+
+def file_identity(sha256: str) -> int:
+    """A data file as a number: the first sixteen hex digits of the digest of its bytes."""
+    return int(sha256[:16], 16)
 
 
 @dataclass(frozen=True)
@@ -15,6 +20,11 @@ class InputEntry:
     bytes: int
     sha256: str
     rows: int
+
+    @property
+    def identity(self) -> int:
+        """What `source` names the file by."""
+        return file_identity(self.sha256)
 
 
 @dataclass(frozen=True)
@@ -32,6 +42,7 @@ class Plan:
     """What has to be scored, fixed before the first shard is."""
 
     format_version: int
+    digest: str  # sha256 over all other fields
     plan_key: str  # sha256 over the fingerprint
     fingerprint: dict[str, str]  # every named thing the bytes of the cache depend on
     reference_key: str  # sha256 over the part of the fingerprint that decides a score
@@ -44,6 +55,7 @@ class Plan:
     quarantined: dict[str, int]  # reason -> rows
     notes: dict[str, int]  # counted, harmless: rows truncated, boundaries shifted, ...
     reuse: tuple[str, ...]  # caches whose scores may be copied
+    threads: int  # every worker computes with on a CPU: they decide the last bits of a sum
 
 
 @dataclass(frozen=True)
@@ -51,6 +63,7 @@ class Commit:
     """One finished unit: its shard file and what a reader may check."""
 
     unit: int
+    digest: str  # sha256 over all other fields
     file: str  # part-<unit:08d>-<sha256[:16]>.parquet, inside data/
     bytes: int
     sha256: str

@@ -5,15 +5,24 @@ from __future__ import annotations
 from contextlib import contextmanager
 from functools import cached_property
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from ...schemas.reference import OutOfMemory
-from .fingerprint import adapter_digest, code_digest, config_digest, weights_digest
+from .fingerprint import (
+    UNUSED_WEIGHTS,
+    ModelFiles,
+    adapter_digest,
+    code_digest,
+    config_digest,
+    weights_digest,
+)
 from .float32 import held_in_float32
+from .folder_check import require_adapter
 from .head import HEAD_VERSION
-from .load import Resolved, load_causal_lm, resolve
+from .load import Resolved, load_causal_lm, resolve, unused_weights
 from .logps import ScoringPath, tree_logps
 from .probe import choose_path
 
@@ -31,18 +40,24 @@ if TYPE_CHECKING:
 class HfReference:
     """A Hugging Face model folder, with or without a PEFT adapter."""
 
+    _kind: Any = AutoModelForCausalLM
+
     def __init__(self, options: ModelOptions) -> None:
         self.options = options
 
     def identity(self) -> Mapping[str, str]:
         """Digests of what is computed with, and how; reads files but loads no weights."""
         path, adapter = self.options.path, self.options.adapter
-        resolved = self._resolved
-        return {
+        if adapter:
+            require_adapter(adapter)
+        resolved, files = self._resolved, self._files
+        unused = unused_weights(self.options, self._kind)
+        identity = {
             "model.weights": weights_digest(path),
             "model.config": config_digest(path),
             "model.adapter": adapter_digest(adapter) if adapter else "none",
             "model.code": code_digest(path) if self.options.trust_remote_code else "none",
+            **({UNUSED_WEIGHTS: str(len(unused))} if unused else {}),
             "model.dtype": resolved.dtype,
             "model.attention": resolved.attention,
             "model.device": resolved.device,
@@ -50,6 +65,8 @@ class HfReference:
             "numerics.transformers": version("transformers"),
             "numerics.head": HEAD_VERSION,
         }
+        files.require_unchanged()
+        return identity
 
     def hidden_size(self) -> int:
         """Width of the residual stream."""
@@ -57,7 +74,15 @@ class HfReference:
 
     def open(self) -> TreeScorer:
         """Loads the weights and chooses how to score with them."""
-        return TreeScorer(load_causal_lm(self.options))
+        files = self._files
+        scorer = TreeScorer(load_causal_lm(self.options), files)
+        files.require_unchanged()
+        return scorer
+
+    @cached_property
+    def _files(self) -> ModelFiles:
+        options = self.options
+        return ModelFiles.of(options.path, options.adapter, with_code=options.trust_remote_code)
 
     @cached_property
     def _resolved(self) -> Resolved:
@@ -67,8 +92,10 @@ class HfReference:
 class TreeScorer:
     """Scores trees with a loaded model, along the path the probe found true."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, files: ModelFiles | None = None) -> None:
+        """`files` are those the model was loaded from, if it was."""
         self.model = model
+        self._files = files
         with torch.inference_mode():
             self.path = self._choose(model)
 
@@ -78,8 +105,10 @@ class TreeScorer:
         return self.path.layout != "packed"
 
     def describe(self) -> Mapping[str, str]:
-        """The layout and the head that the probe chose."""
-        return {"layout": self.path.layout, "head": self.path.head}
+        """The layout and the head that the probe chose, and on a CPU the threads of a sum."""
+        told = {"layout": self.path.layout, "head": self.path.head}
+        on_cpu = next(self.model.parameters()).device.type == "cpu"
+        return {**told, "threads": str(torch.get_num_threads())} if on_cpu else told
 
     @contextmanager
     def in_float32(self) -> Iterator[None]:
@@ -103,6 +132,8 @@ class TreeScorer:
             tokens = sum(tree.num_tokens for tree in trees)
             refusal = OutOfMemory(f"no room for {len(trees)} trees of {tokens} tokens")
         else:
+            if self._files:
+                self._files.require_unchanged()
             return logps
         # Outside the handler: the traceback no longer keeps the failed batch alive.
         if torch.cuda.is_available():
@@ -114,6 +145,17 @@ class TreeScorer:
 
     def _numbers(self, trees: Sequence[Tree]) -> torch.Tensor:
         return tree_logps(self.model, trees, self.path)
+
+
+@contextmanager
+def on_threads(count: int) -> Iterator[None]:
+    """Computes with so many threads, whatever the environment says: they decide the last bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from transformers import AutoModelForSequenceClassification
 
 from ...schemas.errors import UsageError
 from .fingerprint import model_config
@@ -28,6 +29,8 @@ SCORE_VERSION = "score-1 float32"
 class HfReward(HfReference):
     """A Hugging Face folder of a sequence-classification model with one label."""
 
+    _kind = AutoModelForSequenceClassification
+
     def identity(self) -> Mapping[str, str]:
         """As of a reference, but that other numbers come out of it."""
         architectures = model_config(self.options.path).get("architectures") or [""]
@@ -41,8 +44,11 @@ class HfReward(HfReference):
 
     def open(self) -> RewardScorer:
         """Loads the weights and chooses how to score with them."""
+        files = self._files
         model = load_reward_model(self.options, seed=0).eval().requires_grad_(False)
-        return RewardScorer(model)
+        scorer = RewardScorer(model, files)
+        files.require_unchanged()
+        return scorer
 
 
 class RewardScorer(TreeScorer):

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .summed import Summed, write_sums
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -24,7 +26,10 @@ class NumberFile:
 
     def __init__(self, path: Path, kind: str, *, length: int | None = None) -> None:
         """Opens a file that is there; with a `length`, makes it anew."""
+        if length is None:
+            Summed(path, kind).check()
         flags = os.O_RDONLY if length is None else os.O_RDWR | os.O_CREAT | os.O_TRUNC
+        self._path = path
         self._kind = np.dtype(kind)
         self._is_new = length is not None
         self._file = os.open(path, flags | os.O_CLOEXEC, 0o666)
@@ -42,13 +47,17 @@ class NumberFile:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Makes what was written durable; the map goes when its last slice does."""
+        """Makes what was written durable and checks what was read; the map goes with its slices."""
         try:
             if self._is_new and error[0] is None:
                 os.fsync(self._file)
         finally:
             os.close(self._file)
             self._map, self._numbers = None, self._numbers[:0].copy()
+        if error[0] is None and self._is_new:
+            write_sums(self._path)
+        elif error[0] is None:  # a map does not check its blocks as they are read
+            Summed(self._path, self._kind.str).check()
 
     def __len__(self) -> int:
         return len(self._numbers)

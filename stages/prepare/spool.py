@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...schemas.ragged import Ragged
-from ...schemas.rows import RowBlock
+from ...schemas.rows import PromptKeys, RowBlock
 from .keyed import KeyedRows
-from .numbers import NumberFile
+from .summed import Summed, SummedWriter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -22,11 +21,14 @@ if TYPE_CHECKING:
 
 KEY = "<u8"
 ROW_COLUMNS = {
-    "prompt_keys": KEY,
+    "places": KEY,
     "row_id": "S16",
     "copy": "<i4",
-    "file": "<i4",
+    "file": KEY,
     "row": "<i8",
+    "prompt_key": "S16",
+    "split_key": KEY,
+    "prompt_sketch": KEY,
     "prompt_cut": "<i4",
     "prompt_ends": "<i8",
     "branch_ends": "<i8",
@@ -35,7 +37,7 @@ BRANCH_COLUMNS = {
     "completion_keys": KEY,
     "completion_ends": "<i8",
     "roles": "i1",
-    "scores": "<f4",
+    "scores": "<f8",
     "cut": "<i4",
 }
 VALUE_COLUMNS = {"prompt_values": "<i4", "completion_values": "<i4"}
@@ -53,8 +55,8 @@ class SpoolWriter:
         folder.mkdir(parents=True, exist_ok=True)
         names = [*ROW_COLUMNS, *BRANCH_COLUMNS, *VALUE_COLUMNS, *map(_carried_file, carried)]
         self._stack = ExitStack()
-        self._files: dict[str, IO[bytes]] = {
-            name: self._stack.enter_context((folder / f"{name}.bin").open("wb")) for name in names
+        self._files = {
+            name: self._stack.enter_context(SummedWriter(folder / f"{name}.bin")) for name in names
         }
         self._ends = {"prompt_ends": 0, "branch_ends": 0, "completion_ends": 0}
         self.num_rows = 0
@@ -62,20 +64,19 @@ class SpoolWriter:
     def __enter__(self) -> SpoolWriter:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        with self._stack:
-            if error[0] is None:
-                for file in self._files.values():
-                    file.flush()
-                    os.fsync(file.fileno())
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
 
     def append(self, keyed: KeyedRows) -> None:
         """Adds rows after those already there."""
         rows = keyed.rows
-        self._write("prompt_keys", keyed.prompt_keys)
+        self._write("places", keyed.places)
         self._write("completion_keys", keyed.completion_keys)
         for name in ("row_id", "copy", "file", "row", "prompt_cut", "roles", "scores", "cut"):
             self._write(name, getattr(rows, name))
+        self._write("prompt_key", rows.prompt_keys.prompt)
+        self._write("split_key", rows.prompt_keys.split)
+        self._write("prompt_sketch", rows.prompt_keys.sketch)
         self._write_ends("prompt_ends", rows.prompts.offsets)
         self._write_ends("branch_ends", rows.branch_offsets)
         self._write_ends("completion_ends", rows.completions.offsets)
@@ -86,7 +87,7 @@ class SpoolWriter:
         self.num_rows += len(rows)
 
     def _write(self, name: str, column: NDArray[Any]) -> None:
-        self._files[name].write(np.ascontiguousarray(column).data)
+        self._files[name].write(column)
 
     def _write_ends(self, name: str, offsets: NDArray[np.int64]) -> None:
         self._write(name, offsets[1:] + self._ends[name])
@@ -101,22 +102,22 @@ class Spool:
     carried: tuple[str, ...]
 
     def __len__(self) -> int:
-        return (self.folder / "row.bin").stat().st_size // 8
+        return len(self._file("row"))
 
     @property
     def num_completions(self) -> int:
         """Completions of all rows together."""
-        return (self.folder / "completion_ends.bin").stat().st_size // 8
+        return len(self._file("completion_ends"))
+
+    @property
+    def is_there(self) -> bool:
+        """Whether every file of it is."""
+        names = [*ROW_COLUMNS, *BRANCH_COLUMNS, *VALUE_COLUMNS, *map(_carried_file, self.carried)]
+        return all(self._file(name).is_there for name in names)
 
     def column(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[Any]:
         """One flat column, or a range of it."""
-        kinds = {**ROW_COLUMNS, **BRANCH_COLUMNS, **VALUE_COLUMNS}
-        kind = np.dtype(kinds.get(name, "<f8"))
-        count = -1 if stop is None else stop - start
-        if count == 0:
-            return np.empty(0, dtype=kind)
-        path = self.folder / f"{name}.bin"
-        return np.fromfile(path, dtype=kind, count=count, offset=start * kind.itemsize)
+        return self._file(name).read(start, stop)
 
     def read(self, start: int, stop: int) -> KeyedRows:
         """Rows `start` to `stop`."""
@@ -129,6 +130,9 @@ class Spool:
             copy=per_row["copy"],
             file=per_row["file"],
             row=per_row["row"],
+            prompt_keys=PromptKeys(
+                per_row["prompt_key"], per_row["split_key"], per_row["prompt_sketch"]
+            ),
             prompts=self._lists("prompt", start, stop),
             prompt_cut=per_row["prompt_cut"],
             branch_offsets=branches - first,
@@ -138,7 +142,7 @@ class Spool:
             cut=per_branch["cut"],
             carried={name: self.column(_carried_file(name), start, stop) for name in self.carried},
         )
-        return KeyedRows(rows, per_row["prompt_keys"], per_branch["completion_keys"])
+        return KeyedRows(rows, per_row["places"], per_branch["completion_keys"])
 
     def completions(self, indices: NDArray[np.int64]) -> Ragged:
         """The completions at `indices`, wherever they lie, reading neighbours together."""
@@ -152,9 +156,7 @@ class Spool:
 
     def cuts(self, indices: NDArray[np.int64]) -> NDArray[np.int32]:
         """How many tokens the completions at `indices`, wherever they lie, have already lost."""
-        with NumberFile(self.folder / "cut.bin", BRANCH_COLUMNS["cut"]) as column:
-            lost: NDArray[np.int32] = column[indices]
-        return lost
+        return self._file("cut").at(indices)
 
     def stretches(self) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
         """All rows, so many at a time that neither they nor their completions are many.
@@ -172,24 +174,26 @@ class Spool:
             start = stop
 
     def between(self, first_key: int, last_key: int) -> tuple[int, int]:
-        """The stretch of rows whose prompts' keys lie between two, both included."""
-        with NumberFile(self.folder / "prompt_keys.bin", KEY) as keys:
-            first = np.searchsorted(keys[:], np.uint64(first_key), side="left")
-            last = np.searchsorted(keys[:], np.uint64(last_key), side="right")
-        return int(first), int(last)
+        """The stretch of rows whose places on the ring lie between two, both included."""
+        places = self._file("places")
+        first = places.search(np.uint64(first_key), "left")
+        return first, places.search(np.uint64(last_key), "right", start=first)
 
     def between_ids(self, start: int, stop: int, first: bytes, last: bytes) -> tuple[int, int]:
         """Of rows of one prompt, those whose ids lie between two, both included."""
-        with NumberFile(self.folder / "row_id.bin", ROW_COLUMNS["row_id"]) as ids:
-            low = np.searchsorted(ids[start:stop], np.bytes_(first), side="left")
-            high = np.searchsorted(ids[start:stop], np.bytes_(last), side="right")
-        return start + int(low), start + int(high)
+        ids = self._file("row_id")
+        low = ids.search(np.bytes_(first), "left", start=start, stop=stop)
+        return low, ids.search(np.bytes_(last), "right", start=low, stop=stop)
 
     def offsets(self, name: str, start: int, stop: int) -> NDArray[np.int64]:
         """Where the lists `start` to `stop` begin, and where the last of them ends."""
         if start == 0:
             return np.append(np.int64(0), self.column(name, 0, stop))
         return self.column(name, start - 1, stop)
+
+    def _file(self, name: str) -> Summed:
+        kinds = {**ROW_COLUMNS, **BRANCH_COLUMNS, **VALUE_COLUMNS}
+        return Summed(self.folder / f"{name}.bin", kinds.get(name, "<f8"))
 
     def _lists(self, name: str, start: int, stop: int) -> Ragged:
         offsets = self.offsets(f"{name}_ends", start, stop)

@@ -20,6 +20,7 @@ class Lineage:
     head: Head
     padding_token: int | None
     options: Mapping[str, str]  # of the method
+    stops: Mapping[str, str]  # what ends a completion, by its kind
     settings: Mapping[str, str]  # of the training
     policy: str
     reference: str
@@ -61,6 +62,7 @@ def model_card(lineage: Lineage, *, adapter_of: str = "") -> str:
             *_table("Lineage", _origins(lineage)),
             *_table("Data (sha256)", lineage.data),
             *_table("Method", lineage.options),
+            *_table("Stop tokens", lineage.stops),
             *_table("Training", lineage.settings),
             *_table("Last metrics", {name: f"{v:.6g}" for name, v in lineage.metrics.items()}),
             *_table("Versions", lineage.versions),

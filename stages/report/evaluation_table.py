@@ -1,8 +1,8 @@
 """`evaluations/step-<n>.csv`: single held-out completions, a line each.
 
 row counts the rows as the method reads them; row_id names the stored row; log_ratio is
-log(policy / reference). A reward model has no log-probs: there is its score instead. What is asked
-for by words the reference never saw has no log-ratio.
+log(policy / reference), and reward what the loss compares. A reward model has no log-probs: there
+is its score instead. What is asked for by words the reference never saw has no log-ratio.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 NAMES = ("row", "row_id", "role", "tokens")
 Kind = Literal["log-ratios", "log-probs", "scores"]
+REWARD = "reward"
 # Of each kind the columns, the last of them for the report.
 COLUMNS: dict[Kind, tuple[str, ...]] = {
     "scores": ("policy_score",),
@@ -44,6 +45,7 @@ class Completion:
     role: str
     num_tokens: int
     value: float  # its log-ratio, or its score
+    reward: float | None = None  # where the method has rewards
 
 
 @dataclass(frozen=True)
@@ -58,15 +60,17 @@ class Table:
 def evaluation_csv(judged: Sequence[Judged], kind: Kind, *, decode: Decode | None) -> str:
     """All of it as text; with `decode` also that of prompts and completions."""
     texts = ("prompt", "completion") if decode else ()
+    rewards = (REWARD,) if any(one.reward is not None for one in judged) else ()
     sink = io.StringIO()
     # Of text every cell is quoted: a lone carriage return would end a line.
     writer = csv.writer(
         sink, lineterminator="\n", quoting=csv.QUOTE_ALL if decode else csv.QUOTE_MINIMAL
     )
-    writer.writerow([*NAMES, *COLUMNS[kind], *texts])
+    writer.writerow([*NAMES, *COLUMNS[kind], *rewards, *texts])
     for one in judged:
         ratio = one.logp - one.reference_logp
-        numbers = (one.logp, one.reference_logp, ratio)[: len(COLUMNS[kind])]
+        known = (one.logp, one.reference_logp, ratio)[: len(COLUMNS[kind])]
+        numbers = (*known, *(one.reward for _ in rewards))
         cells = [one.row, one.row_id, one.role.name.lower(), one.num_tokens, *map(repr, numbers)]
         writer.writerow([*cells, *(_texts(one, decode) if decode else ())])
     return sink.getvalue()
@@ -92,7 +96,9 @@ def read_evaluation(path: Path) -> Table:
 
 
 def _completion(line: Mapping[str, str], value: str) -> Completion:
-    return Completion(int(line["row"]), line["role"], int(line["tokens"]), float(line[value]))
+    reward = float(line[REWARD]) if REWARD in line else None
+    number = float(line[value])
+    return Completion(int(line["row"]), line["role"], int(line["tokens"]), number, reward)
 
 
 def _texts(one: Judged, decode: Decode) -> tuple[str, str]:

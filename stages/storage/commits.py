@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections import Counter
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...schemas.codec import CodecError, from_json, to_json
+from ...schemas.codec import digest_of, from_json, to_json
 from ...schemas.errors import CorruptionError, NonFiniteError, StorageError
 from ...schemas.manifest import Commit
 from . import fs
@@ -22,6 +23,7 @@ from .shards import group_bounds, open_shard, write_shard
 from .tables import ids_digest, row_ids, schema_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from ...schemas.manifest import FileEntry
@@ -42,7 +44,7 @@ class UnitFacts:
     rejected: tuple[Rejected, ...]  # rows dropped while scoring
     notes: dict[str, int]
     numerics: dict[str, str]
-    input_names: tuple[str, ...]  # of the files that rejected rows are numbered by
+    input_names: Mapping[int, str]  # of the files that rejected rows are of, by identity
 
 
 def commit_unit(
@@ -118,8 +120,9 @@ def _describe(
     logps = block.logps
     _require_written(draft, block, len(groups))
     sha256 = fs.sha256_of(draft)
-    return Commit(
+    unsigned = Commit(
         unit=unit,
+        digest="",
         file=part_name(unit, sha256),
         bytes=draft.stat().st_size,
         sha256=sha256,
@@ -139,6 +142,7 @@ def _describe(
         notes=facts.notes,
         numerics=facts.numerics,
     )
+    return dataclasses.replace(unsigned, digest=digest_of(unsigned, "digest"))
 
 
 def _require_written(draft: Path, block: ScoredBlock, num_groups: int) -> None:
@@ -191,10 +195,14 @@ def _yield_to(theirs: Commit, ours: Commit, final: Path, *, is_new: bool) -> Com
 
 
 def _read_commit(path: Path, unit: int) -> Commit:
+    text = fs.read_bytes(path)
     try:
-        commit = from_json(Commit, fs.read_bytes(path))
-    except CodecError as error:
+        commit = from_json(Commit, text)
+        is_ours = to_json(commit).encode() == text
+    except ValueError as error:  # CodecError, or a number JSON has no word for
         raise _damaged(path, str(error)) from error
+    if not is_ours or commit.digest != digest_of(commit, "digest"):
+        raise _damaged(path, "its digest does not fit its content")
     if commit.unit != unit or commit.file != part_name(unit, commit.sha256):
         raise _damaged(path, f"it names unit {commit.unit} and file {commit.file!r}")
     for entry in commit.quarantine:
@@ -213,4 +221,6 @@ def _require_file(named: Path, size: int, path: Path) -> None:
 
 
 def _damaged(path: Path, why: str) -> CorruptionError:
-    return CorruptionError(f"{path}: {why}. Remove this file and run the same command again.")
+    return CorruptionError(
+        f"{path} is damaged: {why}. Remove this file and run the same command again."
+    )

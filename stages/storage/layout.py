@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PART_NAME = re.compile(r"part-[0-9]{8}-[0-9a-f]{16}\.parquet")
+PLAN_NAME = "plan.json"
 COMMIT_NAME = re.compile(r"([0-9]{8})\.json")
+PLAN_NAME = "plan.json"
 WORK_NAME = re.compile(r"[0-9a-f]{16}")
 
 
@@ -99,7 +101,7 @@ class WorkFolder:
     @property
     def plan(self) -> Path:
         """The plan, written once."""
-        return self.root / "plan.json"
+        return self.root / PLAN_NAME
 
     @property
     def commits(self) -> Path:

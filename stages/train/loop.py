@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -11,19 +12,21 @@ from ...schemas.batches import Cursor
 from ...schemas.errors import NonFiniteError
 from ..storage.failpoints import reach
 from ..tracking.names import EVAL
+from .evaluation import asks_first, evaluate, whole_step
 from .muster import Muster
 from .schedule import learning_rate
-from .step import evaluate, train_step
+from .step import train_step
 from .witness import Witness
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
-    from ...schemas.batches import StepBatch
+    from ...schemas.batches import StepBatch, StepSize
     from ...schemas.config import TrainOptions
     from ...schemas.engine import Engine
     from ...schemas.evaluation import Judged
+    from ...schemas.methods import Step
     from ..methods.recipe import Memory, Recipe
     from .meter import Meter
     from .step import StepResult
@@ -52,6 +55,10 @@ class Feed(Protocol):
     @property
     def has_held_out(self) -> bool:
         """Whether there is something to evaluate on."""
+        ...
+
+    def held_out_size(self) -> StepSize:
+        """All rows of an evaluation, over all ranks."""
         ...
 
     def steps(self, start: Cursor) -> AbstractContextManager[Iterator[StepBatch]]:
@@ -205,17 +212,38 @@ class Loop:
         if not is_due or not self.feed.has_held_out:
             return None
         witness = Witness(most_rows=self.options.eval_table, keeps_ids=self.options.eval_text)
-        with self.feed.held_out() as stream:
-            batches = Muster(self.engine, stream, self.meter, halts)
-            metrics = evaluate(
-                self.engine, self.recipe, batches, memory=place.memory, witness=witness
-            )
-        if not batches.halted:
+        step, halted = self._held_out_step(halts)
+        if not halted:
+            with self._held_out(halts) as batches:
+                metrics = evaluate(
+                    self.engine,
+                    self.recipe,
+                    batches,
+                    step=step,
+                    memory=place.memory,
+                    witness=witness,
+                )
+            halted = batches.halted
+        if not halted:
             named = {f"{EVAL}{name}": value for name, value in metrics.items()}
             records.evaluated(place, named, witness.told(self.engine.world))
             reach("evaluation.done")
         self.meter.restart()
-        return batches.halted
+        return halted
+
+    def _held_out_step(self, halts: Halts) -> tuple[Step, Ending | None]:
+        """What all held-out rows have in common; where a loss asks for it, the policy is run."""
+        size = self.feed.held_out_size()
+        if not asks_first(self.recipe):
+            return whole_step(self.engine, self.recipe, (), size), None
+        with self._held_out(halts) as batches:
+            step = whole_step(self.engine, self.recipe, batches, size)
+        return step, batches.halted
+
+    @contextmanager
+    def _held_out(self, halts: Halts) -> Iterator[Muster]:
+        with self.feed.held_out() as stream:
+            yield Muster(self.engine, stream, self.meter, halts)
 
     def _judge(self, place: Place, result: StepResult, records: Records) -> None:
         if result.applied:

@@ -8,24 +8,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from ..methods.labelled import with_margin
 from ..methods.recipe import LOSS
+from ..methods.rewards import with_margin
 from ..storage.failpoints import reach
 from .forward import branches_of, step_of
 from .sums import Sums
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from torch import Tensor
 
     from ...schemas.batches import MicroBatch, StepBatch
     from ...schemas.engine import Engine
     from ...schemas.methods import Step
     from ..methods.recipe import Memory, Recipe
-    from .witness import Witness
 
 
 @dataclass(frozen=True)
@@ -67,29 +63,6 @@ def train_step(
         suspects = tuple(row for micro in batch.own for row in micro.row_ids)
         return StepResult(applied=False, metrics=metrics, suspects=suspects, memory=memory)
     return StepResult(applied=True, metrics=metrics, suspects=suspects, memory=now)
-
-
-@torch.no_grad()
-def evaluate(
-    engine: Engine,
-    recipe: Recipe,
-    batches: Iterable[StepBatch],
-    *,
-    memory: Memory,
-    witness: Witness,
-) -> dict[str, float]:
-    """Means over all items of all batches, nothing learned."""
-    sums = Sums()
-    for batch in batches:
-        reach("evaluation.batch")
-        witness.begin(batch)
-        step = step_of(engine, recipe, batch)
-        engine.learn_mode(dropout_seed=None)
-        for micro in batch.own:
-            branches = branches_of(engine, recipe, micro)
-            witness.see(micro, branches)
-            sums.add_outcome(recipe.outcome(branches, step, memory))
-    return with_margin(recipe.with_loss(sums.means(engine)))
 
 
 def _is_finite(step: Step) -> bool:

@@ -111,7 +111,7 @@ def test_a_page_tells_the_whole_run_and_loads_nothing(run, course):
         "KL, mean of mismatched log-ratios",
         "Held-out completions",
         "Log-ratios of completions",
-        "Good less bad completion of a row",
+        "Margins of rewards within a row",
         "Log-ratios by length",
         "Data",
         "Lineage",

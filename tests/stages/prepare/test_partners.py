@@ -10,6 +10,7 @@ from align.schemas.errors import BadDataError
 from align.stages.prepare import partners as module
 from align.stages.prepare.numbers import NumberFile
 from align.stages.prepare.partners import Repeats, choose_partners
+from align.stages.prepare.summed import SummedWriter
 
 
 class Chosen(NamedTuple):
@@ -23,8 +24,9 @@ def choose(prompt_keys, completion_keys, *, num_pairs):
 
 
 def choose_on_disk(folder, prompt_keys, completion_keys, *, num_pairs):
-    (folder / "prompts").write_bytes(prompt_keys.tobytes())
-    (folder / "texts").write_bytes(completion_keys.tobytes())
+    for name, keys in (("prompts", prompt_keys), ("texts", completion_keys)):
+        with SummedWriter(folder / name) as file:
+            file.write(keys)
     forgotten = []
 
     def forget():

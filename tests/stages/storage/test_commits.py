@@ -6,7 +6,9 @@ import os
 
 import pyarrow.parquet as pq
 import pytest
+from flips import flipped
 
+from align.schemas.codec import digest, to_json
 from align.schemas.errors import CorruptionError, NonFiniteError, StorageError
 from align.schemas.rows import Rejected
 from align.stages.storage import commits
@@ -59,7 +61,7 @@ def test_a_commit_names_the_rows_its_unit_lost(work, make_block, lossy):
     assert entry.file == f"quarantine/part-00000004-{entry.sha256[:16]}.parquet"
     stored = pq.read_table(work.cache.root / entry.file).to_pylist()
     assert [row.pop("file_name") for row in stored] == ["a.jsonl", "a.jsonl", "b.jsonl"]
-    found = [Rejected(**row) for row in stored]
+    found = [Rejected(**(row | {"file": int(row["file"], 16)})) for row in stored]
     assert found == sorted(lossy.rejected, key=lambda row: (row.file, row.row))
     backwards = dataclasses.replace(lossy, rejected=lossy.rejected[::-1])
     assert commit_unit(work, "again", 4, make_block(9, 1), backwards) == commit
@@ -172,7 +174,10 @@ def test_a_disk_that_changes_bytes_on_the_way_is_noticed(
 
 
 def _edit(path, **fields):
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    """Changes a commit and signs it anew."""
+    plain = json.loads(path.read_text()) | fields
+    del plain["digest"]
+    path.write_text(to_json(plain | {"digest": digest(plain)}))
 
 
 @pytest.mark.parametrize(
@@ -190,6 +195,19 @@ def test_an_edited_commit_is_refused(work, make_block, facts, fields, said):
     _edit(work.commit(0), **fields)
     with pytest.raises(CorruptionError, match=said):
         read_commits(work, 2)
+
+
+@pytest.mark.parametrize("flips", [60, pytest.param(600, marks=pytest.mark.long)])
+def test_no_flipped_bit_of_a_commit_is_taken_for_a_commit(work, make_block, lossy, flips):
+    commit = commit_unit(work, "run", 0, make_block(5, 1), lossy)
+    path = work.commit(0)
+    good = path.read_bytes()
+    for damaged in flipped(good, flips):
+        path.write_bytes(damaged)
+        with pytest.raises(CorruptionError, match=r"00000000\.json.*Remove this file"):
+            read_commits(work, 1)
+    path.write_bytes(good)
+    assert read_commits(work, 1) == {0: commit}
 
 
 def test_a_commit_of_no_unit_of_the_plan_is_refused(work, make_block, facts):

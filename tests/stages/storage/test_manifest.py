@@ -1,13 +1,16 @@
+import contextlib
 import dataclasses
 import json
 import random
 
 import pytest
+from flips import flipped
 
 from align.schemas.codec import digest, to_json
 from align.schemas.errors import AlignError, CorruptionError, FingerprintError, UsageError
+from align.stages.storage import fs
 from align.stages.storage.layout import CacheFolder
-from align.stages.storage.manifest import load_manifest, root_of, write_manifest
+from align.stages.storage.manifest import load_manifest, load_plan, root_of, write_manifest
 
 
 def test_a_manifest_is_the_same_whenever_and_wherever_it_is_made(
@@ -161,3 +164,27 @@ def test_the_root_is_a_digest_of_what_a_cache_holds(cache):
     for name in NOT_NAMED:
         del plain[name]
     assert root == digest(plain)
+
+
+@pytest.mark.parametrize("flips", [60, pytest.param(600, marks=pytest.mark.long)])
+def test_no_flipped_bit_of_a_plan_is_taken_for_a_plan(tmp_path, make_cache, flips):
+    with contextlib.suppress(StoppedError), fs.watch(stop_at_the_first_commit):
+        make_cache(tmp_path / "cache")
+    (work,) = CacheFolder(tmp_path / "cache").works()
+    good, plan = work.plan.read_bytes(), load_plan(work)
+    for damaged in flipped(good, flips):
+        work.plan.write_bytes(damaged)
+        with pytest.raises(AlignError, match=r"plan\.json") as refused:
+            load_plan(work)
+        assert refused.value.exit_code in (4, 5)
+    work.plan.write_bytes(good)
+    assert load_plan(work) == plan
+
+
+class StoppedError(Exception):
+    """What ends a run in this test."""
+
+
+def stop_at_the_first_commit(op):
+    if op.name == "link" and op.target.parent.name == "commits":
+        raise StoppedError

@@ -9,7 +9,7 @@ from training_world import START, Told, job_of, learn, loop_of
 
 from align.pipeline.train import open_session
 from align.schemas.batches import Cursor
-from align.stages.train import step as step_module
+from align.stages.train import evaluation as evaluation_module
 from align.stages.train.loop import Halts, Place, train
 
 HELD_OUT = {"eval_fraction": 0.15}
@@ -113,7 +113,7 @@ def test_an_evaluation_is_halted_between_two_batches(training_world, here, monke
         if name == "evaluation.batch" and len(told.steps) == before:
             batches.append(name)
 
-    monkeypatch.setattr(step_module, "reach", note)
+    monkeypatch.setattr(evaluation_module, "reach", note)
     halts = Halts(lambda: bool(batches), math.inf)
     _, place, ending = run(
         training_world, here, told=told, halts=halts, eval_every=3, batch_size=2, **HELD_OUT
@@ -160,3 +160,12 @@ def test_an_evaluation_leaves_no_trace_in_the_weights(training_world, here):
     others = often.engine.weights()
     for name, weights in seldom.engine.weights().items():
         assert weights.equal(others[name])
+
+
+def test_an_option_of_the_second_part_of_a_mixture_decides_what_a_step_runs(training_world, here):
+    options = {"kto_logsigmoid.kl_use": "all", "kto_logsigmoid.kl_per_step": 7}
+    job = job_of(training_world.pairs, "dpo+kto_logsigmoid", options=options, max_steps=1)
+    session, told = learn(job, here)
+    assert session.feed.settings.kl_use == "all"
+    ((_, metrics),) = told.steps
+    assert metrics["kl/pairs"] == 7
