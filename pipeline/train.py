@@ -156,7 +156,7 @@ def _restored(session: Session, start: Start) -> Place | None:
     position = start.checkpoint.position
     folder = start.folder.step(position.global_step)
     together(session.world, lambda: session.engine.load_state(folder))
-    return Place(position.global_step, position.cursor, position.memory)
+    return Place(position.global_step, position.cursor, position.memory, position.window)
 
 
 def _require_agreement(session: Session, records: RunRecords) -> None:
