@@ -105,7 +105,9 @@ def precompute_ref(
     """Run the frozen reference over preference data and store its log-probs in Parquet shards."""
     from .pipeline.settings import load_settings
 
-    settings = load_settings(flags, sets or [], file=config, data=data or [])
+    settings = load_settings(
+        flags, sets or [], file=config, data=data or [], command="precompute-ref"
+    )
     _precompute(settings.config, join=join)
 
 
@@ -126,9 +128,15 @@ def score(
     from .pipeline.settings import load_settings
     from .schemas.errors import UsageError
 
-    settings = load_settings(flags, sets or [], file=config, data=data or []).config
+    command = "score --from-labels" if from_labels else "score"
+    loaded = load_settings(flags, sets or [], file=config, data=data or [], command=command)
+    settings = loaded.config
     if from_labels == bool(settings.rewards.model):
         raise UsageError("Pass --reward-model DIR or --from-labels: one of them, not both.")
+    if from_labels and join:
+        raise UsageError("--join: --from-labels loads no model, so there is no work to share.")
+    if from_labels and settings.tracking.mlflow and "tracking.mlflow" in loaded.on_command:
+        raise UsageError("--mlflow: --from-labels runs no model, and records no run. Leave it out.")
     if from_labels:
         typer.echo(rewards_from_labels(settings).text())
         return
@@ -148,7 +156,7 @@ def train(flags: dict[str, Any], config: ConfigFile = None, sets: Sets = None) -
     from .pipeline.settings import load_settings
     from .pipeline.training_job import open_training
 
-    job = open_training(load_settings(flags, sets or [], file=config))
+    job = open_training(load_settings(flags, sets or [], file=config, command="train"))
 
     from .pipeline.first_rank import progress_of_first, say_once
     from .pipeline.train import run_training
@@ -182,7 +190,7 @@ def sweep(
 
     def load(more: Sequence[str]) -> Settings:
         flags = {"train.cache": cache, "train.resume": resume}
-        return load_settings(flags, [*(sets or []), *more], file=config)
+        return load_settings(flags, [*(sets or []), *more], file=config, command="sweep")
 
     short = {"method.beta": beta, "train.lr": lr}
     given = [*(f"{name}={values}" for name, values in short.items() if values), *(vary or [])]
@@ -251,7 +259,8 @@ def verify(
     from .pipeline.verify import verify as run_verify
     from .stages.model.reference import HfReference
 
-    options = load_settings({}, sets or [], file=config, data=[str(cache)]).config.model
+    settings = load_settings({}, sets or [], file=config, near=[str(cache)], command="verify")
+    options = settings.config.model
     told = run_verify(cache, options, model=model, rescore=rescore, open_reference=HfReference)
     typer.echo(told)
 
@@ -281,7 +290,11 @@ def export(
     model: Model = None,
     overwrite: Annotated[bool, typer.Option(help="Replace the file if it exists.")] = False,
 ) -> None:
-    """Write a cache as one flat Parquet file for other trainers."""
+    """Write a cache as one flat Parquet file: text, ids and log-probs, named as TRL names them.
+
+    TRL 1.16 reads the text alone. It takes no reference log-probs from a file: remove the ref_
+    columns before you pass precompute_ref_log_probs.
+    """
     from .pipeline.export import export as run_export
 
     target = output or cache.resolve().with_name(f"{cache.resolve().name}-{to}.parquet")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..schemas.config import TokenOptions
@@ -14,12 +16,14 @@ from ..stages.model.fingerprint import (
 )
 from ..stages.prepare.tokenizer import load_tokenizer, tokenizer_fingerprint
 from .identity import differences
+from .settings import flatten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ..schemas.config import ModelOptions
     from ..schemas.manifest import Manifest
+    from .settings import Settings
 
 # Parts of a fingerprint that two caches share when their numbers can be compared.
 MAKING = {"model", "numerics", "tokenizer", "tokens"}
@@ -58,12 +62,34 @@ def policy_identity(model: ModelOptions) -> dict[str, str]:
     }
 
 
+def require_same_model(settings: Settings, manifest: Manifest) -> None:
+    """Refuses an align.yaml or ALIGN_MODEL that names another reference than the cache's."""
+    model = settings.config.model
+    wanted = replace(
+        model, path=model.path or manifest.model, adapter=model.adapter or manifest.adapter
+    )
+    if _same_place(wanted.path, manifest.model) and _same_place(wanted.adapter, manifest.adapter):
+        return
+    if found := _other_than_reference(manifest, policy_identity(wanted)):
+        name = "model.adapter" if _same_place(wanted.path, manifest.model) else "model.path"
+        origin, value = settings.origins[name], flatten(settings.config)[name]
+        raise FingerprintError(
+            f"{origin}: {name} is {value}, and the reference of the cache is {manifest.model}"
+            f"{f' with {manifest.adapter}' if manifest.adapter else ''}:{_lines(found)}\n"
+            "Make a cache with that model, or set it to the cache's. To train from another model "
+            "than the reference, pass --model DIR --set train.other_reference=true."
+        )
+
+
+def _same_place(one: str, other: str) -> bool:
+    return one == other or bool(one and other and Path(one).resolve() == Path(other).resolve())
+
+
 def require_same_reference(
     manifest: Manifest, policy: str, identity: Mapping[str, str], *, may_differ: bool
 ) -> bool:
     """Whether the policy begins as the reference; one that does not is refused unless allowed."""
-    named = {name: value for name, value in identity.items() if name != "model.code"}
-    found = differences({name: manifest.fingerprint[name] for name in named}, named)
+    found = _other_than_reference(manifest, identity)
     if found and not may_differ:
         raise FingerprintError(
             f"The cache was made with another reference than {policy}:{_lines(found)}\n"
@@ -71,6 +97,12 @@ def require_same_reference(
             "reference, pass --set train.other_reference=true."
         )
     return not found
+
+
+def _other_than_reference(manifest: Manifest, identity: Mapping[str, str]) -> dict[str, str]:
+    """Field by field, how a model differs from the reference the cache was made with."""
+    named = {name: value for name, value in identity.items() if name != "model.code"}
+    return differences({name: manifest.fingerprint[name] for name in named}, named)
 
 
 def require_same_making(manifest: Manifest, other: Manifest, name: str) -> None:

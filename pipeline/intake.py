@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 from ..schemas.errors import BadDataError, CorruptionError, StorageError
 from ..schemas.manifest import FORMAT_VERSION, InputEntry, Plan
-from ..stages.prepare.read import iter_chunks
+from ..stages.prepare.read import iter_chunks, require_unchanged
 from ..stages.prepare.ring import Intake, Ring, collect_runs, merge_runs
+from ..stages.prepare.tokenizer import tokenizer_fingerprint
 from ..stages.prepare.units import unit_offsets
-from ..stages.prepare.workers import EncodingJob, default_workers, encode_chunks
+from ..stages.prepare.workers import EncodingJob, default_workers, encode_chunks, usable_cores
 from ..stages.storage import fs
 from ..stages.storage.manifest import load_manifest, write_plan
 from ..stages.storage.quarantine import write_quarantine
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from ..stages.prepare.spool import Spool
     from .job import Job
 
+KINDS = ("rows_of_conversations", "rows_of_plain_text")
 EXAMPLES_SHOWN = 3
 
 
@@ -53,13 +55,26 @@ def _encode(job: Job, intake: Intake, progress: Progress) -> list[Spool]:
     shutil.rmtree(spool, ignore_errors=True)
     fs.make_folder(spool)
     total_bytes = sum(file.bytes for file in job.inputs)
-    encoding = EncodingJob(config.model.path, config.tokens, job.shape, config.cache.seed)
+    encoding = EncodingJob(
+        config.model.path,
+        config.tokens,
+        job.shape,
+        config.cache.seed,
+        job.files,
+        tokenizer_fingerprint(job.tokenizer),
+    )
     workers = config.data.workers or default_workers(total_bytes)
     progress.begin("reading and tokenizing", total=None, unit="rows")
     chunks = _shown(iter_chunks(job.inputs, job.shape.columns), progress)
     encoded = encode_chunks(chunks, encoding, num_workers=workers)
     with fs.told("write", spool):
-        runs = collect_runs(spool, encoded, carried=job.shape.carried, intake=intake)
+        try:
+            runs = collect_runs(spool, encoded, carried=job.shape.carried, intake=intake)
+        except BadDataError:
+            require_unchanged(job.inputs, job.digested)  # the better reason
+            raise
+    # Only now: Parquet and mapped files are read here and there, some of it after the last chunk.
+    require_unchanged(job.inputs, job.digested)
     progress.end()
     return runs
 
@@ -71,6 +86,7 @@ def _merge(job: Job, runs: list[Spool], intake: Intake) -> Ring:
             spool,
             runs,
             long_form=job.shape.kind == "scored_long",
+            prompt_side=job.config.tokens.prompt_side,
             num_pairs=job.config.cache.kl_pairs,
             intake=intake,
         )
@@ -101,7 +117,7 @@ def _shown(chunks: Iterator[Chunk], progress: Progress) -> Iterator[Chunk]:
 def _quarantine(job: Job, run_id: str, intake: Intake) -> tuple[FileEntry, ...]:
     if not intake.rejected:
         return ()
-    names = [file.path.name for file in job.inputs]
+    names = {file: path.name for file, path in job.paths.items()}
     return (write_quarantine(job.work, run_id, 0, intake.rejected, names),)
 
 
@@ -129,7 +145,7 @@ def _prompt_hint(job: Job, intake: Intake) -> str:
 
 
 def _place(job: Job, rejected: Rejected) -> str:
-    path = job.inputs[rejected.file].path
+    path = job.paths[rejected.file]
     return f"{path} row {rejected.row}: {rejected.reason}: {rejected.detail}"
 
 
@@ -150,8 +166,8 @@ def _require_space(job: Job, ring: Ring) -> None:
 def _plan(job: Job, ring: Ring, intake: Intake, quarantine: tuple[FileEntry, ...]) -> Plan:
     cache = job.config.cache
     inputs = [
-        InputEntry(file.path.name, file.bytes, sha256, intake.rows_per_file[index])
-        for index, (file, sha256) in enumerate(zip(job.inputs, job.file_digests, strict=True))
+        InputEntry(file.path.name, read.bytes, read.sha256, intake.rows_per_file[index])
+        for index, (file, read) in enumerate(zip(job.inputs, job.digested, strict=True))
     ]
     return Plan(
         format_version=FORMAT_VERSION,
@@ -166,9 +182,19 @@ def _plan(job: Job, ring: Ring, intake: Intake, quarantine: tuple[FileEntry, ...
         unit_offsets=_offsets(job, ring),
         quarantine=quarantine,
         quarantined=dict(sorted(intake.reasons.items())),
-        notes={name: count for name, count in sorted(intake.notes.items()) if count},
+        notes=_notes(job, intake),
         reuse=candidates(cache, job.folder),
+        threads=usable_cores(),
     )
+
+
+def _notes(job: Job, intake: Intake) -> dict[str, int]:
+    """What was counted; of what kind the rows are only where there are two."""
+    unread = {f"rows_with_scores_not_read_in_{name!r}": intake.rows_in for name in job.shape.unread}
+    notes = {**intake.notes, **unread}
+    if not all(notes.get(kind) for kind in KINDS):
+        notes = {name: count for name, count in notes.items() if name not in KINDS}
+    return {name: count for name, count in sorted(notes.items()) if count}
 
 
 def _offsets(job: Job, ring: Ring) -> tuple[int, ...]:

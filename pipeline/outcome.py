@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..stages.report.grid import worded
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -40,7 +42,7 @@ class Outcome:
         if dropped:
             total = sum(manifest.quarantined.values())
             lines.append(f"{total} of {manifest.rows_in:,} rows dropped: {', '.join(dropped)}")
-        lines += [f"note: {count:,} {name.replace('_', ' ')}" for name, count in _notes(manifest)]
+        lines += [f"note: {count:,} {worded(name)}" for name, count in _notes(manifest)]
         return "\n".join(lines)
 
 

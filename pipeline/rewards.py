@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..schemas.errors import UsageError
+from ..schemas.manifest import file_identity
 from ..schemas.rows import Role
-from ..stages.prepare.read import iter_chunks, open_inputs
+from ..stages.prepare.read import digested, iter_chunks, open_inputs
 from ..stages.prepare.records import parse_chunk
 from ..stages.prepare.rewarded import Scores, write_rewarded
 from ..stages.prepare.shapes import common_shape
@@ -86,7 +87,9 @@ def rewards_from_model(
     reward = open_reward(model)
     outcome = precompute(scoring, reward, progress=progress, worker=worker, stage="score")
     scores = _scores(CacheFolder(folder / CACHE), outcome.manifest)
-    return _written(folder, inputs, shape, scores.of)
+    # The shards name files by their bytes, and here they are read in the order they were given.
+    files = [file_identity(digested(file).sha256) for file in inputs]
+    return _written(folder, inputs, shape, lambda record: scores.of(files[record.file], record.row))
 
 
 def _opened(config: Config) -> tuple[tuple[InputFile, ...], Shape]:

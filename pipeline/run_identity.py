@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +50,6 @@ MAY_CHANGE = {
 # What may change as well, but makes the whole another run than one that was never stopped.
 CHANGES_LENGTH = {"train.epochs", "train.max_steps"}
 SECTIONS = ("train", "lora", "method")
-_SIGNED = re.compile(r"# sha256 ([0-9a-f]{64}) of the lines below.*\n")
 
 
 def versions() -> dict[str, str]:
@@ -112,17 +110,21 @@ def made_with(session: Session) -> dict[str, str]:
 
 
 def signed_settings(config: Config) -> bytes:
-    """The text of a run's config.yaml, with a first line that vouches for the others."""
-    text = as_yaml(config)
+    """The text of a run's config.yaml."""
+    return signed(as_yaml(config))
+
+
+def signed(text: str) -> bytes:
+    """The text after a first line that vouches for it."""
     sha256 = hashlib.sha256(text.encode()).hexdigest()
     return f"# sha256 {sha256} of the lines below; copy this file to change it.\n{text}".encode()
 
 
 def run_settings(folder: RunFolder) -> dict[str, Any]:
     """What config.yaml says, by dotted names; CorruptionError where it is not as it was written."""
-    first, line_end, rest = fs.read_bytes(folder.config).partition(b"\n")
-    signature = _SIGNED.fullmatch((first + line_end).decode("utf-8", "replace"))
-    if not signature or signature[1] != hashlib.sha256(rest).hexdigest():
+    text = fs.read_bytes(folder.config)
+    _, _, lines = text.partition(b"\n")
+    if text != signed(lines.decode("utf-8", "replace")):
         raise CorruptionError(
             f"{folder.config} is damaged or was edited. Restore it, or remove it: --resume auto "
             "then holds to what the checkpoint says, and writes it anew."

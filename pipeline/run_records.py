@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from ..schemas.checkpoint import FORMAT_VERSION, Ending
+from ..schemas.checkpoint import Ending
 from ..schemas.errors import AlignError, Interrupted, StorageError
 from ..stages.engine.peers import from_first
 from ..stages.storage import fs
@@ -202,8 +202,6 @@ class RunRecords:
             return
         self._run.sync()
         ending = Ending(
-            format_version=FORMAT_VERSION,
-            digest="",
             ending=how,
             step=self._step,
             total_steps=self._total_steps,

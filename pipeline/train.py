@@ -13,7 +13,7 @@ from ..stages.engine.launch import joined_world
 from ..stages.engine.peers import together
 from ..stages.feed.feed import CacheFeed
 from ..stages.feed.settings import FeedSettings
-from ..stages.feed.shared import shared_prompts
+from ..stages.feed.shared import overlap
 from ..stages.feed.source import open_source
 from ..stages.model.logps import causal_model
 from ..stages.model.policy import load_policy
@@ -126,11 +126,27 @@ def _told_of(source: TrainSource, held_out: TrainSource) -> Iterator[str]:
     yield from source.notes
     if held_out is not source:
         yield from (f"{held_out.folder.root}: {note}" for note in held_out.notes)
-        if shared := shared_prompts(source, held_out):
-            yield (
-                f"{held_out.folder.root}: {shared:,} prompts are learned from as well. What is "
-                "measured by them says nothing of prompts that are new."
-            )
+    if held_out.eval_rows:
+        yield from _told_of_overlap(source, held_out)
+
+
+def _told_of_overlap(source: TrainSource, held_out: TrainSource) -> Iterator[str]:
+    found, is_split = overlap(source, held_out), held_out is source
+    if is_split:
+        yield (
+            f"{found.held_out:,} prompts are held out by a hash that ignores white space, the "
+            "system message, tools and template options."
+        )
+    where = "held-out prompts" if is_split else f"prompts of {held_out.folder.root}"
+    says_nothing = "What is measured by them says nothing of prompts that are new."
+    if found.shared:
+        told = f"{found.shared:,} of {found.held_out:,} {where} are learned from as well."
+        yield f"{told} {says_nothing}"
+    if found.near:
+        yield (
+            f"{found.near:,} of {found.held_out:,} {where} are nearly the same, word for word, as "
+            f"one that is learned from. {says_nothing}"
+        )
 
 
 def _feed_settings(job: TrainingJob, recipe: Recipe, world: World, policy: Policy) -> FeedSettings:

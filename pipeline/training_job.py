@@ -12,6 +12,7 @@ from ..stages.engine.config import Circumstances, engine_config
 from ..stages.engine.user_file import stage_of
 from ..stages.methods.table import recipe_of
 from ..stages.model.fingerprint import UNUSED_WEIGHTS, stored_dtype
+from ..stages.model.folder_check import require_peft
 from ..stages.storage.layout import CacheFolder
 from ..stages.storage.manifest import load_manifest
 from .best_metric import require_measured
@@ -20,6 +21,7 @@ from .effect import require_effect
 from .gate import (
     policy_identity,
     require_same_making,
+    require_same_model,
     require_same_reference,
     require_same_text,
 )
@@ -74,7 +76,7 @@ def open_training(settings: Settings) -> TrainingJob:
     require_measured(train)
     cache = CacheFolder(Path(train.cache or config.cache.output))
     manifest = load_manifest(cache)
-    policy = _policy(config, manifest)
+    policy = _policy(settings, manifest)
     _zero_stage(train, policy, world_size=1)
     held_out = _held_out(config, manifest)
     for folder, made in ((cache, manifest), *([held_out] if held_out else [])):
@@ -108,15 +110,18 @@ def _zero_stage(train: TrainOptions, policy: ModelOptions, world_size: int) -> i
     return int(stage_of(config))
 
 
-def _policy(config: Config, manifest: Manifest) -> ModelOptions:
+def _policy(settings: Settings, manifest: Manifest) -> ModelOptions:
     """The folder the user names, or the reference of the cache, its adapter included."""
-    train = config.train
+    config, train = settings.config, settings.config.train
+    if config.lora.enabled or manifest.adapter:
+        require_peft()
     if train.model:
         if not Path(train.model).is_dir():
             raise UsageError(
                 f"{train.model}: no such model folder. Pass the policy by --model DIR."
             )
         return replace(config.model, path=train.model, adapter="", device_map="")
+    require_same_model(settings, manifest)
     if config.lora.enabled and manifest.adapter:
         raise UsageError(
             f"The reference is {manifest.model} with the adapter {manifest.adapter}: a new "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -16,6 +17,8 @@ from .intake import ring_of
 from .known import open_earlier
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from ..schemas.manifest import Plan
     from ..schemas.reference import Reference, Scorer
     from ..schemas.tracking import Progress, Run
@@ -79,7 +82,7 @@ def score_units(
     order = sorted(units, key=lambda unit: unit % worker.world != worker.rank % worker.world)
     tally = Tally()
     progress.begin("scoring", total=plan.unit_offsets[-1], unit="rows")
-    with UnitClaims(job.work.claims) as claims:
+    with UnitClaims(job.work.claims) as claims, _held_to_threads(job, plan):
         for unit in order:
             if claims.try_claim(unit):
                 bench.finish(unit, tally)
@@ -95,6 +98,16 @@ def score_units(
     progress.end()
     tally.seconds = time.perf_counter() - started
     return tally
+
+
+def _held_to_threads(job: Job, plan: Plan) -> AbstractContextManager[None]:
+    """The plan's threads where they decide the last bits, whatever launcher started the worker."""
+    if job.fingerprint.get("model.device") != "cpu":
+        return nullcontext()
+    # Here, because only a reference that computes by torch needs it imported.
+    from ..stages.model.reference import on_threads  # noqa: PLC0415
+
+    return on_threads(plan.threads)
 
 
 @dataclass
@@ -149,7 +162,7 @@ class _Bench:
             rejected=(*arc.rejected, *scores.rejected),
             notes={name: count for name, count in notes.items() if count},
             numerics=numerics or known.numerics,
-            input_names=tuple(entry.name for entry in self.plan.inputs),
+            input_names={entry.identity: entry.name for entry in self.plan.inputs},
         )
         commit_unit(self.job.work, self.run_id, unit, scores.block, facts)
         tally.add(stop - start, scores)

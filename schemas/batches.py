@@ -30,7 +30,7 @@ class MicroBatch:
     trees: tuple[Tree, ...]  # a row each; their branches are those below, in order
     roles: NDArray[np.int8]  # (branches,) as the method reads them
     reference: NDArray[np.float64]  # (branches,)
-    scores: NDArray[np.float32]  # (branches,) NaN where the data gives none
+    scores: NDArray[np.float64]  # (branches,) NaN where the data gives none
     places: NDArray[np.int64]  # (branches,) each branch's place in the step, over all ranks
     reference_tokens: Ragged | None  # (branches,) float32, when the cache keeps them
     carried: Mapping[str, NDArray[np.float64]]  # each (rows,)

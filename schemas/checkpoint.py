@@ -77,8 +77,6 @@ class Checkpoint:
 class Ending:
     """How a run ended; written last, and removed before anything is changed again."""
 
-    format_version: int
-    digest: str  # sha256 over all other fields
     ending: How
     step: int
     total_steps: int  # of the whole run as it was planned

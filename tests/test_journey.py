@@ -11,16 +11,20 @@ from stage_one import contents
 
 from align.schemas.codec import to_json
 from align.schemas.config import Config, DataOptions, ModelOptions
-from align.stages.prepare.read import file_digest
+from align.stages.storage.fs import sha256_of
 
 COLUMNS = {
     "row_id": pa.string(),
-    "source": pa.struct([("file", pa.int32()), ("row", pa.int64())]),
+    "source": pa.struct([("file", pa.string()), ("row", pa.int64())]),
+    "prompt_key": pa.binary(16),
+    "split_key": pa.uint64(),
+    "prompt_sketch": pa.uint64(),
+    "prompt_tokens": pa.int32(),
     "prompt_ids": pa.list_(pa.int32()),
     "prompt_cut": pa.int32(),
     "completion_ids": pa.list_(pa.list_(pa.int32())),
     "role": pa.list_(pa.int8()),
-    "score": pa.list_(pa.float32()),
+    "score": pa.list_(pa.float64()),
     "cut": pa.list_(pa.int32()),
     "num_tokens": pa.list_(pa.int32()),
     "ref_logp": pa.list_(pa.float64()),
@@ -103,7 +107,7 @@ def test_the_same_from_python_is_the_same_cache(journey, world, tmp_path):
     manifest = json.loads((journey.cache / "manifest.json").read_text())
     assert manifest["fingerprint"]["cache.rows_per_shard"] == "8"
     assert manifest["inputs"][0]["name"] == "data.parquet"
-    assert manifest["inputs"][0]["sha256"] == file_digest(world.data.paired)
+    assert manifest["inputs"][0]["sha256"] == sha256_of(world.data.paired)
     defaults = Config(model=ModelOptions(path=str(world.model)), data=DataOptions())
     for name in ("max_length", "prompt_side", "bos", "eos", "boundary"):
         assert manifest["fingerprint"][f"tokens.{name}"] == str(getattr(defaults.tokens, name))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...schemas.errors import UsageError
+from ...schemas.errors import FingerprintError, UsageError
 from .tensor_files import StoredTensor, adapter_tensors, model_tensors, read_json, tensor_sha256
 
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -22,6 +23,43 @@ VOLATILE_ADAPTER = frozenset(
 )
 # A head equal to the input embedding is the same model whether it is stored or left out.
 HEAD_NAMES = frozenset({"lm_head.weight", "embed_out.weight"})
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The files of a model as they were when they were digested."""
+
+    versions: dict[Path, tuple[int, int, int]]  # inode, length, time of change
+
+    @staticmethod
+    def of(folder: str, adapter: str, *, with_code: bool) -> ModelFiles:
+        """What is read of a model, its adapter and its code."""
+        weights = {tensor.file for tensor in model_tensors(Path(folder))}
+        files = {Path(folder) / "config.json", *weights}
+        if adapter:
+            files |= {tensor.file for tensor in adapter_tensors(Path(adapter))}
+            files.add(Path(adapter) / "adapter_config.json")
+        if with_code:
+            files |= {*Path(folder).glob("**/*.py")}
+        return ModelFiles({file: _version(file) for file in sorted(files)})
+
+    def require_unchanged(self) -> None:
+        """Refuses what was computed from other files; loaded weights may still lie in theirs."""
+        for file, version in self.versions.items():
+            if _version(file) != version:
+                raise FingerprintError(
+                    f"{file} changed after it was digested, so what is computed may not be of the "
+                    "model this run began with. Leave the folder as it is while a run reads it, "
+                    "then run the same command again."
+                )
+
+
+def _version(file: Path) -> tuple[int, int, int]:
+    try:
+        found = file.stat()
+    except FileNotFoundError:
+        return (0, 0, 0)
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def weights_digest(folder: str) -> str:

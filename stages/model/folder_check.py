@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +43,15 @@ def require_plain_folder(folder: str) -> None:
         )
 
 
+def require_peft() -> None:
+    """Refuses adapters where the package for them is not installed."""
+    if find_spec("peft") is None:
+        raise UsageError("Adapters and --lora need the package peft. Install it: pip install peft")
+
+
 def require_adapter(folder: str) -> None:
     """Refuses an adapter folder whose settings name code, or whose tensors are not safetensors."""
+    require_peft()
     file = Path(folder) / "adapter_config.json"
     if read_json(file).get("megatron_config"):
         raise UsageError(

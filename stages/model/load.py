@@ -166,9 +166,9 @@ def _require_all_taken(options: ModelOptions, report: Mapping[str, Any]) -> list
 
 def with_adapter(model: Any, folder: str) -> Any:
     """The model with a saved adapter on it, which does not learn."""
+    require_adapter(folder)
     from peft import PeftConfig, PeftModel  # noqa: PLC0415 - optional, and slow to import
 
-    require_adapter(folder)
     try:
         kind = PeftConfig.from_pretrained(folder, local_files_only=True)
         if kind.is_prompt_learning:

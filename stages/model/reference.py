@@ -13,12 +13,14 @@ from transformers import AutoModelForCausalLM
 from ...schemas.reference import OutOfMemory
 from .fingerprint import (
     UNUSED_WEIGHTS,
+    ModelFiles,
     adapter_digest,
     code_digest,
     config_digest,
     weights_digest,
 )
 from .float32 import held_in_float32
+from .folder_check import require_adapter
 from .head import HEAD_VERSION
 from .load import Resolved, load_causal_lm, resolve, unused_weights
 from .logps import ScoringPath, tree_logps
@@ -46,8 +48,11 @@ class HfReference:
     def identity(self) -> Mapping[str, str]:
         """Digests of what is computed with, and how; reads files but loads no weights."""
         path, adapter = self.options.path, self.options.adapter
-        resolved, unused = self._resolved, unused_weights(self.options, self._kind)
-        return {
+        if adapter:
+            require_adapter(adapter)
+        resolved, files = self._resolved, self._files
+        unused = unused_weights(self.options, self._kind)
+        identity = {
             "model.weights": weights_digest(path),
             "model.config": config_digest(path),
             "model.adapter": adapter_digest(adapter) if adapter else "none",
@@ -60,6 +65,8 @@ class HfReference:
             "numerics.transformers": version("transformers"),
             "numerics.head": HEAD_VERSION,
         }
+        files.require_unchanged()
+        return identity
 
     def hidden_size(self) -> int:
         """Width of the residual stream."""
@@ -67,7 +74,15 @@ class HfReference:
 
     def open(self) -> TreeScorer:
         """Loads the weights and chooses how to score with them."""
-        return TreeScorer(load_causal_lm(self.options))
+        files = self._files
+        scorer = TreeScorer(load_causal_lm(self.options), files)
+        files.require_unchanged()
+        return scorer
+
+    @cached_property
+    def _files(self) -> ModelFiles:
+        options = self.options
+        return ModelFiles.of(options.path, options.adapter, with_code=options.trust_remote_code)
 
     @cached_property
     def _resolved(self) -> Resolved:
@@ -77,8 +92,10 @@ class HfReference:
 class TreeScorer:
     """Scores trees with a loaded model, along the path the probe found true."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, files: ModelFiles | None = None) -> None:
+        """`files` are those the model was loaded from, if it was."""
         self.model = model
+        self._files = files
         with torch.inference_mode():
             self.path = self._choose(model)
 
@@ -88,8 +105,10 @@ class TreeScorer:
         return self.path.layout != "packed"
 
     def describe(self) -> Mapping[str, str]:
-        """The layout and the head that the probe chose."""
-        return {"layout": self.path.layout, "head": self.path.head}
+        """The layout and the head that the probe chose, and on a CPU the threads of a sum."""
+        told = {"layout": self.path.layout, "head": self.path.head}
+        on_cpu = next(self.model.parameters()).device.type == "cpu"
+        return {**told, "threads": str(torch.get_num_threads())} if on_cpu else told
 
     @contextmanager
     def in_float32(self) -> Iterator[None]:
@@ -113,6 +132,8 @@ class TreeScorer:
             tokens = sum(tree.num_tokens for tree in trees)
             refusal = OutOfMemory(f"no room for {len(trees)} trees of {tokens} tokens")
         else:
+            if self._files:
+                self._files.require_unchanged()
             return logps
         # Outside the handler: the traceback no longer keeps the failed batch alive.
         if torch.cuda.is_available():
@@ -124,6 +145,17 @@ class TreeScorer:
 
     def _numbers(self, trees: Sequence[Tree]) -> torch.Tensor:
         return tree_logps(self.model, trees, self.path)
+
+
+@contextmanager
+def on_threads(count: int) -> Iterator[None]:
+    """Computes with so many threads, whatever the environment says: they decide the last bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

@@ -44,8 +44,11 @@ class HfReward(HfReference):
 
     def open(self) -> RewardScorer:
         """Loads the weights and chooses how to score with them."""
+        files = self._files
         model = load_reward_model(self.options, seed=0).eval().requires_grad_(False)
-        return RewardScorer(model)
+        scorer = RewardScorer(model, files)
+        files.require_unchanged()
+        return scorer
 
 
 class RewardScorer(TreeScorer):

@@ -84,6 +84,9 @@ class Encoder:
         except BadRow as bad:
             result.rejected.append(_rejected(record, bad))
             return None
+        kind = "conversations" if record.is_conversation else "plain_text"
+        result.notes[f"rows_of_{kind}"] += 1
+        result.notes["completions_that_repeat_their_prompt"] += _repeats(record)
         boundaries = tuple(_common_length(prompt, text) for text in texts)
         if self._specials and self._specials.search(_data_text(record)):
             result.notes["rows_with_special_tokens_in_text"] += 1
@@ -216,6 +219,14 @@ def _common_length(first: Sequence[int] | str, second: Sequence[int] | str) -> i
         return len(first)
     pairs = enumerate(zip(first, second, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def _repeats(record: Record) -> int:
+    """How many completions begin with their prompt once more, as text."""
+    prompt = record.prompt
+    if not isinstance(prompt, str):
+        return 0
+    return sum(str(completion).lstrip().startswith(prompt) for completion in record.completions)
 
 
 def _data_text(record: Record) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from ...schemas.errors import BadDataError, UsageError
+from ...schemas.errors import BadDataError, FingerprintError, UsageError
 from .formats import FORMATS, Limit, Payload
 
 if TYPE_CHECKING:
@@ -31,6 +32,15 @@ class InputFile:
 
 
 @dataclass(frozen=True)
+class Digested:
+    """A data file as it was when its bytes were digested."""
+
+    bytes: int
+    sha256: str
+    version: tuple[int, int]  # inode and time of change: both change with a file that is replaced
+
+
+@dataclass(frozen=True)
 class Chunk:
     """Consecutive rows of one file, not yet parsed; cheap to send to another process.
 
@@ -38,7 +48,7 @@ class Chunk:
     are no rows and are not counted.
     """
 
-    file: int  # index into the inputs
+    file: int  # which of the inputs; what is parsed of it is named by the file's identity
     row: int  # of its first row
     payload: Payload
 
@@ -91,10 +101,32 @@ def iter_chunks(
             row += len(payload)
 
 
-def file_digest(path: Path) -> str:
-    """Returns the SHA-256 of a file's bytes, in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def digested(file: InputFile) -> Digested:
+    """Reads a file once, for what names its content."""
+    with file.path.open("rb") as source:
+        found = os.fstat(source.fileno())
+        sha256 = hashlib.file_digest(source, "sha256").hexdigest()
+        return Digested(source.tell(), sha256, (found.st_ino, found.st_mtime_ns))
+
+
+def require_unchanged(inputs: Sequence[InputFile], before: Sequence[Digested]) -> None:
+    """Refuses what was read from files that were written to meanwhile."""
+    for file, known in zip(inputs, before, strict=True):
+        try:
+            now = digested(file)
+        except OSError as error:
+            raise _changed(file, error.strerror or str(error)) from error
+        if now != known:
+            sizes = f"it had {known.bytes:,} bytes and has {now.bytes:,}"
+            rewritten = "it was written to, though its length is the same"
+            raise _changed(file, sizes if now.bytes != known.bytes else rewritten)
+
+
+def _changed(file: InputFile, how: str) -> FingerprintError:
+    return FingerprintError(
+        f"{file.path} changed while it was read: {how}. Wait until nothing writes to it any "
+        "more, then run the same command again."
+    )
 
 
 def _payloads(file: InputFile, columns: Collection[str], limit: Limit) -> Iterator[Payload]:

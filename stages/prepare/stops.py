@@ -41,7 +41,7 @@ class Added:
         return Added(texts, frozenset(special))
 
 
-def find_stops(hf: Any, backend: Tokenizer, template: str | None) -> Stops:
+def find_stops(hf: Any, backend: Tokenizer, added: Added, template: str | None) -> Stops:
     """Renders turns of an assistant to see what the template ends them with.
 
     A template may write its stop at the end of a turn, or only as the head of the next one.
@@ -50,7 +50,7 @@ def find_stops(hf: Any, backend: Tokenizer, template: str | None) -> Stops:
     eos = Stop(hf.eos_token_id, hf.eos_token, "tokenizer")
     if template is None:
         return Stops(eos, None, None)
-    probe = _Probe(hf, backend, template, Added.of(hf))
+    probe = _Probe(hf, backend, template, added)
     turn = probe.stop((_USER, _SAID), _USER, _first_of_run) or eos
     calls = (probe.stop((_USER, call), _FOUND, _last_of_run(turn)) for call in _tool_calls())
     return Stops(eos, turn, next(filter(None, calls), turn))
@@ -83,7 +83,7 @@ class _Probe:
             rendered: str = self.hf.apply_chat_template(
                 list(messages), chat_template=self.template, tokenize=False
             )
-        except Exception:
+        except Exception:  # a template need not know such turns, and may raise anything
             return ""
         return rendered
 

@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import dataclass
 from datetime import date
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from ...schemas.config import TokenOptions
     from ...schemas.stops import Stops
 
+_ROLES = ("system", "user", ASSISTANT, "tool")
+_QUOTED = re.compile(r"""["']([\w-]+)["']""")
 _DATE = re.compile(r"""strftime_now\(\s*(["'])(?P<form>.*?)\1\s*\)""")
 
 
@@ -47,6 +50,8 @@ class TextTokenizer:
             prompt = record.prompt
             return prompt, tuple(prompt + str(completion) for completion in record.completions)
         completions = [each for each in record.completions if not isinstance(each, str)]
+        for messages in (record.prompt, *completions):
+            self._require_roles(messages)
         last = record.prompt[-1]
         if last["role"] != ASSISTANT:
             prompt = self._template(record, record.prompt, add_generation_prompt=True)
@@ -85,6 +90,21 @@ class TextTokenizer:
                 f"{folder}: the chat template asks what day it is, so the same data would have "
                 "other tokens tomorrow. Pass --set tokens.date=YYYY-MM-DD."
             )
+
+    @cached_property
+    def _roles(self) -> frozenset[str]:
+        """Those every template knows, and those that this one names."""
+        return frozenset({*_ROLES, *_QUOTED.findall(self.template or "")})
+
+    def _require_roles(self, messages: Sequence[Message]) -> None:
+        """Refuses speakers whom the template would write down like any word."""
+        for message in messages:
+            if message["role"] not in self._roles:
+                raise BadRow(
+                    "schema",
+                    f"the chat template does not know the role {message['role']!r}: rename it "
+                    f"({', '.join(_ROLES)}), or name it in a template (tokens.chat_template)",
+                )
 
     def _template(self, record: Record, messages: Text, **how: bool) -> str:
         try:
@@ -134,14 +154,14 @@ def load_tokenizer(folder: str, options: TokenOptions) -> TextTokenizer:
     backend.no_padding()
     # Post-processors trim blanks off the offsets and add specials: both would hide the boundary.
     backend.post_processor = None
-    template = _template_text(hf, options)
+    template, added = _template_text(hf, options), Added.of(hf)
     return TextTokenizer(
         backend=backend,
         hf=hf,
         bos=hf.bos_token_id,
         adds_bos=adds_bos,
-        stops=find_stops(hf, backend, template) if options.eos == "append" else NO_STOPS,
-        added=Added.of(hf),
+        stops=find_stops(hf, backend, added, template) if options.eos == "append" else NO_STOPS,
+        added=added,
         template=template,
         specials=tuple(sorted(set(hf.all_special_tokens))),
     )

@@ -9,15 +9,15 @@ import threading
 from collections import deque
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.forkserver import ensure_running
 from typing import TYPE_CHECKING
 
-from ...schemas.errors import BadDataError
+from ...schemas.errors import BadDataError, FingerprintError
 from .encode import Encoder
 from .keyed import KeyedRows, key_rows
 from .records import parse_chunk
-from .tokenizer import load_tokenizer
+from .tokenizer import load_tokenizer, tokenizer_fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -39,13 +39,15 @@ class EncodingJob:
     options: TokenOptions
     shape: Shape
     seed: int
+    files: tuple[int, ...]  # the identity of each input
+    tokenizer: Mapping[str, str]  # its fingerprint, which each process that loads it is held to
 
 
 @dataclass(frozen=True)
 class EncodedChunk:
     """One chunk's rows, and what was refused or noticed."""
 
-    file: int
+    file: int  # which of the inputs it is of
     keyed: KeyedRows
     rejected: list[Rejected]
     notes: Mapping[str, int]
@@ -82,16 +84,31 @@ def encode_chunks(
 
 def default_workers(input_bytes: int) -> int:
     """One process per core, unless the input is small."""
-    return 0 if input_bytes < SMALL_INPUT_BYTES else (os.cpu_count() or 1)
+    return 0 if input_bytes < SMALL_INPUT_BYTES else usable_cores()
+
+
+def usable_cores() -> int:
+    """The cores this process may run on; a container or batch job may have some of them only."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 class _Worker:
     def __init__(self, job: EncodingJob) -> None:
         self._job = job
-        self._encoder = Encoder(load_tokenizer(job.model, job.options), job.options)
+        tokenizer = load_tokenizer(job.model, job.options)
+        self._is_same = tokenizer_fingerprint(tokenizer) == job.tokenizer
+        self._encoder = Encoder(tokenizer, job.options)
 
     def encode(self, chunk: Chunk) -> EncodedChunk:
-        records, rejected = parse_chunk(chunk, self._job.shape)
+        if not self._is_same:
+            raise FingerprintError(
+                f"{self._job.model}: the tokenizer or its template changed after this run began. "
+                "Run the same command again."
+            )
+        named = replace(chunk, file=self._job.files[chunk.file])
+        records, rejected = parse_chunk(named, self._job.shape)
         encoded = self._encoder.encode(records)
         keyed = key_rows(encoded.rows, seed=self._job.seed, carried=self._job.shape.carried)
         return EncodedChunk(chunk.file, keyed, [*rejected, *encoded.rejected], dict(encoded.notes))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ...schemas.rows import Role
 from ...schemas.stops import Stops
-from .grid import facts, grid, heading, printable, share, size
+from .grid import facts, grid, heading, printable, share, size, worded
 
 if TYPE_CHECKING:
     from .spread import Spread
@@ -160,10 +160,7 @@ def _drops(summary: Summary) -> list[str]:
         (printable(reason), f"{rows:,}", share(rows, summary.rows_in))
         for reason, rows in sorted(summary.quarantined.items(), key=lambda item: -item[1])
     ]
-    notes = [
-        (printable(note).replace("_", " "), f"{count:,}", "")
-        for note, count in summary.notes.items()
-    ]
+    notes = [(worded(printable(note)), f"{count:,}", "") for note, count in summary.notes.items()]
     return [
         *(grid(("quarantined", "rows", "share"), dropped) if dropped else ["  no row was dropped"]),
         *(["", *grid(("noted, and kept", "count", ""), notes)] if notes else []),

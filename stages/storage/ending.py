@@ -7,7 +7,7 @@ import hashlib
 from typing import TYPE_CHECKING
 
 from ...schemas.checkpoint import CheckpointFile, Ending
-from ...schemas.codec import CodecError, digest, from_json, to_json
+from ...schemas.codec import CodecError, from_signed_json, to_signed_json
 from ...schemas.errors import CorruptionError
 from . import fs
 
@@ -26,8 +26,7 @@ def write_ending(folder: RunFolder, ending: Ending) -> None:
     vouching = dataclasses.replace(
         ending, files=tuple(described(folder.root, path) for path in files)
     )
-    signed = dataclasses.replace(vouching, digest=_digest_of(vouching))
-    fs.publish(folder.ending, to_json(signed).encode(), label="ending")
+    fs.publish(folder.ending, to_signed_json(vouching).encode(), label="ending")
 
 
 def forget_ending(folder: RunFolder) -> None:
@@ -45,13 +44,10 @@ def read_ending(folder: RunFolder) -> Ending | None:
     """
     if not folder.ending.exists():
         return None
-    text = fs.read_bytes(folder.ending)
     try:
-        ending = from_json(Ending, text)
+        ending = from_signed_json(Ending, fs.read_bytes(folder.ending))
     except CodecError as error:
         raise _damaged(folder, folder.ending, str(error)) from error
-    if ending.digest != _digest_of(ending) or to_json(ending).encode() != text:
-        raise _damaged(folder, folder.ending, "it was edited")
     for file in ending.files:
         path = folder.root / file.path
         if path.exists() and described(folder.root, path) != file:
@@ -73,12 +69,6 @@ def begins_as(path: Path, known: CheckpointFile) -> bool:
             sha256.update(chunk)
             left -= len(chunk)
     return not left and sha256.hexdigest() == known.sha256
-
-
-def _digest_of(ending: Ending) -> str:
-    plain = dataclasses.asdict(ending)
-    del plain["digest"]
-    return digest(plain)
 
 
 def _damaged(folder: RunFolder, path: Path, why: str) -> CorruptionError:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PART_NAME = re.compile(r"part-[0-9]{8}-[0-9a-f]{16}\.parquet")
+PLAN_NAME = "plan.json"
 COMMIT_NAME = re.compile(r"([0-9]{8})\.json")
 PLAN_NAME = "plan.json"
 WORK_NAME = re.compile(r"[0-9a-f]{16}")

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...schemas.codec import CodecError, from_json, to_json
+from ...schemas.codec import CodecError, from_signed_json, to_signed_json
 from ...schemas.errors import CorruptionError, UsageError
 from ...schemas.tracking import MlflowRecord
 from ..storage import fs
@@ -79,7 +79,7 @@ class Ledger:
 
     def store(self) -> None:
         """Writes the record as it is."""
-        fs.publish(self._path, to_json(self.record).encode(), label="mlflow")
+        fs.publish(self._path, to_signed_json(self.record).encode(), label="mlflow")
 
 
 def open_ledger(path: Path, *, uri: str, experiment: str, run_name: str) -> Ledger:
@@ -120,7 +120,7 @@ def load_ledger(path: Path) -> Ledger:
             f"{path.parent.name}/{path.name}. Name the --output of `align train`."
         )
     try:
-        return Ledger(path, from_json(MlflowRecord, fs.read_bytes(path)))
+        return Ledger(path, from_signed_json(MlflowRecord, fs.read_bytes(path)))
     except CodecError as error:
         raise CorruptionError(
             f"{path} is damaged: {error}. Remove it: the run is then recorded as a new one."

@@ -8,10 +8,15 @@ from mlflow_server import serving
 from tracked_training import STEPS, begin, journalled, learn, run_folder, run_of, stored, wait_for
 
 from align.pipeline.mlflow_sync import sync_run
+from align.schemas.checkpoint import Ending, RunIdentity
 from align.schemas.errors import LockedError, StorageError, UsageError
+from align.stages.storage.ending import write_ending
 from align.stages.storage.locks import owner_lock
 from align.stages.tracking import sender, training_run
+from align.stages.tracking.ledger import load_ledger
 from align.stages.tracking.quiet import DEFAULTS
+
+FINISHED = Ending("finished", STEPS, STEPS, RunIdentity("cafe", 1, 0, {}, {}), (), ())
 
 
 @pytest.fixture(autouse=True)
@@ -179,12 +184,11 @@ def test_an_answer_that_was_lost_makes_no_second_run(tmp_path, server):
     run = begin(folder, server.uri)
     learn(run, range(STEPS))
     end(run)
-    text = folder.mlflow.read_text()
-    folder.mlflow.write_text(
-        text.replace(run.run_id, "").replace('"metrics_sent":', '"metrics_sent":1')
-    )
+    ledger = load_ledger(folder.mlflow)
+    run_id, sent = run.run_id, int(f"1{ledger.record.metrics_sent}")
+    ledger.change(run_id="", metrics_sent=sent)
     synced, _ = synced_exactly(folder)
-    assert (synced.run_id, synced.points_sent) == (run.run_id, 0)
+    assert (synced.run_id, synced.points_sent) == (run_id, 0)
 
 
 def test_a_run_that_was_killed_is_told_as_killed(tmp_path, server, monkeypatch):
@@ -198,21 +202,21 @@ def test_a_run_that_was_killed_is_told_as_killed(tmp_path, server, monkeypatch):
     assert told.info.status == "KILLED"
 
 
-def test_a_run_that_has_its_model_is_told_as_finished(tmp_path, server):
-    """Killed between the model and the last word."""
+def test_a_run_that_wrote_down_its_end_is_told_as_finished(tmp_path, server):
+    """Killed before MLflow heard of it."""
     folder = run_folder(tmp_path)
     server.stop()
     run = begin(folder, server.uri)
     learn(run, range(STEPS))
     run._tracker._sender.finish(30)
-    folder.model.mkdir()
+    write_ending(folder, FINISHED)
     server.start()
     _, told = synced_exactly(folder)
     assert told.info.status == "FINISHED"
 
 
 def test_a_finished_run_that_was_made_longer_and_killed_is_told_as_killed(tmp_path, server):
-    """Its model is older than its last step."""
+    """It has the model of its first length, and no word of an end."""
     folder = run_folder(tmp_path)
     server.stop()
     run = begin(folder, server.uri)

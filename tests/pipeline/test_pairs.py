@@ -263,7 +263,9 @@ def test_rows_that_cannot_have_a_mismatch_are_counted_out(tight):
     assert manifest.quarantined == {"no_mismatch": 1}
     (entry,) = manifest.quarantine
     (bad,) = pq.read_table(Path(tight.cache.output) / entry.file).to_pylist()
-    assert (bad["file"], bad["row"], bad["reason"]) == (0, 0, "no_mismatch")
+    (entry,) = manifest.inputs
+    place = (bad["file"], bad["file_name"], bad["row"])
+    assert (*place, bad["reason"]) == (entry.sha256[:16], "tight.jsonl", 0, "no_mismatch")
     (row,) = rows_of(tight.cache.output)
     assert row["source"]["row"] == 1
     # The long row's completion had lost its end already: the mismatched branch says so.

@@ -10,7 +10,7 @@ from stage_one import contents, run
 
 from align.schemas.config import DataOptions, TrackingOptions
 from align.schemas.errors import BadDataError, Interrupted
-from align.stages.prepare.read import file_digest
+from align.stages.storage.fs import sha256_of
 from align.stages.world.stub import StubReference
 
 
@@ -66,7 +66,7 @@ def test_a_real_run_keeps_the_manifest_and_names_the_data(journey, world, tmp_pa
     (entry,) = run.inputs.dataset_inputs
     assert entry.dataset.name == "data.parquet"
     tags = {tag.key: tag.value for tag in entry.tags}
-    assert tags["align.digest"] == file_digest(world.data.paired)
+    assert tags["align.digest"] == sha256_of(world.data.paired)
 
 
 def test_reuse_is_told_and_a_run_that_does_nothing_is_not(tracked, tmp_path):

@@ -1,7 +1,6 @@
 """A checkpoint says by itself what it belongs to, and the records beside it are held to it."""
 
 import dataclasses
-import json
 import os
 import shutil
 
@@ -14,6 +13,7 @@ from align.schemas.codec import to_json
 from align.stages.storage.ending import read_ending
 from align.stages.storage.restore import digest_of, read_checkpoint
 from align.stages.storage.run_folder import RECORD_NAME, RunFolder
+from align.stages.tracking.ledger import load_ledger
 
 RESUME = ("--resume", "auto")
 
@@ -156,8 +156,7 @@ def test_a_run_is_finished_because_it_says_so_and_not_by_the_times_of_its_files(
     assert (ending.ending, ending.step, ending.total_steps) == ("finished", 6, 6)
     copy = shutil.copytree(run, tmp_path / "copy", copy_function=shutil.copyfile)
     os.utime(copy / "model", ns=(0, 0))
-    record = json.loads((copy / "_align" / "mlflow.json").read_text())
-    (copy / "_align" / "mlflow.json").write_text(json.dumps(record | {"status": "", "ended_ms": 0}))
+    load_ledger(RunFolder(copy).mlflow).change(status="", ended_ms=0)
     assert "is FINISHED" in course.server.run("mlflow-sync", copy).out
     assert align("report", copy).code == 0
     assert "6 steps, finished." in (copy / "report.html").read_text()

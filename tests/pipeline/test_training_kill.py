@@ -1,5 +1,10 @@
 """Killed at any moment, `--resume auto` ends in the bits of a run that nobody killed."""
 
+import os
+import random
+import shutil
+import signal
+
 import pytest
 from trainings import KILLED, learned, weights
 
@@ -20,13 +25,15 @@ PLACES = {
     "evaluation.done=kill@2": 2,
     "evaluation.done=kill@3": 6,
     "model.before_rename=kill@1": 6,
+    "ending.before_rename=kill@1": 6,
+    "ending.after_rename=kill@1": 6,
 }
 OF_ANY_RANK = ("step", "checkpoint.written")  # the rest is done by the first rank alone
 WORLDS = [(stage, ranks) for stage in range(4) for ranks in (1, 2)]
 CHOSEN = {
-    (1, 1): ("evaluation.done=kill@3",),
+    (1, 1): ("evaluation.done=kill@3", "ending.before_rename=kill@1"),
     (2, 2): ("step.before_update=kill@4", "checkpoint.written=kill@2"),
-    (0, 1): ("checkpoint.before_rename=kill@2",),
+    (0, 1): ("checkpoint.before_rename=kill@2", "ending.after_rename=kill@1"),
     (3, 1): ("step.before_update=kill@4", "model.before_rename=kill@1"),
 }
 CASES = [
@@ -53,10 +60,36 @@ def test_a_run_killed_anywhere_ends_in_the_same_bits(course, tmp_path, stage, ra
         assert "Traceback" not in survivor.err
     assert step_of(run) == PLACES[place]
     resumed = course.run(run, *kind, "--resume", "auto", ranks=ranks)
-    assert ("going on after step" in resumed.err) == bool(PLACES[place])
+    is_over = place.startswith("ending.after")
+    assert ("this run is finished" in resumed.out) == is_over
+    assert ("going on after step" in resumed.err) == (bool(PLACES[place]) and not is_over)
     assert weights(run) == weights(whole)
     assert learned(run) == learned(whole)
     assert names(run) == names(whole)
+
+
+@pytest.mark.parametrize(
+    ("seed", "kills"),
+    [(1, 3), *(pytest.param(seed, 12, marks=pytest.mark.long) for seed in range(2, 10))],
+)
+def test_a_run_killed_at_random_moments_again_and_again_ends_in_the_same_bits(
+    course, tmp_path, seed, kills
+):
+    """A checkpoint before every step by the clock, so that a kill finds all sorts of states."""
+    rng, run, often = random.Random(seed), tmp_path / "run", ("--set", "train.save_minutes=1e-7")
+    landed = 0
+    while landed < kills:
+        (process,) = course.start(run, *often, "--resume", "auto").processes
+        if process.server.wait(process.pid, rng.uniform(0.0, 1.5)) is None:
+            os.kill(process.pid, signal.SIGKILL)
+            process.answer()
+            landed += 1
+        elif rng.random() < 0.5:  # it was over before: begin with another one
+            shutil.rmtree(run)
+    course.run(run, *often, "--resume", "auto")
+    assert weights(run) == weights(course.whole())
+    assert learned(run) == learned(course.whole())
+    assert step_of(run) == 6
 
 
 def step_of(run):

@@ -196,6 +196,15 @@ def test_an_adapter_that_is_not_here_is_not_looked_for_elsewhere(folder, name):
         load_causal_lm(ModelOptions(path=str(folder), adapter=name))
 
 
+def test_without_peft_an_adapter_is_refused_before_anything_is_read(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    options = ModelOptions(path=str(folder), adapter="adapter")
+    with pytest.raises(UsageError, match="pip install peft"):
+        HfReference(options).identity()
+    with pytest.raises(UsageError, match="pip install peft"):
+        load_policy(options, TrainOptions(), LoraOptions())
+
+
 def test_an_adapter_of_pickles_is_refused(folder, tmp_path):
     (tmp_path / "adapter").mkdir()
     amend(tmp_path / "adapter" / "adapter_config.json", {"peft_type": "LORA"})

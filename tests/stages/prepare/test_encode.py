@@ -224,6 +224,21 @@ def test_a_pair_of_equal_completions_is_kept_and_counted(folder):
     assert only(folder, text())[2]["pairs_with_equal_completions"] == 0
 
 
+def test_a_role_that_the_template_does_not_name_is_refused(folder, tmp_path):
+    record = chat("a", "b", prompt=({"role": "chatbot", "content": "hello"},))
+    result, _ = encode(folder, record)
+    (bad,) = result.rejected
+    assert (bad.reason, "know the role 'chatbot'" in bad.detail) == ("schema", True)
+    named = CHATML.replace("{{ m.role }}", "{{ 'user' if m.role == 'chatbot' else m.role }}")
+    assert len(encode(save_tokenizer(tmp_path, template=named), record)[0].rows) == 1
+
+
+def test_completions_that_repeat_a_prompt_of_text_are_counted(folder):
+    record = text(chosen="hello world, how are you", rejected="\nhello world, no")
+    assert only(folder, record)[2]["completions_that_repeat_their_prompt"] == 2
+    assert not only(folder, text())[2]["completions_that_repeat_their_prompt"]
+
+
 def test_special_tokens_in_the_data_are_counted(folder):
     assert only(folder, text(chosen=" how<|im_start|>"))[2]["rows_with_special_tokens_in_text"] == 1
     assert "rows_with_special_tokens_in_text" not in only(folder, text())[2]

@@ -3,6 +3,7 @@
 import csv
 import hashlib
 import json
+import os
 import pickle
 from pathlib import Path
 
@@ -10,8 +11,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from align.schemas.errors import BadDataError
-from align.stages.prepare.read import file_digest, iter_chunks, open_inputs
+from align.schemas.errors import BadDataError, FingerprintError
+from align.stages.prepare.read import (
+    InputFile,
+    digested,
+    iter_chunks,
+    open_inputs,
+    require_unchanged,
+)
 from align.stages.prepare.records import parse_chunk
 from align.stages.prepare.shapes import common_shape
 
@@ -227,5 +234,34 @@ def test_an_array_may_be_cut_by_the_buffer_anywhere(tmp_path, padding):
 
 
 def test_the_digest_is_the_sha256_of_the_bytes(tmp_path):
-    (tmp_path / "a").write_bytes(b"abc")
-    assert file_digest(tmp_path / "a") == hashlib.sha256(b"abc").hexdigest()
+    (tmp_path / "a.jsonl").write_bytes(b"{}")
+    read = digested(InputFile(tmp_path / "a.jsonl", ".jsonl", 2))
+    assert (read.bytes, read.sha256) == (2, hashlib.sha256(b"{}").hexdigest())
+
+
+def _grown(path):
+    with path.open("a") as file:
+        file.write("{}\n")
+
+
+def _rewritten(path):
+    path.write_bytes(path.read_bytes())
+
+
+def _exchanged(path):
+    other = path.with_name("other")
+    other.write_bytes(path.read_bytes().replace(b"{", b" "))
+    os.utime(other, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
+    other.rename(path)
+
+
+@pytest.mark.parametrize("change", [_grown, _rewritten, _exchanged, Path.unlink])
+def test_a_file_that_changed_after_it_was_digested_is_refused_by_name(tmp_path, change):
+    path = tmp_path / "a.jsonl"
+    path.write_text("{}\n")
+    inputs = (InputFile(path, ".jsonl", 3),)
+    before = tuple(map(digested, inputs))
+    require_unchanged(inputs, before)
+    change(path)
+    with pytest.raises(FingerprintError, match=r"a\.jsonl changed while it was read: "):
+        require_unchanged(inputs, before)

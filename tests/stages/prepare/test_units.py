@@ -84,7 +84,7 @@ def by_hand(ring, rows, start, stop, max_length):
 def read(unit):
     keys = [0] * len(unit.rows)
     keyed = KeyedRows(unit.rows, keys, [0] * len(unit.rows.completions))
-    return [row._replace(prompt_key=None, completion_keys=None) for row in plain(keyed)]
+    return [row._replace(place=None, completion_keys=None) for row in plain(keyed)]
 
 
 @relaxed
@@ -104,12 +104,12 @@ def test_a_unit_holds_each_rows_own_branches_then_its_partners_k_by_k(
     unit = build_unit(ring, start, stop, CutRule(max_length, STOPS))
     expected = by_hand(ring, rows, start, stop, max_length)
     good = [row for row in expected if row]
-    assert read(unit) == [row._replace(prompt_key=None, completion_keys=None) for row in good]
+    assert read(unit) == [row._replace(place=None, completion_keys=None) for row in good]
     bad = [row.source for row, whole in zip(rows[start:stop], expected, strict=True) if not whole]
     assert [(row.file, row.row) for row in unit.rejected] == bad
     assert {row.reason for row in unit.rejected} <= {"no_mismatch"}
-    assert unit.first_key == f"{rows[start].prompt_key:016x}"
-    assert unit.last_key == f"{rows[stop - 1].prompt_key:016x}"
+    assert unit.first_key == f"{rows[start].place:016x}"
+    assert unit.last_key == f"{rows[stop - 1].place:016x}"
 
 
 def ring_of_two(folder, one, other):
@@ -156,6 +156,22 @@ def test_the_next_text_that_differs_stands_in_for_a_partner_that_does_not(
     assert (alone.replaced, whole.replaced) == (1, 1)
     assert [(ids, cut) for ids, _, _, cut in read(alone)[0].branches] == [((1,), 2), ((2,), 1)]
     assert read(whole)[place] == read(alone)[0]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_neither_a_partner_nor_what_stands_in_for_one_answers_the_same_prompt(tmp_path, seed):
+    # Behind three tokens of prompt one token fits; of other texts but the own only [3] is another.
+    others = [encoded([10 + row], [1, row + 2, EOS], row=row) for row in range(1, 10)]
+    one = [
+        encoded([7, 7, 7], [1], cut=[2], text="the same"),
+        encoded([7, 7], [2, 5], text="the same", row=20),
+    ]
+    ring, _ = make_ring(tmp_path, [*one, *others, encoded([30], [3])], num_pairs=1, seed=seed)
+    rows = read(build_unit(ring, 0, len(ring), CutRule(4, STOPS)))
+    (long_row,) = (row for row in rows if row.prompt == (7, 7, 7))
+    (short_row,) = (row for row in rows if row.prompt == (7, 7))
+    assert long_row.branches[1][0] == (3,)
+    assert short_row.branches[1][0] != (1,)
 
 
 def test_the_search_for_another_text_ends(tmp_path, monkeypatch):

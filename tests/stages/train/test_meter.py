@@ -43,7 +43,7 @@ def micro_batch(*lengths):
         trees=tuple(Tree(np.zeros(length - 1, dtype=np.int32), (token,)) for length in lengths),
         roles=nothing.astype(np.int8),
         reference=nothing,
-        scores=nothing.astype(np.float32),
+        scores=nothing,
         places=nothing.astype(np.int64),
         reference_tokens=None,
         carried={},

@@ -1,0 +1,109 @@
+"""What a run reads more than once may not change meanwhile: data, tokenizer, model."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from stage_one import Silent
+
+from align.pipeline.precompute import precompute
+from align.pipeline.units import Worker
+from align.schemas.config import DataOptions, ModelOptions
+from align.schemas.errors import FingerprintError
+from align.stages.model.reference import HfReference
+from align.stages.storage.layout import CacheFolder
+from align.stages.storage.manifest import load_manifest
+from align.stages.world.stub import StubReference
+
+
+class Meddling(Silent):
+    """A progress that does something once, when the first rows of a task have been read."""
+
+    def __init__(self, meddle):
+        self.meddle = meddle
+
+    def advance(self, done, *, tokens=0, padding=0):
+        """Meddles."""
+        if self.meddle:
+            self.meddle()
+        self.meddle = None
+
+
+def run(config, meddle, reference=None):
+    return precompute(
+        config, reference or StubReference(), progress=Meddling(meddle), worker=Worker()
+    )
+
+
+@pytest.fixture
+def own_data(config, data, tmp_path):
+    """The same config over files that may be changed."""
+    path = shutil.copy(data.paired_jsonl, tmp_path / "rows.jsonl")
+    return replace(config, data=DataOptions(files=[str(path)]))
+
+
+def test_a_file_that_grows_while_it_is_read_is_refused_and_then_read_whole(own_data):
+    path = Path(own_data.data.files[0])
+
+    def grow():
+        with path.open("a") as file:
+            file.write(json.dumps({"prompt": "And?", "chosen": "yes", "rejected": "no"}) + "\n")
+
+    with pytest.raises(FingerprintError, match=r"rows\.jsonl changed while it was read: it had"):
+        run(own_data, grow)
+    folder = CacheFolder(Path(own_data.cache.output))
+    assert not folder.manifest.exists()
+    run(own_data, None)
+    (entry,) = load_manifest(folder).inputs
+    assert (entry.rows, entry.bytes) == (121, path.stat().st_size)
+
+
+def test_a_tokenizer_that_changes_before_rows_are_read_is_refused(own_data, tmp_path):
+    model = shutil.copytree(own_data.model.path, tmp_path / "model")
+    own = replace(own_data, model=ModelOptions(path=str(model)))
+    template = next(model.glob("chat_template*"))
+    meddling = Beginning(lambda: template.write_text(template.read_text() + " "))
+    with pytest.raises(FingerprintError, match="the tokenizer or its template changed"):
+        precompute(own, StubReference(), progress=meddling, worker=Worker())
+
+
+@pytest.mark.parametrize("when", ["loaded", "scored"])
+def test_a_model_that_is_written_over_while_it_is_used_is_refused(config, world, tmp_path, when):
+    model = shutil.copytree(world.model, tmp_path / "model")
+    weights = model / "model.safetensors"
+
+    def overwrite():
+        content = bytearray(weights.read_bytes())
+        content[-1] ^= 1
+        weights.write_bytes(content)
+
+    class Overwritten(HfReference):
+        def open(self):
+            if when == "loaded":
+                overwrite()
+            return super().open()
+
+    own = replace(config, model=ModelOptions(path=str(model)))
+    progress = Scoring(overwrite if when == "scored" else None)
+    with pytest.raises(FingerprintError, match=r"model\.safetensors changed after it was digested"):
+        precompute(own, Overwritten(own.model), progress=progress, worker=Worker())
+    assert not CacheFolder(Path(own.cache.output)).manifest.exists()
+
+
+class Scoring(Meddling):
+    """Meddles when the first batch has been scored."""
+
+    def advance(self, done, *, tokens=0, padding=0):
+        """Meddles, if these are scored rows."""
+        if tokens:
+            super().advance(done)
+
+
+class Beginning(Meddling):
+    """Meddles before any row is read."""
+
+    def begin(self, task, *, total, unit):
+        """Meddles."""
+        super().advance(0)
