@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 TOKENS_PER_RUN = 8 * 1024 * 1024
 TOKENS_PER_MERGE = 8 * 1024 * 1024
 # What the other columns of a branch weigh, in tokens: short rows are mostly columns.
-TOKENS_PER_BRANCH = 32
+TOKENS_PER_BRANCH = 40
 # A file of nothing but bad rows must not fill the disk with their descriptions.
 MOST_REJECTED_KEPT = 100_000
 PARTNER = "<i8"

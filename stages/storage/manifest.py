@@ -170,11 +170,13 @@ def _command(plain: dict[str, Any], path: Path) -> str:
     """What makes a cache again, as far as its manifest says; data files by name alone."""
     made = plain.get("fingerprint")
     fields = made if isinstance(made, dict) else {}
-    inputs = [entry.get("name") for entry in plain.get("inputs") or () if isinstance(entry, dict)]
+    listed = plain.get("inputs")
+    entries = listed if isinstance(listed, list) else []
+    inputs = [entry.get("name", "DATA") for entry in entries if isinstance(entry, dict)]
     scores = str(fields.get("numerics.head", "")).startswith("score")
     folder = path.parent.parent if scores else path.parent
     words = ["score" if scores else "precompute-ref", *inputs]
-    words += ["--reward-model" if scores else "--model", plain.get("model")]
+    words += ["--reward-model" if scores else "--model", plain.get("model", "MODEL")]
     words += ["--adapter", plain["adapter"]] if plain.get("adapter") else []
     words += ["--output", f"{folder}-v{FORMAT_VERSION}"]
     for name, default in _DEFAULTS.items():
@@ -189,6 +191,7 @@ def _defaults() -> dict[str, str]:
         f"{section}.{field.name}": str(field.default).lower()
         for section, options in _SECTIONS.items()
         for field in dataclasses.fields(options)
+        if (section, field.name) != ("model", "adapter")  # there it is the adapter's digest
     }
 
 

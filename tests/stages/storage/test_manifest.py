@@ -7,7 +7,13 @@ import pytest
 from flips import flipped
 
 from align.schemas.codec import digest, to_json
-from align.schemas.errors import AlignError, CorruptionError, FingerprintError, UsageError
+from align.schemas.errors import (
+    AlignError,
+    CorruptionError,
+    FingerprintError,
+    OlderFormatError,
+    UsageError,
+)
 from align.stages.storage import fs
 from align.stages.storage.layout import CacheFolder
 from align.stages.storage.manifest import load_manifest, load_plan, root_of, write_manifest
@@ -138,6 +144,32 @@ def test_a_newer_format_asks_for_a_newer_align(cache):
     cache.manifest.write_text(to_json(plain | {"format_version": 99, "new_field": 1}))
     with pytest.raises(FingerprintError, match="Install a newer align"):
         load_manifest(cache)
+
+
+def test_the_command_for_an_older_cache_names_what_was_set_and_nothing_else(cache):
+    made = {
+        "model.adapter": "none",  # the digest of one, where there is one
+        "model.dtype": "bfloat16",
+        "tokens.max_length": "512",
+        "tokens.eos": "append",
+        "cache.token_logps": "true",
+        "cache.kl_pairs": "1",
+        "scoring.tokens_per_batch": "16384",
+        "numerics.torch": "2.4",
+    }
+    old = {"format_version": 1, "inputs": [{"name": "a b.jsonl"}], "model": "m", "adapter": ""}
+    cache.manifest.write_text(json.dumps(old | {"fingerprint": made}))
+    with pytest.raises(OlderFormatError) as refused:
+        load_manifest(cache)
+    assert str(refused.value).splitlines()[-1].strip() == (
+        f"align precompute-ref 'a b.jsonl' --model m --output {cache.root}-v2 "
+        "--set model.dtype=bfloat16 --set tokens.max_length=512 --set cache.token_logps=true"
+    )
+    assert refused.value.exit_code == 4
+    for lost in ({"inputs": [None, {}], "fingerprint": 3}, {"inputs": 7}, {}):
+        cache.manifest.write_text(json.dumps({"format_version": 1} | lost))
+        with pytest.raises(OlderFormatError, match="made by an older align"):
+            load_manifest(cache)
 
 
 def test_scribbles_are_refused_without_a_traceback(cache):
