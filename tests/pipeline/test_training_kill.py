@@ -80,11 +80,14 @@ def test_a_run_killed_at_random_moments_again_and_again_ends_in_the_same_bits(
     landed = 0
     while landed < kills:
         (process,) = course.start(run, *often, "--resume", "auto").processes
-        if process.server.wait(process.pid, rng.uniform(0.0, 1.5)) is None:
+        code = process.server.wait(process.pid, rng.uniform(0.0, 1.5))
+        if code is None:
             os.kill(process.pid, signal.SIGKILL)
-            process.answer()
+            assert process.server.wait(process.pid, 60) == KILLED
             landed += 1
-        elif rng.random() < 0.5:  # it was over before: begin with another one
+            continue
+        assert code == 0, process.err.read_text()
+        if rng.random() < 0.5:  # it was over: a new one is begun, or the finished one is killed
             shutil.rmtree(run)
     course.run(run, *often, "--resume", "auto")
     assert weights(run) == weights(course.whole())
