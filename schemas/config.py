@@ -180,7 +180,7 @@ class TrainOptions:
     eval_text: bool = option(False, "with the text of prompts and completions; MLflow gets it too")
     limit_train_batches: int = option(0, "optimizer steps per epoch at most; 0: all", least=0)
     limit_eval_batches: int = option(0, "evaluation batches at most; 0: all", least=0)
-    log_every: int = option(1, "steps between logged metrics", least=1)
+    log_every: int = option(1, "steps that a line of metrics stands for", least=1)
     save_every: int = option(0, "steps between checkpoints; 0: by time, and when it ends", least=0)
     save_minutes: float = option(
         30.0, "minutes after which there is another one, whatever the step; 0: never", least=0

@@ -29,7 +29,9 @@ class KtoOptions:
     beta: float = beta(0.1)
     desirable_weight: Weight = weight("desirable")
     undesirable_weight: Weight = weight("undesirable")
-    kl_per_step: int = number(0, "mismatched branches per step that enter z; 0: all", least=0)
+    kl_per_step: int = number(
+        0, "mismatched branches of a training step that enter z; 0: all", least=0
+    )
     kl_use: Literal["rotate", "all"] = option(
         "rotate", "rotate: one partner of each branch, another one every epoch; all: all of them"
     )
