@@ -44,6 +44,9 @@ def main() -> None:
     from .schemas.errors import AlignError, Interrupted, PeerError
     from .stages.tracking.quiet import hush
 
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        # Ranks of one machine may have more threads than cores: those that wait must not spin.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     hush()  # DeepSpeed imports MLflow, which reads its settings then
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, _stop)
@@ -57,9 +60,10 @@ def main() -> None:
         os._exit(error.exit_code)
     except (AlignError, Interrupted) as error:
         _fail(str(error), error.exit_code)
+    except BrokenPipeError:  # who read what we print has gone
+        os._exit(128 + signal.SIGPIPE)
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        _fail(f"{where}{error.strerror or error}. Check the disk and its permissions.", 74)
+        _fail(*_told(error))
 
 
 @app.command()
@@ -69,12 +73,14 @@ def init(
     """Write an align.yaml with every setting, its default and what it means."""
     from .pipeline.settings import template
     from .schemas.errors import UsageError
+    from .stages.storage import fs
 
     if path.exists():
         raise UsageError(f"{path} exists. Remove it first, or name another file.")
     if not path.parent.is_dir():
         raise UsageError(f"{path.parent}: no such folder. Make it first, or name another file.")
-    path.write_text(template(), encoding="utf-8")
+    with fs.new_file(path, replaces=False) as file:
+        file.write(template().encode())
     typer.echo(f"{path} written. Set model.path in it, then: align precompute-ref data.parquet")
 
 
@@ -285,6 +291,30 @@ def export(
     typer.echo(f"{target}: {rows:,} rows")
 
 
+@app.command()
+def gc(
+    cache: CacheDir,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Remove what a cache held before it grew; trainings that began on that cannot go on then."""
+    from .pipeline.growth import gone_without, remove_earlier
+    from .schemas.errors import UsageError
+
+    found = gone_without(cache)
+    typer.echo(f"{cache}: {len(found.roots)} earlier roots")
+    for root in found.roots:
+        typer.echo(f"  {root}")
+    typer.echo(f"{len(found.files):,} files that only they name, {found.bytes:,} bytes")
+    if dry_run or not found:
+        return
+    if not yes and not sys.stdin.isatty():
+        raise UsageError("A training that began on one of these cannot go on then. Pass --yes.")
+    if yes or typer.confirm("A training that began on one of these cannot go on then. Remove?"):
+        remove_earlier(cache)
+        typer.echo("removed")
+
+
 @app.command("tiny-world")
 def tiny_world(
     folder: Annotated[Path, typer.Argument(help="A new folder.")],
@@ -338,6 +368,16 @@ def _stop(signal_number: int, _: Any) -> NoReturn:
     # A second signal must end the program at once, whatever it is doing.
     signal.signal(signal_number, signal.SIG_DFL)
     raise Interrupted(signal_number)
+
+
+def _told(error: OSError) -> tuple[str, int]:
+    """What the system refused, in the words of its kind; a network's error names no file."""
+    from .stages.storage.refusals import storage_error
+
+    if not isinstance(error.filename, str | bytes | os.PathLike) or not error.filename:
+        return f"{error.strerror or error}. Mend that, then run the same command again.", 74
+    refusal = storage_error("using it", Path(os.fsdecode(error.filename)), error)
+    return str(refusal), refusal.exit_code
 
 
 def _fail(message: str, exit_code: int) -> NoReturn:

@@ -16,6 +16,7 @@ from ..stages.prepare.workers import EncodingJob, default_workers, encode_chunks
 from ..stages.storage import fs
 from ..stages.storage.manifest import load_manifest, write_plan
 from ..stages.storage.quarantine import write_quarantine
+from ..stages.storage.refusals import told
 from .growth import require_growth
 from .known import candidates
 from .usable import Losses
@@ -65,7 +66,7 @@ def _encode(job: Job, intake: Intake, progress: Progress) -> list[Spool]:
     progress.begin("reading and tokenizing", total=None, unit="rows")
     chunks = _shown(iter_chunks(job.inputs, job.shape.columns), progress)
     encoded = encode_chunks(chunks, encoding, num_workers=workers)
-    with fs.told("write", spool):
+    with told("write", spool):
         try:
             runs = collect_runs(spool, encoded, carried=job.shape.carried, intake=intake)
         except BadDataError:
@@ -79,7 +80,7 @@ def _encode(job: Job, intake: Intake, progress: Progress) -> list[Spool]:
 
 def _merge(job: Job, runs: list[Spool], intake: Intake) -> Ring:
     spool = job.work.spool
-    with fs.told("write", spool):
+    with told("write", spool):
         return merge_runs(
             spool,
             runs,

@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..schemas.errors import UsageError
+from ..schemas.errors import FingerprintError, UsageError
 from ..schemas.rows import Role
-from ..stages.prepare.read import iter_chunks, open_inputs
+from ..stages.prepare.read import digested, iter_chunks, open_inputs, require_unchanged
 from ..stages.prepare.records import parse_chunk
-from ..stages.prepare.rewarded import Scores, write_rewarded
+from ..stages.prepare.rewarded import ROWS, Scores, write_rewarded
 from ..stages.prepare.shapes import common_shape
-from ..stages.storage import fs
 from ..stages.storage.layout import CacheFolder
+from ..stages.storage.places import OutputFolder
 from ..stages.storage.shards import read_shard
 from .job import renames
 from .precompute import precompute
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ..stages.prepare.shapes import Shape
     from .units import Worker
 
-ROWS, CACHE = "rows.jsonl", "cache"
+CACHE = "cache"
 LABELS = {Role.CHOSEN: 1.0, Role.DESIRABLE: 1.0, Role.REJECTED: -1.0, Role.UNDESIRABLE: -1.0}
 
 
@@ -59,9 +59,8 @@ def rewards_from_labels(config: Config) -> Rewarded:
             f"--from-labels: {inputs[0].path} has no labels and no pairs. Score it with "
             "--reward-model."
         )
-    folder = _folder(config)
-    fs.make_folder(folder)
-    return _written(folder, inputs, shape, lambda record: [LABELS[role] for role in record.roles])
+    output = _output(config)
+    return _written(output, inputs, shape, lambda record: [LABELS[role] for role in record.roles])
 
 
 def rewards_from_model(
@@ -78,15 +77,15 @@ def rewards_from_model(
             f"{inputs[0].path} has one completion in a row and a score for each. Take the scores "
             "out, or put the completions of a prompt into one row (prompt, completions)."
         )
-    folder = _folder(config)
+    output = _output(config)
     model = replace(config.model, path=config.rewards.model, adapter="")
-    cache = replace(config.cache, output=str(folder / CACHE), kl_pairs=0, token_logps=False)
+    cache = replace(config.cache, output=str(output.root / CACHE), kl_pairs=0, token_logps=False)
     scoring = replace(config, model=model, cache=cache)
-    fs.make_folder(folder)
     reward = open_reward(model)
     outcome = precompute(scoring, reward, progress=progress, worker=worker, stage="score")
-    scores = _scores(CacheFolder(folder / CACHE), outcome.manifest)
-    return _written(folder, inputs, shape, scores.of)
+    scores = _scores(CacheFolder(output.root / CACHE), outcome.manifest)
+    named = [entry.sha256 for entry in outcome.manifest.inputs]
+    return _written(output, inputs, shape, scores.of, named)
 
 
 def _opened(config: Config) -> tuple[tuple[InputFile, ...], Shape]:
@@ -94,11 +93,14 @@ def _opened(config: Config) -> tuple[tuple[InputFile, ...], Shape]:
     return inputs, common_shape(inputs, renames(config.data.map), config.data.carry)
 
 
-def _folder(config: Config) -> Path:
+def _output(config: Config) -> OutputFolder:
     folder = Path(config.rewards.output)
     if not folder.absolute().parent.is_dir():
         raise UsageError(f"{folder}: its parent is no folder. Make it, or choose another --output.")
-    return folder
+    output = OutputFolder(folder, "rewards")
+    output.prepare()
+    output.require_ours(ROWS)  # before hours of scoring
+    return output
 
 
 def _scores(folder: CacheFolder, manifest: Manifest) -> Scores:
@@ -106,12 +108,21 @@ def _scores(folder: CacheFolder, manifest: Manifest) -> Scores:
 
 
 def _written(
-    folder: Path,
+    output: OutputFolder,
     inputs: Sequence[InputFile],
     shape: Shape,
     scores_of: Callable[[Record], Sequence[float] | None],
+    named: Sequence[str] = (),
 ) -> Rewarded:
-    """Reads the data once more, because the shards hold ids and no text."""
+    """Reads the data once more, because the shards hold ids and no text.
+
+    `named` are the digests of the files as they were when they were scored.
+    """
+    before = tuple(map(digested, inputs))
+    if named and [file.sha256 for file in before] != [*named]:
+        raise FingerprintError(
+            f"{inputs[0].path}: the data changed while it was scored. Run the same command again."
+        )
     rows_in = 0
 
     def rewarded() -> Iterator[tuple[Record, Sequence[float]]]:
@@ -122,7 +133,7 @@ def _written(
                 scores = scores_of(record)
                 if scores is not None:
                     yield record, scores
+        require_unchanged(inputs, before)
 
-    path = folder / ROWS
-    rows, completions = write_rewarded(path, rewarded())
-    return Rewarded(path, rows, completions, rows_in - rows)
+    rows, completions = write_rewarded(output, rewarded())
+    return Rewarded(output.root / ROWS, rows, completions, rows_in - rows)

@@ -45,9 +45,17 @@ def _cache(summary: Summary) -> list[str]:
             ("reference", f"{model}{adapter}"),
             ("", printable(f"{summary.reference_key[:16]}  {how}").rstrip()),
             ("shards", f"{summary.shards:,}  ({size(summary.bytes)})"),
+            *_superseded(summary),
             *_inputs(summary),
         ]
     )
+
+
+def _superseded(summary: Summary) -> list[tuple[str, str]]:
+    if not summary.superseded_files:
+        return []
+    files, what = f"{summary.superseded_files:,} files", size(summary.superseded_bytes)
+    return [("earlier", f"{files} of before it grew  ({what}; `align gc` removes them)")]
 
 
 def _inputs(summary: Summary) -> list[tuple[str, str]]:

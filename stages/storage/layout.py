@@ -4,6 +4,7 @@ manifest.json                        written last; readers read only this
 data/part-<unit>-<sha256>.parquet    shards, named by their content
 quarantine/part-<n>-<sha256>.parquet rejected rows
 _align/LOCK                          held by the owner of the folder
+_align/roots/<root>.json             manifests the cache had before it grew; their shards stay
 _align/<plan key>/                   work in progress, gone when it is done
     plan.json  commits/<unit>.json  claims  spool/  tmp/<run id>/
 """
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from . import fs
-from .places import make_place, refuse_foreign
+from .places import is_output, make_place, refuse_foreign
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 PART_NAME = re.compile(r"part-[0-9]{8}-[0-9a-f]{16}\.parquet")
 COMMIT_NAME = re.compile(r"([0-9]{8})\.json")
 PLAN_NAME = "plan.json"
+ROOT_NAME = re.compile(r"[0-9a-f]{16}\.json")
 WORK_NAME = re.compile(r"[0-9a-f]{16}")
 
 
@@ -64,6 +66,15 @@ class CacheFolder:
         return self.private / "LOCK"
 
     @property
+    def roots(self) -> Path:
+        """Manifests of before; only there when the cache has grown."""
+        return self.private / "roots"
+
+    def earlier(self, root: str) -> Path:
+        """Where the manifest of an earlier root is, or would be."""
+        return self.roots / f"{root[:16]}.json"
+
+    @property
     def when_locked(self) -> str:
         """What to do while somebody else owns this folder."""
         return "Wait for it, choose another --output, or help it with --join."
@@ -84,7 +95,8 @@ class CacheFolder:
         """Makes the folders; refuses a folder that holds something else."""
         is_run = (self.root / "checkpoints").exists()
         ours = self.private.is_dir() or (self.manifest.is_file() and self.data.is_dir())
-        refuse_foreign(self.root, is_ours=ours and not is_run, what="cache")
+        is_other = is_run or is_output(self.private)
+        refuse_foreign(self.root, is_ours=ours and not is_other, what="cache")
         make_place(self.root, self.private)
         fs.make_folder(self.data)
         fs.fsync_folder(self.root)
