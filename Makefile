@@ -1,5 +1,8 @@
 # Every target sets up what it needs: a fresh clone can start with any of them.
-PYTHON ?= python3.11
+# The first Python of 3.11 or newer that runs here; PYTHON=/path/to/python names another.
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python; do \
+	$$python -c '$(NEW_ENOUGH)' 2>/dev/null && echo $$python && break; done)
+NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests of a file share what is slow to make, so they stay together.
@@ -10,7 +13,10 @@ AT_ONCE := --numprocesses 2 --dist loadfile --quiet
 setup: .venv/ready
 
 .venv/ready: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@test -x $(BIN)/pip || $(or $(PYTHON),false) -c '$(NEW_ENOUGH)' || \
+		{ echo "align needs Python 3.11 or newer, and $(if $(PYTHON),$(PYTHON) is not,nothing on the PATH is)." \
+		"Install it, or name one: make PYTHON=/path/to/python3.12" >&2; exit 2; }
+	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@

@@ -12,6 +12,8 @@ import typer
 
 from .pipeline.flag_names import PRECOMPUTE_FLAGS, SCORE_FLAGS, TRAIN_FLAGS
 from .pipeline.flags import with_flags
+from .pipeline.halting import stop_with_launcher, stops_heard
+from .pipeline.terminal import SafeGroup, own_process, progress_of_first, say, say_once
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="align",
+    cls=SafeGroup,
     help="Preference alignment in two stages: score the reference once, then train at will.",
     no_args_is_help=True,
     add_completion=False,
@@ -42,20 +45,22 @@ Join = Annotated[bool, typer.Option("--join", help="Work beside a run on this ou
 def main() -> None:
     """Runs one command; a person's mistake is one message, never a traceback."""
     from .schemas.errors import AlignError, Interrupted, PeerError
-    from .stages.tracking.quiet import hush
 
     if os.environ.get("WORLD_SIZE", "1") != "1":
         # Ranks of one machine may have more threads than cores: those that wait must not spin.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    hush()  # DeepSpeed imports MLflow, which reads its settings then
-    signal.signal(signal.SIGTERM, _stop)
-    signal.signal(signal.SIGINT, _stop)
+    # Nothing that a model folder names is looked up in the Hub, nor run from what lies there.
+    os.environ |= {"HF_HUB_OFFLINE": "1", "USE_HUB_KERNELS": "0"}
+    own_process(sys.argv)
+    stop_with_launcher()
+    for number in stops_heard():
+        signal.signal(number, _stop)
     # The deepspeed launcher names the rank before the command; it stands in LOCAL_RANK as well.
     arguments = [word for word in sys.argv[1:] if not word.startswith("--local_rank=")]
     try:
         app(arguments)
     except PeerError as error:
-        typer.echo(f"error: {error}", err=True)
+        say(f"error: {error}", err=True)
         # Threads of the lost collective are still there: the usual way out would abort on them.
         os._exit(error.exit_code)
     except (AlignError, Interrupted) as error:
@@ -63,7 +68,15 @@ def main() -> None:
     except BrokenPipeError:  # who read what we print has gone
         os._exit(128 + signal.SIGPIPE)
     except OSError as error:
-        _fail(*_told(error))
+        from .stages.storage.refusals import refused
+
+        _fail(str(refused(error)), refused(error).exit_code)
+    except Exception:
+        import traceback
+
+        # Python would print it by itself, and the secrets in it.
+        say(traceback.format_exc().rstrip(), err=True)
+        sys.exit(1)
 
 
 @app.command()
@@ -81,18 +94,18 @@ def init(
         raise UsageError(f"{path.parent}: no such folder. Make it first, or name another file.")
     with fs.new_file(path, replaces=False) as file:
         file.write(template().encode())
-    typer.echo(f"{path} written. Set model.path in it, then: align precompute-ref data.parquet")
+    say(f"{path} written. Set model.path in it, then: align precompute-ref data.parquet")
 
 
 @app.command()
 def config(data: Data = None, config: ConfigFile = None, sets: Sets = None) -> None:
     """Print every setting and where its value comes from."""
-    from .pipeline.settings import flatten, load_settings, redacted
+    from .pipeline.settings import flatten, load_settings, without_secrets
 
     settings = load_settings({}, sets or [], file=config, data=data or [])
-    typer.echo("# Later wins: default, config file, environment (ALIGN_MODEL), flag, --set")
-    for name, value in flatten(settings.config).items():
-        typer.echo(f"{name} = {redacted(value)!r}  ({settings.origins.get(name, 'default')})")
+    say("# Later wins: default, config file, environment (ALIGN_MODEL), flag, --set")
+    for name, value in without_secrets(flatten(settings.config)).items():
+        say(f"{name} = {value!r}  ({settings.origins.get(name, 'default')})")
 
 
 @app.command("precompute-ref")
@@ -107,7 +120,9 @@ def precompute_ref(
     """Run the frozen reference over preference data and store its log-probs in Parquet shards."""
     from .pipeline.settings import load_settings
 
-    settings = load_settings(flags, sets or [], file=config, data=data or [])
+    settings = load_settings(
+        flags, sets or [], file=config, data=data or [], command="precompute-ref"
+    )
     _precompute(settings.config, join=join)
 
 
@@ -128,19 +143,24 @@ def score(
     from .pipeline.settings import load_settings
     from .schemas.errors import UsageError
 
-    settings = load_settings(flags, sets or [], file=config, data=data or []).config
+    command = "score --from-labels" if from_labels else "score"
+    loaded = load_settings(flags, sets or [], file=config, data=data or [], command=command)
+    settings = loaded.config
     if from_labels == bool(settings.rewards.model):
         raise UsageError("Pass --reward-model DIR or --from-labels: one of them, not both.")
+    if from_labels and join:
+        raise UsageError("--join: --from-labels loads no model, so there is no work to share.")
+    if from_labels and settings.tracking.mlflow and "tracking.mlflow" in loaded.on_command:
+        raise UsageError("--mlflow: --from-labels runs no model, and records no run. Leave it out.")
     if from_labels:
-        typer.echo(rewards_from_labels(settings).text())
+        say(rewards_from_labels(settings).text())
         return
     from .stages.model.rewarder import HfReward
-    from .stages.tracking.console import make_progress
 
     made = rewards_from_model(
-        settings, HfReward, progress=make_progress(), worker=_worker(join=join)
+        settings, HfReward, progress=progress_of_first(), worker=_worker(join=join)
     )
-    typer.echo(made.text())
+    say_once(made.text())
 
 
 @app.command()
@@ -150,9 +170,8 @@ def train(flags: dict[str, Any], config: ConfigFile = None, sets: Sets = None) -
     from .pipeline.settings import load_settings
     from .pipeline.training_job import open_training
 
-    job = open_training(load_settings(flags, sets or [], file=config))
+    job = open_training(load_settings(flags, sets or [], file=config, command="train"))
 
-    from .pipeline.first_rank import progress_of_first, say_once
     from .pipeline.train import run_training
 
     say_once(run_training(job, progress=progress_of_first()).text())
@@ -177,14 +196,13 @@ def sweep(
     sets: Sets = None,
 ) -> None:
     """Train many methods and settings on one cache, and compare them in one table."""
-    from .pipeline.first_rank import progress_of_first, say_once
     from .pipeline.settings import load_settings
     from .pipeline.sweep import sweep as run_sweep
     from .pipeline.trials import trials_of, varied_by
 
     def load(more: Sequence[str]) -> Settings:
         flags = {"train.cache": cache, "train.resume": resume}
-        return load_settings(flags, [*(sets or []), *more], file=config)
+        return load_settings(flags, [*(sets or []), *more], file=config, command="sweep")
 
     short = {"method.beta": beta, "train.lr": lr}
     given = [*(f"{name}={values}" for name, values in short.items() if values), *(vary or [])]
@@ -212,11 +230,11 @@ def methods(
 
     chosen = [find_method(name)] if name else list(METHODS.values())
     if as_json:
-        typer.echo(json.dumps(plain_table(chosen), indent=2, ensure_ascii=False))
+        say(json.dumps(plain_table(chosen), indent=2, ensure_ascii=False))
     elif markdown:
-        typer.echo(markdown_table(chosen).rstrip())
+        say(markdown_table(chosen).rstrip())
     else:
-        typer.echo((render_method(chosen[0]) if name else render_table(chosen)).rstrip())
+        say((render_method(chosen[0]) if name else render_table(chosen)).rstrip())
 
 
 @app.command()
@@ -224,20 +242,23 @@ def report(run: Annotated[Path, typer.Argument(help="Folder of a training run.")
     """Put a training run on one page, report.html: curves, held-out completions, lineage."""
     from .pipeline.run_report import write_report
 
-    typer.echo(f"{write_report(run)} written. It needs no network: open it in any browser.")
+    say(f"{write_report(run)} written. It needs no network: open it in any browser.")
 
 
 @app.command("mlflow-sync")
 def mlflow_sync(
-    run: Annotated[Path, typer.Argument(help="Folder of a training run.")],
-    uri: Annotated[str, typer.Option(help="Another store [default: the run's own].")] = "",
+    run: Annotated[Path, typer.Argument(help="Folder of a training run, or a cache.")],
+    uri: Annotated[
+        str, typer.Option(help="Another store than your own, even if the run names it.")
+    ] = "",
+    config: ConfigFile = None,
 ) -> None:
-    """Tell MLflow what it missed of a training run; telling it twice changes nothing."""
-    from .pipeline.mlflow_sync import sync_run
+    """Tell MLflow what it missed of a run; telling it twice changes nothing."""
+    from .pipeline.mlflow_sync import own_options, sync_run
 
-    synced = sync_run(run, uri=uri)
-    typer.echo(f"{synced.uri}: run {synced.run_id} is {synced.status}")
-    typer.echo(f"{synced.points_sent:,} numbers sent")
+    synced = sync_run(run, own_options(run, config), uri=uri)
+    say(f"{synced.uri}: run {synced.run_id} is {synced.status}")
+    say(f"{synced.points_sent:,} numbers sent")
 
 
 @app.command()
@@ -253,9 +274,10 @@ def verify(
     from .pipeline.verify import verify as run_verify
     from .stages.model.reference import HfReference
 
-    options = load_settings({}, sets or [], file=config, data=[str(cache)]).config.model
+    settings = load_settings({}, sets or [], file=config, near=[str(cache)], command="verify")
+    options = settings.config.model
     told = run_verify(cache, options, model=model, rescore=rescore, open_reference=HfReference)
-    typer.echo(told)
+    say(told)
 
 
 @app.command()
@@ -270,7 +292,7 @@ def inspect(
     from .stages.storage.layout import CacheFolder
 
     summary = summarize(CacheFolder(cache))
-    typer.echo(to_json(summary).rstrip() if as_json else render(summary))
+    say(to_json(summary).rstrip() if as_json else render(summary))
 
 
 @app.command()
@@ -283,12 +305,16 @@ def export(
     model: Model = None,
     overwrite: Annotated[bool, typer.Option(help="Replace the file if it exists.")] = False,
 ) -> None:
-    """Write a cache as one flat Parquet file for other trainers."""
+    """Write a cache as one flat Parquet file: text, ids and log-probs, named as TRL names them.
+
+    TRL 1.16 reads the text alone. It takes no reference log-probs from a file: remove the ref_
+    columns before you pass precompute_ref_log_probs.
+    """
     from .pipeline.export import export as run_export
 
     target = output or cache.resolve().with_name(f"{cache.resolve().name}-{to}.parquet")
     rows = run_export(cache, target, model=model, overwrite=overwrite)
-    typer.echo(f"{target}: {rows:,} rows")
+    say(f"{target}: {rows:,} rows")
 
 
 @app.command()
@@ -302,17 +328,17 @@ def gc(
     from .schemas.errors import UsageError
 
     found = gone_without(cache)
-    typer.echo(f"{cache}: {len(found.roots)} earlier roots")
+    say(f"{cache}: {len(found.roots)} earlier roots")
     for root in found.roots:
-        typer.echo(f"  {root}")
-    typer.echo(f"{len(found.files):,} files that only they name, {found.bytes:,} bytes")
+        say(f"  {root}")
+    say(f"{len(found.files):,} files that only they name, {found.bytes:,} bytes")
     if dry_run or not found:
         return
     if not yes and not sys.stdin.isatty():
         raise UsageError("A training that began on one of these cannot go on then. Pass --yes.")
     if yes or typer.confirm("A training that began on one of these cannot go on then. Remove?"):
         remove_earlier(cache)
-        typer.echo("removed")
+        say("removed")
 
 
 @app.command("tiny-world")
@@ -325,14 +351,13 @@ def tiny_world(
     from .stages.world.world import make_world
 
     world = make_world(folder, rows=rows, seed=seed)
-    typer.echo(f"model  {world.model}\ndata   {world.data.paired}")
+    say(f"model  {world.model}\ndata   {world.data.paired}")
 
 
 def _precompute(config: Config, *, join: bool) -> None:
     from .pipeline.precompute import precompute
     from .schemas.errors import UsageError
     from .stages.model.reference import HfReference
-    from .stages.tracking.console import make_progress
 
     if not config.model.path:
         raise UsageError(
@@ -340,8 +365,8 @@ def _precompute(config: Config, *, join: bool) -> None:
             "model.path in align.yaml."
         )
     reference, worker = HfReference(config.model), _worker(join=join)
-    outcome = precompute(config, reference, progress=make_progress(), worker=worker)
-    typer.echo(outcome.text())
+    outcome = precompute(config, reference, progress=progress_of_first(), worker=worker)
+    say_once(outcome.text())
 
 
 def _worker(*, join: bool) -> Worker:
@@ -370,16 +395,6 @@ def _stop(signal_number: int, _: Any) -> NoReturn:
     raise Interrupted(signal_number)
 
 
-def _told(error: OSError) -> tuple[str, int]:
-    """What the system refused, in the words of its kind; a network's error names no file."""
-    from .stages.storage.refusals import storage_error
-
-    if not isinstance(error.filename, str | bytes | os.PathLike) or not error.filename:
-        return f"{error.strerror or error}. Mend that, then run the same command again.", 74
-    refusal = storage_error("using it", Path(os.fsdecode(error.filename)), error)
-    return str(refusal), refusal.exit_code
-
-
 def _fail(message: str, exit_code: int) -> NoReturn:
-    typer.echo(f"error: {message}", err=True)
+    say(f"error: {message}", err=True)
     sys.exit(exit_code)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 def require_effect(settings: Settings) -> None:
     """Nothing a person has written down is passed over in silence."""
     train, lora = settings.config.train, settings.config.lora
+    if train.cache and settings.origins.get("cache.output") == "--set":
+        raise UsageError("cache.output and train.cache are both set. Name the cache once.")
     if train.eval_cache and train.eval_fraction:
         raise UsageError("train.eval_cache and train.eval_fraction are both set. Choose one.")
     if not lora.enabled and (given := [*settings.given("lora")]):

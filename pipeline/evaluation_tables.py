@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..schemas.stops import Stops
 from ..stages.report.evaluation_table import evaluation_csv
 from ..stages.storage import fs
 from .plain_text import decoder
@@ -30,7 +31,7 @@ class EvaluationTables:
         """One file, of one evaluation."""
         job = self._session.job
         if job.config.train.eval_text and not self._decode:
-            self._decode = decoder(job.policy.path)
+            self._decode = decoder(job.policy.path, Stops.of(job.manifest.fingerprint).tokens)
         path = self._folder.evaluation(step)
         fs.make_folder(path.parent)
         text = evaluation_csv(judged, self._kind, decode=self._decode)

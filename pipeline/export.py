@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..schemas.stops import Stops
 from ..stages.report.export import export_trl
 from ..stages.storage.layout import CacheFolder
 from ..stages.storage.manifest import load_manifest
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 def export(cache: Path, target: Path, *, model: str | None, overwrite: bool) -> int:
     """Writes `target` with TRL's column names; returns how many rows it holds."""
     folder = CacheFolder(cache)
-    decode_one = decoder(model or load_manifest(folder).model)
+    manifest = load_manifest(folder)
+    decode_one = decoder(model or manifest.model, Stops.of(manifest.fingerprint).tokens)
 
     def decode(lists: Sequence[Sequence[int]], *, continues: bool) -> list[str]:
         # Others add BOS and EOS themselves.

@@ -1,4 +1,80 @@
-"""Each flag of a command, and the setting it stands for."""
+"""What each command takes: the settings it reads, and its flags for them."""
+
+from __future__ import annotations
+
+from ..schemas.errors import UsageError
+
+# Whole sections, or single settings.
+READS: dict[str, tuple[str, ...]] = {
+    "config": (
+        *("model", "data", "tokens", "cache", "scoring", "tracking"),
+        *("train", "lora", "rewards", "method"),
+    ),
+    "precompute-ref": (
+        *("model", "data", "tokens", "cache", "scoring"),
+        *("tracking.mlflow", "tracking.uri", "tracking.experiment", "tracking.run_name"),
+    ),
+    "score": (
+        *("model.dtype", "model.attention", "model.device", "model.device_map"),
+        *("model.trust_remote_code", "model.allow_unused_weights"),
+        *("data", "tokens", "scoring", "rewards"),
+        *("cache.seed", "cache.rows_per_shard", "cache.tokens_per_shard"),
+        *("cache.reuse", "cache.reuse_known"),
+        *("tracking.mlflow", "tracking.uri", "tracking.experiment", "tracking.run_name"),
+    ),
+    # It records no run, as --no-mlflow asks.
+    "score --from-labels": (
+        *("data.files", "data.map", "data.carry", "rewards", "tracking.mlflow"),
+    ),
+    "train": (
+        *("model.attention", "model.device"),
+        *("model.trust_remote_code", "model.allow_unused_weights"),
+        *("tokens", "cache.output", "tracking", "train", "lora", "method"),
+    ),
+    "verify": ("model.device", "model.device_map", "model.trust_remote_code"),
+    **dict.fromkeys(
+        ("export", "init", "inspect", "methods", "mlflow-sync", "report", "tiny-world"), ()
+    ),
+}
+READS["sweep"] = READS["train"]
+_OTHER_POLICY = (
+    "The policy begins as the reference of the cache. To train another model, pass it by --model "
+    "DIR (train.model), with --set train.other_reference=true where the reference stays"
+)
+_FROM_THE_CACHE = "The cache records it"
+# What serves in its place, where there is something.
+INSTEAD = {
+    ("train", "model.path"): _OTHER_POLICY,
+    ("train", "model.adapter"): _OTHER_POLICY,
+    ("train", "model.dtype"): "Set train.dtype",
+    ("train", "model.device_map"): "A large policy is spread by --deepspeed zero3",
+    ("score", "model.path"): "Pass --reward-model DIR",
+    ("score", "model.adapter"): "Merge the adapter into the reward model",
+    ("score", "cache.output"): "Pass --output DIR",
+    ("verify", "model.path"): "Pass --model DIR",
+    ("verify", "model.adapter"): _FROM_THE_CACHE,
+    ("verify", "model.dtype"): _FROM_THE_CACHE,
+    ("verify", "model.attention"): _FROM_THE_CACHE,
+    ("verify", "model.allow_unused_weights"): _FROM_THE_CACHE,
+}
+
+
+def reads(command: str, name: str) -> bool:
+    """Whether a command has use for a setting."""
+    return not {name, name.partition(".")[0]}.isdisjoint(READS[command])
+
+
+def require_used(command: str, name: str, origin: str) -> None:
+    """Refuses a flag or --set that this command would pass over."""
+    if reads(command, name):
+        return
+    others = [f"`align {other}`" for other in READS if other != "config" and reads(other, name)]
+    alike = "train" if command == "sweep" else command.partition(" ")[0]
+    way = INSTEAD.get((alike, name), f"It is a setting of {', '.join(others)}")
+    if origin == "flag":  # only `score` has flags that it does not use in each of its ways
+        origin = next((flag for flag, setting in SCORE_FLAGS.items() if setting == name), origin)
+    raise UsageError(f"{origin}: {name} is not used by `align {command}`. {way}.")
+
 
 PRECOMPUTE_FLAGS = {
     "--model": "model.path",

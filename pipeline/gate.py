@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..schemas.config import TokenOptions
 from ..schemas.errors import FingerprintError
-from ..stages.model.fingerprint import adapter_digest, config_digest, weights_digest
+from ..stages.model.fingerprint import (
+    adapter_digest,
+    code_digest,
+    config_digest,
+    weights_digest,
+)
 from ..stages.prepare.tokenizer import load_tokenizer, tokenizer_fingerprint
 from .identity import differences
+from .settings import flatten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ..schemas.config import ModelOptions
     from ..schemas.manifest import Manifest
+    from .settings import Settings
 
 # Parts of a fingerprint that two caches share when their numbers can be compared.
 MAKING = {"model", "numerics", "tokenizer", "tokens"}
@@ -43,27 +52,57 @@ def require_same_text(
         )
 
 
-def reference_differences(manifest: Manifest, model: ModelOptions) -> dict[str, str]:
-    """Field by field, how a model differs from the reference the cache was made with."""
-    stored = manifest.fingerprint
-    identity = {
+def policy_identity(model: ModelOptions) -> dict[str, str]:
+    """Digests of the files that a policy is loaded from."""
+    return {
         "model.weights": weights_digest(model.path),
         "model.config": config_digest(model.path),
         "model.adapter": adapter_digest(model.adapter) if model.adapter else "none",
+        "model.code": code_digest(model.path) if model.trust_remote_code else "none",
     }
-    return differences({name: stored[name] for name in identity}, identity)
 
 
-def require_same_reference(manifest: Manifest, model: ModelOptions, *, may_differ: bool) -> bool:
+def require_same_model(settings: Settings, manifest: Manifest) -> None:
+    """Refuses an align.yaml or ALIGN_MODEL that names another reference than the cache's."""
+    model = settings.config.model
+    wanted = replace(
+        model, path=model.path or manifest.model, adapter=model.adapter or manifest.adapter
+    )
+    if _same_place(wanted.path, manifest.model) and _same_place(wanted.adapter, manifest.adapter):
+        return
+    if found := _other_than_reference(manifest, policy_identity(wanted)):
+        name = "model.adapter" if _same_place(wanted.path, manifest.model) else "model.path"
+        origin, value = settings.origins[name], flatten(settings.config)[name]
+        raise FingerprintError(
+            f"{origin}: {name} is {value}, and the reference of the cache is {manifest.model}"
+            f"{f' with {manifest.adapter}' if manifest.adapter else ''}:{_lines(found)}\n"
+            "Make a cache with that model, or set it to the cache's. To train from another model "
+            "than the reference, pass --model DIR --set train.other_reference=true."
+        )
+
+
+def _same_place(one: str, other: str) -> bool:
+    return one == other or bool(one and other and Path(one).resolve() == Path(other).resolve())
+
+
+def require_same_reference(
+    manifest: Manifest, policy: str, identity: Mapping[str, str], *, may_differ: bool
+) -> bool:
     """Whether the policy begins as the reference; one that does not is refused unless allowed."""
-    found = reference_differences(manifest, model)
+    found = _other_than_reference(manifest, identity)
     if found and not may_differ:
         raise FingerprintError(
-            f"The cache was made with another reference than {model.path}:{_lines(found)}\n"
+            f"The cache was made with another reference than {policy}:{_lines(found)}\n"
             "Make a cache with this one. If the policy is meant to begin elsewhere than the "
             "reference, pass --set train.other_reference=true."
         )
     return not found
+
+
+def _other_than_reference(manifest: Manifest, identity: Mapping[str, str]) -> dict[str, str]:
+    """Field by field, how a model differs from the reference the cache was made with."""
+    named = {name: value for name, value in identity.items() if name != "model.code"}
+    return differences({name: manifest.fingerprint[name] for name in named}, named)
 
 
 def require_same_making(manifest: Manifest, other: Manifest, name: str) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import uuid
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..schemas.errors import FingerprintError, UsageError
 from ..schemas.rows import Role
-from ..stages.score.reuse import look_up, packed_keys
+from ..stages.score.reuse import look_up
 from ..stages.storage.gc import remove_superseded, superseded
 from ..stages.storage.layout import CacheFolder
 from ..stages.storage.locks import owner_lock
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..schemas.manifest import Commit, Manifest
+    from ..schemas.rows import RowBlock
     from ..stages.prepare.spool import Spool
     from ..stages.storage.gc import Superseded
 
@@ -35,7 +37,8 @@ def require_growth(
 ) -> None:
     """Refuses when the cache holds what the new data no longer have.
 
-    A prompt of long-form data that gained a completion is another row, with the old branches.
+    A prompt of long-form data that gained a completion is another row, with the old branches; what
+    its completions share may have become less, so a branch is known by its prompt and all its ids.
     """
     stored, present = (_branches, _ring_branches) if long_form else (_rows, _ring_rows)
     lost = total = 0
@@ -104,11 +107,24 @@ def _named(digests: NDArray[np.bytes_], copies: NDArray[np.int32]) -> NDArray[np
 
 
 def _ring_branches(spool: Spool, start: int, stop: int) -> NDArray[np.bytes_]:
-    return packed_keys(spool.read(start, stop).rows)
+    return _named_branches(spool.read(start, stop).rows)
 
 
 def _branches(path: Path) -> NDArray[np.bytes_]:
-    """The keys of a shard's branches but the mismatched, which are chosen anew for new data."""
+    """The branches of a shard but the mismatched, which are chosen anew for new data."""
     rows = read_shard(path).rows
-    keys: NDArray[np.bytes_] = packed_keys(rows)[rows.roles != Role.MISMATCHED]
-    return keys
+    names: NDArray[np.bytes_] = _named_branches(rows)[rows.roles != Role.MISMATCHED]
+    return names
+
+
+def _named_branches(rows: RowBlock) -> NDArray[np.bytes_]:
+    """A digest of each branch that does not depend on where its prompt ends, as S16."""
+    prompts = [key + ids.tobytes() for key, ids in zip(_keys(rows), rows.prompts, strict=True)]
+    branches = zip(rows.row_of_branch.tolist(), rows.completions, strict=True)
+    names = [blake2b(prompts[row] + ids.tobytes(), digest_size=16) for row, ids in branches]
+    return np.frombuffer(b"".join(name.digest() for name in names), dtype="S16")
+
+
+def _keys(rows: RowBlock) -> list[bytes]:
+    keys = np.ascontiguousarray(rows.prompt_keys.prompt).tobytes()
+    return [keys[start : start + 16] for start in range(0, len(keys), 16)]

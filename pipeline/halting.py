@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import signal
+import threading
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +15,12 @@ from ..schemas.errors import Interrupted
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-STOPS = (signal.SIGTERM, signal.SIGINT)
+logger = logging.getLogger("align")
+
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+# What a launcher sets for its ranks: torchrun, deepspeed, srun.
+LAUNCHED = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE", "SLURM_STEP_ID")
+SECONDS_PER_LOOK = 1.0
 WAY_ON = "Run the same command with --resume auto"
 
 
@@ -22,6 +31,27 @@ def naming_the_way_on() -> Iterator[None]:
         yield
     except Interrupted as stop:
         raise Interrupted(stop.signal_number, WAY_ON) from None
+
+
+def stops_heard() -> list[signal.Signals]:
+    """The signals that ask to stop; under nohup nobody wants to hear of a terminal that closes."""
+    deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in STOPS if not (deaf and number is signal.SIGHUP)]
+
+
+def stop_with_launcher() -> None:
+    """Asks this rank to stop once the process that launched it is gone, however that ended."""
+    if any(name in os.environ for name in LAUNCHED):
+        # Threads are not copied by a fork: a worker of this process has no such watcher.
+        threading.Thread(target=_outlive, args=(os.getppid(),), daemon=True).start()
+
+
+def _outlive(launcher: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(SECONDS_PER_LOOK)
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # else it was asked already
+        logger.warning("The launcher, process %d, is gone: this rank stops as well.", launcher)
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Asked:
@@ -44,7 +74,7 @@ def asked_to_stop() -> Iterator[Asked]:
         asked.signal_number = number
         signal.signal(number, signal.SIG_DFL)
 
-    before = {number: signal.signal(number, note) for number in STOPS}
+    before = {number: signal.signal(number, note) for number in stops_heard()}
     try:
         yield asked
     finally:

@@ -12,8 +12,9 @@ from ..stages.prepare.read import iter_chunks, require_unchanged
 from ..stages.prepare.ring import Intake, Ring, collect_runs, merge_runs
 from ..stages.prepare.tokenizer import tokenizer_fingerprint
 from ..stages.prepare.units import unit_offsets
-from ..stages.prepare.workers import EncodingJob, default_workers, encode_chunks, usable_cores
+from ..stages.prepare.workers import EncodingJob, default_workers, encode_chunks
 from ..stages.storage import fs
+from ..stages.storage.cores import usable_cores
 from ..stages.storage.manifest import load_manifest, write_plan
 from ..stages.storage.quarantine import write_quarantine
 from ..stages.storage.refusals import told
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from ..stages.prepare.spool import Spool
     from .job import Job
 
+KINDS = ("rows_of_conversations", "rows_of_plain_text")
 EXAMPLES_SHOWN = 3
 
 
@@ -60,6 +62,7 @@ def _encode(job: Job, intake: Intake, progress: Progress) -> list[Spool]:
         config.tokens,
         job.shape,
         config.cache.seed,
+        job.files,
         tokenizer_fingerprint(job.tokenizer),
     )
     workers = config.data.workers or default_workers(total_bytes)
@@ -85,6 +88,7 @@ def _merge(job: Job, runs: list[Spool], intake: Intake) -> Ring:
             spool,
             runs,
             long_form=job.shape.kind == "scored_long",
+            prompt_side=job.config.tokens.prompt_side,
             num_pairs=job.config.cache.kl_pairs,
             intake=intake,
         )
@@ -115,7 +119,7 @@ def _shown(chunks: Iterator[Chunk], progress: Progress) -> Iterator[Chunk]:
 def _quarantine(job: Job, run_id: str, intake: Intake) -> tuple[FileEntry, ...]:
     if not intake.rejected:
         return ()
-    names = [file.path.name for file in job.inputs]
+    names = {file: path.name for file, path in job.paths.items()}
     return (write_quarantine(job.work, run_id, 0, intake.rejected, names),)
 
 
@@ -143,7 +147,7 @@ def _prompt_hint(job: Job, intake: Intake) -> str:
 
 
 def _place(job: Job, rejected: Rejected) -> str:
-    path = job.inputs[rejected.file].path
+    path = job.paths[rejected.file]
     return f"{path} row {rejected.row}: {rejected.reason}: {rejected.detail}"
 
 
@@ -180,10 +184,19 @@ def _plan(job: Job, ring: Ring, intake: Intake, quarantine: tuple[FileEntry, ...
         unit_offsets=_offsets(job, ring),
         quarantine=quarantine,
         quarantined=dict(sorted(intake.reasons.items())),
-        notes={name: count for name, count in sorted(intake.notes.items()) if count},
+        notes=_notes(job, intake),
         reuse=candidates(cache, job.folder),
         threads=usable_cores(),
     )
+
+
+def _notes(job: Job, intake: Intake) -> dict[str, int]:
+    """What was counted; of what kind the rows are only where there are two."""
+    unread = {f"rows_with_scores_not_read_in_{name!r}": intake.rows_in for name in job.shape.unread}
+    notes = {**intake.notes, **unread}
+    if not all(notes.get(kind) for kind in KINDS):
+        notes = {name: count for name, count in notes.items() if name not in KINDS}
+    return {name: count for name, count in sorted(notes.items()) if count}
 
 
 def _offsets(job: Job, ring: Ring) -> tuple[int, ...]:

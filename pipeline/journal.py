@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from ..stages.storage.run_folder import RunFolder
-
     Curves = Mapping[str, list[tuple[float, float]]]  # (step, value) by name, steps rising
 
 
@@ -43,10 +41,3 @@ def history_of(metrics: Path, *, is_drawn: Callable[[str], bool]) -> History:
             if is_drawn(name):
                 kept[name].append((float(entry.step), point.value))
     return History(steps, ends.measured(), dict(learned), dict(held_out))
-
-
-def has_ended(folder: RunFolder) -> bool:
-    """Whether its model is that of its last step: one that was made longer keeps the old one."""
-    if not folder.model.exists():
-        return False
-    return folder.model.stat().st_mtime_ns >= folder.metrics.stat().st_mtime_ns

@@ -6,13 +6,14 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from ..schemas.checkpoint import Peers, Position, Retention, Saved
+from ..schemas.checkpoint import CheckpointFile, Peers, Position, Retention, Saved
 from ..schemas.errors import AlignError
-from ..stages.engine.peers import gathered
-from ..stages.engine.user_file import stage_of
+from ..stages.engine.peers import from_first, gathered
 from ..stages.storage.checkpoints import save_checkpoint
 from ..stages.storage.credit import credit
-from .run_identity import config_digest, versions
+from ..stages.storage.ending import described
+from .room import lack_of_room
+from .run_identity import identity_of, made_with
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,6 +36,7 @@ class Keeper:
     def __init__(self, session: Session, start: Start) -> None:
         self._session = session
         self._start = start
+        self._identity, self._made_with = identity_of(session), made_with(session)
         self.failures = 0
         self._saved: int | None = start.checkpoint_step if start.checkpoint else None
         self._failed: int | None = None
@@ -52,6 +54,7 @@ class Keeper:
                 self._start.folder,
                 place.step,
                 metrics,
+                journal=self._journal(),
                 run_id=self._start.run_id,
                 retention=self._retention,
             )
@@ -62,6 +65,10 @@ class Keeper:
         """Every rank writes its part; there is a checkpoint only where all could."""
         session = self._session
         began = time.monotonic()
+        if lack := from_first(session.world, lambda: lack_of_room(session, self._start.folder)):
+            saved = Saved(place.step, lack)
+            self._count(place, saved)
+            return saved
         saved = save_checkpoint(
             self._start.folder,
             self._position(place, metrics, mlflow_run_id),
@@ -91,17 +98,22 @@ class Keeper:
             self.failures, self._failed = self.failures + 1, place.step
 
     def _position(self, place: Place, metrics: Mapping[str, float], run_id: str) -> Position:
-        session = self._session
         return Position(
             global_step=place.step,
             cursor=place.cursor,
-            seed=session.job.config.train.seed,
-            world_size=session.world.size,
-            zero_stage=stage_of(session.engine_config),
-            cache_root=session.job.manifest.root,
-            config_digest=config_digest(session.job.config),
-            versions=versions(),
+            identity=self._identity,
+            made_with=self._made_with,
+            changes=self._start.changes,
+            journal=self._journal(),
             mlflow_run_id=run_id,
             memory=place.memory,
+            window=place.window,
             metrics=dict(metrics),
         )
+
+    def _journal(self) -> CheckpointFile:
+        """What was measured until now; only the first rank writes it, and what it says counts."""
+        folder = self._start.folder
+        if self._session.world.rank:
+            return CheckpointFile(folder.metrics.name, 0, "")
+        return described(folder.root, folder.metrics)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..schemas.errors import AlignError, UsageError
+from ..schemas.errors import AlignError, OlderFormatError, UsageError
 from ..stages.score.reuse import EarlierCache
 from ..stages.storage.commits import read_commits
 from ..stages.storage.layout import CacheFolder
@@ -37,13 +37,21 @@ def candidates(options: CacheOptions, folder: CacheFolder) -> tuple[str, ...]:
 def open_earlier(folders: Sequence[str], plan: Plan) -> list[EarlierCache]:
     """Those of the folders that were scored by the same reference and can be read."""
     earlier: list[EarlierCache] = []
+    older: list[Path] = []
     for folder in (CacheFolder(Path(name)) for name in folders):
-        with _passed_over(folder.root):
+        with _passed_over(folder.root, older):
             earlier += _finished(folder, plan)
-        with _passed_over(folder.private):
+        with _passed_over(folder.private, older):
             for work in folder.works():
-                with _passed_over(work.root):
+                with _passed_over(work.root, older):
                     earlier += _begun(work, plan)
+    if older:
+        logger.warning(
+            "%d earlier caches were made by an older align and are not reused: %s. `align inspect` "
+            "says how to make one anew.",
+            len(older),
+            ", ".join(map(str, older)),
+        )
     return earlier
 
 
@@ -62,10 +70,12 @@ def remember(folder: CacheFolder) -> None:
 
 
 @contextmanager
-def _passed_over(place: Path) -> Iterator[None]:
+def _passed_over(place: Path, older: list[Path]) -> Iterator[None]:
     """What cannot be read is not reused; that stops no run."""
     try:
         yield
+    except OlderFormatError:
+        older.append(place)
     except (AlignError, OSError) as error:
         logger.warning("%s is not reused: %s", place, error)
 

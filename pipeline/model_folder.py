@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..schemas.stops import Stops
 from ..stages.engine.peers import from_first
 from ..stages.model.logps import causal_model
 from ..stages.model.save import (
@@ -13,9 +14,11 @@ from ..stages.model.save import (
     save_merged,
     save_value_head,
     save_whole,
+    stop_generation_at,
 )
 from ..stages.report.card import Lineage, model_card
 from ..stages.storage.final_model import save_model
+from .room import require_room_for_model
 from .run_identity import versions
 from .used_settings import used_settings
 
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from ..schemas.manifest import Manifest
     from .run_records import RunRecords
     from .run_start import Start
     from .session import Session
@@ -39,7 +43,9 @@ def write_model(session: Session, start: Start, records: RunRecords, *, steps: i
 
 def _write(session: Session, start: Start, lineage: Lineage, weights: Mapping[str, Tensor]) -> None:
     job, folder = session.job, start.folder
+    require_room_for_model(session, folder)
     lora, source = job.config.lora, Path(job.policy.path)
+    stops = Stops.of(job.manifest.fingerprint).of_template
     own, value_head = parted(weights)
 
     def write(draft: Path) -> None:
@@ -56,6 +62,8 @@ def _write(session: Session, start: Start, lineage: Lineage, weights: Mapping[st
     def finish(draft: Path, card: str) -> None:
         if value_head:
             save_value_head(value_head, draft)
+        if lineage.head != "score":
+            stop_generation_at(stops, source, draft)
         (draft / "README.md").write_text(card, encoding="utf-8")
 
     save_model(folder.model, write, start.run_id)
@@ -70,6 +78,7 @@ def _lineage(session: Session, records: RunRecords, steps: int) -> Lineage:
         head=session.recipe.head,
         padding_token=causal_model(session.policy.model).config.pad_token_id,
         options={name: str(value) for name, value in session.recipe.values.items()},
+        stops=_stops(manifest),
         settings=used_settings(session, "train"),
         policy=job.policy.path,
         reference=manifest.model,
@@ -85,6 +94,12 @@ def _lineage(session: Session, records: RunRecords, steps: int) -> Lineage:
         mlflow_run=records.mlflow_run_id,
         mlflow_key=records.mlflow_run_key,
     )
+
+
+def _stops(manifest: Manifest) -> dict[str, str]:
+    stops = Stops.of(manifest.fingerprint)
+    ended = {"a turn": stops.turn, "a call of tools": stops.tool_calls, "plain text": stops.text}
+    return {f"{what} ends with": stop.told for what, stop in ended.items() if stop}
 
 
 def _rows_seen(session: Session, steps: int) -> int:

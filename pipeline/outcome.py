@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..stages.report.grid import worded
 from ..stages.storage.gc import superseded
 from ..stages.storage.layout import CacheFolder
 
@@ -45,7 +46,7 @@ class Outcome:
             lines.append(f"{total} of {manifest.rows_in:,} rows dropped: {', '.join(dropped)}")
         if kept := superseded(CacheFolder(self.folder), manifest):
             lines.append(f"note: {kept}")
-        lines += [f"note: {count:,} {name.replace('_', ' ')}" for name, count in _notes(manifest)]
+        lines += [f"note: {count:,} {worded(name)}" for name, count in _notes(manifest)]
         return "\n".join(lines)
 
 

@@ -8,20 +8,27 @@ from ..schemas.config import TokenOptions
 from ..stages.prepare.tokenizer import TextTokenizer, load_tokenizer
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
     from ..stages.report.evaluation_table import Decode
 
 
-def decoder(model: str) -> Decode:
-    """Decodes what the tokenizer in a model's folder has made, without its BOS and EOS."""
+def decoder(model: str, stops: Collection[int]) -> Decode:
+    """Decodes what the tokenizer in a model's folder has made, without its BOS and the stops."""
     tokenizer = load_tokenizer(model, TokenOptions(eos="never"))
-    return lambda ids, continues: _text(tokenizer, list(ids), continues=continues)
+
+    def decode(ids: Iterable[int], continues: bool) -> str:
+        bare = list(ids)
+        if continues and bare and bare[-1] in stops:
+            bare = bare[:-1]
+        return _text(tokenizer, bare, continues=continues)
+
+    return decode
 
 
 def _text(tokenizer: TextTokenizer, bare: list[int], *, continues: bool) -> str:
     if bare and bare[0] == tokenizer.hf.bos_token_id:
         bare = bare[1:]
-    if bare and bare[-1] == tokenizer.hf.eos_token_id:
-        bare = bare[:-1]
     if not continues:
         return _decoded(tokenizer, bare)
     # Some decoders drop a blank at the very start: let something stand before it.

@@ -6,93 +6,122 @@ import json
 import logging
 from typing import TYPE_CHECKING, Any
 
-from ..schemas.errors import FingerprintError, UsageError
-from ..stages.engine.user_file import leaves
+from ..schemas.errors import CorruptionError, FingerprintError, UsageError
+from ..schemas.safe_text import masked
 from ..stages.storage import fs
+from ..stages.storage.ending import begins_as
+from .run_identity import CHANGES_LENGTH, binding, identity_of, job_settings, made_with
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ..schemas.checkpoint import Position
+    from ..schemas.checkpoint import Position, RunIdentity
     from ..schemas.engine import World
     from ..stages.storage.run_folder import RunFolder
+    from .session import Session
     from .training_job import TrainingJob
 
 logger = logging.getLogger("align")
 
-# What may change between two parts of a run without changing what is learned.
-FREE = {
-    "train.cache",  # its root is compared instead
-    "train.output",
-    "train.resume",
-    "train.max_time",
-    "train.tokens_per_batch",
-    "train.eval_every",
-    "train.eval_table",
-    "train.eval_text",
-    "train.limit_eval_batches",
-    "train.log_every",
-    "train.save_every",
-    "train.keep_last",
-    "train.best",
-    "train.nonfinite_limit",
-    "lora.merge",
-}
-# What may change, but makes the whole another run than one that was never stopped.
-LENGTH = {"train.epochs", "train.max_steps"}
-SECTIONS = ("train", "lora", "method")
+
+def require_same_settings(begun: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuses other settings than those of a config.yaml, where no checkpoint says more."""
+    _require_same(binding(begun), binding(now))
 
 
-def require_same_run(begun: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Refuses settings that would make another run of it; whether its length was changed."""
-    names = {name for name in {*begun, *now} if name.partition(".")[0] in SECTIONS}
-    changed = sorted(name for name in names - FREE if begun.get(name) != now.get(name))
+def require_same_run(
+    begun: RunIdentity, job: TrainingJob, world: World, *, where: str
+) -> list[str]:
+    """Refuses what would make another run of it; returns what was changed of its length."""
+    if begun.cache_root != job.manifest.root:
+        raise FingerprintError(
+            f"The run was begun on the cache {begun.cache_root[:12]}…, and this one is "
+            f"{job.manifest.root[:12]}…. Pass the --cache it was begun with, or begin a new run."
+        )
+    changed = _require_same(begun.settings, job_settings(job))
+    zero_stage = job.zero_stage(world.size)
+    if (begun.world_size, begun.zero_stage) != (world.size, zero_stage):
+        raise UsageError(
+            f"{where} was saved by {begun.world_size} rank(s) under ZeRO {begun.zero_stage}; this "
+            f"is {world.size} under ZeRO {zero_stage}. Go on with as many ranks and the same stage."
+        )
+    return changed
+
+
+def require_same_computing(begun: Position, session: Session) -> tuple[str, ...]:
+    """Refuses a loaded policy that computes otherwise; returns what differs and may differ."""
+    _require_same(begun.identity.computed, identity_of(session).computed)
+    was, is_now = begun.made_with, made_with(session)
+    changed = tuple(
+        f"after step {begun.global_step}: {name} {was.get(name, 'none')} → {now}"
+        for name, now in is_now.items()
+        if was.get(name, "none") != now
+    )
+    if changed and session.world.rank == 0:
+        listed = "\n  ".join(changed)
+        logger.warning(
+            "This run goes on with other parts than it was begun with:\n  %s\nIt does not end in "
+            "the bits that it would have ended in with the first ones.",
+            listed,
+        )
+    return changed
+
+
+def require_whole_records(folder: RunFolder, position: Position) -> tuple[str, ...]:
+    """Refuses a metrics.jsonl that is not what it was at the checkpoint; one that is gone is said.
+
+    Returns what is missing.
+    """
+    known = position.journal
+    if not folder.metrics.exists() and known.bytes:
+        missing = f"{folder.metrics.name} was gone after step {position.global_step}"
+        logger.warning(
+            "%s is gone: what was measured up to step %d is lost. The run goes on, and a new file "
+            "begins after that step.",
+            folder.metrics,
+            position.global_step,
+        )
+        return (missing,)
+    if known.bytes and not begins_as(folder.metrics, known):
+        raise CorruptionError(
+            f"{folder.metrics} does not begin with the {known.bytes:,} bytes that it had at the "
+            f"checkpoint of step {position.global_step}: it was cut, edited or damaged. Restore "
+            "it, or remove it to go on without what was measured before."
+        )
+    return ()
+
+
+def require_same_engine_file(folder: RunFolder, text: bytes) -> None:
+    """Refuses a deepspeed.json other than the one that the checkpoint's run would write."""
+    if folder.engine.exists() and fs.read_bytes(folder.engine) != text:
+        raise CorruptionError(
+            f"{folder.engine} is damaged or was edited: this run was given another one. Remove it: "
+            "it is written anew, from what the checkpoint says."
+        )
+
+
+def engine_text(config: dict[str, Any]) -> bytes:
+    """What deepspeed.json holds."""
+    return f"{json.dumps(masked(config), indent=2, sort_keys=True, default=str)}\n".encode()
+
+
+def _require_same(begun: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Names each value that differs; returns those that only set the length."""
+    changed = sorted(name for name in {*begun, *now} if begun.get(name) != now.get(name))
     lines = {
         name: f"{name}: begun with {_shown(begun, name)}, now {_shown(now, name)}"
         for name in changed
     }
-    if binding := [lines[name] for name in changed if name not in LENGTH]:
-        listed = "\n  ".join(binding)
+    if wrong := [lines[name] for name in changed if name not in CHANGES_LENGTH]:
+        listed = "\n  ".join(wrong)
         raise FingerprintError(
             f"This run was begun with other settings. What differs:\n  {listed}\n"
             "Undo the change, or begin a new run in another --output."
         )
-    for name in changed:
-        logger.warning("%s; the learning rate follows the new length from here on.", lines[name])
-    return bool(changed)
+    return list(lines.values())
 
 
-def require_same_engine(folder: RunFolder, config: dict[str, Any]) -> None:
-    """Refuses to go on under another DeepSpeed configuration, whatever its file is called."""
-    if not (folder.steps() and folder.engine.exists()):
-        return
-    stored = json.loads(fs.read_bytes(folder.engine))
-    begun, now = dict(leaves(stored)), dict(leaves(json.loads(json.dumps(config))))
-    if changed := sorted(name for name in {*begun, *now} if begun.get(name) != now.get(name)):
-        lines = [f"{name}: begun with {begun.get(name)}, now {now.get(name)}" for name in changed]
-        listed = "\n  ".join(lines)
-        raise FingerprintError(
-            f"This run was begun with another DeepSpeed configuration. What differs:\n  {listed}\n"
-            "Undo the change, or begin a new run in another --output."
-        )
-
-
-def _shown(settings: Mapping[str, Any], name: str) -> str:
-    """Options of a method are written down only where they are given."""
-    return repr(settings[name]) if name in settings else "its default"
-
-
-def require_same_world(position: Position, job: TrainingJob, world: World) -> None:
-    """Refuses a checkpoint that another cache, or other ranks, made."""
-    if position.cache_root != job.manifest.root:
-        raise FingerprintError(
-            f"The run was begun on the cache {position.cache_root[:12]}…, and this one is "
-            f"{job.manifest.root[:12]}…. Pass the --cache it was begun with, or begin a new run."
-        )
-    zero_stage = job.zero_stage(world.size)
-    if (position.world_size, position.zero_stage) != (world.size, zero_stage):
-        raise UsageError(
-            f"The checkpoint of step {position.global_step} was saved by {position.world_size} "
-            f"rank(s) under ZeRO {position.zero_stage}; this is {world.size} under ZeRO "
-            f"{zero_stage}. Go on with as many ranks and the same stage."
-        )
+def _shown(settings: Mapping[str, str], name: str) -> str:
+    """Not all of a long digest; another method has other options."""
+    value = settings.get(name, "nothing")
+    return f"{value[:12]}…" if len(value) == 64 else value

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..schemas.errors import FingerprintError, UsageError
+from ..schemas.errors import UsageError
+from ..schemas.manifest import file_identity
 from ..schemas.rows import Role
 from ..stages.prepare.read import digested, iter_chunks, open_inputs, require_unchanged
 from ..stages.prepare.records import parse_chunk
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from ..schemas.reference import Reference
     from ..schemas.rows import Record
     from ..schemas.tracking import Progress
-    from ..stages.prepare.read import InputFile
+    from ..stages.prepare.read import Digested, InputFile
     from ..stages.prepare.shapes import Shape
     from .units import Worker
 
@@ -53,14 +54,13 @@ class Rewarded:
 
 def rewards_from_labels(config: Config) -> Rewarded:
     """Chosen and desirable completions score 1, all others -1."""
-    inputs, shape = _opened(config)
-    if shape.kind not in {"paired", "unpaired"}:
+    data = _opened(config)
+    if data.shape.kind not in {"paired", "unpaired"}:
         raise UsageError(
-            f"--from-labels: {inputs[0].path} has no labels and no pairs. Score it with "
+            f"--from-labels: {data.inputs[0].path} has no labels and no pairs. Score it with "
             "--reward-model."
         )
-    output = _output(config)
-    return _written(output, inputs, shape, lambda record: [LABELS[role] for role in record.roles])
+    return _written(_output(config), data, lambda record: [LABELS[role] for role in record.roles])
 
 
 def rewards_from_model(
@@ -71,11 +71,11 @@ def rewards_from_model(
     worker: Worker,
 ) -> Rewarded:
     """Scores every completion with a reward model; what an earlier run scored is kept."""
-    inputs, shape = _opened(config)
-    if shape.kind == "scored_long":
+    data = _opened(config)
+    if data.shape.kind == "scored_long":
         raise UsageError(
-            f"{inputs[0].path} has one completion in a row and a score for each. Take the scores "
-            "out, or put the completions of a prompt into one row (prompt, completions)."
+            f"{data.inputs[0].path} has one completion in a row and a score for each. Take the "
+            "scores out, or put the completions of a prompt into one row (prompt, completions)."
         )
     output = _output(config)
     model = replace(config.model, path=config.rewards.model, adapter="")
@@ -84,13 +84,24 @@ def rewards_from_model(
     reward = open_reward(model)
     outcome = precompute(scoring, reward, progress=progress, worker=worker, stage="score")
     scores = _scores(CacheFolder(output.root / CACHE), outcome.manifest)
-    named = [entry.sha256 for entry in outcome.manifest.inputs]
-    return _written(output, inputs, shape, scores.of, named)
+    # The shards name files by their bytes, and here they are read in the order they were given.
+    files = [file_identity(file.sha256) for file in data.digested]
+    return _written(output, data, lambda record: scores.of(files[record.file], record.row))
 
 
-def _opened(config: Config) -> tuple[tuple[InputFile, ...], Shape]:
+@dataclass(frozen=True)
+class _Data:
+    """The files to score."""
+
+    inputs: tuple[InputFile, ...]
+    digested: tuple[Digested, ...]  # the inputs, before anything else was read from them
+    shape: Shape
+
+
+def _opened(config: Config) -> _Data:
     inputs = open_inputs(config.data.files)
-    return inputs, common_shape(inputs, renames(config.data.map), config.data.carry)
+    before = tuple(map(digested, inputs))
+    return _Data(inputs, before, common_shape(inputs, renames(config.data.map), config.data.carry))
 
 
 def _output(config: Config) -> OutputFolder:
@@ -109,31 +120,21 @@ def _scores(folder: CacheFolder, manifest: Manifest) -> Scores:
 
 def _written(
     output: OutputFolder,
-    inputs: Sequence[InputFile],
-    shape: Shape,
+    data: _Data,
     scores_of: Callable[[Record], Sequence[float] | None],
-    named: Sequence[str] = (),
 ) -> Rewarded:
-    """Reads the data once more, because the shards hold ids and no text.
-
-    `named` are the digests of the files as they were when they were scored.
-    """
-    before = tuple(map(digested, inputs))
-    if named and [file.sha256 for file in before] != [*named]:
-        raise FingerprintError(
-            f"{inputs[0].path}: the data changed while it was scored. Run the same command again."
-        )
+    """Reads the data once more, because the shards hold ids and no text."""
     rows_in = 0
 
     def rewarded() -> Iterator[tuple[Record, Sequence[float]]]:
         nonlocal rows_in
-        for chunk in iter_chunks(inputs, shape.columns):
+        for chunk in iter_chunks(data.inputs, data.shape.columns):
             rows_in += len(chunk)
-            for record in parse_chunk(chunk, shape)[0]:
+            for record in parse_chunk(chunk, data.shape)[0]:
                 scores = scores_of(record)
                 if scores is not None:
                     yield record, scores
-        require_unchanged(inputs, before)
+        require_unchanged(data.inputs, data.digested)
 
     rows, completions = write_rewarded(output, rewarded())
     return Rewarded(output.root / ROWS, rows, completions, rows_in - rows)

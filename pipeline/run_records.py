@@ -10,8 +10,11 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from ..schemas.checkpoint import Ending
 from ..schemas.errors import AlignError, Interrupted, StorageError
+from ..stages.engine.peers import from_first
 from ..stages.storage import fs
+from ..stages.storage.ending import write_ending
 from ..stages.tracking.machine import Machine
 from ..stages.tracking.names import EVAL
 from ..stages.tracking.no_progress import NoProgress
@@ -21,13 +24,15 @@ from .best_metric import BestMetric
 from .borne import borne
 from .evaluation_tables import EvaluationTables
 from .keeping import Keeper
+from .room import require_room
+from .run_identity import identity_of
 from .run_report import write_report
 from .used_settings import used_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ..schemas.checkpoint import Checkpoint
+    from ..schemas.checkpoint import Checkpoint, How
     from ..schemas.evaluation import Judged
     from ..schemas.tracking import Progress
     from ..stages.tracking.training_run import JournaledRun
@@ -52,7 +57,7 @@ def open_records(session: Session, start: Start, progress: Progress) -> Iterator
             session.job.config.tracking,
             start.folder,
             name=session.recipe.name,
-            tags=_tags(session),
+            tags=_tags(session, start.changes),
             keep_through=keep_through,
             is_evaluated=_is_evaluated(start.checkpoint),
         )
@@ -67,6 +72,8 @@ def open_records(session: Session, start: Start, progress: Progress) -> Iterator
         status = "KILLED"
         raise
     except AlignError:
+        with borne("No record of how the run ended"):
+            records.ended("failed")
         records.report()
         raise
     finally:
@@ -90,6 +97,7 @@ class RunRecords:
         self._best = BestMetric(session.job.config.train.best)
         self._last_line = 0.0
         self._step = start.checkpoint_step
+        self._total_steps = 0
         # Measured at the newest step and at no other, and finite.
         self.metrics = dict(start.checkpoint.position.metrics) if start.checkpoint else {}
         self.is_evaluated = _is_evaluated(start.checkpoint)  # the step it begins at
@@ -111,6 +119,8 @@ class RunRecords:
 
     def begin(self, place: Place, total_steps: int) -> None:
         """The run's settings, and how far it has to go."""
+        self._total_steps = total_steps
+        from_first(self._session.world, lambda: require_room(self._session, self._start.folder))
         if self._session.world.rank == 0:
             self._describe()
         if place.step:
@@ -122,12 +132,14 @@ class RunRecords:
         self.say(f"policy and cache agree to {gap:.1e} nats per completion")
         self._run.log_params({"gate.largest_gap": f"{gap:.3e}"})
 
-    def stepped(self, place: Place, metrics: dict[str, float], *, is_logged: bool) -> None:
-        """An optimizer step is done; not every one is written down."""
+    def stepped(
+        self, place: Place, metrics: dict[str, float], line: dict[str, float] | None
+    ) -> None:
+        """An optimizer step is done; after some there is a line that stands for several."""
         self._measured(place, metrics)
-        if is_logged:
+        if line is not None:
             seen = self._machine.now() if self._machine else {}
-            self._run.log_metrics({**metrics, **seen}, step=place.step)
+            self._run.log_metrics({**line, **seen}, step=place.step)
         padded = metrics["tokens"] / (1 - metrics["padding"])
         padding = round(padded - metrics["tokens"])
         self._progress.advance(1, tokens=round(padded), padding=padding)
@@ -184,6 +196,21 @@ class RunRecords:
         tags = {"align.cache_root": self._session.job.manifest.root, "align.step": str(place.step)}
         self._run.log_model_link(folder.model, tags=tags)
 
+    def ended(self, how: How) -> None:
+        """Writes down how the run ended; a run without this word was killed."""
+        if self._session.world.rank:
+            return
+        self._run.sync()
+        ending = Ending(
+            ending=how,
+            step=self._step,
+            total_steps=self._total_steps,
+            identity=identity_of(self._session),
+            changes=self._start.changes,
+            files=(),
+        )
+        write_ending(self._start.folder, ending)
+
     def report(self) -> None:
         """Puts the run on one page, if there is anything to see."""
         if self._session.world.rank == 0 and self._start.folder.metrics.stat().st_size:
@@ -198,9 +225,7 @@ class RunRecords:
             logger.warning("%s", said)
 
     def _describe(self) -> None:
-        session, folder = self._session, self._start.folder
-        config = json.dumps(session.engine_config, indent=2, sort_keys=True, default=str)
-        fs.publish(folder.engine, f"{config}\n".encode(), label="config")
+        session = self._session
         self._run.log_params(_params(session))
         cache = session.job.cache
         self._run.log_dataset(
@@ -238,9 +263,11 @@ def _params(session: Session) -> dict[str, str]:
     return {name: str(value) for name, value in {**settings, **options, **counts}.items()}
 
 
-def _tags(session: Session) -> dict[str, str]:
+def _tags(session: Session, changes: tuple[str, ...]) -> dict[str, str]:
     job = session.job
+    changed = {"align.changed": "; ".join(changes)} if changes else {}
     return {
+        **changed,
         **job.tags,
         "align.stage": "train",
         "align.method": session.recipe.name,

@@ -13,13 +13,15 @@ from ..stages.report.distributions import spread_charts
 from ..stages.report.evaluation_table import read_evaluation
 from ..stages.report.page import facts, page, section, side_by_side, tiles
 from ..stages.storage import fs
+from ..stages.storage.ending import read_ending
 from ..stages.storage.layout import CacheFolder
 from ..stages.storage.manifest import load_manifest
 from ..stages.storage.restore import read_checkpoint
 from ..stages.storage.run_folder import RunFolder
 from ..stages.tracking.names import EVAL
-from .journal import History, has_ended, history_of
-from .settings import read_yaml, redacted
+from .journal import History, history_of
+from .run_identity import run_settings
+from .settings import without_secrets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,7 +52,7 @@ def write_report(root: Path) -> Path:
 
 
 def _page(folder: RunFolder) -> str:
-    settings = read_yaml(folder.config)
+    settings = run_settings(folder)
     history = history_of(folder.metrics, is_drawn=lambda name: name not in DRAWN_NOWHERE)
     further = side_by_side(further_curves(history.learned, history.held_out))
     return page(
@@ -66,8 +68,11 @@ def _page(folder: RunFolder) -> str:
 
 
 def _sentences(folder: RunFolder, history: History, method: str) -> Iterator[str]:
-    ending = "finished" if has_ended(folder) else "not finished"
-    yield f"{method}, {history.steps:,} steps, {ending}."
+    ending = read_ending(folder)
+    is_finished = ending is not None and ending.ending == "finished"
+    yield f"{method}, {history.steps:,} steps, {'finished' if is_finished else 'not finished'}."
+    for change in ending.changes if ending else ():
+        yield f"Went on otherwise than it began: {change}."
     if steps := _not_applied(folder, history):
         shown = ", ".join(f"{step:,}" for step in steps[:10])
         more = f" and {len(steps) - 10:,} more" if len(steps) > 10 else ""
@@ -79,7 +84,7 @@ def _not_applied(folder: RunFolder, history: History) -> list[int]:
     if not folder.nonfinite.exists():
         return []
     told = {int(step) for step in STEP.findall(fs.read_bytes(folder.nonfinite))}
-    well = {int(step) for step, value in history.learned.get("step_applied", ()) if value}
+    well = {int(step) for step, value in history.learned.get("step_applied", ()) if value == 1}
     return sorted(told - well)
 
 
@@ -104,6 +109,8 @@ def _spreads(folder: RunFolder) -> str:
     )
     if shown.kind == "log-ratios":
         note += " A log-ratio is log(policy / reference), summed over a completion."
+    if any(one.reward is not None for one in shown.completions):
+        note += " A reward is what the method's loss compares."
     return section("Held-out completions", side_by_side(spread_charts(tables)), note=note)
 
 
@@ -111,7 +118,10 @@ def _of_cache(folder: RunFolder, settings: dict[str, Any]) -> list[str]:
     """Where the numbers of the reference come from, as far as the cache still tells."""
     cache = CacheFolder(Path(settings["train.cache"] or settings["cache.output"]))
     try:
-        roots = {read_checkpoint(folder.step(step)).position.cache_root for step in folder.steps()}
+        roots = {
+            read_checkpoint(folder.step(step)).position.identity.cache_root
+            for step in folder.steps()
+        }
         manifest = load_manifest(cache, min(roots, default=""))
     except (UsageError, CorruptionError) as error:
         return [section("Data", facts({"cache": str(error)}))]
@@ -149,7 +159,7 @@ def _lineage(cache: CacheFolder, manifest: Manifest, settings: dict[str, Any]) -
 def _shown(settings: dict[str, Any]) -> dict[str, str]:
     sections = ("train", "method", "lora", "model")
     return {
-        name: str(redacted(value))
-        for name, value in settings.items()
+        name: str(value)
+        for name, value in without_secrets(settings).items()
         if name.partition(".")[0] in sections
     }

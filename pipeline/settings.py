@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,9 @@ import yaml
 from ..schemas.codec import CodecError, from_plain, unknown_key
 from ..schemas.config import Config
 from ..schemas.errors import UsageError
+from ..schemas.safe_text import MASK, hear, masked, masked_address
+from .flag_names import require_used
+from .strict_yaml import UNREADABLE, from_yaml
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,20 +24,22 @@ if TYPE_CHECKING:
 FILE_NAME = "align.yaml"
 LARGEST_FILE = 1024 * 1024
 # Paths in a config file are meant from where the file lies.
-PATHS = (
+LOCATED = {
     "model.path",
     "model.adapter",
     "tokens.chat_template",
+    "data.files",
     "cache.output",
+    "cache.reuse",
     "train.cache",
     "train.model",
     "train.output",
+    "train.deepspeed",
     "train.eval_cache",
     "rewards.model",
     "rewards.output",
-)
+}
 BY_HAND = ("flag", "--set", "ALIGN_MODEL")
-PATH_LISTS = ("data.files", "cache.reuse")
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,11 @@ class Settings:
 
     config: Config
     origins: dict[str, str]
+
+    @property
+    def on_command(self) -> list[str]:
+        """The settings of this command's own flags and --set, by their dotted names."""
+        return [name for name, origin in self.origins.items() if origin in ("flag", "--set")]
 
     def given(self, section: str) -> dict[str, Any]:
         """The settings of one section that somebody wrote down, by their dotted names.
@@ -60,13 +69,20 @@ class Settings:
 
 
 def load_settings(
-    flags: Mapping[str, Any], sets: Sequence[str], *, file: Path | None, data: Sequence[str] = ()
+    flags: Mapping[str, Any],
+    sets: Sequence[str],
+    *,
+    file: Path | None,
+    data: Sequence[str] = (),
+    near: Sequence[str] = (),
+    command: str = "config",
 ) -> Settings:
     """Later sources win: defaults, config file, environment, flags, --set.
 
-    The file is `file`, or the align.yaml here, beside the data or beside the cache.
+    The file is `file`, or the align.yaml here, beside the data or beside what is `near`. It serves
+    many commands, as the environment does; a flag or --set has to be one that `command` uses.
     """
-    path = file or _beside([*data, *filter(None, [flags.get("train.cache")])])
+    path = file or _beside([*data, *near, *filter(None, [flags.get("train.cache")])])
     layers: list[tuple[str, dict[str, Any]]] = []
     if path:
         layers.append((str(path), _read_file(path)))
@@ -80,7 +96,22 @@ def load_settings(
     for origin, layer in layers:
         values.update(layer)
         origins.update(dict.fromkeys(layer, origin))
-    return Settings(_build(values, origins), origins)
+    if isinstance(uri := values.get("tracking.uri"), str):
+        _require_address(uri, origins["tracking.uri"])
+    settings = Settings(_build(values, origins), origins)
+    for name in settings.on_command:
+        require_used(command, name, origins[name])
+    return settings
+
+
+def _require_address(uri: str, origin: str) -> None:
+    """Refuses the address in a run's config.yaml where its secret was left out."""
+    hear(uri)
+    if MASK in uri:
+        raise UsageError(
+            f"{origin}: tracking.uri is {uri}, and the secret in it was not written down. Give the "
+            "whole address: --set tracking.uri=…, or MLFLOW_TRACKING_URI and no tracking.uri."
+        )
 
 
 def flatten(config: Config) -> dict[str, Any]:
@@ -93,13 +124,13 @@ def as_yaml(config: Config) -> str:
     sections = dataclasses.asdict(config)
     for name, value in as_absolute(config).items():
         section, _, key = name.partition(".")
-        sections[section][key] = redacted(value)
+        sections[section][key] = value
     return yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)
 
 
 def as_absolute(config: Config) -> dict[str, Any]:
-    """Every setting by its dotted name, no path depending on where it is read."""
-    return _from_where_it_lies(flatten(config), Path.cwd())
+    """Every setting by its dotted name, no path depending on where it is read, no secret in it."""
+    return without_secrets(_from_where_it_lies(flatten(config), Path.cwd()))
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -107,11 +138,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return flatten(_build(found := _read_file(path), dict.fromkeys(found, str(path))))
 
 
-def redacted(value: Any) -> Any:
-    """The value, its password masked when it is an address with one."""
-    if not isinstance(value, str):
-        return value
-    return re.sub(r"(://[^/:@]*):[^@/]*@", r"\1:***@", value)
+def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by their dotted names as they may be written down and shown."""
+    shown = masked(dict(settings))
+    if "://" in (uri := settings.get("tracking.uri") or ""):
+        shown["tracking.uri"] = masked_address(uri)
+    return shown
 
 
 def template() -> str:
@@ -148,47 +180,66 @@ def parse_varied(texts: Sequence[str]) -> dict[str, list[str]]:
 def _beside(names: Sequence[str]) -> Path | None:
     """An align.yaml in the current folder, or beside the first of these files and folders."""
     places = [Path(), *(Path(name).parent for name in names[:1])]
-    return next((place / FILE_NAME for place in places if (place / FILE_NAME).is_file()), None)
+    return next((file for place in places if os.path.lexists(file := place / FILE_NAME)), None)
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    if not path.exists():
         raise UsageError(f"{path}: no such config file. `align init` writes one.")
+    if not path.is_file():
+        raise UsageError(f"{path}: not a file. Name a config file as `align init` writes it.")
     if path.stat().st_size > LARGEST_FILE:
-        raise UsageError(f"{path}: larger than {LARGEST_FILE:,} bytes; this is no config file.")
+        raise UsageError(f"{path}: larger than {LARGEST_FILE:,} bytes; not a config file.")
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _StrictLoader)
-    except (yaml.YAMLError, UnicodeError, RecursionError) as error:
+        content = from_yaml(path.read_text(encoding="utf-8"))
+    except (*UNREADABLE, UnicodeError) as error:
         raise UsageError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict | None):
         raise UsageError(f"{path}: expected sections such as 'model:', found {content!r:.60}.")
-    return _from_where_it_lies(_flat(content or {}), path.parent)
+    values = _flat(content or {}, str(path))
+    for name in LOCATED & values.keys():
+        values[name] = _at_home(values[name], f"{path}: {name}")
+    return _from_where_it_lies(values, path.parent)
+
+
+def _at_home(value: Any, where: str) -> Any:
+    """The path with a ~ at its start resolved, as a shell does it for a flag."""
+    if isinstance(value, list):
+        return [_at_home(item, where) for item in value]
+    if not (isinstance(value, str) and value.startswith("~")):
+        return value
+    try:
+        return str(Path(value).expanduser())
+    except RuntimeError as error:
+        raise UsageError(f"{where} is {value!r}: there is no such home. Write it out.") from error
 
 
 def _from_where_it_lies(values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    for name in PATHS:
-        if isinstance(values.get(name), str) and values[name]:
-            values[name] = str(folder / Path(values[name]).expanduser())
-    deepspeed = values.get("train.deepspeed")
-    if isinstance(deepspeed, str) and deepspeed.endswith(".json"):  # a file, and not a preset
-        values["train.deepspeed"] = str(folder / Path(deepspeed).expanduser())
-    for name in PATH_LISTS:
-        if isinstance(values.get(name), list):
-            values[name] = [str(folder / Path(str(item)).expanduser()) for item in values[name]]
+    for name in LOCATED & values.keys():
+        # What train.deepspeed names is a file, and not a preset, when it ends so.
+        if name != "train.deepspeed" or str(values[name]).endswith(".json"):
+            values[name] = _located(values[name], folder)
     return values
 
 
-def _flat(sections: Mapping[str, Any]) -> dict[str, Any]:
+def _located(value: Any, folder: Path) -> Any:
+    if isinstance(value, list):
+        return [_located(item, folder) for item in value]
+    return str(folder / value) if isinstance(value, str) and value else value
+
+
+def _flat(sections: Mapping[str, Any], where: str = "") -> dict[str, Any]:
     """Dotted names for the settings inside sections; anything else keeps its name."""
-    values: dict[str, Any] = {}
+    pairs: list[tuple[str, Any]] = []
     for section, content in sections.items():
-        if content is None:
-            continue
         if isinstance(content, dict):
-            values.update({f"{section}.{name}": value for name, value in content.items()})
-        else:
-            values[str(section)] = content
-    return values
+            pairs += [(f"{section}.{name}", value) for name, value in content.items()]
+        elif content is not None:
+            pairs.append((str(section), content))
+    names = [name for name, _ in pairs]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise UsageError(f"{where}: given twice: {', '.join(twice)}. Write each of them once.")
+    return dict(pairs)
 
 
 def _parse_set(text: str) -> tuple[str, Any]:
@@ -197,8 +248,8 @@ def _parse_set(text: str) -> tuple[str, Any]:
         raise UsageError(f"--set {text}: expected NAME=VALUE, for example --set cache.seed=1.")
     default = flatten(Config()).get(name)
     try:
-        return name, value if isinstance(default, str) else yaml.load(value, _StrictLoader)
-    except (yaml.YAMLError, RecursionError) as error:
+        return name, value if isinstance(default, str) else from_yaml(value)
+    except UNREADABLE as error:
         raise UsageError(f"--set {text}: the value is not readable as YAML.") from error
 
 
@@ -214,24 +265,55 @@ def _build(values: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
                 f"{origins[name]}: {name} is a section: expected settings in it, "
                 f"found {value!r:.60}."
             )
+        _require_plain_text(f"{origins[name]}: {name}", value)
         nested.setdefault(section, {})[key] = value
     try:
         config = from_plain(Config, nested, partial=True)
     except CodecError as error:
-        blamed = next((origin for name, origin in origins.items() if name in str(error)), "config")
-        raise UsageError(f"{blamed}: {error}") from error
-    flat = flatten(config)
-    for name, (least, most) in _bounds().items():
-        if isinstance(flat[name], float) and not math.isfinite(flat[name]):
-            raise UsageError(f"{origins[name]}: {name} is {flat[name]}; it must be finite.")
-        side = ""
-        if least is not None and flat[name] < least:
-            side = f"below {least}"
-        if most is not None and flat[name] > most:
-            side = f"above {most}"
-        if side:
-            raise UsageError(f"{origins[name]}: {name} is {flat[name]}; it cannot be {side}.")
+        raise UsageError(_blamed(error, values, origins)) from error
+    _require_within_bounds(flatten(config), origins)
     return config
+
+
+def _blamed(error: CodecError, values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
+    """The mistake, the source it stands in, and the command for several values."""
+    parts = error.where.partition("[")[0].split(".")
+    names = [".".join(parts[:depth]) for depth in range(len(parts), 0, -1)]
+    name = next((name for name in names if name in origins), "")
+    if origins.get(name) == "--set" and "," in str(values[name]):
+        return f"--set: {error}. `align sweep --vary {name}={values[name]}` tries several values."
+    return f"{origins.get(name, 'config')}: {error}"
+
+
+def _require_plain_text(where: str, value: Any) -> None:
+    """Refuses what no path or name can hold, at any depth."""
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, list):
+        for item in value:
+            _require_plain_text(where, item)
+    elif isinstance(value, str) and ("\0" in value or not _is_utf8(value)):
+        raise UsageError(f"{where} is {value!r:.60}: not plain text. Write it in UTF-8.")
+
+
+def _is_utf8(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _require_within_bounds(flat: Mapping[str, Any], origins: Mapping[str, str]) -> None:
+    for name, (least, most) in _bounds().items():
+        value = flat[name]
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UsageError(f"{origins[name]}: {name} is {value}; it must be finite.")
+        side = ""
+        if least is not None and value < least:
+            side = f"below {least}"
+        if most is not None and value > most:
+            side = f"above {most}"
+        if isinstance(value, int) and abs(value) >= 1 << 63:
+            side = "that large"
+        if side:
+            raise UsageError(f"{origins[name]}: {name} is {value}; it cannot be {side}.")
 
 
 def _bounds() -> dict[str, tuple[float | None, float | None]]:
@@ -243,27 +325,3 @@ def _bounds() -> dict[str, tuple[float | None, float | None]]:
         if dataclasses.is_dataclass(options := getattr(defaults, section.name))
         for field in dataclasses.fields(options)
     }
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """Refuses what a config never needs: aliases, and keys given twice; reads 1e-6 as a number."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("aliases are not allowed")
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = {str(key) for key in keys if keys.count(key) > 1}
-        if twice:
-            raise yaml.YAMLError(f"given twice: {', '.join(sorted(twice))}")
-        return super().construct_mapping(node, deep)
-
-
-# YAML 1.1 takes 1e-6 for text, because there is no point in it.
-_StrictLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+"),
-    list("-+0123456789"),
-)

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 # What stands above a column, and the metric in it.
 HEADS = {"loss": "loss", "acc.": "rewards/accuracies", "margin": "rewards/margins"}
 NO_COMPARING = (
-    "Losses and margins of different methods and betas do not compare; accuracies do. (Methods "
-    "without a reference count plain log-probs in theirs.)"
+    "Losses and margins of different methods and betas do not compare; accuracies do, as far as "
+    "methods compare the same: whole completions or their means per token, with a reference or "
+    "without. `align methods` tells."
 )
 TRAINING_ROWS = (
     "training: of the first and the last logged step, each over other rows than the other. "

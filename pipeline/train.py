@@ -13,23 +13,23 @@ from ..stages.engine.launch import joined_world
 from ..stages.engine.peers import together
 from ..stages.feed.feed import CacheFeed
 from ..stages.feed.settings import FeedSettings
-from ..stages.feed.shared import shared_prompts
+from ..stages.feed.shared import overlap
 from ..stages.feed.source import open_source
 from ..stages.model.logps import causal_model
 from ..stages.model.policy import load_policy
 from ..stages.storage.sample import sample_rows
 from ..stages.train.agreement import largest_gap
-from ..stages.train.loop import Halts, Loop, Place, train
+from ..stages.train.loop import Halts, Loop, Place, SaveClock, train
 from ..stages.train.memory import forget_peak
 from ..stages.train.meter import Meter
 from .borne import borne
 from .halting import asked_to_stop, naming_the_way_on
 from .lost_peers import naming_lost_peers
 from .model_folder import write_model
-from .resuming import require_same_engine
+from .needs import require_positions
 from .run_records import RunRecords, open_records
 from .run_report import write_report
-from .run_start import Start, started
+from .run_start import Start, held_to_checkpoint, started
 from .session import Session
 from .trained import Trained, outcome
 
@@ -66,13 +66,13 @@ def train_in(job: TrainingJob, world: World, *, progress: Progress) -> Trained:
             return replace(outcome(start.folder, "finished"), is_old=True)
         forget_peak()
         session = open_session(job, world, progress)
-        with open_records(session, start, progress) as records:
-            require_same_engine(start.folder, session.engine_config)
-            place = _restored(session, start)
+        held = held_to_checkpoint(session, start)
+        with open_records(session, held, progress) as records:
+            place = _restored(session, held)
             if place is None:
                 _require_agreement(session, records)
                 place = Place(0, Cursor(0, 0))
-            return _learn(session, start, records, place)
+            return _learn(session, held, records, place)
 
 
 def open_session(job: TrainingJob, world: World, progress: Progress) -> Session:
@@ -84,6 +84,9 @@ def open_session(job: TrainingJob, world: World, progress: Progress) -> Session:
         for note in (*_told_of(source, held_out), *advice):
             progress.say(note)
     policy = together(world, lambda: _policy(job, recipe))
+    last = getattr(_text_config(policy), "max_position_embeddings", None)
+    for some in {id(one): one for one in (source, held_out)}.values():
+        require_positions(some, recipe, last)
     engine, engine_config = open_engine(
         policy, config.train, world, hidden_size=_text_config(policy).hidden_size
     )
@@ -123,11 +126,27 @@ def _told_of(source: TrainSource, held_out: TrainSource) -> Iterator[str]:
     yield from source.notes
     if held_out is not source:
         yield from (f"{held_out.folder.root}: {note}" for note in held_out.notes)
-        if shared := shared_prompts(source, held_out):
-            yield (
-                f"{held_out.folder.root}: {shared:,} prompts are learned from as well. What is "
-                "measured by them says nothing of prompts that are new."
-            )
+    if held_out.eval_rows:
+        yield from _told_of_overlap(source, held_out)
+
+
+def _told_of_overlap(source: TrainSource, held_out: TrainSource) -> Iterator[str]:
+    found, is_split = overlap(source, held_out), held_out is source
+    if is_split:
+        yield (
+            f"{found.held_out:,} prompts are held out by a hash that ignores white space, the "
+            "system message, tools and template options."
+        )
+    where = "held-out prompts" if is_split else f"prompts of {held_out.folder.root}"
+    says_nothing = "What is measured by them says nothing of prompts that are new."
+    if found.shared:
+        told = f"{found.shared:,} of {found.held_out:,} {where} are learned from as well."
+        yield f"{told} {says_nothing}"
+    if found.near:
+        yield (
+            f"{found.near:,} of {found.held_out:,} {where} are nearly the same, word for word, as "
+            f"one that is learned from. {says_nothing}"
+        )
 
 
 def _feed_settings(job: TrainingJob, recipe: Recipe, world: World, policy: Policy) -> FeedSettings:
@@ -157,7 +176,7 @@ def _restored(session: Session, start: Start) -> Place | None:
     position = start.checkpoint.position
     folder = start.folder.step(position.global_step)
     together(session.world, lambda: session.engine.load_state(folder))
-    return Place(position.global_step, position.cursor, position.memory)
+    return Place(position.global_step, position.cursor, position.memory, position.window)
 
 
 def _require_agreement(session: Session, records: RunRecords) -> None:
@@ -196,13 +215,14 @@ def _learn(session: Session, start: Start, records: RunRecords, place: Place) ->
             loop,
             start=place,
             records=records,
-            halts=Halts(asked, deadline),
+            halts=Halts(asked, deadline, SaveClock(60 * loop.options.save_minutes)),
             is_measured=records.is_evaluated,
         )
-    if ending == "signal":
-        raise Interrupted(asked.signal_number or 15)
     if ending == "finished":
         write_model(session, start, records, steps=place.step)
         records.finish(place)
+    records.ended(ending)
+    if ending == "signal":
+        raise Interrupted(asked.signal_number or 15)
     records.report()
     return outcome(start.folder, ending)

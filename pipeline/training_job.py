@@ -12,7 +12,8 @@ from ..schemas.errors import CorruptionError, FingerprintError, UsageError
 from ..stages.engine.config import Circumstances, engine_config
 from ..stages.engine.user_file import stage_of
 from ..stages.methods.table import recipe_of
-from ..stages.model.fingerprint import stored_dtype
+from ..stages.model.fingerprint import UNUSED_WEIGHTS, stored_dtype
+from ..stages.model.folder_check import require_peft
 from ..stages.storage.layout import CacheFolder
 from ..stages.storage.manifest import load_manifest
 from ..stages.storage.restore import read_checkpoint
@@ -20,7 +21,13 @@ from ..stages.storage.run_folder import RunFolder
 from .best_metric import require_measured
 from .durations import seconds_of
 from .effect import require_effect
-from .gate import require_same_making, require_same_reference, require_same_text
+from .gate import (
+    policy_identity,
+    require_same_making,
+    require_same_model,
+    require_same_reference,
+    require_same_text,
+)
 from .needs import reading_of, require_fixed_reference, require_token_logps
 
 if TYPE_CHECKING:
@@ -46,6 +53,7 @@ class TrainingJob:
     manifest: Manifest
     held_out: tuple[CacheFolder, Manifest] | None
     policy: ModelOptions
+    policy_identity: Mapping[str, str]  # digests of its files
     begins_as_reference: bool
     max_seconds: float
     tags: Mapping[str, str] = field(default_factory=dict)  # for the tracking store
@@ -71,7 +79,7 @@ def open_training(settings: Settings) -> TrainingJob:
     require_measured(train)
     cache = CacheFolder(Path(train.cache or config.cache.output))
     manifest = load_manifest(cache, _begun_on(train))
-    policy = _policy(config, manifest)
+    policy = _policy(settings, manifest)
     _zero_stage(train, policy, world_size=1)
     held_out = _held_out(config, manifest)
     for folder, made in ((cache, manifest), *([held_out] if held_out else [])):
@@ -79,8 +87,10 @@ def open_training(settings: Settings) -> TrainingJob:
     reading = reading_of(recipe, train, policy.path)
     given = {name: str(value) for name, value in settings.given("tokens").items()}
     require_same_text(manifest, policy.path, config.tokens, given)
+    identity = policy_identity(policy)
+    may_differ = train.other_reference or "reference" not in recipe.needs
     begins_as_reference = require_same_reference(
-        manifest, policy, may_differ=train.other_reference or "reference" not in recipe.needs
+        manifest, policy.path, identity, may_differ=may_differ
     )
     return TrainingJob(
         config=config,
@@ -90,6 +100,7 @@ def open_training(settings: Settings) -> TrainingJob:
         manifest=manifest,
         held_out=held_out,
         policy=policy,
+        policy_identity=identity,
         begins_as_reference=begins_as_reference,
         max_seconds=max_seconds,
     )
@@ -100,7 +111,7 @@ def _begun_on(train: TrainOptions) -> str:
     folder = RunFolder(Path(train.output))
     for step in folder.steps()[::-1] if train.resume == "auto" else []:
         with suppress(CorruptionError, FingerprintError):
-            return read_checkpoint(folder.step(step)).position.cache_root
+            return read_checkpoint(folder.step(step)).position.identity.cache_root
     return ""
 
 
@@ -111,15 +122,18 @@ def _zero_stage(train: TrainOptions, policy: ModelOptions, world_size: int) -> i
     return int(stage_of(config))
 
 
-def _policy(config: Config, manifest: Manifest) -> ModelOptions:
+def _policy(settings: Settings, manifest: Manifest) -> ModelOptions:
     """The folder the user names, or the reference of the cache, its adapter included."""
-    train = config.train
+    config, train = settings.config, settings.config.train
+    if config.lora.enabled or manifest.adapter:
+        require_peft()
     if train.model:
         if not Path(train.model).is_dir():
             raise UsageError(
                 f"{train.model}: no such model folder. Pass the policy by --model DIR."
             )
         return replace(config.model, path=train.model, adapter="", device_map="")
+    require_same_model(settings, manifest)
     if config.lora.enabled and manifest.adapter:
         raise UsageError(
             f"The reference is {manifest.model} with the adapter {manifest.adapter}: a new "
@@ -131,7 +145,14 @@ def _policy(config: Config, manifest: Manifest) -> ModelOptions:
             f"{manifest.model}, the reference of the cache, is not there. Pass the policy by "
             "--model DIR."
         )
-    return replace(config.model, path=manifest.model, adapter=manifest.adapter, device_map="")
+    return replace(
+        config.model,
+        path=manifest.model,
+        adapter=manifest.adapter,
+        device_map="",
+        allow_unused_weights=config.model.allow_unused_weights
+        or UNUSED_WEIGHTS in manifest.fingerprint,
+    )
 
 
 def _held_out(config: Config, manifest: Manifest) -> tuple[CacheFolder, Manifest] | None:

@@ -10,6 +10,7 @@ import numpy as np
 from ..schemas.codec import digest
 from ..schemas.errors import CorruptionError, FingerprintError
 from ..schemas.rows import Tree
+from ..stages.model.fingerprint import UNUSED_WEIGHTS
 from ..stages.model.tolerance import allowed_gaps
 from ..stages.score.again import score_again
 from ..stages.storage.gc import superseded
@@ -64,6 +65,7 @@ def _as_recorded(options: ModelOptions, manifest: Manifest, model: str | None) -
         adapter=manifest.adapter,
         dtype=fields.get("model.dtype", "auto"),  # type: ignore[arg-type]
         attention=fields.get("model.attention", "auto"),  # type: ignore[arg-type]
+        allow_unused_weights=UNUSED_WEIGHTS in fields,
     )
 
 

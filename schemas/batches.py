@@ -30,11 +30,21 @@ class MicroBatch:
     trees: tuple[Tree, ...]  # a row each; their branches are those below, in order
     roles: NDArray[np.int8]  # (branches,) as the method reads them
     reference: NDArray[np.float64]  # (branches,)
-    scores: NDArray[np.float32]  # (branches,) NaN where the data gives none
+    scores: NDArray[np.float64]  # (branches,) NaN where the data gives none
     places: NDArray[np.int64]  # (branches,) each branch's place in the step, over all ranks
     reference_tokens: Ragged | None  # (branches,) float32, when the cache keeps them
     carried: Mapping[str, NDArray[np.float64]]  # each (rows,)
     row_ids: tuple[str, ...]  # (rows,)
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """What a step holds over all ranks."""
+
+    rows: int
+    branches: int
+    tokens: int  # of completions
+    chosen_tokens: int  # of chosen or desirable ones
 
 
 @dataclass(frozen=True)

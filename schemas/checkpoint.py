@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from .batches import Cursor  # noqa: TC001 - the codec looks the annotation up
 
@@ -12,14 +12,17 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-FORMAT_VERSION = 2  # since 2 log-probs have no part in the order of an epoch
+FORMAT_VERSION = 3  # since 3 a checkpoint says by itself what it belongs to
+
+
+How = Literal["finished", "signal", "time", "failed"]
 
 
 @dataclass(frozen=True)
 class CheckpointFile:
-    """One file of a checkpoint."""
+    """One file of a checkpoint, or of a run that has ended."""
 
-    path: str  # relative to the checkpoint's folder, parts joined by /
+    path: str  # relative to the folder, parts joined by /
     bytes: int
     sha256: str
 
@@ -33,19 +36,29 @@ class RankFiles:
 
 
 @dataclass(frozen=True)
+class RunIdentity:
+    """What has to be as it was for a run to go on; values by name, as a person reads them."""
+
+    cache_root: str
+    world_size: int
+    zero_stage: int
+    settings: dict[str, str]  # with the policy's files: known before a weight is loaded
+    computed: dict[str, str]  # what the loaded policy and its engine compute with
+
+
+@dataclass(frozen=True)
 class Position:
     """Where training stands, and what it would have to be to go on from here."""
 
     global_step: int  # optimizer steps done
     cursor: Cursor  # the next step
-    seed: int
-    world_size: int
-    zero_stage: int
-    cache_root: str
-    config_digest: str
-    versions: dict[str, str]
+    identity: RunIdentity
+    made_with: dict[str, str]  # versions and the like: what differs is reported
+    changes: tuple[str, ...]  # what was reported to differ on the way here
+    journal: CheckpointFile  # metrics.jsonl, as long as it was
     mlflow_run_id: str
     memory: dict[str, tuple[float, ...]]  # what the methods remember
+    window: dict[str, tuple[float, ...]]  # sums and counts of the steps since the last line
     metrics: dict[str, float]  # measured at this very step; the best checkpoint is chosen by one
 
 
@@ -58,6 +71,18 @@ class Checkpoint:
     digest: str  # sha256 over all other fields
     position: Position
     files: tuple[CheckpointFile, ...]  # in the order of their paths
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended; written last, and removed before anything is changed again."""
+
+    ending: How
+    step: int
+    total_steps: int  # of the whole run as it was planned
+    identity: RunIdentity
+    changes: tuple[str, ...]  # as in the last checkpoint
+    files: tuple[CheckpointFile, ...]  # what was measured, and by which settings
 
 
 @dataclass(frozen=True)

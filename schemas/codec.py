@@ -11,10 +11,15 @@ import typing
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+LARGEST = 10**300  # as a float it would soon be infinite
 
 
 class CodecError(ValueError):
-    """A value that does not fit its field; the message names the field."""
+    """A value that does not fit its field; the message names the field, and so does `where`."""
+
+    def __init__(self, message: str, *, where: str = "") -> None:
+        super().__init__(message)
+        self.where = where
 
 
 def to_json(value: Any) -> str:
@@ -45,23 +50,50 @@ def from_json(cls: type[T], text: str | bytes) -> T:
     return from_plain(cls, plain)
 
 
+def to_signed_json(value: Any) -> str:
+    """Like `to_json`, with a digest over all of it; for records that are rewritten in place."""
+    plain = dataclasses.asdict(value)
+    return to_json({**plain, "digest": digest(plain)})
+
+
+def from_signed_json(cls: type[T], text: str | bytes) -> T:
+    """Reads what `to_signed_json` wrote; any other byte is a CodecError."""
+    try:
+        plain = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CodecError(f"not JSON: {error}") from error
+    stored = plain.pop("digest", None) if isinstance(plain, dict) else None
+    value = from_plain(cls, plain)
+    if stored != digest(plain) or to_signed_json(value).encode() != _bytes(text):
+        raise CodecError("it is not what was written (its digest differs)")
+    return value
+
+
 def from_plain(cls: type[T], plain: Any, *, where: str = "", partial: bool = False) -> T:
     """Builds a dataclass from dicts and lists; `partial` lets defaults fill what is missing."""
     if not isinstance(plain, dict):
-        raise CodecError(f"{where or 'top'}: expected a mapping, found {_named(plain)}")
+        raise CodecError(
+            f"{where or 'top'}: expected a mapping, found {_named(plain)}", where=where
+        )
     hints = typing.get_type_hints(cls)
     names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     for key in plain:
         if key not in names:
-            raise CodecError(unknown_key(_join(where, str(key)), str(key), names))
+            name = _join(where, str(key))
+            raise CodecError(unknown_key(name, str(key), names), where=name)
     missing = [name for name in names if name not in plain]
     if missing and not partial:
-        raise CodecError(f"{_join(where, missing[0])}: missing")
+        name = _join(where, missing[0])
+        raise CodecError(f"{name}: missing", where=name)
     values = {
         key: _convert(hints[key], value, _join(where, key), partial=partial)
         for key, value in plain.items()
     }
     return cls(**values)
+
+
+def _bytes(text: str | bytes) -> bytes:
+    return text.encode() if isinstance(text, str) else text
 
 
 def unknown_key(where: str, key: str, names: list[str]) -> str:
@@ -105,7 +137,8 @@ def _first_fit(hints: list[Any], value: Any, where: str, *, partial: bool) -> An
         except CodecError as error:
             refusals.append(str(error))
     first, *others = refusals
-    raise CodecError("; or ".join([first, *(text.removeprefix(f"{where}: ") for text in others)]))
+    told = [first, *(text.removeprefix(f"{where}: ") for text in others)]
+    raise CodecError("; or ".join(told), where=where)
 
 
 def _sequence(kind: Any, item_hint: Any, value: Any, where: str, *, partial: bool) -> Any:
@@ -121,12 +154,14 @@ def _one_of(choices: tuple[Any, ...], value: Any, where: str) -> Any:
         listed = ", ".join(map(str, choices))
         near = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
         hint = f" Did you mean '{near[0]}'?" if near else ""
-        raise CodecError(f"{where}: expected one of {listed}; found {_named(value)}.{hint}")
+        message = f"{where}: expected one of {listed}; found {_named(value)}.{hint}"
+        raise CodecError(message, where=where)
     return value
 
 
 def _scalar(hint: Any, value: Any, where: str) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        _require(abs(value) < LARGEST, where, "a smaller number", value)
         return float(value)
     wanted = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
     fits = isinstance(value, hint) and not (hint is int and isinstance(value, bool))
@@ -136,7 +171,7 @@ def _scalar(hint: Any, value: Any, where: str) -> Any:
 
 def _require(fits: bool, where: str, wanted: str, value: Any) -> None:
     if not fits:
-        raise CodecError(f"{where}: expected {wanted}, found {_named(value)}")
+        raise CodecError(f"{where}: expected {wanted}, found {_named(value)}", where=where)
 
 
 def _named(value: Any) -> str:

@@ -31,6 +31,9 @@ class ModelOptions:
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: cuda where there is one")
     device_map: str = option("", "spread a large model over devices, as transformers reads it")
     trust_remote_code: bool = option(False, "run Python code found in the model folder")
+    allow_unused_weights: bool = option(
+        False, "take a model folder that stores more tensors than its config.json has use for"
+    )
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class DataOptions:
         0.001, "stop when more than this share of rows is unusable", least=0, most=1
     )
     workers: int = option(
-        0, "tokenizing processes; 0: one per core when the data is large", least=0
+        0, "tokenizing processes; 0: one per usable core when the data is large", least=0
     )
 
 
@@ -67,7 +70,9 @@ class TokenOptions:
         "auto", "auto: one BOS when the tokenizer's own rule adds one"
     )
     eos: Literal["append", "never"] = option(
-        "append", "append: exactly one EOS at the end of a completion that was not cut"
+        "append",
+        "append: a completion that was not cut ends once with the stop token of its template, or "
+        "with EOS where it writes none; never: nothing is added or taken away",
     )
     boundary: Literal["shift", "strict"] = option(
         "shift",
@@ -176,7 +181,10 @@ class TrainOptions:
     limit_train_batches: int = option(0, "optimizer steps per epoch at most; 0: all", least=0)
     limit_eval_batches: int = option(0, "evaluation batches at most; 0: all", least=0)
     log_every: int = option(1, "steps between logged metrics", least=1)
-    save_every: int = option(0, "steps between checkpoints; 0: only when it ends", least=0)
+    save_every: int = option(0, "steps between checkpoints; 0: by time, and when it ends", least=0)
+    save_minutes: float = option(
+        30.0, "minutes after which there is another one, whatever the step; 0: never", least=0
+    )
     keep_last: int = option(2, "newest checkpoints to keep", least=1)
     best: str = option(
         "",

@@ -4,6 +4,7 @@ AlignError (2)
 ├── UsageError (2)          a flag, a config key, a path, a model folder
 ├── BadDataError (3)        too many rows that cannot be used
 ├── FingerprintError (4)    the cache was made from something else
+│   └── OlderFormatError    or by an older align
 ├── CorruptionError (5)     a file is not what the manifest says
 ├── NonFiniteError (6)      NaN or infinity where a number must be
 ├── PeerError (69)          another rank of this run is gone
@@ -11,7 +12,7 @@ AlignError (2)
 │   └── PathError (2)       a path that cannot be used so: gone, forbidden, of another kind
 └── LockedError (75)        another process is at work in this folder
 
-Interrupted (130, 143)      a signal asked to stop; no AlignError, for nobody may mend it
+Interrupted (129, 130, 138, 143)  a signal asked to stop; no AlignError, for nobody may mend it
 """
 
 
@@ -35,6 +36,10 @@ class FingerprintError(AlignError):
     """What the cache was made from differs from what is asked for now."""
 
     exit_code = 4
+
+
+class OlderFormatError(FingerprintError):
+    """The cache has a format that this align no longer reads."""
 
 
 class CorruptionError(AlignError):

@@ -22,5 +22,6 @@ class Judged:
     num_tokens: int
     logp: float  # summed over the completion; of a reward model its score
     reference_logp: float
+    reward: float | None  # what the loss compares; None of a method that compares nothing
     prompt: NDArray[np.int32] | None  # token ids, where they are wanted
     completion: NDArray[np.int32] | None

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+
+
+def file_identity(sha256: str) -> int:
+    """A data file as a number: the first sixteen hex digits of the digest of its bytes."""
+    return int(sha256[:16], 16)
 
 
 @dataclass(frozen=True)
@@ -15,6 +20,11 @@ class InputEntry:
     bytes: int
     sha256: str
     rows: int
+
+    @property
+    def identity(self) -> int:
+        """What `source` names the file by."""
+        return file_identity(self.sha256)
 
 
 @dataclass(frozen=True)

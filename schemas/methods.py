@@ -107,6 +107,14 @@ class Settled:
     advice: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Rewards:
+    """What a loss compares: rewards, margins and accuracies are of this and of nothing else."""
+
+    formula: str  # in the words of the table
+    of: Callable[[Branches, Any], Tensor]  # (branches,)
+
+
 Loss: TypeAlias = "Callable[[Branches, Step, Any], LossOutput]"
 Survey: TypeAlias = "Callable[[Branches, Any], Mapping[str, Tensor]]"
 Remember: TypeAlias = "Callable[[tuple[float, ...], Mapping[str, Tensor]], tuple[float, ...]]"
@@ -124,10 +132,13 @@ class Method:
     rows: RowKind
     items: Items  # what the loss is a mean over
     needs: frozenset[Need] = frozenset()
+    rewards: Rewards | None = None
     # Values of each own branch, (branches,) each, that are brought together over the whole step,
     # without gradients, before any loss is computed.
     survey: Survey | None = None
     remember: Remember | None = None  # memory so far, surveyed -> memory with this step in it
+    # Of a rejected or undesirable branch whose row gives no scores; a good one has 1.
+    bad_score: float = 0.0
     head: Head = "none"
     modifiers: frozenset[str] = frozenset()  # the options of `Modifiers` it can be used with
     # Text between a prompt and the completions of a role, not learned itself.

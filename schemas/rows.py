@@ -61,7 +61,7 @@ class BadRow(Exception):  # noqa: N818 - not an error of the program: one row go
 class Rejected:
     """A record in quarantine: where it stood and why it cannot be used."""
 
-    file: int
+    file: int  # its identity
     row: int
     reason: str
     detail: str
@@ -71,7 +71,7 @@ class Rejected:
 class Record:
     """One checked record, not yet tokenized; all three tuples have one entry per branch."""
 
-    file: int
+    file: int  # its identity
     row: int  # 0-based within its file
     prompt: Text
     completions: tuple[Text, ...]
@@ -88,19 +88,42 @@ class Record:
 
 
 @dataclass(frozen=True)
+class PromptKeys:
+    """What each row's prompt says, in numbers; token ids have no part in them."""
+
+    prompt: NDArray[np.bytes_]  # (rows,) S16: equal for equal prompts, and for no others
+    split: NDArray[np.uint64]  # (rows,) decides the side of the held-out split
+    sketch: NDArray[np.uint64]  # (rows,) alike in most of its bytes for nearly equal prompts
+
+    def take(self, rows: NDArray[np.int64]) -> PromptKeys:
+        """Those of the rows at `rows`, in that order."""
+        return PromptKeys(self.prompt[rows], self.split[rows], self.sketch[rows])
+
+    @staticmethod
+    def concat(parts: Sequence[PromptKeys]) -> PromptKeys:
+        """Joins several, in order."""
+        return PromptKeys(
+            np.concatenate([part.prompt for part in parts]),
+            np.concatenate([part.split for part in parts]),
+            np.concatenate([part.sketch for part in parts]),
+        )
+
+
+@dataclass(frozen=True)
 class RowBlock:
     """Tokenized rows, column by column; branches of row i are `branch_offsets[i]:[i + 1]`."""
 
     row_id: NDArray[np.bytes_]  # (rows,) S16, raw digest of the row's content
     copy: NDArray[np.int32]  # (rows,) 0 for the first row with this content, 1 for its twin, ...
-    file: NDArray[np.int32]  # (rows,)
+    file: NDArray[np.uint64]  # (rows,) its identity
     row: NDArray[np.int64]  # (rows,)
+    prompt_keys: PromptKeys  # (rows,)
     prompts: Ragged  # (rows,) int32
     prompt_cut: NDArray[np.int32]  # (rows,) prompt tokens removed by truncation
     branch_offsets: NDArray[np.int64]  # (rows + 1,)
     completions: Ragged  # (branches,) int32
     roles: NDArray[np.int8]  # (branches,)
-    scores: NDArray[np.float32]  # (branches,) NaN where the data gives none
+    scores: NDArray[np.float64]  # (branches,) NaN where the data gives none
     cut: NDArray[np.int32]  # (branches,) completion tokens removed by truncation
     carried: Mapping[str, NDArray[np.float64]]  # each (rows,)
 
@@ -125,6 +148,7 @@ class RowBlock:
             copy=self.copy[rows],
             file=self.file[rows],
             row=self.row[rows],
+            prompt_keys=self.prompt_keys.take(rows),
             prompts=self.prompts.take(rows),
             prompt_cut=self.prompt_cut[rows],
             branch_offsets=offsets_of(np.diff(self.branch_offsets)[rows]),
@@ -144,6 +168,7 @@ class RowBlock:
             copy=np.concatenate([block.copy for block in blocks]),
             file=np.concatenate([block.file for block in blocks]),
             row=np.concatenate([block.row for block in blocks]),
+            prompt_keys=PromptKeys.concat([block.prompt_keys for block in blocks]),
             prompts=Ragged.concat([block.prompts for block in blocks]),
             prompt_cut=np.concatenate([block.prompt_cut for block in blocks]),
             branch_offsets=offsets_of(branch_counts),

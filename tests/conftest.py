@@ -10,8 +10,18 @@ from trainings import Course, Server
 from align.stages.world.tokenizer import make_tokenizer
 
 os.environ["OMP_NUM_THREADS"] = "1"  # two cores, and every process of a test wants both
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # stage 1 computes with the threads of its plan
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("ALIGN_MODEL", None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def clean_root():
+    """No test records anything in the project's own folder."""
+    root, kept = Path(__file__).parents[1], {"mlruns", "mlflow.db"}
+    before = {path.name for path in root.iterdir()}
+    yield
+    assert not kept & {path.name for path in root.iterdir()} - before
 
 
 @pytest.fixture(autouse=True)

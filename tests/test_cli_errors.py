@@ -265,8 +265,29 @@ def test_a_damaged_manifest_is_never_used(copy):
 
 def test_a_manifest_of_tomorrow_asks_for_tomorrows_align(copy):
     path = copy / "manifest.json"
-    path.write_text(path.read_text().replace('"format_version":1', '"format_version":9'))
+    path.write_text(path.read_text().replace('"format_version":2', '"format_version":9'))
     assert "Install a newer align" in refusal(4, "verify", copy)
+
+
+def test_a_cache_of_an_older_align_is_refused_with_the_command_that_makes_it_anew(
+    copy, world, here
+):
+    path = copy / "manifest.json"
+    plain = json.loads(path.read_text())
+    path.write_text(json.dumps(plain | {"format_version": 1, "a_field_of_then": 3}))
+    anew = f"align precompute-ref data.parquet --model {world.model} --output {copy}-v2"
+    made = ("--set model.dtype=float32", "--set cache.rows_per_shard=8")
+    config = ("--set", f"cache.output={copy}")
+    doors = [
+        *((command, copy) for command in ("verify", "inspect", "export")),
+        ("train", "--cache", copy, "--method", "dpo", "--no-mlflow"),
+        ("precompute-ref", world.data.paired, "--model", world.model, "--no-mlflow", *config),
+    ]
+    for words in doors:
+        said = refusal(4, *words)
+        assert f"{path} has format version 1, made by an older align" in said
+        assert all(part in said for part in (anew, *made))
+    assert json.loads(path.read_text())["format_version"] == 1
 
 
 class Liar:

@@ -15,12 +15,16 @@ from align.stages.storage.fs import sha256_of
 
 COLUMNS = {
     "row_id": pa.string(),
-    "source": pa.struct([("file", pa.int32()), ("row", pa.int64())]),
+    "source": pa.struct([("file", pa.string()), ("row", pa.int64())]),
+    "prompt_key": pa.binary(16),
+    "split_key": pa.uint64(),
+    "prompt_sketch": pa.uint64(),
+    "prompt_tokens": pa.int32(),
     "prompt_ids": pa.list_(pa.int32()),
     "prompt_cut": pa.int32(),
     "completion_ids": pa.list_(pa.list_(pa.int32())),
     "role": pa.list_(pa.int8()),
-    "score": pa.list_(pa.float32()),
+    "score": pa.list_(pa.float64()),
     "cut": pa.list_(pa.int32()),
     "num_tokens": pa.list_(pa.int32()),
     "ref_logp": pa.list_(pa.float64()),

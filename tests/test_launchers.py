@@ -30,7 +30,12 @@ def until_it_scores(process):
 
 
 def test_signals_end_a_run_with_their_number_and_the_next_run_goes_on(journey, tmp_path):
-    for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+    for number, code in (
+        (signal.SIGTERM, 143),
+        (signal.SIGINT, 130),
+        (signal.SIGHUP, 129),
+        (signal.SIGUSR1, 138),
+    ):
         process = start(*command(journey, tmp_path / "cache"), cwd=tmp_path)
         until_it_scores(process)
         process.send_signal(number)
@@ -74,3 +79,14 @@ def test_a_terminal_gets_a_bar_that_is_taken_away(journey, tmp_path):
     assert done.code == 0, done
     assert "\x1b[" in done.out
     assert "scoring: 60 rows in" in done.out
+
+
+def test_of_the_ranks_of_stage_1_the_first_alone_is_heard(course, world, tmp_path):
+    """Its count ends at all rows, whoever scored them."""
+    words = ("--model", course.model, "--output", tmp_path / "cache", "--rows-per-shard", 4)
+    start = course.server.start
+    first, second = start("precompute-ref", world.data.paired, *words, ranks=2).answers()
+    assert (first.code, second.code) == (0, 0), (first, second)
+    assert (second.out, second.err) == ("", "")
+    assert "scoring: 60 rows in" in first.err, first
+    assert str(tmp_path / "cache") in first.out

@@ -32,7 +32,10 @@ def wheel(tmp_path_factory):
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.partition("/")[0] for name in names}
-    assert tops == {"align", f"align-{__version__}.dist-info"}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    distribution = project["project"]["name"].replace("-", "_")
+    assert tops == {"align", f"{distribution}-{__version__}.dist-info"}
+    assert distribution != "align"  # another project has it
     wanted = {
         f"align/{path.relative_to(ROOT)}"
         for room in ("pipeline", "schemas", "stages")
@@ -40,9 +43,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     }
     root_files = {"align/__init__.py", "align/__main__.py", "align/cli.py", "align/py.typed"}
     assert {name for name in names if name.startswith("align/")} == wanted | root_files
-    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
-        "packages"
-    ]
+    packages = project["tool"]["setuptools"]["packages"]
     assert {f"{name.replace('.', '/')}/__init__.py" for name in packages} <= set(names)
 
 

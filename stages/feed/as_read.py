@@ -46,6 +46,7 @@ def as_read(
             copy=stored.copy[from_rows],
             file=stored.file[from_rows],
             row=stored.row[from_rows],
+            prompt_keys=stored.prompt_keys.take(from_rows),
             prompts=_prompts(stored, picked, rows, reading),
             prompt_cut=stored.prompt_cut[from_rows],
             branch_offsets=offsets_of(counts * (1 + levels)),

@@ -3,6 +3,11 @@
 A score that cannot be told from its threshold makes no label, and two that lie no further apart
 than the least gap make no pair: what nobody judged is not learned. Of equal scores the completion
 that is stored first is the better one.
+
+Scores are compared as the decimals they were written as: 0.3 is 0.1 above 0.2 and 0.2 is the mean
+of 0.1, 0.2 and 0.3, though neither is so of the nearest binary numbers. So two numbers count as
+equal where no more than the rounding of the scores, and of what is computed of them, can be between
+them; long fractions that float32 holds exactly were rounded to that.
 """
 
 from __future__ import annotations
@@ -42,7 +47,7 @@ class Own:
     offsets: NDArray[np.int64]  # (rows + 1,)
     places: NDArray[np.int64]  # (branches,) among the stored branches
     roles: NDArray[np.int8]  # (branches,)
-    scores: NDArray[np.float32]  # (branches,) NaN where the data gives none
+    scores: NDArray[np.float64]  # (branches,) NaN where the data gives none
 
     @property
     def counts(self) -> NDArray[np.int64]:
@@ -102,7 +107,10 @@ def pairs(own: Own, rules: ScoreRules) -> Own:
         every = np.arange(len(own.places))
         behind = own.offsets[1:][own.row_of] - every - 1
         better, worse = np.repeat(every, behind), joined_ranges(every + 1, behind)
-    far = own.scores[better].astype(np.float64) - own.scores[worse] > rules.min_gap
+    both = np.stack([own.scores[better], own.scores[worse]])
+    size = np.maximum(np.abs(both).max(axis=0), rules.min_gap)
+    slack = _ROUNDINGS * size * _precision(both).max(axis=0)
+    far = both[0] - both[1] - rules.min_gap > slack
     better, worse = better[far], worse[far]
     branches = np.column_stack([better, worse]).ravel()
     return Own(
@@ -122,16 +130,17 @@ def labels_of_pairs(own: Own, _: ScoreRules) -> Own:
 def labels_of_scores(own: Own, rules: ScoreRules) -> Own:
     """Desirable above the threshold, undesirable below it."""
     own = own.keep_rows(own.is_scored)
-    limits = _thresholds(own, rules.threshold)[own.row_of]
-    return _with_labels(own, own.scores > limits).keep(own.scores != limits)
+    above = own.scores - _thresholds(own, rules.threshold)[own.row_of]
+    return _with_labels(own, above > 0).keep(np.abs(above) > _slack_of_rows(own)[own.row_of])
 
 
-def candidates(own: Own, _: ScoreRules) -> Own:
-    """With the data's scores; in a row that lacks one, 1 for good branches and 0 for others."""
+def candidates(own: Own, rules: ScoreRules) -> Own:
+    """With the data's scores; in a row that lacks one, 1 for good branches and less for others."""
     lacks = np.repeat(~own.is_scored, own.counts)
-    assumed = np.isin(own.roles, (Role.CHOSEN, Role.DESIRABLE)).astype(np.float32)
+    is_good = np.isin(own.roles, (Role.CHOSEN, Role.DESIRABLE))
+    assumed = np.where(is_good, 1.0, rules.bad_score)
     scored = replace(own, scores=np.where(lacks, assumed, own.scores))
-    return scored_candidates(scored, _)
+    return scored_candidates(scored, rules)
 
 
 def scored_candidates(own: Own, _: ScoreRules) -> Own:
@@ -157,6 +166,9 @@ def unchanged(own: Own, _: ScoreRules) -> Own:
     """As they are stored."""
     return own
 
+
+# Two scores, their difference and the gap are each rounded once.
+_ROUNDINGS = 4
 
 # A kind of data that a kind of method can read is one more line here, and one in notes.py.
 CONVERSIONS: dict[RowKind, dict[StoredKind, Callable[[Own, ScoreRules], Own]]] = {
@@ -189,16 +201,31 @@ def _with_labels(own: Own, is_good: NDArray[np.bool_]) -> Own:
     return replace(own, roles=labels.astype(np.int8))
 
 
-def _thresholds(own: Own, threshold: Threshold) -> NDArray[np.float32]:
-    """One of each row, as exact as scores are: so equal scores are equal to their mean."""
-    scores, starts = own.scores.astype(np.float64), own.offsets[:-1]
+def _thresholds(own: Own, threshold: Threshold) -> NDArray[np.float64]:
+    """One of each row."""
+    scores, starts = own.scores, own.offsets[:-1]
     if threshold == "mean":
-        # Not differences of running totals: those of equal scores are not equal.
-        limits = np.add.reduceat(scores, starts) / own.counts
-    elif threshold == "median":
+        # Not differences of running totals, which round by the size of the totals.
+        return np.asarray(np.add.reduceat(scores, starts) / own.counts)
+    if threshold == "median":
         ordered = scores[np.lexsort((scores, own.row_of))]
         below, above = starts + (own.counts - 1) // 2, starts + own.counts // 2
-        limits = (ordered[below] + ordered[above]) / 2
-    else:
-        limits = np.full(len(own.rows), threshold)
-    return limits.astype(np.float32)
+        return np.asarray((ordered[below] + ordered[above]) / 2)
+    return np.full(len(own.rows), threshold, dtype=np.float64)
+
+
+def _slack_of_rows(own: Own) -> NDArray[np.float64]:
+    """How far a score of each row may be from its threshold by rounding alone, (rows,)."""
+    starts = own.offsets[:-1]
+    sizes = np.maximum.reduceat(np.abs(own.scores), starts)
+    slack: NDArray[np.float64] = np.asarray(
+        (_ROUNDINGS + own.counts) * sizes * np.maximum.reduceat(_precision(own.scores), starts)
+    )
+    return slack
+
+
+def _precision(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The relative precision that each score may have been rounded to."""
+    with np.errstate(over="ignore"):
+        is_single = (scores.astype(np.float32) == scores) & (scores.round(6) != scores)
+    return np.where(is_single, np.finfo(np.float32).eps, np.finfo(np.float64).eps)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,20 +9,13 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ...schemas.ragged import Ragged
 
-_SALT = b"align held out"
+def held_out(split_keys: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
+    """A prompt's own key decides, so it stands on the same side in every cache that holds it.
 
-
-def held_out(prompts: Ragged, fraction: float) -> NDArray[np.bool_]:
-    """A prompt's own ids decide, so it stands on the same side in every cache that holds it."""
+    Prompts that differ in nothing but white space, the system message, tools and options of the
+    template have one key.
+    """
     if fraction in {0.0, 1.0}:
-        return np.full(len(prompts), fraction == 1.0)
-    limit = int(fraction * 2**64)
-    return np.fromiter((place_of(ids) < limit for ids in prompts), np.bool_, count=len(prompts))
-
-
-def place_of(ids: NDArray[np.int32]) -> int:
-    """A prompt as a number, evenly spread over 64 bits."""
-    stored = np.ascontiguousarray(ids, dtype="<i4").data
-    return int.from_bytes(blake2b(stored, digest_size=8, person=_SALT).digest(), "little")
+        return np.full(len(split_keys), fraction == 1.0)
+    return split_keys < np.uint64(int(fraction * 2**64))

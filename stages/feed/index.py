@@ -12,9 +12,8 @@ import numpy as np
 from ...schemas.errors import CorruptionError
 from ...schemas.ragged import offsets_of
 from ...schemas.rows import Role
-from ..storage.arrow import numpy_of
 from ..storage.shards import iter_row_groups
-from ..storage.tables import list_column
+from ..storage.tables import list_column, number_column
 from ..storage.verify import check_shard
 from .as_read import context_lengths
 from .held_out import held_out
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from .reading import Reading
     from .selection import Selection
 
-COLUMNS = ("prompt_ids", "role", "num_tokens", "score")
+COLUMNS = ("prompt_tokens", "split_key", "role", "num_tokens", "score")
 SCORES = "scores"  # among what is missing; no column of the data has this name
 
 
@@ -57,6 +56,7 @@ class Index:
     undesirable: int  # those that are rejected or undesirable
     missing: dict[str, int]  # rows that are read and lack what is needed of them, by its name
     levels: int  # mismatched partners of each branch in the cache
+    longest: int  # most tokens of a prompt and one completion behind it, as the method reads them
 
 
 def build_index(
@@ -95,19 +95,21 @@ class GroupRows:
     num_rejected: NDArray[np.int32]  # (rows,) rejected or undesirable ones
     missing: dict[str, int]
     levels: int
+    longest: int
 
 
 def read_group(group: pa.Table, reading: Reading, source: str) -> GroupRows:
     """What the columns of one row group say; the table may be a slice of another."""
-    prompts, tokens = list_column(group, "prompt_ids"), list_column(group, "num_tokens")
-    roles, scores = list_column(group, "role"), list_column(group, "score")
+    prompt_lengths, keys = (number_column(group, name) for name in ("prompt_tokens", "split_key"))
+    tokens, roles = list_column(group, "num_tokens"), list_column(group, "role")
+    scores = list_column(group, "score")
     if not all(np.array_equal(roles.offsets, other.offsets) for other in (tokens, scores)):
         raise CorruptionError(f"{source} has lists over branches of different lengths.")
     picked = select(roles.values, scores.values, roles.offsets, reading=reading, source=source)
     lengths, offsets = tokens.values[picked.own], picked.branch_offsets
     is_chosen = np.isin(picked.roles, (Role.CHOSEN, Role.DESIRABLE))
     is_rejected = np.isin(picked.roles, (Role.REJECTED, Role.UNDESIRABLE))
-    prompt_tokens = prompts.lengths[picked.rows] + context_lengths(picked, reading)
+    prompt_tokens = prompt_lengths[picked.rows] + context_lengths(picked, reading)
     mismatched = tokens.values[picked.mismatched]
     table = RowTable(
         group_offsets=np.array([0, len(picked.rows)]),
@@ -120,13 +122,21 @@ def read_group(group: pa.Table, reading: Reading, source: str) -> GroupRows:
     )
     return GroupRows(
         table,
-        held_out(prompts, reading.eval_fraction)[picked.rows],
+        held_out(keys, reading.eval_fraction)[picked.rows],
         picked.kinds,
         _sums(is_chosen, offsets),
         _sums(is_rejected, offsets),
         _missing(group, picked, reading),
         mismatched.shape[1],
+        _longest(table, lengths),
     )
+
+
+def _longest(table: RowTable, lengths: NDArray[np.int32]) -> int:
+    """Of all branches that are read, mismatched ones too, each behind the prompt of its row."""
+    prompts = np.repeat(table.prompt_tokens, np.diff(table.branch_offsets))
+    behind = np.column_stack([lengths, table.mismatched_tokens]).max(axis=1, initial=0)
+    return int((prompts + behind).max(initial=0))
 
 
 def _missing(group: pa.Table, picked: Selection, reading: Reading) -> dict[str, int]:
@@ -138,8 +148,7 @@ def _missing(group: pa.Table, picked: Selection, reading: Reading) -> dict[str, 
         missing[SCORES] = len(np.unique(lacking))
     read = np.unique(picked.rows)
     for name in reading.columns:
-        parts = [numpy_of(part) for part in group.column(name).chunks]
-        values = np.concatenate([np.empty(0), *parts])[read]
+        values = number_column(group, name)[read]
         missing[name] = int((~np.isfinite(values)).sum())
     return missing
 
@@ -154,6 +163,7 @@ class _Found:
     undesirable: int = 0
     missing: Counter[str] = field(default_factory=Counter)
     levels: set[int] = field(default_factory=set)
+    longest: int = 0
 
     def add(self, place: Place, rows: GroupRows) -> None:
         self.places.append(place)
@@ -161,6 +171,7 @@ class _Found:
             self.kinds[kind] = self.kinds.get(kind, KindCounts()) + counts
         self.missing.update(rows.missing)
         self.levels.add(rows.levels)
+        self.longest = max(self.longest, rows.longest)
         if len(self.levels) > 1:
             raise CorruptionError(
                 f"row group {place.group} has {rows.levels} mismatched completions a branch, "
@@ -183,6 +194,7 @@ class _Found:
             self.undesirable,
             dict(self.missing),
             levels,
+            self.longest,
         )
 
 

@@ -47,7 +47,7 @@ def _converted(kind: StoredKind, counts: KindCounts, reading: Reading) -> Iterat
     if counts.unscored and assumes:
         yield (
             f"{counts.unscored:,} {name} rows lack scores of their own: chosen and desirable "
-            "completions get 1, others 0."
+            f"completions get 1, others {reading.rules.bad_score:g}."
         )
     judged = kind == StoredKind.SCORED and reading.kind != "grouped"
     if unscored := counts.unscored if judged else 0:

@@ -21,6 +21,7 @@ class ScoreRules:
     pairs: Literal["best_worst", "all"] = "best_worst"
     min_gap: float = 0.0  # scores of a pair are further apart than this
     threshold: Threshold = "mean"  # of the row's own scores; or one number for all rows
+    bad_score: float = 0.0  # of bad completions whose row lacks a score; good ones have 1
 
 
 @dataclass(frozen=True)

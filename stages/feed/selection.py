@@ -42,13 +42,13 @@ class Selection:
     own: NDArray[np.int64]  # (branches,) places among the stored branches; chosen first
     mismatched: NDArray[np.int64]  # (branches, levels) the k-th mismatch of each of them
     roles: NDArray[np.int8]  # (branches,) as the method reads them
-    scores: NDArray[np.float32]  # (branches,) likewise
+    scores: NDArray[np.float64]  # (branches,) likewise
     kinds: dict[StoredKind, KindCounts]  # of those that are stored
 
 
 def select(
     roles: NDArray[np.int8],
-    scores: NDArray[np.float32],
+    scores: NDArray[np.float64],
     branch_offsets: NDArray[np.int64],
     *,
     reading: Reading,
@@ -110,7 +110,7 @@ def _kinds(roles: NDArray[np.int8], layout: _Layout, source: str) -> NDArray[np.
     return kinds
 
 
-def _own(roles: NDArray[np.int8], scores: NDArray[np.float32], layout: _Layout) -> Own:
+def _own(roles: NDArray[np.int8], scores: NDArray[np.float64], layout: _Layout) -> Own:
     """All own branches as they are stored, but chosen before rejected."""
     rows = np.arange(len(layout.starts))
     places = joined_ranges(layout.starts, layout.num_own)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...schemas.batches import Cursor
+from ...schemas.batches import Cursor, StepSize
 from .deal import Deal, deal
 from .mixing import key_of, shuffled
 from .order import Order, shuffled_order, stored_order
@@ -71,6 +71,16 @@ class Pass:
     def end(self, step: int) -> int:
         """The position behind the last row of a step."""
         return min((step + 1) * self.settings.batch_size, len(self.order))
+
+    def size(self) -> StepSize:
+        """All of its steps taken together."""
+        rows = self.order.rows(0, self.end(self.num_steps - 1))
+        return StepSize(
+            rows=len(rows),
+            branches=int(self.table.num_branches(rows).sum()),
+            tokens=int(self.table.own_tokens[rows].sum(dtype=np.int64)),
+            chosen_tokens=int(self.table.chosen_tokens[rows].sum(dtype=np.int64)),
+        )
 
     def plans(self, start: int, stop: int) -> Iterator[StepPlan]:
         """The plans of steps `start` to `stop`."""
@@ -136,10 +146,10 @@ def training_pass(table: RowTable, settings: FeedSettings, *, epoch: int) -> Pas
 
 
 def evaluation_pass(table: RowTable, settings: FeedSettings) -> Pass:
-    """Every row once, in the same order and with the same partners each time."""
+    """Every row once, in the same order and with all of the same partners each time."""
     steps = num_steps(len(table), settings.batch_size, settings.limit_eval_batches)
-    order = stored_order(table.group_offsets)
-    return Pass(table, order, settings, epoch=0, num_steps=steps, key=key_of("evaluation"))
+    order, every = stored_order(table.group_offsets), replace(settings, kl_per_step=0)
+    return Pass(table, order, every, epoch=0, num_steps=steps, key=key_of("evaluation"))
 
 
 def num_steps(rows: int, batch_size: int, limit: int) -> int:

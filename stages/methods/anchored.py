@@ -11,6 +11,7 @@ from ...schemas.methods import Method
 from .modifiers import SEES_RATIOS, WEIGHS_PAIRS
 from .options import beta, sft_weight
 from .pairs import pairs_of, referenced_output
+from .rewards import RATIOS
 
 if TYPE_CHECKING:
     from ...schemas.methods import Branches, LossOutput, Step
@@ -71,6 +72,7 @@ NCA = Method(
     use="Pairs, when the likelihood of chosen branches must not fall as it does with dpo.",
     loss=nca,
     options=AnchoredOptions,
+    rewards=RATIOS,
     rows="paired",
     items="rows",
     needs=frozenset({"reference"}),
@@ -83,6 +85,7 @@ BCO_PAIR = Method(
     use="Pairs, when chosen must rise and rejected fall, each by itself.",
     loss=bco_pair,
     options=AnchoredOptions,
+    rewards=RATIOS,
     rows="paired",
     items="rows",
     needs=frozenset({"reference"}),
@@ -95,6 +98,7 @@ SPPO = Method(
     use="Pairs of the policy's own answers, round after round.",
     loss=sppo,
     options=AnchoredOptions,
+    rewards=RATIOS,
     rows="paired",
     items="rows",
     needs=frozenset({"reference"}),
@@ -107,6 +111,7 @@ APO_ZERO = Method(
     use="Pairs whose chosen branches are better than what the model writes now.",
     loss=apo_zero,
     options=AnchoredOptions,
+    rewards=RATIOS,
     rows="paired",
     items="rows",
     needs=frozenset({"reference"}),
@@ -119,6 +124,7 @@ APO_DOWN = Method(
     use="Pairs whose chosen branches are worse than what the model writes now.",
     loss=apo_down,
     options=AnchoredOptions,
+    rewards=RATIOS,
     rows="paired",
     items="rows",
     needs=frozenset({"reference"}),

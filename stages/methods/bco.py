@@ -10,6 +10,7 @@ from torch.nn.functional import logsigmoid
 from ...schemas.methods import LossOutput, Method
 from .labelled import labelled_of
 from .options import beta
+from .rewards import RATIOS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,7 +39,7 @@ def bco(branches: Branches, step: Step, options: BcoOptions) -> LossOutput:
     rewards = options.beta * labelled.ratios
     losses = -logsigmoid(labelled.signs * (rewards - delta))
     # Once per item, so that its mean over the step is itself.
-    metrics = labelled.metrics(options.beta) | {"bco/delta": delta.repeat(len(losses))}
+    metrics = labelled.metrics() | {"bco/delta": delta.repeat(len(losses))}
     return LossOutput(losses, metrics)
 
 
@@ -68,6 +69,7 @@ BCO = Method(
     use="Labels without noise, from a cache without mismatched branches.",
     loss=bco,
     options=BcoOptions,
+    rewards=RATIOS,
     rows="labelled",
     items="branches",
     needs=frozenset({"reference"}),

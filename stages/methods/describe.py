@@ -58,6 +58,7 @@ class Description:
     formula: str
     rows: str
     mean_over: str
+    rewards: str  # what they are of a completion; empty where there are none
     needs: tuple[Need, ...]
     head: Head
     use: str
@@ -72,6 +73,7 @@ def describe(method: Method) -> Description:
         formula=method.summary,
         rows=method.rows,
         mean_over=method.items,
+        rewards=method.rewards.formula if method.rewards else "",
         needs=tuple(name for name in NEEDS if name in method.needs),
         head=method.head,
         use=method.use,
@@ -101,12 +103,13 @@ def render_method(method: Method) -> str:
     facts = {
         "loss": told.formula,
         "": f"mean over all {told.mean_over} of an optimizer step",
+        "rewards": told.rewards or "none",
         "rows": ROWS[method.rows],
         "needs": _needs(told),
         "use": told.use,
         "source": told.source,
     }
-    lines = [told.name, *(_wrapped(f"  {name:<8}", text) for name, text in facts.items())]
+    lines = [told.name, *(_wrapped(f"  {name:<9}", text) for name, text in facts.items())]
     options = [_option_lines(option) for option in told.options]
     head = "options, as --set method.NAME=VALUE" if options else "no options"
     legend = textwrap.fill(LEGEND, WIDTH)

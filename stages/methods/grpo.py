@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from ...schemas.config import option
-from ...schemas.methods import LossOutput, Method
+from ...schemas.methods import LossOutput, Method, Rewards
 from .modifiers import CLAMPS, sums_of, tokens_of
 from .options import number
 from .stable import bounded_exp
@@ -52,6 +52,12 @@ def grpo(branches: Branches, step: Step, options: GrpoOptions) -> LossOutput:
     return LossOutput(losses, candidate_metrics(branches, advantages, options.epsilon))
 
 
+def grpo_rewards(branches: Branches, options: GrpoOptions) -> Tensor:
+    """r, or r / n where every candidate counts the same, (branches,)."""
+    of_sequences = options.normalize == "sequence"
+    return branches.ratios / branches.num_tokens if of_sequences else branches.ratios
+
+
 def group_advantages(branches: Branches) -> Tensor:
     """(s - mean) / (std + 1e-4) over the candidates of a prompt, (branches,); 0 for a single one.
 
@@ -86,29 +92,19 @@ def plain_log_ratios(tokens: Tokens) -> Tensor:
 def candidate_metrics(branches: Branches, advantages: Tensor, epsilon: float) -> dict[str, Tensor]:
     """What methods of scored candidates report.
 
-    `rewards/scores` are the data's, `rewards/accuracies` says of every two candidates with
-    different scores whether r ranks them alike, `advantages/gained` is A (p - 1), by how much a
-    token has moved where its score wants it, and `clip/share` where it gains nothing any more.
+    `rewards/scores` are the data's, `advantages/gained` is A (p - 1), by how much a token has moved
+    where its score wants it, and `clip/share` where it gains nothing any more.
     """
     tokens = tokens_of(branches)
     ratios = bounded_exp(tokens.log_ratios.detach())
     limited = ratios.clamp(1 - epsilon, 1 + epsilon)
     return {
         "rewards/scores": branches.scores,
-        "rewards/accuracies": _ranked_alike(branches),
         "advantages/gained": advantages * (ratios - 1),
         "kl/tokens": distances(tokens).detach(),
         "clip/share": (advantages * limited < advantages * ratios).double(),
         "logps/candidates": branches.logps.detach(),
     }
-
-
-def _ranked_alike(branches: Branches) -> Tensor:
-    """1 or 0 for each ordered pair of a better and a worse candidate of one prompt, float64."""
-    rows, scores = branches.rows, branches.scores
-    ratios = (branches.logps - branches.reference).detach()
-    is_pair = (rows[:, None] == rows) & (scores[:, None] > scores)
-    return (ratios[:, None] > ratios)[is_pair].double()
 
 
 GRPO = Method(
@@ -118,6 +114,7 @@ GRPO = Method(
     use="Several scored answers to each prompt: the better than average gain, the others lose.",
     loss=grpo,
     options=GrpoOptions,
+    rewards=Rewards("r, or r/n with normalize sequence", grpo_rewards),
     rows="grouped",
     items="tokens",
     needs=frozenset({"reference", "token_reference", "scores"}),

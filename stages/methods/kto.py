@@ -13,6 +13,7 @@ from .balance import Weight, settle_weights, weight
 from .labelled import labelled_of
 from .modifiers import CLAMPS
 from .options import beta, number
+from .rewards import RATIOS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,7 +56,7 @@ def kto(branches: Branches, step: Step, options: KtoOptions) -> LossOutput:
     labelled = labelled_of(branches)
     x = options.beta * labelled.signs * (labelled.ratios - zero_point(step))
     losses = _weights(labelled, options) * (-x).sigmoid()
-    return LossOutput(losses, labelled.metrics(options.beta) | kl_metrics(step, len(losses)))
+    return LossOutput(losses, labelled.metrics() | kl_metrics(step, len(losses)))
 
 
 def kto_logsigmoid(branches: Branches, step: Step, options: KtoOptions) -> LossOutput:
@@ -63,7 +64,7 @@ def kto_logsigmoid(branches: Branches, step: Step, options: KtoOptions) -> LossO
     labelled = labelled_of(branches)
     x = options.beta * labelled.signs * (labelled.ratios - zero_point(step))
     losses = -_weights(labelled, options) * logsigmoid(x)
-    return LossOutput(losses, labelled.metrics(options.beta) | kl_metrics(step, len(losses)))
+    return LossOutput(losses, labelled.metrics() | kl_metrics(step, len(losses)))
 
 
 def kto_zero(branches: Branches, _: Step, options: KtoZeroOptions) -> LossOutput:
@@ -71,14 +72,14 @@ def kto_zero(branches: Branches, _: Step, options: KtoZeroOptions) -> LossOutput
     labelled = labelled_of(branches)
     x = options.beta * labelled.signs * labelled.ratios
     losses = _weights(labelled, options) * (-x).sigmoid()
-    return LossOutput(losses, labelled.metrics(options.beta))
+    return LossOutput(losses, labelled.metrics())
 
 
 def apo_zero_unpaired(branches: Branches, _: Step, options: ApoZeroUnpairedOptions) -> LossOutput:
     """1 - S(b r) if desirable, else S(b r), APO-zero (https://arxiv.org/abs/2408.06266)."""
     labelled = labelled_of(branches)
     losses = (-options.beta * labelled.signs * labelled.ratios).sigmoid()
-    return LossOutput(losses, labelled.metrics(options.beta))
+    return LossOutput(losses, labelled.metrics())
 
 
 def zero_point(step: Step) -> Tensor:
@@ -116,6 +117,7 @@ KTO = Method(
     use="Thumbs up and down instead of pairs, or pairs with many wrong labels.",
     loss=kto,
     options=KtoOptions,
+    rewards=RATIOS,
     rows="labelled",
     items="branches",
     needs=frozenset({"reference", "mismatched"}),
@@ -129,6 +131,7 @@ KTO_LOGSIGMOID = Method(
     use="Labels without noise: unlike kto it never gives a misjudged branch up.",
     loss=kto_logsigmoid,
     options=KtoOptions,
+    rewards=RATIOS,
     rows="labelled",
     items="branches",
     needs=frozenset({"reference", "mismatched"}),
@@ -142,6 +145,7 @@ KTO_ZERO = Method(
     use="As kto, from a cache without mismatched branches; a forward pass less per step.",
     loss=kto_zero,
     options=KtoZeroOptions,
+    rewards=RATIOS,
     rows="labelled",
     items="branches",
     needs=frozenset({"reference"}),
@@ -155,6 +159,7 @@ APO_ZERO_UNPAIRED = Method(
     use="Labels whose desirable branches are better than what the model writes now.",
     loss=apo_zero_unpaired,
     options=ApoZeroUnpairedOptions,
+    rewards=RATIOS,
     rows="labelled",
     items="branches",
     needs=frozenset({"reference"}),

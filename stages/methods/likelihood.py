@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Literal
 from torch.nn.functional import logsigmoid, relu
 
 from ...schemas.config import option
-from ...schemas.methods import LossOutput, Method
+from ...schemas.methods import LossOutput, Method, Rewards
 from .margins import smoothed
 from .modifiers import WEIGHS_PAIRS
 from .options import label_smoothing, number
-from .pairs import pairs_of, per_token_metrics
+from .pairs import logp_metrics, pairs_of
 from .stable import log_odds
 
 if TYPE_CHECKING:
@@ -66,14 +66,11 @@ class SlicOptions:
 
 
 def orpo(branches: Branches, step: Step, options: OrpoOptions) -> LossOutput:
-    """nll_c - lam LS(lo_c - lo_l), lo = m - log(1 - e^m) (https://arxiv.org/abs/2403.07691).
-
-    `rewards/*` are lam * m.
-    """
+    """nll_c - lam LS(lo_c - lo_l), lo = m - log(1 - e^m) (https://arxiv.org/abs/2403.07691)."""
     pairs = pairs_of(branches)
     ratio = log_odds(pairs.chosen.mean_logps) - log_odds(pairs.rejected.mean_logps)
     nll = chosen_nll(pairs.chosen, step, options.nll_scope)
-    metrics = per_token_metrics(pairs, options.lam) | {
+    metrics = logp_metrics(pairs) | {
         "nll": nll.detach(),
         "log_odds/ratio": ratio.detach(),
         "log_odds/accuracy": (ratio.detach() > 0).to(ratio.dtype),
@@ -82,40 +79,51 @@ def orpo(branches: Branches, step: Step, options: OrpoOptions) -> LossOutput:
 
 
 def simpo(branches: Branches, _: Step, options: SimpoOptions) -> LossOutput:
-    """-LS(b (m_c - m_l) - b gamma_ratio) at e = 0, SimPO (https://arxiv.org/abs/2405.14734).
-
-    `rewards/*` are beta * m.
-    """
+    """-LS(b (m_c - m_l) - b gamma_ratio) at e = 0, SimPO (https://arxiv.org/abs/2405.14734)."""
     pairs = pairs_of(branches)
     difference = pairs.chosen.mean_logps - pairs.rejected.mean_logps
     x = options.beta * (difference - options.gamma_ratio)
     losses = smoothed(x, options.label_smoothing)
-    return LossOutput(losses, per_token_metrics(pairs, options.beta))
+    return LossOutput(losses, logp_metrics(pairs))
 
 
 def cpo(branches: Branches, step: Step, options: CpoOptions) -> LossOutput:
-    """-LS(b (lp_c - lp_l)) + alpha nll_c at e = 0, CPO (https://arxiv.org/abs/2401.08417).
-
-    `rewards/*` are beta * m, though the loss compares sums.
-    """
+    """-LS(b (lp_c - lp_l)) + alpha nll_c at e = 0, CPO (https://arxiv.org/abs/2401.08417)."""
     pairs = pairs_of(branches)
     nll = chosen_nll(pairs.chosen, step, options.nll_scope)
     x = options.beta * (pairs.chosen.logps - pairs.rejected.logps)
     preference = smoothed(x, options.label_smoothing)
-    metrics = per_token_metrics(pairs, options.beta) | {"nll": nll.detach()}
+    metrics = logp_metrics(pairs) | {"nll": nll.detach()}
     return LossOutput(preference + options.alpha * nll, metrics)
 
 
 def slic(branches: Branches, _: Step, options: SlicOptions) -> LossOutput:
-    """max(0, delta - lp_c + lp_l) - lam lp_c, SLiC-HF (https://arxiv.org/abs/2305.10425).
-
-    `rewards/*` are m.
-    """
+    """max(0, delta - lp_c + lp_l) - lam lp_c, SLiC-HF (https://arxiv.org/abs/2305.10425)."""
     pairs = pairs_of(branches)
     chosen = pairs.chosen
     nll = -(chosen.logps if options.normalize == "sum" else chosen.mean_logps)
     losses = relu(options.delta - chosen.logps + pairs.rejected.logps) + options.lam * nll
-    return LossOutput(losses, per_token_metrics(pairs, 1.0) | {"nll": nll.detach()})
+    return LossOutput(losses, logp_metrics(pairs) | {"nll": nll.detach()})
+
+
+def orpo_rewards(branches: Branches, options: OrpoOptions) -> Tensor:
+    """lam * m, (branches,): the odds that are compared rise with it."""
+    return options.lam * branches.logps / branches.num_tokens
+
+
+def simpo_rewards(branches: Branches, options: SimpoOptions) -> Tensor:
+    """beta * m, (branches,)."""
+    return options.beta * branches.logps / branches.num_tokens
+
+
+def cpo_rewards(branches: Branches, options: CpoOptions) -> Tensor:
+    """beta * lp, (branches,)."""
+    return options.beta * branches.logps
+
+
+def slic_rewards(branches: Branches, _: SlicOptions) -> Tensor:
+    """lp, (branches,)."""
+    return branches.logps
 
 
 def chosen_nll(chosen: Side, step: Step, scope: NllScope) -> Tensor:
@@ -133,6 +141,7 @@ ORPO = Method(
     use="Pairs and a base model: it learns to answer and to prefer in one go.",
     loss=orpo,
     options=OrpoOptions,
+    rewards=Rewards("lam m", orpo_rewards),
     rows="paired",
     items="rows",
     modifiers=WEIGHS_PAIRS,
@@ -144,6 +153,7 @@ SIMPO = Method(
     use="Pairs, when answers must not grow longer; its learning rate needs care.",
     loss=simpo,
     options=SimpoOptions,
+    rewards=Rewards("b m", simpo_rewards),
     rows="paired",
     items="rows",
     modifiers=WEIGHS_PAIRS,
@@ -155,6 +165,7 @@ CPO = Method(
     use="Pairs whose chosen branch is worth imitating, as in translation.",
     loss=cpo,
     options=CpoOptions,
+    rewards=Rewards("b lp", cpo_rewards),
     rows="paired",
     items="rows",
     modifiers=WEIGHS_PAIRS,
@@ -166,6 +177,7 @@ SLIC = Method(
     use="Pairs, when those that are told apart well enough should only be imitated.",
     loss=slic,
     options=SlicOptions,
+    rewards=Rewards("lp", slic_rewards),
     rows="paired",
     items="rows",
     modifiers=WEIGHS_PAIRS,

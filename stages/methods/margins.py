@@ -12,6 +12,7 @@ from ...schemas.methods import Method
 from .modifiers import CLAMPS, SEES_RATIOS, WEIGHS_PAIRS
 from .options import beta, label_smoothing, number, sft_weight
 from .pairs import pairs_of, referenced_output
+from .rewards import RATIOS
 from .stable import bounded_exp
 
 if TYPE_CHECKING:
@@ -131,6 +132,7 @@ DPO = Method(
     use="Pairs with clear labels: the one to start with. label_smoothing makes it cDPO.",
     loss=dpo,
     options=DpoOptions,
+    rewards=RATIOS,
     rows="paired",
     items="rows",
     needs=frozenset({"reference"}),
@@ -143,6 +145,7 @@ CDPO = Method(
     use="Pairs of which some are labelled the wrong way round: the margin stops growing.",
     loss=dpo,
     options=CdpoOptions,
+    rewards=RATIOS,
     rows="paired",
     items="rows",
     needs=frozenset({"reference"}),
@@ -155,6 +158,7 @@ ROBUST = Method(
     use="Pairs whose share of wrong labels is known: it is unbiased where cdpo is cautious.",
     loss=robust,
     options=RobustOptions,
+    rewards=RATIOS,
     rows="paired",
     items="rows",
     needs=frozenset({"reference"}),
@@ -167,6 +171,7 @@ EXO = Method(
     use="Pairs, when the policy should settle on one good answer instead of covering all.",
     loss=exo,
     options=ExoOptions,
+    rewards=RATIOS,
     rows="paired",
     items="rows",
     needs=frozenset({"reference"}),
@@ -179,6 +184,7 @@ HINGE = Method(
     use="Pairs, when those that are told apart well enough should be left alone.",
     loss=hinge,
     options=HingeOptions,
+    rewards=RATIOS,
     rows="paired",
     items="rows",
     needs=frozenset({"reference"}),
@@ -191,6 +197,7 @@ DISCOPOP = Method(
     use="Pairs, to compare with a loss found by search; near D = 0 it pushes the wrong way.",
     loss=discopop,
     options=DiscopopOptions,
+    rewards=RATIOS,
     rows="paired",
     items="rows",
     needs=frozenset({"reference"}),

@@ -1,4 +1,4 @@
-"""The two sides of paired rows, and the metrics every paired method reports."""
+"""The two sides of paired rows, and what every paired method adds to its loss and reports."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ class Side:
     """The chosen or the rejected branch of every row."""
 
     logps: Tensor  # (rows,) float64, as are the others
-    reference: Tensor
     num_tokens: Tensor
     ratios: Tensor  # r, log(policy / reference) of the whole completion, as the loss is to see it
 
@@ -80,39 +79,24 @@ def pairs_of(branches: Branches) -> Pairs:
 
 
 def referenced_output(pairs: Pairs, losses: Tensor, options: ReferencedOptions) -> LossOutput:
-    """Losses + sft_weight * nll_c (https://arxiv.org/abs/2404.19733); rewards are beta * r.
-
-    Rewards are those of the plain log-ratios, whatever a modifier makes the loss see.
-    """
+    """Losses + sft_weight * nll_c (https://arxiv.org/abs/2404.19733)."""
     nll = -pairs.chosen.mean_logps
-    sides = (pairs.chosen, pairs.rejected)
-    rewards = (options.beta * (side.logps - side.reference) for side in sides)
-    metrics = _metrics(pairs, *rewards) | {"nll": nll.detach()}
+    metrics = logp_metrics(pairs) | {"nll": nll.detach()}
     return LossOutput(losses + options.sft_weight * nll, metrics)
 
 
-def per_token_metrics(pairs: Pairs, scale: float) -> dict[str, Tensor]:
-    """Metrics of methods without one: rewards are scale * m."""
-    return _metrics(pairs, scale * pairs.chosen.mean_logps, scale * pairs.rejected.mean_logps)
-
-
-def _metrics(pairs: Pairs, chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
-    values = {
-        "rewards/chosen": chosen,
-        "rewards/rejected": rejected,
-        "rewards/margins": chosen - rejected,
-        "rewards/accuracies": (chosen > rejected).to(chosen.dtype),
-        "logps/chosen": pairs.chosen.logps,
-        "logps/rejected": pairs.rejected.logps,
+def logp_metrics(pairs: Pairs) -> dict[str, Tensor]:
+    """The policy's sums of either side."""
+    return {
+        "logps/chosen": pairs.chosen.logps.detach(),
+        "logps/rejected": pairs.rejected.logps.detach(),
     }
-    return {name: value.detach() for name, value in values.items()}
 
 
 def _side(branches: Branches, *, first: int) -> Side:
     every_other = slice(first, None, 2)
     return Side(
         logps=branches.logps[every_other],
-        reference=branches.reference[every_other],
         num_tokens=branches.num_tokens[every_other],
         ratios=branches.ratios[every_other],
     )

@@ -6,13 +6,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from ...schemas.config import option
-from ...schemas.methods import Method
+from ...schemas.methods import Method, Rewards
 from .margins import smoothed
 from .modifiers import WEIGHS_PAIRS
 from .options import beta, label_smoothing, sft_weight
 from .pairs import pairs_of, referenced_output
+from .rewards import MEAN_RATIOS, scaled_mean_ratios, scaled_ratios
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ...schemas.methods import Branches, LossOutput, Step
 
 
@@ -44,6 +47,12 @@ def ipo(branches: Branches, _: Step, options: IpoOptions) -> LossOutput:
     return referenced_output(pairs, losses, options)
 
 
+def ipo_rewards(branches: Branches, options: IpoOptions) -> Tensor:
+    """beta * r / n, or beta * r where whole branches are compared, (branches,)."""
+    of_branches = scaled_mean_ratios if options.normalize == "mean" else scaled_ratios
+    return of_branches(branches, options)
+
+
 def dpo_norm(branches: Branches, _: Step, options: DpoNormOptions) -> LossOutput:
     """-LS(b (r_c / n_c - r_l / n_l)), DPO of Tulu 3 (https://arxiv.org/abs/2411.15124)."""
     pairs = pairs_of(branches)
@@ -58,6 +67,7 @@ IPO = Method(
     use="Few or very clear pairs, where dpo would push the margin without end.",
     loss=ipo,
     options=IpoOptions,
+    rewards=Rewards("b r/n, or b r with normalize sum", ipo_rewards),
     rows="paired",
     items="rows",
     needs=frozenset({"reference"}),
@@ -70,6 +80,7 @@ DPO_NORM = Method(
     use="Pairs of very different lengths: dpo with each side divided by its own.",
     loss=dpo_norm,
     options=DpoNormOptions,
+    rewards=MEAN_RATIOS,
     rows="paired",
     items="rows",
     needs=frozenset({"reference"}),

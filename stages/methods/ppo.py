@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import pad
 
-from ...schemas.methods import LossOutput, Method
+from ...schemas.methods import LossOutput, Method, Rewards
 from .grpo import MODIFIERS, candidate_metrics, clipped, plain_log_ratios
 from .modifiers import sums_of, tokens_of
 from .options import number
@@ -74,6 +74,11 @@ def ppo(branches: Branches, step: Step, options: PpoOptions) -> LossOutput:
     return LossOutput(sums_of(losses, tokens.counts), metrics)
 
 
+def ppo_rewards(branches: Branches, _: PpoOptions) -> Tensor:
+    """r, (branches,)."""
+    return branches.ratios
+
+
 def survey(branches: Branches, options: PpoOptions) -> Mapping[str, Tensor]:
     """What whitening has to know of each branch: tokens, sum of A, sum of squares around its mean.
 
@@ -89,6 +94,8 @@ def survey(branches: Branches, options: PpoOptions) -> Mapping[str, Tensor]:
 
 def estimates_of(branches: Branches, options: PpoOptions) -> Estimates:
     """GAE (https://arxiv.org/abs/1506.02438); the score is the reward of a branch's last token.
+
+    Where the data gives labels instead of scores it is 1 or -1.
 
     d_t = reward_t + gamma V_(t+1) - V_t, where V is 0 behind the last token;
     A_t = sum over k >= 0 of (gamma lam)^k d_(t+k); R_t = A_t + V_t.
@@ -146,10 +153,12 @@ PPO = Method(
     use="Scored answers whose good and bad parts differ: a value head tells tokens apart.",
     loss=ppo,
     options=PpoOptions,
+    rewards=Rewards("r", ppo_rewards),
     rows="grouped",
     items="tokens",
     needs=frozenset({"reference", "token_reference", "values", "scores"}),
     survey=survey,
+    bad_score=-1.0,
     head="values",
     modifiers=MODIFIERS,
 )

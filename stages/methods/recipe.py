@@ -9,6 +9,7 @@ import torch
 
 from ...schemas.rows import Role
 from .modifiers import Modifiers, names_within
+from .rewards import reward_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -84,6 +85,11 @@ class Recipe:
         return self.parts[0].method.head
 
     @property
+    def bad_score(self) -> float:
+        """Of a branch that is labelled as bad and has no score, where scores are read."""
+        return self.parts[0].method.bad_score
+
+    @property
     def needs(self) -> frozenset[Need]:
         """Everything its parts and modifiers need."""
         return self.modifiers.needs.union(*(part.method.needs for part in self.parts))
@@ -111,7 +117,7 @@ class Recipe:
         return frozenset(self.values) | names_within(allowed)
 
     def option(self, name: str, default: Any) -> Any:
-        """The first part's option of this name."""
+        """The option of this name, on which all parts that have it agree."""
         found = (getattr(part.options, name, None) for part in self.parts)
         return next((value for value in found if value is not None), default)
 
@@ -143,6 +149,12 @@ class Recipe:
             for part in self.parts
             if part.method.remember
         }
+
+    def rewards(self, branches: Branches) -> Tensor | None:
+        """What the first part that has rewards compares, (branches,); no gradient."""
+        seen = self.modifiers.applied(branches)
+        found = (_rewards_of(part, self._view(seen, part)) for part in self.parts)
+        return next((rewards for rewards in found if rewards is not None), None)
 
     def ratios(self, branches: Branches) -> Tensor:
         """Log-ratios as every part sees them."""
@@ -185,7 +197,7 @@ class Recipe:
             share=total / max(1, getattr(step, method.items)),
             losses=losses.detach(),
             totals={LOSS: Total(total.detach(), _count(branches, method.items))},
-            metrics=output.metrics,
+            metrics={**_reward_metrics(part, branches), **output.metrics},
         )
 
     def _view(self, branches: Branches, part: Part) -> Branches:
@@ -201,6 +213,16 @@ class Recipe:
 def is_good(branches: Branches) -> Tensor:
     """Which branches are worth imitating, (branches,) bool."""
     return (branches.roles == Role.CHOSEN) | (branches.roles == Role.DESIRABLE)
+
+
+def _rewards_of(part: Part, branches: Branches) -> Tensor | None:
+    rewards = part.method.rewards
+    return rewards.of(branches, part.options).detach() if rewards else None
+
+
+def _reward_metrics(part: Part, branches: Branches) -> dict[str, Tensor]:
+    rewards = _rewards_of(part, branches)
+    return {} if rewards is None else reward_metrics(rewards, branches, part.method.rows)
 
 
 def _of(part: Part, values: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch.nn.functional import logsigmoid
 
 from ...schemas.methods import LossOutput, Method
 from .labelled import labelled_of
 from .pairs import pairs_of
+from .rewards import SCORES
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ...schemas.methods import Branches, Step
 
 
@@ -24,35 +22,16 @@ class RewardOptions:
 
 
 def reward(branches: Branches, _: Step, __: RewardOptions) -> LossOutput:
-    """-LS(s_c - s_l), the Bradley-Terry model of scores s (https://arxiv.org/abs/2203.02155).
-
-    `rewards/*` are the scores.
-    """
+    """-LS(s_c - s_l), the Bradley-Terry model of scores s (https://arxiv.org/abs/2203.02155)."""
     pairs = pairs_of(branches)
     margins = pairs.chosen.logps - pairs.rejected.logps
     wanted = 0.0 if pairs.wanted is None else pairs.wanted
-    metrics = {
-        "rewards/chosen": pairs.chosen.logps.detach(),
-        "rewards/rejected": pairs.rejected.logps.detach(),
-        "rewards/margins": margins.detach(),
-        "rewards/accuracies": (margins.detach() > 0).to(margins.dtype),
-    }
-    return LossOutput(-logsigmoid(margins - wanted), metrics)
+    return LossOutput(-logsigmoid(margins - wanted), {})
 
 
 def reward_binary(branches: Branches, _: Step, __: RewardOptions) -> LossOutput:
-    """-LS(±s): whether a branch is desirable, by its score s (https://arxiv.org/abs/2110.14168).
-
-    `rewards/*` are the scores.
-    """
-    # A score is compared to nothing: what the reference says of the tokens is left out.
-    labelled = replace(labelled_of(branches), reference=torch.zeros_like(branches.logps))
-    losses = -logsigmoid(labelled.signs * branches.logps)
-    return LossOutput(losses, _of_scores(labelled.metrics(1.0)))
-
-
-def _of_scores(metrics: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: values for name, values in metrics.items() if not name.startswith("logps/")}
+    """-LS(±s): whether a branch is desirable, by its score s (https://arxiv.org/abs/2110.14168)."""
+    return LossOutput(-logsigmoid(labelled_of(branches).signs * branches.logps), {})
 
 
 REWARD = Method(
@@ -62,6 +41,7 @@ REWARD = Method(
     use="Pairs, to train a model that scores completions instead of one that writes them.",
     loss=reward,
     options=RewardOptions,
+    rewards=SCORES,
     rows="paired",
     items="rows",
     head="score",
@@ -74,6 +54,7 @@ REWARD_BINARY = Method(
     use="Labels, to train a model that tells desirable completions from undesirable ones.",
     loss=reward_binary,
     options=RewardOptions,
+    rewards=SCORES,
     rows="labelled",
     items="branches",
     head="score",

@@ -11,6 +11,7 @@ from ...schemas.methods import Method
 from .modifiers import SEES_RATIOS, WEIGHS_PAIRS
 from .options import beta, number, sft_weight
 from .pairs import pairs_of, referenced_output
+from .rewards import RATIOS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,6 +70,7 @@ RPO_SQ = Method(
     use="Pairs with scores whose differences can be trusted as they are.",
     loss=rpo_sq,
     options=RpoOptions,
+    rewards=RATIOS,
     rows="paired",
     items="rows",
     needs=frozenset({"reference", "scores"}),
@@ -81,6 +83,7 @@ RPO_BWD_KL = Method(
     use="Pairs with scores: as dpo, but nearly equal answers are kept nearly equal.",
     loss=rpo_bwd_kl,
     options=RpoOptions,
+    rewards=RATIOS,
     rows="paired",
     items="rows",
     needs=frozenset({"reference", "scores"}),
@@ -93,6 +96,7 @@ RPO_FWD_KL = Method(
     use="Pairs with scores: gives up on pairs that the policy holds to be the other way round.",
     loss=rpo_fwd_kl,
     options=RpoOptions,
+    rewards=RATIOS,
     rows="paired",
     items="rows",
     needs=frozenset({"reference", "scores"}),

@@ -66,6 +66,8 @@ _ROWS = (
     REWARD,
     REWARD_BINARY,
 )
+# Options that decide what a step runs, not what one method makes of it.
+STEP_OPTIONS = ("kl_use", "kl_per_step")
 METHODS: dict[str, Method] = {method.name: method for method in _ROWS}
 
 
@@ -86,12 +88,12 @@ def options_of(method: Method, values: Mapping[str, Any]) -> Any:
 def recipe_of(name: str, values: Mapping[str, Any]) -> Recipe:
     """What `--method` names: one method, or several as `dpo:0.8+sft:0.2`.
 
-    Of several, an option of one is named after it: `dpo.beta`.
+    Of several, an option of one is named after it: `dpo.beta`, or `beta` in a section `dpo`.
     """
     named = [_weighted(text) for text in name.split("+")]
     methods = [find_method(method) for method, _ in named]
     known = {field.name for field in dataclasses.fields(Modifiers)}
-    options = {key: value for key, value in values.items() if key not in known}
+    options = _flat({key: value for key, value in values.items() if key not in known})
     modifiers = _read(Modifiers, {key: values[key] for key in values if key in known}, "method")
     for method in methods:
         _require_allowed(method, modifiers)
@@ -105,7 +107,20 @@ def recipe_of(name: str, values: Mapping[str, Any]) -> Recipe:
         Part(method, _those_of(method, options), weight)
         for method, (_, weight) in zip(methods, named, strict=True)
     ]
+    _require_agreed(parts)
     return Recipe(tuple(parts), modifiers)
+
+
+def _flat(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those in a section of a method named as they are outside of it."""
+    sections = {key: value if isinstance(value, dict) else None for key, value in options.items()}
+    inside = {
+        f"{key}.{name}": value
+        for key, section in sections.items()
+        if section is not None
+        for name, value in section.items()
+    }
+    return {**{key: options[key] for key in options if sections[key] is None}, **inside}
 
 
 def _read(
@@ -167,6 +182,22 @@ def _require_mixable(methods: Sequence[Method], options: Mapping[str, Any]) -> N
             raise UsageError(
                 f"method.{name}: in a mixture an option is named after its method, for example "
                 f"method.{names[0]}.{name}."
+            )
+
+
+def _require_agreed(parts: Sequence[Part]) -> None:
+    """One step has one set of mismatched branches: a part cannot have others than its neighbour."""
+    for name in STEP_OPTIONS:
+        given = {
+            f"method.{part.method.name}.{name}": getattr(part.options, name)
+            for part in parts
+            if hasattr(part.options, name)
+        }
+        if len(set(given.values())) > 1:
+            listed = " and ".join(f"{option} is {value}" for option, value in given.items())
+            raise UsageError(
+                f"{listed}: the parts of a mixture share the mismatched completions of a step. Set "
+                "both alike."
             )
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ...schemas.methods import Method
+from ...schemas.methods import Method, Rewards
 from .margins import smoothed
 from .modifiers import SEES_RATIOS
 from .options import beta, label_smoothing, sft_weight
 from .pairs import pairs_of, referenced_output
+from .rewards import compared, scaled_ratios
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +37,8 @@ def aot(branches: Branches, step: Step, options: TransportOptions) -> LossOutput
     reference = _sorted(_margins(step.surveyed["reference"]))[ranks]
     differences = pairs.chosen.logps - pairs.rejected.logps - reference
     losses = smoothed(options.beta * differences, options.label_smoothing)
-    return referenced_output(pairs, losses, options)
+    output = referenced_output(pairs, losses, options)
+    return _with_comparison(output, options.beta * differences)
 
 
 def aot_unpaired(branches: Branches, step: Step, options: TransportOptions) -> LossOutput:
@@ -54,7 +56,13 @@ def aot_unpaired(branches: Branches, step: Step, options: TransportOptions) -> L
         _half_of(smoothed(options.beta * differences, options.label_smoothing))
         for differences in (gains, drops)
     )
-    return referenced_output(pairs, sum(halves, start=chosen.new_zeros(())), options)
+    output = referenced_output(pairs, sum(halves, start=chosen.new_zeros(())), options)
+    return _with_comparison(output, options.beta * gains)
+
+
+def _with_comparison(output: LossOutput, margins: Tensor) -> LossOutput:
+    """Reports the margins that are compared, b d, in place of those between a row's own sides."""
+    return replace(output, metrics={**output.metrics, **compared(margins.detach())})
 
 
 def survey_logps(branches: Branches, _: TransportOptions) -> dict[str, Tensor]:
@@ -92,6 +100,7 @@ def _half_of(losses: Tensor) -> Tensor:
     return losses - losses.detach() / 2
 
 
+RANKED = Rewards("b r, margins and accuracies of b d", scaled_ratios)
 AOT = Method(
     name="aot",
     summary="-(1-e) LS(b d) - e LS(-b d), d = sort(lp_c-lp_l) less that of ref",
@@ -99,6 +108,7 @@ AOT = Method(
     use="Pairs, when margins should grow over the whole data rather than in each pair.",
     loss=aot,
     options=TransportOptions,
+    rewards=RANKED,
     rows="paired",
     items="rows",
     needs=frozenset({"reference"}),
@@ -111,6 +121,7 @@ AOT_UNPAIRED = Method(
     use="Pairs whose two sides need not belong together, as good and bad answers of a step.",
     loss=aot_unpaired,
     options=TransportOptions,
+    rewards=RANKED,
     rows="paired",
     items="rows",
     needs=frozenset({"reference"}),

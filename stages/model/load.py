@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,15 +16,20 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ...schemas.errors import UsageError
 from .fingerprint import model_config, stored_dtype
+from .folder_check import loading_options, require_adapter, require_plain_folder
+from .tensor_files import adapter_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from torch import nn
 
     from ...schemas.config import ModelOptions
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# Constants that GPT-2 and its kin once stored in each layer; not all are known to transformers.
+_CAUSAL_MASK = re.compile(r"\.(attn|attention)\.(attention\.)?(masked_)?bias$")
 
 
 @dataclass(frozen=True)
@@ -45,11 +52,7 @@ def load_model(options: ModelOptions, kind: Any = AutoModelForCausalLM) -> nn.Mo
     resolved = resolve(options)
     with quiet():
         model, report = _from_folder(options, resolved, kind)
-        if missing := sorted(report["missing_keys"]):
-            raise UsageError(
-                f"{options.path}: the weights lack {len(missing)} tensors of the model. "
-                f"First: {missing[:10]}. Set model.path to a folder with all of them."
-            )
+        _require_all_taken(options, report)
         if options.adapter:
             model = with_adapter(model, options.adapter)
     if not options.device_map:
@@ -58,9 +61,21 @@ def load_model(options: ModelOptions, kind: Any = AutoModelForCausalLM) -> nn.Mo
     return loaded
 
 
+def unused_weights(options: ModelOptions, kind: Any = AutoModelForCausalLM) -> list[str]:
+    """Names of stored tensors that the model leaves out, refused unless allowed; reads no tensor.
+
+    Packed weights are looked at only when they are loaded.
+    """
+    if "quantization_config" in model_config(options.path):
+        return []
+    with quiet():
+        _, report = _from_folder(replace(options, device_map="meta"), resolve(options), kind)
+    return _require_all_taken(options, report)
+
+
 def resolve(options: ModelOptions) -> Resolved:
     """Decides dtype, attention and device without reading a weight."""
-    model_config(options.path)
+    require_plain_folder(options.path)
     with quiet():
         config = _config(options)
         skeleton = _skeleton(config, options)
@@ -110,29 +125,81 @@ def _from_folder(options: ModelOptions, resolved: Resolved, kind: Any) -> Any:
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported, and refused below with their names
+            **loading_options(options.path),
             **placement,
         )
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
         raise UsageError(
             f"{options.path}: the model cannot be loaded ({first_line(error)}). "
             "Check the folder, model.device_map and model.dtype."
         ) from error
 
 
+def _require_all_taken(options: ModelOptions, report: Mapping[str, Any]) -> list[str]:
+    """Refuses a model that is not what its folder holds, by transformers' report on loading it.
+
+    Returns the names of the tensors that it may leave out.
+    """
+    if missing := sorted(report["missing_keys"]):
+        raise UsageError(
+            f"{options.path}: the weights lack {len(missing)} tensors of the model. "
+            f"First: {missing[:10]}. Set model.path to a folder with all of them."
+        )
+    if mismatched := sorted(report["mismatched_keys"]):
+        name, stored, wanted = mismatched[0]
+        raise UsageError(
+            f"{options.path}: {len(mismatched)} tensors have another shape than config.json asks "
+            f"for. First: {name} is {list(stored)}, not {list(wanted)}. Use the config.json that "
+            "belongs to these weights."
+        )
+    unused = sorted(name for name in report["unexpected_keys"] if not _CAUSAL_MASK.search(name))
+    if unused and not options.allow_unused_weights:
+        raise UsageError(
+            f"{options.path}: the model of config.json does not use {len(unused)} of the tensors "
+            f"stored here. First: {unused[:10]}. Use the config.json that belongs to these "
+            "weights. If the model is meant to go without them, pass --set "
+            "model.allow_unused_weights=true."
+        )
+    return unused
+
+
 def with_adapter(model: Any, folder: str) -> Any:
     """The model with a saved adapter on it, which does not learn."""
+    require_adapter(folder)
     from peft import PeftConfig, PeftModel  # noqa: PLC0415 - optional, and slow to import
 
     try:
-        kind = PeftConfig.from_pretrained(folder)
+        kind = PeftConfig.from_pretrained(folder, local_files_only=True)
         if kind.is_prompt_learning:
             raise ValueError("adapters that add prompt tokens are not supported")
-        return PeftModel.from_pretrained(model, folder, is_trainable=False)
-    except (ValueError, OSError, RuntimeError) as error:
+        adapted = PeftModel.from_pretrained(
+            model, folder, is_trainable=False, local_files_only=True
+        )
+    except (ValueError, TypeError, KeyError, OSError, ImportError, RuntimeError) as error:
         raise UsageError(
             f"{folder}: the adapter cannot be put on the model ({first_line(error)}). "
             "Set model.adapter to a PEFT adapter made for model.path."
         ) from error
+    _require_adapter_taken(adapted, folder)
+    return adapted
+
+
+def _require_adapter_taken(adapted: Any, folder: str) -> None:
+    """Refuses an adapter of another model: peft leaves out what does not fit, or adds nothing."""
+    from peft import get_peft_model_state_dict  # noqa: PLC0415 - as above
+
+    wanted = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+    # peft may store a layer that was trained whole twice, under two names.
+    names = [tensor.name for tensor in adapter_tensors(Path(folder))]
+    stored = {name.replace(".modules_to_save.", ".") for name in names}
+    missing, unused = sorted(wanted - stored), sorted(stored - wanted - set(adapted.state_dict()))
+    if missing or unused:
+        raise UsageError(
+            f"{folder}: the adapter does not fit the model. It lacks {len(missing)} tensors "
+            f"(first: {missing[:3]}), and {len(unused)} of its own are not used "
+            f"(first: {unused[:3]}). Set model.adapter to a PEFT adapter made for model.path."
+        )
 
 
 def _dtype(options: ModelOptions) -> str:

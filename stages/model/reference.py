@@ -5,15 +5,24 @@ from __future__ import annotations
 from contextlib import contextmanager
 from functools import cached_property
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from ...schemas.reference import OutOfMemory
-from .fingerprint import ModelFiles, adapter_digest, code_digest, config_digest, weights_digest
+from .fingerprint import (
+    UNUSED_WEIGHTS,
+    ModelFiles,
+    adapter_digest,
+    code_digest,
+    config_digest,
+    weights_digest,
+)
 from .float32 import held_in_float32
+from .folder_check import require_adapter
 from .head import HEAD_VERSION
-from .load import Resolved, load_causal_lm, resolve
+from .load import Resolved, load_causal_lm, resolve, unused_weights
 from .logps import ScoringPath, tree_logps
 from .probe import choose_path
 
@@ -31,18 +40,24 @@ if TYPE_CHECKING:
 class HfReference:
     """A Hugging Face model folder, with or without a PEFT adapter."""
 
+    _kind: Any = AutoModelForCausalLM
+
     def __init__(self, options: ModelOptions) -> None:
         self.options = options
 
     def identity(self) -> Mapping[str, str]:
         """Digests of what is computed with, and how; reads files but loads no weights."""
         path, adapter = self.options.path, self.options.adapter
+        if adapter:
+            require_adapter(adapter)
         resolved, files = self._resolved, self._files
+        unused = unused_weights(self.options, self._kind)
         identity = {
             "model.weights": weights_digest(path),
             "model.config": config_digest(path),
             "model.adapter": adapter_digest(adapter) if adapter else "none",
             "model.code": code_digest(path) if self.options.trust_remote_code else "none",
+            **({UNUSED_WEIGHTS: str(len(unused))} if unused else {}),
             "model.dtype": resolved.dtype,
             "model.attention": resolved.attention,
             "model.device": resolved.device,

@@ -100,8 +100,10 @@ def _padding_token(folder: str, config: Any) -> int:
     """
     try:
         with quiet():
-            own = AutoTokenizer.from_pretrained(folder, local_files_only=True).pad_token_id
-    except (OSError, ValueError):
+            own = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            ).pad_token_id
+    except (OSError, ValueError, KeyError, TypeError):
         own = None
     eos = config.eos_token_id
     first_eos = eos[0] if isinstance(eos, list) and eos else eos

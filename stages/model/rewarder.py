@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from transformers import AutoModelForSequenceClassification
 
 from ...schemas.errors import UsageError
 from .fingerprint import model_config
@@ -27,6 +28,8 @@ SCORE_VERSION = "score-1 float32"
 
 class HfReward(HfReference):
     """A Hugging Face folder of a sequence-classification model with one label."""
+
+    _kind = AutoModelForSequenceClassification
 
     def identity(self) -> Mapping[str, str]:
         """As of a reference, but that other numbers come out of it."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from .adapter import merged
 from .load import load_model, quiet, with_adapter
@@ -17,7 +17,7 @@ from .reward_model import load_reward_model
 from .scalar import VALUE_HEAD, is_reward_model
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from torch import Tensor, nn
 
@@ -35,6 +35,8 @@ COMPANIONS = (
     "generation_config.json",
     "LICENSE*",
 )
+
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of a config that generation uses
 
 
 def save_whole(
@@ -67,6 +69,21 @@ def save_merged(base: ModelOptions, adapter: Path, target: Path, *, scores: bool
     _copy_companions(source, target)
 
 
+def stop_generation_at(tokens: Collection[int], source: Path, target: Path) -> None:
+    """Adds the tokens that completions ended with to those at which the saved model stops."""
+    path = target / "generation_config.json"
+    if path.is_file():
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    else:
+        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        settings = {name: config[name] for name in _TOKENS if config.get(name) is not None}
+    own = settings.get("eos_token_id")
+    known = own if isinstance(own, list) else [] if own is None else [own]
+    if missing := sorted(set(tokens).difference(known)):
+        settings["eos_token_id"] = [*known, *missing]
+        path.write_text(f"{json.dumps(settings, indent=2, sort_keys=True)}\n", encoding="utf-8")
+
+
 def parted(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The model's own weights, and those of a value head beside it by their names in it."""
     prefix = f"{VALUE_HEAD}."
@@ -77,7 +94,7 @@ def parted(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
 
 def save_value_head(weights: Mapping[str, Tensor], target: Path) -> None:
     """The value head, which is no part of the model, beside it."""
-    save_file(dict(weights), target / f"{VALUE_HEAD}.safetensors")
+    (target / f"{VALUE_HEAD}.safetensors").write_bytes(save(dict(weights)))
 
 
 def _write_config(source: Path, target: Path, model: Any) -> None:

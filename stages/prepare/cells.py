@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from ...schemas.rows import BadRow
 from .formats import ArrowRows, CsvRows, JsonRows
-from .values import parse_json, require_characters, shown
+from .values import require_characters, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 Cells: TypeAlias = dict[str, Any]
 TOO_DEEP = "a value is nested too deeply to be read"
-_LISTS = ("completions", "scores")
 
 
 def read_cells(payload: Payload, shape: Shape) -> Iterator[Cells | BadRow]:
@@ -61,14 +60,10 @@ def _json_object(text: bytes, columns: Collection[str]) -> Cells:
 
 
 def _csv_cells(payload: CsvRows, shape: Shape) -> Iterator[Cells | BadRow]:
-    columns = shape.columns
-    lists = {shape.source[name] for name in _LISTS if name in shape.source}
-    return (_or_bad(_csv_row, row, payload.header, columns, lists) for row in payload.rows)
+    return (_or_bad(_csv_row, row, payload.header, shape.columns) for row in payload.rows)
 
 
-def _csv_row(
-    row: Sequence[str], header: Sequence[str], columns: Collection[str], lists: Collection[str]
-) -> Cells:
+def _csv_row(row: Sequence[str], header: Sequence[str], columns: Collection[str]) -> Cells:
     if len(row) != len(header):
         raise BadRow("schema", f"{len(row)} cells under a header of {len(header)}: {shown(row)}")
     cells: Cells = dict(zip(header, row, strict=True))
@@ -76,8 +71,6 @@ def _csv_row(
         cell = cells.get(column, "")
         if not cell.isascii():
             require_characters(cell, column)
-        if cell.startswith("[") and (column in lists or cell[1:].lstrip().startswith("{")):
-            cells[column] = parse_json(cell, column)
     return cells
 
 

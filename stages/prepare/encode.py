@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ...schemas.rows import BadRow, Record, Rejected, Role
+from .stops import Endings, span_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from tokenizers import Encoding
 
@@ -55,6 +56,7 @@ class Encoder:
     def __init__(self, tokenizer: TextTokenizer, options: TokenOptions) -> None:
         self._tokenizer = tokenizer
         self._options = options
+        self._endings = Endings(tokenizer.stops, tokenizer.added)
         escaped = [re.escape(text) for text in tokenizer.specials if text]
         self._specials = re.compile("|".join(escaped)) if escaped else None
 
@@ -82,6 +84,9 @@ class Encoder:
         except BadRow as bad:
             result.rejected.append(_rejected(record, bad))
             return None
+        kind = "conversations" if record.is_conversation else "plain_text"
+        result.notes[f"rows_of_{kind}"] += 1
+        result.notes["completions_that_repeat_their_prompt"] += _repeats(record)
         boundaries = tuple(_common_length(prompt, text) for text in texts)
         if self._specials and self._specials.search(_data_text(record)):
             result.notes["rows_with_special_tokens_in_text"] += 1
@@ -95,14 +100,11 @@ class Encoder:
         ids = [encoding.ids for encoding in branches]
         shared = _shared_prefix(ids, min(starts))
         spans = any(
-            start < len(encoding.ids) and _span(encoding, start)[0] < boundary
+            start < len(encoding.ids) and span_of(encoding, start)[0] < boundary
             for encoding, start, boundary in zip(branches, starts, item.boundaries, strict=True)
         )
         self._report_boundary(item, spans=spans or shared < max(starts), notes=notes)
-        tails = [
-            self._end(branch[shared:], encoding, shared, text)
-            for branch, encoding, text in zip(ids, branches, item.texts, strict=True)
-        ]
+        tails = self._ended(item, branches, [branch[shared:] for branch in ids], notes)
         return self._fit(item.record, self._begin(ids[0][:shared]), tails, notes)
 
     def _report_boundary(self, item: _Rendered, *, spans: bool, notes: Counter[str]) -> None:
@@ -115,25 +117,30 @@ class Encoder:
         notes["rows_with_a_token_across_the_boundary"] += 1
 
     def _begin(self, prompt: list[int]) -> list[int]:
+        """Puts exactly one BOS first where the tokenizer adds one or the template wrote it."""
         bos = self._tokenizer.bos
-        if bos is None:
-            return prompt
         leading = 0
         while leading < len(prompt) and prompt[leading] == bos:
             leading += 1
+        if bos is None or not (leading or self._tokenizer.adds_bos):
+            return prompt
         return [bos, *prompt[leading:]]
 
-    def _end(self, completion: list[int], encoding: Encoding, shared: int, text: str) -> list[int]:
-        eos = self._tokenizer.eos
-        if eos is None:
-            return completion
-        if eos in completion:
-            last = len(completion) - 1 - completion[::-1].index(eos)
-            if not text[_span(encoding, shared + last)[1] :].strip():
-                completion = completion[:last]
-                while completion and completion[-1] == eos:
-                    completion = completion[:-1]
-        return [*completion, eos]
+    def _ended(
+        self,
+        item: _Rendered,
+        branches: list[Encoding],
+        completions: list[list[int]],
+        notes: Counter[str],
+    ) -> list[list[int]]:
+        ended = []
+        for index, ids in enumerate(completions):
+            text, encoding = item.texts[index], branches[index]
+            is_blank = _blanks(text, encoding, len(encoding) - len(ids))
+            whole, is_new = self._endings.end(ids, item.record.completions[index], is_blank)
+            notes["completions_that_end_with_another_special_token"] += is_new
+            ended.append(whole)
+        return ended
 
     def _fit(
         self, record: Record, prompt: list[int], tails: list[list[int]], notes: Counter[str]
@@ -148,7 +155,9 @@ class Encoder:
                 f"the prompt has {len(kept)} tokens and max_length is {self._options.max_length}: "
                 "no room for a completion; raise max_length or set max_prompt_length",
             )
-        completions = tuple(cut_completion(tail, room, self._tokenizer.eos) for tail in tails)
+        completions = tuple(
+            cut_completion(tail, room, self._tokenizer.stops.tokens) for tail in tails
+        )
         if not all(completions):
             raise BadRow("zero_completion_tokens", "a completion has no token left")
         cut = tuple(len(tail) - len(c) for tail, c in zip(tails, completions, strict=True))
@@ -168,14 +177,24 @@ class Encoder:
         return prompt[-limit:]
 
 
-def cut_completion(completion: list[int], room: int, eos: int | None) -> list[int]:
-    """Keeps the first `room` tokens; a completion that was cut never ends with EOS."""
+def cut_completion(completion: list[int], room: int, stops: Collection[int]) -> list[int]:
+    """Keeps the first `room` tokens; a completion that was cut never ends with a stop."""
     if len(completion) <= room:
         return completion
     kept = completion[:room]
-    while kept and kept[-1] == eos:
+    while kept and kept[-1] in stops:
         kept = kept[:-1]
     return kept
+
+
+def _blanks(text: str, encoding: Encoding, start: int) -> Callable[[int], bool]:
+    """Whether a token is white space, counted from `start`."""
+
+    def is_blank(at: int) -> bool:
+        first, last = span_of(encoding, start + at)
+        return not text[first:last].strip()
+
+    return is_blank
 
 
 def _first_completion_token(encoding: Encoding, boundary: int, length: int) -> int:
@@ -191,12 +210,6 @@ def _is_equal_pair(record: Record, completions: tuple[list[int], ...]) -> bool:
     return record.roles == (Role.CHOSEN, Role.REJECTED) and completions[0] == completions[1]
 
 
-def _span(encoding: Encoding, token: int) -> tuple[int, int]:
-    span = encoding.token_to_chars(token)
-    assert span is not None  # only post-processors add tokens without characters
-    return int(span[0]), int(span[1])
-
-
 def _shared_prefix(ids: list[list[int]], limit: int) -> int:
     return min((_common_length(ids[0][:limit], other[:limit]) for other in ids[1:]), default=limit)
 
@@ -206,6 +219,14 @@ def _common_length(first: Sequence[int] | str, second: Sequence[int] | str) -> i
         return len(first)
     pairs = enumerate(zip(first, second, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def _repeats(record: Record) -> int:
+    """How many completions begin with their prompt once more, as text."""
+    prompt = record.prompt
+    if not isinstance(prompt, str):
+        return 0
+    return sum(str(completion).lstrip().startswith(prompt) for completion in record.completions)
 
 
 def _data_text(record: Record) -> str:

@@ -48,7 +48,7 @@ class Chunk:
     are no rows and are not counted.
     """
 
-    file: int  # index into the inputs
+    file: int  # which of the inputs; what is parsed of it is named by the file's identity
     row: int  # of its first row
     payload: Payload
 

@@ -10,6 +10,7 @@ from ...schemas.rows import BadRow, Record, Rejected, Role
 from .cells import TOO_DEEP, read_cells
 from .shapes import OPTIONAL, SCORES
 from .values import (
+    ASSISTANT,
     is_blank,
     read_completion,
     read_label,
@@ -112,7 +113,7 @@ def _paired_without_prompt(cells: Cells, source: Source) -> _Branches:
         raise BadRow("schema", f"has {source['prompt']!r}, which the first rows of the file lack")
     columns = source["chosen"], source["rejected"]
     chosen, rejected = (read_text(cells.get(column), column) for column in columns)
-    length = shared_length(chosen, rejected)
+    length = _prompt_length(chosen, rejected)
     completions = chosen[length:], rejected[length:]
     for completion, column in zip(completions, columns, strict=True):
         if is_blank(completion):
@@ -120,6 +121,17 @@ def _paired_without_prompt(cells: Cells, source: Source) -> _Branches:
     if is_blank(chosen[:length]):
         raise BadRow("empty_prompt", f"{columns[0]!r} and {columns[1]!r} share no beginning")
     return _Branches(chosen[:length], completions, _PAIR, _pair_scores(cells, source))
+
+
+def _prompt_length(chosen: Text, rejected: Text) -> int:
+    """How much both begin with alike; a turn of the assistant that goes on is left whole."""
+    length = shared_length(chosen, rejected)
+    if isinstance(chosen, str) or isinstance(rejected, str):
+        return length
+    following = [each[length]["role"] for each in (chosen, rejected) if len(each) > length]
+    while length and ASSISTANT in following and chosen[length - 1]["role"] == ASSISTANT:
+        length -= 1
+    return length
 
 
 def shared_length(chosen: Text, rejected: Text) -> int:

@@ -15,7 +15,7 @@ from ..storage import fs
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from numpy.typing import NDArray
+    from numpy.typing import ArrayLike, NDArray
 
     from ...schemas.rows import Record, Text
     from ...schemas.shards import ScoredBlock
@@ -23,20 +23,19 @@ if TYPE_CHECKING:
 
 
 ROWS = "rows.jsonl"
-_ROW_BITS = 40  # more rows than any file has
 
 
 @dataclass(frozen=True)
 class Scores:
     """Scores of the completions of rows, found by where a row stands in the data."""
 
-    places: NDArray[np.int64]  # (rows,) file and row in one number, ascending
+    places: NDArray[np.bytes_]  # (rows,) S16, file and row, ascending
     offsets: NDArray[np.int64]  # (rows + 1,)
     values: NDArray[np.float64]  # (completions,)
 
-    def of(self, record: Record) -> list[float] | None:
-        """The scores of a record's completions; None for a row that was not scored."""
-        place = (record.file << _ROW_BITS) + record.row
+    def of(self, file: int, row: int) -> list[float] | None:
+        """The scores of a row's completions; None for a row that was not scored."""
+        (place,) = _places([file], [row])
         found = int(np.searchsorted(self.places, place))
         if found == len(self.places) or self.places[found] != place:
             return None
@@ -49,12 +48,18 @@ class Scores:
         places, parts = [], []
         for block in blocks:
             rows = block.rows
-            places.append((rows.file.astype(np.int64) << _ROW_BITS) + rows.row)
+            places.append(_places(rows.file, rows.row))
             parts.append(Ragged(block.logps, rows.branch_offsets))
         joined, scores = np.concatenate(places), Ragged.concat(parts)
         order = np.argsort(joined)
         sorted_scores = scores.take(order)
         return Scores(joined[order], sorted_scores.offsets, sorted_scores.values)
+
+
+def _places(files: ArrayLike, rows: ArrayLike) -> NDArray[np.bytes_]:
+    """Where rows stand in the data, as what sorts by file and row."""
+    both = np.column_stack([np.asarray(files, ">u8"), np.asarray(rows, ">u8")])
+    return np.ascontiguousarray(both, dtype=">u8").view("S16").ravel()
 
 
 def write_rewarded(

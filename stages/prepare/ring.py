@@ -77,7 +77,7 @@ class Ring:
 
     @property
     def prompts_file(self) -> Path:
-        """The prompt key of every completion."""
+        """The place on the ring of every completion's prompt."""
         return self.folder / "completion_prompts.bin"
 
     @property
@@ -110,8 +110,8 @@ class Ring:
         rows = [column.read(first, last) for column in self._partners]
         return np.stack(rows) if rows else np.empty((0, last - first), dtype=np.int64)
 
-    def prompt_keys(self, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """The keys of the prompts that the completions at `indices` belong to."""
+    def places(self, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """The places of the prompts that the completions at `indices` belong to."""
         return self._prompts.at(indices)
 
     @property
@@ -137,7 +137,13 @@ def collect_runs(
 
 
 def merge_runs(
-    folder: Path, runs: list[Spool], *, long_form: bool, num_pairs: int, intake: Intake
+    folder: Path,
+    runs: list[Spool],
+    *,
+    long_form: bool,
+    prompt_side: str,
+    num_pairs: int,
+    intake: Intake,
 ) -> Ring:
     """Merges sorted runs into the ring, then pairs every completion."""
     carried = runs[0].carried if runs else ()
@@ -146,7 +152,7 @@ def merge_runs(
         for parts in _key_ranges(runs):
             rows = _in_ring_order(parts)
             if long_form:
-                rows = merge_same_prompts(rows, intake.notes)
+                rows = merge_same_prompts(rows, intake.notes, prompt_side=prompt_side)
             writer.append(_number_copies(rows, intake.notes))
             del rows  # before the next range is read
     for run in runs:
@@ -225,7 +231,7 @@ def _write_prompts(ring: Ring) -> None:
     spool = ring.spool
     with NumberFile(ring.prompts_file, KEY, length=spool.num_completions) as keys:
         for start, stop, branches in spool.stretches():
-            prompts = np.repeat(spool.column("prompt_keys", start, stop), np.diff(branches))
+            prompts = np.repeat(spool.column("places", start, stop), np.diff(branches))
             keys[int(branches[0]) : int(branches[-1])] = prompts
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -28,9 +29,11 @@ SCORES: Mapping[Kind, tuple[str, ...]] = {
     "paired": ("chosen_score", "rejected_score"),
     "scored": ("scores",),
 }
+ALIASES = {"score_chosen": "chosen_score", "score_rejected": "rejected_score"}
 OPTIONAL = ("system", "tools", "chat_template_kwargs")
 ALWAYS_CARRIED = ("margin", "weight")
 PROMPT_LIKE = ("question", "instruction", "query", "input", "context")
+_SCORE_LIKE = re.compile("score|rating|reward|preference", re.IGNORECASE)
 _RESERVED = {*shard_schema(token_logps=True, carried=()).names}
 _KNOWN = {"prompt", *OPTIONAL, *ALWAYS_CARRIED}.union(*REQUIRED.values(), *SCORES.values())
 
@@ -44,6 +47,7 @@ class Shape:
     optional: tuple[str, ...]  # optional columns that were seen, by our names
     carried: tuple[str, ...]  # numeric columns kept beside each row, by our names
     has_prompt: bool  # False: the prompt is what chosen and rejected have in common
+    unread: tuple[str, ...] = ()  # the user's columns that look like scores and are not read
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -71,13 +75,15 @@ def common_shape(
         tuple(name for name in OPTIONAL if name in seen),
         first.carried,
         first.has_prompt,
+        tuple(dict.fromkeys(name for shape in (first, *others) for name in shape.unread)),
     )
 
 
 def _essence(shape: Shape) -> str:
     prompt = "" if shape.has_prompt else ", without a prompt"
-    carried = f", with {' and '.join(shape.carried)}" if shape.carried else ""
-    return f"{shape.kind}{prompt}{carried}"
+    scores = [shape.source[name] for name in SCORES.get(shape.kind, ()) if name in shape.source]
+    read = (*scores, *shape.carried)
+    return f"{shape.kind}{prompt}" + (f", with {' and '.join(read)}" if read else "")
 
 
 def detect_shape(
@@ -100,7 +106,13 @@ def detect_shape(
         tuple(name for name in OPTIONAL if name in found),
         tuple(dict.fromkeys((*carried, *carry))),
         "prompt" in found,
+        tuple(column for name, column in found.items() if _is_unread_score(name, source)),
     )
+
+
+def _is_unread_score(name: str, source: Mapping[str, str]) -> bool:
+    left_out = name.startswith("unused ")  # by the user, who knows
+    return name not in source and not left_out and bool(_SCORE_LIKE.search(name))
 
 
 def _renamed(
@@ -118,7 +130,7 @@ def _renamed(
             )
     found: dict[str, str] = {}
     for column in columns:
-        name = rename.get(column, column)
+        name = rename.get(column, ALIASES.get(column, column))
         if name in found and name in used:
             raise UsageError(
                 f"{where}: the columns {found[name]!r} and {column!r} would both be {name!r}. "

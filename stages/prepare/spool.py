@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...schemas.ragged import Ragged
-from ...schemas.rows import RowBlock
+from ...schemas.rows import PromptKeys, RowBlock
 from .keyed import KeyedRows
 from .summed import Summed, SummedWriter
 
@@ -21,11 +21,14 @@ if TYPE_CHECKING:
 
 KEY = "<u8"
 ROW_COLUMNS = {
-    "prompt_keys": KEY,
+    "places": KEY,
     "row_id": "S16",
     "copy": "<i4",
-    "file": "<i4",
+    "file": KEY,
     "row": "<i8",
+    "prompt_key": "S16",
+    "split_key": KEY,
+    "prompt_sketch": KEY,
     "prompt_cut": "<i4",
     "prompt_ends": "<i8",
     "branch_ends": "<i8",
@@ -34,7 +37,7 @@ BRANCH_COLUMNS = {
     "completion_keys": KEY,
     "completion_ends": "<i8",
     "roles": "i1",
-    "scores": "<f4",
+    "scores": "<f8",
     "cut": "<i4",
 }
 VALUE_COLUMNS = {"prompt_values": "<i4", "completion_values": "<i4"}
@@ -67,10 +70,13 @@ class SpoolWriter:
     def append(self, keyed: KeyedRows) -> None:
         """Adds rows after those already there."""
         rows = keyed.rows
-        self._write("prompt_keys", keyed.prompt_keys)
+        self._write("places", keyed.places)
         self._write("completion_keys", keyed.completion_keys)
         for name in ("row_id", "copy", "file", "row", "prompt_cut", "roles", "scores", "cut"):
             self._write(name, getattr(rows, name))
+        self._write("prompt_key", rows.prompt_keys.prompt)
+        self._write("split_key", rows.prompt_keys.split)
+        self._write("prompt_sketch", rows.prompt_keys.sketch)
         self._write_ends("prompt_ends", rows.prompts.offsets)
         self._write_ends("branch_ends", rows.branch_offsets)
         self._write_ends("completion_ends", rows.completions.offsets)
@@ -124,6 +130,9 @@ class Spool:
             copy=per_row["copy"],
             file=per_row["file"],
             row=per_row["row"],
+            prompt_keys=PromptKeys(
+                per_row["prompt_key"], per_row["split_key"], per_row["prompt_sketch"]
+            ),
             prompts=self._lists("prompt", start, stop),
             prompt_cut=per_row["prompt_cut"],
             branch_offsets=branches - first,
@@ -133,7 +142,7 @@ class Spool:
             cut=per_branch["cut"],
             carried={name: self.column(_carried_file(name), start, stop) for name in self.carried},
         )
-        return KeyedRows(rows, per_row["prompt_keys"], per_branch["completion_keys"])
+        return KeyedRows(rows, per_row["places"], per_branch["completion_keys"])
 
     def completions(self, indices: NDArray[np.int64]) -> Ragged:
         """The completions at `indices`, wherever they lie, reading neighbours together."""
@@ -165,10 +174,10 @@ class Spool:
             start = stop
 
     def between(self, first_key: int, last_key: int) -> tuple[int, int]:
-        """The stretch of rows whose prompts' keys lie between two, both included."""
-        keys = self._file("prompt_keys")
-        first = keys.search(np.uint64(first_key), "left")
-        return first, keys.search(np.uint64(last_key), "right", start=first)
+        """The stretch of rows whose places on the ring lie between two, both included."""
+        places = self._file("places")
+        first = places.search(np.uint64(first_key), "left")
+        return first, places.search(np.uint64(last_key), "right", start=first)
 
     def between_ids(self, start: int, stop: int, first: bytes, last: bytes) -> tuple[int, int]:
         """Of rows of one prompt, those whose ids lie between two, both included."""

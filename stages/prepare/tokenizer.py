@@ -7,19 +7,27 @@ import json
 import re
 from dataclasses import dataclass
 from datetime import date
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import AutoTokenizer
 
 from ...schemas.errors import UsageError
-from ...schemas.rows import BadRow, Record, Text
+from ...schemas.rows import BadRow, Message, Record, Text
+from .stops import NO_STOPS, Added, find_stops
+from .values import ASSISTANT
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tokenizers import Tokenizer
 
     from ...schemas.config import TokenOptions
+    from ...schemas.stops import Stops
 
+_ROLES = ("system", "user", ASSISTANT, "tool")
+_QUOTED = re.compile(r"""["']([\w-]+)["']""")
 _DATE = re.compile(r"""strftime_now\(\s*(["'])(?P<form>.*?)\1\s*\)""")
 
 
@@ -29,8 +37,10 @@ class TextTokenizer:
 
     backend: Tokenizer  # no truncation, no padding, no post-processing
     hf: Any  # the transformers tokenizer: renders templates
-    bos: int | None  # the one BOS to put first; None when there is none to put
-    eos: int | None
+    bos: int | None
+    adds_bos: bool  # whether a text without BOS is given one
+    stops: Stops
+    added: Added
     template: str | None
     specials: tuple[str, ...]
 
@@ -39,13 +49,34 @@ class TextTokenizer:
         if isinstance(record.prompt, str):
             prompt = record.prompt
             return prompt, tuple(prompt + str(completion) for completion in record.completions)
-        opens_turn = record.prompt[-1].get("role") != "assistant"
-        prompt = self._template(record, record.prompt, add_generation_prompt=opens_turn)
-        return prompt, tuple(
-            self._template(record, (*record.prompt, *completion))
-            for completion in record.completions
-            if not isinstance(completion, str)
+        completions = [each for each in record.completions if not isinstance(each, str)]
+        for messages in (record.prompt, *completions):
+            self._require_roles(messages)
+        last = record.prompt[-1]
+        if last["role"] != ASSISTANT:
+            prompt = self._template(record, record.prompt, add_generation_prompt=True)
+        elif not _continues(completions):
+            prompt = self._template(record, record.prompt)
+        else:
+            return self._continued(record, record.prompt, completions)
+        return prompt, tuple(self._template(record, (*record.prompt, *c)) for c in completions)
+
+    def _continued(
+        self, record: Record, prompt: tuple[Message, ...], completions: list[tuple[Message, ...]]
+    ) -> tuple[str, tuple[str, ...]]:
+        """The prompt's last message is left open, and each completion goes on with its text."""
+        begun = self._template(record, prompt, continue_final_message=True)
+        texts = tuple(
+            self._template(record, (*prompt[:-1], _joined(prompt[-1], first), *others))
+            for first, *others in completions
         )
+        if not all(text.startswith(begun) for text in texts):
+            raise BadRow(
+                "template_error",
+                "the chat template does not show the prompt's last message, an assistant's, in "
+                "the same way when the completion continues it; end the prompt with a user's",
+            )
+        return begun, texts
 
     def require_template(self, folder: str) -> None:
         """Conversations cannot be tokenized without a chat template."""
@@ -60,21 +91,48 @@ class TextTokenizer:
                 "other tokens tomorrow. Pass --set tokens.date=YYYY-MM-DD."
             )
 
-    def _template(
-        self, record: Record, messages: Text, *, add_generation_prompt: bool = False
-    ) -> str:
+    @cached_property
+    def _roles(self) -> frozenset[str]:
+        """Those every template knows, and those that this one names."""
+        return frozenset({*_ROLES, *_QUOTED.findall(self.template or "")})
+
+    def _require_roles(self, messages: Sequence[Message]) -> None:
+        """Refuses speakers whom the template would write down like any word."""
+        for message in messages:
+            if message["role"] not in self._roles:
+                raise BadRow(
+                    "schema",
+                    f"the chat template does not know the role {message['role']!r}: rename it "
+                    f"({', '.join(_ROLES)}), or name it in a template (tokens.chat_template)",
+                )
+
+    def _template(self, record: Record, messages: Text, **how: bool) -> str:
         try:
             rendered: str = self.hf.apply_chat_template(
                 list(messages),
                 tools=list(record.tools) if record.tools else None,
                 chat_template=self.template,
-                add_generation_prompt=add_generation_prompt,
                 tokenize=False,
                 **record.template_options,
+                **how,
             )
         except Exception as error:  # a template is user code: whatever it raises, the row is bad
             raise BadRow("template_error", f"{type(error).__name__}: {error}"[:200]) from error
         return rendered
+
+
+def _continues(completions: Sequence[tuple[Message, ...]]) -> bool:
+    """Whether completions go on with the message that the prompt ends with, an assistant's."""
+    continuing = {completion[0]["role"] == ASSISTANT for completion in completions}
+    if len(continuing) > 1:
+        raise BadRow(
+            "schema", "some completions continue the prompt's last message, and others answer it"
+        )
+    return continuing == {True}
+
+
+def _joined(begun: Message, rest: Message) -> Message:
+    return {**begun, **rest, "content": begun["content"] + (rest.get("content") or "")}
 
 
 def load_tokenizer(folder: str, options: TokenOptions) -> TextTokenizer:
@@ -90,29 +148,34 @@ def load_tokenizer(folder: str, options: TokenOptions) -> TextTokenizer:
         raise UsageError(
             f"{folder}: the tokenizer has no EOS token. Set one, or pass --set tokens.eos=never."
         )
-    bos = _bos(hf, options, folder)
+    adds_bos = _adds_bos(hf, options, folder)
     # Changed in place: a copy of a large vocabulary takes as much memory again.
     backend.no_truncation()
     backend.no_padding()
     # Post-processors trim blanks off the offsets and add specials: both would hide the boundary.
     backend.post_processor = None
+    template, added = _template_text(hf, options), Added.of(hf)
     return TextTokenizer(
         backend=backend,
         hf=hf,
-        bos=bos,
-        eos=hf.eos_token_id if options.eos == "append" else None,
-        template=_template_text(hf, options),
+        bos=hf.bos_token_id,
+        adds_bos=adds_bos,
+        stops=find_stops(hf, backend, added, template) if options.eos == "append" else NO_STOPS,
+        added=added,
+        template=template,
         specials=tuple(sorted(set(hf.all_special_tokens))),
     )
 
 
 def tokenizer_fingerprint(tokenizer: TextTokenizer) -> dict[str, str]:
     """Digests of everything that turns text into ids."""
-    specials = {"bos": tokenizer.bos, "eos": tokenizer.eos, "all": tokenizer.specials}
+    bos = tokenizer.bos if tokenizer.adds_bos else None
+    specials = {"bos": bos, "all": tokenizer.specials}
     return {
         "tokenizer.vocabulary": _digest(tokenizer.backend.to_str()),
         "tokenizer.special_tokens": _digest(json.dumps(specials)),
         "tokenizer.chat_template": _digest(tokenizer.template or ""),
+        **tokenizer.stops.fields(),
     }
 
 
@@ -140,13 +203,12 @@ def _dated(template: str, day: str) -> str:
     return _DATE.sub(lambda call: repr(today.strftime(call["form"])), template)
 
 
-def _bos(hf: Any, options: TokenOptions, folder: str) -> int | None:
+def _adds_bos(hf: Any, options: TokenOptions, folder: str) -> bool:
     if options.bos == "never" or (options.bos == "auto" and hf.bos_token_id is None):
-        return None
+        return False
     if hf.bos_token_id is None:
         raise UsageError(f"{folder}: tokens.bos is 'always' but the tokenizer has no BOS token.")
-    adds_one = hf("a")["input_ids"][:1] == [hf.bos_token_id]
-    return int(hf.bos_token_id) if options.bos == "always" or adds_one else None
+    return options.bos == "always" or hf("a")["input_ids"][:1] == [hf.bos_token_id]
 
 
 def _template_text(hf: Any, options: TokenOptions) -> str | None:

@@ -37,7 +37,7 @@ class CutRule:
     """How a mismatched completion is fitted to its prompt."""
 
     max_length: int
-    eos: int | None
+    stops: frozenset[int]  # the tokens that what was cut never ends with
 
 
 def unit_offsets(
@@ -83,8 +83,8 @@ def build_unit(ring: Ring, start: int, stop: int, rule: CutRule) -> Unit:
         rows = rows.take(np.setdiff1d(np.arange(len(own)), list(rejected)))
     return Unit(
         rows=rows,
-        first_key=f"{int(keyed.prompt_keys[0]):016x}",
-        last_key=f"{int(keyed.prompt_keys[-1]):016x}",
+        first_key=f"{int(keyed.places[0]):016x}",
+        last_key=f"{int(keyed.places[-1]):016x}",
         rejected=tuple(rejected[row] for row in sorted(rejected)),
         replaced=int((partners != chosen).sum()),
     )
@@ -103,16 +103,16 @@ def _fit_partners(
 ) -> _Mismatched:
     picked = ring.spool.completions(partners)
     row_of = np.tile(own.row_of_branch, ring.num_pairs)
-    fitted = _fit(picked, rule.max_length - own.prompts.lengths[row_of], rule.eos)
+    fitted = _fit(picked, rule.max_length - own.prompts.lengths[row_of], rule.stops)
     return _Mismatched(fitted, ring.spool.cuts(partners) + picked.lengths - fitted.lengths)
 
 
-def _fit(completions: Ragged, room: NDArray[np.int64], eos: int | None) -> Ragged:
-    """Cuts to the room there is; what was cut never ends with EOS."""
+def _fit(completions: Ragged, room: NDArray[np.int64], stops: frozenset[int]) -> Ragged:
+    """Cuts to the room there is; what was cut never ends with a stop."""
     limits = np.minimum(completions.lengths, room)
-    if eos is not None:
+    if stops:
         for index in np.flatnonzero(limits < completions.lengths).tolist():
-            while limits[index] and completions[index][limits[index] - 1] == eos:
+            while limits[index] and int(completions[index][limits[index] - 1]) in stops:
                 limits[index] -= 1
     return completions.head(limits)
 
@@ -125,7 +125,7 @@ def _with_mismatched(own: RowBlock, mismatched: _Mismatched, num_pairs: int) -> 
     order = np.lexsort((np.arange(len(branch_rows)), level, branch_rows))
     extra = len(mismatched.completions)
     roles = np.append(own.roles, np.full(extra, Role.MISMATCHED, dtype=np.int8))
-    scores = np.append(own.scores, np.full(extra, np.nan, dtype=np.float32))
+    scores = np.append(own.scores, np.full(extra, np.nan))
     return replace(
         own,
         branch_offsets=own.branch_offsets * (1 + num_pairs),
@@ -170,9 +170,9 @@ def _replace_partners(
         branch = index % count
         row = int(row_of_branch[branch])
         search = _Search(
-            prompt_key=int(keyed.prompt_keys[row]),
+            place=int(keyed.places[row]),
             completion=own.completions[branch],
-            rule=CutRule(rule.max_length - int(own.prompts.lengths[row]), rule.eos),
+            rule=CutRule(rule.max_length - int(own.prompts.lengths[row]), rule.stops),
         )
         found = search.next_after(int(partners[index]), ring)
         if found is not None:
@@ -192,7 +192,7 @@ def _replace_partners(
 class _Search:
     """For a completion that is no longer another text when it is cut, another one."""
 
-    prompt_key: int
+    place: int  # of the prompt on the ring
     completion: NDArray[np.int32]
     rule: CutRule  # max_length is the room behind the prompt
 
@@ -202,9 +202,9 @@ class _Search:
         last = min(MOST_SEARCHED, total - 1)
         for first in range(1, last + 1, SEARCH_WINDOW):
             near = (partner + np.arange(first, min(first + SEARCH_WINDOW, last + 1))) % total
-            near = near[ring.prompt_keys(near) != np.uint64(self.prompt_key)]
+            near = near[ring.places(near) != np.uint64(self.place)]
             room = np.full(len(near), self.rule.max_length)
-            fitted = _fit(ring.spool.completions(near), room, self.rule.eos)
+            fitted = _fit(ring.spool.completions(near), room, self.rule.stops)
             for number, ids in zip(near.tolist(), fitted, strict=True):
                 if _differs(ids, self.completion):
                     return int(number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,12 @@ if TYPE_CHECKING:
 
     from ...schemas.rows import Message, Text
 
+ASSISTANT = "assistant"
+# ShareGPT's names for who speaks.
+_ROLES = {"human": "user", "gpt": ASSISTANT}
+_MESSAGES = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
+_OBJECTS = re.compile(r"\s*(\[\s*)?\{")
+_ROLE = re.compile(r"""["'](role|from)["']\s*:\s*["'](system|user|assistant|tool|human|gpt)["']""")
 _SHOWN = 80
 _TRUE = {"true", "desirable", "1", "1.0"}
 _FALSE = {"false", "undesirable", "0", "0.0"}
@@ -41,25 +48,81 @@ def read_completion(value: Any, column: str, prompt: Text) -> Text:
             "take the prompt column out (--map prompt=)",
         )
     if isinstance(completion, str):
-        return ({"role": "assistant", "content": completion},)
-    if completion[: len(prompt)] == prompt:
+        completion = ({"role": ASSISTANT, "content": completion},)
+    _require_no_prompt(completion, prompt, column)
+    if completion[0]["role"] == prompt[-1]["role"] == ASSISTANT:
+        _require_continuation(prompt[-1], completion[0], column)
+    return completion
+
+
+def _require_no_prompt(completion: tuple[Message, ...], prompt: Text, column: str) -> None:
+    """Refuses completions that begin with messages of their prompt."""
+    repeats = completion[: len(prompt)] == prompt
+    if completion[0]["role"] != ASSISTANT:
+        ends = (prompt[start:] for start in range(1, len(prompt)))
+        repeats |= completion[0]["role"] == "system"
+        repeats |= any(completion[: len(end)] == end for end in ends)
+    if repeats:
         raise BadRow(
             "schema",
             f"{column!r} repeats the prompt; give the answer alone or take the prompt column out "
             "(--map prompt=)",
         )
-    return completion
+
+
+def _require_continuation(begun: Message, rest: Message, column: str) -> None:
+    """Refuses what cannot be one message with the assistant's that the prompt ends with."""
+    if begun.get("tool_calls"):
+        raise BadRow("schema", f"{column!r} cannot continue a prompt that ends with calls of tools")
+    if is_blank(begun["content"]):
+        raise BadRow("empty_prompt", "the last message is an assistant's and empty: take it out")
+    if (rest.get("content") or "").startswith(begun["content"]):
+        raise BadRow(
+            "schema",
+            f"{column!r} repeats the prompt's last message; give only what follows it",
+        )
 
 
 def read_text(value: Any, column: str) -> Text:
-    """Returns plain text or a conversation."""
+    """Returns plain text or a conversation, which may stand there as its JSON text."""
     if type(value) is str:
+        value = _conversation_or_text(value, column) if _OBJECTS.match(value) else value
+    if isinstance(value, str):
         return value
     if isinstance(value, list):
         return tuple(_message(entry, index, column) for index, entry in enumerate(value))
     if value is None:
         raise BadRow("null", f"{column!r} is missing or null")
     raise BadRow("schema", f"{column!r} is neither text nor a list of messages: {shown(value)}")
+
+
+def _conversation_or_text(text: str, column: str) -> Any:
+    """Returns the messages that JSON text holds; any other text as it is.
+
+    An answer may well be a JSON list of other things, or go on behind one. What names roles and
+    is not JSON is refused: it is a conversation that was cut off, or written with `str`.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        return text
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data" or not _ROLE.search(text):
+            return text
+        raise BadRow(
+            "schema",
+            f"{column!r} looks like a conversation and is not valid JSON (json.dumps writes it): "
+            f"{shown(text)}",
+        ) from None
+    entries = value if isinstance(value, list) else [value]
+    if not any(_is_message(entry) for entry in entries):
+        return text
+    require_characters(value, column)
+    return value
+
+
+def _is_message(entry: Any) -> bool:
+    return isinstance(entry, dict) and any(keys <= entry.keys() for keys in _MESSAGES)
 
 
 def is_blank(text: Text) -> bool:
@@ -76,6 +139,10 @@ def _message(entry: Any, index: int, column: str) -> Message:
         raise BadRow("schema", f"message {index} of {column!r} is no object: {shown(entry)}")
     # Columnar files give every message every key that any message has.
     message = {key: value for key, value in entry.items() if value is not None}
+    if message.get("tool_calls") == []:
+        del message["tool_calls"]
+    if "role" not in message and {"from", "value"} <= message.keys():
+        message = {"role": message.pop("from"), "content": message.pop("value"), **message}
     for key in ("role", "content"):
         value = message.get(key)
         if type(value) is not str and not (
@@ -84,6 +151,11 @@ def _message(entry: Any, index: int, column: str) -> Message:
             raise BadRow(
                 "schema", f"message {index} of {column!r} has no text as {key!r}: {shown(entry)}"
             )
+    calls = message.get("tool_calls", [])
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise BadRow("schema", f"'tool_calls' in {column!r} is not a list of calls: {shown(calls)}")
+    if message["role"] in _ROLES:
+        message["role"] = _ROLES[message["role"]]
     return message
 
 
@@ -114,7 +186,9 @@ def read_number(value: Any, column: str) -> float:
 
 
 def read_list(value: Any, column: str) -> list[Any]:
-    """Returns a list of any length."""
+    """Returns a list of any length, which may stand there as its JSON text."""
+    if type(value) is str and value.lstrip().startswith("["):
+        value = parse_json(value, column)
     if isinstance(value, list):
         return value
     if value is None:

@@ -9,11 +9,12 @@ import threading
 from collections import deque
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.forkserver import ensure_running
 from typing import TYPE_CHECKING
 
 from ...schemas.errors import BadDataError, FingerprintError
+from ..storage.cores import usable_cores
 from .encode import Encoder
 from .keyed import KeyedRows, key_rows
 from .records import parse_chunk
@@ -39,6 +40,7 @@ class EncodingJob:
     options: TokenOptions
     shape: Shape
     seed: int
+    files: tuple[int, ...]  # the identity of each input
     tokenizer: Mapping[str, str]  # its fingerprint, which each process that loads it is held to
 
 
@@ -46,7 +48,7 @@ class EncodingJob:
 class EncodedChunk:
     """One chunk's rows, and what was refused or noticed."""
 
-    file: int
+    file: int  # which of the inputs it is of
     keyed: KeyedRows
     rejected: list[Rejected]
     notes: Mapping[str, int]
@@ -82,15 +84,8 @@ def encode_chunks(
 
 
 def default_workers(input_bytes: int) -> int:
-    """One process per core, unless the input is small."""
+    """One process per usable core, unless the input is small."""
     return 0 if input_bytes < SMALL_INPUT_BYTES else usable_cores()
-
-
-def usable_cores() -> int:
-    """The cores this process may run on; a container or batch job may have some of them only."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 class _Worker:
@@ -106,7 +101,8 @@ class _Worker:
                 f"{self._job.model}: the tokenizer or its template changed after this run began. "
                 "Run the same command again."
             )
-        records, rejected = parse_chunk(chunk, self._job.shape)
+        named = replace(chunk, file=self._job.files[chunk.file])
+        records, rejected = parse_chunk(named, self._job.shape)
         encoded = self._encoder.encode(records)
         keyed = key_rows(encoded.rows, seed=self._job.seed, carried=self._job.shape.carried)
         return EncodedChunk(chunk.file, keyed, [*rejected, *encoded.rejected], dict(encoded.notes))
@@ -125,14 +121,17 @@ def _start(job: EncodingJob) -> None:
 
 
 def _start_server_deaf_to_ctrl_c() -> None:
-    """Ctrl-C reaches every process of a terminal, but only the parent knows what to say."""
+    """Ctrl-C, or a terminal that closes, reaches every process; only the parent has an answer."""
     if threading.current_thread() is not threading.main_thread():
         return  # signals are not ours to set here
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = {
+        number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)
+    }
     try:
         ensure_running()
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _leave_with_parent() -> None:

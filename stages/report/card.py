@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ...schemas.safe_text import safe
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -20,6 +22,7 @@ class Lineage:
     head: Head
     padding_token: int | None
     options: Mapping[str, str]  # of the method
+    stops: Mapping[str, str]  # what ends a completion, by its kind
     settings: Mapping[str, str]  # of the training
     policy: str
     reference: str
@@ -61,6 +64,7 @@ def model_card(lineage: Lineage, *, adapter_of: str = "") -> str:
             *_table("Lineage", _origins(lineage)),
             *_table("Data (sha256)", lineage.data),
             *_table("Method", lineage.options),
+            *_table("Stop tokens", lineage.stops),
             *_table("Training", lineage.settings),
             *_table("Last metrics", {name: f"{v:.6g}" for name, v in lineage.metrics.items()}),
             *_table("Versions", lineage.versions),
@@ -121,4 +125,4 @@ def _cell(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    return "".join(c for c in text if c.isprintable() and c != "`")
+    return " ".join(safe(text).replace("`", "").split("\n"))

@@ -34,10 +34,10 @@ class Columns:
 
 
 def read_columns(folder: CacheFolder, manifest: Manifest) -> Columns:
-    """Reads every row group of every shard; token ids are seen and let go."""
+    """Reads the narrow columns of every row group of every shard; no token ids."""
     prompts = [pl.DataFrame(schema=PROMPTS)]
     branches = [pl.DataFrame(schema=BRANCHES)]
-    wanted = ["prompt_ids", "prompt_cut", *PER_BRANCH]
+    wanted = ["prompt_tokens", "prompt_cut", *PER_BRANCH]
     for shard in manifest.shards:
         for group in iter_row_groups(folder.data / shard.file, wanted):
             prompts.append(_prompt_frame(group))
@@ -46,8 +46,7 @@ def read_columns(folder: CacheFolder, manifest: Manifest) -> Columns:
 
 
 def _prompt_frame(group: pa.Table) -> pl.DataFrame:
-    lengths = pc.list_value_length(group["prompt_ids"])
-    return _frame({"tokens": lengths, "cut": group["prompt_cut"]}, PROMPTS)
+    return _frame({"tokens": group["prompt_tokens"], "cut": group["prompt_cut"]}, PROMPTS)
 
 
 def _branch_frame(group: pa.Table) -> pl.DataFrame:

@@ -33,7 +33,7 @@ def spread_charts(tables: Mapping[int, Table]) -> str:
     return "".join(
         [
             histogram(f"{last.kind.capitalize()} of completions{left_out}", groups, across=unit),
-            histogram("Good less bad completion of a row", _margins(tables), across=unit),
+            histogram("Margins of rewards within a row", _margins(tables), across="reward"),
             chart(f"{last.kind.capitalize()} by length", clouds, across="tokens", up=unit),
         ]
     )
@@ -51,14 +51,13 @@ def _margins(tables: Mapping[int, Table]) -> list[Values]:
 
 
 def margins_of(completions: Iterable[Completion]) -> list[float]:
-    """Mean of the good less mean of the bad, of the rows that hold both."""
+    """Mean reward of the good less that of the bad, of the rows that hold both."""
     good: defaultdict[int, list[float]] = defaultdict(list)
     bad: defaultdict[int, list[float]] = defaultdict(list)
     for one in completions:
-        if one.role in GOOD:
-            good[one.row].append(one.value)
-        elif one.role in BAD:
-            bad[one.row].append(one.value)
+        side = good if one.role in GOOD else bad if one.role in BAD else None
+        if side is not None and one.reward is not None:
+            side[one.row].append(one.reward)
     return [fmean(good[row]) - fmean(bad[row]) for row in good if row in bad]
 
 

@@ -1,8 +1,9 @@
 """`evaluations/step-<n>.csv`: single held-out completions, a line each.
 
 row counts the rows as the method reads them; row_id names the stored row; log_ratio is
-log(policy / reference). A reward model has no log-probs: there is its score instead. What is asked
-for by words the reference never saw has no log-ratio.
+log(policy / reference), and reward what the loss compares. A reward model has no log-probs: there
+is its score instead. What is asked for by words the reference never saw has no log-ratio. An
+apostrophe stands before text that a spreadsheet would take for a formula.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
     Decode = Callable[[Iterable[int], bool], str]  # ids, and whether they continue a prompt
 
 NAMES = ("row", "row_id", "role", "tokens")
+FORMULAS = ("=", "+", "-", "@", "\t", "\r")  # with which a formula may begin
 Kind = Literal["log-ratios", "log-probs", "scores"]
+REWARD = "reward"
 # Of each kind the columns, the last of them for the report.
 COLUMNS: dict[Kind, tuple[str, ...]] = {
     "scores": ("policy_score",),
@@ -44,6 +47,7 @@ class Completion:
     role: str
     num_tokens: int
     value: float  # its log-ratio, or its score
+    reward: float | None = None  # where the method has rewards
 
 
 @dataclass(frozen=True)
@@ -58,16 +62,24 @@ class Table:
 def evaluation_csv(judged: Sequence[Judged], kind: Kind, *, decode: Decode | None) -> str:
     """All of it as text; with `decode` also that of prompts and completions."""
     texts = ("prompt", "completion") if decode else ()
+    rewards = (REWARD,) if any(one.reward is not None for one in judged) else ()
     sink = io.StringIO()
     # Of text every cell is quoted: a lone carriage return would end a line.
     writer = csv.writer(
         sink, lineterminator="\n", quoting=csv.QUOTE_ALL if decode else csv.QUOTE_MINIMAL
     )
-    writer.writerow([*NAMES, *COLUMNS[kind], *texts])
+    writer.writerow([*NAMES, *COLUMNS[kind], *rewards, *texts])
     for one in judged:
         ratio = one.logp - one.reference_logp
-        numbers = (one.logp, one.reference_logp, ratio)[: len(COLUMNS[kind])]
-        cells = [one.row, one.row_id, one.role.name.lower(), one.num_tokens, *map(repr, numbers)]
+        known = (one.logp, one.reference_logp, ratio)[: len(COLUMNS[kind])]
+        numbers = (*known, *(one.reward for _ in rewards))
+        cells = [
+            one.row,
+            _inert(one.row_id),
+            one.role.name.lower(),
+            one.num_tokens,
+            *map(repr, numbers),
+        ]
         writer.writerow([*cells, *(_texts(one, decode) if decode else ())])
     return sink.getvalue()
 
@@ -92,10 +104,23 @@ def read_evaluation(path: Path) -> Table:
 
 
 def _completion(line: Mapping[str, str], value: str) -> Completion:
-    return Completion(int(line["row"]), line["role"], int(line["tokens"]), float(line[value]))
+    reward = float(line[REWARD]) if REWARD in line else None
+    number = float(line[value])
+    return Completion(int(line["row"]), line["role"], int(line["tokens"]), number, reward)
 
 
 def _texts(one: Judged, decode: Decode) -> tuple[str, str]:
     assert one.prompt is not None, "the evaluation was told to keep ids"
     assert one.completion is not None, "the evaluation was told to keep ids"
-    return decode(one.prompt, False), decode(one.completion, True)
+    return _inert(decode(one.prompt, False)), _inert(decode(one.completion, True))
+
+
+def _inert(text: str) -> str:
+    """The text, marked as one where a spreadsheet would compute it; a number may stay a number."""
+    if not text.startswith(FORMULAS):
+        return text
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}"
+    return text

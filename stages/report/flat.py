@@ -2,7 +2,7 @@
 
 Each `..._ids` column stands beside the text it decodes to: text can be tokenized differently
 elsewhere, ids cannot. The second and later mismatches of a completion get a number after their
-name; TRL reads the first.
+name.
 """
 
 from __future__ import annotations

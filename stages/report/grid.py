@@ -34,6 +34,12 @@ def printable(text: str) -> str:
     return "".join(character for character in text if character.isprintable())
 
 
+def worded(note: str) -> str:
+    """The name of a note in words; a column that it ends with stays as it is."""
+    name, quote, column = note.partition("'")
+    return name.replace("_", " ") + quote + column
+
+
 def share(part: float, whole: float) -> str:
     """A part of a whole in percent, never rounded to none or to all."""
     if not whole:

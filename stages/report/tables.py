@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...schemas.rows import Role
-from .grid import facts, grid, heading, printable, share, size
+from ...schemas.stops import Stops
+from .grid import facts, grid, heading, printable, share, size, worded
 
 if TYPE_CHECKING:
     from .spread import Spread
@@ -44,6 +45,7 @@ def _cache(summary: Summary) -> list[str]:
             ("root", summary.root),
             ("reference", f"{model}{adapter}"),
             ("", printable(f"{summary.reference_key[:16]}  {how}").rstrip()),
+            *_stops(summary),
             ("shards", f"{summary.shards:,}  ({size(summary.bytes)})"),
             *_superseded(summary),
             *_inputs(summary),
@@ -56,6 +58,13 @@ def _superseded(summary: Summary) -> list[tuple[str, str]]:
         return []
     files, what = f"{summary.superseded_files:,} files", size(summary.superseded_bytes)
     return [("earlier", f"{files} of before it grew  ({what}; `align gc` removes them)")]
+
+
+def _stops(summary: Summary) -> list[tuple[str, str]]:
+    stops = Stops.of(summary.fingerprint)
+    calls = stops.tool_calls if stops.tool_calls != stops.turn else None
+    ended = {"turns end with": stops.turn, "tool calls with": calls, "plain text with": stops.text}
+    return [(name, printable(stop.told)) for name, stop in ended.items() if stop]
 
 
 def _inputs(summary: Summary) -> list[tuple[str, str]]:
@@ -159,10 +168,7 @@ def _drops(summary: Summary) -> list[str]:
         (printable(reason), f"{rows:,}", share(rows, summary.rows_in))
         for reason, rows in sorted(summary.quarantined.items(), key=lambda item: -item[1])
     ]
-    notes = [
-        (printable(note).replace("_", " "), f"{count:,}", "")
-        for note, count in summary.notes.items()
-    ]
+    notes = [(worded(printable(note)), f"{count:,}", "") for note, count in summary.notes.items()]
     return [
         *(grid(("quarantined", "rows", "share"), dropped) if dropped else ["  no row was dropped"]),
         *(["", *grid(("noted, and kept", "count", ""), notes)] if notes else []),

@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...schemas.ragged import offsets_of
-
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -31,11 +29,7 @@ def first_alike(rows: RowBlock, branches: NDArray[np.int64]) -> NDArray[np.int64
 
 
 def prompt_numbers(rows: RowBlock) -> NDArray[np.int64]:
-    """Numbers the prompts of neighbours; on the ring, all rows of a prompt are neighbours."""
-    lengths = rows.prompts.lengths
-    near = np.flatnonzero(lengths[1:] == lengths[:-1]) + 1
-    mine, before = rows.prompts.take(near), rows.prompts.take(near - 1)
-    differing = offsets_of(mine.values != before.values)[mine.offsets]
-    is_new = np.ones(len(rows), dtype=np.bool_)
-    is_new[near] = np.diff(differing) > 0
-    return np.cumsum(is_new) - 1
+    """Numbers the prompts by their ids: one prompt may have several, and two may have the same."""
+    seen: dict[bytes, int] = {}
+    numbers = (seen.setdefault(ids.tobytes(), len(seen)) for ids in rows.prompts)
+    return np.fromiter(numbers, dtype=np.int64, count=len(rows))

@@ -20,6 +20,7 @@ DTYPES: dict[pa.DataType, np.dtype[Any]] = {
     pa.int8(): np.dtype(np.int8),
     pa.int32(): np.dtype(np.int32),
     pa.int64(): np.dtype(np.int64),
+    pa.uint64(): np.dtype(np.uint64),
     pa.float32(): np.dtype(np.float32),
     pa.float64(): np.dtype(np.float64),
 }
@@ -41,6 +42,22 @@ def text_of(lines: Sequence[str]) -> pa.Array:
     np.cumsum([len(line) for line in encoded], out=offsets[1:])
     buffers = pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded))
     return pa.StringArray.from_buffers(len(encoded), *buffers)
+
+
+def bytes_of(digests: NDArray[np.bytes_]) -> pa.Array:
+    """An array of byte strings of one length over the same memory."""
+    plain = np.ascontiguousarray(digests)
+    kind = pa.binary(plain.itemsize)
+    return pa.Array.from_buffers(kind, len(plain), [None, pa.py_buffer(plain.view(np.uint8))])
+
+
+def digests_of(values: pa.Array) -> NDArray[np.bytes_]:
+    """Byte strings of one length over their memory; none is null."""
+    width = values.type.byte_width
+    _, content = values.buffers()
+    if content is None:
+        return np.empty(0, dtype=f"S{width}")
+    return np.frombuffer(content, f"S{width}")[values.offset :][: len(values)]
 
 
 def flattened(lists: pa.Array) -> pa.Array:

@@ -23,6 +23,7 @@ from .shards import group_bounds, open_shard, write_shard
 from .tables import ids_digest, row_ids, schema_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from ...schemas.manifest import FileEntry
@@ -43,7 +44,7 @@ class UnitFacts:
     rejected: tuple[Rejected, ...]  # rows dropped while scoring
     notes: dict[str, int]
     numerics: dict[str, str]
-    input_names: tuple[str, ...]  # of the files that rejected rows are numbered by
+    input_names: Mapping[int, str]  # of the files that rejected rows are of, by identity
 
 
 def commit_unit(

@@ -15,7 +15,7 @@ from .run_folder import RECORD_NAME
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ...schemas.checkpoint import Checkpoint, Retention
+    from ...schemas.checkpoint import Checkpoint, CheckpointFile, Retention
     from .run_folder import RunFolder
 
 
@@ -24,13 +24,21 @@ def credit(
     step: int,
     metrics: Mapping[str, float],
     *,
+    journal: CheckpointFile,
     run_id: str,
     retention: Retention,
 ) -> None:
-    """Adds to what a checkpoint says was measured there; one rank does this."""
+    """Adds to what a checkpoint says was measured there; one rank does this.
+
+    It vouches for the journal as it is by then, with the line of what was measured.
+    """
     known = read_checkpoint(folder.step(step))
     finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-    position = dataclasses.replace(known.position, metrics={**known.position.metrics, **finite})
+    position = dataclasses.replace(
+        known.position,
+        metrics={**known.position.metrics, **finite},
+        journal=journal,
+    )
     _replace(folder, dataclasses.replace(known, position=position), run_id)
     # A process that was killed may have left a `latest` that a power loss takes back.
     fs.fsync_folder(folder.checkpoints)

@@ -62,6 +62,8 @@ OF_RECORDS = (
     "evaluation.after_rename",
     "report.before_rename",
     "report.after_rename",
+    "ending.before_rename",
+    "ending.after_rename",
 )
 OF_A_STEP = (
     "step.started",

@@ -38,10 +38,12 @@ def collect(folder: CacheFolder, manifest: Manifest) -> None:
         fs.unlink(path)
     if not any(path.parent == folder.quarantine for path in named):
         fs.remove_folder(folder.quarantine)
-    for draft in (
+    drafts = (
         *folder.root.glob(f".{folder.manifest.name}.*.tmp"),
+        *folder.private.glob(f".{folder.mlflow.name}.*.tmp"),
         *folder.roots.glob(".*.tmp"),
-    ):
+    )
+    for draft in drafts:
         fs.unlink(draft)
     reach("gc.done")
 
@@ -50,7 +52,8 @@ def is_tidy(folder: CacheFolder, manifest: Manifest) -> bool:
     """Whether `collect` was carried through; reads names only."""
     named = _named_by(folder, [manifest, *earlier_manifests(folder)])
     names = {path.name for path in folder.private.iterdir()} if folder.private.is_dir() else set()
-    return names <= {folder.lock.name, folder.roots.name} and _parts(folder) <= named
+    ours = {folder.lock.name, folder.roots.name, folder.mlflow.name}
+    return names <= ours and _parts(folder) <= named
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ manifest.json                        written last; readers read only this
 data/part-<unit>-<sha256>.parquet    shards, named by their content
 quarantine/part-<n>-<sha256>.parquet rejected rows
 _align/LOCK                          held by the owner of the folder
+_align/mlflow-run.json               names the run of MLflow whose end it was not told
 _align/roots/<root>.json             manifests the cache had before it grew; their shards stay
 _align/<plan key>/                   work in progress, gone when it is done
     plan.json  commits/<unit>.json  claims  spool/  tmp/<run id>/
@@ -73,6 +74,11 @@ class CacheFolder:
     def earlier(self, root: str) -> Path:
         """Where the manifest of an earlier root is, or would be."""
         return self.roots / f"{root[:16]}.json"
+
+    @property
+    def mlflow(self) -> Path:
+        """Names the run of MLflow whose end it was not told; only there until it was."""
+        return self.private / "mlflow-run.json"
 
     @property
     def when_locked(self) -> str:

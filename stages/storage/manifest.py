@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ... import __version__
 from ...schemas.codec import digest_of, from_json, to_json
-from ...schemas.errors import CorruptionError, FingerprintError, UsageError
+from ...schemas.config import CacheOptions, ModelOptions, ScoringOptions, TokenOptions
+from ...schemas.errors import (
+    CorruptionError,
+    FingerprintError,
+    OlderFormatError,
+    UsageError,
+)
 from ...schemas.manifest import FORMAT_VERSION, Commit, FileEntry, Manifest, Plan
 from . import fs
 from .failpoints import reach
@@ -22,6 +29,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", Plan, Manifest)
 
+_SECTIONS = {
+    "model": ModelOptions,
+    "tokens": TokenOptions,
+    "cache": CacheOptions,
+    "scoring": ScoringOptions,
+}
 _MENDED_BY = {  # by whether it is a plan
     True: "Remove this file and run the same command again: no finished shard is lost.",
     False: "Restore it from a copy, or make the cache anew.",
@@ -146,7 +159,7 @@ def _total(counts: list[dict[str, int]]) -> dict[str, int]:
 
 def _load(kind: type[T], path: Path) -> T:
     text = fs.read_bytes(path)
-    _refuse_newer(text, path)
+    _refuse_other_version(text, path)
     try:
         value = from_json(kind, text)
         canonical = to_json(value).encode()
@@ -157,21 +170,56 @@ def _load(kind: type[T], path: Path) -> T:
     return value
 
 
-def _refuse_newer(text: bytes, path: Path) -> None:
-    version = _version_in(text)
-    if isinstance(version, int) and version > FORMAT_VERSION:
+def _refuse_other_version(text: bytes, path: Path) -> None:
+    try:
+        plain = json.loads(text)
+    except (ValueError, RecursionError):
+        return
+    version = plain.get("format_version") if isinstance(plain, dict) else None
+    if not isinstance(version, int) or version < 1 or version == FORMAT_VERSION:
+        return
+    if version > FORMAT_VERSION:
         raise FingerprintError(
             f"{path} has format version {version}; this align reads up to {FORMAT_VERSION}. "
             "Install a newer align."
         )
+    made = f"{path} has format version {version}, made by an older align; this one reads "
+    if path.name == PLAN_NAME:
+        raise OlderFormatError(
+            f"{made}{FORMAT_VERSION} alone. Remove the unfinished work, {path.parent}, and run the "
+            "same command again."
+        )
+    raise OlderFormatError(
+        f"{made}{FORMAT_VERSION} alone. Make the cache anew beside it (with the data files' own "
+        "folders, and with --map, data.carry and tokens.chat_template where it had them):\n"
+        f"  {_command(plain, path)}"
+    )
 
 
-def _version_in(text: bytes) -> Any:
-    try:
-        plain = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return plain.get("format_version") if isinstance(plain, dict) else None
+def _command(plain: dict[str, Any], path: Path) -> str:
+    """What makes a cache again, as far as its manifest says; data files by name alone."""
+    made = plain.get("fingerprint")
+    fields = made if isinstance(made, dict) else {}
+    inputs = [entry.get("name") for entry in plain.get("inputs") or () if isinstance(entry, dict)]
+    scores = str(fields.get("numerics.head", "")).startswith("score")
+    folder = path.parent.parent if scores else path.parent
+    words = ["score" if scores else "precompute-ref", *inputs]
+    words += ["--reward-model" if scores else "--model", plain.get("model")]
+    words += ["--adapter", plain["adapter"]] if plain.get("adapter") else []
+    words += ["--output", f"{folder}-v{FORMAT_VERSION}"]
+    for name, default in _DEFAULTS.items():
+        if fields.get(name, default) != default:
+            words += ["--set", f"{name}={fields[name]}"]
+    return shlex.join(["align", *map(str, words)])
+
+
+def _defaults() -> dict[str, str]:
+    """The settings that fingerprints hold, as they are written there when nobody set them."""
+    return {
+        f"{section}.{field.name}": str(field.default).lower()
+        for section, options in _SECTIONS.items()
+        for field in dataclasses.fields(options)
+    }
 
 
 def _is_named(manifest: Manifest) -> bool:
@@ -201,3 +249,6 @@ def _require(good: bool, path: Path, why: str) -> None:
 
 def _damaged(path: Path, why: str) -> CorruptionError:
     return CorruptionError(f"{path} is damaged: {why}. {_MENDED_BY[path.name == PLAN_NAME]}")
+
+
+_DEFAULTS = _defaults()

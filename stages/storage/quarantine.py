@@ -13,7 +13,7 @@ from .failpoints import reach
 from .layout import part_name
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from ...schemas.rows import Rejected
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 SCHEMA = pa.schema(
     [
-        pa.field("file", pa.int32(), nullable=False),
+        pa.field("file", pa.string(), nullable=False),
         pa.field("file_name", pa.string(), nullable=False),
         pa.field("row", pa.int64(), nullable=False),
         pa.field("reason", pa.string(), nullable=False),
@@ -35,7 +35,7 @@ def write_quarantine(
     run_id: str,
     part: int,
     rejected: Sequence[Rejected],
-    input_names: Sequence[str],
+    input_names: Mapping[int, str],
 ) -> FileEntry:
     """Stores rejected rows durably; the plan or a commit names the file that is returned."""
     draft = work.new_draft(run_id, f"quarantine-{part:08d}")
@@ -56,9 +56,9 @@ def write_quarantine(
     return FileEntry(f"{folder.name}/{part_name(part, sha256)}", size, sha256, len(rejected))
 
 
-def _write(draft: Path, rejected: Sequence[Rejected], input_names: Sequence[str]) -> None:
+def _write(draft: Path, rejected: Sequence[Rejected], input_names: Mapping[int, str]) -> None:
     columns = [
-        pa.array([row.file for row in rejected], pa.int32()),
+        pa.array([f"{row.file:016x}" for row in rejected], pa.string()),
         pa.array([_printable(input_names[row.file]) for row in rejected], pa.string()),
         pa.array([row.row for row in rejected], pa.int64()),
         pa.array([row.reason for row in rejected], pa.string()),
@@ -71,7 +71,7 @@ def _write(draft: Path, rejected: Sequence[Rejected], input_names: Sequence[str]
             sink,
             compression="zstd",
             compression_level=1,
-            use_dictionary=["file_name", "reason"],
+            use_dictionary=["file", "file_name", "reason"],
             write_page_checksum=True,
         )
 

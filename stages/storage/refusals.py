@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import os
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...schemas.errors import PathError, StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # What is no fault of the disk, and what to do about it.
@@ -47,6 +47,13 @@ def told(name: str, path: Path, needed: int = 0) -> Iterator[None]:
         yield
     except OSError as error:
         raise storage_error(name, path, error, needed) from error
+
+
+def refused(error: OSError) -> StorageError:
+    """What no step of ours expected; an error of a network names no file."""
+    if isinstance(error.filename, str | bytes) and error.filename:
+        return storage_error("using it", Path(os.fsdecode(error.filename)), error)
+    return StorageError(f"{error.strerror or error}. Mend that, then run the same command again.")
 
 
 def storage_error(name: str, path: Path, error: OSError, needed: int = 0) -> StorageError:

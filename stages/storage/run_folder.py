@@ -11,7 +11,9 @@ checkpoints/.tmp-<n>-<run id>/  one that is being written; .trash-…: one that 
 model/                          the trained policy; where it is, nothing is left to learn
 model-merged/                   an adapter's policy with the adapter merged into it
 _align/LOCK                     held by the run that is at work here
+_align/ending.json              how it ended; not there while it is at work, or after a kill
 _align/mlflow.json              what MLflow is to be told
+_align/artifacts/               copies of files from elsewhere that it is to keep
 """
 
 from __future__ import annotations
@@ -102,6 +104,16 @@ class RunFolder:
         return self.private / "mlflow.json"
 
     @property
+    def copies(self) -> Path:
+        """Copies of files from elsewhere that MLflow is to keep."""
+        return self.private / "artifacts"
+
+    @property
+    def ending(self) -> Path:
+        """How the run ended; there is none of one that was killed."""
+        return self.private / "ending.json"
+
+    @property
     def when_locked(self) -> str:
         """What to do while somebody else owns this folder."""
         return "Wait for it, or choose another --output."
@@ -169,17 +181,26 @@ class RunFolder:
 
     def sweep(self) -> None:
         """Removes what runs that were killed left half written; the owner calls it at start."""
-        for parent in (self.checkpoints, self.root):
-            if doomed := [path for path in sorted(parent.iterdir()) if _is_left_over(path.name)]:
-                # Their renames may not be durable: nothing is emptied whose name may come back.
-                fs.fsync_folder(parent)
-                for path in doomed:
-                    fs.remove_tree(path)
-        for path in (self.latest, self.metrics, self.config, self.report, self.mlflow):
-            for draft in path.parent.glob(f".{path.name}.*.tmp"):
-                fs.unlink(draft)
-        for draft in self.evaluation(0).parent.glob(".step-*.tmp"):
-            fs.unlink(draft)
+        doomed = self.left_over()
+        # Their renames may not be durable: nothing is emptied whose name may come back.
+        for parent in sorted({path.parent for path in doomed if path.is_dir()}):
+            fs.fsync_folder(parent)
+        for path in doomed:
+            (fs.remove_tree if path.is_dir() else fs.unlink)(path)
+
+    def left_over(self) -> list[Path]:
+        """What a run that is killed leaves half written or half removed."""
+        parents = [parent for parent in (self.checkpoints, self.root) if parent.is_dir()]
+        found = [path for parent in parents for path in sorted(parent.iterdir())]
+        folders = [path for path in found if _is_left_over(path.name)]
+        whole = (self.latest, self.metrics, self.config, self.engine, self.report, self.mlflow)
+        drafts = [
+            draft
+            for path in (*whole, self.ending)
+            for draft in path.parent.glob(f".{path.name}.*.tmp")
+        ]
+        drafts += [*self.evaluation(0).parent.glob(".step-*.tmp"), *self.copies.glob(".*.tmp")]
+        return [*folders, *drafts]
 
 
 def _is_left_over(name: str) -> bool:

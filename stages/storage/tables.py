@@ -11,9 +11,9 @@ import pyarrow as pa
 
 from ...schemas.errors import CorruptionError
 from ...schemas.ragged import Ragged, offsets_of
-from ...schemas.rows import RowBlock
+from ...schemas.rows import PromptKeys, RowBlock
 from ...schemas.shards import ScoredBlock, shard_schema
-from .arrow import arrow_of, flattened, numpy_of, text_of
+from .arrow import arrow_of, bytes_of, digests_of, flattened, numpy_of, text_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -22,10 +22,14 @@ if TYPE_CHECKING:
 def to_table(block: ScoredBlock) -> pa.Table:
     """The columns of a shard, built over the arrays of the block."""
     rows, kept, schema = block.rows, block.token_logps, schema_of(block)
-    places = [arrow_of(rows.file, pa.int32()), arrow_of(rows.row, pa.int64())]
+    places = [_file_names(rows.file), arrow_of(rows.row, pa.int64())]
     columns = {
         "row_id": row_ids(rows),
         "source": pa.StructArray.from_arrays(places, fields=list(schema.field("source").type)),
+        "prompt_key": bytes_of(rows.prompt_keys.prompt),
+        "split_key": arrow_of(rows.prompt_keys.split, pa.uint64()),
+        "prompt_sketch": arrow_of(rows.prompt_keys.sketch, pa.uint64()),
+        "prompt_tokens": arrow_of(rows.prompts.lengths, pa.int32()),
         "prompt_ids": _list_array(rows.prompts, schema.field("prompt_ids").type),
         "prompt_cut": arrow_of(rows.prompt_cut, pa.int32()),
         **{name: arrow_of(values, pa.float64()) for name, values in rows.carried.items()},
@@ -100,8 +104,14 @@ def list_column(table: pa.Table, name: str) -> Ragged:
     return _ragged(_column(table, name))
 
 
+def number_column(table: pa.Table, name: str) -> NDArray[Any]:
+    """The numbers of one column; the table may be a slice of another."""
+    return numpy_of(_column(table, name))
+
+
 _HEX = 32  # hex digits of a row's digest
 _ROW_ID = re.compile(rf"[0-9a-f]{{{_HEX}}}(-[1-9][0-9]{{0,8}})?", re.ASCII)
+_FILE = re.compile(r"[0-9a-f]{16}", re.ASCII)
 _BRANCH_COLUMNS = ("role", "score", "cut", "num_tokens", "ref_logp")
 
 
@@ -129,12 +139,19 @@ def _row_block(
 ) -> RowBlock:
     ids, copies = parse_row_ids(_column(table, "row_id"), source)
     places = _column(table, "source")
+    prompts = _ragged(_column(table, "prompt_ids"))
+    counted = numpy_of(_column(table, "prompt_tokens"))
+    _require(np.array_equal(counted, prompts.lengths), source, "counts prompt tokens wrongly")
     return RowBlock(
         row_id=ids,
         copy=copies,
-        file=numpy_of(places.field("file")),
+        file=_files(places.field("file"), source),
         row=numpy_of(places.field("row")),
-        prompts=_ragged(_column(table, "prompt_ids")),
+        prompt_keys=PromptKeys(
+            digests_of(_column(table, "prompt_key")),
+            *(numpy_of(_column(table, name)) for name in ("split_key", "prompt_sketch")),
+        ),
+        prompts=prompts,
         prompt_cut=numpy_of(_column(table, "prompt_cut")),
         branch_offsets=branch_offsets,
         completions=completions,
@@ -143,6 +160,18 @@ def _row_block(
         cut=flat["cut"],
         carried={name: numpy_of(_column(table, name)) for name in _carried(table.schema)},
     )
+
+
+def _file_names(files: NDArray[np.uint64]) -> pa.Array:
+    """The identities of data files in hex."""
+    text = files.astype(">u8").tobytes().hex()
+    return text_of([text[start : start + 16] for start in range(0, len(text), 16)])
+
+
+def _files(names: pa.Array, source: str) -> NDArray[np.uint64]:
+    text = names.to_pylist()
+    _require(all(map(_FILE.fullmatch, text)), source, "holds a malformed name of a data file")
+    return np.frombuffer(bytes.fromhex("".join(text)), dtype=">u8").astype(np.uint64)
 
 
 def _token_logps(table: pa.Table, source: str, completions: Ragged) -> Ragged | None:

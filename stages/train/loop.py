@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from ...schemas.batches import Cursor
 from ...schemas.errors import NonFiniteError
+from ..methods.recipe import LOSS
 from ..storage.failpoints import reach
 from ..tracking.names import EVAL
+from .evaluation import asks_first, evaluate, whole_step
+from .memory import peak_mib
 from .muster import Muster
 from .schedule import learning_rate
-from .step import evaluate, train_step
+from .step import reported, train_step
+from .sums import added, finite
 from .witness import Witness
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
-    from ...schemas.batches import StepBatch
+    from ...schemas.batches import StepBatch, StepSize
     from ...schemas.config import TrainOptions
     from ...schemas.engine import Engine
     from ...schemas.evaluation import Judged
+    from ...schemas.methods import Step
     from ..methods.recipe import Memory, Recipe
     from .meter import Meter
     from .step import StepResult
+    from .sums import Totals
 
 Ending = Literal["finished", "signal", "time"]
+Sign = Literal["signal", "time", "save"]  # before a batch: to stop, or only to save
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,7 @@ class Place:
     step: int  # optimizer steps done, over all epochs
     cursor: Cursor  # the next one
     memory: Memory = field(default_factory=dict)  # what the methods remember
+    window: Totals = field(default_factory=dict)  # of the steps since the last logged line
 
 
 class Feed(Protocol):
@@ -52,6 +62,10 @@ class Feed(Protocol):
         """Whether there is something to evaluate on."""
         ...
 
+    def held_out_size(self) -> StepSize:
+        """All rows of an evaluation, over all ranks."""
+        ...
+
     def steps(self, start: Cursor) -> AbstractContextManager[Iterator[StepBatch]]:
         """This rank's batches from a cursor to the end of the last epoch."""
         ...
@@ -64,8 +78,10 @@ class Feed(Protocol):
 class Records(Protocol):
     """Where the loop tells what happens."""
 
-    def stepped(self, place: Place, metrics: dict[str, float], *, is_logged: bool) -> None:
-        """An optimizer step is done; not every one is written down."""
+    def stepped(
+        self, place: Place, metrics: dict[str, float], line: dict[str, float] | None
+    ) -> None:
+        """An optimizer step is done; after some there is a line that stands for several."""
         ...
 
     def evaluated(self, place: Place, metrics: dict[str, float], judged: Sequence[Judged]) -> None:
@@ -81,12 +97,29 @@ class Records(Protocol):
         ...
 
 
+class SaveClock:
+    """Whether it is time for a checkpoint; the ranks agree on it as they agree on stopping."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self._seconds = seconds or math.inf
+        self.restart()
+
+    def restart(self) -> None:
+        """There is one now."""
+        self._since = time.monotonic()
+
+    def is_due(self) -> bool:
+        """Whether the last one is too old."""
+        return time.monotonic() - self._since >= self._seconds
+
+
 @dataclass(frozen=True)
 class Halts:
-    """Reasons from outside to stop, asked before each batch on every rank."""
+    """Reasons from outside to stop or to save, asked before each batch on every rank."""
 
     signalled: Callable[[], bool]
     deadline: float  # on the monotonic clock; infinity for none
+    saving: SaveClock = field(default_factory=SaveClock)
 
     def is_late(self) -> bool:
         """Whether the time is over."""
@@ -121,11 +154,12 @@ def _learn(
                 halted = batches.halted
                 assert halted, "there is a batch for every step"
                 break
+            if batches.is_save_due:
+                loop.save(place, records, halts)
             place = loop.advance(place, batch, records)
             # Saved first: an evaluation may take long, and nothing of it is needed to go on.
             if loop.saves_at(place.step):
-                records.save(place)
-                loop.meter.restart()
+                loop.save(place, records, halts)
             halted = loop.measure(place, records, halts)
     return place, halted or "finished"
 
@@ -156,19 +190,27 @@ class Loop:
         reach("step.updated")
         after = Place(place.step + 1, self._next(batch.cursor), result.memory)
         self._judge(after, result, records)
-        speeds = self.meter.lap(rows=batch.rows)
-        how = {
-            "lr": lr,
-            "epoch": after.step / self.feed.steps_per_epoch,
-            "step_applied": float(result.applied),
-        }
-        is_logged = self._is_due(after.step, self.options.log_every)
-        records.stepped(after, {**result.metrics, **how, **speeds}, is_logged=is_logged)
+        lap = {**self.meter.lap(rows=batch.rows), "step_applied": (float(result.applied), 1.0)}
+        window = added(place.window, {**self._lasting(result), **lap})
+        epoch = after.step / self.feed.steps_per_epoch
+        of_now = {"lr": lr, "epoch": epoch, "memory/peak_mib": peak_mib()}
+        metrics = {**reported(self.recipe, {**result.totals, **lap}), **of_now}
+        if self._is_due(after.step, self.options.log_every):
+            records.stepped(after, metrics, {**reported(self.recipe, window), **of_now})
+            return after
+        after = replace(after, window=window)
+        records.stepped(after, metrics, None)
         return after
 
     def saves_at(self, step: int) -> bool:
         """Whether there is to be a checkpoint of a step."""
         return self._is_due(step, self.options.save_every)
+
+    def save(self, place: Place, records: Records, halts: Halts) -> None:
+        """A checkpoint; its time is no step's, and the next one is due so much later."""
+        records.save(place)
+        halts.saving.restart()
+        self.meter.restart()
 
     def measure(self, place: Place, records: Records, halts: Halts) -> Ending | None:
         """Evaluates where it is due and there are rows for it; of one that is halted nobody hears.
@@ -179,17 +221,43 @@ class Loop:
         if not is_due or not self.feed.has_held_out:
             return None
         witness = Witness(most_rows=self.options.eval_table, keeps_ids=self.options.eval_text)
-        with self.feed.held_out() as stream:
-            batches = Muster(self.engine, stream, self.meter, halts)
-            metrics = evaluate(
-                self.engine, self.recipe, batches, memory=place.memory, witness=witness
-            )
-        if not batches.halted:
+        step, halted = self._held_out_step(halts)
+        if not halted:
+            with self._held_out(halts) as batches:
+                metrics = evaluate(
+                    self.engine,
+                    self.recipe,
+                    batches,
+                    step=step,
+                    memory=place.memory,
+                    witness=witness,
+                )
+            halted = batches.halted
+        if not halted:
             named = {f"{EVAL}{name}": value for name, value in metrics.items()}
             records.evaluated(place, named, witness.told(self.engine.world))
             reach("evaluation.done")
         self.meter.restart()
-        return batches.halted
+        return halted
+
+    def _held_out_step(self, halts: Halts) -> tuple[Step, Ending | None]:
+        """What all held-out rows have in common; where a loss asks for it, the policy is run."""
+        size = self.feed.held_out_size()
+        if not asks_first(self.recipe):
+            return whole_step(self.engine, self.recipe, (), size), None
+        with self._held_out(halts) as batches:
+            step = whole_step(self.engine, self.recipe, batches, size)
+        return step, batches.halted
+
+    @contextmanager
+    def _held_out(self, halts: Halts) -> Iterator[Muster]:
+        with self.feed.held_out() as stream:
+            yield Muster(self.engine, stream, self.meter, halts)
+
+    def _lasting(self, result: StepResult) -> Totals:
+        """What a step adds to the line it belongs to; where its loss is not finite, nothing."""
+        is_sound = math.isfinite(reported(self.recipe, result.totals)[LOSS])
+        return finite(result.totals) if is_sound else {}
 
     def _judge(self, place: Place, result: StepResult, records: Records) -> None:
         if result.applied:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from ...schemas.batches import MicroBatch, StepBatch
     from ...schemas.engine import Engine
-    from .loop import Ending, Halts
+    from .loop import Ending, Halts, Sign
     from .meter import Meter
 
 
@@ -26,12 +26,15 @@ class Muster:
     ) -> None:
         self._next = partial(next_batch, engine, batches, meter, halts)
         self.halted: Ending | None = None
+        self.is_save_due = False
 
     def __iter__(self) -> Iterator[StepBatch]:
         return self
 
     def __next__(self) -> StepBatch:
-        batch, self.halted = self._next()
+        batch, sign = self._next()
+        self.is_save_due = sign == "save"
+        self.halted = None if sign == "save" else sign
         if batch is None or self.halted:
             raise StopIteration
         return batch
@@ -39,8 +42,8 @@ class Muster:
 
 def next_batch(
     engine: Engine, batches: Iterator[StepBatch], meter: Meter, halts: Halts
-) -> tuple[StepBatch | None, Ending | None]:
-    """The next batch, if there is one, and whether some rank has a reason to stop before it."""
+) -> tuple[StepBatch | None, Sign | None]:
+    """The next batch, if there is one, and whether some rank has a reason to stop or save first."""
     failure: AlignError | None = None
     batch: StepBatch | None = None
     with meter.waiting():
@@ -49,8 +52,8 @@ def next_batch(
         except AlignError as error:
             failure = error
     own = _tokens(batch.own + batch.mismatched, meter.pads) if batch else (0, 0)
-    signs = [failure is not None, halts.signalled(), halts.is_late(), *own]
-    failed, signalled, late, tokens, padded = engine.total(
+    signs = [failure is not None, halts.signalled(), halts.is_late(), halts.saving.is_due(), *own]
+    failed, signalled, late, save, tokens, padded = engine.total(
         torch.tensor(signs, dtype=torch.float64)
     ).tolist()
     if failure or failed:
@@ -58,7 +61,7 @@ def next_batch(
     if batch is None:
         return None, None
     meter.runs(tokens=int(tokens), padded=int(padded))
-    return batch, "signal" if signalled else "time" if late else None
+    return batch, "signal" if signalled else "time" if late else "save" if save else None
 
 
 def _tokens(batches: tuple[MicroBatch, ...], pads: bool) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 from ...schemas.evaluation import Judged
@@ -12,9 +13,12 @@ from ..engine.peers import gathered
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from torch import Tensor
+
     from ...schemas.batches import MicroBatch, StepBatch
     from ...schemas.engine import World
     from ...schemas.methods import Branches
+    from ..methods.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -42,10 +46,10 @@ class Witness:
         self._rows = self._next_rows
         self._next_rows += batch.rows
 
-    def see(self, micro: MicroBatch, branches: Branches) -> None:
+    def see(self, micro: MicroBatch, branches: Branches, recipe: Recipe) -> None:
         """What the policy says of one of its micro-batches."""
         if self._rows < self._most_rows:
-            self._seen += self._of(micro, branches)
+            self._seen += self._of(micro, branches, recipe.rewards(branches))
 
     def told(self, world: World) -> tuple[Judged, ...]:
         """What all ranks have seen, in the order of the evaluation; they call it together."""
@@ -58,8 +62,11 @@ class Witness:
         ]
         return tuple(one for one in numbered if one.row < self._most_rows)
 
-    def _of(self, micro: MicroBatch, branches: Branches) -> Iterator[_Seen]:
+    def _of(
+        self, micro: MicroBatch, branches: Branches, compared: Tensor | None
+    ) -> Iterator[_Seen]:
         logps = iter(branches.logps.detach().cpu().tolist())
+        rewards = repeat(None) if compared is None else iter(compared.cpu().tolist())
         place = 0
         for row_id, tree in zip(micro.row_ids, micro.trees, strict=True):
             first = place
@@ -72,6 +79,7 @@ class Witness:
                     num_tokens=len(completion),
                     logp=next(logps),
                     reference_logp=float(micro.reference[place]),
+                    reward=next(rewards),
                     prompt=prompt,
                     completion=completion.copy() if self._keeps_ids else None,
                 )

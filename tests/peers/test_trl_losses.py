@@ -285,9 +285,8 @@ def test_losses_without_a_reference_are_those_of_the_orpo_and_cpo_trainers(name,
     logits.grad = None
     summed(logits, batch).backward(taken.gradient[chosen_first(whole)])
     torch.testing.assert_close(logits.grad, theirs, rtol=1e-4, atol=1e-7)
-    if name != "cpo":  # theirs are beta times the sum, ours beta times the mean
-        assert taken.means["rewards/margins"] == close(metrics["rewards/margins"], rel=1e-5)
-        assert taken.means["rewards/accuracies"] == close(metrics["rewards/accuracies"])
+    assert taken.means["rewards/margins"] == close(metrics["rewards/margins"], rel=1e-5)
+    assert taken.means["rewards/accuracies"] == close(metrics["rewards/accuracies"])
     if name == "orpo":
         assert taken.means["log_odds/ratio"] == close(metrics["log_odds_chosen"], rel=1e-5)
 

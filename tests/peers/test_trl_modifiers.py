@@ -120,12 +120,12 @@ def test_the_dpo_trainer_overflows_where_forward_kl_stays_finite():
     assert taken.token_gradient.isfinite().all()
 
 
-def test_the_dpo_trainer_rewards_weighed_tails_and_we_the_whole_branch():
+def test_the_dpo_trainer_rewards_weighed_tails_as_we_do():
     long = [[Said((1.0, 0.5, 2.0)), Said((-1.0,))]]
     metrics = trl_metrics(long, {"ld_alpha": 0.4})
     assert metrics["rewards/chosen"] == pytest.approx(0.2)  # .1 (1 + .4 * 2.5)
     taken = take_recipe(recipe_of("dpo", {"ld_alpha": 0.4}), rows_of(*long, roles=PAIR))
-    assert taken.means["rewards/chosen"] == pytest.approx(0.35)  # .1 * 3.5
+    assert taken.means["rewards/chosen"] == pytest.approx(0.2)
 
 
 def trl(rows, settings):

@@ -1,9 +1,11 @@
 """Small data sets and the configs that make caches of them."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
+from trainings import KILLED
 
 from align.schemas.config import (
     CacheOptions,
@@ -51,3 +53,18 @@ def flawed(config, data, tmp_path):
     bad = json.dumps({"prompt": "Why?", "chosen": "", "rejected": "no"})
     path.write_text(data.paired_jsonl.read_text() + bad + "\n")
     return replace(config, data=DataOptions(files=[str(path)], max_bad_frac=0.5))
+
+
+@pytest.fixture(scope="session")
+def broken_off(course, tmp_path_factory):
+    """A run that was killed in step 6, with checkpoints of steps 2 and 4."""
+    run = tmp_path_factory.mktemp("broken") / "run"
+    (answer,) = course.start(run, failpoints=["step.started=kill@6"]).answers()
+    assert answer.code == KILLED
+    return run
+
+
+@pytest.fixture
+def run(broken_off, tmp_path):
+    """A copy of it, to go on with."""
+    return shutil.copytree(broken_off, tmp_path / "run")

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from stage_one import contents, run
+from stage_one import child, contents, run
 
 from align.pipeline import known
 from align.pipeline.identity import require_same_or_growing
 from align.pipeline.known import candidates, remember
+from align.schemas.codec import to_json
 from align.schemas.config import DataOptions
 from align.schemas.errors import FingerprintError
 from align.stages.score import reuse
@@ -71,8 +72,48 @@ def test_a_cache_with_an_unreadable_manifest_is_passed_over(to, tmp_path, warnin
     harm(to().cache.output)
     reuse = [to().cache.output] if is_named else []
     again = to(output=str(tmp_path / "b"), reuse=reuse, reuse_known=not is_named)
-    assert run(again).tally.reused == 0
+    assert run(again).tally.reused == reused_alone(to, tmp_path)
     assert [to().cache.output in line for line in warnings()] == [True]
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_caches_of_an_older_align_are_passed_over_counted_and_named(
+    to, tmp_path, warnings, is_named
+):
+    made = [to(output=str(tmp_path / name), seed=seed) for seed, name in enumerate("ab")]
+    for config in made:
+        run(config)
+        remember(CacheFolder(Path(config.cache.output)))
+        age(Path(config.cache.output) / "manifest.json")
+    reuse = [config.cache.output for config in made] if is_named else []
+    again = to(output=str(tmp_path / "c"), reuse=reuse, reuse_known=not is_named)
+    assert run(again).tally.reused == reused_alone(to, tmp_path)
+    (line,) = warnings()
+    assert line.startswith("2 earlier caches were made by an older align and are not reused: ")
+    assert all(config.cache.output in line for config in made)
+
+
+def reused_alone(to, tmp_path):
+    """Branches that are copied from their like in the same shard."""
+    return run(to(output=str(tmp_path / "alone"))).tally.reused
+
+
+def age(path):
+    """Gives a manifest or plan the format of an older align."""
+    path.write_text(to_json(json.loads(path.read_text()) | {"format_version": 1}))
+
+
+def test_work_that_an_older_align_began_is_refused_and_left_alone(to):
+    child(to(), "commit.done=kill@2").join(60)
+    (work,) = CacheFolder(Path(to().cache.output)).works()
+    age(work.plan)
+    before = work.plan.read_text()
+    with pytest.raises(
+        FingerprintError, match=r"made by an older align.*Remove .*unfinished"
+    ) as at:
+        run(to(seed=1))
+    assert str(work.root) in str(at.value)
+    assert work.plan.read_text() == before
 
 
 def test_the_manifest_of_an_earlier_cache_is_read_once(to, tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from command import refusal
 
+from align.pipeline.run_identity import signed
 from align.pipeline.run_report import write_report
 from align.schemas.errors import UsageError
 from align.stages.storage.run_folder import RunFolder
@@ -110,7 +111,7 @@ def test_a_page_tells_the_whole_run_and_loads_nothing(run, course):
         "KL, mean of mismatched log-ratios",
         "Held-out completions",
         "Log-ratios of completions",
-        "Good less bad completion of a row",
+        "Margins of rewards within a row",
         "Log-ratios by length",
         "Data",
         "Lineage",
@@ -145,12 +146,17 @@ def test_what_is_no_run_is_refused(tmp_path):
         write_report(tmp_path)
 
 
+def settings(run):
+    """The text of a run's settings without the line that vouches for it."""
+    return (run / "config.yaml").read_text().partition("\n")[2]
+
+
 def test_a_page_without_its_cache_says_so(run, tmp_path):
     moved = tmp_path / "run"
     moved.mkdir()
-    config = (run / "config.yaml").read_text()
+    config = settings(run)
     cache = re.search(r"^  cache: (.*)$", config, re.MULTILINE)[1]
-    (moved / "config.yaml").write_text(config.replace(cache, str(tmp_path / "gone")))
+    (moved / "config.yaml").write_bytes(signed(config.replace(cache, str(tmp_path / "gone"))))
     (moved / "metrics.jsonl").write_bytes((run / "metrics.jsonl").read_bytes())
     write_report(moved)
     words = Words((moved / "report.html").read_text())
@@ -197,8 +203,9 @@ def test_a_page_never_tells_of_another_cache(run, course, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(course.cache, other)
     root = json.loads((other / "manifest.json").read_text())["root"]
-    config = (moved / "config.yaml").read_text()
-    (moved / "config.yaml").write_text(config.replace(str(course.cache), str(other)))
+    config = settings(moved).replace(str(course.cache), str(other))
+    (moved / "config.yaml").write_bytes(signed(config))
+    (moved / "_align" / "ending.json").unlink()
     write_report(moved)
     assert "Lineage" in Words((moved / "report.html").read_text()).titles
     shutil.rmtree(other)

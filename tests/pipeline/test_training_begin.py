@@ -1,6 +1,7 @@
 """How a run begins: whose settings it takes, and what it makes of a folder begun before."""
 
 import json
+import re
 
 import pyarrow.parquet as pq
 import pytest
@@ -98,9 +99,18 @@ def test_a_run_goes_on_under_the_deepspeed_configuration_it_was_begun_with(cours
     more = (*words, "--max-steps", 2, "--resume", "auto")
     file.write_text(json.dumps({"zero_optimization": {"stage": 1}, "prescale_gradients": True}))
     said = refusal(4, "train", *more)
-    assert "prescale_gradients: begun with None, now True" in said
+    assert "deepspeed prescale_gradients: begun with nothing, now True" in said
     file.write_text(json.dumps({"zero_optimization": {"stage": 1}}))
     assert align("train", *more).code == 0
+
+
+def test_the_split_says_what_it_ignores_and_counts_what_is_nearly_learned_from(course):
+    words = ("--cache", course.cache, "--eval-fraction", 0.4, "--output", "run", *ONE_STEP)
+    answer = align("train", *words)
+    assert answer.code == 0, answer
+    assert "held out by a hash that ignores white space, the system message, tools" in answer.err
+    (count,) = re.findall(r"\b(\d+) of \d+ held-out prompts are nearly the same", answer.err)
+    assert int(count) > 0
 
 
 def test_prompts_on_both_sides_are_told_of(course, world):
@@ -108,4 +118,6 @@ def test_prompts_on_both_sides_are_told_of(course, world):
     words = ("--cache", course.cache, "--set", f"train.eval_cache={course.cache}")
     answer = align("train", *words, "--output", "run", *ONE_STEP)
     assert answer.code == 0, answer
-    assert f"{len(prompts)} prompts are learned from as well" in answer.err
+    assert (
+        f"{len(prompts)} of {len(prompts)} prompts of {course.cache} are learned from" in answer.err
+    )

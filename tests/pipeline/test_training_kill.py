@@ -1,5 +1,10 @@
 """Killed at any moment, `--resume auto` ends in the bits of a run that nobody killed."""
 
+import os
+import random
+import shutil
+import signal
+
 import pytest
 from trainings import KILLED, learned, weights
 
@@ -20,13 +25,15 @@ PLACES = {
     "evaluation.done=kill@2": 2,
     "evaluation.done=kill@3": 6,
     "model.before_rename=kill@1": 6,
+    "ending.before_rename=kill@1": 6,
+    "ending.after_rename=kill@1": 6,
 }
 OF_ANY_RANK = ("step", "checkpoint.written")  # the rest is done by the first rank alone
 WORLDS = [(stage, ranks) for stage in range(4) for ranks in (1, 2)]
 CHOSEN = {
-    (1, 1): ("evaluation.done=kill@3",),
+    (1, 1): ("evaluation.done=kill@3", "ending.before_rename=kill@1"),
     (2, 2): ("step.before_update=kill@4", "checkpoint.written=kill@2"),
-    (0, 1): ("checkpoint.before_rename=kill@2",),
+    (0, 1): ("checkpoint.before_rename=kill@2", "ending.after_rename=kill@1"),
     (3, 1): ("step.before_update=kill@4", "model.before_rename=kill@1"),
 }
 CASES = [
@@ -53,10 +60,39 @@ def test_a_run_killed_anywhere_ends_in_the_same_bits(course, tmp_path, stage, ra
         assert "Traceback" not in survivor.err
     assert step_of(run) == PLACES[place]
     resumed = course.run(run, *kind, "--resume", "auto", ranks=ranks)
-    assert ("going on after step" in resumed.err) == bool(PLACES[place])
+    is_over = place.startswith("ending.after")
+    assert ("this run is finished" in resumed.out) == is_over
+    assert ("going on after step" in resumed.err) == (bool(PLACES[place]) and not is_over)
     assert weights(run) == weights(whole)
     assert learned(run) == learned(whole)
     assert names(run) == names(whole)
+
+
+@pytest.mark.parametrize(
+    ("seed", "kills"),
+    [(1, 3), *(pytest.param(seed, 12, marks=pytest.mark.long) for seed in range(2, 10))],
+)
+def test_a_run_killed_at_random_moments_again_and_again_ends_in_the_same_bits(
+    course, tmp_path, seed, kills
+):
+    """A checkpoint before every step by the clock, so that a kill finds all sorts of states."""
+    rng, run, often = random.Random(seed), tmp_path / "run", ("--set", "train.save_minutes=1e-7")
+    landed = 0
+    while landed < kills:
+        (process,) = course.start(run, *often, "--resume", "auto").processes
+        code = process.server.wait(process.pid, rng.uniform(0.0, 1.5))
+        if code is None:
+            os.kill(process.pid, signal.SIGKILL)
+            assert process.server.wait(process.pid, 60) == KILLED
+            landed += 1
+            continue
+        assert code == 0, process.err.read_text()
+        if rng.random() < 0.5:  # it was over: a new one is begun, or the finished one is killed
+            shutil.rmtree(run)
+    course.run(run, *often, "--resume", "auto")
+    assert weights(run) == weights(course.whole())
+    assert learned(run) == learned(course.whole())
+    assert step_of(run) == 6
 
 
 def step_of(run):
@@ -68,3 +104,18 @@ def step_of(run):
 def names(run):
     """Everything in a run's folder; the files of checkpoints are vouched for elsewhere."""
     return {str(path.relative_to(run)) for path in run.rglob("*")}
+
+
+def test_a_line_of_steps_before_and_after_a_kill_is_that_of_all_of_them(course, tmp_path):
+    run, lines = tmp_path / "run", ("--set", "train.log_every=5")
+    # Killed after step 5, whose line is given up with it; the checkpoint of step 4 has none yet.
+    (answer,) = course.start(run, *lines, failpoints=["step.started=kill@6"]).answers()
+    assert answer.code == KILLED
+    assert step_of(run) == 4
+    course.run(run, *lines, "--resume", "auto")
+    whole = learned(course.whole(*lines))
+    assert [line["step"] for line in whole if "loss" in line] == [5, 6]
+    assert learned(run) == whole
+    one_by_one = {line["step"]: line for line in learned(course.whole()) if "loss" in line}
+    mean = sum(one_by_one[step]["loss"] for step in range(1, 6)) / 5  # of as many rows each
+    assert next(line["loss"] for line in whole if "loss" in line) == pytest.approx(mean)

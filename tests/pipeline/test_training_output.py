@@ -146,6 +146,7 @@ def test_its_card_tells_everything_it_came_from(plain, course):
         "| train.dtype | float32 |",
         "by `kto` for 6 steps, 24 rows seen out of 60",
         "| eval/loss | ",
+        "| a turn ends with | <\\|im_end\\|> (1), as the chat template writes it |",
     ):
         assert said in plain.card
 

@@ -10,6 +10,10 @@ from command import start
 from tracked_training import run_of
 from trainings import learned, weights
 
+from align.stages.storage.ending import read_ending
+from align.stages.storage.locks import owner_lock
+from align.stages.storage.run_folder import RunFolder
+
 TWO = ("--deepspeed", "zero2")
 
 
@@ -128,3 +132,61 @@ def test_a_run_that_learns_nothing_but_nan_has_failed(course, tmp_path):
     assert status(tmp_path / "run", uri) == "FAILED"
     listed = (tmp_path / "run" / "nonfinite.jsonl").read_text().splitlines()
     assert [len(json.loads(line)["row_ids"]) for line in listed] == [4, 4, 4]
+
+
+def test_ranks_whose_launcher_was_killed_save_and_stop(course, tmp_path):
+    """Nobody forwards a signal here: the ranks notice by themselves that they are alone."""
+    run, longer = tmp_path / "run", ("--max-steps", 20, "--epochs", 9, "--eval-every", 0)
+    torchrun = [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node", "2"]
+    endless = course.arguments(run, *TWO, *longer, "--max-steps", 100_000, "--epochs", 100_000)
+    process = start(*endless, cwd=tmp_path, program=[*torchrun, "-m", "align"])
+    for line in process.stderr:
+        if "step 1:" in line:
+            break
+    process.kill()
+    _, err = process.communicate(timeout=200)  # its ranks hold the pipe: it is read to their end
+    assert f"The launcher, process {process.pid}, is gone: this rank stops as well." in err
+    assert err.count("error: Stopped by signal 15") == 2
+    assert "Traceback" not in err
+    saved = steps_saved(run)[-1]
+    assert read_ending(RunFolder(run)).step == saved
+    with owner_lock(RunFolder(run), "test"):
+        pass  # nobody is at work there any more
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGHUP, 129), (signal.SIGUSR1, 138)], ids=["hup", "usr1"]
+)
+def test_other_signals_that_ask_to_stop_are_heard_as_well(course, tmp_path, number, code):
+    run = tmp_path / "run"
+    training = course.start(run, "--max-steps", 0, "--epochs", 1000)
+    training.until("step 1:")
+    training.signal(number)
+    (answer,) = training.answers()
+    assert answer.code == code, answer
+    assert f"Stopped by signal {int(number)}" in answer.err
+    assert steps_saved(run)
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [("zero0", 1), ("zero2", 2)])
+def test_a_checkpoint_is_saved_by_time_on_all_ranks_alike(course, tmp_path, stage, ranks):
+    """Every moment is too late here, so one is saved before each step but the first.
+
+    A run that goes on from such a one ends in the bits of one that nobody stopped.
+    """
+    run, kind = tmp_path / "run", ("--deepspeed", stage, "--save-every", 0)
+    often = ("--set", "train.save_minutes=0.0000001", "--keep-last", 9)
+    failpoints = [*[""] * (ranks - 1), "step.before_update=kill@5"]
+    answers = course.start(run, *kind, *often, ranks=ranks, failpoints=failpoints).answers()
+    assert answers[-1].code == -signal.SIGKILL, answers
+    assert steps_saved(run) == [0, 1, 2, 3, 4]
+    course.run(run, *kind, "--resume", "auto", ranks=ranks)
+    whole = course.whole("--deepspeed", stage, ranks=ranks)
+    assert weights(run) == weights(whole)
+    assert learned(run) == learned(whole)
+
+
+def test_no_checkpoint_is_saved_by_time_where_none_is_asked_for(course, tmp_path):
+    run = tmp_path / "run"
+    course.run(run, "--save-every", 0, "--set", "train.save_minutes=0")
+    assert steps_saved(run) == [6]

@@ -4,7 +4,7 @@ import hashlib
 import threading
 
 from align.schemas.batches import Cursor
-from align.schemas.checkpoint import Peers, Position, Retention
+from align.schemas.checkpoint import CheckpointFile, Peers, Position, Retention, RunIdentity
 from align.schemas.errors import StorageError
 from align.stages.storage import fs
 from align.stages.storage.checkpoints import save_checkpoint
@@ -13,6 +13,7 @@ from align.stages.storage.final_model import save_model
 from align.stages.storage.locks import owner_lock
 from align.stages.storage.restore import choose_checkpoint
 
+JOURNAL = CheckpointFile("metrics.jsonl", 3, "0" * 64)
 KEEP = Retention(keep_last=2, best="eval/loss")
 
 
@@ -21,14 +22,13 @@ def position(step, *, world=1, **metrics):
     return Position(
         global_step=step,
         cursor=Cursor(0, step),
-        seed=0,
-        world_size=world,
-        zero_stage=1,
-        cache_root="cafe",
-        config_digest="0" * 64,
-        versions={"torch": "2"},
+        identity=RunIdentity("cafe", world, 1, {"train.lr": "0.1"}, {"model.device": "cpu"}),
+        made_with={"torch": "2"},
+        changes=(),
+        journal=JOURNAL,
         mlflow_run_id="",
         memory={},
+        window={},
         metrics=metrics,
     )
 
@@ -127,7 +127,7 @@ def train(folder, steps=8, *, every=2, run_id="run", keep=KEEP, told=None):
         def measure(step):
             # Step 2 is the best of all.
             loss = {"eval/loss": abs(step - 2.0)}
-            credit(folder, step, loss, run_id=run_id, retention=keep)
+            credit(folder, step, loss, journal=JOURNAL, run_id=run_id, retention=keep)
 
         if chosen and not chosen.checkpoint.position.metrics:
             measure(done)

@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 from align import cli
+from align.pipeline.halting import STOPS
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Answer:
 def align(*arguments):
     """Gives a command in this process."""
     out, err = io.StringIO(), io.StringIO()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in STOPS}
     argv = ["align", *map(str, arguments)]
     try:
         with mock.patch.object(sys, "argv", argv), redirect_stdout(out), redirect_stderr(err):

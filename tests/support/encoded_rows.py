@@ -21,17 +21,18 @@ class Plain(NamedTuple):
     prompt_cut: int
     branches: tuple  # (completion, role, score, cut) each
     carried: tuple
-    prompt_key: int
+    place: int
+    prompt_keys: tuple
     completion_keys: tuple
 
 
 def encoded(prompt, *completions, row=0, file=0, roles=None, scores=None, cut=None, **more):
-    """An encoded record; its texts do not matter any more."""
+    """An encoded record; of its texts only that of the prompt matters any more."""
     roles = roles or (Role.CHOSEN, Role.REJECTED, *(Role.CANDIDATE,) * 9)[: len(completions)]
     record = Record(
         file=file,
         row=row,
-        prompt="",
+        prompt=more.get("text", repr(list(prompt))),
         completions=("",) * len(completions),
         roles=tuple(roles),
         scores=tuple(scores or (None,) * len(completions)),
@@ -64,20 +65,26 @@ def plain(keyed):
                 prompt_cut=int(rows.prompt_cut[index]),
                 branches=tuple(branches),
                 carried=tuple(float(column[index]) for column in rows.carried.values()),
-                prompt_key=int(keyed.prompt_keys[index]),
+                place=int(keyed.places[index]),
+                prompt_keys=(
+                    rows.prompt_keys.prompt[index : index + 1].tobytes(),
+                    int(rows.prompt_keys.split[index]),
+                    int(rows.prompt_keys.sketch[index]),
+                ),
                 completion_keys=tuple(int(keyed.completion_keys[b]) for b in own),
             )
         )
     return result
 
 
-def make_ring(folder, records, *, chunk=1000, seed=0, long_form=False, num_pairs=0, carried=()):
+def make_ring(folder, records, *, chunk=1000, seed=0, num_pairs=0, carried=(), **more):
     """The ring of these records, which arrive in chunks of so many; and what was noticed."""
     pieces = [records[start : start + chunk] for start in range(0, len(records), chunk)]
     chunks = [EncodedChunk(0, key_rows(p, seed=seed, carried=carried), [], {}) for p in pieces]
     intake = Intake()
     runs = collect_runs(folder, chunks, carried=tuple(carried), intake=intake)
-    ring = merge_runs(folder, runs, long_form=long_form, num_pairs=num_pairs, intake=intake)
+    options = {"long_form": False, "prompt_side": "left", **more}
+    ring = merge_runs(folder, runs, num_pairs=num_pairs, intake=intake, **options)
     return ring, intake
 
 

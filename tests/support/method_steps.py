@@ -16,6 +16,16 @@ ROLES = {
     "grouped": (Role.CANDIDATE, Role.CANDIDATE, Role.CANDIDATE),
     "imitated": (Role.CHOSEN,),
 }
+MISMATCHED = (0.7, -0.2, 1.1)
+# One way to use each modifier; the columns are those of `random_branches`.
+IN_USE = {
+    "f_divergence": Modifiers(f_divergence="js"),
+    "ld_alpha": Modifiers(ld_alpha=0.4),
+    "wpo": Modifiers(wpo=True),
+    "margin": Modifiers(margin="wanted"),
+    "row_weight": Modifiers(row_weight="weight"),
+    "humanline": Modifiers(humanline=True, log_eps_p=-0.1, log_eps_r=0.1),
+}
 
 
 def branches(

@@ -7,7 +7,7 @@ import numpy as np
 
 from align.schemas.engine import World
 from align.schemas.ragged import Ragged, offsets_of
-from align.schemas.rows import Role, RowBlock
+from align.schemas.rows import PromptKeys, Role, RowBlock
 from align.schemas.shards import ScoredBlock
 from align.stages.feed.feed import CacheFeed
 from align.stages.feed.reading import Reading
@@ -69,19 +69,29 @@ def block_of(rows, *, seed=0, levels=1, roles=PAIR, tokens=(3, 12), token_logps=
     row_block = RowBlock(
         row_id=np.frombuffer(draw.bytes(16 * rows), dtype="S16"),
         copy=np.zeros(rows, dtype=np.int32),
-        file=np.zeros(rows, dtype=np.int32),
+        file=np.zeros(rows, dtype=np.uint64),
         row=np.arange(rows),
+        prompt_keys=prompt_keys(np.random.default_rng([seed, rows]), rows),
         prompts=Ragged(draw.integers(0, 1000, prompts[-1]).astype(np.int32), prompts),
         prompt_cut=np.zeros(rows, dtype=np.int32),
         branch_offsets=np.arange(rows + 1) * count,
         completions=Ragged(draw.integers(0, 1000, completions[-1]).astype(np.int32), completions),
         roles=np.tile(np.array(stored, dtype=np.int8), rows),
-        scores=np.full(rows * count, np.nan, dtype=np.float32),
+        scores=np.full(rows * count, np.nan, dtype=np.float64),
         cut=np.zeros(rows * count, dtype=np.int32),
         carried={"weight": draw.random(rows)},
     )
     kept = Ragged(-draw.random(completions[-1]).astype(np.float32), completions)
     return ScoredBlock(row_block, -draw.random(rows * count), kept if token_logps else None)
+
+
+def prompt_keys(draw, rows):
+    """Another prompt in each row."""
+    return PromptKeys(
+        prompt=np.frombuffer(draw.bytes(16 * rows), dtype="S16"),
+        split=np.frombuffer(draw.bytes(8 * rows), dtype=np.uint64),
+        sketch=np.frombuffer(draw.bytes(8 * rows), dtype=np.uint64),
+    )
 
 
 def write_cache(root, blocks):

@@ -10,10 +10,10 @@ from training_world import START, Told, job_of, loop_of
 
 from align.pipeline.train import open_session
 from align.schemas.errors import CorruptionError, NonFiniteError
+from align.stages.train.evaluation import evaluate, whole_step
 from align.stages.train.loop import Halts, train
 from align.stages.train.meter import Meter
 from align.stages.train.muster import Muster, next_batch
-from align.stages.train.step import evaluate
 from align.stages.train.witness import Witness
 
 # Single ones, two in a row, and at last as many in a row as are borne.
@@ -78,7 +78,7 @@ def nonfinite(world, pairs, kind):
     return {
         "digests": [*digests, digest(session.engine)],
         "refused": told.refused,
-        "losses": [metrics["loss"] for _, metrics in told.steps],
+        "losses": [metrics.get("loss", math.nan) for _, metrics in told.steps],
         "firsts": [batch.own[0].row_ids for batch in every],
         "first_mismatched": [micro.row_ids for batch in every for micro in batch.mismatched[:1]],
         "rows": [batch.rows for batch in every],
@@ -136,8 +136,10 @@ def failed_evaluation(session, is_last):
     with session.feed.steps(START.cursor) as batches:
         muster = Muster(session.engine, damaged() if is_last else batches, Meter(pads=False), NEVER)
         witness = Witness(most_rows=0, keeps_ids=False)
+        engine, recipe = session.engine, session.recipe
+        step = whole_step(engine, recipe, (), session.feed.held_out_size())
         try:
-            evaluate(session.engine, session.recipe, muster, memory={}, witness=witness)
+            evaluate(engine, recipe, muster, step=step, memory={}, witness=witness)
         except CorruptionError as error:
             return str(error)
 

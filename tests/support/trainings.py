@@ -184,6 +184,25 @@ def weights(run):
     return hashlib.sha256((run / "model" / "model.safetensors").read_bytes()).hexdigest()
 
 
+def refused(course, code, run, *more, ranks=1):
+    """Gives a command that every rank must refuse, touching nothing; returns what it says."""
+    before = contents(run)
+    answers = course.start(run, *more, ranks=ranks).answers()
+    assert [answer.code for answer in answers] == [code] * ranks, answers
+    assert "Traceback" not in "".join(answer.err for answer in answers)
+    assert contents(run) == before
+    return answers[0].err
+
+
+def contents(run):
+    """Every file of a run but its lock, by digest."""
+    return {
+        str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in run.rglob("*")
+        if path.is_file() and path.name != "LOCK"
+    }
+
+
 def learned(run):
     """Every line of the metrics but what depends on the machine and its load."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

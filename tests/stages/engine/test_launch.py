@@ -1,4 +1,5 @@
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from align.stages.engine.launch import joined_world, launcher_environment, world
 from align.stages.engine.slurm import first_host
 
 SLOW = Path(__file__).parents[2] / "support" / "slow_first_rank.py"
+SILENT = SLOW.with_name("silent_rank.py")
 TORCHRUN = {
     "RANK": "5",
     "WORLD_SIZE": "8",
@@ -103,3 +105,31 @@ def test_ranks_wait_for_one_that_takes_long():
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("met") == 2
+
+
+def test_a_rank_that_falls_silent_is_missed_and_one_that_is_slow_is_not():
+    """No connection is closed: without a heartbeat the other one waits for a day."""
+    with socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        port = str(door.getsockname()[1])
+    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, SILENT],
+            env=os.environ | meeting | {"RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    try:
+        out, err = ranks[0].communicate(timeout=120)
+    finally:
+        for rank in ranks:
+            rank.kill()
+        ranks[1].communicate()
+    assert ranks[0].returncode == 69, err
+    assert out == "slow ranks are waited for\n"
+    assert "error: Rank 0 has not heard of rank 1 for 2 s: a machine or the network is gone" in err
+    assert "--resume auto" in err

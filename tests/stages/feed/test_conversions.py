@@ -21,7 +21,7 @@ def own(*rows):
         offsets=offsets_of([len(row) for row in rows]),
         places=np.arange(len(branches)),
         roles=np.array([role for role, _ in branches], dtype=np.int8),
-        scores=np.array([score for _, score in branches], dtype=np.float32),
+        scores=np.array([score for _, score in branches], dtype=np.float64),
     )
 
 
@@ -92,8 +92,33 @@ def test_equal_scores_say_nothing(threshold):
 
 
 def test_a_score_that_is_its_mean_but_for_rounding_gets_no_label():
-    # In float32 0.1 + 0.2 + 0.3 is no exact multiple of 0.2.
+    # 0.1 + 0.2 + 0.3 is 0.6000000000000001.
     made = conversions.labels_of_scores(scored([0.1, 0.2, 0.3]), RULES)
+    assert shown(made) == [[(0, U), (2, D)]]
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.float32])
+@pytest.mark.parametrize("pairs", ["best_worst", "all"])
+def test_a_gap_in_decimals_is_that_of_scores_in_decimals(kind, pairs):
+    # As binary numbers 0.3 - 0.2 is less than 0.1, 0.4 - 0.3 and 8.3 - 8.2 are more.
+    rows = [[0.3, 0.2], [0.4, 0.3], [8.3, 8.2], [-0.2, -0.3], [100.1, 100.0], [0.1, 0.0]]
+    rows += [[0.31, 0.2], [8.31, 8.2], [100.11, 100.0]]
+    written = scored(*np.array(rows, dtype=kind).astype(np.float64).tolist())
+    made = conversions.pairs(written, ScoreRules(pairs=pairs, min_gap=0.1))
+    assert made.rows.tolist() == [6, 7, 8]
+
+
+def test_the_smallest_difference_that_was_written_down_makes_a_pair():
+    big = 2.0**40
+    rows = scored([big + 1, big], [0.1 + 0.2, 0.3], [1e-9, 0.0], [0.123456789012, 0.123456789011])
+    assert conversions.pairs(rows, RULES).rows.tolist() == [0, 2, 3]
+    assert conversions.labels_of_scores(rows, RULES).rows.tolist() == [0, 2, 3]
+
+
+@pytest.mark.parametrize("threshold", [0.7, "mean", "median"])
+def test_scores_of_single_precision_meet_their_threshold_in_decimals(threshold):
+    rows = np.array([[0.6, 0.7, 0.8]], dtype=np.float32).astype(np.float64).tolist()
+    made = conversions.labels_of_scores(scored(*rows), ScoreRules(threshold=threshold))
     assert shown(made) == [[(0, U), (2, D)]]
 
 
@@ -139,6 +164,8 @@ def test_groups_without_scores_get_one_and_nought():
     nan = np.nan
     rows = own([(C, nan), (R, nan)], [(C, 8), (R, nan)], [(U, nan)], [(D, nan), (U, nan)])
     assert conversions.candidates(rows, RULES).scores.tolist() == [1, 0, 1, 0, 0, 1, 0]
+    rules = ScoreRules(bad_score=-1)
+    assert conversions.candidates(rows, rules).scores.tolist() == [1, -1, 1, -1, -1, 1, -1]
 
 
 def test_a_group_that_was_stored_as_one_gets_no_score_it_has_not():

@@ -157,5 +157,5 @@ def test_rows_with_other_numbers_of_mismatches_are_damage():
 
 def selected_raw(roles, offsets):
     reading = Reading("paired", mismatched=False, eval_fraction=0.0)
-    scores = np.full(len(roles), np.nan, dtype=np.float32)
+    scores = np.full(len(roles), np.nan)
     select(np.array(roles, np.int8), scores, np.array(offsets), reading=reading, source="here")

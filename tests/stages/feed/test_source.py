@@ -11,6 +11,7 @@ from shard_cache import block_of, write_cache
 from align.schemas.errors import CorruptionError, UsageError
 from align.schemas.methods import Labels
 from align.schemas.rows import Role
+from align.stages.feed import index
 from align.stages.feed.index import COLUMNS, read_group
 from align.stages.feed.reading import Reading, ScoreRules
 from align.stages.feed.source import open_source
@@ -52,6 +53,17 @@ def test_lengths_and_counts_are_those_of_the_rows(mixed):
         assert table.chosen_tokens[number] == sum(compress(lengths[:count], is_chosen))
         first = table.branch_offsets[number]
         assert table.mismatched_tokens[first : first + count, 0].tolist() == lengths[count:]
+
+
+def test_opening_a_cache_reads_no_tokens(mixed, monkeypatch):
+    asked = []
+    kept = index.iter_row_groups
+    monkeypatch.setattr(
+        index, "iter_row_groups", lambda path, c: asked.append({*c}) or kept(path, c)
+    )
+    opened(mixed, kind="labelled", eval_fraction=0.5)
+    assert asked
+    assert not {"prompt_ids", "completion_ids", "ref_token_logps"} & set.union(*asked)
 
 
 def test_a_table_cut_from_another_is_read_alone():
@@ -245,10 +257,11 @@ def test_labels_are_counted_over_training_rows(mixed):
 
 
 def test_no_prompt_stands_on_both_sides(tmp_path):
-    block = block_of(400, tokens=(1, 2))  # prompts of one token, seven rows share one
-    ids = (np.arange(400) // 7 % 40).astype(np.int32)
-    prompts = dataclasses.replace(block.rows.prompts, values=ids)
-    block = dataclasses.replace(block, rows=dataclasses.replace(block.rows, prompts=prompts))
+    block = block_of(400)  # every prompt has other ids, but ten rows share one text
+    ids = np.arange(400) // 7 % 40
+    keys = block.rows.prompt_keys
+    keys = dataclasses.replace(keys, split=keys.split[ids])
+    block = dataclasses.replace(block, rows=dataclasses.replace(block.rows, prompt_keys=keys))
     cache = write_cache(tmp_path / "cache", [block])
     source = opened(cache, eval_fraction=0.3)
     train = set(ids[source.index.train.places].tolist())

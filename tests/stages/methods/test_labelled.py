@@ -1,10 +1,12 @@
 from dataclasses import replace
+from types import SimpleNamespace
 
 import method_steps
 import torch
 
 from align.schemas.rows import Role
-from align.stages.methods.labelled import labelled_of, with_margin
+from align.stages.methods.labelled import labelled_of
+from align.stages.methods.rewards import RATIOS, reward_metrics, with_margin
 
 
 def test_a_margin_is_the_difference_of_the_means_of_a_whole_step():
@@ -27,14 +29,19 @@ def labelled(*rows):
     roles = [Role.DESIRABLE if label == "+" else Role.UNDESIRABLE for label, _ in flat]
     ratios = [ratio for _, ratio in flat]
     numbers = [number for number, row in enumerate(rows) for _ in row]
-    branches = replace(
+    return replace(
         method_steps.branches(ratios, roles=roles), rows=torch.tensor(numbers, dtype=torch.int64)
     )
-    return labelled_of(branches)
+
+
+def metrics(*rows):
+    branches = labelled(*rows)
+    rewards = RATIOS.of(branches, SimpleNamespace(beta=0.5)).detach()
+    return labelled_of(branches).metrics() | reward_metrics(rewards, branches, "labelled")
 
 
 def accuracies(*rows):
-    return labelled(*rows).metrics(beta=0.5)["rewards/accuracies"].tolist()
+    return metrics(*rows)["rewards/accuracies"].tolist()
 
 
 def test_a_row_is_right_when_its_desirable_branch_has_the_higher_reward():
@@ -73,8 +80,8 @@ def test_a_reward_that_is_not_finite_is_given_no_accuracy():
 
 
 def test_rewards_and_log_probs_are_told_by_label():
-    metrics = labelled([("+", 2.0), ("-", -4.0)], [("+", 6.0)]).metrics(beta=0.5)
-    assert metrics["rewards/chosen"].tolist() == [1.0, 3.0]
-    assert metrics["rewards/rejected"].tolist() == [-2.0]
-    assert metrics["logps/chosen"].tolist() == [2.0, 6.0]  # the reference gives 0
-    assert metrics["logps/rejected"].tolist() == [-4.0]
+    told = metrics([("+", 2.0), ("-", -4.0)], [("+", 6.0)])
+    assert told["rewards/chosen"].tolist() == [1.0, 3.0]
+    assert told["rewards/rejected"].tolist() == [-2.0]
+    assert told["logps/chosen"].tolist() == [2.0, 6.0]  # the reference gives 0
+    assert told["logps/rejected"].tolist() == [-4.0]

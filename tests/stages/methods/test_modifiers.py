@@ -51,8 +51,8 @@ def test_humanline_clamps_tokens_before_they_are_summed():
     # A clamped token is no longer moved: b S(-.29) = .042800 for the others.
     expected = [0.0, -0.0428, 0.0, 0.0428]
     assert taken.token_gradient.tolist() == pytest.approx(expected, abs=5e-7)
-    # Rewards are of the plain ratios: .1 * 3.5 and .1 * -1.9.
-    assert taken.means["rewards/margins"] == pytest.approx(0.54)
+    # Rewards are of the clamped ratios, as the loss is.
+    assert taken.means["rewards/margins"] == pytest.approx(0.29)
 
 
 def test_humanline_reaches_labelled_branches():
@@ -81,13 +81,15 @@ def test_ld_alpha_weighs_the_tokens_the_shorter_side_does_not_have():
     assert taken.token_gradient.tolist() == pytest.approx(gradient)
 
 
-def test_ld_alpha_leaves_likelihoods_and_rewards_as_they_are():
+def test_ld_alpha_leaves_likelihoods_as_they_are_and_weighs_rewards():
     whole = pairs([Said((1.0, 0.5, 2.0)), Said((-1.0,))])
     plain, weighed = (
-        take(DPO, whole, modifiers=Modifiers(ld_alpha=alpha)).means for alpha in (1.0, 0.1)
+        take(DPO, whole, modifiers=Modifiers(ld_alpha=alpha)).means for alpha in (1.0, 0.4)
     )
-    assert plain == weighed
-    assert plain["nll"] == 2.0
+    assert plain["nll"] == weighed["nll"] == 2.0
+    assert plain["logps/chosen"] == weighed["logps/chosen"]
+    assert plain["rewards/chosen"] == pytest.approx(0.35)  # .1 * 3.5
+    assert weighed["rewards/chosen"] == pytest.approx(0.2)  # .1 (1 + .4 * 2.5)
 
 
 def test_clamped_tails_are_weighed_as_well():
@@ -115,7 +117,7 @@ def test_divergences_of_twice_and_half_as_likely(values, expected):
     assert margin(whole, **values) == pytest.approx(expected, abs=5e-7)
     taken = take(DPO, whole, modifiers=Modifiers(**values))
     assert taken.loss == pytest.approx(math.log1p(math.exp(-0.1 * expected)), abs=5e-8)
-    assert taken.means["rewards/margins"] == pytest.approx(0.1 * (up - down))
+    assert taken.means["rewards/margins"] == pytest.approx(0.1 * expected, abs=5e-8)
 
 
 def test_the_alpha_divergence_goes_over_into_the_reverse_one():

@@ -10,11 +10,15 @@ from hypothesis import strategies as st
 from method_steps import step_of, surveyed_by, take
 from token_steps import Said, random_rows, rows_of, slopes_of
 
+from align.pipeline.needs import reading_of
+from align.schemas.config import TrainOptions
 from align.schemas.errors import UsageError
+from align.schemas.rows import Role
+from align.stages.feed.conversions import CONVERSIONS, Own, StoredKind
 from align.stages.methods.modifiers import Modifiers
 from align.stages.methods.ppo import estimates_of, ppo
 from align.stages.methods.recipe import Part, Recipe
-from align.stages.methods.table import METHODS, options_of
+from align.stages.methods.table import METHODS, options_of, recipe_of
 
 PPO = METHODS["ppo"]
 SIZES = (3, 1, 2, 4)
@@ -85,6 +89,26 @@ def test_the_loss_of_an_unmoved_policy():
     assert taken.token_gradient.tolist() == pytest.approx([0.55, -0.45], rel=1e-6)
     assert taken.means["values/mean"] == pytest.approx(0.35)
     assert taken.means["values/errors"] == pytest.approx(0.42)
+
+
+def test_labels_are_scores_of_one_and_minus_one():
+    recipe = Recipe((Part(PPO, options_of(PPO, {})),))
+    rules = reading_of(recipe, TrainOptions(), policy="").rules
+    nan = np.full(2, np.nan)
+    pair = np.array([Role.CHOSEN, Role.REJECTED], dtype=np.int8)
+    own = Own(np.array([0]), np.array([0, 2]), np.array([0, 1]), pair, nan)
+    scores = CONVERSIONS["grouped"][StoredKind.PAIRED](own, rules).scores.tolist()
+    assert scores == [1.0, -1.0]
+    # Of one token each, V = (.5, .25): R is the score, A .5 and -1.25, whitened 1 and -1, which
+    # cancel at p = 1. (.25 + 1.5625) / 2 times .01 over 2 tokens.
+    row = [
+        Said((0.0,), score=score, values=(value,))
+        for score, value in zip(scores, (0.5, 0.25), strict=True)
+    ]
+    taken = run(row)
+    assert taken.loss == pytest.approx(0.00453125, abs=1e-12)
+    assert taken.value_gradient.tolist() == pytest.approx([-0.0025, 0.00625])  # vf (V - R) / 2
+    assert recipe_of("grpo", {}).bad_score == 0.0
 
 
 def test_a_value_learns_from_a_return_that_is_near_enough():

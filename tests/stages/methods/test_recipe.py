@@ -1,5 +1,6 @@
 import itertools
 import math
+import typing
 from dataclasses import replace
 from functools import partial
 
@@ -14,7 +15,7 @@ from align.schemas.errors import UsageError
 from align.schemas.methods import Labels
 from align.schemas.rows import Role
 from align.stages.methods.recipe import Part, Recipe
-from align.stages.methods.table import METHODS, recipe_of
+from align.stages.methods.table import METHODS, STEP_OPTIONS, recipe_of
 
 MPO = "dpo:0.8+bco_pair:0.2+sft:1"
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
@@ -119,6 +120,79 @@ def test_a_modifier_holds_for_every_part():
     mixed = take_recipe(recipe_of("dpo+robust:0.5", weighed), whole).loss
     alone = [take_recipe(recipe_of(name, weighed), whole).loss for name in ("dpo", "robust")]
     assert mixed == pytest.approx(alone[0] + 0.5 * alone[1])
+
+
+# The first part of a mixture whose second is any method; grouped ones can be mixed with none.
+FIRST = {"dpo": "cdpo", "reward_binary": "reward", "reward": "reward_binary"}
+GIVEN = {
+    "kl_use": "all",
+    "kl_per_step": 5,
+    "good_token": "<good>",
+    "bad_token": "<bad>",
+    "nll_scope": "global_tokens",
+    "desirable_weight": 1.3,
+    "undesirable_weight": 0.7,
+    "normalize": ("mean", "sum", "sequence"),
+}
+
+
+def value_for(method, name, default):
+    """Something else than its default."""
+    given = GIVEN.get(name, 0.37)
+    if isinstance(given, tuple):
+        allowed = typing.get_args(typing.get_type_hints(method.options)[name])
+        return next(word for word in given if word != default and word in allowed)
+    return given
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [(name, option) for name, one in METHODS.items() for option in vars(one.options())],
+)
+def test_every_option_of_a_second_part_arrives_or_is_refused(name, option):
+    method, first = METHODS[name], FIRST.get(name, "dpo")
+    default = getattr(method.options(), option)
+    value = value_for(method, option, default)
+    values = {f"{name}.{option}": value}
+    if method.rows == "grouped":
+        with pytest.raises(UsageError, match=f"{name}.*cannot be mixed"):
+            recipe_of(f"{first}+{name}", values)
+        return
+    recipe = recipe_of(f"{first}+{name}:0.5", values)
+    assert recipe == recipe_of(f"{first}+{name}:0.5", {name: {option: value}})
+    assert recipe.parts[0].options == METHODS[first].options()
+    assert getattr(recipe.parts[1].options, option) == value != default
+    assert recipe.values[f"{name}.{option}"] == value
+    if option in STEP_OPTIONS:
+        assert recipe.option(option, None) == value
+    elif method.context is None:
+        whole = random_branches(recipe.rows, 9)
+        plain, other = (
+            take_recipe(one, whole, mismatched=(0.4, 1.1))
+            for one in (recipe_of(f"{first}+{name}:0.5", {}), recipe)
+        )
+        assert plain.loss != other.loss
+
+
+@pytest.mark.parametrize(("option", "value"), [("kl_use", "all"), ("kl_per_step", 4)])
+def test_parts_that_want_other_mismatched_branches_are_refused(option, value):
+    for mixture in ("kto+kto_logsigmoid", "kto_logsigmoid+kto"):
+        with pytest.raises(UsageError) as refusal:
+            recipe_of(mixture, {f"kto_logsigmoid.{option}": value})
+        assert f"method.kto_logsigmoid.{option} is {value}" in str(refusal.value)
+        assert f"method.kto.{option} is" in str(refusal.value)
+    both = {f"kto.{option}": value, f"kto_logsigmoid.{option}": value}
+    assert recipe_of("kto+kto_logsigmoid", both).option(option, None) == value
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"kto.nonsense": 1}, {"kto": {"nonsense": 1}}, {"kto_zero.beta": 1}, {"kto": 1}, {"beta": 1}],
+)
+def test_an_option_that_no_part_knows_is_refused_by_its_name(values):
+    (name,) = values
+    with pytest.raises(UsageError, match=f"method.{name}"):
+        recipe_of("dpo+kto", values)
 
 
 def test_a_mixture_tells_its_name_formula_needs_and_options():

@@ -110,15 +110,15 @@ def test_bos_follows_the_tokenizers_own_rule_unless_told_otherwise(folder, tmp_p
 )
 def test_eos_ends_a_completion_exactly_once(folder, completion):
     row, tokenizer, _ = only(folder, text(chosen=completion))
-    eos = tokenizer.eos
+    eos = tokenizer.hf.eos_token_id
     assert row.completions[0][-1] == eos
     assert row.completions[0].count(eos) == 1
 
 
 def test_what_a_template_writes_after_eos_is_dropped(folder):
     row, tokenizer, _ = only(folder, chat("how are you", "no-one"))
-    assert row.completions[0][-1] == tokenizer.eos
-    assert row.completions[0].count(tokenizer.eos) == 1
+    assert row.completions[0][-1] == tokenizer.hf.eos_token_id
+    assert row.completions[0].count(tokenizer.hf.eos_token_id) == 1
     assert tokenizer.backend.decode(row.completions[0][:-1]) == "how are you"
 
 
@@ -132,15 +132,15 @@ def test_a_truncated_completion_does_not_end_with_eos(folder):
     limit = len(full.prompt) + len(full.completions[0]) - 1  # room for all but EOS
     row, _, notes = only(folder, text(), max_length=limit)
     assert row.completions[0] == full.completions[0][:-1]
-    assert tokenizer.eos not in row.completions[0]
+    assert tokenizer.hf.eos_token_id not in row.completions[0]
     assert row.cut[0] == 1
     assert notes["rows_with_completion_truncated"] == 1
 
 
 def test_a_cut_that_falls_behind_an_inner_eos_takes_it_away_too():
-    assert cut_completion([5, 9, 9, 7], 3, 9) == [5]
-    assert cut_completion([5, 9, 7, 7], 3, 9) == [5, 9, 7]
-    assert cut_completion([5, 9], 2, 9) == [5, 9]
+    assert cut_completion([5, 9, 9, 7], 3, {9}) == [5]
+    assert cut_completion([5, 9, 7, 7], 3, {9}) == [5, 9, 7]
+    assert cut_completion([5, 9], 2, {9}) == [5, 9]
 
 
 def test_a_long_prompt_loses_its_beginning_but_never_its_bos(folder):
@@ -224,12 +224,19 @@ def test_a_pair_of_equal_completions_is_kept_and_counted(folder):
     assert only(folder, text())[2]["pairs_with_equal_completions"] == 0
 
 
-def test_a_prompt_that_ends_with_the_assistant_is_continued(folder):
-    prompt = ({"role": "user", "content": "hello"}, {"role": "assistant", "content": "the"})
-    row, tokenizer, _ = only(folder, chat("answer", "no-one", prompt=prompt))
-    assert tokenizer.backend.decode(row.completions[0][:-1], skip_special_tokens=False).endswith(
-        "answer"
-    )
+def test_a_role_that_the_template_does_not_name_is_refused(folder, tmp_path):
+    record = chat("a", "b", prompt=({"role": "chatbot", "content": "hello"},))
+    result, _ = encode(folder, record)
+    (bad,) = result.rejected
+    assert (bad.reason, "know the role 'chatbot'" in bad.detail) == ("schema", True)
+    named = CHATML.replace("{{ m.role }}", "{{ 'user' if m.role == 'chatbot' else m.role }}")
+    assert len(encode(save_tokenizer(tmp_path, template=named), record)[0].rows) == 1
+
+
+def test_completions_that_repeat_a_prompt_of_text_are_counted(folder):
+    record = text(chosen="hello world, how are you", rejected="\nhello world, no")
+    assert only(folder, record)[2]["completions_that_repeat_their_prompt"] == 2
+    assert not only(folder, text())[2]["completions_that_repeat_their_prompt"]
 
 
 def test_special_tokens_in_the_data_are_counted(folder):

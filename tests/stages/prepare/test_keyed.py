@@ -59,9 +59,9 @@ def test_a_row_id_does_not_change_with_source_or_seed():
 
 
 def test_the_seed_moves_prompts_and_leaves_completions():
-    assert only(ROW, seed=7).prompt_key != only(ROW).prompt_key
+    assert only(ROW, seed=7).place != only(ROW).place
     assert only(ROW, seed=7).completion_keys == only(ROW).completion_keys
-    assert only(ROW, seed=-1).prompt_key != only(ROW, seed=1).prompt_key
+    assert only(ROW, seed=-1).place != only(ROW, seed=1).place
 
 
 @settings(max_examples=100, deadline=None)
@@ -71,8 +71,8 @@ def test_ids_and_keys_are_equal_exactly_where_contents_are(records):
     contents = [(row.prompt, row.branches, row.carried) for row in rows]
     assert len(set(contents)) == len({row.row_id for row in rows})
     assert len(set(zip(contents, [row.row_id for row in rows], strict=True))) == len(set(contents))
-    pairs = {(row.prompt, row.prompt_key) for row in rows}
-    assert len(pairs) == len({row.prompt for row in rows}) == len({row.prompt_key for row in rows})
+    pairs = {(row.prompt, row.place) for row in rows}
+    assert len(pairs) == len({row.prompt for row in rows}) == len({row.place for row in rows})
     texts = {
         (branch[0], key)
         for row in rows

@@ -1,12 +1,13 @@
 """Cells of CSV and Arrow mean the same as the values of JSON."""
 
+import json
 from datetime import date
 from decimal import Decimal
 
 import pyarrow as pa
 
 from align.schemas.rows import Role
-from align.stages.prepare.formats import ArrowRows, CsvRows
+from align.stages.prepare.formats import ArrowRows, CsvRows, JsonRows
 from align.stages.prepare.read import Chunk
 from align.stages.prepare.records import parse_chunk
 from align.stages.prepare.shapes import detect_shape
@@ -48,6 +49,29 @@ def test_csv_cells_are_text_until_a_column_says_otherwise():
     assert records[1].completions == ((bot("a"),),)
     assert [bad.reason for bad in rejected] == ["schema"] * 3 + ["bad_utf8", "schema"]
     assert "2 cells under a header of 3" in rejected[2].detail
+
+
+def test_conversations_in_json_text_are_the_same_in_every_format():
+    prompt, answer = [user("p")], [bot('say "c"\nplease')]
+    texts = {
+        "prompt": json.dumps(prompt),
+        "completions": json.dumps([json.dumps(answer), "plain", answer]),
+        "scores": "[1, 0, 0.5]",
+    }
+    values = texts | {"completions": json.loads(texts["completions"]), "scores": [1, 0, 0.5]}
+    shape = shape_of(texts)
+    payloads = [
+        CsvRows(tuple(texts), [list(texts.values())]),
+        JsonRows([json.dumps(texts).encode()]),
+        JsonRows([json.dumps(values).encode()]),
+        ArrowRows(pa.RecordBatch.from_pylist([texts])),
+    ]
+    for payload in payloads:
+        (record,), rejected = parse_chunk(Chunk(0, 0, payload), shape)
+        assert not rejected
+        assert record.prompt == (user("p"),)
+        assert record.completions == (tuple(answer), (bot("plain"),), tuple(answer))
+        assert record.scores == (1.0, 0.0, 0.5)
 
 
 def test_csv_labels_and_numbers_are_spelled_out():

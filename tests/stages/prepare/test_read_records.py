@@ -47,6 +47,8 @@ PAIRED = {"prompt": "p", "chosen": "c", "rejected": "r"}
 UNPAIRED = {"prompt": "p", "completion": "c", "label": True}
 SCORED = {"prompt": "p", "completions": ["a", "b", "c"], "scores": [1, 0.5, -2]}
 LONG = {"prompt": "p", "completion": "c", "score": 3}
+PREFILLED = [user("p"), bot("Sure,")]
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
 CHAT = {"prompt": [user("p")], "chosen": [bot("c")], "rejected": [bot("r")]}
 
 
@@ -103,6 +105,84 @@ def test_the_common_messages_are_the_implicit_prompt():
     record = record_of({"chosen": [*common, bot("d")], "rejected": [*common, bot("e")]})
     assert record.prompt == tuple(common)
     assert record.completions == ((bot("d"),), (bot("e"),))
+
+
+def test_the_names_that_sharegpt_has_for_who_speaks_are_read_as_roles():
+    row = {
+        "prompt": [{"from": "system", "value": "s"}, {"from": "human", "value": "p"}],
+        "chosen": [{"from": "gpt", "value": "c", "id": 1}],
+        "rejected": [{"role": "gpt", "content": "r"}],
+    }
+    record = record_of(row)
+    assert record.prompt == ({"role": "system", "content": "s"}, user("p"))
+    assert record.completions == ((bot("c") | {"id": 1},), (bot("r"),))
+
+
+def test_an_empty_list_of_calls_is_none():
+    assert record_of(CHAT | {"chosen": [bot("c") | {"tool_calls": []}]}).completions[0] == (
+        bot("c"),
+    )
+
+
+ANSWERS = (
+    "[1] is a footnote",
+    "[]",
+    "[{placeholder}] stays",
+    '[{"name": "Ann", "role": "admin"}]',
+    '[{"from": "Paris", "to": "Rome"}]',
+    '{"name": "Ann"}',
+    '[{"role": "user", "content": "hi"}] is how it begins.',
+    "{not json}",
+)
+
+
+@pytest.mark.parametrize("text", ANSWERS)
+def test_text_that_merely_looks_like_json_stays_text(text):
+    assert record_of(PAIRED | {"chosen": text}).completions == (text, "r")
+    assert record_of(CHAT | {"chosen": text}).completions[0] == (bot(text),)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[{'role': 'user', 'content': 'p'}]",
+        '[{"role": "user", "content": "p"}, {"role": "assis',
+        "[{'from': 'human', 'value': 'p'}]",
+    ],
+)
+def test_a_conversation_that_is_broken_json_is_refused_and_not_taken_for_text(text):
+    bad = rejection_of(PAIRED | {"prompt": text})
+    assert (bad.reason, "'prompt' looks like a conversation" in bad.detail) == ("schema", True)
+
+
+def test_one_message_in_json_is_no_conversation():
+    message = json.dumps(bot("c"))
+    assert "list of messages" in rejection_of(CHAT | {"chosen": message}).detail
+    assert "list of messages" in rejection_of(CHAT | {"chosen": bot("c")}).detail
+
+
+def test_scores_under_their_other_names_are_read():
+    record = record_of(PAIRED | {"score_chosen": "7.5", "score_rejected": 3})
+    assert record.scores == (7.5, 3.0)
+    record = record_of(PAIRED | {"chosen_score": 1, "rejected_score": None})
+    assert record.scores == (1.0, None)
+
+
+def test_a_turn_that_both_begin_and_then_go_on_with_is_part_of_the_completions():
+    common = [user("a"), bot("b")]
+    record = record_of({"chosen": [*common, bot("d")], "rejected": [*common, bot("e")]})
+    assert record.prompt == (user("a"),)
+    assert record.completions == ((bot("b"), bot("d")), (bot("b"), bot("e")))
+    closed = [*common, user("c"), bot("d")]
+    assert record_of({"chosen": closed, "rejected": [*common, user("e")]}).prompt == tuple(common)
+
+
+@pytest.mark.parametrize("rest", ["rest", [bot("rest")]])
+def test_a_prompt_may_end_with_the_beginning_of_the_answer(rest):
+    prefilled = [user("p"), bot("Sure, ")]
+    record = record_of(CHAT | {"prompt": prefilled, "chosen": rest, "rejected": "no"})
+    assert record.prompt == tuple(prefilled)
+    assert record.completions == ((bot("rest"),), (bot("no"),))
 
 
 @pytest.mark.parametrize(
@@ -180,11 +260,25 @@ def test_renamed_columns_are_read_and_named_in_rejections():
         (PAIRED | {"margin": None}, "null", "'margin'"),
         (PAIRED | {"chosen": 3}, "schema", "'chosen' is neither text nor a list of messages: 3"),
         (PAIRED | {"chosen": ["c"]}, "schema", "message 0 of 'chosen'"),
-        (CHAT | {"chosen": [{"from": "gpt", "value": "c"}]}, "schema", "no text as 'role'"),
+        (CHAT | {"chosen": [{"speaker": "gpt", "value": "c"}]}, "schema", "no text as 'role'"),
+        (CHAT | {"chosen": [bot("c") | {"tool_calls": "[]"}]}, "schema", "not a list of calls"),
         (CHAT | {"chosen": [{"role": "assistant"}]}, "schema", "no text as 'content'"),
         (CHAT | {"chosen": [bot([{"type": "text"}])]}, "schema", "no text as 'content'"),
         (CHAT | {"prompt": "p"}, "schema", "prompt is text"),
         (CHAT | {"chosen": [user("p"), bot("c")]}, "schema", "repeats the prompt"),
+        (
+            CHAT | {"prompt": [bot("s"), user("p")], "chosen": [user("p"), bot("c")]},
+            "schema",
+            "rep",
+        ),
+        (CHAT | {"chosen": [{"role": "system", "content": "s"}, bot("c")]}, "schema", "repeats"),
+        (
+            CHAT | {"prompt": PREFILLED, "chosen": "Sure, yes"},
+            "schema",
+            "repeats the prompt's last",
+        ),
+        (CHAT | {"prompt": [user("p"), bot(" ")]}, "empty_prompt", "an assistant's and empty"),
+        (CHAT | {"prompt": [user("p"), CALL]}, "schema", "'chosen' cannot continue a prompt"),
         (PAIRED | {"system": "s"}, "schema", "'system' can only be used"),
         (PAIRED | {"tools": [{"name": "f"}]}, "schema", "'tools' can only be used"),
         (CHAT | {"system": 3}, "schema", "'system' is no text"),

@@ -22,6 +22,7 @@ from align.stages.prepare.units import unit_offsets
 from align.stages.prepare.workers import EncodedChunk, EncodingJob, encode_chunks
 from align.stages.world.preferences import draw_preferences, transcript
 
+AS_THEY_ARE = {"long_form": False, "prompt_side": "left"}
 relaxed = settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -74,7 +75,7 @@ def test_rows_of_one_prompt_lie_together_in_the_order_of_their_keys(folder, reco
         rows = all_rows(make_ring(folder(), records, chunk=3, carried=("weight",))[0])
     runs = [row.prompt for i, row in enumerate(rows) if not i or rows[i - 1].prompt != row.prompt]
     assert len(runs) == len(set(runs))
-    places = [(row.prompt_key, row.row_id, row.copy) for row in rows]
+    places = [(row.place, row.row_id, row.copy) for row in rows]
     assert places == sorted(places)
 
 
@@ -150,12 +151,13 @@ def ring_of_files(folder, files, model, *, workers, rows_per_chunk):
     shape = common_shape(inputs, {})
     options = TokenOptions(max_length=1024)
     names = tokenizer_fingerprint(load_tokenizer(model, options))
-    job = EncodingJob(model, options, shape, seed=0, tokenizer=names)
+    files = tuple(range(len(inputs)))
+    job = EncodingJob(model, options, shape, seed=0, files=files, tokenizer=names)
     chunks = iter_chunks(inputs, shape.columns, rows_per_chunk=rows_per_chunk)
     intake = Intake()
     encoded_chunks = encode_chunks(chunks, job, num_workers=workers)
     runs = collect_runs(folder, encoded_chunks, carried=(), intake=intake)
-    return merge_runs(folder, runs, long_form=False, num_pairs=2, intake=intake), intake
+    return merge_runs(folder, runs, **AS_THEY_ARE, num_pairs=2, intake=intake), intake
 
 
 @pytest.mark.parametrize(("workers", "rows_per_chunk"), [(0, 7), (1, 13), (2, 5)])
@@ -221,7 +223,7 @@ def peak_of_merging(folder, rows):
     )
     runs = collect_runs(folder, chunks, carried=(), intake=Intake())
     tracemalloc.start()
-    ring = merge_runs(folder, runs, long_form=False, num_pairs=2, intake=Intake())
+    ring = merge_runs(folder, runs, **AS_THEY_ARE, num_pairs=2, intake=Intake())
     unit_offsets(ring.spool, num_pairs=2, rows_per_unit=500, tokens_per_unit=10**6)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

@@ -38,6 +38,29 @@ def test_a_renamed_column_is_read_under_the_users_name():
     assert "prompt" not in shape.columns
 
 
+def test_columns_that_look_like_scores_and_are_not_read_are_known():
+    ultrafeedback = detect("prompt chosen rejected score_chosen score_rejected")
+    assert ultrafeedback.source["chosen_score"] == "score_chosen"
+    assert ultrafeedback.unread == ()
+    columns = "prompt chosen rejected chosen_score rejected-rating Reward id"
+    assert detect(columns).unread == ("rejected-rating", "Reward")
+    assert detect(columns, carry=["Reward"]).unread == ("rejected-rating",)
+    left_out = {"Reward": "unused Reward", "rejected-rating": "rejected_score"}
+    assert detect(columns, left_out).unread == ()
+    with pytest.raises(UsageError, match="would both be 'chosen_score'"):
+        detect("prompt chosen rejected chosen_score score_chosen")
+
+
+def test_files_that_name_their_scores_otherwise_are_not_mixed(tmp_path):
+    rows = [{"prompt": "p", "chosen": "c", "rejected": "r", "chosen_score": 1}]
+    other = [{"prompt": "p", "chosen": "c", "rejected": "r", "score_chosen": 1}]
+    for name, row in (("a.jsonl", rows[0]), ("b.jsonl", other[0])):
+        (tmp_path / name).write_text(json.dumps(row))
+    inputs = open_inputs([str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")])
+    with pytest.raises(UsageError, match="with chosen_score; and paired, with score_chosen"):
+        common_shape(inputs, {})
+
+
 def test_a_column_can_be_taken_out_by_renaming_it():
     shape = detect("prompt chosen rejected", {"prompt": "unused"})
     assert not shape.has_prompt

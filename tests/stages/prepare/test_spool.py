@@ -63,7 +63,7 @@ def test_completions_are_found_anywhere_and_in_the_order_asked_for(folder, recor
 @given(record_lists(), st.data())
 def test_a_range_of_a_column_is_that_part_of_the_whole(folder, records, data):
     spool = write(folder(), records, [])
-    for name in ("row_id", "prompt_keys", "completion_keys", "completion_values"):
+    for name in ("row_id", "places", "completion_keys", "completion_values"):
         whole = spool.column(name)
         start = data.draw(st.integers(0, len(whole)))
         stop = data.draw(st.integers(start, len(whole)))

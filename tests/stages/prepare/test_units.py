@@ -12,6 +12,7 @@ from align.stages.prepare.keyed import KeyedRows
 from align.stages.prepare.units import CutRule, build_unit, unit_offsets
 
 EOS = 9
+STOPS = frozenset({EOS})
 
 relaxed = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -83,7 +84,7 @@ def by_hand(ring, rows, start, stop, max_length):
 def read(unit):
     keys = [0] * len(unit.rows)
     keyed = KeyedRows(unit.rows, keys, [0] * len(unit.rows.completions))
-    return [row._replace(prompt_key=None, completion_keys=None) for row in plain(keyed)]
+    return [row._replace(place=None, completion_keys=None) for row in plain(keyed)]
 
 
 @relaxed
@@ -100,15 +101,15 @@ def test_a_unit_holds_each_rows_own_branches_then_its_partners_k_by_k(
     rows = all_rows(ring)
     start = data.draw(st.integers(0, len(rows) - 1))
     stop = data.draw(st.integers(start + 1, len(rows)))
-    unit = build_unit(ring, start, stop, CutRule(max_length, EOS))
+    unit = build_unit(ring, start, stop, CutRule(max_length, STOPS))
     expected = by_hand(ring, rows, start, stop, max_length)
     good = [row for row in expected if row]
-    assert read(unit) == [row._replace(prompt_key=None, completion_keys=None) for row in good]
+    assert read(unit) == [row._replace(place=None, completion_keys=None) for row in good]
     bad = [row.source for row, whole in zip(rows[start:stop], expected, strict=True) if not whole]
     assert [(row.file, row.row) for row in unit.rejected] == bad
     assert {row.reason for row in unit.rejected} <= {"no_mismatch"}
-    assert unit.first_key == f"{rows[start].prompt_key:016x}"
-    assert unit.last_key == f"{rows[stop - 1].prompt_key:016x}"
+    assert unit.first_key == f"{rows[start].place:016x}"
+    assert unit.last_key == f"{rows[stop - 1].place:016x}"
 
 
 def ring_of_two(folder, one, other):
@@ -121,7 +122,7 @@ def test_a_row_for_which_no_partner_is_another_text_when_cut_is_rejected_alone(t
     long_prompt = encoded([7, 7, 7], [1], cut=[2], row=0)
     short_prompt = encoded([8], [1, 2, EOS], row=1)
     ring = ring_of_two(tmp_path, long_prompt, short_prompt)
-    unit = build_unit(ring, 0, 2, CutRule(4, EOS))
+    unit = build_unit(ring, 0, 2, CutRule(4, STOPS))
     (bad,) = unit.rejected
     assert (bad.file, bad.row, bad.reason) == (0, 0, "no_mismatch")
     assert bad.detail.startswith("room for 1 tokens behind the prompt: cut to that, none of the 1 ")
@@ -133,7 +134,7 @@ def test_a_row_for_which_no_partner_is_another_text_when_cut_is_rejected_alone(t
 def test_a_row_whose_only_partner_has_nothing_left_but_eos_is_rejected(tmp_path):
     long_prompt = encoded([7, 7, 7], [1], cut=[2], row=0)
     short_prompt = encoded([8], [EOS, 2, EOS], row=1)  # its text begins with the end-of-turn token
-    unit = build_unit(ring_of_two(tmp_path, long_prompt, short_prompt), 0, 2, CutRule(4, EOS))
+    unit = build_unit(ring_of_two(tmp_path, long_prompt, short_prompt), 0, 2, CutRule(4, STOPS))
     assert [bad.reason for bad in unit.rejected] == ["no_mismatch"]
     assert [row.prompt for row in read(unit)] == [(8,)]
 
@@ -149,12 +150,28 @@ def test_the_next_text_that_differs_stands_in_for_a_partner_that_does_not(
     ring, _ = make_ring(tmp_path, records, num_pairs=1)
     rows = all_rows(ring)
     place = next(index for index, row in enumerate(rows) if row.prompt == (7, 7, 7))
-    alone = build_unit(ring, place, place + 1, CutRule(4, EOS))
-    whole = build_unit(ring, 0, len(rows), CutRule(4, EOS))
+    alone = build_unit(ring, place, place + 1, CutRule(4, STOPS))
+    whole = build_unit(ring, 0, len(rows), CutRule(4, STOPS))
     assert alone.rejected == whole.rejected == ()
     assert (alone.replaced, whole.replaced) == (1, 1)
     assert [(ids, cut) for ids, _, _, cut in read(alone)[0].branches] == [((1,), 2), ((2,), 1)]
     assert read(whole)[place] == read(alone)[0]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_neither_a_partner_nor_what_stands_in_for_one_answers_the_same_prompt(tmp_path, seed):
+    # Behind three tokens of prompt one token fits; of other texts but the own only [3] is another.
+    others = [encoded([10 + row], [1, row + 2, EOS], row=row) for row in range(1, 10)]
+    one = [
+        encoded([7, 7, 7], [1], cut=[2], text="the same"),
+        encoded([7, 7], [2, 5], text="the same", row=20),
+    ]
+    ring, _ = make_ring(tmp_path, [*one, *others, encoded([30], [3])], num_pairs=1, seed=seed)
+    rows = read(build_unit(ring, 0, len(ring), CutRule(4, STOPS)))
+    (long_row,) = (row for row in rows if row.prompt == (7, 7, 7))
+    (short_row,) = (row for row in rows if row.prompt == (7, 7))
+    assert long_row.branches[1][0] == (3,)
+    assert short_row.branches[1][0] != (1,)
 
 
 def test_the_search_for_another_text_ends(tmp_path, monkeypatch):
@@ -162,14 +179,14 @@ def test_the_search_for_another_text_ends(tmp_path, monkeypatch):
     records = [encoded([7, 7, 7], [1], [1], cut=[2, 2])]
     records += [encoded([10 + row], [1, row + 2, EOS], row=row) for row in range(1, 10)]
     ring, _ = make_ring(tmp_path, records, num_pairs=2)
-    unit = build_unit(ring, 0, len(ring), CutRule(4, EOS))
+    unit = build_unit(ring, 0, len(ring), CutRule(4, STOPS))
     assert [(bad.row, bad.reason) for bad in unit.rejected] == [(0, "no_mismatch")]
     assert "none of the 3 completions" in unit.rejected[0].detail
 
 
 def test_without_eos_nothing_is_taken_off_a_cut_partner(tmp_path):
     ring = ring_of_two(tmp_path, encoded([7, 7, 7], [1]), encoded([8], [EOS, 2]))
-    rows = read(build_unit(ring, 0, 2, CutRule(4, None)))
+    rows = read(build_unit(ring, 0, 2, CutRule(4, frozenset())))
     (long_row,) = (row for row in rows if row.prompt == (7, 7, 7))
     assert long_row.branches[1][0] == (EOS,)
 
@@ -178,7 +195,7 @@ def test_a_unit_may_lose_all_its_rows(tmp_path):
     ring = ring_of_two(tmp_path, encoded([7, 7, 7], [1], cut=[2]), encoded([8], [1, 2, EOS]))
     rows = all_rows(ring)
     place = next(index for index, row in enumerate(rows) if row.prompt == (7, 7, 7))
-    unit = build_unit(ring, place, place + 1, CutRule(4, EOS))
+    unit = build_unit(ring, place, place + 1, CutRule(4, STOPS))
     assert (len(unit.rows), [bad.reason for bad in unit.rejected]) == (0, ["no_mismatch"])
     assert len(unit.rows.completions) == 0
     assert unit.replaced == 0

@@ -10,7 +10,7 @@ import pytest
 
 from align.schemas.manifest import FORMAT_VERSION, InputEntry, Plan
 from align.schemas.ragged import Ragged, offsets_of
-from align.schemas.rows import Role, RowBlock
+from align.schemas.rows import PromptKeys, Role, RowBlock
 from align.schemas.shards import ScoredBlock
 from align.stages.storage.commits import UnitFacts, commit_unit
 from align.stages.storage.layout import CacheFolder
@@ -45,14 +45,19 @@ def block_of(rows: list[Row], first: int) -> ScoredBlock:
         RowBlock(
             row_id=np.array([f"{number:016d}".encode() for number in numbers], dtype="S16"),
             copy=np.zeros(len(rows), dtype=np.int32),
-            file=np.zeros(len(rows), dtype=np.int32),
+            file=np.zeros(len(rows), dtype=np.uint64),
             row=numbers.astype(np.int64),
+            prompt_keys=PromptKeys(
+                np.array([f"{number:016d}".encode() for number in numbers], dtype="S16"),
+                numbers.astype(np.uint64),
+                numbers.astype(np.uint64),
+            ),
             prompts=Ragged.of([row.prompt for row in rows], np.int32),
             prompt_cut=np.array([row.prompt_cut for row in rows], dtype=np.int32),
             branch_offsets=offsets_of(np.array([len(row.branches) for row in rows])),
             completions=Ragged.of([branch.ids for branch in branches], np.int32),
             roles=np.array([branch.role for branch in branches], dtype=np.int8),
-            scores=np.array([branch.score for branch in branches], dtype=np.float32),
+            scores=np.array([branch.score for branch in branches], dtype=np.float64),
             cut=np.array([branch.cut for branch in branches], dtype=np.int32),
             carried={
                 name: np.array([row.carried[name] for row in rows]) for name in rows[0].carried
@@ -72,7 +77,7 @@ def write_cache(root: Path, rows: list[Row], *, per_unit: int = 2) -> CacheFolde
     commits = {}
     for unit, start in enumerate(range(0, len(rows), per_unit)):
         block = block_of(rows[start : start + per_unit], start)
-        facts = UnitFacts("00", "ff", 64, (), {}, {"path": "exact"}, ("pairs.jsonl",))
+        facts = UnitFacts("00", "ff", 64, (), {}, {"path": "exact"}, {0: "pairs.jsonl"})
         commits[unit] = commit_unit(work, "run", unit, block, facts)
     ends = [min(len(rows), per_unit * unit) for unit in range(len(commits) + 1)]
     write_manifest(folder, build_manifest(plan_of(ends, rows_in=len(rows) + 3), commits))
@@ -84,7 +89,13 @@ def plan_of(unit_offsets: list[int], *, rows_in: int) -> Plan:
         digest="",
         format_version=FORMAT_VERSION,
         plan_key=PLAN_KEY,
-        fingerprint={"model.dtype": "float32", "tokens.max_length": "16"},
+        fingerprint={
+            "model.dtype": "float32",
+            "tokens.max_length": "16",
+            "tokenizer.stop.turn": "7 template <|user|>",
+            "tokenizer.stop.tool_calls": "8 template <|observation|>",
+            "tokenizer.stop.text": "2 tokenizer </s>",
+        },
         reference_key="cd" * 32,
         model="models/tiny",
         adapter="",

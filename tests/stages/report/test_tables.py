@@ -36,6 +36,13 @@ def test_names_from_data_cannot_steer_the_terminal(paired):
     assert "a[2Jb" in text
 
 
+def test_what_ends_a_completion_is_said_with_who_writes_it(paired):
+    lines = [line.split(maxsplit=3) for line in render(summarize(paired)).splitlines()]
+    assert ["turns", "end", "with", "<|user|> (7), as the chat template writes it"] in lines
+    assert ["tool", "calls", "with", "<|observation|> (8), as the chat template writes it"] in lines
+    assert ["plain", "text", "with", "</s> (2), the EOS"] in lines
+
+
 def test_nothing_cut_is_said_in_words(unpaired):
     assert "nothing was cut" in render(summarize(unpaired))
 

@@ -51,7 +51,7 @@ def earlier(halves, tmp_path):
     arcs = [(LOWEST, "8" + "0" * 15), ("8" + "0" * 15, HIGHEST)]
     commits = [
         commit_unit(
-            work, "run", unit, block, UnitFacts(*arcs[unit], 64, (), {}, NUMERICS[unit], ())
+            work, "run", unit, block, UnitFacts(*arcs[unit], 64, (), {}, NUMERICS[unit], {})
         )
         for unit, block in enumerate(halves)
     ]

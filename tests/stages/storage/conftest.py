@@ -12,7 +12,7 @@ import pytest
 from align.schemas.errors import AlignError
 from align.schemas.manifest import FORMAT_VERSION, InputEntry, Plan
 from align.schemas.ragged import Ragged, offsets_of
-from align.schemas.rows import Rejected, RowBlock
+from align.schemas.rows import PromptKeys, Rejected, RowBlock
 from align.schemas.shards import ScoredBlock
 from align.stages.storage import failpoints
 from align.stages.storage.commits import UnitFacts, commit_unit, read_commits
@@ -28,7 +28,7 @@ from align.stages.storage.manifest import (
 )
 from align.stages.storage.quarantine import write_quarantine
 
-FACTS = UnitFacts("00", "ff", 64, (), {}, {"path": "exact"}, ("a.jsonl", "b.jsonl"))
+FACTS = UnitFacts("00", "ff", 64, (), {}, {"path": "exact"}, {0: "a.jsonl", 1: "b.jsonl"})
 LOSSY = replace(FACTS, rejected=(Rejected(0, 9, "oom", "too big"),), notes={"swaps": 2})
 ROWS = 5
 
@@ -40,18 +40,23 @@ def block_of(rows, seed, *, max_tokens=6, token_logps=False, carried=(), scores=
     branches = int(branch_offsets[-1])
     tokens = offsets_of(draw.integers(0, max_tokens, branches))
     prompts = offsets_of(draw.integers(0, max_tokens, rows))
-    given = draw.standard_normal(branches).astype(np.float32)
+    given = draw.standard_normal(branches)
+    keys = np.random.default_rng([seed, rows])
     row_block = RowBlock(
         row_id=np.frombuffer(draw.bytes(16 * rows), dtype="S16"),
         copy=draw.integers(0, 3, rows).astype(np.int32),
-        file=draw.integers(0, 9, rows).astype(np.int32),
+        file=draw.integers(0, 9, rows).astype(np.uint64) << np.uint64(60),
         row=draw.integers(0, 2**40, rows),
+        prompt_keys=PromptKeys(
+            np.frombuffer(keys.bytes(16 * rows), dtype="S16"),
+            *(np.frombuffer(keys.bytes(8 * rows), dtype=np.uint64) for _ in range(2)),
+        ),
         prompts=Ragged(draw.integers(0, 2**31 - 1, prompts[-1]).astype(np.int32), prompts),
         prompt_cut=draw.integers(0, 3, rows).astype(np.int32),
         branch_offsets=branch_offsets,
         completions=Ragged(draw.integers(0, 2**31 - 1, tokens[-1]).astype(np.int32), tokens),
         roles=draw.integers(0, 6, branches).astype(np.int8),
-        scores=np.where(draw.random(branches) < scores, given, np.float32("nan")),
+        scores=np.where(draw.random(branches) < scores, given, np.nan),
         cut=draw.integers(0, 3, branches).astype(np.int32),
         carried={name: draw.standard_normal(rows) for name in carried},
     )

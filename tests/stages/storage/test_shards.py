@@ -141,6 +141,7 @@ def test_files_are_written_as_agreed(tmp_path, make_block):
         ("row_id", "0" * 31, "row id"),
         ("row_id", "0" * 32 + "-0", "row id"),
         ("num_tokens", [99], "tokens"),
+        ("prompt_tokens", 99, "prompt tokens"),
         ("role", [0, 0], "lengths"),
     ],
 )

@@ -1,0 +1,191 @@
+"""A flag or --set that a command does not use is refused, with what serves in its place."""
+
+import dataclasses
+import json
+import shutil
+import sys
+
+import pytest
+from command import align, refusal
+from typer.main import get_command
+
+from align import cli
+from align.pipeline.flag_names import (
+    INSTEAD,
+    PRECOMPUTE_FLAGS,
+    READS,
+    SCORE_FLAGS,
+    TRAIN_FLAGS,
+    reads,
+)
+from align.pipeline.settings import flatten, load_settings
+from align.pipeline.training_job import open_training
+from align.schemas.config import Config
+from align.schemas.errors import UsageError
+
+SETTINGS = [*flatten(Config()), "method.beta"]
+SETTING_COMMANDS = ("precompute-ref", "score", "score --from-labels", "train", "sweep", "verify")
+VALUES = {bool: "true", int: "3", float: "0.5", list: "[a]", dict: "{a: b}"}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_every_command_is_in_the_table_and_nothing_else_is():
+    commands = set(get_command(cli.app).commands)
+    assert {command.partition(" ")[0] for command in READS} == commands
+
+
+def test_the_table_names_only_sections_and_settings_that_there_are():
+    known = {field.name for field in dataclasses.fields(Config)} | set(SETTINGS)
+    assert not {name for names in READS.values() for name in names} - known
+    assert not {name for _, name in INSTEAD} - known
+
+
+def test_every_setting_is_used_by_some_command():
+    for name in SETTINGS:
+        assert any(reads(command, name) for command in READS if command != "config"), name
+
+
+def test_every_flag_is_of_a_setting_that_its_command_uses():
+    for command, flags in (
+        ("precompute-ref", PRECOMPUTE_FLAGS),
+        ("score", SCORE_FLAGS),
+        ("train", TRAIN_FLAGS),
+    ):
+        assert all(reads(command, name) for name in flags.values())
+
+
+def test_nothing_in_place_of_a_setting_stands_beside_one_that_is_used():
+    assert not [pair for pair in INSTEAD if reads(*pair)]
+
+
+@pytest.mark.parametrize("command", SETTING_COMMANDS)
+def test_a_set_is_used_or_refused_by_name(command):
+    for name in SETTINGS:
+        text = f"{name}={value_of(name)}"
+        if reads(command, name):
+            load_settings({}, [text], file=None, command=command)
+            continue
+        with pytest.raises(UsageError, match=rf"^--set: {name} is not used by `align {command}`"):
+            load_settings({}, [text], file=None, command=command)
+        load_settings({}, [text], file=None)  # `align config` prints it
+
+
+def value_of(name):
+    default = flatten(Config()).get(name, 0.0)
+    if isinstance(default, str):
+        section, _, field = name.partition(".")
+        return getattr(getattr(Config(), section), field) or "x"
+    return VALUES[type(default)]
+
+
+def test_a_file_and_the_environment_serve_every_command(here, monkeypatch):
+    monkeypatch.setenv("ALIGN_MODEL", "m")
+    (here / "align.yaml").write_text("train:\n  lr: 1\nrewards:\n  model: r\ndata:\n  carry: [a]\n")
+    for command in READS:
+        assert load_settings({}, [], file=None, command=command).config.train.lr == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "text", "way"),
+    [
+        (("train", "--method", "dpo"), "model.path=other", "pass it by --model DIR (train.model)"),
+        (("train", "--method", "dpo"), "model.dtype=float32", "Set train.dtype"),
+        (("train", "--method", "dpo"), "data.carry=[a]", "setting of `align precompute-ref`, `al"),
+        (("sweep", "--method", "dpo"), "model.path=other", "pass it by --model DIR (train.model)"),
+        (("precompute-ref", "x.jsonl"), "train.lr=1", "setting of `align train`, `align sweep`"),
+        (("precompute-ref", "x.jsonl"), "method.beta=1", "It is a setting of `align train`"),
+        (("score", "x.jsonl"), "model.path=other", "Pass --reward-model DIR"),
+        (
+            ("score", "x.jsonl", "--from-labels"),
+            "model.device=cpu",
+            "It is a setting of `align pre",
+        ),
+        (("verify", "cache"), "model.path=other", "Pass --model DIR"),
+        (("verify", "cache"), "train.lr=1", "It is a setting of `align train`"),
+    ],
+)
+def test_the_refusal_says_what_serves_in_its_place(command, text, way):
+    said = refusal(2, *command, "--set", text)
+    assert said.startswith(f"--set: {text.partition('=')[0]} is not used by `align {command[0]}")
+    assert way in said
+
+
+def test_flags_of_a_model_are_refused_where_labels_are_the_scores():
+    for flag in (("--dtype", "float32"), ("--max-length", 8), ("--tokens-per-batch", 8)):
+        said = refusal(2, "score", "x.jsonl", "--from-labels", *flag)
+        assert said.startswith(f"{flag[0]}: ")
+        assert "not used by `align score --from-labels`" in said
+    assert "records no run" in refusal(2, "score", "x.jsonl", "--from-labels", "--mlflow")
+    assert "no work to share" in refusal(2, "score", "x.jsonl", "--from-labels", "--join")
+
+
+def test_a_varied_setting_that_no_training_uses_is_refused(journey):
+    said = refusal(
+        2, "sweep", "--method", "dpo", "--cache", journey.cache, "--vary", "data.workers=1,2"
+    )
+    assert "data.workers is not used by `align sweep`" in said
+
+
+def test_a_cache_is_named_once(journey):
+    given = ("--cache", journey.cache, "--set", "cache.output=elsewhere")
+    said = refusal(2, "train", "--method", "dpo", *given)
+    assert "cache.output and train.cache are both set" in said
+
+
+@pytest.fixture
+def other(world, here):
+    """The model of the small world, with one config entry changed."""
+    folder = shutil.copytree(world.model, here / "other")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    return folder
+
+
+def opened(cache, **flags):
+    given = {"train.method": "dpo", "train.cache": str(cache), **flags}
+    return open_training(load_settings(given, [], file=None, command="train"))
+
+
+@pytest.mark.parametrize("source", ["align.yaml", "ALIGN_MODEL"])
+def test_training_refuses_a_model_beside_it_that_is_not_the_caches(
+    journey, world, other, here, monkeypatch, source
+):
+    if source == "ALIGN_MODEL":
+        monkeypatch.setenv("ALIGN_MODEL", str(other))
+    else:
+        (here / "align.yaml").write_text(f"model:\n  path: {other}\n")
+    said = refusal(4, "train", "--method", "dpo", "--cache", journey.cache)
+    assert said.startswith(f"{source}: model.path is {other}, and the reference of the cache is ")
+    assert str(world.model) in said
+    assert "pass --model DIR --set train.other_reference=true" in said
+    policy = {"train.model": str(other), "train.other_reference": True}
+    assert opened(journey.cache, **policy).policy.path == str(other)
+
+
+def test_training_takes_the_caches_model_by_any_of_its_names(journey, world, here, monkeypatch):
+    (here / "link").symlink_to(world.model)
+    shutil.copytree(world.model, here / "copy")
+    for name in ("link", "copy", str(world.model)):
+        monkeypatch.setenv("ALIGN_MODEL", name)
+        assert opened(journey.cache).policy.path == str(world.model)
+
+
+def test_lora_without_peft_is_refused_before_a_run_begins(journey, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    said = refusal(2, "train", "--method", "dpo", "--cache", journey.cache, "--lora")
+    assert "pip install peft" in said
+
+
+def test_the_config_of_a_run_trains_so_again(journey, here):
+    """Settings of stage 1 stand in it as well."""
+    answer = align(
+        "train", "--method", "dpo", "--cache", journey.cache, "--max-steps", 1, "--no-mlflow"
+    )
+    assert answer.code == 0, answer
+    again = ("--config", "align-run/config.yaml", "--output", "again")
+    assert align("train", *again).code == 0

@@ -1,0 +1,176 @@
+"""Rewards, margins and accuracies are of what the loss compares, over the whole table."""
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from method_steps import (
+    IN_USE,
+    MISMATCHED,
+    ROLES,
+    branches,
+    moved,
+    random_branches,
+    reordered,
+    take,
+)
+
+from align.schemas.rows import Role
+from align.stages.methods.modifiers import sums_of
+from align.stages.methods.table import METHODS, options_of
+
+# Options under which the loss is nothing but its comparison, and its advantages are the scores'.
+BARE = {
+    "cpo": {"alpha": 0},
+    "discopop": {"beta": 8},  # so that few margins lie on its hump
+    "ppo": {"lam": 1, "gamma": 1, "kl": 0},
+}
+WORDS = {
+    "ipo": {"normalize": "sum"},
+    "slic": {"normalize": "mean"},
+    "grpo": {"normalize": "sequence"},
+}
+SIDES = {"grouped": (Role.CANDIDATE, Role.CANDIDATE)}
+COMPARING = {name: method for name, method in METHODS.items() if method.rewards}
+
+every_comparison = pytest.mark.parametrize(
+    ("method", "values", "modifier"),
+    [
+        *(pytest.param(method, {}, "", id=name) for name, method in COMPARING.items()),
+        *(
+            pytest.param(METHODS[name], words, "", id=f"{name} {words}")
+            for name, words in WORDS.items()
+        ),
+        *(
+            pytest.param(method, {}, modifier, id=f"{name} {modifier}")
+            for name, method in COMPARING.items()
+            for modifier in sorted(method.modifiers)
+        ),
+    ],
+)
+
+
+def two_sided(kind, rows, seed=0):
+    """Rows of a good and a bad branch. Candidates are as long as each other, and near the start.
+
+    What a clipped objective pushes down does not lie below what it pushes up otherwise.
+    """
+    whole = random_branches(kind, rows, seed, roles=SIDES.get(kind))
+    if kind != "grouped":
+        return whole
+    logps = [-3.0 + 0.05 * math.sin(5.0 * place) for place in range(2 * rows)]
+    same = branches(logps, [-3.0] * 2 * rows, num_tokens=[5] * 2 * rows, roles=whole.roles.tolist())
+    return replace(same, scores=torch.tensor([1.0, -1.0] * rows).double(), columns=whole.columns)
+
+
+def turned_round(whole):
+    """The same rows with what the policy says of their good branch said of the bad one."""
+    order = torch.arange(len(whole.roles)).view(-1, 2).flip(1).view(-1)
+    tokens, counts = whole.tokens, whole.tokens.counts
+    spans = torch.arange(int(counts.sum())).split(counts.tolist())
+    here = torch.cat([spans[branch] for branch in order.tolist()])
+    of_tokens = {name: getattr(tokens, name)[here] for name in ("reference", "purity")}
+    of_tokens["logps"] = tokens.logps.detach()[here].requires_grad_()
+    return replace(
+        whole,
+        logps=whole.logps.detach()[order].requires_grad_(),
+        reference=whole.reference[order],
+        num_tokens=whole.num_tokens[order],
+        tokens=replace(tokens, counts=counts[order], **of_tokens),
+    )
+
+
+@every_comparison
+def test_the_accuracy_of_a_pair_says_which_way_round_its_loss_is_lower(method, values, modifier):
+    options = options_of(method, BARE.get(method.name, {}) | values)
+    run = partial(take, method, options=options, modifiers=IN_USE.get(modifier))
+    found = []
+    for row in range(8):
+        whole = reordered(two_sided(method.rows, 8, seed=3), [row])
+        right, wrong = (run(some, mismatched=MISMATCHED) for some in (whole, turned_round(whole)))
+        is_lower = right.losses.sum() < wrong.losses.sum()
+        assert right.means["rewards/accuracies"] == float(is_lower), row
+        found.append(bool(is_lower))
+    assert 0 < sum(found) < 8
+
+
+def lowered(method, options):
+    """A row whose policy began by saying the opposite, and followed the slope of the loss.
+
+    The bad branch is long: per token it begins further above the good one than in all.
+    """
+    roles = SIDES.get(method.rows, ROLES[method.rows])
+    whole = branches(
+        [-400.0, -600.0],
+        [-400.0, -750.0],
+        num_tokens=[4, 30],
+        roles=roles,
+        scores=[1.0, -1.0],
+    )
+    if method.name == "discopop":  # between -tau and tau it pushes the wrong way
+        whole = moved(whole, logps=torch.tensor([-300.0, -750.0]).double())
+    for turn in range(45):
+        taken = take(method, whole, options=options, mismatched=MISMATCHED)
+        slopes = sums_of(taken.token_gradient, whole.tokens.counts)
+        step = 60 * 0.82**turn * slopes.sign()
+        whole = moved(whole, logps=(whole.logps.detach() - step).clamp(max=-1e-3))
+    return take(method, whole, options=options, mismatched=MISMATCHED)
+
+
+@pytest.mark.parametrize("method", COMPARING.values(), ids=COMPARING)
+@pytest.mark.parametrize("words", [False, True])
+def test_a_policy_that_has_lowered_the_loss_as_far_as_it_goes_is_right(method, words):
+    values = BARE.get(method.name, {}) | (WORDS.get(method.name, {}) if words else {})
+    if words and method.name not in WORDS:
+        values |= {name: 0.3 for name in ("label_smoothing",) if hasattr(method.options(), name)}
+    assert lowered(method, options_of(method, values)).means["rewards/accuracies"] == 1.0
+
+
+def test_rewards_per_token_worked_by_hand():
+    # r 8 over 4 tokens and 10 over 2: by sums -2, by means 2 - 5 = -3.
+    wrong = branches([-4.0, -6.0], [-12.0, -16.0], num_tokens=[4, 2], roles=ROLES["paired"])
+    # r 3 over 1 token and 8 over 8: sums say 3 < 8, means 3 > 1.
+    split = branches([-1.0, -9.0], [-4.0, -17.0], num_tokens=[1, 8], roles=ROLES["paired"])
+    told = {
+        name: [take(METHODS[name], whole).means for whole in (wrong, split)]
+        for name in ("dpo", "ipo", "dpo_norm", "cpo", "slic", "simpo", "orpo")
+    }
+
+    def of(name, metric):
+        return [means[f"rewards/{metric}"] for means in told[name]]
+
+    assert of("dpo", "margins") == pytest.approx([-0.2, -0.5])
+    assert of("ipo", "margins") == pytest.approx([-0.3, 0.2])
+    assert of("ipo", "accuracies") == [0.0, 1.0]
+    assert of("dpo_norm", "chosen") == pytest.approx([10.0, 15.0])  # 5 * 2 and 5 * 3
+    assert of("dpo_norm", "accuracies") == [0.0, 1.0]
+    # lp -4 and -6 over 4 and 2 tokens, then -1 and -9 over 1 and 8: m -1, -3, then -1, -1.125.
+    assert of("cpo", "margins") == pytest.approx([0.2, 0.8])
+    assert of("slic", "margins") == pytest.approx([2.0, 8.0])
+    assert of("simpo", "margins") == pytest.approx([20.0, 1.25])
+    assert of("orpo", "margins") == pytest.approx([0.2, 0.0125])
+
+
+def test_ranked_methods_report_what_stands_at_the_same_rank():
+    # r_c is 1 and 5, r_l is 3 and 2: of the rows' own sides half are right, 1 < 3 and 5 > 2;
+    # sorted, 1 < 2 and 5 > 3.
+    whole = branches([1.0, 3.0, 5.0, 2.0], roles=ROLES["paired"] * 2)
+    taken = take(METHODS["aot_unpaired"], whole)
+    assert taken.metrics["rewards/margins"].tolist() == pytest.approx([-0.1, 0.2])
+    # lp_c - lp_l is -2 and 3, that of the reference -9 and 4: d is 7 and -1, the rows' own -6, 12.
+    whole = branches([1.0, 3.0, 5.0, 2.0], [4.0, 0.0, 0.0, 9.0], roles=ROLES["paired"] * 2)
+    taken = take(METHODS["aot"], whole)
+    assert taken.metrics["rewards/margins"].tolist() == pytest.approx([0.7, -0.1])
+    assert taken.metrics["rewards/accuracies"].tolist() == [1.0, 0.0]
+    assert taken.means["rewards/margins"] == pytest.approx(0.3)  # .1 (-6 + 12) / 2
+
+
+def test_methods_without_rewards_compare_nothing():
+    assert {name for name, method in METHODS.items() if not method.rewards} == {"sft", "csft"}
+
+
+def test_what_a_method_rewards_is_told_by_the_table():
+    assert METHODS["ipo"].rewards.formula.startswith("b r/n")
+    assert all(method.rewards.formula for method in COMPARING.values())

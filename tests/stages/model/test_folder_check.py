@@ -1,0 +1,236 @@
+"""A model folder is data: nothing in it fetches code, runs code, or asks on stdin."""
+
+import io
+import json
+import os
+import shutil
+import sys
+
+import huggingface_hub
+import pytest
+from command import align
+from families import tiny_model
+from peft import LoraConfig, get_peft_model
+
+from align.schemas.config import LoraOptions, ModelOptions, TokenOptions, TrainOptions
+from align.schemas.errors import UsageError
+from align.stages.model.load import load_causal_lm
+from align.stages.model.policy import load_policy
+from align.stages.model.reference import HfReference
+from align.stages.model.rewarder import HfReward
+from align.stages.prepare.tokenizer import load_tokenizer
+
+pytestmark = [  # peft's own, while it saves an adapter
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers. to:UserWarning"),
+]
+KERNEL = "someone/some-kernel"
+NETWORK = ("socket.connect", "socket.getaddrinfo")
+SEEN: list[str] = []
+
+
+def watch(event, arguments):
+    if event in NETWORK:
+        SEEN.append(f"{event} {arguments[1:]}")
+
+
+sys.addaudithook(watch)
+
+
+@pytest.fixture(autouse=True)
+def nothing_goes_out(monkeypatch):
+    """As on a machine that may reach the Hub, with somebody who answers "y" to everything."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
+    SEEN.clear()
+    yield
+    assert not SEEN
+    assert sys.stdin.tell() == 0, "stdin was read"
+
+
+@pytest.fixture
+def folder(saved_llama, tmp_path):
+    return shutil.copytree(saved_llama, tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"attn_implementation": KERNEL}, "attn_implementation"),
+        ({"_attn_implementation": KERNEL}, "_attn_implementation"),
+        ({"_attn_implementation_internal": KERNEL}, "_attn_implementation_internal"),
+        ({"attn_implementation": {"": "sdpa", "text": KERNEL}}, "attn_implementation"),
+        ({"attn_implementation": "paged|eager"}, "attn_implementation"),
+        ({"attn_implementation": "flash_attention_2"}, "attn_implementation"),
+        ({"attn_implementation": [KERNEL]}, "attn_implementation"),
+        ({"text_config": {"attn_implementation": KERNEL}}, "text_config.attn_implementation"),
+        ({"parts": [{"_attn_implementation": KERNEL}]}, "parts[0]._attn_implementation"),
+        ({"experts_implementation": KERNEL}, "experts_implementation"),
+        ({"_experts_implementation": "sonicmoe"}, "_experts_implementation"),
+        ({"text_config": {"experts_implementation": "deepgemm"}}, "text_config.experts_impl"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config.quant_method"),
+        ({"quantization_config": {"quant_method": "eetq"}}, "quantization_config.quant_method"),
+        ({"quantization_config": {"quant_method": "made-up"}}, "quantization_config.quant_method"),
+        ({"transformers_weights": "other.safetensors"}, "transformers_weights"),
+        ({"transformers_weights": "../../other.safetensors"}, "transformers_weights"),
+        ({"auto_map": {"AutoModelForCausalLM": "a/b--code.Model"}}, "auto_map is"),
+    ],
+)
+@pytest.mark.parametrize("trusted", [False, True])
+def test_what_transformers_would_fetch_is_refused_by_name(folder, settings, named, trusted):
+    amend(folder / "config.json", settings)
+    options = ModelOptions(path=str(folder), trust_remote_code=trusted)
+    for load in (
+        lambda: HfReference(options).identity(),
+        lambda: load_causal_lm(options),
+        lambda: load_policy(options, TrainOptions(), LoraOptions()),
+    ):
+        with pytest.raises(UsageError) as refused:
+            load()
+        assert f"config.json: {named}" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"attn_implementation": "eager"},
+        {"_attn_implementation": "sdpa", "_attn_implementation_autoset": True},
+        {"attn_implementation": None, "experts_implementation": "eager"},
+    ],
+)
+def test_the_names_that_are_known_are_passed_on(folder, settings):
+    amend(folder / "config.json", settings)
+    identity = HfReference(ModelOptions(path=str(folder))).identity()
+    assert identity["model.attention"] == next(iter(settings.values())) or "sdpa"
+
+
+def test_an_adapter_beside_the_weights_is_not_put_on_them_unseen(folder):
+    model = get_peft_model(load_causal_lm(plain(folder)), LoraConfig(r=4))
+    model.save_pretrained(folder)
+    with pytest.raises(UsageError, match=r"adapter_config.json: transformers would put this"):
+        load_causal_lm(plain(folder))
+
+
+def test_other_weight_files_are_not_loaded_in_the_place_of_the_digested_ones(folder):
+    shutil.copy(
+        folder / "model.safetensors", folder / "shard-00001-model-00001-of-00001.safetensors"
+    )
+    with pytest.raises(UsageError, match="would load this and not model.safetensors"):
+        load_causal_lm(plain(folder))
+
+
+@pytest.mark.parametrize(
+    ("file", "settings"),
+    [
+        ("config.json", {"model_type": "own", "auto_map": {"AutoConfig": "canary.Config"}}),
+        ("config.json", {"auto_map": {"AutoModelForCausalLM": "canary.Model"}}),
+        ("config.json", {"auto_map": {"AutoModelForSequenceClassification": "canary.Model"}}),
+        ("config.json", {"auto_map": {"AutoTokenizer": ["canary.Tokenizer", None]}}),
+        ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["canary.Slow", "canary.Fast"]}}),
+        ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": [None, "a/b--canary.Fast"]}}),
+        ("tokenizer_config.json", {"auto_map": ["canary.Slow", "canary.Fast"]}),
+        ("tokenizer_config.json", {"tokenizer_class": "Canary"}),
+        ("generation_config.json", {"custom_generate": "canary"}),
+    ],
+)
+def test_no_code_of_a_folder_runs_and_nobody_is_asked(folder, tokenizer_folder, file, settings):
+    shutil.copytree(tokenizer_folder, folder, dirs_exist_ok=True)
+    canary = folder.parent / "canary-was-here"
+    code = f"open({str(canary)!r}, 'w').close()\n"
+    (folder / "custom_generate").mkdir()
+    for name in ("canary.py", "custom_generate/generate.py"):
+        (folder / name).write_text(code)
+    amend(folder / file, settings)
+    options = plain(folder)
+    scorer = lambda: load_policy(options, TrainOptions(), LoraOptions(), head="score")  # noqa: E731
+    for load in (
+        lambda: load_causal_lm(options),
+        lambda: HfReward(options).identity(),
+        scorer,
+        lambda: load_tokenizer(str(folder), TokenOptions()),
+    ):
+        try:
+            load()
+        except UsageError:
+            continue
+    assert not canary.exists()
+
+
+def test_the_canary_sings_where_the_users_word_lets_it(folder):
+    canary = folder.parent / "canary-was-here"
+    (folder / "canary.py").write_text(f"open({str(canary)!r}, 'w').close()\n")
+    amend(folder / "config.json", {"auto_map": {"AutoModelForCausalLM": "canary.Model"}})
+    with pytest.raises(Exception, match="Model"):
+        load_causal_lm(ModelOptions(path=str(folder), trust_remote_code=True))
+    assert canary.exists()
+
+
+def test_an_adapter_that_names_its_base_on_the_hub_fetches_nothing(folder, tmp_path):
+    model = get_peft_model(load_causal_lm(plain(folder)), LoraConfig(r=4))
+    model.save_pretrained(tmp_path / "adapter")
+    settings = {"base_model_name_or_path": "someone/some-model", "revision": "main"}
+    amend(tmp_path / "adapter" / "adapter_config.json", settings)
+    load_causal_lm(ModelOptions(path=str(folder), adapter=str(tmp_path / "adapter")))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"megatron_config": {"a": 1}, "megatron_core": "canary"}, "megatron_config"),
+        ({"peft_type": "NOTHING"}, "cannot be put on the model"),
+        ({"peft_type": None}, "cannot be put on the model"),
+        ({"target_modules": 5}, "cannot be put on the model"),
+    ],
+)
+def test_an_adapter_with_settings_of_nobody_is_refused(folder, tmp_path, settings, said):
+    model = get_peft_model(load_causal_lm(plain(folder)), LoraConfig(r=4))
+    model.save_pretrained(tmp_path / "adapter")
+    amend(tmp_path / "adapter" / "adapter_config.json", settings)
+    with pytest.raises(UsageError, match=said):
+        load_causal_lm(ModelOptions(path=str(folder), adapter=str(tmp_path / "adapter")))
+
+
+@pytest.mark.parametrize("name", ["nowhere", "someone/some-adapter"])
+def test_an_adapter_that_is_not_here_is_not_looked_for_elsewhere(folder, name):
+    with pytest.raises(UsageError, match=r"adapter_config.json: the file is missing"):
+        load_causal_lm(ModelOptions(path=str(folder), adapter=name))
+
+
+def test_without_peft_an_adapter_is_refused_before_anything_is_read(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    options = ModelOptions(path=str(folder), adapter="adapter")
+    with pytest.raises(UsageError, match="pip install peft"):
+        HfReference(options).identity()
+    with pytest.raises(UsageError, match="pip install peft"):
+        load_policy(options, TrainOptions(), LoraOptions())
+
+
+def test_an_adapter_of_pickles_is_refused(folder, tmp_path):
+    (tmp_path / "adapter").mkdir()
+    amend(tmp_path / "adapter" / "adapter_config.json", {"peft_type": "LORA"})
+    (tmp_path / "adapter" / "adapter_model.bin").write_bytes(b"\x80\x04.")
+    with pytest.raises(UsageError, match="no adapter_model.safetensors"):
+        load_causal_lm(ModelOptions(path=str(folder), adapter=str(tmp_path / "adapter")))
+
+
+def test_the_program_tells_its_libraries_to_stay_offline():
+    before = {name: os.environ.pop(name, None) for name in ("HF_HUB_OFFLINE", "USE_HUB_KERNELS")}
+    try:
+        align("methods", "dpo")
+        assert (os.environ["HF_HUB_OFFLINE"], os.environ["USE_HUB_KERNELS"]) == ("1", "0")
+    finally:
+        os.environ.update({name: value for name, value in before.items() if value})
+
+
+def plain(folder):
+    return ModelOptions(path=str(folder))
+
+
+def amend(file, settings):
+    found = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(found | settings))
+
+
+def test_a_family_with_experts_is_loaded_without_a_kernel(tmp_path):
+    tiny_model("mixtral", {"num_local_experts": 4}).save_pretrained(tmp_path)
+    load_causal_lm(plain(tmp_path))

@@ -1,0 +1,181 @@
+"""The tensors of a folder are those of the model that scores: none left over, none made up."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from families import PLAIN_FAMILIES, TREE_FAMILIES, tiny_model
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from align.schemas.config import ModelOptions, TrainOptions
+from align.schemas.errors import UsageError
+from align.schemas.rows import Tree
+from align.stages.model.load import load_causal_lm, unused_weights
+from align.stages.model.policy import load_policy
+from align.stages.model.reference import HfReference, TreeScorer
+from align.stages.model.rewarder import HfReward
+
+pytestmark = [  # peft's own, while it saves an adapter
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers. to:UserWarning"),
+]
+FAMILIES = TREE_FAMILIES | PLAIN_FAMILIES
+TREE = Tree(np.array([3, 4, 5], np.int32), (np.array([6], np.int32), np.array([7, 8], np.int32)))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_saved_family_loads_whole_and_scores_as_before(name, tmp_path):
+    model = tiny_model(*FAMILIES[name])
+    model.save_pretrained(tmp_path)
+    assert unused_weights(options(tmp_path)) == []
+    loaded = load_causal_lm(options(tmp_path))
+    assert all(map(torch.equal, loaded.parameters(), model.parameters()))
+    assert np.array_equal(TreeScorer(loaded).score([TREE]), TreeScorer(model).score([TREE]))
+
+
+@pytest.fixture
+def shortened(saved_llama, tmp_path):
+    """Two layers of weights under a config that asks for one."""
+    return changed(saved_llama, tmp_path / "short", num_hidden_layers=1)
+
+
+def test_weights_that_the_model_does_not_use_are_refused(shortened):
+    with pytest.raises(UsageError, match=r"does not use 9 of the tensors.*model\.layers\.1\."):
+        load_causal_lm(options(shortened))
+    with pytest.raises(UsageError, match="does not use 9 of the tensors"):
+        HfReference(options(shortened)).identity()
+    with pytest.raises(UsageError, match="does not use 9 of the tensors"):
+        load_policy(options(shortened), TrainOptions(), lora=None)
+
+
+def test_unused_weights_that_are_allowed_are_recorded(shortened):
+    reference = HfReference(options(shortened, allow_unused_weights=True))
+    assert reference.open().score([TREE]).shape == (3,)
+    assert reference.identity()["model.unused_weights"] == "9"
+
+
+def test_nothing_is_recorded_where_no_weights_are_unused(saved_llama):
+    given, allowed = options(saved_llama), options(saved_llama, allow_unused_weights=True)
+    assert HfReference(allowed).identity() == HfReference(given).identity()
+
+
+def test_tensors_of_another_shape_are_refused_by_name(saved_llama, tmp_path):
+    folder = changed(saved_llama, tmp_path / "wide", intermediate_size=64)
+    for allows in (False, True):
+        with pytest.raises(UsageError, match=r"6 tensors have another shape.*\[32, 48\], not \[32"):
+            load_causal_lm(options(folder, allow_unused_weights=allows))
+
+
+def test_allowing_unused_weights_does_not_allow_missing_ones(saved_llama, tmp_path):
+    folder = changed(saved_llama, tmp_path / "long", num_hidden_layers=3)
+    with pytest.raises(UsageError, match="lack 9 tensors"):
+        load_causal_lm(options(folder, allow_unused_weights=True))
+
+
+@pytest.mark.parametrize(
+    ("family", "stored"),
+    [
+        ("llama", {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}),
+        ("llama", {"model.rotary_emb.inv_freq": torch.ones(4)}),
+        ("gpt2", {"transformer.h.0.attn.masked_bias": torch.tensor(-1e4)}),
+        ("gpt2", {"transformer.h.0.attn.bias": torch.ones(1, 1, 128, 128, dtype=torch.bool)}),
+        (
+            "gpt_neo with local layers",
+            {"transformer.h.0.attn.attention.masked_bias": torch.tensor(-1e9)},
+        ),
+    ],
+)
+def test_buffers_that_older_versions_stored_are_no_weights(family, stored, tmp_path):
+    tiny_model(*FAMILIES[family]).save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    save_file({**load_file(weights), **stored}, weights, metadata={"format": "pt"})
+    load_causal_lm(options(tmp_path))
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_a_tied_head_may_be_stored_or_left_out(is_stored, tmp_path):
+    model = tiny_model("llama", {"tie_word_embeddings": True})
+    model.save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    tensors = load_file(weights)
+    tensors.pop("lm_head.weight", None)
+    if is_stored:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, weights, metadata={"format": "pt"})
+    loaded = load_causal_lm(options(tmp_path))
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+
+
+def test_a_reward_model_with_unused_layers_is_refused(tmp_path):
+    config = LlamaConfig(**tiny_model("llama", {}).config.to_dict() | {"num_labels": 1})
+    LlamaForSequenceClassification(config).save_pretrained(tmp_path / "scorer")
+    HfReward(options(tmp_path / "scorer")).open()
+    short = changed(tmp_path / "scorer", tmp_path / "short", num_hidden_layers=1)
+    with pytest.raises(UsageError, match="does not use 9 of the tensors"):
+        HfReward(options(short)).open()
+    with pytest.raises(UsageError, match="does not use 9 of the tensors"):
+        HfReward(options(short)).identity()
+
+
+@pytest.fixture
+def adapter(saved_llama, tmp_path):
+    """An adapter on both layers that changes the scores."""
+    torch.manual_seed(1)
+    settings = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = get_peft_model(load_causal_lm(options(saved_llama)), settings)
+    model.save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def test_an_adapter_of_a_model_with_more_layers_is_refused(adapter, tmp_path):
+    tiny_model("llama", {"num_hidden_layers": 1}).save_pretrained(tmp_path / "short")
+    refuse_adapter(tmp_path / "short", adapter, r"lacks 0 .* and 4 of its own are not used")
+
+
+def test_an_adapter_of_a_model_with_fewer_layers_is_refused(adapter, tmp_path):
+    tiny_model("llama", {"num_hidden_layers": 3}).save_pretrained(tmp_path / "long")
+    refuse_adapter(tmp_path / "long", adapter, r"lacks 4 tensors .*layers\.2\..* and 0 of its own")
+
+
+def test_an_adapter_of_a_model_of_another_width_is_refused(adapter, tmp_path):
+    tiny_model("llama", {"hidden_size": 64}).save_pretrained(tmp_path / "wide")
+    refuse_adapter(tmp_path / "wide", adapter, "cannot be put on the model")
+
+
+def test_an_adapter_whose_settings_leave_out_what_it_stores_is_refused(saved_llama, adapter):
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    write(adapter / "adapter_config.json", settings | {"target_modules": ["q_proj"]})
+    refuse_adapter(saved_llama, adapter, r"4 of its own are not used \(first: .*v_proj")
+
+
+def test_an_adapter_with_retrained_embeddings_is_taken_whole(saved_llama, tmp_path):
+    base = load_causal_lm(options(saved_llama))
+    settings = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    model = get_peft_model(base, settings)
+    model.save_pretrained(tmp_path, save_embedding_layers=True)
+    names = set(load_file(tmp_path / "adapter_model.safetensors"))
+    assert any("embed_tokens" in name for name in names)
+    load_causal_lm(options(saved_llama, adapter=str(tmp_path)))
+
+
+def refuse_adapter(model, adapter, said):
+    with pytest.raises(UsageError, match=said):
+        load_causal_lm(options(model, adapter=str(adapter)))
+
+
+def options(folder, **more):
+    return ModelOptions(path=str(folder), **more)
+
+
+def changed(source, target, **settings):
+    shutil.copytree(source, target)
+    write(target / "config.json", json.loads((source / "config.json").read_text()) | settings)
+    return target
+
+
+def write(file, value):
+    file.write_text(json.dumps(value))

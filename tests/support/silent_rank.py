@@ -1,0 +1,32 @@
+"""Two ranks: the first is slow for a while, as in a long save; then the second falls silent.
+
+It stops as a machine does that has lost its power: its connections stay open.
+"""
+
+import hashlib
+import os
+import signal
+import sys
+import time
+
+from align.stages.engine import heartbeat, launch
+from align.stages.engine.peers import from_first, gathered
+
+heartbeat.BEAT_SECONDS, heartbeat.LOST_SECONDS = 0.1, 2.0
+
+
+def slow():
+    """Longer than a lost rank is waited for."""
+    deadline = time.monotonic() + 2 * heartbeat.LOST_SECONDS
+    while time.monotonic() < deadline:
+        hashlib.sha256(bytes(1 << 22))
+
+
+with launch.joined_world() as here:
+    from_first(here, slow)
+    sys.stdout.write("slow ranks are waited for\n")
+    sys.stdout.flush()
+    if here.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    gathered(here, here.rank)
+    sys.stdout.write("the silence was not heard\n")
