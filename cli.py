@@ -46,6 +46,9 @@ def main() -> None:
     """Runs one command; a person's mistake is one message, never a traceback."""
     from .schemas.errors import AlignError, Interrupted, PeerError
 
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        # Ranks of one machine may have more threads than cores: those that wait must not spin.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Nothing that a model folder names is looked up in the Hub, nor run from what lies there.
     os.environ |= {"HF_HUB_OFFLINE": "1", "USE_HUB_KERNELS": "0"}
     own_process(sys.argv)
@@ -62,9 +65,12 @@ def main() -> None:
         os._exit(error.exit_code)
     except (AlignError, Interrupted) as error:
         _fail(str(error), error.exit_code)
+    except BrokenPipeError:  # who read what we print has gone
+        os._exit(128 + signal.SIGPIPE)
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        _fail(f"{where}{error.strerror or error}. Check the disk and its permissions.", 74)
+        from .stages.storage.refusals import refused
+
+        _fail(str(refused(error)), refused(error).exit_code)
     except Exception:
         import traceback
 
@@ -80,12 +86,14 @@ def init(
     """Write an align.yaml with every setting, its default and what it means."""
     from .pipeline.settings import template
     from .schemas.errors import UsageError
+    from .stages.storage import fs
 
     if path.exists():
         raise UsageError(f"{path} exists. Remove it first, or name another file.")
     if not path.parent.is_dir():
         raise UsageError(f"{path.parent}: no such folder. Make it first, or name another file.")
-    path.write_text(template(), encoding="utf-8")
+    with fs.new_file(path, replaces=False) as file:
+        file.write(template().encode())
     say(f"{path} written. Set model.path in it, then: align precompute-ref data.parquet")
 
 
@@ -307,6 +315,30 @@ def export(
     target = output or cache.resolve().with_name(f"{cache.resolve().name}-{to}.parquet")
     rows = run_export(cache, target, model=model, overwrite=overwrite)
     say(f"{target}: {rows:,} rows")
+
+
+@app.command()
+def gc(
+    cache: CacheDir,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Remove what a cache held before it grew; trainings that began on that cannot go on then."""
+    from .pipeline.growth import gone_without, remove_earlier
+    from .schemas.errors import UsageError
+
+    found = gone_without(cache)
+    say(f"{cache}: {len(found.roots)} earlier roots")
+    for root in found.roots:
+        say(f"  {root}")
+    say(f"{len(found.files):,} files that only they name, {found.bytes:,} bytes")
+    if dry_run or not found:
+        return
+    if not yes and not sys.stdin.isatty():
+        raise UsageError("A training that began on one of these cannot go on then. Pass --yes.")
+    if yes or typer.confirm("A training that began on one of these cannot go on then. Remove?"):
+        remove_earlier(cache)
+        say("removed")
 
 
 @app.command("tiny-world")

@@ -1,15 +1,20 @@
-"""A cache may grow in place, but nothing that was paid for may be lost."""
+"""A cache may grow in place, but nothing that was paid for or is still read may be lost."""
 
 from __future__ import annotations
 
+import uuid
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..schemas.errors import FingerprintError
+from ..schemas.errors import FingerprintError, UsageError
 from ..schemas.rows import Role
 from ..stages.score.reuse import look_up
+from ..stages.storage.gc import remove_superseded, superseded
+from ..stages.storage.layout import CacheFolder
+from ..stages.storage.locks import owner_lock
+from ..stages.storage.manifest import load_manifest
 from ..stages.storage.shards import iter_row_groups, read_shard
 from ..stages.storage.tables import parse_row_ids
 
@@ -22,7 +27,7 @@ if TYPE_CHECKING:
     from ..schemas.manifest import Commit, Manifest
     from ..schemas.rows import RowBlock
     from ..stages.prepare.spool import Spool
-    from ..stages.storage.layout import CacheFolder
+    from ..stages.storage.gc import Superseded
 
 ROWS_AT_ONCE = 4096
 
@@ -50,6 +55,25 @@ def require_growth(
             "in the data any more (data.files differs). Choose another --output; scores both "
             "caches need are copied, not computed again."
         )
+
+
+def gone_without(cache: Path) -> Superseded:
+    """What `remove_earlier` would remove."""
+    folder = CacheFolder(cache)
+    return superseded(folder, load_manifest(folder))
+
+
+def remove_earlier(cache: Path) -> None:
+    """Leaves of a cache that has grown only what it holds now."""
+    folder = CacheFolder(cache)
+    manifest = load_manifest(folder)
+    with owner_lock(folder, uuid.uuid4().hex[:12]):
+        if works := folder.works():
+            raise UsageError(
+                f"{works[0].root} is an unfinished run, whose shards may be in use. Give its "
+                "command again, or delete that folder, then run align gc again."
+            )
+        remove_superseded(folder, manifest)
 
 
 def _arc(spool: Spool, shard: Commit, rows: NDArray[np.bytes_] | None) -> Iterator[tuple[int, int]]:

@@ -17,6 +17,7 @@ from ..stages.storage import fs
 from ..stages.storage.cores import usable_cores
 from ..stages.storage.manifest import load_manifest, write_plan
 from ..stages.storage.quarantine import write_quarantine
+from ..stages.storage.refusals import told
 from .growth import require_growth
 from .known import candidates
 from .usable import Losses
@@ -68,7 +69,7 @@ def _encode(job: Job, intake: Intake, progress: Progress) -> list[Spool]:
     progress.begin("reading and tokenizing", total=None, unit="rows")
     chunks = _shown(iter_chunks(job.inputs, job.shape.columns), progress)
     encoded = encode_chunks(chunks, encoding, num_workers=workers)
-    with fs.told("write", spool):
+    with told("write", spool):
         try:
             runs = collect_runs(spool, encoded, carried=job.shape.carried, intake=intake)
         except BadDataError:
@@ -82,7 +83,7 @@ def _encode(job: Job, intake: Intake, progress: Progress) -> list[Spool]:
 
 def _merge(job: Job, runs: list[Spool], intake: Intake) -> Ring:
     spool = job.work.spool
-    with fs.told("write", spool):
+    with told("write", spool):
         return merge_runs(
             spool,
             runs,

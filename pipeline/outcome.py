@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..stages.report.grid import worded
+from ..stages.storage.gc import superseded
+from ..stages.storage.layout import CacheFolder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,6 +44,8 @@ class Outcome:
         if dropped:
             total = sum(manifest.quarantined.values())
             lines.append(f"{total} of {manifest.rows_in:,} rows dropped: {', '.join(dropped)}")
+        if kept := superseded(CacheFolder(self.folder), manifest):
+            lines.append(f"note: {kept}")
         lines += [f"note: {count:,} {worded(name)}" for name, count in _notes(manifest)]
         return "\n".join(lines)
 

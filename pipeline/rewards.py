@@ -11,10 +11,10 @@ from ..schemas.manifest import file_identity
 from ..schemas.rows import Role
 from ..stages.prepare.read import digested, iter_chunks, open_inputs, require_unchanged
 from ..stages.prepare.records import parse_chunk
-from ..stages.prepare.rewarded import Scores, write_rewarded
+from ..stages.prepare.rewarded import ROWS, Scores, write_rewarded
 from ..stages.prepare.shapes import common_shape
-from ..stages.storage import fs
 from ..stages.storage.layout import CacheFolder
+from ..stages.storage.places import OutputFolder
 from ..stages.storage.shards import read_shard
 from .job import renames
 from .precompute import precompute
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..stages.prepare.shapes import Shape
     from .units import Worker
 
-ROWS, CACHE = "rows.jsonl", "cache"
+CACHE = "cache"
 LABELS = {Role.CHOSEN: 1.0, Role.DESIRABLE: 1.0, Role.REJECTED: -1.0, Role.UNDESIRABLE: -1.0}
 
 
@@ -60,9 +60,7 @@ def rewards_from_labels(config: Config) -> Rewarded:
             f"--from-labels: {data.inputs[0].path} has no labels and no pairs. Score it with "
             "--reward-model."
         )
-    folder = _folder(config)
-    fs.make_folder(folder)
-    return _written(folder, data, lambda record: [LABELS[role] for role in record.roles])
+    return _written(_output(config), data, lambda record: [LABELS[role] for role in record.roles])
 
 
 def rewards_from_model(
@@ -79,17 +77,16 @@ def rewards_from_model(
             f"{data.inputs[0].path} has one completion in a row and a score for each. Take the "
             "scores out, or put the completions of a prompt into one row (prompt, completions)."
         )
-    folder = _folder(config)
+    output = _output(config)
     model = replace(config.model, path=config.rewards.model, adapter="")
-    cache = replace(config.cache, output=str(folder / CACHE), kl_pairs=0, token_logps=False)
+    cache = replace(config.cache, output=str(output.root / CACHE), kl_pairs=0, token_logps=False)
     scoring = replace(config, model=model, cache=cache)
-    fs.make_folder(folder)
     reward = open_reward(model)
     outcome = precompute(scoring, reward, progress=progress, worker=worker, stage="score")
-    scores = _scores(CacheFolder(folder / CACHE), outcome.manifest)
+    scores = _scores(CacheFolder(output.root / CACHE), outcome.manifest)
     # The shards name files by their bytes, and here they are read in the order they were given.
     files = [file_identity(file.sha256) for file in data.digested]
-    return _written(folder, data, lambda record: scores.of(files[record.file], record.row))
+    return _written(output, data, lambda record: scores.of(files[record.file], record.row))
 
 
 @dataclass(frozen=True)
@@ -107,11 +104,14 @@ def _opened(config: Config) -> _Data:
     return _Data(inputs, before, common_shape(inputs, renames(config.data.map), config.data.carry))
 
 
-def _folder(config: Config) -> Path:
+def _output(config: Config) -> OutputFolder:
     folder = Path(config.rewards.output)
     if not folder.absolute().parent.is_dir():
         raise UsageError(f"{folder}: its parent is no folder. Make it, or choose another --output.")
-    return folder
+    output = OutputFolder(folder, "rewards")
+    output.prepare()
+    output.require_ours(ROWS)  # before hours of scoring
+    return output
 
 
 def _scores(folder: CacheFolder, manifest: Manifest) -> Scores:
@@ -119,7 +119,7 @@ def _scores(folder: CacheFolder, manifest: Manifest) -> Scores:
 
 
 def _written(
-    folder: Path,
+    output: OutputFolder,
     data: _Data,
     scores_of: Callable[[Record], Sequence[float] | None],
 ) -> Rewarded:
@@ -136,6 +136,5 @@ def _written(
                     yield record, scores
         require_unchanged(data.inputs, data.digested)
 
-    path = folder / ROWS
-    rows, completions = write_rewarded(path, rewarded())
-    return Rewarded(path, rows, completions, rows_in - rows)
+    rows, completions = write_rewarded(output, rewarded())
+    return Rewarded(output.root / ROWS, rows, completions, rows_in - rows)

@@ -46,6 +46,7 @@ def write_report(root: Path) -> Path:
             f"{root} holds no training run: it lacks {folder.metrics.name} or "
             f"{folder.config.name}. Name the --output of `align train`."
         )
+    fs.drop_drafts(folder.report)
     fs.publish(folder.report, _page(folder).encode(), label="report")
     return folder.report
 
@@ -117,11 +118,11 @@ def _of_cache(folder: RunFolder, settings: dict[str, Any]) -> list[str]:
     """Where the numbers of the reference come from, as far as the cache still tells."""
     cache = CacheFolder(Path(settings["train.cache"] or settings["cache.output"]))
     try:
-        manifest = load_manifest(cache)
         roots = {
             read_checkpoint(folder.step(step)).position.identity.cache_root
             for step in folder.steps()
         }
+        manifest = load_manifest(cache, min(roots, default=""))
     except (UsageError, CorruptionError) as error:
         return [section("Data", facts({"cache": str(error)}))]
     if others := roots - {manifest.root}:

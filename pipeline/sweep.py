@@ -13,6 +13,7 @@ from ..schemas.errors import AlignError, Interrupted, UsageError
 from ..stages.engine.launch import joined_world
 from ..stages.engine.peers import from_first
 from ..stages.storage import fs
+from ..stages.storage.places import OutputFolder
 from ..stages.storage.run_folder import RunFolder
 from .borne import borne
 from .halting import WAY_ON
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     Load = Callable[[Sequence[str]], Settings]
 
+PAGES = ("sweep.json", "sweep.txt", "sweep.html")
 GROUP_TAG = "align.sweep"  # the sweep's folder: it names the group where the parent is not known
 
 
@@ -48,7 +50,7 @@ def sweep(load: Load, trials: Sequence[Trial], output: Path, *, progress: Progre
     _require_different(jobs)
     tried: list[Tried] = []
     with joined_world() as world:
-        from_first(world, partial(_require_room, jobs))
+        from_first(world, partial(_require_room, jobs, output))
         with (
             _naming_the_way_on(output, tried, len(jobs)),
             recorded(given.config.tracking, "sweep", is_recorded=world.rank == 0) as parent,
@@ -88,7 +90,10 @@ def _require_different(jobs: Sequence[TrainingJob]) -> None:
             raise UsageError(f"{named} would be the same run. Leave one of them out.")
 
 
-def _require_room(jobs: Sequence[TrainingJob]) -> None:
+def _require_room(jobs: Sequence[TrainingJob], output: Path) -> None:
+    OutputFolder(output, "sweep").prepare()
+    for name in PAGES:
+        fs.drop_drafts(output / name)
     for job in jobs:
         if job.config.train.resume == "never":
             RunFolder(Path(job.config.train.output)).require_new()

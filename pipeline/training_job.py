@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..schemas.errors import UsageError
+from ..schemas.errors import CorruptionError, FingerprintError, UsageError
 from ..stages.engine.config import Circumstances, engine_config
 from ..stages.engine.user_file import stage_of
 from ..stages.methods.table import recipe_of
@@ -15,6 +16,8 @@ from ..stages.model.fingerprint import UNUSED_WEIGHTS, stored_dtype
 from ..stages.model.folder_check import require_peft
 from ..stages.storage.layout import CacheFolder
 from ..stages.storage.manifest import load_manifest
+from ..stages.storage.restore import read_checkpoint
+from ..stages.storage.run_folder import RunFolder
 from .best_metric import require_measured
 from .durations import seconds_of
 from .effect import require_effect
@@ -75,7 +78,7 @@ def open_training(settings: Settings) -> TrainingJob:
     require_effect(settings)
     require_measured(train)
     cache = CacheFolder(Path(train.cache or config.cache.output))
-    manifest = load_manifest(cache)
+    manifest = load_manifest(cache, _begun_on(train))
     policy = _policy(settings, manifest)
     _zero_stage(train, policy, world_size=1)
     held_out = _held_out(config, manifest)
@@ -101,6 +104,15 @@ def open_training(settings: Settings) -> TrainingJob:
         begins_as_reference=begins_as_reference,
         max_seconds=max_seconds,
     )
+
+
+def _begun_on(train: TrainOptions) -> str:
+    """The root of the cache that the run to be gone on with was begun on; it may have grown."""
+    folder = RunFolder(Path(train.output))
+    for step in folder.steps()[::-1] if train.resume == "auto" else []:
+        with suppress(CorruptionError, FingerprintError):
+            return read_checkpoint(folder.step(step)).position.identity.cache_root
+    return ""
 
 
 def _zero_stage(train: TrainOptions, policy: ModelOptions, world_size: int) -> int:

@@ -13,6 +13,7 @@ from ..schemas.rows import Tree
 from ..stages.model.fingerprint import UNUSED_WEIGHTS
 from ..stages.model.tolerance import allowed_gaps
 from ..stages.score.again import score_again
+from ..stages.storage.gc import superseded
 from ..stages.storage.layout import CacheFolder
 from ..stages.storage.sample import sample_rows
 from ..stages.storage.verify import verify_cache
@@ -45,6 +46,8 @@ def verify(
     told = (
         f"{cache}: all {len(manifest.shards)} of its shards hold their digest; root {manifest.root}"
     )
+    if kept := superseded(folder, manifest):
+        told = f"{told}\n{kept}"
     if not rescore:
         return told
     reference = open_reference(_as_recorded(options, manifest, model))

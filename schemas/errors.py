@@ -9,6 +9,7 @@ AlignError (2)
 ├── NonFiniteError (6)      NaN or infinity where a number must be
 ├── PeerError (69)          another rank of this run is gone
 ├── StorageError (74)       the disk said no
+│   └── PathError (2)       a path that cannot be used so: gone, forbidden, of another kind
 └── LockedError (75)        another process is at work in this folder
 
 Interrupted (129, 130, 138, 143)  a signal asked to stop; no AlignError, for nobody may mend it
@@ -63,6 +64,12 @@ class StorageError(AlignError):
     """The disk refused an operation."""
 
     exit_code = 74
+
+
+class PathError(StorageError):
+    """A path cannot be used as it was meant, though nothing is wrong with the disk."""
+
+    exit_code = 2
 
 
 class LockedError(AlignError):

@@ -10,6 +10,7 @@ from trainings import Course, Server
 from align.stages.world.tokenizer import make_tokenizer
 
 os.environ["OMP_NUM_THREADS"] = "1"  # two cores, and every process of a test wants both
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # stage 1 computes with the threads of its plan
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("ALIGN_MODEL", None)
 

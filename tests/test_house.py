@@ -15,7 +15,9 @@ FILES = sorted(
     [*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))]
 )
 VERBS = {"prepare", "score", "feed", "train"}
-NOUN_FRIENDS = {"report": {"storage"}, "tracking": {"storage"}}  # noun: further nouns it may use
+NOUN_FRIENDS = {
+    name: {"storage"} for name in ("report", "tracking", "world")
+}  # noun: further nouns it may use
 LONGEST_FILE, LONGEST_FUNCTION = 400, 60
 
 
@@ -163,4 +165,4 @@ def test_every_exit_code_stands_in_the_readme():
     assert {2, 3, 4, 5, 6, 74, 75} <= codes
     for code in codes:
         assert f"| {code} |" in readme
-    assert "130, 143" in readme
+    assert "129, 130, 138, 143" in readme

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,12 +14,15 @@ from ..storage import fs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-    from pathlib import Path
 
     from numpy.typing import ArrayLike, NDArray
 
     from ...schemas.rows import Record, Text
     from ...schemas.shards import ScoredBlock
+    from ..storage.places import OutputFolder
+
+
+ROWS = "rows.jsonl"
 
 
 @dataclass(frozen=True)
@@ -58,16 +62,21 @@ def _places(files: ArrayLike, rows: ArrayLike) -> NDArray[np.bytes_]:
     return np.ascontiguousarray(both, dtype=">u8").view("S16").ravel()
 
 
-def write_rewarded(target: Path, rows: Iterable[tuple[Record, Sequence[float]]]) -> tuple[int, int]:
+def write_rewarded(
+    output: OutputFolder, rows: Iterable[tuple[Record, Sequence[float]]]
+) -> tuple[int, int]:
     """Writes the file in one step; returns how many rows and completions it holds."""
     num_rows = num_completions = 0
-    with fs.draft_of(target) as draft:
-        with fs.create(draft) as file:
-            for record, scores in rows:
-                line = json.dumps(_plain(record, scores), ensure_ascii=False, allow_nan=False)
-                file.write(f"{line}\n".encode())
-                num_rows, num_completions = num_rows + 1, num_completions + len(scores)
-        fs.fsync(draft)
+    content = hashlib.sha256()
+    output.require_ours(ROWS)
+    with fs.new_file(output.root / ROWS, replaces=True) as file:
+        for record, scores in rows:
+            line = json.dumps(_plain(record, scores), ensure_ascii=False, allow_nan=False)
+            encoded = f"{line}\n".encode()
+            file.write(encoded)
+            content.update(encoded)
+            num_rows, num_completions = num_rows + 1, num_completions + len(scores)
+        output.vouch_for(ROWS, content.hexdigest())
     return num_rows, num_completions
 
 

@@ -16,7 +16,7 @@ from zlib import crc32
 import numpy as np
 
 from ...schemas.errors import CorruptionError
-from ..storage import fs
+from ..storage.refusals import told
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -142,7 +142,7 @@ class Summed:
             raise self._damaged("it is not what was written (a checksum differs)")
 
     def _from_file(self, path: Path, start: int, count: int) -> NDArray[np.uint8]:
-        with fs.told("read", path):
+        with told("read", path):
             try:
                 return np.fromfile(path, dtype=np.uint8, count=count, offset=start)
             except FileNotFoundError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -28,11 +28,8 @@ def export_trl(
     """Writes `target` in one step and returns how many rows it holds."""
     _require_free(target, overwrite=overwrite)
     tables = _flat_tables(folder, decode)
-    with fs.draft_of(target) as draft:
-        num_rows = _write(draft, tables)
-        fs.fsync(draft)
-        _require_free(target, overwrite=overwrite)  # it may have come since
-    return num_rows
+    with fs.new_file(target, replaces=overwrite) as sink:
+        return _write(sink, tables)
 
 
 def _require_free(target: Path, *, overwrite: bool) -> None:
@@ -54,10 +51,9 @@ def _flat_tables(folder: CacheFolder, decode: Decode) -> Iterator[pa.Table]:
             yield flat_table(read_block(group, source=str(path)), decode, source=str(path))
 
 
-def _write(draft: Path, tables: Iterator[pa.Table]) -> int:
+def _write(sink: BinaryIO, tables: Iterator[pa.Table]) -> int:
     num_rows = 0
     with ExitStack() as stack:
-        sink = stack.enter_context(fs.create(draft))
         writer = None
         for table in tables:
             if writer is None:

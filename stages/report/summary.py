@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ...schemas.manifest import InputEntry  # noqa: TC001 - codec reads the hints
 from ...schemas.rows import Role
+from ..storage.gc import superseded
 from ..storage.manifest import load_manifest
 from .columns import read_columns
 from .spread import Spread, spread_of
@@ -79,6 +80,8 @@ class Summary:
     tokens: int  # of completions
     shards: int
     bytes: int
+    superseded_files: int  # of earlier roots, kept until `align gc`
+    superseded_bytes: int
     prompts: PromptSummary
     roles: dict[str, RoleSummary]
     kto_weights: KtoWeights | None  # None where a class is missing
@@ -92,6 +95,7 @@ def summarize(folder: CacheFolder) -> Summary:
     """Reads a finished cache once, row group by row group."""
     manifest = load_manifest(folder)
     columns = read_columns(folder, manifest)
+    kept = superseded(folder, manifest)
     roles = {role.name.lower(): _role(own) for role in Role if len(own := columns.of_role(role))}
     return Summary(
         name=folder.root.resolve().name,
@@ -107,6 +111,8 @@ def summarize(folder: CacheFolder) -> Summary:
         tokens=manifest.tokens,
         shards=len(manifest.shards),
         bytes=sum(shard.bytes for shard in manifest.shards),
+        superseded_files=len(kept.files),
+        superseded_bytes=kept.bytes,
         prompts=_prompts(columns.prompts),
         roles=roles,
         kto_weights=_kto_weights(roles),

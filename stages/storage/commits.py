@@ -7,7 +7,7 @@ import logging
 import math
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -71,6 +71,21 @@ def commit_unit(
     return _yield_to(_read_commit(work.commit(unit), unit), ours, final, is_new=is_new)
 
 
+def counted(block: ScoredBlock) -> dict[str, Any]:
+    """What a commit says of the rows in its shard, by its fields."""
+    logps = block.logps
+    return {
+        "rows": len(block.rows),
+        "branches": len(logps),
+        "tokens": len(block.rows.completions.values),
+        "row_groups": len(group_bounds(block.rows)),
+        "ids_digest": ids_digest(row_ids(block.rows)),
+        "logp_sum": math.fsum(logps),
+        "logp_min": float(logps.min()) if len(logps) else 0.0,
+        "logp_max": float(logps.max()) if len(logps) else 0.0,
+    }
+
+
 def read_commits(work: WorkFolder, num_units: int) -> dict[int, Commit]:
     """The finished units of a plan, each with its shard in place."""
     if not work.commits.is_dir():
@@ -116,9 +131,7 @@ def _describe(
     quarantine: tuple[FileEntry, ...],
 ) -> Commit:
     """Reads the file back before anything vouches for it."""
-    groups = group_bounds(block.rows)
-    logps = block.logps
-    _require_written(draft, block, len(groups))
+    _require_written(draft, block, len(group_bounds(block.rows)))
     sha256 = fs.sha256_of(draft)
     unsigned = Commit(
         unit=unit,
@@ -126,16 +139,9 @@ def _describe(
         file=part_name(unit, sha256),
         bytes=draft.stat().st_size,
         sha256=sha256,
-        rows=len(block.rows),
-        branches=len(logps),
-        tokens=len(block.rows.completions.values),
-        row_groups=len(groups),
+        **counted(block),
         first_key=facts.first_key,
         last_key=facts.last_key,
-        ids_digest=ids_digest(row_ids(block.rows)),
-        logp_sum=math.fsum(logps),
-        logp_min=float(logps.min()) if len(logps) else 0.0,
-        logp_max=float(logps.max()) if len(logps) else 0.0,
         tokens_per_batch=facts.tokens_per_batch,
         quarantine=quarantine,
         quarantined=dict(Counter(sorted(row.reason for row in facts.rejected))),

@@ -10,6 +10,7 @@ from ...schemas.checkpoint import CheckpointFile, Ending
 from ...schemas.codec import CodecError, from_signed_json, to_signed_json
 from ...schemas.errors import CorruptionError
 from . import fs
+from .refusals import told
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,7 +65,7 @@ def described(root: Path, path: Path) -> CheckpointFile:
 def begins_as(path: Path, known: CheckpointFile) -> bool:
     """Whether a file begins with the bytes that it had when it was described."""
     sha256, left = hashlib.sha256(), known.bytes
-    with fs.open_regular(path) as source, fs.told("read", path):
+    with fs.open_regular(path) as source, told("read", path):
         while left and (chunk := source.read(min(left, CHUNK))):
             sha256.update(chunk)
             left -= len(chunk)

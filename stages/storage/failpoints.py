@@ -37,6 +37,7 @@ OF_A_CACHE = (
     "gc.forgotten",
     "gc.done",
 )
+OF_GROWTH = ("root.before_link", "root.after_link", "superseded.forgotten")
 OF_A_RUN = (
     "checkpoint.written",
     "checkpoint.before_json",
@@ -71,7 +72,7 @@ OF_A_STEP = (
     "evaluation.batch",
     "evaluation.done",
 )
-NAMES = (*OF_A_CACHE, *OF_A_RUN, *OF_RECORDS, *OF_A_STEP)
+NAMES = (*OF_A_CACHE, *OF_GROWTH, *OF_A_RUN, *OF_RECORDS, *OF_A_STEP)
 
 ACTIONS = ("kill", "term", "eio", "enospc")
 

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import io
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -16,8 +18,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from ...schemas.errors import AlignError, StorageError
+from ...schemas.errors import AlignError, StorageError, UsageError
 from .failpoints import reach
+from .refusals import told
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,33 +34,22 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def publish(path: Path, payload: bytes, *, label: str) -> None:
     """Puts a whole file in place of whatever had its name."""
-    draft = _draft_of(path)
-    try:
-        write_new(draft, payload)
+    with _drafted(path, payload) as draft:
         reach(f"{label}.before_rename")
         rename(draft, path)
-    except BaseException:
-        discard(draft)
-        raise
     reach(f"{label}.after_rename")
     fsync_folder(path.parent)
 
 
 def put_if_absent(path: Path, payload: bytes, *, label: str) -> bool:
     """Puts a whole file where none is; False when another was there first."""
-    draft = _draft_of(path)
-    try:
-        write_new(draft, payload)
+    with _drafted(path, payload) as draft:
         reach(f"{label}.before_link")
         won = link(draft, path)
-    except BaseException:
-        discard(draft)
-        raise
     reach(f"{label}.after_link")
     unlink(draft)
     # Also for the loser: who built on the winner's file must not outlive it in a power loss.
@@ -66,16 +58,66 @@ def put_if_absent(path: Path, payload: bytes, *, label: str) -> bool:
 
 
 @contextmanager
-def draft_of(path: Path) -> Iterator[Path]:
-    """A name to write under; what is durable there at the end of the block becomes `path`."""
+def new_file(path: Path, *, replaces: bool) -> Iterator[io.BufferedWriter]:
+    """A file to write into; whole and durable at the end of the block, it becomes `path`.
+
+    Where it does not replace, a file that is there stays and is an error.
+    """
+    drop_drafts(path)
     draft = _draft_of(path)
+    with _locked(draft) as sink:
+        yield sink
+        sink.flush()
+        fsync(draft)
+        if replaces:
+            rename(draft, path)
+        elif not link(draft, path):
+            raise UsageError(f"{path} exists. Move it, or name another file.")
+    if not replaces:
+        unlink(draft)
+    fsync_folder(path.parent)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes `path` at the end of the block; no more than empty before."""
+    drop_drafts(path)
+    draft = _draft_of(path)
+    make_folder(draft)
+    descriptor = os.open(draft, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
+        _lock(descriptor)
         yield draft
         rename(draft, path)
     except BaseException:
-        discard(draft)
+        with suppress(AlignError):
+            remove_tree(draft)
         raise
-    fsync_folder(path.parent)
+    finally:
+        os.close(descriptor)
+
+
+def drop_drafts(path: Path) -> None:
+    """Removes drafts of a file or folder that were left by a writer who is dead: none is locked."""
+    name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.tmp")
+    parent = path.parent
+    for draft in sorted(parent.iterdir()) if os.access(parent, os.R_OK) and parent.is_dir() else []:
+        if name.fullmatch(draft.name) and not draft.is_symlink() and _is_dead(draft):
+            (remove_tree if draft.is_dir() else unlink)(draft)
+
+
+def _is_dead(draft: Path) -> bool:
+    try:
+        descriptor = os.open(draft, _READ)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
 
 
 @contextmanager
@@ -270,6 +312,34 @@ def discard(path: Path) -> None:
         unlink(path)
 
 
+@contextmanager
+def _drafted(path: Path, payload: bytes) -> Iterator[Path]:
+    """A durable draft of a file, for the block to give it its name."""
+    draft = _draft_of(path)
+    with _locked(draft) as sink:
+        sink.write(payload)
+        sink.flush()
+        fsync(draft)
+        yield draft
+
+
+@contextmanager
+def _locked(draft: Path) -> Iterator[io.BufferedWriter]:
+    """A new file, locked as long as its writer lives; it goes when the block fails."""
+    try:
+        with create(draft) as sink:
+            _lock(sink.fileno())
+            yield sink
+    except BaseException:
+        discard(draft)
+        raise
+
+
+def _lock(descriptor: int) -> None:
+    with suppress(OSError):  # a file system without locks: there no draft is taken for dead
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 def _draft_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
 
@@ -317,33 +387,3 @@ def _do(
         for watcher in _watchers:
             watcher(Op(name, path, target, bytes(payload)))
         return action()
-
-
-@contextmanager
-def told(name: str, path: Path, needed: int = 0) -> Iterator[None]:
-    """Turns what the disk refuses inside into a StorageError."""
-    try:
-        yield
-    except OSError as error:
-        raise storage_error(name, path, error, needed) from error
-
-
-def storage_error(name: str, path: Path, error: OSError, needed: int = 0) -> StorageError:
-    """What to tell a person when the disk refuses."""
-    said = f"{path}: {name.replace('_', ' ')} failed: {error.strerror or error}"
-    if error.errno in _FULL:
-        needs = f"{needed:,} bytes needed, " if needed else ""
-        return StorageError(
-            f"{said} ({needs}{_room(path.parent)} free). Free some space or choose another "
-            "--output, then run the same command again: finished shards are kept."
-        )
-    return StorageError(
-        f"{said}. Check the disk and the folder's permissions, then run the same command again."
-    )
-
-
-def _room(path: Path) -> str:
-    try:
-        return f"{free_bytes(path):,}"
-    except StorageError:
-        return "an unknown number"

@@ -5,6 +5,7 @@ data/part-<unit>-<sha256>.parquet    shards, named by their content
 quarantine/part-<n>-<sha256>.parquet rejected rows
 _align/LOCK                          held by the owner of the folder
 _align/mlflow-run.json               names the run of MLflow whose end it was not told
+_align/roots/<root>.json             manifests the cache had before it grew; their shards stay
 _align/<plan key>/                   work in progress, gone when it is done
     plan.json  commits/<unit>.json  claims  spool/  tmp/<run id>/
 """
@@ -17,15 +18,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from . import fs
-from .places import make_place, refuse_foreign
+from .places import is_output, make_place, refuse_foreign
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 PART_NAME = re.compile(r"part-[0-9]{8}-[0-9a-f]{16}\.parquet")
-PLAN_NAME = "plan.json"
 COMMIT_NAME = re.compile(r"([0-9]{8})\.json")
 PLAN_NAME = "plan.json"
+ROOT_NAME = re.compile(r"[0-9a-f]{16}\.json")
 WORK_NAME = re.compile(r"[0-9a-f]{16}")
 
 
@@ -66,6 +67,15 @@ class CacheFolder:
         return self.private / "LOCK"
 
     @property
+    def roots(self) -> Path:
+        """Manifests of before; only there when the cache has grown."""
+        return self.private / "roots"
+
+    def earlier(self, root: str) -> Path:
+        """Where the manifest of an earlier root is, or would be."""
+        return self.roots / f"{root[:16]}.json"
+
+    @property
     def mlflow(self) -> Path:
         """Names the run of MLflow whose end it was not told; only there until it was."""
         return self.private / "mlflow-run.json"
@@ -91,7 +101,8 @@ class CacheFolder:
         """Makes the folders; refuses a folder that holds something else."""
         is_run = (self.root / "checkpoints").exists()
         ours = self.private.is_dir() or (self.manifest.is_file() and self.data.is_dir())
-        refuse_foreign(self.root, is_ours=ours and not is_run, what="cache")
+        is_other = is_run or is_output(self.private)
+        refuse_foreign(self.root, is_ours=ours and not is_other, what="cache")
         make_place(self.root, self.private)
         fs.make_folder(self.data)
         fs.fsync_folder(self.root)

@@ -19,7 +19,7 @@ from ...schemas.errors import (
 from ...schemas.manifest import FORMAT_VERSION, Commit, FileEntry, Manifest, Plan
 from . import fs
 from .failpoints import reach
-from .layout import PART_NAME, PLAN_NAME, part_name
+from .layout import PART_NAME, PLAN_NAME, ROOT_NAME, part_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -79,19 +79,49 @@ def root_of(manifest: Manifest) -> str:
 
 
 def write_manifest(folder: CacheFolder, manifest: Manifest) -> None:
-    """Finishes a cache: from here on readers see it."""
+    """Finishes a cache: from here on readers see it; the manifest it replaces is kept."""
     reach("manifest.before_write")
+    _keep_earlier(folder, manifest)
     fs.publish(folder.manifest, to_json(manifest).encode(), label="manifest")
 
 
-def load_manifest(folder: CacheFolder) -> Manifest:
-    """What a finished cache holds; everything the manifest says about itself is checked."""
+def _keep_earlier(folder: CacheFolder, manifest: Manifest) -> None:
+    if not folder.manifest.exists():
+        return
+    earlier = load_manifest(folder)
+    if earlier.root != manifest.root:
+        fs.make_folder(folder.roots)
+        fs.fsync_folder(folder.private)
+        fs.put_if_absent(folder.earlier(earlier.root), to_json(earlier).encode(), label="root")
+
+
+def load_manifest(folder: CacheFolder, root: str = "") -> Manifest:
+    """What a finished cache holds, or held under an earlier root that is still kept.
+
+    Everything the manifest says about itself is checked.
+    """
     path = folder.manifest
     if not path.exists() and not path.is_symlink():
         raise UsageError(
             f"{folder.root} is not a finished cache: it has no manifest.json. "
             "Make it with `align precompute-ref`, or let that finish."
         )
+    manifest = _read_manifest(path)
+    if root and root != manifest.root:
+        kept = (earlier for earlier in earlier_manifests(folder) if earlier.root == root)
+        return next(kept, manifest)
+    return manifest
+
+
+def earlier_manifests(folder: CacheFolder) -> list[Manifest]:
+    """Those the cache had before it grew, as long as `align gc` has not removed them."""
+    if not folder.roots.is_dir():
+        return []
+    paths = sorted(path for path in folder.roots.iterdir() if ROOT_NAME.fullmatch(path.name))
+    return [_read_manifest(path) for path in paths]
+
+
+def _read_manifest(path: Path) -> Manifest:
     manifest = _load(Manifest, path)
     _require(_is_named(manifest), path, "its root digest does not fit its content")
     for unit, shard in enumerate(manifest.shards):

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from ...schemas.errors import UsageError
 from . import fs
-from .places import make_place, refuse_foreign
+from .places import is_output, make_place, refuse_foreign
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -154,7 +154,7 @@ class RunFolder:
     def prepare(self) -> None:
         """Makes the folders; refuses a folder that holds something else."""
         is_cache = (self.root / "manifest.json").exists() or (self.root / "data").exists()
-        ours = self.private.is_dir() and not is_cache
+        ours = self.private.is_dir() and not is_cache and not is_output(self.private)
         refuse_foreign(self.root, is_ours=ours, what="training run")
         make_place(self.root, self.private)
         fs.make_folder(self.checkpoints)

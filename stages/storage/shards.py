@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 
 from ...schemas.errors import CorruptionError
 from . import fs
+from .refusals import storage_error
 from .tables import read_block, to_table
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def open_shard(path: Path) -> Iterator[pq.ParquetFile]:
             )
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             if isinstance(error, OSError) and error.errno is not None:
-                raise fs.storage_error("read", path, error) from error
+                raise storage_error("read", path, error) from error
             said = str(error).partition("\n")[0]
             raise CorruptionError(
                 f"{path} is damaged: {said}. Restore it from a copy, or make the cache anew."

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 
 from ...schemas.errors import CorruptionError, StorageError
 from . import fs
+from .commits import counted
 from .layout import PART_NAME
 from .manifest import load_manifest
+from .shards import read_shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +26,10 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 def verify_cache(folder: CacheFolder) -> Manifest:
     """Reads every byte the manifest vouches for; a CorruptionError names all damaged units."""
     manifest = load_manifest(folder)
-    damage = [*damaged_units(folder, manifest).values(), *_damaged_quarantine(folder, manifest)]
+    units = damaged_units(folder, manifest)
+    whole = [shard for shard in manifest.shards if shard.unit not in units]
+    wrong = [told for shard in whole if (told := _wrongly_described(folder, shard))]
+    damage = [*units.values(), *wrong, *_damaged_quarantine(folder, manifest)]
     if damage:
         shown = "\n".join(f"  {what}" for what in damage[:10])
         raise CorruptionError(
@@ -44,6 +49,17 @@ def damaged_units(folder: CacheFolder, manifest: Manifest) -> dict[int, str]:
         except CorruptionError as error:
             damage[shard.unit] = str(error)
     return damage
+
+
+def _wrongly_described(folder: CacheFolder, commit: Commit) -> str:
+    """Where a shard holds other rows than its manifest says, though its bytes are those named."""
+    found = counted(read_shard(folder.data / commit.file))
+    lines = [
+        f"{name} {getattr(commit, name)} instead of {value}"
+        for name, value in found.items()
+        if getattr(commit, name) != value
+    ]
+    return f"unit {commit.unit}: its manifest says {', '.join(lines)}." if lines else ""
 
 
 def check_shard(folder: CacheFolder, commit: Commit) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...schemas.tracking import MetricPoint
 from ..storage import fs
+from ..storage.refusals import told
 from .names import EVAL, key_of
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class Journal:
         assert not set(RESERVED) & set(named), sorted(named)
         finite = {name: value for name, value in named.items() if math.isfinite(value)}
         line = {"step": step, "time": round(time.time(), 3), **finite}
-        with fs.told("write", self._path):  # a buffer's own flush passes the seam as well
+        with told("write", self._path):  # a buffer's own flush passes the seam as well
             self._sink.write((json.dumps(line, separators=(",", ":")) + "\n").encode())
             self._sink.flush()
 

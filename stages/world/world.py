@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...schemas.errors import UsageError
+from ..storage import fs
 from .data import DataFiles, make_data
 from .model import DEFAULT_SHAPE, ModelShape, Pretraining, make_model
 from .tokenizer import make_tokenizer
@@ -37,14 +37,12 @@ def make_world(
     """Makes a world in a new folder, which exists only once everything in it does."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} is not empty. Remove it, or name another folder.")
-    building = folder.absolute().with_name(f"{folder.absolute().name}.partial")
-    shutil.rmtree(building, ignore_errors=True)
-    tokenizer = make_tokenizer(building / "tokenizer")
-    pretraining = make_model(
-        building / "model", tokenizer, shape=shape, pretrain_steps=pretrain_steps, seed=seed
-    )
-    make_data(building / "data", rows=rows, seed=seed)
-    building.rename(folder)
+    with fs.new_folder(folder.absolute()) as building:
+        tokenizer = make_tokenizer(building / "tokenizer")
+        pretraining = make_model(
+            building / "model", tokenizer, shape=shape, pretrain_steps=pretrain_steps, seed=seed
+        )
+        make_data(building / "data", rows=rows, seed=seed)
     return World(
         folder=folder,
         model=folder / "model",

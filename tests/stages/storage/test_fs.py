@@ -1,13 +1,15 @@
 import errno
 import os
 import re
+import signal
 
 import pytest
 
 from align.schemas.codec import from_json
-from align.schemas.errors import StorageError
+from align.schemas.errors import StorageError, UsageError
 from align.schemas.manifest import Commit
 from align.stages.storage import fs
+from align.stages.storage.refusals import storage_error
 from align.stages.storage.shards import write_shard
 
 
@@ -133,3 +135,79 @@ def test_one_of_many_processes_puts_the_file(tmp_path):
     assert (tmp_path / "commit").read_text() == winner.name.removeprefix("won-")
     assert len(list(tmp_path.glob("lost-*"))) == 7
     assert not [path for path in tmp_path.iterdir() if re.search(r"\.tmp$", path.name)]
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [
+        (errno.ENOENT, 2, "See that the path is right"),
+        (errno.EACCES, 2, "Give this user the right"),
+        (errno.EROFS, 2, "is read-only"),
+        (errno.EISDIR, 2, "has to be a file"),
+        (errno.ENOTDIR, 2, "A part of the path is a file"),
+        (errno.ELOOP, 2, "Links are not followed"),
+        (errno.ENAMETOOLONG, 2, "a shorter path"),
+        (errno.EMFILE, 74, "limit on open files"),
+        (errno.ENOSPC, 74, "Free some space"),
+        (errno.EIO, 74, "Check the disk"),
+    ],
+)
+def test_what_the_system_refuses_is_told_in_the_words_of_its_kind(tmp_path, number, code, said):
+    error = storage_error("open", tmp_path / "x", OSError(number, os.strerror(number)))
+    assert isinstance(error, StorageError)
+    assert error.exit_code == code
+    assert os.strerror(number) in str(error)
+    assert said in str(error)
+    assert ("disk" in str(error)) == (number in (errno.EIO,))
+
+
+def test_a_draft_goes_when_its_writer_is_dead_and_only_then(tmp_path, fork):
+    target, token = tmp_path / "rows.jsonl", "0123456789abcdef"
+    mine = tmp_path / f".rows.jsonl.{token}x.tmp"
+    other = tmp_path / f".other.{token}.tmp"
+    for path in (mine, other):
+        path.write_text("a person's")
+
+    def die():
+        with fs.new_file(target, replaces=True) as file:
+            file.write(b"half")
+            file.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    fork(die)
+    assert len(list(tmp_path.iterdir())) == 3
+    with fs.new_file(target, replaces=True) as file:
+        file.write(b"whole")
+        (alive,) = set(tmp_path.iterdir()) - {mine, other}
+        fs.drop_drafts(target)
+        assert alive.exists()
+    assert {path.name for path in tmp_path.iterdir()} == {target.name, mine.name, other.name}
+    assert target.read_bytes() == b"whole"
+
+
+def test_a_new_file_never_takes_the_place_of_one_that_came_meanwhile(tmp_path):
+    target = tmp_path / "align.yaml"
+
+    def write():
+        with fs.new_file(target, replaces=False) as file:
+            file.write(b"ours")
+            target.write_text("theirs")
+
+    with pytest.raises(UsageError, match="exists. Move it"):
+        write()
+    assert target.read_text() == "theirs"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_folder_half_filled_goes_with_the_next_of_its_name(tmp_path, fork):
+    def die():
+        with fs.new_folder(tmp_path / "w") as folder:
+            (folder / "half").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    (tmp_path / "w.partial").mkdir()
+    fork(die)
+    with fs.new_folder(tmp_path / "w") as folder:
+        (folder / "whole").touch()
+    assert {path.name for path in tmp_path.iterdir()} == {"w", "w.partial"}
+    assert [path.name for path in (tmp_path / "w").iterdir()] == ["whole"]

@@ -134,6 +134,7 @@ def test_totals_and_order_of_shards_are_checked(cache):
 
 
 def _refused(cache, manifest, said):
+    cache.manifest.unlink()
     write_manifest(cache, dataclasses.replace(manifest, root=root_of(manifest)))
     with pytest.raises(CorruptionError, match=said):
         load_manifest(cache)

@@ -13,7 +13,7 @@ from power_loss import Killed, Promise, Seen, ops_of, states_of, watcher
 from align.schemas.codec import from_json
 from align.schemas.manifest import Commit, Manifest, Plan
 from align.stages.storage import fs
-from align.stages.storage.layout import COMMIT_NAME, WORK_NAME
+from align.stages.storage.layout import COMMIT_NAME, ROOT_NAME, WORK_NAME
 
 
 def first_broken(log, base):
@@ -42,10 +42,19 @@ def broken(left, promises, keys):
     if "manifest.json" in left and (wrong := _broken_manifest(left, manifest)):
         return wrong
     reached = keys.index(manifest.plan_key) if manifest else -1
-    for promise in promises:
-        kept = f"_align/{promise.key[:16]}/{promise.event}.json" in left
-        if keys.index(promise.key) > reached and not kept:
-            return f"{promise.event} was promised and is gone"
+    wrongs = (_broken_promise(left, promise, keys, reached) for promise in promises)
+    return next(filter(None, wrongs), None)
+
+
+def _broken_promise(left, promise, keys, reached):
+    kept = f"_align/{promise.key[:16]}/{promise.event}.json" in left
+    if keys.index(promise.key) > reached and not kept:
+        return f"{promise.event} was promised and is gone"
+    if promise.event == "manifest" and keys.index(promise.key) < reached:
+        earlier = [parsed(Manifest, left[path]) for path in left if ROOT.fullmatch(path)]
+        mine = [one for one in earlier if one and one.plan_key == promise.key]
+        if not mine or _broken_manifest(left, mine[0]):
+            return "what the cache was before it grew is gone"
     return None
 
 
@@ -79,6 +88,7 @@ def _broken_manifest(left, manifest):
     return f"the manifest names {missing[0]}, which is not there" if missing else None
 
 
+ROOT = re.compile(rf"_align/roots/{ROOT_NAME.pattern}")
 PLAN = re.compile(rf"_align/{WORK_NAME.pattern}/plan\.json")
 COMMIT = re.compile(rf"_align/{WORK_NAME.pattern}/commits/{COMMIT_NAME.pattern}")
 

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from align.schemas.errors import CorruptionError
-from align.stages.storage.manifest import load_manifest
+from align.stages.storage.manifest import load_manifest, root_of, write_manifest
 from align.stages.storage.shards import iter_row_groups, read_shard, write_shard
 from align.stages.storage.verify import check_shard, damaged_units, verify_cache
 
@@ -151,3 +151,22 @@ def _opened():
     sys.addaudithook(hear)
     yield paths
     listening.clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("rows", 9), ("branches", 1), ("tokens", 1), ("logp_sum", 0.5), ("ids_digest", "0" * 64)],
+)
+def test_a_manifest_that_describes_its_shards_wrongly_is_refused(cache, name, value):
+    manifest = load_manifest(cache)
+    shards = list(manifest.shards)
+    shards[1] = dataclasses.replace(shards[1], **{name: value})
+    totals = {
+        total: sum(getattr(shard, total) for shard in shards)
+        for total in ("rows", "branches", "tokens")
+    }
+    wrong = dataclasses.replace(manifest, shards=tuple(shards), **totals)
+    cache.manifest.unlink()
+    write_manifest(cache, dataclasses.replace(wrong, root=root_of(wrong)))
+    with pytest.raises(CorruptionError, match=rf"unit 1: its manifest says {name} {value} instead"):
+        verify_cache(cache)

@@ -1,0 +1,96 @@
+"""A cache that grows in place stays whole for those who read what it was before."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+from command import align, refusal
+from stage_one import child, contents, run
+from trainings import KILLED, learned, weights
+
+from align.schemas.config import DataOptions
+from align.stages.storage.layout import CacheFolder
+from align.stages.storage.manifest import load_manifest
+
+OF_PUBLISHING = (
+    "root.before_link",
+    "root.after_link",
+    "manifest.before_rename",
+    "manifest.after_rename",
+    "gc.started",
+    "gc.forgotten",
+)
+
+
+@pytest.fixture
+def grow(config, data, tmp_path):
+    """The command that makes a cache of the first rows of the data, then of more of them."""
+    lines = data.paired_jsonl.read_text().splitlines(keepends=True)
+
+    def prepare(rows, output="cache"):
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(lines[:rows]))
+        cache = replace(config.cache, output=str(tmp_path / output))
+        return replace(config, data=DataOptions(files=[str(path)]), cache=cache)
+
+    return prepare
+
+
+@pytest.mark.parametrize("name", OF_PUBLISHING)
+def test_growing_that_is_killed_ends_in_the_same_bytes(grow, tmp_path, name):
+    for rows in (80, 120):
+        run(grow(rows, "clean"))
+    run(grow(80))
+    stopped = child(grow(120), f"{name}=kill")
+    stopped.join(60)
+    assert stopped.exitcode == KILLED
+    run(grow(120))
+    assert contents(tmp_path / "cache") == contents(tmp_path / "clean")
+
+
+def test_what_a_cache_was_is_named_and_goes_when_it_is_told_to(grow, tmp_path):
+    run(grow(80))
+    cache = tmp_path / "cache"
+    before = load_manifest(CacheFolder(cache))
+    said = run(grow(120)).text()
+    kept = contents(cache)
+    assert "of 1 earlier roots are kept" in said
+    assert "1 earlier roots" in align("verify", cache, "--rescore", 0).out
+    assert json.loads(align("inspect", cache, "--json").out)["superseded_files"] > 0
+    assert "align gc" in align("inspect", cache).out
+    dry = align("gc", cache, "--dry-run")
+    assert (dry.code, before.root in dry.out) == (0, True)
+    assert "Pass --yes" in refusal(2, "gc", cache)
+    assert contents(cache) == kept
+    assert align("gc", cache, "--yes").out.endswith("removed\n")
+    named = {shard.file for shard in load_manifest(CacheFolder(cache)).shards}
+    assert {path.name for path in (cache / "data").iterdir()} == named
+    assert "0 files" in align("gc", cache).out
+
+
+def test_unfinished_work_keeps_everything(grow, tmp_path):
+    for rows in (60, 80):
+        run(grow(rows))
+    child(grow(120), "commit.done=kill@2").join(60)
+    kept = contents(tmp_path / "cache")
+    assert "is an unfinished run" in refusal(2, "gc", tmp_path / "cache", "--yes")
+    assert contents(tmp_path / "cache") == kept
+
+
+def test_a_training_goes_on_with_the_cache_it_began_on(course, world, tmp_path):
+    cache, output = shutil.copytree(course.cache, tmp_path / "cache"), tmp_path / "run"
+    more = ("--cache", cache)
+    (answer,) = course.start(output, *more, failpoints=["step.started=kill@6"]).answers()
+    assert answer.code == KILLED
+    grown = course.server.run(
+        *("precompute-ref", world.data.paired, "--model", course.model, "--output", cache),
+        *("--rows-per-shard", 16, "--kl-pairs", 2, "--no-mlflow"),
+    )
+    assert grown.code == 0, grown
+    assert "earlier roots are kept" in grown.out
+    resumed = course.run(output, *more, "--resume", "auto")
+    assert "going on after step 4" in resumed.err
+    whole = course.whole()
+    assert weights(output) == weights(whole)
+    assert learned(output) == learned(whole)

@@ -1,0 +1,74 @@
+"""No command replaces or removes a file that it did not write."""
+
+import json
+import shutil
+
+import pytest
+from command import align, refusal
+
+from align.schemas.errors import UsageError
+from align.stages.storage.layout import CacheFolder
+from align.stages.storage.places import OutputFolder
+from align.stages.storage.run_folder import RunFolder
+from align.stages.world.world import make_world
+
+
+@pytest.fixture
+def rows(world, tmp_path):
+    """A person's own file, under the name that `align score` gives its own."""
+    return shutil.copy(world.data.paired_jsonl, tmp_path / "rows.jsonl")
+
+
+def test_score_leaves_a_persons_own_rows_alone(rows, tmp_path):
+    before = rows.read_bytes()
+    said = refusal(2, "score", rows, "--from-labels", "--output", tmp_path)
+    assert "belongs to something else" in said
+    assert rows.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_score_replaces_what_it_wrote_and_nothing_that_was_changed_since(rows, tmp_path):
+    out = tmp_path / "out"
+    command = ("score", rows, "--from-labels", "--output", out)
+    assert align(*command).code == 0
+    first = (out / "rows.jsonl").read_bytes()
+    lines = rows.read_text().splitlines(keepends=True)
+    rows.write_text("".join(lines[:9]))
+    assert align(*command).code == 0
+    second = (out / "rows.jsonl").read_bytes()
+    assert len(second.splitlines()) == 9 < len(first.splitlines())
+    (out / "rows.jsonl").write_bytes(first)  # as a kill before the last rename leaves it
+    assert align(*command).code == 0
+    edited = second + json.dumps({"prompt": "mine"}).encode()
+    (out / "rows.jsonl").write_bytes(edited)
+    assert "is not what align wrote there" in refusal(2, *command)
+    assert (out / "rows.jsonl").read_bytes() == edited
+
+
+def test_a_new_world_leaves_what_lies_beside_it(tmp_path):
+    (tmp_path / "w.partial").mkdir()
+    (tmp_path / "w.partial" / "thesis.tex").touch()
+    make_world(tmp_path / "w", rows=5, pretrain_steps=0)
+    assert (tmp_path / "w.partial" / "thesis.tex").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"w", "w.partial"}
+
+
+def test_a_folder_of_one_command_is_not_taken_by_another(tmp_path):
+    for kind in ("rewards", "sweep"):
+        root = tmp_path / kind
+        OutputFolder(root, kind).prepare()
+        OutputFolder(root, kind).prepare()
+        for other in (CacheFolder(root), RunFolder(root)):
+            with pytest.raises(UsageError, match="belongs to something else"):
+                other.prepare()
+    CacheFolder(tmp_path / "cache").prepare()
+    with pytest.raises(UsageError, match="belongs to something else: it holds .* and no sweep"):
+        OutputFolder(tmp_path / "cache", "sweep").prepare()
+
+
+def test_a_sweep_leaves_a_persons_own_pages_alone(journey, tmp_path):
+    (tmp_path / "sweep.json").write_text("mine")
+    command = ("sweep", "--method", "dpo", "--cache", journey.cache, "--output", tmp_path)
+    assert "belongs to something else" in refusal(2, *command)
+    assert [path.name for path in tmp_path.iterdir()] == ["sweep.json"]
+    assert (tmp_path / "sweep.json").read_text() == "mine"
