@@ -104,3 +104,18 @@ def step_of(run):
 def names(run):
     """Everything in a run's folder; the files of checkpoints are vouched for elsewhere."""
     return {str(path.relative_to(run)) for path in run.rglob("*")}
+
+
+def test_a_line_of_steps_before_and_after_a_kill_is_that_of_all_of_them(course, tmp_path):
+    run, lines = tmp_path / "run", ("--set", "train.log_every=5")
+    # Killed after step 5, whose line is given up with it; the checkpoint of step 4 has none yet.
+    (answer,) = course.start(run, *lines, failpoints=["step.started=kill@6"]).answers()
+    assert answer.code == KILLED
+    assert step_of(run) == 4
+    course.run(run, *lines, "--resume", "auto")
+    whole = learned(course.whole(*lines))
+    assert [line["step"] for line in whole if "loss" in line] == [5, 6]
+    assert learned(run) == whole
+    one_by_one = {line["step"]: line for line in learned(course.whole()) if "loss" in line}
+    mean = sum(one_by_one[step]["loss"] for step in range(1, 6)) / 5  # of as many rows each
+    assert next(line["loss"] for line in whole if "loss" in line) == pytest.approx(mean)
