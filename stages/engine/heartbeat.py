@@ -71,7 +71,7 @@ class Pulse:
     def beat(self) -> None:
         """Talks to the store; while that is away it asks again, and `watch` counts the time."""
         store = None
-        while not self.over.wait(BEAT_SECONDS):
+        while not self._is_over_after_nap("_beat_changed"):
             try:
                 # A connection of its own: another thread may hold the usual one for long.
                 store = store or _STORE(*self._place, None, False, _ANSWER)
@@ -84,7 +84,7 @@ class Pulse:
 
     def watch(self) -> None:
         """Looks at the clock alone, so that nothing can keep it."""
-        while not self.over.wait(BEAT_SECONDS):
+        while not self._is_over_after_nap("_store_answered"):
             if time.monotonic() - self._store_answered <= LOST_SECONDS:
                 continue
             place = "the store at {}:{}".format(*self._place)
@@ -92,6 +92,14 @@ class Pulse:
                 self._end(self._lost(place))
             logger.warning("Rank %d cannot reach %s: no lost rank is noticed.", self._rank, place)
             return
+
+    def _is_over_after_nap(self, clock: str) -> bool:
+        """Waits a little; who was stopped meanwhile, as by Ctrl-Z, knows nothing of that time."""
+        began = time.monotonic()
+        is_over = self.over.wait(BEAT_SECONDS)
+        if (slept := time.monotonic() - began) > LOST_SECONDS / 4:
+            setattr(self, clock, getattr(self, clock) + slept)
+        return is_over
 
     def _exchange(self, store: Any) -> None:
         store.add(f"{self._prefix}/beat/{self._rank}", 1)

@@ -1,4 +1,4 @@
-"""Two ranks: the first is slow for a while, as in a long save; then the second falls silent.
+"""Two ranks: the first is slow for a while, as in a long save; at last the second falls silent.
 
 It stops as a machine does that has lost its power: its connections stay open.
 """
@@ -25,6 +25,10 @@ def slow():
 with launch.joined_world() as here:
     from_first(here, slow)
     sys.stdout.write("slow ranks are waited for\n")
+    sys.stdout.flush()
+    sys.stdin.readline()  # all ranks are stopped meanwhile, and go on together
+    gathered(here, here.rank)
+    sys.stdout.write("stopped ranks go on\n")
     sys.stdout.flush()
     if here.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -1,7 +1,9 @@
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -107,7 +109,7 @@ def test_ranks_wait_for_one_that_takes_long():
     assert done.stdout.count("met") == 2
 
 
-def test_a_rank_that_falls_silent_is_missed_and_one_that_is_slow_is_not():
+def test_a_rank_that_falls_silent_is_missed_and_one_that_is_slow_or_stopped_is_not():
     """No connection is closed: without a heartbeat the other one waits for a day."""
     with socket.socket() as door:
         door.bind(("127.0.0.1", 0))
@@ -117,6 +119,7 @@ def test_a_rank_that_falls_silent_is_missed_and_one_that_is_slow_is_not():
         subprocess.Popen(
             [sys.executable, SILENT],
             env=os.environ | meeting | {"RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -124,12 +127,19 @@ def test_a_rank_that_falls_silent_is_missed_and_one_that_is_slow_is_not():
         for rank in "01"
     ]
     try:
-        out, err = ranks[0].communicate(timeout=120)
+        said = [rank.stdout.readline() for rank in ranks]
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for rank in ranks:
+                rank.send_signal(number)
+            time.sleep(3)
+        ranks[1].stdin.write("\n")
+        ranks[1].stdin.flush()
+        out, err = ranks[0].communicate("\n", timeout=120)
     finally:
         for rank in ranks:
             rank.kill()
         ranks[1].communicate()
     assert ranks[0].returncode == 69, err
-    assert out == "slow ranks are waited for\n"
+    assert [*said, out] == [*2 * ["slow ranks are waited for\n"], "stopped ranks go on\n"]
     assert "error: Rank 0 has not heard of rank 1 for 2 s: a machine or the network is gone" in err
     assert "--resume auto" in err
