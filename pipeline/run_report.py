@@ -83,7 +83,7 @@ def _not_applied(folder: RunFolder, history: History) -> list[int]:
     if not folder.nonfinite.exists():
         return []
     told = {int(step) for step in STEP.findall(fs.read_bytes(folder.nonfinite))}
-    well = {int(step) for step, value in history.learned.get("step_applied", ()) if value}
+    well = {int(step) for step, value in history.learned.get("step_applied", ()) if value == 1}
     return sorted(told - well)
 
 

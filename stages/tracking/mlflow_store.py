@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...schemas.safe_text import redacted
@@ -12,7 +13,6 @@ from .names import MAX_DATASET_NAME, MAX_DIGEST, MAX_PARAM, MAX_TAG, key_of, sho
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from ...schemas.tracking import DatasetNote, MetricPoint, ModelLink
 
@@ -46,7 +46,8 @@ class MlflowStore:
         found = self.client.get_experiment_by_name(name)
         if found is None:
             try:
-                return str(self.client.create_experiment(name))
+                where = artifacts_beside(self.client.tracking_uri, name)
+                return str(self.client.create_experiment(name, artifact_location=where))
             except importlib.import_module("mlflow.exceptions").MlflowException:
                 # Another process may have made it in the meantime.
                 found = self.client.get_experiment_by_name(name)
@@ -174,6 +175,17 @@ class MlflowStore:
     def finish(self, run_id: str, status: str, *, ended_ms: int | None = None) -> None:
         """The truth about how a run ended."""
         self.client.set_terminated(run_id, status, ended_ms)
+
+
+def artifacts_beside(uri: str, experiment: str) -> str | None:
+    """Where a SQLite file keeps what an experiment uploads: beside itself, wherever one stands.
+
+    MLflow would put it below the folder that the first run is started from. None: it decides.
+    """
+    name = uri.removeprefix("sqlite:///").partition("?")[0]
+    if not uri.startswith("sqlite:///") or not name:
+        return None
+    return str(Path(name).absolute().parent / "mlruns" / key_of(experiment))
 
 
 def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

@@ -66,7 +66,7 @@ def test_a_real_run_is_told_in_full(journey, world):
 def test_a_real_run_keeps_the_manifest_and_names_the_data(journey, world, tmp_path):
     client = open_store(f"sqlite:///{journey.cwd}/mlflow.db")
     run = the_run(client, "align")
-    kept = journey.cwd / "mlruns" / run.info.experiment_id / run.info.run_id / "artifacts"
+    kept = journey.cwd / "mlruns" / "align" / run.info.run_id / "artifacts"
     assert (kept / "manifest.json").read_bytes() == (journey.cache / "manifest.json").read_bytes()
     (entry,) = run.inputs.dataset_inputs
     assert entry.dataset.name == "data.parquet"
