@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ... import __version__
 from ...schemas.config import TrackingOptions
+from ...schemas.safe_text import redacted
 from ...schemas.tracking import DatasetNote, MetricPoint, ModelLink
 from .guard import Guard
 from .mlflow_store import GOES_ON_TAG, KEY_TAG, MlflowStore
@@ -48,7 +49,7 @@ def open_run(
             if before := noted.settle(store, uri):
                 labels[GOES_ON_TAG] = before
             labels[KEY_TAG] = noted.begin(uri, experiment)
-        run_id = store.create_run(place, name=options.run_name or name, tags=labels)
+        run_id = store.create_run(place, name=redacted(options.run_name or name), tags=labels)
         runs.append(MlflowRun(store, run_id, guard, noted))
 
     guard.call(begin)
@@ -72,8 +73,8 @@ def experiment_name(options: TrackingOptions) -> str:
     """What the config says, else the environment, else the default."""
     default = TrackingOptions().experiment
     if options.experiment != default:
-        return options.experiment
-    return os.environ.get("MLFLOW_EXPERIMENT_NAME") or default
+        return redacted(options.experiment)
+    return redacted(os.environ.get("MLFLOW_EXPERIMENT_NAME") or default)
 
 
 def version_tags() -> dict[str, str]:

@@ -51,7 +51,7 @@ def open_training_run(
         folder.mlflow,
         uri=store_uri(options) if options.mlflow else "",
         experiment=experiment_name(options),
-        run_name=options.run_name or name,
+        run_name=redacted(options.run_name or name),
     )
     # MLflow takes no number back. One run would show two futures, so the true one gets its own.
     if journal.dropped or ledger.record.metrics_sent > folder.metrics.stat().st_size:

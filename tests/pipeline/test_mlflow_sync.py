@@ -281,6 +281,7 @@ def test_no_file_leaves_but_those_of_the_run(tmp_path, caplog):
 
 
 def test_a_folder_does_not_decide_where_data_go(tmp_path, server, monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")  # the machine may be busy
     folder = planted(tmp_path, f"sqlite:///{tmp_path}/theirs.db", uri=server.uri)
     server.break_quietly()
     for own in (TrackingOptions(), TrackingOptions(uri=f"sqlite:///{tmp_path}/mine.db")):
@@ -293,7 +294,8 @@ def test_a_folder_does_not_decide_where_data_go(tmp_path, server, monkeypatch):
     sync_run(folder.root, TrackingOptions(uri="sqlite:///mine.db"), uri=server.uri)
 
 
-def test_the_store_of_an_own_run_is_asked_with_the_own_password(tmp_path, server):
+def test_the_store_of_an_own_run_is_asked_with_the_own_password(tmp_path, server, monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")  # the machine may be busy
     folder = planted(tmp_path, server.uri)
     own = server.uri.replace("://", "://me:word@")
     assert sync_run(folder.root, TrackingOptions(uri=own)).uri == server.uri
