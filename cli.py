@@ -13,6 +13,7 @@ import typer
 from .pipeline.flag_names import PRECOMPUTE_FLAGS, SCORE_FLAGS, TRAIN_FLAGS
 from .pipeline.flags import with_flags
 from .pipeline.halting import stop_with_launcher, stops_heard
+from .pipeline.terminal import SafeGroup, own_process, progress_of_first, say, say_once
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="align",
+    cls=SafeGroup,
     help="Preference alignment in two stages: score the reference once, then train at will.",
     no_args_is_help=True,
     add_completion=False,
@@ -43,11 +45,10 @@ Join = Annotated[bool, typer.Option("--join", help="Work beside a run on this ou
 def main() -> None:
     """Runs one command; a person's mistake is one message, never a traceback."""
     from .schemas.errors import AlignError, Interrupted, PeerError
-    from .stages.tracking.quiet import hush
 
     # Nothing that a model folder names is looked up in the Hub, nor run from what lies there.
     os.environ |= {"HF_HUB_OFFLINE": "1", "USE_HUB_KERNELS": "0"}
-    hush()  # DeepSpeed imports MLflow, which reads its settings then
+    own_process(sys.argv)
     stop_with_launcher()
     for number in stops_heard():
         signal.signal(number, _stop)
@@ -56,7 +57,7 @@ def main() -> None:
     try:
         app(arguments)
     except PeerError as error:
-        typer.echo(f"error: {error}", err=True)
+        say(f"error: {error}", err=True)
         # Threads of the lost collective are still there: the usual way out would abort on them.
         os._exit(error.exit_code)
     except (AlignError, Interrupted) as error:
@@ -64,6 +65,12 @@ def main() -> None:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         _fail(f"{where}{error.strerror or error}. Check the disk and its permissions.", 74)
+    except Exception:
+        import traceback
+
+        # Python would print it by itself, and the secrets in it.
+        say(traceback.format_exc().rstrip(), err=True)
+        sys.exit(1)
 
 
 @app.command()
@@ -79,18 +86,18 @@ def init(
     if not path.parent.is_dir():
         raise UsageError(f"{path.parent}: no such folder. Make it first, or name another file.")
     path.write_text(template(), encoding="utf-8")
-    typer.echo(f"{path} written. Set model.path in it, then: align precompute-ref data.parquet")
+    say(f"{path} written. Set model.path in it, then: align precompute-ref data.parquet")
 
 
 @app.command()
 def config(data: Data = None, config: ConfigFile = None, sets: Sets = None) -> None:
     """Print every setting and where its value comes from."""
-    from .pipeline.settings import flatten, load_settings, redacted
+    from .pipeline.settings import flatten, load_settings, without_secrets
 
     settings = load_settings({}, sets or [], file=config, data=data or [])
-    typer.echo("# Later wins: default, config file, environment (ALIGN_MODEL), flag, --set")
-    for name, value in flatten(settings.config).items():
-        typer.echo(f"{name} = {redacted(value)!r}  ({settings.origins.get(name, 'default')})")
+    say("# Later wins: default, config file, environment (ALIGN_MODEL), flag, --set")
+    for name, value in without_secrets(flatten(settings.config)).items():
+        say(f"{name} = {value!r}  ({settings.origins.get(name, 'default')})")
 
 
 @app.command("precompute-ref")
@@ -138,15 +145,14 @@ def score(
     if from_labels and settings.tracking.mlflow and "tracking.mlflow" in loaded.on_command:
         raise UsageError("--mlflow: --from-labels runs no model, and records no run. Leave it out.")
     if from_labels:
-        typer.echo(rewards_from_labels(settings).text())
+        say(rewards_from_labels(settings).text())
         return
     from .stages.model.rewarder import HfReward
-    from .stages.tracking.console import make_progress
 
     made = rewards_from_model(
-        settings, HfReward, progress=make_progress(), worker=_worker(join=join)
+        settings, HfReward, progress=progress_of_first(), worker=_worker(join=join)
     )
-    typer.echo(made.text())
+    say_once(made.text())
 
 
 @app.command()
@@ -158,7 +164,6 @@ def train(flags: dict[str, Any], config: ConfigFile = None, sets: Sets = None) -
 
     job = open_training(load_settings(flags, sets or [], file=config, command="train"))
 
-    from .pipeline.first_rank import progress_of_first, say_once
     from .pipeline.train import run_training
 
     say_once(run_training(job, progress=progress_of_first()).text())
@@ -183,7 +188,6 @@ def sweep(
     sets: Sets = None,
 ) -> None:
     """Train many methods and settings on one cache, and compare them in one table."""
-    from .pipeline.first_rank import progress_of_first, say_once
     from .pipeline.settings import load_settings
     from .pipeline.sweep import sweep as run_sweep
     from .pipeline.trials import trials_of, varied_by
@@ -218,11 +222,11 @@ def methods(
 
     chosen = [find_method(name)] if name else list(METHODS.values())
     if as_json:
-        typer.echo(json.dumps(plain_table(chosen), indent=2, ensure_ascii=False))
+        say(json.dumps(plain_table(chosen), indent=2, ensure_ascii=False))
     elif markdown:
-        typer.echo(markdown_table(chosen).rstrip())
+        say(markdown_table(chosen).rstrip())
     else:
-        typer.echo((render_method(chosen[0]) if name else render_table(chosen)).rstrip())
+        say((render_method(chosen[0]) if name else render_table(chosen)).rstrip())
 
 
 @app.command()
@@ -230,20 +234,23 @@ def report(run: Annotated[Path, typer.Argument(help="Folder of a training run.")
     """Put a training run on one page, report.html: curves, held-out completions, lineage."""
     from .pipeline.run_report import write_report
 
-    typer.echo(f"{write_report(run)} written. It needs no network: open it in any browser.")
+    say(f"{write_report(run)} written. It needs no network: open it in any browser.")
 
 
 @app.command("mlflow-sync")
 def mlflow_sync(
-    run: Annotated[Path, typer.Argument(help="Folder of a training run.")],
-    uri: Annotated[str, typer.Option(help="Another store [default: the run's own].")] = "",
+    run: Annotated[Path, typer.Argument(help="Folder of a training run, or a cache.")],
+    uri: Annotated[
+        str, typer.Option(help="Another store than your own, even if the run names it.")
+    ] = "",
+    config: ConfigFile = None,
 ) -> None:
-    """Tell MLflow what it missed of a training run; telling it twice changes nothing."""
-    from .pipeline.mlflow_sync import sync_run
+    """Tell MLflow what it missed of a run; telling it twice changes nothing."""
+    from .pipeline.mlflow_sync import own_options, sync_run
 
-    synced = sync_run(run, uri=uri)
-    typer.echo(f"{synced.uri}: run {synced.run_id} is {synced.status}")
-    typer.echo(f"{synced.points_sent:,} numbers sent")
+    synced = sync_run(run, own_options(run, config), uri=uri)
+    say(f"{synced.uri}: run {synced.run_id} is {synced.status}")
+    say(f"{synced.points_sent:,} numbers sent")
 
 
 @app.command()
@@ -262,7 +269,7 @@ def verify(
     settings = load_settings({}, sets or [], file=config, near=[str(cache)], command="verify")
     options = settings.config.model
     told = run_verify(cache, options, model=model, rescore=rescore, open_reference=HfReference)
-    typer.echo(told)
+    say(told)
 
 
 @app.command()
@@ -277,7 +284,7 @@ def inspect(
     from .stages.storage.layout import CacheFolder
 
     summary = summarize(CacheFolder(cache))
-    typer.echo(to_json(summary).rstrip() if as_json else render(summary))
+    say(to_json(summary).rstrip() if as_json else render(summary))
 
 
 @app.command()
@@ -299,7 +306,7 @@ def export(
 
     target = output or cache.resolve().with_name(f"{cache.resolve().name}-{to}.parquet")
     rows = run_export(cache, target, model=model, overwrite=overwrite)
-    typer.echo(f"{target}: {rows:,} rows")
+    say(f"{target}: {rows:,} rows")
 
 
 @app.command("tiny-world")
@@ -312,14 +319,13 @@ def tiny_world(
     from .stages.world.world import make_world
 
     world = make_world(folder, rows=rows, seed=seed)
-    typer.echo(f"model  {world.model}\ndata   {world.data.paired}")
+    say(f"model  {world.model}\ndata   {world.data.paired}")
 
 
 def _precompute(config: Config, *, join: bool) -> None:
     from .pipeline.precompute import precompute
     from .schemas.errors import UsageError
     from .stages.model.reference import HfReference
-    from .stages.tracking.console import make_progress
 
     if not config.model.path:
         raise UsageError(
@@ -327,8 +333,8 @@ def _precompute(config: Config, *, join: bool) -> None:
             "model.path in align.yaml."
         )
     reference, worker = HfReference(config.model), _worker(join=join)
-    outcome = precompute(config, reference, progress=make_progress(), worker=worker)
-    typer.echo(outcome.text())
+    outcome = precompute(config, reference, progress=progress_of_first(), worker=worker)
+    say_once(outcome.text())
 
 
 def _worker(*, join: bool) -> Worker:
@@ -358,5 +364,5 @@ def _stop(signal_number: int, _: Any) -> NoReturn:
 
 
 def _fail(message: str, exit_code: int) -> NoReturn:
-    typer.echo(f"error: {message}", err=True)
+    say(f"error: {message}", err=True)
     sys.exit(exit_code)

@@ -12,8 +12,9 @@ from ..stages.prepare.read import iter_chunks, require_unchanged
 from ..stages.prepare.ring import Intake, Ring, collect_runs, merge_runs
 from ..stages.prepare.tokenizer import tokenizer_fingerprint
 from ..stages.prepare.units import unit_offsets
-from ..stages.prepare.workers import EncodingJob, default_workers, encode_chunks, usable_cores
+from ..stages.prepare.workers import EncodingJob, default_workers, encode_chunks
 from ..stages.storage import fs
+from ..stages.storage.cores import usable_cores
 from ..stages.storage.manifest import load_manifest, write_plan
 from ..stages.storage.quarantine import write_quarantine
 from .growth import require_growth

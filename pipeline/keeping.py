@@ -107,6 +107,7 @@ class Keeper:
             journal=self._journal(),
             mlflow_run_id=run_id,
             memory=place.memory,
+            window=place.window,
             metrics=dict(metrics),
         )
 

@@ -1,25 +1,36 @@
-"""Tells MLflow what it missed of a training run; telling it twice changes nothing."""
+"""Tells MLflow what it missed of a run; telling it twice changes nothing.
+
+The folder may be somebody else's. What it names is not believed: the address is the user's own or
+one that was given by hand, and no file is sent but those that lie in the folder themselves.
+"""
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
-from ..schemas.errors import StorageError
+from ..schemas.errors import StorageError, UsageError
 from ..stages.storage.ending import read_ending
+from ..stages.storage.layout import CacheFolder
 from ..stages.storage.locks import owner_lock
 from ..stages.storage.run_folder import RunFolder
 from ..stages.tracking.delivery import Delivery
-from ..stages.tracking.guard import failures, reason_of, without_password
+from ..stages.tracking.guard import address_of, failures, reason_of
 from ..stages.tracking.ledger import load_ledger, plain_uri
+from ..stages.tracking.mlflow_run import store_uri
 from ..stages.tracking.mlflow_store import MlflowStore
+from ..stages.tracking.quiet import hushed
+from ..stages.tracking.unended import Note
+from .settings import FILE_NAME, load_settings
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Callable
 
-    from ..stages.tracking.ledger import Ledger
+    from ..schemas.config import TrackingOptions
+
+T = TypeVar("T")
 
 
 STATUS = {"finished": "FINISHED", "failed": "FAILED", "time": "KILLED", "signal": "KILLED"}
@@ -35,31 +46,75 @@ class Synced:
     points_sent: int
 
 
-def sync_run(root: Path, *, uri: str = "") -> Synced:
-    """Sends the rest of a run that is over to its store, or all of it to another one."""
+def own_options(root: Path, config: Path | None) -> TrackingOptions:
+    """What the user has set, by `config` or the align.yaml here; never what lies in the run."""
+    here = Path.cwd()
+    if config is None and (here / FILE_NAME).exists() and here.is_relative_to(root.resolve()):
+        raise UsageError(
+            f"{here / FILE_NAME} lies in the run itself, which does not decide where your data "
+            "go. Run the command elsewhere, or name a file by --config."
+        )
+    return load_settings({}, [], file=config).config.tracking
+
+
+def sync_run(root: Path, options: TrackingOptions, *, uri: str = "") -> Synced:
+    """Sends the rest of a run that is over to the user's store, or all of it to `uri`."""
     folder = RunFolder(root)
+    if folder.private.is_symlink():
+        raise UsageError(f"{folder.private} is a link. Name the folder of the run itself.")
+    if not folder.mlflow.exists() and CacheFolder(root).mlflow.exists():
+        return _settle_cache(CacheFolder(root), options, uri)
     load_ledger(folder.mlflow)
     with owner_lock(folder, "mlflow-sync"):
         ledger = load_ledger(folder.mlflow)
-        address = uri or _address_of(ledger)
+        address = _address(root, ledger.record.uri, options, uri)
         ledger.move_to(address)
         ending = read_ending(folder)
         if not ledger.record.status:  # nobody is at work here, and MLflow was not told the end
             status = STATUS[ending.ending] if ending else "KILLED"
             ledger.change(status=status, ended_ms=time.time_ns() // 1_000_000)
-        try:
+
+        def deliver() -> int:
             delivery = Delivery(MlflowStore(address), ledger, folder.metrics)
             delivery.deliver()
-        except failures() as error:
-            raise StorageError(
-                f"MLflow at {without_password(address)} failed: {reason_of(error)}. Start it, or "
-                "name another store with --uri, then run the same command again."
-            ) from error
+            return delivery.points
+
+        points = _asked(address, deliver)
         record = ledger.record
-        return Synced(record.uri, record.run_id, record.status, delivery.points)
+        return Synced(record.uri, record.run_id, record.status, points)
 
 
-def _address_of(ledger: Ledger) -> str:
-    """The ledger keeps no password; the environment may."""
-    given = os.environ.get("MLFLOW_TRACKING_URI", "")
-    return given if given and plain_uri(given) == ledger.record.uri else ledger.record.uri
+def _settle_cache(cache: CacheFolder, options: TrackingOptions, uri: str) -> Synced:
+    """Says how a run of stage 1 ended that was killed, or whose end the store did not hear."""
+    with owner_lock(cache, "mlflow-sync"):
+        note = Note(cache.mlflow)
+        run = note.read()
+        if run is None:
+            raise UsageError(f"{cache.root}: MLflow knows by now how its last run ended.")
+        address = _address(cache.root, run.uri, options, uri)
+        run_id = _asked(address, lambda: note.settle(MlflowStore(address), address))
+        return Synced(plain_uri(address), run_id, run.status or "KILLED", 0)
+
+
+def _address(root: Path, named: str, options: TrackingOptions, uri: str) -> str:
+    """The store to be told: the one given by hand, else the user's, if the folder names it too."""
+    own = store_uri(options)
+    if uri or plain_uri(own) == named:
+        return uri or own
+    raise UsageError(
+        f"{root} names the store {named or 'nowhere'}, and your own (tracking.uri of the "
+        f"align.yaml here, MLFLOW_TRACKING_URI, or mlflow.db here) is {plain_uri(own)}. A folder "
+        f"does not decide where your data go: pass --uri {named or 'ADDRESS'}, with its password "
+        "if it has one, to send the run there."
+    )
+
+
+def _asked(address: str, action: Callable[[], T]) -> T:
+    try:
+        with hushed():
+            return action()
+    except failures() as error:
+        raise StorageError(
+            f"MLflow at {address_of(address)} failed: {reason_of(error)}. Start it, or "
+            "name another store with --uri, then run the same command again."
+        ) from error

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ..schemas.manifest import Manifest
     from ..schemas.rows import Role
     from ..stages.feed.reading import Threshold
+    from ..stages.feed.source import TrainSource
     from ..stages.methods.recipe import Recipe
     from ..stages.storage.layout import CacheFolder
 
@@ -69,6 +70,24 @@ def reading_of(recipe: Recipe, train: TrainOptions, policy: str) -> Reading:
         needs_scores="scores" in recipe.needs or recipe.rows == "grouped",
         columns=tuple(dict.fromkeys(recipe.modifiers.columns)),
         context=_context(recipe, policy),
+    )
+
+
+def require_positions(source: TrainSource, recipe: Recipe, last: int | None) -> None:
+    """Refuses rows that reach past the last position of the policy; None: it knows no last one."""
+    if last is None or source.index.longest <= last:
+        return
+    more = max(map(len, source.reading.context.values()), default=0)
+    added = (
+        f", {more} of them those that {recipe.name} puts behind a prompt (method.good_token and "
+        "method.bad_token)"
+        if more
+        else ""
+    )
+    raise UsageError(
+        f"The longest row of {source.folder.root} has {source.index.longest:,} tokens{added}, and "
+        f"the policy's last position is {last:,}. Make a cache with `align precompute-ref … "
+        f"--max-length {last - more} --output OTHER`."
     )
 
 

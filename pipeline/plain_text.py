@@ -19,7 +19,7 @@ def decoder(model: str, stops: Collection[int]) -> Decode:
 
     def decode(ids: Iterable[int], continues: bool) -> str:
         bare = list(ids)
-        if bare and bare[-1] in stops:
+        if continues and bare and bare[-1] in stops:
             bare = bare[:-1]
         return _text(tokenizer, bare, continues=continues)
 

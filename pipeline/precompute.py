@@ -18,7 +18,7 @@ from .intake import make_plan, remake_ring, ring_of
 from .job import Job, open_job
 from .known import remember
 from .outcome import Outcome
-from .recording import recorded
+from .recording import recorded, settle
 from .units import Tally, Worker, score_units
 from .usable import Losses
 
@@ -54,10 +54,11 @@ def precompute(
         _tidy(job, finished, run_id)
         return Outcome(job.folder.root, finished, Tally(), was_complete=True)
     job.folder.prepare()
-    with _place(job, run_id, joins=worker.joins) or nullcontext() as lock:
+    with _place(job, run_id, progress, joins=worker.joins) or nullcontext() as lock:
         if finished := _finished(job):
             return Outcome(job.folder.root, finished, Tally(), was_complete=True)
-        with recorded(config.tracking, stage, is_recorded=bool(lock)) as run:
+        note = job.folder.mlflow
+        with recorded(config.tracking, stage, is_recorded=bool(lock), note=note) as run:
             plan = _planned(job, run_id, progress, is_owner=bool(lock))
             _describe(run, job, plan)
             tally = score_units(job, plan, worker, run_id=run_id, progress=progress, run=run)
@@ -81,23 +82,28 @@ def _finished(job: Job) -> Manifest | None:
 
 
 def _tidy(job: Job, manifest: Manifest, run_id: str) -> None:
-    """Removes what a run left that died after its manifest, unless somebody is at it."""
-    if is_tidy(job.folder, manifest):
+    """Mends what a run left that died after its manifest, unless somebody is at it."""
+    if is_tidy(job.folder, manifest) and not job.folder.mlflow.exists():
         return
     if lock := try_owner_lock(job.folder, run_id):
         with lock:
             collect(job.folder, manifest)
+            settle(job.config.tracking, job.folder.mlflow)
 
 
-def _place(job: Job, run_id: str, *, joins: bool) -> OwnerLock | None:
+def _place(job: Job, run_id: str, progress: Progress, *, joins: bool) -> OwnerLock | None:
     """Becomes the owner of the folder, or joins an owner whose plan is ready."""
     if not joins:
         return owner_lock(job.folder, run_id)
+    is_said = False
     while True:
         lock = try_owner_lock(job.folder, run_id)
         is_ready = job.work.plan.exists() and ring_of(job).is_whole
         if lock or is_ready or job.is_published:
             return lock
+        if not is_said:
+            progress.say(f"another process prepares the rows of {job.folder.root}")
+            is_said = True
         time.sleep(POLL_SECONDS)
 
 
@@ -126,6 +132,7 @@ def _publish(job: Job, plan: Plan, run_id: str, *, is_owner: bool) -> Manifest:
             return finished
         if lock := try_owner_lock(job.folder, run_id):
             with lock:
+                settle(job.config.tracking, job.folder.mlflow)
                 return _publish(job, plan, run_id, is_owner=True)
         time.sleep(POLL_SECONDS)
     manifest = _finished(job) or _whole(job, plan)

@@ -7,6 +7,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from ..schemas.errors import CorruptionError, FingerprintError, UsageError
+from ..schemas.safe_text import masked
 from ..stages.storage import fs
 from ..stages.storage.ending import begins_as
 from .run_identity import CHANGES_LENGTH, binding, identity_of, job_settings, made_with
@@ -101,7 +102,7 @@ def require_same_engine_file(folder: RunFolder, text: bytes) -> None:
 
 def engine_text(config: dict[str, Any]) -> bytes:
     """What deepspeed.json holds."""
-    return f"{json.dumps(config, indent=2, sort_keys=True, default=str)}\n".encode()
+    return f"{json.dumps(masked(config), indent=2, sort_keys=True, default=str)}\n".encode()
 
 
 def _require_same(begun: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..schemas.errors import UsageError
 from ..schemas.manifest import file_identity
 from ..schemas.rows import Role
-from ..stages.prepare.read import digested, iter_chunks, open_inputs
+from ..stages.prepare.read import digested, iter_chunks, open_inputs, require_unchanged
 from ..stages.prepare.records import parse_chunk
 from ..stages.prepare.rewarded import Scores, write_rewarded
 from ..stages.prepare.shapes import common_shape
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..schemas.reference import Reference
     from ..schemas.rows import Record
     from ..schemas.tracking import Progress
-    from ..stages.prepare.read import InputFile
+    from ..stages.prepare.read import Digested, InputFile
     from ..stages.prepare.shapes import Shape
     from .units import Worker
 
@@ -54,15 +54,15 @@ class Rewarded:
 
 def rewards_from_labels(config: Config) -> Rewarded:
     """Chosen and desirable completions score 1, all others -1."""
-    inputs, shape = _opened(config)
-    if shape.kind not in {"paired", "unpaired"}:
+    data = _opened(config)
+    if data.shape.kind not in {"paired", "unpaired"}:
         raise UsageError(
-            f"--from-labels: {inputs[0].path} has no labels and no pairs. Score it with "
+            f"--from-labels: {data.inputs[0].path} has no labels and no pairs. Score it with "
             "--reward-model."
         )
     folder = _folder(config)
     fs.make_folder(folder)
-    return _written(folder, inputs, shape, lambda record: [LABELS[role] for role in record.roles])
+    return _written(folder, data, lambda record: [LABELS[role] for role in record.roles])
 
 
 def rewards_from_model(
@@ -73,11 +73,11 @@ def rewards_from_model(
     worker: Worker,
 ) -> Rewarded:
     """Scores every completion with a reward model; what an earlier run scored is kept."""
-    inputs, shape = _opened(config)
-    if shape.kind == "scored_long":
+    data = _opened(config)
+    if data.shape.kind == "scored_long":
         raise UsageError(
-            f"{inputs[0].path} has one completion in a row and a score for each. Take the scores "
-            "out, or put the completions of a prompt into one row (prompt, completions)."
+            f"{data.inputs[0].path} has one completion in a row and a score for each. Take the "
+            "scores out, or put the completions of a prompt into one row (prompt, completions)."
         )
     folder = _folder(config)
     model = replace(config.model, path=config.rewards.model, adapter="")
@@ -88,13 +88,23 @@ def rewards_from_model(
     outcome = precompute(scoring, reward, progress=progress, worker=worker, stage="score")
     scores = _scores(CacheFolder(folder / CACHE), outcome.manifest)
     # The shards name files by their bytes, and here they are read in the order they were given.
-    files = [file_identity(digested(file).sha256) for file in inputs]
-    return _written(folder, inputs, shape, lambda record: scores.of(files[record.file], record.row))
+    files = [file_identity(file.sha256) for file in data.digested]
+    return _written(folder, data, lambda record: scores.of(files[record.file], record.row))
 
 
-def _opened(config: Config) -> tuple[tuple[InputFile, ...], Shape]:
+@dataclass(frozen=True)
+class _Data:
+    """The files to score."""
+
+    inputs: tuple[InputFile, ...]
+    digested: tuple[Digested, ...]  # the inputs, before anything else was read from them
+    shape: Shape
+
+
+def _opened(config: Config) -> _Data:
     inputs = open_inputs(config.data.files)
-    return inputs, common_shape(inputs, renames(config.data.map), config.data.carry)
+    before = tuple(map(digested, inputs))
+    return _Data(inputs, before, common_shape(inputs, renames(config.data.map), config.data.carry))
 
 
 def _folder(config: Config) -> Path:
@@ -110,8 +120,7 @@ def _scores(folder: CacheFolder, manifest: Manifest) -> Scores:
 
 def _written(
     folder: Path,
-    inputs: Sequence[InputFile],
-    shape: Shape,
+    data: _Data,
     scores_of: Callable[[Record], Sequence[float] | None],
 ) -> Rewarded:
     """Reads the data once more, because the shards hold ids and no text."""
@@ -119,12 +128,13 @@ def _written(
 
     def rewarded() -> Iterator[tuple[Record, Sequence[float]]]:
         nonlocal rows_in
-        for chunk in iter_chunks(inputs, shape.columns):
+        for chunk in iter_chunks(data.inputs, data.shape.columns):
             rows_in += len(chunk)
-            for record in parse_chunk(chunk, shape)[0]:
+            for record in parse_chunk(chunk, data.shape)[0]:
                 scores = scores_of(record)
                 if scores is not None:
                     yield record, scores
+        require_unchanged(data.inputs, data.digested)
 
     path = folder / ROWS
     rows, completions = write_rewarded(path, rewarded())

@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from ..schemas.errors import AlignError, StorageError
+from ..stages.engine.user_file import stage_of
 from ..stages.model.logps import causal_model
 from ..stages.storage import fs
 from ..stages.storage.restore import read_checkpoint
@@ -71,8 +72,10 @@ def checkpoint_bytes(session: Session, folder: RunFolder) -> int:
             continue
     optimizer = session.engine_config.get("optimizer", {})
     moments = BYTES_OF_MOMENTS.get(str(optimizer.get("type", "")).lower(), 0)
-    width = _width(session)
-    per_weight = width + moments + (4 if width < 4 else 0)  # with the copy in 32 bits
+    width, stage = _width(session), stage_of(session.engine_config)
+    # Under ZeRO, and in 16 bits, there is a copy in 32; under ZeRO-3 there is no other.
+    weights = (width if stage < 3 else 0) + (4 if stage or width < 4 else 0)
+    per_weight = weights + moments
     return per_weight * sum(map(_numel, _learning(session)))
 
 

@@ -12,6 +12,7 @@ import torch
 from .. import __version__
 from ..schemas.checkpoint import RunIdentity
 from ..schemas.errors import CorruptionError
+from ..schemas.safe_text import masked
 from ..stages.engine.user_file import leaves, stage_of
 from ..stages.model.logps import causal_model
 from ..stages.storage import fs
@@ -78,7 +79,7 @@ def job_settings(job: TrainingJob) -> dict[str, str]:
 def identity_of(session: Session) -> RunIdentity:
     """All that the numbers of a run depend on."""
     job, model = session.job, causal_model(session.policy.model)
-    engine = json.loads(json.dumps(session.engine_config, default=str))
+    engine = json.loads(json.dumps(masked(session.engine_config), default=str))
     settled = {f"method.{name}": repr(value) for name, value in session.recipe.values.items()}
     # A packed layout attends by sdpa, piece by piece, and has a name of its own for it.
     packed = session.policy.path.layout == "packed"

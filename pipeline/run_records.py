@@ -132,12 +132,14 @@ class RunRecords:
         self.say(f"policy and cache agree to {gap:.1e} nats per completion")
         self._run.log_params({"gate.largest_gap": f"{gap:.3e}"})
 
-    def stepped(self, place: Place, metrics: dict[str, float], *, is_logged: bool) -> None:
-        """An optimizer step is done; not every one is written down."""
+    def stepped(
+        self, place: Place, metrics: dict[str, float], line: dict[str, float] | None
+    ) -> None:
+        """An optimizer step is done; after some there is a line that stands for several."""
         self._measured(place, metrics)
-        if is_logged:
+        if line is not None:
             seen = self._machine.now() if self._machine else {}
-            self._run.log_metrics({**metrics, **seen}, step=place.step)
+            self._run.log_metrics({**line, **seen}, step=place.step)
         padded = metrics["tokens"] / (1 - metrics["padding"])
         padding = round(padded - metrics["tokens"])
         self._progress.advance(1, tokens=round(padded), padding=padding)

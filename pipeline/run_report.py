@@ -21,7 +21,7 @@ from ..stages.storage.run_folder import RunFolder
 from ..stages.tracking.names import EVAL
 from .journal import History, history_of
 from .run_identity import run_settings
-from .settings import redacted
+from .settings import without_secrets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -83,7 +83,7 @@ def _not_applied(folder: RunFolder, history: History) -> list[int]:
     if not folder.nonfinite.exists():
         return []
     told = {int(step) for step in STEP.findall(fs.read_bytes(folder.nonfinite))}
-    well = {int(step) for step, value in history.learned.get("step_applied", ()) if value}
+    well = {int(step) for step, value in history.learned.get("step_applied", ()) if value == 1}
     return sorted(told - well)
 
 
@@ -158,7 +158,7 @@ def _lineage(cache: CacheFolder, manifest: Manifest, settings: dict[str, Any]) -
 def _shown(settings: dict[str, Any]) -> dict[str, str]:
     sections = ("train", "method", "lora", "model")
     return {
-        name: str(redacted(value))
-        for name, value in settings.items()
+        name: str(value)
+        for name, value in without_secrets(settings).items()
         if name.partition(".")[0] in sections
     }

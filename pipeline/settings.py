@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ import yaml
 from ..schemas.codec import CodecError, from_plain, unknown_key
 from ..schemas.config import Config
 from ..schemas.errors import UsageError
+from ..schemas.safe_text import MASK, hear, masked, masked_address
 from .flag_names import require_used
 from .strict_yaml import UNREADABLE, from_yaml
 
@@ -96,10 +96,22 @@ def load_settings(
     for origin, layer in layers:
         values.update(layer)
         origins.update(dict.fromkeys(layer, origin))
+    if isinstance(uri := values.get("tracking.uri"), str):
+        _require_address(uri, origins["tracking.uri"])
     settings = Settings(_build(values, origins), origins)
     for name in settings.on_command:
         require_used(command, name, origins[name])
     return settings
+
+
+def _require_address(uri: str, origin: str) -> None:
+    """Refuses the address in a run's config.yaml where its secret was left out."""
+    hear(uri)
+    if MASK in uri:
+        raise UsageError(
+            f"{origin}: tracking.uri is {uri}, and the secret in it was not written down. Give the "
+            "whole address: --set tracking.uri=…, or MLFLOW_TRACKING_URI and no tracking.uri."
+        )
 
 
 def flatten(config: Config) -> dict[str, Any]:
@@ -112,13 +124,13 @@ def as_yaml(config: Config) -> str:
     sections = dataclasses.asdict(config)
     for name, value in as_absolute(config).items():
         section, _, key = name.partition(".")
-        sections[section][key] = redacted(value)
+        sections[section][key] = value
     return yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)
 
 
 def as_absolute(config: Config) -> dict[str, Any]:
-    """Every setting by its dotted name, no path depending on where it is read."""
-    return _from_where_it_lies(flatten(config), Path.cwd())
+    """Every setting by its dotted name, no path depending on where it is read, no secret in it."""
+    return without_secrets(_from_where_it_lies(flatten(config), Path.cwd()))
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -126,11 +138,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return flatten(_build(found := _read_file(path), dict.fromkeys(found, str(path))))
 
 
-def redacted(value: Any) -> Any:
-    """The value, its password masked when it is an address with one."""
-    if not isinstance(value, str):
-        return value
-    return re.sub(r"(://[^/:@]*):[^@/]*@", r"\1:***@", value)
+def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by their dotted names as they may be written down and shown."""
+    shown = masked(dict(settings))
+    if "://" in (uri := settings.get("tracking.uri") or ""):
+        shown["tracking.uri"] = masked_address(uri)
+    return shown
 
 
 def template() -> str:

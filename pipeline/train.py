@@ -26,6 +26,7 @@ from .borne import borne
 from .halting import asked_to_stop, naming_the_way_on
 from .lost_peers import naming_lost_peers
 from .model_folder import write_model
+from .needs import require_positions
 from .run_records import RunRecords, open_records
 from .run_report import write_report
 from .run_start import Start, held_to_checkpoint, started
@@ -83,6 +84,9 @@ def open_session(job: TrainingJob, world: World, progress: Progress) -> Session:
         for note in (*_told_of(source, held_out), *advice):
             progress.say(note)
     policy = together(world, lambda: _policy(job, recipe))
+    last = getattr(_text_config(policy), "max_position_embeddings", None)
+    for some in {id(one): one for one in (source, held_out)}.values():
+        require_positions(some, recipe, last)
     engine, engine_config = open_engine(
         policy, config.train, world, hidden_size=_text_config(policy).hidden_size
     )
@@ -172,7 +176,7 @@ def _restored(session: Session, start: Start) -> Place | None:
     position = start.checkpoint.position
     folder = start.folder.step(position.global_step)
     together(session.world, lambda: session.engine.load_state(folder))
-    return Place(position.global_step, position.cursor, position.memory)
+    return Place(position.global_step, position.cursor, position.memory, position.window)
 
 
 def _require_agreement(session: Session, records: RunRecords) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..stages.storage.ending import read_ending
 from ..stages.tracking.names import EVAL
 from .journal import history_of
+from .measured import Measured
 
 if TYPE_CHECKING:
     from ..stages.storage.run_folder import RunFolder
     from ..stages.train.loop import Ending
-    from .measured import Measured
+
+logger = logging.getLogger("align")
 
 # Worth a line of its own, where a method reports it.
 HEADLINES = ("loss", "rewards/accuracies", "rewards/margins", "log_odds/accuracy", "log_odds/ratio")
@@ -40,6 +44,10 @@ class Trained:
 
 def outcome(folder: RunFolder, ending: Ending) -> Trained:
     """Reads back how far a run came, and what it measured."""
+    if not folder.metrics.exists():
+        logger.warning("%s is gone: what was measured is lost.", folder.metrics)
+        known = read_ending(folder)
+        return Trained(folder, ending, known.step if known else 0, Measured())
     history = history_of(folder.metrics, is_drawn=lambda _: False)
     return Trained(folder, ending, history.steps, history.measured)
 

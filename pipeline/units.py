@@ -81,6 +81,7 @@ def score_units(
     units = range(len(plan.unit_offsets) - 1)
     order = sorted(units, key=lambda unit: unit % worker.world != worker.rank % worker.world)
     tally = Tally()
+    by_others: list[int] = []
     progress.begin("scoring", total=plan.unit_offsets[-1], unit="rows")
     with UnitClaims(job.work.claims) as claims, _held_to_threads(job, plan):
         for unit in order:
@@ -89,12 +90,18 @@ def score_units(
                 claims.release(unit)
                 tally.seconds = time.perf_counter() - started
                 run.log_metrics(tally.metrics(), step=tally.units)
-        for unit in order:
+            else:
+                by_others.append(unit)
+        for unit in by_others:
+            is_shown = False
             while not job.work.commit(unit).exists() and not job.is_published:
                 claims.wait(unit)
                 if claims.try_claim(unit):
                     bench.finish(unit, tally)
                     claims.release(unit)
+                    is_shown = True
+            if not is_shown:
+                progress.advance(plan.unit_offsets[unit + 1] - plan.unit_offsets[unit])
     progress.end()
     tally.seconds = time.perf_counter() - started
     return tally

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..stages.model.logps import causal_model
-from .settings import flatten, redacted
+from .settings import flatten, without_secrets
 
 if TYPE_CHECKING:
     from .session import Session
@@ -27,7 +27,7 @@ def used_settings(session: Session, *sections: str) -> dict[str, str]:
     # How a run was begun is no setting that it learns by.
     asked = {name: value for name, value in flatten(config).items() if name != "train.resume"}
     return {
-        name: str(redacted(value))
-        for name, value in {**asked, **found}.items()
+        name: str(value)
+        for name, value in without_secrets({**asked, **found}).items()
         if name.partition(".")[0] in chosen
     }

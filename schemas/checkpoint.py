@@ -58,6 +58,7 @@ class Position:
     journal: CheckpointFile  # metrics.jsonl, as long as it was
     mlflow_run_id: str
     memory: dict[str, tuple[float, ...]]  # what the methods remember
+    window: dict[str, tuple[float, ...]]  # sums and counts of the steps since the last line
     metrics: dict[str, float]  # measured at this very step; the best checkpoint is chosen by one
 
 

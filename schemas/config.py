@@ -49,7 +49,7 @@ class DataOptions:
         0.001, "stop when more than this share of rows is unusable", least=0, most=1
     )
     workers: int = option(
-        0, "tokenizing processes; 0: one per core when the data is large", least=0
+        0, "tokenizing processes; 0: one per usable core when the data is large", least=0
     )
 
 

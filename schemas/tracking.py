@@ -121,3 +121,14 @@ class MlflowRecord:
     artifacts: dict[str, bool]  # path, and whether the store has it
     models: tuple[ModelLink, ...]
     metrics_sent: int  # bytes of metrics.jsonl that the store is known to have
+
+
+@dataclass(frozen=True)
+class UnendedRun:
+    """A run of MLflow that is at work, or whose end MLflow was not told."""
+
+    uri: str  # without user and password
+    experiment: str
+    key: str  # a tag by which the run is found
+    status: str  # empty as long as nobody said how it ended
+    ended_ms: int

@@ -14,6 +14,15 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("ALIGN_MODEL", None)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def clean_root():
+    """No test records anything in the project's own folder."""
+    root, kept = Path(__file__).parents[1], {"mlruns", "mlflow.db"}
+    before = {path.name for path in root.iterdir()}
+    yield
+    assert not kept & {path.name for path in root.iterdir()} - before
+
+
 @pytest.fixture(autouse=True)
 def own_home(tmp_path_factory, monkeypatch):
     """No test knows the caches of another."""

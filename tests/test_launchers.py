@@ -79,3 +79,14 @@ def test_a_terminal_gets_a_bar_that_is_taken_away(journey, tmp_path):
     assert done.code == 0, done
     assert "\x1b[" in done.out
     assert "scoring: 60 rows in" in done.out
+
+
+def test_of_the_ranks_of_stage_1_the_first_alone_is_heard(course, world, tmp_path):
+    """Its count ends at all rows, whoever scored them."""
+    words = ("--model", course.model, "--output", tmp_path / "cache", "--rows-per-shard", 4)
+    start = course.server.start
+    first, second = start("precompute-ref", world.data.paired, *words, ranks=2).answers()
+    assert (first.code, second.code) == (0, 0), (first, second)
+    assert (second.out, second.err) == ("", "")
+    assert "scoring: 60 rows in" in first.err, first
+    assert str(tmp_path / "cache") in first.out

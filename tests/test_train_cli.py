@@ -44,15 +44,16 @@ def test_a_store_is_told_all_of_a_run_that_it_missed_and_nothing_twice(course, t
     uri = f"sqlite:///{place / 'mlflow.db'}"
     answer = course.run(run, "--mlflow", "--set", f"tracking.uri={uri}", "--max-steps", 2)
     assert f"`align mlflow-sync {run}`" in answer.err
-    assert "failed" in refusal(74, "mlflow-sync", run)
+    assert f"pass --uri {uri}" in refusal(2, "mlflow-sync", run)
+    assert "failed" in refusal(74, "mlflow-sync", run, "--uri", uri)
     place.unlink()
     place.mkdir()
-    first = align("mlflow-sync", run)
+    first = align("mlflow-sync", run, "--uri", uri)
     assert first.code == 0, first
     run_id = json.loads((run / "_align" / "mlflow.json").read_text())["run_id"]
     assert first.out.splitlines()[0] == f"{uri}: run {run_id} is FINISHED"
     assert first.out.splitlines()[1] == f"{len(journalled(run))} numbers sent"
-    assert "0 numbers sent" in align("mlflow-sync", run).out
+    assert "0 numbers sent" in align("mlflow-sync", run, "--uri", uri).out
     assert stored(uri, run_id) == journalled(run)
     assert run_of(uri, run_id).info.status == "FINISHED"
 

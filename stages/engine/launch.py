@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from ...schemas.engine import World
 from ...schemas.errors import UsageError
 from .heartbeat import heartbeat
 from .peers import close_patient_group, open_patient_group
-from .quiet import deepspeed
+from .quiet import deepspeed, while_training
 from .slurm import slurm_environment
 
 if TYPE_CHECKING:
@@ -32,13 +33,16 @@ def joined_world() -> Iterator[World]:
     world = world_of(environment)
     before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
+    hook = sys.excepthook  # torch sets its own
     try:
-        _join(world)
-        with heartbeat(world):
-            yield world
+        with while_training(), torch.random.fork_rng(devices=_devices(world)):
+            _join(world)
+            with heartbeat(world):
+                yield world
     finally:
         _leave()
         _restore(before)
+        sys.excepthook = hook
 
 
 def launcher_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -88,6 +92,12 @@ def _join(world: World) -> None:
             f"({str(error).splitlines()[0]}). Check that every rank was started and that the "
             "address can be reached from each machine."
         ) from error
+
+
+def _devices(world: World) -> list[int]:
+    """The GPU of a rank, where there is one."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [world.local_rank % count] if count else []
 
 
 def _leave() -> None:

@@ -16,8 +16,22 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Left to itself DeepSpeed looks for an accelerator, and says on stdout what it found.
-os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+ACCELERATOR = "DS_ACCELERATOR"
+
+
+@contextmanager
+def _told_the_accelerator() -> Iterator[None]:
+    """Left to itself DeepSpeed looks for one when it is imported, and says on stdout what it found.
+
+    It asks once; the environment belongs to the host.
+    """
+    is_set = ACCELERATOR in os.environ
+    os.environ.setdefault(ACCELERATOR, "cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        yield
+    finally:
+        if not is_set:
+            del os.environ[ACCELERATOR]
 
 
 @contextmanager
@@ -34,23 +48,39 @@ def _without(module: str) -> Iterator[None]:
 
 
 # Its autotuner, which nothing here runs, would load MLflow: seconds and a hundred MiB.
-with warnings.catch_warnings(), _without("mlflow"):
+with warnings.catch_warnings(), _without("mlflow"), _told_the_accelerator():
     warnings.simplefilter("ignore")
     import deepspeed as _deepspeed
+    from deepspeed.accelerator import get_accelerator as _get_accelerator
     from deepspeed.utils import numa as _numa
+
+    _get_accelerator()
 
 deepspeed: Any = _deepspeed
 # It would spend a minute with the C++ compiler on a faster all-reduce before the first step.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 # Without a GPU, ZeRO-3 would start `numactl` in every backward pass.
 _numa.get_numa_cores = functools.cache(_numa.get_numa_cores)
-# It still calls collectives by the names that torch has begun to replace.
-warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
-_logger = logging.getLogger("DeepSpeed")
-_logger.setLevel(logging.ERROR)
-for _handler in _logger.handlers:
-    if isinstance(_handler, logging.StreamHandler):
-        _handler.setStream(sys.stderr)
+
+
+@contextmanager
+def while_training() -> Iterator[None]:
+    """Keeps quiet what every step would say, and off stdout the rest, as long as the block runs."""
+    logger = logging.getLogger("DeepSpeed")
+    level = logger.level
+    streams = [one for one in logger.handlers if isinstance(one, logging.StreamHandler)]
+    with warnings.catch_warnings():
+        # DeepSpeed still calls collectives by the names that torch has begun to replace.
+        warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
+        logger.setLevel(logging.ERROR)
+        before = [one.setStream(sys.stderr) for one in streams]
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
+            for handler, stream in zip(streams, before, strict=True):
+                if stream is not None:
+                    handler.setStream(stream)
 
 
 @contextmanager

@@ -56,6 +56,7 @@ class Index:
     undesirable: int  # those that are rejected or undesirable
     missing: dict[str, int]  # rows that are read and lack what is needed of them, by its name
     levels: int  # mismatched partners of each branch in the cache
+    longest: int  # most tokens of a prompt and one completion behind it, as the method reads them
 
 
 def build_index(
@@ -94,6 +95,7 @@ class GroupRows:
     num_rejected: NDArray[np.int32]  # (rows,) rejected or undesirable ones
     missing: dict[str, int]
     levels: int
+    longest: int
 
 
 def read_group(group: pa.Table, reading: Reading, source: str) -> GroupRows:
@@ -126,7 +128,15 @@ def read_group(group: pa.Table, reading: Reading, source: str) -> GroupRows:
         _sums(is_rejected, offsets),
         _missing(group, picked, reading),
         mismatched.shape[1],
+        _longest(table, lengths),
     )
+
+
+def _longest(table: RowTable, lengths: NDArray[np.int32]) -> int:
+    """Of all branches that are read, mismatched ones too, each behind the prompt of its row."""
+    prompts = np.repeat(table.prompt_tokens, np.diff(table.branch_offsets))
+    behind = np.column_stack([lengths, table.mismatched_tokens]).max(axis=1, initial=0)
+    return int((prompts + behind).max(initial=0))
 
 
 def _missing(group: pa.Table, picked: Selection, reading: Reading) -> dict[str, int]:
@@ -153,6 +163,7 @@ class _Found:
     undesirable: int = 0
     missing: Counter[str] = field(default_factory=Counter)
     levels: set[int] = field(default_factory=set)
+    longest: int = 0
 
     def add(self, place: Place, rows: GroupRows) -> None:
         self.places.append(place)
@@ -160,6 +171,7 @@ class _Found:
             self.kinds[kind] = self.kinds.get(kind, KindCounts()) + counts
         self.missing.update(rows.missing)
         self.levels.add(rows.levels)
+        self.longest = max(self.longest, rows.longest)
         if len(self.levels) > 1:
             raise CorruptionError(
                 f"row group {place.group} has {rows.levels} mismatched completions a branch, "
@@ -182,6 +194,7 @@ class _Found:
             self.undesirable,
             dict(self.missing),
             levels,
+            self.longest,
         )
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from .adapter import merged
 from .load import load_model, quiet, with_adapter
@@ -94,7 +94,7 @@ def parted(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
 
 def save_value_head(weights: Mapping[str, Tensor], target: Path) -> None:
     """The value head, which is no part of the model, beside it."""
-    save_file(dict(weights), target / f"{VALUE_HEAD}.safetensors")
+    (target / f"{VALUE_HEAD}.safetensors").write_bytes(save(dict(weights)))
 
 
 def _write_config(source: Path, target: Path, model: Any) -> None:

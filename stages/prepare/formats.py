@@ -208,13 +208,25 @@ def csv_payloads(path: Path, columns: Collection[str], limit: Limit) -> Iterator
 
 
 def _csv_rows(path: Path) -> Iterator[list[str]]:
-    csv.field_size_limit(_LONGEST_CSV_CELL)
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         reader = csv.reader(file, strict=True)
         try:
-            yield from filter(None, reader)
+            yield from filter(None, _with_long_cells(reader))
         except csv.Error as error:
             raise BadDataError(f"line {reader.line_num:,} is no valid CSV ({error})") from None
+
+
+def _with_long_cells(reader: Iterator[list[str]]) -> Iterator[list[str]]:
+    """Reads under our limit for a cell, which belongs to the process: it holds for a row only."""
+    while True:
+        limit = csv.field_size_limit(_LONGEST_CSV_CELL)
+        try:
+            row = next(reader, None)
+        finally:
+            csv.field_size_limit(limit)
+        if row is None:
+            return
+        yield row
 
 
 def json_columns(path: Path) -> tuple[str, ...]:

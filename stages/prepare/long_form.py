@@ -24,7 +24,8 @@ def merge_same_prompts(keyed: KeyedRows, notes: Counter[str], *, prompt_side: st
     """Joins neighbouring rows with one prompt; their branches keep ring order.
 
     Their prompt is the longest run of ids that all of them begin with. What a row's own prompt has
-    behind that goes to the front of its completion. `prompt_side` is where long prompts were cut.
+    behind that goes to the front of its completion. `prompt_side` is where long prompts were cut:
+    cut each by itself, they keep what all have kept, which is a few tokens less than in list form.
     """
     keyed, firsts = _with_shared_prompts(keyed, notes, prompt_side)
     rows = keyed.rows

@@ -109,7 +109,7 @@ def _batches(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 def _sketch(texts: Sequence[str], sketches: NDArray[np.uint64]) -> None:
     """Writes the sketches of lower-case texts that have words."""
-    codes = np.frombuffer("\n".join([*texts, ""]).encode("utf-32-le"), dtype="<u4")
+    codes = np.frombuffer("\n".join([*texts, ""]).encode("utf-32-le", "surrogatepass"), dtype="<u4")
     ends = np.cumsum([len(text) + 1 for text in texts])
     letters, begins = _letters(codes)
     if not len(letters):

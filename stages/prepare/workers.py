@@ -14,6 +14,7 @@ from multiprocessing.forkserver import ensure_running
 from typing import TYPE_CHECKING
 
 from ...schemas.errors import BadDataError, FingerprintError
+from ..storage.cores import usable_cores
 from .encode import Encoder
 from .keyed import KeyedRows, key_rows
 from .records import parse_chunk
@@ -83,15 +84,8 @@ def encode_chunks(
 
 
 def default_workers(input_bytes: int) -> int:
-    """One process per core, unless the input is small."""
+    """One process per usable core, unless the input is small."""
     return 0 if input_bytes < SMALL_INPUT_BYTES else usable_cores()
-
-
-def usable_cores() -> int:
-    """The cores this process may run on; a container or batch job may have some of them only."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 class _Worker:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ...schemas.safe_text import safe
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -123,4 +125,4 @@ def _cell(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    return "".join(c for c in text if c.isprintable() and c != "`")
+    return " ".join(safe(text).replace("`", "").split("\n"))

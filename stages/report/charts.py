@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from html import escape
 from typing import TYPE_CHECKING, Literal
+
+from ...schemas.safe_text import escape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

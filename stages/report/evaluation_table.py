@@ -2,7 +2,8 @@
 
 row counts the rows as the method reads them; row_id names the stored row; log_ratio is
 log(policy / reference), and reward what the loss compares. A reward model has no log-probs: there
-is its score instead. What is asked for by words the reference never saw has no log-ratio.
+is its score instead. What is asked for by words the reference never saw has no log-ratio. An
+apostrophe stands before text that a spreadsheet would take for a formula.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     Decode = Callable[[Iterable[int], bool], str]  # ids, and whether they continue a prompt
 
 NAMES = ("row", "row_id", "role", "tokens")
+FORMULAS = ("=", "+", "-", "@", "\t", "\r")  # with which a formula may begin
 Kind = Literal["log-ratios", "log-probs", "scores"]
 REWARD = "reward"
 # Of each kind the columns, the last of them for the report.
@@ -71,7 +73,13 @@ def evaluation_csv(judged: Sequence[Judged], kind: Kind, *, decode: Decode | Non
         ratio = one.logp - one.reference_logp
         known = (one.logp, one.reference_logp, ratio)[: len(COLUMNS[kind])]
         numbers = (*known, *(one.reward for _ in rewards))
-        cells = [one.row, one.row_id, one.role.name.lower(), one.num_tokens, *map(repr, numbers)]
+        cells = [
+            one.row,
+            _inert(one.row_id),
+            one.role.name.lower(),
+            one.num_tokens,
+            *map(repr, numbers),
+        ]
         writer.writerow([*cells, *(_texts(one, decode) if decode else ())])
     return sink.getvalue()
 
@@ -104,4 +112,15 @@ def _completion(line: Mapping[str, str], value: str) -> Completion:
 def _texts(one: Judged, decode: Decode) -> tuple[str, str]:
     assert one.prompt is not None, "the evaluation was told to keep ids"
     assert one.completion is not None, "the evaluation was told to keep ids"
-    return decode(one.prompt, False), decode(one.completion, True)
+    return _inert(decode(one.prompt, False)), _inert(decode(one.completion, True))
+
+
+def _inert(text: str) -> str:
+    """The text, marked as one where a spreadsheet would compute it; a number may stay a number."""
+    if not text.startswith(FORMULAS):
+        return text
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}"
+    return text

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from html import escape
 from typing import TYPE_CHECKING
+
+from ...schemas.safe_text import escape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

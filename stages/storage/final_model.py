@@ -18,6 +18,7 @@ def save_model(target: Path, write: Callable[[Path], object], run_id: str) -> No
     draft = target.with_name(f".tmp-{target.name}-{run_id}")
     fs.make_folder(draft)
     write(draft)
+    fs.share(draft)
     for path in (*draft.rglob("*"), draft):
         (fs.fsync_folder if path.is_dir() else fs.fsync)(path)
     if target.exists():

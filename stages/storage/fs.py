@@ -78,6 +78,29 @@ def draft_of(path: Path) -> Iterator[Path]:
     fsync_folder(path.parent)
 
 
+@contextmanager
+def draft_if_absent(path: Path) -> Iterator[Path]:
+    """Like `draft_of`, but where another was first, what it put there stays."""
+    draft = _draft_of(path)
+    try:
+        yield draft
+        _put(draft, path)
+    except BaseException:
+        discard(draft)
+        raise
+    unlink(draft)
+    fsync_folder(path.parent)
+
+
+def _put(draft: Path, path: Path) -> None:
+    try:
+        link(draft, path)
+    except StorageError:  # a file system without hard links
+        if path.exists():
+            raise
+        rename(draft, path)
+
+
 def sha256_of(path: Path) -> str:
     """The digest of a file's bytes."""
     with open_regular(path) as source:
@@ -192,6 +215,18 @@ def make_folder(path: Path, mode: int = 0o777) -> None:
     _do("make_folder", path, make)
 
 
+def share(folder: Path) -> None:
+    """Gives all files in a folder the permissions of a new one; some libraries write secretly."""
+    usual = folder / f".{secrets.token_hex(8)}.tmp"
+    with create(usual) as sink:
+        mode = stat.S_IMODE(os.fstat(sink.fileno()).st_mode)
+    unlink(usual)
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            with told("share", path):
+                path.chmod(mode)
+
+
 def remove_folder(path: Path) -> None:
     """Removes an empty folder; one with something in it stays."""
     try:
@@ -253,6 +288,9 @@ class _Sink(io.RawIOBase):
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path = path
         self._descriptor = descriptor
+
+    def fileno(self) -> int:
+        return self._descriptor
 
     def writable(self) -> bool:
         return True

@@ -34,6 +34,7 @@ def collect(folder: CacheFolder, manifest: Manifest) -> None:
     if not quarantine:
         fs.remove_folder(folder.quarantine)
     _remove_drafts(folder.manifest)
+    _remove_drafts(folder.mlflow)
     reach("gc.done")
 
 
@@ -42,7 +43,7 @@ def is_tidy(folder: CacheFolder, manifest: Manifest) -> bool:
     named = {shard.file for shard in manifest.shards}
     kept = {entry.file.rpartition("/")[2] for entry in manifest.quarantine}
     return (
-        _names(folder.private) <= {folder.lock.name}
+        _names(folder.private) <= {folder.lock.name, folder.mlflow.name}
         and _parts(folder.data) <= named
         and _parts(folder.quarantine) <= kept
     )

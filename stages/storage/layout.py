@@ -4,6 +4,7 @@ manifest.json                        written last; readers read only this
 data/part-<unit>-<sha256>.parquet    shards, named by their content
 quarantine/part-<n>-<sha256>.parquet rejected rows
 _align/LOCK                          held by the owner of the folder
+_align/mlflow-run.json               names the run of MLflow whose end it was not told
 _align/<plan key>/                   work in progress, gone when it is done
     plan.json  commits/<unit>.json  claims  spool/  tmp/<run id>/
 """
@@ -63,6 +64,11 @@ class CacheFolder:
     def lock(self) -> Path:
         """The file whose lock makes a process the owner of this folder."""
         return self.private / "LOCK"
+
+    @property
+    def mlflow(self) -> Path:
+        """Names the run of MLflow whose end it was not told; only there until it was."""
+        return self.private / "mlflow-run.json"
 
     @property
     def when_locked(self) -> str:

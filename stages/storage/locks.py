@@ -18,6 +18,8 @@ from ...schemas.codec import CodecError, from_json, to_json
 from ...schemas.errors import LockedError
 from . import fs
 
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
 
 class Ownable(Protocol):
     """A folder that one process at a time may work in."""
@@ -167,5 +169,7 @@ def _owner_of(path: Path) -> str:
 
 
 def _boot_id() -> str:
-    source = Path("/proc/sys/kernel/random/boot_id")
-    return source.read_text().strip() if source.exists() else ""
+    try:
+        return BOOT_ID.read_text(encoding="utf-8").strip()
+    except OSError:  # a system without it, or one that hides it
+        return ""

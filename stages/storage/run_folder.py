@@ -13,6 +13,7 @@ model-merged/                   an adapter's policy with the adapter merged into
 _align/LOCK                     held by the run that is at work here
 _align/ending.json              how it ended; not there while it is at work, or after a kill
 _align/mlflow.json              what MLflow is to be told
+_align/artifacts/               copies of files from elsewhere that it is to keep
 """
 
 from __future__ import annotations
@@ -101,6 +102,11 @@ class RunFolder:
     def mlflow(self) -> Path:
         """What MLflow is to be told, and how much of it it knows."""
         return self.private / "mlflow.json"
+
+    @property
+    def copies(self) -> Path:
+        """Copies of files from elsewhere that MLflow is to keep."""
+        return self.private / "artifacts"
 
     @property
     def ending(self) -> Path:
@@ -193,7 +199,8 @@ class RunFolder:
             for path in (*whole, self.ending)
             for draft in path.parent.glob(f".{path.name}.*.tmp")
         ]
-        return [*folders, *drafts, *self.evaluation(0).parent.glob(".step-*.tmp")]
+        drafts += [*self.evaluation(0).parent.glob(".step-*.tmp"), *self.copies.glob(".*.tmp")]
+        return [*folders, *drafts]
 
 
 def _is_left_over(name: str) -> bool:

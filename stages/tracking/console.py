@@ -9,6 +9,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
+from ...schemas.safe_text import safe
 from .meter import Meter
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ def _rich_bar(stream: TextIO) -> Any:
 
 
 def _plain(text: str, stream: TextIO) -> str:
-    """One line without control characters, in the encoding of the stream."""
-    shown = "".join(c if c.isprintable() else " " for c in text if c.isprintable() or c.isspace())
+    """One line without control characters and secrets, in the encoding of the stream."""
+    shown = " ".join(safe(text).split("\n")).replace("\t", " ")
     encoding = stream.encoding or "utf-8"
     return shown.encode(encoding, "backslashreplace").decode(encoding)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import os
+import stat
 import time
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from .jsonl import line_start, read_entries
-from .ledger import GOES_ON_TAG
-from .mlflow_store import METRICS_PER_BATCH
+from .mlflow_store import GOES_ON_TAG, KEY_TAG, METRICS_PER_BATCH
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,8 +20,10 @@ if TYPE_CHECKING:
     from .ledger import Ledger
     from .mlflow_store import MlflowStore
 
-KEY_TAG = "align.run_key"
 SECONDS_PER_MARK = 10.0
+PRIVATE = "_align/"  # a file that was copied there has no place in the run
+
+logger = logging.getLogger("align")
 
 
 class Delivery:
@@ -36,6 +40,7 @@ class Delivery:
         self._status = ""
         self._sent = 0
         self._marked_at = time.monotonic()
+        self._refused: set[str] = set()
         self._known: dict[str, set[int]] | None = None  # None: to be asked for
         self._ceiling = -1
         self.points = 0  # sent by this delivery
@@ -67,7 +72,7 @@ class Delivery:
         if self._run_id:
             return
         record = self._ledger.record
-        if record.run_id and not self._store.has_run(record.run_id):
+        if record.run_id and not self._store.has_run(record.run_id, key=record.key):
             self._ledger.forget_run()
             record = self._ledger.record
         self._run_id = record.run_id or self._make_run()
@@ -138,10 +143,17 @@ class Delivery:
 
     def _owed(self) -> Iterator[tuple[str, Path]]:
         """Files the store has not got; one that is gone, as with a step given up, is not owed."""
+        root = self._metrics.parent
         for name, is_there in self._ledger.record.artifacts.items():
-            path = Path(name) if Path(name).is_absolute() else self._metrics.parent / name
-            if not is_there and path.exists():
-                yield name, path
+            if is_there or name in self._refused or not os.path.lexists(root / name):
+                continue
+            if is_own(root, name):
+                yield name, root / name
+            else:
+                self._refused.add(name)
+                logger.warning(
+                    "%s is not sent to MLflow: it is, or leads, outside of the run %s.", name, root
+                )
 
     def _send_models(self) -> None:
         for link in self._ledger.record.models:
@@ -162,10 +174,29 @@ class Delivery:
             self._ledger.change(metrics_sent=self._sent)
 
 
+def is_own(root: Path, name: str) -> bool:
+    """Whether a name is that of a file or folder in the run, with no link on the way or in it."""
+    parts = PurePosixPath(name).parts
+    if not parts or PurePosixPath(name).is_absolute() or ".." in parts:
+        return False
+    path = root
+    for part in parts:
+        path /= part
+        if path.is_symlink():
+            return False
+    walked = (Path(top, one) for top, dirs, files in os.walk(path) for one in [*dirs, *files])
+    return all(_is_plain(one) for one in (path, *walked))
+
+
+def _is_plain(path: Path) -> bool:
+    mode = path.lstat().st_mode
+    return stat.S_ISREG(mode) or stat.S_ISDIR(mode)
+
+
 def _folder_of(name: str) -> str:
-    """Where the store is to keep a file: where it lies in the run, others at the top."""
-    folder = Path(name).parent
-    return "" if folder.is_absolute() or folder == Path() else str(folder)
+    """Where the store is to keep a file: where it lies in the run, copies at the top."""
+    folder = str(Path(name).parent)
+    return "" if folder == "." or name.startswith(PRIVATE) else folder
 
 
 def _news(wanted: dict[str, str], known: dict[str, str]) -> dict[str, str]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
-import re
 import sqlite3
 import sys
 import time
 import warnings
 from typing import TYPE_CHECKING
+
+from ...schemas.errors import StorageError
+from ...schemas.safe_text import hear, masked_address, redacted, shown
+from .quiet import hushed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,18 +26,18 @@ class Guard:
     """Calls the store until it fails for the first time."""
 
     def __init__(self, uri: str) -> None:
-        self._uri = without_password(uri)
+        self._uri = address_of(uri)
         self._is_open = True
         self._is_patient = True
         self._seconds = 0.0
 
-    def call(self, action: Callable[[], object]) -> None:
-        """Does it, unless the store has failed before or the run is over."""
+    def call(self, action: Callable[[], object]) -> bool:
+        """Does it, unless the store has failed before or the run is over; whether it was done."""
         if not self._is_open:
-            return
+            return False
         started = time.monotonic()
         try:
-            with warnings.catch_warnings():
+            with hushed():
                 warnings.simplefilter("ignore")
                 action()
         except failures() as error:
@@ -45,8 +48,11 @@ class Guard:
                 self._uri,
                 reason_of(error),
             )
+        else:
+            return True
         finally:
             self._seconds += time.monotonic() - started
+        return False
 
     def is_out_of_patience(self) -> bool:
         """Whether the store has held up the work too long to be told every number."""
@@ -64,9 +70,10 @@ class Guard:
         self._is_open = False
 
 
-def without_password(text: str) -> str:
-    """The text with `user:password@` taken out of every address in it."""
-    return re.sub(r"//[^/@\s]+@", "//***@", text)
+def address_of(uri: str) -> str:
+    """A store's address as it may be said; its secrets are masked from now on wherever they are."""
+    hear(uri)
+    return masked_address(uri) if "://" in uri else uri
 
 
 def failures() -> tuple[type[BaseException], ...]:
@@ -79,11 +86,12 @@ def failures() -> tuple[type[BaseException], ...]:
     )
     loaded = [getattr(sys.modules[module], name) for module, name in named if module in sys.modules]
     # OSError stands for requests too, ValueError for a malformed address or answer.
-    return (OSError, ValueError, ImportError, sqlite3.Error, *loaded)
+    return (OSError, ValueError, ImportError, sqlite3.Error, StorageError, *loaded)
 
 
 def reason_of(error: BaseException) -> str:
-    """What a store said, in one line and without passwords."""
-    said = without_password(str(error).strip()) or type(error).__name__
-    plain = "".join(c for c in said.partition("\n")[0] if c.isprintable())
-    return plain[:MAX_REASON].rstrip(".")
+    """What a store said, in one line and without secrets."""
+    said = redacted(str(error).strip()) or type(error).__name__
+    if isinstance(error, StorageError):  # of ours: all of it is of use
+        return said.rstrip(".")
+    return shown(said.partition("\n")[0])[:MAX_REASON].rstrip(".")

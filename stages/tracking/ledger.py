@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from ...schemas.codec import CodecError, from_signed_json, to_signed_json
 from ...schemas.errors import CorruptionError, UsageError
+from ...schemas.safe_text import bare_address
 from ...schemas.tracking import MlflowRecord
 from ..storage import fs
-from .fast_sqlite import PREFIX
+from .fast_sqlite import sqlite_file
+from .mlflow_store import GOES_ON_TAG
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 FORMAT_VERSION = 1
-GOES_ON_TAG = "align.goes_on_from"  # the run whose last numbers were given up
+KEY = re.compile(r"[0-9a-f]{16}")
 
 
 class Ledger:
@@ -120,7 +122,10 @@ def load_ledger(path: Path) -> Ledger:
             f"{path.parent.name}/{path.name}. Name the --output of `align train`."
         )
     try:
-        return Ledger(path, from_signed_json(MlflowRecord, fs.read_bytes(path)))
+        record = from_signed_json(MlflowRecord, fs.read_bytes(path))
+        if not KEY.fullmatch(record.key):  # it stands in a question to the store
+            raise CodecError(f"key {record.key!r:.40} is not sixteen hexadecimal digits")
+        return Ledger(path, record)
     except CodecError as error:
         raise CorruptionError(
             f"{path} is damaged: {error}. Remove it: the run is then recorded as a new one."
@@ -128,8 +133,7 @@ def load_ledger(path: Path) -> Ledger:
 
 
 def plain_uri(uri: str) -> str:
-    """The address without user and password, and the same from every folder."""
-    bare = re.sub(r"//[^/@\s]+@", "//", uri)
-    if bare.startswith(PREFIX) and not bare.startswith((PREFIX + "/", PREFIX + ":")):
-        return f"{PREFIX}{Path(bare.removeprefix(PREFIX)).absolute()}"
-    return bare if ":" in bare else str(Path(bare).absolute())
+    """The address without secrets, and the same from every folder."""
+    if path := sqlite_file(uri):
+        return f"sqlite:///{path.absolute()}"
+    return bare_address(uri) if "://" in uri else str(Path(uri).absolute())

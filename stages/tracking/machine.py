@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import psutil
@@ -19,8 +20,8 @@ class Machine:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._process = psutil.Process()
-        psutil.cpu_percent()
+        with suppress(OSError, psutil.Error):
+            psutil.cpu_percent()
 
     def now(self) -> dict[str, float]:
         """One look; nothing where the system does not answer, for nobody trains for its sake."""
@@ -36,7 +37,7 @@ class Machine:
             "cpu_utilization_percentage": psutil.cpu_percent(),
             "system_memory_usage_megabytes": memory.used / MEGA,
             "system_memory_usage_percentage": memory.percent,
-            "process_memory_usage_megabytes": self._process.memory_info().rss / MEGA,
+            "process_memory_usage_megabytes": psutil.Process().memory_info().rss / MEGA,
             "disk_usage_percentage": disk.percent,
             "disk_available_megabytes": disk.free / MEGA,
         }

@@ -11,9 +11,10 @@ from ... import __version__
 from ...schemas.config import TrackingOptions
 from ...schemas.tracking import DatasetNote, MetricPoint, ModelLink
 from .guard import Guard
-from .mlflow_store import MlflowStore
+from .mlflow_store import GOES_ON_TAG, KEY_TAG, MlflowStore
 from .names import MAX_PARAM, key_of, shortened
 from .null_run import NullRun
+from .unended import Note
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -24,25 +25,42 @@ if TYPE_CHECKING:
 DEFAULT_URI = "sqlite:///mlflow.db"
 
 
-def open_run(options: TrackingOptions, *, name: str, tags: Mapping[str, str]) -> Run:
-    """Begins a run; one that records nothing when MLflow is off or its store cannot be used."""
+def open_run(
+    options: TrackingOptions, *, name: str, tags: Mapping[str, str], note: Path | None = None
+) -> Run:
+    """Begins a run; one that records nothing when MLflow is off or its store cannot be used.
+
+    In the file `note` the run stands until its end is known; one that stands there already was
+    killed, for the caller owns the folder, and the store is told that first.
+    """
     if not options.mlflow:
         return NullRun()
-    uri = store_uri(options)
+    uri, experiment = store_uri(options), experiment_name(options)
     guard = Guard(uri)
+    noted = Note(note) if note else None
     runs: list[Run] = []
 
     def begin() -> None:
         store = MlflowStore(uri)
-        run_id = store.create_run(
-            store.experiment_id(experiment_name(options)),
-            name=options.run_name or name,
-            tags={**version_tags(), **tags},
-        )
-        runs.append(MlflowRun(store, run_id, guard))
+        place = store.experiment_id(experiment)
+        labels = {**version_tags(), **tags}
+        if noted:
+            if before := noted.settle(store, uri):
+                labels[GOES_ON_TAG] = before
+            labels[KEY_TAG] = noted.begin(uri, experiment)
+        run_id = store.create_run(place, name=options.run_name or name, tags=labels)
+        runs.append(MlflowRun(store, run_id, guard, noted))
 
     guard.call(begin)
     return runs[0] if runs else NullRun()
+
+
+def settle_noted(options: TrackingOptions, note: Path) -> None:
+    """Tells the store the end of a run that was killed, where a note names one."""
+    if not (options.mlflow and note.exists()):
+        return
+    uri = store_uri(options)
+    Guard(uri).call(lambda: Note(note).settle(MlflowStore(uri), uri))
 
 
 def store_uri(options: TrackingOptions) -> str:
@@ -72,10 +90,14 @@ def version_tags() -> dict[str, str]:
 class MlflowRun:
     """One run; when its store fails, what follows is not recorded and the work goes on."""
 
-    def __init__(self, store: MlflowStore, run_id: str, guard: Guard) -> None:
+    def __init__(
+        self, store: MlflowStore, run_id: str, guard: Guard, note: Note | None = None
+    ) -> None:
         self._store = store
         self._guard = guard
+        self._note = note
         self._params: dict[str, str] = {}
+        self._is_over = False
         self.run_id = run_id
 
     def log_params(self, params: Mapping[str, str]) -> None:
@@ -117,8 +139,13 @@ class MlflowRun:
 
     def finish(self, status: Status) -> None:
         """The truth about how it ended; the first word counts."""
-        self._call(lambda: self._store.finish(self.run_id, status))
+        if self._is_over:
+            return
+        self._is_over = True
+        is_told = self._guard.call(lambda: self._store.finish(self.run_id, status))
         self._guard.close()
+        if self._note:
+            self._note.remove() if is_told else self._note.end(status)
 
     def _call(self, action: Callable[[], object]) -> None:
         self._guard.call(action)

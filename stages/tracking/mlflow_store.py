@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import importlib
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .fast_sqlite import created_quickly
+from ...schemas.safe_text import redacted
+from .fast_sqlite import make_store, require_whole
 from .names import MAX_DATASET_NAME, MAX_DIGEST, MAX_PARAM, MAX_TAG, key_of, shortened
-from .quiet import hush
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from ...schemas.tracking import DatasetNote, MetricPoint, ModelLink
 
@@ -21,24 +21,33 @@ T = TypeVar("T")
 PARAMS_PER_BATCH = 100
 METRICS_PER_BATCH = 1000
 PATH_TAG = "align.path"
+KEY_TAG = "align.run_key"  # by which a run is found whose id was never heard here
+GOES_ON_TAG = "align.goes_on_from"  # the run that was given up for this one
 
 
 class MlflowStore:
-    """One tracking store, made when it is a local one that is not there yet."""
+    """One tracking store, made when it is a local one that is not there yet.
+
+    Open it inside `hushed`, for MLflow reads the environment when it is imported.
+    """
 
     def __init__(self, uri: str) -> None:
-        hush()
         mlflow = importlib.import_module("mlflow")
         self._entities = mlflow.entities
-        with created_quickly(uri):
+        make_store(uri, mlflow.MlflowClient)
+        try:
             self.client: Any = mlflow.MlflowClient(uri)
+        except Exception as error:
+            require_whole(uri, error)
+            raise
 
     def experiment_id(self, name: str) -> str:
         """The experiment of that name, made when there is none."""
         found = self.client.get_experiment_by_name(name)
         if found is None:
             try:
-                return str(self.client.create_experiment(name))
+                where = artifacts_beside(self.client.tracking_uri, name)
+                return str(self.client.create_experiment(name, artifact_location=where))
             except importlib.import_module("mlflow.exceptions").MlflowException:
                 # Another process may have made it in the meantime.
                 found = self.client.get_experiment_by_name(name)
@@ -51,7 +60,8 @@ class MlflowStore:
     ) -> str:
         """A new run, labelled with who made it as well; returns its id."""
         context = importlib.import_module("mlflow.tracking.context.registry")
-        labels = context.resolve_tags({key_of(k): shortened(v, MAX_TAG) for k, v in tags.items()})
+        labels = context.resolve_tags({key_of(k): v for k, v in tags.items()})
+        labels = {name: shortened(str(value), MAX_TAG) for name, value in labels.items()}
         run = self.client.create_run(
             experiment, start_time=began_ms, tags=labels, run_name=name or None
         )
@@ -62,16 +72,25 @@ class MlflowStore:
         found = self.client.search_runs([experiment], f"tags.`{tag}` = '{value}'", max_results=1)
         return str(found[0].info.run_id) if found else ""
 
-    def has_run(self, run_id: str) -> bool:
-        """Whether the store has such a run, and it was not deleted."""
+    def has_run(self, run_id: str, *, key: str) -> bool:
+        """Whether the store has such a run under this key, and it was not deleted."""
         found = self._run(run_id)
-        return found is not None and bool(found.info.lifecycle_stage == "active")
+        if found is None or found.data.tags.get(KEY_TAG) != key:
+            return False
+        return bool(found.info.lifecycle_stage == "active")
 
-    def end_if_running(self, run_id: str) -> None:
+    def end_if_running(
+        self, run_id: str, status: str = "KILLED", *, ended_ms: int | None = None
+    ) -> None:
         """A run that nobody works at was killed, if nobody said how it ended."""
         found = self._run(run_id)
         if found is not None and found.info.status == "RUNNING":
-            self.finish(run_id, "KILLED")
+            self.finish(run_id, status, ended_ms=ended_ms)
+
+    def run_of_key(self, experiment: str, key: str) -> str:
+        """The id of the run that has a key in the experiment of that name, empty when none has."""
+        found = self.client.get_experiment_by_name(experiment)
+        return self.find_run(str(found.experiment_id), tag=KEY_TAG, value=key) if found else ""
 
     def _run(self, run_id: str) -> Any:
         exceptions = importlib.import_module("mlflow.exceptions")
@@ -126,7 +145,7 @@ class MlflowStore:
             name=shortened(note.name, MAX_DATASET_NAME),
             digest=note.digest[:MAX_DIGEST],
             source_type="local",
-            source=json.dumps({"uri": note.source}),
+            source=json.dumps({"uri": redacted(note.source)}),
         )
         tags = {"mlflow.data.context": note.context, "align.digest": note.digest}
         labelled = entities.DatasetInput(dataset, [entities.InputTag(*tag) for tag in tags.items()])
@@ -144,6 +163,7 @@ class MlflowStore:
             if model.tags.get(PATH_TAG) == link.folder:
                 return str(model.model_id)
         tags = {"mlflow.model.isExternal": "true", PATH_TAG: link.folder, **link.tags}
+        tags = {name: shortened(value, MAX_TAG) for name, value in tags.items()}
         model = self.client.create_logged_model(
             experiment, name="model", source_run_id=run_id, tags=tags
         )
@@ -155,6 +175,17 @@ class MlflowStore:
     def finish(self, run_id: str, status: str, *, ended_ms: int | None = None) -> None:
         """The truth about how a run ended."""
         self.client.set_terminated(run_id, status, ended_ms)
+
+
+def artifacts_beside(uri: str, experiment: str) -> str | None:
+    """Where a SQLite file keeps what an experiment uploads: beside itself, wherever one stands.
+
+    MLflow would put it below the folder that the first run is started from. None: it decides.
+    """
+    name = uri.removeprefix("sqlite:///").partition("?")[0]
+    if not uri.startswith("sqlite:///") or not name:
+        return None
+    return str(Path(name).absolute().parent / "mlruns" / key_of(experiment))
 
 
 def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

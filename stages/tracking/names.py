@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from ...schemas.safe_text import redacted
+
 EVAL = "eval/"  # begins the name of what was measured on held-out rows
 MAX_KEY = 250
 MAX_PARAM = 6000
@@ -20,5 +22,6 @@ def key_of(name: str) -> str:
 
 
 def shortened(value: str, limit: int) -> str:
-    """The value, its end cut off where it is too long."""
+    """The value without secrets, its end cut off where it is too long."""
+    value = redacted(value)
     return value if len(value) <= limit else f"{value[: limit - 1]}…"

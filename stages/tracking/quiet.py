@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
@@ -14,13 +20,34 @@ DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
 CHATTY = ("mlflow", "alembic", "urllib3")
+WARNING = ("mlflow", "sqlalchemy", "alembic", "pydantic", "urllib3")
 
 
 def hush() -> None:
-    """Sets what the user has not set; call it before MLflow is imported, which reads it then."""
+    """Sets for the whole process what the user has not set; MLflow reads some of it at import."""
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
-    for name in CHATTY:
-        logger = logging.getLogger(name)
-        if logger.level == logging.NOTSET:
-            logger.setLevel(logging.ERROR)
+
+
+@contextmanager
+def hushed() -> Iterator[None]:
+    """As `hush`, without log lines and warnings of MLflow as well, as long as the block runs.
+
+    Another thread is hushed too. Filters of warnings belong to the whole process: the thread that
+    works enters and leaves, and the one that sends changes none.
+    """
+    unset = [name for name in DEFAULTS if name not in os.environ]
+    loggers = [one for one in map(logging.getLogger, CHATTY) if one.level == logging.NOTSET]
+    with warnings.catch_warnings():
+        for package in WARNING:
+            warnings.filterwarnings("ignore", module=package)
+        hush()
+        for one in loggers:
+            one.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for one in loggers:
+                one.setLevel(logging.NOTSET)
+            for name in unset:
+                os.environ.pop(name, None)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import warnings
+import traceback
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from ...schemas.errors import StorageError
+from ...schemas.safe_text import redacted
 from .delivery import Delivery
-from .guard import failures, reason_of, without_password
+from .guard import address_of, failures, reason_of
 from .mlflow_store import MlflowStore
+from .quiet import hushed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,6 +39,8 @@ class Sender:
         self._retry_at = 0.0
         self._last_took = 0.0
         self._has_warned = False
+        self._quiet = ExitStack()
+        self._quiet.enter_context(hushed())
         self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
         self._thread.start()
 
@@ -44,12 +48,19 @@ class Sender:
         """Waits so many seconds for the rest to be sent; what is not stays in the ledger."""
         self._over.set()
         self._thread.join(patience)
+        self._quiet.close()
         if not (self._delivery and self._delivery.is_complete):
             self._warn("did not take all in time")
 
     def _work(self) -> None:
-        for package in ("mlflow", "sqlalchemy", "alembic", "pydantic", "urllib3"):
-            warnings.filterwarnings("ignore", module=package)
+        try:
+            self._send()
+        except Exception as error:
+            # Python would say it by itself, and the secrets in it.
+            self._warn(f"failed: {reason_of(error)}")
+            logger.error("%s", redacted(traceback.format_exc()))
+
+    def _send(self) -> None:
         while True:
             is_over = self._over.is_set()
             is_due = time.monotonic() >= self._retry_at
@@ -67,8 +78,6 @@ class Sender:
                 store = MlflowStore(self._uri)
                 self._delivery = Delivery(store, self._ledger, self._metrics)
             self._delivery.deliver()
-        except StorageError as error:
-            self._rest(error)
         except failures() as error:
             self._rest(error)
         finally:
@@ -85,7 +94,7 @@ class Sender:
         logger.warning(
             "MLflow at %s %s. The work goes on; %s keeps all metrics, and what is missing "
             "is sent later, or by `align mlflow-sync %s`.",
-            without_password(self._uri),
+            address_of(self._uri),
             what,
             self._metrics,
             self._metrics.parent,

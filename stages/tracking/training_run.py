@@ -5,7 +5,10 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from ...schemas.safe_text import redacted
 from ...schemas.tracking import DatasetNote, ModelLink
+from ..storage import fs
+from .delivery import PRIVATE
 from .jsonl import open_journal
 from .ledger import open_ledger
 from .mlflow_run import experiment_name, sorted_out, store_uri, version_tags
@@ -145,21 +148,28 @@ class LedgerRun:
 
     def log_dataset(self, name: str, *, digest: str, source: str, context: str) -> None:
         """The data that went in, under our own digest."""
-        self._ledger.append("datasets", DatasetNote(name, digest, source, context))
+        note = DatasetNote(redacted(name), digest, redacted(source), context)
+        self._ledger.append("datasets", note)
 
     def log_artifact(self, path: Path) -> None:
-        """A file or folder to keep with the run; a second time, when it has changed."""
+        """A file or folder to keep with the run; a second time, when it has changed.
+
+        Of a file elsewhere a copy is kept: what is sent lies in the run and nowhere else.
+        """
         whole = path.absolute()
-        is_inside = whole.is_relative_to(self._root)
-        name = whole.relative_to(self._root) if is_inside else whole
-        self._ledger.add("artifacts", {str(name): False})
+        if not whole.is_relative_to(self._root):
+            whole = self._root / PRIVATE / "artifacts" / path.name
+            fs.make_folder(whole.parent)
+            fs.publish(whole, fs.read_bytes(path), label="config")
+        self._ledger.add("artifacts", {str(whole.relative_to(self._root)): False})
 
     def log_model_link(self, folder: Path, *, tags: Mapping[str, str]) -> None:
         """Where the model lies that this run made."""
         links = self._ledger.record.models
-        where = str(folder.absolute())
+        where = redacted(str(folder.absolute()))
         if where not in {link.folder for link in links}:
-            self._ledger.append("models", ModelLink(where, dict(tags), ""))
+            labels = {name: shortened(value, MAX_TAG) for name, value in tags.items()}
+            self._ledger.append("models", ModelLink(where, labels, ""))
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Labels to search by."""

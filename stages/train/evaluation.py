@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...schemas.methods import Step
-from ..methods.rewards import with_margin
 from ..storage.failpoints import reach
 from .forward import branches_of, step_of
+from .step import reported
 from .sums import Sums
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def evaluate(
             here = replace(branches, places=branches.places + place)
             sums.add_outcome(recipe.outcome(here, step, memory))
         place += batch.branches
-    return with_margin(recipe.with_loss(sums.means(engine)))
+    return reported(recipe, sums.totals(engine))
 
 
 def _joined(values: list[Tensor]) -> Tensor:

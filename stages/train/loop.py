@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from ...schemas.batches import Cursor
 from ...schemas.errors import NonFiniteError
+from ..methods.recipe import LOSS
 from ..storage.failpoints import reach
 from ..tracking.names import EVAL
 from .evaluation import asks_first, evaluate, whole_step
+from .memory import peak_mib
 from .muster import Muster
 from .schedule import learning_rate
-from .step import train_step
+from .step import reported, train_step
+from .sums import added, finite
 from .witness import Witness
 
 if TYPE_CHECKING:
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from ..methods.recipe import Memory, Recipe
     from .meter import Meter
     from .step import StepResult
+    from .sums import Totals
 
 Ending = Literal["finished", "signal", "time"]
 Sign = Literal["signal", "time", "save"]  # before a batch: to stop, or only to save
@@ -42,6 +46,7 @@ class Place:
     step: int  # optimizer steps done, over all epochs
     cursor: Cursor  # the next one
     memory: Memory = field(default_factory=dict)  # what the methods remember
+    window: Totals = field(default_factory=dict)  # of the steps since the last logged line
 
 
 class Feed(Protocol):
@@ -73,8 +78,10 @@ class Feed(Protocol):
 class Records(Protocol):
     """Where the loop tells what happens."""
 
-    def stepped(self, place: Place, metrics: dict[str, float], *, is_logged: bool) -> None:
-        """An optimizer step is done; not every one is written down."""
+    def stepped(
+        self, place: Place, metrics: dict[str, float], line: dict[str, float] | None
+    ) -> None:
+        """An optimizer step is done; after some there is a line that stands for several."""
         ...
 
     def evaluated(self, place: Place, metrics: dict[str, float], judged: Sequence[Judged]) -> None:
@@ -183,14 +190,16 @@ class Loop:
         reach("step.updated")
         after = Place(place.step + 1, self._next(batch.cursor), result.memory)
         self._judge(after, result, records)
-        speeds = self.meter.lap(rows=batch.rows)
-        how = {
-            "lr": lr,
-            "epoch": after.step / self.feed.steps_per_epoch,
-            "step_applied": float(result.applied),
-        }
-        is_logged = self._is_due(after.step, self.options.log_every)
-        records.stepped(after, {**result.metrics, **how, **speeds}, is_logged=is_logged)
+        lap = {**self.meter.lap(rows=batch.rows), "step_applied": (float(result.applied), 1.0)}
+        window = added(place.window, {**self._lasting(result), **lap})
+        epoch = after.step / self.feed.steps_per_epoch
+        of_now = {"lr": lr, "epoch": epoch, "memory/peak_mib": peak_mib()}
+        metrics = {**reported(self.recipe, {**result.totals, **lap}), **of_now}
+        if self._is_due(after.step, self.options.log_every):
+            records.stepped(after, metrics, {**reported(self.recipe, window), **of_now})
+            return after
+        after = replace(after, window=window)
+        records.stepped(after, metrics, None)
         return after
 
     def saves_at(self, step: int) -> bool:
@@ -244,6 +253,11 @@ class Loop:
     def _held_out(self, halts: Halts) -> Iterator[Muster]:
         with self.feed.held_out() as stream:
             yield Muster(self.engine, stream, self.meter, halts)
+
+    def _lasting(self, result: StepResult) -> Totals:
+        """What a step adds to the line it belongs to; where its loss is not finite, nothing."""
+        is_sound = math.isfinite(reported(self.recipe, result.totals)[LOSS])
+        return finite(result.totals) if is_sound else {}
 
     def _judge(self, place: Place, result: StepResult, records: Records) -> None:
         if result.applied:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import resource
 from contextlib import suppress
 from pathlib import Path
 
 import torch
+
+STATUS = Path("/proc/self/status")
 
 
 def forget_peak() -> None:
@@ -20,8 +23,9 @@ def peak_mib() -> float:
     """On a GPU its tensors; else what the system counts for the process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
-    # Not ru_maxrss: a process that was forked begins with its parent's.
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) / 1024
-    return 0.0
+    with suppress(OSError):
+        for line in STATUS.read_text(encoding="utf-8").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) / 1024
+    # The second choice: a process that was forked begins with its parent's.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

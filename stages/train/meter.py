@@ -6,10 +6,10 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from .memory import peak_mib
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from .sums import Totals
 
 
 class Meter:
@@ -38,17 +38,16 @@ class Meter:
         """The coming step runs so many tokens over all ranks."""
         self._tokens, self._padded = tokens, padded
 
-    def lap(self, *, rows: int) -> dict[str, float]:
-        """The metrics of the step that is over."""
+    def lap(self, *, rows: int) -> Totals:
+        """What the step that is over adds to sums: tokens to tokens, seconds to seconds."""
         seconds = max(time.monotonic() - self._started, 1e-9)
-        speeds = {
-            "tokens": float(self._tokens),
-            "speed/tokens_per_second": self._tokens / seconds,
-            "speed/rows_per_second": rows / seconds,
-            "speed/step_seconds": seconds,
-            "speed/data_wait_seconds": self._waited,
-            "padding": 1 - self._tokens / max(1, self._padded),
-            "memory/peak_mib": peak_mib(),
+        speeds: Totals = {
+            "tokens": (float(self._tokens), 1.0),
+            "speed/tokens_per_second": (float(self._tokens), seconds),
+            "speed/rows_per_second": (float(rows), seconds),
+            "speed/step_seconds": (seconds, 1.0),
+            "speed/data_wait_seconds": (self._waited, 1.0),
+            "padding": (float(self._padded - self._tokens), float(max(1, self._padded))),
         }
         self.restart()
         return speeds

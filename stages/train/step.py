@@ -13,7 +13,7 @@ from ..methods.recipe import LOSS
 from ..methods.rewards import with_margin
 from ..storage.failpoints import reach
 from .forward import branches_of, step_of
-from .sums import Sums
+from .sums import Sums, means_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ...schemas.engine import Engine
     from ...schemas.methods import Step
     from ..methods.recipe import Memory, Recipe
+    from .sums import Totals
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class StepResult:
     """What a step did, the same on every rank but for `suspects`."""
 
     applied: bool
-    metrics: dict[str, float]
+    totals: Totals  # of everything that was measured
     suspects: tuple[str, ...]  # ids of this rank's rows that may be why it was not applied
     memory: Memory  # what the methods remember from here on
 
@@ -52,17 +53,22 @@ def train_step(
         # What is not finite in all of the step tells nothing against the rows themselves.
         if _is_finite(step):
             suspects += _not_finite(micro, outcome.losses)
-    metrics = with_margin(recipe.with_loss(sums.means(engine)))
-    if not math.isfinite(metrics[LOSS]):
+    totals = sums.totals(engine)
+    if not math.isfinite(reported(recipe, totals)[LOSS]):
         engine.skip()
-        return StepResult(applied=False, metrics=metrics, suspects=suspects, memory=memory)
+        return StepResult(applied=False, totals=totals, suspects=suspects, memory=memory)
     reach("step.before_update")
     update = engine.step()
-    metrics["grad_norm"] = update.grad_norm
+    totals["grad_norm"] = (update.grad_norm, 1.0)
     if not update.applied:
         suspects = tuple(row for micro in batch.own for row in micro.row_ids)
-        return StepResult(applied=False, metrics=metrics, suspects=suspects, memory=memory)
-    return StepResult(applied=True, metrics=metrics, suspects=suspects, memory=now)
+        return StepResult(applied=False, totals=totals, suspects=suspects, memory=memory)
+    return StepResult(applied=True, totals=totals, suspects=suspects, memory=now)
+
+
+def reported(recipe: Recipe, totals: Totals) -> dict[str, float]:
+    """Means, and what is made of means only: the loss of several parts, the margin of labels."""
+    return with_margin(recipe.with_loss(means_of(totals)))
 
 
 def _is_finite(step: Step) -> bool:

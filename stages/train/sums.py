@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
 
     from ...schemas.engine import Engine
     from ..methods.recipe import Outcome
+
+
+Totals = dict[str, tuple[float, ...]]  # by name: the sum of all values, how many there were
 
 
 class Sums:
@@ -37,8 +41,8 @@ class Sums:
         added = torch.stack([total, total.new_tensor(count)])
         self._totals[name] = self._totals.get(name, torch.zeros_like(added)) + added
 
-    def means(self, engine: Engine) -> dict[str, float]:
-        """One mean per name over all ranks; names without a value are left out.
+    def totals(self, engine: Engine) -> Totals:
+        """Over all ranks; names without a value are left out.
 
         Every rank has the same names: a method reports the same whatever it is given.
         """
@@ -47,4 +51,24 @@ class Sums:
             return {}
         reduced = engine.total(torch.stack([self._totals[name] for name in names])).tolist()
         pairs = zip(names, reduced, strict=True)
-        return {name: total / count for name, (total, count) in pairs if count}
+        return {name: (total, count) for name, (total, count) in pairs if count}
+
+
+def means_of(totals: Totals) -> dict[str, float]:
+    """Each total divided by its count."""
+    return {name: total / count for name, (total, count) in totals.items()}
+
+
+def added(some: Totals, others: Totals) -> Totals:
+    """Both taken together, name by name."""
+    none = (0.0, 0.0)
+    sums: Totals = {}
+    for name in {**some, **others}:
+        (total, count), (more, again) = some.get(name, none), others.get(name, none)
+        sums[name] = (total + more, count + again)
+    return sums
+
+
+def finite(totals: Totals) -> Totals:
+    """Those that can be added to others without spoiling them."""
+    return {name: one for name, one in totals.items() if math.isfinite(one[0])}

@@ -9,7 +9,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from .preferences import draw_preferences, transcript
@@ -89,7 +89,8 @@ def _save(model: LlamaForCausalLM, folder: Path) -> None:
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    # Its own writing to a file hides it from all but its owner.
+    (folder / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
 
 
 @contextmanager

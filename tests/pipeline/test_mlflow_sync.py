@@ -1,17 +1,23 @@
 """What a store that is down, dead, deaf or slow costs training, and how it learns the rest."""
 
+import dataclasses
 import socket
 import statistics
+from pathlib import Path
 
 import pytest
+from mlflow_runs import open_store
 from mlflow_server import serving
 from tracked_training import STEPS, begin, journalled, learn, run_folder, run_of, stored, wait_for
 
-from align.pipeline.mlflow_sync import sync_run
+from align.pipeline.mlflow_sync import own_options, sync_run
 from align.schemas.checkpoint import Ending, RunIdentity
-from align.schemas.errors import LockedError, StorageError, UsageError
+from align.schemas.codec import to_signed_json
+from align.schemas.config import TrackingOptions
+from align.schemas.errors import CorruptionError, LockedError, StorageError, UsageError
 from align.stages.storage.ending import write_ending
 from align.stages.storage.locks import owner_lock
+from align.stages.storage.run_folder import RunFolder
 from align.stages.tracking import sender, training_run
 from align.stages.tracking.ledger import load_ledger
 from align.stages.tracking.quiet import DEFAULTS
@@ -64,10 +70,11 @@ def end(run, status="FINISHED"):
 
 def synced_exactly(folder, **where):
     """Sends the rest; doing it again changes nothing."""
-    first = sync_run(folder.root, **where)
+    own = TrackingOptions(uri=load_ledger(folder.mlflow).record.uri)
+    first = sync_run(folder.root, own, **where)
     assert stored(first.uri, first.run_id) == journalled(folder.root)
     told = run_of(first.uri, first.run_id)
-    second = sync_run(folder.root, **where)
+    second = sync_run(folder.root, own, **where)
     assert (second.run_id, second.points_sent) == (first.run_id, 0)
     assert stored(first.uri, first.run_id) == journalled(folder.root)
     again = run_of(first.uri, first.run_id)
@@ -99,7 +106,7 @@ def test_a_server_that_refuses_learns_all_later(tmp_path, server, caplog):
     assert run.run_id == ""
     assert len(warnings_in(caplog)) == 1
     with pytest.raises(StorageError, match="Start it, or name another store"):
-        sync_run(folder.root)
+        sync_run(folder.root, TrackingOptions(uri=server.uri))
     server.start()
     synced, told = synced_exactly(folder)
     assert synced.points_sent == len(journalled(folder.root)) == 2 * STEPS + 5
@@ -232,9 +239,95 @@ def test_a_run_that_is_at_work_is_not_synced(tmp_path):
     folder = run_folder(tmp_path)
     end(begin(folder, "http://127.0.0.1:9"))
     with owner_lock(folder, "training"), pytest.raises(LockedError):
-        sync_run(folder.root)
+        sync_run(folder.root, TrackingOptions())
 
 
 def test_a_folder_without_a_record_is_refused(tmp_path):
     with pytest.raises(UsageError, match="no run that was recorded"):
-        sync_run(tmp_path)
+        sync_run(tmp_path, TrackingOptions())
+
+
+def planted(tmp_path, store, **fields):
+    """Somebody else's folder, whose ledger says what he likes."""
+    folder = run_folder(tmp_path)
+    run = begin(folder, store)
+    learn(run, range(3))
+    end(run)
+    record = dataclasses.replace(load_ledger(folder.mlflow).record, **fields)
+    folder.mlflow.write_text(to_signed_json(record))
+    return folder
+
+
+def test_no_file_leaves_but_those_of_the_run(tmp_path, caplog):
+    """Names that lead out of it: absolute, upwards, by a link, by a link on the way or within."""
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    secret = tmp_path / "home" / "id_rsa"
+    secret.parent.mkdir()
+    secret.write_text("private")
+    names = ["../home/id_rsa", str(secret), "link", "door/id_rsa", "model", "_align/../../home"]
+    folder = planted(tmp_path, uri, artifacts=dict.fromkeys([*names, "config.yaml"], False))
+    folder.config.write_text("train: {}")
+    (folder.root / "link").symlink_to(secret)
+    (folder.root / "door").symlink_to(secret.parent)
+    folder.model.mkdir()
+    (folder.model / "README.md").symlink_to(secret)
+    synced = sync_run(folder.root, TrackingOptions(uri=uri))
+    client = open_store(uri)
+    assert [item.path for item in client.list_artifacts(synced.run_id)] == ["config.yaml"]
+    kept = [path for path in (tmp_path / "mlruns").rglob("*") if path.is_file()]
+    assert [path.read_text() for path in kept] == ["train: {}"]
+    refused = [w for w in warnings_in(caplog) if "outside of the run" in w]
+    assert len(refused) == len(names)
+
+
+def test_a_folder_does_not_decide_where_data_go(tmp_path, server, monkeypatch):
+    folder = planted(tmp_path, f"sqlite:///{tmp_path}/theirs.db", uri=server.uri)
+    server.break_quietly()
+    for own in (TrackingOptions(), TrackingOptions(uri=f"sqlite:///{tmp_path}/mine.db")):
+        with pytest.raises(UsageError, match=f"pass --uri {server.uri}"):
+            sync_run(folder.root, own)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
+    with pytest.raises(StorageError, match=f"MLflow at {server.uri} failed"):
+        sync_run(folder.root, TrackingOptions())  # it is the user's own by now
+    server.mend()
+    sync_run(folder.root, TrackingOptions(uri="sqlite:///mine.db"), uri=server.uri)
+
+
+def test_the_store_of_an_own_run_is_asked_with_the_own_password(tmp_path, server):
+    folder = planted(tmp_path, server.uri)
+    own = server.uri.replace("://", "://me:word@")
+    assert sync_run(folder.root, TrackingOptions(uri=own)).uri == server.uri
+
+
+def test_a_config_in_the_run_itself_is_not_the_users(tmp_path, monkeypatch):
+    folder = planted(tmp_path, f"sqlite:///{tmp_path}/mlflow.db")
+    (folder.root / "align.yaml").write_text("tracking:\n  uri: http://theirs\n")
+    monkeypatch.chdir(folder.root)
+    with pytest.raises(UsageError, match="lies in the run itself"):
+        own_options(Path(), None)
+    monkeypatch.chdir(tmp_path)
+    assert own_options(folder.root, None) == TrackingOptions()
+
+
+def test_a_run_of_the_store_is_not_taken_over_by_a_folder_that_names_it(tmp_path):
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    mine = begin(RunFolder(tmp_path / "mine"), uri)
+    learn(mine, range(3))
+    end(mine)
+    theirs = planted(tmp_path, uri, run_id=mine.run_id, status="FAILED")
+    assert sync_run(theirs.root, TrackingOptions(uri=uri)).run_id != mine.run_id
+    assert run_of(uri, mine.run_id).info.status == "FINISHED"
+
+
+def test_a_key_that_asks_the_store_for_more_is_damage(tmp_path):
+    folder = planted(tmp_path, f"sqlite:///{tmp_path}/mlflow.db", key="x' OR '1' = '1")
+    with pytest.raises(CorruptionError, match="not sixteen hexadecimal digits"):
+        sync_run(folder.root, TrackingOptions())
+
+
+def test_a_ledger_behind_a_link_is_refused(tmp_path):
+    folder = planted(tmp_path, f"sqlite:///{tmp_path}/mlflow.db")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "_align").symlink_to(folder.private)
+    with pytest.raises(UsageError, match="is a link"):
+        sync_run(tmp_path / "other", TrackingOptions())

@@ -36,6 +36,14 @@ def texts():
 
 ROWS = {
     "long": [{"prompt": p, "completion": c, "score": s} for p, c, s in texts()],
+    "list": [
+        {
+            "prompt": prompt_of(number),
+            "completions": [c for p, c, _ in texts() if p == prompt_of(number)],
+            "scores": [place / 10 for place in range(len(ANSWERS))],
+        }
+        for number in range(PROMPTS)
+    ],
     "unpaired": [{"prompt": p, "completion": c, "label": s > 0.1} for p, c, s in texts()],
 }
 
@@ -109,6 +117,22 @@ def test_candidates_of_one_prompt_are_one_group(made, decoded):
         for branch in own:
             text = decoded(row["prompt_ids"] + row["completion_ids"][branch])
             assert expected[text][row["score"][branch]] == 1
+
+
+def test_long_form_and_list_form_make_the_same_rows(made):
+    found = {}
+    for shape in ("long", "list"):
+        folder, _ = made(shape)
+        found[shape] = {row["prompt_key"]: branches(row) for row in rows_of(folder)}
+    assert len(found["long"]) == PROMPTS
+    assert found["long"] == found["list"]
+
+
+def branches(row):
+    """The prompt of a row and its own branches, in any order."""
+    own = zip(row["completion_ids"], row["role"], row["score"], strict=True)
+    scored = sorted((ids, score) for ids, role, score in own if role != Role.MISMATCHED)
+    return row["prompt_ids"], row["prompt_cut"], scored
 
 
 def test_no_prompt_is_held_out_and_learned_from(made, decoded):

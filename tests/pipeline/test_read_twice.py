@@ -9,6 +9,7 @@ import pytest
 from stage_one import Silent
 
 from align.pipeline.precompute import precompute
+from align.pipeline.rewards import rewards_from_model
 from align.pipeline.units import Worker
 from align.schemas.config import DataOptions, ModelOptions
 from align.schemas.errors import FingerprintError
@@ -107,3 +108,24 @@ class Beginning(Meddling):
     def begin(self, task, *, total, unit):
         """Meddles."""
         super().advance(0)
+
+
+def test_a_file_that_changes_between_its_scores_and_its_rows_is_refused(own_data, tmp_path):
+    path = Path(own_data.data.files[0])
+
+    class Shrinking(StubReference):
+        """Shortens the data when it is to score them."""
+
+        def open(self):
+            path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
+            return super().open()
+
+    rewards = replace(own_data.rewards, model=own_data.model.path, output=str(tmp_path / "scored"))
+    config = replace(own_data, rewards=rewards)
+    options = {"progress": Silent(), "worker": Worker()}
+    before = path.read_bytes()
+    with pytest.raises(FingerprintError, match=r"rows\.jsonl changed while it was read"):
+        rewards_from_model(config, lambda _: Shrinking(), **options)
+    assert not (tmp_path / "scored" / "rows.jsonl").exists()
+    path.write_bytes(before)
+    assert rewards_from_model(config, lambda _: StubReference(), **options).rows == 120

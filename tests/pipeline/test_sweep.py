@@ -10,6 +10,7 @@ from mlflow.tracking import MlflowClient
 from align.pipeline.journal import history_of
 from align.pipeline.mlflow_sync import sync_run
 from align.pipeline.trials import trials_of, varied_by
+from align.schemas.config import TrackingOptions
 from align.schemas.errors import UsageError
 from align.stages.storage.layout import CacheFolder
 from align.stages.storage.manifest import load_manifest
@@ -300,7 +301,7 @@ def test_runs_of_a_sweep_that_met_no_store_are_a_group_once_they_are_synced(try_
     assert answer.code == 0, answer
     assert "MLflow at http://127.0.0.1:1 failed" in answer.err
     folder, uri = tmp_path / "sweep", f"sqlite:///{tmp_path}/later.db"
-    ids = [sync_run(folder / name, uri=uri).run_id for name in ("dpo", "orpo")]
+    ids = [sync_run(folder / name, TrackingOptions(), uri=uri).run_id for name in ("dpo", "orpo")]
     tags = [MlflowClient(uri).get_run(run_id).data.tags for run_id in ids]
     assert {tag["align.sweep"] for tag in tags} == {str(folder.resolve())}
     assert [tag["align.trial"] for tag in tags] == ["dpo", "orpo"]

@@ -1,16 +1,21 @@
 """What MLflow is told about a run, and what a run cares when it cannot be told."""
 
 import json
+import shutil
 import socket
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from mlflow_runs import open_store, the_run
-from stage_one import contents, run
+from stage_one import child, contents, run
 
+from align.pipeline.mlflow_sync import sync_run
 from align.schemas.config import DataOptions, TrackingOptions
-from align.schemas.errors import BadDataError, Interrupted
+from align.schemas.errors import BadDataError, Interrupted, UsageError
 from align.stages.storage.fs import sha256_of
+from align.stages.storage.layout import CacheFolder
+from align.stages.tracking.mlflow_store import MlflowStore
 from align.stages.world.stub import StubReference
 
 
@@ -61,7 +66,7 @@ def test_a_real_run_is_told_in_full(journey, world):
 def test_a_real_run_keeps_the_manifest_and_names_the_data(journey, world, tmp_path):
     client = open_store(f"sqlite:///{journey.cwd}/mlflow.db")
     run = the_run(client, "align")
-    kept = journey.cwd / "mlruns" / run.info.experiment_id / run.info.run_id / "artifacts"
+    kept = journey.cwd / "mlruns" / "align" / run.info.run_id / "artifacts"
     assert (kept / "manifest.json").read_bytes() == (journey.cache / "manifest.json").read_bytes()
     (entry,) = run.inputs.dataset_inputs
     assert entry.dataset.name == "data.parquet"
@@ -128,3 +133,78 @@ def test_what_is_tracked_is_no_part_of_the_cache(tracked, to, tmp_path):
     run(tracked)
     run(to(output=str(tmp_path / "untracked")))
     assert contents(tracked.cache.output) == contents(tmp_path / "untracked")
+
+
+def runs_of(config):
+    """All runs of the experiment, the oldest first."""
+    client = open_store(config.tracking.uri)
+    found = client.get_experiment_by_name(config.tracking.experiment)
+    return client.search_runs([found.experiment_id], order_by=["attributes.start_time"])
+
+
+def kill_at(config, failpoint):
+    """Stage 1 as a SIGKILL leaves it."""
+    process = child(config, f"{failpoint}=kill")
+    process.join(120)
+    assert process.exitcode == -9
+    (killed,) = runs_of(config)
+    assert killed.info.status == "RUNNING"
+    return killed.info.run_id
+
+
+@pytest.mark.parametrize("failpoint", ["plan.after_link", "commit.done", "gc.done"])
+def test_a_run_that_was_killed_is_ended_by_the_next(tracked, failpoint):
+    """The last of them is killed when its cache is whole: nothing is left to be done."""
+    killed = kill_at(tracked, failpoint)
+    done = run(tracked)
+    first, *more = runs_of(tracked)
+    assert (first.info.run_id, first.info.status) == (killed, "KILLED")
+    assert first.info.end_time >= first.info.start_time
+    assert done.was_complete == (failpoint == "gc.done")
+    told = [(one.info.status, one.data.tags["align.goes_on_from"]) for one in more]
+    assert told == ([] if done.was_complete else [("FINISHED", killed)])
+    assert not CacheFolder(Path(tracked.cache.output)).mlflow.exists()
+
+
+def test_a_run_that_was_killed_is_ended_by_mlflow_sync(tracked):
+    killed = kill_at(tracked, "commit.done")
+    folder = Path(tracked.cache.output)
+    with pytest.raises(UsageError, match=f"pass --uri {tracked.tracking.uri}"):
+        sync_run(folder, TrackingOptions(uri="sqlite:///elsewhere.db"))
+    synced = sync_run(folder, tracked.tracking)
+    assert (synced.run_id, synced.status) == (killed, "KILLED")
+    assert recorded(tracked).info.status == "KILLED"
+    with pytest.raises(UsageError, match="no run that was recorded"):
+        sync_run(folder, tracked.tracking)
+
+
+def test_an_end_that_the_store_did_not_hear_is_told_by_the_next(tracked, monkeypatch):
+    """It is down by the time that the run is over, and hears how that ended, not that it was."""
+
+    def refuse(*_, **__):
+        raise OSError("the store is down")
+
+    with monkeypatch.context() as down:
+        down.setattr(MlflowStore, "finish", refuse)
+        run(tracked)
+    assert recorded(tracked).info.status == "RUNNING"
+    assert run(tracked).was_complete
+    assert recorded(tracked).info.status == "FINISHED"
+
+
+def test_what_a_folder_says_of_an_earlier_run_never_ends_this_one(tracked, caplog):
+    """Somebody else's run in somebody else's store, or nothing that can be read."""
+    folder = CacheFolder(Path(tracked.cache.output))
+    for text in (
+        "{",
+        '{"uri":"http://theirs","experiment":"x","key":"0123456789abcdef",'
+        '"status":"","ended_ms":0}',
+    ):
+        folder.prepare()
+        folder.mlflow.write_text(text)
+        run(tracked)
+        shutil.rmtree(folder.root)
+    assert [one.info.status for one in runs_of(tracked)] == ["FINISHED", "FINISHED"]
+    said = [r.getMessage() for r in caplog.records if r.name == "align"]
+    assert ["is damaged" in one for one in said] == [True, False]
+    assert "another store, http://theirs" in said[1]

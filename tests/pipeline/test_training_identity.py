@@ -141,6 +141,10 @@ def test_a_finished_run_is_not_touched(course, tmp_path):
     assert "train.seed: begun with 0, now 1" in said
     assert "already: this run is finished" in course.run(run, *RESUME).out
     assert touched(run) == before
+    (run / "metrics.jsonl").unlink()
+    answer = course.run(run, *RESUME)
+    assert "6 steps done already: this run is finished" in answer.out
+    assert "metrics.jsonl is gone: what was measured is lost" in answer.err
 
 
 def touched(run):

@@ -80,11 +80,14 @@ def test_a_run_killed_at_random_moments_again_and_again_ends_in_the_same_bits(
     landed = 0
     while landed < kills:
         (process,) = course.start(run, *often, "--resume", "auto").processes
-        if process.server.wait(process.pid, rng.uniform(0.0, 1.5)) is None:
+        code = process.server.wait(process.pid, rng.uniform(0.0, 1.5))
+        if code is None:
             os.kill(process.pid, signal.SIGKILL)
-            process.answer()
+            assert process.server.wait(process.pid, 60) == KILLED
             landed += 1
-        elif rng.random() < 0.5:  # it was over before: begin with another one
+            continue
+        assert code == 0, process.err.read_text()
+        if rng.random() < 0.5:  # it was over: a new one is begun, or the finished one is killed
             shutil.rmtree(run)
     course.run(run, *often, "--resume", "auto")
     assert weights(run) == weights(course.whole())
@@ -101,3 +104,18 @@ def step_of(run):
 def names(run):
     """Everything in a run's folder; the files of checkpoints are vouched for elsewhere."""
     return {str(path.relative_to(run)) for path in run.rglob("*")}
+
+
+def test_a_line_of_steps_before_and_after_a_kill_is_that_of_all_of_them(course, tmp_path):
+    run, lines = tmp_path / "run", ("--set", "train.log_every=5")
+    # Killed after step 5, whose line is given up with it; the checkpoint of step 4 has none yet.
+    (answer,) = course.start(run, *lines, failpoints=["step.started=kill@6"]).answers()
+    assert answer.code == KILLED
+    assert step_of(run) == 4
+    course.run(run, *lines, "--resume", "auto")
+    whole = learned(course.whole(*lines))
+    assert [line["step"] for line in whole if "loss" in line] == [5, 6]
+    assert learned(run) == whole
+    one_by_one = {line["step"]: line for line in learned(course.whole()) if "loss" in line}
+    mean = sum(one_by_one[step]["loss"] for step in range(1, 6)) / 5  # of as many rows each
+    assert next(line["loss"] for line in whole if "loss" in line) == pytest.approx(mean)

@@ -1,18 +1,23 @@
 """What a recipe needs of a cache: refused in one message where it is not there, before a step."""
 
 import json
+import shutil
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from command import refusal
+from stage_one import Silent
+from training_world import job_of
 from transformers import AutoTokenizer
 
 from align.pipeline.resuming import require_same_settings
 from align.pipeline.settings import as_absolute, load_settings
+from align.pipeline.train import open_session
 from align.pipeline.training_job import open_training
-from align.schemas.errors import FingerprintError
+from align.schemas.errors import FingerprintError, UsageError
 from align.schemas.rows import Role
+from align.stages.engine.launch import joined_world
 from align.stages.feed.source import open_source
 
 
@@ -234,3 +239,46 @@ def test_how_scores_are_read_cannot_change_within_a_run(name, value):
     )
     with pytest.raises(FingerprintError, match=f"{name}: begun with"):
         require_same_settings(begun, now)
+
+
+@pytest.fixture
+def ending_at(training_world, tmp_path):
+    """A policy with so many positions, about to learn from pairs by a method."""
+
+    def start(last, method):
+        folder = shutil.copytree(training_world.model, tmp_path / f"model-{last}")
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": last}))
+        job = job_of(training_world.pairs, method, model=str(folder), other_reference=True)
+        with joined_world() as world:
+            return open_session(job, world, Silent())
+
+    return start
+
+
+def test_control_tokens_past_the_last_position_are_refused_before_the_first_step(
+    training_world, ending_at
+):
+    rows = pq.read_table(training_world.pairs / "data").to_pylist()
+    longest = max(len(row["prompt_ids"]) + max(row["num_tokens"][:2]) for row in rows)
+    with pytest.raises(UsageError) as found:
+        ending_at(longest, "csft")
+    control = ending_at(longest + 100, "csft").source.index.longest - longest
+    assert control > 0
+    said = str(found.value)
+    assert f"has {longest + control} tokens, {control} of them those that csft puts" in said
+    assert f"last position is {longest}." in said
+    assert f"--max-length {longest - control}" in said
+    assert ending_at(longest + control, "csft").source.index.longest == longest + control
+    with pytest.raises(UsageError, match=f"longest row .* has {longest} tokens, and"):
+        ending_at(longest - 1, "dpo")
+
+
+def test_a_mismatched_completion_past_the_last_position_is_refused(training_world, ending_at):
+    rows = pq.read_table(training_world.pairs / "data").to_pylist()
+    own = max(len(row["prompt_ids"]) + max(row["num_tokens"][:2]) for row in rows)
+    every = max(len(row["prompt_ids"]) + max(row["num_tokens"]) for row in rows)
+    assert every >= own
+    assert ending_at(own, "dpo").source.index.longest == own
+    with pytest.raises(UsageError, match=f"has {every} tokens"):
+        ending_at(every - 1, "kto")

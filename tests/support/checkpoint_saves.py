@@ -28,6 +28,7 @@ def position(step, *, world=1, **metrics):
         journal=JOURNAL,
         mlflow_run_id="",
         memory={},
+        window={},
         metrics=metrics,
     )
 

@@ -24,7 +24,7 @@ def serving(folder):
         text=True,
     )
     try:
-        yield Server(process)
+        yield Server(process, folder)
     finally:
         process.kill()
         process.communicate()
@@ -33,8 +33,9 @@ def serving(folder):
 class Server:
     """The server as its user sees it."""
 
-    def __init__(self, process):
+    def __init__(self, process, folder):
         self._process = process
+        self.folder = folder
         self.uri = f"http://127.0.0.1:{self._ask('start')}"
 
     def start(self):

@@ -78,7 +78,7 @@ def nonfinite(world, pairs, kind):
     return {
         "digests": [*digests, digest(session.engine)],
         "refused": told.refused,
-        "losses": [metrics["loss"] for _, metrics in told.steps],
+        "losses": [metrics.get("loss", math.nan) for _, metrics in told.steps],
         "firsts": [batch.own[0].row_ids for batch in every],
         "first_mismatched": [micro.row_ids for batch in every for micro in batch.mismatched[:1]],
         "rows": [batch.rows for batch in every],

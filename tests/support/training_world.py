@@ -128,9 +128,9 @@ class Told:
     saves: list = field(default_factory=list)  # steps
     on_step: object = None
 
-    def stepped(self, place, metrics, *, is_logged):
-        if is_logged:
-            self.steps.append((place.step, metrics))
+    def stepped(self, place, metrics, line):
+        if line is not None:
+            self.steps.append((place.step, line))
         if self.on_step:
             self.on_step(place)
 

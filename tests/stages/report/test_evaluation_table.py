@@ -1,6 +1,7 @@
 """Single held-out completions on their way to a file and back."""
 
 import csv
+import io
 from dataclasses import replace
 
 import numpy as np
@@ -57,7 +58,7 @@ def test_what_has_no_reference_has_one_number(table_of, kind, name):
 
 
 @pytest.mark.parametrize(
-    "text", ['He said "no",\nthen left', "one\rtwo", "\r\n", "x" * 200_000, " a,b ", "\u2028\x0b"]
+    "text", ['He said "no",\nthen left', "one\rtwo", "\n\r", "x" * 200_000, " a,b ", "\u2028\x0b"]
 )
 def test_text_survives_whatever_it_is(tmp_path, text):
     def decode(tokens, continues):
@@ -76,6 +77,28 @@ def test_text_survives_whatever_it_is(tmp_path, text):
         lines = list(csv.DictReader(source))
         csv.field_size_limit(limit)
     assert [(line["prompt"], line["completion"]) for line in lines] == [(text, text)] * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "cell"),
+    [
+        ('=HYPERLINK("http://x";"y")', '\'=HYPERLINK("http://x";"y")'),
+        ("+1+cmd|' /C calc'!A0", "'+1+cmd|' /C calc'!A0"),
+        ("-2+3", "'-2+3"),
+        ("@SUM(A1)", "'@SUM(A1)"),
+        ("\t=1", "'\t=1"),
+        ("\r=1", "'\r=1"),
+        ("-2.5", "-2.5"),
+        ("+7", "+7"),
+        ("1 - 2 = -1", "1 - 2 = -1"),
+    ],
+)
+def test_no_spreadsheet_computes_what_a_model_wrote(text, cell):
+    one = replace(PAIRS[1], row_id="=1+1", prompt=np.array([0]), completion=np.array([1]))
+    written = evaluation_csv([one], "log-ratios", decode=lambda *_: text)
+    (line,) = csv.DictReader(io.StringIO(written, newline=""))
+    assert (line["prompt"], line["completion"], line["row_id"]) == (cell, cell, "'=1+1")
+    assert float(line["log_ratio"]) == -2.5  # a negative number is no text
 
 
 def test_it_is_read_back_as_it_was(table_of):

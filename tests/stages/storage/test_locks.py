@@ -4,6 +4,7 @@ import signal
 import pytest
 
 from align.schemas.errors import LockedError
+from align.stages.storage import locks
 from align.stages.storage.layout import CacheFolder
 from align.stages.storage.locks import UnitClaims, owner_lock, try_owner_lock
 
@@ -101,3 +102,11 @@ def test_waiting_for_a_unit_ends_when_its_worker_dies(folder):
     assert second.took
     second.leave()
     first.leave(signal.SIGCONT)
+
+
+def test_a_folder_is_owned_on_a_system_that_hides_its_boot(tmp_path, monkeypatch):
+    monkeypatch.setattr(locks, "BOOT_ID", tmp_path / "not" / "there")
+    folder = CacheFolder(tmp_path / "cache")
+    folder.prepare()
+    with owner_lock(folder, "run"):
+        assert '"boot_id":""' in folder.lock.read_text()

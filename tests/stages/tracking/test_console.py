@@ -98,7 +98,7 @@ def test_a_terminal_shows_a_bar_and_keeps_one_line(monkeypatch):
 def test_text_from_data_cannot_steer_the_terminal(terminal):
     stream = Terminal() if terminal else io.StringIO()
     make_progress(stream).say("a\x1b[31mb\nc\rd\u202e\x07")
-    assert stream.getvalue() == "a[31mb c d\n"
+    assert stream.getvalue() == "a\\u001b[31mb c\\rd\\u202e\\u0007\n"
 
 
 def test_a_narrow_encoding_is_no_obstacle():

@@ -238,3 +238,22 @@ print(len(run.run_id))
     command = [sys.executable, "-c", code]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert [process.communicate()[0].strip() for process in both] == ["32", "32"]
+
+
+@pytest.mark.parametrize(("experiment", "folder"), [("a b", "a b"), ("../up", "up"), ("..", "_")])
+def test_what_is_uploaded_lies_beside_the_store_and_not_where_one_stands(
+    tmp_path, tmp_path_factory, experiment, folder
+):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    run = begin(f"sqlite:///{elsewhere}/mlflow.db", experiment=experiment)
+    (tmp_path / "note.txt").write_text("hello")
+    run.log_artifact(tmp_path / "note.txt")
+    run.finish("FINISHED")
+    assert [path.name for path in tmp_path.iterdir()] == ["note.txt"]
+    kept = elsewhere / "mlruns" / folder / run.run_id / "artifacts" / "note.txt"
+    assert kept.read_text() == "hello"
+
+
+def test_a_store_that_is_no_sqlite_file_decides_for_itself():
+    assert mlflow_store.artifacts_beside("http://127.0.0.1:5000", "align") is None
+    assert mlflow_store.artifacts_beside("sqlite:///", "align") is None

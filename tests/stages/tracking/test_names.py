@@ -1,6 +1,5 @@
 import pytest
 
-from align.stages.tracking.guard import without_password
 from align.stages.tracking.names import key_of, shortened
 
 
@@ -27,8 +26,3 @@ def test_a_long_key_is_cut():
 def test_a_long_value_keeps_its_beginning_and_shows_the_cut():
     assert shortened("abcdef", 6) == "abcdef"
     assert shortened("abcdefg", 6) == "abcde…"
-
-
-def test_a_password_is_not_repeated():
-    said = without_password("no answer from https://me:secret@host:5000/api for x")
-    assert said == "no answer from https://***@host:5000/api for x"

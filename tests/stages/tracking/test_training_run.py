@@ -8,6 +8,7 @@ import pytest
 from tracked_training import begin, journalled, learn, run_folder, run_of, stored, wait_for
 
 from align.pipeline.mlflow_sync import sync_run
+from align.schemas.config import TrackingOptions
 from align.schemas.errors import CorruptionError, UsageError
 from align.stages.tracking.ledger import load_ledger, plain_uri
 from align.stages.tracking.quiet import DEFAULTS
@@ -133,7 +134,7 @@ def test_a_run_that_goes_on_without_mlflow_is_written_down_for_later(uri, tmp_pa
     learn(second, range(5, 8))
     second.finish("FINISHED")
     assert run_of(uri, first.run_id).info.status == "KILLED"
-    synced = sync_run(folder.root)
+    synced = sync_run(folder.root, TrackingOptions(uri=uri))
     assert (synced.run_id, synced.status) == (first.run_id, "FINISHED")
     assert stored(uri, first.run_id) == journalled(folder.root)
 

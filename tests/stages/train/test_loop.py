@@ -3,12 +3,14 @@
 import math
 import time
 
+import numpy as np
 import pytest
 from stage_one import Silent
 from training_world import START, Told, job_of, learn, loop_of
 
 from align.pipeline.train import open_session
 from align.schemas.batches import Cursor
+from align.schemas.rows import Role
 from align.stages.train import evaluation as evaluation_module
 from align.stages.train.loop import Halts, Place, train
 
@@ -121,6 +123,46 @@ def test_an_evaluation_is_halted_between_two_batches(training_world, here, monke
     assert (place.step, ending, batches) == (before, "signal", ["evaluation.batch"])
     assert steps(told.evaluations) == [at for at in (0, 3, 6) if at < before]
     assert told.saves == [before]
+
+
+def test_a_line_is_the_mean_of_the_rows_of_the_steps_it_stands_for(training_world, here):
+    # 54 rows: six steps of eight, one of six, and the first of another epoch.
+    how = {"limit_train_batches": 0, "max_steps": 9}
+    every, _, _ = run(training_world, here, **how)
+    few, _, _ = run(training_world, here, log_every=4, **how)
+    assert steps(few.steps) == [4, 8, 9]
+    (_, first), (_, second), (_, third) = few.steps
+    single = dict(every.steps)
+    rows = [8, 8, 6, 8]
+    for name in ("loss", "rewards/margins", "rewards/accuracies", "logps/chosen"):
+        whole = sum(count * single[5 + at][name] for at, count in enumerate(rows)) / 30
+        assert second[name] == pytest.approx(whole, rel=1e-12), name
+        assert second[name] != single[8][name]
+        assert first[name] == pytest.approx(sum(single[at][name] for at in range(1, 5)) / 4)
+        assert third[name] == single[9][name]
+    for name in ("grad_norm", "tokens"):
+        assert second[name] == pytest.approx(sum(single[at][name] for at in range(5, 9)) / 4)
+    for name in ("lr", "epoch"):
+        assert second[name] == single[8][name]
+
+
+def test_labels_are_weighed_by_how_many_there_were(training_world, here):
+    how = {"max_steps": 3, "batch_size": 3, "lr": 1e-2}
+    session, every = learn(job_of(training_world.labels, "kto", **how), here)
+    _, once = learn(job_of(training_world.labels, "kto", log_every=3, **how), here)
+    ((_, line),) = once.steps
+    with session.feed.steps(START.cursor) as batches:
+        roles = [np.concatenate([one.roles for one in next(batches).own]) for _ in range(3)]
+    counts = [int((found == Role.DESIRABLE).sum()) for found in roles]
+    assert len(set(counts)) > 1
+    assert 0 < sum(counts) < 9
+    good = [
+        count * metrics["rewards/chosen"]
+        for count, (_, metrics) in zip(counts, every.steps, strict=True)
+        if count
+    ]
+    assert line["rewards/chosen"] == pytest.approx(sum(good) / sum(counts))
+    assert line["rewards/margins"] == line["rewards/chosen"] - line["rewards/rejected"]
 
 
 def test_a_step_says_whether_it_was_applied(training_world, here):

@@ -1,0 +1,160 @@
+"""Text on its way out: no secret is in it, and nothing that a terminal would obey.
+
+`masked` is for a value that is kept (a setting, a tag), `redacted` for what is said (a message, a
+traceback), `shown` for what a terminal prints, `safe` for both of the latter.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+import unicodedata
+from typing import TypeVar
+from urllib.parse import unquote
+
+T = TypeVar("T")
+
+MASK = "***"
+# What is said may hold a part of a password that is a word of its own; a shorter one says nothing.
+SHORTEST_SAID = 2
+LONGEST_NAME = 20  # a user's name that is longer is a token
+
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]*")
+_WHOLE_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.*", re.DOTALL)
+_NAMES = (
+    r"[\w.-]*(?:token|secret|passw(?:or)?d|passphrase|api[_-]?key|access[_-]?key|private[_-]?key"
+    r"|credentials?|authorization|signature)"
+)
+_QUERY = re.compile(
+    rf"([?&;](?:{_NAMES}|pass|pwd|pw|auth|sig|sas|key)=)[^&;#\s'\"]+", re.IGNORECASE
+)
+_HEADER = re.compile(r"((?:bearer|basic)\s+)[\w+/=.~-]{8,}", re.IGNORECASE)
+# A tokenizer's own tokens are no secrets.
+_KEY = re.compile(rf"(?!(?:bos|eos|pad|unk|sep|cls|mask)_token){_NAMES}|pwd", re.IGNORECASE)
+_TOKENS = re.compile(
+    r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{16,}|gh[opsur]_[A-Za-z0-9]{16,}|github_pat_\w{20,}"
+    r"|glpat-[\w-]{16,}|sk-[A-Za-z0-9_-]{20,}|AKIA[0-9A-Z]{12,}|dapi[0-9a-f]{24,}"
+    r"|xox[abprs]-[\w-]{10,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
+)
+_VARIABLE = re.compile(
+    r"(?:^|_)(?:TOKEN|PASSWORD|PASSWD|SECRET|SECRET_KEY|SECRET_ACCESS_KEY|SESSION_TOKEN|API_KEY"
+    r"|ACCESS_KEY|ACCESS_KEY_ID|CREDENTIALS?)$"
+)
+SHORTEST_VARIABLE = 6
+
+_heard: set[str] = set()
+
+
+def safe(text: str) -> str:
+    """The text as a terminal or a log may have it."""
+    return shown(redacted(text))
+
+
+def escape(text: str) -> str:
+    """The text as HTML shows it, in an attribute as well."""
+    return html.escape(safe(text))
+
+
+def shown(text: str) -> str:
+    """The text with every control and direction character written out, but for line and tab."""
+    if text.isprintable():
+        return text
+    return "".join(c if _is_plain(c) else json.dumps(c)[1:-1] for c in text)
+
+
+def redacted(text: str) -> str:
+    """The text without any secret: neither in an address, nor one that this process has heard."""
+    text = masked(text)
+    for secret in sorted(_heard | _of_environment(), key=len, reverse=True):
+        if secret in text:
+            text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(secret)}(?![A-Za-z0-9])", MASK, text)
+    return text
+
+
+def masked(value: T) -> T:
+    """The value, the secrets of every address and token in it masked; lists and dicts as well."""
+    if isinstance(value, dict):
+        return {name: _masked_entry(name, one) for name, one in value.items()}  # type: ignore[return-value]
+    if isinstance(value, list | tuple):
+        return type(value)(masked(one) for one in value)
+    if not isinstance(value, str):
+        return value
+    if _WHOLE_ADDRESS.fullmatch(value) and not any(map(str.isspace, value)):
+        return masked_address(value)  # type: ignore[return-value]
+    text = _ADDRESS.sub(lambda found: masked_address(found[0]), value)
+    text = _HEADER.sub(rf"\1{MASK}", _QUERY.sub(rf"\1{MASK}", text))
+    return _TOKENS.sub(MASK, text)  # type: ignore[return-value]
+
+
+def masked_address(address: str) -> str:
+    """The address with what stands before its host, in its query and behind its # masked."""
+    scheme, _, rest = address.partition("://")
+    user, host = _parted(rest)
+    if set(user) & set("?#"):  # nobody can say where the password ends
+        return f"{scheme}://{MASK}"
+    host, _, fragment = host.partition("#")
+    host, _, query = host.partition("?")
+    pairs = [f"{pair.partition('=')[0]}={MASK}" for pair in re.split("[&;]", query) if pair]
+    shortened = f"{scheme}://{f'{MASK}@' if user else ''}{_TOKENS.sub(MASK, host)}"
+    return f"{shortened}{'?' if pairs else ''}{'&'.join(pairs)}{f'#{MASK}' if fragment else ''}"
+
+
+def hear(address: str) -> None:
+    """From now on the secrets of an address are masked wherever they are said, in parts as well."""
+    if not _WHOLE_ADDRESS.fullmatch(address):
+        return
+    user, host = _parted(address.partition("://")[2])
+    name, colon, password = user.partition(":")
+    found = [password] if colon else [name]
+    if len(name) > LONGEST_NAME:
+        found.append(name)
+    _, _, query = host.partition("?")
+    values = (pair.partition("=") for pair in re.split("[&;]", query.partition("#")[0]))
+    found += [value for key, _, value in values if _QUERY.match(f"?{key}={value}")]
+    found.append(host.partition("#")[2])
+    for secret in found:
+        _heard.update(_pieces(secret))
+
+
+def bare_address(address: str) -> str:
+    """The address without user, password, query and fragment."""
+    scheme, _, rest = address.partition("://")
+    _, host = _parted(rest)
+    host = host.partition("?")[0]
+    return f"{scheme}://{host if host.startswith('/') else host.partition('#')[0]}"
+
+
+def _parted(rest: str) -> tuple[str, str]:
+    """What stands before the host, and the rest; a password may hold any character."""
+    if rest.startswith("/"):  # a file
+        return "", rest
+    user, _, host = rest.rpartition("@")
+    return user, host
+
+
+def _masked_entry(name: object, value: T) -> T | str:
+    if isinstance(value, str) and value and _KEY.fullmatch(str(name)):
+        return MASK
+    return masked(value)
+
+
+def _pieces(secret: str) -> set[str]:
+    """A secret, as it stands and decoded, and the parts that a parser may cut it into."""
+    whole = {secret, unquote(secret)}
+    parts = {part for one in whole for part in re.split(r"[/?#:@&=\\\[\]]", one)}
+    return {one for one in whole | parts if len(one) >= SHORTEST_SAID}
+
+
+def _of_environment() -> set[str]:
+    """Variables by whose names their values are secrets."""
+    return {
+        value
+        for name, value in os.environ.items()
+        if len(value) >= SHORTEST_VARIABLE and _VARIABLE.search(name)
+    }
+
+
+def _is_plain(character: str) -> bool:
+    return character.isprintable() or character in "\n\t" or unicodedata.category(character) == "Zs"

@@ -1,0 +1,144 @@
+"""Secrets of every kind go in, and none comes out: not in a file, a store, or what is said."""
+
+import json
+import sqlite3
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from command import refusal
+from mlflow_server import serving
+from trainings import Server
+
+from align.schemas.safe_text import MASK
+
+# Each is planted once, and sought in every byte that is left.
+CANARIES = {
+    "password": "canaryAAAA/withslash",
+    "decoded": "canaryBBBB/decoded",
+    "token": "canaryCCCCtoken",
+    "query": "canaryDDDDquery",
+    "query_password": "canaryEEEEquery",
+    "fragment": "canaryFFFFfragment",
+    "environment_uri": "canaryGGGGenv",
+    "environment_password": "canaryHHHHpassword",
+    "environment_token": "canaryIIIItoken",
+    "hub": "hf_canaryJJJJJJJJJJJJ",
+    "run_name": "ghp_canaryKKKKKKKKKKKK",
+    "path": "canaryLLLLpath",
+    "deepspeed": "canaryMMMMcomet",
+    "git": "canaryNNNNgit",
+    "option": "canaryOOOOoption",
+}
+PARTS = [part for canary in CANARIES.values() for part in canary.replace("ghp_", "").split("/")]
+
+
+@pytest.fixture(scope="module", name="store")
+def _store(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("server")) as server:
+        yield server
+
+
+@pytest.fixture
+def surroundings(tmp_path):
+    """A git work tree whose origin has a token, and secrets in the environment."""
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    origin = f"https://{CANARIES['git']}@github.example/me/work.git"
+    subprocess.run(["git", "remote", "add", "origin", origin], cwd=tmp_path, check=True)
+    return {
+        "MLFLOW_TRACKING_URI": f"http://me:{CANARIES['environment_uri']}@127.0.0.1:9",
+        "MLFLOW_TRACKING_PASSWORD": CANARIES["environment_password"],
+        "MLFLOW_TRACKING_USERNAME": "me",
+        "DATABRICKS_TOKEN": CANARIES["environment_token"],
+        "HF_TOKEN": CANARIES["hub"],
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    }
+
+
+@dataclass(frozen=True)
+class Person:
+    """Gives commands in a folder, where what they say is written down as well."""
+
+    server: Server
+    folder: Path
+    environment: dict
+
+    def give(self, *words):
+        """A command in a process of its own."""
+        words = tuple(map(str, words))
+        done = self.server._fork(words, self.folder, self.environment).answer()
+        number = len(list(self.folder.glob("said-*")))
+        (self.folder / f"said-{number}.txt").write_text(done.out + done.err)
+        assert "Traceback" not in done.err, done.err
+        return done
+
+
+def found_in(*folders):
+    """Every file that holds a part of a canary; databases as text as well."""
+    hits = []
+    for path in (one for folder in folders for one in folder.rglob("*") if one.is_file()):
+        held = path.read_bytes()
+        if held.startswith(b"SQLite format 3"):
+            held += "\n".join(sqlite3.connect(path).iterdump()).encode()
+        hits += [(path.name, part) for part in PARTS if part.encode() in held]
+        hits += [(path.name, part) for part in PARTS if part in path.name]
+    return hits
+
+
+def addresses(port):
+    """Each way in which a secret stands in an address; where nobody listens and where one does."""
+    quoted = CANARIES["decoded"].replace("/", "%2F")
+    return [
+        f"http://me:{CANARIES['password']}@127.0.0.1:{port}",
+        f"http://me:{quoted}@127.0.0.1:{port}",
+        f"https://{CANARIES['token']}@127.0.0.1:{port}",
+        f"http://127.0.0.1:{port}?token={CANARIES['query']}",
+        f"postgresql://me:{quoted}@127.0.0.1:{port}/ml?password={CANARIES['query_password']}",
+        f"http://127.0.0.1:{port}/#{CANARIES['fragment']}",
+    ]
+
+
+@pytest.mark.parametrize("chosen", [(0, 1), pytest.param(range(6), marks=pytest.mark.long)])
+def test_no_secret_is_written_said_or_sent(course, world, store, surroundings, tmp_path, chosen):
+    folder = tmp_path / "here"
+    folder.mkdir()
+    give = Person(course.server, folder, surroundings).give
+    port = store.uri.rpartition(":")[2]
+    engine = {"zero_optimization": {"stage": 0}, "comet": {"api_key": CANARIES["deepspeed"]}}
+    (tmp_path / "ds.json").write_text(json.dumps(engine))
+    named = ("--set", f"tracking.run_name=run-{CANARIES['run_name']}")
+    first = ("--kl-pairs", 0, *named, "--set", f"tracking.uri={addresses(port)[1]}")
+    made = ("--model", course.model, "--output", "cache")
+    done = give("precompute-ref", world.data.paired, *made, *first)
+    assert done.code == 0, done
+    short = ("--method", "dpo", "--batch-size", 8, "--max-steps", 2, "--eval-fraction", 0.2)
+    text = ("--set", "train.eval_text=true", "--set", f"train.deepspeed={tmp_path}/ds.json")
+    for number in chosen:
+        run, address = f"run-{number}", addresses(port)[number]
+        to = ("--set", f"tracking.uri={address}")
+        done = give("train", "--cache", "cache", "--output", run, *short, *text, *named, *to)
+        assert done.code == 0, done
+        give("mlflow-sync", run, "--uri", address)
+        give("mlflow-sync", run)
+        give("report", run)
+        give("config", *to)
+    give("train", "--set", f"train.cache=/no?token={CANARIES['path']}")
+    give("train", "--set", f"trian.lr=http://x?secret={CANARIES['option']}")
+    stored = Path(store.folder)
+    assert found_in(folder, stored) == []
+    assert MASK in (folder / "run-1" / "config.yaml").read_text()
+    assert f"run-{MASK}" in stored_names(stored), "the store was told, with the secret left out"
+
+
+def stored_names(folder):
+    """What the server was told of, by real requests."""
+    return [
+        name for (name,) in sqlite3.connect(folder / "server.db").execute("SELECT name FROM runs")
+    ]
+
+
+def test_a_run_that_hid_its_address_is_told_to_give_it_again(tmp_path):
+    (tmp_path / "config.yaml").write_text("tracking:\n  uri: http://***@host\n")
+    said = refusal(2, "config", "--config", tmp_path / "config.yaml")
+    assert "Give the whole address" in said

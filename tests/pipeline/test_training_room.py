@@ -1,0 +1,116 @@
+"""Room on the disk is looked at before it is needed."""
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from stage_one import Silent
+from training_world import job_of, learn
+
+from align.pipeline import room
+from align.pipeline.train import open_session
+from align.schemas.errors import StorageError
+from align.stages.engine.launch import joined_world
+from align.stages.storage import fs
+from align.stages.storage.restore import read_checkpoint
+from align.stages.storage.run_folder import RunFolder
+
+CLI = [sys.executable, "-m", "align"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.prepare()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("dtype", "deepspeed"), [("float32", "zero0"), ("bfloat16", "zero1"), ("float32", "zero2")]
+)
+def test_what_a_first_checkpoint_needs_is_known_before_it_is_there(
+    training_world, folder, dtype, deepspeed
+):
+    """Nearly: beside the numbers there are some names, which are much in so small a model."""
+    job = job_of(training_world.pairs, "dpo", dtype=dtype, deepspeed=deepspeed, max_steps=1)
+    with joined_world() as world:
+        session, _ = learn(job, world)  # the moments are made in the first step
+        expected = room.checkpoint_bytes(session, folder)
+        session.engine.save_state(folder.draft(0, "run"))
+    written = sum(path.stat().st_size for path in folder.root.rglob("*") if path.is_file())
+    assert 0.7 * written < expected <= written
+
+
+def test_too_little_room_is_refused_and_scarce_room_is_told_of(
+    training_world, folder, monkeypatch, caplog
+):
+    with joined_world() as world:
+        session = open_session(job_of(training_world.pairs, "dpo"), world, Silent())
+        checkpoint, model = room.checkpoint_bytes(session, folder), room.model_bytes(session)
+        assert checkpoint == 3 * model  # a weight and its two moments
+
+        def with_free(free):
+            monkeypatch.setattr(fs, "free_bytes", lambda _: free)
+            caplog.clear()
+            with caplog.at_level(logging.WARNING, logger="align"):
+                room.require_room(session, folder)
+            return caplog.text
+
+        # Two are kept by default, and a third is whole before the first is removed.
+        assert with_free(3 * checkpoint + model) == ""
+        assert "3 checkpoints (train.keep_last, and one that" in with_free(3 * checkpoint)
+        with pytest.raises(StorageError, match=r"a checkpoint needs about .* Free some space"):
+            with_free(checkpoint + model - 1)
+        assert room.lack_of_room(session, folder) == ""
+        monkeypatch.setattr(fs, "free_bytes", lambda _: model - 1)
+        with pytest.raises(StorageError, match=r"model: about .* the checkpoint is kept"):
+            room.require_room_for_model(session, folder)
+
+
+def may_mount():
+    command = ["unshare", "-Urm", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
+    if not shutil.which("unshare"):
+        return False
+    return subprocess.run(command, check=False, capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not may_mount(), reason="needs user namespaces")
+def test_a_checkpoint_without_room_costs_only_itself(course, tmp_path):
+    """The disk has room for the model and one checkpoint and a quarter; then for half of it."""
+    whole = course.whole()
+    checkpoint = read_checkpoint(whole / "checkpoints" / "step-00000006")
+    one = sum(file.bytes for file in checkpoint.files)
+    model = sum(path.stat().st_size for path in (whole / "model").iterdir())
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    script = (
+        'mount -t tmpfs -o size=$1 tmpfs "$2" && shift 2 && "$@"; code=$?; cat "$RUN"; exit $code'
+    )
+
+    def train(size):
+        run = disk / "run"
+        words = map(str, [*CLI, *course.arguments(run)])
+        return subprocess.run(
+            ["unshare", "-Urm", "sh", "-c", script, "sh", str(int(size)), str(disk), *words],
+            env=os.environ | {"RUN": str(run / "metrics.jsonl"), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    done = train(1.25 * one + model)
+    assert done.returncode == 0, done.stderr
+    assert "Lower train.keep_last, or free some space" in done.stderr
+    assert "step 4: no checkpoint: " in done.stderr
+    assert "bytes are needed, and " in done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert {line["step"] for line in lines if "checkpoint_failed" in line} == {4, 6}
+    refused = train((one + model) / 2)
+    assert refused.returncode == 74, refused.stderr
+    assert "a checkpoint needs about " in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert '"loss"' not in refused.stdout

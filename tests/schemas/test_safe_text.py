@@ -1,0 +1,87 @@
+import json
+
+import pytest
+
+from align.schemas import safe_text
+from align.schemas.safe_text import bare_address, hear, masked, masked_address, redacted, shown
+
+
+@pytest.fixture(autouse=True)
+def _forgetful(monkeypatch):
+    """No test knows the secrets of another."""
+    monkeypatch.setattr(safe_text, "_heard", set())
+
+
+@pytest.mark.parametrize(
+    ("address", "said", "bare"),
+    [
+        ("https://TOKEN@host:5000/x", "https://***@host:5000/x", "https://host:5000/x"),
+        ("http://me:pa/ss@host", "http://***@host", "http://host"),
+        ("http://me:p@ss@host/x", "http://***@host/x", "http://host/x"),
+        ("http://me:pa#ss@host", "http://***", "http://host"),
+        ("http://h:1/p?password=a@b", "http://***", "http://b"),
+        ("http://h?token=abc&plain=1", "http://h?token=***&plain=***", "http://h"),
+        ("http://h/x#secret", "http://h/x#***", "http://h/x"),
+        ("postgresql+psycopg2://me:p%2Fw@db/ml", "postgresql+psycopg2://***@db/ml", None),
+        ("sqlite:////home/a@b/x.db", "sqlite:////home/a@b/x.db", "sqlite:////home/a@b/x.db"),
+        ("databricks://profile", "databricks://profile", "databricks://profile"),
+        ("http://[", "http://[", "http://["),
+    ],
+)
+def test_an_address_shows_where_and_not_by_which_secret(address, said, bare):
+    assert masked_address(address) == masked(address) == said
+    assert bare_address(address) == (bare or said.replace("***@", ""))
+    assert masked(f"no answer from {address} today") == f"no answer from {said} today"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("/data/adapter?token=abc", "/data/adapter?token=***"),
+        ("url: /api/2.0?access_token=a1b2&x=1", "url: /api/2.0?access_token=***&x=1"),
+        ("Authorization: Bearer abcdefgh.1", "Authorization: Bearer ***"),
+        ("hf_abcdefghijklmnopqrst", "***"),
+        ("key ghp_abcdefghijklmnopqrst.", "key ***."),
+        ("pad_token=5, tokens: 3, max_length=2", "pad_token=5, tokens: 3, max_length=2"),
+        ("risk-abcdefghijklmnopqrstuvwxyz", "risk-abcdefghijklmnopqrstuvwxyz"),
+        ("0123456789abcdef" * 4, "0123456789abcdef" * 4),
+    ],
+)
+def test_what_is_no_address_loses_its_secrets_and_nothing_else(text, said):
+    assert masked(text) == said
+
+
+def test_settings_are_masked_however_deep_they_lie():
+    settings = {"comet": {"api_key": "abc", "urls": ["http://a:b@c"]}, "pad_token": "</s>", "lr": 1}
+    assert masked(settings) == {
+        "comet": {"api_key": "***", "urls": ["http://***@c"]},
+        "pad_token": "</s>",
+        "lr": 1,
+    }
+
+
+def test_parts_of_a_password_are_masked_where_a_library_says_them():
+    """What urllib says of a password with a slash in it, and of one that it decoded."""
+    hear("http://me:pa/ssword@host")
+    hear("postgresql://me:two%2Fwords@db/x")
+    assert redacted("Port could not be cast to integer value as 'pa'") == (
+        "Port could not be cast to integer value as '***'"
+    )
+    assert redacted("login two/words refused: words") == "login *** refused: ***"
+    assert redacted("a path, a passage") == "a path, a passage"
+
+
+def test_secrets_of_the_environment_are_never_said(monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "swordfish")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    assert redacted("login with swordfish is false") == "login with *** is false"
+
+
+def test_what_a_terminal_would_obey_is_written_out():
+    assert shown("a\x1b[31mb\u202ec\x9bd\x7f\r") == ("a\\u001b[31mb\\u202ec\\u009bd\\u007f\\r")
+    assert shown("two\nlines\t[bold]é\u3000字") == "two\nlines\t[bold]é\u3000字"
+
+
+def test_json_stays_json_when_it_is_written_out():
+    plain = {"name": "a\x1b\x9b\u202e\U000e0001b", "text": "é\n"}
+    assert json.loads(shown(json.dumps(plain, ensure_ascii=False))) == plain
