@@ -21,9 +21,12 @@ def save_model(target: Path, write: Callable[[Path], object], run_id: str) -> No
     fs.share(draft)
     for path in (*draft.rglob("*"), draft):
         (fs.fsync_folder if path.is_dir() else fs.fsync)(path)
+    trash = trash_name(target)
     if target.exists():
-        fs.rename(target, trash_name(target))
+        fs.rename(target, trash)
     reach("model.before_rename")
     fs.rename(draft, target)
     reach("model.after_rename")
     fs.fsync_folder(target.parent)
+    if trash.exists():  # only now: its old name may not come back
+        fs.remove_tree(trash)

@@ -161,7 +161,7 @@ def test_a_run_is_finished_because_it_says_so_and_not_by_the_times_of_its_files(
     copy = shutil.copytree(run, tmp_path / "copy", copy_function=shutil.copyfile)
     os.utime(copy / "model", ns=(0, 0))
     load_ledger(RunFolder(copy).mlflow).change(status="", ended_ms=0)
-    assert "is FINISHED" in course.server.run("mlflow-sync", copy).out
+    assert "is FINISHED" in course.server.run("mlflow-sync", copy, "--uri", uri).out
     assert align("report", copy).code == 0
     assert "6 steps, finished." in (copy / "report.html").read_text()
     assert "already: this run is finished" in course.run(copy, *RESUME).out
