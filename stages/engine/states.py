@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...schemas.errors import CorruptionError, StorageError
+from ...schemas.safe_text import masked
 from .quiet import deepspeed, quietly
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ _NOT_OURS = (
     ValueError,
 )
 TAG = "state"
+CONFIG = "ds_config"
 FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
@@ -73,6 +75,9 @@ def _failing_late(engine: Any) -> Iterator[list[Path]]:
 
     def save_or_note(state_dict: Any, path: str) -> None:
         written.append(Path(path))
+        if CONFIG in state_dict:
+            # DeepSpeed adds its configuration, which may hold keys of other services.
+            state_dict = {**state_dict, CONFIG: masked(state_dict[CONFIG])}
         try:
             write(state_dict, path)
         except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
