@@ -6,6 +6,7 @@ import re
 import pytest
 from command import align, refusal
 from mlflow.tracking import MlflowClient
+from trainings import KILLED
 
 from align.pipeline.journal import history_of
 from align.pipeline.mlflow_sync import sync_run
@@ -14,6 +15,7 @@ from align.schemas.config import TrackingOptions
 from align.schemas.errors import UsageError
 from align.stages.storage.layout import CacheFolder
 from align.stages.storage.manifest import load_manifest
+from align.stages.storage.places import OutputFolder
 
 
 def names(methods, **varied):
@@ -129,7 +131,8 @@ def test_a_run_without_held_out_rows_is_told_by_what_it_learned_from(tmp_path):
 def swept(journey, tmp_path_factory):
     """Two good runs, one that learns nothing but NaN, and one that finds its folder taken."""
     folder = tmp_path_factory.mktemp("swept")
-    (folder / "sweep" / "orpo-1e30").mkdir(parents=True)
+    OutputFolder(folder / "sweep", "sweep").prepare()
+    (folder / "sweep" / "orpo-1e30").mkdir()
     (folder / "sweep" / "orpo-1e30" / "notes.txt").write_text("mine")
     answer = align(
         "sweep",
@@ -241,6 +244,15 @@ def try_out(course, tmp_path):
         return course.server.start("sweep", *arguments, *sets(*short), **how).answers()
 
     return give
+
+
+def test_a_sweep_killed_while_it_marked_its_folder_knows_it_again(try_out, tmp_path):
+    (killed,) = try_out(failpoints=["config.before_rename=kill"])
+    assert killed.code == KILLED, killed
+    (draft,) = (tmp_path / "sweep" / "_align").iterdir()
+    (stopped,) = try_out(failpoints=["step.started=term"])
+    assert stopped.code == 143, stopped
+    assert not draft.exists()
 
 
 def test_an_interrupted_sweep_goes_on_where_it_stopped(try_out, tmp_path):
