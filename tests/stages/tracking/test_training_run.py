@@ -3,8 +3,8 @@ import sqlite3
 import subprocess
 import sys
 
-import mlflow
 import pytest
+from mlflow_runs import open_store
 from tracked_training import begin, journalled, learn, run_folder, run_of, stored, wait_for
 
 from align.pipeline.mlflow_sync import sync_run
@@ -48,7 +48,7 @@ def test_mlflow_is_told_all_of_a_run(uri, tmp_path):
     (entry,) = told.inputs.dataset_inputs
     assert entry.dataset.name == "pairs"
     assert {"ab" * 32, "training"} == {tag.value for tag in entry.tags}
-    client = mlflow.MlflowClient(uri)
+    client = open_store(uri)
     assert [item.path for item in client.list_artifacts(run.run_id)] == ["config.yaml"]
     (output,) = told.outputs.model_outputs
     model = client.get_logged_model(output.model_id)
