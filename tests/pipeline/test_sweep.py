@@ -5,7 +5,7 @@ import re
 
 import pytest
 from command import align, refusal
-from mlflow.tracking import MlflowClient
+from mlflow_runs import open_store
 
 from align.pipeline.journal import history_of
 from align.pipeline.mlflow_sync import sync_run
@@ -14,6 +14,7 @@ from align.schemas.config import TrackingOptions
 from align.schemas.errors import UsageError
 from align.stages.storage.layout import CacheFolder
 from align.stages.storage.manifest import load_manifest
+from align.stages.storage.places import OutputFolder
 
 
 def names(methods, **varied):
@@ -129,7 +130,8 @@ def test_a_run_without_held_out_rows_is_told_by_what_it_learned_from(tmp_path):
 def swept(journey, tmp_path_factory):
     """Two good runs, one that learns nothing but NaN, and one that finds its folder taken."""
     folder = tmp_path_factory.mktemp("swept")
-    (folder / "sweep" / "orpo-1e30").mkdir(parents=True)
+    OutputFolder(folder / "sweep", "sweep").prepare()
+    (folder / "sweep" / "orpo-1e30").mkdir()
     (folder / "sweep" / "orpo-1e30" / "notes.txt").write_text("mine")
     answer = align(
         "sweep",
@@ -202,7 +204,7 @@ def test_the_sweep_is_recorded_with_what_it_varied_and_what_failed(swept, journe
 
 def stored(uri):
     """A client, the one sweep that its store has, and all trainings."""
-    client = MlflowClient(uri)
+    client = open_store(uri)
     runs = client.search_runs([client.get_experiment_by_name("align").experiment_id])
     (parent,) = [run for run in runs if run.data.tags.get("align.stage") == "sweep"]
     return client, parent, [run for run in runs if run.data.tags.get("align.stage") == "train"]
@@ -302,6 +304,6 @@ def test_runs_of_a_sweep_that_met_no_store_are_a_group_once_they_are_synced(try_
     assert "MLflow at http://127.0.0.1:1 failed" in answer.err
     folder, uri = tmp_path / "sweep", f"sqlite:///{tmp_path}/later.db"
     ids = [sync_run(folder / name, TrackingOptions(), uri=uri).run_id for name in ("dpo", "orpo")]
-    tags = [MlflowClient(uri).get_run(run_id).data.tags for run_id in ids]
+    tags = [open_store(uri).get_run(run_id).data.tags for run_id in ids]
     assert {tag["align.sweep"] for tag in tags} == {str(folder.resolve())}
     assert [tag["align.trial"] for tag in tags] == ["dpo", "orpo"]
