@@ -33,7 +33,7 @@ READS: dict[str, tuple[str, ...]] = {
     ),
     "verify": ("model.device", "model.device_map", "model.trust_remote_code"),
     **dict.fromkeys(
-        ("export", "init", "inspect", "methods", "mlflow-sync", "report", "tiny-world"), ()
+        ("export", "gc", "init", "inspect", "methods", "mlflow-sync", "report", "tiny-world"), ()
     ),
 }
 READS["sweep"] = READS["train"]
