@@ -1,5 +1,6 @@
 import os
 import shutil
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,10 @@ os.environ["OMP_NUM_THREADS"] = "1"  # two cores, and every process of a test wa
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # stage 1 computes with the threads of its plan
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("ALIGN_MODEL", None)
+
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    # As under nohup: a process that a test starts would inherit this, but inherits no handler.
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 @pytest.fixture(scope="session", autouse=True)

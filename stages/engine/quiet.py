@@ -68,7 +68,8 @@ def while_training() -> Iterator[None]:
     """Keeps quiet what every step would say, and off stdout the rest, as long as the block runs."""
     logger = logging.getLogger("DeepSpeed")
     level = logger.level
-    streams = [one for one in logger.handlers if isinstance(one, logging.StreamHandler)]
+    # DeepSpeed's own; a handler of another kind is the host's.
+    streams = [one for one in logger.handlers if type(one) is logging.StreamHandler]
     with warnings.catch_warnings():
         # DeepSpeed still calls collectives by the names that torch has begun to replace.
         warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)

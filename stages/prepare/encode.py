@@ -11,7 +11,7 @@ from ...schemas.rows import BadRow, Record, Rejected, Role
 from .stops import Endings, span_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Collection, Sequence
 
     from tokenizers import Encoding
 
@@ -100,7 +100,7 @@ class Encoder:
         ids = [encoding.ids for encoding in branches]
         shared = _shared_prefix(ids, min(starts))
         spans = any(
-            start < len(encoding.ids) and span_of(encoding, start)[0] < boundary
+            start < len(encoding) and span_of(encoding, start)[0] < boundary
             for encoding, start, boundary in zip(branches, starts, item.boundaries, strict=True)
         )
         self._report_boundary(item, spans=spans or shared < max(starts), notes=notes)
@@ -135,10 +135,10 @@ class Encoder:
     ) -> list[list[int]]:
         ended = []
         for index, ids in enumerate(completions):
-            text, encoding = item.texts[index], branches[index]
-            is_blank = _blanks(text, encoding, len(encoding) - len(ids))
-            whole, is_new = self._endings.end(ids, item.record.completions[index], is_blank)
-            notes["completions_that_end_with_another_special_token"] += is_new
+            said, text = item.record.completions[index], item.texts[index]
+            whole, is_new = self._endings.end(ids, said, text, branches[index])
+            if is_new:
+                notes["completions_that_end_with_another_special_token"] += 1
             ended.append(whole)
         return ended
 
@@ -187,23 +187,13 @@ def cut_completion(completion: list[int], room: int, stops: Collection[int]) -> 
     return kept
 
 
-def _blanks(text: str, encoding: Encoding, start: int) -> Callable[[int], bool]:
-    """Whether a token is white space, counted from `start`."""
-
-    def is_blank(at: int) -> bool:
-        first, last = span_of(encoding, start + at)
-        return not text[first:last].strip()
-
-    return is_blank
-
-
 def _first_completion_token(encoding: Encoding, boundary: int, length: int) -> int:
     """The first token that holds a character of the completion."""
     for position in range(boundary, length):
         token = encoding.char_to_token(position)
         if token is not None:
             return int(token)
-    return len(encoding.ids)
+    return len(encoding)
 
 
 def _is_equal_pair(record: Record, completions: tuple[list[int], ...]) -> bool:

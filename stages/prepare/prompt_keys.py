@@ -62,6 +62,8 @@ def sketches_of(texts: Sequence[str], *, otherwise: NDArray[np.uint64]) -> NDArr
 
 
 def _canonical(record: Record) -> str:
+    if isinstance(record.prompt, str):  # without tools and options; encoding a text alone is quick
+        return f"[{_JSON.encode(record.prompt)},null,{{}}]"
     return _JSON.encode([record.prompt, record.tools, record.template_options])
 
 

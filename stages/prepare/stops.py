@@ -147,12 +147,11 @@ class Endings:
         self._plain = frozenset({stops.text.token}) if stops.text else frozenset()
 
     def end(
-        self, ids: list[int], completion: Text, is_blank: Callable[[int], bool]
+        self, ids: list[int], completion: Text, text: str, encoding: Encoding
     ) -> tuple[list[int], bool]:
         """Returns the ids with their stop, and whether the template wrote one not known before.
 
-        What stands behind the stop is dropped. `is_blank` tells of each id whether its text is
-        white space.
+        They are the last ids of the encoding of `text`. What stands behind the stop is dropped.
         """
         if self._stops.text is None:
             return ids, False
@@ -162,7 +161,7 @@ class Endings:
             last = completion[-1]
             turn = self._stops.tool_calls if last.get("tool_calls") else self._stops.turn
             stop, known = turn or self._stops.text, self._stops.written
-        place, unknown = self._run(ids, known, is_blank)
+        place, unknown = self._run(ids, known, text, encoding)
         is_new = place is None and unknown is not None and self._is_written(ids[unknown], last)
         at = unknown if is_new else place
         token = stop.token if at is None else ids[at]
@@ -172,7 +171,7 @@ class Endings:
         return [*ids[:end], token], is_new
 
     def _run(
-        self, ids: list[int], known: frozenset[int], is_blank: Callable[[int], bool]
+        self, ids: list[int], known: frozenset[int], text: str, encoding: Encoding
     ) -> tuple[int | None, int | None]:
         """Among the special tokens at the end: the first stop, and the last of the others."""
         first = other = None
@@ -181,8 +180,10 @@ class Endings:
                 first = at
             elif ids[at] in self._added.special:
                 other = at if other is None else other
-            elif not is_blank(at):
-                break
+            else:
+                start, stop = span_of(encoding, len(encoding) - len(ids) + at)
+                if text[start:stop].strip():
+                    break
         return first, other
 
     def _is_written(self, token: int, last: Message | None) -> bool:

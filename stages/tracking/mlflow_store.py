@@ -25,6 +25,18 @@ KEY_TAG = "align.run_key"  # by which a run is found whose id was never heard he
 GOES_ON_TAG = "align.goes_on_from"  # the run that was given up for this one
 
 
+def load(uri: str) -> None:
+    """Imports what an address needs, inside `hushed`; does not ask the store anything.
+
+    Under a host that makes errors of warnings an import outside of it would fail halfway, and
+    SQLAlchemy then refuses MLflow's mappers for as long as the process lives.
+    """
+    importlib.import_module("mlflow")
+    engines = importlib.import_module("mlflow.store.db.db_types").DATABASE_ENGINES
+    if uri.partition(":")[0].partition("+")[0] in engines:
+        importlib.import_module("mlflow.store.tracking.sqlalchemy_store")
+
+
 class MlflowStore:
     """One tracking store, made when it is a local one that is not there yet.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ...schemas.safe_text import redacted
 from .delivery import Delivery
 from .guard import address_of, failures, reason_of
-from .mlflow_store import MlflowStore
+from .mlflow_store import MlflowStore, load
 from .quiet import hushed
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class Sender:
         self._metrics = metrics
         self._delivery: Delivery | None = None
         self._over = threading.Event()
+        self._is_loaded = threading.Event()
         self._retry_at = 0.0
         self._last_took = 0.0
         self._has_warned = False
@@ -47,6 +48,7 @@ class Sender:
     def finish(self, patience: float) -> None:
         """Waits so many seconds for the rest to be sent; what is not stays in the ledger."""
         self._over.set()
+        self._is_loaded.wait()  # an import waits for no store, and needs the quiet to its end
         self._thread.join(patience)
         self._quiet.close()
         if not (self._delivery and self._delivery.is_complete):
@@ -75,6 +77,7 @@ class Sender:
         started = time.monotonic()
         try:
             if self._delivery is None:
+                self._load()
                 store = MlflowStore(self._uri)
                 self._delivery = Delivery(store, self._ledger, self._metrics)
             self._delivery.deliver()
@@ -82,6 +85,12 @@ class Sender:
             self._rest(error)
         finally:
             self._last_took = time.monotonic() - started
+
+    def _load(self) -> None:
+        try:
+            load(self._uri)
+        finally:
+            self._is_loaded.set()
 
     def _rest(self, error: BaseException) -> None:
         self._retry_at = time.monotonic() + RETRY_SECONDS

@@ -3,9 +3,9 @@
 import json
 import math
 
-import mlflow
 import pytest
 from command import align
+from mlflow_runs import open_store
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -55,7 +55,7 @@ def is_number(value):
 
 def told(store, run):
     """The losses MLflow has of a run."""
-    client = mlflow.MlflowClient(store)
+    client = open_store(store)
     run_id = json.loads((run / "_align" / "mlflow.json").read_text())["run_id"]
     found = client.get_metric_history(run_id, "loss")
     assert client.get_run(run_id).info.status == "FINISHED"

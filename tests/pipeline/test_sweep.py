@@ -5,7 +5,7 @@ import re
 
 import pytest
 from command import align, refusal
-from mlflow.tracking import MlflowClient
+from mlflow_runs import open_store
 from trainings import KILLED
 
 from align.pipeline.journal import history_of
@@ -205,7 +205,7 @@ def test_the_sweep_is_recorded_with_what_it_varied_and_what_failed(swept, journe
 
 def stored(uri):
     """A client, the one sweep that its store has, and all trainings."""
-    client = MlflowClient(uri)
+    client = open_store(uri)
     runs = client.search_runs([client.get_experiment_by_name("align").experiment_id])
     (parent,) = [run for run in runs if run.data.tags.get("align.stage") == "sweep"]
     return client, parent, [run for run in runs if run.data.tags.get("align.stage") == "train"]
@@ -314,6 +314,6 @@ def test_runs_of_a_sweep_that_met_no_store_are_a_group_once_they_are_synced(try_
     assert "MLflow at http://127.0.0.1:1 failed" in answer.err
     folder, uri = tmp_path / "sweep", f"sqlite:///{tmp_path}/later.db"
     ids = [sync_run(folder / name, TrackingOptions(), uri=uri).run_id for name in ("dpo", "orpo")]
-    tags = [MlflowClient(uri).get_run(run_id).data.tags for run_id in ids]
+    tags = [open_store(uri).get_run(run_id).data.tags for run_id in ids]
     assert {tag["align.sweep"] for tag in tags} == {str(folder.resolve())}
     assert [tag["align.trial"] for tag in tags] == ["dpo", "orpo"]

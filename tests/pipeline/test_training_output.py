@@ -68,7 +68,7 @@ def finished(course, tmp_path_factory):
 @pytest.fixture(scope="module")
 def plain(finished):
     """The whole policy was trained; the checkpoint kept beside the last is the best by a metric."""
-    best = ("--set", "train.best=+eval/rewards/rejected", "--keep-last", 1)
+    best = ("--set", "train.best=-eval/rewards/rejected", "--keep-last", 1)
     return finished(*best)
 
 
@@ -216,7 +216,7 @@ def test_the_newest_and_the_best_checkpoint_stay(plain):
     lines = map(json.loads, (plain.folder / "metrics.jsonl").read_text().splitlines())
     name = "eval/rewards/rejected"
     values = {line["step"]: line[name] for line in lines if name in line}
-    best = max((2, 4, 6), key=lambda step: values[step])
+    best = min((2, 4, 6), key=lambda step: values[step])
     kept = sorted(int(path.name[5:]) for path in (plain.folder / "checkpoints").glob("step-*"))
     assert best != 6, "the best is another than the newest, or this shows nothing"
     assert kept == [best, 6]

@@ -45,12 +45,17 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_to_the_same_bits(course, t
     assert learned(run) == learned(course.whole())
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_last_evaluation_is_made_after_a_run_was_told_to_stop_in_it(course, tmp_path, ranks):
-    """Two batches each: the fifth is the first of the third evaluation, after step 6."""
+@pytest.mark.parametrize(("ranks", "batch"), [(1, 9), (1, 11), (2, 9), (2, 11)])
+def test_the_last_evaluation_is_made_after_a_run_was_told_to_stop_in_it(
+    course, tmp_path, ranks, batch
+):
+    """Two batches, each run twice: the ninth begins the evaluation after step 6, its third.
+
+    The eleventh begins the second pass of that evaluation.
+    """
     run = tmp_path / "run"
     held_out = ("--eval-fraction", 0.3, "--set", "train.limit_eval_batches=2", "--save-every", 0)
-    failpoints = [*[""] * (ranks - 1), "evaluation.batch=term@5"]
+    failpoints = [*[""] * (ranks - 1), f"evaluation.batch=term@{batch}"]
     answers = course.start(run, *held_out, ranks=ranks, failpoints=failpoints).answers()
     assert [answer.code for answer in answers] == [143] * ranks, answers
     assert steps_saved(run) == [6]

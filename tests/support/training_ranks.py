@@ -26,7 +26,7 @@ METHODS = {
     "kto-classes": ("labels", "kto", {}),
     **{f"table-{name}": ("everything", name, {}) for name in TABLE},
 }
-LEARNING = {"max_steps": 10, "warmup": 0.0, "schedule": "constant", "eval_fraction": 0.15}
+LEARNING = {"max_steps": 10, "warmup": 0.0, "schedule": "constant", "eval_fraction": 0.2}
 
 
 def run_case(world, name, caches):

@@ -5,8 +5,8 @@ import subprocess
 import sys
 import time
 
-import mlflow
 import pytest
+from mlflow_runs import open_store
 
 from align import __version__
 from align.schemas.config import TrackingOptions
@@ -36,7 +36,7 @@ def begin(uri, **options):
 
 
 def read(uri, run):
-    return mlflow.MlflowClient(uri).get_run(run.run_id)
+    return open_store(uri).get_run(run.run_id)
 
 
 def warnings_in(caplog):
@@ -57,7 +57,7 @@ def test_a_run_holds_what_was_logged(uri, tmp_path):
     wanted = {"a": "b", "align.root": "cafe", "align.version": __version__}
     assert wanted.items() <= stored.data.tags.items()
     assert {"torch.version", "transformers.version", "mlflow.user"} <= set(stored.data.tags)
-    client = mlflow.MlflowClient(uri)
+    client = open_store(uri)
     assert client.get_metric_history(run.run_id, "odd_name")[0].step == 3
     assert [item.path for item in client.list_artifacts(run.run_id)] == ["note.txt"]
     assert client.get_experiment(stored.info.experiment_id).name == "mine"
@@ -110,7 +110,7 @@ def test_the_config_names_the_experiment_before_the_environment(uri, monkeypatch
     for options in ({}, {"experiment": "from-config"}):
         run = begin(uri, **options)
         experiment = read(uri, run).info.experiment_id
-        names.append(mlflow.MlflowClient(uri).get_experiment(experiment).name)
+        names.append(open_store(uri).get_experiment(experiment).name)
     assert names == ["from-env", "from-config"]
 
 

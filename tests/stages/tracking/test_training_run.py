@@ -3,8 +3,8 @@ import sqlite3
 import subprocess
 import sys
 
-import mlflow
 import pytest
+from mlflow_runs import open_store
 from tracked_training import begin, journalled, learn, run_folder, run_of, stored, wait_for
 
 from align.pipeline.mlflow_sync import sync_run
@@ -48,7 +48,7 @@ def test_mlflow_is_told_all_of_a_run(uri, tmp_path):
     (entry,) = told.inputs.dataset_inputs
     assert entry.dataset.name == "pairs"
     assert {"ab" * 32, "training"} == {tag.value for tag in entry.tags}
-    client = mlflow.MlflowClient(uri)
+    client = open_store(uri)
     assert [item.path for item in client.list_artifacts(run.run_id)] == ["config.yaml"]
     (output,) = told.outputs.model_outputs
     model = client.get_logged_model(output.model_id)
@@ -225,3 +225,26 @@ assert run.run_id
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_a_host_that_is_strict_with_warnings_can_use_mlflow_after_a_run_without_patience(tmp_path):
+    code = f"""
+import pathlib, threading, warnings
+from align.schemas.config import TrackingOptions
+from align.stages.storage.run_folder import RunFolder
+from align.stages.tracking import training_run
+training_run.PATIENCE_SECONDS["KILLED"] = 0.01
+folder = RunFolder(pathlib.Path("{tmp_path}/run"))
+folder.prepare()
+options = TrackingOptions(uri="sqlite:///{tmp_path}/strict.db")
+run = training_run.open_training_run(options, folder, name="x", tags={{}}, keep_through=-1)
+(sender,) = [one for one in threading.enumerate() if one.name == "mlflow"]
+run.finish("KILLED")
+sender.join()
+warnings.simplefilter("ignore")
+import mlflow
+mlflow.MlflowClient("sqlite:///{tmp_path}/host.db").search_experiments()
+"""
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

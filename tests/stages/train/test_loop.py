@@ -14,7 +14,7 @@ from align.schemas.rows import Role
 from align.stages.train import evaluation as evaluation_module
 from align.stages.train.loop import Halts, Place, train
 
-HELD_OUT = {"eval_fraction": 0.15}
+HELD_OUT = {"eval_fraction": 0.3}
 
 
 def run(training_world, here, *, start=START, halts=None, is_measured=False, told=None, **settings):
