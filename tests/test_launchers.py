@@ -60,7 +60,7 @@ def test_two_ranks_of_torchrun_write_what_one_process_writes(journey, tmp_path):
     assert done.code == 0, done
     assert contents(tmp_path / "cache") == contents(journey.cache)
     assert shards(tmp_path / "cache") == shards(journey.cache)
-    assert done.out.count("cache root") == 2
+    assert done.out.count("cache root") == 1  # of two ranks the first alone is heard
 
 
 def test_a_reader_that_goes_away_is_no_error(journey):

@@ -30,6 +30,7 @@ class OutputFolder:
     def prepare(self) -> None:
         """Makes the folder; refuses one that holds something else."""
         private = self._mark.parent
+        fs.drop_drafts(self._mark)  # a kill while it was marked leaves one
         is_begun = private.is_dir() and not any(private.iterdir())
         is_ours = self._mark.is_file() or (is_begun and [*self.root.iterdir()] == [private])
         refuse_foreign(self.root, is_ours=is_ours, what=self.kind)

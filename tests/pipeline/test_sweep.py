@@ -6,6 +6,7 @@ import re
 import pytest
 from command import align, refusal
 from mlflow_runs import open_store
+from trainings import KILLED
 
 from align.pipeline.journal import history_of
 from align.pipeline.mlflow_sync import sync_run
@@ -243,6 +244,15 @@ def try_out(course, tmp_path):
         return course.server.start("sweep", *arguments, *sets(*short), **how).answers()
 
     return give
+
+
+def test_a_sweep_killed_while_it_marked_its_folder_knows_it_again(try_out, tmp_path):
+    (killed,) = try_out(failpoints=["config.before_rename=kill"])
+    assert killed.code == KILLED, killed
+    (draft,) = (tmp_path / "sweep" / "_align").iterdir()
+    (stopped,) = try_out(failpoints=["step.started=term"])
+    assert stopped.code == 143, stopped
+    assert not draft.exists()
 
 
 def test_an_interrupted_sweep_goes_on_where_it_stopped(try_out, tmp_path):
