@@ -43,6 +43,9 @@ def in_own_process(rows: int) -> dict[str, int]:
 
 
 def measure(rows: int) -> dict[str, int]:
+    from align.pipeline.terminal import own_process
+
+    own_process([])  # as the command does before anything else
     from align.pipeline.precompute import precompute
     from align.pipeline.units import Worker
     from align.schemas.config import (

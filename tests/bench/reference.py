@@ -144,6 +144,9 @@ LENGTHS = {"even": even_length, "spread": spread_length}
 
 
 def measure_align(folder):
+    from align.pipeline.terminal import own_process
+
+    own_process([])  # as the command does before anything else
     from align.pipeline.precompute import precompute
     from align.pipeline.units import Worker
     from align.schemas.config import (

@@ -113,6 +113,9 @@ def make_cache(folder, *_):
 
 def measure_align(folder, method, _, sets):
     clock = Clock()
+    from align.pipeline.terminal import own_process
+
+    own_process([])  # as the command does before anything else
     from align.pipeline.settings import load_settings
     from align.pipeline.training_job import open_training
 
