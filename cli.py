@@ -70,7 +70,7 @@ def main() -> None:
     except OSError as error:
         from .stages.storage.refusals import refused
 
-        _fail(str(refused(error)), refused(error).exit_code)
+        _fail(str(refusal := refused(error)), refusal.exit_code)
     except Exception:
         import traceback
 

@@ -43,11 +43,7 @@ def digest_of(record: Any, *without: str) -> str:
 
 def from_json(cls: type[T], text: str | bytes) -> T:
     """Reads what `to_json` wrote; anything else is a CodecError."""
-    try:
-        plain = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CodecError(f"not JSON: {error}") from error
-    return from_plain(cls, plain)
+    return from_plain(cls, _parsed(text))
 
 
 def to_signed_json(value: Any) -> str:
@@ -58,15 +54,22 @@ def to_signed_json(value: Any) -> str:
 
 def from_signed_json(cls: type[T], text: str | bytes) -> T:
     """Reads what `to_signed_json` wrote; any other byte is a CodecError."""
-    try:
-        plain = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CodecError(f"not JSON: {error}") from error
+    plain = _parsed(text)
     stored = plain.pop("digest", None) if isinstance(plain, dict) else None
     value = from_plain(cls, plain)
     if stored != digest(plain) or to_signed_json(value).encode() != _bytes(text):
         raise CodecError("it is not what was written (its digest differs)")
     return value
+
+
+def version_in(text: str | bytes) -> int | None:
+    """The `format_version` that a record claims, whatever else is wrong with it."""
+    try:
+        plain = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    version = plain.get("format_version") if isinstance(plain, dict) else None
+    return version if isinstance(version, int) else None
 
 
 def from_plain(cls: type[T], plain: Any, *, where: str = "", partial: bool = False) -> T:
@@ -90,6 +93,13 @@ def from_plain(cls: type[T], plain: Any, *, where: str = "", partial: bool = Fal
         for key, value in plain.items()
     }
     return cls(**values)
+
+
+def _parsed(text: str | bytes) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CodecError(f"not JSON: {error}") from error
 
 
 def _bytes(text: str | bytes) -> bytes:

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 
 from ... import __version__
 from ...schemas.checkpoint import FORMAT_VERSION, Checkpoint, CheckpointFile, RankFiles, Saved
-from ...schemas.codec import to_json
+from ...schemas.codec import digest_of, to_json
 from ...schemas.errors import AlignError, StorageError
 from . import fs
 from .failpoints import reach
-from .restore import digest_of
 from .retention import empty_trash, prune
 from .run_folder import RECORD_NAME, trash_name
 
@@ -114,7 +113,7 @@ def _commit(
         position=dataclasses.replace(position, metrics=finite),
         files=tuple(files),
     )
-    record = dataclasses.replace(unsigned, digest=digest_of(unsigned))
+    record = dataclasses.replace(unsigned, digest=digest_of(unsigned, "digest"))
     reach("checkpoint.before_json")
     fs.write_new(draft / RECORD_NAME, to_json(record).encode())
     for path in (*(path for path in draft.rglob("*") if path.is_dir()), draft):

@@ -6,9 +6,9 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-from ...schemas.codec import to_json
+from ...schemas.codec import digest_of, to_json
 from . import fs
-from .restore import digest_of, read_checkpoint
+from .restore import read_checkpoint
 from .retention import prune
 from .run_folder import RECORD_NAME
 
@@ -47,7 +47,7 @@ def credit(
 
 def _replace(folder: RunFolder, unsigned: Checkpoint, run_id: str) -> None:
     step = unsigned.position.global_step
-    record = dataclasses.replace(unsigned, digest=digest_of(unsigned))
+    record = dataclasses.replace(unsigned, digest=digest_of(unsigned, "digest"))
     # Not beside the old one: a draft that stays behind would be a file the checkpoint has not.
     draft = folder.draft(step, run_id)
     fs.make_folder(draft)

@@ -122,7 +122,10 @@ def _is_dead(draft: Path) -> bool:
 
 @contextmanager
 def draft_if_absent(path: Path) -> Iterator[Path]:
-    """Like `draft_of`, but where another was first, what it put there stays."""
+    """A name to write under; what is durable there at the end of the block becomes `path`.
+
+    Where another was first, what it put there stays.
+    """
     draft = _draft_of(path)
     try:
         yield draft

@@ -8,7 +8,7 @@ import shlex
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ... import __version__
-from ...schemas.codec import digest_of, from_json, to_json
+from ...schemas.codec import digest_of, from_json, to_json, version_in
 from ...schemas.config import CacheOptions, ModelOptions, ScoringOptions, TokenOptions
 from ...schemas.errors import (
     CorruptionError,
@@ -171,12 +171,8 @@ def _load(kind: type[T], path: Path) -> T:
 
 
 def _refuse_other_version(text: bytes, path: Path) -> None:
-    try:
-        plain = json.loads(text)
-    except (ValueError, RecursionError):
-        return
-    version = plain.get("format_version") if isinstance(plain, dict) else None
-    if not isinstance(version, int) or version < 1 or version == FORMAT_VERSION:
+    version = version_in(text)
+    if version is None or version < 1 or version == FORMAT_VERSION:
         return
     if version > FORMAT_VERSION:
         raise FingerprintError(
@@ -192,7 +188,7 @@ def _refuse_other_version(text: bytes, path: Path) -> None:
     raise OlderFormatError(
         f"{made}{FORMAT_VERSION} alone. Make the cache anew beside it (with the data files' own "
         "folders, and with --map, data.carry and tokens.chat_template where it had them):\n"
-        f"  {_command(plain, path)}"
+        f"  {_command(json.loads(text), path)}"
     )
 
 

@@ -5,8 +5,6 @@ One rank chooses for all: ranks that looked for themselves could find different 
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import logging
 import os
 import secrets
@@ -15,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NoReturn
 
 from ...schemas.checkpoint import FORMAT_VERSION, Checkpoint, Chosen
-from ...schemas.codec import digest, from_json, to_json
+from ...schemas.codec import digest_of, from_json, to_json, version_in
 from ...schemas.errors import CorruptionError, FingerprintError, StorageError
 from . import fs
 from .run_folder import RECORD_NAME, STEP_NAME
@@ -74,7 +72,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         is_ours = to_json(checkpoint).encode() == text
     except ValueError as error:
         raise _damaged(path, str(error)) from error
-    if not is_ours or checkpoint.digest != digest_of(checkpoint):
+    if not is_ours or checkpoint.digest != digest_of(checkpoint, "digest"):
         raise _damaged(path, f"{RECORD_NAME} was edited")
     name = STEP_NAME.fullmatch(path.name)
     if name is None or int(name[1]) != checkpoint.position.global_step:
@@ -83,13 +81,6 @@ def read_checkpoint(path: Path) -> Checkpoint:
     if paths != sorted(set(paths)) or not all(map(_is_plain, paths)):
         raise _damaged(path, f"{RECORD_NAME} names files that cannot be")
     return checkpoint
-
-
-def digest_of(checkpoint: Checkpoint) -> str:
-    """What tells one record from another: the sha256 over all that it says."""
-    plain = dataclasses.asdict(checkpoint)
-    del plain["digest"]
-    return digest(plain)
 
 
 def latest_step(folder: RunFolder) -> int | None:
@@ -136,12 +127,8 @@ def _is_plain(path: str) -> bool:
 
 
 def _refuse_another_format(text: bytes, path: Path) -> None:
-    try:
-        plain = json.loads(text)
-    except (ValueError, RecursionError):
-        return
-    version = plain.get("format_version") if isinstance(plain, dict) else None
-    if isinstance(version, int) and version != FORMAT_VERSION:
+    version = version_in(text)
+    if version is not None and version != FORMAT_VERSION:
         newer_or_older = "a newer" if version > FORMAT_VERSION else "the older"
         raise FingerprintError(
             f"{path} has format version {version}; this align goes on from {FORMAT_VERSION} only. "

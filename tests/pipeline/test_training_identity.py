@@ -9,9 +9,9 @@ from command import align, refusal
 from safetensors.torch import load_file, save_file
 from trainings import KILLED, contents, learned, refused, weights
 
-from align.schemas.codec import to_json
+from align.schemas.codec import digest_of, to_json
 from align.stages.storage.ending import read_ending
-from align.stages.storage.restore import digest_of, read_checkpoint
+from align.stages.storage.restore import read_checkpoint
 from align.stages.storage.run_folder import RECORD_NAME, RunFolder
 from align.stages.tracking.ledger import load_ledger
 
@@ -118,7 +118,7 @@ def test_other_versions_are_named_and_written_down(course, run):
     made_with = {**known.position.made_with, "torch": "2.0.1"}
     position = dataclasses.replace(known.position, made_with=made_with)
     unsigned = dataclasses.replace(known, position=position)
-    record = dataclasses.replace(unsigned, digest=digest_of(unsigned))
+    record = dataclasses.replace(unsigned, digest=digest_of(unsigned, "digest"))
     (step / RECORD_NAME).write_text(to_json(record))
     answer = course.run(run, *RESUME)
     change = f"after step 4: torch 2.0.1 → {known.position.made_with['torch']}"
