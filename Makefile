@@ -52,6 +52,7 @@ demo: setup
 
 bench: .venv/bench-ready
 	$(BIN)/pytest tests/peers
+	$(BIN)/python tests/bench/start.py
 	$(BIN)/python tests/bench/reference.py
 	$(BIN)/python tests/bench/data_plane.py
 	$(BIN)/python tests/bench/train.py

@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from command import Answer
+from support.command import Answer
 
 PATIENCE = 240  # seconds; a machine that is free needs a tenth of it
 KILLED = -signal.SIGKILL
