@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests of a file share what is slow to make, so they stay together.
 AT_ONCE := --numprocesses 2 --dist loadfile --quiet
 
-.PHONY: setup check test test-fast test-long test-gpu demo bench wheel clean
+.PHONY: setup check test test-fast test-long test-gpu demo bench golden wheel clean
 
 setup: .venv/ready
 
@@ -62,6 +62,12 @@ bench: .venv/bench-ready
 	$(BIN)/python tests/bench/reference.py
 	$(BIN)/python tests/bench/data_plane.py
 	$(BIN)/python tests/bench/train.py
+
+# The working tree against a commit: the same commands, and whether they leave the same.
+golden: BEFORE ?= HEAD
+golden: ROWS ?= 2000
+golden: setup
+	$(BIN)/python tests/bench/golden.py $(BEFORE) --rows $(ROWS)
 
 wheel: setup
 	rm -rf build dist

@@ -7,11 +7,11 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from support.command import Answer
+from support.programs import TESTS, program
 
 PATIENCE = 240  # seconds; a machine that is free needs a tenth of it
 KILLED = -signal.SIGKILL
@@ -24,7 +24,8 @@ class Server:
         self._home = home
         self._count = 0
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("train_server.py"))],
+            program("train_server"),
+            cwd=TESTS,
             env=os.environ | {"OMP_NUM_THREADS": "1", "ALIGN_HOME": str(home)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -32,15 +33,19 @@ class Server:
         )
         self._answer()
 
-    def start(self, *arguments, cwd=None, ranks=1, failpoints=()):
-        """Begins a command on so many ranks; `failpoints` are those of rank 0, rank 1, …"""
+    def start(self, *arguments, cwd=None, ranks=1, failpoints=(), traced=None):
+        """Begins a command on so many ranks; `failpoints` are those of rank 0, rank 1, …
+
+        `traced` is what row_walk.traced is given around the command.
+        """
         world = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
         processes = []
         for rank in range(ranks):
             environment = {**world, "RANK": rank, "LOCAL_RANK": rank} if ranks > 1 else {}
             armed = dict(enumerate(failpoints)).get(rank, "")
             plain = {name: str(value) for name, value in environment.items()}
-            processes.append(self._fork(arguments, cwd, {**plain, "ALIGN_FAILPOINTS": armed}))
+            plain["ALIGN_FAILPOINTS"] = armed
+            processes.append(self._fork(arguments, cwd, plain, traced))
         return Training(tuple(processes))
 
     def run(self, *arguments, **how):
@@ -57,7 +62,7 @@ class Server:
         self._process.wait(60)
         self._process.stdout.close()
 
-    def _fork(self, arguments, cwd, environment):
+    def _fork(self, arguments, cwd, environment, traced=None):
         self._count += 1
         out, err = (self._home / f"{self._count}.{name}" for name in ("out", "err"))
         request = {
@@ -66,6 +71,7 @@ class Server:
             "env": environment,
             "out": str(out),
             "err": str(err),
+            "traced": traced,
         }
         return Process(self, self._ask(request)["pid"], out, err)
 
