@@ -6,15 +6,12 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
-from align import cli
 from align.stages.methods.markdown import markdown_table
 from align.stages.methods.table import METHODS
+from support.rooms import ROOMS, ROOT
 
-ROOT = Path(cli.__file__).resolve().parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-ROOMS = ("pipeline", "schemas", "stages")
 
 
 def section(title):

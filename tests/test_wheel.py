@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from align import __version__, cli
+from align import __version__
+from support.rooms import ROOMS, ROOT
 
-ROOT = Path(cli.__file__).resolve().parent
 OUTSIDE = shutil.ignore_patterns(
     ".*", "build", "dist", "demo", "bench-results", "*.egg-info", "__pycache__", "mlruns", "tests"
 )
@@ -37,9 +37,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     assert tops == {"align", f"{distribution}-{__version__}.dist-info"}
     assert distribution != "align"  # another project has it
     wanted = {
-        f"align/{path.relative_to(ROOT)}"
-        for room in ("pipeline", "schemas", "stages")
-        for path in (ROOT / room).rglob("*.py")
+        f"align/{path.relative_to(ROOT)}" for room in ROOMS for path in (ROOT / room).rglob("*.py")
     }
     root_files = {"align/__init__.py", "align/__main__.py", "align/cli.py", "align/py.typed"}
     assert {name for name in names if name.startswith("align/")} == wanted | root_files
