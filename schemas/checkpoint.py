@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
-from .batches import Cursor  # noqa: TC001 - the codec looks the annotation up
+from .batches import Cursor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

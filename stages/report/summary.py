@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...schemas.manifest import InputEntry  # noqa: TC001 - codec reads the hints
+from ...schemas.manifest import InputEntry
 from ...schemas.rows import Role
 from ..storage.gc import superseded
 from ..storage.manifest import load_manifest
