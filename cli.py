@@ -68,7 +68,7 @@ def main() -> None:
     except BrokenPipeError:  # who read what we print has gone
         os._exit(128 + signal.SIGPIPE)
     except OSError as error:
-        from .stages.storage.refusals import refused
+        from .schemas.errors import refused
 
         _fail(str(refusal := refused(error)), refusal.exit_code)
     except Exception:
@@ -286,7 +286,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Show what a cache holds: rows, lengths, truncation, balance, log-probs, drops."""
-    from .schemas.codec import to_json
+    from .schemas.json_codec import to_json
     from .stages.report.summary import summarize
     from .stages.report.tables import render
     from .stages.storage.layout import CacheFolder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..schemas.stops import Stops
+from ..schemas.cache import Stops
 from ..stages.report.evaluation_table import evaluation_csv
 from ..stages.storage import fs
 from .plain_text import decoder
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from ..schemas.evaluation import Judged
+    from ..schemas.batches import Judged
     from ..stages.report.evaluation_table import Decode, Kind
     from ..stages.storage.run_folder import RunFolder
     from .session import Session

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..schemas.stops import Stops
+from ..schemas.cache import Stops
 from ..stages.report.export import export_trl
 from ..stages.storage.layout import CacheFolder
 from ..stages.storage.manifest import load_manifest

@@ -21,8 +21,8 @@ from .settings import flatten
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from ..schemas.cache import Manifest
     from ..schemas.config import ModelOptions
-    from ..schemas.manifest import Manifest
     from .settings import Settings
 
 # Parts of a fingerprint that two caches share when their numbers can be compared.

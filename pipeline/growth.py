@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ..schemas.manifest import Commit, Manifest
+    from ..schemas.cache import Commit, Manifest
     from ..schemas.rows import RowBlock
     from ..stages.prepare.spool import Spool
     from ..stages.storage.gc import Superseded

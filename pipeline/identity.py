@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..schemas.cache import FORMAT_VERSION
 from ..schemas.errors import FingerprintError
-from ..schemas.manifest import FORMAT_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..schemas.errors import BadDataError, CorruptionError, StorageError
-from ..schemas.manifest import FORMAT_VERSION, InputEntry, Plan
+from ..schemas.cache import FORMAT_VERSION, InputEntry, Plan
+from ..schemas.errors import BadDataError, CorruptionError, StorageError, told
 from ..stages.prepare.read import iter_chunks, require_unchanged
 from ..stages.prepare.ring import Intake, Ring, collect_runs, merge_runs
 from ..stages.prepare.tokenizer import tokenizer_fingerprint
@@ -17,7 +17,6 @@ from ..stages.storage import fs
 from ..stages.storage.cores import usable_cores
 from ..stages.storage.manifest import load_manifest, write_plan
 from ..stages.storage.quarantine import write_quarantine
-from ..stages.storage.refusals import told
 from .growth import require_growth
 from .known import candidates
 from .usable import Losses
@@ -25,7 +24,7 @@ from .usable import Losses
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ..schemas.manifest import FileEntry
+    from ..schemas.cache import FileEntry
     from ..schemas.rows import Rejected
     from ..schemas.tracking import Progress
     from ..stages.prepare.read import Chunk

@@ -7,8 +7,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..schemas.codec import digest
-from ..schemas.manifest import file_identity
+from ..schemas.cache import file_identity
+from ..schemas.json_codec import digest
 from ..stages.prepare.read import Digested, InputFile, digested, iter_chunks, open_inputs
 from ..stages.prepare.records import parse_chunk
 from ..stages.prepare.shapes import Shape, common_shape
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ..schemas.config import Config
-    from ..schemas.reference import Reference
+    from ..schemas.rows import Reference
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from ..stages.storage.manifest import load_manifest, load_plan
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from ..schemas.cache import Manifest, Plan
     from ..schemas.config import CacheOptions
-    from ..schemas.manifest import Manifest, Plan
     from ..stages.storage.layout import WorkFolder
 
 logger = logging.getLogger("align")

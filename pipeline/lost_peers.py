@@ -12,7 +12,7 @@ from ..schemas.errors import PeerError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ..schemas.engine import World
+    from ..schemas.batches import World
 
 
 @contextmanager

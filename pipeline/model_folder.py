@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..schemas.stops import Stops
+from ..schemas.cache import Stops
 from ..stages.engine.peers import from_first
 from ..stages.model.logps import causal_model
 from ..stages.model.save import (
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ..schemas.manifest import Manifest
+    from ..schemas.cache import Manifest
     from .run_records import RunRecords
     from .run_start import Start
     from .session import Session

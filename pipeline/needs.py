@@ -13,8 +13,8 @@ from ..stages.prepare.tokenizer import load_tokenizer
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from ..schemas.cache import Manifest
     from ..schemas.config import TrainOptions
-    from ..schemas.manifest import Manifest
     from ..schemas.rows import Role
     from ..stages.feed.reading import Threshold
     from ..stages.feed.source import TrainSource

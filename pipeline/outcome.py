@@ -12,7 +12,7 @@ from ..stages.storage.layout import CacheFolder
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ..schemas.manifest import Manifest
+    from ..schemas.cache import Manifest
     from .units import Tally
 
 

@@ -23,9 +23,9 @@ from .units import Tally, Worker, score_units
 from .usable import Losses
 
 if TYPE_CHECKING:
+    from ..schemas.cache import Manifest, Plan
     from ..schemas.config import Config
-    from ..schemas.manifest import Manifest, Plan
-    from ..schemas.reference import Reference
+    from ..schemas.rows import Reference
     from ..schemas.tracking import Progress, Run
 
 POLL_SECONDS = 0.1

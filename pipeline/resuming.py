@@ -15,8 +15,8 @@ from .run_identity import CHANGES_LENGTH, binding, identity_of, job_settings, ma
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from ..schemas.batches import World
     from ..schemas.checkpoint import Position, RunIdentity
-    from ..schemas.engine import World
     from ..stages.storage.run_folder import RunFolder
     from .session import Session
     from .training_job import TrainingJob

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..schemas.cache import file_identity
 from ..schemas.errors import UsageError
-from ..schemas.manifest import file_identity
 from ..schemas.rows import Role
 from ..stages.prepare.read import digested, iter_chunks, open_inputs, require_unchanged
 from ..stages.prepare.records import parse_chunk
@@ -22,10 +22,9 @@ from .precompute import precompute
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from ..schemas.cache import Manifest
     from ..schemas.config import Config, ModelOptions
-    from ..schemas.manifest import Manifest
-    from ..schemas.reference import Reference
-    from ..schemas.rows import Record
+    from ..schemas.rows import Record, Reference
     from ..schemas.tracking import Progress
     from ..stages.prepare.read import Digested, InputFile
     from ..stages.prepare.shapes import Shape

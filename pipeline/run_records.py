@@ -11,7 +11,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from ..schemas.checkpoint import Ending
-from ..schemas.errors import AlignError, Interrupted, StorageError
+from ..schemas.errors import AlignError, Interrupted, StorageError, borne
 from ..stages.engine.peers import from_first
 from ..stages.storage import fs
 from ..stages.storage.ending import write_ending
@@ -21,7 +21,6 @@ from ..stages.tracking.no_progress import NoProgress
 from ..stages.tracking.null_run import NullRun
 from ..stages.tracking.training_run import open_training_run
 from .best_metric import BestMetric
-from .borne import borne
 from .evaluation_tables import EvaluationTables
 from .keeping import Keeper
 from .room import require_room
@@ -32,8 +31,8 @@ from .used_settings import used_settings
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from ..schemas.batches import Judged
     from ..schemas.checkpoint import Checkpoint, How
-    from ..schemas.evaluation import Judged
     from ..schemas.tracking import Progress
     from ..stages.tracking.training_run import JournaledRun
     from ..stages.train.loop import Place

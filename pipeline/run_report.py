@@ -26,7 +26,7 @@ from .settings import without_secrets
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ..schemas.manifest import Manifest
+    from ..schemas.cache import Manifest
     from .measured import Measured
 
 HEADLINES = {

@@ -30,8 +30,8 @@ from .settings import as_absolute
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ..schemas.batches import World
     from ..schemas.checkpoint import Checkpoint
-    from ..schemas.engine import World
     from .session import Session
     from .training_job import TrainingJob
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..schemas.engine import Engine, World
+    from ..schemas.batches import Engine, World
     from ..stages.feed.feed import CacheFeed
     from ..stages.feed.source import TrainSource
     from ..stages.methods.recipe import Recipe

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from ..schemas.codec import CodecError, from_plain, unknown_key
 from ..schemas.config import Config
 from ..schemas.errors import UsageError
+from ..schemas.json_codec import CodecError, from_plain, unknown_key
 from ..schemas.safe_text import MASK, hear, masked, masked_address
 from .flag_names import require_used
 from .strict_yaml import UNREADABLE, from_yaml

@@ -9,13 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..schemas.errors import AlignError, Interrupted, UsageError
+from ..schemas.errors import AlignError, Interrupted, UsageError, borne
 from ..stages.engine.launch import joined_world
 from ..stages.engine.peers import from_first
 from ..stages.storage import fs
 from ..stages.storage.places import OutputFolder
 from ..stages.storage.run_folder import RunFolder
-from .borne import borne
 from .halting import WAY_ON
 from .recording import recorded
 from .sweep_report import sweep_page
@@ -27,7 +26,7 @@ from .trials import OWN, values_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ..schemas.engine import World
+    from ..schemas.batches import World
     from ..schemas.tracking import Progress, Run
     from .settings import Settings
     from .training_job import TrainingJob

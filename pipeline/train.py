@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..schemas.batches import Cursor
-from ..schemas.errors import Interrupted
+from ..schemas.errors import Interrupted, borne
 from ..stages.engine.deepspeed_engine import open_engine
 from ..stages.engine.launch import joined_world
 from ..stages.engine.peers import together
@@ -22,7 +22,6 @@ from ..stages.train.agreement import largest_gap
 from ..stages.train.loop import Halts, Loop, Place, SaveClock, train
 from ..stages.train.memory import forget_peak
 from ..stages.train.meter import Meter
-from .borne import borne
 from .halting import asked_to_stop, naming_the_way_on
 from .lost_peers import naming_lost_peers
 from .model_folder import write_model
@@ -36,7 +35,7 @@ from .trained import Trained, outcome
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ..schemas.engine import World
+    from ..schemas.batches import World
     from ..schemas.tracking import Progress
     from ..stages.feed.source import TrainSource
     from ..stages.methods.recipe import Recipe

@@ -33,8 +33,8 @@ from .needs import reading_of, require_fixed_reference, require_token_logps
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from ..schemas.cache import Manifest
     from ..schemas.config import Config, ModelOptions, TrainOptions
-    from ..schemas.manifest import Manifest
     from ..stages.feed.reading import Reading
     from ..stages.methods.recipe import Recipe
     from .settings import Settings

@@ -19,8 +19,8 @@ from .known import open_earlier
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from ..schemas.manifest import Plan
-    from ..schemas.reference import Reference, Scorer
+    from ..schemas.cache import Plan
+    from ..schemas.rows import Reference, Scorer
     from ..schemas.tracking import Progress, Run
     from ..stages.prepare.ring import Ring
     from ..stages.score.score import BatchDone

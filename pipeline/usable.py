@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from ..schemas.manifest import FileEntry
+    from ..schemas.cache import FileEntry
 
 FILES_SHOWN = 3
 

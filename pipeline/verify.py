@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..schemas.codec import digest
 from ..schemas.errors import CorruptionError, FingerprintError
-from ..schemas.rows import Tree
+from ..schemas.json_codec import digest
+from ..schemas.rows import Tree, allowed_gaps
 from ..stages.model.fingerprint import UNUSED_WEIGHTS
-from ..stages.model.tolerance import allowed_gaps
 from ..stages.score.again import score_again
 from ..stages.storage.gc import superseded
 from ..stages.storage.layout import CacheFolder
@@ -23,10 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from ..schemas.cache import Manifest
     from ..schemas.config import ModelOptions
-    from ..schemas.manifest import Manifest
-    from ..schemas.reference import Reference, Scorer
-    from ..schemas.shards import ScoredBlock
+    from ..schemas.rows import Reference, ScoredBlock, Scorer
 
 
 def verify(

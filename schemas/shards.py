@@ -2,34 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from .ragged import Ragged
-    from .rows import RowBlock
-
-
-@dataclass(frozen=True)
-class ScoredBlock:
-    """Rows with their reference log-probs; the last two are per branch, in branch order."""
-
-    rows: RowBlock
-    logps: NDArray[np.float64]  # (branches,) sums over completion tokens
-    token_logps: Ragged | None  # (branches,) float32 lists, when the cache keeps them
-
-    def take(self, rows: NDArray[np.int64]) -> ScoredBlock:
-        """The rows at `rows`, in that order."""
-        branches = self.rows.branches_of(rows)
-        tokens = self.token_logps.take(branches) if self.token_logps else None
-        return ScoredBlock(self.rows.take(rows), self.logps[branches], tokens)
 
 
 def shard_schema(*, token_logps: bool, carried: Sequence[str]) -> pa.Schema:

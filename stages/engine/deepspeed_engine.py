@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from ...schemas.batches import Engine, Update, World
     from ...schemas.config import TrainOptions
-    from ...schemas.engine import Engine, Update, World
     from ...schemas.rows import Tree
 
 _REFUSAL = deepspeed.runtime.config.DeepSpeedConfigError

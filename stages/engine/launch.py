@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed
 
-from ...schemas.engine import World
+from ...schemas.batches import World
 from ...schemas.errors import UsageError
 from .heartbeat import heartbeat
 from .peers import close_patient_group, open_patient_group

@@ -12,7 +12,7 @@ from ...schemas.errors import AlignError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ...schemas.engine import World
+    from ...schemas.batches import World
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...schemas.engine import Update
+from ...schemas.batches import Update
 from .quiet import deepspeed
 
 _WRAPPER = deepspeed.runtime.base_optimizer.DeepSpeedOptimizer

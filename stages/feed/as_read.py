@@ -6,9 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...schemas.ragged import Ragged, offsets_of
-from ...schemas.rows import Role, RowBlock
-from ...schemas.shards import ScoredBlock
+from ...schemas.rows import Ragged, Role, RowBlock, ScoredBlock, offsets_of
 from .ranges import joined_ranges
 from .selection import select
 

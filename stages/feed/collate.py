@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...schemas.batches import MicroBatch, StepBatch
-from ...schemas.ragged import offsets_of
-from ...schemas.rows import Tree
+from ...schemas.rows import Tree, offsets_of
 from .ranges import joined_ranges
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...schemas.ragged import offsets_of
-from ...schemas.rows import Role
+from ...schemas.rows import Role, offsets_of
 from .ranges import joined_ranges
 
 if TYPE_CHECKING:

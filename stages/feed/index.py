@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...schemas.errors import CorruptionError
-from ...schemas.ragged import offsets_of
-from ...schemas.rows import Role
+from ...schemas.rows import Role, offsets_of
 from ..storage.shards import iter_row_groups
 from ..storage.tables import list_column, number_column
 from ..storage.verify import check_shard
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from numpy.typing import NDArray
 
-    from ...schemas.manifest import Manifest
+    from ...schemas.cache import Manifest
     from ..storage.layout import CacheFolder
     from .conversions import StoredKind
     from .reading import Reading

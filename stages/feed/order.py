@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...schemas.ragged import offsets_of
+from ...schemas.rows import offsets_of
 from .mixing import key_of, shuffled
 from .ranges import joined_ranges
 

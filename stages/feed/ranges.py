@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...schemas.ragged import offsets_of
+from ...schemas.rows import offsets_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

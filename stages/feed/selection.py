@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...schemas.errors import CorruptionError
-from ...schemas.ragged import offsets_of
-from ...schemas.rows import Role
+from ...schemas.rows import Role, offsets_of
 from .conversions import CONVERSIONS, Own, StoredKind
 from .ranges import joined_ranges
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from ...schemas.engine import World
+    from ...schemas.batches import World
 
 
 @dataclass(frozen=True)

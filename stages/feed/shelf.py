@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...schemas.ragged import Ragged
-from ...schemas.rows import RowBlock
-from ...schemas.shards import ScoredBlock
+from ...schemas.rows import Ragged, RowBlock, ScoredBlock
 from ..storage.shards import open_shard
 from ..storage.tables import read_block, row_ids
 from .as_read import as_read

@@ -13,7 +13,7 @@ from .index import SCORES, Index, build_index
 from .notes import STORED, WANTED, told
 
 if TYPE_CHECKING:
-    from ...schemas.manifest import Manifest
+    from ...schemas.cache import Manifest
     from ..storage.layout import CacheFolder
     from .reading import Reading
 

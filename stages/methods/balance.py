@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal, TypeAlias
 
-from ...schemas.methods import Labels, Settled
-from .options import number
+from ...schemas.methods import Labels, Settled, number
 
 Weight: TypeAlias = 'float | Literal["auto"]'
 # Of wD nD / (wU nU), https://arxiv.org/abs/2402.01306.

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch.nn.functional import logsigmoid
 
-from ...schemas.methods import LossOutput, Method
+from ...schemas.methods import LossOutput, Method, beta
 from .labelled import labelled_of
-from .options import beta
 from .rewards import RATIOS
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import typing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from .options import range_of
+from ...schemas.methods import range_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from ...schemas.config import option
-from ...schemas.methods import LossOutput, Method, Rewards
+from ...schemas.methods import LossOutput, Method, Rewards, number
 from .modifiers import CLAMPS, sums_of, tokens_of
-from .options import number
 from .stable import bounded_exp
 
 if TYPE_CHECKING:

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Literal
 from torch.nn.functional import logsigmoid
 
 from ...schemas.config import option
-from ...schemas.methods import LossOutput, Method
+from ...schemas.methods import LossOutput, Method, beta, number
 from .balance import Weight, settle_weights, weight
 from .labelled import labelled_of
 from .modifiers import CLAMPS
-from .options import beta, number
 from .rewards import RATIOS
 
 if TYPE_CHECKING:

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Literal
 from torch.nn.functional import logsigmoid, relu
 
 from ...schemas.config import option
-from ...schemas.methods import LossOutput, Method, Rewards
+from ...schemas.methods import LossOutput, Method, Rewards, label_smoothing, number
 from .margins import smoothed
 from .modifiers import WEIGHS_PAIRS
-from .options import label_smoothing, number
 from .pairs import logp_metrics, pairs_of
 from .stable import log_odds
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from torch.nn.functional import logsigmoid, relu
 
-from ...schemas.methods import Method
+from ...schemas.methods import Method, beta, label_smoothing, number, sft_weight
 from .modifiers import CLAMPS, SEES_RATIOS, WEIGHS_PAIRS
-from .options import beta, label_smoothing, number, sft_weight
 from .pairs import pairs_of, referenced_output
 from .rewards import RATIOS
 from .stable import bounded_exp

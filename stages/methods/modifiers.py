@@ -12,7 +12,7 @@ from torch.nn.functional import logsigmoid
 
 from ...schemas.config import option
 from ...schemas.errors import UsageError
-from .options import number
+from ...schemas.methods import number
 from .stable import LARGEST_EXPONENT, bounded_exp
 
 if TYPE_CHECKING:

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from ...schemas.config import option
-from ...schemas.methods import Method, Rewards
+from ...schemas.methods import Method, Rewards, beta, label_smoothing, sft_weight
 from .margins import smoothed
 from .modifiers import WEIGHS_PAIRS
-from .options import beta, label_smoothing, sft_weight
 from .pairs import pairs_of, referenced_output
 from .rewards import MEAN_RATIOS, scaled_mean_ratios, scaled_ratios
 

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import pad
 
-from ...schemas.methods import LossOutput, Method, Rewards
+from ...schemas.methods import LossOutput, Method, Rewards, number
 from .grpo import MODIFIERS, candidate_metrics, clipped, plain_log_ratios
 from .modifiers import sums_of, tokens_of
-from .options import number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

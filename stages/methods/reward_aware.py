@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch.nn.functional import logsigmoid
 
-from ...schemas.methods import Method
+from ...schemas.methods import Method, beta, number, sft_weight
 from .modifiers import SEES_RATIOS, WEIGHS_PAIRS
-from .options import beta, number, sft_weight
 from .pairs import pairs_of, referenced_output
 from .rewards import RATIOS
 

@@ -7,8 +7,9 @@ import difflib
 import math
 from typing import TYPE_CHECKING, Any
 
-from ...schemas.codec import CodecError, from_plain
 from ...schemas.errors import UsageError
+from ...schemas.json_codec import CodecError, from_plain
+from ...schemas.methods import check_bounds
 from .anchored import APO_DOWN, APO_ZERO, BCO_PAIR, NCA, SPPO
 from .bco import BCO
 from .csft import CSFT
@@ -18,7 +19,6 @@ from .kto import APO_ZERO_UNPAIRED, KTO, KTO_LOGSIGMOID, KTO_ZERO
 from .likelihood import CPO, ORPO, SIMPO, SLIC
 from .margins import CDPO, DISCOPOP, DPO, EXO, HINGE, ROBUST
 from .modifiers import Modifiers, require_in_use
-from .options import check_bounds
 from .per_token import DPO_NORM, IPO
 from .ppo import PPO
 from .recipe import Part, Recipe

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ...schemas.methods import Method, Rewards
+from ...schemas.methods import Method, Rewards, beta, label_smoothing, sft_weight
 from .margins import smoothed
 from .modifiers import SEES_RATIOS
-from .options import beta, label_smoothing, sft_weight
 from .pairs import pairs_of, referenced_output
 from .rewards import compared, scaled_ratios
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from ...schemas.reference import OutOfMemory
+from ...schemas.rows import OutOfMemory
 from .fingerprint import (
     UNUSED_WEIGHTS,
     ModelFiles,

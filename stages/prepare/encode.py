@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ...schemas.row_keys import EncodedRecord
 from ...schemas.rows import BadRow, Record, Rejected, Role
 from .stops import Endings, span_of
 
@@ -20,17 +21,6 @@ if TYPE_CHECKING:
 
 # An encoding holds some hundred bytes for each token, until its record has become a row.
 RECORDS_AT_ONCE = 32
-
-
-@dataclass(frozen=True)
-class EncodedRecord:
-    """One record as token ids, all rules applied."""
-
-    record: Record
-    prompt: list[int]
-    prompt_cut: int
-    completions: tuple[list[int], ...]
-    cut: tuple[int, ...]
 
 
 @dataclass

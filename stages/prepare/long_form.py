@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...schemas.ragged import Ragged, offsets_of
-from .keyed import KeyedRows, completion_keys
+from ...schemas.row_keys import KeyedRows, completion_keys
+from ...schemas.rows import Ragged, offsets_of
 
 if TYPE_CHECKING:
     from collections import Counter

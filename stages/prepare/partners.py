@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ...schemas.errors import BadDataError
-from ...schemas.ragged import offsets_of
+from ...schemas.rows import offsets_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...schemas.ragged import Ragged
+from ...schemas.rows import Ragged
 from ..storage import fs
 
 if TYPE_CHECKING:
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike, NDArray
 
-    from ...schemas.rows import Record, Text
-    from ...schemas.shards import ScoredBlock
+    from ...schemas.rows import Record, ScoredBlock, Text
     from ..storage.places import OutputFolder
 
 

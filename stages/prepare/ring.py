@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...schemas.row_keys import KeyedRows
 from ..storage import fs
-from .keyed import KeyedRows
 from .long_form import merge_same_prompts
 from .numbers import NumberFile
 from .partners import choose_partners
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from ...schemas.row_keys import EncodedChunk
     from ...schemas.rows import Rejected
-    from .workers import EncodedChunk
 
 TOKENS_PER_RUN = 8 * 1024 * 1024
 TOKENS_PER_MERGE = 8 * 1024 * 1024

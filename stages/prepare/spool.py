@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...schemas.ragged import Ragged
-from ...schemas.rows import PromptKeys, RowBlock
-from .keyed import KeyedRows
+from ...schemas.row_keys import KeyedRows
+from ...schemas.rows import PromptKeys, Ragged, RowBlock
 from .summed import Summed, SummedWriter
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from zlib import crc32
 
 import numpy as np
 
-from ...schemas.errors import CorruptionError
-from ..storage.refusals import told
+from ...schemas.errors import CorruptionError, told
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from tokenizers import Tokenizer
 
+    from ...schemas.cache import Stops
     from ...schemas.config import TokenOptions
-    from ...schemas.stops import Stops
 
 _ROLES = ("system", "user", ASSISTANT, "tool")
 _QUOTED = re.compile(r"""["']([\w-]+)["']""")

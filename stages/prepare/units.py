@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...schemas.ragged import Ragged
-from ...schemas.rows import Rejected, Role, RowBlock
+from ...schemas.rows import Ragged, Rejected, Role, RowBlock
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from .keyed import KeyedRows
+    from ...schemas.row_keys import KeyedRows
     from .ring import Ring
     from .spool import Spool
 

@@ -16,9 +16,9 @@ from multiprocessing.forkserver import ensure_running
 from typing import TYPE_CHECKING
 
 from ...schemas.errors import BadDataError, FingerprintError
+from ...schemas.row_keys import EncodedChunk, key_rows
 from ..storage.cores import usable_cores
 from .encode import Encoder
-from .keyed import KeyedRows, key_rows
 from .records import parse_chunk
 from .tokenizer import load_tokenizer, tokenizer_fingerprint
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from ...schemas.config import TokenOptions
-    from ...schemas.rows import Rejected
     from .read import Chunk
     from .shapes import Shape
 
@@ -44,16 +43,6 @@ class EncodingJob:
     seed: int
     files: tuple[int, ...]  # the identity of each input
     tokenizer: Mapping[str, str]  # its fingerprint, which each process that loads it is held to
-
-
-@dataclass(frozen=True)
-class EncodedChunk:
-    """One chunk's rows, and what was refused or noticed."""
-
-    file: int  # which of the inputs it is of
-    keyed: KeyedRows
-    rejected: list[Rejected]
-    notes: Mapping[str, int]
 
 
 def encode_chunks(

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from ..storage.shards import iter_row_groups
 
 if TYPE_CHECKING:
-    from ...schemas.manifest import Manifest
+    from ...schemas.cache import Manifest
     from ...schemas.rows import Role
     from ..storage.layout import CacheFolder
 

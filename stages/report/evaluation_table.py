@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from ...schemas.evaluation import Judged
+    from ...schemas.batches import Judged
 
     Decode = Callable[[Iterable[int], bool], str]  # ids, and whether they continue a prompt
 

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ...schemas.ragged import Ragged
-    from ...schemas.shards import ScoredBlock
+    from ...schemas.rows import Ragged, ScoredBlock
 
 
 class Decode(Protocol):

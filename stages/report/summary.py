@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...schemas.manifest import InputEntry
+from ...schemas.cache import InputEntry
 from ...schemas.rows import Role
 from ..storage.gc import superseded
 from ..storage.manifest import load_manifest
@@ -15,7 +15,7 @@ from .spread import Spread, spread_of
 if TYPE_CHECKING:
     import polars as pl
 
-    from ...schemas.manifest import Manifest
+    from ...schemas.cache import Manifest
     from ..storage.layout import CacheFolder
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ...schemas.cache import Stops
 from ...schemas.rows import Role
-from ...schemas.stops import Stops
 from .grid import facts, grid, heading, printable, share, size, worded
 
 if TYPE_CHECKING:

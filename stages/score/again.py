@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...schemas.reference import OutOfMemory
+from ...schemas.rows import OutOfMemory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from ...schemas.reference import Scorer
-    from ...schemas.rows import Tree
+    from ...schemas.rows import Scorer, Tree
 
 
 def score_again(trees: Sequence[Tree], scorer: Scorer) -> list[NDArray[np.float32]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...schemas.errors import CorruptionError, StorageError, UsageError
-from ...schemas.ragged import Ragged
+from ...schemas.rows import Ragged
 from ..storage.shards import read_shard
 from ..storage.verify import check_shard
 from .score import KnownScores
@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ...schemas.manifest import Commit
-    from ...schemas.rows import RowBlock
-    from ...schemas.shards import ScoredBlock
+    from ...schemas.cache import Commit
+    from ...schemas.rows import RowBlock, ScoredBlock
     from ..storage.layout import CacheFolder
 
 SHARDS_KEPT_OPEN = 4

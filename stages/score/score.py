@@ -8,10 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...schemas.ragged import Ragged, offsets_of
-from ...schemas.reference import OutOfMemory
-from ...schemas.rows import Rejected, Role, Tree
-from ...schemas.shards import ScoredBlock
+from ...schemas.rows import OutOfMemory, Ragged, Rejected, Role, ScoredBlock, Tree, offsets_of
 from .again import score_again
 from .alike import first_alike, prompt_numbers
 from .plan import TreeCost, TreePlan, plan_batches, plan_trees
@@ -21,8 +18,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ...schemas.reference import Scorer
-    from ...schemas.rows import RowBlock
+    from ...schemas.rows import RowBlock, Scorer
 
 logger = logging.getLogger("align")
 

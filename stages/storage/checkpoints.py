@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from ... import __version__
 from ...schemas.checkpoint import FORMAT_VERSION, Checkpoint, CheckpointFile, RankFiles, Saved
-from ...schemas.codec import digest_of, to_json
 from ...schemas.errors import AlignError, StorageError
+from ...schemas.json_codec import digest_of, to_json
 from . import fs
 from .failpoints import reach
 from .retention import empty_trash, prune

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...schemas.codec import digest_of, from_json, to_json
+from ...schemas.cache import Commit
 from ...schemas.errors import CorruptionError, NonFiniteError, StorageError
-from ...schemas.manifest import Commit
+from ...schemas.json_codec import digest_of, from_json, to_json
 from . import fs
 from .arrow import flattened, numpy_of
 from .failpoints import reach
@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from ...schemas.manifest import FileEntry
-    from ...schemas.rows import Rejected
-    from ...schemas.shards import ScoredBlock
+    from ...schemas.cache import FileEntry
+    from ...schemas.rows import Rejected, ScoredBlock
     from .layout import WorkFolder
 
 logger = logging.getLogger("align")

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-from ...schemas.codec import digest_of, to_json
+from ...schemas.json_codec import digest_of, to_json
 from . import fs
 from .restore import read_checkpoint
 from .retention import prune

@@ -7,10 +7,9 @@ import hashlib
 from typing import TYPE_CHECKING
 
 from ...schemas.checkpoint import CheckpointFile, Ending
-from ...schemas.codec import CodecError, from_signed_json, to_signed_json
-from ...schemas.errors import CorruptionError
+from ...schemas.errors import CorruptionError, told
+from ...schemas.json_codec import CodecError, from_signed_json, to_signed_json
 from . import fs
-from .refusals import told
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,9 +18,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from ...schemas.errors import AlignError, StorageError, UsageError
+from ...schemas.errors import AlignError, StorageError, UsageError, told
 from .failpoints import reach
-from .refusals import told
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

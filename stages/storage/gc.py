@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from ...schemas.manifest import Manifest
+    from ...schemas.cache import Manifest
     from .layout import CacheFolder
 
 _TRASH = ".trash-"

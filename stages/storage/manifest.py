@@ -8,7 +8,7 @@ import shlex
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ... import __version__
-from ...schemas.codec import digest_of, from_json, to_json, version_in
+from ...schemas.cache import FORMAT_VERSION, Commit, FileEntry, Manifest, Plan
 from ...schemas.config import CacheOptions, ModelOptions, ScoringOptions, TokenOptions
 from ...schemas.errors import (
     CorruptionError,
@@ -16,7 +16,7 @@ from ...schemas.errors import (
     OlderFormatError,
     UsageError,
 )
-from ...schemas.manifest import FORMAT_VERSION, Commit, FileEntry, Manifest, Plan
+from ...schemas.json_codec import digest_of, from_json, to_json, version_in
 from . import fs
 from .failpoints import reach
 from .layout import PART_NAME, PLAN_NAME, ROOT_NAME, part_name

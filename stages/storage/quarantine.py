@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ...schemas.manifest import FileEntry
+from ...schemas.cache import FileEntry
 from . import fs
 from .failpoints import reach
 from .layout import part_name

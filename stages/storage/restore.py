@@ -13,8 +13,8 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NoReturn
 
 from ...schemas.checkpoint import FORMAT_VERSION, Checkpoint, Chosen
-from ...schemas.codec import digest_of, from_json, to_json, version_in
 from ...schemas.errors import CorruptionError, FingerprintError, StorageError
+from ...schemas.json_codec import digest_of, from_json, to_json, version_in
 from . import fs
 from .run_folder import RECORD_NAME, STEP_NAME
 

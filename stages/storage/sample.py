@@ -11,8 +11,8 @@ from .shards import read_shard
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ...schemas.manifest import Manifest
-    from ...schemas.shards import ScoredBlock
+    from ...schemas.cache import Manifest
+    from ...schemas.rows import ScoredBlock
     from .layout import CacheFolder
 
 

@@ -9,17 +9,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ...schemas.errors import CorruptionError
+from ...schemas.errors import CorruptionError, storage_error
 from . import fs
-from .refusals import storage_error
 from .tables import read_block, to_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from ...schemas.rows import RowBlock
-    from ...schemas.shards import ScoredBlock
+    from ...schemas.rows import RowBlock, ScoredBlock
 
 ROWS_PER_GROUP = 512
 TOKENS_PER_GROUP = 512 * 1024

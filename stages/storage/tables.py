@@ -10,9 +10,8 @@ import numpy as np
 import pyarrow as pa
 
 from ...schemas.errors import CorruptionError
-from ...schemas.ragged import Ragged, offsets_of
-from ...schemas.rows import PromptKeys, RowBlock
-from ...schemas.shards import ScoredBlock, shard_schema
+from ...schemas.rows import PromptKeys, Ragged, RowBlock, ScoredBlock, offsets_of
+from ...schemas.shards import shard_schema
 from .arrow import arrow_of, bytes_of, digests_of, flattened, numpy_of, text_of
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from .shards import read_shard
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ...schemas.manifest import Commit, FileEntry, Manifest
+    from ...schemas.cache import Commit, FileEntry, Manifest
     from .layout import CacheFolder
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

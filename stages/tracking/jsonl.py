@@ -14,9 +14,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ...schemas.errors import told
 from ...schemas.tracking import MetricPoint
 from ..storage import fs
-from ..storage.refusals import told
 from .names import EVAL, key_of
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...schemas.codec import CodecError, from_signed_json, to_signed_json
 from ...schemas.errors import CorruptionError, UsageError
+from ...schemas.json_codec import CodecError, from_signed_json, to_signed_json
 from ...schemas.safe_text import bare_address
 from ...schemas.tracking import MlflowRecord
 from ..storage import fs

@@ -8,8 +8,8 @@ import secrets
 import time
 from typing import TYPE_CHECKING
 
-from ...schemas.codec import CodecError, from_json, to_json
 from ...schemas.errors import CorruptionError
+from ...schemas.json_codec import CodecError, from_json, to_json
 from ...schemas.tracking import UnendedRun
 from ..storage import fs
 from .guard import address_of

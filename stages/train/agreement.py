@@ -8,14 +8,13 @@ import numpy as np
 import torch
 
 from ...schemas.errors import FingerprintError
-from ...schemas.rows import Tree
-from ..model.tolerance import allowed_gaps
+from ...schemas.rows import Tree, allowed_gaps
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from ...schemas.engine import Engine
-    from ...schemas.shards import ScoredBlock
+    from ...schemas.batches import Engine
+    from ...schemas.rows import ScoredBlock
 
 
 def largest_gap(engine: Engine, sample: Iterable[tuple[str, ScoredBlock]], *dtypes: str) -> float:

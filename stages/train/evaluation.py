@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ...schemas.batches import StepBatch, StepSize
-    from ...schemas.engine import Engine
+    from ...schemas.batches import Engine, StepBatch, StepSize
     from ..methods.recipe import Memory, Recipe
     from .witness import Witness
 

@@ -12,8 +12,7 @@ from ..methods.modifiers import sums_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ...schemas.batches import MicroBatch, StepBatch
-    from ...schemas.engine import Engine
+    from ...schemas.batches import Engine, MicroBatch, StepBatch
     from ..methods.recipe import Recipe
 
 

@@ -25,10 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
-    from ...schemas.batches import StepBatch, StepSize
+    from ...schemas.batches import Engine, Judged, StepBatch, StepSize
     from ...schemas.config import TrainOptions
-    from ...schemas.engine import Engine
-    from ...schemas.evaluation import Judged
     from ...schemas.methods import Step
     from ..methods.recipe import Memory, Recipe
     from .meter import Meter

@@ -12,8 +12,7 @@ from ...schemas.errors import AlignError, CorruptionError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ...schemas.batches import MicroBatch, StepBatch
-    from ...schemas.engine import Engine
+    from ...schemas.batches import Engine, MicroBatch, StepBatch
     from .loop import Ending, Halts, Sign
     from .meter import Meter
 

@@ -18,8 +18,7 @@ from .sums import Sums, means_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ...schemas.batches import MicroBatch, StepBatch
-    from ...schemas.engine import Engine
+    from ...schemas.batches import Engine, MicroBatch, StepBatch
     from ...schemas.methods import Step
     from ..methods.recipe import Memory, Recipe
     from .sums import Totals

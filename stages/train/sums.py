@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ...schemas.engine import Engine
+    from ...schemas.batches import Engine
     from ..methods.recipe import Outcome
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import TYPE_CHECKING
 
-from ...schemas.evaluation import Judged
+from ...schemas.batches import Judged
 from ...schemas.rows import Role
 from ..engine.peers import gathered
 
@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ...schemas.batches import MicroBatch, StepBatch
-    from ...schemas.engine import World
+    from ...schemas.batches import MicroBatch, StepBatch, World
     from ...schemas.methods import Branches
     from ..methods.recipe import Recipe
 

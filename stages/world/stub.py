@@ -9,7 +9,7 @@ from zlib import crc32
 
 import numpy as np
 
-from ...schemas.ragged import Ragged
+from ...schemas.rows import Ragged
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

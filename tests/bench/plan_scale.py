@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from align.schemas.engine import World
-from align.schemas.ragged import offsets_of
+from align.schemas.batches import World
+from align.schemas.rows import offsets_of
 from align.stages.feed.row_table import RowTable
 from align.stages.feed.settings import FeedSettings
 from align.stages.feed.steps import Pass, StepPlan, training_pass

@@ -11,9 +11,9 @@ import pytest
 from align.pipeline import known
 from align.pipeline.identity import require_same_or_growing
 from align.pipeline.known import candidates, remember
-from align.schemas.codec import to_json
 from align.schemas.config import DataOptions
 from align.schemas.errors import FingerprintError
+from align.schemas.json_codec import to_json
 from align.stages.score import reuse
 from align.stages.storage.layout import CacheFolder
 from align.stages.storage.manifest import load_manifest

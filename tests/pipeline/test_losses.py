@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from align.schemas.errors import BadDataError, NonFiniteError
-from align.schemas.reference import OutOfMemory
+from align.schemas.rows import OutOfMemory
 from align.stages.storage.layout import CacheFolder
 from align.stages.storage.verify import verify_cache
 from align.stages.world.stub import StubReference

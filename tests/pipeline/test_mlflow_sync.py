@@ -8,9 +8,9 @@ import pytest
 
 from align.pipeline.mlflow_sync import own_options, sync_run
 from align.schemas.checkpoint import Ending, RunIdentity
-from align.schemas.codec import to_signed_json
 from align.schemas.config import TrackingOptions
 from align.schemas.errors import CorruptionError, LockedError, StorageError, UsageError
+from align.schemas.json_codec import to_signed_json
 from align.stages.storage.ending import write_ending
 from align.stages.storage.locks import owner_lock
 from align.stages.storage.run_folder import RunFolder

@@ -11,8 +11,8 @@ from align.pipeline import growth, intake, job
 from align.pipeline.identity import GROWS_ALONG, require_same_or_growing
 from align.schemas.config import DataOptions, ModelOptions
 from align.schemas.errors import CorruptionError, FingerprintError, UsageError
+from align.schemas.row_keys import prompt_keys_of
 from align.schemas.rows import Record, Role
-from align.stages.prepare.prompt_keys import prompt_keys_of
 from align.stages.storage.layout import CacheFolder
 from align.stages.storage.manifest import load_manifest
 from align.stages.world.stub import StubReference

@@ -7,7 +7,7 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from align.schemas.codec import digest_of, to_json
+from align.schemas.json_codec import digest_of, to_json
 from align.stages.storage.ending import read_ending
 from align.stages.storage.restore import read_checkpoint
 from align.stages.storage.run_folder import RECORD_NAME, RunFolder

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from align.schemas.reference import OutOfMemory
+from align.schemas.rows import OutOfMemory
 from align.stages.world.stub import StubReference
 
 STUB = StubReference().open()

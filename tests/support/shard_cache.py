@@ -5,10 +5,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from align.schemas.engine import World
-from align.schemas.ragged import Ragged, offsets_of
-from align.schemas.rows import PromptKeys, Role, RowBlock
-from align.schemas.shards import ScoredBlock
+from align.schemas.batches import World
+from align.schemas.rows import PromptKeys, Ragged, Role, RowBlock, ScoredBlock, offsets_of
 from align.stages.feed.feed import CacheFeed
 from align.stages.feed.reading import Reading
 from align.stages.feed.row_table import RowTable

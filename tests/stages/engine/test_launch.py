@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from align.schemas.engine import World
+from align.schemas.batches import World
 from align.schemas.errors import UsageError
 from align.stages.engine.launch import joined_world, launcher_environment, world_of
 from align.stages.engine.slurm import first_host

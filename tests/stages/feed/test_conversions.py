@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from align.schemas.ragged import offsets_of
-from align.schemas.rows import Role
+from align.schemas.rows import Role, offsets_of
 from align.stages.feed import conversions
 from align.stages.feed.conversions import Own
 from align.stages.feed.reading import ScoreRules

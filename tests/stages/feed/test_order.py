@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from align.schemas.ragged import offsets_of
+from align.schemas.rows import offsets_of
 from align.stages.feed.mixing import key_of, shuffled
 from align.stages.feed.order import ROW_GROUPS_PER_WINDOW, shuffled_order, stored_order
 

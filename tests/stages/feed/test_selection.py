@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from align.schemas.errors import CorruptionError
-from align.schemas.ragged import offsets_of
-from align.schemas.rows import Role
+from align.schemas.rows import Role, offsets_of
 from align.stages.feed.conversions import StoredKind
 from align.stages.feed.reading import Reading, ScoreRules
 from align.stages.feed.selection import KindCounts, select

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from align.schemas.config import ModelOptions
-from align.schemas.reference import OutOfMemory
-from align.schemas.rows import Tree
+from align.schemas.rows import OutOfMemory, Tree
 from align.stages.model.float32 import held_in_float32
 from align.stages.model.reference import HfReference
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from align.schemas.row_keys import key_rows
 from align.schemas.rows import Role
 from align.stages.prepare import ring as module
-from align.stages.prepare.keyed import key_rows
 from align.stages.prepare.long_form import merge_same_prompts
 from support.encoded_rows import all_rows, encoded, make_ring, plain, token_lists
 

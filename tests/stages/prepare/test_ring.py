@@ -10,15 +10,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from align.schemas.config import TokenOptions
+from align.schemas.row_keys import EncodedChunk, key_rows
 from align.stages.prepare import partners, spool
 from align.stages.prepare import ring as module
-from align.stages.prepare.keyed import key_rows
 from align.stages.prepare.read import iter_chunks, open_inputs
 from align.stages.prepare.ring import Intake, collect_runs, merge_runs
 from align.stages.prepare.shapes import common_shape
 from align.stages.prepare.tokenizer import load_tokenizer, tokenizer_fingerprint
 from align.stages.prepare.units import unit_offsets
-from align.stages.prepare.workers import EncodedChunk, EncodingJob, encode_chunks
+from align.stages.prepare.workers import EncodingJob, encode_chunks
 from align.stages.world.preferences import draw_preferences, transcript
 from support.encoded_rows import all_rows, encoded, make_ring, record_lists
 

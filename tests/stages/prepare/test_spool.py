@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from align.schemas.row_keys import key_rows
 from align.stages.prepare import spool as module
-from align.stages.prepare.keyed import key_rows
 from align.stages.prepare.spool import Spool, SpoolWriter
 from support.encoded_rows import encoded, plain, record_lists
 

@@ -5,9 +5,9 @@ A token is a byte or a special token, so that ids are compared as the text they 
 
 import pytest
 
+from align.schemas.cache import Stops
 from align.schemas.config import TokenOptions
 from align.schemas.rows import Record, Role
-from align.schemas.stops import Stops
 from align.stages.prepare.encode import Encoder
 from align.stages.prepare.tokenizer import load_tokenizer, tokenizer_fingerprint
 from support.byte_tokenizers import CHATML, CHATML_SPECIALS, FAMILIES, PLAIN, byte_tokenizer

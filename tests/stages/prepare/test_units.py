@@ -5,9 +5,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from align.schemas.errors import BadDataError
+from align.schemas.row_keys import KeyedRows
 from align.schemas.rows import Role
 from align.stages.prepare import spool, units
-from align.stages.prepare.keyed import KeyedRows
 from align.stages.prepare.units import CutRule, build_unit, unit_offsets
 from support.encoded_rows import all_rows, encoded, make_ring, plain
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from align.schemas.batches import Judged
 from align.schemas.errors import CorruptionError
-from align.schemas.evaluation import Judged
 from align.schemas.rows import Role
 from align.stages.report.distributions import margins_of, spread_charts
 from align.stages.report.evaluation_table import Completion, evaluation_csv, read_evaluation

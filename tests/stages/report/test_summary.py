@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from align.schemas.codec import from_json, to_json
 from align.schemas.errors import UsageError
+from align.schemas.json_codec import from_json, to_json
 from align.stages.report.summary import KtoWeights, PairSummary, Summary, summarize
 from align.stages.storage.layout import CacheFolder
 

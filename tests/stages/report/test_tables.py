@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from align.schemas.manifest import InputEntry
+from align.schemas.cache import InputEntry
 from align.stages.report.grid import share, size
 from align.stages.report.summary import summarize
 from align.stages.report.tables import render

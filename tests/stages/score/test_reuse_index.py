@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from align.schemas.shards import ScoredBlock
-from align.stages.prepare.keyed import key_rows
+from align.schemas.row_keys import key_rows
+from align.schemas.rows import ScoredBlock
 from align.stages.score.reuse import EarlierCache, ReuseIndex, branch_keys
 from align.stages.storage.commits import UnitFacts, commit_unit
 from align.stages.storage.layout import CacheFolder

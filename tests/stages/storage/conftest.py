@@ -9,11 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from align.schemas.cache import FORMAT_VERSION, InputEntry, Plan
 from align.schemas.errors import AlignError
-from align.schemas.manifest import FORMAT_VERSION, InputEntry, Plan
-from align.schemas.ragged import Ragged, offsets_of
-from align.schemas.rows import PromptKeys, Rejected, RowBlock
-from align.schemas.shards import ScoredBlock
+from align.schemas.rows import PromptKeys, Ragged, Rejected, RowBlock, ScoredBlock, offsets_of
 from align.stages.storage import failpoints
 from align.stages.storage.commits import UnitFacts, commit_unit, read_commits
 from align.stages.storage.gc import collect

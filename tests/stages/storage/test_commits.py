@@ -7,8 +7,8 @@ import os
 import pyarrow.parquet as pq
 import pytest
 
-from align.schemas.codec import digest, to_json
 from align.schemas.errors import CorruptionError, NonFiniteError, StorageError
+from align.schemas.json_codec import digest, to_json
 from align.schemas.rows import Rejected
 from align.stages.storage import commits
 from align.stages.storage.commits import commit_unit, read_commits

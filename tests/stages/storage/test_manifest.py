@@ -5,7 +5,6 @@ import random
 
 import pytest
 
-from align.schemas.codec import digest, to_json
 from align.schemas.errors import (
     AlignError,
     CorruptionError,
@@ -13,6 +12,7 @@ from align.schemas.errors import (
     OlderFormatError,
     UsageError,
 )
+from align.schemas.json_codec import digest, to_json
 from align.stages.storage import fs
 from align.stages.storage.layout import CacheFolder
 from align.stages.storage.manifest import load_manifest, load_plan, root_of, write_manifest

@@ -6,7 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from align.schemas.errors import CorruptionError
-from align.schemas.ragged import Ragged
+from align.schemas.rows import Ragged
 from align.stages.storage.shards import (
     ROWS_PER_GROUP,
     TOKENS_PER_GROUP,

@@ -14,7 +14,7 @@ from align.stages.world.stub import StubReference
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from align.schemas.reference import Reference
+    from align.schemas.rows import Reference
 
 SCORER = StubReference().open()
 tokens = st.lists(st.integers(0, 2**31 - 1), max_size=6).map(lambda ids: np.array(ids, np.int32))

@@ -3,7 +3,7 @@ from typing import Literal
 
 import pytest
 
-from align.schemas.codec import CodecError, digest, from_json, from_plain, to_json
+from align.schemas.json_codec import CodecError, digest, from_json, from_plain, to_json
 
 
 @dataclass(frozen=True)

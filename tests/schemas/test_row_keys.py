@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
+from align.schemas.row_keys import key_rows
 from align.schemas.rows import Role
-from align.stages.prepare.keyed import key_rows
 from support.encoded_rows import encoded, plain, record_lists
 
 ROW = encoded(
