@@ -289,7 +289,7 @@ def inspect(
     from .schemas.json_codec import to_json
     from .stages.report.summary import summarize
     from .stages.report.tables import render
-    from .stages.storage.layout import CacheFolder
+    from .stages.storage.cache_folder import CacheFolder
 
     summary = summarize(CacheFolder(cache))
     say(to_json(summary).rstrip() if as_json else render(summary))

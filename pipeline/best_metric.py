@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from ..schemas.errors import UsageError
-from ..stages.storage.retention import wanted
+from ..stages.storage.checkpoints import wanted
 from ..stages.tracking.names import EVAL
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from ..schemas.cache import Stops
 from ..stages.report.export import export_trl
-from ..stages.storage.layout import CacheFolder
-from ..stages.storage.manifest import load_manifest
+from ..stages.storage.cache_folder import CacheFolder
+from ..stages.storage.manifest_file import load_manifest
 from .plain_text import decoder
 
 if TYPE_CHECKING:

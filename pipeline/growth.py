@@ -11,12 +11,12 @@ import numpy as np
 from ..schemas.errors import FingerprintError, UsageError
 from ..schemas.rows import Role
 from ..stages.score.reuse import look_up
-from ..stages.storage.gc import remove_superseded, superseded
-from ..stages.storage.layout import CacheFolder
+from ..stages.storage.cache_folder import CacheFolder
+from ..stages.storage.cleanup import remove_superseded, superseded
 from ..stages.storage.locks import owner_lock
-from ..stages.storage.manifest import load_manifest
+from ..stages.storage.manifest_file import load_manifest
+from ..stages.storage.shard_columns import parse_row_ids
 from ..stages.storage.shards import iter_row_groups, read_shard
-from ..stages.storage.tables import parse_row_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..schemas.cache import Commit, Manifest
     from ..schemas.rows import RowBlock
     from ..stages.prepare.spool import Spool
-    from ..stages.storage.gc import Superseded
+    from ..stages.storage.cleanup import Superseded
 
 ROWS_AT_ONCE = 4096
 

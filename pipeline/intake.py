@@ -14,9 +14,9 @@ from ..stages.prepare.tokenizer import tokenizer_fingerprint
 from ..stages.prepare.units import unit_offsets
 from ..stages.prepare.workers import EncodingJob, default_workers, encode_chunks
 from ..stages.storage import fs
+from ..stages.storage.commits import write_quarantine
 from ..stages.storage.cores import usable_cores
-from ..stages.storage.manifest import load_manifest, write_plan
-from ..stages.storage.quarantine import write_quarantine
+from ..stages.storage.manifest_file import load_manifest, write_plan
 from .growth import require_growth
 from .known import candidates
 from .usable import Losses

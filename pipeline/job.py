@@ -13,8 +13,8 @@ from ..stages.prepare.read import Digested, InputFile, digested, iter_chunks, op
 from ..stages.prepare.records import parse_chunk
 from ..stages.prepare.shapes import Shape, common_shape
 from ..stages.prepare.tokenizer import TextTokenizer, load_tokenizer, tokenizer_fingerprint
-from ..stages.storage.layout import CacheFolder, WorkFolder
-from ..stages.storage.manifest import load_manifest
+from ..stages.storage.cache_folder import CacheFolder, WorkFolder
+from ..stages.storage.manifest_file import load_manifest
 from .identity import fingerprint
 
 if TYPE_CHECKING:

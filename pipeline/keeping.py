@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 from ..schemas.checkpoint import CheckpointFile, Peers, Position, Retention, Saved
 from ..schemas.errors import AlignError
 from ..stages.engine.peers import from_first, gathered
-from ..stages.storage.checkpoints import save_checkpoint
-from ..stages.storage.credit import credit
-from ..stages.storage.ending import described
+from ..stages.storage.checkpoints import credit, save_checkpoint
+from ..stages.storage.run_folder import described
 from .room import lack_of_room
 from .run_identity import identity_of, made_with
 

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 
 from ..schemas.errors import AlignError, OlderFormatError, UsageError
 from ..stages.score.reuse import EarlierCache
+from ..stages.storage.cache_folder import CacheFolder
 from ..stages.storage.commits import read_commits
-from ..stages.storage.layout import CacheFolder
-from ..stages.storage.manifest import load_manifest, load_plan
+from ..stages.storage.manifest_file import load_manifest, load_plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ..schemas.cache import Manifest, Plan
     from ..schemas.config import CacheOptions
-    from ..stages.storage.layout import WorkFolder
+    from ..stages.storage.cache_folder import WorkFolder
 
 logger = logging.getLogger("align")
 

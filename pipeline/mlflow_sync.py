@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ..schemas.errors import StorageError, UsageError
-from ..stages.storage.ending import read_ending
-from ..stages.storage.layout import CacheFolder
+from ..stages.storage.cache_folder import CacheFolder
 from ..stages.storage.locks import owner_lock
-from ..stages.storage.run_folder import RunFolder
+from ..stages.storage.run_folder import RunFolder, read_ending
 from ..stages.tracking.delivery import Delivery
 from ..stages.tracking.guard import address_of, failures, reason_of
 from ..stages.tracking.ledger import load_ledger, plain_uri

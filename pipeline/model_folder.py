@@ -17,7 +17,7 @@ from ..stages.model.save import (
     stop_generation_at,
 )
 from ..stages.report.card import Lineage, model_card
-from ..stages.storage.final_model import save_model
+from ..stages.storage.run_folder import save_model
 from .room import require_room_for_model
 from .run_identity import versions
 from .used_settings import used_settings

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..stages.feed.reading import Threshold
     from ..stages.feed.source import TrainSource
     from ..stages.methods.recipe import Recipe
-    from ..stages.storage.layout import CacheFolder
+    from ..stages.storage.cache_folder import CacheFolder
 
 _WORDS: dict[float | str, Threshold] = {"mean": "mean", "median": "median"}
 # What other trainers call a reference that follows the policy.

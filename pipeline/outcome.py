@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..stages.report.grid import worded
-from ..stages.storage.gc import superseded
-from ..stages.storage.layout import CacheFolder
+from ..stages.storage.cache_folder import CacheFolder
+from ..stages.storage.cleanup import superseded
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,10 +9,10 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from ..schemas.errors import BadDataError, NonFiniteError
+from ..stages.storage.cleanup import collect, is_tidy
 from ..stages.storage.commits import read_commits
-from ..stages.storage.gc import collect, is_tidy
 from ..stages.storage.locks import OwnerLock, owner_lock, try_owner_lock
-from ..stages.storage.manifest import build_manifest, load_manifest, load_plan, write_manifest
+from ..stages.storage.manifest_file import build_manifest, load_manifest, load_plan, write_manifest
 from .identity import require_same_or_growing
 from .intake import make_plan, remake_ring, ring_of
 from .job import Job, open_job

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..schemas.errors import CorruptionError, FingerprintError, UsageError
 from ..schemas.safe_text import masked
 from ..stages.storage import fs
-from ..stages.storage.ending import begins_as
+from ..stages.storage.run_folder import begins_as
 from .run_identity import CHANGES_LENGTH, binding, identity_of, job_settings, made_with
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from ..stages.prepare.read import digested, iter_chunks, open_inputs, require_un
 from ..stages.prepare.records import parse_chunk
 from ..stages.prepare.rewarded import ROWS, Scores, write_rewarded
 from ..stages.prepare.shapes import common_shape
-from ..stages.storage.layout import CacheFolder
-from ..stages.storage.places import OutputFolder
+from ..stages.storage.cache_folder import CacheFolder, OutputFolder
 from ..stages.storage.shards import read_shard
 from .job import renames
 from .precompute import precompute

@@ -9,7 +9,7 @@ from ..schemas.errors import AlignError, StorageError
 from ..stages.engine.user_file import stage_of
 from ..stages.model.logps import causal_model
 from ..stages.storage import fs
-from ..stages.storage.restore import read_checkpoint
+from ..stages.storage.checkpoints import read_checkpoint
 
 if TYPE_CHECKING:
     from ..stages.storage.run_folder import RunFolder

@@ -14,7 +14,7 @@ from ..schemas.checkpoint import Ending
 from ..schemas.errors import AlignError, Interrupted, StorageError, borne
 from ..stages.engine.peers import from_first
 from ..stages.storage import fs
-from ..stages.storage.ending import write_ending
+from ..stages.storage.run_folder import write_ending
 from ..stages.tracking.machine import Machine
 from ..stages.tracking.names import EVAL
 from ..stages.tracking.no_progress import NoProgress

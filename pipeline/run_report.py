@@ -13,11 +13,10 @@ from ..stages.report.distributions import spread_charts
 from ..stages.report.evaluation_table import read_evaluation
 from ..stages.report.page import facts, page, section, side_by_side, tiles
 from ..stages.storage import fs
-from ..stages.storage.ending import read_ending
-from ..stages.storage.layout import CacheFolder
-from ..stages.storage.manifest import load_manifest
-from ..stages.storage.restore import read_checkpoint
-from ..stages.storage.run_folder import RunFolder
+from ..stages.storage.cache_folder import CacheFolder
+from ..stages.storage.checkpoints import read_checkpoint
+from ..stages.storage.manifest_file import load_manifest
+from ..stages.storage.run_folder import RunFolder, read_ending
 from ..stages.tracking.names import EVAL
 from .journal import History, history_of
 from .run_identity import run_settings

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 
 from ..stages.engine.peers import from_first, together
 from ..stages.storage import fs
-from ..stages.storage.ending import forget_ending, read_ending
+from ..stages.storage.checkpoints import choose_checkpoint
 from ..stages.storage.locks import owner_lock
-from ..stages.storage.restore import choose_checkpoint
-from ..stages.storage.run_folder import RunFolder
+from ..stages.storage.run_folder import RunFolder, forget_ending, read_ending
 from .resuming import (
     engine_text,
     require_same_computing,

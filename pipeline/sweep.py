@@ -13,7 +13,7 @@ from ..schemas.errors import AlignError, Interrupted, UsageError, borne
 from ..stages.engine.launch import joined_world
 from ..stages.engine.peers import from_first
 from ..stages.storage import fs
-from ..stages.storage.places import OutputFolder
+from ..stages.storage.cache_folder import OutputFolder
 from ..stages.storage.run_folder import RunFolder
 from .halting import WAY_ON
 from .recording import recorded

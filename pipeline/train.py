@@ -17,7 +17,7 @@ from ..stages.feed.shared import overlap
 from ..stages.feed.source import open_source
 from ..stages.model.logps import causal_model
 from ..stages.model.policy import load_policy
-from ..stages.storage.sample import sample_rows
+from ..stages.storage.verify_cache import sample_rows
 from ..stages.train.agreement import largest_gap
 from ..stages.train.loop import Halts, Loop, Place, SaveClock, train
 from ..stages.train.memory import forget_peak

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..stages.storage.ending import read_ending
+from ..stages.storage.run_folder import read_ending
 from ..stages.tracking.names import EVAL
 from .journal import history_of
 from .measured import Measured

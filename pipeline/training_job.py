@@ -14,9 +14,9 @@ from ..stages.engine.user_file import stage_of
 from ..stages.methods.table import recipe_of
 from ..stages.model.fingerprint import UNUSED_WEIGHTS, stored_dtype
 from ..stages.model.folder_check import require_peft
-from ..stages.storage.layout import CacheFolder
-from ..stages.storage.manifest import load_manifest
-from ..stages.storage.restore import read_checkpoint
+from ..stages.storage.cache_folder import CacheFolder
+from ..stages.storage.checkpoints import read_checkpoint
+from ..stages.storage.manifest_file import load_manifest
 from ..stages.storage.run_folder import RunFolder
 from .best_metric import require_measured
 from .durations import seconds_of

@@ -12,10 +12,9 @@ from ..schemas.json_codec import digest
 from ..schemas.rows import Tree, allowed_gaps
 from ..stages.model.fingerprint import UNUSED_WEIGHTS
 from ..stages.score.again import score_again
-from ..stages.storage.gc import superseded
-from ..stages.storage.layout import CacheFolder
-from ..stages.storage.sample import sample_rows
-from ..stages.storage.verify import verify_cache
+from ..stages.storage.cache_folder import CacheFolder
+from ..stages.storage.cleanup import superseded
+from ..stages.storage.verify_cache import sample_rows, verify_cache
 from .identity import differences
 
 if TYPE_CHECKING:

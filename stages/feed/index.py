@@ -11,9 +11,9 @@ import numpy as np
 
 from ...schemas.errors import CorruptionError
 from ...schemas.rows import Role, offsets_of
+from ..storage.shard_columns import list_column, number_column
 from ..storage.shards import iter_row_groups
-from ..storage.tables import list_column, number_column
-from ..storage.verify import check_shard
+from ..storage.verify_cache import check_shard
 from .as_read import context_lengths
 from .held_out import held_out
 from .row_table import RowTable
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ...schemas.cache import Manifest
-    from ..storage.layout import CacheFolder
+    from ..storage.cache_folder import CacheFolder
     from .conversions import StoredKind
     from .reading import Reading
     from .selection import Selection

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..storage.shard_columns import number_column
 from ..storage.shards import iter_row_groups
-from ..storage.tables import number_column
 from .held_out import held_out
 from .index import naming_unit
 

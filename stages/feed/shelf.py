@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...schemas.rows import Ragged, RowBlock, ScoredBlock
+from ..storage.shard_columns import read_block, row_ids
 from ..storage.shards import open_shard
-from ..storage.tables import read_block, row_ids
 from .as_read import as_read
 from .index import naming_unit
 

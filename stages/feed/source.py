@@ -14,7 +14,7 @@ from .notes import STORED, WANTED, told
 
 if TYPE_CHECKING:
     from ...schemas.cache import Manifest
-    from ..storage.layout import CacheFolder
+    from ..storage.cache_folder import CacheFolder
     from .reading import Reading
 
 _SERVE = {

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
     from ...schemas.rows import Record, ScoredBlock, Text
-    from ..storage.places import OutputFolder
+    from ..storage.cache_folder import OutputFolder
 
 
 ROWS = "rows.jsonl"

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from ...schemas.errors import UsageError
-from ...schemas.shards import shard_schema
+from ..storage.shard_columns import shard_schema
 from .read import column_names
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from ..storage.shards import iter_row_groups
 if TYPE_CHECKING:
     from ...schemas.cache import Manifest
     from ...schemas.rows import Role
-    from ..storage.layout import CacheFolder
+    from ..storage.cache_folder import CacheFolder
 
 PER_BRANCH = {"role": "role", "num_tokens": "tokens", "cut": "cut", "ref_logp": "logp"}
 PROMPTS = pl.Schema({"tokens": pl.Int32, "cut": pl.Int32})

@@ -10,16 +10,16 @@ import pyarrow.parquet as pq
 
 from ...schemas.errors import CorruptionError, UsageError
 from ..storage import fs
-from ..storage.manifest import load_manifest
+from ..storage.manifest_file import load_manifest
+from ..storage.shard_columns import read_block
 from ..storage.shards import iter_row_groups
-from ..storage.tables import read_block
 from .flat import Decode, flat_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from ..storage.layout import CacheFolder
+    from ..storage.cache_folder import CacheFolder
 
 
 def export_trl(

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from ...schemas.rows import Role
-from ..storage.tables import row_ids
+from ..storage.shard_columns import row_ids
 from .branches import Branches, branches_of
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from ...schemas.cache import InputEntry
 from ...schemas.rows import Role
-from ..storage.gc import superseded
-from ..storage.manifest import load_manifest
+from ..storage.cleanup import superseded
+from ..storage.manifest_file import load_manifest
 from .columns import read_columns
 from .spread import Spread, spread_of
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import polars as pl
 
     from ...schemas.cache import Manifest
-    from ..storage.layout import CacheFolder
+    from ..storage.cache_folder import CacheFolder
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import numpy as np
 from ...schemas.errors import CorruptionError, StorageError, UsageError
 from ...schemas.rows import Ragged
 from ..storage.shards import read_shard
-from ..storage.verify import check_shard
+from ..storage.verify_cache import check_shard
 from .score import KnownScores
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ...schemas.cache import Commit
     from ...schemas.rows import RowBlock, ScoredBlock
-    from ..storage.layout import CacheFolder
+    from ..storage.cache_folder import CacheFolder
 
 SHARDS_KEPT_OPEN = 4
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from ...schemas.errors import CorruptionError, storage_error
 from . import fs
-from .tables import read_block, to_table
+from .shard_columns import read_block, to_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -12,7 +12,7 @@ from align.schemas.config import ModelOptions
 from align.schemas.errors import CorruptionError
 from align.stages.report.summary import summarize
 from align.stages.report.tables import render
-from align.stages.storage.layout import CacheFolder
+from align.stages.storage.cache_folder import CacheFolder
 from align.stages.world.stub import StubReference
 from support.faulty_scorer import Faulty
 from support.stage_one import contents, run

@@ -15,8 +15,8 @@ from align.schemas.config import DataOptions
 from align.schemas.errors import FingerprintError
 from align.schemas.json_codec import to_json
 from align.stages.score import reuse
-from align.stages.storage.layout import CacheFolder
-from align.stages.storage.manifest import load_manifest
+from align.stages.storage.cache_folder import CacheFolder
+from align.stages.storage.manifest_file import load_manifest
 from support.stage_one import child, contents, run
 
 

@@ -11,9 +11,8 @@ from align.schemas.checkpoint import Ending, RunIdentity
 from align.schemas.config import TrackingOptions
 from align.schemas.errors import CorruptionError, LockedError, StorageError, UsageError
 from align.schemas.json_codec import to_signed_json
-from align.stages.storage.ending import write_ending
 from align.stages.storage.locks import owner_lock
-from align.stages.storage.run_folder import RunFolder
+from align.stages.storage.run_folder import RunFolder, write_ending
 from align.stages.tracking import delivery, jsonl, ledger, mlflow_store, sender, training_run
 from align.stages.tracking.ledger import load_ledger
 from support.mlflow_runs import open_store

@@ -15,8 +15,8 @@ from align.schemas.errors import FingerprintError
 from align.schemas.rows import Role
 from align.stages.feed.reading import Reading
 from align.stages.feed.source import open_source
-from align.stages.storage.layout import CacheFolder
-from align.stages.storage.manifest import load_manifest
+from align.stages.storage.cache_folder import CacheFolder
+from align.stages.storage.manifest_file import load_manifest
 from support.stage_one import run
 
 PROMPTS = 40

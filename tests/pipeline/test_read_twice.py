@@ -13,8 +13,8 @@ from align.pipeline.units import Worker
 from align.schemas.config import DataOptions, ModelOptions
 from align.schemas.errors import FingerprintError
 from align.stages.model.reference import HfReference
-from align.stages.storage.layout import CacheFolder
-from align.stages.storage.manifest import load_manifest
+from align.stages.storage.cache_folder import CacheFolder
+from align.stages.storage.manifest_file import load_manifest
 from align.stages.world.stub import StubReference
 from support.stage_one import Silent
 

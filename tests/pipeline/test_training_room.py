@@ -14,7 +14,7 @@ from align.pipeline.train import open_session
 from align.schemas.errors import StorageError
 from align.stages.engine.launch import joined_world
 from align.stages.storage import fs
-from align.stages.storage.restore import read_checkpoint
+from align.stages.storage.checkpoints import read_checkpoint
 from support.stage_one import Silent
 from support.training_world import job_of, learn
 

@@ -12,8 +12,8 @@ from align.stages.feed.reading import Reading
 from align.stages.feed.row_table import RowTable
 from align.stages.feed.settings import FeedSettings
 from align.stages.feed.source import open_source
+from align.stages.storage.cache_folder import CacheFolder, part_name
 from align.stages.storage.fs import sha256_of
-from align.stages.storage.layout import CacheFolder, part_name
 from align.stages.storage.shards import write_shard
 
 PAIR = (Role.CHOSEN, Role.REJECTED)

@@ -14,7 +14,7 @@ from align.stages.feed import index
 from align.stages.feed.index import COLUMNS, read_group
 from align.stages.feed.reading import Reading, ScoreRules
 from align.stages.feed.source import open_source
-from align.stages.storage.tables import to_table
+from align.stages.storage.shard_columns import to_table
 from support.shard_cache import block_of, write_cache
 
 LABELLED = (Role.UNDESIRABLE, Role.DESIRABLE, Role.DESIRABLE)

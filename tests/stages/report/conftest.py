@@ -10,9 +10,9 @@ import pytest
 
 from align.schemas.cache import FORMAT_VERSION, InputEntry, Plan
 from align.schemas.rows import PromptKeys, Ragged, Role, RowBlock, ScoredBlock, offsets_of
+from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.commits import UnitFacts, commit_unit
-from align.stages.storage.layout import CacheFolder
-from align.stages.storage.manifest import build_manifest, write_manifest
+from align.stages.storage.manifest_file import build_manifest, write_manifest
 
 if TYPE_CHECKING:
     from pathlib import Path

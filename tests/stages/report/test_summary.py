@@ -5,7 +5,7 @@ import pytest
 from align.schemas.errors import UsageError
 from align.schemas.json_codec import from_json, to_json
 from align.stages.report.summary import KtoWeights, PairSummary, Summary, summarize
-from align.stages.storage.layout import CacheFolder
+from align.stages.storage.cache_folder import CacheFolder
 
 
 def test_totals_are_those_of_the_manifest(paired):

@@ -1,4 +1,4 @@
-"""Whether the files of a cache are what its manifest says."""
+"""Whether the files of a cache are what its manifest says, and a few rows to score again."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ...schemas.errors import CorruptionError, StorageError
 from . import fs
+from .cache_folder import PART_NAME
 from .commits import counted
-from .layout import PART_NAME
-from .manifest import load_manifest
+from .manifest_file import load_manifest
 from .shards import read_shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ...schemas.cache import Commit, FileEntry, Manifest
-    from .layout import CacheFolder
+    from ...schemas.rows import ScoredBlock
+    from .cache_folder import CacheFolder
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -104,3 +107,16 @@ def _opened(parent: Path, what: str) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def sample_rows(
+    folder: CacheFolder, manifest: Manifest, count: int
+) -> Iterator[tuple[str, ScoredBlock]]:
+    """The name of a shard and the rows taken from it, shard by shard."""
+    wanted = np.unique(np.arange(count) * manifest.rows // count)
+    first = 0
+    for commit in manifest.shards:
+        here = wanted[(wanted >= first) & (wanted < first + commit.rows)] - first
+        first += commit.rows
+        if len(here):
+            yield commit.file, read_shard(folder.data / commit.file).take(here)

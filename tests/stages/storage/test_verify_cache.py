@@ -8,9 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from align.schemas.errors import CorruptionError
-from align.stages.storage.manifest import load_manifest, root_of, write_manifest
+from align.stages.storage.manifest_file import load_manifest, root_of, write_manifest
 from align.stages.storage.shards import iter_row_groups, read_shard, write_shard
-from align.stages.storage.verify import check_shard, damaged_units, verify_cache
+from align.stages.storage.verify_cache import check_shard, damaged_units, verify_cache
 
 FLIPS = 3_000
 

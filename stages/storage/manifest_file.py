@@ -10,22 +10,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ... import __version__
 from ...schemas.cache import FORMAT_VERSION, Commit, FileEntry, Manifest, Plan
 from ...schemas.config import CacheOptions, ModelOptions, ScoringOptions, TokenOptions
-from ...schemas.errors import (
-    CorruptionError,
-    FingerprintError,
-    OlderFormatError,
-    UsageError,
-)
+from ...schemas.errors import CorruptionError, FingerprintError, OlderFormatError, UsageError
 from ...schemas.json_codec import digest_of, from_json, to_json, version_in
 from . import fs
+from .cache_folder import PART_NAME, PLAN_NAME, ROOT_NAME, part_name
 from .failpoints import reach
-from .layout import PART_NAME, PLAN_NAME, ROOT_NAME, part_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from .layout import CacheFolder, WorkFolder
+    from .cache_folder import CacheFolder, WorkFolder
 
 T = TypeVar("T", Plan, Manifest)
 

@@ -14,8 +14,8 @@ from align.schemas.errors import (
 )
 from align.schemas.json_codec import digest, to_json
 from align.stages.storage import fs
-from align.stages.storage.layout import CacheFolder
-from align.stages.storage.manifest import load_manifest, load_plan, root_of, write_manifest
+from align.stages.storage.cache_folder import CacheFolder
+from align.stages.storage.manifest_file import load_manifest, load_plan, root_of, write_manifest
 from support.flips import flipped
 
 

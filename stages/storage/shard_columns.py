@@ -1,4 +1,8 @@
-"""Between blocks of rows (numpy) and the columns of a shard (Arrow), over the same memory."""
+"""Between blocks of rows (numpy) and the columns of a shard (Arrow), over the same memory.
+
+Arrow's own conversions import pandas, where it is installed, and its functions come with eight
+megabytes of wrappers: thirty megabytes for nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,10 @@ import pyarrow as pa
 
 from ...schemas.errors import CorruptionError
 from ...schemas.rows import PromptKeys, Ragged, RowBlock, ScoredBlock, offsets_of
-from ...schemas.shards import shard_schema
-from .arrow import arrow_of, bytes_of, digests_of, flattened, numpy_of, text_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
 
@@ -209,3 +213,102 @@ def _require_columns(schema: pa.Schema, source: str) -> None:
 def _require(good: bool, source: str, what: str) -> None:
     if not good:
         raise CorruptionError(f"{source} {what}. Restore it from a copy, or make the cache anew.")
+
+
+def shard_schema(*, token_logps: bool, carried: Sequence[str]) -> pa.Schema:
+    """Columns of a shard, the same in every shard of a cache."""
+
+    def column(name: str, kind: pa.DataType) -> pa.Field:
+        return pa.field(name, kind, nullable=False)
+
+    def per_branch(item: pa.DataType, *, nullable: bool = False) -> pa.DataType:
+        return pa.list_(pa.field("element", item, nullable=nullable))
+
+    source = pa.struct([column("file", pa.string()), column("row", pa.int64())])
+    columns = [
+        column("row_id", pa.string()),
+        column("source", source),
+        column("prompt_key", pa.binary(16)),
+        column("split_key", pa.uint64()),
+        column("prompt_sketch", pa.uint64()),
+        column("prompt_tokens", pa.int32()),
+        column("prompt_ids", per_branch(pa.int32())),
+        column("prompt_cut", pa.int32()),
+        column("completion_ids", per_branch(per_branch(pa.int32()))),
+        column("role", per_branch(pa.int8())),
+        column("score", per_branch(pa.float64(), nullable=True)),
+        column("cut", per_branch(pa.int32())),
+        column("num_tokens", per_branch(pa.int32())),
+        column("ref_logp", per_branch(pa.float64())),
+    ]
+    if token_logps:
+        columns.append(column("ref_token_logps", per_branch(per_branch(pa.float32()))))
+    columns += [column(name, pa.float64()) for name in carried]
+    return pa.schema(columns)
+
+
+DTYPES: dict[pa.DataType, np.dtype[Any]] = {
+    pa.int8(): np.dtype(np.int8),
+    pa.int32(): np.dtype(np.int32),
+    pa.int64(): np.dtype(np.int64),
+    pa.uint64(): np.dtype(np.uint64),
+    pa.float32(): np.dtype(np.float32),
+    pa.float64(): np.dtype(np.float64),
+}
+
+
+def arrow_of(values: NDArray[Any], kind: pa.DataType, *, nan_is_null: bool = False) -> pa.Array:
+    """An array of numbers over the same memory where type and layout allow it."""
+    plain = np.ascontiguousarray(values, dtype=DTYPES[kind])
+    validity = None
+    if nan_is_null and (missing := np.isnan(plain)).any():
+        validity = pa.py_buffer(np.packbits(~missing, bitorder="little"))
+    return pa.Array.from_buffers(kind, len(plain), [validity, pa.py_buffer(plain)])
+
+
+def text_of(lines: Sequence[str]) -> pa.Array:
+    """An array of strings."""
+    encoded = [line.encode() for line in lines]
+    offsets = np.zeros(len(encoded) + 1, dtype=np.int32)
+    np.cumsum([len(line) for line in encoded], out=offsets[1:])
+    buffers = pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded))
+    return pa.StringArray.from_buffers(len(encoded), *buffers)
+
+
+def bytes_of(digests: NDArray[np.bytes_]) -> pa.Array:
+    """An array of byte strings of one length over the same memory."""
+    plain = np.ascontiguousarray(digests)
+    kind = pa.binary(plain.itemsize)
+    return pa.Array.from_buffers(kind, len(plain), [None, pa.py_buffer(plain.view(np.uint8))])
+
+
+def digests_of(values: pa.Array) -> NDArray[np.bytes_]:
+    """Byte strings of one length over their memory; none is null."""
+    width = values.type.byte_width
+    _, content = values.buffers()
+    if content is None:
+        return np.empty(0, dtype=f"S{width}")
+    return np.frombuffer(content, f"S{width}")[values.offset :][: len(values)]
+
+
+def flattened(lists: pa.Array) -> pa.Array:
+    """What the lists hold, end to end; of a slice its own part only."""
+    if not len(lists):
+        return lists.values.slice(0, 0)
+    offsets = numpy_of(lists.offsets)
+    return lists.values.slice(offsets[0], offsets[-1] - offsets[0])
+
+
+def numpy_of(values: pa.Array) -> NDArray[Any]:
+    """The numbers of an array over its memory; NaN, in memory of its own, where one is null."""
+    validity, numbers = values.buffers()
+    dtype = DTYPES[values.type]
+    if numbers is None:
+        return np.empty(0, dtype)
+    array: NDArray[Any] = np.frombuffer(numbers, dtype)[values.offset :][: len(values)]
+    if not values.null_count:
+        return array
+    bits = np.unpackbits(np.frombuffer(validity, np.uint8), bitorder="little")
+    filled = array.copy()
+    filled[bits[values.offset :][: len(values)] == 0] = np.nan
+    return filled

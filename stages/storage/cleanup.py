@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from . import fs
+from .cache_folder import PART_NAME, WORK_NAME
 from .failpoints import reach
-from .layout import PART_NAME, WORK_NAME
-from .manifest import earlier_manifests, load_manifest
+from .manifest_file import earlier_manifests, load_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
     from ...schemas.cache import Manifest
-    from .layout import CacheFolder
+    from .cache_folder import CacheFolder
 
 _TRASH = ".trash-"
 

@@ -3,10 +3,10 @@ import signal
 
 import pytest
 
-from align.stages.storage.gc import collect, is_tidy, remove_superseded, superseded
-from align.stages.storage.layout import CacheFolder
-from align.stages.storage.manifest import load_manifest
-from align.stages.storage.verify import damaged_units
+from align.stages.storage.cache_folder import CacheFolder
+from align.stages.storage.cleanup import collect, is_tidy, remove_superseded, superseded
+from align.stages.storage.manifest_file import load_manifest
+from align.stages.storage.verify_cache import damaged_units
 
 
 def test_a_finished_cache_holds_its_manifest_its_files_and_a_lock(cache):

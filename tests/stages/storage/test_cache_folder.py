@@ -1,7 +1,7 @@
 import pytest
 
 from align.schemas.errors import UsageError
-from align.stages.storage.layout import CacheFolder
+from align.stages.storage.cache_folder import CacheFolder
 
 
 def test_a_new_folder_is_made_with_its_parents(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 from align.schemas.checkpoint import FORMAT_VERSION, Retention
 from align.schemas.errors import CorruptionError, FingerprintError
 from align.schemas.json_codec import digest
-from align.stages.storage.restore import choose_checkpoint, latest_step, verify_checkpoint
+from align.stages.storage.checkpoints import choose_checkpoint, latest_step, verify_checkpoint
 from align.stages.storage.run_folder import RECORD_NAME, RunFolder
 from support.checkpoint_saves import save
 
