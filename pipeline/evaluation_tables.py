@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..schemas.cache import Stops
+from ..stages.data.tokenizer import decoder
 from ..stages.report.evaluation_table import evaluation_csv
 from ..stages.storage import fs
-from .plain_text import decoder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..schemas.cache import Stops
+from ..stages.data.tokenizer import decoder
 from ..stages.report.export import export_trl
 from ..stages.storage.cache_folder import CacheFolder
 from ..stages.storage.manifest_file import load_manifest
-from .plain_text import decoder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from ..schemas.config import TokenOptions
 from ..schemas.errors import FingerprintError
+from ..stages.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from ..stages.model.fingerprint import (
     adapter_digest,
     code_digest,
     config_digest,
     weights_digest,
 )
-from ..stages.prepare.tokenizer import load_tokenizer, tokenizer_fingerprint
 from .identity import differences
 from .settings import flatten
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from ..schemas.cache import Commit, Manifest
     from ..schemas.rows import RowBlock
-    from ..stages.prepare.spool import Spool
+    from ..stages.pairing.spool import Spool
     from ..stages.storage.cleanup import Superseded
 
 ROWS_AT_ONCE = 4096

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 
 from ..schemas.cache import FORMAT_VERSION, InputEntry, Plan
 from ..schemas.errors import BadDataError, CorruptionError, StorageError, told
-from ..stages.prepare.read import iter_chunks, require_unchanged
-from ..stages.prepare.ring import Intake, Ring, collect_runs, merge_runs
-from ..stages.prepare.tokenizer import tokenizer_fingerprint
-from ..stages.prepare.units import unit_offsets
-from ..stages.prepare.workers import EncodingJob, default_workers, encode_chunks
+from ..stages.data.encode_workers import EncodingJob, default_workers, encode_chunks, usable_cores
+from ..stages.data.input_files import iter_chunks, require_unchanged
+from ..stages.data.tokenizer import tokenizer_fingerprint
+from ..stages.pairing.ring import Intake, Ring, collect_runs, merge_runs
+from ..stages.pairing.units import unit_offsets
 from ..stages.storage import fs
 from ..stages.storage.commits import write_quarantine
-from ..stages.storage.cores import usable_cores
 from ..stages.storage.manifest_file import load_manifest, write_plan
 from .growth import require_growth
 from .known import candidates
@@ -27,8 +26,8 @@ if TYPE_CHECKING:
     from ..schemas.cache import FileEntry
     from ..schemas.rows import Rejected
     from ..schemas.tracking import Progress
-    from ..stages.prepare.read import Chunk
-    from ..stages.prepare.spool import Spool
+    from ..stages.data.input_files import Chunk
+    from ..stages.pairing.spool import Spool
     from .job import Job
 
 KINDS = ("rows_of_conversations", "rows_of_plain_text")

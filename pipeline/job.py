@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from ..schemas.cache import file_identity
 from ..schemas.json_codec import digest
-from ..stages.prepare.read import Digested, InputFile, digested, iter_chunks, open_inputs
-from ..stages.prepare.records import parse_chunk
-from ..stages.prepare.shapes import Shape, common_shape
-from ..stages.prepare.tokenizer import TextTokenizer, load_tokenizer, tokenizer_fingerprint
+from ..stages.data.data_schema import Shape, common_shape
+from ..stages.data.decode_rows import parse_chunk
+from ..stages.data.input_files import Digested, InputFile, digested, iter_chunks, open_inputs
+from ..stages.data.tokenizer import TextTokenizer, load_tokenizer, tokenizer_fingerprint
 from ..stages.storage.cache_folder import CacheFolder, WorkFolder
 from ..stages.storage.manifest_file import load_manifest
 from .identity import fingerprint

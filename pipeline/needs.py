@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..schemas.config import TokenOptions
 from ..schemas.errors import UsageError
+from ..stages.data.tokenizer import load_tokenizer
 from ..stages.feed.reading import Reading, ScoreRules
-from ..stages.prepare.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from ..schemas.cache import file_identity
 from ..schemas.errors import UsageError
 from ..schemas.rows import Role
-from ..stages.prepare.read import digested, iter_chunks, open_inputs, require_unchanged
-from ..stages.prepare.records import parse_chunk
+from ..stages.data.data_schema import common_shape
+from ..stages.data.decode_rows import parse_chunk
+from ..stages.data.input_files import digested, iter_chunks, open_inputs, require_unchanged
 from ..stages.prepare.rewarded import ROWS, Scores, write_rewarded
-from ..stages.prepare.shapes import common_shape
 from ..stages.storage.cache_folder import CacheFolder, OutputFolder
 from ..stages.storage.shards import read_shard
 from .job import renames
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from ..schemas.config import Config, ModelOptions
     from ..schemas.rows import Record, Reference
     from ..schemas.tracking import Progress
-    from ..stages.prepare.read import Digested, InputFile
-    from ..stages.prepare.shapes import Shape
+    from ..stages.data.data_schema import Shape
+    from ..stages.data.input_files import Digested, InputFile
     from .units import Worker
 
 CACHE = "cache"

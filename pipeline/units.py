@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ..stages.prepare.units import CutRule, build_unit
+from ..stages.pairing.units import CutRule, build_unit
 from ..stages.score.reuse import ReuseIndex
 from ..stages.score.score import ScoringRules, UnitScores, score_unit
 from ..stages.storage.commits import UnitFacts, commit_unit
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..schemas.cache import Plan
     from ..schemas.rows import Reference, Scorer
     from ..schemas.tracking import Progress, Run
-    from ..stages.prepare.ring import Ring
+    from ..stages.pairing.ring import Ring
     from ..stages.score.score import BatchDone
     from .job import Job
 

@@ -13,7 +13,7 @@ from support.rooms import ROOMS, ROOT, STAGES
 FILES = sorted(
     [*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))]
 )
-VERBS = {"prepare", "score", "feed", "train"}
+VERBS = {"data", "pairing", "score", "feed", "train"}
 NOUNS = {"engine", "methods", "model", "report", "storage", "tracking", "world"}
 NOUN_FRIENDS = {
     name: {"storage"} for name in ("report", "tracking", "world")
@@ -91,10 +91,10 @@ def test_imports_point_down_the_house():
         ("stages.report", "stages.storage", True),
         ("stages.storage", "schemas", True),
         ("pipeline", "cli", False),
-        ("stages.score", "stages.prepare", False),
-        ("stages.prepare", "stages.score", False),
+        ("stages.score", "stages.data", False),
+        ("stages.pairing", "stages.data", False),
         ("stages.storage", "stages.report", False),
-        ("stages.storage", "stages.prepare", False),
+        ("stages.storage", "stages.pairing", False),
         ("stages.model", "pipeline", False),
         ("schemas", "stages.storage", False),
         ("schemas", "pipeline", False),

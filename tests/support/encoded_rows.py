@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from align.schemas.row_keys import EncodedChunk, EncodedRecord, key_rows
 from align.schemas.rows import Record, Role
-from align.stages.prepare.ring import Intake, collect_runs, merge_runs
+from align.stages.pairing.ring import Intake, collect_runs, merge_runs
 
 
 class Plain(NamedTuple):
