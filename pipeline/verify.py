@@ -11,7 +11,7 @@ from ..schemas.errors import CorruptionError, FingerprintError
 from ..schemas.json_codec import digest
 from ..schemas.rows import Tree, allowed_gaps
 from ..stages.model.fingerprint import UNUSED_WEIGHTS
-from ..stages.score.again import score_again
+from ..stages.score.score import score_again
 from ..stages.storage.cache_folder import CacheFolder
 from ..stages.storage.cleanup import superseded
 from ..stages.storage.verify_cache import sample_rows, verify_cache

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from align.stages.score.plan import TreeCost, plan_batches, plan_trees
+from align.stages.score.batch_plan import TreeCost, plan_batches, plan_trees
 
 
 @st.composite
