@@ -139,7 +139,7 @@ def score(
     sets: Sets = None,
 ) -> None:
     """Score completions with a reward model, and write the data with its scores."""
-    from .pipeline.rewards import rewards_from_labels, rewards_from_model
+    from .pipeline.score_rewards import rewards_from_labels, rewards_from_model
     from .pipeline.settings import load_settings
     from .schemas.errors import UsageError
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..schemas.config import TokenOptions
 from ..schemas.errors import UsageError
 from ..stages.data.tokenizer import load_tokenizer
-from ..stages.feed.reading import Reading, ScoreRules
+from ..stages.feed.conversions import Reading, ScoreRules
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from ..schemas.cache import Manifest
     from ..schemas.config import TrainOptions
     from ..schemas.rows import Role
-    from ..stages.feed.reading import Threshold
-    from ..stages.feed.source import TrainSource
+    from ..stages.feed.conversions import Threshold
+    from ..stages.feed.train_source import TrainSource
     from ..stages.methods.recipe import Recipe
     from ..stages.storage.cache_folder import CacheFolder
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..schemas.batches import Engine, World
-    from ..stages.feed.feed import CacheFeed
-    from ..stages.feed.source import TrainSource
+    from ..stages.feed.loader import CacheFeed
+    from ..stages.feed.train_source import TrainSource
     from ..stages.methods.recipe import Recipe
     from ..stages.model.policy import Policy
     from .training_job import TrainingJob

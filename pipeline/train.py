@@ -11,10 +11,9 @@ from ..schemas.errors import Interrupted, borne
 from ..stages.engine.deepspeed_engine import open_engine
 from ..stages.engine.launch import joined_world
 from ..stages.engine.peers import together
-from ..stages.feed.feed import CacheFeed
-from ..stages.feed.settings import FeedSettings
-from ..stages.feed.shared import overlap
-from ..stages.feed.source import open_source
+from ..stages.feed.loader import CacheFeed
+from ..stages.feed.step_plan import FeedSettings
+from ..stages.feed.train_source import open_source, overlap
 from ..stages.model.logps import causal_model
 from ..stages.model.policy import load_policy
 from ..stages.storage.verify_cache import sample_rows
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
     from ..schemas.batches import World
     from ..schemas.tracking import Progress
-    from ..stages.feed.source import TrainSource
+    from ..stages.feed.train_source import TrainSource
     from ..stages.methods.recipe import Recipe
     from ..stages.model.policy import Policy
     from .training_job import TrainingJob

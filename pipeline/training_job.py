@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from ..schemas.cache import Manifest
     from ..schemas.config import Config, ModelOptions, TrainOptions
-    from ..stages.feed.reading import Reading
+    from ..stages.feed.conversions import Reading
     from ..stages.methods.recipe import Recipe
     from .settings import Settings
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from align.pipeline.precompute import precompute
-from align.pipeline.rewards import rewards_from_model
+from align.pipeline.score_rewards import rewards_from_model
 from align.pipeline.units import Worker
 from align.schemas.config import DataOptions, ModelOptions
 from align.schemas.errors import FingerprintError

@@ -15,7 +15,7 @@ from align.pipeline.training_job import open_training
 from align.schemas.errors import FingerprintError, UsageError
 from align.schemas.rows import Role
 from align.stages.engine.launch import joined_world
-from align.stages.feed.source import open_source
+from align.stages.feed.train_source import open_source
 from support.command import refusal
 from support.stage_one import Silent
 from support.training_world import job_of

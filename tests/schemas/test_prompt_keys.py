@@ -10,7 +10,7 @@ import pytest
 from align.schemas import row_keys as module
 from align.schemas.row_keys import prompt_keys_of, sketches_of
 from align.schemas.rows import Record, Role
-from align.stages.feed.shared import count_near
+from align.stages.feed.train_source import count_near
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 ASKED = {"role": "user", "content": "What is the capital of France?"}

@@ -7,11 +7,11 @@ import numpy as np
 
 from align.schemas.batches import World
 from align.schemas.rows import PromptKeys, Ragged, Role, RowBlock, ScoredBlock, offsets_of
-from align.stages.feed.feed import CacheFeed
-from align.stages.feed.reading import Reading
-from align.stages.feed.row_table import RowTable
-from align.stages.feed.settings import FeedSettings
-from align.stages.feed.source import open_source
+from align.stages.feed.cache_index import RowTable
+from align.stages.feed.conversions import Reading
+from align.stages.feed.loader import CacheFeed
+from align.stages.feed.step_plan import FeedSettings
+from align.stages.feed.train_source import open_source
 from align.stages.storage.cache_folder import CacheFolder, part_name
 from align.stages.storage.fs import sha256_of
 from align.stages.storage.shards import write_shard

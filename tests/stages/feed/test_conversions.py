@@ -5,8 +5,7 @@ import pytest
 
 from align.schemas.rows import Role, offsets_of
 from align.stages.feed import conversions
-from align.stages.feed.conversions import Own
-from align.stages.feed.reading import ScoreRules
+from align.stages.feed.conversions import Own, ScoreRules
 
 C, R, D, U, X, M = Role
 RULES = ScoreRules()

@@ -7,8 +7,8 @@ import pytest
 
 from align.schemas.batches import Cursor
 from align.schemas.errors import AlignError, CorruptionError
-from align.stages.feed.order import shuffled_order
-from align.stages.feed.stream import stream
+from align.stages.feed.epoch_order import shuffled_order
+from align.stages.feed.loader import stream
 from support.shard_cache import block_of, feed_of, opened, settings_of, write_cache
 
 START = Cursor(0, 0)

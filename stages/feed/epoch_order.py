@@ -2,18 +2,21 @@
 
 Row groups are permuted and taken in windows; inside a window rows are permuted. So a reader holds
 a window, and what stands at a position costs a search among the windows and one window's sort.
+
+Generators change between versions of numpy; these few integer operations cannot. Their map of 64
+bits onto 64 bits is one to one, so no two numbers share a hash and every sort gives one order.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...schemas.rows import offsets_of
-from .mixing import key_of, shuffled
-from .ranges import joined_ranges
+from .conversions import joined_ranges
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -82,3 +85,27 @@ def _order(group_offsets: NDArray[np.int64], groups: NDArray[np.int64], key: int
     ends = offsets_of(np.diff(group_offsets)[groups])
     window_offsets = np.append(ends[:-1:ROW_GROUPS_PER_WINDOW], ends[-1])
     return Order(group_offsets, groups, window_offsets, key)
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FIRST = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND = np.uint64(0x94D049BB133111EB)
+
+
+def key_of(*parts: str | int) -> int:
+    """A 64-bit key that depends on all parts."""
+    text = "\0".join(map(str, parts))
+    return int.from_bytes(sha256(text.encode()).digest()[:8], "little")
+
+
+def shuffled(numbers: NDArray[np.int64], key: int) -> NDArray[np.int64]:
+    """The same distinct numbers in an order that only they and the key decide."""
+    return numbers[np.argsort(_mixed(numbers, key))]
+
+
+def _mixed(numbers: NDArray[np.int64], key: int) -> NDArray[np.uint64]:
+    """The splitmix64 finalizer (https://doi.org/10.1145/2660193.2660195) of each number."""
+    mixed = numbers.astype(np.uint64) * _GOLDEN + np.uint64(key)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * _FIRST
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * _SECOND
+    return mixed ^ (mixed >> np.uint64(31))

@@ -1,29 +1,61 @@
-"""Steps for one rank, from a cursor to the end, read in a background thread."""
+"""The caches of a run as the loop sees them: steps, read in a background thread."""
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
-from .collate import step_batch
-from .prefetch import Prefetch
-from .shelf import Piece, Shelf, fill_shelf, read_pieces
-from .steps import Pass, StepPlan, evaluation_pass, num_steps, training_pass
+from .row_buffer import Piece, Shelf, fill_shelf, read_pieces, step_batch
+from .step_plan import Pass, StepPlan, evaluation_pass, num_steps, training_pass
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
 
-    from ...schemas.batches import Cursor, StepBatch
-    from .settings import FeedSettings
-    from .source import TrainSource
+    from ...schemas.batches import Cursor, StepBatch, StepSize
+    from .step_plan import FeedSettings
+    from .train_source import TrainSource
 
     Steps = AbstractContextManager[Iterator[StepBatch]]
+
+
+@dataclass(frozen=True)
+class CacheFeed:
+    """Rows to learn from, and rows held out of them or of another cache."""
+
+    source: TrainSource
+    held_out_source: TrainSource
+    settings: FeedSettings
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps in one epoch."""
+        return steps_per_epoch(self.source, self.settings)
+
+    @property
+    def has_held_out(self) -> bool:
+        """Whether there is something to evaluate on."""
+        return self.held_out_source.eval_rows > 0
+
+    def held_out_size(self) -> StepSize:
+        """All rows of an evaluation, over all ranks."""
+        return evaluation_pass(self.held_out_source.index.held_out, self.settings).size()
+
+    def steps(self, start: Cursor) -> AbstractContextManager[Iterator[StepBatch]]:
+        """This rank's batches from a cursor to the end of the last epoch."""
+        return stream(self.source, self.settings, start=start)
+
+    def held_out(self) -> AbstractContextManager[Iterator[StepBatch]]:
+        """This rank's batches of the rows nothing is learned from."""
+        return eval_stream(self.held_out_source, self.settings)
+
 
 WINDOWS_AHEAD = 1
 
@@ -118,3 +150,72 @@ def _wanted(one_pass: Pass, plans: list[StepPlan]) -> NDArray[np.int64]:
     rank = one_pass.settings.world.rank
     rows = [plan.rows_of_rank(rank) for plan in plans]
     return np.concatenate([np.empty(0, dtype=np.int64), *rows])
+
+
+T = TypeVar("T")
+
+
+class Prefetch(Generic[T]):
+    """An iterator; an error of the thread is raised where its item would have been.
+
+    The item that was taken last counts as in use until the next one is asked for, so at most
+    `1 + ahead` items exist at any time.
+    """
+
+    def __init__(self, items: Iterable[T], *, ahead: int) -> None:
+        self._items = items
+        self._made: SimpleQueue[_Item[T] | _End] = SimpleQueue()
+        self._room = threading.Semaphore(ahead)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._make, name="align-prefetch", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        if self._closed.is_set():
+            raise StopIteration
+        self._room.release()
+        made = self._made.get()
+        if isinstance(made, _Item):
+            return made.value
+        self.close()
+        if made.error is not None:
+            raise made.error
+        raise StopIteration
+
+    def close(self) -> None:
+        """Ends the thread; what it is making at this moment is thrown away."""
+        self._closed.set()
+        self._room.release()
+        self._thread.join()
+
+    def _make(self) -> None:
+        end = _End(None)
+        try:
+            items = iter(self._items)
+            while self._has_room():
+                try:
+                    item = _Item(next(items))
+                except StopIteration:
+                    break
+                self._made.put(item)
+                del item
+        except BaseException as error:
+            end = _End(error)
+        self._made.put(end)
+
+    def _has_room(self) -> bool:
+        self._room.acquire()
+        return not self._closed.is_set()
+
+
+@dataclass(frozen=True)
+class _Item(Generic[T]):
+    value: T
+
+
+@dataclass(frozen=True)
+class _End:
+    error: BaseException | None

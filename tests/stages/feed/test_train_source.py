@@ -10,10 +10,10 @@ import pytest
 from align.schemas.errors import CorruptionError, UsageError
 from align.schemas.methods import Labels
 from align.schemas.rows import Role
-from align.stages.feed import index
-from align.stages.feed.index import COLUMNS, read_group
-from align.stages.feed.reading import Reading, ScoreRules
-from align.stages.feed.source import open_source
+from align.stages.feed import cache_index
+from align.stages.feed.cache_index import COLUMNS, read_group
+from align.stages.feed.conversions import Reading, ScoreRules
+from align.stages.feed.train_source import open_source
 from align.stages.storage.shard_columns import to_table
 from support.shard_cache import block_of, write_cache
 
@@ -57,9 +57,9 @@ def test_lengths_and_counts_are_those_of_the_rows(mixed):
 
 def test_opening_a_cache_reads_no_tokens(mixed, monkeypatch):
     asked = []
-    kept = index.iter_row_groups
+    kept = cache_index.iter_row_groups
     monkeypatch.setattr(
-        index, "iter_row_groups", lambda path, c: asked.append({*c}) or kept(path, c)
+        cache_index, "iter_row_groups", lambda path, c: asked.append({*c}) or kept(path, c)
     )
     opened(mixed, kind="labelled", eval_fraction=0.5)
     assert asked

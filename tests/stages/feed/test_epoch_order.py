@@ -6,8 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from align.schemas.rows import offsets_of
-from align.stages.feed.mixing import key_of, shuffled
-from align.stages.feed.order import ROW_GROUPS_PER_WINDOW, shuffled_order, stored_order
+from align.stages.feed.epoch_order import (
+    ROW_GROUPS_PER_WINDOW,
+    key_of,
+    shuffled,
+    shuffled_order,
+    stored_order,
+)
 
 SIZES = st.lists(st.integers(0, 9), max_size=60)
 

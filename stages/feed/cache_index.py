@@ -14,29 +14,26 @@ from ...schemas.rows import Role, offsets_of
 from ..storage.shard_columns import list_column, number_column
 from ..storage.shards import iter_row_groups
 from ..storage.verify_cache import check_shard
-from .as_read import context_lengths
-from .held_out import held_out
-from .row_table import RowTable
-from .selection import KindCounts, select
+from .conversions import joined_ranges
+from .row_selection import KindCounts, context_lengths, select
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     import pyarrow as pa
     from numpy.typing import NDArray
 
     from ...schemas.cache import Manifest
     from ..storage.cache_folder import CacheFolder
-    from .conversions import StoredKind
-    from .reading import Reading
-    from .selection import Selection
+    from .conversions import Reading, StoredKind
+    from .row_selection import Selection
 
 COLUMNS = ("prompt_tokens", "split_key", "role", "num_tokens", "score")
 SCORES = "scores"  # among what is missing; no column of the data has this name
 
 
 @dataclass(frozen=True)
-class Place:
+class GroupPlace:
     """Where a row group is stored."""
 
     unit: int
@@ -47,7 +44,7 @@ class Place:
 class Index:
     """Every row of a cache that a method reads."""
 
-    places: tuple[Place, ...]  # of all row groups; both tables count through them
+    places: tuple[GroupPlace, ...]  # of all row groups; both tables count through them
     train: RowTable
     held_out: RowTable
     kinds: dict[StoredKind, KindCounts]  # of the cache, read or not
@@ -70,7 +67,9 @@ def build_index(
             columns = (*COLUMNS, *reading.columns)
             groups = iter_row_groups(folder.data / shard.file, columns)
             for number, group in enumerate(groups):
-                found.add(Place(shard.unit, number), read_group(group, reading, str(folder.root)))
+                found.add(
+                    GroupPlace(shard.unit, number), read_group(group, reading, str(folder.root))
+                )
     return found.index(reading)
 
 
@@ -154,7 +153,7 @@ def _missing(group: pa.Table, picked: Selection, reading: Reading) -> dict[str, 
 
 @dataclass
 class _Found:
-    places: list[Place] = field(default_factory=list)
+    places: list[GroupPlace] = field(default_factory=list)
     train: list[RowTable] = field(default_factory=list)
     held_out: list[RowTable] = field(default_factory=list)
     kinds: dict[StoredKind, KindCounts] = field(default_factory=dict)
@@ -164,7 +163,7 @@ class _Found:
     levels: set[int] = field(default_factory=set)
     longest: int = 0
 
-    def add(self, place: Place, rows: GroupRows) -> None:
+    def add(self, place: GroupPlace, rows: GroupRows) -> None:
         self.places.append(place)
         for kind, counts in rows.kinds.items():
             self.kinds[kind] = self.kinds.get(kind, KindCounts()) + counts
@@ -200,3 +199,84 @@ class _Found:
 def _sums(values: NDArray[np.generic], offsets: NDArray[np.int64]) -> NDArray[np.int32]:
     """The sum of each row's branches."""
     return np.diff(offsets_of(values)[offsets]).astype(np.int32)
+
+
+@dataclass(frozen=True)
+class RowTable:
+    """24 bytes a row and 4 a mismatched branch; rows are numbered as they are stored."""
+
+    group_offsets: NDArray[np.int64]  # (row groups + 1,) into the rows
+    places: NDArray[np.int32]  # (rows,) each among what its row group is read as
+    prompt_tokens: NDArray[np.int32]  # (rows,)
+    own_tokens: NDArray[np.int32]  # (rows,) of completions
+    chosen_tokens: NDArray[np.int32]  # (rows,) of chosen or desirable ones among them
+    branch_offsets: NDArray[np.int64]  # (rows + 1,) into the own branches
+    mismatched_tokens: NDArray[np.int32]  # (branches, levels)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @property
+    def levels(self) -> int:
+        """How many mismatched partners each branch has."""
+        return int(self.mismatched_tokens.shape[1])
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes in memory."""
+        return sum(column.nbytes for column in vars(self).values())
+
+    def group_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The row group each row is stored in."""
+        return np.searchsorted(self.group_offsets, rows, side="right") - 1
+
+    def num_branches(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How many own branches each row has."""
+        return self.branch_offsets[rows + 1] - self.branch_offsets[rows]
+
+    def within_group(self, rows: NDArray[np.int64]) -> RowTable:
+        """The rows at `rows` of a table of one row group."""
+        counts = self.num_branches(rows)
+        branches = joined_ranges(self.branch_offsets[rows], counts)
+        return RowTable(
+            group_offsets=np.array([0, len(rows)]),
+            places=self.places[rows],
+            prompt_tokens=self.prompt_tokens[rows],
+            own_tokens=self.own_tokens[rows],
+            chosen_tokens=self.chosen_tokens[rows],
+            branch_offsets=offsets_of(counts),
+            mismatched_tokens=self.mismatched_tokens[branches],
+        )
+
+    @staticmethod
+    def concat(tables: Sequence[RowTable], *, levels: int) -> RowTable:
+        """Joins the tables of consecutive row groups; there may be none."""
+
+        def joined(columns: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
+            return np.concatenate([np.empty(0, dtype=np.int32), *columns])
+
+        none = np.empty(0, dtype=np.int64)
+        sizes = [np.diff(table.group_offsets) for table in tables]
+        counts = [np.diff(table.branch_offsets) for table in tables]
+        return RowTable(
+            group_offsets=offsets_of(np.concatenate([none, *sizes])),
+            places=joined([table.places for table in tables]),
+            prompt_tokens=joined([table.prompt_tokens for table in tables]),
+            own_tokens=joined([table.own_tokens for table in tables]),
+            chosen_tokens=joined([table.chosen_tokens for table in tables]),
+            branch_offsets=offsets_of(np.concatenate([none, *counts])),
+            mismatched_tokens=np.concatenate(
+                [np.empty((0, levels), np.int32), *(table.mismatched_tokens for table in tables)]
+            ),
+        )
+
+
+def held_out(split_keys: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
+    """A prompt's own key decides, so it stands on the same side in every cache that holds it.
+
+    Prompts that differ in nothing but white space, the system message, tools and options of the
+    template have one key.
+    """
+    if fraction in {0.0, 1.0}:
+        return np.full(len(split_keys), fraction == 1.0)
+    return split_keys < np.uint64(int(fraction * 2**64))

@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 
 from align.schemas.errors import CorruptionError
 from align.schemas.rows import Role, offsets_of
-from align.stages.feed.conversions import StoredKind
-from align.stages.feed.reading import Reading, ScoreRules
-from align.stages.feed.selection import KindCounts, select
+from align.stages.feed.conversions import Reading, ScoreRules, StoredKind
+from align.stages.feed.row_selection import KindCounts, select
 from support.slow_reading import read_slowly
 
 C, R, D, U, X, M = Role

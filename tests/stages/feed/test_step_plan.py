@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from align.stages.feed.steps import evaluation_pass, training_pass
+from align.stages.feed.step_plan import evaluation_pass, training_pass
 from support.shard_cache import settings_of, table_of
 
 WORLDS = (1, 2, 3, 4, 8)

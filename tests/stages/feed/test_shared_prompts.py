@@ -7,8 +7,8 @@ import pytest
 
 from align.schemas.row_keys import sketches_of
 from align.schemas.rows import PromptKeys
-from align.stages.feed import shared
-from align.stages.feed.shared import Overlap, count_near, overlap
+from align.stages.feed import train_source
+from align.stages.feed.train_source import Overlap, count_near, overlap
 from support.shard_cache import block_of, opened, write_cache
 
 OTHERS = [f"Tell me about {word}, please, in {word} words" for word in "abcdefghijklmnop"]
@@ -57,10 +57,10 @@ def test_the_bands_are_searched_as_if_all_were_compared_with_all(monkeypatch):
     draw = np.random.default_rng(1)  # bytes of two values: most pairs have a band in common
     first, others = (draw.integers(0, 2, (count, 8)).astype(np.uint8) for count in (60, 90))
     equal = (first[:, None] == others).sum(axis=2)
-    expected = int((equal >= shared.NEAR).any(axis=1).sum())
+    expected = int((equal >= train_source.NEAR).any(axis=1).sum())
     assert expected > 0
     assert count_near(first.view(np.uint64).ravel(), others.view(np.uint64).ravel()) == expected
-    monkeypatch.setattr(shared, "MOST_COMPARED", 1)
+    monkeypatch.setattr(train_source, "MOST_COMPARED", 1)
     fewer = count_near(first.view(np.uint64).ravel(), others.view(np.uint64).ravel())
     assert fewer <= expected
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from align.stages.feed.deal import deal
+from align.stages.feed.step_plan import deal
 
 LENGTHS = st.lists(st.integers(1, 120), max_size=50)
 WORLDS = st.sampled_from([1, 2, 3, 4, 8])
