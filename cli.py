@@ -224,8 +224,7 @@ def methods(
     """List the methods with their losses and options, or explain one."""
     import json
 
-    from .stages.methods.describe import plain_table, render_method, render_table
-    from .stages.methods.markdown import markdown_table
+    from .stages.methods.method_docs import markdown_table, plain_table, render_method, render_table
     from .stages.methods.table import METHODS, find_method
 
     chosen = [find_method(name)] if name else list(METHODS.values())

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import textwrap
 
-from align.stages.methods.markdown import markdown_table
+from align.stages.methods.method_docs import markdown_table
 from align.stages.methods.table import METHODS
 from support.rooms import ROOMS, ROOT
 

@@ -9,8 +9,7 @@ from torch.nn.functional import logsigmoid
 
 from ...schemas.methods import Method, beta, sft_weight
 from .modifiers import SEES_RATIOS, WEIGHS_PAIRS
-from .pairs import pairs_of, referenced_output
-from .rewards import RATIOS
+from .rewards import RATIOS, pairs_of, referenced_output
 
 if TYPE_CHECKING:
     from ...schemas.methods import Branches, LossOutput, Step

@@ -14,7 +14,7 @@ from align.schemas.errors import UsageError
 from align.schemas.rows import Role
 from align.stages.feed.conversions import CONVERSIONS, Own, StoredKind
 from align.stages.methods.modifiers import Modifiers
-from align.stages.methods.ppo import estimates_of, ppo
+from align.stages.methods.policy_gradient import estimates_of, ppo
 from align.stages.methods.recipe import Part, Recipe
 from align.stages.methods.table import METHODS, options_of, recipe_of
 from support.method_steps import step_of, surveyed_by, take

@@ -9,16 +9,15 @@ from torch.nn.functional import logsigmoid, relu
 
 from ...schemas.config import option
 from ...schemas.methods import LossOutput, Method, Rewards, label_smoothing, number
-from .margins import smoothed
-from .modifiers import WEIGHS_PAIRS
-from .pairs import logp_metrics, pairs_of
-from .stable import log_odds
+from .dpo import smoothed
+from .modifiers import WEIGHS_PAIRS, log_odds
+from .rewards import logp_metrics, pairs_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ...schemas.methods import Branches, Step
-    from .pairs import Side
+    from .rewards import Side
 
 NllScope = Literal["pair", "global_tokens"]
 SCOPE_HELP = (

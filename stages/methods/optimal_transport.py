@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ...schemas.methods import Method, Rewards, beta, label_smoothing, sft_weight
-from .margins import smoothed
+from .dpo import smoothed
 from .modifiers import SEES_RATIOS
-from .pairs import pairs_of, referenced_output
-from .rewards import compared, scaled_ratios
+from .rewards import compared, pairs_of, referenced_output, scaled_ratios
 
 if TYPE_CHECKING:
     from torch import Tensor

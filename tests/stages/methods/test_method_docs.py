@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from align.stages.methods.describe import plain_table, render_method, render_table
+from align.stages.methods.method_docs import plain_table, render_method, render_table
 from align.stages.methods.table import METHODS
 
 every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)

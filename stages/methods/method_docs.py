@@ -1,4 +1,4 @@
-"""The table of methods as a person or a program reads it."""
+"""The table of methods as a person, a program or the README reads it."""
 
 from __future__ import annotations
 
@@ -161,3 +161,24 @@ def _wrapped(head: str, text: str) -> str:
 
 def _shown(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:g}"
+
+
+_HEAD = ("method", "loss of a row, completion or token", "reads", "options")
+
+
+def markdown_table(methods: Iterable[Method]) -> str:
+    """One line a method, in the order of the table."""
+    lines = [_line(_HEAD), _line(["---"] * len(_HEAD))]
+    for told in map(describe, methods):
+        options = ", ".join(f"{option.name} {_cell(option.default)}" for option in told.options)
+        lines.append(_line([f"`{told.name}`", f"`{told.formula}`", told.rows, options]))
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: Iterable[str]) -> str:
+    escaped = (cell.replace("|", "\\|") for cell in cells)
+    return f"| {' | '.join(escaped)} |"
+
+
+def _cell(value: float | str) -> str:
+    return str(value) if isinstance(value, str | bool) else f"{value:g}"

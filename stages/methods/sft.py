@@ -1,4 +1,4 @@
-"""Likelihood of every completion, good or bad, behind a token that tells which it is."""
+"""Likelihood: of what is good alone, or of all behind a token that tells which it is."""
 
 from __future__ import annotations
 
@@ -14,6 +14,35 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ...schemas.methods import Branches, Step
+
+
+@dataclass(frozen=True)
+class SftOptions:
+    """Options of sft, which has none."""
+
+
+def sft(branches: Branches, _: Step, __: SftOptions) -> LossOutput:
+    """-lp of good branches, divided by all their tokens (https://arxiv.org/abs/2203.02155).
+
+    `nll` is the mean of -m over these branches, the loss that over their tokens.
+    """
+    good = is_good(branches)
+    logps = branches.logps.detach()[good]
+    metrics = {"nll": -logps / branches.num_tokens[good], "logps/chosen": logps}
+    return LossOutput(-branches.logps.masked_fill(~good, 0.0), metrics)
+
+
+SFT = Method(
+    name="sft",
+    summary="-lp of chosen or desirable completions",
+    source="InstructGPT, https://arxiv.org/abs/2203.02155",
+    use="Good completions only: to learn a format first, or beside another method in a mixture.",
+    loss=sft,
+    options=SftOptions,
+    rows="imitated",
+    items="chosen_tokens",
+    modifiers=frozenset({"row_weight"}),
+)
 
 
 @dataclass(frozen=True)
