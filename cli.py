@@ -155,7 +155,7 @@ def score(
     if from_labels:
         say(rewards_from_labels(settings).text())
         return
-    from .stages.model.rewarder import HfReward
+    from .stages.model.reward_model import HfReward
 
     made = rewards_from_model(
         settings, HfReward, progress=progress_of_first(), worker=_worker(join=join)

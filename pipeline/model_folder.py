@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..schemas.cache import Stops
 from ..stages.engine.peers import from_first
-from ..stages.model.logps import causal_model
+from ..stages.model.logprobs import causal_model
 from ..stages.model.save import (
     parted,
     save_adapter,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..schemas.errors import AlignError, StorageError
 from ..stages.engine.user_file import stage_of
-from ..stages.model.logps import causal_model
+from ..stages.model.logprobs import causal_model
 from ..stages.storage import fs
 from ..stages.storage.checkpoints import read_checkpoint
 

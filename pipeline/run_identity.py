@@ -14,7 +14,7 @@ from ..schemas.checkpoint import RunIdentity
 from ..schemas.errors import CorruptionError
 from ..schemas.safe_text import masked
 from ..stages.engine.user_file import leaves, stage_of
-from ..stages.model.logps import causal_model
+from ..stages.model.logprobs import causal_model
 from ..stages.storage import fs
 from .settings import as_absolute, as_yaml, read_yaml
 

@@ -14,7 +14,7 @@ from ..stages.engine.peers import together
 from ..stages.feed.loader import CacheFeed
 from ..stages.feed.step_plan import FeedSettings
 from ..stages.feed.train_source import open_source, overlap
-from ..stages.model.logps import causal_model
+from ..stages.model.logprobs import causal_model
 from ..stages.model.policy import load_policy
 from ..stages.storage.verify_cache import sample_rows
 from ..stages.train.agreement import largest_gap

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..stages.model.logps import causal_model
+from ..stages.model.logprobs import causal_model
 from .settings import flatten, without_secrets
 
 if TYPE_CHECKING:

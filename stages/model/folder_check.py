@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...schemas.errors import UsageError
-from .fingerprint import model_config
-from .tensor_files import adapter_tensors, read_json
+from .fingerprint import adapter_tensors, model_config, read_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import save
 
-from .adapter import merged
-from .load import load_model, quiet, with_adapter
-from .logps import causal_model
+from .load import VALUE_HEAD, is_reward_model, load_model, merged, quiet, with_adapter
+from .logprobs import causal_model
 from .reward_model import load_reward_model
-from .scalar import VALUE_HEAD, is_reward_model
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

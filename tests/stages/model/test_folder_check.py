@@ -16,7 +16,7 @@ from align.stages.data.tokenizer import load_tokenizer
 from align.stages.model.load import load_causal_lm
 from align.stages.model.policy import load_policy
 from align.stages.model.reference import HfReference
-from align.stages.model.rewarder import HfReward
+from align.stages.model.reward_model import HfReward
 from support.command import align
 from support.families import tiny_model
 

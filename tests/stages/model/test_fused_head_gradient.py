@@ -5,9 +5,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from align.stages.model.head import call_head_for_logps
-from align.stages.model.kept import ROOM_BYTES, LogitsRoom
-from align.stages.model.tiles import TILE_ROWS, TILE_VOCABULARY, HeadSpec
+from align.stages.model.fused_head import call_head_for_logps
+from align.stages.model.head_tiles import (
+    ROOM_BYTES,
+    TILE_ROWS,
+    TILE_VOCABULARY,
+    HeadSpec,
+    LogitsRoom,
+)
 from support.fused_head import fused_logps
 from support.largest_storage import LargestStorage
 

@@ -4,8 +4,14 @@ import torch
 from transformers import AutoConfig
 
 from align.schemas.rows import Tree
-from align.stages.model.masks import tree_mask, visible_keys, windows_by_kind
-from align.stages.model.trees import groups_within, single_branches, tree_batch
+from align.stages.model.tree_attention import (
+    groups_within,
+    single_branches,
+    tree_batch,
+    tree_mask,
+    visible_keys,
+    windows_by_kind,
+)
 
 CPU = torch.device("cpu")
 
