@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..schemas.checkpoint import CheckpointFile, Peers, Position, Retention, Saved
 from ..schemas.errors import AlignError
-from ..stages.engine.peers import from_first, gathered
+from ..stages.engine.distributed import from_first, gathered
 from ..stages.storage.checkpoints import credit, save_checkpoint
 from ..stages.storage.run_folder import described
 from .room import lack_of_room

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..schemas.cache import Stops
-from ..stages.engine.peers import from_first
+from ..stages.engine.distributed import from_first
 from ..stages.model.logprobs import causal_model
 from ..stages.model.save import (
     parted,

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from ..schemas.errors import AlignError, StorageError
-from ..stages.engine.user_file import stage_of
+from ..stages.engine.deepspeed_config import stage_of
 from ..stages.model.logprobs import causal_model
 from ..stages.storage import fs
 from ..stages.storage.checkpoints import read_checkpoint

@@ -13,7 +13,7 @@ from .. import __version__
 from ..schemas.checkpoint import RunIdentity
 from ..schemas.errors import CorruptionError
 from ..schemas.safe_text import masked
-from ..stages.engine.user_file import leaves, stage_of
+from ..stages.engine.deepspeed_config import leaves, stage_of
 from ..stages.model.logprobs import causal_model
 from ..stages.storage import fs
 from .settings import as_absolute, as_yaml, read_yaml

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..schemas.checkpoint import Ending
 from ..schemas.errors import AlignError, Interrupted, StorageError, borne
-from ..stages.engine.peers import from_first
+from ..stages.engine.distributed import from_first
 from ..stages.storage import fs
 from ..stages.storage.run_folder import write_ending
 from ..stages.tracking.machine import Machine

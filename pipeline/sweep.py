@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..schemas.errors import AlignError, Interrupted, UsageError, borne
-from ..stages.engine.launch import joined_world
-from ..stages.engine.peers import from_first
+from ..stages.engine.distributed import from_first, joined_world
 from ..stages.storage import fs
 from ..stages.storage.cache_folder import OutputFolder
 from ..stages.storage.run_folder import RunFolder

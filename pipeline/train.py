@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..schemas.batches import Cursor
 from ..schemas.errors import Interrupted, borne
 from ..stages.engine.deepspeed_engine import open_engine
-from ..stages.engine.launch import joined_world
-from ..stages.engine.peers import together
+from ..stages.engine.distributed import joined_world, together
 from ..stages.feed.loader import CacheFeed
 from ..stages.feed.step_plan import FeedSettings
 from ..stages.feed.train_source import open_source, overlap

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..schemas.errors import CorruptionError, FingerprintError, UsageError
-from ..stages.engine.config import Circumstances, engine_config
-from ..stages.engine.user_file import stage_of
+from ..stages.engine.deepspeed_config import Circumstances, engine_config, stage_of
 from ..stages.methods.table import recipe_of
 from ..stages.model.fingerprint import UNUSED_WEIGHTS, stored_dtype
 from ..stages.model.folder_check import require_peft

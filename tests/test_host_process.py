@@ -43,7 +43,7 @@ def compare(after_what):
     changed = {name: (before[name], now[name]) for name in now if now[name] != before[name]}
     assert not changed, (after_what, changed)
 
-import align, align.cli, align.stages.engine.launch, align.stages.engine.states
+import align, align.cli, align.stages.engine.distributed, align.stages.engine.deepspeed_state
 import align.pipeline.train, align.pipeline.sweep, align.pipeline.verify
 compare("import")
 

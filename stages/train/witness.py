@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...schemas.batches import Judged
 from ...schemas.rows import Role
-from ..engine.peers import gathered
+from ..engine.distributed import gathered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,7 +14,7 @@ from align.pipeline.train import open_session
 from align.pipeline.training_job import open_training
 from align.schemas.errors import FingerprintError, UsageError
 from align.schemas.rows import Role
-from align.stages.engine.launch import joined_world
+from align.stages.engine.distributed import joined_world
 from align.stages.feed.train_source import open_source
 from support.command import refusal
 from support.stage_one import Silent

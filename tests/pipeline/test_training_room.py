@@ -12,7 +12,7 @@ import pytest
 from align.pipeline import room
 from align.pipeline.train import open_session
 from align.schemas.errors import StorageError
-from align.stages.engine.launch import joined_world
+from align.stages.engine.distributed import joined_world
 from align.stages.storage import fs
 from align.stages.storage.checkpoints import read_checkpoint
 from support.stage_one import Silent

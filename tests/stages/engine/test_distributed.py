@@ -9,8 +9,7 @@ import torch
 
 from align.schemas.batches import World
 from align.schemas.errors import UsageError
-from align.stages.engine.launch import joined_world, launcher_environment, world_of
-from align.stages.engine.slurm import first_host
+from align.stages.engine.distributed import first_host, joined_world, launcher_environment, world_of
 from support.programs import TESTS, program, run_program
 
 TORCHRUN = {

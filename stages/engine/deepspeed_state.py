@@ -1,10 +1,10 @@
-"""Engine state on disk: what DeepSpeed writes, read back without running a pickle's code."""
+"""Engine state on disk, read without running a pickle's code; the policy on one CPU."""
 
 from __future__ import annotations
 
 import os
 import pickle
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +12,12 @@ import torch
 
 from ...schemas.errors import CorruptionError, StorageError
 from ...schemas.safe_text import masked
-from .quiet import deepspeed, quietly
+from .deepspeed_compat import deepspeed, quietly
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
+
+    from torch import Tensor, nn
 
 _RUNTIME = deepspeed.runtime
 # What DeepSpeed's files hold beside tensors, numbers and containers.
@@ -112,3 +114,34 @@ def _data_only() -> Iterator[None]:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+WRAPPED = "model."  # where the policy holds the model whose names are used
+
+
+def whole_weights(policy: nn.Module, *, rank: int, trainable_only: bool) -> Mapping[str, Tensor]:
+    """Parameters, tied ones once, and saved buffers; every rank calls it, rank 0 gets them.
+
+    What the policy has beside the model keeps its own name: `value_head.weight`.
+    """
+    weights = {}
+    for name, tensor in _tensors(policy):
+        if trainable_only and not tensor.requires_grad:
+            continue
+        # One at a time, so that no device ever holds the whole of a partitioned model.
+        with _gathered(tensor):
+            if rank == 0:
+                weights[name.removeprefix(WRAPPED)] = tensor.detach().to("cpu", copy=True)
+    return weights
+
+
+def _tensors(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from policy.named_parameters()
+    saved = policy.state_dict(keep_vars=True).keys()
+    yield from ((name, buffer) for name, buffer in policy.named_buffers() if name in saved)
+
+
+def _gathered(tensor: Tensor) -> Any:
+    if not hasattr(tensor, "ds_id"):
+        return nullcontext()
+    return deepspeed.zero.GatheredParameters([tensor])

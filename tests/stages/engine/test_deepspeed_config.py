@@ -5,7 +5,7 @@ import pytest
 
 from align.schemas.config import TrainOptions
 from align.schemas.errors import UsageError
-from align.stages.engine.config import PRESETS, Circumstances, engine_config
+from align.stages.engine.deepspeed_config import PRESETS, Circumstances, engine_config
 
 HERE = Circumstances(dtype="float32", hidden_size=64, world_size=4)
 OPTIONS = TrainOptions(lr=2e-5, weight_decay=0.1, max_grad_norm=0.5, batch_size=32)
