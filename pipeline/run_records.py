@@ -15,11 +15,11 @@ from ..schemas.errors import AlignError, Interrupted, StorageError, borne
 from ..stages.engine.distributed import from_first
 from ..stages.storage import fs
 from ..stages.storage.run_folder import write_ending
-from ..stages.tracking.machine import Machine
 from ..stages.tracking.names import EVAL
 from ..stages.tracking.no_progress import NoProgress
 from ..stages.tracking.null_run import NullRun
 from ..stages.tracking.training_run import open_training_run
+from ..stages.train.throughput import Machine
 from .best_metric import BestMetric
 from .evaluation_tables import EvaluationTables
 from .keeping import Keeper

@@ -16,10 +16,9 @@ from ..stages.feed.train_source import open_source, overlap
 from ..stages.model.logprobs import causal_model
 from ..stages.model.policy import load_policy
 from ..stages.storage.verify_cache import sample_rows
-from ..stages.train.agreement import largest_gap
+from ..stages.train.evaluation import largest_gap
 from ..stages.train.loop import Halts, Loop, Place, SaveClock, train
-from ..stages.train.memory import forget_peak
-from ..stages.train.meter import Meter
+from ..stages.train.throughput import Meter, forget_peak
 from .halting import asked_to_stop, naming_the_way_on
 from .lost_peers import naming_lost_peers
 from .model_folder import write_model

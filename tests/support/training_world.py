@@ -25,7 +25,7 @@ from align.schemas.config import (
 )
 from align.stages.model.reference import HfReference
 from align.stages.train.loop import Halts, Loop, Place, train
-from align.stages.train.meter import Meter
+from align.stages.train.throughput import Meter
 from align.stages.world.model import ModelShape, make_model
 from align.stages.world.preferences import draw_preferences
 from align.stages.world.shapes import paired, unpaired

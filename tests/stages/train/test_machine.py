@@ -1,7 +1,7 @@
 import numpy as np
 import psutil
 
-from align.stages.tracking.machine import MEGA, Machine
+from align.stages.train.throughput import MEGA, Machine
 
 
 def test_it_sees_this_machine(tmp_path):

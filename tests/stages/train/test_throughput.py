@@ -7,12 +7,10 @@ import pytest
 from align.schemas.batches import Cursor, MicroBatch, StepBatch
 from align.schemas.errors import CorruptionError
 from align.schemas.rows import Tree
-from align.stages.train import meter as meter_module
-from align.stages.train.loop import Halts
-from align.stages.train.memory import forget_peak, peak_mib
-from align.stages.train.meter import Meter
-from align.stages.train.muster import next_batch
-from align.stages.train.sums import added, means_of
+from align.stages.train import throughput as meter_module
+from align.stages.train.loop import Halts, next_batch
+from align.stages.train.step import added, means_of
+from align.stages.train.throughput import Meter, forget_peak, peak_mib
 
 ALONE = SimpleNamespace(total=lambda values: values)
 NEVER = Halts(lambda: False, math.inf)
