@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..schemas.errors import UsageError
 from ..stages.storage.checkpoints import wanted
-from ..stages.tracking.names import EVAL
+from ..stages.tracking.journal import EVAL
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
     from ..schemas.cache import FileEntry
     from ..schemas.rows import Rejected
-    from ..schemas.tracking import Progress
     from ..stages.data.input_files import Chunk
     from ..stages.pairing.spool import Spool
+    from ..stages.tracking.progress import Progress
     from .job import Job
 
 KINDS = ("rows_of_conversations", "rows_of_plain_text")

@@ -6,8 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..stages.tracking.jsonl import all_entries
-from ..stages.tracking.names import EVAL
+from ..stages.tracking.journal import EVAL, all_entries
 from .measured import Ends, Measured
 
 if TYPE_CHECKING:

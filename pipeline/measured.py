@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from ..stages.tracking.names import EVAL
+from ..stages.tracking.journal import EVAL
 
 if TYPE_CHECKING:
-    from ..stages.tracking.jsonl import Entry
+    from ..stages.tracking.journal import Entry
 
 MeasuredOn = Literal["held out", "training", ""]
 

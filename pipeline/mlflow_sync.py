@@ -16,12 +16,10 @@ from ..stages.storage.cache_folder import CacheFolder
 from ..stages.storage.locks import owner_lock
 from ..stages.storage.run_folder import RunFolder, read_ending
 from ..stages.tracking.delivery import Delivery
-from ..stages.tracking.guard import address_of, failures, reason_of
-from ..stages.tracking.ledger import load_ledger, plain_uri
+from ..stages.tracking.mlflow_client import MlflowStore
 from ..stages.tracking.mlflow_run import store_uri
-from ..stages.tracking.mlflow_store import MlflowStore
-from ..stages.tracking.quiet import hushed
-from ..stages.tracking.unended import Note
+from ..stages.tracking.mlflow_silence import hushed
+from ..stages.tracking.outbox import Note, address_of, failures, load_ledger, plain_uri, reason_of
 from .settings import FILE_NAME, load_settings
 
 if TYPE_CHECKING:

@@ -13,12 +13,12 @@ from ..stages.storage.cleanup import collect, is_tidy
 from ..stages.storage.commits import read_commits
 from ..stages.storage.locks import OwnerLock, owner_lock, try_owner_lock
 from ..stages.storage.manifest_file import build_manifest, load_manifest, load_plan, write_manifest
+from ..stages.tracking.mlflow_run import recorded, settle
 from .identity import require_same_or_growing
 from .intake import make_plan, remake_ring, ring_of
 from .job import Job, open_job
 from .known import remember
 from .outcome import Outcome
-from .recording import recorded, settle
 from .units import Tally, Worker, score_units
 from .usable import Losses
 
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from ..schemas.cache import Manifest, Plan
     from ..schemas.config import Config
     from ..schemas.rows import Reference
-    from ..schemas.tracking import Progress, Run
+    from ..stages.tracking.journal import Run
+    from ..stages.tracking.progress import Progress
 
 POLL_SECONDS = 0.1
 _HINTS = {

@@ -15,10 +15,9 @@ from ..schemas.errors import AlignError, Interrupted, StorageError, borne
 from ..stages.engine.distributed import from_first
 from ..stages.storage import fs
 from ..stages.storage.run_folder import write_ending
-from ..stages.tracking.names import EVAL
-from ..stages.tracking.no_progress import NoProgress
-from ..stages.tracking.null_run import NullRun
-from ..stages.tracking.training_run import open_training_run
+from ..stages.tracking.journal import EVAL, NullRun
+from ..stages.tracking.journaled_run import open_training_run
+from ..stages.tracking.progress import NoProgress
 from ..stages.train.throughput import Machine
 from .best_metric import BestMetric
 from .evaluation_tables import EvaluationTables
@@ -33,8 +32,8 @@ if TYPE_CHECKING:
 
     from ..schemas.batches import Judged
     from ..schemas.checkpoint import Checkpoint, How
-    from ..schemas.tracking import Progress
-    from ..stages.tracking.training_run import JournaledRun
+    from ..stages.tracking.journaled_run import JournaledRun
+    from ..stages.tracking.progress import Progress
     from ..stages.train.loop import Place
     from .run_start import Start
     from .session import Session

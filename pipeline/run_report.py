@@ -17,7 +17,7 @@ from ..stages.storage.cache_folder import CacheFolder
 from ..stages.storage.checkpoints import read_checkpoint
 from ..stages.storage.manifest_file import load_manifest
 from ..stages.storage.run_folder import RunFolder, read_ending
-from ..stages.tracking.names import EVAL
+from ..stages.tracking.journal import EVAL
 from .journal import History, history_of
 from .run_identity import run_settings
 from .settings import without_secrets

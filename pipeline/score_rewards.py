@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from ..schemas.cache import Manifest
     from ..schemas.config import Config, ModelOptions
     from ..schemas.rows import Record, Reference, ScoredBlock, Text
-    from ..schemas.tracking import Progress
     from ..stages.data.data_schema import Shape
     from ..stages.data.input_files import Digested, InputFile
+    from ..stages.tracking.progress import Progress
     from .units import Worker
 
 CACHE = "cache"

@@ -14,8 +14,8 @@ from ..stages.engine.distributed import from_first, joined_world
 from ..stages.storage import fs
 from ..stages.storage.cache_folder import OutputFolder
 from ..stages.storage.run_folder import RunFolder
+from ..stages.tracking.mlflow_run import recorded
 from .halting import WAY_ON
-from .recording import recorded
 from .sweep_report import sweep_page
 from .swept import Swept, Tried
 from .train import train_in
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ..schemas.batches import World
-    from ..schemas.tracking import Progress, Run
+    from ..stages.tracking.journal import Run
+    from ..stages.tracking.progress import Progress
     from .settings import Settings
     from .training_job import TrainingJob
     from .trials import Trial

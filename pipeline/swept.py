@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..stages.report.grid import grid
-from ..stages.tracking.names import EVAL
+from ..stages.tracking.journal import EVAL
 from .measured import Measured
 
 if TYPE_CHECKING:

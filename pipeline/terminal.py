@@ -14,14 +14,13 @@ import typer
 from typer.core import TyperGroup
 
 from ..schemas.safe_text import hear, safe
-from ..stages.tracking.console import make_progress
-from ..stages.tracking.no_progress import NoProgress
-from ..stages.tracking.quiet import WARNING, hush
+from ..stages.tracking.mlflow_silence import WARNING, hush
+from ..stages.tracking.progress import NoProgress, make_progress
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..schemas.tracking import Progress
+    from ..stages.tracking.progress import Progress
 
 
 def own_process(arguments: Sequence[str]) -> None:

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ..schemas.batches import World
-    from ..schemas.tracking import Progress
     from ..stages.feed.train_source import TrainSource
     from ..stages.methods.recipe import Recipe
     from ..stages.model.policy import Policy
+    from ..stages.tracking.progress import Progress
     from .training_job import TrainingJob
 
 logger = logging.getLogger("align")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..stages.storage.run_folder import read_ending
-from ..stages.tracking.names import EVAL
+from ..stages.tracking.journal import EVAL
 from .journal import history_of
 from .measured import Measured
 

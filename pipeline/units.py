@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
     from ..schemas.cache import Plan
     from ..schemas.rows import Reference, Scorer
-    from ..schemas.tracking import Progress, Run
     from ..stages.pairing.ring import Ring
     from ..stages.score.score import BatchDone
+    from ..stages.tracking.journal import Run
+    from ..stages.tracking.progress import Progress
     from .job import Job
 
 

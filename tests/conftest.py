@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
 from align.stages.storage.run_folder import RunFolder
-from align.stages.tracking.quiet import DEFAULTS
+from align.stages.tracking.mlflow_silence import DEFAULTS
 from align.stages.world.tokenizer import make_tokenizer
 from support.command import Answer, launch
 from support.pace import STARTS, is_slow

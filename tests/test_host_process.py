@@ -54,7 +54,7 @@ from align.pipeline.training_job import open_training
 from align.pipeline.mlflow_sync import sync_run
 from align.pipeline.units import Worker
 from align.stages.model.reference import HfReference
-from align.stages.tracking.no_progress import NoProgress
+from align.stages.tracking.progress import NoProgress
 from pathlib import Path
 
 uri = f"tracking.uri=sqlite:///{home}/mlflow.db"

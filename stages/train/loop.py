@@ -15,7 +15,7 @@ from ...schemas.batches import Cursor
 from ...schemas.errors import AlignError, CorruptionError, NonFiniteError
 from ..methods.recipe import LOSS
 from ..storage.failpoints import reach
-from ..tracking.names import EVAL
+from ..tracking.journal import EVAL
 from .evaluation import Witness, asks_first, evaluate, whole_step
 from .step import added, finite, learning_rate, reported, train_step
 from .throughput import peak_mib

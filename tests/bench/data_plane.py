@@ -55,7 +55,7 @@ def measure(rows: int) -> dict[str, int]:
         ModelOptions,
         TrackingOptions,
     )
-    from align.stages.tracking.console import make_progress
+    from align.stages.tracking.progress import make_progress
     from align.stages.world.stub import StubReference
     from align.stages.world.tokenizer import make_tokenizer
 

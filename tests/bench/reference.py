@@ -157,7 +157,7 @@ def measure_align(folder):
         TrackingOptions,
     )
     from align.stages.model.reference import HfReference
-    from align.stages.tracking.console import make_progress
+    from align.stages.tracking.progress import make_progress
 
     model = ModelOptions(path=str(folder / "model"))
     with tempfile.TemporaryDirectory() as output:

@@ -13,7 +13,7 @@ from align.schemas.config import DataOptions, TrackingOptions
 from align.schemas.errors import BadDataError, Interrupted, UsageError
 from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.fs import sha256_of
-from align.stages.tracking.mlflow_store import MlflowStore
+from align.stages.tracking.mlflow_client import MlflowStore
 from align.stages.world.stub import StubReference
 from support.mlflow_runs import open_store, the_run
 from support.stage_one import child, contents, run

@@ -14,7 +14,7 @@ from align.pipeline.run_identity import run_settings
 from align.schemas.errors import CorruptionError, FingerprintError
 from align.stages.storage.checkpoints import choose_checkpoint, read_checkpoint
 from align.stages.storage.run_folder import RECORD_NAME, RunFolder, read_ending
-from align.stages.tracking.ledger import load_ledger
+from align.stages.tracking.outbox import load_ledger
 
 SEED = 20
 

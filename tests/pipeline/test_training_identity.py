@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from align.schemas.json_codec import digest_of, to_json
 from align.stages.storage.checkpoints import read_checkpoint
 from align.stages.storage.run_folder import RECORD_NAME, RunFolder, read_ending
-from align.stages.tracking.ledger import load_ledger
+from align.stages.tracking.outbox import load_ledger
 from support.command import align, refusal
 from support.trainings import KILLED, contents, learned, refused, weights
 

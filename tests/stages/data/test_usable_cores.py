@@ -61,4 +61,4 @@ def test_nobody_else_counts_the_cores_of_the_machine():
     root = Path(usable_cores.__code__.co_filename).parents[2]
     files = [path for room in ("pipeline", "stages") for path in (root / room).rglob("*.py")]
     counting = {path.name for path in files if "cpu_count" in path.read_text()}
-    assert counting == {"cores.py"}
+    assert counting == {"encode_workers.py"}

@@ -4,9 +4,8 @@ import sys
 
 import pytest
 
-from align.stages.tracking import console
-from align.stages.tracking.console import BarProgress, LineProgress, make_progress
-from align.stages.tracking.meter import Meter
+from align.stages.tracking import progress as progress_module
+from align.stages.tracking.progress import BarProgress, LineProgress, TaskProgress, make_progress
 
 
 class Terminal(io.StringIO):
@@ -45,7 +44,7 @@ def test_a_fast_task_is_two_lines():
 
 
 def test_a_slow_task_reports_in_between(monkeypatch):
-    monkeypatch.setattr(console, "SECONDS_PER_LINE", 0.0)
+    monkeypatch.setattr(progress_module, "SECONDS_PER_LINE", 0.0)
     stream = io.StringIO()
     progress = make_progress(stream)
     progress.begin("scoring", total=4, unit="rows")
@@ -54,8 +53,8 @@ def test_a_slow_task_reports_in_between(monkeypatch):
 
 
 def test_what_is_left_follows_from_what_is_done(monkeypatch):
-    meter = Meter("scoring", 100, "rows", started=0.0)
-    monkeypatch.setattr("align.stages.tracking.meter.time.monotonic", lambda: 30.0)
+    meter = TaskProgress("scoring", 100, "rows", started=0.0)
+    monkeypatch.setattr("align.stages.tracking.progress.time.monotonic", lambda: 30.0)
     meter.add(25, tokens=3000, padding=300)
     # 25 rows in 30 s, so 75 more in 90 s; 3000 tokens in 30 s.
     expected = "scoring: 25 of 100 rows (25%), 100 tokens/s, 10.0% padding, 0:01:30 left"
@@ -63,8 +62,8 @@ def test_what_is_left_follows_from_what_is_done(monkeypatch):
 
 
 def test_a_task_cut_short_says_how_far_it_came(monkeypatch):
-    meter = Meter("scoring", 100, "rows", started=0.0)
-    monkeypatch.setattr("align.stages.tracking.meter.time.monotonic", lambda: 61.0)
+    meter = TaskProgress("scoring", 100, "rows", started=0.0)
+    monkeypatch.setattr("align.stages.tracking.progress.time.monotonic", lambda: 61.0)
     meter.add(25, tokens=0, padding=0)
     assert meter.closing() == "scoring: 25 of 100 rows (25%) in 0:01:01"
 
@@ -80,7 +79,7 @@ def test_an_unknown_total_is_no_obstacle():
 
 def test_a_terminal_shows_a_bar_and_keeps_one_line(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(console, "SECONDS_PER_FRAME", 0.0)
+    monkeypatch.setattr(progress_module, "SECONDS_PER_FRAME", 0.0)
     stream = Terminal()
     progress = make_progress(stream)
     progress.begin("scoring", total=2000, unit="rows")
@@ -109,7 +108,7 @@ def test_a_narrow_encoding_is_no_obstacle():
 
 def test_a_reader_who_left_does_not_stop_the_work(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(console, "SECONDS_PER_FRAME", 0.0)
+    monkeypatch.setattr(progress_module, "SECONDS_PER_FRAME", 0.0)
     progress = make_progress(Gone())
     progress.begin("scoring", total=2, unit="rows")
     progress.advance(2)
@@ -122,7 +121,7 @@ def test_nothing_heavy_is_imported_to_get_ready():
 import io, sys
 from align.schemas.config import TrackingOptions
 from align.stages.report import export, summary, tables
-from align.stages.tracking.console import make_progress
+from align.stages.tracking.progress import make_progress
 from align.stages.tracking.mlflow_run import open_run
 make_progress(io.StringIO()).say("hello")
 open_run(TrackingOptions(mlflow=False), name="x", tags={}).finish("FINISHED")

@@ -1,6 +1,6 @@
 import pytest
 
-from align.stages.tracking.names import key_of, shortened
+from align.stages.tracking.journal import key_of, shortened
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,8 @@ import json
 import pytest
 
 from align.schemas.errors import StorageError
-from align.schemas.tracking import MetricPoint
 from align.stages.storage import fs
-from align.stages.tracking.jsonl import line_start, open_journal, read_entries
+from align.stages.tracking.journal import MetricPoint, line_start, open_journal, read_entries
 
 NAN, INFINITY = float("nan"), float("inf")
 

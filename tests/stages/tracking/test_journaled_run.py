@@ -8,7 +8,7 @@ import pytest
 from align.pipeline.mlflow_sync import sync_run
 from align.schemas.config import TrackingOptions
 from align.schemas.errors import CorruptionError, UsageError
-from align.stages.tracking.ledger import load_ledger, plain_uri
+from align.stages.tracking.outbox import load_ledger, plain_uri
 from support.mlflow_runs import open_store
 from support.tracked_training import begin, journalled, learn, run_folder, run_of, stored, wait_for
 
@@ -202,7 +202,7 @@ def test_mlflow_says_nothing_by_itself(tmp_path):
 import pathlib
 from align.schemas.config import TrackingOptions
 from align.stages.storage.run_folder import RunFolder
-from align.stages.tracking.training_run import open_training_run
+from align.stages.tracking.journaled_run import open_training_run
 folder = RunFolder(pathlib.Path("{tmp_path}/run"))
 folder.prepare()
 options = TrackingOptions(uri="sqlite:///{tmp_path}/quiet.db")
@@ -220,12 +220,12 @@ def test_a_host_that_is_strict_with_warnings_can_use_mlflow_after_a_run_without_
 import pathlib, threading, warnings
 from align.schemas.config import TrackingOptions
 from align.stages.storage.run_folder import RunFolder
-from align.stages.tracking import training_run
-training_run.PATIENCE_SECONDS["KILLED"] = 0.01
+from align.stages.tracking import journaled_run
+journaled_run.PATIENCE_SECONDS["KILLED"] = 0.01
 folder = RunFolder(pathlib.Path("{tmp_path}/run"))
 folder.prepare()
 options = TrackingOptions(uri="sqlite:///{tmp_path}/strict.db")
-run = training_run.open_training_run(options, folder, name="x", tags={{}}, keep_through=-1)
+run = journaled_run.open_training_run(options, folder, name="x", tags={{}}, keep_through=-1)
 (sender,) = [one for one in threading.enumerate() if one.name == "mlflow"]
 run.finish("KILLED")
 sender.join()

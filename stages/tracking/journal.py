@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: what was measured, a line per step or evaluation; the truth for any store.
+"""What a run records while it works, and `metrics.jsonl`: a line per step or evaluation.
 
 {"step":10,"time":1763735000.123,"loss":0.693,…} - finite numbers only; the rest is left out.
 An evaluation has a line of its own: a step's line is durable before its checkpoint is, and the
@@ -10,20 +10,125 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ...schemas.errors import told
-from ...schemas.tracking import MetricPoint
+from ...schemas.safe_text import redacted
 from ..storage import fs
-from .names import EVAL, key_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 logger = logging.getLogger("align")
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+
+
+class Run(Protocol):
+    """A record of one run in a tracking store; never the reason that a run fails."""
+
+    @property
+    def run_id(self) -> str:
+        """The store's name for this run, empty when nothing is recorded."""
+        ...
+
+    def log_params(self, params: Mapping[str, str]) -> None:
+        """Settings, flat."""
+        ...
+
+    def log_metrics(self, metrics: Mapping[str, float], *, step: int = 0) -> None:
+        """Numbers at one step."""
+        ...
+
+    def log_dataset(self, name: str, *, digest: str, source: str, context: str) -> None:
+        """The data that went in, under our own digest."""
+        ...
+
+    def log_artifact(self, path: Path) -> None:
+        """A file to keep with the run."""
+        ...
+
+    def log_model_link(self, folder: Path, *, tags: Mapping[str, str]) -> None:
+        """Where the model lies that this run made; the model itself stays there."""
+        ...
+
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        """Labels to search by."""
+        ...
+
+    def sync(self) -> None:
+        """Makes durable what was logged until now."""
+        ...
+
+    def finish(self, status: Status) -> None:
+        """The truth about how it ended."""
+        ...
+
+
+@dataclass(frozen=True)
+class MetricPoint:
+    """One number, as a tracking store keeps it."""
+
+    key: str
+    value: float
+    step: int
+    time_ms: int  # since 1970
+
+
+@dataclass(frozen=True)
+class DatasetNote:
+    """Data that went into a run."""
+
+    name: str
+    digest: str
+    source: str
+    context: str
+
+
+@dataclass(frozen=True)
+class ModelLink:
+    """A model that a run made, and where it lies."""
+
+    folder: str
+    tags: dict[str, str]
+    model_id: str  # the store's name for it, empty until the store knows it
+
+
+@dataclass(frozen=True)
+class MlflowRecord:
+    """All that MLflow is to be told about a run but its metrics, and what it knows already."""
+
+    format_version: int
+    uri: str  # without user and password
+    experiment: str
+    run_name: str
+    key: str  # a tag by which the run is found again when the answer that named it was lost
+    run_id: str  # empty until there is one
+    began_ms: int
+    ended_ms: int
+    status: str  # empty while it runs
+    tags: dict[str, str]
+    params: dict[str, str]
+    datasets: tuple[DatasetNote, ...]
+    artifacts: dict[str, bool]  # path, and whether the store has it
+    models: tuple[ModelLink, ...]
+    metrics_sent: int  # bytes of metrics.jsonl that the store is known to have
+
+
+@dataclass(frozen=True)
+class UnendedRun:
+    """A run of MLflow that is at work, or whose end MLflow was not told."""
+
+    uri: str  # without user and password
+    experiment: str
+    key: str  # a tag by which the run is found
+    status: str  # empty as long as nobody said how it ended
+    ended_ms: int
+
 
 RESERVED = ("step", "time")
 POINTS_AT_ONCE = 10_000
@@ -149,3 +254,55 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
         return None
     good = type(fields.get("step")) is int and isinstance(fields.get("time"), int | float)
     return fields if good else None
+
+
+class NullRun:
+    """Takes everything a `Run` takes and keeps none of it."""
+
+    run_id = ""
+    run_key = ""
+
+    def log_params(self, params: Mapping[str, str]) -> None:
+        """Keeps nothing."""
+
+    def log_metrics(self, metrics: Mapping[str, float], *, step: int = 0) -> None:
+        """Keeps nothing."""
+
+    def log_dataset(self, name: str, *, digest: str, source: str, context: str) -> None:
+        """Keeps nothing."""
+
+    def log_artifact(self, path: Path) -> None:
+        """Keeps nothing."""
+
+    def log_model_link(self, folder: Path, *, tags: Mapping[str, str]) -> None:
+        """Keeps nothing."""
+
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        """Keeps nothing."""
+
+    def sync(self) -> None:
+        """Does nothing."""
+
+    def finish(self, status: Status) -> None:
+        """Does nothing."""
+
+
+EVAL = "eval/"  # begins the name of what was measured on held-out rows
+MAX_KEY = 250
+MAX_PARAM = 6000
+MAX_TAG = 5000  # what the oldest SQL schema still holds
+MAX_DATASET_NAME = 500
+MAX_DIGEST = 36
+
+
+def key_of(name: str) -> str:
+    """The name with `_` for what is not allowed, and no part that a path would swallow."""
+    allowed = re.sub(r"[^A-Za-z0-9_\-. /]", "_", name)
+    parts = [part for part in allowed.split("/") if part not in ("", ".", "..")]
+    return "/".join(parts)[:MAX_KEY].rstrip("/") or "_"
+
+
+def shortened(value: str, limit: int) -> str:
+    """The value without secrets, its end cut off where it is too long."""
+    value = redacted(value)
+    return value if len(value) <= limit else f"{value[: limit - 1]}…"

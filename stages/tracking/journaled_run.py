@@ -6,25 +6,20 @@ import time
 from typing import TYPE_CHECKING
 
 from ...schemas.safe_text import redacted
-from ...schemas.tracking import DatasetNote, ModelLink
 from ..storage import fs
-from .delivery import PRIVATE
-from .jsonl import open_journal
-from .ledger import open_ledger
+from .delivery import PRIVATE, Sender
+from .journal import MAX_TAG, DatasetNote, ModelLink, NullRun, key_of, open_journal, shortened
 from .mlflow_run import experiment_name, sorted_out, store_uri, version_tags
-from .names import MAX_TAG, key_of, shortened
-from .null_run import NullRun
-from .sender import Sender
+from .outbox import open_ledger
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
     from ...schemas.config import TrackingOptions
-    from ...schemas.tracking import Status
     from ..storage.run_folder import RunFolder
-    from .jsonl import Journal
-    from .ledger import Ledger
+    from .journal import Journal, Status
+    from .outbox import Ledger
 
 # Who stops a process by a signal kills it half a minute later.
 PATIENCE_SECONDS = {"FINISHED": 30.0, "FAILED": 15.0, "KILLED": 5.0}

@@ -1,20 +1,33 @@
-"""The calls to MLflow; the only module that imports it. Each of them raises when it fails."""
+"""The calls to MLflow; the only module that imports it. Each of them raises when it fails.
+
+A SQLite store that is not there yet is built under a draft's name, then given its own in one step.
+MLflow builds one by some 350 statements, and a kill among them would leave a store that neither
+works nor is ever mended. Nothing is in a draft, so SQLite need not wait for the disk after each
+statement: a second instead of six. A store that is there is never touched.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import json
+import os
+import re
+import sqlite3
+import time
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ...schemas.errors import StorageError
 from ...schemas.safe_text import redacted
-from .fast_sqlite import make_store, require_whole
-from .names import MAX_DATASET_NAME, MAX_DIGEST, MAX_PARAM, MAX_TAG, key_of, shortened
+from ..storage import fs
+from .journal import MAX_DATASET_NAME, MAX_DIGEST, MAX_PARAM, MAX_TAG, key_of, shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from ...schemas.tracking import DatasetNote, MetricPoint, ModelLink
+    from .journal import DatasetNote, MetricPoint, ModelLink
 
 T = TypeVar("T")
 
@@ -202,3 +215,124 @@ def artifacts_beside(uri: str, experiment: str) -> str | None:
 
 def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     return (items[start : start + size] for start in range(0, len(items), size))
+
+
+WAIT_SECONDS = 20.0
+_FILE = re.compile(r"(sqlite(?:\+pysqlite)?:///)([^?]+)(.*)", re.DOTALL)
+
+
+def sqlite_file(uri: str) -> Path | None:
+    """The file of a SQLite address; None where it names no file that we could make."""
+    found = _FILE.fullmatch(uri)
+    if not found or found[2].startswith((":memory:", "file:")):
+        return None
+    return Path(found[2])
+
+
+def make_store(uri: str, build: Callable[[str], object]) -> None:
+    """Lets `build` make the store of a SQLite address under another one, unless it is there."""
+    path = sqlite_file(uri)
+    if path is None or path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _alone_in(path.parent) as is_alone:
+        if path.exists():
+            return
+        if is_alone:
+            _remove_drafts(path)
+        with fs.draft_if_absent(path) as draft:
+            with _unsynchronized():
+                build(_FILE.sub(lambda found: f"{found[1]}{draft}{found[3]}", uri))
+            fs.fsync(draft)
+
+
+def require_whole(uri: str, error: Exception) -> None:
+    """Says what to do with a SQLite store that MLflow cannot open for how it was made."""
+    path = sqlite_file(uri)
+    if path is None or (runs := _count_runs(path)) is None:
+        return
+    if runs:
+        way = (
+            f"It holds {runs:,} runs of another version of MLflow: keep a copy of it, then "
+            f"`mlflow db upgrade {uri}`"
+        )
+    else:
+        way = "It holds no run and was left half made. If no other program is making it, remove it"
+    raise StorageError(f"{path} is not a whole store of this MLflow. {way}.") from error
+
+
+def _count_runs(path: Path) -> int | None:
+    """How many runs a store has, whole or not; None where the file is not a database."""
+    try:
+        with path.open("rb") as source:
+            source.read(1)
+        database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+    except (OSError, sqlite3.Error):
+        return None
+    try:
+        tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master")}
+        if "runs" not in tables:
+            return 0
+        return int(database.execute("SELECT count(*) FROM runs").fetchone()[0])
+    except sqlite3.Error:
+        return None
+    finally:
+        database.close()
+
+
+def _remove_drafts(path: Path) -> None:
+    """What a killed process left; whoever builds holds the lock."""
+    for draft in path.parent.glob(f".{path.name}.*.tmp*"):
+        if re.fullmatch(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.tmp(-journal)?", draft.name):
+            fs.unlink(draft)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[bool]:
+    """Keeps others who ask for the same out, as far as the file system can; whether it does."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield _lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    """Waits for a lock no longer than building a store may take."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.05)
+        except OSError:  # a file system without locks
+            return False
+        else:
+            return True
+    return False
+
+
+@contextmanager
+def _unsynchronized() -> Iterator[None]:
+    """Connections opened inside do not wait for the disk; they are closed at its end."""
+    event = importlib.import_module("sqlalchemy.event")
+    engine = importlib.import_module("sqlalchemy.engine").Engine
+    used: list[Any] = []
+
+    def hurry(connection: Any, _record: Any) -> None:
+        if isinstance(connection, sqlite3.Connection):
+            connection.execute("PRAGMA synchronous=OFF")
+
+    def note(connection: Any) -> None:
+        used.append(connection.engine)
+
+    event.listen(engine, "connect", hurry)
+    event.listen(engine, "engine_connect", note)
+    try:
+        yield
+    finally:
+        event.remove(engine, "connect", hurry)
+        event.remove(engine, "engine_connect", note)
+        for one in used:
+            with suppress(sqlite3.Error):
+                one.dispose()
