@@ -286,8 +286,8 @@ def inspect(
 ) -> None:
     """Show what a cache holds: rows, lengths, truncation, balance, log-probs, drops."""
     from .schemas.json_codec import to_json
-    from .stages.report.summary import summarize
-    from .stages.report.tables import render
+    from .stages.report.cache_summary import summarize
+    from .stages.report.cache_tables import render
     from .stages.storage.cache_folder import CacheFolder
 
     summary = summarize(CacheFolder(cache))

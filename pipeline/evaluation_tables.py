@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..schemas.cache import Stops
 from ..stages.data.tokenizer import decoder
-from ..stages.report.evaluation_table import evaluation_csv
+from ..stages.report.eval_table import evaluation_csv
 from ..stages.storage import fs
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ..schemas.batches import Judged
-    from ..stages.report.evaluation_table import Decode, Kind
+    from ..stages.report.eval_table import Decode, Kind
     from ..stages.storage.run_folder import RunFolder
     from .session import Session
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..schemas.cache import Stops
 from ..stages.data.tokenizer import decoder
-from ..stages.report.export import export_trl
+from ..stages.report.export_trl import export_trl
 from ..stages.storage.cache_folder import CacheFolder
 from ..stages.storage.manifest_file import load_manifest
 

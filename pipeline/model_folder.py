@@ -16,7 +16,7 @@ from ..stages.model.save import (
     save_whole,
     stop_generation_at,
 )
-from ..stages.report.card import Lineage, model_card
+from ..stages.report.model_card import Lineage, model_card
 from ..stages.storage.run_folder import save_model
 from .room import require_room_for_model
 from .run_identity import versions

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..stages.report.grid import worded
+from ..stages.report.cache_tables import worded
 from ..stages.storage.cache_folder import CacheFolder
 from ..stages.storage.cleanup import superseded
 

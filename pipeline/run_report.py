@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..schemas.errors import CorruptionError, UsageError
-from ..stages.report.charts import plain
-from ..stages.report.curves import DRAWN_NOWHERE, further_curves, learning_curves
-from ..stages.report.distributions import spread_charts
-from ..stages.report.evaluation_table import read_evaluation
-from ..stages.report.page import facts, page, section, side_by_side, tiles
+from ..stages.report.charts import DRAWN_NOWHERE, further_curves, learning_curves, plain
+from ..stages.report.eval_table import read_evaluation, spread_charts
+from ..stages.report.html_page import facts, page, section, side_by_side, tiles
 from ..stages.storage import fs
 from ..stages.storage.cache_folder import CacheFolder
 from ..stages.storage.checkpoints import read_checkpoint

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..stages.report.charts import Series, chart
-from ..stages.report.page import page, section, side_by_side, table
+from ..stages.report.html_page import page, section, side_by_side, table
 from ..stages.storage.run_folder import RunFolder
 from .journal import history_of
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..stages.report.grid import grid
+from ..stages.report.cache_tables import grid
 from ..stages.tracking.journal import EVAL
 from .measured import Measured
 

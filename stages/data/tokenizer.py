@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from ...schemas.cache import Stops
-    from ..report.evaluation_table import Decode
+    from ..report.eval_table import Decode
 
 _ROLES = ("system", "user", ASSISTANT, "tool")
 _QUOTED = re.compile(r"""["']([\w-]+)["']""")

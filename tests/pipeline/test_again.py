@@ -10,8 +10,8 @@ import pytest
 from align.pipeline.verify import verify
 from align.schemas.config import ModelOptions
 from align.schemas.errors import CorruptionError
-from align.stages.report.summary import summarize
-from align.stages.report.tables import render
+from align.stages.report.cache_summary import summarize
+from align.stages.report.cache_tables import render
 from align.stages.storage.cache_folder import CacheFolder
 from align.stages.world.stub import StubReference
 from support.faulty_scorer import Faulty

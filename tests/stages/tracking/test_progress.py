@@ -120,7 +120,7 @@ def test_nothing_heavy_is_imported_to_get_ready():
     code = """
 import io, sys
 from align.schemas.config import TrackingOptions
-from align.stages.report import export, summary, tables
+from align.stages.report import cache_summary, cache_tables, export_trl
 from align.stages.tracking.progress import make_progress
 from align.stages.tracking.mlflow_run import open_run
 make_progress(io.StringIO()).say("hello")

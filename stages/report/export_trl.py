@@ -1,4 +1,4 @@
-"""From rows with branches to flat columns, one set of names per kind of data.
+"""A cache as one flat Parquet file, its columns named as TRL's trainers name them.
 
 Each `..._ids` column stands beside the text it decodes to: text can be tokenized differently
 elsewhere, ids cannot. The second and later mismatches of a completion get a number after their
@@ -7,22 +7,75 @@ name.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Protocol, TypeAlias
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
+from ...schemas.errors import CorruptionError, UsageError
 from ...schemas.rows import Role
-from ..storage.shard_columns import row_ids
-from .branches import Branches, branches_of
+from ..storage import fs
+from ..storage.manifest_file import load_manifest
+from ..storage.shard_columns import read_block, row_ids
+from ..storage.shards import iter_row_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from ...schemas.rows import Ragged, ScoredBlock
+    from ...schemas.rows import Ragged, RowBlock, ScoredBlock
+    from ..storage.cache_folder import CacheFolder
+
+
+def export_trl(
+    folder: CacheFolder, target: Path, *, decode: Decode, overwrite: bool = False
+) -> int:
+    """Writes `target` in one step and returns how many rows it holds."""
+    _require_free(target, overwrite=overwrite)
+    tables = _flat_tables(folder, decode)
+    with fs.new_file(target, replaces=overwrite) as sink:
+        return _write(sink, tables)
+
+
+def _require_free(target: Path, *, overwrite: bool) -> None:
+    if not target.parent.is_dir():
+        raise UsageError(f"{target.parent} is not a folder. Make it, or choose another --output.")
+    if target.is_dir():
+        raise UsageError(f"{target} is a folder. Choose another --output.")
+    if target.exists() and not overwrite:
+        raise UsageError(f"{target} exists. Pass --overwrite, or choose another --output.")
+
+
+def _flat_tables(folder: CacheFolder, decode: Decode) -> Iterator[pa.Table]:
+    manifest = load_manifest(folder)
+    if not manifest.rows:
+        raise UsageError(f"{folder.root} holds no rows, so there is nothing to export.")
+    for shard in manifest.shards:
+        path = folder.data / shard.file
+        for group in iter_row_groups(path):
+            yield flat_table(read_block(group, source=str(path)), decode, source=str(path))
+
+
+def _write(sink: BinaryIO, tables: Iterator[pa.Table]) -> int:
+    num_rows = 0
+    with ExitStack() as stack:
+        writer = None
+        for table in tables:
+            if writer is None:
+                opened = pq.ParquetWriter(sink, table.schema, compression="zstd")
+                writer = stack.enter_context(opened)
+            if not table.schema.equals(writer.schema):
+                raise CorruptionError(
+                    "The shards of this cache hold different kinds of rows. Make the cache anew."
+                )
+            writer.write_table(table)
+            num_rows += len(table)
+    return num_rows
 
 
 class Decode(Protocol):
@@ -87,7 +140,7 @@ class _Flat:
     """A block, and how its columns are picked apart."""
 
     block: ScoredBlock
-    branches: Branches
+    branches: BranchColumns
     decode: Decode
 
     def of_rows(self, places: NDArray[np.int64]) -> dict[str, pa.Array]:
@@ -133,3 +186,49 @@ def _plain(lists: Ragged) -> list[list[int]]:
 def _list_array(lists: Ragged) -> pa.Array:
     offsets = pa.array(lists.offsets.astype(np.int32))
     return pa.ListArray.from_arrays(offsets, pa.array(lists.values, pa.int32()))
+
+
+Kind: TypeAlias = Literal["paired", "unpaired", "scored"]
+
+
+@dataclass(frozen=True)
+class BranchColumns:
+    """Places in the block's branch columns."""
+
+    kind: Kind
+    own: NDArray[np.int64]  # (own branches,) in row order
+    own_offsets: NDArray[np.int64]  # (rows + 1,) into `own`
+    mismatched: NDArray[np.int64]  # (k, own branches): the k-th mismatch of each
+
+
+def branches_of(rows: RowBlock, *, source: str) -> BranchColumns:
+    """Own branches lead a row; after them come all first mismatches, all second ones, ..."""
+    is_own = rows.roles != Role.MISMATCHED
+    own_offsets = np.concatenate(([0], np.cumsum(is_own)))[rows.branch_offsets]
+    num_own, num_all = np.diff(own_offsets), np.diff(rows.branch_offsets)
+    levels = int(num_all[0] // num_own[0]) - 1 if num_own.all() else -1
+    _require(levels >= 0 and bool((num_all == num_own * (1 + levels)).all()), source)
+    own = np.flatnonzero(is_own)
+    step = num_own[rows.row_of_branch[own]]
+    mismatched = own + np.arange(1, levels + 1)[:, None] * step
+    _require(not is_own[mismatched].any(), source)
+    return BranchColumns(_kind(rows.roles[own], num_own, source), own, own_offsets, mismatched)
+
+
+def _kind(roles: NDArray[Any], num_own: NDArray[Any], source: str) -> Kind:
+    if (roles == Role.CANDIDATE).all():
+        return "scored"
+    if np.isin(roles, (Role.DESIRABLE, Role.UNDESIRABLE)).all():
+        return "unpaired"
+    _require(bool((num_own == 2).all()), source)
+    pairs = np.sort(roles.reshape(-1, 2), axis=1)
+    _require(bool((pairs == (Role.CHOSEN, Role.REJECTED)).all()), source)
+    return "paired"
+
+
+def _require(good: bool, source: str) -> None:
+    if not good:
+        raise CorruptionError(
+            f"{source} holds rows whose branches fit no kind of data. "
+            "Restore it from a copy, or make the cache anew."
+        )

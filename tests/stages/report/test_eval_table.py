@@ -10,8 +10,13 @@ import pytest
 from align.schemas.batches import Judged
 from align.schemas.errors import CorruptionError
 from align.schemas.rows import Role
-from align.stages.report.distributions import margins_of, spread_charts
-from align.stages.report.evaluation_table import Completion, evaluation_csv, read_evaluation
+from align.stages.report.eval_table import (
+    Completion,
+    evaluation_csv,
+    margins_of,
+    read_evaluation,
+    spread_charts,
+)
 
 NAN = float("nan")
 

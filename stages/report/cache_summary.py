@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from ...schemas.cache import InputEntry
 from ...schemas.rows import Role
 from ..storage.cleanup import superseded
 from ..storage.manifest_file import load_manifest
-from .columns import read_columns
-from .spread import Spread, spread_of
+from ..storage.shards import iter_row_groups
 
 if TYPE_CHECKING:
-    import polars as pl
-
     from ...schemas.cache import Manifest
     from ..storage.cache_folder import CacheFolder
 
@@ -167,3 +168,82 @@ def _pairs(chosen: pl.DataFrame, rejected: pl.DataFrame, manifest: Manifest) -> 
         chosen_is_longer=int((chosen["tokens"] > rejected["tokens"]).sum()),
         rejected_is_longer=int((rejected["tokens"] > chosen["tokens"]).sum()),
     )
+
+
+PER_BRANCH = {"role": "role", "num_tokens": "tokens", "cut": "cut", "ref_logp": "logp"}
+PROMPTS = pl.Schema({"tokens": pl.Int32, "cut": pl.Int32})
+BRANCHES = pl.Schema({"role": pl.Int8, "tokens": pl.Int32, "cut": pl.Int32, "logp": pl.Float64})
+
+
+@dataclass(frozen=True)
+class Columns:
+    """All rows and branches of a cache, in its order."""
+
+    prompts: pl.DataFrame  # tokens, cut
+    branches: pl.DataFrame  # role, tokens, cut, logp
+
+    def of_role(self, role: Role) -> pl.DataFrame:
+        """The branches of one role, in row order."""
+        return self.branches.filter(pl.col("role") == int(role))
+
+
+def read_columns(folder: CacheFolder, manifest: Manifest) -> Columns:
+    """Reads the narrow columns of every row group of every shard; no token ids."""
+    prompts = [pl.DataFrame(schema=PROMPTS)]
+    branches = [pl.DataFrame(schema=BRANCHES)]
+    wanted = ["prompt_tokens", "prompt_cut", *PER_BRANCH]
+    for shard in manifest.shards:
+        for group in iter_row_groups(folder.data / shard.file, wanted):
+            prompts.append(_prompt_frame(group))
+            branches.append(_branch_frame(group))
+    return Columns(pl.concat(prompts), pl.concat(branches))
+
+
+def _prompt_frame(group: pa.Table) -> pl.DataFrame:
+    return _frame({"tokens": group["prompt_tokens"], "cut": group["prompt_cut"]}, PROMPTS)
+
+
+def _branch_frame(group: pa.Table) -> pl.DataFrame:
+    flat = {short: pc.list_flatten(group[name]) for name, short in PER_BRANCH.items()}
+    return _frame(flat, BRANCHES)
+
+
+def _frame(columns: dict[str, Any], schema: pl.Schema) -> pl.DataFrame:
+    frame = pl.from_arrow(pa.table(columns))
+    assert isinstance(frame, pl.DataFrame)
+    return frame.cast(schema)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Quantiles lie between neighbours by linear interpolation; all is 0 where nothing is."""
+
+    min: float
+    p1: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+    mean: float
+
+
+def spread_of(column: pl.Series) -> Spread:
+    """The spread of a column without nulls."""
+    if column.is_empty():
+        return Spread(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    ranked = column.sort()  # once, instead of once per quantile
+    return Spread(
+        min=_quantile(ranked, 0.0),
+        p1=_quantile(ranked, 0.01),
+        p50=_quantile(ranked, 0.5),
+        p90=_quantile(ranked, 0.9),
+        p99=_quantile(ranked, 0.99),
+        max=_quantile(ranked, 1.0),
+        mean=float(ranked.sum()) / len(ranked),
+    )
+
+
+def _quantile(ranked: pl.Series, share: float) -> float:
+    value = ranked.quantile(share, "linear")
+    assert value is not None, "a column that is not empty has every quantile"
+    return float(value)

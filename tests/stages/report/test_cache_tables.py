@@ -3,9 +3,8 @@ import dataclasses
 import pytest
 
 from align.schemas.cache import InputEntry
-from align.stages.report.grid import share, size
-from align.stages.report.summary import summarize
-from align.stages.report.tables import render
+from align.stages.report.cache_summary import summarize
+from align.stages.report.cache_tables import render, share, size
 
 
 @pytest.mark.parametrize("kind", ["paired", "unpaired", "scored"])

@@ -4,7 +4,7 @@ import pytest
 
 from align.schemas.errors import UsageError
 from align.schemas.json_codec import from_json, to_json
-from align.stages.report.summary import KtoWeights, PairSummary, Summary, summarize
+from align.stages.report.cache_summary import KtoWeights, PairSummary, Summary, summarize
 from align.stages.storage.cache_folder import CacheFolder
 
 

@@ -2,7 +2,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from align.schemas.errors import CorruptionError, UsageError
-from align.stages.report.export import export_trl
+from align.stages.report.export_trl import export_trl
 
 
 def decode(lists, *, continues):
