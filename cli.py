@@ -347,7 +347,7 @@ def tiny_world(
     seed: Annotated[int, typer.Option(help="Another seed, another world.")] = 0,
 ) -> None:
     """Make a tiny tokenizer, language model and preference data set to try align on."""
-    from .stages.world.world import make_world
+    from .stages.demo.tiny_world import make_world
 
     world = make_world(folder, rows=rows, seed=seed)
     say(f"model  {world.model}\ndata   {world.data.paired}")

@@ -24,8 +24,8 @@ from align.schemas.config import (
     TokenOptions,
     TrackingOptions,
 )
+from align.stages.demo.tiny_world import make_world
 from align.stages.model.reference import HfReference
-from align.stages.world.world import make_world
 from support.stage_one import Silent
 
 pytestmark = pytest.mark.slow

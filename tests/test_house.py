@@ -14,9 +14,9 @@ FILES = sorted(
     [*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))]
 )
 VERBS = {"data", "pairing", "score", "feed", "train"}
-NOUNS = {"engine", "methods", "model", "report", "storage", "tracking", "world"}
+NOUNS = {"demo", "engine", "methods", "model", "report", "storage", "tracking"}
 NOUN_FRIENDS = {
-    name: {"storage"} for name in ("report", "tracking", "world")
+    name: {"storage"} for name in ("demo", "report", "tracking")
 }  # noun: further nouns it may use
 LONGEST_FILE, LONGEST_FUNCTION = 400, 60
 

@@ -55,9 +55,9 @@ def measure(rows: int) -> dict[str, int]:
         ModelOptions,
         TrackingOptions,
     )
+    from align.stages.demo.tiny_world import make_tokenizer
     from align.stages.tracking.progress import make_progress
-    from align.stages.world.stub import StubReference
-    from align.stages.world.tokenizer import make_tokenizer
+    from support.stub_reference import StubReference
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -13,9 +13,9 @@ from align.schemas.errors import CorruptionError
 from align.stages.report.cache_summary import summarize
 from align.stages.report.cache_tables import render
 from align.stages.storage.cache_folder import CacheFolder
-from align.stages.world.stub import StubReference
 from support.faulty_scorer import Faulty
 from support.stage_one import contents, run
+from support.stub_reference import StubReference
 
 NOTE = "completions_scored_again_alone_in_float32"
 

@@ -14,8 +14,8 @@ from align.schemas.errors import BadDataError, NonFiniteError
 from align.schemas.rows import OutOfMemory
 from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.verify_cache import verify_cache
-from align.stages.world.stub import StubReference
 from support.stage_one import contents, run
+from support.stub_reference import StubReference
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from align.schemas.errors import FingerprintError
 from align.stages.model.reference import HfReference
 from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.manifest_file import load_manifest
-from align.stages.world.stub import StubReference
 from support.stage_one import Silent
+from support.stub_reference import StubReference
 
 
 class Meddling(Silent):

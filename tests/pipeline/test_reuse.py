@@ -15,8 +15,8 @@ from align.schemas.row_keys import prompt_keys_of
 from align.schemas.rows import Record, Role
 from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.manifest_file import load_manifest
-from align.stages.world.stub import StubReference
 from support.stage_one import child, contents, run
+from support.stub_reference import StubReference
 
 
 def rows_of(path):

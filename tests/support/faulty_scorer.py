@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from align.schemas.rows import OutOfMemory
-from align.stages.world.stub import StubReference
+from support.stub_reference import StubReference
 
 STUB = StubReference().open()
 

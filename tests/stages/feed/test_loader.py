@@ -16,9 +16,9 @@ from align.schemas.config import (
     TrackingOptions,
 )
 from align.schemas.rows import Role
+from align.stages.demo.preferences import make_data
 from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.manifest_file import load_manifest
-from align.stages.world.data import make_data
 from support.shard_cache import PAIR, block_of, feed_of, opened, write_cache
 from support.stage_one import run
 

@@ -15,11 +15,11 @@ from align.stages.data.data_schema import common_shape
 from align.stages.data.encode_workers import EncodingJob, encode_chunks
 from align.stages.data.input_files import iter_chunks, open_inputs
 from align.stages.data.tokenizer import load_tokenizer, tokenizer_fingerprint
+from align.stages.demo.preferences import draw_preferences, transcript
 from align.stages.pairing import kl_partners, spool
 from align.stages.pairing import ring as module
 from align.stages.pairing.ring import Intake, collect_runs, merge_runs
 from align.stages.pairing.units import unit_offsets
-from align.stages.world.preferences import draw_preferences, transcript
 from support.encoded_rows import all_rows, encoded, make_ring, record_lists
 
 AS_THEY_ARE = {"long_form": False, "prompt_side": "left"}

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from align.schemas.rows import Tree
-from align.stages.world.stub import StubReference
+from support.stub_reference import StubReference
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -3,15 +3,15 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from align.stages.world.preferences import draw_preferences, transcript
-from align.stages.world.tokenizer import make_tokenizer
+from align.stages.demo.preferences import draw_preferences, transcript
+from align.stages.demo.tiny_world import make_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from transformers import PreTrainedTokenizerFast
 
-    from align.stages.world.world import World
+    from align.stages.demo.tiny_world import TinyWorld
 
 SYSTEM = {"role": "system", "content": "Be kind."}
 USER = {"role": "user", "content": "What does a cow say?"}
@@ -23,7 +23,7 @@ def render(tokenizer: PreTrainedTokenizerFast, *messages: dict[str, str], **opti
     return tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
 
 
-def test_training_again_saves_the_same_bytes(pretrained_world: World, tmp_path: Path) -> None:
+def test_training_again_saves_the_same_bytes(pretrained_world: TinyWorld, tmp_path: Path) -> None:
     make_tokenizer(tmp_path)
     saved = sorted(tmp_path.iterdir())
     assert [path.name for path in saved] == sorted(

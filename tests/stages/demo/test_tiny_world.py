@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from align.schemas.errors import UsageError
-from align.stages.world.world import World, make_world
+from align.stages.demo.tiny_world import TinyWorld, make_world
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_every_path_a_world_names_exists(pretrained_world: World) -> None:
+def test_every_path_a_world_names_exists(pretrained_world: TinyWorld) -> None:
     assert all(
         path.exists()
         for path in (
@@ -23,7 +23,7 @@ def test_every_path_a_world_names_exists(pretrained_world: World) -> None:
     )
 
 
-def test_the_model_folder_holds_the_tokenizer_too(pretrained_world: World) -> None:
+def test_the_model_folder_holds_the_tokenizer_too(pretrained_world: TinyWorld) -> None:
     for path in pretrained_world.tokenizer.iterdir():
         assert path.read_bytes() == (pretrained_world.model / path.name).read_bytes()
 

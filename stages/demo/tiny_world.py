@@ -1,4 +1,4 @@
-"""A tiny Llama, pre-trained for a few seconds on good and bad answers alike."""
+"""A whole world in one folder: data, a tokenizer, and a tiny Llama trained for a few seconds."""
 
 from __future__ import annotations
 
@@ -10,26 +10,20 @@ from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from .preferences import draw_preferences, transcript
+from ...schemas.errors import UsageError
+from ..storage import fs
+from .preferences import DataFiles, draw_preferences, make_data, transcript
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from torch import Tensor
-    from transformers import PreTrainedTokenizerFast
 
     from .preferences import Preference
-
-_BLOCK = 128  # tokens
-_BATCH = 16  # blocks
-_HELD_OUT_BLOCKS = 16
-_TRAINING_SEED = 7_002
-_HELD_OUT_SEED = 7_003
-_PEAK_RATE = 6e-3
-_WARM_UP_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -45,6 +39,52 @@ class ModelShape:
 
 
 DEFAULT_SHAPE = ModelShape()
+
+
+@dataclass(frozen=True)
+class TinyWorld:
+    """Where everything lies, and how well the model knows the language."""
+
+    folder: Path
+    model: Path  # weights, config, generation config and tokenizer
+    tokenizer: Path  # the tokenizer alone
+    data: DataFiles
+    pretraining: Pretraining
+
+
+def make_world(
+    folder: Path,
+    *,
+    rows: int = 2000,
+    seed: int = 0,
+    shape: ModelShape = DEFAULT_SHAPE,
+    pretrain_steps: int = 80,
+) -> TinyWorld:
+    """Makes a world in a new folder, which exists only once everything in it does."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder} is not empty. Remove it, or name another folder.")
+    with fs.new_folder(folder.absolute()) as building:
+        tokenizer = make_tokenizer(building / "tokenizer")
+        pretraining = make_model(
+            building / "model", tokenizer, shape=shape, pretrain_steps=pretrain_steps, seed=seed
+        )
+        make_data(building / "data", rows=rows, seed=seed)
+    return TinyWorld(
+        folder=folder,
+        model=folder / "model",
+        tokenizer=folder / "tokenizer",
+        data=DataFiles.under(folder / "data"),
+        pretraining=pretraining,
+    )
+
+
+_BLOCK = 128  # tokens
+_BATCH = 16  # blocks
+_HELD_OUT_BLOCKS = 16
+_TRAINING_SEED = 7_002
+_HELD_OUT_SEED = 7_003
+_PEAK_RATE = 6e-3
+_WARM_UP_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -171,3 +211,65 @@ def _rate(step: int, steps: int) -> float:
 @torch.no_grad()
 def _mean_logp(model: LlamaForCausalLM, blocks: Tensor) -> float:
     return -float(model(input_ids=blocks, labels=blocks, use_cache=False).loss)
+
+
+BOS, EOS, PAD, TURN = "<|bos|>", "<|im_end|>", "<|pad|>", "<|im_start|>"
+
+# Turns are parted by a newline, so a conversation ends in EOS and not in a newline after it.
+CHAT_TEMPLATE = """\
+{{- bos_token }}
+{%- set has_system = messages and messages[0]['role'] == 'system' %}
+{%- set turns = messages[1:] if has_system else messages %}
+{%- if has_system or tools %}
+{{- '<|im_start|>system\\n' }}
+{%- if has_system %}{{ messages[0]['content'] }}{% endif %}
+{%- if tools %}
+{{- '\\n\\n' if has_system else '' }}{{ 'You can use these tools:' }}
+{%- for tool in tools %}{{ '\\n' + tool | tojson }}{% endfor %}
+{%- endif %}
+{{- '<|im_end|>' }}
+{%- endif %}
+{%- for message in turns %}
+{{- '\\n' if has_system or tools or not loop.first else '' }}
+{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '\\n<|im_start|>assistant\\n' }}{% endif %}"""
+
+_TRAINING_ROWS = 1500
+_TOKENIZER_SEED = 7_001
+
+
+def make_tokenizer(folder: Path, *, vocab_size: int = 1024) -> PreTrainedTokenizerFast:
+    """Trains a tokenizer and saves it as a folder that `AutoTokenizer` loads."""
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=_train(vocab_size), bos_token=BOS, eos_token=EOS, pad_token=PAD
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def _train(vocab_size: int) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BOS, EOS, PAD, TURN],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_texts(), trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A",
+        pair=f"{BOS} $A {BOS} $B",
+        special_tokens=[(BOS, tokenizer.token_to_id(BOS))],
+    )
+    return tokenizer
+
+
+def _texts() -> Iterator[str]:
+    for preference in draw_preferences(_TRAINING_ROWS, seed=_TOKENIZER_SEED):
+        yield transcript(preference.prompt)
+        for answer in preference.answers:
+            yield f" {answer.text}"

@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from math import log
 
-from align.stages.world.preferences import Preference, draw_preferences, transcript
+from align.stages.demo.preferences import Preference, draw_preferences, transcript
 
 DRAWN = list(draw_preferences(1000, seed=0))
 

@@ -9,7 +9,7 @@ from zlib import crc32
 
 import numpy as np
 
-from ...schemas.rows import Ragged
+from align.schemas.rows import Ragged
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ...schemas.rows import Tree
+    from align.schemas.rows import Tree
 
 _NO_TOKEN = -1  # stands before the first completion token when the prompt is empty
 

@@ -10,8 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from align.stages.world.data import DataFiles, make_data
-from align.stages.world.preferences import transcript
+from align.stages.demo.preferences import DataFiles, make_data, transcript
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -116,9 +115,9 @@ def test_the_long_scored_form_is_the_scored_form_unrolled(files: DataFiles) -> N
     assert read(files.scored_long) == expected
 
 
-def test_text_data_and_stub_are_made_without_torch() -> None:
+def test_text_and_data_are_made_without_torch() -> None:
     code = (
-        "import sys, align.stages.world.data, align.stages.world.stub; "
+        "import sys, align.stages.demo.preferences; "
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

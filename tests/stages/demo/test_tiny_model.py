@@ -7,15 +7,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from align.stages.world.model import ModelShape, make_model
-from align.stages.world.preferences import Answer, draw_preferences
+from align.stages.demo.preferences import Answer, draw_preferences
+from align.stages.demo.tiny_world import ModelShape, make_model
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from transformers import PreTrainedTokenizerFast
 
-    from align.stages.world.world import World
+    from align.stages.demo.tiny_world import TinyWorld
 
 SMALL = ModelShape(hidden_size=64, layers=2, intermediate_size=128)
 
@@ -50,14 +50,14 @@ def test_a_model_without_pretraining_is_close_to_uniform(
     assert made.logp_before == made.logp_after == pytest.approx(-log(1024), abs=0.2)
 
 
-def test_pretraining_leaves_uniform_far_behind(pretrained_world: World) -> None:
+def test_pretraining_leaves_uniform_far_behind(pretrained_world: TinyWorld) -> None:
     assert pretrained_world.pretraining.logp_before < -6.5
     assert -3.5 < pretrained_world.pretraining.logp_after < 0
     assert pretrained_world.pretraining.num_parameters < 1_000_000
 
 
 def test_good_and_bad_answers_are_both_likelier_than_chance(
-    pretrained_world: World, tokenizer: PreTrainedTokenizerFast
+    pretrained_world: TinyWorld, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(pretrained_world.model)
 
@@ -89,7 +89,7 @@ def test_the_head_is_the_embedding_only_when_tied(
 
 
 def test_generation_stops_at_eos(
-    pretrained_world: World, tokenizer: PreTrainedTokenizerFast
+    pretrained_world: TinyWorld, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     config = GenerationConfig.from_pretrained(pretrained_world.model)
     assert config.eos_token_id == tokenizer.eos_token_id
