@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
-from .pipeline.flag_names import PRECOMPUTE_FLAGS, SCORE_FLAGS, TRAIN_FLAGS
-from .pipeline.flags import with_flags
-from .pipeline.halting import stop_with_launcher, stops_heard
+from .pipeline.flags import PRECOMPUTE_FLAGS, SCORE_FLAGS, TRAIN_FLAGS, with_flags
+from .pipeline.signals import stop_with_launcher, stops_heard
 from .pipeline.terminal import SafeGroup, own_process, progress_of_first, say, say_once
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from .pipeline.scoring_worker import Worker
     from .pipeline.settings import Settings
-    from .pipeline.units import Worker
     from .schemas.config import Config
 
 app = typer.Typer(
@@ -323,7 +322,7 @@ def gc(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Remove what a cache held before it grew; trainings that began on that cannot go on then."""
-    from .pipeline.growth import gone_without, remove_earlier
+    from .pipeline.cache_compatibility import gone_without, remove_earlier
     from .schemas.errors import UsageError
 
     found = gone_without(cache)
@@ -370,7 +369,7 @@ def _precompute(config: Config, *, join: bool) -> None:
 
 def _worker(*, join: bool) -> Worker:
     """This process among those that score together."""
-    from .pipeline.units import Worker
+    from .pipeline.scoring_worker import Worker
 
     world = _launched_as("WORLD_SIZE", default=1)
     return Worker(_launched_as("RANK", default=0), world, joins=join or world > 1)

@@ -19,8 +19,8 @@ from ..stages.data.input_files import digested, iter_chunks, open_inputs, requir
 from ..stages.storage import fs
 from ..stages.storage.cache_folder import CacheFolder, OutputFolder
 from ..stages.storage.shards import read_shard
-from .job import renames
 from .precompute import precompute
+from .precompute_plan import renames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ..stages.data.data_schema import Shape
     from ..stages.data.input_files import Digested, InputFile
     from ..stages.tracking.progress import Progress
-    from .units import Worker
+    from .scoring_worker import Worker
 
 CACHE = "cache"
 LABELS = {Role.CHOSEN: 1.0, Role.DESIRABLE: 1.0, Role.REJECTED: -1.0, Role.UNDESIRABLE: -1.0}

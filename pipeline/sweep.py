@@ -15,12 +15,10 @@ from ..stages.storage import fs
 from ..stages.storage.cache_folder import OutputFolder
 from ..stages.storage.run_folder import RunFolder
 from ..stages.tracking.mlflow_run import recorded
-from .halting import WAY_ON
-from .sweep_report import sweep_page
-from .swept import Swept, Tried
+from .signals import WAY_ON
 from .train import train_in
 from .training_job import open_training
-from .trials import OWN, values_of
+from .trials import OWN, Swept, Tried, sweep_page, values_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -15,7 +15,7 @@ from ..stages.score.score import score_again
 from ..stages.storage.cache_folder import CacheFolder
 from ..stages.storage.cleanup import superseded
 from ..stages.storage.verify_cache import sample_rows, verify_cache
-from .identity import differences
+from .cache_compatibility import differences
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from align.pipeline.precompute import precompute
-from align.pipeline.units import Worker
+from align.pipeline.scoring_worker import Worker
 from align.schemas.config import (
     CacheOptions,
     Config,

@@ -52,7 +52,7 @@ from align.pipeline.settings import load_settings
 from align.pipeline.train import run_training
 from align.pipeline.training_job import open_training
 from align.pipeline.mlflow_sync import sync_run
-from align.pipeline.units import Worker
+from align.pipeline.scoring_worker import Worker
 from align.stages.model.reference import HfReference
 from align.stages.tracking.progress import NoProgress
 from pathlib import Path

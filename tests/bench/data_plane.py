@@ -47,7 +47,7 @@ def measure(rows: int) -> dict[str, int]:
 
     own_process([])  # as the command does before anything else
     from align.pipeline.precompute import precompute
-    from align.pipeline.units import Worker
+    from align.pipeline.scoring_worker import Worker
     from align.schemas.config import (
         CacheOptions,
         Config,

@@ -148,7 +148,7 @@ def measure_align(folder):
 
     own_process([])  # as the command does before anything else
     from align.pipeline.precompute import precompute
-    from align.pipeline.units import Worker
+    from align.pipeline.scoring_worker import Worker
     from align.schemas.config import (
         CacheOptions,
         Config,

@@ -9,7 +9,7 @@ import pytest
 
 from align.pipeline.precompute import precompute
 from align.pipeline.score_rewards import rewards_from_model
-from align.pipeline.units import Worker
+from align.pipeline.scoring_worker import Worker
 from align.schemas.config import DataOptions, ModelOptions
 from align.schemas.errors import FingerprintError
 from align.stages.model.reference import HfReference

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from align.pipeline.journal import history_of
 from align.pipeline.mlflow_sync import sync_run
+from align.pipeline.run_report import history_of
 from align.pipeline.trials import trials_of, varied_by
 from align.schemas.config import TrackingOptions
 from align.schemas.errors import UsageError

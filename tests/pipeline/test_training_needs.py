@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
-from align.pipeline.resuming import require_same_settings
+from align.pipeline.resume import require_same_settings
 from align.pipeline.settings import as_absolute, load_settings
 from align.pipeline.train import open_session
 from align.pipeline.training_job import open_training

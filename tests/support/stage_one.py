@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from align.pipeline.precompute import precompute
-from align.pipeline.units import Worker
+from align.pipeline.scoring_worker import Worker
 from align.schemas.errors import AlignError, Interrupted
 from support.stub_reference import StubReference
 

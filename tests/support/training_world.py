@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from align.pipeline.precompute import precompute
+from align.pipeline.scoring_worker import Worker
 from align.pipeline.settings import Settings
 from align.pipeline.train import open_session
 from align.pipeline.training_job import open_training
-from align.pipeline.units import Worker
 from align.schemas.batches import Cursor
 from align.schemas.config import (
     CacheOptions,

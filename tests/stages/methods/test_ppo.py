@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from align.pipeline.needs import reading_of
+from align.pipeline.train_checks import reading_of
 from align.schemas.config import TrainOptions
 from align.schemas.errors import UsageError
 from align.schemas.rows import Role

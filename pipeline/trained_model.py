@@ -18,9 +18,8 @@ from ..stages.model.save import (
 )
 from ..stages.report.model_card import Lineage, model_card
 from ..stages.storage.run_folder import save_model
-from .room import require_room_for_model
-from .run_identity import versions
-from .used_settings import used_settings
+from .checkpointer import require_room_for_model
+from .resume import used_settings, versions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,9 +27,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..schemas.cache import Manifest
-    from .run_records import RunRecords
-    from .run_start import Start
-    from .session import Session
+    from .resume import Start
+    from .run_recorder import RunRecords
+    from .training_job import Session
 
 
 def write_model(session: Session, start: Start, records: RunRecords, *, steps: int) -> None:

@@ -8,9 +8,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from align.pipeline import known
-from align.pipeline.identity import require_same_or_growing
-from align.pipeline.known import candidates, remember
+from align.pipeline import cache_compatibility
+from align.pipeline.cache_compatibility import candidates, remember, require_same_or_growing
 from align.schemas.config import DataOptions
 from align.schemas.errors import FingerprintError
 from align.schemas.json_codec import to_json
@@ -119,7 +118,9 @@ def test_work_that_an_older_align_began_is_refused_and_left_alone(to):
 def test_the_manifest_of_an_earlier_cache_is_read_once(to, tmp_path, monkeypatch):
     run(to())
     reads = []
-    monkeypatch.setattr(known, "load_manifest", lambda f: reads.append(f) or load_manifest(f))
+    monkeypatch.setattr(
+        cache_compatibility, "load_manifest", lambda f: reads.append(f) or load_manifest(f)
+    )
     assert run(to(output=str(tmp_path / "b"), reuse_known=True)).tally.scored == 0
     assert [folder.root for folder in reads] == [Path(to().cache.output)]
 

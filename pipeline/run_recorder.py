@@ -10,33 +10,36 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from ..schemas.cache import Stops
 from ..schemas.checkpoint import Ending
 from ..schemas.errors import AlignError, Interrupted, StorageError, borne
+from ..stages.data.tokenizer import decoder
 from ..stages.engine.distributed import from_first
+from ..stages.report.eval_table import evaluation_csv
 from ..stages.storage import fs
 from ..stages.storage.run_folder import write_ending
 from ..stages.tracking.journal import EVAL, NullRun
 from ..stages.tracking.journaled_run import open_training_run
 from ..stages.tracking.progress import NoProgress
 from ..stages.train.throughput import Machine
-from .best_metric import BestMetric
-from .evaluation_tables import EvaluationTables
-from .keeping import Keeper
-from .room import require_room
-from .run_identity import identity_of
+from .checkpointer import Keeper, require_room
+from .resume import identity_of, used_settings
 from .run_report import write_report
-from .used_settings import used_settings
+from .train_checks import BestMetric
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from ..schemas.batches import Judged
     from ..schemas.checkpoint import Checkpoint, How
+    from ..stages.report.eval_table import Decode, Kind
+    from ..stages.storage.run_folder import RunFolder
     from ..stages.tracking.journaled_run import JournaledRun
     from ..stages.tracking.progress import Progress
     from ..stages.train.loop import Place
-    from .run_start import Start
-    from .session import Session
+    from .resume import Start
+    from .training_job import Session
 
 logger = logging.getLogger("align")
 
@@ -276,3 +279,29 @@ def _tags(session: Session, changes: tuple[str, ...]) -> dict[str, str]:
         "align.world_size": str(session.world.size),
         "deepspeed.version": version("deepspeed"),
     }
+
+
+class EvaluationTables:
+    """The files of one run; a tokenizer is loaded for the first that is to hold text."""
+
+    def __init__(self, session: Session, folder: RunFolder) -> None:
+        self._session = session
+        self._folder = folder
+        self._decode: Decode | None = None
+
+    def write(self, step: int, judged: Sequence[Judged]) -> Path:
+        """One file, of one evaluation."""
+        job = self._session.job
+        if job.config.train.eval_text and not self._decode:
+            self._decode = decoder(job.policy.path, Stops.of(job.manifest.fingerprint).tokens)
+        path = self._folder.evaluation(step)
+        fs.make_folder(path.parent)
+        text = evaluation_csv(judged, self._kind, decode=self._decode)
+        fs.publish(path, text.encode(), label="evaluation")
+        return path
+
+    @property
+    def _kind(self) -> Kind:
+        if self._session.recipe.head == "score":
+            return "scores"
+        return "log-probs" if self._session.job.reading.context else "log-ratios"

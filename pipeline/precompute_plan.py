@@ -1,34 +1,147 @@
-"""From the input files to a plan: the ring on disk, the quarantine, the units."""
+"""From the input files to a plan: the job, the ring on disk, the quarantine, the units."""
 
 from __future__ import annotations
 
 import shutil
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..schemas.cache import FORMAT_VERSION, InputEntry, Plan
+from ..schemas.cache import FORMAT_VERSION, InputEntry, Plan, file_identity
 from ..schemas.errors import BadDataError, CorruptionError, StorageError, told
+from ..schemas.json_codec import digest
+from ..stages.data.data_schema import Shape, common_shape
+from ..stages.data.decode_rows import parse_chunk
 from ..stages.data.encode_workers import EncodingJob, default_workers, encode_chunks, usable_cores
-from ..stages.data.input_files import iter_chunks, require_unchanged
-from ..stages.data.tokenizer import tokenizer_fingerprint
+from ..stages.data.input_files import (
+    Digested,
+    InputFile,
+    digested,
+    iter_chunks,
+    open_inputs,
+    require_unchanged,
+)
+from ..stages.data.tokenizer import TextTokenizer, load_tokenizer, tokenizer_fingerprint
 from ..stages.pairing.ring import Intake, Ring, collect_runs, merge_runs
 from ..stages.pairing.units import unit_offsets
 from ..stages.storage import fs
+from ..stages.storage.cache_folder import CacheFolder, WorkFolder
 from ..stages.storage.commits import write_quarantine
 from ..stages.storage.manifest_file import load_manifest, write_plan
-from .growth import require_growth
-from .known import candidates
-from .usable import Losses
+from .cache_compatibility import candidates, fingerprint, require_growth
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from ..schemas.cache import FileEntry
-    from ..schemas.rows import Rejected
+    from ..schemas.config import Config
+    from ..schemas.rows import Reference, Rejected
     from ..stages.data.input_files import Chunk
     from ..stages.pairing.spool import Spool
     from ..stages.tracking.progress import Progress
-    from .job import Job
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that is known before the first row is encoded."""
+
+    config: Config
+    reference: Reference
+    folder: CacheFolder
+    inputs: tuple[InputFile, ...]  # in the order of their digests, however they were named
+    digested: tuple[Digested, ...]  # the inputs, before anything else was read from them
+    shape: Shape
+    tokenizer: TextTokenizer
+    fingerprint: dict[str, str]
+    plan_key: str
+    reference_key: str
+
+    @property
+    def files(self) -> tuple[int, ...]:
+        """The identity of each input."""
+        return tuple(file_identity(file.sha256) for file in self.digested)
+
+    @property
+    def paths(self) -> dict[int, Path]:
+        """Where a data file lies, by its identity; of files with equal bytes the last."""
+        return {identity: file.path for identity, file in zip(self.files, self.inputs, strict=True)}
+
+    @property
+    def work(self) -> WorkFolder:
+        """Where this job keeps what is not finished."""
+        return self.folder.work(self.plan_key)
+
+    @property
+    def is_published(self) -> bool:
+        """Whether the folder holds the finished cache this job is to make."""
+        path = self.folder.manifest
+        if not path.exists():
+            return False
+        found = path.stat()
+        return _published_plan(self.folder, (found.st_ino, found.st_mtime_ns)) == self.plan_key
+
+
+def open_job(config: Config, reference: Reference) -> Job:
+    """Looks at the data, the tokenizer and the reference; changes nothing."""
+    inputs, before = _in_order(open_inputs(config.data.files))
+    shape = common_shape(inputs, renames(config.data.map), config.data.carry)
+    tokenizer = load_tokenizer(config.model.path, config.tokens)
+    if _first_is_conversation(inputs, shape):
+        tokenizer.require_template(config.model.path)
+    identity = dict(reference.identity())
+    fields = fingerprint(
+        config,
+        files=digest([file.sha256 for file in before]),
+        shape=digest({"kind": shape.kind, "source": shape.source, "carried": shape.carried}),
+        tokenizer=tokenizer_fingerprint(tokenizer),
+        model=identity,
+    )
+    return Job(
+        config=config,
+        reference=reference,
+        folder=CacheFolder(Path(config.cache.output)),
+        inputs=inputs,
+        digested=before,
+        shape=shape,
+        tokenizer=tokenizer,
+        fingerprint=fields,
+        plan_key=digest(fields),
+        reference_key=digest(identity),
+    )
+
+
+@lru_cache(maxsize=1)
+def _published_plan(folder: CacheFolder, version: tuple[int, int]) -> str:
+    """The plan key in a manifest, which is read again only when another file stands there."""
+    return load_manifest(folder).plan_key
+
+
+def _in_order(
+    inputs: tuple[InputFile, ...],
+) -> tuple[tuple[InputFile, ...], tuple[Digested, ...]]:
+    """The files by their digests, of equal ones by their names: so their order decides nothing."""
+    found = [(digested(file), file) for file in inputs]
+    found.sort(key=lambda each: (each[0].sha256, each[1].path.name))
+    return tuple(file for _, file in found), tuple(before for before, _ in found)
+
+
+def renames(columns: Mapping[str, str]) -> dict[str, str]:
+    """Their column: ours. A column of ours mapped to nothing is theirs under no name we know."""
+    return {
+        theirs or ours: ours if theirs else f"unused {ours}" for ours, theirs in columns.items()
+    }
+
+
+def _first_is_conversation(inputs: tuple[InputFile, ...], shape: Shape) -> bool:
+    """Whether the first usable record is made of messages."""
+    for chunk in iter_chunks(inputs, shape.columns, rows_per_chunk=16):
+        records, _ = parse_chunk(chunk, shape)
+        if records:
+            return records[0].is_conversation
+    return False
+
 
 KINDS = ("rows_of_conversations", "rows_of_plain_text")
 EXAMPLES_SHOWN = 3
@@ -209,3 +322,36 @@ def _offsets(job: Job, ring: Ring) -> tuple[int, ...]:
 
 def _absolute(path: str) -> str:
     return str(Path(path).resolve()) if path else ""
+
+
+FILES_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Rows in quarantine."""
+
+    counts: Mapping[str, int]  # reason -> rows
+    rows_in: int
+    rows_left: int
+    allowed: float  # the largest share of rows_in
+    files: tuple[FileEntry, ...]  # where they are listed
+
+    @property
+    def are_too_many(self) -> bool:
+        """Whether more are lost than allowed, or nothing is left."""
+        return not self.rows_left or sum(self.counts.values()) > self.allowed * self.rows_in
+
+    def __str__(self) -> str:
+        reasons = Counter(self.counts)
+        counts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+        return (
+            f"{reasons.total()} of {self.rows_in} rows cannot be used ({counts}); "
+            f"--max-bad-frac allows {self.allowed:g}"
+        )
+
+    def listed(self, folder: Path) -> str:
+        """The files of a cache folder that name them, the first few of many."""
+        shown = [str(folder / entry.file) for entry in self.files[:FILES_SHOWN]]
+        more = len(self.files) - len(shown)
+        return ", ".join(shown) + (f" and {more} more files beside them" if more else "")

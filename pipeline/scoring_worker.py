@@ -13,8 +13,8 @@ from ..stages.score.reuse import ReuseIndex
 from ..stages.score.score import ScoringRules, UnitScores, score_unit
 from ..stages.storage.commits import UnitFacts, commit_unit
 from ..stages.storage.locks import UnitClaims
-from .intake import ring_of
-from .known import open_earlier
+from .cache_compatibility import open_earlier
+from .precompute_plan import ring_of
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..stages.score.score import BatchDone
     from ..stages.tracking.journal import Run
     from ..stages.tracking.progress import Progress
-    from .job import Job
+    from .precompute_plan import Job
 
 
 @dataclass(frozen=True)
