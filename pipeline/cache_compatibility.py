@@ -8,36 +8,27 @@ from __future__ import annotations
 import logging
 import os
 import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ..schemas.cache import FORMAT_VERSION
+from ..schemas.cache import FORMAT_VERSION, Commit, Manifest, Plan
+from ..schemas.config import CacheOptions, Config
 from ..schemas.errors import AlignError, FingerprintError, OlderFormatError, UsageError
-from ..schemas.rows import Role
+from ..schemas.rows import Role, RowBlock
+from ..stages.pairing.spool import Spool
 from ..stages.score.reuse import EarlierCache, look_up
-from ..stages.storage.cache_folder import CacheFolder
-from ..stages.storage.cleanup import remove_superseded, superseded
+from ..stages.storage.cache_folder import CacheFolder, WorkFolder
+from ..stages.storage.cleanup import Superseded, remove_superseded, superseded
 from ..stages.storage.commits import read_commits
 from ..stages.storage.locks import owner_lock
 from ..stages.storage.manifest_file import load_manifest, load_plan
 from ..stages.storage.shard_columns import parse_row_ids
 from ..stages.storage.shards import iter_row_groups, read_shard
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from numpy.typing import NDArray
-
-    from ..schemas.cache import Commit, Manifest, Plan
-    from ..schemas.config import CacheOptions, Config
-    from ..schemas.rows import RowBlock
-    from ..stages.pairing.spool import Spool
-    from ..stages.storage.cache_folder import WorkFolder
-    from ..stages.storage.cleanup import Superseded
 
 logger = logging.getLogger("align")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..schemas.checkpoint import CheckpointFile, Peers, Position, Retention, Saved
@@ -13,15 +14,11 @@ from ..stages.engine.distributed import from_first, gathered
 from ..stages.model.logprobs import causal_model
 from ..stages.storage import fs
 from ..stages.storage.checkpoints import credit, read_checkpoint, save_checkpoint
-from ..stages.storage.run_folder import described
-from .resume import identity_of, made_with
+from ..stages.storage.run_folder import RunFolder, described
+from .resume import Start, identity_of, made_with
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from ..stages.storage.run_folder import RunFolder
     from ..stages.train.loop import Place
-    from .resume import Start
     from .training_job import Session
 
 logger = logging.getLogger("align")

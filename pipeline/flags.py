@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
 
 from ..schemas.config import Config
 from ..schemas.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
 
 
 def with_flags(

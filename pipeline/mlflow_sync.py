@@ -7,10 +7,12 @@ one that was given by hand, and no file is sent but those that lie in the folder
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
+from ..schemas.config import TrackingOptions
 from ..schemas.errors import StorageError, UsageError
 from ..stages.storage.cache_folder import CacheFolder
 from ..stages.storage.locks import owner_lock
@@ -21,11 +23,6 @@ from ..stages.tracking.mlflow_run import store_uri
 from ..stages.tracking.mlflow_silence import hushed
 from ..stages.tracking.outbox import Note, address_of, failures, load_ledger, plain_uri, reason_of
 from .settings import FILE_NAME, load_settings
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ..schemas.config import TrackingOptions
 
 T = TypeVar("T")
 

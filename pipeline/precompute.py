@@ -7,28 +7,24 @@ import uuid
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+from ..schemas.cache import Manifest, Plan
+from ..schemas.config import Config
 from ..schemas.errors import BadDataError, NonFiniteError
+from ..schemas.rows import Reference
 from ..stages.report.cache_tables import worded
 from ..stages.storage.cache_folder import CacheFolder
 from ..stages.storage.cleanup import collect, is_tidy, superseded
 from ..stages.storage.commits import read_commits
 from ..stages.storage.locks import OwnerLock, owner_lock, try_owner_lock
 from ..stages.storage.manifest_file import build_manifest, load_manifest, load_plan, write_manifest
+from ..stages.tracking.journal import Run
 from ..stages.tracking.mlflow_run import recorded, settle
+from ..stages.tracking.progress import Progress
 from .cache_compatibility import remember, require_same_or_growing
 from .precompute_plan import Job, Losses, make_plan, open_job, remake_ring, ring_of
 from .scoring_worker import Tally, Worker, score_units
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from ..schemas.cache import Manifest, Plan
-    from ..schemas.config import Config
-    from ..schemas.rows import Reference
-    from ..stages.tracking.journal import Run
-    from ..stages.tracking.progress import Progress
 
 POLL_SECONDS = 0.1
 _HINTS = {

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..schemas.cache import FORMAT_VERSION, InputEntry, Plan, file_identity
+from ..schemas.cache import FORMAT_VERSION, FileEntry, InputEntry, Plan, file_identity
+from ..schemas.config import Config
 from ..schemas.errors import BadDataError, CorruptionError, StorageError, told
 from ..schemas.json_codec import digest
+from ..schemas.rows import Reference, Rejected
 from ..stages.data.data_schema import Shape, common_shape
 from ..stages.data.decode_rows import parse_chunk
 from ..stages.data.encode_workers import EncodingJob, default_workers, encode_chunks, usable_cores
 from ..stages.data.input_files import (
+    Chunk,
     Digested,
     InputFile,
     digested,
@@ -25,6 +29,7 @@ from ..stages.data.input_files import (
 )
 from ..stages.data.tokenizer import TextTokenizer, load_tokenizer, tokenizer_fingerprint
 from ..stages.pairing.ring import Intake, Ring, collect_runs, merge_runs
+from ..stages.pairing.spool import Spool
 from ..stages.pairing.units import unit_offsets
 from ..stages.storage import fs
 from ..stages.storage.cache_folder import CacheFolder, WorkFolder
@@ -33,13 +38,6 @@ from ..stages.storage.manifest_file import load_manifest, write_plan
 from .cache_compatibility import candidates, fingerprint, require_growth
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from ..schemas.cache import FileEntry
-    from ..schemas.config import Config
-    from ..schemas.rows import Reference, Rejected
-    from ..stages.data.input_files import Chunk
-    from ..stages.pairing.spool import Spool
     from ..stages.tracking.progress import Progress
 
 

@@ -7,6 +7,7 @@ import json
 import logging
 import time
 import uuid
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -16,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import __version__
-from ..schemas.checkpoint import RunIdentity
+from ..schemas.batches import World
+from ..schemas.checkpoint import Checkpoint, Position, RunIdentity
+from ..schemas.config import Config
 from ..schemas.errors import CorruptionError, FingerprintError, UsageError
 from ..schemas.safe_text import masked
 from ..stages.engine.deepspeed_config import leaves, stage_of
@@ -29,11 +32,6 @@ from ..stages.storage.run_folder import RunFolder, begins_as, forget_ending, rea
 from .settings import as_absolute, as_yaml, flatten, read_yaml, without_secrets
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from ..schemas.batches import World
-    from ..schemas.checkpoint import Checkpoint, Position
-    from ..schemas.config import Config
     from .training_job import Session, TrainingJob
 
 logger = logging.getLogger("align")

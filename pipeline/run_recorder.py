@@ -6,40 +6,30 @@ import json
 import logging
 import math
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+from ..schemas.batches import Judged
 from ..schemas.cache import Stops
-from ..schemas.checkpoint import Ending
+from ..schemas.checkpoint import Checkpoint, Ending, How
 from ..schemas.errors import AlignError, Interrupted, StorageError, borne
 from ..stages.data.tokenizer import decoder
 from ..stages.engine.distributed import from_first
-from ..stages.report.eval_table import evaluation_csv
+from ..stages.report.eval_table import Decode, Kind, evaluation_csv
 from ..stages.storage import fs
-from ..stages.storage.run_folder import write_ending
+from ..stages.storage.run_folder import RunFolder, write_ending
 from ..stages.tracking.journal import EVAL, NullRun
-from ..stages.tracking.journaled_run import open_training_run
-from ..stages.tracking.progress import NoProgress
+from ..stages.tracking.journaled_run import JournaledRun, open_training_run
+from ..stages.tracking.progress import NoProgress, Progress
+from ..stages.train.loop import Place
 from ..stages.train.throughput import Machine
 from .checkpointer import Keeper, require_room
-from .resume import identity_of, used_settings
+from .resume import Start, identity_of, used_settings
 from .run_report import write_report
 from .train_checks import BestMetric
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
-    from ..schemas.batches import Judged
-    from ..schemas.checkpoint import Checkpoint, How
-    from ..stages.report.eval_table import Decode, Kind
-    from ..stages.storage.run_folder import RunFolder
-    from ..stages.tracking.journaled_run import JournaledRun
-    from ..stages.tracking.progress import Progress
-    from ..stages.train.loop import Place
-    from .resume import Start
-    from .training_job import Session
+from .training_job import Session
 
 logger = logging.getLogger("align")
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import re
 from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..schemas.cache import Manifest
 from ..schemas.errors import CorruptionError, UsageError
 from ..stages.report.charts import DRAWN_NOWHERE, further_curves, learning_curves, plain
 from ..stages.report.eval_table import read_evaluation, spread_charts
@@ -18,18 +20,13 @@ from ..stages.storage.cache_folder import CacheFolder
 from ..stages.storage.checkpoints import read_checkpoint
 from ..stages.storage.manifest_file import load_manifest
 from ..stages.storage.run_folder import RunFolder, read_ending
-from ..stages.tracking.journal import EVAL, all_entries
+from ..stages.tracking.journal import EVAL, Entry, all_entries
 from .resume import run_settings
 from .settings import without_secrets
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from ..schemas.cache import Manifest
-    from ..stages.tracking.journal import Entry
     from ..stages.train.loop import Ending
-
-    Curves = Mapping[str, list[tuple[float, float]]]  # (step, value) by name, steps rising
+Curves = Mapping[str, list[tuple[float, float]]]  # (step, value) by name, steps rising
 
 logger = logging.getLogger("align")
 

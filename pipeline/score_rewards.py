@@ -4,36 +4,35 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
-from ..schemas.cache import file_identity
+from ..schemas.cache import Manifest, file_identity
+from ..schemas.config import Config, ModelOptions
 from ..schemas.errors import UsageError
-from ..schemas.rows import Ragged, Role
-from ..stages.data.data_schema import common_shape
+from ..schemas.rows import Ragged, Record, Reference, Role, ScoredBlock, Text
+from ..stages.data.data_schema import Shape, common_shape
 from ..stages.data.decode_rows import parse_chunk
-from ..stages.data.input_files import digested, iter_chunks, open_inputs, require_unchanged
+from ..stages.data.input_files import (
+    Digested,
+    InputFile,
+    digested,
+    iter_chunks,
+    open_inputs,
+    require_unchanged,
+)
 from ..stages.storage import fs
 from ..stages.storage.cache_folder import CacheFolder, OutputFolder
 from ..stages.storage.shards import read_shard
+from ..stages.tracking.progress import Progress
 from .precompute import precompute
 from .precompute_plan import renames
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from numpy.typing import ArrayLike, NDArray
-
-    from ..schemas.cache import Manifest
-    from ..schemas.config import Config, ModelOptions
-    from ..schemas.rows import Record, Reference, ScoredBlock, Text
-    from ..stages.data.data_schema import Shape
-    from ..stages.data.input_files import Digested, InputFile
-    from ..stages.tracking.progress import Progress
-    from .scoring_worker import Worker
+from .scoring_worker import Worker
 
 CACHE = "cache"
 LABELS = {Role.CHOSEN: 1.0, Role.DESIRABLE: 1.0, Role.REJECTED: -1.0, Role.UNDESIRABLE: -1.0}

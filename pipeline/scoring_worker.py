@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from ..schemas.cache import Plan
+from ..schemas.rows import Reference, Scorer
+from ..stages.pairing.ring import Ring
 from ..stages.pairing.units import CutRule, build_unit
 from ..stages.score.reuse import ReuseIndex
-from ..stages.score.score import ScoringRules, UnitScores, score_unit
+from ..stages.score.score import BatchDone, ScoringRules, UnitScores, score_unit
 from ..stages.storage.commits import UnitFacts, commit_unit
 from ..stages.storage.locks import UnitClaims
 from .cache_compatibility import open_earlier
-from .precompute_plan import ring_of
+from .precompute_plan import Job, ring_of
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-    from ..schemas.cache import Plan
-    from ..schemas.rows import Reference, Scorer
-    from ..stages.pairing.ring import Ring
-    from ..stages.score.score import BatchDone
     from ..stages.tracking.journal import Run
     from ..stages.tracking.progress import Progress
-    from .precompute_plan import Job
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ import dataclasses
 import math
 import os
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
@@ -17,9 +18,6 @@ from ..schemas.errors import UsageError
 from ..schemas.json_codec import CodecError, from_plain, unknown_key
 from ..schemas.safe_text import MASK, hear, masked, masked_address
 from .flags import require_used
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 FILE_NAME = "align.yaml"
 LARGEST_FILE = 1024 * 1024

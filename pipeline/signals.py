@@ -7,13 +7,11 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..schemas.errors import Interrupted
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 logger = logging.getLogger("align")
 

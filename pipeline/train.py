@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import distributed
 
-from ..schemas.batches import Cursor
+from ..schemas.batches import Cursor, World
 from ..schemas.errors import Interrupted, PeerError, borne
 from ..stages.engine.deepspeed_engine import open_engine
 from ..stages.engine.distributed import joined_world, together
 from ..stages.feed.loader import CacheFeed
 from ..stages.feed.step_plan import FeedSettings
-from ..stages.feed.train_source import open_source, overlap
+from ..stages.feed.train_source import TrainSource, open_source, overlap
+from ..stages.methods.recipe import Recipe
 from ..stages.model.logprobs import causal_model
-from ..stages.model.policy import load_policy
+from ..stages.model.policy import Policy, load_policy
 from ..stages.storage.verify_cache import sample_rows
+from ..stages.tracking.progress import Progress
 from ..stages.train.evaluation import largest_gap
 from ..stages.train.loop import Halts, Loop, Place, SaveClock, train
 from ..stages.train.throughput import Meter, forget_peak
@@ -28,17 +31,7 @@ from .run_report import Trained, outcome, write_report
 from .signals import asked_to_stop, naming_the_way_on
 from .train_checks import require_positions
 from .trained_model import write_model
-from .training_job import Session
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ..schemas.batches import World
-    from ..stages.feed.train_source import TrainSource
-    from ..stages.methods.recipe import Recipe
-    from ..stages.model.policy import Policy
-    from ..stages.tracking.progress import Progress
-    from .training_job import TrainingJob
+from .training_job import Session, TrainingJob
 
 logger = logging.getLogger("align")
 

@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..schemas.config import TokenOptions
+from ..schemas.cache import Manifest
+from ..schemas.config import ModelOptions, TokenOptions, TrainOptions
 from ..schemas.errors import FingerprintError, UsageError
+from ..schemas.rows import Role
 from ..stages.data.tokenizer import load_tokenizer, tokenizer_fingerprint
-from ..stages.feed.conversions import Reading, ScoreRules
+from ..stages.feed.conversions import Reading, ScoreRules, Threshold
+from ..stages.feed.train_source import TrainSource
 from ..stages.model.fingerprint import adapter_digest, code_digest, config_digest, weights_digest
+from ..stages.storage.cache_folder import CacheFolder
 from ..stages.storage.checkpoints import wanted
 from ..stages.tracking.journal import EVAL
 from .cache_compatibility import differences
-from .settings import flatten
+from .settings import Settings, flatten
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from ..schemas.cache import Manifest
-    from ..schemas.config import ModelOptions, TrainOptions
-    from ..schemas.rows import Role
-    from ..stages.feed.conversions import Threshold
-    from ..stages.feed.train_source import TrainSource
     from ..stages.methods.recipe import Recipe
-    from ..stages.storage.cache_folder import CacheFolder
-    from .settings import Settings
 
 # Parts of a fingerprint that two caches share when their numbers can be compared.
 MAKING = {"model", "numerics", "tokenizer", "tokens"}

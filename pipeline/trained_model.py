@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..schemas.cache import Stops
+from torch import Tensor
+
+from ..schemas.cache import Manifest, Stops
 from ..stages.engine.distributed import from_first
 from ..stages.model.logprobs import causal_model
 from ..stages.model.save import (
@@ -19,15 +22,9 @@ from ..stages.model.save import (
 from ..stages.report.model_card import Lineage, model_card
 from ..stages.storage.run_folder import save_model
 from .checkpointer import require_room_for_model
-from .resume import used_settings, versions
+from .resume import Start, used_settings, versions
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
-
-    from ..schemas.cache import Manifest
-    from .resume import Start
     from .run_recorder import RunRecords
     from .training_job import Session
 

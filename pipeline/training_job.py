@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..schemas.batches import Engine, World
+from ..schemas.cache import Manifest
+from ..schemas.config import Config, ModelOptions, TrainOptions
 from ..schemas.errors import CorruptionError, FingerprintError, UsageError
 from ..stages.engine.deepspeed_config import Circumstances, engine_config, stage_of
+from ..stages.feed.conversions import Reading
+from ..stages.feed.loader import CacheFeed
+from ..stages.feed.train_source import TrainSource
+from ..stages.methods.recipe import Recipe
 from ..stages.methods.table import recipe_of
 from ..stages.model.fingerprint import UNUSED_WEIGHTS, stored_dtype
 from ..stages.model.folder_check import require_peft
+from ..stages.model.policy import Policy
 from ..stages.storage.cache_folder import CacheFolder
 from ..stages.storage.checkpoints import read_checkpoint
 from ..stages.storage.manifest_file import load_manifest
 from ..stages.storage.run_folder import RunFolder
+from .settings import Settings
 from .train_checks import (
     policy_identity,
     reading_of,
@@ -30,19 +40,6 @@ from .train_checks import (
     require_token_logps,
     seconds_of,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from ..schemas.batches import Engine, World
-    from ..schemas.cache import Manifest
-    from ..schemas.config import Config, ModelOptions, TrainOptions
-    from ..stages.feed.conversions import Reading
-    from ..stages.feed.loader import CacheFeed
-    from ..stages.feed.train_source import TrainSource
-    from ..stages.methods.recipe import Recipe
-    from ..stages.model.policy import Policy
-    from .settings import Settings
 
 logger = logging.getLogger("align")
 

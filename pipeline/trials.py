@@ -5,26 +5,19 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from ..schemas.errors import UsageError
+from ..schemas.errors import AlignError, UsageError
 from ..stages.methods.table import recipe_of
 from ..stages.report.cache_tables import grid
-from ..stages.report.charts import Series, chart
+from ..stages.report.charts import Form, Series, chart
 from ..stages.report.html_page import page, section, side_by_side, table
 from ..stages.storage.run_folder import RunFolder
 from ..stages.tracking.journal import EVAL
-from .run_report import Measured, history_of
+from .run_report import Curves, Measured, Trained, history_of
 from .settings import parse_varied
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from ..schemas.errors import AlignError
-    from ..stages.report.charts import Form
-    from .run_report import Curves, Trained
 
 # What a sweep sets in every run, and how it is told.
 OWN = {"train.method": "--method", "train.output": "--output"}

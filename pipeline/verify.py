@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 
+from ..schemas.cache import Manifest
+from ..schemas.config import ModelOptions
 from ..schemas.errors import CorruptionError, FingerprintError
 from ..schemas.json_codec import digest
-from ..schemas.rows import Tree, allowed_gaps
+from ..schemas.rows import Reference, ScoredBlock, Scorer, Tree, allowed_gaps
 from ..stages.model.fingerprint import UNUSED_WEIGHTS
 from ..stages.score.score import score_again
 from ..stages.storage.cache_folder import CacheFolder
 from ..stages.storage.cleanup import superseded
 from ..stages.storage.verify_cache import sample_rows, verify_cache
 from .cache_compatibility import differences
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from ..schemas.cache import Manifest
-    from ..schemas.config import ModelOptions
-    from ..schemas.rows import Reference, ScoredBlock, Scorer
 
 
 def verify(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, TypeAlias, cast
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from typing import Literal, TypeAlias, cast
 
 FORMAT_VERSION = 2
 

@@ -20,12 +20,9 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 logger = logging.getLogger("align")
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from .errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from torch import Tensor
 
     from .rows import Role

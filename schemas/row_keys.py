@@ -9,19 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import nan
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .rows import PromptKeys, Ragged, Record, Rejected, RowBlock, offsets_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
-
-    from numpy.typing import NDArray
+from numpy.typing import NDArray
 
 Message: TypeAlias = "Mapping[str, Any]"  # {"role": ..., "content": ...}
 Text: TypeAlias = "str | tuple[Message, ...]"  # plain text, or a conversation

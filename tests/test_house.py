@@ -8,6 +8,12 @@ import pytest
 import typer
 
 from align import cli
+from support.house_measures import (
+    base_names_twice,
+    import_circles,
+    modules_of,
+    public_classes_twice,
+)
 from support.rooms import ROOMS, ROOT, STAGES
 
 FILES = sorted(
@@ -102,6 +108,18 @@ def test_imports_point_down_the_house():
 )
 def test_what_down_means(importer, imported, is_down):
     assert may_import(importer, imported) == is_down
+
+
+def test_modules_make_no_circle_not_even_for_types():
+    assert not import_circles(modules_of(ROOT), for_types=True)
+
+
+def test_a_base_name_stands_once():
+    assert not base_names_twice(modules_of(ROOT))
+
+
+def test_a_public_class_name_stands_once():
+    assert not public_classes_twice(modules_of(ROOT))
 
 
 def test_every_sub_package_is_listed_for_packaging():

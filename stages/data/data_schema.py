@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 from ...schemas.errors import UsageError
 from ..storage.shard_columns import shard_schema
-from .input_files import column_names
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
-
-    from .input_files import InputFile
+from .input_files import InputFile, column_names
 
 Kind: TypeAlias = Literal["paired", "unpaired", "scored", "scored_long"]
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 
-from ...schemas.rows import BadRow, Record, Rejected, Role
-from .data_schema import OPTIONAL, SCORES
-from .file_formats import ArrowRows, CsvRows, JsonRows
+from ...schemas.rows import BadRow, Record, Rejected, Role, Text
+from .data_schema import OPTIONAL, SCORES, Kind, Shape
+from .file_formats import ArrowRows, CsvRows, JsonRows, Payload
+from .input_files import Chunk
 from .validate import (
     ASSISTANT,
     is_blank,
@@ -27,14 +29,6 @@ from .validate import (
     require_characters,
     shown,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-
-    from ...schemas.rows import Text
-    from .data_schema import Kind, Shape
-    from .file_formats import Payload
-    from .input_files import Chunk
 
 Source: TypeAlias = "Mapping[str, str]"  # our column: the user's column
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ...schemas.config import TokenOptions
 from ...schemas.row_keys import EncodedRecord
 from ...schemas.rows import BadRow, Record, Rejected, Role
 from .stop_tokens import Endings, span_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
     from tokenizers import Encoding
 
-    from ...schemas.config import TokenOptions
     from .tokenizer import TextTokenizer
 
 # An encoding holds some hundred bytes for each token, until its record has become a row.

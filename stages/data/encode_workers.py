@@ -9,26 +9,22 @@ import os
 import signal
 import threading
 from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from ...schemas.config import TokenOptions
 from ...schemas.errors import BadDataError, FingerprintError
 from ...schemas.row_keys import EncodedChunk, key_rows
+from .data_schema import Shape
 from .decode_rows import parse_chunk
 from .encode import Encoder
+from .input_files import Chunk
 from .tokenizer import load_tokenizer, tokenizer_fingerprint
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-
-    from ...schemas.config import TokenOptions
-    from .data_schema import Shape
-    from .input_files import Chunk
 
 # Below this, starting processes costs more than they save.
 SMALL_INPUT_BYTES = 8 * 1024 * 1024

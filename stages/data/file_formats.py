@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ...schemas.errors import BadDataError
 from .json_files import json_rows
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator
-    from pathlib import Path
 
 Item = TypeVar("Item")
 SAMPLED_JSON_ROWS = 100

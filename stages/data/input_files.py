@@ -6,17 +6,14 @@ import codecs
 import hashlib
 import json
 import os
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
 from ...schemas.errors import BadDataError, FingerprintError, UsageError
 from .file_formats import FORMATS, Limit, Payload
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
 
 _DAMAGE = (BadDataError, pa.ArrowException, OSError, UnicodeError)
 _SIDECARS = {"dataset_info.json", "dataset_infos.json"}  # of `datasets`, beside the data

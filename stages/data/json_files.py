@@ -5,13 +5,11 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from typing import TYPE_CHECKING, BinaryIO
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
 
 from ...schemas.errors import BadDataError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 BLOCK_BYTES = 1 << 20
 _BYTE_ORDER_MARK = codecs.BOM_UTF8

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import AutoTokenizer
 
+from ...schemas.cache import Stops
 from ...schemas.config import TokenOptions
 from ...schemas.errors import UsageError
 from ...schemas.rows import BadRow, Message, Record, Text
@@ -20,11 +22,8 @@ from .stop_tokens import NO_STOPS, Added, find_stops
 from .validate import ASSISTANT
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
-
     from tokenizers import Tokenizer
 
-    from ...schemas.cache import Stops
     from ..report.eval_table import Decode
 
 _ROLES = ("system", "user", ASSISTANT, "tool")

@@ -5,15 +5,11 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ...schemas.rows import BadRow
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from ...schemas.rows import Message, Text
+from ...schemas.rows import BadRow, Message, Text
 
 ASSISTANT = "assistant"
 # ShareGPT's names for who speaks.

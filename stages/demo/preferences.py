@@ -6,8 +6,10 @@ They are written in every data shape and every file format.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b, sha256
+from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +21,6 @@ from . import questions
 from .questions import Question, draw_question
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
-
     from ...schemas.rows import Message
 
 _REPEATED_SHARE = 0.15  # of the rows ask what an earlier row asked

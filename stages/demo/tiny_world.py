@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import cos, pi
+from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ...schemas.errors import UsageError
 from ..storage import fs
-from .preferences import DataFiles, draw_preferences, make_data, transcript
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from .preferences import Preference
+from .preferences import DataFiles, Preference, draw_preferences, make_data, transcript
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,11 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ACCELERATOR = "DS_ACCELERATOR"
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from ...schemas.config import TrainOptions
 from ...schemas.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ...schemas.config import TrainOptions
 
 PRESETS = ("zero0", "zero1", "zero2", "zero3", "zero3-offload")
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 
-from ...schemas.batches import Update
+from ...schemas.batches import Engine, Update, World
+from ...schemas.config import TrainOptions
 from ...schemas.errors import UsageError
 from . import deepspeed_state, distributed
 from .deepspeed_compat import deepspeed, quietly
@@ -16,13 +20,6 @@ from .deepspeed_config import Circumstances, engine_config
 from .deepspeed_state import whole_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from torch import Tensor, nn
-
-    from ...schemas.batches import Engine, World
-    from ...schemas.config import TrainOptions
     from ...schemas.rows import Tree
 
 _REFUSAL = deepspeed.runtime.config.DeepSpeedConfigError

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from ...schemas.errors import CorruptionError, StorageError
 from ...schemas.safe_text import masked
 from .deepspeed_compat import deepspeed, quietly
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from torch import Tensor, nn
 
 _RUNTIME = deepspeed.runtime
 # What DeepSpeed's files hold beside tensors, numbers and containers.

@@ -14,9 +14,10 @@ import re
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed
@@ -24,9 +25,6 @@ from torch import Tensor, distributed
 from ...schemas.batches import World
 from ...schemas.errors import AlignError, PeerError, UsageError
 from .deepspeed_compat import deepspeed, while_training
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
 
 logger = logging.getLogger("align")
 

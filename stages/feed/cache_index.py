@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
 
+from ...schemas.cache import Manifest
 from ...schemas.errors import CorruptionError
 from ...schemas.rows import Role, offsets_of
+from ..storage.cache_folder import CacheFolder
 from ..storage.shard_columns import list_column, number_column
 from ..storage.shards import iter_row_groups
 from ..storage.verify_cache import check_shard
-from .conversions import joined_ranges
-from .row_selection import KindCounts, context_lengths, select
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    import pyarrow as pa
-    from numpy.typing import NDArray
-
-    from ...schemas.cache import Manifest
-    from ..storage.cache_folder import CacheFolder
-    from .conversions import Reading, StoredKind
-    from .row_selection import Selection
+from .conversions import Reading, StoredKind, joined_ranges
+from .row_selection import KindCounts, Selection, context_lengths, select
 
 COLUMNS = ("prompt_tokens", "split_key", "role", "num_tokens", "score")
 SCORES = "scores"  # among what is missing; no column of the data has this name

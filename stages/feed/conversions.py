@@ -12,20 +12,16 @@ them; long fractions that float32 holds exactly were rounded to that.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ...schemas.methods import RowKind
 from ...schemas.rows import Role, offsets_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from numpy.typing import NDArray
-
-    from ...schemas.methods import RowKind
 
 
 class StoredKind(IntEnum):

@@ -11,15 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...schemas.rows import offsets_of
 from .conversions import joined_ranges
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 ROW_GROUPS_PER_WINDOW = 16  # 8192 rows or 8 Mi tokens at most
 

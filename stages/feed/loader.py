@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ...schemas.batches import Cursor, StepBatch, StepSize
 from .row_buffer import Piece, Shelf, fill_shelf, read_pieces, step_batch
-from .step_plan import Pass, StepPlan, evaluation_pass, num_steps, training_pass
+from .step_plan import FeedSettings, Pass, StepPlan, evaluation_pass, num_steps, training_pass
+from .train_source import TrainSource
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from contextlib import AbstractContextManager
-
-    from numpy.typing import NDArray
-
-    from ...schemas.batches import Cursor, StepBatch, StepSize
-    from .step_plan import FeedSettings
-    from .train_source import TrainSource
-
-    Steps = AbstractContextManager[Iterator[StepBatch]]
+Steps = AbstractContextManager[Iterator[StepBatch]]
 
 
 @dataclass(frozen=True)

@@ -7,27 +7,21 @@ it is summed first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...schemas.batches import MicroBatch, StepBatch
 from ...schemas.rows import Ragged, RowBlock, ScoredBlock, Tree, offsets_of
 from ..storage.shard_columns import read_block, row_ids
 from ..storage.shards import open_shard
-from .cache_index import naming_unit
+from .cache_index import RowTable, naming_unit
 from .conversions import joined_ranges
 from .row_selection import as_read
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
-    from .cache_index import RowTable
-    from .step_plan import StepPlan
-    from .train_source import TrainSource
+from .step_plan import StepPlan
+from .train_source import TrainSource
 
 
 @dataclass(frozen=True)

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...schemas.errors import CorruptionError
 from ...schemas.rows import Ragged, Role, RowBlock, ScoredBlock, offsets_of
-from .conversions import CONVERSIONS, Own, StoredKind, joined_ranges
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from .conversions import Reading
+from .conversions import CONVERSIONS, Own, Reading, StoredKind, joined_ranges
 
 
 @dataclass(frozen=True)

@@ -7,21 +7,18 @@ largest first, so that those who meet in a collective come to it together.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ...schemas.batches import Cursor, StepSize
+from ...schemas.batches import Cursor, StepSize, World
 from .conversions import joined_ranges
 from .epoch_order import Order, key_of, shuffled, shuffled_order, stored_order
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import NDArray
-
-    from ...schemas.batches import World
     from .cache_index import RowTable
 
 

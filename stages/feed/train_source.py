@@ -6,28 +6,21 @@ once, or nearly so.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ...schemas.cache import Manifest
 from ...schemas.errors import UsageError
-from ...schemas.methods import Labels
+from ...schemas.methods import Labels, RowKind
+from ..storage.cache_folder import CacheFolder
 from ..storage.shard_columns import number_column
 from ..storage.shards import iter_row_groups, open_shard
 from .cache_index import SCORES, Index, build_index, held_out, naming_unit
-from .conversions import CONVERSIONS, StoredKind
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from numpy.typing import NDArray
-
-    from ...schemas.cache import Manifest
-    from ...schemas.methods import RowKind
-    from ..storage.cache_folder import CacheFolder
-    from .conversions import Reading
-    from .row_selection import KindCounts
+from .conversions import CONVERSIONS, Reading, StoredKind
+from .row_selection import KindCounts
 
 _SERVE = {
     StoredKind.PAIRED: "Paired rows serve every method.",

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch.nn.functional import logsigmoid
 
-from ...schemas.methods import Method, beta, sft_weight
+from ...schemas.methods import Branches, LossOutput, Method, Step, beta, sft_weight
 from .modifiers import SEES_RATIOS, WEIGHS_PAIRS
 from .rewards import RATIOS, pairs_of, referenced_output
-
-if TYPE_CHECKING:
-    from ...schemas.methods import Branches, LossOutput, Step
 
 
 @dataclass(frozen=True)

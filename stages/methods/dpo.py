@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
 from ...schemas.config import option
-from ...schemas.methods import Method, Rewards, beta, label_smoothing, number, sft_weight
+from ...schemas.methods import (
+    Branches,
+    LossOutput,
+    Method,
+    Rewards,
+    Step,
+    beta,
+    label_smoothing,
+    number,
+    sft_weight,
+)
 from .modifiers import CLAMPS, SEES_RATIOS, WEIGHS_PAIRS, bounded_exp
 from .rewards import (
     MEAN_RATIOS,
@@ -19,11 +30,6 @@ from .rewards import (
     scaled_mean_ratios,
     scaled_ratios,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ...schemas.methods import Branches, LossOutput, Step
 
 MODIFIERS = SEES_RATIOS | WEIGHS_PAIRS | {"margin"}
 

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
+from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from ...schemas.config import option
-from ...schemas.methods import Labels, LossOutput, Method, Settled, beta, number
+from ...schemas.methods import Branches, Labels, LossOutput, Method, Settled, Step, beta, number
 from .modifiers import CLAMPS
-from .rewards import RATIOS, labelled_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
-
-    from ...schemas.methods import Branches, Step
-    from .rewards import Labelled
+from .rewards import RATIOS, Labelled, labelled_of
 
 Weight: TypeAlias = 'float | Literal["auto"]'
 # Of wD nD / (wU nU), https://arxiv.org/abs/2402.01306.

@@ -6,15 +6,11 @@ import dataclasses
 import textwrap
 import types
 import typing
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from ...schemas.methods import range_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from ...schemas.methods import Head, Method, Need
+from ...schemas.methods import Head, Method, Need, range_of
 
 WIDTH = 88
 ROWS = {

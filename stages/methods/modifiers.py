@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,12 +14,7 @@ from torch.nn.functional import logsigmoid
 
 from ...schemas.config import option
 from ...schemas.errors import UsageError
-from ...schemas.methods import number
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from ...schemas.methods import Branches, Need, Tokens
+from ...schemas.methods import Branches, Need, Tokens, number
 
 # What a method may allow, by the option that turns each on.
 SEES_RATIOS = frozenset({"f_divergence", "ld_alpha"})

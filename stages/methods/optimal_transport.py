@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from ...schemas.methods import Method, Rewards, beta, label_smoothing, sft_weight
+from torch import Tensor
+
+from ...schemas.methods import (
+    Branches,
+    LossOutput,
+    Method,
+    Rewards,
+    Step,
+    beta,
+    label_smoothing,
+    sft_weight,
+)
 from .dpo import smoothed
 from .modifiers import SEES_RATIOS
 from .rewards import compared, pairs_of, referenced_output, scaled_ratios
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ...schemas.methods import Branches, LossOutput, Step
 
 
 @dataclass(frozen=True)

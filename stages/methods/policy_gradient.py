@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from ...schemas.config import option
-from ...schemas.methods import LossOutput, Method, Rewards, number
+from ...schemas.methods import Branches, LossOutput, Method, Rewards, Step, Tokens, number
 from .modifiers import CLAMPS, bounded_exp, sums_of, tokens_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
-
-    from ...schemas.methods import Branches, Step, Tokens
 
 MODIFIERS = CLAMPS | {"row_weight"}
 # Keeps the advantages of a group finite where all of its scores are the same.

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
 from ...schemas.config import option
-from ...schemas.methods import LossOutput, Method, Rewards, label_smoothing, number
+from ...schemas.methods import Branches, LossOutput, Method, Rewards, Step, label_smoothing, number
 from .dpo import smoothed
 from .modifiers import WEIGHS_PAIRS, log_odds
-from .rewards import logp_metrics, pairs_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ...schemas.methods import Branches, Step
-    from .rewards import Side
+from .rewards import Side, logp_metrics, pairs_of
 
 NllScope = Literal["pair", "global_tokens"]
 SCOPE_HELP = (

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from ...schemas.methods import LossOutput, Method, Rewards
+from ...schemas.methods import Branches, LossOutput, Method, Rewards, RowKind, Step
 from ...schemas.rows import Role
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
-
-    from ...schemas.methods import Branches, RowKind, Step
 
 
 def scaled_ratios(branches: Branches, options: Any) -> Tensor:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from ...schemas.config import option
-from ...schemas.methods import LossOutput, Method
+from ...schemas.methods import Branches, LossOutput, Method, Step
 from ...schemas.rows import Role
 from .recipe import is_good
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ...schemas.methods import Branches, Step
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ...schemas.errors import UsageError
 from ...schemas.json_codec import CodecError, from_plain
-from ...schemas.methods import check_bounds
+from ...schemas.methods import Method, check_bounds
 from .anchored import APO_DOWN, APO_ZERO, BCO_PAIR, NCA, SPPO
 from .dpo import CDPO, DISCOPOP, DPO, DPO_NORM, EXO, HINGE, IPO, ROBUST
 from .kto import APO_ZERO_UNPAIRED, BCO, KTO, KTO_LOGSIGMOID, KTO_ZERO
@@ -21,11 +22,6 @@ from .reference_free import CPO, ORPO, SIMPO, SLIC
 from .reward_aware import RPO_BWD_KL, RPO_FWD_KL, RPO_SQ
 from .rewards import REWARD, REWARD_BINARY
 from .sft import CSFT, SFT
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from ...schemas.methods import Method
 
 _ROWS = (
     DPO,

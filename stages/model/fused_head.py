@@ -18,10 +18,10 @@ Products are accumulated in float32, over tiles of positions too, whatever the w
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .head_tiles import (
@@ -34,9 +34,6 @@ from .head_tiles import (
     score_targets,
     tile_rows,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 HEAD_VERSION = "fused-2 float32"
 

@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
+from torch import Tensor
 
 # On a CPU a tile and its softmax should stay in the cache; a GPU wants larger products.
 TILE_ROWS = {"cpu": 1024, "cuda": 2048}

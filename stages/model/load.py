@@ -5,27 +5,22 @@ from __future__ import annotations
 import os
 import re
 import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ...schemas.config import LoraOptions, ModelOptions
 from ...schemas.errors import UsageError
 from .fingerprint import adapter_tensors, model_config, stored_dtype
 from .folder_check import loading_options, require_adapter, require_plain_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from torch import Tensor
-
-    from ...schemas.config import LoraOptions, ModelOptions
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from ...schemas.errors import UsageError
 from ...schemas.rows import Tree
@@ -19,6 +21,7 @@ from .fused_head import LogpHead, fused_rows, output_head
 from .tree_attention import (
     PAD,
     PIECES,
+    TreeBatch,
     groups_within,
     padded_length,
     pieces_of,
@@ -26,13 +29,6 @@ from .tree_attention import (
     tree_batch,
     tree_mask,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor, nn
-
-    from .tree_attention import TreeBatch
 
 logger = logging.getLogger("align")
 

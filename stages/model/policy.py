@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from ...schemas.config import LoraOptions, ModelOptions, TrainOptions
 from ...schemas.errors import UsageError
+from ...schemas.methods import Head
 from ...schemas.rows import Tree
 from .fused_head import call_head_for_logps
 from .load import add_lora, first_line, load_model, merged, value_head
 from .logprobs import ScoringPath, branch_answers, causal_model, choose_path, input_device
 from .reward_model import choose_layout, load_reward_model, tree_scores
 from .tree_attention import single_branches, tree_batch
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ...schemas.config import LoraOptions, ModelOptions, TrainOptions
-    from ...schemas.methods import Head
 
 _ONE_TOKEN = np.zeros(1, np.int32)
 # What a rank with nothing to do runs, because under ZeRO-3 its peers wait for its collectives.

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from importlib.metadata import version
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import nn
 from transformers import AutoModelForCausalLM
 
-from ...schemas.rows import OutOfMemory
+from ...schemas.config import ModelOptions
+from ...schemas.rows import OutOfMemory, Tree
 from .fingerprint import (
     UNUSED_WEIGHTS,
     ModelFiles,
@@ -24,16 +29,6 @@ from .folder_check import require_adapter
 from .fused_head import HEAD_VERSION
 from .load import Resolved, load_causal_lm, resolve, unused_weights
 from .logprobs import ScoringPath, choose_path, tree_logps
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    import numpy as np
-    from numpy.typing import NDArray
-    from torch import nn
-
-    from ...schemas.config import ModelOptions
-    from ...schemas.rows import Tree
 
 
 class HfReference:

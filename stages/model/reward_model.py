@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from ...schemas.config import ModelOptions
 from ...schemas.errors import UsageError
+from ...schemas.rows import Tree
 from .fingerprint import model_config
 from .load import SCORES, ScalarHead, first_line, load_model, merged, quiet
 from .logprobs import (
@@ -29,16 +32,7 @@ from .logprobs import (
     those_of,
 )
 from .reference import HfReference, TreeScorer
-from .tree_attention import single_branches, tree_batch
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch import Tensor
-
-    from ...schemas.config import ModelOptions
-    from ...schemas.rows import Tree
-    from .tree_attention import TreeBatch
+from .tree_attention import TreeBatch, single_branches, tree_batch
 
 _ONE_LABEL = {"id2label": {0: "score"}, "label2id": {"score": 0}}
 

@@ -6,21 +6,18 @@ its work on pairs of tokens that may not see each other.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ...schemas.rows import Tree
 from .transformers_compat import AttentionInterface
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from torch import Tensor
 
 PAD = -1
 

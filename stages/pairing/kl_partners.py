@@ -11,18 +11,15 @@ Equal completions under different prompts are swapped apart afterwards.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...schemas.errors import BadDataError
 from ...schemas.rows import offsets_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from numpy.typing import NDArray
 
 PROMPTS_PER_BLOCK = 64  # on average
 SMALLEST_BLOCK = 64  # completions

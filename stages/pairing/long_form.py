@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...schemas.row_keys import KeyedRows, completion_keys
-from ...schemas.rows import Ragged, offsets_of
-
-if TYPE_CHECKING:
-    from collections import Counter
-    from collections.abc import Iterator, Sequence
-
-    from numpy.typing import NDArray
-
-    from ...schemas.rows import RowBlock
+from ...schemas.rows import Ragged, RowBlock, offsets_of
 
 
 def merge_same_prompts(keyed: KeyedRows, notes: Counter[str], *, prompt_side: str) -> KeyedRows:

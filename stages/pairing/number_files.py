@@ -11,17 +11,14 @@ import os
 import struct
 from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from pathlib import Path
+from typing import Any, Literal, Self
 from zlib import crc32
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...schemas.errors import CorruptionError, told
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from numpy.typing import NDArray
 
 BLOCK_BYTES = 16 * 1024  # a multiple of every number's size
 SUM = np.dtype("<u4")

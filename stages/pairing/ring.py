@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ...schemas.row_keys import KeyedRows
+from ...schemas.row_keys import EncodedChunk, KeyedRows
+from ...schemas.rows import Rejected
 from ..storage import fs
 from .kl_partners import choose_partners
 from .long_form import merge_same_prompts
 from .number_files import NumberFile, Summed
 from .spool import KEY, Spool, SpoolWriter
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    from ...schemas.row_keys import EncodedChunk
-    from ...schemas.rows import Rejected
 
 TOKENS_PER_RUN = 8 * 1024 * 1024
 TOKENS_PER_MERGE = 8 * 1024 * 1024

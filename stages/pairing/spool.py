@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...schemas.row_keys import KeyedRows
 from ...schemas.rows import PromptKeys, Ragged, RowBlock
 from .number_files import Summed, SummedWriter
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
-    from numpy.typing import NDArray
 
 KEY = "<u8"
 ROW_COLUMNS = {

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ...schemas.row_keys import KeyedRows
 from ...schemas.rows import Ragged, Rejected, Role, RowBlock
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from ...schemas.row_keys import KeyedRows
-    from .ring import Ring
-    from .spool import Spool
+from .ring import Ring
+from .spool import Spool
 
 MOST_SEARCHED = 4096  # completions looked at for one whose text is another after cutting
 SEARCH_WINDOW = 256  # of them read together

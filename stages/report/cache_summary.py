@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ...schemas.cache import InputEntry
+from ...schemas.cache import InputEntry, Manifest
 from ...schemas.rows import Role
+from ..storage.cache_folder import CacheFolder
 from ..storage.cleanup import superseded
 from ..storage.manifest_file import load_manifest
 from ..storage.shards import iter_row_groups
-
-if TYPE_CHECKING:
-    from ...schemas.cache import Manifest
-    from ..storage.cache_folder import CacheFolder
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ...schemas.cache import Stops
 from ...schemas.rows import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from .cache_summary import PairSummary, RoleSummary, Spread, Summary
 
 MAX_LISTED = 8

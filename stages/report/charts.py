@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from ...schemas.safe_text import escape
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
 
 Point = tuple[float, float]
 Metrics: TypeAlias = "Mapping[str, Sequence[Point]]"  # by name, (step, value) each

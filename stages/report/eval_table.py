@@ -13,22 +13,18 @@ import io
 import math
 import sys
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from ...schemas.batches import Judged
 from ...schemas.errors import CorruptionError
 from ..storage import fs
-from .charts import BINS, Series, Values, chart, histogram
+from .charts import BINS, Point, Series, Values, chart, histogram
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-    from pathlib import Path
-
-    from ...schemas.batches import Judged
-    from .charts import Point
-
-    Decode = Callable[[Iterable[int], bool], str]  # ids, and whether they continue a prompt
+Decode = Callable[[Iterable[int], bool], str]  # ids, and whether they continue a prompt
 
 NAMES = ("row", "row_id", "role", "tokens")
 FORMULAS = ("=", "+", "-", "@", "\t", "\r")  # with which a formula may begin

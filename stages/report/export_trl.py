@@ -7,29 +7,24 @@ name.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Protocol, TypeAlias
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, Protocol, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from ...schemas.errors import CorruptionError, UsageError
-from ...schemas.rows import Role
+from ...schemas.rows import Ragged, Role, RowBlock, ScoredBlock
 from ..storage import fs
+from ..storage.cache_folder import CacheFolder
 from ..storage.manifest_file import load_manifest
 from ..storage.shard_columns import read_block, row_ids
 from ..storage.shards import iter_row_groups
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    from ...schemas.rows import Ragged, RowBlock, ScoredBlock
-    from ..storage.cache_folder import CacheFolder
 
 
 def export_trl(

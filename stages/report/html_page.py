@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 from ...schemas.safe_text import escape
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 STYLE = """
 :root{color-scheme:light dark;

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from ...schemas.methods import Head
 from ...schemas.safe_text import safe
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from ...schemas.methods import Head
 
 
 @dataclass(frozen=True)

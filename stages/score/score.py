@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ...schemas.rows import OutOfMemory, Ragged, Rejected, Role, ScoredBlock, Tree, offsets_of
+from ...schemas.rows import (
+    OutOfMemory,
+    Ragged,
+    Rejected,
+    Role,
+    RowBlock,
+    ScoredBlock,
+    Scorer,
+    Tree,
+    offsets_of,
+)
 from .batch_plan import TreeCost, TreePlan, plan_batches, plan_trees
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from numpy.typing import NDArray
-
-    from ...schemas.rows import RowBlock, Scorer
 
 logger = logging.getLogger("align")
 

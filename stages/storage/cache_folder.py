@@ -16,13 +16,10 @@ import os
 import re
 import secrets
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from ...schemas.errors import UsageError
 from . import fs
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PART_NAME = re.compile(r"part-[0-9]{8}-[0-9a-f]{16}\.parquet")
 COMMIT_NAME = re.compile(r"([0-9]{8})\.json")

@@ -16,10 +16,11 @@ import math
 import os
 import secrets
 import stat
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from ... import __version__
 from ...schemas.checkpoint import (
@@ -27,20 +28,17 @@ from ...schemas.checkpoint import (
     Checkpoint,
     CheckpointFile,
     Chosen,
+    Peers,
+    Position,
     RankFiles,
+    Retention,
     Saved,
 )
 from ...schemas.errors import AlignError, CorruptionError, FingerprintError, StorageError
 from ...schemas.json_codec import digest_of, from_json, to_json, version_in
 from . import fs
 from .failpoints import reach
-from .run_folder import RECORD_NAME, STEP_NAME, TRASH_NAME, trash_name
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from ...schemas.checkpoint import Peers, Position, Retention
-    from .run_folder import RunFolder
+from .run_folder import RECORD_NAME, STEP_NAME, TRASH_NAME, RunFolder, trash_name
 
 logger = logging.getLogger("align")
 

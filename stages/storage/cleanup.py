@@ -6,20 +6,15 @@ What only manifests of before name stays, for trainings that began on it, until 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+from ...schemas.cache import Manifest
 from . import fs
-from .cache_folder import PART_NAME, WORK_NAME
+from .cache_folder import PART_NAME, WORK_NAME, CacheFolder
 from .failpoints import reach
 from .manifest_file import earlier_manifests, load_manifest
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from ...schemas.cache import Manifest
-    from .cache_folder import CacheFolder
 
 _TRASH = ".trash-"
 

@@ -9,8 +9,10 @@ import dataclasses
 import logging
 import math
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,18 +21,12 @@ import pyarrow.parquet as pq
 from ...schemas.cache import Commit, FileEntry
 from ...schemas.errors import CorruptionError, NonFiniteError, StorageError
 from ...schemas.json_codec import digest_of, from_json, to_json
+from ...schemas.rows import Rejected, ScoredBlock
 from . import fs
-from .cache_folder import COMMIT_NAME, part_name
+from .cache_folder import COMMIT_NAME, WorkFolder, part_name
 from .failpoints import reach
 from .shard_columns import flattened, ids_digest, numpy_of, row_ids, schema_of
 from .shards import group_bounds, open_shard, write_shard
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from ...schemas.rows import Rejected, ScoredBlock
-    from .cache_folder import WorkFolder
 
 logger = logging.getLogger("align")
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
 
 from ... import __version__
 from ...schemas.cache import FORMAT_VERSION, Commit, FileEntry, Manifest, Plan
@@ -13,14 +15,8 @@ from ...schemas.config import CacheOptions, ModelOptions, ScoringOptions, TokenO
 from ...schemas.errors import CorruptionError, FingerprintError, OlderFormatError, UsageError
 from ...schemas.json_codec import digest_of, from_json, to_json, version_in
 from . import fs
-from .cache_folder import PART_NAME, PLAN_NAME, ROOT_NAME, part_name
+from .cache_folder import PART_NAME, PLAN_NAME, ROOT_NAME, CacheFolder, WorkFolder, part_name
 from .failpoints import reach
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from .cache_folder import CacheFolder, WorkFolder
 
 T = TypeVar("T", Plan, Manifest)
 

@@ -22,8 +22,9 @@ import dataclasses
 import hashlib
 import re
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from ...schemas.checkpoint import CheckpointFile, Ending
 from ...schemas.errors import CorruptionError, UsageError, told
@@ -31,10 +32,6 @@ from ...schemas.json_codec import CodecError, from_signed_json, to_signed_json
 from . import fs
 from .cache_folder import is_output, make_place, refuse_foreign
 from .failpoints import reach
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 RECORD_NAME = "align_checkpoint.json"
 STEP_NAME = re.compile(r"step-([0-9]{8,})")

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from ...schemas.errors import CorruptionError
 from ...schemas.rows import PromptKeys, Ragged, RowBlock, ScoredBlock, offsets_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
 
 
 def to_table(block: ScoredBlock) -> pa.Table:

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...schemas.cache import Commit, FileEntry, Manifest
 from ...schemas.errors import CorruptionError, StorageError
+from ...schemas.rows import ScoredBlock
 from . import fs
-from .cache_folder import PART_NAME
+from .cache_folder import PART_NAME, CacheFolder
 from .commits import counted
 from .manifest_file import load_manifest
 from .shards import read_shard
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ...schemas.cache import Commit, FileEntry, Manifest
-    from ...schemas.rows import ScoredBlock
-    from .cache_folder import CacheFolder
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 

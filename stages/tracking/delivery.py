@@ -9,21 +9,15 @@ import stat
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
 
 from ...schemas.safe_text import redacted
-from .journal import line_start, read_entries
+from .journal import DatasetNote, MetricPoint, line_start, read_entries
 from .mlflow_client import GOES_ON_TAG, KEY_TAG, METRICS_PER_BATCH, MlflowStore, load
 from .mlflow_silence import hushed
-from .outbox import address_of, failures, reason_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from .journal import DatasetNote, MetricPoint
-    from .outbox import Ledger
+from .outbox import Ledger, address_of, failures, reason_of
 
 logger = logging.getLogger("align")
 

@@ -12,16 +12,14 @@ import logging
 import math
 import re
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 from ...schemas.errors import told
 from ...schemas.safe_text import redacted
 from ..storage import fs
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
 logger = logging.getLogger("align")
 

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from pathlib import Path
 
+from ...schemas.config import TrackingOptions
 from ...schemas.safe_text import redacted
 from ..storage import fs
+from ..storage.run_folder import RunFolder
 from .delivery import PRIVATE, Sender
-from .journal import MAX_TAG, DatasetNote, ModelLink, NullRun, key_of, open_journal, shortened
+from .journal import (
+    MAX_TAG,
+    DatasetNote,
+    Journal,
+    ModelLink,
+    NullRun,
+    Status,
+    key_of,
+    open_journal,
+    shortened,
+)
 from .mlflow_run import experiment_name, sorted_out, store_uri, version_tags
-from .outbox import open_ledger
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from ...schemas.config import TrackingOptions
-    from ..storage.run_folder import RunFolder
-    from .journal import Journal, Status
-    from .outbox import Ledger
+from .outbox import Ledger, open_ledger
 
 # Who stops a process by a signal kills it half a minute later.
 PATIENCE_SECONDS = {"FINISHED": 30.0, "FAILED": 15.0, "KILLED": 5.0}

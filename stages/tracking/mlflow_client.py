@@ -15,19 +15,25 @@ import os
 import re
 import sqlite3
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from ...schemas.errors import StorageError
 from ...schemas.safe_text import redacted
 from ..storage import fs
-from .journal import MAX_DATASET_NAME, MAX_DIGEST, MAX_PARAM, MAX_TAG, key_of, shortened
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from .journal import DatasetNote, MetricPoint, ModelLink
+from .journal import (
+    MAX_DATASET_NAME,
+    MAX_DIGEST,
+    MAX_PARAM,
+    MAX_TAG,
+    DatasetNote,
+    MetricPoint,
+    ModelLink,
+    key_of,
+    shortened,
+)
 
 T = TypeVar("T")
 

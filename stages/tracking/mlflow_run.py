@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from ... import __version__
 from ...schemas.config import TrackingOptions
 from ...schemas.errors import Interrupted
 from ...schemas.safe_text import redacted
-from .journal import MAX_PARAM, DatasetNote, MetricPoint, ModelLink, NullRun, key_of, shortened
+from .journal import (
+    MAX_PARAM,
+    DatasetNote,
+    MetricPoint,
+    ModelLink,
+    NullRun,
+    Run,
+    Status,
+    key_of,
+    shortened,
+)
 from .mlflow_client import GOES_ON_TAG, KEY_TAG, MlflowStore
 from .outbox import Guard, Note
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from pathlib import Path
-
-    from .journal import Run, Status
 
 DEFAULT_URI = "sqlite:///mlflow.db"
 

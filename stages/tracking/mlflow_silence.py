@@ -5,11 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",

@@ -15,21 +15,17 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...schemas.errors import CorruptionError, StorageError, UsageError
 from ...schemas.json_codec import CodecError, from_json, from_signed_json, to_json, to_signed_json
 from ...schemas.safe_text import bare_address, hear, masked_address, redacted, shown
 from ..storage import fs
 from .journal import MlflowRecord, UnendedRun
-from .mlflow_client import GOES_ON_TAG, sqlite_file
+from .mlflow_client import GOES_ON_TAG, MlflowStore, sqlite_file
 from .mlflow_silence import hushed
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from .mlflow_client import MlflowStore
 
 logger = logging.getLogger("align")
 

@@ -5,30 +5,22 @@ Before the first step the policy is held to the log-probs that the cache was mad
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import repeat
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from ...schemas.batches import Judged
+from ...schemas.batches import Engine, Judged, MicroBatch, StepBatch, StepSize, World
 from ...schemas.errors import FingerprintError
-from ...schemas.methods import Step
-from ...schemas.rows import Role, Tree, allowed_gaps
+from ...schemas.methods import Branches, Step
+from ...schemas.rows import Role, ScoredBlock, Tree, allowed_gaps
 from ..engine.distributed import gathered
+from ..methods.recipe import Memory, Recipe
 from ..storage.failpoints import reach
 from .step import Sums, branches_of, reported, step_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from torch import Tensor
-
-    from ...schemas.batches import Engine, MicroBatch, StepBatch, StepSize, World
-    from ...schemas.methods import Branches
-    from ...schemas.rows import ScoredBlock
-    from ..methods.recipe import Memory, Recipe
 
 
 def asks_first(recipe: Recipe) -> bool:

@@ -4,32 +4,24 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 
-from ...schemas.batches import Cursor
+from ...schemas.batches import Cursor, Engine, Judged, MicroBatch, StepBatch, StepSize
+from ...schemas.config import TrainOptions
 from ...schemas.errors import AlignError, CorruptionError, NonFiniteError
-from ..methods.recipe import LOSS
+from ...schemas.methods import Step
+from ..methods.recipe import LOSS, Memory, Recipe
 from ..storage.failpoints import reach
 from ..tracking.journal import EVAL
 from .evaluation import Witness, asks_first, evaluate, whole_step
-from .step import added, finite, learning_rate, reported, train_step
-from .throughput import peak_mib
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from contextlib import AbstractContextManager
-
-    from ...schemas.batches import Engine, Judged, MicroBatch, StepBatch, StepSize
-    from ...schemas.config import TrainOptions
-    from ...schemas.methods import Step
-    from ..methods.recipe import Memory, Recipe
-    from .step import StepResult, Totals
-    from .throughput import Meter
+from .step import StepResult, Totals, added, finite, learning_rate, reported, train_step
+from .throughput import Meter, peak_mib
 
 Ending = Literal["finished", "signal", "time"]
 Sign = Literal["signal", "time", "save"]  # before a batch: to stop, or only to save

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from ...schemas.batches import Engine, MicroBatch, StepBatch
+from ...schemas.config import TrainOptions
 from ...schemas.methods import Branches, Step, Tokens
 from ..methods.modifiers import sums_of
-from ..methods.recipe import LOSS
+from ..methods.recipe import LOSS, Memory, Outcome, Recipe
 from ..methods.rewards import with_margin
 from ..storage.failpoints import reach
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
-
-    from ...schemas.batches import Engine, MicroBatch, StepBatch
-    from ...schemas.config import TrainOptions
-    from ..methods.recipe import Memory, Outcome, Recipe
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,8 +13,6 @@ import psutil
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from .step import Totals
 
 
