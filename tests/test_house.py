@@ -5,7 +5,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import typer
 
 from align import cli
 
@@ -146,23 +145,3 @@ def test_nothing_reads_a_pickle(path):
         "yaml.full_load",
     ):
         assert call not in text
-
-
-@pytest.mark.parametrize("name", typer.main.get_command(cli.app).commands)
-def test_every_command_stands_in_the_readme(name):
-    assert f"align {name}" in (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-def test_every_exit_code_stands_in_the_readme():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    errors = ast.parse((ROOT / "schemas" / "errors.py").read_text())
-    codes = {
-        node.value.value
-        for node in ast.walk(errors)
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "exit_code"
-        if isinstance(node.value, ast.Constant)
-    }
-    assert {2, 3, 4, 5, 6, 74, 75} <= codes
-    for code in codes:
-        assert f"| {code} |" in readme
-    assert "129, 130, 138, 143" in readme

@@ -43,6 +43,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     }
     root_files = {"align/__init__.py", "align/__main__.py", "align/cli.py", "align/py.typed"}
     assert {name for name in names if name.startswith("align/")} == wanted | root_files
+    assert f"{distribution}-{__version__}.dist-info/licenses/LICENSE" in names
     packages = project["tool"]["setuptools"]["packages"]
     assert {f"{name.replace('.', '/')}/__init__.py" for name in packages} <= set(names)
 
