@@ -19,6 +19,7 @@ from pages import PAGES, ROOT, anchors, blocks, codes, commands, links, name_of,
 from align import __version__, cli
 from align.pipeline.settings import flatten, load_settings
 from align.schemas.config import Config
+from align.schemas.errors import AlignError
 from align.stages.methods.describe import describe
 from align.stages.methods.markdown import markdown_table
 from align.stages.methods.modifiers import Modifiers
@@ -103,6 +104,17 @@ def test_commands_flags_and_settings_in_the_text_exist(path, tmp_path, monkeypat
         if words[0].startswith("--"):
             flags = {word.partition("=")[0] for word in words if re.match("--[a-z]", word)}
             assert flags <= FLAGS | FOREIGN, code.text
+        if words[0] in {"--set", "--method"} and len(words) > 1 and "…" not in code.text:
+            assert any(is_taken([name, *words]) for name in ("train", "precompute-ref")), code.text
+
+
+def is_taken(words):
+    """Whether a command takes what is given to it."""
+    try:
+        take(words)
+    except AlignError:
+        return False
+    return True
 
 
 def is_setting(section, name):
