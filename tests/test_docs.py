@@ -42,6 +42,8 @@ METHOD_OPTIONS = {
     *(option.name for method in METHODS.values() for option in describe(method).options),
     *Modifiers.__dataclass_fields__,
 }
+PLACE = re.compile(r"(cli\.py|(schemas|pipeline|stages|tests|docs|examples)/[\w./-]*)")
+TO_BE_WRITTEN = {"stages/methods/square.py"}  # by who adds a method
 SETTING = re.compile(
     "(?P<section>model|data|tokens|cache|scoring|tracking|train|lora|rewards|method)"
     "[.](?P<name>[A-Za-z0-9_.]+)(=.*)?"
@@ -135,6 +137,19 @@ def test_no_link_is_dead(path):
         assert linked.is_relative_to(ROOT), target
         if anchor:
             assert anchor in anchors(linked), target
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_every_file_and_folder_of_ours_that_is_named_exists(path):
+    for code in codes(path):
+        if PLACE.fullmatch(code.text) and code.text not in TO_BE_WRITTEN:
+            assert page(code.text).exists(), code.text
+
+
+def test_every_room_stands_in_the_architecture():
+    named = {code.text for code in codes(page("docs/architecture.md"))}
+    rooms = {name_of(file.parent) for file in page("stages").glob("*/__init__.py")}
+    assert rooms <= named
 
 
 def test_every_page_stands_in_the_index():
