@@ -3,7 +3,7 @@
 #   docker build -t align .                                 runs on a CPU
 #   docker build -t align --build-arg TORCH_INDEX=URL .     runs on CUDA; URL is the wheel index that
 #                                                           PyTorch's install page names for your CUDA
-#   docker run --rm -v "$PWD:/work" align precompute-ref data.parquet --model model
+#   docker run --rm -v "$PWD:/data" align precompute-ref data.parquet --model model
 #
 # With CUDA, add --gpus all to `docker run`; the host needs NVIDIA's driver and container toolkit.
 ARG PYTHON=3.12
@@ -21,5 +21,5 @@ RUN pip install --no-cache-dir --constraint constraints.txt \
         ${TORCH_INDEX:+--index-url "${TORCH_INDEX}"} torch \
     && pip install --no-cache-dir --constraint constraints.txt '.[peft]'
 
-WORKDIR /work
+WORKDIR /data
 ENTRYPOINT ["align"]
