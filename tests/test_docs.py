@@ -20,6 +20,9 @@ from align import __version__, cli
 from align.pipeline.settings import flatten, load_settings
 from align.schemas.config import Config
 from align.schemas.errors import AlignError
+from align.schemas.manifest import FORMAT_VERSION, Manifest
+from align.schemas.rows import REASONS
+from align.schemas.shards import shard_schema
 from align.stages.methods.describe import describe
 from align.stages.methods.markdown import markdown_table
 from align.stages.methods.modifiers import Modifiers
@@ -183,6 +186,20 @@ def test_every_exit_code_stands_on_its_page():
     for code in codes:
         assert f"| {code} |" in told
     assert "129, 130, 138, 143" in told
+
+
+def named_on(name):
+    return {code.text for code in codes(page(name))}
+
+
+def test_every_reason_to_reject_a_row_stands_on_the_page_of_formats():
+    assert {*REASONS} <= named_on("docs/data-formats.md")
+
+
+def test_every_column_and_field_of_a_cache_stands_on_its_page():
+    columns = shard_schema(token_logps=True, carried=()).names
+    assert {*columns, *Manifest.__dataclass_fields__} <= named_on("docs/cache-format.md")
+    assert f"| {FORMAT_VERSION}; another" in page("docs/cache-format.md").read_text("utf-8")
 
 
 def test_the_table_of_methods_is_the_one_that_align_methods_prints():
