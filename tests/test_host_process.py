@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 SCRIPT = """
-import csv, io, json, logging, os, signal, sys, warnings
+import csv, gc, io, json, logging, os, signal, sys, warnings
 warnings.simplefilter("ignore")
 import deepspeed, mlflow, pyarrow, torch, transformers  # what they set is theirs
 import peft, sympy.utilities.exceptions, torch._dynamo, torch.optim.lr_scheduler
@@ -30,6 +30,7 @@ def state():
         "gradients": torch.is_grad_enabled(),
         "random": torch.random.get_rng_state().sum().item(),
         "hooks": [str(sys.excepthook), str(sys.stdout), str(sys.stderr)],
+        "collector": (gc.isenabled(), gc.get_threshold()),
         "umask": os.umask(0o022),
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -9,6 +10,7 @@ import threading
 from collections import deque
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.forkserver import ensure_running
 from typing import TYPE_CHECKING
@@ -102,10 +104,23 @@ class _Worker:
                 "Run the same command again."
             )
         named = replace(chunk, file=self._job.files[chunk.file])
-        records, rejected = parse_chunk(named, self._job.shape)
-        encoded = self._encoder.encode(records)
-        keyed = key_rows(encoded.rows, seed=self._job.seed, carried=self._job.shape.carried)
+        with _collector_paused():
+            records, rejected = parse_chunk(named, self._job.shape)
+            encoded = self._encoder.encode(records)
+            keyed = key_rows(encoded.rows, seed=self._job.seed, carried=self._job.shape.carried)
         return EncodedChunk(chunk.file, keyed, [*rejected, *encoded.rejected], dict(encoded.notes))
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """A chunk makes many objects and no cycles; to search for them took a sixth of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 _worker: _Worker | None = None

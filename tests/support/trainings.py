@@ -32,15 +32,19 @@ class Server:
         )
         self._answer()
 
-    def start(self, *arguments, cwd=None, ranks=1, failpoints=()):
-        """Begins a command on so many ranks; `failpoints` are those of rank 0, rank 1, …"""
+    def start(self, *arguments, cwd=None, ranks=1, failpoints=(), traced=None):
+        """Begins a command on so many ranks; `failpoints` are those of rank 0, rank 1, …
+
+        `traced` is what row_walk.traced is given around the command.
+        """
         world = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
         processes = []
         for rank in range(ranks):
             environment = {**world, "RANK": rank, "LOCAL_RANK": rank} if ranks > 1 else {}
             armed = dict(enumerate(failpoints)).get(rank, "")
             plain = {name: str(value) for name, value in environment.items()}
-            processes.append(self._fork(arguments, cwd, {**plain, "ALIGN_FAILPOINTS": armed}))
+            plain["ALIGN_FAILPOINTS"] = armed
+            processes.append(self._fork(arguments, cwd, plain, traced))
         return Training(tuple(processes))
 
     def run(self, *arguments, **how):
@@ -57,7 +61,7 @@ class Server:
         self._process.wait(60)
         self._process.stdout.close()
 
-    def _fork(self, arguments, cwd, environment):
+    def _fork(self, arguments, cwd, environment, traced=None):
         self._count += 1
         out, err = (self._home / f"{self._count}.{name}" for name in ("out", "err"))
         request = {
@@ -66,6 +70,7 @@ class Server:
             "env": environment,
             "out": str(out),
             "err": str(err),
+            "traced": traced,
         }
         return Process(self, self._ask(request)["pid"], out, err)
 
