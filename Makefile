@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests of a file share what is slow to make, so they stay together.
 AT_ONCE := --numprocesses 2 --dist loadfile --quiet
 
-.PHONY: setup check test test-long demo bench docs golden wheel clean
+.PHONY: setup check test test-fast test-long test-gpu demo bench docs golden wheel clean
 
 setup: .venv/ready
 
@@ -35,10 +35,16 @@ check: setup
 	$(BIN)/mypy
 
 test: setup
-	$(BIN)/pytest $(AT_ONCE) -m 'not long'
+	$(BIN)/pytest $(AT_ONCE) --durations 25 -m 'not long and not gpu'
+
+test-fast: setup
+	$(BIN)/pytest $(AT_ONCE) -m 'not slow and not long and not gpu'
 
 test-long: setup
-	$(BIN)/pytest $(AT_ONCE)
+	$(BIN)/pytest $(AT_ONCE) -m 'not gpu'
+
+test-gpu: setup
+	$(BIN)/pytest --quiet -m gpu
 
 demo: setup
 	rm -rf demo && mkdir demo
@@ -56,6 +62,7 @@ demo: setup
 
 bench: .venv/bench-ready
 	$(BIN)/pytest tests/peers
+	$(BIN)/python tests/bench/start.py
 	$(BIN)/python tests/bench/reference.py
 	$(BIN)/python tests/bench/data_plane.py
 	$(BIN)/python tests/bench/train.py

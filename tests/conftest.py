@@ -5,19 +5,69 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from command import Answer, launch
-from trainings import Course, Server
+from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling
 
+from align.stages.storage.run_folder import RunFolder
+from align.stages.tracking.quiet import DEFAULTS
 from align.stages.world.tokenizer import make_tokenizer
+from support.command import Answer, launch
+from support.pace import STARTS, is_slow
+from support.trainings import Course, Server
 
 os.environ["OMP_NUM_THREADS"] = "1"  # two cores, and every process of a test wants both
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # stage 1 computes with the threads of its plan
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("ALIGN_MODEL", None)
 
+OF_ONE_LAUNCH = ("tests/stages/train",)
+
+# Neither an example nor the drawing of it is timed: the machine may be busy.
+settings.register_profile("align", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("align")
+
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     # As under nohup: a process that a test starts would inherit this, but inherits no handler.
     signal.signal(signal.SIGHUP, lambda *_: None)
+
+
+class ByLaunch(LoadFileScheduling):
+    """A worker gets a file, or all files that read what one launch of ranks wrote down."""
+
+    def _split_scope(self, nodeid):
+        folder = nodeid.rpartition("::")[0].rpartition("/")[0]
+        return folder if folder in OF_ONE_LAUNCH else super()._split_scope(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return ByLaunch(config, log)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--device", default="cuda", help="of tests marked gpu; cpu tries them out")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if is_slow(item):
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(autouse=True)
+def kept_pace(request, monkeypatch):
+    """A test that starts a process is known to be slow."""
+    started = []
+
+    def refuse(*arguments, **_):
+        started.append(arguments)
+        pytest.fail("this test starts a process and is not slow: see tests/support/pace.py")
+
+    if not request.node.get_closest_marker("slow"):
+        for place, name in STARTS:
+            monkeypatch.setattr(place, name, refuse)
+    yield
+    assert not started  # in another thread, or where the failure was caught
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -33,6 +83,35 @@ def clean_root():
 def own_home(tmp_path_factory, monkeypatch):
     """No test knows the caches of another."""
     monkeypatch.setenv("ALIGN_HOME", str(tmp_path_factory.mktemp("home")))
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty folder, in which the test runs."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def no_mlflow_settings(here, monkeypatch):
+    """The environment says nothing about MLflow, and what is set on the way is forgotten."""
+    for name in (*DEFAULTS, "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="module")
+def uri(tmp_path_factory):
+    """The address of a store that is not made yet."""
+    return f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
+
+
+@pytest.fixture
+def prepared_run(tmp_path):
+    """The folder of a run, in which nothing lies yet."""
+    folder = RunFolder(tmp_path / "run")
+    folder.prepare()
+    return folder
 
 
 @pytest.fixture(scope="session")
@@ -96,8 +175,9 @@ def course(server, world, tmp_path_factory):
 def training_world(tokenizer_folder, tmp_path_factory):
     """A very small untrained model, and caches of what it thinks."""
     # As above.
-    from training_world import make_training_world  # noqa: PLC0415
     from transformers import AutoTokenizer  # noqa: PLC0415
+
+    from support.training_world import make_training_world  # noqa: PLC0415
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     return make_training_world(tmp_path_factory.mktemp("training"), tokenizer)

@@ -11,7 +11,6 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
-from stage_one import Silent
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from align.pipeline.precompute import precompute
@@ -27,6 +26,9 @@ from align.schemas.config import (
 )
 from align.stages.model.reference import HfReference
 from align.stages.world.world import make_world
+from support.stage_one import Silent
+
+pytestmark = pytest.mark.slow
 
 NATS = 1e-4  # a branch in float32
 TOKEN_NATS = 1e-5  # a token in float32
@@ -130,21 +132,27 @@ def one_thread():
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
+def large_world(tmp_path_factory):
     """2,000 preferences, and a Llama that has seen a little of their language."""
     folder = tmp_path_factory.mktemp("large-world") / "world"
     return make_world(folder, rows=2000, pretrain_steps=20)
 
 
 @pytest.fixture(scope="module")
-def whole(world, tmp_path_factory):
+def whole(large_world, tmp_path_factory):
     """The cache of all 2,000 rows, with one mismatched completion for each of theirs."""
-    return stored(config_of(world.model, world.data.paired, tmp_path_factory.mktemp("whole") / "c"))
+    return stored(
+        config_of(
+            large_world.model, large_world.data.paired, tmp_path_factory.mktemp("whole") / "c"
+        )
+    )
 
 
-def test_every_branch_of_two_thousand_rows_is_what_the_model_says(world, whole, record_property):
+def test_every_branch_of_two_thousand_rows_is_what_the_model_says(
+    large_world, whole, record_property
+):
     rows, outcome = whole
-    gap = gap_of(rows, world.model)
+    gap = gap_of(rows, large_world.model)
     record_property("gap", str(gap))
     assert (len(rows), gap.branches) == (2000, 8000)
     assert sum(role == 5 for row in rows for role in row["role"]) == 4000
@@ -155,27 +163,29 @@ def test_every_branch_of_two_thousand_rows_is_what_the_model_says(world, whole, 
     assert (outcome.tally.scored, outcome.tally.reused) == (len(distinct), 8000 - len(distinct))
 
 
-def test_the_brute_force_tells_a_shifted_token_from_the_right_one(world, whole):
+def test_the_brute_force_tells_a_shifted_token_from_the_right_one(large_world, whole):
     """A check that cannot fail would prove nothing: one wrong prompt token is seen."""
     rows = [dict(row) for row in whole[0][:1]]
     rows[0]["prompt_ids"] = rows[0]["prompt_ids"][:-1]
-    assert gap_of(rows, world.model).branch > 100 * NATS
+    assert gap_of(rows, large_world.model).branch > 100 * NATS
 
 
 @pytest.fixture(scope="module")
-def fifty(world, tmp_path_factory):
+def fifty(large_world, tmp_path_factory):
     """The first fifty rows."""
     path = tmp_path_factory.mktemp("fifty") / "fifty.parquet"
-    pq.write_table(pq.read_table(world.data.paired).slice(0, 50), path)
+    pq.write_table(pq.read_table(large_world.data.paired).slice(0, 50), path)
     return path
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_the_batch_size_moves_no_token_by_more_than_rounding(world, fifty, tmp_path, attention):
+def test_the_batch_size_moves_no_token_by_more_than_rounding(
+    large_world, fifty, tmp_path, attention
+):
     """1 puts every branch into a batch of its own; sdpa packs trees, eager pads them."""
     results = []
     for budget in (1, 300, 16_384):
-        config = config_of(world.model, fifty, tmp_path / f"{budget}", attention=attention)
+        config = config_of(large_world.model, fifty, tmp_path / f"{budget}", attention=attention)
         rows, outcome = stored(replace(config, scoring=ScoringOptions(tokens_per_batch=budget)))
         assert outcome.tally.scored == 200
         assert (outcome.tally.padding > 0) == (attention == "eager" and budget > 1)
@@ -194,8 +204,8 @@ def worst_token(rows, others):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_other_families_are_what_their_models_say(world, fifty, family, tmp_path):
-    model = make_family(family, world, tmp_path / "model")
+def test_other_families_are_what_their_models_say(large_world, fifty, family, tmp_path):
+    model = make_family(family, large_world, tmp_path / "model")
     rows, _ = stored(config_of(model, fifty, tmp_path / "cache"))
     window = FAMILIES[family].get("sliding_window", 0)
     assert min(len(row["prompt_ids"]) for row in rows) > window // 2
@@ -206,15 +216,15 @@ def test_other_families_are_what_their_models_say(world, fifty, family, tmp_path
     assert gap.token <= 2 * TOKEN_NATS
 
 
-def test_bfloat16_is_as_near_as_bfloat16_can_be(world, fifty, tmp_path):
+def test_bfloat16_is_as_near_as_bfloat16_can_be(large_world, fifty, tmp_path):
     """bfloat16 keeps 8 bits: near its typical logits of 4 to 8 one step is 1/32 nat.
 
     The fused head rounds states and weights but no logit, the model's own head rounds each logit
     too. So a token may be off by a few steps, and in the mean over a branch by about one.
     """
-    rows, _ = stored(config_of(world.model, fifty, tmp_path / "cache", dtype="bfloat16"))
-    own = gap_of(rows, world.model, torch.bfloat16)
-    exact = gap_of(rows, world.model)
+    rows, _ = stored(config_of(large_world.model, fifty, tmp_path / "cache", dtype="bfloat16"))
+    own = gap_of(rows, large_world.model, torch.bfloat16)
+    exact = gap_of(rows, large_world.model)
     assert own.branches == 200
     assert own.branch_mean_token <= 1 / 32
     assert own.token <= 4 / 32

@@ -1,17 +1,15 @@
 """What every command owes a person before it does anything."""
 
 import ast
-import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import typer
-from command import align, launch
 
 from align import cli
+from support.command import align, launch
 
 COMMANDS = typer.main.get_command(cli.app).commands
 PARAMETERS = [
@@ -27,20 +25,9 @@ def test_every_command_says_what_it_does(name):
     assert COMMANDS[name].help.splitlines()[0] in " ".join(answer.out.split())
 
 
-@pytest.mark.parametrize(
-    ("command", "parameter"), PARAMETERS, ids=[f"{name}-{p.name}" for name, p in PARAMETERS]
-)
-def test_every_option_is_explained(command, parameter):
-    assert parameter.help, f"{command} {parameter.name} has no help"
-
-
-def test_help_answers_at_once():
-    seconds = []
-    for _ in range(3):
-        started = time.perf_counter()
-        assert launch("--help").code == 0
-        seconds.append(time.perf_counter() - started)
-    assert statistics.median(seconds) < 0.5
+def test_every_option_is_explained():
+    assert len(PARAMETERS) > 90
+    assert not [f"{name} {option.name}" for name, option in PARAMETERS if not option.help]
 
 
 def test_help_and_settings_import_no_heavy_package(tmp_path):

@@ -8,19 +8,15 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-import stage_one
-from command import align, refusal
 
 from align.pipeline.settings import load_settings
 from align.schemas.config import ModelOptions, TrackingOptions
 from align.stages.model.reference import HfReference
 from align.stages.world.stub import StubReference
+from support import stage_one
+from support.command import align, refusal
 
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("here")
 
 
 @pytest.fixture

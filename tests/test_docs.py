@@ -13,8 +13,6 @@ import tomllib
 import pytest
 import typer
 import yaml
-from command import align
-from pages import PAGES, ROOT, anchors, blocks, codes, commands, links, name_of, page
 
 from align import __version__, cli
 from align.pipeline.settings import flatten, load_settings
@@ -27,6 +25,8 @@ from align.stages.methods.describe import describe
 from align.stages.methods.markdown import markdown_table
 from align.stages.methods.modifiers import Modifiers
 from align.stages.methods.table import METHODS, recipe_of
+from support.command import align
+from support.pages import PAGES, ROOT, anchors, blocks, codes, commands, links, name_of, page
 
 ROOMS = ("pipeline", "schemas", "stages")
 README = page("README.md").read_text(encoding="utf-8")
@@ -39,6 +39,7 @@ FLAGS = {
 }
 # Of other programs, named in our text.
 FOREIGN = {"--index-url", "--signal"}
+TAKERS = ("train", "precompute-ref")  # of options that stand in the text without a command
 MOVING = page("docs/moving-from-other-tools.md")  # the first column of its tables is theirs
 SETTINGS = {*flatten(Config())}
 METHOD_OPTIONS = {
@@ -114,7 +115,7 @@ def test_commands_flags_and_settings_in_the_text_exist(path, tmp_path, monkeypat
             and len(words) > 1
             and not re.search("[A-Z…]", code.text)
         ):
-            assert any(is_taken([name, *words]) for name in ("train", "precompute-ref")), code.text
+            assert any(is_taken([name, *words]) for name in TAKERS), code.text
 
 
 def is_taken(words):

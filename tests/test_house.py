@@ -2,6 +2,7 @@
 
 import ast
 import tomllib
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,10 @@ NOUN_FRIENDS = {
 LONGEST_FILE, LONGEST_FUNCTION = 400, 60
 
 
+def text_of(path):
+    return path.read_text(encoding="utf-8")
+
+
 def dotted(path):
     """`stages.storage.fs` of its file."""
     parts = path.relative_to(ROOT).with_suffix("").parts
@@ -29,7 +34,7 @@ def dotted(path):
 def imports_of(path):
     """Every module of this package that a file imports, wherever in the file."""
     package = path.relative_to(ROOT).parent.parts
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(text_of(path))):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = package[: len(package) - node.level + 1]
             named = (*base, *(node.module or "").split(".")) if node.module else base
@@ -62,10 +67,13 @@ def may_import(importer, imported):
     return target not in VERBS and (kind in VERBS or target in NOUN_FRIENDS.get(kind, set()))
 
 
-@pytest.mark.parametrize("path", FILES, ids=dotted)
-def test_imports_point_down_the_house(path):
-    importer = room_of(dotted(path))
-    wrong = [name for name in imports_of(path) if not may_import(importer, room_of(name))]
+def test_imports_point_down_the_house():
+    wrong = [
+        f"{dotted(path)} imports {name}"
+        for path in FILES
+        for name in imports_of(path)
+        if not may_import(room_of(dotted(path)), room_of(name))
+    ]
     assert not wrong
 
 
@@ -109,14 +117,17 @@ def test_type_checkers_find_everything_at_the_root():
     assert all((ROOT / ".typing" / "align" / name).exists() for name in linked)
 
 
-@pytest.mark.parametrize("path", FILES, ids=dotted)
-def test_a_file_is_one_idea_and_a_function_fits_on_a_screen(path):
-    text = path.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= LONGEST_FILE
+def test_a_file_is_one_idea():
+    lengths = {dotted(path): len(text_of(path).splitlines()) for path in FILES}
+    assert not {name: length for name, length in lengths.items() if length > LONGEST_FILE}
+
+
+def test_a_function_fits_on_a_screen():
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     long = {
-        node.name: node.end_lineno - node.lineno + 1
-        for node in ast.walk(ast.parse(text))
+        f"{dotted(path)}.{node.name}": node.end_lineno - node.lineno + 1
+        for path in FILES
+        for node in ast.walk(ast.parse(text_of(path)))
         if isinstance(node, functions)
         and node.end_lineno - node.lineno + 1 > LONGEST_FUNCTION
         and not is_command(node)
@@ -133,15 +144,29 @@ def is_command(node):
     return is_ours and signature > body and body <= LONGEST_FUNCTION
 
 
-@pytest.mark.parametrize("path", FILES, ids=dotted)
-def test_nothing_reads_a_pickle(path):
+def test_nothing_reads_a_pickle():
     """A model folder or a cache from elsewhere may be read, never run."""
-    text = path.read_text(encoding="utf-8")
-    for call in (
-        "torch.load(",
-        "pickle.load",
-        "allow_pickle",
-        "yaml.unsafe_load",
-        "yaml.full_load",
-    ):
-        assert call not in text
+    calls = ("torch.load(", "pickle.load", "allow_pickle", "yaml.unsafe_load", "yaml.full_load")
+    assert not [
+        f"{dotted(path)}: {call}" for path in FILES for call in calls if call in text_of(path)
+    ]
+
+
+def test_a_fixture_name_stands_once():
+    """It means one thing then, wherever a test asks for it."""
+    places = defaultdict(list)
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for node in ast.parse(text_of(path)).body:
+            for name in fixture_names(node):
+                places[name].append(str(path.relative_to(ROOT)))
+    assert len(places) > 100
+    assert not {name: found for name, found in places.items() if len(found) > 1}
+
+
+def fixture_names(node):
+    """The name of a fixture, if it is one: its own, or the one it is given."""
+    for decorator in getattr(node, "decorator_list", []):
+        is_called = isinstance(decorator, ast.Call)
+        if ast.unparse(decorator.func if is_called else decorator) == "pytest.fixture":
+            given = {one.arg: one.value for one in decorator.keywords} if is_called else {}
+            yield given["name"].value if "name" in given else node.name

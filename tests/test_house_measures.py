@@ -1,11 +1,18 @@
 """What the measures of a tree count, on trees small enough to count by hand."""
 
 import pytest
-from house_measures import base_names_twice, import_circles, modules_of, public_classes_twice, table
+
+from support.house_measures import (
+    base_names_twice,
+    import_circles,
+    modules_of,
+    public_classes_twice,
+    table,
+)
 
 
 @pytest.fixture
-def tree(tmp_path):
+def modules_in(tmp_path):
     """Makes a tree of files; every folder is a package."""
 
     def make(**texts):
@@ -37,21 +44,21 @@ TYPED = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .a import
         ("import os", [], []),
     ],
 )
-def test_modules_that_import_each_other_are_a_circle(tree, second, loaded, checked):
-    modules = tree(room__a="from .b import B", room__b=second)
+def test_modules_that_import_each_other_are_a_circle(modules_in, second, loaded, checked):
+    modules = modules_in(room__a="from .b import B", room__b=second)
     assert import_circles(modules, for_types=False) == loaded
     assert import_circles(modules, for_types=True) == checked
 
 
-def test_a_circle_may_lead_through_many_modules(tree):
+def test_a_circle_may_lead_through_many_modules(modules_in):
     one, two, three = "from .b import x", "from .inner.c import x", "from ..a import x"
-    modules = tree(room__a=one, room__b=two, room__inner__c=three, room__d="from .a import x")
+    modules = modules_in(room__a=one, room__b=two, room__inner__c=three, room__d="from .a import x")
     (circle,) = import_circles(modules, for_types=False)
     assert circle == ["room.a", "room.b", "room.inner.c"]
 
 
-def test_names_stand_twice_where_two_folders_have_them(tree):
-    modules = tree(
+def test_names_stand_twice_where_two_folders_have_them(modules_in):
+    modules = modules_in(
         first__units="class Unit: ...\nclass _Own: ...",
         second__units="class Other: ...",
         second__other="class Unit: ...\nclass _Own: ...",
@@ -60,8 +67,8 @@ def test_names_stand_twice_where_two_folders_have_them(tree):
     assert public_classes_twice(modules) == {"Unit": ["first.units", "second.other"]}
 
 
-def test_the_table_counts_lines_of_files_and_of_functions(tree, tmp_path):
-    tree(room__a="def one():\n    def inner():\n        pass\n\n\nx = 1\n", room__b="y = 2\n")
+def test_the_table_counts_lines_of_files_and_of_functions(modules_in, tmp_path):
+    modules_in(room__a="def one():\n    def inner():\n        pass\n\n\nx = 1\n", room__b="y = 2\n")
     measured = table(tmp_path)
     assert measured["modules without __init__"] == "2"
     assert measured["lines"] == "7"

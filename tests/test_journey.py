@@ -6,12 +6,12 @@ import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from command import align, launch, refusal
-from stage_one import contents
 
 from align.schemas.codec import to_json
 from align.schemas.config import Config, DataOptions, ModelOptions
 from align.stages.storage.fs import sha256_of
+from support.command import align, launch, refusal
+from support.stage_one import contents
 
 COLUMNS = {
     "row_id": pa.string(),

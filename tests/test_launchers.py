@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from command import launch, start
-from stage_one import contents
+
+from support.command import launch, start
+from support.stage_one import contents
 
 
 def command(journey, output, *more):

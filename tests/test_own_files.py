@@ -4,36 +4,36 @@ import json
 import shutil
 
 import pytest
-from command import align, refusal
 
 from align.schemas.errors import UsageError
 from align.stages.storage.layout import CacheFolder
 from align.stages.storage.places import OutputFolder
 from align.stages.storage.run_folder import RunFolder
 from align.stages.world.world import make_world
+from support.command import align, refusal
 
 
 @pytest.fixture
-def rows(world, tmp_path):
+def own_rows(world, tmp_path):
     """A person's own file, under the name that `align score` gives its own."""
     return shutil.copy(world.data.paired_jsonl, tmp_path / "rows.jsonl")
 
 
-def test_score_leaves_a_persons_own_rows_alone(rows, tmp_path):
-    before = rows.read_bytes()
-    said = refusal(2, "score", rows, "--from-labels", "--output", tmp_path)
+def test_score_leaves_a_persons_own_rows_alone(own_rows, tmp_path):
+    before = own_rows.read_bytes()
+    said = refusal(2, "score", own_rows, "--from-labels", "--output", tmp_path)
     assert "belongs to something else" in said
-    assert rows.read_bytes() == before
+    assert own_rows.read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
-def test_score_replaces_what_it_wrote_and_nothing_that_was_changed_since(rows, tmp_path):
+def test_score_replaces_what_it_wrote_and_nothing_that_was_changed_since(own_rows, tmp_path):
     out = tmp_path / "out"
-    command = ("score", rows, "--from-labels", "--output", out)
+    command = ("score", own_rows, "--from-labels", "--output", out)
     assert align(*command).code == 0
     first = (out / "rows.jsonl").read_bytes()
-    lines = rows.read_text().splitlines(keepends=True)
-    rows.write_text("".join(lines[:9]))
+    lines = own_rows.read_text().splitlines(keepends=True)
+    own_rows.write_text("".join(lines[:9]))
     assert align(*command).code == 0
     second = (out / "rows.jsonl").read_bytes()
     assert len(second.splitlines()) == 9 < len(first.splitlines())

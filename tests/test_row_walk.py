@@ -1,7 +1,8 @@
 """docs/architecture.md tells the way that a row really takes."""
 
 import pytest
-from row_walk import lists, walks
+
+from support.row_walk import lists, walks
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from command import align, refusal
-from mlflow_runs import open_store, the_run
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+from support.command import align, refusal
+from support.mlflow_runs import open_store, the_run
 
 
 @pytest.fixture(scope="module")

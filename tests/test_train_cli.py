@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-from command import align, refusal
-from tracked_training import journalled, run_of, stored
 
 from align.stages.methods.describe import plain_table, render_method, render_table
 from align.stages.methods.table import METHODS
+from support.command import align, refusal
+from support.tracked_training import journalled, run_of, stored
 
 
 def test_methods_are_listed_with_their_formulas():

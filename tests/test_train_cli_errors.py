@@ -5,13 +5,10 @@ import subprocess
 import sys
 
 import pytest
-from command import refusal
 
+from support.command import refusal
 
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("here")
 
 
 @pytest.fixture
@@ -28,7 +25,7 @@ def refused(course, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def unpaired(course, world):
+def unpaired_cache(course, world):
     """A cache of labelled completions, without mismatched ones."""
     cache = course.folder / "unpaired"
     data = ("--model", course.model, "--output", cache, "--kl-pairs", 0, "--no-mlflow")
@@ -148,14 +145,14 @@ def test_a_reference_that_was_moved_away(course, here, world):
     assert "the reference of the cache, is not there. Pass the policy by --model DIR" in said
 
 
-def test_a_method_of_pairs_on_labelled_completions(course, unpaired, here):
-    said = refused_by_all(course, 2, here / "run", "--cache", unpaired, "--method", "dpo")
+def test_a_method_of_pairs_on_labelled_completions(course, unpaired_cache, here):
+    said = refused_by_all(course, 2, here / "run", "--cache", unpaired_cache, "--method", "dpo")
     assert "The method is paired: it reads rows with one chosen and one rejected" in said
     assert "unpaired (a completion and its label)" in said
 
 
-def test_a_method_of_mismatched_pairs_on_a_cache_without(course, unpaired, here):
-    said = refused_by_all(course, 2, here / "run", "--cache", unpaired, "--method", "kto")
+def test_a_method_of_mismatched_pairs_on_a_cache_without(course, unpaired_cache, here):
+    said = refused_by_all(course, 2, here / "run", "--cache", unpaired_cache, "--method", "kto")
     assert "holds no mismatched completions, and this method needs them" in said
     assert "--kl-pairs 1" in said
 

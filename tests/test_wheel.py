@@ -49,7 +49,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
 
 
 @pytest.fixture(scope="module")
-def environment(wheel, tmp_path_factory):
+def installed(wheel, tmp_path_factory):
     """That of a person who installed the wheel: its program and its package come first."""
     target = tmp_path_factory.mktemp("site") / "site"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", target]
@@ -58,11 +58,11 @@ def environment(wheel, tmp_path_factory):
     return os.environ | {"PYTHONPATH": str(target), "PATH": path}
 
 
-def test_the_installed_wheel_runs_elsewhere(environment, tmp_path):
+def test_the_installed_wheel_runs_elsewhere(installed, tmp_path):
     where = [sys.executable, "-c", "import align; print(align.__file__)"]
-    told = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
+    told = {"cwd": tmp_path, "env": installed, "capture_output": True, "text": True}
     found = subprocess.run(where, check=True, **told).stdout.strip()
-    assert Path(found) == Path(environment["PYTHONPATH"]) / "align" / "__init__.py"
+    assert Path(found) == Path(installed["PYTHONPATH"]) / "align" / "__init__.py"
     answer = subprocess.run([sys.executable, "-m", "align", "--help"], check=True, **told)
     assert "precompute-ref" in answer.stdout
     assert answer.stderr == ""
@@ -77,10 +77,10 @@ def test_the_installed_wheel_runs_elsewhere(environment, tmp_path):
         ("dpo_sweep.sh", "paired", "dpo-sweep/sweep.html"),
     ],
 )
-def test_an_example_runs_on_the_installed_wheel(example, data, left, environment, world, tmp_path):
+def test_an_example_runs_on_the_installed_wheel(example, data, left, installed, world, tmp_path):
     script = ["bash", ROOT / "examples" / example, world.model, getattr(world.data, data)]
     short = ["--set", "tracking.mlflow=false", "--set", "train.max_steps=2", "--lr", "1e-3"]
-    told = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
+    told = {"cwd": tmp_path, "env": installed, "capture_output": True, "text": True}
     done = subprocess.run([*map(str, script), *short], check=False, **told)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / left).is_file()

@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "support"))
+sys.path.append(str(Path(__file__).parents[1]))
 
 ROWS_PER_SHARD = 4096
 
@@ -29,10 +29,9 @@ def main() -> None:
 
 
 def measure(folder: Path) -> None:
-    from shard_cache import cache_under, opened, settings_of
-
     from align.schemas.batches import Cursor
     from align.stages.feed.stream import stream
+    from support.shard_cache import cache_under, opened, settings_of
 
     started = time.perf_counter()
     source = opened(cache_under(folder), kind="paired")
@@ -63,7 +62,7 @@ def measure(folder: Path) -> None:
 
 
 def make_cache(folder: Path, shards: int) -> None:
-    from shard_cache import block_of, write_cache
+    from support.shard_cache import block_of, write_cache
 
     blocks = (
         block_of(ROWS_PER_SHARD, seed=seed, tokens=(100, 300), token_logps=False)

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from method_steps import random_branches, reordered, take
 from trl import DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
@@ -17,6 +16,7 @@ from trl.experimental.orpo import ORPOTrainer
 from align.stages.methods.labelled import with_margin
 from align.stages.methods.modifiers import Modifiers
 from align.stages.methods.table import METHODS, options_of
+from support.method_steps import random_branches, reordered, take
 
 ROWS = 40
 close = pytest.approx

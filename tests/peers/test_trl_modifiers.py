@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from method_steps import take_recipe
-from token_steps import PAIR, Said, random_rows, rows_of
 from trl import DPOTrainer
 
 from align.stages.methods.table import recipe_of
+from support.method_steps import take_recipe
+from support.token_steps import PAIR, Said, random_rows, rows_of
 
 ROWS = random_rows((2,) * 40, seed=7)
 PLAIN = {

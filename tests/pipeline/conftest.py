@@ -5,7 +5,6 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from trainings import KILLED
 
 from align.schemas.config import (
     CacheOptions,
@@ -16,6 +15,9 @@ from align.schemas.config import (
     TrackingOptions,
 )
 from align.stages.world.data import make_data
+from support.mlflow_server import serving
+from support.stage_one import contents, run
+from support.trainings import KILLED
 
 
 @pytest.fixture(scope="session")
@@ -55,6 +57,27 @@ def flawed(config, data, tmp_path):
     return replace(config, data=DataOptions(files=[str(path)], max_bad_frac=0.5))
 
 
+@pytest.fixture
+def clean(to, tmp_path):
+    """What one uninterrupted run of stage 1 leaves."""
+    run(to(output=str(tmp_path / "clean")))
+    return contents(tmp_path / "clean")
+
+
+@pytest.fixture(scope="module")
+def shared_mlflow_server(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("server")) as server:
+        yield server
+
+
+@pytest.fixture
+def mlflow_server(shared_mlflow_server):
+    """A real one, in good order before and after each test."""
+    yield shared_mlflow_server
+    shared_mlflow_server.mend()
+    shared_mlflow_server.start()
+
+
 @pytest.fixture(scope="session")
 def broken_off(course, tmp_path_factory):
     """A run that was killed in step 6, with checkpoints of steps 2 and 4."""
@@ -65,6 +88,6 @@ def broken_off(course, tmp_path_factory):
 
 
 @pytest.fixture
-def run(broken_off, tmp_path):
+def broken_run(broken_off, tmp_path):
     """A copy of it, to go on with."""
     return shutil.copytree(broken_off, tmp_path / "run")

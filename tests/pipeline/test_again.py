@@ -6,8 +6,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from faulty_scorer import Faulty
-from stage_one import contents, run
 
 from align.pipeline.verify import verify
 from align.schemas.config import ModelOptions
@@ -16,6 +14,8 @@ from align.stages.report.summary import summarize
 from align.stages.report.tables import render
 from align.stages.storage.layout import CacheFolder
 from align.stages.world.stub import StubReference
+from support.faulty_scorer import Faulty
+from support.stage_one import contents, run
 
 NOTE = "completions_scored_again_alone_in_float32"
 
@@ -45,24 +45,24 @@ def read(path):
 
 
 @pytest.fixture
-def clean(to, tmp_path):
+def clean_rows(to, tmp_path):
     """The rows of a cache whose scores were all finite at once."""
     run(to(output=str(tmp_path / "clean")))
     return rows_of(tmp_path / "clean")
 
 
 @pytest.fixture
-def shaky(clean):
+def shaky(clean_rows):
     """Knows every score but those of completions with the second token of the first."""
-    return Shaky(clean[0]["completion_ids"][0][1])
+    return Shaky(clean_rows[0]["completion_ids"][0][1])
 
 
-def test_a_cache_holds_the_scores_of_the_second_try_and_says_how_many(to, clean, shaky):
+def test_a_cache_holds_the_scores_of_the_second_try_and_says_how_many(to, clean_rows, shaky):
     manifest = run(to(), shaky).manifest
-    assert rows_of(to().cache.output) == clean
+    assert rows_of(to().cache.output) == clean_rows
     distinct = {
         (tuple(row["prompt_ids"]), tuple(ids))
-        for row in clean
+        for row in clean_rows
         for ids in row["completion_ids"]
         if shaky.token in ids
     }

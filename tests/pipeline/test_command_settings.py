@@ -6,7 +6,6 @@ import shutil
 import sys
 
 import pytest
-from command import align, refusal
 from typer.main import get_command
 
 from align import cli
@@ -22,16 +21,13 @@ from align.pipeline.settings import flatten, load_settings
 from align.pipeline.training_job import open_training
 from align.schemas.config import Config
 from align.schemas.errors import UsageError
+from support.command import align, refusal
+
+pytestmark = pytest.mark.usefixtures("here")
 
 SETTINGS = [*flatten(Config()), "method.beta"]
 SETTING_COMMANDS = ("precompute-ref", "score", "score --from-labels", "train", "sweep", "verify")
 VALUES = {bool: "true", int: "3", float: "0.5", list: "[a]", dict: "{a: b}"}
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def test_every_command_is_in_the_table_and_nothing_else_is():

@@ -4,14 +4,14 @@ import json
 import math
 
 import pytest
-from command import align
-from mlflow_runs import open_store
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
 )
 
 from align.stages.methods.table import METHODS
+from support.command import align
+from support.mlflow_runs import open_store
 
 STEPS = 3
 MIXTURES = ("dpo:0.8+bco_pair:0.2+sft:1", "kto+sft:0.5")
@@ -23,13 +23,8 @@ MODIFIED = {
 
 
 @pytest.fixture(scope="module")
-def cache(training_world):
+def everything(training_world):
     return training_world.everything
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return f"sqlite:///{tmp_path_factory.mktemp('store') / 'mlflow.db'}"
 
 
 def trained(cache, store, run, method, **options):
@@ -63,9 +58,9 @@ def told(store, run):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_method_trains_and_its_numbers_are_in_mlflow(cache, store, tmp_path, name):
-    steps = trained(cache, store, tmp_path / "run", name)
-    assert told(store, tmp_path / "run") == pytest.approx(steps)
+def test_a_method_trains_and_its_numbers_are_in_mlflow(everything, uri, tmp_path, name):
+    steps = trained(everything, uri, tmp_path / "run", name)
+    assert told(uri, tmp_path / "run") == pytest.approx(steps)
     kind = AutoModelForCausalLM
     if METHODS[name].head == "score":
         kind = AutoModelForSequenceClassification
@@ -73,12 +68,12 @@ def test_a_method_trains_and_its_numbers_are_in_mlflow(cache, store, tmp_path, n
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_a_mixture_trains(cache, store, tmp_path, name):
-    trained(cache, store, tmp_path / "run", name)
+def test_a_mixture_trains(everything, uri, tmp_path, name):
+    trained(everything, uri, tmp_path / "run", name)
 
 
 @pytest.mark.parametrize("name", MODIFIED)
-def test_a_modified_method_trains_otherwise(cache, store, tmp_path, name):
-    plain = trained(cache, store, tmp_path / "plain", name)
-    modified = trained(cache, store, tmp_path / "modified", name, **MODIFIED[name])
+def test_a_modified_method_trains_otherwise(everything, uri, tmp_path, name):
+    plain = trained(everything, uri, tmp_path / "plain", name)
+    modified = trained(everything, uri, tmp_path / "modified", name, **MODIFIED[name])
     assert plain != modified

@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from flips import flips
-from stage_one import child, contents, run
 
 from align.schemas.errors import AlignError
 from align.stages.storage.layout import CacheFolder
+from support.flips import flips
+from support.stage_one import child, contents, run
 
 
 @pytest.fixture

@@ -5,18 +5,15 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 
 import pytest
-from stage_one import contents, run
 
 from align.schemas.errors import StorageError
 from align.stages.storage import fs
-
-SUPPORT = Path(__file__).parents[1] / "support"
+from support.programs import TESTS, program
+from support.stage_one import contents, run
 
 
 def may_mount():
@@ -39,7 +36,8 @@ def told(wide, tmp_path):
     disk.mkdir()
     config = json.dumps(asdict(wide(output=str(disk / "cache"))))
     done = subprocess.run(
-        ["unshare", "-Urm", sys.executable, SUPPORT / "small_disk.py", config, disk],
+        ["unshare", "-Urm", *program("small_disk", config, disk)],
+        cwd=TESTS,
         capture_output=True,
         text=True,
         check=True,

@@ -5,13 +5,13 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from command import align, refusal
-from stage_one import child, contents, run
-from trainings import KILLED, learned, weights
 
 from align.schemas.config import DataOptions
 from align.stages.storage.layout import CacheFolder
 from align.stages.storage.manifest import load_manifest
+from support.command import align, refusal
+from support.stage_one import child, contents, run
+from support.trainings import KILLED, learned, weights
 
 OF_PUBLISHING = (
     "root.before_link",

@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from stage_one import child, contents, run
 
 from align.schemas.errors import UsageError
 from align.stages.storage.failpoints import OF_A_CACHE
 from align.stages.storage.layout import CacheFolder
 from align.stages.storage.manifest import load_manifest
+from support.stage_one import child, contents, run
 
 SEED = int(os.environ.get("ALIGN_TEST_SEED", "20"))
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from stage_one import child, contents, run
 
 from align.pipeline import known
 from align.pipeline.identity import require_same_or_growing
@@ -18,6 +17,7 @@ from align.schemas.errors import FingerprintError
 from align.stages.score import reuse
 from align.stages.storage.layout import CacheFolder
 from align.stages.storage.manifest import load_manifest
+from support.stage_one import child, contents, run
 
 
 def shards_of(folder):

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from stage_one import contents, run
 
 from align.schemas.errors import BadDataError, NonFiniteError
 from align.schemas.reference import OutOfMemory
 from align.stages.storage.layout import CacheFolder
 from align.stages.storage.verify import verify_cache
 from align.stages.world.stub import StubReference
+from support.stage_one import contents, run
 
 
 @dataclass(frozen=True)

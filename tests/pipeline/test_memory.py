@@ -1,28 +1,18 @@
 """Peak memory of scoring and of learning does not grow with vocabulary times tokens."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "support" / "memory_growth.py"
+from support.programs import run_program
+
 SLACK = 4  # MiB: what an allocator and the C library may round up
 
 
 @pytest.fixture(scope="module")
 def peaks():
     # What is freed goes back at once, so that one measurement does not hide the next.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-    answer = subprocess.run(
-        [sys.executable, str(SCRIPT), "16384", "65536"],
-        env=environment,
-        capture_output=True,
-        check=True,
-        text=True,
-    )
+    answer = run_program("memory_growth", "16384", "65536", MALLOC_MMAP_THRESHOLD_="65536")
     return json.loads(answer.stdout.splitlines()[-1])
 
 

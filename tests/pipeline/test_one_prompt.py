@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from stage_one import run
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
 
@@ -18,6 +17,7 @@ from align.stages.feed.reading import Reading
 from align.stages.feed.source import open_source
 from align.stages.storage.layout import CacheFolder
 from align.stages.storage.manifest import load_manifest
+from support.stage_one import run
 
 PROMPTS = 40
 # The blank before a word is a part of the word's token; that before a digit is a token of its own.
@@ -62,7 +62,7 @@ def digits_alone(tokenizer_folder, tmp_path_factory):
 
 
 @pytest.fixture
-def made(config, digits_alone, tmp_path):
+def make_one_prompt(config, digits_alone, tmp_path):
     """The cache of one shape of these rows."""
 
     def make(shape, rows=None, **tokens):
@@ -98,14 +98,14 @@ def question(row, decoded):
     return decoded(row["prompt_ids"]).partition(" Answer")[0]
 
 
-def test_the_boundary_of_some_answers_really_lies_inside_a_token(made):
-    folder, manifest = made("unpaired")
+def test_the_boundary_of_some_answers_really_lies_inside_a_token(make_one_prompt):
+    folder, manifest = make_one_prompt("unpaired")
     assert manifest.notes["rows_with_a_token_across_the_boundary"] == 2 * PROMPTS
     assert len({tuple(row["prompt_ids"]) for row in rows_of(folder)}) == 2 * PROMPTS
 
 
-def test_candidates_of_one_prompt_are_one_group(made, decoded):
-    folder, _ = made("long")
+def test_candidates_of_one_prompt_are_one_group(make_one_prompt, decoded):
+    folder, _ = make_one_prompt("long")
     rows = rows_of(folder)
     assert len(rows) == PROMPTS
     expected = defaultdict(Counter)
@@ -119,10 +119,10 @@ def test_candidates_of_one_prompt_are_one_group(made, decoded):
             assert expected[text][row["score"][branch]] == 1
 
 
-def test_long_form_and_list_form_make_the_same_rows(made):
+def test_long_form_and_list_form_make_the_same_rows(make_one_prompt):
     found = {}
     for shape in ("long", "list"):
-        folder, _ = made(shape)
+        folder, _ = make_one_prompt(shape)
         found[shape] = {row["prompt_key"]: branches(row) for row in rows_of(folder)}
     assert len(found["long"]) == PROMPTS
     assert found["long"] == found["list"]
@@ -135,8 +135,8 @@ def branches(row):
     return row["prompt_ids"], row["prompt_cut"], scored
 
 
-def test_no_prompt_is_held_out_and_learned_from(made, decoded):
-    folder, manifest = made("unpaired")
+def test_no_prompt_is_held_out_and_learned_from(make_one_prompt, decoded):
+    folder, manifest = make_one_prompt("unpaired")
     reading = Reading("labelled", mismatched=False, eval_fraction=0.4)
     source = open_source(folder, manifest, reading, checks_bytes=True)
     questions = [question(row, decoded) for row in rows_of(folder)]
@@ -156,9 +156,9 @@ def test_no_prompt_is_held_out_and_learned_from(made, decoded):
     assert not sides[0] & sides[1]
 
 
-def test_no_completion_is_paired_with_an_answer_to_its_own_prompt(made, decoded):
+def test_no_completion_is_paired_with_an_answer_to_its_own_prompt(make_one_prompt, decoded):
     for shape in ROWS:
-        rows = rows_of(made(shape)[0])
+        rows = rows_of(make_one_prompt(shape)[0])
         answers = {}
         for row in rows:
             for ids, role in zip(row["completion_ids"], row["role"], strict=True):
@@ -170,12 +170,12 @@ def test_no_completion_is_paired_with_an_answer_to_its_own_prompt(made, decoded)
                 assert answers[tuple(ids)] - {question(row, decoded)}
 
 
-def test_a_group_grows_in_place_by_a_candidate_that_moves_its_boundary(made):
+def test_a_group_grows_in_place_by_a_candidate_that_moves_its_boundary(make_one_prompt):
     words = [row for row in ROWS["long"] if not row["completion"][0].isdigit()]
-    folder, before = made("long", words)
+    folder, before = make_one_prompt("long", words)
     assert {len(row["prompt_ids"]) for row in rows_of(folder)} != set()
-    _, after = made("long")
+    _, after = make_one_prompt("long")
     assert (before.rows, after.rows) == (PROMPTS, PROMPTS)
     assert after.branches == 2 * before.branches
     with pytest.raises(FingerprintError, match=f"{PROMPTS} of its .* completions are not in"):
-        made("long", [row for row in ROWS["long"] if row["score"] != 0])
+        make_one_prompt("long", [row for row in ROWS["long"] if row["score"] != 0])

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from stage_one import contents, run
 from transformers import AutoTokenizer
 
 from align.schemas.config import DataOptions, TokenOptions
@@ -15,6 +14,7 @@ from align.schemas.rows import Role
 from align.stages.storage.layout import CacheFolder
 from align.stages.storage.manifest import load_manifest
 from align.stages.world.preferences import draw_preferences, transcript
+from support.stage_one import contents, run
 
 SHAPES = ("paired", "paired_chat", "unpaired", "unpaired_chat", "scored", "scored_long")
 PAIR = (Role.CHOSEN, Role.REJECTED)
@@ -31,7 +31,7 @@ def num_pairs(request):
 
 
 @pytest.fixture
-def cache(shape, num_pairs, config, data):
+def cached_rows(shape, num_pairs, config, data):
     """Every row of a finished cache of this shape."""
     config = replace(
         config,
@@ -111,27 +111,29 @@ def plain(branches):
     return [(ids, int(role), score) for ids, role, score in branches]
 
 
-def test_the_cache_holds_each_record_as_it_is_tokenized_by_itself(cache, by_hand, shape, num_pairs):
+def test_the_cache_holds_each_record_as_it_is_tokenized_by_itself(
+    cached_rows, by_hand, shape, num_pairs
+):
     expected = by_hand(shape)
     if shape == "scored_long":
         joined = defaultdict(list)
         for prompt, branches in expected:
             joined[prompt] += branches
-        found = {tuple(row["prompt_ids"]): split(row, num_pairs)[0] for row in cache}
-        assert len(found) == len(cache)
+        found = {tuple(row["prompt_ids"]): split(row, num_pairs)[0] for row in cached_rows}
+        assert len(found) == len(cached_rows)
         assert {prompt: Counter(plain(branches)) for prompt, branches in found.items()} == {
             prompt: Counter(plain(branches)) for prompt, branches in joined.items()
         }
         return
-    assert sorted(row["source"]["row"] for row in cache) == list(range(len(expected)))
-    for row in cache:
+    assert sorted(row["source"]["row"] for row in cached_rows) == list(range(len(expected)))
+    for row in cached_rows:
         prompt, branches = expected[row["source"]["row"]]
         assert tuple(row["prompt_ids"]) == prompt
         assert plain(split(row, num_pairs)[0]) == plain(branches)
 
 
-def test_nothing_of_short_rows_is_cut_and_sums_are_sums(cache):
-    for row in cache:
+def test_nothing_of_short_rows_is_cut_and_sums_are_sums(cached_rows):
+    for row in cached_rows:
         assert row["prompt_cut"] == 0
         assert set(row["cut"]) == {0}
         assert row["num_tokens"] == [len(ids) for ids in row["completion_ids"]]
@@ -139,19 +141,19 @@ def test_nothing_of_short_rows_is_cut_and_sums_are_sums(cache):
             assert logp == pytest.approx(sum(tokens), rel=1e-12)
 
 
-def test_each_k_is_a_permutation_of_all_completions(cache, num_pairs):
-    own = Counter(ids for row in cache for ids, _, _ in split(row, num_pairs)[0])
+def test_each_k_is_a_permutation_of_all_completions(cached_rows, num_pairs):
+    own = Counter(ids for row in cached_rows for ids, _, _ in split(row, num_pairs)[0])
     for k in range(num_pairs):
-        used = Counter(ids for row in cache for ids, _, _ in split(row, num_pairs)[1][k])
+        used = Counter(ids for row in cached_rows for ids, _, _ in split(row, num_pairs)[1][k])
         assert used == own
 
 
-def test_a_mismatch_is_another_completion_of_another_prompt(cache, num_pairs):
+def test_a_mismatch_is_another_completion_of_another_prompt(cached_rows, num_pairs):
     prompts_of = defaultdict(set)
-    for row in cache:
+    for row in cached_rows:
         for ids, _, _ in split(row, num_pairs)[0]:
             prompts_of[ids].add(tuple(row["prompt_ids"]))
-    for row in cache:
+    for row in cached_rows:
         own, levels = split(row, num_pairs)
         for level in levels:
             for (mine, _, _), (theirs, role, score) in zip(own, level, strict=True):
@@ -160,17 +162,17 @@ def test_a_mismatch_is_another_completion_of_another_prompt(cache, num_pairs):
                 assert prompts_of[theirs] - {tuple(row["prompt_ids"])}
 
 
-def test_the_partners_of_a_completion_differ_from_k_to_k(cache, num_pairs):
+def test_the_partners_of_a_completion_differ_from_k_to_k(cached_rows, num_pairs):
     same = total = 0
-    for row in cache:
+    for row in cached_rows:
         for level in zip(*split(row, num_pairs)[1], strict=True):
             total += 1
             same += len({ids for ids, _, _ in level}) < num_pairs
     assert same <= 0.02 * total  # other prompts may have been given the same answer
 
 
-def test_roles_are_those_of_the_shape(cache, shape, num_pairs):
-    for row in cache:
+def test_roles_are_those_of_the_shape(cached_rows, shape, num_pairs):
+    for row in cached_rows:
         roles = tuple(role for _, role, _ in split(row, num_pairs)[0])
         if shape.startswith("paired"):
             assert roles == PAIR

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from stage_one import Silent
 
 from align.pipeline.precompute import precompute
 from align.pipeline.rewards import rewards_from_model
@@ -17,6 +16,7 @@ from align.stages.model.reference import HfReference
 from align.stages.storage.layout import CacheFolder
 from align.stages.storage.manifest import load_manifest
 from align.stages.world.stub import StubReference
+from support.stage_one import Silent
 
 
 class Meddling(Silent):

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from stage_one import child, contents, run
 
 from align.pipeline import growth, intake, job
 from align.pipeline.identity import GROWS_ALONG, require_same_or_growing
@@ -17,6 +16,7 @@ from align.stages.prepare.prompt_keys import prompt_keys_of
 from align.stages.storage.layout import CacheFolder
 from align.stages.storage.manifest import load_manifest
 from align.stages.world.stub import StubReference
+from support.stage_one import child, contents, run
 
 
 def rows_of(path):
@@ -33,7 +33,7 @@ def with_data(config, *files):
 
 
 @pytest.fixture
-def rows(data):
+def data_rows(data):
     return rows_of(data.paired_jsonl)
 
 
@@ -74,12 +74,12 @@ def test_a_named_cache_is_reused_even_when_the_others_are_not(to, tmp_path):
         run(to(output=str(tmp_path / "c"), reuse=[str(tmp_path / "none")]))
 
 
-def test_a_grown_data_set_scores_only_what_is_new(config, rows, tmp_path):
+def test_a_grown_data_set_scores_only_what_is_new(config, data_rows, tmp_path):
     path = tmp_path / "data.jsonl"
-    write(path, rows[:100])
+    write(path, data_rows[:100])
     grown = with_data(config, path)
     first = run(grown)
-    write(path, rows)
+    write(path, data_rows)
     second = run(grown)  # the same command, the same folder
     assert second.manifest.rows == 120
     assert second.manifest.branches == second.tally.scored + second.tally.reused
@@ -114,28 +114,36 @@ def test_fewer_kl_pairs_in_the_same_folder_are_refused(to):
 
 
 @pytest.mark.parametrize("rows_at_once", [1, 7, 4096])
-def test_a_shrunk_data_set_is_another_cache(config, rows, tmp_path, monkeypatch, rows_at_once):
+def test_a_shrunk_data_set_is_another_cache(config, data_rows, tmp_path, monkeypatch, rows_at_once):
     monkeypatch.setattr(growth, "ROWS_AT_ONCE", rows_at_once)
     path = tmp_path / "data.jsonl"
-    write(path, rows)
+    write(path, data_rows)
     run(with_data(config, path))
-    write(path, rows[:100])
+    write(path, data_rows[:100])
     with pytest.raises(FingerprintError, match="20 of its 120 rows are not in the data"):
         run(with_data(config, path))
 
 
-def test_order_and_files_of_the_input_do_not_matter_to_the_scores(config, rows, tmp_path):
+def test_order_and_files_of_the_input_do_not_matter_to_the_scores(config, data_rows, tmp_path):
     run(config)
-    halves = (write(tmp_path / "b.jsonl", rows[60:]), write(tmp_path / "a.jsonl", rows[:60]))
+    halves = (
+        write(tmp_path / "b.jsonl", data_rows[60:]),
+        write(tmp_path / "a.jsonl", data_rows[:60]),
+    )
     cache = replace(config.cache, output=str(tmp_path / "mixed"), reuse=[config.cache.output])
     mixed = run(replace(with_data(config, *halves), cache=cache))
     assert mixed.tally.scored == 0
     assert values(tmp_path / "mixed") == values(config.cache.output)
 
 
-def test_the_order_in_which_files_are_named_makes_no_other_cache(config, rows, tmp_path):
+def test_the_order_in_which_files_are_named_makes_no_other_cache(config, data_rows, tmp_path):
     bad = {"prompt": "Why?", "chosen": "", "rejected": "no"}
-    parts = {"a": rows[:60], "b": [*rows[50:], bad], "c": [bad, *rows[:60]], "twin of b": []}
+    parts = {
+        "a": data_rows[:60],
+        "b": [*data_rows[50:], bad],
+        "c": [bad, *data_rows[:60]],
+        "twin of b": [],
+    }
     files = [write(tmp_path / f"{name}.jsonl", part) for name, part in parts.items()]
     Path(files[3]).write_bytes(Path(files[1]).read_bytes())
     found = {}
@@ -208,8 +216,8 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_changed_setting_is_noticed_and_named(config, rows, tmp_path, name):
-    path = write(tmp_path / "data.jsonl", [row | {"weight2": 1.0} for row in rows])
+def test_a_changed_setting_is_noticed_and_named(config, data_rows, tmp_path, name):
+    path = write(tmp_path / "data.jsonl", [row | {"weight2": 1.0} for row in data_rows])
     config = with_data(config, path)
     run(config)
     before = contents(config.cache.output)
@@ -284,15 +292,15 @@ def test_rows_that_are_not_those_of_the_plan_are_refused(config, monkeypatch):
         run(config)
 
 
-def test_a_prompt_that_fills_many_shards_is_compared_shard_by_shard(config, rows, tmp_path):
+def test_a_prompt_that_fills_many_shards_is_compared_shard_by_shard(config, data_rows, tmp_path):
     path = tmp_path / "data.jsonl"
     one = [{"prompt": "p", "chosen": f"yes {n}", "rejected": f"no {n}"} for n in range(90)]
     config = with_data(replace(config, cache=replace(config.cache, kl_pairs=0)), path)
-    write(path, [*one, *rows[:30]])
+    write(path, [*one, *data_rows[:30]])
     run(config)
-    write(path, [*one, *rows])
+    write(path, [*one, *data_rows])
     assert run(config).manifest.rows == 210
-    write(path, [*one[:40], *one[45:], *rows])
+    write(path, [*one[:40], *one[45:], *data_rows])
     with pytest.raises(FingerprintError, match="5 of its 210 rows are not in the data"):
         run(config)
 

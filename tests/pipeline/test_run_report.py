@@ -8,12 +8,12 @@ from html.parser import HTMLParser
 
 import pyarrow.parquet as pq
 import pytest
-from command import refusal
 
 from align.pipeline.run_identity import signed
 from align.pipeline.run_report import write_report
 from align.schemas.errors import UsageError
 from align.stages.storage.run_folder import RunFolder
+from support.command import refusal
 
 
 class Words(HTMLParser):
@@ -36,7 +36,7 @@ class Words(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def run(course):
+def whole_run(course):
     """Of six steps, evaluated before, after the third and at its end."""
     return course.whole()
 
@@ -60,15 +60,18 @@ def metrics_of(run, step):
     return next(line for line in lines if line["step"] == step and "eval/loss" in line)
 
 
-def test_every_evaluation_writes_its_completions_down(run):
-    assert RunFolder(run).evaluations() == {
-        step: run / "evaluations" / f"step-0000000{step}.csv" for step in (0, 3, 6)
+def test_every_evaluation_writes_its_completions_down(whole_run):
+    assert RunFolder(whole_run).evaluations() == {
+        step: whole_run / "evaluations" / f"step-0000000{step}.csv" for step in (0, 3, 6)
     }
 
 
-def test_they_add_up_to_what_was_measured(run):
+def test_they_add_up_to_what_was_measured(whole_run):
     for step in (0, 3, 6):
-        lines, metrics = lines_of(RunFolder(run).evaluation(step)), metrics_of(run, step)
+        lines, metrics = (
+            lines_of(RunFolder(whole_run).evaluation(step)),
+            metrics_of(whole_run, step),
+        )
         for role, name in (("desirable", "chosen"), ("undesirable", "rejected")):
             own = [line for line in lines if line["role"] in {role, name}]
             assert len(own) > 2
@@ -76,9 +79,9 @@ def test_they_add_up_to_what_was_measured(run):
             assert mean == pytest.approx(metrics[f"eval/logps/{name}"], abs=1e-9)
 
 
-def test_each_is_a_completion_of_the_cache(run, course):
+def test_each_is_a_completion_of_the_cache(whole_run, course):
     stored = {row["row_id"]: row for row in pq.read_table(course.cache / "data").to_pylist()}
-    for line in lines_of(RunFolder(run).evaluation(0)):
+    for line in lines_of(RunFolder(whole_run).evaluation(0)):
         row = stored[line["row_id"]]
         sizes_and_logps = list(
             zip(map(len, row["completion_ids"]), map(str, row["ref_logp"]), strict=True)
@@ -87,8 +90,8 @@ def test_each_is_a_completion_of_the_cache(run, course):
         assert float(line["log_ratio"]) == pytest.approx(0, abs=1e-4)
 
 
-def test_text_is_written_only_where_it_is_asked_for(run, with_text, world):
-    assert "prompt" not in lines_of(RunFolder(run).evaluation(0))[0]
+def test_text_is_written_only_where_it_is_asked_for(whole_run, with_text, world):
+    assert "prompt" not in lines_of(RunFolder(whole_run).evaluation(0))[0]
     lines = lines_of(RunFolder(with_text).evaluation(0))
     assert [line["row"] for line in lines] == ["0", "0", "1", "1"]
     rows = pq.read_table(world.data.paired).to_pylist()
@@ -97,8 +100,8 @@ def test_text_is_written_only_where_it_is_asked_for(run, with_text, world):
     assert {(line["prompt"], line["completion"]) for line in lines} <= told
 
 
-def test_a_page_tells_the_whole_run_and_loads_nothing(run, course):
-    text = (run / "report.html").read_text()
+def test_a_page_tells_the_whole_run_and_loads_nothing(whole_run, course):
+    text = (whole_run / "report.html").read_text()
     words = Words(text)
     assert words.loads == []
     assert not re.search(r"url\(|@import|https?://", text)
@@ -121,12 +124,12 @@ def test_a_page_tells_the_whole_run_and_loads_nothing(run, course):
     manifest = json.loads((course.cache / "manifest.json").read_text())
     assert manifest["root"] in words.text
     assert manifest["inputs"][0]["sha256"] in words.text
-    before, after = (metrics_of(run, step)["eval/loss"] for step in (0, 6))
+    before, after = (metrics_of(whole_run, step)["eval/loss"] for step in (0, 6))
     assert f"{before:.4g} → {after:.4g}" in words.text
 
 
-def test_its_curves_are_drawn_of_every_step(run):
-    text = (run / "report.html").read_text()
+def test_its_curves_are_drawn_of_every_step(whole_run):
+    text = (whole_run / "report.html").read_text()
     figure = text[text.index("<b>Learning rate</b>") :]
     line = re.search(r'<polyline class="c0 line" points="([^"]*)"', figure)
     assert len(line[1].split()) == 6
@@ -151,13 +154,13 @@ def settings(run):
     return (run / "config.yaml").read_text().partition("\n")[2]
 
 
-def test_a_page_without_its_cache_says_so(run, tmp_path):
+def test_a_page_without_its_cache_says_so(whole_run, tmp_path):
     moved = tmp_path / "run"
     moved.mkdir()
-    config = settings(run)
+    config = settings(whole_run)
     cache = re.search(r"^  cache: (.*)$", config, re.MULTILINE)[1]
     (moved / "config.yaml").write_bytes(signed(config.replace(cache, str(tmp_path / "gone"))))
-    (moved / "metrics.jsonl").write_bytes((run / "metrics.jsonl").read_bytes())
+    (moved / "metrics.jsonl").write_bytes((whole_run / "metrics.jsonl").read_bytes())
     write_report(moved)
     words = Words((moved / "report.html").read_text())
     assert str(tmp_path / "gone") in words.text
@@ -165,11 +168,11 @@ def test_a_page_without_its_cache_says_so(run, tmp_path):
     assert "Held-out completions" not in words.titles
 
 
-def test_steps_that_were_not_applied_are_named(run, tmp_path):
+def test_steps_that_were_not_applied_are_named(whole_run, tmp_path):
     moved = tmp_path / "run"
     moved.mkdir()
     for name in ("config.yaml", "metrics.jsonl"):
-        (moved / name).write_bytes((run / name).read_bytes())
+        (moved / name).write_bytes((whole_run / name).read_bytes())
     whole = [json.dumps({"step": step, "rank": 0, "row_ids": []}) for step in (7, 4, 7, 8)]
     (moved / "nonfinite.jsonl").write_text("\n".join([*whole, '{"step": 9, "ra']))
     write_report(moved)
@@ -197,9 +200,9 @@ def test_a_table_that_cannot_be_written_costs_only_itself(course, tmp_path):
     assert metrics_of(run, 3)["eval/loss"] > 0
 
 
-def test_a_page_never_tells_of_another_cache(run, course, tmp_path):
+def test_a_page_never_tells_of_another_cache(whole_run, course, tmp_path):
     moved = tmp_path / "run"
-    shutil.copytree(run, moved)
+    shutil.copytree(whole_run, moved)
     other = tmp_path / "other"
     shutil.copytree(course.cache, other)
     root = json.loads((other / "manifest.json").read_text())["root"]

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from command import refusal
-from mlflow_server import serving
-from trainings import Server
 
 from align.schemas.safe_text import MASK
+from support.command import refusal
+from support.trainings import Server
 
 # Each is planted once, and sought in every byte that is left.
 CANARIES = {
@@ -32,12 +31,6 @@ CANARIES = {
     "option": "canaryOOOOoption",
 }
 PARTS = [part for canary in CANARIES.values() for part in canary.replace("ghp_", "").split("/")]
-
-
-@pytest.fixture(scope="module", name="store")
-def _store(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("server")) as server:
-        yield server
 
 
 @pytest.fixture
@@ -100,11 +93,13 @@ def addresses(port):
 
 
 @pytest.mark.parametrize("chosen", [(0, 1), pytest.param(range(6), marks=pytest.mark.long)])
-def test_no_secret_is_written_said_or_sent(course, world, store, surroundings, tmp_path, chosen):
+def test_no_secret_is_written_said_or_sent(
+    course, world, mlflow_server, surroundings, tmp_path, chosen
+):
     folder = tmp_path / "here"
     folder.mkdir()
     give = Person(course.server, folder, surroundings).give
-    port = store.uri.rpartition(":")[2]
+    port = mlflow_server.uri.rpartition(":")[2]
     engine = {"zero_optimization": {"stage": 0}, "comet": {"api_key": CANARIES["deepspeed"]}}
     (tmp_path / "ds.json").write_text(json.dumps(engine))
     named = ("--set", f"tracking.run_name=run-{CANARIES['run_name']}")
@@ -125,7 +120,7 @@ def test_no_secret_is_written_said_or_sent(course, world, store, surroundings, t
         give("config", *to)
     give("train", "--set", f"train.cache=/no?token={CANARIES['path']}")
     give("train", "--set", f"trian.lr=http://x?secret={CANARIES['option']}")
-    stored = Path(store.folder)
+    stored = Path(mlflow_server.folder)
     assert found_in(folder, stored) == []
     assert MASK in (folder / "run-1" / "config.yaml").read_text()
     assert f"run-{MASK}" in stored_names(stored), "the store was told, with the secret left out"

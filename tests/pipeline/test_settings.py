@@ -7,7 +7,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from command import align, refusal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -16,12 +15,9 @@ from align.pipeline.settings import as_absolute, as_yaml, flatten, load_settings
 from align.pipeline.strict_yaml import from_yaml
 from align.schemas.config import Config
 from align.schemas.errors import AlignError, UsageError
+from support.command import align, refusal
 
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def load(*sets, data=(), **flags):
@@ -342,7 +338,10 @@ NAMES = st.one_of(
 )
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=200,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 @given(name=NAMES, value=ODD)
 def test_odd_values_are_read_or_refused(name, value):
     Path("align.yaml").unlink(missing_ok=True)

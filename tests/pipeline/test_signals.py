@@ -5,18 +5,12 @@ import signal
 from dataclasses import replace
 
 import pytest
-from stage_one import Gate, child, contents, run
 from transformers import PreTrainedTokenizerBase
 
 from align.pipeline.units import Worker
 from align.schemas.config import DataOptions
 from align.schemas.errors import Interrupted
-
-
-@pytest.fixture
-def clean(config, tmp_path):
-    run(replace(config, cache=replace(config.cache, output=str(tmp_path / "clean"))))
-    return contents(tmp_path / "clean")
+from support.stage_one import Gate, child, contents, run
 
 
 def test_a_stopped_run_leaves_its_work_for_the_next(config, clean, tmp_path):

@@ -4,9 +4,6 @@ import json
 import re
 
 import pytest
-from command import align, refusal
-from mlflow_runs import open_store
-from trainings import KILLED
 
 from align.pipeline.journal import history_of
 from align.pipeline.mlflow_sync import sync_run
@@ -16,6 +13,9 @@ from align.schemas.errors import UsageError
 from align.stages.storage.layout import CacheFolder
 from align.stages.storage.manifest import load_manifest
 from align.stages.storage.places import OutputFolder
+from support.command import align, refusal
+from support.mlflow_runs import open_store
+from support.trainings import KILLED
 
 
 def names(methods, **varied):

@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from mlflow_runs import open_store, the_run
-from stage_one import child, contents, run
 
 from align.pipeline.mlflow_sync import sync_run
 from align.schemas.config import DataOptions, TrackingOptions
@@ -17,11 +15,8 @@ from align.stages.storage.fs import sha256_of
 from align.stages.storage.layout import CacheFolder
 from align.stages.tracking.mlflow_store import MlflowStore
 from align.stages.world.stub import StubReference
-
-
-@pytest.fixture(scope="module")
-def uri(tmp_path_factory):
-    return f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
+from support.mlflow_runs import open_store, the_run
+from support.stage_one import child, contents, run
 
 
 @pytest.fixture
@@ -129,6 +124,7 @@ def test_a_store_that_is_down_costs_one_warning(tracked, config, to, tmp_path, c
     assert contents(tracked.cache.output) == contents(tmp_path / "clean")
 
 
+@pytest.mark.slow
 def test_what_is_tracked_is_no_part_of_the_cache(tracked, to, tmp_path):
     run(tracked)
     run(to(output=str(tmp_path / "untracked")))

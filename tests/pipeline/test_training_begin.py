@@ -5,15 +5,12 @@ import re
 
 import pyarrow.parquet as pq
 import pytest
-from command import align, refusal
+
+from support.command import align, refusal
+
+pytestmark = pytest.mark.usefixtures("here")
 
 ONE_STEP = ("--method", "dpo", "--max-steps", 1, "--batch-size", 4, "--no-mlflow")
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def config_of(run):

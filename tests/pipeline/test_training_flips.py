@@ -87,9 +87,10 @@ def refusal(read, run, before):
 
 
 @pytest.mark.parametrize(("case", "count"), CASES)
-def test_a_flipped_bit_is_never_used_in_silence(request, tmp_path, case, count):
+def test_a_flipped_bit_is_never_used_in_silence(ended, broken_off, tmp_path, case, count):
     source, read = READERS[case]
-    run = shutil.copytree(request.getfixturevalue(source), tmp_path / "run")
+    sources = {"ended": ended, "broken_off": broken_off}
+    run = shutil.copytree(sources[source], tmp_path / "run")
     shutil.copy(run / "deepspeed.json", tmp_path / "engine")
     path = run / case.partition(" ")[0]
     whole, before = path.read_bytes(), read(run)

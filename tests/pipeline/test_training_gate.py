@@ -5,13 +5,13 @@ import shutil
 from dataclasses import replace
 
 import pytest
-import stage_one
-from command import refusal
 
 from align.pipeline.settings import load_settings
 from align.schemas.config import CacheOptions, ModelOptions, TrackingOptions
 from align.stages.model.reference import HfReference
 from align.stages.world.stub import StubReference
+from support import stage_one
+from support.command import refusal
 
 
 @pytest.fixture

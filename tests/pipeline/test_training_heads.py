@@ -9,8 +9,6 @@ import pytest
 import torch
 from peft import AutoPeftModelForSequenceClassification
 from safetensors.torch import load_file
-from stage_one import Silent
-from training_world import job_of
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -31,6 +29,8 @@ from align.schemas.config import (
 )
 from align.schemas.rows import Role
 from align.stages.model.reference import HfReference
+from support.stage_one import Silent
+from support.training_world import job_of
 
 pytestmark = pytest.mark.filterwarnings(  # peft's own, while it saves an adapter
     "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning",

@@ -5,15 +5,15 @@ import os
 import shutil
 
 import pytest
-from command import align, refusal
 from safetensors.torch import load_file, save_file
-from trainings import KILLED, contents, learned, refused, weights
 
 from align.schemas.codec import digest_of, to_json
 from align.stages.storage.ending import read_ending
 from align.stages.storage.restore import read_checkpoint
 from align.stages.storage.run_folder import RECORD_NAME, RunFolder
 from align.stages.tracking.ledger import load_ledger
+from support.command import align, refusal
+from support.trainings import KILLED, contents, learned, refused, weights
 
 RESUME = ("--resume", "auto")
 
@@ -35,10 +35,10 @@ def test_another_base_under_an_adapter_is_refused(course, tmp_path):
     assert read_ending(RunFolder(run)).ending == "finished"
 
 
-def test_with_config_yaml_lost_the_checkpoint_decides(course, run):
-    (run / "config.yaml").unlink()
+def test_with_config_yaml_lost_the_checkpoint_decides(course, broken_run):
+    (broken_run / "config.yaml").unlink()
     changes = ("--seed", 1, "--set", "method.beta=0.5", "--set", "train.weight_decay=0.1")
-    said = refused(course, 4, run, *RESUME, *changes)
+    said = refused(course, 4, broken_run, *RESUME, *changes)
     for line in (
         "method.beta: begun with 0.1, now 0.5",
         "train.seed: begun with 0, now 1",
@@ -46,13 +46,13 @@ def test_with_config_yaml_lost_the_checkpoint_decides(course, run):
     ):
         assert f"  {line}\n" in said
     assert said.count(": begun with ") == 3
-    course.run(run, *RESUME)
-    assert weights(run) == weights(course.whole())
-    assert (run / "config.yaml").exists()
+    course.run(broken_run, *RESUME)
+    assert weights(broken_run) == weights(course.whole())
+    assert (broken_run / "config.yaml").exists()
 
 
-def test_another_attention_is_refused(course, run):
-    said = refused(course, 4, run, *RESUME, "--set", "model.attention=eager")
+def test_another_attention_is_refused(course, broken_run):
+    said = refused(course, 4, broken_run, *RESUME, "--set", "model.attention=eager")
     assert "  model.attention: begun with sdpa, now eager\n" in said
     assert said.count(": begun with ") == 1
 
@@ -69,19 +69,19 @@ def test_another_attention_is_refused(course, run):
         lambda _: b"[1]",
     ],
 )
-def test_a_damaged_record_of_the_settings_is_refused(course, run, name, damage):
-    path = run / name
+def test_a_damaged_record_of_the_settings_is_refused(course, broken_run, name, damage):
+    path = broken_run / name
     path.write_bytes(damage(path.read_bytes()))
-    said = refused(course, 5, run, *RESUME)
+    said = refused(course, 5, broken_run, *RESUME)
     assert f"{path} is damaged or was edited" in said
     assert "emove it" in said
 
 
-def test_a_deepspeed_json_that_is_lost_is_written_again(course, run):
-    before = (run / "deepspeed.json").read_bytes()
-    (run / "deepspeed.json").unlink()
-    course.run(run, *RESUME)
-    assert (run / "deepspeed.json").read_bytes() == before
+def test_a_deepspeed_json_that_is_lost_is_written_again(course, broken_run):
+    before = (broken_run / "deepspeed.json").read_bytes()
+    (broken_run / "deepspeed.json").unlink()
+    course.run(broken_run, *RESUME)
+    assert (broken_run / "deepspeed.json").read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -93,40 +93,40 @@ def test_a_deepspeed_json_that_is_lost_is_written_again(course, run):
         lambda text: text.split(b"\n", 1)[1],
     ],
 )
-def test_a_journal_that_was_cut_or_edited_is_refused(course, run, damage):
+def test_a_journal_that_was_cut_or_edited_is_refused(course, broken_run, damage):
     """Killed after step 5: one line is of no checkpoint, all others are vouched for."""
-    path = run / "metrics.jsonl"
+    path = broken_run / "metrics.jsonl"
     path.write_bytes(damage(path.read_bytes()))
-    said = refused(course, 5, run, *RESUME)
+    said = refused(course, 5, broken_run, *RESUME)
     assert f"{path} does not begin with the " in said
     assert "at the checkpoint of step 4" in said
 
 
-def test_a_journal_that_is_lost_is_said_to_be_lost(course, run):
-    (run / "metrics.jsonl").unlink()
-    answer = course.run(run, *RESUME)
+def test_a_journal_that_is_lost_is_said_to_be_lost(course, broken_run):
+    (broken_run / "metrics.jsonl").unlink()
+    answer = course.run(broken_run, *RESUME)
     assert "metrics.jsonl is gone: what was measured up to step 4 is lost" in answer.err
-    assert weights(run) == weights(course.whole())
-    assert {line["step"] for line in learned(run)} == {5, 6}
-    assert read_ending(RunFolder(run)).changes == ("metrics.jsonl was gone after step 4",)
+    assert weights(broken_run) == weights(course.whole())
+    assert {line["step"] for line in learned(broken_run)} == {5, 6}
+    assert read_ending(RunFolder(broken_run)).changes == ("metrics.jsonl was gone after step 4",)
 
 
-def test_other_versions_are_named_and_written_down(course, run):
+def test_other_versions_are_named_and_written_down(course, broken_run):
     """The record of the checkpoint says that another torch made it."""
-    step = run / "checkpoints" / "step-00000004"
+    step = broken_run / "checkpoints" / "step-00000004"
     known = read_checkpoint(step)
     made_with = {**known.position.made_with, "torch": "2.0.1"}
     position = dataclasses.replace(known.position, made_with=made_with)
     unsigned = dataclasses.replace(known, position=position)
     record = dataclasses.replace(unsigned, digest=digest_of(unsigned, "digest"))
     (step / RECORD_NAME).write_text(to_json(record))
-    answer = course.run(run, *RESUME)
+    answer = course.run(broken_run, *RESUME)
     change = f"after step 4: torch 2.0.1 → {known.position.made_with['torch']}"
     assert change in answer.err
-    assert read_ending(RunFolder(run)).changes == (change,)
-    newest = read_checkpoint(run / "checkpoints" / "step-00000006")
+    assert read_ending(RunFolder(broken_run)).changes == (change,)
+    newest = read_checkpoint(broken_run / "checkpoints" / "step-00000006")
     assert newest.position.changes == (change,)
-    assert "torch 2.0.1 → " in (run / "report.html").read_text()
+    assert "torch 2.0.1 → " in (broken_run / "report.html").read_text()
 
 
 def test_a_finished_run_is_not_touched(course, tmp_path):

@@ -7,10 +7,10 @@ import signal
 from contextlib import suppress
 
 import pytest
-from trainings import KILLED, learned, weights
 
 from align.stages.storage.restore import choose_checkpoint
 from align.stages.storage.run_folder import RunFolder
+from support.trainings import KILLED, learned, weights
 
 # Where a rank is killed, and what has to be there already. Six steps, a save after 2, 4 and 6.
 PLACES = {

@@ -1,18 +1,18 @@
 """Held-out pairs are told apart better after a run than before it."""
 
 import pytest
-from stage_one import Silent
-from training_world import job_of, make_pairs, scored
 from transformers import AutoTokenizer
 
 from align.pipeline.train import run_training
+from support.stage_one import Silent
+from support.training_world import job_of, make_pairs, scored
 
 # Three ways through some 240 pairs, 16 at a time; 60 are held out.
 LEARNING = {"epochs": 3, "batch_size": 16, "lr": 3e-3, "eval_fraction": 0.2}
 
 
 @pytest.fixture(scope="module")
-def cache(tokenizer_folder, tmp_path_factory):
+def three_hundred_pairs(tokenizer_folder, tmp_path_factory):
     """Three hundred pairs, and a model that has seen a little of the language."""
     folder = tmp_path_factory.mktemp("learning")
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
@@ -28,16 +28,16 @@ def learned(cache, method, folder):
 
 
 @pytest.mark.parametrize("method", ["dpo", "kto"])
-def test_rewards_come_to_tell_good_answers_from_bad(cache, tmp_path, method):
-    before, after = learned(cache, method, tmp_path / "run")
+def test_rewards_come_to_tell_good_answers_from_bad(three_hundred_pairs, tmp_path, method):
+    before, after = learned(three_hundred_pairs, method, tmp_path / "run")
     # Of a policy that is the reference every reward is 0, and none is above another.
     assert before["eval/rewards/accuracies"] < 0.5
     assert after["eval/rewards/accuracies"] > 0.8
     assert after["eval/rewards/margins"] > 1
 
 
-def test_orpo_comes_to_prefer_good_answers(cache, tmp_path):
-    before, after = learned(cache, "orpo", tmp_path / "run")
+def test_orpo_comes_to_prefer_good_answers(three_hundred_pairs, tmp_path):
+    before, after = learned(three_hundred_pairs, "orpo", tmp_path / "run")
     assert before["eval/log_odds/accuracy"] < 0.6
     assert after["eval/log_odds/accuracy"] > before["eval/log_odds/accuracy"] + 0.2
     assert after["eval/log_odds/ratio"] > before["eval/log_odds/ratio"]

@@ -6,9 +6,6 @@ import shutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from command import refusal
-from stage_one import Silent
-from training_world import job_of
 from transformers import AutoTokenizer
 
 from align.pipeline.resuming import require_same_settings
@@ -19,12 +16,11 @@ from align.schemas.errors import FingerprintError, UsageError
 from align.schemas.rows import Role
 from align.stages.engine.launch import joined_world
 from align.stages.feed.source import open_source
+from support.command import refusal
+from support.stage_one import Silent
+from support.training_world import job_of
 
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("here")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +40,7 @@ def make(course):
 
 
 @pytest.fixture(scope="module")
-def scored(make):
+def scored_groups(make):
     """Eight groups of three: scores 1, 2 and 6, but of two groups 5, 5 and 5; with every token."""
     return make(
         "scored",
@@ -102,9 +98,11 @@ def test_a_cache_of_sums_is_refused_to_who_reads_tokens(course, more):
     assert "`align precompute-ref … --token-logps --output OTHER`" in said
 
 
-def test_a_cache_to_evaluate_on_has_to_have_what_is_needed_too(course, scored):
+def test_a_cache_to_evaluate_on_has_to_have_what_is_needed_too(course, scored_groups):
     more = ("--method", "grpo", "--set", f"train.eval_cache={course.cache}")
-    assert f"{course.cache} keeps their sums only" in refused(course, "--cache", scored, *more)
+    assert f"{course.cache} keeps their sums only" in refused(
+        course, "--cache", scored_groups, *more
+    )
 
 
 @pytest.mark.parametrize(
@@ -208,16 +206,16 @@ WHOLE = ("--eval-fraction", 0, "--eval-every", 0)
         ("grpo", (), "8 rows to learn from"),
     ],
 )
-def test_scored_rows_serve_every_method(course, here, scored, method, more, said):
-    words = ("--cache", scored, "--method", method, *WHOLE, *more)
+def test_scored_rows_serve_every_method(course, here, scored_groups, method, more, said):
+    words = ("--cache", scored_groups, "--method", method, *WHOLE, *more)
     assert said in trained(course, here / "run", *words)
     lines = (here / "run" / "metrics.jsonl").read_text().splitlines()
     assert all(json.loads(line)["grad_norm"] > 0 for line in lines)
 
 
-def test_class_weights_follow_the_labels_that_scores_make(scored):
+def test_class_weights_follow_the_labels_that_scores_make(scored_groups):
     """Of 1, 2 and 6 one lies above the mean, two below: auto weighs the one twice."""
-    flags = {"train.method": "kto", "train.cache": str(scored)}
+    flags = {"train.method": "kto", "train.cache": str(scored_groups)}
     job = open_training(load_settings(flags, ["method.desirable_weight=auto"], file=None))
     source = open_source(job.cache, job.manifest, job.reading, checks_bytes=False)
     recipe, _ = job.recipe.settled(source.labels)

@@ -10,11 +10,11 @@ import torch
 import yaml
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
-from tracked_training import journalled, run_of, stored
-from trainings import weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from align.schemas.rows import Role
+from support.tracked_training import journalled, run_of, stored
+from support.trainings import weights
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,15 @@
 
 import shutil
 
-from trainings import contents, learned, refused, weights
+from support.trainings import contents, learned, refused, weights
 
 RESUME = ("--resume", "auto")
 
 
-def test_other_settings_are_refused_by_name(course, run):
+def test_other_settings_are_refused_by_name(course, broken_run):
     changes = ("--lr", 2e-3, "--batch-size", 5, "--method", "kto_zero", "--seed", 1)
     more = ("--set", "method.beta=0.5", "--deepspeed", "zero2", "--lora")
-    said = refused(course, 4, run, *RESUME, *changes, *more)
+    said = refused(course, 4, broken_run, *RESUME, *changes, *more)
     for line in (
         "train.lr: begun with 0.001, now 0.002",
         "train.batch_size: begun with 4, now 5",
@@ -24,55 +24,55 @@ def test_other_settings_are_refused_by_name(course, run):
     assert said.count(": begun with ") == 9  # two options of KTO are not there any more
 
 
-def test_what_changes_nothing_that_is_learned_may_be_changed(course, run):
+def test_what_changes_nothing_that_is_learned_may_be_changed(course, broken_run):
     free = ("--tokens-per-batch", 99_999, "--save-every", 1, "--keep-last", 3, "--eval-every", 5)
-    course.run(run, *RESUME, *free, "--set", "train.log_every=2")
-    assert weights(run) == weights(course.whole())
-    assert [line["step"] for line in learned(run)] == [0, 1, 2, 3, 3, 4, 5, 6, 6]
-    steps = sorted(path.name for path in (run / "checkpoints").glob("step-*"))
+    course.run(broken_run, *RESUME, *free, "--set", "train.log_every=2")
+    assert weights(broken_run) == weights(course.whole())
+    assert [line["step"] for line in learned(broken_run)] == [0, 1, 2, 3, 3, 4, 5, 6, 6]
+    steps = sorted(path.name for path in (broken_run / "checkpoints").glob("step-*"))
     assert steps == ["step-00000004", "step-00000005", "step-00000006"]
 
 
-def test_other_ranks_are_refused(course, run):
-    said = refused(course, 2, run, *RESUME, ranks=2)
+def test_other_ranks_are_refused(course, broken_run):
+    said = refused(course, 2, broken_run, *RESUME, ranks=2)
     assert (
         "checkpoint of step 4 was saved by 1 rank(s) under ZeRO 0; this is 2 under ZeRO 1" in said
     )
     assert "Go on with as many ranks and the same stage" in said
 
 
-def test_another_cache_is_refused(course, run, world):
-    cache = run.with_name("other-cache")
+def test_another_cache_is_refused(course, broken_run, world):
+    cache = broken_run.with_name("other-cache")
     made = ("--model", course.model, "--output", cache, "--no-mlflow", "--set", "cache.seed=1")
     assert course.server.run("precompute-ref", world.data.paired, *made).code == 0
-    said = refused(course, 4, run, *RESUME, "--cache", cache)
+    said = refused(course, 4, broken_run, *RESUME, "--cache", cache)
     assert "The run was begun on the cache " in said
     assert "Pass the --cache it was begun with" in said
 
 
-def test_a_cache_that_was_moved_is_the_same_cache(course, run):
-    cache = shutil.copytree(course.cache, run.with_name("moved-cache"))
-    course.run(run, *RESUME, "--cache", cache)
-    assert weights(run) == weights(course.whole())
+def test_a_cache_that_was_moved_is_the_same_cache(course, broken_run):
+    cache = shutil.copytree(course.cache, broken_run.with_name("moved-cache"))
+    course.run(broken_run, *RESUME, "--cache", cache)
+    assert weights(broken_run) == weights(course.whole())
 
 
-def test_a_damaged_checkpoint_is_set_aside_and_an_older_one_used(course, run):
-    newest = run / "checkpoints" / "step-00000004"
+def test_a_damaged_checkpoint_is_set_aside_and_an_older_one_used(course, broken_run):
+    newest = broken_run / "checkpoints" / "step-00000004"
     victim = max(newest.rglob("*.pt"), key=lambda path: path.stat().st_size)
     content = bytearray(victim.read_bytes())
     content[len(content) // 2] ^= 1
     victim.write_bytes(content)
-    answer = course.run(run, *RESUME)
+    answer = course.run(broken_run, *RESUME)
     assert "step-00000004 is damaged" in answer.err
     assert "an older one is tried" in answer.err
     assert "going on after step 2" in answer.err
-    assert len(list((run / "checkpoints").glob(".bad-step-00000004-*"))) == 1
-    assert weights(run) == weights(course.whole())
-    assert learned(run) == learned(course.whole())
+    assert len(list((broken_run / "checkpoints").glob(".bad-step-00000004-*"))) == 1
+    assert weights(broken_run) == weights(course.whole())
+    assert learned(broken_run) == learned(course.whole())
 
 
-def test_an_unfinished_run_is_not_begun_again(course, run):
-    said = refused(course, 2, run)
+def test_an_unfinished_run_is_not_begun_again(course, broken_run):
+    said = refused(course, 2, broken_run)
     assert "holds an unfinished run, with a checkpoint of step 4" in said
     assert "Go on with it by --resume auto, choose another --output" in said
 

@@ -8,8 +8,6 @@ import subprocess
 import sys
 
 import pytest
-from stage_one import Silent
-from training_world import job_of, learn
 
 from align.pipeline import room
 from align.pipeline.train import open_session
@@ -17,47 +15,41 @@ from align.schemas.errors import StorageError
 from align.stages.engine.launch import joined_world
 from align.stages.storage import fs
 from align.stages.storage.restore import read_checkpoint
-from align.stages.storage.run_folder import RunFolder
+from support.stage_one import Silent
+from support.training_world import job_of, learn
 
 CLI = [sys.executable, "-m", "align"]
-
-
-@pytest.fixture
-def folder(tmp_path):
-    folder = RunFolder(tmp_path / "run")
-    folder.prepare()
-    return folder
 
 
 @pytest.mark.parametrize(
     ("dtype", "deepspeed"), [("float32", "zero0"), ("bfloat16", "zero1"), ("float32", "zero2")]
 )
 def test_what_a_first_checkpoint_needs_is_known_before_it_is_there(
-    training_world, folder, dtype, deepspeed
+    training_world, prepared_run, dtype, deepspeed
 ):
     """Nearly: beside the numbers there are some names, which are much in so small a model."""
     job = job_of(training_world.pairs, "dpo", dtype=dtype, deepspeed=deepspeed, max_steps=1)
     with joined_world() as world:
         session, _ = learn(job, world)  # the moments are made in the first step
-        expected = room.checkpoint_bytes(session, folder)
-        session.engine.save_state(folder.draft(0, "run"))
-    written = sum(path.stat().st_size for path in folder.root.rglob("*") if path.is_file())
+        expected = room.checkpoint_bytes(session, prepared_run)
+        session.engine.save_state(prepared_run.draft(0, "run"))
+    written = sum(path.stat().st_size for path in prepared_run.root.rglob("*") if path.is_file())
     assert 0.7 * written < expected <= written
 
 
 def test_too_little_room_is_refused_and_scarce_room_is_told_of(
-    training_world, folder, monkeypatch, caplog
+    training_world, prepared_run, monkeypatch, caplog
 ):
     with joined_world() as world:
         session = open_session(job_of(training_world.pairs, "dpo"), world, Silent())
-        checkpoint, model = room.checkpoint_bytes(session, folder), room.model_bytes(session)
+        checkpoint, model = room.checkpoint_bytes(session, prepared_run), room.model_bytes(session)
         assert checkpoint == 3 * model  # a weight and its two moments
 
         def with_free(free):
             monkeypatch.setattr(fs, "free_bytes", lambda _: free)
             caplog.clear()
             with caplog.at_level(logging.WARNING, logger="align"):
-                room.require_room(session, folder)
+                room.require_room(session, prepared_run)
             return caplog.text
 
         # Two are kept by default, and a third is whole before the first is removed.
@@ -65,10 +57,10 @@ def test_too_little_room_is_refused_and_scarce_room_is_told_of(
         assert "3 checkpoints (train.keep_last, and one that" in with_free(3 * checkpoint)
         with pytest.raises(StorageError, match=r"a checkpoint needs about .* Free some space"):
             with_free(checkpoint + model - 1)
-        assert room.lack_of_room(session, folder) == ""
+        assert room.lack_of_room(session, prepared_run) == ""
         monkeypatch.setattr(fs, "free_bytes", lambda _: model - 1)
         with pytest.raises(StorageError, match=r"model: about .* the checkpoint is kept"):
-            room.require_room_for_model(session, folder)
+            room.require_room_for_model(session, prepared_run)
 
 
 def may_mount():

@@ -6,12 +6,12 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from stage_one import Silent
-from training_world import job_of, scored
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from align.pipeline.train import run_training
 from align.schemas.errors import NonFiniteError, UsageError
+from support.stage_one import Silent
+from support.training_world import job_of, scored
 
 QUICK = {"max_steps": 2, "eval_fraction": 0.15}
 

@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from command import start
-from tracked_training import run_of
-from trainings import learned, weights
 
 from align.stages.storage.ending import read_ending
 from align.stages.storage.locks import owner_lock
 from align.stages.storage.run_folder import RunFolder
+from support.command import start
+from support.tracked_training import run_of
+from support.trainings import learned, weights
 
 TWO = ("--deepspeed", "zero2")
 

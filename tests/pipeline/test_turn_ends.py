@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from byte_tokenizers import FAMILIES, byte_tokenizer
-from stage_one import run
 
 from align.pipeline.plain_text import decoder
 from align.schemas.config import DataOptions, ModelOptions, TokenOptions
 from align.schemas.rows import Role
 from align.schemas.stops import Stop, Stops
 from align.stages.prepare.tokenizer import load_tokenizer
+from support.byte_tokenizers import FAMILIES, byte_tokenizer
+from support.stage_one import run
 
 ROOM = 36  # a prompt takes 26 or 27 tokens, so that answers of ten bytes and more are cut
 

@@ -4,16 +4,16 @@ import json
 import shutil
 
 import pytest
-from command import align, refusal
 
 from align.pipeline.settings import load_settings
 from align.pipeline.training_job import open_training
+from support.command import align, refusal
 
 ALLOWED = ("--set", "model.allow_unused_weights=true")
 
 
 @pytest.fixture(scope="module")
-def shortened(world, tmp_path_factory):
+def shortened_world(world, tmp_path_factory):
     """The data of the small world, and its model with one layer less in config.json."""
     folder = tmp_path_factory.mktemp("short")
     shutil.copy(world.data.paired, folder / "data.parquet")
@@ -25,9 +25,16 @@ def shortened(world, tmp_path_factory):
     return folder
 
 
-def test_a_shortened_reference_is_refused_and_where_it_is_allowed_every_stage_knows(shortened):
-    asked = ("precompute-ref", shortened / "data.parquet", "--model", shortened / "model")
-    cache = shortened / "cache"
+def test_a_shortened_reference_is_refused_and_where_it_is_allowed_every_stage_knows(
+    shortened_world,
+):
+    asked = (
+        "precompute-ref",
+        shortened_world / "data.parquet",
+        "--model",
+        shortened_world / "model",
+    )
+    cache = shortened_world / "cache"
     given = (*asked, "--output", cache, "--no-mlflow")
     assert "does not use" in refusal(2, *given)
     assert not cache.exists()

@@ -6,16 +6,9 @@ from dataclasses import replace
 from multiprocessing.connection import wait
 
 import pytest
-from stage_one import Gate, child, contents, run
 
 from align.pipeline.units import Worker
-
-
-@pytest.fixture
-def clean(config, tmp_path):
-    """What one uninterrupted run leaves."""
-    run(replace(config, cache=replace(config.cache, output=str(tmp_path / "clean"))))
-    return contents(tmp_path / "clean")
+from support.stage_one import Gate, child, contents, run
 
 
 def joined(*processes):

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tiny_policy import WIDTH, TinyPolicy, some_trees
 
 from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
 from align.schemas.errors import StorageError
 from align.stages.engine.deepspeed_engine import open_engine
 from align.stages.engine.launch import joined_world
 from align.stages.model.policy import load_policy
+from support.tiny_policy import WIDTH, TinyPolicy, some_trees
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Rows of each step, how many micro-batches it is cut into, and its learning rate.

@@ -1,8 +1,9 @@
 """Prints the files that one KTO row enters, as docs/architecture.md lists them.
 
-`python tests/support/row_walk.py` makes a small world, traces both stages over it and prints four
-lists: of each stage the row's own way, which is chosen by hand and taken from the document, and
-every file that is entered between the first look at the row and what the stage leaves of it.
+`PYTHONPATH=tests python tests/support/row_walk.py` makes a small world, traces both stages over it
+and prints four lists: of each stage the row's own way, which is chosen by hand and taken from the
+document, and every file that is entered between the first look at the row and what the stage
+leaves of it.
 """
 
 import ast
@@ -12,7 +13,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainings import Server
+from support.trainings import Server
 
 ROOT = Path(__file__).resolve().parents[2]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"

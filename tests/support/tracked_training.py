@@ -1,13 +1,13 @@
 """Fifty steps of a training that takes no time but what its record costs."""
 
 import json
+import sys
 import time
-
-from mlflow_runs import open_store
 
 from align.schemas.config import TrackingOptions
 from align.stages.storage.run_folder import RunFolder
 from align.stages.tracking.training_run import open_training_run
+from support.mlflow_runs import open_store
 
 STEPS = 50
 
@@ -25,18 +25,18 @@ def begin(folder, uri, *, keep_through=-1, **options):
 
 
 def learn(run, steps, *, at=None, pause=0.01):
-    """Logs a few numbers per step; returns the seconds each of these calls took."""
-    took = []
+    """Logs a few numbers per step; returns the modules that these calls entered."""
+    entered = set()
     for step in steps:
         if at and step == at[0]:
             at[1]()
         time.sleep(pause)
-        started = time.perf_counter()
+        sys.setprofile(lambda frame, *_: entered.add(frame.f_globals.get("__name__")))
         run.log_metrics({"loss": 1 / (step + 1), "kl": float("nan"), "lr": step * 1e-3}, step=step)
         if step % 10 == 0:
             run.log_metrics({"eval/loss": 2 / (step + 1)}, step=step)
-        took.append(time.perf_counter() - started)
-    return took
+        sys.setprofile(None)
+    return entered
 
 
 def journalled(root):
@@ -68,7 +68,7 @@ def run_folder(tmp_path):
     return RunFolder(tmp_path / "run")
 
 
-def wait_for(condition, seconds=30.0):
+def wait_for(condition, seconds=120.0):
     """Returns when something has come true."""
     deadline = time.monotonic() + seconds
     while not condition():

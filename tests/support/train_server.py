@@ -10,7 +10,7 @@ import sys
 import time
 from contextlib import nullcontext
 
-from file_trace import traced
+from support.file_trace import traced
 
 REQUESTS = os.fdopen(os.dup(0), "r")
 ANSWERS = os.fdopen(os.dup(1), "w")

@@ -9,11 +9,10 @@ import sys
 import time
 from pathlib import Path
 
-from training_trouble import KINDS, halts, nonfinite
-from training_world import START, facts, job_of, learn
-
 from align.stages.engine.launch import joined_world
 from align.stages.methods.table import METHODS as TABLE
+from support.training_trouble import KINDS, halts, nonfinite
+from support.training_world import START, facts, job_of, learn
 
 # Tokens per micro-batch that make one, about three, and eight of a step's eight rows.
 BUDGETS = {"whole": 100_000, "thirds": 350, "rows": 1}

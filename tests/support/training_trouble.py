@@ -5,8 +5,6 @@ import math
 import time
 
 import torch
-from stage_one import Silent
-from training_world import START, Told, job_of, loop_of
 
 from align.pipeline.train import open_session
 from align.schemas.errors import CorruptionError, NonFiniteError
@@ -15,6 +13,8 @@ from align.stages.train.loop import Halts, train
 from align.stages.train.meter import Meter
 from align.stages.train.muster import Muster, next_batch
 from align.stages.train.witness import Witness
+from support.stage_one import Silent
+from support.training_world import START, Told, job_of, loop_of
 
 # Single ones, two in a row, and at last as many in a row as are borne.
 WRONG = {2, 4, 5, 7, 8, 9}

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from stage_one import Silent
 
 from align.pipeline.precompute import precompute
 from align.pipeline.settings import Settings
@@ -30,6 +29,7 @@ from align.stages.train.meter import Meter
 from align.stages.world.model import ModelShape, make_model
 from align.stages.world.preferences import draw_preferences
 from align.stages.world.shapes import paired, unpaired
+from support.stage_one import Silent
 
 SHAPE = ModelShape(hidden_size=32, layers=2, heads=2, key_value_heads=1, intermediate_size=48)
 ROWS = 54

@@ -7,11 +7,11 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from command import Answer
+from support.command import Answer
+from support.programs import TESTS, program
 
 PATIENCE = 240  # seconds; a machine that is free needs a tenth of it
 KILLED = -signal.SIGKILL
@@ -24,7 +24,8 @@ class Server:
         self._home = home
         self._count = 0
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("train_server.py"))],
+            program("train_server"),
+            cwd=TESTS,
             env=os.environ | {"OMP_NUM_THREADS": "1", "ALIGN_HOME": str(home)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -2,11 +2,12 @@
 
 import math
 
-import engine_ranks
 import pytest
 import torch
-from engine_ranks import OPTIONS, STEPS, WIDTH, global_tokens, rows_of
-from tiny_policy import VOCABULARY, TinyPolicy
+
+from support import engine_ranks
+from support.engine_ranks import OPTIONS, STEPS, WIDTH, global_tokens, rows_of
+from support.tiny_policy import VOCABULARY, TinyPolicy
 
 WAYS = [
     f"{preset}/{dtype}"

@@ -2,9 +2,7 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +11,8 @@ from align.schemas.engine import World
 from align.schemas.errors import UsageError
 from align.stages.engine.launch import joined_world, launcher_environment, world_of
 from align.stages.engine.slurm import first_host
+from support.programs import TESTS, program, run_program
 
-SLOW = Path(__file__).parents[2] / "support" / "slow_first_rank.py"
-SILENT = SLOW.with_name("silent_rank.py")
 TORCHRUN = {
     "RANK": "5",
     "WORLD_SIZE": "8",
@@ -97,15 +94,7 @@ def test_a_world_can_be_joined_again_and_again_and_leaves_the_environment_as_it_
 
 
 def test_ranks_wait_for_one_that_takes_long():
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, *torchrun, str(SLOW)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_program("slow_first_rank", ranks=2)
     assert done.stdout.count("met") == 2
 
 
@@ -117,7 +106,8 @@ def test_a_rank_that_falls_silent_is_missed_and_one_that_is_slow_or_stopped_is_n
     meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [
         subprocess.Popen(
-            [sys.executable, SILENT],
+            program("silent_rank"),
+            cwd=TESTS,
             env=os.environ | meeting | {"RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

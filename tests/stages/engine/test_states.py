@@ -5,30 +5,23 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine_ranks import OPTIONS, WIDTH, Run
-from tiny_policy import TinyPolicy
 
 from align.schemas.errors import CorruptionError, UsageError
 from align.stages.engine.deepspeed_engine import open_engine
-from align.stages.engine.launch import joined_world
+from support.engine_ranks import OPTIONS, WIDTH, Run
+from support.tiny_policy import TinyPolicy
 
 FILES = ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"]
 
 
-@pytest.fixture(scope="module")
-def world():
-    with joined_world() as joined:
-        yield joined
+@pytest.fixture
+def engine_run(one_rank):
+    return Run(one_rank, replace(OPTIONS, deepspeed="zero1", dtype="float32"))
 
 
 @pytest.fixture
-def run(world):
-    return Run(world, replace(OPTIONS, deepspeed="zero1", dtype="float32"))
-
-
-@pytest.fixture
-def state(run, tmp_path):
-    run.engine.save_state(tmp_path)
+def state(engine_run, tmp_path):
+    engine_run.engine.save_state(tmp_path)
     return tmp_path / "state"
 
 
@@ -41,43 +34,45 @@ class Hostile:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_code_in_a_state_is_refused_and_not_run(run, state, tmp_path, name):
+def test_code_in_a_state_is_refused_and_not_run(engine_run, state, tmp_path, name):
     content = torch.load(state / name, weights_only=False)
     torch.save(content | {"extra": Hostile(f"touch {tmp_path}/ran")}, state / name)
     with pytest.raises(CorruptionError, match="no state of the run"):
-        run.engine.load_state(tmp_path)
+        engine_run.engine.load_state(tmp_path)
     assert not (tmp_path / "ran").exists()
     assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
 
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", [lambda content: b"", lambda content: content[:-200]])
-def test_a_damaged_state_is_refused(run, state, tmp_path, name, damage):
+def test_a_damaged_state_is_refused(engine_run, state, tmp_path, name, damage):
     path = state / name
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(CorruptionError):
-        run.engine.load_state(tmp_path)
+        engine_run.engine.load_state(tmp_path)
 
 
-def test_no_state_is_refused(run, tmp_path):
+def test_no_state_is_refused(engine_run, tmp_path):
     with pytest.raises(CorruptionError):
-        run.engine.load_state(tmp_path)
+        engine_run.engine.load_state(tmp_path)
 
 
-def test_the_state_of_another_policy_is_refused(world, state, tmp_path):
-    other = Run(world, replace(OPTIONS, deepspeed="zero1", dtype="float32"), frozen=True)
+def test_the_state_of_another_policy_is_refused(one_rank, state, tmp_path):
+    other = Run(one_rank, replace(OPTIONS, deepspeed="zero1", dtype="float32"), frozen=True)
     with pytest.raises(CorruptionError):
         other.engine.load_state(tmp_path)
 
 
-def test_a_policy_with_nothing_to_learn_is_refused(world):
+def test_a_policy_with_nothing_to_learn_is_refused(one_rank):
     policy = TinyPolicy().requires_grad_(False)
     with pytest.raises(UsageError, match="no parameter that learns"):
-        open_engine(policy, OPTIONS, world, hidden_size=WIDTH)
+        open_engine(policy, OPTIONS, one_rank, hidden_size=WIDTH)
 
 
-def test_what_deepspeed_refuses_is_told_with_the_file_that_asked_for_it(world, tmp_path):
+def test_what_deepspeed_refuses_is_told_with_the_file_that_asked_for_it(one_rank, tmp_path):
     path = tmp_path / "ds.json"
     path.write_text('{"zero_optimization": {"stage": 2, "overlap_comm": "perhaps"}}')
     with pytest.raises(UsageError, match=r"DeepSpeed refuses train.deepspeed=.*ds\.json"):
-        open_engine(TinyPolicy(), replace(OPTIONS, deepspeed=str(path)), world, hidden_size=WIDTH)
+        open_engine(
+            TinyPolicy(), replace(OPTIONS, deepspeed=str(path)), one_rank, hidden_size=WIDTH
+        )

@@ -5,12 +5,12 @@ import dataclasses
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from shard_cache import PAIR, block_of, feed_of, opened, write_cache
-from slow_reading import read_slowly
 
 from align.schemas.batches import Cursor
 from align.schemas.rows import Role
 from align.stages.feed.reading import ScoreRules
+from support.shard_cache import PAIR, block_of, feed_of, opened, write_cache
+from support.slow_reading import read_slowly
 
 C, R, D, U, X, M = Role
 LEVELS = 2
@@ -19,7 +19,7 @@ ALL = ScoreRules(pairs="all", threshold="median")
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def mixed_cache(tmp_path_factory):
     """Pairs, labels and groups of four with scores of 0 to 5, in 24 row groups."""
     shapes = (PAIR, (U, D, D), (X,) * 4)
     blocks = [block_of(8, seed=unit, levels=LEVELS, roles=shapes[unit % 3]) for unit in range(24)]
@@ -114,9 +114,9 @@ def steps_of(source, *, world=1, **changed):
 
 @pytest.mark.parametrize("rules", [ScoreRules(), ALL], ids=["plain", "all"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_branch_comes_with_what_was_stored_of_it(made, kind, rules):
-    source = opened(made, kind=kind, rules=rules)
-    expected = list(expected_rows(made, kind, rules))
+def test_every_branch_comes_with_what_was_stored_of_it(mixed_cache, kind, rules):
+    source = opened(mixed_cache, kind=kind, rules=rules)
+    expected = list(expected_rows(mixed_cache, kind, rules))
     own, others = [], []
     for step in steps_of(source, world=2):
         for batch in step:
@@ -128,8 +128,8 @@ def test_every_branch_comes_with_what_was_stored_of_it(made, kind, rules):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_counts_and_budget_are_those_of_the_branches_that_are_run(made, kind):
-    source = opened(made, kind=kind, rules=ALL)
+def test_counts_and_budget_are_those_of_the_branches_that_are_run(mixed_cache, kind):
+    source = opened(mixed_cache, kind=kind, rules=ALL)
     for step in steps_of(source, world=3, tokens_per_batch=60, batch_size=20):
         rows = [row for batch in step for micro in batch.own for row in seen_in(micro)]
         branches = [branch for row in rows for branch in row]
@@ -145,8 +145,8 @@ def test_counts_and_budget_are_those_of_the_branches_that_are_run(made, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world", [2, 3])
-def test_steps_are_the_same_for_any_world_and_budget(made, kind, world):
-    source = opened(made, kind=kind, rules=ALL)
+def test_steps_are_the_same_for_any_world_and_budget(mixed_cache, kind, world):
+    source = opened(mixed_cache, kind=kind, rules=ALL)
     alone = steps_of(source, batch_size=17, tokens_per_batch=10**6)
     dealt = steps_of(source, batch_size=17, tokens_per_batch=80, world=world)
     for one, many in zip(alone, dealt, strict=True):
@@ -164,12 +164,12 @@ def in_order(step, side):
     return [placed[place] for place in range(len(placed))]
 
 
-def test_a_context_stands_between_the_prompt_and_each_completion(made):
+def test_a_context_stands_between_the_prompt_and_each_completion(mixed_cache):
     context = {D: (1001, 1002), U: (1003,)}
-    source = opened(made, kind="labelled", mismatched=False, context=context)
+    source = opened(mixed_cache, kind="labelled", mismatched=False, context=context)
     expected = [
         branch_of(row, place, role, score, context[role])
-        for row in stored_rows(made)
+        for row in stored_rows(mixed_cache)
         for own in [list(zip(row["role"], row["score"], strict=True))[: len(row["role"]) // 3]]
         for made_row in read_slowly(own, "labelled", ScoreRules())
         for place, role, score in made_row

@@ -22,7 +22,7 @@ def load(batch, lengths, *, pads):
     return max(sizes, default=0) * len(sizes) if pads else sum(sizes)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(LENGTHS, WORLDS, st.integers(1, 300), st.booleans())
 def test_every_sequence_runs_once_within_the_budget(lengths, world, budget, pads):
     ranks = dealt(lengths, world=world, budget=budget, pads=pads)
@@ -34,7 +34,7 @@ def test_every_sequence_runs_once_within_the_budget(lengths, world, budget, pads
             assert batch == sorted(batch)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(LENGTHS, WORLDS, st.integers(1, 300), st.booleans())
 def test_ranks_have_as_many_micro_batches_and_their_empty_ones_last(lengths, world, budget, pads):
     ranks = dealt(lengths, world=world, budget=budget, pads=pads)
@@ -46,7 +46,7 @@ def test_ranks_have_as_many_micro_batches_and_their_empty_ones_last(lengths, wor
         assert any(batches[-1] for batches in ranks)  # no turn that nobody needs
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(LENGTHS.filter(bool), WORLDS, st.integers(1, 300))
 def test_no_rank_has_more_than_the_mean_and_one_sequence(lengths, world, budget):
     ranks = dealt(lengths, world=world, budget=budget)

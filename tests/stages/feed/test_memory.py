@@ -4,12 +4,12 @@ import tracemalloc
 
 import pyarrow as pa
 import pytest
-from shard_cache import block_of, opened, settings_of, write_cache
 
 from align.schemas.batches import Cursor
 from align.stages.feed.feed import CacheFeed
 from align.stages.feed.order import ROW_GROUPS_PER_WINDOW
 from align.stages.storage.shards import read_shard
+from support.shard_cache import block_of, opened, settings_of, write_cache
 
 ROWS, TOKENS = 32, (150, 250)
 GROUP = 4 * ROWS * 200 * (1 + 4)  # bytes of token ids in a row group: a prompt, four completions
@@ -34,12 +34,14 @@ def peak_of(folder, *, row_groups, epochs):
         tracemalloc.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("windows", [4, 12])
 def test_memory_is_that_of_windows_whatever_the_cache_holds(tmp_path, windows):
     row_groups = windows * ROW_GROUPS_PER_WINDOW
     assert peak_of(tmp_path / "cache", row_groups=row_groups, epochs=1) < 4 * WINDOW
 
 
+@pytest.mark.slow
 def test_a_second_epoch_takes_no_more_memory(tmp_path):
     once = peak_of(tmp_path / "once", row_groups=60, epochs=1)
     assert peak_of(tmp_path / "twice", row_groups=60, epochs=3) < 1.1 * once + 0.2 * WINDOW

@@ -16,7 +16,7 @@ def order_of(sizes, *, seed=0, epoch=0):
     return shuffled_order(offsets_of(sizes), seed=seed, epoch=epoch)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(SIZES, st.integers(0, 3), st.integers(0, 3))
 def test_every_row_stands_at_one_position(sizes, seed, epoch):
     order = order_of(sizes, seed=seed, epoch=epoch)
@@ -24,7 +24,7 @@ def test_every_row_stands_at_one_position(sizes, seed, epoch):
     assert sorted(order.rows(0, len(order)).tolist()) == list(range(sum(sizes)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(SIZES, st.data())
 def test_a_part_is_cut_from_the_whole(sizes, data):
     order = order_of(sizes)
@@ -34,7 +34,7 @@ def test_a_part_is_cut_from_the_whole(sizes, data):
     assert order.rows(start, stop).tolist() == whole[start:stop]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(SIZES)
 def test_a_window_holds_whole_row_groups_and_few_of_them(sizes):
     order = order_of(sizes)

@@ -1,12 +1,8 @@
 """The simulation of many ranks, scaled down."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2] / "bench"))
-from plan_scale import made_up_table, simulate
+from bench.plan_scale import made_up_table, simulate
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +16,6 @@ def test_load_is_even_over_many_ranks(table, pads):
     assert figures.worst_load < 1.05
     assert figures.mismatched_load < 1.05
     assert figures.turn_load < 1.1
-    assert figures.step_seconds < 2
 
 
 def test_a_row_takes_a_few_dozen_bytes_of_plan(table):

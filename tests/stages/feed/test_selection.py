@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slow_reading import read_slowly
 
 from align.schemas.errors import CorruptionError
 from align.schemas.ragged import offsets_of
@@ -12,6 +11,7 @@ from align.schemas.rows import Role
 from align.stages.feed.conversions import StoredKind
 from align.stages.feed.reading import Reading, ScoreRules
 from align.stages.feed.selection import KindCounts, select
+from support.slow_reading import read_slowly
 
 C, R, D, U, X, M = Role
 SCORE = st.sampled_from([None, 0.0, 1.0, 2.0, 3.0, 5.0])
@@ -66,7 +66,7 @@ def rows_of(picked):
     ]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.lists(OWN, max_size=8), st.integers(0, 3), st.sampled_from(KINDS), RULES)
 def test_branches_are_those_of_a_slow_reading(rows, levels, kind, rules):
     expected, start = [], 0

@@ -4,12 +4,12 @@ import dataclasses
 
 import numpy as np
 import pytest
-from shard_cache import block_of, opened, write_cache
 
 from align.schemas.rows import PromptKeys
 from align.stages.feed import shared
 from align.stages.feed.shared import Overlap, count_near, overlap
 from align.stages.prepare.prompt_keys import sketches_of
+from support.shard_cache import block_of, opened, write_cache
 
 OTHERS = [f"Tell me about {word}, please, in {word} words" for word in "abcdefghijklmnop"]
 HELD, LEARNED = 0, 2**64 - 1  # split keys that are held out at any fraction, and at none

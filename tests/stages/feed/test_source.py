@@ -6,7 +6,6 @@ from itertools import compress
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from shard_cache import block_of, write_cache
 
 from align.schemas.errors import CorruptionError, UsageError
 from align.schemas.methods import Labels
@@ -16,6 +15,7 @@ from align.stages.feed.index import COLUMNS, read_group
 from align.stages.feed.reading import Reading, ScoreRules
 from align.stages.feed.source import open_source
 from align.stages.storage.tables import to_table
+from support.shard_cache import block_of, write_cache
 
 LABELLED = (Role.UNDESIRABLE, Role.DESIRABLE, Role.DESIRABLE)
 SCORED = (Role.CANDIDATE, Role.CANDIDATE)
@@ -79,7 +79,7 @@ def test_a_table_cut_from_another_is_read_alone():
 
 
 @pytest.fixture
-def scored(tmp_path):
+def scored_rows(tmp_path):
     """Three rows of three scored completions: 1, 2, 6; three that are alike; 4, 4, 1."""
     block = with_scores(block_of(3, roles=(Role.CANDIDATE,) * 3), [1, 2, 6, 5, 5, 5, 4, 4, 1])
     return write_cache(tmp_path / "scored", [block])
@@ -136,8 +136,8 @@ def with_scores(block, scores):
         ),
     ],
 )
-def test_what_becomes_of_scored_rows_is_told(scored, kind, rules, notes):
-    assert opened(scored, kind=kind, rules=rules).notes == notes
+def test_what_becomes_of_scored_rows_is_told(scored_rows, kind, rules, notes):
+    assert opened(scored_rows, kind=kind, rules=rules).notes == notes
 
 
 @pytest.mark.parametrize(
@@ -180,15 +180,15 @@ def test_rows_without_anything_desirable_are_left_out_and_told(tmp_path):
     assert source.labels == Labels(2, 0)
 
 
-def test_labels_made_of_scores_are_counted(scored):
+def test_labels_made_of_scores_are_counted(scored_rows):
     # Above the means 3 and 3: 6, 4 and 4. Below: 1, 2 and 1.
-    assert opened(scored, kind="labelled").labels == Labels(3, 3)
-    assert opened(scored, kind="grouped").labels == Labels(0, 0)
-    assert opened(scored, rules=ScoreRules(pairs="all")).labels == Labels(3 + 2, 3 + 2)
+    assert opened(scored_rows, kind="labelled").labels == Labels(3, 3)
+    assert opened(scored_rows, kind="grouped").labels == Labels(0, 0)
+    assert opened(scored_rows, rules=ScoreRules(pairs="all")).labels == Labels(3 + 2, 3 + 2)
 
 
-def test_counts_are_told_to_the_record(scored):
-    assert opened(scored).counts == {
+def test_counts_are_told_to_the_record(scored_rows):
+    assert opened(scored_rows).counts == {
         "rows.scored.stored": 3,
         "rows.scored.read": 2,
         "rows.scored.made": 2,
@@ -232,9 +232,9 @@ def test_scores_that_are_needed_and_missing_are_counted(mixed, kind, rows):
         opened(mixed, kind=kind, needs_scores=True)
 
 
-def test_scores_that_are_needed_and_there_are_read(scored):
+def test_scores_that_are_needed_and_there_are_read(scored_rows):
     for kind in ("paired", "labelled", "grouped", "imitated"):
-        assert opened(scored, kind=kind, needs_scores=True).train_rows >= 2
+        assert opened(scored_rows, kind=kind, needs_scores=True).train_rows >= 2
 
 
 def test_a_mixed_cache_tells_which_rows_are_not_read(mixed):

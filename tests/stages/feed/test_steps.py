@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shard_cache import settings_of, table_of
 
 from align.stages.feed.steps import evaluation_pass, training_pass
+from support.shard_cache import settings_of, table_of
 
 WORLDS = (1, 2, 3, 4, 8)
 SIZES = st.lists(st.integers(0, 12), min_size=1, max_size=40).filter(any)
@@ -25,7 +25,7 @@ def content(plans):
     ]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(SIZES, st.integers(1, 20), st.integers(0, 3), st.integers(0, 9))
 def test_every_row_is_in_one_step_of_an_epoch(sizes, batch_size, epoch, seed):
     plans = epoch_of(table_of(sizes), batch_size=batch_size, epoch=epoch, seed=seed)
@@ -34,7 +34,7 @@ def test_every_row_is_in_one_step_of_an_epoch(sizes, batch_size, epoch, seed):
     assert all(len(plan.rows) == batch_size for plan in plans[:-1])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     SIZES,
     st.integers(1, 20),

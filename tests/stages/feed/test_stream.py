@@ -5,8 +5,6 @@ import dataclasses
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from shard_cache import PAIR, block_of, feed_of, opened, write_cache
-from stage_one import run
 
 from align.schemas.batches import Cursor
 from align.schemas.config import (
@@ -21,6 +19,8 @@ from align.schemas.rows import Role
 from align.stages.storage.layout import CacheFolder
 from align.stages.storage.manifest import load_manifest
 from align.stages.world.data import make_data
+from support.shard_cache import PAIR, block_of, feed_of, opened, write_cache
+from support.stage_one import run
 
 START = Cursor(0, 0)
 LABELLED = (Role.UNDESIRABLE, Role.DESIRABLE)
@@ -28,7 +28,7 @@ WORLDS = (1, 2, 3, 4, 8)
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def pairs_and_labels(tmp_path_factory):
     """Pairs and labelled rows, two partners for each completion, in 30 row groups."""
     blocks = [
         block_of(9 + unit % 4, seed=unit, levels=2, roles=LABELLED if unit % 3 else PAIR)
@@ -112,8 +112,8 @@ def order_of(branches):
     return list(dict.fromkeys(branch[0] for branch in branches))
 
 
-def test_batches_hold_what_the_cache_holds(made):
-    require_all_that_is_stored(made)
+def test_batches_hold_what_the_cache_holds(pairs_and_labels):
+    require_all_that_is_stored(pairs_and_labels)
 
 
 def test_batches_hold_what_stage_one_wrote(real):
@@ -146,8 +146,8 @@ def require_all_that_is_stored(cache):
 
 @pytest.mark.parametrize("budget", [1, 100, 10_000])
 @pytest.mark.parametrize("world", WORLDS)
-def test_steps_are_the_same_for_any_world_and_budget(made, world, budget):
-    source = opened(made)
+def test_steps_are_the_same_for_any_world_and_budget(pairs_and_labels, world, budget):
+    source = opened(pairs_and_labels)
     changed = {"batch_size": 23, "kl_per_step": 7, "tokens_per_batch": budget}
     shares = [batches_of(source, rank=rank, world=world, **changed) for rank in range(world)]
     alone = batches_of(source, batch_size=23, kl_per_step=7)
@@ -176,9 +176,10 @@ def _plain(value):
     return (value.dtype.str, value.tobytes()) if isinstance(value, np.ndarray) else value
 
 
-def test_any_step_can_be_gone_on_from(made):
+@pytest.mark.slow
+def test_any_step_can_be_gone_on_from(pairs_and_labels):
     """At each step of an epoch of 63 and over its edge, and from there again to the end."""
-    source = opened(made)
+    source = opened(pairs_and_labels)
     changed = {"batch_size": 5, "epochs": 2, "world": 3, "rank": 1}
     feed = feed_of(source, **changed)
     whole = batches_of(source, **changed)
@@ -192,8 +193,8 @@ def test_any_step_can_be_gone_on_from(made):
         assert same_batches(rest, same)
 
 
-def test_a_cursor_behind_the_last_step_is_the_next_epoch(made):
-    source = opened(made)
+def test_a_cursor_behind_the_last_step_is_the_next_epoch(pairs_and_labels):
+    source = opened(pairs_and_labels)
     whole = batches_of(source, epochs=2)
     per_epoch = feed_of(source).steps_per_epoch
     assert same_batches(batches_of(source, start=Cursor(0, per_epoch), epochs=2), whole[per_epoch:])
@@ -201,16 +202,16 @@ def test_a_cursor_behind_the_last_step_is_the_next_epoch(made):
 
 
 @pytest.mark.parametrize("batch_size", [1, 40, 250, 1000])
-def test_a_step_may_be_smaller_or_larger_than_a_window(made, batch_size):
-    source = opened(made)
+def test_a_step_may_be_smaller_or_larger_than_a_window(pairs_and_labels, batch_size):
+    source = opened(pairs_and_labels)
     batches = batches_of(source, batch_size=batch_size)
     ids = [row for batch in batches for row in order_of(branches_of([batch]))]
     assert len(batches) == -(-source.train_rows // batch_size)
-    assert sorted(ids) == sorted(rows_of(made))
+    assert sorted(ids) == sorted(rows_of(pairs_and_labels))
 
 
-def test_a_rank_with_nothing_to_do_runs_empty_batches_of_the_same_columns(made):
-    source = opened(made)
+def test_a_rank_with_nothing_to_do_runs_empty_batches_of_the_same_columns(pairs_and_labels):
+    source = opened(pairs_and_labels)
     shares = [batches_of(source, rank=rank, world=8, batch_size=3) for rank in range(8)]
     for step in zip(*shares, strict=True):
         for batch in step:
@@ -222,10 +223,10 @@ def test_a_rank_with_nothing_to_do_runs_empty_batches_of_the_same_columns(made):
         assert sum(len(micro.trees) for batch in step for micro in batch.own) == step[0].rows
 
 
-def test_rows_that_a_method_does_not_read_are_in_no_batch(made):
-    source = opened(made, kind="paired", mismatched=False)
+def test_rows_that_a_method_does_not_read_are_in_no_batch(pairs_and_labels):
+    source = opened(pairs_and_labels, kind="paired", mismatched=False)
     batches = batches_of(source)
-    rows = rows_of(made)
+    rows = rows_of(pairs_and_labels)
     wanted = [row for row, stored in rows.items() if stored["role"][0] == Role.CHOSEN]
     found = [branch for batch in batches for branch in branches_of([batch])]
     assert sorted(order_of(found)) == sorted(wanted)
@@ -234,8 +235,8 @@ def test_rows_that_a_method_does_not_read_are_in_no_batch(made):
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_held_out_rows_are_met_in_one_order_and_never_trained_on(made, world):
-    source = opened(made, eval_fraction=0.3)
+def test_held_out_rows_are_met_in_one_order_and_never_trained_on(pairs_and_labels, world):
+    source = opened(pairs_and_labels, eval_fraction=0.3)
     passes = []
     for _ in range(2):
         shares = []
@@ -245,19 +246,21 @@ def test_held_out_rows_are_met_in_one_order_and_never_trained_on(made, world):
         branches = [one for step in zip(*shares, strict=True) for one in branches_of(step)]
         passes.append(order_of(branches))
     trained = {branch[0] for batch in batches_of(source) for branch in branches_of([batch])}
-    assert passes[0] == passes[1] == [row for row in rows_of(made) if row not in trained]
+    assert (
+        passes[0] == passes[1] == [row for row in rows_of(pairs_and_labels) if row not in trained]
+    )
     assert len(passes[0]) == source.eval_rows > 50
 
 
-def test_a_source_without_held_out_rows_says_so(made):
-    feed = feed_of(opened(made))
+def test_a_source_without_held_out_rows_says_so(pairs_and_labels):
+    feed = feed_of(opened(pairs_and_labels))
     assert not feed.has_held_out
     with feed.held_out() as steps:
         assert list(steps) == []
 
 
-def test_a_batch_keeps_nothing_else_in_memory(made):
-    batch = batches_of(opened(made), batch_size=2)[0]
+def test_a_batch_keeps_nothing_else_in_memory(pairs_and_labels):
+    batch = batches_of(opened(pairs_and_labels), batch_size=2)[0]
     (micro,) = batch.own
     held = {id(branch.base): branch.base.nbytes for tree in micro.trees for branch in tree.branches}
     assert sum(held.values()) == 4 * sum(len(b) for tree in micro.trees for b in tree.branches)

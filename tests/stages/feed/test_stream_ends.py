@@ -4,26 +4,26 @@ import threading
 from contextlib import suppress
 
 import pytest
-from shard_cache import block_of, feed_of, opened, settings_of, write_cache
 
 from align.schemas.batches import Cursor
 from align.schemas.errors import AlignError, CorruptionError
 from align.stages.feed.order import shuffled_order
 from align.stages.feed.stream import stream
+from support.shard_cache import block_of, feed_of, opened, settings_of, write_cache
 
 START = Cursor(0, 0)
 
 
 @pytest.fixture
-def cache(tmp_path):
+def forty_units(tmp_path):
     blocks = [block_of(20, seed=seed) for seed in range(40)]
     return write_cache(tmp_path / "cache", blocks)
 
 
 @pytest.mark.parametrize("checks_bytes", [True, False])
-def test_damage_done_while_training_stops_it_and_names_the_unit(cache, checks_bytes):
-    source = opened(cache, checks_bytes=checks_bytes)
-    folder, manifest = cache
+def test_damage_done_while_training_stops_it_and_names_the_unit(forty_units, checks_bytes):
+    source = opened(forty_units, checks_bytes=checks_bytes)
+    folder, manifest = forty_units
     group = int(training_groups(source)[-1])  # of the last window: it is not read ahead
     path = folder.data / manifest.shards[group].file
     content = bytearray(path.read_bytes())
@@ -43,9 +43,9 @@ def training_groups(source):
     return shuffled_order(sizes, seed=0, epoch=0).groups
 
 
-def test_a_shard_that_is_gone_stops_training(cache):
-    source = opened(cache)
-    folder, manifest = cache
+def test_a_shard_that_is_gone_stops_training(forty_units):
+    source = opened(forty_units)
+    folder, manifest = forty_units
     for shard in manifest.shards:
         (folder.data / shard.file).unlink()
     with feed_of(source).steps(START) as steps, pytest.raises(AlignError):
@@ -57,16 +57,16 @@ def prefetching():
 
 
 @pytest.mark.parametrize("taken", [0, 1, 30])
-def test_a_stream_that_is_left_early_leaves_no_thread(cache, taken):
-    with stream(opened(cache), settings_of(epochs=99), start=START) as steps:
+def test_a_stream_that_is_left_early_leaves_no_thread(forty_units, taken):
+    with stream(opened(forty_units), settings_of(epochs=99), start=START) as steps:
         for _ in range(taken):
             next(steps)
         assert prefetching()
     assert not prefetching()
 
 
-def test_an_error_of_the_consumer_leaves_no_thread(cache):
-    with suppress(KeyError), feed_of(opened(cache)).steps(START) as steps:
+def test_an_error_of_the_consumer_leaves_no_thread(forty_units):
+    with suppress(KeyError), feed_of(opened(forty_units)).steps(START) as steps:
         next(steps)
         raise KeyError
     assert not prefetching()

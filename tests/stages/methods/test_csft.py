@@ -1,11 +1,11 @@
 """Conditional training: good and bad completions alike, each behind its token."""
 
 import pytest
-from method_steps import branches, take
 
 from align.schemas.rows import Role
 from align.stages.methods.csft import CsftOptions, control_texts
 from align.stages.methods.table import METHODS
+from support.method_steps import branches, take
 
 D, U = Role.DESIRABLE, Role.UNDESIRABLE
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from method_steps import take
-from token_steps import Said, random_rows, rows_of, slopes_of
 
 from align.schemas.errors import UsageError
 from align.stages.methods.grpo import group_advantages
 from align.stages.methods.modifiers import Modifiers
 from align.stages.methods.table import METHODS, options_of
+from support.method_steps import take
+from support.token_steps import Said, random_rows, rows_of, slopes_of
 
 GRPO = METHODS["grpo"]
 SIZES = (3, 1, 2, 5)
@@ -122,7 +122,7 @@ def test_the_gradient_is_the_slope_of_the_formula(values):
     assert gradient.tolist() == pytest.approx(slopes, rel=1e-5, abs=1e-8)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=7),
     seed=st.integers(0, 99),

@@ -1,12 +1,12 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
-import method_steps
 import torch
 
 from align.schemas.rows import Role
 from align.stages.methods.labelled import labelled_of
 from align.stages.methods.rewards import RATIOS, reward_metrics, with_margin
+from support import method_steps
 
 
 def test_a_margin_is_the_difference_of_the_means_of_a_whole_step():

@@ -5,12 +5,12 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from method_steps import random_branches, take
-from token_steps import LABELS, PAIR, Said, random_rows, rows_of
 
 from align.schemas.errors import UsageError
 from align.stages.methods.modifiers import Modifiers
 from align.stages.methods.table import METHODS, recipe_of
+from support.method_steps import random_branches, take
+from support.token_steps import LABELS, PAIR, Said, random_rows, rows_of
 
 DPO, KTO, HINGE = (METHODS[name] for name in ("dpo", "kto", "hinge"))
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)

@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
-from method_steps import ROLES, branches, pair, step_of, take, take_recipe
 
 from align.schemas.rows import Role
 from align.stages.methods.kto import zero_point
 from align.stages.methods.modifiers import Modifiers
 from align.stages.methods.stable import bounded_exp, log1mexp, log_odds
 from align.stages.methods.table import METHODS, options_of, recipe_of
+from support.method_steps import ROLES, branches, pair, step_of, take, take_recipe
 
 
 def loss(name, whole, *, mismatched=(), **values):

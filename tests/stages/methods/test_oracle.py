@@ -5,10 +5,10 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
-from method_steps import random_branches, take
 
 from align.stages.methods.recipe import is_good
 from align.stages.methods.table import METHODS, options_of
+from support.method_steps import random_branches, take
 
 MISMATCHED = (0.7, -0.2, 1.1)
 # Of the good or of the bad branches; `seen` is r as a survey before the step found it.

@@ -7,8 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from method_steps import step_of, surveyed_by, take
-from token_steps import Said, random_rows, rows_of, slopes_of
 
 from align.pipeline.needs import reading_of
 from align.schemas.config import TrainOptions
@@ -19,6 +17,8 @@ from align.stages.methods.modifiers import Modifiers
 from align.stages.methods.ppo import estimates_of, ppo
 from align.stages.methods.recipe import Part, Recipe
 from align.stages.methods.table import METHODS, options_of, recipe_of
+from support.method_steps import step_of, surveyed_by, take
+from support.token_steps import Said, random_rows, rows_of, slopes_of
 
 PPO = METHODS["ppo"]
 SIZES = (3, 1, 2, 4)
@@ -162,7 +162,7 @@ def test_the_gradient_is_the_slope_of_the_formula(values):
         assert gradient.tolist() == pytest.approx(slopes, rel=1e-5, abs=1e-8)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=7),
     seed=st.integers(0, 99),

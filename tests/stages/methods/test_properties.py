@@ -8,7 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from method_steps import (
+
+from align.schemas.rows import Role
+from align.stages.methods.recipe import is_good
+from align.stages.methods.table import METHODS
+from support.method_steps import (
     IN_USE,
     MISMATCHED,
     ROLES,
@@ -21,10 +25,6 @@ from method_steps import (
     take,
     unmoved,
 )
-
-from align.schemas.rows import Role
-from align.stages.methods.recipe import is_good
-from align.stages.methods.table import METHODS
 
 EXTREMES = (0.0, -1e-8, -1e-3, -50.0, -1e4)
 SCORES = (2.0, -1.0, 0.5, 0.5, 30.0, 0.5, 0.5)
@@ -170,7 +170,7 @@ def test_a_single_candidate_can_be_compared_to_nothing_and_is_finite(method):
 
 
 @every_method
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_any_way_to_deal_a_step_to_micro_batches_and_ranks_gives_the_same(method, data):
     # Rows of one branch make micro-batches of one label.
@@ -188,7 +188,7 @@ def test_any_way_to_deal_a_step_to_micro_batches_and_ranks_gives_the_same(method
 
 
 @every_modifier
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(data=st.data())
 def test_modified_methods_do_not_depend_on_the_deal_either(method, modifiers, data):
     whole = random_branches(method.rows, 5, seed=data.draw(st.integers(0, 99)))

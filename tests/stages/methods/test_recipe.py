@@ -8,14 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from method_steps import random_branches, take, take_recipe
-from token_steps import Said, random_rows, rows_of
 
 from align.schemas.errors import UsageError
 from align.schemas.methods import Labels
 from align.schemas.rows import Role
 from align.stages.methods.recipe import Part, Recipe
 from align.stages.methods.table import METHODS, STEP_OPTIONS, recipe_of
+from support.method_steps import random_branches, take, take_recipe
+from support.token_steps import Said, random_rows, rows_of
 
 MPO = "dpo:0.8+bco_pair:0.2+sft:1"
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
@@ -71,7 +71,7 @@ def as_labelled(whole):
     )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(rows=st.integers(1, 8), seed=st.integers(0, 50), data=st.data())
 def test_any_way_to_cut_a_mixed_step_gives_the_same(rows, seed, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, rows), max_size=4)))

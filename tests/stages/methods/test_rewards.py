@@ -6,7 +6,11 @@ from functools import partial
 
 import pytest
 import torch
-from method_steps import (
+
+from align.schemas.rows import Role
+from align.stages.methods.modifiers import sums_of
+from align.stages.methods.table import METHODS, options_of
+from support.method_steps import (
     IN_USE,
     MISMATCHED,
     ROLES,
@@ -16,10 +20,6 @@ from method_steps import (
     reordered,
     take,
 )
-
-from align.schemas.rows import Role
-from align.stages.methods.modifiers import sums_of
-from align.stages.methods.table import METHODS, options_of
 
 # Options under which the loss is nothing but its comparison, and its advantages are the scores'.
 BARE = {

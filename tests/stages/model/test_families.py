@@ -6,11 +6,18 @@ from copy import deepcopy
 import numpy as np
 import pytest
 import torch
-from families import PLAIN_FAMILIES, TREE_FAMILIES, UNPACKED, WINDOW, mixed_trees, tiny_model
 
 from align.stages.model import pieces
 from align.stages.model.probe import PATHS
 from align.stages.model.reference import TreeScorer
+from support.families import (
+    PLAIN_FAMILIES,
+    TREE_FAMILIES,
+    UNPACKED,
+    WINDOW,
+    mixed_trees,
+    tiny_model,
+)
 
 
 @pytest.mark.parametrize("name", TREE_FAMILIES)

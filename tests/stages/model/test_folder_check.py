@@ -8,8 +8,6 @@ import sys
 
 import huggingface_hub
 import pytest
-from command import align
-from families import tiny_model
 from peft import LoraConfig, get_peft_model
 
 from align.schemas.config import LoraOptions, ModelOptions, TokenOptions, TrainOptions
@@ -19,6 +17,8 @@ from align.stages.model.policy import load_policy
 from align.stages.model.reference import HfReference
 from align.stages.model.rewarder import HfReward
 from align.stages.prepare.tokenizer import load_tokenizer
+from support.command import align
+from support.families import tiny_model
 
 pytestmark = [  # peft's own, while it saves an adapter
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
@@ -49,7 +49,7 @@ def nothing_goes_out(monkeypatch):
 
 
 @pytest.fixture
-def folder(saved_llama, tmp_path):
+def model_folder(saved_llama, tmp_path):
     return shutil.copytree(saved_llama, tmp_path / "model")
 
 
@@ -77,9 +77,9 @@ def folder(saved_llama, tmp_path):
     ],
 )
 @pytest.mark.parametrize("trusted", [False, True])
-def test_what_transformers_would_fetch_is_refused_by_name(folder, settings, named, trusted):
-    amend(folder / "config.json", settings)
-    options = ModelOptions(path=str(folder), trust_remote_code=trusted)
+def test_what_transformers_would_fetch_is_refused_by_name(model_folder, settings, named, trusted):
+    amend(model_folder / "config.json", settings)
+    options = ModelOptions(path=str(model_folder), trust_remote_code=trusted)
     for load in (
         lambda: HfReference(options).identity(),
         lambda: load_causal_lm(options),
@@ -98,25 +98,26 @@ def test_what_transformers_would_fetch_is_refused_by_name(folder, settings, name
         {"attn_implementation": None, "experts_implementation": "eager"},
     ],
 )
-def test_the_names_that_are_known_are_passed_on(folder, settings):
-    amend(folder / "config.json", settings)
-    identity = HfReference(ModelOptions(path=str(folder))).identity()
+def test_the_names_that_are_known_are_passed_on(model_folder, settings):
+    amend(model_folder / "config.json", settings)
+    identity = HfReference(ModelOptions(path=str(model_folder))).identity()
     assert identity["model.attention"] == next(iter(settings.values())) or "sdpa"
 
 
-def test_an_adapter_beside_the_weights_is_not_put_on_them_unseen(folder):
-    model = get_peft_model(load_causal_lm(plain(folder)), LoraConfig(r=4))
-    model.save_pretrained(folder)
+def test_an_adapter_beside_the_weights_is_not_put_on_them_unseen(model_folder):
+    model = get_peft_model(load_causal_lm(plain(model_folder)), LoraConfig(r=4))
+    model.save_pretrained(model_folder)
     with pytest.raises(UsageError, match=r"adapter_config.json: transformers would put this"):
-        load_causal_lm(plain(folder))
+        load_causal_lm(plain(model_folder))
 
 
-def test_other_weight_files_are_not_loaded_in_the_place_of_the_digested_ones(folder):
+def test_other_weight_files_are_not_loaded_in_the_place_of_the_digested_ones(model_folder):
     shutil.copy(
-        folder / "model.safetensors", folder / "shard-00001-model-00001-of-00001.safetensors"
+        model_folder / "model.safetensors",
+        model_folder / "shard-00001-model-00001-of-00001.safetensors",
     )
     with pytest.raises(UsageError, match="would load this and not model.safetensors"):
-        load_causal_lm(plain(folder))
+        load_causal_lm(plain(model_folder))
 
 
 @pytest.mark.parametrize(
@@ -133,21 +134,23 @@ def test_other_weight_files_are_not_loaded_in_the_place_of_the_digested_ones(fol
         ("generation_config.json", {"custom_generate": "canary"}),
     ],
 )
-def test_no_code_of_a_folder_runs_and_nobody_is_asked(folder, tokenizer_folder, file, settings):
-    shutil.copytree(tokenizer_folder, folder, dirs_exist_ok=True)
-    canary = folder.parent / "canary-was-here"
+def test_no_code_of_a_folder_runs_and_nobody_is_asked(
+    model_folder, tokenizer_folder, file, settings
+):
+    shutil.copytree(tokenizer_folder, model_folder, dirs_exist_ok=True)
+    canary = model_folder.parent / "canary-was-here"
     code = f"open({str(canary)!r}, 'w').close()\n"
-    (folder / "custom_generate").mkdir()
+    (model_folder / "custom_generate").mkdir()
     for name in ("canary.py", "custom_generate/generate.py"):
-        (folder / name).write_text(code)
-    amend(folder / file, settings)
-    options = plain(folder)
+        (model_folder / name).write_text(code)
+    amend(model_folder / file, settings)
+    options = plain(model_folder)
     scorer = lambda: load_policy(options, TrainOptions(), LoraOptions(), head="score")  # noqa: E731
     for load in (
         lambda: load_causal_lm(options),
         lambda: HfReward(options).identity(),
         scorer,
-        lambda: load_tokenizer(str(folder), TokenOptions()),
+        lambda: load_tokenizer(str(model_folder), TokenOptions()),
     ):
         try:
             load()
@@ -156,21 +159,21 @@ def test_no_code_of_a_folder_runs_and_nobody_is_asked(folder, tokenizer_folder, 
     assert not canary.exists()
 
 
-def test_the_canary_sings_where_the_users_word_lets_it(folder):
-    canary = folder.parent / "canary-was-here"
-    (folder / "canary.py").write_text(f"open({str(canary)!r}, 'w').close()\n")
-    amend(folder / "config.json", {"auto_map": {"AutoModelForCausalLM": "canary.Model"}})
+def test_the_canary_sings_where_the_users_word_lets_it(model_folder):
+    canary = model_folder.parent / "canary-was-here"
+    (model_folder / "canary.py").write_text(f"open({str(canary)!r}, 'w').close()\n")
+    amend(model_folder / "config.json", {"auto_map": {"AutoModelForCausalLM": "canary.Model"}})
     with pytest.raises(Exception, match="Model"):
-        load_causal_lm(ModelOptions(path=str(folder), trust_remote_code=True))
+        load_causal_lm(ModelOptions(path=str(model_folder), trust_remote_code=True))
     assert canary.exists()
 
 
-def test_an_adapter_that_names_its_base_on_the_hub_fetches_nothing(folder, tmp_path):
-    model = get_peft_model(load_causal_lm(plain(folder)), LoraConfig(r=4))
+def test_an_adapter_that_names_its_base_on_the_hub_fetches_nothing(model_folder, tmp_path):
+    model = get_peft_model(load_causal_lm(plain(model_folder)), LoraConfig(r=4))
     model.save_pretrained(tmp_path / "adapter")
     settings = {"base_model_name_or_path": "someone/some-model", "revision": "main"}
     amend(tmp_path / "adapter" / "adapter_config.json", settings)
-    load_causal_lm(ModelOptions(path=str(folder), adapter=str(tmp_path / "adapter")))
+    load_causal_lm(ModelOptions(path=str(model_folder), adapter=str(tmp_path / "adapter")))
 
 
 @pytest.mark.parametrize(
@@ -182,35 +185,35 @@ def test_an_adapter_that_names_its_base_on_the_hub_fetches_nothing(folder, tmp_p
         ({"target_modules": 5}, "cannot be put on the model"),
     ],
 )
-def test_an_adapter_with_settings_of_nobody_is_refused(folder, tmp_path, settings, said):
-    model = get_peft_model(load_causal_lm(plain(folder)), LoraConfig(r=4))
+def test_an_adapter_with_settings_of_nobody_is_refused(model_folder, tmp_path, settings, said):
+    model = get_peft_model(load_causal_lm(plain(model_folder)), LoraConfig(r=4))
     model.save_pretrained(tmp_path / "adapter")
     amend(tmp_path / "adapter" / "adapter_config.json", settings)
     with pytest.raises(UsageError, match=said):
-        load_causal_lm(ModelOptions(path=str(folder), adapter=str(tmp_path / "adapter")))
+        load_causal_lm(ModelOptions(path=str(model_folder), adapter=str(tmp_path / "adapter")))
 
 
 @pytest.mark.parametrize("name", ["nowhere", "someone/some-adapter"])
-def test_an_adapter_that_is_not_here_is_not_looked_for_elsewhere(folder, name):
+def test_an_adapter_that_is_not_here_is_not_looked_for_elsewhere(model_folder, name):
     with pytest.raises(UsageError, match=r"adapter_config.json: the file is missing"):
-        load_causal_lm(ModelOptions(path=str(folder), adapter=name))
+        load_causal_lm(ModelOptions(path=str(model_folder), adapter=name))
 
 
-def test_without_peft_an_adapter_is_refused_before_anything_is_read(folder, monkeypatch):
+def test_without_peft_an_adapter_is_refused_before_anything_is_read(model_folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    options = ModelOptions(path=str(folder), adapter="adapter")
+    options = ModelOptions(path=str(model_folder), adapter="adapter")
     with pytest.raises(UsageError, match="pip install peft"):
         HfReference(options).identity()
     with pytest.raises(UsageError, match="pip install peft"):
         load_policy(options, TrainOptions(), LoraOptions())
 
 
-def test_an_adapter_of_pickles_is_refused(folder, tmp_path):
+def test_an_adapter_of_pickles_is_refused(model_folder, tmp_path):
     (tmp_path / "adapter").mkdir()
     amend(tmp_path / "adapter" / "adapter_config.json", {"peft_type": "LORA"})
     (tmp_path / "adapter" / "adapter_model.bin").write_bytes(b"\x80\x04.")
     with pytest.raises(UsageError, match="no adapter_model.safetensors"):
-        load_causal_lm(ModelOptions(path=str(folder), adapter=str(tmp_path / "adapter")))
+        load_causal_lm(ModelOptions(path=str(model_folder), adapter=str(tmp_path / "adapter")))
 
 
 def test_the_program_tells_its_libraries_to_stay_offline():

@@ -1,11 +1,11 @@
 import pytest
 import torch
-from fused_head import fused_logps
-from largest_storage import LargestStorage
 from transformers import AutoConfig
 
 from align.stages.model.head import head_spec
 from align.stages.model.tiles import TILE_ROWS, TILE_VOCABULARY, HeadSpec
+from support.fused_head import fused_logps
+from support.largest_storage import LargestStorage
 
 HIDDEN = 16
 WIDE = TILE_VOCABULARY["cpu"] * 2 + 37  # two whole tiles and a part of one

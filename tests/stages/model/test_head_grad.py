@@ -3,13 +3,13 @@ from copy import deepcopy
 
 import pytest
 import torch
-from fused_head import fused_logps
-from largest_storage import LargestStorage
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from align.stages.model.head import call_head_for_logps
 from align.stages.model.kept import ROOM_BYTES, LogitsRoom
 from align.stages.model.tiles import TILE_ROWS, TILE_VOCABULARY, HeadSpec
+from support.fused_head import fused_logps
+from support.largest_storage import LargestStorage
 
 HIDDEN = 16
 WIDE = TILE_VOCABULARY["cpu"] * 2 + 37  # two whole tiles and a part of one

@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
 import torch
-from families import mixed_trees, tiny_model
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -13,6 +12,7 @@ from align.stages.model.load import load_causal_lm
 from align.stages.model.logps import causal_model, tree_logps
 from align.stages.model.policy import Policy, load_policy
 from align.stages.model.reference import HfReference
+from support.families import mixed_trees, tiny_model
 
 pytestmark = [  # peft's own, while it saves an adapter
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),

@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from families import PLAIN_FAMILIES, TREE_FAMILIES, mixed_trees, tiny_model
 
 from align.stages.model.dropout import turn_dropout_off
 from align.stages.model.policy import Policy
+from support.families import PLAIN_FAMILIES, TREE_FAMILIES, mixed_trees, tiny_model
 
 TREES = tuple(mixed_trees())
 FAMILIES = {

@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from branch_by_branch import slopes_of, texts, worst_parameter
-from families import PLAIN_FAMILIES, TREE_FAMILIES, mixed_trees, tiny_model
 from peft import AutoPeftModelForSequenceClassification, LoraConfig, get_peft_model
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -18,6 +16,8 @@ from align.stages.engine.weights import whole_weights
 from align.stages.model.load import load_causal_lm
 from align.stages.model.policy import load_policy
 from align.stages.model.save import save_adapter, save_merged, save_whole
+from support.branch_by_branch import slopes_of, texts, worst_parameter
+from support.families import PLAIN_FAMILIES, TREE_FAMILIES, mixed_trees, tiny_model
 
 pytestmark = [  # peft's own, while it saves an adapter
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
@@ -33,7 +33,7 @@ SLOWER = {"packed": ("packed", "tree", "plain"), "tree": ("tree", "plain"), "pla
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def llama_folder(tmp_path_factory):
     """A tiny Llama in float32, without a tokenizer."""
     folder = tmp_path_factory.mktemp("model") / "llama"
     tiny_model("llama", {}).save_pretrained(folder)
@@ -59,37 +59,38 @@ def test_scores_and_gradients_are_those_of_transformers_own_class(name, tmp_path
         assert worst_parameter(policy.model, expected) < 1e-5, layout
 
 
-def test_the_head_is_drawn_by_the_seed_and_the_layers_are_the_models(folder):
+def test_the_head_is_drawn_by_the_seed_and_the_layers_are_the_models(llama_folder):
     torch.manual_seed(1)
-    first = loaded(folder)
+    first = loaded(llama_folder)
     torch.manual_seed(2)
-    second = loaded(folder)
+    second = loaded(llama_folder)
     assert all(map(torch.equal, first.parameters(), second.parameters()))
-    other = loaded(folder, replace(FLOAT32, seed=1))
+    other = loaded(llama_folder, replace(FLOAT32, seed=1))
     drawn = {
         name
         for (name, one), two in zip(first.named_parameters(), other.parameters(), strict=True)
         if not torch.equal(one, two)
     }
     assert drawn == {"model.score.weight"}
-    causal = dict(load_causal_lm(ModelOptions(path=str(folder))).named_parameters())
+    causal = dict(load_causal_lm(ModelOptions(path=str(llama_folder))).named_parameters())
     own = dict(first.model.named_parameters())
     assert set(own) - set(causal) == {"score.weight"}
     assert all(torch.equal(own[name], causal[name]) for name in set(own) & set(causal))
 
 
-def test_a_head_that_a_folder_has_already_is_kept(folder, tmp_path):
-    policy = loaded(folder)
-    saved(policy, folder, tmp_path / "scorer")
+def test_a_head_that_a_folder_has_already_is_kept(llama_folder, tmp_path):
+    policy = loaded(llama_folder)
+    saved(policy, llama_folder, tmp_path / "scorer")
     again = loaded(tmp_path / "scorer", replace(FLOAT32, seed=5))
     assert all(map(torch.equal, again.parameters(), policy.parameters()))
     assert torch.equal(again(TREES), policy(TREES))
 
 
-def test_a_folder_of_weights_and_config_becomes_one_for_scores(folder, tmp_path):
-    saved(loaded(folder), folder, tmp_path / "scorer")
+def test_a_folder_of_weights_and_config_becomes_one_for_scores(llama_folder, tmp_path):
+    saved(loaded(llama_folder), llama_folder, tmp_path / "scorer")
     before, after = (
-        json.loads((place / "config.json").read_text()) for place in (folder, tmp_path / "scorer")
+        json.loads((place / "config.json").read_text())
+        for place in (llama_folder, tmp_path / "scorer")
     )
     assert after.pop("architectures") == ["LlamaForSequenceClassification"]
     assert after.pop("id2label") == {"0": "score"}
@@ -143,9 +144,9 @@ def test_a_score_is_read_where_transformers_reads_it_when_eos_is_the_padding(tmp
     torch.testing.assert_close(unended.detach(), wanted[:1], atol=1e-4, rtol=0)
 
 
-def test_padded_batches_of_others_get_the_same_scores(folder, tmp_path):
-    policy = loaded(folder)
-    model = saved(policy, folder, tmp_path / "scorer")
+def test_padded_batches_of_others_get_the_same_scores(llama_folder, tmp_path):
+    policy = loaded(llama_folder)
+    model = saved(policy, llama_folder, tmp_path / "scorer")
     rows = [tokens[0] for tokens, _ in texts(TREES)]
     padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=0)
     with torch.no_grad():
@@ -153,62 +154,62 @@ def test_padded_batches_of_others_get_the_same_scores(folder, tmp_path):
     torch.testing.assert_close(found, policy(TREES)[0].detach(), atol=1e-4, rtol=0)
 
 
-def test_no_trees_give_no_scores_and_a_gradient_of_zero(folder):
-    policy = loaded(folder)
+def test_no_trees_give_no_scores_and_a_gradient_of_zero(llama_folder):
+    policy = loaded(llama_folder)
     scores = policy(())
     assert scores.shape == (1, 0)
     scores.sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
 
 
-def test_recomputed_layers_give_the_same_gradient(folder):
+def test_recomputed_layers_give_the_same_gradient(llama_folder):
     found = []
     for recomputes in (False, True):
-        policy = loaded(folder, replace(FLOAT32, gradient_checkpointing=recomputes))
+        policy = loaded(llama_folder, replace(FLOAT32, gradient_checkpointing=recomputes))
         policy(TREES)[0].sum().backward()
         found.append([parameter.grad for parameter in policy.parameters()])
     assert all(map(torch.equal, *found))
 
 
-def test_half_precision_scores_are_summed_in_float32(folder):
-    policy = loaded(folder, TrainOptions(dtype="bfloat16"))
+def test_half_precision_scores_are_summed_in_float32(llama_folder):
+    policy = loaded(llama_folder, TrainOptions(dtype="bfloat16"))
     assert {p.dtype for p in policy.parameters()} == {torch.bfloat16}
     scores = policy(TREES)[0]
     assert scores.dtype == torch.float32
     assert not torch.equal(scores, scores.to(torch.bfloat16).float())
 
 
-def test_an_adapter_learns_beside_a_whole_head_and_is_saved_with_it(folder, tmp_path):
+def test_an_adapter_learns_beside_a_whole_head_and_is_saved_with_it(llama_folder, tmp_path):
     lora = LoraOptions(enabled=True, rank=2)
-    policy = trained(loaded(folder, lora=lora))
+    policy = trained(loaded(llama_folder, lora=lora))
     learning = policy.trainable_names()
     heads = [name for name in learning if "lora_" not in name]
     assert heads == ["base_model.model.score.modules_to_save.default.weight"]
     assert len(learning) == 2 * 2 * 7 + 1
     weights = whole_weights(policy, rank=0, trainable_only=True)
-    save_adapter(policy.model, weights, folder, tmp_path / "adapter")
+    save_adapter(policy.model, weights, llama_folder, tmp_path / "adapter")
     found = AutoPeftModelForSequenceClassification.from_pretrained(
         tmp_path / "adapter", num_labels=1, pad_token_id=0
     )
     agree(found.eval(), policy)
-    base = ModelOptions(path=str(folder))
+    base = ModelOptions(path=str(llama_folder))
     save_merged(base, tmp_path / "adapter", tmp_path / "merged", scores=True)
     agree(AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged"), policy)
 
 
-def test_an_adapter_on_the_head_is_refused(folder):
+def test_an_adapter_on_the_head_is_refused(llama_folder):
     with pytest.raises(UsageError, match=r"lora.targets: \['score'\] cannot be adapted"):
-        loaded(folder, lora=LoraOptions(enabled=True, targets=["score"]))
+        loaded(llama_folder, lora=LoraOptions(enabled=True, targets=["score"]))
 
 
-def test_a_reference_with_an_adapter_gives_the_layers(folder, tmp_path):
+def test_a_reference_with_an_adapter_gives_the_layers(llama_folder, tmp_path):
     torch.manual_seed(1)
-    base = ModelOptions(path=str(folder))
+    base = ModelOptions(path=str(llama_folder))
     settings = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
     get_peft_model(load_causal_lm(base), settings).save_pretrained(tmp_path)
     options = replace(base, adapter=str(tmp_path))
     adapted = load_policy(options, FLOAT32, LoraOptions(), head="score")
-    plain = loaded(folder)
+    plain = loaded(llama_folder)
     assert [name for name, _ in adapted.named_parameters()] == [
         name for name, _ in plain.named_parameters()
     ]
@@ -221,8 +222,8 @@ def test_a_reference_with_an_adapter_gives_the_layers(folder, tmp_path):
     assert all("q_proj" in name for name in changed)
 
 
-def test_a_model_with_two_labels_is_refused(folder, tmp_path):
-    AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2).save_pretrained(
+def test_a_model_with_two_labels_is_refused(llama_folder, tmp_path):
+    AutoModelForSequenceClassification.from_pretrained(llama_folder, num_labels=2).save_pretrained(
         tmp_path
     )
     with pytest.raises(UsageError, match="ForSequenceClassification does not end in one score"):
@@ -235,10 +236,10 @@ def test_a_family_that_has_no_class_for_scores_is_refused(tmp_path):
         loaded(tmp_path)
 
 
-def test_a_model_that_scores_otherwise_is_refused(folder, monkeypatch):
+def test_a_model_that_scores_otherwise_is_refused(llama_folder, monkeypatch):
     monkeypatch.setattr("align.stages.model.scores._own_score", lambda *_: torch.ones(1))
     with pytest.raises(UsageError, match="scores otherwise than by its last hidden states"):
-        loaded(folder)
+        loaded(llama_folder)
 
 
 def loaded(folder, train=FLOAT32, lora=None):

@@ -5,14 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from branch_by_branch import (
-    THREE_FAMILIES,
-    num_tokens,
-    own_predictions,
-    slopes_of,
-    worst_parameter,
-)
-from families import TREE_FAMILIES, mixed_trees, tiny_model
 from safetensors.torch import load_file
 from torch import nn
 
@@ -22,6 +14,14 @@ from align.stages.engine.weights import whole_weights
 from align.stages.model.dropout import turn_dropout_off
 from align.stages.model.policy import Policy, load_policy
 from align.stages.model.save import parted, save_value_head
+from support.branch_by_branch import (
+    THREE_FAMILIES,
+    num_tokens,
+    own_predictions,
+    slopes_of,
+    worst_parameter,
+)
+from support.families import TREE_FAMILIES, mixed_trees, tiny_model
 
 TREES = tuple(mixed_trees())
 FLOAT32 = TrainOptions(dtype="float32")

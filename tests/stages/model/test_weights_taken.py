@@ -6,7 +6,6 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from families import PLAIN_FAMILIES, TREE_FAMILIES, tiny_model
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForSequenceClassification
@@ -18,6 +17,7 @@ from align.stages.model.load import load_causal_lm, unused_weights
 from align.stages.model.policy import load_policy
 from align.stages.model.reference import HfReference, TreeScorer
 from align.stages.model.rewarder import HfReward
+from support.families import PLAIN_FAMILIES, TREE_FAMILIES, tiny_model
 
 pytestmark = [  # peft's own, while it saves an adapter
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),

@@ -49,7 +49,7 @@ def save_tokenizer(folder, *, template=CHATML, bos="<s>", eos="<|im_end|>", adds
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def saved_tokenizer(tmp_path_factory):
     return save_tokenizer(tmp_path_factory.mktemp("tok"))
 
 
@@ -82,55 +82,55 @@ def only(folder, record, **options):
     return result.rows[0], tokenizer, result.notes
 
 
-def test_prompt_and_completion_ids_are_the_tokens_of_the_full_text(folder):
-    row, tokenizer, _ = only(folder, text())
+def test_prompt_and_completion_ids_are_the_tokens_of_the_full_text(saved_tokenizer):
+    row, tokenizer, _ = only(saved_tokenizer, text())
     for completion, words in zip(row.completions, (" how are you", " no-one knows"), strict=True):
         whole = tokenizer.backend.encode("hello world," + words, add_special_tokens=False).ids
         assert row.prompt[1:] + completion[:-1] == whole
 
 
-def test_there_is_one_bos_and_it_stands_first(folder):
+def test_there_is_one_bos_and_it_stands_first(saved_tokenizer):
     for record in (text(), text(prompt="<s>hello world,"), chat("how are you", "no-one")):
-        row, tokenizer, _ = only(folder, record)
+        row, tokenizer, _ = only(saved_tokenizer, record)
         bos = tokenizer.hf.bos_token_id
         assert row.prompt[0] == bos
         assert [*row.prompt, *row.completions[0]].count(bos) == 1
 
 
-def test_bos_follows_the_tokenizers_own_rule_unless_told_otherwise(folder, tmp_path):
+def test_bos_follows_the_tokenizers_own_rule_unless_told_otherwise(saved_tokenizer, tmp_path):
     shy = save_tokenizer(tmp_path, adds_bos=False)
     bos = load_tokenizer(shy, TokenOptions()).hf.bos_token_id
     assert only(shy, text())[0].prompt[0] != bos
     assert only(shy, text(), bos="always")[0].prompt[0] == bos
-    assert only(folder, text(), bos="never")[0].prompt[0] != bos
+    assert only(saved_tokenizer, text(), bos="never")[0].prompt[0] != bos
 
 
 @pytest.mark.parametrize(
     "completion", [" how are you", " how are you<|im_end|>", " how are you<|im_end|><|im_end|>"]
 )
-def test_eos_ends_a_completion_exactly_once(folder, completion):
-    row, tokenizer, _ = only(folder, text(chosen=completion))
+def test_eos_ends_a_completion_exactly_once(saved_tokenizer, completion):
+    row, tokenizer, _ = only(saved_tokenizer, text(chosen=completion))
     eos = tokenizer.hf.eos_token_id
     assert row.completions[0][-1] == eos
     assert row.completions[0].count(eos) == 1
 
 
-def test_what_a_template_writes_after_eos_is_dropped(folder):
-    row, tokenizer, _ = only(folder, chat("how are you", "no-one"))
+def test_what_a_template_writes_after_eos_is_dropped(saved_tokenizer):
+    row, tokenizer, _ = only(saved_tokenizer, chat("how are you", "no-one"))
     assert row.completions[0][-1] == tokenizer.hf.eos_token_id
     assert row.completions[0].count(tokenizer.hf.eos_token_id) == 1
     assert tokenizer.backend.decode(row.completions[0][:-1]) == "how are you"
 
 
-def test_eos_is_left_alone_when_asked(folder):
-    row, tokenizer, _ = only(folder, text(), eos="never")
+def test_eos_is_left_alone_when_asked(saved_tokenizer):
+    row, tokenizer, _ = only(saved_tokenizer, text(), eos="never")
     assert tokenizer.hf.eos_token_id not in row.completions[0]
 
 
-def test_a_truncated_completion_does_not_end_with_eos(folder):
-    full, tokenizer, _ = only(folder, text())
+def test_a_truncated_completion_does_not_end_with_eos(saved_tokenizer):
+    full, tokenizer, _ = only(saved_tokenizer, text())
     limit = len(full.prompt) + len(full.completions[0]) - 1  # room for all but EOS
-    row, _, notes = only(folder, text(), max_length=limit)
+    row, _, notes = only(saved_tokenizer, text(), max_length=limit)
     assert row.completions[0] == full.completions[0][:-1]
     assert tokenizer.hf.eos_token_id not in row.completions[0]
     assert row.cut[0] == 1
@@ -143,27 +143,27 @@ def test_a_cut_that_falls_behind_an_inner_eos_takes_it_away_too():
     assert cut_completion([5, 9], 2, {9}) == [5, 9]
 
 
-def test_a_long_prompt_loses_its_beginning_but_never_its_bos(folder):
-    full, tokenizer, _ = only(folder, text())
-    row, _, notes = only(folder, text(), max_prompt_length=3)
+def test_a_long_prompt_loses_its_beginning_but_never_its_bos(saved_tokenizer):
+    full, tokenizer, _ = only(saved_tokenizer, text())
+    row, _, notes = only(saved_tokenizer, text(), max_prompt_length=3)
     assert row.prompt == [tokenizer.hf.bos_token_id, *full.prompt[-2:]]
     assert row.prompt_cut == len(full.prompt) - 3
     assert notes["rows_with_prompt_truncated"] == 1
-    right, _, _ = only(folder, text(), max_prompt_length=3, prompt_side="right")
+    right, _, _ = only(saved_tokenizer, text(), max_prompt_length=3, prompt_side="right")
     assert right.prompt == full.prompt[:3]
 
 
-def test_a_prompt_that_leaves_no_room_is_rejected_not_emptied(folder):
-    full, _, _ = only(folder, text())
-    result, _ = encode(folder, text(), max_length=len(full.prompt))
+def test_a_prompt_that_leaves_no_room_is_rejected_not_emptied(saved_tokenizer):
+    full, _, _ = only(saved_tokenizer, text())
+    result, _ = encode(saved_tokenizer, text(), max_length=len(full.prompt))
     assert [bad.reason for bad in result.rejected] == ["too_long"]
     assert not result.rows
 
 
-def test_a_token_across_the_boundary_goes_to_the_completion_and_is_counted(folder):
+def test_a_token_across_the_boundary_goes_to_the_completion_and_is_counted(saved_tokenizer):
     # " world" is one token, and the boundary falls inside it.
     record = text(prompt="hello wor", chosen="ld, how are you", rejected="k is the answer")
-    row, tokenizer, notes = only(folder, record)
+    row, tokenizer, notes = only(saved_tokenizer, record)
     assert notes["rows_with_a_token_across_the_boundary"] == 1
     prompt_text = tokenizer.backend.decode(row.prompt[1:])
     assert "hello wor".startswith(prompt_text)
@@ -172,18 +172,20 @@ def test_a_token_across_the_boundary_goes_to_the_completion_and_is_counted(folde
         assert whole == "hello wor" + words
 
 
-def test_strict_boundaries_quarantine_such_a_row(folder):
+def test_strict_boundaries_quarantine_such_a_row(saved_tokenizer):
     record = text(prompt="hello wor", chosen="ld, how are you", rejected="k is the answer")
-    result, _ = encode(folder, record, boundary="strict")
+    result, _ = encode(saved_tokenizer, record, boundary="strict")
     assert [bad.reason for bad in result.rejected] == ["boundary"]
 
 
-def test_a_clean_boundary_is_not_reported(folder):
-    assert "rows_with_a_token_across_the_boundary" not in only(folder, text())[2]
+def test_a_clean_boundary_is_not_reported(saved_tokenizer):
+    assert "rows_with_a_token_across_the_boundary" not in only(saved_tokenizer, text())[2]
 
 
-def test_a_character_of_several_tokens_belongs_to_one_side(folder):
-    row, tokenizer, notes = only(folder, text(prompt="hello", chosen="😀 you", rejected=" no"))
+def test_a_character_of_several_tokens_belongs_to_one_side(saved_tokenizer):
+    row, tokenizer, notes = only(
+        saved_tokenizer, text(prompt="hello", chosen="😀 you", rejected=" no")
+    )
     assert tokenizer.backend.decode(row.prompt[1:]) == "hello"
     assert tokenizer.backend.decode(row.completions[0][:-1]) == "😀 you"
     assert "rows_with_a_token_across_the_boundary" not in notes
@@ -219,36 +221,45 @@ def test_a_template_that_asks_for_the_date_is_given_the_one_in_the_settings(tmp_
         load_tokenizer(folder, TokenOptions(date="tomorrow"))
 
 
-def test_a_pair_of_equal_completions_is_kept_and_counted(folder):
-    assert only(folder, text(rejected=" how are you"))[2]["pairs_with_equal_completions"] == 1
-    assert only(folder, text())[2]["pairs_with_equal_completions"] == 0
+def test_a_pair_of_equal_completions_is_kept_and_counted(saved_tokenizer):
+    assert (
+        only(saved_tokenizer, text(rejected=" how are you"))[2]["pairs_with_equal_completions"] == 1
+    )
+    assert only(saved_tokenizer, text())[2]["pairs_with_equal_completions"] == 0
 
 
-def test_a_role_that_the_template_does_not_name_is_refused(folder, tmp_path):
+def test_a_role_that_the_template_does_not_name_is_refused(saved_tokenizer, tmp_path):
     record = chat("a", "b", prompt=({"role": "chatbot", "content": "hello"},))
-    result, _ = encode(folder, record)
+    result, _ = encode(saved_tokenizer, record)
     (bad,) = result.rejected
     assert (bad.reason, "know the role 'chatbot'" in bad.detail) == ("schema", True)
     named = CHATML.replace("{{ m.role }}", "{{ 'user' if m.role == 'chatbot' else m.role }}")
     assert len(encode(save_tokenizer(tmp_path, template=named), record)[0].rows) == 1
 
 
-def test_completions_that_repeat_a_prompt_of_text_are_counted(folder):
+def test_completions_that_repeat_a_prompt_of_text_are_counted(saved_tokenizer):
     record = text(chosen="hello world, how are you", rejected="\nhello world, no")
-    assert only(folder, record)[2]["completions_that_repeat_their_prompt"] == 2
-    assert not only(folder, text())[2]["completions_that_repeat_their_prompt"]
+    assert only(saved_tokenizer, record)[2]["completions_that_repeat_their_prompt"] == 2
+    assert not only(saved_tokenizer, text())[2]["completions_that_repeat_their_prompt"]
 
 
-def test_special_tokens_in_the_data_are_counted(folder):
-    assert only(folder, text(chosen=" how<|im_start|>"))[2]["rows_with_special_tokens_in_text"] == 1
-    assert "rows_with_special_tokens_in_text" not in only(folder, text())[2]
+def test_special_tokens_in_the_data_are_counted(saved_tokenizer):
+    assert (
+        only(saved_tokenizer, text(chosen=" how<|im_start|>"))[2][
+            "rows_with_special_tokens_in_text"
+        ]
+        == 1
+    )
+    assert "rows_with_special_tokens_in_text" not in only(saved_tokenizer, text())[2]
 
 
-def test_every_option_and_the_template_show_in_the_fingerprint(folder, tmp_path):
-    base = tokenizer_fingerprint(load_tokenizer(folder, TokenOptions()))
+def test_every_option_and_the_template_show_in_the_fingerprint(saved_tokenizer, tmp_path):
+    base = tokenizer_fingerprint(load_tokenizer(saved_tokenizer, TokenOptions()))
     other = tmp_path / "t.jinja"
     other.write_text(CHATML + " ")
-    changed = tokenizer_fingerprint(load_tokenizer(folder, TokenOptions(chat_template=str(other))))
+    changed = tokenizer_fingerprint(
+        load_tokenizer(saved_tokenizer, TokenOptions(chat_template=str(other)))
+    )
     differing = {name for name in base if base[name] != changed[name]}
     assert differing == {"tokenizer.chat_template"}
 

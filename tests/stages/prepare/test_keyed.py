@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from encoded_rows import encoded, plain, record_lists
 from hypothesis import given, settings
 
 from align.schemas.rows import Role
 from align.stages.prepare.keyed import key_rows
+from support.encoded_rows import encoded, plain, record_lists
 
 ROW = encoded(
     [1, 2],
@@ -64,7 +64,7 @@ def test_the_seed_moves_prompts_and_leaves_completions():
     assert only(ROW, seed=-1).place != only(ROW, seed=1).place
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(record_lists(with_scores=True))
 def test_ids_and_keys_are_equal_exactly_where_contents_are(records):
     rows = plain(key_rows(records, seed=3, carried=("weight",)))
@@ -81,7 +81,7 @@ def test_ids_and_keys_are_equal_exactly_where_contents_are(records):
     assert len(texts) == len({text for text, _ in texts}) == len({key for _, key in texts})
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(record_lists(with_scores=True))
 def test_columns_hold_what_the_records_held(records):
     rows = plain(key_rows(records, seed=0, carried=("weight",)))

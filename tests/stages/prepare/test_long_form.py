@@ -4,7 +4,6 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 
 import pytest
-from encoded_rows import all_rows, encoded, make_ring, plain, token_lists
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -12,14 +11,9 @@ from align.schemas.rows import Role
 from align.stages.prepare import ring as module
 from align.stages.prepare.keyed import key_rows
 from align.stages.prepare.long_form import merge_same_prompts
+from support.encoded_rows import all_rows, encoded, make_ring, plain, token_lists
 
 PLAIN = {"seed": 0, "carried": ()}
-
-
-@pytest.fixture
-def folder(tmp_path_factory):
-    """A new one for every example."""
-    return lambda: tmp_path_factory.mktemp("long")
 
 
 def long_row(prompt, completion, score, *, weight=1.0, row=0):
@@ -44,12 +38,14 @@ def long_rows(draw):
     ]
 
 
+@pytest.mark.slow
 @settings(
-    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=50,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(long_rows(), st.randoms(), st.integers(1, 6), st.sampled_from([1, 60, 10**6]))
-def test_rows_of_one_prompt_become_one_in_any_order(folder, records, shuffler, chunk, tokens):
-    ring, intake = make_ring(folder(), records, long_form=True, carried=("weight",))
+def test_rows_of_one_prompt_become_one_in_any_order(new_folder, records, shuffler, chunk, tokens):
+    ring, intake = make_ring(new_folder(), records, long_form=True, carried=("weight",))
     rows = all_rows(ring)
     by_hand = defaultdict(Counter)
     for each in records:
@@ -65,7 +61,9 @@ def test_rows_of_one_prompt_become_one_in_any_order(folder, records, shuffler, c
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "TOKENS_PER_RUN", tokens)
         patch.setattr(module, "TOKENS_PER_MERGE", tokens)
-        again, _ = make_ring(folder(), shuffled, chunk=chunk, long_form=True, carried=("weight",))
+        again, _ = make_ring(
+            new_folder(), shuffled, chunk=chunk, long_form=True, carried=("weight",)
+        )
     assert [row._replace(source=None) for row in all_rows(again)] == [
         row._replace(source=None) for row in rows
     ]
@@ -183,7 +181,7 @@ def test_a_prompt_cut_at_its_end_leaves_no_hole_in_a_completion(more, expected):
     assert joined(*rows, side="right", limit=5)[0] == [expected]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.integers(1, 3), min_size=4, max_size=8),
     st.lists(st.tuples(st.integers(0, 3), st.integers(10, 13)), min_size=2, max_size=5),

@@ -67,7 +67,7 @@ def by_hand(prompt_keys, completion_keys, row):
     ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.integers(1, 6), min_size=2, max_size=150),
     st.integers(1, 4),
@@ -155,7 +155,7 @@ def test_no_pairs_are_chosen_when_none_are_asked_for():
     assert choose(prompt_keys, completion_keys, num_pairs=0).indices.shape == (0, 5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(1, 40), min_size=8, max_size=200),
     st.sampled_from([3, 9, 10**15]),

@@ -1,12 +1,12 @@
 """Prompts that end with an assistant's message, which the completion goes on with."""
 
 import pytest
-from byte_tokenizers import CHATML, CHATML_SPECIALS, FAMILIES, byte_tokenizer
 
 from align.schemas.config import TokenOptions
 from align.schemas.rows import Record, Role
 from align.stages.prepare.encode import Encoder
 from align.stages.prepare.tokenizer import load_tokenizer
+from support.byte_tokenizers import CHATML, CHATML_SPECIALS, FAMILIES, byte_tokenizer
 
 USER = {"role": "user", "content": "hi"}
 # Shows the reasoning of the last message alone, and writes an empty one where it has none.
@@ -21,7 +21,7 @@ THINKING = (
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
+def prefilled_families(tmp_path_factory):
     families = {
         **FAMILIES,
         "thinking": {
@@ -82,16 +82,20 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("family", BY_HAND)
-def test_the_prompts_last_turn_stays_open_and_the_completion_goes_on_with_it(folders, family):
+def test_the_prompts_last_turn_stays_open_and_the_completion_goes_on_with_it(
+    prefilled_families, family
+):
     opened, end = BY_HAND[family]
-    texts = texts_of(folders[family], record("Sure,", " here", " no"))
+    texts = texts_of(prefilled_families[family], record("Sure,", " here", " no"))
     assert texts == [opened, f" here{end}", f" no{end}"]
 
 
 @pytest.mark.parametrize("family", BY_HAND)
-def test_the_prompt_is_the_one_that_transformers_continues_the_final_message_of(folders, family):
+def test_the_prompt_is_the_one_that_transformers_continues_the_final_message_of(
+    prefilled_families, family
+):
     item = record("Sure, ", "here")
-    result, tokenizer = encode(folders[family], item)
+    result, tokenizer = encode(prefilled_families[family], item)
     (row,) = result.rows
     expected = tokenizer.hf.apply_chat_template(
         list(item.prompt), continue_final_message=True, tokenize=True, return_dict=False
@@ -104,37 +108,39 @@ def test_the_prompt_is_the_one_that_transformers_continues_the_final_message_of(
     assert [*row.prompt, *row.completions[0]][: len(ids) - 2] == ids[: len(ids) - 2]
 
 
-def test_messages_behind_the_continued_one_are_turns_of_their_own(folders):
+def test_messages_behind_the_continued_one_are_turns_of_their_own(prefilled_families):
     more = (bot(" here"), {"role": "user", "content": "why"}, bot("so"))
-    _, completion = texts_of(folders["qwen base"], record("Sure,", more))
+    _, completion = texts_of(prefilled_families["qwen base"], record("Sure,", more))
     assert completion == (
         " here<|im_end|>\n<|im_start|>user\nwhy<|im_end|>\n<|im_start|>assistant\nso<|im_end|>"
     )
 
 
-def test_a_tool_may_be_called_behind_the_prefill(folders):
+def test_a_tool_may_be_called_behind_the_prefill(prefilled_families):
     call = {"function": {"name": "search", "arguments": {"q": 1}}}
     calling = ({"role": "assistant", "tool_calls": [call]},)
-    _, completion = texts_of(folders["qwen base"], record("Sure,", calling))
+    _, completion = texts_of(prefilled_families["qwen base"], record("Sure,", calling))
     assert completion == (
         '<tool_call>\n{"name": "search", "arguments": {"q": 1}}\n</tool_call><|im_end|>'
     )
 
 
-def test_an_answer_of_the_user_closes_the_turn(folders):
+def test_an_answer_of_the_user_closes_the_turn(prefilled_families):
     reply = ({"role": "user", "content": "why"}, bot("so"))
-    prompt, completion = texts_of(folders["qwen base"], record("Sure.", reply))
+    prompt, completion = texts_of(prefilled_families["qwen base"], record("Sure.", reply))
     assert prompt.endswith("<|im_start|>assistant\nSure.<|im_end|>\n")
     assert completion == ("<|im_start|>user\nwhy<|im_end|>\n<|im_start|>assistant\nso<|im_end|>")
 
 
-def test_completions_of_both_kinds_in_one_row_are_refused(folders):
-    result, _ = encode(folders["qwen base"], record("Sure,", " here", (USER, bot("so"))))
+def test_completions_of_both_kinds_in_one_row_are_refused(prefilled_families):
+    result, _ = encode(prefilled_families["qwen base"], record("Sure,", " here", (USER, bot("so"))))
     (bad,) = result.rejected
     assert (bad.reason, "others answer it" in bad.detail) == ("schema", True)
 
 
-def test_a_prefill_that_the_template_does_not_show_is_refused_and_not_mangled(tmp_path, folders):
+def test_a_prefill_that_the_template_does_not_show_is_refused_and_not_mangled(
+    tmp_path, prefilled_families
+):
     hidden = CHATML.replace("{{ m.content }}", "{{ m.content.split('#')[-1] }}")
     folder = byte_tokenizer(tmp_path, CHATML_SPECIALS, template=hidden, eos="<|endoftext|>")
     result, _ = encode(folder, record("Sure,", " here # there"))
@@ -144,5 +150,5 @@ def test_a_prefill_that_the_template_does_not_show_is_refused_and_not_mangled(tm
     ended = record("<think>\nLet me", " see\n</think>\n\n42")
     earlier = record("Sure,", (bot(" here"), {"role": "user", "content": "why"}, bot("so")))
     for item in (ended, earlier):
-        result, _ = encode(folders["thinking"], item)
+        result, _ = encode(prefilled_families["thinking"], item)
         assert [bad.reason for bad in result.rejected] == ["template_error"]

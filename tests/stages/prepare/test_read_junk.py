@@ -2,7 +2,7 @@
 
 import json
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from align.schemas.rows import REASONS
@@ -47,7 +47,7 @@ def require_every_row_once(chunk, shape):
     assert all(bad.reason in REASONS and bad.detail.isprintable() for bad in rejected)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300)
 @given(st.sampled_from(COLUMNS), st.data())
 def test_rows_in_are_records_plus_rejected(columns, data):
     rows = data.draw(st.lists(st.fixed_dictionaries({}, optional=dict.fromkeys(columns, JUNK))))
@@ -56,7 +56,7 @@ def test_rows_in_are_records_plus_rejected(columns, data):
     require_every_row_once(Chunk(1, 7, JsonRows(texts)), shape_of(columns))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.sampled_from(COLUMNS), st.lists(st.lists(st.text() | st.just("[{"), max_size=5)))
 def test_csv_rows_in_are_records_plus_rejected(columns, rows):
     require_every_row_once(Chunk(1, 7, CsvRows(columns, rows)), shape_of(columns))

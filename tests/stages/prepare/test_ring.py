@@ -6,7 +6,6 @@ import tracemalloc
 from collections import Counter
 
 import pytest
-from encoded_rows import all_rows, encoded, make_ring, record_lists
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -21,17 +20,13 @@ from align.stages.prepare.tokenizer import load_tokenizer, tokenizer_fingerprint
 from align.stages.prepare.units import unit_offsets
 from align.stages.prepare.workers import EncodedChunk, EncodingJob, encode_chunks
 from align.stages.world.preferences import draw_preferences, transcript
+from support.encoded_rows import all_rows, encoded, make_ring, record_lists
 
 AS_THEY_ARE = {"long_form": False, "prompt_side": "left"}
 relaxed = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-
-
-@pytest.fixture
-def folder(tmp_path_factory):
-    """A new one for every example."""
-    return lambda: tmp_path_factory.mktemp("ring")
 
 
 def content(row):
@@ -39,26 +34,27 @@ def content(row):
     return row._replace(source=None)
 
 
+@pytest.mark.slow
 @relaxed
 @given(record_lists(with_scores=True), st.randoms(), st.data())
-def test_order_chunks_runs_and_merges_leave_no_trace(folder, records, shuffler, data):
+def test_order_chunks_runs_and_merges_leave_no_trace(new_folder, records, shuffler, data):
     options = {"carried": ("weight",)}
-    expected = [content(row) for row in all_rows(make_ring(folder(), records, **options)[0])]
+    expected = [content(row) for row in all_rows(make_ring(new_folder(), records, **options)[0])]
     shuffled = records[:]
     shuffler.shuffle(shuffled)
     chunk = data.draw(st.integers(1, 8))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "TOKENS_PER_RUN", data.draw(st.sampled_from([1, 60, 10**6])))
         patch.setattr(module, "TOKENS_PER_MERGE", data.draw(st.sampled_from([1, 60, 10**6])))
-        ring, intake = make_ring(folder(), shuffled, chunk=chunk, **options)
+        ring, intake = make_ring(new_folder(), shuffled, chunk=chunk, **options)
     assert [content(row) for row in all_rows(ring)] == expected
     assert intake.rows_in == len(ring) == len(records)
 
 
 @relaxed
 @given(record_lists(prompts=4))
-def test_every_row_is_there_once_and_knows_where_it_came_from(folder, records):
-    rows = all_rows(make_ring(folder(), records, carried=("weight",))[0])
+def test_every_row_is_there_once_and_knows_where_it_came_from(new_folder, records):
+    rows = all_rows(make_ring(new_folder(), records, carried=("weight",))[0])
     assert sorted(row.source[1] for row in rows) == list(range(len(records)))
     for row in rows:
         source = records[row.source[1]]
@@ -67,12 +63,13 @@ def test_every_row_is_there_once_and_knows_where_it_came_from(folder, records):
         assert row.carried == (source.record.carried["weight"],)
 
 
+@pytest.mark.slow
 @relaxed
 @given(record_lists(prompts=4), st.sampled_from([1, 10**6]))
-def test_rows_of_one_prompt_lie_together_in_the_order_of_their_keys(folder, records, tokens):
+def test_rows_of_one_prompt_lie_together_in_the_order_of_their_keys(new_folder, records, tokens):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "TOKENS_PER_MERGE", tokens)
-        rows = all_rows(make_ring(folder(), records, chunk=3, carried=("weight",))[0])
+        rows = all_rows(make_ring(new_folder(), records, chunk=3, carried=("weight",))[0])
     runs = [row.prompt for i, row in enumerate(rows) if not i or rows[i - 1].prompt != row.prompt]
     assert len(runs) == len(set(runs))
     places = [(row.place, row.row_id, row.copy) for row in rows]
@@ -81,8 +78,8 @@ def test_rows_of_one_prompt_lie_together_in_the_order_of_their_keys(folder, reco
 
 @relaxed
 @given(record_lists(prompts=2, alphabet=1), st.integers(1, 4))
-def test_rows_of_equal_content_are_numbered_from_zero(folder, records, chunk):
-    ring, intake = make_ring(folder(), records, chunk=chunk, carried=("weight",))
+def test_rows_of_equal_content_are_numbered_from_zero(new_folder, records, chunk):
+    ring, intake = make_ring(new_folder(), records, chunk=chunk, carried=("weight",))
     rows = all_rows(ring)
     seen = Counter()
     for row in rows:
@@ -101,6 +98,7 @@ def test_three_equal_rows_are_copies_0_1_2_in_input_order(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_small_runs_and_merges_really_are_many(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "TOKENS_PER_RUN", 1)
     monkeypatch.setattr(module, "TOKENS_PER_MERGE", 1)
@@ -196,14 +194,15 @@ def test_the_order_of_files_moves_nothing_but_the_sources(file, tokenizer_folder
     assert chosen[0] == chosen[1]
 
 
-def test_ten_times_the_rows_need_no_more_memory_to_merge_pair_and_lay_out(folder, monkeypatch):
+@pytest.mark.slow
+def test_ten_times_the_rows_need_no_more_memory_to_merge_pair_and_lay_out(new_folder, monkeypatch):
     monkeypatch.setattr(module, "TOKENS_PER_RUN", 100_000)
     monkeypatch.setattr(module, "TOKENS_PER_MERGE", 20_000)
     monkeypatch.setattr(spool, "STRETCH_ROWS", 256)
     monkeypatch.setattr(partners, "SPAN", 256)
     # The lower of two: now and then the interpreter makes room for its own tables.
     small, large = (
-        min(peak_of_merging(folder(), rows) for _ in range(2)) for rows in (2_000, 20_000)
+        min(peak_of_merging(new_folder(), rows) for _ in range(2)) for rows in (2_000, 20_000)
     )
     # A row with its keys and partners takes 200 bytes. What grows: 24 bytes for a block of some 64
     # prompts, one number for a unit, and a file's name for a sorted run.

@@ -5,23 +5,18 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from encoded_rows import encoded, plain, record_lists
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from align.stages.prepare import spool as module
 from align.stages.prepare.keyed import key_rows
 from align.stages.prepare.spool import Spool, SpoolWriter
+from support.encoded_rows import encoded, plain, record_lists
 
 relaxed = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=25,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-
-
-@pytest.fixture
-def folder(tmp_path_factory):
-    """A new one for every example."""
-    return lambda: tmp_path_factory.mktemp("spool") / "rows"
 
 
 def write(folder, records, cuts):
@@ -35,9 +30,9 @@ def write(folder, records, cuts):
 
 @relaxed
 @given(record_lists(with_scores=True), st.lists(st.integers(0, 99), max_size=4), st.data())
-def test_any_range_reads_what_was_appended(folder, records, cuts, data):
+def test_any_range_reads_what_was_appended(new_folder, records, cuts, data):
     expected = plain(key_rows(records, seed=0, carried=("weight",)))
-    spool = write(folder(), records, cuts)
+    spool = write(new_folder() / "rows", records, cuts)
     assert len(spool) == len(records)
     start = data.draw(st.integers(0, len(records)))
     stop = data.draw(st.integers(start, len(records)))
@@ -47,9 +42,9 @@ def test_any_range_reads_what_was_appended(folder, records, cuts, data):
 
 @relaxed
 @given(record_lists(), st.integers(0, 3), st.data())
-def test_completions_are_found_anywhere_and_in_the_order_asked_for(folder, records, near, data):
+def test_completions_are_found_anywhere_and_in_the_order_asked_for(new_folder, records, near, data):
     every = [ids for record in records for ids in record.completions]
-    spool = write(folder(), records, [])
+    spool = write(new_folder() / "rows", records, [])
     wanted = data.draw(st.lists(st.integers(0, len(every) - 1), max_size=30))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "NEARBY", near)
@@ -61,8 +56,8 @@ def test_completions_are_found_anywhere_and_in_the_order_asked_for(folder, recor
 
 @relaxed
 @given(record_lists(), st.data())
-def test_a_range_of_a_column_is_that_part_of_the_whole(folder, records, data):
-    spool = write(folder(), records, [])
+def test_a_range_of_a_column_is_that_part_of_the_whole(new_folder, records, data):
+    spool = write(new_folder() / "rows", records, [])
     for name in ("row_id", "places", "completion_keys", "completion_values"):
         whole = spool.column(name)
         start = data.draw(st.integers(0, len(whole)))

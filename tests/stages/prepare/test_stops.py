@@ -4,13 +4,13 @@ A token is a byte or a special token, so that ids are compared as the text they 
 """
 
 import pytest
-from byte_tokenizers import CHATML, CHATML_SPECIALS, FAMILIES, PLAIN, byte_tokenizer
 
 from align.schemas.config import TokenOptions
 from align.schemas.rows import Record, Role
 from align.schemas.stops import Stops
 from align.stages.prepare.encode import Encoder
 from align.stages.prepare.tokenizer import load_tokenizer, tokenizer_fingerprint
+from support.byte_tokenizers import CHATML, CHATML_SPECIALS, FAMILIES, PLAIN, byte_tokenizer
 
 # What ends a turn of text, a turn that calls tools, and who writes it.
 STOPS = {
@@ -45,7 +45,7 @@ CALLS = {  # a completion that calls search(q=1), as each template writes it, up
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
+def families(tmp_path_factory):
     return {
         name: byte_tokenizer(tmp_path_factory.mktemp("tok"), **family)
         for name, family in FAMILIES.items()
@@ -77,49 +77,49 @@ def encode(folder, record, **options):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_completion_ends_with_the_stop_that_its_template_writes(folders, family):
-    (_, *completions), notes = encode(folders[family], chat(say("yes"), say("a\nno")))
+def test_a_completion_ends_with_the_stop_that_its_template_writes(families, family):
+    (_, *completions), notes = encode(families[family], chat(say("yes"), say("a\nno")))
     assert completions == [
         COMPLETIONS[family],
         COMPLETIONS[family].replace("yes", "a\nno"),
     ]
     assert not notes["completions_that_end_with_another_special_token"]
-    stops = Stops.of(tokenizer_fingerprint(load_tokenizer(folders[family], TokenOptions())))
+    stops = Stops.of(tokenizer_fingerprint(load_tokenizer(families[family], TokenOptions())))
     assert (stops.turn.text, stops.tool_calls.text, stops.turn.source) == STOPS[family]
 
 
 @pytest.mark.parametrize("family", CALLS)
-def test_a_completion_that_calls_tools_ends_with_the_stop_of_such_turns(folders, family):
+def test_a_completion_that_calls_tools_ends_with_the_stop_of_such_turns(families, family):
     arguments = '{"q": 1}' if family == "deepseek" else {"q": 1}
-    (_, completion), notes = encode(folders[family], chat(call(arguments)))
+    (_, completion), notes = encode(families[family], chat(call(arguments)))
     assert completion == CALLS[family] + STOPS[family][1]
     assert not notes["completions_that_end_with_another_special_token"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_plain_text_ends_with_the_tokenizers_eos_whatever_the_template_writes(folders, family):
+def test_plain_text_ends_with_the_tokenizers_eos_whatever_the_template_writes(families, family):
     record = chat(" yes", f" no{FAMILIES[family]['eos']} ", prompt="Is it?")
-    (_, *completions), _ = encode(folders[family], record)
+    (_, *completions), _ = encode(families[family], record)
     assert completions == [f" {said}{FAMILIES[family]['eos']}" for said in ("yes", "no")]
 
 
 @pytest.mark.parametrize("written", ["<|im_end|>", "<|im_end|>\n", "<|endoftext|>"])
-def test_a_stop_that_the_data_already_hold_is_not_learned_twice(folders, written):
-    (_, completion), _ = encode(folders["qwen base"], chat(say(f"yes{written}")))
+def test_a_stop_that_the_data_already_hold_is_not_learned_twice(families, written):
+    (_, completion), _ = encode(families["qwen base"], chat(say(f"yes{written}")))
     assert completion == "yes<|im_end|>"
-    (_, completion), _ = encode(folders["glm 4"], chat(say("yes<|endoftext|>")))
+    (_, completion), _ = encode(families["glm 4"], chat(say("yes<|endoftext|>")))
     assert completion == "\nyes<|user|>"
 
 
 @pytest.mark.parametrize("family", ["qwen base", "gpt-oss", "glm 4", "gemma"])
-def test_a_completion_that_was_cut_ends_with_no_stop_of_any_kind(folders, family):
+def test_a_completion_that_was_cut_ends_with_no_stop_of_any_kind(families, family):
     stops = {*STOPS[family][:2], FAMILIES[family]["eos"]}
     turns = (*say("yes"), {"role": "user", "content": "why"}, *say("so"))
     if family in CALLS:
         turns = (*call({"q": 1}), {"role": "tool", "content": "one"}, *say("so"))
-    (prompt, whole), _ = encode(folders[family], chat(turns))
+    (prompt, whole), _ = encode(families[family], chat(turns))
     rules = TokenOptions()
-    tokenizer = load_tokenizer(folders[family], rules)
+    tokenizer = load_tokenizer(families[family], rules)
     length = len(tokenizer.backend.encode(prompt, add_special_tokens=False))
     for room in range(1, len(tokenizer.backend.encode(whole, add_special_tokens=False))):
         rules = TokenOptions(max_length=length + room)
@@ -149,28 +149,28 @@ def test_a_template_that_refuses_every_probe_leaves_the_eos(tmp_path):
     assert text == "yes\n</s>"
 
 
-def test_nothing_is_added_or_taken_when_no_stop_is_wanted(folders):
-    (_, text), _ = encode(folders["qwen base"], chat(say("yes")), eos="never")
+def test_nothing_is_added_or_taken_when_no_stop_is_wanted(families):
+    (_, text), _ = encode(families["qwen base"], chat(say("yes")), eos="never")
     assert text == "yes<|im_end|>\n"
-    fields = tokenizer_fingerprint(load_tokenizer(folders["gemma"], TokenOptions(eos="never")))
+    fields = tokenizer_fingerprint(load_tokenizer(families["gemma"], TokenOptions(eos="never")))
     assert Stops.of(fields) == Stops(None, None, None)
 
 
-def test_stops_are_read_back_from_a_fingerprint_as_they_were(folders):
-    for folder in folders.values():
+def test_stops_are_read_back_from_a_fingerprint_as_they_were(families):
+    for folder in families.values():
         tokenizer = load_tokenizer(folder, TokenOptions())
         assert Stops.of(tokenizer_fingerprint(tokenizer)) == tokenizer.stops
 
 
 @pytest.mark.parametrize("family", ["gemma", "llama 3", "deepseek"])
-def test_a_bos_that_the_template_writes_outlives_the_cutting_of_its_prompt(folders, family):
+def test_a_bos_that_the_template_writes_outlives_the_cutting_of_its_prompt(families, family):
     """Gemma's tokenizer adds one as well, the others' do not."""
     bos = FAMILIES[family]["bos"]
-    (whole, _), _ = encode(folders[family], chat(say("yes")))
+    (whole, _), _ = encode(families[family], chat(say("yes")))
     assert whole.startswith(bos)
     assert whole.count(bos) == 1
-    (cut, _), notes = encode(folders[family], chat(say("yes")), max_prompt_length=4)
-    tokenizer = load_tokenizer(folders[family], TokenOptions())
+    (cut, _), notes = encode(families[family], chat(say("yes")), max_prompt_length=4)
+    tokenizer = load_tokenizer(families[family], TokenOptions())
     ids = tokenizer.backend.encode(whole, add_special_tokens=False).ids
     assert cut == tokenizer.hf.decode([ids[0], *ids[-3:]])
     assert notes["rows_with_prompt_truncated"] == 1

@@ -4,12 +4,12 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from flips import flips
 from hypothesis import given
 from hypothesis import strategies as st
 
 from align.schemas.errors import CorruptionError
 from align.stages.prepare.summed import BLOCK_BYTES, Summed, SummedWriter, write_sums
+from support.flips import flips
 
 PER_BLOCK = BLOCK_BYTES // 8
 NUMBERS = np.arange(0, 9 * PER_BLOCK, 3)  # three blocks

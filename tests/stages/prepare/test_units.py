@@ -1,7 +1,6 @@
 """Arcs of the ring and the mismatched branches in them, against one row at a time."""
 
 import pytest
-from encoded_rows import all_rows, encoded, make_ring, plain
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -10,19 +9,15 @@ from align.schemas.rows import Role
 from align.stages.prepare import spool, units
 from align.stages.prepare.keyed import KeyedRows
 from align.stages.prepare.units import CutRule, build_unit, unit_offsets
+from support.encoded_rows import all_rows, encoded, make_ring, plain
 
 EOS = 9
 STOPS = frozenset({EOS})
 
 relaxed = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-
-
-@pytest.fixture
-def folder(tmp_path_factory):
-    """A new one for every example."""
-    return lambda: tmp_path_factory.mktemp("units")
 
 
 @st.composite
@@ -87,15 +82,16 @@ def read(unit):
     return [row._replace(place=None, completion_keys=None) for row in plain(keyed)]
 
 
+@pytest.mark.slow
 @relaxed
 @given(st.data(), st.integers(2, 9), st.integers(0, 3))
 def test_a_unit_holds_each_rows_own_branches_then_its_partners_k_by_k(
-    folder, data, max_length, num_pairs
+    new_folder, data, max_length, num_pairs
 ):
     records = data.draw(fitted_records(max_length=max_length))
     assume(len(records) > 1)
     try:
-        ring, _ = make_ring(folder(), records, num_pairs=num_pairs)
+        ring, _ = make_ring(new_folder(), records, num_pairs=num_pairs)
     except BadDataError:
         assume(False)
     rows = all_rows(ring)
@@ -210,12 +206,12 @@ def test_a_unit_may_lose_all_its_rows(tmp_path):
     st.integers(1, 9),
 )
 def test_units_cover_the_ring_once_and_keep_both_caps(
-    folder, sizes, num_pairs, rows, tokens, weighed
+    new_folder, sizes, num_pairs, rows, tokens, weighed
 ):
     records = [
         encoded([index + 10] * prompt, [1] * size) for index, (prompt, size) in enumerate(sizes)
     ]
-    ring, _ = make_ring(folder(), records)
+    ring, _ = make_ring(new_folder(), records)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spool, "STRETCH_ROWS", weighed)
         patch.setattr(spool, "STRETCH_COMPLETIONS", weighed)

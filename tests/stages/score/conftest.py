@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from encoded_rows import encoded
-from faulty_scorer import STUB
 
 from align.schemas.ragged import Ragged
 from align.schemas.rows import Tree
 from align.stages.prepare.keyed import key_rows
 from align.stages.score.score import KnownScores, ScoringRules, score_unit
+from support.encoded_rows import encoded
+from support.faulty_scorer import STUB
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ def prompts_and_branches(draw):
     return groups, wanted, np.array(prompts), np.array(lengths, dtype=np.int64)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(prompts_and_branches(), st.integers(1, 300), st.sampled_from([1, 16, 4096]))
 def test_trees_hold_each_wanted_branch_once_behind_its_own_prompt(case, budget, hidden_size):
     groups, wanted, prompts, lengths = case
@@ -83,7 +83,7 @@ def size(batch, lengths, *, pads):
     return max(lengths[i] for i in batch) * len(batch) if pads else sum(lengths[i] for i in batch)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(1, 60), max_size=40), st.integers(1, 200), st.booleans())
 def test_batches_hold_each_sequence_once_within_the_budget(lengths, budget, pads):
     batches = plan_batches(lengths, budget, pads=pads)

@@ -6,14 +6,14 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from encoded_rows import encoded
-from faulty_scorer import Faulty
 
 from align.schemas.ragged import Ragged
 from align.schemas.reference import OutOfMemory
 from align.schemas.rows import Rejected
 from align.stages.prepare.keyed import key_rows
 from align.stages.score.score import KnownScores
+from support.encoded_rows import encoded
+from support.faulty_scorer import Faulty
 
 
 def reasons(scores):

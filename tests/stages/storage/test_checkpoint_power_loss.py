@@ -7,12 +7,12 @@ import json
 import re
 
 import pytest
-from checkpoint_saves import content, train
-from power_loss import Killed, Promise, Seen, ops_of, states_of, watcher
 
 from align.schemas.checkpoint import Retention
 from align.stages.storage import fs
 from align.stages.storage.run_folder import RECORD_NAME, RunFolder
+from support.checkpoint_saves import content, train
+from support.power_loss import Killed, Promise, Seen, ops_of, states_of, watcher
 
 STEP = re.compile(r"checkpoints/(step-([0-9]{8}))/")
 
@@ -77,7 +77,7 @@ def train_after_going_back(folder, told):
 
 
 @pytest.fixture(scope="module")
-def record(tmp_path_factory):
+def record_runs(tmp_path_factory):
     """Runs one after another in one folder; each may be killed before an operation."""
 
     def record(*runs):
@@ -94,13 +94,13 @@ def record(tmp_path_factory):
 WHOLE = -1
 
 
-@pytest.fixture(scope="module", name="clean")
-def _clean(record):
-    return record((train, WHOLE))
+@pytest.fixture(scope="module", name="whole_runs")
+def _whole_runs(record_runs):
+    return record_runs((train, WHOLE))
 
 
-def test_a_power_loss_breaks_no_promise(clean):
-    log, base = clean
+def test_a_power_loss_breaks_no_promise(whole_runs):
+    log, base = whole_runs
     assert len(log) > 60
     assert first_broken(log, base) is None
 
@@ -109,33 +109,37 @@ def train_briefly(folder, told):
     train(folder, steps=4, keep=Retention(keep_last=1), told=told)
 
 
-def test_a_power_loss_after_a_kill_and_a_rerun_breaks_no_promise(record, tree):
-    clean, root = record((train_briefly, WHOLE))
+@pytest.mark.slow
+def test_a_power_loss_after_a_kill_and_a_rerun_breaks_no_promise(record_runs, tree):
+    clean, root = record_runs((train_briefly, WHOLE))
     for last in range(len(ops_of(clean))):
-        log, base = record((train_briefly, last), (train_briefly, WHOLE))
+        log, base = record_runs((train_briefly, last), (train_briefly, WHOLE))
         assert first_broken(log, base) is None, last
         # One that died between its last save and pruning leaves a checkpoint more.
         assert tree(root / "run").items() <= tree(base / "run").items(), last
 
 
-def test_a_power_loss_while_another_future_is_written_leaves_whole_checkpoints(record, clean, tree):
-    log, base = record((train, WHOLE), (train_after_going_back, WHOLE))
+def test_a_power_loss_while_another_future_is_written_leaves_whole_checkpoints(
+    record_runs, whole_runs, tree
+):
+    log, base = record_runs((train, WHOLE), (train_after_going_back, WHOLE))
     assert first_broken(ops_of(log), base) is None
-    assert tree(base / "run") == tree(clean[1] / "run")
+    assert tree(base / "run") == tree(whole_runs[1] / "run")
 
 
-def test_every_fsync_in_the_code_is_one_that_must_be_there(clean, record):
+@pytest.mark.slow
+def test_every_fsync_in_the_code_is_one_that_must_be_there(whole_runs, record_runs):
     """Each is left out in turn, once, and some power loss in some history finds it out."""
     trashed = next(
-        n for n, op in enumerate(ops_of(clean[0])) if op.target and ".trash" in op.target.name
+        n for n, op in enumerate(ops_of(whole_runs[0])) if op.target and ".trash" in op.target.name
     )
-    brief = ops_of(record((train_briefly, WHOLE))[0])
+    brief = ops_of(record_runs((train_briefly, WHOLE))[0])
     named = max(n for n, op in enumerate(brief) if op.target and op.target.name == "latest")
     histories = [
-        clean,
-        record((train_keeping_one, WHOLE)),
-        record((train_briefly, named + 1), (train_briefly, WHOLE)),
-        record((train, trashed + 1), (train, WHOLE)),
+        whole_runs,
+        record_runs((train_keeping_one, WHOLE)),
+        record_runs((train_briefly, named + 1), (train_briefly, WHOLE)),
+        record_runs((train, trashed + 1), (train, WHOLE)),
     ]
     sites, missed = set(), set()
     for log, base in histories:
@@ -160,8 +164,8 @@ SWAPS = {  # what comes too early -> before what
 
 
 @pytest.mark.parametrize("swap", SWAPS)
-def test_two_steps_in_the_wrong_order_are_found_out(clean, swap):
-    log, base = clean
+def test_two_steps_in_the_wrong_order_are_found_out(whole_runs, swap):
+    log, base = whole_runs
     early, late = SWAPS[swap]
     labels = [_label(entry) for entry in log]
     source = next(n for n, label in enumerate(labels) if label.startswith(early))

@@ -3,7 +3,6 @@ import re
 import signal
 
 import pytest
-from checkpoint_saves import JOURNAL, Ranks, content, save, train, writer
 
 from align.schemas.checkpoint import Retention
 from align.stages.storage import fs
@@ -11,35 +10,29 @@ from align.stages.storage.credit import credit
 from align.stages.storage.failpoints import OF_A_RUN
 from align.stages.storage.restore import choose_checkpoint, verify_checkpoint
 from align.stages.storage.run_folder import RunFolder
-
-
-@pytest.fixture(name="folder")
-def _folder(tmp_path):
-    folder = RunFolder(tmp_path / "run")
-    folder.prepare()
-    return folder
+from support.checkpoint_saves import JOURNAL, Ranks, content, save, train, writer
 
 
 def names(folder):
     return sorted(path.name for path in folder.checkpoints.iterdir())
 
 
-def test_what_was_saved_is_what_is_chosen(folder):
-    assert save(folder, 3, loss=0.5, odd=float("nan")).succeeded
-    chosen = choose_checkpoint(folder)
+def test_what_was_saved_is_what_is_chosen(prepared_run):
+    assert save(prepared_run, 3, loss=0.5, odd=float("nan")).succeeded
+    chosen = choose_checkpoint(prepared_run)
     position = chosen.checkpoint.position
     assert (position.global_step, position.cursor.step) == (3, 3)
     assert position.metrics == {"loss": 0.5}
     assert not chosen.set_aside
-    assert (folder.step(3) / "state-0.pt").read_bytes() == content(3, "state-0.pt")
-    assert names(folder) == ["latest", "step-00000003"]
-    assert folder.latest.read_text() == "step-00000003\n"
+    assert (prepared_run.step(3) / "state-0.pt").read_bytes() == content(3, "state-0.pt")
+    assert names(prepared_run) == ["latest", "step-00000003"]
+    assert prepared_run.latest.read_text() == "step-00000003\n"
 
 
-def test_ranks_save_one_checkpoint_together(folder):
-    told = Ranks(3).save(folder, 2, [writer(2, rank) for rank in range(3)])
+def test_ranks_save_one_checkpoint_together(prepared_run):
+    told = Ranks(3).save(prepared_run, 2, [writer(2, rank) for rank in range(3)])
     assert [saved.succeeded for saved in told] == [True] * 3
-    files = [file.path for file in verify_checkpoint(folder.step(2)).files]
+    files = [file.path for file in verify_checkpoint(prepared_run.step(2)).files]
     assert files == sorted(
         path
         for rank in range(3)
@@ -68,19 +61,19 @@ def boastful(draft):
         (boastful, "rank 1: .*never-written"),
     ],
 )
-def test_where_one_rank_fails_all_are_told_and_nothing_is_left(folder, write, said, tree):
-    Ranks(2).save(folder, 1, [writer(1, rank) for rank in range(2)])
-    before = tree(folder.root)
-    told = Ranks(2).save(folder, 2, [writer(2), write])
+def test_where_one_rank_fails_all_are_told_and_nothing_is_left(prepared_run, write, said, tree):
+    Ranks(2).save(prepared_run, 1, [writer(1, rank) for rank in range(2)])
+    before = tree(prepared_run.root)
+    told = Ranks(2).save(prepared_run, 2, [writer(2), write])
     assert told[0] == told[1]
     assert re.search(said, told[0].failure)
-    assert tree(folder.root) == before
-    assert choose_checkpoint(folder).checkpoint.position.global_step == 1
+    assert tree(prepared_run.root) == before
+    assert choose_checkpoint(prepared_run).checkpoint.position.global_step == 1
 
 
-def test_a_file_has_one_rank_that_vouches_for_it(folder):
+def test_a_file_has_one_rank_that_vouches_for_it(prepared_run):
     gate = Ranks(2)
-    told = gate.save(folder, 2, [writer(2), lambda draft: _after(draft, "state-0.pt")])
+    told = gate.save(prepared_run, 2, [writer(2), lambda draft: _after(draft, "state-0.pt")])
     assert "two ranks wrote the same file" in told[1].failure
 
 
@@ -90,11 +83,11 @@ def _after(draft, name):
     return [name]
 
 
-def test_the_newest_few_and_the_best_stay(folder):
+def test_the_newest_few_and_the_best_stay(prepared_run):
     losses = {10: 3.0, 20: 1.0, 30: 2.0, 40: 2.5, 50: 4.0}
     for step, loss in losses.items():
-        save(folder, step, **{"eval/loss": loss})
-    assert folder.steps() == [20, 40, 50]
+        save(prepared_run, step, **{"eval/loss": loss})
+    assert prepared_run.steps() == [20, 40, 50]
 
 
 @pytest.mark.parametrize("sign", ["", "+", "-"])
@@ -112,41 +105,44 @@ def test_the_newest_few_and_the_best_stay(folder):
     ],
 )
 def test_what_should_be_low_is_best_where_it_is_lowest_unless_a_sign_says_otherwise(
-    folder, metric, best, sign
+    prepared_run, metric, best, sign
 ):
     keep = Retention(keep_last=1, best=f"{sign}{metric}")
     best = best and {"": best, "+": 10, "-": 20}[sign]
     for step, value in {10: 3.0, 20: 1.0, 30: 2.0}.items():
         values = {} if best is None else {metric: value}
-        save(folder, step, retention=keep, **values)
-    assert folder.steps() == [*([best] if best else []), 30]
+        save(prepared_run, step, retention=keep, **values)
+    assert prepared_run.steps() == [*([best] if best else []), 30]
 
 
-def test_what_is_measured_after_the_save_counts(folder):
+def test_what_is_measured_after_the_save_counts(prepared_run):
     keep = Retention(keep_last=1, best="eval/loss")
     for step, loss in {10: 1.0, 20: 3.0, 30: 2.0}.items():
-        save(folder, step, retention=keep, lr=0.5)
+        save(prepared_run, step, retention=keep, lr=0.5)
         more = {"eval/loss": loss, "eval/odd": float("nan")}
-        credit(folder, step, more, journal=JOURNAL, run_id="run", retention=keep)
-    assert folder.steps() == [10, 30]
-    assert verify_checkpoint(folder.step(30)).position.metrics == {"lr": 0.5, "eval/loss": 2.0}
-    assert names(folder) == ["latest", "step-00000010", "step-00000030"]
+        credit(prepared_run, step, more, journal=JOURNAL, run_id="run", retention=keep)
+    assert prepared_run.steps() == [10, 30]
+    assert verify_checkpoint(prepared_run.step(30)).position.metrics == {
+        "lr": 0.5,
+        "eval/loss": 2.0,
+    }
+    assert names(prepared_run) == ["latest", "step-00000010", "step-00000030"]
 
 
-def test_the_first_of_equals_is_the_best(folder):
+def test_the_first_of_equals_is_the_best(prepared_run):
     keep = Retention(keep_last=1, best="eval/loss")
     for step in (10, 20, 30, 40):
-        save(folder, step, retention=keep, **{"eval/loss": 1.0})
-    assert folder.steps() == [10, 40]
+        save(prepared_run, step, retention=keep, **{"eval/loss": 1.0})
+    assert prepared_run.steps() == [10, 40]
 
 
-def test_later_steps_of_another_future_go_with_the_next_checkpoint(folder):
+def test_later_steps_of_another_future_go_with_the_next_checkpoint(prepared_run):
     for step in (10, 20, 30):
-        save(folder, step, retention=Retention(keep_last=3))
-    fs.publish(folder.latest, b"step-00000010\n", label="latest")
-    assert choose_checkpoint(folder).checkpoint.position.global_step == 10
-    save(folder, 20, retention=Retention(keep_last=3))
-    assert folder.steps() == [10, 20]
+        save(prepared_run, step, retention=Retention(keep_last=3))
+    fs.publish(prepared_run.latest, b"step-00000010\n", label="latest")
+    assert choose_checkpoint(prepared_run).checkpoint.position.global_step == 10
+    save(prepared_run, 20, retention=Retention(keep_last=3))
+    assert prepared_run.steps() == [10, 20]
 
 
 @pytest.mark.parametrize("name", OF_A_RUN)

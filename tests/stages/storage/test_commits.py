@@ -6,7 +6,6 @@ import os
 
 import pyarrow.parquet as pq
 import pytest
-from flips import flipped
 
 from align.schemas.codec import digest, to_json
 from align.schemas.errors import CorruptionError, NonFiniteError, StorageError
@@ -16,6 +15,7 @@ from align.stages.storage.commits import commit_unit, read_commits
 from align.stages.storage.layout import CacheFolder
 from align.stages.storage.shards import read_shard, write_shard
 from align.stages.storage.verify import check_shard
+from support.flips import flipped
 
 
 @pytest.fixture(name="work")

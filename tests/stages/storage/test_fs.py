@@ -31,6 +31,7 @@ KINDS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EACCES])
 def test_whichever_operation_fails_nothing_half_is_committed(
     tmp_path, make_cache, tree, clean_tree, error

@@ -9,8 +9,8 @@ from align.stages.storage.layout import CacheFolder
 from align.stages.storage.locks import UnitClaims, owner_lock, try_owner_lock
 
 
-@pytest.fixture(name="folder")
-def _folder(tmp_path):
+@pytest.fixture(name="cache_folder")
+def _cache_folder(tmp_path):
     folder = CacheFolder(tmp_path / "out")
     folder.prepare()
     return folder
@@ -42,40 +42,40 @@ class Holder:
         os.close(self._go)
 
 
-def test_a_second_owner_is_told_who_the_first_is(folder):
-    holder = Holder(lambda: owner_lock(folder, "early-run"))
+def test_a_second_owner_is_told_who_the_first_is(cache_folder):
+    holder = Holder(lambda: owner_lock(cache_folder, "early-run"))
     with pytest.raises(LockedError, match=rf"process {holder.pid} on .*early-run.*--join"):
-        owner_lock(folder, "late-run")
-    assert try_owner_lock(folder, "late-run") is None
+        owner_lock(cache_folder, "late-run")
+    assert try_owner_lock(cache_folder, "late-run") is None
     holder.leave()
-    with owner_lock(folder, "late-run"):
-        assert "late-run" in folder.lock.read_text()
-    assert folder.lock.read_bytes() == b""
+    with owner_lock(cache_folder, "late-run"):
+        assert "late-run" in cache_folder.lock.read_text()
+    assert cache_folder.lock.read_bytes() == b""
 
 
-def test_a_dead_owners_name_in_the_file_locks_nothing(folder):
-    folder.lock.write_text('{"host":"here","pid":1}')
-    with owner_lock(folder, "run"):
+def test_a_dead_owners_name_in_the_file_locks_nothing(cache_folder):
+    cache_folder.lock.write_text('{"host":"here","pid":1}')
+    with owner_lock(cache_folder, "run"):
         pass
 
 
-def test_a_lock_file_nobody_can_read_still_gives_a_clear_refusal(folder):
-    with owner_lock(folder, "run"):
-        folder.lock.write_text("scribble")
+def test_a_lock_file_nobody_can_read_still_gives_a_clear_refusal(cache_folder):
+    with owner_lock(cache_folder, "run"):
+        cache_folder.lock.write_text("scribble")
         with pytest.raises(LockedError, match="in use by another process"):
-            owner_lock(folder, "other")
+            owner_lock(cache_folder, "other")
 
 
-def test_a_forked_worker_does_not_keep_the_folder_after_its_owner(folder):
-    lock = owner_lock(folder, "run")
+def test_a_forked_worker_does_not_keep_the_folder_after_its_owner(cache_folder):
+    lock = owner_lock(cache_folder, "run")
     worker = Holder(lambda: True)
     lock.release()
-    owner_lock(folder, "next").release()
+    owner_lock(cache_folder, "next").release()
     worker.leave()
 
 
-def test_a_unit_has_one_worker_and_a_killed_worker_none(folder):
-    work = folder.work("a" * 64)
+def test_a_unit_has_one_worker_and_a_killed_worker_none(cache_folder):
+    work = cache_folder.work("a" * 64)
     work.prepare()
     holder = Holder(lambda: (claims := UnitClaims(work.claims)).try_claim(3) and claims)
     assert holder.took
@@ -87,8 +87,8 @@ def test_a_unit_has_one_worker_and_a_killed_worker_none(folder):
         assert claims.try_claim(3)
 
 
-def test_waiting_for_a_unit_ends_when_its_worker_dies(folder):
-    work = folder.work("a" * 64)
+def test_waiting_for_a_unit_ends_when_its_worker_dies(cache_folder):
+    work = cache_folder.work("a" * 64)
     work.prepare()
     first = Holder(lambda: (claims := UnitClaims(work.claims)).try_claim(0) and claims)
 

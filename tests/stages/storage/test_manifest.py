@@ -4,7 +4,6 @@ import json
 import random
 
 import pytest
-from flips import flipped
 
 from align.schemas.codec import digest, to_json
 from align.schemas.errors import (
@@ -17,6 +16,7 @@ from align.schemas.errors import (
 from align.stages.storage import fs
 from align.stages.storage.layout import CacheFolder
 from align.stages.storage.manifest import load_manifest, load_plan, root_of, write_manifest
+from support.flips import flipped
 
 
 def test_a_manifest_is_the_same_whenever_and_wherever_it_is_made(

@@ -8,12 +8,12 @@ import re
 from functools import cache
 
 import pytest
-from power_loss import Killed, Promise, Seen, ops_of, states_of, watcher
 
 from align.schemas.codec import from_json
 from align.schemas.manifest import Commit, Manifest, Plan
 from align.stages.storage import fs
 from align.stages.storage.layout import COMMIT_NAME, ROOT_NAME, WORK_NAME
+from support.power_loss import Killed, Promise, Seen, ops_of, states_of, watcher
 
 
 def first_broken(log, base):
@@ -107,7 +107,7 @@ def parsed(kind, content):
 
 
 @pytest.fixture(scope="module")
-def record(tmp_path_factory, make_cache):
+def record_caches(tmp_path_factory, make_cache):
     """Runs one after another in one folder; `(units, n)` is killed before its nth operation."""
 
     def record(*runs):
@@ -128,18 +128,18 @@ FIRST, GROWN = (1, 2, 3), (1, 9, 3, 4)
 WHOLE = -1
 
 
-@pytest.fixture(scope="module", name="clean")
-def _clean(record):
-    return record((FIRST, WHOLE))
+@pytest.fixture(scope="module", name="whole_caches")
+def _whole_caches(record_caches):
+    return record_caches((FIRST, WHOLE))
 
 
 @pytest.fixture(scope="module", name="grown")
-def _grown(record):
-    return record((FIRST, WHOLE), (GROWN, WHOLE))
+def _grown(record_caches):
+    return record_caches((FIRST, WHOLE), (GROWN, WHOLE))
 
 
-def test_a_power_loss_breaks_no_promise(clean):
-    log, base = clean
+def test_a_power_loss_breaks_no_promise(whole_caches):
+    log, base = whole_caches
     assert len(log) > 60
     assert first_broken(log, base) is None
 
@@ -148,14 +148,15 @@ def test_a_power_loss_while_a_cache_grows_breaks_no_promise(grown):
     assert first_broken(*grown) is None
 
 
-def test_a_power_loss_after_a_kill_and_a_rerun_breaks_no_promise(record, clean):
-    for last in range(len(ops_of(clean[0]))):
-        log, base = record((FIRST, last), (FIRST, WHOLE))
+@pytest.mark.slow
+def test_a_power_loss_after_a_kill_and_a_rerun_breaks_no_promise(record_caches, whole_caches):
+    for last in range(len(ops_of(whole_caches[0]))):
+        log, base = record_caches((FIRST, last), (FIRST, WHOLE))
         assert first_broken(log, base) is None, last
 
 
-def test_after_a_power_loss_the_same_command_ends_as_ever(clean, tmp_path, make_cache, tree):
-    log, base = clean
+def test_after_a_power_loss_the_same_command_ends_as_ever(whole_caches, tmp_path, make_cache, tree):
+    log, base = whole_caches
     states = {tuple(sorted(left.items())): left for left, _ in states_of(log, base)}
     draw = random.Random(0)
     for number, left in enumerate(draw.sample(list(states.values()), 60)):
@@ -168,18 +169,19 @@ def test_after_a_power_loss_the_same_command_ends_as_ever(clean, tmp_path, make_
         assert tree(tmp_path / str(number) / "cache") == tree(base / "cache")
 
 
-def test_every_fsync_in_the_code_is_one_that_must_be_there(clean, grown, record):
+@pytest.mark.slow
+def test_every_fsync_in_the_code_is_one_that_must_be_there(whole_caches, grown, record_caches):
     """Each is left out in turn, once, and some power loss in some history finds it out."""
     renamed = next(
-        n for n, op in enumerate(ops_of(clean[0])) if op.target and op.target.name[0] == "m"
+        n for n, op in enumerate(ops_of(whole_caches[0])) if op.target and op.target.name[0] == "m"
     )
-    linked = next(n for n, op in enumerate(ops_of(clean[0])) if op.name == "link")
+    linked = next(n for n, op in enumerate(ops_of(whole_caches[0])) if op.name == "link")
     histories = [
-        clean,
+        whole_caches,
         grown,
-        record((GROWN, WHOLE)),
-        record((FIRST, linked + 1), (FIRST, WHOLE)),
-        record((FIRST, renamed + 1), (FIRST, WHOLE)),
+        record_caches((GROWN, WHOLE)),
+        record_caches((FIRST, linked + 1), (FIRST, WHOLE)),
+        record_caches((FIRST, renamed + 1), (FIRST, WHOLE)),
     ]
     sites, missed = set(), set()
     for log, base in histories:
@@ -213,8 +215,8 @@ SWAPS = {  # what comes too early -> before what
 
 
 @pytest.mark.parametrize("swap", SWAPS)
-def test_two_steps_in_the_wrong_order_are_found_out(clean, swap):
-    log, base = clean
+def test_two_steps_in_the_wrong_order_are_found_out(whole_caches, swap):
+    log, base = whole_caches
     early, late = SWAPS[swap]
     labels = [_label(entry) for entry in log]
     source = next(n for n, label in enumerate(labels) if label.startswith(early))

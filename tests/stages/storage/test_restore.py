@@ -2,17 +2,17 @@ import json
 import os
 
 import pytest
-from checkpoint_saves import save
 
 from align.schemas.checkpoint import FORMAT_VERSION, Retention
 from align.schemas.codec import digest
 from align.schemas.errors import CorruptionError, FingerprintError
 from align.stages.storage.restore import choose_checkpoint, latest_step, verify_checkpoint
 from align.stages.storage.run_folder import RECORD_NAME, RunFolder
+from support.checkpoint_saves import save
 
 
-@pytest.fixture(name="folder")
-def _folder(tmp_path):
+@pytest.fixture(name="saved_run")
+def _saved_run(tmp_path):
     folder = RunFolder(tmp_path / "run")
     folder.prepare()
     for step in (1, 2, 3):
@@ -29,18 +29,18 @@ def test_a_folder_without_checkpoints_has_none(tmp_path):
     assert choose_checkpoint(RunFolder(tmp_path / "nowhere")) is None
 
 
-def test_latest_counts_before_what_is_newer(folder):
-    folder.latest.write_text("step-00000002\n")
-    assert step_chosen(folder) == 2
-    assert folder.steps() == [1, 2, 3]
+def test_latest_counts_before_what_is_newer(saved_run):
+    saved_run.latest.write_text("step-00000002\n")
+    assert step_chosen(saved_run) == 2
+    assert saved_run.steps() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("text", ["", "step-00000009\n", "../../etc", "step-3", "\xff", None])
-def test_a_latest_that_names_nothing_is_replaced_by_the_newest(folder, text, caplog):
-    folder.latest.unlink()
+def test_a_latest_that_names_nothing_is_replaced_by_the_newest(saved_run, text, caplog):
+    saved_run.latest.unlink()
     if text is not None:
-        folder.latest.write_bytes(text.encode("latin-1"))
-    assert step_chosen(folder) == 3
+        saved_run.latest.write_bytes(text.encode("latin-1"))
+    assert step_chosen(saved_run) == 3
     assert "names no checkpoint" in caplog.text
 
 
@@ -100,34 +100,34 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("what", DAMAGE)
-def test_a_damaged_checkpoint_is_set_aside_and_an_older_one_chosen(folder, what, caplog):
-    DAMAGE[what](folder.step(3))
-    chosen = choose_checkpoint(folder)
+def test_a_damaged_checkpoint_is_set_aside_and_an_older_one_chosen(saved_run, what, caplog):
+    DAMAGE[what](saved_run.step(3))
+    chosen = choose_checkpoint(saved_run)
     assert chosen.checkpoint.position.global_step == 2
-    assert folder.steps() == [1, 2]
-    (aside,) = folder.checkpoints.glob(".bad-step-00000003-*")
+    assert saved_run.steps() == [1, 2]
+    (aside,) = saved_run.checkpoints.glob(".bad-step-00000003-*")
     assert chosen.set_aside == (aside.name,)
     assert f"now called {aside.name}" in caplog.text
-    assert step_chosen(folder) == 2  # and again, though `latest` still names step 3
+    assert step_chosen(saved_run) == 2  # and again, though `latest` still names step 3
 
 
-def test_where_all_are_damaged_there_is_none(folder):
-    for step in folder.steps():
-        flip(folder.step(step) / "state-0.pt")
-    assert choose_checkpoint(folder) is None
-    assert len(list(folder.checkpoints.glob(".bad-*"))) == 3
+def test_where_all_are_damaged_there_is_none(saved_run):
+    for step in saved_run.steps():
+        flip(saved_run.step(step) / "state-0.pt")
+    assert choose_checkpoint(saved_run) is None
+    assert len(list(saved_run.checkpoints.glob(".bad-*"))) == 3
 
 
 @pytest.mark.parametrize(("by", "which"), [(1, "a newer"), (-1, "the older")])
-def test_a_checkpoint_of_another_format_is_refused_and_left_in_peace(folder, by, which):
-    edit(lambda plain: plain.update(format_version=FORMAT_VERSION + by))(folder.step(3))
+def test_a_checkpoint_of_another_format_is_refused_and_left_in_peace(saved_run, by, which):
+    edit(lambda plain: plain.update(format_version=FORMAT_VERSION + by))(saved_run.step(3))
     with pytest.raises(FingerprintError, match=f"Install {which} align"):
-        choose_checkpoint(folder)
-    assert folder.steps() == [1, 2, 3]
+        choose_checkpoint(saved_run)
+    assert saved_run.steps() == [1, 2, 3]
 
 
-def test_every_flipped_bit_of_a_checkpoint_is_found(folder):
-    step = folder.step(3)
+def test_every_flipped_bit_of_a_checkpoint_is_found(saved_run):
+    step = saved_run.step(3)
     for path in [path for path in step.rglob("*") if path.is_file()]:
         whole = path.read_bytes()
         for place in range(len(whole)):
@@ -138,5 +138,5 @@ def test_every_flipped_bit_of_a_checkpoint_is_found(folder):
     verify_checkpoint(step)
 
 
-def test_latest_is_read_for_what_it_is(folder):
-    assert latest_step(folder) == 3
+def test_latest_is_read_for_what_it_is(saved_run):
+    assert latest_step(saved_run) == 3

@@ -1,23 +1,16 @@
 import pytest
-from checkpoint_saves import save
 
 from align.schemas.errors import LockedError, UsageError
 from align.stages.storage.layout import CacheFolder
 from align.stages.storage.locks import owner_lock
 from align.stages.storage.run_folder import RunFolder, trash_name
+from support.checkpoint_saves import save
 
 
-@pytest.fixture(name="folder")
-def _folder(tmp_path):
-    folder = RunFolder(tmp_path / "deep" / "run")
-    folder.prepare()
-    return folder
-
-
-def test_a_run_has_its_folders(folder):
-    assert sorted(path.name for path in folder.root.iterdir()) == ["_align", "checkpoints"]
-    folder.prepare()
-    folder.require_new()
+def test_a_run_has_its_folders(prepared_run):
+    assert sorted(path.name for path in prepared_run.root.iterdir()) == ["_align", "checkpoints"]
+    prepared_run.prepare()
+    prepared_run.require_new()
 
 
 def test_a_folder_that_holds_something_else_is_refused(tmp_path):
@@ -28,18 +21,18 @@ def test_a_folder_that_holds_something_else_is_refused(tmp_path):
         RunFolder(tmp_path / "thesis.tex").prepare()
 
 
-def test_a_cache_is_no_run_and_a_run_no_cache(tmp_path, folder):
+def test_a_cache_is_no_run_and_a_run_no_cache(tmp_path, prepared_run):
     CacheFolder(tmp_path / "cache").prepare()
     with pytest.raises(UsageError, match="no training run"):
         RunFolder(tmp_path / "cache").prepare()
     with pytest.raises(UsageError, match="no cache"):
-        CacheFolder(folder.root).prepare()
+        CacheFolder(prepared_run.root).prepare()
 
 
-def test_two_runs_never_share_a_folder(folder):
-    with owner_lock(folder, "first"):
+def test_two_runs_never_share_a_folder(prepared_run):
+    with owner_lock(prepared_run, "first"):
         with pytest.raises(LockedError, match=r"run first.*Wait for it, or choose") as refused:
-            owner_lock(folder, "second")
+            owner_lock(prepared_run, "second")
         assert "--join" not in str(refused.value)
     assert refused.value.exit_code == 75
 
@@ -52,22 +45,22 @@ def test_two_runs_never_share_a_folder(folder):
         (lambda folder: folder.model.mkdir(), "finished run"),
     ],
 )
-def test_a_run_that_was_begun_is_not_begun_anew(folder, begin, said):
-    begin(folder)
+def test_a_run_that_was_begun_is_not_begun_anew(prepared_run, begin, said):
+    begin(prepared_run)
     with pytest.raises(UsageError, match=rf"{said}.*--resume auto.*--output.*remove"):
-        folder.require_new()
+        prepared_run.require_new()
 
 
-def test_what_killed_runs_left_is_swept_up(folder):
-    save(folder, 1)
-    draft = folder.draft(2, "dead-run")
+def test_what_killed_runs_left_is_swept_up(prepared_run):
+    save(prepared_run, 1)
+    draft = prepared_run.draft(2, "dead-run")
     draft.mkdir()
     (draft / "state-0.pt").write_bytes(b"half")
-    trash_name(folder.step(9)).mkdir()
-    (folder.checkpoints / ".bad-step-00000003-0badcafe").mkdir()
-    (folder.checkpoints / ".latest.0123456789abcdef.tmp").touch()
-    (folder.root / ".metrics.jsonl.0123456789abcdef.tmp").touch()
-    folder.sweep()
-    left = [path.name for path in folder.checkpoints.iterdir()]
+    trash_name(prepared_run.step(9)).mkdir()
+    (prepared_run.checkpoints / ".bad-step-00000003-0badcafe").mkdir()
+    (prepared_run.checkpoints / ".latest.0123456789abcdef.tmp").touch()
+    (prepared_run.root / ".metrics.jsonl.0123456789abcdef.tmp").touch()
+    prepared_run.sweep()
+    left = [path.name for path in prepared_run.checkpoints.iterdir()]
     assert sorted(left) == [".bad-step-00000003-0badcafe", "latest", "step-00000001"]
-    assert sorted(path.name for path in folder.root.iterdir()) == ["_align", "checkpoints"]
+    assert sorted(path.name for path in prepared_run.root.iterdir()) == ["_align", "checkpoints"]

@@ -4,27 +4,15 @@ import subprocess
 import sys
 
 import pytest
-from mlflow_runs import open_store
-from tracked_training import begin, journalled, learn, run_folder, run_of, stored, wait_for
 
 from align.pipeline.mlflow_sync import sync_run
 from align.schemas.config import TrackingOptions
 from align.schemas.errors import CorruptionError, UsageError
 from align.stages.tracking.ledger import load_ledger, plain_uri
-from align.stages.tracking.quiet import DEFAULTS
+from support.mlflow_runs import open_store
+from support.tracked_training import begin, journalled, learn, run_folder, run_of, stored, wait_for
 
-
-@pytest.fixture(autouse=True)
-def _own_surroundings(monkeypatch, tmp_path):
-    for name in (*DEFAULTS, "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def uri(tmp_path_factory):
-    return f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
+pytestmark = pytest.mark.usefixtures("no_mlflow_settings")
 
 
 def test_mlflow_is_told_all_of_a_run(uri, tmp_path):

@@ -1,15 +1,8 @@
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-from align.stages.engine.launch import joined_world
 from align.stages.methods.table import METHODS as TABLE
+from support.programs import run_ranks
 
-WORKER = Path(__file__).parents[2] / "support" / "training_ranks.py"
 METHODS = ("dpo", "kto", "orpo")
 KINDS_OF_KTO = ("kto-some", "kto-all", "kto-classes")
 ALONE = [
@@ -34,19 +27,9 @@ def launch_training(tmp_path_factory, training_world):
 
     def launch(size, names):
         folder = tmp_path_factory.mktemp(f"training-{size}")
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", size]
-        caches = [training_world.pairs, training_world.labels, training_world.everything]
-        program = [*(torchrun if size > 1 else []), WORKER, folder, *caches, *names]
-        done = subprocess.run(
-            [sys.executable, *map(str, program)],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=900,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(size)]
+        caches = (training_world.pairs, training_world.labels, training_world.everything)
+        program = ("training_ranks", folder, *caches, *names)
+        return run_ranks(*program, ranks=size, timeout=900).ranks
 
     return launch
 
@@ -61,10 +44,3 @@ def alone(launch_training):
 def spread(launch_training):
     """What each of two processes saw."""
     return launch_training(2, SPREAD)
-
-
-@pytest.fixture
-def here():
-    """This process, as a world of one rank."""
-    with joined_world() as world:
-        yield world

@@ -1,18 +1,18 @@
 from dataclasses import replace
 
 import pytest
-from stage_one import Silent
-from training_world import job_of
 
 from align.pipeline.train import open_session
 from align.schemas.errors import FingerprintError
 from align.stages.storage.sample import sample_rows
 from align.stages.train.agreement import largest_gap
+from support.stage_one import Silent
+from support.training_world import job_of
 
 
 @pytest.fixture
-def session(training_world, here):
-    return open_session(job_of(training_world.pairs, "kto"), here, Silent())
+def session(training_world, one_rank):
+    return open_session(job_of(training_world.pairs, "kto"), one_rank, Silent())
 
 
 @pytest.fixture

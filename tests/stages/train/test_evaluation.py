@@ -3,13 +3,10 @@
 import math
 from dataclasses import replace
 
-import plain_loop
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from stage_one import Silent
 from torch.nn.functional import logsigmoid
-from training_world import START, Told, job_of, loop_of
 from transformers import AutoModelForCausalLM
 
 from align.pipeline.train import open_session
@@ -17,6 +14,9 @@ from align.schemas.rows import Role
 from align.stages.engine.launch import joined_world
 from align.stages.methods.table import METHODS
 from align.stages.train.loop import Halts
+from support import plain_loop
+from support.stage_one import Silent
+from support.training_world import START, Told, job_of, loop_of
 
 NEVER = Halts(lambda: False, math.inf)
 HELD_OUT = {"eval_fraction": 0.4, "eval_table": 9}

@@ -1,18 +1,21 @@
 """When the loop tells, measures, saves and ends."""
 
+import itertools
 import math
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from stage_one import Silent
-from training_world import START, Told, job_of, learn, loop_of
 
 from align.pipeline.train import open_session
 from align.schemas.batches import Cursor
 from align.schemas.rows import Role
 from align.stages.train import evaluation as evaluation_module
+from align.stages.train import meter
 from align.stages.train.loop import Halts, Place, train
+from support.stage_one import Silent
+from support.training_world import START, Told, job_of, learn, loop_of
 
 HELD_OUT = {"eval_fraction": 0.3}
 
@@ -31,26 +34,26 @@ def steps(told):
     return [step for step, _ in told]
 
 
-def test_everything_has_its_own_rhythm_and_is_done_at_the_end(training_world, here):
+def test_everything_has_its_own_rhythm_and_is_done_at_the_end(training_world, one_rank):
     rhythm = {"log_every": 2, "eval_every": 3, "save_every": 4, "max_steps": 5}
-    told, place, ending = run(training_world, here, **rhythm, **HELD_OUT)
+    told, place, ending = run(training_world, one_rank, **rhythm, **HELD_OUT)
     assert steps(told.steps) == [2, 4, 5]
     assert steps(told.evaluations) == [0, 3, 5]
     assert told.saves == [4, 5]
     assert (place, ending) == (Place(5, Cursor(1, 2)), "finished")
 
 
-def test_what_falls_on_the_last_step_is_done_once(training_world, here):
+def test_what_falls_on_the_last_step_is_done_once(training_world, one_rank):
     rhythm = {"log_every": 2, "eval_every": 2, "save_every": 2, "max_steps": 4}
-    told, _, _ = run(training_world, here, **rhythm, **HELD_OUT)
+    told, _, _ = run(training_world, one_rank, **rhythm, **HELD_OUT)
     assert steps(told.steps) == [2, 4]
     assert steps(told.evaluations) == [0, 2, 4]
     assert told.saves == [2, 4]
 
 
 @pytest.mark.parametrize(("most", "last"), [(0, 6), (4, 4), (100, 6)])
-def test_it_ends_with_the_epochs_or_before_if_told(training_world, here, most, last):
-    told, place, _ = run(training_world, here, max_steps=most)
+def test_it_ends_with_the_epochs_or_before_if_told(training_world, one_rank, most, last):
+    told, place, _ = run(training_world, one_rank, max_steps=most)
     assert place.step == steps(told.steps)[-1] == last
     assert told.saves == [last]
     assert told.evaluations == []  # nothing is held out
@@ -59,26 +62,26 @@ def test_it_ends_with_the_epochs_or_before_if_told(training_world, here, most, l
     )
 
 
-def test_a_run_that_goes_on_measures_no_beginning(training_world, here):
-    told, place, _ = run(training_world, here, start=Place(4, Cursor(1, 1)), **HELD_OUT)
+def test_a_run_that_goes_on_measures_no_beginning(training_world, one_rank):
+    told, place, _ = run(training_world, one_rank, start=Place(4, Cursor(1, 1)), **HELD_OUT)
     assert steps(told.steps) == [5, 6]
     assert steps(told.evaluations) == [6]
     assert place == Place(6, Cursor(2, 0))
 
 
-def test_a_run_that_was_over_is_only_saved(training_world, here):
+def test_a_run_that_was_over_is_only_saved(training_world, one_rank):
     over = {"start": Place(6, Cursor(2, 0)), "is_measured": True}
-    told, _, ending = run(training_world, here, **over, **HELD_OUT)
+    told, _, ending = run(training_world, one_rank, **over, **HELD_OUT)
     assert (told.steps, told.evaluations, told.saves, ending) == ([], [], [6], "finished")
 
 
 @pytest.mark.parametrize("step", [0, 3, 6])
-def test_an_evaluation_that_was_due_and_never_ended_is_made_first(training_world, here, step):
+def test_an_evaluation_that_was_due_and_never_ended_is_made_first(training_world, one_rank, step):
     """Step 3 is due by eval_every, the others as the first and the last."""
     begun = {"start": Place(step, Cursor(step // 3, 0)), "eval_every": 3}
-    told, _, _ = run(training_world, here, **begun, **HELD_OUT)
+    told, _, _ = run(training_world, one_rank, **begun, **HELD_OUT)
     assert steps(told.evaluations) == [at for at in (0, 3, 6) if at >= step]
-    told, _, _ = run(training_world, here, is_measured=True, **begun, **HELD_OUT)
+    told, _, _ = run(training_world, one_rank, is_measured=True, **begun, **HELD_OUT)
     assert steps(told.evaluations) == [at for at in (0, 3, 6) if at > step]
 
 
@@ -98,16 +101,16 @@ class InOrder(Told):
         self.order.append(("saved", place.step))
 
 
-def test_a_step_is_saved_before_it_is_measured(training_world, here):
+def test_a_step_is_saved_before_it_is_measured(training_world, one_rank):
     """So that a last evaluation that fails costs nothing but itself."""
     told = InOrder(fails_at=6)
     with pytest.raises(ZeroDivisionError):
-        run(training_world, here, told=told, save_every=3, eval_every=3, **HELD_OUT)
+        run(training_world, one_rank, told=told, save_every=3, eval_every=3, **HELD_OUT)
     assert told.order == [("evaluated", 0), ("saved", 3), ("evaluated", 3), ("saved", 6)]
 
 
 @pytest.mark.parametrize("before", [0, 3, 6])
-def test_an_evaluation_is_halted_between_two_batches(training_world, here, monkeypatch, before):
+def test_an_evaluation_is_halted_between_two_batches(training_world, one_rank, monkeypatch, before):
     """Somebody asks in the first batch of the evaluation after that many steps."""
     told, batches = Told(), []
 
@@ -118,18 +121,18 @@ def test_an_evaluation_is_halted_between_two_batches(training_world, here, monke
     monkeypatch.setattr(evaluation_module, "reach", note)
     halts = Halts(lambda: bool(batches), math.inf)
     _, place, ending = run(
-        training_world, here, told=told, halts=halts, eval_every=3, batch_size=2, **HELD_OUT
+        training_world, one_rank, told=told, halts=halts, eval_every=3, batch_size=2, **HELD_OUT
     )
     assert (place.step, ending, batches) == (before, "signal", ["evaluation.batch"])
     assert steps(told.evaluations) == [at for at in (0, 3, 6) if at < before]
     assert told.saves == [before]
 
 
-def test_a_line_is_the_mean_of_the_rows_of_the_steps_it_stands_for(training_world, here):
+def test_a_line_is_the_mean_of_the_rows_of_the_steps_it_stands_for(training_world, one_rank):
     # 54 rows: six steps of eight, one of six, and the first of another epoch.
     how = {"limit_train_batches": 0, "max_steps": 9}
-    every, _, _ = run(training_world, here, **how)
-    few, _, _ = run(training_world, here, log_every=4, **how)
+    every, _, _ = run(training_world, one_rank, **how)
+    few, _, _ = run(training_world, one_rank, log_every=4, **how)
     assert steps(few.steps) == [4, 8, 9]
     (_, first), (_, second), (_, third) = few.steps
     single = dict(every.steps)
@@ -146,10 +149,10 @@ def test_a_line_is_the_mean_of_the_rows_of_the_steps_it_stands_for(training_worl
         assert second[name] == single[8][name]
 
 
-def test_labels_are_weighed_by_how_many_there_were(training_world, here):
+def test_labels_are_weighed_by_how_many_there_were(training_world, one_rank):
     how = {"max_steps": 3, "batch_size": 3, "lr": 1e-2}
-    session, every = learn(job_of(training_world.labels, "kto", **how), here)
-    _, once = learn(job_of(training_world.labels, "kto", log_every=3, **how), here)
+    session, every = learn(job_of(training_world.labels, "kto", **how), one_rank)
+    _, once = learn(job_of(training_world.labels, "kto", log_every=3, **how), one_rank)
     ((_, line),) = once.steps
     with session.feed.steps(START.cursor) as batches:
         roles = [np.concatenate([one.roles for one in next(batches).own]) for _ in range(3)]
@@ -165,49 +168,57 @@ def test_labels_are_weighed_by_how_many_there_were(training_world, here):
     assert line["rewards/margins"] == line["rewards/chosen"] - line["rewards/rejected"]
 
 
-def test_a_step_says_whether_it_was_applied(training_world, here):
-    told, _, _ = run(training_world, here, max_steps=2)
+def test_a_step_says_whether_it_was_applied(training_world, one_rank):
+    told, _, _ = run(training_world, one_rank, max_steps=2)
     assert [metrics["step_applied"] for _, metrics in told.steps] == [1.0, 1.0]
 
 
-def test_the_time_of_a_save_belongs_to_no_step(training_world, here):
+def test_the_time_of_a_save_belongs_to_no_step(training_world, one_rank, monkeypatch):
+    ticks = itertools.count()  # a clock that goes on by one whenever it is read
+    monkeypatch.setattr(meter, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+
     class Slow(Told):
         def save(self, place):
-            time.sleep(1.5)
+            for _ in range(1000):
+                next(ticks)
 
-    told, _, _ = run(training_world, here, told=Slow(), save_every=1, max_steps=3)
-    assert max(metrics["speed/step_seconds"] for _, metrics in told.steps[1:]) < 1.5
+    told, _, _ = run(training_world, one_rank, told=Slow(), save_every=1, max_steps=3)
+    seconds = [metrics["speed/step_seconds"] for _, metrics in told.steps]
+    assert len(seconds) == 3
+    assert max(seconds) < 1000
 
 
-def test_when_the_time_is_over_it_saves_where_it_is(training_world, here):
+def test_when_the_time_is_over_it_saves_where_it_is(training_world, one_rank):
     over = Halts(lambda: False, time.monotonic())
-    told, place, ending = run(training_world, here, halts=over)
+    told, place, ending = run(training_world, one_rank, halts=over)
     assert (told.steps, told.saves, place, ending) == ([], [0], START, "time")
 
 
-def test_the_rates_are_those_of_the_schedule(training_world, here):
+def test_the_rates_are_those_of_the_schedule(training_world, one_rank):
     schedule = {"lr": 4e-4, "warmup": 2, "schedule": "linear"}
-    told, _, _ = run(training_world, here, **schedule)
+    told, _, _ = run(training_world, one_rank, **schedule)
     # Of six steps two rise; the other four fall by a quarter each.
     assert [metrics["lr"] for _, metrics in told.steps] == pytest.approx(
         [2e-4, 4e-4, 4e-4, 3e-4, 2e-4, 1e-4]
     )
 
 
-def test_an_evaluation_leaves_no_trace_in_the_weights(training_world, here):
+def test_an_evaluation_leaves_no_trace_in_the_weights(training_world, one_rank):
     """The held-out rows are the same whether they are measured or not."""
     settings = {"max_steps": 3, "limit_train_batches": 3, **HELD_OUT}
-    seldom, _ = learn(job_of(training_world.pairs, "kto", **settings), here)
-    often, _ = learn(job_of(training_world.pairs, "kto", eval_every=1, **settings), here)
+    seldom, _ = learn(job_of(training_world.pairs, "kto", **settings), one_rank)
+    often, _ = learn(job_of(training_world.pairs, "kto", eval_every=1, **settings), one_rank)
     others = often.engine.weights()
     for name, weights in seldom.engine.weights().items():
         assert weights.equal(others[name])
 
 
-def test_an_option_of_the_second_part_of_a_mixture_decides_what_a_step_runs(training_world, here):
+def test_an_option_of_the_second_part_of_a_mixture_decides_what_a_step_runs(
+    training_world, one_rank
+):
     options = {"kto_logsigmoid.kl_use": "all", "kto_logsigmoid.kl_per_step": 7}
     job = job_of(training_world.pairs, "dpo+kto_logsigmoid", options=options, max_steps=1)
-    session, told = learn(job, here)
+    session, told = learn(job, one_rank)
     assert session.feed.settings.kl_use == "all"
     ((_, metrics),) = told.steps
     assert metrics["kl/pairs"] == 7

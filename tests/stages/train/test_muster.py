@@ -4,34 +4,34 @@ pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
-def ranks(request):
+def halted_ranks(request, alone, spread):
     """What each rank did; only the last one had a reason."""
-    seen = request.getfixturevalue("alone" if request.param == 1 else "spread")
+    seen = alone if request.param == 1 else spread
     return [rank["halts"] for rank in seen]
 
 
-def test_a_reason_of_one_rank_stops_all(ranks):
-    for rank in ranks:
+def test_a_reason_of_one_rank_stops_all(halted_ranks):
+    for rank in halted_ranks:
         assert rank["signal"] == "signal"
         assert rank["time"] == "time"
 
 
-def test_a_signal_comes_before_the_end_of_time(ranks):
-    assert [rank["both"] for rank in ranks] == ["signal"] * len(ranks)
+def test_a_signal_comes_before_the_end_of_time(halted_ranks):
+    assert [rank["both"] for rank in halted_ranks] == ["signal"] * len(halted_ranks)
 
 
-def test_without_a_reason_nobody_stops(ranks):
-    assert [rank["none"] for rank in ranks] == [None] * len(ranks)
+def test_without_a_reason_nobody_stops(halted_ranks):
+    assert [rank["none"] for rank in halted_ranks] == [None] * len(halted_ranks)
 
 
-def test_all_ranks_stop_before_the_same_step_and_save_there(ranks):
-    for rank in ranks:
+def test_all_ranks_stop_before_the_same_step_and_save_there(halted_ranks):
+    for rank in halted_ranks:
         assert rank["in the middle"] == [3, 3, "signal", [3]]  # steps done, cursor, saves
 
 
 @pytest.mark.parametrize("where", ["failure", "failed evaluation"])
-def test_a_rank_that_cannot_read_ends_all_and_says_why(ranks, where):
-    *others, last = [rank[where] for rank in ranks]
+def test_a_rank_that_cannot_read_ends_all_and_says_why(halted_ranks, where):
+    *others, last = [rank[where] for rank in halted_ranks]
     assert last == "part-3 is damaged"
     for message in others:
         assert message == "Another rank could not read its rows; it says which."

@@ -2,11 +2,12 @@
 
 import math
 
-import plain_loop
 import pytest
 import torch
-from training_world import START, job_of, learn
 from transformers import AutoModelForCausalLM
+
+from support import plain_loop
+from support.training_world import START, job_of, learn
 
 LEARNING = {
     "max_steps": 5,
@@ -30,9 +31,9 @@ def row_ids(session, steps):
 
 
 @pytest.mark.parametrize(("cache", "method"), CASES)
-def test_training_ends_in_the_weights_of_a_plain_loop(training_world, here, cache, method):
+def test_training_ends_in_the_weights_of_a_plain_loop(training_world, one_rank, cache, method):
     folder = getattr(training_world, cache)
-    session, told = learn(job_of(folder, method, **LEARNING), here)
+    session, told = learn(job_of(folder, method, **LEARNING), one_rank)
     model, stored = plain_model(training_world), plain_loop.rows_of(folder)
     steps = [[stored[row] for row in rows] for rows in row_ids(session, 5)]
     losses = plain_loop.train(model, getattr(plain_loop, method), steps, lr=1e-3, max_norm=1.0)
@@ -44,8 +45,8 @@ def test_training_ends_in_the_weights_of_a_plain_loop(training_world, here, cach
     assert moved.abs().max() > 1e-3
 
 
-def test_the_first_step_of_dpo_is_ln_2_with_rewards_of_0(training_world, here):
-    _, told = learn(job_of(training_world.pairs, "dpo", max_steps=1), here)
+def test_the_first_step_of_dpo_is_ln_2_with_rewards_of_0(training_world, one_rank):
+    _, told = learn(job_of(training_world.pairs, "dpo", max_steps=1), one_rank)
     (_, metrics), *_ = told.steps
     assert metrics["loss"] == pytest.approx(math.log(2), abs=1e-4)
     for name in ("rewards/chosen", "rewards/rejected", "rewards/margins"):
@@ -53,17 +54,17 @@ def test_the_first_step_of_dpo_is_ln_2_with_rewards_of_0(training_world, here):
 
 
 @pytest.mark.parametrize("cache", ["pairs", "labels"])
-def test_the_first_step_of_kto_is_one_half_with_rewards_of_0(training_world, here, cache):
-    _, told = learn(job_of(getattr(training_world, cache), "kto", max_steps=1), here)
+def test_the_first_step_of_kto_is_one_half_with_rewards_of_0(training_world, one_rank, cache):
+    _, told = learn(job_of(getattr(training_world, cache), "kto", max_steps=1), one_rank)
     (_, metrics), *_ = told.steps
     assert metrics["loss"] == pytest.approx(0.5, abs=1e-4)  # 1 - sigmoid(beta (0 - 0))
     for name in ("rewards/chosen", "rewards/rejected", "kl/raw", "kl/clamped"):
         assert metrics[name] == pytest.approx(0, abs=1e-4)
 
 
-def test_the_first_step_of_orpo_on_one_row_is_its_formula(training_world, here):
+def test_the_first_step_of_orpo_on_one_row_is_its_formula(training_world, one_rank):
     folder = training_world.pairs
-    session, told = learn(job_of(folder, "orpo", max_steps=1, batch_size=1), here)
+    session, told = learn(job_of(folder, "orpo", max_steps=1, batch_size=1), one_rank)
     ((row_id,),) = row_ids(session, 1)
     row, model = plain_loop.rows_of(folder)[row_id], plain_model(training_world)
     means = [

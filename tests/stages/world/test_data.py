@@ -25,7 +25,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> DataFiles:
 
 
 @pytest.fixture(scope="module")
-def paired(files: DataFiles) -> list[dict[str, Any]]:
+def paired_rows(files: DataFiles) -> list[dict[str, Any]]:
     return read(files.paired)
 
 
@@ -42,32 +42,34 @@ def test_the_same_seed_writes_the_same_bytes(files: DataFiles, tmp_path: Path) -
         assert path.read_bytes() == (files.paired.parent / name).read_bytes(), name
 
 
-def test_another_seed_writes_other_rows(paired: list[dict[str, Any]], tmp_path: Path) -> None:
-    assert read(make_data(tmp_path, rows=ROWS, seed=4).paired) != paired
+def test_another_seed_writes_other_rows(paired_rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    assert read(make_data(tmp_path, rows=ROWS, seed=4).paired) != paired_rows
 
 
 def test_every_format_of_the_pairs_holds_the_same_rows(
-    files: DataFiles, paired: list[dict[str, Any]]
+    files: DataFiles, paired_rows: list[dict[str, Any]]
 ) -> None:
-    assert len(paired) == ROWS
+    assert len(paired_rows) == ROWS
     lines = files.paired_jsonl.read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line) for line in lines] == paired
-    assert json.loads(files.paired_json.read_text(encoding="utf-8")) == paired
+    assert [json.loads(line) for line in lines] == paired_rows
+    assert json.loads(files.paired_json.read_text(encoding="utf-8")) == paired_rows
     with files.paired_csv.open(encoding="utf-8", newline="") as stream:
-        assert list(csv.DictReader(stream)) == paired
+        assert list(csv.DictReader(stream)) == paired_rows
     with pa.ipc.open_file(files.paired_arrow) as reader:
-        assert reader.read_all().to_pylist() == paired
+        assert reader.read_all().to_pylist() == paired_rows
 
 
-def test_datasets_reads_the_dataset_folder(files: DataFiles, paired: list[dict[str, Any]]) -> None:
+def test_datasets_reads_the_dataset_folder(
+    files: DataFiles, paired_rows: list[dict[str, Any]]
+) -> None:
     datasets = pytest.importorskip("datasets")
-    assert datasets.load_from_disk(str(files.paired_dataset)).to_list() == paired
+    assert datasets.load_from_disk(str(files.paired_dataset)).to_list() == paired_rows
 
 
 def test_conversations_hold_the_text_of_the_pairs(
-    files: DataFiles, paired: list[dict[str, Any]]
+    files: DataFiles, paired_rows: list[dict[str, Any]]
 ) -> None:
-    for text, chat in zip(paired, read(files.paired_chat), strict=True):
+    for text, chat in zip(paired_rows, read(files.paired_chat), strict=True):
         assert transcript(chat["prompt"]) == text["prompt"]
         for column in ("chosen", "rejected"):
             assert chat[column] == [{"role": "assistant", "content": text[column].strip()}]
@@ -81,11 +83,11 @@ def test_implicit_conversations_are_prompt_and_answer_joined(files: DataFiles) -
 
 
 def test_unpaired_rows_are_the_chosen_and_rejected_of_each_pair(
-    files: DataFiles, paired: list[dict[str, Any]]
+    files: DataFiles, paired_rows: list[dict[str, Any]]
 ) -> None:
     expected = [
         {"prompt": row["prompt"], "completion": row[column], "label": column == "chosen"}
-        for row in paired
+        for row in paired_rows
         for column in ("chosen", "rejected")
     ]
     assert read(files.unpaired) == expected
@@ -96,9 +98,9 @@ def test_unpaired_rows_are_the_chosen_and_rejected_of_each_pair(
 
 
 def test_scored_completions_hold_the_pair_and_rank_chosen_first(
-    files: DataFiles, paired: list[dict[str, Any]]
+    files: DataFiles, paired_rows: list[dict[str, Any]]
 ) -> None:
-    for pair, row in zip(paired, read(files.scored), strict=True):
+    for pair, row in zip(paired_rows, read(files.scored), strict=True):
         score_of = dict(zip(row["completions"], row["scores"], strict=True))
         assert 2 <= len(score_of) <= 4
         assert max(score_of, key=score_of.__getitem__) == pair["chosen"]

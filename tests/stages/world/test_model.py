@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from align.stages.world.model import ModelShape, make_model
 from align.stages.world.preferences import Answer, draw_preferences
@@ -18,11 +18,6 @@ if TYPE_CHECKING:
     from align.stages.world.world import World
 
 SMALL = ModelShape(hidden_size=64, layers=2, intermediate_size=128)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(world: World) -> PreTrainedTokenizerFast:
-    return AutoTokenizer.from_pretrained(world.model)
 
 
 def weights(folder: Path) -> bytes:
@@ -55,16 +50,16 @@ def test_a_model_without_pretraining_is_close_to_uniform(
     assert made.logp_before == made.logp_after == pytest.approx(-log(1024), abs=0.2)
 
 
-def test_pretraining_leaves_uniform_far_behind(world: World) -> None:
-    assert world.pretraining.logp_before < -6.5
-    assert -3.5 < world.pretraining.logp_after < 0
-    assert world.pretraining.num_parameters < 1_000_000
+def test_pretraining_leaves_uniform_far_behind(pretrained_world: World) -> None:
+    assert pretrained_world.pretraining.logp_before < -6.5
+    assert -3.5 < pretrained_world.pretraining.logp_after < 0
+    assert pretrained_world.pretraining.num_parameters < 1_000_000
 
 
 def test_good_and_bad_answers_are_both_likelier_than_chance(
-    world: World, tokenizer: PreTrainedTokenizerFast
+    pretrained_world: World, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    model = AutoModelForCausalLM.from_pretrained(world.model)
+    model = AutoModelForCausalLM.from_pretrained(pretrained_world.model)
 
     def logp_per_token(messages: list[dict[str, str]], answer: Answer) -> float:
         start = tokenizer.apply_chat_template(
@@ -93,7 +88,9 @@ def test_the_head_is_the_embedding_only_when_tied(
     assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight) == tied
 
 
-def test_generation_stops_at_eos(world: World, tokenizer: PreTrainedTokenizerFast) -> None:
-    config = GenerationConfig.from_pretrained(world.model)
+def test_generation_stops_at_eos(
+    pretrained_world: World, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    config = GenerationConfig.from_pretrained(pretrained_world.model)
     assert config.eos_token_id == tokenizer.eos_token_id
     assert config.pad_token_id == tokenizer.pad_token_id

@@ -3,14 +3,13 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
 from align.stages.world.preferences import draw_preferences, transcript
 from align.stages.world.tokenizer import make_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from transformers import PreTrainedTokenizerFast
 
     from align.stages.world.world import World
 
@@ -20,21 +19,18 @@ ASSISTANT = {"role": "assistant", "content": "Sure! A cow says moo."}
 TOOL = {"type": "function", "function": {"name": "listen", "parameters": {"animal": "string"}}}
 
 
-@pytest.fixture(scope="module")
-def tokenizer(world: World) -> PreTrainedTokenizerFast:
-    return AutoTokenizer.from_pretrained(world.tokenizer)
-
-
 def render(tokenizer: PreTrainedTokenizerFast, *messages: dict[str, str], **options: Any) -> str:
     return tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
 
 
-def test_training_again_saves_the_same_bytes(world: World, tmp_path: Path) -> None:
+def test_training_again_saves_the_same_bytes(pretrained_world: World, tmp_path: Path) -> None:
     make_tokenizer(tmp_path)
     saved = sorted(tmp_path.iterdir())
-    assert [path.name for path in saved] == sorted(path.name for path in world.tokenizer.iterdir())
+    assert [path.name for path in saved] == sorted(
+        path.name for path in pretrained_world.tokenizer.iterdir()
+    )
     for path in saved:
-        assert path.read_bytes() == (world.tokenizer / path.name).read_bytes(), path.name
+        assert path.read_bytes() == (pretrained_world.tokenizer / path.name).read_bytes(), path.name
 
 
 def test_the_vocabulary_has_the_size_asked_for(tmp_path: Path) -> None:

@@ -12,13 +12,20 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_every_path_a_world_names_exists(world: World) -> None:
-    assert all(path.exists() for path in (world.model, world.tokenizer, *astuple(world.data)))
+def test_every_path_a_world_names_exists(pretrained_world: World) -> None:
+    assert all(
+        path.exists()
+        for path in (
+            pretrained_world.model,
+            pretrained_world.tokenizer,
+            *astuple(pretrained_world.data),
+        )
+    )
 
 
-def test_the_model_folder_holds_the_tokenizer_too(world: World) -> None:
-    for path in world.tokenizer.iterdir():
-        assert path.read_bytes() == (world.model / path.name).read_bytes()
+def test_the_model_folder_holds_the_tokenizer_too(pretrained_world: World) -> None:
+    for path in pretrained_world.tokenizer.iterdir():
+        assert path.read_bytes() == (pretrained_world.model / path.name).read_bytes()
 
 
 def test_a_folder_in_use_is_refused_and_left_alone(tmp_path: Path) -> None:

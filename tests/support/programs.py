@@ -1,0 +1,53 @@
+"""The modules of this folder that are programs, in processes of their own."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]  # where they are started, so that they find one another
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What each rank of a program wrote down, and what they said."""
+
+    ranks: list
+    out: str
+    err: str
+
+    @property
+    def first(self):
+        """What rank 0 wrote down."""
+        return self.ranks[0]
+
+
+def program(name, *arguments, ranks=1):
+    """The command line of a module of this folder, to be started in `TESTS`."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
+    words = (*(torchrun if ranks > 1 else ()), "-m", f"support.{name}", *arguments)
+    return [sys.executable, *map(str, words)]
+
+
+def run_program(name, *arguments, ranks=1, timeout=280, **environment):
+    """Runs a module of this folder to its end, which has to be a good one."""
+    done = subprocess.run(
+        program(name, *arguments, ranks=ranks),
+        cwd=TESTS,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def run_ranks(name, folder, *arguments, ranks, **how):
+    """Runs a module whose ranks each leave one JSON file in a folder."""
+    done = run_program(name, folder, *arguments, ranks=ranks, **how)
+    paths = [Path(folder) / f"rank-{rank}.json" for rank in range(ranks)]
+    return Seen([json.loads(path.read_text()) for path in paths], done.stdout, done.stderr)
