@@ -213,14 +213,15 @@ def test_the_table_of_methods_is_the_one_that_align_methods_prints():
     assert table in page("docs/methods.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow  # it loads a model for each
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_an_example_of_data_is_shown_as_it_is_and_read(path, server, world, tmp_path):
+def test_an_example_of_data_is_shown_as_it_is_and_read(path, world, tmp_path):
     formats = page("docs/data-formats.md")
     assert f"../examples/data/{path.name}" in links(formats)
     assert path.read_text(encoding="utf-8") in [block.text for block in blocks(formats)]
     told = MAPPED if path.stem == "renamed" else []
     output = ("--model", world.model, "--output", tmp_path / "cache", "--no-mlflow")
-    answer = server.run("precompute-ref", path, *output, *told)
+    answer = align("precompute-ref", path, *output, *told)
     assert answer.code == 0, answer
     summary = json.loads(align("inspect", tmp_path / "cache", "--json").out)
     kind, *_ = path.stem.split("-")
