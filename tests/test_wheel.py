@@ -18,11 +18,17 @@ OUTSIDE = shutil.ignore_patterns(
 )
 
 
+def left_out(folder, names):
+    """What a checkout holds beside the package lies at its root; `demo` is a room further down."""
+    ignored = OUTSIDE if Path(folder) == ROOT else shutil.ignore_patterns("__pycache__")
+    return ignored(folder, names)
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """Built from a copy, so that nothing is left in the checkout."""
     folder = tmp_path_factory.mktemp("wheel")
-    shutil.copytree(ROOT, folder / "checkout", ignore=OUTSIDE)
+    shutil.copytree(ROOT, folder / "checkout", ignore=left_out)
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([*pip, "--wheel-dir", folder, folder / "checkout"], check=True)
     (built,) = folder.glob("*.whl")
