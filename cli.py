@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
-from .pipeline.flag_names import PRECOMPUTE_FLAGS, SCORE_FLAGS, TRAIN_FLAGS
-from .pipeline.flags import with_flags
-from .pipeline.halting import stop_with_launcher, stops_heard
+from .pipeline.flags import PRECOMPUTE_FLAGS, SCORE_FLAGS, TRAIN_FLAGS, with_flags
+from .pipeline.signals import stop_with_launcher, stops_heard
 from .pipeline.terminal import SafeGroup, own_process, progress_of_first, say, say_once
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from .pipeline.scoring_worker import Worker
     from .pipeline.settings import Settings
-    from .pipeline.units import Worker
     from .schemas.config import Config
 
 app = typer.Typer(
@@ -68,7 +67,7 @@ def main() -> None:
     except BrokenPipeError:  # who read what we print has gone
         os._exit(128 + signal.SIGPIPE)
     except OSError as error:
-        from .stages.storage.refusals import refused
+        from .schemas.errors import refused
 
         _fail(str(refusal := refused(error)), refusal.exit_code)
     except Exception:
@@ -139,7 +138,7 @@ def score(
     sets: Sets = None,
 ) -> None:
     """Score completions with a reward model, and write the data with its scores."""
-    from .pipeline.rewards import rewards_from_labels, rewards_from_model
+    from .pipeline.score_rewards import rewards_from_labels, rewards_from_model
     from .pipeline.settings import load_settings
     from .schemas.errors import UsageError
 
@@ -155,7 +154,7 @@ def score(
     if from_labels:
         say(rewards_from_labels(settings).text())
         return
-    from .stages.model.rewarder import HfReward
+    from .stages.model.reward_model import HfReward
 
     made = rewards_from_model(
         settings, HfReward, progress=progress_of_first(), worker=_worker(join=join)
@@ -224,8 +223,7 @@ def methods(
     """List the methods with their losses and options, or explain one."""
     import json
 
-    from .stages.methods.describe import plain_table, render_method, render_table
-    from .stages.methods.markdown import markdown_table
+    from .stages.methods.method_docs import markdown_table, plain_table, render_method, render_table
     from .stages.methods.table import METHODS, find_method
 
     chosen = [find_method(name)] if name else list(METHODS.values())
@@ -286,10 +284,10 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Show what a cache holds: rows, lengths, truncation, balance, log-probs, drops."""
-    from .schemas.codec import to_json
-    from .stages.report.summary import summarize
-    from .stages.report.tables import render
-    from .stages.storage.layout import CacheFolder
+    from .schemas.json_codec import to_json
+    from .stages.report.cache_summary import summarize
+    from .stages.report.cache_tables import render
+    from .stages.storage.cache_folder import CacheFolder
 
     summary = summarize(CacheFolder(cache))
     say(to_json(summary).rstrip() if as_json else render(summary))
@@ -324,7 +322,7 @@ def gc(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Remove what a cache held before it grew; trainings that began on that cannot go on then."""
-    from .pipeline.growth import gone_without, remove_earlier
+    from .pipeline.cache_compatibility import gone_without, remove_earlier
     from .schemas.errors import UsageError
 
     found = gone_without(cache)
@@ -348,7 +346,7 @@ def tiny_world(
     seed: Annotated[int, typer.Option(help="Another seed, another world.")] = 0,
 ) -> None:
     """Make a tiny tokenizer, language model and preference data set to try align on."""
-    from .stages.world.world import make_world
+    from .stages.demo.tiny_world import make_world
 
     world = make_world(folder, rows=rows, seed=seed)
     say(f"model  {world.model}\ndata   {world.data.paired}")
@@ -371,7 +369,7 @@ def _precompute(config: Config, *, join: bool) -> None:
 
 def _worker(*, join: bool) -> Worker:
     """This process among those that score together."""
-    from .pipeline.units import Worker
+    from .pipeline.scoring_worker import Worker
 
     world = _launched_as("WORLD_SIZE", default=1)
     return Worker(_launched_as("RANK", default=0), world, joins=join or world > 1)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from pathlib import Path
 
-from ..schemas.stops import Stops
-from ..stages.report.export import export_trl
-from ..stages.storage.layout import CacheFolder
-from ..stages.storage.manifest import load_manifest
-from .plain_text import decoder
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
+from ..schemas.cache import Stops
+from ..stages.data.tokenizer import decoder
+from ..stages.report.export_trl import export_trl
+from ..stages.storage.cache_folder import CacheFolder
+from ..stages.storage.manifest_file import load_manifest
 
 
 def export(cache: Path, target: Path, *, model: str | None, overwrite: bool) -> int:

@@ -1,19 +1,17 @@
-"""Flags of the commands, typed and explained as the settings they stand for."""
+"""What each command takes: the settings it reads, and flags for them, typed and explained."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
 
 from ..schemas.config import Config
 from ..schemas.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
 
 
 def with_flags(
@@ -99,3 +97,133 @@ def _help(meaning: str, default: Any) -> str:
 
 def _parameter_name(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
+
+
+# Whole sections, or single settings.
+READS: dict[str, tuple[str, ...]] = {
+    "config": (
+        *("model", "data", "tokens", "cache", "scoring", "tracking"),
+        *("train", "lora", "rewards", "method"),
+    ),
+    "precompute-ref": (
+        *("model", "data", "tokens", "cache", "scoring"),
+        *("tracking.mlflow", "tracking.uri", "tracking.experiment", "tracking.run_name"),
+    ),
+    "score": (
+        *("model.dtype", "model.attention", "model.device", "model.device_map"),
+        *("model.trust_remote_code", "model.allow_unused_weights"),
+        *("data", "tokens", "scoring", "rewards"),
+        *("cache.seed", "cache.rows_per_shard", "cache.tokens_per_shard"),
+        *("cache.reuse", "cache.reuse_known"),
+        *("tracking.mlflow", "tracking.uri", "tracking.experiment", "tracking.run_name"),
+    ),
+    # It records no run, as --no-mlflow asks.
+    "score --from-labels": (
+        *("data.files", "data.map", "data.carry", "rewards", "tracking.mlflow"),
+    ),
+    "train": (
+        *("model.attention", "model.device"),
+        *("model.trust_remote_code", "model.allow_unused_weights"),
+        *("tokens", "cache.output", "tracking", "train", "lora", "method"),
+    ),
+    "verify": ("model.device", "model.device_map", "model.trust_remote_code"),
+    **dict.fromkeys(
+        ("export", "gc", "init", "inspect", "methods", "mlflow-sync", "report", "tiny-world"), ()
+    ),
+}
+READS["sweep"] = READS["train"]
+_OTHER_POLICY = (
+    "The policy begins as the reference of the cache. To train another model, pass it by --model "
+    "DIR (train.model), with --set train.other_reference=true where the reference stays"
+)
+_FROM_THE_CACHE = "The cache records it"
+# What serves in its place, where there is something.
+INSTEAD = {
+    ("train", "model.path"): _OTHER_POLICY,
+    ("train", "model.adapter"): _OTHER_POLICY,
+    ("train", "model.dtype"): "Set train.dtype",
+    ("train", "model.device_map"): "A large policy is spread by --deepspeed zero3",
+    ("score", "model.path"): "Pass --reward-model DIR",
+    ("score", "model.adapter"): "Merge the adapter into the reward model",
+    ("score", "cache.output"): "Pass --output DIR",
+    ("verify", "model.path"): "Pass --model DIR",
+    ("verify", "model.adapter"): _FROM_THE_CACHE,
+    ("verify", "model.dtype"): _FROM_THE_CACHE,
+    ("verify", "model.attention"): _FROM_THE_CACHE,
+    ("verify", "model.allow_unused_weights"): _FROM_THE_CACHE,
+}
+
+
+def reads(command: str, name: str) -> bool:
+    """Whether a command has use for a setting."""
+    return not {name, name.partition(".")[0]}.isdisjoint(READS[command])
+
+
+def require_used(command: str, name: str, origin: str) -> None:
+    """Refuses a flag or --set that this command would pass over."""
+    if reads(command, name):
+        return
+    others = [f"`align {other}`" for other in READS if other != "config" and reads(other, name)]
+    alike = "train" if command == "sweep" else command.partition(" ")[0]
+    way = INSTEAD.get((alike, name), f"It is a setting of {', '.join(others)}")
+    if origin == "flag":  # only `score` has flags that it does not use in each of its ways
+        origin = next((flag for flag, setting in SCORE_FLAGS.items() if setting == name), origin)
+    raise UsageError(f"{origin}: {name} is not used by `align {command}`. {way}.")
+
+
+PRECOMPUTE_FLAGS = {
+    "--model": "model.path",
+    "--adapter": "model.adapter",
+    "--output": "cache.output",
+    "--kl-pairs": "cache.kl_pairs",
+    "--token-logps": "cache.token_logps",
+    "--max-length": "tokens.max_length",
+    "--max-prompt-length": "tokens.max_prompt_length",
+    "--tokens-per-batch": "scoring.tokens_per_batch",
+    "--rows-per-shard": "cache.rows_per_shard",
+    "--dtype": "model.dtype",
+    "--device": "model.device",
+    "--seed": "cache.seed",
+    "--map": "data.map",
+    "--max-bad-frac": "data.max_bad_frac",
+    "--reuse": "cache.reuse",
+    "--mlflow": "tracking.mlflow",
+}
+SCORE_FLAGS = {
+    "--reward-model": "rewards.model",
+    "--output": "rewards.output",
+    "--max-length": "tokens.max_length",
+    "--tokens-per-batch": "scoring.tokens_per_batch",
+    "--dtype": "model.dtype",
+    "--device": "model.device",
+    "--map": "data.map",
+    "--max-bad-frac": "data.max_bad_frac",
+    "--mlflow": "tracking.mlflow",
+}
+TRAIN_FLAGS = {
+    "--method": "train.method",
+    "--cache": "train.cache",
+    "--model": "train.model",
+    "--output": "train.output",
+    "--epochs": "train.epochs",
+    "--max-steps": "train.max_steps",
+    "--max-time": "train.max_time",
+    "--batch-size": "train.batch_size",
+    "--tokens-per-batch": "train.tokens_per_batch",
+    "--lr": "train.lr",
+    "--schedule": "train.schedule",
+    "--warmup": "train.warmup",
+    "--max-grad-norm": "train.max_grad_norm",
+    "--seed": "train.seed",
+    "--dtype": "train.dtype",
+    "--device": "model.device",
+    "--deepspeed": "train.deepspeed",
+    "--lora": "lora.enabled",
+    "--merge": "lora.merge",
+    "--eval-fraction": "train.eval_fraction",
+    "--eval-every": "train.eval_every",
+    "--save-every": "train.save_every",
+    "--keep-last": "train.keep_last",
+    "--resume": "train.resume",
+    "--mlflow": "tracking.mlflow",
+}

@@ -7,28 +7,22 @@ one that was given by hand, and no file is sent but those that lie in the folder
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
+from ..schemas.config import TrackingOptions
 from ..schemas.errors import StorageError, UsageError
-from ..stages.storage.ending import read_ending
-from ..stages.storage.layout import CacheFolder
+from ..stages.storage.cache_folder import CacheFolder
 from ..stages.storage.locks import owner_lock
-from ..stages.storage.run_folder import RunFolder
+from ..stages.storage.run_folder import RunFolder, read_ending
 from ..stages.tracking.delivery import Delivery
-from ..stages.tracking.guard import address_of, failures, reason_of
-from ..stages.tracking.ledger import load_ledger, plain_uri
+from ..stages.tracking.mlflow_client import MlflowStore
 from ..stages.tracking.mlflow_run import store_uri
-from ..stages.tracking.mlflow_store import MlflowStore
-from ..stages.tracking.quiet import hushed
-from ..stages.tracking.unended import Note
+from ..stages.tracking.mlflow_silence import hushed
+from ..stages.tracking.outbox import Note, address_of, failures, load_ledger, plain_uri, reason_of
 from .settings import FILE_NAME, load_settings
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ..schemas.config import TrackingOptions
 
 T = TypeVar("T")
 

@@ -6,27 +6,25 @@ import time
 import uuid
 from collections import Counter
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from pathlib import Path
 
+from ..schemas.cache import Manifest, Plan
+from ..schemas.config import Config
 from ..schemas.errors import BadDataError, NonFiniteError
+from ..schemas.rows import Reference
+from ..stages.report.cache_tables import worded
+from ..stages.storage.cache_folder import CacheFolder
+from ..stages.storage.cleanup import collect, is_tidy, superseded
 from ..stages.storage.commits import read_commits
-from ..stages.storage.gc import collect, is_tidy
 from ..stages.storage.locks import OwnerLock, owner_lock, try_owner_lock
-from ..stages.storage.manifest import build_manifest, load_manifest, load_plan, write_manifest
-from .identity import require_same_or_growing
-from .intake import make_plan, remake_ring, ring_of
-from .job import Job, open_job
-from .known import remember
-from .outcome import Outcome
-from .recording import recorded, settle
-from .units import Tally, Worker, score_units
-from .usable import Losses
-
-if TYPE_CHECKING:
-    from ..schemas.config import Config
-    from ..schemas.manifest import Manifest, Plan
-    from ..schemas.reference import Reference
-    from ..schemas.tracking import Progress, Run
+from ..stages.storage.manifest_file import build_manifest, load_manifest, load_plan, write_manifest
+from ..stages.tracking.journal import Run
+from ..stages.tracking.mlflow_run import recorded, settle
+from ..stages.tracking.progress import Progress
+from .cache_compatibility import remember, require_same_or_growing
+from .precompute_plan import Job, Losses, make_plan, open_job, remake_ring, ring_of
+from .scoring_worker import Tally, Worker, score_units
 
 POLL_SECONDS = 0.1
 _HINTS = {
@@ -43,7 +41,7 @@ def precompute(
     progress: Progress,
     worker: Worker,
     stage: str = "precompute-ref",
-) -> Outcome:
+) -> PrecomputeResult:
     """Makes the cache that the config describes, or finishes what an earlier run left.
 
     A tracking store hears that it is the run of this `stage`.
@@ -52,11 +50,11 @@ def precompute(
     run_id = uuid.uuid4().hex[:12]
     if finished := _finished(job):
         _tidy(job, finished, run_id)
-        return Outcome(job.folder.root, finished, Tally(), was_complete=True)
+        return PrecomputeResult(job.folder.root, finished, Tally(), was_complete=True)
     job.folder.prepare()
     with _place(job, run_id, progress, joins=worker.joins) or nullcontext() as lock:
         if finished := _finished(job):
-            return Outcome(job.folder.root, finished, Tally(), was_complete=True)
+            return PrecomputeResult(job.folder.root, finished, Tally(), was_complete=True)
         note = job.folder.mlflow
         with recorded(config.tracking, stage, is_recorded=bool(lock), note=note) as run:
             plan = _planned(job, run_id, progress, is_owner=bool(lock))
@@ -64,7 +62,7 @@ def precompute(
             tally = score_units(job, plan, worker, run_id=run_id, progress=progress, run=run)
             manifest = _publish(job, plan, run_id, is_owner=bool(lock))
             _conclude(run, job, manifest, tally)
-    return Outcome(job.folder.root, manifest, tally, was_complete=False)
+    return PrecomputeResult(job.folder.root, manifest, tally, was_complete=False)
 
 
 def _finished(job: Job) -> Manifest | None:
@@ -180,3 +178,46 @@ def _conclude(run: Run, job: Job, manifest: Manifest, tally: Tally) -> None:
     run.log_metrics({f"dropped/{reason}": n for reason, n in manifest.quarantined.items()})
     run.set_tags({"align.cache_root": manifest.root, "align.cache": str(job.folder.root)})
     run.log_artifact(job.folder.manifest)
+
+
+@dataclass(frozen=True)
+class PrecomputeResult:
+    """A finished cache, and what this process did for it."""
+
+    folder: Path
+    manifest: Manifest
+    tally: Tally
+    was_complete: bool
+
+    def text(self) -> str:
+        """A few lines for a person."""
+        manifest, tally = self.manifest, self.tally
+        lines = [
+            f"{self.folder}: {manifest.rows:,} rows, {manifest.branches:,} branches, "
+            f"{manifest.tokens:,} completion tokens in {_shards(manifest)}",
+            f"cache root {manifest.root}",
+        ]
+        if self.was_complete:
+            lines.append("already complete: nothing was scored")
+        else:
+            lines.append(
+                f"scored {tally.scored:,} branches, reused {tally.reused:,} of "
+                f"{tally.scored + tally.reused:,}, in {tally.seconds:.1f} s"
+            )
+        dropped = [f"{count} {reason}" for reason, count in manifest.quarantined.items()]
+        if dropped:
+            total = sum(manifest.quarantined.values())
+            lines.append(f"{total} of {manifest.rows_in:,} rows dropped: {', '.join(dropped)}")
+        if kept := superseded(CacheFolder(self.folder), manifest):
+            lines.append(f"note: {kept}")
+        lines += [f"note: {count:,} {worded(name)}" for name, count in _notes(manifest)]
+        return "\n".join(lines)
+
+
+def _notes(manifest: Manifest) -> list[tuple[str, int]]:
+    return sorted(manifest.notes.items())
+
+
+def _shards(manifest: Manifest) -> str:
+    count = len(manifest.shards)
+    return f"{count:,} shard{'s' if count != 1 else ''}"

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from ..schemas.cache import Manifest
 from ..schemas.errors import CorruptionError, UsageError
-from ..stages.report.charts import plain
-from ..stages.report.curves import DRAWN_NOWHERE, further_curves, learning_curves
-from ..stages.report.distributions import spread_charts
-from ..stages.report.evaluation_table import read_evaluation
-from ..stages.report.page import facts, page, section, side_by_side, tiles
+from ..stages.report.charts import DRAWN_NOWHERE, further_curves, learning_curves, plain
+from ..stages.report.eval_table import read_evaluation, spread_charts
+from ..stages.report.html_page import facts, page, section, side_by_side, tiles
 from ..stages.storage import fs
-from ..stages.storage.ending import read_ending
-from ..stages.storage.layout import CacheFolder
-from ..stages.storage.manifest import load_manifest
-from ..stages.storage.restore import read_checkpoint
-from ..stages.storage.run_folder import RunFolder
-from ..stages.tracking.names import EVAL
-from .journal import History, history_of
-from .run_identity import run_settings
+from ..stages.storage.cache_folder import CacheFolder
+from ..stages.storage.checkpoints import read_checkpoint
+from ..stages.storage.manifest_file import load_manifest
+from ..stages.storage.run_folder import RunFolder, read_ending
+from ..stages.tracking.journal import EVAL, Entry, all_entries
+from .resume import run_settings
 from .settings import without_secrets
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from ..stages.train.loop import Ending
+Curves = Mapping[str, list[tuple[float, float]]]  # (step, value) by name, steps rising
 
-    from ..schemas.manifest import Manifest
-    from .measured import Measured
+logger = logging.getLogger("align")
 
 HEADLINES = {
     "loss": "loss",
@@ -163,3 +164,128 @@ def _shown(settings: dict[str, Any]) -> dict[str, str]:
         for name, value in without_secrets(settings).items()
         if name.partition(".")[0] in sections
     }
+
+
+@dataclass(frozen=True)
+class History:
+    """A run's journal, read once."""
+
+    steps: int
+    measured: Measured  # first and last
+    learned: Curves
+    held_out: Curves  # their names without the prefix
+
+
+def history_of(metrics: Path, *, is_drawn: Callable[[str], bool]) -> History:
+    """Reads the journal of a run, line by line; it keeps the curves that are drawn."""
+    learned: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    held_out: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    ends, steps = Ends(), 0
+    for entry in all_entries(metrics):
+        ends.see(entry)
+        steps = max(steps, entry.step)
+        for point in entry.points:
+            kept = held_out if point.key.startswith(EVAL) else learned
+            name = point.key.removeprefix(EVAL)
+            if is_drawn(name):
+                kept[name].append((float(entry.step), point.value))
+    return History(steps, ends.measured(), dict(learned), dict(held_out))
+
+
+MeasuredOn = Literal["held out", "training", ""]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Two moments of a run, their metrics named as in its journal."""
+
+    rows: MeasuredOn = ""
+    before: dict[str, float] = field(default_factory=dict)
+    after: dict[str, float] = field(default_factory=dict)  # empty unless of a later step
+
+
+class Ends:
+    """Sees the lines of a journal go by, and keeps the first and the last of each kind."""
+
+    def __init__(self) -> None:
+        self._held_out: list[Entry] = []
+        self._learned: list[Entry] = []
+
+    def see(self, entry: Entry) -> None:
+        """The next line."""
+        names = {point.key for point in entry.points}
+        if f"{EVAL}loss" in names:
+            self._held_out = [*self._held_out[:1], entry]
+        if "loss" in names:
+            self._learned = [*self._learned[:1], entry]
+
+    def measured(self) -> Measured:
+        """A training step is only looked at where nothing is held out."""
+        if self._held_out:
+            return Measured("held out", *_moments(self._held_out))
+        return Measured("training", *_moments(self._learned))
+
+
+def _moments(ends: list[Entry]) -> tuple[dict[str, float], dict[str, float]]:
+    if not ends:
+        return {}, {}
+    first, last = ends[0], ends[-1]
+    return _values(first), _values(last) if last.step > first.step else {}
+
+
+def _values(entry: Entry) -> dict[str, float]:
+    return {point.key: point.value for point in entry.points}
+
+
+# Worth a line of its own, where a method reports it.
+SUMMARIZED = (
+    "loss",
+    "rewards/accuracies",
+    "rewards/margins",
+    "log_odds/accuracy",
+    "log_odds/ratio",
+)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run that has ended, and what was measured first and last."""
+
+    folder: RunFolder
+    ending: Ending
+    steps: int
+    measured: Measured
+    is_old: bool = False  # it had ended before it was asked for
+
+    def text(self) -> str:
+        """A few lines for a person."""
+        already = " already: this run is finished, nothing was trained" if self.is_old else ""
+        lines = [f"{self.folder.root}: {self.steps:,} steps done{already}"]
+        if self.ending == "finished":
+            lines.append(f"model in {self.folder.model}")
+        else:
+            lines.append("stopped by train.max_time; the same command with --resume auto goes on")
+        return "\n".join([*lines, *before_and_after(self.measured)])
+
+
+def outcome(folder: RunFolder, ending: Ending) -> Trained:
+    """Reads back how far a run came, and what it measured."""
+    if not folder.metrics.exists():
+        logger.warning("%s is gone: what was measured is lost.", folder.metrics)
+        known = read_ending(folder)
+        return Trained(folder, ending, known.step if known else 0, Measured())
+    history = history_of(folder.metrics, is_drawn=lambda _: False)
+    return Trained(folder, ending, history.steps, history.measured)
+
+
+def before_and_after(measured: Measured) -> list[str]:
+    """A small table of the held-out rows, empty where nothing was measured twice."""
+    before, after = measured.before, measured.after
+    names = [name for name in SUMMARIZED if f"{EVAL}{name}" in before and f"{EVAL}{name}" in after]
+    if not names:
+        return []
+    width = max(map(len, names))
+    rows = [
+        f"  {name:{width}}  {before[EVAL + name]:9.4f}  {after[EVAL + name]:9.4f}" for name in names
+    ]
+    return [f"  {'held-out rows':{width}}  {'before':>9}  {'after':>9}", *rows]

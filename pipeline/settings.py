@@ -5,21 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
-from ..schemas.codec import CodecError, from_plain, unknown_key
 from ..schemas.config import Config
 from ..schemas.errors import UsageError
+from ..schemas.json_codec import CodecError, from_plain, unknown_key
 from ..schemas.safe_text import MASK, hear, masked, masked_address
-from .flag_names import require_used
-from .strict_yaml import UNREADABLE, from_yaml
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+from .flags import require_used
 
 FILE_NAME = "align.yaml"
 LARGEST_FILE = 1024 * 1024
@@ -325,3 +323,46 @@ def _bounds() -> dict[str, tuple[float | None, float | None]]:
         if dataclasses.is_dataclass(options := getattr(defaults, section.name))
         for field in dataclasses.fields(options)
     }
+
+
+# The last of them: a number of too many digits.
+UNREADABLE = (yaml.YAMLError, RecursionError, ValueError)
+
+
+def from_yaml(text: str) -> Any:
+    """The value of one document; what is refused raises one of UNREADABLE."""
+    return yaml.load(text, _StrictLoader)
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses what a config never needs: aliases, tags, and keys given twice."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases are not allowed")
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        if tag := getattr(event, "tag", None):
+            raise yaml.YAMLError(f"tags are not allowed: {tag}")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = {str(key) for key in keys if keys.count(key) > 1}
+        if twice:
+            raise yaml.YAMLError(f"given twice: {', '.join(sorted(twice))}")
+        return super().construct_mapping(node, deep)
+
+
+# YAML 1.1 takes 1e-6 for text, 1:30 for 90, 010 for 8, and makes a date of 2026-01-31.
+_StrictLoader.yaml_implicit_resolvers = {}
+for _kind, _form in {
+    "null": r"~|null|Null|NULL|",
+    "bool": r"(?i:yes|no|true|false|on|off)",
+    "int": r"[-+]?(0|[1-9][0-9_]*)",
+    "float": (
+        r"[-+]?([0-9][0-9_]*(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(?i:inf)|\.(?i:nan)"
+    ),
+}.items():
+    _tag, _pattern = f"tag:yaml.org,2002:{_kind}", re.compile(rf"(?:{_form})\Z")
+    _StrictLoader.add_implicit_resolver(_tag, _pattern, [None])

@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ..schemas.errors import AlignError, Interrupted, UsageError
-from ..stages.engine.launch import joined_world
-from ..stages.engine.peers import from_first
+from ..schemas.batches import World
+from ..schemas.errors import AlignError, Interrupted, UsageError, borne
+from ..stages.engine.distributed import from_first, joined_world
 from ..stages.storage import fs
-from ..stages.storage.places import OutputFolder
+from ..stages.storage.cache_folder import OutputFolder
 from ..stages.storage.run_folder import RunFolder
-from .borne import borne
-from .halting import WAY_ON
-from .recording import recorded
-from .sweep_report import sweep_page
-from .swept import Swept, Tried
+from ..stages.tracking.journal import Run
+from ..stages.tracking.mlflow_run import recorded
+from ..stages.tracking.progress import Progress
+from .settings import Settings
+from .signals import WAY_ON
 from .train import train_in
-from .training_job import open_training
-from .trials import OWN, values_of
+from .training_job import TrainingJob, open_training
+from .trials import OWN, Swept, Trial, Tried, sweep_page, values_of
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from ..schemas.engine import World
-    from ..schemas.tracking import Progress, Run
-    from .settings import Settings
-    from .training_job import TrainingJob
-    from .trials import Trial
-
-    Load = Callable[[Sequence[str]], Settings]
+Load = Callable[[Sequence[str]], Settings]
 
 PAGES = ("sweep.json", "sweep.txt", "sweep.html")
 GROUP_TAG = "align.sweep"  # the sweep's folder: it names the group where the parent is not known

@@ -8,20 +8,15 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
 from ..schemas.safe_text import hear, safe
-from ..stages.tracking.console import make_progress
-from ..stages.tracking.no_progress import NoProgress
-from ..stages.tracking.quiet import WARNING, hush
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ..schemas.tracking import Progress
+from ..stages.tracking.mlflow_silence import WARNING, hush
+from ..stages.tracking.progress import NoProgress, Progress, make_progress
 
 
 def own_process(arguments: Sequence[str]) -> None:

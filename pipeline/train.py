@@ -3,45 +3,35 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..schemas.batches import Cursor
-from ..schemas.errors import Interrupted
+from torch import distributed
+
+from ..schemas.batches import Cursor, World
+from ..schemas.errors import Interrupted, PeerError, borne
 from ..stages.engine.deepspeed_engine import open_engine
-from ..stages.engine.launch import joined_world
-from ..stages.engine.peers import together
-from ..stages.feed.feed import CacheFeed
-from ..stages.feed.settings import FeedSettings
-from ..stages.feed.shared import overlap
-from ..stages.feed.source import open_source
-from ..stages.model.logps import causal_model
-from ..stages.model.policy import load_policy
-from ..stages.storage.sample import sample_rows
-from ..stages.train.agreement import largest_gap
+from ..stages.engine.distributed import joined_world, together
+from ..stages.feed.loader import CacheFeed
+from ..stages.feed.step_plan import FeedSettings
+from ..stages.feed.train_source import TrainSource, open_source, overlap
+from ..stages.methods.recipe import Recipe
+from ..stages.model.logprobs import causal_model
+from ..stages.model.policy import Policy, load_policy
+from ..stages.storage.verify_cache import sample_rows
+from ..stages.tracking.progress import Progress
+from ..stages.train.evaluation import largest_gap
 from ..stages.train.loop import Halts, Loop, Place, SaveClock, train
-from ..stages.train.memory import forget_peak
-from ..stages.train.meter import Meter
-from .borne import borne
-from .halting import asked_to_stop, naming_the_way_on
-from .lost_peers import naming_lost_peers
-from .model_folder import write_model
-from .needs import require_positions
-from .run_records import RunRecords, open_records
-from .run_report import write_report
-from .run_start import Start, held_to_checkpoint, started
-from .session import Session
-from .trained import Trained, outcome
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ..schemas.engine import World
-    from ..schemas.tracking import Progress
-    from ..stages.feed.source import TrainSource
-    from ..stages.methods.recipe import Recipe
-    from ..stages.model.policy import Policy
-    from .training_job import TrainingJob
+from ..stages.train.throughput import Meter, forget_peak
+from .resume import Start, held_to_checkpoint, started
+from .run_recorder import RunRecords, open_records
+from .run_report import Trained, outcome, write_report
+from .signals import asked_to_stop, naming_the_way_on
+from .train_checks import require_positions
+from .trained_model import write_model
+from .training_job import Session, TrainingJob
 
 logger = logging.getLogger("align")
 
@@ -226,3 +216,23 @@ def _learn(session: Session, start: Start, records: RunRecords, place: Place) ->
         raise Interrupted(asked.signal_number or 15)
     records.report()
     return outcome(start.folder, ending)
+
+
+@contextmanager
+def naming_lost_peers(world: World) -> Iterator[None]:
+    """A collective that fails means that another rank has ended, and that one knows why."""
+    try:
+        yield
+    except RuntimeError as error:
+        if world.size == 1 or not _is_of_a_collective(error):
+            raise
+        first_line = str(error).partition("\n")[0]
+        raise PeerError(
+            f"Rank {world.rank} lost another rank ({first_line}). What that one said tells why. "
+            "Start all ranks again with --resume auto."
+        ) from error
+
+
+def _is_of_a_collective(error: RuntimeError) -> bool:
+    """Gloo's errors have no type of their own."""
+    return isinstance(error, distributed.DistError) or "gloo" in str(error)

@@ -1,43 +1,45 @@
-"""One training run before a weight is loaded: method, cache, policy, and whether they fit."""
+"""One training run before a weight is loaded, and what it holds while it learns."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+from ..schemas.batches import Engine, World
+from ..schemas.cache import Manifest
+from ..schemas.config import Config, ModelOptions, TrainOptions
 from ..schemas.errors import CorruptionError, FingerprintError, UsageError
-from ..stages.engine.config import Circumstances, engine_config
-from ..stages.engine.user_file import stage_of
+from ..stages.engine.deepspeed_config import Circumstances, engine_config, stage_of
+from ..stages.feed.conversions import Reading
+from ..stages.feed.loader import CacheFeed
+from ..stages.feed.train_source import TrainSource
+from ..stages.methods.recipe import Recipe
 from ..stages.methods.table import recipe_of
 from ..stages.model.fingerprint import UNUSED_WEIGHTS, stored_dtype
 from ..stages.model.folder_check import require_peft
-from ..stages.storage.layout import CacheFolder
-from ..stages.storage.manifest import load_manifest
-from ..stages.storage.restore import read_checkpoint
+from ..stages.model.policy import Policy
+from ..stages.storage.cache_folder import CacheFolder
+from ..stages.storage.checkpoints import read_checkpoint
+from ..stages.storage.manifest_file import load_manifest
 from ..stages.storage.run_folder import RunFolder
-from .best_metric import require_measured
-from .durations import seconds_of
-from .effect import require_effect
-from .gate import (
+from .settings import Settings
+from .train_checks import (
     policy_identity,
+    reading_of,
+    require_effect,
+    require_fixed_reference,
+    require_measured,
     require_same_making,
     require_same_model,
     require_same_reference,
     require_same_text,
+    require_token_logps,
+    seconds_of,
 )
-from .needs import reading_of, require_fixed_reference, require_token_logps
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from ..schemas.config import Config, ModelOptions, TrainOptions
-    from ..schemas.manifest import Manifest
-    from ..stages.feed.reading import Reading
-    from ..stages.methods.recipe import Recipe
-    from .settings import Settings
 
 logger = logging.getLogger("align")
 
@@ -164,3 +166,17 @@ def _held_out(config: Config, manifest: Manifest) -> tuple[CacheFolder, Manifest
     other = load_manifest(folder)
     require_same_making(manifest, other, name)
     return folder, other
+
+
+@dataclass(frozen=True)
+class Session:
+    """One rank's hold on the run: the policy, where its rows come from, what it learns."""
+
+    job: TrainingJob
+    world: World
+    policy: Policy
+    engine: Engine
+    engine_config: dict[str, Any]  # DeepSpeed's, resolved
+    source: TrainSource
+    recipe: Recipe
+    feed: CacheFeed

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 
-from ..schemas.codec import digest
+from ..schemas.cache import Manifest
+from ..schemas.config import ModelOptions
 from ..schemas.errors import CorruptionError, FingerprintError
-from ..schemas.rows import Tree
+from ..schemas.json_codec import digest
+from ..schemas.rows import Reference, ScoredBlock, Scorer, Tree, allowed_gaps
 from ..stages.model.fingerprint import UNUSED_WEIGHTS
-from ..stages.model.tolerance import allowed_gaps
-from ..stages.score.again import score_again
-from ..stages.storage.gc import superseded
-from ..stages.storage.layout import CacheFolder
-from ..stages.storage.sample import sample_rows
-from ..stages.storage.verify import verify_cache
-from .identity import differences
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from ..schemas.config import ModelOptions
-    from ..schemas.manifest import Manifest
-    from ..schemas.reference import Reference, Scorer
-    from ..schemas.shards import ScoredBlock
+from ..stages.score.score import score_again
+from ..stages.storage.cache_folder import CacheFolder
+from ..stages.storage.cleanup import superseded
+from ..stages.storage.verify_cache import sample_rows, verify_cache
+from .cache_compatibility import differences
 
 
 def verify(

@@ -1,18 +1,18 @@
-"""What the trainer is fed: the rows of one optimizer step, cut into micro-batches."""
+"""What the trainer is fed, what it needs of its engine, what an evaluation says of rows."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import numpy as np
     from numpy.typing import NDArray
+    from torch import Tensor
 
-    from .ragged import Ragged
-    from .rows import Tree
+    from .rows import Ragged, Role, Tree
 
 
 @dataclass(frozen=True)
@@ -59,3 +59,103 @@ class StepBatch:
     tokens: int
     chosen_tokens: int
     mismatched_branches: int
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among its peers."""
+
+    rank: int
+    size: int
+    local_rank: int
+
+
+@dataclass(frozen=True)
+class Update:
+    """What became of an optimizer step."""
+
+    applied: bool  # not when a gradient was NaN or infinite on any rank
+    grad_norm: float  # before clipping, over all ranks
+
+
+class Engine(Protocol):
+    """One policy, spread over the ranks in any way, that can be asked and updated."""
+
+    @property
+    def world(self) -> World:
+        """This process among its peers."""
+        ...
+
+    def answers(self, trees: Sequence[Tree]) -> Mapping[str, Tensor]:
+        """What the policy says of every completion token, in the order tree, branch, token.
+
+        `logps` (T,) float32; also `values` and `purity`, (T,) each, if it was made to tell them. Of
+        a reward model `logps` are the branches' scores, (branches,). All ranks call it together. No
+        trees: empty tensors that still carry a (zero) gradient.
+        """
+        ...
+
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        """Adds this micro-batch's gradient; `loss` is this rank's share of the global mean."""
+        ...
+
+    def step(self) -> Update:
+        """Clips, updates and clears; with a gradient that is not finite it only clears."""
+        ...
+
+    def skip(self) -> None:
+        """Clears the gradients without an update."""
+        ...
+
+    def total(self, values: Tensor) -> Tensor:
+        """Sums float64 values over ranks."""
+        ...
+
+    def gathered(self, values: Tensor) -> Tensor:
+        """Joins float64 values of all ranks, in the order of ranks; lengths may differ."""
+        ...
+
+    def learn_mode(self, *, dropout_seed: int | None) -> None:
+        """Training mode, dropout drawn from this seed; None is evaluation mode.
+
+        Gradient checkpointing works in training mode only: gradients want a seed, even if the
+        policy was loaded without dropout.
+        """
+        ...
+
+    def set_lr(self, lr: float) -> None:
+        """The learning rate of the next update."""
+        ...
+
+    def save_state(self, folder: Path) -> tuple[str, ...]:
+        """Every rank writes what it needs to go on bitwise into an empty folder.
+
+        Returns the files this rank wrote, relative to the folder.
+        """
+        ...
+
+    def load_state(self, folder: Path) -> None:
+        """Goes on from what `save_state` wrote in the same world."""
+        ...
+
+    def weights(self, *, trainable_only: bool = False) -> Mapping[str, Tensor]:
+        """The policy on the CPU, by the model's names, in its dtype; empty but on rank 0.
+
+        All ranks call it together. Tied parameters stand once, saved buffers are included.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One completion of a held-out row, and what the policy thinks of it."""
+
+    row: int  # counts the rows of the evaluation, as the method reads them
+    row_id: str  # of the stored row it was made of
+    role: Role
+    num_tokens: int
+    logp: float  # summed over the completion; of a reward model its score
+    reference_logp: float
+    reward: float | None  # what the loss compares; None of a method that compares nothing
+    prompt: NDArray[np.int32] | None  # token ids, where they are wanted
+    completion: NDArray[np.int32] | None

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
-from .batches import Cursor  # noqa: TC001 - the codec looks the annotation up
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from .batches import Cursor
 
 T = TypeVar("T")
 

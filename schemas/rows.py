@@ -1,19 +1,15 @@
-"""A row is a prompt with branches: first as text, then as token ids."""
+"""A row is a prompt with branches: first as text, then as token ids, then with its scores."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
-
-from .ragged import Ragged, offsets_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from numpy.typing import NDArray
+from numpy.typing import NDArray
 
 Message: TypeAlias = "Mapping[str, Any]"  # {"role": ..., "content": ...}
 Text: TypeAlias = "str | tuple[Message, ...]"  # plain text, or a conversation
@@ -194,3 +190,136 @@ class Tree:
     def num_tokens(self) -> int:
         """Length of `[prompt | branch 1 | branch 2 | ...]`."""
         return len(self.prompt) + sum(map(len, self.branches))
+
+
+@dataclass(frozen=True)
+class ScoredBlock:
+    """Rows with their reference log-probs; the last two are per branch, in branch order."""
+
+    rows: RowBlock
+    logps: NDArray[np.float64]  # (branches,) sums over completion tokens
+    token_logps: Ragged | None  # (branches,) float32 lists, when the cache keeps them
+
+    def take(self, rows: NDArray[np.int64]) -> ScoredBlock:
+        """The rows at `rows`, in that order."""
+        branches = self.rows.branches_of(rows)
+        tokens = self.token_logps.take(branches) if self.token_logps else None
+        return ScoredBlock(self.rows.take(rows), self.logps[branches], tokens)
+
+
+class OutOfMemory(Exception):  # noqa: N818 - a request to try again with less
+    """The scorer had no room for this batch; a smaller one may fit."""
+
+
+class Scorer(Protocol):
+    """Log-probabilities of branches, given their prompts."""
+
+    @property
+    def pads(self) -> bool:
+        """Whether every tree of a batch takes as many tokens as the longest of them."""
+        ...
+
+    def score(self, trees: Sequence[Tree]) -> NDArray[np.float32]:
+        """Scores one batch: log p of every completion token, in the order tree, branch, token."""
+        ...
+
+    def in_float32(self) -> AbstractContextManager[None]:
+        """Inside, `score` computes in float32 whatever the dtype; OutOfMemory without room."""
+        ...
+
+    def describe(self) -> Mapping[str, str]:
+        """The way scores are computed, as far as it is chosen only once weights are loaded."""
+        ...
+
+
+class Reference(Protocol):
+    """A reference that can say who it is long before its weights are loaded."""
+
+    def identity(self) -> Mapping[str, str]:
+        """Named digests and settings; two references with equal identities give equal scores."""
+        ...
+
+    def hidden_size(self) -> int:
+        """Width of the residual stream, for the planner's cost of attention."""
+        ...
+
+    def open(self) -> Scorer:
+        """Loads the weights."""
+        ...
+
+
+# Nats per token by which a score may differ when its batch had another shape.
+PER_TOKEN = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
+# In float32 short completions are held to this per sequence, however few their tokens.
+LEAST = 1e-4
+
+
+def allowed_gaps(num_tokens: NDArray[np.int64], *dtypes: str) -> NDArray[np.float64]:
+    """What each sequence may differ by; the coarsest of the dtypes that took part counts."""
+    per_token = max(PER_TOKEN[dtype] for dtype in dtypes)
+    allowed: NDArray[np.float64] = np.maximum(LEAST, per_token * num_tokens)
+    return allowed
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """`values[offsets[i]:offsets[i + 1]]` is list i."""
+
+    values: NDArray[Any]  # (total,)
+    offsets: NDArray[np.int64]  # (lists + 1,), offsets[0] == 0
+
+    @staticmethod
+    def of(lists: Sequence[Any], dtype: Any) -> Ragged:
+        """Packs Python lists or arrays."""
+        lengths = np.fromiter((len(item) for item in lists), dtype=np.int64, count=len(lists))
+        filled = [np.asarray(item, dtype=dtype) for item in lists if len(item)]
+        values = np.concatenate(filled) if filled else np.empty(0, dtype=dtype)
+        return Ragged(values, offsets_of(lengths))
+
+    @staticmethod
+    def concat(parts: Sequence[Ragged]) -> Ragged:
+        """Joins several, in order."""
+        lengths = np.concatenate([part.lengths for part in parts])
+        return Ragged(np.concatenate([part.values for part in parts]), offsets_of(lengths))
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> NDArray[Any]:
+        return self.values[self.offsets[index] : self.offsets[index + 1]]
+
+    def __iter__(self) -> Iterator[NDArray[Any]]:
+        return (self[index] for index in range(len(self)))
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """How long each list is."""
+        return np.diff(self.offsets)
+
+    def take(self, indices: NDArray[np.int64]) -> Ragged:
+        """The lists at `indices`, in that order."""
+        lengths = self.lengths[indices]
+        offsets = offsets_of(lengths)
+        within = np.arange(offsets[-1], dtype=np.int64) - np.repeat(offsets[:-1], lengths)
+        return Ragged(self.values[np.repeat(self.offsets[indices], lengths) + within], offsets)
+
+    def slice(self, start: int, stop: int) -> Ragged:
+        """Lists `start` to `stop`, without copying values."""
+        first, last = self.offsets[start], self.offsets[stop]
+        return Ragged(self.values[first:last], self.offsets[start : stop + 1] - first)
+
+    def head(self, limits: NDArray[np.int64]) -> Ragged:
+        """Each list cut to at most `limits[i]` leading values."""
+        lengths = np.minimum(self.lengths, limits)
+        if (lengths == self.lengths).all():
+            return self
+        offsets = offsets_of(lengths)
+        within = np.arange(offsets[-1], dtype=np.int64) - np.repeat(offsets[:-1], lengths)
+        return Ragged(self.values[np.repeat(self.offsets[:-1], lengths) + within], offsets)
+
+
+def offsets_of(lengths: NDArray[Any]) -> NDArray[np.int64]:
+    """Running totals with a leading zero."""
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
+from align.stages.demo.tiny_world import make_tokenizer
 from align.stages.storage.run_folder import RunFolder
-from align.stages.tracking.quiet import DEFAULTS
-from align.stages.world.tokenizer import make_tokenizer
+from align.stages.tracking.mlflow_silence import DEFAULTS
 from support.command import Answer, launch
 from support.pace import STARTS, is_slow
 from support.trainings import Course, Server
@@ -125,7 +125,7 @@ def tokenizer_folder(tmp_path_factory):
 def world(tmp_path_factory):
     """A tokenizer, an untrained model and sixty preferences."""
     # It imports torch, which takes seconds, and which reads OMP_NUM_THREADS then.
-    from align.stages.world.world import make_world  # noqa: PLC0415
+    from align.stages.demo.tiny_world import make_world  # noqa: PLC0415
 
     return make_world(tmp_path_factory.mktemp("small") / "world", rows=60, pretrain_steps=0)
 

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from align.pipeline.precompute import precompute
-from align.pipeline.units import Worker
+from align.pipeline.scoring_worker import Worker
 from align.schemas.config import (
     CacheOptions,
     Config,
@@ -24,8 +24,8 @@ from align.schemas.config import (
     TokenOptions,
     TrackingOptions,
 )
+from align.stages.demo.tiny_world import make_world
 from align.stages.model.reference import HfReference
-from align.stages.world.world import make_world
 from support.stage_one import Silent
 
 pytestmark = pytest.mark.slow

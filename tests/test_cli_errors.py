@@ -12,9 +12,9 @@ import pytest
 from align.pipeline.settings import load_settings
 from align.schemas.config import ModelOptions, TrackingOptions
 from align.stages.model.reference import HfReference
-from align.stages.world.stub import StubReference
 from support import stage_one
 from support.command import align, refusal
+from support.stub_reference import StubReference
 
 pytestmark = pytest.mark.usefixtures("here")
 

@@ -16,19 +16,18 @@ import yaml
 
 from align import __version__, cli
 from align.pipeline.settings import flatten, load_settings
+from align.schemas.cache import FORMAT_VERSION, Manifest
 from align.schemas.config import Config
 from align.schemas.errors import AlignError
-from align.schemas.manifest import FORMAT_VERSION, Manifest
 from align.schemas.rows import REASONS
-from align.schemas.shards import shard_schema
-from align.stages.methods.describe import describe
-from align.stages.methods.markdown import markdown_table
+from align.stages.methods.method_docs import describe, markdown_table
 from align.stages.methods.modifiers import Modifiers
 from align.stages.methods.table import METHODS, recipe_of
+from align.stages.storage.shard_columns import shard_schema
 from support.command import align
 from support.pages import PAGES, ROOT, anchors, blocks, codes, commands, links, name_of, page
+from support.rooms import ROOMS
 
-ROOMS = ("pipeline", "schemas", "stages")
 README = page("README.md").read_text(encoding="utf-8")
 COMMANDS = typer.main.get_command(cli.app).commands
 FLAGS = {

@@ -12,7 +12,7 @@ import pytest
 from numpy.linalg import norm
 from safetensors.torch import load_file
 
-from align.stages.model.tolerance import allowed_gaps
+from align.schemas.rows import allowed_gaps
 from support.command import launch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200)]

@@ -43,7 +43,7 @@ def compare(after_what):
     changed = {name: (before[name], now[name]) for name in now if now[name] != before[name]}
     assert not changed, (after_what, changed)
 
-import align, align.cli, align.stages.engine.launch, align.stages.engine.states
+import align, align.cli, align.stages.engine.distributed, align.stages.engine.deepspeed_state
 import align.pipeline.train, align.pipeline.sweep, align.pipeline.verify
 compare("import")
 
@@ -52,9 +52,9 @@ from align.pipeline.settings import load_settings
 from align.pipeline.train import run_training
 from align.pipeline.training_job import open_training
 from align.pipeline.mlflow_sync import sync_run
-from align.pipeline.units import Worker
+from align.pipeline.scoring_worker import Worker
 from align.stages.model.reference import HfReference
-from align.stages.tracking.no_progress import NoProgress
+from align.stages.tracking.progress import NoProgress
 from pathlib import Path
 
 uri = f"tracking.uri=sqlite:///{home}/mlflow.db"

@@ -7,8 +7,8 @@ import sys
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from align.schemas.codec import to_json
 from align.schemas.config import Config, DataOptions, ModelOptions
+from align.schemas.json_codec import to_json
 from align.stages.storage.fs import sha256_of
 from support.command import align, launch, refusal
 from support.stage_one import contents

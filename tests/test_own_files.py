@@ -6,10 +6,9 @@ import shutil
 import pytest
 
 from align.schemas.errors import UsageError
-from align.stages.storage.layout import CacheFolder
-from align.stages.storage.places import OutputFolder
+from align.stages.demo.tiny_world import make_world
+from align.stages.storage.cache_folder import CacheFolder, OutputFolder
 from align.stages.storage.run_folder import RunFolder
-from align.stages.world.world import make_world
 from support.command import align, refusal
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from align.stages.methods.describe import plain_table, render_method, render_table
+from align.stages.methods.method_docs import plain_table, render_method, render_table
 from align.stages.methods.table import METHODS
 from support.command import align, refusal
 from support.tracked_training import journalled, run_of, stored

@@ -10,19 +10,25 @@ from pathlib import Path
 
 import pytest
 
-from align import __version__, cli
+from align import __version__
+from support.rooms import ROOMS, ROOT
 
-ROOT = Path(cli.__file__).resolve().parent
 OUTSIDE = shutil.ignore_patterns(
     ".*", "build", "dist", "demo", "bench-results", "*.egg-info", "__pycache__", "mlruns", "tests"
 )
+
+
+def left_out(folder, names):
+    """What a checkout holds beside the package lies at its root; `demo` is a room further down."""
+    ignored = OUTSIDE if Path(folder) == ROOT else shutil.ignore_patterns("__pycache__")
+    return ignored(folder, names)
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """Built from a copy, so that nothing is left in the checkout."""
     folder = tmp_path_factory.mktemp("wheel")
-    shutil.copytree(ROOT, folder / "checkout", ignore=OUTSIDE)
+    shutil.copytree(ROOT, folder / "checkout", ignore=left_out)
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([*pip, "--wheel-dir", folder, folder / "checkout"], check=True)
     (built,) = folder.glob("*.whl")
@@ -37,9 +43,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     assert tops == {"align", f"{distribution}-{__version__}.dist-info"}
     assert distribution != "align"  # another project has it
     wanted = {
-        f"align/{path.relative_to(ROOT)}"
-        for room in ("pipeline", "schemas", "stages")
-        for path in (ROOT / room).rglob("*.py")
+        f"align/{path.relative_to(ROOT)}" for room in ROOMS for path in (ROOT / room).rglob("*.py")
     }
     root_files = {"align/__init__.py", "align/__main__.py", "align/cli.py", "align/py.typed"}
     assert {name for name in names if name.startswith("align/")} == wanted | root_files

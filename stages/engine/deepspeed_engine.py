@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 
+from ...schemas.batches import Engine, Update, World
+from ...schemas.config import TrainOptions
 from ...schemas.errors import UsageError
-from . import collectives, states, updates
-from .config import Circumstances, engine_config
-from .quiet import deepspeed, quietly
-from .weights import whole_weights
+from . import deepspeed_state, distributed
+from .deepspeed_compat import deepspeed, quietly
+from .deepspeed_config import Circumstances, engine_config
+from .deepspeed_state import whole_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from torch import Tensor, nn
-
-    from ...schemas.config import TrainOptions
-    from ...schemas.engine import Engine, Update, World
     from ...schemas.rows import Tree
 
 _REFUSAL = deepspeed.runtime.config.DeepSpeedConfigError
@@ -97,19 +96,19 @@ class DeepSpeedEngine:
 
     def step(self) -> Update:
         """Clips, updates and clears; with a gradient that is not finite it only clears."""
-        return updates.update(self._engine)
+        return apply_update(self._engine)
 
     def skip(self) -> None:
         """Clears the gradients without an update."""
-        updates.clear(self._engine)
+        clear_gradients(self._engine)
 
     def total(self, values: Tensor) -> Tensor:
         """Sums float64 values over ranks."""
-        return collectives.total(values)
+        return distributed.total(values)
 
     def gathered(self, values: Tensor) -> Tensor:
         """Joins float64 values of all ranks, in the order of ranks; lengths may differ."""
-        return collectives.gathered(values)
+        return distributed.joined(values)
 
     def learn_mode(self, *, dropout_seed: int | None) -> None:
         """Training mode, dropout drawn from this seed; None is evaluation mode."""
@@ -127,11 +126,11 @@ class DeepSpeedEngine:
 
         Returns the files this rank wrote, relative to the folder.
         """
-        return states.save(self._engine, folder)
+        return deepspeed_state.save(self._engine, folder)
 
     def load_state(self, folder: Path) -> None:
         """Goes on from what `save_state` wrote in the same world."""
-        states.load(self._engine, folder)
+        deepspeed_state.load(self._engine, folder)
 
     def weights(self, *, trainable_only: bool = False) -> Mapping[str, Tensor]:
         """The policy on the CPU, by the names of its parameters; empty but on rank 0."""
@@ -141,3 +140,51 @@ class DeepSpeedEngine:
 
 def _one_line(error: Exception) -> str:
     return " ".join((str(error) or type(error).__name__).split())
+
+
+_WRAPPER = deepspeed.runtime.base_optimizer.DeepSpeedOptimizer
+_STAGE_1_AND_2 = deepspeed.runtime.zero.stage_1_and_2
+
+
+def apply_update(engine: Any) -> Update:
+    """Clips to the configured norm and updates, unless a gradient is not finite on any rank."""
+    wrapped = isinstance(engine.optimizer, _WRAPPER)
+    if not wrapped and not math.isfinite(norm := _norm(engine)):
+        clear_gradients(engine)
+        return Update(applied=False, grad_norm=norm)
+    engine.step()
+    if wrapped:
+        norm = float(engine.get_global_grad_norm())
+    applied = bool(engine.was_step_applied())
+    if not applied:
+        clear_gradients(engine)
+    return Update(applied=applied, grad_norm=norm)
+
+
+def clear_gradients(engine: Any) -> None:
+    """Forgets every gradient, those already reduced to their owners included."""
+    optimizer = engine.optimizer
+    engine.zero_grad()
+    optimizer.zero_grad(set_to_none=True)
+    if isinstance(optimizer, _STAGE_1_AND_2.DeepSpeedZeroOptimizer):
+        _clear_partitions(optimizer)
+
+
+def _norm(engine: Any) -> float:
+    """Without ZeRO and in float32 DeepSpeed updates with whatever it is given, NaN included."""
+    gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+    # The gradients are reduced already, so every rank comes to the same number.
+    return float(torch.nn.utils.get_total_norm(gradients))
+
+
+def _clear_partitions(optimizer: Any) -> None:
+    """What DeepSpeed does after an overflow; stage 2 accumulates here, not in the parameters."""
+    optimizer._release_preflattened_grad_buffers()
+    for group in optimizer.averaged_gradients:
+        optimizer.averaged_gradients[group] = None
+    for group in optimizer.all_grad_tensors:
+        optimizer.all_grad_tensors[group] = None
+    optimizer.micro_step_id = _STAGE_1_AND_2.INITIAL_MICRO_STEP_ID
+    if optimizer.cpu_offload:
+        optimizer._offload_accumulated_param_ids = set()
+        optimizer.reset_cpu_buffers()

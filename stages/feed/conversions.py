@@ -12,23 +12,16 @@ them; long fractions that float32 holds exactly were rounded to that.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ...schemas.ragged import offsets_of
-from ...schemas.rows import Role
-from .ranges import joined_ranges
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from numpy.typing import NDArray
-
-    from ...schemas.methods import RowKind
-    from .reading import ScoreRules, Threshold
+from ...schemas.methods import RowKind
+from ...schemas.rows import Role, offsets_of
 
 
 class StoredKind(IntEnum):
@@ -229,3 +222,37 @@ def _precision(scores: NDArray[np.float64]) -> NDArray[np.float64]:
     with np.errstate(over="ignore"):
         is_single = (scores.astype(np.float32) == scores) & (scores.round(6) != scores)
     return np.where(is_single, np.finfo(np.float32).eps, np.finfo(np.float64).eps)
+
+
+Threshold: TypeAlias = Literal["mean", "median"] | float
+
+
+@dataclass(frozen=True)
+class ScoreRules:
+    """How completions with scores become pairs, or get labels."""
+
+    pairs: Literal["best_worst", "all"] = "best_worst"
+    min_gap: float = 0.0  # scores of a pair are further apart than this
+    threshold: Threshold = "mean"  # of the row's own scores; or one number for all rows
+    bad_score: float = 0.0  # of bad completions whose row lacks a score; good ones have 1
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How stored rows are read and split."""
+
+    kind: RowKind
+    mismatched: bool  # whether mismatched branches are read too
+    eval_fraction: float
+    rules: ScoreRules = ScoreRules()
+    needs_scores: bool = False  # whether every branch has to have one
+    columns: tuple[str, ...] = ()  # of the data, that have to be there and hold numbers
+    # Tokens between the prompt and a completion of this role. Where there are any, every branch
+    # is read as a row of its own: its prompt ends in them.
+    context: Mapping[Role, tuple[int, ...]] = field(default_factory=dict)
+
+
+def joined_ranges(starts: NDArray[np.int64], lengths: NDArray[Any]) -> NDArray[np.int64]:
+    """`starts[i], starts[i] + 1, ...`, `lengths[i]` numbers of it, range after range."""
+    offsets = offsets_of(lengths)
+    return np.repeat(starts - offsets[:-1], lengths) + np.arange(offsets[-1], dtype=np.int64)

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch.nn.functional import logsigmoid
 
-from ...schemas.methods import Method
+from ...schemas.methods import Branches, LossOutput, Method, Step, beta, sft_weight
 from .modifiers import SEES_RATIOS, WEIGHS_PAIRS
-from .options import beta, sft_weight
-from .pairs import pairs_of, referenced_output
-from .rewards import RATIOS
-
-if TYPE_CHECKING:
-    from ...schemas.methods import Branches, LossOutput, Step
+from .rewards import RATIOS, pairs_of, referenced_output
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,83 @@
-"""Methods for branches that are judged one by one, KTO and its relatives."""
+"""Methods for branches that are judged one by one: KTO, its relatives, and BCO."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal, TypeAlias
 
+from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from ...schemas.config import option
-from ...schemas.methods import LossOutput, Method
-from .balance import Weight, settle_weights, weight
-from .labelled import labelled_of
+from ...schemas.methods import Branches, Labels, LossOutput, Method, Settled, Step, beta, number
 from .modifiers import CLAMPS
-from .options import beta, number
-from .rewards import RATIOS
+from .rewards import RATIOS, Labelled, labelled_of
 
-if TYPE_CHECKING:
-    from torch import Tensor
+Weight: TypeAlias = 'float | Literal["auto"]'
+# Of wD nD / (wU nU), https://arxiv.org/abs/2402.01306.
+LOWEST, HIGHEST = 1.0, 1.5
 
-    from ...schemas.methods import Branches, Step
-    from .labelled import Labelled
+
+def weight(label: str) -> Any:
+    """The field for the weight of one label."""
+    return number(
+        1.0, f"weight of {label} branches; auto: as heavy in all as the other label", above=0
+    )
+
+
+def settle_weights(options: Any, labels: Labels) -> Settled:
+    """Turns `auto` into numbers, and warns of weights that leave one label too light."""
+    if not (labels.desirable and labels.undesirable):
+        only = "desirable" if labels.desirable else "undesirable"
+        return Settled(
+            _weighted(
+                options, _or_one(options.desirable_weight), _or_one(options.undesirable_weight)
+            ),
+            (f"All training rows are {only}: a contrast cannot be learned from them.",),
+        )
+    settled = _weighted(options, *_resolved(options, labels))
+    return Settled(settled, _advice(settled, labels))
+
+
+def _resolved(options: Any, labels: Labels) -> tuple[float, float]:
+    """The weights that make wD nD = wU nU; with both free, the larger class weighs 1."""
+    desirable, undesirable = options.desirable_weight, options.undesirable_weight
+    larger = max(labels.desirable, labels.undesirable)
+    if desirable == undesirable == "auto":
+        return larger / labels.desirable, larger / labels.undesirable
+    if desirable == "auto":
+        return undesirable * labels.undesirable / labels.desirable, undesirable
+    if undesirable == "auto":
+        return desirable, desirable * labels.desirable / labels.undesirable
+    return desirable, undesirable
+
+
+def _advice(options: Any, labels: Labels) -> tuple[str, ...]:
+    ratio = (options.desirable_weight * labels.desirable) / (
+        options.undesirable_weight * labels.undesirable
+    )
+    if LOWEST - 1e-9 <= ratio <= HIGHEST + 1e-9:
+        return ()
+    heavier = [options.desirable_weight * bound / ratio for bound in (LOWEST, HIGHEST)]
+    lighter = [options.undesirable_weight * ratio / bound for bound in (HIGHEST, LOWEST)]
+    return (
+        f"Desirable branches weigh {ratio:.3g} times as much as undesirable ones in all "
+        f"({labels.desirable:,} x {options.desirable_weight:g} to {labels.undesirable:,} x "
+        f"{options.undesirable_weight:g}); KTO wants {LOWEST:g} to {HIGHEST:g}. Set "
+        f"method.desirable_weight between {heavier[0]:.4g} and {heavier[1]:.4g}, or "
+        f"method.undesirable_weight between {lighter[0]:.4g} and {lighter[1]:.4g}, "
+        "or both to auto.",
+    )
+
+
+def _or_one(value: Weight) -> float:
+    return 1.0 if value == "auto" else value
+
+
+def _weighted(options: Any, desirable: float, undesirable: float) -> Any:
+    return dataclasses.replace(options, desirable_weight=desirable, undesirable_weight=undesirable)
 
 
 @dataclass(frozen=True)
@@ -165,5 +223,64 @@ APO_ZERO_UNPAIRED = Method(
     rows="labelled",
     items="branches",
     needs=frozenset({"reference"}),
+    modifiers=frozenset({"row_weight"}),
+)
+
+
+@dataclass(frozen=True)
+class BcoOptions:
+    """Options of bco."""
+
+    beta: float = beta(0.1)
+
+
+def bco(branches: Branches, step: Step, options: BcoOptions) -> LossOutput:
+    """-LS(±(b r - d)), d = mean of b r over all steps so far (https://arxiv.org/abs/2404.04656).
+
+    d holds every branch of either label, those of this step included, and is 0 before the first
+    step. Unlike TRL's, it does not move between the micro-batches of a step, and undesirable
+    branches are not weighed by how much their prompts resemble those of desirable ones (UDM).
+    """
+    labelled = labelled_of(branches)
+    delta = branches.logps.new_tensor(_mean_of(step.memory))
+    rewards = options.beta * labelled.ratios
+    losses = -logsigmoid(labelled.signs * (rewards - delta))
+    # Once per item, so that its mean over the step is itself.
+    metrics = labelled.metrics() | {"bco/delta": delta.repeat(len(losses))}
+    return LossOutput(losses, metrics)
+
+
+def survey_rewards(branches: Branches, options: BcoOptions) -> dict[str, Tensor]:
+    """The rewards that enter d."""
+    return {"rewards": options.beta * branches.ratios.detach()}
+
+
+def remember_rewards(
+    memory: tuple[float, ...], surveyed: Mapping[str, Tensor]
+) -> tuple[float, ...]:
+    """How many rewards were seen, and their mean."""
+    rewards, mean = surveyed["rewards"], _mean_of(memory)
+    count = (memory[0] if memory else 0.0) + len(rewards)
+    # Differences first: sums of many steps would lose the last digits of a mean near zero.
+    return (count, mean + (rewards - mean).sum().item() / max(1.0, count))
+
+
+def _mean_of(memory: tuple[float, ...]) -> float:
+    return memory[1] if memory else 0.0
+
+
+BCO = Method(
+    name="bco",
+    summary="-LS(±(b r - d)), d = mean of b r over all steps so far",
+    source="BCO, https://arxiv.org/abs/2404.04656",
+    use="Labels without noise, from a cache without mismatched branches.",
+    loss=bco,
+    options=BcoOptions,
+    rewards=RATIOS,
+    rows="labelled",
+    items="branches",
+    needs=frozenset({"reference"}),
+    survey=survey_rewards,
+    remember=remember_rewards,
     modifiers=frozenset({"row_weight"}),
 )

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from ...schemas.methods import Branches, Head, Items, Labels, Method, Need, RowKind, Step
 from ...schemas.rows import Role
 from .modifiers import Modifiers, names_within
 from .rewards import reward_metrics
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
-
-    from ...schemas.methods import Branches, Head, Items, Labels, Method, Need, RowKind, Step
 
 LOSS = "loss"
 Memory = dict[str, tuple[float, ...]]  # of each method that remembers something, by its name

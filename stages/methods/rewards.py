@@ -1,20 +1,17 @@
-"""Rewards: what a method compares of each branch, and the metrics that are made of them."""
+"""Rewards: what methods compare of pairs and of labelled branches, and what reward models learn."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
 
-from ...schemas.methods import Rewards
+from ...schemas.methods import Branches, LossOutput, Method, Rewards, RowKind, Step
 from ...schemas.rows import Role
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
-
-    from ...schemas.methods import Branches, RowKind
 
 
 def scaled_ratios(branches: Branches, options: Any) -> Tensor:
@@ -97,3 +94,172 @@ def _ranked_alike(rewards: Tensor, branches: Branches) -> Tensor:
     rows, given = branches.rows, branches.scores
     is_pair = (rows[:, None] == rows) & (given[:, None] > given)
     return (rewards[:, None] > rewards)[is_pair].double()
+
+
+class ReferencedOptions(Protocol):
+    """What every paired method with a reference lets a person choose."""
+
+    @property
+    def beta(self) -> float:
+        """Scale of the rewards."""
+        ...
+
+    @property
+    def sft_weight(self) -> float:
+        """How much of the chosen branch's likelihood is added."""
+        ...
+
+
+@dataclass(frozen=True)
+class Side:
+    """The chosen or the rejected branch of every row."""
+
+    logps: Tensor  # (rows,) float64, as are the others
+    num_tokens: Tensor
+    ratios: Tensor  # r, log(policy / reference) of the whole completion, as the loss is to see it
+
+    @property
+    def mean_ratios(self) -> Tensor:
+        """The same per token, r / n."""
+        return self.ratios / self.num_tokens
+
+    @property
+    def mean_logps(self) -> Tensor:
+        """The policy's log-prob per token, m."""
+        return self.logps / self.num_tokens
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """One chosen and one rejected branch per row."""
+
+    chosen: Side
+    rejected: Side
+    wanted: Tensor | None = None  # (rows,) what x has to exceed
+
+    @property
+    def margins(self) -> Tensor:
+        """How much more the chosen branch has gained than the rejected one, D = r_c - r_l."""
+        return self.chosen.ratios - self.rejected.ratios
+
+    @property
+    def mean_margins(self) -> Tensor:
+        """The same per token, r_c / n_c - r_l / n_l."""
+        return self.chosen.mean_ratios - self.rejected.mean_ratios
+
+    def scaled_margins(self, beta: float) -> Tensor:
+        """x = beta * D, less what the data wants it to be at least."""
+        x = beta * self.margins
+        return x if self.wanted is None else x - self.wanted
+
+
+def pairs_of(branches: Branches) -> Pairs:
+    """Takes a micro-batch of paired rows apart."""
+    assert bool((branches.roles[0::2] == Role.CHOSEN).all()), "chosen comes first"
+    assert bool((branches.roles[1::2] == Role.REJECTED).all()), "rejected comes second"
+    return Pairs(_side(branches, first=0), _side(branches, first=1), branches.margin)
+
+
+def referenced_output(pairs: Pairs, losses: Tensor, options: ReferencedOptions) -> LossOutput:
+    """Losses + sft_weight * nll_c (https://arxiv.org/abs/2404.19733)."""
+    nll = -pairs.chosen.mean_logps
+    metrics = logp_metrics(pairs) | {"nll": nll.detach()}
+    return LossOutput(losses + options.sft_weight * nll, metrics)
+
+
+def logp_metrics(pairs: Pairs) -> dict[str, Tensor]:
+    """The policy's sums of either side."""
+    return {
+        "logps/chosen": pairs.chosen.logps.detach(),
+        "logps/rejected": pairs.rejected.logps.detach(),
+    }
+
+
+def _side(branches: Branches, *, first: int) -> Side:
+    every_other = slice(first, None, 2)
+    return Side(
+        logps=branches.logps[every_other],
+        num_tokens=branches.num_tokens[every_other],
+        ratios=branches.ratios[every_other],
+    )
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Every branch with its own label."""
+
+    logps: Tensor  # (branches,) float64
+    ratios: Tensor  # (branches,) float64, r = log(policy / reference) as the loss is to see it
+    is_desirable: Tensor  # (branches,) bool
+
+    @property
+    def signs(self) -> Tensor:
+        """+1 for desirable and -1 for undesirable branches, (branches,) float64."""
+        return self.weights(1.0, -1.0)
+
+    def weights(self, desirable: float, undesirable: float) -> Tensor:
+        """What each branch weighs, (branches,) float64."""
+        # Tensors, for torch.where() makes float32 of two plain numbers.
+        high, low = self.ratios.new_tensor(desirable), self.ratios.new_tensor(undesirable)
+        return torch.where(self.is_desirable, high, low)
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Log-probs of either label, desirable under the name of chosen."""
+        logps = self.logps.detach()
+        return {
+            "logps/chosen": logps[self.is_desirable],
+            "logps/rejected": logps[~self.is_desirable],
+        }
+
+
+def labelled_of(branches: Branches) -> Labelled:
+    """Reads the labels of a micro-batch of labelled branches."""
+    is_desirable = branches.roles == Role.DESIRABLE
+    assert bool((is_desirable | (branches.roles == Role.UNDESIRABLE)).all()), "labels only"
+    return Labelled(branches.logps, branches.ratios, is_desirable)
+
+
+@dataclass(frozen=True)
+class RewardLossOptions:
+    """Options of reward and reward_binary, which have none."""
+
+
+def reward(branches: Branches, _: Step, __: RewardLossOptions) -> LossOutput:
+    """-LS(s_c - s_l), the Bradley-Terry model of scores s (https://arxiv.org/abs/2203.02155)."""
+    pairs = pairs_of(branches)
+    margins = pairs.chosen.logps - pairs.rejected.logps
+    wanted = 0.0 if pairs.wanted is None else pairs.wanted
+    return LossOutput(-logsigmoid(margins - wanted), {})
+
+
+def reward_binary(branches: Branches, _: Step, __: RewardLossOptions) -> LossOutput:
+    """-LS(±s): whether a branch is desirable, by its score s (https://arxiv.org/abs/2110.14168)."""
+    return LossOutput(-logsigmoid(labelled_of(branches).signs * branches.logps), {})
+
+
+REWARD = Method(
+    name="reward",
+    summary="-LS(s_c - s_l), s = what the policy's head answers",
+    source="InstructGPT, https://arxiv.org/abs/2203.02155",
+    use="Pairs, to train a model that scores completions instead of one that writes them.",
+    loss=reward,
+    options=RewardLossOptions,
+    rewards=SCORES,
+    rows="paired",
+    items="rows",
+    head="score",
+    modifiers=frozenset({"margin", "row_weight"}),
+)
+REWARD_BINARY = Method(
+    name="reward_binary",
+    summary="-LS(±s), s = what the policy's head answers",
+    source="Verifiers, https://arxiv.org/abs/2110.14168",
+    use="Labels, to train a model that tells desirable completions from undesirable ones.",
+    loss=reward_binary,
+    options=RewardLossOptions,
+    rewards=SCORES,
+    rows="labelled",
+    items="branches",
+    head="score",
+    modifiers=frozenset({"row_weight"}),
+)

@@ -5,31 +5,23 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from ...schemas.codec import CodecError, from_plain
 from ...schemas.errors import UsageError
+from ...schemas.json_codec import CodecError, from_plain
+from ...schemas.methods import Method, check_bounds
 from .anchored import APO_DOWN, APO_ZERO, BCO_PAIR, NCA, SPPO
-from .bco import BCO
-from .csft import CSFT
-from .grpo import GRPO
-from .imitation import SFT
-from .kto import APO_ZERO_UNPAIRED, KTO, KTO_LOGSIGMOID, KTO_ZERO
-from .likelihood import CPO, ORPO, SIMPO, SLIC
-from .margins import CDPO, DISCOPOP, DPO, EXO, HINGE, ROBUST
+from .dpo import CDPO, DISCOPOP, DPO, DPO_NORM, EXO, HINGE, IPO, ROBUST
+from .kto import APO_ZERO_UNPAIRED, BCO, KTO, KTO_LOGSIGMOID, KTO_ZERO
 from .modifiers import Modifiers, require_in_use
-from .options import check_bounds
-from .per_token import DPO_NORM, IPO
-from .ppo import PPO
+from .optimal_transport import AOT, AOT_UNPAIRED
+from .policy_gradient import GRPO, PPO
 from .recipe import Part, Recipe
-from .reward import REWARD, REWARD_BINARY
+from .reference_free import CPO, ORPO, SIMPO, SLIC
 from .reward_aware import RPO_BWD_KL, RPO_FWD_KL, RPO_SQ
-from .transport import AOT, AOT_UNPAIRED
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from ...schemas.methods import Method
+from .rewards import REWARD, REWARD_BINARY
+from .sft import CSFT, SFT
 
 _ROWS = (
     DPO,

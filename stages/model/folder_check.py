@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...schemas.errors import UsageError
-from .fingerprint import model_config
-from .tensor_files import adapter_tensors, read_json
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from .fingerprint import adapter_tensors, model_config, read_json
 
 # Any other name may stand for a kernel, which transformers fetches from the Hub and runs.
 ATTENTION = frozenset({"eager", "sdpa"})

@@ -1,30 +1,26 @@
-"""Loads a causal language model as the options say, offline, in evaluation mode."""
+"""Loads a causal language model as the options say, and puts an adapter or a value head on it."""
 
 from __future__ import annotations
 
 import os
 import re
 import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
+from torch import Tensor, nn
+from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ...schemas.config import LoraOptions, ModelOptions
 from ...schemas.errors import UsageError
-from .fingerprint import model_config, stored_dtype
+from .fingerprint import adapter_tensors, model_config, stored_dtype
 from .folder_check import loading_options, require_adapter, require_plain_folder
-from .tensor_files import adapter_tensors
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from torch import nn
-
-    from ...schemas.config import ModelOptions
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -252,3 +248,83 @@ def first_line(error: Exception) -> str:
 
 def _version() -> str:
     return str(transformers.__version__)
+
+
+def add_lora(model: nn.Module, options: LoraOptions, seed: int) -> nn.Module:
+    """The model with a fresh adapter, the same on every rank; everything else is frozen."""
+    from peft import LoraConfig, get_peft_model  # noqa: PLC0415 - optional, and slow to import
+
+    settings = LoraConfig(
+        # Beside the adapter peft trains and saves the whole head of a model that scores.
+        task_type="SEQ_CLS" if is_reward_model(model) else "CAUSAL_LM",
+        r=options.rank,
+        lora_alpha=options.alpha,  # type: ignore[arg-type]  # peft divides it by the rank
+        lora_dropout=options.dropout,
+        target_modules=options.targets or "all-linear",
+    )
+    head = _name_of_head(model)
+    try:
+        with quiet(), torch.random.fork_rng():
+            torch.manual_seed(seed)
+            adapted: Any = get_peft_model(model, settings, autocast_adapter_dtype=False)
+    except ValueError as error:
+        raise UsageError(
+            f"lora.targets: {options.targets or 'all-linear'} cannot be adapted "
+            f"({first_line(error)}). Name layers of this model, or leave lora.targets empty."
+        ) from error
+    if head in adapted.base_model.targeted_module_names:
+        raise UsageError(
+            f"lora.targets: {options.targets} includes the output layer {head}, whose adapter the "
+            "fused log-prob head would pass by. Leave it out."
+        )
+    trainable: nn.Module = adapted
+    return trainable
+
+
+def merged(model: Any) -> nn.Module:
+    """The plain model, its adapter added to the weights."""
+    with quiet():
+        plain: nn.Module = model.merge_and_unload()
+    return plain
+
+
+def _name_of_head(model: Any) -> str:
+    layer = model.get_output_embeddings()
+    return next((name for name, module in model.named_modules() if module is layer), "")
+
+
+VALUE_HEAD = "value_head"  # what the policy calls it, and the file it is saved in
+SCORES = "ForSequenceClassification"  # how transformers names models that score texts
+
+
+class ScalarHead(nn.Linear):
+    """A projection to one number, computed in float32 whatever the weights are in.
+
+    It has to be called: ZeRO-3 gathers a module's weight around its call and nowhere else.
+    """
+
+    def forward(self, states: Tensor) -> Tensor:
+        """(..., 1) float32 of `states` (..., hidden)."""
+        bias = None if self.bias is None else self.bias.float()
+        return linear(states.float(), self.weight.float(), bias)
+
+
+def is_reward_model(model: Any) -> bool:
+    """Whether a transformers model scores texts."""
+    return type(model).__name__.endswith(SCORES)
+
+
+def value_head(model: Any) -> ScalarHead:
+    """A value for each of a causal model's last hidden states, in the model's dtype.
+
+    It begins at zero: no value is better than another one drawn at random, every rank has the same,
+    and the first steps do not pull at the policy's states.
+    """
+    output = model.get_output_embeddings()
+    config = model.config.get_text_config(decoder=True)
+    width = output.in_features if isinstance(output, nn.Linear) else config.hidden_size
+    device = model.get_input_embeddings().weight.device
+    head = ScalarHead(width, 1, device=device, dtype=model.dtype)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
+from ...schemas.config import LoraOptions, ModelOptions, TrainOptions
 from ...schemas.errors import UsageError
+from ...schemas.methods import Head
 from ...schemas.rows import Tree
-from .adapter import add_lora, merged
-from .dropout import turn_dropout_off
-from .head import call_head_for_logps
-from .load import first_line, load_model
-from .logps import ScoringPath, branch_answers, causal_model, input_device
-from .probe import choose_path
-from .reward_model import load_reward_model
-from .scalar import value_head
-from .scores import choose_layout, tree_scores
-from .trees import single_branches, tree_batch
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ...schemas.config import LoraOptions, ModelOptions, TrainOptions
-    from ...schemas.methods import Head
+from .fused_head import call_head_for_logps
+from .load import add_lora, first_line, load_model, merged, value_head
+from .logprobs import ScoringPath, branch_answers, causal_model, choose_path, input_device
+from .reward_model import choose_layout, load_reward_model, tree_scores
+from .tree_attention import single_branches, tree_batch
 
 _ONE_TOKEN = np.zeros(1, np.int32)
 # What a rank with nothing to do runs, because under ZeRO-3 its peers wait for its collectives.
@@ -122,3 +115,22 @@ class Policy(nn.Module):
         """The parameters that learn, as the model names them."""
         named = self.model.named_parameters()
         return tuple(name for name, parameter in named if parameter.requires_grad)
+
+
+RANDOM = ("drop", "jitter")  # as in attention_dropout, resid_pdrop, layerdrop, router_jitter_noise
+
+
+def turn_dropout_off(model: nn.Module) -> None:
+    """Sets every probability to zero, where modules keep it and where they may read it."""
+    for module in model.modules():
+        if isinstance(module, _DropoutNd):
+            module.p = 0.0
+        _set_to_zero(module)
+        if (config := getattr(module, "config", None)) is not None:
+            _set_to_zero(config)
+
+
+def _set_to_zero(owner: Any) -> None:
+    for name, value in list(vars(owner).items()):
+        if isinstance(value, float) and any(word in name for word in RANDOM):
+            setattr(owner, name, 0.0)

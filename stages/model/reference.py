@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import nn
 from transformers import AutoModelForCausalLM
 
-from ...schemas.reference import OutOfMemory
+from ...schemas.config import ModelOptions
+from ...schemas.rows import OutOfMemory, Tree
 from .fingerprint import (
     UNUSED_WEIGHTS,
     ModelFiles,
@@ -19,22 +25,10 @@ from .fingerprint import (
     config_digest,
     weights_digest,
 )
-from .float32 import held_in_float32
 from .folder_check import require_adapter
-from .head import HEAD_VERSION
+from .fused_head import HEAD_VERSION
 from .load import Resolved, load_causal_lm, resolve, unused_weights
-from .logps import ScoringPath, tree_logps
-from .probe import choose_path
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    import numpy as np
-    from numpy.typing import NDArray
-    from torch import nn
-
-    from ...schemas.config import ModelOptions
-    from ...schemas.rows import Tree
+from .logprobs import ScoringPath, choose_path, tree_logps
 
 
 class HfReference:
@@ -167,3 +161,22 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
 
 def _major_minor(package: str) -> str:
     return ".".join(version(package).split(".")[:2])
+
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@contextmanager
+def held_in_float32(model: nn.Module) -> Iterator[None]:
+    """Widens every half-precision weight inside; after it the very same tensors are back."""
+    every = chain(model.parameters(), model.buffers())
+    halves = [tensor for tensor in every if tensor.dtype in HALVES]
+    # Kept rather than cast back: putting them back needs no memory, so it cannot fail.
+    kept = [tensor.data for tensor in halves]
+    try:
+        for tensor in halves:
+            tensor.data = tensor.data.float()
+        yield
+    finally:
+        for tensor, before in zip(halves, kept, strict=True):
+            tensor.data = before

@@ -1,23 +1,38 @@
-"""Loads what a reward model begins as: a language model's layers under a head for one score."""
+"""Reward models: a language model's layers under a head for one score, of a branch's last token."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from ...schemas.config import ModelOptions
 from ...schemas.errors import UsageError
-from .adapter import merged
+from ...schemas.rows import Tree
 from .fingerprint import model_config
-from .load import first_line, load_model, quiet
-from .scalar import SCORES, ScalarHead
-
-if TYPE_CHECKING:
-    from ...schemas.config import ModelOptions
+from .load import SCORES, ScalarHead, first_line, load_model, merged, quiet
+from .logprobs import (
+    PATHS,
+    TOLERANCE,
+    ScoringPath,
+    announced,
+    causal_model,
+    input_device,
+    last_states,
+    probe_trees,
+    reason,
+    those_of,
+)
+from .reference import HfReference, TreeScorer
+from .tree_attention import TreeBatch, single_branches, tree_batch
 
 _ONE_LABEL = {"id2label": {0: "score"}, "label2id": {"score": 0}}
 
@@ -114,3 +129,114 @@ def _padding_token(folder: str, config: Any) -> int:
         f"{folder}: neither the tokenizer nor the config names a padding token or an EOS, and "
         "transformers cannot tell where a text in a batch ends. Set pad_token_id in config.json."
     )
+
+
+SCORE_VERSION = "score-1 float32"
+
+
+class HfReward(HfReference):
+    """A Hugging Face folder of a sequence-classification model with one label."""
+
+    _kind = AutoModelForSequenceClassification
+
+    def identity(self) -> Mapping[str, str]:
+        """As of a reference, but that other numbers come out of it."""
+        architectures = model_config(self.options.path).get("architectures") or [""]
+        if not str(architectures[0]).endswith(SCORES):
+            raise UsageError(
+                f"{self.options.path} is no reward model: its config.json names "
+                f"{architectures[0] or 'no architecture'}. Train one by `align train --method "
+                "reward`, or name a sequence-classification model."
+            )
+        return {**super().identity(), "numerics.head": SCORE_VERSION}
+
+    def open(self) -> RewardScorer:
+        """Loads the weights and chooses how to score with them."""
+        files = self._files
+        model = load_reward_model(self.options, seed=0).eval().requires_grad_(False)
+        scorer = RewardScorer(model, files)
+        files.require_unchanged()
+        return scorer
+
+
+class RewardScorer(TreeScorer):
+    """Scores trees with a loaded reward model."""
+
+    def _choose(self, model: nn.Module) -> ScoringPath:
+        return choose_layout(model)
+
+    def _numbers(self, trees: Sequence[Tree]) -> torch.Tensor:
+        """Nothing until the last token of a branch, and there its score: (T,) float32."""
+        scores = tree_scores(self.model, trees, self.path)
+        lengths = [len(branch) for tree in trees for branch in tree.branches]
+        numbers = scores.new_zeros(sum(lengths))
+        numbers[np.cumsum(lengths) - 1] = scores
+        return numbers
+
+
+LAYOUTS = tuple(replace(path, head="score") for path in PATHS if path.head == "fused")
+
+
+def tree_scores(model: nn.Module, trees: Sequence[Tree], path: ScoringPath) -> Tensor:
+    """Scores in the order tree, branch, by one pass of the model: (branches,) float32."""
+    rows = single_branches(trees) if path.layout == "plain" else trees
+    inner: Any = causal_model(model)
+    batch = tree_batch(rows, input_device(model), packed=path.layout == "packed")
+    places = _last_places(rows, batch, inner.config.pad_token_id)
+    states = last_states(inner, batch, path)
+    scores: Tensor = inner.score(states[torch.from_numpy(places).to(states.device)])
+    return scores.squeeze(1)
+
+
+def choose_layout(model: nn.Module) -> ScoringPath:
+    """The fastest way to lay trees out that agrees with the model's own scores of seeded rows."""
+    inner: Any = causal_model(model)
+    trees = probe_trees(inner.config)
+    expected = torch.cat([_own_score(inner, tree) for tree in single_branches(trees)])
+    allowed = TOLERANCE[inner.dtype] * max(1.0, float(expected.abs().max()))
+    refused: list[str] = []
+    for path in those_of(LAYOUTS, model):
+        difference = _difference(model, trees, expected, path)
+        if isinstance(difference, float) and difference <= allowed:
+            return announced(replace(path, worst_difference=difference), refused)
+        refused.append(f"{path.layout} rows: {reason(difference)}")
+    raise UsageError(
+        f"{type(inner).__name__} scores otherwise than by its last hidden states "
+        f"({'; '.join(refused)}). Use another model for rewards."
+    )
+
+
+def _last_places(trees: Sequence[Tree], batch: TreeBatch, pad: int) -> np.ndarray:
+    """Where each branch is scored, in (rows * length).
+
+    That is its last token that is not the padding token, because transformers finds a text's end
+    so: where a tokenizer pads with its EOS, a score is that of the token before it.
+    """
+    places = []
+    for tree, (start, fork, *stops) in zip(trees, batch.edges, strict=True):
+        for branch, (begin, _) in zip(tree.branches, pairwise((fork, *stops)), strict=True):
+            if (kept := np.flatnonzero(branch != pad)).size:
+                places.append(begin + kept[-1])
+            else:
+                before = np.flatnonzero(tree.prompt != pad)
+                places.append(start + (before[-1] if before.size else 0))
+    return np.array(places, np.int64)
+
+
+def _own_score(model: Any, tree: Tree) -> Tensor:
+    """The definition: what others get who load the model."""
+    tokens = np.concatenate([tree.prompt, *tree.branches]).astype(np.int64)
+    token_ids = torch.from_numpy(tokens)[None].to(input_device(model))
+    scores: Tensor = model(input_ids=token_ids).logits[:, 0]
+    return scores.float()
+
+
+def _difference(
+    model: nn.Module, trees: list[Tree], expected: Tensor, path: ScoringPath
+) -> float | Exception:
+    """The worst branch's distance from the definition, or why it cannot be had."""
+    try:
+        scores = tree_scores(model, trees, path)
+    except Exception as error:  # model code refuses a mask in any way it likes
+        return error
+    return float((scores - expected).abs().max())

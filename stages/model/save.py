@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors.torch import save
+from torch import Tensor, nn
 
-from .adapter import merged
-from .load import load_model, quiet, with_adapter
-from .logps import causal_model
+from ...schemas.config import ModelOptions
+from .load import VALUE_HEAD, is_reward_model, load_model, merged, quiet, with_adapter
+from .logprobs import causal_model
 from .reward_model import load_reward_model
-from .scalar import VALUE_HEAD, is_reward_model
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-
-    from torch import Tensor, nn
-
-    from ...schemas.config import ModelOptions
 
 # What makes a folder of weights a model that can be talked to, beside config.json.
 COMPANIONS = (

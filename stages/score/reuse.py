@@ -5,27 +5,20 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ...schemas.cache import Commit
 from ...schemas.errors import CorruptionError, StorageError, UsageError
-from ...schemas.ragged import Ragged
+from ...schemas.rows import Ragged, RowBlock, ScoredBlock
+from ..storage.cache_folder import CacheFolder
 from ..storage.shards import read_shard
-from ..storage.verify import check_shard
+from ..storage.verify_cache import check_shard
 from .score import KnownScores
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from numpy.typing import NDArray
-
-    from ...schemas.manifest import Commit
-    from ...schemas.rows import RowBlock
-    from ...schemas.shards import ScoredBlock
-    from ..storage.layout import CacheFolder
 
 SHARDS_KEPT_OPEN = 4
 

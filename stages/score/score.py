@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ...schemas.ragged import Ragged, offsets_of
-from ...schemas.reference import OutOfMemory
-from ...schemas.rows import Rejected, Role, Tree
-from ...schemas.shards import ScoredBlock
-from .again import score_again
-from .alike import first_alike, prompt_numbers
-from .plan import TreeCost, TreePlan, plan_batches, plan_trees
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from numpy.typing import NDArray
-
-    from ...schemas.reference import Scorer
-    from ...schemas.rows import RowBlock
+from ...schemas.rows import (
+    OutOfMemory,
+    Ragged,
+    Rejected,
+    Role,
+    RowBlock,
+    ScoredBlock,
+    Scorer,
+    Tree,
+    offsets_of,
+)
+from .batch_plan import TreeCost, TreePlan, plan_batches, plan_trees
 
 logger = logging.getLogger("align")
 
@@ -266,3 +265,36 @@ def _sums(token_logps: Ragged) -> NDArray[np.float64]:
             token_logps.values.astype(np.float64), token_logps.offsets[:-1]
         )
     return sums
+
+
+def first_alike(rows: RowBlock, branches: NDArray[np.int64]) -> NDArray[np.int64]:
+    """For each of `branches`, the first of them with its prompt and completion."""
+    lengths = rows.completions.lengths[branches]
+    prompts = prompt_numbers(rows)[rows.row_of_branch[branches]]
+    # Few share a prompt and a length: only their ids are worth a look.
+    pairs = prompts * (lengths.max(initial=0) + 1) + lengths
+    _, kind, counts = np.unique(pairs, return_inverse=True, return_counts=True)
+    first = branches.copy()
+    seen: dict[tuple[int, bytes], int] = {}
+    for place in np.flatnonzero(counts[kind] > 1).tolist():
+        branch = int(branches[place])
+        ids = rows.completions[branch].tobytes()
+        first[place] = seen.setdefault((int(prompts[place]), ids), branch)
+    return first
+
+
+def prompt_numbers(rows: RowBlock) -> NDArray[np.int64]:
+    """Numbers the prompts by their ids: one prompt may have several, and two may have the same."""
+    seen: dict[bytes, int] = {}
+    numbers = (seen.setdefault(ids.tobytes(), len(seen)) for ids in rows.prompts)
+    return np.fromiter(numbers, dtype=np.int64, count=len(rows))
+
+
+def score_again(trees: Sequence[Tree], scorer: Scorer) -> list[NDArray[np.float32]]:
+    """Scores each tree by itself in float32; NaN where there is no room for that."""
+    scores = [np.full(sum(map(len, tree.branches)), np.nan, np.float32) for tree in trees]
+    with suppress(OutOfMemory), scorer.in_float32():
+        for place, tree in enumerate(trees):
+            with suppress(OutOfMemory):
+                scores[place] = scorer.score([tree])
+    return scores

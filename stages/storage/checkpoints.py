@@ -2,30 +2,45 @@
 
 Every rank writes into one draft folder and vouches for its own files; rank 0 compares what is
 there with what was vouched for, adds the record, and gives the folder its name.
+
+To go on from: the one that `latest` names if it is whole, else the newest whole one. One rank
+chooses for all: ranks that looked for themselves could find different ones. The newest few stay,
+the best one, and always the one that `latest` names.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import NoReturn
 
 from ... import __version__
-from ...schemas.checkpoint import FORMAT_VERSION, Checkpoint, CheckpointFile, RankFiles, Saved
-from ...schemas.codec import digest_of, to_json
-from ...schemas.errors import AlignError, StorageError
+from ...schemas.checkpoint import (
+    FORMAT_VERSION,
+    Checkpoint,
+    CheckpointFile,
+    Chosen,
+    Peers,
+    Position,
+    RankFiles,
+    Retention,
+    Saved,
+)
+from ...schemas.errors import AlignError, CorruptionError, FingerprintError, StorageError
+from ...schemas.json_codec import digest_of, from_json, to_json, version_in
 from . import fs
 from .failpoints import reach
-from .retention import empty_trash, prune
-from .run_folder import RECORD_NAME, trash_name
+from .run_folder import RECORD_NAME, STEP_NAME, TRASH_NAME, RunFolder, trash_name
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-    from pathlib import Path
-
-    from ...schemas.checkpoint import Peers, Position, Retention
-    from .run_folder import RunFolder
+logger = logging.getLogger("align")
 
 
 def save_checkpoint(
@@ -133,3 +148,228 @@ def _abandon(folder: RunFolder, draft: Path) -> None:
         if draft.exists():
             fs.rename(draft, trash_name(draft))
         empty_trash(folder)
+
+
+def choose_checkpoint(folder: RunFolder) -> Chosen | None:
+    """Reads every byte of the newest checkpoint, and of older ones as long as it is damaged."""
+    set_aside: list[str] = []
+    for step in _in_order(folder):
+        path = folder.step(step)
+        try:
+            checkpoint = verify_checkpoint(path)
+        except CorruptionError as error:
+            bad = path.with_name(f".bad-{path.name}-{secrets.token_hex(4)}")
+            fs.rename(path, bad)
+            logger.warning("%s It is now called %s; an older one is tried.", error, bad.name)
+            set_aside.append(bad.name)
+            continue
+        return Chosen(checkpoint, tuple(set_aside))
+    return None
+
+
+def verify_checkpoint(path: Path) -> Checkpoint:
+    """The record of a checkpoint that is whole; CorruptionError where a byte or a file is not."""
+    checkpoint = read_checkpoint(path)
+    missing = {file.path: file for file in checkpoint.files}
+    for folder, folders, names, descriptor in os.fwalk(path, onerror=_cannot_list):
+        prefix = PurePosixPath(Path(folder).relative_to(path).as_posix())
+        for name in [*names, *(name for name in folders if _is_link(name, descriptor))]:
+            relative = str(prefix / name)
+            if relative == RECORD_NAME:
+                continue
+            if relative not in missing:
+                raise _damaged(path, f"{relative!r} is no file of it")
+            _check(path, descriptor, name, missing.pop(relative))
+    if missing:
+        raise _damaged(path, f"{next(iter(missing))} is missing")
+    return checkpoint
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """What a checkpoint says about itself; its files are not looked at."""
+    try:
+        text = fs.read_bytes(path / RECORD_NAME)
+    except StorageError as error:
+        raise _damaged(path, f"{RECORD_NAME} cannot be read: {error.__cause__}") from error
+    _refuse_another_format(text, path)
+    try:
+        checkpoint = from_json(Checkpoint, text)
+        is_ours = to_json(checkpoint).encode() == text
+    except ValueError as error:
+        raise _damaged(path, str(error)) from error
+    if not is_ours or checkpoint.digest != digest_of(checkpoint, "digest"):
+        raise _damaged(path, f"{RECORD_NAME} was edited")
+    name = STEP_NAME.fullmatch(path.name)
+    if name is None or int(name[1]) != checkpoint.position.global_step:
+        raise _damaged(path, f"it is of step {checkpoint.position.global_step}")
+    paths = [file.path for file in checkpoint.files]
+    if paths != sorted(set(paths)) or not all(map(_is_plain, paths)):
+        raise _damaged(path, f"{RECORD_NAME} names files that cannot be")
+    return checkpoint
+
+
+def latest_step(folder: RunFolder) -> int | None:
+    """The step that `latest` names, whether it is there or not."""
+    try:
+        text = fs.read_bytes(folder.latest).decode("ascii", "replace")
+    except StorageError:
+        return None
+    name = STEP_NAME.fullmatch(text.strip())
+    return int(name[1]) if name else None
+
+
+def _in_order(folder: RunFolder) -> list[int]:
+    steps = folder.steps()[::-1]
+    named = latest_step(folder)
+    if named in steps:
+        return [named, *(step for step in steps if step != named)]
+    if steps:
+        logger.warning("%s names no checkpoint that is there; the newest is tried.", folder.latest)
+    return steps
+
+
+def _check(path: Path, descriptor: int, name: str, expected: CheckpointFile) -> None:
+    try:
+        source = fs.open_regular(Path(name), folder=descriptor)
+    except StorageError as error:
+        raise _damaged(path, f"{expected.path} cannot be opened: {error.__cause__}") from error
+    with source:
+        found = os.fstat(source.fileno()).st_size
+        if found != expected.bytes:
+            raise _damaged(path, f"{expected.path} has {found} bytes, not {expected.bytes}")
+        if fs.sha256_of_open(source, path / expected.path) != expected.sha256:
+            raise _damaged(path, f"{expected.path} is not what was written (sha256 differs)")
+
+
+def _is_link(name: str, descriptor: int) -> bool:
+    return stat.S_ISLNK(os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode)
+
+
+def _is_plain(path: str) -> bool:
+    """Whether a path stays inside its folder on every system."""
+    parts = path.split("/")
+    return not {"", ".", ".."} & {*parts} and path.isprintable() and "\\" not in path
+
+
+def _refuse_another_format(text: bytes, path: Path) -> None:
+    version = version_in(text)
+    if version is not None and version != FORMAT_VERSION:
+        newer_or_older = "a newer" if version > FORMAT_VERSION else "the older"
+        raise FingerprintError(
+            f"{path} has format version {version}; this align goes on from {FORMAT_VERSION} only. "
+            f"Install {newer_or_older} align, or begin a new run in another --output."
+        )
+
+
+def _cannot_list(error: OSError) -> NoReturn:
+    raise CorruptionError(f"{error.filename} cannot be listed: {error.strerror}.") from error
+
+
+def _damaged(path: Path, why: str) -> CorruptionError:
+    return CorruptionError(f"The checkpoint {path} is damaged: {why}.")
+
+
+# A metric with one of these between its slashes is best where it is lowest.
+LOWEST = frozenset({"loss", "nll", "kl", "rejected", "grad_norm", "errors"})
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What makes a checkpoint the best."""
+
+    metric: str
+    is_lowest: bool
+
+
+def wanted(best: str) -> Wanted:
+    """Reads `eval/loss`; with a leading - the lowest value is the best, with + the highest."""
+    metric = best.lstrip("+-")
+    if metric != best:
+        return Wanted(metric, best.startswith("-"))
+    return Wanted(metric, not LOWEST.isdisjoint(metric.split("/")))
+
+
+def prune(folder: RunFolder, retention: Retention, *, newest: int) -> None:
+    """Removes what is not kept, later steps than the newest included: they are another future."""
+    reach("prune.started")
+    kept = kept_steps(folder, retention, newest=newest)
+    for step in folder.steps():
+        if step not in kept:
+            # Renamed first: a half-removed folder must not look like a checkpoint.
+            fs.rename(folder.step(step), trash_name(folder.step(step)))
+    empty_trash(folder)
+    reach("prune.done")
+
+
+def empty_trash(folder: RunFolder) -> None:
+    """Removes for good what was renamed to be removed."""
+    # First the renames: nothing is emptied whose old name may come back.
+    fs.fsync_folder(folder.checkpoints)
+    reach("prune.forgotten")
+    for path in sorted(folder.checkpoints.iterdir()):
+        if TRASH_NAME.fullmatch(path.name):
+            fs.remove_tree(path)
+
+
+def kept_steps(folder: RunFolder, retention: Retention, *, newest: int) -> set[int]:
+    """The steps whose checkpoints stay."""
+    past = [step for step in folder.steps() if step <= newest]
+    kept = {*past[-retention.keep_last :], newest}
+    named = latest_step(folder)
+    if named is not None:
+        kept.add(named)
+    best = _best(folder, past, retention.best) if retention.best else None
+    return kept if best is None else kept | {best}
+
+
+def _best(folder: RunFolder, steps: list[int], best: str) -> int | None:
+    """The earliest step with the best value; None where no checkpoint has one."""
+    sought = wanted(best)
+    metric, sign = sought.metric, 1.0 if sought.is_lowest else -1.0
+    values = {step: value for step in steps if (value := _value(folder, step, metric)) is not None}
+    return min(values, key=lambda step: (sign * values[step], step), default=None)
+
+
+def _value(folder: RunFolder, step: int, metric: str) -> float | None:
+    try:
+        return read_checkpoint(folder.step(step)).position.metrics.get(metric)
+    except (CorruptionError, FingerprintError, StorageError):
+        return None
+
+
+def credit(
+    folder: RunFolder,
+    step: int,
+    metrics: Mapping[str, float],
+    *,
+    journal: CheckpointFile,
+    run_id: str,
+    retention: Retention,
+) -> None:
+    """Adds to what a checkpoint says was measured there; one rank does this.
+
+    It vouches for the journal as it is by then, with the line of what was measured.
+    """
+    known = read_checkpoint(folder.step(step))
+    finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+    position = dataclasses.replace(
+        known.position,
+        metrics={**known.position.metrics, **finite},
+        journal=journal,
+    )
+    _replace(folder, dataclasses.replace(known, position=position), run_id)
+    # A process that was killed may have left a `latest` that a power loss takes back.
+    fs.fsync_folder(folder.checkpoints)
+    prune(folder, retention, newest=step)
+
+
+def _replace(folder: RunFolder, unsigned: Checkpoint, run_id: str) -> None:
+    step = unsigned.position.global_step
+    record = dataclasses.replace(unsigned, digest=digest_of(unsigned, "digest"))
+    # Not beside the old one: a draft that stays behind would be a file the checkpoint has not.
+    draft = folder.draft(step, run_id)
+    fs.make_folder(draft)
+    fs.write_new(draft / RECORD_NAME, to_json(record).encode())
+    fs.rename(draft / RECORD_NAME, folder.step(step) / RECORD_NAME)
+    # Not synced: a run that goes on from a checkpoint without its evaluation makes it again.
+    fs.remove_folder(draft)

@@ -1,4 +1,7 @@
-"""How a unit is finished: its shard made durable first, then one commit that names it."""
+"""How a unit is finished: its shard made durable first, then one commit that names it.
+
+Rejected rows go to the quarantine: where each stood and why it cannot be used.
+"""
 
 from __future__ import annotations
 
@@ -6,30 +9,24 @@ import dataclasses
 import logging
 import math
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
-from ...schemas.codec import digest_of, from_json, to_json
+from ...schemas.cache import Commit, FileEntry
 from ...schemas.errors import CorruptionError, NonFiniteError, StorageError
-from ...schemas.manifest import Commit
+from ...schemas.json_codec import digest_of, from_json, to_json
+from ...schemas.rows import Rejected, ScoredBlock
 from . import fs
-from .arrow import flattened, numpy_of
+from .cache_folder import COMMIT_NAME, WorkFolder, part_name
 from .failpoints import reach
-from .layout import COMMIT_NAME, part_name
-from .quarantine import write_quarantine
+from .shard_columns import flattened, ids_digest, numpy_of, row_ids, schema_of
 from .shards import group_bounds, open_shard, write_shard
-from .tables import ids_digest, row_ids, schema_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from ...schemas.manifest import FileEntry
-    from ...schemas.rows import Rejected
-    from ...schemas.shards import ScoredBlock
-    from .layout import WorkFolder
 
 logger = logging.getLogger("align")
 
@@ -230,3 +227,64 @@ def _damaged(path: Path, why: str) -> CorruptionError:
     return CorruptionError(
         f"{path} is damaged: {why}. Remove this file and run the same command again."
     )
+
+
+SCHEMA = pa.schema(
+    [
+        pa.field("file", pa.string(), nullable=False),
+        pa.field("file_name", pa.string(), nullable=False),
+        pa.field("row", pa.int64(), nullable=False),
+        pa.field("reason", pa.string(), nullable=False),
+        pa.field("detail", pa.string(), nullable=False),
+    ]
+)
+
+
+def write_quarantine(
+    work: WorkFolder,
+    run_id: str,
+    part: int,
+    rejected: Sequence[Rejected],
+    input_names: Mapping[int, str],
+) -> FileEntry:
+    """Stores rejected rows durably; the plan or a commit names the file that is returned."""
+    draft = work.new_draft(run_id, f"quarantine-{part:08d}")
+    folder = work.cache.quarantine
+    fs.make_folder(folder)
+    fs.fsync_folder(folder.parent)
+    try:
+        _write(draft, rejected, input_names)
+        sha256 = fs.sha256_of(draft)
+        fs.fsync(draft)
+        size = draft.stat().st_size
+        fs.rename(draft, folder / part_name(part, sha256))
+    except BaseException:
+        fs.discard(draft)
+        raise
+    fs.fsync_folder(folder)
+    reach("quarantine.written")
+    return FileEntry(f"{folder.name}/{part_name(part, sha256)}", size, sha256, len(rejected))
+
+
+def _write(draft: Path, rejected: Sequence[Rejected], input_names: Mapping[int, str]) -> None:
+    columns = [
+        pa.array([f"{row.file:016x}" for row in rejected], pa.string()),
+        pa.array([_printable(input_names[row.file]) for row in rejected], pa.string()),
+        pa.array([row.row for row in rejected], pa.int64()),
+        pa.array([row.reason for row in rejected], pa.string()),
+        pa.array([_printable(row.detail) for row in rejected], pa.string()),
+    ]
+    table = pa.Table.from_arrays(columns, schema=SCHEMA)
+    with fs.create(draft) as sink:
+        pq.write_table(
+            table,
+            sink,
+            compression="zstd",
+            compression_level=1,
+            use_dictionary=["file", "file_name", "reason"],
+            write_page_checksum=True,
+        )
+
+
+def _printable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -14,18 +14,16 @@ import re
 import secrets
 import shutil
 import stat
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from ...schemas.errors import AlignError, StorageError, UsageError
+from ...schemas.errors import AlignError, StorageError, UsageError, told
 from .failpoints import reach
-from .refusals import told
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
     from _typeshed import ReadableBuffer
 
 T = TypeVar("T")

@@ -14,8 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol, Self
 
-from ...schemas.codec import CodecError, from_json, to_json
 from ...schemas.errors import LockedError
+from ...schemas.json_codec import CodecError, from_json, to_json
 from . import fs
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ...schemas.errors import CorruptionError
+from ...schemas.errors import CorruptionError, storage_error
+from ...schemas.rows import RowBlock, ScoredBlock
 from . import fs
-from .refusals import storage_error
-from .tables import read_block, to_table
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
-    from ...schemas.rows import RowBlock
-    from ...schemas.shards import ScoredBlock
+from .shard_columns import read_block, to_table
 
 ROWS_PER_GROUP = 512
 TOKENS_PER_GROUP = 512 * 1024

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from ... import __version__
 from ...schemas.config import TrackingOptions
+from ...schemas.errors import Interrupted
 from ...schemas.safe_text import redacted
-from ...schemas.tracking import DatasetNote, MetricPoint, ModelLink
-from .guard import Guard
-from .mlflow_store import GOES_ON_TAG, KEY_TAG, MlflowStore
-from .names import MAX_PARAM, key_of, shortened
-from .null_run import NullRun
-from .unended import Note
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
-
-    from ...schemas.tracking import Run, Status
+from .journal import (
+    MAX_PARAM,
+    DatasetNote,
+    MetricPoint,
+    ModelLink,
+    NullRun,
+    Run,
+    Status,
+    key_of,
+    shortened,
+)
+from .mlflow_client import GOES_ON_TAG, KEY_TAG, MlflowStore
+from .outbox import Guard, Note
 
 DEFAULT_URI = "sqlite:///mlflow.db"
 
@@ -160,3 +164,33 @@ def sorted_out(
     fresh = {name: value for name, value in values.items() if name not in known}
     changed = {f"changed.{k}": v for k, v in values.items() if known.get(k, v) != v}
     return fresh, changed
+
+
+@contextmanager
+def recorded(
+    options: TrackingOptions, stage: str, *, is_recorded: bool, note: Path | None = None
+) -> Iterator[Run]:
+    """Opens a run in the tracking store, or one that records nothing.
+
+    Whoever owns the folder of `note` learns from it which run of this kind was killed there.
+    """
+    run = _open(options, stage, note) if is_recorded and options.mlflow else NullRun()
+    try:
+        yield run
+    except (Interrupted, KeyboardInterrupt):
+        run.finish("KILLED")
+        raise
+    except BaseException:
+        run.finish("FAILED")
+        raise
+    run.finish("FINISHED")
+
+
+def settle(options: TrackingOptions, note: Path) -> None:
+    """Tells the tracking store the end of a run that was killed; the folder has to be owned."""
+    if options.mlflow and note.exists():
+        settle_noted(options, note)
+
+
+def _open(options: TrackingOptions, stage: str, note: Path | None) -> Run:
+    return open_run(options, name=stage, tags={"align.stage": stage}, note=note)

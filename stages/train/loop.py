@@ -4,36 +4,24 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, Protocol
+from functools import partial
+from typing import Literal, Protocol
 
-from ...schemas.batches import Cursor
-from ...schemas.errors import NonFiniteError
-from ..methods.recipe import LOSS
+import torch
+
+from ...schemas.batches import Cursor, Engine, Judged, MicroBatch, StepBatch, StepSize
+from ...schemas.config import TrainOptions
+from ...schemas.errors import AlignError, CorruptionError, NonFiniteError
+from ...schemas.methods import Step
+from ..methods.recipe import LOSS, Memory, Recipe
 from ..storage.failpoints import reach
-from ..tracking.names import EVAL
-from .evaluation import asks_first, evaluate, whole_step
-from .memory import peak_mib
-from .muster import Muster
-from .schedule import learning_rate
-from .step import reported, train_step
-from .sums import added, finite
-from .witness import Witness
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from contextlib import AbstractContextManager
-
-    from ...schemas.batches import StepBatch, StepSize
-    from ...schemas.config import TrainOptions
-    from ...schemas.engine import Engine
-    from ...schemas.evaluation import Judged
-    from ...schemas.methods import Step
-    from ..methods.recipe import Memory, Recipe
-    from .meter import Meter
-    from .step import StepResult
-    from .sums import Totals
+from ..tracking.journal import EVAL
+from .evaluation import Witness, asks_first, evaluate, whole_step
+from .step import StepResult, Totals, added, finite, learning_rate, reported, train_step
+from .throughput import Meter, peak_mib
 
 Ending = Literal["finished", "signal", "time"]
 Sign = Literal["signal", "time", "save"]  # before a batch: to stop, or only to save
@@ -280,3 +268,56 @@ class Loop:
     def _is_due(self, step: int, every: int) -> bool:
         """Every so many steps, and at the end."""
         return step >= self.total_steps or (bool(every) and step % every == 0)
+
+
+class Muster:
+    """Batches until there are no more, or until some rank has a reason to stop."""
+
+    def __init__(
+        self, engine: Engine, batches: Iterator[StepBatch], meter: Meter, halts: Halts
+    ) -> None:
+        self._next = partial(next_batch, engine, batches, meter, halts)
+        self.halted: Ending | None = None
+        self.is_save_due = False
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        return self
+
+    def __next__(self) -> StepBatch:
+        batch, sign = self._next()
+        self.is_save_due = sign == "save"
+        self.halted = None if sign == "save" else sign
+        if batch is None or self.halted:
+            raise StopIteration
+        return batch
+
+
+def next_batch(
+    engine: Engine, batches: Iterator[StepBatch], meter: Meter, halts: Halts
+) -> tuple[StepBatch | None, Sign | None]:
+    """The next batch, if there is one, and whether some rank has a reason to stop or save first."""
+    failure: AlignError | None = None
+    batch: StepBatch | None = None
+    with meter.waiting():
+        try:
+            batch = next(batches, None)
+        except AlignError as error:
+            failure = error
+    own = _tokens(batch.own + batch.mismatched, meter.pads) if batch else (0, 0)
+    signs = [failure is not None, halts.signalled(), halts.is_late(), halts.saving.is_due(), *own]
+    failed, signalled, late, save, tokens, padded = engine.total(
+        torch.tensor(signs, dtype=torch.float64)
+    ).tolist()
+    if failure or failed:
+        raise failure or CorruptionError("Another rank could not read its rows; it says which.")
+    if batch is None:
+        return None, None
+    meter.runs(tokens=int(tokens), padded=int(padded))
+    return batch, "signal" if signalled else "time" if late else "save" if save else None
+
+
+def _tokens(batches: tuple[MicroBatch, ...], pads: bool) -> tuple[int, int]:
+    """Tokens run by this rank, without and with padding."""
+    sizes = [[tree.num_tokens for tree in batch.trees] for batch in batches if batch.trees]
+    tokens = sum(map(sum, sizes))
+    return tokens, sum(len(one) * max(one) for one in sizes) if pads else tokens

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from ..methods.recipe import LOSS
+from ...schemas.batches import Engine, MicroBatch, StepBatch
+from ...schemas.config import TrainOptions
+from ...schemas.methods import Branches, Step, Tokens
+from ..methods.modifiers import sums_of
+from ..methods.recipe import LOSS, Memory, Outcome, Recipe
 from ..methods.rewards import with_margin
 from ..storage.failpoints import reach
-from .forward import branches_of, step_of
-from .sums import Sums, means_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ...schemas.batches import MicroBatch, StepBatch
-    from ...schemas.engine import Engine
-    from ...schemas.methods import Step
-    from ..methods.recipe import Memory, Recipe
-    from .sums import Totals
 
 
 @dataclass(frozen=True)
@@ -95,3 +90,177 @@ def _draw(*parts: int) -> int:
     """A seed that depends on all parts and on nothing else."""
     text = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
+
+
+def branches_of(engine: Engine, recipe: Recipe, batch: MicroBatch) -> Branches:
+    """Runs the policy over a micro-batch."""
+    answers = {name: value.double() for name, value in engine.answers(batch.trees).items()}
+    counts = [len(branch) for tree in batch.trees for branch in tree.branches]
+    lengths = torch.tensor(counts, dtype=torch.int64, device=answers["logps"].device)
+    per_branch = recipe.head == "score"
+    logps = answers["logps"] if per_branch else sums_of(answers["logps"], lengths)
+    device = logps.device
+    sizes = torch.tensor([len(tree.branches) for tree in batch.trees], dtype=torch.int64)
+    return Branches(
+        logps=logps,
+        reference=torch.from_numpy(batch.reference).to(device),
+        num_tokens=lengths.double(),
+        roles=torch.from_numpy(batch.roles).to(device),
+        scores=torch.from_numpy(batch.scores).to(device, torch.float64),
+        rows=torch.arange(len(sizes)).repeat_interleave(sizes).to(device),
+        places=torch.from_numpy(batch.places).to(device),
+        tokens=None if per_branch else _tokens(recipe, batch, lengths, answers),
+        columns={
+            name: torch.from_numpy(values).to(device) for name, values in batch.carried.items()
+        },
+    )
+
+
+def step_of(engine: Engine, recipe: Recipe, batch: StepBatch) -> Step:
+    """What the micro-batches of a step have in common; asks the policy for it without gradients."""
+    return Step(
+        rows=batch.rows,
+        branches=batch.branches,
+        tokens=batch.tokens,
+        chosen_tokens=batch.chosen_tokens,
+        mismatched=_mismatched_ratios(engine, recipe, batch),
+        surveyed=_surveyed(engine, recipe, batch),
+    )
+
+
+@torch.no_grad()
+def _mismatched_ratios(engine: Engine, recipe: Recipe, batch: StepBatch) -> Tensor:
+    """Log-ratios of all mismatched branches of the step."""
+    if "mismatched" not in recipe.needs:
+        return torch.empty(0, dtype=torch.float64)
+    engine.learn_mode(dropout_seed=None)
+    found = [branches_of(engine, recipe, micro) for micro in batch.mismatched]
+    ratios = [recipe.ratios(branches) for branches in found]
+    joined = _in_step_order(engine, ratios, _places_of(found))
+    assert len(joined) == batch.mismatched_branches, "every mismatched branch is run once"
+    return joined
+
+
+@torch.no_grad()
+def _surveyed(engine: Engine, recipe: Recipe, batch: StepBatch) -> dict[str, Tensor]:
+    """What the recipe asks of every own branch of the step before any loss."""
+    if not recipe.surveys:
+        return {}
+    engine.learn_mode(dropout_seed=None)
+    found = [branches_of(engine, recipe, micro) for micro in batch.own]
+    values = [recipe.survey(branches) for branches in found]
+    places = _places_of(found)
+    return {
+        name: _in_step_order(engine, [value[name] for value in values], places)
+        for name in values[0]
+    }
+
+
+def _in_step_order(engine: Engine, values: list[Tensor], places: list[Tensor]) -> Tensor:
+    """Joins values of all micro-batches and ranks in the step's own order.
+
+    So what is computed of them is the same to the last bit however the step was dealt.
+    """
+    joined = engine.gathered(torch.cat(values))
+    return joined[torch.argsort(engine.gathered(torch.cat(places)))]
+
+
+def _places_of(found: list[Branches]) -> list[Tensor]:
+    places = [branches.places for branches in found]
+    return [place.double() for place in places if place is not None]
+
+
+def _tokens(
+    recipe: Recipe, batch: MicroBatch, lengths: Tensor, answers: dict[str, Tensor]
+) -> Tokens:
+    reference = None
+    if "token_reference" in recipe.needs:
+        assert batch.reference_tokens is not None, "the gate asks for a cache that keeps them"
+        reference = torch.from_numpy(batch.reference_tokens.values).to(answers["logps"])
+    return Tokens(
+        counts=lengths,
+        logps=answers["logps"],
+        reference=reference,
+        values=answers.get("values"),
+        purity=answers.get("purity"),
+    )
+
+
+Totals = dict[str, tuple[float, ...]]  # by name: the sum of all values, how many there were
+
+
+class Sums:
+    """Per name, the total of all values and how many there were."""
+
+    def __init__(self) -> None:
+        self._totals: dict[str, Tensor] = {}  # each (2,) float64: total, count
+
+    def add(self, values: Mapping[str, Tensor]) -> None:
+        """Adds every value of each name; a name with no value is known all the same."""
+        for name, given in values.items():
+            exact = given.detach().double()
+            self._add(name, exact.sum(), exact.numel())
+
+    def add_outcome(self, outcome: Outcome) -> None:
+        """Adds what one micro-batch gave."""
+        for name, part in outcome.totals.items():
+            self._add(name, part.total.double(), part.count)
+        self.add(outcome.metrics)
+
+    def _add(self, name: str, total: Tensor, count: float) -> None:
+        added = torch.stack([total, total.new_tensor(count)])
+        self._totals[name] = self._totals.get(name, torch.zeros_like(added)) + added
+
+    def totals(self, engine: Engine) -> Totals:
+        """Over all ranks; names without a value are left out.
+
+        Every rank has the same names: a method reports the same whatever it is given.
+        """
+        names = sorted(self._totals)
+        if not names:
+            return {}
+        reduced = engine.total(torch.stack([self._totals[name] for name in names])).tolist()
+        pairs = zip(names, reduced, strict=True)
+        return {name: (total, count) for name, (total, count) in pairs if count}
+
+
+def means_of(totals: Totals) -> dict[str, float]:
+    """Each total divided by its count."""
+    return {name: total / count for name, (total, count) in totals.items()}
+
+
+def added(some: Totals, others: Totals) -> Totals:
+    """Both taken together, name by name."""
+    none = (0.0, 0.0)
+    sums: Totals = {}
+    for name in {**some, **others}:
+        (total, count), (more, again) = some.get(name, none), others.get(name, none)
+        sums[name] = (total + more, count + again)
+    return sums
+
+
+def finite(totals: Totals) -> Totals:
+    """Those that can be added to others without spoiling them."""
+    return {name: one for name, one in totals.items() if math.isfinite(one[0])}
+
+
+def learning_rate(step: int, total_steps: int, options: TrainOptions) -> float:
+    """The rate of the `step`-th update (from 0): a straight rise, then the chosen fall."""
+    rise = warmup_steps(total_steps, options)
+    if step < rise:
+        return options.lr * (step + 1) / rise
+    done = (step - rise) / max(1, total_steps - rise)
+    floor = options.min_lr
+    if options.schedule == "constant":
+        return options.lr
+    if options.schedule == "linear":
+        return options.lr * max(floor, 1 - (1 - floor) * done)
+    return options.lr * (floor + (1 - floor) * (1 + math.cos(math.pi * min(1.0, done))) / 2)
+
+
+def warmup_steps(total_steps: int, options: TrainOptions) -> int:
+    """Below 1 `warmup` is a share of all steps, from 1 on a number of them."""
+    if options.warmup < 1:
+        # Rounded first: 0.07 * 100 is a little above 7 in floating point.
+        return math.ceil(round(options.warmup * total_steps, 6))
+    return round(options.warmup)

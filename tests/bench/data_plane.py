@@ -47,7 +47,7 @@ def measure(rows: int) -> dict[str, int]:
 
     own_process([])  # as the command does before anything else
     from align.pipeline.precompute import precompute
-    from align.pipeline.units import Worker
+    from align.pipeline.scoring_worker import Worker
     from align.schemas.config import (
         CacheOptions,
         Config,
@@ -55,9 +55,9 @@ def measure(rows: int) -> dict[str, int]:
         ModelOptions,
         TrackingOptions,
     )
-    from align.stages.tracking.console import make_progress
-    from align.stages.world.stub import StubReference
-    from align.stages.world.tokenizer import make_tokenizer
+    from align.stages.demo.tiny_world import make_tokenizer
+    from align.stages.tracking.progress import make_progress
+    from support.stub_reference import StubReference
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

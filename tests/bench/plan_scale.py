@@ -13,11 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from align.schemas.engine import World
-from align.schemas.ragged import offsets_of
-from align.stages.feed.row_table import RowTable
-from align.stages.feed.settings import FeedSettings
-from align.stages.feed.steps import Pass, StepPlan, training_pass
+from align.schemas.batches import World
+from align.schemas.rows import offsets_of
+from align.stages.feed.cache_index import RowTable
+from align.stages.feed.step_plan import FeedSettings, Pass, StepPlan, training_pass
 
 ROWS_PER_GROUP = 512
 CHUNK = 1 << 20

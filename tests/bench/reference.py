@@ -148,7 +148,7 @@ def measure_align(folder):
 
     own_process([])  # as the command does before anything else
     from align.pipeline.precompute import precompute
-    from align.pipeline.units import Worker
+    from align.pipeline.scoring_worker import Worker
     from align.schemas.config import (
         CacheOptions,
         Config,
@@ -157,7 +157,7 @@ def measure_align(folder):
         TrackingOptions,
     )
     from align.stages.model.reference import HfReference
-    from align.stages.tracking.console import make_progress
+    from align.stages.tracking.progress import make_progress
 
     model = ModelOptions(path=str(folder / "model"))
     with tempfile.TemporaryDirectory() as output:

@@ -30,7 +30,7 @@ def main() -> None:
 
 def measure(folder: Path) -> None:
     from align.schemas.batches import Cursor
-    from align.stages.feed.stream import stream
+    from align.stages.feed.loader import stream
     from support.shard_cache import cache_under, opened, settings_of
 
     started = time.perf_counter()

@@ -13,8 +13,8 @@ from trl import DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
-from align.stages.methods.labelled import with_margin
 from align.stages.methods.modifiers import Modifiers
+from align.stages.methods.rewards import with_margin
 from align.stages.methods.table import METHODS, options_of
 from support.method_steps import random_branches, reordered, take
 

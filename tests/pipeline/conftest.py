@@ -14,7 +14,7 @@ from align.schemas.config import (
     TokenOptions,
     TrackingOptions,
 )
-from align.stages.world.data import make_data
+from align.stages.demo.preferences import make_data
 from support.mlflow_server import serving
 from support.stage_one import contents, run
 from support.trainings import KILLED

@@ -10,12 +10,12 @@ import pytest
 from align.pipeline.verify import verify
 from align.schemas.config import ModelOptions
 from align.schemas.errors import CorruptionError
-from align.stages.report.summary import summarize
-from align.stages.report.tables import render
-from align.stages.storage.layout import CacheFolder
-from align.stages.world.stub import StubReference
+from align.stages.report.cache_summary import summarize
+from align.stages.report.cache_tables import render
+from align.stages.storage.cache_folder import CacheFolder
 from support.faulty_scorer import Faulty
 from support.stage_one import contents, run
+from support.stub_reference import StubReference
 
 NOTE = "completions_scored_again_alone_in_float32"
 

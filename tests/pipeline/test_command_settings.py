@@ -9,14 +9,7 @@ import pytest
 from typer.main import get_command
 
 from align import cli
-from align.pipeline.flag_names import (
-    INSTEAD,
-    PRECOMPUTE_FLAGS,
-    READS,
-    SCORE_FLAGS,
-    TRAIN_FLAGS,
-    reads,
-)
+from align.pipeline.flags import INSTEAD, PRECOMPUTE_FLAGS, READS, SCORE_FLAGS, TRAIN_FLAGS, reads
 from align.pipeline.settings import flatten, load_settings
 from align.pipeline.training_job import open_training
 from align.schemas.config import Config

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from align.schemas.errors import AlignError
-from align.stages.storage.layout import CacheFolder
+from align.stages.storage.cache_folder import CacheFolder
 from support.flips import flips
 from support.stage_one import child, contents, run
 

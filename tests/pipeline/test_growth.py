@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from align.schemas.config import DataOptions
-from align.stages.storage.layout import CacheFolder
-from align.stages.storage.manifest import load_manifest
+from align.stages.storage.cache_folder import CacheFolder
+from align.stages.storage.manifest_file import load_manifest
 from support.command import align, refusal
 from support.stage_one import child, contents, run
 from support.trainings import KILLED, learned, weights

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from align.schemas.errors import UsageError
+from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.failpoints import OF_A_CACHE
-from align.stages.storage.layout import CacheFolder
-from align.stages.storage.manifest import load_manifest
+from align.stages.storage.manifest_file import load_manifest
 from support.stage_one import child, contents, run
 
 SEED = int(os.environ.get("ALIGN_TEST_SEED", "20"))

@@ -11,11 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from align.schemas.errors import BadDataError, NonFiniteError
-from align.schemas.reference import OutOfMemory
-from align.stages.storage.layout import CacheFolder
-from align.stages.storage.verify import verify_cache
-from align.stages.world.stub import StubReference
+from align.schemas.rows import OutOfMemory
+from align.stages.storage.cache_folder import CacheFolder
+from align.stages.storage.verify_cache import verify_cache
 from support.stage_one import contents, run
+from support.stub_reference import StubReference
 
 
 @dataclass(frozen=True)

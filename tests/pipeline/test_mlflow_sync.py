@@ -8,14 +8,13 @@ import pytest
 
 from align.pipeline.mlflow_sync import own_options, sync_run
 from align.schemas.checkpoint import Ending, RunIdentity
-from align.schemas.codec import to_signed_json
 from align.schemas.config import TrackingOptions
 from align.schemas.errors import CorruptionError, LockedError, StorageError, UsageError
-from align.stages.storage.ending import write_ending
+from align.schemas.json_codec import to_signed_json
 from align.stages.storage.locks import owner_lock
-from align.stages.storage.run_folder import RunFolder
-from align.stages.tracking import delivery, jsonl, ledger, mlflow_store, sender, training_run
-from align.stages.tracking.ledger import load_ledger
+from align.stages.storage.run_folder import RunFolder, write_ending
+from align.stages.tracking import delivery, journal, journaled_run, mlflow_client, outbox
+from align.stages.tracking.outbox import load_ledger
 from support.mlflow_runs import open_store
 from support.tracked_training import (
     STEPS,
@@ -46,9 +45,9 @@ def silent():
 
 def held_nothing_up(entered):
     """No step asked the store, waited for the thread that does, or took what that one holds."""
-    of_the_thread = {module.__name__ for module in (delivery, ledger, mlflow_store, sender)}
+    of_the_thread = {module.__name__ for module in (delivery, outbox, mlflow_client)}
     libraries = {"http", "mlflow", "queue", "requests", "socket", "sqlalchemy", "threading"}
-    assert jsonl.__name__ in entered
+    assert journal.__name__ in entered
     assert not entered & of_the_thread
     assert not {name.partition(".")[0] for name in entered} & (libraries | {"urllib3"})
 
@@ -136,7 +135,7 @@ def test_a_server_that_answers_500_learns_all_later(tmp_path, mlflow_server, cap
 def test_a_server_that_dies_on_the_way_learns_only_the_rest(
     tmp_path, mlflow_server, caplog, monkeypatch
 ):
-    monkeypatch.setattr(sender, "SECONDS_PER_TICK", 0.05)
+    monkeypatch.setattr(delivery, "SECONDS_PER_TICK", 0.05)
     folder = run_folder(tmp_path)
     run = begin(folder, mlflow_server.uri)
     wait_for(lambda: run.run_id)
@@ -153,8 +152,8 @@ def test_a_server_that_dies_on_the_way_learns_only_the_rest(
 def test_a_server_that_comes_back_is_told_what_it_missed(
     tmp_path, mlflow_server, caplog, monkeypatch
 ):
-    monkeypatch.setattr(sender, "SECONDS_PER_TICK", 0.05)
-    monkeypatch.setattr(sender, "RETRY_SECONDS", 0.2)
+    monkeypatch.setattr(delivery, "SECONDS_PER_TICK", 0.05)
+    monkeypatch.setattr(delivery, "RETRY_SECONDS", 0.2)
     folder = run_folder(tmp_path)
     run = begin(folder, mlflow_server.uri)
     wait_for(lambda: run.run_id)
@@ -168,7 +167,7 @@ def test_a_server_that_comes_back_is_told_what_it_missed(
 
 
 def test_a_slow_server_holds_nothing_up(tmp_path, mlflow_server, monkeypatch):
-    monkeypatch.setitem(training_run.PATIENCE_SECONDS, "FINISHED", 1.0)
+    monkeypatch.setitem(journaled_run.PATIENCE_SECONDS, "FINISHED", 1.0)
     folder = run_folder(tmp_path)
     mlflow_server.slow_down(2)
     run = begin(folder, mlflow_server.uri)

@@ -13,10 +13,10 @@ from transformers import AutoTokenizer
 from align.schemas.config import DataOptions, ModelOptions, TokenOptions
 from align.schemas.errors import FingerprintError
 from align.schemas.rows import Role
-from align.stages.feed.reading import Reading
-from align.stages.feed.source import open_source
-from align.stages.storage.layout import CacheFolder
-from align.stages.storage.manifest import load_manifest
+from align.stages.feed.conversions import Reading
+from align.stages.feed.train_source import open_source
+from align.stages.storage.cache_folder import CacheFolder
+from align.stages.storage.manifest_file import load_manifest
 from support.stage_one import run
 
 PROMPTS = 40

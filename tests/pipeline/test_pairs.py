@@ -11,9 +11,9 @@ from transformers import AutoTokenizer
 
 from align.schemas.config import DataOptions, TokenOptions
 from align.schemas.rows import Role
-from align.stages.storage.layout import CacheFolder
-from align.stages.storage.manifest import load_manifest
-from align.stages.world.preferences import draw_preferences, transcript
+from align.stages.demo.preferences import draw_preferences, transcript
+from align.stages.storage.cache_folder import CacheFolder
+from align.stages.storage.manifest_file import load_manifest
 from support.stage_one import contents, run
 
 SHAPES = ("paired", "paired_chat", "unpaired", "unpaired_chat", "scored", "scored_long")

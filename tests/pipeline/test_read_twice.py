@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from align.pipeline.precompute import precompute
-from align.pipeline.rewards import rewards_from_model
-from align.pipeline.units import Worker
+from align.pipeline.score_rewards import rewards_from_model
+from align.pipeline.scoring_worker import Worker
 from align.schemas.config import DataOptions, ModelOptions
 from align.schemas.errors import FingerprintError
 from align.stages.model.reference import HfReference
-from align.stages.storage.layout import CacheFolder
-from align.stages.storage.manifest import load_manifest
-from align.stages.world.stub import StubReference
+from align.stages.storage.cache_folder import CacheFolder
+from align.stages.storage.manifest_file import load_manifest
 from support.stage_one import Silent
+from support.stub_reference import StubReference
 
 
 class Meddling(Silent):

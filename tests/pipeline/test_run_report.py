@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pyarrow.parquet as pq
 import pytest
 
-from align.pipeline.run_identity import signed
+from align.pipeline.resume import signed
 from align.pipeline.run_report import write_report
 from align.schemas.errors import UsageError
 from align.stages.storage.run_folder import RunFolder

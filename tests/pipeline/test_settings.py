@@ -11,8 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from align.pipeline.flags import parse_map
-from align.pipeline.settings import as_absolute, as_yaml, flatten, load_settings, template
-from align.pipeline.strict_yaml import from_yaml
+from align.pipeline.settings import (
+    as_absolute,
+    as_yaml,
+    flatten,
+    from_yaml,
+    load_settings,
+    template,
+)
 from align.schemas.config import Config
 from align.schemas.errors import AlignError, UsageError
 from support.command import align, refusal

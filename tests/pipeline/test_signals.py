@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from align.pipeline.units import Worker
+from align.pipeline.scoring_worker import Worker
 from align.schemas.config import DataOptions
 from align.schemas.errors import Interrupted
 from support.stage_one import Gate, child, contents, run

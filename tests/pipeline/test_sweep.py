@@ -5,14 +5,13 @@ import re
 
 import pytest
 
-from align.pipeline.journal import history_of
 from align.pipeline.mlflow_sync import sync_run
+from align.pipeline.run_report import history_of
 from align.pipeline.trials import trials_of, varied_by
 from align.schemas.config import TrackingOptions
 from align.schemas.errors import UsageError
-from align.stages.storage.layout import CacheFolder
-from align.stages.storage.manifest import load_manifest
-from align.stages.storage.places import OutputFolder
+from align.stages.storage.cache_folder import CacheFolder, OutputFolder
+from align.stages.storage.manifest_file import load_manifest
 from support.command import align, refusal
 from support.mlflow_runs import open_store
 from support.trainings import KILLED

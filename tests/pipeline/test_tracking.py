@@ -11,12 +11,12 @@ import pytest
 from align.pipeline.mlflow_sync import sync_run
 from align.schemas.config import DataOptions, TrackingOptions
 from align.schemas.errors import BadDataError, Interrupted, UsageError
+from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.fs import sha256_of
-from align.stages.storage.layout import CacheFolder
-from align.stages.tracking.mlflow_store import MlflowStore
-from align.stages.world.stub import StubReference
+from align.stages.tracking.mlflow_client import MlflowStore
 from support.mlflow_runs import open_store, the_run
 from support.stage_one import child, contents, run
+from support.stub_reference import StubReference
 
 
 @pytest.fixture

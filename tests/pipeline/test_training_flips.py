@@ -9,13 +9,11 @@ import shutil
 
 import pytest
 
-from align.pipeline.resuming import require_same_engine_file, require_whole_records
-from align.pipeline.run_identity import run_settings
+from align.pipeline.resume import require_same_engine_file, require_whole_records, run_settings
 from align.schemas.errors import CorruptionError, FingerprintError
-from align.stages.storage.ending import read_ending
-from align.stages.storage.restore import choose_checkpoint, read_checkpoint
-from align.stages.storage.run_folder import RECORD_NAME, RunFolder
-from align.stages.tracking.ledger import load_ledger
+from align.stages.storage.checkpoints import choose_checkpoint, read_checkpoint
+from align.stages.storage.run_folder import RECORD_NAME, RunFolder, read_ending
+from align.stages.tracking.outbox import load_ledger
 
 SEED = 20
 

@@ -9,9 +9,9 @@ import pytest
 from align.pipeline.settings import load_settings
 from align.schemas.config import CacheOptions, ModelOptions, TrackingOptions
 from align.stages.model.reference import HfReference
-from align.stages.world.stub import StubReference
 from support import stage_one
 from support.command import refusal
+from support.stub_reference import StubReference
 
 
 @pytest.fixture

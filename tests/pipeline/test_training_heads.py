@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from align.pipeline.precompute import precompute
+from align.pipeline.scoring_worker import Worker
 from align.pipeline.train import run_training
-from align.pipeline.units import Worker
 from align.schemas.config import (
     CacheOptions,
     Config,

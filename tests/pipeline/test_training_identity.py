@@ -7,11 +7,10 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from align.schemas.codec import digest_of, to_json
-from align.stages.storage.ending import read_ending
-from align.stages.storage.restore import read_checkpoint
-from align.stages.storage.run_folder import RECORD_NAME, RunFolder
-from align.stages.tracking.ledger import load_ledger
+from align.schemas.json_codec import digest_of, to_json
+from align.stages.storage.checkpoints import read_checkpoint
+from align.stages.storage.run_folder import RECORD_NAME, RunFolder, read_ending
+from align.stages.tracking.outbox import load_ledger
 from support.command import align, refusal
 from support.trainings import KILLED, contents, learned, refused, weights
 

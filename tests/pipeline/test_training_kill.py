@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from align.stages.storage.restore import choose_checkpoint
+from align.stages.storage.checkpoints import choose_checkpoint
 from align.stages.storage.run_folder import RunFolder
 from support.trainings import KILLED, learned, weights
 

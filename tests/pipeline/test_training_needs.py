@@ -8,14 +8,14 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
-from align.pipeline.resuming import require_same_settings
+from align.pipeline.resume import require_same_settings
 from align.pipeline.settings import as_absolute, load_settings
 from align.pipeline.train import open_session
 from align.pipeline.training_job import open_training
 from align.schemas.errors import FingerprintError, UsageError
 from align.schemas.rows import Role
-from align.stages.engine.launch import joined_world
-from align.stages.feed.source import open_source
+from align.stages.engine.distributed import joined_world
+from align.stages.feed.train_source import open_source
 from support.command import refusal
 from support.stage_one import Silent
 from support.training_world import job_of

@@ -9,12 +9,12 @@ import sys
 
 import pytest
 
-from align.pipeline import room
+from align.pipeline import checkpointer
 from align.pipeline.train import open_session
 from align.schemas.errors import StorageError
-from align.stages.engine.launch import joined_world
+from align.stages.engine.distributed import joined_world
 from align.stages.storage import fs
-from align.stages.storage.restore import read_checkpoint
+from align.stages.storage.checkpoints import read_checkpoint
 from support.stage_one import Silent
 from support.training_world import job_of, learn
 
@@ -31,7 +31,7 @@ def test_what_a_first_checkpoint_needs_is_known_before_it_is_there(
     job = job_of(training_world.pairs, "dpo", dtype=dtype, deepspeed=deepspeed, max_steps=1)
     with joined_world() as world:
         session, _ = learn(job, world)  # the moments are made in the first step
-        expected = room.checkpoint_bytes(session, prepared_run)
+        expected = checkpointer.checkpoint_bytes(session, prepared_run)
         session.engine.save_state(prepared_run.draft(0, "run"))
     written = sum(path.stat().st_size for path in prepared_run.root.rglob("*") if path.is_file())
     assert 0.7 * written < expected <= written
@@ -42,14 +42,17 @@ def test_too_little_room_is_refused_and_scarce_room_is_told_of(
 ):
     with joined_world() as world:
         session = open_session(job_of(training_world.pairs, "dpo"), world, Silent())
-        checkpoint, model = room.checkpoint_bytes(session, prepared_run), room.model_bytes(session)
+        checkpoint, model = (
+            checkpointer.checkpoint_bytes(session, prepared_run),
+            checkpointer.model_bytes(session),
+        )
         assert checkpoint == 3 * model  # a weight and its two moments
 
         def with_free(free):
             monkeypatch.setattr(fs, "free_bytes", lambda _: free)
             caplog.clear()
             with caplog.at_level(logging.WARNING, logger="align"):
-                room.require_room(session, prepared_run)
+                checkpointer.require_room(session, prepared_run)
             return caplog.text
 
         # Two are kept by default, and a third is whole before the first is removed.
@@ -57,10 +60,10 @@ def test_too_little_room_is_refused_and_scarce_room_is_told_of(
         assert "3 checkpoints (train.keep_last, and one that" in with_free(3 * checkpoint)
         with pytest.raises(StorageError, match=r"a checkpoint needs about .* Free some space"):
             with_free(checkpoint + model - 1)
-        assert room.lack_of_room(session, prepared_run) == ""
+        assert checkpointer.lack_of_room(session, prepared_run) == ""
         monkeypatch.setattr(fs, "free_bytes", lambda _: model - 1)
         with pytest.raises(StorageError, match=r"model: about .* the checkpoint is kept"):
-            room.require_room_for_model(session, prepared_run)
+            checkpointer.require_room_for_model(session, prepared_run)
 
 
 def may_mount():

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from align.stages.storage.ending import read_ending
 from align.stages.storage.locks import owner_lock
-from align.stages.storage.run_folder import RunFolder
+from align.stages.storage.run_folder import RunFolder, read_ending
 from support.command import start
 from support.tracked_training import run_of
 from support.trainings import learned, weights

@@ -7,11 +7,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from align.pipeline.plain_text import decoder
+from align.schemas.cache import Stop, Stops
 from align.schemas.config import DataOptions, ModelOptions, TokenOptions
 from align.schemas.rows import Role
-from align.schemas.stops import Stop, Stops
-from align.stages.prepare.tokenizer import load_tokenizer
+from align.stages.data.tokenizer import decoder, load_tokenizer
 from support.byte_tokenizers import FAMILIES, byte_tokenizer
 from support.stage_one import run
 

@@ -7,7 +7,7 @@ from multiprocessing.connection import wait
 
 import pytest
 
-from align.pipeline.units import Worker
+from align.pipeline.scoring_worker import Worker
 from support.stage_one import Gate, child, contents, run
 
 

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from align.schemas.ragged import Ragged
+from align.schemas.rows import Ragged
 
 LISTS = st.lists(st.lists(st.integers(0, 99), max_size=5), max_size=8)
 

@@ -5,7 +5,7 @@ import pytest
 def one_rank():
     """This process, as a world of one rank."""
     # It imports torch, which most of these tests do without.
-    from align.stages.engine.launch import joined_world  # noqa: PLC0415
+    from align.stages.engine.distributed import joined_world  # noqa: PLC0415
 
     with joined_world() as world:
         yield world

@@ -7,11 +7,9 @@ from align.schemas.batches import Cursor
 from align.schemas.checkpoint import CheckpointFile, Peers, Position, Retention, RunIdentity
 from align.schemas.errors import StorageError
 from align.stages.storage import fs
-from align.stages.storage.checkpoints import save_checkpoint
-from align.stages.storage.credit import credit
-from align.stages.storage.final_model import save_model
+from align.stages.storage.checkpoints import choose_checkpoint, credit, save_checkpoint
 from align.stages.storage.locks import owner_lock
-from align.stages.storage.restore import choose_checkpoint
+from align.stages.storage.run_folder import save_model
 
 JOURNAL = CheckpointFile("metrics.jsonl", 3, "0" * 64)
 KEEP = Retention(keep_last=2, best="eval/loss")

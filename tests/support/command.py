@@ -11,7 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 from align import cli
-from align.pipeline.halting import STOPS
+from align.pipeline.signals import STOPS
 
 
 @dataclass(frozen=True)

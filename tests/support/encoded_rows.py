@@ -4,11 +4,9 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
+from align.schemas.row_keys import EncodedChunk, EncodedRecord, key_rows
 from align.schemas.rows import Record, Role
-from align.stages.prepare.encode import EncodedRecord
-from align.stages.prepare.keyed import key_rows
-from align.stages.prepare.ring import Intake, collect_runs, merge_runs
-from align.stages.prepare.workers import EncodedChunk
+from align.stages.pairing.ring import Intake, collect_runs, merge_runs
 
 
 class Plain(NamedTuple):

@@ -18,7 +18,7 @@ import torch
 from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
 from align.schemas.errors import StorageError
 from align.stages.engine.deepspeed_engine import open_engine
-from align.stages.engine.launch import joined_world
+from align.stages.engine.distributed import joined_world
 from align.stages.model.policy import load_policy
 from support.tiny_policy import WIDTH, TinyPolicy, some_trees
 

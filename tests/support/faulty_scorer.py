@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from align.schemas.reference import OutOfMemory
-from align.stages.world.stub import StubReference
+from align.schemas.rows import OutOfMemory
+from support.stub_reference import StubReference
 
 STUB = StubReference().open()
 

@@ -1,7 +1,7 @@
 """The fused head, asked as tests ask it."""
 
-from align.stages.model.head import fused_rows
-from align.stages.model.tiles import OutputHead
+from align.stages.model.fused_head import fused_rows
+from align.stages.model.head_tiles import OutputHead
 
 
 def fused_logps(hidden, weight, bias, targets, spec, room=None):

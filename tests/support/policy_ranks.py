@@ -11,12 +11,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from align.schemas.config import LoraOptions, TrainOptions
 from align.schemas.rows import Tree
+from align.stages.engine.deepspeed_compat import deepspeed
 from align.stages.engine.deepspeed_engine import open_engine
-from align.stages.engine.launch import joined_world
-from align.stages.engine.quiet import deepspeed
-from align.stages.model.adapter import add_lora
+from align.stages.engine.distributed import joined_world
+from align.stages.model.load import ScalarHead, add_lora
 from align.stages.model.policy import Policy
-from align.stages.model.scalar import ScalarHead
 
 VOCABULARY, WIDTH = 1500, 16  # more than one tile of the head
 # Trees of each rank in each micro-batch; in one of them a rank has nothing to do.

@@ -5,17 +5,15 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from align.schemas.engine import World
-from align.schemas.ragged import Ragged, offsets_of
-from align.schemas.rows import PromptKeys, Role, RowBlock
-from align.schemas.shards import ScoredBlock
-from align.stages.feed.feed import CacheFeed
-from align.stages.feed.reading import Reading
-from align.stages.feed.row_table import RowTable
-from align.stages.feed.settings import FeedSettings
-from align.stages.feed.source import open_source
+from align.schemas.batches import World
+from align.schemas.rows import PromptKeys, Ragged, Role, RowBlock, ScoredBlock, offsets_of
+from align.stages.feed.cache_index import RowTable
+from align.stages.feed.conversions import Reading
+from align.stages.feed.loader import CacheFeed
+from align.stages.feed.step_plan import FeedSettings
+from align.stages.feed.train_source import open_source
+from align.stages.storage.cache_folder import CacheFolder, part_name
 from align.stages.storage.fs import sha256_of
-from align.stages.storage.layout import CacheFolder, part_name
 from align.stages.storage.shards import write_shard
 
 PAIR = (Role.CHOSEN, Role.REJECTED)

@@ -9,20 +9,20 @@ import signal
 import sys
 import time
 
-from align.stages.engine import heartbeat, launch
-from align.stages.engine.peers import from_first, gathered
+from align.stages.engine import distributed
+from align.stages.engine.distributed import from_first, gathered
 
-heartbeat.BEAT_SECONDS, heartbeat.LOST_SECONDS = 0.1, 2.0
+distributed.BEAT_SECONDS, distributed.LOST_SECONDS = 0.1, 2.0
 
 
 def slow():
     """Longer than a lost rank is waited for."""
-    deadline = time.monotonic() + 2 * heartbeat.LOST_SECONDS
+    deadline = time.monotonic() + 2 * distributed.LOST_SECONDS
     while time.monotonic() < deadline:
         hashlib.sha256(bytes(1 << 22))
 
 
-with launch.joined_world() as here:
+with distributed.joined_world() as here:
     from_first(here, slow)
     sys.stdout.write("slow ranks are waited for\n")
     sys.stdout.flush()

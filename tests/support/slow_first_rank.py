@@ -4,10 +4,10 @@ import sys
 import time
 from datetime import timedelta
 
-from align.stages.engine import launch
-from align.stages.engine.peers import from_first, gathered, together
+from align.stages.engine import distributed
+from align.stages.engine.distributed import from_first, gathered, together
 
-launch.TIMEOUT = timedelta(seconds=2)
+distributed.TIMEOUT = timedelta(seconds=2)
 
 
 def slow(world):
@@ -16,7 +16,7 @@ def slow(world):
     return world.rank
 
 
-with launch.joined_world() as here:
+with distributed.joined_world() as here:
     assert from_first(here, lambda: slow(here)) == 0
     assert together(here, lambda: slow(here)) == here.rank
     assert gathered(here, here.rank) == [0, 1]

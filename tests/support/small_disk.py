@@ -8,12 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from align.schemas.codec import from_json
 from align.schemas.config import Config
 from align.schemas.errors import StorageError, UsageError
+from align.schemas.json_codec import from_json
 from align.stages.storage import fs
-from align.stages.storage.layout import CacheFolder
-from align.stages.storage.manifest import load_manifest
+from align.stages.storage.cache_folder import CacheFolder
+from align.stages.storage.manifest_file import load_manifest
 from support.stage_one import contents, run
 
 UNITS_BEFORE_IT_IS_FULL = 2

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 from align.pipeline.precompute import precompute
-from align.pipeline.units import Worker
+from align.pipeline.scoring_worker import Worker
 from align.schemas.errors import AlignError, Interrupted
-from align.stages.world.stub import StubReference
+from support.stub_reference import StubReference
 
 
 class Silent:
@@ -96,4 +96,4 @@ def _terminated(number, _):
 
 
 CHILDREN = multiprocessing.get_context("forkserver")
-CHILDREN.set_forkserver_preload(["align.pipeline.precompute", "align.stages.world.stub"])
+CHILDREN.set_forkserver_preload(["align.pipeline.precompute"])

@@ -6,7 +6,7 @@ import time
 
 from align.schemas.config import TrackingOptions
 from align.stages.storage.run_folder import RunFolder
-from align.stages.tracking.training_run import open_training_run
+from align.stages.tracking.journaled_run import open_training_run
 from support.mlflow_runs import open_store
 
 STEPS = 50

@@ -40,7 +40,7 @@ def import_everything():
     from transformers.models.llama import modeling_llama  # noqa: F401, PLC0415
 
     from align.pipeline import precompute, train, training_job  # noqa: F401, PLC0415
-    from align.stages.tracking import console  # noqa: F401, PLC0415
+    from align.stages.tracking import progress  # noqa: F401, PLC0415
 
 
 def answer(plain):

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from align.stages.engine.launch import joined_world
+from align.stages.engine.distributed import joined_world
 from align.stages.methods.table import METHODS as TABLE
 from support.training_trouble import KINDS, halts, nonfinite
 from support.training_world import START, facts, job_of, learn

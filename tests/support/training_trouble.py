@@ -8,11 +8,9 @@ import torch
 
 from align.pipeline.train import open_session
 from align.schemas.errors import CorruptionError, NonFiniteError
-from align.stages.train.evaluation import evaluate, whole_step
-from align.stages.train.loop import Halts, train
-from align.stages.train.meter import Meter
-from align.stages.train.muster import Muster, next_batch
-from align.stages.train.witness import Witness
+from align.stages.train.evaluation import Witness, evaluate, whole_step
+from align.stages.train.loop import Halts, Muster, next_batch, train
+from align.stages.train.throughput import Meter
 from support.stage_one import Silent
 from support.training_world import START, Told, job_of, loop_of
 

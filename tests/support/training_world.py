@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from align.pipeline.precompute import precompute
+from align.pipeline.scoring_worker import Worker
 from align.pipeline.settings import Settings
 from align.pipeline.train import open_session
 from align.pipeline.training_job import open_training
-from align.pipeline.units import Worker
 from align.schemas.batches import Cursor
 from align.schemas.config import (
     CacheOptions,
@@ -23,12 +23,11 @@ from align.schemas.config import (
     TrackingOptions,
     TrainOptions,
 )
+from align.stages.demo.preferences import draw_preferences, paired, unpaired
+from align.stages.demo.tiny_world import ModelShape, make_model
 from align.stages.model.reference import HfReference
 from align.stages.train.loop import Halts, Loop, Place, train
-from align.stages.train.meter import Meter
-from align.stages.world.model import ModelShape, make_model
-from align.stages.world.preferences import draw_preferences
-from align.stages.world.shapes import paired, unpaired
+from align.stages.train.throughput import Meter
 from support.stage_one import Silent
 
 SHAPE = ModelShape(hidden_size=32, layers=2, heads=2, key_value_heads=1, intermediate_size=48)

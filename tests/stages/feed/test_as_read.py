@@ -8,7 +8,7 @@ import pytest
 
 from align.schemas.batches import Cursor
 from align.schemas.rows import Role
-from align.stages.feed.reading import ScoreRules
+from align.stages.feed.conversions import ScoreRules
 from support.shard_cache import PAIR, block_of, feed_of, opened, write_cache
 from support.slow_reading import read_slowly
 

@@ -3,11 +3,9 @@
 import numpy as np
 import pytest
 
-from align.schemas.ragged import offsets_of
-from align.schemas.rows import Role
+from align.schemas.rows import Role, offsets_of
 from align.stages.feed import conversions
-from align.stages.feed.conversions import Own
-from align.stages.feed.reading import ScoreRules
+from align.stages.feed.conversions import Own, ScoreRules
 
 C, R, D, U, X, M = Role
 RULES = ScoreRules()

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from align.stages.feed.held_out import held_out
+from align.stages.feed.cache_index import held_out
 
 
 def keys(count, seed=0):

@@ -6,8 +6,8 @@ import pyarrow as pa
 import pytest
 
 from align.schemas.batches import Cursor
-from align.stages.feed.feed import CacheFeed
-from align.stages.feed.order import ROW_GROUPS_PER_WINDOW
+from align.stages.feed.epoch_order import ROW_GROUPS_PER_WINDOW
+from align.stages.feed.loader import CacheFeed
 from align.stages.storage.shards import read_shard
 from support.shard_cache import block_of, opened, settings_of, write_cache
 

@@ -3,7 +3,7 @@ import weakref
 
 import pytest
 
-from align.stages.feed.prefetch import Prefetch
+from align.stages.feed.loader import Prefetch
 
 
 class Item:

@@ -3,7 +3,7 @@
 import pytest
 
 from align.schemas.rows import Role
-from align.stages.methods.csft import CsftOptions, control_texts
+from align.stages.methods.sft import CsftOptions, control_texts
 from align.stages.methods.table import METHODS
 from support.method_steps import branches, take
 

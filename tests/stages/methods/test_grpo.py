@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from align.schemas.errors import UsageError
-from align.stages.methods.grpo import group_advantages
 from align.stages.methods.modifiers import Modifiers
+from align.stages.methods.policy_gradient import group_advantages
 from align.stages.methods.table import METHODS, options_of
 from support.method_steps import take
 from support.token_steps import Said, random_rows, rows_of, slopes_of

@@ -4,8 +4,7 @@ from types import SimpleNamespace
 import torch
 
 from align.schemas.rows import Role
-from align.stages.methods.labelled import labelled_of
-from align.stages.methods.rewards import RATIOS, reward_metrics, with_margin
+from align.stages.methods.rewards import RATIOS, labelled_of, reward_metrics, with_margin
 from support import method_steps
 
 

@@ -8,13 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from align.pipeline.needs import reading_of
+from align.pipeline.train_checks import reading_of
 from align.schemas.config import TrainOptions
 from align.schemas.errors import UsageError
 from align.schemas.rows import Role
 from align.stages.feed.conversions import CONVERSIONS, Own, StoredKind
 from align.stages.methods.modifiers import Modifiers
-from align.stages.methods.ppo import estimates_of, ppo
+from align.stages.methods.policy_gradient import estimates_of, ppo
 from align.stages.methods.recipe import Part, Recipe
 from align.stages.methods.table import METHODS, options_of, recipe_of
 from support.method_steps import step_of, surveyed_by, take

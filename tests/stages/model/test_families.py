@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from align.stages.model import pieces
-from align.stages.model.probe import PATHS
+from align.stages.model import tree_attention
+from align.stages.model.logprobs import PATHS
 from align.stages.model.reference import TreeScorer
 from support.families import (
     PLAIN_FAMILIES,
@@ -44,7 +44,7 @@ def test_a_family_without_trees_falls_back_and_says_so(name, caplog):
 @pytest.mark.parametrize("name", TREE_FAMILIES)
 def test_padded_trees_with_a_dense_mask_score_the_same(name, monkeypatch):
     without_packing = tuple(path for path in PATHS if path.layout != "packed")
-    monkeypatch.setattr("align.stages.model.probe.PATHS", without_packing)
+    monkeypatch.setattr("align.stages.model.logprobs.PATHS", without_packing)
     model = tiny_model(*TREE_FAMILIES[name])
     scorer = TreeScorer(deepcopy(model))
     assert (scorer.path.layout, scorer.path.head) == ("tree", "fused")
@@ -67,7 +67,7 @@ def test_half_precision_keeps_the_tree_and_the_fused_head(dtype):
 
 def test_a_window_cut_by_index_instead_of_position_would_be_noticed(monkeypatch, caplog):
     monkeypatch.setattr(
-        "align.stages.model.masks._within", lambda batch, window: torch.tensor(True)
+        "align.stages.model.tree_attention._within", lambda batch, window: torch.tensor(True)
     )
     scorer = TreeScorer(tiny_model("mistral", {"sliding_window": WINDOW}, "eager"))
     assert scorer.path.layout == "plain"
@@ -75,8 +75,10 @@ def test_a_window_cut_by_index_instead_of_position_would_be_noticed(monkeypatch,
 
 
 def test_a_packed_batch_without_its_window_would_be_noticed(monkeypatch):
-    template = pieces._template
-    monkeypatch.setattr(pieces, "_template", lambda prompt, rows, _: template(prompt, rows, None))
+    template = tree_attention._template
+    monkeypatch.setattr(
+        tree_attention, "_template", lambda prompt, rows, _: template(prompt, rows, None)
+    )
     scorer = TreeScorer(tiny_model("mistral", {"sliding_window": WINDOW}))
     assert scorer.path.layout == "tree"
 

@@ -7,10 +7,8 @@ import pytest
 import torch
 
 from align.schemas.config import ModelOptions
-from align.schemas.reference import OutOfMemory
-from align.schemas.rows import Tree
-from align.stages.model.float32 import held_in_float32
-from align.stages.model.reference import HfReference
+from align.schemas.rows import OutOfMemory, Tree
+from align.stages.model.reference import HfReference, held_in_float32
 
 TREE = Tree(np.array([3, 4, 5], np.int32), (np.array([6], np.int32), np.array([7, 8], np.int32)))
 

@@ -12,11 +12,11 @@ from peft import LoraConfig, get_peft_model
 
 from align.schemas.config import LoraOptions, ModelOptions, TokenOptions, TrainOptions
 from align.schemas.errors import UsageError
+from align.stages.data.tokenizer import load_tokenizer
 from align.stages.model.load import load_causal_lm
 from align.stages.model.policy import load_policy
 from align.stages.model.reference import HfReference
-from align.stages.model.rewarder import HfReward
-from align.stages.prepare.tokenizer import load_tokenizer
+from align.stages.model.reward_model import HfReward
 from support.command import align
 from support.families import tiny_model
 

@@ -9,7 +9,7 @@ from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
 from align.schemas.errors import UsageError
 from align.schemas.rows import Tree
 from align.stages.model.load import load_causal_lm
-from align.stages.model.logps import causal_model, tree_logps
+from align.stages.model.logprobs import causal_model, tree_logps
 from align.stages.model.policy import Policy, load_policy
 from align.stages.model.reference import HfReference
 from support.families import mixed_trees, tiny_model

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from align.stages.model.dropout import turn_dropout_off
-from align.stages.model.policy import Policy
+from align.stages.model.policy import Policy, turn_dropout_off
 from support.families import PLAIN_FAMILIES, TREE_FAMILIES, mixed_trees, tiny_model
 
 TREES = tuple(mixed_trees())

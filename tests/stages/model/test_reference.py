@@ -6,8 +6,7 @@ from safetensors.torch import load_file, save_file
 
 from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
-from align.schemas.reference import OutOfMemory
-from align.schemas.rows import Tree
+from align.schemas.rows import OutOfMemory, Tree
 from align.stages.model import reference as module
 from align.stages.model.load import load_causal_lm
 from align.stages.model.reference import HfReference, TreeScorer

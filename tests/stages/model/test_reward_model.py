@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
 from align.schemas.errors import UsageError
 from align.schemas.rows import Tree
-from align.stages.engine.weights import whole_weights
+from align.stages.engine.deepspeed_state import whole_weights
 from align.stages.model.load import load_causal_lm
 from align.stages.model.policy import load_policy
 from align.stages.model.save import save_adapter, save_merged, save_whole
@@ -237,7 +237,7 @@ def test_a_family_that_has_no_class_for_scores_is_refused(tmp_path):
 
 
 def test_a_model_that_scores_otherwise_is_refused(llama_folder, monkeypatch):
-    monkeypatch.setattr("align.stages.model.scores._own_score", lambda *_: torch.ones(1))
+    monkeypatch.setattr("align.stages.model.reward_model._own_score", lambda *_: torch.ones(1))
     with pytest.raises(UsageError, match="scores otherwise than by its last hidden states"):
         loaded(llama_folder)
 

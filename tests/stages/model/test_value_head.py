@@ -10,9 +10,8 @@ from torch import nn
 
 from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
 from align.schemas.errors import UsageError
-from align.stages.engine.weights import whole_weights
-from align.stages.model.dropout import turn_dropout_off
-from align.stages.model.policy import Policy, load_policy
+from align.stages.engine.deepspeed_state import whole_weights
+from align.stages.model.policy import Policy, load_policy, turn_dropout_off
 from align.stages.model.save import parted, save_value_head
 from support.branch_by_branch import (
     THREE_FAMILIES,

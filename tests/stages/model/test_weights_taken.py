@@ -16,7 +16,7 @@ from align.schemas.rows import Tree
 from align.stages.model.load import load_causal_lm, unused_weights
 from align.stages.model.policy import load_policy
 from align.stages.model.reference import HfReference, TreeScorer
-from align.stages.model.rewarder import HfReward
+from align.stages.model.reward_model import HfReward
 from support.families import PLAIN_FAMILIES, TREE_FAMILIES, tiny_model
 
 pytestmark = [  # peft's own, while it saves an adapter

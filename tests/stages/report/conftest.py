@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import pytest
 
-from align.schemas.manifest import FORMAT_VERSION, InputEntry, Plan
-from align.schemas.ragged import Ragged, offsets_of
-from align.schemas.rows import PromptKeys, Role, RowBlock
-from align.schemas.shards import ScoredBlock
+from align.schemas.cache import FORMAT_VERSION, InputEntry, Plan
+from align.schemas.rows import PromptKeys, Ragged, Role, RowBlock, ScoredBlock, offsets_of
+from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.commits import UnitFacts, commit_unit
-from align.stages.storage.layout import CacheFolder
-from align.stages.storage.manifest import build_manifest, write_manifest
+from align.stages.storage.manifest_file import build_manifest, write_manifest
 
 if TYPE_CHECKING:
     from pathlib import Path

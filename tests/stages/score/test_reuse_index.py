@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from align.schemas.shards import ScoredBlock
-from align.stages.prepare.keyed import key_rows
+from align.schemas.row_keys import key_rows
+from align.schemas.rows import ScoredBlock
 from align.stages.score.reuse import EarlierCache, ReuseIndex, branch_keys
+from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.commits import UnitFacts, commit_unit
-from align.stages.storage.layout import CacheFolder
 from support.encoded_rows import encoded
 
 LOWEST, HIGHEST = "0" * 16, "f" * 16

@@ -7,10 +7,8 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from align.schemas.ragged import Ragged
-from align.schemas.reference import OutOfMemory
-from align.schemas.rows import Rejected
-from align.stages.prepare.keyed import key_rows
+from align.schemas.row_keys import key_rows
+from align.schemas.rows import OutOfMemory, Ragged, Rejected
 from align.stages.score.score import KnownScores
 from support.encoded_rows import encoded
 from support.faulty_scorer import Faulty

@@ -9,24 +9,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from align.schemas.cache import FORMAT_VERSION, InputEntry, Plan
 from align.schemas.errors import AlignError
-from align.schemas.manifest import FORMAT_VERSION, InputEntry, Plan
-from align.schemas.ragged import Ragged, offsets_of
-from align.schemas.rows import PromptKeys, Rejected, RowBlock
-from align.schemas.shards import ScoredBlock
+from align.schemas.rows import PromptKeys, Ragged, Rejected, RowBlock, ScoredBlock, offsets_of
 from align.stages.storage import failpoints
-from align.stages.storage.commits import UnitFacts, commit_unit, read_commits
-from align.stages.storage.gc import collect
-from align.stages.storage.layout import CacheFolder
+from align.stages.storage.cache_folder import CacheFolder
+from align.stages.storage.cleanup import collect
+from align.stages.storage.commits import UnitFacts, commit_unit, read_commits, write_quarantine
 from align.stages.storage.locks import owner_lock
-from align.stages.storage.manifest import (
+from align.stages.storage.manifest_file import (
     build_manifest,
     load_manifest,
     load_plan,
     write_manifest,
     write_plan,
 )
-from align.stages.storage.quarantine import write_quarantine
 
 FACTS = UnitFacts("00", "ff", 64, (), {}, {"path": "exact"}, {0: "a.jsonl", 1: "b.jsonl"})
 LOSSY = replace(FACTS, rejected=(Rejected(0, 9, "oom", "too big"),), notes={"swaps": 2})

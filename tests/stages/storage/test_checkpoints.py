@@ -6,9 +6,8 @@ import pytest
 
 from align.schemas.checkpoint import Retention
 from align.stages.storage import fs
-from align.stages.storage.credit import credit
+from align.stages.storage.checkpoints import choose_checkpoint, credit, verify_checkpoint
 from align.stages.storage.failpoints import OF_A_RUN
-from align.stages.storage.restore import choose_checkpoint, verify_checkpoint
 from align.stages.storage.run_folder import RunFolder
 from support.checkpoint_saves import JOURNAL, Ranks, content, save, train, writer
 

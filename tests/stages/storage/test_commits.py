@@ -7,14 +7,14 @@ import os
 import pyarrow.parquet as pq
 import pytest
 
-from align.schemas.codec import digest, to_json
 from align.schemas.errors import CorruptionError, NonFiniteError, StorageError
+from align.schemas.json_codec import digest, to_json
 from align.schemas.rows import Rejected
 from align.stages.storage import commits
+from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.commits import commit_unit, read_commits
-from align.stages.storage.layout import CacheFolder
 from align.stages.storage.shards import read_shard, write_shard
-from align.stages.storage.verify import check_shard
+from align.stages.storage.verify_cache import check_shard
 from support.flips import flipped
 
 

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from align.stages.storage.final_model import save_model
+from align.stages.storage.run_folder import save_model
 
 
 @pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o002, 0o664)])

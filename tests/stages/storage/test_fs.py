@@ -5,11 +5,10 @@ import signal
 
 import pytest
 
-from align.schemas.codec import from_json
-from align.schemas.errors import StorageError, UsageError
-from align.schemas.manifest import Commit
+from align.schemas.cache import Commit
+from align.schemas.errors import StorageError, UsageError, storage_error
+from align.schemas.json_codec import from_json
 from align.stages.storage import fs
-from align.stages.storage.refusals import storage_error
 from align.stages.storage.shards import write_shard
 
 

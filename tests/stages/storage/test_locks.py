@@ -5,7 +5,7 @@ import pytest
 
 from align.schemas.errors import LockedError
 from align.stages.storage import locks
-from align.stages.storage.layout import CacheFolder
+from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.locks import UnitClaims, owner_lock, try_owner_lock
 
 

@@ -9,10 +9,10 @@ from functools import cache
 
 import pytest
 
-from align.schemas.codec import from_json
-from align.schemas.manifest import Commit, Manifest, Plan
+from align.schemas.cache import Commit, Manifest, Plan
+from align.schemas.json_codec import from_json
 from align.stages.storage import fs
-from align.stages.storage.layout import COMMIT_NAME, ROOT_NAME, WORK_NAME
+from align.stages.storage.cache_folder import COMMIT_NAME, ROOT_NAME, WORK_NAME
 from support.power_loss import Killed, Promise, Seen, ops_of, states_of, watcher
 
 

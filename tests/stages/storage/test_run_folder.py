@@ -1,7 +1,7 @@
 import pytest
 
 from align.schemas.errors import LockedError, UsageError
-from align.stages.storage.layout import CacheFolder
+from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.locks import owner_lock
 from align.stages.storage.run_folder import RunFolder, trash_name
 from support.checkpoint_saves import save

@@ -6,7 +6,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from align.schemas.errors import CorruptionError
-from align.schemas.ragged import Ragged
+from align.schemas.rows import Ragged
+from align.stages.storage.shard_columns import read_block, row_ids, to_table
 from align.stages.storage.shards import (
     ROWS_PER_GROUP,
     TOKENS_PER_GROUP,
@@ -15,7 +16,6 @@ from align.stages.storage.shards import (
     read_shard,
     write_shard,
 )
-from align.stages.storage.tables import read_block, row_ids, to_table
 
 
 def assert_same(left, right):

@@ -8,9 +8,9 @@ import pytest
 
 from align import __version__
 from align.schemas.config import TrackingOptions
-from align.stages.tracking import guard, mlflow_store
+from align.stages.tracking import mlflow_client, outbox
+from align.stages.tracking.journal import NullRun
 from align.stages.tracking.mlflow_run import open_run
-from align.stages.tracking.null_run import NullRun
 from support.mlflow_runs import open_store
 
 pytestmark = pytest.mark.usefixtures("no_mlflow_settings")
@@ -189,7 +189,7 @@ def test_a_store_that_dies_on_the_way_costs_one_warning(tmp_path, caplog):
 
 def test_a_slow_store_is_spared_the_metrics_but_told_the_end(uri, caplog, monkeypatch):
     run = begin(uri)
-    monkeypatch.setattr(guard, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(outbox, "PATIENCE_SECONDS", 0.0)
     run.log_metrics({"a": 1.0})
     run.log_metrics({"a": 2.0})
     run.finish("KILLED")
@@ -219,7 +219,7 @@ run.finish("FINISHED")
 
 
 def test_batches_hold_everything_once():
-    assert [list(b) for b in mlflow_store._batches([1, 2, 3, 4, 5], 2)] == [[1, 2], [3, 4], [5]]
+    assert [list(b) for b in mlflow_client._batches([1, 2, 3, 4, 5], 2)] == [[1, 2], [3, 4], [5]]
 
 
 def test_two_processes_may_make_one_store(tmp_path):
@@ -250,5 +250,5 @@ def test_what_is_uploaded_lies_beside_the_store_and_not_where_one_stands(
 
 
 def test_a_store_that_is_no_sqlite_file_decides_for_itself():
-    assert mlflow_store.artifacts_beside("http://127.0.0.1:5000", "align") is None
-    assert mlflow_store.artifacts_beside("sqlite:///", "align") is None
+    assert mlflow_client.artifacts_beside("http://127.0.0.1:5000", "align") is None
+    assert mlflow_client.artifacts_beside("sqlite:///", "align") is None

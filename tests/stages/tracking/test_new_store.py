@@ -7,7 +7,7 @@ import sqlite3
 import pytest
 
 from align.schemas.config import TrackingOptions
-from align.stages.tracking.fast_sqlite import make_store, sqlite_file
+from align.stages.tracking.mlflow_client import make_store, sqlite_file
 from align.stages.tracking.mlflow_run import open_run
 from support.mlflow_runs import open_store
 from support.store_makers import store_makers

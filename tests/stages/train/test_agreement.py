@@ -4,8 +4,8 @@ import pytest
 
 from align.pipeline.train import open_session
 from align.schemas.errors import FingerprintError
-from align.stages.storage.sample import sample_rows
-from align.stages.train.agreement import largest_gap
+from align.stages.storage.verify_cache import sample_rows
+from align.stages.train.evaluation import largest_gap
 from support.stage_one import Silent
 from support.training_world import job_of
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from align.pipeline.train import open_session
 from align.schemas.rows import Role
-from align.stages.engine.launch import joined_world
+from align.stages.engine.distributed import joined_world
 from align.stages.methods.table import METHODS
 from align.stages.train.loop import Halts
 from support import plain_loop

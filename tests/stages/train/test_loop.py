@@ -12,7 +12,7 @@ from align.pipeline.train import open_session
 from align.schemas.batches import Cursor
 from align.schemas.rows import Role
 from align.stages.train import evaluation as evaluation_module
-from align.stages.train import meter
+from align.stages.train import throughput
 from align.stages.train.loop import Halts, Place, train
 from support.stage_one import Silent
 from support.training_world import START, Told, job_of, learn, loop_of
@@ -175,7 +175,7 @@ def test_a_step_says_whether_it_was_applied(training_world, one_rank):
 
 def test_the_time_of_a_save_belongs_to_no_step(training_world, one_rank, monkeypatch):
     ticks = itertools.count()  # a clock that goes on by one whenever it is read
-    monkeypatch.setattr(meter, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    monkeypatch.setattr(throughput, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
 
     class Slow(Told):
         def save(self, place):

@@ -1,7 +1,7 @@
 import pytest
 
 from align.schemas.config import TrainOptions
-from align.stages.train.schedule import learning_rate, warmup_steps
+from align.stages.train.step import learning_rate, warmup_steps
 
 
 def rates(steps, **options):

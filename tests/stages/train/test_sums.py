@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import torch
 
-from align.stages.train.sums import Sums, added, finite, means_of
+from align.stages.train.step import Sums, added, finite, means_of
 
 ALONE = SimpleNamespace(total=lambda values: values)
 

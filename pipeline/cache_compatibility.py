@@ -1,0 +1,318 @@
+"""What a cache is made from, and which earlier caches it may grow out of or take scores from.
+
+Nothing that was paid for or is still read may be lost when a cache grows in place.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..schemas.cache import FORMAT_VERSION, Commit, Manifest, Plan
+from ..schemas.config import CacheOptions, Config
+from ..schemas.errors import AlignError, FingerprintError, OlderFormatError, UsageError
+from ..schemas.rows import Role, RowBlock
+from ..stages.pairing.spool import Spool
+from ..stages.score.reuse import EarlierCache, look_up
+from ..stages.storage.cache_folder import CacheFolder, WorkFolder
+from ..stages.storage.cleanup import Superseded, remove_superseded, superseded
+from ..stages.storage.commits import read_commits
+from ..stages.storage.locks import owner_lock
+from ..stages.storage.manifest_file import load_manifest, load_plan
+from ..stages.storage.shard_columns import parse_row_ids
+from ..stages.storage.shards import iter_row_groups, read_shard
+
+logger = logging.getLogger("align")
+
+KL_PAIRS = "cache.kl_pairs"
+FILES = "data.files"
+# A cache may grow in place along these; along all others it would become another cache.
+GROWS_ALONG = {FILES, KL_PAIRS}
+
+
+def fingerprint(
+    config: Config,
+    *,
+    files: str,
+    shape: str,
+    tokenizer: Mapping[str, str],
+    model: Mapping[str, str],
+) -> dict[str, str]:
+    """Every named thing that the bytes of the cache depend on."""
+    tokens, cache = config.tokens, config.cache
+    return {
+        "format": str(FORMAT_VERSION),
+        FILES: files,
+        "data.shape": shape,
+        **tokenizer,
+        "tokens.max_length": str(tokens.max_length),
+        "tokens.max_prompt_length": str(tokens.max_prompt_length),
+        "tokens.prompt_side": tokens.prompt_side,
+        "tokens.bos": tokens.bos,
+        "tokens.eos": tokens.eos,
+        "tokens.boundary": tokens.boundary,
+        "tokens.date": tokens.date,
+        KL_PAIRS: str(cache.kl_pairs),
+        "cache.seed": str(cache.seed),
+        "cache.token_logps": str(cache.token_logps).lower(),
+        "cache.rows_per_shard": str(cache.rows_per_shard),
+        "cache.tokens_per_shard": str(cache.tokens_per_shard),
+        "scoring.tokens_per_batch": str(config.scoring.tokens_per_batch),
+        **model,
+    }
+
+
+def differences(stored: Mapping[str, str], wanted: Mapping[str, str]) -> dict[str, str]:
+    """Field by field, what was stored and what is wanted now."""
+    return {
+        name: f"{name}: the cache has {_short(stored, name)}, now {_short(wanted, name)}"
+        for name in sorted({*stored, *wanted})
+        if stored.get(name) != wanted.get(name)
+    }
+
+
+def require_same_or_growing(
+    stored: Mapping[str, str], wanted: Mapping[str, str], *, where: str
+) -> None:
+    """Refuses to turn a cache into a different one."""
+    found = differences(stored, wanted)
+    shrinks = KL_PAIRS in found and int(wanted[KL_PAIRS]) < int(stored[KL_PAIRS])
+    if set(found) <= GROWS_ALONG and not shrinks:
+        return
+    lines = "\n  ".join(found.values())
+    raise FingerprintError(
+        f"{where} belongs to another cache. What differs:\n  {lines}\n"
+        f"Choose another --output ({_cost(found)}), or undo the change."
+    )
+
+
+def _cost(found: Mapping[str, str]) -> str:
+    if {name.partition(".")[0] for name in found} & {"model", "numerics"}:
+        return "the reference differs, so everything is scored anew there"
+    return "scores both caches need are copied, not computed again"
+
+
+def _short(fields: Mapping[str, str], name: str) -> str:
+    value = fields.get(name, "nothing")
+    return f"{value[:12]}…" if len(value) == 64 else value
+
+
+ROWS_AT_ONCE = 4096
+
+
+def require_growth(
+    folder: CacheFolder, manifest: Manifest, spool: Spool, *, long_form: bool
+) -> None:
+    """Refuses when the cache holds what the new data no longer have.
+
+    A prompt of long-form data that gained a completion is another row, with the old branches; what
+    its completions share may have become less, so a branch is known by its prompt and all its ids.
+    """
+    stored, present = (_branches, _ring_branches) if long_form else (_rows, _ring_rows)
+    lost = total = 0
+    for shard in manifest.shards:
+        names = stored(folder.data / shard.file)
+        is_lost = np.ones(len(names), dtype=np.bool_)
+        for start, stop in _arc(spool, shard, None if long_form else names):
+            is_lost &= ~look_up(np.sort(present(spool, start, stop)), names)[1]
+        lost, total = lost + int(is_lost.sum()), total + len(names)
+    if lost:
+        what = "completions" if long_form else "rows"
+        raise FingerprintError(
+            f"{folder.root} belongs to another cache: {lost} of its {total} {what} are not "
+            "in the data any more (data.files differs). Choose another --output; scores both "
+            "caches need are copied, not computed again."
+        )
+
+
+def gone_without(cache: Path) -> Superseded:
+    """What `remove_earlier` would remove."""
+    folder = CacheFolder(cache)
+    return superseded(folder, load_manifest(folder))
+
+
+def remove_earlier(cache: Path) -> None:
+    """Leaves of a cache that has grown only what it holds now."""
+    folder = CacheFolder(cache)
+    manifest = load_manifest(folder)
+    with owner_lock(folder, uuid.uuid4().hex[:12]):
+        if works := folder.works():
+            raise UsageError(
+                f"{works[0].root} is an unfinished run, whose shards may be in use. Give its "
+                "command again, or delete that folder, then run align gc again."
+            )
+        remove_superseded(folder, manifest)
+
+
+def _arc(spool: Spool, shard: Commit, rows: NDArray[np.bytes_] | None) -> Iterator[tuple[int, int]]:
+    """Where on the ring all rows of a shard lie, a stretch at a time."""
+    first, last = spool.between(int(shard.first_key, 16), int(shard.last_key, 16))
+    if shard.first_key == shard.last_key and rows is not None and len(rows):
+        # One prompt that may fill many shards; its rows lie in the order of their ids.
+        digests = np.sort(rows.astype("S16"))
+        first, last = spool.between_ids(first, last, digests[0], digests[-1])
+    for start in range(first, last, ROWS_AT_ONCE):
+        yield start, min(start + ROWS_AT_ONCE, last)
+
+
+def _ring_rows(spool: Spool, start: int, stop: int) -> NDArray[np.bytes_]:
+    return _named(spool.column("row_id", start, stop), spool.column("copy", start, stop))
+
+
+def _rows(path: Path) -> NDArray[np.bytes_]:
+    """The rows of a shard."""
+    parts = [np.empty(0, dtype="S20")]
+    for table in iter_row_groups(path, ["row_id"]):
+        parts += [_named(*parse_row_ids(ids, str(path))) for ids in table["row_id"].chunks]
+    return np.concatenate(parts)
+
+
+def _named(digests: NDArray[np.bytes_], copies: NDArray[np.int32]) -> NDArray[np.bytes_]:
+    """Digest and copy of each row as one S20."""
+    names = np.empty(len(digests), dtype=[("digest", "S16"), ("copy", ">i4")])
+    names["digest"], names["copy"] = digests, copies
+    return names.view("S20")
+
+
+def _ring_branches(spool: Spool, start: int, stop: int) -> NDArray[np.bytes_]:
+    return _named_branches(spool.read(start, stop).rows)
+
+
+def _branches(path: Path) -> NDArray[np.bytes_]:
+    """The branches of a shard but the mismatched, which are chosen anew for new data."""
+    rows = read_shard(path).rows
+    names: NDArray[np.bytes_] = _named_branches(rows)[rows.roles != Role.MISMATCHED]
+    return names
+
+
+def _named_branches(rows: RowBlock) -> NDArray[np.bytes_]:
+    """A digest of each branch that does not depend on where its prompt ends, as S16."""
+    prompts = [key + ids.tobytes() for key, ids in zip(_keys(rows), rows.prompts, strict=True)]
+    branches = zip(rows.row_of_branch.tolist(), rows.completions, strict=True)
+    names = [blake2b(prompts[row] + ids.tobytes(), digest_size=16) for row, ids in branches]
+    return np.frombuffer(b"".join(name.digest() for name in names), dtype="S16")
+
+
+def _keys(rows: RowBlock) -> list[bytes]:
+    keys = np.ascontiguousarray(rows.prompt_keys.prompt).tobytes()
+    return [keys[start : start + 16] for start in range(0, len(keys), 16)]
+
+
+def candidates(options: CacheOptions, folder: CacheFolder) -> tuple[str, ...]:
+    """Folders to look into: the output itself, those the user names, those made before."""
+    for name in options.reuse:
+        if not CacheFolder(Path(name)).manifest.is_file():
+            raise UsageError(f"{name}: no finished cache to reuse (--reuse). Check the path.")
+    known = _remembered() if options.reuse_known else []
+    named = [str(Path(name).resolve()) for name in [*options.reuse, *known]]
+    return tuple(dict.fromkeys([str(folder.root.resolve()), *named]))
+
+
+def open_earlier(folders: Sequence[str], plan: Plan) -> list[EarlierCache]:
+    """Those of the folders that were scored by the same reference and can be read."""
+    earlier: list[EarlierCache] = []
+    older: list[Path] = []
+    for folder in (CacheFolder(Path(name)) for name in folders):
+        with _passed_over(folder.root, older):
+            earlier += _finished(folder, plan)
+        with _passed_over(folder.private, older):
+            for work in folder.works():
+                with _passed_over(work.root, older):
+                    earlier += _begun(work, plan)
+    if older:
+        logger.warning(
+            "%d earlier caches were made by an older align and are not reused: %s. `align inspect` "
+            "says how to make one anew.",
+            len(older),
+            ", ".join(map(str, older)),
+        )
+    return earlier
+
+
+def remember(folder: CacheFolder) -> None:
+    """Adds a finished cache to this user's list."""
+    path = _list_of_caches()
+    try:
+        place = str(folder.root.resolve())
+        if place in _lines():
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as lines:
+            lines.write(f"{place}\n")
+    except (OSError, UnicodeError) as error:  # the cache is published: nothing may fail now
+        logger.warning("%s: %s was not added: %s", path, folder.root, error)
+
+
+@contextmanager
+def _passed_over(place: Path, older: list[Path]) -> Iterator[None]:
+    """What cannot be read is not reused; that stops no run."""
+    try:
+        yield
+    except OlderFormatError:
+        older.append(place)
+    except (AlignError, OSError) as error:
+        logger.warning("%s is not reused: %s", place, error)
+
+
+def _finished(folder: CacheFolder, plan: Plan) -> list[EarlierCache]:
+    # The output itself, which has the work of this plan, need not be finished; the others were.
+    if not folder.manifest.is_file() and folder.work(plan.plan_key).root.is_dir():
+        return []
+    manifest = load_manifest(folder)
+    if not _alike(manifest, plan):
+        return []
+    same = _same_ring(manifest.fingerprint, plan.fingerprint)
+    return [EarlierCache(folder, manifest.shards, same)]
+
+
+def _begun(work: WorkFolder, plan: Plan) -> list[EarlierCache]:
+    other = load_plan(work)
+    if other is None or other.plan_key == plan.plan_key or not _alike(other, plan):
+        return []
+    commits = read_commits(work, len(other.unit_offsets) - 1)
+    same = _same_ring(other.fingerprint, plan.fingerprint)
+    return [EarlierCache(work.cache, tuple(commits.values()), same)]
+
+
+def _alike(other: Manifest | Plan, plan: Plan) -> bool:
+    return other.reference_key == plan.reference_key
+
+
+def _same_ring(first: dict[str, str], second: dict[str, str]) -> bool:
+    return first["cache.seed"] == second["cache.seed"]
+
+
+def _remembered() -> list[str]:
+    """A cache that has been moved or deleted since is not offered."""
+    return [line for line in _lines() if _is_there(CacheFolder(Path(line)))]
+
+
+def _lines() -> list[str]:
+    path = _list_of_caches()
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return [line for line in lines if line]
+
+
+def _is_there(folder: CacheFolder) -> bool:
+    try:
+        return folder.manifest.is_file()
+    except OSError:  # the line is no path at all
+        return False
+
+
+def _list_of_caches() -> Path:
+    home = (
+        os.environ.get("ALIGN_HOME")
+        or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "align"
+    )
+    return Path(home) / "caches.txt"

@@ -1,0 +1,202 @@
+"""Saving what a run needs to go on, together with all other ranks, where there is room."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..schemas.checkpoint import CheckpointFile, Peers, Position, Retention, Saved
+from ..schemas.errors import AlignError, StorageError
+from ..stages.engine.deepspeed_config import stage_of
+from ..stages.engine.distributed import from_first, gathered
+from ..stages.model.logprobs import causal_model
+from ..stages.storage import fs
+from ..stages.storage.checkpoints import credit, read_checkpoint, save_checkpoint
+from ..stages.storage.run_folder import RunFolder, described
+from .resume import Start, identity_of, made_with
+
+if TYPE_CHECKING:
+    from ..stages.train.loop import Place
+    from .training_job import Session
+
+logger = logging.getLogger("align")
+
+# torchrun and deepspeed kill half a minute after they asked to stop.
+SLOW_SECONDS = 20.0
+
+
+class Keeper:
+    """Saves checkpoints of one run, and counts those that could not be saved in a row."""
+
+    MOST_FAILURES = 3
+
+    def __init__(self, session: Session, start: Start) -> None:
+        self._session = session
+        self._start = start
+        self._identity, self._made_with = identity_of(session), made_with(session)
+        self.failures = 0
+        self._saved: int | None = start.checkpoint_step if start.checkpoint else None
+        self._failed: int | None = None
+
+    def has(self, place: Place) -> bool:
+        """Whether the last checkpoint is that of this step."""
+        return self._saved == place.step
+
+    def credit(self, place: Place, metrics: Mapping[str, float]) -> None:
+        """The first rank adds what was measured to the checkpoint of this step, if there is one."""
+        if not self.has(place) or self._session.world.rank:
+            return
+        try:
+            credit(
+                self._start.folder,
+                place.step,
+                metrics,
+                journal=self._journal(),
+                run_id=self._start.run_id,
+                retention=self._retention,
+            )
+        except AlignError as error:
+            logger.warning("The checkpoint of step %d is not told: %s", place.step, error)
+
+    def save(self, place: Place, metrics: Mapping[str, float], *, mlflow_run_id: str) -> Saved:
+        """Every rank writes its part; there is a checkpoint only where all could."""
+        session = self._session
+        began = time.monotonic()
+        if lack := from_first(session.world, lambda: lack_of_room(session, self._start.folder)):
+            saved = Saved(place.step, lack)
+            self._count(place, saved)
+            return saved
+        saved = save_checkpoint(
+            self._start.folder,
+            self._position(place, metrics, mlflow_run_id),
+            session.engine.save_state,
+            run_id=self._start.run_id,
+            peers=Peers(session.world.rank, lambda mine: gathered(session.world, mine)),
+            retention=self._retention,
+        )
+        self._count(place, saved)
+        if session.world.rank == 0 and (took := time.monotonic() - began) > SLOW_SECONDS:
+            logger.warning(
+                "Saving took %.0f s. Launchers kill 30 s after they ask to stop: save more often "
+                "than you can afford to lose, or to a faster disk.",
+                took,
+            )
+        return saved
+
+    @property
+    def _retention(self) -> Retention:
+        train = self._session.job.config.train
+        return Retention(train.keep_last, train.best)
+
+    def _count(self, place: Place, saved: Saved) -> None:
+        if saved.succeeded:
+            self.failures, self._saved = 0, place.step
+        elif place.step != self._failed:
+            self.failures, self._failed = self.failures + 1, place.step
+
+    def _position(self, place: Place, metrics: Mapping[str, float], run_id: str) -> Position:
+        return Position(
+            global_step=place.step,
+            cursor=place.cursor,
+            identity=self._identity,
+            made_with=self._made_with,
+            changes=self._start.changes,
+            journal=self._journal(),
+            mlflow_run_id=run_id,
+            memory=place.memory,
+            window=place.window,
+            metrics=dict(metrics),
+        )
+
+    def _journal(self) -> CheckpointFile:
+        """What was measured until now; only the first rank writes it, and what it says counts."""
+        folder = self._start.folder
+        if self._session.world.rank:
+            return CheckpointFile(folder.metrics.name, 0, "")
+        return described(folder.root, folder.metrics)
+
+
+BYTES_OF_MOMENTS = {"adam": 8, "adamw": 8, "lion": 4, "sgd": 0}
+
+
+def require_room(session: Session, folder: RunFolder) -> None:
+    """Refuses to begin where not even one checkpoint and the model fit; warns where not all do."""
+    train = session.job.config.train
+    checkpoint, model = checkpoint_bytes(session, folder), model_bytes(session)
+    free = fs.free_bytes(folder.root)
+    if free < checkpoint + model:
+        raise StorageError(
+            f"{folder.root}: a checkpoint needs about {checkpoint:,} bytes and the model "
+            f"{model:,}, and {free:,} are free. Free some space or choose another --output."
+        )
+    # A new one is whole before an old one is removed.
+    kept = train.keep_last + bool(train.best) + 1
+    missing = max(0, kept - len(folder.steps())) * checkpoint + model
+    if free < missing:
+        logger.warning(
+            "%s: %d checkpoints (train.keep_last%s, and one that is being written) and the model "
+            "need about %s bytes more, and %s are free. Lower train.keep_last, or free some space.",
+            folder.root,
+            kept,
+            " and train.best" if train.best else "",
+            f"{missing:,}",
+            f"{free:,}",
+        )
+
+
+def lack_of_room(session: Session, folder: RunFolder) -> str:
+    """Why there is no room for one more checkpoint; empty where there is."""
+    needed, free = checkpoint_bytes(session, folder), fs.free_bytes(folder.root)
+    if free >= needed:
+        return ""
+    return f"{folder.checkpoints}: about {needed:,} bytes are needed, and {free:,} are free"
+
+
+def require_room_for_model(session: Session, folder: RunFolder) -> None:
+    """Refuses to write a model of which only a part would fit."""
+    needed, free = model_bytes(session), fs.free_bytes(folder.root)
+    if free < needed:
+        raise StorageError(
+            f"{folder.model}: about {needed:,} bytes are needed, and {free:,} are free. Free some "
+            "space, then run the same command with --resume auto: the checkpoint is kept."
+        )
+
+
+def checkpoint_bytes(session: Session, folder: RunFolder) -> int:
+    """As many as the newest one has; before the first, what the weights and the optimizer need."""
+    for step in folder.steps()[::-1]:
+        try:
+            return sum(file.bytes for file in read_checkpoint(folder.step(step)).files)
+        except AlignError:  # a damaged one tells nothing
+            continue
+    optimizer = session.engine_config.get("optimizer", {})
+    moments = BYTES_OF_MOMENTS.get(str(optimizer.get("type", "")).lower(), 0)
+    width, stage = _width(session), stage_of(session.engine_config)
+    # Under ZeRO, and in 16 bits, there is a copy in 32; under ZeRO-3 there is no other.
+    weights = (width if stage < 3 else 0) + (4 if stage or width < 4 else 0)
+    per_weight = weights + moments
+    return per_weight * sum(map(_numel, _learning(session)))
+
+
+def model_bytes(session: Session) -> int:
+    """Of what is saved in the end: the adapter, the whole policy, or both."""
+    lora, width = session.job.config.lora, _width(session)
+    whole = sum(map(_numel, session.policy.parameters()))
+    adapter = sum(map(_numel, _learning(session)))
+    counts = (adapter if lora.enabled else 0) + (whole if lora.merge or not lora.enabled else 0)
+    return width * counts
+
+
+def _learning(session: Session) -> list[Any]:
+    return [one for one in session.policy.parameters() if one.requires_grad]
+
+
+def _numel(parameter: Any) -> int:
+    """Under ZeRO-3 a rank holds a part, and the parameter knows how large it is."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def _width(session: Session) -> int:
+    return int(causal_model(session.policy.model).dtype.itemsize)

@@ -1,0 +1,355 @@
+"""From the input files to a plan: the job, the ring on disk, the quarantine, the units."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..schemas.cache import FORMAT_VERSION, FileEntry, InputEntry, Plan, file_identity
+from ..schemas.config import Config
+from ..schemas.errors import BadDataError, CorruptionError, StorageError, told
+from ..schemas.json_codec import digest
+from ..schemas.rows import Reference, Rejected
+from ..stages.data.data_schema import Shape, common_shape
+from ..stages.data.decode_rows import parse_chunk
+from ..stages.data.encode_workers import EncodingJob, default_workers, encode_chunks, usable_cores
+from ..stages.data.input_files import (
+    Chunk,
+    Digested,
+    InputFile,
+    digested,
+    iter_chunks,
+    open_inputs,
+    require_unchanged,
+)
+from ..stages.data.tokenizer import TextTokenizer, load_tokenizer, tokenizer_fingerprint
+from ..stages.pairing.ring import Intake, Ring, collect_runs, merge_runs
+from ..stages.pairing.spool import Spool
+from ..stages.pairing.units import unit_offsets
+from ..stages.storage import fs
+from ..stages.storage.cache_folder import CacheFolder, WorkFolder
+from ..stages.storage.commits import write_quarantine
+from ..stages.storage.manifest_file import load_manifest, write_plan
+from .cache_compatibility import candidates, fingerprint, require_growth
+
+if TYPE_CHECKING:
+    from ..stages.tracking.progress import Progress
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that is known before the first row is encoded."""
+
+    config: Config
+    reference: Reference
+    folder: CacheFolder
+    inputs: tuple[InputFile, ...]  # in the order of their digests, however they were named
+    digested: tuple[Digested, ...]  # the inputs, before anything else was read from them
+    shape: Shape
+    tokenizer: TextTokenizer
+    fingerprint: dict[str, str]
+    plan_key: str
+    reference_key: str
+
+    @property
+    def files(self) -> tuple[int, ...]:
+        """The identity of each input."""
+        return tuple(file_identity(file.sha256) for file in self.digested)
+
+    @property
+    def paths(self) -> dict[int, Path]:
+        """Where a data file lies, by its identity; of files with equal bytes the last."""
+        return {identity: file.path for identity, file in zip(self.files, self.inputs, strict=True)}
+
+    @property
+    def work(self) -> WorkFolder:
+        """Where this job keeps what is not finished."""
+        return self.folder.work(self.plan_key)
+
+    @property
+    def is_published(self) -> bool:
+        """Whether the folder holds the finished cache this job is to make."""
+        path = self.folder.manifest
+        if not path.exists():
+            return False
+        found = path.stat()
+        return _published_plan(self.folder, (found.st_ino, found.st_mtime_ns)) == self.plan_key
+
+
+def open_job(config: Config, reference: Reference) -> Job:
+    """Looks at the data, the tokenizer and the reference; changes nothing."""
+    inputs, before = _in_order(open_inputs(config.data.files))
+    shape = common_shape(inputs, renames(config.data.map), config.data.carry)
+    tokenizer = load_tokenizer(config.model.path, config.tokens)
+    if _first_is_conversation(inputs, shape):
+        tokenizer.require_template(config.model.path)
+    identity = dict(reference.identity())
+    fields = fingerprint(
+        config,
+        files=digest([file.sha256 for file in before]),
+        shape=digest({"kind": shape.kind, "source": shape.source, "carried": shape.carried}),
+        tokenizer=tokenizer_fingerprint(tokenizer),
+        model=identity,
+    )
+    return Job(
+        config=config,
+        reference=reference,
+        folder=CacheFolder(Path(config.cache.output)),
+        inputs=inputs,
+        digested=before,
+        shape=shape,
+        tokenizer=tokenizer,
+        fingerprint=fields,
+        plan_key=digest(fields),
+        reference_key=digest(identity),
+    )
+
+
+@lru_cache(maxsize=1)
+def _published_plan(folder: CacheFolder, version: tuple[int, int]) -> str:
+    """The plan key in a manifest, which is read again only when another file stands there."""
+    return load_manifest(folder).plan_key
+
+
+def _in_order(
+    inputs: tuple[InputFile, ...],
+) -> tuple[tuple[InputFile, ...], tuple[Digested, ...]]:
+    """The files by their digests, of equal ones by their names: so their order decides nothing."""
+    found = [(digested(file), file) for file in inputs]
+    found.sort(key=lambda each: (each[0].sha256, each[1].path.name))
+    return tuple(file for _, file in found), tuple(before for before, _ in found)
+
+
+def renames(columns: Mapping[str, str]) -> dict[str, str]:
+    """Their column: ours. A column of ours mapped to nothing is theirs under no name we know."""
+    return {
+        theirs or ours: ours if theirs else f"unused {ours}" for ours, theirs in columns.items()
+    }
+
+
+def _first_is_conversation(inputs: tuple[InputFile, ...], shape: Shape) -> bool:
+    """Whether the first usable record is made of messages."""
+    for chunk in iter_chunks(inputs, shape.columns, rows_per_chunk=16):
+        records, _ = parse_chunk(chunk, shape)
+        if records:
+            return records[0].is_conversation
+    return False
+
+
+KINDS = ("rows_of_conversations", "rows_of_plain_text")
+EXAMPLES_SHOWN = 3
+
+
+def make_plan(job: Job, run_id: str, progress: Progress) -> Plan:
+    """Encodes all rows, puts them on the ring, and fixes what is to be scored."""
+    job.work.prepare()
+    intake = Intake()
+    runs = _encode(job, intake, progress)
+    quarantine = _quarantine(job, run_id, intake)
+    _require_usable(job, intake, quarantine)
+    ring = _merge(job, runs, intake)
+    if job.folder.manifest.exists():
+        long_form = job.shape.kind == "scored_long"
+        require_growth(job.folder, load_manifest(job.folder), ring.spool, long_form=long_form)
+    _require_space(job, ring)
+    return write_plan(job.work, _plan(job, ring, intake, quarantine))
+
+
+def _encode(job: Job, intake: Intake, progress: Progress) -> list[Spool]:
+    """All usable rows as sorted runs in the work folder, made anew."""
+    config, spool = job.config, job.work.spool
+    shutil.rmtree(spool, ignore_errors=True)
+    fs.make_folder(spool)
+    total_bytes = sum(file.bytes for file in job.inputs)
+    encoding = EncodingJob(
+        config.model.path,
+        config.tokens,
+        job.shape,
+        config.cache.seed,
+        job.files,
+        tokenizer_fingerprint(job.tokenizer),
+    )
+    workers = config.data.workers or default_workers(total_bytes)
+    progress.begin("reading and tokenizing", total=None, unit="rows")
+    chunks = _shown(iter_chunks(job.inputs, job.shape.columns), progress)
+    encoded = encode_chunks(chunks, encoding, num_workers=workers)
+    with told("write", spool):
+        try:
+            runs = collect_runs(spool, encoded, carried=job.shape.carried, intake=intake)
+        except BadDataError:
+            require_unchanged(job.inputs, job.digested)  # the better reason
+            raise
+    # Only now: Parquet and mapped files are read here and there, some of it after the last chunk.
+    require_unchanged(job.inputs, job.digested)
+    progress.end()
+    return runs
+
+
+def _merge(job: Job, runs: list[Spool], intake: Intake) -> Ring:
+    spool = job.work.spool
+    with told("write", spool):
+        return merge_runs(
+            spool,
+            runs,
+            long_form=job.shape.kind == "scored_long",
+            prompt_side=job.config.tokens.prompt_side,
+            num_pairs=job.config.cache.kl_pairs,
+            intake=intake,
+        )
+
+
+def remake_ring(job: Job, plan: Plan, progress: Progress) -> None:
+    """Prepares the rows of a plan once more, because they are gone or of an older version."""
+    intake = Intake()
+    ring = _merge(job, _encode(job, intake, progress), intake)
+    if _offsets(job, ring) != plan.unit_offsets:
+        raise CorruptionError(
+            f"{job.work.root}: its rows, prepared once more, are not those of its plan. Delete it "
+            "and run again; all rows that no other cache holds are scored again."
+        )
+
+
+def ring_of(job: Job) -> Ring:
+    """The ring of the plan in the work folder, which may not be whole."""
+    return Ring(job.work.spool, job.shape.carried, job.config.cache.kl_pairs)
+
+
+def _shown(chunks: Iterator[Chunk], progress: Progress) -> Iterator[Chunk]:
+    for chunk in chunks:
+        yield chunk
+        progress.advance(len(chunk))
+
+
+def _quarantine(job: Job, run_id: str, intake: Intake) -> tuple[FileEntry, ...]:
+    if not intake.rejected:
+        return ()
+    names = {file: path.name for file, path in job.paths.items()}
+    return (write_quarantine(job.work, run_id, 0, intake.rejected, names),)
+
+
+def _require_usable(job: Job, intake: Intake, quarantine: tuple[FileEntry, ...]) -> None:
+    losses = Losses(
+        counts=intake.reasons,
+        rows_in=intake.rows_in,
+        rows_left=intake.rows_in - intake.reasons.total(),
+        allowed=job.config.data.max_bad_frac,
+        files=quarantine,
+    )
+    if losses.are_too_many:
+        places = "\n  ".join(_place(job, row) for row in intake.rejected[:EXAMPLES_SHOWN])
+        raise BadDataError(
+            f"{losses}. The first of them:\n  {places}\nAll are listed in "
+            f"{losses.listed(job.folder.root)}. Mend them, or allow more with --max-bad-frac."
+            f"{_prompt_hint(job, intake)}"
+        )
+
+
+def _prompt_hint(job: Job, intake: Intake) -> str:
+    if job.shape.has_prompt or not intake.reasons["empty_prompt"]:
+        return ""
+    return " If the prompts stand in a column of another name, pass --map prompt=NAME."
+
+
+def _place(job: Job, rejected: Rejected) -> str:
+    path = job.paths[rejected.file]
+    return f"{path} row {rejected.row}: {rejected.reason}: {rejected.detail}"
+
+
+def _require_space(job: Job, ring: Ring) -> None:
+    """Refuses early when the shards cannot fit: about what their ids and sums take raw."""
+    spool = ring.spool.folder
+    ids = (spool / "completion_values.bin").stat().st_size * (1 + job.config.cache.kl_pairs)
+    ids += (spool / "prompt_values.bin").stat().st_size
+    needed = int(1.3 * ids * (2 if job.config.cache.token_logps else 1))
+    free = fs.free_bytes(job.folder.root)
+    if free < needed:
+        raise StorageError(
+            f"{job.folder.root}: the shards may need {needed:,} bytes and {free:,} are free. "
+            "Make room, or choose another --output."
+        )
+
+
+def _plan(job: Job, ring: Ring, intake: Intake, quarantine: tuple[FileEntry, ...]) -> Plan:
+    cache = job.config.cache
+    inputs = [
+        InputEntry(file.path.name, read.bytes, read.sha256, intake.rows_per_file[index])
+        for index, (file, read) in enumerate(zip(job.inputs, job.digested, strict=True))
+    ]
+    return Plan(
+        format_version=FORMAT_VERSION,
+        digest="",  # it is signed when it is written
+        plan_key=job.plan_key,
+        fingerprint=job.fingerprint,
+        reference_key=job.reference_key,
+        model=_absolute(job.config.model.path),
+        adapter=_absolute(job.config.model.adapter),
+        inputs=tuple(inputs),
+        rows_in=intake.rows_in,
+        unit_offsets=_offsets(job, ring),
+        quarantine=quarantine,
+        quarantined=dict(sorted(intake.reasons.items())),
+        notes=_notes(job, intake),
+        reuse=candidates(cache, job.folder),
+        threads=usable_cores(),
+    )
+
+
+def _notes(job: Job, intake: Intake) -> dict[str, int]:
+    """What was counted; of what kind the rows are only where there are two."""
+    unread = {f"rows_with_scores_not_read_in_{name!r}": intake.rows_in for name in job.shape.unread}
+    notes = {**intake.notes, **unread}
+    if not all(notes.get(kind) for kind in KINDS):
+        notes = {name: count for name, count in notes.items() if name not in KINDS}
+    return {name: count for name, count in sorted(notes.items()) if count}
+
+
+def _offsets(job: Job, ring: Ring) -> tuple[int, ...]:
+    cache = job.config.cache
+    return unit_offsets(
+        ring.spool,
+        num_pairs=cache.kl_pairs,
+        rows_per_unit=cache.rows_per_shard,
+        tokens_per_unit=cache.tokens_per_shard,
+    )
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).resolve()) if path else ""
+
+
+FILES_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Rows in quarantine."""
+
+    counts: Mapping[str, int]  # reason -> rows
+    rows_in: int
+    rows_left: int
+    allowed: float  # the largest share of rows_in
+    files: tuple[FileEntry, ...]  # where they are listed
+
+    @property
+    def are_too_many(self) -> bool:
+        """Whether more are lost than allowed, or nothing is left."""
+        return not self.rows_left or sum(self.counts.values()) > self.allowed * self.rows_in
+
+    def __str__(self) -> str:
+        reasons = Counter(self.counts)
+        counts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+        return (
+            f"{reasons.total()} of {self.rows_in} rows cannot be used ({counts}); "
+            f"--max-bad-frac allows {self.allowed:g}"
+        )
+
+    def listed(self, folder: Path) -> str:
+        """The files of a cache folder that name them, the first few of many."""
+        shown = [str(folder / entry.file) for entry in self.files[:FILES_SHOWN]]
+        more = len(self.files) - len(shown)
+        return ", ".join(shown) + (f" and {more} more files beside them" if more else "")

@@ -1,0 +1,363 @@
+"""The first moments of a run: its folder, its owner, what names it, and whether it may go on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import __version__
+from ..schemas.batches import World
+from ..schemas.checkpoint import Checkpoint, Position, RunIdentity
+from ..schemas.config import Config
+from ..schemas.errors import CorruptionError, FingerprintError, UsageError
+from ..schemas.safe_text import masked
+from ..stages.engine.deepspeed_config import leaves, stage_of
+from ..stages.engine.distributed import from_first, together
+from ..stages.model.logprobs import causal_model
+from ..stages.storage import fs
+from ..stages.storage.checkpoints import choose_checkpoint
+from ..stages.storage.locks import owner_lock
+from ..stages.storage.run_folder import RunFolder, begins_as, forget_ending, read_ending
+from .settings import as_absolute, as_yaml, flatten, read_yaml, without_secrets
+
+if TYPE_CHECKING:
+    from .training_job import Session, TrainingJob
+
+logger = logging.getLogger("align")
+
+
+@dataclass(frozen=True)
+class Start:
+    """What every rank knows of the run's folder when it begins."""
+
+    folder: RunFolder
+    run_id: str
+    checkpoint: Checkpoint | None = None
+    is_finished: bool = False  # nothing is left to do, and nothing was touched
+    changes: tuple[str, ...] = ()  # what is not as it was when the run began
+    began: float = 0.0  # on this rank's monotonic clock
+
+    @property
+    def checkpoint_step(self) -> int:
+        """Optimizer steps done before this run; 0 where it begins at the beginning."""
+        return self.checkpoint.position.global_step if self.checkpoint else 0
+
+
+@contextmanager
+def started(job: TrainingJob, world: World) -> Iterator[Start]:
+    """Owns the run's folder as long as the block runs; the first rank does it for all."""
+    folder = RunFolder(Path(job.config.train.output))
+    began = time.monotonic()  # each machine counts from a moment of its own
+    with ExitStack() as held:
+        start = from_first(world, lambda: _enter(job, world, folder, held))
+        yield replace(start, began=began)
+
+
+def held_to_checkpoint(session: Session, start: Start) -> Start:
+    """Refuses to go on with another policy or engine; then writes down what the run is given."""
+    world, folder = session.world, start.folder
+    text = engine_text(session.engine_config)
+    changes = start.changes
+    if start.checkpoint:
+        position = start.checkpoint.position
+        changes += together(world, lambda: require_same_computing(position, session))
+
+    def begin() -> None:
+        if start.checkpoint:
+            require_same_engine_file(folder, text)
+        forget_ending(folder)
+        fs.publish(folder.config, signed_settings(session.job.config), label="config")
+        fs.publish(folder.engine, text, label="config")
+
+    from_first(world, begin)
+    return replace(start, changes=changes)
+
+
+def _enter(job: TrainingJob, world: World, folder: RunFolder, held: ExitStack) -> Start:
+    run_id = uuid.uuid4().hex[:12]
+    folder.prepare()
+    if job.config.train.resume == "auto" and _is_finished(job, world, folder):
+        if folder.left_over():
+            with owner_lock(folder, run_id):
+                folder.sweep()
+        return Start(folder, run_id, is_finished=True)
+    held.enter_context(owner_lock(folder, run_id))
+    folder.sweep()
+    if job.config.train.resume == "never":
+        folder.require_new()
+        return Start(folder, run_id)
+    chosen = choose_checkpoint(folder)
+    if chosen is None:
+        # Nothing of an earlier part is kept; yet it was meant to be another run.
+        if folder.config.exists() and folder.metrics.exists():
+            require_same_settings(run_settings(folder), as_absolute(job.config))
+        return Start(folder, run_id)
+    position = chosen.checkpoint.position
+    where = f"The checkpoint of step {position.global_step}"
+    for line in require_same_run(position.identity, job, world, where=where):
+        logger.warning("%s; the learning rate follows the new length from here on.", line)
+    if folder.config.exists():
+        run_settings(folder)
+    changes = (*position.changes, *require_whole_records(folder, position))
+    return Start(folder, run_id, chosen.checkpoint, changes=changes)
+
+
+def _is_finished(job: TrainingJob, world: World, folder: RunFolder) -> bool:
+    """Whether there is a model already, and nothing is asked for that it is not."""
+    ending = read_ending(folder)
+    if ending is None or ending.ending != "finished":
+        return False
+    if require_same_run(ending.identity, job, world, where=f"The model in {folder.root}"):
+        return False
+    lacks_merged = job.config.lora.merge and not folder.merged.exists()
+    return folder.model.exists() and not lacks_merged
+
+
+def require_same_settings(begun: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuses other settings than those of a config.yaml, where no checkpoint says more."""
+    _require_same(binding(begun), binding(now))
+
+
+def require_same_run(
+    begun: RunIdentity, job: TrainingJob, world: World, *, where: str
+) -> list[str]:
+    """Refuses what would make another run of it; returns what was changed of its length."""
+    if begun.cache_root != job.manifest.root:
+        raise FingerprintError(
+            f"The run was begun on the cache {begun.cache_root[:12]}…, and this one is "
+            f"{job.manifest.root[:12]}…. Pass the --cache it was begun with, or begin a new run."
+        )
+    changed = _require_same(begun.settings, job_settings(job))
+    zero_stage = job.zero_stage(world.size)
+    if (begun.world_size, begun.zero_stage) != (world.size, zero_stage):
+        raise UsageError(
+            f"{where} was saved by {begun.world_size} rank(s) under ZeRO {begun.zero_stage}; this "
+            f"is {world.size} under ZeRO {zero_stage}. Go on with as many ranks and the same stage."
+        )
+    return changed
+
+
+def require_same_computing(begun: Position, session: Session) -> tuple[str, ...]:
+    """Refuses a loaded policy that computes otherwise; returns what differs and may differ."""
+    _require_same(begun.identity.computed, identity_of(session).computed)
+    was, is_now = begun.made_with, made_with(session)
+    changed = tuple(
+        f"after step {begun.global_step}: {name} {was.get(name, 'none')} → {now}"
+        for name, now in is_now.items()
+        if was.get(name, "none") != now
+    )
+    if changed and session.world.rank == 0:
+        listed = "\n  ".join(changed)
+        logger.warning(
+            "This run goes on with other parts than it was begun with:\n  %s\nIt does not end in "
+            "the bits that it would have ended in with the first ones.",
+            listed,
+        )
+    return changed
+
+
+def require_whole_records(folder: RunFolder, position: Position) -> tuple[str, ...]:
+    """Refuses a metrics.jsonl that is not what it was at the checkpoint; one that is gone is said.
+
+    Returns what is missing.
+    """
+    known = position.journal
+    if not folder.metrics.exists() and known.bytes:
+        missing = f"{folder.metrics.name} was gone after step {position.global_step}"
+        logger.warning(
+            "%s is gone: what was measured up to step %d is lost. The run goes on, and a new file "
+            "begins after that step.",
+            folder.metrics,
+            position.global_step,
+        )
+        return (missing,)
+    if known.bytes and not begins_as(folder.metrics, known):
+        raise CorruptionError(
+            f"{folder.metrics} does not begin with the {known.bytes:,} bytes that it had at the "
+            f"checkpoint of step {position.global_step}: it was cut, edited or damaged. Restore "
+            "it, or remove it to go on without what was measured before."
+        )
+    return ()
+
+
+def require_same_engine_file(folder: RunFolder, text: bytes) -> None:
+    """Refuses a deepspeed.json other than the one that the checkpoint's run would write."""
+    if folder.engine.exists() and fs.read_bytes(folder.engine) != text:
+        raise CorruptionError(
+            f"{folder.engine} is damaged or was edited: this run was given another one. Remove it: "
+            "it is written anew, from what the checkpoint says."
+        )
+
+
+def engine_text(config: dict[str, Any]) -> bytes:
+    """What deepspeed.json holds."""
+    return f"{json.dumps(masked(config), indent=2, sort_keys=True, default=str)}\n".encode()
+
+
+def _require_same(begun: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Names each value that differs; returns those that only set the length."""
+    changed = sorted(name for name in {*begun, *now} if begun.get(name) != now.get(name))
+    lines = {
+        name: f"{name}: begun with {_shown(begun, name)}, now {_shown(now, name)}"
+        for name in changed
+    }
+    if wrong := [lines[name] for name in changed if name not in CHANGES_LENGTH]:
+        listed = "\n  ".join(wrong)
+        raise FingerprintError(
+            f"This run was begun with other settings. What differs:\n  {listed}\n"
+            "Undo the change, or begin a new run in another --output."
+        )
+    return list(lines.values())
+
+
+def _shown(settings: Mapping[str, str], name: str) -> str:
+    """Not all of a long digest; another method has other options."""
+    value = settings.get(name, "nothing")
+    return f"{value[:12]}…" if len(value) == 64 else value
+
+
+PACKAGES = ("torch", "transformers", "deepspeed")
+# What may change between two parts of a run: nothing that is learned depends on it.
+MAY_CHANGE = {
+    "train.cache",  # its root is compared instead
+    "train.eval_cache",  # likewise
+    "train.model",  # the digests of its files are compared instead
+    "train.output",
+    "train.resume",
+    "train.max_time",
+    "train.tokens_per_batch",
+    "train.eval_every",
+    "train.eval_table",
+    "train.eval_text",
+    "train.limit_eval_batches",
+    "train.log_every",
+    "train.save_every",
+    "train.save_minutes",
+    "train.keep_last",
+    "train.best",
+    "train.nonfinite_limit",
+    "lora.merge",
+}
+# What may change as well, but makes the whole another run than one that was never stopped.
+CHANGES_LENGTH = {"train.epochs", "train.max_steps"}
+SECTIONS = ("train", "lora", "method")
+
+
+def versions() -> dict[str, str]:
+    """Of the libraries that compute."""
+    return {package: version(package) for package in PACKAGES}
+
+
+def binding(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The settings that have to be the same in all parts of a run, or that change its length."""
+    return {
+        name: repr(value)
+        for name, value in settings.items()
+        if name.partition(".")[0] in SECTIONS and name not in MAY_CHANGE
+    }
+
+
+def job_settings(job: TrainingJob) -> dict[str, str]:
+    """What is known before a weight is loaded; options of the method as they are in force."""
+    settings = binding(as_absolute(job.config))
+    given = {name: value for name, value in settings.items() if not name.startswith("method.")}
+    options = {f"method.{name}": repr(value) for name, value in job.recipe.values.items()}
+    held_out = job.held_out[1].root if job.held_out else "none"
+    return {**given, **options, **job.policy_identity, "root of train.eval_cache": held_out}
+
+
+def identity_of(session: Session) -> RunIdentity:
+    """All that the numbers of a run depend on."""
+    job, model = session.job, causal_model(session.policy.model)
+    engine = json.loads(json.dumps(masked(session.engine_config), default=str))
+    settled = {f"method.{name}": repr(value) for name, value in session.recipe.values.items()}
+    # A packed layout attends by sdpa, piece by piece, and has a name of its own for it.
+    packed = session.policy.path.layout == "packed"
+    computed = {
+        **settled,
+        "model.attention": "sdpa" if packed else str(model.config._attn_implementation),
+        "model.device": session.policy.device.type,
+        "train.dtype": str(model.dtype).removeprefix("torch."),
+        **{f"deepspeed {name}": repr(value) for name, value in leaves(engine)},
+    }
+    return RunIdentity(
+        cache_root=job.manifest.root,
+        world_size=session.world.size,
+        zero_stage=stage_of(session.engine_config),
+        settings=job_settings(job),
+        computed=computed,
+    )
+
+
+def made_with(session: Session) -> dict[str, str]:
+    """What may change the last bits of a number, and may differ all the same."""
+    path = session.policy.path
+    on_gpu = session.policy.device.type == "cuda"
+    device = torch.cuda.get_device_name() if on_gpu else f"{torch.get_num_threads()} threads"
+    found = {"align": __version__, **versions(), "device": device}
+    if session.job.config.lora.enabled:
+        found["peft"] = _version("peft")
+    return {**found, "layout": path.layout, "log-prob head": path.head}
+
+
+def signed_settings(config: Config) -> bytes:
+    """The text of a run's config.yaml."""
+    return signed(as_yaml(config))
+
+
+def signed(text: str) -> bytes:
+    """The text after a first line that vouches for it."""
+    sha256 = hashlib.sha256(text.encode()).hexdigest()
+    return f"# sha256 {sha256} of the lines below; copy this file to change it.\n{text}".encode()
+
+
+def run_settings(folder: RunFolder) -> dict[str, Any]:
+    """What config.yaml says, by dotted names; CorruptionError where it is not as it was written."""
+    text = fs.read_bytes(folder.config)
+    _, _, lines = text.partition(b"\n")
+    if text != signed(lines.decode("utf-8", "replace")):
+        raise CorruptionError(
+            f"{folder.config} is damaged or was edited. Restore it, or remove it: --resume auto "
+            "then holds to what the checkpoint says, and writes it anew."
+        )
+    return read_yaml(folder.config)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # the import says what to install
+        return "none"
+
+
+def used_settings(session: Session, *sections: str) -> dict[str, str]:
+    """By their dotted names, those of these sections."""
+    config, policy = session.job.config, session.job.policy
+    chosen = {*sections} | ({"lora"} if config.lora.enabled else set())
+    found = {
+        "model.path": policy.path,
+        "model.adapter": policy.adapter,
+        "model.device": session.policy.device.type,
+        "train.cache": str(session.job.cache.root),
+        "train.model": policy.path,
+        "train.tokens_per_batch": session.feed.settings.tokens_per_batch,
+        "train.dtype": str(causal_model(session.policy.model).dtype).removeprefix("torch."),
+    }
+    # How a run was begun is no setting that it learns by.
+    asked = {name: value for name, value in flatten(config).items() if name != "train.resume"}
+    return {
+        name: str(value)
+        for name, value in without_secrets({**asked, **found}).items()
+        if name.partition(".")[0] in chosen
+    }

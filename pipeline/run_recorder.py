@@ -1,0 +1,297 @@
+"""What a run leaves behind while it learns: metrics, an MLflow run, checkpoints."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+
+from ..schemas.batches import Judged
+from ..schemas.cache import Stops
+from ..schemas.checkpoint import Checkpoint, Ending, How
+from ..schemas.errors import AlignError, Interrupted, StorageError, borne
+from ..stages.data.tokenizer import decoder
+from ..stages.engine.distributed import from_first
+from ..stages.report.eval_table import Decode, Kind, evaluation_csv
+from ..stages.storage import fs
+from ..stages.storage.run_folder import RunFolder, write_ending
+from ..stages.tracking.journal import EVAL, NullRun
+from ..stages.tracking.journaled_run import JournaledRun, open_training_run
+from ..stages.tracking.progress import NoProgress, Progress
+from ..stages.train.loop import Place
+from ..stages.train.throughput import Machine
+from .checkpointer import Keeper, require_room
+from .resume import Start, identity_of, used_settings
+from .run_report import write_report
+from .train_checks import BestMetric
+from .training_job import Session
+
+logger = logging.getLogger("align")
+
+SECONDS_PER_LINE = 5.0
+SHOWN = ("loss", "rewards/margins", "rewards/accuracies", "log_odds/accuracy", "grad_norm", "lr")
+
+
+@contextmanager
+def open_records(session: Session, start: Start, progress: Progress) -> Iterator[RunRecords]:
+    """The first rank tells MLflow and the metrics file; every rank saves its part."""
+    run: JournaledRun | NullRun = NullRun()
+    if session.world.rank == 0:
+        keep_through = start.checkpoint_step if start.checkpoint else -1
+        start.folder.drop_evaluations(after=keep_through)
+        run = open_training_run(
+            session.job.config.tracking,
+            start.folder,
+            name=session.recipe.name,
+            tags=_tags(session, start.changes),
+            keep_through=keep_through,
+            is_evaluated=_is_evaluated(start.checkpoint),
+        )
+    else:
+        progress = NoProgress()
+    status = "FAILED"
+    records = RunRecords(session, start, run, progress)
+    try:
+        yield records
+        status = "FINISHED" if records.is_finished else "KILLED"
+    except (Interrupted, KeyboardInterrupt):
+        status = "KILLED"
+        raise
+    except AlignError:
+        with borne("No record of how the run ended"):
+            records.ended("failed")
+        records.report()
+        raise
+    finally:
+        progress.end()
+        run.finish(status)  # type: ignore[arg-type]
+
+
+class RunRecords:
+    """Where the loop of one rank tells what happens."""
+
+    def __init__(
+        self, session: Session, start: Start, run: JournaledRun | NullRun, progress: Progress
+    ) -> None:
+        self._session = session
+        self._start = start
+        self._run = run
+        self._progress = progress
+        self._keeper = Keeper(session, start)
+        self._machine = _machine(session, start)
+        self._tables = EvaluationTables(session, start.folder)
+        self._best = BestMetric(session.job.config.train.best)
+        self._last_line = 0.0
+        self._step = start.checkpoint_step
+        self._total_steps = 0
+        # Measured at the newest step and at no other, and finite.
+        self.metrics = dict(start.checkpoint.position.metrics) if start.checkpoint else {}
+        self.is_evaluated = _is_evaluated(start.checkpoint)  # the step it begins at
+        self.is_finished = False
+
+    @property
+    def mlflow_run_id(self) -> str:
+        """The store's name for the run, empty where there is none."""
+        return self._run.run_id
+
+    @property
+    def mlflow_run_key(self) -> str:
+        """The tag by which the store knows the run, empty where there is none."""
+        return self._run.run_key
+
+    def say(self, line: str) -> None:
+        """Tells a person."""
+        self._progress.say(line)
+
+    def begin(self, place: Place, total_steps: int) -> None:
+        """The run's settings, and how far it has to go."""
+        self._total_steps = total_steps
+        from_first(self._session.world, lambda: require_room(self._session, self._start.folder))
+        if self._session.world.rank == 0:
+            self._describe()
+        if place.step:
+            self.say(f"going on after step {place.step:,}")
+        self._progress.begin("training", total=total_steps - place.step, unit="steps")
+
+    def agreed(self, gap: float) -> None:
+        """The policy gives the numbers of the cache, nearly."""
+        self.say(f"policy and cache agree to {gap:.1e} nats per completion")
+        self._run.log_params({"gate.largest_gap": f"{gap:.3e}"})
+
+    def stepped(
+        self, place: Place, metrics: dict[str, float], line: dict[str, float] | None
+    ) -> None:
+        """An optimizer step is done; after some there is a line that stands for several."""
+        self._measured(place, metrics)
+        if line is not None:
+            seen = self._machine.now() if self._machine else {}
+            self._run.log_metrics({**line, **seen}, step=place.step)
+        padded = metrics["tokens"] / (1 - metrics["padding"])
+        padding = round(padded - metrics["tokens"])
+        self._progress.advance(1, tokens=round(padded), padding=padding)
+        if time.monotonic() - self._last_line >= SECONDS_PER_LINE:
+            self._last_line = time.monotonic()
+            self.say(f"step {place.step:,}: {shown(metrics)}")
+
+    def evaluated(self, place: Place, metrics: dict[str, float], judged: Sequence[Judged]) -> None:
+        """The held-out rows were measured."""
+        self._measured(place, metrics)
+        self._run.log_metrics(metrics, step=place.step)
+        if self._keeper.has(place):
+            self._run.sync()
+            self._keeper.credit(place, metrics)
+        if judged and self._session.world.rank == 0:
+            with borne("No table of single completions"):
+                self._run.log_artifact(self._tables.write(place.step, judged))
+        plain = {name.removeprefix(EVAL): value for name, value in metrics.items()}
+        self.say(f"step {place.step:,}, held-out rows: {shown(plain)}")
+
+    def not_applied(self, place: Place, row_ids: tuple[str, ...]) -> None:
+        """A step gave NaN or infinity; the ids of this rank's rows in it are written down."""
+        line = {"step": place.step, "rank": self._session.world.rank, "row_ids": row_ids}
+        with fs.append(self._start.folder.nonfinite) as sink:
+            sink.write((json.dumps(line) + "\n").encode())
+        self.say(f"step {place.step:,} gave NaN or infinity and was not applied")
+
+    def save(self, place: Place) -> None:
+        """A checkpoint, where there is none yet; one that fails is told, three in a row end it."""
+        if self._keeper.has(place):
+            return
+        self._run.sync()
+        measured = self.metrics if place.step == self._step else {}
+        saved = self._keeper.save(place, measured, mlflow_run_id=self.mlflow_run_id)
+        if not saved.succeeded:
+            self._run.log_metrics({"checkpoint_failed": 1.0}, step=place.step)
+            self.say(f"step {place.step:,}: no checkpoint: {saved.failure}")
+            if self._keeper.failures >= Keeper.MOST_FAILURES:
+                raise StorageError(
+                    f"{self._keeper.failures} checkpoints in a row could not be saved. The last: "
+                    f"{saved.failure}"
+                )
+
+    def finish(self, place: Place) -> None:
+        """The model is written."""
+        self.is_finished = True
+        folder = self._start.folder
+        for path in (folder.metrics, folder.config, folder.engine):
+            self._run.log_artifact(path)
+        uploads = self._session.job.config.tracking.upload_model
+        self._run.log_artifact(folder.model if uploads else folder.model / "README.md")
+        if uploads and folder.merged.exists():
+            self._run.log_artifact(folder.merged)
+        tags = {"align.cache_root": self._session.job.manifest.root, "align.step": str(place.step)}
+        self._run.log_model_link(folder.model, tags=tags)
+
+    def ended(self, how: How) -> None:
+        """Writes down how the run ended; a run without this word was killed."""
+        if self._session.world.rank:
+            return
+        self._run.sync()
+        ending = Ending(
+            ending=how,
+            step=self._step,
+            total_steps=self._total_steps,
+            identity=identity_of(self._session),
+            changes=self._start.changes,
+            files=(),
+        )
+        write_ending(self._start.folder, ending)
+
+    def report(self) -> None:
+        """Puts the run on one page, if there is anything to see."""
+        if self._session.world.rank == 0 and self._start.folder.metrics.stat().st_size:
+            with borne("No report"):
+                self._run.log_artifact(write_report(self._start.folder.root))
+
+    def _measured(self, place: Place, metrics: dict[str, float]) -> None:
+        if place.step != self._step:
+            self._step, self.metrics = place.step, {}
+        self.metrics |= {name: value for name, value in metrics.items() if math.isfinite(value)}
+        if (said := self._best.warning(metrics)) and self._session.world.rank == 0:
+            logger.warning("%s", said)
+
+    def _describe(self) -> None:
+        session = self._session
+        self._run.log_params(_params(session))
+        cache = session.job.cache
+        self._run.log_dataset(
+            cache.root.resolve().name,
+            digest=session.job.manifest.root,
+            source=str(cache.root.resolve()),
+            context="training",
+        )
+        self._run.log_artifact(cache.manifest)
+
+
+def shown(metrics: dict[str, float]) -> str:
+    """The few numbers a person wants to see at once."""
+    known = {name: metrics[name] for name in SHOWN if math.isfinite(metrics.get(name, math.nan))}
+    return ", ".join(f"{name} {value:.4g}" for name, value in known.items())
+
+
+def _machine(session: Session, start: Start) -> Machine | None:
+    is_wanted = session.job.config.tracking.system_metrics and session.world.rank == 0
+    return Machine(start.folder.root) if is_wanted else None
+
+
+def _is_evaluated(checkpoint: Checkpoint | None) -> bool:
+    """Whether a checkpoint says what its step was worth on held-out rows."""
+    return checkpoint is not None and any(
+        name.startswith(EVAL) for name in checkpoint.position.metrics
+    )
+
+
+def _params(session: Session) -> dict[str, str]:
+    settings = used_settings(session, "train", "model")
+    options = {f"method.{name}": value for name, value in session.recipe.values.items()}
+    counts = {"rows.train": session.source.train_rows, "rows.eval": session.source.eval_rows}
+    counts |= session.source.counts
+    return {name: str(value) for name, value in {**settings, **options, **counts}.items()}
+
+
+def _tags(session: Session, changes: tuple[str, ...]) -> dict[str, str]:
+    job = session.job
+    changed = {"align.changed": "; ".join(changes)} if changes else {}
+    return {
+        **changed,
+        **job.tags,
+        "align.stage": "train",
+        "align.method": session.recipe.name,
+        "align.cache_root": job.manifest.root,
+        "align.cache": str(job.cache.root.resolve()),
+        "align.reference_weights": job.manifest.fingerprint["model.weights"],
+        "align.policy": job.policy.path,
+        "align.world_size": str(session.world.size),
+        "deepspeed.version": version("deepspeed"),
+    }
+
+
+class EvaluationTables:
+    """The files of one run; a tokenizer is loaded for the first that is to hold text."""
+
+    def __init__(self, session: Session, folder: RunFolder) -> None:
+        self._session = session
+        self._folder = folder
+        self._decode: Decode | None = None
+
+    def write(self, step: int, judged: Sequence[Judged]) -> Path:
+        """One file, of one evaluation."""
+        job = self._session.job
+        if job.config.train.eval_text and not self._decode:
+            self._decode = decoder(job.policy.path, Stops.of(job.manifest.fingerprint).tokens)
+        path = self._folder.evaluation(step)
+        fs.make_folder(path.parent)
+        text = evaluation_csv(judged, self._kind, decode=self._decode)
+        fs.publish(path, text.encode(), label="evaluation")
+        return path
+
+    @property
+    def _kind(self) -> Kind:
+        if self._session.recipe.head == "score":
+            return "scores"
+        return "log-probs" if self._session.job.reading.context else "log-ratios"

@@ -1,0 +1,211 @@
+"""Works through the units of a plan, beside any number of others doing the same."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from ..schemas.cache import Plan
+from ..schemas.rows import Reference, Scorer
+from ..stages.pairing.ring import Ring
+from ..stages.pairing.units import CutRule, build_unit
+from ..stages.score.reuse import ReuseIndex
+from ..stages.score.score import BatchDone, ScoringRules, UnitScores, score_unit
+from ..stages.storage.commits import UnitFacts, commit_unit
+from ..stages.storage.locks import UnitClaims
+from .cache_compatibility import open_earlier
+from .precompute_plan import Job, ring_of
+
+if TYPE_CHECKING:
+    from ..stages.tracking.journal import Run
+    from ..stages.tracking.progress import Progress
+
+
+@dataclass(frozen=True)
+class Worker:
+    """This process among those that share an output folder."""
+
+    rank: int = 0
+    world: int = 1
+    joins: bool = False  # cooperate with an owner instead of insisting on being it
+
+
+@dataclass
+class Tally:
+    """What this process did."""
+
+    units: int = 0
+    rows: int = 0
+    scored: int = 0  # branches
+    reused: int = 0  # branches
+    tokens: int = 0  # run through the model, padding included
+    padding: int = 0
+    seconds: float = 0.0
+
+    def add(self, rows: int, scores: UnitScores) -> None:
+        """Counts one unit."""
+        self.units += 1
+        self.rows += rows
+        self.scored += scores.branches - scores.reused
+        self.reused += scores.reused
+        self.tokens += scores.run_tokens
+        self.padding += scores.padding
+
+    def metrics(self) -> dict[str, float]:
+        """As a tracking store wants them."""
+        branches = max(self.scored + self.reused, 1)
+        return {
+            "units": float(self.units),
+            "rows": float(self.rows),
+            "branches/scored": float(self.scored),
+            "branches/reused": float(self.reused),
+            "reuse_share": self.reused / branches,
+            "tokens": float(self.tokens),
+            "tokens_per_second": self.tokens / max(self.seconds, 1e-9),
+            "padding_share": self.padding / max(self.tokens, 1),
+        }
+
+
+def score_units(
+    job: Job, plan: Plan, worker: Worker, *, run_id: str, progress: Progress, run: Run
+) -> Tally:
+    """Returns when every unit of the plan has a commit, by whomever."""
+    started = time.perf_counter()
+    bench = _Bench(job, plan, run_id, progress)
+    units = range(len(plan.unit_offsets) - 1)
+    order = sorted(units, key=lambda unit: unit % worker.world != worker.rank % worker.world)
+    tally = Tally()
+    by_others: list[int] = []
+    progress.begin("scoring", total=plan.unit_offsets[-1], unit="rows")
+    with UnitClaims(job.work.claims) as claims, _held_to_threads(job, plan):
+        for unit in order:
+            if claims.try_claim(unit):
+                bench.finish(unit, tally)
+                claims.release(unit)
+                tally.seconds = time.perf_counter() - started
+                run.log_metrics(tally.metrics(), step=tally.units)
+            else:
+                by_others.append(unit)
+        for unit in by_others:
+            is_shown = False
+            while not job.work.commit(unit).exists() and not job.is_published:
+                claims.wait(unit)
+                if claims.try_claim(unit):
+                    bench.finish(unit, tally)
+                    claims.release(unit)
+                    is_shown = True
+            if not is_shown:
+                progress.advance(plan.unit_offsets[unit + 1] - plan.unit_offsets[unit])
+    progress.end()
+    tally.seconds = time.perf_counter() - started
+    return tally
+
+
+def _held_to_threads(job: Job, plan: Plan) -> AbstractContextManager[None]:
+    """The plan's threads where they decide the last bits, whatever launcher started the worker."""
+    if job.fingerprint.get("model.device") != "cpu":
+        return nullcontext()
+    # Here, because only a reference that computes by torch needs it imported.
+    from ..stages.model.reference import on_threads  # noqa: PLC0415
+
+    return on_threads(plan.threads)
+
+
+@dataclass
+class _UnitMeter:
+    """Shows a unit's rows as done in step with its batches."""
+
+    progress: Progress
+    rows: int
+    share: float = 0.0
+    shown: int = 0
+
+    def hear(self, batch: BatchDone) -> None:
+        """Moves on by the batch's share; a unit begun again never moves past its end."""
+        self.share = min(self.share + batch.share, 1.0)
+        more = int(self.share * self.rows) - self.shown
+        self.shown += more
+        self.progress.advance(more, tokens=batch.tokens, padding=batch.padding)
+
+    def close(self) -> None:
+        """The unit is committed."""
+        self.progress.advance(self.rows - self.shown)
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """What a worker keeps at hand between units; each thing is opened when first needed."""
+
+    job: Job
+    plan: Plan
+    run_id: str
+    progress: Progress
+
+    def finish(self, unit: int, tally: Tally) -> None:
+        """Scores and commits a unit, unless that is done."""
+        start, stop = self.plan.unit_offsets[unit : unit + 2]
+        if self.job.work.commit(unit).exists() or self.job.is_published:
+            self.progress.advance(stop - start)
+            return
+        meter = _UnitMeter(self.progress, stop - start)
+        arc = build_unit(self.ring, start, stop, self.cut_rule)
+        known = self.reuse.find(arc.rows, first_key=arc.first_key, last_key=arc.last_key)
+        scores = score_unit(arc.rows, known, self.rules, scorer=self.scorer, on_batch=meter.hear)
+        numerics = dict(self.scorer().describe()) if scores.run_tokens else {}
+        notes = {
+            "mismatched_completions_replaced_after_cutting": arc.replaced,
+            "completions_scored_again_alone_in_float32": scores.mended,
+        }
+        facts = UnitFacts(
+            first_key=arc.first_key,
+            last_key=arc.last_key,
+            tokens_per_batch=scores.tokens_per_batch,
+            rejected=(*arc.rejected, *scores.rejected),
+            notes={name: count for name, count in notes.items() if count},
+            numerics=numerics or known.numerics,
+            input_names={entry.identity: entry.name for entry in self.plan.inputs},
+        )
+        commit_unit(self.job.work, self.run_id, unit, scores.block, facts)
+        tally.add(stop - start, scores)
+        meter.close()
+
+    @cached_property
+    def ring(self) -> Ring:
+        """The ring that the plan was made from."""
+        return ring_of(self.job)
+
+    @cached_property
+    def cut_rule(self) -> CutRule:
+        """How mismatched completions are fitted."""
+        return CutRule(self.job.config.tokens.max_length, self.job.tokenizer.stops.tokens)
+
+    @cached_property
+    def reuse(self) -> ReuseIndex:
+        """What earlier caches hold."""
+        earlier = open_earlier(self.plan.reuse, self.plan)
+        return ReuseIndex(earlier, need_token_logps=self.rules.keep_token_logps)
+
+    @cached_property
+    def rules(self) -> ScoringRules:
+        """How units are scored."""
+        return ScoringRules(
+            tokens_per_batch=self.job.config.scoring.tokens_per_batch,
+            hidden_size=self.reference.hidden_size(),
+            keep_token_logps=self.job.config.cache.token_logps,
+        )
+
+    @property
+    def reference(self) -> Reference:
+        """The frozen model, not loaded."""
+        return self.job.reference
+
+    def scorer(self) -> Scorer:
+        """The frozen model, loaded once."""
+        return self._scorer
+
+    @cached_property
+    def _scorer(self) -> Scorer:
+        return self.reference.open()

@@ -1,0 +1,80 @@
+"""Signals while training: the first asks it to save and stop, a second ends it at once."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..schemas.errors import Interrupted
+
+logger = logging.getLogger("align")
+
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+# What a launcher sets for its ranks: torchrun, deepspeed, srun.
+LAUNCHED = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE", "SLURM_STEP_ID")
+SECONDS_PER_LOOK = 1.0
+WAY_ON = "Run the same command with --resume auto"
+
+
+@contextmanager
+def naming_the_way_on() -> Iterator[None]:
+    """Whoever stops training is told how to go on with it."""
+    try:
+        yield
+    except Interrupted as stop:
+        raise Interrupted(stop.signal_number, WAY_ON) from None
+
+
+def stops_heard() -> list[signal.Signals]:
+    """The signals that ask to stop; under nohup nobody wants to hear of a terminal that closes."""
+    deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in STOPS if not (deaf and number is signal.SIGHUP)]
+
+
+def stop_with_launcher() -> None:
+    """Asks this rank to stop once the process that launched it is gone, however that ended."""
+    if any(name in os.environ for name in LAUNCHED):
+        # Threads are not copied by a fork: a worker of this process has no such watcher.
+        threading.Thread(target=_outlive, args=(os.getppid(),), daemon=True).start()
+
+
+def _outlive(launcher: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(SECONDS_PER_LOOK)
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # else it was asked already
+        logger.warning("The launcher, process %d, is gone: this rank stops as well.", launcher)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Asked:
+    """Whether somebody asked this process to stop, and by which signal."""
+
+    def __init__(self) -> None:
+        self.signal_number = 0
+
+    def __call__(self) -> bool:
+        """Whether somebody did."""
+        return bool(self.signal_number)
+
+
+@contextmanager
+def asked_to_stop() -> Iterator[Asked]:
+    """Notes signals instead of acting on them, as long as the block runs."""
+    asked = Asked()
+
+    def note(number: int, _: Any) -> None:
+        asked.signal_number = number
+        signal.signal(number, signal.SIG_DFL)
+
+    before = {number: signal.signal(number, note) for number in stops_heard()}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

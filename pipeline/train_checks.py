@@ -1,0 +1,324 @@
+"""Every check of a training run's settings: against its cache, its policy, and each other."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..schemas.cache import Manifest
+from ..schemas.config import ModelOptions, TokenOptions, TrainOptions
+from ..schemas.errors import FingerprintError, UsageError
+from ..schemas.rows import Role
+from ..stages.data.tokenizer import load_tokenizer, tokenizer_fingerprint
+from ..stages.feed.conversions import Reading, ScoreRules, Threshold
+from ..stages.feed.train_source import TrainSource
+from ..stages.model.fingerprint import adapter_digest, code_digest, config_digest, weights_digest
+from ..stages.storage.cache_folder import CacheFolder
+from ..stages.storage.checkpoints import wanted
+from ..stages.tracking.journal import EVAL
+from .cache_compatibility import differences
+from .settings import Settings, flatten
+
+if TYPE_CHECKING:
+    from ..stages.methods.recipe import Recipe
+
+# Parts of a fingerprint that two caches share when their numbers can be compared.
+MAKING = {"model", "numerics", "tokenizer", "tokens"}
+
+
+def require_same_text(
+    manifest: Manifest, policy: str, tokens: TokenOptions, given: Mapping[str, str]
+) -> None:
+    """Refuses a cache whose ids the policy would read as other text.
+
+    `given` holds the settings that the user wrote down; all others are taken as the cache's.
+    """
+    stored = manifest.fingerprint
+    options = TokenOptions(
+        bos=stored["tokens.bos"],  # type: ignore[arg-type]
+        eos=stored["tokens.eos"],  # type: ignore[arg-type]
+        date=stored["tokens.date"],
+        chat_template=tokens.chat_template,
+    )
+    wanted = {**stored, **tokenizer_fingerprint(load_tokenizer(policy, options))}
+    wanted |= {name: value for name, value in given.items() if name in stored}
+    if found := differences(stored, wanted):
+        raise FingerprintError(
+            f"The cache does not fit {policy} and these settings:{_lines(found)}\n"
+            "Make another cache with them, or undo the change."
+        )
+
+
+def policy_identity(model: ModelOptions) -> dict[str, str]:
+    """Digests of the files that a policy is loaded from."""
+    return {
+        "model.weights": weights_digest(model.path),
+        "model.config": config_digest(model.path),
+        "model.adapter": adapter_digest(model.adapter) if model.adapter else "none",
+        "model.code": code_digest(model.path) if model.trust_remote_code else "none",
+    }
+
+
+def require_same_model(settings: Settings, manifest: Manifest) -> None:
+    """Refuses an align.yaml or ALIGN_MODEL that names another reference than the cache's."""
+    model = settings.config.model
+    wanted = replace(
+        model, path=model.path or manifest.model, adapter=model.adapter or manifest.adapter
+    )
+    if _same_place(wanted.path, manifest.model) and _same_place(wanted.adapter, manifest.adapter):
+        return
+    if found := _other_than_reference(manifest, policy_identity(wanted)):
+        name = "model.adapter" if _same_place(wanted.path, manifest.model) else "model.path"
+        origin, value = settings.origins[name], flatten(settings.config)[name]
+        raise FingerprintError(
+            f"{origin}: {name} is {value}, and the reference of the cache is {manifest.model}"
+            f"{f' with {manifest.adapter}' if manifest.adapter else ''}:{_lines(found)}\n"
+            "Make a cache with that model, or set it to the cache's. To train from another model "
+            "than the reference, pass --model DIR --set train.other_reference=true."
+        )
+
+
+def _same_place(one: str, other: str) -> bool:
+    return one == other or bool(one and other and Path(one).resolve() == Path(other).resolve())
+
+
+def require_same_reference(
+    manifest: Manifest, policy: str, identity: Mapping[str, str], *, may_differ: bool
+) -> bool:
+    """Whether the policy begins as the reference; one that does not is refused unless allowed."""
+    found = _other_than_reference(manifest, identity)
+    if found and not may_differ:
+        raise FingerprintError(
+            f"The cache was made with another reference than {policy}:{_lines(found)}\n"
+            "Make a cache with this one. If the policy is meant to begin elsewhere than the "
+            "reference, pass --set train.other_reference=true."
+        )
+    return not found
+
+
+def _other_than_reference(manifest: Manifest, identity: Mapping[str, str]) -> dict[str, str]:
+    """Field by field, how a model differs from the reference the cache was made with."""
+    named = {name: value for name, value in identity.items() if name != "model.code"}
+    return differences({name: manifest.fingerprint[name] for name in named}, named)
+
+
+def require_same_making(manifest: Manifest, other: Manifest, name: str) -> None:
+    """Refuses to evaluate on a cache of another reference, or of other tokens."""
+    ours, theirs = (
+        {key: value for key, value in one.fingerprint.items() if key.partition(".")[0] in MAKING}
+        for one in (manifest, other)
+    )
+    if found := differences(ours, theirs):
+        raise FingerprintError(
+            f"{name} (train.eval_cache) was made otherwise than the cache to train on; first this "
+            f"one, then that:{_lines(found)}\nMake both with the same model and settings."
+        )
+
+
+def _lines(found: Mapping[str, str]) -> str:
+    return "".join(f"\n  {line}" for line in found.values())
+
+
+_WORDS: dict[float | str, Threshold] = {"mean": "mean", "median": "median"}
+# What other trainers call a reference that follows the policy.
+MOVING = {
+    "sync_reference",
+    "sync_ref_model",
+    "ref_model_sync_steps",
+    "ref_model_mixup_alpha",
+}
+
+
+def require_fixed_reference(method: Mapping[str, Any]) -> None:
+    """Refuses options that would move the reference while its log-probs lie in a cache."""
+    for name in method:
+        if name.rpartition(".")[2] in MOVING:
+            raise UsageError(
+                f"method.{name} would move the reference while training, and the cache holds the "
+                "log-probs of one that stays. Go round by round: train, make a cache with the "
+                "trained model (`align precompute-ref … --model RUN/model --output OTHER`), train "
+                "again on it (`align train --cache OTHER`)."
+            )
+
+
+def require_token_logps(recipe: Recipe, folder: CacheFolder, manifest: Manifest) -> None:
+    """Refuses a cache of sums to a recipe that reads the reference token by token."""
+    if "token_reference" not in recipe.needs:
+        return
+    if manifest.fingerprint["cache.token_logps"] != "true":
+        raise UsageError(
+            f"{recipe.name} with these options needs the reference's log-prob of every token, and "
+            f"{folder.root} keeps their sums only. Make another cache with `align precompute-ref … "
+            "--token-logps --output OTHER`; it scores everything once more."
+        )
+
+
+def reading_of(recipe: Recipe, train: TrainOptions, policy: str) -> Reading:
+    """How stored rows are read; `policy` is the folder of the policy, for its tokenizer."""
+    return Reading(
+        kind=recipe.rows,
+        mismatched="mismatched" in recipe.needs,
+        eval_fraction=train.eval_fraction,
+        rules=ScoreRules(
+            train.pairs_from_scores,
+            train.min_score_gap,
+            _threshold(train.label_threshold),
+            recipe.bad_score,
+        ),
+        needs_scores="scores" in recipe.needs or recipe.rows == "grouped",
+        columns=tuple(dict.fromkeys(recipe.modifiers.columns)),
+        context=_context(recipe, policy),
+    )
+
+
+def require_positions(source: TrainSource, recipe: Recipe, last: int | None) -> None:
+    """Refuses rows that reach past the last position of the policy; None: it knows no last one."""
+    if last is None or source.index.longest <= last:
+        return
+    more = max(map(len, source.reading.context.values()), default=0)
+    added = (
+        f", {more} of them those that {recipe.name} puts behind a prompt (method.good_token and "
+        "method.bad_token)"
+        if more
+        else ""
+    )
+    raise UsageError(
+        f"The longest row of {source.folder.root} has {source.index.longest:,} tokens{added}, and "
+        f"the policy's last position is {last:,}. Make a cache with `align precompute-ref … "
+        f"--max-length {last - more} --output OTHER`."
+    )
+
+
+def _threshold(given: float | str) -> Threshold:
+    if given in _WORDS:
+        return _WORDS[given]
+    try:
+        number = float(given)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise UsageError(f"train.label_threshold is {given!r}; expected mean, median or a number.")
+    return number
+
+
+def _context(recipe: Recipe, policy: str) -> dict[Role, tuple[int, ...]]:
+    """The tokens a method wants between a prompt and the completions of each role."""
+    wanting = [part for part in recipe.parts if part.method.context]
+    if not wanting:
+        return {}
+    name = wanting[0].method.name
+    if len(recipe.parts) > 1:
+        raise UsageError(
+            f"{name} shows the policy other prompts than the reference saw: it cannot be mixed."
+        )
+    (part,) = wanting
+    assert part.method.context is not None
+    texts = part.method.context(part.options)
+    backend = load_tokenizer(policy, TokenOptions(bos="never", eos="never")).backend
+    context = {
+        role: tuple(backend.encode(text, add_special_tokens=False).ids)
+        for role, text in texts.items()
+    }
+    _require_telling(name, texts.values(), list(context.values()))
+    return context
+
+
+def _require_telling(name: str, texts: Iterable[str], tokens: list[tuple[int, ...]]) -> None:
+    if not all(tokens) or len(set(tokens)) < len(tokens):
+        given = " and ".join(map(repr, texts))
+        raise UsageError(
+            f"{name} tells good from bad by {given}, and to this tokenizer they are empty or "
+            "alike. Choose others with --set method.good_token=… and --set method.bad_token=…."
+        )
+
+
+def require_measured(train: TrainOptions) -> None:
+    """Refuses a metric of held-out rows where a run would not measure them on its way."""
+    if not wanted(train.best).metric.startswith(EVAL):
+        return
+    if not train.holds_rows_out:
+        raise UsageError(
+            f"train.best is {train.best}, but no rows are held out to measure it on. Set "
+            "train.eval_fraction or train.eval_cache, or name a metric of the training steps."
+        )
+    if not train.eval_every:
+        raise UsageError(
+            f"train.best is {train.best}, but train.eval_every is 0: no checkpoint on the way is "
+            "measured. Set it, best to train.save_every."
+        )
+
+
+class BestMetric:
+    """Looks once, where the metric would have been measured for the first time."""
+
+    def __init__(self, best: str) -> None:
+        self._metric = wanted(best).metric
+        self._is_open = bool(best)
+
+    def warning(self, names: Iterable[str]) -> str:
+        """What to tell a person when it is not among these names; empty when there is nothing."""
+        known = sorted(names)
+        kind = [name for name in known if name.startswith(EVAL) == self._metric.startswith(EVAL)]
+        if not self._is_open or not kind:
+            return ""
+        self._is_open = False
+        if self._metric in known:
+            return ""
+        near = get_close_matches(self._metric, kind, n=1, cutoff=0.5)
+        hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(kind)}."
+        return (
+            f"train.best: nothing called {self._metric} was measured. {hint} Where it is missing, "
+            "no checkpoint is kept as the best."
+        )
+
+
+def require_effect(settings: Settings) -> None:
+    """Nothing a person has written down is passed over in silence."""
+    train, lora = settings.config.train, settings.config.lora
+    if train.cache and settings.origins.get("cache.output") == "--set":
+        raise UsageError("cache.output and train.cache are both set. Name the cache once.")
+    if train.eval_cache and train.eval_fraction:
+        raise UsageError("train.eval_cache and train.eval_fraction are both set. Choose one.")
+    if not lora.enabled and (given := [*settings.given("lora")]):
+        raise UsageError(f"{given[0]} is set, but no adapter is trained. Add --lora, or unset it.")
+    if lora.dropout and not train.dropout:
+        raise UsageError(
+            f"lora.dropout is {lora.dropout}, but train.dropout is off, which turns all dropout "
+            "off. Set train.dropout, or leave lora.dropout at 0."
+        )
+    if train.eval_text and not train.holds_rows_out:
+        raise UsageError(
+            "train.eval_text is on, but no rows are held out whose text could be written down. Set "
+            "train.eval_fraction or train.eval_cache, or unset it."
+        )
+    if train.eval_text and not train.eval_table:
+        raise UsageError(
+            "train.eval_text is on, but train.eval_table is 0: there is no table for it. Say of "
+            "how many rows you want to see the text."
+        )
+    if train.min_lr and train.schedule == "constant":
+        raise UsageError(
+            f"train.min_lr is {train.min_lr}, but a constant schedule never falls. Choose another "
+            "train.schedule, or unset it."
+        )
+
+
+_PARTS = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
+_SECONDS = (86_400, 3600, 60, 1)
+
+
+def seconds_of(text: str, *, name: str) -> float:
+    """`3h30m` in seconds; an empty text is forever."""
+    if not text:
+        return float("inf")
+    parts = _PARTS.fullmatch(text)
+    if parts is None:
+        raise UsageError(f"{name} is {text!r}; expected a time such as 3h30m, 45m or 90s.")
+    return float(
+        sum(int(count or 0) * size for count, size in zip(parts.groups(), _SECONDS, strict=True))
+    )

@@ -1,0 +1,178 @@
+"""What a cache says about itself: the plan, one commit per shard, the manifest, the stop tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, TypeAlias, cast
+
+FORMAT_VERSION = 2
+
+
+def file_identity(sha256: str) -> int:
+    """A data file as a number: the first sixteen hex digits of the digest of its bytes."""
+    return int(sha256[:16], 16)
+
+
+@dataclass(frozen=True)
+class InputEntry:
+    """One input file as it was read."""
+
+    name: str  # file name without its folder
+    bytes: int
+    sha256: str
+    rows: int
+
+    @property
+    def identity(self) -> int:
+        """What `source` names the file by."""
+        return file_identity(self.sha256)
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One stored file."""
+
+    file: str  # relative to the cache folder
+    bytes: int
+    sha256: str
+    rows: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What has to be scored, fixed before the first shard is."""
+
+    format_version: int
+    digest: str  # sha256 over all other fields
+    plan_key: str  # sha256 over the fingerprint
+    fingerprint: dict[str, str]  # every named thing the bytes of the cache depend on
+    reference_key: str  # sha256 over the part of the fingerprint that decides a score
+    model: str  # where the reference lay
+    adapter: str
+    inputs: tuple[InputEntry, ...]
+    rows_in: int
+    unit_offsets: tuple[int, ...]  # unit u is rows [u] to [u + 1] of the ring
+    quarantine: tuple[FileEntry, ...]
+    quarantined: dict[str, int]  # reason -> rows
+    notes: dict[str, int]  # counted, harmless: rows truncated, boundaries shifted, ...
+    reuse: tuple[str, ...]  # caches whose scores may be copied
+    threads: int  # every worker computes with on a CPU: they decide the last bits of a sum
+
+
+@dataclass(frozen=True)
+class Commit:
+    """One finished unit: its shard file and what a reader may check."""
+
+    unit: int
+    digest: str  # sha256 over all other fields
+    file: str  # part-<unit:08d>-<sha256[:16]>.parquet, inside data/
+    bytes: int
+    sha256: str
+    rows: int
+    branches: int
+    tokens: int  # completion tokens scored or reused
+    row_groups: int
+    first_key: str  # hex of the first row's place on the ring; readers find arcs by it
+    last_key: str
+    ids_digest: str  # sha256 over the row ids in order
+    logp_sum: float
+    logp_min: float
+    logp_max: float
+    tokens_per_batch: int  # what was used in the end, after any back-off
+    quarantine: tuple[FileEntry, ...]  # where the rows dropped while scoring are
+    quarantined: dict[str, int]  # reason -> rows dropped while scoring
+    notes: dict[str, int]  # counted while pairing and scoring, harmless
+    numerics: dict[str, str]  # the scoring path taken
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The whole cache; written last, so that its existence means the work is done."""
+
+    format_version: int
+    align_version: str
+    root: str  # sha256 over all that follows `adapter`: the name of the cache
+    model: str  # where the reference lay
+    adapter: str
+    plan_key: str
+    fingerprint: dict[str, str]
+    reference_key: str
+    inputs: tuple[InputEntry, ...]
+    rows_in: int
+    rows: int
+    branches: int
+    tokens: int
+    shards: tuple[Commit, ...]
+    quarantine: tuple[FileEntry, ...]
+    quarantined: dict[str, int]
+    notes: dict[str, int]  # the plan's and those of all shards
+
+
+Source: TypeAlias = Literal["template", "tokenizer"]
+FIELD = "tokenizer.stop."  # of a fingerprint; what is ended follows
+_NONE = "none"
+
+
+@dataclass(frozen=True)
+class Stop:
+    """One token that ends completions."""
+
+    token: int
+    text: str
+    source: Source  # the chat template writes it, or it is the tokenizer's EOS
+
+    def __str__(self) -> str:
+        return f"{self.token} {self.source} {self.text}"
+
+    @property
+    def told(self) -> str:
+        """For a person."""
+        what = "as the chat template writes it" if self.source == "template" else "the EOS"
+        return f"{self.text} ({self.token}), {what}"
+
+    @staticmethod
+    def read(written: str) -> Stop | None:
+        """Returns the stop that `str` has written; None where there is none."""
+        if written == _NONE:
+            return None
+        token, source, text = written.split(" ", 2)
+        return Stop(int(token), text, cast("Source", source))
+
+
+@dataclass(frozen=True)
+class Stops:
+    """What ends plain text, a turn of a conversation, and a turn that calls tools."""
+
+    text: Stop | None
+    turn: Stop | None
+    tool_calls: Stop | None
+
+    @cached_property
+    def tokens(self) -> frozenset[int]:
+        """All of them: a completion that was cut ends with none of these."""
+        every = (self.text, self.turn, self.tool_calls)
+        return frozenset(stop.token for stop in every if stop)
+
+    @cached_property
+    def written(self) -> frozenset[int]:
+        """Those that end turns of conversations."""
+        return frozenset(stop.token for stop in (self.turn, self.tool_calls) if stop)
+
+    @cached_property
+    def of_template(self) -> frozenset[int]:
+        """Those that the chat template writes."""
+        turns = (self.turn, self.tool_calls)
+        return frozenset(stop.token for stop in turns if stop and stop.source == "template")
+
+    def fields(self) -> dict[str, str]:
+        """As a fingerprint holds them."""
+        named = {"text": self.text, "turn": self.turn, "tool_calls": self.tool_calls}
+        return {f"{FIELD}{name}": str(stop) if stop else _NONE for name, stop in named.items()}
+
+    @staticmethod
+    def of(fingerprint: Mapping[str, str]) -> Stops:
+        """Returns the stops of a cache."""
+        names = (f"{FIELD}{name}" for name in ("text", "turn", "tool_calls"))
+        return Stops(*(Stop.read(fingerprint.get(name, _NONE)) for name in names))

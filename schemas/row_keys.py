@@ -1,0 +1,297 @@
+"""What a row and its prompt are known by: encoded records as columns, and their hashes.
+
+Token ids cannot tell prompts apart: where the boundary falls inside a token, the ids of one prompt
+depend on how its completion begins.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from math import nan
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .rows import PromptKeys, Ragged, Record, Rejected, RowBlock, offsets_of
+
+
+@dataclass(frozen=True)
+class EncodedRecord:
+    """One record as token ids, all rules applied."""
+
+    record: Record
+    prompt: list[int]
+    prompt_cut: int
+    completions: tuple[list[int], ...]
+    cut: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class KeyedRows:
+    """Rows with their places: those of one prompt have one place, so they lie together."""
+
+    rows: RowBlock
+    places: NDArray[np.uint64]  # (rows,) on the ring: a seeded hash of the prompt's key
+    completion_keys: NDArray[np.uint64]  # (branches,) hash of the completion's ids
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def take(self, indices: NDArray[np.int64]) -> KeyedRows:
+        """The rows at `indices`, in that order."""
+        branches = self.rows.branches_of(indices)
+        return KeyedRows(
+            self.rows.take(indices), self.places[indices], self.completion_keys[branches]
+        )
+
+    def in_ring_order(self) -> KeyedRows:
+        """Sorted by place, then by the row's own digest."""
+        halves = self.rows.row_id.view(">u8").reshape(-1, 2)
+        return self.take(np.lexsort((halves[:, 1], halves[:, 0], self.places)))
+
+    @staticmethod
+    def concat(parts: Sequence[KeyedRows]) -> KeyedRows:
+        """Joins several, in order."""
+        return KeyedRows(
+            RowBlock.concat([part.rows for part in parts]),
+            np.concatenate([part.places for part in parts]),
+            np.concatenate([part.completion_keys for part in parts]),
+        )
+
+
+def key_rows(encoded: Sequence[EncodedRecord], *, seed: int, carried: Sequence[str]) -> KeyedRows:
+    """Turns encoded records into columns and hashes each of them."""
+    completions = [ids for row in encoded for ids in row.completions]
+    records = [row.record for row in encoded]
+    prompt_keys = prompt_keys_of(records)
+    completion_digests = [_digest(array("i", ids).tobytes(), size=16) for ids in completions]
+    offsets = offsets_of(np.array([len(row.completions) for row in encoded], dtype=np.int64))
+    rows = RowBlock(
+        row_id=_row_ids(encoded, prompt_keys.prompt.tobytes(), completion_digests, offsets),
+        copy=np.zeros(len(encoded), dtype=np.int32),
+        file=np.array([record.file for record in records], dtype=np.uint64),
+        row=np.array([record.row for record in records], dtype=np.int64),
+        prompt_keys=prompt_keys,
+        prompts=Ragged.of([row.prompt for row in encoded], np.int32),
+        prompt_cut=np.array([row.prompt_cut for row in encoded], dtype=np.int32),
+        branch_offsets=offsets,
+        completions=Ragged.of(completions, np.int32),
+        roles=np.array([role for record in records for role in record.roles], dtype=np.int8),
+        scores=np.array(
+            [_number(s) for record in records for s in record.scores], dtype=np.float64
+        ),
+        cut=np.array([cut for row in encoded for cut in row.cut], dtype=np.int32),
+        carried={
+            name: np.array([record.carried[name] for record in records], dtype=np.float64)
+            for name in carried
+        },
+    )
+    return KeyedRows(
+        rows,
+        _places(prompt_keys.prompt.tobytes(), seed),
+        np.frombuffer(b"".join(completion_digests), dtype=np.uint64)[::2].copy(),
+    )
+
+
+def completion_keys(completions: Iterable[NDArray[np.int32]]) -> NDArray[np.uint64]:
+    """The keys of completions, as `key_rows` makes them."""
+    digests = [_digest(ids.tobytes(), size=16)[:8] for ids in completions]
+    return np.frombuffer(b"".join(digests), dtype=np.uint64)
+
+
+def row_digest(
+    prompt: bytes,  # its key and its ids
+    completion_digests: Sequence[bytes],
+    *,
+    roles: bytes,
+    scores: bytes,
+    carried: bytes,
+) -> bytes:
+    """Sixteen bytes that depend on everything in the row but where it came from."""
+    head = b"%d,%d,%d,%d;" % (len(prompt), len(completion_digests), len(scores), len(carried))
+    return _digest(b"".join((head, prompt, *completion_digests, roles, scores, carried)), size=16)
+
+
+def _row_ids(
+    encoded: Sequence[EncodedRecord],
+    prompt_keys: bytes,
+    completion_digests: Sequence[bytes],
+    offsets: NDArray[np.int64],
+) -> NDArray[np.bytes_]:
+    digests = [
+        row_digest(
+            prompt_keys[16 * index : 16 * index + 16] + array("i", row.prompt).tobytes(),
+            completion_digests[offsets[index] : offsets[index + 1]],
+            roles=bytes(row.record.roles),
+            scores=array("d", map(_number, row.record.scores)).tobytes(),
+            carried=array("d", row.record.carried.values()).tobytes(),
+        )
+        for index, row in enumerate(encoded)
+    ]
+    return np.frombuffer(b"".join(digests), dtype="S16")
+
+
+def _places(prompt_keys: bytes, seed: int) -> NDArray[np.uint64]:
+    salt = str(seed).encode()
+    starts = range(0, len(prompt_keys), 16)
+    places = [_digest(prompt_keys[start : start + 16], size=8, key=salt) for start in starts]
+    return np.frombuffer(b"".join(places), dtype=np.uint64)
+
+
+def _number(score: float | None) -> float:
+    return nan if score is None else score
+
+
+def _digest(content: bytes, *, size: int, key: bytes = b"") -> bytes:
+    return hashlib.blake2b(content, digest_size=size, key=key).digest()
+
+
+@dataclass(frozen=True)
+class EncodedChunk:
+    """One chunk's rows, and what was refused or noticed."""
+
+    file: int  # which of the inputs it is of
+    keyed: KeyedRows
+    rejected: list[Rejected]
+    notes: Mapping[str, int]
+
+
+# Texts are sketched together until they have so many characters, each of which takes some 50 bytes.
+CHARACTERS_AT_ONCE = 1 << 16
+# Of one text, so many characters are looked at.
+MOST_CHARACTERS = 1 << 16
+BYTES_OF_A_SKETCH = 8
+
+_JSON = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=repr)
+_FIRST_WIDE = 0x2E80  # from here on scripts write no blanks: each letter is a word
+
+
+def prompt_keys_of(records: Sequence[Record]) -> PromptKeys:
+    """The keys of each record's prompt.
+
+    `prompt` is a digest of everything that makes the prompt: its text, or its messages with the
+    system message, the tools and the template's options. `split` leaves out the system message,
+    tools and options, and folds white space. `sketch` says which words follow which.
+    """
+    said = b"".join(_prompt_digest(_canonical(record), 16, b"align prompt") for record in records)
+    split = b"".join(
+        _prompt_digest(_normalised(record), 8, b"align held out") for record in records
+    )
+    sides = np.frombuffer(split, dtype="<u8").astype(np.uint64)
+    return PromptKeys(
+        prompt=np.frombuffer(said, dtype="S16"),
+        split=sides,
+        sketch=sketches_of([_words(record) for record in records], otherwise=sides),
+    )
+
+
+def sketches_of(texts: Sequence[str], *, otherwise: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Eight numbers of one byte for each text: a MinHash over pairs of neighbouring words.
+
+    Of two texts, each byte is equal with the probability that a pair of words which is in one of
+    them is in both (or by a chance of 1/256). Letter case, blanks and punctuation do not count. A
+    text without words is sketched by its number in `otherwise`.
+    """
+    sketches = otherwise.copy()
+    for start, stop in _batches([min(len(text), MOST_CHARACTERS) for text in texts]):
+        _sketch([text[:MOST_CHARACTERS].lower() for text in texts[start:stop]], sketches[start:])
+    return sketches
+
+
+def _canonical(record: Record) -> str:
+    if isinstance(record.prompt, str):  # without tools and options; encoding a text alone is quick
+        return f"[{_JSON.encode(record.prompt)},null,{{}}]"
+    return _JSON.encode([record.prompt, record.tools, record.template_options])
+
+
+def _normalised(record: Record) -> str:
+    if isinstance(record.prompt, str):
+        return _JSON.encode(_folded(record.prompt))
+    return _JSON.encode([_folded(message) for message in _without_system(record)])
+
+
+def _without_system(record: Record) -> Sequence[Mapping[str, Any]]:
+    """All messages but the system's; all of them where there are no others."""
+    assert not isinstance(record.prompt, str)
+    return [each for each in record.prompt if each["role"] != "system"] or record.prompt
+
+
+def _folded(value: Any) -> Any:
+    """The same with each stretch of white space as one blank, and none at the ends."""
+    if isinstance(value, str):
+        return " ".join(value.split())
+    if isinstance(value, dict):
+        return {key: _folded(entry) for key, entry in value.items()}
+    return [_folded(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+def _words(record: Record) -> str:
+    if isinstance(record.prompt, str):
+        return record.prompt
+    return "\n".join(str(message.get("content", "")) for message in _without_system(record))
+
+
+def _prompt_digest(text: str, size: int, purpose: bytes) -> bytes:
+    return blake2b(text.encode(), digest_size=size, person=purpose).digest()
+
+
+def _batches(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    start = held = 0
+    for index, length in enumerate(lengths):
+        if held and held + length > CHARACTERS_AT_ONCE:
+            yield start, index
+            start, held = index, 0
+        held += length
+    if start < len(lengths):
+        yield start, len(lengths)
+
+
+def _sketch(texts: Sequence[str], sketches: NDArray[np.uint64]) -> None:
+    """Writes the sketches of lower-case texts that have words."""
+    codes = np.frombuffer("\n".join([*texts, ""]).encode("utf-32-le", "surrogatepass"), dtype="<u4")
+    ends = np.cumsum([len(text) + 1 for text in texts])
+    letters, begins = _letters(codes)
+    if not len(letters):
+        return
+    word_lengths = np.diff(np.append(begins, len(letters)))
+    within = np.arange(len(letters)) - np.repeat(begins, word_lengths)
+    numbers = codes[letters].astype(np.uint64) + (within.astype(np.uint64) << np.uint64(32))
+    words = np.add.reduceat(_mixed(numbers), begins)
+    text_of_word = np.searchsorted(ends, letters[begins], side="right")
+    firsts = np.flatnonzero(np.append(True, text_of_word[1:] != text_of_word[:-1]))
+    before = np.append(np.uint64(0), words[:-1])
+    before[firsts] = 0
+    pairs = _mixed(words + _GOLDEN * before)
+    found = np.zeros(len(firsts), dtype=np.uint64)
+    for place in range(BYTES_OF_A_SKETCH):
+        least = np.minimum.reduceat(_mixed(pairs + np.uint64(place)), firsts)
+        found |= (least & np.uint64(0xFF)) << np.uint64(8 * place)
+    sketches[text_of_word[firsts]] = found
+
+
+def _letters(codes: NDArray[np.uint32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where letters and digits are, and which of these begin a word."""
+    is_letter = _IS_LETTER[np.minimum(codes, len(_IS_LETTER) - 1)]
+    is_alone = codes >= _FIRST_WIDE
+    goes_on = is_letter[1:] & is_letter[:-1] & ~is_alone[1:] & ~is_alone[:-1]
+    letters = np.flatnonzero(is_letter)
+    return letters, np.flatnonzero(~np.append(False, goes_on)[letters])
+
+
+def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The splitmix64 finalizer (https://doi.org/10.1145/2660193.2660195) of each number."""
+    mixed = numbers * _GOLDEN + _GOLDEN
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+# Of the first plane of Unicode; whatever lies beyond counts as a letter.
+_IS_LETTER = np.array([chr(code).isalnum() for code in range(0xFFFF)] + [True])

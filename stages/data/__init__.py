@@ -1,0 +1,1 @@
+"""Files of preference data to encoded rows, in bounded memory."""

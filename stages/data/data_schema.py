@@ -1,0 +1,211 @@
+"""Which shape of preference data a file holds, told from the names of its columns."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Literal, TypeAlias, get_args
+
+from ...schemas.errors import UsageError
+from ..storage.shard_columns import shard_schema
+from .input_files import InputFile, column_names
+
+Kind: TypeAlias = Literal["paired", "unpaired", "scored", "scored_long"]
+
+REQUIRED: Mapping[Kind, tuple[str, ...]] = {
+    "paired": ("chosen", "rejected"),
+    "unpaired": ("prompt", "completion", "label"),
+    "scored": ("prompt", "completions"),
+    "scored_long": ("prompt", "completion", "score"),
+}
+SCORES: Mapping[Kind, tuple[str, ...]] = {
+    "paired": ("chosen_score", "rejected_score"),
+    "scored": ("scores",),
+}
+ALIASES = {"score_chosen": "chosen_score", "score_rejected": "rejected_score"}
+OPTIONAL = ("system", "tools", "chat_template_kwargs")
+ALWAYS_CARRIED = ("margin", "weight")
+PROMPT_LIKE = ("question", "instruction", "query", "input", "context")
+_SCORE_LIKE = re.compile("score|rating|reward|preference", re.IGNORECASE)
+_RESERVED = {*shard_schema(token_logps=True, carried=()).names}
+_KNOWN = {"prompt", *OPTIONAL, *ALWAYS_CARRIED}.union(*REQUIRED.values(), *SCORES.values())
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the rows of a run are, and from which columns they are read."""
+
+    kind: Kind
+    source: Mapping[str, str]  # our column: the user's column
+    optional: tuple[str, ...]  # optional columns that were seen, by our names
+    carried: tuple[str, ...]  # numeric columns kept beside each row, by our names
+    has_prompt: bool  # False: the prompt is what chosen and rejected have in common
+    unread: tuple[str, ...] = ()  # the user's columns that look like scores and are not read
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The user's columns to read, where a file has them."""
+        return tuple(self.source.values())
+
+
+def common_shape(
+    inputs: Sequence[InputFile], rename: Mapping[str, str], carry: Sequence[str] = ()
+) -> Shape:
+    """Returns the one shape that all files have; files that differ are an error."""
+    first, *others = [
+        detect_shape(column_names(file), rename, carry, where=str(file.path)) for file in inputs
+    ]
+    for file, shape in zip(inputs[1:], others, strict=True):
+        if _essence(shape) != _essence(first):
+            raise UsageError(
+                f"{inputs[0].path} and {file.path} hold different data: {_essence(first)}; "
+                f"and {_essence(shape)}. Give files of one shape to a run."
+            )
+    seen = {name for shape in (first, *others) for name in shape.optional}
+    return Shape(
+        first.kind,
+        first.source,
+        tuple(name for name in OPTIONAL if name in seen),
+        first.carried,
+        first.has_prompt,
+        tuple(dict.fromkeys(name for shape in (first, *others) for name in shape.unread)),
+    )
+
+
+def _essence(shape: Shape) -> str:
+    prompt = "" if shape.has_prompt else ", without a prompt"
+    scores = [shape.source[name] for name in SCORES.get(shape.kind, ()) if name in shape.source]
+    read = (*scores, *shape.carried)
+    return f"{shape.kind}{prompt}" + (f", with {' and '.join(read)}" if read else "")
+
+
+def detect_shape(
+    columns: Sequence[str], rename: Mapping[str, str], carry: Sequence[str] = (), *, where: str
+) -> Shape:
+    """Returns the shape that these columns make, once renamed; `where` names the file in errors."""
+    found = _renamed(columns, rename, _KNOWN.union(carry), where)
+    _require_carry(found, carry, where)
+    kind = _kind(found, where)
+    if kind == "paired" and "prompt" not in found:
+        _require_no_other_prompt(found, where)
+    carried = tuple(name for name in ALWAYS_CARRIED if name in found)
+    names = ["prompt", *REQUIRED[kind], *OPTIONAL, *carried, *carry]
+    # A column not seen in the first rows of a JSON file may still come: it is looked for.
+    source = {name: found.get(name, name) for name in names if name in found or name not in rename}
+    source.update({name: found[name] for name in SCORES.get(kind, ()) if name in found})
+    return Shape(
+        kind,
+        source,
+        tuple(name for name in OPTIONAL if name in found),
+        tuple(dict.fromkeys((*carried, *carry))),
+        "prompt" in found,
+        tuple(column for name, column in found.items() if _is_unread_score(name, source)),
+    )
+
+
+def _is_unread_score(name: str, source: Mapping[str, str]) -> bool:
+    left_out = name.startswith("unused ")  # by the user, who knows
+    return name not in source and not left_out and bool(_SCORE_LIKE.search(name))
+
+
+def _renamed(
+    columns: Sequence[str], rename: Mapping[str, str], used: Collection[str], where: str
+) -> dict[str, str]:
+    """Our name of each column: the user's name."""
+    for name, count in Counter(columns).items():
+        if count > 1:
+            raise UsageError(f"{where} has {count} columns named {name!r}. Keep one of them.")
+    for name in rename:
+        if name not in columns:
+            raise UsageError(
+                f"{where} has no column {name!r} to rename; it has {_listed(columns)}."
+                f"{_near(name, columns)} Change --map."
+            )
+    found: dict[str, str] = {}
+    for column in columns:
+        name = rename.get(column, ALIASES.get(column, column))
+        if name in found and name in used:
+            raise UsageError(
+                f"{where}: the columns {found[name]!r} and {column!r} would both be {name!r}. "
+                f"Take one out, for example with --map {column}=."
+            )
+        found[name] = column
+    return found
+
+
+def _require_carry(found: Mapping[str, str], carry: Sequence[str], where: str) -> None:
+    for name in carry:
+        if name in _RESERVED:
+            raise UsageError(
+                f"{where}: a column named {name!r} cannot be carried, because shards have one of "
+                f"their own. Rename yours, for example with --map my_{name}={name}."
+            )
+        if name not in found:
+            raise UsageError(
+                f"{where} has no column {name!r} to carry; it has {_listed(found)}."
+                f"{_near(name, found)} Change data.carry."
+            )
+
+
+def _require_no_other_prompt(found: Mapping[str, str], where: str) -> None:
+    """A prompt under another name must not be missed in silence."""
+    for name in PROMPT_LIKE:
+        if name in found:
+            raise UsageError(
+                f"{where} has no column 'prompt' but one named {name!r}. Pass --map prompt={name} "
+                f"if that is the prompt, or --map {name}= if chosen and rejected begin with theirs."
+            )
+
+
+def _kind(found: Mapping[str, str], where: str) -> Kind:
+    fitting = [kind for kind in get_args(Kind) if set(REQUIRED[kind]) <= set(found)]
+    if not fitting:
+        raise UsageError(_no_shape(found, where))
+    if len(fitting) > 1:
+        raise UsageError(_several_shapes(fitting, found, where))
+    kind: Kind = fitting[0]
+    return kind
+
+
+def _no_shape(found: Mapping[str, str], where: str) -> str:
+    nearest = min(REQUIRED.values(), key=lambda names: len(set(names) - set(found)))
+    missing = [name for name in nearest if name not in found]
+    flags = [_map_flag(name, found) for name in missing]
+    known = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in REQUIRED.items())
+    return (
+        f"{where} has the columns {_listed(found.values())}, which fit no shape of preference "
+        f"data ({known}; paired may also have a prompt). Nearest are {', '.join(nearest)}: "
+        f"name what stands for {' and '.join(missing)}, for example {' '.join(flags)}."
+    )
+
+
+def _map_flag(name: str, found: Mapping[str, str]) -> str:
+    spare = [ours for ours in found if ours not in _KNOWN]
+    close = get_close_matches(name, spare, n=1)
+    return f"--map {name}={found[close[0]] if close else 'YOURS'}"
+
+
+def _several_shapes(fitting: Sequence[Kind], found: Mapping[str, str], where: str) -> str:
+    ways = []
+    for kind in fitting:
+        others = [REQUIRED[other] for other in fitting if other != kind]
+        extra = dict.fromkeys(
+            next(name for name in names if name not in REQUIRED[kind]) for names in others
+        )
+        ways.append(f"{kind} with " + " ".join(f"--map {found[name]}=" for name in extra))
+    return (
+        f"{where} fits {len(fitting)} shapes of preference data: {' and '.join(fitting)}. "
+        f"Choose {', or '.join(ways)}."
+    )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
+def _near(name: str, names: Iterable[str]) -> str:
+    close = get_close_matches(name, list(names), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""

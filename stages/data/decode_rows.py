@@ -1,0 +1,330 @@
+"""From the rows of a chunk to checked records; what cannot be used goes to quarantine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any, TypeAlias
+
+import pyarrow as pa
+
+from ...schemas.rows import BadRow, Record, Rejected, Role, Text
+from .data_schema import OPTIONAL, SCORES, Kind, Shape
+from .file_formats import ArrowRows, CsvRows, JsonRows, Payload
+from .input_files import Chunk
+from .validate import (
+    ASSISTANT,
+    is_blank,
+    read_completion,
+    read_label,
+    read_list,
+    read_number,
+    read_options,
+    read_prompt,
+    read_system,
+    read_text,
+    read_tools,
+    require_characters,
+    shown,
+)
+
+Source: TypeAlias = "Mapping[str, str]"  # our column: the user's column
+
+
+def parse_chunk(chunk: Chunk, shape: Shape) -> tuple[list[Record], list[Rejected]]:
+    """Returns every row of a chunk once, in order: as a record, or rejected with a reason."""
+    records: list[Record] = []
+    rejected: list[Rejected] = []
+    for row, cells in enumerate(read_cells(chunk.payload, shape), start=chunk.row):
+        try:
+            if isinstance(cells, BadRow):
+                raise cells
+            records.append(_record(cells, shape, chunk.file, row))
+        except BadRow as bad:
+            rejected.append(Rejected(chunk.file, row, bad.reason, bad.detail))
+        except RecursionError:
+            rejected.append(Rejected(chunk.file, row, "schema", TOO_DEEP))
+    return records, rejected
+
+
+@dataclass(frozen=True)
+class _Branches:
+    """A prompt and its completions."""
+
+    prompt: Text
+    completions: tuple[Text, ...]
+    roles: tuple[Role, ...]
+    scores: tuple[float | None, ...]
+
+
+@dataclass(frozen=True)
+class _Template:
+    """The prompt with its system message, and what else the chat template is given."""
+
+    prompt: Text
+    tools: tuple[Any, ...] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _record(cells: Cells, shape: Shape, file: int, row: int) -> Record:
+    branches = _READERS[shape.kind](cells, shape.source, shape.has_prompt)
+    template = _template(cells, shape.source, branches.prompt)
+    carried = {
+        name: read_number(cells.get(shape.source[name]), shape.source[name])
+        for name in shape.carried
+    }
+    return Record(
+        file,
+        row,
+        template.prompt,
+        branches.completions,
+        branches.roles,
+        branches.scores,
+        template.tools,
+        template.options,
+        carried,
+    )
+
+
+def _paired(cells: Cells, source: Source, has_prompt: bool) -> _Branches:
+    if not has_prompt:
+        return _paired_without_prompt(cells, source)
+    prompt = read_prompt(cells.get(source["prompt"]), source["prompt"])
+    chosen = read_completion(cells.get(source["chosen"]), source["chosen"], prompt)
+    rejected = read_completion(cells.get(source["rejected"]), source["rejected"], prompt)
+    return _Branches(prompt, (chosen, rejected), _PAIR, _pair_scores(cells, source))
+
+
+def _pair_scores(cells: Cells, source: Source) -> tuple[float | None, ...]:
+    columns = [source.get(name, "") for name in SCORES["paired"]]
+    values = [cells.get(column) if column else None for column in columns]
+    return tuple(
+        None if value is None else read_number(value, column)
+        for value, column in zip(values, columns, strict=True)
+    )
+
+
+def _paired_without_prompt(cells: Cells, source: Source) -> _Branches:
+    if "prompt" in source and cells.get(source["prompt"]) is not None:
+        raise BadRow("schema", f"has {source['prompt']!r}, which the first rows of the file lack")
+    columns = source["chosen"], source["rejected"]
+    chosen, rejected = (read_text(cells.get(column), column) for column in columns)
+    length = _prompt_length(chosen, rejected)
+    completions = chosen[length:], rejected[length:]
+    for completion, column in zip(completions, columns, strict=True):
+        if is_blank(completion):
+            raise BadRow("empty_completion", f"{column!r} is empty behind the common prompt")
+    if is_blank(chosen[:length]):
+        raise BadRow("empty_prompt", f"{columns[0]!r} and {columns[1]!r} share no beginning")
+    return _Branches(chosen[:length], completions, _PAIR, _pair_scores(cells, source))
+
+
+def _prompt_length(chosen: Text, rejected: Text) -> int:
+    """How much both begin with alike; a turn of the assistant that goes on is left whole."""
+    length = shared_length(chosen, rejected)
+    if isinstance(chosen, str) or isinstance(rejected, str):
+        return length
+    following = [each[length]["role"] for each in (chosen, rejected) if len(each) > length]
+    while length and ASSISTANT in following and chosen[length - 1]["role"] == ASSISTANT:
+        length -= 1
+    return length
+
+
+def shared_length(chosen: Text, rejected: Text) -> int:
+    """Returns how many messages, or characters up to a blank, two completions begin with alike.
+
+    The blank itself belongs to the completions, as tokenizers want it.
+    """
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        return _shared_words(chosen, rejected)
+    if isinstance(chosen, str) or isinstance(rejected, str):
+        raise BadRow("schema", "of chosen and rejected one is text, the other a conversation")
+    alike = (left == right for left, right in zip(chosen, rejected, strict=False))
+    return sum(takewhile(bool, alike))
+
+
+def _shared_words(chosen: str, rejected: str) -> int:
+    if chosen == rejected:
+        return len(chosen)
+    shared = chosen[: _shared_characters(chosen, rejected)]
+    after = chosen[len(shared) : len(shared) + 1], rejected[len(shared) : len(shared) + 1]
+    if shared[-1:].isspace() or all(map(str.isspace, after)):
+        return len(shared.rstrip())
+    before_last_word, *last_word = shared.rsplit(None, 1) or [""]
+    return len(before_last_word) if last_word else 0
+
+
+def _shared_characters(left: str, right: str) -> int:
+    low, high = 0, min(len(left), len(right))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _unpaired(cells: Cells, source: Source, _has_prompt: bool) -> _Branches:
+    prompt = read_prompt(cells.get(source["prompt"]), source["prompt"])
+    completion = read_completion(cells.get(source["completion"]), source["completion"], prompt)
+    is_desirable = read_label(cells.get(source["label"]), source["label"])
+    role = Role.DESIRABLE if is_desirable else Role.UNDESIRABLE
+    return _Branches(prompt, (completion,), (role,), (None,))
+
+
+def _scored(cells: Cells, source: Source, _has_prompt: bool) -> _Branches:
+    prompt = read_prompt(cells.get(source["prompt"]), source["prompt"])
+    column = source["completions"]
+    candidates = read_list(cells.get(column), column)
+    if not candidates:
+        raise BadRow("empty_completion", f"{column!r} is an empty list")
+    completions = [
+        read_completion(candidate, f"{column}[{index}]", prompt)
+        for index, candidate in enumerate(candidates)
+    ]
+    roles = (Role.CANDIDATE,) * len(completions)
+    return _Branches(prompt, tuple(completions), roles, _scores(cells, source, len(candidates)))
+
+
+def _scores(cells: Cells, source: Source, count: int) -> tuple[float | None, ...]:
+    """Of each candidate; none where the data has no such column yet."""
+    if "scores" not in source:
+        return (None,) * count
+    column = source["scores"]
+    scores = read_list(cells.get(column), column)
+    if len(scores) != count:
+        raise BadRow(
+            "schema", f"{count} in {source['completions']!r} but {len(scores)} in {column!r}"
+        )
+    return tuple(read_number(score, f"{column}[{index}]") for index, score in enumerate(scores))
+
+
+def _scored_long(cells: Cells, source: Source, _has_prompt: bool) -> _Branches:
+    prompt = read_prompt(cells.get(source["prompt"]), source["prompt"])
+    completion = read_completion(cells.get(source["completion"]), source["completion"], prompt)
+    score = read_number(cells.get(source["score"]), source["score"])
+    return _Branches(prompt, (completion,), (Role.CANDIDATE,), (score,))
+
+
+def _template(cells: Cells, source: Source, prompt: Text) -> _Template:
+    given = {
+        name: value
+        for name in OPTIONAL
+        if (column := source.get(name)) and (value := cells.get(column))
+    }
+    if not given:
+        return _Template(prompt)
+    if isinstance(prompt, str):
+        columns = ", ".join(repr(source[name]) for name in given)
+        raise BadRow("schema", f"{columns} can only be used when the prompt is a conversation")
+    system = read_system(given.get("system"), source.get("system", ""))
+    if system and prompt[0]["role"] == "system":
+        raise BadRow("schema", f"{source['system']!r} is given but the prompt has a system message")
+    return _Template(
+        ({"role": "system", "content": system}, *prompt) if system else prompt,
+        read_tools(given.get("tools"), source.get("tools", "")),
+        read_options(given.get("chat_template_kwargs"), source.get("chat_template_kwargs", "")),
+    )
+
+
+_PAIR = (Role.CHOSEN, Role.REJECTED)
+_READERS: Mapping[Kind, Callable[[Cells, Source, bool], _Branches]] = {
+    "paired": _paired,
+    "unpaired": _unpaired,
+    "scored": _scored,
+    "scored_long": _scored_long,
+}
+
+
+Cells: TypeAlias = dict[str, Any]
+TOO_DEEP = "a value is nested too deeply to be read"
+
+
+def read_cells(payload: Payload, shape: Shape) -> Iterator[Cells | BadRow]:
+    """Yields the cells of each row, or why the row has none."""
+    if isinstance(payload, ArrowRows):
+        return _arrow_cells(payload.batch)
+    if isinstance(payload, CsvRows):
+        return _csv_cells(payload, shape)
+    return _json_cells(payload, shape)
+
+
+def _json_cells(payload: JsonRows, shape: Shape) -> Iterator[Cells | BadRow]:
+    columns = shape.columns
+    return (_or_bad(_json_object, text, columns) for text in payload.texts)
+
+
+def _or_bad(read: Callable[..., Cells], *arguments: Any) -> Cells | BadRow:
+    try:
+        return read(*arguments)
+    except BadRow as bad:
+        return bad
+    except RecursionError:
+        return BadRow("schema", TOO_DEEP)
+
+
+def _json_object(text: bytes, columns: Collection[str]) -> Cells:
+    try:
+        row = json.loads(text.decode())
+    except UnicodeDecodeError as error:
+        raise BadRow("bad_utf8", f"byte {error.start} of the row is no UTF-8") from None
+    except ValueError as error:
+        raise BadRow("schema", f"no valid JSON ({error}): {shown(text)}") from None
+    if not isinstance(row, dict):
+        raise BadRow("schema", f"no JSON object: {shown(row)}")
+    if b"\\u" in text:
+        for column in columns:
+            require_characters(row.get(column), column)
+    return row
+
+
+def _csv_cells(payload: CsvRows, shape: Shape) -> Iterator[Cells | BadRow]:
+    return (_or_bad(_csv_row, row, payload.header, shape.columns) for row in payload.rows)
+
+
+def _csv_row(row: Sequence[str], header: Sequence[str], columns: Collection[str]) -> Cells:
+    if len(row) != len(header):
+        raise BadRow("schema", f"{len(row)} cells under a header of {len(header)}: {shown(row)}")
+    cells: Cells = dict(zip(header, row, strict=True))
+    for column in columns:
+        cell = cells.get(column, "")
+        if not cell.isascii():
+            require_characters(cell, column)
+    return cells
+
+
+def _arrow_cells(batch: pa.RecordBatch) -> Iterator[Cells | BadRow]:
+    names = batch.schema.names
+    try:
+        columns = [_column(column) for column in batch.columns]
+    except UnicodeDecodeError:
+        return (_arrow_row(batch, row) for row in range(batch.num_rows))
+    return (dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True))
+
+
+def _column(column: pa.Array) -> list[Any]:
+    cells: list[Any] = column.to_pylist()
+    return list(map(_without_nulls, cells)) if pa.types.is_nested(column.type) else cells
+
+
+def _arrow_row(batch: pa.RecordBatch, row: int) -> Cells | BadRow:
+    cells: Cells = {}
+    for name in batch.schema.names:
+        try:
+            cells[name] = _column(batch.column(name).slice(row, 1))[0]
+        except UnicodeDecodeError as error:
+            detail = f"byte {error.start} of {name!r} is no UTF-8: {shown(error.object)}"
+            return BadRow("bad_utf8", detail)
+    return cells
+
+
+def _without_nulls(value: Any) -> Any:
+    """A struct of a columnar file has the keys of all its rows; those this one lacks are null."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return list(map(_without_nulls, value))
+    return value

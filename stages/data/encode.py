@@ -1,0 +1,220 @@
+"""Text to token ids: where the prompt ends, BOS, EOS, truncation."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ...schemas.config import TokenOptions
+from ...schemas.row_keys import EncodedRecord
+from ...schemas.rows import BadRow, Record, Rejected, Role
+from .stop_tokens import Endings, span_of
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding
+
+    from .tokenizer import TextTokenizer
+
+# An encoding holds some hundred bytes for each token, until its record has become a row.
+RECORDS_AT_ONCE = 32
+
+
+@dataclass
+class Encoded:
+    """What became of a batch of records."""
+
+    rows: list[EncodedRecord] = field(default_factory=list)
+    rejected: list[Rejected] = field(default_factory=list)
+    notes: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class _Rendered:
+    record: Record
+    texts: tuple[str, ...]  # per branch
+    boundaries: tuple[int, ...]  # per branch: character where the completion starts
+    prefix_kept: bool  # the rendered prompt is a prefix of every rendered branch
+
+
+class Encoder:
+    """Encodes checked records under one tokenizer and one set of rules."""
+
+    def __init__(self, tokenizer: TextTokenizer, options: TokenOptions) -> None:
+        self._tokenizer = tokenizer
+        self._options = options
+        self._endings = Endings(tokenizer.stops, tokenizer.added)
+        escaped = [re.escape(text) for text in tokenizer.specials if text]
+        self._specials = re.compile("|".join(escaped)) if escaped else None
+
+    def encode(self, records: Sequence[Record]) -> Encoded:
+        """Every record comes back once: as a row or as a rejected one."""
+        result = Encoded()
+        for start in range(0, len(records), RECORDS_AT_ONCE):
+            self._encode(records[start : start + RECORDS_AT_ONCE], result)
+        return result
+
+    def _encode(self, records: Sequence[Record], result: Encoded) -> None:
+        rendered = [item for item in (self._render(r, result) for r in records) if item]
+        texts = [text for item in rendered for text in item.texts]
+        encodings = iter(self._tokenizer.backend.encode_batch(texts, add_special_tokens=False))
+        for item in rendered:
+            branches = [next(encodings) for _ in item.texts]
+            try:
+                result.rows.append(self._row(item, branches, result.notes))
+            except BadRow as bad:
+                result.rejected.append(_rejected(item.record, bad))
+
+    def _render(self, record: Record, result: Encoded) -> _Rendered | None:
+        try:
+            prompt, texts = self._tokenizer.render(record)
+        except BadRow as bad:
+            result.rejected.append(_rejected(record, bad))
+            return None
+        kind = "conversations" if record.is_conversation else "plain_text"
+        result.notes[f"rows_of_{kind}"] += 1
+        result.notes["completions_that_repeat_their_prompt"] += _repeats(record)
+        boundaries = tuple(_common_length(prompt, text) for text in texts)
+        if self._specials and self._specials.search(_data_text(record)):
+            result.notes["rows_with_special_tokens_in_text"] += 1
+        return _Rendered(record, texts, boundaries, all(b == len(prompt) for b in boundaries))
+
+    def _row(self, item: _Rendered, branches: list[Encoding], notes: Counter[str]) -> EncodedRecord:
+        starts = [
+            _first_completion_token(encoding, boundary, len(text))
+            for encoding, boundary, text in zip(branches, item.boundaries, item.texts, strict=True)
+        ]
+        ids = [encoding.ids for encoding in branches]
+        shared = _shared_prefix(ids, min(starts))
+        spans = any(
+            start < len(encoding) and span_of(encoding, start)[0] < boundary
+            for encoding, start, boundary in zip(branches, starts, item.boundaries, strict=True)
+        )
+        self._report_boundary(item, spans=spans or shared < max(starts), notes=notes)
+        tails = self._ended(item, branches, [branch[shared:] for branch in ids], notes)
+        return self._fit(item.record, self._begin(ids[0][:shared]), tails, notes)
+
+    def _report_boundary(self, item: _Rendered, *, spans: bool, notes: Counter[str]) -> None:
+        if not item.prefix_kept:
+            notes["rows_whose_template_changes_the_prompt"] += 1
+        if not spans:
+            return
+        if self._options.boundary == "strict":
+            raise BadRow("boundary", "a token spans the end of the prompt and the completion")
+        notes["rows_with_a_token_across_the_boundary"] += 1
+
+    def _begin(self, prompt: list[int]) -> list[int]:
+        """Puts exactly one BOS first where the tokenizer adds one or the template wrote it."""
+        bos = self._tokenizer.bos
+        leading = 0
+        while leading < len(prompt) and prompt[leading] == bos:
+            leading += 1
+        if bos is None or not (leading or self._tokenizer.adds_bos):
+            return prompt
+        return [bos, *prompt[leading:]]
+
+    def _ended(
+        self,
+        item: _Rendered,
+        branches: list[Encoding],
+        completions: list[list[int]],
+        notes: Counter[str],
+    ) -> list[list[int]]:
+        ended = []
+        for index, ids in enumerate(completions):
+            said, text = item.record.completions[index], item.texts[index]
+            whole, is_new = self._endings.end(ids, said, text, branches[index])
+            if is_new:
+                notes["completions_that_end_with_another_special_token"] += 1
+            ended.append(whole)
+        return ended
+
+    def _fit(
+        self, record: Record, prompt: list[int], tails: list[list[int]], notes: Counter[str]
+    ) -> EncodedRecord:
+        if not prompt:
+            raise BadRow("empty_prompt", "the prompt has no token")
+        kept = self._cut_prompt(prompt)
+        room = self._options.max_length - len(kept)
+        if room < 1:
+            raise BadRow(
+                "too_long",
+                f"the prompt has {len(kept)} tokens and max_length is {self._options.max_length}: "
+                "no room for a completion; raise max_length or set max_prompt_length",
+            )
+        completions = tuple(
+            cut_completion(tail, room, self._tokenizer.stops.tokens) for tail in tails
+        )
+        if not all(completions):
+            raise BadRow("zero_completion_tokens", "a completion has no token left")
+        cut = tuple(len(tail) - len(c) for tail, c in zip(tails, completions, strict=True))
+        notes["pairs_with_equal_completions"] += _is_equal_pair(record, completions)
+        notes["rows_with_prompt_truncated"] += len(kept) < len(prompt)
+        notes["rows_with_completion_truncated"] += any(cut)
+        return EncodedRecord(record, kept, len(prompt) - len(kept), completions, cut)
+
+    def _cut_prompt(self, prompt: list[int]) -> list[int]:
+        limit = self._options.max_prompt_length
+        if not limit or len(prompt) <= limit:
+            return prompt
+        if self._options.prompt_side == "right":
+            return prompt[:limit]
+        if prompt[0] == self._tokenizer.bos:
+            return [prompt[0], *prompt[len(prompt) - limit + 1 :]]
+        return prompt[-limit:]
+
+
+def cut_completion(completion: list[int], room: int, stops: Collection[int]) -> list[int]:
+    """Keeps the first `room` tokens; a completion that was cut never ends with a stop."""
+    if len(completion) <= room:
+        return completion
+    kept = completion[:room]
+    while kept and kept[-1] in stops:
+        kept = kept[:-1]
+    return kept
+
+
+def _first_completion_token(encoding: Encoding, boundary: int, length: int) -> int:
+    """The first token that holds a character of the completion."""
+    for position in range(boundary, length):
+        token = encoding.char_to_token(position)
+        if token is not None:
+            return int(token)
+    return len(encoding)
+
+
+def _is_equal_pair(record: Record, completions: tuple[list[int], ...]) -> bool:
+    return record.roles == (Role.CHOSEN, Role.REJECTED) and completions[0] == completions[1]
+
+
+def _shared_prefix(ids: list[list[int]], limit: int) -> int:
+    return min((_common_length(ids[0][:limit], other[:limit]) for other in ids[1:]), default=limit)
+
+
+def _common_length(first: Sequence[int] | str, second: Sequence[int] | str) -> int:
+    if first == second[: len(first)]:
+        return len(first)
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def _repeats(record: Record) -> int:
+    """How many completions begin with their prompt once more, as text."""
+    prompt = record.prompt
+    if not isinstance(prompt, str):
+        return 0
+    return sum(str(completion).lstrip().startswith(prompt) for completion in record.completions)
+
+
+def _data_text(record: Record) -> str:
+    parts = (record.prompt, *record.completions)
+    return "\0".join(
+        part if isinstance(part, str) else "\0".join(str(message) for message in part)
+        for part in parts
+    )
+
+
+def _rejected(record: Record, bad: BadRow) -> Rejected:
+    return Rejected(record.file, record.row, bad.reason, bad.detail)

@@ -1,0 +1,281 @@
+"""The file formats: for each, the columns of a file and its rows as payloads of bounded size."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ...schemas.errors import BadDataError
+from .json_files import json_rows
+
+Item = TypeVar("Item")
+SAMPLED_JSON_ROWS = 100
+_LONGEST_CSV_CELL = 1 << 28  # an unclosed quote stops here instead of swallowing the file
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How much one payload may hold; a single row is never split."""
+
+    rows: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class JsonRows:
+    """Rows of a JSON file, each as its raw text."""
+
+    texts: list[bytes]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def skip(self, count: int) -> JsonRows:
+        """Returns all but the first rows."""
+        return JsonRows(self.texts[count:])
+
+
+@dataclass(frozen=True)
+class CsvRows:
+    """Rows of a CSV file; bytes that are no UTF-8 stand in the cells as lone surrogates."""
+
+    header: tuple[str, ...]
+    rows: list[list[str]]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def skip(self, count: int) -> CsvRows:
+        """Returns all but the first rows."""
+        return CsvRows(self.header, self.rows[count:])
+
+
+@dataclass(frozen=True)
+class ArrowRows:
+    """Rows of a columnar file."""
+
+    batch: pa.RecordBatch
+
+    def __len__(self) -> int:
+        return int(self.batch.num_rows)
+
+    def __reduce__(self) -> tuple[Callable[[bytes], ArrowRows], tuple[bytes]]:
+        # pickle would copy the whole buffers that a slice points into; IPC writes the slice.
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, self.batch.schema) as stream:
+            stream.write_batch(self.batch)
+        return _arrow_rows, (sink.getvalue().to_pybytes(),)
+
+    def skip(self, count: int) -> ArrowRows:
+        """Returns all but the first rows."""
+        return ArrowRows(self.batch.slice(count))
+
+
+def _arrow_rows(stream: bytes) -> ArrowRows:
+    return ArrowRows(pa.ipc.open_stream(stream).read_next_batch())
+
+
+Payload: TypeAlias = JsonRows | CsvRows | ArrowRows
+
+
+@dataclass(frozen=True)
+class Format:
+    """How one kind of file is read."""
+
+    columns: Callable[[Path], tuple[str, ...]]  # empty when the file has no rows
+    payloads: Callable[[Path, Collection[str], Limit], Iterator[Payload]]
+
+
+def parquet_columns(path: Path) -> tuple[str, ...]:
+    """Returns the column names of a Parquet file."""
+    with pq.ParquetFile(path, memory_map=False) as file:
+        return tuple(file.schema_arrow.names) if file.metadata.num_rows else ()
+
+
+def parquet_payloads(path: Path, columns: Collection[str], limit: Limit) -> Iterator[ArrowRows]:
+    """Yields the rows of a Parquet file, row group by row group."""
+    # Without buffer_size a whole column chunk is held; with pre_buffer the whole file.
+    with pq.ParquetFile(path, memory_map=False, pre_buffer=False, buffer_size=1 << 20) as file:
+        wanted = [name for name in file.schema_arrow.names if name in columns]
+        for group in range(file.num_row_groups):
+            rows = _rows_per_batch(file.metadata.row_group(group), wanted, limit)
+            # Threads would each keep freed memory, and the cores belong to the tokenizers.
+            batches = file.iter_batches(rows, [group], wanted, use_threads=False)
+            for batch in batches:
+                yield from _within(batch, limit)
+
+
+def _rows_per_batch(group: pq.RowGroupMetaData, wanted: Collection[str], limit: Limit) -> int:
+    leaves = map(group.column, range(group.num_columns))
+    sizes = [leaf.total_uncompressed_size for leaf in leaves if _root(leaf) in wanted]
+    bytes_per_row = max(1, sum(sizes) // max(1, group.num_rows))
+    rows: int = limit.bytes // bytes_per_row
+    return max(1, min(limit.rows, rows))
+
+
+def _root(leaf: pq.ColumnChunkMetaData) -> str:
+    return str(leaf.path_in_schema).split(".", 1)[0]
+
+
+def arrow_columns(path: Path) -> tuple[str, ...]:
+    """Returns the column names of an Arrow IPC file or stream."""
+    with pa.memory_map(str(path)) as source:
+        for batch in _arrow_batches(source, None):
+            if batch.num_rows:
+                return tuple(batch.schema.names)
+    return ()
+
+
+def arrow_payloads(path: Path, columns: Collection[str], limit: Limit) -> Iterator[ArrowRows]:
+    """Yields the rows of an Arrow IPC file or stream."""
+    # Mapped, not read: one record batch may be as large as the file.
+    with pa.memory_map(str(path)) as source:
+        for batch in _arrow_batches(source, columns):
+            for start in range(0, batch.num_rows, limit.rows):
+                yield from _within(batch.slice(start, limit.rows), limit)
+
+
+def _arrow_batches(
+    source: pa.NativeFile, columns: Collection[str] | None
+) -> Iterator[pa.RecordBatch]:
+    is_file = source.read(6) == b"ARROW1"
+    opener = pa.ipc.open_file if is_file else pa.ipc.open_stream
+    source.seek(0)
+    names = opener(source).schema.names
+    source.seek(0)
+    wanted = [index for index, name in enumerate(names) if columns is None or name in columns]
+    reader = opener(source, options=pa.ipc.IpcReadOptions(included_fields=wanted))
+    if is_file:
+        return (reader.get_batch(index) for index in range(reader.num_record_batches))
+    return iter(reader)
+
+
+def _within(batch: pa.RecordBatch, limit: Limit) -> Iterator[ArrowRows]:
+    """Yields the batch in plain types, halved until each part fits."""
+    schema = pa.schema([(field.name, _plain(field.type)) for field in batch.schema])
+    if schema.types != batch.schema.types:  # to cast is to load all of Arrow's functions
+        batch = batch.cast(schema)
+    yield from _halves(batch.replace_schema_metadata(None), limit)
+
+
+def _halves(batch: pa.RecordBatch, limit: Limit) -> Iterator[ArrowRows]:
+    if batch.num_rows > limit.rows or (batch.num_rows > 1 and batch.nbytes > limit.bytes):
+        middle = batch.num_rows // 2
+        yield from _halves(batch.slice(0, middle), limit)
+        yield from _halves(batch.slice(middle), limit)
+    elif batch.num_rows:
+        yield ArrowRows(batch)
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    """Returns the type without dictionaries and views, whose slices carry all they point to."""
+    if pa.types.is_dictionary(kind):
+        return _plain(kind.value_type)
+    if pa.types.is_string_view(kind):
+        return pa.large_string()
+    if pa.types.is_list(kind) or pa.types.is_list_view(kind):
+        return pa.list_(_plain(kind.value_type))
+    if pa.types.is_large_list(kind) or pa.types.is_large_list_view(kind):
+        return pa.large_list(_plain(kind.value_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([(field.name, _plain(field.type)) for field in kind])
+    return kind
+
+
+def csv_columns(path: Path) -> tuple[str, ...]:
+    """Returns the header of a CSV file."""
+    rows = _csv_rows(path)
+    header = next(rows, [])
+    return tuple(header) if next(rows, None) else ()
+
+
+def csv_payloads(path: Path, columns: Collection[str], limit: Limit) -> Iterator[CsvRows]:
+    """Yields the rows of a CSV file, all columns of them, so that cells can be counted."""
+    rows = _csv_rows(path)
+    header = tuple(next(rows))
+    for group in _groups(rows, lambda row: sum(map(len, row)), limit):
+        yield CsvRows(header, group)
+
+
+def _csv_rows(path: Path) -> Iterator[list[str]]:
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        reader = csv.reader(file, strict=True)
+        try:
+            yield from filter(None, _with_long_cells(reader))
+        except csv.Error as error:
+            raise BadDataError(f"line {reader.line_num:,} is no valid CSV ({error})") from None
+
+
+def _with_long_cells(reader: Iterator[list[str]]) -> Iterator[list[str]]:
+    """Reads under our limit for a cell, which belongs to the process: it holds for a row only."""
+    while True:
+        limit = csv.field_size_limit(_LONGEST_CSV_CELL)
+        try:
+            row = next(reader, None)
+        finally:
+            csv.field_size_limit(limit)
+        if row is None:
+            return
+        yield row
+
+
+def json_columns(path: Path) -> tuple[str, ...]:
+    """Returns every key of the first rows of a JSON file, in the order met."""
+    names: dict[str, None] = {}
+    count = 0
+    for text in islice(json_rows(path), SAMPLED_JSON_ROWS):
+        count += 1
+        names.update(dict.fromkeys(_keys(text)))
+    if count and not names:
+        raise BadDataError("the first rows are no JSON objects: write one object per line")
+    return tuple(names)
+
+
+def _keys(text: bytes) -> Iterable[str]:
+    try:
+        row: Any = json.loads(text.decode())
+    except (ValueError, RecursionError):
+        return ()
+    return row if isinstance(row, dict) else ()
+
+
+def json_payloads(path: Path, columns: Collection[str], limit: Limit) -> Iterator[JsonRows]:
+    """Yields the rows of a JSON file; they are parsed where they are checked."""
+    return map(JsonRows, _groups(json_rows(path), len, limit))
+
+
+def _groups(
+    items: Iterable[Item], size_of: Callable[[Item], int], limit: Limit
+) -> Iterator[list[Item]]:
+    group: list[Item] = []
+    held = 0
+    for item in items:
+        group.append(item)
+        held += size_of(item)
+        if len(group) >= limit.rows or held >= limit.bytes:
+            yield group
+            group, held = [], 0
+    if group:
+        yield group
+
+
+_JSON = Format(json_columns, json_payloads)
+_ARROW = Format(arrow_columns, arrow_payloads)
+FORMATS = {
+    ".parquet": Format(parquet_columns, parquet_payloads),
+    ".jsonl": _JSON,
+    ".ndjson": _JSON,
+    ".json": _JSON,
+    ".csv": Format(csv_columns, csv_payloads),
+    ".arrow": _ARROW,
+    ".feather": _ARROW,
+    ".ipc": _ARROW,
+}

@@ -1,0 +1,231 @@
+"""From files and folders to a stream of chunks: scanned, never loaded."""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import json
+import os
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+
+from ...schemas.errors import BadDataError, FingerprintError, UsageError
+from .file_formats import FORMATS, Limit, Payload
+
+_DAMAGE = (BadDataError, pa.ArrowException, OSError, UnicodeError)
+_SIDECARS = {"dataset_info.json", "dataset_infos.json"}  # of `datasets`, beside the data
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """One file of preference data."""
+
+    path: Path
+    format: str  # its ending, a key of FORMATS
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Digested:
+    """A data file as it was when its bytes were digested."""
+
+    bytes: int
+    sha256: str
+    version: tuple[int, int]  # inode and time of change: both change with a file that is replaced
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive rows of one file, not yet parsed; cheap to send to another process.
+
+    Rows are counted from 0 within their file. Blank lines of JSONL and CSV and the CSV header
+    are no rows and are not counted.
+    """
+
+    file: int  # which of the inputs; what is parsed of it is named by the file's identity
+    row: int  # of its first row
+    payload: Payload
+
+    def __len__(self) -> int:
+        return len(self.payload)
+
+
+def open_inputs(files: Sequence[str]) -> tuple[InputFile, ...]:
+    """Returns the data files that these files and folders stand for, each seen to have rows."""
+    if not files:
+        raise UsageError("No data files given. Name at least one file or folder.")
+    inputs: dict[Path, InputFile] = {}
+    for name in files:
+        for path in _data_files(Path(name)):
+            if path.resolve() in inputs:
+                raise UsageError(f"{path} is given twice. Name every file once.")
+            inputs[path.resolve()] = _opened(path)
+    return tuple(inputs.values())
+
+
+def column_names(file: InputFile) -> tuple[str, ...]:
+    """Returns the columns of a file; of a JSON file, the keys of its first rows."""
+    try:
+        return FORMATS[file.format].columns(file.path)
+    except _DAMAGE as error:
+        raise UsageError(
+            f"{file.path} cannot be read as {file.format[1:]}: {_one_line(error)}. "
+            "Check that the file is whole, or write it again."
+        ) from error
+
+
+def iter_chunks(
+    inputs: Sequence[InputFile],
+    columns: Collection[str],
+    *,
+    rows_per_chunk: int = 1000,
+    bytes_per_chunk: int = 8 << 20,
+    start: tuple[int, int] = (0, 0),
+) -> Iterator[Chunk]:
+    """Yields the rows of all files in order, from `start` (file, row) on, with these columns."""
+    limit = Limit(rows_per_chunk, bytes_per_chunk)
+    first_file, first_row = start
+    for index in range(first_file, len(inputs)):
+        row = 0
+        skipped = first_row if index == first_file else 0
+        for payload in _payloads(inputs[index], columns, limit):
+            if skipped < row + len(payload):
+                hidden = max(0, skipped - row)
+                yield Chunk(index, row + hidden, payload.skip(hidden) if hidden else payload)
+            row += len(payload)
+
+
+def digested(file: InputFile) -> Digested:
+    """Reads a file once, for what names its content."""
+    with file.path.open("rb") as source:
+        found = os.fstat(source.fileno())
+        sha256 = hashlib.file_digest(source, "sha256").hexdigest()
+        return Digested(source.tell(), sha256, (found.st_ino, found.st_mtime_ns))
+
+
+def require_unchanged(inputs: Sequence[InputFile], before: Sequence[Digested]) -> None:
+    """Refuses what was read from files that were written to meanwhile."""
+    for file, known in zip(inputs, before, strict=True):
+        try:
+            now = digested(file)
+        except OSError as error:
+            raise _changed(file, error.strerror or str(error)) from error
+        if now != known:
+            sizes = f"it had {known.bytes:,} bytes and has {now.bytes:,}"
+            rewritten = "it was written to, though its length is the same"
+            raise _changed(file, sizes if now.bytes != known.bytes else rewritten)
+
+
+def _changed(file: InputFile, how: str) -> FingerprintError:
+    return FingerprintError(
+        f"{file.path} changed while it was read: {how}. Wait until nothing writes to it any "
+        "more, then run the same command again."
+    )
+
+
+def _payloads(file: InputFile, columns: Collection[str], limit: Limit) -> Iterator[Payload]:
+    row = 0
+    try:
+        for payload in FORMATS[file.format].payloads(file.path, columns, limit):
+            yield payload
+            row += len(payload)
+    except _DAMAGE as error:
+        raise BadDataError(
+            f"{file.path} cannot be read on after row {row:,}: {_one_line(error)}. "
+            "The file is damaged or incomplete: write it again."
+        ) from error
+
+
+def _data_files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise UsageError(f"{path}: no such file or folder. Check the path.")
+    if (path / "dataset_dict.json").is_file():
+        return _only_split(path)
+    if (path / "state.json").is_file():
+        return _saved_dataset(path)
+    return _folder(path)
+
+
+def _only_split(path: Path) -> list[Path]:
+    splits = _json_list(path / "dataset_dict.json", "splits")
+    if len(splits) != 1:
+        raise UsageError(
+            f"{path} holds the splits {', '.join(splits)}. Name one of them, for example "
+            f"{path / ('train' if 'train' in splits else [*splits, 'SPLIT'][0])}."
+        )
+    return _data_files(path / splits[0])
+
+
+def _saved_dataset(path: Path) -> list[Path]:
+    names = _json_list(path / "state.json", "_data_files")
+    missing = [name for name in names if not (path / name).is_file()]
+    if missing or not names:
+        what = f"lacks {', '.join(missing)}, which its state.json names" if missing else "is empty"
+        raise UsageError(f"{path} {what}. Save the data set again.")
+    return [path / name for name in names]
+
+
+def _json_list(path: Path, key: str) -> list[str]:
+    try:
+        entries = json.loads(path.read_bytes())[key]
+        names = [entry["filename"] if isinstance(entry, dict) else entry for entry in entries]
+        if all(isinstance(name, str) and Path(name).name == name for name in names):
+            return names
+    except (OSError, ValueError, LookupError, TypeError):
+        pass
+    raise UsageError(f"{path} does not list {key!r} as `datasets` writes it. Save it again.")
+
+
+def _folder(path: Path) -> list[Path]:
+    files = sorted(
+        entry
+        for entry in path.iterdir()
+        if entry.is_file() and entry.suffix.lower() in FORMATS and _is_data(entry.name)
+    )
+    if not files:
+        raise UsageError(f"{path} holds no data files ({_endings()}). Name the files or a folder.")
+    other = next((file for file in files if file.suffix != files[0].suffix), None)
+    if other:
+        raise UsageError(
+            f"{path} holds files of two kinds, {files[0].name} and {other.name}. "
+            "Name the files that are the data."
+        )
+    return files
+
+
+def _is_data(name: str) -> bool:
+    return not name.startswith((".", "_")) and name not in _SIDECARS
+
+
+def _opened(path: Path) -> InputFile:
+    if path.suffix.lower() not in FORMATS:
+        raise UsageError(f"{path} has an ending that is not known. Known are {_endings()}.")
+    file = InputFile(path, path.suffix.lower(), path.stat().st_size)
+    if not file.bytes:
+        raise UsageError(f"{path} is empty (0 bytes). Leave it out or write it again.")
+    if _first_two_bytes(path) in {codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE}:
+        raise UsageError(f"{path} is UTF-16 text. Save it as UTF-8.")
+    if not column_names(file):
+        raise UsageError(f"{path} has no rows. Leave it out or write it again.")
+    return file
+
+
+def _first_two_bytes(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(2)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be opened: {error.strerror}. Check its rights.") from error
+
+
+def _endings() -> str:
+    return ", ".join(FORMATS)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")[:300]

@@ -1,0 +1,121 @@
+"""The records of a JSON file as raw bytes, one after the other: JSON lines or one big array."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from ...schemas.errors import BadDataError
+
+BLOCK_BYTES = 1 << 20
+_BYTE_ORDER_MARK = codecs.BOM_UTF8
+_SPACE = re.compile(r"[ \t\n\r]*")
+_raw_decode = json.JSONDecoder().raw_decode
+
+
+def json_rows(path: Path) -> Iterator[bytes]:
+    """Yields each record's raw text; what it holds is not checked here.
+
+    A file that starts with `[` is one array, read through a sliding buffer; any other holds one
+    record per line, and blank lines are no records.
+    """
+    with path.open("rb") as file:
+        is_array = _first_byte(file) == b"["
+        file.seek(0)
+        yield from _elements(file) if is_array else _lines(file)
+
+
+def _first_byte(file: BinaryIO) -> bytes:
+    block = file.read(BLOCK_BYTES).removeprefix(_BYTE_ORDER_MARK).lstrip()
+    while not block and (block := file.read(BLOCK_BYTES)):
+        block = block.lstrip()
+    return block[:1]
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    if file.read(len(_BYTE_ORDER_MARK)) != _BYTE_ORDER_MARK:
+        file.seek(0)
+    return (line for line in file if not line.isspace())
+
+
+def _elements(file: BinaryIO) -> Iterator[bytes]:
+    window = _Window(file)
+    window.next_character()
+    window.at += 1
+    count = 0
+    if window.next_character() != "]":
+        while True:
+            yield window.element(count)
+            count += 1
+            if (separator := window.next_character()) != ",":
+                break
+            window.at += 1
+            window.next_character()
+        if separator != "]":
+            found = repr(separator) if separator else "the end of the file"
+            raise _broken(count - 1, f"is followed by {found}")
+    window.at += 1
+    if rest := window.next_character():
+        raise BadDataError(f"after the closing ']' of {count:,} elements comes {rest!r}")
+
+
+class _Window:
+    """The part of a text file that is in memory: only what has not been consumed."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.at = 0
+        self._file = file
+        self._text = ""
+        self._ended = False
+        # Invalid bytes survive as surrogates, so that they can be reported row by row.
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
+
+    def next_character(self) -> str:
+        """Moves to the next character that is not blank and returns it; empty at the end."""
+        while True:
+            blank = _SPACE.match(self._text, self.at)
+            self.at = blank.end() if blank else self.at
+            if self.at < len(self._text) or not self._read_more():
+                return self._text[self.at : self.at + 1]
+
+    def element(self, index: int) -> bytes:
+        """Moves past one JSON value and returns its text."""
+        while (end := self._end_of_value(index)) is None:
+            if not self._read_more():
+                raise _broken(index, "is cut off")
+        text = self._text[self.at : end]
+        self.at = end
+        return text.encode("utf-8", "surrogateescape")
+
+    def _end_of_value(self, index: int) -> int | None:
+        try:
+            _, end = _raw_decode(self._text, self.at)
+        except json.JSONDecodeError as error:
+            # Text that merely stops early fails at its very end, or at the string left open.
+            is_open = error.msg.startswith("Unterminated")
+            if is_open or (error.pos > len(self._text) - 16 and not self._ended):
+                return None
+            raise _broken(index, f"is no valid JSON ({error.msg})") from None
+        except (RecursionError, ValueError) as error:
+            raise _broken(index, f"cannot be read ({error})") from None
+        # A number that touches the end of the buffer may go on behind it.
+        return end if end < len(self._text) else None
+
+    def _read_more(self) -> bool:
+        if self._ended:
+            return False
+        kept = self._text[self.at :]
+        # Doubling keeps the work linear when one value is longer than many blocks.
+        block = self._file.read(max(BLOCK_BYTES, len(kept)))
+        self._ended = not block
+        self._text = kept + self._decoder.decode(block, self._ended)
+        self.at = 0
+        return True
+
+
+def _broken(index: int, what: str) -> BadDataError:
+    return BadDataError(f"element {index:,} of the array {what}, so the array cannot be read on")

@@ -1,0 +1,199 @@
+"""Which token ends a completion: found in the chat template, and put there exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ...schemas.cache import Stop, Stops
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding, Tokenizer
+
+    from ...schemas.rows import Message, Text
+
+NO_STOPS = Stops(None, None, None)
+_MARK = "PROBE"
+_USER = {"role": "user", "content": "question"}
+_SAID = {"role": "assistant", "content": _MARK}
+_FOUND = {"role": "tool", "name": "search", "tool_call_id": "call00001", "content": "found"}
+
+
+@dataclass(frozen=True)
+class Added:
+    """The tokens of a vocabulary that stand for themselves: by id, their texts."""
+
+    texts: Mapping[int, str]
+    special: frozenset[int]  # of them, those that are not text and do not begin a sequence
+
+    @staticmethod
+    def of(hf: Any) -> Added:
+        """Those of a transformers tokenizer."""
+        added = hf.added_tokens_decoder
+        special = {token for token, entry in added.items() if entry.special}
+        special.update(hf.all_special_ids)
+        if hf.bos_token_id != hf.eos_token_id:
+            special.discard(hf.bos_token_id)
+        texts = {token: entry.content for token, entry in added.items()}
+        texts.update(zip(hf.all_special_ids, hf.all_special_tokens, strict=True))
+        return Added(texts, frozenset(special))
+
+
+def find_stops(hf: Any, backend: Tokenizer, added: Added, template: str | None) -> Stops:
+    """Renders turns of an assistant to see what the template ends them with.
+
+    A template may write its stop at the end of a turn, or only as the head of the next one.
+    Where it writes none, the tokenizer's EOS stands in.
+    """
+    eos = Stop(hf.eos_token_id, hf.eos_token, "tokenizer")
+    if template is None:
+        return Stops(eos, None, None)
+    probe = _Probe(hf, backend, template, added)
+    turn = probe.stop((_USER, _SAID), _USER, _first_of_run) or eos
+    calls = (probe.stop((_USER, call), _FOUND, _last_of_run(turn)) for call in _tool_calls())
+    return Stops(eos, turn, next(filter(None, calls), turn))
+
+
+@dataclass(frozen=True)
+class _Probe:
+    hf: Any
+    backend: Tokenizer
+    template: str
+    added: Added
+
+    def stop(
+        self,
+        turns: tuple[Message, ...],
+        reply: Message,
+        choose: Callable[[Sequence[int], Added], int | None],
+    ) -> Stop | None:
+        text = self._render(turns)
+        if _MARK not in text:
+            return None
+        end = text.rindex(_MARK) + len(_MARK)
+        token = choose(list(self._run(text, end)), self.added)
+        if token is None:
+            token = self._next(self._render((*turns, reply)), text[end:])
+        return None if token is None else Stop(token, self.added.texts[token], "template")
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        try:
+            rendered: str = self.hf.apply_chat_template(
+                list(messages), chat_template=self.template, tokenize=False
+            )
+        except Exception:  # a template need not know such turns, and may raise anything
+            return ""
+        return rendered
+
+    def _run(self, text: str, end: int) -> Iterator[int]:
+        """The added tokens with nothing but white space between them that the text ends with."""
+        run: list[int] = []
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        for at in reversed(range(len(encoding.ids))):
+            start, stop = span_of(encoding, at)
+            if start < end:
+                break
+            if encoding.ids[at] in self.added.texts and text[start:stop].strip():
+                run.append(encoding.ids[at])
+            elif text[start:stop].strip():
+                break
+        return reversed(run)
+
+    def _next(self, text: str, tail: str) -> int | None:
+        """The special token that stands right behind the turn once another follows."""
+        end = text.rfind(_MARK) + len(_MARK)
+        if not text[end:].startswith(tail) or _MARK not in text:
+            return None
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        at = encoding.char_to_token(end + len(tail))
+        if at is None or encoding.ids[at] not in self.added.special:
+            return None
+        return int(encoding.ids[at])
+
+
+def _first_of_run(run: Sequence[int], added: Added) -> int | None:
+    special = [token for token in run if token in added.special]
+    return next(iter(special or run), None)
+
+
+def _last_of_run(turn: Stop) -> Callable[[Sequence[int], Added], int | None]:
+    """Calls of tools are full of special tokens themselves; the last of them ends the turn."""
+
+    def choose(run: Sequence[int], added: Added) -> int | None:
+        if turn.token in run:
+            return turn.token
+        return next((token for token in reversed(run) if token in added.special), None)
+
+    return choose
+
+
+def _tool_calls() -> Iterator[Message]:
+    """A call as different templates want it."""
+    for content in ("", None):
+        for arguments in ({"query": _MARK}, f'{{"query": "{_MARK}"}}'):
+            function = {"name": "search", "arguments": arguments}
+            call = {"id": "call00001", "type": "function", "function": function}
+            yield {"role": "assistant", "content": content, "tool_calls": [call]}
+
+
+class Endings:
+    """Brings every completion to exactly one stop at its end."""
+
+    def __init__(self, stops: Stops, added: Added) -> None:
+        self._stops = stops
+        self._added = added
+        self._plain = frozenset({stops.text.token}) if stops.text else frozenset()
+
+    def end(
+        self, ids: list[int], completion: Text, text: str, encoding: Encoding
+    ) -> tuple[list[int], bool]:
+        """Returns the ids with their stop, and whether the template wrote one not known before.
+
+        They are the last ids of the encoding of `text`. What stands behind the stop is dropped.
+        """
+        if self._stops.text is None:
+            return ids, False
+        if isinstance(completion, str):
+            stop, known, last = self._stops.text, self._plain, None
+        else:
+            last = completion[-1]
+            turn = self._stops.tool_calls if last.get("tool_calls") else self._stops.turn
+            stop, known = turn or self._stops.text, self._stops.written
+        place, unknown = self._run(ids, known, text, encoding)
+        is_new = place is None and unknown is not None and self._is_written(ids[unknown], last)
+        at = unknown if is_new else place
+        token = stop.token if at is None else ids[at]
+        end = len(ids) if at is None else at
+        while end and ids[end - 1] in self._stops.tokens:
+            end -= 1
+        return [*ids[:end], token], is_new
+
+    def _run(
+        self, ids: list[int], known: frozenset[int], text: str, encoding: Encoding
+    ) -> tuple[int | None, int | None]:
+        """Among the special tokens at the end: the first stop, and the last of the others."""
+        first = other = None
+        for at in reversed(range(len(ids))):
+            if ids[at] in known:
+                first = at
+            elif ids[at] in self._added.special:
+                other = at if other is None else other
+            else:
+                start, stop = span_of(encoding, len(encoding) - len(ids) + at)
+                if text[start:stop].strip():
+                    break
+        return first, other
+
+    def _is_written(self, token: int, last: Message | None) -> bool:
+        """Whether a special token is the template's and not the end of the data's own text."""
+        if last is None:
+            return False
+        return not str(last.get("content") or "").rstrip().endswith(self._added.texts[token])
+
+
+def span_of(encoding: Encoding, token: int) -> tuple[int, int]:
+    """Returns the characters of a token, from and to."""
+    span = encoding.token_to_chars(token)
+    assert span is not None  # only post-processors add tokens without characters
+    return int(span[0]), int(span[1])

@@ -1,0 +1,258 @@
+"""Loads a tokenizer, answers what the encoder and the fingerprint need of it, and decodes ids."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import date
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import AutoTokenizer
+
+from ...schemas.cache import Stops
+from ...schemas.config import TokenOptions
+from ...schemas.errors import UsageError
+from ...schemas.rows import BadRow, Message, Record, Text
+from .stop_tokens import NO_STOPS, Added, find_stops
+from .validate import ASSISTANT
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from ..report.eval_table import Decode
+
+_ROLES = ("system", "user", ASSISTANT, "tool")
+_QUOTED = re.compile(r"""["']([\w-]+)["']""")
+_DATE = re.compile(r"""strftime_now\(\s*(["'])(?P<form>.*?)\1\s*\)""")
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """A fast tokenizer whose offsets are exact, with its template and special tokens."""
+
+    backend: Tokenizer  # no truncation, no padding, no post-processing
+    hf: Any  # the transformers tokenizer: renders templates
+    bos: int | None
+    adds_bos: bool  # whether a text without BOS is given one
+    stops: Stops
+    added: Added
+    template: str | None
+    specials: tuple[str, ...]
+
+    def render(self, record: Record) -> tuple[str, tuple[str, ...]]:
+        """The prompt and each branch's full text; plain text is joined, conversations rendered."""
+        if isinstance(record.prompt, str):
+            prompt = record.prompt
+            return prompt, tuple(prompt + str(completion) for completion in record.completions)
+        completions = [each for each in record.completions if not isinstance(each, str)]
+        for messages in (record.prompt, *completions):
+            self._require_roles(messages)
+        last = record.prompt[-1]
+        if last["role"] != ASSISTANT:
+            prompt = self._template(record, record.prompt, add_generation_prompt=True)
+        elif not _continues(completions):
+            prompt = self._template(record, record.prompt)
+        else:
+            return self._continued(record, record.prompt, completions)
+        return prompt, tuple(self._template(record, (*record.prompt, *c)) for c in completions)
+
+    def _continued(
+        self, record: Record, prompt: tuple[Message, ...], completions: list[tuple[Message, ...]]
+    ) -> tuple[str, tuple[str, ...]]:
+        """The prompt's last message is left open, and each completion goes on with its text."""
+        begun = self._template(record, prompt, continue_final_message=True)
+        texts = tuple(
+            self._template(record, (*prompt[:-1], _joined(prompt[-1], first), *others))
+            for first, *others in completions
+        )
+        if not all(text.startswith(begun) for text in texts):
+            raise BadRow(
+                "template_error",
+                "the chat template does not show the prompt's last message, an assistant's, in "
+                "the same way when the completion continues it; end the prompt with a user's",
+            )
+        return begun, texts
+
+    def require_template(self, folder: str) -> None:
+        """Conversations cannot be tokenized without a chat template."""
+        if self.template is None:
+            raise UsageError(
+                f"{folder}: the data are conversations and the tokenizer has no chat template. "
+                "Pass --set tokens.chat_template=FILE.jinja, or use a model with a template."
+            )
+        if _DATE.search(self.template):
+            raise UsageError(
+                f"{folder}: the chat template asks what day it is, so the same data would have "
+                "other tokens tomorrow. Pass --set tokens.date=YYYY-MM-DD."
+            )
+
+    @cached_property
+    def _roles(self) -> frozenset[str]:
+        """Those every template knows, and those that this one names."""
+        return frozenset({*_ROLES, *_QUOTED.findall(self.template or "")})
+
+    def _require_roles(self, messages: Sequence[Message]) -> None:
+        """Refuses speakers whom the template would write down like any word."""
+        for message in messages:
+            if message["role"] not in self._roles:
+                raise BadRow(
+                    "schema",
+                    f"the chat template does not know the role {message['role']!r}: rename it "
+                    f"({', '.join(_ROLES)}), or name it in a template (tokens.chat_template)",
+                )
+
+    def _template(self, record: Record, messages: Text, **how: bool) -> str:
+        try:
+            rendered: str = self.hf.apply_chat_template(
+                list(messages),
+                tools=list(record.tools) if record.tools else None,
+                chat_template=self.template,
+                tokenize=False,
+                **record.template_options,
+                **how,
+            )
+        except Exception as error:  # a template is user code: whatever it raises, the row is bad
+            raise BadRow("template_error", f"{type(error).__name__}: {error}"[:200]) from error
+        return rendered
+
+
+def _continues(completions: Sequence[tuple[Message, ...]]) -> bool:
+    """Whether completions go on with the message that the prompt ends with, an assistant's."""
+    continuing = {completion[0]["role"] == ASSISTANT for completion in completions}
+    if len(continuing) > 1:
+        raise BadRow(
+            "schema", "some completions continue the prompt's last message, and others answer it"
+        )
+    return continuing == {True}
+
+
+def _joined(begun: Message, rest: Message) -> Message:
+    return {**begun, **rest, "content": begun["content"] + (rest.get("content") or "")}
+
+
+def load_tokenizer(folder: str, options: TokenOptions) -> TextTokenizer:
+    """Opens the tokenizer in `folder`; it has to be a fast one."""
+    hf = _open(folder)
+    backend = getattr(hf, "backend_tokenizer", None)
+    if backend is None:
+        raise UsageError(
+            f"{folder}: the tokenizer has no tokenizer.json, so token offsets are unknown. "
+            "Convert it with AutoTokenizer.from_pretrained(..., use_fast=True).save_pretrained()."
+        )
+    if options.eos == "append" and hf.eos_token_id is None:
+        raise UsageError(
+            f"{folder}: the tokenizer has no EOS token. Set one, or pass --set tokens.eos=never."
+        )
+    adds_bos = _adds_bos(hf, options, folder)
+    # Changed in place: a copy of a large vocabulary takes as much memory again.
+    backend.no_truncation()
+    backend.no_padding()
+    # Post-processors trim blanks off the offsets and add specials: both would hide the boundary.
+    backend.post_processor = None
+    template, added = _template_text(hf, options), Added.of(hf)
+    return TextTokenizer(
+        backend=backend,
+        hf=hf,
+        bos=hf.bos_token_id,
+        adds_bos=adds_bos,
+        stops=find_stops(hf, backend, added, template) if options.eos == "append" else NO_STOPS,
+        added=added,
+        template=template,
+        specials=tuple(sorted(set(hf.all_special_tokens))),
+    )
+
+
+def tokenizer_fingerprint(tokenizer: TextTokenizer) -> dict[str, str]:
+    """Digests of everything that turns text into ids."""
+    bos = tokenizer.bos if tokenizer.adds_bos else None
+    specials = {"bos": bos, "all": tokenizer.specials}
+    return {
+        "tokenizer.vocabulary": _digest(tokenizer.backend.to_str()),
+        "tokenizer.special_tokens": _digest(json.dumps(specials)),
+        "tokenizer.chat_template": _digest(tokenizer.template or ""),
+        **tokenizer.stops.fields(),
+    }
+
+
+def _open(folder: str) -> Any:
+    if not Path(folder).is_dir():
+        raise UsageError(
+            f"{folder}: no such model folder. Pass --model DIR, set ALIGN_MODEL, "
+            "or set model.path in align.yaml."
+        )
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"{folder}: no tokenizer can be loaded from here ({str(error).splitlines()[0][:200]}). "
+            "Save the model's tokenizer beside its weights."
+        ) from error
+
+
+def _dated(template: str, day: str) -> str:
+    """The template with its questions for the date answered."""
+    try:
+        today = date.fromisoformat(day)
+    except ValueError as error:
+        raise UsageError(f"tokens.date is {day!r}; expected YYYY-MM-DD.") from error
+    return _DATE.sub(lambda call: repr(today.strftime(call["form"])), template)
+
+
+def _adds_bos(hf: Any, options: TokenOptions, folder: str) -> bool:
+    if options.bos == "never" or (options.bos == "auto" and hf.bos_token_id is None):
+        return False
+    if hf.bos_token_id is None:
+        raise UsageError(f"{folder}: tokens.bos is 'always' but the tokenizer has no BOS token.")
+    return options.bos == "always" or hf("a")["input_ids"][:1] == [hf.bos_token_id]
+
+
+def _template_text(hf: Any, options: TokenOptions) -> str | None:
+    if options.chat_template:
+        path = Path(options.chat_template)
+        if not path.is_file():
+            raise UsageError(f"{path}: no such chat template file (tokens.chat_template).")
+        template = path.read_text(encoding="utf-8")
+    else:
+        template = hf.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    if template and options.date:
+        return _dated(str(template), options.date)
+    return str(template) if template else None
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def decoder(model: str, stops: Collection[int]) -> Decode:
+    """Decodes what the tokenizer in a model's folder has made, without its BOS and the stops."""
+    tokenizer = load_tokenizer(model, TokenOptions(eos="never"))
+
+    def decode(ids: Iterable[int], continues: bool) -> str:
+        bare = list(ids)
+        if continues and bare and bare[-1] in stops:
+            bare = bare[:-1]
+        return _text(tokenizer, bare, continues=continues)
+
+    return decode
+
+
+def _text(tokenizer: TextTokenizer, bare: list[int], *, continues: bool) -> str:
+    if bare and bare[0] == tokenizer.hf.bos_token_id:
+        bare = bare[1:]
+    if not continues:
+        return _decoded(tokenizer, bare)
+    # Some decoders drop a blank at the very start: let something stand before it.
+    anchor = tokenizer.backend.encode("a", add_special_tokens=False).ids
+    return _decoded(tokenizer, [*anchor, *bare])[len(_decoded(tokenizer, anchor)) :]
+
+
+def _decoded(tokenizer: TextTokenizer, ids: list[int]) -> str:
+    text: str = tokenizer.hf.decode(ids, skip_special_tokens=False)
+    return text

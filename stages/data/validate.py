@@ -1,0 +1,268 @@
+"""One value of one column: what it must be, and the reason when it is not."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Any
+
+from ...schemas.rows import BadRow, Message, Text
+
+ASSISTANT = "assistant"
+# ShareGPT's names for who speaks.
+_ROLES = {"human": "user", "gpt": ASSISTANT}
+_MESSAGES = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
+_OBJECTS = re.compile(r"\s*(\[\s*)?\{")
+_ROLE = re.compile(r"""["'](role|from)["']\s*:\s*["'](system|user|assistant|tool|human|gpt)["']""")
+_SHOWN = 80
+_TRUE = {"true", "desirable", "1", "1.0"}
+_FALSE = {"false", "undesirable", "0", "0.0"}
+
+
+def read_prompt(value: Any, column: str) -> Text:
+    """Returns a prompt that says something."""
+    prompt = read_text(value, column)
+    if is_blank(prompt):
+        raise BadRow("empty_prompt", f"{column!r} is empty: {shown(value)}")
+    return prompt
+
+
+def read_completion(value: Any, column: str, prompt: Text) -> Text:
+    """Returns a completion of the prompt's kind; text after a conversation becomes a message."""
+    completion = read_text(value, column)
+    if is_blank(completion):
+        raise BadRow("empty_completion", f"{column!r} is empty: {shown(value)}")
+    if isinstance(prompt, str):
+        if isinstance(completion, str):
+            return completion
+        raise BadRow(
+            "schema",
+            f"{column!r} is a conversation but the prompt is text; if it begins with the prompt, "
+            "take the prompt column out (--map prompt=)",
+        )
+    if isinstance(completion, str):
+        completion = ({"role": ASSISTANT, "content": completion},)
+    _require_no_prompt(completion, prompt, column)
+    if completion[0]["role"] == prompt[-1]["role"] == ASSISTANT:
+        _require_continuation(prompt[-1], completion[0], column)
+    return completion
+
+
+def _require_no_prompt(completion: tuple[Message, ...], prompt: Text, column: str) -> None:
+    """Refuses completions that begin with messages of their prompt."""
+    repeats = completion[: len(prompt)] == prompt
+    if completion[0]["role"] != ASSISTANT:
+        ends = (prompt[start:] for start in range(1, len(prompt)))
+        repeats |= completion[0]["role"] == "system"
+        repeats |= any(completion[: len(end)] == end for end in ends)
+    if repeats:
+        raise BadRow(
+            "schema",
+            f"{column!r} repeats the prompt; give the answer alone or take the prompt column out "
+            "(--map prompt=)",
+        )
+
+
+def _require_continuation(begun: Message, rest: Message, column: str) -> None:
+    """Refuses what cannot be one message with the assistant's that the prompt ends with."""
+    if begun.get("tool_calls"):
+        raise BadRow("schema", f"{column!r} cannot continue a prompt that ends with calls of tools")
+    if is_blank(begun["content"]):
+        raise BadRow("empty_prompt", "the last message is an assistant's and empty: take it out")
+    if (rest.get("content") or "").startswith(begun["content"]):
+        raise BadRow(
+            "schema",
+            f"{column!r} repeats the prompt's last message; give only what follows it",
+        )
+
+
+def read_text(value: Any, column: str) -> Text:
+    """Returns plain text or a conversation, which may stand there as its JSON text."""
+    if type(value) is str:
+        value = _conversation_or_text(value, column) if _OBJECTS.match(value) else value
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        return tuple(_message(entry, index, column) for index, entry in enumerate(value))
+    if value is None:
+        raise BadRow("null", f"{column!r} is missing or null")
+    raise BadRow("schema", f"{column!r} is neither text nor a list of messages: {shown(value)}")
+
+
+def _conversation_or_text(text: str, column: str) -> Any:
+    """Returns the messages that JSON text holds; any other text as it is.
+
+    An answer may well be a JSON list of other things, or go on behind one. What names roles and
+    is not JSON is refused: it is a conversation that was cut off, or written with `str`.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        return text
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data" or not _ROLE.search(text):
+            return text
+        raise BadRow(
+            "schema",
+            f"{column!r} looks like a conversation and is not valid JSON (json.dumps writes it): "
+            f"{shown(text)}",
+        ) from None
+    entries = value if isinstance(value, list) else [value]
+    if not any(_is_message(entry) for entry in entries):
+        return text
+    require_characters(value, column)
+    return value
+
+
+def _is_message(entry: Any) -> bool:
+    return isinstance(entry, dict) and any(keys <= entry.keys() for keys in _MESSAGES)
+
+
+def is_blank(text: Text) -> bool:
+    """Whether a text, or every message of a conversation, says nothing."""
+    if isinstance(text, str):
+        return not text or text.isspace()
+    return not any(
+        message.get("tool_calls") or not is_blank(message.get("content", "")) for message in text
+    )
+
+
+def _message(entry: Any, index: int, column: str) -> Message:
+    if not isinstance(entry, dict):
+        raise BadRow("schema", f"message {index} of {column!r} is no object: {shown(entry)}")
+    # Columnar files give every message every key that any message has.
+    message = {key: value for key, value in entry.items() if value is not None}
+    if message.get("tool_calls") == []:
+        del message["tool_calls"]
+    if "role" not in message and {"from", "value"} <= message.keys():
+        message = {"role": message.pop("from"), "content": message.pop("value"), **message}
+    for key in ("role", "content"):
+        value = message.get(key)
+        if type(value) is not str and not (
+            key == "content" and value is None and message.get("tool_calls")
+        ):
+            raise BadRow(
+                "schema", f"message {index} of {column!r} has no text as {key!r}: {shown(entry)}"
+            )
+    calls = message.get("tool_calls", [])
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise BadRow("schema", f"'tool_calls' in {column!r} is not a list of calls: {shown(calls)}")
+    if message["role"] in _ROLES:
+        message["role"] = _ROLES[message["role"]]
+    return message
+
+
+def read_label(value: Any, column: str) -> bool:
+    """Returns whether the completion is desirable."""
+    if value is None or value == "":
+        raise BadRow("null", f"{column!r} is missing or null")
+    if isinstance(value, bool | int | float) and value in (0, 1):
+        return bool(value)
+    word = value.strip().lower() if isinstance(value, str) else None
+    if word in _TRUE or word in _FALSE:
+        return word in _TRUE
+    raise BadRow("bad_label", f"{column!r} is neither true nor false: {shown(value)}")
+
+
+def read_number(value: Any, column: str) -> float:
+    """Returns a finite number; text that spells one counts."""
+    if value is None or value == "":
+        raise BadRow("null", f"{column!r} is missing or null")
+    if isinstance(value, int | float | Decimal | str) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except (ValueError, OverflowError):
+            number = math.nan
+        if math.isfinite(number):
+            return number
+    raise BadRow("bad_number", f"{column!r} is no finite number: {shown(value)}")
+
+
+def read_list(value: Any, column: str) -> list[Any]:
+    """Returns a list of any length, which may stand there as its JSON text."""
+    if type(value) is str and value.lstrip().startswith("["):
+        value = parse_json(value, column)
+    if isinstance(value, list):
+        return value
+    if value is None:
+        raise BadRow("null", f"{column!r} is missing or null")
+    raise BadRow("schema", f"{column!r} is no list: {shown(value)}")
+
+
+def read_tools(value: Any, column: str) -> tuple[Any, ...] | None:
+    """Returns the tool descriptions, a list or its JSON text; None when there are none."""
+    tools = _from_json(value, column)
+    if tools is None or tools == []:
+        return None
+    if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools):
+        return tuple(tools)
+    raise BadRow("schema", f"{column!r} is no list of tool descriptions: {shown(value)}")
+
+
+def read_options(value: Any, column: str) -> Mapping[str, Any]:
+    """Returns the chat template's options, an object or its JSON text."""
+    options = _from_json(value, column)
+    if options is None:
+        return {}
+    if isinstance(options, dict):
+        return options
+    raise BadRow("schema", f"{column!r} is no object of options: {shown(value)}")
+
+
+def read_system(value: Any, column: str) -> str:
+    """Returns the system message; empty when there is none."""
+    if value is None:
+        return ""
+    if type(value) is str:
+        return "" if is_blank(value) else value
+    raise BadRow("schema", f"{column!r} is no text: {shown(value)}")
+
+
+def _from_json(value: Any, column: str) -> Any:
+    if type(value) is not str:
+        return value
+    return parse_json(value, column) if value.strip() else None
+
+
+def parse_json(text: str, column: str) -> Any:
+    """Returns what a cell's JSON text says."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        raise BadRow("schema", f"{column!r} is no valid JSON: {shown(text)}") from None
+    require_characters(value, column)
+    return value
+
+
+def require_characters(value: Any, column: str) -> None:
+    """Refuses half characters (lone surrogates), which no tokenizer and no file can hold."""
+    if isinstance(value, str):
+        if not value.isascii() and not _is_encodable(value):
+            what = "bytes that are no UTF-8 or half a character"
+            raise BadRow("bad_utf8", f"{column!r} holds {what}: {shown(value)}")
+    elif isinstance(value, list):
+        for entry in value:
+            require_characters(entry, column)
+    elif isinstance(value, dict):
+        for key, entry in value.items():
+            require_characters(key, column)
+            require_characters(entry, column)
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def shown(value: Any) -> str:
+    """Returns a value as one short line of printable characters."""
+    if isinstance(value, str | bytes):
+        value = value[:_SHOWN]
+    text = repr(value)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

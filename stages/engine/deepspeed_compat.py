@@ -1,0 +1,90 @@
+"""DeepSpeed without its own voice and its detours: whoever needs it imports it from here."""
+
+from __future__ import annotations
+
+import functools
+import io
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from typing import Any
+
+import torch
+
+ACCELERATOR = "DS_ACCELERATOR"
+
+
+@contextmanager
+def _told_the_accelerator() -> Iterator[None]:
+    """Left to itself DeepSpeed looks for one when it is imported, and says on stdout what it found.
+
+    It asks once; the environment belongs to the host.
+    """
+    is_set = ACCELERATOR in os.environ
+    os.environ.setdefault(ACCELERATOR, "cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        yield
+    finally:
+        if not is_set:
+            del os.environ[ACCELERATOR]
+
+
+@contextmanager
+def _without(module: str) -> Iterator[None]:
+    """Fails to import a module inside, unless it is loaded already."""
+    if module in sys.modules:
+        yield
+        return
+    sys.modules[module] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[module]
+
+
+# Its autotuner, which nothing here runs, would load MLflow: seconds and a hundred MiB.
+with warnings.catch_warnings(), _without("mlflow"), _told_the_accelerator():
+    warnings.simplefilter("ignore")
+    import deepspeed as _deepspeed
+    from deepspeed.accelerator import get_accelerator as _get_accelerator
+    from deepspeed.utils import numa as _numa
+
+    _get_accelerator()
+
+deepspeed: Any = _deepspeed
+# It would spend a minute with the C++ compiler on a faster all-reduce before the first step.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+# Without a GPU, ZeRO-3 would start `numactl` in every backward pass.
+_numa.get_numa_cores = functools.cache(_numa.get_numa_cores)
+
+
+@contextmanager
+def while_training() -> Iterator[None]:
+    """Keeps quiet what every step would say, and off stdout the rest, as long as the block runs."""
+    logger = logging.getLogger("DeepSpeed")
+    level = logger.level
+    # DeepSpeed's own; a handler of another kind is the host's.
+    streams = [one for one in logger.handlers if type(one) is logging.StreamHandler]
+    with warnings.catch_warnings():
+        # DeepSpeed still calls collectives by the names that torch has begun to replace.
+        warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
+        logger.setLevel(logging.ERROR)
+        before = [one.setStream(sys.stderr) for one in streams]
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
+            for handler, stream in zip(streams, before, strict=True):
+                if stream is not None:
+                    handler.setStream(stream)
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Drops what DeepSpeed prints and warns of; stdout belongs to the command's answer."""
+    with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield

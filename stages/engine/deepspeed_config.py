@@ -1,0 +1,303 @@
+"""The DeepSpeed configuration of a run: one of our presets, or the user's own file."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...schemas.config import TrainOptions
+from ...schemas.errors import UsageError
+
+PRESETS = ("zero0", "zero1", "zero2", "zero3", "zero3-offload")
+PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}
+LARGEST_FILE = 1_048_576
+SMALLEST_BUCKET = 1_000_000
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What a configuration depends on beside the options."""
+
+    dtype: str  # of the policy: float32, bfloat16 or float16
+    hidden_size: int
+    world_size: int
+
+
+def engine_config(options: TrainOptions, circumstances: Circumstances) -> dict[str, Any]:
+    """What `deepspeed.initialize` is given; every value that is ours to decide stands in it."""
+    ours = _ours(options, circumstances)
+    if (preset := _chosen(options.deepspeed, circumstances)) in PRESETS:
+        config = _preset(preset, ours, circumstances)
+    else:
+        theirs = _read(options.deepspeed)
+        config = filled(theirs, ours, place=options.deepspeed, batch_size=options.batch_size)
+    if circumstances.dtype == "float16" and not stage_of(config):
+        # DeepSpeed divides by the loss scale there, but does not multiply by it.
+        raise UsageError(
+            f"{options.deepspeed}: float16 is not trained rightly without ZeRO. "
+            "Use zero1, or set train.dtype to bfloat16."
+        )
+    return config
+
+
+def _ours(options: TrainOptions, circumstances: Circumstances) -> dict[str, Any]:
+    """The part that our own options decide, whichever way the policy is spread."""
+    hidden_size = circumstances.hidden_size
+    config: dict[str, Any] = {
+        # How many micro-batches a step has differs from step to step, and the losses are shares
+        # of a global mean already: DeepSpeed shall divide by nothing but the number of ranks.
+        "train_batch_size": circumstances.world_size,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": options.max_grad_norm,
+        "optimizer": {"type": "AdamW", "params": _adamw(options)},
+        "zero_optimization": {
+            "reduce_bucket_size": max(hidden_size**2, SMALLEST_BUCKET),
+            "stage3_prefetch_bucket_size": int(0.9 * max(hidden_size**2, SMALLEST_BUCKET)),
+            "stage3_param_persistence_threshold": 10 * hidden_size,
+        },
+    }
+    for dtype, name in PRECISIONS.items():
+        config[name] = {"enabled": dtype == circumstances.dtype}
+    return config
+
+
+def _adamw(options: TrainOptions) -> dict[str, Any]:
+    return {
+        "lr": options.lr,
+        "betas": [options.beta1, options.beta2],
+        "eps": options.epsilon,
+        "weight_decay": options.weight_decay,
+        # DeepSpeed's own kernels are compiled at the first start, which needs a compiler.
+        "torch_adam": True,
+    }
+
+
+def _chosen(deepspeed: str, circumstances: Circumstances) -> str:
+    if deepspeed != "auto":
+        return deepspeed
+    # Weights in 16 bits need the copy in 32 that ZeRO keeps, and one rank has no other use for it.
+    alone = circumstances.world_size == 1 and circumstances.dtype == "float32"
+    return "zero0" if alone else "zero1"
+
+
+def _preset(name: str, ours: dict[str, Any], circumstances: Circumstances) -> dict[str, Any]:
+    stage = int(name.removeprefix("zero")[0])
+    zero = {"stage": stage} | (ours["zero_optimization"] if stage else {})
+    if stage and stage < 3:
+        zero = {key: value for key, value in zero.items() if not key.startswith("stage3")}
+    if name == "zero3-offload":
+        place = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+        zero |= {"offload_optimizer": place, "offload_param": dict(place)}
+    config = ours | {"zero_optimization": zero}
+    if circumstances.dtype == "float16":
+        # Its search begins so high that the first steps of any run would be lost to it, and every
+        # one of them counts as a step that was not finite.
+        config["fp16"] = ours["fp16"] | {"initial_scale_power": 12, "hysteresis": 1}
+    if stage and circumstances.dtype in PRECISIONS:
+        # In 16 bits the sum would depend on how a step is cut into micro-batches.
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return config
+
+
+def _read(name: str) -> dict[str, Any]:
+    path = Path(name)
+    if not path.is_file():
+        raise UsageError(f"train.deepspeed is {name!r}: {_no_such(name)}")
+    if path.stat().st_size > LARGEST_FILE:
+        raise UsageError(f"{path}: larger than {LARGEST_FILE:,} bytes; no DeepSpeed config.")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: not readable as JSON: {error}.") from error
+    if not isinstance(config, dict):
+        raise UsageError(f"{path}: expected a JSON object, found {config!r:.60}.")
+    return config
+
+
+def _no_such(name: str) -> str:
+    nearest = get_close_matches(name, ("auto", *PRESETS), n=1, cutoff=0.5)
+    hint = f" Did you mean {nearest[0]}?" if nearest else ""
+    return f"neither auto nor one of {', '.join(PRESETS)} nor a file.{hint}"
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of two equal keys JSON would silently keep the last."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {max(keys, key=keys.count)!r} stands twice")
+    return content
+
+
+AUTO = "auto"
+# Why a block cannot be honoured, whatever it holds.
+REFUSED = {
+    "scheduler": "train.schedule, train.warmup and train.min_lr decide the learning rate",
+    "elasticity": "DeepSpeed no longer trains elastically; start again with --resume auto",
+    "amp": "NVIDIA apex is not supported; use train.dtype",
+    "torch_autocast": "train.dtype decides the precision",
+    "tensor_parallel": "every rank is given rows of its own",
+    "pipeline": "every rank is given rows of its own",
+    "sequence_parallel_size": "every rank is given rows of its own",
+    "managed_gradient_accumulation": "the number of micro-batches is decided step by step",
+}
+# What an update that is applied or not, and nothing between, depends on.
+REQUIRED = {
+    "bf16.check_grad_overflow": True,
+    "bfloat16.check_grad_overflow": True,
+    "zero_optimization.compute_grad_norm": True,
+}
+OPTION_OF = {
+    "gradient_clipping": "train.max_grad_norm",
+    "optimizer.params.lr": "train.lr",
+    "optimizer.params.betas": "train.beta1, train.beta2",
+    "optimizer.params.eps": "train.epsilon",
+    "optimizer.params.weight_decay": "train.weight_decay",
+    "bf16.enabled": "train.dtype",
+    "fp16.enabled": "train.dtype",
+    "train_batch_size": "train.batch_size",
+    "train_micro_batch_size_per_gpu": "train.tokens_per_batch",
+    "gradient_accumulation_steps": "train.tokens_per_batch",
+}
+# The top-level keys of DeepSpeed 0.19.
+_KNOWN = """
+    activation_checkpointing aio amp autotuning bf16 bfloat16 checkpoint comet comms_logger
+    communication_data_type compile compression_training csv_monitor curriculum_learning
+    data_efficiency data_types dataloader_drop_last disable_allgather disable_python_gc dump_state
+    eigenvalue elasticity expert_parallel flops_profiler fp16 gradient_accumulation_steps
+    gradient_allreduce_op gradient_clipping gradient_predivide_factor graph_harvesting
+    hybrid_engine log_level managed_gradient_accumulation memory_breakdown nebula optimizer
+    pipeline prescale_gradients progressive_layer_drop quantize_training scheduler
+    seq_parallel_communication_data_type sequence_parallel_size sparse_attention sparse_gradients
+    steps_per_print tensor_parallel tensorboard timers torch_autocast train_batch_size
+    train_micro_batch_size_per_gpu use_data_before_expert_parallelism wall_clock_breakdown wandb
+    weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
+    zero_optimization
+"""
+KNOWN = frozenset(_KNOWN.split())
+ADDED = ("optimizer", "gradient_clipping", "bf16.enabled", "fp16.enabled")
+BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def filled(
+    theirs: dict[str, Any], ours: dict[str, Any], *, place: str, batch_size: int
+) -> dict[str, Any]:
+    """Their file with our values at every "auto" and where a value of ours is missing."""
+    config = copy.deepcopy(theirs)
+    if "bfloat16" in config and "bf16" not in config:
+        config["bf16"] = config.pop("bfloat16")
+    _require_known(config, place)
+    _require_possible(config, place)
+    wrong = [*_refused(config), *_contradictions(config, ours, batch_size)]
+    if wrong:
+        lines = "".join(f"\n  {line}" for line in wrong)
+        raise UsageError(
+            f"{place} contradicts the options of this run:{lines}\n"
+            'Change one of the two, or write "auto" in the file.'
+        )
+    _fill(config, ours)
+    if left := [key for key, value in leaves(config) if value == AUTO]:
+        raise UsageError(f'{place}: no option of ours fills the "auto" of {", ".join(left)}.')
+    return config
+
+
+def _require_known(config: dict[str, Any], place: str) -> None:
+    """DeepSpeed reads past a top-level key that it does not know."""
+    for key in config:
+        if key not in KNOWN:
+            near = get_close_matches(key, KNOWN, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise UsageError(
+                f"{place}: DeepSpeed knows no {key!r}.{hint} Correct it or take it out."
+            )
+
+
+def _require_possible(config: dict[str, Any], place: str) -> None:
+    for key in ("bf16", "fp16", "optimizer", "zero_optimization"):
+        if not isinstance(config.get(key, {}), dict):
+            raise UsageError(f"{place}: {key} must be an object, found {config[key]!r:.60}.")
+    if not isinstance(config.get("optimizer", {}).get("params", {}), dict):
+        raise UsageError(f"{place}: optimizer.params must be an object.")
+    if all(_at(config, f"{name}.enabled") is True for name in ("bf16", "fp16")):
+        raise UsageError(f"{place}: bf16 and fp16 are both enabled; leave one of them.")
+    stage = stage_of(config)
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        raise UsageError(f"{place}: zero_optimization.stage is {stage!r}; it is 0, 1, 2 or 3.")
+
+
+def _refused(config: dict[str, Any]) -> Iterator[str]:
+    for key, reason in REFUSED.items():
+        if key in config:
+            yield f"{key}: {reason}"
+    for key, value in REQUIRED.items():
+        if _at(config, key) not in (None, value, AUTO):
+            yield f"{key}: {_at(config, key)} in the file, but it has to be {value}"
+
+
+def _contradictions(config: dict[str, Any], ours: dict[str, Any], batch_size: int) -> Iterator[str]:
+    expected = ours | {"train_batch_size": batch_size}
+    for key, option in OPTION_OF.items():
+        found, value = _at(config, key), _at(expected, key)
+        if found not in (None, AUTO) and not _same(found, value):
+            yield f"{key}: {found} in the file, {value} here ({option})"
+
+
+def _fill(config: dict[str, Any], ours: dict[str, Any]) -> None:
+    for key in BATCHES:
+        config[key] = ours[key]
+    for key in ADDED:
+        if _at(config, key) is None:
+            _put(config, key, copy.deepcopy(_at(ours, key)))
+    # Other keys of theirs, such as the kind of optimizer, stay as they are.
+    for key, value in list(leaves(config)):
+        if value == AUTO and _at(ours, key) is not None:
+            _put(config, key, copy.deepcopy(_at(ours, key)))
+    if _at(config, "optimizer.type") in ("Adam", "AdamW"):
+        config["optimizer"].setdefault("params", {})
+        for name, value in ours["optimizer"]["params"].items():
+            if name != "torch_adam":
+                config["optimizer"]["params"].setdefault(name, copy.deepcopy(value))
+
+
+def stage_of(config: dict[str, Any]) -> Any:
+    """ZeRO's, as the configuration says it."""
+    return config.get("zero_optimization", {}).get("stage", 0)
+
+
+def leaves(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value of nested objects, by its dotted name."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _at(config: dict[str, Any], dotted: str) -> Any:
+    """The value at `a.b.c`; None where there is none."""
+    value: Any = config
+    for key in dotted.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _put(config: dict[str, Any], dotted: str, value: Any) -> None:
+    *parents, last = dotted.split(".")
+    for key in parents:
+        config = config.setdefault(key, {})
+    config[last] = value
+
+
+def _same(found: Any, value: Any) -> bool:
+    if isinstance(found, list | tuple) and isinstance(value, list):
+        return len(found) == len(value) and all(map(_same, found, value))
+    is_number = isinstance(found, int | float) and isinstance(value, int | float)
+    return bool(abs(found - value) <= 1e-12 * abs(value)) if is_number else found == value

@@ -1,0 +1,144 @@
+"""Engine state on disk, read without running a pickle's code; the policy on one CPU."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...schemas.errors import CorruptionError, StorageError
+from ...schemas.safe_text import masked
+from .deepspeed_compat import deepspeed, quietly
+
+_RUNTIME = deepspeed.runtime
+# What DeepSpeed's files hold beside tensors, numbers and containers.
+_TYPES = (
+    _RUNTIME.fp16.loss_scaler.LossScaler,
+    _RUNTIME.fp16.loss_scaler.DynamicLossScaler,
+    _RUNTIME.zero.config.ZeroStageEnum,
+    deepspeed.utils.fragment_address,
+)
+# What its loader stumbles over when a file is missing, damaged or of another run.
+_NOT_OURS = (
+    pickle.UnpicklingError,
+    AssertionError,
+    EOFError,
+    OSError,
+    KeyError,
+    RuntimeError,
+    ValueError,
+)
+TAG = "state"
+CONFIG = "ds_config"
+FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+
+
+def save(engine: Any, folder: Path) -> tuple[str, ...]:
+    """Every rank writes its part; returns the files this rank wrote, relative to the folder."""
+    with quietly(), _failing_late(engine) as written:
+        # Parameters that do not learn are left out: they are where they came from.
+        engine.save_checkpoint(
+            str(folder), tag=TAG, save_latest=False, exclude_frozen_parameters=True
+        )
+    return tuple(sorted(str(path.relative_to(folder)) for path in written))
+
+
+def load(engine: Any, folder: Path) -> None:
+    """Every rank reads its part into an engine that was opened in the same way."""
+    has_frozen = not all(parameter.requires_grad for parameter in engine.module.parameters())
+    try:
+        with quietly(), _data_only():
+            path, _ = engine.load_checkpoint(
+                str(folder), tag=TAG, load_module_strict=not has_frozen
+            )
+    except _NOT_OURS as error:
+        raise CorruptionError(
+            f"{folder}: this is no state of the run as it is set up now "
+            f"({_first_line(error)}). Use the model, train.deepspeed, train.dtype and number of "
+            "ranks that it was saved with."
+        ) from error
+    if path is None:
+        raise CorruptionError(f"{folder}: holds no state that DeepSpeed can find.")
+
+
+@contextmanager
+def _failing_late(engine: Any) -> Iterator[list[Path]]:
+    """A rank whose disk refuses still takes part in the collectives that its peers wait in."""
+    write, written, failures = engine.checkpoint_engine.save, [], []
+
+    def save_or_note(state_dict: Any, path: str) -> None:
+        written.append(Path(path))
+        if CONFIG in state_dict:
+            # DeepSpeed adds its configuration, which may hold keys of other services.
+            state_dict = {**state_dict, CONFIG: masked(state_dict[CONFIG])}
+        try:
+            write(state_dict, path)
+        except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
+            failures.append(error)
+
+    engine.checkpoint_engine.save = save_or_note
+    engine._copy_recovery_script = lambda path: None
+    try:
+        yield written
+    finally:
+        del engine.checkpoint_engine.save, engine._copy_recovery_script
+    if failures:
+        raise StorageError(
+            f"{written[-1].parent}: cannot write the state ({_first_line(failures[0])})."
+        )
+
+
+@contextmanager
+def _data_only() -> Iterator[None]:
+    """DeepSpeed asks for whole pickles; torch reads tensors and the few types it needs."""
+    before = os.environ.get(FORCE)
+    os.environ[FORCE] = "1"
+    try:
+        with torch.serialization.safe_globals(list(_TYPES)):
+            yield
+    finally:
+        if before is None:
+            del os.environ[FORCE]
+        else:
+            os.environ[FORCE] = before
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+WRAPPED = "model."  # where the policy holds the model whose names are used
+
+
+def whole_weights(policy: nn.Module, *, rank: int, trainable_only: bool) -> Mapping[str, Tensor]:
+    """Parameters, tied ones once, and saved buffers; every rank calls it, rank 0 gets them.
+
+    What the policy has beside the model keeps its own name: `value_head.weight`.
+    """
+    weights = {}
+    for name, tensor in _tensors(policy):
+        if trainable_only and not tensor.requires_grad:
+            continue
+        # One at a time, so that no device ever holds the whole of a partitioned model.
+        with _gathered(tensor):
+            if rank == 0:
+                weights[name.removeprefix(WRAPPED)] = tensor.detach().to("cpu", copy=True)
+    return weights
+
+
+def _tensors(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from policy.named_parameters()
+    saved = policy.state_dict(keep_vars=True).keys()
+    yield from ((name, buffer) for name, buffer in policy.named_buffers() if name in saved)
+
+
+def _gathered(tensor: Tensor) -> Any:
+    if not hasattr(tensor, "ds_id"):
+        return nullcontext()
+    return deepspeed.zero.GatheredParameters([tensor])

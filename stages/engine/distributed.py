@@ -1,0 +1,357 @@
+"""Joins this process to its peers, whoever launched them, and tells each whether all are there.
+
+A machine that loses its power or its network closes no connection: its peers would wait in a
+collective for as long as that may take. A rank that is slow to save or to evaluate beats on, since
+a thread of its own does it. Each rank listens to the one before it, and the first to miss another
+tells all.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, distributed
+
+from ...schemas.batches import World
+from ...schemas.errors import AlignError, PeerError, UsageError
+from .deepspeed_compat import deepspeed, while_training
+
+logger = logging.getLogger("align")
+
+TIMEOUT = timedelta(seconds=600)
+_HASH_STORE: Any = vars(distributed)["HashStore"]  # its stub exports no stores
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@contextmanager
+def joined_world() -> Iterator[World]:
+    """The process group of torchrun, deepspeed or srun, or of this process alone."""
+    environment = launcher_environment(os.environ)
+    world = world_of(environment)
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    hook = sys.excepthook  # torch sets its own
+    try:
+        with while_training(), torch.random.fork_rng(devices=_devices(world)):
+            _join(world)
+            with heartbeat(world):
+                yield world
+    finally:
+        _leave()
+        _restore(before)
+        sys.excepthook = hook
+
+
+def launcher_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """What torchrun would set, from whichever launcher started this process."""
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        found = {name: environment[name] for name in NAMES if name in environment}
+        return {"LOCAL_RANK": "0"} | found if found["WORLD_SIZE"] == "1" else found
+    return slurm_environment(environment) or {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+
+
+def world_of(environment: Mapping[str, str]) -> World:
+    """Reads rank, size and local rank; they are refused where they make no sense."""
+    names = NAMES if environment["WORLD_SIZE"] != "1" else NAMES[:3]
+    if missing := [name for name in names if name not in environment]:
+        raise UsageError(
+            f"{' and '.join(missing)} not set, though RANK and WORLD_SIZE are. Start the ranks "
+            "with torchrun, deepspeed or srun, or unset RANK and WORLD_SIZE to run alone."
+        )
+    values = [environment[name] for name in NAMES[:3]]
+    if not all(value.isdigit() for value in values) or int(values[0]) >= int(values[1]):
+        shown = ", ".join(f"{name}={environment[name]}" for name in NAMES[:3])
+        raise UsageError(f"{shown}: these are no rank among peers. Start with a launcher.")
+    if values[1] != "1" and environment["MASTER_PORT"] == "0":
+        # torchrun passes it on as it is, and ranks would wait at it until they time out.
+        raise UsageError("MASTER_PORT is 0, where no rank can meet. Use torchrun --standalone.")
+    rank, size, local_rank = map(int, values)
+    return World(rank=rank, size=size, local_rank=local_rank)
+
+
+def _join(world: World) -> None:
+    backend = "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(world.local_rank % torch.cuda.device_count())
+        backend = "cpu:gloo,cuda:nccl"
+    if world.size == 1:
+        # A store in memory needs no port, so any number of runs may start at one moment.
+        alone: Any = {"store": _HASH_STORE(), "rank": 0, "world_size": 1}
+        distributed.init_process_group(backend, timeout=TIMEOUT, **alone)
+        return
+    try:
+        distributed.init_process_group(backend, timeout=TIMEOUT)
+        open_patient_group()
+    except (distributed.DistError, ValueError) as error:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise UsageError(
+            f"rank {world.rank} of {world.size} cannot join its peers at {place} "
+            f"({str(error).splitlines()[0]}). Check that every rank was started and that the "
+            "address can be reached from each machine."
+        ) from error
+
+
+def _devices(world: World) -> list[int]:
+    """The GPU of a rank, where there is one."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [world.local_rank % count] if count else []
+
+
+def _leave() -> None:
+    close_patient_group()
+    if deepspeed.comm.is_initialized():
+        deepspeed.comm.destroy_process_group()
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def _restore(before: Mapping[str, str | None]) -> None:
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+FIRST_PORT, PORTS = 20_000, 20_000
+
+
+def slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Empty unless srun started this process as one of several tasks."""
+    tasks = environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1"))
+    # A batch script that calls us without srun has a job and a task count, but no step.
+    if tasks == "1" or "SLURM_STEP_ID" not in environment:
+        return {}
+    nodes = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", ""))
+    found = {
+        "RANK": environment.get("SLURM_PROCID", ""),
+        "WORLD_SIZE": tasks,
+        "LOCAL_RANK": environment.get("SLURM_LOCALID", ""),
+        "MASTER_ADDR": environment.get("MASTER_ADDR", first_host(nodes)),
+        "MASTER_PORT": environment.get("MASTER_PORT", _port(environment)),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def first_host(nodes: str) -> str:
+    """The first of `gpu[03-05,09],login1`: gpu03."""
+    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", _first_item(nodes))
+
+
+def _first_item(nodes: str) -> str:
+    found = re.match(r"(?:[^,\[]|\[[^]]*\])*", nodes)
+    return found.group() if found else ""
+
+
+def _port(environment: Mapping[str, str]) -> str:
+    """The same for every rank of a step, and another for the next step."""
+    job, step = environment.get("SLURM_JOB_ID", "0"), environment["SLURM_STEP_ID"]
+    digits = int(job if job.isdigit() else 0) * 31 + int(step if step.isdigit() else 0)
+    return str(FIRST_PORT + digits % PORTS)
+
+
+T = TypeVar("T")
+
+# While one rank hashes a cache or writes a model the others wait; one that dies is noticed at once.
+PATIENCE = timedelta(days=1)
+_PATIENT_GROUP: list[Any] = []
+
+
+def open_patient_group() -> None:
+    """Opens what ranks talk over when one of them may take long; all of them call it together."""
+    _PATIENT_GROUP[:] = [distributed.new_group(backend="gloo", timeout=PATIENCE)]
+
+
+def close_patient_group() -> None:
+    """Forgets it; the process groups of a world are destroyed together."""
+    _PATIENT_GROUP.clear()
+
+
+def _patient_group() -> Any:
+    """None, the usual one, where nobody has opened it."""
+    return _PATIENT_GROUP[0] if _PATIENT_GROUP else None
+
+
+def from_first(world: World, action: Callable[[], T]) -> T:
+    """What the first rank's action returns, on every rank; its refusal is everyone's."""
+    result: Any = _outcome(action) if world.rank == 0 else None
+    if world.size > 1:
+        box = [result]
+        distributed.broadcast_object_list(box, src=0, group=_patient_group())
+        result = box[0]
+    opened: T = _opened(result)
+    return opened
+
+
+def together(world: World, action: Callable[[], T]) -> T:
+    """What the action returns on this rank; one rank's refusal is everyone's."""
+    own = _outcome(action)
+    refusal = own if isinstance(own, _Refused) else None
+    for other in gathered(world, refusal):
+        _opened(other)
+    return own  # type: ignore[return-value]
+
+
+def gathered(world: World, mine: T) -> list[T]:
+    """What every rank passes, in the order of ranks."""
+    if world.size == 1:
+        return [mine]
+    every: list[Any] = [None] * world.size
+    distributed.all_gather_object(every, mine, group=_patient_group())
+    return every
+
+
+def _outcome(action: Callable[[], T]) -> T | _Refused:
+    try:
+        return action()
+    except AlignError as error:
+        return _Refused(error)
+
+
+def _opened(result: Any) -> Any:
+    if isinstance(result, _Refused):
+        raise result.error
+    return result
+
+
+class _Refused:
+    def __init__(self, error: AlignError) -> None:
+        self.error = error
+
+
+BEAT_SECONDS = 2.0
+LOST_SECONDS = 180.0
+_ANSWER = timedelta(seconds=30)
+_STORE: Any = vars(distributed)["TCPStore"]  # its stub exports no stores
+
+
+@contextmanager
+def heartbeat(world: World) -> Iterator[None]:
+    """Beats as long as the block runs; where another rank does not, this process ends."""
+    if world.size == 1:
+        yield
+        return
+    pulse = Pulse(world)
+    threads = [
+        threading.Thread(target=work, name="heartbeat", daemon=True)
+        for work in (pulse.beat, pulse.watch)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        pulse.over.set()
+        threads[0].join(2 * BEAT_SECONDS)  # not long: a store that is gone may hold it
+
+
+class Pulse:
+    """What one rank tells the others, and when it last heard of them."""
+
+    def __init__(self, world: World) -> None:
+        self.over = threading.Event()
+        self._rank = world.rank
+        self._before = (world.rank - 1) % world.size
+        # A launcher that starts ranks again keeps its store.
+        self._prefix = f"align/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self._store_answered = self._beat_changed = time.monotonic()
+        self._has_met = False
+        self._count = 0  # the beats of the rank before this one
+
+    def beat(self) -> None:
+        """Talks to the store; while that is away it asks again, and `watch` counts the time."""
+        store = None
+        while not self._is_over_after_nap("_beat_changed"):
+            try:
+                # A connection of its own: another thread may hold the usual one for long.
+                store = store or _STORE(*self._place, None, False, _ANSWER)
+                self._exchange(store)
+                self._store_answered, self._has_met = time.monotonic(), True
+            except (RuntimeError, ValueError):  # torch's errors of connections are RuntimeErrors
+                store = None
+        if store is not None:
+            self._leave(store)
+
+    def watch(self) -> None:
+        """Looks at the clock alone, so that nothing can keep it."""
+        while not self._is_over_after_nap("_store_answered"):
+            if time.monotonic() - self._store_answered <= LOST_SECONDS:
+                continue
+            place = "the store at {}:{}".format(*self._place)
+            if self._has_met:
+                self._end(self._lost(place))
+            logger.warning("Rank %d cannot reach %s: no lost rank is noticed.", self._rank, place)
+            return
+
+    def _is_over_after_nap(self, clock: str) -> bool:
+        """Waits a little; who was stopped meanwhile, as by Ctrl-Z, knows nothing of that time."""
+        began = time.monotonic()
+        is_over = self.over.wait(BEAT_SECONDS)
+        if (slept := time.monotonic() - began) > LOST_SECONDS / 4:
+            setattr(self, clock, getattr(self, clock) + slept)
+        return is_over
+
+    def _exchange(self, store: Any) -> None:
+        store.add(f"{self._prefix}/beat/{self._rank}", 1)
+        count, now = store.add(f"{self._prefix}/beat/{self._before}", 0), time.monotonic()
+        if count != self._count or store.check([f"{self._prefix}/left/{self._before}"]):
+            self._count, self._beat_changed = count, now
+        if self._count and now - self._beat_changed > LOST_SECONDS:
+            said = self._lost(f"rank {self._before}")
+            store.set(f"{self._prefix}/lost", said)
+            self._end(said)
+        if store.check([f"{self._prefix}/lost"]):
+            self._end(store.get(f"{self._prefix}/lost").decode())
+
+    def _leave(self, store: Any) -> None:
+        try:
+            store.set(f"{self._prefix}/left/{self._rank}", "")
+        except RuntimeError:  # its host left first
+            return
+
+    def _lost(self, who: str) -> str:
+        return (
+            f"Rank {self._rank} has not heard of {who} for {LOST_SECONDS:.0f} s: a machine or the "
+            "network is gone. Start all ranks again with --resume auto."
+        )
+
+    def _end(self, said: str) -> None:
+        if self.over.is_set():
+            return
+        sys.stderr.write(f"error: {said}\n")
+        sys.stderr.flush()
+        # The rank waits in a collective that nothing interrupts.
+        os._exit(PeerError.exit_code)
+
+
+def total(values: Tensor) -> Tensor:
+    """The sum over ranks, on every rank; the argument is left as it is."""
+    summed = values.detach().to(torch.float64, copy=True)
+    distributed.all_reduce(summed)
+    return summed
+
+
+def joined(values: Tensor) -> Tensor:
+    """The values of all ranks end to end, in the order of ranks; lengths may differ."""
+    values = values.detach().to(torch.float64).contiguous()
+    size = distributed.get_world_size()
+    own = torch.tensor([len(values)], device=values.device)
+    lengths = [torch.empty_like(own) for _ in range(size)]
+    distributed.all_gather(lengths, own)
+    counts = [int(length) for length in lengths]
+    padded = values.new_zeros(max(counts))
+    padded[: len(values)] = values
+    parts = [torch.empty_like(padded) for _ in range(size)]
+    distributed.all_gather(parts, padded)
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])

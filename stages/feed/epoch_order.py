@@ -1,0 +1,108 @@
+"""The order of an epoch's rows, told by arithmetic: no array of all rows is ever made.
+
+Row groups are permuted and taken in windows; inside a window rows are permuted. So a reader holds
+a window, and what stands at a position costs a search among the windows and one window's sort.
+
+Generators change between versions of numpy; these few integer operations cannot. Their map of 64
+bits onto 64 bits is one to one, so no two numbers share a hash and every sort gives one order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import sha256
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...schemas.rows import offsets_of
+from .conversions import joined_ranges
+
+ROW_GROUPS_PER_WINDOW = 16  # 8192 rows or 8 Mi tokens at most
+
+
+@dataclass(frozen=True)
+class Order:
+    """Rows by position; row numbers count through the row groups as they are stored."""
+
+    group_offsets: NDArray[np.int64]  # (row groups + 1,) row numbers
+    groups: NDArray[np.int64]  # those that hold rows, as they are read
+    window_offsets: NDArray[np.int64]  # (windows + 1,) positions
+    key: int | None  # orders the rows inside windows; None: they stay as they are stored
+
+    def __len__(self) -> int:
+        return int(self.window_offsets[-1])
+
+    @property
+    def num_windows(self) -> int:
+        """How many windows there are."""
+        return len(self.window_offsets) - 1
+
+    def window_at(self, position: int) -> int:
+        """The window that holds a position."""
+        return int(np.searchsorted(self.window_offsets, position, side="right")) - 1
+
+    def groups_of(self, window: int) -> NDArray[np.int64]:
+        """The row groups of a window."""
+        return self.groups[window * ROW_GROUPS_PER_WINDOW : (window + 1) * ROW_GROUPS_PER_WINDOW]
+
+    def window_rows(self, window: int) -> NDArray[np.int64]:
+        """All row numbers of a window, in order."""
+        groups = self.groups_of(window)
+        rows = joined_ranges(self.group_offsets[groups], np.diff(self.group_offsets)[groups])
+        return rows if self.key is None else shuffled(rows, self.key)
+
+    def rows(self, start: int, stop: int) -> NDArray[np.int64]:
+        """The row numbers at positions `start` to `stop`."""
+        if start >= stop:
+            return np.empty(0, dtype=np.int64)
+        first, last = self.window_at(start), self.window_at(stop - 1)
+        rows = np.concatenate([self.window_rows(window) for window in range(first, last + 1)])
+        skipped = int(self.window_offsets[first])
+        return rows[start - skipped : stop - skipped]
+
+
+def shuffled_order(group_offsets: NDArray[np.int64], *, seed: int, epoch: int) -> Order:
+    """The order of one epoch: how rows lie in their groups decides it, and not their log-probs."""
+    key = key_of("order of rows", seed, epoch)
+    groups = shuffled(_filled(group_offsets), key_of("order of row groups", seed, epoch))
+    return _order(group_offsets, groups, key)
+
+
+def stored_order(group_offsets: NDArray[np.int64]) -> Order:
+    """Every row where it is stored."""
+    return _order(group_offsets, _filled(group_offsets), None)
+
+
+def _filled(group_offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.flatnonzero(np.diff(group_offsets)).astype(np.int64)
+
+
+def _order(group_offsets: NDArray[np.int64], groups: NDArray[np.int64], key: int | None) -> Order:
+    ends = offsets_of(np.diff(group_offsets)[groups])
+    window_offsets = np.append(ends[:-1:ROW_GROUPS_PER_WINDOW], ends[-1])
+    return Order(group_offsets, groups, window_offsets, key)
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FIRST = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND = np.uint64(0x94D049BB133111EB)
+
+
+def key_of(*parts: str | int) -> int:
+    """A 64-bit key that depends on all parts."""
+    text = "\0".join(map(str, parts))
+    return int.from_bytes(sha256(text.encode()).digest()[:8], "little")
+
+
+def shuffled(numbers: NDArray[np.int64], key: int) -> NDArray[np.int64]:
+    """The same distinct numbers in an order that only they and the key decide."""
+    return numbers[np.argsort(_mixed(numbers, key))]
+
+
+def _mixed(numbers: NDArray[np.int64], key: int) -> NDArray[np.uint64]:
+    """The splitmix64 finalizer (https://doi.org/10.1145/2660193.2660195) of each number."""
+    mixed = numbers.astype(np.uint64) * _GOLDEN + np.uint64(key)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * _FIRST
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * _SECOND
+    return mixed ^ (mixed >> np.uint64(31))

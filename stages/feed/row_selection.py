@@ -1,0 +1,194 @@
+"""Which branches of stored rows a method reads, as what, and their tokens."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...schemas.errors import CorruptionError
+from ...schemas.rows import Ragged, Role, RowBlock, ScoredBlock, offsets_of
+from .conversions import CONVERSIONS, Own, Reading, StoredKind, joined_ranges
+
+
+@dataclass(frozen=True)
+class KindCounts:
+    """Of the stored rows of one kind, and of what is made of them."""
+
+    stored: int = 0
+    read: int = 0  # of the stored ones
+    made: int = 0  # of those: rows as the method sees them
+    unscored: int = 0  # stored rows where a completion has no score
+    left_out: int = 0  # completions of rows that are read which are in none that is made
+
+    def __add__(self, other: KindCounts) -> KindCounts:
+        return KindCounts(*(sum(pair) for pair in zip(astuple(self), astuple(other), strict=True)))
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The rows a method reads, in stored order; a stored row may be several of them, or none."""
+
+    rows: NDArray[np.int64]  # (rows,) the stored row each is made of
+    branch_offsets: NDArray[np.int64]  # (rows + 1,)
+    own: NDArray[np.int64]  # (branches,) places among the stored branches; chosen first
+    mismatched: NDArray[np.int64]  # (branches, levels) the k-th mismatch of each of them
+    roles: NDArray[np.int8]  # (branches,) as the method reads them
+    scores: NDArray[np.float64]  # (branches,) likewise
+    kinds: dict[StoredKind, KindCounts]  # of those that are stored
+
+
+def select(
+    roles: NDArray[np.int8],
+    scores: NDArray[np.float64],
+    branch_offsets: NDArray[np.int64],
+    *,
+    reading: Reading,
+    source: str,
+) -> Selection:
+    """Own branches lead a stored row; after them come all first mismatches, all second ones."""
+    layout = _layout(roles, branch_offsets, source)
+    kinds = _kinds(roles, layout, source)
+    every = _own(roles, scores, layout)
+    counts = {}
+    parts = [every.keep_rows(np.zeros(len(kinds), dtype=np.bool_))]
+    for kind in StoredKind:
+        stored = every.keep_rows(kinds == kind)
+        convert = CONVERSIONS[reading.kind].get(kind)
+        made = convert(stored, reading.rules) if convert and len(stored.rows) else parts[0]
+        parts.append(made)
+        if len(stored.rows):
+            counts[kind] = _counted(stored, made)
+    own = Own.joined(parts)
+    own = own.apart() if reading.context else own
+    levels = np.arange(1, layout.levels + 1)
+    stride = np.repeat(layout.num_own[own.rows], own.counts)
+    mismatched = own.places[:, None] + stride[:, None] * levels
+    return Selection(own.rows, own.offsets, own.places, mismatched, own.roles, own.scores, counts)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    starts: NDArray[np.int64]  # (rows,)
+    num_own: NDArray[np.int64]  # (rows,)
+    levels: int  # mismatches of each own branch
+
+
+def _layout(roles: NDArray[np.int8], branch_offsets: NDArray[np.int64], source: str) -> _Layout:
+    starts, num_all = branch_offsets[:-1], np.diff(branch_offsets)
+    is_own = roles != Role.MISMATCHED
+    num_own = np.diff(offsets_of(is_own)[branch_offsets])
+    _require(bool(num_own.all()), source)
+    levels = int(num_all[0] // num_own[0]) - 1 if len(starts) else 0
+    _require(bool((num_all == num_own * (1 + levels)).all()), source)
+    _require(bool(is_own[joined_ranges(starts, num_own)].all()), source)
+    return _Layout(starts, num_own, levels)
+
+
+def _kinds(roles: NDArray[np.int8], layout: _Layout, source: str) -> NDArray[np.int8]:
+    own = roles[joined_ranges(layout.starts, layout.num_own)]
+    offsets = offsets_of(layout.num_own)
+
+    def count(*wanted: Role) -> NDArray[np.int64]:
+        of_row: NDArray[np.int64] = np.diff(offsets_of(np.isin(own, wanted))[offsets])
+        return of_row
+
+    is_paired = (count(Role.CHOSEN) == 1) & (count(Role.REJECTED) == 1) & (layout.num_own == 2)
+    is_unpaired = count(Role.DESIRABLE, Role.UNDESIRABLE) == layout.num_own
+    is_scored = count(Role.CANDIDATE) == layout.num_own
+    _require(bool((is_paired | is_unpaired | is_scored).all()), source)
+    kinds = np.full(len(is_paired), StoredKind.PAIRED, dtype=np.int8)
+    kinds[is_unpaired], kinds[is_scored] = StoredKind.UNPAIRED, StoredKind.SCORED
+    return kinds
+
+
+def _own(roles: NDArray[np.int8], scores: NDArray[np.float64], layout: _Layout) -> Own:
+    """All own branches as they are stored, but chosen before rejected."""
+    rows = np.arange(len(layout.starts))
+    places = joined_ranges(layout.starts, layout.num_own)
+    is_rejected = roles[places] == Role.REJECTED
+    places = places[np.lexsort((is_rejected, np.repeat(rows, layout.num_own)))]
+    return Own(rows, offsets_of(layout.num_own), places, roles[places], scores[places])
+
+
+def _counted(stored: Own, made: Own) -> KindCounts:
+    read = np.isin(stored.rows, made.rows)
+    return KindCounts(
+        stored=len(stored.rows),
+        read=int(read.sum()),
+        made=len(made.rows),
+        unscored=int((~stored.is_scored).sum()),
+        left_out=int(stored.counts[read].sum()) - len(np.unique(made.places)),
+    )
+
+
+def _require(good: bool, source: str) -> None:
+    if not good:
+        raise CorruptionError(
+            f"{source} holds rows whose branches fit no kind of data. "
+            "Restore it from a copy, or make the cache anew."
+        )
+
+
+def as_read(
+    block: ScoredBlock, rows: NDArray[np.int64], *, reading: Reading, source: str
+) -> ScoredBlock:
+    """Of the rows that a method reads of a row group those at `rows`, laid out as stored ones are.
+
+    Only their own branches are in it, and the mismatches of these where any are read.
+    """
+    stored = block.rows
+    picked = select(
+        stored.roles, stored.scores, stored.branch_offsets, reading=reading, source=source
+    )
+    counts = np.diff(picked.branch_offsets)[rows]
+    own = joined_ranges(picked.branch_offsets[rows], counts)
+    levels = picked.mismatched.shape[1] if reading.mismatched else 0
+    places = np.concatenate([picked.own[own], picked.mismatched[own, :levels].T.ravel()])
+    row_of = np.tile(np.repeat(np.arange(len(rows)), counts), 1 + levels)
+    order = np.argsort(row_of, kind="stable")
+    others = np.full(levels * len(own), Role.MISMATCHED, dtype=np.int8)
+    scores = np.concatenate([picked.scores[own], stored.scores[places[len(own) :]]])
+    branches, from_rows = places[order], picked.rows[rows]
+    kept = block.token_logps
+    return ScoredBlock(
+        RowBlock(
+            row_id=stored.row_id[from_rows],
+            copy=stored.copy[from_rows],
+            file=stored.file[from_rows],
+            row=stored.row[from_rows],
+            prompt_keys=stored.prompt_keys.take(from_rows),
+            prompts=_prompts(stored, picked, rows, reading),
+            prompt_cut=stored.prompt_cut[from_rows],
+            branch_offsets=offsets_of(counts * (1 + levels)),
+            completions=stored.completions.take(branches),
+            roles=np.concatenate([picked.roles[own], others])[order],
+            scores=scores[order],
+            cut=stored.cut[branches],
+            carried={name: column[from_rows] for name, column in stored.carried.items()},
+        ),
+        block.logps[branches],
+        None if kept is None else kept.take(branches),
+    )
+
+
+def context_lengths(picked: Selection, reading: Reading) -> NDArray[np.int64]:
+    """Tokens that are added to the prompt of each row, (rows,)."""
+    lengths = np.zeros(len(picked.rows), dtype=np.int64)
+    for role, tokens in reading.context.items():
+        lengths[picked.roles[picked.branch_offsets[:-1]] == role] = len(tokens)
+    return lengths
+
+
+def _prompts(
+    stored: RowBlock, picked: Selection, rows: NDArray[np.int64], reading: Reading
+) -> Ragged:
+    prompts = stored.prompts.take(picked.rows[rows])
+    if not reading.context:
+        return prompts
+    roles = picked.roles[picked.branch_offsets[:-1][rows]].tolist()
+    more = [np.array(reading.context[Role(role)], dtype=np.int32) for role in roles]
+    return Ragged.of(
+        [np.append(ids, end) for ids, end in zip(prompts, more, strict=True)], np.int32
+    )

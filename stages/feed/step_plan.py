@@ -1,0 +1,282 @@
+"""The plan of one step: which rows and mismatched branches it has, and where each of them runs.
+
+Every rank gets the same number of micro-batches, its empty ones last, and all ranks run their
+largest first, so that those who meet in a collective come to it together.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...schemas.batches import Cursor, StepSize, World
+from .conversions import joined_ranges
+from .epoch_order import Order, key_of, shuffled, shuffled_order, stored_order
+
+if TYPE_CHECKING:
+    from .cache_index import RowTable
+
+
+@dataclass(frozen=True)
+class FeedSettings:
+    """How a source is cut into steps; the last three lines change no result."""
+
+    seed: int
+    epochs: int
+    batch_size: int  # rows per step, over all ranks
+    kl_use: Literal["rotate", "all"]  # of a completion's partners: one per epoch in turn, or all
+    kl_per_step: int  # most mismatched branches in a step; 0: no limit
+    limit_train_batches: int  # steps per epoch at most; 0: no limit
+    limit_eval_batches: int  # steps per evaluation at most; 0: no limit
+    tokens_per_batch: int  # most tokens in a micro-batch
+    pads: bool  # whether a micro-batch is padded to its longest row
+    world: World
+
+
+@dataclass(frozen=True)
+class MismatchedPairs:
+    """The mismatched branches of a step, in step order: row by row, level by level."""
+
+    rows: NDArray[np.int64]  # (pairs,) places of their rows in the step
+    branches: NDArray[np.int64]  # (pairs,) the row's own branch each stands against
+    levels: NDArray[np.int64]  # (pairs,) which of that branch's partners
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def take(self, places: NDArray[np.int64]) -> MismatchedPairs:
+        """The pairs at `places`, in that order."""
+        return MismatchedPairs(self.rows[places], self.branches[places], self.levels[places])
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step over all ranks; what it holds depends on neither world nor token budget."""
+
+    cursor: Cursor
+    rows: NDArray[np.int64]  # (rows,) row numbers in step order
+    own: Deal  # of these rows
+    pairs: MismatchedPairs
+    paired_rows: NDArray[np.int64]  # (trees,) places in the step of the rows that have pairs
+    mismatched: Deal  # of these trees
+
+    def rows_of_rank(self, rank: int) -> NDArray[np.int64]:
+        """The row numbers a rank has to read."""
+        own = np.flatnonzero(self.own.ranks == rank)
+        mismatched = self.paired_rows[self.mismatched.ranks == rank]
+        numbers: NDArray[np.int64] = self.rows[np.union1d(own, mismatched)]
+        return numbers
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One way through the rows of a table: an epoch, or an evaluation."""
+
+    table: RowTable
+    order: Order
+    settings: FeedSettings
+    epoch: int
+    num_steps: int
+    key: int  # draws mismatched branches where a step has too many
+
+    def end(self, step: int) -> int:
+        """The position behind the last row of a step."""
+        return min((step + 1) * self.settings.batch_size, len(self.order))
+
+    def size(self) -> StepSize:
+        """All of its steps taken together."""
+        rows = self.order.rows(0, self.end(self.num_steps - 1))
+        return StepSize(
+            rows=len(rows),
+            branches=int(self.table.num_branches(rows).sum()),
+            tokens=int(self.table.own_tokens[rows].sum(dtype=np.int64)),
+            chosen_tokens=int(self.table.chosen_tokens[rows].sum(dtype=np.int64)),
+        )
+
+    def plans(self, start: int, stop: int) -> Iterator[StepPlan]:
+        """The plans of steps `start` to `stop`."""
+        if start >= stop:
+            return
+        begin = start * self.settings.batch_size
+        rows = self.order.rows(begin, self.end(stop - 1))
+        for step in range(start, stop):
+            first = step * self.settings.batch_size - begin
+            yield self._plan(step, rows[first : self.end(step) - begin])
+
+    def _plan(self, step: int, rows: NDArray[np.int64]) -> StepPlan:
+        pairs = self._pairs(step, rows)
+        trees, tree_of_pair = np.unique(pairs.rows, return_inverse=True)
+        branches = self.table.branch_offsets[rows[pairs.rows]] + pairs.branches
+        lengths = self.table.prompt_tokens[rows[trees]].astype(np.int64)
+        np.add.at(lengths, tree_of_pair, self.table.mismatched_tokens[branches, pairs.levels])
+        own_lengths = self.table.prompt_tokens[rows].astype(np.int64) + self.table.own_tokens[rows]
+        return StepPlan(
+            cursor=Cursor(self.epoch, step),
+            rows=rows,
+            own=self._deal(own_lengths),
+            pairs=pairs,
+            paired_rows=trees,
+            mismatched=self._deal(lengths),
+        )
+
+    def _deal(self, lengths: NDArray[np.int64]) -> Deal:
+        settings = self.settings
+        return deal(
+            lengths,
+            world_size=settings.world.size,
+            budget=settings.tokens_per_batch,
+            pads=settings.pads,
+        )
+
+    def _pairs(self, step: int, rows: NDArray[np.int64]) -> MismatchedPairs:
+        levels = self._levels()
+        counts = self.table.num_branches(rows)
+        per_row = counts * len(levels)
+        owner = np.repeat(np.arange(len(rows)), per_row)
+        within = joined_ranges(np.zeros(len(rows), dtype=np.int64), per_row)
+        every = MismatchedPairs(owner, within % counts[owner], levels[within // counts[owner]])
+        most = self.settings.kl_per_step
+        if not most or len(every) <= most:
+            return every
+        numbers = np.arange(len(every), dtype=np.int64)
+        return every.take(np.sort(shuffled(numbers, key_of("pairs", self.key, step))[:most]))
+
+    def _levels(self) -> NDArray[np.int64]:
+        count = self.table.levels
+        if count and self.settings.kl_use == "rotate":
+            return np.array([self.epoch % count])
+        return np.arange(count)
+
+
+def training_pass(table: RowTable, settings: FeedSettings, *, epoch: int) -> Pass:
+    """One epoch."""
+    order = shuffled_order(table.group_offsets, seed=settings.seed, epoch=epoch)
+    steps = num_steps(len(table), settings.batch_size, settings.limit_train_batches)
+    key = key_of("epoch", settings.seed, epoch)
+    return Pass(table, order, settings, epoch, steps, key)
+
+
+def evaluation_pass(table: RowTable, settings: FeedSettings) -> Pass:
+    """Every row once, in the same order and with all of the same partners each time."""
+    steps = num_steps(len(table), settings.batch_size, settings.limit_eval_batches)
+    order, every = stored_order(table.group_offsets), replace(settings, kl_per_step=0)
+    return Pass(table, order, every, epoch=0, num_steps=steps, key=key_of("evaluation"))
+
+
+def num_steps(rows: int, batch_size: int, limit: int) -> int:
+    """Steps it takes; the last one may hold fewer rows, and none is repeated to fill it."""
+    steps = -(-rows // batch_size)
+    return min(steps, limit) if limit else steps
+
+
+@dataclass(frozen=True)
+class Deal:
+    """Where each sequence runs."""
+
+    ranks: NDArray[np.int64]  # (sequences,)
+    turns: NDArray[np.int64]  # (sequences,) which micro-batch of the rank
+    num_turns: int  # of every rank
+
+    def of_rank(self, rank: int) -> list[NDArray[np.int64]]:
+        """The sequences of each micro-batch, ascending: their order owes nothing to the deal."""
+        mine = np.flatnonzero(self.ranks == rank)
+        return [mine[self.turns[mine] == turn] for turn in range(self.num_turns)]
+
+
+def deal(lengths: NDArray[np.int64], *, world_size: int, budget: int, pads: bool) -> Deal:
+    """No micro-batch has more than `budget` tokens, unless it is one sequence that has.
+
+    `pads`: a micro-batch costs its longest sequence times their number, else their sum.
+    """
+    if not len(lengths):
+        none = np.empty(0, dtype=np.int64)
+        return Deal(none, none, 0)
+    bins = (_alike if pads else _even)(lengths, world_size, budget)
+    loads = np.zeros(bins.count, dtype=np.int64)
+    if pads:
+        np.maximum.at(loads, bins.of, lengths)
+        loads *= np.bincount(bins.of, minlength=len(loads))
+    else:
+        np.add.at(loads, bins.of, lengths)
+    ranks, turns = _rounds(loads, world_size)
+    return Deal(ranks[bins.of], turns[bins.of], bins.count // world_size)
+
+
+@dataclass(frozen=True)
+class _Bins:
+    of: NDArray[np.int64]  # (sequences,)
+    count: int  # a multiple of the world's size; some may be empty
+
+
+def _even(lengths: NDArray[np.int64], world_size: int, budget: int) -> _Bins:
+    """As few bins as it takes, filled evenly: the longest first, each into the emptiest."""
+    order = np.argsort(-lengths, kind="stable").tolist()
+    filled = int(np.minimum(lengths, budget).sum())
+    alone = int((2 * lengths > budget).sum())
+    turns, more = max(-(-filled // (budget * world_size)), -(-alone // world_size)), 1
+    while (of := _into_emptiest(lengths, order, turns * world_size, budget)) is None:
+        turns, more = min(turns + more, -(-len(lengths) // world_size)), 2 * more
+    return _Bins(of, turns * world_size)
+
+
+def _into_emptiest(
+    lengths: NDArray[np.int64], order: list[int], count: int, budget: int
+) -> NDArray[np.int64] | None:
+    """The bin of each sequence; None when one does not fit."""
+    heap = [(0, number) for number in range(count)]
+    of = np.empty(len(lengths), dtype=np.int64)
+    sizes = lengths.tolist()
+    for sequence in order:
+        load, number = heap[0]
+        if load and load + sizes[sequence] > budget:
+            return None
+        of[sequence] = number
+        heapq.heapreplace(heap, (load + sizes[sequence], number))
+    return of
+
+
+def _alike(lengths: NDArray[np.int64], world_size: int, budget: int) -> _Bins:
+    """Sequences of like length together, under the least budget that takes no more turns."""
+    order = np.argsort(-lengths, kind="stable")
+    sizes = lengths[order].tolist()
+    turns = -(-len(_starts(sizes, budget)) // world_size)
+    least, most = 1, budget
+    while least < most:
+        middle = (least + most) // 2
+        if len(_starts(sizes, middle)) <= turns * world_size:
+            most = middle
+        else:
+            least = middle + 1
+    starts = _starts(sizes, most)
+    of = np.empty(len(lengths), dtype=np.int64)
+    of[order] = np.repeat(np.arange(len(starts)), np.diff([*starts, len(sizes)]))
+    return _Bins(of, turns * world_size)
+
+
+def _starts(sizes: list[int], budget: int) -> list[int]:
+    """Where bins begin in a falling list of sizes, each as full as it goes."""
+    starts = []
+    start = 0
+    while start < len(sizes):
+        starts.append(start)
+        start += max(1, budget // sizes[start])
+    return starts
+
+
+def _rounds(
+    loads: NDArray[np.int64], world_size: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The rank and turn of each bin: one each a round, the largest to whom has least so far."""
+    order = np.argsort(-loads, kind="stable")
+    ranks, turns = np.empty_like(order), np.empty_like(order)
+    so_far = np.zeros(world_size, dtype=np.int64)
+    for turn, bins in enumerate(order.reshape(-1, world_size)):
+        takers = np.argsort(so_far, kind="stable")
+        ranks[bins], turns[bins] = takers, turn
+        so_far[takers] += loads[bins]
+    return ranks, turns

@@ -1,0 +1,336 @@
+"""Finished caches, opened for one kind of method, with what a person should know of them.
+
+That is what becomes what, what is left out, and which prompts are learned from and measured by at
+once, or nearly so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...schemas.cache import Manifest
+from ...schemas.errors import UsageError
+from ...schemas.methods import Labels, RowKind
+from ..storage.cache_folder import CacheFolder
+from ..storage.shard_columns import number_column
+from ..storage.shards import iter_row_groups, open_shard
+from .cache_index import SCORES, Index, build_index, held_out, naming_unit
+from .conversions import CONVERSIONS, Reading, StoredKind
+from .row_selection import KindCounts
+
+_SERVE = {
+    StoredKind.PAIRED: "Paired rows serve every method.",
+    StoredKind.UNPAIRED: "Unpaired rows serve methods that read no pairs, such as kto.",
+    StoredKind.SCORED: "Scored rows serve every method once their scores tell them apart.",
+}
+
+
+@dataclass(frozen=True)
+class TrainSource:
+    """Which rows there are, and where; their tokens are read when their turn comes."""
+
+    folder: CacheFolder
+    manifest: Manifest
+    reading: Reading
+    index: Index
+    notes: tuple[str, ...]  # what a person should know
+
+    @property
+    def train_rows(self) -> int:
+        """Rows that are learned from."""
+        return len(self.index.train)
+
+    @property
+    def eval_rows(self) -> int:
+        """Rows that are held out."""
+        return len(self.index.held_out)
+
+    @property
+    def levels(self) -> int:
+        """Mismatched partners of each completion in the cache; 0: none."""
+        return self.index.levels
+
+    @property
+    def labels(self) -> Labels:
+        """How many branches of each label the training rows hold."""
+        return Labels(self.index.desirable, self.index.undesirable)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Rows of each kind of data and what is made of them, by names fit for a record."""
+        return {
+            f"rows.{kind.name.lower()}.{name}": count
+            for kind, counts in self.index.kinds.items()
+            for name, count in vars(counts).items()
+        }
+
+
+def open_source(
+    folder: CacheFolder, manifest: Manifest, reading: Reading, *, checks_bytes: bool
+) -> TrainSource:
+    """Reads the lengths of all rows; `eval_fraction` 1 makes a source for evaluation only.
+
+    One process per machine is enough to check every byte; the others need not.
+    """
+    fraction = reading.eval_fraction
+    if not 0 <= fraction <= 1:
+        raise UsageError(f"eval_fraction is {fraction}; it must lie between 0 and 1.")
+    _require_columns(folder, manifest, reading)
+    index = build_index(folder, manifest, reading, checks_bytes=checks_bytes)
+    source = TrainSource(folder, manifest, reading, index, _notes(index, reading))
+    _require_rows(source)
+    _require_numbers(source)
+    if reading.mismatched and not index.levels:
+        raise UsageError(
+            f"{folder.root} holds no mismatched completions, and this method needs them. "
+            "Run `align precompute-ref` again with --kl-pairs 1; nothing is scored twice."
+        )
+    return source
+
+
+def _require_rows(source: TrainSource) -> None:
+    root, kind = source.folder.root, source.reading.kind
+    if source.train_rows + source.eval_rows == 0:
+        stored = source.index.kinds
+        held = " and ".join(f"{stored[kind].stored:,} {STORED[kind]}" for kind in sorted(stored))
+        serve = "".join(f"{_SERVE[kind]} " for kind in sorted(stored))
+        why = "".join(f"{note} " for note in source.notes)
+        raise UsageError(
+            f"The method is {kind}: it reads {WANTED[kind]}. Of them {root} holds none; "
+            f"its rows are: {held or 'none at all'}. "
+            f"{why}{serve}`align methods` tells the methods apart."
+        )
+    if source.train_rows == 0 and source.reading.eval_fraction < 1:
+        raise UsageError(
+            f"All {source.eval_rows:,} rows of {root} are held out for evaluation. "
+            "Lower train.eval_fraction, or add rows with other prompts."
+        )
+
+
+def _require_columns(folder: CacheFolder, manifest: Manifest, reading: Reading) -> None:
+    """Every shard of a cache has the columns of the first one."""
+    if not (reading.columns and manifest.shards):
+        return
+    with open_shard(folder.data / manifest.shards[0].file) as file:
+        there = file.schema_arrow.names
+    for name in reading.columns:
+        if name not in there:
+            raise UsageError(
+                f"{folder.root} carries no column {name!r}, which method.margin or "
+                "method.row_weight names. Make a cache that does with `align precompute-ref … "
+                f"--set data.carry=[{name}] --output OTHER`; nothing is scored twice."
+            )
+
+
+def _require_numbers(source: TrainSource) -> None:
+    root, missing = source.folder.root, source.index.missing
+    if scoreless := missing.get(SCORES):
+        raise UsageError(
+            f"The method reads scores, and in {scoreless:,} rows of {root} a completion has none. "
+            "Score the data with `align score`, or give their scores in the column 'scores' "
+            "(of pairs: 'chosen_score' and 'rejected_score'), and make the cache anew; nothing "
+            "is scored by the reference twice."
+        )
+    for name in source.reading.columns:
+        if missing[name]:
+            raise UsageError(
+                f"{missing[name]:,} rows of {root} have no number in their column {name!r}, which "
+                "the method reads. Fill it in the data, and make the cache anew."
+            )
+
+
+def _notes(index: Index, reading: Reading) -> tuple[str, ...]:
+    notes = list(told(index.kinds, reading))
+    rows = len(index.train)
+    if rows and reading.eval_fraction and not len(index.held_out):
+        notes.append(f"eval_fraction {reading.eval_fraction} holds out none of {rows:,} rows.")
+    return tuple(notes)
+
+
+WANTED: dict[RowKind, str] = {
+    "paired": "rows with one chosen and one rejected completion, or scored ones",
+    "labelled": "completions with a label, pairs of them, or scored ones",
+    "grouped": "groups of scored completions, or pairs and labels as such",
+    "imitated": "completions that are chosen, desirable or the best of theirs",
+}
+STORED = {
+    StoredKind.PAIRED: "paired (chosen, rejected)",
+    StoredKind.UNPAIRED: "unpaired (a completion and its label)",
+    StoredKind.SCORED: "scored (completions and their scores)",
+}
+
+
+def told(kinds: Mapping[StoredKind, KindCounts], reading: Reading) -> Iterator[str]:
+    """A sentence for everything that is not simply read as it is stored."""
+    total = sum(counts.stored for counts in kinds.values())
+    for kind, counts in sorted(kinds.items()):
+        if kind in CONVERSIONS[reading.kind]:
+            yield from _converted(kind, counts, reading)
+        else:
+            yield (
+                f"{counts.stored:,} of {total:,} rows are not read: they are {STORED[kind]}, "
+                f"and the method reads {WANTED[reading.kind]}."
+            )
+
+
+def _converted(kind: StoredKind, counts: KindCounts, reading: Reading) -> Iterator[str]:
+    name = kind.name.lower()
+    if counts.read and (become := _become(kind, counts, reading)):
+        yield f"{counts.read:,} {name} rows are read as {become}."
+    assumes = reading.kind == "grouped" and kind != StoredKind.SCORED
+    if counts.unscored and assumes:
+        yield (
+            f"{counts.unscored:,} {name} rows lack scores of their own: chosen and desirable "
+            f"completions get 1, others {reading.rules.bad_score:g}."
+        )
+    judged = kind == StoredKind.SCORED and reading.kind != "grouped"
+    if unscored := counts.unscored if judged else 0:
+        yield (
+            f"{unscored:,} of {counts.stored:,} {name} rows are left out: a completion of each "
+            "has no score. `align score` gives them some."
+        )
+    if dropped := counts.stored - counts.read - unscored:
+        why = _why(kind, reading)
+        yield f"{dropped:,} of {counts.stored:,} {name} rows are left out: {why}."
+    if counts.left_out and (reading.kind, kind) == ("labelled", StoredKind.SCORED):
+        yield (
+            f"{counts.left_out:,} completions of scored rows get no label: their score is "
+            f"{_threshold(reading)} itself (train.label_threshold)."
+        )
+
+
+def _become(kind: StoredKind, counts: KindCounts, reading: Reading) -> str:
+    """What rows of a kind are read as; empty where that is what they are."""
+    rules = reading.rules
+    which = {
+        "best_worst": "the best against the worst",
+        "all": f"all that are more than {rules.min_gap:g} apart",
+    }[rules.pairs]
+    ways: dict[tuple[RowKind, StoredKind], str] = {
+        ("paired", StoredKind.SCORED): f"{counts.made:,} pairs: {which} (train.pairs_from_scores)",
+        ("labelled", StoredKind.PAIRED): "labels: chosen is desirable, rejected undesirable",
+        ("labelled", StoredKind.SCORED): f"labels: desirable above {_threshold(reading)}, "
+        "undesirable below it (train.label_threshold)",
+        ("grouped", StoredKind.PAIRED): "groups of two scored completions",
+        ("grouped", StoredKind.UNPAIRED): "groups of as many scored completions as they hold",
+        ("imitated", StoredKind.PAIRED): "what to imitate: the chosen completion of each",
+        ("imitated", StoredKind.UNPAIRED): "what to imitate: their desirable completions",
+        ("imitated", StoredKind.SCORED): "what to imitate: the best completion of each",
+    }
+    return ways.get((reading.kind, kind), "")
+
+
+def _why(kind: StoredKind, reading: Reading) -> str:
+    if kind == StoredKind.UNPAIRED:
+        return "nothing in them is desirable"
+    if reading.kind == "labelled":
+        return f"no score of theirs is above or below {_threshold(reading)}"
+    gap = f"more than {reading.rules.min_gap:g} apart (train.min_score_gap)"
+    return f"no two scores of theirs are {gap}"
+
+
+def _threshold(reading: Reading) -> str:
+    threshold = reading.rules.threshold
+    return f"the {threshold} of its row" if isinstance(threshold, str) else f"{threshold:g}"
+
+
+NEAR = 6  # of the eight bytes of two sketches are equal
+# Three groups of these bytes: where two bytes differ at most, one group at least is equal.
+_BANDS = ((0, 24), (24, 24), (48, 16))  # first bit and bits
+MOST_COMPARED = 256  # sketches with one group in common that a prompt is compared with
+_COLUMNS = ("split_key", "prompt_sketch")
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What the prompts that are measured by have in common with those that are learned from."""
+
+    held_out: int  # different prompts that are measured by
+    shared: int  # of them: learned from as well
+    near: int  # of the others: nearly the same as one that is learned from
+
+
+def overlap(source: TrainSource, held_out_source: TrainSource) -> Overlap:
+    """Compares prompts by their split keys, and by their sketches (see `count_near`).
+
+    Rows that the method leaves out are counted too.
+    """
+    learned = _prompts(source, is_held_out=False)
+    measured = _prompts(held_out_source, is_held_out=True).different()
+    is_shared = np.isin(measured.keys, learned.keys)
+    near = count_near(measured.sketches[~is_shared], learned.sketches)
+    return Overlap(len(measured.keys), int(is_shared.sum()), near)
+
+
+def count_near(sketches: NDArray[np.uint64], others: NDArray[np.uint64]) -> int:
+    """How many of the first have a near-duplicate among the others: six of eight bytes are equal.
+
+    A byte is equal with the probability that a pair of neighbouring words which one prompt has is
+    in both. So of prompts that share nine of ten such pairs about 96 in 100 are found, of those
+    that share two of three 47, of those that share one of three 2, of unrelated ones none. A prompt
+    is compared with `MOST_COMPARED` others of a band at most, so the number is a lower bound.
+    """
+    others = np.unique(others)
+    left = sketches[~np.isin(sketches, others)]
+    found = len(sketches) - len(left)
+    for first_bit, bits in _BANDS:
+        is_near = _near_in_band(left, others, first_bit, bits)
+        found, left = found + int(is_near.sum()), left[~is_near]
+    return found
+
+
+def _near_in_band(
+    sketches: NDArray[np.uint64], others: NDArray[np.uint64], first_bit: int, bits: int
+) -> NDArray[np.bool_]:
+    """Which are near to one of the others with which they share this group of bits."""
+    mask = np.uint64((1 << bits) - 1)
+    bands = (others >> np.uint64(first_bit)) & mask
+    order = np.argsort(bands, kind="stable")
+    bands, others = bands[order], others[order]
+    wanted = (sketches >> np.uint64(first_bit)) & mask
+    place = np.searchsorted(bands, wanted, side="left")
+    stop = np.minimum(np.searchsorted(bands, wanted, side="right"), place + MOST_COMPARED)
+    is_near = np.zeros(len(sketches), dtype=np.bool_)
+    left = np.flatnonzero(place < stop)
+    while len(left):
+        here = _equal_bytes(sketches[left], others[place[left]]) >= NEAR
+        is_near[left[here]] = True
+        place[left] += 1
+        left = left[~here]
+        left = left[place[left] < stop[left]]
+    return is_near
+
+
+def _equal_bytes(first: NDArray[np.uint64], second: NDArray[np.uint64]) -> NDArray[np.int64]:
+    differing = (first ^ second).view(np.uint8).reshape(-1, 8)
+    return np.asarray((differing == 0).sum(axis=1))
+
+
+@dataclass(frozen=True)
+class _Prompts:
+    """A key and a sketch of each prompt."""
+
+    keys: NDArray[np.uint64]
+    sketches: NDArray[np.uint64]
+
+    def different(self) -> _Prompts:
+        """Each prompt once."""
+        keys, firsts = np.unique(self.keys, return_index=True)
+        return _Prompts(keys, self.sketches[firsts])
+
+
+def _prompts(source: TrainSource, *, is_held_out: bool) -> _Prompts:
+    """The prompts of all rows on one side of the split; 16 bytes a row."""
+    keys, sketches = [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
+    for shard in source.manifest.shards:
+        with naming_unit(shard.unit):
+            for group in iter_row_groups(source.folder.data / shard.file, _COLUMNS):
+                found, sketched = (number_column(group, name) for name in _COLUMNS)
+                here = held_out(found, source.reading.eval_fraction) == is_held_out
+                keys.append(found[here])
+                sketches.append(sketched[here])
+    return _Prompts(np.concatenate(keys), np.concatenate(sketches))

@@ -1,0 +1,284 @@
+"""DPO and its relatives: x = beta * D, the margin of chosen over rejected, also per token."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+from torch.nn.functional import logsigmoid, relu
+
+from ...schemas.config import option
+from ...schemas.methods import (
+    Branches,
+    LossOutput,
+    Method,
+    Rewards,
+    Step,
+    beta,
+    label_smoothing,
+    number,
+    sft_weight,
+)
+from .modifiers import CLAMPS, SEES_RATIOS, WEIGHS_PAIRS, bounded_exp
+from .rewards import (
+    MEAN_RATIOS,
+    RATIOS,
+    pairs_of,
+    referenced_output,
+    scaled_mean_ratios,
+    scaled_ratios,
+)
+
+MODIFIERS = SEES_RATIOS | WEIGHS_PAIRS | {"margin"}
+
+
+@dataclass(frozen=True)
+class DpoOptions:
+    """Options of dpo."""
+
+    beta: float = beta(0.1)
+    label_smoothing: float = label_smoothing(0.0)
+    sft_weight: float = sft_weight()
+
+
+@dataclass(frozen=True)
+class CdpoOptions:
+    """Options of cdpo."""
+
+    beta: float = beta(0.1)
+    label_smoothing: float = label_smoothing(0.2)
+    sft_weight: float = sft_weight()
+
+
+@dataclass(frozen=True)
+class RobustOptions:
+    """Options of robust."""
+
+    beta: float = beta(0.1)
+    label_smoothing: float = label_smoothing(0.1)
+    sft_weight: float = sft_weight()
+
+
+@dataclass(frozen=True)
+class ExoOptions:
+    """Options of exo."""
+
+    beta: float = beta(0.1)
+    label_smoothing: float = number(
+        0.001, "probability the target leaves to the rejected branch", above=0, below=0.5
+    )
+    sft_weight: float = sft_weight()
+
+
+@dataclass(frozen=True)
+class HingeOptions:
+    """Options of hinge."""
+
+    beta: float = beta(0.1)
+    sft_weight: float = sft_weight()
+
+
+@dataclass(frozen=True)
+class DiscopopOptions:
+    """Options of discopop."""
+
+    beta: float = beta(0.05)
+    tau: float = number(0.05, "width of the switch between the two parts", above=0)
+    sft_weight: float = sft_weight()
+
+
+def dpo(branches: Branches, _: Step, options: DpoOptions | CdpoOptions) -> LossOutput:
+    """-(1 - e) LS(x) - e LS(-x), DPO and, for e > 0, cDPO (https://arxiv.org/abs/2305.18290)."""
+    pairs = pairs_of(branches)
+    losses = smoothed(pairs.scaled_margins(options.beta), options.label_smoothing)
+    return referenced_output(pairs, losses, options)
+
+
+def robust(branches: Branches, _: Step, options: RobustOptions) -> LossOutput:
+    """(-(1 - e) LS(x) + e LS(-x)) / (1 - 2e), rDPO (https://arxiv.org/abs/2403.00409)."""
+    pairs = pairs_of(branches)
+    x, e = pairs.scaled_margins(options.beta), options.label_smoothing
+    losses = (e * logsigmoid(-x) - (1 - e) * logsigmoid(x)) / (1 - 2 * e)
+    return referenced_output(pairs, losses, options)
+
+
+def exo(branches: Branches, _: Step, options: ExoOptions) -> LossOutput:
+    """KL(q || 1 - e) of the two-way choice q = S(x), EXO (https://arxiv.org/abs/2402.00856)."""
+    pairs = pairs_of(branches)
+    x, e = pairs.scaled_margins(options.beta), options.label_smoothing
+    chosen = x.sigmoid() * (logsigmoid(x) - math.log1p(-e))
+    rejected = (-x).sigmoid() * (logsigmoid(-x) - math.log(e))
+    return referenced_output(pairs, chosen + rejected, options)
+
+
+def hinge(branches: Branches, _: Step, options: HingeOptions) -> LossOutput:
+    """max(0, 1 - x), the hinge loss of RSO (https://arxiv.org/abs/2309.06657)."""
+    pairs = pairs_of(branches)
+    losses = relu(1 - pairs.scaled_margins(options.beta))
+    return referenced_output(pairs, losses, options)
+
+
+def discopop(branches: Branches, _: Step, options: DiscopopOptions) -> LossOutput:
+    """(1 - g) (-LS(x)) + g exp(-x), g = S(x / tau) (https://arxiv.org/abs/2406.08414)."""
+    pairs = pairs_of(branches)
+    x = pairs.scaled_margins(options.beta)
+    logistic = -(-x / options.tau).sigmoid() * logsigmoid(x)
+    # One exponent: far below 0, g is 0 and exp(-x) infinite.
+    exponential = bounded_exp(logsigmoid(x / options.tau) - x)
+    return referenced_output(pairs, logistic + exponential, options)
+
+
+def smoothed(x: Tensor, e: float) -> Tensor:
+    """-(1 - e) LS(x) - e LS(-x): the cross-entropy of x with a label that is wrong e times."""
+    return -(1 - e) * logsigmoid(x) - e * logsigmoid(-x)
+
+
+DPO = Method(
+    name="dpo",
+    summary="-(1-e) LS(b D) - e LS(-b D)",
+    source="DPO, https://arxiv.org/abs/2305.18290",
+    use="Pairs with clear labels: the one to start with. label_smoothing makes it cDPO.",
+    loss=dpo,
+    options=DpoOptions,
+    rewards=RATIOS,
+    rows="paired",
+    items="rows",
+    needs=frozenset({"reference"}),
+    modifiers=MODIFIERS | CLAMPS,
+)
+CDPO = Method(
+    name="cdpo",
+    summary="-(1-e) LS(b D) - e LS(-b D)",
+    source="cDPO, https://ericmitchell.ai/cdpo.pdf",
+    use="Pairs of which some are labelled the wrong way round: the margin stops growing.",
+    loss=dpo,
+    options=CdpoOptions,
+    rewards=RATIOS,
+    rows="paired",
+    items="rows",
+    needs=frozenset({"reference"}),
+    modifiers=MODIFIERS | CLAMPS,
+)
+ROBUST = Method(
+    name="robust",
+    summary="(-(1-e) LS(b D) + e LS(-b D)) / (1-2e)",
+    source="rDPO, https://arxiv.org/abs/2403.00409",
+    use="Pairs whose share of wrong labels is known: it is unbiased where cdpo is cautious.",
+    loss=robust,
+    options=RobustOptions,
+    rewards=RATIOS,
+    rows="paired",
+    items="rows",
+    needs=frozenset({"reference"}),
+    modifiers=MODIFIERS,
+)
+EXO = Method(
+    name="exo",
+    summary="q (log q - log(1-e)) + (1-q) (log(1-q) - log e), q = S(b D)",
+    source="EXO, https://arxiv.org/abs/2402.00856",
+    use="Pairs, when the policy should settle on one good answer instead of covering all.",
+    loss=exo,
+    options=ExoOptions,
+    rewards=RATIOS,
+    rows="paired",
+    items="rows",
+    needs=frozenset({"reference"}),
+    modifiers=MODIFIERS,
+)
+HINGE = Method(
+    name="hinge",
+    summary="max(0, 1 - b D)",
+    source="RSO, https://arxiv.org/abs/2309.06657",
+    use="Pairs, when those that are told apart well enough should be left alone.",
+    loss=hinge,
+    options=HingeOptions,
+    rewards=RATIOS,
+    rows="paired",
+    items="rows",
+    needs=frozenset({"reference"}),
+    modifiers=MODIFIERS,
+)
+DISCOPOP = Method(
+    name="discopop",
+    summary="(1-g) (-LS(b D)) + g exp(-b D), g = S(b D / tau)",
+    source="DiscoPOP, https://arxiv.org/abs/2406.08414",
+    use="Pairs, to compare with a loss found by search; near D = 0 it pushes the wrong way.",
+    loss=discopop,
+    options=DiscopopOptions,
+    rewards=RATIOS,
+    rows="paired",
+    items="rows",
+    needs=frozenset({"reference"}),
+    modifiers=MODIFIERS,
+)
+
+
+@dataclass(frozen=True)
+class IpoOptions:
+    """Options of ipo."""
+
+    beta: float = beta(0.1)
+    normalize: Literal["mean", "sum"] = option(
+        "mean", "compare log-ratios per token, as the authors run it, or of whole branches"
+    )
+    sft_weight: float = sft_weight()
+
+
+@dataclass(frozen=True)
+class DpoNormOptions:
+    """Options of dpo_norm."""
+
+    beta: float = beta(5.0)
+    label_smoothing: float = label_smoothing(0.0)
+    sft_weight: float = sft_weight()
+
+
+def ipo(branches: Branches, _: Step, options: IpoOptions) -> LossOutput:
+    """(r_c / n_c - r_l / n_l - 1 / (2b))^2, IPO (https://arxiv.org/abs/2310.12036)."""
+    pairs = pairs_of(branches)
+    margins = pairs.mean_margins if options.normalize == "mean" else pairs.margins
+    losses = (margins - 1 / (2 * options.beta)).square()
+    return referenced_output(pairs, losses, options)
+
+
+def ipo_rewards(branches: Branches, options: IpoOptions) -> Tensor:
+    """beta * r / n, or beta * r where whole branches are compared, (branches,)."""
+    of_branches = scaled_mean_ratios if options.normalize == "mean" else scaled_ratios
+    return of_branches(branches, options)
+
+
+def dpo_norm(branches: Branches, _: Step, options: DpoNormOptions) -> LossOutput:
+    """-LS(b (r_c / n_c - r_l / n_l)), DPO of Tulu 3 (https://arxiv.org/abs/2411.15124)."""
+    pairs = pairs_of(branches)
+    losses = smoothed(options.beta * pairs.mean_margins, options.label_smoothing)
+    return referenced_output(pairs, losses, options)
+
+
+IPO = Method(
+    name="ipo",
+    summary="(r_c/n_c - r_l/n_l - 1/(2b))^2",
+    source="IPO, https://arxiv.org/abs/2310.12036",
+    use="Few or very clear pairs, where dpo would push the margin without end.",
+    loss=ipo,
+    options=IpoOptions,
+    rewards=Rewards("b r/n, or b r with normalize sum", ipo_rewards),
+    rows="paired",
+    items="rows",
+    needs=frozenset({"reference"}),
+    modifiers=WEIGHS_PAIRS,
+)
+DPO_NORM = Method(
+    name="dpo_norm",
+    summary="-(1-e) LS(b d) - e LS(-b d), d = r_c/n_c - r_l/n_l",
+    source="Tulu 3, https://arxiv.org/abs/2411.15124",
+    use="Pairs of very different lengths: dpo with each side divided by its own.",
+    loss=dpo_norm,
+    options=DpoNormOptions,
+    rewards=MEAN_RATIOS,
+    rows="paired",
+    items="rows",
+    needs=frozenset({"reference"}),
+    modifiers=WEIGHS_PAIRS,
+)

@@ -1,0 +1,180 @@
+"""The table of methods as a person, a program or the README reads it."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+import types
+import typing
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ...schemas.methods import Head, Method, Need, range_of
+
+WIDTH = 88
+ROWS = {
+    "paired": "paired: one chosen and one rejected completion per row",
+    "labelled": "labelled: desirable and undesirable completions",
+    "grouped": "grouped: completions of one prompt, each with a score",
+    "imitated": "imitated: chosen or desirable completions",
+}
+NEEDS: dict[Need, str] = {
+    "reference": "the reference's log-probs",
+    "mismatched": "those of mismatched completions",
+    "token_reference": "those of every token",
+    "values": "a value head",
+    "purity": "the policy's whole distribution",
+    "scores": "scores of the data",
+}
+HEADS: dict[Head, str] = {"score": "a policy that scores instead of writing"}
+LEGEND = (
+    "Of a completion: lp = log p, n = tokens, m = lp / n, r = lp - lp of the reference, lo = log "
+    "odds. c is chosen, l rejected, D = r_c - r_l, b = beta, e = label_smoothing, w = the weight "
+    "of its label. S is the sigmoid, LS its log; ± is + for desirable, - for undesirable. "
+    "Of a token: p = policy / reference, A = advantage, V = value, R = return. s is a score."
+)
+
+
+@dataclass(frozen=True)
+class OptionDescription:
+    """One option of a method."""
+
+    name: str
+    default: float | str
+    values: str  # what it may be, in words
+    help: str
+
+
+@dataclass(frozen=True)
+class Description:
+    """One method."""
+
+    name: str
+    formula: str
+    rows: str
+    mean_over: str
+    rewards: str  # what they are of a completion; empty where there are none
+    needs: tuple[Need, ...]
+    head: Head
+    use: str
+    source: str
+    options: tuple[OptionDescription, ...]
+
+
+def describe(method: Method) -> Description:
+    """Everything the table says about a method."""
+    return Description(
+        name=method.name,
+        formula=method.summary,
+        rows=method.rows,
+        mean_over=method.items,
+        rewards=method.rewards.formula if method.rewards else "",
+        needs=tuple(name for name in NEEDS if name in method.needs),
+        head=method.head,
+        use=method.use,
+        source=method.source,
+        options=tuple(_options(method.options)),
+    )
+
+
+def plain_table(methods: Iterable[Method]) -> list[dict[str, Any]]:
+    """All methods as lists and dicts, for JSON."""
+    return [dataclasses.asdict(describe(method)) for method in methods]
+
+
+def render_table(methods: Sequence[Method]) -> str:
+    """All methods, by the kind of rows they learn from, three lines each."""
+    blocks = [
+        [ROWS[kind], *_entries([method for method in methods if method.rows == kind])]
+        for kind in ROWS
+    ]
+    tables = ["\n".join(block) for block in blocks if len(block) > 1]
+    return "\n\n".join([*tables, textwrap.fill(LEGEND, WIDTH)]) + "\n"
+
+
+def render_method(method: Method) -> str:
+    """One method with what each option means."""
+    told = describe(method)
+    facts = {
+        "loss": told.formula,
+        "": f"mean over all {told.mean_over} of an optimizer step",
+        "rewards": told.rewards or "none",
+        "rows": ROWS[method.rows],
+        "needs": _needs(told),
+        "use": told.use,
+        "source": told.source,
+    }
+    lines = [told.name, *(_wrapped(f"  {name:<9}", text) for name, text in facts.items())]
+    options = [_option_lines(option) for option in told.options]
+    head = "options, as --set method.NAME=VALUE" if options else "no options"
+    legend = textwrap.fill(LEGEND, WIDTH)
+    return "\n".join([*lines, "", head, *options, "", legend, ""])
+
+
+def _options(options: type[Any]) -> Iterable[OptionDescription]:
+    hints = typing.get_type_hints(options)
+    defaults = options()
+    for field in dataclasses.fields(options):
+        yield OptionDescription(
+            name=field.name,
+            default=getattr(defaults, field.name),
+            values=_values(hints[field.name], field),
+            help=field.metadata["help"],
+        )
+
+
+def _values(hint: Any, field: dataclasses.Field[Any]) -> str:
+    if typing.get_origin(hint) is Literal:
+        return " or ".join(map(str, typing.get_args(hint)))
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(_values(part, field) for part in typing.get_args(hint))
+    return range_of(field)
+
+
+def _entries(methods: Sequence[Method]) -> Iterable[str]:
+    for told in map(describe, methods):
+        defaults = ", ".join(f"{option.name} {_shown(option.default)}" for option in told.options)
+        yield f"  {told.name:<18}{told.formula}"
+        yield _wrapped(" " * 20, f"needs {_needs(told)}; {defaults or 'no options'}")
+        yield f"{'':20}{told.source}"
+
+
+def _needs(told: Description) -> str:
+    names = [NEEDS[name] for name in told.needs]
+    heads = [HEADS[told.head]] if told.head in HEADS else []
+    return " and ".join([*names, *heads]) or "no reference"
+
+
+def _option_lines(option: OptionDescription) -> str:
+    head = f"  {option.name:<20}{_shown(option.default) + ' ':<8}"
+    return _wrapped(head, f"{option.help} [{option.values}]")
+
+
+def _wrapped(head: str, text: str) -> str:
+    return textwrap.fill(text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
+
+
+def _shown(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:g}"
+
+
+_HEAD = ("method", "loss of a row, completion or token", "reads", "options")
+
+
+def markdown_table(methods: Iterable[Method]) -> str:
+    """One line a method, in the order of the table."""
+    lines = [_line(_HEAD), _line(["---"] * len(_HEAD))]
+    for told in map(describe, methods):
+        options = ", ".join(f"{option.name} {_cell(option.default)}" for option in told.options)
+        lines.append(_line([f"`{told.name}`", f"`{told.formula}`", told.rows, options]))
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: Iterable[str]) -> str:
+    escaped = (cell.replace("|", "\\|") for cell in cells)
+    return f"| {' | '.join(escaped)} |"
+
+
+def _cell(value: float | str) -> str:
+    return str(value) if isinstance(value, str | bool) else f"{value:g}"

@@ -1,0 +1,133 @@
+"""Methods that compare the chosen and the rejected of a whole step by rank, not pair by pair."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from ...schemas.methods import (
+    Branches,
+    LossOutput,
+    Method,
+    Rewards,
+    Step,
+    beta,
+    label_smoothing,
+    sft_weight,
+)
+from .dpo import smoothed
+from .modifiers import SEES_RATIOS
+from .rewards import compared, pairs_of, referenced_output, scaled_ratios
+
+
+@dataclass(frozen=True)
+class TransportOptions:
+    """Options of aot and aot_unpaired."""
+
+    beta: float = beta(0.1)
+    label_smoothing: float = label_smoothing(0.0)
+    sft_weight: float = sft_weight()
+
+
+def aot(branches: Branches, step: Step, options: TransportOptions) -> LossOutput:
+    """-(1 - e) LS(b d) - e LS(-b d), AOT of pairs (https://arxiv.org/abs/2406.05882).
+
+    d = sorted lp_c - lp_l less sorted ref_c - ref_l, both over the step.
+    """
+    pairs = pairs_of(branches)
+    ranks = _ranks(_margins(step.surveyed["policy"]))[_rows_of(branches)]
+    reference = _sorted(_margins(step.surveyed["reference"]))[ranks]
+    differences = pairs.chosen.logps - pairs.rejected.logps - reference
+    losses = smoothed(options.beta * differences, options.label_smoothing)
+    output = referenced_output(pairs, losses, options)
+    return _with_comparison(output, options.beta * differences)
+
+
+def aot_unpaired(branches: Branches, step: Step, options: TransportOptions) -> LossOutput:
+    """-(1 - e) LS(b d) - e LS(-b d), AOT of two crowds (https://arxiv.org/abs/2406.05882).
+
+    d = sorted r_c less sorted r_l, both over the step. The two branches of one d may stand in
+    different micro-batches: each is held against what the survey found of the other, and brings
+    half of the value but the whole of its own gradient.
+    """
+    pairs, rows = pairs_of(branches), _rows_of(branches)
+    chosen, rejected = step.surveyed["ratios"][0::2], step.surveyed["ratios"][1::2]
+    gains = pairs.chosen.ratios - _sorted(rejected)[_ranks(chosen)[rows]]
+    drops = _sorted(chosen)[_ranks(rejected)[rows]] - pairs.rejected.ratios
+    halves = (
+        _half_of(smoothed(options.beta * differences, options.label_smoothing))
+        for differences in (gains, drops)
+    )
+    output = referenced_output(pairs, sum(halves, start=chosen.new_zeros(())), options)
+    return _with_comparison(output, options.beta * gains)
+
+
+def _with_comparison(output: LossOutput, margins: Tensor) -> LossOutput:
+    """Reports the margins that are compared, b d, in place of those between a row's own sides."""
+    return replace(output, metrics={**output.metrics, **compared(margins.detach())})
+
+
+def survey_logps(branches: Branches, _: TransportOptions) -> dict[str, Tensor]:
+    """The sums of both models, whose differences aot sorts."""
+    return {"policy": branches.logps.detach(), "reference": branches.reference}
+
+
+def survey_ratios(branches: Branches, _: TransportOptions) -> dict[str, Tensor]:
+    """The log-ratios that aot_unpaired sorts."""
+    return {"ratios": branches.ratios.detach()}
+
+
+def _margins(values: Tensor) -> Tensor:
+    """Chosen less rejected of every row of the step."""
+    return values[0::2] - values[1::2]
+
+
+def _ranks(values: Tensor) -> Tensor:
+    """How many stand below each; of equal ones the first in the step is the lower."""
+    return values.argsort(stable=True).argsort()
+
+
+def _sorted(values: Tensor) -> Tensor:
+    return values.sort(stable=True).values
+
+
+def _rows_of(branches: Branches) -> Tensor:
+    """Where each row stands in the step."""
+    assert branches.places is not None, "branches that are surveyed have places"
+    return branches.places[0::2] // 2
+
+
+def _half_of(losses: Tensor) -> Tensor:
+    """Half of their value, all of their gradient."""
+    return losses - losses.detach() / 2
+
+
+RANKED = Rewards("b r, margins and accuracies of b d", scaled_ratios)
+AOT = Method(
+    name="aot",
+    summary="-(1-e) LS(b d) - e LS(-b d), d = sort(lp_c-lp_l) less that of ref",
+    source="AOT, https://arxiv.org/abs/2406.05882",
+    use="Pairs, when margins should grow over the whole data rather than in each pair.",
+    loss=aot,
+    options=TransportOptions,
+    rewards=RANKED,
+    rows="paired",
+    items="rows",
+    needs=frozenset({"reference"}),
+    survey=survey_logps,
+)
+AOT_UNPAIRED = Method(
+    name="aot_unpaired",
+    summary="-(1-e) LS(b d) - e LS(-b d), d = sort(r_c) - sort(r_l)",
+    source="AOT, https://arxiv.org/abs/2406.05882",
+    use="Pairs whose two sides need not belong together, as good and bad answers of a step.",
+    loss=aot_unpaired,
+    options=TransportOptions,
+    rewards=RANKED,
+    rows="paired",
+    items="rows",
+    needs=frozenset({"reference"}),
+    survey=survey_ratios,
+    modifiers=SEES_RATIOS,
+)

@@ -1,0 +1,262 @@
+"""GRPO, and PPO on scored completions that were written before training began."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ...schemas.config import option
+from ...schemas.methods import Branches, LossOutput, Method, Rewards, Step, Tokens, number
+from .modifiers import CLAMPS, bounded_exp, sums_of, tokens_of
+
+MODIFIERS = CLAMPS | {"row_weight"}
+# Keeps the advantages of a group finite where all of its scores are the same.
+SMALLEST_SPREAD = 1e-4
+
+
+@dataclass(frozen=True)
+class GrpoOptions:
+    """Options of grpo."""
+
+    beta: float = number(0.01, "weight of the distance from the reference", least=0)
+    epsilon: float = number(
+        0.2, "a token gains nothing beyond a ratio of 1 ± this", above=0, below=1
+    )
+    normalize: Literal["tokens", "sequence"] = option(
+        "tokens", "tokens: every token counts the same; sequence: every candidate"
+    )
+
+
+def grpo(branches: Branches, step: Step, options: GrpoOptions) -> LossOutput:
+    """-min(A p, A clip(p, 1 ± e)) + b (1 / p - 1 + log p) (https://arxiv.org/abs/2402.03300).
+
+    p is policy / reference of a token: the scores are those of fixed candidates, so the reference
+    stands for the policy that wrote them. A modifier changes the p of the first term alone.
+    """
+    tokens = tokens_of(branches)
+    advantages = group_advantages(branches).repeat_interleave(tokens.counts)
+    losses = clipped(advantages, tokens.log_ratios, options.epsilon)
+    losses = sums_of(losses + options.beta * distances(tokens), tokens.counts)
+    if options.normalize == "sequence":
+        # The step divides by its tokens: this leaves a mean over branches of each one's own mean.
+        losses = losses / branches.num_tokens * (step.tokens / max(1, step.branches))
+    return LossOutput(losses, candidate_metrics(branches, advantages, options.epsilon))
+
+
+def grpo_rewards(branches: Branches, options: GrpoOptions) -> Tensor:
+    """r, or r / n where every candidate counts the same, (branches,)."""
+    of_sequences = options.normalize == "sequence"
+    return branches.ratios / branches.num_tokens if of_sequences else branches.ratios
+
+
+def group_advantages(branches: Branches) -> Tensor:
+    """(s - mean) / (std + 1e-4) over the candidates of a prompt, (branches,); 0 for a single one.
+
+    std is the sample's, over n - 1, as in TRL; HALOs takes the population's and adds
+    1e-2.
+    """
+    scores, rows = branches.scores, branches.rows
+    sizes = torch.bincount(rows)
+    deviations = scores - (sums_of(scores, sizes) / sizes)[rows]
+    spread = (sums_of(deviations.square(), sizes) / (sizes - 1).clamp(min=1)).sqrt()
+    return deviations / (spread[rows] + SMALLEST_SPREAD)
+
+
+def clipped(advantages: Tensor, log_ratios: Tensor, epsilon: float) -> Tensor:
+    """-min(A p, A clip(p, 1 ± e)) of each token, p = exp(log_ratio), (tokens,)."""
+    ratios = bounded_exp(log_ratios)
+    return -torch.minimum(advantages * ratios, advantages * ratios.clamp(1 - epsilon, 1 + epsilon))
+
+
+def distances(tokens: Tokens) -> Tensor:
+    """1 / p - 1 + log p of each token, at least 0, whatever a modifier made of p, (tokens,)."""
+    ratios = plain_log_ratios(tokens)
+    return bounded_exp(-ratios) - 1 + ratios
+
+
+def plain_log_ratios(tokens: Tokens) -> Tensor:
+    """log(policy / reference) of each token before any modifier, (tokens,)."""
+    assert tokens.reference is not None, "a need for the per-token reference is declared"
+    return tokens.logps - tokens.reference
+
+
+def candidate_metrics(branches: Branches, advantages: Tensor, epsilon: float) -> dict[str, Tensor]:
+    """What methods of scored candidates report.
+
+    `rewards/scores` are the data's, `advantages/gained` is A (p - 1), by how much a token has moved
+    where its score wants it, and `clip/share` where it gains nothing any more.
+    """
+    tokens = tokens_of(branches)
+    ratios = bounded_exp(tokens.log_ratios.detach())
+    limited = ratios.clamp(1 - epsilon, 1 + epsilon)
+    return {
+        "rewards/scores": branches.scores,
+        "advantages/gained": advantages * (ratios - 1),
+        "kl/tokens": distances(tokens).detach(),
+        "clip/share": (advantages * limited < advantages * ratios).double(),
+        "logps/candidates": branches.logps.detach(),
+    }
+
+
+GRPO = Method(
+    name="grpo",
+    summary="-min(A p, A clip(p)) + b (1/p - 1 + log p), A = (s - mean) / std",
+    source="GRPO, https://arxiv.org/abs/2402.03300",
+    use="Several scored answers to each prompt: the better than average gain, the others lose.",
+    loss=grpo,
+    options=GrpoOptions,
+    rewards=Rewards("r, or r/n with normalize sequence", grpo_rewards),
+    rows="grouped",
+    items="tokens",
+    needs=frozenset({"reference", "token_reference", "scores"}),
+    modifiers=MODIFIERS,
+)
+
+
+# Keeps whitened advantages finite where all of a step's are the same.
+SMALLEST_VARIANCE = 1e-8
+
+
+@dataclass(frozen=True)
+class PpoOptions:
+    """Options of ppo."""
+
+    epsilon: float = number(
+        0.5, "a token gains nothing beyond a ratio of 1 ± this", above=0, below=1
+    )
+    lam: float = number(0.95, "how far an advantage trusts rewards over values", least=0, most=1)
+    gamma: float = number(0.99, "what a reward is worth one token earlier", least=0, most=1)
+    vf: float = number(0.01, "weight of the value head's error", least=0)
+    kl: float = number(0.1, "weight of log p, which keeps a token near the reference", least=0)
+    value_clip: float = number(
+        0.0, "a value learns from returns no further away than this; 0: from all", least=0
+    )
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """What each token is worth, by the values the policy gives now; no gradient."""
+
+    advantages: Tensor  # (tokens,) float64
+    returns: Tensor  # (tokens,) float64, what the values should have been
+
+
+def ppo(branches: Branches, step: Step, options: PpoOptions) -> LossOutput:
+    """-min(A p, A clip(p, 1 ± e)) + vf (V - R)^2 / 2 + kl log p (https://arxiv.org/abs/1707.06347).
+
+    p is policy / reference of a token: the reference stands for the policy that wrote the data, as
+    in HALOs (https://github.com/ContextualAI/HALOs). R = A + V before A is whitened, by its mean
+    and its population's variance over all tokens of the step. Those two come from a survey of the
+    policy in evaluation mode; A itself is of the pass that learns. A modifier changes the p of
+    the first term alone. The value head's gradient is clipped together with all others by
+    `train.max_grad_norm`.
+    """
+    tokens = tokens_of(branches)
+    estimates = estimates_of(branches, options)
+    advantages = _whitened(estimates.advantages, step)
+    values = _values(tokens)
+    losses = (
+        clipped(advantages, tokens.log_ratios, options.epsilon)
+        + options.vf * 0.5 * (values - _targets(estimates, values, options.value_clip)).square()
+        + options.kl * plain_log_ratios(tokens)
+    )
+    metrics = candidate_metrics(branches, advantages, options.epsilon) | {
+        "values/mean": values.detach(),
+        "values/errors": (values.detach() - estimates.returns).abs(),
+    }
+    return LossOutput(sums_of(losses, tokens.counts), metrics)
+
+
+def ppo_rewards(branches: Branches, _: PpoOptions) -> Tensor:
+    """r, (branches,)."""
+    return branches.ratios
+
+
+def survey(branches: Branches, options: PpoOptions) -> Mapping[str, Tensor]:
+    """What whitening has to know of each branch: tokens, sum of A, sum of squares around its mean.
+
+    Squares around the branch's own mean lose no digits to scores that are far from 0.
+    """
+    counts = tokens_of(branches).counts
+    advantages = estimates_of(branches, options).advantages
+    sums = sums_of(advantages, counts)
+    around = advantages - (sums / counts).repeat_interleave(counts)
+    squares = sums_of(around.square(), counts)
+    return {"tokens": counts.double(), "advantages": sums, "squares": squares}
+
+
+def estimates_of(branches: Branches, options: PpoOptions) -> Estimates:
+    """GAE (https://arxiv.org/abs/1506.02438); the score is the reward of a branch's last token.
+
+    Where the data gives labels instead of scores it is 1 or -1.
+
+    d_t = reward_t + gamma V_(t+1) - V_t, where V is 0 behind the last token;
+    A_t = sum over k >= 0 of (gamma lam)^k d_(t+k); R_t = A_t + V_t.
+    """
+    tokens = tokens_of(branches)
+    counts, values = tokens.counts, _values(tokens).detach()
+    width = int(counts.max()) if len(counts) else 0
+    places = torch.arange(width, device=counts.device)
+    is_token = places < counts[:, None]
+    now = values.new_zeros(is_token.shape).masked_scatter(is_token, values)
+    rewards = torch.where(places == counts[:, None] - 1, branches.scores[:, None], 0.0)
+    deltas = rewards + options.gamma * pad(now[:, 1:], (0, 1)) - now
+    advantages = _discounted(deltas, options.gamma * options.lam)[is_token]
+    return Estimates(advantages, advantages + values)
+
+
+def _discounted(deltas: Tensor, factor: float) -> Tensor:
+    """Sums over k >= 0 of factor^k d_(t+k) along each row, in log2(width) rounds."""
+    reach, sums = 1, deltas
+    while reach < deltas.shape[1]:
+        # What a token has summed up so far reaches as far again as that of the one behind it.
+        sums = sums + factor**reach * pad(sums[:, reach:], (0, reach))
+        reach *= 2
+    return sums
+
+
+def _whitened(advantages: Tensor, step: Step) -> Tensor:
+    """(A - mean) / sqrt(variance + 1e-8), both over all tokens of the step."""
+    counts, sums = step.surveyed["tokens"], step.surveyed["advantages"]
+    mean = sums.sum() / counts.sum()
+    squares = step.surveyed["squares"].sum() + (counts * (sums / counts - mean).square()).sum()
+    return (advantages - mean) / (squares / counts.sum() + SMALLEST_VARIANCE).sqrt()
+
+
+def _targets(estimates: Estimates, values: Tensor, value_clip: float) -> Tensor:
+    """What the values learn from, (tokens,), no gradient.
+
+    PPO keeps a value near what it was when the data was written. One pass has only one value, so
+    the return is moved to it instead: either way one update cannot take a value further.
+    """
+    if not value_clip:
+        return estimates.returns
+    return values.detach() + estimates.advantages.clamp(-value_clip, value_clip)
+
+
+def _values(tokens: Tokens) -> Tensor:
+    assert tokens.values is not None, "a need for a value head is declared"
+    return tokens.values
+
+
+PPO = Method(
+    name="ppo",
+    summary="-min(A p, A clip(p)) + vf (V - R)^2 / 2 + kl log p, A = GAE",
+    source="PPO, https://arxiv.org/abs/1707.06347",
+    use="Scored answers whose good and bad parts differ: a value head tells tokens apart.",
+    loss=ppo,
+    options=PpoOptions,
+    rewards=Rewards("r", ppo_rewards),
+    rows="grouped",
+    items="tokens",
+    needs=frozenset({"reference", "token_reference", "values", "scores"}),
+    survey=survey,
+    bad_score=-1.0,
+    head="values",
+    modifiers=MODIFIERS,
+)

@@ -1,0 +1,177 @@
+"""Methods without a reference: the policy's own log-probs are what they compare."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+from torch.nn.functional import logsigmoid, relu
+
+from ...schemas.config import option
+from ...schemas.methods import Branches, LossOutput, Method, Rewards, Step, label_smoothing, number
+from .dpo import smoothed
+from .modifiers import WEIGHS_PAIRS, log_odds
+from .rewards import Side, logp_metrics, pairs_of
+
+NllScope = Literal["pair", "global_tokens"]
+SCOPE_HELP = (
+    "pair: every chosen branch counts the same; global_tokens: every chosen token of the step"
+)
+
+
+@dataclass(frozen=True)
+class OrpoOptions:
+    """Options of orpo."""
+
+    lam: float = number(0.1, "weight of the odds ratio beside the likelihood", above=0)
+    nll_scope: NllScope = option("pair", SCOPE_HELP)
+
+
+@dataclass(frozen=True)
+class SimpoOptions:
+    """Options of simpo."""
+
+    beta: float = number(10.0, "scale of the difference between the two means", above=0)
+    gamma_ratio: float = number(0.3, "margin wanted between the two means", least=0)
+    label_smoothing: float = label_smoothing(0.0)
+
+
+@dataclass(frozen=True)
+class CpoOptions:
+    """Options of cpo."""
+
+    beta: float = number(0.1, "scale of the difference between the two sums", above=0)
+    label_smoothing: float = label_smoothing(0.0)
+    alpha: float = number(1.0, "weight of the chosen branch's likelihood", least=0)
+    nll_scope: NllScope = option("pair", SCOPE_HELP)
+
+
+@dataclass(frozen=True)
+class SlicOptions:
+    """Options of slic."""
+
+    delta: float = number(1.0, "margin wanted between the two sums, in nats", above=0)
+    lam: float = number(0.1, "weight of the chosen branch's likelihood", least=0)
+    normalize: Literal["sum", "mean"] = option(
+        "sum", "likelihood of the whole chosen branch, or its mean per token"
+    )
+
+
+def orpo(branches: Branches, step: Step, options: OrpoOptions) -> LossOutput:
+    """nll_c - lam LS(lo_c - lo_l), lo = m - log(1 - e^m) (https://arxiv.org/abs/2403.07691)."""
+    pairs = pairs_of(branches)
+    ratio = log_odds(pairs.chosen.mean_logps) - log_odds(pairs.rejected.mean_logps)
+    nll = chosen_nll(pairs.chosen, step, options.nll_scope)
+    metrics = logp_metrics(pairs) | {
+        "nll": nll.detach(),
+        "log_odds/ratio": ratio.detach(),
+        "log_odds/accuracy": (ratio.detach() > 0).to(ratio.dtype),
+    }
+    return LossOutput(nll - options.lam * logsigmoid(ratio), metrics)
+
+
+def simpo(branches: Branches, _: Step, options: SimpoOptions) -> LossOutput:
+    """-LS(b (m_c - m_l) - b gamma_ratio) at e = 0, SimPO (https://arxiv.org/abs/2405.14734)."""
+    pairs = pairs_of(branches)
+    difference = pairs.chosen.mean_logps - pairs.rejected.mean_logps
+    x = options.beta * (difference - options.gamma_ratio)
+    losses = smoothed(x, options.label_smoothing)
+    return LossOutput(losses, logp_metrics(pairs))
+
+
+def cpo(branches: Branches, step: Step, options: CpoOptions) -> LossOutput:
+    """-LS(b (lp_c - lp_l)) + alpha nll_c at e = 0, CPO (https://arxiv.org/abs/2401.08417)."""
+    pairs = pairs_of(branches)
+    nll = chosen_nll(pairs.chosen, step, options.nll_scope)
+    x = options.beta * (pairs.chosen.logps - pairs.rejected.logps)
+    preference = smoothed(x, options.label_smoothing)
+    metrics = logp_metrics(pairs) | {"nll": nll.detach()}
+    return LossOutput(preference + options.alpha * nll, metrics)
+
+
+def slic(branches: Branches, _: Step, options: SlicOptions) -> LossOutput:
+    """max(0, delta - lp_c + lp_l) - lam lp_c, SLiC-HF (https://arxiv.org/abs/2305.10425)."""
+    pairs = pairs_of(branches)
+    chosen = pairs.chosen
+    nll = -(chosen.logps if options.normalize == "sum" else chosen.mean_logps)
+    losses = relu(options.delta - chosen.logps + pairs.rejected.logps) + options.lam * nll
+    return LossOutput(losses, logp_metrics(pairs) | {"nll": nll.detach()})
+
+
+def orpo_rewards(branches: Branches, options: OrpoOptions) -> Tensor:
+    """lam * m, (branches,): the odds that are compared rise with it."""
+    return options.lam * branches.logps / branches.num_tokens
+
+
+def simpo_rewards(branches: Branches, options: SimpoOptions) -> Tensor:
+    """beta * m, (branches,)."""
+    return options.beta * branches.logps / branches.num_tokens
+
+
+def cpo_rewards(branches: Branches, options: CpoOptions) -> Tensor:
+    """beta * lp, (branches,)."""
+    return options.beta * branches.logps
+
+
+def slic_rewards(branches: Branches, _: SlicOptions) -> Tensor:
+    """lp, (branches,)."""
+    return branches.logps
+
+
+def chosen_nll(chosen: Side, step: Step, scope: NllScope) -> Tensor:
+    """What each pair adds to the step's mean negative log-likelihood of chosen tokens."""
+    if scope == "pair":
+        return -chosen.mean_logps
+    # The step divides by its rows: this leaves one sum over one count of chosen tokens.
+    return -chosen.logps * (step.rows / max(1, step.chosen_tokens))
+
+
+ORPO = Method(
+    name="orpo",
+    summary="-m_c - lam LS(lo_c - lo_l), lo = m - log(1 - exp m)",
+    source="ORPO, https://arxiv.org/abs/2403.07691",
+    use="Pairs and a base model: it learns to answer and to prefer in one go.",
+    loss=orpo,
+    options=OrpoOptions,
+    rewards=Rewards("lam m", orpo_rewards),
+    rows="paired",
+    items="rows",
+    modifiers=WEIGHS_PAIRS,
+)
+SIMPO = Method(
+    name="simpo",
+    summary="-LS(b (m_c - m_l) - b gamma_ratio)",
+    source="SimPO, https://arxiv.org/abs/2405.14734",
+    use="Pairs, when answers must not grow longer; its learning rate needs care.",
+    loss=simpo,
+    options=SimpoOptions,
+    rewards=Rewards("b m", simpo_rewards),
+    rows="paired",
+    items="rows",
+    modifiers=WEIGHS_PAIRS,
+)
+CPO = Method(
+    name="cpo",
+    summary="-LS(b (lp_c - lp_l)) - alpha m_c",
+    source="CPO, https://arxiv.org/abs/2401.08417",
+    use="Pairs whose chosen branch is worth imitating, as in translation.",
+    loss=cpo,
+    options=CpoOptions,
+    rewards=Rewards("b lp", cpo_rewards),
+    rows="paired",
+    items="rows",
+    modifiers=WEIGHS_PAIRS,
+)
+SLIC = Method(
+    name="slic",
+    summary="max(0, delta - lp_c + lp_l) - lam lp_c",
+    source="SLiC-HF, https://arxiv.org/abs/2305.10425",
+    use="Pairs, when those that are told apart well enough should only be imitated.",
+    loss=slic,
+    options=SlicOptions,
+    rewards=Rewards("lp", slic_rewards),
+    rows="paired",
+    items="rows",
+    modifiers=WEIGHS_PAIRS,
+)

@@ -1,0 +1,232 @@
+"""Log-probabilities from hidden states without ever holding all logits, and their gradient.
+
+    logp(y) = z_y - logsumexp_v z_v,   z = softcap * tanh(scale * (W h + b) / softcap)
+
+Tiles of (positions, vocabulary) are projected, reduced to one float32 log-sum-exp per position
+and overwritten, or kept for the backward pass as far as there is room, so peak memory grows with
+neither. Where it is asked for, so is
+
+    purity = log sum_v p_v ** 2 = logsumexp_v 2 z_v - 2 logsumexp_v z_v
+
+The gradient comes from tiles that were kept or are projected a second time:
+
+    d logp(y) / d z_v = [v = y] - p_v,   p_v = exp(z_v - logsumexp z)
+
+Products are accumulated in float32, over tiles of positions too, whatever the weights are in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from .head_tiles import (
+    HeadSpec,
+    KeptLogits,
+    LogitsRoom,
+    OutputHead,
+    Tiles,
+    operand,
+    score_targets,
+    tile_rows,
+)
+
+HEAD_VERSION = "fused-2 float32"
+
+
+def fused_rows(head: OutputHead, hidden: Tensor, targets: Tensor, *, purity: bool) -> Tensor:
+    """Log p of `targets` (T,) given `hidden` (T, hidden), and its gradient: (1, T) float32.
+
+    Where it is asked for, a second row is purity, without a gradient.
+    """
+    room = head.room if torch.is_grad_enabled() else None
+    rows: Tensor = FusedLogps.apply(  # type: ignore[no-untyped-call]
+        hidden, targets, purity, head.weight, head.bias, head.spec, room
+    )
+    return rows
+
+
+class LogpHead(nn.Linear):
+    """An output embedding that answers as `fused_rows` when it is given targets.
+
+    It has to be called: ZeRO-3 gathers a module's weight around its call and nowhere else.
+    """
+
+    spec: HeadSpec
+    room: LogitsRoom
+
+    def forward(
+        self, hidden: Tensor, targets: Tensor | None = None, *, purity: bool = False
+    ) -> Tensor:
+        """`fused_rows` of `targets` given `hidden` (T, hidden); without targets the projection."""
+        if targets is None:
+            return super().forward(hidden)
+        head = OutputHead(self.weight, self.bias, self.spec, self.room)
+        return fused_rows(head, hidden, targets, purity=purity)
+
+
+def call_head_for_logps(model: Any) -> None:
+    """Makes a LogpHead of the model's head, in place, so that names and ties stay as they are."""
+    layer = model.get_output_embeddings()
+    layer.__class__ = LogpHead
+    layer.spec = head_spec(model.config)
+    layer.room = LogitsRoom()
+
+
+def output_head(model: Any) -> OutputHead | None:
+    """The head of a causal model; None where it is more than a plain projection."""
+    layer = model.get_output_embeddings()
+    # An adapter on the head is a wrapper whose `weight` lacks the adapter.
+    if not isinstance(layer, nn.Linear) or layer.weight.is_meta:
+        return None
+    return OutputHead(layer.weight, layer.bias, head_spec(model.config))
+
+
+def head_spec(config: Any) -> HeadSpec:
+    """Reads scale and softcap as Cohere, Granite and Gemma 2 spell them."""
+    config = config.get_text_config(decoder=True)
+    divisor = _number(config, "logits_scaling", 1.0)
+    scale = _number(config, "logit_scale", 1.0) / divisor
+    return HeadSpec(scale=scale, softcap=_number(config, "final_logit_softcapping", 0.0))
+
+
+def _number(config: Any, name: str, default: float) -> float:
+    value = getattr(config, name, None)
+    return float(value) if isinstance(value, int | float) else default
+
+
+class FusedLogps(torch.autograd.Function):
+    """Log-probs of targets, differentiable in hidden states, weight and bias.
+
+    A second row, where purity is asked for, has no gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, targets: Tensor, purity: bool, *head: Any) -> Tensor:
+        """Scores as without gradients; keeps a number per position, and logits if there is room."""
+        # The parameters themselves, not save_for_backward: ZeRO-3 empties them after each use
+        # and fills the same objects again before their backward.
+        ctx.head = OutputHead(*head)
+        room = ctx.head.room
+        ctx.kept = KeptLogits() if room is None else room.lend(hidden.device)
+        scored = score_targets(hidden, ctx.head, targets, ctx.kept, purity=purity)
+        ctx.save_for_backward(hidden, targets, scored.logsumexp)
+        return torch.stack([scored.logps, scored.purity] if purity else [scored.logps])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_rows: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients that are asked for; a frozen head costs none of its own."""
+        hidden, targets, logsumexp = ctx.saved_tensors
+        head: OutputHead = ctx.head
+        needs_hidden, _, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        new = torch.empty_like if len(targets) else torch.zeros_like  # tiles write all of it
+        gradients = _Gradients(
+            torch.zeros_like(hidden, dtype=torch.float32) if needs_hidden else None,
+            new(head.weight) if needs_weight else None,
+            new(head.bias) if needs_bias and head.bias is not None else None,
+        )
+        if len(targets):
+            slopes = -head.spec.scale * grad_rows[0]
+            positions = _Positions.of(hidden, targets, logsumexp, slopes)
+            _add_all(gradients, positions, head, ctx.kept)
+        ctx.kept.give_back()
+        grad_hidden = None if gradients.hidden is None else gradients.hidden.to(hidden.dtype)
+        return grad_hidden, None, None, gradients.weight, gradients.bias, None, None
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """What is asked for."""
+
+    hidden: Tensor | None  # (T, hidden) float32
+    weight: Tensor | None  # (vocabulary, hidden) in its dtype
+    bias: Tensor | None  # (vocabulary,) in its dtype
+
+
+@dataclass(frozen=True)
+class _Positions:
+    """What every tile needs of the positions."""
+
+    states: Tensor  # (T, hidden) as products want them
+    weighted: Tensor  # (hidden, T): slope / unit * state; products of this shape are the fastest
+    slopes: Tensor  # (T,) float32: minus the loss's slope in the log-prob, times the logit's scale
+    unit: Tensor  # () float32
+    targets: Tensor  # (T,)
+    logsumexp: Tensor  # (T,) float32
+
+    @staticmethod
+    def of(hidden: Tensor, targets: Tensor, logsumexp: Tensor, slopes: Tensor) -> _Positions:
+        states = operand(hidden)
+        # float16 could not hold states times the slopes of a scaled loss.
+        unit = slopes.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
+        weighted = (states * (slopes / unit)[:, None]).to(states.dtype).t().contiguous()
+        return _Positions(states, weighted, slopes, unit, targets, logsumexp)
+
+    def __getitem__(self, rows: slice) -> _Positions:
+        return _Positions(
+            states=self.states[rows],
+            weighted=self.weighted[:, rows],
+            slopes=self.slopes[rows],
+            unit=self.unit,
+            targets=self.targets[rows],
+            logsumexp=self.logsumexp[rows],
+        )
+
+
+def _add_all(
+    gradients: _Gradients, positions: _Positions, head: OutputHead, kept: KeptLogits
+) -> None:
+    count, rows = len(positions.targets), tile_rows(positions.states.device)
+    tiles = Tiles.like(positions.states, min(rows, count), kept)
+    parts = [slice(start, start + rows) for start in range(0, count, rows)]
+    for start in range(0, len(head.weight), tiles.width):
+        columns = slice(start, start + tiles.width)
+        tile = head.columns(columns)
+        tile = replace(tile, weight=operand(tile.weight))
+        grad_weight = torch.zeros_like(tile.weight.t(), dtype=torch.float32)
+        grad_bias = torch.zeros_like(tile.weight[:, 0], dtype=torch.float32)
+        for part in parts:
+            logits = tiles.logits_of(positions.states[part], tile, (part.start, start))
+            deviation = _deviation(positions[part], logits, tile.spec, start, tiles)
+            if gradients.hidden is not None:
+                _add_product(gradients.hidden[part], deviation, tile.weight)
+            if gradients.weight is not None:
+                _add_product(grad_weight, positions.weighted[:, part], deviation)
+            if gradients.bias is not None:
+                grad_bias.addmv_(deviation.t(), positions.slopes[part])
+        if gradients.weight is not None:
+            gradients.weight[columns] = grad_weight.mul_(positions.unit).t()
+        if gradients.bias is not None:
+            gradients.bias[columns] = grad_bias
+    if gradients.hidden is not None:
+        gradients.hidden.mul_(positions.slopes[:, None])
+
+
+def _deviation(
+    positions: _Positions, logits: Tensor, spec: HeadSpec, first: int, tiles: Tiles
+) -> Tensor:
+    """p_v - [v = y], times the slope of the softcap, v counting from `first`: (rows, columns)."""
+    probabilities = torch.sub(logits, positions.logsumexp[:, None], out=tiles.softmax_like(logits))
+    probabilities.exp_()
+    places = positions.targets - first
+    inside = (places >= 0) & (places < logits.shape[1])
+    places = places.clamp(0, logits.shape[1] - 1)[:, None]
+    probabilities.scatter_add_(1, places, -inside.float()[:, None])
+    if spec.softcap:
+        # d softcap * tanh(u / softcap) / du = 1 - tanh(u / softcap) ** 2
+        tanh = torch.div(logits, spec.softcap, out=tiles.scratch(logits.shape))
+        probabilities.mul_(tanh.square_().neg_().add_(1))
+    return probabilities
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if left.dtype == right.dtype == torch.float32:
+        total.addmm_(left, right)
+    else:
+        half = min(left.dtype, right.dtype, key=lambda dtype: dtype.itemsize)
+        total += torch.mm(left.to(half), right.to(half), out_dtype=torch.float32)

@@ -1,0 +1,229 @@
+"""The logits of a head, one tile of (positions, vocabulary) at a time, and those that are kept.
+
+To project them again is a quarter of a head's work, all of which is saved where tokens of a batch
+times vocabulary is at most 16 million. What does not fit is projected again, so that memory grows
+with neither.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# On a CPU a tile and its softmax should stay in the cache; a GPU wants larger products.
+TILE_ROWS = {"cpu": 1024, "cuda": 2048}
+TILE_VOCABULARY = {"cpu": 512, "cuda": 2048}  # 4M elements at most
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """What happens to a logit after the projection."""
+
+    scale: float = 1.0
+    softcap: float = 0.0  # 0: none
+
+
+@dataclass(frozen=True)
+class OutputHead:
+    """The projection to the vocabulary, or to a part of it."""
+
+    weight: Tensor  # (vocabulary, hidden)
+    bias: Tensor | None  # (vocabulary,)
+    spec: HeadSpec
+    room: LogitsRoom | None = None  # for logits that a backward pass need not project again
+
+    def columns(self, part: slice) -> OutputHead:
+        """The projection to a part of the vocabulary."""
+        bias = None if self.bias is None else self.bias[part]
+        return OutputHead(self.weight[part], bias, self.spec)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The targets' log-probs, and what is known of all other tokens."""
+
+    logps: Tensor  # (T,) float32
+    logsumexp: Tensor  # (T,) float32: turns any other logit into a probability
+    purity: Tensor  # (T,) float32: log sum_v p_v ** 2; (0,) unless asked for
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Two buffers that every tile of a call reuses, and the tiles that are kept instead."""
+
+    logits: Tensor  # (rows * vocabulary,) float32
+    softmax: Tensor  # (rows * vocabulary,) float32
+    width: int
+    kept: KeptLogits
+
+    @staticmethod
+    def like(hidden: Tensor, rows: int, kept: KeptLogits) -> Tiles:
+        """Buffers for tiles of `rows` positions."""
+        width = TILE_VOCABULARY.get(hidden.device.type, 2048)
+        buffers = torch.empty(2, rows * width, dtype=torch.float32, device=hidden.device)
+        return Tiles(buffers[0], buffers[1], width, kept)
+
+    def logits_of(self, states: Tensor, head: OutputHead, place: Place) -> Tensor:
+        """The model's own logits of the tile that begins at `place`: (rows, columns) float32.
+
+        They may be kept, so they are not to be changed.
+        """
+        if place in self.kept.tiles:
+            return self.kept.tiles[place]
+        shape = (len(states), len(head.weight))
+        space = self.kept.space(place, shape)
+        logits = self.scratch(shape) if space is None else space
+        if states.dtype == torch.float32:
+            torch.mm(states, head.weight.float().t(), out=logits)
+        else:
+            logits.copy_(torch.mm(states, head.weight.t(), out_dtype=torch.float32))
+        if head.bias is not None:
+            logits += head.bias
+        return _shaped(logits, head.spec)
+
+    def scratch(self, shape: Sequence[int]) -> Tensor:
+        """The first buffer, in the shape of a tile."""
+        return self.logits[: math.prod(shape)].view(*shape)
+
+    def softmax_like(self, logits: Tensor) -> Tensor:
+        """The second buffer, in the shape of a tile."""
+        return self.softmax[: logits.numel()].view(logits.shape)
+
+
+def score_targets(
+    hidden: Tensor, head: OutputHead, targets: Tensor, kept: KeptLogits, *, purity: bool = False
+) -> Scored:
+    """Log p of `targets` (T,) given `hidden` (T, hidden)."""
+    logps = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
+    purities = torch.empty_like(logps if purity else logps[:0])
+    scored = Scored(logps, torch.empty_like(logps), purities)
+    rows = tile_rows(hidden.device)
+    tiles = Tiles.like(hidden, min(rows, len(targets)), kept)
+    for start in range(0, len(targets), rows):
+        states, tile = hidden[start : start + rows], slice(start, start + rows)
+        sums = _sums(states, start, head, tiles, purity=purity)
+        scored.logsumexp[tile] = logsumexp = torch.logsumexp(sums.logs, dim=0)
+        logps[tile] = _target_logits(states, head, targets[tile]) - logsumexp
+        if purity:
+            # Each tile's share of the whole is at most 1, so nothing overflows.
+            shares = 2 * (sums.logs - logsumexp) + sums.purities
+            scored.purity[tile] = torch.logsumexp(shares, dim=0)
+    return scored
+
+
+def tile_rows(device: torch.device) -> int:
+    """Positions in a tile."""
+    return TILE_ROWS.get(device.type, 2048)
+
+
+def operand(states: Tensor) -> Tensor:
+    """GPUs multiply half precision with float32 accumulation; CPUs need float32 operands."""
+    return states if states.is_cuda else states.float()
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """What each tile of the vocabulary is reduced to."""
+
+    logs: Tensor  # (tiles, rows) float32: log-sum-exp
+    purities: Tensor  # (tiles, rows) float32: log sum p ** 2 as if there were no other tile
+
+
+def _sums(states: Tensor, first: int, head: OutputHead, tiles: Tiles, *, purity: bool) -> _Sums:
+    logs: list[Tensor] = []
+    purities: list[Tensor] = []
+    states = operand(states)
+    for start in range(0, len(head.weight), tiles.width):
+        tile = head.columns(slice(start, start + tiles.width))
+        logits = tiles.logits_of(states, tile, (first, start))
+        softmax = tiles.softmax_like(logits)
+        # Faster than logsumexp over a tile in cache. Any z_v - log_softmax(z)_v is the log-sum-exp;
+        # that of the largest logit is the most exact.
+        torch.log_softmax(logits, dim=1, out=softmax)
+        logs.append(logits.amax(dim=1) - softmax.amax(dim=1))
+        if purity:
+            purities.append(softmax.mul_(2).exp_().sum(dim=1).log_())
+    stacked = torch.stack(logs)
+    return _Sums(stacked, torch.stack(purities) if purity else stacked[:0])
+
+
+def _target_logits(states: Tensor, head: OutputHead, targets: Tensor) -> Tensor:
+    logits = torch.linalg.vecdot(states.float(), head.weight[targets].float())
+    if head.bias is not None:
+        logits = logits + head.bias[targets]
+    return _shaped(logits, head.spec)
+
+
+def _shaped(logits: Tensor, spec: HeadSpec) -> Tensor:
+    """Scales and caps in place."""
+    if spec.scale != 1.0:
+        logits *= spec.scale
+    if spec.softcap:
+        logits.div_(spec.softcap).tanh_().mul_(spec.softcap)
+    return logits
+
+
+ROOM_BYTES = 64 << 20
+
+Place = tuple[int, int]  # the first position and the first token of a tile
+
+
+class KeptLogits:
+    """The tiles of one call that there is room for, the first ones first."""
+
+    def __init__(self, room: Tensor | None = None) -> None:
+        self.tiles: dict[Place, Tensor] = {}
+        self.is_needed = True
+        self._room = torch.empty(0) if room is None else room
+
+    def give_back(self) -> None:
+        """The next call may have the room, whatever is in it."""
+        self.is_needed = False
+
+    def forget(self) -> None:
+        """The room is another's: whoever comes back here has to project again."""
+        self.tiles.clear()
+        self._room = self._room[:0]
+
+    def space(self, place: Place, shape: tuple[int, int]) -> Tensor | None:
+        """Where a tile is to be written, for good; None where it is not kept."""
+        size = shape[0] * shape[1]
+        if size > len(self._room):
+            return None
+        tile, self._room = self._room[:size].view(shape), self._room[size:]
+        self.tiles[place] = tile
+        return tile
+
+
+class LogitsRoom:
+    """The buffer of a head, which one call has at a time; the others keep nothing.
+
+    It outlives the calls: getting as much memory anew costs more than it saves.
+    """
+
+    def __init__(self, size: int = ROOM_BYTES) -> None:
+        self._size = size
+        self._buffer: Tensor | None = None
+        self._last: weakref.ref[KeptLogits] | None = None
+
+    def __reduce__(self) -> tuple[type[LogitsRoom], tuple[int]]:
+        return LogitsRoom, (self._size,)  # a copy of the head has a room of its own
+
+    def lend(self, device: torch.device) -> KeptLogits:
+        """Room for the tiles of a call, until they are given back or nobody holds them."""
+        last = self._last() if self._last is not None else None
+        if last is not None:
+            if last.is_needed:
+                return KeptLogits()
+            last.forget()
+        if self._buffer is None or self._buffer.device != device:
+            elements = self._size // torch.float32.itemsize
+            self._buffer = torch.empty(elements, dtype=torch.float32, device=device)
+        kept = KeptLogits(self._buffer)
+        self._last = weakref.ref(kept)
+        return kept

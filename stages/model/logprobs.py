@@ -1,0 +1,287 @@
+"""The one pass both stages make: log-probabilities of the branches of a batch.
+
+The fast ways to score a model are compared with its own logits: the fastest true one is chosen.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ...schemas.errors import UsageError
+from ...schemas.rows import Tree
+from .fused_head import LogpHead, fused_rows, output_head
+from .tree_attention import (
+    PAD,
+    PIECES,
+    TreeBatch,
+    groups_within,
+    padded_length,
+    pieces_of,
+    single_branches,
+    tree_batch,
+    tree_mask,
+)
+
+logger = logging.getLogger("align")
+
+CPU_TOKENS = 1024  # a pass of twice as many is a tenth faster, for twice the activations
+EXACT_ELEMENTS = 1 << 26  # logits held at once by the exact head, unless one tree needs more
+
+
+@dataclass(frozen=True)
+class ScoringPath:
+    """How a model is scored, and how far that is from its own logits."""
+
+    layout: Literal["packed", "tree", "plain"]
+    head: Literal["fused", "exact", "score"]
+    worst_difference: float  # as the probe measures it for the dtype
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What one pass of a model gives for every completion token of a batch."""
+
+    rows: Tensor  # (1 or 2, T) float32: log p and, where asked for, purity without a gradient
+    states: Tensor  # (T, hidden): the last states, which predict them; (0,) if nobody asks
+
+
+def branch_logps(model: nn.Module, batch: TreeBatch, path: ScoringPath) -> Tensor:
+    """Log p of every completion token of a batch: (T,) float32."""
+    return branch_answers(model, batch, path).rows[0]
+
+
+def branch_answers(
+    model: nn.Module,
+    batch: TreeBatch,
+    path: ScoringPath,
+    *,
+    purity: bool = False,
+    states: bool = False,
+) -> Answers:
+    """Log p of every completion token of a batch, and what else is asked for."""
+    inner: Any = causal_model(model)
+    if path.head == "exact":
+        inputs = _inputs(inner, batch, path)
+        outputs = inner(**inputs, **({"output_hidden_states": True} if states else {}))
+        logits = outputs.logits.flatten(0, 1)
+        rows = _exact_rows(logits, batch, purity=purity)
+        return Answers(rows, _last_states(outputs, batch) if states else rows[0, :0])
+    predictors = last_states(inner, batch, path)[batch.predictors]
+    return Answers(_head_rows(inner, predictors, batch.targets, purity=purity), predictors)
+
+
+def last_states(inner: Any, batch: TreeBatch, path: ScoringPath) -> Tensor:
+    """What the head is given, of every position: (rows * length, hidden)."""
+    hidden: Tensor = inner.base_model(**_inputs(inner, batch, path)).last_hidden_state
+    return hidden.flatten(0, 1)
+
+
+def tree_logps(model: nn.Module, trees: Sequence[Tree], path: ScoringPath) -> Tensor:
+    """Log p of every completion token, in pieces where the path needs them: (T,) float32."""
+    device = input_device(model)
+    max_tokens = len(trees) * padded_length(trees)
+    if device.type == "cpu":
+        max_tokens = min(max_tokens, CPU_TOKENS)
+    if path.head == "exact":
+        vocabulary = causal_model(model).config.get_text_config(decoder=True).vocab_size
+        max_tokens = min(max_tokens, EXACT_ELEMENTS // vocabulary)
+    rows = single_branches(trees) if path.layout == "plain" else trees
+    packed = path.layout == "packed"
+    groups = groups_within(rows, max_tokens, packed=packed)
+    batches = (tree_batch(group, device, packed=packed) for group in groups)
+    return torch.cat([branch_logps(model, batch, path) for batch in batches])
+
+
+def causal_model(model: Any) -> Any:
+    """The transformers model, which PEFT may have wrapped (its layers stay adapted)."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def input_device(model: nn.Module) -> torch.device:
+    """Where token ids go."""
+    device: torch.device = causal_model(model).get_input_embeddings().weight.device
+    return device
+
+
+def _use_attention(model: Any, path: ScoringPath) -> None:
+    """Packed batches have an attention of their own, in place of sdpa."""
+    packed, active = path.layout == "packed", model.config._attn_implementation
+    if packed != (active == PIECES):
+        model.set_attn_implementation(PIECES if packed else "sdpa")
+
+
+def _inputs(model: Any, batch: TreeBatch, path: ScoringPath) -> dict[str, Any]:
+    """How the model is told of a batch; it is set to the attention of the path."""
+    _use_attention(model, path)
+    inputs: dict[str, Any] = {"input_ids": batch.token_ids}
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        inputs["use_cache"] = False
+    config = model.config.get_text_config(decoder=True)
+    if path.layout != "plain":
+        inputs["position_ids"] = batch.positions
+    if path.layout == "packed":
+        inputs["pieces"] = pieces_of(batch, config, model.dtype)
+    elif path.layout == "tree":
+        inputs["attention_mask"] = tree_mask(batch, config, model.dtype)
+    elif (batch.segments == PAD).any():
+        inputs["attention_mask"] = (batch.segments != PAD).long()
+    return inputs
+
+
+def _head_rows(model: Any, states: Tensor, targets: Tensor, *, purity: bool) -> Tensor:
+    layer = model.get_output_embeddings()
+    if isinstance(layer, LogpHead):
+        rows: Tensor = layer(states, targets, purity=purity)
+        return rows
+    head = output_head(model)
+    assert head is not None, "the probe refuses a fused head where there is none"
+    device = head.weight.device
+    return fused_rows(head, states.to(device), targets.to(device), purity=purity)
+
+
+def _last_states(outputs: Any, batch: TreeBatch) -> Tensor:
+    if not outputs.get("hidden_states"):
+        raise UsageError(
+            "The model does not give its hidden states, and its logits cannot be had from them by "
+            "a plain projection: a value head has nothing to read. Use another model."
+        )
+    hidden: Tensor = outputs.hidden_states[-1]
+    return hidden.flatten(0, 1)[batch.predictors.to(hidden.device)]
+
+
+def _exact_rows(logits: Tensor, batch: TreeBatch, *, purity: bool) -> Tensor:
+    """float32 log-softmax of the model's own logits (trees * length, vocabulary)."""
+    pieces = []
+    rows = max(1, EXACT_ELEMENTS // 4 // logits.shape[-1])
+    targets = torch.split(batch.targets.to(logits.device), rows)
+    for predictors, wanted in zip(torch.split(batch.predictors, rows), targets, strict=True):
+        logps = torch.log_softmax(logits[predictors.to(logits.device)].float(), dim=-1)
+        found = [logps.gather(1, wanted[:, None]).squeeze(1)]
+        if purity:
+            found.append(torch.logsumexp(2 * logps.detach(), dim=-1))
+        pieces.append(torch.stack(found))
+    return torch.cat(pieces, dim=1)
+
+
+# Fastest first; the last is the definition the others are compared with.
+PATHS = (
+    ScoringPath("packed", "fused", 0.0),
+    ScoringPath("tree", "fused", 0.0),
+    ScoringPath("plain", "fused", 0.0),
+    ScoringPath("tree", "exact", 0.0),
+)
+DEFINITION = ScoringPath("plain", "exact", 0.0)
+# float32: nats per sequence. Half precision: mean nats per token, because the model's own logits
+# are rounded there (bfloat16 steps by 1/16 at logits of 8 to 16, float16 by 1/128).
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
+LONGEST_WINDOW = 512  # longer windows would make the probe itself expensive
+PROBE_SHAPES = ((7, (5, 3, 9)), (1, (1, 4)), (12, (6, 1)), (3, (8,)))
+
+
+def choose_path(model: nn.Module) -> ScoringPath:
+    """The fastest way to score that agrees with `model(...).logits` on seeded rows."""
+    trees = probe_trees(causal_model(model).config)
+    expected = [_own_logps(model, tree) for tree in trees]
+    refused: list[str] = []
+    for path in those_of(PATHS, model):
+        difference = _difference(model, trees, expected, path)
+        if isinstance(difference, float) and difference <= TOLERANCE[causal_model(model).dtype]:
+            return announced(replace(path, worst_difference=difference), refused)
+        refused.append(f"{path.layout} rows with the {path.head} head: {reason(difference)}")
+    return announced(DEFINITION, refused)
+
+
+def those_of(paths: Sequence[ScoringPath], model: nn.Module) -> list[ScoringPath]:
+    """Packing replaces sdpa, and many small products pay on a CPU only."""
+    packs = causal_model(model).config._attn_implementation == "sdpa"
+    packs = packs and input_device(model).type == "cpu"
+    return [path for path in paths if packs or path.layout != "packed"]
+
+
+def probe_trees(config: Any) -> list[Tree]:
+    """Seeded rows of uneven lengths, some longer than the model's window."""
+    text_config = config.get_text_config(decoder=True)
+    shapes = list(PROBE_SHAPES)
+    window = _window(text_config)
+    if 0 < window <= LONGEST_WINDOW:
+        shapes += [(window + 5, (4, 7)), (max(1, window // 2), (window + 3, 2))]
+    elif window:
+        logger.info("The model's attention window of %d tokens is longer than the probe.", window)
+    random = np.random.default_rng(0)
+    tokens = _ordinary_tokens(text_config)
+    return [
+        Tree(_draw(random, tokens, prompt), tuple(_draw(random, tokens, size) for size in branches))
+        for prompt, branches in shapes
+    ]
+
+
+def _own_logps(model: nn.Module, tree: Tree) -> Tensor:
+    """One branch at a time, no padding: the definition."""
+    parts = [
+        tree_logps(model, [Tree(tree.prompt, (branch,))], DEFINITION) for branch in tree.branches
+    ]
+    return torch.cat(parts)
+
+
+def _difference(
+    model: nn.Module, trees: list[Tree], expected: list[Tensor], path: ScoringPath
+) -> float | Exception:
+    """The worst branch's distance from the definition, or why it cannot be had."""
+    if path.head == "fused" and output_head(causal_model(model)) is None:
+        return ValueError("the head is not a plain projection")
+    try:
+        measured = tree_logps(model, trees, path)
+    except Exception as error:  # model code refuses a mask in any way it likes
+        return error
+    lengths = [len(branch) for tree in trees for branch in tree.branches]
+    gaps = torch.split(measured - torch.cat(expected), lengths)
+    if causal_model(model).dtype == torch.float32:
+        return max(abs(float(gap.double().sum())) for gap in gaps)
+    return max(float(gap.abs().mean()) for gap in gaps)
+
+
+def announced(path: ScoringPath, refused: list[str]) -> ScoringPath:
+    """The path, once a person was told what kept faster ones from being used."""
+    is_fast = path.layout != "plain" and path.head != "exact"
+    if refused:
+        # Trees with a dense mask are the ordinary case; only some models allow packing.
+        logger.log(
+            logging.INFO if is_fast else logging.WARNING,
+            "Scoring with %s rows and the %s head, which is slower, because others differ from the "
+            "model's own logits: %s.",
+            path.layout,
+            path.head,
+            "; ".join(refused),
+        )
+    return path
+
+
+def reason(difference: float | Exception) -> str:
+    """Why a path is not used."""
+    if isinstance(difference, float):
+        return f"off by {difference:.2g}"
+    return str(difference).split("\n", maxsplit=1)[0] or type(difference).__name__
+
+
+def _window(config: Any) -> int:
+    windows = [getattr(config, name, None) for name in ("sliding_window", "window_size")]
+    return next((window for window in windows if isinstance(window, int)), 0)
+
+
+def _ordinary_tokens(config: Any) -> np.ndarray:
+    """Token ids without those the config gives a meaning (padding, images, ...)."""
+    special = [value for name, value in vars(config).items() if name.endswith("_token_id")]
+    special = [value for value in special if isinstance(value, int)]
+    return np.setdiff1d(np.arange(config.vocab_size, dtype=np.int32), special)
+
+
+def _draw(random: np.random.Generator, tokens: np.ndarray, size: int) -> np.ndarray:
+    return random.choice(tokens, size)

@@ -1,0 +1,260 @@
+"""Lays trees out as one padded batch, `[prompt | branch 1 | branch 2 | ...]` per row, and masks it.
+
+Or end to end without padding, one product per prompt and per branch: a dense mask spends most of
+its work on pairs of tokens that may not see each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ...schemas.rows import Tree
+from .transformers_compat import AttentionInterface
+
+PAD = -1
+
+
+@dataclass(frozen=True)
+class TreeBatch:
+    """Trees of one batch; T completion tokens in the order tree, branch, token.
+
+    Padded: a row per tree. Packed: one row with all trees end to end.
+    """
+
+    token_ids: Tensor  # (rows, length) int64
+    positions: Tensor  # (rows, length) int64, restarting at the end of the prompt
+    segments: Tensor  # (rows, length) int64: 0 the prompt, 1.. the branches, -1 padding
+    predictors: Tensor  # (T,) int64, index of the state that predicts it in (rows * length)
+    targets: Tensor  # (T,) int64
+    edges: tuple[tuple[int, ...], ...]  # per tree, in (rows * length): start, fork, branch ends
+
+
+def tree_batch(trees: Sequence[Tree], device: torch.device, *, packed: bool = False) -> TreeBatch:
+    """Lays the trees out, each padded on the right to the longest unless packed."""
+    sizes = [tree.num_tokens for tree in trees]
+    shape = (1, sum(sizes)) if packed else (len(trees), max(sizes))
+    starts = np.cumsum([0, *sizes[:-1]]) if packed else np.arange(len(trees)) * shape[1]
+    grids = np.zeros((3, *shape), np.int64)
+    grids[2] = PAD
+    places = [_place(tree) for tree in trees]
+    for start, place in zip(starts, places, strict=True):
+        grids.reshape(3, -1)[:, start : start + place.edges[-1]] = place.columns
+    predictors = [start + place.predictors for start, place in zip(starts, places, strict=True)]
+    targets = [branch for tree in trees for branch in tree.branches]
+    token_ids, positions, segments = torch.from_numpy(grids).to(device)
+    return TreeBatch(
+        token_ids=token_ids,
+        positions=positions,
+        segments=segments,
+        predictors=torch.from_numpy(np.concatenate(predictors)).to(device),
+        targets=torch.from_numpy(np.concatenate(targets).astype(np.int64)).to(device),
+        edges=tuple(
+            (int(start), *(int(start + edge) for edge in place.edges))
+            for start, place in zip(starts, places, strict=True)
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class _Place:
+    """One tree, counted from its own first token."""
+
+    columns: np.ndarray  # (3, tokens): token ids, positions, segments
+    predictors: np.ndarray  # (completion tokens,)
+    edges: list[int]  # where the prompt and each branch end
+
+
+def _place(tree: Tree) -> _Place:
+    assert len(tree.prompt) > 0, "a prompt has a token"
+    lengths = [len(branch) for branch in tree.branches]
+    fork, *stops = edges = np.cumsum([len(tree.prompt), *lengths])
+    after = np.arange(fork, stops[-1])
+    begins = np.repeat(edges[:-1], lengths)
+    token_ids = np.concatenate([tree.prompt, *tree.branches])
+    positions = np.concatenate([np.arange(fork), after - begins + fork])
+    segments = np.repeat(np.arange(len(edges)), [fork, *lengths])
+    # The last token of the prompt predicts the first of each branch.
+    predictors = np.where(after == begins, fork, after) - 1
+    return _Place(np.stack([token_ids, positions, segments]), predictors, edges.tolist())
+
+
+def single_branches(trees: Sequence[Tree]) -> list[Tree]:
+    """The same branches in the same order, each with its own copy of the prompt."""
+    return [Tree(tree.prompt, (branch,)) for tree in trees for branch in tree.branches]
+
+
+def groups_within(
+    trees: Sequence[Tree], max_tokens: int, *, packed: bool = False
+) -> Iterator[list[Tree]]:
+    """Consecutive groups of at most `max_tokens` tokens; a longer tree goes alone."""
+    group: list[Tree] = []
+    total = longest = 0
+    for tree in trees:
+        total, longest = total + tree.num_tokens, max(longest, tree.num_tokens)
+        if group and (total if packed else longest * (len(group) + 1)) > max_tokens:
+            yield group
+            group, total, longest = [], tree.num_tokens, tree.num_tokens
+        group.append(tree)
+    if group:
+        yield group
+
+
+def padded_length(trees: Sequence[Tree]) -> int:
+    """Tokens in the longest tree."""
+    return max(tree.num_tokens for tree in trees)
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def tree_mask(batch: TreeBatch, config: Any, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
+    """Additive masks (trees, 1, length, length): one, or one per kind of layer."""
+    visible = visible_keys(batch)
+    masks = {
+        kind: _additive(visible & _within(batch, window), dtype)
+        for kind, window in windows_by_kind(config).items()
+    }
+    return next(iter(masks.values())) if len(masks) == 1 else masks
+
+
+def visible_keys(batch: TreeBatch) -> Tensor:
+    """A token sees the prompt and its own branch, up to itself: (trees, length, length) bool."""
+    query, key = batch.segments[:, :, None], batch.segments[:, None, :]
+    length = batch.segments.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    # A padding token sees itself, so no row of the softmax is empty.
+    return ((query == key) | (key == 0)) & causal
+
+
+def windows_by_kind(config: Any) -> dict[str, int | None]:
+    """The window of each kind of attention layer; a single kind takes a single mask."""
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if unknown := kinds - {FULL, SLIDING}:
+        raise ValueError(f"layers of kind {sorted(unknown)} have no tree mask")
+    if not kinds:
+        return {SLIDING if window else FULL: window}
+    if SLIDING not in kinds:
+        return {FULL: None}
+    return {FULL: None, SLIDING: window}
+
+
+def _within(batch: TreeBatch, window: int | None) -> Tensor:
+    """Position distance, not index distance: branches restart at the end of the prompt."""
+    length = batch.positions.shape[1]
+    if window is None or window >= length:
+        return torch.ones((), dtype=torch.bool, device=batch.positions.device)
+    return batch.positions[:, :, None] - batch.positions[:, None, :] < window
+
+
+def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Float, because every eager path takes it and sdpa would convert a bool in each layer."""
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(~visible, torch.finfo(dtype).min).unsqueeze(1)
+
+
+PIECES = "align_pieces"
+UNKNOWN = ("softcap", "s_aux", "position_bias")  # what sdpa leaves out, some models need
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Where the trees lie, and the masks their pieces are cut from."""
+
+    edges: tuple[tuple[int, ...], ...]  # per tree: start, end of prompt, end of each branch
+    longest_prompt: int
+    templates: Mapping[int | None, Tensor]  # by window
+
+
+def pieces_of(batch: TreeBatch, config: Any, dtype: torch.dtype) -> Pieces:
+    """Prepares a packed batch for the attention of its model."""
+    prompts = [edges[1] - edges[0] for edges in batch.edges]
+    branches = [stop - start for edges in batch.edges for start, stop in pairwise(edges[1:])]
+    longest, device = max(prompts), batch.token_ids.device
+    templates = {}
+    for window in windows_by_kind(config).values():
+        rows = max(branches) if window is None else max(prompts + branches)
+        templates[window] = _template(longest, rows, window).to(device, dtype)
+    return Pieces(batch.edges, longest, templates)
+
+
+def attend_in_pieces(
+    module: Any,
+    query: Tensor,  # (1, heads, length, width)
+    key: Tensor,  # (1, key heads, length, width)
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in each layer; refuses what it cannot honour."""
+    pieces, window = options.get("pieces"), options.get("sliding_window")
+    if pieces is None or window not in pieces.templates:
+        raise ValueError("attention over packed trees was not told where they lie")
+    if attention_mask is not None or any(options.get(name) is not None for name in UNKNOWN):
+        raise ValueError("the model's attention adds something to its products")
+    if (groups := query.shape[1] // key.shape[1]) > 1:
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    outputs: list[Tensor] = []
+    # Split, never sliced: the gradient of every slice would be as long as the whole batch.
+    parts = zip(*(_split(tensor, pieces) for tensor in (query, key, value)), strict=True)
+    for (queries, keys, values), cut in zip(parts, _cuts(pieces, window), strict=True):
+        if cut.is_prompt:
+            prompt_keys, prompt_values = seen = keys, values
+        else:
+            seen = torch.cat([prompt_keys, keys], 2), torch.cat([prompt_values, values], 2)
+        output = scaled_dot_product_attention(
+            queries,
+            *seen,
+            attn_mask=cut.mask,
+            dropout_p=options.get("dropout", 0.0),
+            is_causal=cut.mask is None,
+            scale=options.get("scaling"),
+        )
+        outputs.append(output.transpose(1, 2))
+    return torch.cat(outputs, dim=1), None
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A prompt, or a branch of the prompt before it."""
+
+    is_prompt: bool
+    mask: Tensor | None  # (queries, keys); None: causal
+
+
+def _split(tensor: Tensor, pieces: Pieces) -> tuple[Tensor, ...]:
+    sizes = [stop - start for edges in pieces.edges for start, stop in pairwise(edges)]
+    parts: tuple[Tensor, ...] = torch.split(tensor, sizes, dim=2)
+    return parts
+
+
+def _cuts(pieces: Pieces, window: int | None) -> Iterator[_Cut]:
+    """The prompt and the branches of each tree, in order."""
+    template, origin = pieces.templates[window], pieces.longest_prompt
+    for edges in pieces.edges:
+        size = edges[1] - edges[0]
+        yield _Cut(True, None if window is None else template[:size, origin : origin + size])
+        for start, stop in pairwise(edges[1:]):
+            length = stop - start
+            yield _Cut(False, template[:length, origin - size : origin + length])
+
+
+def _template(prompt: int, rows: int, window: int | None) -> Tensor:
+    """Additive mask of a branch's row i and a key j positions after the fork (before it: j < 0).
+
+    Distance is i - j whatever the lengths, so every piece's mask is a view of one template.
+    """
+    distance = torch.arange(rows)[:, None] - torch.arange(-prompt, rows)[None, :]
+    hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+    return torch.zeros(distance.shape).masked_fill_(hidden, -torch.inf)
+
+
+AttentionInterface.register(PIECES, attend_in_pieces)

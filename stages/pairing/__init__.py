@@ -1,0 +1,1 @@
+"""Encoded rows on the ring: sorted, each with its KL partners, cut into units."""

@@ -1,0 +1,250 @@
+"""A summary as plain text, for a terminal and just as well for a log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ...schemas.cache import Stops
+from ...schemas.rows import Role
+
+if TYPE_CHECKING:
+    from .cache_summary import PairSummary, RoleSummary, Spread, Summary
+
+MAX_LISTED = 8
+LENGTHS = ("min", "p50", "p90", "p99", "max", "mean")
+LOGPS = ("min", "p1", "p50", "p99", "max", "mean")
+
+
+def render(summary: Summary) -> str:
+    """All sections, under 90 columns wide where no name is longer."""
+    sections = {
+        "Cache": _cache(summary),
+        "Rows": _rows(summary),
+        "Lengths in tokens": _lengths(summary),
+        "Truncation": _truncation(summary),
+        "Balance": _balance(summary),
+        "Reference log-probs": _logps(summary),
+        "Drops": _drops(summary),
+    }
+    blocks = ["\n".join([heading(title), *lines]) for title, lines in sections.items()]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _cache(summary: Summary) -> list[str]:
+    made = summary.fingerprint
+    model = printable(summary.model) or "unnamed"
+    adapter = f" + adapter {printable(summary.adapter)}" if summary.adapter else ""
+    settings = [made[name] for name in ("model.dtype", "model.attention") if name in made]
+    limits = [f"max_length {made['tokens.max_length']}"] if "tokens.max_length" in made else []
+    how = ", ".join([*settings, *limits])
+    return facts(
+        [
+            ("name", f"{printable(summary.name)}  (align {summary.align_version})"),
+            ("root", summary.root),
+            ("reference", f"{model}{adapter}"),
+            ("", printable(f"{summary.reference_key[:16]}  {how}").rstrip()),
+            *_stops(summary),
+            ("shards", f"{summary.shards:,}  ({size(summary.bytes)})"),
+            *_superseded(summary),
+            *_inputs(summary),
+        ]
+    )
+
+
+def _superseded(summary: Summary) -> list[tuple[str, str]]:
+    if not summary.superseded_files:
+        return []
+    files, what = f"{summary.superseded_files:,} files", size(summary.superseded_bytes)
+    return [("earlier", f"{files} of before it grew  ({what}; `align gc` removes them)")]
+
+
+def _stops(summary: Summary) -> list[tuple[str, str]]:
+    stops = Stops.of(summary.fingerprint)
+    calls = stops.tool_calls if stops.tool_calls != stops.turn else None
+    ended = {"turns end with": stops.turn, "tool calls with": calls, "plain text with": stops.text}
+    return [(name, printable(stop.told)) for name, stop in ended.items() if stop]
+
+
+def _inputs(summary: Summary) -> list[tuple[str, str]]:
+    shown = [
+        f"{printable(entry.name)}  ({entry.rows:,} rows, {size(entry.bytes)}, "
+        f"sha256 {entry.sha256[:12]})"
+        for entry in summary.inputs[:MAX_LISTED]
+    ]
+    left = len(summary.inputs) - len(shown)
+    lines = [*shown, *([f"and {left:,} more files"] if left else [])]
+    return [("" if index else "inputs", line) for index, line in enumerate(lines)]
+
+
+def _rows(summary: Summary) -> list[str]:
+    of = f" of {summary.rows_in:,} read" if summary.rows != summary.rows_in else ""
+    lines = [
+        (name, f"{role.branches:,}", share(role.branches, summary.branches), f"{role.tokens:,}")
+        for name, role in _roles(summary)
+    ]
+    total = ("all", f"{summary.branches:,}", "", f"{summary.tokens:,}")
+    return [
+        f"  {summary.rows:,} rows{of}: {summary.prompts.tokens:,} prompt tokens, and these "
+        "completions",
+        *grid(("completions", "count", "share", "tokens"), [*lines, total]),
+    ]
+
+
+def _lengths(summary: Summary) -> list[str]:
+    spreads = [("prompt", summary.prompts.lengths)]
+    spreads += [(name, role.lengths) for name, role in _roles(summary)]
+    return _spreads("", spreads, LENGTHS, decimals=0)
+
+
+def _truncation(summary: Summary) -> list[str]:
+    prompts = summary.prompts
+    lines = [("prompt", prompts.cut_rows, summary.rows, prompts.cut_tokens, prompts.tokens)]
+    lines += [
+        (name, role.cut_branches, role.branches, role.cut_tokens, role.tokens)
+        for name, role in _roles(summary)
+    ]
+    if not any(line[1] for line in lines):
+        return ["  nothing was cut"]
+    return grid(
+        ("", "cut", "share", "tokens cut", "share"),
+        [
+            (name, f"{cut:,}", share(cut, of), f"{lost:,}", share(lost, lost + kept))
+            for name, cut, of, lost, kept in lines
+        ],
+    )
+
+
+def _balance(summary: Summary) -> list[str]:
+    lines = _pairs(summary.pairs) if summary.pairs else []
+    candidates = summary.roles.get("candidate")
+    if candidates:
+        lines += facts([("per prompt", f"{candidates.branches / summary.rows:.1f} candidates")])
+    weights = summary.kto_weights
+    if weights is None:
+        return lines or ["  one class only: KTO needs desirable and undesirable completions"]
+    counts = f"{weights.num_desirable:,} desirable, {weights.num_undesirable:,} undesirable"
+    auto = f"{weights.desirable_weight:.4g} and {weights.undesirable_weight:.4g}"
+    return [
+        *lines,
+        *facts([("KTO classes", counts), ("auto weights", f"{auto}, so that wD nD = wU nU")]),
+    ]
+
+
+def _pairs(pairs: PairSummary) -> list[str]:
+    counts = {
+        "reference prefers the rejected one": pairs.reference_prefers_rejected,
+        "... per token": pairs.reference_prefers_rejected_per_token,
+        "chosen is the longer one": pairs.chosen_is_longer,
+        "rejected is the longer one": pairs.rejected_is_longer,
+    }
+    return [
+        *grid(
+            (f"of {pairs.pairs:,} pairs", "count", "share"),
+            [(name, f"{count:,}", share(count, pairs.pairs)) for name, count in counts.items()],
+        ),
+        "  Far above 50%: the first two hint at noisy labels, the third at a bias to length.",
+        "",
+    ]
+
+
+def _logps(summary: Summary) -> list[str]:
+    roles = _roles(summary)
+    lines = [
+        *_spreads("sum", [(name, role.logps) for name, role in roles], LOGPS, decimals=2),
+        "",
+        *_spreads(
+            "per token", [(name, role.logps_per_token) for name, role in roles], LOGPS, decimals=3
+        ),
+    ]
+    if "mismatched" in summary.roles:
+        lines.append("  Mismatched completions answer another prompt: per token they lie lower.")
+    return lines
+
+
+def _drops(summary: Summary) -> list[str]:
+    dropped = [
+        (printable(reason), f"{rows:,}", share(rows, summary.rows_in))
+        for reason, rows in sorted(summary.quarantined.items(), key=lambda item: -item[1])
+    ]
+    notes = [(worded(printable(note)), f"{count:,}", "") for note, count in summary.notes.items()]
+    return [
+        *(grid(("quarantined", "rows", "share"), dropped) if dropped else ["  no row was dropped"]),
+        *(["", *grid(("noted, and kept", "count", ""), notes)] if notes else []),
+    ]
+
+
+def _roles(summary: Summary) -> list[tuple[str, RoleSummary]]:
+    """In the order of `Role`, which JSON does not keep."""
+    names = [role.name.lower() for role in Role]
+    return [(name, summary.roles[name]) for name in names if name in summary.roles]
+
+
+def _spreads(
+    title: str, spreads: list[tuple[str, Spread]], names: tuple[str, ...], *, decimals: int
+) -> list[str]:
+    lines = [
+        (label, *(f"{getattr(spread, name):,.{decimals}f}" for name in names))
+        for label, spread in spreads
+    ]
+    return grid((title, *names), lines)
+
+
+WIDTH = 88
+
+
+def heading(title: str) -> str:
+    """A title on a rule as wide as the page."""
+    return f"── {title} ".ljust(WIDTH, "─")
+
+
+def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table: names at the left, numbers ranged right."""
+    lines = [list(head), *(list(row) for row in rows)]
+    first = max(12, *(len(line[0]) for line in lines))
+    widths = [max(8, *(len(line[i]) for line in lines)) for i in range(1, len(head))]
+    return [_line(line, first, widths) for line in lines]
+
+
+def facts(pairs: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of names and what they stand for."""
+    width = max(12, *(len(pair[0]) for pair in pairs))
+    return [f"  {pair[0].ljust(width)}  {pair[1]}".rstrip() for pair in pairs]
+
+
+def printable(text: str) -> str:
+    """One line, without anything a terminal would obey."""
+    return "".join(character for character in text if character.isprintable())
+
+
+def worded(note: str) -> str:
+    """The name of a note in words; a column that it ends with stays as it is."""
+    name, quote, column = note.partition("'")
+    return name.replace("_", " ") + quote + column
+
+
+def share(part: float, whole: float) -> str:
+    """A part of a whole in percent, never rounded to none or to all."""
+    if not whole:
+        return "-"
+    percent = 100 * part / whole
+    if 0 < percent < 0.05:
+        return "<0.1%"
+    if 99.95 <= percent < 100:
+        return ">99.9%"
+    return f"{percent:.1f}%"
+
+
+def size(num_bytes: int) -> str:
+    """Bytes for a person."""
+    amount = float(num_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if amount < 1000:
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1000
+    return f"{amount:,.1f} TB"
+
+
+def _line(cells: Sequence[str], first: int, widths: Sequence[int]) -> str:
+    numbers = (cell.rjust(width) for cell, width in zip(cells[1:], widths, strict=True))
+    return "  ".join(["", cells[0].ljust(first), *numbers]).rstrip()

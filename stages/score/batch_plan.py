@@ -1,0 +1,94 @@
+"""Which branches share a sequence and which sequences share a batch: integers in, integers out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class TreePlan:
+    """Branches that are scored behind one copy of their prompt."""
+
+    row: int  # a row that holds the prompt
+    branches: tuple[int, ...]
+    length: int  # tokens of prompt and branches
+
+
+@dataclass(frozen=True)
+class TreeCost:
+    """What a sequence costs: its tokens once for the layers, squared for attention."""
+
+    hidden_size: int
+    tokens_per_batch: int
+
+    def __call__(self, length: int) -> float:
+        """Cost of one sequence, in units of one token's way through the layers."""
+        # A layer costs about 24 h^2 flops a token; attention over L tokens 4 h L.
+        return length * (1.0 + length / (6.0 * self.hidden_size))
+
+
+def plan_trees(
+    prompt_groups: Sequence[Sequence[int]],
+    row_of_branch_lists: Sequence[Sequence[int]],
+    *,
+    prompt_lengths: NDArray[np.int64],
+    branch_lengths: NDArray[np.int64],
+    cost: TreeCost,
+) -> list[TreePlan]:
+    """Fills trees with the branches of one prompt as long as sharing it is cheaper.
+
+    `prompt_groups` lists the rows that have one prompt; `row_of_branch_lists` the branches of
+    each row that have to be scored.
+    """
+    trees: list[TreePlan] = []
+    for rows in prompt_groups:
+        branches = [branch for row in rows for branch in row_of_branch_lists[row]]
+        prompt = int(prompt_lengths[rows[0]])
+        trees += _split(rows[0], prompt, branches, branch_lengths, cost)
+    return trees
+
+
+def plan_batches(lengths: Sequence[int], tokens_per_batch: int, *, pads: bool) -> list[list[int]]:
+    """Groups sequences of like length under a budget, padding included; longest first."""
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    batches: list[list[int]] = []
+    room = 0
+    for index in order:
+        first = batches[-1][0] if pads and batches else index
+        if not batches or lengths[first] > room:
+            batches.append([])
+            first, room = index, tokens_per_batch
+        batches[-1].append(index)
+        room -= lengths[first]
+    return batches
+
+
+def _split(
+    row: int,
+    prompt: int,
+    branches: list[int],
+    branch_lengths: NDArray[np.int64],
+    cost: TreeCost,
+) -> list[TreePlan]:
+    trees: list[TreePlan] = []
+    current: list[int] = []
+    length = prompt
+    for branch in branches:
+        more = int(branch_lengths[branch])
+        together = cost(length + more)
+        apart = cost(length) + cost(prompt + more)
+        fits = length + more <= cost.tokens_per_batch and together <= apart
+        if current and not fits:
+            trees.append(TreePlan(row, tuple(current), length))
+            current, length = [], prompt
+        current.append(branch)
+        length += more
+    if current:
+        trees.append(TreePlan(row, tuple(current), length))
+    return trees

@@ -1,0 +1,230 @@
+"""Where everything lies in a cache folder.
+
+manifest.json                        written last; readers read only this
+data/part-<unit>-<sha256>.parquet    shards, named by their content
+quarantine/part-<n>-<sha256>.parquet rejected rows
+_align/LOCK                          held by the owner of the folder
+_align/mlflow-run.json               names the run of MLflow whose end it was not told
+_align/roots/<root>.json             manifests the cache had before it grew; their shards stay
+_align/<plan key>/                   work in progress, gone when it is done
+    plan.json  commits/<unit>.json  claims  spool/  tmp/<run id>/
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...schemas.errors import UsageError
+from . import fs
+
+PART_NAME = re.compile(r"part-[0-9]{8}-[0-9a-f]{16}\.parquet")
+COMMIT_NAME = re.compile(r"([0-9]{8})\.json")
+PLAN_NAME = "plan.json"
+ROOT_NAME = re.compile(r"[0-9a-f]{16}\.json")
+WORK_NAME = re.compile(r"[0-9a-f]{16}")
+
+
+def part_name(unit: int, sha256: str) -> str:
+    """The name of a file in `data` or `quarantine`."""
+    return f"part-{unit:08d}-{sha256[:16]}.parquet"
+
+
+@dataclass(frozen=True)
+class CacheFolder:
+    """One cache on a local disk."""
+
+    root: Path
+
+    @property
+    def manifest(self) -> Path:
+        """The truth about a finished cache."""
+        return self.root / "manifest.json"
+
+    @property
+    def data(self) -> Path:
+        """The shards."""
+        return self.root / "data"
+
+    @property
+    def quarantine(self) -> Path:
+        """Rejected rows; only there when rows were rejected."""
+        return self.root / "quarantine"
+
+    @property
+    def private(self) -> Path:
+        """What readers never look at."""
+        return self.root / "_align"
+
+    @property
+    def lock(self) -> Path:
+        """The file whose lock makes a process the owner of this folder."""
+        return self.private / "LOCK"
+
+    @property
+    def roots(self) -> Path:
+        """Manifests of before; only there when the cache has grown."""
+        return self.private / "roots"
+
+    def earlier(self, root: str) -> Path:
+        """Where the manifest of an earlier root is, or would be."""
+        return self.roots / f"{root[:16]}.json"
+
+    @property
+    def mlflow(self) -> Path:
+        """Names the run of MLflow whose end it was not told; only there until it was."""
+        return self.private / "mlflow-run.json"
+
+    @property
+    def when_locked(self) -> str:
+        """What to do while somebody else owns this folder."""
+        return "Wait for it, choose another --output, or help it with --join."
+
+    def work(self, plan_key: str) -> WorkFolder:
+        """The work in progress of one plan."""
+        assert WORK_NAME.fullmatch(plan_key[:16]), plan_key
+        return WorkFolder(self, self.private / plan_key[:16])
+
+    def works(self) -> list[WorkFolder]:
+        """Work in progress, of whatever plans."""
+        if not self.private.is_dir():
+            return []
+        names = sorted(path.name for path in self.private.iterdir())
+        return [self.work(name) for name in names if WORK_NAME.fullmatch(name)]
+
+    def prepare(self) -> None:
+        """Makes the folders; refuses a folder that holds something else."""
+        is_run = (self.root / "checkpoints").exists()
+        ours = self.private.is_dir() or (self.manifest.is_file() and self.data.is_dir())
+        is_other = is_run or is_output(self.private)
+        refuse_foreign(self.root, is_ours=ours and not is_other, what="cache")
+        make_place(self.root, self.private)
+        fs.make_folder(self.data)
+        fs.fsync_folder(self.root)
+
+
+@dataclass(frozen=True)
+class WorkFolder:
+    """Everything one plan needs until its manifest is written."""
+
+    cache: CacheFolder
+    root: Path
+
+    @property
+    def plan(self) -> Path:
+        """The plan, written once."""
+        return self.root / PLAN_NAME
+
+    @property
+    def commits(self) -> Path:
+        """One file per finished unit."""
+        return self.root / "commits"
+
+    @property
+    def claims(self) -> Path:
+        """The file whose bytes are locked by those who work on a unit."""
+        return self.root / "claims"
+
+    @property
+    def spool(self) -> Path:
+        """Tokenized rows on their way to the scorer."""
+        return self.root / "spool"
+
+    def commit(self, unit: int) -> Path:
+        """Where the commit of a unit is, or will be."""
+        return self.commits / f"{unit:08d}.json"
+
+    def tmp(self, run_id: str) -> Path:
+        """Drafts of one run."""
+        return self.root / "tmp" / run_id
+
+    def prepare(self) -> None:
+        """Makes the folders; `cache.prepare()` must have been called."""
+        fs.make_folder(self.root)
+        fs.fsync_folder(self.root.parent)
+        for path in (self.commits, self.spool):
+            fs.make_folder(path)
+        fs.fsync_folder(self.root)
+
+    def new_draft(self, run_id: str, name: str) -> Path:
+        """A free name in the folder of one run's drafts, which is for its owner's eyes only."""
+        fs.make_folder(self.root / "tmp", 0o700)
+        fs.make_folder(self.tmp(run_id), 0o700)
+        return self.tmp(run_id) / f"{name}-{secrets.token_hex(8)}.parquet"
+
+
+OUTPUTS = ("rewards", "sweep")
+
+
+@dataclass(frozen=True)
+class OutputFolder:
+    """Where a command that keeps neither cache nor run writes; known as ours by a mark in it."""
+
+    root: Path
+    kind: str  # one of OUTPUTS
+
+    @property
+    def _mark(self) -> Path:
+        """Holds the digests of what we wrote under names a person may use as well."""
+        return self.root / "_align" / self.kind
+
+    def prepare(self) -> None:
+        """Makes the folder; refuses one that holds something else."""
+        private = self._mark.parent
+        fs.drop_drafts(self._mark)  # a kill while it was marked leaves one
+        is_begun = private.is_dir() and not any(private.iterdir())
+        is_ours = self._mark.is_file() or (is_begun and [*self.root.iterdir()] == [private])
+        refuse_foreign(self.root, is_ours=is_ours, what=self.kind)
+        make_place(self.root, private)
+        if not self._mark.exists():
+            fs.publish(self._mark, b"", label="config")
+
+    def require_ours(self, name: str) -> None:
+        """Refuses to replace a file that we did not write, or that was changed since."""
+        path = self.root / name
+        if path.exists() and fs.sha256_of(path) not in self._known():
+            raise UsageError(
+                f"{path} is not what align wrote there. Move it, or choose another --output."
+            )
+
+    def vouch_for(self, name: str, sha256: str) -> None:
+        """Writes down what is about to stand under a name, beside what stands there now."""
+        path = self.root / name
+        known = [fs.sha256_of(path)] if path.exists() else []
+        fs.publish(self._mark, "\n".join([*known, sha256]).encode(), label="config")
+
+    def _known(self) -> list[str]:
+        return fs.read_bytes(self._mark).decode("ascii", "replace").split()
+
+
+def is_output(private: Path) -> bool:
+    """Whether a folder is that of another command."""
+    return any((private / kind).exists() for kind in OUTPUTS)
+
+
+def refuse_foreign(root: Path, *, is_ours: bool, what: str) -> None:
+    """UsageError where something is that we did not make; an empty folder may be taken."""
+    if not root.exists() and not root.is_symlink():
+        return
+    if not root.is_dir():
+        raise UsageError(f"{root} is not a folder. Choose another --output.")
+    if not is_ours and (found := next(root.iterdir(), None)) is not None:
+        raise UsageError(
+            f"{root} belongs to something else: it holds '{found.name}' and no {what}. "
+            "Choose another --output."
+        )
+
+
+def make_place(root: Path, private: Path) -> None:
+    """Makes a folder and the private one in it, by which it is known as ours from then on."""
+    if not private.is_dir():
+        above = [path for path in root.parents if not path.exists()]
+        for path in (*reversed(above), root):
+            fs.make_folder(path)
+            if os.access(path.parent, os.R_OK):  # else it is not ours to sync
+                fs.fsync_folder(path.parent)
+    fs.make_folder(private)
+    fs.fsync_folder(root)  # before anything else is in it

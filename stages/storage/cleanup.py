@@ -1,0 +1,119 @@
+"""What is removed once a manifest stands: work in progress, and files that none names.
+
+What only manifests of before name stays, for trainings that began on it, until a person says so.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...schemas.cache import Manifest
+from . import fs
+from .cache_folder import PART_NAME, WORK_NAME, CacheFolder
+from .failpoints import reach
+from .manifest_file import earlier_manifests, load_manifest
+
+_TRASH = ".trash-"
+
+
+def collect(folder: CacheFolder, manifest: Manifest) -> None:
+    """Leaves of a cache what its manifest and those before it name; may be repeated at any time."""
+    assert load_manifest(folder).root == manifest.root, "only after the manifest is published"
+    reach("gc.started")
+    # The run that renamed the manifest may have died before it made the name durable.
+    fs.fsync_folder(folder.root)
+    # Commits go before the shards they name: no commit may ever point at nothing.
+    _forget_work(folder.private)
+    reach("gc.forgotten")
+    named = _named_by(folder, [manifest, *earlier_manifests(folder)])
+    for path in sorted(_parts(folder) - named):
+        fs.unlink(path)
+    if not any(path.parent == folder.quarantine for path in named):
+        fs.remove_folder(folder.quarantine)
+    drafts = (
+        *folder.root.glob(f".{folder.manifest.name}.*.tmp"),
+        *folder.private.glob(f".{folder.mlflow.name}.*.tmp"),
+        *folder.roots.glob(".*.tmp"),
+    )
+    for draft in drafts:
+        fs.unlink(draft)
+    reach("gc.done")
+
+
+def is_tidy(folder: CacheFolder, manifest: Manifest) -> bool:
+    """Whether `collect` was carried through; reads names only."""
+    named = _named_by(folder, [manifest, *earlier_manifests(folder)])
+    names = {path.name for path in folder.private.iterdir()} if folder.private.is_dir() else set()
+    ours = {folder.lock.name, folder.roots.name, folder.mlflow.name}
+    return names <= ours and _parts(folder) <= named
+
+
+@dataclass(frozen=True)
+class Superseded:
+    """What is kept of a cache for those who began on it before it grew."""
+
+    roots: tuple[str, ...]
+    files: tuple[Path, ...]
+    bytes: int
+
+    def __bool__(self) -> bool:
+        return bool(self.roots or self.files)
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.files):,} files ({self.bytes:,} bytes) of {len(self.roots)} earlier roots "
+            "are kept for trainings that began on them; `align gc` removes them"
+        )
+
+
+def superseded(folder: CacheFolder, manifest: Manifest) -> Superseded:
+    """Files that only manifests of before name."""
+    earlier = earlier_manifests(folder)
+    files = sorted(_named_by(folder, earlier) - _named_by(folder, [manifest]))
+    there = [path for path in files if path.exists()]
+    roots = tuple(one.root for one in earlier if one.root != manifest.root)
+    return Superseded(roots, tuple(there), sum(path.stat().st_size for path in there))
+
+
+def remove_superseded(folder: CacheFolder, manifest: Manifest) -> None:
+    """Forgets all earlier roots, then removes what only they named; the owner calls it."""
+    for earlier in earlier_manifests(folder):
+        fs.unlink(folder.earlier(earlier.root))
+    if folder.roots.is_dir():
+        fs.fsync_folder(folder.roots)  # no manifest may ever name what is gone
+        fs.remove_folder(folder.roots)
+    reach("superseded.forgotten")
+    collect(folder, manifest)
+
+
+def _named_by(folder: CacheFolder, manifests: Sequence[Manifest]) -> set[Path]:
+    return {
+        *(folder.data / shard.file for one in manifests for shard in one.shards),
+        *(folder.root / entry.file for one in manifests for entry in one.quarantine),
+    }
+
+
+def _parts(folder: CacheFolder) -> set[Path]:
+    found = (path for parent in (folder.data, folder.quarantine) for path in _listed(parent))
+    return {path for path in found if PART_NAME.fullmatch(path.name)}
+
+
+def _listed(parent: Path) -> list[Path]:
+    return sorted(parent.iterdir()) if parent.is_dir() else []
+
+
+def _forget_work(private: Path) -> None:
+    if not private.is_dir():
+        return
+    for path in list(private.iterdir()):
+        if WORK_NAME.fullmatch(path.name):
+            # Renamed first: a half-removed folder must not look like work to be resumed.
+            fs.rename(path, path.with_name(f"{_TRASH}{path.name}-{secrets.token_hex(4)}"))
+    # Also for what a killed run renamed: nothing is emptied whose old name may come back.
+    fs.fsync_folder(private)
+    for path in list(private.iterdir()):
+        if path.name.startswith(_TRASH):
+            fs.remove_tree(path)

@@ -1,0 +1,117 @@
+"""Whether the files of a cache are what its manifest says, and a few rows to score again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from ...schemas.cache import Commit, FileEntry, Manifest
+from ...schemas.errors import CorruptionError, StorageError
+from ...schemas.rows import ScoredBlock
+from . import fs
+from .cache_folder import PART_NAME, CacheFolder
+from .commits import counted
+from .manifest_file import load_manifest
+from .shards import read_shard
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def verify_cache(folder: CacheFolder) -> Manifest:
+    """Reads every byte the manifest vouches for; a CorruptionError names all damaged units."""
+    manifest = load_manifest(folder)
+    units = damaged_units(folder, manifest)
+    whole = [shard for shard in manifest.shards if shard.unit not in units]
+    wrong = [told for shard in whole if (told := _wrongly_described(folder, shard))]
+    damage = [*units.values(), *wrong, *_damaged_quarantine(folder, manifest)]
+    if damage:
+        shown = "\n".join(f"  {what}" for what in damage[:10])
+        raise CorruptionError(
+            f"{folder.root}: {len(damage)} of {len(manifest.shards) + len(manifest.quarantine)} "
+            f"files are damaged, first {min(10, len(damage))}:\n{shown}\n"
+            "Restore them from a copy, or make the cache anew."
+        )
+    return manifest
+
+
+def damaged_units(folder: CacheFolder, manifest: Manifest) -> dict[int, str]:
+    """Unit -> what is wrong with its shard."""
+    damage = {}
+    for shard in manifest.shards:
+        try:
+            check_shard(folder, shard)
+        except CorruptionError as error:
+            damage[shard.unit] = str(error)
+    return damage
+
+
+def _wrongly_described(folder: CacheFolder, commit: Commit) -> str:
+    """Where a shard holds other rows than its manifest says, though its bytes are those named."""
+    found = counted(read_shard(folder.data / commit.file))
+    lines = [
+        f"{name} {getattr(commit, name)} instead of {value}"
+        for name, value in found.items()
+        if getattr(commit, name) != value
+    ]
+    return f"unit {commit.unit}: its manifest says {', '.join(lines)}." if lines else ""
+
+
+def check_shard(folder: CacheFolder, commit: Commit) -> None:
+    """CorruptionError when the shard is not, byte for byte, what was committed."""
+    _check(folder.data, commit.file, commit, what=f"unit {commit.unit}")
+
+
+def _damaged_quarantine(folder: CacheFolder, manifest: Manifest) -> list[str]:
+    damage = []
+    for entry in manifest.quarantine:
+        try:
+            _check(folder.quarantine, Path(entry.file).name, entry, what="quarantine")
+        except CorruptionError as error:
+            damage.append(str(error))
+    return damage
+
+
+def _check(parent: Path, name: str, expected: Commit | FileEntry, *, what: str) -> None:
+    if not PART_NAME.fullmatch(name):
+        raise CorruptionError(f"{what}: {name!r} is no name of a shard.")
+    path = parent / name
+    with _opened(parent, what) as folder:
+        try:
+            source = fs.open_regular(Path(name), folder=folder)
+        except StorageError as error:
+            raise CorruptionError(f"{what}: {path} cannot be opened: {error.__cause__}.") from error
+    with source:
+        found = os.fstat(source.fileno()).st_size
+        if found != expected.bytes:
+            raise CorruptionError(f"{what}: {path} has {found} bytes, not {expected.bytes}.")
+        if fs.sha256_of_open(source, path) != expected.sha256:
+            raise CorruptionError(f"{what}: {path} is not what was written (sha256 differs).")
+
+
+@contextmanager
+def _opened(parent: Path, what: str) -> Iterator[int]:
+    try:
+        descriptor = os.open(parent, _FOLDER)
+    except OSError as error:
+        raise CorruptionError(f"{what}: {parent} cannot be opened: {error}.") from error
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def sample_rows(
+    folder: CacheFolder, manifest: Manifest, count: int
+) -> Iterator[tuple[str, ScoredBlock]]:
+    """The name of a shard and the rows taken from it, shard by shard."""
+    wanted = np.unique(np.arange(count) * manifest.rows // count)
+    first = 0
+    for commit in manifest.shards:
+        here = wanted[(wanted >= first) & (wanted < first + commit.rows)] - first
+        first += commit.rows
+        if len(here):
+            yield commit.file, read_shard(folder.data / commit.file).take(here)

@@ -1,0 +1,306 @@
+"""What a run records while it works, and `metrics.jsonl`: a line per step or evaluation.
+
+{"step":10,"time":1763735000.123,"loss":0.693,…} - finite numbers only; the rest is left out.
+An evaluation has a line of its own: a step's line is durable before its checkpoint is, and the
+checkpoint before an evaluation begins, so a line that waited for both could be lost.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from ...schemas.errors import told
+from ...schemas.safe_text import redacted
+from ..storage import fs
+
+logger = logging.getLogger("align")
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+
+
+class Run(Protocol):
+    """A record of one run in a tracking store; never the reason that a run fails."""
+
+    @property
+    def run_id(self) -> str:
+        """The store's name for this run, empty when nothing is recorded."""
+        ...
+
+    def log_params(self, params: Mapping[str, str]) -> None:
+        """Settings, flat."""
+        ...
+
+    def log_metrics(self, metrics: Mapping[str, float], *, step: int = 0) -> None:
+        """Numbers at one step."""
+        ...
+
+    def log_dataset(self, name: str, *, digest: str, source: str, context: str) -> None:
+        """The data that went in, under our own digest."""
+        ...
+
+    def log_artifact(self, path: Path) -> None:
+        """A file to keep with the run."""
+        ...
+
+    def log_model_link(self, folder: Path, *, tags: Mapping[str, str]) -> None:
+        """Where the model lies that this run made; the model itself stays there."""
+        ...
+
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        """Labels to search by."""
+        ...
+
+    def sync(self) -> None:
+        """Makes durable what was logged until now."""
+        ...
+
+    def finish(self, status: Status) -> None:
+        """The truth about how it ended."""
+        ...
+
+
+@dataclass(frozen=True)
+class MetricPoint:
+    """One number, as a tracking store keeps it."""
+
+    key: str
+    value: float
+    step: int
+    time_ms: int  # since 1970
+
+
+@dataclass(frozen=True)
+class DatasetNote:
+    """Data that went into a run."""
+
+    name: str
+    digest: str
+    source: str
+    context: str
+
+
+@dataclass(frozen=True)
+class ModelLink:
+    """A model that a run made, and where it lies."""
+
+    folder: str
+    tags: dict[str, str]
+    model_id: str  # the store's name for it, empty until the store knows it
+
+
+@dataclass(frozen=True)
+class MlflowRecord:
+    """All that MLflow is to be told about a run but its metrics, and what it knows already."""
+
+    format_version: int
+    uri: str  # without user and password
+    experiment: str
+    run_name: str
+    key: str  # a tag by which the run is found again when the answer that named it was lost
+    run_id: str  # empty until there is one
+    began_ms: int
+    ended_ms: int
+    status: str  # empty while it runs
+    tags: dict[str, str]
+    params: dict[str, str]
+    datasets: tuple[DatasetNote, ...]
+    artifacts: dict[str, bool]  # path, and whether the store has it
+    models: tuple[ModelLink, ...]
+    metrics_sent: int  # bytes of metrics.jsonl that the store is known to have
+
+
+@dataclass(frozen=True)
+class UnendedRun:
+    """A run of MLflow that is at work, or whose end MLflow was not told."""
+
+    uri: str  # without user and password
+    experiment: str
+    key: str  # a tag by which the run is found
+    status: str  # empty as long as nobody said how it ended
+    ended_ms: int
+
+
+RESERVED = ("step", "time")
+POINTS_AT_ONCE = 10_000
+
+
+def open_journal(path: Path, *, keep_through: int, is_evaluated: bool = True) -> Journal:
+    """Goes on after the lines of steps up to `keep_through`; later ones are dropped, -1: all.
+
+    Of a last step that is not evaluated yet, the line of an evaluation is dropped as well.
+    """
+    dropped = _drop_after(path, keep_through, is_evaluated) if path.exists() else 0
+    return Journal(path, dropped)
+
+
+class Journal:
+    """Appends a line per logged step; every line is handed to the system at once."""
+
+    def __init__(self, path: Path, dropped: int = 0) -> None:
+        self.dropped = dropped  # whole lines that were left out when it was opened
+        self._path = path
+        self._sink = fs.append(path)
+
+    def append(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """One line; a NaN or infinite value is left out of it."""
+        named = {key_of(name): float(value) for name, value in metrics.items()}
+        assert not set(RESERVED) & set(named), sorted(named)
+        finite = {name: value for name, value in named.items() if math.isfinite(value)}
+        line = {"step": step, "time": round(time.time(), 3), **finite}
+        with told("write", self._path):  # a buffer's own flush passes the seam as well
+            self._sink.write((json.dumps(line, separators=(",", ":")) + "\n").encode())
+            self._sink.flush()
+
+    def sync(self) -> None:
+        """Makes all lines durable; a checkpoint must not know of more steps than this file."""
+        fs.fsync(self._path)
+        fs.fsync_folder(self._path.parent)
+
+    def close(self) -> None:
+        """Nothing is appended after this."""
+        self._sink.close()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line, read back."""
+
+    points: tuple[MetricPoint, ...]
+    step: int
+    end: int  # where the next line begins, in bytes
+
+
+def read_entries(path: Path, start: int, *, max_points: int) -> list[Entry]:
+    """Whole lines from a byte on, until they hold so many points; unreadable ones are empty."""
+    entries: list[Entry] = []
+    points, end = 0, start
+    with fs.open_regular(path) as source:
+        source.seek(start)
+        while points < max_points and (line := source.readline()).endswith(b"\n"):
+            end += len(line)
+            entries.append(_entry(line, end))
+            points += len(entries[-1].points)
+    return entries
+
+
+def all_entries(path: Path) -> Iterator[Entry]:
+    """Every whole line that can be read, few at a time in memory."""
+    start = 0
+    while entries := read_entries(path, start, max_points=POINTS_AT_ONCE):
+        yield from (entry for entry in entries if entry.points)
+        start = entries[-1].end
+
+
+def line_start(path: Path, wanted: int) -> int:
+    """The byte, if a line begins there; else 0."""
+    if wanted <= 0 or wanted > path.stat().st_size:
+        return 0
+    with fs.open_regular(path) as source:
+        source.seek(wanted - 1)
+        return wanted if source.read(1) == b"\n" else 0
+
+
+def _drop_after(path: Path, step: int, is_evaluated: bool) -> int:
+    lines = fs.read_bytes(path).splitlines(keepends=True)
+    plain = [_parsed(line) for line in lines]
+    kept = [
+        line
+        for line, fields in zip(lines, plain, strict=True)
+        if fields is not None
+        and line.endswith(b"\n")
+        and (fields["step"] < step or (fields["step"] == step and _stays(fields, is_evaluated)))
+    ]
+    if lost := plain[:-1].count(None):
+        logger.warning("%s: %d lines cannot be read and are dropped.", path, lost)
+    if len(kept) < len(lines):
+        fs.publish(path, b"".join(kept), label="metrics")
+    whole = sum(line.endswith(b"\n") for line in lines)
+    return whole - len(kept)
+
+
+def _stays(fields: dict[str, Any], is_evaluated: bool) -> bool:
+    return is_evaluated or not any(name.startswith(EVAL) for name in fields)
+
+
+def _entry(line: bytes, end: int) -> Entry:
+    fields = _parsed(line)
+    if fields is None:
+        return Entry((), -1, end)
+    step, time_ms = fields["step"], round(fields["time"] * 1000)
+    points = [
+        MetricPoint(name, float(value), step, time_ms)
+        for name, value in fields.items()
+        if name not in RESERVED and isinstance(value, int | float)
+    ]
+    return Entry(tuple(points), step, end)
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(fields, dict):
+        return None
+    good = type(fields.get("step")) is int and isinstance(fields.get("time"), int | float)
+    return fields if good else None
+
+
+class NullRun:
+    """Takes everything a `Run` takes and keeps none of it."""
+
+    run_id = ""
+    run_key = ""
+
+    def log_params(self, params: Mapping[str, str]) -> None:
+        """Keeps nothing."""
+
+    def log_metrics(self, metrics: Mapping[str, float], *, step: int = 0) -> None:
+        """Keeps nothing."""
+
+    def log_dataset(self, name: str, *, digest: str, source: str, context: str) -> None:
+        """Keeps nothing."""
+
+    def log_artifact(self, path: Path) -> None:
+        """Keeps nothing."""
+
+    def log_model_link(self, folder: Path, *, tags: Mapping[str, str]) -> None:
+        """Keeps nothing."""
+
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        """Keeps nothing."""
+
+    def sync(self) -> None:
+        """Does nothing."""
+
+    def finish(self, status: Status) -> None:
+        """Does nothing."""
+
+
+EVAL = "eval/"  # begins the name of what was measured on held-out rows
+MAX_KEY = 250
+MAX_PARAM = 6000
+MAX_TAG = 5000  # what the oldest SQL schema still holds
+MAX_DATASET_NAME = 500
+MAX_DIGEST = 36
+
+
+def key_of(name: str) -> str:
+    """The name with `_` for what is not allowed, and no part that a path would swallow."""
+    allowed = re.sub(r"[^A-Za-z0-9_\-. /]", "_", name)
+    parts = [part for part in allowed.split("/") if part not in ("", ".", "..")]
+    return "/".join(parts)[:MAX_KEY].rstrip("/") or "_"
+
+
+def shortened(value: str, limit: int) -> str:
+    """The value without secrets, its end cut off where it is too long."""
+    value = redacted(value)
+    return value if len(value) <= limit else f"{value[: limit - 1]}…"

@@ -1,0 +1,97 @@
+"""A row's id says what is in the row, and nothing else."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+
+from align.schemas.row_keys import key_rows
+from align.schemas.rows import Role
+from support.encoded_rows import encoded, plain, record_lists
+
+ROW = encoded(
+    [1, 2],
+    [3],
+    [4, 5],
+    roles=(Role.CANDIDATE, Role.CANDIDATE),
+    scores=(0.5, 1.0),
+    carried={"weight": 1.0},
+)
+
+
+def only(record, *, seed=0):
+    (row,) = plain(key_rows([record], seed=seed, carried=tuple(record.record.carried)))
+    return row
+
+
+def with_record(**changes):
+    return replace(ROW, record=replace(ROW.record, **changes))
+
+
+CHANGES = {
+    "a prompt token": replace(ROW, prompt=[1, 3]),
+    "the prompt's length": replace(ROW, prompt=[1, 2, 0]),
+    "a completion token": replace(ROW, completions=([3], [4, 6])),
+    "a completion's length": replace(ROW, completions=([3], [4, 5, 0])),
+    "the boundary": replace(ROW, prompt=[1], completions=([2, 3], [4, 5])),
+    "where one completion ends": replace(ROW, completions=([3, 4], [5])),
+    "the order of completions": replace(ROW, completions=([4, 5], [3])),
+    "a role": with_record(roles=(Role.CANDIDATE, Role.CHOSEN)),
+    "a score": with_record(scores=(0.5, 1.5)),
+    "the order of scores": with_record(scores=(1.0, 0.5)),
+    "no scores": with_record(scores=(None, None)),
+    "what is carried": with_record(carried={"weight": 2.0}),
+    "nothing carried": with_record(carried={}),
+    "scores carried instead": with_record(
+        scores=(None, None), carried={"a": 0.5, "b": 1.0, "c": 1.0}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_row_id_changes_with(name):
+    assert only(CHANGES[name]).row_id != only(ROW).row_id
+
+
+def test_a_row_id_does_not_change_with_source_or_seed():
+    assert only(with_record(file=3, row=99)).row_id == only(ROW).row_id
+    assert only(ROW, seed=7).row_id == only(ROW).row_id
+
+
+def test_the_seed_moves_prompts_and_leaves_completions():
+    assert only(ROW, seed=7).place != only(ROW).place
+    assert only(ROW, seed=7).completion_keys == only(ROW).completion_keys
+    assert only(ROW, seed=-1).place != only(ROW, seed=1).place
+
+
+@settings(max_examples=100)
+@given(record_lists(with_scores=True))
+def test_ids_and_keys_are_equal_exactly_where_contents_are(records):
+    rows = plain(key_rows(records, seed=3, carried=("weight",)))
+    contents = [(row.prompt, row.branches, row.carried) for row in rows]
+    assert len(set(contents)) == len({row.row_id for row in rows})
+    assert len(set(zip(contents, [row.row_id for row in rows], strict=True))) == len(set(contents))
+    pairs = {(row.prompt, row.place) for row in rows}
+    assert len(pairs) == len({row.prompt for row in rows}) == len({row.place for row in rows})
+    texts = {
+        (branch[0], key)
+        for row in rows
+        for branch, key in zip(row.branches, row.completion_keys, strict=True)
+    }
+    assert len(texts) == len({text for text, _ in texts}) == len({key for _, key in texts})
+
+
+@settings(max_examples=50)
+@given(record_lists(with_scores=True))
+def test_columns_hold_what_the_records_held(records):
+    rows = plain(key_rows(records, seed=0, carried=("weight",)))
+    for row, source in zip(rows, records, strict=True):
+        assert row.source == (source.record.file, source.record.row)
+        assert row.prompt == tuple(source.prompt)
+        assert row.carried == (source.record.carried["weight"],)
+        branches = zip(source.completions, source.record.roles, source.record.scores, strict=True)
+        assert row.branches == tuple((tuple(ids), int(r), s, len(ids)) for ids, r, s in branches)
+
+
+def test_no_records_make_no_rows():
+    assert plain(key_rows([], seed=0, carried=("weight",))) == []

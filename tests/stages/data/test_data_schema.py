@@ -1,0 +1,139 @@
+"""The shape of a file is told from its columns, or refused with what to do."""
+
+import json
+
+import pytest
+
+from align.schemas.errors import UsageError
+from align.stages.data.data_schema import common_shape, detect_shape
+from align.stages.data.input_files import open_inputs
+
+
+def detect(columns, rename=None, carry=()):
+    return detect_shape(columns.split(), rename or {}, carry, where="a.csv")
+
+
+@pytest.mark.parametrize(
+    ("columns", "kind"),
+    [
+        ("chosen rejected", "paired"),
+        ("prompt chosen rejected id", "paired"),
+        ("prompt completion label", "unpaired"),
+        ("prompt completions scores", "scored"),
+        ("prompt completion score", "scored_long"),
+        ("prompt_id prompt completion score", "scored_long"),
+    ],
+)
+def test_the_columns_tell_the_shape(columns, kind):
+    shape = detect(columns)
+    assert shape.kind == kind
+    assert shape.has_prompt == ("prompt" in columns.split())
+
+
+def test_a_renamed_column_is_read_under_the_users_name():
+    shape = detect("question chosen rejected", {"question": "prompt"})
+    assert shape.has_prompt
+    assert shape.source["prompt"] == "question"
+    assert {"question", "chosen", "rejected"} <= set(shape.columns)
+    assert "prompt" not in shape.columns
+
+
+def test_columns_that_look_like_scores_and_are_not_read_are_known():
+    ultrafeedback = detect("prompt chosen rejected score_chosen score_rejected")
+    assert ultrafeedback.source["chosen_score"] == "score_chosen"
+    assert ultrafeedback.unread == ()
+    columns = "prompt chosen rejected chosen_score rejected-rating Reward id"
+    assert detect(columns).unread == ("rejected-rating", "Reward")
+    assert detect(columns, carry=["Reward"]).unread == ("rejected-rating",)
+    left_out = {"Reward": "unused Reward", "rejected-rating": "rejected_score"}
+    assert detect(columns, left_out).unread == ()
+    with pytest.raises(UsageError, match="would both be 'chosen_score'"):
+        detect("prompt chosen rejected chosen_score score_chosen")
+
+
+def test_files_that_name_their_scores_otherwise_are_not_mixed(tmp_path):
+    rows = [{"prompt": "p", "chosen": "c", "rejected": "r", "chosen_score": 1}]
+    other = [{"prompt": "p", "chosen": "c", "rejected": "r", "score_chosen": 1}]
+    for name, row in (("a.jsonl", rows[0]), ("b.jsonl", other[0])):
+        (tmp_path / name).write_text(json.dumps(row))
+    inputs = open_inputs([str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")])
+    with pytest.raises(UsageError, match="with chosen_score; and paired, with score_chosen"):
+        common_shape(inputs, {})
+
+
+def test_a_column_can_be_taken_out_by_renaming_it():
+    shape = detect("prompt chosen rejected", {"prompt": "unused"})
+    assert not shape.has_prompt
+    assert "prompt" not in shape.source
+    assert detect("prompt question chosen rejected", {"prompt": "old", "question": "prompt"})
+
+
+def test_optional_and_carried_columns_are_found():
+    shape = detect("chosen rejected tools margin length", carry=["length"])
+    assert shape.optional == ("tools",)
+    assert shape.carried == ("margin", "length")
+
+
+@pytest.mark.parametrize(
+    ("columns", "rename", "carry", "message"),
+    [
+        ("question chosen reject", {}, (), r"'question', 'chosen', 'reject'.* --map rejected=reje"),
+        ("promt completions scores", {}, (), r"--map prompt=promt"),
+        ("a b", {}, (), r"--map chosen=YOURS"),
+        ("question chosen rejected", {}, (), r"no column 'prompt' but one named 'question'"),
+        ("chosen rejected role", {}, ("role",), r"'role' cannot be carried"),
+        ("prompt_id completion score", {}, (), r"--map prompt=prompt_id"),
+        ("prompt chosen rejected completions scores", {}, (), r"paired and scored.*--map "),
+        ("prompt completion label score", {}, (), r"unpaired with --map score=, or scored_l"),
+        ("chosen rejected", {"questoin": "prompt"}, (), r"no column 'questoin' to rename"),
+        ("chosen rejected question", {"questoin": "prompt"}, (), r"Did you mean 'question'\?"),
+        ("q prompt chosen rejected", {"q": "prompt"}, (), r"'q' and 'prompt' would both be"),
+        ("chosen rejected margn", {}, ("margin",), r"no column 'margin' to carry.*'margn'\?"),
+        ("chosen rejected chosen", {}, (), r"2 columns named 'chosen'"),
+    ],
+)
+def test_what_fits_no_shape_or_several_is_refused_with_the_way_out(columns, rename, carry, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        detect(columns, rename, carry)
+    assert "a.csv" in str(caught.value)
+
+
+def test_the_way_out_of_several_shapes_works():
+    columns = "prompt chosen rejected completions scores completion label"
+    with pytest.raises(UsageError) as caught:
+        detect(columns)
+    way = str(caught.value).split("Choose ")[1].split(", or ")[0]  # paired with --map x= ...
+    dropped = [word.rstrip("=") for word in way.split() if word.endswith("=")]
+    assert detect(columns, {name: f"unused {name}" for name in dropped}).kind == "paired"
+
+
+def write(path, *rows):
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def test_the_shape_of_json_lines_is_the_union_of_the_first_rows(tmp_path):
+    rows = [{"chosen": "a", "rejected": "b"}, {"chosen": "a", "rejected": "b", "tools": []}]
+    shape = common_shape(open_inputs([write(tmp_path / "a.jsonl", *rows)]), {})
+    assert (shape.kind, shape.optional) == ("paired", ("tools",))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"prompt": "p", "completion": "c", "label": True},
+        {"prompt": "p", "chosen": "c", "rejected": "r"},
+        {"chosen": "c", "rejected": "r", "margin": 1},
+    ],
+)
+def test_files_of_two_shapes_are_refused_by_name(tmp_path, other):
+    first = write(tmp_path / "a.jsonl", {"chosen": "c", "rejected": "r"})
+    second = write(tmp_path / "b.jsonl", other)
+    with pytest.raises(UsageError, match=r"a\.jsonl and .*b\.jsonl hold different data"):
+        common_shape(open_inputs([first, second]), {})
+
+
+def test_optional_columns_of_any_file_belong_to_the_common_shape(tmp_path):
+    first = write(tmp_path / "a.jsonl", {"chosen": "c", "rejected": "r"})
+    second = write(tmp_path / "b.jsonl", {"chosen": "c", "rejected": "r", "system": "s"})
+    assert common_shape(open_inputs([first, second]), {}).optional == ("system",)

@@ -1,0 +1,267 @@
+"""Files and folders of every format become the same rows, in order."""
+
+import csv
+import hashlib
+import json
+import os
+import pickle
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from align.schemas.errors import BadDataError, FingerprintError
+from align.stages.data.data_schema import common_shape
+from align.stages.data.decode_rows import parse_chunk
+from align.stages.data.input_files import (
+    InputFile,
+    digested,
+    iter_chunks,
+    open_inputs,
+    require_unchanged,
+)
+
+PAIRS = [
+    {"prompt": "Say hi", "chosen": "Hello,\nyou", "rejected": 'a "quoted" word'},
+    {"prompt": "Grüße?", "chosen": "Servus 👋", "rejected": " no "},
+    {"prompt": "2+2", "chosen": "4", "rejected": "5"},
+] * 5
+
+
+def write_parquet(path: Path, rows):
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=4)
+
+
+def write_dictionary_parquet(path: Path, rows):
+    table = pa.Table.from_pylist(rows)
+    encoded = [column.dictionary_encode() for column in table.columns]
+    pq.write_table(pa.table(encoded, names=table.column_names), path)
+
+
+def write_large_parquet(path: Path, rows):
+    schema = pa.schema([(name, pa.large_string()) for name in rows[0]])
+    pq.write_table(pa.Table.from_pylist(rows, schema), path)
+
+
+def write_arrow_file(path: Path, rows, opener=pa.ipc.new_file):
+    table = pa.Table.from_pylist(rows)
+    with opener(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=4)
+
+
+def write_arrow_stream(path: Path, rows):
+    write_arrow_file(path, rows, pa.ipc.new_stream)
+
+
+def write_view_arrow(path: Path, rows):
+    schema = pa.schema([(name, pa.string_view()) for name in rows[0]])
+    table = pa.Table.from_pylist(rows, schema)
+    with pa.ipc.new_file(str(path), schema) as writer:
+        writer.write_table(table)
+
+
+def write_jsonl(path: Path, rows):
+    path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+
+
+def write_messy_jsonl(path: Path, rows):
+    lines = "\r\n \r\n\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    path.write_bytes(b"\xef\xbb\xbf" + lines.encode() + b"\r\n\r\n")
+
+
+def write_json(path: Path, rows):
+    path.write_text("\n " + json.dumps(rows, indent=2, ensure_ascii=False), encoding="utf-8")
+
+
+def write_csv(path: Path, rows):
+    with path.open("w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+WRITERS = {
+    "a.parquet": write_parquet,
+    "dictionary.parquet": write_dictionary_parquet,
+    "large.parquet": write_large_parquet,
+    "file.arrow": write_arrow_file,
+    "stream.arrow": write_arrow_stream,
+    "view.feather": write_view_arrow,
+    "a.jsonl": write_jsonl,
+    "messy.jsonl": write_messy_jsonl,
+    "array.json": write_json,
+    "lines.json": write_jsonl,
+    "a.csv": write_csv,
+}
+
+
+def read_all(*paths, rows_per_chunk=4, **options):
+    inputs = open_inputs([str(path) for path in paths])
+    shape = common_shape(inputs, {})
+    records, rejected = [], []
+    for chunk in iter_chunks(inputs, shape.columns, rows_per_chunk=rows_per_chunk, **options):
+        sent = pickle.loads(pickle.dumps(chunk))
+        good, bad = parse_chunk(sent, shape)
+        assert (sent.row, len(sent)) == (chunk.row, len(good) + len(bad))
+        records += good
+        rejected += bad
+    return records, rejected
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_format_gives_the_same_records(tmp_path, name):
+    WRITERS[name](tmp_path / name, PAIRS)
+    records, rejected = read_all(tmp_path / name)
+    assert not rejected
+    assert [record.row for record in records] == list(range(15))
+    for record, row in zip(records, PAIRS, strict=True):
+        assert record.prompt == row["prompt"]
+        assert record.completions == (row["chosen"], row["rejected"])
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "file.arrow", "a.jsonl", "array.json"])
+def test_every_format_gives_the_same_conversations(tmp_path, name):
+    def messages(*contents):
+        return [{"role": "user", "content": text} for text in contents]
+
+    rows = [
+        {"prompt": messages("a", "b"), "chosen": messages("c"), "rejected": messages("d")},
+        {"prompt": messages("e"), "chosen": messages("f"), "rejected": messages("g", "h")},
+    ] * 5
+    WRITERS[name](tmp_path / name, rows)
+    records, rejected = read_all(tmp_path / name, rows_per_chunk=3)
+    assert not rejected
+    assert [list(record.prompt) for record in records] == [row["prompt"] for row in rows]
+    assert [list(record.completions[1]) for record in records] == [row["rejected"] for row in rows]
+
+
+def test_conversations_in_csv_cells_are_read_as_conversations(tmp_path):
+    prompt = [{"role": "user", "content": "a"}]
+    row = {"prompt": json.dumps(prompt), "chosen": "yes", "rejected": "[ ] not a list"}
+    write_csv(tmp_path / "a.csv", [row])
+    records, _ = read_all(tmp_path / "a.csv")
+    assert list(records[0].prompt) == prompt
+    assert records[0].completions[1] == ({"role": "assistant", "content": "[ ] not a list"},)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("start", [0, 1, 4, 6, 14, 15])
+def test_a_scan_can_start_at_any_row(tmp_path, name, start):
+    WRITERS[name](tmp_path / name, PAIRS)
+    write_jsonl(tmp_path / "next.jsonl", PAIRS)
+    records, _ = read_all(tmp_path / name, tmp_path / "next.jsonl", start=(0, start))
+    expected = [(0, row) for row in range(start, 15)] + [(1, row) for row in range(15)]
+    assert [(record.file, record.row) for record in records] == expected
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_chunk_holds_no_more_than_its_bytes(tmp_path, name):
+    rows = [{"prompt": f"{i}", "chosen": "c" * 1000, "rejected": "r" * 1000} for i in range(50)]
+    WRITERS[name](tmp_path / name, rows)
+    inputs = open_inputs([str(tmp_path / name)])
+    columns = ("prompt", "chosen", "rejected")
+    lengths = [len(c) for c in iter_chunks(inputs, columns, bytes_per_chunk=10_000)]
+    assert sum(lengths) == 50
+    assert max(lengths) <= 5
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "file.arrow", "stream.arrow", "view.feather"])
+def test_columns_that_are_not_needed_are_not_read(tmp_path, name):
+    WRITERS[name](tmp_path / name, [row | {"image": "x" * 1000} for row in PAIRS])
+    inputs = open_inputs([str(tmp_path / name)])
+    chunks = list(iter_chunks(inputs, common_shape(inputs, {}).columns))
+    assert all("image" not in chunk.payload.batch.schema.names for chunk in chunks)
+
+
+@pytest.mark.parametrize("name", ["file.arrow", "view.feather"])
+def test_a_pickled_chunk_of_a_large_batch_is_small(tmp_path, name):
+    WRITERS[name](tmp_path / name, [PAIRS[0] | {"chosen": "c" * 10_000} for _ in range(400)])
+    inputs = open_inputs([str(tmp_path / name)])
+    chunk = next(iter(iter_chunks(inputs, ("prompt", "chosen"), rows_per_chunk=2)))
+    assert len(pickle.dumps(chunk)) < 25_000  # two of 400 rows
+
+
+def test_a_folder_is_read_in_sorted_order(tmp_path):
+    for name in ("b.jsonl", "a.jsonl", "_hidden.jsonl", ".dot.jsonl"):
+        write_jsonl(tmp_path / name, PAIRS)
+    (tmp_path / "README.md").write_text("about")
+    assert [file.path.name for file in open_inputs([str(tmp_path)])] == ["a.jsonl", "b.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("stream.arrow", r"cannot be read on after row \d"),
+        ("array.json", r"after row 1,000: element 1,000 of the array"),
+        ("a.csv", "line"),
+        ("a.parquet", "after row"),
+    ],
+)
+def test_damage_met_on_the_way_names_the_row_reached(tmp_path, name, message):
+    rows = [{"prompt": f"{i}" * 50, "chosen": "c", "rejected": "r"} for i in range(2000)]
+    path = tmp_path / name
+    WRITERS[name](path, rows)
+    inputs = open_inputs([str(path)])
+    whole = path.read_bytes()
+    middle = whole.index(b"1000100010001000")
+    damaged = {
+        "stream.arrow": whole[:middle],
+        "array.json": whole[:middle] + b'"' + whole[middle:],
+        "a.csv": whole[:middle] + b'"' + whole[middle:].replace(b"r", b'"r'),
+        "a.parquet": whole[: middle - 60] + b"\xff" * 60 + whole[middle:],
+    }
+    path.write_bytes(damaged[name])
+    with pytest.raises(BadDataError, match=message):
+        list(iter_chunks(inputs, ("prompt", "chosen", "rejected"), rows_per_chunk=100))
+
+
+def test_an_array_element_longer_than_the_buffer_is_read_whole(tmp_path):
+    rows = [{"prompt": "ü" * n, "chosen": "a", "rejected": "b"} for n in (3 << 20, 5, 1 << 20)]
+    write_json(tmp_path / "a.json", rows)
+    records, _ = read_all(tmp_path / "a.json")
+    assert [len(record.prompt) for record in records] == [3 << 20, 5, 1 << 20]
+
+
+@pytest.mark.parametrize("padding", range(12))
+def test_an_array_may_be_cut_by_the_buffer_anywhere(tmp_path, padding):
+    element = {"prompt": 'é\\"\u00e9', "chosen": [1234567890, True, None, -1.5e10], "rejected": {}}
+    text = json.dumps([element, 12345] * 4, ensure_ascii=False)
+    (tmp_path / "a.json").write_text(" " * ((1 << 20) - 10 * padding) + text, encoding="utf-8")
+    inputs = open_inputs([str(tmp_path / "a.json")])
+    (chunk,) = iter_chunks(inputs, ())
+    assert list(map(json.loads, chunk.payload.texts)) == [element, 12345] * 4
+
+
+def test_the_digest_is_the_sha256_of_the_bytes(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"{}")
+    read = digested(InputFile(tmp_path / "a.jsonl", ".jsonl", 2))
+    assert (read.bytes, read.sha256) == (2, hashlib.sha256(b"{}").hexdigest())
+
+
+def _grown(path):
+    with path.open("a") as file:
+        file.write("{}\n")
+
+
+def _rewritten(path):
+    path.write_bytes(path.read_bytes())
+
+
+def _exchanged(path):
+    other = path.with_name("other")
+    other.write_bytes(path.read_bytes().replace(b"{", b" "))
+    os.utime(other, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
+    other.rename(path)
+
+
+@pytest.mark.parametrize("change", [_grown, _rewritten, _exchanged, Path.unlink])
+def test_a_file_that_changed_after_it_was_digested_is_refused_by_name(tmp_path, change):
+    path = tmp_path / "a.jsonl"
+    path.write_text("{}\n")
+    inputs = (InputFile(path, ".jsonl", 3),)
+    before = tuple(map(digested, inputs))
+    require_unchanged(inputs, before)
+    change(path)
+    with pytest.raises(FingerprintError, match=r"a\.jsonl changed while it was read: "):
+        require_unchanged(inputs, before)

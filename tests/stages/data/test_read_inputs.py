@@ -1,0 +1,121 @@
+"""Files and folders are found and opened, or refused at once."""
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from align.schemas.errors import UsageError
+from align.stages.data.input_files import open_inputs
+
+
+def write_arrow_stream(path: Path):
+    batch = pa.record_batch({"chosen": ["c"], "rejected": ["r"]})
+    with pa.ipc.new_stream(str(path), batch.schema) as writer:
+        writer.write_batch(batch)
+
+
+def saved_dataset(folder: Path, names):
+    folder.mkdir(parents=True)
+    for name in names:
+        write_arrow_stream(folder / name)
+    files = [{"filename": name} for name in names]
+    (folder / "state.json").write_text(json.dumps({"_data_files": files}))
+    (folder / "dataset_info.json").write_text("{}")
+
+
+def test_a_saved_dataset_is_read_in_the_order_of_its_state(tmp_path):
+    saved_dataset(tmp_path / "ds", ["data-1.arrow", "data-0.arrow"])
+    write_arrow_stream(tmp_path / "ds" / "cache-1.arrow")
+    inputs = open_inputs([str(tmp_path / "ds")])
+    assert [file.path.name for file in inputs] == ["data-1.arrow", "data-0.arrow"]
+
+
+def test_a_dataset_of_several_splits_asks_for_one(tmp_path):
+    for split in ("train", "test"):
+        saved_dataset(tmp_path / split, ["data-0.arrow"])
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(UsageError, match=r"splits train, test\. Name one .*/train"):
+        open_inputs([str(tmp_path)])
+
+
+def test_a_dataset_of_one_split_is_that_split(tmp_path):
+    saved_dataset(tmp_path / "train", ["data-0.arrow"])
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    assert open_inputs([str(tmp_path)])[0].path == tmp_path / "train" / "data-0.arrow"
+
+
+@pytest.mark.parametrize(
+    "state", ["[]", "{", '{"_data_files": 3}', '{"_data_files": [{"filename": "../x.arrow"}]}']
+)
+def test_a_state_that_is_no_state_is_refused(tmp_path, state):
+    (tmp_path / "state.json").write_text(state)
+    with pytest.raises(UsageError, match="_data_files"):
+        open_inputs([str(tmp_path)])
+
+
+def test_a_saved_dataset_without_one_of_its_files_is_refused(tmp_path):
+    saved_dataset(tmp_path / "ds", ["data-0.arrow"])
+    (tmp_path / "ds" / "data-0.arrow").unlink()
+    with pytest.raises(UsageError, match=r"lacks data-0\.arrow"):
+        open_inputs([str(tmp_path / "ds")])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"hello", "ending that is not known"),
+        ("a.jsonl", b"", "0 bytes"),
+        ("a.jsonl", b"\n \n", "no rows"),
+        ("a.jsonl", b"hello\nyou\n", "no JSON objects"),
+        ("a.jsonl", '{"prompt": 1}'.encode("utf-16"), "UTF-16"),
+        ("a.json", b"[]", "no rows"),
+        ("a.json", b'[{"prompt": 1}', "element 0 of the array is cut off"),
+        ("a.json", b'[{"prompt": 1} ', "element 0 of the array is followed by the end"),
+        ("a.json", b'[{"prompt": 1}] {}', "after the closing"),
+        ("a.json", b'[{"prompt": 1}, {"a": }]', "element 1 of the array is no valid JSON"),
+        ("a.json", b'[{"prompt": 1}, {"a', "element 1 of the array is cut off"),
+        ("a.json", b'[{"prompt": 1},]', "element 1"),
+        ("a.json", b'[{"prompt": 1} {"prompt": 2}]', "element 0 of the array is followed by"),
+        ("a.csv", b"prompt,chosen\n", "no rows"),
+        ("a.csv", b'prompt,chosen\n"a', "line 2 is no valid CSV"),
+        ("a.parquet", b"PAR1 is not enough", "cannot be read as parquet"),
+        ("a.arrow", b"ARROW1 is not enough", "cannot be read as arrow"),
+        ("a.arrow", b"\xff\xff\xff\xff\x10\x00\x00", "cannot be read as arrow"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_refused_at_once(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError, match=message) as caught:
+        open_inputs([str(tmp_path / name)])
+    assert str(tmp_path / name) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "file.arrow", "stream.arrow"])
+def test_a_columnar_file_without_rows_is_refused(tmp_path, name):
+    schema = pa.schema([("prompt", pa.string())])
+    if name == "a.parquet":
+        pq.write_table(schema.empty_table(), tmp_path / name)
+    else:
+        opener = pa.ipc.new_file if name == "file.arrow" else pa.ipc.new_stream
+        opener(str(tmp_path / name), schema).close()
+    with pytest.raises(UsageError, match="has no rows"):
+        open_inputs([str(tmp_path / name)])
+
+
+def test_what_is_not_there_or_given_twice_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"chosen": "c", "rejected": "r"}')
+    (tmp_path / "a.csv").write_text("chosen,rejected\nc,r\n")
+    (tmp_path / "empty").mkdir()
+    for files, message in [
+        ([], "No data files"),
+        ([tmp_path / "b.jsonl"], "no such file"),
+        ([tmp_path / "empty"], "holds no data files"),
+        ([tmp_path / "a.jsonl", tmp_path / "empty" / ".." / "a.jsonl"], "given twice"),
+        ([tmp_path], r"two kinds, a\.csv and a\.jsonl"),
+    ]:
+        with pytest.raises(UsageError, match=message):
+            open_inputs(list(map(str, files)))

@@ -1,0 +1,62 @@
+"""Whatever a row holds, it is counted once."""
+
+import json
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from align.schemas.rows import REASONS
+from align.stages.data.data_schema import detect_shape
+from align.stages.data.decode_rows import parse_chunk
+from align.stages.data.file_formats import CsvRows, JsonRows
+from align.stages.data.input_files import Chunk
+
+
+def shape_of(columns):
+    return detect_shape(list(columns), {}, where="test")
+
+
+JUNK = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(st.characters(exclude_categories=[]), max_size=5)
+    | st.sampled_from(["p", "a b", "a c", "true", "[{", '[{"role": "user", "content": "x"}]']),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "tool_calls", "x"]), inner)
+    ),
+    max_leaves=6,
+)
+COLUMNS = (
+    ("prompt", "chosen", "rejected", "margin"),
+    ("chosen", "rejected", "system", "tools"),
+    ("prompt", "completion", "label", "chat_template_kwargs"),
+    ("prompt", "completions", "scores", "weight"),
+    ("prompt", "completion", "score", "system"),
+)
+
+
+def require_every_row_once(chunk, shape):
+    records, rejected = parse_chunk(chunk, shape)
+    rows = [record.row for record in records], [bad.row for bad in rejected]
+    assert sorted(rows[0] + rows[1]) == list(range(chunk.row, chunk.row + len(chunk)))
+    assert list(rows[0]) == sorted(rows[0])
+    assert list(rows[1]) == sorted(rows[1])
+    assert all(bad.reason in REASONS and bad.detail.isprintable() for bad in rejected)
+
+
+@settings(max_examples=300)
+@given(st.sampled_from(COLUMNS), st.data())
+def test_rows_in_are_records_plus_rejected(columns, data):
+    rows = data.draw(st.lists(st.fixed_dictionaries({}, optional=dict.fromkeys(columns, JUNK))))
+    texts = [json.dumps(row).encode() for row in rows]
+    texts += data.draw(st.lists(st.binary(max_size=20), max_size=3))
+    require_every_row_once(Chunk(1, 7, JsonRows(texts)), shape_of(columns))
+
+
+@settings(max_examples=100)
+@given(st.sampled_from(COLUMNS), st.lists(st.lists(st.text() | st.just("[{"), max_size=5)))
+def test_csv_rows_in_are_records_plus_rejected(columns, rows):
+    require_every_row_once(Chunk(1, 7, CsvRows(columns, rows)), shape_of(columns))

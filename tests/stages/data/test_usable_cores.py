@@ -1,0 +1,64 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from align.stages.data.encode_workers import usable_cores
+
+SEEN = len(os.sched_getaffinity(0))
+
+
+def lay_out(root, files):
+    """A system with these files."""
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+def test_without_a_group_it_is_what_the_system_lets_the_process_run_on(tmp_path):
+    assert usable_cores(tmp_path) == SEEN
+    assert usable_cores() <= SEEN
+
+
+def test_a_process_that_was_bound_to_one_core_uses_one(tmp_path):
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        assert usable_cores(tmp_path) == 1
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"sys/fs/cgroup/a/b/cpu.max": "100000 100000\n"}, 1),
+        ({"sys/fs/cgroup/a/cpu.max": "50000 100000", "sys/fs/cgroup/a/b/cpu.max": "max 100000"}, 1),
+        ({"sys/fs/cgroup/cpu.max": "100000 100000"}, 1),  # its own group is all that it sees
+        ({"sys/fs/cgroup/a/b/cpu.max": "max 100000"}, SEEN),
+        ({"sys/fs/cgroup/a/b/cpu.max": "99900000 100000"}, SEEN),
+        ({"sys/fs/cgroup/a/b/cpu.max": "nonsense"}, SEEN),
+        ({"sys/fs/cgroup/a/b/cpu.max": "100000 0"}, SEEN),
+    ],
+)
+def test_a_quota_of_the_second_kind_of_groups_counts(tmp_path, files, cores):
+    lay_out(tmp_path, {"proc/self/cgroup": "0::/a/b\n", **files})
+    assert usable_cores(tmp_path) == cores
+
+
+@pytest.mark.parametrize(
+    ("mount", "quota", "cores"),
+    [("cpu", "100000", 1), ("cpu,cpuacct", "100000", 1), ("cpu", "-1", SEEN), ("other", "1", SEEN)],
+)
+def test_a_quota_of_the_first_kind_of_groups_counts(tmp_path, mount, quota, cores):
+    folder = f"sys/fs/cgroup/{mount}/job"
+    files = {f"{folder}/cpu.cfs_quota_us": f"{quota}\n", f"{folder}/cpu.cfs_period_us": "100000\n"}
+    lay_out(tmp_path, {"proc/self/cgroup": "3:memory:/job\n2:cpu,cpuacct:/job\n", **files})
+    assert usable_cores(tmp_path) == cores
+
+
+def test_nobody_else_counts_the_cores_of_the_machine():
+    root = Path(usable_cores.__code__.co_filename).parents[2]
+    files = [path for room in ("pipeline", "stages") for path in (root / room).rglob("*.py")]
+    counting = {path.name for path in files if "cpu_count" in path.read_text()}
+    assert counting == {"encode_workers.py"}

@@ -1,0 +1,134 @@
+import os
+import signal
+import socket
+import subprocess
+import time
+
+import pytest
+import torch
+
+from align.schemas.batches import World
+from align.schemas.errors import UsageError
+from align.stages.engine.distributed import first_host, joined_world, launcher_environment, world_of
+from support.programs import TESTS, program, run_program
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+}
+SRUN = {
+    "SLURM_JOB_ID": "1234",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_NODELIST": "gpu[03-05,09]",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+}
+
+
+def test_a_process_without_a_launcher_is_a_world_of_its_own():
+    assert world_of(launcher_environment({})) == World(rank=0, size=1, local_rank=0)
+
+
+def test_torchrun_and_the_deepspeed_launcher_say_who_we_are():
+    assert world_of(launcher_environment(TORCHRUN)) == World(rank=5, size=8, local_rank=1)
+
+
+def test_srun_says_who_we_are_and_all_ranks_meet_at_the_first_node():
+    environment = launcher_environment(SRUN)
+    assert world_of(environment) == World(rank=5, size=8, local_rank=1)
+    assert environment["MASTER_ADDR"] == "gpu03"
+    assert environment == launcher_environment(SRUN | {"SLURM_PROCID": "0"}) | {"RANK": "5"}
+    next_step = launcher_environment(SRUN | {"SLURM_STEP_ID": "1"})
+    assert next_step["MASTER_PORT"] != environment["MASTER_PORT"]
+
+
+def test_a_batch_script_that_calls_us_without_srun_runs_alone():
+    batch = {name: value for name, value in SRUN.items() if "STEP" not in name}
+    assert world_of(launcher_environment(batch | {"SLURM_NTASKS": "8"})).size == 1
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu01", "gpu01"),
+        ("gpu01,gpu02", "gpu01"),
+        ("gpu[03-05,09],login1", "gpu03"),
+        ("a[1-2]b[07,08],c", "a1b07"),
+        ("", ""),
+    ],
+)
+def test_the_first_host_of_a_list_of_nodes(nodes, first):
+    assert first_host(nodes) == first
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"MASTER_ADDR": None, "MASTER_PORT": None}, "MASTER_ADDR and MASTER_PORT not set"),
+        ({"LOCAL_RANK": None}, "LOCAL_RANK not set"),
+        ({"RANK": "8"}, "no rank among peers"),
+        ({"RANK": "-1"}, "no rank among peers"),
+        ({"WORLD_SIZE": "many"}, "no rank among peers"),
+        ({"MASTER_PORT": "0"}, "torchrun --standalone"),
+    ],
+)
+def test_a_launch_that_cannot_come_together_is_refused_at_once(change, message):
+    environment = {name: value for name, value in (TORCHRUN | change).items() if value}
+    with pytest.raises(UsageError, match=message):
+        world_of(launcher_environment(environment))
+
+
+def test_a_world_can_be_joined_again_and_again_and_leaves_the_environment_as_it_was():
+    before = dict(os.environ)
+    for _ in range(2):
+        with joined_world() as world:
+            assert (world.size, torch.distributed.get_world_size()) == (1, 1)
+            assert os.environ["LOCAL_RANK"] == "0"
+        assert not torch.distributed.is_initialized()
+    assert dict(os.environ) == before
+
+
+def test_ranks_wait_for_one_that_takes_long():
+    done = run_program("slow_first_rank", ranks=2)
+    assert done.stdout.count("met") == 2
+
+
+def test_a_rank_that_falls_silent_is_missed_and_one_that_is_slow_or_stopped_is_not():
+    """No connection is closed: without a heartbeat the other one waits for a day."""
+    with socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        port = str(door.getsockname()[1])
+    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        subprocess.Popen(
+            program("silent_rank"),
+            cwd=TESTS,
+            env=os.environ | meeting | {"RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    try:
+        said = [rank.stdout.readline() for rank in ranks]
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for rank in ranks:
+                rank.send_signal(number)
+            time.sleep(3)
+        ranks[1].stdin.write("\n")
+        ranks[1].stdin.flush()
+        out, err = ranks[0].communicate("\n", timeout=120)
+    finally:
+        for rank in ranks:
+            rank.kill()
+        ranks[1].communicate()
+    assert ranks[0].returncode == 69, err
+    assert [*said, out] == [*2 * ["slow ranks are waited for\n"], "stopped ranks go on\n"]
+    assert "error: Rank 0 has not heard of rank 1 for 2 s: a machine or the network is gone" in err
+    assert "--resume auto" in err

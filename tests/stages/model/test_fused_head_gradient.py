@@ -1,0 +1,253 @@
+import math
+from copy import deepcopy
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from align.stages.model.fused_head import call_head_for_logps
+from align.stages.model.head_tiles import (
+    ROOM_BYTES,
+    TILE_ROWS,
+    TILE_VOCABULARY,
+    HeadSpec,
+    LogitsRoom,
+)
+from support.fused_head import fused_logps
+from support.largest_storage import LargestStorage
+
+HIDDEN = 16
+WIDE = TILE_VOCABULARY["cpu"] * 2 + 37  # two whole tiles and a part of one
+ROWS = 40
+ONE_TILE = 4 * ROWS * TILE_VOCABULARY["cpu"]  # bytes
+ROOMS = {"none": 0, "one tile and a bit": ONE_TILE + 400, "all": ROOM_BYTES}
+
+
+def test_the_gradient_of_one_token_by_hand():
+    # h = 2 and W = (0, ln 3 / 2), so z = (0, ln 3), p = (1/4, 3/4), d logp(0) / dz = (3/4, -3/4)
+    hidden = torch.tensor([[2.0]], requires_grad=True)
+    weight = torch.tensor([[0.0], [math.log(3) / 2]], requires_grad=True)
+    bias = torch.zeros(2, requires_grad=True)
+    logps = fused_logps(hidden, weight, bias, torch.tensor([0]), HeadSpec())
+    assert logps.item() == pytest.approx(math.log(1 / 4))
+    logps.backward()
+    assert bias.grad.tolist() == pytest.approx([0.75, -0.75])
+    assert weight.grad.flatten().tolist() == pytest.approx([1.5, -1.5])
+    assert hidden.grad.item() == pytest.approx(-0.75 * math.log(3) / 2)
+
+
+@pytest.mark.parametrize(
+    "spec", [HeadSpec(), HeadSpec(scale=0.0625), HeadSpec(softcap=3.0), HeadSpec(0.5, 4.0)]
+)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("vocabulary", [5, TILE_VOCABULARY["cpu"], WIDE])
+def test_the_gradients_equal_those_of_a_float64_log_softmax(spec, with_bias, vocabulary):
+    case = head_case(vocabulary, with_bias=with_bias)
+    assert worst_gradient(case, spec) < 2e-6
+
+
+@pytest.mark.parametrize("rows", [1, 7, ROWS])
+@pytest.mark.parametrize("room", ROOMS)
+def test_ragged_tiles_of_positions_change_nothing(rows, room, monkeypatch):
+    monkeypatch.setitem(TILE_ROWS, "cpu", rows)
+    case = head_case(WIDE, with_bias=True)
+    assert worst_gradient(case, HeadSpec(0.5, 4.0), LogitsRoom(ROOMS[room])) < 2e-6
+
+
+@pytest.mark.parametrize("spec", [HeadSpec(), HeadSpec(0.5, 4.0)])
+@pytest.mark.parametrize("size", ROOMS.values(), ids=ROOMS)
+def test_kept_logits_give_the_same_gradients_to_the_bit(spec, size):
+    expected = gradients(head_case(WIDE, with_bias=True), spec)
+    room = LogitsRoom(size)
+    for _ in range(2):  # the second call writes over the first one's logits
+        found = gradients(head_case(WIDE, with_bias=True), spec, room)
+        assert all(map(torch.equal, found, expected))
+
+
+def test_as_many_tiles_are_kept_as_there_is_room_for():
+    hidden, weight, _, targets, _ = head_case(WIDE)
+    narrow = 4 * ROWS * (WIDE % TILE_VOCABULARY["cpu"])  # the last one
+    sizes = ((narrow - 4, 0), (narrow, 1), (ONE_TILE, 1), (ONE_TILE + narrow, 2), (ROOM_BYTES, 3))
+    for size, tiles in sizes:
+        logps = fused_logps(hidden, weight, None, targets, HeadSpec(), LogitsRoom(size))
+        assert keeps(logps) == tiles
+
+
+def test_a_room_belongs_to_one_call_until_its_backward_pass_or_its_end():
+    hidden, weight, _, targets, _ = head_case(WIDE)
+    room = LogitsRoom()
+
+    def called():
+        return fused_logps(hidden, weight, None, targets, HeadSpec(), room)
+
+    first, second = called(), called()
+    assert (keeps(first), keeps(second)) == (3, 0)
+    first.sum().backward()
+    third = called()
+    assert keeps(third) == 3
+    del third
+    assert keeps(called()) == 3
+
+
+def test_logits_that_were_written_over_are_projected_again():
+    expected = gradients(head_case(WIDE), HeadSpec())
+    hidden, weight, _, targets, slopes = head_case(WIDE)
+    room = LogitsRoom()
+    loss = (fused_logps(hidden, weight, None, targets, HeadSpec(), room) * slopes).sum()
+    for other in (False, True):
+        hidden.grad = weight.grad = None
+        newer = other and fused_logps(2 * hidden, weight, None, targets, HeadSpec(), room)
+        loss.backward(retain_graph=True)
+        assert torch.equal(hidden.grad, expected[0])
+        assert torch.equal(weight.grad, expected[1])
+    hidden.grad = None
+    (newer * slopes).sum().backward()  # and the newer ones are whole
+    doubled = (2 * hidden).detach().requires_grad_()
+    alone = gradients([doubled, weight, None, targets, slopes], HeadSpec())
+    assert torch.equal(hidden.grad, 2 * alone[0])
+
+
+def test_the_head_of_a_policy_keeps_its_logits_and_a_copy_of_it_has_room_of_its_own():
+    shape = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = AutoConfig.for_model("llama", vocab_size=300, intermediate_size=16, **shape)
+    model = AutoModelForCausalLM.from_config(config)
+    call_head_for_logps(model)
+    head = model.lm_head
+    logps = head(torch.randn(5, 16), torch.arange(5))
+    assert len(logps.grad_fn.kept.tiles) == 1
+    copy = deepcopy(head)
+    assert len(copy(torch.randn(5, 16), torch.arange(5)).grad_fn.kept.tiles) == 1
+    assert not head(torch.randn(5, 16), torch.arange(5)).grad_fn.kept.tiles
+
+
+def test_scoring_without_a_gradient_takes_no_room():
+    hidden, weight, _, targets, _ = head_case(WIDE)
+    room = LogitsRoom()
+    with torch.no_grad():
+        fused_logps(hidden, weight, None, targets, HeadSpec(), room)
+    assert vars(room)["_buffer"] is None
+
+
+@pytest.mark.parametrize(("dtype", "step"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
+def test_half_precision_loses_no_more_than_its_last_rounding(dtype, step):
+    case = head_case(WIDE, with_bias=True, dtype=dtype)
+    assert worst_gradient(case, HeadSpec(softcap=3.0)) < 1.01 * step
+
+
+def test_the_weights_gradient_is_summed_in_float32(monkeypatch):
+    # Each of 4,096 positions adds 1 - 1/2. In bfloat16 the sum would stand still at 128.
+    monkeypatch.setitem(TILE_ROWS, "cpu", 8)
+    hidden = torch.ones(4096, 1, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.zeros(4096, dtype=torch.long)
+    fused_logps(hidden, weight, None, targets, HeadSpec()).sum().backward()
+    assert weight.grad.flatten().tolist() == [2048.0, -2048.0]
+
+
+def test_no_positions_give_gradients_of_zero():
+    hidden, weight, bias, _, _ = head_case(WIDE, with_bias=True)
+    targets = torch.zeros(0, dtype=torch.long)
+    logps = fused_logps(hidden[:0], weight, bias, targets, HeadSpec())
+    assert logps.shape == (0,)
+    logps.sum().backward()
+    assert not weight.grad.any()
+    assert not bias.grad.any()
+
+
+def test_a_loss_that_is_not_a_number_shows_in_the_gradient():
+    hidden, weight, bias, targets, _ = head_case(5)
+    (fused_logps(hidden, weight, bias, targets, HeadSpec()) * math.nan).sum().backward()
+    assert hidden.grad.isnan().all()
+    assert weight.grad.isnan().all()
+
+
+def test_a_loss_of_no_slope_gives_gradients_of_zero():
+    hidden, weight, bias, targets, _ = head_case(5)
+    (fused_logps(hidden, weight, bias, targets, HeadSpec()) * 0).sum().backward()
+    assert not hidden.grad.any()
+    assert not weight.grad.any()
+
+
+def test_the_forward_numbers_are_the_same_with_and_without_a_gradient():
+    hidden, weight, _, targets, _ = head_case(WIDE)
+    learning = fused_logps(hidden, weight, None, targets, HeadSpec())
+    with torch.inference_mode():
+        scored = fused_logps(hidden, weight, None, targets, HeadSpec())
+    assert learning.requires_grad
+    assert torch.equal(learning.detach(), scored)
+
+
+def test_a_weight_emptied_after_the_forward_is_read_again_in_the_backward():
+    hidden, weight, _, targets, slopes = head_case(WIDE)
+    (fused_logps(hidden, weight, None, targets, HeadSpec()) * slopes).sum().backward()
+    expected, hidden.grad, weight.grad = (hidden.grad, weight.grad), None, None
+    loss = (fused_logps(hidden, weight, None, targets, HeadSpec()) * slopes).sum()
+    kept, weight.data = weight.data.clone(), torch.empty(0)
+    weight.data = kept
+    loss.backward()
+    assert torch.equal(hidden.grad, expected[0])
+    assert torch.equal(weight.grad, expected[1])
+
+
+def test_a_frozen_head_costs_nothing_of_the_vocabularys_size():
+    small, large = largest_new_tensor(4096), largest_new_tensor(4 * 4096)
+    assert small == large <= 2 * (1 << 22)
+
+
+def largest_new_tensor(vocabulary):
+    hidden, weight, bias, targets, slopes = head_case(vocabulary, with_bias=True, rows=1500)
+    weight.requires_grad_(False)
+    bias.requires_grad_(False)
+    with LargestStorage(ignore={weight.untyped_storage().data_ptr()}) as seen:
+        (fused_logps(hidden, weight, bias, targets, HeadSpec()) * slopes).sum().backward()
+    assert hidden.grad is not None
+    assert weight.grad is bias.grad is None
+    return seen.elements
+
+
+def keeps(logps):
+    """How many tiles of logits wait for the backward pass."""
+    return len(logps.grad_fn.next_functions[0][0].kept.tiles)
+
+
+def head_case(vocabulary, *, with_bias=False, rows=ROWS, dtype=torch.float32):
+    """Leaves that want a gradient, targets, and a slope of the loss for each position."""
+    random = torch.Generator().manual_seed(1)
+    hidden = torch.randn(rows, HIDDEN, generator=random).to(dtype).requires_grad_()
+    weight = torch.randn(vocabulary, HIDDEN, generator=random).to(dtype).requires_grad_()
+    bias = torch.randn(vocabulary, generator=random).to(dtype).requires_grad_()
+    targets = torch.randint(vocabulary, (rows,), generator=random)
+    slopes = torch.randn(rows, generator=random)
+    return hidden, weight, bias if with_bias else None, targets, slopes
+
+
+def gradients(case, spec, room=None):
+    """Those of every leaf there is."""
+    *leaves, targets, slopes = case
+    (fused_logps(*leaves, targets, spec, room) * slopes).sum().backward()
+    return [leaf.grad for leaf in leaves if leaf is not None]
+
+
+def worst_gradient(case, spec, room=None):
+    """The largest difference from float64, as a share of the largest element of its gradient."""
+    gradients(case, spec, room)
+    *leaves, targets, slopes = case
+    doubles = [None if leaf is None else leaf.detach().double().requires_grad_() for leaf in leaves]
+    (float64_logps(*doubles, targets, spec) * slopes.double()).sum().backward()
+    worst = 0.0
+    for leaf, double in zip(leaves, doubles, strict=True):
+        if leaf is not None:
+            assert leaf.grad.dtype == leaf.dtype
+            gap = (leaf.grad.double() - double.grad).abs().max() / double.grad.abs().max()
+            worst = max(worst, gap.item())
+    return worst
+
+
+def float64_logps(hidden, weight, bias, targets, spec):
+    logits = hidden @ weight.t()
+    if bias is not None:
+        logits = logits + bias
+    logits = logits * spec.scale
+    if spec.softcap:
+        logits = spec.softcap * torch.tanh(logits / spec.softcap)
+    return torch.log_softmax(logits, dim=-1).gather(1, targets[:, None]).squeeze(1)

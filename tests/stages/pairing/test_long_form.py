@@ -1,0 +1,208 @@
+"""One row per completion becomes one row per prompt, wherever the rows stood."""
+
+from collections import Counter, defaultdict
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from align.schemas.row_keys import key_rows
+from align.schemas.rows import Role
+from align.stages.pairing import ring as module
+from align.stages.pairing.long_form import merge_same_prompts
+from support.encoded_rows import all_rows, encoded, make_ring, plain, token_lists
+
+PLAIN = {"seed": 0, "carried": ()}
+
+
+def long_row(prompt, completion, score, *, weight=1.0, row=0):
+    return encoded(
+        prompt,
+        completion,
+        roles=(Role.CANDIDATE,),
+        scores=(score,),
+        carried={"weight": weight},
+        row=row,
+    )
+
+
+@st.composite
+def long_rows(draw):
+    pool = draw(st.lists(token_lists(most=3), min_size=1, max_size=6))
+    row = st.tuples(st.sampled_from(pool), token_lists(), st.sampled_from([0.0, 0.5, 1.0]))
+    weights = st.sampled_from([1.0, 2.0])
+    return [
+        long_row(*each, weight=draw(weights), row=index)
+        for index, each in enumerate(draw(st.lists(row, min_size=1, max_size=25)))
+    ]
+
+
+@pytest.mark.slow
+@settings(
+    max_examples=50,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+@given(long_rows(), st.randoms(), st.integers(1, 6), st.sampled_from([1, 60, 10**6]))
+def test_rows_of_one_prompt_become_one_in_any_order(new_folder, records, shuffler, chunk, tokens):
+    ring, intake = make_ring(new_folder(), records, long_form=True, carried=("weight",))
+    rows = all_rows(ring)
+    by_hand = defaultdict(Counter)
+    for each in records:
+        by_hand[tuple(each.prompt)][tuple(each.completions[0]), each.record.scores[0]] += 1
+    found = {row.prompt: Counter((ids, score) for ids, _, score, _ in row.branches) for row in rows}
+    assert found == by_hand
+    assert len(rows) == len(by_hand)
+    assert all(role == Role.CANDIDATE for row in rows for _, role, _, _ in row.branches)
+    assert intake.notes["rows_joined_by_prompt"] == len(records) - len(rows)
+
+    shuffled = records[:]
+    shuffler.shuffle(shuffled)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "TOKENS_PER_RUN", tokens)
+        patch.setattr(module, "TOKENS_PER_MERGE", tokens)
+        again, _ = make_ring(
+            new_folder(), shuffled, chunk=chunk, long_form=True, carried=("weight",)
+        )
+    assert [row._replace(source=None) for row in all_rows(again)] == [
+        row._replace(source=None) for row in rows
+    ]
+
+
+def test_a_joined_row_comes_from_one_of_its_rows(tmp_path):
+    records = [long_row([1], [completion], 0.5, row=completion) for completion in range(5)]
+    (row,) = all_rows(make_ring(tmp_path, records, long_form=True, carried=("weight",))[0])
+    first = row.branches[0][0]
+    assert (row.source[1],) == first
+
+
+def test_a_row_alone_gets_an_id_of_its_content_too(tmp_path):
+    ids = [
+        all_rows(make_ring(tmp_path / str(place), [long_row([1], [2], score)], long_form=True)[0])[
+            0
+        ].row_id
+        for place, score in enumerate((0.5, 1.0, 0.5))
+    ]
+    assert ids[0] != ids[1]
+    assert ids[0] == ids[2]
+
+
+def test_an_id_of_a_joined_row_depends_on_each_of_its_rows(tmp_path):
+    def joined(name, *completions):
+        records = [long_row([1], ids, 0.5) for ids in completions]
+        (row,) = all_rows(make_ring(tmp_path / name, records, long_form=True)[0])
+        return row.row_id
+
+    ids = {joined(str(last), [2], [3], [last]) for last in range(4, 12)}
+    assert len(ids) == 8
+    assert joined("two", [2], [3]) not in ids
+
+
+def joined(*rows, side="left", limit=None):
+    """One prompt; each row its ids before cutting and its completion: what becomes of them."""
+    records = []
+    for place, (prompt, completion) in enumerate(rows):
+        kept, cut = cut_prompt(prompt, side, limit)
+        row = long_row(kept, completion, 0.5, row=place)
+        record = replace(row.record, prompt="the same text", carried={})
+        records.append(replace(row, record=record, prompt_cut=cut))
+    notes = Counter()
+    keyed = key_rows(records, **PLAIN).in_ring_order()
+    merged = merge_same_prompts(keyed, notes, prompt_side=side)
+    found = [
+        (row.prompt, row.prompt_cut, sorted(ids for ids, *_ in row.branches))
+        for row in plain(merged)
+    ]
+    return found, notes
+
+
+def cut_prompt(prompt, side, limit):
+    """As the encoder cuts; BOS stays in front."""
+    if limit is None or len(prompt) <= limit:
+        return prompt, 0
+    cut = len(prompt) - limit
+    if side == "right":
+        return prompt[:limit], cut
+    return ([BOS, *prompt[cut + 1 :]] if prompt[0] == BOS else prompt[cut:]), cut
+
+
+BOS = 99
+SHORT, LONG = [BOS, 1, 2, 3, 4], [BOS, 1, 2, 3, 4, 5]  # 5 is the blank that a word takes over
+
+
+def test_the_prompt_of_a_group_is_what_all_its_rows_begin_with():
+    found, notes = joined((SHORT, [7]), (LONG, [8]), ([BOS, 1, 2, 3, 6], [9]))
+    assert found == [((BOS, 1, 2, 3), 0, [(4, 5, 8), (4, 7), (6, 9)])]
+    assert notes["prompts_shortened_to_what_all_completions_share"] == 1
+
+
+def test_a_completion_that_got_tokens_of_the_prompt_is_known_by_all_of_them(tmp_path):
+    records = [
+        replace(row, record=replace(row.record, prompt="the same text"))
+        for row in (long_row(SHORT, [7], 0.5), long_row(LONG, [8], 0.5))
+    ]
+    (row,) = all_rows(make_ring(tmp_path, records, long_form=True)[0])
+    (alone,) = plain(key_rows([encoded([1], *(ids for ids, *_ in row.branches))], **PLAIN))
+    assert row.completion_keys == alone.completion_keys
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (5, ((BOS, 2, 3, 4), 1, [(5, 8), (7,)])),  # SHORT is whole, LONG is [BOS 2 3 4 5]
+        (4, ((BOS, 3, 4), 2, [(5, 8), (7,)])),  # [BOS 2 3 4] and [BOS 3 4 5]
+        (2, ((BOS,), 4, [(5, 8), (7,)])),  # [BOS 4] and [BOS 5]
+    ],
+)
+def test_prompts_cut_at_their_beginning_are_compared_where_their_tokens_stood(limit, expected):
+    assert joined((SHORT, [7]), (LONG, [8]), limit=limit)[0] == [expected]
+
+
+def test_without_a_bos_a_cut_prompt_begins_with_the_first_token_all_have_kept():
+    found, _ = joined((SHORT[1:], [7]), (LONG[1:], [8]), limit=3)
+    assert found == [((3, 4), 2, [(5, 8), (7,)])]  # [2 3 4] and [3 4 5]
+
+
+def test_prompts_of_which_cutting_left_nothing_in_common_stay_apart():
+    found, notes = joined((SHORT[1:], [7]), (LONG[1:], [8]), limit=1)
+    assert sorted(found) == [((4,), 3, [(7,)]), ((5,), 4, [(8,)])]
+    assert notes["prompts_whose_completions_share_no_token_of_it"] == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ((), ((BOS, 1, 2, 3, 4), 1, [(7,), (8,)])),
+        ((([BOS, 1, 2, 3, 6], [9]),), ((BOS, 1, 2, 3), 2, [(4, 7), (6, 9), (8,)])),
+    ],
+)
+def test_a_prompt_cut_at_its_end_leaves_no_hole_in_a_completion(more, expected):
+    rows = ((SHORT, [7]), (LONG, [8]), *more)  # LONG has lost its 5
+    assert joined(*rows, side="right", limit=5)[0] == [expected]
+
+
+@settings(max_examples=100)
+@given(
+    st.lists(st.integers(1, 3), min_size=4, max_size=8),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(10, 13)), min_size=2, max_size=5),
+    st.booleans(),
+    st.integers(4, 12),
+)
+def test_what_is_joined_continues_the_text_of_each_row(text, ends, has_bos, limit):
+    """Each row keeps so many tokens less of the text as its prompt; the rest is its completion."""
+    whole = [BOS, *text] if has_bos else text
+    rows = [(whole[: len(whole) - less], [*whole[len(whole) - less :], end]) for less, end in ends]
+    found, _ = joined(*rows, limit=limit)
+    if len(found) > 1:
+        return  # cutting left nothing in common
+    ((prompt, cut, completions),) = found
+    head = 1 if has_bos and cut else 0
+    kept = (*whole[:head], *whole[head + cut :])
+    texts = [(*kept, end) for _, end in ends]
+    assert sorted(prompt + ids for ids in completions) == sorted(texts)
+
+
+def test_weights_that_differ_within_a_prompt_are_noted(tmp_path):
+    records = [long_row([1], [2], 0.5), long_row([1], [3], 0.5, weight=2.0), long_row([4], [2], 1)]
+    _, intake = make_ring(tmp_path, records, long_form=True, carried=("weight",))
+    assert intake.notes["prompts_with_more_than_one_weight"] == 1

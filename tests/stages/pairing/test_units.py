@@ -1,0 +1,231 @@
+"""Arcs of the ring and the mismatched branches in them, against one row at a time."""
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from align.schemas.errors import BadDataError
+from align.schemas.row_keys import KeyedRows
+from align.schemas.rows import Role
+from align.stages.pairing import spool, units
+from align.stages.pairing.units import CutRule, build_unit, unit_offsets
+from support.encoded_rows import all_rows, encoded, make_ring, plain
+
+EOS = 9
+STOPS = frozenset({EOS})
+
+relaxed = settings(
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+
+
+@st.composite
+def fitted_records(draw, *, max_length):
+    """Records as the encoder leaves them: fitted to max_length, EOS last unless cut."""
+    body = st.lists(st.sampled_from([1, 2, EOS]), max_size=6)
+    records = []
+    for row in range(draw(st.integers(4, 20))):
+        prompt = draw(st.lists(st.integers(1, 3), min_size=1, max_size=max_length - 1))
+        completions, cut = [], []
+        for tail in draw(st.lists(body, min_size=2, max_size=2)):
+            whole = [*tail, EOS]
+            kept = whole[: max_length - len(prompt)]
+            while len(kept) < len(whole) and kept and kept[-1] == EOS:
+                kept = kept[:-1]
+            completions.append(kept)
+            cut.append(len(whole) - len(kept))
+        if all(completions):
+            records.append(encoded(prompt, *completions, cut=cut, row=row))
+    return records
+
+
+def fit(completion, room):
+    """What a completion becomes behind another prompt; nothing when nothing is left."""
+    if len(completion) <= room:
+        return completion
+    kept = completion[:room]
+    while kept and kept[-1] == EOS:
+        kept = kept[:-1]
+    return kept
+
+
+def by_hand(ring, rows, start, stop, max_length):
+    """Each row of an arc with its mismatched branches, or None where one cannot be had."""
+    every = [(branch[0], branch[3], row.prompt) for row in rows for branch in row.branches]
+    first = sum(len(row.branches) for row in rows[:start])
+    result = []
+    for row in rows[start:stop]:
+        branches = list(row.branches)
+        possible = True
+        for k in range(ring.num_pairs):
+            for place, (own, *_) in enumerate(row.branches):
+                number = first + place
+                partner = int(ring.partners(number, number + 1)[k, 0])
+                fitting = [
+                    (fitted, int(Role.MISMATCHED), None, cut + len(whole) - len(fitted))
+                    for whole, cut, prompt in every[partner:] + every[:partner]
+                    if (fitted := fit(whole, max_length - len(row.prompt)))
+                    and fitted != own
+                    and prompt != row.prompt
+                ]
+                branches += fitting[:1]
+                possible &= bool(fitting)
+        result.append(row._replace(branches=tuple(branches)) if possible else None)
+        first += len(row.branches)
+    return result
+
+
+def read(unit):
+    keys = [0] * len(unit.rows)
+    keyed = KeyedRows(unit.rows, keys, [0] * len(unit.rows.completions))
+    return [row._replace(place=None, completion_keys=None) for row in plain(keyed)]
+
+
+@pytest.mark.slow
+@relaxed
+@given(st.data(), st.integers(2, 9), st.integers(0, 3))
+def test_a_unit_holds_each_rows_own_branches_then_its_partners_k_by_k(
+    new_folder, data, max_length, num_pairs
+):
+    records = data.draw(fitted_records(max_length=max_length))
+    assume(len(records) > 1)
+    try:
+        ring, _ = make_ring(new_folder(), records, num_pairs=num_pairs)
+    except BadDataError:
+        assume(False)
+    rows = all_rows(ring)
+    start = data.draw(st.integers(0, len(rows) - 1))
+    stop = data.draw(st.integers(start + 1, len(rows)))
+    unit = build_unit(ring, start, stop, CutRule(max_length, STOPS))
+    expected = by_hand(ring, rows, start, stop, max_length)
+    good = [row for row in expected if row]
+    assert read(unit) == [row._replace(place=None, completion_keys=None) for row in good]
+    bad = [row.source for row, whole in zip(rows[start:stop], expected, strict=True) if not whole]
+    assert [(row.file, row.row) for row in unit.rejected] == bad
+    assert {row.reason for row in unit.rejected} <= {"no_mismatch"}
+    assert unit.first_key == f"{rows[start].place:016x}"
+    assert unit.last_key == f"{rows[stop - 1].place:016x}"
+
+
+def ring_of_two(folder, one, other):
+    """Two prompts with one completion each: they can only be each other's partners."""
+    return make_ring(folder, [one, other], num_pairs=1)[0]
+
+
+def test_a_row_for_which_no_partner_is_another_text_when_cut_is_rejected_alone(tmp_path):
+    # Behind three tokens of prompt one token fits: [1, 2, EOS] is cut to [1], the row's own.
+    long_prompt = encoded([7, 7, 7], [1], cut=[2], row=0)
+    short_prompt = encoded([8], [1, 2, EOS], row=1)
+    ring = ring_of_two(tmp_path, long_prompt, short_prompt)
+    unit = build_unit(ring, 0, 2, CutRule(4, STOPS))
+    (bad,) = unit.rejected
+    assert (bad.file, bad.row, bad.reason) == (0, 0, "no_mismatch")
+    assert bad.detail.startswith("room for 1 tokens behind the prompt: cut to that, none of the 1 ")
+    (row,) = read(unit)
+    assert row.prompt == (8,)
+    assert [(ids, cut) for ids, _, _, cut in row.branches] == [((1, 2, EOS), 0), ((1,), 2)]
+
+
+def test_a_row_whose_only_partner_has_nothing_left_but_eos_is_rejected(tmp_path):
+    long_prompt = encoded([7, 7, 7], [1], cut=[2], row=0)
+    short_prompt = encoded([8], [EOS, 2, EOS], row=1)  # its text begins with the end-of-turn token
+    unit = build_unit(ring_of_two(tmp_path, long_prompt, short_prompt), 0, 2, CutRule(4, STOPS))
+    assert [bad.reason for bad in unit.rejected] == ["no_mismatch"]
+    assert [row.prompt for row in read(unit)] == [(8,)]
+
+
+@pytest.mark.parametrize("window", [1, 3, 256])
+def test_the_next_text_that_differs_stands_in_for_a_partner_that_does_not(
+    tmp_path, monkeypatch, window
+):
+    # Behind three tokens of prompt one token fits; nine of ten completions begin with [1].
+    monkeypatch.setattr(units, "SEARCH_WINDOW", window)
+    others = [encoded([10 + row], [1, row + 2, EOS], row=row) for row in range(1, 10)]
+    records = [encoded([7, 7, 7], [1], cut=[2]), *others, encoded([30], [2, 3], row=10)]
+    ring, _ = make_ring(tmp_path, records, num_pairs=1)
+    rows = all_rows(ring)
+    place = next(index for index, row in enumerate(rows) if row.prompt == (7, 7, 7))
+    alone = build_unit(ring, place, place + 1, CutRule(4, STOPS))
+    whole = build_unit(ring, 0, len(rows), CutRule(4, STOPS))
+    assert alone.rejected == whole.rejected == ()
+    assert (alone.replaced, whole.replaced) == (1, 1)
+    assert [(ids, cut) for ids, _, _, cut in read(alone)[0].branches] == [((1,), 2), ((2,), 1)]
+    assert read(whole)[place] == read(alone)[0]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_neither_a_partner_nor_what_stands_in_for_one_answers_the_same_prompt(tmp_path, seed):
+    # Behind three tokens of prompt one token fits; of other texts but the own only [3] is another.
+    others = [encoded([10 + row], [1, row + 2, EOS], row=row) for row in range(1, 10)]
+    one = [
+        encoded([7, 7, 7], [1], cut=[2], text="the same"),
+        encoded([7, 7], [2, 5], text="the same", row=20),
+    ]
+    ring, _ = make_ring(tmp_path, [*one, *others, encoded([30], [3])], num_pairs=1, seed=seed)
+    rows = read(build_unit(ring, 0, len(ring), CutRule(4, STOPS)))
+    (long_row,) = (row for row in rows if row.prompt == (7, 7, 7))
+    (short_row,) = (row for row in rows if row.prompt == (7, 7))
+    assert long_row.branches[1][0] == (3,)
+    assert short_row.branches[1][0] != (1,)
+
+
+def test_the_search_for_another_text_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(units, "MOST_SEARCHED", 3)
+    records = [encoded([7, 7, 7], [1], [1], cut=[2, 2])]
+    records += [encoded([10 + row], [1, row + 2, EOS], row=row) for row in range(1, 10)]
+    ring, _ = make_ring(tmp_path, records, num_pairs=2)
+    unit = build_unit(ring, 0, len(ring), CutRule(4, STOPS))
+    assert [(bad.row, bad.reason) for bad in unit.rejected] == [(0, "no_mismatch")]
+    assert "none of the 3 completions" in unit.rejected[0].detail
+
+
+def test_without_eos_nothing_is_taken_off_a_cut_partner(tmp_path):
+    ring = ring_of_two(tmp_path, encoded([7, 7, 7], [1]), encoded([8], [EOS, 2]))
+    rows = read(build_unit(ring, 0, 2, CutRule(4, frozenset())))
+    (long_row,) = (row for row in rows if row.prompt == (7, 7, 7))
+    assert long_row.branches[1][0] == (EOS,)
+
+
+def test_a_unit_may_lose_all_its_rows(tmp_path):
+    ring = ring_of_two(tmp_path, encoded([7, 7, 7], [1], cut=[2]), encoded([8], [1, 2, EOS]))
+    rows = all_rows(ring)
+    place = next(index for index, row in enumerate(rows) if row.prompt == (7, 7, 7))
+    unit = build_unit(ring, place, place + 1, CutRule(4, STOPS))
+    assert (len(unit.rows), [bad.reason for bad in unit.rejected]) == (0, ["no_mismatch"])
+    assert len(unit.rows.completions) == 0
+    assert unit.replaced == 0
+
+
+@relaxed
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=20),
+    st.integers(0, 3),
+    st.integers(1, 6),
+    st.integers(1, 90),
+    st.integers(1, 9),
+)
+def test_units_cover_the_ring_once_and_keep_both_caps(
+    new_folder, sizes, num_pairs, rows, tokens, weighed
+):
+    records = [
+        encoded([index + 10] * prompt, [1] * size) for index, (prompt, size) in enumerate(sizes)
+    ]
+    ring, _ = make_ring(new_folder(), records)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spool, "STRETCH_ROWS", weighed)
+        patch.setattr(spool, "STRETCH_COMPLETIONS", weighed)
+        offsets = unit_offsets(
+            ring.spool, num_pairs=num_pairs, rows_per_unit=rows, tokens_per_unit=tokens
+        )
+    weights = [
+        len(row.prompt) + (1 + num_pairs) * sum(len(branch[0]) for branch in row.branches)
+        for row in all_rows(ring)
+    ]
+    expected, held = [0], 0
+    for place, weight in enumerate(weights):
+        if place > expected[-1] and (place - expected[-1] == rows or held + weight > tokens):
+            expected.append(place)
+            held = 0
+        held += weight
+    assert offsets == (*expected, len(weights))

@@ -1,0 +1,177 @@
+"""Single held-out completions on their way to a file and back."""
+
+import csv
+import io
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from align.schemas.batches import Judged
+from align.schemas.errors import CorruptionError
+from align.schemas.rows import Role
+from align.stages.report.eval_table import (
+    Completion,
+    evaluation_csv,
+    margins_of,
+    read_evaluation,
+    spread_charts,
+)
+
+NAN = float("nan")
+
+
+def judged(row, role, tokens, logp, reference, reward=None):
+    return Judged(row, f"{row:032x}", role, tokens, logp, reference, reward, None, None)
+
+
+PAIRS = [
+    judged(0, Role.CHOSEN, 3, -1.25, -2.0),
+    judged(0, Role.REJECTED, 4, -6.5, -4.0),
+    judged(1, Role.CHOSEN, 2, -3.0, -3.5),
+    judged(1, Role.REJECTED, 2, -3.25, -3.25),
+]
+
+
+# As a method sees them that divides by the length of each.
+REWARDED = [replace(one, reward=(one.logp - one.reference_logp) / one.num_tokens) for one in PAIRS]
+
+
+@pytest.fixture
+def table_of(tmp_path):
+    def write_and_read(completions, kind="log-ratios"):
+        path = tmp_path / "step-00000001.csv"
+        path.write_text(evaluation_csv(completions, kind, decode=None))
+        return read_evaluation(path)
+
+    return write_and_read
+
+
+def test_a_line_says_whose_it_is_and_what_the_policy_thinks():
+    lines = evaluation_csv(PAIRS, "log-ratios", decode=None).splitlines()
+    assert lines[0] == "row,row_id,role,tokens,logp,reference_logp,log_ratio"
+    assert lines[2] == f"0,{0:032x},rejected,4,-6.5,-4.0,-2.5"
+    assert len(lines) == 5
+
+
+@pytest.mark.parametrize(("kind", "name"), [("scores", "policy_score"), ("log-probs", "logp")])
+def test_what_has_no_reference_has_one_number(table_of, kind, name):
+    lines = evaluation_csv(PAIRS[:1], kind, decode=None).splitlines()
+    assert lines == [f"row,row_id,role,tokens,{name}", f"0,{0:032x},chosen,3,-1.25"]
+    assert table_of(PAIRS[:1], kind).kind == kind
+    assert table_of(PAIRS[:1], kind).completions == (Completion(0, "chosen", 3, -1.25),)
+
+
+@pytest.mark.parametrize(
+    "text", ['He said "no",\nthen left', "one\rtwo", "\n\r", "x" * 200_000, " a,b ", "\u2028\x0b"]
+)
+def test_text_survives_whatever_it_is(tmp_path, text):
+    def decode(tokens, continues):
+        assert continues == bool(tokens[0])
+        return text
+
+    bare = judged(0, Role.DESIRABLE, 1, -1.0, -1.5)
+    one = replace(bare, prompt=np.array([0]), completion=np.array([1]))
+    path = tmp_path / "step-00000001.csv"
+    path.write_bytes(evaluation_csv([one, one], "log-ratios", decode=decode).encode())
+    limit = csv.field_size_limit()
+    assert [found.value for found in read_evaluation(path).completions] == [0.5, 0.5]
+    assert csv.field_size_limit() == limit
+    with path.open(newline="", encoding="utf-8") as source:
+        csv.field_size_limit(1_000_000)
+        lines = list(csv.DictReader(source))
+        csv.field_size_limit(limit)
+    assert [(line["prompt"], line["completion"]) for line in lines] == [(text, text)] * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "cell"),
+    [
+        ('=HYPERLINK("http://x";"y")', '\'=HYPERLINK("http://x";"y")'),
+        ("+1+cmd|' /C calc'!A0", "'+1+cmd|' /C calc'!A0"),
+        ("-2+3", "'-2+3"),
+        ("@SUM(A1)", "'@SUM(A1)"),
+        ("\t=1", "'\t=1"),
+        ("\r=1", "'\r=1"),
+        ("-2.5", "-2.5"),
+        ("+7", "+7"),
+        ("1 - 2 = -1", "1 - 2 = -1"),
+    ],
+)
+def test_no_spreadsheet_computes_what_a_model_wrote(text, cell):
+    one = replace(PAIRS[1], row_id="=1+1", prompt=np.array([0]), completion=np.array([1]))
+    written = evaluation_csv([one], "log-ratios", decode=lambda *_: text)
+    (line,) = csv.DictReader(io.StringIO(written, newline=""))
+    assert (line["prompt"], line["completion"], line["row_id"]) == (cell, cell, "'=1+1")
+    assert float(line["log_ratio"]) == -2.5  # a negative number is no text
+
+
+def test_it_is_read_back_as_it_was(table_of):
+    table = table_of(PAIRS)
+    assert (table.kind, table.others) == ("log-ratios", 0)
+    assert table.completions == (
+        Completion(0, "chosen", 3, 0.75),
+        Completion(0, "rejected", 4, -2.5),
+        Completion(1, "chosen", 2, 0.5),
+        Completion(1, "rejected", 2, 0.0),
+    )
+
+
+def test_what_is_not_finite_is_counted_and_not_drawn(table_of):
+    table = table_of([*PAIRS, judged(2, Role.CHOSEN, 1, NAN, -1.0)])
+    assert (len(table.completions), table.others) == (4, 1)
+    assert "without 1 not finite" in spread_charts({0: table})
+
+
+def test_margins_are_of_rewards_in_rows_with_good_and_bad_completions(table_of):
+    # .75 / 3 + 2.5 / 4 and .5 / 2 - 0
+    assert margins_of(table_of(REWARDED).completions) == [0.875, 0.25]
+    several = [
+        Completion(0, "desirable", 1, 0.1, 5.0),
+        Completion(0, "desirable", 1, 0.1, -5.0),
+        Completion(0, "undesirable", 1, 0.1, 0.0),
+        Completion(0, "undesirable", 1, 0.1, 4.0),
+        Completion(1, "desirable", 1, 0.1, 5.0),
+    ]
+    assert margins_of(several) == [-2.0]
+    alone = table_of([judged(0, Role.DESIRABLE, 3, -1.0, -2.0, 1.0)])
+    assert "Margins of rewards" not in spread_charts({0: alone})
+
+
+def test_what_a_method_compares_stands_beside_the_log_ratio(table_of):
+    lines = evaluation_csv(REWARDED, "log-ratios", decode=None).splitlines()
+    assert lines[0] == "row,row_id,role,tokens,logp,reference_logp,log_ratio,reward"
+    assert lines[2] == f"0,{0:032x},rejected,4,-6.5,-4.0,-2.5,-0.625"
+    assert [one.reward for one in table_of(REWARDED).completions] == [0.25, -0.625, 0.25, 0.0]
+
+
+def test_a_method_that_compares_nothing_has_no_rewards_and_no_margins(table_of):
+    assert [one.reward for one in table_of(PAIRS).completions] == [None] * 4
+    assert "Margins of rewards" not in spread_charts({0: table_of(PAIRS)})
+
+
+def test_margins_of_the_first_evaluation_are_drawn_where_they_are_spread(table_of):
+    last = table_of(REWARDED)
+    narrow = table_of([replace(one, reward=one.reference_logp) for one in PAIRS])
+    same = table_of([replace(one, reward=0.0) for one in PAIRS])
+    assert "after step 0" in spread_charts({0: narrow, 9: last})
+    told = spread_charts({0: same, 9: last})
+    assert "after step 9" in told
+    assert "after step 0" not in told
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "row,role\n1,chosen\n",
+        "row,row_id,role,tokens,log_ratio\nx,,,,\n",
+        "no\ntable",
+        "",
+        "caf\xe9",
+    ],
+)
+def test_a_damaged_file_is_told(tmp_path, text):
+    path = tmp_path / "step-00000001.csv"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(CorruptionError, match="step-00000001.csv is damaged"):
+        read_evaluation(path)

@@ -1,0 +1,172 @@
+import dataclasses
+import os
+import random
+import shutil
+import sys
+
+import pyarrow.parquet as pq
+import pytest
+
+from align.schemas.errors import CorruptionError
+from align.stages.storage.manifest_file import load_manifest, root_of, write_manifest
+from align.stages.storage.shards import iter_row_groups, read_shard, write_shard
+from align.stages.storage.verify_cache import check_shard, damaged_units, verify_cache
+
+FLIPS = 3_000
+
+
+@pytest.fixture(name="shard")
+def _shard(cache):
+    return cache.data / load_manifest(cache).shards[1].file
+
+
+def test_a_whole_cache_is_verified(cache):
+    assert verify_cache(cache) == load_manifest(cache)
+
+
+def test_a_flipped_bit_anywhere_in_a_shard_is_noticed(cache, shard):
+    commit, good = load_manifest(cache).shards[1], shard.read_bytes()
+    draw = random.Random(1)
+    places = draw.sample(range(len(good)), min(FLIPS, len(good)))
+    for place in places:
+        put_byte(shard, place, good[place] ^ 1 << draw.randrange(8))
+        with pytest.raises(CorruptionError, match="unit 1"):
+            check_shard(cache, commit)
+        put_byte(shard, place, good[place])
+    check_shard(cache, commit)
+
+
+def put_byte(path, place, byte):
+    with path.open("r+b") as file:
+        file.seek(place)
+        file.write(bytes([byte]))
+
+
+def test_a_flipped_bit_in_a_page_never_gives_a_wrong_value(tmp_path, make_block, fork):
+    """With the digest out of the way: the page checksums alone, in a child that may crash."""
+    path = tmp_path / "shard"
+    write_shard(path, make_block(300, 1, token_logps=True))
+    good, table = path.read_bytes(), pq.read_table(path)
+    footer = len(good) - 8 - int.from_bytes(good[-8:-4], "little")
+    draw = random.Random(2)
+
+    def flip():
+        wrong = 0
+        for place in draw.sample(range(4, footer), 1_500):
+            put_byte(path, place, good[place] ^ 1 << draw.randrange(8))
+            try:
+                read_shard(path)
+                found = list(iter_row_groups(path))
+                wrong += not found[0].equals(table)
+            except CorruptionError:
+                pass
+            put_byte(path, place, good[place])
+        assert wrong == 0
+
+    assert fork(flip) == 0
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda good, draw: good[: draw.randrange(len(good))],
+        lambda good, draw: good + b"\0",
+        lambda good, draw: b"",
+        lambda good, draw: good[:64] + bytes(64) + good[128:],
+        lambda good, draw: bytes(len(good)),
+        lambda good, draw: good[64:128] + good[:64] + good[128:],
+    ],
+)
+def test_other_damage_is_noticed_and_its_unit_named(cache, shard, damage):
+    good, draw = shard.read_bytes(), random.Random(3)
+    for _ in range(40):
+        shard.write_bytes(damage(good, draw))
+        assert list(damaged_units(cache, load_manifest(cache))) == [1]
+    with pytest.raises(CorruptionError, match=r"1 of 7 files are damaged(.|\n)*unit 1"):
+        verify_cache(cache)
+
+
+def test_swapped_and_missing_shards_are_noticed_and_extra_ones_ignored(cache, shard):
+    (cache.data / "notes.txt").write_text("mine")
+    shutil.copy(shard, cache.data / f"part-00000077-{'0' * 16}.parquet")
+    verify_cache(cache)
+    other = cache.data / load_manifest(cache).shards[0].file
+    held = shard.read_bytes()
+    shard.write_bytes(other.read_bytes())
+    other.write_bytes(held)
+    assert list(damaged_units(cache, load_manifest(cache))) == [0, 1]
+    shard.unlink()
+    assert list(damaged_units(cache, load_manifest(cache))) == [0, 1]
+
+
+@pytest.mark.parametrize("place", range(4))  # preparation's, and one of each unit
+def test_a_damaged_quarantine_is_noticed(cache, place):
+    file = cache.root / load_manifest(cache).quarantine[place].file
+    file.write_bytes(b"")
+    with pytest.raises(CorruptionError, match="quarantine"):
+        verify_cache(cache)
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder", "link to a folder"])
+def test_what_is_not_a_file_is_never_read(cache, shard, tmp_path, kind):
+    """A link to the very same bytes is refused like any other."""
+    outside = shard.rename(tmp_path / "outside")
+    if kind == "link":
+        shard.symlink_to(outside)
+    elif kind == "pipe":
+        os.mkfifo(shard)
+    elif kind == "folder":
+        shard.mkdir()
+    else:
+        shard.symlink_to(tmp_path)
+    with pytest.raises(CorruptionError, match=r"unit 1.*cannot be opened"):
+        check_shard(cache, load_manifest(cache).shards[1])
+
+
+def test_a_data_folder_that_is_a_link_is_refused(cache, tmp_path):
+    cache.data.rename(tmp_path / "elsewhere")
+    cache.data.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CorruptionError, match="cannot be opened"):
+        check_shard(cache, load_manifest(cache).shards[1])
+
+
+def test_a_name_that_leads_elsewhere_is_refused_before_anything_is_opened(cache, opened):
+    commit = load_manifest(cache).shards[1]
+    opened.clear()
+    for name in ("../manifest.json", "a/../b", "", "..", commit.file + "\n", commit.file + "\0"):
+        with pytest.raises(CorruptionError, match="no name of a shard"):
+            check_shard(cache, dataclasses.replace(commit, file=name))
+    assert opened == []
+
+
+@pytest.fixture(name="opened")
+def _opened():
+    """Paths opened while the test runs; an audit hook can never be removed, only silenced."""
+    paths, listening = [], [True]
+
+    def hear(event, arguments):
+        if event == "open" and listening:
+            paths.append(arguments[0])
+
+    sys.addaudithook(hear)
+    yield paths
+    listening.clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("rows", 9), ("branches", 1), ("tokens", 1), ("logp_sum", 0.5), ("ids_digest", "0" * 64)],
+)
+def test_a_manifest_that_describes_its_shards_wrongly_is_refused(cache, name, value):
+    manifest = load_manifest(cache)
+    shards = list(manifest.shards)
+    shards[1] = dataclasses.replace(shards[1], **{name: value})
+    totals = {
+        total: sum(getattr(shard, total) for shard in shards)
+        for total in ("rows", "branches", "tokens")
+    }
+    wrong = dataclasses.replace(manifest, shards=tuple(shards), **totals)
+    cache.manifest.unlink()
+    write_manifest(cache, dataclasses.replace(wrong, root=root_of(wrong)))
+    with pytest.raises(CorruptionError, match=rf"unit 1: its manifest says {name} {value} instead"):
+        verify_cache(cache)

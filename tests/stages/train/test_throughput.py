@@ -1,0 +1,132 @@
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from align.schemas.batches import Cursor, MicroBatch, StepBatch
+from align.schemas.errors import CorruptionError
+from align.schemas.rows import Tree
+from align.stages.train import throughput as meter_module
+from align.stages.train.loop import Halts, next_batch
+from align.stages.train.step import added, means_of
+from align.stages.train.throughput import Meter, forget_peak, peak_mib
+
+ALONE = SimpleNamespace(total=lambda values: values)
+NEVER = Halts(lambda: False, math.inf)
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(meter_module, "time", clock)
+    return clock
+
+
+def micro_batch(*lengths):
+    """Rows of so many tokens: a prompt, and a completion of one token."""
+    token = np.zeros(1, dtype=np.int32)
+    nothing = np.empty(0)
+    return MicroBatch(
+        trees=tuple(Tree(np.zeros(length - 1, dtype=np.int32), (token,)) for length in lengths),
+        roles=nothing.astype(np.int8),
+        reference=nothing,
+        scores=nothing,
+        places=nothing.astype(np.int64),
+        reference_tokens=None,
+        carried={},
+        row_ids=(),
+    )
+
+
+def test_a_lap_tells_how_fast_the_step_was(clock):
+    meter = Meter(pads=True)
+    meter.runs(tokens=300, padded=400)
+    with meter.waiting():
+        clock.now += 0.5
+    clock.now += 1.5
+    told = means_of(meter.lap(rows=8))
+    assert told["speed/step_seconds"] == 2
+    assert told["speed/tokens_per_second"] == 150
+    assert told["speed/rows_per_second"] == 4
+    assert told["speed/data_wait_seconds"] == 0.5
+    assert told["padding"] == 0.25
+    assert told["tokens"] == 300
+
+
+def test_a_run_does_not_answer_for_the_memory_of_an_earlier_one():
+    forget_peak()
+    before = peak_mib()
+    assert before > 50  # torch alone takes more
+    earlier = np.ones(64 * 2**20 // 8)
+    assert peak_mib() > before + 50
+    del earlier
+    forget_peak()
+    assert peak_mib() < before + 20
+
+
+def test_what_lies_before_a_restart_belongs_to_no_step(clock):
+    meter = Meter(pads=False)
+    meter.runs(tokens=100, padded=100)
+    clock.now += 60  # an evaluation
+    meter.restart()
+    clock.now += 1
+    assert means_of(meter.lap(rows=1))["speed/tokens_per_second"] == 100
+    clock.now += 2
+    assert means_of(meter.lap(rows=1))["speed/step_seconds"] == 2
+
+
+def test_a_wait_that_fails_is_counted_all_the_same(clock):
+    def late():
+        clock.now += 3
+        raise CorruptionError("part-3 is damaged")
+        yield
+
+    meter = Meter(pads=False)
+    with pytest.raises(CorruptionError):
+        next_batch(ALONE, late(), meter, NEVER)
+    assert means_of(meter.lap(rows=1))["speed/data_wait_seconds"] == 3
+
+
+@pytest.mark.parametrize(("pads", "padding"), [(False, 0.0), (True, 1 - 22 / 27)])
+def test_padding_is_the_share_of_tokens_that_fill_up_micro_batches(pads, padding):
+    meter = Meter(pads=pads)
+    batch = StepBatch(
+        cursor=Cursor(0, 0),
+        own=(micro_batch(3, 5), micro_batch(2), micro_batch()),  # 10 tokens in 2 * 5 + 2
+        mismatched=(micro_batch(4, 3, 5),),  # 12 in 3 * 5
+        rows=3,
+        branches=3,
+        tokens=3,
+        chosen_tokens=3,
+        mismatched_branches=3,
+    )
+    next_batch(ALONE, iter([batch]), meter, NEVER)
+    told = means_of(meter.lap(rows=3))
+    assert told["tokens"] == 22
+    assert told["padding"] == pytest.approx(padding)
+
+
+def test_the_speed_of_several_steps_is_that_of_all_of_them(clock):
+    meter = Meter(pads=True)
+    laps = []
+    for seconds, tokens, padded in ((1, 100, 100), (3, 500, 1000)):
+        meter.runs(tokens=tokens, padded=padded)
+        clock.now += seconds
+        laps.append(meter.lap(rows=4))
+    told = means_of(added(*laps))
+    assert told["speed/tokens_per_second"] == 150  # 600 in 4 s; the mean of both is 133
+    assert told["speed/rows_per_second"] == 2
+    assert told["speed/step_seconds"] == 2
+    assert told["padding"] == pytest.approx(500 / 1100)
+    assert told["tokens"] == 300  # of a step

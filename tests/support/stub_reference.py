@@ -1,0 +1,89 @@
+"""A reference without a model: log-probabilities from a hash of two neighbouring tokens."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from zlib import crc32
+
+import numpy as np
+
+from align.schemas.rows import Ragged
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    from numpy.typing import NDArray
+
+    from align.schemas.rows import Tree
+
+_NO_TOKEN = -1  # stands before the first completion token when the prompt is empty
+
+
+@dataclass(frozen=True)
+class StubReference:
+    """Scores any tokens at once; another name gives other scores and another identity."""
+
+    name: str = "stub"
+
+    def identity(self) -> Mapping[str, str]:
+        """What makes the scores: the name and this rule's version."""
+        return {"model": self.name, "rule": "hashed-pairs-1", "dtype": "float32"}
+
+    def hidden_size(self) -> int:
+        """A width that planners may count with."""
+        return 64
+
+    def open(self) -> StubScorer:
+        """There is nothing to load."""
+        return StubScorer(salt=crc32(self.name.encode()))
+
+
+@dataclass(frozen=True)
+class StubScorer:
+    """log p(token | previous token) = -6 u^2 - 1/1024, with u in [0, 1) hashed from the pair."""
+
+    salt: int
+    pads: bool = False
+
+    def score(self, trees: Sequence[Tree]) -> NDArray[np.float32]:
+        """Scores one batch: every completion token, in the order tree, branch, token."""
+        branches = Ragged.of([branch for tree in trees for branch in tree.branches], np.int32)
+        filled = branches.lengths > 0
+        previous = np.empty_like(branches.values)
+        previous[1:] = branches.values[:-1]
+        previous[branches.offsets[:-1][filled]] = _last_prompt_tokens(trees)[filled]
+        return _hashed_logps(previous, branches.values, self.salt)
+
+    def in_float32(self) -> AbstractContextManager[None]:
+        """It computes in nothing else."""
+        return nullcontext()
+
+    def describe(self) -> Mapping[str, str]:
+        """There is only one way to score."""
+        return {"path": "stub"}
+
+
+def _last_prompt_tokens(trees: Sequence[Tree]) -> NDArray[np.int32]:
+    lasts = [tree.prompt[-1] if len(tree.prompt) else _NO_TOKEN for tree in trees]
+    return np.repeat(np.array(lasts, dtype=np.int32), [len(tree.branches) for tree in trees])
+
+
+def _hashed_logps(
+    previous: NDArray[np.int32], tokens: NDArray[np.int32], salt: int
+) -> NDArray[np.float32]:
+    mixed = previous.astype(np.uint32) * np.uint32(0x9E3779B1)
+    mixed ^= tokens.astype(np.uint32) + np.uint32(salt)
+    mixed ^= mixed >> np.uint32(16)
+    mixed *= np.uint32(0x85EBCA6B)
+    mixed ^= mixed >> np.uint32(13)
+    mixed *= np.uint32(0xC2B2AE35)
+    mixed ^= mixed >> np.uint32(16)
+    uniform = (mixed >> np.uint32(8)).astype(np.float32)  # 24 bits fit a float32 exactly
+    uniform *= np.float32(2.0**-24)
+    uniform *= uniform
+    uniform *= np.float32(-6)
+    uniform -= np.float32(2.0**-10)
+    return uniform
