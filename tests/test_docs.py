@@ -26,8 +26,8 @@ from align.stages.methods.table import METHODS, recipe_of
 from align.stages.storage.shard_columns import shard_schema
 from support.command import align
 from support.pages import PAGES, ROOT, anchors, blocks, codes, commands, links, name_of, page
+from support.rooms import ROOMS
 
-ROOMS = ("pipeline", "schemas", "stages")
 README = page("README.md").read_text(encoding="utf-8")
 COMMANDS = typer.main.get_command(cli.app).commands
 FLAGS = {

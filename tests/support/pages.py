@@ -4,13 +4,11 @@ import re
 import shlex
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 from markdown_it import MarkdownIt
 
-from align import cli
+from support.rooms import ROOT
 
-ROOT = Path(cli.__file__).resolve().parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "examples" / "README.md"])
 _MARKDOWN = MarkdownIt("commonmark").enable("table")
 _PUNCTUATION = re.compile(r"[^\w\- ]")
