@@ -354,14 +354,10 @@ def tiny_world(
 
 def _precompute(config: Config, *, join: bool) -> None:
     from .pipeline.precompute import precompute
-    from .schemas.errors import UsageError
+    from .pipeline.precompute_plan import require_model
     from .stages.model.reference import HfReference
 
-    if not config.model.path:
-        raise UsageError(
-            "No reference model. Pass --model DIR, set ALIGN_MODEL, or run `align init` and set "
-            "model.path in align.yaml."
-        )
+    require_model(config)
     reference, worker = HfReference(config.model), _worker(join=join)
     outcome = precompute(config, reference, progress=progress_of_first(), worker=worker)
     say_once(outcome.text())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..schemas.cache import Stops
 from ..stages.data.tokenizer import decoder
-from ..stages.report.export_trl import export_trl
+from ..stages.report.export_trl import Decode, export_trl
 from ..stages.storage.cache_folder import CacheFolder
 from ..stages.storage.manifest_file import load_manifest
 
@@ -15,6 +15,12 @@ from ..stages.storage.manifest_file import load_manifest
 def export(cache: Path, target: Path, *, model: str | None, overwrite: bool) -> int:
     """Writes `target` with TRL's column names; returns how many rows it holds."""
     folder = CacheFolder(cache)
+    decode = text_of(folder, model)
+    return export_trl(folder, target, decode=decode, overwrite=overwrite)
+
+
+def text_of(folder: CacheFolder, model: str | None = None) -> Decode:
+    """Turns the ids of a cache into text, by the tokenizer of its reference or of `model`."""
     manifest = load_manifest(folder)
     decode_one = decoder(model or manifest.model, Stops.of(manifest.fingerprint).tokens)
 
@@ -22,4 +28,4 @@ def export(cache: Path, target: Path, *, model: str | None, overwrite: bool) -> 
         # Others add BOS and EOS themselves.
         return [decode_one(ids, continues) for ids in lists]
 
-    return export_trl(folder, target, decode=decode, overwrite=overwrite)
+    return decode

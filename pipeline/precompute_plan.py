@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..schemas.cache import FORMAT_VERSION, FileEntry, InputEntry, Plan, file_identity
 from ..schemas.config import Config
-from ..schemas.errors import BadDataError, CorruptionError, StorageError, told
+from ..schemas.errors import BadDataError, CorruptionError, StorageError, UsageError, told
 from ..schemas.json_codec import digest
 from ..schemas.rows import Reference, Rejected
 from ..stages.data.data_schema import Shape, common_shape
@@ -79,6 +79,15 @@ class Job:
             return False
         found = path.stat()
         return _published_plan(self.folder, (found.st_ino, found.st_mtime_ns)) == self.plan_key
+
+
+def require_model(config: Config) -> None:
+    """Refuses a config without a reference model, before anything heavy is loaded."""
+    if not config.model.path:
+        raise UsageError(
+            "No reference model. Pass --model DIR, set ALIGN_MODEL, or run `align init` and set "
+            "model.path in align.yaml."
+        )
 
 
 def open_job(config: Config, reference: Reference) -> Job:

@@ -52,6 +52,7 @@ def open_records(session: Session, start: Start, progress: Progress) -> Iterator
             keep_through=keep_through,
             is_evaluated=_is_evaluated(start.checkpoint),
         )
+        run.callbacks = session.job.callbacks
     else:
         progress = NoProgress()
     status = "FAILED"

@@ -41,15 +41,21 @@ STEP = re.compile(rb'^{"step": ([0-9]+), .*}$', re.MULTILINE)  # a whole line
 
 def write_report(root: Path) -> Path:
     """Makes the page of a run, whether or not it is over; returns where it lies."""
+    folder = training_folder(root)
+    fs.drop_drafts(folder.report)
+    fs.publish(folder.report, _page(folder).encode(), label="report")
+    return folder.report
+
+
+def training_folder(root: Path) -> RunFolder:
+    """The folder of a training run that has begun; any other is refused."""
     folder = RunFolder(root)
     if not (folder.metrics.exists() and folder.config.exists()):
         raise UsageError(
             f"{root} holds no training run: it lacks {folder.metrics.name} or "
             f"{folder.config.name}. Name the --output of `align train`."
         )
-    fs.drop_drafts(folder.report)
-    fs.publish(folder.report, _page(folder).encode(), label="report")
-    return folder.report
+    return folder
 
 
 def _page(folder: RunFolder) -> str:

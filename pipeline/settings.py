@@ -68,7 +68,7 @@ class Settings:
 
 def load_settings(
     flags: Mapping[str, Any],
-    sets: Sequence[str],
+    sets: Sequence[str] | Mapping[str, Any],
     *,
     file: Path | None,
     data: Sequence[str] = (),
@@ -88,7 +88,8 @@ def load_settings(
         layers.append(("ALIGN_MODEL", {"model.path": os.environ["ALIGN_MODEL"]}))
     given = {key: value for key, value in flags.items() if value is not None}
     layers.append(("flag", given | ({"data.files": list(data)} if data else {})))
-    layers.append(("--set", dict(_parse_set(text) for text in sets)))
+    parsed = sets if isinstance(sets, Mapping) else dict(map(_parse_set, sets))
+    layers.append(("--set", dict(parsed)))
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for origin, layer in layers:

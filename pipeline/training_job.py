@@ -26,6 +26,7 @@ from ..stages.storage.cache_folder import CacheFolder
 from ..stages.storage.checkpoints import read_checkpoint
 from ..stages.storage.manifest_file import load_manifest
 from ..stages.storage.run_folder import RunFolder
+from ..stages.tracking.journal import Callback
 from .settings import Settings
 from .train_checks import (
     policy_identity,
@@ -59,6 +60,7 @@ class TrainingJob:
     begins_as_reference: bool
     max_seconds: float
     tags: Mapping[str, str] = field(default_factory=dict)  # for the tracking store
+    callbacks: tuple[Callback, ...] = ()
 
     def zero_stage(self, world_size: int) -> int:
         """How much of the policy's state so many ranks share."""

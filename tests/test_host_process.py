@@ -47,26 +47,19 @@ import align, align.cli, align.stages.engine.distributed, align.stages.engine.de
 import align.pipeline.train, align.pipeline.sweep, align.pipeline.verify
 compare("import")
 
-from align.pipeline.precompute import precompute
-from align.pipeline.settings import load_settings
-from align.pipeline.train import run_training
-from align.pipeline.training_job import open_training
 from align.pipeline.mlflow_sync import sync_run
-from align.pipeline.scoring_worker import Worker
-from align.stages.model.reference import HfReference
-from align.stages.tracking.progress import NoProgress
+from align.schemas.config import TrackingOptions
 from pathlib import Path
 
-uri = f"tracking.uri=sqlite:///{home}/mlflow.db"
-sets = [uri, f"cache.output={home}/cache", f"model.path={model}", "train.lr=0.001"]
-config = load_settings({}, sets, file=None, data=[data]).config
-precompute(config, HfReference(config.model), progress=NoProgress(), worker=Worker())
+store = {"tracking.uri": f"sqlite:///{home}/mlflow.db"}
+align.precompute(data, model=model, output=f"{home}/cache", settings=store)
 compare("stage 1")
-more = ["train.method=dpo", "train.max_steps=1", "train.eval_fraction=0.2"]
-settings = load_settings({}, [*sets, *more, f"train.output={home}/run"], file=None)
-run_training(open_training(settings), progress=NoProgress())
+few = {"train.max_steps": 1, "train.eval_fraction": 0.2, "train.lr": 0.001}
+align.train("dpo", cache=f"{home}/cache", output=f"{home}/run", settings=store | few)
 compare("stage 2")
-sync_run(Path(home) / "run", config.tracking)
+align.load_cache(f"{home}/cache", text=True).collect()
+compare("load_cache")
+sync_run(Path(home) / "run", TrackingOptions(uri=store["tracking.uri"]))
 compare("mlflow-sync")
 """
 

@@ -60,7 +60,7 @@ def may_import(importer, imported):
     """Whether the arrow from one room to another points down."""
     if importer == imported or imported in {"schemas", "__version__"}:
         return True
-    if importer in {"__main__", "cli"}:
+    if importer in {"", "__main__", "cli"}:
         return True
     if importer == "pipeline":
         return imported.startswith("stages.")

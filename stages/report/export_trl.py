@@ -1,4 +1,4 @@
-"""A cache as one flat Parquet file, its columns named as TRL's trainers name them.
+"""A cache as one flat table, its columns named as TRL's trainers name them.
 
 Each `..._ids` column stands beside the text it decodes to: text can be tokenized differently
 elsewhere, ids cannot. The second and later mismatches of a completion get a number after their
@@ -10,20 +10,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol, TypeAlias
 
 import numpy as np
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from ...schemas.cache import Manifest
 from ...schemas.errors import CorruptionError, UsageError
-from ...schemas.rows import Ragged, Role, RowBlock, ScoredBlock
+from ...schemas.rows import Role
 from ..storage import fs
 from ..storage.cache_folder import CacheFolder
 from ..storage.manifest_file import load_manifest
-from ..storage.shard_columns import read_block, row_ids
+from ..storage.shard_columns import carried_names, read_block
 from ..storage.shards import iter_row_groups
 
 
@@ -46,14 +49,48 @@ def _require_free(target: Path, *, overwrite: bool) -> None:
         raise UsageError(f"{target} exists. Pass --overwrite, or choose another --output.")
 
 
-def _flat_tables(folder: CacheFolder, decode: Decode) -> Iterator[pa.Table]:
+def scan_trl(folder: CacheFolder, decode: Decode | None = None) -> pl.LazyFrame:
+    """The same columns as a query over the shards that the manifest names; text if it is decoded.
+
+    Only the first rows are looked at now. Rows of another kind are refused as they are read.
+    """
+    manifest = _require_rows(folder)
+    paths = [folder.data / shard.file for shard in manifest.shards]
+    for path, shard in zip(paths, manifest.shards, strict=True):
+        if not path.is_file() or path.stat().st_size != shard.bytes:
+            raise CorruptionError(
+                f"{path} is not there as the manifest has it. Restore it from a copy, or make the "
+                "cache anew."
+            )
+    first = next(group for path in paths for group in iter_row_groups(path) if len(group))
+    scan = pl.scan_parquet(paths, glob=False, hive_partitioning=False)
+    return _flat(scan, _layout_of(first, source=str(paths[0])), decode)
+
+
+def _require_rows(folder: CacheFolder) -> Manifest:
     manifest = load_manifest(folder)
     if not manifest.rows:
         raise UsageError(f"{folder.root} holds no rows, so there is nothing to export.")
-    for shard in manifest.shards:
+    return manifest
+
+
+def _flat_tables(folder: CacheFolder, decode: Decode) -> Iterator[pa.Table]:
+    for shard in _require_rows(folder).shards:
         path = folder.data / shard.file
         for group in iter_row_groups(path):
-            yield flat_table(read_block(group, source=str(path)), decode, source=str(path))
+            read_block(group, source=str(path))
+            layout = _layout_of(group, source=str(path))
+            rows = pl.DataFrame(pl.from_arrow(group.select(layout.columns)))
+            table = _flat(rows.lazy(), layout, decode).collect().to_arrow()
+            plain = [(field.name, _plain(field.type)) for field in table.schema]
+            yield table.cast(pa.schema(plain))
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    """Lists and strings as any reader knows them: polars has the large ones alone."""
+    if pa.types.is_large_list(kind):
+        return pa.list_(_plain(kind.value_type))
+    return pa.string() if pa.types.is_large_string(kind) else kind
 
 
 def _write(sink: BinaryIO, tables: Iterator[pa.Table]) -> int:
@@ -65,9 +102,7 @@ def _write(sink: BinaryIO, tables: Iterator[pa.Table]) -> int:
                 opened = pq.ParquetWriter(sink, table.schema, compression="zstd")
                 writer = stack.enter_context(opened)
             if not table.schema.equals(writer.schema):
-                raise CorruptionError(
-                    "The shards of this cache hold different kinds of rows. Make the cache anew."
-                )
+                raise CorruptionError(_MIXED)
             writer.write_table(table)
             num_rows += len(table)
     return num_rows
@@ -81,133 +116,44 @@ class Decode(Protocol):
         ...
 
 
-def flat_table(block: ScoredBlock, decode: Decode, *, source: str) -> pa.Table:
-    """The rows of a block as another trainer wants them; unpaired rows have one branch each."""
-    branches = branches_of(block.rows, source=source)
-    make = {"paired": _paired, "unpaired": _unpaired, "scored": _scored}[branches.kind]
-    return pa.table(make(_Flat(block, branches, decode)))
-
-
-def _paired(flat: _Flat) -> dict[str, pa.Array]:
-    roles = flat.block.rows.roles[flat.branches.own]
-    columns = flat.of_rows(np.arange(len(flat.block.rows)))
-    for name, role in (("chosen", Role.CHOSEN), ("rejected", Role.REJECTED)):
-        places = np.flatnonzero(roles == role)
-        columns |= flat.completions(name, f"{name}_ids", flat.branches.own[places])
-        columns[f"ref_{name}_logps"] = flat.logps(flat.branches.own[places])
-        for suffix, mismatched in flat.levels():
-            partner = f"KL_{name}"
-            columns |= flat.completions(
-                partner + suffix, f"{partner}_ids{suffix}", mismatched[places]
-            )
-            columns[f"ref_{name}_KL_logps{suffix}"] = flat.logps(mismatched[places])
-    return columns
-
-
-def _unpaired(flat: _Flat) -> dict[str, pa.Array]:
-    own = flat.branches.own
-    columns = flat.of_rows(flat.block.rows.row_of_branch[own])
-    columns |= flat.completions("completion", "completion_ids", own)
-    columns["label"] = pa.array(flat.block.rows.roles[own] == Role.DESIRABLE)
-    columns["ref_logps"] = flat.logps(own)
-    for suffix, mismatched in flat.levels():
-        names = f"KL_completion{suffix}", f"KL_completion_ids{suffix}"
-        columns |= flat.completions(*names, mismatched)
-        columns[f"ref_KL_logps{suffix}"] = flat.logps(mismatched)
-    return columns
-
-
-def _scored(flat: _Flat) -> dict[str, pa.Array]:
-    own = flat.branches.own
-    columns = flat.of_rows(np.arange(len(flat.block.rows)))
-    lists = flat.completions("completions", "completion_ids", own)
-    lists["scores"] = pa.array(flat.block.rows.scores[own], from_pandas=True)
-    lists["ref_logps"] = flat.logps(own)
-    for suffix, mismatched in flat.levels():
-        names = f"KL_completions{suffix}", f"KL_completion_ids{suffix}"
-        lists |= flat.completions(*names, mismatched)
-        lists[f"ref_KL_logps{suffix}"] = flat.logps(mismatched)
-    return columns | {name: flat.per_row(column) for name, column in lists.items()}
-
-
-@dataclass(frozen=True)
-class _Flat:
-    """A block, and how its columns are picked apart."""
-
-    block: ScoredBlock
-    branches: BranchColumns
-    decode: Decode
-
-    def of_rows(self, places: NDArray[np.int64]) -> dict[str, pa.Array]:
-        """The columns about whole rows."""
-        rows = self.block.rows
-        prompts = rows.prompts.take(places)
-        carried = {name: pa.array(values[places]) for name, values in rows.carried.items()}
-        ids = {"row_id": row_ids(rows).take(pa.array(places))}
-        texts = pa.array(self.decode(_plain(prompts), continues=False), pa.string())
-        cut = pa.array(rows.prompt_cut[places])
-        return (
-            ids | {"prompt": texts, "prompt_ids": _list_array(prompts), "prompt_cut": cut} | carried
-        )
-
-    def completions(
-        self, text_name: str, ids_name: str, places: NDArray[np.int64]
-    ) -> dict[str, pa.Array]:
-        """The completions of some branches, as text and as ids."""
-        picked = self.block.rows.completions.take(places)
-        texts = pa.array(self.decode(_plain(picked), continues=True), pa.string())
-        cut = pa.array(self.block.rows.cut[places])  # tokens lost: such a text ended without EOS
-        return {text_name: texts, ids_name: _list_array(picked), f"{text_name}_cut": cut}
-
-    def logps(self, places: NDArray[np.int64]) -> pa.Array:
-        """The reference log-probs of some branches."""
-        return pa.array(self.block.logps[places], pa.float64())
-
-    def levels(self) -> list[tuple[str, NDArray[np.int64]]]:
-        """The mismatches of all own branches, level by level, with the ending of their names."""
-        named = enumerate(self.branches.mismatched, start=1)
-        return [("" if level == 1 else f"_{level}", places) for level, places in named]
-
-    def per_row(self, column: pa.Array) -> pa.Array:
-        """One list per row of what is one value per own branch."""
-        offsets = pa.array(self.branches.own_offsets.astype(np.int32))
-        return pa.ListArray.from_arrays(offsets, column)
-
-
-def _plain(lists: Ragged) -> list[list[int]]:
-    return [ids.tolist() for ids in lists]
-
-
-def _list_array(lists: Ragged) -> pa.Array:
-    offsets = pa.array(lists.offsets.astype(np.int32))
-    return pa.ListArray.from_arrays(offsets, pa.array(lists.values, pa.int32()))
-
-
+_MIXED = "The shards of this cache hold different kinds of rows. Make the cache anew."
 Kind: TypeAlias = Literal["paired", "unpaired", "scored"]
 
 
 @dataclass(frozen=True)
-class BranchColumns:
-    """Places in the block's branch columns."""
+class Layout:
+    """How the branches of each row stand in the columns of a shard."""
 
     kind: Kind
-    own: NDArray[np.int64]  # (own branches,) in row order
-    own_offsets: NDArray[np.int64]  # (rows + 1,) into `own`
-    mismatched: NDArray[np.int64]  # (k, own branches): the k-th mismatch of each
+    levels: int  # mismatched partners of each own branch
+    carried: tuple[str, ...]
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns of a shard that are read."""
+        own = ("row_id", "prompt_ids", "prompt_cut", *self.carried)
+        return [*own, "completion_ids", "role", "score", "cut", "ref_logp"]
 
 
-def branches_of(rows: RowBlock, *, source: str) -> BranchColumns:
+def _layout_of(group: pa.Table, *, source: str) -> Layout:
+    roles = pl.Series(pl.from_arrow(group.column("role")))
+    kind, levels = _kind_and_levels(roles, source)
+    return Layout(kind, levels, tuple(carried_names(group.schema)))
+
+
+def _kind_and_levels(roles: pl.Series, source: str) -> tuple[Kind, int]:
     """Own branches lead a row; after them come all first mismatches, all second ones, ..."""
-    is_own = rows.roles != Role.MISMATCHED
-    own_offsets = np.concatenate(([0], np.cumsum(is_own)))[rows.branch_offsets]
-    num_own, num_all = np.diff(own_offsets), np.diff(rows.branch_offsets)
+    num_all = roles.list.len().to_numpy().astype(np.int64)
+    flat = roles.explode().to_numpy()
+    is_own = flat != Role.MISMATCHED
+    starts = np.concatenate(([0], np.cumsum(num_all)))
+    own_offsets = np.concatenate(([0], np.cumsum(is_own)))[starts]
+    num_own = np.diff(own_offsets)
     levels = int(num_all[0] // num_own[0]) - 1 if num_own.all() else -1
     _require(levels >= 0 and bool((num_all == num_own * (1 + levels)).all()), source)
-    own = np.flatnonzero(is_own)
-    step = num_own[rows.row_of_branch[own]]
-    mismatched = own + np.arange(1, levels + 1)[:, None] * step
-    _require(not is_own[mismatched].any(), source)
-    return BranchColumns(_kind(rows.roles[own], num_own, source), own, own_offsets, mismatched)
+    places = np.arange(len(flat)) - starts[:-1].repeat(num_all)
+    _require(bool((is_own == (places < num_own.repeat(num_all))).all()), source)
+    return _kind(flat[is_own], num_own, source), levels
 
 
 def _kind(roles: NDArray[Any], num_own: NDArray[Any], source: str) -> Kind:
@@ -227,3 +173,112 @@ def _require(good: bool, source: str) -> None:
             f"{source} holds rows whose branches fit no kind of data. "
             "Restore it from a copy, or make the cache anew."
         )
+
+
+def _flat(shards: pl.LazyFrame, layout: Layout, decode: Decode | None) -> pl.LazyFrame:
+    """Rows as another trainer wants them; of labelled rows each completion becomes one."""
+    check = partial(_require_layout, layout=layout)
+    roles = pl.col("role").map_batches(check, return_dtype=pl.List(pl.Int8), is_elementwise=True)
+    columns = [
+        pl.col("row_id"),
+        *_with_text("prompt", "prompt_ids", pl.col("prompt_ids"), decode, continues=False),
+        *map(pl.col, ("prompt_cut", *layout.carried)),
+    ]
+    if layout.kind == "paired":
+        return shards.with_columns(roles).select(*columns, *_paired(layout, decode))
+    own = shards.with_columns(roles).with_columns(_by_level(layout))
+    if layout.kind == "scored":
+        return own.select(*columns, *_scored(layout, decode))
+    lists = [name for level in range(layout.levels + 1) for name in _of_level(level)]
+    return own.explode(lists).select(*columns, *_unpaired(layout, decode))
+
+
+def _require_layout(roles: pl.Series, *, layout: Layout) -> pl.Series:
+    known = (layout.kind, layout.levels)
+    if len(roles) and _kind_and_levels(roles, "This cache") != known:
+        raise CorruptionError(_MIXED)
+    return roles
+
+
+def _paired(layout: Layout, decode: Decode | None) -> Iterator[pl.Expr]:
+    for name, role in (("chosen", Role.CHOSEN), ("rejected", Role.REJECTED)):
+        is_first = pl.col("role").list.get(0) == int(role)
+        for level in range(layout.levels + 1):
+            place = pl.when(is_first).then(2 * level).otherwise(2 * level + 1)
+            ids, cut, logps = (
+                pl.col(column).list.get(place) for column in ("completion_ids", "cut", "ref_logp")
+            )
+            kl, suffix = _level_names(level)
+            text = f"{kl}{name}"
+            yield from _with_text(text + suffix, f"{text}_ids{suffix}", ids, decode)
+            yield cut.alias(f"{text}{suffix}_cut")
+            yield logps.alias(f"ref_{name}_{kl}logps{suffix}")
+
+
+def _unpaired(layout: Layout, decode: Decode | None) -> Iterator[pl.Expr]:
+    for level in range(layout.levels + 1):
+        ids, cut, logps, role, _ = map(pl.col, _of_level(level))
+        kl, suffix = _level_names(level)
+        text = f"{kl}completion"
+        yield from _with_text(text + suffix, f"{text}_ids{suffix}", ids, decode)
+        yield cut.alias(f"{text}{suffix}_cut")
+        if not level:
+            yield (role == int(Role.DESIRABLE)).alias("label")
+        yield logps.alias(f"ref_{kl}logps{suffix}")
+
+
+def _scored(layout: Layout, decode: Decode | None) -> Iterator[pl.Expr]:
+    for level in range(layout.levels + 1):
+        ids, cut, logps, _, scores = map(pl.col, _of_level(level))
+        kl, suffix = _level_names(level)
+        name = f"{kl}completions{suffix}"
+        yield from _with_text(name, f"{kl}completion_ids{suffix}", ids, decode, depth=2)
+        yield cut.alias(f"{name}_cut")
+        if not level:
+            yield scores.alias("scores")
+        yield logps.alias(f"ref_{kl}logps{suffix}")
+
+
+BRANCH_COLUMNS = ("completion_ids", "cut", "ref_logp", "role", "score")
+
+
+def _of_level(level: int) -> list[str]:
+    """Names for the columns of the k-th mismatches of own branches, of themselves for 0."""
+    return [f"{name}/{level}" for name in BRANCH_COLUMNS]
+
+
+def _by_level(layout: Layout) -> Iterator[pl.Expr]:
+    num_own = pl.col("role").list.len() // (layout.levels + 1)
+    for level in range(layout.levels + 1):
+        for name, alias in zip(BRANCH_COLUMNS, _of_level(level), strict=True):
+            yield pl.col(name).list.slice(num_own * level, num_own).alias(alias)
+
+
+def _level_names(level: int) -> tuple[str, str]:
+    """What stands before and behind a column's name: `KL_` of mismatches, `_2` of second ones."""
+    return ("KL_" if level else "", f"_{level}" if level > 1 else "")
+
+
+def _with_text(
+    text_name: str,
+    ids_name: str,
+    ids: pl.Expr,
+    decode: Decode | None,
+    *,
+    continues: bool = True,
+    depth: int = 1,
+) -> Iterator[pl.Expr]:
+    """Ids, behind the text that they decode to."""
+    if decode is not None:
+        make = partial(_decoded, decode=decode, continues=continues, depth=depth)
+        kind = pl.String if depth == 1 else pl.List(pl.String)
+        yield ids.map_batches(make, return_dtype=kind, is_elementwise=True).alias(text_name)
+    yield ids.alias(ids_name)
+
+
+def _decoded(ids: pl.Series, *, decode: Decode, continues: bool, depth: int) -> pl.Series:
+    lists = ids.to_list()
+    if depth == 1:
+        return pl.Series(decode(lists, continues=continues), dtype=pl.String)
+    texts = [decode(one, continues=continues) for one in lists]
+    return pl.Series(texts, dtype=pl.List(pl.String))

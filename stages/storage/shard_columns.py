@@ -158,7 +158,7 @@ def _row_block(
         roles=flat["role"],
         scores=flat["score"],
         cut=flat["cut"],
-        carried={name: numpy_of(_column(table, name)) for name in _carried(table.schema)},
+        carried={name: numpy_of(_column(table, name)) for name in carried_names(table.schema)},
     )
 
 
@@ -196,14 +196,15 @@ def _lengths(lists: pa.Array) -> NDArray[Any]:
     return np.diff(numpy_of(lists.offsets))
 
 
-def _carried(schema: pa.Schema) -> list[str]:
+def carried_names(schema: pa.Schema) -> list[str]:
+    """The columns of a shard that its data brought along."""
     known = shard_schema(token_logps=True, carried=()).names
     return [name for name in schema.names if name not in known]
 
 
 def _require_columns(schema: pa.Schema, source: str) -> None:
     kept = "ref_token_logps" in schema.names
-    expected = shard_schema(token_logps=kept, carried=_carried(schema))
+    expected = shard_schema(token_logps=kept, carried=carried_names(schema))
     _require(schema.equals(expected), source, "has other columns than a shard")
 
 

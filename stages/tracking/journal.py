@@ -67,6 +67,14 @@ class Run(Protocol):
         ...
 
 
+class Callback(Protocol):
+    """Hears of every line of a training run's journal; what it raises ends the run."""
+
+    def __call__(self, step: int, metrics: Mapping[str, float], /) -> None:
+        """A line that has been written; names of held-out rows' metrics begin with `eval/`."""
+        ...
+
+
 @dataclass(frozen=True)
 class MetricPoint:
     """One number, as a tracking store keeps it."""
@@ -149,8 +157,8 @@ class Journal:
         self._path = path
         self._sink = fs.append(path)
 
-    def append(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """One line; a NaN or infinite value is left out of it."""
+    def append(self, metrics: Mapping[str, float], *, step: int) -> dict[str, float]:
+        """Writes one line and returns its numbers; a NaN or infinite value is left out of it."""
         named = {key_of(name): float(value) for name, value in metrics.items()}
         assert not set(RESERVED) & set(named), sorted(named)
         finite = {name: value for name, value in named.items() if math.isfinite(value)}
@@ -158,6 +166,7 @@ class Journal:
         with told("write", self._path):  # a buffer's own flush passes the seam as well
             self._sink.write((json.dumps(line, separators=(",", ":")) + "\n").encode())
             self._sink.flush()
+        return finite
 
     def sync(self) -> None:
         """Makes all lines durable; a checkpoint must not know of more steps than this file."""

@@ -13,6 +13,7 @@ from ..storage.run_folder import RunFolder
 from .delivery import PRIVATE, Sender
 from .journal import (
     MAX_TAG,
+    Callback,
     DatasetNote,
     Journal,
     ModelLink,
@@ -66,6 +67,7 @@ class JournaledRun:
     """Writes the metrics down; all else is for the tracker behind it, which reads them there."""
 
     def __init__(self, journal: Journal, tracker: LedgerRun | NullRun) -> None:
+        self.callbacks: tuple[Callback, ...] = ()
         self._journal = journal
         self._tracker = tracker
 
@@ -85,8 +87,10 @@ class JournaledRun:
 
     def log_metrics(self, metrics: Mapping[str, float], *, step: int = 0) -> None:
         """Numbers at one step, in one line."""
-        self._journal.append(metrics, step=step)
+        line = self._journal.append(metrics, step=step)
         self._tracker.log_metrics(metrics, step=step)
+        for callback in self.callbacks:
+            callback(step, line)
 
     def log_dataset(self, name: str, *, digest: str, source: str, context: str) -> None:
         """The data that went in, under our own digest."""

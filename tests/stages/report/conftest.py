@@ -202,3 +202,10 @@ def misshapen(tmp_path: Path) -> CacheFolder:
     """A row with two chosen completions and nothing else."""
     two = [Branch(Role.CHOSEN, [1], -1.0), Branch(Role.CHOSEN, [2], -1.0)]
     return write_cache(tmp_path / "misshapen", [Row([1], two)])
+
+
+@pytest.fixture
+def pair_and_label(tmp_path: Path) -> CacheFolder:
+    """Rows of two kinds, in a shard each."""
+    labelled = [Branch(Role.DESIRABLE, [1], -1.0), Branch(Role.MISMATCHED, [2], -2.0)]
+    return write_cache(tmp_path / "both", [*four_pairs(1)[:1], Row([1], labelled)], per_unit=1)

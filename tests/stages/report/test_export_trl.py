@@ -1,8 +1,9 @@
+import polars as pl
 import pyarrow.parquet as pq
 import pytest
 
 from align.schemas.errors import CorruptionError, UsageError
-from align.stages.report.export_trl import export_trl
+from align.stages.report.export_trl import export_trl, scan_trl
 
 
 def decode(lists, *, continues):
@@ -124,3 +125,38 @@ def test_the_file_loads_as_a_data_set(unpaired, tmp_path):
     wanted = {"prompt_ids", "completion_ids", "KL_completion_ids", "label", "ref_logps"}
     assert wanted <= set(loaded.column_names)
     assert loaded[3]["KL_completion_ids"] == [53]
+
+
+@pytest.mark.parametrize("name", ["paired", "twice_mismatched", "unpaired", "scored"])
+def test_a_query_over_the_shards_gives_what_the_file_holds(name, request, tmp_path):
+    folder, target = request.getfixturevalue(name), tmp_path / "out.parquet"
+    export_trl(folder, target, decode=decode)
+    written = pl.read_parquet(target)
+    assert scan_trl(folder, decode).collect().equals(written)
+    assert scan_trl(folder, decode).collect(engine="streaming").equals(written)
+    bare = scan_trl(folder).collect()
+    assert bare.equals(written.select(bare.columns))
+    texts = set(written.columns) - set(bare.columns)
+    assert {name.removeprefix("KL_").rstrip("_2") for name in texts} <= {
+        *("prompt", "chosen", "rejected", "completion", "completions")
+    }
+    ids = {name for name in bare.columns if "_ids" in name}
+    assert len(ids) == len(texts)
+
+
+def test_an_export_has_types_that_every_reader_knows(scored, tmp_path):
+    export_trl(scored, tmp_path / "out.parquet", decode=decode)
+    kinds = {str(kind) for kind in pq.read_schema(tmp_path / "out.parquet").types}
+    assert not [kind for kind in kinds if "large" in kind]
+
+
+def test_a_query_over_rows_of_no_known_kind_is_refused(misshapen):
+    with pytest.raises(CorruptionError, match="fit no kind of data"):
+        scan_trl(misshapen)
+
+
+def test_a_query_over_rows_of_several_kinds_is_refused_as_they_are_read(pair_and_label):
+    query = scan_trl(pair_and_label)
+    assert query.select("row_id").collect().height == 2
+    with pytest.raises(CorruptionError, match="different kinds of rows"):
+        query.select(pl.col("ref_chosen_logps")).collect()

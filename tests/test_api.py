@@ -1,0 +1,206 @@
+"""`import align` in a notebook: both stages, caches and runs as frames."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+import align
+from align.pipeline.export import export
+from align.schemas.errors import AlignError, CorruptionError, UsageError
+
+pytestmark = pytest.mark.slow  # it trains
+PUBLIC = ["AlignError", "TrainingRun", "load_cache", "load_run", "losses", "precompute", "train"]
+QUIET = {"tracking.mlflow": False}
+MAKING = QUIET | {
+    "tokens.max_length": 256,
+    "cache.rows_per_shard": 16,
+    "cache.reuse_known": False,
+}
+HEAVY = ("deepspeed", "mlflow", "numpy", "polars", "pyarrow", "torch", "transformers", "typer")
+SHORT = QUIET | {
+    "train.max_steps": 3,
+    "train.batch_size": 8,
+    "train.dtype": "float32",
+    "train.lr": 1e-3,
+    "train.eval_fraction": 0.2,
+    "train.save_every": 1,
+}
+
+
+class Heard:
+    """What a callback is called with; it may raise at a step."""
+
+    def __init__(self, ends_at=0):
+        self.lines = []
+        self.ends_at = ends_at
+
+    def __call__(self, step, metrics):
+        self.lines.append((step, dict(metrics)))
+        if step == self.ends_at:
+            raise RuntimeError("enough")
+
+
+@pytest.fixture(scope="module")
+def made_cache(world, tmp_path_factory):
+    output = tmp_path_factory.mktemp("api") / "cache"
+    return align.precompute(
+        world.data.paired, model=world.model, output=output, settings=MAKING, progress=False
+    )
+
+
+@pytest.fixture(scope="module")
+def interrupted_run(made_cache, tmp_path_factory):
+    """A run that its callback ended after two steps: what it was asked for, and what was heard."""
+    asked = {"cache": made_cache.folder, "output": tmp_path_factory.mktemp("api") / "run"}
+    heard = Heard(ends_at=2)
+    with pytest.raises(RuntimeError, match="enough"):
+        align.train("dpo", **asked, settings=SHORT, callbacks=[heard], progress=False)
+    return asked, heard, align.load_run(asked["output"])
+
+
+@pytest.fixture(scope="module")
+def resumed_run(interrupted_run):
+    """The same run, gone on with to its end."""
+    asked, _, _ = interrupted_run
+    heard = Heard()
+    settings = SHORT | {"train.resume": "auto"}
+    return align.train("dpo", **asked, settings=settings, callbacks=[heard], progress=False), heard
+
+
+def test_what_is_public_can_be_listed_and_found():
+    assert align.__all__ == PUBLIC
+    assert {*PUBLIC, "__version__"} <= {*dir(align)}
+    assert all(getattr(align, name) is getattr(align, name) for name in PUBLIC)
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        _ = align.trian
+
+
+def test_importing_align_imports_no_library():
+    code = f"import sys, align; print([name for name in {HEAVY} if name in sys.modules])"
+    seen = "align.train, align.load_cache, align.load_run, align.precompute"
+    for more in ("", f"; {seen}; print([name for name in {HEAVY} if name in sys.modules])"):
+        done = subprocess.run(
+            [sys.executable, "-c", code + more], check=True, capture_output=True, text=True
+        )
+        assert set(done.stdout.split("\n")) == {"[]", ""}
+
+
+def test_precompute_returns_where_the_cache_is_and_what_was_done(made_cache):
+    assert made_cache.folder.is_dir()
+    assert made_cache.manifest.rows == 60
+    assert made_cache.tally.scored > 0
+    assert made_cache.manifest.fingerprint["tokens.max_length"] == "256"
+
+
+def test_precompute_finds_a_finished_cache(made_cache, world):
+    again = align.precompute(
+        [world.data.paired],
+        model=str(world.model),
+        output=made_cache.folder,
+        settings=MAKING,
+        progress=False,
+    )
+    assert again.was_complete
+    assert again.manifest == made_cache.manifest
+
+
+def test_settings_are_refused_as_the_command_refuses_them(world, tmp_path):
+    with pytest.raises(UsageError, match=r"--set: .*tokens\.max_lenght"):
+        align.precompute(world.data.paired, settings={"tokens.max_lenght": 1})
+    with pytest.raises(UsageError, match="not used by `align train`"):
+        align.train("dpo", cache=tmp_path, settings={"cache.kl_pairs": 1})
+    with pytest.raises(AlignError, match="No reference model"):
+        align.precompute(world.data.paired, output=tmp_path / "cache")
+
+
+def test_a_cache_is_the_frame_that_export_writes(made_cache, tmp_path):
+    target = tmp_path / "trl.parquet"
+    export(made_cache.folder, target, model=None, overwrite=False)
+    exported = pl.read_parquet(target)
+    assert align.load_cache(made_cache.folder, text=True).collect().equals(exported)
+    plain = align.load_cache(made_cache.folder)
+    assert isinstance(plain, pl.LazyFrame)
+    names = [name for name, kind in exported.schema.items() if kind != pl.String]
+    assert plain.collect().equals(exported.select("row_id", *names))
+
+
+def test_a_query_reads_the_columns_that_it_asks_for(made_cache):
+    plan = align.load_cache(made_cache.folder).select("row_id", "prompt_cut").explain()
+    assert "PROJECT 2/" in plan
+
+
+@pytest.fixture
+def copied_cache(made_cache, tmp_path):
+    for path in made_cache.folder.rglob("*"):
+        if path.is_file():
+            copy = tmp_path / "copy" / path.relative_to(made_cache.folder)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(path.read_bytes())
+    return tmp_path / "copy"
+
+
+def test_a_file_that_the_manifest_does_not_name_is_not_read(copied_cache, made_cache):
+    (copied_cache / "data" / "part-00000099-0123456789abcdef.parquet").write_bytes(b"other")
+    assert align.load_cache(copied_cache).collect().height == made_cache.manifest.rows
+
+
+def test_a_damaged_manifest_and_a_shard_that_is_gone_are_refused(copied_cache):
+    shard = next((copied_cache / "data").iterdir())
+    shard.unlink()
+    with pytest.raises(CorruptionError, match=shard.name):
+        align.load_cache(copied_cache)
+    manifest = copied_cache / "manifest.json"
+    manifest.write_text(manifest.read_text() + " ")
+    with pytest.raises(CorruptionError, match=r"manifest.json is damaged"):
+        align.load_cache(copied_cache)
+    with pytest.raises(UsageError, match="not a finished cache"):
+        align.load_cache(copied_cache / "data")
+
+
+def test_an_exception_of_a_callback_ends_the_run(interrupted_run):
+    _, heard, run = interrupted_run
+    assert [step for step, metrics in heard.lines if "loss" in metrics] == [1, 2]
+    assert run.steps == 2
+    assert run.ending is None
+    assert run.model is None
+
+
+def test_a_callback_hears_every_line_of_the_journal(resumed_run):
+    run, heard = resumed_run
+    lines = map(json.loads, (run.folder / "metrics.jsonl").read_text().splitlines())
+    written = [(line.pop("step"), {k: v for k, v in line.items() if k != "time"}) for line in lines]
+    assert heard.lines == written[-len(heard.lines) :]
+    assert any("eval/loss" in metrics for _, metrics in heard.lines)
+
+
+def test_a_run_is_read_back_as_frames(resumed_run):
+    run, _ = resumed_run
+    assert run.ending == "finished"
+    assert run.steps == 3
+    assert run.metrics["step"].to_list() == [1, 2, 3]
+    assert run.metrics["time"].is_sorted()
+    assert run.metrics["loss"].dtype == pl.Float64
+    assert not [name for name in run.metrics.columns if name.startswith("eval/")]
+    assert run.evaluations["step"].to_list()[-1] == 3
+    assert run.evaluations["eval/loss"].null_count() == 0
+    assert run.settings["train.lr"] == 1e-3
+    assert (run.model / "model.safetensors").is_file()
+    assert repr(run).startswith("TrainingRun(folder=")
+    assert "shape" not in repr(run)
+
+
+def test_the_log_probs_of_a_cache_give_the_loss_before_the_first_step(made_cache, resumed_run):
+    rows = align.load_cache(made_cache.folder).head(8).collect()
+    chosen, rejected = (rows[f"ref_{name}_logps"].to_numpy() for name in ("chosen", "rejected"))
+    losses = align.losses.dpo(chosen, rejected, chosen, rejected)
+    run, _ = resumed_run
+    assert losses.mean().item() == pytest.approx(run.evaluations["eval/loss"][0], abs=1e-4)
+
+
+def test_what_holds_no_run_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="holds no training run"):
+        align.load_run(Path(tmp_path))
