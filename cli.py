@@ -67,9 +67,9 @@ def main() -> None:
     except BrokenPipeError:  # who read what we print has gone
         os._exit(128 + signal.SIGPIPE)
     except OSError as error:
-        from .schemas.errors import refused
+        from .schemas.errors import unexpected_os_error
 
-        _fail(str(refusal := refused(error)), refusal.exit_code)
+        _fail(str(refusal := unexpected_os_error(error)), refusal.exit_code)
     except Exception:
         import traceback
 
@@ -206,10 +206,10 @@ def sweep(
     short = {"method.beta": beta, "train.lr": lr}
     given = [*(f"{name}={values}" for name, values in short.items() if values), *(vary or [])]
     trials = trials_of(methods, varied_by(given))
-    swept = run_sweep(load, trials, output, progress=progress_of_first())
-    say_once(swept.text())
-    if swept.failures:
-        _fail(f"{len(swept.failures)} of {len(swept.tried)} runs failed.", 2)
+    result = run_sweep(load, trials, output, progress=progress_of_first())
+    say_once(result.text())
+    if result.failures:
+        _fail(f"{len(result.failures)} of {len(result.results)} runs failed.", 2)
 
 
 @app.command()
@@ -274,8 +274,8 @@ def verify(
 
     settings = load_settings({}, sets or [], file=config, near=[str(cache)], command="verify")
     options = settings.config.model
-    told = run_verify(cache, options, model=model, rescore=rescore, open_reference=HfReference)
-    say(told)
+    text = run_verify(cache, options, model=model, rescore=rescore, open_reference=HfReference)
+    say(text)
 
 
 @app.command()

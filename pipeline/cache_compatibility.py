@@ -121,7 +121,7 @@ def require_growth(
     for shard in manifest.shards:
         names = stored(folder.data / shard.file)
         is_lost = np.ones(len(names), dtype=np.bool_)
-        for start, stop in _arc(spool, shard, None if long_form else names):
+        for start, stop in _key_range(spool, shard, None if long_form else names):
             is_lost &= ~look_up(np.sort(present(spool, start, stop)), names)[1]
         lost, total = lost + int(is_lost.sum()), total + len(names)
     if lost:
@@ -152,7 +152,9 @@ def remove_earlier(cache: Path) -> None:
         remove_superseded(folder, manifest)
 
 
-def _arc(spool: Spool, shard: Commit, rows: NDArray[np.bytes_] | None) -> Iterator[tuple[int, int]]:
+def _key_range(
+    spool: Spool, shard: Commit, rows: NDArray[np.bytes_] | None
+) -> Iterator[tuple[int, int]]:
     """Where on the ring all rows of a shard lie, a stretch at a time."""
     first, last = spool.between(int(shard.first_key, 16), int(shard.last_key, 16))
     if shard.first_key == shard.last_key and rows is not None and len(rows):
@@ -211,7 +213,7 @@ def candidates(options: CacheOptions, folder: CacheFolder) -> tuple[str, ...]:
     for name in options.reuse:
         if not CacheFolder(Path(name)).manifest.is_file():
             raise UsageError(f"{name}: no finished cache to reuse (--reuse). Check the path.")
-    known = _remembered() if options.reuse_known else []
+    known = _registered() if options.reuse_known else []
     named = [str(Path(name).resolve()) for name in [*options.reuse, *known]]
     return tuple(dict.fromkeys([str(folder.root.resolve()), *named]))
 
@@ -237,7 +239,7 @@ def open_earlier(folders: Sequence[str], plan: Plan) -> list[EarlierCache]:
     return earlier
 
 
-def remember(folder: CacheFolder) -> None:
+def register_cache(folder: CacheFolder) -> None:
     """Adds a finished cache to this user's list."""
     path = _list_of_caches()
     try:
@@ -290,7 +292,7 @@ def _same_ring(first: dict[str, str], second: dict[str, str]) -> bool:
     return first["cache.seed"] == second["cache.seed"]
 
 
-def _remembered() -> list[str]:
+def _registered() -> list[str]:
     """A cache that has been moved or deleted since is not offered."""
     return [line for line in _lines() if _is_there(CacheFolder(Path(line)))]
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from ..schemas.checkpoint import CheckpointFile, Peers, Position, Retention, Saved
 from ..schemas.errors import AlignError, StorageError
 from ..stages.engine.deepspeed_config import stage_of
-from ..stages.engine.distributed import from_first, gathered
+from ..stages.engine.distributed import gathered, run_on_rank_zero
 from ..stages.model.logprobs import causal_model
 from ..stages.storage import fs
-from ..stages.storage.checkpoints import credit, read_checkpoint, save_checkpoint
+from ..stages.storage.checkpoints import add_checkpoint_metrics, read_checkpoint, save_checkpoint
 from ..stages.storage.run_folder import RunFolder, described
 from .resume import Start, identity_of, made_with
 
@@ -27,7 +27,7 @@ logger = logging.getLogger("align")
 SLOW_SECONDS = 20.0
 
 
-class Keeper:
+class Checkpointer:
     """Saves checkpoints of one run, and counts those that could not be saved in a row."""
 
     MOST_FAILURES = 3
@@ -44,12 +44,12 @@ class Keeper:
         """Whether the last checkpoint is that of this step."""
         return self._saved == place.step
 
-    def credit(self, place: Place, metrics: Mapping[str, float]) -> None:
+    def add_metrics(self, place: Place, metrics: Mapping[str, float]) -> None:
         """The first rank adds what was measured to the checkpoint of this step, if there is one."""
         if not self.has(place) or self._session.world.rank:
             return
         try:
-            credit(
+            add_checkpoint_metrics(
                 self._start.folder,
                 place.step,
                 metrics,
@@ -58,13 +58,17 @@ class Keeper:
                 retention=self._retention,
             )
         except AlignError as error:
-            logger.warning("The checkpoint of step %d is not told: %s", place.step, error)
+            logger.warning(
+                "The checkpoint of step %d could not be given its metrics: %s", place.step, error
+            )
 
     def save(self, place: Place, metrics: Mapping[str, float], *, mlflow_run_id: str) -> Saved:
         """Every rank writes its part; there is a checkpoint only where all could."""
         session = self._session
         began = time.monotonic()
-        if lack := from_first(session.world, lambda: lack_of_room(session, self._start.folder)):
+        if lack := run_on_rank_zero(
+            session.world, lambda: lack_of_room(session, self._start.folder)
+        ):
             saved = Saved(place.step, lack)
             self._count(place, saved)
             return saved
@@ -105,7 +109,7 @@ class Keeper:
             changes=self._start.changes,
             journal=self._journal(),
             mlflow_run_id=run_id,
-            memory=place.memory,
+            memory=place.state,
             window=place.window,
             metrics=dict(metrics),
         )

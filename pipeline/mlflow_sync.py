@@ -20,7 +20,7 @@ from ..stages.storage.run_folder import RunFolder, read_ending
 from ..stages.tracking.delivery import Delivery
 from ..stages.tracking.mlflow_client import MlflowStore
 from ..stages.tracking.mlflow_run import store_uri
-from ..stages.tracking.mlflow_silence import hushed
+from ..stages.tracking.mlflow_silence import mlflow_silenced
 from ..stages.tracking.outbox import Note, address_of, failures, load_ledger, plain_uri, reason_of
 from .settings import FILE_NAME, load_settings
 
@@ -105,7 +105,7 @@ def _address(root: Path, named: str, options: TrackingOptions, uri: str) -> str:
 
 def _asked(address: str, action: Callable[[], T]) -> T:
     try:
-        with hushed():
+        with mlflow_silenced():
             return action()
     except failures() as error:
         raise StorageError(

@@ -22,8 +22,8 @@ from ..stages.storage.manifest_file import build_manifest, load_manifest, load_p
 from ..stages.tracking.journal import Run
 from ..stages.tracking.mlflow_run import recorded, settle
 from ..stages.tracking.progress import Progress
-from .cache_compatibility import remember, require_same_or_growing
-from .precompute_plan import Job, Losses, make_plan, open_job, remake_ring, ring_of
+from .cache_compatibility import register_cache, require_same_or_growing
+from .precompute_plan import Job, RejectedRows, make_plan, open_job, remake_ring, ring_of
 from .scoring_worker import Tally, Worker, score_units
 
 POLL_SECONDS = 0.1
@@ -136,7 +136,7 @@ def _publish(job: Job, plan: Plan, run_id: str, *, is_owner: bool) -> Manifest:
     manifest = _finished(job) or _whole(job, plan)
     write_manifest(job.folder, manifest)
     collect(job.folder, manifest)
-    remember(job.folder)
+    register_cache(job.folder)
     return manifest
 
 
@@ -148,18 +148,18 @@ def _whole(job: Job, plan: Plan) -> Manifest:
 
 def _require_usable(job: Job, manifest: Manifest) -> None:
     """Refuses to publish when scoring lost more rows than the user allows, or left none."""
-    losses = Losses(
+    rejected = RejectedRows(
         counts=manifest.quarantined,
         rows_in=manifest.rows_in,
         rows_left=manifest.rows,
         allowed=job.config.data.max_bad_frac,
         files=manifest.quarantine,
     )
-    if not losses.are_too_many:
+    if not rejected.exceed_limit:
         return
     what = (
-        f"{losses} and {manifest.rows} rows would be left. They are listed in "
-        f"{losses.listed(job.folder.root)}."
+        f"{rejected} and {manifest.rows} rows would be left. They are listed in "
+        f"{rejected.listed(job.folder.root)}."
     )
     again = f"To score anew, delete {job.work.root} first: it keeps what was scored."
     if {reason for shard in manifest.shards for reason in shard.quarantined} == {"nonfinite_logp"}:

@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING
 
 from ..schemas.cache import FORMAT_VERSION, FileEntry, InputEntry, Plan, file_identity
 from ..schemas.config import Config
-from ..schemas.errors import BadDataError, CorruptionError, StorageError, told
+from ..schemas.errors import (
+    BadDataError,
+    CorruptionError,
+    StorageError,
+    os_errors_as_storage_errors,
+)
 from ..schemas.json_codec import digest
 from ..schemas.rows import Reference, Rejected
 from ..stages.data.data_schema import Shape, common_shape
@@ -178,7 +183,7 @@ def _encode(job: Job, intake: Intake, progress: Progress) -> list[Spool]:
     progress.begin("reading and tokenizing", total=None, unit="rows")
     chunks = _shown(iter_chunks(job.inputs, job.shape.columns), progress)
     encoded = encode_chunks(chunks, encoding, num_workers=workers)
-    with told("write", spool):
+    with os_errors_as_storage_errors("write", spool):
         try:
             runs = collect_runs(spool, encoded, carried=job.shape.carried, intake=intake)
         except BadDataError:
@@ -192,7 +197,7 @@ def _encode(job: Job, intake: Intake, progress: Progress) -> list[Spool]:
 
 def _merge(job: Job, runs: list[Spool], intake: Intake) -> Ring:
     spool = job.work.spool
-    with told("write", spool):
+    with os_errors_as_storage_errors("write", spool):
         return merge_runs(
             spool,
             runs,
@@ -233,18 +238,18 @@ def _quarantine(job: Job, run_id: str, intake: Intake) -> tuple[FileEntry, ...]:
 
 
 def _require_usable(job: Job, intake: Intake, quarantine: tuple[FileEntry, ...]) -> None:
-    losses = Losses(
+    rejected = RejectedRows(
         counts=intake.reasons,
         rows_in=intake.rows_in,
         rows_left=intake.rows_in - intake.reasons.total(),
         allowed=job.config.data.max_bad_frac,
         files=quarantine,
     )
-    if losses.are_too_many:
+    if rejected.exceed_limit:
         places = "\n  ".join(_place(job, row) for row in intake.rejected[:EXAMPLES_SHOWN])
         raise BadDataError(
-            f"{losses}. The first of them:\n  {places}\nAll are listed in "
-            f"{losses.listed(job.folder.root)}. Mend them, or allow more with --max-bad-frac."
+            f"{rejected}. The first of them:\n  {places}\nAll are listed in "
+            f"{rejected.listed(job.folder.root)}. Fix them, or allow more with --max-bad-frac."
             f"{_prompt_hint(job, intake)}"
         )
 
@@ -326,7 +331,7 @@ FILES_SHOWN = 3
 
 
 @dataclass(frozen=True)
-class Losses:
+class RejectedRows:
     """Rows in quarantine."""
 
     counts: Mapping[str, int]  # reason -> rows
@@ -336,8 +341,8 @@ class Losses:
     files: tuple[FileEntry, ...]  # where they are listed
 
     @property
-    def are_too_many(self) -> bool:
-        """Whether more are lost than allowed, or nothing is left."""
+    def exceed_limit(self) -> bool:
+        """Whether they are more than allowed, or nothing is left."""
         return not self.rows_left or sum(self.counts.values()) > self.allowed * self.rows_in
 
     def __str__(self) -> str:

@@ -23,7 +23,7 @@ from ..schemas.config import Config
 from ..schemas.errors import CorruptionError, FingerprintError, UsageError
 from ..schemas.safe_text import masked
 from ..stages.engine.deepspeed_config import leaves, stage_of
-from ..stages.engine.distributed import from_first, together
+from ..stages.engine.distributed import run_on_all_ranks, run_on_rank_zero
 from ..stages.model.logprobs import causal_model
 from ..stages.storage import fs
 from ..stages.storage.checkpoints import choose_checkpoint
@@ -60,7 +60,7 @@ def started(job: TrainingJob, world: World) -> Iterator[Start]:
     folder = RunFolder(Path(job.config.train.output))
     began = time.monotonic()  # each machine counts from a moment of its own
     with ExitStack() as held:
-        start = from_first(world, lambda: _enter(job, world, folder, held))
+        start = run_on_rank_zero(world, lambda: _enter(job, world, folder, held))
         yield replace(start, began=began)
 
 
@@ -71,7 +71,7 @@ def held_to_checkpoint(session: Session, start: Start) -> Start:
     changes = start.changes
     if start.checkpoint:
         position = start.checkpoint.position
-        changes += together(world, lambda: require_same_computing(position, session))
+        changes += run_on_all_ranks(world, lambda: require_same_computing(position, session))
 
     def begin() -> None:
         if start.checkpoint:
@@ -80,7 +80,7 @@ def held_to_checkpoint(session: Session, start: Start) -> Start:
         fs.publish(folder.config, signed_settings(session.job.config), label="config")
         fs.publish(folder.engine, text, label="config")
 
-    from_first(world, begin)
+    run_on_rank_zero(world, begin)
     return replace(start, changes=changes)
 
 

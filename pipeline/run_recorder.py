@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
-from ..schemas.batches import Judged
+from ..schemas.batches import EvalSample
 from ..schemas.cache import Stops
 from ..schemas.checkpoint import Checkpoint, Ending, How
-from ..schemas.errors import AlignError, Interrupted, StorageError, borne
+from ..schemas.errors import AlignError, Interrupted, StorageError, log_failure
 from ..stages.data.tokenizer import decoder
-from ..stages.engine.distributed import from_first
+from ..stages.engine.distributed import run_on_rank_zero
 from ..stages.report.eval_table import Decode, Kind, evaluation_csv
 from ..stages.storage import fs
 from ..stages.storage.run_folder import RunFolder, write_ending
@@ -25,7 +25,7 @@ from ..stages.tracking.journaled_run import JournaledRun, open_training_run
 from ..stages.tracking.progress import NoProgress, Progress
 from ..stages.train.loop import Place
 from ..stages.train.throughput import Machine
-from .checkpointer import Keeper, require_room
+from .checkpointer import Checkpointer, require_room
 from .resume import Start, identity_of, used_settings
 from .run_report import write_report
 from .train_checks import BestMetric
@@ -63,7 +63,7 @@ def open_records(session: Session, start: Start, progress: Progress) -> Iterator
         status = "KILLED"
         raise
     except AlignError:
-        with borne("No record of how the run ended"):
+        with log_failure("No record of how the run ended"):
             records.ended("failed")
         records.report()
         raise
@@ -82,7 +82,7 @@ class RunRecords:
         self._start = start
         self._run = run
         self._progress = progress
-        self._keeper = Keeper(session, start)
+        self._checkpointer = Checkpointer(session, start)
         self._machine = _machine(session, start)
         self._tables = EvaluationTables(session, start.folder)
         self._best = BestMetric(session.job.config.train.best)
@@ -111,7 +111,9 @@ class RunRecords:
     def begin(self, place: Place, total_steps: int) -> None:
         """The run's settings, and how far it has to go."""
         self._total_steps = total_steps
-        from_first(self._session.world, lambda: require_room(self._session, self._start.folder))
+        run_on_rank_zero(
+            self._session.world, lambda: require_room(self._session, self._start.folder)
+        )
         if self._session.world.rank == 0:
             self._describe()
         if place.step:
@@ -138,16 +140,18 @@ class RunRecords:
             self._last_line = time.monotonic()
             self.say(f"step {place.step:,}: {shown(metrics)}")
 
-    def evaluated(self, place: Place, metrics: dict[str, float], judged: Sequence[Judged]) -> None:
+    def evaluated(
+        self, place: Place, metrics: dict[str, float], samples: Sequence[EvalSample]
+    ) -> None:
         """The held-out rows were measured."""
         self._measured(place, metrics)
         self._run.log_metrics(metrics, step=place.step)
-        if self._keeper.has(place):
+        if self._checkpointer.has(place):
             self._run.sync()
-            self._keeper.credit(place, metrics)
-        if judged and self._session.world.rank == 0:
-            with borne("No table of single completions"):
-                self._run.log_artifact(self._tables.write(place.step, judged))
+            self._checkpointer.add_metrics(place, metrics)
+        if samples and self._session.world.rank == 0:
+            with log_failure("No table of single completions"):
+                self._run.log_artifact(self._tables.write(place.step, samples))
         plain = {name.removeprefix(EVAL): value for name, value in metrics.items()}
         self.say(f"step {place.step:,}, held-out rows: {shown(plain)}")
 
@@ -160,18 +164,18 @@ class RunRecords:
 
     def save(self, place: Place) -> None:
         """A checkpoint, where there is none yet; one that fails is told, three in a row end it."""
-        if self._keeper.has(place):
+        if self._checkpointer.has(place):
             return
         self._run.sync()
         measured = self.metrics if place.step == self._step else {}
-        saved = self._keeper.save(place, measured, mlflow_run_id=self.mlflow_run_id)
+        saved = self._checkpointer.save(place, measured, mlflow_run_id=self.mlflow_run_id)
         if not saved.succeeded:
             self._run.log_metrics({"checkpoint_failed": 1.0}, step=place.step)
             self.say(f"step {place.step:,}: no checkpoint: {saved.failure}")
-            if self._keeper.failures >= Keeper.MOST_FAILURES:
+            if self._checkpointer.failures >= Checkpointer.MOST_FAILURES:
                 raise StorageError(
-                    f"{self._keeper.failures} checkpoints in a row could not be saved. The last: "
-                    f"{saved.failure}"
+                    f"{self._checkpointer.failures} checkpoints in a row could not be saved. "
+                    f"The last: {saved.failure}"
                 )
 
     def finish(self, place: Place) -> None:
@@ -205,7 +209,7 @@ class RunRecords:
     def report(self) -> None:
         """Puts the run on one page, if there is anything to see."""
         if self._session.world.rank == 0 and self._start.folder.metrics.stat().st_size:
-            with borne("No report"):
+            with log_failure("No report"):
                 self._run.log_artifact(write_report(self._start.folder.root))
 
     def _measured(self, place: Place, metrics: dict[str, float]) -> None:
@@ -279,14 +283,14 @@ class EvaluationTables:
         self._folder = folder
         self._decode: Decode | None = None
 
-    def write(self, step: int, judged: Sequence[Judged]) -> Path:
+    def write(self, step: int, samples: Sequence[EvalSample]) -> Path:
         """One file, of one evaluation."""
         job = self._session.job
         if job.config.train.eval_text and not self._decode:
             self._decode = decoder(job.policy.path, Stops.of(job.manifest.fingerprint).tokens)
         path = self._folder.evaluation(step)
         fs.make_folder(path.parent)
-        text = evaluation_csv(judged, self._kind, decode=self._decode)
+        text = evaluation_csv(samples, self._kind, decode=self._decode)
         fs.publish(path, text.encode(), label="evaluation")
         return path
 

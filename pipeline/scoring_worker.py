@@ -74,7 +74,7 @@ def score_units(
 ) -> Tally:
     """Returns when every unit of the plan has a commit, by whomever."""
     started = time.perf_counter()
-    bench = _Bench(job, plan, run_id, progress)
+    scorer = _UnitScorer(job, plan, run_id, progress)
     units = range(len(plan.unit_offsets) - 1)
     order = sorted(units, key=lambda unit: unit % worker.world != worker.rank % worker.world)
     tally = Tally()
@@ -83,7 +83,7 @@ def score_units(
     with UnitClaims(job.work.claims) as claims, _held_to_threads(job, plan):
         for unit in order:
             if claims.try_claim(unit):
-                bench.finish(unit, tally)
+                scorer.finish(unit, tally)
                 claims.release(unit)
                 tally.seconds = time.perf_counter() - started
                 run.log_metrics(tally.metrics(), step=tally.units)
@@ -94,7 +94,7 @@ def score_units(
             while not job.work.commit(unit).exists() and not job.is_published:
                 claims.wait(unit)
                 if claims.try_claim(unit):
-                    bench.finish(unit, tally)
+                    scorer.finish(unit, tally)
                     claims.release(unit)
                     is_shown = True
             if not is_shown:
@@ -136,8 +136,8 @@ class _UnitMeter:
 
 
 @dataclass(frozen=True)
-class _Bench:
-    """What a worker keeps at hand between units; each thing is opened when first needed."""
+class _UnitScorer:
+    """Scores the units of a plan; the ring, the model and earlier caches are opened when needed."""
 
     job: Job
     plan: Plan
@@ -151,19 +151,23 @@ class _Bench:
             self.progress.advance(stop - start)
             return
         meter = _UnitMeter(self.progress, stop - start)
-        arc = build_unit(self.ring, start, stop, self.cut_rule)
-        known = self.reuse.find(arc.rows, first_key=arc.first_key, last_key=arc.last_key)
-        scores = score_unit(arc.rows, known, self.rules, scorer=self.scorer, on_batch=meter.hear)
+        unit_rows = build_unit(self.ring, start, stop, self.cut_rule)
+        known = self.reuse.find(
+            unit_rows.rows, first_key=unit_rows.first_key, last_key=unit_rows.last_key
+        )
+        scores = score_unit(
+            unit_rows.rows, known, self.rules, scorer=self.scorer, on_batch=meter.hear
+        )
         numerics = dict(self.scorer().describe()) if scores.run_tokens else {}
         notes = {
-            "mismatched_completions_replaced_after_cutting": arc.replaced,
-            "completions_scored_again_alone_in_float32": scores.mended,
+            "mismatched_completions_replaced_after_cutting": unit_rows.replaced,
+            "completions_scored_again_alone_in_float32": scores.rescored_in_float32,
         }
         facts = UnitFacts(
-            first_key=arc.first_key,
-            last_key=arc.last_key,
+            first_key=unit_rows.first_key,
+            last_key=unit_rows.last_key,
             tokens_per_batch=scores.tokens_per_batch,
-            rejected=(*arc.rejected, *scores.rejected),
+            rejected=(*unit_rows.rejected, *scores.rejected),
             notes={name: count for name, count in notes.items() if count},
             numerics=numerics or known.numerics,
             input_names={entry.identity: entry.name for entry in self.plan.inputs},

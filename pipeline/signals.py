@@ -23,8 +23,8 @@ WAY_ON = "Run the same command with --resume auto"
 
 
 @contextmanager
-def naming_the_way_on() -> Iterator[None]:
-    """Whoever stops training is told how to go on with it."""
+def add_resume_hint() -> Iterator[None]:
+    """Adds to an interruption how to resume the training."""
     try:
         yield
     except Interrupted as stop:
@@ -33,8 +33,8 @@ def naming_the_way_on() -> Iterator[None]:
 
 def stops_heard() -> list[signal.Signals]:
     """The signals that ask to stop; under nohup nobody wants to hear of a terminal that closes."""
-    deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return [number for number in STOPS if not (deaf and number is signal.SIGHUP)]
+    ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in STOPS if not (ignores_hangup and number is signal.SIGHUP)]
 
 
 def stop_with_launcher() -> None:

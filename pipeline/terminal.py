@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from ..schemas.safe_text import hear, safe
-from ..stages.tracking.mlflow_silence import WARNING, hush
+from ..stages.tracking.mlflow_silence import WARNING, silence_mlflow
 from ..stages.tracking.progress import NoProgress, Progress, make_progress
 
 
@@ -24,7 +24,7 @@ def own_process(arguments: Sequence[str]) -> None:
     # Arrow reads this when it is first imported. Its own pool keeps what was freed, beside what
     # torch then takes; the C library's gives both the same memory.
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
-    hush()  # DeepSpeed imports MLflow, which reads its settings then
+    silence_mlflow()  # DeepSpeed imports MLflow, which reads its settings then
     # A thread may send on to MLflow when nobody waits for it any more.
     for package in WARNING:
         warnings.filterwarnings("ignore", module=package)

@@ -11,9 +11,9 @@ from typing import Any
 from torch import distributed
 
 from ..schemas.batches import Cursor, World
-from ..schemas.errors import Interrupted, PeerError, borne
+from ..schemas.errors import Interrupted, PeerError, log_failure
 from ..stages.engine.deepspeed_engine import open_engine
-from ..stages.engine.distributed import joined_world, together
+from ..stages.engine.distributed import joined_world, run_on_all_ranks
 from ..stages.feed.loader import CacheFeed
 from ..stages.feed.step_plan import FeedSettings
 from ..stages.feed.train_source import TrainSource, open_source, overlap
@@ -23,12 +23,12 @@ from ..stages.model.policy import Policy, load_policy
 from ..stages.storage.verify_cache import sample_rows
 from ..stages.tracking.progress import Progress
 from ..stages.train.evaluation import largest_gap
-from ..stages.train.loop import Halts, Loop, Place, SaveClock, train
+from ..stages.train.loop import Loop, Place, SaveClock, StopConditions, train
 from ..stages.train.throughput import Meter, forget_peak
 from .resume import Start, held_to_checkpoint, started
 from .run_recorder import RunRecords, open_records
 from .run_report import Trained, outcome, write_report
-from .signals import asked_to_stop, naming_the_way_on
+from .signals import add_resume_hint, asked_to_stop
 from .train_checks import require_positions
 from .trained_model import write_model
 from .training_job import Session, TrainingJob
@@ -48,10 +48,10 @@ def run_training(job: TrainingJob, *, progress: Progress) -> Trained:
 
 def train_in(job: TrainingJob, world: World, *, progress: Progress) -> Trained:
     """Like `run_training`, among ranks that have met already."""
-    with naming_the_way_on(), naming_lost_peers(world), started(job, world) as start:
+    with add_resume_hint(), naming_lost_peers(world), started(job, world) as start:
         if start.is_finished:
             if world.rank == 0 and not start.folder.report.exists():
-                with borne("No report"):
+                with log_failure("No report"):
                     write_report(start.folder.root)
             return replace(outcome(start.folder, "finished"), is_old=True)
         forget_peak()
@@ -68,12 +68,12 @@ def train_in(job: TrainingJob, world: World, *, progress: Progress) -> Trained:
 def open_session(job: TrainingJob, world: World, progress: Progress) -> Session:
     """Reads what there is to learn from, then loads the policy: one copy, and nothing beside it."""
     config = job.config
-    source, held_out = together(world, lambda: _sources(job, world))
-    recipe, advice = job.recipe.settled(source.labels)
+    source, held_out = run_on_all_ranks(world, lambda: _sources(job, world))
+    recipe, advice = job.recipe.resolve_auto(source.labels)
     if world.rank == 0:
         for note in (*_told_of(source, held_out), *advice):
             progress.say(note)
-    policy = together(world, lambda: _policy(job, recipe))
+    policy = run_on_all_ranks(world, lambda: _policy(job, recipe))
     last = getattr(_text_config(policy), "max_position_embeddings", None)
     for some in {id(one): one for one in (source, held_out)}.values():
         require_positions(some, recipe, last)
@@ -165,7 +165,7 @@ def _restored(session: Session, start: Start) -> Place | None:
         return None
     position = start.checkpoint.position
     folder = start.folder.step(position.global_step)
-    together(session.world, lambda: session.engine.load_state(folder))
+    run_on_all_ranks(session.world, lambda: session.engine.load_state(folder))
     return Place(position.global_step, position.cursor, position.memory, position.window)
 
 
@@ -178,7 +178,7 @@ def _require_agreement(session: Session, records: RunRecords) -> None:
     if not job.begins_as_reference:
         records.say("The policy is not the reference of the cache: its log-probs are not compared.")
         return
-    sample = together(
+    sample = run_on_all_ranks(
         session.world, lambda: list(sample_rows(job.cache, job.manifest, SAMPLED_ROWS))
     )
     gap = largest_gap(
@@ -205,7 +205,7 @@ def _learn(session: Session, start: Start, records: RunRecords, place: Place) ->
             loop,
             start=place,
             records=records,
-            halts=Halts(asked, deadline, SaveClock(60 * loop.options.save_minutes)),
+            conditions=StopConditions(asked, deadline, SaveClock(60 * loop.options.save_minutes)),
             is_measured=records.is_evaluated,
         )
     if ending == "finished":

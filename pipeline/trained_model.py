@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..schemas.cache import Manifest, Stops
-from ..stages.engine.distributed import from_first
+from ..stages.engine.distributed import run_on_rank_zero
 from ..stages.model.logprobs import causal_model
 from ..stages.model.save import (
     parted,
@@ -34,7 +34,7 @@ def write_model(session: Session, start: Start, records: RunRecords, *, steps: i
     is_adapter = session.job.config.lora.enabled
     weights = session.engine.weights(trainable_only=is_adapter)
     lineage = _lineage(session, records, steps)
-    from_first(session.world, lambda: _write(session, start, lineage, weights))
+    run_on_rank_zero(session.world, lambda: _write(session, start, lineage, weights))
 
 
 def _write(session: Session, start: Start, lineage: Lineage, weights: Mapping[str, Tensor]) -> None:

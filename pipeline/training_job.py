@@ -49,7 +49,7 @@ class TrainingJob:
     """Everything that is known before ranks meet and weights are read."""
 
     config: Config
-    recipe: Recipe  # not yet settled
+    recipe: Recipe  # its `auto` is not resolved yet
     reading: Reading
     cache: CacheFolder
     manifest: Manifest

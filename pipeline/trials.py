@@ -19,7 +19,7 @@ from ..stages.tracking.journal import EVAL
 from .run_report import Curves, Measured, Trained, history_of
 from .settings import parse_varied
 
-# What a sweep sets in every run, and how it is told.
+# What a sweep sets in every run, and how it is named.
 OWN = {"train.method": "--method", "train.output": "--output"}
 
 
@@ -104,7 +104,7 @@ TRAINING_ROWS = (
 
 
 @dataclass(frozen=True)
-class Tried:
+class TrialResult:
     """What came of one run."""
 
     trial: Trial
@@ -123,16 +123,16 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class Swept:
+class SweepResult:
     """The runs of a sweep that are over, in the order they were made."""
 
     folder: Path
-    tried: tuple[Tried, ...]
+    results: tuple[TrialResult, ...]
 
     @property
-    def failures(self) -> list[Tried]:
+    def failures(self) -> list[TrialResult]:
         """Runs that a mistake or a mishap ended."""
-        return [one for one in self.tried if one.error]
+        return [one for one in self.results if one.error]
 
     @property
     def head(self) -> list[str]:
@@ -143,7 +143,7 @@ class Swept:
     @property
     def rows(self) -> list[list[str]]:
         """A line of the table for each run."""
-        return [_cells(one) for one in self.tried]
+        return [_cells(one) for one in self.results]
 
     def text(self) -> str:
         """One table for a person, and what has to be known to read it."""
@@ -162,17 +162,17 @@ class Swept:
                 "after": one.measured.after,
                 "failure": str(one.error or ""),
             }
-            for one in self.tried
+            for one in self.results
         ]
         return json.dumps(rows, indent=2)
 
     def notes(self) -> Iterator[str]:
         """What has to be known to read the table."""
-        if len(self.tried) > 1:
+        if len(self.results) > 1:
             yield NO_COMPARING
-        if any(one.measured.rows == "training" for one in self.tried):
+        if any(one.measured.rows == "training" for one in self.results):
             yield TRAINING_ROWS
-        for one in self.tried:
+        for one in self.results:
             if one.trained and one.ending != "finished":
                 yield (
                     f"{one.trial.name} was stopped by train.max_time after "
@@ -183,7 +183,7 @@ class Swept:
         yield f"in {self.folder}"
 
 
-def _cells(one: Tried) -> list[str]:
+def _cells(one: TrialResult) -> list[str]:
     moments = (one.measured.before, one.measured.after)
     prefix = EVAL if one.measured.rows == "held out" else ""
     values = [moment.get(f"{prefix}{name}") for name in HEADS.values() for moment in moments]
@@ -201,9 +201,9 @@ CHARTS = {
 }
 
 
-def sweep_page(swept: Swept) -> str:
+def sweep_page(result: SweepResult) -> str:
     """All runs that are over so far."""
-    folders = {one.trial.name: RunFolder(swept.folder / one.trial.name) for one in swept.tried}
+    folders = {one.trial.name: RunFolder(result.folder / one.trial.name) for one in result.results}
     links = {
         name: f"{name}/{folder.report.name}"
         for name, folder in folders.items()
@@ -218,9 +218,9 @@ def sweep_page(swept: Swept) -> str:
     held_out = {name: history.held_out for name, history in histories.items()}
     learned = {name: history.learned for name, history in histories.items()}
     return page(
-        f"Sweep: {swept.folder.resolve().name}",
-        list(swept.notes()),
-        section("Runs", table(swept.head, swept.rows, links=links)),
+        f"Sweep: {result.folder.resolve().name}",
+        list(result.notes()),
+        section("Runs", table(result.head, result.rows, links=links)),
         section("Held-out rows", _charts(held_out, "dots")),
         section("Steps learned from", _charts(learned, "line")),
     )
@@ -233,5 +233,5 @@ def _charts(runs: Mapping[str, Curves], form: Form) -> str:
             Series(name, curves.get(metric, ()), f"c{index % COLORS}", form=form)
             for index, (name, curves) in enumerate(runs.items())
         ]
-        figures.append(chart(title, series, across="step"))
+        figures.append(chart(title, series, x_label="step"))
     return side_by_side("".join(figures))

@@ -52,7 +52,7 @@ def encode_chunks(
         return
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    _start_server_deaf_to_ctrl_c()
+    _start_server_ignoring_sigint()
     with ProcessPoolExecutor(
         num_workers, mp_context=context, initializer=_start, initargs=(job,)
     ) as pool:
@@ -121,7 +121,7 @@ def _start(job: EncodingJob) -> None:
     _worker = _Worker(job)
 
 
-def _start_server_deaf_to_ctrl_c() -> None:
+def _start_server_ignoring_sigint() -> None:
     """Ctrl-C, or a terminal that closes, reaches every process; only the parent has an answer."""
     if threading.current_thread() is not threading.main_thread():
         return  # signals are not ours to set here

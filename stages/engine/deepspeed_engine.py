@@ -72,7 +72,7 @@ def _groups(learning: list[nn.Parameter], config: Mapping[str, Any]) -> list[Any
 
 
 class DeepSpeedEngine:
-    """One policy under DeepSpeed; it answers and learns as the `Engine` protocol says."""
+    """One policy under DeepSpeed; the `Engine` protocol of the trainer."""
 
     def __init__(self, engine: Any, world: World) -> None:
         self._engine = engine
@@ -83,9 +83,9 @@ class DeepSpeedEngine:
         """This process among its peers."""
         return self._world
 
-    def answers(self, trees: Sequence[Tree]) -> Mapping[str, Tensor]:
-        """What the policy's own forward pass says, by the names of its rows."""
-        names: tuple[str, ...] = self._engine.module.tells
+    def forward(self, trees: Sequence[Tree]) -> Mapping[str, Tensor]:
+        """The rows of the policy's forward pass by their names."""
+        names: tuple[str, ...] = self._engine.module.output_names
         return dict(zip(names, self._engine(tuple(trees)), strict=True))
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:

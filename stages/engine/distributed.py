@@ -182,7 +182,7 @@ def _patient_group() -> Any:
     return _PATIENT_GROUP[0] if _PATIENT_GROUP else None
 
 
-def from_first(world: World, action: Callable[[], T]) -> T:
+def run_on_rank_zero(world: World, action: Callable[[], T]) -> T:
     """What the first rank's action returns, on every rank; its refusal is everyone's."""
     result: Any = _outcome(action) if world.rank == 0 else None
     if world.size > 1:
@@ -193,7 +193,7 @@ def from_first(world: World, action: Callable[[], T]) -> T:
     return opened
 
 
-def together(world: World, action: Callable[[], T]) -> T:
+def run_on_all_ranks(world: World, action: Callable[[], T]) -> T:
     """What the action returns on this rank; one rank's refusal is everyone's."""
     own = _outcome(action)
     refusal = own if isinstance(own, _Refused) else None

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...schemas.batches import Cursor, StepBatch, StepSize
-from .row_buffer import Piece, Shelf, fill_shelf, read_pieces, step_batch
+from .row_buffer import Piece, RowBuffer, fill_buffer, read_pieces, step_batch
 from .step_plan import FeedSettings, Pass, StepPlan, evaluation_pass, num_steps, training_pass
 from .train_source import TrainSource
 
@@ -76,7 +76,7 @@ class _Load:
 
     one_pass: Pass
     plans: list[StepPlan]
-    shelf: Shelf
+    buffer: RowBuffer
 
 
 @contextmanager
@@ -93,7 +93,7 @@ def _streamed(
 def _batches(loads: Iterator[_Load], rank: int) -> Iterator[StepBatch]:
     for load in loads:
         for plan in load.plans:
-            yield step_batch(plan, load.shelf, load.one_pass.table, rank=rank)
+            yield step_batch(plan, load.buffer, load.one_pass.table, rank=rank)
         del load  # before the next is asked for: memory holds one in use
 
 
@@ -119,7 +119,7 @@ def _loads(source: TrainSource, one_pass: Pass, first_step: int) -> Iterator[_Lo
         pieces += _pieces_of_window(source, one_pass, window, waiting)
         whole = sum(one_pass.end(plan.cursor.step) <= end for plan in waiting)
         if whole:
-            load = _Load(one_pass, waiting[:whole], fill_shelf(source, pieces))
+            load = _Load(one_pass, waiting[:whole], fill_buffer(source, pieces))
             waiting = waiting[whole:]
             pieces = _kept(pieces, _wanted(one_pass, waiting))
             yield load

@@ -60,10 +60,10 @@ class StepPlan:
 
     cursor: Cursor
     rows: NDArray[np.int64]  # (rows,) row numbers in step order
-    own: Deal  # of these rows
+    own: BatchAssignment  # of these rows
     pairs: MismatchedPairs
     paired_rows: NDArray[np.int64]  # (trees,) places in the step of the rows that have pairs
-    mismatched: Deal  # of these trees
+    mismatched: BatchAssignment  # of these trees
 
     def rows_of_rank(self, rank: int) -> NDArray[np.int64]:
         """The row numbers a rank has to read."""
@@ -118,15 +118,15 @@ class Pass:
         return StepPlan(
             cursor=Cursor(self.epoch, step),
             rows=rows,
-            own=self._deal(own_lengths),
+            own=self._assign(own_lengths),
             pairs=pairs,
             paired_rows=trees,
-            mismatched=self._deal(lengths),
+            mismatched=self._assign(lengths),
         )
 
-    def _deal(self, lengths: NDArray[np.int64]) -> Deal:
+    def _assign(self, lengths: NDArray[np.int64]) -> BatchAssignment:
         settings = self.settings
-        return deal(
+        return assign_batches(
             lengths,
             world_size=settings.world.size,
             budget=settings.tokens_per_batch,
@@ -175,7 +175,7 @@ def num_steps(rows: int, batch_size: int, limit: int) -> int:
 
 
 @dataclass(frozen=True)
-class Deal:
+class BatchAssignment:
     """Where each sequence runs."""
 
     ranks: NDArray[np.int64]  # (sequences,)
@@ -183,19 +183,21 @@ class Deal:
     num_turns: int  # of every rank
 
     def of_rank(self, rank: int) -> list[NDArray[np.int64]]:
-        """The sequences of each micro-batch, ascending: their order owes nothing to the deal."""
+        """The sequences of each micro-batch, ascending whatever the assignment."""
         mine = np.flatnonzero(self.ranks == rank)
         return [mine[self.turns[mine] == turn] for turn in range(self.num_turns)]
 
 
-def deal(lengths: NDArray[np.int64], *, world_size: int, budget: int, pads: bool) -> Deal:
+def assign_batches(
+    lengths: NDArray[np.int64], *, world_size: int, budget: int, pads: bool
+) -> BatchAssignment:
     """No micro-batch has more than `budget` tokens, unless it is one sequence that has.
 
     `pads`: a micro-batch costs its longest sequence times their number, else their sum.
     """
     if not len(lengths):
         none = np.empty(0, dtype=np.int64)
-        return Deal(none, none, 0)
+        return BatchAssignment(none, none, 0)
     bins = (_alike if pads else _even)(lengths, world_size, budget)
     loads = np.zeros(bins.count, dtype=np.int64)
     if pads:
@@ -204,7 +206,7 @@ def deal(lengths: NDArray[np.int64], *, world_size: int, budget: int, pads: bool
     else:
         np.add.at(loads, bins.of, lengths)
     ranks, turns = _rounds(loads, world_size)
-    return Deal(ranks[bins.of], turns[bins.of], bins.count // world_size)
+    return BatchAssignment(ranks[bins.of], turns[bins.of], bins.count // world_size)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from .modifiers import Modifiers, names_within
 from .rewards import reward_metrics
 
 LOSS = "loss"
-Memory = dict[str, tuple[float, ...]]  # of each method that remembers something, by its name
+MethodState = dict[str, tuple[float, ...]]  # of each method that has one, by its name
 # Paired rows can be read as labelled ones, and both tell which branches to imitate.
 _MOST_ASKED_FIRST: tuple[RowKind, ...] = ("grouped", "paired", "labelled", "imitated")
 _LABELS = {Role.CHOSEN: Role.DESIRABLE, Role.REJECTED: Role.UNDESIRABLE}
@@ -117,14 +117,14 @@ class Recipe:
         found = (getattr(part.options, name, None) for part in self.parts)
         return next((value for value in found if value is not None), default)
 
-    def settled(self, labels: Labels) -> tuple[Recipe, tuple[str, ...]]:
+    def resolve_auto(self, labels: Labels) -> tuple[Recipe, tuple[str, ...]]:
         """With nothing left to decide, and what a person should know about it."""
-        settled = [part.method.settle(part.options, labels) for part in self.parts]
+        resolved = [part.method.resolve_auto(part.options, labels) for part in self.parts]
         parts = tuple(
             replace(part, options=one.options)
-            for part, one in zip(self.parts, settled, strict=True)
+            for part, one in zip(self.parts, resolved, strict=True)
         )
-        return replace(self, parts=parts), tuple(line for one in settled for line in one.advice)
+        return replace(self, parts=parts), tuple(line for one in resolved for line in one.advice)
 
     def survey(self, branches: Branches) -> dict[str, Tensor]:
         """What each part asks of every branch, (branches,) each, named `method/value`."""
@@ -136,14 +136,14 @@ class Recipe:
             for name, value in part.method.survey(self._view(seen, part), part.options).items()
         }
 
-    def remembered(self, memory: Memory, surveyed: Mapping[str, Tensor]) -> Memory:
-        """What is remembered once this step is counted in."""
+    def next_state(self, state: MethodState, surveyed: Mapping[str, Tensor]) -> MethodState:
+        """The state of each method that has one, with this step counted in."""
         return {
-            part.method.name: part.method.remember(
-                memory.get(part.method.name, ()), _of(part, surveyed)
+            part.method.name: part.method.update_state(
+                state.get(part.method.name, ()), _of(part, surveyed)
             )
             for part in self.parts
-            if part.method.remember
+            if part.method.update_state
         }
 
     def rewards(self, branches: Branches) -> Tensor | None:
@@ -156,10 +156,10 @@ class Recipe:
         """Log-ratios as every part sees them."""
         return self.modifiers.applied(branches).ratios
 
-    def outcome(self, branches: Branches, step: Step, memory: Memory) -> Outcome:
+    def outcome(self, branches: Branches, step: Step, state: MethodState) -> Outcome:
         """The loss of a micro-batch."""
         seen = self.modifiers.applied(branches)
-        outcomes = [self._outcome_of(part, seen, step, memory) for part in self.parts]
+        outcomes = [self._outcome_of(part, seen, step, state) for part in self.parts]
         if len(outcomes) == 1:
             first = outcomes[0]
             return replace(first, metrics={**first.metrics, **self.modifiers.metrics(branches)})
@@ -183,9 +183,9 @@ class Recipe:
             return dict(means)
         return {LOSS: sum(weights[name] * means[name] for name in present), **means}
 
-    def _outcome_of(self, part: Part, seen: Branches, step: Step, memory: Memory) -> Outcome:
+    def _outcome_of(self, part: Part, seen: Branches, step: Step, state: MethodState) -> Outcome:
         branches, method = self._view(seen, part), part.method
-        known = replace(step, surveyed=_of(part, step.surveyed), memory=memory.get(method.name, ()))
+        known = replace(step, surveyed=_of(part, step.surveyed), state=state.get(method.name, ()))
         output = method.loss(branches, known, part.options)
         losses = self.modifiers.weighed(output.losses, branches)
         total = losses.sum()

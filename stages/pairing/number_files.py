@@ -18,7 +18,7 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from ...schemas.errors import CorruptionError, told
+from ...schemas.errors import CorruptionError, os_errors_as_storage_errors
 
 BLOCK_BYTES = 16 * 1024  # a multiple of every number's size
 SUM = np.dtype("<u4")
@@ -139,7 +139,7 @@ class Summed:
             raise self._damaged("it is not what was written (a checksum differs)")
 
     def _from_file(self, path: Path, start: int, count: int) -> NDArray[np.uint8]:
-        with told("read", path):
+        with os_errors_as_storage_errors("read", path):
             try:
                 return np.fromfile(path, dtype=np.uint8, count=count, offset=start)
             except FileNotFoundError:

@@ -37,7 +37,7 @@ i.bars,i.cloud{width:.65rem;height:.65rem;vertical-align:-.05em;border:0;border-
 background:currentColor}
 svg{display:block;width:100%;height:auto}
 svg text{fill:var(--soft);font-size:12px}
-.up{text-anchor:end;dominant-baseline:middle}.across{text-anchor:middle}
+.y-tick{text-anchor:end;dominant-baseline:middle}.x-tick{text-anchor:middle}
 line.rule{stroke:var(--line)}line.zero{stroke:var(--soft)}
 polyline{fill:none;stroke:currentColor;stroke-width:1.6;stroke-linejoin:round}
 polyline.dots{stroke-dasharray:5 3}

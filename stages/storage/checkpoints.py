@@ -337,7 +337,7 @@ def _value(folder: RunFolder, step: int, metric: str) -> float | None:
         return None
 
 
-def credit(
+def add_checkpoint_metrics(
     folder: RunFolder,
     step: int,
     metrics: Mapping[str, float],

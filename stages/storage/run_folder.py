@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...schemas.checkpoint import CheckpointFile, Ending
-from ...schemas.errors import CorruptionError, UsageError, told
+from ...schemas.errors import CorruptionError, UsageError, os_errors_as_storage_errors
 from ...schemas.json_codec import CodecError, from_signed_json, to_signed_json
 from . import fs
 from .cache_folder import is_output, make_place, refuse_foreign
@@ -263,7 +263,7 @@ def described(root: Path, path: Path) -> CheckpointFile:
 def begins_as(path: Path, known: CheckpointFile) -> bool:
     """Whether a file begins with the bytes that it had when it was described."""
     sha256, left = hashlib.sha256(), known.bytes
-    with fs.open_regular(path) as source, told("read", path):
+    with fs.open_regular(path) as source, os_errors_as_storage_errors("read", path):
         while left and (chunk := source.read(min(left, CHUNK))):
             sha256.update(chunk)
             left -= len(chunk)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from ...schemas.errors import told
+from ...schemas.errors import os_errors_as_storage_errors
 from ...schemas.safe_text import redacted
 from ..storage import fs
 
@@ -155,7 +155,8 @@ class Journal:
         assert not set(RESERVED) & set(named), sorted(named)
         finite = {name: value for name, value in named.items() if math.isfinite(value)}
         line = {"step": step, "time": round(time.time(), 3), **finite}
-        with told("write", self._path):  # a buffer's own flush passes the seam as well
+        # A buffer's own flush passes the seam as well.
+        with os_errors_as_storage_errors("write", self._path):
             self._sink.write((json.dumps(line, separators=(",", ":")) + "\n").encode())
             self._sink.flush()
 

@@ -25,7 +25,7 @@ from ...schemas.safe_text import bare_address, hear, masked_address, redacted, s
 from ..storage import fs
 from .journal import MlflowRecord, UnendedRun
 from .mlflow_client import GOES_ON_TAG, MlflowStore, sqlite_file
-from .mlflow_silence import hushed
+from .mlflow_silence import mlflow_silenced
 
 logger = logging.getLogger("align")
 
@@ -234,7 +234,7 @@ class Guard:
             return False
         started = time.monotonic()
         try:
-            with hushed():
+            with mlflow_silenced():
                 warnings.simplefilter("ignore")
                 action()
         except failures() as error:

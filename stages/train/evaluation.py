@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...schemas.batches import Engine, Judged, MicroBatch, StepBatch, StepSize, World
+from ...schemas.batches import Engine, EvalSample, MicroBatch, StepBatch, StepSize, World
 from ...schemas.errors import FingerprintError
 from ...schemas.methods import Branches, Step
 from ...schemas.rows import Role, ScoredBlock, Tree, allowed_gaps
 from ..engine.distributed import gathered
-from ..methods.recipe import Memory, Recipe
+from ..methods.recipe import MethodState, Recipe
 from ..storage.failpoints import reach
 from .step import Sums, branches_of, reported, step_of
 
@@ -55,21 +55,21 @@ def evaluate(
     batches: Iterable[StepBatch],
     *,
     step: Step,
-    memory: Memory,
-    witness: Witness,
+    state: MethodState,
+    samples: EvalSamples,
 ) -> dict[str, float]:
     """Means over all items of all batches, nothing learned."""
     sums, place = Sums(), 0
     for batch in batches:
         reach("evaluation.batch")
-        witness.begin(batch)
+        samples.begin(batch)
         engine.learn_mode(dropout_seed=None)
         for micro in batch.own:
             branches = branches_of(engine, recipe, micro)
-            witness.see(micro, branches, recipe)
+            samples.add(micro, branches, recipe)
             assert branches.places is not None, "a micro-batch knows where its branches stand"
             here = replace(branches, places=branches.places + place)
-            sums.add_outcome(recipe.outcome(here, step, memory))
+            sums.add_outcome(recipe.outcome(here, step, state))
         place += batch.branches
     return reported(recipe, sums.totals(engine))
 
@@ -83,10 +83,10 @@ class _Seen:
     batch: int
     place: int  # of the branch in its batch, over all ranks
     row_place: int  # of its row's first branch
-    judged: Judged  # its row is not counted yet
+    sample: EvalSample  # its row is not counted yet
 
 
-class Witness:
+class EvalSamples:
     """Sees the first rows of an evaluation; which ones hangs on no rank and no micro-batch."""
 
     def __init__(self, *, most_rows: int, keeps_ids: bool) -> None:
@@ -103,18 +103,18 @@ class Witness:
         self._rows = self._next_rows
         self._next_rows += batch.rows
 
-    def see(self, micro: MicroBatch, branches: Branches, recipe: Recipe) -> None:
+    def add(self, micro: MicroBatch, branches: Branches, recipe: Recipe) -> None:
         """What the policy says of one of its micro-batches."""
         if self._rows < self._most_rows:
             self._seen += self._of(micro, branches, recipe.rewards(branches))
 
-    def told(self, world: World) -> tuple[Judged, ...]:
+    def gather(self, world: World) -> tuple[EvalSample, ...]:
         """What all ranks have seen, in the order of the evaluation; they call it together."""
         every = [one for part in gathered(world, self._seen) for one in part]
         every.sort(key=lambda one: (one.batch, one.place))
         rows: dict[tuple[int, int], int] = {}
         numbered = [
-            replace(one.judged, row=rows.setdefault((one.batch, one.row_place), len(rows)))
+            replace(one.sample, row=rows.setdefault((one.batch, one.row_place), len(rows)))
             for one in every
         ]
         return tuple(one for one in numbered if one.row < self._most_rows)
@@ -129,7 +129,7 @@ class Witness:
             first = place
             prompt = tree.prompt.copy() if self._keeps_ids else None
             for completion in tree.branches:
-                judged = Judged(
+                sample = EvalSample(
                     row=0,
                     row_id=row_id,
                     role=Role(int(micro.roles[place])),
@@ -141,7 +141,7 @@ class Witness:
                     completion=completion.copy() if self._keeps_ids else None,
                 )
                 places = int(micro.places[place]), int(micro.places[first])
-                yield _Seen(self._batch, *places, judged)
+                yield _Seen(self._batch, *places, sample)
                 place += 1
 
 
@@ -169,7 +169,7 @@ def _scored(engine: Engine, block: ScoredBlock) -> np.ndarray:
     for row in range(len(rows)):
         branches = range(rows.branch_offsets[row], rows.branch_offsets[row + 1])
         tree = Tree(rows.prompts[row], tuple(rows.completions[branch] for branch in branches))
-        tokens = torch.split(engine.answers((tree,))["logps"], [len(one) for one in tree.branches])
+        tokens = torch.split(engine.forward((tree,))["logps"], [len(one) for one in tree.branches])
         sums += [float(logps.double().sum()) for logps in tokens]
     return np.array(sums)
 

@@ -15,7 +15,7 @@ from ...schemas.batches import Engine, MicroBatch, StepBatch
 from ...schemas.config import TrainOptions
 from ...schemas.methods import Branches, Step, Tokens
 from ..methods.modifiers import sums_of
-from ..methods.recipe import LOSS, Memory, Outcome, Recipe
+from ..methods.recipe import LOSS, MethodState, Outcome, Recipe
 from ..methods.rewards import with_margin
 from ..storage.failpoints import reach
 
@@ -27,22 +27,22 @@ class StepResult:
     applied: bool
     totals: Totals  # of everything that was measured
     suspects: tuple[str, ...]  # ids of this rank's rows that may be why it was not applied
-    memory: Memory  # what the methods remember from here on
+    state: MethodState  # of the methods from here on
 
 
 def train_step(
-    engine: Engine, recipe: Recipe, batch: StepBatch, *, memory: Memory, seed: tuple[int, int]
+    engine: Engine, recipe: Recipe, batch: StepBatch, *, state: MethodState, seed: tuple[int, int]
 ) -> StepResult:
     """Updates the policy by one step; a loss or gradient that is not finite changes nothing.
 
     `seed` is (seed of the run, global step): with the rank and the micro-batch it draws dropout.
     """
     step = step_of(engine, recipe, batch)
-    now = recipe.remembered(memory, step.surveyed)
+    after = recipe.next_state(state, step.surveyed)
     sums, last, suspects = Sums(), len(batch.own) - 1, _suspects_of_z(batch, step)
     for index, micro in enumerate(batch.own):
         engine.learn_mode(dropout_seed=_draw(*seed, index, engine.world.rank))
-        outcome = recipe.outcome(branches_of(engine, recipe, micro), step, now)
+        outcome = recipe.outcome(branches_of(engine, recipe, micro), step, after)
         engine.backward(outcome.share, is_last=index == last)
         sums.add_outcome(outcome)
         # What is not finite in all of the step tells nothing against the rows themselves.
@@ -51,14 +51,14 @@ def train_step(
     totals = sums.totals(engine)
     if not math.isfinite(reported(recipe, totals)[LOSS]):
         engine.skip()
-        return StepResult(applied=False, totals=totals, suspects=suspects, memory=memory)
+        return StepResult(applied=False, totals=totals, suspects=suspects, state=state)
     reach("step.before_update")
     update = engine.step()
     totals["grad_norm"] = (update.grad_norm, 1.0)
     if not update.applied:
         suspects = tuple(row for micro in batch.own for row in micro.row_ids)
-        return StepResult(applied=False, totals=totals, suspects=suspects, memory=memory)
-    return StepResult(applied=True, totals=totals, suspects=suspects, memory=now)
+        return StepResult(applied=False, totals=totals, suspects=suspects, state=state)
+    return StepResult(applied=True, totals=totals, suspects=suspects, state=after)
 
 
 def reported(recipe: Recipe, totals: Totals) -> dict[str, float]:
@@ -94,11 +94,11 @@ def _draw(*parts: int) -> int:
 
 def branches_of(engine: Engine, recipe: Recipe, batch: MicroBatch) -> Branches:
     """Runs the policy over a micro-batch."""
-    answers = {name: value.double() for name, value in engine.answers(batch.trees).items()}
+    outputs = {name: value.double() for name, value in engine.forward(batch.trees).items()}
     counts = [len(branch) for tree in batch.trees for branch in tree.branches]
-    lengths = torch.tensor(counts, dtype=torch.int64, device=answers["logps"].device)
+    lengths = torch.tensor(counts, dtype=torch.int64, device=outputs["logps"].device)
     per_branch = recipe.head == "score"
-    logps = answers["logps"] if per_branch else sums_of(answers["logps"], lengths)
+    logps = outputs["logps"] if per_branch else sums_of(outputs["logps"], lengths)
     device = logps.device
     sizes = torch.tensor([len(tree.branches) for tree in batch.trees], dtype=torch.int64)
     return Branches(
@@ -109,7 +109,7 @@ def branches_of(engine: Engine, recipe: Recipe, batch: MicroBatch) -> Branches:
         scores=torch.from_numpy(batch.scores).to(device, torch.float64),
         rows=torch.arange(len(sizes)).repeat_interleave(sizes).to(device),
         places=torch.from_numpy(batch.places).to(device),
-        tokens=None if per_branch else _tokens(recipe, batch, lengths, answers),
+        tokens=None if per_branch else _tokens(recipe, batch, lengths, outputs),
         columns={
             name: torch.from_numpy(values).to(device) for name, values in batch.carried.items()
         },
@@ -171,18 +171,18 @@ def _places_of(found: list[Branches]) -> list[Tensor]:
 
 
 def _tokens(
-    recipe: Recipe, batch: MicroBatch, lengths: Tensor, answers: dict[str, Tensor]
+    recipe: Recipe, batch: MicroBatch, lengths: Tensor, outputs: dict[str, Tensor]
 ) -> Tokens:
     reference = None
     if "token_reference" in recipe.needs:
         assert batch.reference_tokens is not None, "the gate asks for a cache that keeps them"
-        reference = torch.from_numpy(batch.reference_tokens.values).to(answers["logps"])
+        reference = torch.from_numpy(batch.reference_tokens.values).to(outputs["logps"])
     return Tokens(
         counts=lengths,
-        logps=answers["logps"],
+        logps=outputs["logps"],
         reference=reference,
-        values=answers.get("values"),
-        purity=answers.get("purity"),
+        values=outputs.get("values"),
+        purity=outputs.get("purity"),
     )
 
 

@@ -44,7 +44,7 @@ def llama_folder(tmp_path_factory):
 def test_scores_and_gradients_are_those_of_transformers_own_class(name, tmp_path):
     tiny_model(*FAMILIES[name]).save_pretrained(tmp_path)
     policy = loaded(tmp_path)
-    assert policy.tells == ("logps",)
+    assert policy.output_names == ("logps",)
     expected = saved(policy, tmp_path, tmp_path / "scorer").double()
     slopes = slopes_of(len(list(texts(TREES))))
     wanted = scores_of(expected, TREES)

@@ -25,7 +25,7 @@ def require_same(found, expected, *, steps=10):
     for kind in ("steps", "evaluations"):
         for step, (some, others) in enumerate(zip(found[kind], expected[kind], strict=True), 1):
             assert some == pytest.approx(others, rel=RELATIVE, abs=ABSOLUTE), (kind, step)
-    for some, others in zip(found["judged"], expected["judged"], strict=True):
+    for some, others in zip(found["samples"], expected["samples"], strict=True):
         assert len(some) > 2
         assert [whose for whose, _ in some] == [whose for whose, _ in others]
         assert np.array([values for _, values in some]) == pytest.approx(
@@ -82,7 +82,7 @@ def test_every_rank_is_told_the_same(spread):
     for name in cases:
         assert first[name]["steps"] == second[name]["steps"]
         assert first[name]["evaluations"] == second[name]["evaluations"]
-        assert first[name]["judged"] == second[name]["judged"]
+        assert first[name]["samples"] == second[name]["samples"]
 
 
 def test_the_steps_are_cut_as_their_names_say(alone, spread):

@@ -13,19 +13,21 @@ from align.schemas.batches import Cursor
 from align.schemas.rows import Role
 from align.stages.train import evaluation as evaluation_module
 from align.stages.train import throughput
-from align.stages.train.loop import Halts, Place, train
+from align.stages.train.loop import Place, StopConditions, train
 from support.stage_one import Silent
 from support.training_world import START, Told, job_of, learn, loop_of
 
 HELD_OUT = {"eval_fraction": 0.3}
 
 
-def run(training_world, here, *, start=START, halts=None, is_measured=False, told=None, **settings):
+def run(
+    training_world, here, *, start=START, conditions=None, is_measured=False, told=None, **settings
+):
     """Three steps an epoch, two epochs unless told otherwise."""
     settings = {"limit_train_batches": 3, **settings}
     session = open_session(job_of(training_world.pairs, "dpo", **settings), here, Silent())
-    told, halts = told or Told(), halts or Halts(lambda: False, math.inf)
-    how = {"start": start, "halts": halts, "is_measured": is_measured}
+    told, conditions = told or Told(), conditions or StopConditions(lambda: False, math.inf)
+    how = {"start": start, "conditions": conditions, "is_measured": is_measured}
     place, ending = train(loop_of(session), records=told, **how)
     return told, place, ending
 
@@ -92,7 +94,7 @@ class InOrder(Told):
         super().__init__()
         self.order, self.fails_at = [], fails_at
 
-    def evaluated(self, place, metrics, judged):
+    def evaluated(self, place, metrics, samples):
         if place.step == self.fails_at:
             raise ZeroDivisionError
         self.order.append(("evaluated", place.step))
@@ -110,7 +112,9 @@ def test_a_step_is_saved_before_it_is_measured(training_world, one_rank):
 
 
 @pytest.mark.parametrize("before", [0, 3, 6])
-def test_an_evaluation_is_halted_between_two_batches(training_world, one_rank, monkeypatch, before):
+def test_an_evaluation_is_stopped_between_two_batches(
+    training_world, one_rank, monkeypatch, before
+):
     """Somebody asks in the first batch of the evaluation after that many steps."""
     told, batches = Told(), []
 
@@ -119,9 +123,15 @@ def test_an_evaluation_is_halted_between_two_batches(training_world, one_rank, m
             batches.append(name)
 
     monkeypatch.setattr(evaluation_module, "reach", note)
-    halts = Halts(lambda: bool(batches), math.inf)
+    conditions = StopConditions(lambda: bool(batches), math.inf)
     _, place, ending = run(
-        training_world, one_rank, told=told, halts=halts, eval_every=3, batch_size=2, **HELD_OUT
+        training_world,
+        one_rank,
+        told=told,
+        conditions=conditions,
+        eval_every=3,
+        batch_size=2,
+        **HELD_OUT,
     )
     assert (place.step, ending, batches) == (before, "signal", ["evaluation.batch"])
     assert steps(told.evaluations) == [at for at in (0, 3, 6) if at < before]
@@ -189,8 +199,8 @@ def test_the_time_of_a_save_belongs_to_no_step(training_world, one_rank, monkeyp
 
 
 def test_when_the_time_is_over_it_saves_where_it_is(training_world, one_rank):
-    over = Halts(lambda: False, time.monotonic())
-    told, place, ending = run(training_world, one_rank, halts=over)
+    over = StopConditions(lambda: False, time.monotonic())
+    told, place, ending = run(training_world, one_rank, conditions=over)
     assert (told.steps, told.saves, place, ending) == ([], [0], START, "time")
 
 
