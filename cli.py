@@ -1,4 +1,4 @@
-"""The commands: options become a config, the pipeline does the work, the result is printed."""
+"""The commands: each builds a config, runs the pipeline and prints its result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import typer
 
 from .pipeline.flags import PRECOMPUTE_FLAGS, SCORE_FLAGS, TRAIN_FLAGS, with_flags
-from .pipeline.signals import stop_with_launcher, stops_heard
+from .pipeline.signals import stop_signals, stop_with_launcher
 from .pipeline.terminal import SafeGroup, own_process, progress_of_first, say, say_once
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def main() -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1", "USE_HUB_KERNELS": "0"}
     own_process(sys.argv)
     stop_with_launcher()
-    for number in stops_heard():
+    for number in stop_signals():
         signal.signal(number, _stop)
     # The deepspeed launcher names the rank before the command; it stands in LOCAL_RANK as well.
     arguments = [word for word in sys.argv[1:] if not word.startswith("--local_rank=")]

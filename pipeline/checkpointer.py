@@ -1,4 +1,4 @@
-"""Saving what a run needs to go on, together with all other ranks, where there is room."""
+"""Saves checkpoints on all ranks, and checks that the disk has room for them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Checkpointer:
         return self._saved == place.step
 
     def add_metrics(self, place: Place, metrics: Mapping[str, float]) -> None:
-        """The first rank adds what was measured to the checkpoint of this step, if there is one."""
+        """Rank zero adds these metrics to the checkpoint of this step, if there is one."""
         if not self.has(place) or self._session.world.rank:
             return
         try:
@@ -63,7 +63,7 @@ class Checkpointer:
             )
 
     def save(self, place: Place, metrics: Mapping[str, float], *, mlflow_run_id: str) -> Saved:
-        """Every rank writes its part; there is a checkpoint only where all could."""
+        """Every rank writes its part; the checkpoint counts only if all succeed."""
         session = self._session
         began = time.monotonic()
         if lack := run_on_rank_zero(
@@ -115,7 +115,7 @@ class Checkpointer:
         )
 
     def _journal(self) -> CheckpointFile:
-        """What was measured until now; only the first rank writes it, and what it says counts."""
+        """The journal as it is now; only rank zero writes it."""
         folder = self._start.folder
         if self._session.world.rank:
             return CheckpointFile(folder.metrics.name, 0, "")
@@ -126,7 +126,7 @@ BYTES_OF_MOMENTS = {"adam": 8, "adamw": 8, "lion": 4, "sgd": 0}
 
 
 def require_room(session: Session, folder: RunFolder) -> None:
-    """Refuses to begin where not even one checkpoint and the model fit; warns where not all do."""
+    """Refuses a disk without room for one checkpoint and the model; warns if not all fit."""
     train = session.job.config.train
     checkpoint, model = checkpoint_bytes(session, folder), model_bytes(session)
     free = fs.free_bytes(folder.root)
@@ -151,7 +151,7 @@ def require_room(session: Session, folder: RunFolder) -> None:
 
 
 def lack_of_room(session: Session, folder: RunFolder) -> str:
-    """Why there is no room for one more checkpoint; empty where there is."""
+    """Why one more checkpoint does not fit; empty if it does."""
     needed, free = checkpoint_bytes(session, folder), fs.free_bytes(folder.root)
     if free >= needed:
         return ""
@@ -169,11 +169,11 @@ def require_room_for_model(session: Session, folder: RunFolder) -> None:
 
 
 def checkpoint_bytes(session: Session, folder: RunFolder) -> int:
-    """As many as the newest one has; before the first, what the weights and the optimizer need."""
+    """The size of the newest one; before the first, that of the weights and optimizer state."""
     for step in folder.steps()[::-1]:
         try:
             return sum(file.bytes for file in read_checkpoint(folder.step(step)).files)
-        except AlignError:  # a damaged one tells nothing
+        except AlignError:  # damaged: its size is not known
             continue
     optimizer = session.engine_config.get("optimizer", {})
     moments = BYTES_OF_MOMENTS.get(str(optimizer.get("type", "")).lower(), 0)
@@ -185,7 +185,7 @@ def checkpoint_bytes(session: Session, folder: RunFolder) -> int:
 
 
 def model_bytes(session: Session) -> int:
-    """Of what is saved in the end: the adapter, the whole policy, or both."""
+    """The size of the saved model: the adapter, the whole policy, or both."""
     lora, width = session.job.config.lora, _width(session)
     whole = sum(map(_numel, session.policy.parameters()))
     adapter = sum(map(_numel, _learning(session)))

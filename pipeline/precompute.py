@@ -44,7 +44,7 @@ def precompute(
 ) -> PrecomputeResult:
     """Makes the cache that the config describes, or finishes what an earlier run left.
 
-    A tracking store hears that it is the run of this `stage`.
+    `stage` names the run in the tracking store.
     """
     job = open_job(config, reference)
     run_id = uuid.uuid4().hex[:12]
@@ -66,7 +66,7 @@ def precompute(
 
 
 def _finished(job: Job) -> Manifest | None:
-    """The manifest, when it is of this very plan; another cache's folder is refused."""
+    """The manifest, if it is of this plan; refuses the folder of another cache."""
     folder = job.folder
     if folder.manifest.exists():
         manifest = load_manifest(folder)
@@ -80,7 +80,7 @@ def _finished(job: Job) -> Manifest | None:
 
 
 def _tidy(job: Job, manifest: Manifest, run_id: str) -> None:
-    """Mends what a run left that died after its manifest, unless somebody is at it."""
+    """Finishes what a run left that died after its manifest, unless another process works on it."""
     if is_tidy(job.folder, manifest) and not job.folder.mlflow.exists():
         return
     if lock := try_owner_lock(job.folder, run_id):
@@ -110,7 +110,9 @@ def _planned(job: Job, run_id: str, progress: Progress, *, is_owner: bool) -> Pl
     if plan is None:
         return make_plan(job, run_id, progress)
     if is_owner:
-        read_commits(job.work, len(plan.unit_offsets) - 1)  # damage is told before hours of work
+        read_commits(
+            job.work, len(plan.unit_offsets) - 1
+        )  # damage is reported before hours of work
         if not ring_of(job).is_whole:
             remake_ring(job, plan, progress)
     return plan
@@ -124,7 +126,7 @@ def _describe(run: Run, job: Job, plan: Plan) -> None:
 
 
 def _publish(job: Job, plan: Plan, run_id: str, *, is_owner: bool) -> Manifest:
-    """Writes the manifest and tidies up; one who joined leaves that to the owner, if it lives."""
+    """Writes the manifest and tidies up; a worker that joined leaves that to a living owner."""
     while not is_owner:
         if finished := _finished(job):
             return finished
@@ -190,7 +192,7 @@ class PrecomputeResult:
     was_complete: bool
 
     def text(self) -> str:
-        """A few lines for a person."""
+        """A summary of a few lines."""
         manifest, tally = self.manifest, self.tally
         lines = [
             f"{self.folder}: {manifest.rows:,} rows, {manifest.branches:,} branches, "

@@ -1,4 +1,4 @@
-"""From the input files to a plan: the job, the ring on disk, the quarantine, the units."""
+"""Makes the plan from the input files: the job, the ring on disk, the quarantine, the units."""
 
 from __future__ import annotations
 
@@ -68,17 +68,17 @@ class Job:
 
     @property
     def paths(self) -> dict[int, Path]:
-        """Where a data file lies, by its identity; of files with equal bytes the last."""
+        """The path of each data file by its identity; of files with equal bytes the last."""
         return {identity: file.path for identity, file in zip(self.files, self.inputs, strict=True)}
 
     @property
     def work(self) -> WorkFolder:
-        """Where this job keeps what is not finished."""
+        """The folder of unfinished work."""
         return self.folder.work(self.plan_key)
 
     @property
     def is_published(self) -> bool:
-        """Whether the folder holds the finished cache this job is to make."""
+        """Whether the folder already holds the finished cache of this job."""
         path = self.folder.manifest
         if not path.exists():
             return False
@@ -87,7 +87,7 @@ class Job:
 
 
 def open_job(config: Config, reference: Reference) -> Job:
-    """Looks at the data, the tokenizer and the reference; changes nothing."""
+    """Opens the data, the tokenizer and the reference; writes nothing."""
     inputs, before = _in_order(open_inputs(config.data.files))
     shape = common_shape(inputs, renames(config.data.map), config.data.carry)
     tokenizer = load_tokenizer(config.model.path, config.tokens)
@@ -124,21 +124,21 @@ def _published_plan(folder: CacheFolder, version: tuple[int, int]) -> str:
 def _in_order(
     inputs: tuple[InputFile, ...],
 ) -> tuple[tuple[InputFile, ...], tuple[Digested, ...]]:
-    """The files by their digests, of equal ones by their names: so their order decides nothing."""
+    """The files by digest, then by name: the order they were given in has no effect."""
     found = [(digested(file), file) for file in inputs]
     found.sort(key=lambda each: (each[0].sha256, each[1].path.name))
     return tuple(file for _, file in found), tuple(before for before, _ in found)
 
 
 def renames(columns: Mapping[str, str]) -> dict[str, str]:
-    """Their column: ours. A column of ours mapped to nothing is theirs under no name we know."""
+    """Maps the user's columns to ours; a column of ours mapped to nothing is left out."""
     return {
         theirs or ours: ours if theirs else f"unused {ours}" for ours, theirs in columns.items()
     }
 
 
 def _first_is_conversation(inputs: tuple[InputFile, ...], shape: Shape) -> bool:
-    """Whether the first usable record is made of messages."""
+    """Whether the first usable record is a conversation."""
     for chunk in iter_chunks(inputs, shape.columns, rows_per_chunk=16):
         records, _ = parse_chunk(chunk, shape)
         if records:
@@ -151,7 +151,7 @@ EXAMPLES_SHOWN = 3
 
 
 def make_plan(job: Job, run_id: str, progress: Progress) -> Plan:
-    """Encodes all rows, puts them on the ring, and fixes what is to be scored."""
+    """Encodes all rows, puts them on the ring, and writes the plan of what to score."""
     job.work.prepare()
     intake = Intake()
     runs = _encode(job, intake, progress)
@@ -166,7 +166,7 @@ def make_plan(job: Job, run_id: str, progress: Progress) -> Plan:
 
 
 def _encode(job: Job, intake: Intake, progress: Progress) -> list[Spool]:
-    """All usable rows as sorted runs in the work folder, made anew."""
+    """Encodes all usable rows into sorted runs in the work folder."""
     config, spool = job.config, job.work.spool
     shutil.rmtree(spool, ignore_errors=True)
     fs.make_folder(spool)
@@ -209,7 +209,7 @@ def _merge(job: Job, runs: list[Spool], intake: Intake) -> Ring:
 
 
 def remake_ring(job: Job, plan: Plan, progress: Progress) -> None:
-    """Prepares the rows of a plan once more, because they are gone or of an older version."""
+    """Makes the ring of a plan again, because it is gone or of an older version."""
     intake = Intake()
     ring = _merge(job, _encode(job, intake, progress), intake)
     if _offsets(job, ring) != plan.unit_offsets:
@@ -220,7 +220,7 @@ def remake_ring(job: Job, plan: Plan, progress: Progress) -> None:
 
 
 def ring_of(job: Job) -> Ring:
-    """The ring of the plan in the work folder, which may not be whole."""
+    """The ring of the plan in the work folder, which may be incomplete."""
     return Ring(job.work.spool, job.shape.carried, job.config.cache.kl_pairs)
 
 
@@ -266,7 +266,7 @@ def _place(job: Job, rejected: Rejected) -> str:
 
 
 def _require_space(job: Job, ring: Ring) -> None:
-    """Refuses early when the shards cannot fit: about what their ids and sums take raw."""
+    """Refuses early when the shards cannot fit, by the raw size of their ids and sums."""
     spool = ring.spool.folder
     ids = (spool / "completion_values.bin").stat().st_size * (1 + job.config.cache.kl_pairs)
     ids += (spool / "prompt_values.bin").stat().st_size
@@ -287,7 +287,7 @@ def _plan(job: Job, ring: Ring, intake: Intake, quarantine: tuple[FileEntry, ...
     ]
     return Plan(
         format_version=FORMAT_VERSION,
-        digest="",  # it is signed when it is written
+        digest="",  # set when it is written
         plan_key=job.plan_key,
         fingerprint=job.fingerprint,
         reference_key=job.reference_key,
@@ -305,7 +305,7 @@ def _plan(job: Job, ring: Ring, intake: Intake, quarantine: tuple[FileEntry, ...
 
 
 def _notes(job: Job, intake: Intake) -> dict[str, int]:
-    """What was counted; of what kind the rows are only where there are two."""
+    """The counts of the intake; the kinds of rows only if there are two."""
     unread = {f"rows_with_scores_not_read_in_{name!r}": intake.rows_in for name in job.shape.unread}
     notes = {**intake.notes, **unread}
     if not all(notes.get(kind) for kind in KINDS):

@@ -39,7 +39,7 @@ SHOWN = ("loss", "rewards/margins", "rewards/accuracies", "log_odds/accuracy", "
 
 @contextmanager
 def open_records(session: Session, start: Start, progress: Progress) -> Iterator[RunRecords]:
-    """The first rank tells MLflow and the metrics file; every rank saves its part."""
+    """Opens a run's records: rank zero logs to MLflow and the metrics file, every rank saves."""
     run: JournaledRun | NullRun = NullRun()
     if session.world.rank == 0:
         keep_through = start.checkpoint_step if start.checkpoint else -1
@@ -73,7 +73,7 @@ def open_records(session: Session, start: Start, progress: Progress) -> Iterator
 
 
 class RunRecords:
-    """Where the loop of one rank tells what happens."""
+    """What the loop of one rank reports to: the journal, MLflow, the terminal, checkpoints."""
 
     def __init__(
         self, session: Session, start: Start, run: JournaledRun | NullRun, progress: Progress
@@ -105,7 +105,7 @@ class RunRecords:
         return self._run.run_key
 
     def say(self, line: str) -> None:
-        """Tells a person."""
+        """Prints a line."""
         self._progress.say(line)
 
     def begin(self, place: Place, total_steps: int) -> None:
@@ -121,8 +121,11 @@ class RunRecords:
         self._progress.begin("training", total=total_steps - place.step, unit="steps")
 
     def agreed(self, gap: float) -> None:
-        """The policy gives the numbers of the cache, nearly."""
-        self.say(f"policy and cache agree to {gap:.1e} nats per completion")
+        """Records the largest difference between the log-probs of the policy and of the cache."""
+        self.say(
+            "checked: the model reproduces the cached log-probs "
+            f"(largest difference {gap:.1e} nats per completion)"
+        )
         self._run.log_params({"gate.largest_gap": f"{gap:.3e}"})
 
     def stepped(
@@ -156,14 +159,14 @@ class RunRecords:
         self.say(f"step {place.step:,}, held-out rows: {shown(plain)}")
 
     def not_applied(self, place: Place, row_ids: tuple[str, ...]) -> None:
-        """A step gave NaN or infinity; the ids of this rank's rows in it are written down."""
+        """A step gave NaN or infinity; the ids of this rank's rows in it are logged."""
         line = {"step": place.step, "rank": self._session.world.rank, "row_ids": row_ids}
         with fs.append(self._start.folder.nonfinite) as sink:
             sink.write((json.dumps(line) + "\n").encode())
         self.say(f"step {place.step:,} gave NaN or infinity and was not applied")
 
     def save(self, place: Place) -> None:
-        """A checkpoint, where there is none yet; one that fails is told, three in a row end it."""
+        """Saves a checkpoint, unless there is one; a failure is logged, three in a row end it."""
         if self._checkpointer.has(place):
             return
         self._run.sync()
@@ -192,7 +195,7 @@ class RunRecords:
         self._run.log_model_link(folder.model, tags=tags)
 
     def ended(self, how: How) -> None:
-        """Writes down how the run ended; a run without this word was killed."""
+        """Records how the run ended; a run without this record was killed."""
         if self._session.world.rank:
             return
         self._run.sync()
@@ -207,7 +210,7 @@ class RunRecords:
         write_ending(self._start.folder, ending)
 
     def report(self) -> None:
-        """Puts the run on one page, if there is anything to see."""
+        """Writes the report, if there are metrics."""
         if self._session.world.rank == 0 and self._start.folder.metrics.stat().st_size:
             with log_failure("No report"):
                 self._run.log_artifact(write_report(self._start.folder.root))
@@ -233,7 +236,7 @@ class RunRecords:
 
 
 def shown(metrics: dict[str, float]) -> str:
-    """The few numbers a person wants to see at once."""
+    """The most telling metrics in a line."""
     known = {name: metrics[name] for name in SHOWN if math.isfinite(metrics.get(name, math.nan))}
     return ", ".join(f"{name} {value:.4g}" for name, value in known.items())
 

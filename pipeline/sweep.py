@@ -1,4 +1,4 @@
-"""Many runs over one cache: the reference was paid for once."""
+"""Trains many methods and settings on one cache, and compares them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GROUP_TAG = "align.sweep"  # the sweep's folder: it names the group where the pa
 
 
 def sweep(load: Load, trials: Sequence[Trial], output: Path, *, progress: Progress) -> SweepResult:
-    """Trains one after another; `load` gives the settings of a run from what --set would add.
+    """Trains one run after another; `load` gives the settings of a run from further --set texts.
 
     Alone a process goes on after a run that failed; ranks cannot, for they may not agree on it.
     """
@@ -76,7 +76,7 @@ def _open(load: Load, trial: Trial, output: Path) -> TrainingJob:
 
 
 def _require_different(jobs: Sequence[TrainingJob]) -> None:
-    """Refuses values that are written differently and mean the same, as 0.1 and 0.10."""
+    """Refuses values that are written differently but are equal, as 0.1 and 0.10."""
     for one, other in itertools.combinations([job.config for job in jobs], 2):
         if replace(one, train=replace(one.train, output=other.train.output)) == other:
             named = " and ".join(Path(config.train.output).name for config in (one, other))
@@ -98,7 +98,7 @@ def _add_resume_hint(output: Path, results: Sequence[TrialResult], total: int) -
         yield
     except Interrupted as stop:
         done = f"{len(results)} of {total} runs of the sweep in {output} are over"
-        raise Interrupted(stop.signal_number, f"{done}. {WAY_ON}") from None
+        raise Interrupted(stop.signal_number, f"{done}. {WAY_ON}", at=stop.at) from None
 
 
 def _describe(
@@ -114,7 +114,7 @@ def _describe(
 
 
 def _tags(trial: Trial, output: Path, parent: Run) -> dict[str, str]:
-    """What a run carries to be found as one of this sweep, whether or not it has a parent."""
+    """The tags that mark a run as one of this sweep, with or without a parent run."""
     tags = {GROUP_TAG: _group(output), "align.trial": trial.name}
     return {**tags, "mlflow.parentRunId": parent.run_id} if parent.run_id else tags
 

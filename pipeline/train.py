@@ -41,13 +41,13 @@ TOKENS_PER_BATCH = {"cuda": 16_384, "cpu": 2048}
 
 
 def run_training(job: TrainingJob, *, progress: Progress) -> Trained:
-    """Trains a policy, or goes on with a run that was stopped; returns what came of it."""
+    """Trains a policy, or resumes a run that was stopped; returns its steps and metrics."""
     with joined_world() as world:
         return train_in(job, world, progress=progress)
 
 
 def train_in(job: TrainingJob, world: World, *, progress: Progress) -> Trained:
-    """Like `run_training`, among ranks that have met already."""
+    """Like `run_training`, for ranks that have joined already."""
     with add_resume_hint(), naming_lost_peers(world), started(job, world) as start:
         if start.is_finished:
             if world.rank == 0 and not start.folder.report.exists():
@@ -66,12 +66,12 @@ def train_in(job: TrainingJob, world: World, *, progress: Progress) -> Trained:
 
 
 def open_session(job: TrainingJob, world: World, progress: Progress) -> Session:
-    """Reads what there is to learn from, then loads the policy: one copy, and nothing beside it."""
+    """Reads the training rows, then loads the policy: one copy, and no reference."""
     config = job.config
     source, held_out = run_on_all_ranks(world, lambda: _sources(job, world))
     recipe, advice = job.recipe.resolve_auto(source.labels)
     if world.rank == 0:
-        for note in (*_told_of(source, held_out), *advice):
+        for note in (*_source_notes(source, held_out), *advice):
             progress.say(note)
     policy = run_on_all_ranks(world, lambda: _policy(job, recipe))
     last = getattr(_text_config(policy), "max_position_embeddings", None)
@@ -99,7 +99,7 @@ def _policy(job: TrainingJob, recipe: Recipe) -> Policy:
 
 
 def _sources(job: TrainingJob, world: World) -> tuple[TrainSource, TrainSource]:
-    """The rows to learn from, and those to be measured by: held out of them, or another cache."""
+    """The training rows, and the evaluation rows: held out of them, or of another cache."""
     first_here = world.local_rank == 0
     source = open_source(job.cache, job.manifest, job.reading, checks_bytes=first_here)
     if job.held_out is None:
@@ -108,7 +108,7 @@ def _sources(job: TrainingJob, world: World) -> tuple[TrainSource, TrainSource]:
     return source, open_source(*job.held_out, reading, checks_bytes=first_here)
 
 
-def _told_of(source: TrainSource, held_out: TrainSource) -> Iterator[str]:
+def _source_notes(source: TrainSource, held_out: TrainSource) -> Iterator[str]:
     yield (
         f"cache {source.folder.root} (root {source.manifest.root[:12]}…): "
         f"{source.train_rows:,} rows to learn from, {held_out.eval_rows:,} held out"
@@ -117,10 +117,10 @@ def _told_of(source: TrainSource, held_out: TrainSource) -> Iterator[str]:
     if held_out is not source:
         yield from (f"{held_out.folder.root}: {note}" for note in held_out.notes)
     if held_out.eval_rows:
-        yield from _told_of_overlap(source, held_out)
+        yield from _overlap_notes(source, held_out)
 
 
-def _told_of_overlap(source: TrainSource, held_out: TrainSource) -> Iterator[str]:
+def _overlap_notes(source: TrainSource, held_out: TrainSource) -> Iterator[str]:
     found, is_split = overlap(source, held_out), held_out is source
     if is_split:
         yield (
@@ -128,14 +128,16 @@ def _told_of_overlap(source: TrainSource, held_out: TrainSource) -> Iterator[str
             "system message, tools and template options."
         )
     where = "held-out prompts" if is_split else f"prompts of {held_out.folder.root}"
-    says_nothing = "What is measured by them says nothing of prompts that are new."
+    says_nothing = "Metrics measured on them say nothing about new prompts."
     if found.shared:
-        told = f"{found.shared:,} of {found.held_out:,} {where} are learned from as well."
-        yield f"{told} {says_nothing}"
+        yield (
+            f"{found.shared:,} of {found.held_out:,} {where} are in the training data as well. "
+            f"{says_nothing}"
+        )
     if found.near:
         yield (
             f"{found.near:,} of {found.held_out:,} {where} are nearly the same, word for word, as "
-            f"one that is learned from. {says_nothing}"
+            f"one in the training data. {says_nothing}"
         )
 
 
@@ -170,7 +172,7 @@ def _restored(session: Session, start: Start) -> Place | None:
 
 
 def _require_agreement(session: Session, records: RunRecords) -> None:
-    """The policy, where it begins as the reference, has to give the numbers of the cache."""
+    """Requires a policy that begins as the reference to reproduce the log-probs of the cache."""
     job = session.job
     if session.recipe.head == "score":
         records.say("A reward model has no log-probs to compare with the reference's.")
@@ -213,14 +215,14 @@ def _learn(session: Session, start: Start, records: RunRecords, place: Place) ->
         records.finish(place)
     records.ended(ending)
     if ending == "signal":
-        raise Interrupted(asked.signal_number or 15)
+        raise Interrupted(asked.signal_number or 15, at=f" at step {place.step:,}")
     records.report()
     return outcome(start.folder, ending)
 
 
 @contextmanager
 def naming_lost_peers(world: World) -> Iterator[None]:
-    """A collective that fails means that another rank has ended, and that one knows why."""
+    """Raises the failure of a collective as a PeerError: another rank has ended."""
     try:
         yield
     except RuntimeError as error:
@@ -228,7 +230,7 @@ def naming_lost_peers(world: World) -> Iterator[None]:
             raise
         first_line = str(error).partition("\n")[0]
         raise PeerError(
-            f"Rank {world.rank} lost another rank ({first_line}). What that one said tells why. "
+            f"Rank {world.rank} lost another rank ({first_line}). Its own message says why. "
             "Start all ranks again with --resume auto."
         ) from error
 

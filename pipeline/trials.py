@@ -1,4 +1,4 @@
-"""Which runs a sweep is made of, what came of each, and `sweep.html`, a curve for each."""
+"""The runs of a sweep, their results, and `sweep.html` with a curve for each."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ OWN = {"train.method": "--method", "train.output": "--output"}
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a sweep: its name, and the settings that tell it from the others."""
+    """One run of a sweep: its name, and the settings that differ from the others."""
 
     name: str  # of its folder as well
     settings: tuple[str, ...]  # NAME=VALUE, as --set takes them
 
 
 def varied_by(texts: Sequence[str]) -> dict[str, list[str]]:
-    """What --vary asks for; a setting that stands twice is refused, and so are a sweep's own."""
+    """Parses --vary; refuses a setting given twice, and those that a sweep sets itself."""
     names = [text.partition("=")[0] for text in texts]
     for name in names:
         if name in OWN:
@@ -79,7 +79,7 @@ def _in_a_folder_name(text: str) -> str:
 
 
 def _require_own_names(trials: Iterable[Trial]) -> None:
-    """Refuses two runs in one folder; some disks do not tell capital letters from small ones."""
+    """Refuses two runs in one folder; some file systems ignore the case of letters."""
     known: dict[str, Trial] = {}
     for trial in trials:
         other = known.setdefault(trial.name.casefold(), trial)
@@ -105,7 +105,7 @@ TRAINING_ROWS = (
 
 @dataclass(frozen=True)
 class TrialResult:
-    """What came of one run."""
+    """The result of one run."""
 
     trial: Trial
     trained: Trained | None = None
@@ -113,30 +113,30 @@ class TrialResult:
 
     @property
     def measured(self) -> Measured:
-        """Nothing where it failed."""
+        """Its metrics; empty if it failed."""
         return self.trained.measured if self.trained else Measured()
 
     @property
     def ending(self) -> str:
-        """Finished, or why it is not."""
+        """`finished`, or why it is not."""
         return self.trained.ending if self.trained else "failed"
 
 
 @dataclass(frozen=True)
 class SweepResult:
-    """The runs of a sweep that are over, in the order they were made."""
+    """The results of the runs that have ended, in their order."""
 
     folder: Path
     results: tuple[TrialResult, ...]
 
     @property
     def failures(self) -> list[TrialResult]:
-        """Runs that a mistake or a mishap ended."""
+        """The runs that failed."""
         return [one for one in self.results if one.error]
 
     @property
     def head(self) -> list[str]:
-        """What stands above the columns of the table."""
+        """The head of the table."""
         columns = [f"{name} {when}" for name in HEADS for when in ("from", "to")]
         return ["run", "ending", "rows", *columns]
 
@@ -146,11 +146,11 @@ class SweepResult:
         return [_cells(one) for one in self.results]
 
     def text(self) -> str:
-        """One table for a person, and what has to be known to read it."""
+        """The table and its notes."""
         return "\n".join([*grid(self.head, self.rows), *self.notes()])
 
     def as_json(self) -> str:
-        """Every number of the two moments of each run."""
+        """First and last metrics of each run as JSON."""
         rows = [
             {
                 "name": one.trial.name,
@@ -167,7 +167,7 @@ class SweepResult:
         return json.dumps(rows, indent=2)
 
     def notes(self) -> Iterator[str]:
-        """What has to be known to read the table."""
+        """Notes on how to read the table."""
         if len(self.results) > 1:
             yield NO_COMPARING
         if any(one.measured.rows == "training" for one in self.results):
@@ -202,7 +202,7 @@ CHARTS = {
 
 
 def sweep_page(result: SweepResult) -> str:
-    """All runs that are over so far."""
+    """The page of all runs that have ended so far."""
     folders = {one.trial.name: RunFolder(result.folder / one.trial.name) for one in result.results}
     links = {
         name: f"{name}/{folder.report.name}"
@@ -222,7 +222,7 @@ def sweep_page(result: SweepResult) -> str:
         list(result.notes()),
         section("Runs", table(result.head, result.rows, links=links)),
         section("Held-out rows", _charts(held_out, "dots")),
-        section("Steps learned from", _charts(learned, "line")),
+        section("Training steps", _charts(learned, "line")),
     )
 
 

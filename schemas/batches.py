@@ -128,7 +128,7 @@ class Engine(Protocol):
         ...
 
     def save_state(self, folder: Path) -> tuple[str, ...]:
-        """Every rank writes what it needs to go on bitwise into an empty folder.
+        """Every rank writes what it needs to resume bit for bit into an empty folder.
 
         Returns the files this rank wrote, relative to the folder.
         """

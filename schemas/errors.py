@@ -1,4 +1,4 @@
-"""Every error a person can meet, its exit code, and what it says of a file.
+"""Every error that a user can meet, its exit code, and its message.
 
 AlignError (2)
 ├── UsageError (2)          a flag, a config key, a path, a model folder
@@ -92,14 +92,17 @@ class LockedError(AlignError):
 class Interrupted(BaseException):
     """A signal asked the program to stop; it may arrive anywhere, so no handler may swallow it."""
 
-    def __init__(self, signal_number: int, way_on: str = "Run the same command again") -> None:
-        super().__init__(f"Stopped by signal {signal_number}. {way_on} to go on from here.")
+    def __init__(
+        self, signal_number: int, way_on: str = "Continue with the same command", *, at: str = ""
+    ) -> None:
+        super().__init__(f"Interrupted by signal {signal_number}{at}. {way_on}.")
         self.signal_number = signal_number
+        self.at = at  # how far the work had come, if it is known
         self.exit_code = 128 + signal_number
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-# What is no fault of the disk, and what to do about it.
+# What is not the fault of the disk, and what to do about it.
 _RIGHTS = "Give this user the right to it, or choose another path"
 _WAYS_ON = {
     errno.ENOENT: "See that the path is right and that nothing removes it",

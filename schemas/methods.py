@@ -71,7 +71,7 @@ class Branches:
 
 @dataclass(frozen=True)
 class Step:
-    """What the whole optimizer step has in common, over every micro-batch and rank."""
+    """Values of the whole optimizer step, over every micro-batch and rank."""
 
     rows: int
     branches: int
@@ -87,7 +87,7 @@ class Step:
 class LossOutput:
     """Losses to be summed, and values whose mean over the whole step is reported.
 
-    Whoever runs the step divides by global counts, so nothing here is a mean. A metric without
+    The recipe divides by global counts, so nothing here is a mean. A metric without
     a value in the whole step is left out.
     """
 
@@ -105,7 +105,7 @@ class Labels:
 
 @dataclass(frozen=True)
 class ResolvedOptions:
-    """Options with nothing left to decide, and what a person should know about them."""
+    """Options with each `auto` resolved, and advice to print."""
 
     options: Any
     advice: tuple[str, ...] = ()

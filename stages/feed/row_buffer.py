@@ -1,4 +1,4 @@
-"""The rows of one rank, in memory from when they are read until their steps are run.
+"""Batches of one rank, made from rows that are kept in memory until their steps have run.
 
 A micro-batch keeps its rows in step order. So its branches' places ascend, and with one rank and a
 large budget it is the step itself: the assignment decides where a row runs, never in which order
@@ -52,7 +52,7 @@ class RowBuffer:
 
 
 def read_pieces(source: TrainSource, table: RowTable, numbers: NDArray[np.int64]) -> list[Piece]:
-    """Reads these rows of a table; a row group is let go as soon as its rows are taken."""
+    """Reads these rows of a table; a row group is freed once its rows are taken."""
     groups = table.group_of(numbers)
     pieces = []
     for group in np.unique(groups).tolist():
@@ -98,7 +98,7 @@ def _no_rows(source: TrainSource) -> ScoredBlock:
 
 
 def step_batch(plan: StepPlan, buffer: RowBuffer, table: RowTable, *, rank: int) -> StepBatch:
-    """The share of one rank, all of whose rows lie in the buffer."""
+    """The batch of one rank; all of its rows are in the buffer."""
     own_offsets = offsets_of(table.num_branches(plan.rows))
     return StepBatch(
         cursor=plan.cursor,
@@ -161,7 +161,7 @@ def _mismatched_batch(
 def _micro_batch(buffer: RowBuffer, picked: _Picked) -> MicroBatch:
     rows, branches = buffer.block.rows, picked.branches
     kept = buffer.block.token_logps
-    # Copies of what it needs: a batch that somebody keeps must not keep the whole buffer alive.
+    # Copies: a batch that is kept must not keep the whole buffer alive.
     prompts, completions = rows.prompts.take(picked.rows), rows.completions.take(branches)
     ends = np.cumsum(picked.counts).tolist()
     starts = [0, *ends[:-1]]

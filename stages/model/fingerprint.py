@@ -1,4 +1,4 @@
-"""Who a model is: digests of its weights, config, adapter and code; no torch, no transformers."""
+"""Fingerprints a model: digests of its weights, config, adapter and code, without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probabilities from hidden states without ever holding all logits, and their gradient.
+"""Computes log-probabilities from hidden states, and their gradient, without all logits at once.
 
     logp(y) = z_y - logsumexp_v z_v,   z = softcap * tanh(scale * (W h + b) / softcap)
 

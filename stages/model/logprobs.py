@@ -1,4 +1,4 @@
-"""The one pass both stages make: log-probabilities of the branches of a batch.
+"""Computes log-probabilities of the branches of a batch, for both stages.
 
 The fast ways to score a model are compared with its own logits: the fastest true one is chosen.
 """
@@ -119,7 +119,7 @@ def _use_attention(model: Any, path: ScoringPath) -> None:
 
 
 def _inputs(model: Any, batch: TreeBatch, path: ScoringPath) -> dict[str, Any]:
-    """How the model is told of a batch; it is set to the attention of the path."""
+    """The inputs of the model for a batch; sets it to the attention of the path."""
     _use_attention(model, path)
     inputs: dict[str, Any] = {"input_ids": batch.token_ids}
     if "use_cache" in inspect.signature(model.forward).parameters:
@@ -249,7 +249,7 @@ def _difference(
 
 
 def announced(path: ScoringPath, refused: list[str]) -> ScoringPath:
-    """The path, once a person was told what kept faster ones from being used."""
+    """Logs why faster paths are not used, and returns the path."""
     is_fast = path.layout != "plain" and path.head != "exact"
     if refused:
         # Trees with a dense mask are the ordinary case; only some models allow packing.

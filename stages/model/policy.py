@@ -1,4 +1,4 @@
-"""The policy of stage 2: the one model that is trained, asked as stage 1 asks the reference."""
+"""The policy of stage 2: the model that is trained, scored as stage 1 scores the reference."""
 
 from __future__ import annotations
 

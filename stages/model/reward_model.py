@@ -144,7 +144,7 @@ class HfReward(HfReference):
         architectures = model_config(self.options.path).get("architectures") or [""]
         if not str(architectures[0]).endswith(SCORES):
             raise UsageError(
-                f"{self.options.path} is no reward model: its config.json names "
+                f"{self.options.path} is not a reward model: its config.json names "
                 f"{architectures[0] or 'no architecture'}. Train one by `align train --method "
                 "reward`, or name a sequence-classification model."
             )

@@ -87,7 +87,7 @@ def parted(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
 
 
 def save_value_head(weights: Mapping[str, Tensor], target: Path) -> None:
-    """The value head, which is no part of the model, beside it."""
+    """Writes the value head beside the model, of which it is not a part."""
     (target / f"{VALUE_HEAD}.safetensors").write_bytes(save(dict(weights)))
 
 

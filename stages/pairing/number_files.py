@@ -1,4 +1,4 @@
-"""Flat files of numbers with a checksum of every block: what is read is what was written.
+"""Flat files of numbers with a checksum of every block.
 
 Beside `x.bin` lies `x.sums`: the length of the file in bytes, a checksum of that, and the CRC-32 of
 each block. Rows wait here for hours while they are scored, and are read in any order.
@@ -62,7 +62,7 @@ class Summed:
 
     @property
     def is_there(self) -> bool:
-        """Whether both files are."""
+        """Whether both files exist."""
         return self.path.exists() and _sums_of(self.path).exists()
 
     def read(self, start: int = 0, stop: int | None = None) -> NDArray[Any]:
@@ -94,7 +94,7 @@ class Summed:
     def search(
         self, value: Any, side: Literal["left", "right"], *, start: int = 0, stop: int | None = None
     ) -> int:
-        """Where a value belongs among rising numbers, as np.searchsorted has it."""
+        """The position of a value among ascending numbers, as np.searchsorted."""
         low, high = start, len(self) if stop is None else stop
         while high - low > BLOCK_BYTES // self._item:
             middle = (low + high) // 2
@@ -197,7 +197,7 @@ class NumberFile:
     """Numbers on disk, indexed like an array; use as a context manager.
 
     Reading goes through a map of the file, whose pages `forget` gives back. Writing goes through
-    ordinary writes: a disk that fills up under a map is a signal, not an error one can be told of.
+    ordinary writes: a disk that fills up under a map is a signal, not an error that can be caught.
     For the same reason no number of a new file is to be read before it has been written.
     """
 
@@ -224,7 +224,7 @@ class NumberFile:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Makes what was written durable and checks what was read; the map goes with its slices."""
+        """Makes what was written durable and checks what was read."""
         try:
             if self._is_new and error[0] is None:
                 os.fsync(self._file)
@@ -255,6 +255,6 @@ class NumberFile:
             rest, place = rest[written:], place + written
 
     def forget(self) -> None:
-        """Lets go of the pages read so far; they are read again when they are needed."""
+        """Frees the pages read so far; they are read again when needed."""
         if self._map is not None:
             self._map.madvise(mmap.MADV_DONTNEED)

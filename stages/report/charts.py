@@ -1,4 +1,4 @@
-"""Curves, histograms and clouds of points as SVG: no script, no network, nothing to install."""
+"""Draws curves, histograms and scatter plots as SVG, without scripts or libraries."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ LEFT_OUT = {*DRAWN_NOWHERE, "step_applied"}
 
 
 def learning_curves(learned: Metrics, held_out: Metrics) -> str:
-    """What tells whether a run learns what it should."""
+    """The charts of loss, rewards and log-probs."""
     return "".join(_chart(title, names, learned, held_out) for title, names in CHARTS.items())
 
 
@@ -279,6 +279,6 @@ def _all_series(names: Sequence[str], learned: Metrics, held_out: Metrics) -> It
     for index, name in enumerate(names):
         said = name.rpartition("/")[2] if len(names) > 1 else ""
         color = f"c{index}"
-        yield Series(said or "learned from", learned.get(name, ()), color)
+        yield Series(said or "train", learned.get(name, ()), color)
         kept = f"{said}, held out" if said else "held out"
         yield Series(kept, held_out.get(name, ()), color, form="dots")

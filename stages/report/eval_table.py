@@ -110,8 +110,8 @@ def _completion(line: Mapping[str, str], value: str) -> Completion:
 
 
 def _texts(one: EvalSample, decode: Decode) -> tuple[str, str]:
-    assert one.prompt is not None, "the evaluation was told to keep ids"
-    assert one.completion is not None, "the evaluation was told to keep ids"
+    assert one.prompt is not None, "the evaluation keeps ids"
+    assert one.completion is not None, "the evaluation keeps ids"
     return _inert(decode(one.prompt, False)), _inert(decode(one.completion, True))
 
 

@@ -1,4 +1,4 @@
-"""A cache as one flat Parquet file, its columns named as TRL's trainers name them.
+"""Exports a cache as one flat Parquet file with the column names of TRL's trainers.
 
 Each `..._ids` column stands beside the text it decodes to: text can be tokenized differently
 elsewhere, ids cannot. The second and later mismatches of a completion get a number after their

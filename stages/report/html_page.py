@@ -1,4 +1,4 @@
-"""One HTML file with all of a page in it, to be opened anywhere."""
+"""Builds an HTML page as one self-contained file."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ details>summary{cursor:pointer;font-size:1.15rem;font-weight:600;margin:2.4rem 0
 """
 
 
-def page(title: str, told: Sequence[str], *parts: str) -> str:
-    """A whole document; `told` are sentences under its title, the parts are HTML."""
-    said = "".join(f"<p>{escape(line)}</p>" for line in told)
+def page(title: str, sentences: Sequence[str], *parts: str) -> str:
+    """A whole document; `sentences` stand under its title, the parts are HTML."""
+    said = "".join(f"<p>{escape(line)}</p>" for line in sentences)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'

@@ -1,4 +1,4 @@
-"""Tokenized rows to reference log-probs, one unit at a time."""
+"""Scores tokenized rows with the reference, one unit at a time."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def score_unit(
     scorer: Callable[[], Scorer],
     on_batch: Callable[[BatchDone], None],
 ) -> UnitScores:
-    """Scores what is not known yet; `on_batch` hears of each batch when it is done."""
+    """Scores what is not known yet; `on_batch` is called after each batch."""
     budget = rules.tokens_per_batch
     alike = first_alike(rows, np.flatnonzero(~known.found))
     while True:
@@ -136,7 +136,7 @@ def _run(
 
 
 def _rescored_in_float32(rows: RowBlock, run: _Run, scorer: Callable[[], Scorer]) -> _Run:
-    """Branches without a finite log-prob once more; what surrounds them may have spoilt them."""
+    """Scores branches without a finite log-prob again, alone and in float32."""
     is_bad = ~np.isfinite(_sums(run.token_logps)) & ~np.isin(run.branches, run.too_big)
     if not is_bad.any():
         return run

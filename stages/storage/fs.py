@@ -1,4 +1,4 @@
-"""The only module here that changes the disk: a dozen operations behind one seam.
+"""File system operations: the only module of this room that changes the disk.
 
 `watch` sees every operation before it happens, so a test can log it or make it fail.
 """

@@ -1,4 +1,4 @@
-"""The plan, written before the first shard, and the manifest, written after the last."""
+"""Reads and writes the plan, made before the first shard, and the manifest, made after the last."""
 
 from __future__ import annotations
 

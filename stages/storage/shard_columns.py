@@ -1,4 +1,4 @@
-"""Between blocks of rows (numpy) and the columns of a shard (Arrow), over the same memory.
+"""Converts blocks of rows (numpy) to the columns of a shard (Arrow) and back, without copies.
 
 Arrow's own conversions import pandas, where it is installed, and its functions come with eight
 megabytes of wrappers: thirty megabytes for nothing.

@@ -1,4 +1,4 @@
-"""Shards on disk: Parquet files, the same bytes for the same block."""
+"""Reads and writes shards: Parquet files, the same bytes for the same block."""
 
 from __future__ import annotations
 

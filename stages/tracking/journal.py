@@ -98,7 +98,7 @@ class ModelLink:
 
 @dataclass(frozen=True)
 class MlflowRecord:
-    """All that MLflow is to be told about a run but its metrics, and what it knows already."""
+    """All that MLflow has to be sent of a run but its metrics, and what it knows already."""
 
     format_version: int
     uri: str  # without user and password
@@ -119,7 +119,7 @@ class MlflowRecord:
 
 @dataclass(frozen=True)
 class UnendedRun:
-    """A run of MLflow that is at work, or whose end MLflow was not told."""
+    """A run of MLflow that is at work, or whose end MLflow does not know."""
 
     uri: str  # without user and password
     experiment: str

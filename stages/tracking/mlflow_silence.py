@@ -1,4 +1,4 @@
-"""MLflow without its own voice, and without patience for a server that does not answer."""
+"""Silences MLflow, and shortens its waits for a server that does not answer."""
 
 from __future__ import annotations
 

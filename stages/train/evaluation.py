@@ -1,6 +1,6 @@
-"""An evaluation is one step: what a loss asks of a whole step it asks of all held-out rows.
+"""Evaluation: all held-out rows are one step of the loss, without an update.
 
-Before the first step the policy is held to the log-probs that the cache was made with.
+Before the first step the policy is compared with the log-probs of the cache.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .step import Sums, branches_of, reported, step_of
 
 
 def asks_first(recipe: Recipe) -> bool:
-    """Whether the policy has to see all held-out rows once before any of their losses."""
+    """Whether the loss needs a pass over all held-out rows before it can be computed."""
     return recipe.surveys or "mismatched" in recipe.needs
 
 
@@ -32,7 +32,7 @@ def asks_first(recipe: Recipe) -> bool:
 def whole_step(
     engine: Engine, recipe: Recipe, batches: Iterable[StepBatch], size: StepSize
 ) -> Step:
-    """What all held-out rows have in common, a float64 or a few for each branch of theirs."""
+    """The totals of all held-out rows: a float64 or a few for each branch."""
     steps = []
     for batch in batches:
         reach("evaluation.batch")
@@ -58,7 +58,7 @@ def evaluate(
     state: MethodState,
     samples: EvalSamples,
 ) -> dict[str, float]:
-    """Means over all items of all batches, nothing learned."""
+    """Means over all items of all batches, without an update."""
     sums, place = Sums(), 0
     for batch in batches:
         reach("evaluation.batch")
@@ -87,7 +87,7 @@ class _Seen:
 
 
 class EvalSamples:
-    """Sees the first rows of an evaluation; which ones hangs on no rank and no micro-batch."""
+    """Collects the first rows of an evaluation, the same ones on any number of ranks."""
 
     def __init__(self, *, most_rows: int, keeps_ids: bool) -> None:
         self._most_rows = most_rows
@@ -98,18 +98,18 @@ class EvalSamples:
         self._seen: list[_Seen] = []
 
     def begin(self, batch: StepBatch) -> None:
-        """The next batch of the evaluation."""
+        """Starts the next batch of the evaluation."""
         self._batch += 1
         self._rows = self._next_rows
         self._next_rows += batch.rows
 
     def add(self, micro: MicroBatch, branches: Branches, recipe: Recipe) -> None:
-        """What the policy says of one of its micro-batches."""
+        """Adds the samples of a micro-batch."""
         if self._rows < self._most_rows:
             self._seen += self._of(micro, branches, recipe.rewards(branches))
 
     def gather(self, world: World) -> tuple[EvalSample, ...]:
-        """What all ranks have seen, in the order of the evaluation; they call it together."""
+        """The samples of all ranks in the order of the evaluation; all ranks call it."""
         every = [one for part in gathered(world, self._seen) for one in part]
         every.sort(key=lambda one: (one.batch, one.place))
         rows: dict[tuple[int, int], int] = {}
@@ -146,7 +146,7 @@ class EvalSamples:
 
 
 def largest_gap(engine: Engine, sample: Iterable[tuple[str, ScoredBlock]], *dtypes: str) -> float:
-    """Scores rows of a cache again; numbers other than the cache's are refused.
+    """Scores rows of a cache again, refuses other log-probs, and returns the largest difference.
 
     Every rank scores the same rows: a policy spread over ranks needs all of them for each.
     """
@@ -178,7 +178,7 @@ def _refusal(name: str, block: ScoredBlock, logps: np.ndarray, at: int) -> Finge
     row = block.rows.row[block.rows.row_of_branch[at]]
     return FingerprintError(
         f"{name}: the policy is the reference of this cache, yet it scores a branch of input row "
-        f"{row} as {logps[at]:.6f}, and the cache has {block.logps[at]:.6f}. `align verify` tells "
-        "whether the cache is sound. If it is, this machine computes otherwise than the one it "
-        "was made on: make it anew here, or with --dtype float32."
+        f"{row} as {logps[at]:.6f}, and the cache has {block.logps[at]:.6f}. `align verify` says "
+        "whether the cache is damaged. If it is not, this machine computes other numbers than the "
+        "one it was made on: make the cache again here, or with --dtype float32."
     )

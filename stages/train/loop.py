@@ -29,7 +29,7 @@ Sign = Literal["signal", "time", "save"]  # before a batch: to stop, or only to 
 
 @dataclass(frozen=True)
 class Place:
-    """How far training has come."""
+    """The position of training: steps done, and the state that later steps need."""
 
     step: int  # optimizer steps done, over all epochs
     cursor: Cursor  # the next one
@@ -38,7 +38,7 @@ class Place:
 
 
 class Feed(Protocol):
-    """Where batches come from."""
+    """The source of batches."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -59,23 +59,23 @@ class Feed(Protocol):
         ...
 
     def held_out(self) -> AbstractContextManager[Iterator[StepBatch]]:
-        """This rank's batches of the rows nothing is learned from."""
+        """This rank's batches of the held-out rows."""
         ...
 
 
 class Records(Protocol):
-    """Where the loop tells what happens."""
+    """What the loop reports to."""
 
     def stepped(
         self, place: Place, metrics: dict[str, float], line: dict[str, float] | None
     ) -> None:
-        """An optimizer step is done; after some there is a line that stands for several."""
+        """An optimizer step is done; `line`, if due, holds means since the last logged line."""
         ...
 
     def evaluated(
         self, place: Place, metrics: dict[str, float], samples: Sequence[EvalSample]
     ) -> None:
-        """The held-out rows were measured; of the first of them there is more to tell."""
+        """The held-out rows were measured; `samples` are completions of the first of them."""
         ...
 
     def not_applied(self, place: Place, row_ids: tuple[str, ...]) -> None:
@@ -83,36 +83,36 @@ class Records(Protocol):
         ...
 
     def save(self, place: Place) -> None:
-        """Everything that is needed to go on from here, unless it is there already."""
+        """Saves a checkpoint, unless there is one of this step already."""
         ...
 
 
 class SaveClock:
-    """Whether it is time for a checkpoint; the ranks agree on it as they agree on stopping."""
+    """Whether a checkpoint is due by time; the ranks agree on it as they agree on stopping."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self._seconds = seconds or math.inf
         self.restart()
 
     def restart(self) -> None:
-        """There is one now."""
+        """Counts from now."""
         self._since = time.monotonic()
 
     def is_due(self) -> bool:
-        """Whether the last one is too old."""
+        """Whether the last checkpoint is too old."""
         return time.monotonic() - self._since >= self._seconds
 
 
 @dataclass(frozen=True)
 class StopConditions:
-    """Reasons from outside to stop or to save, asked before each batch on every rank."""
+    """Reasons to stop or to save, checked before each batch on every rank."""
 
     signalled: Callable[[], bool]
     deadline: float  # on the monotonic clock; infinity for none
     saving: SaveClock = field(default_factory=SaveClock)
 
     def is_late(self) -> bool:
-        """Whether the time is over."""
+        """Whether the deadline has passed."""
         return time.monotonic() >= self.deadline
 
 
@@ -130,7 +130,10 @@ def train(
     conditions: StopConditions,
     is_measured: bool = False,
 ) -> tuple[Place, Ending]:
-    """Runs from `start`, where it may be measured already, to the end or to a halt, and saves."""
+    """Runs from `start` to the end or a stop condition, and saves.
+
+    `is_measured`: the evaluation of `start` has been made already.
+    """
     place, ending = _learn(loop, start, records, conditions, is_measured=is_measured)
     records.save(place)
     return place, ending
@@ -161,7 +164,7 @@ def _learn(
 
 @dataclass
 class Loop:
-    """What stays the same from step to step, and how many in a row have failed."""
+    """What every step needs, and how many steps in a row have failed."""
 
     engine: Engine
     recipe: Recipe
@@ -176,7 +179,7 @@ class Loop:
         return total_steps(self.feed, self.options)
 
     def advance(self, place: Place, batch: StepBatch, records: Records) -> Place:
-        """Runs one step and tells what came of it."""
+        """Runs one step and records its metrics."""
         lr = learning_rate(place.step, self.total_steps, self.options)
         self.engine.set_lr(lr)
         seed = (self.options.seed, place.step)
@@ -198,11 +201,11 @@ class Loop:
         return after
 
     def saves_at(self, step: int) -> bool:
-        """Whether there is to be a checkpoint of a step."""
+        """Whether a checkpoint is due after a step."""
         return self._is_due(step, self.options.save_every)
 
     def save(self, place: Place, records: Records, conditions: StopConditions) -> None:
-        """A checkpoint; its time is no step's, and the next one is due so much later."""
+        """Saves a checkpoint; no step counts its time, and the clock of the next one restarts."""
         records.save(place)
         conditions.saving.restart()
         self.meter.restart()
@@ -236,7 +239,7 @@ class Loop:
         return stopped
 
     def _held_out_step(self, conditions: StopConditions) -> tuple[Step, Ending | None]:
-        """What all held-out rows have in common; where a loss asks for it, the policy is run."""
+        """The totals of all held-out rows; runs the policy where a loss needs it."""
         size = self.feed.held_out_size()
         if not asks_first(self.recipe):
             return whole_step(self.engine, self.recipe, (), size), None
@@ -250,7 +253,7 @@ class Loop:
             yield SynchronizedBatches(self.engine, stream, self.meter, conditions)
 
     def _lasting(self, result: StepResult) -> Totals:
-        """What a step adds to the line it belongs to; where its loss is not finite, nothing."""
+        """What a step adds to its logged line: nothing if its loss is not finite."""
         is_sound = math.isfinite(reported(self.recipe, result.totals)[LOSS])
         return finite(result.totals) if is_sound else {}
 
@@ -273,12 +276,12 @@ class Loop:
         return Cursor(cursor.epoch + 1, 0)
 
     def _is_due(self, step: int, every: int) -> bool:
-        """Every so many steps, and at the end."""
+        """Whether this step is one of every `every`, or the last."""
         return step >= self.total_steps or (bool(every) and step % every == 0)
 
 
 class SynchronizedBatches:
-    """Batches until there are no more, or until some rank has a reason to stop."""
+    """Batches that all ranks take in step, until there are no more or some rank has to stop."""
 
     def __init__(
         self, engine: Engine, batches: Iterator[StepBatch], meter: Meter, conditions: StopConditions

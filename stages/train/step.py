@@ -22,7 +22,7 @@ from ..storage.failpoints import reach
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did, the same on every rank but for `suspects`."""
+    """The result of a step, the same on every rank but for `suspects`."""
 
     applied: bool
     totals: Totals  # of everything that was measured
@@ -45,7 +45,7 @@ def train_step(
         outcome = recipe.outcome(branches_of(engine, recipe, micro), step, after)
         engine.backward(outcome.share, is_last=index == last)
         sums.add_outcome(outcome)
-        # What is not finite in all of the step tells nothing against the rows themselves.
+        # What is not finite in all of the step says nothing against the rows themselves.
         if _is_finite(step):
             suspects += _not_finite(micro, outcome.losses)
     totals = sums.totals(engine)
@@ -62,12 +62,12 @@ def train_step(
 
 
 def reported(recipe: Recipe, totals: Totals) -> dict[str, float]:
-    """Means, and what is made of means only: the loss of several parts, the margin of labels."""
+    """The means, and the metrics computed from means: the loss of several parts, label margins."""
     return with_margin(recipe.with_loss(means_of(totals)))
 
 
 def _is_finite(step: Step) -> bool:
-    """Whether nothing that all rows have in common spoils every loss."""
+    """Whether the values that all rows share are finite."""
     shared = (step.mismatched, *step.surveyed.values())
     return all(bool(values.isfinite().all()) for values in shared)
 
@@ -79,7 +79,7 @@ def _suspects_of_z(batch: StepBatch, step: Step) -> tuple[str, ...]:
 
 
 def _not_finite(micro: MicroBatch, values: Tensor) -> tuple[str, ...]:
-    """Rows for which one of these values, one for each row or one for each branch, is not."""
+    """The rows with a value, per row or per branch, that is not finite."""
     sizes = [len(tree.branches) if len(values) > len(micro.trees) else 1 for tree in micro.trees]
     owners = np.repeat(np.array(micro.row_ids, dtype=np.str_), sizes)
     wrong = owners[~values.isfinite().cpu().numpy()]
@@ -87,7 +87,7 @@ def _not_finite(micro: MicroBatch, values: Tensor) -> tuple[str, ...]:
 
 
 def _draw(*parts: int) -> int:
-    """A seed that depends on all parts and on nothing else."""
+    """A seed that depends on all parts and nothing else."""
     text = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
 
@@ -117,7 +117,7 @@ def branches_of(engine: Engine, recipe: Recipe, batch: MicroBatch) -> Branches:
 
 
 def step_of(engine: Engine, recipe: Recipe, batch: StepBatch) -> Step:
-    """What the micro-batches of a step have in common; asks the policy for it without gradients."""
+    """The values that all micro-batches of a step share, computed without gradients."""
     return Step(
         rows=batch.rows,
         branches=batch.branches,
@@ -143,7 +143,7 @@ def _mismatched_ratios(engine: Engine, recipe: Recipe, batch: StepBatch) -> Tens
 
 @torch.no_grad()
 def _surveyed(engine: Engine, recipe: Recipe, batch: StepBatch) -> dict[str, Tensor]:
-    """What the recipe asks of every own branch of the step before any loss."""
+    """The values of every own branch of the step that the recipe needs before any loss."""
     if not recipe.surveys:
         return {}
     engine.learn_mode(dropout_seed=None)
@@ -157,7 +157,7 @@ def _surveyed(engine: Engine, recipe: Recipe, batch: StepBatch) -> dict[str, Ten
 
 
 def _in_step_order(engine: Engine, values: list[Tensor], places: list[Tensor]) -> Tensor:
-    """Joins values of all micro-batches and ranks in the step's own order.
+    """Joins values of all micro-batches and ranks in step order.
 
     So what is computed of them is the same to the last bit however the step was dealt.
     """
@@ -196,13 +196,13 @@ class Sums:
         self._totals: dict[str, Tensor] = {}  # each (2,) float64: total, count
 
     def add(self, values: Mapping[str, Tensor]) -> None:
-        """Adds every value of each name; a name with no value is known all the same."""
+        """Adds every value of each name; a name without values is kept."""
         for name, given in values.items():
             exact = given.detach().double()
             self._add(name, exact.sum(), exact.numel())
 
     def add_outcome(self, outcome: Outcome) -> None:
-        """Adds what one micro-batch gave."""
+        """Adds the outcome of one micro-batch."""
         for name, part in outcome.totals.items():
             self._add(name, part.total.double(), part.count)
         self.add(outcome.metrics)
@@ -230,7 +230,7 @@ def means_of(totals: Totals) -> dict[str, float]:
 
 
 def added(some: Totals, others: Totals) -> Totals:
-    """Both taken together, name by name."""
+    """The sum of both, name by name."""
     none = (0.0, 0.0)
     sums: Totals = {}
     for name in {**some, **others}:
@@ -240,12 +240,12 @@ def added(some: Totals, others: Totals) -> Totals:
 
 
 def finite(totals: Totals) -> Totals:
-    """Those that can be added to others without spoiling them."""
+    """The totals that are finite."""
     return {name: one for name, one in totals.items() if math.isfinite(one[0])}
 
 
 def learning_rate(step: int, total_steps: int, options: TrainOptions) -> float:
-    """The rate of the `step`-th update (from 0): a straight rise, then the chosen fall."""
+    """The learning rate of the `step`-th update (from 0): linear warmup, then the schedule."""
     rise = warmup_steps(total_steps, options)
     if step < rise:
         return options.lr * (step + 1) / rise

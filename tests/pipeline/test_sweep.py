@@ -259,7 +259,10 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped(try_out, tmp_path):
     folder = tmp_path / "sweep"
     (stopped,) = try_out(failpoints=["step.started=term@3"])
     assert stopped.code == 143, stopped
-    assert f"1 of 2 runs of the sweep in {folder} are over. Run the same command" in stopped.err
+    assert (
+        f"1 of 2 runs of the sweep in {folder} are over. Continue with the same command"
+        in stopped.err
+    )
     assert [(one["name"], one["ending"]) for one in made(folder)] == [("dpo", "finished")]
     (again,) = try_out()
     assert again.code == 2, again

@@ -41,14 +41,14 @@ def run_case(world, name, caches):
         **(LEARNING | length),
     )
     began = time.monotonic()
-    session, told = learn(job, world)
+    session, recorded = learn(job, world)
     weights = session.engine.weights()
     with session.feed.steps(START.cursor) as batches:
         turns = [len(batch.own) for batch in batches]
     return {
-        "steps": [facts(metrics) for _, metrics in told.steps],
-        "evaluations": [facts(metrics) for _, metrics in told.evaluations],
-        "samples": [[_plain(one) for one in samples] for samples in told.samples],
+        "steps": [facts(metrics) for _, metrics in recorded.steps],
+        "evaluations": [facts(metrics) for _, metrics in recorded.evaluations],
+        "samples": [[_plain(one) for one in samples] for samples in recorded.samples],
         "weights": {key: tensor.flatten().tolist() for key, tensor in weights.items()},
         "micro_batches": turns,
         "seconds": time.monotonic() - began,

@@ -12,7 +12,7 @@ from align.stages.train.evaluation import EvalSamples, evaluate, whole_step
 from align.stages.train.loop import StopConditions, SynchronizedBatches, next_batch, train
 from align.stages.train.throughput import Meter
 from support.stage_one import Silent
-from support.training_world import START, Told, job_of, loop_of
+from support.training_world import START, Recorded, job_of, loop_of
 
 # Single ones, two in a row, and at last as many in a row as are borne.
 WRONG = {2, 4, 5, 7, 8, 9}
@@ -62,21 +62,21 @@ def nonfinite(world, pairs, kind):
     method, preset = KINDS[kind]
     settings = {"deepspeed": preset, "tokens_per_batch": 1, "nonfinite_limit": 3}
     session = open_session(job_of(pairs, method, **settings), world, Silent())
-    digests, told = [digest(session.engine)], Told()
-    told.on_step = lambda _: digests.append(digest(session.engine))
+    digests, recorded = [digest(session.engine)], Recorded()
+    recorded.on_step = lambda _: digests.append(digest(session.engine))
     loop = loop_of(session)
     loop.engine = Spoiled(session.engine, kind)
     error = ""
     try:
-        train(loop, start=START, records=told, conditions=NEVER)
+        train(loop, start=START, records=recorded, conditions=NEVER)
     except NonFiniteError as raised:
         error = f"{raised.exit_code}: {raised}"
     with session.feed.steps(START.cursor) as batches:
         every = list(batches)
     return {
         "digests": [*digests, digest(session.engine)],
-        "refused": told.refused,
-        "losses": [metrics.get("loss", math.nan) for _, metrics in told.steps],
+        "refused": recorded.refused,
+        "losses": [metrics.get("loss", math.nan) for _, metrics in recorded.steps],
         "firsts": [batch.own[0].row_ids for batch in every],
         "first_mismatched": [micro.row_ids for batch in every for micro in batch.mismatched[:1]],
         "rows": [batch.rows for batch in every],
@@ -104,10 +104,10 @@ def stop_reasons(world, pairs):
         "none": NEVER,
     }
     seen = {name: asked(session, one) for name, one in reasons.items()}
-    told = Told()
-    stopped = StopConditions(lambda: is_last and len(told.steps) == 3, math.inf)
-    place, ending = train(loop_of(session), start=START, records=told, conditions=stopped)
-    seen["in the middle"] = [place.step, place.cursor.step, ending, told.saves]
+    recorded = Recorded()
+    stopped = StopConditions(lambda: is_last and len(recorded.steps) == 3, math.inf)
+    place, ending = train(loop_of(session), start=START, records=recorded, conditions=stopped)
+    seen["in the middle"] = [place.step, place.cursor.step, ending, recorded.saves]
     failures = {
         "failure": failure(session, is_last),
         "failed evaluation": failed_evaluation(session, is_last),

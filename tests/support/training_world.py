@@ -117,8 +117,8 @@ def job_of(cache, method, *, options=None, **settings):
 
 
 @dataclass
-class Told:
-    """Everything the loop tells."""
+class Recorded:
+    """Everything that the loop records."""
 
     steps: list = field(default_factory=list)  # (step, metrics)
     evaluations: list = field(default_factory=list)  # (step, metrics)
@@ -156,16 +156,16 @@ def loop_of(session):
     )
 
 
-def learn(job, world, told=None):
+def learn(job, world, recorded=None):
     """Trains as `align train` does, but for what it leaves on disk."""
-    session, told = open_session(job, world, Silent()), told or Told()
+    session, recorded = open_session(job, world, Silent()), recorded or Recorded()
     train(
         loop_of(session),
         start=START,
-        records=told,
+        records=recorded,
         conditions=StopConditions(lambda: False, math.inf),
     )
-    return session, told
+    return session, recorded
 
 
 def facts(metrics):

@@ -75,7 +75,7 @@ def test_nothing_changes_a_result_of_any_method(alone, spread, name):
     require_same(spread[0][f"table-{name}/rows/zero1"], expected, steps=3)
 
 
-def test_every_rank_is_told_the_same(spread):
+def test_every_rank_gets_the_same(spread):
     first, second = spread
     cases = [name for name in first if "/" in name]
     assert len(cases) == 15 + len(TABLE)
