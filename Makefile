@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests of a file share what is slow to make, so they stay together.
 AT_ONCE := --numprocesses 2 --dist loadfile --quiet
 
-.PHONY: setup check test test-fast test-long test-gpu demo bench golden wheel clean
+.PHONY: setup check test test-fast test-long test-gpu demo bench docs golden wheel clean
 
 setup: .venv/ready
 
@@ -23,6 +23,10 @@ setup: .venv/ready
 
 .venv/bench-ready: .venv/ready
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,bench]'
+	touch $@
+
+.venv/docs-ready: .venv/ready
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,docs]'
 	touch $@
 
 check: setup
@@ -62,6 +66,10 @@ bench: .venv/bench-ready
 	$(BIN)/python tests/bench/reference.py
 	$(BIN)/python tests/bench/data_plane.py
 	$(BIN)/python tests/bench/train.py
+
+# A page without a place in the contents, a dead link or anchor, and any other warning is an error.
+docs: .venv/docs-ready
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going docs build/docs
 
 # The working tree against a commit: the same commands, and whether they leave the same.
 golden: BEFORE ?= HEAD

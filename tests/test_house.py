@@ -5,9 +5,7 @@ import tomllib
 from collections import defaultdict
 
 import pytest
-import typer
 
-from align import cli
 from support.house_measures import (
     base_names_twice,
     import_circles,
@@ -193,24 +191,3 @@ def fixture_names(node):
         if ast.unparse(decorator.func if is_called else decorator) == "pytest.fixture":
             given = {one.arg: one.value for one in decorator.keywords} if is_called else {}
             yield given["name"].value if "name" in given else node.name
-
-
-def test_every_command_stands_in_the_readme():
-    readme = text_of(ROOT / "README.md")
-    commands = typer.main.get_command(cli.app).commands
-    assert not [name for name in commands if f"align {name}" not in readme]
-
-
-def test_every_exit_code_stands_in_the_readme():
-    readme = text_of(ROOT / "README.md")
-    errors = ast.parse((ROOT / "schemas" / "errors.py").read_text())
-    codes = {
-        node.value.value
-        for node in ast.walk(errors)
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "exit_code"
-        if isinstance(node.value, ast.Constant)
-    }
-    assert {2, 3, 4, 5, 6, 74, 75} <= codes
-    for code in codes:
-        assert f"| {code} |" in readme
-    assert "129, 130, 138, 143" in readme

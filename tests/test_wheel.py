@@ -18,11 +18,17 @@ OUTSIDE = shutil.ignore_patterns(
 )
 
 
+def left_out(folder, names):
+    """What a checkout holds beside the package lies at its root; `demo` is a room further down."""
+    ignored = OUTSIDE if Path(folder) == ROOT else shutil.ignore_patterns("__pycache__")
+    return ignored(folder, names)
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """Built from a copy, so that nothing is left in the checkout."""
     folder = tmp_path_factory.mktemp("wheel")
-    shutil.copytree(ROOT, folder / "checkout", ignore=OUTSIDE)
+    shutil.copytree(ROOT, folder / "checkout", ignore=left_out)
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([*pip, "--wheel-dir", folder, folder / "checkout"], check=True)
     (built,) = folder.glob("*.whl")
@@ -41,22 +47,44 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     }
     root_files = {"align/__init__.py", "align/__main__.py", "align/cli.py", "align/py.typed"}
     assert {name for name in names if name.startswith("align/")} == wanted | root_files
+    assert f"{distribution}-{__version__}.dist-info/licenses/LICENSE" in names
     packages = project["tool"]["setuptools"]["packages"]
     assert {f"{name.replace('.', '/')}/__init__.py" for name in packages} <= set(names)
 
 
-def test_the_installed_wheel_runs_elsewhere(wheel, tmp_path):
-    target, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
-    elsewhere.mkdir()
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """That of a person who installed the wheel: its program and its package come first."""
+    target = tmp_path_factory.mktemp("site") / "site"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", target]
     subprocess.run([*pip, wheel], check=True)
-    environment = os.environ | {"PYTHONPATH": str(target)}
+    path = os.pathsep.join([str(target / "bin"), os.environ["PATH"]])
+    return os.environ | {"PYTHONPATH": str(target), "PATH": path}
+
+
+def test_the_installed_wheel_runs_elsewhere(installed, tmp_path):
     where = [sys.executable, "-c", "import align; print(align.__file__)"]
-    told = {"cwd": elsewhere, "env": environment, "capture_output": True, "text": True}
+    told = {"cwd": tmp_path, "env": installed, "capture_output": True, "text": True}
     found = subprocess.run(where, check=True, **told).stdout.strip()
-    assert Path(found) == target / "align" / "__init__.py"
+    assert Path(found) == Path(installed["PYTHONPATH"]) / "align" / "__init__.py"
     answer = subprocess.run([sys.executable, "-m", "align", "--help"], check=True, **told)
     assert "precompute-ref" in answer.stdout
     assert answer.stderr == ""
-    subprocess.run([target / "bin" / "align", "init"], check=True, **told)
-    assert (elsewhere / "align.yaml").is_file()
+    subprocess.run(["bash", "-c", "align init"], check=True, **told)
+    assert (tmp_path / "align.yaml").is_file()
+
+
+@pytest.mark.parametrize(
+    ("example", "data", "left"),
+    [
+        ("kto.sh", "unpaired", "kto-run/report.html"),
+        ("dpo_sweep.sh", "paired", "dpo-sweep/sweep.html"),
+    ],
+)
+def test_an_example_runs_on_the_installed_wheel(example, data, left, installed, world, tmp_path):
+    script = ["bash", ROOT / "examples" / example, world.model, getattr(world.data, data)]
+    short = ["--set", "tracking.mlflow=false", "--set", "train.max_steps=2", "--lr", "1e-3"]
+    told = {"cwd": tmp_path, "env": installed, "capture_output": True, "text": True}
+    done = subprocess.run([*map(str, script), *short], check=False, **told)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / left).is_file()

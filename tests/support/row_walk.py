@@ -17,6 +17,8 @@ from support.trainings import Server
 
 ROOT = Path(__file__).resolve().parents[2]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
+# Whatever else was cached in this home: what is reused takes another way.
+ALONE = ("--set", "cache.reuse_known=false")
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ def walks(server, folder, *, data, model, ways):
     cache, run = folder / "cache", folder / "run"
     prepared = _walk(
         server,
-        ("precompute-ref", data, "--model", model, "--output", cache),
+        ("precompute-ref", data, "--model", model, "--output", cache, *ALONE),
         {"begins": f"*{data.name}", "ends": str(cache / "data" / "part-*"), "way": ways[0]},
         folder / "precompute-ref.json",
     )

@@ -1,0 +1,110 @@
+"""The README and the pages of docs/ as tests read them."""
+
+import re
+import shlex
+from dataclasses import dataclass
+from itertools import pairwise
+
+from markdown_it import MarkdownIt
+
+from support.rooms import ROOT
+
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "examples" / "README.md"])
+_MARKDOWN = MarkdownIt("commonmark").enable("table")
+_PUNCTUATION = re.compile(r"[^\w\- ]")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of code, and its language where it names one."""
+
+    language: str
+    text: str
+
+    @property
+    def lines(self):
+        """What a shell would be given, one command each."""
+        joined = self.text.replace("\\\n", " ")
+        return [line for line in joined.splitlines() if line.strip()]
+
+
+@dataclass(frozen=True)
+class Code:
+    """Code in running text, and the column of the table it stands in, if any."""
+
+    text: str
+    column: int | None
+
+
+def page(name):
+    """A page by its path in the repository."""
+    return ROOT / name
+
+
+def name_of(path):
+    """The name of a page or example in a test's id."""
+    return str(path.relative_to(ROOT))
+
+
+def blocks(path, language=None):
+    """Code that stands by itself, fenced or indented."""
+    tokens = (token for token in _tokens(path) if token.type in {"fence", "code_block"})
+    found = [Block(token.info.strip(), token.content) for token in tokens]
+    return [block for block in found if language in (None, block.language)]
+
+
+def codes(path):
+    """Code in running text."""
+    column = None
+    for token in _tokens(path):
+        if token.type == "tr_open":
+            column = -1
+        elif token.type in {"td_open", "th_open"}:
+            column += 1
+        elif token.type == "tr_close":
+            column = None
+        for child in token.children or []:
+            if child.type == "code_inline":
+                yield Code(child.content, column)
+
+
+def links(path):
+    """Where links and images point to."""
+    for token in _tokens(path):
+        for child in token.children or []:
+            if target := child.attrGet("href") or child.attrGet("src"):
+                yield target
+
+
+def anchors(path):
+    """Headings as GitHub names them."""
+    tokens = _tokens(path)
+    found = []
+    for opening, inline in pairwise(tokens):
+        if opening.type == "heading_open":
+            text = "".join(child.content for child in inline.children)
+            slug = _PUNCTUATION.sub("", text.lower()).replace(" ", "-")
+            found.append(f"{slug}-{found.count(slug)}" if slug in found else slug)
+    return found
+
+
+def commands(path):
+    """Every `align …` of the page's blocks as a list of words, whoever launches it."""
+    for block in blocks(path):
+        if block.language in {"", "sh"}:
+            yield from filter(None, map(_command, block.lines))
+
+
+def _command(line):
+    """The words behind `align`; None for a line that does not call it."""
+    if not re.search(r"(^|\s)align\s", line):
+        return None
+    launcher, *_ = words = shlex.split(line, comments=True)
+    if "align" not in words or launcher in {"docker", "make"}:
+        return None
+    assert launcher in {"align", "torchrun", "deepspeed", "srun"}, line
+    return words[words.index("align") + 1 :]
+
+
+def _tokens(path):
+    return _MARKDOWN.parse(path.read_text(encoding="utf-8"))
