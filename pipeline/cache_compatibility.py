@@ -96,7 +96,7 @@ def require_same_or_growing(
 
 def _cost(found: Mapping[str, str]) -> str:
     if {name.partition(".")[0] for name in found} & {"model", "numerics"}:
-        return "the reference differs, so everything is scored anew there"
+        return "the reference differs, so everything is scored again there"
     return "scores both caches need are copied, not computed again"
 
 
@@ -189,7 +189,7 @@ def _ring_branches(spool: Spool, start: int, stop: int) -> NDArray[np.bytes_]:
 
 
 def _branches(path: Path) -> NDArray[np.bytes_]:
-    """The branches of a shard but the mismatched, which are chosen anew for new data."""
+    """The branches of a shard but the mismatched, which are chosen again for new data."""
     rows = read_shard(path).rows
     names: NDArray[np.bytes_] = _named_branches(rows)[rows.roles != Role.MISMATCHED]
     return names
@@ -232,7 +232,7 @@ def open_earlier(folders: Sequence[str], plan: Plan) -> list[EarlierCache]:
     if older:
         logger.warning(
             "%d earlier caches were made by an older align and are not reused: %s. `align inspect` "
-            "says how to make one anew.",
+            "prints the command that makes one again.",
             len(older),
             ", ".join(map(str, older)),
         )

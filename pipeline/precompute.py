@@ -163,7 +163,7 @@ def _require_usable(job: Job, manifest: Manifest) -> None:
         f"{rejected} and {manifest.rows} rows would be left. They are listed in "
         f"{rejected.listed(job.folder.root)}."
     )
-    again = f"To score anew, delete {job.work.root} first: it keeps what was scored."
+    again = f"To score again, delete {job.work.root} first: it keeps what was scored."
     if {reason for shard in manifest.shards for reason in shard.quarantined} == {"nonfinite_logp"}:
         raise NonFiniteError(
             f"{what}\nThe reference gives NaN or infinity for them. Try --dtype float32, and "

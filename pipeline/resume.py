@@ -160,8 +160,8 @@ def require_same_computing(begun: Position, session: Session) -> tuple[str, ...]
     if changed and session.world.rank == 0:
         listed = "\n  ".join(changed)
         logger.warning(
-            "This run goes on with other parts than it was begun with:\n  %s\nIt does not end in "
-            "the bits that it would have ended in with the first ones.",
+            "This run resumes with other parts than it began with:\n  %s\nIts results may differ "
+            "in the last bits from those of an uninterrupted run.",
             listed,
         )
     return changed
@@ -196,7 +196,7 @@ def require_same_engine_file(folder: RunFolder, text: bytes) -> None:
     if folder.engine.exists() and fs.read_bytes(folder.engine) != text:
         raise CorruptionError(
             f"{folder.engine} is damaged or was edited: this run was given another one. Remove it: "
-            "it is written anew, from what the checkpoint says."
+            "it is written again, from what the checkpoint says."
         )
 
 
@@ -329,7 +329,7 @@ def run_settings(folder: RunFolder) -> dict[str, Any]:
     if text != signed(lines.decode("utf-8", "replace")):
         raise CorruptionError(
             f"{folder.config} is damaged or was edited. Restore it, or remove it: --resume auto "
-            "then holds to what the checkpoint says, and writes it anew."
+            "then holds to what the checkpoint says, and writes it again."
         )
     return read_yaml(folder.config)
 

@@ -115,8 +115,8 @@ def require_same_making(manifest: Manifest, other: Manifest, name: str) -> None:
     )
     if found := differences(ours, theirs):
         raise FingerprintError(
-            f"{name} (train.eval_cache) was made otherwise than the cache to train on; first this "
-            f"one, then that:{_lines(found)}\nMake both with the same model and settings."
+            f"{name} (train.eval_cache) was made differently from the cache to train on; first the "
+            f"latter, then the former:{_lines(found)}\nMake both with the same model and settings."
         )
 
 

@@ -166,7 +166,7 @@ class _Found:
         if len(self.levels) > 1:
             raise CorruptionError(
                 f"row group {place.group} has {rows.levels} mismatched completions a branch, "
-                "those before it another number. Make the cache anew."
+                "those before it another number. Make the cache again."
             )
         self.train.append(rows.table.within_group(np.flatnonzero(~rows.is_held_out)))
         self.held_out.append(rows.table.within_group(np.flatnonzero(rows.is_held_out)))

@@ -127,7 +127,7 @@ def _require(good: bool, source: str) -> None:
     if not good:
         raise CorruptionError(
             f"{source} holds rows whose branches fit no kind of data. "
-            "Restore it from a copy, or make the cache anew."
+            "Restore it from a copy, or make the cache again."
         )
 
 

@@ -132,14 +132,14 @@ def _require_numbers(source: TrainSource) -> None:
         raise UsageError(
             f"The method reads scores, and in {scoreless:,} rows of {root} a completion has none. "
             "Score the data with `align score`, or give their scores in the column 'scores' "
-            "(of pairs: 'chosen_score' and 'rejected_score'), and make the cache anew; nothing "
+            "(of pairs: 'chosen_score' and 'rejected_score'), and make the cache again; nothing "
             "is scored by the reference twice."
         )
     for name in source.reading.columns:
         if missing[name]:
             raise UsageError(
                 f"{missing[name]:,} rows of {root} have no number in their column {name!r}, which "
-                "the method reads. Fill it in the data, and make the cache anew."
+                "the method reads. Fill it in the data, and make the cache again."
             )
 
 

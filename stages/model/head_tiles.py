@@ -203,7 +203,7 @@ class KeptLogits:
 class LogitsBuffer:
     """The buffer of a head, which one call has at a time; the others keep nothing.
 
-    It outlives the calls: getting as much memory anew costs more than it saves.
+    It outlives the calls: getting as much memory again costs more than it saves.
     """
 
     def __init__(self, size: int = BUFFER_BYTES) -> None:

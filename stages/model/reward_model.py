@@ -201,7 +201,7 @@ def choose_layout(model: nn.Module) -> ScoringPath:
             return announced(replace(path, worst_difference=difference), refused)
         refused.append(f"{path.layout} rows: {reason(difference)}")
     raise UsageError(
-        f"{type(inner).__name__} scores otherwise than by its last hidden states "
+        f"{type(inner).__name__} does not score by its last hidden states "
         f"({'; '.join(refused)}). Use another model for rewards."
     )
 

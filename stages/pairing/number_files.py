@@ -202,7 +202,7 @@ class NumberFile:
     """
 
     def __init__(self, path: Path, kind: str, *, length: int | None = None) -> None:
-        """Opens a file that is there; with a `length`, makes it anew."""
+        """Opens a file that is there; with a `length`, makes it again."""
         if length is None:
             Summed(path, kind).check()
         flags = os.O_RDONLY if length is None else os.O_RDWR | os.O_CREAT | os.O_TRUNC

@@ -66,7 +66,7 @@ def _write(sink: BinaryIO, tables: Iterator[pa.Table]) -> int:
                 writer = stack.enter_context(opened)
             if not table.schema.equals(writer.schema):
                 raise CorruptionError(
-                    "The shards of this cache hold different kinds of rows. Make the cache anew."
+                    "The shards of this cache hold different kinds of rows. Make the cache again."
                 )
             writer.write_table(table)
             num_rows += len(table)
@@ -225,5 +225,5 @@ def _require(good: bool, source: str) -> None:
     if not good:
         raise CorruptionError(
             f"{source} holds rows whose branches fit no kind of data. "
-            "Restore it from a copy, or make the cache anew."
+            "Restore it from a copy, or make the cache again."
         )

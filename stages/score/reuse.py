@@ -119,7 +119,7 @@ class ReuseIndex:
             check_shard(cache.folder, commit)
             return read_shard(path)
         except (CorruptionError, StorageError, UsageError) as error:
-            logger.warning("%s is not reused, its rows are scored anew: %s", path, error)
+            logger.warning("%s is not reused, its rows are scored again: %s", path, error)
             self._lost.add(number)
             return None
 

@@ -209,7 +209,7 @@ def _require_columns(schema: pa.Schema, source: str) -> None:
 
 def _require(good: bool, source: str, what: str) -> None:
     if not good:
-        raise CorruptionError(f"{source} {what}. Restore it from a copy, or make the cache anew.")
+        raise CorruptionError(f"{source} {what}. Restore it from a copy, or make the cache again.")
 
 
 def shard_schema(*, token_logps: bool, carried: Sequence[str]) -> pa.Schema:

@@ -59,7 +59,7 @@ def open_shard(path: Path) -> Iterator[pq.ParquetFile]:
                 raise storage_error("read", path, error) from error
             said = str(error).partition("\n")[0]
             raise CorruptionError(
-                f"{path} is damaged: {said}. Restore it from a copy, or make the cache anew."
+                f"{path} is damaged: {said}. Restore it from a copy, or make the cache again."
             ) from error
 
 

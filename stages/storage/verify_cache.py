@@ -33,7 +33,7 @@ def verify_cache(folder: CacheFolder) -> Manifest:
         raise CorruptionError(
             f"{folder.root}: {len(damage)} of {len(manifest.shards) + len(manifest.quarantine)} "
             f"files are damaged, first {min(10, len(damage))}:\n{shown}\n"
-            "Restore them from a copy, or make the cache anew."
+            "Restore them from a copy, or make the cache again."
         )
     return manifest
 
