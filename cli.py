@@ -1,4 +1,4 @@
-"""The commands: options become a config, the pipeline does the work, the result is printed."""
+"""The commands: each builds a config, runs the pipeline and prints its result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import typer
 
 from .pipeline.flags import PRECOMPUTE_FLAGS, SCORE_FLAGS, TRAIN_FLAGS, with_flags
-from .pipeline.signals import stop_with_launcher, stops_heard
+from .pipeline.signals import stop_signals, stop_with_launcher
 from .pipeline.terminal import SafeGroup, own_process, progress_of_first, say, say_once
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def main() -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1", "USE_HUB_KERNELS": "0"}
     own_process(sys.argv)
     stop_with_launcher()
-    for number in stops_heard():
+    for number in stop_signals():
         signal.signal(number, _stop)
     # The deepspeed launcher names the rank before the command; it stands in LOCAL_RANK as well.
     arguments = [word for word in sys.argv[1:] if not word.startswith("--local_rank=")]
@@ -67,9 +67,9 @@ def main() -> None:
     except BrokenPipeError:  # who read what we print has gone
         os._exit(128 + signal.SIGPIPE)
     except OSError as error:
-        from .schemas.errors import refused
+        from .schemas.errors import unexpected_os_error
 
-        _fail(str(refusal := refused(error)), refusal.exit_code)
+        _fail(str(refusal := unexpected_os_error(error)), refusal.exit_code)
     except Exception:
         import traceback
 
@@ -206,10 +206,10 @@ def sweep(
     short = {"method.beta": beta, "train.lr": lr}
     given = [*(f"{name}={values}" for name, values in short.items() if values), *(vary or [])]
     trials = trials_of(methods, varied_by(given))
-    swept = run_sweep(load, trials, output, progress=progress_of_first())
-    say_once(swept.text())
-    if swept.failures:
-        _fail(f"{len(swept.failures)} of {len(swept.tried)} runs failed.", 2)
+    result = run_sweep(load, trials, output, progress=progress_of_first())
+    say_once(result.text())
+    if result.failures:
+        _fail(f"{len(result.failures)} of {len(result.results)} runs failed.", 2)
 
 
 @app.command()
@@ -274,8 +274,8 @@ def verify(
 
     settings = load_settings({}, sets or [], file=config, near=[str(cache)], command="verify")
     options = settings.config.model
-    told = run_verify(cache, options, model=model, rescore=rescore, open_reference=HfReference)
-    say(told)
+    text = run_verify(cache, options, model=model, rescore=rescore, open_reference=HfReference)
+    say(text)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""What a cache is made from, and which earlier caches it may grow out of or take scores from.
+"""The fingerprint of a cache, and which earlier caches it may grow from or reuse scores of.
 
 Nothing that was paid for or is still read may be lost when a cache grows in place.
 """
@@ -46,7 +46,7 @@ def fingerprint(
     tokenizer: Mapping[str, str],
     model: Mapping[str, str],
 ) -> dict[str, str]:
-    """Every named thing that the bytes of the cache depend on."""
+    """Everything that the bytes of the cache depend on, by name."""
     tokens, cache = config.tokens, config.cache
     return {
         "format": str(FORMAT_VERSION),
@@ -82,21 +82,21 @@ def differences(stored: Mapping[str, str], wanted: Mapping[str, str]) -> dict[st
 def require_same_or_growing(
     stored: Mapping[str, str], wanted: Mapping[str, str], *, where: str
 ) -> None:
-    """Refuses to turn a cache into a different one."""
+    """Refuses settings that would make it another cache."""
     found = differences(stored, wanted)
     shrinks = KL_PAIRS in found and int(wanted[KL_PAIRS]) < int(stored[KL_PAIRS])
     if set(found) <= GROWS_ALONG and not shrinks:
         return
     lines = "\n  ".join(found.values())
     raise FingerprintError(
-        f"{where} belongs to another cache. What differs:\n  {lines}\n"
+        f"{where} was made with other settings. What differs:\n  {lines}\n"
         f"Choose another --output ({_cost(found)}), or undo the change."
     )
 
 
 def _cost(found: Mapping[str, str]) -> str:
     if {name.partition(".")[0] for name in found} & {"model", "numerics"}:
-        return "the reference differs, so everything is scored anew there"
+        return "the reference differs, so everything is scored again there"
     return "scores both caches need are copied, not computed again"
 
 
@@ -111,7 +111,7 @@ ROWS_AT_ONCE = 4096
 def require_growth(
     folder: CacheFolder, manifest: Manifest, spool: Spool, *, long_form: bool
 ) -> None:
-    """Refuses when the cache holds what the new data no longer have.
+    """Refuses to grow a cache that holds rows which the new data lack.
 
     A prompt of long-form data that gained a completion is another row, with the old branches; what
     its completions share may have become less, so a branch is known by its prompt and all its ids.
@@ -121,13 +121,13 @@ def require_growth(
     for shard in manifest.shards:
         names = stored(folder.data / shard.file)
         is_lost = np.ones(len(names), dtype=np.bool_)
-        for start, stop in _arc(spool, shard, None if long_form else names):
+        for start, stop in _key_range(spool, shard, None if long_form else names):
             is_lost &= ~look_up(np.sort(present(spool, start, stop)), names)[1]
         lost, total = lost + int(is_lost.sum()), total + len(names)
     if lost:
         what = "completions" if long_form else "rows"
         raise FingerprintError(
-            f"{folder.root} belongs to another cache: {lost} of its {total} {what} are not "
+            f"{folder.root} was made from other data: {lost} of its {total} {what} are not "
             "in the data any more (data.files differs). Choose another --output; scores both "
             "caches need are copied, not computed again."
         )
@@ -140,7 +140,7 @@ def gone_without(cache: Path) -> Superseded:
 
 
 def remove_earlier(cache: Path) -> None:
-    """Leaves of a cache that has grown only what it holds now."""
+    """Removes from a cache that has grown what it no longer uses."""
     folder = CacheFolder(cache)
     manifest = load_manifest(folder)
     with owner_lock(folder, uuid.uuid4().hex[:12]):
@@ -152,8 +152,10 @@ def remove_earlier(cache: Path) -> None:
         remove_superseded(folder, manifest)
 
 
-def _arc(spool: Spool, shard: Commit, rows: NDArray[np.bytes_] | None) -> Iterator[tuple[int, int]]:
-    """Where on the ring all rows of a shard lie, a stretch at a time."""
+def _key_range(
+    spool: Spool, shard: Commit, rows: NDArray[np.bytes_] | None
+) -> Iterator[tuple[int, int]]:
+    """The ring positions of a shard's rows, as ranges of at most ROWS_AT_ONCE."""
     first, last = spool.between(int(shard.first_key, 16), int(shard.last_key, 16))
     if shard.first_key == shard.last_key and rows is not None and len(rows):
         # One prompt that may fill many shards; its rows lie in the order of their ids.
@@ -187,7 +189,7 @@ def _ring_branches(spool: Spool, start: int, stop: int) -> NDArray[np.bytes_]:
 
 
 def _branches(path: Path) -> NDArray[np.bytes_]:
-    """The branches of a shard but the mismatched, which are chosen anew for new data."""
+    """The branches of a shard but the mismatched, which are chosen again for new data."""
     rows = read_shard(path).rows
     names: NDArray[np.bytes_] = _named_branches(rows)[rows.roles != Role.MISMATCHED]
     return names
@@ -207,11 +209,11 @@ def _keys(rows: RowBlock) -> list[bytes]:
 
 
 def candidates(options: CacheOptions, folder: CacheFolder) -> tuple[str, ...]:
-    """Folders to look into: the output itself, those the user names, those made before."""
+    """Folders to search: the output, those the user names, those in the registry."""
     for name in options.reuse:
         if not CacheFolder(Path(name)).manifest.is_file():
             raise UsageError(f"{name}: no finished cache to reuse (--reuse). Check the path.")
-    known = _remembered() if options.reuse_known else []
+    known = _registered() if options.reuse_known else []
     named = [str(Path(name).resolve()) for name in [*options.reuse, *known]]
     return tuple(dict.fromkeys([str(folder.root.resolve()), *named]))
 
@@ -230,15 +232,15 @@ def open_earlier(folders: Sequence[str], plan: Plan) -> list[EarlierCache]:
     if older:
         logger.warning(
             "%d earlier caches were made by an older align and are not reused: %s. `align inspect` "
-            "says how to make one anew.",
+            "prints the command that makes one again.",
             len(older),
             ", ".join(map(str, older)),
         )
     return earlier
 
 
-def remember(folder: CacheFolder) -> None:
-    """Adds a finished cache to this user's list."""
+def register_cache(folder: CacheFolder) -> None:
+    """Adds a finished cache to this user's registry."""
     path = _list_of_caches()
     try:
         place = str(folder.root.resolve())
@@ -253,7 +255,7 @@ def remember(folder: CacheFolder) -> None:
 
 @contextmanager
 def _passed_over(place: Path, older: list[Path]) -> Iterator[None]:
-    """What cannot be read is not reused; that stops no run."""
+    """Logs a cache that cannot be read, and goes on without it."""
     try:
         yield
     except OlderFormatError:
@@ -290,8 +292,8 @@ def _same_ring(first: dict[str, str], second: dict[str, str]) -> bool:
     return first["cache.seed"] == second["cache.seed"]
 
 
-def _remembered() -> list[str]:
-    """A cache that has been moved or deleted since is not offered."""
+def _registered() -> list[str]:
+    """Whether the cache has not been moved or deleted since."""
     return [line for line in _lines() if _is_there(CacheFolder(Path(line)))]
 
 
@@ -306,7 +308,7 @@ def _lines() -> list[str]:
 def _is_there(folder: CacheFolder) -> bool:
     try:
         return folder.manifest.is_file()
-    except OSError:  # the line is no path at all
+    except OSError:  # the line is not a path
         return False
 
 

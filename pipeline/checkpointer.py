@@ -1,4 +1,4 @@
-"""Saving what a run needs to go on, together with all other ranks, where there is room."""
+"""Saves checkpoints on all ranks, and checks that the disk has room for them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from ..schemas.checkpoint import CheckpointFile, Peers, Position, Retention, Saved
 from ..schemas.errors import AlignError, StorageError
 from ..stages.engine.deepspeed_config import stage_of
-from ..stages.engine.distributed import from_first, gathered
+from ..stages.engine.distributed import gathered, run_on_rank_zero
 from ..stages.model.logprobs import causal_model
 from ..stages.storage import fs
-from ..stages.storage.checkpoints import credit, read_checkpoint, save_checkpoint
+from ..stages.storage.checkpoints import add_checkpoint_metrics, read_checkpoint, save_checkpoint
 from ..stages.storage.run_folder import RunFolder, described
 from .resume import Start, identity_of, made_with
 
@@ -27,7 +27,7 @@ logger = logging.getLogger("align")
 SLOW_SECONDS = 20.0
 
 
-class Keeper:
+class Checkpointer:
     """Saves checkpoints of one run, and counts those that could not be saved in a row."""
 
     MOST_FAILURES = 3
@@ -44,12 +44,12 @@ class Keeper:
         """Whether the last checkpoint is that of this step."""
         return self._saved == place.step
 
-    def credit(self, place: Place, metrics: Mapping[str, float]) -> None:
-        """The first rank adds what was measured to the checkpoint of this step, if there is one."""
+    def add_metrics(self, place: Place, metrics: Mapping[str, float]) -> None:
+        """Rank zero adds these metrics to the checkpoint of this step, if there is one."""
         if not self.has(place) or self._session.world.rank:
             return
         try:
-            credit(
+            add_checkpoint_metrics(
                 self._start.folder,
                 place.step,
                 metrics,
@@ -58,13 +58,17 @@ class Keeper:
                 retention=self._retention,
             )
         except AlignError as error:
-            logger.warning("The checkpoint of step %d is not told: %s", place.step, error)
+            logger.warning(
+                "The checkpoint of step %d could not be given its metrics: %s", place.step, error
+            )
 
     def save(self, place: Place, metrics: Mapping[str, float], *, mlflow_run_id: str) -> Saved:
-        """Every rank writes its part; there is a checkpoint only where all could."""
+        """Every rank writes its part; the checkpoint counts only if all succeed."""
         session = self._session
         began = time.monotonic()
-        if lack := from_first(session.world, lambda: lack_of_room(session, self._start.folder)):
+        if lack := run_on_rank_zero(
+            session.world, lambda: lack_of_room(session, self._start.folder)
+        ):
             saved = Saved(place.step, lack)
             self._count(place, saved)
             return saved
@@ -105,13 +109,13 @@ class Keeper:
             changes=self._start.changes,
             journal=self._journal(),
             mlflow_run_id=run_id,
-            memory=place.memory,
+            memory=place.state,
             window=place.window,
             metrics=dict(metrics),
         )
 
     def _journal(self) -> CheckpointFile:
-        """What was measured until now; only the first rank writes it, and what it says counts."""
+        """The journal as it is now; only rank zero writes it."""
         folder = self._start.folder
         if self._session.world.rank:
             return CheckpointFile(folder.metrics.name, 0, "")
@@ -122,7 +126,7 @@ BYTES_OF_MOMENTS = {"adam": 8, "adamw": 8, "lion": 4, "sgd": 0}
 
 
 def require_room(session: Session, folder: RunFolder) -> None:
-    """Refuses to begin where not even one checkpoint and the model fit; warns where not all do."""
+    """Refuses a disk without room for one checkpoint and the model; warns if not all fit."""
     train = session.job.config.train
     checkpoint, model = checkpoint_bytes(session, folder), model_bytes(session)
     free = fs.free_bytes(folder.root)
@@ -147,7 +151,7 @@ def require_room(session: Session, folder: RunFolder) -> None:
 
 
 def lack_of_room(session: Session, folder: RunFolder) -> str:
-    """Why there is no room for one more checkpoint; empty where there is."""
+    """Why one more checkpoint does not fit; empty if it does."""
     needed, free = checkpoint_bytes(session, folder), fs.free_bytes(folder.root)
     if free >= needed:
         return ""
@@ -165,11 +169,11 @@ def require_room_for_model(session: Session, folder: RunFolder) -> None:
 
 
 def checkpoint_bytes(session: Session, folder: RunFolder) -> int:
-    """As many as the newest one has; before the first, what the weights and the optimizer need."""
+    """The size of the newest one; before the first, that of the weights and optimizer state."""
     for step in folder.steps()[::-1]:
         try:
             return sum(file.bytes for file in read_checkpoint(folder.step(step)).files)
-        except AlignError:  # a damaged one tells nothing
+        except AlignError:  # damaged: its size is not known
             continue
     optimizer = session.engine_config.get("optimizer", {})
     moments = BYTES_OF_MOMENTS.get(str(optimizer.get("type", "")).lower(), 0)
@@ -181,7 +185,7 @@ def checkpoint_bytes(session: Session, folder: RunFolder) -> int:
 
 
 def model_bytes(session: Session) -> int:
-    """Of what is saved in the end: the adapter, the whole policy, or both."""
+    """The size of the saved model: the adapter, the whole policy, or both."""
     lora, width = session.job.config.lora, _width(session)
     whole = sum(map(_numel, session.policy.parameters()))
     adapter = sum(map(_numel, _learning(session)))

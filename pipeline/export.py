@@ -1,4 +1,4 @@
-"""A cache as one flat file for other trainers."""
+"""Exports a cache as one flat file for other trainers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..stages.storage.manifest_file import load_manifest
 
 
 def export(cache: Path, target: Path, *, model: str | None, overwrite: bool) -> int:
-    """Writes `target` with TRL's column names; returns how many rows it holds."""
+    """Writes `target` with TRL's column names; returns its number of rows."""
     folder = CacheFolder(cache)
     decode = text_of(folder, model)
     return export_trl(folder, target, decode=decode, overwrite=overwrite)

@@ -1,4 +1,4 @@
-"""What each command takes: the settings it reads, and flags for them, typed and explained."""
+"""The settings that each command reads, and its typed flags for them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..schemas.errors import UsageError
 def with_flags(
     flags: Mapping[str, str],
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command one flag per setting, and the command their values in its `flags`."""
+    """Adds a flag per setting to a command, which gets their values as `flags`."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(command, eval_str=True)
@@ -51,7 +51,7 @@ def parse_map(texts: Sequence[str]) -> dict[str, str]:
 
 
 def _meant(value: Any, setting: str) -> Any:
-    """The value as the setting takes it; typer gives a list that nobody filled as empty."""
+    """The value for the setting; typer gives an empty list for a flag that was not used."""
     if isinstance(value, list):
         return (parse_map(value) if get_origin(_kind(setting)) is dict else value) or None
     return value
@@ -86,7 +86,7 @@ def _declared(flag: str, kind: Any) -> str:
 
 
 def _as_typed(kind: Any) -> Any:
-    """What is written after the flag; a map is a list of KEY=VALUE."""
+    """The type of the flag's value; a map is a list of KEY=VALUE."""
     return list[str] if get_origin(kind) is dict else kind
 
 
@@ -155,12 +155,12 @@ INSTEAD = {
 
 
 def reads(command: str, name: str) -> bool:
-    """Whether a command has use for a setting."""
+    """Whether a command uses a setting."""
     return not {name, name.partition(".")[0]}.isdisjoint(READS[command])
 
 
 def require_used(command: str, name: str, origin: str) -> None:
-    """Refuses a flag or --set that this command would pass over."""
+    """Refuses a flag or --set that this command would ignore."""
     if reads(command, name):
         return
     others = [f"`align {other}`" for other in READS if other != "config" and reads(other, name)]

@@ -1,4 +1,4 @@
-"""Tells MLflow what it missed of a run; telling it twice changes nothing.
+"""Sends MLflow what it missed of a run; sending it twice changes nothing.
 
 The folder may be somebody else's. What it names is not believed: the address is the user's own or
 one that was given by hand, and no file is sent but those that lie in the folder themselves.
@@ -20,7 +20,7 @@ from ..stages.storage.run_folder import RunFolder, read_ending
 from ..stages.tracking.delivery import Delivery
 from ..stages.tracking.mlflow_client import MlflowStore
 from ..stages.tracking.mlflow_run import store_uri
-from ..stages.tracking.mlflow_silence import hushed
+from ..stages.tracking.mlflow_silence import mlflow_silenced
 from ..stages.tracking.outbox import Note, address_of, failures, load_ledger, plain_uri, reason_of
 from .settings import FILE_NAME, load_settings
 
@@ -32,7 +32,7 @@ STATUS = {"finished": "FINISHED", "failed": "FAILED", "time": "KILLED", "signal"
 
 @dataclass(frozen=True)
 class Synced:
-    """What is in the store now, and how much of it was missing."""
+    """The run in the store, and how much of it was missing."""
 
     uri: str
     run_id: str
@@ -41,7 +41,7 @@ class Synced:
 
 
 def own_options(root: Path, config: Path | None) -> TrackingOptions:
-    """What the user has set, by `config` or the align.yaml here; never what lies in the run."""
+    """The user's tracking options from `config` or the align.yaml here, never from the run."""
     here = Path.cwd()
     if config is None and (here / FILE_NAME).exists() and here.is_relative_to(root.resolve()):
         raise UsageError(
@@ -52,7 +52,7 @@ def own_options(root: Path, config: Path | None) -> TrackingOptions:
 
 
 def sync_run(root: Path, options: TrackingOptions, *, uri: str = "") -> Synced:
-    """Sends the rest of a run that is over to the user's store, or all of it to `uri`."""
+    """Sends the rest of an ended run to the user's store, or all of it to `uri`."""
     folder = RunFolder(root)
     if folder.private.is_symlink():
         raise UsageError(f"{folder.private} is a link. Name the folder of the run itself.")
@@ -64,7 +64,7 @@ def sync_run(root: Path, options: TrackingOptions, *, uri: str = "") -> Synced:
         address = _address(root, ledger.record.uri, options, uri)
         ledger.move_to(address)
         ending = read_ending(folder)
-        if not ledger.record.status:  # nobody is at work here, and MLflow was not told the end
+        if not ledger.record.status:  # nobody is at work here, and MLflow does not know the end
             status = STATUS[ending.ending] if ending else "KILLED"
             ledger.change(status=status, ended_ms=time.time_ns() // 1_000_000)
 
@@ -79,7 +79,7 @@ def sync_run(root: Path, options: TrackingOptions, *, uri: str = "") -> Synced:
 
 
 def _settle_cache(cache: CacheFolder, options: TrackingOptions, uri: str) -> Synced:
-    """Says how a run of stage 1 ended that was killed, or whose end the store did not hear."""
+    """Sends the end of a stage 1 run that was killed, or whose end the store missed."""
     with owner_lock(cache, "mlflow-sync"):
         note = Note(cache.mlflow)
         run = note.read()
@@ -91,7 +91,7 @@ def _settle_cache(cache: CacheFolder, options: TrackingOptions, uri: str) -> Syn
 
 
 def _address(root: Path, named: str, options: TrackingOptions, uri: str) -> str:
-    """The store to be told: the one given by hand, else the user's, if the folder names it too."""
+    """The store to send to: the one given by hand, else the user's, if the folder names it too."""
     own = store_uri(options)
     if uri or plain_uri(own) == named:
         return uri or own
@@ -105,7 +105,7 @@ def _address(root: Path, named: str, options: TrackingOptions, uri: str) -> str:
 
 def _asked(address: str, action: Callable[[], T]) -> T:
     try:
-        with hushed():
+        with mlflow_silenced():
             return action()
     except failures() as error:
         raise StorageError(

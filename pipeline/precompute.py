@@ -22,8 +22,8 @@ from ..stages.storage.manifest_file import build_manifest, load_manifest, load_p
 from ..stages.tracking.journal import Run
 from ..stages.tracking.mlflow_run import recorded, settle
 from ..stages.tracking.progress import Progress
-from .cache_compatibility import remember, require_same_or_growing
-from .precompute_plan import Job, Losses, make_plan, open_job, remake_ring, ring_of
+from .cache_compatibility import register_cache, require_same_or_growing
+from .precompute_plan import Job, RejectedRows, make_plan, open_job, remake_ring, ring_of
 from .scoring_worker import Tally, Worker, score_units
 
 POLL_SECONDS = 0.1
@@ -44,7 +44,7 @@ def precompute(
 ) -> PrecomputeResult:
     """Makes the cache that the config describes, or finishes what an earlier run left.
 
-    A tracking store hears that it is the run of this `stage`.
+    `stage` names the run in the tracking store.
     """
     job = open_job(config, reference)
     run_id = uuid.uuid4().hex[:12]
@@ -66,7 +66,7 @@ def precompute(
 
 
 def _finished(job: Job) -> Manifest | None:
-    """The manifest, when it is of this very plan; another cache's folder is refused."""
+    """The manifest, if it is of this plan; refuses the folder of another cache."""
     folder = job.folder
     if folder.manifest.exists():
         manifest = load_manifest(folder)
@@ -80,7 +80,7 @@ def _finished(job: Job) -> Manifest | None:
 
 
 def _tidy(job: Job, manifest: Manifest, run_id: str) -> None:
-    """Mends what a run left that died after its manifest, unless somebody is at it."""
+    """Finishes what a run left that died after its manifest, unless another process works on it."""
     if is_tidy(job.folder, manifest) and not job.folder.mlflow.exists():
         return
     if lock := try_owner_lock(job.folder, run_id):
@@ -110,7 +110,9 @@ def _planned(job: Job, run_id: str, progress: Progress, *, is_owner: bool) -> Pl
     if plan is None:
         return make_plan(job, run_id, progress)
     if is_owner:
-        read_commits(job.work, len(plan.unit_offsets) - 1)  # damage is told before hours of work
+        read_commits(
+            job.work, len(plan.unit_offsets) - 1
+        )  # damage is reported before hours of work
         if not ring_of(job).is_whole:
             remake_ring(job, plan, progress)
     return plan
@@ -124,7 +126,7 @@ def _describe(run: Run, job: Job, plan: Plan) -> None:
 
 
 def _publish(job: Job, plan: Plan, run_id: str, *, is_owner: bool) -> Manifest:
-    """Writes the manifest and tidies up; one who joined leaves that to the owner, if it lives."""
+    """Writes the manifest and tidies up; a worker that joined leaves that to a living owner."""
     while not is_owner:
         if finished := _finished(job):
             return finished
@@ -136,7 +138,7 @@ def _publish(job: Job, plan: Plan, run_id: str, *, is_owner: bool) -> Manifest:
     manifest = _finished(job) or _whole(job, plan)
     write_manifest(job.folder, manifest)
     collect(job.folder, manifest)
-    remember(job.folder)
+    register_cache(job.folder)
     return manifest
 
 
@@ -148,20 +150,20 @@ def _whole(job: Job, plan: Plan) -> Manifest:
 
 def _require_usable(job: Job, manifest: Manifest) -> None:
     """Refuses to publish when scoring lost more rows than the user allows, or left none."""
-    losses = Losses(
+    rejected = RejectedRows(
         counts=manifest.quarantined,
         rows_in=manifest.rows_in,
         rows_left=manifest.rows,
         allowed=job.config.data.max_bad_frac,
         files=manifest.quarantine,
     )
-    if not losses.are_too_many:
+    if not rejected.exceed_limit:
         return
     what = (
-        f"{losses} and {manifest.rows} rows would be left. They are listed in "
-        f"{losses.listed(job.folder.root)}."
+        f"{rejected} and {manifest.rows} rows would be left. They are listed in "
+        f"{rejected.listed(job.folder.root)}."
     )
-    again = f"To score anew, delete {job.work.root} first: it keeps what was scored."
+    again = f"To score again, delete {job.work.root} first: it keeps what was scored."
     if {reason for shard in manifest.shards for reason in shard.quarantined} == {"nonfinite_logp"}:
         raise NonFiniteError(
             f"{what}\nThe reference gives NaN or infinity for them. Try --dtype float32, and "
@@ -190,7 +192,7 @@ class PrecomputeResult:
     was_complete: bool
 
     def text(self) -> str:
-        """A few lines for a person."""
+        """A summary of a few lines."""
         manifest, tally = self.manifest, self.tally
         lines = [
             f"{self.folder}: {manifest.rows:,} rows, {manifest.branches:,} branches, "

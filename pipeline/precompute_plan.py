@@ -1,4 +1,4 @@
-"""From the input files to a plan: the job, the ring on disk, the quarantine, the units."""
+"""Makes the plan from the input files: the job, the ring on disk, the quarantine, the units."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING
 
 from ..schemas.cache import FORMAT_VERSION, FileEntry, InputEntry, Plan, file_identity
 from ..schemas.config import Config
-from ..schemas.errors import BadDataError, CorruptionError, StorageError, UsageError, told
+from ..schemas.errors import (
+    BadDataError,
+    CorruptionError,
+    StorageError,
+    UsageError,
+    os_errors_as_storage_errors,
+)
 from ..schemas.json_codec import digest
 from ..schemas.rows import Reference, Rejected
 from ..stages.data.data_schema import Shape, common_shape
@@ -63,17 +69,17 @@ class Job:
 
     @property
     def paths(self) -> dict[int, Path]:
-        """Where a data file lies, by its identity; of files with equal bytes the last."""
+        """The path of each data file by its identity; of files with equal bytes the last."""
         return {identity: file.path for identity, file in zip(self.files, self.inputs, strict=True)}
 
     @property
     def work(self) -> WorkFolder:
-        """Where this job keeps what is not finished."""
+        """The folder of unfinished work."""
         return self.folder.work(self.plan_key)
 
     @property
     def is_published(self) -> bool:
-        """Whether the folder holds the finished cache this job is to make."""
+        """Whether the folder already holds the finished cache of this job."""
         path = self.folder.manifest
         if not path.exists():
             return False
@@ -91,7 +97,7 @@ def require_model(config: Config) -> None:
 
 
 def open_job(config: Config, reference: Reference) -> Job:
-    """Looks at the data, the tokenizer and the reference; changes nothing."""
+    """Opens the data, the tokenizer and the reference; writes nothing."""
     inputs, before = _in_order(open_inputs(config.data.files))
     shape = common_shape(inputs, renames(config.data.map), config.data.carry)
     tokenizer = load_tokenizer(config.model.path, config.tokens)
@@ -128,21 +134,21 @@ def _published_plan(folder: CacheFolder, version: tuple[int, int]) -> str:
 def _in_order(
     inputs: tuple[InputFile, ...],
 ) -> tuple[tuple[InputFile, ...], tuple[Digested, ...]]:
-    """The files by their digests, of equal ones by their names: so their order decides nothing."""
+    """The files by digest, then by name: the order they were given in has no effect."""
     found = [(digested(file), file) for file in inputs]
     found.sort(key=lambda each: (each[0].sha256, each[1].path.name))
     return tuple(file for _, file in found), tuple(before for before, _ in found)
 
 
 def renames(columns: Mapping[str, str]) -> dict[str, str]:
-    """Their column: ours. A column of ours mapped to nothing is theirs under no name we know."""
+    """Maps the user's columns to ours; a column of ours mapped to nothing is left out."""
     return {
         theirs or ours: ours if theirs else f"unused {ours}" for ours, theirs in columns.items()
     }
 
 
 def _first_is_conversation(inputs: tuple[InputFile, ...], shape: Shape) -> bool:
-    """Whether the first usable record is made of messages."""
+    """Whether the first usable record is a conversation."""
     for chunk in iter_chunks(inputs, shape.columns, rows_per_chunk=16):
         records, _ = parse_chunk(chunk, shape)
         if records:
@@ -155,7 +161,7 @@ EXAMPLES_SHOWN = 3
 
 
 def make_plan(job: Job, run_id: str, progress: Progress) -> Plan:
-    """Encodes all rows, puts them on the ring, and fixes what is to be scored."""
+    """Encodes all rows, puts them on the ring, and writes the plan of what to score."""
     job.work.prepare()
     intake = Intake()
     runs = _encode(job, intake, progress)
@@ -170,7 +176,7 @@ def make_plan(job: Job, run_id: str, progress: Progress) -> Plan:
 
 
 def _encode(job: Job, intake: Intake, progress: Progress) -> list[Spool]:
-    """All usable rows as sorted runs in the work folder, made anew."""
+    """Encodes all usable rows into sorted runs in the work folder."""
     config, spool = job.config, job.work.spool
     shutil.rmtree(spool, ignore_errors=True)
     fs.make_folder(spool)
@@ -187,7 +193,7 @@ def _encode(job: Job, intake: Intake, progress: Progress) -> list[Spool]:
     progress.begin("reading and tokenizing", total=None, unit="rows")
     chunks = _shown(iter_chunks(job.inputs, job.shape.columns), progress)
     encoded = encode_chunks(chunks, encoding, num_workers=workers)
-    with told("write", spool):
+    with os_errors_as_storage_errors("write", spool):
         try:
             runs = collect_runs(spool, encoded, carried=job.shape.carried, intake=intake)
         except BadDataError:
@@ -201,7 +207,7 @@ def _encode(job: Job, intake: Intake, progress: Progress) -> list[Spool]:
 
 def _merge(job: Job, runs: list[Spool], intake: Intake) -> Ring:
     spool = job.work.spool
-    with told("write", spool):
+    with os_errors_as_storage_errors("write", spool):
         return merge_runs(
             spool,
             runs,
@@ -213,7 +219,7 @@ def _merge(job: Job, runs: list[Spool], intake: Intake) -> Ring:
 
 
 def remake_ring(job: Job, plan: Plan, progress: Progress) -> None:
-    """Prepares the rows of a plan once more, because they are gone or of an older version."""
+    """Makes the ring of a plan again, because it is gone or of an older version."""
     intake = Intake()
     ring = _merge(job, _encode(job, intake, progress), intake)
     if _offsets(job, ring) != plan.unit_offsets:
@@ -224,7 +230,7 @@ def remake_ring(job: Job, plan: Plan, progress: Progress) -> None:
 
 
 def ring_of(job: Job) -> Ring:
-    """The ring of the plan in the work folder, which may not be whole."""
+    """The ring of the plan in the work folder, which may be incomplete."""
     return Ring(job.work.spool, job.shape.carried, job.config.cache.kl_pairs)
 
 
@@ -242,18 +248,18 @@ def _quarantine(job: Job, run_id: str, intake: Intake) -> tuple[FileEntry, ...]:
 
 
 def _require_usable(job: Job, intake: Intake, quarantine: tuple[FileEntry, ...]) -> None:
-    losses = Losses(
+    rejected = RejectedRows(
         counts=intake.reasons,
         rows_in=intake.rows_in,
         rows_left=intake.rows_in - intake.reasons.total(),
         allowed=job.config.data.max_bad_frac,
         files=quarantine,
     )
-    if losses.are_too_many:
+    if rejected.exceed_limit:
         places = "\n  ".join(_place(job, row) for row in intake.rejected[:EXAMPLES_SHOWN])
         raise BadDataError(
-            f"{losses}. The first of them:\n  {places}\nAll are listed in "
-            f"{losses.listed(job.folder.root)}. Mend them, or allow more with --max-bad-frac."
+            f"{rejected}. The first of them:\n  {places}\nAll are listed in "
+            f"{rejected.listed(job.folder.root)}. Fix them, or allow more with --max-bad-frac."
             f"{_prompt_hint(job, intake)}"
         )
 
@@ -270,7 +276,7 @@ def _place(job: Job, rejected: Rejected) -> str:
 
 
 def _require_space(job: Job, ring: Ring) -> None:
-    """Refuses early when the shards cannot fit: about what their ids and sums take raw."""
+    """Refuses early when the shards cannot fit, by the raw size of their ids and sums."""
     spool = ring.spool.folder
     ids = (spool / "completion_values.bin").stat().st_size * (1 + job.config.cache.kl_pairs)
     ids += (spool / "prompt_values.bin").stat().st_size
@@ -291,7 +297,7 @@ def _plan(job: Job, ring: Ring, intake: Intake, quarantine: tuple[FileEntry, ...
     ]
     return Plan(
         format_version=FORMAT_VERSION,
-        digest="",  # it is signed when it is written
+        digest="",  # set when it is written
         plan_key=job.plan_key,
         fingerprint=job.fingerprint,
         reference_key=job.reference_key,
@@ -309,7 +315,7 @@ def _plan(job: Job, ring: Ring, intake: Intake, quarantine: tuple[FileEntry, ...
 
 
 def _notes(job: Job, intake: Intake) -> dict[str, int]:
-    """What was counted; of what kind the rows are only where there are two."""
+    """The counts of the intake; the kinds of rows only if there are two."""
     unread = {f"rows_with_scores_not_read_in_{name!r}": intake.rows_in for name in job.shape.unread}
     notes = {**intake.notes, **unread}
     if not all(notes.get(kind) for kind in KINDS):
@@ -335,7 +341,7 @@ FILES_SHOWN = 3
 
 
 @dataclass(frozen=True)
-class Losses:
+class RejectedRows:
     """Rows in quarantine."""
 
     counts: Mapping[str, int]  # reason -> rows
@@ -345,8 +351,8 @@ class Losses:
     files: tuple[FileEntry, ...]  # where they are listed
 
     @property
-    def are_too_many(self) -> bool:
-        """Whether more are lost than allowed, or nothing is left."""
+    def exceed_limit(self) -> bool:
+        """Whether they are more than allowed, or nothing is left."""
         return not self.rows_left or sum(self.counts.values()) > self.allowed * self.rows_in
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""The first moments of a run: its folder, its owner, what names it, and whether it may go on."""
+"""Starts or resumes a run: its folder, its owner, its identity, and whether it may resume."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..schemas.config import Config
 from ..schemas.errors import CorruptionError, FingerprintError, UsageError
 from ..schemas.safe_text import masked
 from ..stages.engine.deepspeed_config import leaves, stage_of
-from ..stages.engine.distributed import from_first, together
+from ..stages.engine.distributed import run_on_all_ranks, run_on_rank_zero
 from ..stages.model.logprobs import causal_model
 from ..stages.storage import fs
 from ..stages.storage.checkpoints import choose_checkpoint
@@ -39,39 +39,39 @@ logger = logging.getLogger("align")
 
 @dataclass(frozen=True)
 class Start:
-    """What every rank knows of the run's folder when it begins."""
+    """The run's folder and checkpoint as every rank starts with them."""
 
     folder: RunFolder
     run_id: str
     checkpoint: Checkpoint | None = None
-    is_finished: bool = False  # nothing is left to do, and nothing was touched
-    changes: tuple[str, ...] = ()  # what is not as it was when the run began
+    is_finished: bool = False  # nothing is left to do
+    changes: tuple[str, ...] = ()  # differences from when the run began
     began: float = 0.0  # on this rank's monotonic clock
 
     @property
     def checkpoint_step(self) -> int:
-        """Optimizer steps done before this run; 0 where it begins at the beginning."""
+        """Optimizer steps done before; 0 for a new run."""
         return self.checkpoint.position.global_step if self.checkpoint else 0
 
 
 @contextmanager
 def started(job: TrainingJob, world: World) -> Iterator[Start]:
-    """Owns the run's folder as long as the block runs; the first rank does it for all."""
+    """Owns the run's folder while the block runs; rank zero does it for all ranks."""
     folder = RunFolder(Path(job.config.train.output))
     began = time.monotonic()  # each machine counts from a moment of its own
     with ExitStack() as held:
-        start = from_first(world, lambda: _enter(job, world, folder, held))
+        start = run_on_rank_zero(world, lambda: _enter(job, world, folder, held))
         yield replace(start, began=began)
 
 
 def held_to_checkpoint(session: Session, start: Start) -> Start:
-    """Refuses to go on with another policy or engine; then writes down what the run is given."""
+    """Refuses to resume with another policy or engine; then writes the run's settings."""
     world, folder = session.world, start.folder
     text = engine_text(session.engine_config)
     changes = start.changes
     if start.checkpoint:
         position = start.checkpoint.position
-        changes += together(world, lambda: require_same_computing(position, session))
+        changes += run_on_all_ranks(world, lambda: require_same_computing(position, session))
 
     def begin() -> None:
         if start.checkpoint:
@@ -80,7 +80,7 @@ def held_to_checkpoint(session: Session, start: Start) -> Start:
         fs.publish(folder.config, signed_settings(session.job.config), label="config")
         fs.publish(folder.engine, text, label="config")
 
-    from_first(world, begin)
+    run_on_rank_zero(world, begin)
     return replace(start, changes=changes)
 
 
@@ -99,7 +99,7 @@ def _enter(job: TrainingJob, world: World, folder: RunFolder, held: ExitStack) -
         return Start(folder, run_id)
     chosen = choose_checkpoint(folder)
     if chosen is None:
-        # Nothing of an earlier part is kept; yet it was meant to be another run.
+        # No checkpoint is left, but the folder may be of a run with other settings.
         if folder.config.exists() and folder.metrics.exists():
             require_same_settings(run_settings(folder), as_absolute(job.config))
         return Start(folder, run_id)
@@ -114,7 +114,7 @@ def _enter(job: TrainingJob, world: World, folder: RunFolder, held: ExitStack) -
 
 
 def _is_finished(job: TrainingJob, world: World, folder: RunFolder) -> bool:
-    """Whether there is a model already, and nothing is asked for that it is not."""
+    """Whether there is a model already that these settings would make."""
     ending = read_ending(folder)
     if ending is None or ending.ending != "finished":
         return False
@@ -125,14 +125,14 @@ def _is_finished(job: TrainingJob, world: World, folder: RunFolder) -> bool:
 
 
 def require_same_settings(begun: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuses other settings than those of a config.yaml, where no checkpoint says more."""
+    """Refuses settings other than those of config.yaml, for a run without a checkpoint."""
     _require_same(binding(begun), binding(now))
 
 
 def require_same_run(
     begun: RunIdentity, job: TrainingJob, world: World, *, where: str
 ) -> list[str]:
-    """Refuses what would make another run of it; returns what was changed of its length."""
+    """Refuses settings that make it another run; returns changes of its length."""
     if begun.cache_root != job.manifest.root:
         raise FingerprintError(
             f"The run was begun on the cache {begun.cache_root[:12]}…, and this one is "
@@ -149,7 +149,7 @@ def require_same_run(
 
 
 def require_same_computing(begun: Position, session: Session) -> tuple[str, ...]:
-    """Refuses a loaded policy that computes otherwise; returns what differs and may differ."""
+    """Refuses a policy or engine that computes other numbers; returns allowed differences."""
     _require_same(begun.identity.computed, identity_of(session).computed)
     was, is_now = begun.made_with, made_with(session)
     changed = tuple(
@@ -160,15 +160,15 @@ def require_same_computing(begun: Position, session: Session) -> tuple[str, ...]
     if changed and session.world.rank == 0:
         listed = "\n  ".join(changed)
         logger.warning(
-            "This run goes on with other parts than it was begun with:\n  %s\nIt does not end in "
-            "the bits that it would have ended in with the first ones.",
+            "This run resumes with other parts than it began with:\n  %s\nIts results may differ "
+            "in the last bits from those of an uninterrupted run.",
             listed,
         )
     return changed
 
 
 def require_whole_records(folder: RunFolder, position: Position) -> tuple[str, ...]:
-    """Refuses a metrics.jsonl that is not what it was at the checkpoint; one that is gone is said.
+    """Refuses a metrics.jsonl that differs from the checkpoint's; a missing one is reported.
 
     Returns what is missing.
     """
@@ -192,21 +192,21 @@ def require_whole_records(folder: RunFolder, position: Position) -> tuple[str, .
 
 
 def require_same_engine_file(folder: RunFolder, text: bytes) -> None:
-    """Refuses a deepspeed.json other than the one that the checkpoint's run would write."""
+    """Refuses a deepspeed.json that differs from the one this run would write."""
     if folder.engine.exists() and fs.read_bytes(folder.engine) != text:
         raise CorruptionError(
             f"{folder.engine} is damaged or was edited: this run was given another one. Remove it: "
-            "it is written anew, from what the checkpoint says."
+            "it is written again, from what the checkpoint says."
         )
 
 
 def engine_text(config: dict[str, Any]) -> bytes:
-    """What deepspeed.json holds."""
+    """The content of deepspeed.json."""
     return f"{json.dumps(masked(config), indent=2, sort_keys=True, default=str)}\n".encode()
 
 
 def _require_same(begun: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Names each value that differs; returns those that only set the length."""
+    """Refuses values that differ; returns those that only set the length."""
     changed = sorted(name for name in {*begun, *now} if begun.get(name) != now.get(name))
     lines = {
         name: f"{name}: begun with {_shown(begun, name)}, now {_shown(now, name)}"
@@ -222,7 +222,7 @@ def _require_same(begun: Mapping[str, str], now: Mapping[str, str]) -> list[str]
 
 
 def _shown(settings: Mapping[str, str], name: str) -> str:
-    """Not all of a long digest; another method has other options."""
+    """The value as text, digests shortened; options of another method are absent."""
     value = settings.get(name, "nothing")
     return f"{value[:12]}…" if len(value) == 64 else value
 
@@ -255,7 +255,7 @@ SECTIONS = ("train", "lora", "method")
 
 
 def versions() -> dict[str, str]:
-    """Of the libraries that compute."""
+    """The versions of the libraries that compute."""
     return {package: version(package) for package in PACKAGES}
 
 
@@ -269,7 +269,7 @@ def binding(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def job_settings(job: TrainingJob) -> dict[str, str]:
-    """What is known before a weight is loaded; options of the method as they are in force."""
+    """The settings known before weights are loaded, with the method's options in force."""
     settings = binding(as_absolute(job.config))
     given = {name: value for name, value in settings.items() if not name.startswith("method.")}
     options = {f"method.{name}": repr(value) for name, value in job.recipe.values.items()}
@@ -278,14 +278,14 @@ def job_settings(job: TrainingJob) -> dict[str, str]:
 
 
 def identity_of(session: Session) -> RunIdentity:
-    """All that the numbers of a run depend on."""
+    """Everything that the numbers of a run depend on."""
     job, model = session.job, causal_model(session.policy.model)
     engine = json.loads(json.dumps(masked(session.engine_config), default=str))
-    settled = {f"method.{name}": repr(value) for name, value in session.recipe.values.items()}
+    options = {f"method.{name}": repr(value) for name, value in session.recipe.values.items()}
     # A packed layout attends by sdpa, piece by piece, and has a name of its own for it.
     packed = session.policy.path.layout == "packed"
     computed = {
-        **settled,
+        **options,
         "model.attention": "sdpa" if packed else str(model.config._attn_implementation),
         "model.device": session.policy.device.type,
         "train.dtype": str(model.dtype).removeprefix("torch."),
@@ -301,7 +301,7 @@ def identity_of(session: Session) -> RunIdentity:
 
 
 def made_with(session: Session) -> dict[str, str]:
-    """What may change the last bits of a number, and may differ all the same."""
+    """What may change the last bits of a number, and is allowed to differ."""
     path = session.policy.path
     on_gpu = session.policy.device.type == "cuda"
     device = torch.cuda.get_device_name() if on_gpu else f"{torch.get_num_threads()} threads"
@@ -317,19 +317,19 @@ def signed_settings(config: Config) -> bytes:
 
 
 def signed(text: str) -> bytes:
-    """The text after a first line that vouches for it."""
+    """The text after a first line with its digest."""
     sha256 = hashlib.sha256(text.encode()).hexdigest()
     return f"# sha256 {sha256} of the lines below; copy this file to change it.\n{text}".encode()
 
 
 def run_settings(folder: RunFolder) -> dict[str, Any]:
-    """What config.yaml says, by dotted names; CorruptionError where it is not as it was written."""
+    """The settings of config.yaml by dotted names; CorruptionError if the file was changed."""
     text = fs.read_bytes(folder.config)
     _, _, lines = text.partition(b"\n")
     if text != signed(lines.decode("utf-8", "replace")):
         raise CorruptionError(
             f"{folder.config} is damaged or was edited. Restore it, or remove it: --resume auto "
-            "then holds to what the checkpoint says, and writes it anew."
+            "then holds to what the checkpoint says, and writes it again."
         )
     return read_yaml(folder.config)
 
@@ -354,7 +354,7 @@ def used_settings(session: Session, *sections: str) -> dict[str, str]:
         "train.tokens_per_batch": session.feed.settings.tokens_per_batch,
         "train.dtype": str(causal_model(session.policy.model).dtype).removeprefix("torch."),
     }
-    # How a run was begun is no setting that it learns by.
+    # How a run was begun is not a setting of its training.
     asked = {name: value for name, value in flatten(config).items() if name != "train.resume"}
     return {
         name: str(value)

@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
-from ..schemas.batches import Judged
+from ..schemas.batches import EvalSample
 from ..schemas.cache import Stops
 from ..schemas.checkpoint import Checkpoint, Ending, How
-from ..schemas.errors import AlignError, Interrupted, StorageError, borne
+from ..schemas.errors import AlignError, Interrupted, StorageError, log_failure
 from ..stages.data.tokenizer import decoder
-from ..stages.engine.distributed import from_first
+from ..stages.engine.distributed import run_on_rank_zero
 from ..stages.report.eval_table import Decode, Kind, evaluation_csv
 from ..stages.storage import fs
 from ..stages.storage.run_folder import RunFolder, write_ending
@@ -25,7 +25,7 @@ from ..stages.tracking.journaled_run import JournaledRun, open_training_run
 from ..stages.tracking.progress import NoProgress, Progress
 from ..stages.train.loop import Place
 from ..stages.train.throughput import Machine
-from .checkpointer import Keeper, require_room
+from .checkpointer import Checkpointer, require_room
 from .resume import Start, identity_of, used_settings
 from .run_report import write_report
 from .train_checks import BestMetric
@@ -39,7 +39,7 @@ SHOWN = ("loss", "rewards/margins", "rewards/accuracies", "log_odds/accuracy", "
 
 @contextmanager
 def open_records(session: Session, start: Start, progress: Progress) -> Iterator[RunRecords]:
-    """The first rank tells MLflow and the metrics file; every rank saves its part."""
+    """Opens a run's records: rank zero logs to MLflow and the metrics file, every rank saves."""
     run: JournaledRun | NullRun = NullRun()
     if session.world.rank == 0:
         keep_through = start.checkpoint_step if start.checkpoint else -1
@@ -64,7 +64,7 @@ def open_records(session: Session, start: Start, progress: Progress) -> Iterator
         status = "KILLED"
         raise
     except AlignError:
-        with borne("No record of how the run ended"):
+        with log_failure("No record of how the run ended"):
             records.ended("failed")
         records.report()
         raise
@@ -74,7 +74,7 @@ def open_records(session: Session, start: Start, progress: Progress) -> Iterator
 
 
 class RunRecords:
-    """Where the loop of one rank tells what happens."""
+    """What the loop of one rank reports to: the journal, MLflow, the terminal, checkpoints."""
 
     def __init__(
         self, session: Session, start: Start, run: JournaledRun | NullRun, progress: Progress
@@ -83,7 +83,7 @@ class RunRecords:
         self._start = start
         self._run = run
         self._progress = progress
-        self._keeper = Keeper(session, start)
+        self._checkpointer = Checkpointer(session, start)
         self._machine = _machine(session, start)
         self._tables = EvaluationTables(session, start.folder)
         self._best = BestMetric(session.job.config.train.best)
@@ -106,13 +106,15 @@ class RunRecords:
         return self._run.run_key
 
     def say(self, line: str) -> None:
-        """Tells a person."""
+        """Prints a line."""
         self._progress.say(line)
 
     def begin(self, place: Place, total_steps: int) -> None:
         """The run's settings, and how far it has to go."""
         self._total_steps = total_steps
-        from_first(self._session.world, lambda: require_room(self._session, self._start.folder))
+        run_on_rank_zero(
+            self._session.world, lambda: require_room(self._session, self._start.folder)
+        )
         if self._session.world.rank == 0:
             self._describe()
         if place.step:
@@ -120,8 +122,11 @@ class RunRecords:
         self._progress.begin("training", total=total_steps - place.step, unit="steps")
 
     def agreed(self, gap: float) -> None:
-        """The policy gives the numbers of the cache, nearly."""
-        self.say(f"policy and cache agree to {gap:.1e} nats per completion")
+        """Records the largest difference between the log-probs of the policy and of the cache."""
+        self.say(
+            "checked: the model reproduces the cached log-probs "
+            f"(largest difference {gap:.1e} nats per completion)"
+        )
         self._run.log_params({"gate.largest_gap": f"{gap:.3e}"})
 
     def stepped(
@@ -139,40 +144,42 @@ class RunRecords:
             self._last_line = time.monotonic()
             self.say(f"step {place.step:,}: {shown(metrics)}")
 
-    def evaluated(self, place: Place, metrics: dict[str, float], judged: Sequence[Judged]) -> None:
+    def evaluated(
+        self, place: Place, metrics: dict[str, float], samples: Sequence[EvalSample]
+    ) -> None:
         """The held-out rows were measured."""
         self._measured(place, metrics)
         self._run.log_metrics(metrics, step=place.step)
-        if self._keeper.has(place):
+        if self._checkpointer.has(place):
             self._run.sync()
-            self._keeper.credit(place, metrics)
-        if judged and self._session.world.rank == 0:
-            with borne("No table of single completions"):
-                self._run.log_artifact(self._tables.write(place.step, judged))
+            self._checkpointer.add_metrics(place, metrics)
+        if samples and self._session.world.rank == 0:
+            with log_failure("No table of single completions"):
+                self._run.log_artifact(self._tables.write(place.step, samples))
         plain = {name.removeprefix(EVAL): value for name, value in metrics.items()}
         self.say(f"step {place.step:,}, held-out rows: {shown(plain)}")
 
     def not_applied(self, place: Place, row_ids: tuple[str, ...]) -> None:
-        """A step gave NaN or infinity; the ids of this rank's rows in it are written down."""
+        """A step gave NaN or infinity; the ids of this rank's rows in it are logged."""
         line = {"step": place.step, "rank": self._session.world.rank, "row_ids": row_ids}
         with fs.append(self._start.folder.nonfinite) as sink:
             sink.write((json.dumps(line) + "\n").encode())
         self.say(f"step {place.step:,} gave NaN or infinity and was not applied")
 
     def save(self, place: Place) -> None:
-        """A checkpoint, where there is none yet; one that fails is told, three in a row end it."""
-        if self._keeper.has(place):
+        """Saves a checkpoint, unless there is one; a failure is logged, three in a row end it."""
+        if self._checkpointer.has(place):
             return
         self._run.sync()
         measured = self.metrics if place.step == self._step else {}
-        saved = self._keeper.save(place, measured, mlflow_run_id=self.mlflow_run_id)
+        saved = self._checkpointer.save(place, measured, mlflow_run_id=self.mlflow_run_id)
         if not saved.succeeded:
             self._run.log_metrics({"checkpoint_failed": 1.0}, step=place.step)
             self.say(f"step {place.step:,}: no checkpoint: {saved.failure}")
-            if self._keeper.failures >= Keeper.MOST_FAILURES:
+            if self._checkpointer.failures >= Checkpointer.MOST_FAILURES:
                 raise StorageError(
-                    f"{self._keeper.failures} checkpoints in a row could not be saved. The last: "
-                    f"{saved.failure}"
+                    f"{self._checkpointer.failures} checkpoints in a row could not be saved. "
+                    f"The last: {saved.failure}"
                 )
 
     def finish(self, place: Place) -> None:
@@ -189,7 +196,7 @@ class RunRecords:
         self._run.log_model_link(folder.model, tags=tags)
 
     def ended(self, how: How) -> None:
-        """Writes down how the run ended; a run without this word was killed."""
+        """Records how the run ended; a run without this record was killed."""
         if self._session.world.rank:
             return
         self._run.sync()
@@ -204,9 +211,9 @@ class RunRecords:
         write_ending(self._start.folder, ending)
 
     def report(self) -> None:
-        """Puts the run on one page, if there is anything to see."""
+        """Writes the report, if there are metrics."""
         if self._session.world.rank == 0 and self._start.folder.metrics.stat().st_size:
-            with borne("No report"):
+            with log_failure("No report"):
                 self._run.log_artifact(write_report(self._start.folder.root))
 
     def _measured(self, place: Place, metrics: dict[str, float]) -> None:
@@ -230,7 +237,7 @@ class RunRecords:
 
 
 def shown(metrics: dict[str, float]) -> str:
-    """The few numbers a person wants to see at once."""
+    """The most telling metrics in a line."""
     known = {name: metrics[name] for name in SHOWN if math.isfinite(metrics.get(name, math.nan))}
     return ", ".join(f"{name} {value:.4g}" for name, value in known.items())
 
@@ -280,14 +287,14 @@ class EvaluationTables:
         self._folder = folder
         self._decode: Decode | None = None
 
-    def write(self, step: int, judged: Sequence[Judged]) -> Path:
+    def write(self, step: int, samples: Sequence[EvalSample]) -> Path:
         """One file, of one evaluation."""
         job = self._session.job
         if job.config.train.eval_text and not self._decode:
             self._decode = decoder(job.policy.path, Stops.of(job.manifest.fingerprint).tokens)
         path = self._folder.evaluation(step)
         fs.make_folder(path.parent)
-        text = evaluation_csv(judged, self._kind, decode=self._decode)
+        text = evaluation_csv(samples, self._kind, decode=self._decode)
         fs.publish(path, text.encode(), label="evaluation")
         return path
 

@@ -40,7 +40,7 @@ STEP = re.compile(rb'^{"step": ([0-9]+), .*}$', re.MULTILINE)  # a whole line
 
 
 def write_report(root: Path) -> Path:
-    """Makes the page of a run, whether or not it is over; returns where it lies."""
+    """Writes the page of a run, finished or not, and returns its path."""
     folder = training_folder(root)
     fs.drop_drafts(folder.report)
     fs.publish(folder.report, _page(folder).encode(), label="report")
@@ -79,7 +79,7 @@ def _sentences(folder: RunFolder, history: History, method: str) -> Iterator[str
     is_finished = ending is not None and ending.ending == "finished"
     yield f"{method}, {history.steps:,} steps, {'finished' if is_finished else 'not finished'}."
     for change in ending.changes if ending else ():
-        yield f"Went on otherwise than it began: {change}."
+        yield f"Resumed with a change: {change}."
     if steps := _not_applied(folder, history):
         shown = ", ".join(f"{step:,}" for step in steps[:10])
         more = f" and {len(steps) - 10:,} more" if len(steps) > 10 else ""
@@ -87,12 +87,12 @@ def _sentences(folder: RunFolder, history: History, method: str) -> Iterator[str
 
 
 def _not_applied(folder: RunFolder, history: History) -> list[int]:
-    """A step that was given up with its checkpoint may have gone well in the end."""
+    """Steps that were not applied; one that was run again after a resume may have been."""
     if not folder.nonfinite.exists():
         return []
-    told = {int(step) for step in STEP.findall(fs.read_bytes(folder.nonfinite))}
+    failed = {int(step) for step in STEP.findall(fs.read_bytes(folder.nonfinite))}
     well = {int(step) for step, value in history.learned.get("step_applied", ()) if value == 1}
-    return sorted(told - well)
+    return sorted(failed - well)
 
 
 def _headlines(measured: Measured) -> Iterator[tuple[str, str]]:
@@ -122,7 +122,7 @@ def _spreads(folder: RunFolder) -> str:
 
 
 def _of_cache(folder: RunFolder, settings: dict[str, Any]) -> list[str]:
-    """Where the numbers of the reference come from, as far as the cache still tells."""
+    """Where the reference's log-probs come from, as far as the cache still holds it."""
     cache = CacheFolder(Path(settings["train.cache"] or settings["cache.output"]))
     try:
         roots = {
@@ -133,12 +133,12 @@ def _of_cache(folder: RunFolder, settings: dict[str, Any]) -> list[str]:
     except (UsageError, CorruptionError) as error:
         return [section("Data", facts({"cache": str(error)}))]
     if others := roots - {manifest.root}:
-        gone = f"{cache.root} holds another cache now. This run learned from root {min(others)}."
+        gone = f"{cache.root} holds another cache now. This run was trained on root {min(others)}."
         return [section("Data", facts({"cache": gone}))]
     return [
         section("Data", facts(_data(manifest))),
         section("Lineage", facts(_lineage(cache, manifest, settings))),
-        section("What the cache hangs on", facts(manifest.fingerprint), is_folded=True),
+        section("Cache fingerprint", facts(manifest.fingerprint), is_folded=True),
     ]
 
 
@@ -188,7 +188,7 @@ def history_of(metrics: Path, *, is_drawn: Callable[[str], bool]) -> History:
     held_out: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     ends, steps = Ends(), 0
     for entry in all_entries(metrics):
-        ends.see(entry)
+        ends.add(entry)
         steps = max(steps, entry.step)
         for point in entry.points:
             kept = held_out if point.key.startswith(EVAL) else learned
@@ -211,14 +211,14 @@ class Measured:
 
 
 class Ends:
-    """Sees the lines of a journal go by, and keeps the first and the last of each kind."""
+    """The first and the last line of each kind in a journal."""
 
     def __init__(self) -> None:
         self._held_out: list[Entry] = []
         self._learned: list[Entry] = []
 
-    def see(self, entry: Entry) -> None:
-        """The next line."""
+    def add(self, entry: Entry) -> None:
+        """Takes the next line."""
         names = {point.key for point in entry.points}
         if f"{EVAL}loss" in names:
             self._held_out = [*self._held_out[:1], entry]
@@ -226,7 +226,7 @@ class Ends:
             self._learned = [*self._learned[:1], entry]
 
     def measured(self) -> Measured:
-        """A training step is only looked at where nothing is held out."""
+        """The held-out metrics, or those of training steps where nothing is held out."""
         if self._held_out:
             return Measured("held out", *_moments(self._held_out))
         return Measured("training", *_moments(self._learned))
@@ -275,7 +275,7 @@ class Trained:
 
 
 def outcome(folder: RunFolder, ending: Ending) -> Trained:
-    """Reads back how far a run came, and what it measured."""
+    """Reads how many steps a run took, and its metrics."""
     if not folder.metrics.exists():
         logger.warning("%s is gone: what was measured is lost.", folder.metrics)
         known = read_ending(folder)

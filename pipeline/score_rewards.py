@@ -48,7 +48,7 @@ class Rewarded:
     left_out: int
 
     def text(self) -> str:
-        """A few lines for a person."""
+        """A summary of a few lines."""
         lines = [f"{self.path}: {self.rows:,} rows, {self.completions:,} completions with a score"]
         if self.left_out:
             lines.append(f"{self.left_out:,} rows could not be used and are not in it")
@@ -73,7 +73,7 @@ def rewards_from_model(
     progress: Progress,
     worker: Worker,
 ) -> Rewarded:
-    """Scores every completion with a reward model; what an earlier run scored is kept."""
+    """Scores every completion with a reward model; scores of an earlier run are kept."""
     data = _opened(config)
     if data.shape.kind == "scored_long":
         raise UsageError(
@@ -110,7 +110,9 @@ def _opened(config: Config) -> _Data:
 def _output(config: Config) -> OutputFolder:
     folder = Path(config.rewards.output)
     if not folder.absolute().parent.is_dir():
-        raise UsageError(f"{folder}: its parent is no folder. Make it, or choose another --output.")
+        raise UsageError(
+            f"{folder}: its parent is not a folder. Make it, or choose another --output."
+        )
     output = OutputFolder(folder, "rewards")
     output.prepare()
     output.require_ours(ROWS)  # before hours of scoring
@@ -126,7 +128,7 @@ def _written(
     data: _Data,
     scores_of: Callable[[Record], Sequence[float] | None],
 ) -> Rewarded:
-    """Reads the data once more, because the shards hold ids and no text."""
+    """Reads the data again, because the shards hold token ids and no text."""
     rows_in = 0
 
     def rewarded() -> Iterator[tuple[Record, Sequence[float]]]:
@@ -148,7 +150,7 @@ ROWS = "rows.jsonl"
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of the completions of rows, found by where a row stands in the data."""
+    """Scores of completions, looked up by file and row number."""
 
     places: NDArray[np.bytes_]  # (rows,) S16, file and row, ascending
     offsets: NDArray[np.int64]  # (rows + 1,)
@@ -165,7 +167,7 @@ class Scores:
 
     @staticmethod
     def collect(blocks: Iterable[ScoredBlock]) -> Scores:
-        """Of rows as they were scored, in any order."""
+        """Collects the scores of rows in any order."""
         places, parts = [], []
         for block in blocks:
             rows = block.rows
@@ -178,7 +180,7 @@ class Scores:
 
 
 def _places(files: ArrayLike, rows: ArrayLike) -> NDArray[np.bytes_]:
-    """Where rows stand in the data, as what sorts by file and row."""
+    """File and row numbers as keys that sort by file, then row."""
     both = np.column_stack([np.asarray(files, ">u8"), np.asarray(rows, ">u8")])
     return np.ascontiguousarray(both, dtype=">u8").view("S16").ravel()
 

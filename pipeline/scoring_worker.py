@@ -1,4 +1,4 @@
-"""Works through the units of a plan, beside any number of others doing the same."""
+"""Scores the units of a plan, together with any number of other workers."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Worker:
-    """This process among those that share an output folder."""
+    """The place of this process among those that share an output folder."""
 
     rank: int = 0
     world: int = 1
-    joins: bool = False  # cooperate with an owner instead of insisting on being it
+    joins: bool = False  # works with an owner instead of having to be the owner
 
 
 @dataclass
 class Tally:
-    """What this process did."""
+    """Counts of the work of this process."""
 
     units: int = 0
     rows: int = 0
@@ -55,7 +55,7 @@ class Tally:
         self.padding += scores.padding
 
     def metrics(self) -> dict[str, float]:
-        """As a tracking store wants them."""
+        """The counts as metrics of a tracking store."""
         branches = max(self.scored + self.reused, 1)
         return {
             "units": float(self.units),
@@ -72,9 +72,9 @@ class Tally:
 def score_units(
     job: Job, plan: Plan, worker: Worker, *, run_id: str, progress: Progress, run: Run
 ) -> Tally:
-    """Returns when every unit of the plan has a commit, by whomever."""
+    """Returns once every unit of the plan has a commit, whichever worker made it."""
     started = time.perf_counter()
-    bench = _Bench(job, plan, run_id, progress)
+    scorer = _UnitScorer(job, plan, run_id, progress)
     units = range(len(plan.unit_offsets) - 1)
     order = sorted(units, key=lambda unit: unit % worker.world != worker.rank % worker.world)
     tally = Tally()
@@ -83,7 +83,7 @@ def score_units(
     with UnitClaims(job.work.claims) as claims, _held_to_threads(job, plan):
         for unit in order:
             if claims.try_claim(unit):
-                bench.finish(unit, tally)
+                scorer.finish(unit, tally)
                 claims.release(unit)
                 tally.seconds = time.perf_counter() - started
                 run.log_metrics(tally.metrics(), step=tally.units)
@@ -94,7 +94,7 @@ def score_units(
             while not job.work.commit(unit).exists() and not job.is_published:
                 claims.wait(unit)
                 if claims.try_claim(unit):
-                    bench.finish(unit, tally)
+                    scorer.finish(unit, tally)
                     claims.release(unit)
                     is_shown = True
             if not is_shown:
@@ -105,7 +105,7 @@ def score_units(
 
 
 def _held_to_threads(job: Job, plan: Plan) -> AbstractContextManager[None]:
-    """The plan's threads where they decide the last bits, whatever launcher started the worker."""
+    """Uses the plan's number of threads where it decides the last bits of a number."""
     if job.fingerprint.get("model.device") != "cpu":
         return nullcontext()
     # Here, because only a reference that computes by torch needs it imported.
@@ -123,8 +123,8 @@ class _UnitMeter:
     share: float = 0.0
     shown: int = 0
 
-    def hear(self, batch: BatchDone) -> None:
-        """Moves on by the batch's share; a unit begun again never moves past its end."""
+    def add(self, batch: BatchDone) -> None:
+        """Advances by the batch's share; a unit begun again never goes past its end."""
         self.share = min(self.share + batch.share, 1.0)
         more = int(self.share * self.rows) - self.shown
         self.shown += more
@@ -136,8 +136,8 @@ class _UnitMeter:
 
 
 @dataclass(frozen=True)
-class _Bench:
-    """What a worker keeps at hand between units; each thing is opened when first needed."""
+class _UnitScorer:
+    """Scores the units of a plan; the ring, the model and earlier caches are opened when needed."""
 
     job: Job
     plan: Plan
@@ -151,19 +151,23 @@ class _Bench:
             self.progress.advance(stop - start)
             return
         meter = _UnitMeter(self.progress, stop - start)
-        arc = build_unit(self.ring, start, stop, self.cut_rule)
-        known = self.reuse.find(arc.rows, first_key=arc.first_key, last_key=arc.last_key)
-        scores = score_unit(arc.rows, known, self.rules, scorer=self.scorer, on_batch=meter.hear)
+        unit_rows = build_unit(self.ring, start, stop, self.cut_rule)
+        known = self.reuse.find(
+            unit_rows.rows, first_key=unit_rows.first_key, last_key=unit_rows.last_key
+        )
+        scores = score_unit(
+            unit_rows.rows, known, self.rules, scorer=self.scorer, on_batch=meter.add
+        )
         numerics = dict(self.scorer().describe()) if scores.run_tokens else {}
         notes = {
-            "mismatched_completions_replaced_after_cutting": arc.replaced,
-            "completions_scored_again_alone_in_float32": scores.mended,
+            "mismatched_completions_replaced_after_cutting": unit_rows.replaced,
+            "completions_scored_again_alone_in_float32": scores.rescored_in_float32,
         }
         facts = UnitFacts(
-            first_key=arc.first_key,
-            last_key=arc.last_key,
+            first_key=unit_rows.first_key,
+            last_key=unit_rows.last_key,
             tokens_per_batch=scores.tokens_per_batch,
-            rejected=(*arc.rejected, *scores.rejected),
+            rejected=(*unit_rows.rejected, *scores.rejected),
             notes={name: count for name, count in notes.items() if count},
             numerics=numerics or known.numerics,
             input_names={entry.identity: entry.name for entry in self.plan.inputs},
@@ -179,12 +183,12 @@ class _Bench:
 
     @cached_property
     def cut_rule(self) -> CutRule:
-        """How mismatched completions are fitted."""
+        """How mismatched completions are cut."""
         return CutRule(self.job.config.tokens.max_length, self.job.tokenizer.stops.tokens)
 
     @cached_property
     def reuse(self) -> ReuseIndex:
-        """What earlier caches hold."""
+        """The scores of earlier caches."""
         earlier = open_earlier(self.plan.reuse, self.plan)
         return ReuseIndex(earlier, need_token_logps=self.rules.keep_token_logps)
 
@@ -199,11 +203,11 @@ class _Bench:
 
     @property
     def reference(self) -> Reference:
-        """The frozen model, not loaded."""
+        """The reference model, not loaded."""
         return self.job.reference
 
     def scorer(self) -> Scorer:
-        """The frozen model, loaded once."""
+        """The reference model, loaded once."""
         return self._scorer
 
     @cached_property

@@ -1,4 +1,4 @@
-"""One config out of defaults, align.yaml, the environment, flags and --set."""
+"""Merges defaults, align.yaml, the environment, flags and --set into one config."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Settings:
         return [name for name, origin in self.origins.items() if origin in ("flag", "--set")]
 
     def given(self, section: str) -> dict[str, Any]:
-        """The settings of one section that somebody wrote down, by their dotted names.
+        """The settings of one section that the user gave, by their dotted names.
 
         A default in a file is not counted: `align init` writes all of them.
         """
@@ -119,7 +119,7 @@ def flatten(config: Config) -> dict[str, Any]:
 
 
 def as_yaml(config: Config) -> str:
-    """Every setting as a config file that means the same wherever it lies."""
+    """Every setting as the text of a config file, with absolute paths."""
     sections = dataclasses.asdict(config)
     for name, value in as_absolute(config).items():
         section, _, key = name.partition(".")
@@ -128,7 +128,7 @@ def as_yaml(config: Config) -> str:
 
 
 def as_absolute(config: Config) -> dict[str, Any]:
-    """Every setting by its dotted name, no path depending on where it is read, no secret in it."""
+    """Every setting by its dotted name, with absolute paths and without secrets."""
     return without_secrets(_from_where_it_lies(flatten(config), Path.cwd()))
 
 
@@ -138,7 +138,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by their dotted names as they may be written down and shown."""
+    """Settings by their dotted names, with secrets left out."""
     shown = masked(dict(settings))
     if "://" in (uri := settings.get("tracking.uri") or ""):
         shown["tracking.uri"] = masked_address(uri)
@@ -275,7 +275,7 @@ def _build(values: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
 
 
 def _blamed(error: CodecError, values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
-    """The mistake, the source it stands in, and the command for several values."""
+    """The message: what is wrong, which source it came from, and how to give several values."""
     parts = error.where.partition("[")[0].split(".")
     names = [".".join(parts[:depth]) for depth in range(len(parts), 0, -1)]
     name = next((name for name in names if name in origins), "")
@@ -285,7 +285,7 @@ def _blamed(error: CodecError, values: Mapping[str, Any], origins: Mapping[str, 
 
 
 def _require_plain_text(where: str, value: Any) -> None:
-    """Refuses what no path or name can hold, at any depth."""
+    """Refuses characters that no path or name can hold, at any depth."""
     if isinstance(value, dict):
         value = [*value, *value.values()]
     if isinstance(value, list):
@@ -316,7 +316,7 @@ def _require_within_bounds(flat: Mapping[str, Any], origins: Mapping[str, str]) 
 
 
 def _bounds() -> dict[str, tuple[float | None, float | None]]:
-    """Dotted names of the settings, and the least and the most each may be."""
+    """The bounds of each setting by its dotted name."""
     defaults = Config()
     return {
         f"{section.name}.{field.name}": (field.metadata["least"], field.metadata["most"])
@@ -331,7 +331,7 @@ UNREADABLE = (yaml.YAMLError, RecursionError, ValueError)
 
 
 def from_yaml(text: str) -> Any:
-    """The value of one document; what is refused raises one of UNREADABLE."""
+    """The value of one document; raises one of UNREADABLE if it is refused."""
     return yaml.load(text, _StrictLoader)
 
 

@@ -19,26 +19,26 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 # What a launcher sets for its ranks: torchrun, deepspeed, srun.
 LAUNCHED = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE", "SLURM_STEP_ID")
 SECONDS_PER_LOOK = 1.0
-WAY_ON = "Run the same command with --resume auto"
+WAY_ON = "Continue with the same command and --resume auto"
 
 
 @contextmanager
-def naming_the_way_on() -> Iterator[None]:
-    """Whoever stops training is told how to go on with it."""
+def add_resume_hint() -> Iterator[None]:
+    """Adds to an interruption how to resume the training."""
     try:
         yield
     except Interrupted as stop:
-        raise Interrupted(stop.signal_number, WAY_ON) from None
+        raise Interrupted(stop.signal_number, WAY_ON, at=stop.at) from None
 
 
-def stops_heard() -> list[signal.Signals]:
-    """The signals that ask to stop; under nohup nobody wants to hear of a terminal that closes."""
-    deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return [number for number in STOPS if not (deaf and number is signal.SIGHUP)]
+def stop_signals() -> list[signal.Signals]:
+    """The signals that ask to stop; under nohup a closing terminal is ignored."""
+    ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in STOPS if not (ignores_hangup and number is signal.SIGHUP)]
 
 
 def stop_with_launcher() -> None:
-    """Asks this rank to stop once the process that launched it is gone, however that ended."""
+    """Asks this rank to stop once its launcher has ended."""
     if any(name in os.environ for name in LAUNCHED):
         # Threads are not copied by a fork: a worker of this process has no such watcher.
         threading.Thread(target=_outlive, args=(os.getppid(),), daemon=True).start()
@@ -52,27 +52,27 @@ def _outlive(launcher: int) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-class Asked:
-    """Whether somebody asked this process to stop, and by which signal."""
+class StopRequest:
+    """Whether this process was asked to stop, and by which signal."""
 
     def __init__(self) -> None:
         self.signal_number = 0
 
     def __call__(self) -> bool:
-        """Whether somebody did."""
+        """Whether it was asked."""
         return bool(self.signal_number)
 
 
 @contextmanager
-def asked_to_stop() -> Iterator[Asked]:
-    """Notes signals instead of acting on them, as long as the block runs."""
-    asked = Asked()
+def asked_to_stop() -> Iterator[StopRequest]:
+    """Records signals instead of acting on them while the block runs."""
+    asked = StopRequest()
 
     def note(number: int, _: Any) -> None:
         asked.signal_number = number
         signal.signal(number, signal.SIG_DFL)
 
-    before = {number: signal.signal(number, note) for number in stops_heard()}
+    before = {number: signal.signal(number, note) for number in stop_signals()}
     try:
         yield asked
     finally:

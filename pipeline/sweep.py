@@ -1,4 +1,4 @@
-"""Many runs over one cache: the reference was paid for once."""
+"""Trains many methods and settings on one cache, and compares them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from ..schemas.batches import World
-from ..schemas.errors import AlignError, Interrupted, UsageError, borne
-from ..stages.engine.distributed import from_first, joined_world
+from ..schemas.errors import AlignError, Interrupted, UsageError, log_failure
+from ..stages.engine.distributed import joined_world, run_on_rank_zero
 from ..stages.storage import fs
 from ..stages.storage.cache_folder import OutputFolder
 from ..stages.storage.run_folder import RunFolder
@@ -22,7 +22,7 @@ from .settings import Settings
 from .signals import WAY_ON
 from .train import train_in
 from .training_job import TrainingJob, open_training
-from .trials import OWN, Swept, Trial, Tried, sweep_page, values_of
+from .trials import OWN, SweepResult, Trial, TrialResult, sweep_page, values_of
 
 Load = Callable[[Sequence[str]], Settings]
 
@@ -30,8 +30,8 @@ PAGES = ("sweep.json", "sweep.txt", "sweep.html")
 GROUP_TAG = "align.sweep"  # the sweep's folder: it names the group where the parent is not known
 
 
-def sweep(load: Load, trials: Sequence[Trial], output: Path, *, progress: Progress) -> Swept:
-    """Trains one after another; `load` gives the settings of a run from what --set would add.
+def sweep(load: Load, trials: Sequence[Trial], output: Path, *, progress: Progress) -> SweepResult:
+    """Trains one run after another; `load` gives the settings of a run from further --set texts.
 
     Alone a process goes on after a run that failed; ranks cannot, for they may not agree on it.
     """
@@ -39,23 +39,25 @@ def sweep(load: Load, trials: Sequence[Trial], output: Path, *, progress: Progre
     _require_free(given, trials)
     jobs = [_open(load, trial, output) for trial in trials]
     _require_different(jobs)
-    tried: list[Tried] = []
+    results: list[TrialResult] = []
     with joined_world() as world:
-        from_first(world, partial(_require_room, jobs, output))
+        run_on_rank_zero(world, partial(_require_room, jobs, output))
         with (
-            _naming_the_way_on(output, tried, len(jobs)),
+            _add_resume_hint(output, results, len(jobs)),
             recorded(given.config.tracking, "sweep", is_recorded=world.rank == 0) as parent,
         ):
             _describe(parent, trials, jobs, output)
             for trial, job in zip(trials, jobs, strict=True):
-                progress.say(f"run {len(tried) + 1} of {len(trials)}: {trial.name}")
+                progress.say(f"run {len(results) + 1} of {len(trials)}: {trial.name}")
                 tagged = replace(job, tags=_tags(trial, output, parent))
-                tried.append(_try(trial, tagged, world, progress))
-                _tell(Swept(output, tuple(tried)), world, parent)
-            from_first(world, partial(_publish_page, Swept(output, tuple(tried)), parent))
-            if any(one.error for one in tried):
+                results.append(_try(trial, tagged, world, progress))
+                _report(SweepResult(output, tuple(results)), world, parent)
+            run_on_rank_zero(
+                world, partial(_publish_page, SweepResult(output, tuple(results)), parent)
+            )
+            if any(one.error for one in results):
                 parent.finish("FAILED")
-    return Swept(output, tuple(tried))
+    return SweepResult(output, tuple(results))
 
 
 def _require_free(given: Settings, trials: Sequence[Trial]) -> None:
@@ -74,7 +76,7 @@ def _open(load: Load, trial: Trial, output: Path) -> TrainingJob:
 
 
 def _require_different(jobs: Sequence[TrainingJob]) -> None:
-    """Refuses values that are written differently and mean the same, as 0.1 and 0.10."""
+    """Refuses values that are written differently but are equal, as 0.1 and 0.10."""
     for one, other in itertools.combinations([job.config for job in jobs], 2):
         if replace(one, train=replace(one.train, output=other.train.output)) == other:
             named = " and ".join(Path(config.train.output).name for config in (one, other))
@@ -91,20 +93,20 @@ def _require_room(jobs: Sequence[TrainingJob], output: Path) -> None:
 
 
 @contextmanager
-def _naming_the_way_on(output: Path, tried: Sequence[Tried], total: int) -> Iterator[None]:
+def _add_resume_hint(output: Path, results: Sequence[TrialResult], total: int) -> Iterator[None]:
     try:
         yield
     except Interrupted as stop:
-        done = f"{len(tried)} of {total} runs of the sweep in {output} are over"
-        raise Interrupted(stop.signal_number, f"{done}. {WAY_ON}") from None
+        done = f"{len(results)} of {total} runs of the sweep in {output} are over"
+        raise Interrupted(stop.signal_number, f"{done}. {WAY_ON}", at=stop.at) from None
 
 
 def _describe(
     parent: Run, trials: Sequence[Trial], jobs: Sequence[TrainingJob], output: Path
 ) -> None:
     varied = values_of(trials)
-    told = "; ".join(f"{name}={','.join(values)}" for name, values in varied.items())
-    parent.set_tags({GROUP_TAG: _group(output), "align.varied": told})
+    varied_values = "; ".join(f"{name}={','.join(values)}" for name, values in varied.items())
+    parent.set_tags({GROUP_TAG: _group(output), "align.varied": varied_values})
     parent.log_params({name: ", ".join(values) for name, values in varied.items()})
     for root, job in {job.manifest.root: job for job in jobs}.items():
         cache = job.cache.root.resolve()
@@ -112,7 +114,7 @@ def _describe(
 
 
 def _tags(trial: Trial, output: Path, parent: Run) -> dict[str, str]:
-    """What a run carries to be found as one of this sweep, whether or not it has a parent."""
+    """The tags that mark a run as one of this sweep, with or without a parent run."""
     tags = {GROUP_TAG: _group(output), "align.trial": trial.name}
     return {**tags, "mlflow.parentRunId": parent.run_id} if parent.run_id else tags
 
@@ -121,40 +123,40 @@ def _group(output: Path) -> str:
     return str(output.resolve())
 
 
-def _try(trial: Trial, job: TrainingJob, world: World, progress: Progress) -> Tried:
+def _try(trial: Trial, job: TrainingJob, world: World, progress: Progress) -> TrialResult:
     try:
         trained = train_in(job, world, progress=progress)
         if trained.is_old:
             progress.say(f"{trial.name} is finished already and stays as it is")
-        return Tried(trial, trained)
+        return TrialResult(trial, trained)
     except AlignError as error:
         progress.say(f"{trial.name} failed: {error}")
-        return Tried(trial, error=error)
+        return TrialResult(trial, error=error)
 
 
-def _tell(swept: Swept, world: World, parent: Run) -> None:
-    """Publishes what is done so far; among ranks a failure is told and then ends the sweep."""
-    error = swept.tried[-1].error
+def _report(result: SweepResult, world: World, parent: Run) -> None:
+    """Publishes what is done so far; among ranks a failure is published and then ends the sweep."""
+    error = result.results[-1].error
     if not error or world.size == 1:
-        from_first(world, partial(_publish, swept, parent))
+        run_on_rank_zero(world, partial(_publish, result, parent))
         return
-    if world.rank == 0:  # not `from_first`: the others may be gone
-        _publish(swept, parent)
+    if world.rank == 0:  # not `run_on_rank_zero`: the others may be gone
+        _publish(result, parent)
     raise error
 
 
-def _publish(swept: Swept, parent: Run) -> None:
-    swept.folder.mkdir(parents=True, exist_ok=True)
-    for name, text in (("sweep.json", swept.as_json()), ("sweep.txt", swept.text())):
-        fs.publish(swept.folder / name, f"{text}\n".encode(), label="config")
-        parent.log_artifact(swept.folder / name)
-    if swept.failures:
-        told = "\n".join(f"{one.trial.name}: {one.error}" for one in swept.failures)
-        parent.set_tags({"align.failed": told})
+def _publish(result: SweepResult, parent: Run) -> None:
+    result.folder.mkdir(parents=True, exist_ok=True)
+    for name, text in (("sweep.json", result.as_json()), ("sweep.txt", result.text())):
+        fs.publish(result.folder / name, f"{text}\n".encode(), label="config")
+        parent.log_artifact(result.folder / name)
+    if result.failures:
+        failures = "\n".join(f"{one.trial.name}: {one.error}" for one in result.failures)
+        parent.set_tags({"align.failed": failures})
 
 
-def _publish_page(swept: Swept, parent: Run) -> None:
-    target = swept.folder / "sweep.html"
-    with borne("No page of the sweep"):
-        fs.publish(target, sweep_page(swept).encode(), label="report")
+def _publish_page(result: SweepResult, parent: Run) -> None:
+    target = result.folder / "sweep.html"
+    with log_failure("No page of the sweep"):
+        fs.publish(target, sweep_page(result).encode(), label="report")
         parent.log_artifact(target)

@@ -1,4 +1,4 @@
-"""What a person reads, and what is set for the whole process because this one is a command's.
+"""Output to the terminal, and settings of the whole process that only a command may make.
 
 Among ranks the first speaks for all.
 """
@@ -15,16 +15,16 @@ import typer
 from typer.core import TyperGroup
 
 from ..schemas.safe_text import hear, safe
-from ..stages.tracking.mlflow_silence import WARNING, hush
+from ..stages.tracking.mlflow_silence import WARNING, silence_mlflow
 from ..stages.tracking.progress import NoProgress, Progress, make_progress
 
 
 def own_process(arguments: Sequence[str]) -> None:
-    """Sets what only a command may set; a library leaves the process of its host as it was."""
+    """Applies the settings of the process; a library must not change its host."""
     # Arrow reads this when it is first imported. Its own pool keeps what was freed, beside what
     # torch then takes; the C library's gives both the same memory.
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
-    hush()  # DeepSpeed imports MLflow, which reads its settings then
+    silence_mlflow()  # DeepSpeed imports MLflow, which reads its settings then
     # A thread may send on to MLflow when nobody waits for it any more.
     for package in WARNING:
         warnings.filterwarnings("ignore", module=package)
@@ -35,7 +35,7 @@ def own_process(arguments: Sequence[str]) -> None:
 
 
 class SafeFormatter(logging.Formatter):
-    """Lines of a log, without secrets and what a terminal would obey."""
+    """Log lines without secrets and terminal control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The line of a record, and its traceback."""
@@ -43,7 +43,7 @@ class SafeFormatter(logging.Formatter):
 
 
 class SafeGroup(TyperGroup):
-    """Commands; a word that is none of them may come out of a name of a file."""
+    """A group of commands whose error messages are safe to print."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Reads the words up to the command's name."""
@@ -69,21 +69,21 @@ def _make_safe(error: Exception) -> None:
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Prints what may hold names and messages from elsewhere."""
+    """Prints text without secrets and terminal control characters."""
     typer.echo(safe(text), err=err)
 
 
 def progress_of_first() -> Progress:
-    """Progress to look at, or none."""
+    """A progress display on the first rank, none on the others."""
     return make_progress() if is_first_rank() else NoProgress()
 
 
 def say_once(text: str) -> None:
-    """Prints a result."""
+    """Prints a result on the first rank."""
     if is_first_rank():
         say(text)
 
 
 def is_first_rank() -> bool:
-    """Whether this process is the first of those that were launched together."""
+    """Whether this process is the first of those launched together."""
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"

@@ -11,9 +11,9 @@ from typing import Any
 from torch import distributed
 
 from ..schemas.batches import Cursor, World
-from ..schemas.errors import Interrupted, PeerError, borne
+from ..schemas.errors import Interrupted, PeerError, log_failure
 from ..stages.engine.deepspeed_engine import open_engine
-from ..stages.engine.distributed import joined_world, together
+from ..stages.engine.distributed import joined_world, run_on_all_ranks
 from ..stages.feed.loader import CacheFeed
 from ..stages.feed.step_plan import FeedSettings
 from ..stages.feed.train_source import TrainSource, open_source, overlap
@@ -23,12 +23,12 @@ from ..stages.model.policy import Policy, load_policy
 from ..stages.storage.verify_cache import sample_rows
 from ..stages.tracking.progress import Progress
 from ..stages.train.evaluation import largest_gap
-from ..stages.train.loop import Halts, Loop, Place, SaveClock, train
+from ..stages.train.loop import Loop, Place, SaveClock, StopConditions, train
 from ..stages.train.throughput import Meter, forget_peak
 from .resume import Start, held_to_checkpoint, started
 from .run_recorder import RunRecords, open_records
 from .run_report import Trained, outcome, write_report
-from .signals import asked_to_stop, naming_the_way_on
+from .signals import add_resume_hint, asked_to_stop
 from .train_checks import require_positions
 from .trained_model import write_model
 from .training_job import Session, TrainingJob
@@ -41,17 +41,17 @@ TOKENS_PER_BATCH = {"cuda": 16_384, "cpu": 2048}
 
 
 def run_training(job: TrainingJob, *, progress: Progress) -> Trained:
-    """Trains a policy, or goes on with a run that was stopped; returns what came of it."""
+    """Trains a policy, or resumes a run that was stopped; returns its steps and metrics."""
     with joined_world() as world:
         return train_in(job, world, progress=progress)
 
 
 def train_in(job: TrainingJob, world: World, *, progress: Progress) -> Trained:
-    """Like `run_training`, among ranks that have met already."""
-    with naming_the_way_on(), naming_lost_peers(world), started(job, world) as start:
+    """Like `run_training`, for ranks that have joined already."""
+    with add_resume_hint(), naming_lost_peers(world), started(job, world) as start:
         if start.is_finished:
             if world.rank == 0 and not start.folder.report.exists():
-                with borne("No report"):
+                with log_failure("No report"):
                     write_report(start.folder.root)
             return replace(outcome(start.folder, "finished"), is_old=True)
         forget_peak()
@@ -66,14 +66,14 @@ def train_in(job: TrainingJob, world: World, *, progress: Progress) -> Trained:
 
 
 def open_session(job: TrainingJob, world: World, progress: Progress) -> Session:
-    """Reads what there is to learn from, then loads the policy: one copy, and nothing beside it."""
+    """Reads the training rows, then loads the policy: one copy, and no reference."""
     config = job.config
-    source, held_out = together(world, lambda: _sources(job, world))
-    recipe, advice = job.recipe.settled(source.labels)
+    source, held_out = run_on_all_ranks(world, lambda: _sources(job, world))
+    recipe, advice = job.recipe.resolve_auto(source.labels)
     if world.rank == 0:
-        for note in (*_told_of(source, held_out), *advice):
+        for note in (*_source_notes(source, held_out), *advice):
             progress.say(note)
-    policy = together(world, lambda: _policy(job, recipe))
+    policy = run_on_all_ranks(world, lambda: _policy(job, recipe))
     last = getattr(_text_config(policy), "max_position_embeddings", None)
     for some in {id(one): one for one in (source, held_out)}.values():
         require_positions(some, recipe, last)
@@ -99,7 +99,7 @@ def _policy(job: TrainingJob, recipe: Recipe) -> Policy:
 
 
 def _sources(job: TrainingJob, world: World) -> tuple[TrainSource, TrainSource]:
-    """The rows to learn from, and those to be measured by: held out of them, or another cache."""
+    """The training rows, and the evaluation rows: held out of them, or of another cache."""
     first_here = world.local_rank == 0
     source = open_source(job.cache, job.manifest, job.reading, checks_bytes=first_here)
     if job.held_out is None:
@@ -108,7 +108,7 @@ def _sources(job: TrainingJob, world: World) -> tuple[TrainSource, TrainSource]:
     return source, open_source(*job.held_out, reading, checks_bytes=first_here)
 
 
-def _told_of(source: TrainSource, held_out: TrainSource) -> Iterator[str]:
+def _source_notes(source: TrainSource, held_out: TrainSource) -> Iterator[str]:
     yield (
         f"cache {source.folder.root} (root {source.manifest.root[:12]}…): "
         f"{source.train_rows:,} rows to learn from, {held_out.eval_rows:,} held out"
@@ -117,10 +117,10 @@ def _told_of(source: TrainSource, held_out: TrainSource) -> Iterator[str]:
     if held_out is not source:
         yield from (f"{held_out.folder.root}: {note}" for note in held_out.notes)
     if held_out.eval_rows:
-        yield from _told_of_overlap(source, held_out)
+        yield from _overlap_notes(source, held_out)
 
 
-def _told_of_overlap(source: TrainSource, held_out: TrainSource) -> Iterator[str]:
+def _overlap_notes(source: TrainSource, held_out: TrainSource) -> Iterator[str]:
     found, is_split = overlap(source, held_out), held_out is source
     if is_split:
         yield (
@@ -128,14 +128,16 @@ def _told_of_overlap(source: TrainSource, held_out: TrainSource) -> Iterator[str
             "system message, tools and template options."
         )
     where = "held-out prompts" if is_split else f"prompts of {held_out.folder.root}"
-    says_nothing = "What is measured by them says nothing of prompts that are new."
+    says_nothing = "Metrics measured on them say nothing about new prompts."
     if found.shared:
-        told = f"{found.shared:,} of {found.held_out:,} {where} are learned from as well."
-        yield f"{told} {says_nothing}"
+        yield (
+            f"{found.shared:,} of {found.held_out:,} {where} are in the training data as well. "
+            f"{says_nothing}"
+        )
     if found.near:
         yield (
             f"{found.near:,} of {found.held_out:,} {where} are nearly the same, word for word, as "
-            f"one that is learned from. {says_nothing}"
+            f"one in the training data. {says_nothing}"
         )
 
 
@@ -165,12 +167,12 @@ def _restored(session: Session, start: Start) -> Place | None:
         return None
     position = start.checkpoint.position
     folder = start.folder.step(position.global_step)
-    together(session.world, lambda: session.engine.load_state(folder))
+    run_on_all_ranks(session.world, lambda: session.engine.load_state(folder))
     return Place(position.global_step, position.cursor, position.memory, position.window)
 
 
 def _require_agreement(session: Session, records: RunRecords) -> None:
-    """The policy, where it begins as the reference, has to give the numbers of the cache."""
+    """Requires a policy that begins as the reference to reproduce the log-probs of the cache."""
     job = session.job
     if session.recipe.head == "score":
         records.say("A reward model has no log-probs to compare with the reference's.")
@@ -178,7 +180,7 @@ def _require_agreement(session: Session, records: RunRecords) -> None:
     if not job.begins_as_reference:
         records.say("The policy is not the reference of the cache: its log-probs are not compared.")
         return
-    sample = together(
+    sample = run_on_all_ranks(
         session.world, lambda: list(sample_rows(job.cache, job.manifest, SAMPLED_ROWS))
     )
     gap = largest_gap(
@@ -205,7 +207,7 @@ def _learn(session: Session, start: Start, records: RunRecords, place: Place) ->
             loop,
             start=place,
             records=records,
-            halts=Halts(asked, deadline, SaveClock(60 * loop.options.save_minutes)),
+            conditions=StopConditions(asked, deadline, SaveClock(60 * loop.options.save_minutes)),
             is_measured=records.is_evaluated,
         )
     if ending == "finished":
@@ -213,14 +215,14 @@ def _learn(session: Session, start: Start, records: RunRecords, place: Place) ->
         records.finish(place)
     records.ended(ending)
     if ending == "signal":
-        raise Interrupted(asked.signal_number or 15)
+        raise Interrupted(asked.signal_number or 15, at=f" at step {place.step:,}")
     records.report()
     return outcome(start.folder, ending)
 
 
 @contextmanager
 def naming_lost_peers(world: World) -> Iterator[None]:
-    """A collective that fails means that another rank has ended, and that one knows why."""
+    """Raises the failure of a collective as a PeerError: another rank has ended."""
     try:
         yield
     except RuntimeError as error:
@@ -228,7 +230,7 @@ def naming_lost_peers(world: World) -> Iterator[None]:
             raise
         first_line = str(error).partition("\n")[0]
         raise PeerError(
-            f"Rank {world.rank} lost another rank ({first_line}). What that one said tells why. "
+            f"Rank {world.rank} lost another rank ({first_line}). Its own message says why. "
             "Start all ranks again with --resume auto."
         ) from error
 

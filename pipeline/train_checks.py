@@ -34,7 +34,7 @@ MAKING = {"model", "numerics", "tokenizer", "tokens"}
 def require_same_text(
     manifest: Manifest, policy: str, tokens: TokenOptions, given: Mapping[str, str]
 ) -> None:
-    """Refuses a cache whose ids the policy would read as other text.
+    """Refuses a cache whose token ids mean other text to the policy.
 
     `given` holds the settings that the user wrote down; all others are taken as the cache's.
     """
@@ -102,7 +102,7 @@ def require_same_reference(
 
 
 def _other_than_reference(manifest: Manifest, identity: Mapping[str, str]) -> dict[str, str]:
-    """Field by field, how a model differs from the reference the cache was made with."""
+    """The fields in which a model differs from the reference of the cache."""
     named = {name: value for name, value in identity.items() if name != "model.code"}
     return differences({name: manifest.fingerprint[name] for name in named}, named)
 
@@ -115,8 +115,8 @@ def require_same_making(manifest: Manifest, other: Manifest, name: str) -> None:
     )
     if found := differences(ours, theirs):
         raise FingerprintError(
-            f"{name} (train.eval_cache) was made otherwise than the cache to train on; first this "
-            f"one, then that:{_lines(found)}\nMake both with the same model and settings."
+            f"{name} (train.eval_cache) was made differently from the cache to train on; first the "
+            f"latter, then the former:{_lines(found)}\nMake both with the same model and settings."
         )
 
 
@@ -147,7 +147,7 @@ def require_fixed_reference(method: Mapping[str, Any]) -> None:
 
 
 def require_token_logps(recipe: Recipe, folder: CacheFolder, manifest: Manifest) -> None:
-    """Refuses a cache of sums to a recipe that reads the reference token by token."""
+    """Refuses a cache without token log-probs for a recipe that needs them."""
     if "token_reference" not in recipe.needs:
         return
     if manifest.fingerprint["cache.token_logps"] != "true":
@@ -177,7 +177,7 @@ def reading_of(recipe: Recipe, train: TrainOptions, policy: str) -> Reading:
 
 
 def require_positions(source: TrainSource, recipe: Recipe, last: int | None) -> None:
-    """Refuses rows that reach past the last position of the policy; None: it knows no last one."""
+    """Refuses rows longer than the policy's last position; None: it has no limit."""
     if last is None or source.index.longest <= last:
         return
     more = max(map(len, source.reading.context.values()), default=0)
@@ -207,7 +207,7 @@ def _threshold(given: float | str) -> Threshold:
 
 
 def _context(recipe: Recipe, policy: str) -> dict[Role, tuple[int, ...]]:
-    """The tokens a method wants between a prompt and the completions of each role."""
+    """The tokens a method puts between a prompt and the completions of each role."""
     wanting = [part for part in recipe.parts if part.method.context]
     if not wanting:
         return {}
@@ -238,7 +238,7 @@ def _require_telling(name: str, texts: Iterable[str], tokens: list[tuple[int, ..
 
 
 def require_measured(train: TrainOptions) -> None:
-    """Refuses a metric of held-out rows where a run would not measure them on its way."""
+    """Refuses a `best` metric of held-out rows if the run does not measure them."""
     if not wanted(train.best).metric.startswith(EVAL):
         return
     if not train.holds_rows_out:
@@ -254,14 +254,14 @@ def require_measured(train: TrainOptions) -> None:
 
 
 class BestMetric:
-    """Looks once, where the metric would have been measured for the first time."""
+    """Checks once, at the first measurement, that the `best` metric exists."""
 
     def __init__(self, best: str) -> None:
         self._metric = wanted(best).metric
         self._is_open = bool(best)
 
     def warning(self, names: Iterable[str]) -> str:
-        """What to tell a person when it is not among these names; empty when there is nothing."""
+        """The warning when it is not among these names; empty when it is."""
         known = sorted(names)
         kind = [name for name in known if name.startswith(EVAL) == self._metric.startswith(EVAL)]
         if not self._is_open or not kind:
@@ -278,7 +278,7 @@ class BestMetric:
 
 
 def require_effect(settings: Settings) -> None:
-    """Nothing a person has written down is passed over in silence."""
+    """Refuses settings that would have no effect."""
     train, lora = settings.config.train, settings.config.lora
     if train.cache and settings.origins.get("cache.output") == "--set":
         raise UsageError("cache.output and train.cache are both set. Name the cache once.")
@@ -313,7 +313,7 @@ _SECONDS = (86_400, 3600, 60, 1)
 
 
 def seconds_of(text: str, *, name: str) -> float:
-    """`3h30m` in seconds; an empty text is forever."""
+    """`3h30m` in seconds; an empty text is infinity."""
     if not text:
         return float("inf")
     parts = _PARTS.fullmatch(text)

@@ -1,4 +1,4 @@
-"""The trained model as a folder others can load, written beside its place and then renamed."""
+"""Writes the trained model as a folder others can load, in a draft that is then renamed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..schemas.cache import Manifest, Stops
-from ..stages.engine.distributed import from_first
+from ..stages.engine.distributed import run_on_rank_zero
 from ..stages.model.logprobs import causal_model
 from ..stages.model.save import (
     parted,
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 
 def write_model(session: Session, start: Start, records: RunRecords, *, steps: int) -> None:
-    """All ranks give their part of the weights; the first writes `model/`."""
+    """Gathers the weights of all ranks; rank zero writes `model/`."""
     is_adapter = session.job.config.lora.enabled
     weights = session.engine.weights(trainable_only=is_adapter)
     lineage = _lineage(session, records, steps)
-    from_first(session.world, lambda: _write(session, start, lineage, weights))
+    run_on_rank_zero(session.world, lambda: _write(session, start, lineage, weights))
 
 
 def _write(session: Session, start: Start, lineage: Lineage, weights: Mapping[str, Tensor]) -> None:
@@ -95,7 +95,7 @@ def _lineage(session: Session, records: RunRecords, steps: int) -> Lineage:
 def _stops(manifest: Manifest) -> dict[str, str]:
     stops = Stops.of(manifest.fingerprint)
     ended = {"a turn": stops.turn, "a call of tools": stops.tool_calls, "plain text": stops.text}
-    return {f"{what} ends with": stop.told for what, stop in ended.items() if stop}
+    return {f"{what} ends with": stop.description for what, stop in ended.items() if stop}
 
 
 def _rows_seen(session: Session, steps: int) -> int:

@@ -1,4 +1,4 @@
-"""One training run before a weight is loaded, and what it holds while it learns."""
+"""A training run: its checked settings before weights are loaded, and its parts after."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ logger = logging.getLogger("align")
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """Everything that is known before ranks meet and weights are read."""
+    """Everything known before ranks join and weights are read."""
 
     config: Config
-    recipe: Recipe  # not yet settled
+    recipe: Recipe  # its `auto` is not resolved yet
     reading: Reading
     cache: CacheFolder
     manifest: Manifest
@@ -63,12 +63,12 @@ class TrainingJob:
     callbacks: tuple[Callback, ...] = ()
 
     def zero_stage(self, world_size: int) -> int:
-        """How much of the policy's state so many ranks share."""
+        """The ZeRO stage for this many ranks."""
         return _zero_stage(self.config.train, self.policy, world_size)
 
 
 def open_training(settings: Settings) -> TrainingJob:
-    """Checks everything that can be wrong before anything slow is done."""
+    """Checks everything that a user can get wrong before any slow work."""
     config = settings.config
     train = config.train
     if not train.method:
@@ -111,7 +111,7 @@ def open_training(settings: Settings) -> TrainingJob:
 
 
 def _begun_on(train: TrainOptions) -> str:
-    """The root of the cache that the run to be gone on with was begun on; it may have grown."""
+    """The root of the cache that the run to resume was begun on; it may have grown since."""
     folder = RunFolder(Path(train.output))
     for step in folder.steps()[::-1] if train.resume == "auto" else []:
         with suppress(CorruptionError, FingerprintError):
@@ -120,7 +120,7 @@ def _begun_on(train: TrainOptions) -> str:
 
 
 def _zero_stage(train: TrainOptions, policy: ModelOptions, world_size: int) -> int:
-    """Refuses what DeepSpeed cannot be told, whatever the policy's shape and its ranks."""
+    """Refuses what DeepSpeed cannot do, whatever the policy's shape and its ranks."""
     dtype = stored_dtype(policy.path) if train.dtype == "auto" else train.dtype
     config = engine_config(train, Circumstances(dtype, hidden_size=1, world_size=world_size))
     return int(stage_of(config))
@@ -172,7 +172,7 @@ def _held_out(config: Config, manifest: Manifest) -> tuple[CacheFolder, Manifest
 
 @dataclass(frozen=True)
 class Session:
-    """One rank's hold on the run: the policy, where its rows come from, what it learns."""
+    """A running training on one rank: policy, engine, data and method."""
 
     job: TrainingJob
     world: World

@@ -1,4 +1,4 @@
-"""Which runs a sweep is made of, what came of each, and `sweep.html`, a curve for each."""
+"""The runs of a sweep, their results, and `sweep.html` with a curve for each."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from ..stages.tracking.journal import EVAL
 from .run_report import Curves, Measured, Trained, history_of
 from .settings import parse_varied
 
-# What a sweep sets in every run, and how it is told.
+# What a sweep sets in every run, and how it is named.
 OWN = {"train.method": "--method", "train.output": "--output"}
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a sweep: its name, and the settings that tell it from the others."""
+    """One run of a sweep: its name, and the settings that differ from the others."""
 
     name: str  # of its folder as well
     settings: tuple[str, ...]  # NAME=VALUE, as --set takes them
 
 
 def varied_by(texts: Sequence[str]) -> dict[str, list[str]]:
-    """What --vary asks for; a setting that stands twice is refused, and so are a sweep's own."""
+    """Parses --vary; refuses a setting given twice, and those that a sweep sets itself."""
     names = [text.partition("=")[0] for text in texts]
     for name in names:
         if name in OWN:
@@ -79,7 +79,7 @@ def _in_a_folder_name(text: str) -> str:
 
 
 def _require_own_names(trials: Iterable[Trial]) -> None:
-    """Refuses two runs in one folder; some disks do not tell capital letters from small ones."""
+    """Refuses two runs in one folder; some file systems ignore the case of letters."""
     known: dict[str, Trial] = {}
     for trial in trials:
         other = known.setdefault(trial.name.casefold(), trial)
@@ -104,8 +104,8 @@ TRAINING_ROWS = (
 
 
 @dataclass(frozen=True)
-class Tried:
-    """What came of one run."""
+class TrialResult:
+    """The result of one run."""
 
     trial: Trial
     trained: Trained | None = None
@@ -113,44 +113,44 @@ class Tried:
 
     @property
     def measured(self) -> Measured:
-        """Nothing where it failed."""
+        """Its metrics; empty if it failed."""
         return self.trained.measured if self.trained else Measured()
 
     @property
     def ending(self) -> str:
-        """Finished, or why it is not."""
+        """`finished`, or why it is not."""
         return self.trained.ending if self.trained else "failed"
 
 
 @dataclass(frozen=True)
-class Swept:
-    """The runs of a sweep that are over, in the order they were made."""
+class SweepResult:
+    """The results of the runs that have ended, in their order."""
 
     folder: Path
-    tried: tuple[Tried, ...]
+    results: tuple[TrialResult, ...]
 
     @property
-    def failures(self) -> list[Tried]:
-        """Runs that a mistake or a mishap ended."""
-        return [one for one in self.tried if one.error]
+    def failures(self) -> list[TrialResult]:
+        """The runs that failed."""
+        return [one for one in self.results if one.error]
 
     @property
     def head(self) -> list[str]:
-        """What stands above the columns of the table."""
+        """The head of the table."""
         columns = [f"{name} {when}" for name in HEADS for when in ("from", "to")]
         return ["run", "ending", "rows", *columns]
 
     @property
     def rows(self) -> list[list[str]]:
         """A line of the table for each run."""
-        return [_cells(one) for one in self.tried]
+        return [_cells(one) for one in self.results]
 
     def text(self) -> str:
-        """One table for a person, and what has to be known to read it."""
+        """The table and its notes."""
         return "\n".join([*grid(self.head, self.rows), *self.notes()])
 
     def as_json(self) -> str:
-        """Every number of the two moments of each run."""
+        """First and last metrics of each run as JSON."""
         rows = [
             {
                 "name": one.trial.name,
@@ -162,17 +162,17 @@ class Swept:
                 "after": one.measured.after,
                 "failure": str(one.error or ""),
             }
-            for one in self.tried
+            for one in self.results
         ]
         return json.dumps(rows, indent=2)
 
     def notes(self) -> Iterator[str]:
-        """What has to be known to read the table."""
-        if len(self.tried) > 1:
+        """Notes on how to read the table."""
+        if len(self.results) > 1:
             yield NO_COMPARING
-        if any(one.measured.rows == "training" for one in self.tried):
+        if any(one.measured.rows == "training" for one in self.results):
             yield TRAINING_ROWS
-        for one in self.tried:
+        for one in self.results:
             if one.trained and one.ending != "finished":
                 yield (
                     f"{one.trial.name} was stopped by train.max_time after "
@@ -183,7 +183,7 @@ class Swept:
         yield f"in {self.folder}"
 
 
-def _cells(one: Tried) -> list[str]:
+def _cells(one: TrialResult) -> list[str]:
     moments = (one.measured.before, one.measured.after)
     prefix = EVAL if one.measured.rows == "held out" else ""
     values = [moment.get(f"{prefix}{name}") for name in HEADS.values() for moment in moments]
@@ -201,9 +201,9 @@ CHARTS = {
 }
 
 
-def sweep_page(swept: Swept) -> str:
-    """All runs that are over so far."""
-    folders = {one.trial.name: RunFolder(swept.folder / one.trial.name) for one in swept.tried}
+def sweep_page(result: SweepResult) -> str:
+    """The page of all runs that have ended so far."""
+    folders = {one.trial.name: RunFolder(result.folder / one.trial.name) for one in result.results}
     links = {
         name: f"{name}/{folder.report.name}"
         for name, folder in folders.items()
@@ -218,11 +218,11 @@ def sweep_page(swept: Swept) -> str:
     held_out = {name: history.held_out for name, history in histories.items()}
     learned = {name: history.learned for name, history in histories.items()}
     return page(
-        f"Sweep: {swept.folder.resolve().name}",
-        list(swept.notes()),
-        section("Runs", table(swept.head, swept.rows, links=links)),
+        f"Sweep: {result.folder.resolve().name}",
+        list(result.notes()),
+        section("Runs", table(result.head, result.rows, links=links)),
         section("Held-out rows", _charts(held_out, "dots")),
-        section("Steps learned from", _charts(learned, "line")),
+        section("Training steps", _charts(learned, "line")),
     )
 
 
@@ -233,5 +233,5 @@ def _charts(runs: Mapping[str, Curves], form: Form) -> str:
             Series(name, curves.get(metric, ()), f"c{index % COLORS}", form=form)
             for index, (name, curves) in enumerate(runs.items())
         ]
-        figures.append(chart(title, series, across="step"))
+        figures.append(chart(title, series, x_label="step"))
     return side_by_side("".join(figures))

@@ -1,4 +1,4 @@
-"""Whether a cache can be trusted: its bytes by digest, its numbers by scoring a sample again."""
+"""Verifies a cache: its bytes by digest, its numbers by scoring a sample again."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ def verify(
     rescore: int,
     open_reference: Callable[[ModelOptions], Reference],
 ) -> str:
-    """Returns what was checked, for a person; whatever is wrong is an error.
+    """Returns a summary of what was checked; a difference is an error.
 
     What the cache does not record, such as device_map, is taken from `options`.
     """
     folder = CacheFolder(cache)
     manifest = verify_cache(folder)
-    told = (
+    text = (
         f"{cache}: all {len(manifest.shards)} of its shards hold their digest; root {manifest.root}"
     )
     if kept := superseded(folder, manifest):
-        told = f"{told}\n{kept}"
+        text = f"{text}\n{kept}"
     if not rescore:
-        return told
+        return text
     reference = open_reference(_as_recorded(options, manifest, model))
     _require_same_reference(manifest, dict(reference.identity()))
     dtype = manifest.fingerprint.get("model.dtype", "float32")
     worst, branches = _rescore(folder, manifest, rescore, reference.open(), dtype)
-    return f"{told}\n{branches} branches scored again: largest difference {worst:.2e} nats"
+    return f"{text}\n{branches} branches scored again: largest difference {worst:.2e} nats"
 
 
 def _as_recorded(options: ModelOptions, manifest: Manifest, model: str | None) -> ModelOptions:

@@ -86,12 +86,12 @@ class Engine(Protocol):
         """This process among its peers."""
         ...
 
-    def answers(self, trees: Sequence[Tree]) -> Mapping[str, Tensor]:
-        """What the policy says of every completion token, in the order tree, branch, token.
+    def forward(self, trees: Sequence[Tree]) -> Mapping[str, Tensor]:
+        """Outputs of the policy for every completion token, in the order tree, branch, token.
 
-        `logps` (T,) float32; also `values` and `purity`, (T,) each, if it was made to tell them. Of
-        a reward model `logps` are the branches' scores, (branches,). All ranks call it together. No
-        trees: empty tensors that still carry a (zero) gradient.
+        `logps` (T,) float32; also `values` and `purity`, (T,) each, if the policy was loaded with
+        them. Of a reward model `logps` are the branches' scores, (branches,). All ranks call it
+        together. No trees: empty tensors that still carry a (zero) gradient.
         """
         ...
 
@@ -128,7 +128,7 @@ class Engine(Protocol):
         ...
 
     def save_state(self, folder: Path) -> tuple[str, ...]:
-        """Every rank writes what it needs to go on bitwise into an empty folder.
+        """Every rank writes what it needs to resume bit for bit into an empty folder.
 
         Returns the files this rank wrote, relative to the folder.
         """
@@ -147,7 +147,7 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True)
-class Judged:
+class EvalSample:
     """One completion of a held-out row, and what the policy thinks of it."""
 
     row: int  # counts the rows of the evaluation, as the method reads them

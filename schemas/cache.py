@@ -1,4 +1,4 @@
-"""What a cache says about itself: the plan, one commit per shard, the manifest, the stop tokens."""
+"""The records of a cache: the plan, one commit per shard, the manifest, the stop tokens."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Commit:
     branches: int
     tokens: int  # completion tokens scored or reused
     row_groups: int
-    first_key: str  # hex of the first row's place on the ring; readers find arcs by it
+    first_key: str  # hex of the first row's place on the ring; readers find key ranges by it
     last_key: str
     ids_digest: str  # sha256 over the row ids in order
     logp_sum: float
@@ -127,7 +127,7 @@ class Stop:
         return f"{self.token} {self.source} {self.text}"
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """For a person."""
         what = "as the chat template writes it" if self.source == "template" else "the EOS"
         return f"{self.text} ({self.token}), {what}"

@@ -92,7 +92,7 @@ class Retention:
 
 
 class Gather(Protocol):
-    """Tells all ranks what each has to say, in the order of ranks; all of them call it."""
+    """Gathers what each rank passes, in the order of ranks; all ranks call it."""
 
     def __call__(self, mine: T, /) -> Sequence[T]:
         """What every rank passed."""

@@ -67,7 +67,7 @@ class TokenOptions:
         "left", "where a long prompt is cut: left keeps its end, right keeps its start"
     )
     bos: Literal["auto", "always", "never"] = option(
-        "auto", "auto: one BOS when the tokenizer's own rule adds one"
+        "auto", "auto: added only if the tokenizer adds one itself, and never twice"
     )
     eos: Literal["append", "never"] = option(
         "append",
@@ -126,16 +126,16 @@ class TrackingOptions:
 class TrainOptions:
     """The policy and how it learns."""
 
-    method: str = option("", "kto, dpo or orpo; `align methods` tells them apart")
+    method: str = option("", "kto, dpo or orpo; `align methods` lists them")
     cache: str = option("", "folder of the cache; empty: the one of cache.output")
     model: str = option("", "folder of the policy; empty: the reference the cache was made with")
     output: str = option("align-run", "folder of the run")
     epochs: int = option(1, "times every row is seen", least=1)
     max_steps: int = option(0, "stop after so many optimizer steps; 0: no limit", least=0)
     max_time: str = option("", "save and stop after this long, for example 3h30m; empty: no limit")
-    batch_size: int = option(64, "rows per optimizer step, over all ranks", least=1)
+    batch_size: int = option(64, "global batch: rows per optimizer step over all ranks", least=1)
     tokens_per_batch: int = option(
-        0, "most tokens of one rank's forward pass; 0: 16,384 on a GPU, 2,048 on a CPU", least=0
+        0, "micro-batch of a rank, in tokens; 0: 16,384 on a GPU, 2,048 on a CPU", least=0
     )
     lr: float = option(1e-6, "highest learning rate", least=0)
     schedule: Literal["constant", "linear", "cosine"] = option("cosine", "how it falls afterwards")
@@ -154,8 +154,8 @@ class TrainOptions:
     gradient_checkpointing: bool = option(False, "less memory for a third more computing")
     deepspeed: str = option(
         "auto",
-        "zero0, zero1, zero2, zero3, zero3-offload, or a DeepSpeed JSON file; auto: zero1, but "
-        "zero0 for one rank in float32, which has nothing to share",
+        "zero0, zero1, zero2, zero3, zero3-offload, or a DeepSpeed JSON file; auto: zero1, and "
+        "zero0 for a single float32 process",
     )
     pairs_from_scores: Literal["best_worst", "all"] = option(
         "best_worst", "pairs out of scored rows: the best and the worst of each, or all pairs"

@@ -1,4 +1,4 @@
-"""Every error a person can meet, its exit code, and what it says of a file.
+"""Every error that a user can meet, its exit code, and its message.
 
 AlignError (2)
 ├── UsageError (2)          a flag, a config key, a path, a model folder
@@ -8,11 +8,11 @@ AlignError (2)
 ├── CorruptionError (5)     a file is not what the manifest says
 ├── NonFiniteError (6)      NaN or infinity where a number must be
 ├── PeerError (69)          another rank of this run is gone
-├── StorageError (74)       the disk said no
+├── StorageError (74)       I/O error
 │   └── PathError (2)       a path that cannot be used so: gone, forbidden, of another kind
 └── LockedError (75)        another process is at work in this folder
 
-Interrupted (129, 130, 138, 143)  a signal asked to stop; no AlignError, for nobody may mend it
+Interrupted (129, 130, 138, 143)  a signal asked to stop; not an AlignError: nothing is to fix
 """
 
 from __future__ import annotations
@@ -92,14 +92,17 @@ class LockedError(AlignError):
 class Interrupted(BaseException):
     """A signal asked the program to stop; it may arrive anywhere, so no handler may swallow it."""
 
-    def __init__(self, signal_number: int, way_on: str = "Run the same command again") -> None:
-        super().__init__(f"Stopped by signal {signal_number}. {way_on} to go on from here.")
+    def __init__(
+        self, signal_number: int, way_on: str = "Continue with the same command", *, at: str = ""
+    ) -> None:
+        super().__init__(f"Interrupted by signal {signal_number}{at}. {way_on}.")
         self.signal_number = signal_number
+        self.at = at  # how far the work had come, if it is known
         self.exit_code = 128 + signal_number
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-# What is no fault of the disk, and what to do about it.
+# What is not the fault of the disk, and what to do about it.
 _RIGHTS = "Give this user the right to it, or choose another path"
 _WAYS_ON = {
     errno.ENOENT: "See that the path is right and that nothing removes it",
@@ -126,23 +129,23 @@ _SCARCE = {
 
 
 @contextmanager
-def told(name: str, path: Path, needed: int = 0) -> Iterator[None]:
-    """Turns what the disk refuses inside into a StorageError."""
+def os_errors_as_storage_errors(name: str, path: Path, needed: int = 0) -> Iterator[None]:
+    """Raises an OSError of the block as a StorageError."""
     try:
         yield
     except OSError as error:
         raise storage_error(name, path, error, needed) from error
 
 
-def refused(error: OSError) -> StorageError:
-    """What no step of ours expected; an error of a network names no file."""
+def unexpected_os_error(error: OSError) -> StorageError:
+    """A StorageError of an OSError that no step expected; an error of a network names no file."""
     if isinstance(error.filename, str | bytes) and error.filename:
         return storage_error("using it", Path(os.fsdecode(error.filename)), error)
-    return StorageError(f"{error.strerror or error}. Mend that, then run the same command again.")
+    return StorageError(f"{error.strerror or error}. Fix that, then run the same command again.")
 
 
 def storage_error(name: str, path: Path, error: OSError, needed: int = 0) -> StorageError:
-    """What to tell a person when the disk refuses."""
+    """The error that says which operation failed on a path, why, and what to do."""
     said = f"{path}: {name.replace('_', ' ')} failed: {error.strerror or error}"
     if error.errno in _FULL:
         needs = f"{needed:,} bytes needed, " if needed else ""
@@ -166,8 +169,8 @@ def _room(path: Path) -> str:
 
 
 @contextmanager
-def borne(missing: str) -> Iterator[None]:
-    """A file that only a person looks at: where it cannot be made, that is told."""
+def log_failure(missing: str) -> Iterator[None]:
+    """Logs the failure to write a file that only a person looks at, and goes on."""
     try:
         yield
     except AlignError as error:

@@ -147,8 +147,8 @@ def _first_fit(hints: list[Any], value: Any, where: str, *, partial: bool) -> An
         except CodecError as error:
             refusals.append(str(error))
     first, *others = refusals
-    told = [first, *(text.removeprefix(f"{where}: ") for text in others)]
-    raise CodecError("; or ".join(told), where=where)
+    reasons = [first, *(text.removeprefix(f"{where}: ") for text in others)]
+    raise CodecError("; or ".join(reasons), where=where)
 
 
 def _sequence(kind: Any, item_hint: Any, value: Any, where: str, *, partial: bool) -> Any:

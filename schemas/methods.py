@@ -71,7 +71,7 @@ class Branches:
 
 @dataclass(frozen=True)
 class Step:
-    """What the whole optimizer step has in common, over every micro-batch and rank."""
+    """Values of the whole optimizer step, over every micro-batch and rank."""
 
     rows: int
     branches: int
@@ -80,14 +80,14 @@ class Step:
     mismatched: Tensor  # (pairs,) float64 log-ratios of its mismatched branches, no gradient
     # What the method's survey found of every own branch of the step, by their places.
     surveyed: Mapping[str, Tensor] = field(default_factory=dict)  # each (branches,) float64
-    memory: tuple[float, ...] = ()  # what the method remembers, this step included
+    state: tuple[float, ...] = ()  # of the method, this step included
 
 
 @dataclass(frozen=True)
 class LossOutput:
     """Losses to be summed, and values whose mean over the whole step is reported.
 
-    Whoever runs the step divides by global counts, so nothing here is a mean. A metric without
+    The recipe divides by global counts, so nothing here is a mean. A metric without
     a value in the whole step is left out.
     """
 
@@ -104,8 +104,8 @@ class Labels:
 
 
 @dataclass(frozen=True)
-class Settled:
-    """Options with nothing left to decide, and what a person should know about them."""
+class ResolvedOptions:
+    """Options with each `auto` resolved, and advice to print."""
 
     options: Any
     advice: tuple[str, ...] = ()
@@ -121,7 +121,7 @@ class Rewards:
 
 Loss: TypeAlias = "Callable[[Branches, Step, Any], LossOutput]"
 Survey: TypeAlias = "Callable[[Branches, Any], Mapping[str, Tensor]]"
-Remember: TypeAlias = "Callable[[tuple[float, ...], Mapping[str, Tensor]], tuple[float, ...]]"
+UpdateState: TypeAlias = "Callable[[tuple[float, ...], Mapping[str, Tensor]], tuple[float, ...]]"
 
 
 @dataclass(frozen=True)
@@ -140,14 +140,16 @@ class Method:
     # Values of each own branch, (branches,) each, that are brought together over the whole step,
     # without gradients, before any loss is computed.
     survey: Survey | None = None
-    remember: Remember | None = None  # memory so far, surveyed -> memory with this step in it
+    update_state: UpdateState | None = None  # state so far, surveyed -> state after this step
     # Of a rejected or undesirable branch whose row gives no scores; a good one has 1.
     bad_score: float = 0.0
     head: Head = "none"
     modifiers: frozenset[str] = frozenset()  # the options of `Modifiers` it can be used with
     # Text between a prompt and the completions of a role, not learned itself.
     context: Callable[[Any], Mapping[Role, str]] | None = None
-    settle: Callable[[Any, Labels], Settled] = lambda options, _: Settled(options)
+    resolve_auto: Callable[[Any, Labels], ResolvedOptions] = lambda options, _: ResolvedOptions(
+        options
+    )
     use: str = ""  # when to choose it, in a sentence
 
 

@@ -1,4 +1,4 @@
-"""What a row and its prompt are known by: encoded records as columns, and their hashes.
+"""Keys of rows and prompts: encoded records as columns, and their hashes.
 
 Token ids cannot tell prompts apart: where the boundary falls inside a token, the ids of one prompt
 depend on how its completion begins.

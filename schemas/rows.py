@@ -224,7 +224,7 @@ class Scorer(Protocol):
         ...
 
     def in_float32(self) -> AbstractContextManager[None]:
-        """Inside, `score` computes in float32 whatever the dtype; OutOfMemory without room."""
+        """Computes in float32 inside the block; OutOfMemory if that does not fit."""
         ...
 
     def describe(self) -> Mapping[str, str]:
@@ -233,7 +233,7 @@ class Scorer(Protocol):
 
 
 class Reference(Protocol):
-    """A reference that can say who it is long before its weights are loaded."""
+    """A reference whose identity is known before its weights are loaded."""
 
     def identity(self) -> Mapping[str, str]:
         """Named digests and settings; two references with equal identities give equal scores."""

@@ -1,4 +1,4 @@
-"""Text on its way out: no secret is in it, and nothing that a terminal would obey.
+"""Makes text safe to print: without secrets and terminal control characters.
 
 `masked` is for a value that is kept (a setting, a tag), `redacted` for what is said (a message, a
 traceback), `shown` for what a terminal prints, `safe` for both of the latter.
@@ -31,7 +31,7 @@ _QUERY = re.compile(
     rf"([?&;](?:{_NAMES}|pass|pwd|pw|auth|sig|sas|key)=)[^&;#\s'\"]+", re.IGNORECASE
 )
 _HEADER = re.compile(r"((?:bearer|basic)\s+)[\w+/=.~-]{8,}", re.IGNORECASE)
-# A tokenizer's own tokens are no secrets.
+# A tokenizer's own tokens are not secrets.
 _KEY = re.compile(rf"(?!(?:bos|eos|pad|unk|sep|cls|mask)_token){_NAMES}|pwd", re.IGNORECASE)
 _TOKENS = re.compile(
     r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{16,}|gh[opsur]_[A-Za-z0-9]{16,}|github_pat_\w{20,}"
@@ -48,7 +48,7 @@ _heard: set[str] = set()
 
 
 def safe(text: str) -> str:
-    """The text as a terminal or a log may have it."""
+    """The text, safe for a terminal or a log."""
     return shown(redacted(text))
 
 

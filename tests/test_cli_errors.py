@@ -198,7 +198,7 @@ def test_an_output_that_is_another_cache(journey):
     said = refusal(
         4, "precompute-ref", journey.folder / "data.parquet", "--no-mlflow", "--max-length", "64"
     )
-    assert "belongs to another cache" in said
+    assert "was made with other settings" in said
     assert "tokens.max_length: the cache has 2048, now 64" in said
     assert "Choose another --output" in said
 

@@ -43,7 +43,7 @@ def test_signals_end_a_run_with_their_number_and_the_next_run_goes_on(journey, t
         out, err = process.communicate(timeout=60)
         assert process.returncode == code, err
         last = err.splitlines()[-1]
-        assert last.startswith(f"error: Stopped by signal {int(number)}. Run the same command")
+        assert last.startswith(f"error: Interrupted by signal {int(number)}")
         assert "Traceback" not in err
         assert out == ""
         assert not (tmp_path / "cache" / "manifest.json").exists()

@@ -117,7 +117,9 @@ def test_refusals(world, reward_model, tmp_path):
     assert "one of them" in refusal(2, "score", paired, *out)
     both = ("--from-labels", "--reward-model", reward_model)
     assert "not both" in refusal(2, "score", paired, *both, *out)
-    assert "is no reward model" in refusal(2, "score", paired, "--reward-model", world.model, *out)
+    assert "is not a reward model" in refusal(
+        2, "score", paired, "--reward-model", world.model, *out
+    )
     assert "has no labels" in refusal(2, "score", world.data.scored, "--from-labels", *out)
     long = refusal(2, "score", world.data.scored_long, "--reward-model", reward_model, *out)
     assert "a score for each" in long

@@ -1,1 +1,1 @@
-"""Files of preference data to encoded rows, in bounded memory."""
+"""Reads files of preference data into encoded rows, in bounded memory."""

@@ -1,4 +1,4 @@
-"""Which shape of preference data a file holds, told from the names of its columns."""
+"""Detects which shape of preference data a file holds, from the names of its columns."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _KNOWN = {"prompt", *OPTIONAL, *ALWAYS_CARRIED}.union(*REQUIRED.values(), *SCORE
 
 @dataclass(frozen=True)
 class Shape:
-    """What the rows of a run are, and from which columns they are read."""
+    """The shape of a run's rows, and the columns they are read from."""
 
     kind: Kind
     source: Mapping[str, str]  # our column: the user's column
@@ -85,7 +85,7 @@ def _essence(shape: Shape) -> str:
 def detect_shape(
     columns: Sequence[str], rename: Mapping[str, str], carry: Sequence[str] = (), *, where: str
 ) -> Shape:
-    """Returns the shape that these columns make, once renamed; `where` names the file in errors."""
+    """Returns the shape of these columns after renaming; `where` names the file in errors."""
     found = _renamed(columns, rename, _KNOWN.union(carry), where)
     _require_carry(found, carry, where)
     kind = _kind(found, where)
@@ -151,7 +151,7 @@ def _require_carry(found: Mapping[str, str], carry: Sequence[str], where: str) -
 
 
 def _require_no_other_prompt(found: Mapping[str, str], where: str) -> None:
-    """A prompt under another name must not be missed in silence."""
+    """Refuses a data set whose prompt column may have another name."""
     for name in PROMPT_LIKE:
         if name in found:
             raise UsageError(

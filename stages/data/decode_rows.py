@@ -1,4 +1,4 @@
-"""From the rows of a chunk to checked records; what cannot be used goes to quarantine."""
+"""Decodes the rows of a chunk into checked records; rows that cannot be used go to quarantine."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class _Branches:
 
 @dataclass(frozen=True)
 class _Template:
-    """The prompt with its system message, and what else the chat template is given."""
+    """The prompt with its system message, and the other arguments of the chat template."""
 
     prompt: Text
     tools: tuple[Any, ...] | None = None
@@ -122,7 +122,7 @@ def _paired_without_prompt(cells: Cells, source: Source) -> _Branches:
 
 
 def _prompt_length(chosen: Text, rejected: Text) -> int:
-    """How much both begin with alike; a turn of the assistant that goes on is left whole."""
+    """The length of what both start with; a continued turn of the assistant is left whole."""
     length = shared_length(chosen, rejected)
     if isinstance(chosen, str) or isinstance(rejected, str):
         return length
@@ -133,7 +133,7 @@ def _prompt_length(chosen: Text, rejected: Text) -> int:
 
 
 def shared_length(chosen: Text, rejected: Text) -> int:
-    """Returns how many messages, or characters up to a blank, two completions begin with alike.
+    """Returns how many messages, or characters up to a blank, two completions share at the start.
 
     The blank itself belongs to the completions, as tokenizers want it.
     """
@@ -244,7 +244,7 @@ TOO_DEEP = "a value is nested too deeply to be read"
 
 
 def read_cells(payload: Payload, shape: Shape) -> Iterator[Cells | BadRow]:
-    """Yields the cells of each row, or why the row has none."""
+    """Yields the cells of each row, or the reason why it cannot be read."""
     if isinstance(payload, ArrowRows):
         return _arrow_cells(payload.batch)
     if isinstance(payload, CsvRows):
@@ -270,7 +270,7 @@ def _json_object(text: bytes, columns: Collection[str]) -> Cells:
     try:
         row = json.loads(text.decode())
     except UnicodeDecodeError as error:
-        raise BadRow("bad_utf8", f"byte {error.start} of the row is no UTF-8") from None
+        raise BadRow("bad_utf8", f"byte {error.start} of the row is not UTF-8") from None
     except ValueError as error:
         raise BadRow("schema", f"no valid JSON ({error}): {shown(text)}") from None
     if not isinstance(row, dict):
@@ -316,7 +316,7 @@ def _arrow_row(batch: pa.RecordBatch, row: int) -> Cells | BadRow:
         try:
             cells[name] = _column(batch.column(name).slice(row, 1))[0]
         except UnicodeDecodeError as error:
-            detail = f"byte {error.start} of {name!r} is no UTF-8: {shown(error.object)}"
+            detail = f"byte {error.start} of {name!r} is not UTF-8: {shown(error.object)}"
             return BadRow("bad_utf8", detail)
     return cells
 

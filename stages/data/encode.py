@@ -24,7 +24,7 @@ RECORDS_AT_ONCE = 32
 
 @dataclass
 class Encoded:
-    """What became of a batch of records."""
+    """The encoded rows, rejected records and notes of a batch."""
 
     rows: list[EncodedRecord] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Encoder:
         self._specials = re.compile("|".join(escaped)) if escaped else None
 
     def encode(self, records: Sequence[Record]) -> Encoded:
-        """Every record comes back once: as a row or as a rejected one."""
+        """Returns every record once: as a row or as rejected."""
         result = Encoded()
         for start in range(0, len(records), RECORDS_AT_ONCE):
             self._encode(records[start : start + RECORDS_AT_ONCE], result)

@@ -1,4 +1,4 @@
-"""Chunks of input to encoded rows, in as many processes as the machine has cores."""
+"""Encodes chunks of input in as many processes as the machine has cores."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def encode_chunks(
         return
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    _start_server_deaf_to_ctrl_c()
+    _start_server_ignoring_sigint()
     with ProcessPoolExecutor(
         num_workers, mp_context=context, initializer=_start, initargs=(job,)
     ) as pool:
@@ -99,7 +99,7 @@ class _Worker:
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """A chunk makes many objects and no cycles; to search for them took a sixth of the time."""
+    """Pauses garbage collection: a chunk makes many objects and no cycles."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -121,8 +121,8 @@ def _start(job: EncodingJob) -> None:
     _worker = _Worker(job)
 
 
-def _start_server_deaf_to_ctrl_c() -> None:
-    """Ctrl-C, or a terminal that closes, reaches every process; only the parent has an answer."""
+def _start_server_ignoring_sigint() -> None:
+    """Ignores Ctrl-C and hang-ups, which reach every process: the parent handles them."""
     if threading.current_thread() is not threading.main_thread():
         return  # signals are not ours to set here
     before = {
@@ -152,7 +152,7 @@ OWN = Path("proc/self/cgroup")
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Those the system lets it run on, as far as the quota of its group allows; at least one."""
+    """The cores that the system and the quota of its group allow; at least one."""
     quotas = [math.ceil(quota) for quota in _quotas(root)]
     return max(1, min([_allowed_cores(), *quotas]))
 
@@ -184,13 +184,13 @@ def _around(mount: Path, group: str) -> Iterator[Path]:
 
 
 def _quota(*given: str) -> Iterator[float]:
-    """So much time in so much time, both in microseconds; `max` and -1 are no limit."""
+    """Quota over period, both in microseconds; `max` and -1 mean no limit."""
     if len(given) == 2 and all(one.isdecimal() for one in given) and int(given[1]):
         yield int(given[0]) / int(given[1])
 
 
 def _read(path: Path) -> str:
-    """What a file of the system says; nothing where it is not there or not for us."""
+    """The text of a system file; empty if it is missing or unreadable."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -45,7 +45,7 @@ class JsonRows:
 
 @dataclass(frozen=True)
 class CsvRows:
-    """Rows of a CSV file; bytes that are no UTF-8 stand in the cells as lone surrogates."""
+    """Rows of a CSV file; bytes that are not UTF-8 stand in the cells as lone surrogates."""
 
     header: tuple[str, ...]
     rows: list[list[str]]
@@ -211,7 +211,7 @@ def _csv_rows(path: Path) -> Iterator[list[str]]:
         try:
             yield from filter(None, _with_long_cells(reader))
         except csv.Error as error:
-            raise BadDataError(f"line {reader.line_num:,} is no valid CSV ({error})") from None
+            raise BadDataError(f"line {reader.line_num:,} is not valid CSV ({error})") from None
 
 
 def _with_long_cells(reader: Iterator[list[str]]) -> Iterator[list[str]]:
@@ -235,7 +235,7 @@ def json_columns(path: Path) -> tuple[str, ...]:
         count += 1
         names.update(dict.fromkeys(_keys(text)))
     if count and not names:
-        raise BadDataError("the first rows are no JSON objects: write one object per line")
+        raise BadDataError("the first rows are not JSON objects: write one object per line")
     return tuple(names)
 
 

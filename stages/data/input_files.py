@@ -1,4 +1,4 @@
-"""From files and folders to a stream of chunks: scanned, never loaded."""
+"""Scans files and folders as a stream of chunks, never loading them whole."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Chunk:
     """Consecutive rows of one file, not yet parsed; cheap to send to another process.
 
     Rows are counted from 0 within their file. Blank lines of JSONL and CSV and the CSV header
-    are no rows and are not counted.
+    are not rows and are not counted.
     """
 
     file: int  # which of the inputs; what is parsed of it is named by the file's identity
@@ -99,7 +99,7 @@ def iter_chunks(
 
 
 def digested(file: InputFile) -> Digested:
-    """Reads a file once, for what names its content."""
+    """Reads a file once, for its digest."""
     with file.path.open("rb") as source:
         found = os.fstat(source.fileno())
         sha256 = hashlib.file_digest(source, "sha256").hexdigest()
@@ -107,7 +107,7 @@ def digested(file: InputFile) -> Digested:
 
 
 def require_unchanged(inputs: Sequence[InputFile], before: Sequence[Digested]) -> None:
-    """Refuses what was read from files that were written to meanwhile."""
+    """Refuses files that changed while they were read."""
     for file, known in zip(inputs, before, strict=True):
         try:
             now = digested(file)

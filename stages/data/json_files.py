@@ -21,7 +21,7 @@ def json_rows(path: Path) -> Iterator[bytes]:
     """Yields each record's raw text; what it holds is not checked here.
 
     A file that starts with `[` is one array, read through a sliding buffer; any other holds one
-    record per line, and blank lines are no records.
+    record per line, and blank lines are not records.
     """
     with path.open("rb") as file:
         is_array = _first_byte(file) == b"["
@@ -99,7 +99,7 @@ class _Window:
             is_open = error.msg.startswith("Unterminated")
             if is_open or (error.pos > len(self._text) - 16 and not self._ended):
                 return None
-            raise _broken(index, f"is no valid JSON ({error.msg})") from None
+            raise _broken(index, f"is not valid JSON ({error.msg})") from None
         except (RecursionError, ValueError) as error:
             raise _broken(index, f"cannot be read ({error})") from None
         # A number that touches the end of the buffer may go on behind it.

@@ -1,4 +1,4 @@
-"""Which token ends a completion: found in the chat template, and put there exactly once."""
+"""Finds the token that ends a completion in the chat template, and puts it there once."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _last_of_run(turn: Stop) -> Callable[[Sequence[int], Added], int | None]:
 
 
 def _tool_calls() -> Iterator[Message]:
-    """A call as different templates want it."""
+    """A tool call in the forms that templates accept."""
     for content in ("", None):
         for arguments in ({"query": _MARK}, f'{{"query": "{_MARK}"}}'):
             function = {"name": "search", "arguments": arguments}
@@ -138,7 +138,7 @@ def _tool_calls() -> Iterator[Message]:
 
 
 class Endings:
-    """Brings every completion to exactly one stop at its end."""
+    """Ends every completion with exactly one stop token."""
 
     def __init__(self, stops: Stops, added: Added) -> None:
         self._stops = stops

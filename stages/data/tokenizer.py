@@ -1,4 +1,4 @@
-"""Loads a tokenizer, answers what the encoder and the fingerprint need of it, and decodes ids."""
+"""Loads a tokenizer with its template, fingerprints it, and decodes ids."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class TextTokenizer:
     def _continued(
         self, record: Record, prompt: tuple[Message, ...], completions: list[tuple[Message, ...]]
     ) -> tuple[str, tuple[str, ...]]:
-        """The prompt's last message is left open, and each completion goes on with its text."""
+        """Renders a prompt whose last message each completion continues."""
         begun = self._template(record, prompt, continue_final_message=True)
         texts = tuple(
             self._template(record, (*prompt[:-1], _joined(prompt[-1], first), *others))
@@ -79,7 +79,7 @@ class TextTokenizer:
         return begun, texts
 
     def require_template(self, folder: str) -> None:
-        """Conversations cannot be tokenized without a chat template."""
+        """Refuses conversations if there is no chat template."""
         if self.template is None:
             raise UsageError(
                 f"{folder}: the data are conversations and the tokenizer has no chat template. "
@@ -93,11 +93,11 @@ class TextTokenizer:
 
     @cached_property
     def _roles(self) -> frozenset[str]:
-        """Those every template knows, and those that this one names."""
+        """The roles that every template knows, and those that this one names."""
         return frozenset({*_ROLES, *_QUOTED.findall(self.template or "")})
 
     def _require_roles(self, messages: Sequence[Message]) -> None:
-        """Refuses speakers whom the template would write down like any word."""
+        """Refuses roles that the chat template does not know."""
         for message in messages:
             if message["role"] not in self._roles:
                 raise BadRow(
@@ -195,7 +195,7 @@ def _open(folder: str) -> Any:
 
 
 def _dated(template: str, day: str) -> str:
-    """The template with its questions for the date answered."""
+    """The template with its calls for the date replaced by the date."""
     try:
         today = date.fromisoformat(day)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""One value of one column: what it must be, and the reason when it is not."""
+"""Validates one value of one column, with the reason if it is not valid."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FALSE = {"false", "undesirable", "0", "0.0"}
 
 
 def read_prompt(value: Any, column: str) -> Text:
-    """Returns a prompt that says something."""
+    """Returns a prompt that is not blank."""
     prompt = read_text(value, column)
     if is_blank(prompt):
         raise BadRow("empty_prompt", f"{column!r} is empty: {shown(value)}")
@@ -122,7 +122,7 @@ def _is_message(entry: Any) -> bool:
 
 
 def is_blank(text: Text) -> bool:
-    """Whether a text, or every message of a conversation, says nothing."""
+    """Whether a text, or every message of a conversation, is blank."""
     if isinstance(text, str):
         return not text or text.isspace()
     return not any(
@@ -132,7 +132,7 @@ def is_blank(text: Text) -> bool:
 
 def _message(entry: Any, index: int, column: str) -> Message:
     if not isinstance(entry, dict):
-        raise BadRow("schema", f"message {index} of {column!r} is no object: {shown(entry)}")
+        raise BadRow("schema", f"message {index} of {column!r} is not an object: {shown(entry)}")
     # Columnar files give every message every key that any message has.
     message = {key: value for key, value in entry.items() if value is not None}
     if message.get("tool_calls") == []:
@@ -178,7 +178,7 @@ def read_number(value: Any, column: str) -> float:
             number = math.nan
         if math.isfinite(number):
             return number
-    raise BadRow("bad_number", f"{column!r} is no finite number: {shown(value)}")
+    raise BadRow("bad_number", f"{column!r} is not a finite number: {shown(value)}")
 
 
 def read_list(value: Any, column: str) -> list[Any]:
@@ -189,7 +189,7 @@ def read_list(value: Any, column: str) -> list[Any]:
         return value
     if value is None:
         raise BadRow("null", f"{column!r} is missing or null")
-    raise BadRow("schema", f"{column!r} is no list: {shown(value)}")
+    raise BadRow("schema", f"{column!r} is not a list: {shown(value)}")
 
 
 def read_tools(value: Any, column: str) -> tuple[Any, ...] | None:
@@ -199,7 +199,7 @@ def read_tools(value: Any, column: str) -> tuple[Any, ...] | None:
         return None
     if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools):
         return tuple(tools)
-    raise BadRow("schema", f"{column!r} is no list of tool descriptions: {shown(value)}")
+    raise BadRow("schema", f"{column!r} is not a list of tool descriptions: {shown(value)}")
 
 
 def read_options(value: Any, column: str) -> Mapping[str, Any]:
@@ -209,7 +209,7 @@ def read_options(value: Any, column: str) -> Mapping[str, Any]:
         return {}
     if isinstance(options, dict):
         return options
-    raise BadRow("schema", f"{column!r} is no object of options: {shown(value)}")
+    raise BadRow("schema", f"{column!r} is not an object of options: {shown(value)}")
 
 
 def read_system(value: Any, column: str) -> str:
@@ -218,7 +218,7 @@ def read_system(value: Any, column: str) -> str:
         return ""
     if type(value) is str:
         return "" if is_blank(value) else value
-    raise BadRow("schema", f"{column!r} is no text: {shown(value)}")
+    raise BadRow("schema", f"{column!r} is not text: {shown(value)}")
 
 
 def _from_json(value: Any, column: str) -> Any:
@@ -228,11 +228,11 @@ def _from_json(value: Any, column: str) -> Any:
 
 
 def parse_json(text: str, column: str) -> Any:
-    """Returns what a cell's JSON text says."""
+    """Returns the value of a cell's JSON text."""
     try:
         value = json.loads(text)
     except ValueError:
-        raise BadRow("schema", f"{column!r} is no valid JSON: {shown(text)}") from None
+        raise BadRow("schema", f"{column!r} is not valid JSON: {shown(text)}") from None
     require_characters(value, column)
     return value
 
@@ -241,7 +241,7 @@ def require_characters(value: Any, column: str) -> None:
     """Refuses half characters (lone surrogates), which no tokenizer and no file can hold."""
     if isinstance(value, str):
         if not value.isascii() and not _is_encodable(value):
-            what = "bytes that are no UTF-8 or half a character"
+            what = "bytes that are not UTF-8 or half a character"
             raise BadRow("bad_utf8", f"{column!r} holds {what}: {shown(value)}")
     elif isinstance(value, list):
         for entry in value:

@@ -1,4 +1,4 @@
-"""DeepSpeed without its own voice and its detours: whoever needs it imports it from here."""
+"""Imports DeepSpeed without its log lines and slow detours; import it from here only."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ ACCELERATOR = "DS_ACCELERATOR"
 
 
 @contextmanager
-def _told_the_accelerator() -> Iterator[None]:
-    """Left to itself DeepSpeed looks for one when it is imported, and says on stdout what it found.
+def _accelerator_named() -> Iterator[None]:
+    """Names the accelerator: otherwise DeepSpeed detects one at import and prints it on stdout.
 
     It asks once; the environment belongs to the host.
     """
@@ -46,7 +46,7 @@ def _without(module: str) -> Iterator[None]:
 
 
 # Its autotuner, which nothing here runs, would load MLflow: seconds and a hundred MiB.
-with warnings.catch_warnings(), _without("mlflow"), _told_the_accelerator():
+with warnings.catch_warnings(), _without("mlflow"), _accelerator_named():
     warnings.simplefilter("ignore")
     import deepspeed as _deepspeed
     from deepspeed.accelerator import get_accelerator as _get_accelerator
@@ -63,7 +63,7 @@ _numa.get_numa_cores = functools.cache(_numa.get_numa_cores)
 
 @contextmanager
 def while_training() -> Iterator[None]:
-    """Keeps quiet what every step would say, and off stdout the rest, as long as the block runs."""
+    """Silences the log lines of every step, and keeps the rest off stdout, while the block runs."""
     logger = logging.getLogger("DeepSpeed")
     level = logger.level
     # DeepSpeed's own; a handler of another kind is the host's.
@@ -84,7 +84,7 @@ def while_training() -> Iterator[None]:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Drops what DeepSpeed prints and warns of; stdout belongs to the command's answer."""
+    """Drops prints and warnings of DeepSpeed; stdout is for the command's result."""
     with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         yield

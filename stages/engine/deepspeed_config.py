@@ -23,7 +23,7 @@ SMALLEST_BUCKET = 1_000_000
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What a configuration depends on beside the options."""
+    """What a configuration depends on besides the options."""
 
     dtype: str  # of the policy: float32, bfloat16 or float16
     hidden_size: int
@@ -31,7 +31,7 @@ class Circumstances:
 
 
 def engine_config(options: TrainOptions, circumstances: Circumstances) -> dict[str, Any]:
-    """What `deepspeed.initialize` is given; every value that is ours to decide stands in it."""
+    """The config for `deepspeed.initialize`, with every value that our options decide."""
     ours = _ours(options, circumstances)
     if (preset := _chosen(options.deepspeed, circumstances)) in PRESETS:
         config = _preset(preset, ours, circumstances)
@@ -48,7 +48,7 @@ def engine_config(options: TrainOptions, circumstances: Circumstances) -> dict[s
 
 
 def _ours(options: TrainOptions, circumstances: Circumstances) -> dict[str, Any]:
-    """The part that our own options decide, whichever way the policy is spread."""
+    """The part that our options decide, whatever the ZeRO stage."""
     hidden_size = circumstances.hidden_size
     config: dict[str, Any] = {
         # How many micro-batches a step has differs from step to step, and the losses are shares
@@ -129,7 +129,7 @@ def _no_such(name: str) -> str:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Of two equal keys JSON would silently keep the last."""
+    """Refuses equal keys, of which JSON would silently keep the last."""
     content = dict(pairs)
     if len(content) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -190,7 +190,7 @@ BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accum
 def filled(
     theirs: dict[str, Any], ours: dict[str, Any], *, place: str, batch_size: int
 ) -> dict[str, Any]:
-    """Their file with our values at every "auto" and where a value of ours is missing."""
+    """The user's file, with our values at every "auto" and wherever one is missing."""
     config = copy.deepcopy(theirs)
     if "bfloat16" in config and "bf16" not in config:
         config["bf16"] = config.pop("bfloat16")
@@ -210,7 +210,7 @@ def filled(
 
 
 def _require_known(config: dict[str, Any], place: str) -> None:
-    """DeepSpeed reads past a top-level key that it does not know."""
+    """Refuses unknown top-level keys, which DeepSpeed would ignore."""
     for key in config:
         if key not in KNOWN:
             near = get_close_matches(key, KNOWN, n=1)
@@ -268,7 +268,7 @@ def _fill(config: dict[str, Any], ours: dict[str, Any]) -> None:
 
 
 def stage_of(config: dict[str, Any]) -> Any:
-    """ZeRO's, as the configuration says it."""
+    """The ZeRO stage of the configuration."""
     return config.get("zero_optimization", {}).get("stage", 0)
 
 

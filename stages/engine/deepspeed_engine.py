@@ -59,7 +59,7 @@ def open_engine(
 
 
 def _groups(learning: list[nn.Parameter], config: Mapping[str, Any]) -> list[Any]:
-    """Weight decay shrinks what multiplies: biases and norms, vectors all of them, have none."""
+    """Parameter groups: matrices have weight decay; biases and norms, all vectors, have none."""
     if not config.get("optimizer", {}).get("params", {}).get("weight_decay"):
         return learning
     vectors = [parameter for parameter in learning if parameter.ndim < 2]
@@ -72,7 +72,7 @@ def _groups(learning: list[nn.Parameter], config: Mapping[str, Any]) -> list[Any
 
 
 class DeepSpeedEngine:
-    """One policy under DeepSpeed; it answers and learns as the `Engine` protocol says."""
+    """One policy under DeepSpeed; the `Engine` protocol of the trainer."""
 
     def __init__(self, engine: Any, world: World) -> None:
         self._engine = engine
@@ -83,9 +83,9 @@ class DeepSpeedEngine:
         """This process among its peers."""
         return self._world
 
-    def answers(self, trees: Sequence[Tree]) -> Mapping[str, Tensor]:
-        """What the policy's own forward pass says, by the names of its rows."""
-        names: tuple[str, ...] = self._engine.module.tells
+    def forward(self, trees: Sequence[Tree]) -> Mapping[str, Tensor]:
+        """The rows of the policy's forward pass by their names."""
+        names: tuple[str, ...] = self._engine.module.output_names
         return dict(zip(names, self._engine(tuple(trees)), strict=True))
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
@@ -122,14 +122,14 @@ class DeepSpeedEngine:
             group["lr"] = lr
 
     def save_state(self, folder: Path) -> tuple[str, ...]:
-        """Every rank writes what it needs to go on bitwise into an empty folder.
+        """Every rank writes what it needs to resume bit for bit into an empty folder.
 
         Returns the files this rank wrote, relative to the folder.
         """
         return deepspeed_state.save(self._engine, folder)
 
     def load_state(self, folder: Path) -> None:
-        """Goes on from what `save_state` wrote in the same world."""
+        """Loads what `save_state` wrote in the same world."""
         deepspeed_state.load(self._engine, folder)
 
     def weights(self, *, trainable_only: bool = False) -> Mapping[str, Tensor]:
@@ -162,7 +162,7 @@ def apply_update(engine: Any) -> Update:
 
 
 def clear_gradients(engine: Any) -> None:
-    """Forgets every gradient, those already reduced to their owners included."""
+    """Clears every gradient, those already reduced to their owners included."""
     optimizer = engine.optimizer
     engine.zero_grad()
     optimizer.zero_grad(set_to_none=True)

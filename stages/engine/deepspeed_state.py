@@ -59,7 +59,7 @@ def load(engine: Any, folder: Path) -> None:
             )
     except _NOT_OURS as error:
         raise CorruptionError(
-            f"{folder}: this is no state of the run as it is set up now "
+            f"{folder}: this is not a state of the run as it is set up now "
             f"({_first_line(error)}). Use the model, train.deepspeed, train.dtype and number of "
             "ranks that it was saved with."
         ) from error

@@ -1,4 +1,4 @@
-"""Joins this process to its peers, whoever launched them, and tells each whether all are there.
+"""Joins this process to its peers, whoever launched them, and checks that all are alive.
 
 A machine that loses its power or its network closes no connection: its peers would wait in a
 collective for as long as that may take. A rank that is slow to save or to evaluate beats on, since
@@ -61,7 +61,7 @@ def launcher_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def world_of(environment: Mapping[str, str]) -> World:
-    """Reads rank, size and local rank; they are refused where they make no sense."""
+    """Reads rank, size and local rank, and refuses those that are inconsistent."""
     names = NAMES if environment["WORLD_SIZE"] != "1" else NAMES[:3]
     if missing := [name for name in names if name not in environment]:
         raise UsageError(
@@ -71,7 +71,7 @@ def world_of(environment: Mapping[str, str]) -> World:
     values = [environment[name] for name in NAMES[:3]]
     if not all(value.isdigit() for value in values) or int(values[0]) >= int(values[1]):
         shown = ", ".join(f"{name}={environment[name]}" for name in NAMES[:3])
-        raise UsageError(f"{shown}: these are no rank among peers. Start with a launcher.")
+        raise UsageError(f"{shown}: these do not name a rank among peers. Start with a launcher.")
     if values[1] != "1" and environment["MASTER_PORT"] == "0":
         # torchrun passes it on as it is, and ranks would wait at it until they time out.
         raise UsageError("MASTER_PORT is 0, where no rank can meet. Use torchrun --standalone.")
@@ -168,22 +168,22 @@ _PATIENT_GROUP: list[Any] = []
 
 
 def open_patient_group() -> None:
-    """Opens what ranks talk over when one of them may take long; all of them call it together."""
+    """Opens the process group for waits that may be long; all ranks call it."""
     _PATIENT_GROUP[:] = [distributed.new_group(backend="gloo", timeout=PATIENCE)]
 
 
 def close_patient_group() -> None:
-    """Forgets it; the process groups of a world are destroyed together."""
+    """Drops the group; the process groups of a world are destroyed together."""
     _PATIENT_GROUP.clear()
 
 
 def _patient_group() -> Any:
-    """None, the usual one, where nobody has opened it."""
+    """The group; None, the default one, if it is not open."""
     return _PATIENT_GROUP[0] if _PATIENT_GROUP else None
 
 
-def from_first(world: World, action: Callable[[], T]) -> T:
-    """What the first rank's action returns, on every rank; its refusal is everyone's."""
+def run_on_rank_zero(world: World, action: Callable[[], T]) -> T:
+    """Runs the action on rank zero; its result is returned, or its AlignError raised, on all."""
     result: Any = _outcome(action) if world.rank == 0 else None
     if world.size > 1:
         box = [result]
@@ -193,8 +193,8 @@ def from_first(world: World, action: Callable[[], T]) -> T:
     return opened
 
 
-def together(world: World, action: Callable[[], T]) -> T:
-    """What the action returns on this rank; one rank's refusal is everyone's."""
+def run_on_all_ranks(world: World, action: Callable[[], T]) -> T:
+    """Runs the action on every rank; an AlignError of one rank is raised on all."""
     own = _outcome(action)
     refusal = own if isinstance(own, _Refused) else None
     for other in gathered(world, refusal):
@@ -203,7 +203,7 @@ def together(world: World, action: Callable[[], T]) -> T:
 
 
 def gathered(world: World, mine: T) -> list[T]:
-    """What every rank passes, in the order of ranks."""
+    """The values that the ranks pass, in the order of ranks."""
     if world.size == 1:
         return [mine]
     every: list[Any] = [None] * world.size
@@ -237,7 +237,7 @@ _STORE: Any = vars(distributed)["TCPStore"]  # its stub exports no stores
 
 @contextmanager
 def heartbeat(world: World) -> Iterator[None]:
-    """Beats as long as the block runs; where another rank does not, this process ends."""
+    """Beats while the block runs; ends this process if another rank stops beating."""
     if world.size == 1:
         yield
         return
@@ -256,7 +256,7 @@ def heartbeat(world: World) -> Iterator[None]:
 
 
 class Pulse:
-    """What one rank tells the others, and when it last heard of them."""
+    """The heartbeat of one rank, and when it last heard of the others."""
 
     def __init__(self, world: World) -> None:
         self.over = threading.Event()
@@ -270,7 +270,7 @@ class Pulse:
         self._count = 0  # the beats of the rank before this one
 
     def beat(self) -> None:
-        """Talks to the store; while that is away it asks again, and `watch` counts the time."""
+        """Exchanges beats with the store; retries while it is away, and `watch` counts the time."""
         store = None
         while not self._is_over_after_nap("_beat_changed"):
             try:
@@ -284,7 +284,7 @@ class Pulse:
             self._leave(store)
 
     def watch(self) -> None:
-        """Looks at the clock alone, so that nothing can keep it."""
+        """Watches the clock only, so that nothing can block it."""
         while not self._is_over_after_nap("_store_answered"):
             if time.monotonic() - self._store_answered <= LOST_SECONDS:
                 continue
@@ -295,7 +295,7 @@ class Pulse:
             return
 
     def _is_over_after_nap(self, clock: str) -> bool:
-        """Waits a little; who was stopped meanwhile, as by Ctrl-Z, knows nothing of that time."""
+        """Sleeps a little; time in which the process was stopped, as by Ctrl-Z, does not count."""
         began = time.monotonic()
         is_over = self.over.wait(BEAT_SECONDS)
         if (slept := time.monotonic() - began) > LOST_SECONDS / 4:

@@ -1,4 +1,4 @@
-"""One pass over a cache: what its rows are, how long, and on which side of the split."""
+"""The index of a cache, from one pass: kinds and lengths of its rows, and their split."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def build_index(
 
 @contextmanager
 def naming_unit(unit: int) -> Iterator[None]:
-    """Puts the unit's number before what is said of a damaged file."""
+    """Adds the unit's number to the message of a damaged file."""
     try:
         yield
     except CorruptionError as error:
@@ -90,7 +90,7 @@ class GroupRows:
 
 
 def read_group(group: pa.Table, reading: Reading, source: str) -> GroupRows:
-    """What the columns of one row group say; the table may be a slice of another."""
+    """Reads the columns of one row group; the table may be a slice of another."""
     prompt_lengths, keys = (number_column(group, name) for name in ("prompt_tokens", "split_key"))
     tokens, roles = list_column(group, "num_tokens"), list_column(group, "role")
     scores = list_column(group, "score")
@@ -124,14 +124,14 @@ def read_group(group: pa.Table, reading: Reading, source: str) -> GroupRows:
 
 
 def _longest(table: RowTable, lengths: NDArray[np.int32]) -> int:
-    """Of all branches that are read, mismatched ones too, each behind the prompt of its row."""
+    """The length of the longest prompt with one of its branches, mismatched ones included."""
     prompts = np.repeat(table.prompt_tokens, np.diff(table.branch_offsets))
     behind = np.column_stack([lengths, table.mismatched_tokens]).max(axis=1, initial=0)
     return int((prompts + behind).max(initial=0))
 
 
 def _missing(group: pa.Table, picked: Selection, reading: Reading) -> dict[str, int]:
-    """Stored rows that are read and have no number where the method needs one."""
+    """How many rows lack a number that the method needs, by column."""
     missing = {}
     if reading.needs_scores:
         branches = ~np.isfinite(picked.scores)
@@ -166,7 +166,7 @@ class _Found:
         if len(self.levels) > 1:
             raise CorruptionError(
                 f"row group {place.group} has {rows.levels} mismatched completions a branch, "
-                "those before it another number. Make the cache anew."
+                "those before it another number. Make the cache again."
             )
         self.train.append(rows.table.within_group(np.flatnonzero(~rows.is_held_out)))
         self.held_out.append(rows.table.within_group(np.flatnonzero(rows.is_held_out)))
@@ -216,7 +216,7 @@ class RowTable:
 
     @property
     def nbytes(self) -> int:
-        """What it takes in memory."""
+        """Its size in memory."""
         return sum(column.nbytes for column in vars(self).values())
 
     def group_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -265,7 +265,7 @@ class RowTable:
 
 
 def held_out(split_keys: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
-    """A prompt's own key decides, so it stands on the same side in every cache that holds it.
+    """Splits by the prompt's own key, so a prompt is on the same side in every cache.
 
     Prompts that differ in nothing but white space, the system message, tools and options of the
     template have one key.

@@ -1,6 +1,6 @@
 """Rows of one kind of data as another kind of method reads them.
 
-A score that cannot be told from its threshold makes no label, and two that lie no further apart
+A score too close to its threshold makes no label, and two that lie no further apart
 than the least gap make no pair: what nobody judged is not learned. Of equal scores the completion
 that is stored first is the better one.
 
@@ -25,7 +25,7 @@ from ...schemas.rows import Role, offsets_of
 
 
 class StoredKind(IntEnum):
-    """What a row was stored as."""
+    """The kind of a stored row."""
 
     PAIRED = 0
     UNPAIRED = 1
@@ -34,7 +34,7 @@ class StoredKind(IntEnum):
 
 @dataclass(frozen=True)
 class Own:
-    """Own branches of some rows, row by row; no row is without one."""
+    """Own branches of some rows, row by row; every row has at least one."""
 
     rows: NDArray[np.int64]  # (rows,) the stored row each is made of, rising
     offsets: NDArray[np.int64]  # (rows + 1,)
@@ -49,7 +49,7 @@ class Own:
 
     @property
     def row_of(self) -> NDArray[np.int64]:
-        """Of each branch, which of these rows it belongs to."""
+        """The row of each branch."""
         return np.repeat(np.arange(len(self.rows)), self.counts)
 
     @property
@@ -77,7 +77,7 @@ class Own:
 
     @staticmethod
     def joined(parts: Sequence[Own]) -> Own:
-        """The rows of several in stored order."""
+        """Joins several, rows in stored order."""
         counts = np.concatenate([part.counts for part in parts])
         rows = np.concatenate([part.rows for part in parts])
         order = np.argsort(rows, kind="stable")
@@ -128,7 +128,7 @@ def labels_of_scores(own: Own, rules: ScoreRules) -> Own:
 
 
 def candidates(own: Own, rules: ScoreRules) -> Own:
-    """With the data's scores; in a row that lacks one, 1 for good branches and less for others."""
+    """With the data's scores; a row that lacks one gets 1 for good branches and less for others."""
     lacks = np.repeat(~own.is_scored, own.counts)
     is_good = np.isin(own.roles, (Role.CHOSEN, Role.DESIRABLE))
     assumed = np.where(is_good, 1.0, rules.bad_score)
@@ -137,12 +137,12 @@ def candidates(own: Own, rules: ScoreRules) -> Own:
 
 
 def scored_candidates(own: Own, _: ScoreRules) -> Own:
-    """With their scores, as far as the data gives any."""
+    """All branches, with the scores that the data has."""
     return replace(own, roles=np.full_like(own.roles, Role.CANDIDATE))
 
 
 def good_ones(own: Own, _: ScoreRules) -> Own:
-    """What was chosen or desirable."""
+    """The chosen or desirable branches."""
     good = own.keep(np.isin(own.roles, (Role.CHOSEN, Role.DESIRABLE)))
     return _with_labels(good, np.ones(len(good.places), dtype=np.bool_))
 
@@ -156,7 +156,7 @@ def best_ones(own: Own, _: ScoreRules) -> Own:
 
 
 def unchanged(own: Own, _: ScoreRules) -> Own:
-    """As they are stored."""
+    """The branches as they are stored."""
     return own
 
 
@@ -229,7 +229,7 @@ Threshold: TypeAlias = Literal["mean", "median"] | float
 
 @dataclass(frozen=True)
 class ScoreRules:
-    """How completions with scores become pairs, or get labels."""
+    """How scored completions become pairs or labels."""
 
     pairs: Literal["best_worst", "all"] = "best_worst"
     min_gap: float = 0.0  # scores of a pair are further apart than this

@@ -1,4 +1,4 @@
-"""The order of an epoch's rows, told by arithmetic: no array of all rows is ever made.
+"""The order of an epoch's rows, by arithmetic: no array of all rows is ever made.
 
 Row groups are permuted and taken in windows; inside a window rows are permuted. So a reader holds
 a window, and what stands at a position costs a search among the windows and one window's sort.
@@ -63,7 +63,7 @@ class Order:
 
 
 def shuffled_order(group_offsets: NDArray[np.int64], *, seed: int, epoch: int) -> Order:
-    """The order of one epoch: how rows lie in their groups decides it, and not their log-probs."""
+    """The order of one epoch; it depends on how rows are grouped, not on their log-probs."""
     key = key_of("order of rows", seed, epoch)
     groups = shuffled(_filled(group_offsets), key_of("order of row groups", seed, epoch))
     return _order(group_offsets, groups, key)
@@ -96,7 +96,7 @@ def key_of(*parts: str | int) -> int:
 
 
 def shuffled(numbers: NDArray[np.int64], key: int) -> NDArray[np.int64]:
-    """The same distinct numbers in an order that only they and the key decide."""
+    """The numbers in an order that depends on them and the key only."""
     return numbers[np.argsort(_mixed(numbers, key))]
 
 

@@ -1,4 +1,4 @@
-"""The caches of a run as the loop sees them: steps, read in a background thread."""
+"""The feed of the training loop: steps of a cache, read in a background thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...schemas.batches import Cursor, StepBatch, StepSize
-from .row_buffer import Piece, Shelf, fill_shelf, read_pieces, step_batch
+from .row_buffer import Piece, RowBuffer, fill_buffer, read_pieces, step_batch
 from .step_plan import FeedSettings, Pass, StepPlan, evaluation_pass, num_steps, training_pass
 from .train_source import TrainSource
 
@@ -22,7 +22,7 @@ Steps = AbstractContextManager[Iterator[StepBatch]]
 
 @dataclass(frozen=True)
 class CacheFeed:
-    """Rows to learn from, and rows held out of them or of another cache."""
+    """Training rows, and rows held out of them or of another cache."""
 
     source: TrainSource
     held_out_source: TrainSource
@@ -47,7 +47,7 @@ class CacheFeed:
         return stream(self.source, self.settings, start=start)
 
     def held_out(self) -> AbstractContextManager[Iterator[StepBatch]]:
-        """This rank's batches of the rows nothing is learned from."""
+        """This rank's batches of the held-out rows."""
         return eval_stream(self.held_out_source, self.settings)
 
 
@@ -65,7 +65,7 @@ def stream(source: TrainSource, settings: FeedSettings, *, start: Cursor) -> Ste
 
 
 def eval_stream(source: TrainSource, settings: FeedSettings) -> Steps:
-    """One pass over the held-out rows, the same each time it is asked for."""
+    """One pass over the held-out rows, the same each time."""
     once = evaluation_pass(source.index.held_out, settings)
     return _streamed(source, settings, _loads(source, once, 0))
 
@@ -76,7 +76,7 @@ class _Load:
 
     one_pass: Pass
     plans: list[StepPlan]
-    shelf: Shelf
+    buffer: RowBuffer
 
 
 @contextmanager
@@ -93,7 +93,7 @@ def _streamed(
 def _batches(loads: Iterator[_Load], rank: int) -> Iterator[StepBatch]:
     for load in loads:
         for plan in load.plans:
-            yield step_batch(plan, load.shelf, load.one_pass.table, rank=rank)
+            yield step_batch(plan, load.buffer, load.one_pass.table, rank=rank)
         del load  # before the next is asked for: memory holds one in use
 
 
@@ -106,7 +106,7 @@ def _loads_of_epochs(source: TrainSource, settings: FeedSettings, start: Cursor)
 
 
 def _loads(source: TrainSource, one_pass: Pass, first_step: int) -> Iterator[_Load]:
-    """Reads window after window; rows of a step that goes on in the next one are kept for it."""
+    """Reads window after window; rows of a step that continues in the next window are kept."""
     planned, waiting, pieces = first_step, list[StepPlan](), list[Piece]()
     order, size = one_pass.order, one_pass.settings.batch_size
     for window in range(order.window_at(first_step * size), order.num_windows):
@@ -119,7 +119,7 @@ def _loads(source: TrainSource, one_pass: Pass, first_step: int) -> Iterator[_Lo
         pieces += _pieces_of_window(source, one_pass, window, waiting)
         whole = sum(one_pass.end(plan.cursor.step) <= end for plan in waiting)
         if whole:
-            load = _Load(one_pass, waiting[:whole], fill_shelf(source, pieces))
+            load = _Load(one_pass, waiting[:whole], fill_buffer(source, pieces))
             waiting = waiting[whole:]
             pieces = _kept(pieces, _wanted(one_pass, waiting))
             yield load
@@ -180,7 +180,7 @@ class Prefetch(Generic[T]):
         raise StopIteration
 
     def close(self) -> None:
-        """Ends the thread; what it is making at this moment is thrown away."""
+        """Ends the thread; an item in the making is dropped."""
         self._closed.set()
         self._room.release()
         self._thread.join()

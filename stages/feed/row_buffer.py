@@ -1,8 +1,8 @@
-"""The rows of one rank, in memory from when they are read until their steps are run.
+"""Batches of one rank, made from rows that are kept in memory until their steps have run.
 
 A micro-batch keeps its rows in step order. So its branches' places ascend, and with one rank and a
-large budget it is the step itself: what the deal decides is where a row runs, never beside what
-it is summed first.
+large budget it is the step itself: the assignment decides where a row runs, never in which order
+rows are summed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Shelf:
+class RowBuffer:
     """Rows by their numbers, as the method reads them."""
 
     numbers: NDArray[np.int64]  # (rows,) ascending
@@ -52,7 +52,7 @@ class Shelf:
 
 
 def read_pieces(source: TrainSource, table: RowTable, numbers: NDArray[np.int64]) -> list[Piece]:
-    """Reads these rows of a table; a row group is let go as soon as its rows are taken."""
+    """Reads these rows of a table; a row group is freed once its rows are taken."""
     groups = table.group_of(numbers)
     pieces = []
     for group in np.unique(groups).tolist():
@@ -62,12 +62,12 @@ def read_pieces(source: TrainSource, table: RowTable, numbers: NDArray[np.int64]
     return pieces
 
 
-def fill_shelf(source: TrainSource, pieces: Sequence[Piece]) -> Shelf:
+def fill_buffer(source: TrainSource, pieces: Sequence[Piece]) -> RowBuffer:
     """Puts pieces together; there may be none."""
     numbers = np.concatenate([np.empty(0, dtype=np.int64), *(piece.numbers for piece in pieces)])
     order = np.argsort(numbers)
     block = _joined(source, pieces)
-    return Shelf(numbers[order], order, block, row_ids(block.rows).to_pylist())
+    return RowBuffer(numbers[order], order, block, row_ids(block.rows).to_pylist())
 
 
 def _read_group(source: TrainSource, group: int, rows: NDArray[np.int64]) -> ScoredBlock:
@@ -97,14 +97,14 @@ def _no_rows(source: TrainSource) -> ScoredBlock:
         return read_block(file.schema_arrow.empty_table(), source=str(path))
 
 
-def step_batch(plan: StepPlan, shelf: Shelf, table: RowTable, *, rank: int) -> StepBatch:
-    """The share of one rank, all of whose rows lie on the shelf."""
+def step_batch(plan: StepPlan, buffer: RowBuffer, table: RowTable, *, rank: int) -> StepBatch:
+    """The batch of one rank; all of its rows are in the buffer."""
     own_offsets = offsets_of(table.num_branches(plan.rows))
     return StepBatch(
         cursor=plan.cursor,
-        own=tuple(_own_batch(plan, shelf, rows, own_offsets) for rows in plan.own.of_rank(rank)),
+        own=tuple(_own_batch(plan, buffer, rows, own_offsets) for rows in plan.own.of_rank(rank)),
         mismatched=tuple(
-            _mismatched_batch(plan, shelf, plan.paired_rows[trees], own_offsets)
+            _mismatched_batch(plan, buffer, plan.paired_rows[trees], own_offsets)
             for trees in plan.mismatched.of_rank(rank)
         ),
         rows=len(plan.rows),
@@ -119,49 +119,49 @@ def step_batch(plan: StepPlan, shelf: Shelf, table: RowTable, *, rank: int) -> S
 class _Picked:
     """The rows and branches of one micro-batch."""
 
-    rows: NDArray[np.int64]  # (rows,) in the shelf's block
+    rows: NDArray[np.int64]  # (rows,) in the block of the buffer
     counts: NDArray[np.int64]  # (rows,) branches of each
-    branches: NDArray[np.int64]  # (branches,) in the shelf's block, row by row
+    branches: NDArray[np.int64]  # (branches,) in the block of the buffer, row by row
     places: NDArray[np.int64]  # (branches,) in the step
 
 
 def _own_batch(
-    plan: StepPlan, shelf: Shelf, rows: NDArray[np.int64], own_offsets: NDArray[np.int64]
+    plan: StepPlan, buffer: RowBuffer, rows: NDArray[np.int64], own_offsets: NDArray[np.int64]
 ) -> MicroBatch:
     """`rows` are places in the step, ascending."""
-    found, counts = shelf.find(plan.rows[rows]), np.diff(own_offsets)[rows]
+    found, counts = buffer.find(plan.rows[rows]), np.diff(own_offsets)[rows]
     picked = _Picked(
         rows=found,
         counts=counts,
-        branches=joined_ranges(shelf.block.rows.branch_offsets[found], counts),
+        branches=joined_ranges(buffer.block.rows.branch_offsets[found], counts),
         places=joined_ranges(own_offsets[rows], counts),
     )
-    return _micro_batch(shelf, picked)
+    return _micro_batch(buffer, picked)
 
 
 def _mismatched_batch(
-    plan: StepPlan, shelf: Shelf, rows: NDArray[np.int64], own_offsets: NDArray[np.int64]
+    plan: StepPlan, buffer: RowBuffer, rows: NDArray[np.int64], own_offsets: NDArray[np.int64]
 ) -> MicroBatch:
     """`rows` are places in the step, ascending; each has a pair at least."""
     places = np.flatnonzero(np.isin(plan.pairs.rows, rows))
     pairs = plan.pairs.take(places)
-    found = shelf.find(plan.rows[rows])
+    found = buffer.find(plan.rows[rows])
     row_of_pair = found[np.searchsorted(rows, pairs.rows)]
     num_own = np.diff(own_offsets)[pairs.rows]
-    first = shelf.block.rows.branch_offsets[row_of_pair]
+    first = buffer.block.rows.branch_offsets[row_of_pair]
     picked = _Picked(
         rows=found,
         counts=np.diff(np.append(np.searchsorted(pairs.rows, rows), len(pairs))),
         branches=first + (1 + pairs.levels) * num_own + pairs.branches,
         places=places,
     )
-    return _micro_batch(shelf, picked)
+    return _micro_batch(buffer, picked)
 
 
-def _micro_batch(shelf: Shelf, picked: _Picked) -> MicroBatch:
-    rows, branches = shelf.block.rows, picked.branches
-    kept = shelf.block.token_logps
-    # Copies of what it needs: a batch that somebody keeps must not keep the whole shelf alive.
+def _micro_batch(buffer: RowBuffer, picked: _Picked) -> MicroBatch:
+    rows, branches = buffer.block.rows, picked.branches
+    kept = buffer.block.token_logps
+    # Copies: a batch that is kept must not keep the whole buffer alive.
     prompts, completions = rows.prompts.take(picked.rows), rows.completions.take(branches)
     ends = np.cumsum(picked.counts).tolist()
     starts = [0, *ends[:-1]]
@@ -171,10 +171,10 @@ def _micro_batch(shelf: Shelf, picked: _Picked) -> MicroBatch:
             for prompt, start, end in zip(prompts, starts, ends, strict=False)
         ),
         roles=rows.roles[branches],
-        reference=shelf.block.logps[branches],
+        reference=buffer.block.logps[branches],
         scores=rows.scores[branches],
         places=picked.places,
         reference_tokens=None if kept is None else kept.take(branches),
         carried={name: column[picked.rows] for name, column in rows.carried.items()},
-        row_ids=tuple(shelf.row_ids[row] for row in picked.rows.tolist()),
+        row_ids=tuple(buffer.row_ids[row] for row in picked.rows.tolist()),
     )

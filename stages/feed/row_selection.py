@@ -1,4 +1,4 @@
-"""Which branches of stored rows a method reads, as what, and their tokens."""
+"""Selects the branches of stored rows that a method reads, their roles and their tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .conversions import CONVERSIONS, Own, Reading, StoredKind, joined_ranges
 
 @dataclass(frozen=True)
 class KindCounts:
-    """Of the stored rows of one kind, and of what is made of them."""
+    """Counts of the stored rows of one kind, and of the rows made from them."""
 
     stored: int = 0
     read: int = 0  # of the stored ones
@@ -127,14 +127,14 @@ def _require(good: bool, source: str) -> None:
     if not good:
         raise CorruptionError(
             f"{source} holds rows whose branches fit no kind of data. "
-            "Restore it from a copy, or make the cache anew."
+            "Restore it from a copy, or make the cache again."
         )
 
 
 def as_read(
     block: ScoredBlock, rows: NDArray[np.int64], *, reading: Reading, source: str
 ) -> ScoredBlock:
-    """Of the rows that a method reads of a row group those at `rows`, laid out as stored ones are.
+    """The rows at `rows` among those that a method reads of a row group, laid out as stored.
 
     Only their own branches are in it, and the mismatches of these where any are read.
     """

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FeedSettings:
-    """How a source is cut into steps; the last three lines change no result."""
+    """How a source is cut into steps; the last three fields change no result."""
 
     seed: int
     epochs: int
@@ -60,10 +60,10 @@ class StepPlan:
 
     cursor: Cursor
     rows: NDArray[np.int64]  # (rows,) row numbers in step order
-    own: Deal  # of these rows
+    own: BatchAssignment  # of these rows
     pairs: MismatchedPairs
     paired_rows: NDArray[np.int64]  # (trees,) places in the step of the rows that have pairs
-    mismatched: Deal  # of these trees
+    mismatched: BatchAssignment  # of these trees
 
     def rows_of_rank(self, rank: int) -> NDArray[np.int64]:
         """The row numbers a rank has to read."""
@@ -75,7 +75,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class Pass:
-    """One way through the rows of a table: an epoch, or an evaluation."""
+    """One pass over the rows of a table: an epoch, or an evaluation."""
 
     table: RowTable
     order: Order
@@ -89,7 +89,7 @@ class Pass:
         return min((step + 1) * self.settings.batch_size, len(self.order))
 
     def size(self) -> StepSize:
-        """All of its steps taken together."""
+        """The size of all its steps."""
         rows = self.order.rows(0, self.end(self.num_steps - 1))
         return StepSize(
             rows=len(rows),
@@ -118,15 +118,15 @@ class Pass:
         return StepPlan(
             cursor=Cursor(self.epoch, step),
             rows=rows,
-            own=self._deal(own_lengths),
+            own=self._assign(own_lengths),
             pairs=pairs,
             paired_rows=trees,
-            mismatched=self._deal(lengths),
+            mismatched=self._assign(lengths),
         )
 
-    def _deal(self, lengths: NDArray[np.int64]) -> Deal:
+    def _assign(self, lengths: NDArray[np.int64]) -> BatchAssignment:
         settings = self.settings
-        return deal(
+        return assign_batches(
             lengths,
             world_size=settings.world.size,
             budget=settings.tokens_per_batch,
@@ -169,33 +169,35 @@ def evaluation_pass(table: RowTable, settings: FeedSettings) -> Pass:
 
 
 def num_steps(rows: int, batch_size: int, limit: int) -> int:
-    """Steps it takes; the last one may hold fewer rows, and none is repeated to fill it."""
+    """The number of steps; the last one may have fewer rows, and no row is repeated."""
     steps = -(-rows // batch_size)
     return min(steps, limit) if limit else steps
 
 
 @dataclass(frozen=True)
-class Deal:
-    """Where each sequence runs."""
+class BatchAssignment:
+    """The rank and micro-batch of each sequence."""
 
     ranks: NDArray[np.int64]  # (sequences,)
     turns: NDArray[np.int64]  # (sequences,) which micro-batch of the rank
     num_turns: int  # of every rank
 
     def of_rank(self, rank: int) -> list[NDArray[np.int64]]:
-        """The sequences of each micro-batch, ascending: their order owes nothing to the deal."""
+        """The sequences of each micro-batch, ascending whatever the assignment."""
         mine = np.flatnonzero(self.ranks == rank)
         return [mine[self.turns[mine] == turn] for turn in range(self.num_turns)]
 
 
-def deal(lengths: NDArray[np.int64], *, world_size: int, budget: int, pads: bool) -> Deal:
+def assign_batches(
+    lengths: NDArray[np.int64], *, world_size: int, budget: int, pads: bool
+) -> BatchAssignment:
     """No micro-batch has more than `budget` tokens, unless it is one sequence that has.
 
     `pads`: a micro-batch costs its longest sequence times their number, else their sum.
     """
     if not len(lengths):
         none = np.empty(0, dtype=np.int64)
-        return Deal(none, none, 0)
+        return BatchAssignment(none, none, 0)
     bins = (_alike if pads else _even)(lengths, world_size, budget)
     loads = np.zeros(bins.count, dtype=np.int64)
     if pads:
@@ -204,7 +206,7 @@ def deal(lengths: NDArray[np.int64], *, world_size: int, budget: int, pads: bool
     else:
         np.add.at(loads, bins.of, lengths)
     ranks, turns = _rounds(loads, world_size)
-    return Deal(ranks[bins.of], turns[bins.of], bins.count // world_size)
+    return BatchAssignment(ranks[bins.of], turns[bins.of], bins.count // world_size)
 
 
 @dataclass(frozen=True)
@@ -214,7 +216,7 @@ class _Bins:
 
 
 def _even(lengths: NDArray[np.int64], world_size: int, budget: int) -> _Bins:
-    """As few bins as it takes, filled evenly: the longest first, each into the emptiest."""
+    """The fewest bins that fit, filled evenly: longest first, each into the emptiest."""
     order = np.argsort(-lengths, kind="stable").tolist()
     filled = int(np.minimum(lengths, budget).sum())
     alone = int((2 * lengths > budget).sum())
@@ -241,7 +243,7 @@ def _into_emptiest(
 
 
 def _alike(lengths: NDArray[np.int64], world_size: int, budget: int) -> _Bins:
-    """Sequences of like length together, under the least budget that takes no more turns."""
+    """Groups sequences of similar length, under the smallest budget that needs no more turns."""
     order = np.argsort(-lengths, kind="stable")
     sizes = lengths[order].tolist()
     turns = -(-len(_starts(sizes, budget)) // world_size)
@@ -259,7 +261,7 @@ def _alike(lengths: NDArray[np.int64], world_size: int, budget: int) -> _Bins:
 
 
 def _starts(sizes: list[int], budget: int) -> list[int]:
-    """Where bins begin in a falling list of sizes, each as full as it goes."""
+    """The start of each bin in a descending list of sizes, filled greedily."""
     starts = []
     start = 0
     while start < len(sizes):
@@ -271,7 +273,7 @@ def _starts(sizes: list[int], budget: int) -> list[int]:
 def _rounds(
     loads: NDArray[np.int64], world_size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The rank and turn of each bin: one each a round, the largest to whom has least so far."""
+    """The rank and turn of each bin: each round gives the largest to the least loaded rank."""
     order = np.argsort(-loads, kind="stable")
     ranks, turns = np.empty_like(order), np.empty_like(order)
     so_far = np.zeros(world_size, dtype=np.int64)

@@ -1,6 +1,6 @@
-"""Finished caches, opened for one kind of method, with what a person should know of them.
+"""Opens finished caches for one kind of method, with notes on their rows.
 
-That is what becomes what, what is left out, and which prompts are learned from and measured by at
+That is what becomes what, what is left out, and which prompts are trained and measured on at
 once, or nearly so.
 """
 
@@ -31,7 +31,7 @@ _SERVE = {
 
 @dataclass(frozen=True)
 class TrainSource:
-    """Which rows there are, and where; their tokens are read when their turn comes."""
+    """The rows of a cache and their places; tokens are read when a step needs them."""
 
     folder: CacheFolder
     manifest: Manifest
@@ -41,12 +41,12 @@ class TrainSource:
 
     @property
     def train_rows(self) -> int:
-        """Rows that are learned from."""
+        """The number of training rows."""
         return len(self.index.train)
 
     @property
     def eval_rows(self) -> int:
-        """Rows that are held out."""
+        """The number of held-out rows."""
         return len(self.index.held_out)
 
     @property
@@ -61,7 +61,7 @@ class TrainSource:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Rows of each kind of data and what is made of them, by names fit for a record."""
+        """Counts of the rows of each kind and of what they become, by name."""
         return {
             f"rows.{kind.name.lower()}.{name}": count
             for kind, counts in self.index.kinds.items()
@@ -112,7 +112,7 @@ def _require_rows(source: TrainSource) -> None:
 
 
 def _require_columns(folder: CacheFolder, manifest: Manifest, reading: Reading) -> None:
-    """Every shard of a cache has the columns of the first one."""
+    """Refuses a cache without the columns that the method needs, by its first shard."""
     if not (reading.columns and manifest.shards):
         return
     with open_shard(folder.data / manifest.shards[0].file) as file:
@@ -132,19 +132,19 @@ def _require_numbers(source: TrainSource) -> None:
         raise UsageError(
             f"The method reads scores, and in {scoreless:,} rows of {root} a completion has none. "
             "Score the data with `align score`, or give their scores in the column 'scores' "
-            "(of pairs: 'chosen_score' and 'rejected_score'), and make the cache anew; nothing "
+            "(of pairs: 'chosen_score' and 'rejected_score'), and make the cache again; nothing "
             "is scored by the reference twice."
         )
     for name in source.reading.columns:
         if missing[name]:
             raise UsageError(
                 f"{missing[name]:,} rows of {root} have no number in their column {name!r}, which "
-                "the method reads. Fill it in the data, and make the cache anew."
+                "the method reads. Fill it in the data, and make the cache again."
             )
 
 
 def _notes(index: Index, reading: Reading) -> tuple[str, ...]:
-    notes = list(told(index.kinds, reading))
+    notes = list(conversion_notes(index.kinds, reading))
     rows = len(index.train)
     if rows and reading.eval_fraction and not len(index.held_out):
         notes.append(f"eval_fraction {reading.eval_fraction} holds out none of {rows:,} rows.")
@@ -164,8 +164,8 @@ STORED = {
 }
 
 
-def told(kinds: Mapping[StoredKind, KindCounts], reading: Reading) -> Iterator[str]:
-    """A sentence for everything that is not simply read as it is stored."""
+def conversion_notes(kinds: Mapping[StoredKind, KindCounts], reading: Reading) -> Iterator[str]:
+    """A sentence for each kind of rows that is converted or left out."""
     total = sum(counts.stored for counts in kinds.values())
     for kind, counts in sorted(kinds.items()):
         if kind in CONVERSIONS[reading.kind]:
@@ -204,7 +204,7 @@ def _converted(kind: StoredKind, counts: KindCounts, reading: Reading) -> Iterat
 
 
 def _become(kind: StoredKind, counts: KindCounts, reading: Reading) -> str:
-    """What rows of a kind are read as; empty where that is what they are."""
+    """What rows of a kind are converted to; empty if they are not."""
     rules = reading.rules
     which = {
         "best_worst": "the best against the worst",
@@ -247,11 +247,11 @@ _COLUMNS = ("split_key", "prompt_sketch")
 
 @dataclass(frozen=True)
 class Overlap:
-    """What the prompts that are measured by have in common with those that are learned from."""
+    """How many held-out prompts are in the training data."""
 
     held_out: int  # different prompts that are measured by
-    shared: int  # of them: learned from as well
-    near: int  # of the others: nearly the same as one that is learned from
+    shared: int  # of them: in the training data as well
+    near: int  # of the others: nearly the same as one in the training data
 
 
 def overlap(source: TrainSource, held_out_source: TrainSource) -> Overlap:
@@ -286,7 +286,7 @@ def count_near(sketches: NDArray[np.uint64], others: NDArray[np.uint64]) -> int:
 def _near_in_band(
     sketches: NDArray[np.uint64], others: NDArray[np.uint64], first_bit: int, bits: int
 ) -> NDArray[np.bool_]:
-    """Which are near to one of the others with which they share this group of bits."""
+    """Which are near one of the others with the same bits in this band."""
     mask = np.uint64((1 << bits) - 1)
     bands = (others >> np.uint64(first_bit)) & mask
     order = np.argsort(bands, kind="stable")

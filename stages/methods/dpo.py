@@ -91,8 +91,10 @@ class DiscopopOptions:
 
 def dpo(branches: Branches, _: Step, options: DpoOptions | CdpoOptions) -> LossOutput:
     """-(1 - e) LS(x) - e LS(-x), DPO and, for e > 0, cDPO (https://arxiv.org/abs/2305.18290)."""
-    pairs = pairs_of(branches)
-    losses = smoothed(pairs.scaled_margins(options.beta), options.label_smoothing)
+    pairs, beta, e = pairs_of(branches), options.beta, options.label_smoothing
+    d = pairs.chosen.ratios - pairs.rejected.ratios
+    x = beta * d if pairs.wanted is None else beta * d - pairs.wanted
+    losses = -(1 - e) * logsigmoid(x) - e * logsigmoid(-x)
     return referenced_output(pairs, losses, options)
 
 

@@ -11,7 +11,16 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from ...schemas.config import option
-from ...schemas.methods import Branches, Labels, LossOutput, Method, Settled, Step, beta, number
+from ...schemas.methods import (
+    Branches,
+    Labels,
+    LossOutput,
+    Method,
+    ResolvedOptions,
+    Step,
+    beta,
+    number,
+)
 from .modifiers import CLAMPS
 from .rewards import RATIOS, Labelled, labelled_of
 
@@ -27,18 +36,18 @@ def weight(label: str) -> Any:
     )
 
 
-def settle_weights(options: Any, labels: Labels) -> Settled:
+def resolve_weights(options: Any, labels: Labels) -> ResolvedOptions:
     """Turns `auto` into numbers, and warns of weights that leave one label too light."""
     if not (labels.desirable and labels.undesirable):
         only = "desirable" if labels.desirable else "undesirable"
-        return Settled(
+        return ResolvedOptions(
             _weighted(
                 options, _or_one(options.desirable_weight), _or_one(options.undesirable_weight)
             ),
             (f"All training rows are {only}: a contrast cannot be learned from them.",),
         )
-    settled = _weighted(options, *_resolved(options, labels))
-    return Settled(settled, _advice(settled, labels))
+    resolved = _weighted(options, *_resolved(options, labels))
+    return ResolvedOptions(resolved, _advice(resolved, labels))
 
 
 def _resolved(options: Any, labels: Labels) -> tuple[float, float]:
@@ -165,8 +174,8 @@ def _mean(values: Tensor) -> Tensor:
 
 def _weights(labelled: Labelled, options: KtoOptions | KtoZeroOptions) -> Tensor:
     desirable, undesirable = options.desirable_weight, options.undesirable_weight
-    assert desirable != "auto", "settle() comes before the first step"
-    assert undesirable != "auto", "settle() comes before the first step"
+    assert desirable != "auto", "resolve_auto() comes before the first step"
+    assert undesirable != "auto", "resolve_auto() comes before the first step"
     return labelled.weights(desirable, undesirable)
 
 
@@ -182,7 +191,7 @@ KTO = Method(
     items="branches",
     needs=frozenset({"reference", "mismatched"}),
     modifiers=CLAMPS | {"row_weight"},
-    settle=settle_weights,
+    resolve_auto=resolve_weights,
 )
 KTO_LOGSIGMOID = Method(
     name="kto_logsigmoid",
@@ -196,7 +205,7 @@ KTO_LOGSIGMOID = Method(
     items="branches",
     needs=frozenset({"reference", "mismatched"}),
     modifiers=CLAMPS | {"row_weight"},
-    settle=settle_weights,
+    resolve_auto=resolve_weights,
 )
 KTO_ZERO = Method(
     name="kto_zero",
@@ -210,7 +219,7 @@ KTO_ZERO = Method(
     items="branches",
     needs=frozenset({"reference"}),
     modifiers=frozenset({"row_weight"}),
-    settle=settle_weights,
+    resolve_auto=resolve_weights,
 )
 APO_ZERO_UNPAIRED = Method(
     name="apo_zero_unpaired",
@@ -242,7 +251,7 @@ def bco(branches: Branches, step: Step, options: BcoOptions) -> LossOutput:
     branches are not weighed by how much their prompts resemble those of desirable ones (UDM).
     """
     labelled = labelled_of(branches)
-    delta = branches.logps.new_tensor(_mean_of(step.memory))
+    delta = branches.logps.new_tensor(_mean_of(step.state))
     rewards = options.beta * labelled.ratios
     losses = -logsigmoid(labelled.signs * (rewards - delta))
     # Once per item, so that its mean over the step is itself.
@@ -255,18 +264,18 @@ def survey_rewards(branches: Branches, options: BcoOptions) -> dict[str, Tensor]
     return {"rewards": options.beta * branches.ratios.detach()}
 
 
-def remember_rewards(
-    memory: tuple[float, ...], surveyed: Mapping[str, Tensor]
+def update_mean_reward(
+    state: tuple[float, ...], surveyed: Mapping[str, Tensor]
 ) -> tuple[float, ...]:
     """How many rewards were seen, and their mean."""
-    rewards, mean = surveyed["rewards"], _mean_of(memory)
-    count = (memory[0] if memory else 0.0) + len(rewards)
+    rewards, mean = surveyed["rewards"], _mean_of(state)
+    count = (state[0] if state else 0.0) + len(rewards)
     # Differences first: sums of many steps would lose the last digits of a mean near zero.
     return (count, mean + (rewards - mean).sum().item() / max(1.0, count))
 
 
-def _mean_of(memory: tuple[float, ...]) -> float:
-    return memory[1] if memory else 0.0
+def _mean_of(state: tuple[float, ...]) -> float:
+    return state[1] if state else 0.0
 
 
 BCO = Method(
@@ -281,6 +290,6 @@ BCO = Method(
     items="branches",
     needs=frozenset({"reference"}),
     survey=survey_rewards,
-    remember=remember_rewards,
+    update_state=update_mean_reward,
     modifiers=frozenset({"row_weight"}),
 )

@@ -127,7 +127,7 @@ def _losses(method: Method, given: Mapping[str, Any]) -> Tensor:
     if method.rows == "labelled":
         good = int((tensors["labels"] > 0).sum())
         labels = Labels(good, len(tensors["labels"]) - good)
-        options = method.settle(options, labels).options
+        options = method.resolve_auto(options, labels).options
     return _computed(method, options, tensors)
 
 
@@ -206,7 +206,7 @@ def _step(method: Method, branches: Branches, options: Any, tensors: Mapping[str
         chosen_tokens=int(branches.num_tokens[is_good].sum()),
         mismatched=mismatched,
         surveyed=surveyed,
-        memory=method.remember((), surveyed) if method.remember else (),
+        state=method.update_state((), surveyed) if method.update_state else (),
     )
 
 
@@ -214,7 +214,7 @@ def _step(method: Method, branches: Branches, options: Any, tensors: Mapping[str
 def _reads_lengths(method: Method, options: Any) -> bool:
     """Whether the loss changes with the lengths of completions, found by trying."""
     if method.rows == "labelled":
-        options = method.settle(options, Labels(1, 1)).options
+        options = method.resolve_auto(options, Labels(1, 1)).options
     values = {
         name: torch.tensor([-3.0, -7.0], dtype=torch.float64) - index**2
         for index, name in enumerate(_tensors(method))

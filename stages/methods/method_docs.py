@@ -95,18 +95,18 @@ def render_table(methods: Sequence[Method]) -> str:
 
 def render_method(method: Method) -> str:
     """One method with what each option means."""
-    told = describe(method)
+    description = describe(method)
     facts = {
-        "loss": told.formula,
-        "": f"mean over all {told.mean_over} of an optimizer step",
-        "rewards": told.rewards or "none",
+        "loss": description.formula,
+        "": f"mean over all {description.mean_over} of an optimizer step",
+        "rewards": description.rewards or "none",
         "rows": ROWS[method.rows],
-        "needs": _needs(told),
-        "use": told.use,
-        "source": told.source,
+        "needs": _needs(description),
+        "use": description.use,
+        "source": description.source,
     }
-    lines = [told.name, *(_wrapped(f"  {name:<9}", text) for name, text in facts.items())]
-    options = [_option_lines(option) for option in told.options]
+    lines = [description.name, *(_wrapped(f"  {name:<9}", text) for name, text in facts.items())]
+    options = [_option_lines(option) for option in description.options]
     head = "options, as --set method.NAME=VALUE" if options else "no options"
     legend = textwrap.fill(LEGEND, WIDTH)
     return "\n".join([*lines, "", head, *options, "", legend, ""])
@@ -133,16 +133,18 @@ def _values(hint: Any, field: dataclasses.Field[Any]) -> str:
 
 
 def _entries(methods: Sequence[Method]) -> Iterable[str]:
-    for told in map(describe, methods):
-        defaults = ", ".join(f"{option.name} {_shown(option.default)}" for option in told.options)
-        yield f"  {told.name:<18}{told.formula}"
-        yield _wrapped(" " * 20, f"needs {_needs(told)}; {defaults or 'no options'}")
-        yield f"{'':20}{told.source}"
+    for description in map(describe, methods):
+        defaults = ", ".join(
+            f"{option.name} {_shown(option.default)}" for option in description.options
+        )
+        yield f"  {description.name:<18}{description.formula}"
+        yield _wrapped(" " * 20, f"needs {_needs(description)}; {defaults or 'no options'}")
+        yield f"{'':20}{description.source}"
 
 
-def _needs(told: Description) -> str:
-    names = [NEEDS[name] for name in told.needs]
-    heads = [HEADS[told.head]] if told.head in HEADS else []
+def _needs(description: Description) -> str:
+    names = [NEEDS[name] for name in description.needs]
+    heads = [HEADS[description.head]] if description.head in HEADS else []
     return " and ".join([*names, *heads]) or "no reference"
 
 
@@ -165,9 +167,13 @@ _HEAD = ("method", "loss of a row, completion or token", "reads", "options")
 def markdown_table(methods: Iterable[Method]) -> str:
     """One line a method, in the order of the table."""
     lines = [_line(_HEAD), _line(["---"] * len(_HEAD))]
-    for told in map(describe, methods):
-        options = ", ".join(f"{option.name} {_cell(option.default)}" for option in told.options)
-        lines.append(_line([f"`{told.name}`", f"`{told.formula}`", told.rows, options]))
+    for description in map(describe, methods):
+        options = ", ".join(
+            f"{option.name} {_cell(option.default)}" for option in description.options
+        )
+        lines.append(
+            _line([f"`{description.name}`", f"`{description.formula}`", description.rows, options])
+        )
     return "\n".join(lines) + "\n"
 
 

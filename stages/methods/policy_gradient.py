@@ -43,7 +43,7 @@ def grpo(branches: Branches, step: Step, options: GrpoOptions) -> LossOutput:
     losses = clipped(advantages, tokens.log_ratios, options.epsilon)
     losses = sums_of(losses + options.beta * distances(tokens), tokens.counts)
     if options.normalize == "sequence":
-        # The step divides by its tokens: this leaves a mean over branches of each one's own mean.
+        # The recipe divides by the step's tokens: this leaves a mean over each branch's own mean.
         losses = losses / branches.num_tokens * (step.tokens / max(1, step.branches))
     return LossOutput(losses, candidate_metrics(branches, advantages, options.epsilon))
 

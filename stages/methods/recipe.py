@@ -1,4 +1,4 @@
-"""What a run learns by: one method or several with weights, their options and modifiers."""
+"""The loss of a run: one method or several with weights, their options and modifiers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .modifiers import Modifiers, names_within
 from .rewards import reward_metrics
 
 LOSS = "loss"
-Memory = dict[str, tuple[float, ...]]  # of each method that remembers something, by its name
+MethodState = dict[str, tuple[float, ...]]  # of each method that has one, by its name
 # Paired rows can be read as labelled ones, and both tell which branches to imitate.
 _MOST_ASKED_FIRST: tuple[RowKind, ...] = ("grouped", "paired", "labelled", "imitated")
 _LABELS = {Role.CHOSEN: Role.DESIRABLE, Role.REJECTED: Role.UNDESIRABLE}
@@ -23,7 +23,7 @@ _LABELS = {Role.CHOSEN: Role.DESIRABLE, Role.REJECTED: Role.UNDESIRABLE}
 
 @dataclass(frozen=True)
 class Part:
-    """One method with its options, and what it weighs among the others."""
+    """One method with its options and its weight."""
 
     method: Method
     options: Any
@@ -32,7 +32,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Total:
-    """A sum on its way to a mean: the mean is that of all micro-batches and ranks."""
+    """A sum and its count, whose quotient is the mean over all micro-batches and ranks."""
 
     total: Tensor
     count: float
@@ -40,7 +40,7 @@ class Total:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one micro-batch adds to a step."""
+    """The loss and metrics that one micro-batch adds to a step."""
 
     share: Tensor  # () of the step's loss, with the gradient
     losses: Tensor  # (rows,) or (branches,): where one is not finite, the row is to blame
@@ -57,32 +57,32 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """As it is written after --method."""
+        """The value of --method."""
         if len(self.parts) == 1:
             return self.parts[0].method.name
         return "+".join(f"{part.method.name}:{part.weight:g}" for part in self.parts)
 
     @property
     def formula(self) -> str:
-        """Its loss in a line."""
+        """The formula of its loss."""
         if len(self.parts) == 1:
             return self.parts[0].method.summary
         return " + ".join(f"{part.weight:g} ({part.method.summary})" for part in self.parts)
 
     @property
     def rows(self) -> RowKind:
-        """The kind of rows all of its parts can be shown."""
+        """The kind of rows that all of its parts can read."""
         kinds = {part.method.rows for part in self.parts}
         return next(kind for kind in _MOST_ASKED_FIRST if kind in kinds)
 
     @property
     def head(self) -> Head:
-        """What the policy has beside or in place of its vocabulary."""
+        """The head that the policy has besides or instead of its vocabulary."""
         return self.parts[0].method.head
 
     @property
     def bad_score(self) -> float:
-        """Of a branch that is labelled as bad and has no score, where scores are read."""
+        """The score of a branch that is labelled as bad and has none."""
         return self.parts[0].method.bad_score
 
     @property
@@ -92,7 +92,7 @@ class Recipe:
 
     @property
     def surveys(self) -> bool:
-        """Whether something of the whole step has to be known before any loss."""
+        """Whether a loss needs values of the whole step first."""
         return any(part.method.survey for part in self.parts)
 
     @property
@@ -108,7 +108,7 @@ class Recipe:
 
     @property
     def option_names(self) -> frozenset[str]:
-        """Everything that can be set of it: its methods' options, and what all of them allow."""
+        """The names of its options: its methods' own, and the modifiers that all allow."""
         allowed = frozenset.intersection(*(part.method.modifiers for part in self.parts))
         return frozenset(self.values) | names_within(allowed)
 
@@ -117,17 +117,17 @@ class Recipe:
         found = (getattr(part.options, name, None) for part in self.parts)
         return next((value for value in found if value is not None), default)
 
-    def settled(self, labels: Labels) -> tuple[Recipe, tuple[str, ...]]:
-        """With nothing left to decide, and what a person should know about it."""
-        settled = [part.method.settle(part.options, labels) for part in self.parts]
+    def resolve_auto(self, labels: Labels) -> tuple[Recipe, tuple[str, ...]]:
+        """Returns the recipe with each `auto` option resolved, and advice to print."""
+        resolved = [part.method.resolve_auto(part.options, labels) for part in self.parts]
         parts = tuple(
             replace(part, options=one.options)
-            for part, one in zip(self.parts, settled, strict=True)
+            for part, one in zip(self.parts, resolved, strict=True)
         )
-        return replace(self, parts=parts), tuple(line for one in settled for line in one.advice)
+        return replace(self, parts=parts), tuple(line for one in resolved for line in one.advice)
 
     def survey(self, branches: Branches) -> dict[str, Tensor]:
-        """What each part asks of every branch, (branches,) each, named `method/value`."""
+        """The values that each part surveys of every branch, (branches,), named `method/value`."""
         seen = self.modifiers.applied(branches)
         return {
             f"{part.method.name}/{name}": value
@@ -136,18 +136,18 @@ class Recipe:
             for name, value in part.method.survey(self._view(seen, part), part.options).items()
         }
 
-    def remembered(self, memory: Memory, surveyed: Mapping[str, Tensor]) -> Memory:
-        """What is remembered once this step is counted in."""
+    def next_state(self, state: MethodState, surveyed: Mapping[str, Tensor]) -> MethodState:
+        """The state of each method that has one, with this step counted in."""
         return {
-            part.method.name: part.method.remember(
-                memory.get(part.method.name, ()), _of(part, surveyed)
+            part.method.name: part.method.update_state(
+                state.get(part.method.name, ()), _of(part, surveyed)
             )
             for part in self.parts
-            if part.method.remember
+            if part.method.update_state
         }
 
     def rewards(self, branches: Branches) -> Tensor | None:
-        """What the first part that has rewards compares, (branches,); no gradient."""
+        """The rewards of the first part that has any, (branches,); no gradient."""
         seen = self.modifiers.applied(branches)
         found = (_rewards_of(part, self._view(seen, part)) for part in self.parts)
         return next((rewards for rewards in found if rewards is not None), None)
@@ -156,10 +156,10 @@ class Recipe:
         """Log-ratios as every part sees them."""
         return self.modifiers.applied(branches).ratios
 
-    def outcome(self, branches: Branches, step: Step, memory: Memory) -> Outcome:
+    def outcome(self, branches: Branches, step: Step, state: MethodState) -> Outcome:
         """The loss of a micro-batch."""
         seen = self.modifiers.applied(branches)
-        outcomes = [self._outcome_of(part, seen, step, memory) for part in self.parts]
+        outcomes = [self._outcome_of(part, seen, step, state) for part in self.parts]
         if len(outcomes) == 1:
             first = outcomes[0]
             return replace(first, metrics={**first.metrics, **self.modifiers.metrics(branches)})
@@ -183,9 +183,9 @@ class Recipe:
             return dict(means)
         return {LOSS: sum(weights[name] * means[name] for name in present), **means}
 
-    def _outcome_of(self, part: Part, seen: Branches, step: Step, memory: Memory) -> Outcome:
+    def _outcome_of(self, part: Part, seen: Branches, step: Step, state: MethodState) -> Outcome:
         branches, method = self._view(seen, part), part.method
-        known = replace(step, surveyed=_of(part, step.surveyed), memory=memory.get(method.name, ()))
+        known = replace(step, surveyed=_of(part, step.surveyed), state=state.get(method.name, ()))
         output = method.loss(branches, known, part.options)
         losses = self.modifiers.weighed(output.losses, branches)
         total = losses.sum()
@@ -197,7 +197,7 @@ class Recipe:
         )
 
     def _view(self, branches: Branches, part: Part) -> Branches:
-        """Pairs as a method of labelled branches reads them; other kinds tell good ones apart."""
+        """The branches as this part reads them: pairs become labels for a method of labels."""
         if part.method.rows != "labelled" or self.rows != "paired":
             return branches
         roles = branches.roles.clone()
@@ -222,7 +222,7 @@ def _reward_metrics(part: Part, branches: Branches) -> dict[str, Tensor]:
 
 
 def _of(part: Part, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A part's own among values named `method/value`."""
+    """The values of this part among those named `method/value`."""
     prefix = f"{part.method.name}/"
     return {
         name.removeprefix(prefix): value

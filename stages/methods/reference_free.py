@@ -123,7 +123,7 @@ def chosen_nll(chosen: Side, step: Step, scope: NllScope) -> Tensor:
     """What each pair adds to the step's mean negative log-likelihood of chosen tokens."""
     if scope == "pair":
         return -chosen.mean_logps
-    # The step divides by its rows: this leaves one sum over one count of chosen tokens.
+    # The recipe divides by the step's rows: this leaves one sum over all chosen tokens.
     return -chosen.logps * (step.rows / max(1, step.chosen_tokens))
 
 

@@ -136,7 +136,9 @@ def _weighted(text: str) -> tuple[str, float]:
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise UsageError(f"method '{text}': {weight!r} is no weight. Write it as dpo:0.8+sft:0.2.")
+        raise UsageError(
+            f"method '{text}': {weight!r} is not a weight. Write it as dpo:0.8+sft:0.2."
+        )
     return name, value
 
 

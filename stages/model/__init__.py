@@ -1,1 +1,1 @@
-"""The one function that turns a model and branches into log-probabilities, and its reference."""
+"""Models: the reference, the policy, reward models, and their log-probabilities."""

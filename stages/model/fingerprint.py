@@ -1,4 +1,4 @@
-"""Who a model is: digests of its weights, config, adapter and code; no torch, no transformers."""
+"""Fingerprints a model: digests of its weights, config, adapter and code, without torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...schemas.errors import FingerprintError, UsageError
 
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 UNUSED_WEIGHTS = "model.unused_weights"  # how many, where there are any and they are allowed
-# Written anew by each version or machine, without effect on what the model computes.
+# Written again by each version or machine, without effect on what the model computes.
 VOLATILE_CONFIG = frozenset(
     {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache"}
 )

@@ -1,4 +1,4 @@
-"""What in a model folder makes transformers fetch code, or load other weights than ours."""
+"""Refuses model folders that make transformers fetch code, or load other weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probabilities from hidden states without ever holding all logits, and their gradient.
+"""Computes log-probabilities from hidden states, and their gradient, without all logits at once.
 
     logp(y) = z_y - logsumexp_v z_v,   z = softcap * tanh(scale * (W h + b) / softcap)
 
@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from .head_tiles import (
     HeadSpec,
     KeptLogits,
-    LogitsRoom,
+    LogitsBuffer,
     OutputHead,
     Tiles,
     operand,
@@ -43,9 +43,9 @@ def fused_rows(head: OutputHead, hidden: Tensor, targets: Tensor, *, purity: boo
 
     Where it is asked for, a second row is purity, without a gradient.
     """
-    room = head.room if torch.is_grad_enabled() else None
+    buffer = head.buffer if torch.is_grad_enabled() else None
     rows: Tensor = FusedLogps.apply(  # type: ignore[no-untyped-call]
-        hidden, targets, purity, head.weight, head.bias, head.spec, room
+        hidden, targets, purity, head.weight, head.bias, head.spec, buffer
     )
     return rows
 
@@ -57,7 +57,7 @@ class LogpHead(nn.Linear):
     """
 
     spec: HeadSpec
-    room: LogitsRoom
+    buffer: LogitsBuffer
 
     def forward(
         self, hidden: Tensor, targets: Tensor | None = None, *, purity: bool = False
@@ -65,7 +65,7 @@ class LogpHead(nn.Linear):
         """`fused_rows` of `targets` given `hidden` (T, hidden); without targets the projection."""
         if targets is None:
             return super().forward(hidden)
-        head = OutputHead(self.weight, self.bias, self.spec, self.room)
+        head = OutputHead(self.weight, self.bias, self.spec, self.buffer)
         return fused_rows(head, hidden, targets, purity=purity)
 
 
@@ -74,7 +74,7 @@ def call_head_for_logps(model: Any) -> None:
     layer = model.get_output_embeddings()
     layer.__class__ = LogpHead
     layer.spec = head_spec(model.config)
-    layer.room = LogitsRoom()
+    layer.buffer = LogitsBuffer()
 
 
 def output_head(model: Any) -> OutputHead | None:
@@ -111,8 +111,8 @@ class FusedLogps(torch.autograd.Function):
         # The parameters themselves, not save_for_backward: ZeRO-3 empties them after each use
         # and fills the same objects again before their backward.
         ctx.head = OutputHead(*head)
-        room = ctx.head.room
-        ctx.kept = KeptLogits() if room is None else room.lend(hidden.device)
+        buffer = ctx.head.buffer
+        ctx.kept = KeptLogits() if buffer is None else buffer.acquire(hidden.device)
         scored = score_targets(hidden, ctx.head, targets, ctx.kept, purity=purity)
         ctx.save_for_backward(hidden, targets, scored.logsumexp)
         return torch.stack([scored.logps, scored.purity] if purity else [scored.logps])
@@ -134,7 +134,7 @@ class FusedLogps(torch.autograd.Function):
             slopes = -head.spec.scale * grad_rows[0]
             positions = _Positions.of(hidden, targets, logsumexp, slopes)
             _add_all(gradients, positions, head, ctx.kept)
-        ctx.kept.give_back()
+        ctx.kept.release()
         grad_hidden = None if gradients.hidden is None else gradients.hidden.to(hidden.dtype)
         return grad_hidden, None, None, gradients.weight, gradients.bias, None, None
 

@@ -35,7 +35,7 @@ class OutputHead:
     weight: Tensor  # (vocabulary, hidden)
     bias: Tensor | None  # (vocabulary,)
     spec: HeadSpec
-    room: LogitsRoom | None = None  # for logits that a backward pass need not project again
+    buffer: LogitsBuffer | None = None  # for logits that a backward pass need not project again
 
     def columns(self, part: slice) -> OutputHead:
         """The projection to a part of the vocabulary."""
@@ -168,7 +168,7 @@ def _shaped(logits: Tensor, spec: HeadSpec) -> Tensor:
     return logits
 
 
-ROOM_BYTES = 64 << 20
+BUFFER_BYTES = 64 << 20
 
 Place = tuple[int, int]  # the first position and the first token of a tile
 
@@ -176,51 +176,51 @@ Place = tuple[int, int]  # the first position and the first token of a tile
 class KeptLogits:
     """The tiles of one call that there is room for, the first ones first."""
 
-    def __init__(self, room: Tensor | None = None) -> None:
+    def __init__(self, free: Tensor | None = None) -> None:
         self.tiles: dict[Place, Tensor] = {}
         self.is_needed = True
-        self._room = torch.empty(0) if room is None else room
+        self._free = torch.empty(0) if free is None else free
 
-    def give_back(self) -> None:
-        """The next call may have the room, whatever is in it."""
+    def release(self) -> None:
+        """Lets the next call take the buffer, whatever is in it."""
         self.is_needed = False
 
-    def forget(self) -> None:
-        """The room is another's: whoever comes back here has to project again."""
+    def invalidate(self) -> None:
+        """Forgets the tiles: the buffer is another call's, and a backward pass projects again."""
         self.tiles.clear()
-        self._room = self._room[:0]
+        self._free = self._free[:0]
 
     def space(self, place: Place, shape: tuple[int, int]) -> Tensor | None:
         """Where a tile is to be written, for good; None where it is not kept."""
         size = shape[0] * shape[1]
-        if size > len(self._room):
+        if size > len(self._free):
             return None
-        tile, self._room = self._room[:size].view(shape), self._room[size:]
+        tile, self._free = self._free[:size].view(shape), self._free[size:]
         self.tiles[place] = tile
         return tile
 
 
-class LogitsRoom:
+class LogitsBuffer:
     """The buffer of a head, which one call has at a time; the others keep nothing.
 
-    It outlives the calls: getting as much memory anew costs more than it saves.
+    It outlives the calls: getting as much memory again costs more than it saves.
     """
 
-    def __init__(self, size: int = ROOM_BYTES) -> None:
+    def __init__(self, size: int = BUFFER_BYTES) -> None:
         self._size = size
         self._buffer: Tensor | None = None
         self._last: weakref.ref[KeptLogits] | None = None
 
-    def __reduce__(self) -> tuple[type[LogitsRoom], tuple[int]]:
-        return LogitsRoom, (self._size,)  # a copy of the head has a room of its own
+    def __reduce__(self) -> tuple[type[LogitsBuffer], tuple[int]]:
+        return LogitsBuffer, (self._size,)  # a copy of the head has a buffer of its own
 
-    def lend(self, device: torch.device) -> KeptLogits:
-        """Room for the tiles of a call, until they are given back or nobody holds them."""
+    def acquire(self, device: torch.device) -> KeptLogits:
+        """Returns space for the tiles of a call, until it is released or nobody holds it."""
         last = self._last() if self._last is not None else None
         if last is not None:
             if last.is_needed:
                 return KeptLogits()
-            last.forget()
+            last.invalidate()
         if self._buffer is None or self._buffer.device != device:
             elements = self._size // torch.float32.itemsize
             self._buffer = torch.empty(elements, dtype=torch.float32, device=device)

@@ -30,7 +30,7 @@ _CAUSAL_MASK = re.compile(r"\.(attn|attention)\.(attention\.)?(masked_)?bias$")
 
 @dataclass(frozen=True)
 class Resolved:
-    """Every `auto` of the options, decided."""
+    """The options with every `auto` resolved."""
 
     dtype: str
     attention: str

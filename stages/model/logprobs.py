@@ -1,4 +1,4 @@
-"""The one pass both stages make: log-probabilities of the branches of a batch.
+"""Computes log-probabilities of the branches of a batch, for both stages.
 
 The fast ways to score a model are compared with its own logits: the fastest true one is chosen.
 """
@@ -46,7 +46,7 @@ class ScoringPath:
 
 
 @dataclass(frozen=True)
-class Answers:
+class BranchOutputs:
     """What one pass of a model gives for every completion token of a batch."""
 
     rows: Tensor  # (1 or 2, T) float32: log p and, where asked for, purity without a gradient
@@ -55,17 +55,17 @@ class Answers:
 
 def branch_logps(model: nn.Module, batch: TreeBatch, path: ScoringPath) -> Tensor:
     """Log p of every completion token of a batch: (T,) float32."""
-    return branch_answers(model, batch, path).rows[0]
+    return branch_outputs(model, batch, path).rows[0]
 
 
-def branch_answers(
+def branch_outputs(
     model: nn.Module,
     batch: TreeBatch,
     path: ScoringPath,
     *,
     purity: bool = False,
     states: bool = False,
-) -> Answers:
+) -> BranchOutputs:
     """Log p of every completion token of a batch, and what else is asked for."""
     inner: Any = causal_model(model)
     if path.head == "exact":
@@ -73,9 +73,9 @@ def branch_answers(
         outputs = inner(**inputs, **({"output_hidden_states": True} if states else {}))
         logits = outputs.logits.flatten(0, 1)
         rows = _exact_rows(logits, batch, purity=purity)
-        return Answers(rows, _last_states(outputs, batch) if states else rows[0, :0])
+        return BranchOutputs(rows, _last_states(outputs, batch) if states else rows[0, :0])
     predictors = last_states(inner, batch, path)[batch.predictors]
-    return Answers(_head_rows(inner, predictors, batch.targets, purity=purity), predictors)
+    return BranchOutputs(_head_rows(inner, predictors, batch.targets, purity=purity), predictors)
 
 
 def last_states(inner: Any, batch: TreeBatch, path: ScoringPath) -> Tensor:
@@ -119,7 +119,7 @@ def _use_attention(model: Any, path: ScoringPath) -> None:
 
 
 def _inputs(model: Any, batch: TreeBatch, path: ScoringPath) -> dict[str, Any]:
-    """How the model is told of a batch; it is set to the attention of the path."""
+    """The inputs of the model for a batch; sets it to the attention of the path."""
     _use_attention(model, path)
     inputs: dict[str, Any] = {"input_ids": batch.token_ids}
     if "use_cache" in inspect.signature(model.forward).parameters:
@@ -249,7 +249,7 @@ def _difference(
 
 
 def announced(path: ScoringPath, refused: list[str]) -> ScoringPath:
-    """The path, once a person was told what kept faster ones from being used."""
+    """Logs why faster paths are not used, and returns the path."""
     is_fast = path.layout != "plain" and path.head != "exact"
     if refused:
         # Trees with a dense mask are the ordinary case; only some models allow packing.

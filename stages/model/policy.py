@@ -1,4 +1,4 @@
-"""The policy of stage 2: the one model that is trained, asked as stage 1 asks the reference."""
+"""The policy of stage 2: the model that is trained, scored as stage 1 scores the reference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...schemas.methods import Head
 from ...schemas.rows import Tree
 from .fused_head import call_head_for_logps
 from .load import add_lora, first_line, load_model, merged, value_head
-from .logprobs import ScoringPath, branch_answers, causal_model, choose_path, input_device
+from .logprobs import ScoringPath, branch_outputs, causal_model, choose_path, input_device
 from .reward_model import choose_layout, load_reward_model, tree_scores
 from .tree_attention import single_branches, tree_batch
 
@@ -56,7 +56,7 @@ def load_policy(
 
 
 class Policy(nn.Module):
-    """A language model, with or without an adapter, that answers with log-probs or with scores."""
+    """A language model, with or without an adapter, that returns log-probs or scores."""
 
     def __init__(self, model: nn.Module, *, head: Head = "none", purity: bool = False) -> None:
         super().__init__()
@@ -70,12 +70,12 @@ class Policy(nn.Module):
             call_head_for_logps(causal_model(model))
         # Beside the model, so that neither its weights nor an adapter on them know of it.
         self.value_head = value_head(causal_model(model)) if head == "values" else None
-        told = {"logps": True, "purity": purity, "values": head == "values"}
-        self.tells = tuple(name for name, is_asked in told.items() if is_asked)
+        wanted = {"logps": True, "purity": purity, "values": head == "values"}
+        self.output_names = tuple(name for name, is_asked in wanted.items() if is_asked)
         self.train()
 
     def forward(self, trees: Sequence[Tree]) -> Tensor:
-        """A row for each name in `tells`, with a number for every completion token: float32.
+        """A row for each name in `output_names`, with a number for every completion token: float32.
 
         Scores are numbers of branches. One pass of the model however many trees there are, none
         included: ranks then make the same collectives. Auxiliary losses of mixtures of experts are
@@ -83,21 +83,21 @@ class Policy(nn.Module):
         """
         rows = trees or (NOTHING,)
         if self.path.head == "score":
-            answers = tree_scores(self.model, rows, self.path)[None]
+            outputs = tree_scores(self.model, rows, self.path)[None]
         else:
-            answers = self._of_tokens(rows)
-        return answers if trees else answers[:, :0]
+            outputs = self._of_tokens(rows)
+        return outputs if trees else outputs[:, :0]
 
     def _of_tokens(self, trees: Sequence[Tree]) -> Tensor:
         rows = single_branches(trees) if self.path.layout == "plain" else trees
         batch = tree_batch(rows, self.device, packed=self.path.layout == "packed")
-        purity, head = "purity" in self.tells, self.value_head
-        answers = branch_answers(
+        purity, head = "purity" in self.output_names, self.value_head
+        outputs = branch_outputs(
             self.model, batch, self.path, purity=purity, states=head is not None
         )
         if head is None:
-            return answers.rows
-        return torch.cat([answers.rows, head(answers.states).t().to(answers.rows.device)])
+            return outputs.rows
+        return torch.cat([outputs.rows, head(outputs.states).t().to(outputs.rows.device)])
 
     def recompute_activations(self) -> None:
         """Keeps what enters a layer only, and runs the layer again for its gradient."""

@@ -1,4 +1,4 @@
-"""The frozen reference model of stage 1, behind the protocol the score stage knows."""
+"""The frozen reference model of stage 1, as the Scorer of the score stage."""
 
 from __future__ import annotations
 
@@ -100,9 +100,9 @@ class TreeScorer:
 
     def describe(self) -> Mapping[str, str]:
         """The layout and the head that the probe chose, and on a CPU the threads of a sum."""
-        told = {"layout": self.path.layout, "head": self.path.head}
+        path = {"layout": self.path.layout, "head": self.path.head}
         on_cpu = next(self.model.parameters()).device.type == "cpu"
-        return {**told, "threads": str(torch.get_num_threads())} if on_cpu else told
+        return {**path, "threads": str(torch.get_num_threads())} if on_cpu else path
 
     @contextmanager
     def in_float32(self) -> Iterator[None]:

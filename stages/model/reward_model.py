@@ -144,7 +144,7 @@ class HfReward(HfReference):
         architectures = model_config(self.options.path).get("architectures") or [""]
         if not str(architectures[0]).endswith(SCORES):
             raise UsageError(
-                f"{self.options.path} is no reward model: its config.json names "
+                f"{self.options.path} is not a reward model: its config.json names "
                 f"{architectures[0] or 'no architecture'}. Train one by `align train --method "
                 "reward`, or name a sequence-classification model."
             )
@@ -201,7 +201,7 @@ def choose_layout(model: nn.Module) -> ScoringPath:
             return announced(replace(path, worst_difference=difference), refused)
         refused.append(f"{path.layout} rows: {reason(difference)}")
     raise UsageError(
-        f"{type(inner).__name__} scores otherwise than by its last hidden states "
+        f"{type(inner).__name__} does not score by its last hidden states "
         f"({'; '.join(refused)}). Use another model for rewards."
     )
 

@@ -52,7 +52,7 @@ def save_adapter(policy: Any, weights: Mapping[str, Tensor], source: Path, targe
 
 
 def save_merged(base: ModelOptions, adapter: Path, target: Path, *, scores: bool) -> None:
-    """The base with a saved adapter merged into its weights; loads both anew."""
+    """The base with a saved adapter merged into its weights; loads both again."""
     source, options = Path(base.path), replace(base, adapter="", device="cpu")
     # The head for scores that is drawn here gives way to the adapter's.
     plain = load_reward_model(options, seed=0) if scores else load_model(options)
@@ -87,7 +87,7 @@ def parted(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
 
 
 def save_value_head(weights: Mapping[str, Tensor], target: Path) -> None:
-    """The value head, which is no part of the model, beside it."""
+    """Writes the value head beside the model, of which it is not a part."""
     (target / f"{VALUE_HEAD}.safetensors").write_bytes(save(dict(weights)))
 
 

@@ -197,7 +197,7 @@ def attend_in_pieces(
     """What transformers calls in each layer; refuses what it cannot honour."""
     pieces, window = options.get("pieces"), options.get("sliding_window")
     if pieces is None or window not in pieces.templates:
-        raise ValueError("attention over packed trees was not told where they lie")
+        raise ValueError("attention over packed trees was not given their places")
     if attention_mask is not None or any(options.get(name) is not None for name in UNKNOWN):
         raise ValueError("the model's attention adds something to its products")
     if (groups := query.shape[1] // key.shape[1]) > 1:

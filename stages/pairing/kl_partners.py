@@ -1,4 +1,4 @@
-"""KL partners: which other row's completion stands in as a completion's mismatch.
+"""Chooses the KL partners: the mismatched completions, which come from other rows.
 
 Completions are numbered along the ring. The ring is cut into blocks at places that only the rows'
 own hashes decide, so that an added row changes partners near itself and nowhere else. Inside a
@@ -42,7 +42,7 @@ class Numbers(Protocol):
 
 @dataclass(frozen=True)
 class Repeats:
-    """Where the mismatched completions are not all different ones."""
+    """Counts of mismatched completions that are used more than once."""
 
     used_twice: int  # partners used more than once, because the counts allow no permutation
     met_again: int  # partners a completion has under two different k
@@ -139,7 +139,7 @@ def _require_room(largest: int, total: int) -> None:
 
 
 def _pieces(prompt_keys: Numbers, forget: Callable[[], object]) -> Iterator[_Block]:
-    """What lies between one prompt whose hash opens a block and the next."""
+    """The completions between one prompt whose hash opens a block and the next."""
     piece: _Block | None = None
     for start, stop in _spans_of_whole_runs(prompt_keys):
         keys = prompt_keys[start:stop]
@@ -179,7 +179,7 @@ def _spans_of_whole_runs(prompt_keys: Numbers) -> Iterator[tuple[int, int]]:
 
 
 def _shift_along(partner: Numbers, blocks: _Blocks, k: int) -> None:
-    """Gives every completion the one that is the k-th shift further on in its block."""
+    """Pairs every completion with the one at the k-th shift in its block."""
     for block in blocks:
         shift, size = _shift(block, k), block.stop - block.start
         for first, last in _spans(size):
@@ -214,7 +214,7 @@ def _separate(
     for index in (start + np.flatnonzero(alike)).tolist():
         mine = int(partner[index])
         if completion_keys[mine] != completion_keys[index]:
-            continue  # an earlier swap already mended it
+            continue  # an earlier swap fixed it already
         other = _swappable(index, partner, prompt_keys, completion_keys)
         if other is not None:
             partner[index], partner[other] = partner[other], mine
@@ -255,7 +255,7 @@ def _any_partner(index: int, prompt_keys: Numbers, completion_keys: Numbers) -> 
             return int(near[np.argmax(fits)])
     raise BadDataError(
         "Every completion of the other prompts is the same text, so a mismatched pair (KTO's KL "
-        "term) would be no mismatch. Add rows with other completions, or pass --kl-pairs 0."
+        "term) would not be a mismatch. Add rows with other completions, or pass --kl-pairs 0."
     )
 
 

@@ -1,4 +1,4 @@
-"""Long-form scores: one row per completion becomes one row per prompt."""
+"""Joins long-form scores, one row per completion, into one row per prompt."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _with_shared_prompts(
 
 
 def _uneven_groups(rows: RowBlock, is_first: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
-    """Where the ids of one prompt are not the same in all of its rows."""
+    """The groups of rows of one prompt whose prompt ids differ."""
     lengths, cuts = rows.prompts.lengths, rows.prompt_cut
     near = np.flatnonzero((lengths[1:] == lengths[:-1]) & (cuts[1:] == cuts[:-1])) + 1
     mine, before = rows.prompts.take(near), rows.prompts.take(near - 1)
@@ -91,7 +91,7 @@ def _uneven_groups(rows: RowBlock, is_first: NDArray[np.bool_]) -> Iterator[tupl
 def _shared(
     prompts: Sequence[NDArray[np.int32]], cuts: Sequence[int], prompt_side: str
 ) -> _Shared | None:
-    """What all prompts begin with, compared token by token at their places before cutting."""
+    """The shared start of all prompts, compared by token positions before truncation."""
     if prompt_side == "right":
         return _shared_cut_right(prompts, cuts)
     most = max(cuts)
@@ -105,7 +105,7 @@ def _shared(
 
 
 def _shared_cut_right(prompts: Sequence[NDArray[np.int32]], cuts: Sequence[int]) -> _Shared | None:
-    """A prompt that lost its end loses more of it: no completion may have a hole in it."""
+    """Shortens right-truncated prompts to their shared start, so that no completion has a gap."""
     length = _common_length(prompts[0], prompts, compared_from=0)
     if length == 0:
         return None

@@ -1,4 +1,4 @@
-"""Flat files of numbers with a checksum of every block: what is read is what was written.
+"""Flat files of numbers with a checksum of every block.
 
 Beside `x.bin` lies `x.sums`: the length of the file in bytes, a checksum of that, and the CRC-32 of
 each block. Rows wait here for hours while they are scored, and are read in any order.
@@ -18,7 +18,7 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from ...schemas.errors import CorruptionError, told
+from ...schemas.errors import CorruptionError, os_errors_as_storage_errors
 
 BLOCK_BYTES = 16 * 1024  # a multiple of every number's size
 SUM = np.dtype("<u4")
@@ -62,7 +62,7 @@ class Summed:
 
     @property
     def is_there(self) -> bool:
-        """Whether both files are."""
+        """Whether both files exist."""
         return self.path.exists() and _sums_of(self.path).exists()
 
     def read(self, start: int = 0, stop: int | None = None) -> NDArray[Any]:
@@ -94,7 +94,7 @@ class Summed:
     def search(
         self, value: Any, side: Literal["left", "right"], *, start: int = 0, stop: int | None = None
     ) -> int:
-        """Where a value belongs among rising numbers, as np.searchsorted has it."""
+        """The position of a value among ascending numbers, as np.searchsorted."""
         low, high = start, len(self) if stop is None else stop
         while high - low > BLOCK_BYTES // self._item:
             middle = (low + high) // 2
@@ -139,7 +139,7 @@ class Summed:
             raise self._damaged("it is not what was written (a checksum differs)")
 
     def _from_file(self, path: Path, start: int, count: int) -> NDArray[np.uint8]:
-        with told("read", path):
+        with os_errors_as_storage_errors("read", path):
             try:
                 return np.fromfile(path, dtype=np.uint8, count=count, offset=start)
             except FileNotFoundError:
@@ -197,12 +197,12 @@ class NumberFile:
     """Numbers on disk, indexed like an array; use as a context manager.
 
     Reading goes through a map of the file, whose pages `forget` gives back. Writing goes through
-    ordinary writes: a disk that fills up under a map is a signal, not an error one can be told of.
+    ordinary writes: a disk that fills up under a map is a signal, not an error that can be caught.
     For the same reason no number of a new file is to be read before it has been written.
     """
 
     def __init__(self, path: Path, kind: str, *, length: int | None = None) -> None:
-        """Opens a file that is there; with a `length`, makes it anew."""
+        """Opens a file that is there; with a `length`, makes it again."""
         if length is None:
             Summed(path, kind).check()
         flags = os.O_RDONLY if length is None else os.O_RDWR | os.O_CREAT | os.O_TRUNC
@@ -224,7 +224,7 @@ class NumberFile:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Makes what was written durable and checks what was read; the map goes with its slices."""
+        """Makes what was written durable and checks what was read."""
         try:
             if self._is_new and error[0] is None:
                 os.fsync(self._file)
@@ -255,6 +255,6 @@ class NumberFile:
             rest, place = rest[written:], place + written
 
     def forget(self) -> None:
-        """Lets go of the pages read so far; they are read again when they are needed."""
+        """Frees the pages read so far; they are read again when needed."""
         if self._map is not None:
             self._map.madvise(mmap.MADV_DONTNEED)

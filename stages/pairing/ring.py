@@ -31,7 +31,7 @@ PARTNER = "<i8"
 
 @dataclass
 class Intake:
-    """What came in: counts of everything, and the rejected rows themselves up to a limit."""
+    """Counts of the input, and the rejected rows up to a limit."""
 
     rows_per_file: Counter[int] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
@@ -80,7 +80,7 @@ class Ring:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it was sealed, all rows on it and all completions paired, and nothing is gone."""
+        """Whether it is complete: sealed, with all of its files in place."""
         numbers = [self._prompts, *self._partners] if self.num_pairs else []
         return (
             self._seal.exists()
@@ -93,7 +93,7 @@ class Ring:
         return self.folder / "whole"
 
     def seal(self) -> None:
-        """Vouches for everything else in the folder."""
+        """The file that marks the ring as complete."""
         fs.fsync_folder(self.folder)
         fs.write_new(self._seal, b"")
         fs.fsync_folder(self.folder)
@@ -201,7 +201,7 @@ def _weight(keyed: KeyedRows) -> int:
 
 
 def _stored_weight(run: Spool) -> int:
-    """The same of a run on disk, told by the sizes of its files."""
+    """The weight of a run on disk, from the sizes of its files."""
     sizes = {"completion_ends": 8, "completion_values": 4, "prompt_values": 4}
     branches, *tokens = (
         (run.folder / f"{name}.bin").stat().st_size // size for name, size in sizes.items()
@@ -210,7 +210,7 @@ def _stored_weight(run: Spool) -> int:
 
 
 def _number_copies(keyed: KeyedRows, notes: Counter[str]) -> KeyedRows:
-    """Tells rows of equal content apart: 0, 1, 2, ... in ring order."""
+    """Numbers rows of equal content 0, 1, 2, ... in ring order."""
     row_id = keyed.rows.row_id
     is_first = np.append(True, row_id[1:] != row_id[:-1])
     place = np.arange(len(row_id))

@@ -107,7 +107,7 @@ class Spool:
 
     @property
     def is_there(self) -> bool:
-        """Whether every file of it is."""
+        """Whether all of its files exist."""
         names = [*ROW_COLUMNS, *BRANCH_COLUMNS, *VALUE_COLUMNS, *map(_carried_file, self.carried)]
         return all(self._file(name).is_there for name in names)
 
@@ -155,7 +155,7 @@ class Spool:
         return self._file("cut").at(indices)
 
     def stretches(self) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
-        """All rows, so many at a time that neither they nor their completions are many.
+        """All rows in bounded parts.
 
         With the rows, from a first to a last, come the offsets of their branches.
         """
@@ -170,7 +170,7 @@ class Spool:
             start = stop
 
     def between(self, first_key: int, last_key: int) -> tuple[int, int]:
-        """The stretch of rows whose places on the ring lie between two, both included."""
+        """The range of rows whose ring positions lie between two, both included."""
         places = self._file("places")
         first = places.search(np.uint64(first_key), "left")
         return first, places.search(np.uint64(last_key), "right", start=first)

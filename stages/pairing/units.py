@@ -1,4 +1,4 @@
-"""Arcs of the ring: where they begin, and their rows with the mismatched branches added."""
+"""Cuts the ring into units, and adds the mismatched branches to their rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SEARCH_WINDOW = 256  # of them read together
 
 @dataclass(frozen=True)
 class Unit:
-    """One arc of the ring, ready to be scored."""
+    """Rows of one key range of the ring, ready to be scored."""
 
     rows: RowBlock  # own branches first, then the mismatched ones, k by k
     first_key: str
@@ -29,7 +29,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class CutRule:
-    """How a mismatched completion is fitted to its prompt."""
+    """How a mismatched completion is cut to fit its prompt."""
 
     max_length: int
     stops: frozenset[int]  # the tokens that what was cut never ends with
@@ -132,7 +132,7 @@ def _with_mismatched(own: RowBlock, mismatched: _Mismatched, num_pairs: int) -> 
 
 
 def _alike(own: RowBlock, fitted: Ragged) -> NDArray[np.int64]:
-    """Partners of which cutting left nothing, or the completion they stand against."""
+    """Partners that are empty after cutting, or equal to the real completion."""
     count = len(own.completions)
     against = np.resize(own.completions.lengths, len(fitted))
     suspects = np.flatnonzero((fitted.lengths == against) | (fitted.lengths == 0))
@@ -185,7 +185,7 @@ def _replace_partners(
 
 @dataclass(frozen=True)
 class _Search:
-    """For a completion that is no longer another text when it is cut, another one."""
+    """Searches another partner for a completion whose own equals it after cutting."""
 
     place: int  # of the prompt on the ring
     completion: NDArray[np.int32]

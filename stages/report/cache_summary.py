@@ -1,4 +1,4 @@
-"""What a finished cache holds, in numbers."""
+"""Summarizes a finished cache in numbers."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Summary:
     prompts: PromptSummary
     roles: dict[str, RoleSummary]
     kto_weights: KtoWeights | None  # None where a class is missing
-    pairs: PairSummary | None  # None where rows are no pairs
+    pairs: PairSummary | None  # None where rows are not pairs
     quarantined: dict[str, int]
     notes: dict[str, int]
     fingerprint: dict[str, str]

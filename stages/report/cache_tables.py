@@ -1,4 +1,4 @@
-"""A summary as plain text, for a terminal and just as well for a log."""
+"""Formats the summary of a cache as plain text, for a terminal or a log."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _stops(summary: Summary) -> list[tuple[str, str]]:
     stops = Stops.of(summary.fingerprint)
     calls = stops.tool_calls if stops.tool_calls != stops.turn else None
     ended = {"turns end with": stops.turn, "tool calls with": calls, "plain text with": stops.text}
-    return [(name, printable(stop.told)) for name, stop in ended.items() if stop]
+    return [(name, printable(stop.description)) for name, stop in ended.items() if stop]
 
 
 def _inputs(summary: Summary) -> list[tuple[str, str]]:
@@ -217,10 +217,18 @@ def printable(text: str) -> str:
     return "".join(character for character in text if character.isprintable())
 
 
+NOTES = {
+    "rows_that_repeat_another_row": "duplicate rows",
+    "rows_whose_template_changes_the_prompt": (
+        "rows whose prompt changes when the template adds the answer (thinking blocks?)"
+    ),
+}
+
+
 def worded(note: str) -> str:
     """The name of a note in words; a column that it ends with stays as it is."""
     name, quote, column = note.partition("'")
-    return name.replace("_", " ") + quote + column
+    return NOTES.get(note) or name.replace("_", " ") + quote + column
 
 
 def share(part: float, whole: float) -> str:

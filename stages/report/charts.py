@@ -1,4 +1,4 @@
-"""Curves, histograms and clouds of points as SVG: no script, no network, nothing to install."""
+"""Draws curves, histograms and scatter plots as SVG, without scripts or libraries."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Values:
     color: str
 
 
-def chart(title: str, series: Sequence[Series], *, across: str, up: str = "") -> str:
+def chart(title: str, series: Sequence[Series], *, x_label: str, y_label: str = "") -> str:
     """A figure with one or more series; empty where none has a point."""
     shown = [replace(one, points=list(filter(_can_be_drawn, one.points))) for one in series]
     shown = [one for one in shown if one.points]
@@ -48,10 +48,10 @@ def chart(title: str, series: Sequence[Series], *, across: str, up: str = "") ->
     axes = _Axes.around([point for one in shown for point in one.points])
     drawn = "".join(_drawn(one, axes) for one in shown)
     keys = [(one.name, f"{one.color} {one.form}") for one in shown]
-    return _figure(title, keys, axes.drawn(across, up) + drawn)
+    return _figure(title, keys, axes.drawn(x_label, y_label) + drawn)
 
 
-def histogram(title: str, groups: Sequence[Values], *, across: str) -> str:
+def histogram(title: str, groups: Sequence[Values], *, x_label: str) -> str:
     """How often values fall into each of some equal bins, as outlines over one another."""
     kept = [
         replace(group, values=[value for value in group.values if abs(value) < LARGEST])
@@ -70,7 +70,7 @@ def histogram(title: str, groups: Sequence[Values], *, across: str) -> str:
         for group, heights in zip(shown, counts, strict=True)
     )
     keys = [(group.name, f"{group.color} bars") for group in shown]
-    return _figure(title, keys, axes.drawn(across, "count") + drawn)
+    return _figure(title, keys, axes.drawn(x_label, "count") + drawn)
 
 
 def plain(value: float) -> str:
@@ -106,7 +106,7 @@ class _Axes:
         share = (value - self.y_low) / (self.y_high - self.y_low)
         return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * share
 
-    def drawn(self, across: str, up: str) -> str:
+    def drawn(self, x_label: str, y_label: str) -> str:
         """Lines to read heights by, numbers at both axes, and what they count."""
         bottom = HEIGHT - BOTTOM
         parts = []
@@ -116,18 +116,17 @@ class _Axes:
             parts.append(
                 f'<line class="{kind}" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>'
             )
-            parts.append(f'<text class="up" x="{LEFT - 6}" y="{y}">{said}</text>')
+            parts.append(f'<text class="y-tick" x="{LEFT - 6}" y="{y}">{said}</text>')
         for tick, said in _ticks(self.x_low, self.x_high):
             at = f'x="{self.x(tick):.1f}" y="{bottom + 15}"'
-            parts.append(f'<text class="across" {at}>{said}</text>')
+            parts.append(f'<text class="x-tick" {at}>{said}</text>')
         middle = (LEFT + WIDTH - RIGHT) / 2
-        parts.append(f'<text class="across" x="{middle}" y="{HEIGHT - 4}">{escape(across)}</text>')
-        if up:
+        parts.append(f'<text class="x-tick" x="{middle}" y="{HEIGHT - 4}">{escape(x_label)}</text>')
+        if y_label:
             half = (TOP + bottom) / 2
             turned = f"rotate(-90 12 {half})"
-            parts.append(
-                f'<text class="across" x="12" y="{half}" transform="{turned}">{escape(up)}</text>'
-            )
+            at = f'x="12" y="{half}" transform="{turned}"'
+            parts.append(f'<text class="x-tick" {at}>{escape(y_label)}</text>')
         return "".join(parts)
 
 
@@ -140,11 +139,11 @@ def _drawn(series: Series, axes: _Axes) -> str:
         parts.append(f'<polyline class="{series.color} {series.form}" points="{path}"/>')
     if series.form != "line" or len(at) == 1:
         kind = "cloud" if series.form == "cloud" else "dot"
-        for (x, y), (across, up) in zip(at, points, strict=True):
-            told = escape(f"{series.name}: {plain(up)} at {plain(across)}")
+        for (x, y), (x_value, y_value) in zip(at, points, strict=True):
+            tip = escape(f"{series.name}: {plain(y_value)} at {plain(x_value)}")
             parts.append(
                 f'<circle class="{series.color} {kind}" cx="{x:.1f}" cy="{y:.1f}" r="3">'
-                f"<title>{told}</title></circle>"
+                f"<title>{tip}</title></circle>"
             )
     return "".join(parts)
 
@@ -257,7 +256,7 @@ LEFT_OUT = {*DRAWN_NOWHERE, "step_applied"}
 
 
 def learning_curves(learned: Metrics, held_out: Metrics) -> str:
-    """What tells whether a run learns what it should."""
+    """The charts of loss, rewards and log-probs."""
     return "".join(_chart(title, names, learned, held_out) for title, names in CHARTS.items())
 
 
@@ -273,13 +272,13 @@ def _chart(title: str, names: Sequence[str], learned: Metrics, held_out: Metrics
     series = _all_series(
         [name for name in names if name in learned or name in held_out], learned, held_out
     )
-    return chart(title, list(series), across="step")
+    return chart(title, list(series), x_label="step")
 
 
 def _all_series(names: Sequence[str], learned: Metrics, held_out: Metrics) -> Iterable[Series]:
     for index, name in enumerate(names):
         said = name.rpartition("/")[2] if len(names) > 1 else ""
         color = f"c{index}"
-        yield Series(said or "learned from", learned.get(name, ()), color)
+        yield Series(said or "train", learned.get(name, ()), color)
         kept = f"{said}, held out" if said else "held out"
         yield Series(kept, held_out.get(name, ()), color, form="dots")

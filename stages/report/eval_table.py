@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Literal
 
-from ...schemas.batches import Judged
+from ...schemas.batches import EvalSample
 from ...schemas.errors import CorruptionError
 from ..storage import fs
 from .charts import BINS, Point, Series, Values, chart, histogram
@@ -59,17 +59,17 @@ class Table:
     others: int
 
 
-def evaluation_csv(judged: Sequence[Judged], kind: Kind, *, decode: Decode | None) -> str:
+def evaluation_csv(samples: Sequence[EvalSample], kind: Kind, *, decode: Decode | None) -> str:
     """All of it as text; with `decode` also that of prompts and completions."""
     texts = ("prompt", "completion") if decode else ()
-    rewards = (REWARD,) if any(one.reward is not None for one in judged) else ()
+    rewards = (REWARD,) if any(one.reward is not None for one in samples) else ()
     sink = io.StringIO()
     # Of text every cell is quoted: a lone carriage return would end a line.
     writer = csv.writer(
         sink, lineterminator="\n", quoting=csv.QUOTE_ALL if decode else csv.QUOTE_MINIMAL
     )
     writer.writerow([*NAMES, *COLUMNS[kind], *rewards, *texts])
-    for one in judged:
+    for one in samples:
         ratio = one.logp - one.reference_logp
         known = (one.logp, one.reference_logp, ratio)[: len(COLUMNS[kind])]
         numbers = (*known, *(one.reward for _ in rewards))
@@ -109,9 +109,9 @@ def _completion(line: Mapping[str, str], value: str) -> Completion:
     return Completion(int(line["row"]), line["role"], int(line["tokens"]), number, reward)
 
 
-def _texts(one: Judged, decode: Decode) -> tuple[str, str]:
-    assert one.prompt is not None, "the evaluation was told to keep ids"
-    assert one.completion is not None, "the evaluation was told to keep ids"
+def _texts(one: EvalSample, decode: Decode) -> tuple[str, str]:
+    assert one.prompt is not None, "the evaluation keeps ids"
+    assert one.completion is not None, "the evaluation keeps ids"
     return _inert(decode(one.prompt, False)), _inert(decode(one.completion, True))
 
 
@@ -143,9 +143,9 @@ def spread_charts(tables: Mapping[int, Table]) -> str:
     left_out = f", without {last.others:,} not finite" if last.others else ""
     return "".join(
         [
-            histogram(f"{last.kind.capitalize()} of completions{left_out}", groups, across=unit),
-            histogram("Margins of rewards within a row", _margins(tables), across="reward"),
-            chart(f"{last.kind.capitalize()} by length", clouds, across="tokens", up=unit),
+            histogram(f"{last.kind.capitalize()} of completions{left_out}", groups, x_label=unit),
+            histogram("Margins of rewards within a row", _margins(tables), x_label="reward"),
+            chart(f"{last.kind.capitalize()} by length", clouds, x_label="tokens", y_label=unit),
         ]
     )
 

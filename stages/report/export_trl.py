@@ -116,7 +116,7 @@ class Decode(Protocol):
         ...
 
 
-_MIXED = "The shards of this cache hold different kinds of rows. Make the cache anew."
+_MIXED = "The shards of this cache hold different kinds of rows. Make the cache again."
 Kind: TypeAlias = Literal["paired", "unpaired", "scored"]
 
 
@@ -171,7 +171,7 @@ def _require(good: bool, source: str) -> None:
     if not good:
         raise CorruptionError(
             f"{source} holds rows whose branches fit no kind of data. "
-            "Restore it from a copy, or make the cache anew."
+            "Restore it from a copy, or make the cache again."
         )
 
 

@@ -1,4 +1,4 @@
-"""One HTML file with all of a page in it, to be opened anywhere."""
+"""Builds an HTML page as one self-contained file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ i.bars,i.cloud{width:.65rem;height:.65rem;vertical-align:-.05em;border:0;border-
 background:currentColor}
 svg{display:block;width:100%;height:auto}
 svg text{fill:var(--soft);font-size:12px}
-.up{text-anchor:end;dominant-baseline:middle}.across{text-anchor:middle}
+.y-tick{text-anchor:end;dominant-baseline:middle}.x-tick{text-anchor:middle}
 line.rule{stroke:var(--line)}line.zero{stroke:var(--soft)}
 polyline{fill:none;stroke:currentColor;stroke-width:1.6;stroke-linejoin:round}
 polyline.dots{stroke-dasharray:5 3}
@@ -55,9 +55,9 @@ details>summary{cursor:pointer;font-size:1.15rem;font-weight:600;margin:2.4rem 0
 """
 
 
-def page(title: str, told: Sequence[str], *parts: str) -> str:
-    """A whole document; `told` are sentences under its title, the parts are HTML."""
-    said = "".join(f"<p>{escape(line)}</p>" for line in told)
+def page(title: str, sentences: Sequence[str], *parts: str) -> str:
+    """A whole document; `sentences` stand under its title, the parts are HTML."""
+    said = "".join(f"<p>{escape(line)}</p>" for line in sentences)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'

@@ -1,4 +1,4 @@
-"""The README of a trained model: what it is, and everything it came from."""
+"""Writes the README of a trained model: what it is, and what it was made from."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _of_head(lineage: Lineage, *, is_adapter: bool) -> list[str]:
         return [
             "",
             "`value_head.safetensors` holds the value head that was trained with the policy, a "
-            "linear layer on its last hidden states. It is no part of the model.",
+            "linear layer on its last hidden states. It is not part of the model.",
         ]
     if lineage.head != "score":
         return []

@@ -1,4 +1,4 @@
-"""Which branches share a sequence and which sequences share a batch: integers in, integers out."""
+"""Plans which branches share a sequence and which sequences share a batch, from lengths."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TreeCost:
     tokens_per_batch: int
 
     def __call__(self, length: int) -> float:
-        """Cost of one sequence, in units of one token's way through the layers."""
+        """The cost of one sequence, in units of one token's pass through the layers."""
         # A layer costs about 24 h^2 flops a token; attention over L tokens 4 h L.
         return length * (1.0 + length / (6.0 * self.hidden_size))
 
@@ -55,7 +55,7 @@ def plan_trees(
 
 
 def plan_batches(lengths: Sequence[int], tokens_per_batch: int, *, pads: bool) -> list[list[int]]:
-    """Groups sequences of like length under a budget, padding included; longest first."""
+    """Groups sequences of similar length under a budget, padding included; longest first."""
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     batches: list[list[int]] = []
     room = 0

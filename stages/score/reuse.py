@@ -1,4 +1,4 @@
-"""Scores that an earlier cache already holds, found by the content of each branch."""
+"""Reuses scores of earlier caches, found by the content of each branch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger("align")
 
 @dataclass(frozen=True)
 class EarlierCache:
-    """A cache made with the same reference; `same_ring` says that arcs can be compared."""
+    """A cache made with the same reference; `same_ring` says that key ranges can be compared."""
 
     folder: CacheFolder
     shards: tuple[Commit, ...]
@@ -35,10 +35,10 @@ class EarlierCache:
 
 
 class ReuseIndex:
-    """Looks branches up in earlier caches; a shard that cannot be read is passed over.
+    """Looks branches up in earlier caches; a shard that cannot be read is skipped.
 
-    Of caches on the same ring only the shards whose arc meets the rows are read. Those of other
-    rings are read once into one index of 32 bytes a branch; token log-probs stay on disk.
+    Of caches on the same ring only the shards whose key range meets the rows are read. Those of
+    other rings are read once into one index of 32 bytes a branch; token log-probs stay on disk.
     """
 
     def __init__(self, caches: Sequence[EarlierCache], *, need_token_logps: bool) -> None:
@@ -48,7 +48,7 @@ class ReuseIndex:
         self._lost: set[int] = set()
 
     def find(self, rows: RowBlock, *, first_key: str, last_key: str) -> KnownScores:
-        """What is known of these rows, which lie between two places on the ring."""
+        """The known scores of these rows, which lie between two keys of the ring."""
         found = _Found.nothing(len(rows.completions))
         keys = packed_keys(rows) if self._shards else np.empty(0, dtype="S16")
         for known in self._known(first_key, last_key):
@@ -119,7 +119,7 @@ class ReuseIndex:
             check_shard(cache.folder, commit)
             return read_shard(path)
         except (CorruptionError, StorageError, UsageError) as error:
-            logger.warning("%s is not reused, its rows are scored anew: %s", path, error)
+            logger.warning("%s is not reused, its rows are scored again: %s", path, error)
             self._lost.add(number)
             return None
 

@@ -1,4 +1,4 @@
-"""Tokenized rows to reference log-probs, one unit at a time."""
+"""Scores tokenized rows with the reference, one unit at a time."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class UnitScores:
     tokens_per_batch: int
     branches: int
     reused: int  # copied from an earlier cache, or from their like in this unit
-    mended: int  # scored again, because the first log-prob was not finite
+    rescored_in_float32: int  # scored again, because the first log-prob was not finite
     padding: int  # tokens of padding run through the model
     run_tokens: int  # tokens run through the model, padding included
     rejected: tuple[Rejected, ...]
@@ -76,7 +76,7 @@ def score_unit(
     scorer: Callable[[], Scorer],
     on_batch: Callable[[BatchDone], None],
 ) -> UnitScores:
-    """Scores what is not known yet; `on_batch` hears of each batch when it is done."""
+    """Scores what is not known yet; `on_batch` is called after each batch."""
     budget = rules.tokens_per_batch
     alike = first_alike(rows, np.flatnonzero(~known.found))
     while True:
@@ -86,7 +86,7 @@ def score_unit(
         except OutOfMemory as refusal:
             budget = max(budget // 2, 1)
             logger.warning("Out of memory (%s): again with %d tokens per batch.", refusal, budget)
-    return _collect(rows, known, alike, _mended(rows, run, scorer), rules)
+    return _collect(rows, known, alike, _rescored_in_float32(rows, run, scorer), rules)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class _Run:
     tokens: int
     tokens_per_batch: int
     too_big: tuple[int, ...]  # branches that do not fit even alone; their values are NaN
-    mended: int = 0
+    rescored_in_float32: int = 0
 
 
 def _run(
@@ -135,8 +135,8 @@ def _run(
     return _Run(wanted, Ragged.of(lists, np.float32), padding, tokens, budget, tuple(too_big))
 
 
-def _mended(rows: RowBlock, run: _Run, scorer: Callable[[], Scorer]) -> _Run:
-    """Branches without a finite log-prob once more; what surrounds them may have spoilt them."""
+def _rescored_in_float32(rows: RowBlock, run: _Run, scorer: Callable[[], Scorer]) -> _Run:
+    """Scores branches without a finite log-prob again, alone and in float32."""
     is_bad = ~np.isfinite(_sums(run.token_logps)) & ~np.isin(run.branches, run.too_big)
     if not is_bad.any():
         return run
@@ -153,7 +153,7 @@ def _mended(rows: RowBlock, run: _Run, scorer: Callable[[], Scorer]) -> _Run:
         run,
         token_logps=Ragged.of(lists, np.float32),
         tokens=run.tokens + sum(tree.num_tokens for tree in trees),
-        mended=sum(bool(np.isfinite(logps).all()) for logps in again),
+        rescored_in_float32=sum(bool(np.isfinite(logps).all()) for logps in again),
     )
 
 
@@ -221,7 +221,7 @@ def _collect(
         tokens_per_batch=run.tokens_per_batch,
         branches=len(known.found),
         reused=len(logps) - len(run.branches),
-        mended=run.mended,
+        rescored_in_float32=run.rescored_in_float32,
         padding=run.padding,
         run_tokens=run.tokens,
         rejected=_rejected(rows, logps, wanted[np.isin(alike, run.too_big)]),

@@ -1,10 +1,10 @@
-"""Where everything lies in a cache folder.
+"""The layout of a cache folder.
 
 manifest.json                        written last; readers read only this
 data/part-<unit>-<sha256>.parquet    shards, named by their content
 quarantine/part-<n>-<sha256>.parquet rejected rows
 _align/LOCK                          held by the owner of the folder
-_align/mlflow-run.json               names the run of MLflow whose end it was not told
+_align/mlflow-run.json               names the run of MLflow whose end it does not know
 _align/roots/<root>.json             manifests the cache had before it grew; their shards stay
 _align/<plan key>/                   work in progress, gone when it is done
     plan.json  commits/<unit>.json  claims  spool/  tmp/<run id>/
@@ -41,7 +41,7 @@ class CacheFolder:
 
     @property
     def manifest(self) -> Path:
-        """The truth about a finished cache."""
+        """The manifest of a finished cache."""
         return self.root / "manifest.json"
 
     @property
@@ -56,7 +56,7 @@ class CacheFolder:
 
     @property
     def private(self) -> Path:
-        """What readers never look at."""
+        """The private folder, which readers ignore."""
         return self.root / "_align"
 
     @property
@@ -66,21 +66,21 @@ class CacheFolder:
 
     @property
     def roots(self) -> Path:
-        """Manifests of before; only there when the cache has grown."""
+        """Earlier manifests; only there if the cache has grown."""
         return self.private / "roots"
 
     def earlier(self, root: str) -> Path:
-        """Where the manifest of an earlier root is, or would be."""
+        """The path of the manifest of an earlier root."""
         return self.roots / f"{root[:16]}.json"
 
     @property
     def mlflow(self) -> Path:
-        """Names the run of MLflow whose end it was not told; only there until it was."""
+        """Names the run of MLflow whose end it does not know; removed once it does."""
         return self.private / "mlflow-run.json"
 
     @property
     def when_locked(self) -> str:
-        """What to do while somebody else owns this folder."""
+        """What to do while another process owns this folder."""
         return "Wait for it, choose another --output, or help it with --join."
 
     def work(self, plan_key: str) -> WorkFolder:
@@ -134,7 +134,7 @@ class WorkFolder:
         return self.root / "spool"
 
     def commit(self, unit: int) -> Path:
-        """Where the commit of a unit is, or will be."""
+        """The path of the commit of a unit."""
         return self.commits / f"{unit:08d}.json"
 
     def tmp(self, run_id: str) -> Path:

@@ -1,4 +1,4 @@
-"""How a checkpoint is saved: all files durable and vouched for, then one rename that counts.
+"""Saves, restores and prunes checkpoints: all files are durable before one rename commits them.
 
 Every rank writes into one draft folder and vouches for its own files; rank 0 compares what is
 there with what was vouched for, adds the record, and gives the folder its name.
@@ -65,7 +65,7 @@ def save_checkpoint(
 
 
 def _write_share(draft: Path, write: Callable[[Path], Iterable[str]]) -> RankFiles:
-    """Never raises what a disk may cause: the other ranks would wait for this one."""
+    """Writes this rank's files; returns an OSError, because the other ranks wait for this one."""
     try:
         fs.make_folder(draft)
         names = sorted(write(draft))
@@ -178,7 +178,7 @@ def verify_checkpoint(path: Path) -> Checkpoint:
             if relative == RECORD_NAME:
                 continue
             if relative not in missing:
-                raise _damaged(path, f"{relative!r} is no file of it")
+                raise _damaged(path, f"{relative!r} is not a file of it")
             _check(path, descriptor, name, missing.pop(relative))
     if missing:
         raise _damaged(path, f"{next(iter(missing))} is missing")
@@ -186,7 +186,7 @@ def verify_checkpoint(path: Path) -> Checkpoint:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """What a checkpoint says about itself; its files are not looked at."""
+    """The record of a checkpoint, without a check of its files."""
     try:
         text = fs.read_bytes(path / RECORD_NAME)
     except StorageError as error:
@@ -209,7 +209,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def latest_step(folder: RunFolder) -> int | None:
-    """The step that `latest` names, whether it is there or not."""
+    """The step that `latest` names, even if its checkpoint is missing."""
     try:
         text = fs.read_bytes(folder.latest).decode("ascii", "replace")
     except StorageError:
@@ -290,7 +290,7 @@ def wanted(best: str) -> Wanted:
 
 
 def prune(folder: RunFolder, retention: Retention, *, newest: int) -> None:
-    """Removes what is not kept, later steps than the newest included: they are another future."""
+    """Removes checkpoints that are not kept, and any later than the newest."""
     reach("prune.started")
     kept = kept_steps(folder, retention, newest=newest)
     for step in folder.steps():
@@ -337,7 +337,7 @@ def _value(folder: RunFolder, step: int, metric: str) -> float | None:
         return None
 
 
-def credit(
+def add_checkpoint_metrics(
     folder: RunFolder,
     step: int,
     metrics: Mapping[str, float],
@@ -346,7 +346,7 @@ def credit(
     run_id: str,
     retention: Retention,
 ) -> None:
-    """Adds to what a checkpoint says was measured there; one rank does this.
+    """Adds metrics to the record of a checkpoint; one rank does this.
 
     It vouches for the journal as it is by then, with the line of what was measured.
     """

@@ -1,4 +1,4 @@
-"""What is removed once a manifest stands: work in progress, and files that none names.
+"""Removes work in progress and unnamed files once a manifest is written.
 
 What only manifests of before name stays, for trainings that began on it, until a person says so.
 """
@@ -53,7 +53,7 @@ def is_tidy(folder: CacheFolder, manifest: Manifest) -> bool:
 
 @dataclass(frozen=True)
 class Superseded:
-    """What is kept of a cache for those who began on it before it grew."""
+    """The files kept for trainings that began on the cache before it grew."""
 
     roots: tuple[str, ...]
     files: tuple[Path, ...]

@@ -1,4 +1,4 @@
-"""How a unit is finished: its shard made durable first, then one commit that names it.
+"""Commits a unit: its shard is made durable first, then one commit names it.
 
 Rejected rows go to the quarantine: where each stood and why it cannot be used.
 """
@@ -33,7 +33,7 @@ logger = logging.getLogger("align")
 
 @dataclass(frozen=True)
 class UnitFacts:
-    """What a shard does not say about its unit."""
+    """Facts about a unit that its shard does not hold."""
 
     first_key: str  # hex of the first row's place on the ring
     last_key: str

@@ -1,4 +1,4 @@
-"""The only module here that changes the disk: a dozen operations behind one seam.
+"""File system operations: the only module of this room that changes the disk.
 
 `watch` sees every operation before it happens, so a test can log it or make it fail.
 """
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from ...schemas.errors import AlignError, StorageError, UsageError, told
+from ...schemas.errors import AlignError, StorageError, UsageError, os_errors_as_storage_errors
 from .failpoints import reach
 
 if TYPE_CHECKING:
@@ -152,19 +152,19 @@ def sha256_of(path: Path) -> str:
 
 def sha256_of_open(source: io.BufferedReader, path: Path) -> str:
     """The digest of what is left to read of an open file."""
-    with told("read", path):
+    with os_errors_as_storage_errors("read", path):
         return hashlib.file_digest(source, "sha256").hexdigest()
 
 
 def read_bytes(path: Path) -> bytes:
     """The content of one regular file."""
-    with open_regular(path) as source, told("read", path):
+    with open_regular(path) as source, os_errors_as_storage_errors("read", path):
         return source.read()
 
 
 def open_regular(path: Path, *, folder: int | None = None) -> io.BufferedReader:
     """Opens for reading what is a file itself: no link, pipe or device."""
-    with told("open", path):
+    with os_errors_as_storage_errors("open", path):
         descriptor = os.open(path, _READ, dir_fd=folder)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
@@ -266,7 +266,7 @@ def share(folder: Path) -> None:
     unlink(usual)
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink():
-            with told("share", path):
+            with os_errors_as_storage_errors("share", path):
                 path.chmod(mode)
 
 
@@ -302,7 +302,7 @@ def rewrite(path: Path, descriptor: int, payload: bytes) -> None:
 
 def free_bytes(path: Path) -> int:
     """Room left for us on the disk that holds a folder."""
-    with told("free_bytes", path):
+    with os_errors_as_storage_errors("free_bytes", path):
         state = os.statvfs(path)
         return state.f_bavail * state.f_frsize
 
@@ -384,7 +384,7 @@ def _do(
     target: Path | None = None,
     payload: bytes | memoryview = b"",
 ) -> T:
-    with told(name, path, len(payload)):
+    with os_errors_as_storage_errors(name, path, len(payload)):
         for watcher in _watchers:
             watcher(Op(name, path, target, bytes(payload)))
         return action()

@@ -1,4 +1,4 @@
-"""Who may work here: one owner per output folder, one worker per unit.
+"""Locks: one owner per output folder, one worker per unit.
 
 Locks save work; they do not protect data. That a unit is committed once is what
 `put_if_absent` sees to, locks or none.
@@ -36,7 +36,7 @@ class Ownable(Protocol):
 
     @property
     def when_locked(self) -> str:
-        """What to do while somebody else owns it."""
+        """What to do while another process owns it."""
         ...
 
 
@@ -82,7 +82,7 @@ class OwnerLock:
             raise
 
     def release(self) -> None:
-        """Gives the folder free."""
+        """Releases the folder."""
         try:
             fs.rewrite(self._path, self._descriptor, b"")
         finally:
@@ -128,7 +128,7 @@ class UnitClaims:
         return True
 
     def release(self, unit: int) -> None:
-        """Gives a unit back."""
+        """Releases a unit."""
         fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, unit)
 
     def wait(self, unit: int) -> None:
@@ -137,7 +137,7 @@ class UnitClaims:
         self.release(unit)
 
     def close(self) -> None:
-        """Gives all units back."""
+        """Releases all units."""
         os.close(self._descriptor)
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""The plan, written before the first shard, and the manifest, written after the last."""
+"""Reads and writes the plan, made before the first shard, and the manifest, made after the last."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SECTIONS = {
 }
 _MENDED_BY = {  # by whether it is a plan
     True: "Remove this file and run the same command again: no finished shard is lost.",
-    False: "Restore it from a copy, or make the cache anew.",
+    False: "Restore it from a copy, or make the cache again.",
 }
 
 
@@ -177,7 +177,7 @@ def _refuse_other_version(text: bytes, path: Path) -> None:
             "same command again."
         )
     raise OlderFormatError(
-        f"{made}{FORMAT_VERSION} alone. Make the cache anew beside it (with the data files' own "
+        f"{made}{FORMAT_VERSION} alone. Make the cache again beside it (with the data files' own "
         "folders, and with --map, data.carry and tokens.chat_template where it had them):\n"
         f"  {_command(json.loads(text), path)}"
     )

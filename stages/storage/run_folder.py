@@ -1,4 +1,4 @@
-"""Where everything lies in the folder of a training run.
+"""The layout of the folder of a training run.
 
 metrics.jsonl                   one line per logged step
 nonfinite.jsonl                 rows of the steps that gave NaN or infinity, if there were any
@@ -12,7 +12,7 @@ model/                          the trained policy; where it is, nothing is left
 model-merged/                   an adapter's policy with the adapter merged into it
 _align/LOCK                     held by the run that is at work here
 _align/ending.json              how it ended; not there while it is at work, or after a kill
-_align/mlflow.json              what MLflow is to be told
+_align/mlflow.json              what MLflow has to be sent
 _align/artifacts/               copies of files from elsewhere that it is to keep
 """
 
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...schemas.checkpoint import CheckpointFile, Ending
-from ...schemas.errors import CorruptionError, UsageError, told
+from ...schemas.errors import CorruptionError, UsageError, os_errors_as_storage_errors
 from ...schemas.json_codec import CodecError, from_signed_json, to_signed_json
 from . import fs
 from .cache_folder import is_output, make_place, refuse_foreign
@@ -48,7 +48,7 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """What was measured, step by step."""
+        """The metrics of each step."""
         return self.root / "metrics.jsonl"
 
     @property
@@ -58,7 +58,7 @@ class RunFolder:
 
     @property
     def report(self) -> Path:
-        """What a person looks at."""
+        """The report."""
         return self.root / "report.html"
 
     @property
@@ -68,12 +68,12 @@ class RunFolder:
 
     @property
     def engine(self) -> Path:
-        """What DeepSpeed was given."""
+        """The configuration of DeepSpeed."""
         return self.root / "deepspeed.json"
 
     @property
     def checkpoints(self) -> Path:
-        """What training can go on from."""
+        """The checkpoints."""
         return self.root / "checkpoints"
 
     @property
@@ -93,7 +93,7 @@ class RunFolder:
 
     @property
     def private(self) -> Path:
-        """What readers never look at."""
+        """The private folder, which readers ignore."""
         return self.root / "_align"
 
     @property
@@ -103,7 +103,7 @@ class RunFolder:
 
     @property
     def mlflow(self) -> Path:
-        """What MLflow is to be told, and how much of it it knows."""
+        """What MLflow has to be sent, and how much of it was."""
         return self.private / "mlflow.json"
 
     @property
@@ -113,12 +113,12 @@ class RunFolder:
 
     @property
     def ending(self) -> Path:
-        """How the run ended; there is none of one that was killed."""
+        """How the run ended; missing if it was killed."""
         return self.private / "ending.json"
 
     @property
     def when_locked(self) -> str:
-        """What to do while somebody else owns this folder."""
+        """What to do while another process owns this folder."""
         return "Wait for it, or choose another --output."
 
     def step(self, number: int) -> Path:
@@ -219,7 +219,7 @@ CHUNK = 1 << 20
 
 
 def write_ending(folder: RunFolder, ending: Ending) -> None:
-    """The last word of a run; it vouches for what was measured."""
+    """Writes how a run ended, with the digests of its records."""
     paths = (folder.metrics, folder.nonfinite, folder.config, folder.engine)
     files = [path for path in (*paths, *folder.evaluations().values()) if path.exists()]
     vouching = dataclasses.replace(
@@ -229,7 +229,7 @@ def write_ending(folder: RunFolder, ending: Ending) -> None:
 
 
 def forget_ending(folder: RunFolder) -> None:
-    """The run goes on: until it ends again nothing says that it has."""
+    """Removes the ending of a run that is resumed."""
     if folder.ending.exists():
         fs.unlink(folder.ending)
         fs.fsync_folder(folder.private)
@@ -238,7 +238,7 @@ def forget_ending(folder: RunFolder) -> None:
 def read_ending(folder: RunFolder) -> Ending | None:
     """How the run ended; None where it did not, or where it was killed.
 
-    CorruptionError where a file is not as the run left it. One that was removed is no damage: it
+    CorruptionError where a file is not as the run left it. One that was removed is not damage: it
     is missed where it is needed.
     """
     if not folder.ending.exists():
@@ -263,7 +263,7 @@ def described(root: Path, path: Path) -> CheckpointFile:
 def begins_as(path: Path, known: CheckpointFile) -> bool:
     """Whether a file begins with the bytes that it had when it was described."""
     sha256, left = hashlib.sha256(), known.bytes
-    with fs.open_regular(path) as source, told("read", path):
+    with fs.open_regular(path) as source, os_errors_as_storage_errors("read", path):
         while left and (chunk := source.read(min(left, CHUNK))):
             sha256.update(chunk)
             left -= len(chunk)

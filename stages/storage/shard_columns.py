@@ -1,4 +1,4 @@
-"""Between blocks of rows (numpy) and the columns of a shard (Arrow), over the same memory.
+"""Converts blocks of rows (numpy) to the columns of a shard (Arrow) and back, without copies.
 
 Arrow's own conversions import pandas, where it is installed, and its functions come with eight
 megabytes of wrappers: thirty megabytes for nothing.
@@ -210,7 +210,7 @@ def _require_columns(schema: pa.Schema, source: str) -> None:
 
 def _require(good: bool, source: str, what: str) -> None:
     if not good:
-        raise CorruptionError(f"{source} {what}. Restore it from a copy, or make the cache anew.")
+        raise CorruptionError(f"{source} {what}. Restore it from a copy, or make the cache again.")
 
 
 def shard_schema(*, token_logps: bool, carried: Sequence[str]) -> pa.Schema:

@@ -1,4 +1,4 @@
-"""Shards on disk: Parquet files, the same bytes for the same block."""
+"""Reads and writes shards: Parquet files, the same bytes for the same block."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def open_shard(path: Path) -> Iterator[pq.ParquetFile]:
                 raise storage_error("read", path, error) from error
             said = str(error).partition("\n")[0]
             raise CorruptionError(
-                f"{path} is damaged: {said}. Restore it from a copy, or make the cache anew."
+                f"{path} is damaged: {said}. Restore it from a copy, or make the cache again."
             ) from error
 
 

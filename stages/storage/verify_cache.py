@@ -1,4 +1,4 @@
-"""Whether the files of a cache are what its manifest says, and a few rows to score again."""
+"""Checks the files of a cache against its manifest, and samples rows to score again."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def verify_cache(folder: CacheFolder) -> Manifest:
     manifest = load_manifest(folder)
     units = damaged_units(folder, manifest)
     whole = [shard for shard in manifest.shards if shard.unit not in units]
-    wrong = [told for shard in whole if (told := _wrongly_described(folder, shard))]
+    wrong = [said for shard in whole if (said := _wrongly_described(folder, shard))]
     damage = [*units.values(), *wrong, *_damaged_quarantine(folder, manifest)]
     if damage:
         shown = "\n".join(f"  {what}" for what in damage[:10])
         raise CorruptionError(
             f"{folder.root}: {len(damage)} of {len(manifest.shards) + len(manifest.quarantine)} "
             f"files are damaged, first {min(10, len(damage))}:\n{shown}\n"
-            "Restore them from a copy, or make the cache anew."
+            "Restore them from a copy, or make the cache again."
         )
     return manifest
 
@@ -77,7 +77,7 @@ def _damaged_quarantine(folder: CacheFolder, manifest: Manifest) -> list[str]:
 
 def _check(parent: Path, name: str, expected: Commit | FileEntry, *, what: str) -> None:
     if not PART_NAME.fullmatch(name):
-        raise CorruptionError(f"{what}: {name!r} is no name of a shard.")
+        raise CorruptionError(f"{what}: {name!r} is not the name of a shard.")
     path = parent / name
     with _opened(parent, what) as folder:
         try:

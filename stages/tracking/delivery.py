@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from ...schemas.safe_text import redacted
 from .journal import DatasetNote, MetricPoint, line_start, read_entries
 from .mlflow_client import GOES_ON_TAG, KEY_TAG, METRICS_PER_BATCH, MlflowStore, load
-from .mlflow_silence import hushed
+from .mlflow_silence import mlflow_silenced
 from .outbox import Ledger, address_of, failures, reason_of
 
 logger = logging.getLogger("align")
@@ -221,7 +221,7 @@ class Sender:
         self._last_took = 0.0
         self._has_warned = False
         self._quiet = ExitStack()
-        self._quiet.enter_context(hushed())
+        self._quiet.enter_context(mlflow_silenced())
         self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
         self._thread.start()
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from ...schemas.errors import told
+from ...schemas.errors import os_errors_as_storage_errors
 from ...schemas.safe_text import redacted
 from ..storage import fs
 
@@ -106,7 +106,7 @@ class ModelLink:
 
 @dataclass(frozen=True)
 class MlflowRecord:
-    """All that MLflow is to be told about a run but its metrics, and what it knows already."""
+    """All that MLflow has to be sent of a run but its metrics, and what it knows already."""
 
     format_version: int
     uri: str  # without user and password
@@ -127,7 +127,7 @@ class MlflowRecord:
 
 @dataclass(frozen=True)
 class UnendedRun:
-    """A run of MLflow that is at work, or whose end MLflow was not told."""
+    """A run of MLflow that is at work, or whose end MLflow does not know."""
 
     uri: str  # without user and password
     experiment: str
@@ -163,7 +163,8 @@ class Journal:
         assert not set(RESERVED) & set(named), sorted(named)
         finite = {name: value for name, value in named.items() if math.isfinite(value)}
         line = {"step": step, "time": round(time.time(), 3), **finite}
-        with told("write", self._path):  # a buffer's own flush passes the seam as well
+        # A buffer's own flush passes the seam as well.
+        with os_errors_as_storage_errors("write", self._path):
             self._sink.write((json.dumps(line, separators=(",", ":")) + "\n").encode())
             self._sink.flush()
         return finite

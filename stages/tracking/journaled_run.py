@@ -1,4 +1,4 @@
-"""The record of a training run: a journal beside the checkpoints, and MLflow told from it."""
+"""The record of a training run: a journal beside the checkpoints, sent on to MLflow."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def open_training_run(
 ) -> JournaledRun:
     """Begins the record of a run, or goes on with it after a step; -1 keeps no earlier line.
 
-    What MLflow was told before is written down further without MLflow, too: for `mlflow-sync`.
+    Without MLflow, a run that has a ledger keeps it up to date, for `mlflow-sync`.
     """
     journal = open_journal(folder.metrics, keep_through=keep_through, is_evaluated=is_evaluated)
     if not options.mlflow and not folder.mlflow.exists():
@@ -120,7 +120,7 @@ class JournaledRun:
 
 
 class LedgerRun:
-    """Puts down what MLflow is to be told; another thread tells it."""
+    """Notes what to send to MLflow; another thread sends it."""
 
     def __init__(
         self, ledger: Ledger, sender: Sender | None, root: Path, *, patience: float

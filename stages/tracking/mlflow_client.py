@@ -45,7 +45,7 @@ GOES_ON_TAG = "align.goes_on_from"  # the run that was given up for this one
 
 
 def load(uri: str) -> None:
-    """Imports what an address needs, inside `hushed`; does not ask the store anything.
+    """Imports what an address needs, inside `mlflow_silenced`; does not ask the store anything.
 
     Under a host that makes errors of warnings an import outside of it would fail halfway, and
     SQLAlchemy then refuses MLflow's mappers for as long as the process lives.
@@ -59,7 +59,7 @@ def load(uri: str) -> None:
 class MlflowStore:
     """One tracking store, made when it is a local one that is not there yet.
 
-    Open it inside `hushed`, for MLflow reads the environment when it is imported.
+    Open it inside `mlflow_silenced`, for MLflow reads the environment when it is imported.
     """
 
     def __init__(self, uri: str) -> None:
@@ -325,19 +325,19 @@ def _unsynchronized() -> Iterator[None]:
     engine = importlib.import_module("sqlalchemy.engine").Engine
     used: list[Any] = []
 
-    def hurry(connection: Any, _record: Any) -> None:
+    def disable_fsync(connection: Any, _record: Any) -> None:
         if isinstance(connection, sqlite3.Connection):
             connection.execute("PRAGMA synchronous=OFF")
 
     def note(connection: Any) -> None:
         used.append(connection.engine)
 
-    event.listen(engine, "connect", hurry)
+    event.listen(engine, "connect", disable_fsync)
     event.listen(engine, "engine_connect", note)
     try:
         yield
     finally:
-        event.remove(engine, "connect", hurry)
+        event.remove(engine, "connect", disable_fsync)
         event.remove(engine, "engine_connect", note)
         for one in used:
             with suppress(sqlite3.Error):

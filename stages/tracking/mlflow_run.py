@@ -1,4 +1,4 @@
-"""A run that is told to MLflow call by call, while the work waits."""
+"""A run recorded in MLflow call by call, while the work waits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def open_run(
     """Begins a run; one that records nothing when MLflow is off or its store cannot be used.
 
     In the file `note` the run stands until its end is known; one that stands there already was
-    killed, for the caller owns the folder, and the store is told that first.
+    killed, for the caller owns the folder, and its end is sent to the store first.
     """
     if not options.mlflow:
         return NullRun()
@@ -61,7 +61,7 @@ def open_run(
 
 
 def settle_noted(options: TrackingOptions, note: Path) -> None:
-    """Tells the store the end of a run that was killed, where a note names one."""
+    """Sends the store the end of a run that was killed, if a note names one."""
     if not (options.mlflow and note.exists()):
         return
     uri = store_uri(options)
@@ -187,7 +187,7 @@ def recorded(
 
 
 def settle(options: TrackingOptions, note: Path) -> None:
-    """Tells the tracking store the end of a run that was killed; the folder has to be owned."""
+    """Sends the store the end of a run that was killed; the folder has to be owned."""
     if options.mlflow and note.exists():
         settle_noted(options, note)
 

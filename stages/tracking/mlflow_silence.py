@@ -1,4 +1,4 @@
-"""MLflow without its own voice, and without patience for a server that does not answer."""
+"""Silences MLflow, and shortens its waits for a server that does not answer."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ CHATTY = ("mlflow", "alembic", "urllib3")
 WARNING = ("mlflow", "sqlalchemy", "alembic", "pydantic", "urllib3")
 
 
-def hush() -> None:
+def silence_mlflow() -> None:
     """Sets for the whole process what the user has not set; MLflow reads some of it at import."""
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
 
 
 @contextmanager
-def hushed() -> Iterator[None]:
-    """As `hush`, without log lines and warnings of MLflow as well, as long as the block runs.
+def mlflow_silenced() -> Iterator[None]:
+    """As `silence_mlflow`, and drops log lines and warnings of MLflow while the block runs.
 
-    Another thread is hushed too. Filters of warnings belong to the whole process: the thread that
+    Another thread is silenced too. Filters of warnings belong to the whole process: the thread that
     works enters and leaves, and the one that sends changes none.
     """
     unset = [name for name in DEFAULTS if name not in os.environ]
@@ -38,7 +38,7 @@ def hushed() -> Iterator[None]:
     with warnings.catch_warnings():
         for package in WARNING:
             warnings.filterwarnings("ignore", module=package)
-        hush()
+        silence_mlflow()
         for one in loggers:
             one.setLevel(logging.ERROR)
         try:

@@ -1,4 +1,4 @@
-"""What MLflow is to be told, kept until it has been told; a failure costs a warning, never a run.
+"""What has to be sent to MLflow, kept until it is; a failure costs a warning, never a run.
 
 That is `_align/mlflow.json` of a run, and the note that names a run until MLflow knows its end: a
 process that was killed ends nothing.
@@ -25,7 +25,7 @@ from ...schemas.safe_text import bare_address, hear, masked_address, redacted, s
 from ..storage import fs
 from .journal import MlflowRecord, UnendedRun
 from .mlflow_client import GOES_ON_TAG, MlflowStore, sqlite_file
-from .mlflow_silence import hushed
+from .mlflow_silence import mlflow_silenced
 
 logger = logging.getLogger("align")
 
@@ -62,7 +62,7 @@ class Ledger:
                 self.change(**{field: (*values, value)})
 
     def forget_run(self) -> None:
-        """The store has no such run: all has to be told anew."""
+        """Starts over: the store has no such run."""
         with self._lock:
             models = (dataclasses.replace(link, model_id="") for link in self.record.models)
             self.change(
@@ -81,7 +81,7 @@ class Ledger:
             self.change(key=secrets.token_hex(8), tags={**self.record.tags, **origin})
 
     def move_to(self, uri: str) -> None:
-        """From now on another store is to be told."""
+        """Switches to another store."""
         with self._lock:
             if plain_uri(uri) != self.record.uri:
                 self.forget_run()
@@ -123,7 +123,7 @@ def open_ledger(path: Path, *, uri: str, experiment: str, run_name: str) -> Ledg
 
 
 def load_ledger(path: Path) -> Ledger:
-    """What MLflow was to be told about a run."""
+    """What has to be sent to MLflow about a run."""
     if not path.exists():
         raise UsageError(
             f"{path.parent.parent} holds no run that was recorded in MLflow: it has no "
@@ -160,7 +160,7 @@ class Note:
         return run.key
 
     def end(self, status: str) -> None:
-        """How the run ended, for whoever tells the store."""
+        """Notes how the run ended, for whoever sends it to the store."""
         if run := self.read():
             self._store(dataclasses.replace(run, status=status, ended_ms=_now()))
 
@@ -178,13 +178,13 @@ class Note:
                 raise CodecError(f"key {run.key!r:.40} is not sixteen hexadecimal digits")
         except CodecError as error:
             raise CorruptionError(
-                f"{self._path} is damaged: {error}. Remove it: MLflow is then not told how that "
-                "run ended."
+                f"{self._path} is damaged: {error}. Remove it: MLflow then does not learn how "
+                "that run ended."
             ) from error
         return run
 
     def settle(self, store: MlflowStore, uri: str) -> str:
-        """Tells a store how the run ended that is named; returns its id, empty for none.
+        """Sends a store how the named run ended; returns its id, empty for none.
 
         Nobody is at work at it: where nobody said how it ended, it was killed.
         """
@@ -197,7 +197,7 @@ class Note:
             return ""
         if run.uri != plain_uri(uri):
             logger.warning(
-                "%s names a run in another store, %s, which is not told how it ended.",
+                "%s names a run in another store, %s, which does not learn how it ended.",
                 self._path,
                 address_of(run.uri),
             )
@@ -234,7 +234,7 @@ class Guard:
             return False
         started = time.monotonic()
         try:
-            with hushed():
+            with mlflow_silenced():
                 warnings.simplefilter("ignore")
                 action()
         except failures() as error:
@@ -252,7 +252,7 @@ class Guard:
         return False
 
     def is_out_of_patience(self) -> bool:
-        """Whether the store has held up the work too long to be told every number."""
+        """Whether the store has held up the work too long to be sent every number."""
         if self._is_open and self._is_patient and self._seconds > PATIENCE_SECONDS:
             self._is_patient = False
             logger.warning(

@@ -1,4 +1,4 @@
-"""Progress for a person: a bar on a terminal, plain lines anywhere else."""
+"""Progress: a bar on a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 

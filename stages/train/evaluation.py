@@ -1,6 +1,6 @@
-"""An evaluation is one step: what a loss asks of a whole step it asks of all held-out rows.
+"""Evaluation: all held-out rows are one step of the loss, without an update.
 
-Before the first step the policy is held to the log-probs that the cache was made with.
+Before the first step the policy is compared with the log-probs of the cache.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...schemas.batches import Engine, Judged, MicroBatch, StepBatch, StepSize, World
+from ...schemas.batches import Engine, EvalSample, MicroBatch, StepBatch, StepSize, World
 from ...schemas.errors import FingerprintError
 from ...schemas.methods import Branches, Step
 from ...schemas.rows import Role, ScoredBlock, Tree, allowed_gaps
 from ..engine.distributed import gathered
-from ..methods.recipe import Memory, Recipe
+from ..methods.recipe import MethodState, Recipe
 from ..storage.failpoints import reach
 from .step import Sums, branches_of, reported, step_of
 
 
 def asks_first(recipe: Recipe) -> bool:
-    """Whether the policy has to see all held-out rows once before any of their losses."""
+    """Whether the loss needs a pass over all held-out rows before it can be computed."""
     return recipe.surveys or "mismatched" in recipe.needs
 
 
@@ -32,7 +32,7 @@ def asks_first(recipe: Recipe) -> bool:
 def whole_step(
     engine: Engine, recipe: Recipe, batches: Iterable[StepBatch], size: StepSize
 ) -> Step:
-    """What all held-out rows have in common, a float64 or a few for each branch of theirs."""
+    """The totals of all held-out rows: a float64 or a few for each branch."""
     steps = []
     for batch in batches:
         reach("evaluation.batch")
@@ -55,21 +55,21 @@ def evaluate(
     batches: Iterable[StepBatch],
     *,
     step: Step,
-    memory: Memory,
-    witness: Witness,
+    state: MethodState,
+    samples: EvalSamples,
 ) -> dict[str, float]:
-    """Means over all items of all batches, nothing learned."""
+    """Means over all items of all batches, without an update."""
     sums, place = Sums(), 0
     for batch in batches:
         reach("evaluation.batch")
-        witness.begin(batch)
+        samples.begin(batch)
         engine.learn_mode(dropout_seed=None)
         for micro in batch.own:
             branches = branches_of(engine, recipe, micro)
-            witness.see(micro, branches, recipe)
+            samples.add(micro, branches, recipe)
             assert branches.places is not None, "a micro-batch knows where its branches stand"
             here = replace(branches, places=branches.places + place)
-            sums.add_outcome(recipe.outcome(here, step, memory))
+            sums.add_outcome(recipe.outcome(here, step, state))
         place += batch.branches
     return reported(recipe, sums.totals(engine))
 
@@ -83,11 +83,11 @@ class _Seen:
     batch: int
     place: int  # of the branch in its batch, over all ranks
     row_place: int  # of its row's first branch
-    judged: Judged  # its row is not counted yet
+    sample: EvalSample  # its row is not counted yet
 
 
-class Witness:
-    """Sees the first rows of an evaluation; which ones hangs on no rank and no micro-batch."""
+class EvalSamples:
+    """Collects the first rows of an evaluation, the same ones on any number of ranks."""
 
     def __init__(self, *, most_rows: int, keeps_ids: bool) -> None:
         self._most_rows = most_rows
@@ -98,23 +98,23 @@ class Witness:
         self._seen: list[_Seen] = []
 
     def begin(self, batch: StepBatch) -> None:
-        """The next batch of the evaluation."""
+        """Starts the next batch of the evaluation."""
         self._batch += 1
         self._rows = self._next_rows
         self._next_rows += batch.rows
 
-    def see(self, micro: MicroBatch, branches: Branches, recipe: Recipe) -> None:
-        """What the policy says of one of its micro-batches."""
+    def add(self, micro: MicroBatch, branches: Branches, recipe: Recipe) -> None:
+        """Adds the samples of a micro-batch."""
         if self._rows < self._most_rows:
             self._seen += self._of(micro, branches, recipe.rewards(branches))
 
-    def told(self, world: World) -> tuple[Judged, ...]:
-        """What all ranks have seen, in the order of the evaluation; they call it together."""
+    def gather(self, world: World) -> tuple[EvalSample, ...]:
+        """The samples of all ranks in the order of the evaluation; all ranks call it."""
         every = [one for part in gathered(world, self._seen) for one in part]
         every.sort(key=lambda one: (one.batch, one.place))
         rows: dict[tuple[int, int], int] = {}
         numbered = [
-            replace(one.judged, row=rows.setdefault((one.batch, one.row_place), len(rows)))
+            replace(one.sample, row=rows.setdefault((one.batch, one.row_place), len(rows)))
             for one in every
         ]
         return tuple(one for one in numbered if one.row < self._most_rows)
@@ -129,7 +129,7 @@ class Witness:
             first = place
             prompt = tree.prompt.copy() if self._keeps_ids else None
             for completion in tree.branches:
-                judged = Judged(
+                sample = EvalSample(
                     row=0,
                     row_id=row_id,
                     role=Role(int(micro.roles[place])),
@@ -141,12 +141,12 @@ class Witness:
                     completion=completion.copy() if self._keeps_ids else None,
                 )
                 places = int(micro.places[place]), int(micro.places[first])
-                yield _Seen(self._batch, *places, judged)
+                yield _Seen(self._batch, *places, sample)
                 place += 1
 
 
 def largest_gap(engine: Engine, sample: Iterable[tuple[str, ScoredBlock]], *dtypes: str) -> float:
-    """Scores rows of a cache again; numbers other than the cache's are refused.
+    """Scores rows of a cache again, refuses other log-probs, and returns the largest difference.
 
     Every rank scores the same rows: a policy spread over ranks needs all of them for each.
     """
@@ -169,7 +169,7 @@ def _scored(engine: Engine, block: ScoredBlock) -> np.ndarray:
     for row in range(len(rows)):
         branches = range(rows.branch_offsets[row], rows.branch_offsets[row + 1])
         tree = Tree(rows.prompts[row], tuple(rows.completions[branch] for branch in branches))
-        tokens = torch.split(engine.answers((tree,))["logps"], [len(one) for one in tree.branches])
+        tokens = torch.split(engine.forward((tree,))["logps"], [len(one) for one in tree.branches])
         sums += [float(logps.double().sum()) for logps in tokens]
     return np.array(sums)
 
@@ -178,7 +178,7 @@ def _refusal(name: str, block: ScoredBlock, logps: np.ndarray, at: int) -> Finge
     row = block.rows.row[block.rows.row_of_branch[at]]
     return FingerprintError(
         f"{name}: the policy is the reference of this cache, yet it scores a branch of input row "
-        f"{row} as {logps[at]:.6f}, and the cache has {block.logps[at]:.6f}. `align verify` tells "
-        "whether the cache is sound. If it is, this machine computes otherwise than the one it "
-        "was made on: make it anew here, or with --dtype float32."
+        f"{row} as {logps[at]:.6f}, and the cache has {block.logps[at]:.6f}. `align verify` says "
+        "whether the cache is damaged. If it is not, this machine computes other numbers than the "
+        "one it was made on: make the cache again here, or with --dtype float32."
     )

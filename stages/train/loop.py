@@ -12,14 +12,14 @@ from typing import Literal, Protocol
 
 import torch
 
-from ...schemas.batches import Cursor, Engine, Judged, MicroBatch, StepBatch, StepSize
+from ...schemas.batches import Cursor, Engine, EvalSample, MicroBatch, StepBatch, StepSize
 from ...schemas.config import TrainOptions
 from ...schemas.errors import AlignError, CorruptionError, NonFiniteError
 from ...schemas.methods import Step
-from ..methods.recipe import LOSS, Memory, Recipe
+from ..methods.recipe import LOSS, MethodState, Recipe
 from ..storage.failpoints import reach
 from ..tracking.journal import EVAL
-from .evaluation import Witness, asks_first, evaluate, whole_step
+from .evaluation import EvalSamples, asks_first, evaluate, whole_step
 from .step import StepResult, Totals, added, finite, learning_rate, reported, train_step
 from .throughput import Meter, peak_mib
 
@@ -29,16 +29,16 @@ Sign = Literal["signal", "time", "save"]  # before a batch: to stop, or only to 
 
 @dataclass(frozen=True)
 class Place:
-    """How far training has come."""
+    """The position of training: steps done, and the state that later steps need."""
 
     step: int  # optimizer steps done, over all epochs
     cursor: Cursor  # the next one
-    memory: Memory = field(default_factory=dict)  # what the methods remember
+    state: MethodState = field(default_factory=dict)  # of the methods
     window: Totals = field(default_factory=dict)  # of the steps since the last logged line
 
 
 class Feed(Protocol):
-    """Where batches come from."""
+    """The source of batches."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -59,21 +59,23 @@ class Feed(Protocol):
         ...
 
     def held_out(self) -> AbstractContextManager[Iterator[StepBatch]]:
-        """This rank's batches of the rows nothing is learned from."""
+        """This rank's batches of the held-out rows."""
         ...
 
 
 class Records(Protocol):
-    """Where the loop tells what happens."""
+    """What the loop reports to."""
 
     def stepped(
         self, place: Place, metrics: dict[str, float], line: dict[str, float] | None
     ) -> None:
-        """An optimizer step is done; after some there is a line that stands for several."""
+        """An optimizer step is done; `line`, if due, holds means since the last logged line."""
         ...
 
-    def evaluated(self, place: Place, metrics: dict[str, float], judged: Sequence[Judged]) -> None:
-        """The held-out rows were measured; of the first of them there is more to tell."""
+    def evaluated(
+        self, place: Place, metrics: dict[str, float], samples: Sequence[EvalSample]
+    ) -> None:
+        """The held-out rows were measured; `samples` are completions of the first of them."""
         ...
 
     def not_applied(self, place: Place, row_ids: tuple[str, ...]) -> None:
@@ -81,36 +83,36 @@ class Records(Protocol):
         ...
 
     def save(self, place: Place) -> None:
-        """Everything that is needed to go on from here, unless it is there already."""
+        """Saves a checkpoint, unless there is one of this step already."""
         ...
 
 
 class SaveClock:
-    """Whether it is time for a checkpoint; the ranks agree on it as they agree on stopping."""
+    """Whether a checkpoint is due by time; the ranks agree on it as they agree on stopping."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self._seconds = seconds or math.inf
         self.restart()
 
     def restart(self) -> None:
-        """There is one now."""
+        """Counts from now."""
         self._since = time.monotonic()
 
     def is_due(self) -> bool:
-        """Whether the last one is too old."""
+        """Whether the last checkpoint is too old."""
         return time.monotonic() - self._since >= self._seconds
 
 
 @dataclass(frozen=True)
-class Halts:
-    """Reasons from outside to stop or to save, asked before each batch on every rank."""
+class StopConditions:
+    """Reasons to stop or to save, checked before each batch on every rank."""
 
     signalled: Callable[[], bool]
     deadline: float  # on the monotonic clock; infinity for none
     saving: SaveClock = field(default_factory=SaveClock)
 
     def is_late(self) -> bool:
-        """Whether the time is over."""
+        """Whether the deadline has passed."""
         return time.monotonic() >= self.deadline
 
 
@@ -121,40 +123,48 @@ def total_steps(feed: Feed, options: TrainOptions) -> int:
 
 
 def train(
-    loop: Loop, *, start: Place, records: Records, halts: Halts, is_measured: bool = False
+    loop: Loop,
+    *,
+    start: Place,
+    records: Records,
+    conditions: StopConditions,
+    is_measured: bool = False,
 ) -> tuple[Place, Ending]:
-    """Runs from `start`, where it may be measured already, to the end or to a halt, and saves."""
-    place, ending = _learn(loop, start, records, halts, is_measured=is_measured)
+    """Runs from `start` to the end or a stop condition, and saves.
+
+    `is_measured`: the evaluation of `start` has been made already.
+    """
+    place, ending = _learn(loop, start, records, conditions, is_measured=is_measured)
     records.save(place)
     return place, ending
 
 
 def _learn(
-    loop: Loop, start: Place, records: Records, halts: Halts, *, is_measured: bool
+    loop: Loop, start: Place, records: Records, conditions: StopConditions, *, is_measured: bool
 ) -> tuple[Place, Ending]:
     place = start
-    halted = None if is_measured else loop.measure(place, records, halts)
+    stopped = None if is_measured else loop.measure(place, records, conditions)
     with loop.feed.steps(start.cursor) as stream:
-        batches = Muster(loop.engine, stream, loop.meter, halts)
-        while not halted and place.step < loop.total_steps:
+        batches = SynchronizedBatches(loop.engine, stream, loop.meter, conditions)
+        while not stopped and place.step < loop.total_steps:
             batch = next(batches, None)
             if batch is None:
-                halted = batches.halted
-                assert halted, "there is a batch for every step"
+                stopped = batches.stopped
+                assert stopped, "there is a batch for every step"
                 break
             if batches.is_save_due:
-                loop.save(place, records, halts)
+                loop.save(place, records, conditions)
             place = loop.advance(place, batch, records)
             # Saved first: an evaluation may take long, and nothing of it is needed to go on.
             if loop.saves_at(place.step):
-                loop.save(place, records, halts)
-            halted = loop.measure(place, records, halts)
-    return place, halted or "finished"
+                loop.save(place, records, conditions)
+            stopped = loop.measure(place, records, conditions)
+    return place, stopped or "finished"
 
 
 @dataclass
 class Loop:
-    """What stays the same from step to step, and how many in a row have failed."""
+    """What every step needs, and how many steps in a row have failed."""
 
     engine: Engine
     recipe: Recipe
@@ -169,14 +179,14 @@ class Loop:
         return total_steps(self.feed, self.options)
 
     def advance(self, place: Place, batch: StepBatch, records: Records) -> Place:
-        """Runs one step and tells what came of it."""
+        """Runs one step and records its metrics."""
         lr = learning_rate(place.step, self.total_steps, self.options)
         self.engine.set_lr(lr)
         seed = (self.options.seed, place.step)
         reach("step.started")
-        result = train_step(self.engine, self.recipe, batch, memory=place.memory, seed=seed)
+        result = train_step(self.engine, self.recipe, batch, state=place.state, seed=seed)
         reach("step.updated")
-        after = Place(place.step + 1, self._next(batch.cursor), result.memory)
+        after = Place(place.step + 1, self._next(batch.cursor), result.state)
         self._judge(after, result, records)
         lap = {**self.meter.lap(rows=batch.rows), "step_applied": (float(result.applied), 1.0)}
         window = added(place.window, {**self._lasting(result), **lap})
@@ -191,59 +201,59 @@ class Loop:
         return after
 
     def saves_at(self, step: int) -> bool:
-        """Whether there is to be a checkpoint of a step."""
+        """Whether a checkpoint is due after a step."""
         return self._is_due(step, self.options.save_every)
 
-    def save(self, place: Place, records: Records, halts: Halts) -> None:
-        """A checkpoint; its time is no step's, and the next one is due so much later."""
+    def save(self, place: Place, records: Records, conditions: StopConditions) -> None:
+        """Saves a checkpoint; no step counts its time, and the clock of the next one restarts."""
         records.save(place)
-        halts.saving.restart()
+        conditions.saving.restart()
         self.meter.restart()
 
-    def measure(self, place: Place, records: Records, halts: Halts) -> Ending | None:
-        """Evaluates where it is due and there are rows for it; of one that is halted nobody hears.
+    def measure(self, place: Place, records: Records, conditions: StopConditions) -> Ending | None:
+        """Evaluates where it is due and there are rows for it; a stopped one is not recorded.
 
-        Returns why it was halted.
+        Returns why it was stopped.
         """
         is_due = place.step == 0 or self._is_due(place.step, self.options.eval_every)
         if not is_due or not self.feed.has_held_out:
             return None
-        witness = Witness(most_rows=self.options.eval_table, keeps_ids=self.options.eval_text)
-        step, halted = self._held_out_step(halts)
-        if not halted:
-            with self._held_out(halts) as batches:
+        samples = EvalSamples(most_rows=self.options.eval_table, keeps_ids=self.options.eval_text)
+        step, stopped = self._held_out_step(conditions)
+        if not stopped:
+            with self._held_out(conditions) as batches:
                 metrics = evaluate(
                     self.engine,
                     self.recipe,
                     batches,
                     step=step,
-                    memory=place.memory,
-                    witness=witness,
+                    state=place.state,
+                    samples=samples,
                 )
-            halted = batches.halted
-        if not halted:
+            stopped = batches.stopped
+        if not stopped:
             named = {f"{EVAL}{name}": value for name, value in metrics.items()}
-            records.evaluated(place, named, witness.told(self.engine.world))
+            records.evaluated(place, named, samples.gather(self.engine.world))
             reach("evaluation.done")
         self.meter.restart()
-        return halted
+        return stopped
 
-    def _held_out_step(self, halts: Halts) -> tuple[Step, Ending | None]:
-        """What all held-out rows have in common; where a loss asks for it, the policy is run."""
+    def _held_out_step(self, conditions: StopConditions) -> tuple[Step, Ending | None]:
+        """The totals of all held-out rows; runs the policy where a loss needs it."""
         size = self.feed.held_out_size()
         if not asks_first(self.recipe):
             return whole_step(self.engine, self.recipe, (), size), None
-        with self._held_out(halts) as batches:
+        with self._held_out(conditions) as batches:
             step = whole_step(self.engine, self.recipe, batches, size)
-        return step, batches.halted
+        return step, batches.stopped
 
     @contextmanager
-    def _held_out(self, halts: Halts) -> Iterator[Muster]:
+    def _held_out(self, conditions: StopConditions) -> Iterator[SynchronizedBatches]:
         with self.feed.held_out() as stream:
-            yield Muster(self.engine, stream, self.meter, halts)
+            yield SynchronizedBatches(self.engine, stream, self.meter, conditions)
 
     def _lasting(self, result: StepResult) -> Totals:
-        """What a step adds to the line it belongs to; where its loss is not finite, nothing."""
+        """What a step adds to its logged line: nothing if its loss is not finite."""
         is_sound = math.isfinite(reported(self.recipe, result.totals)[LOSS])
         return finite(result.totals) if is_sound else {}
 
@@ -266,18 +276,18 @@ class Loop:
         return Cursor(cursor.epoch + 1, 0)
 
     def _is_due(self, step: int, every: int) -> bool:
-        """Every so many steps, and at the end."""
+        """Whether this step is one of every `every`, or the last."""
         return step >= self.total_steps or (bool(every) and step % every == 0)
 
 
-class Muster:
-    """Batches until there are no more, or until some rank has a reason to stop."""
+class SynchronizedBatches:
+    """Batches that all ranks take in step, until there are no more or some rank has to stop."""
 
     def __init__(
-        self, engine: Engine, batches: Iterator[StepBatch], meter: Meter, halts: Halts
+        self, engine: Engine, batches: Iterator[StepBatch], meter: Meter, conditions: StopConditions
     ) -> None:
-        self._next = partial(next_batch, engine, batches, meter, halts)
-        self.halted: Ending | None = None
+        self._next = partial(next_batch, engine, batches, meter, conditions)
+        self.stopped: Ending | None = None
         self.is_save_due = False
 
     def __iter__(self) -> Iterator[StepBatch]:
@@ -286,14 +296,14 @@ class Muster:
     def __next__(self) -> StepBatch:
         batch, sign = self._next()
         self.is_save_due = sign == "save"
-        self.halted = None if sign == "save" else sign
-        if batch is None or self.halted:
+        self.stopped = None if sign == "save" else sign
+        if batch is None or self.stopped:
             raise StopIteration
         return batch
 
 
 def next_batch(
-    engine: Engine, batches: Iterator[StepBatch], meter: Meter, halts: Halts
+    engine: Engine, batches: Iterator[StepBatch], meter: Meter, conditions: StopConditions
 ) -> tuple[StepBatch | None, Sign | None]:
     """The next batch, if there is one, and whether some rank has a reason to stop or save first."""
     failure: AlignError | None = None
@@ -304,7 +314,13 @@ def next_batch(
         except AlignError as error:
             failure = error
     own = _tokens(batch.own + batch.mismatched, meter.pads) if batch else (0, 0)
-    signs = [failure is not None, halts.signalled(), halts.is_late(), halts.saving.is_due(), *own]
+    signs = [
+        failure is not None,
+        conditions.signalled(),
+        conditions.is_late(),
+        conditions.saving.is_due(),
+        *own,
+    ]
     failed, signalled, late, save, tokens, padded = engine.total(
         torch.tensor(signs, dtype=torch.float64)
     ).tolist()

@@ -15,59 +15,59 @@ from ...schemas.batches import Engine, MicroBatch, StepBatch
 from ...schemas.config import TrainOptions
 from ...schemas.methods import Branches, Step, Tokens
 from ..methods.modifiers import sums_of
-from ..methods.recipe import LOSS, Memory, Outcome, Recipe
+from ..methods.recipe import LOSS, MethodState, Outcome, Recipe
 from ..methods.rewards import with_margin
 from ..storage.failpoints import reach
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did, the same on every rank but for `suspects`."""
+    """The result of a step, the same on every rank but for `suspects`."""
 
     applied: bool
     totals: Totals  # of everything that was measured
     suspects: tuple[str, ...]  # ids of this rank's rows that may be why it was not applied
-    memory: Memory  # what the methods remember from here on
+    state: MethodState  # of the methods from here on
 
 
 def train_step(
-    engine: Engine, recipe: Recipe, batch: StepBatch, *, memory: Memory, seed: tuple[int, int]
+    engine: Engine, recipe: Recipe, batch: StepBatch, *, state: MethodState, seed: tuple[int, int]
 ) -> StepResult:
     """Updates the policy by one step; a loss or gradient that is not finite changes nothing.
 
     `seed` is (seed of the run, global step): with the rank and the micro-batch it draws dropout.
     """
     step = step_of(engine, recipe, batch)
-    now = recipe.remembered(memory, step.surveyed)
+    after = recipe.next_state(state, step.surveyed)
     sums, last, suspects = Sums(), len(batch.own) - 1, _suspects_of_z(batch, step)
     for index, micro in enumerate(batch.own):
         engine.learn_mode(dropout_seed=_draw(*seed, index, engine.world.rank))
-        outcome = recipe.outcome(branches_of(engine, recipe, micro), step, now)
+        outcome = recipe.outcome(branches_of(engine, recipe, micro), step, after)
         engine.backward(outcome.share, is_last=index == last)
         sums.add_outcome(outcome)
-        # What is not finite in all of the step tells nothing against the rows themselves.
+        # What is not finite in all of the step says nothing against the rows themselves.
         if _is_finite(step):
             suspects += _not_finite(micro, outcome.losses)
     totals = sums.totals(engine)
     if not math.isfinite(reported(recipe, totals)[LOSS]):
         engine.skip()
-        return StepResult(applied=False, totals=totals, suspects=suspects, memory=memory)
+        return StepResult(applied=False, totals=totals, suspects=suspects, state=state)
     reach("step.before_update")
     update = engine.step()
     totals["grad_norm"] = (update.grad_norm, 1.0)
     if not update.applied:
         suspects = tuple(row for micro in batch.own for row in micro.row_ids)
-        return StepResult(applied=False, totals=totals, suspects=suspects, memory=memory)
-    return StepResult(applied=True, totals=totals, suspects=suspects, memory=now)
+        return StepResult(applied=False, totals=totals, suspects=suspects, state=state)
+    return StepResult(applied=True, totals=totals, suspects=suspects, state=after)
 
 
 def reported(recipe: Recipe, totals: Totals) -> dict[str, float]:
-    """Means, and what is made of means only: the loss of several parts, the margin of labels."""
+    """The means, and the metrics computed from means: the loss of several parts, label margins."""
     return with_margin(recipe.with_loss(means_of(totals)))
 
 
 def _is_finite(step: Step) -> bool:
-    """Whether nothing that all rows have in common spoils every loss."""
+    """Whether the values that all rows share are finite."""
     shared = (step.mismatched, *step.surveyed.values())
     return all(bool(values.isfinite().all()) for values in shared)
 
@@ -79,7 +79,7 @@ def _suspects_of_z(batch: StepBatch, step: Step) -> tuple[str, ...]:
 
 
 def _not_finite(micro: MicroBatch, values: Tensor) -> tuple[str, ...]:
-    """Rows for which one of these values, one for each row or one for each branch, is not."""
+    """The rows with a value, per row or per branch, that is not finite."""
     sizes = [len(tree.branches) if len(values) > len(micro.trees) else 1 for tree in micro.trees]
     owners = np.repeat(np.array(micro.row_ids, dtype=np.str_), sizes)
     wrong = owners[~values.isfinite().cpu().numpy()]
@@ -87,18 +87,18 @@ def _not_finite(micro: MicroBatch, values: Tensor) -> tuple[str, ...]:
 
 
 def _draw(*parts: int) -> int:
-    """A seed that depends on all parts and on nothing else."""
+    """A seed that depends on all parts and nothing else."""
     text = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
 
 
 def branches_of(engine: Engine, recipe: Recipe, batch: MicroBatch) -> Branches:
     """Runs the policy over a micro-batch."""
-    answers = {name: value.double() for name, value in engine.answers(batch.trees).items()}
+    outputs = {name: value.double() for name, value in engine.forward(batch.trees).items()}
     counts = [len(branch) for tree in batch.trees for branch in tree.branches]
-    lengths = torch.tensor(counts, dtype=torch.int64, device=answers["logps"].device)
+    lengths = torch.tensor(counts, dtype=torch.int64, device=outputs["logps"].device)
     per_branch = recipe.head == "score"
-    logps = answers["logps"] if per_branch else sums_of(answers["logps"], lengths)
+    logps = outputs["logps"] if per_branch else sums_of(outputs["logps"], lengths)
     device = logps.device
     sizes = torch.tensor([len(tree.branches) for tree in batch.trees], dtype=torch.int64)
     return Branches(
@@ -109,7 +109,7 @@ def branches_of(engine: Engine, recipe: Recipe, batch: MicroBatch) -> Branches:
         scores=torch.from_numpy(batch.scores).to(device, torch.float64),
         rows=torch.arange(len(sizes)).repeat_interleave(sizes).to(device),
         places=torch.from_numpy(batch.places).to(device),
-        tokens=None if per_branch else _tokens(recipe, batch, lengths, answers),
+        tokens=None if per_branch else _tokens(recipe, batch, lengths, outputs),
         columns={
             name: torch.from_numpy(values).to(device) for name, values in batch.carried.items()
         },
@@ -117,7 +117,7 @@ def branches_of(engine: Engine, recipe: Recipe, batch: MicroBatch) -> Branches:
 
 
 def step_of(engine: Engine, recipe: Recipe, batch: StepBatch) -> Step:
-    """What the micro-batches of a step have in common; asks the policy for it without gradients."""
+    """The values that all micro-batches of a step share, computed without gradients."""
     return Step(
         rows=batch.rows,
         branches=batch.branches,
@@ -143,7 +143,7 @@ def _mismatched_ratios(engine: Engine, recipe: Recipe, batch: StepBatch) -> Tens
 
 @torch.no_grad()
 def _surveyed(engine: Engine, recipe: Recipe, batch: StepBatch) -> dict[str, Tensor]:
-    """What the recipe asks of every own branch of the step before any loss."""
+    """The values of every own branch of the step that the recipe needs before any loss."""
     if not recipe.surveys:
         return {}
     engine.learn_mode(dropout_seed=None)
@@ -157,7 +157,7 @@ def _surveyed(engine: Engine, recipe: Recipe, batch: StepBatch) -> dict[str, Ten
 
 
 def _in_step_order(engine: Engine, values: list[Tensor], places: list[Tensor]) -> Tensor:
-    """Joins values of all micro-batches and ranks in the step's own order.
+    """Joins values of all micro-batches and ranks in step order.
 
     So what is computed of them is the same to the last bit however the step was dealt.
     """
@@ -171,18 +171,18 @@ def _places_of(found: list[Branches]) -> list[Tensor]:
 
 
 def _tokens(
-    recipe: Recipe, batch: MicroBatch, lengths: Tensor, answers: dict[str, Tensor]
+    recipe: Recipe, batch: MicroBatch, lengths: Tensor, outputs: dict[str, Tensor]
 ) -> Tokens:
     reference = None
     if "token_reference" in recipe.needs:
         assert batch.reference_tokens is not None, "the gate asks for a cache that keeps them"
-        reference = torch.from_numpy(batch.reference_tokens.values).to(answers["logps"])
+        reference = torch.from_numpy(batch.reference_tokens.values).to(outputs["logps"])
     return Tokens(
         counts=lengths,
-        logps=answers["logps"],
+        logps=outputs["logps"],
         reference=reference,
-        values=answers.get("values"),
-        purity=answers.get("purity"),
+        values=outputs.get("values"),
+        purity=outputs.get("purity"),
     )
 
 
@@ -196,13 +196,13 @@ class Sums:
         self._totals: dict[str, Tensor] = {}  # each (2,) float64: total, count
 
     def add(self, values: Mapping[str, Tensor]) -> None:
-        """Adds every value of each name; a name with no value is known all the same."""
+        """Adds every value of each name; a name without values is kept."""
         for name, given in values.items():
             exact = given.detach().double()
             self._add(name, exact.sum(), exact.numel())
 
     def add_outcome(self, outcome: Outcome) -> None:
-        """Adds what one micro-batch gave."""
+        """Adds the outcome of one micro-batch."""
         for name, part in outcome.totals.items():
             self._add(name, part.total.double(), part.count)
         self.add(outcome.metrics)
@@ -230,7 +230,7 @@ def means_of(totals: Totals) -> dict[str, float]:
 
 
 def added(some: Totals, others: Totals) -> Totals:
-    """Both taken together, name by name."""
+    """The sum of both, name by name."""
     none = (0.0, 0.0)
     sums: Totals = {}
     for name in {**some, **others}:
@@ -240,12 +240,12 @@ def added(some: Totals, others: Totals) -> Totals:
 
 
 def finite(totals: Totals) -> Totals:
-    """Those that can be added to others without spoiling them."""
+    """The totals that are finite."""
     return {name: one for name, one in totals.items() if math.isfinite(one[0])}
 
 
 def learning_rate(step: int, total_steps: int, options: TrainOptions) -> float:
-    """The rate of the `step`-th update (from 0): a straight rise, then the chosen fall."""
+    """The learning rate of the `step`-th update (from 0): linear warmup, then the schedule."""
     rise = warmup_steps(total_steps, options)
     if step < rise:
         return options.lr * (step + 1) / rise

@@ -1,4 +1,4 @@
-"""How fast training goes, what it waits for, the memory it holds, and what the machine is doing."""
+"""Throughput of training, its waits for data, its memory, and the load of the machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Meter:
-    """Times steps; everything between two laps belongs to the later one."""
+    """Times steps; the time between two laps belongs to the later one."""
 
     def __init__(self, *, pads: bool) -> None:
         self.pads = pads  # whether a micro-batch is padded to its longest row
@@ -26,12 +26,12 @@ class Meter:
         self._started = time.monotonic()
 
     def restart(self) -> None:
-        """What was done since the last lap belongs to no step."""
+        """Drops the time since the last lap."""
         self._started, self._waited = time.monotonic(), 0.0
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Counts the time inside as waiting for data."""
+        """Counts the time of the block as waiting for data."""
         started = time.monotonic()
         try:
             yield
@@ -39,11 +39,11 @@ class Meter:
             self._waited += time.monotonic() - started
 
     def runs(self, *, tokens: int, padded: int) -> None:
-        """The coming step runs so many tokens over all ranks."""
+        """Sets the tokens of the next step over all ranks."""
         self._tokens, self._padded = tokens, padded
 
     def lap(self, *, rows: int) -> Totals:
-        """What the step that is over adds to sums: tokens to tokens, seconds to seconds."""
+        """The totals of the step that has ended: tokens, speeds, waiting and padding."""
         seconds = max(time.monotonic() - self._started, 1e-9)
         speeds: Totals = {
             "tokens": (float(self._tokens), 1.0),
@@ -61,7 +61,7 @@ STATUS = Path("/proc/self/status")
 
 
 def forget_peak() -> None:
-    """From now on the most memory is that of what follows; where the system allows it."""
+    """Resets the peak of memory, if the system allows it."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     with suppress(OSError):
@@ -69,7 +69,7 @@ def forget_peak() -> None:
 
 
 def peak_mib() -> float:
-    """On a GPU its tensors; else what the system counts for the process."""
+    """Peak memory: of tensors on a GPU, of the process on a CPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
     with suppress(OSError):
@@ -84,7 +84,7 @@ MEGA = 1e6
 
 
 class Machine:
-    """The first rank's machine; shares of the processor are those since the last look."""
+    """The load of rank zero's machine; CPU shares are those since the last reading."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -92,7 +92,7 @@ class Machine:
             psutil.cpu_percent()
 
     def now(self) -> dict[str, float]:
-        """One look; nothing where the system does not answer, for nobody trains for its sake."""
+        """One reading; empty if the system does not give it."""
         try:
             seen = {**self._seen(), **dict(_device())}
         except (OSError, psutil.Error):
@@ -112,7 +112,7 @@ class Machine:
 
 
 def _device() -> Iterator[tuple[str, float]]:
-    """The GPU of this rank. A look at another would take memory there."""
+    """The GPU of this rank; a query of another would allocate memory there."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         index = torch.cuda.current_device()
         free, total = torch.cuda.mem_get_info(index)

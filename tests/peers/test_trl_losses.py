@@ -128,7 +128,7 @@ def test_the_dpo_trainer_sorts_each_micro_batch_and_we_the_whole_step(name):
     theirs = [trl_dpo(name, name, {}, reordered(whole, half))[0].item() for half in halves]
     together = trl_dpo(name, name, {}, whole)[0].item()
     assert sum(theirs) / 2 != close(together, rel=1e-3)
-    assert take(METHODS[name], whole, deal=halves).loss == close(together, rel=1e-5)
+    assert take(METHODS[name], whole, assignment=halves).loss == close(together, rel=1e-5)
 
 
 def test_the_dpo_trainer_overflows_where_discopop_stays_finite():

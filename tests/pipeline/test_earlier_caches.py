@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from align.pipeline import cache_compatibility
-from align.pipeline.cache_compatibility import candidates, remember, require_same_or_growing
+from align.pipeline.cache_compatibility import candidates, register_cache, require_same_or_growing
 from align.schemas.config import DataOptions
 from align.schemas.errors import FingerprintError
 from align.schemas.json_codec import to_json
@@ -82,7 +82,7 @@ def test_caches_of_an_older_align_are_passed_over_counted_and_named(
     made = [to(output=str(tmp_path / name), seed=seed) for seed, name in enumerate("ab")]
     for config in made:
         run(config)
-        remember(CacheFolder(Path(config.cache.output)))
+        register_cache(CacheFolder(Path(config.cache.output)))
         age(Path(config.cache.output) / "manifest.json")
     reuse = [config.cache.output for config in made] if is_named else []
     again = to(output=str(tmp_path / "c"), reuse=reuse, reuse_known=not is_named)
@@ -160,7 +160,7 @@ def test_a_list_of_caches_may_hold_anything(to, tmp_path, monkeypatch, warnings)
     run(to())
     folder = CacheFolder(Path(to().cache.output))
     (tmp_path / "caches.txt").write_bytes(b"\xff\xfe\n\n/none\n" + b"x" * 5000 + b"\n")
-    remember(folder)
+    register_cache(folder)
     other = CacheFolder(tmp_path / "other")
     offered = candidates(to(reuse_known=True).cache, other)
     assert offered == (str(other.root), str(folder.root.resolve()))
@@ -217,7 +217,7 @@ def test_a_lost_copy_of_a_row_is_noticed(config, data, tmp_path):
 
 @pytest.mark.parametrize("name", ["model.weights", "numerics.torch"])
 def test_only_scores_of_the_same_reference_are_said_to_be_copied(name):
-    with pytest.raises(FingerprintError, match="everything is scored anew") as caught:
+    with pytest.raises(FingerprintError, match="everything is scored again") as caught:
         require_same_or_growing({name: "a"}, {name: "b"}, where="/cache")
     assert "copied" not in str(caught.value)
     with pytest.raises(FingerprintError, match="copied, not computed again"):

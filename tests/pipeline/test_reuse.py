@@ -227,7 +227,7 @@ def test_a_changed_setting_is_noticed_and_named(config, data_rows, tmp_path, nam
     for section, options in CHANGES[name].items():
         changed = replace(changed, **{section: replace(getattr(changed, section), **options)})
     with pytest.raises(
-        FingerprintError, match=rf"belongs to another cache(.|\n)*{name}: "
+        FingerprintError, match=rf"was made with other settings(.|\n)*{name}: "
     ) as caught:
         run(changed)
     assert caught.value.exit_code == 4

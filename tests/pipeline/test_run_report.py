@@ -218,7 +218,7 @@ def test_a_page_never_tells_of_another_cache(whole_run, course, tmp_path):
     assert course.server.run("precompute-ref", data, *again).code == 0
     write_report(moved)
     words = Words((moved / "report.html").read_text())
-    assert f"This run learned from root {root}." in words.text
+    assert f"This run was trained on root {root}." in words.text
     assert "Lineage" not in words.titles
 
 

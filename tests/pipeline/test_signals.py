@@ -21,7 +21,7 @@ def test_a_stopped_run_leaves_its_work_for_the_next(config, clean, tmp_path):
     stopped.join(60)
     assert stopped.exitcode == 143
     assert (tmp_path / "said").read_text() == (
-        "Stopped by signal 15. Run the same command again to go on from here.\n"
+        "Interrupted by signal 15. Continue with the same command.\n"
     )
     assert run(config).manifest.rows == 120
     assert contents(config.cache.output) == clean

@@ -127,9 +127,9 @@ def test_a_run_without_held_out_rows_is_told_by_what_it_learned_from(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def swept(journey, tmp_path_factory):
+def swept_folder(journey, tmp_path_factory):
     """Two good runs, one that learns nothing but NaN, and one that finds its folder taken."""
-    folder = tmp_path_factory.mktemp("swept")
+    folder = tmp_path_factory.mktemp("sweep")
     OutputFolder(folder / "sweep", "sweep").prepare()
     (folder / "sweep" / "orpo-1e30").mkdir()
     (folder / "sweep" / "orpo-1e30" / "notes.txt").write_text("mine")
@@ -143,8 +143,8 @@ def swept(journey, tmp_path_factory):
     return folder, answer
 
 
-def test_a_run_that_fails_is_told_and_the_others_are_made(swept):
-    folder, answer = swept
+def test_a_run_that_fails_is_reported_and_the_others_are_made(swept_folder):
+    folder, answer = swept_folder
     assert answer.code == 2, answer
     assert "2 of 4 runs failed" in answer.err
     assert "dpo-1e30 failed: " in answer.out
@@ -162,8 +162,8 @@ def test_a_run_that_fails_is_told_and_the_others_are_made(swept):
             assert (folder / "sweep" / one["name"] / "model" / "config.json").is_file()
 
 
-def test_its_page_leads_to_those_of_its_runs_and_of_those_that_failed_on_their_way(swept):
-    folder, _ = swept
+def test_its_page_leads_to_those_of_its_runs_and_of_those_that_failed_on_their_way(swept_folder):
+    folder, _ = swept_folder
     page = (folder / "sweep" / "sweep.html").read_text()
     links = set(re.findall(r'href="([^"]*)"', page))
     assert links == {f"{name}/report.html" for name in ("dpo-1e-3", "dpo-1e30", "orpo-1e-3")}
@@ -172,13 +172,13 @@ def test_its_page_leads_to_those_of_its_runs_and_of_those_that_failed_on_their_w
     assert page.count("<polyline") > 10
 
 
-def test_the_table_says_what_compares(swept):
-    _, answer = swept
+def test_the_table_says_what_compares(swept_folder):
+    _, answer = swept_folder
     assert "Losses and margins of different methods and betas do not compare; acc" in answer.out
 
 
-def test_runs_are_nested_below_the_sweep(swept):
-    folder, _ = swept
+def test_runs_are_nested_below_the_sweep(swept_folder):
+    folder, _ = swept_folder
     client, parent, children = stored(f"sqlite:///{folder}/mlflow.db")
     assert {run.data.tags["mlflow.parentRunId"] for run in children} == {parent.info.run_id}
     told = {run.data.tags["align.trial"]: run.info.status for run in children}
@@ -189,8 +189,8 @@ def test_runs_are_nested_below_the_sweep(swept):
     assert kept == {"sweep.json", "sweep.txt", "sweep.html"}
 
 
-def test_the_sweep_is_recorded_with_what_it_varied_and_what_failed(swept, journey):
-    folder, _ = swept
+def test_the_sweep_is_recorded_with_what_it_varied_and_what_failed(swept_folder, journey):
+    folder, _ = swept_folder
     _, parent, _ = stored(f"sqlite:///{folder}/mlflow.db")
     assert parent.info.status == "FAILED"
     assert parent.data.tags["align.varied"] == "train.method=dpo,orpo; train.lr=1e-3,1e30"
@@ -259,7 +259,10 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped(try_out, tmp_path):
     folder = tmp_path / "sweep"
     (stopped,) = try_out(failpoints=["step.started=term@3"])
     assert stopped.code == 143, stopped
-    assert f"1 of 2 runs of the sweep in {folder} are over. Run the same command" in stopped.err
+    assert (
+        f"1 of 2 runs of the sweep in {folder} are over. Continue with the same command"
+        in stopped.err
+    )
     assert [(one["name"], one["ending"]) for one in made(folder)] == [("dpo", "finished")]
     (again,) = try_out()
     assert again.code == 2, again

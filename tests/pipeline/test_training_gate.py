@@ -76,7 +76,7 @@ def test_another_reference_is_refused_unless_it_is_meant(course, policy, tmp_pat
     meant = ("--model", policy, "--set", "train.other_reference=true", "--max-steps", 1)
     answer = course.run(tmp_path / "run", *meant)
     assert "not the reference of the cache: its log-probs are not compared" in answer.err
-    assert "agree to" not in answer.err
+    assert "reproduces the cached log-probs" not in answer.err
 
 
 def test_a_method_without_reference_takes_any_policy(course, policy, tmp_path):
@@ -105,5 +105,5 @@ def test_numbers_that_are_not_the_references_are_refused(course, world, tmp_path
     answers = course.start(tmp_path / "run", *lying, ranks=ranks).answers()
     assert [answer.code for answer in answers] == [4] * ranks, answers
     assert "the policy is the reference of this cache, yet it scores a branch" in answers[0].err
-    assert "`align verify` tells whether the cache is sound" in answers[0].err
+    assert "`align verify` says whether the cache is damaged" in answers[0].err
     assert not list((tmp_path / "run" / "checkpoints").iterdir())

@@ -218,7 +218,7 @@ def test_class_weights_follow_the_labels_that_scores_make(scored_groups):
     flags = {"train.method": "kto", "train.cache": str(scored_groups)}
     job = open_training(load_settings(flags, ["method.desirable_weight=auto"], file=None))
     source = open_source(job.cache, job.manifest, job.reading, checks_bytes=False)
-    recipe, _ = job.recipe.settled(source.labels)
+    recipe, _ = job.recipe.resolve_auto(source.labels)
     assert (source.labels.desirable, source.labels.undesirable) == (6, 12)
     assert recipe.values["desirable_weight"] == 2.0
 

@@ -32,7 +32,7 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_to_the_same_bits(course, t
     tracked = ("--mlflow", "--set", f"tracking.uri={uri}", "--save-every", 0)
     stopped = course.start(run, *tracked, failpoints=["step.before_update=term@3"]).answers()[0]
     assert stopped.code == 143, stopped
-    said = "error: Stopped by signal 15. Run the same command with --resume auto to go on from here"
+    said = "error: Interrupted by signal 15 at step 3. Continue with the same command and --resume"
     assert said in stopped.err
     assert "Traceback" not in stopped.err
     assert steps_saved(run) == [3]
@@ -93,7 +93,7 @@ def test_a_run_keeps_others_out_of_its_folder_until_a_person_stops_it(course, tm
     training.signal(signal.SIGINT)
     (answer,) = training.answers()
     assert answer.code == 130, answer
-    assert "Stopped by signal 2" in answer.err
+    assert "Interrupted by signal 2" in answer.err
     assert steps_saved(tmp_path / "run")
 
 
@@ -109,7 +109,7 @@ def test_a_launcher_that_is_told_to_stop_leaves_a_checkpoint(course, tmp_path):
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=200)
     assert process.returncode != 0
-    assert "error: Stopped by signal 15" in err
+    assert "error: Interrupted by signal 15" in err
     assert steps_saved(run)[-1] < 20
     course.run(run, *TWO, *longer, "--resume", "auto", ranks=2)
     assert weights(run) == weights(course.whole(*TWO, *longer, ranks=2))
@@ -150,7 +150,7 @@ def test_ranks_whose_launcher_was_killed_save_and_stop(course, tmp_path):
     process.kill()
     _, err = process.communicate(timeout=200)  # its ranks hold the pipe: it is read to their end
     assert f"The launcher, process {process.pid}, is gone: this rank stops as well." in err
-    assert err.count("error: Stopped by signal 15") == 2
+    assert err.count("error: Interrupted by signal 15") == 2
     assert "Traceback" not in err
     saved = steps_saved(run)[-1]
     assert read_ending(RunFolder(run)).step == saved
@@ -168,7 +168,7 @@ def test_other_signals_that_ask_to_stop_are_heard_as_well(course, tmp_path, numb
     training.signal(number)
     (answer,) = training.answers()
     assert answer.code == code, answer
-    assert f"Stopped by signal {int(number)}" in answer.err
+    assert f"Interrupted by signal {int(number)}" in answer.err
     assert steps_saved(run)
 
 

@@ -7,7 +7,11 @@ from align.schemas.batches import Cursor
 from align.schemas.checkpoint import CheckpointFile, Peers, Position, Retention, RunIdentity
 from align.schemas.errors import StorageError
 from align.stages.storage import fs
-from align.stages.storage.checkpoints import choose_checkpoint, credit, save_checkpoint
+from align.stages.storage.checkpoints import (
+    add_checkpoint_metrics,
+    choose_checkpoint,
+    save_checkpoint,
+)
 from align.stages.storage.locks import owner_lock
 from align.stages.storage.run_folder import save_model
 
@@ -125,7 +129,9 @@ def train(folder, steps=8, *, every=2, run_id="run", keep=KEEP, told=None):
         def measure(step):
             # Step 2 is the best of all.
             loss = {"eval/loss": abs(step - 2.0)}
-            credit(folder, step, loss, journal=JOURNAL, run_id=run_id, retention=keep)
+            add_checkpoint_metrics(
+                folder, step, loss, journal=JOURNAL, run_id=run_id, retention=keep
+            )
 
         if chosen and not chosen.checkpoint.position.metrics:
             measure(done)

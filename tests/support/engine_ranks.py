@@ -61,7 +61,7 @@ class Run:
         micros = share(step, self.world.rank, self.world.size)
         for index, trees in enumerate(micros):
             self.engine.learn_mode(dropout_seed=1000 * step + 10 * index + self.world.rank)
-            loss = -self.engine.answers(trees)["logps"].double().sum() / tokens
+            loss = -self.engine.forward(trees)["logps"].double().sum() / tokens
             # Only one rank's first micro-batch goes wrong.
             wrong = index == 0 and self.world.rank == self.world.size - 1
             is_last = finish and index == len(micros) - 1
@@ -106,7 +106,7 @@ def disturbed(run):
         refused.append([False, run.weights() == before])
         with torch.no_grad():
             run.engine.learn_mode(dropout_seed=None)
-            run.engine.answers(share(2, run.world.rank, run.world.size)[0])["logps"]
+            run.engine.forward(share(2, run.world.rank, run.world.size)[0])["logps"]
         run.step(step)
     return run.seen() | {"refused": refused}
 

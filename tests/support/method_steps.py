@@ -206,7 +206,7 @@ class Taken:
     metrics: dict  # name -> every value of the step
     means: dict  # as a trainer reports them, but for the loss
     reported: float | None  # the loss as a trainer reports it
-    memory: dict  # what is remembered from here on
+    state: dict  # of the methods from here on
 
 
 def take(method, whole, *, options=None, modifiers=None, **how):
@@ -216,16 +216,16 @@ def take(method, whole, *, options=None, modifiers=None, **how):
     return take_recipe(recipe, whole, **how)
 
 
-def take_recipe(recipe, whole, *, cuts=(), deal=None, mismatched=(), memory=None):
-    """Runs a step as the trainer does: survey, memory, losses; sums first, and divides once.
+def take_recipe(recipe, whole, *, cuts=(), assignment=None, mismatched=(), state=None):
+    """Runs a step as the trainer does: survey, state, losses; sums first, and divides once.
 
-    Its micro-batches end at the rows `cuts`, or hold the rows that `deal` lists for each.
+    Its micro-batches end at the rows `cuts`, or hold the rows that `assignment` lists for each.
     """
     edges = [0, *cuts, num_rows(whole)]
-    deal = deal or [list(range(*edge)) for edge in pairwise(edges)]
-    micros = [_as_shown(part(whole, rows), recipe) for rows in deal]
+    assignment = assignment or [list(range(*edge)) for edge in pairwise(edges)]
+    micros = [_as_shown(part(whole, rows), recipe) for rows in assignment]
     step = step_of(whole, mismatched, surveyed_by(recipe, micros))
-    now = recipe.remembered(memory or {}, step.surveyed)
+    now = recipe.next_state(state or {}, step.surveyed)
     for leaf in _leaves(whole):
         leaf.grad = None
     outcomes = []
@@ -253,7 +253,7 @@ def surveyed_by(recipe, micros):
     return {name: torch.cat([values[name] for values in found])[order] for name in found[0]}
 
 
-def _summed(recipe, whole, micros, outcomes, memory):
+def _summed(recipe, whole, micros, outcomes, state):
     metrics, totals = {}, {}
     for outcome in outcomes:
         for name, values in outcome.metrics.items():
@@ -276,7 +276,7 @@ def _summed(recipe, whole, micros, outcomes, memory):
         metrics=metrics,
         means={name: values.mean().item() for name, values in metrics.items() if len(values)},
         reported=recipe.with_loss(told).get("loss"),
-        memory=memory,
+        state=state,
     )
 
 

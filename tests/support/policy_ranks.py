@@ -79,13 +79,13 @@ def alone(policy, size):
     """The gradient of the whole batch in one process."""
     parts = [trees_of(rank, micro) for micro in range(len(MICRO_BATCHES)) for rank in range(size)]
     for trees in parts:
-        loss_of(dict(zip(policy.tells, policy(trees), strict=True))).backward()
+        loss_of(dict(zip(policy.output_names, policy(trees), strict=True))).backward()
     return {name: p.grad for name, p in policy.named_parameters() if p.requires_grad}
 
 
-def loss_of(answers):
+def loss_of(outputs):
     """Of everything that has a gradient."""
-    return sum(answers[name].sum() for name in ("logps", "values") if name in answers)
+    return sum(outputs[name].sum() for name in ("logps", "values") if name in outputs)
 
 
 def compare(world, kind, stage, folder):
@@ -98,11 +98,11 @@ def compare(world, kind, stage, folder):
     for micro in range(len(MICRO_BATCHES)):
         trees = trees_of(world.rank, micro)
         with torch.no_grad():
-            engine.answers(trees)
-        answers = engine.answers(trees)
-        assert tuple(answers) == plain.tells
-        same.append(torch.equal(torch.stack(list(answers.values())), plain(trees)))
-        engine.backward(loss_of(answers), is_last=micro == len(MICRO_BATCHES) - 1)
+            engine.forward(trees)
+        outputs = engine.forward(trees)
+        assert tuple(outputs) == plain.output_names
+        same.append(torch.equal(torch.stack(list(outputs.values())), plain(trees)))
+        engine.backward(loss_of(outputs), is_last=micro == len(MICRO_BATCHES) - 1)
     expected = alone(plain, world.size)
     named = dict(policy.named_parameters())
     worst = 0.0
@@ -110,7 +110,7 @@ def compare(world, kind, stage, folder):
         found = deepspeed.utils.safe_get_full_grad(named[name])
         worst = max(worst, float((found - wanted).abs().max() / wanted.abs().max()))
     return {
-        "same_answers": all(same),
+        "same_outputs": all(same),
         "worst": worst,
         "compared": len(expected),
         "local_elements": partitioned,

@@ -10,7 +10,7 @@ import sys
 import time
 
 from align.stages.engine import distributed
-from align.stages.engine.distributed import from_first, gathered
+from align.stages.engine.distributed import gathered, run_on_rank_zero
 
 distributed.BEAT_SECONDS, distributed.LOST_SECONDS = 0.1, 2.0
 
@@ -23,7 +23,7 @@ def slow():
 
 
 with distributed.joined_world() as here:
-    from_first(here, slow)
+    run_on_rank_zero(here, slow)
     sys.stdout.write("slow ranks are waited for\n")
     sys.stdout.flush()
     sys.stdin.readline()  # all ranks are stopped meanwhile, and go on together

@@ -5,7 +5,7 @@ import time
 from datetime import timedelta
 
 from align.stages.engine import distributed
-from align.stages.engine.distributed import from_first, gathered, together
+from align.stages.engine.distributed import gathered, run_on_all_ranks, run_on_rank_zero
 
 distributed.TIMEOUT = timedelta(seconds=2)
 
@@ -17,7 +17,7 @@ def slow(world):
 
 
 with distributed.joined_world() as here:
-    assert from_first(here, lambda: slow(here)) == 0
-    assert together(here, lambda: slow(here)) == here.rank
+    assert run_on_rank_zero(here, lambda: slow(here)) == 0
+    assert run_on_all_ranks(here, lambda: slow(here)) == here.rank
     assert gathered(here, here.rank) == [0, 1]
 sys.stdout.write("met\n")

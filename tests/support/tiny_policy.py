@@ -11,7 +11,7 @@ VOCABULARY, WIDTH = 23, 8
 class TinyPolicy(nn.Module):
     """Predicts a token from the one before it; the head is the embedding."""
 
-    tells = ("logps",)
+    output_names = ("logps",)
 
     def __init__(self, *, dropout=0.0, frozen=False, dtype=torch.float32):
         super().__init__()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from align.stages.engine.distributed import joined_world
 from align.stages.methods.table import METHODS as TABLE
-from support.training_trouble import KINDS, halts, nonfinite
+from support.training_trouble import KINDS, nonfinite, stop_reasons
 from support.training_world import START, facts, job_of, learn
 
 # Tokens per micro-batch that make one, about three, and eight of a step's eight rows.
@@ -41,23 +41,23 @@ def run_case(world, name, caches):
         **(LEARNING | length),
     )
     began = time.monotonic()
-    session, told = learn(job, world)
+    session, recorded = learn(job, world)
     weights = session.engine.weights()
     with session.feed.steps(START.cursor) as batches:
         turns = [len(batch.own) for batch in batches]
     return {
-        "steps": [facts(metrics) for _, metrics in told.steps],
-        "evaluations": [facts(metrics) for _, metrics in told.evaluations],
-        "judged": [[_plain(one) for one in judged] for judged in told.judged],
+        "steps": [facts(metrics) for _, metrics in recorded.steps],
+        "evaluations": [facts(metrics) for _, metrics in recorded.evaluations],
+        "samples": [[_plain(one) for one in samples] for samples in recorded.samples],
         "weights": {key: tensor.flatten().tolist() for key, tensor in weights.items()},
         "micro_batches": turns,
         "seconds": time.monotonic() - began,
     }
 
 
-def _plain(judged):
-    whose = [judged.row, judged.row_id, judged.role.name, judged.num_tokens]
-    return [whose, [judged.logp, judged.reference_logp]]
+def _plain(samples):
+    whose = [samples.row, samples.row_id, samples.role.name, samples.num_tokens]
+    return [whose, [samples.logp, samples.reference_logp]]
 
 
 def main(folder, pairs, labels, everything, *names):
@@ -67,7 +67,7 @@ def main(folder, pairs, labels, everything, *names):
         seen = {name: run_case(world, name, caches) for name in names if name != "trouble"}
         if "trouble" in names:
             seen["nonfinite"] = {kind: nonfinite(world, pairs, kind) for kind in KINDS}
-            seen["halts"] = halts(world, pairs)
+            seen["stop reasons"] = stop_reasons(world, pairs)
     (Path(folder) / f"rank-{world.rank}.json").write_text(json.dumps(seen))
 
 

@@ -8,15 +8,15 @@ import torch
 
 from align.pipeline.train import open_session
 from align.schemas.errors import CorruptionError, NonFiniteError
-from align.stages.train.evaluation import Witness, evaluate, whole_step
-from align.stages.train.loop import Halts, Muster, next_batch, train
+from align.stages.train.evaluation import EvalSamples, evaluate, whole_step
+from align.stages.train.loop import StopConditions, SynchronizedBatches, next_batch, train
 from align.stages.train.throughput import Meter
 from support.stage_one import Silent
-from support.training_world import START, Told, job_of, loop_of
+from support.training_world import START, Recorded, job_of, loop_of
 
 # Single ones, two in a row, and at last as many in a row as are borne.
 WRONG = {2, 4, 5, 7, 8, 9}
-NEVER = Halts(lambda: False, math.inf)
+NEVER = StopConditions(lambda: False, math.inf)
 KINDS = {
     "loss": ("dpo", "zero2"),
     "gradient": ("dpo", "zero0"),
@@ -43,8 +43,8 @@ class Spoiled:
         self._is_next = is_last and self._step in WRONG
         self._engine.set_lr(lr)
 
-    def answers(self, trees):
-        return {"logps": self._spoilt(self._engine.answers(trees)["logps"])}
+    def forward(self, trees):
+        return {"logps": self._spoilt(self._engine.forward(trees)["logps"])}
 
     def _spoilt(self, logps):
         if not self._is_next or torch.is_grad_enabled() == (self._kind == "mismatched"):
@@ -62,21 +62,21 @@ def nonfinite(world, pairs, kind):
     method, preset = KINDS[kind]
     settings = {"deepspeed": preset, "tokens_per_batch": 1, "nonfinite_limit": 3}
     session = open_session(job_of(pairs, method, **settings), world, Silent())
-    digests, told = [digest(session.engine)], Told()
-    told.on_step = lambda _: digests.append(digest(session.engine))
+    digests, recorded = [digest(session.engine)], Recorded()
+    recorded.on_step = lambda _: digests.append(digest(session.engine))
     loop = loop_of(session)
     loop.engine = Spoiled(session.engine, kind)
     error = ""
     try:
-        train(loop, start=START, records=told, halts=NEVER)
+        train(loop, start=START, records=recorded, conditions=NEVER)
     except NonFiniteError as raised:
         error = f"{raised.exit_code}: {raised}"
     with session.feed.steps(START.cursor) as batches:
         every = list(batches)
     return {
         "digests": [*digests, digest(session.engine)],
-        "refused": told.refused,
-        "losses": [metrics.get("loss", math.nan) for _, metrics in told.steps],
+        "refused": recorded.refused,
+        "losses": [metrics.get("loss", math.nan) for _, metrics in recorded.steps],
         "firsts": [batch.own[0].row_ids for batch in every],
         "first_mismatched": [micro.row_ids for batch in every for micro in batch.mismatched[:1]],
         "rows": [batch.rows for batch in every],
@@ -92,22 +92,22 @@ def digest(engine):
     return whole.hexdigest()
 
 
-def halts(world, pairs):
+def stop_reasons(world, pairs):
     """Reasons to stop that only the last rank has."""
     session = open_session(job_of(pairs, "dpo", max_steps=6), world, Silent())
     is_last = world.rank == world.size - 1
     late = time.monotonic() - 1 if is_last else math.inf
     reasons = {
-        "signal": Halts(lambda: is_last, math.inf),
-        "time": Halts(lambda: False, late),
-        "both": Halts(lambda: is_last, late),
+        "signal": StopConditions(lambda: is_last, math.inf),
+        "time": StopConditions(lambda: False, late),
+        "both": StopConditions(lambda: is_last, late),
         "none": NEVER,
     }
-    seen = {name: asked(session, halts) for name, halts in reasons.items()}
-    told = Told()
-    stopped = Halts(lambda: is_last and len(told.steps) == 3, math.inf)
-    place, ending = train(loop_of(session), start=START, records=told, halts=stopped)
-    seen["in the middle"] = [place.step, place.cursor.step, ending, told.saves]
+    seen = {name: asked(session, one) for name, one in reasons.items()}
+    recorded = Recorded()
+    stopped = StopConditions(lambda: is_last and len(recorded.steps) == 3, math.inf)
+    place, ending = train(loop_of(session), start=START, records=recorded, conditions=stopped)
+    seen["in the middle"] = [place.step, place.cursor.step, ending, recorded.saves]
     failures = {
         "failure": failure(session, is_last),
         "failed evaluation": failed_evaluation(session, is_last),
@@ -115,9 +115,9 @@ def halts(world, pairs):
     return seen | failures
 
 
-def asked(session, halts):
+def asked(session, conditions):
     with session.feed.steps(START.cursor) as batches:
-        return next_batch(session.engine, batches, Meter(pads=False), halts)[1]
+        return next_batch(session.engine, batches, Meter(pads=False), conditions)[1]
 
 
 def failure(session, is_last):
@@ -131,13 +131,15 @@ def failure(session, is_last):
 
 def failed_evaluation(session, is_last):
     """What each rank says when the last one cannot read a held-out row."""
-    with session.feed.steps(START.cursor) as batches:
-        muster = Muster(session.engine, damaged() if is_last else batches, Meter(pads=False), NEVER)
-        witness = Witness(most_rows=0, keeps_ids=False)
+    with session.feed.steps(START.cursor) as stream:
+        batches = SynchronizedBatches(
+            session.engine, damaged() if is_last else stream, Meter(pads=False), NEVER
+        )
+        samples = EvalSamples(most_rows=0, keeps_ids=False)
         engine, recipe = session.engine, session.recipe
         step = whole_step(engine, recipe, (), session.feed.held_out_size())
         try:
-            evaluate(engine, recipe, muster, step=step, memory={}, witness=witness)
+            evaluate(engine, recipe, batches, step=step, state={}, samples=samples)
         except CorruptionError as error:
             return str(error)
 

@@ -26,7 +26,7 @@ from align.schemas.config import (
 from align.stages.demo.preferences import draw_preferences, paired, unpaired
 from align.stages.demo.tiny_world import ModelShape, make_model
 from align.stages.model.reference import HfReference
-from align.stages.train.loop import Halts, Loop, Place, train
+from align.stages.train.loop import Loop, Place, StopConditions, train
 from align.stages.train.throughput import Meter
 from support.stage_one import Silent
 
@@ -117,12 +117,12 @@ def job_of(cache, method, *, options=None, **settings):
 
 
 @dataclass
-class Told:
-    """Everything the loop tells."""
+class Recorded:
+    """Everything that the loop records."""
 
     steps: list = field(default_factory=list)  # (step, metrics)
     evaluations: list = field(default_factory=list)  # (step, metrics)
-    judged: list = field(default_factory=list)  # of each of them, its single completions
+    samples: list = field(default_factory=list)  # of each of them, its single completions
     refused: list = field(default_factory=list)  # (step, row ids)
     saves: list = field(default_factory=list)  # steps
     on_step: object = None
@@ -133,9 +133,9 @@ class Told:
         if self.on_step:
             self.on_step(place)
 
-    def evaluated(self, place, metrics, judged):
+    def evaluated(self, place, metrics, samples):
         self.evaluations.append((place.step, metrics))
-        self.judged.append(judged)
+        self.samples.append(samples)
 
     def not_applied(self, place, row_ids):
         self.refused.append((place.step, row_ids))
@@ -156,11 +156,16 @@ def loop_of(session):
     )
 
 
-def learn(job, world, told=None):
+def learn(job, world, recorded=None):
     """Trains as `align train` does, but for what it leaves on disk."""
-    session, told = open_session(job, world, Silent()), told or Told()
-    train(loop_of(session), start=START, records=told, halts=Halts(lambda: False, math.inf))
-    return session, told
+    session, recorded = open_session(job, world, Silent()), recorded or Recorded()
+    train(
+        loop_of(session),
+        start=START,
+        records=recorded,
+        conditions=StopConditions(lambda: False, math.inf),
+    )
+    return session, recorded
 
 
 def facts(metrics):

@@ -70,9 +70,9 @@ def test_the_first_host_of_a_list_of_nodes(nodes, first):
     [
         ({"MASTER_ADDR": None, "MASTER_PORT": None}, "MASTER_ADDR and MASTER_PORT not set"),
         ({"LOCAL_RANK": None}, "LOCAL_RANK not set"),
-        ({"RANK": "8"}, "no rank among peers"),
-        ({"RANK": "-1"}, "no rank among peers"),
-        ({"WORLD_SIZE": "many"}, "no rank among peers"),
+        ({"RANK": "8"}, "do not name a rank"),
+        ({"RANK": "-1"}, "do not name a rank"),
+        ({"WORLD_SIZE": "many"}, "do not name a rank"),
         ({"MASTER_PORT": "0"}, "torchrun --standalone"),
     ],
 )

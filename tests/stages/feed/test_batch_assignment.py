@@ -1,11 +1,11 @@
-"""The deal of sequences to ranks: what must hold of every one, and some worked by hand."""
+"""The assignment of sequences to ranks: what must hold of every one, and some worked by hand."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from align.stages.feed.step_plan import deal
+from align.stages.feed.step_plan import assign_batches
 
 LENGTHS = st.lists(st.integers(1, 120), max_size=50)
 WORLDS = st.sampled_from([1, 2, 3, 4, 8])
@@ -13,7 +13,9 @@ WORLDS = st.sampled_from([1, 2, 3, 4, 8])
 
 def dealt(lengths, *, world, budget, pads=False):
     """Each rank's micro-batches as lists."""
-    whole = deal(np.array(lengths, dtype=np.int64), world_size=world, budget=budget, pads=pads)
+    whole = assign_batches(
+        np.array(lengths, dtype=np.int64), world_size=world, budget=budget, pads=pads
+    )
     return [[batch.tolist() for batch in whole.of_rank(rank)] for rank in range(world)]
 
 

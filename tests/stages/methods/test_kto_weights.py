@@ -11,9 +11,9 @@ KTO = METHODS["kto"]
 counts = st.integers(1, 10**7)
 
 
-def settled(desirable, undesirable, labels):
+def resolve_auto(desirable, undesirable, labels):
     weights = {"desirable_weight": desirable, "undesirable_weight": undesirable}
-    return KTO.settle(options_of(KTO, weights), labels)
+    return KTO.resolve_auto(options_of(KTO, weights), labels)
 
 
 def weights_of(answer):
@@ -32,14 +32,14 @@ def weights_of(answer):
     ],
 )
 def test_auto_makes_both_labels_weigh_the_same(desirable, undesirable, labels, weights):
-    answer = settled(desirable, undesirable, labels)
+    answer = resolve_auto(desirable, undesirable, labels)
     assert weights_of(answer) == pytest.approx(weights)
     assert answer.advice == ()
 
 
 @given(desirable=counts, undesirable=counts)
 def test_auto_never_needs_advice_and_leaves_the_larger_label_at_one(desirable, undesirable):
-    answer = settled("auto", "auto", Labels(desirable, undesirable))
+    answer = resolve_auto("auto", "auto", Labels(desirable, undesirable))
     high, low = weights_of(answer)
     assert min(high, low) == 1.0
     assert high * desirable == pytest.approx(low * undesirable)
@@ -56,22 +56,22 @@ def test_auto_never_needs_advice_and_leaves_the_larger_label_at_one(desirable, u
     ],
 )
 def test_weights_are_advised_against_outside_of_one_to_three_halves(labels, is_advised):
-    assert bool(settled(1.0, 1.0, labels).advice) == is_advised
+    assert bool(resolve_auto(1.0, 1.0, labels).advice) == is_advised
 
 
 @given(desirable=counts, undesirable=counts, high=st.floats(0.1, 10), low=st.floats(0.1, 10))
 def test_following_the_advice_ends_it(desirable, undesirable, high, low):
     labels = Labels(desirable, undesirable)
-    for advice in settled(high, low, labels).advice:
+    for advice in resolve_auto(high, low, labels).advice:
         words = re.findall(r"method\.(\w+) between ([\d.e+-]+) and ([\d.e+-]*\d)", advice)
         middles = {name: (float(least) + float(most)) / 2 for name, least, most in words}
         assert middles.keys() == {"desirable_weight", "undesirable_weight"}
-        assert settled(middles["desirable_weight"], low, labels).advice == ()
-        assert settled(high, middles["undesirable_weight"], labels).advice == ()
+        assert resolve_auto(middles["desirable_weight"], low, labels).advice == ()
+        assert resolve_auto(high, middles["undesirable_weight"], labels).advice == ()
 
 
 def test_advice_names_the_numbers_it_comes_from():
-    (advice,) = settled(1.0, 1.0, Labels(1000, 4000)).advice
+    (advice,) = resolve_auto(1.0, 1.0, Labels(1000, 4000)).advice
     assert "weigh 0.25 times as much" in advice
     assert "1,000 x 1 to 4,000 x 1" in advice
     assert "method.desirable_weight between 4 and 6" in advice  # 4 * 1000 = 1 * 4000
@@ -81,16 +81,16 @@ def test_advice_names_the_numbers_it_comes_from():
 @pytest.mark.parametrize(
     ("labels", "only"), [(Labels(5, 0), "desirable"), (Labels(0, 5), "undesirable")]
 )
-def test_a_single_label_leaves_nothing_to_weigh_and_is_told(labels, only):
-    answer = settled("auto", 2.0, labels)
+def test_a_single_label_leaves_nothing_to_weigh_and_is_reported(labels, only):
+    answer = resolve_auto("auto", 2.0, labels)
     assert weights_of(answer) == (1.0, 2.0)
     assert answer.advice == (
         f"All training rows are {only}: a contrast cannot be learned from them.",
     )
 
 
-def test_methods_without_class_weights_settle_as_they_are():
+def test_methods_without_class_weights_stay_as_they_are():
     options = METHODS["dpo"].options()
-    answer = METHODS["dpo"].settle(options, Labels(1, 0))
+    answer = METHODS["dpo"].resolve_auto(options, Labels(1, 0))
     assert answer.options is options
     assert answer.advice == ()

@@ -207,20 +207,25 @@ def test_aot_compares_margins_of_the_same_rank():
     assert loss("aot", whole, beta=0.5, label_smoothing=0.25) == 0.595095
 
 
-@pytest.mark.parametrize("deal", [[[0, 1]], [[1], [0]], [[], [1, 0]]])
-def test_of_equal_margins_the_earlier_row_of_the_step_ranks_lower(deal):
+@pytest.mark.parametrize("assignment", [[[0, 1]], [[1], [0]], [[], [1, 0]]])
+def test_of_equal_margins_the_earlier_row_of_the_step_ranks_lower(assignment):
     # Margins 2 and 2 against 0 and 1: d = 2 for the first row, 1 for the second.
     whole = paired((-1.0, -3.0), (-2.0, -4.0), reference=[(-2.0, -3.0), (-3.0, -3.0)])
-    taken = take(METHODS["aot"], whole, deal=deal, options=options_of(METHODS["aot"], {"beta": 1}))
+    taken = take(
+        METHODS["aot"],
+        whole,
+        assignment=assignment,
+        options=options_of(METHODS["aot"], {"beta": 1}),
+    )
     assert taken.losses.tolist() == pytest.approx([0.126928, 0.313262], abs=5e-7)
 
 
-@pytest.mark.parametrize("deal", [[[0, 1]], [[1], [0]]])
-def test_aot_unpaired_brings_the_halves_of_one_difference_from_two_rows(deal):
+@pytest.mark.parametrize("assignment", [[[0, 1]], [[1], [0]]])
+def test_aot_unpaired_brings_the_halves_of_one_difference_from_two_rows(assignment):
     # r_c = 4, -1 and r_l = -3, 1. Sorted: d = -1 + 3 = 2 and 4 - 1 = 3.
     whole = paired((4.0, -3.0), (-1.0, 1.0))
     options = options_of(METHODS["aot_unpaired"], {"beta": 1})
-    taken = take(METHODS["aot_unpaired"], whole, deal=deal, options=options)
+    taken = take(METHODS["aot_unpaired"], whole, assignment=assignment, options=options)
     # Each row has one branch of either: (ln(1 + e^-2) + ln(1 + e^-3)) / 2.
     assert taken.losses.tolist() == pytest.approx([0.087758, 0.087758], abs=5e-7)
     assert taken.loss == pytest.approx(0.087758, abs=5e-7)
@@ -235,11 +240,11 @@ def test_bco_moves_its_zero_point_with_every_step():
     taken = take(METHODS["bco"], first)
     assert taken.losses.tolist() == pytest.approx([0.693147, 0.554355, 0.554355], abs=5e-7)
     assert taken.means["bco/delta"] == pytest.approx(0.2)
-    assert taken.memory["bco"] == pytest.approx((3.0, 0.2))
+    assert taken.state["bco"] == pytest.approx((3.0, 0.2))
     # A fourth reward of -.4: d = (.6 - .4) / 4 = .05, and -LS(-.45) = ln(1 + e^.45).
-    second = take(METHODS["bco"], labelled(("+", -4.0)), memory=taken.memory)
+    second = take(METHODS["bco"], labelled(("+", -4.0)), state=taken.state)
     assert second.loss == pytest.approx(0.943249, abs=5e-7)
-    assert second.memory["bco"] == pytest.approx((4.0, 0.05))
+    assert second.state["bco"] == pytest.approx((4.0, 0.05))
 
 
 def test_bco_without_a_step_behind_it_compares_to_zero():
@@ -251,9 +256,12 @@ def test_bco_without_a_step_behind_it_compares_to_zero():
 
 
 def test_bco_remembers_nothing_of_a_step_without_branches():
-    remember = METHODS["bco"].remember
-    assert remember((), {"rewards": torch.empty(0, dtype=torch.float64)}) == (0.0, 0.0)
-    assert remember((4.0, 0.05), {"rewards": torch.empty(0, dtype=torch.float64)}) == (4.0, 0.05)
+    update_state = METHODS["bco"].update_state
+    assert update_state((), {"rewards": torch.empty(0, dtype=torch.float64)}) == (0.0, 0.0)
+    assert update_state((4.0, 0.05), {"rewards": torch.empty(0, dtype=torch.float64)}) == (
+        4.0,
+        0.05,
+    )
 
 
 def test_reward_aware_losses_of_a_margin_and_two_scores():
@@ -269,11 +277,11 @@ def test_reward_aware_losses_of_a_margin_and_two_scores():
     assert loss("rpo_fwd_kl", whole, eta=2 / 3) == 0.0
 
 
-@pytest.mark.parametrize("deal", [[[0, 1]], [[1], [], [0]]])
-def test_sft_divides_by_all_good_tokens_of_the_step(deal):
+@pytest.mark.parametrize("assignment", [[[0, 1]], [[1], [], [0]]])
+def test_sft_divides_by_all_good_tokens_of_the_step(assignment):
     # Chosen: 3 nats over 4 tokens and 5 over 1: 8 / 5 a token, (.75 + 5) / 2 a branch.
     whole = branches([-3.0, -5.0], num_tokens=[4, 1], roles=[Role.CHOSEN] * 2, per_row=1)
-    taken = take(METHODS["sft"], whole, deal=deal)
+    taken = take(METHODS["sft"], whole, assignment=assignment)
     assert (taken.loss, taken.means["nll"]) == (1.6, 2.875)
     assert taken.gradient.tolist() == [-0.2, -0.2]
 

@@ -259,7 +259,7 @@ def test_the_gradient_is_the_slope_of_the_formula(method, values):
     whole = random_branches(method.rows, 6, seed=1)
     options = options_of(method, values)
     how = {"mismatched": MISMATCHED, "options": options}
-    gradient = take(method, whole, **how, deal=[[4, 1], [], [0, 3, 5], [2]]).gradient.numpy()
+    gradient = take(method, whole, **how, assignment=[[4, 1], [], [0, 3, 5], [2]]).gradient.numpy()
     logps = whole.logps.detach().numpy()
     seen = logps - whole.reference.numpy()
     for branch, here in enumerate(logps.copy()):

@@ -94,7 +94,7 @@ def require_finite(taken):
     assert taken.token_gradient.isfinite().all()
     assert taken.value_gradient.isfinite().all()
     assert all(values.isfinite().all() for values in taken.metrics.values())
-    known = [value for memory in taken.memory.values() for value in memory]
+    known = [value for state in taken.state.values() for value in state]
     assert torch.tensor([taken.loss, *known, *taken.means.values()]).isfinite().all()
 
 
@@ -108,14 +108,14 @@ def require_same(some, others):
     close(some.reported, others.reported)
     close(some.means, others.means)
     close(sorted_values(some.metrics), sorted_values(others.metrics))
-    assert some.memory == others.memory
+    assert some.state == others.state
 
 
 def sorted_values(metrics):
     return {name: values.sort().values for name, values in metrics.items()}
 
 
-def draw_deal(data, rows):
+def draw_assignment(data, rows):
     """Deals rows to micro-batches of ranks: some get none, and they come in any order."""
     hands = data.draw(st.integers(1, 4))
     owners = data.draw(st.lists(st.integers(0, hands - 1), min_size=rows, max_size=rows))
@@ -148,8 +148,8 @@ def test_a_step_without_rows_gives_nothing_and_no_nan(method, mismatched):
 def test_a_micro_batch_without_rows_changes_nothing(method):
     whole = random_branches(method.rows, 3)
     once = take(method, whole, mismatched=MISMATCHED)
-    for deal in ([[], [0, 1, 2]], [[0, 1, 2], []], [[], [0], [], [1, 2]]):
-        require_same(once, take(method, whole, mismatched=MISMATCHED, deal=deal))
+    for assignment in ([[], [0, 1, 2]], [[0, 1, 2], []], [[], [0], [], [1, 2]]):
+        require_same(once, take(method, whole, mismatched=MISMATCHED, assignment=assignment))
 
 
 @every_method
@@ -181,10 +181,12 @@ def test_any_way_to_deal_a_step_to_micro_batches_and_ranks_gives_the_same(method
         )
         for seed in (data.draw(st.integers(0, 99)), 100)
     )
-    memory = take(method, before, mismatched=MISMATCHED).memory
-    how = {"mismatched": MISMATCHED, "memory": memory}
+    state = take(method, before, mismatched=MISMATCHED).state
+    how = {"mismatched": MISMATCHED, "state": state}
     once = take(method, whole, **how)
-    require_same(once, take(method, whole, **how, deal=draw_deal(data, num_rows(whole))))
+    require_same(
+        once, take(method, whole, **how, assignment=draw_assignment(data, num_rows(whole)))
+    )
 
 
 @every_modifier
@@ -194,7 +196,7 @@ def test_modified_methods_do_not_depend_on_the_deal_either(method, modifiers, da
     whole = random_branches(method.rows, 5, seed=data.draw(st.integers(0, 99)))
     how = {"mismatched": MISMATCHED, "modifiers": modifiers}
     once = take(method, whole, **how)
-    require_same(once, take(method, whole, **how, deal=draw_deal(data, 5)))
+    require_same(once, take(method, whole, **how, assignment=draw_assignment(data, 5)))
     assert once.loss != take(method, whole, mismatched=MISMATCHED).loss
 
 
@@ -269,11 +271,11 @@ def test_a_method_reads_scores_exactly_when_it_says_so(method):
 @every_method
 def test_a_method_that_remembers_is_told_what_it_remembered(method):
     whole, earlier = (random_branches(method.rows, 3, seed=seed) for seed in (0, 1))
-    memory = take(method, earlier, mismatched=MISMATCHED).memory
+    state = take(method, earlier, mismatched=MISMATCHED).state
     fresh = take(method, whole, mismatched=MISMATCHED)
-    later = take(method, whole, mismatched=MISMATCHED, memory=memory)
-    assert memory.keys() == ({method.name} if method.remember else set())
-    assert torch.equal(fresh.losses, later.losses) != bool(method.remember)
+    later = take(method, whole, mismatched=MISMATCHED, state=state)
+    assert state.keys() == ({method.name} if method.update_state else set())
+    assert torch.equal(fresh.losses, later.losses) != bool(method.update_state)
 
 
 @every_method

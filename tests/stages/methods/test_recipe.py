@@ -223,11 +223,11 @@ def test_a_single_method_tells_its_options_and_the_modifiers_in_use():
     assert recipe_of("dpo", recipe.values) == recipe
 
 
-def test_weights_of_labels_are_settled_in_every_part():
+def test_weights_of_labels_are_resolved_in_every_part():
     recipe = recipe_of("dpo+kto", {"kto.undesirable_weight": "auto"})
-    settled, advice = recipe.settled(Labels(desirable=10, undesirable=40))
-    assert settled.parts[0] == recipe.parts[0]
-    assert settled.parts[1].options.undesirable_weight == pytest.approx(0.25)
+    resolved, advice = recipe.resolve_auto(Labels(desirable=10, undesirable=40))
+    assert resolved.parts[0] == recipe.parts[0]
+    assert resolved.parts[1].options.undesirable_weight == pytest.approx(0.25)
     assert isinstance(advice, tuple)
 
 
@@ -237,9 +237,9 @@ def test_each_part_sees_and_remembers_its_own_only():
     assert recipe.surveys
     names = {name.partition("/")[0] for name in recipe.survey(whole)}
     assert names == {"bco", "aot", "aot_unpaired"}
-    taken = take_recipe(recipe, whole, memory={"bco": (3.0, 0.5)})
-    assert taken.memory.keys() == {"bco"}
-    assert taken.memory["bco"][0] == 11.0
+    taken = take_recipe(recipe, whole, state={"bco": (3.0, 0.5)})
+    assert taken.state.keys() == {"bco"}
+    assert taken.state["bco"][0] == 11.0
 
 
 def test_grouped_methods_stand_alone():
@@ -256,11 +256,11 @@ def test_grouped_methods_stand_alone():
     [
         ("dpo+dpo", {}, "method 'dpo+dpo': each method can stand in a mixture once."),
         ("dpo+kot", {}, "method 'kot': no such method. Did you mean kto"),
-        ("dpo:0+sft", {}, "'0' is no weight. Write it as dpo:0.8+sft:0.2."),
-        ("dpo:-1+sft", {}, "'-1' is no weight."),
-        ("dpo:much+sft", {}, "method 'dpo:much': 'much' is no weight."),
-        ("dpo:+sft", {}, "'' is no weight."),
-        ("dpo:inf+sft", {}, "'inf' is no weight."),
+        ("dpo:0+sft", {}, "'0' is not a weight. Write it as dpo:0.8+sft:0.2."),
+        ("dpo:-1+sft", {}, "'-1' is not a weight."),
+        ("dpo:much+sft", {}, "method 'dpo:much': 'much' is not a weight."),
+        ("dpo:+sft", {}, "'' is not a weight."),
+        ("dpo:inf+sft", {}, "'inf' is not a weight."),
         ("dpo:2", {}, "method 'dpo:2': a weight means something in a mixture only."),
         ("dpo+", {}, "method '': no such method."),
         ("ppo+grpo", {}, "ppo and grpo need different models: they cannot be mixed."),

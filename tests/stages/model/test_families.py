@@ -54,7 +54,7 @@ def test_padded_trees_with_a_dense_mask_score_the_same(name, monkeypatch):
 def test_a_model_set_to_packed_trees_refuses_other_batches():
     model = tiny_model("llama", {})
     assert TreeScorer(model).path.layout == "packed"
-    with pytest.raises(ValueError, match="was not told where they lie"):
+    with pytest.raises(ValueError, match="was not given their places"):
         model(input_ids=torch.ones(1, 3, dtype=torch.long))
 
 

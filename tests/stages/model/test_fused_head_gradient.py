@@ -7,11 +7,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from align.stages.model.fused_head import call_head_for_logps
 from align.stages.model.head_tiles import (
-    ROOM_BYTES,
+    BUFFER_BYTES,
     TILE_ROWS,
     TILE_VOCABULARY,
     HeadSpec,
-    LogitsRoom,
+    LogitsBuffer,
 )
 from support.fused_head import fused_logps
 from support.largest_storage import LargestStorage
@@ -20,7 +20,7 @@ HIDDEN = 16
 WIDE = TILE_VOCABULARY["cpu"] * 2 + 37  # two whole tiles and a part of one
 ROWS = 40
 ONE_TILE = 4 * ROWS * TILE_VOCABULARY["cpu"]  # bytes
-ROOMS = {"none": 0, "one tile and a bit": ONE_TILE + 400, "all": ROOM_BYTES}
+SIZES = {"none": 0, "one tile and a bit": ONE_TILE + 400, "all": BUFFER_BYTES}
 
 
 def test_the_gradient_of_one_token_by_hand():
@@ -47,38 +47,38 @@ def test_the_gradients_equal_those_of_a_float64_log_softmax(spec, with_bias, voc
 
 
 @pytest.mark.parametrize("rows", [1, 7, ROWS])
-@pytest.mark.parametrize("room", ROOMS)
-def test_ragged_tiles_of_positions_change_nothing(rows, room, monkeypatch):
+@pytest.mark.parametrize("buffer", SIZES)
+def test_ragged_tiles_of_positions_change_nothing(rows, buffer, monkeypatch):
     monkeypatch.setitem(TILE_ROWS, "cpu", rows)
     case = head_case(WIDE, with_bias=True)
-    assert worst_gradient(case, HeadSpec(0.5, 4.0), LogitsRoom(ROOMS[room])) < 2e-6
+    assert worst_gradient(case, HeadSpec(0.5, 4.0), LogitsBuffer(SIZES[buffer])) < 2e-6
 
 
 @pytest.mark.parametrize("spec", [HeadSpec(), HeadSpec(0.5, 4.0)])
-@pytest.mark.parametrize("size", ROOMS.values(), ids=ROOMS)
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 def test_kept_logits_give_the_same_gradients_to_the_bit(spec, size):
     expected = gradients(head_case(WIDE, with_bias=True), spec)
-    room = LogitsRoom(size)
+    buffer = LogitsBuffer(size)
     for _ in range(2):  # the second call writes over the first one's logits
-        found = gradients(head_case(WIDE, with_bias=True), spec, room)
+        found = gradients(head_case(WIDE, with_bias=True), spec, buffer)
         assert all(map(torch.equal, found, expected))
 
 
 def test_as_many_tiles_are_kept_as_there_is_room_for():
     hidden, weight, _, targets, _ = head_case(WIDE)
     narrow = 4 * ROWS * (WIDE % TILE_VOCABULARY["cpu"])  # the last one
-    sizes = ((narrow - 4, 0), (narrow, 1), (ONE_TILE, 1), (ONE_TILE + narrow, 2), (ROOM_BYTES, 3))
+    sizes = ((narrow - 4, 0), (narrow, 1), (ONE_TILE, 1), (ONE_TILE + narrow, 2), (BUFFER_BYTES, 3))
     for size, tiles in sizes:
-        logps = fused_logps(hidden, weight, None, targets, HeadSpec(), LogitsRoom(size))
+        logps = fused_logps(hidden, weight, None, targets, HeadSpec(), LogitsBuffer(size))
         assert keeps(logps) == tiles
 
 
-def test_a_room_belongs_to_one_call_until_its_backward_pass_or_its_end():
+def test_a_buffer_belongs_to_one_call_until_its_backward_pass_or_its_end():
     hidden, weight, _, targets, _ = head_case(WIDE)
-    room = LogitsRoom()
+    buffer = LogitsBuffer()
 
     def called():
-        return fused_logps(hidden, weight, None, targets, HeadSpec(), room)
+        return fused_logps(hidden, weight, None, targets, HeadSpec(), buffer)
 
     first, second = called(), called()
     assert (keeps(first), keeps(second)) == (3, 0)
@@ -92,11 +92,11 @@ def test_a_room_belongs_to_one_call_until_its_backward_pass_or_its_end():
 def test_logits_that_were_written_over_are_projected_again():
     expected = gradients(head_case(WIDE), HeadSpec())
     hidden, weight, _, targets, slopes = head_case(WIDE)
-    room = LogitsRoom()
-    loss = (fused_logps(hidden, weight, None, targets, HeadSpec(), room) * slopes).sum()
+    buffer = LogitsBuffer()
+    loss = (fused_logps(hidden, weight, None, targets, HeadSpec(), buffer) * slopes).sum()
     for other in (False, True):
         hidden.grad = weight.grad = None
-        newer = other and fused_logps(2 * hidden, weight, None, targets, HeadSpec(), room)
+        newer = other and fused_logps(2 * hidden, weight, None, targets, HeadSpec(), buffer)
         loss.backward(retain_graph=True)
         assert torch.equal(hidden.grad, expected[0])
         assert torch.equal(weight.grad, expected[1])
@@ -107,7 +107,7 @@ def test_logits_that_were_written_over_are_projected_again():
     assert torch.equal(hidden.grad, 2 * alone[0])
 
 
-def test_the_head_of_a_policy_keeps_its_logits_and_a_copy_of_it_has_room_of_its_own():
+def test_the_head_of_a_policy_keeps_its_logits_and_a_copy_of_it_has_a_buffer_of_its_own():
     shape = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
     config = AutoConfig.for_model("llama", vocab_size=300, intermediate_size=16, **shape)
     model = AutoModelForCausalLM.from_config(config)
@@ -120,12 +120,12 @@ def test_the_head_of_a_policy_keeps_its_logits_and_a_copy_of_it_has_room_of_its_
     assert not head(torch.randn(5, 16), torch.arange(5)).grad_fn.kept.tiles
 
 
-def test_scoring_without_a_gradient_takes_no_room():
+def test_scoring_without_a_gradient_takes_no_buffer():
     hidden, weight, _, targets, _ = head_case(WIDE)
-    room = LogitsRoom()
+    buffer = LogitsBuffer()
     with torch.no_grad():
-        fused_logps(hidden, weight, None, targets, HeadSpec(), room)
-    assert vars(room)["_buffer"] is None
+        fused_logps(hidden, weight, None, targets, HeadSpec(), buffer)
+    assert vars(buffer)["_buffer"] is None
 
 
 @pytest.mark.parametrize(("dtype", "step"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
@@ -221,16 +221,16 @@ def head_case(vocabulary, *, with_bias=False, rows=ROWS, dtype=torch.float32):
     return hidden, weight, bias if with_bias else None, targets, slopes
 
 
-def gradients(case, spec, room=None):
+def gradients(case, spec, buffer=None):
     """Those of every leaf there is."""
     *leaves, targets, slopes = case
-    (fused_logps(*leaves, targets, spec, room) * slopes).sum().backward()
+    (fused_logps(*leaves, targets, spec, buffer) * slopes).sum().backward()
     return [leaf.grad for leaf in leaves if leaf is not None]
 
 
-def worst_gradient(case, spec, room=None):
+def worst_gradient(case, spec, buffer=None):
     """The largest difference from float64, as a share of the largest element of its gradient."""
-    gradients(case, spec, room)
+    gradients(case, spec, buffer)
     *leaves, targets, slopes = case
     doubles = [None if leaf is None else leaf.detach().double().requires_grad_() for leaf in leaves]
     (float64_logps(*doubles, targets, spec) * slopes.double()).sum().backward()

@@ -102,7 +102,7 @@ def test_purity_is_told_only_where_it_is_asked_for(saved_llama):
     options = ModelOptions(path=str(saved_llama)), TrainOptions(dtype="float32"), LoraOptions()
     assert load_policy(*options).tells == ("logps",)
     policy = load_policy(*options, purity=True)
-    assert policy.tells == ("logps", "purity")
+    assert policy.output_names == ("logps", "purity")
     assert policy(()).shape == (2, 0)
 
 

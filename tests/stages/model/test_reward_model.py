@@ -44,7 +44,7 @@ def llama_folder(tmp_path_factory):
 def test_scores_and_gradients_are_those_of_transformers_own_class(name, tmp_path):
     tiny_model(*FAMILIES[name]).save_pretrained(tmp_path)
     policy = loaded(tmp_path)
-    assert policy.tells == ("logps",)
+    assert policy.output_names == ("logps",)
     expected = saved(policy, tmp_path, tmp_path / "scorer").double()
     slopes = slopes_of(len(list(texts(TREES))))
     wanted = scores_of(expected, TREES)
@@ -238,7 +238,7 @@ def test_a_family_that_has_no_class_for_scores_is_refused(tmp_path):
 
 def test_a_model_that_scores_otherwise_is_refused(llama_folder, monkeypatch):
     monkeypatch.setattr("align.stages.model.reward_model._own_score", lambda *_: torch.ones(1))
-    with pytest.raises(UsageError, match="scores otherwise than by its last hidden states"):
+    with pytest.raises(UsageError, match="does not score by its last hidden states"):
         loaded(llama_folder)
 
 

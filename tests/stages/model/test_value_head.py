@@ -45,7 +45,7 @@ def test_values_and_gradients_are_those_of_the_models_own_states(name):
 
 def test_values_begin_at_zero_and_do_not_pull_at_the_policy(llama):
     policy = Policy(llama, head="values")
-    assert policy.tells == ("logps", "values")
+    assert policy.output_names == ("logps", "values")
     values = policy(TREES)[1]
     assert not values.any()
     (values - 1).square().sum().backward()

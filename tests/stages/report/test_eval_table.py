@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from align.schemas.batches import Judged
+from align.schemas.batches import EvalSample
 from align.schemas.errors import CorruptionError
 from align.schemas.rows import Role
 from align.stages.report.eval_table import (
@@ -21,15 +21,15 @@ from align.stages.report.eval_table import (
 NAN = float("nan")
 
 
-def judged(row, role, tokens, logp, reference, reward=None):
-    return Judged(row, f"{row:032x}", role, tokens, logp, reference, reward, None, None)
+def sample(row, role, tokens, logp, reference, reward=None):
+    return EvalSample(row, f"{row:032x}", role, tokens, logp, reference, reward, None, None)
 
 
 PAIRS = [
-    judged(0, Role.CHOSEN, 3, -1.25, -2.0),
-    judged(0, Role.REJECTED, 4, -6.5, -4.0),
-    judged(1, Role.CHOSEN, 2, -3.0, -3.5),
-    judged(1, Role.REJECTED, 2, -3.25, -3.25),
+    sample(0, Role.CHOSEN, 3, -1.25, -2.0),
+    sample(0, Role.REJECTED, 4, -6.5, -4.0),
+    sample(1, Role.CHOSEN, 2, -3.0, -3.5),
+    sample(1, Role.REJECTED, 2, -3.25, -3.25),
 ]
 
 
@@ -70,7 +70,7 @@ def test_text_survives_whatever_it_is(tmp_path, text):
         assert continues == bool(tokens[0])
         return text
 
-    bare = judged(0, Role.DESIRABLE, 1, -1.0, -1.5)
+    bare = sample(0, Role.DESIRABLE, 1, -1.0, -1.5)
     one = replace(bare, prompt=np.array([0]), completion=np.array([1]))
     path = tmp_path / "step-00000001.csv"
     path.write_bytes(evaluation_csv([one, one], "log-ratios", decode=decode).encode())
@@ -118,7 +118,7 @@ def test_it_is_read_back_as_it_was(table_of):
 
 
 def test_what_is_not_finite_is_counted_and_not_drawn(table_of):
-    table = table_of([*PAIRS, judged(2, Role.CHOSEN, 1, NAN, -1.0)])
+    table = table_of([*PAIRS, sample(2, Role.CHOSEN, 1, NAN, -1.0)])
     assert (len(table.completions), table.others) == (4, 1)
     assert "without 1 not finite" in spread_charts({0: table})
 
@@ -134,7 +134,7 @@ def test_margins_are_of_rewards_in_rows_with_good_and_bad_completions(table_of):
         Completion(1, "desirable", 1, 0.1, 5.0),
     ]
     assert margins_of(several) == [-2.0]
-    alone = table_of([judged(0, Role.DESIRABLE, 3, -1.0, -2.0, 1.0)])
+    alone = table_of([sample(0, Role.DESIRABLE, 3, -1.0, -2.0, 1.0)])
     assert "Margins of rewards" not in spread_charts({0: alone})
 
 

@@ -138,7 +138,11 @@ def test_what_float32_makes_finite_is_kept_with_the_value_it_has_alone(
         values.tobytes() for values in expected
     ]
     holding = sum(poisoned in ids for ids in rows.completions)
-    assert scores.mended == holding if budget == 1 else scores.mended > holding
+    assert (
+        scores.rescored_in_float32 == holding
+        if budget == 1
+        else scores.rescored_in_float32 > holding
+    )
     assert scores.run_tokens == sum(max(sizes) * len(sizes) for sizes in scorer.batches)
 
 
@@ -148,7 +152,7 @@ def test_poison_spoils_no_branch_but_its_own(score):
     scores = score(rows, Faulty(poison={99: np.nan}, spoils=True))
     assert [(bad.row, bad.reason) for bad in scores.rejected] == [(0, "nonfinite_logp")]
     assert scores.block.rows.row.tolist() == [1]
-    assert scores.mended == 3  # all but the one that holds the poison
+    assert scores.rescored_in_float32 == 3  # all but the one that holds the poison
 
 
 def test_without_room_for_float32_a_row_is_quarantined_as_it_was(score):
@@ -160,7 +164,7 @@ def test_without_room_for_float32_a_row_is_quarantined_as_it_was(score):
     scorer = Faulty(poison={99: np.inf})
     scorer.in_float32 = refuse
     scores = score(block_of(encoded([1], [99], [6]), encoded([2], [5], [6])), scorer)
-    assert (reasons(scores), scores.mended) == ({"nonfinite_logp": 1}, 0)
+    assert (reasons(scores), scores.rescored_in_float32) == ({"nonfinite_logp": 1}, 0)
 
 
 def test_one_text_behind_one_prompt_is_scored_once(score, one_by_one):

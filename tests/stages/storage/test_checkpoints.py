@@ -6,7 +6,11 @@ import pytest
 
 from align.schemas.checkpoint import Retention
 from align.stages.storage import fs
-from align.stages.storage.checkpoints import choose_checkpoint, credit, verify_checkpoint
+from align.stages.storage.checkpoints import (
+    add_checkpoint_metrics,
+    choose_checkpoint,
+    verify_checkpoint,
+)
 from align.stages.storage.failpoints import OF_A_RUN
 from align.stages.storage.run_folder import RunFolder
 from support.checkpoint_saves import JOURNAL, Ranks, content, save, train, writer
@@ -119,7 +123,9 @@ def test_what_is_measured_after_the_save_counts(prepared_run):
     for step, loss in {10: 1.0, 20: 3.0, 30: 2.0}.items():
         save(prepared_run, step, retention=keep, lr=0.5)
         more = {"eval/loss": loss, "eval/odd": float("nan")}
-        credit(prepared_run, step, more, journal=JOURNAL, run_id="run", retention=keep)
+        add_checkpoint_metrics(
+            prepared_run, step, more, journal=JOURNAL, run_id="run", retention=keep
+        )
     assert prepared_run.steps() == [10, 30]
     assert verify_checkpoint(prepared_run.step(30)).position.metrics == {
         "lr": 0.5,

@@ -13,14 +13,14 @@ from align.pipeline.train import open_session
 from align.schemas.rows import Role
 from align.stages.engine.distributed import joined_world
 from align.stages.methods.table import METHODS
-from align.stages.train.loop import Halts
+from align.stages.train.loop import StopConditions
 from support import plain_loop
 from support.stage_one import Silent
-from support.training_world import START, Told, job_of, loop_of
+from support.training_world import START, Recorded, job_of, loop_of
 
-NEVER = Halts(lambda: False, math.inf)
+NEVER = StopConditions(lambda: False, math.inf)
 HELD_OUT = {"eval_fraction": 0.4, "eval_table": 9}
-MEMORY = {"bco": (40.0, 0.3)}  # as after some steps of training
+STATE = {"bco": (40.0, 0.3)}  # as after some steps of training
 # Options under which a loss asks something more of its whole step.
 OPTIONS = {
     "orpo": {"nll_scope": "global_tokens"},
@@ -57,15 +57,15 @@ def measured(training_world, moved):
             how = {"model": str(moved), "other_reference": True, **HELD_OUT, **settings}
             job = job_of(folder, method, options=options, **how)
             session = open_session(job, world, Silent())
-            told = Told()
+            recorded = Recorded()
             for size in sizes:
                 loop = loop_of(session)
                 cut = replace(session.feed.settings, batch_size=size)
                 loop.feed = replace(session.feed, settings=cut)
-                loop.measure(replace(START, memory=MEMORY), told, NEVER)
+                loop.measure(replace(START, state=STATE), recorded, NEVER)
             with session.feed.held_out() as batches:
                 rows = [row for batch in batches for micro in batch.own for row in micro.row_ids]
-        return [metrics for _, metrics in told.evaluations], told.judged, rows
+        return [metrics for _, metrics in recorded.evaluations], recorded.samples, rows
 
     return measure
 
@@ -85,9 +85,9 @@ def test_the_micro_batches_of_an_evaluation_change_no_number(measured):
 
 
 def test_a_limit_still_counts_batches(measured):
-    (few,), judged, _ = measured("pairs", "kto", (3,), limit_eval_batches=2)
+    (few,), samples, _ = measured("pairs", "kto", (3,), limit_eval_batches=2)
     assert few["eval/kl/pairs"] == 2 * 3 * 2  # rows and their branches
-    assert {one.row for one in judged[0]} == set(range(6))
+    assert {one.row for one in samples[0]} == set(range(6))
 
 
 class Oracle:
@@ -156,7 +156,7 @@ def test_kto_is_measured_from_one_reference_point_of_all_held_out_rows(measured,
         assert found["eval/loss"] == pytest.approx(kto(oracle, z), abs=1e-6)
     pairs = [ratios[place : place + 4] for place in range(0, len(ratios), 4)]
     clamped = mean([max(0.0, mean(few)) for few in pairs])
-    assert abs(clamped - z) > 0.02  # so that batches of two rows would have told otherwise
+    assert abs(clamped - z) > 0.02  # so that batches of two rows would give another mean
 
 
 def test_kto_reports_beta_r_of_either_label(measured, oracle):
@@ -187,7 +187,7 @@ def test_means_per_token_are_measured_and_reported_as_such(measured, oracle, met
         "ipo": [(gap - 1 / (2 * beta)) ** 2 for gap in gaps],
         "dpo_norm": [-ls(beta * gap) for gap in gaps],
     }
-    (found,), judged, _ = measured("pairs", method, (4,))
+    (found,), samples, _ = measured("pairs", method, (4,))
     assert found["eval/loss"] == pytest.approx(mean(losses[method]), rel=1e-5)
     assert found["eval/rewards/chosen"] == pytest.approx(
         beta * mean([up for up, _ in sides]), abs=1e-5
@@ -196,6 +196,6 @@ def test_means_per_token_are_measured_and_reported_as_such(measured, oracle, met
     assert found["eval/rewards/accuracies"] == pytest.approx(mean([float(gap > 0) for gap in gaps]))
     by_sums = mean([up - down for (_, _, up, _), (_, _, down, _) in oracle.rows])
     assert found["eval/rewards/margins"] != pytest.approx(beta * by_sums, rel=0.1)
-    told = [one.reward for one in judged[0]]
-    assert told == pytest.approx([beta * side for row in sides[:9] for side in row], abs=1e-5)
-    assert {one.role for one in judged[0]} == {Role.CHOSEN, Role.REJECTED}
+    rewards = [one.reward for one in samples[0]]
+    assert rewards == pytest.approx([beta * side for row in sides[:9] for side in row], abs=1e-5)
+    assert {one.role for one in samples[0]} == {Role.CHOSEN, Role.REJECTED}

@@ -25,7 +25,7 @@ def require_same(found, expected, *, steps=10):
     for kind in ("steps", "evaluations"):
         for step, (some, others) in enumerate(zip(found[kind], expected[kind], strict=True), 1):
             assert some == pytest.approx(others, rel=RELATIVE, abs=ABSOLUTE), (kind, step)
-    for some, others in zip(found["judged"], expected["judged"], strict=True):
+    for some, others in zip(found["samples"], expected["samples"], strict=True):
         assert len(some) > 2
         assert [whose for whose, _ in some] == [whose for whose, _ in others]
         assert np.array([values for _, values in some]) == pytest.approx(
@@ -75,14 +75,14 @@ def test_nothing_changes_a_result_of_any_method(alone, spread, name):
     require_same(spread[0][f"table-{name}/rows/zero1"], expected, steps=3)
 
 
-def test_every_rank_is_told_the_same(spread):
+def test_every_rank_gets_the_same(spread):
     first, second = spread
     cases = [name for name in first if "/" in name]
     assert len(cases) == 15 + len(TABLE)
     for name in cases:
         assert first[name]["steps"] == second[name]["steps"]
         assert first[name]["evaluations"] == second[name]["evaluations"]
-        assert first[name]["judged"] == second[name]["judged"]
+        assert first[name]["samples"] == second[name]["samples"]
 
 
 def test_the_steps_are_cut_as_their_names_say(alone, spread):

@@ -13,86 +13,103 @@ from align.schemas.batches import Cursor
 from align.schemas.rows import Role
 from align.stages.train import evaluation as evaluation_module
 from align.stages.train import throughput
-from align.stages.train.loop import Halts, Place, train
+from align.stages.train.loop import Place, StopConditions, train
 from support.stage_one import Silent
-from support.training_world import START, Told, job_of, learn, loop_of
+from support.training_world import START, Recorded, job_of, learn, loop_of
 
 HELD_OUT = {"eval_fraction": 0.3}
 
 
-def run(training_world, here, *, start=START, halts=None, is_measured=False, told=None, **settings):
-    """Three steps an epoch, two epochs unless told otherwise."""
+def run(
+    training_world,
+    here,
+    *,
+    start=START,
+    conditions=None,
+    is_measured=False,
+    recorded=None,
+    **settings,
+):
+    """Three steps an epoch, two epochs unless set otherwise."""
     settings = {"limit_train_batches": 3, **settings}
     session = open_session(job_of(training_world.pairs, "dpo", **settings), here, Silent())
-    told, halts = told or Told(), halts or Halts(lambda: False, math.inf)
-    how = {"start": start, "halts": halts, "is_measured": is_measured}
-    place, ending = train(loop_of(session), records=told, **how)
-    return told, place, ending
+    recorded, conditions = (
+        recorded or Recorded(),
+        conditions or StopConditions(lambda: False, math.inf),
+    )
+    how = {"start": start, "conditions": conditions, "is_measured": is_measured}
+    place, ending = train(loop_of(session), records=recorded, **how)
+    return recorded, place, ending
 
 
-def steps(told):
-    return [step for step, _ in told]
+def steps(recorded):
+    return [step for step, _ in recorded]
 
 
 def test_everything_has_its_own_rhythm_and_is_done_at_the_end(training_world, one_rank):
     rhythm = {"log_every": 2, "eval_every": 3, "save_every": 4, "max_steps": 5}
-    told, place, ending = run(training_world, one_rank, **rhythm, **HELD_OUT)
-    assert steps(told.steps) == [2, 4, 5]
-    assert steps(told.evaluations) == [0, 3, 5]
-    assert told.saves == [4, 5]
+    recorded, place, ending = run(training_world, one_rank, **rhythm, **HELD_OUT)
+    assert steps(recorded.steps) == [2, 4, 5]
+    assert steps(recorded.evaluations) == [0, 3, 5]
+    assert recorded.saves == [4, 5]
     assert (place, ending) == (Place(5, Cursor(1, 2)), "finished")
 
 
 def test_what_falls_on_the_last_step_is_done_once(training_world, one_rank):
     rhythm = {"log_every": 2, "eval_every": 2, "save_every": 2, "max_steps": 4}
-    told, _, _ = run(training_world, one_rank, **rhythm, **HELD_OUT)
-    assert steps(told.steps) == [2, 4]
-    assert steps(told.evaluations) == [0, 2, 4]
-    assert told.saves == [2, 4]
+    recorded, _, _ = run(training_world, one_rank, **rhythm, **HELD_OUT)
+    assert steps(recorded.steps) == [2, 4]
+    assert steps(recorded.evaluations) == [0, 2, 4]
+    assert recorded.saves == [2, 4]
 
 
 @pytest.mark.parametrize(("most", "last"), [(0, 6), (4, 4), (100, 6)])
-def test_it_ends_with_the_epochs_or_before_if_told(training_world, one_rank, most, last):
-    told, place, _ = run(training_world, one_rank, max_steps=most)
-    assert place.step == steps(told.steps)[-1] == last
-    assert told.saves == [last]
-    assert told.evaluations == []  # nothing is held out
-    assert [metrics["epoch"] for _, metrics in told.steps] == pytest.approx(
+def test_it_ends_with_the_epochs_or_before_if_set(training_world, one_rank, most, last):
+    recorded, place, _ = run(training_world, one_rank, max_steps=most)
+    assert place.step == steps(recorded.steps)[-1] == last
+    assert recorded.saves == [last]
+    assert recorded.evaluations == []  # nothing is held out
+    assert [metrics["epoch"] for _, metrics in recorded.steps] == pytest.approx(
         [step / 3 for step in range(1, last + 1)]
     )
 
 
 def test_a_run_that_goes_on_measures_no_beginning(training_world, one_rank):
-    told, place, _ = run(training_world, one_rank, start=Place(4, Cursor(1, 1)), **HELD_OUT)
-    assert steps(told.steps) == [5, 6]
-    assert steps(told.evaluations) == [6]
+    recorded, place, _ = run(training_world, one_rank, start=Place(4, Cursor(1, 1)), **HELD_OUT)
+    assert steps(recorded.steps) == [5, 6]
+    assert steps(recorded.evaluations) == [6]
     assert place == Place(6, Cursor(2, 0))
 
 
 def test_a_run_that_was_over_is_only_saved(training_world, one_rank):
     over = {"start": Place(6, Cursor(2, 0)), "is_measured": True}
-    told, _, ending = run(training_world, one_rank, **over, **HELD_OUT)
-    assert (told.steps, told.evaluations, told.saves, ending) == ([], [], [6], "finished")
+    recorded, _, ending = run(training_world, one_rank, **over, **HELD_OUT)
+    assert (recorded.steps, recorded.evaluations, recorded.saves, ending) == (
+        [],
+        [],
+        [6],
+        "finished",
+    )
 
 
 @pytest.mark.parametrize("step", [0, 3, 6])
 def test_an_evaluation_that_was_due_and_never_ended_is_made_first(training_world, one_rank, step):
     """Step 3 is due by eval_every, the others as the first and the last."""
     begun = {"start": Place(step, Cursor(step // 3, 0)), "eval_every": 3}
-    told, _, _ = run(training_world, one_rank, **begun, **HELD_OUT)
-    assert steps(told.evaluations) == [at for at in (0, 3, 6) if at >= step]
-    told, _, _ = run(training_world, one_rank, is_measured=True, **begun, **HELD_OUT)
-    assert steps(told.evaluations) == [at for at in (0, 3, 6) if at > step]
+    recorded, _, _ = run(training_world, one_rank, **begun, **HELD_OUT)
+    assert steps(recorded.evaluations) == [at for at in (0, 3, 6) if at >= step]
+    recorded, _, _ = run(training_world, one_rank, is_measured=True, **begun, **HELD_OUT)
+    assert steps(recorded.evaluations) == [at for at in (0, 3, 6) if at > step]
 
 
-class InOrder(Told):
+class InOrder(Recorded):
     """Writes down what came before what, and fails in the evaluation of a step."""
 
     def __init__(self, fails_at):
         super().__init__()
         self.order, self.fails_at = [], fails_at
 
-    def evaluated(self, place, metrics, judged):
+    def evaluated(self, place, metrics, samples):
         if place.step == self.fails_at:
             raise ZeroDivisionError
         self.order.append(("evaluated", place.step))
@@ -103,29 +120,37 @@ class InOrder(Told):
 
 def test_a_step_is_saved_before_it_is_measured(training_world, one_rank):
     """So that a last evaluation that fails costs nothing but itself."""
-    told = InOrder(fails_at=6)
+    recorded = InOrder(fails_at=6)
     with pytest.raises(ZeroDivisionError):
-        run(training_world, one_rank, told=told, save_every=3, eval_every=3, **HELD_OUT)
-    assert told.order == [("evaluated", 0), ("saved", 3), ("evaluated", 3), ("saved", 6)]
+        run(training_world, one_rank, recorded=recorded, save_every=3, eval_every=3, **HELD_OUT)
+    assert recorded.order == [("evaluated", 0), ("saved", 3), ("evaluated", 3), ("saved", 6)]
 
 
 @pytest.mark.parametrize("before", [0, 3, 6])
-def test_an_evaluation_is_halted_between_two_batches(training_world, one_rank, monkeypatch, before):
+def test_an_evaluation_is_stopped_between_two_batches(
+    training_world, one_rank, monkeypatch, before
+):
     """Somebody asks in the first batch of the evaluation after that many steps."""
-    told, batches = Told(), []
+    recorded, batches = Recorded(), []
 
     def note(name):
-        if name == "evaluation.batch" and len(told.steps) == before:
+        if name == "evaluation.batch" and len(recorded.steps) == before:
             batches.append(name)
 
     monkeypatch.setattr(evaluation_module, "reach", note)
-    halts = Halts(lambda: bool(batches), math.inf)
+    conditions = StopConditions(lambda: bool(batches), math.inf)
     _, place, ending = run(
-        training_world, one_rank, told=told, halts=halts, eval_every=3, batch_size=2, **HELD_OUT
+        training_world,
+        one_rank,
+        recorded=recorded,
+        conditions=conditions,
+        eval_every=3,
+        batch_size=2,
+        **HELD_OUT,
     )
     assert (place.step, ending, batches) == (before, "signal", ["evaluation.batch"])
-    assert steps(told.evaluations) == [at for at in (0, 3, 6) if at < before]
-    assert told.saves == [before]
+    assert steps(recorded.evaluations) == [at for at in (0, 3, 6) if at < before]
+    assert recorded.saves == [before]
 
 
 def test_a_line_is_the_mean_of_the_rows_of_the_steps_it_stands_for(training_world, one_rank):
@@ -169,36 +194,36 @@ def test_labels_are_weighed_by_how_many_there_were(training_world, one_rank):
 
 
 def test_a_step_says_whether_it_was_applied(training_world, one_rank):
-    told, _, _ = run(training_world, one_rank, max_steps=2)
-    assert [metrics["step_applied"] for _, metrics in told.steps] == [1.0, 1.0]
+    recorded, _, _ = run(training_world, one_rank, max_steps=2)
+    assert [metrics["step_applied"] for _, metrics in recorded.steps] == [1.0, 1.0]
 
 
 def test_the_time_of_a_save_belongs_to_no_step(training_world, one_rank, monkeypatch):
     ticks = itertools.count()  # a clock that goes on by one whenever it is read
     monkeypatch.setattr(throughput, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
 
-    class Slow(Told):
+    class Slow(Recorded):
         def save(self, place):
             for _ in range(1000):
                 next(ticks)
 
-    told, _, _ = run(training_world, one_rank, told=Slow(), save_every=1, max_steps=3)
-    seconds = [metrics["speed/step_seconds"] for _, metrics in told.steps]
+    recorded, _, _ = run(training_world, one_rank, recorded=Slow(), save_every=1, max_steps=3)
+    seconds = [metrics["speed/step_seconds"] for _, metrics in recorded.steps]
     assert len(seconds) == 3
     assert max(seconds) < 1000
 
 
 def test_when_the_time_is_over_it_saves_where_it_is(training_world, one_rank):
-    over = Halts(lambda: False, time.monotonic())
-    told, place, ending = run(training_world, one_rank, halts=over)
-    assert (told.steps, told.saves, place, ending) == ([], [0], START, "time")
+    over = StopConditions(lambda: False, time.monotonic())
+    recorded, place, ending = run(training_world, one_rank, conditions=over)
+    assert (recorded.steps, recorded.saves, place, ending) == ([], [0], START, "time")
 
 
 def test_the_rates_are_those_of_the_schedule(training_world, one_rank):
     schedule = {"lr": 4e-4, "warmup": 2, "schedule": "linear"}
-    told, _, _ = run(training_world, one_rank, **schedule)
+    recorded, _, _ = run(training_world, one_rank, **schedule)
     # Of six steps two rise; the other four fall by a quarter each.
-    assert [metrics["lr"] for _, metrics in told.steps] == pytest.approx(
+    assert [metrics["lr"] for _, metrics in recorded.steps] == pytest.approx(
         [2e-4, 4e-4, 4e-4, 3e-4, 2e-4, 1e-4]
     )
 
@@ -218,7 +243,7 @@ def test_an_option_of_the_second_part_of_a_mixture_decides_what_a_step_runs(
 ):
     options = {"kto_logsigmoid.kl_use": "all", "kto_logsigmoid.kl_per_step": 7}
     job = job_of(training_world.pairs, "dpo+kto_logsigmoid", options=options, max_steps=1)
-    session, told = learn(job, one_rank)
+    session, recorded = learn(job, one_rank)
     assert session.feed.settings.kl_use == "all"
-    ((_, metrics),) = told.steps
+    ((_, metrics),) = recorded.steps
     assert metrics["kl/pairs"] == 7

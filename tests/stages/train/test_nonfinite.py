@@ -1,4 +1,4 @@
-"""NaN and infinity: nothing is learned from them, and somebody is told whose rows they were."""
+"""NaN and infinity: no update is made from them, and their rows are reported."""
 
 import math
 
@@ -25,7 +25,7 @@ def test_a_step_that_is_not_finite_leaves_every_bit_of_the_weights(spoiled_ranks
     for step, digest in enumerate(after[:8], 1):
         assert (digest == before) == (step in WRONG)
         before = digest
-    assert after[8] == before  # as step 9 ends the run, so it was not told of
+    assert after[8] == before  # as step 9 ends the run, so it was not recorded
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -33,11 +33,11 @@ def row_ids(session, steps):
 @pytest.mark.parametrize(("cache", "method"), CASES)
 def test_training_ends_in_the_weights_of_a_plain_loop(training_world, one_rank, cache, method):
     folder = getattr(training_world, cache)
-    session, told = learn(job_of(folder, method, **LEARNING), one_rank)
+    session, recorded = learn(job_of(folder, method, **LEARNING), one_rank)
     model, stored = plain_model(training_world), plain_loop.rows_of(folder)
     steps = [[stored[row] for row in rows] for rows in row_ids(session, 5)]
     losses = plain_loop.train(model, getattr(plain_loop, method), steps, lr=1e-3, max_norm=1.0)
-    assert [metrics["loss"] for _, metrics in told.steps] == pytest.approx(losses, rel=1e-5)
+    assert [metrics["loss"] for _, metrics in recorded.steps] == pytest.approx(losses, rel=1e-5)
     weights = dict(model.named_parameters())
     for name, tensor in session.engine.weights().items():
         assert (tensor - weights[name].detach()).abs().max() < 1e-5, name
@@ -46,8 +46,8 @@ def test_training_ends_in_the_weights_of_a_plain_loop(training_world, one_rank, 
 
 
 def test_the_first_step_of_dpo_is_ln_2_with_rewards_of_0(training_world, one_rank):
-    _, told = learn(job_of(training_world.pairs, "dpo", max_steps=1), one_rank)
-    (_, metrics), *_ = told.steps
+    _, recorded = learn(job_of(training_world.pairs, "dpo", max_steps=1), one_rank)
+    (_, metrics), *_ = recorded.steps
     assert metrics["loss"] == pytest.approx(math.log(2), abs=1e-4)
     for name in ("rewards/chosen", "rewards/rejected", "rewards/margins"):
         assert metrics[name] == pytest.approx(0, abs=1e-4)
@@ -55,8 +55,8 @@ def test_the_first_step_of_dpo_is_ln_2_with_rewards_of_0(training_world, one_ran
 
 @pytest.mark.parametrize("cache", ["pairs", "labels"])
 def test_the_first_step_of_kto_is_one_half_with_rewards_of_0(training_world, one_rank, cache):
-    _, told = learn(job_of(getattr(training_world, cache), "kto", max_steps=1), one_rank)
-    (_, metrics), *_ = told.steps
+    _, recorded = learn(job_of(getattr(training_world, cache), "kto", max_steps=1), one_rank)
+    (_, metrics), *_ = recorded.steps
     assert metrics["loss"] == pytest.approx(0.5, abs=1e-4)  # 1 - sigmoid(beta (0 - 0))
     for name in ("rewards/chosen", "rewards/rejected", "kl/raw", "kl/clamped"):
         assert metrics[name] == pytest.approx(0, abs=1e-4)
@@ -64,7 +64,7 @@ def test_the_first_step_of_kto_is_one_half_with_rewards_of_0(training_world, one
 
 def test_the_first_step_of_orpo_on_one_row_is_its_formula(training_world, one_rank):
     folder = training_world.pairs
-    session, told = learn(job_of(folder, "orpo", max_steps=1, batch_size=1), one_rank)
+    session, recorded = learn(job_of(folder, "orpo", max_steps=1, batch_size=1), one_rank)
     ((row_id,),) = row_ids(session, 1)
     row, model = plain_loop.rows_of(folder)[row_id], plain_model(training_world)
     means = [
@@ -74,7 +74,7 @@ def test_the_first_step_of_orpo_on_one_row_is_its_formula(training_world, one_ra
     odds = [mean - math.log(1 - math.exp(mean)) for mean in means]
     ratio = odds[0] - odds[1]
     loss = -means[0] + 0.1 * math.log(1 + math.exp(-ratio))
-    (_, metrics), *_ = told.steps
+    (_, metrics), *_ = recorded.steps
     assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
     assert metrics["log_odds/ratio"] == pytest.approx(ratio, rel=1e-4)
     assert metrics["nll"] == pytest.approx(-means[0], rel=1e-5)

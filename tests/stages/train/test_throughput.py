@@ -8,12 +8,12 @@ from align.schemas.batches import Cursor, MicroBatch, StepBatch
 from align.schemas.errors import CorruptionError
 from align.schemas.rows import Tree
 from align.stages.train import throughput as meter_module
-from align.stages.train.loop import Halts, next_batch
+from align.stages.train.loop import StopConditions, next_batch
 from align.stages.train.step import added, means_of
 from align.stages.train.throughput import Meter, forget_peak, peak_mib
 
 ALONE = SimpleNamespace(total=lambda values: values)
-NEVER = Halts(lambda: False, math.inf)
+NEVER = StopConditions(lambda: False, math.inf)
 
 
 class Clock:
@@ -55,13 +55,13 @@ def test_a_lap_tells_how_fast_the_step_was(clock):
     with meter.waiting():
         clock.now += 0.5
     clock.now += 1.5
-    told = means_of(meter.lap(rows=8))
-    assert told["speed/step_seconds"] == 2
-    assert told["speed/tokens_per_second"] == 150
-    assert told["speed/rows_per_second"] == 4
-    assert told["speed/data_wait_seconds"] == 0.5
-    assert told["padding"] == 0.25
-    assert told["tokens"] == 300
+    means = means_of(meter.lap(rows=8))
+    assert means["speed/step_seconds"] == 2
+    assert means["speed/tokens_per_second"] == 150
+    assert means["speed/rows_per_second"] == 4
+    assert means["speed/data_wait_seconds"] == 0.5
+    assert means["padding"] == 0.25
+    assert means["tokens"] == 300
 
 
 def test_a_run_does_not_answer_for_the_memory_of_an_earlier_one():
@@ -112,9 +112,9 @@ def test_padding_is_the_share_of_tokens_that_fill_up_micro_batches(pads, padding
         mismatched_branches=3,
     )
     next_batch(ALONE, iter([batch]), meter, NEVER)
-    told = means_of(meter.lap(rows=3))
-    assert told["tokens"] == 22
-    assert told["padding"] == pytest.approx(padding)
+    means = means_of(meter.lap(rows=3))
+    assert means["tokens"] == 22
+    assert means["padding"] == pytest.approx(padding)
 
 
 def test_the_speed_of_several_steps_is_that_of_all_of_them(clock):
@@ -124,9 +124,9 @@ def test_the_speed_of_several_steps_is_that_of_all_of_them(clock):
         meter.runs(tokens=tokens, padded=padded)
         clock.now += seconds
         laps.append(meter.lap(rows=4))
-    told = means_of(added(*laps))
-    assert told["speed/tokens_per_second"] == 150  # 600 in 4 s; the mean of both is 133
-    assert told["speed/rows_per_second"] == 2
-    assert told["speed/step_seconds"] == 2
-    assert told["padding"] == pytest.approx(500 / 1100)
-    assert told["tokens"] == 300  # of a step
+    means = means_of(added(*laps))
+    assert means["speed/tokens_per_second"] == 150  # 600 in 4 s; the mean of both is 133
+    assert means["speed/rows_per_second"] == 2
+    assert means["speed/step_seconds"] == 2
+    assert means["padding"] == pytest.approx(500 / 1100)
+    assert means["tokens"] == 300  # of a step
