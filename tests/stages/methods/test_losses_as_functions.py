@@ -50,7 +50,7 @@ def step_of(method, whole, options):
         chosen_tokens=int(whole.num_tokens[is_good(whole)].sum()),
         mismatched=torch.tensor(MISMATCHED, dtype=torch.float64),
         surveyed=surveyed,
-        memory=method.remember((), surveyed) if method.remember else (),
+        state=method.update_state((), surveyed) if method.update_state else (),
     )
 
 
