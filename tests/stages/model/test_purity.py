@@ -100,7 +100,7 @@ def test_purity_leaves_the_policys_gradient_as_it_is(llama, head):
 
 def test_purity_is_told_only_where_it_is_asked_for(saved_llama):
     options = ModelOptions(path=str(saved_llama)), TrainOptions(dtype="float32"), LoraOptions()
-    assert load_policy(*options).tells == ("logps",)
+    assert load_policy(*options).output_names == ("logps",)
     policy = load_policy(*options, purity=True)
     assert policy.output_names == ("logps", "purity")
     assert policy(()).shape == (2, 0)
