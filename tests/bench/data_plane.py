@@ -16,6 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))  # for tests/support
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -55,7 +57,6 @@ def measure(rows: int) -> dict[str, int]:
         ModelOptions,
         TrackingOptions,
     )
-    from align.stages.demo.tiny_world import make_tokenizer
     from align.stages.tracking.progress import make_progress
     from support.stub_reference import StubReference
 
@@ -91,6 +92,12 @@ def in_a_child(action, *arguments) -> None:
         action(*arguments)
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
+
+
+def make_tokenizer(folder: Path) -> None:
+    from align.stages.demo.tiny_world import make_tokenizer as make
+
+    make(folder)
 
 
 def make_rows(path: Path, rows: int) -> None:
