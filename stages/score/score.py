@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -286,7 +287,9 @@ def first_alike(rows: RowBlock, branches: NDArray[np.int64]) -> NDArray[np.int64
 def prompt_numbers(rows: RowBlock) -> NDArray[np.int64]:
     """Numbers the prompts by their ids: one prompt may have several, and two may have the same."""
     seen: dict[bytes, int] = {}
-    numbers = (seen.setdefault(ids.tobytes(), len(seen)) for ids in rows.prompts)
+    ids, ends = rows.prompts.values.tobytes(), rows.prompts.offsets * rows.prompts.values.itemsize
+    spans = pairwise(ends.tolist())  # many prompts are short: an array for each costs more
+    numbers = (seen.setdefault(ids[start:end], len(seen)) for start, end in spans)
     return np.fromiter(numbers, dtype=np.int64, count=len(rows))
 
 
