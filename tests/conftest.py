@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
-from align.stages.demo.tiny_world import make_tokenizer
+from align.stages.demo.tiny_tokenizer import make_tokenizer
 from align.stages.storage.run_folder import RunFolder
 from align.stages.tracking.mlflow_silence import DEFAULTS
 from support.command import Answer, launch

@@ -11,13 +11,13 @@ from random import Random
 
 import torch
 from safetensors.torch import save
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ...schemas.errors import UsageError
 from ..storage import fs
 from .preferences import DataFiles, Preference, draw_preferences, make_data, transcript
+from .tiny_tokenizer import make_tokenizer
 
 
 @dataclass(frozen=True)
@@ -205,65 +205,3 @@ def _rate(step: int, steps: int) -> float:
 @torch.no_grad()
 def _mean_logp(model: LlamaForCausalLM, blocks: Tensor) -> float:
     return -float(model(input_ids=blocks, labels=blocks, use_cache=False).loss)
-
-
-BOS, EOS, PAD, TURN = "<|bos|>", "<|im_end|>", "<|pad|>", "<|im_start|>"
-
-# Turns are parted by a newline, so a conversation ends in EOS and not in a newline after it.
-CHAT_TEMPLATE = """\
-{{- bos_token }}
-{%- set has_system = messages and messages[0]['role'] == 'system' %}
-{%- set turns = messages[1:] if has_system else messages %}
-{%- if has_system or tools %}
-{{- '<|im_start|>system\\n' }}
-{%- if has_system %}{{ messages[0]['content'] }}{% endif %}
-{%- if tools %}
-{{- '\\n\\n' if has_system else '' }}{{ 'You can use these tools:' }}
-{%- for tool in tools %}{{ '\\n' + tool | tojson }}{% endfor %}
-{%- endif %}
-{{- '<|im_end|>' }}
-{%- endif %}
-{%- for message in turns %}
-{{- '\\n' if has_system or tools or not loop.first else '' }}
-{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '\\n<|im_start|>assistant\\n' }}{% endif %}"""
-
-_TRAINING_ROWS = 1500
-_TOKENIZER_SEED = 7_001
-
-
-def make_tokenizer(folder: Path, *, vocab_size: int = 1024) -> PreTrainedTokenizerFast:
-    """Trains a tokenizer and saves it as a folder that `AutoTokenizer` loads."""
-    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=_train(vocab_size), bos_token=BOS, eos_token=EOS, pad_token=PAD
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.save_pretrained(folder)
-    return tokenizer
-
-
-def _train(vocab_size: int) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[BOS, EOS, PAD, TURN],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_texts(), trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A",
-        pair=f"{BOS} $A {BOS} $B",
-        special_tokens=[(BOS, tokenizer.token_to_id(BOS))],
-    )
-    return tokenizer
-
-
-def _texts() -> Iterator[str]:
-    for preference in draw_preferences(_TRAINING_ROWS, seed=_TOKENIZER_SEED):
-        yield transcript(preference.prompt)
-        for answer in preference.answers:
-            yield f" {answer.text}"

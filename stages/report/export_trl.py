@@ -60,7 +60,7 @@ def scan_trl(folder: CacheFolder, decode: Decode | None = None) -> pl.LazyFrame:
         if not path.is_file() or path.stat().st_size != shard.bytes:
             raise CorruptionError(
                 f"{path} is not there as the manifest has it. Restore it from a copy, or make the "
-                "cache anew."
+                "cache again."
             )
     first = next(group for path in paths for group in iter_row_groups(path) if len(group))
     scan = pl.scan_parquet(paths, glob=False, hive_partitioning=False)

@@ -57,6 +57,7 @@ def measure(rows: int) -> dict[str, int]:
         ModelOptions,
         TrackingOptions,
     )
+    from align.stages.demo.tiny_tokenizer import make_tokenizer
     from align.stages.tracking.progress import make_progress
     from support.stub_reference import StubReference
 
@@ -92,12 +93,6 @@ def in_a_child(action, *arguments) -> None:
         action(*arguments)
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
-
-
-def make_tokenizer(folder: Path) -> None:
-    from align.stages.demo.tiny_world import make_tokenizer as make
-
-    make(folder)
 
 
 def make_rows(path: Path, rows: int) -> None:

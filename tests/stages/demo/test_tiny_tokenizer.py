@@ -4,7 +4,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from align.stages.demo.preferences import draw_preferences, transcript
-from align.stages.demo.tiny_world import make_tokenizer
+from align.stages.demo.tiny_tokenizer import make_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
