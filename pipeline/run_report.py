@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..schemas.cache import Manifest
 from ..schemas.errors import CorruptionError, UsageError
+from ..stages.report.cache_tables import grid
 from ..stages.report.charts import DRAWN_NOWHERE, further_curves, learning_curves, plain
 from ..stages.report.eval_table import read_evaluation, spread_charts
 from ..stages.report.html_page import render_page
@@ -304,8 +305,5 @@ def before_and_after(measured: Measured) -> list[str]:
     names = [name for name in SUMMARIZED if f"{EVAL}{name}" in before and f"{EVAL}{name}" in after]
     if not names:
         return []
-    width = max(map(len, names))
-    rows = [
-        f"  {name:{width}}  {before[EVAL + name]:9.4f}  {after[EVAL + name]:9.4f}" for name in names
-    ]
-    return [f"  {'held-out rows':{width}}  {'before':>9}  {'after':>9}", *rows]
+    rows = [[name, *(f"{one[EVAL + name]:.4f}" for one in (before, after))] for name in names]
+    return grid(("held-out rows", "before", "after"), rows)
