@@ -22,8 +22,7 @@ from ..stages.storage.checkpoints import read_checkpoint
 from ..stages.storage.manifest_file import load_manifest
 from ..stages.storage.run_folder import RunFolder, read_ending
 from ..stages.tracking.journal import EVAL, Entry, all_entries
-from .resume import run_settings
-from .settings import without_secrets
+from .settings import run_settings, without_secrets
 
 if TYPE_CHECKING:
     from ..stages.train.loop import Ending
