@@ -153,12 +153,6 @@ def test_every_file_and_folder_of_ours_that_is_named_exists(path):
             assert page(code.text).exists(), code.text
 
 
-def test_every_room_stands_in_the_architecture():
-    named = {code.text for code in codes(page("docs/architecture.md"))}
-    rooms = {name_of(file.parent) for file in page("stages").glob("*/__init__.py")}
-    assert rooms <= named
-
-
 def test_every_page_stands_in_the_index():
     listed = set(links(page("docs/index.md")))
     assert listed == {path.name for path in page("docs").glob("*.md")} - {"index.md"}
