@@ -262,8 +262,8 @@ def test_a_method_is_added_as_its_page_shows(tmp_path, training_world):
     (package / "stages" / "methods" / "square.py").write_text(loss)
     table = package / "stages" / "methods" / "table.py"
     text = table.read_text()
-    assert "\n_ROWS = (\n" in text
-    table.write_text(text.replace("\n_ROWS = (\n", f"\n{import_line}\n\n_ROWS = (\n{row}"))
+    assert "\n_FAMILIES = (\n" in text
+    table.write_text(text.replace("\n_FAMILIES = (\n", f"\n{import_line}\n\n_FAMILIES = (\n{row}"))
 
     def told(*arguments):
         program = (sys.executable, "-m", "align")
