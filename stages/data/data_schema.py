@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from typing import Literal, TypeAlias, get_args
 
 from ...schemas.errors import UsageError
-from ..storage.shard_columns import shard_schema
+from ..storage.shards import shard_schema
 from .input_files import InputFile, column_names
 
 Kind: TypeAlias = Literal["paired", "unpaired", "scored", "scored_long"]
