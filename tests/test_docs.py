@@ -23,7 +23,7 @@ from align.schemas.rows import REASONS
 from align.stages.methods.method_docs import describe, markdown_table
 from align.stages.methods.modifiers import Modifiers
 from align.stages.methods.table import METHODS, recipe_of
-from align.stages.storage.shard_columns import shard_schema
+from align.stages.storage.shards import shard_schema
 from support.command import align
 from support.pages import PAGES, ROOT, anchors, blocks, codes, commands, links, name_of, page
 from support.rooms import ROOMS
