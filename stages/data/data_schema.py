@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from ...schemas.errors import UsageError, closest, did_you_mean
-from ..storage.shard_columns import shard_schema
+from ..storage.shards import shard_schema
 from .input_files import InputFile, column_names
 
 Kind: TypeAlias = Literal["paired", "unpaired", "scored", "scored_long"]

@@ -22,44 +22,20 @@ from .reward_aware import RPO_BWD_KL, RPO_FWD_KL, RPO_SQ
 from .rewards import REWARD, REWARD_BINARY
 from .sft import CSFT, SFT
 
-_ROWS = (
-    DPO,
-    CDPO,
-    ROBUST,
-    EXO,
-    HINGE,
-    DISCOPOP,
-    IPO,
-    DPO_NORM,
-    NCA,
-    BCO_PAIR,
-    SPPO,
-    APO_ZERO,
-    APO_DOWN,
-    AOT,
-    AOT_UNPAIRED,
-    RPO_SQ,
-    RPO_BWD_KL,
-    RPO_FWD_KL,
-    ORPO,
-    SIMPO,
-    CPO,
-    SLIC,
-    KTO,
-    KTO_ZERO,
-    KTO_LOGSIGMOID,
-    APO_ZERO_UNPAIRED,
-    BCO,
-    GRPO,
-    PPO,
-    SFT,
-    CSFT,
-    REWARD,
-    REWARD_BINARY,
+_FAMILIES = (
+    (DPO, CDPO, ROBUST, EXO, HINGE, DISCOPOP, IPO, DPO_NORM),
+    (NCA, BCO_PAIR, SPPO, APO_ZERO, APO_DOWN),
+    (AOT, AOT_UNPAIRED),
+    (RPO_SQ, RPO_BWD_KL, RPO_FWD_KL),
+    (ORPO, SIMPO, CPO, SLIC),
+    (KTO, KTO_ZERO, KTO_LOGSIGMOID, APO_ZERO_UNPAIRED, BCO),
+    (GRPO, PPO),
+    (SFT, CSFT),
+    (REWARD, REWARD_BINARY),
 )
+METHODS: dict[str, Method] = {method.name: method for family in _FAMILIES for method in family}
 # Options that decide what a step runs, not what one method makes of it.
 STEP_OPTIONS = ("kl_use", "kl_per_step")
-METHODS: dict[str, Method] = {method.name: method for method in _ROWS}
 
 
 def find_method(name: str) -> Method:
