@@ -23,7 +23,7 @@ from align.schemas.rows import REASONS
 from align.stages.methods.method_docs import describe, markdown_table
 from align.stages.methods.modifiers import Modifiers
 from align.stages.methods.table import METHODS, recipe_of
-from align.stages.storage.shard_columns import shard_schema
+from align.stages.storage.shards import shard_schema
 from support.command import align
 from support.pages import PAGES, ROOT, anchors, blocks, codes, commands, links, name_of, page
 from support.rooms import ROOMS
@@ -151,12 +151,6 @@ def test_every_file_and_folder_of_ours_that_is_named_exists(path):
     for code in codes(path):
         if PLACE.fullmatch(code.text) and code.text not in TO_BE_WRITTEN:
             assert page(code.text).exists(), code.text
-
-
-def test_every_room_stands_in_the_architecture():
-    named = {code.text for code in codes(page("docs/architecture.md"))}
-    rooms = {name_of(file.parent) for file in page("stages").glob("*/__init__.py")}
-    assert rooms <= named
 
 
 def test_every_page_stands_in_the_index():
