@@ -25,6 +25,7 @@ from ..schemas.safe_text import masked
 from ..stages.engine.deepspeed_config import leaves, stage_of
 from ..stages.engine.distributed import run_on_all_ranks, run_on_rank_zero
 from ..stages.model.logprobs import causal_model
+from ..stages.model.transformers_compat import attention_of
 from ..stages.storage import fs
 from ..stages.storage.checkpoints import choose_checkpoint
 from ..stages.storage.locks import owner_lock
@@ -286,7 +287,7 @@ def identity_of(session: Session) -> RunIdentity:
     packed = session.policy.path.layout == "packed"
     computed = {
         **options,
-        "model.attention": "sdpa" if packed else str(model.config._attn_implementation),
+        "model.attention": "sdpa" if packed else attention_of(model),
         "model.device": session.policy.device.type,
         "train.dtype": str(model.dtype).removeprefix("torch."),
         **{f"deepspeed {name}": repr(value) for name, value in leaves(engine)},
