@@ -19,7 +19,6 @@ import torch
 from .. import __version__
 from ..schemas.batches import World
 from ..schemas.checkpoint import Checkpoint, Position, RunIdentity
-from ..schemas.config import Config
 from ..schemas.errors import CorruptionError, FingerprintError, UsageError
 from ..schemas.safe_text import masked
 from ..stages.engine.deepspeed_config import leaves, stage_of
@@ -29,7 +28,7 @@ from ..stages.storage import fs
 from ..stages.storage.checkpoints import choose_checkpoint
 from ..stages.storage.locks import owner_lock
 from ..stages.storage.run_folder import RunFolder, begins_as, forget_ending, read_ending
-from .settings import as_absolute, as_yaml, flatten, read_yaml, without_secrets
+from .settings import as_absolute, as_yaml, read_yaml
 
 if TYPE_CHECKING:
     from .training_job import Session, TrainingJob
@@ -77,7 +76,7 @@ def held_to_checkpoint(session: Session, start: Start) -> Start:
         if start.checkpoint:
             require_same_engine_file(folder, text)
         forget_ending(folder)
-        fs.publish(folder.config, signed_settings(session.job.config), label="config")
+        fs.publish(folder.config, signed(as_yaml(session.job.config)), label="config")
         fs.publish(folder.engine, text, label="config")
 
     run_on_rank_zero(world, begin)
@@ -311,13 +310,8 @@ def made_with(session: Session) -> dict[str, str]:
     return {**found, "layout": path.layout, "log-prob head": path.head}
 
 
-def signed_settings(config: Config) -> bytes:
-    """The text of a run's config.yaml."""
-    return signed(as_yaml(config))
-
-
 def signed(text: str) -> bytes:
-    """The text after a first line with its digest."""
+    """The content of config.yaml: the settings after a first line with their digest."""
     sha256 = hashlib.sha256(text.encode()).hexdigest()
     return f"# sha256 {sha256} of the lines below; copy this file to change it.\n{text}".encode()
 
@@ -339,25 +333,3 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:  # the import says what to install
         return "none"
-
-
-def used_settings(session: Session, *sections: str) -> dict[str, str]:
-    """By their dotted names, those of these sections."""
-    config, policy = session.job.config, session.job.policy
-    chosen = {*sections} | ({"lora"} if config.lora.enabled else set())
-    found = {
-        "model.path": policy.path,
-        "model.adapter": policy.adapter,
-        "model.device": session.policy.device.type,
-        "train.cache": str(session.job.cache.root),
-        "train.model": policy.path,
-        "train.tokens_per_batch": session.feed.settings.tokens_per_batch,
-        "train.dtype": str(causal_model(session.policy.model).dtype).removeprefix("torch."),
-    }
-    # How a run was begun is not a setting of its training.
-    asked = {name: value for name, value in flatten(config).items() if name != "train.resume"}
-    return {
-        name: str(value)
-        for name, value in without_secrets({**asked, **found}).items()
-        if name.partition(".")[0] in chosen
-    }
