@@ -23,11 +23,12 @@ from ..schemas.safe_text import masked
 from ..stages.engine.deepspeed_config import leaves, stage_of
 from ..stages.engine.distributed import run_on_all_ranks, run_on_rank_zero
 from ..stages.model.logprobs import causal_model
+from ..stages.model.transformers_compat import attention_of
 from ..stages.storage import fs
 from ..stages.storage.checkpoints import choose_checkpoint
 from ..stages.storage.locks import owner_lock
 from ..stages.storage.run_folder import RunFolder, begins_as, forget_ending, read_ending
-from .settings import as_absolute, flatten, run_settings, signed_settings, without_secrets
+from .settings import as_absolute, run_settings, signed_settings
 
 if TYPE_CHECKING:
     from .training_job import Session, TrainingJob
@@ -284,7 +285,7 @@ def identity_of(session: Session) -> RunIdentity:
     packed = session.policy.path.layout == "packed"
     computed = {
         **options,
-        "model.attention": "sdpa" if packed else str(model.config._attn_implementation),
+        "model.attention": "sdpa" if packed else attention_of(model),
         "model.device": session.policy.device.type,
         "train.dtype": str(model.dtype).removeprefix("torch."),
         **{f"deepspeed {name}": repr(value) for name, value in leaves(engine)},
@@ -314,25 +315,3 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:  # the import says what to install
         return "none"
-
-
-def used_settings(session: Session, *sections: str) -> dict[str, str]:
-    """By their dotted names, those of these sections."""
-    config, policy = session.job.config, session.job.policy
-    chosen = {*sections} | ({"lora"} if config.lora.enabled else set())
-    found = {
-        "model.path": policy.path,
-        "model.adapter": policy.adapter,
-        "model.device": session.policy.device.type,
-        "train.cache": str(session.job.cache.root),
-        "train.model": policy.path,
-        "train.tokens_per_batch": session.feed.settings.tokens_per_batch,
-        "train.dtype": str(causal_model(session.policy.model).dtype).removeprefix("torch."),
-    }
-    # How a run was begun is not a setting of its training.
-    asked = {name: value for name, value in flatten(config).items() if name != "train.resume"}
-    return {
-        name: str(value)
-        for name, value in without_secrets({**asked, **found}).items()
-        if name.partition(".")[0] in chosen
-    }

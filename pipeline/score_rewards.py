@@ -31,7 +31,6 @@ from ..stages.storage.cache_folder import CacheFolder, OutputFolder
 from ..stages.storage.shards import read_shard
 from ..stages.tracking.progress import Progress
 from .precompute import precompute
-from .precompute_plan import renames
 from .scoring_worker import Worker
 
 CACHE = "cache"
@@ -105,7 +104,7 @@ class _Data:
 def _opened(config: Config) -> _Data:
     inputs = open_inputs(config.data.files)
     before = tuple(map(digested, inputs))
-    return _Data(inputs, before, common_shape(inputs, renames(config.data.map), config.data.carry))
+    return _Data(inputs, before, common_shape(inputs, config.data.map, config.data.carry))
 
 
 def _output(config: Config) -> OutputFolder:
