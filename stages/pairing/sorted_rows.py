@@ -24,8 +24,7 @@ from ...schemas.errors import CorruptionError, os_errors_as_storage_errors
 from ...schemas.row_keys import EncodedChunk, Intake, KeyedRows
 from ...schemas.rows import PromptKeys, Ragged, RowBlock
 from ..storage import fs
-from ..storage.shard_columns import arrow_of, bytes_of, digests_of, numpy_of
-from ..storage.shards import group_bounds
+from ..storage.shards import Values, arrow_of, group_bounds, lists_over, numpy_of, ragged_of
 
 TOKENS_PER_RUN = 8 * 1024 * 1024
 TOKENS_PER_MERGE = 8 * 1024 * 1024
@@ -74,15 +73,14 @@ def merge_runs(
 
 def write_rows(path: Path, parts: Iterable[KeyedRows]) -> SortedRows:
     """Writes rows that arrive in ring order."""
-    entries = [np.empty(0, dtype=INDEX)]
+    entries = []
     with new_stream(path) as append:
         for keyed in parts:
-            bounds = group_bounds(keyed.rows)
-            batch = _batch_of(keyed)
-            chunks = [append(batch.slice(start, stop - start)) for start, stop in bounds]
-            entries.append(_entries(keyed, bounds, chunks))
+            for start, stop in group_bounds(keyed.rows):
+                batch = _part(keyed, slice(start, stop))
+                entries.append(_entry(batch, append(_batch_of(batch))))
             del keyed, batch  # before the next part is made
-    index = np.concatenate(entries)
+    index = np.array(entries, dtype=INDEX)
     for name in ("row", "completion"):
         index[name] = np.cumsum(index[name])
     return SortedRows(path, index)
@@ -154,11 +152,17 @@ class SortedRows:
         ends = self.index["completion"]
         batch_of = np.searchsorted(ends, indices, side="right")
         order = np.argsort(batch_of, kind="stable")
-        parts = [Completions(Ragged.of([], np.int32), np.empty(0, np.int32), np.empty(0, "u8"))]
+        ids, cuts, places = [Ragged.of([], np.int32)], [np.empty(0, "i4")], [np.empty(0, "u8")]
         for number in np.unique(batch_of).tolist():
+            keyed = self._batch(number)
             wanted = indices[order][batch_of[order] == number] - first_of(ends, number)
-            parts.append(Completions.of(self._batch(number)).take(wanted))
-        return Completions.concat(parts).take(np.argsort(order))
+            ids.append(keyed.rows.completions.take(wanted))
+            cuts.append(keyed.rows.cut[wanted])
+            places.append(keyed.places[keyed.rows.row_of_branch[wanted]])
+        back = np.argsort(order)
+        return Completions(
+            Ragged.concat(ids).take(back), np.concatenate(cuts)[back], np.concatenate(places)[back]
+        )
 
     @cached_property
     def _batch(self) -> Callable[[int], KeyedRows]:
@@ -175,25 +179,6 @@ class Completions:
     ids: Ragged
     cut: NDArray[np.int32]  # tokens each has lost
     places: NDArray[np.uint64]  # of their prompts
-
-    @staticmethod
-    def of(keyed: KeyedRows) -> Completions:
-        """Those of some rows."""
-        places = np.repeat(keyed.places, np.diff(keyed.rows.branch_offsets))
-        return Completions(keyed.rows.completions, keyed.rows.cut, places)
-
-    @staticmethod
-    def concat(parts: Sequence[Completions]) -> Completions:
-        """Joins several, in order."""
-        return Completions(
-            Ragged.concat([part.ids for part in parts]),
-            np.concatenate([part.cut for part in parts]),
-            np.concatenate([part.places for part in parts]),
-        )
-
-    def take(self, indices: NDArray[np.int64]) -> Completions:
-        """The completions at `indices`, in that order."""
-        return Completions(self.ids.take(indices), self.cut[indices], self.places[indices])
 
 
 def _batched(chunks: Iterable[EncodedChunk], intake: Intake) -> Iterator[list[KeyedRows]]:
@@ -249,22 +234,19 @@ def _number_copies(keyed: KeyedRows, notes: Counter[str]) -> KeyedRows:
     return replace(keyed, rows=replace(keyed.rows, copy=copy.astype(np.int32)))
 
 
-def _entries(
-    keyed: KeyedRows, bounds: Sequence[tuple[int, int]], chunks: Sequence[Chunk]
-) -> NDArray[Any]:
-    """Batches as the index has them, but that rows and completions are counted in each."""
-    rows, edges = keyed.rows, np.array(bounds)
-    first, last = edges[:, 0], edges[:, 1] - 1
-    branches = rows.branch_offsets[edges]
-    entries = np.zeros(len(edges), dtype=INDEX)
-    entries["rows"] = chunks
-    entries["row"] = np.diff(edges)[:, 0]
-    entries["completion"] = np.diff(branches)[:, 0]
-    entries["prompt_tokens"] = np.diff(rows.prompts.offsets[edges])[:, 0]
-    entries["completion_tokens"] = np.diff(rows.completions.offsets[branches])[:, 0]
-    entries["first_place"], entries["last_place"] = keyed.places[first], keyed.places[last]
-    entries["first_id"], entries["last_id"] = rows.row_id[first], rows.row_id[last]
-    return entries
+def _entry(keyed: KeyedRows, chunk: Chunk) -> tuple[Any, ...]:
+    """A batch as the index has it, but that rows and completions are counted in each."""
+    rows = keyed.rows
+    return (
+        chunk,
+        (0, 0, 0),  # its partners are not chosen yet
+        len(rows),
+        len(rows.completions),
+        len(rows.prompts.values),
+        len(rows.completions.values),
+        *keyed.places[[0, -1]],
+        *rows.row_id[[0, -1]],
+    )
 
 
 def first_of(ends: NDArray[np.int64], batch: int) -> int:
@@ -286,77 +268,73 @@ def _part(keyed: KeyedRows, part: slice) -> KeyedRows:
     return keyed if is_all else keyed.take(np.arange(part.start, part.stop))
 
 
+_CARRIED = "carried."
+_IDS = pa.list_(pa.int32())
+_BRANCH = {
+    "ids": _IDS,
+    "key": pa.uint64(),
+    "role": pa.int8(),
+    "score": pa.float64(),
+    "cut": pa.int32(),
+}
+_ROW = {
+    "place": pa.uint64(),
+    "row_id": pa.binary(16),
+    "copy": pa.int32(),
+    "file": pa.uint64(),
+    "row": pa.int64(),
+    "prompt_key": pa.binary(16),
+    "split_key": pa.uint64(),
+    "prompt_sketch": pa.uint64(),
+    "prompt": _IDS,
+    "prompt_cut": pa.int32(),
+}
+
+
 def _batch_of(keyed: KeyedRows) -> pa.RecordBatch:
-    """Rows as Arrow columns over the same memory."""
+    """Rows as Arrow columns: those of _ROW, the branches, and what they carry."""
     rows, keys = keyed.rows, keyed.rows.prompt_keys
-    branches = {
-        "ids": _lists_of(rows.completions.offsets, _column_of(rows.completions.values)),
-        "key": _column_of(keyed.completion_keys),
-        "role": _column_of(rows.roles),
-        "score": _column_of(rows.scores),
-        "cut": _column_of(rows.cut),
-    }
-    nested = pa.StructArray.from_arrays(list(branches.values()), names=list(branches))
-    columns = {
-        "place": _column_of(keyed.places),
-        "row_id": bytes_of(rows.row_id),
-        "copy": _column_of(rows.copy),
-        "file": _column_of(rows.file),
-        "row": _column_of(rows.row),
-        "prompt_key": bytes_of(keys.prompt),
-        "split_key": _column_of(keys.split),
-        "prompt_sketch": _column_of(keys.sketch),
-        "prompt": _lists_of(rows.prompts.offsets, _column_of(rows.prompts.values)),
-        "prompt_cut": _column_of(rows.prompt_cut),
-        "branches": _lists_of(rows.branch_offsets, nested),
-        **{_CARRIED + name: _column_of(values) for name, values in rows.carried.items()},
-    }
-    return pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
+    branch: list[Values] = [rows.completions, keyed.completion_keys]
+    branch += [rows.roles, rows.scores, rows.cut]
+    row: list[Values] = [keyed.places, rows.row_id, rows.copy, rows.file, rows.row]
+    row += [keys.prompt, keys.split, keys.sketch, rows.prompts, rows.prompt_cut]
+    nested = pa.StructArray.from_arrays(
+        list(map(arrow_of, branch, _BRANCH.values())), list(_BRANCH)
+    )
+    columns = [
+        *map(arrow_of, row, _ROW.values()),
+        lists_over(rows.branch_offsets, nested, pa.list_(nested.type)),
+        *(arrow_of(values, pa.float64()) for values in rows.carried.values()),
+    ]
+    names = [*_ROW, "branches", *(_CARRIED + name for name in rows.carried)]
+    return pa.RecordBatch.from_arrays(columns, names=names)
 
 
 def _rows_of(batch: pa.RecordBatch) -> KeyedRows:
     """The rows of a batch, over its memory."""
-    columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-    branches = columns["branches"].values
+    row = dict(zip(_ROW, batch.columns, strict=False))
+    branches, *carried = batch.columns[len(_ROW) :]
+    names = [name.removeprefix(_CARRIED) for name in batch.schema.names[len(_ROW) + 1 :]]
+    branch = dict(zip(_BRANCH, branches.values.flatten(), strict=True))
+    numbers = {name: numpy_of(each) for name, each in (row | branch).items() if each.type != _IDS}
     rows = RowBlock(
-        row_id=digests_of(columns["row_id"]),
-        copy=numpy_of(columns["copy"]),
-        file=numpy_of(columns["file"]),
-        row=numpy_of(columns["row"]),
+        row_id=numbers["row_id"],
+        copy=numbers["copy"],
+        file=numbers["file"],
+        row=numbers["row"],
         prompt_keys=PromptKeys(
-            digests_of(columns["prompt_key"]),
-            numpy_of(columns["split_key"]),
-            numpy_of(columns["prompt_sketch"]),
+            numbers["prompt_key"], numbers["split_key"], numbers["prompt_sketch"]
         ),
-        prompts=_ragged_of(columns["prompt"]),
-        prompt_cut=numpy_of(columns["prompt_cut"]),
-        branch_offsets=numpy_of(columns["branches"].offsets),
-        completions=_ragged_of(branches.field("ids")),
-        roles=numpy_of(branches.field("role")),
-        scores=numpy_of(branches.field("score")),
-        cut=numpy_of(branches.field("cut")),
-        carried={
-            name.removeprefix(_CARRIED): numpy_of(column)
-            for name, column in columns.items()
-            if name.startswith(_CARRIED)
-        },
+        prompts=ragged_of(row["prompt"]),
+        prompt_cut=numbers["prompt_cut"],
+        branch_offsets=numpy_of(branches.offsets).astype(np.int64),
+        completions=ragged_of(branch["ids"]),
+        roles=numbers["role"],
+        scores=numbers["score"],
+        cut=numbers["cut"],
+        carried=dict(zip(names, map(numpy_of, carried), strict=True)),
     )
-    return KeyedRows(rows, numpy_of(columns["place"]), numpy_of(branches.field("key")))
-
-
-_CARRIED = "carried."
-
-
-def _column_of(values: NDArray[Any]) -> pa.Array:
-    return arrow_of(values, pa.from_numpy_dtype(values.dtype))
-
-
-def _lists_of(offsets: NDArray[np.int64], values: pa.Array) -> pa.Array:
-    return pa.LargeListArray.from_arrays(_column_of(offsets), values)
-
-
-def _ragged_of(lists: pa.Array) -> Ragged:
-    return Ragged(numpy_of(lists.values), numpy_of(lists.offsets))
+    return KeyedRows(rows, numbers["place"], numbers["key"])
 
 
 Chunk = tuple[int, int, int]

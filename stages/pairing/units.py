@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ...schemas.rows import Ragged, Rejected, Role, RowBlock
 from ..storage import fs
-from ..storage.shard_columns import arrow_of, numpy_of
+from ..storage.shards import arrow_of, numpy_of
 from .kl_partners import SPAN, CutRule, FittedPartners, choose_partners, fit_partners
 from .sorted_rows import (
     SortedRows,
