@@ -73,14 +73,15 @@ def merge_runs(
 
 def write_rows(path: Path, parts: Iterable[KeyedRows]) -> SortedRows:
     """Writes rows that arrive in ring order."""
-    entries = []
+    entries = bytearray()
     with new_stream(path) as append:
         for keyed in parts:
             for start, stop in group_bounds(keyed.rows):
                 batch = _part(keyed, slice(start, stop))
-                entries.append(_entry(batch, append(_batch_of(batch))))
+                entry = _entry(batch, append(_batch_of(batch)))
+                entries += np.array(entry, dtype=INDEX).tobytes()
             del keyed, batch  # before the next part is made
-    index = np.array(entries, dtype=INDEX)
+    index = np.frombuffer(entries, dtype=INDEX)
     for name in ("row", "completion"):
         index[name] = np.cumsum(index[name])
     return SortedRows(path, index)

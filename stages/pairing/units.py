@@ -6,7 +6,6 @@ import hashlib
 import io
 import mmap
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from ...schemas.rows import Ragged, Rejected, Role, RowBlock
 from ..storage import fs
 from ..storage.shards import arrow_of, numpy_of
-from .kl_partners import SPAN, CutRule, FittedPartners, choose_partners, fit_partners
+from .kl_partners import CutRule, FittedPartners, choose_partners, fit_partners
 from .sorted_rows import (
     SortedRows,
     damaged,
@@ -85,7 +84,7 @@ class Ring:
     def complete(self, rows: SortedRows, notes: Counter[str]) -> None:
         """Pairs every completion of the rows, and marks the ring as complete by its index."""
         if self.num_pairs:
-            rows.index["partners"] = self._write_partners(rows, notes)
+            self._write_partners(rows, notes)
         content = io.BytesIO()
         np.save(content, rows.index)
         digest = hashlib.sha256(content.getvalue()).digest()
@@ -93,45 +92,37 @@ class Ring:
         fs.write_new(self.index_file, content.getvalue() + digest)
         fs.fsync_folder(self.folder)
 
-    def _write_partners(self, rows: SortedRows, notes: Counter[str]) -> list[tuple[int, int, int]]:
-        """Chooses the partners, over keys in a file; returns where their batches lie."""
+    def _write_partners(self, rows: SortedRows, notes: Counter[str]) -> None:
+        """Chooses the partners, over keys in a file, and enters their batches in the index."""
         file, total = self.folder / "keys.bin", rows.num_completions
         mapped = fs.new_map(file, 8 * (2 + self.num_pairs) * total)
         numbers = np.frombuffer(mapped, dtype=np.int64).reshape(2 + self.num_pairs, total)
         keys, partners = numbers[:2].view(np.uint64), numbers[2:]
         forget = partial(mapped.madvise, mmap.MADV_DONTNEED)
-        ends = rows.index["completion"]
-        spans = [slice(first_of(ends, number), end) for number, end in enumerate(ends.tolist())]
-        for span, keyed in zip(spans, rows.batches(), strict=True):
-            keys[0, span] = np.repeat(keyed.places, np.diff(keyed.rows.branch_offsets))
-            keys[1, span] = keyed.completion_keys
-        checksum = _checksum(keys, forget)
+        first = checksum = found = 0
+        for keyed in rows.batches():
+            places = np.repeat(keyed.places, np.diff(keyed.rows.branch_offsets))
+            span = slice(first, first + len(places))
+            keys[:, span] = places, keyed.completion_keys
+            checksum, first = crc32(keys[:, span].tobytes(), checksum), span.stop
+        forget()
         repeats = choose_partners(keys[0], keys[1], list(partners), forget=forget)
-        if _checksum(keys, forget) != checksum:
-            raise damaged(file)
         names = [f"partner_{k + 1}" for k in range(self.num_pairs)]
         with new_stream(self.partners_file) as append:
-            chunks = [
-                append(
-                    pa.record_batch([arrow_of(row[span], pa.int64()) for row in partners], names)
-                )
-                for span in spans
-            ]
+            for number, end in enumerate(rows.index["completion"].tolist()):
+                span = slice(first_of(rows.index["completion"], number), end)
+                columns = [arrow_of(each[span], pa.int64()) for each in partners]
+                rows.index["partners"][number] = append(pa.record_batch(columns, names))
+                found = crc32(keys[:, span].tobytes(), found)
+                forget()
+        if found != checksum:
+            raise damaged(file)
         fs.unlink(file)
         notes["mismatched_completions_used_twice"] += repeats.used_twice
         notes["mismatched_completions_met_again_by_the_same_row"] += repeats.met_again
-        return chunks
 
 
 _DIGEST_BYTES = 32
-
-
-def _checksum(keys: NDArray[np.uint64], forget: Callable[[], object]) -> int:
-    checksum = 0
-    for start in range(0, keys.shape[1], SPAN):
-        checksum = crc32(keys[:, start : start + SPAN].tobytes(), checksum)
-        forget()
-    return checksum
 
 
 @dataclass(frozen=True)
