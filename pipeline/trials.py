@@ -13,7 +13,7 @@ from ..schemas.errors import AlignError, UsageError
 from ..stages.methods.table import recipe_of
 from ..stages.report.cache_tables import grid
 from ..stages.report.charts import Form, Series, chart
-from ..stages.report.html_page import page, section, side_by_side, table
+from ..stages.report.html_page import render_page
 from ..stages.storage.run_folder import RunFolder
 from ..stages.tracking.journal import EVAL
 from .run_report import Curves, Measured, Trained, history_of
@@ -217,12 +217,15 @@ def sweep_page(result: SweepResult) -> str:
     }
     held_out = {name: history.held_out for name, history in histories.items()}
     learned = {name: history.learned for name, history in histories.items()}
-    return page(
-        f"Sweep: {result.folder.resolve().name}",
-        list(result.notes()),
-        section("Runs", table(result.head, result.rows, links=links)),
-        section("Held-out rows", _charts(held_out, "dots")),
-        section("Training steps", _charts(learned, "line")),
+    return render_page(
+        "sweep.html.j2",
+        title=f"Sweep: {result.folder.resolve().name}",
+        notes=list(result.notes()),
+        head=result.head,
+        rows=result.rows,
+        links=links,
+        held_out=_charts(held_out, "dots"),
+        learned=_charts(learned, "line"),
     )
 
 
@@ -234,4 +237,4 @@ def _charts(runs: Mapping[str, Curves], form: Form) -> str:
             for index, (name, curves) in enumerate(runs.items())
         ]
         figures.append(chart(title, series, x_label="step"))
-    return side_by_side("".join(figures))
+    return "".join(figures)

@@ -20,8 +20,9 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 
 logger = logging.getLogger("align")
@@ -99,6 +100,17 @@ class Interrupted(BaseException):
         self.signal_number = signal_number
         self.at = at  # how far the work had come, if it is known
         self.exit_code = 128 + signal_number
+
+
+def closest(name: str, names: Iterable[str], most: int = 1) -> list[str]:
+    """The names that look most like this one, the nearest first."""
+    return get_close_matches(name, list(names), n=most, cutoff=0.5)
+
+
+def did_you_mean(near: Iterable[str]) -> str:
+    """The sentence that ends an error message about an unknown name; empty without near ones."""
+    listed = " or ".join(map(repr, near))
+    return f" Did you mean {listed}?" if listed else ""
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
 import math
@@ -12,6 +11,8 @@ from functools import cache
 from typing import Any, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
+
+from .errors import closest, did_you_mean
 
 T = TypeVar("T")
 
@@ -106,9 +107,8 @@ def allowed(part: dict[str, Any]) -> str:
 
 def unknown_key(where: str, key: str, names: list[str]) -> str:
     """Says that a key is unknown, and which known one it may be."""
-    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-    hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(names)}"
-    return f"unknown key '{where}'; {hint}"
+    hint = did_you_mean(closest(key, names)) or f" Known: {', '.join(names)}"
+    return f"unknown key '{where}'.{hint}"
 
 
 KINDS = {
@@ -192,10 +192,10 @@ def _refusal(cls: type[Any], error: ValidationError, where: str) -> CodecError:
         return CodecError(f"{where}: missing", where=where)
     if first["type"] == "json_invalid":
         return CodecError(f"{where or 'top'}: {first['ctx']['error']}", where=where)
-    near = difflib.get_close_matches(str(first["input"]), _choices(part), n=1)
-    hint = f". Did you mean '{near[0]}'?" if near else ""
-    found = f"expected {allowed(part)}, found {_named(first['input'])}{hint}"
-    return CodecError(f"{where or 'top'}: {found}", where=where)
+    found = f"expected {allowed(part)}, found {_named(first['input'])}"
+    hint = did_you_mean(closest(str(first["input"]), _choices(part)))
+    message = f"{where or 'top'}: {found}{'.' + hint if hint else ''}"
+    return CodecError(message, where=where)
 
 
 def _resolved(part: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from ...schemas.errors import UsageError
 from ...schemas.rows import Tree
-from .fused_head import LogpHead, fused_rows, output_head
+from .fused_head import output_head, scored_rows
+from .fused_head_backward import LogpHead
 from .tree_attention import (
     PAD,
     PIECES,
@@ -144,7 +145,7 @@ def _head_rows(model: Any, states: Tensor, targets: Tensor, *, purity: bool) -> 
     head = output_head(model)
     assert head is not None, "the probe refuses a fused head where there is none"
     device = head.weight.device
-    return fused_rows(head, states.to(device), targets.to(device), purity=purity)
+    return scored_rows(head, states.to(device), targets.to(device), purity=purity)
 
 
 def _last_states(outputs: Any, batch: TreeBatch) -> Tensor:

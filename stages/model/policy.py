@@ -15,7 +15,7 @@ from ...schemas.config import LoraOptions, ModelOptions, TrainOptions
 from ...schemas.errors import UsageError
 from ...schemas.methods import Head
 from ...schemas.rows import Tree
-from .fused_head import call_head_for_logps
+from .fused_head_backward import call_head_for_logps
 from .load import add_lora, first_line, load_model, merged, value_head
 from .logprobs import ScoringPath, branch_outputs, causal_model, choose_path, input_device
 from .reward_model import choose_layout, load_reward_model, tree_scores

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from ...schemas.cache import Stops
 from ...schemas.rows import Role
@@ -191,6 +196,7 @@ def _spreads(
 
 
 WIDTH = 88
+WIDEST = 1_000_000  # of a table; a line that does not fit would be broken
 
 
 def heading(title: str) -> str:
@@ -199,11 +205,16 @@ def heading(title: str) -> str:
 
 
 def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table: names at the left, numbers ranged right."""
-    lines = [list(head), *(list(row) for row in rows)]
-    first = max(12, *(len(line[0]) for line in lines))
-    widths = [max(8, *(len(line[i]) for line in lines)) for i in range(1, len(head))]
-    return [_line(line, first, widths) for line in lines]
+    """Lines of a table as wide as it needs: names at the left, numbers ranged right."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(Text(head[0]), min_width=12)
+    for name in head[1:]:
+        table.add_column(Text(name), min_width=8, justify="right")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    sink = io.StringIO()
+    Console(file=sink, width=WIDEST, color_system=None, force_jupyter=False).print(table)
+    return [f"  {line}".rstrip() for line in sink.getvalue().splitlines()]
 
 
 def facts(pairs: Sequence[Sequence[str]]) -> list[str]:
@@ -251,8 +262,3 @@ def size(num_bytes: int) -> str:
             return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
         amount /= 1000
     return f"{amount:,.1f} TB"
-
-
-def _line(cells: Sequence[str], first: int, widths: Sequence[int]) -> str:
-    numbers = (cell.rjust(width) for cell, width in zip(cells[1:], widths, strict=True))
-    return "  ".join(["", cells[0].ljust(first), *numbers]).rstrip()

@@ -65,7 +65,7 @@ def test_equal_values_have_equal_texts_whatever_their_order_of_making():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"nme": "a"}, r"^unknown key 'nme'; did you mean 'name'\?$"),
+        ({"nme": "a"}, r"^unknown key 'nme'. Did you mean 'name'\?$"),
         ({"kind": "lft"}, r"^kind: expected left or right, found 'lft' .str.. Did you mean 'left'"),
         ({"inner": {"size": "3"}}, r"inner.size: expected a whole number, found '3' \(str\)"),
         ({"inner": {"size": True}}, r"inner.size: expected a whole number, found True"),
