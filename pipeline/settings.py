@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -14,8 +15,9 @@ import yaml
 
 from ..schemas.config import Config
 from ..schemas.errors import UsageError
-from ..schemas.json_codec import CodecError, from_plain, unknown_key
+from ..schemas.json_codec import CodecError, from_plain, json_schema, unknown_key
 from ..schemas.safe_text import MASK, hear, masked, masked_address
+from ..stages.storage import fs
 from .flags import require_used
 
 FILE_NAME = "align.yaml"
@@ -142,6 +144,17 @@ def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
     if "://" in (uri := settings.get("tracking.uri") or ""):
         shown["tracking.uri"] = masked_address(uri)
     return shown
+
+
+def write_template(path: Path, *, schema: bool) -> None:
+    """Writes a new config file, and the JSON Schema by which an editor checks and completes it."""
+    beside = path.with_name("align.schema.json")
+    if schema:
+        with fs.new_file(beside, replaces=True) as file:
+            file.write(json.dumps(json_schema(Config), indent=2).encode() + b"\n")
+    with fs.new_file(path, replaces=False) as file:
+        named = f"# yaml-language-server: $schema={beside.name}\n" if schema else ""
+        file.write(f"{named}{template()}".encode())
 
 
 def template() -> str:

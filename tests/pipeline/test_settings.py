@@ -1,6 +1,7 @@
 """Where a setting comes from, and what a config file may not hold."""
 
 import dataclasses
+import json
 import os
 from contextlib import suppress
 from itertools import pairwise
@@ -56,6 +57,21 @@ def test_the_written_file_explains_every_setting():
         if dataclasses.is_dataclass(options):
             for field in dataclasses.fields(options):
                 assert f"{field.metadata['description']}\n" in text + "\n", field.name
+
+
+def test_a_schema_beside_the_file_knows_every_setting(here):
+    assert align("init", "--schema").code == 0
+    first, *_ = (here / "align.yaml").read_text().splitlines()
+    assert first == "# yaml-language-server: $schema=align.schema.json"
+    schema = json.loads((here / "align.schema.json").read_text())
+    sections = {
+        section: schema["$defs"][part["$ref"].rpartition("/")[2]]["properties"]
+        for section, part in schema["properties"].items()
+        if section != "method"
+    }
+    known = {f"{section}.{name}" for section, names in sections.items() for name in names}
+    assert known == set(flatten(Config()))
+    assert load().config == Config()
 
 
 def test_init_never_overwrites():
