@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..schemas.cache import Manifest
-from ..schemas.errors import CorruptionError, UsageError
+from ..schemas.errors import CorruptionError, UsageError, counted
 from ..stages.report.cache_tables import grid
 from ..stages.report.charts import DRAWN_NOWHERE, further_curves, learning_curves, plain
 from ..stages.report.eval_table import read_evaluation, spread_charts
@@ -22,8 +22,7 @@ from ..stages.storage.checkpoints import read_checkpoint
 from ..stages.storage.manifest_file import load_manifest
 from ..stages.storage.run_folder import RunFolder, read_ending
 from ..stages.tracking.journal import EVAL, Entry, all_entries
-from .resume import run_settings
-from .settings import without_secrets
+from .settings import run_settings, without_secrets
 
 if TYPE_CHECKING:
     from ..stages.train.loop import Ending
@@ -78,7 +77,8 @@ def _page(folder: RunFolder) -> str:
 def _sentences(folder: RunFolder, history: History, method: str) -> Iterator[str]:
     ending = read_ending(folder)
     is_finished = ending is not None and ending.ending == "finished"
-    yield f"{method}, {history.steps:,} steps, {'finished' if is_finished else 'not finished'}."
+    how = "finished" if is_finished else "not finished"
+    yield f"{method}, {counted(history.steps, 'steps')}, {how}."
     for change in ending.changes if ending else ():
         yield f"Resumed with a change: {change}."
     if steps := _not_applied(folder, history):
@@ -120,8 +120,8 @@ def _spreads(folder: RunFolder) -> _Spreads:
     tables = {step: read_evaluation(paths[step]) for step in {min(paths), max(paths)}}
     shown = tables[max(tables)]
     note = (
-        f"{len(shown.completions):,} completions of the first rows held out, as they lie in the "
-        f"cache, which is shuffled; after step {max(tables):,}."
+        f"{counted(len(shown.completions), 'completions')} of the first rows held out, as they lie "
+        f"in the cache, which is shuffled; after step {max(tables):,}."
     )
     if shown.kind == "log-ratios":
         note += " A log-ratio is log(policy / reference), summed over a completion."
@@ -158,11 +158,16 @@ def _of_cache(folder: RunFolder, settings: dict[str, Any]) -> _CacheFacts:
 
 
 def _data(manifest: Manifest) -> dict[str, str]:
-    files = {entry.name: f"{entry.rows:,} rows, sha256 {entry.sha256}" for entry in manifest.inputs}
-    dropped = {f"left out: {why}": f"{rows:,} rows" for why, rows in manifest.quarantined.items()}
+    files = {
+        entry.name: f"{counted(entry.rows, 'rows')}, sha256 {entry.sha256}"
+        for entry in manifest.inputs
+    }
+    quarantined = manifest.quarantined.items()
+    dropped = {f"left out: {why}": counted(rows, "rows") for why, rows in quarantined}
     notes = {f"counted: {what}": f"{number:,}" for what, number in manifest.notes.items()}
-    kept = f"{manifest.rows:,} rows of {manifest.rows_in:,} read, {manifest.branches:,} completions"
-    return {**files, "in the cache": kept, **dropped, **notes}
+    kept = f"{counted(manifest.rows, 'rows')} of {manifest.rows_in:,} read"
+    completions = counted(manifest.branches, "completions")
+    return {**files, "in the cache": f"{kept}, {completions}", **dropped, **notes}
 
 
 def _lineage(cache: CacheFolder, manifest: Manifest, settings: dict[str, Any]) -> dict[str, str]:
@@ -281,7 +286,7 @@ class Trained:
     def text(self) -> str:
         """A few lines for a person."""
         already = " already: this run is finished, nothing was trained" if self.is_old else ""
-        lines = [f"{self.folder.root}: {self.steps:,} steps done{already}"]
+        lines = [f"{self.folder.root}: {counted(self.steps, 'steps')} done{already}"]
         if self.ending == "finished":
             lines.append(f"model in {self.folder.model}")
         else:

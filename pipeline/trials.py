@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..schemas.errors import AlignError, UsageError
+from ..schemas.errors import AlignError, UsageError, counted
 from ..stages.methods.table import recipe_of
 from ..stages.report.cache_tables import grid
 from ..stages.report.charts import Form, Series, chart
@@ -174,9 +174,10 @@ class SweepResult:
             yield TRAINING_ROWS
         for one in self.results:
             if one.trained and one.ending != "finished":
+                steps = counted(one.trained.steps, "steps")
                 yield (
-                    f"{one.trial.name} was stopped by train.max_time after "
-                    f"{one.trained.steps:,} steps; the same command with --resume auto goes on"
+                    f"{one.trial.name} was stopped by train.max_time after {steps}; the same "
+                    "command with --resume auto goes on"
                 )
         for one in self.failures:
             yield f"{one.trial.name} failed: {one.error}"
