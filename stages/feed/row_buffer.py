@@ -14,10 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...schemas.batches import MicroBatch, StepBatch
-from ...schemas.rows import Ragged, RowBlock, ScoredBlock, Tree, offsets_of
+from ...schemas.rows import Ragged, RowBlock, ScoredBlock, Tree, joined_ranges, offsets_of
 from ..storage.shards import open_shard, read_block, row_ids
 from .cache_index import RowTable, naming_unit
-from .conversions import joined_ranges
 from .row_selection import as_read
 from .step_plan import StepPlan
 from .train_source import TrainSource
