@@ -44,7 +44,7 @@ class Index:
     undesirable: int  # those that are rejected or undesirable
     missing: dict[str, int]  # rows that are read and lack what is needed of them, by its name
     levels: int  # mismatched partners of each branch in the cache
-    longest: int  # most tokens of a prompt and one completion behind it, as the method reads them
+    longest: int  # most tokens of a prompt and one completion after it, as the method reads them
 
 
 def build_index(

@@ -1,7 +1,7 @@
 """Rows of one kind of data as another kind of method reads them.
 
-A score too close to its threshold makes no label, and two that lie no further apart
-than the least gap make no pair: what nobody judged is not learned. Of equal scores the completion
+A score too close to its threshold makes no label, and two that are no further apart
+than the least gap make no pair: a tie is not learned from. Of equal scores the completion
 that is stored first is the better one.
 
 Scores are compared as the decimals they were written as: 0.3 is 0.1 above 0.2 and 0.2 is the mean

@@ -155,12 +155,12 @@ class RowBuffer:
     """Rows by their numbers, as the method reads them."""
 
     numbers: NDArray[np.int64]  # (rows,) ascending
-    order: NDArray[np.int64]  # (rows,) where each stands in the block
+    order: NDArray[np.int64]  # (rows,) the place of each in the block
     block: ScoredBlock
     row_ids: Sequence[str]  # (rows,) in the order of the block
 
     def find(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where these rows stand in the block."""
+        """The places of these rows in the block."""
         return self.order[np.searchsorted(self.numbers, numbers)]
 
 
