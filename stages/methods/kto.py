@@ -150,7 +150,7 @@ def apo_zero_unpaired(branches: Branches, _: Step, options: ApoZeroUnpairedOptio
 def zero_point(step: Step) -> Tensor:
     """z, the policy's distance from the reference as its mismatched branches show it, () float64.
 
-    Clamped after the mean over the whole step: a mean of clamped parts would lie too high.
+    Clamped after the mean over the whole step: a mean of clamped parts would be too high.
     """
     return _mean(step.mismatched).clamp(min=0)
 

@@ -1,4 +1,4 @@
-"""Options that change what a method sees, or how much each row counts, whatever the method."""
+"""Options of any method that change what it sees, or how much each row counts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Modifiers:
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What these need beside what the method does."""
+        """What these need in addition to the method."""
         return frozenset(_NEEDS[name] for name in self.active if name in _NEEDS)
 
     @property
@@ -178,7 +178,7 @@ def _scores(ratios: Tensor, divergence: str, alpha: float) -> Tensor:
 def _likelihood_of_pairs(branches: Branches) -> Tensor:
     """WPO (https://arxiv.org/abs/2406.11827): exp(m'_c + m'_l), detached, (rows,).
 
-    m' is the mean of log p(token) - log sum_v p(v)^2, which may lie above 0: so may the weight
+    m' is the mean of log p(token) - log sum_v p(v)^2, which may be above 0: so may the weight
     above 1. TRL once cut it there; its 1.16 no longer does, nor does the paper's formula.
     """
     tokens = tokens_of(branches)

@@ -72,7 +72,7 @@ def clipped(advantages: Tensor, log_ratios: Tensor, epsilon: float) -> Tensor:
 
 
 def distances(tokens: Tokens) -> Tensor:
-    """1 / p - 1 + log p of each token, at least 0, whatever a modifier made of p, (tokens,)."""
+    """1 / p - 1 + log p of each token, at least 0, of p before any modifier, (tokens,)."""
     ratios = plain_log_ratios(tokens)
     return bounded_exp(-ratios) - 1 + ratios
 
@@ -205,7 +205,7 @@ def _discounted(deltas: Tensor, factor: float) -> Tensor:
     """Sums over k >= 0 of factor^k d_(t+k) along each row, in log2(width) rounds."""
     reach, sums = 1, deltas
     while reach < deltas.shape[1]:
-        # What a token has summed up so far reaches as far again as that of the one behind it.
+        # What a token has summed up so far reaches twice as far with that of a later token.
         sums = sums + factor**reach * pad(sums[:, reach:], (0, reach))
         reach *= 2
     return sums

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from align.pipeline.train_checks import reading_of
+from align.schemas.cache import StoredKind
 from align.schemas.config import TrainOptions
 from align.schemas.errors import UsageError
 from align.schemas.rows import Role
-from align.stages.feed.conversions import CONVERSIONS, Own, StoredKind
+from align.stages.feed.conversions import CONVERSIONS, Own
 from align.stages.methods.modifiers import Modifiers
 from align.stages.methods.policy_gradient import estimates_of, ppo
 from align.stages.methods.recipe import Part, Recipe
