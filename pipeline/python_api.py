@@ -191,7 +191,7 @@ def _samples(evaluations: Mapping[int, Path]) -> pl.DataFrame:
     from ..stages.report.eval_table import read_samples
 
     frames = [
-        read_samples(path).insert_column(0, pl.lit(step, pl.Int64).alias("step"))
+        read_samples(path).select(pl.lit(step, pl.Int64).alias("step"), pl.all())
         for step, path in evaluations.items()
     ]
     return pl.concat([pl.DataFrame(schema={"step": pl.Int64}), *frames], how="diagonal")
