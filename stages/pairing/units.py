@@ -105,7 +105,7 @@ class Ring:
             span = slice(first, first + len(places))
             keys[:, span] = places, keyed.completion_keys
             checksum, first = crc32(keys[:, span].tobytes(), checksum), span.stop
-        forget()
+            forget()
         repeats = choose_partners(keys[0], keys[1], list(partners), forget=forget)
         names = [f"partner_{k + 1}" for k in range(self.num_pairs)]
         with new_stream(self.partners_file) as append:

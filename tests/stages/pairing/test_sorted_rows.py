@@ -1,5 +1,7 @@
 """What is written to a file of sorted rows comes back whatever is asked for, or not at all."""
 
+import errno
+import os
 from dataclasses import replace
 from itertools import pairwise
 
@@ -9,11 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from align.schemas.errors import CorruptionError
+from align.schemas.errors import CorruptionError, StorageError
 from align.schemas.row_keys import key_rows
+from align.stages.pairing import units
 from align.stages.pairing.sorted_rows import write_rows
 from align.stages.pairing.units import Ring
-from align.stages.storage import shards
+from align.stages.storage import failpoints, fs, shards
 from support.encoded_rows import encoded, make_ring, plain, record_lists
 from support.flips import flips
 
@@ -177,8 +180,6 @@ def test_nothing_but_the_ring_is_left_in_its_folder(tmp_path):
 
 
 def test_keys_that_change_while_partners_are_chosen_are_noticed(tmp_path, monkeypatch):
-    from align.stages.pairing import units  # noqa: PLC0415
-
     kept = units.choose_partners
 
     def meddle(prompts, *others, **more):
@@ -190,3 +191,21 @@ def test_keys_that_change_while_partners_are_chosen_are_noticed(tmp_path, monkey
     with pytest.raises(CorruptionError, match=r"/keys\.bin is damaged"):
         make_ring(tmp_path, RECORDS, num_pairs=1)
     assert not Ring(tmp_path, 1).is_whole
+
+
+def test_room_for_the_keys_is_taken_before_they_are_mapped(tmp_path):
+    def full(op):
+        if op.name == "allocate":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    refused = pytest.raises(StorageError, match=r"/keys\.bin: allocate failed: No space left")
+    with failpoints.watch(full), refused:
+        make_ring(tmp_path, RECORDS, num_pairs=1)
+    assert not Ring(tmp_path, 1).is_whole
+
+
+def test_a_new_map_takes_all_of_its_room_and_is_the_file(tmp_path):
+    mapped = fs.new_map(tmp_path / "keys", 1 << 20)
+    assert (tmp_path / "keys").stat().st_blocks * 512 >= 1 << 20
+    mapped[5] = 7
+    assert (tmp_path / "keys").read_bytes()[:7] == bytes([0, 0, 0, 0, 0, 7, 0])
