@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..schemas.cache import Manifest
+from ..schemas.checkpoint import wanted
 from ..schemas.config import ModelOptions, TokenOptions, TrainOptions
 from ..schemas.errors import FingerprintError, UsageError, closest, did_you_mean
 from ..schemas.rows import Role
@@ -18,7 +19,6 @@ from ..stages.feed.conversions import Reading, ScoreRules, Threshold
 from ..stages.feed.train_source import TrainSource
 from ..stages.model.model_folder import adapter_digest, code_digest, config_digest, weights_digest
 from ..stages.storage.cache_folder import CacheFolder
-from ..stages.storage.checkpoints import wanted
 from ..stages.tracking.journal import EVAL
 from .cache_compatibility import differences
 from .settings import Settings, flatten

@@ -9,14 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..schemas.errors import AlignError, UsageError
+from ..schemas.errors import AlignError, UsageError, counted
 from ..stages.methods.table import recipe_of
 from ..stages.report.cache_tables import grid
 from ..stages.report.charts import Form, Series, chart
 from ..stages.report.html_page import render_page
 from ..stages.storage.run_folder import RunFolder
 from ..stages.tracking.journal import EVAL
-from .run_report import Curves, Measured, Trained, history_of
+from .run_report import Curves, Measured, Trained, curves, read_history
 from .settings import parse_varied
 
 # What a sweep sets in every run, and how it is named.
@@ -174,9 +174,10 @@ class SweepResult:
             yield TRAINING_ROWS
         for one in self.results:
             if one.trained and one.ending != "finished":
+                steps = counted(one.trained.steps, "steps")
                 yield (
-                    f"{one.trial.name} was stopped by train.max_time after "
-                    f"{one.trained.steps:,} steps; the same command with --resume auto goes on"
+                    f"{one.trial.name} was stopped by train.max_time after {steps}; the same "
+                    "command with --resume auto goes on"
                 )
         for one in self.failures:
             yield f"{one.trial.name} failed: {one.error}"
@@ -209,14 +210,13 @@ def sweep_page(result: SweepResult) -> str:
         for name, folder in folders.items()
         if folder.report.exists()
     }
-    drawn = set(CHARTS.values())
     histories = {
-        name: history_of(folder.metrics, is_drawn=drawn.__contains__)
+        name: read_history(folder.metrics)
         for name, folder in folders.items()
         if folder.metrics.exists()
     }
-    held_out = {name: history.held_out for name, history in histories.items()}
-    learned = {name: history.learned for name, history in histories.items()}
+    held_out = {name: curves(history.held_out) for name, history in histories.items()}
+    learned = {name: curves(history.learned) for name, history in histories.items()}
     return render_page(
         "sweep.html.j2",
         title=f"Sweep: {result.folder.resolve().name}",
@@ -233,8 +233,8 @@ def _charts(runs: Mapping[str, Curves], form: Form) -> str:
     figures = []
     for title, metric in CHARTS.items():
         series = [
-            Series(name, curves.get(metric, ()), f"c{index % COLORS}", form=form)
-            for index, (name, curves) in enumerate(runs.items())
+            Series(name, points.get(metric, ()), f"c{index % COLORS}", form=form)
+            for index, (name, points) in enumerate(runs.items())
         ]
         figures.append(chart(title, series, x_label="step"))
     return "".join(figures)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -111,6 +112,12 @@ def did_you_mean(near: Iterable[str]) -> str:
     """The sentence that ends an error message about an unknown name; empty without near ones."""
     listed = " or ".join(map(repr, near))
     return f" Did you mean {listed}?" if listed else ""
+
+
+def counted(count: int, things: str) -> str:
+    """The number and what it counts, given in the plural: `1 duplicate row`, `2,000 rows`."""
+    named = re.sub(r"s\b", "", things, count=1) if count == 1 else things
+    return f"{count:,} {named}"
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -187,10 +187,23 @@ def test_a_run_is_read_back_as_frames(resumed_run):
     assert not [name for name in run.metrics.columns if name.startswith("eval/")]
     assert run.evaluations["step"].to_list()[-1] == 3
     assert run.evaluations["eval/loss"].null_count() == 0
+    assert set(run.samples["step"]) == set(run.evaluations["step"])
+    last = run.samples.filter(step=3, role="chosen")
+    assert last["logp"].mean() == pytest.approx(run.evaluations["eval/logps/chosen"][-1])
     assert run.settings["train.lr"] == 1e-3
     assert (run.model / "model.safetensors").is_file()
     assert repr(run).startswith("TrainingRun(folder=")
     assert "shape" not in repr(run)
+
+
+def test_a_run_is_read_without_what_trains_it(resumed_run):
+    run, _ = resumed_run
+    code = "import align, sys; align.load_run(sys.argv[1]); print(*sys.modules)"
+    answer = subprocess.run(
+        [sys.executable, "-c", code, run.folder], check=True, capture_output=True, text=True
+    )
+    assert "polars" in answer.stdout.split()
+    assert not {"torch", "transformers", "deepspeed", "mlflow"} & set(answer.stdout.split())
 
 
 def test_the_log_probs_of_a_cache_give_the_loss_before_the_first_step(made_cache, resumed_run):

@@ -28,6 +28,7 @@ ALIASES = {"score_chosen": "chosen_score", "score_rejected": "rejected_score"}
 OPTIONAL = ("system", "tools", "chat_template_kwargs")
 ALWAYS_CARRIED = ("margin", "weight")
 PROMPT_LIKE = ("question", "instruction", "query", "input", "context")
+_UNUSED = "unused "  # begins our name of a column that the user left out
 _SCORE_LIKE = re.compile("score|rating|reward|preference", re.IGNORECASE)
 _RESERVED = {*shard_schema(token_logps=True, carried=()).names}
 _KNOWN = {"prompt", *OPTIONAL, *ALWAYS_CARRIED}.union(*REQUIRED.values(), *SCORES.values())
@@ -51,9 +52,15 @@ class Shape:
 
 
 def common_shape(
-    inputs: Sequence[InputFile], rename: Mapping[str, str], carry: Sequence[str] = ()
+    inputs: Sequence[InputFile], columns: Mapping[str, str], carry: Sequence[str] = ()
 ) -> Shape:
-    """Returns the one shape that all files have; files that differ are an error."""
+    """The one shape that all files have; files that differ are an error.
+
+    `columns` names the user's column of each of ours; one mapped to nothing is left out.
+    """
+    rename = {
+        theirs or ours: ours if theirs else f"{_UNUSED}{ours}" for ours, theirs in columns.items()
+    }
     first, *others = [
         detect_shape(column_names(file), rename, carry, where=str(file.path)) for file in inputs
     ]
@@ -106,7 +113,7 @@ def detect_shape(
 
 
 def _is_unread_score(name: str, source: Mapping[str, str]) -> bool:
-    left_out = name.startswith("unused ")  # by the user, who knows
+    left_out = name.startswith(_UNUSED)
     return name not in source and not left_out and bool(_SCORE_LIKE.search(name))
 
 

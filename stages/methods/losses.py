@@ -109,7 +109,7 @@ def _explained(method: Method, signature: Signature) -> str:
     meanings |= dict.fromkeys(_sides(method, LENGTHS), "completion tokens of each")
     if _reads_lengths(method, options_of(method, {})):
         meanings |= dict.fromkeys(_sides(method, LENGTHS), "completion tokens of each, required")
-    meanings |= {field.name: field.metadata["help"] for field in _option_fields(method)}
+    meanings |= {field.name: field.metadata["description"] for field in _option_fields(method)}
     listed = [f"    {name}: {meanings[name]}" for name in signature.parameters if name in meanings]
     items = "pair" if method.items == "rows" else "completion"
     lines = [f"{method.summary}, one loss per {items}.", "", f"{method.source}.", "", *listed]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...schemas.config import option
-from ...schemas.methods import Branches, LossOutput, Method, Rewards, Step, Tokens, number
+from ...schemas.methods import Branches, LossOutput, Method, Rewards, Step, Tokens
 from .modifiers import CLAMPS, bounded_exp, sums_of, tokens_of
 
 MODIFIERS = CLAMPS | {"row_weight"}
@@ -23,10 +23,8 @@ SMALLEST_SPREAD = 1e-4
 class GrpoOptions:
     """Options of grpo."""
 
-    beta: float = number(0.01, "weight of the distance from the reference", least=0)
-    epsilon: float = number(
-        0.2, "a token gains nothing beyond a ratio of 1 ± this", above=0, below=1
-    )
+    beta: float = option(0.01, "weight of the distance from the reference", ge=0)
+    epsilon: float = option(0.2, "a token gains nothing beyond a ratio of 1 ± this", gt=0, lt=1)
     normalize: Literal["tokens", "sequence"] = option(
         "tokens", "tokens: every token counts the same; sequence: every candidate"
     )
@@ -126,15 +124,13 @@ SMALLEST_VARIANCE = 1e-8
 class PpoOptions:
     """Options of ppo."""
 
-    epsilon: float = number(
-        0.5, "a token gains nothing beyond a ratio of 1 ± this", above=0, below=1
-    )
-    lam: float = number(0.95, "how far an advantage trusts rewards over values", least=0, most=1)
-    gamma: float = number(0.99, "what a reward is worth one token earlier", least=0, most=1)
-    vf: float = number(0.01, "weight of the value head's error", least=0)
-    kl: float = number(0.1, "weight of log p, which keeps a token near the reference", least=0)
-    value_clip: float = number(
-        0.0, "a value learns from returns no further away than this; 0: from all", least=0
+    epsilon: float = option(0.5, "a token gains nothing beyond a ratio of 1 ± this", gt=0, lt=1)
+    lam: float = option(0.95, "how far an advantage trusts rewards over values", ge=0, le=1)
+    gamma: float = option(0.99, "what a reward is worth one token earlier", ge=0, le=1)
+    vf: float = option(0.01, "weight of the value head's error", ge=0)
+    kl: float = option(0.1, "weight of log p, which keeps a token near the reference", ge=0)
+    value_clip: float = option(
+        0.0, "a value learns from returns no further away than this; 0: from all", ge=0
     )
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...schemas.cache import Stops
+from ...schemas.errors import counted
 from ...schemas.rows import Role
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def _cache(summary: Summary) -> list[str]:
 def _superseded(summary: Summary) -> list[tuple[str, str]]:
     if not summary.superseded_files:
         return []
-    files, what = f"{summary.superseded_files:,} files", size(summary.superseded_bytes)
+    files, what = counted(summary.superseded_files, "files"), size(summary.superseded_bytes)
     return [("earlier", f"{files} of before it grew  ({what}; `align gc` removes them)")]
 
 
@@ -73,12 +74,12 @@ def _stops(summary: Summary) -> list[tuple[str, str]]:
 
 def _inputs(summary: Summary) -> list[tuple[str, str]]:
     shown = [
-        f"{printable(entry.name)}  ({entry.rows:,} rows, {size(entry.bytes)}, "
+        f"{printable(entry.name)}  ({counted(entry.rows, 'rows')}, {size(entry.bytes)}, "
         f"sha256 {entry.sha256[:12]})"
         for entry in summary.inputs[:MAX_LISTED]
     ]
     left = len(summary.inputs) - len(shown)
-    lines = [*shown, *([f"and {left:,} more files"] if left else [])]
+    lines = [*shown, *([f"and {counted(left, 'more files')}"] if left else [])]
     return [("" if index else "inputs", line) for index, line in enumerate(lines)]
 
 
@@ -90,8 +91,8 @@ def _rows(summary: Summary) -> list[str]:
     ]
     total = ("all", f"{summary.branches:,}", "", f"{summary.tokens:,}")
     return [
-        f"  {summary.rows:,} rows{of}: {summary.prompts.tokens:,} prompt tokens, and these "
-        "completions",
+        f"  {counted(summary.rows, 'rows')}{of}: {summary.prompts.tokens:,} prompt tokens, and "
+        "these completions",
         *grid(("completions", "count", "share", "tokens"), [*lines, total]),
     ]
 
@@ -145,7 +146,7 @@ def _pairs(pairs: PairSummary) -> list[str]:
     }
     return [
         *grid(
-            (f"of {pairs.pairs:,} pairs", "count", "share"),
+            (f"of {counted(pairs.pairs, 'pairs')}", "count", "share"),
             [(name, f"{count:,}", share(count, pairs.pairs)) for name, count in counts.items()],
         ),
         "  Far above 50%: the first two hint at noisy labels, the third at a bias to length.",
@@ -229,6 +230,10 @@ def printable(text: str) -> str:
 
 
 NOTES = {
+    "completions_that_end_with_another_special_token": (
+        "completions ending with another special token"
+    ),
+    "completions_that_repeat_their_prompt": "completions repeating their prompt",
     "rows_that_repeat_another_row": "duplicate rows",
     "rows_whose_template_changes_the_prompt": (
         "rows whose prompt changes when the template adds the answer (thinking blocks?)"
