@@ -17,7 +17,7 @@ from ..schemas.rows import Role
 from ..stages.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from ..stages.feed.conversions import Reading, ScoreRules, Threshold
 from ..stages.feed.train_source import TrainSource
-from ..stages.model.fingerprint import adapter_digest, code_digest, config_digest, weights_digest
+from ..stages.model.model_folder import adapter_digest, code_digest, config_digest, weights_digest
 from ..stages.storage.cache_folder import CacheFolder
 from ..stages.tracking.journal import EVAL
 from .cache_compatibility import differences

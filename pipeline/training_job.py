@@ -18,9 +18,8 @@ from ..stages.feed.loader import CacheFeed
 from ..stages.feed.train_source import TrainSource
 from ..stages.methods.recipe import Recipe
 from ..stages.methods.table import recipe_of
-from ..stages.model.fingerprint import UNUSED_WEIGHTS, stored_dtype
-from ..stages.model.folder_check import require_peft
 from ..stages.model.logprobs import causal_model
+from ..stages.model.model_folder import UNUSED_WEIGHTS, require_peft, stored_dtype
 from ..stages.model.policy import Policy
 from ..stages.storage.cache_folder import CacheFolder
 from ..stages.storage.checkpoints import read_checkpoint

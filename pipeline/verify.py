@@ -13,7 +13,7 @@ from ..schemas.config import ModelOptions
 from ..schemas.errors import CorruptionError, FingerprintError
 from ..schemas.json_codec import digest
 from ..schemas.rows import Reference, ScoredBlock, Scorer, Tree, allowed_gaps
-from ..stages.model.fingerprint import UNUSED_WEIGHTS
+from ..stages.model.model_folder import UNUSED_WEIGHTS
 from ..stages.score.score import score_again
 from ..stages.storage.cache_folder import CacheFolder
 from ..stages.storage.cleanup import superseded

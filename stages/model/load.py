@@ -19,8 +19,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ...schemas.config import LoraOptions, ModelOptions
 from ...schemas.errors import UsageError
-from .fingerprint import adapter_tensors, model_config, stored_dtype
-from .folder_check import loading_options, require_adapter, require_plain_folder
+from .model_folder import (
+    adapter_tensors,
+    model_config,
+    require_adapter,
+    require_plain_folder,
+    stored_dtype,
+)
 from .transformers_compat import attention_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -123,7 +128,7 @@ def _from_folder(options: ModelOptions, resolved: Resolved, kind: Any) -> Any:
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported, and refused below with their names
-            **loading_options(options.path),
+            **_unpacking(options.path),
             **placement,
         )
     except (ValueError, OSError, ImportError, RuntimeError) as error:
@@ -131,6 +136,15 @@ def _from_folder(options: ModelOptions, resolved: Resolved, kind: Any) -> Any:
             f"{options.path}: the model cannot be loaded ({first_line(error)}). "
             "Check the folder, model.device_map and model.dtype."
         ) from error
+
+
+def _unpacking(folder: str) -> dict[str, Any]:
+    """What else transformers is given: no kernel of the Hub computes with packed weights."""
+    quantized = model_config(folder).get("quantization_config") or {}
+    if quantized.get("quant_method") != "mxfp4":
+        return {}
+    public: Any = transformers  # its stub names few of its classes
+    return {"quantization_config": public.Mxfp4Config(dequantize=True)}
 
 
 def _require_all_taken(options: ModelOptions, report: Mapping[str, Any]) -> list[str]:

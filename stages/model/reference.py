@@ -17,18 +17,18 @@ from transformers import AutoModelForCausalLM
 
 from ...schemas.config import ModelOptions
 from ...schemas.rows import OutOfMemory, Tree
-from .fingerprint import (
+from .fused_head import HEAD_VERSION
+from .load import Resolved, load_causal_lm, resolve, unused_weights
+from .logprobs import ScoringPath, choose_path, tree_logps
+from .model_folder import (
     UNUSED_WEIGHTS,
     ModelFiles,
     adapter_digest,
     code_digest,
     config_digest,
+    require_adapter,
     weights_digest,
 )
-from .folder_check import require_adapter
-from .fused_head import HEAD_VERSION
-from .load import Resolved, load_causal_lm, resolve, unused_weights
-from .logprobs import ScoringPath, choose_path, tree_logps
 
 
 class HfReference:

@@ -17,7 +17,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from ...schemas.config import ModelOptions
 from ...schemas.errors import UsageError
 from ...schemas.rows import Tree
-from .fingerprint import model_config
 from .load import SCORES, ScalarHead, first_line, load_model, merged, quiet
 from .logprobs import (
     PATHS,
@@ -31,6 +30,7 @@ from .logprobs import (
     reason,
     those_of,
 )
+from .model_folder import model_config
 from .reference import HfReference, TreeScorer
 from .tree_attention import TreeBatch, single_branches, tree_batch
 

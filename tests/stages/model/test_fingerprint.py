@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from align.schemas.errors import UsageError
-from align.stages.model.fingerprint import (
+from align.stages.model.model_folder import (
     adapter_digest,
     code_digest,
     config_digest,
@@ -129,7 +129,7 @@ def test_a_file_that_is_not_safetensors_is_refused(tmp_path):
 
 def test_fingerprints_need_no_torch():
     code = (
-        "import sys, align.stages.model.fingerprint;"
+        "import sys, align.stages.model.model_folder;"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

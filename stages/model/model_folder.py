@@ -1,11 +1,14 @@
-"""Fingerprints a model: digests of its weights, config, adapter and code, without torch."""
+"""A model's folder: what it may hold, what it stores, and the digests that name it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,8 @@ VOLATILE_ADAPTER = frozenset(
 )
 # A head equal to the input embedding is the same model whether it is stored or left out.
 HEAD_NAMES = frozenset({"lm_head.weight", "embed_out.weight"})
+READ_BYTES = 8 << 20
+LONGEST_HEADER = 100_000_000  # what the safetensors format allows
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,9 @@ def adapter_digest(folder: str) -> str:
 def code_digest(folder: str) -> str:
     """Names the Python files of a model folder that brings its own code."""
     files = sorted(Path(folder).glob("**/*.py"))
-    return _sha256(*(f"{file.relative_to(folder)} {_file_sha256(file)}" for file in files))
+    contents = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    named = zip(files, contents, strict=True)
+    return _sha256(*(f"{file.relative_to(folder)} {content}" for file, content in named))
 
 
 def stored_dtype(folder: str) -> str:
@@ -131,16 +138,8 @@ def _without(value: Any, volatile: frozenset[str]) -> Any:
     return value
 
 
-def _file_sha256(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
 def _sha256(*lines: str) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-READ_BYTES = 8 << 20
-LONGEST_HEADER = 100_000_000  # what the format allows
 
 
 @dataclass(frozen=True)
@@ -260,3 +259,92 @@ def _stored(name: str, entry: dict[str, Any], file: Path, base: int) -> StoredTe
 
 def _cut_short(file: Path) -> UsageError:
     return UsageError(f"{file}: the file is cut short. Copy it again.")
+
+
+# Any other name may stand for a kernel, which transformers fetches from the Hub and runs.
+ATTENTION = frozenset({"eager", "sdpa"})
+EXPERTS = frozenset({"eager", "grouped_mm", "batched_mm"})
+# These are carried out by torch or by a package that the user has installed.
+QUANTIZERS = frozenset(
+    {"awq", "bitsandbytes", "compressed-tensors", "gptq", "hqq", "mxfp4", "quanto", "torchao"}
+)
+# transformers takes such files instead of the ones whose digest names the model.
+_SHARDS = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+
+
+def require_plain_folder(folder: str) -> None:
+    """Refuses, by its name, every setting that brings in other weights or unknown code."""
+    config, file = model_config(folder), Path(folder) / "config.json"
+    for name, value in _entries(config):
+        _require_known(file, name, value)
+    root = Path(folder)
+    if (root / "adapter_config.json").exists():
+        raise UsageError(
+            f"{root / 'adapter_config.json'}: transformers would put this adapter on the model by "
+            "itself. Move it to a folder of its own, and name that by model.adapter."
+        )
+    if shards := sorted(file.name for file in root.iterdir() if _SHARDS.fullmatch(file.name)):
+        raise UsageError(
+            f"{root / shards[0]}: transformers would load this and not model.safetensors. Load the "
+            "model you trust and save_pretrained it to another folder."
+        )
+
+
+def require_peft() -> None:
+    """Refuses adapters where the package for them is not installed."""
+    if find_spec("peft") is None:
+        raise UsageError("Adapters and --lora need the package peft. Install it: pip install peft")
+
+
+def require_adapter(folder: str) -> None:
+    """Refuses an adapter folder whose settings name code, or whose tensors are not safetensors."""
+    require_peft()
+    file = Path(folder) / "adapter_config.json"
+    if read_json(file).get("megatron_config"):
+        raise UsageError(
+            f"{file}: megatron_config makes peft import a module of Megatron, which is not "
+            "supported. Set model.adapter to an adapter for a transformers model."
+        )
+    adapter_tensors(Path(folder))
+
+
+def _entries(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Every setting of a config by its dotted name, those of its parts included."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield f"{name}.{key}" if name else key, item
+            yield from _entries(item, f"{name}.{key}" if name else key)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _entries(item, f"{name}[{index}]")
+
+
+def _require_known(file: Path, name: str, value: Any) -> None:
+    key = name.rpartition(".")[2]
+    if key.endswith(("attn_implementation", "attn_implementation_internal")):
+        _require_names(file, name, value, ATTENTION)
+    elif key.endswith(("experts_implementation", "experts_implementation_internal")):
+        _require_names(file, name, value, EXPERTS)
+    elif key == "quantization_config" and isinstance(value, dict):
+        _require_names(file, f"{name}.quant_method", value.get("quant_method"), QUANTIZERS)
+    elif key == "transformers_weights" and value:
+        raise UsageError(
+            f"{file}: {name} is {value!r}: transformers would load that file and not "
+            "model.safetensors. Take the entry out."
+        )
+    elif key == "auto_map" and "--" in str(value):
+        raise UsageError(
+            f"{file}: {name} is {value!r}: code of another repository. Take the entry out, or "
+            "copy that code, which you trust, into the folder."
+        )
+
+
+def _require_names(file: Path, name: str, value: Any, known: frozenset[str]) -> None:
+    """A value is one name, or one for each part of the model."""
+    for given in value.values() if isinstance(value, dict) else [value]:
+        if given is not None and not (isinstance(given, str) and given in known):
+            raise UsageError(
+                f"{file}: {name} is {given!r}, which may be code that transformers fetches from "
+                f"the Hub. Known here: {', '.join(sorted(known))}. Take the entry out, or set it "
+                "to one of these."
+            )
