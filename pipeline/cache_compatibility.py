@@ -1,6 +1,6 @@
 """The fingerprint of a cache, and which earlier caches it may grow from or reuse scores of.
 
-Nothing that was paid for or is still read may be lost when a cache grows in place.
+A cache that grows in place keeps every score, and every file that a training still reads.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _key_range(
     """The ring positions of a shard's rows, as ranges of at most ROWS_AT_ONCE."""
     first, last = spool.between(int(shard.first_key, 16), int(shard.last_key, 16))
     if shard.first_key == shard.last_key and rows is not None and len(rows):
-        # One prompt that may fill many shards; its rows lie in the order of their ids.
+        # One prompt that may fill many shards; its rows are in the order of their ids.
         digests = np.sort(rows.astype("S16"))
         first, last = spool.between_ids(first, last, digests[0], digests[-1])
     for start in range(first, last, ROWS_AT_ONCE):
@@ -254,7 +254,7 @@ def register_cache(folder: CacheFolder) -> None:
 
 @contextmanager
 def _passed_over(place: Path, older: list[Path]) -> Iterator[None]:
-    """Logs a cache that cannot be read, and goes on without it."""
+    """Logs a cache that cannot be read, and continues without it."""
     try:
         yield
     except OlderFormatError:
@@ -292,7 +292,7 @@ def _same_ring(first: dict[str, str], second: dict[str, str]) -> bool:
 
 
 def _registered() -> list[str]:
-    """Whether the cache has not been moved or deleted since."""
+    """The caches of the registry that are still there."""
     return [line for line in _lines() if _is_there(CacheFolder(Path(line)))]
 
 

@@ -21,7 +21,7 @@ ACCELERATOR = "DS_ACCELERATOR"
 def _accelerator_named() -> Iterator[None]:
     """Names the accelerator: otherwise DeepSpeed detects one at import and prints it on stdout.
 
-    It asks once; the environment belongs to the host.
+    DeepSpeed asks once; afterwards the environment of the process is restored.
     """
     is_set = ACCELERATOR in os.environ
     os.environ.setdefault(ACCELERATOR, "cuda" if torch.cuda.is_available() else "cpu")

@@ -28,7 +28,7 @@ def test_a_value_survives_the_journey():
     assert from_json(Outer, to_json(VALUE)) == VALUE
 
 
-def test_equal_values_have_equal_texts_whatever_their_order_of_making():
+def test_equal_values_have_equal_texts_in_any_order_of_construction():
     assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
 
 
