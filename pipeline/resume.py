@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import time
@@ -24,11 +23,12 @@ from ..schemas.safe_text import masked
 from ..stages.engine.deepspeed_config import leaves, stage_of
 from ..stages.engine.distributed import run_on_all_ranks, run_on_rank_zero
 from ..stages.model.logprobs import causal_model
+from ..stages.model.transformers_compat import attention_of
 from ..stages.storage import fs
 from ..stages.storage.checkpoints import choose_checkpoint
 from ..stages.storage.locks import owner_lock
 from ..stages.storage.run_folder import RunFolder, begins_as, forget_ending, read_ending
-from .settings import as_absolute, as_yaml, read_yaml
+from .settings import as_absolute, run_settings, signed_settings
 
 if TYPE_CHECKING:
     from .training_job import Session, TrainingJob
@@ -76,7 +76,7 @@ def held_to_checkpoint(session: Session, start: Start) -> Start:
         if start.checkpoint:
             require_same_engine_file(folder, text)
         forget_ending(folder)
-        fs.publish(folder.config, signed(as_yaml(session.job.config)), label="config")
+        fs.publish(folder.config, signed_settings(session.job.config), label="config")
         fs.publish(folder.engine, text, label="config")
 
     run_on_rank_zero(world, begin)
@@ -285,7 +285,7 @@ def identity_of(session: Session) -> RunIdentity:
     packed = session.policy.path.layout == "packed"
     computed = {
         **options,
-        "model.attention": "sdpa" if packed else str(model.config._attn_implementation),
+        "model.attention": "sdpa" if packed else attention_of(model),
         "model.device": session.policy.device.type,
         "train.dtype": str(model.dtype).removeprefix("torch."),
         **{f"deepspeed {name}": repr(value) for name, value in leaves(engine)},
@@ -308,24 +308,6 @@ def made_with(session: Session) -> dict[str, str]:
     if session.job.config.lora.enabled:
         found["peft"] = _version("peft")
     return {**found, "layout": path.layout, "log-prob head": path.head}
-
-
-def signed(text: str) -> bytes:
-    """The content of config.yaml: the settings after a first line with their digest."""
-    sha256 = hashlib.sha256(text.encode()).hexdigest()
-    return f"# sha256 {sha256} of the lines below; copy this file to change it.\n{text}".encode()
-
-
-def run_settings(folder: RunFolder) -> dict[str, Any]:
-    """The settings of config.yaml by dotted names; CorruptionError if the file was changed."""
-    text = fs.read_bytes(folder.config)
-    _, _, lines = text.partition(b"\n")
-    if text != signed(lines.decode("utf-8", "replace")):
-        raise CorruptionError(
-            f"{folder.config} is damaged or was edited. Restore it, or remove it: --resume auto "
-            "then holds to what the checkpoint says, and writes it again."
-        )
-    return read_yaml(folder.config)
 
 
 def _version(package: str) -> str:

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..schemas.cache import Manifest, file_identity
 from ..schemas.config import Config, ModelOptions
-from ..schemas.errors import UsageError
+from ..schemas.errors import UsageError, counted
 from ..schemas.rows import Ragged, Record, Reference, Role, ScoredBlock, Text
 from ..stages.data.data_schema import Shape, common_shape
 from ..stages.data.decode_rows import parse_chunk
@@ -48,9 +48,10 @@ class Rewarded:
 
     def text(self) -> str:
         """A summary of a few lines."""
-        lines = [f"{self.path}: {self.rows:,} rows, {self.completions:,} completions with a score"]
+        scored = counted(self.completions, "completions with a score")
+        lines = [f"{self.path}: {counted(self.rows, 'rows')}, {scored}"]
         if self.left_out:
-            lines.append(f"{self.left_out:,} rows could not be used and are not in it")
+            lines.append(f"left out as unusable: {counted(self.left_out, 'rows')}")
         return "\n".join([*lines, f"next: align precompute-ref {self.path}"])
 
 

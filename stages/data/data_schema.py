@@ -6,10 +6,9 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Literal, TypeAlias, get_args
 
-from ...schemas.errors import UsageError
+from ...schemas.errors import UsageError, closest, did_you_mean
 from ..storage.shards import shard_schema
 from .input_files import InputFile, column_names
 
@@ -129,7 +128,7 @@ def _renamed(
         if name not in columns:
             raise UsageError(
                 f"{where} has no column {name!r} to rename; it has {_listed(columns)}."
-                f"{_near(name, columns)} Change --map."
+                f"{did_you_mean(closest(name, columns))} Change --map."
             )
     found: dict[str, str] = {}
     for column in columns:
@@ -153,7 +152,7 @@ def _require_carry(found: Mapping[str, str], carry: Sequence[str], where: str) -
         if name not in found:
             raise UsageError(
                 f"{where} has no column {name!r} to carry; it has {_listed(found)}."
-                f"{_near(name, found)} Change data.carry."
+                f"{did_you_mean(closest(name, found))} Change data.carry."
             )
 
 
@@ -191,8 +190,8 @@ def _no_shape(found: Mapping[str, str], where: str) -> str:
 
 def _map_flag(name: str, found: Mapping[str, str]) -> str:
     spare = [ours for ours in found if ours not in _KNOWN]
-    close = get_close_matches(name, spare, n=1)
-    return f"--map {name}={found[close[0]] if close else 'YOURS'}"
+    yours = [found[ours] for ours in closest(name, spare)] or ["YOURS"]
+    return f"--map {name}={yours[0]}"
 
 
 def _several_shapes(fitting: Sequence[Kind], found: Mapping[str, str], where: str) -> str:
@@ -211,8 +210,3 @@ def _several_shapes(fitting: Sequence[Kind], found: Mapping[str, str], where: st
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names))
-
-
-def _near(name: str, names: Iterable[str]) -> str:
-    close = get_close_matches(name, list(names), n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
