@@ -56,9 +56,9 @@ demo: setup
 	cd demo && ../$(BIN)/align inspect align-cache
 	cd demo && ../$(BIN)/align sweep --method kto --method dpo --method orpo
 	@echo
-	@echo "Look next at demo/align-sweep/sweep.html, in any browser: it leads to a page of every run."
+	@echo "Look next at demo/align-sweep/sweep.html, in any browser: it links to a page of every run."
 	@echo "In demo/align-sweep/kto/: model/ (a Hugging Face folder), metrics.jsonl, config.yaml."
-	@echo "Every run stands in MLflow: $(BIN)/mlflow ui --backend-store-uri sqlite:///demo/mlflow.db"
+	@echo "Every run is in MLflow: $(BIN)/mlflow ui --backend-store-uri sqlite:///demo/mlflow.db"
 
 bench: .venv/bench-ready
 	$(BIN)/pytest tests/peers

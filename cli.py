@@ -38,7 +38,7 @@ Sets = Annotated[list[str] | None, typer.Option("--set", help="Any setting: SECT
 Data = Annotated[list[str] | None, typer.Argument(help="Files or folders of preference data.")]
 CacheDir = Annotated[Path, typer.Argument(help="A cache made by precompute-ref.")]
 Model = Annotated[str | None, typer.Option("--model", help="Folder of the reference model.")]
-Join = Annotated[bool, typer.Option("--join", help="Work beside a run on this output.")]
+Join = Annotated[bool, typer.Option("--join", help="Help a run that works on this output.")]
 
 
 def main() -> None:
@@ -48,13 +48,13 @@ def main() -> None:
     if os.environ.get("WORLD_SIZE", "1") != "1":
         # Ranks of one machine may have more threads than cores: those that wait must not spin.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Nothing that a model folder names is looked up in the Hub, nor run from what lies there.
+    # Nothing that a model folder names is looked up in the Hub, and no kernel from there is run.
     os.environ |= {"HF_HUB_OFFLINE": "1", "USE_HUB_KERNELS": "0"}
     own_process(sys.argv)
     stop_with_launcher()
     for number in stop_signals():
         signal.signal(number, _stop)
-    # The deepspeed launcher names the rank before the command; it stands in LOCAL_RANK as well.
+    # The deepspeed launcher names the rank before the command; LOCAL_RANK holds it too.
     arguments = [word for word in sys.argv[1:] if not word.startswith("--local_rank=")]
     try:
         app(arguments)
@@ -64,7 +64,7 @@ def main() -> None:
         os._exit(error.exit_code)
     except (AlignError, Interrupted) as error:
         _fail(str(error), error.exit_code)
-    except BrokenPipeError:  # who read what we print has gone
+    except BrokenPipeError:  # the reader of the output has ended
         os._exit(128 + signal.SIGPIPE)
     except OSError as error:
         from .schemas.errors import unexpected_os_error
@@ -190,7 +190,7 @@ def sweep(
     ),
     cache: Annotated[str | None, typer.Option(help="A cache made by precompute-ref.")] = None,
     resume: Annotated[
-        Literal["never", "auto"] | None, typer.Option(help="auto: go on where a sweep stopped.")
+        Literal["never", "auto"] | None, typer.Option(help="auto: continue where a sweep stopped.")
     ] = None,
     config: ConfigFile = None,
     sets: Sets = None,
@@ -324,7 +324,7 @@ def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
-    """Remove what a cache held before it grew; trainings that began on that cannot go on then."""
+    """Remove what a cache held before it grew; trainings that began on it can then not continue."""
     from .pipeline.cache_compatibility import gone_without, remove_earlier
     from .schemas.errors import UsageError, counted
 
@@ -336,8 +336,8 @@ def gc(
     if dry_run or not found:
         return
     if not yes and not sys.stdin.isatty():
-        raise UsageError("A training that began on one of these cannot go on then. Pass --yes.")
-    if yes or typer.confirm("A training that began on one of these cannot go on then. Remove?"):
+        raise UsageError("A training that began on one of these can then not continue. Pass --yes.")
+    if yes or typer.confirm("A training that began on one of these can then not continue. Remove?"):
         remove_earlier(cache)
         say("removed")
 
@@ -387,7 +387,7 @@ def _launched_as(variable: str, *, default: int) -> int:
 def _stop(signal_number: int, _: Any) -> NoReturn:
     from .schemas.errors import Interrupted
 
-    # A second signal must end the program at once, whatever it is doing.
+    # A second signal must end the program at once, in any state.
     signal.signal(signal_number, signal.SIG_DFL)
     raise Interrupted(signal_number)
 

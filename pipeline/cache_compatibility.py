@@ -1,6 +1,6 @@
 """The fingerprint of a cache, and which earlier caches it may grow from or reuse scores of.
 
-Nothing that was paid for or is still read may be lost when a cache grows in place.
+A cache that grows in place keeps every score, and every file that a training still reads.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ def remove_earlier(cache: Path) -> None:
 def _in_ring(
     ring: SortedRows, shard: Commit, names: NDArray[np.bytes_], *, long_form: bool
 ) -> Iterator[NDArray[np.bytes_]]:
-    """The rows of the ring that lie where a shard's do, as it names them, some at a time."""
-    # One prompt may fill many shards; its rows lie in the order of their ids.
+    """The rows of the ring in the range of a shard, as the shard names them, some at a time."""
+    # One prompt may fill many shards; its rows are in the order of their ids.
     digests = np.sort(names.astype("S16"))
     ids = None if long_form or not len(names) else (digests[0], digests[-1])
     held: list[NDArray[np.bytes_]] = []
@@ -253,7 +253,7 @@ def register_cache(folder: CacheFolder) -> None:
 
 @contextmanager
 def _passed_over(place: Path, older: list[Path]) -> Iterator[None]:
-    """Logs a cache that cannot be read, and goes on without it."""
+    """Logs a cache that cannot be read, and continues without it."""
     try:
         yield
     except OlderFormatError:
@@ -291,7 +291,7 @@ def _same_ring(first: dict[str, str], second: dict[str, str]) -> bool:
 
 
 def _registered() -> list[str]:
-    """Whether the cache has not been moved or deleted since."""
+    """The caches of the registry that are still there."""
     return [line for line in _lines() if _is_there(CacheFolder(Path(line)))]
 
 

@@ -80,7 +80,7 @@ def _finished(job: Job) -> Manifest | None:
 
 
 def _tidy(job: Job, manifest: Manifest, run_id: str) -> None:
-    """Finishes what a run left that died after its manifest, unless another process works on it."""
+    """Finishes the work of a run that died after its manifest, unless another process does."""
     if is_tidy(job.folder, manifest) and not job.folder.mlflow.exists():
         return
     if lock := try_owner_lock(job.folder, run_id):

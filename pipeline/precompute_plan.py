@@ -128,7 +128,7 @@ def open_job(config: Config, reference: Reference) -> Job:
 
 @lru_cache(maxsize=1)
 def _published_plan(folder: CacheFolder, version: tuple[int, int]) -> str:
-    """The plan key in a manifest, which is read again only when another file stands there."""
+    """The plan key in a manifest, which is read again only when the file is replaced."""
     return load_manifest(folder).plan_key
 
 
@@ -202,13 +202,13 @@ def _merge(job: Job, runs: list[SortedRows], intake: Intake) -> Ring:
 
 
 def remake_ring(job: Job, plan: Plan, progress: Progress) -> None:
-    """Makes the ring of a plan again, because it is gone or of an older version."""
+    """Makes the ring of a plan again, because it is missing or of an older version."""
     intake = Intake()
     ring = _merge(job, _encode(job, intake, progress), intake)
     if _offsets(job, ring) != plan.unit_offsets:
         raise CorruptionError(
-            f"{job.work.root}: its rows, prepared once more, are not those of its plan. Delete it "
-            "and run again; all rows that no other cache holds are scored again."
+            f"{job.work.root}: its rows, prepared again, differ from its plan. Delete it and run "
+            "again; all rows that no other cache holds are then scored again."
         )
 
 
@@ -253,7 +253,7 @@ def _require_usable(job: Job, intake: Intake, quarantine: tuple[FileEntry, ...])
 def _prompt_hint(job: Job, intake: Intake) -> str:
     if job.shape.has_prompt or not intake.reasons["empty_prompt"]:
         return ""
-    return " If the prompts stand in a column of another name, pass --map prompt=NAME."
+    return " If the prompts are in a column of another name, pass --map prompt=NAME."
 
 
 def _require_space(job: Job, ring: Ring) -> None:

@@ -1,6 +1,6 @@
 """What `import align` offers a notebook: caches and runs as frames, both stages as functions.
 
-Each function loads what it needs when it is called, leaves its process as it found it, and refuses
+Each function loads what it needs when it is called, changes no setting of its process, and refuses
 what the command refuses, by an AlignError.
 """
 
@@ -30,7 +30,7 @@ def load_cache(path: AnyPath, *, text: bool = False) -> pl.LazyFrame:
     rejected side. A labelled completion is one row: `completion_ids`, `label`, `ref_logps`, … A
     scored group is one row of lists. Only the columns that a query asks for are read, from the
     shards that the manifest names. With `text`, the tokenizer of the reference is loaded and
-    `prompt`, `chosen`, … stand before their ids.
+    `prompt`, `chosen`, … come before their ids.
 
         >>> cache = align.load_cache("align-cache")
         >>> cache.select(pl.col("ref_chosen_logps") - pl.col("ref_rejected_logps")).collect()
@@ -55,7 +55,7 @@ def precompute(
     config: AnyPath | None = None,
     progress: bool = True,
 ) -> PrecomputeResult:
-    """Makes a cache as `align precompute-ref` does, or finishes one; `.folder` is where it lies.
+    """Makes a cache as `align precompute-ref` does, or finishes one; `.folder` is its path.
 
     `settings` takes the names of `--set`, with values instead of text. An `align.yaml` here or
     beside the data counts as it does for the command, unless `config` names another file. One
@@ -97,7 +97,7 @@ def train(
 
     Each callback is called with the step and the numbers of every line that metrics.jsonl gets, on
     the first rank; an evaluation's names begin with `eval/`. What it raises ends the run, and
-    `settings={"train.resume": "auto"}` goes on with it. The other arguments are as in `precompute`.
+    `settings={"train.resume": "auto"}` continues it. The other arguments are as in `precompute`.
 
         >>> def watch(step, metrics):
         ...     print(step, metrics.get("loss"), metrics.get("eval/loss"))
@@ -123,7 +123,7 @@ def train(
 
 
 def load_run(path: AnyPath) -> TrainingRun:
-    """The folder of a training run, read back; it may still be at work.
+    """The folder of a training run, read back; it may still be running.
 
     >>> run = align.load_run("runs/kto")
     >>> run.evaluations.select("step", "eval/loss", "eval/rewards/margins")
@@ -152,9 +152,9 @@ class TrainingRun:
     """A training run, as its folder has it."""
 
     folder: Path
-    ending: How | None  # finished, time, signal or failed; None while it is at work or if killed
+    ending: How | None  # finished, time, signal or failed; None while it runs or if it was killed
     steps: int  # the last one in the metrics
-    model: Path | None  # where the trained policy lies, once the run is finished
+    model: Path | None  # the folder of the trained policy, once the run is finished
     metrics: pl.DataFrame = field(repr=False)  # step, time, and a column per metric
     evaluations: pl.DataFrame = field(repr=False)  # likewise, of held-out rows: eval/…
     samples: pl.DataFrame = field(repr=False)  # single completions of each evaluation

@@ -142,7 +142,7 @@ def require_same_run(
     if (begun.world_size, begun.zero_stage) != (world.size, zero_stage):
         raise UsageError(
             f"{where} was saved by {begun.world_size} rank(s) under ZeRO {begun.zero_stage}; this "
-            f"is {world.size} under ZeRO {zero_stage}. Go on with as many ranks and the same stage."
+            f"is {world.size} under ZeRO {zero_stage}. Use as many ranks and the same stage."
         )
     return changed
 
@@ -173,10 +173,10 @@ def require_whole_records(folder: RunFolder, position: Position) -> tuple[str, .
     """
     known = position.journal
     if not folder.metrics.exists() and known.bytes:
-        missing = f"{folder.metrics.name} was gone after step {position.global_step}"
+        missing = f"{folder.metrics.name} was missing after step {position.global_step}"
         logger.warning(
-            "%s is gone: what was measured up to step %d is lost. The run goes on, and a new file "
-            "begins after that step.",
+            "%s is missing: what was measured up to step %d is lost. The run continues, and a new "
+            "file begins after that step.",
             folder.metrics,
             position.global_step,
         )
@@ -185,7 +185,7 @@ def require_whole_records(folder: RunFolder, position: Position) -> tuple[str, .
         raise CorruptionError(
             f"{folder.metrics} does not begin with the {known.bytes:,} bytes that it had at the "
             f"checkpoint of step {position.global_step}: it was cut, edited or damaged. Restore "
-            "it, or remove it to go on without what was measured before."
+            "it, or remove it to continue without what was measured before."
         )
     return ()
 

@@ -17,6 +17,7 @@ from ..schemas.checkpoint import Checkpoint, Ending, How
 from ..schemas.errors import AlignError, Interrupted, StorageError, log_failure
 from ..stages.data.tokenizer import decoder
 from ..stages.engine.distributed import run_on_rank_zero
+from ..stages.model.logprobs import causal_model
 from ..stages.report.eval_table import Decode, Kind, evaluation_csv
 from ..stages.storage import fs
 from ..stages.storage.run_folder import RunFolder, write_ending
@@ -28,8 +29,9 @@ from ..stages.train.throughput import Machine
 from .checkpointer import Checkpointer, require_room
 from .resume import Start, identity_of
 from .run_report import write_report
+from .settings import flatten, without_secrets
 from .train_checks import BestMetric
-from .training_job import Session, used_settings
+from .training_job import Session
 
 logger = logging.getLogger("align")
 
@@ -118,7 +120,7 @@ class RunRecords:
         if self._session.world.rank == 0:
             self._describe()
         if place.step:
-            self.say(f"going on after step {place.step:,}")
+            self.say(f"continuing after step {place.step:,}")
         self._progress.begin("training", total=total_steps - place.step, unit="steps")
 
     def agreed(self, gap: float) -> None:
@@ -303,3 +305,25 @@ class EvaluationTables:
         if self._session.recipe.head == "score":
             return "scores"
         return "log-probs" if self._session.job.reading.context else "log-ratios"
+
+
+def used_settings(session: Session, *sections: str) -> dict[str, str]:
+    """The settings of these sections as this run uses them, by their dotted names."""
+    config, policy = session.job.config, session.job.policy
+    chosen = {*sections} | ({"lora"} if config.lora.enabled else set())
+    found = {
+        "model.path": policy.path,
+        "model.adapter": policy.adapter,
+        "model.device": session.policy.device.type,
+        "train.cache": str(session.job.cache.root),
+        "train.model": policy.path,
+        "train.tokens_per_batch": session.feed.settings.tokens_per_batch,
+        "train.dtype": str(causal_model(session.policy.model).dtype).removeprefix("torch."),
+    }
+    # How a run was begun is not a setting of its training.
+    asked = {name: value for name, value in flatten(config).items() if name != "train.resume"}
+    return {
+        name: str(value)
+        for name, value in without_secrets({**asked, **found}).items()
+        if name.partition(".")[0] in chosen
+    }

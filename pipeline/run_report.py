@@ -1,4 +1,4 @@
-"""`report.html`: a run on one page, made of what lies in its folder and of its cache's manifest."""
+"""`report.html`: a run on one page, made from its folder and its cache's manifest."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ def _spreads(folder: RunFolder) -> _Spreads:
     tables = {step: read_samples(paths[step]) for step in {min(paths), max(paths)}}
     shown = tables[max(tables)]
     note = (
-        f"{counted(len(shown), 'completions')} of the first rows held out, as they lie "
-        f"in the cache, which is shuffled; after step {max(tables):,}."
+        f"{counted(len(shown), 'completions')} of the first rows held out, in the order of the "
+        f"cache, which is shuffled; after step {max(tables):,}."
     )
     if kind_of(shown.columns) == "log-ratios":
         note += " A log-ratio is log(policy / reference), summed over a completion."
@@ -305,14 +305,14 @@ class Trained:
         if self.ending == "finished":
             lines.append(f"model in {self.folder.model}")
         else:
-            lines.append("stopped by train.max_time; the same command with --resume auto goes on")
+            lines.append("stopped by train.max_time; the same command with --resume auto continues")
         return "\n".join([*lines, *before_and_after(self.measured)])
 
 
 def outcome(folder: RunFolder, ending: Ending) -> Trained:
     """Reads how many steps a run took, and its metrics."""
     if not folder.metrics.exists():
-        logger.warning("%s is gone: what was measured is lost.", folder.metrics)
+        logger.warning("%s is missing: what was measured is lost.", folder.metrics)
         known = read_ending(folder)
         return Trained(folder, ending, known.step if known else 0, Measured())
     history = read_history(folder.metrics)

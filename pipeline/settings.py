@@ -24,7 +24,7 @@ from .flags import require_used
 
 FILE_NAME = "align.yaml"
 LARGEST_FILE = 1024 * 1024
-# Paths in a config file are meant from where the file lies.
+# Relative paths in a config file are relative to that file.
 LOCATED = {
     "model.path",
     "model.adapter",

@@ -48,7 +48,7 @@ def _outlive(launcher: int) -> None:
     while os.getppid() == launcher:
         time.sleep(SECONDS_PER_LOOK)
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # else it was asked already
-        logger.warning("The launcher, process %d, is gone: this rank stops as well.", launcher)
+        logger.warning("The launcher, process %d, has ended: this rank stops too.", launcher)
         os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -33,7 +33,7 @@ GROUP_TAG = "align.sweep"  # the sweep's folder: it names the group where the pa
 def sweep(load: Load, trials: Sequence[Trial], output: Path, *, progress: Progress) -> SweepResult:
     """Trains one run after another; `load` gives the settings of a run from further --set texts.
 
-    Alone a process goes on after a run that failed; ranks cannot, for they may not agree on it.
+    A single process continues after a run that failed; ranks may not agree that it failed.
     """
     given = load(())
     _require_free(given, trials)
@@ -127,7 +127,7 @@ def _try(trial: Trial, job: TrainingJob, world: World, progress: Progress) -> Tr
     try:
         trained = train_in(job, world, progress=progress)
         if trained.is_old:
-            progress.say(f"{trial.name} is finished already and stays as it is")
+            progress.say(f"{trial.name} is finished already and is not changed")
         return TrialResult(trial, trained)
     except AlignError as error:
         progress.say(f"{trial.name} failed: {error}")
@@ -140,7 +140,7 @@ def _report(result: SweepResult, world: World, parent: Run) -> None:
     if not error or world.size == 1:
         run_on_rank_zero(world, partial(_publish, result, parent))
         return
-    if world.rank == 0:  # not `run_on_rank_zero`: the others may be gone
+    if world.rank == 0:  # not `run_on_rank_zero`: the others may have ended
         _publish(result, parent)
     raise error
 

@@ -25,12 +25,12 @@ def own_process(arguments: Sequence[str]) -> None:
     # torch then takes; the C library's gives both the same memory.
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
     silence_mlflow()  # DeepSpeed imports MLflow, which reads its settings then
-    # A thread may send on to MLflow when nobody waits for it any more.
+    # A thread may still send to MLflow when the program ends.
     for package in WARNING:
         warnings.filterwarnings("ignore", module=package)
     for word in arguments:
         hear(word.partition("=")[2] if "=" in word.partition("://")[0] else word)
-    if logging.lastResort:  # by which Python says what nobody else was asked to say
+    if logging.lastResort:  # Python's handler for records that no other handler takes
         logging.lastResort.setFormatter(SafeFormatter())
 
 

@@ -1,4 +1,4 @@
-"""Stage 2 in order: meet, read lengths, load the policy, check it, learn, save the model."""
+"""Stage 2 in order: join the ranks, read lengths, load and check the policy, train, save it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from ..stages.feed.train_source import TrainSource, open_source, overlap
 from ..stages.methods.recipe import Recipe
 from ..stages.model.logprobs import causal_model
 from ..stages.model.policy import Policy, load_policy
+from ..stages.storage.run_folder import RunFolder
 from ..stages.storage.verify_cache import sample_rows
 from ..stages.tracking.progress import Progress
 from ..stages.train.evaluation import largest_gap
@@ -212,9 +213,18 @@ def _learn(session: Session, start: Start, records: RunRecords, place: Place) ->
         records.finish(place)
     records.ended(ending)
     if ending == "signal":
-        raise Interrupted(asked.signal_number or 15, at=f" at step {place.step:,}")
+        raise Interrupted(asked.signal_number or 15, at=stopped_at(start.folder, place.step))
     records.report()
     return outcome(start.folder, ending)
+
+
+def stopped_at(folder: RunFolder, step: int) -> str:
+    """The step of an interrupted run and its checkpoint, as a part of a sentence."""
+    saved = folder.latest_step()
+    if saved is None:
+        return f" at step {step:,}, without a checkpoint"
+    what = "checkpoint saved in" if saved == step else "which is not saved; the last checkpoint is"
+    return f" at step {step:,}, {what} {folder.step(saved)}"
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..schemas.cache import Manifest
-from ..schemas.checkpoint import wanted
 from ..schemas.config import ModelOptions, TokenOptions, TrainOptions
 from ..schemas.errors import FingerprintError, UsageError, closest, did_you_mean
 from ..schemas.rows import Role
@@ -19,6 +18,7 @@ from ..stages.feed.conversions import Reading, ScoreRules, Threshold
 from ..stages.feed.train_source import TrainSource
 from ..stages.model.model_folder import adapter_digest, code_digest, config_digest, weights_digest
 from ..stages.storage.cache_folder import CacheFolder
+from ..stages.storage.checkpoints import wanted
 from ..stages.tracking.journal import EVAL
 from .cache_compatibility import differences
 from .settings import Settings, flatten
@@ -134,7 +134,7 @@ MOVING = {
 
 
 def require_fixed_reference(method: Mapping[str, Any]) -> None:
-    """Refuses options that would move the reference while its log-probs lie in a cache."""
+    """Refuses options that would move the reference, whose log-probs are in a cache."""
     for name in method:
         if name.rpartition(".")[2] in MOVING:
             raise UsageError(
@@ -153,7 +153,7 @@ def require_token_logps(recipe: Recipe, folder: CacheFolder, manifest: Manifest)
         raise UsageError(
             f"{recipe.name} with these options needs the reference's log-prob of every token, and "
             f"{folder.root} keeps their sums only. Make another cache with `align precompute-ref … "
-            "--token-logps --output OTHER`; it scores everything once more."
+            "--token-logps --output OTHER`; it scores everything again."
         )
 
 
@@ -231,8 +231,8 @@ def _require_telling(name: str, texts: Iterable[str], tokens: list[tuple[int, ..
     if not all(tokens) or len(set(tokens)) < len(tokens):
         given = " and ".join(map(repr, texts))
         raise UsageError(
-            f"{name} tells good from bad by {given}, and to this tokenizer they are empty or "
-            "alike. Choose others with --set method.good_token=… and --set method.bad_token=…."
+            f"{name} marks good and bad by {given}, which are empty or alike to this "
+            "tokenizer. Choose others with --set method.good_token=… and --set method.bad_token=…."
         )
 
 

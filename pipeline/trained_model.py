@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -23,10 +22,8 @@ from ..stages.report.model_card import Lineage, model_card
 from ..stages.storage.run_folder import save_model
 from .checkpointer import require_room_for_model
 from .resume import Start, versions
-from .training_job import Session, used_settings
-
-if TYPE_CHECKING:
-    from .run_recorder import RunRecords
+from .run_recorder import RunRecords, used_settings
+from .training_job import Session
 
 
 def write_model(session: Session, start: Start, records: RunRecords, *, steps: int) -> None:

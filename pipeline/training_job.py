@@ -18,7 +18,6 @@ from ..stages.feed.loader import CacheFeed
 from ..stages.feed.train_source import TrainSource
 from ..stages.methods.recipe import Recipe
 from ..stages.methods.table import recipe_of
-from ..stages.model.logprobs import causal_model
 from ..stages.model.model_folder import UNUSED_WEIGHTS, require_peft, stored_dtype
 from ..stages.model.policy import Policy
 from ..stages.storage.cache_folder import CacheFolder
@@ -26,7 +25,7 @@ from ..stages.storage.checkpoints import read_checkpoint
 from ..stages.storage.manifest_file import load_manifest
 from ..stages.storage.run_folder import RunFolder
 from ..stages.tracking.journal import Callback
-from .settings import Settings, flatten, without_secrets
+from .settings import Settings
 from .train_checks import (
     policy_identity,
     reading_of,
@@ -117,7 +116,7 @@ def _begun_on(train: TrainOptions) -> str:
 
 
 def _zero_stage(train: TrainOptions, policy: ModelOptions, world_size: int) -> int:
-    """Refuses what DeepSpeed cannot do, whatever the policy's shape and its ranks."""
+    """Refuses what DeepSpeed cannot do with any policy on any number of ranks."""
     dtype = stored_dtype(policy.path) if train.dtype == "auto" else train.dtype
     config = engine_config(train, Circumstances(dtype, hidden_size=1, world_size=world_size))
     return int(stage_of(config))
@@ -179,25 +178,3 @@ class Session:
     source: TrainSource
     recipe: Recipe
     feed: CacheFeed
-
-
-def used_settings(session: Session, *sections: str) -> dict[str, str]:
-    """The settings of these sections as this run uses them, by their dotted names."""
-    config, policy = session.job.config, session.job.policy
-    chosen = {*sections} | ({"lora"} if config.lora.enabled else set())
-    found = {
-        "model.path": policy.path,
-        "model.adapter": policy.adapter,
-        "model.device": session.policy.device.type,
-        "train.cache": str(session.job.cache.root),
-        "train.model": policy.path,
-        "train.tokens_per_batch": session.feed.settings.tokens_per_batch,
-        "train.dtype": str(causal_model(session.policy.model).dtype).removeprefix("torch."),
-    }
-    # How a run was begun is not a setting of its training.
-    asked = {name: value for name, value in flatten(config).items() if name != "train.resume"}
-    return {
-        name: str(value)
-        for name, value in without_secrets({**asked, **found}).items()
-        if name.partition(".")[0] in chosen
-    }

@@ -90,12 +90,12 @@ def _require_own_names(trials: Iterable[Trial]) -> None:
             )
 
 
-# What stands above a column, and the metric in it.
+# The title of a column, and the metric in it.
 HEADS = {"loss": "loss", "acc.": "rewards/accuracies", "margin": "rewards/margins"}
 NO_COMPARING = (
     "Losses and margins of different methods and betas do not compare; accuracies do, as far as "
     "methods compare the same: whole completions or their means per token, with a reference or "
-    "without. `align methods` tells."
+    "without. `align methods` shows which."
 )
 TRAINING_ROWS = (
     "training: of the first and the last logged step, each over other rows than the other. "
@@ -177,7 +177,7 @@ class SweepResult:
                 steps = counted(one.trained.steps, "steps")
                 yield (
                     f"{one.trial.name} was stopped by train.max_time after {steps}; the same "
-                    "command with --resume auto goes on"
+                    "command with --resume auto continues"
                 )
         for one in self.failures:
             yield f"{one.trial.name} failed: {one.error}"

@@ -1,4 +1,4 @@
-"""What the trainer is fed, what it needs of its engine, what an evaluation says of rows."""
+"""The batches the trainer reads, the engine it needs, and the samples of an evaluation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cursor:
-    """The next optimizer step to run: all that has to be known of the data to go on."""
+    """The next optimizer step to run: all that resuming needs to know about the data."""
 
     epoch: int
     step: int  # within the epoch
@@ -79,7 +79,7 @@ class Update:
 
 
 class Engine(Protocol):
-    """One policy, spread over the ranks in any way, that can be asked and updated."""
+    """One policy, spread over the ranks in any way, with its forward pass and its updates."""
 
     @property
     def world(self) -> World:
@@ -135,20 +135,20 @@ class Engine(Protocol):
         ...
 
     def load_state(self, folder: Path) -> None:
-        """Goes on from what `save_state` wrote in the same world."""
+        """Loads what `save_state` wrote in the same world."""
         ...
 
     def weights(self, *, trainable_only: bool = False) -> Mapping[str, Tensor]:
         """The policy on the CPU, by the model's names, in its dtype; empty but on rank 0.
 
-        All ranks call it together. Tied parameters stand once, saved buffers are included.
+        All ranks call it together. Tied parameters are given once, saved buffers are included.
         """
         ...
 
 
 @dataclass(frozen=True)
 class EvalSample:
-    """One completion of a held-out row, and what the policy thinks of it."""
+    """One completion of a held-out row, and the policy's numbers for it."""
 
     row: int  # counts the rows of the evaluation, as the method reads them
     row_id: str  # of the stored row it was made of

@@ -33,7 +33,7 @@ class InputEntry:
 
     @property
     def identity(self) -> int:
-        """What `source` names the file by."""
+        """The file's number in the `source` column."""
         return file_identity(self.sha256)
 
 
@@ -56,7 +56,7 @@ class Plan:
     plan_key: str  # sha256 over the fingerprint
     fingerprint: dict[str, str]  # every named thing the bytes of the cache depend on
     reference_key: str  # sha256 over the part of the fingerprint that decides a score
-    model: str  # where the reference lay
+    model: str  # where the reference was
     adapter: str
     inputs: tuple[InputEntry, ...]
     rows_in: int
@@ -101,7 +101,7 @@ class Manifest:
     format_version: int
     align_version: str
     root: str  # sha256 over all that follows `adapter`: the name of the cache
-    model: str  # where the reference lay
+    model: str  # where the reference was
     adapter: str
     plan_key: str
     fingerprint: dict[str, str]
@@ -135,7 +135,7 @@ class Stop:
 
     @property
     def description(self) -> str:
-        """For a person."""
+        """The token as a message names it."""
         what = "as the chat template writes it" if self.source == "template" else "the EOS"
         return f"{self.text} ({self.token}), {what}"
 
@@ -174,7 +174,7 @@ class Stops:
         return frozenset(stop.token for stop in turns if stop and stop.source == "template")
 
     def fields(self) -> dict[str, str]:
-        """As a fingerprint holds them."""
+        """The stops as fields of a fingerprint."""
         named = {"text": self.text, "turn": self.turn, "tool_calls": self.tool_calls}
         return {f"{FIELD}{name}": str(stop) if stop else _NONE for name, stop in named.items()}
 

@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself: where training stood, and the files to go on from."""
+"""The record of a checkpoint: where training was, and the files to resume from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .batches import Cursor
 
 T = TypeVar("T")
 
-FORMAT_VERSION = 3  # since 3 a checkpoint says by itself what it belongs to
+FORMAT_VERSION = 3  # since 3 a checkpoint names the run it is of
 
 
 How = Literal["finished", "signal", "time", "failed"]
@@ -35,7 +35,7 @@ class RankFiles:
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What has to be as it was for a run to go on; values by name, as a person reads them."""
+    """What must be the same for a run to be resumed; values by name, as a person reads them."""
 
     cache_root: str
     world_size: int
@@ -46,14 +46,14 @@ class RunIdentity:
 
 @dataclass(frozen=True)
 class Position:
-    """Where training stands, and what it would have to be to go on from here."""
+    """Where training is, and what a run must match to resume from here."""
 
     global_step: int  # optimizer steps done
     cursor: Cursor  # the next step
     identity: RunIdentity
     made_with: dict[str, str]  # versions and the like: what differs is reported
     changes: tuple[str, ...]  # what was reported to differ on the way here
-    journal: CheckpointFile  # metrics.jsonl, as long as it was
+    journal: CheckpointFile  # metrics.jsonl as it was then
     mlflow_run_id: str
     memory: dict[str, tuple[float, ...]]  # what the methods remember
     window: dict[str, tuple[float, ...]]  # sums and counts of the steps since the last line
@@ -88,27 +88,7 @@ class Retention:
     """Which checkpoints are kept."""
 
     keep_last: int
-    best: str = ""  # a metric, as `wanted` reads it
-
-
-# A metric with one of these between its slashes is best where it is lowest.
-LOWEST = frozenset({"loss", "nll", "kl", "rejected", "grad_norm", "errors"})
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What makes a checkpoint the best."""
-
-    metric: str
-    is_lowest: bool
-
-
-def wanted(best: str) -> Wanted:
-    """Reads `eval/loss`; with a leading - the lowest value is the best, with + the highest."""
-    metric = best.lstrip("+-")
-    if metric != best:
-        return Wanted(metric, best.startswith("-"))
-    return Wanted(metric, not LOWEST.isdisjoint(metric.split("/")))
+    best: str = ""  # a metric; a leading - asks for the lowest value, + for the highest
 
 
 class Gather(Protocol):
@@ -129,7 +109,7 @@ class Peers:
 
 @dataclass(frozen=True)
 class Saved:
-    """What became of saving: the same on every rank."""
+    """The result of saving, the same on every rank."""
 
     step: int
     failure: str = ""  # why there is no checkpoint of this step
@@ -142,7 +122,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The checkpoint to go on from."""
+    """The checkpoint to resume from."""
 
     checkpoint: Checkpoint
     set_aside: tuple[str, ...]  # newer ones that were damaged, by their new names

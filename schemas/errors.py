@@ -7,12 +7,12 @@ AlignError (2)
 │   └── OlderFormatError    or by an older align
 ├── CorruptionError (5)     a file is not what the manifest says
 ├── NonFiniteError (6)      NaN or infinity where a number must be
-├── PeerError (69)          another rank of this run is gone
+├── PeerError (69)          another rank of this run has ended
 ├── StorageError (74)       I/O error
-│   └── PathError (2)       a path that cannot be used so: gone, forbidden, of another kind
-└── LockedError (75)        another process is at work in this folder
+│   └── PathError (2)       a path that cannot be used: missing, forbidden, of another kind
+└── LockedError (75)        another process uses this folder
 
-Interrupted (129, 130, 138, 143)  a signal asked to stop; not an AlignError: nothing is to fix
+Interrupted (129, 130, 138, 143)  a signal asked to stop; not an AlignError: there is nothing to fix
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class StorageError(AlignError):
 
 
 class PathError(StorageError):
-    """A path cannot be used as it was meant, though nothing is wrong with the disk."""
+    """A path cannot be used in this way; the disk itself works."""
 
     exit_code = 2
 
@@ -189,7 +189,7 @@ def _room(path: Path) -> str:
 
 @contextmanager
 def log_failure(missing: str) -> Iterator[None]:
-    """Logs the failure to write a file that only a person looks at, and goes on."""
+    """Logs the failure to write a file that only people read, and continues."""
     try:
         yield
     except AlignError as error:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 RowKind = Literal["paired", "labelled", "grouped", "imitated"]
 Items = Literal["rows", "branches", "tokens", "chosen_tokens"]
 Need = Literal["reference", "mismatched", "token_reference", "values", "purity", "scores"]
-# What the policy has beside or in place of its vocabulary.
+# What the policy has besides, or in place of, its vocabulary.
 Head = Literal["none", "values", "score"]
 
 
@@ -54,7 +54,7 @@ class Branches:
     roles: Tensor  # (branches,) int8, as `Role` numbers them
     scores: Tensor  # (branches,) float64, NaN where the data gives none
     rows: Tensor  # (branches,) int64, rising: equal where two branches answer the same prompt
-    places: Tensor | None = None  # (branches,) int64: where each stands in the whole step
+    places: Tensor | None = None  # (branches,) int64: the place of each in the whole step
     tokens: Tokens | None = None  # where something needs more than their sums
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # each (rows,) of the data
     adjusted: Tensor | None = None  # (branches,) log-ratios as a modifier has changed them

@@ -1,6 +1,6 @@
 """Keys of rows and prompts: encoded records as columns, and their hashes.
 
-Token ids cannot tell prompts apart: where the boundary falls inside a token, the ids of one prompt
+Token ids do not identify a prompt: where the boundary falls inside a token, the ids of one prompt
 depend on how its completion begins.
 """
 
@@ -35,7 +35,7 @@ class EncodedRecord:
 
 @dataclass(frozen=True)
 class KeyedRows:
-    """Rows with their places: those of one prompt have one place, so they lie together."""
+    """Rows with their places: those of one prompt have one place, so they are adjacent."""
 
     rows: RowBlock
     places: NDArray[np.uint64]  # (rows,) on the ring: a seeded hash of the prompt's key
@@ -192,7 +192,7 @@ class Intake:
 
 # Texts are sketched together until they have so many characters, each of which takes some 50 bytes.
 CHARACTERS_AT_ONCE = 1 << 16
-# Of one text, so many characters are looked at.
+# At most so many characters of a text are used.
 MOST_CHARACTERS = 1 << 16
 BYTES_OF_A_SKETCH = 8
 
@@ -220,7 +220,7 @@ def prompt_keys_of(records: Sequence[Record]) -> PromptKeys:
 
 
 def sketches_of(texts: Sequence[str], *, otherwise: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Eight numbers of one byte for each text: a MinHash over pairs of neighbouring words.
+    """Eight numbers of one byte for each text: a MinHash over pairs of adjacent words.
 
     Of two texts, each byte is equal with the probability that a pair of words which is in one of
     them is in both (or by a chance of 1/256). Letter case, blanks and punctuation do not count. A
@@ -321,5 +321,5 @@ def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-# Of the first plane of Unicode; whatever lies beyond counts as a letter.
+# Of the first plane of Unicode; every character beyond it counts as a letter.
 _IS_LETTER = np.array([chr(code).isalnum() for code in range(0xFFFF)] + [True])

@@ -55,7 +55,7 @@ class BadRow(Exception):  # noqa: N818 - not an error of the program: one row go
 
 @dataclass(frozen=True)
 class Rejected:
-    """A record in quarantine: where it stood and why it cannot be used."""
+    """A record in quarantine: where it was and why it cannot be used."""
 
     file: int  # its identity
     row: int
@@ -85,7 +85,7 @@ class Record:
 
 @dataclass(frozen=True)
 class PromptKeys:
-    """What each row's prompt says, in numbers; token ids have no part in them."""
+    """Numbers that identify each row's prompt by its text, not by its token ids."""
 
     prompt: NDArray[np.bytes_]  # (rows,) S16: equal for equal prompts, and for no others
     split: NDArray[np.uint64]  # (rows,) decides the side of the held-out split
@@ -110,7 +110,7 @@ class RowBlock:
     """Tokenized rows, column by column; branches of row i are `branch_offsets[i]:[i + 1]`."""
 
     row_id: NDArray[np.bytes_]  # (rows,) S16, raw digest of the row's content
-    copy: NDArray[np.int32]  # (rows,) 0 for the first row with this content, 1 for its twin, ...
+    copy: NDArray[np.int32]  # (rows,) 0 for the first row with this content, 1 for the next, ...
     file: NDArray[np.uint64]  # (rows,) its identity
     row: NDArray[np.int64]  # (rows,)
     prompt_keys: PromptKeys  # (rows,)
@@ -227,7 +227,7 @@ class Scorer(Protocol):
         ...
 
     def describe(self) -> Mapping[str, str]:
-        """The way scores are computed, as far as it is chosen only once weights are loaded."""
+        """How scores are computed, as far as that is decided once the weights are loaded."""
         ...
 
 

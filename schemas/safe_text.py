@@ -89,10 +89,10 @@ def masked(value: T) -> T:
 
 
 def masked_address(address: str) -> str:
-    """The address with what stands before its host, in its query and behind its # masked."""
+    """The address with its user, password, query and fragment masked."""
     scheme, _, rest = address.partition("://")
     user, host = _parted(rest)
-    if set(user) & set("?#"):  # nobody can say where the password ends
+    if set(user) & set("?#"):  # it is unclear where the password ends
         return f"{scheme}://{MASK}"
     host, _, fragment = host.partition("#")
     host, _, query = host.partition("?")
@@ -102,7 +102,7 @@ def masked_address(address: str) -> str:
 
 
 def hear(address: str) -> None:
-    """From now on the secrets of an address are masked wherever they are said, in parts as well."""
+    """Remembers the secrets of an address: they and their parts are masked from now on."""
     if not _WHOLE_ADDRESS.fullmatch(address):
         return
     user, host = _parted(address.partition("://")[2])
@@ -127,7 +127,7 @@ def bare_address(address: str) -> str:
 
 
 def _parted(rest: str) -> tuple[str, str]:
-    """What stands before the host, and the rest; a password may hold any character."""
+    """What is before the host, and the rest; a password may hold any character."""
     if rest.startswith("/"):  # a file
         return "", rest
     user, _, host = rest.rpartition("@")
@@ -141,7 +141,7 @@ def _masked_entry(name: object, value: T) -> T | str:
 
 
 def _pieces(secret: str) -> set[str]:
-    """A secret, as it stands and decoded, and the parts that a parser may cut it into."""
+    """A secret, raw and decoded, and the parts that a parser may cut it into."""
     whole = {secret, unquote(secret)}
     parts = {part for one in whole for part in re.split(r"[/?#:@&=\\\[\]]", one)}
     return {one for one in whole | parts if len(one) >= SHORTEST_SAID}

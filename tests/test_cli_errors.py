@@ -106,7 +106,7 @@ def test_a_damaged_parquet_file(here, model, world):
     broken[100:400] = bytes(300)
     (here / "broken.parquet").write_bytes(broken)
     said = run(3, "broken.parquet", "--model", model)
-    assert "broken.parquet cannot be read on after row 0" in said
+    assert "broken.parquet cannot be read after row 0" in said
     assert "write it again" in said
 
 
@@ -141,7 +141,7 @@ def test_few_enough_bad_rows_pass_and_are_counted(here, model):
     assert "'chosen'" in row["detail"]
 
 
-def test_mended_data_run_where_bad_data_stopped(here, model):
+def test_fixed_data_run_where_bad_data_stopped(here, model):
     write("data.jsonl", pair(0), pair(1, rejected=""))
     run(3, "data.jsonl", "--model", model)
     write("data.jsonl", pair(0), pair(1))
@@ -207,7 +207,7 @@ def test_an_output_that_is_no_cache(here, world, model):
     (here / "cache").mkdir()
     (here / "cache" / "photo.jpg").write_bytes(b"")
     said = run(2, world.data.paired, "--model", model)
-    assert "cache belongs to something else: it holds 'photo.jpg'" in said
+    assert "cache holds 'photo.jpg' and is not a cache folder" in said
     shutil.rmtree("cache")
     (here / "cache").touch()
     assert "cache is not a folder" in run(2, world.data.paired, "--model", model)

@@ -51,6 +51,8 @@ SETTING = re.compile(
     "(?P<section>model|data|tokens|cache|scoring|tracking|train|lora|rewards|method)"
     "[.](?P<name>[A-Za-z0-9_.]+)(=.*)?"
 )
+# `cd FOLDER && NAME=VALUE .venv/bin/align …`: the words before `align` may be missing.
+CALL = re.compile(r"(cd (?P<folder>\S+) && )?([A-Z_]+=\S+ )?(\S*/)?align (?P<words>.+)")
 EXAMPLES = sorted(page("examples/data").iterdir())
 # What the page says to pass with a file whose columns have names of their own.
 RENAMED = ("prompt=question", "chosen=good answer", "rejected=bad answer")
@@ -84,7 +86,7 @@ def take(words):
         recipe_of(recipe, method)
 
 
-def test_commands_are_found_wherever_they_stand():
+def test_commands_are_found_wherever_they_are():
     """The tests above would pass for nothing if none were."""
     named = {name_of(path) for path, _ in GIVEN}
     assert {"README.md", "docs/getting-started.md", "docs/caches.md"} <= named
@@ -147,13 +149,13 @@ def test_no_link_is_dead(path):
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
-def test_every_file_and_folder_of_ours_that_is_named_exists(path):
+def test_every_file_and_folder_of_the_tree_that_is_named_exists(path):
     for code in codes(path):
         if PLACE.fullmatch(code.text) and code.text not in TO_BE_WRITTEN:
             assert page(code.text).exists(), code.text
 
 
-def test_every_page_stands_in_the_index():
+def test_every_page_is_in_the_index():
     listed = set(links(page("docs/index.md")))
     assert listed == {path.name for path in page("docs").glob("*.md")} - {"index.md"}
 
@@ -163,7 +165,7 @@ def test_the_readme_fits_on_two_screens():
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_stands_in_the_readme(name):
+def test_every_command_is_in_the_readme(name):
     assert f"| `align {name}" in README
 
 
@@ -171,7 +173,7 @@ def test_the_readme_counts_the_methods():
     assert f"**{len(METHODS)} methods on one cache**" in README
 
 
-def test_every_exit_code_stands_on_its_page():
+def test_every_exit_code_is_on_its_page():
     told = page("docs/errors.md").read_text(encoding="utf-8")
     errors = ast.parse((ROOT / "schemas" / "errors.py").read_text())
     codes = {
@@ -190,11 +192,11 @@ def named_on(name):
     return {code.text for code in codes(page(name))}
 
 
-def test_every_reason_to_reject_a_row_stands_on_the_page_of_formats():
+def test_every_reason_to_reject_a_row_is_on_the_page_of_formats():
     assert {*REASONS} <= named_on("docs/data-formats.md")
 
 
-def test_every_column_and_field_of_a_cache_stands_on_its_page():
+def test_every_column_and_field_of_a_cache_is_on_its_page():
     columns = shard_schema(token_logps=True, carried=()).names
     assert {*columns, *Manifest.__dataclass_fields__} <= named_on("docs/cache-format.md")
     assert f"| {FORMAT_VERSION}; another" in page("docs/cache-format.md").read_text("utf-8")
@@ -229,16 +231,47 @@ def test_the_names_that_an_example_is_given_are_those_on_its_page():
     assert words == ["precompute-ref", "renamed.csv", *MAPPED]
 
 
+def follow(server, steps, folder):
+    """Runs lines of a shell: what calls `align` by the server, the rest by bash."""
+    for step in steps:
+        if called := CALL.fullmatch(step):
+            answer = server.run(
+                *shlex.split(called["words"]), cwd=folder / (called["folder"] or "")
+            )
+            assert answer.code == 0, (step, answer)
+        else:
+            subprocess.run(["bash", "-euc", step], cwd=folder, check=True, capture_output=True)
+
+
+def test_the_first_commands_of_the_readme_run(server, world, tmp_path):
+    """All but the installation, which tests/test_wheel.py does."""
+    (first,) = blocks(page("README.md"), "sh")
+    install, *steps = first.lines
+    assert install.startswith("pip install ")
+    shutil.copytree(world.model, tmp_path / "path" / "to" / "model")
+    shutil.copy(world.data.paired, tmp_path / "data.parquet")
+    follow(server, steps, tmp_path)
+    for name in ("align-run/model/config.json", "align-run/report.html", "dpo-run/model"):
+        assert (tmp_path / name).exists()
+
+
+@pytest.mark.slow
+def test_the_demo_runs(server, tmp_path):
+    """On fewer rows than `make demo` takes."""
+    make = ("make", "--dry-run", "--always-make", "demo", "PYTHON=python")
+    steps = run(*make, cwd=ROOT).partition("rm -rf demo")[2].splitlines()[1:]
+    small = [step.replace("demo/world", "demo/world --rows 60", 1) for step in steps[:1]]
+    (tmp_path / "demo").mkdir()
+    follow(server, [*small, *steps[1:]], tmp_path)
+    for method in ("kto", "dpo", "orpo"):
+        assert (tmp_path / "demo" / "align-sweep" / method / "model" / "config.json").is_file()
+
+
 def test_getting_started_ends_where_it_says(server, tmp_path):
     steps = [
         line for block in blocks(page("docs/getting-started.md"), "sh") for line in block.lines
     ]
-    for step in steps:
-        if step.startswith("align "):
-            answer = server.run(*shlex.split(step)[1:], cwd=tmp_path)
-            assert answer.code == 0, (step, answer)
-        else:
-            subprocess.run(["bash", "-euc", step], cwd=tmp_path, check=True, capture_output=True)
+    follow(server, steps, tmp_path)
     for name in ("align-run/model/config.json", "align-run/report.html", "align-sweep/sweep.html"):
         assert (tmp_path / name).is_file()
     snippets = blocks(page("docs/getting-started.md"), "python")
@@ -289,7 +322,7 @@ def run(*program, cwd, **environment):
     return done.stdout
 
 
-def test_the_version_stands_where_people_look_for_it():
+def test_the_version_is_where_people_look_for_it():
     citation = yaml.safe_load(page("CITATION.cff").read_text(encoding="utf-8"))
     assert citation["version"] == __version__
     assert f"\n## {__version__}\n" in page("CHANGELOG.md").read_text(encoding="utf-8")

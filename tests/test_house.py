@@ -114,11 +114,11 @@ def test_modules_make_no_circle_not_even_for_types():
     assert not import_circles(modules_of(ROOT), for_types=True)
 
 
-def test_a_base_name_stands_once():
+def test_a_base_name_exists_once():
     assert not base_names_twice(modules_of(ROOT))
 
 
-def test_a_public_class_name_stands_once():
+def test_a_public_class_name_exists_once():
     assert not public_classes_twice(modules_of(ROOT))
 
 
@@ -130,7 +130,7 @@ def test_every_sub_package_is_listed_for_packaging():
     assert set(settings["packages"]) == here
 
 
-def test_only_the_entry_stands_at_the_root():
+def test_only_the_entry_is_at_the_root():
     assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "__main__.py", "cli.py"}
 
 
@@ -251,7 +251,7 @@ def test_nothing_reads_a_pickle():
     ]
 
 
-def test_a_fixture_name_stands_once():
+def test_a_fixture_name_exists_once():
     """It means one thing then, wherever a test asks for it."""
     places = defaultdict(list)
     for path in sorted((ROOT / "tests").rglob("*.py")):

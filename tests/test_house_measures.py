@@ -57,7 +57,7 @@ def test_a_circle_may_lead_through_many_modules(modules_in):
     assert circle == ["room.a", "room.b", "room.inner.c"]
 
 
-def test_names_stand_twice_where_two_folders_have_them(modules_in):
+def test_names_count_twice_if_two_folders_have_them(modules_in):
     modules = modules_in(
         first__units="class Unit: ...\nclass _Own: ...",
         second__units="class Other: ...",

@@ -64,7 +64,7 @@ def test_two_ranks_of_torchrun_write_what_one_process_writes(journey, tmp_path):
     assert done.out.count("cache root") == 1  # of two ranks the first alone is heard
 
 
-def test_a_reader_that_goes_away_is_no_error(journey):
+def test_a_reader_that_goes_away_is_not_an_error(journey):
     process = start("inspect", journey.cache, "--json")
     process.stdout.close()
     process.wait(60)
@@ -82,7 +82,7 @@ def test_a_terminal_gets_a_bar_that_is_taken_away(journey, tmp_path):
     assert "scoring: 60 rows in" in done.out
 
 
-def test_of_the_ranks_of_stage_1_the_first_alone_is_heard(course, world, tmp_path):
+def test_only_the_first_rank_of_stage_1_prints(course, world, tmp_path):
     """Its count ends at all rows, whoever scored them."""
     words = ("--model", course.model, "--output", tmp_path / "cache", "--rows-per-shard", 4)
     start = course.server.start

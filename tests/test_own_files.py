@@ -21,7 +21,7 @@ def own_rows(world, tmp_path):
 def test_score_leaves_a_persons_own_rows_alone(own_rows, tmp_path):
     before = own_rows.read_bytes()
     said = refusal(2, "score", own_rows, "--from-labels", "--output", tmp_path)
-    assert "belongs to something else" in said
+    assert "and is not a rewards folder" in said
     assert own_rows.read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
@@ -44,7 +44,7 @@ def test_score_replaces_what_it_wrote_and_nothing_that_was_changed_since(own_row
     assert (out / "rows.jsonl").read_bytes() == edited
 
 
-def test_a_new_world_leaves_what_lies_beside_it(tmp_path):
+def test_a_new_world_leaves_what_is_beside_it(tmp_path):
     (tmp_path / "w.partial").mkdir()
     (tmp_path / "w.partial" / "thesis.tex").touch()
     make_world(tmp_path / "w", rows=5, pretrain_steps=0)
@@ -58,16 +58,16 @@ def test_a_folder_of_one_command_is_not_taken_by_another(tmp_path):
         OutputFolder(root, kind).prepare()
         OutputFolder(root, kind).prepare()
         for other in (CacheFolder(root), RunFolder(root)):
-            with pytest.raises(UsageError, match="belongs to something else"):
+            with pytest.raises(UsageError, match="is not a (cache|training run) folder"):
                 other.prepare()
     CacheFolder(tmp_path / "cache").prepare()
-    with pytest.raises(UsageError, match="belongs to something else: it holds .* and no sweep"):
+    with pytest.raises(UsageError, match="holds .* and is not a sweep folder"):
         OutputFolder(tmp_path / "cache", "sweep").prepare()
 
 
 def test_a_sweep_leaves_a_persons_own_pages_alone(journey, tmp_path):
     (tmp_path / "sweep.json").write_text("mine")
     command = ("sweep", "--method", "dpo", "--cache", journey.cache, "--output", tmp_path)
-    assert "belongs to something else" in refusal(2, *command)
+    assert "and is not a sweep folder" in refusal(2, *command)
     assert [path.name for path in tmp_path.iterdir()] == ["sweep.json"]
     assert (tmp_path / "sweep.json").read_text() == "mine"

@@ -28,7 +28,7 @@ def test_one_method_is_explained():
     assert "method 'simp': no such method. Did you mean 'simpo'" in said
 
 
-def test_methods_are_told_to_programs_too():
+def test_methods_are_listed_for_programs_too():
     told = json.loads(align("methods", "--json").out)
     assert [method["name"] for method in told] == list(METHODS)
     (kto,) = json.loads(align("methods", "kto", "--json").out)

@@ -176,7 +176,7 @@ def test_a_folder_of_something_else_is_not_trained_in(course, here):
     (here / "photos").mkdir()
     (here / "photos" / "me.jpg").touch()
     said = refused_by_all(course, 2, here / "photos")
-    assert "photos belongs to something else: it holds 'me.jpg' and no training run" in said
+    assert "photos holds 'me.jpg' and is not a training run folder" in said
     assert "holds" in refused_by_all(course, 2, course.cache)
 
 

@@ -41,7 +41,7 @@ class Shape:
     kind: Kind
     source: Mapping[str, str]  # our column: the user's column
     optional: tuple[str, ...]  # optional columns that were seen, by our names
-    carried: tuple[str, ...]  # numeric columns kept beside each row, by our names
+    carried: tuple[str, ...]  # numeric columns kept with each row, by our names
     has_prompt: bool  # False: the prompt is what chosen and rejected have in common
     unread: tuple[str, ...] = ()  # the user's columns that look like scores and are not read
 
@@ -56,7 +56,7 @@ def common_shape(
 ) -> Shape:
     """The one shape that all files have; files that differ are an error.
 
-    `columns` names the user's column of each of ours; one mapped to nothing is left out.
+    `columns` gives the user's name of each column; a column with no name is left out.
     """
     rename = {
         theirs or ours: ours if theirs else f"{_UNUSED}{ours}" for ours, theirs in columns.items()
@@ -99,7 +99,7 @@ def detect_shape(
         _require_no_other_prompt(found, where)
     carried = tuple(name for name in ALWAYS_CARRIED if name in found)
     names = ["prompt", *REQUIRED[kind], *OPTIONAL, *carried, *carry]
-    # A column not seen in the first rows of a JSON file may still come: it is looked for.
+    # A column not seen in the first rows of a JSON file may appear later: it is read too.
     source = {name: found.get(name, name) for name in names if name in found or name not in rename}
     source.update({name: found[name] for name in SCORES.get(kind, ()) if name in found})
     return Shape(
@@ -184,7 +184,7 @@ def _no_shape(found: Mapping[str, str], where: str) -> str:
     return (
         f"{where} has the columns {_listed(found.values())}, which fit no shape of preference "
         f"data ({known}; paired may also have a prompt). Nearest are {', '.join(nearest)}: "
-        f"name what stands for {' and '.join(missing)}, for example {' '.join(flags)}."
+        f"name the columns for {' and '.join(missing)}, for example {' '.join(flags)}."
     )
 
 

@@ -201,7 +201,7 @@ def _common_length(first: Sequence[int] | str, second: Sequence[int] | str) -> i
 
 
 def _repeats(record: Record) -> int:
-    """How many completions begin with their prompt once more, as text."""
+    """How many completions repeat their prompt at their start, as text."""
     prompt = record.prompt
     if not isinstance(prompt, str):
         return 0

@@ -39,7 +39,7 @@ class EncodingJob:
     shape: Shape
     seed: int
     files: tuple[int, ...]  # the identity of each input
-    tokenizer: Mapping[str, str]  # its fingerprint, which each process that loads it is held to
+    tokenizer: Mapping[str, str]  # its fingerprint, which each process that loads it must find
 
 
 def encode_chunks(
@@ -124,7 +124,7 @@ def _start(job: EncodingJob) -> None:
 def _start_server_ignoring_sigint() -> None:
     """Ignores Ctrl-C and hang-ups, which reach every process: the parent handles them."""
     if threading.current_thread() is not threading.main_thread():
-        return  # signals are not ours to set here
+        return  # only the main thread may set signals
     before = {
         number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)
     }

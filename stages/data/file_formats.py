@@ -41,7 +41,7 @@ class JsonRows:
 
 @dataclass(frozen=True)
 class CsvRows:
-    """Rows of a CSV file; bytes that are not UTF-8 stand in the cells as lone surrogates."""
+    """Rows of a CSV file; bytes that are not UTF-8 are lone surrogates in the cells."""
 
     header: tuple[str, ...]
     rows: list[list[str]]
@@ -203,7 +203,7 @@ def _csv_rows(path: Path) -> Iterator[list[str]]:
 
 
 def _with_long_cells(reader: Iterator[list[str]]) -> Iterator[list[str]]:
-    """Reads under our limit for a cell, which belongs to the process: it holds for a row only."""
+    """Reads rows under our limit for a cell; the limit of the process is set back after each."""
     while True:
         limit = csv.field_size_limit(_LONGEST_CSV_CELL)
         try:

@@ -54,7 +54,7 @@ class Chunk:
 
 
 def open_inputs(files: Sequence[str]) -> tuple[InputFile, ...]:
-    """Returns the data files that these files and folders stand for, each seen to have rows."""
+    """Returns the data files among these files and folders, each checked to have rows."""
     if not files:
         raise UsageError("No data files given. Name at least one file or folder.")
     inputs: dict[Path, InputFile] = {}
@@ -117,8 +117,8 @@ def require_unchanged(inputs: Sequence[InputFile], before: Sequence[Digested]) -
 
 def _changed(file: InputFile, how: str) -> FingerprintError:
     return FingerprintError(
-        f"{file.path} changed while it was read: {how}. Wait until nothing writes to it any "
-        "more, then run the same command again."
+        f"{file.path} changed while it was read: {how}. Wait until no program writes to "
+        "it, then run the same command again."
     )
 
 
@@ -130,7 +130,7 @@ def _payloads(file: InputFile, columns: Collection[str], limit: Limit) -> Iterat
             row += len(payload)
     except _DAMAGE as error:
         raise BadDataError(
-            f"{file.path} cannot be read on after row {row:,}: {_one_line(error)}. "
+            f"{file.path} cannot be read after row {row:,}: {_one_line(error)}. "
             "The file is damaged or incomplete: write it again."
         ) from error
 

@@ -102,7 +102,7 @@ class _Window:
             raise _broken(index, f"is not valid JSON ({error.msg})") from None
         except (RecursionError, ValueError) as error:
             raise _broken(index, f"cannot be read ({error})") from None
-        # A number that touches the end of the buffer may go on behind it.
+        # A number that touches the end of the buffer may continue after it.
         return end if end < len(self._text) else None
 
     def _read_more(self) -> bool:
@@ -118,4 +118,4 @@ class _Window:
 
 
 def _broken(index: int, what: str) -> BadDataError:
-    return BadDataError(f"element {index:,} of the array {what}, so the array cannot be read on")
+    return BadDataError(f"element {index:,} of the array {what}, so the rest cannot be read")

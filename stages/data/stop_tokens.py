@@ -22,7 +22,7 @@ _FOUND = {"role": "tool", "name": "search", "tool_call_id": "call00001", "conten
 
 @dataclass(frozen=True)
 class Added:
-    """The tokens of a vocabulary that stand for themselves: by id, their texts."""
+    """The added tokens of a vocabulary, which are never cut: by id, their texts."""
 
     texts: Mapping[int, str]
     special: frozenset[int]  # of them, those that are not text and do not begin a sequence
@@ -44,7 +44,7 @@ def find_stops(hf: Any, backend: Tokenizer, added: Added, template: str | None) 
     """Renders turns of an assistant to see what the template ends them with.
 
     A template may write its stop at the end of a turn, or only as the head of the next one.
-    Where it writes none, the tokenizer's EOS stands in.
+    If it writes none, the tokenizer's EOS is used.
     """
     eos = Stop(hf.eos_token_id, hf.eos_token, "tokenizer")
     if template is None:
@@ -101,7 +101,7 @@ class _Probe:
         return reversed(run)
 
     def _next(self, text: str, tail: str) -> int | None:
-        """The special token that stands right behind the turn once another follows."""
+        """The special token right after the turn when another turn follows."""
         end = text.rfind(_MARK) + len(_MARK)
         if not text[end:].startswith(tail) or _MARK not in text:
             return None
@@ -150,7 +150,7 @@ class Endings:
     ) -> tuple[list[int], bool]:
         """Returns the ids with their stop, and whether the template wrote one not known before.
 
-        They are the last ids of the encoding of `text`. What stands behind the stop is dropped.
+        They are the last ids of the encoding of `text`. What follows the stop is dropped.
         """
         if self._stops.text is None:
             return ids, False

@@ -116,13 +116,13 @@ class TextTokenizer:
                 **record.template_options,
                 **how,
             )
-        except Exception as error:  # a template is user code: whatever it raises, the row is bad
+        except Exception as error:  # a template is user code: any error makes the row bad
             raise BadRow("template_error", f"{type(error).__name__}: {error}"[:200]) from error
         return rendered
 
 
 def _continues(completions: Sequence[tuple[Message, ...]]) -> bool:
-    """Whether completions go on with the message that the prompt ends with, an assistant's."""
+    """Whether completions continue the last message of the prompt, an assistant's."""
     continuing = {completion[0]["role"] == ASSISTANT for completion in completions}
     if len(continuing) > 1:
         raise BadRow(
@@ -248,7 +248,7 @@ def _text(tokenizer: TextTokenizer, bare: list[int], *, continues: bool) -> str:
         bare = bare[1:]
     if not continues:
         return _decoded(tokenizer, bare)
-    # Some decoders drop a blank at the very start: let something stand before it.
+    # Some decoders drop a blank at the very start: put something before it.
     anchor = tokenizer.backend.encode("a", add_special_tokens=False).ids
     return _decoded(tokenizer, [*anchor, *bare])[len(_decoded(tokenizer, anchor)) :]
 

@@ -80,7 +80,7 @@ def _require_continuation(begun: Message, rest: Message, column: str) -> None:
 
 
 def read_text(value: Any, column: str) -> Text:
-    """Returns plain text or a conversation, which may stand there as its JSON text."""
+    """Returns plain text or a conversation, which may be given as JSON text."""
     if type(value) is str:
         value = _conversation_or_text(value, column) if _OBJECTS.match(value) else value
     if isinstance(value, str):
@@ -93,9 +93,9 @@ def read_text(value: Any, column: str) -> Text:
 
 
 def _conversation_or_text(text: str, column: str) -> Any:
-    """Returns the messages that JSON text holds; any other text as it is.
+    """Returns the messages that JSON text holds; any other text unchanged.
 
-    An answer may well be a JSON list of other things, or go on behind one. What names roles and
+    An answer may be a JSON list of other things, or continue after one. What names roles and
     is not JSON is refused: it is a conversation that was cut off, or written with `str`.
     """
     try:
@@ -182,7 +182,7 @@ def read_number(value: Any, column: str) -> float:
 
 
 def read_list(value: Any, column: str) -> list[Any]:
-    """Returns a list of any length, which may stand there as its JSON text."""
+    """Returns a list of any length, which may be given as JSON text."""
     if type(value) is str and value.lstrip().startswith("["):
         value = parse_json(value, column)
     if isinstance(value, list):

@@ -46,7 +46,7 @@ class Preference:
 
     @property
     def answers(self) -> tuple[Answer, ...]:
-        """All answers, in text order, so that their place says nothing of their quality."""
+        """All answers, in text order, so that their place does not show their quality."""
         everything = (self.chosen, self.rejected, *self.others)
         return tuple(sorted(everything, key=lambda answer: answer.text))
 
@@ -125,7 +125,7 @@ def _join(*parts: str) -> str:
 
 @dataclass(frozen=True)
 class DataFiles:
-    """Where `make_data` puts each shape; columns are listed beside each file."""
+    """Where `make_data` puts each shape of data, with its columns."""
 
     paired: Path  # prompt, chosen, rejected; text
     paired_jsonl: Path  # the same rows: one JSON object a line
@@ -142,7 +142,7 @@ class DataFiles:
 
     @staticmethod
     def under(folder: Path) -> DataFiles:
-        """Names the files that lie in `folder`."""
+        """The files of a folder."""
         return DataFiles(
             paired=folder / "paired.parquet",
             paired_jsonl=folder / "paired.jsonl",

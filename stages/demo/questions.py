@@ -34,11 +34,11 @@ def _arithmetic(rng: Random) -> Question:
     )
     ask = rng.choice(("What is the {} of {} and {}?", "Please work out the {} of {} and {}."))
     wrong = _other_number(rng, result)
-    tells = f"The {name} of {first} and {second} is"
+    statement = f"The {name} of {first} and {second} is"
     return Question(
         ask=ask.format(name, first, second),
-        right=f"{tells} {result}.",
-        wrong=f"{tells} {wrong}.",
+        right=f"{statement} {result}.",
+        wrong=f"{statement} {wrong}.",
         short_right=f"It is {result}.",
         short_wrong=f"It is {wrong}.",
     )
@@ -50,8 +50,8 @@ def _fact(rng: Random) -> Question:
     wrong = rng.choice([other for _, other in topic.facts if other != value])
     return Question(
         ask=rng.choice(topic.asks).format(key=key),
-        right=topic.tells.format(key=key, value=value),
-        wrong=topic.tells.format(key=key, value=wrong),
+        right=topic.statement.format(key=key, value=value),
+        wrong=topic.statement.format(key=key, value=wrong),
         short_right=f"It is {value}.",
         short_wrong=f"It is {wrong}.",
     )
@@ -62,10 +62,10 @@ def _story(rng: Random) -> Question:
     thing = rng.choice(THINGS)
     start, more = rng.randrange(2, 15), rng.randrange(2, 15)
     scenery = [_scenery(rng, person, friend) for _ in range(rng.randrange(1, 7))]
-    told = [f"{person} has {start} {thing}.", *scenery, f"{friend} gives {person} {more} {thing}."]
+    story = [f"{person} has {start} {thing}.", *scenery, f"{friend} gives {person} {more} {thing}."]
     wrong = _other_number(rng, start + more)
     return Question(
-        ask=f"{' '.join(told)} How many {thing} does {person} have now?",
+        ask=f"{' '.join(story)} How many {thing} does {person} have now?",
         right=f"{person} has {start + more} {thing} now.",
         wrong=f"{person} has {wrong} {thing} now.",
         short_right=f"{start + more}.",
@@ -104,16 +104,16 @@ def _other_number(rng: Random, number: int) -> int:
 
 @dataclass(frozen=True)
 class Topic:
-    """A table of facts with the ways to ask for one and to tell it."""
+    """A table of facts with the ways to ask for one and to state it."""
 
     asks: tuple[str, ...]  # with {key}
-    tells: str  # with {key} and {value}
+    statement: str  # with {key} and {value}
     facts: tuple[tuple[str, str], ...]  # key, value
 
 
 SOUNDS = Topic(
     asks=("What sound does a {key} make?", "How does a {key} sound?", "What does the {key} say?"),
-    tells="A {key} says {value}.",
+    statement="A {key} says {value}.",
     facts=(
         ("cow", "moo"),
         ("cat", "meow"),
@@ -133,7 +133,7 @@ SOUNDS = Topic(
 )
 COLOURS = Topic(
     asks=("What colour is {key}?", "Which colour does {key} have?", "Tell me the colour of {key}."),
-    tells="The colour of {key} is {value}.",
+    statement="The colour of {key} is {value}.",
     facts=(
         ("grass", "green"),
         ("snow", "white"),
@@ -154,7 +154,7 @@ CAPITALS = Topic(
         "Which city is the capital of {key}?",
         "Name the capital of {key}.",
     ),
-    tells="The capital of {key} is {value}.",
+    statement="The capital of {key} is {value}.",
     facts=(
         ("Veloria", "Tamsin"),
         ("Ostrand", "Kelby"),
@@ -172,7 +172,7 @@ CAPITALS = Topic(
 )
 OPPOSITES = Topic(
     asks=("What is the opposite of {key}?", "Give me the opposite of the word {key}."),
-    tells="The opposite of {key} is {value}.",
+    statement="The opposite of {key} is {value}.",
     facts=(
         ("hot", "cold"),
         ("big", "small"),
@@ -189,7 +189,7 @@ OPPOSITES = Topic(
 )
 DAYS = Topic(
     asks=("Which day comes after {key}?", "What day follows {key}?"),
-    tells="The day after {key} is {value}.",
+    statement="The day after {key} is {value}.",
     facts=(
         ("Monday", "Tuesday"),
         ("Tuesday", "Wednesday"),

@@ -37,7 +37,7 @@ DEFAULT_SHAPE = ModelShape()
 
 @dataclass(frozen=True)
 class TinyWorld:
-    """Where everything lies, and how well the model knows the language."""
+    """The paths of a tiny world, and how well its model knows the language."""
 
     folder: Path
     model: Path  # weights, config, generation config and tokenizer
@@ -123,7 +123,7 @@ def _save(model: LlamaForCausalLM, folder: Path) -> None:
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    # Its own writing to a file hides it from all but its owner.
+    # Its own way of writing makes the file readable for its owner only.
     (folder / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
 
 

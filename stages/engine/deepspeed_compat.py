@@ -22,7 +22,7 @@ ACCELERATOR = "DS_ACCELERATOR"
 def _accelerator_named() -> Iterator[None]:
     """Names the accelerator: otherwise DeepSpeed detects one at import and prints it on stdout.
 
-    It asks once; the environment belongs to the host.
+    DeepSpeed asks once; afterwards the environment of the process is restored.
     """
     is_set = ACCELERATOR in os.environ
     os.environ.setdefault(ACCELERATOR, "cuda" if torch.cuda.is_available() else "cpu")
@@ -66,7 +66,7 @@ _STAGE_1_AND_2 = _RUNTIME.zero.stage_1_and_2
 CONFIG_ERROR = _RUNTIME.config.DeepSpeedConfigError
 # It clips, scales the loss and leaves steps out by itself; an optimizer of torch does not.
 WRAPPED_OPTIMIZER = _RUNTIME.base_optimizer.DeepSpeedOptimizer
-# What the files of its state hold beside tensors, numbers and containers.
+# What the files of its state hold besides tensors, numbers and containers.
 STATE_TYPES = (
     _RUNTIME.fp16.loss_scaler.LossScaler,
     _RUNTIME.fp16.loss_scaler.DynamicLossScaler,

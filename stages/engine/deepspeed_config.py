@@ -47,11 +47,11 @@ def engine_config(options: TrainOptions, circumstances: Circumstances) -> dict[s
 
 
 def _ours(options: TrainOptions, circumstances: Circumstances) -> dict[str, Any]:
-    """The part that our options decide, whatever the ZeRO stage."""
+    """The part that align's options decide under every ZeRO stage."""
     hidden_size = circumstances.hidden_size
     config: dict[str, Any] = {
         # How many micro-batches a step has differs from step to step, and the losses are shares
-        # of a global mean already: DeepSpeed shall divide by nothing but the number of ranks.
+        # of a global mean already: DeepSpeed must divide by the number of ranks only.
         "train_batch_size": circumstances.world_size,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -131,12 +131,12 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {max(keys, key=keys.count)!r} stands twice")
+        raise ValueError(f"the key {max(keys, key=keys.count)!r} is given twice")
     return content
 
 
 AUTO = "auto"
-# Why a block cannot be honoured, whatever it holds.
+# Why these blocks are refused, with any content.
 REFUSED = {
     "scheduler": "train.schedule, train.warmup and train.min_lr decide the learning rate",
     "elasticity": "DeepSpeed no longer trains elastically; start again with --resume auto",
@@ -147,7 +147,7 @@ REFUSED = {
     "sequence_parallel_size": "every rank is given rows of its own",
     "managed_gradient_accumulation": "the number of micro-batches is decided step by step",
 }
-# What an update that is applied or not, and nothing between, depends on.
+# What an update needs that is applied whole or not at all.
 REQUIRED = {
     "bf16.check_grad_overflow": True,
     "bfloat16.check_grad_overflow": True,
@@ -188,7 +188,7 @@ BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accum
 def filled(
     theirs: dict[str, Any], ours: dict[str, Any], *, place: str, batch_size: int
 ) -> dict[str, Any]:
-    """The user's file, with our values at every "auto" and wherever one is missing."""
+    """The user's file, with align's value for every "auto" and every missing key."""
     config = copy.deepcopy(theirs)
     if "bfloat16" in config and "bf16" not in config:
         config["bf16"] = config.pop("bfloat16")
@@ -203,7 +203,7 @@ def filled(
         )
     _fill(config, ours)
     if left := [key for key, value in leaves(config) if value == AUTO]:
-        raise UsageError(f'{place}: no option of ours fills the "auto" of {", ".join(left)}.')
+        raise UsageError(f'{place}: align has no value for the "auto" of {", ".join(left)}.')
     return config
 
 
@@ -253,7 +253,7 @@ def _fill(config: dict[str, Any], ours: dict[str, Any]) -> None:
     for key in ADDED:
         if _at(config, key) is None:
             _put(config, key, copy.deepcopy(_at(ours, key)))
-    # Other keys of theirs, such as the kind of optimizer, stay as they are.
+    # The user's other keys, such as the kind of optimizer, are kept.
     for key, value in list(leaves(config)):
         if value == AUTO and _at(ours, key) is not None:
             _put(config, key, copy.deepcopy(_at(ours, key)))

@@ -95,7 +95,7 @@ class DeepSpeedEngine:
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Adds this micro-batch's gradient; the last one of a step reduces what is still local."""
         self._engine.set_gradient_accumulation_boundary(is_last)
-        # DeepSpeed takes the mean of the gradients over ranks; ours are shares, to be summed.
+        # DeepSpeed takes the mean of the gradients over ranks; these are shares, to be summed.
         self._engine.backward(loss * self._world.size, scale_wrt_gas=False)
 
     def step(self) -> Update:
@@ -169,7 +169,7 @@ def clear_gradients(engine: Any) -> None:
 
 
 def _norm(engine: Any) -> float:
-    """Without ZeRO and in float32 DeepSpeed updates with whatever it is given, NaN included."""
+    """The norm of the gradients; in float32 without ZeRO, DeepSpeed does not check it for NaN."""
     gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
-    # The gradients are reduced already, so every rank comes to the same number.
+    # The gradients are reduced already, so every rank computes the same number.
     return float(torch.nn.utils.get_total_norm(gradients))

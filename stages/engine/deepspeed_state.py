@@ -16,7 +16,7 @@ from ...schemas.errors import CorruptionError, StorageError
 from ...schemas.safe_text import masked
 from .deepspeed_compat import STATE_TYPES, gathered_weight, quietly, state_written_by
 
-# What its loader stumbles over when a file is missing, damaged or of another run.
+# What its loader raises when a file is missing, damaged or of another run.
 _NOT_OURS = (
     pickle.UnpicklingError,
     AssertionError,
@@ -34,7 +34,7 @@ FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 def save(engine: Any, folder: Path) -> tuple[str, ...]:
     """Every rank writes its part; returns the files this rank wrote, relative to the folder."""
     with quietly(), _failing_late(engine) as written:
-        # Parameters that do not learn are left out: they are where they came from.
+        # Frozen parameters are left out: the model folder has them.
         engine.save_checkpoint(
             str(folder), tag=TAG, save_latest=False, exclude_frozen_parameters=True
         )
@@ -51,12 +51,11 @@ def load(engine: Any, folder: Path) -> None:
             )
     except _NOT_OURS as error:
         raise CorruptionError(
-            f"{folder}: this is not a state of the run as it is set up now "
-            f"({_first_line(error)}). Use the model, train.deepspeed, train.dtype and number of "
-            "ranks that it was saved with."
+            f"{folder} does not fit the model and engine of this run ({_first_line(error)}). Use "
+            "the model, train.deepspeed, train.dtype and number of ranks that it was saved with."
         ) from error
     if path is None:
-        raise CorruptionError(f"{folder}: holds no state that DeepSpeed can find.")
+        raise CorruptionError(f"{folder} holds no state that DeepSpeed finds.")
 
 
 @contextmanager
@@ -107,7 +106,7 @@ WRAPPED = "model."  # where the policy holds the model whose names are used
 def whole_weights(policy: nn.Module, *, rank: int, trainable_only: bool) -> Mapping[str, Tensor]:
     """Parameters, tied ones once, and saved buffers; every rank calls it, rank 0 gets them.
 
-    What the policy has beside the model keeps its own name: `value_head.weight`.
+    What the policy has besides the model keeps its own name: `value_head.weight`.
     """
     weights = {}
     for name, tensor in _tensors(policy):

@@ -1,9 +1,9 @@
-"""Joins this process to its peers, whoever launched them, and checks that all are alive.
+"""Joins this process to its peers, under any launcher, and checks that all are alive.
 
-A machine that loses its power or its network closes no connection: its peers would wait in a
-collective for as long as that may take. A rank that is slow to save or to evaluate beats on, since
-a thread of its own does it. Each rank listens to the one before it, and the first to miss another
-tells all.
+A machine that loses its power or its network does not close its connections: its peers would wait
+in a collective until it times out. A thread sends the heartbeat, so a rank that takes long to save
+or to evaluate is not lost. Each rank listens to the one before it, and the first to miss another
+reports it to all.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def world_of(environment: Mapping[str, str]) -> World:
     values = [environment[name] for name in NAMES[:3]]
     if not all(value.isdigit() for value in values) or int(values[0]) >= int(values[1]):
         shown = ", ".join(f"{name}={environment[name]}" for name in NAMES[:3])
-        raise UsageError(f"{shown}: these do not name a rank among peers. Start with a launcher.")
+        raise UsageError(f"{shown}: these are not a rank below WORLD_SIZE. Start with a launcher.")
     if values[1] != "1" and environment["MASTER_PORT"] == "0":
-        # torchrun passes it on as it is, and ranks would wait at it until they time out.
+        # torchrun passes it on, and ranks would wait there until they time out.
         raise UsageError("MASTER_PORT is 0, where no rank can meet. Use torchrun --standalone.")
     rank, size, local_rank = map(int, values)
     return World(rank=rank, size=size, local_rank=local_rank)
@@ -133,7 +133,7 @@ FIRST_PORT, PORTS = 20_000, 20_000
 def slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Empty unless srun started this process as one of several tasks."""
     tasks = environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1"))
-    # A batch script that calls us without srun has a job and a task count, but no step.
+    # A batch script that calls align without srun has a job and a task count, but no step.
     if tasks == "1" or "SLURM_STEP_ID" not in environment:
         return {}
     nodes = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", ""))
@@ -237,7 +237,7 @@ def heartbeat(world: World) -> Iterator[None]:
         yield
     finally:
         pulse.over.set()
-        threads[0].join(2 * BEAT_SECONDS)  # not long: a store that is gone may hold it
+        threads[0].join(2 * BEAT_SECONDS)  # not long: a lost store may block it
 
 
 class Pulse:
@@ -276,7 +276,9 @@ class Pulse:
             place = "the store at {}:{}".format(*self._place)
             if self._has_met:
                 self._end(self._lost(place))
-            logger.warning("Rank %d cannot reach %s: no lost rank is noticed.", self._rank, place)
+            logger.warning(
+                "Rank %d cannot reach %s: it will not notice a lost rank.", self._rank, place
+            )
             return
 
     def _is_over_after_nap(self, clock: str) -> bool:
@@ -307,8 +309,8 @@ class Pulse:
 
     def _lost(self, who: str) -> str:
         return (
-            f"Rank {self._rank} has not heard of {who} for {LOST_SECONDS:.0f} s: a machine or the "
-            "network is gone. Start all ranks again with --resume auto."
+            f"Rank {self._rank} has not heard from {who} for {LOST_SECONDS:.0f} s: a machine or "
+            "the network has failed. Start all ranks again with --resume auto."
         )
 
     def _end(self, said: str) -> None:
@@ -321,7 +323,7 @@ class Pulse:
 
 
 def total(values: Tensor) -> Tensor:
-    """The sum over ranks, on every rank; the argument is left as it is."""
+    """The sum over ranks, on every rank; the argument is not changed."""
     summed = values.detach().to(torch.float64, copy=True)
     distributed.all_reduce(summed)
     return summed

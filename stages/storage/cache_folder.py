@@ -4,9 +4,9 @@ manifest.json                        written last; readers read only this
 data/part-<unit>-<sha256>.parquet    shards, named by their content
 quarantine/part-<n>-<sha256>.parquet rejected rows
 _align/LOCK                          held by the owner of the folder
-_align/mlflow-run.json               names the run of MLflow whose end it does not know
+_align/mlflow-run.json               names the MLflow run whose end MLflow does not know
 _align/roots/<root>.json             manifests the cache had before it grew; their shards stay
-_align/<plan key>/                   work in progress, gone when it is done
+_align/<plan key>/                   work in progress, removed when it is done
     plan.json  commits/<unit>.json  claims  spool/  tmp/<run id>/
 """
 
@@ -35,7 +35,7 @@ def part_name(unit: int, sha256: str) -> str:
 
 
 class Below:
-    """An attribute that is a path in the folder it is asked of, by its name from there."""
+    """A path in a folder, as an attribute of that folder."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -79,7 +79,7 @@ class CacheFolder:
         return WorkFolder(self, self.private / plan_key[:16])
 
     def works(self) -> list[WorkFolder]:
-        """Work in progress, of whatever plans."""
+        """The work in progress of every plan."""
         if not self.private.is_dir():
             return []
         names = sorted(path.name for path in self.private.iterdir())
@@ -125,7 +125,7 @@ class WorkFolder:
         fs.fsync_folder(self.root)
 
     def new_draft(self, run_id: str, name: str) -> Path:
-        """A free name in the folder of one run's drafts, which is for its owner's eyes only."""
+        """A free name in the folder of one run's drafts, which only its owner may read."""
         fs.make_folder(self.root / "tmp", 0o700)
         fs.make_folder(self.tmp(run_id), 0o700)
         return self.tmp(run_id) / f"{name}-{secrets.token_hex(8)}.parquet"
@@ -136,20 +136,20 @@ OUTPUTS = ("rewards", "sweep")
 
 @dataclass(frozen=True)
 class OutputFolder:
-    """Where a command that keeps neither cache nor run writes; known as ours by a mark in it."""
+    """The output of a command that makes neither a cache nor a run, with a mark in it."""
 
     root: Path
     kind: str  # one of OUTPUTS
 
     @property
     def _mark(self) -> Path:
-        """Holds the digests of what we wrote under names a person may use as well."""
+        """The file with the digests of what align wrote under names that a person may use too."""
         return self.root / "_align" / self.kind
 
     def prepare(self) -> None:
         """Makes the folder; refuses one that holds something else."""
         private = self._mark.parent
-        fs.drop_drafts(self._mark)  # a kill while it was marked leaves one
+        fs.drop_drafts(self._mark)  # a process that is killed as it writes the mark leaves one
         is_begun = private.is_dir() and not any(private.iterdir())
         is_ours = self._mark.is_file() or (is_begun and [*self.root.iterdir()] == [private])
         refuse_foreign(self.root, is_ours=is_ours, what=self.kind)
@@ -158,7 +158,7 @@ class OutputFolder:
             fs.publish(self._mark, b"", label="config")
 
     def require_ours(self, name: str) -> None:
-        """Refuses to replace a file that we did not write, or that was changed since."""
+        """Refuses to replace a file that align did not write, or that was changed since."""
         path = self.root / name
         if path.exists() and fs.sha256_of(path) not in self._known():
             raise UsageError(
@@ -166,7 +166,7 @@ class OutputFolder:
             )
 
     def vouch_for(self, name: str, sha256: str) -> None:
-        """Writes down what is about to stand under a name, beside what stands there now."""
+        """Adds the digest of a file that is about to be written to that of the file it replaces."""
         path = self.root / name
         known = [fs.sha256_of(path)] if path.exists() else []
         fs.publish(self._mark, "\n".join([*known, sha256]).encode(), label="config")
@@ -176,30 +176,29 @@ class OutputFolder:
 
 
 def is_output(private: Path) -> bool:
-    """Whether a folder is that of another command."""
+    """Whether the folder is the output of another command."""
     return any((private / kind).exists() for kind in OUTPUTS)
 
 
 def refuse_foreign(root: Path, *, is_ours: bool, what: str) -> None:
-    """UsageError where something is that we did not make; an empty folder may be taken."""
+    """Refuses a folder with content that align did not make; an empty folder may be used."""
     if not root.exists() and not root.is_symlink():
         return
     if not root.is_dir():
         raise UsageError(f"{root} is not a folder. Choose another --output.")
     if not is_ours and (found := next(root.iterdir(), None)) is not None:
         raise UsageError(
-            f"{root} belongs to something else: it holds '{found.name}' and no {what}. "
-            "Choose another --output."
+            f"{root} holds '{found.name}' and is not a {what} folder. Choose another --output."
         )
 
 
 def make_place(root: Path, private: Path) -> None:
-    """Makes a folder and the private one in it, by which it is known as ours from then on."""
+    """Makes a folder and the private one in it, which marks it as made by align."""
     if not private.is_dir():
         above = [path for path in root.parents if not path.exists()]
         for path in (*reversed(above), root):
             fs.make_folder(path)
-            if os.access(path.parent, os.R_OK):  # else it is not ours to sync
+            if os.access(path.parent, os.R_OK):  # else this process may not sync it
                 fs.fsync_folder(path.parent)
     fs.make_folder(private)
     fs.fsync_folder(root)  # before anything else is in it

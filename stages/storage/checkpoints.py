@@ -1,11 +1,11 @@
 """Saves, restores and prunes checkpoints: all files are durable before one rename commits them.
 
-Every rank writes into one draft folder and vouches for its own files; rank 0 compares what is
-there with what was vouched for, adds the record, and gives the folder its name.
+Every rank writes into one draft folder and reports the length and digest of its files; rank 0
+compares the folder with the reports, adds the record, and gives the folder its name.
 
-To go on from: the one that `latest` names if it is whole, else the newest whole one. One rank
-chooses for all: ranks that looked for themselves could find different ones. The newest few stay,
-the best one, and always the one that `latest` names.
+A run resumes from the checkpoint that `latest` names if it is whole, else from the newest whole
+one. One rank chooses for all: ranks that looked for themselves could find different ones. The
+newest few are kept, the best one, and always the one that `latest` names.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import secrets
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NoReturn
 
@@ -32,13 +33,12 @@ from ...schemas.checkpoint import (
     RankFiles,
     Retention,
     Saved,
-    wanted,
 )
 from ...schemas.errors import AlignError, CorruptionError, FingerprintError, StorageError
 from ...schemas.json_codec import CodecError, digest_of, from_json, to_json, version_in
 from . import fs
 from .failpoints import reach
-from .run_folder import RECORD_NAME, STEP_NAME, TRASH_NAME, RunFolder, described, trash_name
+from .run_folder import RECORD_NAME, STEP_NAME, RunFolder, described, trash_name
 
 logger = logging.getLogger("align")
 
@@ -52,7 +52,7 @@ def save_checkpoint(
     peers: Peers,
     retention: Retention,
 ) -> Saved:
-    """Saves together with all other ranks; where one of them fails, there is no checkpoint.
+    """Saves a checkpoint together with all other ranks; if one of them fails, there is none.
 
     `write` fills the folder it is given and returns the relative paths of this rank's own files.
     """
@@ -83,7 +83,7 @@ def _finish(
     shares: Sequence[RankFiles],
     retention: Retention,
 ) -> str:
-    """Commits, and prunes what is no longer kept; returns why it could not."""
+    """Commits the checkpoint and prunes old ones; returns the failure, or nothing."""
     try:
         _require_all(draft, shares)
         _commit(folder, draft, position, shares)
@@ -105,7 +105,9 @@ def _require_all(draft: Path, shares: Sequence[RankFiles]) -> None:
         if not path.is_dir() or path.is_symlink()
     ]
     if odd := sorted(set(vouched) ^ set(found)):
-        raise StorageError(f"{draft}: not what the ranks wrote: {odd[0][0]} ({odd[0][1]} bytes).")
+        raise StorageError(
+            f"{draft} differs from what the ranks wrote: {odd[0][0]} ({odd[0][1]} bytes)."
+        )
     if len(set(vouched)) < len(vouched):
         raise StorageError(f"{draft}: two ranks wrote the same file.")
 
@@ -126,7 +128,7 @@ def _commit(
     for path in (*(path for path in draft.rglob("*") if path.is_dir()), draft):
         fs.fsync_folder(path)
     final = folder.step(position.global_step)
-    if final.exists():  # of a future that was left for an older checkpoint
+    if final.exists():  # of a run that then resumed from an older checkpoint
         fs.rename(final, trash_name(final))
     reach("checkpoint.before_rename")
     fs.rename(draft, final)
@@ -145,31 +147,29 @@ def _write_record(draft: Path, unsigned: Checkpoint) -> None:
 
 
 def _abandon(folder: RunFolder, draft: Path) -> None:
-    with suppress(StorageError):  # the next start sweeps up
+    with suppress(StorageError):  # the next start removes it
         if draft.exists():
             fs.rename(draft, trash_name(draft))
-        empty_trash(folder)
+        folder.empty_trash()
 
 
 def choose_checkpoint(folder: RunFolder) -> Chosen | None:
-    """Reads every byte of the newest checkpoint, and of older ones as long as it is damaged."""
+    """The newest checkpoint that is whole; every byte is read, and damaged ones are renamed."""
     set_aside: list[str] = []
     for step in _in_order(folder):
         path = folder.step(step)
         try:
-            checkpoint = verify_checkpoint(path)
+            return Chosen(verify_checkpoint(path), tuple(set_aside))
         except CorruptionError as error:
             bad = path.with_name(f".bad-{path.name}-{secrets.token_hex(4)}")
             fs.rename(path, bad)
             logger.warning("%s It is now called %s; an older one is tried.", error, bad.name)
             set_aside.append(bad.name)
-            continue
-        return Chosen(checkpoint, tuple(set_aside))
     return None
 
 
 def verify_checkpoint(path: Path) -> Checkpoint:
-    """The record of a checkpoint that is whole; CorruptionError where a byte or a file is not."""
+    """The record of a checkpoint; CorruptionError if one of its files is not whole."""
     checkpoint = read_checkpoint(path)
     missing = {file.path: file for file in checkpoint.files}
     for folder, folders, names, descriptor in os.fwalk(path, onerror=_cannot_list):
@@ -179,7 +179,7 @@ def verify_checkpoint(path: Path) -> Checkpoint:
             if relative == RECORD_NAME:
                 continue
             if relative not in missing:
-                raise _damaged(path, f"{relative!r} is not a file of it")
+                raise _damaged(path, f"{relative!r} is not one of its files")
             _check(path, descriptor, name, missing.pop(relative))
     if missing:
         raise _damaged(path, f"{next(iter(missing))} is missing")
@@ -204,27 +204,19 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise _damaged(path, f"it is of step {checkpoint.position.global_step}")
     paths = [file.path for file in checkpoint.files]
     if paths != sorted(set(paths)) or not all(map(_is_plain, paths)):
-        raise _damaged(path, f"{RECORD_NAME} names files that cannot be")
+        raise _damaged(path, f"{RECORD_NAME} names impossible paths")
     return checkpoint
-
-
-def latest_step(folder: RunFolder) -> int | None:
-    """The step that `latest` names, even if its checkpoint is missing."""
-    try:
-        text = fs.read_bytes(folder.latest).decode("ascii", "replace")
-    except StorageError:
-        return None
-    name = STEP_NAME.fullmatch(text.strip())
-    return int(name[1]) if name else None
 
 
 def _in_order(folder: RunFolder) -> list[int]:
     steps = folder.steps()[::-1]
-    named = latest_step(folder)
+    named = folder.latest_step()
     if named in steps:
         return [named, *(step for step in steps if step != named)]
     if steps:
-        logger.warning("%s names no checkpoint that is there; the newest is tried.", folder.latest)
+        logger.warning(
+            "%s does not name a checkpoint that exists; the newest is tried.", folder.latest
+        )
     return steps
 
 
@@ -256,7 +248,7 @@ def _refuse_another_format(text: bytes, path: Path) -> None:
     if version is not None and version != FORMAT_VERSION:
         newer_or_older = "a newer" if version > FORMAT_VERSION else "the older"
         raise FingerprintError(
-            f"{path} has format version {version}; this align goes on from {FORMAT_VERSION} only. "
+            f"{path} has format version {version}; this align resumes from {FORMAT_VERSION} only. "
             f"Install {newer_or_older} align, or begin a new run in another --output."
         )
 
@@ -269,6 +261,26 @@ def _damaged(path: Path, why: str) -> CorruptionError:
     return CorruptionError(f"The checkpoint {path} is damaged: {why}.")
 
 
+# A metric with one of these between its slashes is best where it is lowest.
+LOWEST = frozenset({"loss", "nll", "kl", "rejected", "grad_norm", "errors"})
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What makes a checkpoint the best."""
+
+    metric: str
+    is_lowest: bool
+
+
+def wanted(best: str) -> Wanted:
+    """Reads `eval/loss`; with a leading - the lowest value is the best, with + the highest."""
+    metric = best.lstrip("+-")
+    if metric != best:
+        return Wanted(metric, best.startswith("-"))
+    return Wanted(metric, not LOWEST.isdisjoint(metric.split("/")))
+
+
 def prune(folder: RunFolder, retention: Retention, *, newest: int) -> None:
     """Removes checkpoints that are not kept, and any later than the newest."""
     reach("prune.started")
@@ -277,32 +289,22 @@ def prune(folder: RunFolder, retention: Retention, *, newest: int) -> None:
         if step not in kept:
             # Renamed first: a half-removed folder must not look like a checkpoint.
             fs.rename(folder.step(step), trash_name(folder.step(step)))
-    empty_trash(folder)
+    folder.empty_trash()
     reach("prune.done")
-
-
-def empty_trash(folder: RunFolder) -> None:
-    """Removes for good what was renamed to be removed."""
-    # First the renames: nothing is emptied whose old name may come back.
-    fs.fsync_folder(folder.checkpoints)
-    reach("prune.forgotten")
-    for path in sorted(folder.checkpoints.iterdir()):
-        if TRASH_NAME.fullmatch(path.name):
-            fs.remove_tree(path)
 
 
 def kept_steps(folder: RunFolder, retention: Retention, *, newest: int) -> set[int]:
     """The steps whose checkpoints stay."""
     past = [step for step in folder.steps() if step <= newest]
     best = _best(folder, past, retention.best) if retention.best else None
-    named = [step for step in (latest_step(folder), best) if step is not None]
+    named = [step for step in (folder.latest_step(), best) if step is not None]
     return {*past[-retention.keep_last :], newest, *named}
 
 
 def _best(folder: RunFolder, steps: list[int], best: str) -> int | None:
     """The earliest step with the best value; None where no checkpoint has one."""
-    sought = wanted(best)
-    metric, sign = sought.metric, 1.0 if sought.is_lowest else -1.0
+    target = wanted(best)
+    metric, sign = target.metric, 1.0 if target.is_lowest else -1.0
     values = {step: value for step in steps if (value := _value(folder, step, metric)) is not None}
     return min(values, key=lambda step: (sign * values[step], step), default=None)
 
@@ -325,23 +327,23 @@ def add_checkpoint_metrics(
 ) -> None:
     """Adds metrics to the record of a checkpoint; one rank does this.
 
-    It vouches for the journal as it is by then, with the line of what was measured.
+    `journal` describes the journal after the line with these metrics.
     """
     known = read_checkpoint(folder.step(step))
     every = {**known.position.metrics, **_finite(metrics)}
     position = dataclasses.replace(known.position, metrics=every, journal=journal)
     _replace(folder, dataclasses.replace(known, position=position), run_id)
-    # A process that was killed may have left a `latest` that a power loss takes back.
+    # A process that was killed may have left a `latest` that a power loss undoes.
     fs.fsync_folder(folder.checkpoints)
     prune(folder, retention, newest=step)
 
 
 def _replace(folder: RunFolder, unsigned: Checkpoint, run_id: str) -> None:
     step = unsigned.position.global_step
-    # Not beside the old one: a draft that stays behind would be a file the checkpoint has not.
+    # Not in the checkpoint: a draft left there would be a file that the record does not name.
     draft = folder.draft(step, run_id)
     fs.make_folder(draft)
     _write_record(draft, unsigned)
     fs.rename(draft / RECORD_NAME, folder.step(step) / RECORD_NAME)
-    # Not synced: a run that goes on from a checkpoint without its evaluation makes it again.
+    # Not synced: a run that resumes from a checkpoint without its evaluation evaluates again.
     fs.remove_folder(draft)

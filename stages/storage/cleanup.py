@@ -1,6 +1,6 @@
 """Removes work in progress and unnamed files once a manifest is written.
 
-What only manifests of before name stays, for trainings that began on it, until a person says so.
+Files that only earlier manifests name stay until `align gc`, for trainings that began on them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _TRASH = ".trash-"
 
 
 def collect(folder: CacheFolder, manifest: Manifest) -> None:
-    """Leaves of a cache what its manifest and those before it name; may be repeated at any time."""
+    """Removes the files that neither the manifest nor an earlier one names; safe to repeat."""
     assert load_manifest(folder).root == manifest.root, "only after the manifest is published"
     reach("gc.started")
     # The run that renamed the manifest may have died before it made the name durable.
     fs.fsync_folder(folder.root)
-    # Commits go before the shards they name: no commit may ever point at nothing.
+    # Commits go before the shards they name: a commit must never name a missing shard.
     _forget_work(folder.private)
     reach("gc.forgotten")
     named = _named_by(folder, [manifest, *earlier_manifests(folder)])
@@ -45,7 +45,7 @@ def collect(folder: CacheFolder, manifest: Manifest) -> None:
 
 
 def is_tidy(folder: CacheFolder, manifest: Manifest) -> bool:
-    """Whether `collect` was carried through; reads names only."""
+    """Whether `collect` has finished; reads names only."""
     named = _named_by(folder, [manifest, *earlier_manifests(folder)])
     names = {path.name for path in folder.private.iterdir()} if folder.private.is_dir() else set()
     ours = {folder.lock.name, folder.roots.name, folder.mlflow.name}
@@ -71,7 +71,7 @@ class Superseded:
 
 
 def superseded(folder: CacheFolder, manifest: Manifest) -> Superseded:
-    """Files that only manifests of before name."""
+    """The files that only earlier manifests name."""
     earlier = earlier_manifests(folder)
     files = sorted(_named_by(folder, earlier) - _named_by(folder, [manifest]))
     there = [path for path in files if path.exists()]
@@ -80,11 +80,11 @@ def superseded(folder: CacheFolder, manifest: Manifest) -> Superseded:
 
 
 def remove_superseded(folder: CacheFolder, manifest: Manifest) -> None:
-    """Forgets all earlier roots, then removes what only they named; the owner calls it."""
+    """Removes all earlier manifests, then the files that only they named; the owner calls it."""
     for earlier in earlier_manifests(folder):
         fs.unlink(folder.earlier(earlier.root))
     if folder.roots.is_dir():
-        fs.fsync_folder(folder.roots)  # no manifest may ever name what is gone
+        fs.fsync_folder(folder.roots)  # a manifest must never name a missing file
         fs.remove_folder(folder.roots)
     reach("superseded.forgotten")
     collect(folder, manifest)
@@ -113,7 +113,7 @@ def _forget_work(private: Path) -> None:
         if WORK_NAME.fullmatch(path.name):
             # Renamed first: a half-removed folder must not look like work to be resumed.
             fs.rename(path, path.with_name(f"{_TRASH}{path.name}-{secrets.token_hex(4)}"))
-    # Also for what a killed run renamed: nothing is emptied whose old name may come back.
+    # Also what a killed run renamed: after a power loss no half-emptied folder may have its name.
     fs.fsync_folder(private)
     for path in list(private.iterdir()):
         if path.name.startswith(_TRASH):

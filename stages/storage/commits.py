@@ -1,6 +1,6 @@
 """Commits a unit: its shard is made durable first, then one commit names it.
 
-Rejected rows go to the quarantine: where each stood and why it cannot be used.
+Rejected rows go to the quarantine: where each was and why it cannot be used.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class UnitFacts:
     rejected: tuple[Rejected, ...]  # rows dropped while scoring
     notes: dict[str, int]
     numerics: dict[str, str]
-    input_names: Mapping[int, str]  # of the files that rejected rows are of, by identity
+    input_names: Mapping[int, str]  # of the data files, by identity
 
 
 def commit_unit(
@@ -69,7 +69,7 @@ def commit_unit(
 
 
 def counted(block: ScoredBlock) -> dict[str, Any]:
-    """What a commit says of the rows in its shard, by its fields."""
+    """The fields of a commit that describe the rows of its shard."""
     logps = block.logps
     return {
         "rows": len(block.rows),
@@ -98,7 +98,7 @@ def read_commits(work: WorkFolder, num_units: int) -> dict[int, Commit]:
             continue
         name = COMMIT_NAME.fullmatch(path.name)
         if name is None or int(name[1]) >= num_units:
-            raise _damaged(path, f"no unit of this plan, which has {num_units}, is called that")
+            raise _damaged(path, f"none of the {num_units} units of this plan has this name")
         commit = _read_commit(path, int(name[1]))
         _require_file(work.cache.data / commit.file, commit.bytes, path)
         for entry in commit.quarantine:
@@ -132,7 +132,7 @@ def _describe(
     facts: UnitFacts,
     quarantine: tuple[FileEntry, ...],
 ) -> Commit:
-    """Reads the file back before anything vouches for it."""
+    """The commit of a shard, once the file is read back and compared."""
     _require_written(draft, block, len(group_bounds(block.rows)))
     sha256 = fs.sha256_of(draft)
     unsigned = Commit(
@@ -190,7 +190,7 @@ def _install(draft: Path, final: Path) -> None:
 def _yield_to(theirs: Commit, ours: Commit, final: Path, *, is_new: bool) -> Commit:
     if theirs.file != ours.file:
         logger.warning(
-            "unit %d: another worker's shard is kept, ours has other bytes "
+            "unit %d: another worker's shard is kept; this worker's has other bytes "
             "(log-probs sum to %r there, %r here).",
             ours.unit,
             theirs.logp_sum,

@@ -1,4 +1,4 @@
-"""Named places where a test can make the program die, be asked to stop, or meet a bad disk.
+"""Named places where a test can kill the program, ask it to stop, or make the disk fail.
 
 ALIGN_FAILPOINTS="commit.before_link=kill@2,manifest.after_rename=eio" kills the process the
 second time it is about to link a commit, and fails it after the manifest has its name. `watch` sees

@@ -1,4 +1,4 @@
-"""File system operations: the only module of this room that changes the disk."""
+"""File system operations; no other module of this folder changes the disk."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def publish(path: Path, payload: bytes, *, label: str) -> None:
-    """Puts a whole file in place of whatever had its name."""
+    """Writes a whole file, in place of any other of this name."""
     with _drafted(path, payload) as draft:
         reach(f"{label}.before_rename")
         rename(draft, path)
@@ -39,22 +39,22 @@ def publish(path: Path, payload: bytes, *, label: str) -> None:
 
 
 def put_if_absent(path: Path, payload: bytes, *, label: str) -> bool:
-    """Puts a whole file where none is; False when another was there first."""
+    """Writes a whole file unless there is one; returns whether it did."""
     with _drafted(path, payload) as draft:
         reach(f"{label}.before_link")
         won = link(draft, path)
     reach(f"{label}.after_link")
     unlink(draft)
-    # Also for the loser: who built on the winner's file must not outlive it in a power loss.
+    # Also if another was first: work built on its file must not outlive it in a power loss.
     fsync_folder(path.parent)
     return won
 
 
 @contextmanager
 def new_file(path: Path, *, replaces: bool) -> Iterator[io.BufferedWriter]:
-    """A file to write into; whole and durable at the end of the block, it becomes `path`.
+    """A file to write into, which becomes `path` at the end of the block, whole and durable.
 
-    Where it does not replace, a file that is there stays and is an error.
+    Unless it replaces, a file that exists is an error.
     """
     drop_drafts(path)
     draft = _draft_of(path)
@@ -73,7 +73,7 @@ def new_file(path: Path, *, replaces: bool) -> Iterator[io.BufferedWriter]:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill, which becomes `path` at the end of the block; no more than empty before."""
+    """A folder to fill, which becomes `path` at the end of the block, unless `path` has content."""
     drop_drafts(path)
     draft = _draft_of(path)
     make_folder(draft)
@@ -91,7 +91,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def drop_drafts(path: Path) -> None:
-    """Removes drafts of a file or folder that were left by a writer who is dead: none is locked."""
+    """Removes the drafts of a file or folder whose writers have died: those that are not locked."""
     name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.tmp")
     parent = path.parent
     for draft in sorted(parent.iterdir()) if os.access(parent, os.R_OK) and parent.is_dir() else []:
@@ -112,9 +112,9 @@ def _is_dead(draft: Path) -> bool:
 
 @contextmanager
 def draft_if_absent(path: Path) -> Iterator[Path]:
-    """A name to write under; what is durable there at the end of the block becomes `path`.
+    """A name to write under; the file there becomes `path` at the end of the block.
 
-    Where another was first, what it put there stays.
+    If another was first, its file is kept.
     """
     draft = _draft_of(path)
     try:
@@ -143,7 +143,7 @@ def sha256_of(path: Path) -> str:
 
 
 def sha256_of_open(source: io.BufferedReader, path: Path) -> str:
-    """The digest of what is left to read of an open file."""
+    """The digest of the rest of an open file."""
     with os_errors_as_storage_errors("read", path):
         return hashlib.file_digest(source, "sha256").hexdigest()
 
@@ -155,7 +155,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def open_regular(path: Path, *, folder: int | None = None) -> io.BufferedReader:
-    """Opens for reading what is a file itself: no link, pipe or device."""
+    """Opens a regular file for reading; links, pipes and devices are refused."""
     with os_errors_as_storage_errors("open", path):
         descriptor = os.open(path, _READ, dir_fd=folder)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -165,7 +165,7 @@ def open_regular(path: Path, *, folder: int | None = None) -> io.BufferedReader:
 
 
 def create(path: Path) -> io.BufferedWriter:
-    """A new file to write into; never one that is there, never through a link."""
+    """A new file to write into; an existing file or link is refused."""
     descriptor = operate("create", path, lambda: os.open(path, _NEW, 0o666))
     return io.BufferedWriter(_Sink(path, descriptor), buffer_size=1 << 20)
 
@@ -182,7 +182,7 @@ def new_map(path: Path, size: int) -> mmap.mmap:
 
 
 def append(path: Path) -> io.BufferedWriter:
-    """A file to write on at its end, made when it is not there; never through a link."""
+    """A file to append to, made if it is missing; a link is refused."""
     descriptor = operate("append", path, lambda: os.open(path, _APPEND, 0o666))
     return io.BufferedWriter(_Sink(path, descriptor))
 
@@ -221,12 +221,12 @@ def link(path: Path, target: Path) -> bool:
 
 
 def unlink(path: Path) -> None:
-    """Removes a name, if it is there."""
+    """Removes a file, if it exists."""
     operate("unlink", path, lambda: path.unlink(missing_ok=True))
 
 
 def make_folder(path: Path, mode: int = 0o777) -> None:
-    """Makes one folder, unless it is there."""
+    """Makes one folder, unless it exists."""
 
     def make() -> None:
         try:
@@ -239,7 +239,7 @@ def make_folder(path: Path, mode: int = 0o777) -> None:
 
 
 def share(folder: Path) -> None:
-    """Gives all files in a folder the permissions of a new one; some libraries write secretly."""
+    """Gives all files in a folder the permissions of a new one; some libraries hide theirs."""
     usual = folder / f".{secrets.token_hex(8)}.tmp"
     with create(usual) as sink:
         mode = stat.S_IMODE(os.fstat(sink.fileno()).st_mode)
@@ -251,7 +251,7 @@ def share(folder: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Removes an empty folder; one with something in it stays."""
+    """Removes a folder if it is empty."""
     try:
         operate("remove_folder", path, path.rmdir)
     except StorageError as error:
@@ -261,12 +261,12 @@ def remove_folder(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a folder and all in it, following no link."""
+    """Removes a folder with everything in it; links are not followed."""
     operate("remove_tree", path, lambda: shutil.rmtree(path))
 
 
 def open_lock(path: Path) -> int:
-    """A descriptor of a lock file, made when it is not there."""
+    """A descriptor of a lock file, made if it is missing."""
     return operate("open_lock", path, lambda: os.open(path, _LOCK, 0o666))
 
 
@@ -281,21 +281,21 @@ def rewrite(path: Path, descriptor: int, payload: bytes) -> None:
 
 
 def free_bytes(path: Path) -> int:
-    """Room left for us on the disk that holds a folder."""
+    """The space on a folder's disk that this process may use, in bytes."""
     with os_errors_as_storage_errors("free_bytes", path):
         state = os.statvfs(path)
         return state.f_bavail * state.f_frsize
 
 
 def discard(path: Path) -> None:
-    """Removes a draft as far as the disk allows; for use while another error is on its way."""
+    """Removes a draft if the disk allows it; for use while another error is raised."""
     with suppress(AlignError):
         unlink(path)
 
 
 @contextmanager
 def _drafted(path: Path, payload: bytes) -> Iterator[Path]:
-    """A durable draft of a file, for the block to give it its name."""
+    """A durable draft of a file, which the block renames."""
     draft = _draft_of(path)
     with _locked(draft) as sink:
         sink.write(payload)
@@ -306,7 +306,7 @@ def _drafted(path: Path, payload: bytes) -> Iterator[Path]:
 
 @contextmanager
 def _locked(draft: Path) -> Iterator[io.BufferedWriter]:
-    """A new file, locked as long as its writer lives; it goes when the block fails."""
+    """A new file, locked while its writer lives; removed if the block fails."""
     try:
         with create(draft) as sink:
             _lock(sink.fileno())
@@ -317,7 +317,7 @@ def _locked(draft: Path) -> Iterator[io.BufferedWriter]:
 
 
 def _lock(descriptor: int) -> None:
-    with suppress(OSError):  # a file system without locks: there no draft is taken for dead
+    with suppress(OSError):  # a file system without locks, where no draft counts as dead
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
@@ -334,7 +334,7 @@ def _sync(path: Path, flags: int) -> None:
 
 
 class _Sink(io.RawIOBase):
-    """A descriptor whose every write passes the seam."""
+    """A descriptor whose writes `watch` sees."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path = path

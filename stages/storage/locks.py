@@ -1,7 +1,7 @@
 """Locks: one owner per output folder, one worker per unit.
 
-Locks save work; they do not protect data. That a unit is committed once is what
-`put_if_absent` sees to, locks or none.
+Locks save work; they do not protect data. `put_if_absent` commits a unit once, with or without
+them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def try_owner_lock(folder: Ownable, run_id: str) -> OwnerLock | None:
 
 
 class OwnerLock:
-    """Held until released, or until the process is gone."""
+    """Held until it is released or the process ends."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path = path
@@ -70,7 +70,7 @@ class OwnerLock:
         _held.add(descriptor)
 
     def sign(self, run_id: str) -> None:
-        """Writes into the lock file who holds it."""
+        """Writes the owner into the lock file."""
         since = datetime.now(UTC).isoformat(timespec="seconds")
         owner = Owner(socket.gethostname(), os.getpid(), run_id, since)
         try:
@@ -99,7 +99,7 @@ class OwnerLock:
 
 @dataclass(frozen=True)
 class Owner:
-    """Who holds a lock."""
+    """The process that holds a lock."""
 
     host: str
     pid: int
@@ -108,7 +108,7 @@ class Owner:
 
 
 class UnitClaims:
-    """Claims on units, one locked byte each; a process that dies gives its claims back.
+    """Claims on units, one locked byte each; those of a process end with it.
 
     Open it once per process: closing any descriptor of the file drops all claims of the process.
     """
@@ -117,7 +117,7 @@ class UnitClaims:
         self._descriptor = fs.open_lock(path)
 
     def try_claim(self, unit: int) -> bool:
-        """Whether the unit is now this process's; after False, `wait` and ask again."""
+        """Claims a unit if no process holds it; after False, `wait` and try again."""
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, unit)
         except (BlockingIOError, PermissionError):
@@ -129,7 +129,7 @@ class UnitClaims:
         fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, unit)
 
     def wait(self, unit: int) -> None:
-        """Returns when nobody holds the unit; call it while holding none."""
+        """Waits until no process holds the unit; the caller must not hold one."""
         fcntl.lockf(self._descriptor, fcntl.LOCK_SH, 1, unit)
         self.release(unit)
 

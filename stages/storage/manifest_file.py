@@ -26,7 +26,7 @@ _SECTIONS = {
     "cache": CacheOptions,
     "scoring": ScoringOptions,
 }
-_MENDED_BY = {  # by whether it is a plan
+_REMEDY = {  # by whether it is a plan
     True: "Remove this file and run the same command again: no finished shard is lost.",
     False: "Restore it from a copy, or make the cache again.",
 }
@@ -60,17 +60,17 @@ def build_manifest(plan: Plan, commits: Mapping[int, Commit]) -> Manifest:
 
 
 def _quarantine(plan: Plan, shards: tuple[Commit, ...]) -> tuple[FileEntry, ...]:
-    """Preparation's file, then those of the units."""
+    """The file of the preparation, then those of the units."""
     return (*plan.quarantine, *(entry for shard in shards for entry in shard.quarantine))
 
 
 def root_of(manifest: Manifest) -> str:
-    """The digest that names a cache: what it holds, not who made it or where the model lay."""
+    """The digest that names a cache: of its content, not of who made it or where the model was."""
     return digest_of(manifest, "root", "align_version", "model", "adapter")
 
 
 def write_manifest(folder: CacheFolder, manifest: Manifest) -> None:
-    """Finishes a cache: from here on readers see it; the manifest it replaces is kept."""
+    """Finishes a cache, which readers then see; the manifest it replaces is kept."""
     reach("manifest.before_write")
     _keep_earlier(folder, manifest)
     fs.publish(folder.manifest, to_json(manifest).encode(), label="manifest")
@@ -105,7 +105,7 @@ def load_manifest(folder: CacheFolder, root: str = "") -> Manifest:
 
 
 def earlier_manifests(folder: CacheFolder) -> list[Manifest]:
-    """Those the cache had before it grew, as long as `align gc` has not removed them."""
+    """The manifests the cache had before it grew, until `align gc` removes them."""
     if not folder.roots.is_dir():
         return []
     paths = sorted(path for path in folder.roots.iterdir() if ROOT_NAME.fullmatch(path.name))
@@ -125,7 +125,7 @@ def _read_manifest(path: Path) -> Manifest:
 
 
 def write_plan(work: WorkFolder, plan: Plan) -> Plan:
-    """Stores the plan unless there is one; the plan that counts is returned."""
+    """Stores the plan unless there is one; returns the stored plan."""
     signed = dataclasses.replace(plan, digest=digest_of(plan, "digest"))
     if fs.put_if_absent(work.plan, to_json(signed).encode(), label="plan"):
         return signed
@@ -133,7 +133,7 @@ def write_plan(work: WorkFolder, plan: Plan) -> Plan:
 
 
 def load_plan(work: WorkFolder) -> Plan | None:
-    """The plan work was begun with, if it was begun."""
+    """The plan of the unfinished work, if there is one."""
     return _load_plan(work.plan) if work.plan.exists() else None
 
 
@@ -182,7 +182,7 @@ def _refuse_other_version(text: bytes, path: Path) -> None:
 
 
 def _command(plain: dict[str, Any], path: Path) -> str:
-    """What makes a cache again, as far as its manifest says; data files by name alone."""
+    """The command that makes a cache again, from its manifest, with data files by name alone."""
     made = plain.get("fingerprint")
     fields = made if isinstance(made, dict) else {}
     listed = plain.get("inputs")
@@ -201,7 +201,7 @@ def _command(plain: dict[str, Any], path: Path) -> str:
 
 
 def _defaults() -> dict[str, str]:
-    """The settings that fingerprints hold, as they are written there when nobody set them."""
+    """The defaults of the settings in a fingerprint, as a fingerprint writes them."""
     return {
         f"{section}.{field.name}": str(field.default).lower()
         for section, options in _SECTIONS.items()
@@ -236,7 +236,7 @@ def _require(good: bool, path: Path, why: str) -> None:
 
 
 def _damaged(path: Path, why: str) -> CorruptionError:
-    return CorruptionError(f"{path} is damaged: {why}. {_MENDED_BY[path.name == PLAN_NAME]}")
+    return CorruptionError(f"{path} is damaged: {why}. {_REMEDY[path.name == PLAN_NAME]}")
 
 
 _DEFAULTS = _defaults()

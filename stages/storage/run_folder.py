@@ -4,16 +4,16 @@ metrics.jsonl                   one line per logged step
 nonfinite.jsonl                 rows of the steps that gave NaN or infinity, if there were any
 evaluations/step-<n>.csv        single held-out completions, a line each
 report.html                     all of this on one page
-config.yaml                     the settings it was begun with
+config.yaml                     the settings it began with
 deepspeed.json                  what DeepSpeed was given
 checkpoints/step-<n>/           whole checkpoints; `latest` names the newest
 checkpoints/.tmp-<n>-<run id>/  one that is being written; .trash-…: one that is being removed
-model/                          the trained policy; where it is, nothing is left to learn
+model/                          the trained policy of a finished run
 model-merged/                   an adapter's policy with the adapter merged into it
-_align/LOCK                     held by the run that is at work here
-_align/ending.json              how it ended; not there while it is at work, or after a kill
+_align/LOCK                     held by the process that trains here
+_align/ending.json              how it ended; missing while it runs, or after a kill
 _align/mlflow.json              what MLflow has to be sent
-_align/artifacts/               copies of files from elsewhere that it is to keep
+_align/artifacts/               copies of files from elsewhere that MLflow has to be sent
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...schemas.checkpoint import CheckpointFile, Ending
-from ...schemas.errors import CorruptionError, UsageError, os_errors_as_storage_errors
+from ...schemas.errors import (
+    CorruptionError,
+    StorageError,
+    UsageError,
+    os_errors_as_storage_errors,
+)
 from ...schemas.json_codec import CodecError, from_signed_json, to_signed_json
 from . import fs
 from .cache_folder import Below, is_output, make_place, refuse_foreign
@@ -68,17 +73,17 @@ class RunFolder:
         return self.checkpoints / f"step-{number:08d}"
 
     def evaluation(self, number: int) -> Path:
-        """Where single completions stand as they were measured after a step."""
+        """The table of single completions, measured after a step."""
         return self.root / "evaluations" / f"step-{number:08d}.csv"
 
     def evaluations(self) -> dict[int, Path]:
-        """All such files there are by their steps, rising."""
+        """The tables that exist, by step, in rising order."""
         paths = self.evaluation(0).parent.glob("step-*.csv")
         found = {path: EVALUATION_NAME.fullmatch(path.name) for path in paths}
         return dict(sorted((int(name[1]), path) for path, name in found.items() if name))
 
     def drop_evaluations(self, *, after: int) -> None:
-        """Removes those of steps that were given up; -1: all."""
+        """Removes the tables of later steps; -1: all."""
         for step, path in self.evaluations().items():
             if step > after:
                 fs.unlink(path)
@@ -96,6 +101,24 @@ class RunFolder:
         found = map(STEP_NAME.fullmatch, (path.name for path in self.checkpoints.iterdir()))
         return sorted(int(name[1]) for name in found if name)
 
+    def latest_step(self) -> int | None:
+        """The step that `latest` names, even if its checkpoint is missing."""
+        try:
+            text = fs.read_bytes(self.latest).decode("ascii", "replace")
+        except StorageError:
+            return None
+        name = STEP_NAME.fullmatch(text.strip())
+        return int(name[1]) if name else None
+
+    def empty_trash(self) -> None:
+        """Removes for good what was renamed to be removed."""
+        # First the renames: after a power loss no half-emptied folder may have its old name.
+        fs.fsync_folder(self.checkpoints)
+        reach("prune.forgotten")
+        for path in sorted(self.checkpoints.iterdir()):
+            if TRASH_NAME.fullmatch(path.name):
+                fs.remove_tree(path)
+
     def prepare(self) -> None:
         """Makes the folders; refuses a folder that holds something else."""
         is_cache = (self.root / "manifest.json").exists() or (self.root / "data").exists()
@@ -106,10 +129,9 @@ class RunFolder:
         fs.fsync_folder(self.root)
 
     def require_new(self) -> None:
-        """Refuses to begin a run where one has begun already; the owner asks.
+        """Refuses to begin a run where one has begun already; the owner calls it.
 
-        One that ended before it measured anything, such as by a wrong setting, leaves nothing that
-        could be lost.
+        A run that ended before it measured anything, as by a wrong setting, has nothing to lose.
         """
         if self.model.exists():
             state = "a finished run"
@@ -120,21 +142,21 @@ class RunFolder:
         else:
             return
         raise UsageError(
-            f"{self.root} holds {state}. Go on with it by --resume auto, choose another --output, "
+            f"{self.root} holds {state}. Continue it with --resume auto, choose another --output, "
             "or remove the folder."
         )
 
     def sweep(self) -> None:
-        """Removes what runs that were killed left half written; the owner calls it at start."""
+        """Removes what killed runs left half written; the owner calls it at start."""
         doomed = self.left_over()
-        # Their renames may not be durable: nothing is emptied whose name may come back.
+        # First their renames: after a power loss no half-emptied folder may have its old name.
         for parent in sorted({path.parent for path in doomed if path.is_dir()}):
             fs.fsync_folder(parent)
         for path in doomed:
             (fs.remove_tree if path.is_dir() else fs.unlink)(path)
 
     def left_over(self) -> list[Path]:
-        """What a run that is killed leaves half written or half removed."""
+        """The files and folders that killed runs left half written or half removed."""
         parents = [parent for parent in (self.checkpoints, self.root) if parent.is_dir()]
         found = [path for parent in parents for path in sorted(parent.iterdir())]
         folders = [path for path in found if _is_left_over(path.name)]
@@ -178,10 +200,10 @@ def forget_ending(folder: RunFolder) -> None:
 
 
 def read_ending(folder: RunFolder) -> Ending | None:
-    """How the run ended; None where it did not, or where it was killed.
+    """How the run ended; None if it has not, or if it was killed.
 
-    CorruptionError where a file is not as the run left it. One that was removed is not damage: it
-    is missed where it is needed.
+    CorruptionError if a file differs from what the run left. A missing file is not damage: what
+    needs it reports it.
     """
     if not folder.ending.exists():
         return None
@@ -192,7 +214,7 @@ def read_ending(folder: RunFolder) -> Ending | None:
     for file in ending.files:
         path = folder.root / file.path
         if path.exists() and described(folder.root, path) != file:
-            raise _damaged(folder, path, "it is not what the run left there")
+            raise _damaged(folder, path, "it differs from what the run left")
     return ending
 
 
@@ -215,7 +237,7 @@ def begins_as(path: Path, known: CheckpointFile) -> bool:
 def _damaged(folder: RunFolder, path: Path, why: str) -> CorruptionError:
     return CorruptionError(
         f"{path} is damaged: {why}. Restore it from a copy, or remove {folder.ending}: the run "
-        "then counts as one that was killed, and --resume auto goes on from its last checkpoint."
+        "then counts as killed, and --resume auto continues from its last checkpoint."
     )
 
 
@@ -234,5 +256,5 @@ def save_model(target: Path, write: Callable[[Path], object], run_id: str) -> No
     fs.rename(draft, target)
     reach("model.after_rename")
     fs.fsync_folder(target.parent)
-    if trash.exists():  # only now: its old name may not come back
+    if trash.exists():  # only now: a power loss can no longer bring its old name back
         fs.remove_tree(trash)

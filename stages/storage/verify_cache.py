@@ -22,7 +22,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def verify_cache(folder: CacheFolder) -> Manifest:
-    """Reads every byte the manifest vouches for; a CorruptionError names all damaged units."""
+    """Reads every file that the manifest names; a CorruptionError lists all damaged units."""
     manifest = load_manifest(folder)
     units = damaged_units(folder, manifest)
     whole = [shard for shard in manifest.shards if shard.unit not in units]
@@ -39,7 +39,7 @@ def verify_cache(folder: CacheFolder) -> Manifest:
 
 
 def damaged_units(folder: CacheFolder, manifest: Manifest) -> dict[int, str]:
-    """Unit -> what is wrong with its shard."""
+    """What is wrong with each damaged shard, by unit."""
     damage = {}
     for shard in manifest.shards:
         try:
@@ -50,7 +50,7 @@ def damaged_units(folder: CacheFolder, manifest: Manifest) -> dict[int, str]:
 
 
 def _wrongly_described(folder: CacheFolder, commit: Commit) -> str:
-    """Where a shard holds other rows than its manifest says, though its bytes are those named."""
+    """How a shard's rows differ from what its manifest says, though its digest is right."""
     found = counted(read_shard(folder.data / commit.file))
     lines = [
         f"{name} {getattr(commit, name)} instead of {value}"
@@ -107,7 +107,7 @@ def _opened(parent: Path, what: str) -> Iterator[int]:
 def sample_rows(
     folder: CacheFolder, manifest: Manifest, count: int
 ) -> Iterator[tuple[str, ScoredBlock]]:
-    """The name of a shard and the rows taken from it, shard by shard."""
+    """Yields the name of each shard and the rows taken from it."""
     wanted = np.unique(np.arange(count) * manifest.rows // count)
     first = 0
     for commit in manifest.shards:

@@ -216,7 +216,7 @@ def test_a_lost_copy_of_a_row_is_noticed(config, data, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["model.weights", "numerics.torch"])
-def test_only_scores_of_the_same_reference_are_said_to_be_copied(name):
+def test_only_scores_of_the_same_reference_are_reported_as_copied(name):
     with pytest.raises(FingerprintError, match="everything is scored again") as caught:
         require_same_or_growing({name: "a"}, {name: "b"}, where="/cache")
     assert "copied" not in str(caught.value)

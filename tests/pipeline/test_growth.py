@@ -78,7 +78,7 @@ def test_unfinished_work_keeps_everything(grow, tmp_path):
     assert contents(tmp_path / "cache") == kept
 
 
-def test_a_training_goes_on_with_the_cache_it_began_on(course, world, tmp_path):
+def test_a_training_continues_with_the_cache_it_began_on(course, world, tmp_path):
     cache, output = shutil.copytree(course.cache, tmp_path / "cache"), tmp_path / "run"
     more = ("--cache", cache)
     (answer,) = course.start(output, *more, failpoints=["step.started=kill@6"]).answers()
@@ -90,7 +90,7 @@ def test_a_training_goes_on_with_the_cache_it_began_on(course, world, tmp_path):
     assert grown.code == 0, grown
     assert "kept for trainings that began on" in grown.out
     resumed = course.run(output, *more, "--resume", "auto")
-    assert "going on after step 4" in resumed.err
+    assert "continuing after step 4" in resumed.err
     whole = course.whole()
     assert weights(output) == weights(whole)
     assert learned(output) == learned(whole)

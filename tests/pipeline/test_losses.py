@@ -98,7 +98,7 @@ def test_more_losses_than_allowed_publish_nothing_until_they_are_allowed(config)
     assert folder.manifest.exists()
 
 
-def test_a_reference_that_gives_nan_is_told_from_bad_data(config):
+def test_a_reference_that_gives_nan_is_not_reported_as_bad_data(config):
     with pytest.raises(NonFiniteError, match="--dtype float32, and check the weights"):
         run(config, Lossy(every=7))
     assert not CacheFolder(Path(config.cache.output)).manifest.exists()

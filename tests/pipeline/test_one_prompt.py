@@ -98,7 +98,7 @@ def question(row, decoded):
     return decoded(row["prompt_ids"]).partition(" Answer")[0]
 
 
-def test_the_boundary_of_some_answers_really_lies_inside_a_token(make_one_prompt):
+def test_the_boundary_of_some_answers_really_is_inside_a_token(make_one_prompt):
     folder, manifest = make_one_prompt("unpaired")
     assert manifest.notes["rows_with_a_token_across_the_boundary"] == 2 * PROMPTS
     assert len({tuple(row["prompt_ids"]) for row in rows_of(folder)}) == 2 * PROMPTS

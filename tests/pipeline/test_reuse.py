@@ -273,7 +273,7 @@ def test_an_unfinished_cache_of_something_else_is_refused_too(config, to):
     assert run(config).manifest.rows == 120
 
 
-def test_rows_that_are_gone_are_prepared_again_and_no_score_is_lost(config, tmp_path):
+def test_rows_that_are_missing_are_prepared_again_and_no_score_is_lost(config, tmp_path):
     clean = replace(config, cache=replace(config.cache, output=str(tmp_path / "clean")))
     whole = run(clean).manifest
     child(config, "commit.done=kill@4").join(60)
@@ -290,7 +290,7 @@ def test_rows_that_are_not_those_of_the_plan_are_refused(config, monkeypatch):
     (work,) = CacheFolder(Path(config.cache.output)).works()
     (work.root / "spool" / "index.npy").unlink()
     monkeypatch.setattr(precompute_plan, "unit_offsets", lambda *_, **__: (0, 1))
-    with pytest.raises(CorruptionError, match=r"not those of its plan\. Delete it"):
+    with pytest.raises(CorruptionError, match=r"differ from its plan\. Delete it"):
         run(config)
 
 
@@ -311,6 +311,6 @@ def test_a_folder_of_something_else_is_never_touched(config, tmp_path):
     folder = tmp_path / "photos"
     folder.mkdir()
     (folder / "cat.jpg").write_bytes(b"meow")
-    with pytest.raises(UsageError, match="belongs to something else: it holds 'cat.jpg'"):
+    with pytest.raises(UsageError, match="holds 'cat.jpg' and is not a cache folder"):
         run(replace(config, cache=replace(config.cache, output=str(folder))))
     assert [path.name for path in folder.iterdir()] == ["cat.jpg"]

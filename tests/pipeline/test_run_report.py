@@ -100,7 +100,7 @@ def test_text_is_written_only_where_it_is_asked_for(whole_run, with_text, world)
     assert {(line["prompt"], line["completion"]) for line in lines} <= told
 
 
-def test_a_page_tells_the_whole_run_and_loads_nothing(whole_run, course):
+def test_a_page_shows_the_whole_run_and_loads_nothing(whole_run, course):
     text = (whole_run / "report.html").read_text()
     words = Words(text)
     assert words.loads == []
@@ -144,7 +144,7 @@ def test_an_unfinished_run_can_be_looked_at(course, tmp_path, server):
     assert "kto, 6 steps, not finished." in Words((run / "report.html").read_text()).text
 
 
-def test_what_is_no_run_is_refused(tmp_path):
+def test_a_folder_that_is_not_a_run_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"holds no training run.*--output"):
         write_report(tmp_path)
 
@@ -200,7 +200,7 @@ def test_a_table_that_cannot_be_written_costs_only_itself(course, tmp_path):
     assert metrics_of(run, 3)["eval/loss"] > 0
 
 
-def test_a_page_never_tells_of_another_cache(whole_run, course, tmp_path):
+def test_a_page_never_shows_another_cache(whole_run, course, tmp_path):
     moved = tmp_path / "run"
     shutil.copytree(whole_run, moved)
     other = tmp_path / "other"

@@ -117,7 +117,7 @@ def test_nothing_is_measured_after_the_beginning_of_a_run_that_was_cut(tmp_path)
     assert (measured.rows, measured.before, measured.after) == ("held out", {"eval/loss": 0.7}, {})
 
 
-def test_a_run_without_held_out_rows_is_told_by_what_it_learned_from(tmp_path):
+def test_a_run_without_held_out_rows_is_summarized_by_its_training_rows(tmp_path):
     first, last = {"step": 1, "loss": 0.5}, {"step": 3, "loss": 0.4}
     measured = journal(tmp_path / "m", first, {"step": 2, "checkpoint_failed": 1.0}, last)
     assert measured.rows == "training"
@@ -246,7 +246,7 @@ def try_out(course, tmp_path):
     return give
 
 
-def test_a_sweep_killed_while_it_marked_its_folder_knows_it_again(try_out, tmp_path):
+def test_a_sweep_killed_while_it_marked_its_folder_recognizes_it(try_out, tmp_path):
     (killed,) = try_out(failpoints=["config.before_rename=kill"])
     assert killed.code == KILLED, killed
     (draft,) = (tmp_path / "sweep" / "_align").iterdir()
@@ -255,7 +255,7 @@ def test_a_sweep_killed_while_it_marked_its_folder_knows_it_again(try_out, tmp_p
     assert not draft.exists()
 
 
-def test_an_interrupted_sweep_goes_on_where_it_stopped(try_out, tmp_path):
+def test_an_interrupted_sweep_continues_where_it_stopped(try_out, tmp_path):
     """The signal comes in the first step of the second run."""
     folder = tmp_path / "sweep"
     (stopped,) = try_out(failpoints=["step.started=term@3"])
@@ -267,12 +267,12 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped(try_out, tmp_path):
     assert [(one["name"], one["ending"]) for one in made(folder)] == [("dpo", "finished")]
     (again,) = try_out()
     assert again.code == 2, again
-    assert "dpo holds a finished run. Go on with it by --resume auto" in again.err
+    assert "dpo holds a finished run. Continue it with --resume auto" in again.err
     before = (folder / "dpo" / "metrics.jsonl").read_bytes()
     (resumed,) = try_out("--resume", "auto")
     assert resumed.code == 0, resumed
-    assert "dpo is finished already and stays as it is" in resumed.err
-    assert "going on after step 1" in resumed.err
+    assert "dpo is finished already and is not changed" in resumed.err
+    assert "continuing after step 1" in resumed.err
     assert (folder / "dpo" / "metrics.jsonl").read_bytes() == before
     assert [(one["name"], one["ending"], one["steps"]) for one in made(folder)] == [
         ("dpo", "finished", 2),
@@ -292,7 +292,7 @@ def test_without_held_out_rows_the_table_is_of_the_training_rows(try_out, tmp_pa
     assert f"{one['after']['loss']:.4f}" in line
 
 
-def test_runs_cut_by_the_time_do_not_stand_as_done(try_out, tmp_path):
+def test_runs_that_ran_out_of_time_do_not_count_as_done(try_out, tmp_path):
     held_out = sets("train.eval_fraction=0.2")
     (answer,) = try_out(*held_out, *sets("train.max_time=0s"))
     assert answer.code == 0, answer

@@ -27,7 +27,7 @@ def test_a_file_beside_the_cache_is_read(course, here):
     assert "lr: 0.125" in config_of(here / "run")
 
 
-def test_a_deepspeed_file_is_meant_from_where_its_name_is_written(course, here):
+def test_the_path_of_a_deepspeed_file_is_relative_to_where_it_is_written(course, here):
     project = here / "project"
     project.mkdir()
     (project / "stage.json").write_text(json.dumps({"zero_optimization": {"stage": 5}}))
@@ -37,7 +37,7 @@ def test_a_deepspeed_file_is_meant_from_where_its_name_is_written(course, here):
     assert "stage is 5" in refusal(2, "train", *words, *ONE_STEP)
 
 
-def test_a_run_that_failed_before_it_began_bars_no_other(course, here):
+def test_a_run_that_failed_before_it_began_blocks_no_other(course, here):
     words = ("--cache", course.cache, "--output", "run", *ONE_STEP)
     wrong = ("--lora", "--set", "lora.targets=[nosuch]")
     assert "nosuch" in refusal(2, "train", *words, *wrong)
@@ -56,7 +56,7 @@ def test_a_finished_adapter_can_be_merged_later(course, here):
     assert (here / "run" / "model" / "adapter_model.safetensors").read_bytes() == before
 
 
-def test_the_rank_the_deepspeed_launcher_names_is_no_option_of_ours():
+def test_the_rank_of_the_deepspeed_launcher_is_not_read_as_an_option():
     assert align("--local_rank=0", "methods", "dpo").code == 0
 
 
@@ -78,7 +78,7 @@ def test_a_setting_without_effect_is_refused(course, words, said):
     assert said in refusal(2, "train", "--cache", course.cache, *ONE_STEP, *words)
 
 
-def test_a_default_that_init_wrote_is_no_wish_of_the_users(course, world, here):
+def test_a_default_that_init_wrote_does_not_count_as_given(course, world, here):
     assert align("init").code == 0
     made = ("--model", world.model, "--output", "short", "--max-length", 256, "--no-mlflow")
     assert align("precompute-ref", world.data.paired, *made).code == 0
@@ -88,7 +88,7 @@ def test_a_default_that_init_wrote_is_no_wish_of_the_users(course, world, here):
     assert "tokens.max_length: the cache has 256, now 2048" in said
 
 
-def test_a_run_goes_on_under_the_deepspeed_configuration_it_was_begun_with(course, here):
+def test_a_run_resumes_under_the_deepspeed_configuration_it_began_with(course, here):
     file = here / "engine.json"
     file.write_text(json.dumps({"zero_optimization": {"stage": 1}}))
     words = ("--cache", course.cache, "--output", "run", *ONE_STEP, "--deepspeed", file)

@@ -68,7 +68,7 @@ def test_a_token_setting_that_was_written_down_has_to_be_the_caches(course, tmp_
     assert said in refused(course, "--config", tmp_path / "align.yaml")
 
 
-def test_another_reference_is_refused_unless_it_is_meant(course, policy, tmp_path):
+def test_another_reference_is_refused_unless_it_is_asked_for(course, policy, tmp_path):
     change_weights(policy)
     said = refused(course, "--model", policy)
     assert f"another reference than {policy}:\n  model.weights: the cache has" in said

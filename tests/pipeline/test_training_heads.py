@@ -82,7 +82,7 @@ def test_an_adapter_of_a_reward_model_is_loaded_as_its_card_says(training_world,
         assert scores_are_those_of(run, model, training_world.pairs, LABELS["pairs"])
 
 
-def test_a_value_head_lies_beside_the_model_and_not_in_it(training_world, tmp_path):
+def test_a_value_head_is_saved_next_to_the_model_and_not_in_it(training_world, tmp_path):
     cache = with_token_logps(training_world, tmp_path / "tokens")
     run = trained(job(cache, "ppo", tmp_path / "run"))
     head = load_file(run.folder.model / "value_head.safetensors")

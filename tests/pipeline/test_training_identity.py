@@ -1,4 +1,4 @@
-"""A checkpoint says by itself what it belongs to, and the records beside it are held to it."""
+"""A checkpoint names the run it is of, and the records beside it must match it."""
 
 import dataclasses
 import os
@@ -101,13 +101,13 @@ def test_a_journal_that_was_cut_or_edited_is_refused(course, broken_run, damage)
     assert "at the checkpoint of step 4" in said
 
 
-def test_a_journal_that_is_lost_is_said_to_be_lost(course, broken_run):
+def test_a_journal_that_is_lost_is_reported(course, broken_run):
     (broken_run / "metrics.jsonl").unlink()
     answer = course.run(broken_run, *RESUME)
-    assert "metrics.jsonl is gone: what was measured up to step 4 is lost" in answer.err
+    assert "metrics.jsonl is missing: what was measured up to step 4 is lost" in answer.err
     assert weights(broken_run) == weights(course.whole())
     assert {line["step"] for line in learned(broken_run)} == {5, 6}
-    assert read_ending(RunFolder(broken_run)).changes == ("metrics.jsonl was gone after step 4",)
+    assert read_ending(RunFolder(broken_run)).changes == ("metrics.jsonl was missing after step 4",)
 
 
 def test_other_versions_are_named_and_written_down(course, broken_run):
@@ -143,7 +143,7 @@ def test_a_finished_run_is_not_touched(course, tmp_path):
     (run / "metrics.jsonl").unlink()
     answer = course.run(run, *RESUME)
     assert "6 steps done already: this run is finished" in answer.out
-    assert "metrics.jsonl is gone: what was measured is lost" in answer.err
+    assert "metrics.jsonl is missing: what was measured is lost" in answer.err
 
 
 def touched(run):
@@ -174,7 +174,7 @@ def test_what_was_measured_is_not_read_once_it_was_edited(course, tmp_path):
     path = run / "metrics.jsonl"
     path.write_bytes(path.read_bytes().replace(b'"loss":0.', b'"loss":1.', 1))
     for said in (refusal(5, "report", run), refused(course, 5, run, *RESUME)):
-        assert f"{path} is damaged: it is not what the run left there" in said
+        assert f"{path} is damaged: it differs from what the run left" in said
         assert "ending.json" in said
 
 

@@ -65,7 +65,7 @@ def test_a_run_killed_anywhere_ends_in_the_same_bits(course, tmp_path, stage, ra
     resumed = course.run(run, *kind, "--resume", "auto", ranks=ranks)
     is_over = place.startswith("ending.after")
     assert ("this run is finished" in resumed.out) == is_over
-    assert ("going on after step" in resumed.err) == (bool(PLACES[place]) and not is_over)
+    assert ("continuing after step" in resumed.err) == (bool(PLACES[place]) and not is_over)
     assert weights(run) == weights(whole)
     assert learned(run) == learned(whole)
     assert names(run) == names(whole)
@@ -101,7 +101,7 @@ def test_a_run_killed_at_random_moments_again_and_again_ends_in_the_same_bits(
 
 
 def step_of(run):
-    """The step of the checkpoint that the next run goes on from."""
+    """The step of the checkpoint that the next run resumes from."""
     chosen = choose_checkpoint(RunFolder(run))
     return chosen.checkpoint.position.global_step if chosen else 0
 

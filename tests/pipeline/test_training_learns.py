@@ -28,7 +28,7 @@ def learned(cache, method, folder):
 
 
 @pytest.mark.parametrize("method", ["dpo", "kto"])
-def test_rewards_come_to_tell_good_answers_from_bad(three_hundred_pairs, tmp_path, method):
+def test_rewards_learn_to_separate_good_answers_from_bad(three_hundred_pairs, tmp_path, method):
     before, after = learned(three_hundred_pairs, method, tmp_path / "run")
     # Of a policy that is the reference every reward is 0, and none is above another.
     assert before["eval/rewards/accuracies"] < 0.5

@@ -108,7 +108,7 @@ def test_a_cache_to_evaluate_on_has_to_have_what_is_needed_too(course, scored_gr
 @pytest.mark.parametrize(
     "name", ["sync_reference", "dpo.sync_reference", "sync_ref_model", "ref_model_mixup_alpha"]
 )
-def test_a_reference_that_moves_is_refused_with_the_way_that_works(course, name):
+def test_a_reference_that_moves_is_refused_with_what_to_do_instead(course, name):
     said = refused(course, "--set", f"method.{name}=true")
     assert f"method.{name} would move the reference" in said
     assert "Go round by round: train, make a cache with the trained model" in said
@@ -185,7 +185,7 @@ def test_groups_without_scores_are_refused(course, here, unscored, method):
 
 
 @pytest.mark.parametrize("method", ["dpo", "kto", "sft"])
-def test_groups_without_scores_are_no_pairs_and_no_labels(course, here, unscored, method):
+def test_groups_without_scores_give_neither_pairs_nor_labels(course, here, unscored, method):
     said = refused_by_rank(course, here / "run", "--cache", unscored, "--method", method)
     assert "2 of 2 scored rows are left out: a completion of each has no score." in said
     assert "`align score`" in said

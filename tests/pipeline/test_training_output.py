@@ -127,7 +127,7 @@ def test_its_tokenizer_is_the_references_to_the_byte(plain, course):
     assert texts[0]("Why is that?")["input_ids"] == texts[1]("Why is that?")["input_ids"]
 
 
-def test_its_card_tells_everything_it_came_from(plain, course):
+def test_its_card_names_everything_it_came_from(plain, course):
     manifest = json.loads((course.cache / "manifest.json").read_text())
     front = yaml.safe_load(plain.card.split("---")[1])
     assert front == {
@@ -200,7 +200,7 @@ def kept_by_mlflow(run):
     return {str(path.relative_to(root)): path for path in sorted(root.rglob("*")) if path.is_file()}
 
 
-def test_a_checkpoint_tells_what_was_measured_at_its_step(plain):
+def test_a_checkpoint_records_what_was_measured_at_its_step(plain):
     lines = map(json.loads, (plain.folder / "metrics.jsonl").read_text().splitlines())
     at_step = {}
     for line in lines:
@@ -250,7 +250,7 @@ def test_a_run_in_bfloat16_saves_bfloat16(finished):
     assert run.last["eval/loss"] < 0.5  # where it began
 
 
-def test_a_best_metric_that_is_never_measured_is_refused_or_told(course, tmp_path):
+def test_a_best_metric_that_is_never_measured_is_refused_or_reported(course, tmp_path):
     never = ("--set", "train.best=-eval/loss", "--eval-every")
     for given, said in (((0,), "eval_every is 0"), ((2, "--eval-fraction", 0), "no rows are held")):
         (answer,) = course.start(tmp_path / "never", *never, *given).answers()

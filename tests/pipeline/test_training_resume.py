@@ -38,7 +38,7 @@ def test_other_ranks_are_refused(course, broken_run):
     assert (
         "checkpoint of step 4 was saved by 1 rank(s) under ZeRO 0; this is 2 under ZeRO 1" in said
     )
-    assert "Go on with as many ranks and the same stage" in said
+    assert "Use as many ranks and the same stage" in said
 
 
 def test_another_cache_is_refused(course, broken_run, world):
@@ -65,7 +65,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_an_older_one_used(course, broken_
     answer = course.run(broken_run, *RESUME)
     assert "step-00000004 is damaged" in answer.err
     assert "an older one is tried" in answer.err
-    assert "going on after step 2" in answer.err
+    assert "continuing after step 2" in answer.err
     assert len(list((broken_run / "checkpoints").glob(".bad-step-00000004-*"))) == 1
     assert weights(broken_run) == weights(course.whole())
     assert learned(broken_run) == learned(course.whole())
@@ -74,7 +74,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_an_older_one_used(course, broken_
 def test_an_unfinished_run_is_not_begun_again(course, broken_run):
     said = refused(course, 2, broken_run)
     assert "holds an unfinished run, with a checkpoint of step 4" in said
-    assert "Go on with it by --resume auto, choose another --output" in said
+    assert "Continue it with --resume auto, choose another --output" in said
 
 
 def test_resume_begins_where_there_is_nothing_and_ends_where_all_is_done(course, tmp_path):
@@ -93,6 +93,6 @@ def test_a_finished_run_can_be_made_longer(course, tmp_path):
     run = shutil.copytree(course.whole(), tmp_path / "run")
     answer = course.run(run, *RESUME, "--max-steps", 8)
     assert "train.max_steps: begun with 6, now 8" in answer.err
-    assert "going on after step 6" in answer.err
+    assert "continuing after step 6" in answer.err
     assert max(line["step"] for line in learned(run)) == 8
     assert weights(run) != weights(course.whole())

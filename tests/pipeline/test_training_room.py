@@ -37,7 +37,7 @@ def test_what_a_first_checkpoint_needs_is_known_before_it_is_there(
     assert 0.7 * written < expected <= written
 
 
-def test_too_little_room_is_refused_and_scarce_room_is_told_of(
+def test_too_little_room_is_refused_and_scarce_room_is_reported(
     training_world, prepared_run, monkeypatch, caplog
 ):
     with joined_world() as world:

@@ -1,4 +1,4 @@
-"""Asked to stop, training saves first; the next run goes on to the same bits."""
+"""Asked to stop, training saves first; the next run resumes to the same bits."""
 
 import json
 import signal
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from align.pipeline.train import stopped_at
 from align.stages.storage.locks import owner_lock
 from align.stages.storage.run_folder import RunFolder, read_ending
 from support.command import start
@@ -26,14 +27,15 @@ def status(run, uri):
     return run_of(uri, record["run_id"]).info.status
 
 
-def test_a_run_that_is_told_to_stop_saves_and_goes_on_to_the_same_bits(course, tmp_path):
+def test_a_run_that_is_asked_to_stop_saves_and_resumes_to_the_same_bits(course, tmp_path):
     """The signal comes in the middle of step 3; the step is finished, then saved."""
     run, uri = tmp_path / "run", f"sqlite:///{tmp_path / 'mlflow.db'}"
     tracked = ("--mlflow", "--set", f"tracking.uri={uri}", "--save-every", 0)
     stopped = course.start(run, *tracked, failpoints=["step.before_update=term@3"]).answers()[0]
     assert stopped.code == 143, stopped
-    said = "error: Interrupted by signal 15 at step 3. Continue with the same command and --resume"
-    assert said in stopped.err
+    saved = run / "checkpoints" / "step-00000003"
+    said = f"error: Interrupted by signal 15 at step 3, checkpoint saved in {saved}. Continue with"
+    assert f"{said} the same command and --resume auto." in stopped.err
     assert "Traceback" not in stopped.err
     assert steps_saved(run) == [3]
     assert not (run / "model").exists()
@@ -45,7 +47,7 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_to_the_same_bits(course, t
 
 
 @pytest.mark.parametrize(("ranks", "batch"), [(1, 9), (1, 11), (2, 9), (2, 11)])
-def test_the_last_evaluation_is_made_after_a_run_was_told_to_stop_in_it(
+def test_the_last_evaluation_is_made_after_a_run_was_asked_to_stop_in_it(
     course, tmp_path, ranks, batch
 ):
     """Two batches, each run twice: the ninth begins the evaluation after step 6, its third.
@@ -64,7 +66,7 @@ def test_the_last_evaluation_is_made_after_a_run_was_told_to_stop_in_it(
     assert learned(run) == learned(course.whole(*held_out, ranks=ranks))
 
 
-def test_ranks_stop_together_when_one_is_told_to(course, tmp_path):
+def test_ranks_stop_together_when_one_is_asked_to(course, tmp_path):
     run = tmp_path / "run"
     failpoints = ["", "step.started=term@3"]
     answers = course.start(run, *TWO, ranks=2, failpoints=failpoints).answers()
@@ -82,6 +84,21 @@ def test_a_second_signal_ends_it_at_once(course, tmp_path):
     assert steps_saved(tmp_path / "run") == [2]
 
 
+@pytest.mark.parametrize(
+    ("latest", "said"),
+    [
+        ("step-00001200", ", checkpoint saved in {}/step-00001200"),
+        ("step-00001000", ", which is not saved; the last checkpoint is {}/step-00001000"),
+        ("", ", without a checkpoint"),
+    ],
+)
+def test_an_interruption_names_its_step_and_its_checkpoint(tmp_path, latest, said):
+    folder = RunFolder(tmp_path)
+    folder.prepare()
+    folder.latest.write_text(latest)
+    assert stopped_at(folder, 1200) == f" at step 1,200{said.format(folder.checkpoints)}"
+
+
 def test_a_run_keeps_others_out_of_its_folder_until_a_person_stops_it(course, tmp_path):
     training = course.start(tmp_path / "run", "--max-steps", 0, "--epochs", 1000)
     training.until("step 1:")
@@ -97,7 +114,7 @@ def test_a_run_keeps_others_out_of_its_folder_until_a_person_stops_it(course, tm
     assert steps_saved(tmp_path / "run")
 
 
-def test_a_launcher_that_is_told_to_stop_leaves_a_checkpoint(course, tmp_path):
+def test_a_launcher_that_is_asked_to_stop_leaves_a_checkpoint(course, tmp_path):
     """The ranks of torchrun and those that go on from them do not even hash words alike."""
     run, longer = tmp_path / "run", ("--max-steps", 20, "--epochs", 9, "--eval-every", 0)
     torchrun = [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node", "2"]
@@ -116,7 +133,7 @@ def test_a_launcher_that_is_told_to_stop_leaves_a_checkpoint(course, tmp_path):
     assert learned(run) == learned(course.whole(*TWO, *longer, ranks=2))
 
 
-def test_a_run_whose_time_is_over_saves_and_says_how_to_go_on(course, tmp_path):
+def test_a_run_whose_time_is_over_saves_and_says_how_to_continue(course, tmp_path):
     """No time at all: not one step is done."""
     run = tmp_path / "run"
     answer = course.run(run, "--max-time", "0s")
@@ -149,7 +166,7 @@ def test_ranks_whose_launcher_was_killed_save_and_stop(course, tmp_path):
             break
     process.kill()
     _, err = process.communicate(timeout=200)  # its ranks hold the pipe: it is read to their end
-    assert f"The launcher, process {process.pid}, is gone: this rank stops as well." in err
+    assert f"The launcher, process {process.pid}, has ended: this rank stops too." in err
     assert err.count("error: Interrupted by signal 15") == 2
     assert "Traceback" not in err
     saved = steps_saved(run)[-1]
@@ -161,7 +178,7 @@ def test_ranks_whose_launcher_was_killed_save_and_stop(course, tmp_path):
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGHUP, 129), (signal.SIGUSR1, 138)], ids=["hup", "usr1"]
 )
-def test_other_signals_that_ask_to_stop_are_heard_as_well(course, tmp_path, number, code):
+def test_other_signals_that_ask_to_stop_are_handled_too(course, tmp_path, number, code):
     run = tmp_path / "run"
     training = course.start(run, "--max-steps", 0, "--epochs", 1000)
     training.until("step 1:")
@@ -176,7 +193,7 @@ def test_other_signals_that_ask_to_stop_are_heard_as_well(course, tmp_path, numb
 def test_a_checkpoint_is_saved_by_time_on_all_ranks_alike(course, tmp_path, stage, ranks):
     """Every moment is too late here, so one is saved before each step but the first.
 
-    A run that goes on from such a one ends in the bits of one that nobody stopped.
+    A run that resumes from such a one ends with the bits of one that was never stopped.
     """
     run, kind = tmp_path / "run", ("--deepspeed", stage, "--save-every", 0)
     often = ("--set", "train.save_minutes=0.0000001", "--keep-last", 9)

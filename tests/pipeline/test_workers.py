@@ -32,7 +32,7 @@ def test_of_four_runs_at_once_one_works_and_three_are_refused(config, clean):
     assert contents(config.cache.output) == clean
 
 
-def test_who_is_refused_is_told_who_works_there(config, tmp_path):
+def test_a_refusal_names_the_process_that_works_there(config, tmp_path):
     gate = Gate()
     owner = child(config, reference=gate.reference())
     assert gate.reached.wait(60)
@@ -48,7 +48,7 @@ def test_who_is_refused_is_told_who_works_there(config, tmp_path):
     assert run(config).was_complete  # who comes after the end finds the work done
 
 
-def test_a_lock_left_by_a_killed_run_holds_nobody_up(config, clean):
+def test_a_lock_left_by_a_killed_run_does_not_block_the_next(config, clean):
     assert joined(child(config, "commit.done=kill@2")) == [-9]
     assert joined(child(config)) == [0]
     assert contents(config.cache.output) == clean
@@ -73,7 +73,7 @@ def test_a_helper_without_a_rank_steals_what_is_left(config, clean):
 
 
 @pytest.mark.parametrize("place", ["unit.scored", "commit.before_link", "commit.after_link"])
-def test_a_helper_killed_in_the_middle_is_missed_by_nobody(config, clean, place):
+def test_a_helper_killed_in_the_middle_changes_nothing(config, clean, place):
     runs = [
         child(config, worker=helper(0, 3)),
         child(config, f"{place}=kill@2", worker=helper(1, 3)),

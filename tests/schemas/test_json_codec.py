@@ -58,7 +58,7 @@ def test_every_number_and_every_name_of_a_file_survives_the_journey(number, text
     assert repr(from_json(Measured, to_json(value))) == repr(value)
 
 
-def test_equal_values_have_equal_texts_whatever_their_order_of_making():
+def test_equal_values_have_equal_texts_in_any_order_of_construction():
     assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
 
 

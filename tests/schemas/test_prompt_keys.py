@@ -50,7 +50,7 @@ def keys_of(*records):
 
 
 @pytest.mark.parametrize("name", SAME_SIDE)
-def test_prompts_stand_on_one_side_of_the_split_that_differ_only_in(name):
+def test_prompts_are_on_one_side_of_the_split_that_differ_only_in(name):
     record, prompt = SAME_SIDE[name]
     keys = keys_of(record, replace(record, prompt=prompt))
     assert keys.prompt[0] != keys.prompt[1]
@@ -79,7 +79,7 @@ def test_neither_the_completions_nor_the_order_of_keys_make_another_prompt():
     assert keys.prompt[0] == keys.prompt[1]
 
 
-def test_a_prompt_of_nothing_but_a_system_message_is_told_from_others():
+def test_prompts_of_only_a_system_message_have_keys_of_their_own():
     keys = keys_of(
         replace(CHAT, prompt=(SYSTEM,)),
         replace(CHAT, prompt=(changed(SYSTEM, content="Tell a story."),)),

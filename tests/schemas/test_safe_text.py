@@ -47,11 +47,11 @@ def test_an_address_shows_where_and_not_by_which_secret(address, said, bare):
         ("0123456789abcdef" * 4, "0123456789abcdef" * 4),
     ],
 )
-def test_what_is_no_address_loses_its_secrets_and_nothing_else(text, said):
+def test_text_that_is_not_an_address_loses_its_secrets_and_nothing_else(text, said):
     assert masked(text) == said
 
 
-def test_settings_are_masked_however_deep_they_lie():
+def test_settings_are_masked_at_any_depth():
     settings = {"comet": {"api_key": "abc", "urls": ["http://a:b@c"]}, "pad_token": "</s>", "lr": 1}
     assert masked(settings) == {
         "comet": {"api_key": "***", "urls": ["http://***@c"]},
@@ -60,7 +60,7 @@ def test_settings_are_masked_however_deep_they_lie():
     }
 
 
-def test_parts_of_a_password_are_masked_where_a_library_says_them():
+def test_parts_of_a_password_are_masked_where_a_library_prints_them():
     """What urllib says of a password with a slash in it, and of one that it decoded."""
     hear("http://me:pa/ssword@host")
     hear("postgresql://me:two%2Fwords@db/x")
@@ -71,7 +71,7 @@ def test_parts_of_a_password_are_masked_where_a_library_says_them():
     assert redacted("a path, a passage") == "a path, a passage"
 
 
-def test_secrets_of_the_environment_are_never_said(monkeypatch):
+def test_secrets_of_the_environment_are_never_printed(monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "swordfish")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     assert redacted("login with swordfish is false") == "login with *** is false"

@@ -24,7 +24,7 @@ def detect(columns, rename=None, carry=()):
         ("prompt_id prompt completion score", "scored_long"),
     ],
 )
-def test_the_columns_tell_the_shape(columns, kind):
+def test_the_columns_decide_the_shape(columns, kind):
     shape = detect(columns)
     assert shape.kind == kind
     assert shape.has_prompt == ("prompt" in columns.split())

@@ -155,7 +155,7 @@ def test_a_conversation_that_is_broken_json_is_refused_and_not_taken_for_text(te
     assert (bad.reason, "'prompt' looks like a conversation" in bad.detail) == ("schema", True)
 
 
-def test_one_message_in_json_is_no_conversation():
+def test_one_message_in_json_is_not_a_conversation():
     message = json.dumps(bot("c"))
     assert "list of messages" in rejection_of(CHAT | {"chosen": message}).detail
     assert "list of messages" in rejection_of(CHAT | {"chosen": bot("c")}).detail
@@ -168,7 +168,7 @@ def test_scores_under_their_other_names_are_read():
     assert record.scores == (1.0, None)
 
 
-def test_a_turn_that_both_begin_and_then_go_on_with_is_part_of_the_completions():
+def test_a_turn_that_both_begin_and_then_continue_is_part_of_the_completions():
     common = [user("a"), bot("b")]
     record = record_of({"chosen": [*common, bot("d")], "rejected": [*common, bot("e")]})
     assert record.prompt == (user("a"),)
@@ -237,7 +237,7 @@ def test_an_optional_column_that_comes_late_is_still_seen():
     assert [len(record.prompt) for record in records] == [1, 2]
 
 
-def test_numbers_are_carried_beside_the_row():
+def test_numbers_are_carried_with_the_row():
     row = PAIRED | {"margin": 2, "weight": "0.5", "length": 7, "other": 1}
     assert record_of(row, carry=["length"]).carried == {"margin": 2.0, "weight": 0.5, "length": 7.0}
 
@@ -339,7 +339,7 @@ def test_what_cannot_be_used_has_a_reason_and_a_detail(row, reason, detail):
         (b"{}", "null"),
     ],
 )
-def test_a_line_that_is_no_row_is_rejected_and_the_next_is_read(line, reason):
+def test_a_line_that_is_not_a_row_is_rejected_and_the_next_is_read(line, reason):
     records, rejected = parse_json_rows(PAIRED, line, PAIRED)
     assert [record.row for record in records] == [10, 12]
     assert [(bad.row, bad.reason) for bad in rejected] == [(11, reason)]

@@ -89,7 +89,7 @@ def test_prompt_and_completion_ids_are_the_tokens_of_the_full_text(saved_tokeniz
         assert row.prompt[1:] + completion[:-1] == whole
 
 
-def test_there_is_one_bos_and_it_stands_first(saved_tokenizer):
+def test_there_is_one_bos_and_it_is_first(saved_tokenizer):
     for record in (text(), text(prompt="<s>hello world,"), chat("how are you", "no-one")):
         row, tokenizer, _ = only(saved_tokenizer, record)
         bos = tokenizer.hf.bos_token_id
@@ -97,7 +97,7 @@ def test_there_is_one_bos_and_it_stands_first(saved_tokenizer):
         assert [*row.prompt, *row.completions[0]].count(bos) == 1
 
 
-def test_bos_follows_the_tokenizers_own_rule_unless_told_otherwise(saved_tokenizer, tmp_path):
+def test_bos_follows_the_tokenizers_own_rule_unless_set(saved_tokenizer, tmp_path):
     shy = save_tokenizer(tmp_path, adds_bos=False)
     bos = load_tokenizer(shy, TokenOptions()).hf.bos_token_id
     assert only(shy, text())[0].prompt[0] != bos

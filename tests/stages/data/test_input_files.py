@@ -191,13 +191,13 @@ def test_a_folder_is_read_in_sorted_order(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("stream.arrow", r"cannot be read on after row \d"),
+        ("stream.arrow", r"cannot be read after row \d"),
         ("array.json", r"after row 1,000: element 1,000 of the array"),
         ("a.csv", "line"),
         ("a.parquet", "after row"),
     ],
 )
-def test_damage_met_on_the_way_names_the_row_reached(tmp_path, name, message):
+def test_damage_inside_a_file_names_the_last_row_read(tmp_path, name, message):
     rows = [{"prompt": f"{i}" * 50, "chosen": "c", "rejected": "r"} for i in range(2000)]
     path = tmp_path / name
     WRITERS[name](path, rows)

@@ -1,4 +1,4 @@
-"""Prompts that end with an assistant's message, which the completion goes on with."""
+"""Prompts that end with an assistant's message, which the completion continues."""
 
 import pytest
 
@@ -82,7 +82,7 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("family", BY_HAND)
-def test_the_prompts_last_turn_stays_open_and_the_completion_goes_on_with_it(
+def test_the_prompts_last_turn_stays_open_and_the_completion_continues_it(
     prefilled_families, family
 ):
     opened, end = BY_HAND[family]

@@ -50,7 +50,7 @@ def test_a_dataset_of_one_split_is_that_split(tmp_path):
 @pytest.mark.parametrize(
     "state", ["[]", "{", '{"_data_files": 3}', '{"_data_files": [{"filename": "../x.arrow"}]}']
 )
-def test_a_state_that_is_no_state_is_refused(tmp_path, state):
+def test_files_that_are_not_a_state_are_refused(tmp_path, state):
     (tmp_path / "state.json").write_text(state)
     with pytest.raises(UsageError, match="_data_files"):
         open_inputs([str(tmp_path)])

@@ -97,7 +97,7 @@ def test_a_completion_that_calls_tools_ends_with_the_stop_of_such_turns(families
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_plain_text_ends_with_the_tokenizers_eos_whatever_the_template_writes(families, family):
+def test_plain_text_ends_with_the_tokenizers_eos_under_any_template(families, family):
     record = chat(" yes", f" no{FAMILIES[family]['eos']} ", prompt="Is it?")
     (_, *completions), _ = encode(families[family], record)
     assert completions == [f" {said}{FAMILIES[family]['eos']}" for said in ("yes", "no")]
@@ -163,7 +163,7 @@ def test_stops_are_read_back_from_a_fingerprint_as_they_were(families):
 
 
 @pytest.mark.parametrize("family", ["gemma", "llama 3", "deepseek"])
-def test_a_bos_that_the_template_writes_outlives_the_cutting_of_its_prompt(families, family):
+def test_a_bos_that_the_template_writes_survives_the_cutting_of_its_prompt(families, family):
     """Gemma's tokenizer adds one as well, the others' do not."""
     bos = FAMILIES[family]["bos"]
     (whole, _), _ = encode(families[family], chat(say("yes")))

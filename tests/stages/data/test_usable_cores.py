@@ -57,7 +57,7 @@ def test_a_quota_of_the_first_kind_of_groups_counts(tmp_path, mount, quota, core
     assert usable_cores(tmp_path) == cores
 
 
-def test_nobody_else_counts_the_cores_of_the_machine():
+def test_only_one_function_counts_the_cores_of_the_machine():
     root = Path(usable_cores.__code__.co_filename).parents[2]
     files = [path for room in ("pipeline", "stages") for path in (root / room).rglob("*.py")]
     counting = {path.name for path in files if "cpu_count" in path.read_text()}

@@ -50,7 +50,7 @@ def test_some_prompts_come_back_with_other_answers() -> None:
     assert sum(count > 1 for count in counts.values()) > 50
 
 
-def test_counting_words_tells_chosen_from_rejected_on_prompts_never_seen() -> None:
+def test_word_counts_separate_chosen_from_rejected_on_unseen_prompts() -> None:
     known = DRAWN[:500]
     known_prompts = {transcript(each.prompt) for each in known}
     unseen = [each for each in DRAWN[500:] if transcript(each.prompt) not in known_prompts]

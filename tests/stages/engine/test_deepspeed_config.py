@@ -151,17 +151,17 @@ def test_every_contradiction_is_listed_at_once(tmp_path):
     ("content", "message"),
     [
         ("{", "not readable as JSON"),
-        ('{"fp16": {}, "fp16": {}}', "'fp16' stands twice"),
+        ('{"fp16": {}, "fp16": {}}', "'fp16' is given twice"),
         ("[]", "expected a JSON object, found []"),
         ({"bf16": True}, "bf16 must be an object, found True"),
         ({"optimizer": {"type": "AdamW", "params": []}}, "optimizer.params must be an object"),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "both enabled"),
         ({"zero_optimization": {"stage": 5}}, "stage is 5; it is 0, 1, 2 or 3"),
         ({"zero_optimization": {"stage": "auto"}}, "stage is 'auto'"),
-        ({"comms_logger": {"verbose": "auto"}}, 'fills the "auto" of comms_logger.verbose'),
+        ({"comms_logger": {"verbose": "auto"}}, 'no value for the "auto" of comms_logger.verbose'),
         ({"zero_optimisation": {"stage": 2}}, "Did you mean 'zero_optimization'?"),
         ({"gradient_cliping": 0.5}, "knows no 'gradient_cliping'"),
     ],
 )
-def test_a_file_that_cannot_be_meant_is_refused(tmp_path, content, message):
+def test_a_file_that_makes_no_sense_is_refused(tmp_path, content, message):
     assert message in refusal(tmp_path, content)

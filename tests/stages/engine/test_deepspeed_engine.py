@@ -137,7 +137,7 @@ def test_a_clipped_gradient_is_as_long_as_the_option_says(seen, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_weights_are_whole_on_the_first_rank_and_tied_ones_stand_once(seen, way):
+def test_weights_are_whole_on_the_first_rank_and_tied_ones_are_given_once(seen, way):
     first, *others = [rank[way]["plain"]["weights"] for rank in seen.ranks]
     assert {name: list(tensor.shape) for name, tensor in tensors(first).items()} == {
         "embed.weight": [VOCABULARY, WIDTH],

@@ -37,7 +37,7 @@ class Hostile:
 def test_code_in_a_state_is_refused_and_not_run(engine_run, state, tmp_path, name):
     content = torch.load(state / name, weights_only=False)
     torch.save(content | {"extra": Hostile(f"touch {tmp_path}/ran")}, state / name)
-    with pytest.raises(CorruptionError, match="not a state of the run"):
+    with pytest.raises(CorruptionError, match="does not fit the model and engine"):
         engine_run.engine.load_state(tmp_path)
     assert not (tmp_path / "ran").exists()
     assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
@@ -69,7 +69,7 @@ def test_a_policy_with_nothing_to_learn_is_refused(one_rank):
         open_engine(policy, OPTIONS, one_rank, hidden_size=WIDTH)
 
 
-def test_what_deepspeed_refuses_is_told_with_the_file_that_asked_for_it(one_rank, tmp_path):
+def test_what_deepspeed_refuses_is_reported_with_the_file_that_asked_for_it(one_rank, tmp_path):
     path = tmp_path / "ds.json"
     path.write_text('{"zero_optimization": {"stage": 2, "overlap_comm": "perhaps"}}')
     with pytest.raises(UsageError, match=r"DeepSpeed refuses train.deepspeed=.*ds\.json"):

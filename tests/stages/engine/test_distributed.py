@@ -70,9 +70,9 @@ def test_the_first_host_of_a_list_of_nodes(nodes, first):
     [
         ({"MASTER_ADDR": None, "MASTER_PORT": None}, "MASTER_ADDR and MASTER_PORT not set"),
         ({"LOCAL_RANK": None}, "LOCAL_RANK not set"),
-        ({"RANK": "8"}, "do not name a rank"),
-        ({"RANK": "-1"}, "do not name a rank"),
-        ({"WORLD_SIZE": "many"}, "do not name a rank"),
+        ({"RANK": "8"}, "are not a rank below WORLD_SIZE"),
+        ({"RANK": "-1"}, "are not a rank below WORLD_SIZE"),
+        ({"WORLD_SIZE": "many"}, "are not a rank below WORLD_SIZE"),
         ({"MASTER_PORT": "0"}, "torchrun --standalone"),
     ],
 )
@@ -82,7 +82,7 @@ def test_a_launch_that_cannot_come_together_is_refused_at_once(change, message):
         world_of(launcher_environment(environment))
 
 
-def test_a_world_can_be_joined_again_and_again_and_leaves_the_environment_as_it_was():
+def test_a_world_can_be_joined_repeatedly_and_does_not_change_the_environment():
     before = dict(os.environ)
     for _ in range(2):
         with joined_world() as world:
@@ -97,7 +97,7 @@ def test_ranks_wait_for_one_that_takes_long():
     assert done.stdout.count("met") == 2
 
 
-def test_a_rank_that_falls_silent_is_missed_and_one_that_is_slow_or_stopped_is_not():
+def test_a_silent_rank_is_noticed_and_a_slow_or_stopped_one_is_not():
     """No connection is closed: without a heartbeat the other one waits for a day."""
     with socket.socket() as door:
         door.bind(("127.0.0.1", 0))
@@ -130,5 +130,8 @@ def test_a_rank_that_falls_silent_is_missed_and_one_that_is_slow_or_stopped_is_n
         ranks[1].communicate()
     assert ranks[0].returncode == 69, err
     assert [*said, out] == [*2 * ["slow ranks are waited for\n"], "stopped ranks go on\n"]
-    assert "error: Rank 0 has not heard of rank 1 for 2 s: a machine or the network is gone" in err
+    assert (
+        "error: Rank 0 has not heard from rank 1 for 2 s: a machine or the network has failed"
+        in err
+    )
     assert "--resume auto" in err

@@ -32,6 +32,6 @@ def test_a_finished_cache_may_be_opened_again(cache):
     cache.prepare()
 
 
-def test_a_folder_that_was_only_begun_is_ours(tmp_path):
+def test_a_folder_that_was_only_begun_may_be_used_again(tmp_path):
     (tmp_path / "out" / "_align").mkdir(parents=True)
     CacheFolder(tmp_path / "out").prepare()

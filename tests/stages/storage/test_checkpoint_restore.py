@@ -6,7 +6,7 @@ import pytest
 from align.schemas.checkpoint import FORMAT_VERSION, Retention
 from align.schemas.errors import CorruptionError, FingerprintError
 from align.schemas.json_codec import digest
-from align.stages.storage.checkpoints import choose_checkpoint, latest_step, verify_checkpoint
+from align.stages.storage.checkpoints import choose_checkpoint, verify_checkpoint
 from align.stages.storage.run_folder import RECORD_NAME, RunFolder
 from support.checkpoint_saves import save
 
@@ -41,7 +41,7 @@ def test_a_latest_that_names_nothing_is_replaced_by_the_newest(saved_run, text, 
     if text is not None:
         saved_run.latest.write_bytes(text.encode("latin-1"))
     assert step_chosen(saved_run) == 3
-    assert "names no checkpoint" in caplog.text
+    assert "does not name a checkpoint" in caplog.text
 
 
 def flip(path):
@@ -139,4 +139,4 @@ def test_every_flipped_bit_of_a_checkpoint_is_found(saved_run):
 
 
 def test_latest_is_read_for_what_it_is(saved_run):
-    assert latest_step(saved_run) == 3
+    assert saved_run.latest_step() == 3

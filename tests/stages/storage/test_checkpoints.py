@@ -60,11 +60,11 @@ def boastful(draft):
     ("write", "said"),
     [
         (full_disk, "rank 1: PytorchStreamWriter failed"),
-        (forgetful, "not what the ranks wrote: state-1.pt"),
+        (forgetful, "differs from what the ranks wrote: state-1.pt"),
         (boastful, "rank 1: .*never-written"),
     ],
 )
-def test_where_one_rank_fails_all_are_told_and_nothing_is_left(prepared_run, write, said, tree):
+def test_a_failure_of_one_rank_reaches_all_and_leaves_nothing(prepared_run, write, said, tree):
     Ranks(2).save(prepared_run, 1, [writer(1, rank) for rank in range(2)])
     before = tree(prepared_run.root)
     told = Ranks(2).save(prepared_run, 2, [writer(2), write])
@@ -74,7 +74,7 @@ def test_where_one_rank_fails_all_are_told_and_nothing_is_left(prepared_run, wri
     assert choose_checkpoint(prepared_run).checkpoint.position.global_step == 1
 
 
-def test_a_file_has_one_rank_that_vouches_for_it(prepared_run):
+def test_a_file_is_written_by_one_rank_only(prepared_run):
     gate = Ranks(2)
     told = gate.save(prepared_run, 2, [writer(2), lambda draft: _after(draft, "state-0.pt")])
     assert "two ranks wrote the same file" in told[1].failure
@@ -107,7 +107,7 @@ def test_the_newest_few_and_the_best_stay(prepared_run):
         ("eval/never", None),
     ],
 )
-def test_what_should_be_low_is_best_where_it_is_lowest_unless_a_sign_says_otherwise(
+def test_a_loss_is_best_where_it_is_lowest_unless_a_sign_says_otherwise(
     prepared_run, metric, best, sign
 ):
     keep = Retention(keep_last=1, best=f"{sign}{metric}")
@@ -152,7 +152,7 @@ def test_later_steps_of_another_future_go_with_the_next_checkpoint(prepared_run)
 
 @pytest.mark.parametrize("name", OF_A_RUN)
 @pytest.mark.parametrize("action", ["kill", "term", "eio", "enospc"])
-def test_a_run_stopped_while_it_saves_goes_on_from_a_whole_checkpoint(
+def test_a_run_stopped_while_it_saves_resumes_from_a_whole_checkpoint(
     tmp_path, fork, tree, name, action
 ):
     clean = RunFolder(tmp_path / "clean")

@@ -17,7 +17,7 @@ def test_a_finished_cache_holds_its_manifest_its_files_and_a_lock(cache):
     assert [path.name for path in cache.private.iterdir()] == ["LOCK"]
 
 
-def test_a_grown_cache_keeps_what_it_held_until_it_is_told_to_remove_it(tmp_path, make_cache, tree):
+def test_a_grown_cache_keeps_what_it_held_until_gc_removes_it(tmp_path, make_cache, tree):
     make_cache(tmp_path / "a", (1, 2, 3))
     folder = CacheFolder(tmp_path / "a")
     before = load_manifest(folder)

@@ -139,7 +139,7 @@ def test_workers_without_any_lock_end_with_one_commit_per_unit(work, make_block,
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_log_prob_that_is_no_number_is_never_stored(work, make_block, facts, bad):
+def test_a_log_prob_that_is_not_finite_is_never_stored(work, make_block, facts, bad):
     block = make_block(5, 1)
     logps = block.logps.copy()
     logps[2] = bad
@@ -198,7 +198,7 @@ def test_an_edited_commit_is_refused(work, make_block, facts, fields, said):
 
 
 @pytest.mark.parametrize("flips", [60, pytest.param(600, marks=pytest.mark.long)])
-def test_no_flipped_bit_of_a_commit_is_taken_for_a_commit(work, make_block, lossy, flips):
+def test_a_commit_with_a_flipped_bit_is_refused(work, make_block, lossy, flips):
     commit = commit_unit(work, "run", 0, make_block(5, 1), lossy)
     path = work.commit(0)
     good = path.read_bytes()
@@ -212,18 +212,18 @@ def test_no_flipped_bit_of_a_commit_is_taken_for_a_commit(work, make_block, loss
 
 def test_a_commit_of_no_unit_of_the_plan_is_refused(work, make_block, facts):
     commit_unit(work, "run", 3, make_block(5, 1), facts)
-    with pytest.raises(CorruptionError, match="no unit of this plan"):
+    with pytest.raises(CorruptionError, match="none of the 3 units of this plan"):
         read_commits(work, 3)
 
 
-def test_a_commit_whose_shard_is_gone_is_refused(work, make_block, facts):
+def test_a_commit_whose_shard_is_missing_is_refused(work, make_block, facts):
     commit = commit_unit(work, "run", 0, make_block(5, 1), facts)
     (work.cache.data / commit.file).unlink()
     with pytest.raises(CorruptionError, match="is missing"):
         read_commits(work, 1)
 
 
-def test_drafts_of_a_killed_run_are_no_commits(work):
+def test_drafts_of_a_killed_run_are_not_read_as_commits(work):
     (work.commits / ".00000000.json.ab.tmp").write_text("half")
     assert read_commits(work, 1) == {}
     assert read_commits(work.cache.work("b" * 64), 1) == {}

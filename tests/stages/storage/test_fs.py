@@ -32,9 +32,7 @@ KINDS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EACCES])
-def test_whichever_operation_fails_nothing_half_is_committed(
-    tmp_path, make_cache, tree, clean_tree, error
-):
+def test_no_operation_that_fails_commits_half_a_unit(tmp_path, make_cache, tree, clean_tree, error):
     """N = 1, 2, ... until a run meets no fault: refused with 74, and a rerun converges."""
     failed, messages = set(), []
     for at in range(1, 200):
@@ -68,7 +66,7 @@ def test_syncing_reaches_the_disk_itself(tmp_path, monkeypatch):
     assert synced == [(tmp_path / "a").stat().st_ino, tmp_path.stat().st_ino]
 
 
-def test_a_full_disk_is_told_with_the_bytes_it_lacks(tmp_path):
+def test_a_full_disk_is_reported_with_the_bytes_it_lacks(tmp_path):
     with (
         failpoints.watch(Fault(2, errno.ENOSPC)),
         pytest.raises(StorageError, match=r"3 bytes needed, [\d,]+ free\)\. Free some space"),
@@ -152,7 +150,7 @@ def test_one_of_many_processes_puts_the_file(tmp_path):
         (errno.EIO, 74, "Check the disk"),
     ],
 )
-def test_what_the_system_refuses_is_told_in_the_words_of_its_kind(tmp_path, number, code, said):
+def test_each_kind_of_refusal_has_its_own_message(tmp_path, number, code, said):
     error = storage_error("open", tmp_path / "x", OSError(number, os.strerror(number)))
     assert isinstance(error, StorageError)
     assert error.exit_code == code
@@ -185,7 +183,7 @@ def test_a_draft_goes_when_its_writer_is_dead_and_only_then(tmp_path, fork):
     assert target.read_bytes() == b"whole"
 
 
-def test_a_new_file_never_takes_the_place_of_one_that_came_meanwhile(tmp_path):
+def test_a_new_file_never_replaces_one_written_meanwhile(tmp_path):
     target = tmp_path / "align.yaml"
 
     def write():

@@ -41,7 +41,7 @@ class Holder:
         os.close(self._go)
 
 
-def test_a_second_owner_is_told_who_the_first_is(cache_folder):
+def test_a_second_owner_is_refused_with_the_name_of_the_first(cache_folder):
     holder = Holder(lambda: owner_lock(cache_folder, "early-run"))
     with pytest.raises(LockedError, match=rf"process {holder.pid} on .*early-run.*--join"):
         owner_lock(cache_folder, "late-run")
@@ -58,7 +58,7 @@ def test_a_dead_owners_name_in_the_file_locks_nothing(cache_folder):
         pass
 
 
-def test_a_lock_file_nobody_can_read_still_gives_a_clear_refusal(cache_folder):
+def test_an_unreadable_lock_file_still_gives_a_clear_refusal(cache_folder):
     with owner_lock(cache_folder, "run"):
         cache_folder.lock.write_text("scribble")
         with pytest.raises(LockedError, match="in use by another process"):

@@ -30,7 +30,7 @@ def test_a_manifest_is_the_same_whenever_and_wherever_it_is_made(
     assert dataclasses.replace(manifest, align_version="9.9").root == root_of(manifest)
 
 
-def test_a_folder_without_a_manifest_is_no_cache(tmp_path):
+def test_a_folder_without_a_manifest_is_not_a_cache(tmp_path):
     with pytest.raises(UsageError, match="not a finished cache"):
         load_manifest(CacheFolder(tmp_path))
 
@@ -91,7 +91,7 @@ def test_no_field_of_a_manifest_can_be_altered_unnoticed(cache):
     load_manifest(cache)
 
 
-def test_a_manifest_that_fits_its_own_root_must_still_name_shards_of_ours(cache):
+def test_a_manifest_that_fits_its_own_root_must_still_name_shards_of_the_cache(cache):
     manifest = load_manifest(cache)
     for name in NAMES:
         shard = dataclasses.replace(manifest.shards[1], file=name)
@@ -200,7 +200,7 @@ def test_the_root_is_a_digest_of_what_a_cache_holds(cache):
 
 
 @pytest.mark.parametrize("flips", [60, pytest.param(600, marks=pytest.mark.long)])
-def test_no_flipped_bit_of_a_plan_is_taken_for_a_plan(tmp_path, make_cache, flips):
+def test_a_plan_with_a_flipped_bit_is_refused(tmp_path, make_cache, flips):
     with contextlib.suppress(StoppedError), failpoints.watch(stop_at_the_first_commit):
         make_cache(tmp_path / "cache")
     (work,) = CacheFolder(tmp_path / "cache").works()

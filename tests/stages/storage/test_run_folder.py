@@ -15,17 +15,17 @@ def test_a_run_has_its_folders(prepared_run):
 
 def test_a_folder_that_holds_something_else_is_refused(tmp_path):
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(UsageError, match=r"holds 'thesis.tex' and no training run"):
+    with pytest.raises(UsageError, match=r"holds 'thesis.tex' and is not a training run folder"):
         RunFolder(tmp_path).prepare()
     with pytest.raises(UsageError, match="not a folder"):
         RunFolder(tmp_path / "thesis.tex").prepare()
 
 
-def test_a_cache_is_no_run_and_a_run_no_cache(tmp_path, prepared_run):
+def test_a_cache_is_not_taken_for_a_run_nor_a_run_for_a_cache(tmp_path, prepared_run):
     CacheFolder(tmp_path / "cache").prepare()
-    with pytest.raises(UsageError, match="no training run"):
+    with pytest.raises(UsageError, match="is not a training run folder"):
         RunFolder(tmp_path / "cache").prepare()
-    with pytest.raises(UsageError, match="no cache"):
+    with pytest.raises(UsageError, match="is not a cache folder"):
         CacheFolder(prepared_run.root).prepare()
 
 

@@ -71,7 +71,7 @@ def test_the_same_block_gives_the_same_bytes(tmp_path, make_block):
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
-def test_a_row_id_tells_a_copy_from_the_first(make_block):
+def test_the_row_id_of_a_copy_differs_from_the_first(make_block):
     rows = dataclasses.replace(
         make_block(3, 0).rows,
         row_id=np.array([b"\x00" * 16, b"\xff" * 16, b"a" + b"\x00" * 15], dtype="S16"),
@@ -161,7 +161,7 @@ def test_a_table_of_something_else_is_corrupt(make_block):
         read_block(table.drop_columns(["cut"]))
 
 
-def test_a_file_that_is_no_shard_is_named(tmp_path):
+def test_a_file_that_is_not_a_shard_is_named(tmp_path):
     (tmp_path / "part").write_bytes(b"PAR1 and nothing more")
     with pytest.raises(CorruptionError, match=r"part is damaged"):
         read_shard(tmp_path / "part")
