@@ -4,7 +4,7 @@ manifest.json                        written last; readers read only this
 data/part-<unit>-<sha256>.parquet    shards, named by their content
 quarantine/part-<n>-<sha256>.parquet rejected rows
 _align/LOCK                          held by the owner of the folder
-_align/mlflow-run.json               names the run of MLflow whose end it does not know
+_align/outbox/<time>-<id>/           a run that MLflow was not sent all of, as a run_folder
 _align/roots/<root>.json             manifests the cache had before it grew; their shards stay
 _align/<plan key>/                   work in progress, gone when it is done
     plan.json  commits/<unit>.json  claims  spool/  tmp/<run id>/
@@ -74,9 +74,9 @@ class CacheFolder:
         return self.roots / f"{root[:16]}.json"
 
     @property
-    def mlflow(self) -> Path:
-        """Names the run of MLflow whose end it does not know; removed once it does."""
-        return self.private / "mlflow-run.json"
+    def outbox(self) -> Path:
+        """Runs that MLflow was not sent all of; only there if there are such."""
+        return self.private / "outbox"
 
     @property
     def when_locked(self) -> str:
@@ -157,6 +157,7 @@ class WorkFolder:
 
 
 OUTPUTS = ("rewards", "sweep")
+SCORES = "cache"  # the cache in the folder of rewards
 
 
 @dataclass(frozen=True)
