@@ -253,10 +253,11 @@ def mlflow_sync(
 ) -> None:
     """Tell MLflow what it missed of a run; telling it twice changes nothing."""
     from .pipeline.mlflow_sync import own_options, sync_runs
+    from .schemas.errors import counted
 
     for synced in sync_runs(run, own_options(run, config), uri=uri):
         say(f"{synced.uri}: run {synced.run_id} is {synced.status}")
-        say(f"{synced.points_sent:,} numbers sent")
+        say(f"{counted(synced.points_sent, 'numbers')} sent")
 
 
 @app.command()
@@ -309,10 +310,11 @@ def export(
     columns before you pass precompute_ref_log_probs.
     """
     from .pipeline.export import export as run_export
+    from .schemas.errors import counted
 
     target = output or cache.resolve().with_name(f"{cache.resolve().name}-{to}.parquet")
     rows = run_export(cache, target, model=model, overwrite=overwrite)
-    say(f"{target}: {rows:,} rows")
+    say(f"{target}: {counted(rows, 'rows')}")
 
 
 @app.command()
@@ -323,13 +325,13 @@ def gc(
 ) -> None:
     """Remove what a cache held before it grew; trainings that began on that cannot go on then."""
     from .pipeline.cache_compatibility import gone_without, remove_earlier
-    from .schemas.errors import UsageError
+    from .schemas.errors import UsageError, counted
 
     found = gone_without(cache)
-    say(f"{cache}: {len(found.roots)} earlier roots")
+    say(f"{cache}: {counted(len(found.roots), 'earlier roots')}")
     for root in found.roots:
         say(f"  {root}")
-    say(f"{len(found.files):,} files that only they name, {found.bytes:,} bytes")
+    say(f"{counted(len(found.files), 'files')} that only they name, {found.bytes:,} bytes")
     if dry_run or not found:
         return
     if not yes and not sys.stdin.isatty():

@@ -27,8 +27,7 @@ from ..stages.storage.cleanup import Superseded, remove_superseded, superseded
 from ..stages.storage.commits import read_commits
 from ..stages.storage.locks import owner_lock
 from ..stages.storage.manifest_file import load_manifest, load_plan
-from ..stages.storage.shard_columns import parse_row_ids
-from ..stages.storage.shards import iter_row_groups, read_shard
+from ..stages.storage.shards import iter_row_groups, parse_row_ids, read_shard
 
 logger = logging.getLogger("align")
 

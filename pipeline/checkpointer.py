@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..schemas.checkpoint import CheckpointFile, Peers, Position, Retention, Saved
 from ..schemas.errors import AlignError, StorageError
+from ..stages.engine.deepspeed_compat import whole_numel
 from ..stages.engine.deepspeed_config import stage_of
 from ..stages.engine.distributed import gathered, run_on_rank_zero
 from ..stages.model.logprobs import causal_model
@@ -181,25 +182,20 @@ def checkpoint_bytes(session: Session, folder: RunFolder) -> int:
     # Under ZeRO, and in 16 bits, there is a copy in 32; under ZeRO-3 there is no other.
     weights = (width if stage < 3 else 0) + (4 if stage or width < 4 else 0)
     per_weight = weights + moments
-    return per_weight * sum(map(_numel, _learning(session)))
+    return per_weight * sum(map(whole_numel, _learning(session)))
 
 
 def model_bytes(session: Session) -> int:
     """The size of the saved model: the adapter, the whole policy, or both."""
     lora, width = session.job.config.lora, _width(session)
-    whole = sum(map(_numel, session.policy.parameters()))
-    adapter = sum(map(_numel, _learning(session)))
+    whole = sum(map(whole_numel, session.policy.parameters()))
+    adapter = sum(map(whole_numel, _learning(session)))
     counts = (adapter if lora.enabled else 0) + (whole if lora.merge or not lora.enabled else 0)
     return width * counts
 
 
 def _learning(session: Session) -> list[Any]:
     return [one for one in session.policy.parameters() if one.requires_grad]
-
-
-def _numel(parameter: Any) -> int:
-    """Under ZeRO-3 a rank holds a part, and the parameter knows how large it is."""
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _width(session: Session) -> int:

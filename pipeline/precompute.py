@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..schemas.cache import Manifest, Plan
 from ..schemas.config import Config
-from ..schemas.errors import BadDataError, NonFiniteError
+from ..schemas.errors import BadDataError, NonFiniteError, counted
 from ..schemas.rows import Reference
 from ..stages.report.cache_tables import worded
 from ..stages.storage.cache_folder import CacheFolder
@@ -197,8 +197,8 @@ class PrecomputeResult:
         """A summary of a few lines."""
         manifest, tally = self.manifest, self.tally
         lines = [
-            f"{self.folder}: {manifest.rows:,} rows, {manifest.branches:,} branches, "
-            f"{manifest.tokens:,} completion tokens in {_shards(manifest)}",
+            f"{self.folder}: {counted(manifest.rows, 'rows')}, {manifest.branches:,} branches, "
+            f"{manifest.tokens:,} completion tokens in {counted(len(manifest.shards), 'shards')}",
             f"cache root {manifest.root}",
         ]
         if self.was_complete:
@@ -214,14 +214,6 @@ class PrecomputeResult:
             lines.append(f"{total} of {manifest.rows_in:,} rows dropped: {', '.join(dropped)}")
         if kept := superseded(CacheFolder(self.folder), manifest):
             lines.append(f"note: {kept}")
-        lines += [f"note: {count:,} {worded(name)}" for name, count in _notes(manifest)]
+        notes = sorted(manifest.notes.items())
+        lines += [f"note: {counted(count, worded(name))}" for name, count in notes]
         return "\n".join(lines)
-
-
-def _notes(manifest: Manifest) -> list[tuple[str, int]]:
-    return sorted(manifest.notes.items())
-
-
-def _shards(manifest: Manifest) -> str:
-    count = len(manifest.shards)
-    return f"{count:,} shard{'s' if count != 1 else ''}"

@@ -20,9 +20,9 @@ from ..schemas.errors import (
     os_errors_as_storage_errors,
 )
 from ..schemas.json_codec import digest
-from ..schemas.rows import Reference, Rejected
+from ..schemas.rows import Reference
 from ..stages.data.data_schema import Shape, common_shape
-from ..stages.data.decode_rows import parse_chunk
+from ..stages.data.decode_rows import first_is_conversation
 from ..stages.data.encode_workers import EncodingJob, default_workers, encode_chunks, usable_cores
 from ..stages.data.input_files import (
     Chunk,
@@ -99,9 +99,9 @@ def require_model(config: Config) -> None:
 def open_job(config: Config, reference: Reference) -> Job:
     """Opens the data, the tokenizer and the reference; writes nothing."""
     inputs, before = _in_order(open_inputs(config.data.files))
-    shape = common_shape(inputs, renames(config.data.map), config.data.carry)
+    shape = common_shape(inputs, config.data.map, config.data.carry)
     tokenizer = load_tokenizer(config.model.path, config.tokens)
-    if _first_is_conversation(inputs, shape):
+    if first_is_conversation(inputs, shape):
         tokenizer.require_template(config.model.path)
     identity = dict(reference.identity())
     fields = fingerprint(
@@ -140,24 +140,8 @@ def _in_order(
     return tuple(file for _, file in found), tuple(before for before, _ in found)
 
 
-def renames(columns: Mapping[str, str]) -> dict[str, str]:
-    """Maps the user's columns to ours; a column of ours mapped to nothing is left out."""
-    return {
-        theirs or ours: ours if theirs else f"unused {ours}" for ours, theirs in columns.items()
-    }
-
-
-def _first_is_conversation(inputs: tuple[InputFile, ...], shape: Shape) -> bool:
-    """Whether the first usable record is a conversation."""
-    for chunk in iter_chunks(inputs, shape.columns, rows_per_chunk=16):
-        records, _ = parse_chunk(chunk, shape)
-        if records:
-            return records[0].is_conversation
-    return False
-
-
 KINDS = ("rows_of_conversations", "rows_of_plain_text")
-EXAMPLES_SHOWN = 3
+SHOWN = 3  # rows that cannot be used, and files that list them
 
 
 def make_plan(job: Job, run_id: str, progress: Progress) -> Plan:
@@ -256,7 +240,10 @@ def _require_usable(job: Job, intake: Intake, quarantine: tuple[FileEntry, ...])
         files=quarantine,
     )
     if rejected.exceed_limit:
-        places = "\n  ".join(_place(job, row) for row in intake.rejected[:EXAMPLES_SHOWN])
+        places = "\n  ".join(
+            f"{job.paths[row.file]} row {row.row}: {row.reason}: {row.detail}"
+            for row in intake.rejected[:SHOWN]
+        )
         raise BadDataError(
             f"{rejected}. The first of them:\n  {places}\nAll are listed in "
             f"{rejected.listed(job.folder.root)}. Fix them, or allow more with --max-bad-frac."
@@ -268,11 +255,6 @@ def _prompt_hint(job: Job, intake: Intake) -> str:
     if job.shape.has_prompt or not intake.reasons["empty_prompt"]:
         return ""
     return " If the prompts stand in a column of another name, pass --map prompt=NAME."
-
-
-def _place(job: Job, rejected: Rejected) -> str:
-    path = job.paths[rejected.file]
-    return f"{path} row {rejected.row}: {rejected.reason}: {rejected.detail}"
 
 
 def _require_space(job: Job, ring: Ring) -> None:
@@ -337,9 +319,6 @@ def _absolute(path: str) -> str:
     return str(Path(path).resolve()) if path else ""
 
 
-FILES_SHOWN = 3
-
-
 @dataclass(frozen=True)
 class RejectedRows:
     """Rows in quarantine."""
@@ -365,6 +344,6 @@ class RejectedRows:
 
     def listed(self, folder: Path) -> str:
         """The files of a cache folder that name them, the first few of many."""
-        shown = [str(folder / entry.file) for entry in self.files[:FILES_SHOWN]]
+        shown = [str(folder / entry.file) for entry in self.files[:SHOWN]]
         more = len(self.files) - len(shown)
         return ", ".join(shown) + (f" and {more} more files beside them" if more else "")

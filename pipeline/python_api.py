@@ -130,8 +130,8 @@ def load_run(path: AnyPath) -> TrainingRun:
     """
     from ..stages.storage.run_folder import read_ending
     from ..stages.tracking.journal import EVAL, all_entries
-    from .resume import run_settings
     from .run_report import training_folder
+    from .settings import run_settings
 
     folder = training_folder(Path(path))
     ending = read_ending(folder)

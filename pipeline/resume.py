@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import time
@@ -19,17 +18,17 @@ import torch
 from .. import __version__
 from ..schemas.batches import World
 from ..schemas.checkpoint import Checkpoint, Position, RunIdentity
-from ..schemas.config import Config
 from ..schemas.errors import CorruptionError, FingerprintError, UsageError
 from ..schemas.safe_text import masked
 from ..stages.engine.deepspeed_config import leaves, stage_of
 from ..stages.engine.distributed import run_on_all_ranks, run_on_rank_zero
 from ..stages.model.logprobs import causal_model
+from ..stages.model.transformers_compat import attention_of
 from ..stages.storage import fs
 from ..stages.storage.checkpoints import choose_checkpoint
 from ..stages.storage.locks import owner_lock
 from ..stages.storage.run_folder import RunFolder, begins_as, forget_ending, read_ending
-from .settings import as_absolute, as_yaml, flatten, read_yaml, without_secrets
+from .settings import as_absolute, run_settings, signed_settings
 
 if TYPE_CHECKING:
     from .training_job import Session, TrainingJob
@@ -286,7 +285,7 @@ def identity_of(session: Session) -> RunIdentity:
     packed = session.policy.path.layout == "packed"
     computed = {
         **options,
-        "model.attention": "sdpa" if packed else str(model.config._attn_implementation),
+        "model.attention": "sdpa" if packed else attention_of(model),
         "model.device": session.policy.device.type,
         "train.dtype": str(model.dtype).removeprefix("torch."),
         **{f"deepspeed {name}": repr(value) for name, value in leaves(engine)},
@@ -311,53 +310,8 @@ def made_with(session: Session) -> dict[str, str]:
     return {**found, "layout": path.layout, "log-prob head": path.head}
 
 
-def signed_settings(config: Config) -> bytes:
-    """The text of a run's config.yaml."""
-    return signed(as_yaml(config))
-
-
-def signed(text: str) -> bytes:
-    """The text after a first line with its digest."""
-    sha256 = hashlib.sha256(text.encode()).hexdigest()
-    return f"# sha256 {sha256} of the lines below; copy this file to change it.\n{text}".encode()
-
-
-def run_settings(folder: RunFolder) -> dict[str, Any]:
-    """The settings of config.yaml by dotted names; CorruptionError if the file was changed."""
-    text = fs.read_bytes(folder.config)
-    _, _, lines = text.partition(b"\n")
-    if text != signed(lines.decode("utf-8", "replace")):
-        raise CorruptionError(
-            f"{folder.config} is damaged or was edited. Restore it, or remove it: --resume auto "
-            "then holds to what the checkpoint says, and writes it again."
-        )
-    return read_yaml(folder.config)
-
-
 def _version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:  # the import says what to install
         return "none"
-
-
-def used_settings(session: Session, *sections: str) -> dict[str, str]:
-    """By their dotted names, those of these sections."""
-    config, policy = session.job.config, session.job.policy
-    chosen = {*sections} | ({"lora"} if config.lora.enabled else set())
-    found = {
-        "model.path": policy.path,
-        "model.adapter": policy.adapter,
-        "model.device": session.policy.device.type,
-        "train.cache": str(session.job.cache.root),
-        "train.model": policy.path,
-        "train.tokens_per_batch": session.feed.settings.tokens_per_batch,
-        "train.dtype": str(causal_model(session.policy.model).dtype).removeprefix("torch."),
-    }
-    # How a run was begun is not a setting of its training.
-    asked = {name: value for name, value in flatten(config).items() if name != "train.resume"}
-    return {
-        name: str(value)
-        for name, value in without_secrets({**asked, **found}).items()
-        if name.partition(".")[0] in chosen
-    }

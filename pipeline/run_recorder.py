@@ -26,10 +26,10 @@ from ..stages.tracking.progress import NoProgress, Progress
 from ..stages.train.loop import Place
 from ..stages.train.throughput import Machine
 from .checkpointer import Checkpointer, require_room
-from .resume import Start, identity_of, used_settings
+from .resume import Start, identity_of
 from .run_report import write_report
 from .train_checks import BestMetric
-from .training_job import Session
+from .training_job import Session, used_settings
 
 logger = logging.getLogger("align")
 

@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..schemas.cache import Manifest
-from ..schemas.errors import CorruptionError, UsageError
+from ..schemas.errors import CorruptionError, UsageError, counted
+from ..stages.report.cache_tables import grid
 from ..stages.report.charts import DRAWN_NOWHERE, further_curves, learning_curves, plain
 from ..stages.report.eval_table import read_evaluation, spread_charts
-from ..stages.report.html_page import facts, page, section, side_by_side, tiles
+from ..stages.report.html_page import render_page
 from ..stages.storage import fs
 from ..stages.storage.cache_folder import CacheFolder
 from ..stages.storage.checkpoints import read_checkpoint
 from ..stages.storage.manifest_file import load_manifest
 from ..stages.storage.run_folder import RunFolder, read_ending
 from ..stages.tracking.journal import EVAL, Entry, all_entries
-from .resume import run_settings
-from .settings import without_secrets
+from .settings import run_settings, without_secrets
 
 if TYPE_CHECKING:
     from ..stages.train.loop import Ending
@@ -61,23 +61,24 @@ def training_folder(root: Path) -> RunFolder:
 def _page(folder: RunFolder) -> str:
     settings = run_settings(folder)
     history = history_of(folder.metrics, is_drawn=lambda name: name not in DRAWN_NOWHERE)
-    further = side_by_side(further_curves(history.learned, history.held_out))
-    return page(
-        folder.root.resolve().name,
-        list(_sentences(folder, history, settings["train.method"])),
-        tiles(dict(_headlines(history.measured))),
-        section("Learning", side_by_side(learning_curves(history.learned, history.held_out))),
-        _spreads(folder),
-        *_of_cache(folder, settings),
-        section("Settings", facts(_shown(settings)), is_folded=True),
-        section("Speed, memory and more", further, is_folded=True),
+    return render_page(
+        "run.html.j2",
+        title=folder.root.resolve().name,
+        sentences=list(_sentences(folder, history, settings["train.method"])),
+        headlines=dict(_headlines(history.measured)),
+        learning=learning_curves(history.learned, history.held_out),
+        held_out=_spreads(folder),
+        cache=_of_cache(folder, settings),
+        settings=_shown(settings),
+        further=further_curves(history.learned, history.held_out),
     )
 
 
 def _sentences(folder: RunFolder, history: History, method: str) -> Iterator[str]:
     ending = read_ending(folder)
     is_finished = ending is not None and ending.ending == "finished"
-    yield f"{method}, {history.steps:,} steps, {'finished' if is_finished else 'not finished'}."
+    how = "finished" if is_finished else "not finished"
+    yield f"{method}, {counted(history.steps, 'steps')}, {how}."
     for change in ending.changes if ending else ():
         yield f"Resumed with a change: {change}."
     if steps := _not_applied(folder, history):
@@ -104,24 +105,41 @@ def _headlines(measured: Measured) -> Iterator[tuple[str, str]]:
             yield f"{said}, {MEASURED_ON[measured.rows]}", f"{plain(before)}{came_to}"
 
 
-def _spreads(folder: RunFolder) -> str:
+@dataclass(frozen=True)
+class _Spreads:
+    """Of single completions, and what the charts are of."""
+
+    charts: str = ""
+    note: str = ""
+
+
+def _spreads(folder: RunFolder) -> _Spreads:
     paths = folder.evaluations()
     if not paths:
-        return ""
+        return _Spreads()
     tables = {step: read_evaluation(paths[step]) for step in {min(paths), max(paths)}}
     shown = tables[max(tables)]
     note = (
-        f"{len(shown.completions):,} completions of the first rows held out, as they lie in the "
-        f"cache, which is shuffled; after step {max(tables):,}."
+        f"{counted(len(shown.completions), 'completions')} of the first rows held out, as they lie "
+        f"in the cache, which is shuffled; after step {max(tables):,}."
     )
     if shown.kind == "log-ratios":
         note += " A log-ratio is log(policy / reference), summed over a completion."
     if any(one.reward is not None for one in shown.completions):
         note += " A reward is what the method's loss compares."
-    return section("Held-out completions", side_by_side(spread_charts(tables)), note=note)
+    return _Spreads(spread_charts(tables), note)
 
 
-def _of_cache(folder: RunFolder, settings: dict[str, Any]) -> list[str]:
+@dataclass(frozen=True)
+class _CacheFacts:
+    """Names and what they stand for."""
+
+    data: dict[str, str]
+    lineage: dict[str, str] = field(default_factory=dict)
+    fingerprint: dict[str, str] = field(default_factory=dict)
+
+
+def _of_cache(folder: RunFolder, settings: dict[str, Any]) -> _CacheFacts:
     """Where the reference's log-probs come from, as far as the cache still holds it."""
     cache = CacheFolder(Path(settings["train.cache"] or settings["cache.output"]))
     try:
@@ -131,23 +149,25 @@ def _of_cache(folder: RunFolder, settings: dict[str, Any]) -> list[str]:
         }
         manifest = load_manifest(cache, min(roots, default=""))
     except (UsageError, CorruptionError) as error:
-        return [section("Data", facts({"cache": str(error)}))]
+        return _CacheFacts({"cache": str(error)})
     if others := roots - {manifest.root}:
         gone = f"{cache.root} holds another cache now. This run was trained on root {min(others)}."
-        return [section("Data", facts({"cache": gone}))]
-    return [
-        section("Data", facts(_data(manifest))),
-        section("Lineage", facts(_lineage(cache, manifest, settings))),
-        section("Cache fingerprint", facts(manifest.fingerprint), is_folded=True),
-    ]
+        return _CacheFacts({"cache": gone})
+    lineage = _lineage(cache, manifest, settings)
+    return _CacheFacts(_data(manifest), lineage, manifest.fingerprint)
 
 
 def _data(manifest: Manifest) -> dict[str, str]:
-    files = {entry.name: f"{entry.rows:,} rows, sha256 {entry.sha256}" for entry in manifest.inputs}
-    dropped = {f"left out: {why}": f"{rows:,} rows" for why, rows in manifest.quarantined.items()}
+    files = {
+        entry.name: f"{counted(entry.rows, 'rows')}, sha256 {entry.sha256}"
+        for entry in manifest.inputs
+    }
+    quarantined = manifest.quarantined.items()
+    dropped = {f"left out: {why}": counted(rows, "rows") for why, rows in quarantined}
     notes = {f"counted: {what}": f"{number:,}" for what, number in manifest.notes.items()}
-    kept = f"{manifest.rows:,} rows of {manifest.rows_in:,} read, {manifest.branches:,} completions"
-    return {**files, "in the cache": kept, **dropped, **notes}
+    kept = f"{counted(manifest.rows, 'rows')} of {manifest.rows_in:,} read"
+    completions = counted(manifest.branches, "completions")
+    return {**files, "in the cache": f"{kept}, {completions}", **dropped, **notes}
 
 
 def _lineage(cache: CacheFolder, manifest: Manifest, settings: dict[str, Any]) -> dict[str, str]:
@@ -266,7 +286,7 @@ class Trained:
     def text(self) -> str:
         """A few lines for a person."""
         already = " already: this run is finished, nothing was trained" if self.is_old else ""
-        lines = [f"{self.folder.root}: {self.steps:,} steps done{already}"]
+        lines = [f"{self.folder.root}: {counted(self.steps, 'steps')} done{already}"]
         if self.ending == "finished":
             lines.append(f"model in {self.folder.model}")
         else:
@@ -290,8 +310,5 @@ def before_and_after(measured: Measured) -> list[str]:
     names = [name for name in SUMMARIZED if f"{EVAL}{name}" in before and f"{EVAL}{name}" in after]
     if not names:
         return []
-    width = max(map(len, names))
-    rows = [
-        f"  {name:{width}}  {before[EVAL + name]:9.4f}  {after[EVAL + name]:9.4f}" for name in names
-    ]
-    return [f"  {'held-out rows':{width}}  {'before':>9}  {'after':>9}", *rows]
+    rows = [[name, *(f"{one[EVAL + name]:.4f}" for one in (before, after))] for name in names]
+    return grid(("held-out rows", "before", "after"), rows)

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..schemas.cache import Manifest, file_identity
 from ..schemas.config import Config, ModelOptions
-from ..schemas.errors import UsageError
+from ..schemas.errors import UsageError, counted
 from ..schemas.rows import Ragged, Record, Reference, Role, ScoredBlock, Text
 from ..stages.data.data_schema import Shape, common_shape
 from ..stages.data.decode_rows import parse_chunk
@@ -31,7 +31,6 @@ from ..stages.storage.cache_folder import SCORES, CacheFolder, OutputFolder
 from ..stages.storage.shards import read_shard
 from ..stages.tracking.progress import Progress
 from .precompute import precompute
-from .precompute_plan import renames
 from .scoring_worker import Worker
 
 LABELS = {Role.CHOSEN: 1.0, Role.DESIRABLE: 1.0, Role.REJECTED: -1.0, Role.UNDESIRABLE: -1.0}
@@ -48,9 +47,10 @@ class Rewarded:
 
     def text(self) -> str:
         """A summary of a few lines."""
-        lines = [f"{self.path}: {self.rows:,} rows, {self.completions:,} completions with a score"]
+        scored = counted(self.completions, "completions with a score")
+        lines = [f"{self.path}: {counted(self.rows, 'rows')}, {scored}"]
         if self.left_out:
-            lines.append(f"{self.left_out:,} rows could not be used and are not in it")
+            lines.append(f"left out as unusable: {counted(self.left_out, 'rows')}")
         return "\n".join([*lines, f"next: align precompute-ref {self.path}"])
 
 
@@ -103,7 +103,7 @@ class _Data:
 def _opened(config: Config) -> _Data:
     inputs = open_inputs(config.data.files)
     before = tuple(map(digested, inputs))
-    return _Data(inputs, before, common_shape(inputs, renames(config.data.map), config.data.carry))
+    return _Data(inputs, before, common_shape(inputs, config.data.map, config.data.carry))
 
 
 def _output(config: Config) -> OutputFolder:

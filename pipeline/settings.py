@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import os
 import re
@@ -14,9 +15,11 @@ from typing import Any
 import yaml
 
 from ..schemas.config import Config
-from ..schemas.errors import UsageError
+from ..schemas.errors import CorruptionError, UsageError
 from ..schemas.json_codec import CodecError, from_plain, unknown_key
 from ..schemas.safe_text import MASK, hear, masked, masked_address
+from ..stages.storage import fs
+from ..stages.storage.run_folder import RunFolder
 from .flags import require_used
 
 FILE_NAME = "align.yaml"
@@ -143,6 +146,29 @@ def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
     if "://" in (uri := settings.get("tracking.uri") or ""):
         shown["tracking.uri"] = masked_address(uri)
     return shown
+
+
+def signed_settings(config: Config) -> bytes:
+    """The text of a run's config.yaml."""
+    return signed(as_yaml(config))
+
+
+def signed(text: str) -> bytes:
+    """The text after a first line with its digest."""
+    sha256 = hashlib.sha256(text.encode()).hexdigest()
+    return f"# sha256 {sha256} of the lines below; copy this file to change it.\n{text}".encode()
+
+
+def run_settings(folder: RunFolder) -> dict[str, Any]:
+    """The settings of config.yaml by dotted names; CorruptionError if the file was changed."""
+    text = fs.read_bytes(folder.config)
+    _, _, lines = text.partition(b"\n")
+    if text != signed(lines.decode("utf-8", "replace")):
+        raise CorruptionError(
+            f"{folder.config} is damaged or was edited. Restore it, or remove it: --resume auto "
+            "then holds to what the checkpoint says, and writes it again."
+        )
+    return read_yaml(folder.config)
 
 
 def template() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,8 +31,6 @@ from .signals import add_resume_hint, asked_to_stop
 from .train_checks import require_positions
 from .trained_model import write_model
 from .training_job import Session, TrainingJob
-
-logger = logging.getLogger("align")
 
 SAMPLED_ROWS = 8
 # A GPU wants large products. On a CPU more tokens at once are no faster and only take memory.

@@ -6,20 +6,19 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..schemas.cache import Manifest
+from ..schemas.checkpoint import wanted
 from ..schemas.config import ModelOptions, TokenOptions, TrainOptions
-from ..schemas.errors import FingerprintError, UsageError
+from ..schemas.errors import FingerprintError, UsageError, closest, did_you_mean
 from ..schemas.rows import Role
 from ..stages.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from ..stages.feed.conversions import Reading, ScoreRules, Threshold
 from ..stages.feed.train_source import TrainSource
 from ..stages.model.fingerprint import adapter_digest, code_digest, config_digest, weights_digest
 from ..stages.storage.cache_folder import CacheFolder
-from ..stages.storage.checkpoints import wanted
 from ..stages.tracking.journal import EVAL
 from .cache_compatibility import differences
 from .settings import Settings, flatten
@@ -269,10 +268,9 @@ class BestMetric:
         self._is_open = False
         if self._metric in known:
             return ""
-        near = get_close_matches(self._metric, kind, n=1, cutoff=0.5)
-        hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(kind)}."
+        hint = did_you_mean(closest(self._metric, kind)) or f" Known: {', '.join(kind)}."
         return (
-            f"train.best: nothing called {self._metric} was measured. {hint} Where it is missing, "
+            f"train.best: nothing called {self._metric} was measured.{hint} Where it is missing, "
             "no checkpoint is kept as the best."
         )
 

@@ -22,11 +22,11 @@ from ..stages.model.save import (
 from ..stages.report.model_card import Lineage, model_card
 from ..stages.storage.run_folder import save_model
 from .checkpointer import require_room_for_model
-from .resume import Start, used_settings, versions
+from .resume import Start, versions
+from .training_job import Session, used_settings
 
 if TYPE_CHECKING:
     from .run_recorder import RunRecords
-    from .training_job import Session
 
 
 def write_model(session: Session, start: Start, records: RunRecords, *, steps: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -21,13 +20,14 @@ from ..stages.methods.recipe import Recipe
 from ..stages.methods.table import recipe_of
 from ..stages.model.fingerprint import UNUSED_WEIGHTS, stored_dtype
 from ..stages.model.folder_check import require_peft
+from ..stages.model.logprobs import causal_model
 from ..stages.model.policy import Policy
 from ..stages.storage.cache_folder import CacheFolder
 from ..stages.storage.checkpoints import read_checkpoint
 from ..stages.storage.manifest_file import load_manifest
 from ..stages.storage.run_folder import RunFolder
 from ..stages.tracking.journal import Callback
-from .settings import Settings
+from .settings import Settings, flatten, without_secrets
 from .train_checks import (
     policy_identity,
     reading_of,
@@ -41,8 +41,6 @@ from .train_checks import (
     require_token_logps,
     seconds_of,
 )
-
-logger = logging.getLogger("align")
 
 
 @dataclass(frozen=True)
@@ -182,3 +180,25 @@ class Session:
     source: TrainSource
     recipe: Recipe
     feed: CacheFeed
+
+
+def used_settings(session: Session, *sections: str) -> dict[str, str]:
+    """The settings of these sections as this run uses them, by their dotted names."""
+    config, policy = session.job.config, session.job.policy
+    chosen = {*sections} | ({"lora"} if config.lora.enabled else set())
+    found = {
+        "model.path": policy.path,
+        "model.adapter": policy.adapter,
+        "model.device": session.policy.device.type,
+        "train.cache": str(session.job.cache.root),
+        "train.model": policy.path,
+        "train.tokens_per_batch": session.feed.settings.tokens_per_batch,
+        "train.dtype": str(causal_model(session.policy.model).dtype).removeprefix("torch."),
+    }
+    # How a run was begun is not a setting of its training.
+    asked = {name: value for name, value in flatten(config).items() if name != "train.resume"}
+    return {
+        name: str(value)
+        for name, value in without_secrets({**asked, **found}).items()
+        if name.partition(".")[0] in chosen
+    }

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..schemas.errors import AlignError, UsageError
+from ..schemas.errors import AlignError, UsageError, counted
 from ..stages.methods.table import recipe_of
 from ..stages.report.cache_tables import grid
 from ..stages.report.charts import Form, Series, chart
-from ..stages.report.html_page import page, section, side_by_side, table
+from ..stages.report.html_page import render_page
 from ..stages.storage.run_folder import RunFolder
 from ..stages.tracking.journal import EVAL
 from .run_report import Curves, Measured, Trained, history_of
@@ -174,9 +174,10 @@ class SweepResult:
             yield TRAINING_ROWS
         for one in self.results:
             if one.trained and one.ending != "finished":
+                steps = counted(one.trained.steps, "steps")
                 yield (
-                    f"{one.trial.name} was stopped by train.max_time after "
-                    f"{one.trained.steps:,} steps; the same command with --resume auto goes on"
+                    f"{one.trial.name} was stopped by train.max_time after {steps}; the same "
+                    "command with --resume auto goes on"
                 )
         for one in self.failures:
             yield f"{one.trial.name} failed: {one.error}"
@@ -217,12 +218,15 @@ def sweep_page(result: SweepResult) -> str:
     }
     held_out = {name: history.held_out for name, history in histories.items()}
     learned = {name: history.learned for name, history in histories.items()}
-    return page(
-        f"Sweep: {result.folder.resolve().name}",
-        list(result.notes()),
-        section("Runs", table(result.head, result.rows, links=links)),
-        section("Held-out rows", _charts(held_out, "dots")),
-        section("Training steps", _charts(learned, "line")),
+    return render_page(
+        "sweep.html.j2",
+        title=f"Sweep: {result.folder.resolve().name}",
+        notes=list(result.notes()),
+        head=result.head,
+        rows=result.rows,
+        links=links,
+        held_out=_charts(held_out, "dots"),
+        learned=_charts(learned, "line"),
     )
 
 
@@ -234,4 +238,4 @@ def _charts(runs: Mapping[str, Curves], form: Form) -> str:
             for index, (name, curves) in enumerate(runs.items())
         ]
         figures.append(chart(title, series, x_label="step"))
-    return side_by_side("".join(figures))
+    return "".join(figures)

@@ -88,7 +88,27 @@ class Retention:
     """Which checkpoints are kept."""
 
     keep_last: int
-    best: str = ""  # a metric; a leading - asks for the lowest value, + for the highest
+    best: str = ""  # a metric, as `wanted` reads it
+
+
+# A metric with one of these between its slashes is best where it is lowest.
+LOWEST = frozenset({"loss", "nll", "kl", "rejected", "grad_norm", "errors"})
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What makes a checkpoint the best."""
+
+    metric: str
+    is_lowest: bool
+
+
+def wanted(best: str) -> Wanted:
+    """Reads `eval/loss`; with a leading - the lowest value is the best, with + the highest."""
+    metric = best.lstrip("+-")
+    if metric != best:
+        return Wanted(metric, best.startswith("-"))
+    return Wanted(metric, not LOWEST.isdisjoint(metric.split("/")))
 
 
 class Gather(Protocol):

@@ -20,8 +20,10 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 
 logger = logging.getLogger("align")
@@ -99,6 +101,23 @@ class Interrupted(BaseException):
         self.signal_number = signal_number
         self.at = at  # how far the work had come, if it is known
         self.exit_code = 128 + signal_number
+
+
+def closest(name: str, names: Iterable[str], most: int = 1) -> list[str]:
+    """The names that look most like this one, the nearest first."""
+    return get_close_matches(name, list(names), n=most, cutoff=0.5)
+
+
+def did_you_mean(near: Iterable[str]) -> str:
+    """The sentence that ends an error message about an unknown name; empty without near ones."""
+    listed = " or ".join(map(repr, near))
+    return f" Did you mean {listed}?" if listed else ""
+
+
+def counted(count: int, things: str) -> str:
+    """The number and what it counts, given in the plural: `1 duplicate row`, `2,000 rows`."""
+    named = re.sub(r"s\b", "", things, count=1) if count == 1 else things
+    return f"{count:,} {named}"
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
 import types
 import typing
 from typing import Any, TypeVar
+
+from .errors import closest, did_you_mean
 
 T = TypeVar("T")
 LARGEST = 10**300  # as a float it would soon be infinite
@@ -108,9 +109,8 @@ def _bytes(text: str | bytes) -> bytes:
 
 def unknown_key(where: str, key: str, names: list[str]) -> str:
     """Says that a key is unknown, and which known one it may be."""
-    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-    hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(names)}"
-    return f"unknown key '{where}'; {hint}"
+    hint = did_you_mean(closest(key, names)) or f" Known: {', '.join(names)}"
+    return f"unknown key '{where}'.{hint}"
 
 
 def _convert(hint: Any, value: Any, where: str, *, partial: bool) -> Any:
@@ -162,8 +162,7 @@ def _sequence(kind: Any, item_hint: Any, value: Any, where: str, *, partial: boo
 def _one_of(choices: tuple[Any, ...], value: Any, where: str) -> Any:
     if value not in choices:
         listed = ", ".join(map(str, choices))
-        near = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
-        hint = f" Did you mean '{near[0]}'?" if near else ""
+        hint = did_you_mean(closest(str(value), map(str, choices)))
         message = f"{where}: expected one of {listed}; found {_named(value)}.{hint}"
         raise CodecError(message, where=where)
     return value

@@ -193,6 +193,16 @@ def test_a_run_is_read_back_as_frames(resumed_run):
     assert "shape" not in repr(run)
 
 
+def test_a_run_is_read_without_what_trains_it(resumed_run):
+    run, _ = resumed_run
+    code = "import align, sys; align.load_run(sys.argv[1]); print(*sys.modules)"
+    answer = subprocess.run(
+        [sys.executable, "-c", code, run.folder], check=True, capture_output=True, text=True
+    )
+    assert "polars" in answer.stdout.split()
+    assert not {"torch", "transformers", "deepspeed", "mlflow"} & set(answer.stdout.split())
+
+
 def test_the_log_probs_of_a_cache_give_the_loss_before_the_first_step(made_cache, resumed_run):
     rows = align.load_cache(made_cache.folder).head(8).collect()
     chosen, rejected = (rows[f"ref_{name}_logps"].to_numpy() for name in ("chosen", "rejected"))

@@ -1,6 +1,8 @@
 """The rules of the house, read from its own walls."""
 
 import ast
+import re
+import sys
 import tomllib
 from collections import defaultdict
 
@@ -163,6 +165,82 @@ def is_command(node):
     decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
     is_ours = any(text.startswith("app.command") for text in decorators)
     return is_ours and signature > body and body <= LONGEST_FUNCTION
+
+
+COMPAT = {
+    "transformers": "stages.model.transformers_compat",
+    "deepspeed": "stages.engine.deepspeed_compat",
+}
+
+
+def is_private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_attributes(tree):
+    """Attributes `x._name` of what is neither `self`, of this file nor of the standard library."""
+    nodes = list(ast.walk(tree))
+    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    own |= {ast.unparse(node.target) for node in nodes if isinstance(node, ast.AnnAssign)}
+    owners = {"self", "cls", *sys.stdlib_module_names}
+    for node in nodes:
+        if not (isinstance(node, ast.Attribute) and is_private(node.attr)):
+            continue
+        if node.attr not in own and ast.unparse(node.value) not in owners:
+            yield ast.unparse(node)
+
+
+def private_imports(tree):
+    """Imports of third parties' private names, and of transformers' and DeepSpeed's modules."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            root, _, module = node.module.partition(".")
+            parts = [*module.split("."), *(alias.name for alias in node.names)]
+            is_inner = root == "deepspeed" or (root == "transformers" and module)
+            if root not in STANDARD and (is_inner or any(map(is_private, parts))):
+                yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("deepspeed"))
+
+
+STANDARD = {*sys.stdlib_module_names, "_typeshed"}
+
+
+def third_parties_internals(text):
+    tree = ast.parse(text)
+    return [*private_attributes(tree), *private_imports(tree)]
+
+
+def test_private_names_of_third_parties_stand_in_one_file_for_each():
+    found = {dotted(path): third_parties_internals(text_of(path)) for path in FILES}
+    assert {name for name, internals in found.items() if internals} == set(COMPAT.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "is_internal"),
+    [
+        ("model.config._attn_implementation", True),
+        ("optimizer._parameters = set()", True),
+        ("from torch.nn.modules.dropout import _DropoutNd", True),
+        ("from transformers.modeling_utils import AttentionInterface", True),
+        ("from deepspeed.utils import numa", True),
+        ("import deepspeed", True),
+        ("from transformers import AutoConfig", False),
+        ("from .deepspeed_compat import deepspeed", False),
+        ("os._exit(1)", False),
+        ("self._engine.step()", False),
+        ("class Row:\n    _keys: int\n    def same(self, other):\n        other._keys", False),
+    ],
+)
+def test_what_internal_means(text, is_internal):
+    assert bool(third_parties_internals(text)) == is_internal
+
+
+def test_a_third_party_whose_internals_are_used_has_a_lower_and_an_upper_bound():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    for name in (*COMPAT, "torch"):
+        (bounds,) = (one for one in listed if re.match(rf"{name}\b", one))
+        assert re.fullmatch(rf"{name}>=[\d.]+,<[\d.]+", bounds)
 
 
 def test_nothing_reads_a_pickle():

@@ -101,7 +101,7 @@ def test_rows_that_cannot_be_used_are_counted(tmp_path):
     table = pa.table({"prompt": ["a", None], "chosen": ["b", "b"], "rejected": ["c", "c"]})
     pq.write_table(table, tmp_path / "rows.parquet")
     answer = score(tmp_path / "rows.parquet", tmp_path / "out", "--from-labels")
-    assert "1 rows could not be used" in answer.out
+    assert "left out as unusable: 1 row" in answer.out
 
 
 def test_candidates_need_no_scores_to_be_scored(reward_model, tmp_path):

@@ -25,7 +25,7 @@ def test_one_method_is_explained():
     assert answer.out == render_method(METHODS["simpo"])
     assert "arxiv.org" in answer.out
     said = refusal(2, "methods", "simp")
-    assert "method 'simp': no such method. Did you mean simpo" in said
+    assert "method 'simp': no such method. Did you mean 'simpo'" in said
 
 
 def test_methods_are_told_to_programs_too():

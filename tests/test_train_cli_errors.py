@@ -54,7 +54,7 @@ def test_no_method(course):
 )
 def test_an_unknown_method_is_answered_with_the_nearest(course, name, near):
     said = refusal(2, "train", "--cache", course.cache, "--method", name)
-    assert f"method '{name}': no such method. Did you mean {near}" in said
+    assert f"method '{name}': no such method. Did you mean '{near}'" in said
 
 
 def test_an_unknown_method_is_answered_without_loading_deepspeed(here):
@@ -71,11 +71,11 @@ def test_an_unknown_method_is_answered_without_loading_deepspeed(here):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("method.bta=0.1", "unknown key 'method.bta'; did you mean 'beta'?"),
+        ("method.bta=0.1", "unknown key 'method.bta'. Did you mean 'beta'?"),
         ("method.beta=much", "method.beta"),
         ("method.beta=-1", "method.beta is -1.0; it must be above 0"),
         ("method.beta=.nan", "method.beta is nan; it must be above 0"),
-        ("train.bath_size=8", "unknown key 'train.bath_size'; did you mean 'batch_size'?"),
+        ("train.bath_size=8", "unknown key 'train.bath_size'. Did you mean 'batch_size'?"),
         ("train.batch_size=0", "train.batch_size is 0; it cannot be below 1"),
         ("train.schedule=cosin", "train.schedule"),
         ("train.max_time=soon", "train.max_time is 'soon'; expected a time such as 3h30m"),
@@ -125,7 +125,7 @@ def test_a_deepspeed_file_that_cannot_be_is_refused_before_a_model_is_loaded(
 
 
 def test_a_preset_that_does_not_exist(refused):
-    assert "Did you mean zero3?" in refused("--deepspeed", "zero33")
+    assert "Did you mean 'zero3'?" in refused("--deepspeed", "zero33")
 
 
 def test_a_policy_that_is_none(refused, here, course):

@@ -43,7 +43,10 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     assert tops == {"align", f"{distribution}-{__version__}.dist-info"}
     assert distribution != "align"  # another project has it
     wanted = {
-        f"align/{path.relative_to(ROOT)}" for room in ROOMS for path in (ROOT / room).rglob("*.py")
+        f"align/{path.relative_to(ROOT)}"
+        for room in ROOMS
+        for pattern in ("*.py", "*.html.j2")
+        for path in (ROOT / room).rglob(pattern)
     }
     root_files = {"align/__init__.py", "align/__main__.py", "align/cli.py", "align/py.typed"}
     assert {name for name in names if name.startswith("align/")} == wanted | root_files

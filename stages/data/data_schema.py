@@ -6,11 +6,10 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Literal, TypeAlias, get_args
 
-from ...schemas.errors import UsageError
-from ..storage.shard_columns import shard_schema
+from ...schemas.errors import UsageError, closest, did_you_mean
+from ..storage.shards import shard_schema
 from .input_files import InputFile, column_names
 
 Kind: TypeAlias = Literal["paired", "unpaired", "scored", "scored_long"]
@@ -29,6 +28,7 @@ ALIASES = {"score_chosen": "chosen_score", "score_rejected": "rejected_score"}
 OPTIONAL = ("system", "tools", "chat_template_kwargs")
 ALWAYS_CARRIED = ("margin", "weight")
 PROMPT_LIKE = ("question", "instruction", "query", "input", "context")
+_UNUSED = "unused "  # begins our name of a column that the user left out
 _SCORE_LIKE = re.compile("score|rating|reward|preference", re.IGNORECASE)
 _RESERVED = {*shard_schema(token_logps=True, carried=()).names}
 _KNOWN = {"prompt", *OPTIONAL, *ALWAYS_CARRIED}.union(*REQUIRED.values(), *SCORES.values())
@@ -52,9 +52,15 @@ class Shape:
 
 
 def common_shape(
-    inputs: Sequence[InputFile], rename: Mapping[str, str], carry: Sequence[str] = ()
+    inputs: Sequence[InputFile], columns: Mapping[str, str], carry: Sequence[str] = ()
 ) -> Shape:
-    """Returns the one shape that all files have; files that differ are an error."""
+    """The one shape that all files have; files that differ are an error.
+
+    `columns` names the user's column of each of ours; one mapped to nothing is left out.
+    """
+    rename = {
+        theirs or ours: ours if theirs else f"{_UNUSED}{ours}" for ours, theirs in columns.items()
+    }
     first, *others = [
         detect_shape(column_names(file), rename, carry, where=str(file.path)) for file in inputs
     ]
@@ -107,7 +113,7 @@ def detect_shape(
 
 
 def _is_unread_score(name: str, source: Mapping[str, str]) -> bool:
-    left_out = name.startswith("unused ")  # by the user, who knows
+    left_out = name.startswith(_UNUSED)
     return name not in source and not left_out and bool(_SCORE_LIKE.search(name))
 
 
@@ -122,7 +128,7 @@ def _renamed(
         if name not in columns:
             raise UsageError(
                 f"{where} has no column {name!r} to rename; it has {_listed(columns)}."
-                f"{_near(name, columns)} Change --map."
+                f"{did_you_mean(closest(name, columns))} Change --map."
             )
     found: dict[str, str] = {}
     for column in columns:
@@ -146,7 +152,7 @@ def _require_carry(found: Mapping[str, str], carry: Sequence[str], where: str) -
         if name not in found:
             raise UsageError(
                 f"{where} has no column {name!r} to carry; it has {_listed(found)}."
-                f"{_near(name, found)} Change data.carry."
+                f"{did_you_mean(closest(name, found))} Change data.carry."
             )
 
 
@@ -184,8 +190,8 @@ def _no_shape(found: Mapping[str, str], where: str) -> str:
 
 def _map_flag(name: str, found: Mapping[str, str]) -> str:
     spare = [ours for ours in found if ours not in _KNOWN]
-    close = get_close_matches(name, spare, n=1)
-    return f"--map {name}={found[close[0]] if close else 'YOURS'}"
+    yours = [found[ours] for ours in closest(name, spare)] or ["YOURS"]
+    return f"--map {name}={yours[0]}"
 
 
 def _several_shapes(fitting: Sequence[Kind], found: Mapping[str, str], where: str) -> str:
@@ -204,8 +210,3 @@ def _several_shapes(fitting: Sequence[Kind], found: Mapping[str, str], where: st
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names))
-
-
-def _near(name: str, names: Iterable[str]) -> str:
-    close = get_close_matches(name, list(names), n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""

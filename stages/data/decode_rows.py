@@ -13,7 +13,7 @@ import pyarrow as pa
 from ...schemas.rows import BadRow, Record, Rejected, Role, Text
 from .data_schema import OPTIONAL, SCORES, Kind, Shape
 from .file_formats import ArrowRows, CsvRows, JsonRows, Payload
-from .input_files import Chunk
+from .input_files import Chunk, InputFile, iter_chunks
 from .validate import (
     ASSISTANT,
     is_blank,
@@ -47,6 +47,14 @@ def parse_chunk(chunk: Chunk, shape: Shape) -> tuple[list[Record], list[Rejected
         except RecursionError:
             rejected.append(Rejected(chunk.file, row, "schema", TOO_DEEP))
     return records, rejected
+
+
+def first_is_conversation(inputs: Sequence[InputFile], shape: Shape) -> bool:
+    """Whether the first record that can be used is a conversation."""
+    for chunk in iter_chunks(inputs, shape.columns, rows_per_chunk=16):
+        if records := parse_chunk(chunk, shape)[0]:
+            return records[0].is_conversation
+    return False
 
 
 @dataclass(frozen=True)

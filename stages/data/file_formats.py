@@ -38,10 +38,6 @@ class JsonRows:
     def __len__(self) -> int:
         return len(self.texts)
 
-    def skip(self, count: int) -> JsonRows:
-        """Returns all but the first rows."""
-        return JsonRows(self.texts[count:])
-
 
 @dataclass(frozen=True)
 class CsvRows:
@@ -52,10 +48,6 @@ class CsvRows:
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    def skip(self, count: int) -> CsvRows:
-        """Returns all but the first rows."""
-        return CsvRows(self.header, self.rows[count:])
 
 
 @dataclass(frozen=True)
@@ -73,10 +65,6 @@ class ArrowRows:
         with pa.ipc.new_stream(sink, self.batch.schema) as stream:
             stream.write_batch(self.batch)
         return _arrow_rows, (sink.getvalue().to_pybytes(),)
-
-    def skip(self, count: int) -> ArrowRows:
-        """Returns all but the first rows."""
-        return ArrowRows(self.batch.slice(count))
 
 
 def _arrow_rows(stream: bytes) -> ArrowRows:

@@ -83,18 +83,14 @@ def iter_chunks(
     *,
     rows_per_chunk: int = 1000,
     bytes_per_chunk: int = 8 << 20,
-    start: tuple[int, int] = (0, 0),
 ) -> Iterator[Chunk]:
-    """Yields the rows of all files in order, from `start` (file, row) on, with these columns."""
+    """Yields the rows of all files in order, with these columns."""
     limit = Limit(rows_per_chunk, bytes_per_chunk)
-    first_file, first_row = start
-    for index in range(first_file, len(inputs)):
+    for index, file in enumerate(inputs):
         row = 0
-        skipped = first_row if index == first_file else 0
-        for payload in _payloads(inputs[index], columns, limit):
-            if skipped < row + len(payload):
-                hidden = max(0, skipped - row)
-                yield Chunk(index, row + hidden, payload.skip(hidden) if hidden else payload)
+        for payload in _payloads(file, columns, limit):
+            if len(payload):
+                yield Chunk(index, row, payload)
             row += len(payload)
 
 

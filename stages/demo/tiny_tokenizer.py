@@ -32,26 +32,27 @@ CHAT_TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '\\n<|im_start|>assistant\\n' }}{% endif %}"""
 
+_VOCAB_SIZE = 1024
 _TRAINING_ROWS = 1500
 _TRAINING_SEED = 7_001
 
 
-def make_tokenizer(folder: Path, *, vocab_size: int = 1024) -> PreTrainedTokenizerFast:
+def make_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """Trains a tokenizer and saves it as a folder that `AutoTokenizer` loads."""
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=_train(vocab_size), bos_token=BOS, eos_token=EOS, pad_token=PAD
+        tokenizer_object=_train(), bos_token=BOS, eos_token=EOS, pad_token=PAD
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
     return tokenizer
 
 
-def _train(vocab_size: int) -> Tokenizer:
+def _train() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=_VOCAB_SIZE,
         special_tokens=[BOS, EOS, PAD, TURN],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,

@@ -1,4 +1,4 @@
-"""Imports DeepSpeed without its log lines and slow detours; import it from here only."""
+"""Imports DeepSpeed without its log lines and slow detours; its internals are named here only."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import Any
 
 import torch
+from torch import Tensor
 
 ACCELERATOR = "DS_ACCELERATOR"
 
@@ -60,6 +61,19 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 # Without a GPU, ZeRO-3 would start `numactl` in every backward pass.
 _numa.get_numa_cores = functools.cache(_numa.get_numa_cores)
 
+_RUNTIME = deepspeed.runtime
+_STAGE_1_AND_2 = _RUNTIME.zero.stage_1_and_2
+CONFIG_ERROR = _RUNTIME.config.DeepSpeedConfigError
+# It clips, scales the loss and leaves steps out by itself; an optimizer of torch does not.
+WRAPPED_OPTIMIZER = _RUNTIME.base_optimizer.DeepSpeedOptimizer
+# What the files of its state hold beside tensors, numbers and containers.
+STATE_TYPES = (
+    _RUNTIME.fp16.loss_scaler.LossScaler,
+    _RUNTIME.fp16.loss_scaler.DynamicLossScaler,
+    _RUNTIME.zero.config.ZeroStageEnum,
+    deepspeed.utils.fragment_address,
+)
+
 
 @contextmanager
 def while_training() -> Iterator[None]:
@@ -88,3 +102,40 @@ def quietly() -> Iterator[None]:
     with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         yield
+
+
+def clear_partitions(optimizer: Any) -> None:
+    """What DeepSpeed does after an overflow; stage 2 accumulates here, not in the parameters."""
+    if not isinstance(optimizer, _STAGE_1_AND_2.DeepSpeedZeroOptimizer):
+        return
+    optimizer._release_preflattened_grad_buffers()
+    for group in optimizer.averaged_gradients:
+        optimizer.averaged_gradients[group] = None
+    for group in optimizer.all_grad_tensors:
+        optimizer.all_grad_tensors[group] = None
+    optimizer.micro_step_id = _STAGE_1_AND_2.INITIAL_MICRO_STEP_ID
+    if optimizer.cpu_offload:
+        optimizer._offload_accumulated_param_ids = set()
+        optimizer.reset_cpu_buffers()
+
+
+@contextmanager
+def state_written_by(engine: Any, write: Callable[[Any, str], None]) -> Iterator[None]:
+    """Writes each file of the engine's state with `write`, and no recovery script beside them."""
+    engine.checkpoint_engine.save = write
+    engine._copy_recovery_script = lambda path: None
+    try:
+        yield
+    finally:
+        del engine.checkpoint_engine.save, engine._copy_recovery_script
+
+
+def gathered_weight(tensor: Tensor) -> Any:
+    """Inside, every rank holds the whole tensor, which ZeRO-3 may have partitioned."""
+    is_partitioned = hasattr(tensor, "ds_id")
+    return deepspeed.zero.GatheredParameters([tensor]) if is_partitioned else nullcontext()
+
+
+def whole_numel(tensor: Tensor) -> int:
+    """Elements of the whole tensor, of which ZeRO-3 may leave this rank a part."""
+    return int(getattr(tensor, "ds_numel", tensor.numel()))

@@ -6,14 +6,13 @@ import copy
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...schemas.config import TrainOptions
-from ...schemas.errors import UsageError
+from ...schemas.errors import UsageError, closest, did_you_mean
 
 PRESETS = ("zero0", "zero1", "zero2", "zero3", "zero3-offload")
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}
@@ -123,8 +122,7 @@ def _read(name: str) -> dict[str, Any]:
 
 
 def _no_such(name: str) -> str:
-    nearest = get_close_matches(name, ("auto", *PRESETS), n=1, cutoff=0.5)
-    hint = f" Did you mean {nearest[0]}?" if nearest else ""
+    hint = did_you_mean(closest(name, ("auto", *PRESETS)))
     return f"neither auto nor one of {', '.join(PRESETS)} nor a file.{hint}"
 
 
@@ -213,8 +211,7 @@ def _require_known(config: dict[str, Any], place: str) -> None:
     """Refuses unknown top-level keys, which DeepSpeed would ignore."""
     for key in config:
         if key not in KNOWN:
-            near = get_close_matches(key, KNOWN, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(closest(key, KNOWN))
             raise UsageError(
                 f"{place}: DeepSpeed knows no {key!r}.{hint} Correct it or take it out."
             )

@@ -15,14 +15,18 @@ from ...schemas.batches import Engine, Update, World
 from ...schemas.config import TrainOptions
 from ...schemas.errors import UsageError
 from . import deepspeed_state, distributed
-from .deepspeed_compat import deepspeed, quietly
+from .deepspeed_compat import (
+    CONFIG_ERROR,
+    WRAPPED_OPTIMIZER,
+    clear_partitions,
+    deepspeed,
+    quietly,
+)
 from .deepspeed_config import Circumstances, engine_config
 from .deepspeed_state import whole_weights
 
 if TYPE_CHECKING:
     from ...schemas.rows import Tree
-
-_REFUSAL = deepspeed.runtime.config.DeepSpeedConfigError
 
 
 def open_engine(
@@ -49,7 +53,7 @@ def open_engine(
         TypeError,
         KeyError,
         NotImplementedError,
-        _REFUSAL,
+        CONFIG_ERROR,
     ) as error:
         raise UsageError(
             f"DeepSpeed refuses train.deepspeed={options.deepspeed} with {dtype} "
@@ -142,13 +146,9 @@ def _one_line(error: Exception) -> str:
     return " ".join((str(error) or type(error).__name__).split())
 
 
-_WRAPPER = deepspeed.runtime.base_optimizer.DeepSpeedOptimizer
-_STAGE_1_AND_2 = deepspeed.runtime.zero.stage_1_and_2
-
-
 def apply_update(engine: Any) -> Update:
     """Clips to the configured norm and updates, unless a gradient is not finite on any rank."""
-    wrapped = isinstance(engine.optimizer, _WRAPPER)
+    wrapped = isinstance(engine.optimizer, WRAPPED_OPTIMIZER)
     if not wrapped and not math.isfinite(norm := _norm(engine)):
         clear_gradients(engine)
         return Update(applied=False, grad_norm=norm)
@@ -163,11 +163,9 @@ def apply_update(engine: Any) -> Update:
 
 def clear_gradients(engine: Any) -> None:
     """Clears every gradient, those already reduced to their owners included."""
-    optimizer = engine.optimizer
     engine.zero_grad()
-    optimizer.zero_grad(set_to_none=True)
-    if isinstance(optimizer, _STAGE_1_AND_2.DeepSpeedZeroOptimizer):
-        _clear_partitions(optimizer)
+    engine.optimizer.zero_grad(set_to_none=True)
+    clear_partitions(engine.optimizer)
 
 
 def _norm(engine: Any) -> float:
@@ -175,16 +173,3 @@ def _norm(engine: Any) -> float:
     gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
     # The gradients are reduced already, so every rank comes to the same number.
     return float(torch.nn.utils.get_total_norm(gradients))
-
-
-def _clear_partitions(optimizer: Any) -> None:
-    """What DeepSpeed does after an overflow; stage 2 accumulates here, not in the parameters."""
-    optimizer._release_preflattened_grad_buffers()
-    for group in optimizer.averaged_gradients:
-        optimizer.averaged_gradients[group] = None
-    for group in optimizer.all_grad_tensors:
-        optimizer.all_grad_tensors[group] = None
-    optimizer.micro_step_id = _STAGE_1_AND_2.INITIAL_MICRO_STEP_ID
-    if optimizer.cpu_offload:
-        optimizer._offload_accumulated_param_ids = set()
-        optimizer.reset_cpu_buffers()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,8 @@ from torch import Tensor, nn
 
 from ...schemas.errors import CorruptionError, StorageError
 from ...schemas.safe_text import masked
-from .deepspeed_compat import deepspeed, quietly
+from .deepspeed_compat import STATE_TYPES, gathered_weight, quietly, state_written_by
 
-_RUNTIME = deepspeed.runtime
-# What DeepSpeed's files hold beside tensors, numbers and containers.
-_TYPES = (
-    _RUNTIME.fp16.loss_scaler.LossScaler,
-    _RUNTIME.fp16.loss_scaler.DynamicLossScaler,
-    _RUNTIME.zero.config.ZeroStageEnum,
-    deepspeed.utils.fragment_address,
-)
 # What its loader stumbles over when a file is missing, damaged or of another run.
 _NOT_OURS = (
     pickle.UnpicklingError,
@@ -82,12 +74,8 @@ def _failing_late(engine: Any) -> Iterator[list[Path]]:
         except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
             failures.append(error)
 
-    engine.checkpoint_engine.save = save_or_note
-    engine._copy_recovery_script = lambda path: None
-    try:
+    with state_written_by(engine, save_or_note):
         yield written
-    finally:
-        del engine.checkpoint_engine.save, engine._copy_recovery_script
     if failures:
         raise StorageError(
             f"{written[-1].parent}: cannot write the state ({_first_line(failures[0])})."
@@ -100,7 +88,7 @@ def _data_only() -> Iterator[None]:
     before = os.environ.get(FORCE)
     os.environ[FORCE] = "1"
     try:
-        with torch.serialization.safe_globals(list(_TYPES)):
+        with torch.serialization.safe_globals(list(STATE_TYPES)):
             yield
     finally:
         if before is None:
@@ -126,7 +114,7 @@ def whole_weights(policy: nn.Module, *, rank: int, trainable_only: bool) -> Mapp
         if trainable_only and not tensor.requires_grad:
             continue
         # One at a time, so that no device ever holds the whole of a partitioned model.
-        with _gathered(tensor):
+        with gathered_weight(tensor):
             if rank == 0:
                 weights[name.removeprefix(WRAPPED)] = tensor.detach().to("cpu", copy=True)
     return weights
@@ -136,9 +124,3 @@ def _tensors(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from policy.named_parameters()
     saved = policy.state_dict(keep_vars=True).keys()
     yield from ((name, buffer) for name, buffer in policy.named_buffers() if name in saved)
-
-
-def _gathered(tensor: Tensor) -> Any:
-    if not hasattr(tensor, "ds_id"):
-        return nullcontext()
-    return deepspeed.zero.GatheredParameters([tensor])

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -29,7 +30,10 @@ from .deepspeed_compat import deepspeed, while_training
 logger = logging.getLogger("align")
 
 TIMEOUT = timedelta(seconds=600)
-_HASH_STORE: Any = vars(distributed)["HashStore"]  # its stub exports no stores
+# While one rank hashes a cache or writes a model the others wait; one that dies is noticed at once.
+PATIENCE = timedelta(days=1)
+_PATIENT_GROUP: list[Any] = []  # one process group, while there is more than one rank
+_STORES: Any = vars(distributed)  # its stub exports no stores
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -86,12 +90,12 @@ def _join(world: World) -> None:
         backend = "cpu:gloo,cuda:nccl"
     if world.size == 1:
         # A store in memory needs no port, so any number of runs may start at one moment.
-        alone: Any = {"store": _HASH_STORE(), "rank": 0, "world_size": 1}
+        alone: Any = {"store": _STORES["HashStore"](), "rank": 0, "world_size": 1}
         distributed.init_process_group(backend, timeout=TIMEOUT, **alone)
         return
     try:
         distributed.init_process_group(backend, timeout=TIMEOUT)
-        open_patient_group()
+        _PATIENT_GROUP.append(distributed.new_group(backend="gloo", timeout=PATIENCE))
     except (distributed.DistError, ValueError) as error:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise UsageError(
@@ -108,7 +112,7 @@ def _devices(world: World) -> list[int]:
 
 
 def _leave() -> None:
-    close_patient_group()
+    _PATIENT_GROUP.clear()
     if deepspeed.comm.is_initialized():
         deepspeed.comm.destroy_process_group()
     if distributed.is_initialized():
@@ -145,12 +149,8 @@ def slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 def first_host(nodes: str) -> str:
     """The first of `gpu[03-05,09],login1`: gpu03."""
-    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", _first_item(nodes))
-
-
-def _first_item(nodes: str) -> str:
-    found = re.match(r"(?:[^,\[]|\[[^]]*\])*", nodes)
-    return found.group() if found else ""
+    first, *_ = re.findall(r"(?:[^,\[]|\[[^]]*\])*", nodes)
+    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", first)
 
 
 def _port(environment: Mapping[str, str]) -> str:
@@ -161,20 +161,6 @@ def _port(environment: Mapping[str, str]) -> str:
 
 
 T = TypeVar("T")
-
-# While one rank hashes a cache or writes a model the others wait; one that dies is noticed at once.
-PATIENCE = timedelta(days=1)
-_PATIENT_GROUP: list[Any] = []
-
-
-def open_patient_group() -> None:
-    """Opens the process group for waits that may be long; all ranks call it."""
-    _PATIENT_GROUP[:] = [distributed.new_group(backend="gloo", timeout=PATIENCE)]
-
-
-def close_patient_group() -> None:
-    """Drops the group; the process groups of a world are destroyed together."""
-    _PATIENT_GROUP.clear()
 
 
 def _patient_group() -> Any:
@@ -224,15 +210,14 @@ def _opened(result: Any) -> Any:
     return result
 
 
+@dataclass(frozen=True)
 class _Refused:
-    def __init__(self, error: AlignError) -> None:
-        self.error = error
+    error: AlignError
 
 
 BEAT_SECONDS = 2.0
 LOST_SECONDS = 180.0
 _ANSWER = timedelta(seconds=30)
-_STORE: Any = vars(distributed)["TCPStore"]  # its stub exports no stores
 
 
 @contextmanager
@@ -275,7 +260,7 @@ class Pulse:
         while not self._is_over_after_nap("_beat_changed"):
             try:
                 # A connection of its own: another thread may hold the usual one for long.
-                store = store or _STORE(*self._place, None, False, _ANSWER)
+                store = store or _STORES["TCPStore"](*self._place, None, False, _ANSWER)
                 self._exchange(store)
                 self._store_answered, self._has_met = time.monotonic(), True
             except (RuntimeError, ValueError):  # torch's errors of connections are RuntimeErrors

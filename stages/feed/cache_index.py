@@ -15,8 +15,7 @@ from ...schemas.cache import Manifest
 from ...schemas.errors import CorruptionError
 from ...schemas.rows import Role, offsets_of
 from ..storage.cache_folder import CacheFolder
-from ..storage.shard_columns import list_column, number_column
-from ..storage.shards import iter_row_groups
+from ..storage.shards import iter_row_groups, list_column, number_column
 from ..storage.verify_cache import check_shard
 from .conversions import Reading, StoredKind, joined_ranges
 from .row_selection import KindCounts, Selection, context_lengths, select

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from ...schemas.batches import MicroBatch, StepBatch
 from ...schemas.rows import Ragged, RowBlock, ScoredBlock, Tree, offsets_of
-from ..storage.shard_columns import read_block, row_ids
-from ..storage.shards import open_shard
+from ..storage.shards import open_shard, read_block, row_ids
 from .cache_index import RowTable, naming_unit
 from .conversions import joined_ranges
 from .row_selection import as_read
@@ -67,7 +66,7 @@ def fill_buffer(source: TrainSource, pieces: Sequence[Piece]) -> RowBuffer:
     numbers = np.concatenate([np.empty(0, dtype=np.int64), *(piece.numbers for piece in pieces)])
     order = np.argsort(numbers)
     block = _joined(source, pieces)
-    return RowBuffer(numbers[order], order, block, row_ids(block.rows).to_pylist())
+    return RowBuffer(numbers[order], order, block, row_ids(block.rows))
 
 
 def _read_group(source: TrainSource, group: int, rows: NDArray[np.int64]) -> ScoredBlock:

@@ -16,8 +16,7 @@ from ...schemas.cache import Manifest
 from ...schemas.errors import UsageError
 from ...schemas.methods import Labels, RowKind
 from ..storage.cache_folder import CacheFolder
-from ..storage.shard_columns import number_column
-from ..storage.shards import iter_row_groups, open_shard
+from ..storage.shards import iter_row_groups, number_column, open_shard
 from .cache_index import SCORES, Index, build_index, held_out, naming_unit
 from .conversions import CONVERSIONS, Reading, StoredKind
 from .row_selection import KindCounts

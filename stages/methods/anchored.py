@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from torch.nn.functional import logsigmoid
 
-from ...schemas.methods import Branches, LossOutput, Method, Step, beta, sft_weight
-from .modifiers import SEES_RATIOS, WEIGHS_PAIRS
-from .rewards import RATIOS, pairs_of, referenced_output
+from ...schemas.methods import Branches, LossOutput, Step, beta, sft_weight
+from .rewards import paired_method, pairs_of, referenced_output
 
 
 @dataclass(frozen=True)
@@ -59,68 +58,43 @@ def apo_down(branches: Branches, _: Step, options: AnchoredOptions) -> LossOutpu
     return referenced_output(pairs, losses, options)
 
 
-NCA = Method(
+NCA = paired_method(
     name="nca",
     summary="-LS(b r_c) - LS(-b r_c)/2 - LS(-b r_l)/2",
     source="NCA, https://arxiv.org/abs/2402.05369",
     use="Pairs, when the likelihood of chosen branches must not fall as it does with dpo.",
     loss=nca,
     options=AnchoredOptions,
-    rewards=RATIOS,
-    rows="paired",
-    items="rows",
-    needs=frozenset({"reference"}),
-    modifiers=SEES_RATIOS | WEIGHS_PAIRS,
 )
-BCO_PAIR = Method(
+BCO_PAIR = paired_method(
     name="bco_pair",
     summary="-LS(b r_c) - LS(-b r_l)",
     source="BCO, https://arxiv.org/abs/2404.04656",
     use="Pairs, when chosen must rise and rejected fall, each by itself.",
     loss=bco_pair,
     options=AnchoredOptions,
-    rewards=RATIOS,
-    rows="paired",
-    items="rows",
-    needs=frozenset({"reference"}),
-    modifiers=SEES_RATIOS | WEIGHS_PAIRS,
 )
-SPPO = Method(
+SPPO = paired_method(
     name="sppo",
     summary="(r_c - 1/(2b))^2 + (r_l + 1/(2b))^2",
     source="SPPO, https://arxiv.org/abs/2405.00675",
     use="Pairs of the policy's own answers, round after round.",
     loss=sppo,
     options=AnchoredOptions,
-    rewards=RATIOS,
-    rows="paired",
-    items="rows",
-    needs=frozenset({"reference"}),
-    modifiers=SEES_RATIOS | WEIGHS_PAIRS,
 )
-APO_ZERO = Method(
+APO_ZERO = paired_method(
     name="apo_zero",
     summary="1 - S(b r_c) + S(b r_l)",
     source="APO, https://arxiv.org/abs/2408.06266",
     use="Pairs whose chosen branches are better than what the model writes now.",
     loss=apo_zero,
     options=AnchoredOptions,
-    rewards=RATIOS,
-    rows="paired",
-    items="rows",
-    needs=frozenset({"reference"}),
-    modifiers=SEES_RATIOS | WEIGHS_PAIRS,
 )
-APO_DOWN = Method(
+APO_DOWN = paired_method(
     name="apo_down",
     summary="S(b r_c) + 1 - S(b D)",
     source="APO, https://arxiv.org/abs/2408.06266",
     use="Pairs whose chosen branches are worse than what the model writes now.",
     loss=apo_down,
     options=AnchoredOptions,
-    rewards=RATIOS,
-    rows="paired",
-    items="rows",
-    needs=frozenset({"reference"}),
-    modifiers=SEES_RATIOS | WEIGHS_PAIRS,
 )

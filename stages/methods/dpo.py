@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor
@@ -13,7 +13,6 @@ from ...schemas.config import option
 from ...schemas.methods import (
     Branches,
     LossOutput,
-    Method,
     Rewards,
     Step,
     beta,
@@ -24,7 +23,7 @@ from ...schemas.methods import (
 from .modifiers import CLAMPS, SEES_RATIOS, WEIGHS_PAIRS, bounded_exp
 from .rewards import (
     MEAN_RATIOS,
-    RATIOS,
+    paired_method,
     pairs_of,
     referenced_output,
     scaled_mean_ratios,
@@ -132,87 +131,56 @@ def discopop(branches: Branches, _: Step, options: DiscopopOptions) -> LossOutpu
     return referenced_output(pairs, logistic + exponential, options)
 
 
-def smoothed(x: Tensor, e: float) -> Tensor:
-    """-(1 - e) LS(x) - e LS(-x): the cross-entropy of x with a label that is wrong e times."""
-    return -(1 - e) * logsigmoid(x) - e * logsigmoid(-x)
-
-
-DPO = Method(
+DPO = paired_method(
     name="dpo",
     summary="-(1-e) LS(b D) - e LS(-b D)",
     source="DPO, https://arxiv.org/abs/2305.18290",
     use="Pairs with clear labels: the one to start with. label_smoothing makes it cDPO.",
     loss=dpo,
     options=DpoOptions,
-    rewards=RATIOS,
-    rows="paired",
-    items="rows",
-    needs=frozenset({"reference"}),
     modifiers=MODIFIERS | CLAMPS,
 )
-CDPO = Method(
+CDPO = replace(
+    DPO,
     name="cdpo",
-    summary="-(1-e) LS(b D) - e LS(-b D)",
     source="cDPO, https://ericmitchell.ai/cdpo.pdf",
     use="Pairs of which some are labelled the wrong way round: the margin stops growing.",
-    loss=dpo,
     options=CdpoOptions,
-    rewards=RATIOS,
-    rows="paired",
-    items="rows",
-    needs=frozenset({"reference"}),
-    modifiers=MODIFIERS | CLAMPS,
 )
-ROBUST = Method(
+ROBUST = paired_method(
     name="robust",
     summary="(-(1-e) LS(b D) + e LS(-b D)) / (1-2e)",
     source="rDPO, https://arxiv.org/abs/2403.00409",
     use="Pairs whose share of wrong labels is known: it is unbiased where cdpo is cautious.",
     loss=robust,
     options=RobustOptions,
-    rewards=RATIOS,
-    rows="paired",
-    items="rows",
-    needs=frozenset({"reference"}),
     modifiers=MODIFIERS,
 )
-EXO = Method(
+EXO = paired_method(
     name="exo",
     summary="q (log q - log(1-e)) + (1-q) (log(1-q) - log e), q = S(b D)",
     source="EXO, https://arxiv.org/abs/2402.00856",
     use="Pairs, when the policy should settle on one good answer instead of covering all.",
     loss=exo,
     options=ExoOptions,
-    rewards=RATIOS,
-    rows="paired",
-    items="rows",
-    needs=frozenset({"reference"}),
     modifiers=MODIFIERS,
 )
-HINGE = Method(
+HINGE = paired_method(
     name="hinge",
     summary="max(0, 1 - b D)",
     source="RSO, https://arxiv.org/abs/2309.06657",
     use="Pairs, when those that are told apart well enough should be left alone.",
     loss=hinge,
     options=HingeOptions,
-    rewards=RATIOS,
-    rows="paired",
-    items="rows",
-    needs=frozenset({"reference"}),
     modifiers=MODIFIERS,
 )
-DISCOPOP = Method(
+DISCOPOP = paired_method(
     name="discopop",
     summary="(1-g) (-LS(b D)) + g exp(-b D), g = S(b D / tau)",
     source="DiscoPOP, https://arxiv.org/abs/2406.08414",
     use="Pairs, to compare with a loss found by search; near D = 0 it pushes the wrong way.",
     loss=discopop,
     options=DiscopopOptions,
-    rewards=RATIOS,
-    rows="paired",
-    items="rows",
-    needs=frozenset({"reference"}),
     modifiers=MODIFIERS,
 )
 
@@ -252,13 +220,14 @@ def ipo_rewards(branches: Branches, options: IpoOptions) -> Tensor:
 
 
 def dpo_norm(branches: Branches, _: Step, options: DpoNormOptions) -> LossOutput:
-    """-LS(b (r_c / n_c - r_l / n_l)), DPO of Tulu 3 (https://arxiv.org/abs/2411.15124)."""
-    pairs = pairs_of(branches)
-    losses = smoothed(options.beta * pairs.mean_margins, options.label_smoothing)
+    """DPO of Tulu 3, x = b (r_c / n_c - r_l / n_l) (https://arxiv.org/abs/2411.15124)."""
+    pairs, e = pairs_of(branches), options.label_smoothing
+    x = options.beta * pairs.mean_margins
+    losses = -(1 - e) * logsigmoid(x) - e * logsigmoid(-x)
     return referenced_output(pairs, losses, options)
 
 
-IPO = Method(
+IPO = paired_method(
     name="ipo",
     summary="(r_c/n_c - r_l/n_l - 1/(2b))^2",
     source="IPO, https://arxiv.org/abs/2310.12036",
@@ -266,12 +235,9 @@ IPO = Method(
     loss=ipo,
     options=IpoOptions,
     rewards=Rewards("b r/n, or b r with normalize sum", ipo_rewards),
-    rows="paired",
-    items="rows",
-    needs=frozenset({"reference"}),
     modifiers=WEIGHS_PAIRS,
 )
-DPO_NORM = Method(
+DPO_NORM = paired_method(
     name="dpo_norm",
     summary="-(1-e) LS(b d) - e LS(-b d), d = r_c/n_c - r_l/n_l",
     source="Tulu 3, https://arxiv.org/abs/2411.15124",
@@ -279,8 +245,5 @@ DPO_NORM = Method(
     loss=dpo_norm,
     options=DpoNormOptions,
     rewards=MEAN_RATIOS,
-    rows="paired",
-    items="rows",
-    needs=frozenset({"reference"}),
     modifiers=WEIGHS_PAIRS,
 )

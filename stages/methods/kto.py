@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
@@ -15,14 +14,13 @@ from ...schemas.methods import (
     Branches,
     Labels,
     LossOutput,
-    Method,
     ResolvedOptions,
     Step,
     beta,
     number,
 )
 from .modifiers import CLAMPS
-from .rewards import RATIOS, Labelled, labelled_of
+from .rewards import Labelled, labelled_method, labelled_of
 
 Weight: TypeAlias = 'float | Literal["auto"]'
 # Of wD nD / (wU nU), https://arxiv.org/abs/2402.01306.
@@ -86,7 +84,7 @@ def _or_one(value: Weight) -> float:
 
 
 def _weighted(options: Any, desirable: float, undesirable: float) -> Any:
-    return dataclasses.replace(options, desirable_weight=desirable, undesirable_weight=undesirable)
+    return replace(options, desirable_weight=desirable, undesirable_weight=undesirable)
 
 
 @dataclass(frozen=True)
@@ -179,60 +177,41 @@ def _weights(labelled: Labelled, options: KtoOptions | KtoZeroOptions) -> Tensor
     return labelled.weights(desirable, undesirable)
 
 
-KTO = Method(
+KTO = labelled_method(
     name="kto",
     summary="w (1 - S(±b (r - z))), z = max(0, mean of mismatched r)",
     source="KTO, https://arxiv.org/abs/2402.01306",
     use="Thumbs up and down instead of pairs, or pairs with many wrong labels.",
     loss=kto,
     options=KtoOptions,
-    rewards=RATIOS,
-    rows="labelled",
-    items="branches",
     needs=frozenset({"reference", "mismatched"}),
     modifiers=CLAMPS | {"row_weight"},
     resolve_auto=resolve_weights,
 )
-KTO_LOGSIGMOID = Method(
+KTO_LOGSIGMOID = replace(
+    KTO,
     name="kto_logsigmoid",
     summary="-w LS(±b (r - z)), z = max(0, mean of mismatched r)",
     source="HALOs, https://github.com/ContextualAI/HALOs",
     use="Labels without noise: unlike kto it never gives a misjudged branch up.",
     loss=kto_logsigmoid,
-    options=KtoOptions,
-    rewards=RATIOS,
-    rows="labelled",
-    items="branches",
-    needs=frozenset({"reference", "mismatched"}),
-    modifiers=CLAMPS | {"row_weight"},
-    resolve_auto=resolve_weights,
 )
-KTO_ZERO = Method(
+KTO_ZERO = labelled_method(
     name="kto_zero",
     summary="w (1 - S(±b r))",
     source="HALOs, https://github.com/ContextualAI/HALOs",
     use="As kto, from a cache without mismatched branches; a forward pass less per step.",
     loss=kto_zero,
     options=KtoZeroOptions,
-    rewards=RATIOS,
-    rows="labelled",
-    items="branches",
-    needs=frozenset({"reference"}),
-    modifiers=frozenset({"row_weight"}),
     resolve_auto=resolve_weights,
 )
-APO_ZERO_UNPAIRED = Method(
+APO_ZERO_UNPAIRED = labelled_method(
     name="apo_zero_unpaired",
     summary="desirable: 1 - S(b r); undesirable: S(b r)",
     source="APO, https://arxiv.org/abs/2408.06266",
     use="Labels whose desirable branches are better than what the model writes now.",
     loss=apo_zero_unpaired,
     options=ApoZeroUnpairedOptions,
-    rewards=RATIOS,
-    rows="labelled",
-    items="branches",
-    needs=frozenset({"reference"}),
-    modifiers=frozenset({"row_weight"}),
 )
 
 
@@ -278,18 +257,13 @@ def _mean_of(state: tuple[float, ...]) -> float:
     return state[1] if state else 0.0
 
 
-BCO = Method(
+BCO = labelled_method(
     name="bco",
     summary="-LS(±(b r - d)), d = mean of b r over all steps so far",
     source="BCO, https://arxiv.org/abs/2404.04656",
     use="Labels without noise, from a cache without mismatched branches.",
     loss=bco,
     options=BcoOptions,
-    rewards=RATIOS,
-    rows="labelled",
-    items="branches",
-    needs=frozenset({"reference"}),
     survey=survey_rewards,
     update_state=update_mean_reward,
-    modifiers=frozenset({"row_weight"}),
 )

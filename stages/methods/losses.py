@@ -21,6 +21,7 @@ from torch import Tensor
 from ...schemas.errors import UsageError
 from ...schemas.methods import Branches, Labels, Method, Step
 from ...schemas.rows import Role
+from .recipe import is_good
 from .table import METHODS, STEP_OPTIONS, options_of
 
 LENGTHS = "num_tokens"
@@ -182,8 +183,8 @@ def _branches(method: Method, tensors: Mapping[str, Tensor]) -> Branches:
 
 def _roles(method: Method, tensors: Mapping[str, Tensor], logps: Tensor) -> Tensor:
     if method.rows == "labelled":
-        is_good = tensors["labels"] > 0
-        return torch.where(is_good, int(Role.DESIRABLE), int(Role.UNDESIRABLE)).to(torch.int8)
+        is_desirable = tensors["labels"] > 0
+        return torch.where(is_desirable, int(Role.DESIRABLE), int(Role.UNDESIRABLE)).to(torch.int8)
     roles = torch.full_like(logps, int(Role.CHOSEN), dtype=torch.int8)
     if method.rows == "paired":
         roles[1::2] = int(Role.REJECTED)
@@ -198,12 +199,11 @@ def _step(method: Method, branches: Branches, options: Any, tensors: Mapping[str
     else:
         mismatched = branches.logps.new_empty(0)
     surveyed = method.survey(branches, options) if method.survey else {}
-    is_good = (branches.roles == Role.CHOSEN) | (branches.roles == Role.DESIRABLE)
     return Step(
         rows=len(branches.logps) // len(_sides(method, LENGTHS)),
         branches=len(branches.logps),
         tokens=int(branches.num_tokens.sum()),
-        chosen_tokens=int(branches.num_tokens[is_good].sum()),
+        chosen_tokens=int(branches.num_tokens[is_good(branches)].sum()),
         mismatched=mismatched,
         surveyed=surveyed,
         state=method.update_state((), surveyed) if method.update_state else (),

@@ -5,20 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from ...schemas.methods import (
     Branches,
     LossOutput,
-    Method,
     Rewards,
     Step,
     beta,
     label_smoothing,
     sft_weight,
 )
-from .dpo import smoothed
 from .modifiers import SEES_RATIOS
-from .rewards import compared, pairs_of, referenced_output, scaled_ratios
+from .rewards import compared, paired_method, pairs_of, referenced_output, scaled_ratios
 
 
 @dataclass(frozen=True)
@@ -35,13 +34,12 @@ def aot(branches: Branches, step: Step, options: TransportOptions) -> LossOutput
 
     d = sorted lp_c - lp_l less sorted ref_c - ref_l, both over the step.
     """
-    pairs = pairs_of(branches)
+    pairs, e = pairs_of(branches), options.label_smoothing
     ranks = _ranks(_margins(step.surveyed["policy"]))[_rows_of(branches)]
     reference = _sorted(_margins(step.surveyed["reference"]))[ranks]
-    differences = pairs.chosen.logps - pairs.rejected.logps - reference
-    losses = smoothed(options.beta * differences, options.label_smoothing)
-    output = referenced_output(pairs, losses, options)
-    return _with_comparison(output, options.beta * differences)
+    x = options.beta * (pairs.chosen.logps - pairs.rejected.logps - reference)
+    losses = -(1 - e) * logsigmoid(x) - e * logsigmoid(-x)
+    return _with_comparison(referenced_output(pairs, losses, options), x)
 
 
 def aot_unpaired(branches: Branches, step: Step, options: TransportOptions) -> LossOutput:
@@ -51,13 +49,13 @@ def aot_unpaired(branches: Branches, step: Step, options: TransportOptions) -> L
     different micro-batches: each is held against what the survey found of the other, and brings
     half of the value but the whole of its own gradient.
     """
-    pairs, rows = pairs_of(branches), _rows_of(branches)
+    pairs, rows, e = pairs_of(branches), _rows_of(branches), options.label_smoothing
     chosen, rejected = step.surveyed["ratios"][0::2], step.surveyed["ratios"][1::2]
     gains = pairs.chosen.ratios - _sorted(rejected)[_ranks(chosen)[rows]]
     drops = _sorted(chosen)[_ranks(rejected)[rows]] - pairs.rejected.ratios
     halves = (
-        _half_of(smoothed(options.beta * differences, options.label_smoothing))
-        for differences in (gains, drops)
+        _half_of(-(1 - e) * logsigmoid(x) - e * logsigmoid(-x))
+        for x in (options.beta * gains, options.beta * drops)
     )
     output = referenced_output(pairs, sum(halves, start=chosen.new_zeros(())), options)
     return _with_comparison(output, options.beta * gains)
@@ -103,31 +101,23 @@ def _half_of(losses: Tensor) -> Tensor:
     return losses - losses.detach() / 2
 
 
-RANKED = Rewards("b r, margins and accuracies of b d", scaled_ratios)
-AOT = Method(
+AOT = paired_method(
     name="aot",
     summary="-(1-e) LS(b d) - e LS(-b d), d = sort(lp_c-lp_l) less that of ref",
     source="AOT, https://arxiv.org/abs/2406.05882",
     use="Pairs, when margins should grow over the whole data rather than in each pair.",
     loss=aot,
     options=TransportOptions,
-    rewards=RANKED,
-    rows="paired",
-    items="rows",
-    needs=frozenset({"reference"}),
+    rewards=Rewards("b r, margins and accuracies of b d", scaled_ratios),
     survey=survey_logps,
+    modifiers=frozenset(),
 )
-AOT_UNPAIRED = Method(
+AOT_UNPAIRED = replace(
+    AOT,
     name="aot_unpaired",
     summary="-(1-e) LS(b d) - e LS(-b d), d = sort(r_c) - sort(r_l)",
-    source="AOT, https://arxiv.org/abs/2406.05882",
     use="Pairs whose two sides need not belong together, as good and bad answers of a step.",
     loss=aot_unpaired,
-    options=TransportOptions,
-    rewards=RANKED,
-    rows="paired",
-    items="rows",
-    needs=frozenset({"reference"}),
     survey=survey_ratios,
     modifiers=SEES_RATIOS,
 )

@@ -172,11 +172,6 @@ def ppo(branches: Branches, step: Step, options: PpoOptions) -> LossOutput:
     return LossOutput(sums_of(losses, tokens.counts), metrics)
 
 
-def ppo_rewards(branches: Branches, _: PpoOptions) -> Tensor:
-    """r, (branches,)."""
-    return branches.ratios
-
-
 def survey(branches: Branches, options: PpoOptions) -> Mapping[str, Tensor]:
     """What whitening has to know of each branch: tokens, sum of A, sum of squares around its mean.
 
@@ -251,7 +246,7 @@ PPO = Method(
     use="Scored answers whose good and bad parts differ: a value head tells tokens apart.",
     loss=ppo,
     options=PpoOptions,
-    rewards=Rewards("r", ppo_rewards),
+    rewards=Rewards("r", lambda branches, _: branches.ratios),
     rows="grouped",
     items="tokens",
     needs=frozenset({"reference", "token_reference", "values", "scores"}),

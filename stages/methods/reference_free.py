@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
+import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
 from ...schemas.config import option
-from ...schemas.methods import Branches, LossOutput, Method, Rewards, Step, label_smoothing, number
-from .dpo import smoothed
-from .modifiers import WEIGHS_PAIRS, log_odds
-from .rewards import Side, logp_metrics, pairs_of
+from ...schemas.methods import Branches, LossOutput, Rewards, Step, label_smoothing, number
+from .modifiers import WEIGHS_PAIRS
+from .rewards import Side, logp_metrics, paired_method, pairs_of
 
+# Certain to the last bit of float32: a mean log-prob closer to 0 has odds that are only noise.
+NEARLY_CERTAIN = -1e-10
 NllScope = Literal["pair", "global_tokens"]
 SCOPE_HELP = (
     "pair: every chosen branch counts the same; global_tokens: every chosen token of the step"
@@ -73,19 +77,19 @@ def orpo(branches: Branches, step: Step, options: OrpoOptions) -> LossOutput:
 
 def simpo(branches: Branches, _: Step, options: SimpoOptions) -> LossOutput:
     """-LS(b (m_c - m_l) - b gamma_ratio) at e = 0, SimPO (https://arxiv.org/abs/2405.14734)."""
-    pairs = pairs_of(branches)
+    pairs, e = pairs_of(branches), options.label_smoothing
     difference = pairs.chosen.mean_logps - pairs.rejected.mean_logps
     x = options.beta * (difference - options.gamma_ratio)
-    losses = smoothed(x, options.label_smoothing)
+    losses = -(1 - e) * logsigmoid(x) - e * logsigmoid(-x)
     return LossOutput(losses, logp_metrics(pairs))
 
 
 def cpo(branches: Branches, step: Step, options: CpoOptions) -> LossOutput:
     """-LS(b (lp_c - lp_l)) + alpha nll_c at e = 0, CPO (https://arxiv.org/abs/2401.08417)."""
-    pairs = pairs_of(branches)
+    pairs, e = pairs_of(branches), options.label_smoothing
     nll = chosen_nll(pairs.chosen, step, options.nll_scope)
     x = options.beta * (pairs.chosen.logps - pairs.rejected.logps)
-    preference = smoothed(x, options.label_smoothing)
+    preference = -(1 - e) * logsigmoid(x) - e * logsigmoid(-x)
     metrics = logp_metrics(pairs) | {"nll": nll.detach()}
     return LossOutput(preference + options.alpha * nll, metrics)
 
@@ -99,24 +103,18 @@ def slic(branches: Branches, _: Step, options: SlicOptions) -> LossOutput:
     return LossOutput(losses, logp_metrics(pairs) | {"nll": nll.detach()})
 
 
-def orpo_rewards(branches: Branches, options: OrpoOptions) -> Tensor:
-    """lam * m, (branches,): the odds that are compared rise with it."""
-    return options.lam * branches.logps / branches.num_tokens
+def log_odds(mean_logps: Tensor) -> Tensor:
+    """log(p / (1 - p)) of p = exp(mean_logps), finite even where p rounds to 1."""
+    below_one = mean_logps.clamp(max=NEARLY_CERTAIN)
+    return below_one - log1mexp(below_one)
 
 
-def simpo_rewards(branches: Branches, options: SimpoOptions) -> Tensor:
-    """beta * m, (branches,)."""
-    return options.beta * branches.logps / branches.num_tokens
-
-
-def cpo_rewards(branches: Branches, options: CpoOptions) -> Tensor:
-    """beta * lp, (branches,)."""
-    return options.beta * branches.logps
-
-
-def slic_rewards(branches: Branches, _: SlicOptions) -> Tensor:
-    """lp, (branches,)."""
-    return branches.logps
+def log1mexp(x: Tensor) -> Tensor:
+    """log(1 - exp(x)) for x < 0, exact at both ends (https://doi.org/10.18637/jss.v038.c01)."""
+    # Each form sees only its own half: a NaN gradient of the other one would spread from where().
+    far = torch.log1p(-torch.exp(x.clamp(max=-math.log(2))))
+    near = torch.log(-torch.expm1(x.clamp(min=-math.log(2))))
+    return torch.where(x < -math.log(2), far, near)
 
 
 def chosen_nll(chosen: Side, step: Step, scope: NllScope) -> Tensor:
@@ -127,51 +125,40 @@ def chosen_nll(chosen: Side, step: Step, scope: NllScope) -> Tensor:
     return -chosen.logps * (step.rows / max(1, step.chosen_tokens))
 
 
-ORPO = Method(
+_method = partial(paired_method, needs=frozenset(), modifiers=WEIGHS_PAIRS)
+ORPO = _method(
     name="orpo",
     summary="-m_c - lam LS(lo_c - lo_l), lo = m - log(1 - exp m)",
     source="ORPO, https://arxiv.org/abs/2403.07691",
     use="Pairs and a base model: it learns to answer and to prefer in one go.",
     loss=orpo,
     options=OrpoOptions,
-    rewards=Rewards("lam m", orpo_rewards),
-    rows="paired",
-    items="rows",
-    modifiers=WEIGHS_PAIRS,
+    rewards=Rewards("lam m", lambda of, options: options.lam * of.logps / of.num_tokens),
 )
-SIMPO = Method(
+SIMPO = _method(
     name="simpo",
     summary="-LS(b (m_c - m_l) - b gamma_ratio)",
     source="SimPO, https://arxiv.org/abs/2405.14734",
     use="Pairs, when answers must not grow longer; its learning rate needs care.",
     loss=simpo,
     options=SimpoOptions,
-    rewards=Rewards("b m", simpo_rewards),
-    rows="paired",
-    items="rows",
-    modifiers=WEIGHS_PAIRS,
+    rewards=Rewards("b m", lambda of, options: options.beta * of.logps / of.num_tokens),
 )
-CPO = Method(
+CPO = _method(
     name="cpo",
     summary="-LS(b (lp_c - lp_l)) - alpha m_c",
     source="CPO, https://arxiv.org/abs/2401.08417",
     use="Pairs whose chosen branch is worth imitating, as in translation.",
     loss=cpo,
     options=CpoOptions,
-    rewards=Rewards("b lp", cpo_rewards),
-    rows="paired",
-    items="rows",
-    modifiers=WEIGHS_PAIRS,
+    rewards=Rewards("b lp", lambda of, options: options.beta * of.logps),
 )
-SLIC = Method(
+SLIC = _method(
     name="slic",
     summary="max(0, delta - lp_c + lp_l) - lam lp_c",
     source="SLiC-HF, https://arxiv.org/abs/2305.10425",
     use="Pairs, when those that are told apart well enough should only be imitated.",
     loss=slic,
     options=SlicOptions,
-    rewards=Rewards("lp", slic_rewards),
-    rows="paired",
-    items="rows",
-    modifiers=WEIGHS_PAIRS,
+    rewards=Rewards("lp", lambda of, _: of.logps),
 )

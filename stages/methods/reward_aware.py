@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from ...schemas.methods import Branches, LossOutput, Method, Step, beta, number, sft_weight
-from .modifiers import SEES_RATIOS, WEIGHS_PAIRS
-from .rewards import RATIOS, pairs_of, referenced_output
-
-MODIFIERS = SEES_RATIOS | WEIGHS_PAIRS
+from ...schemas.methods import Branches, LossOutput, Step, beta, number, sft_weight
+from .rewards import paired_method, pairs_of, referenced_output
 
 
 @dataclass(frozen=True)
@@ -56,42 +53,26 @@ def divergence(some: Tensor, others: Tensor) -> Tensor:
     return likely + unlikely
 
 
-RPO_SQ = Method(
+RPO_SQ = paired_method(
     name="rpo_sq",
     summary="(b D - eta Ds)^2, Ds = score_c - score_l",
     source="RPO, https://arxiv.org/abs/2502.00203",
     use="Pairs with scores whose differences can be trusted as they are.",
     loss=rpo_sq,
     options=RpoOptions,
-    rewards=RATIOS,
-    rows="paired",
-    items="rows",
     needs=frozenset({"reference", "scores"}),
-    modifiers=MODIFIERS,
 )
-RPO_BWD_KL = Method(
+RPO_BWD_KL = replace(
+    RPO_SQ,
     name="rpo_bwd_kl",
     summary="KL(S(eta Ds) || S(b D)), Ds = score_c - score_l",
-    source="RPO, https://arxiv.org/abs/2502.00203",
     use="Pairs with scores: as dpo, but nearly equal answers are kept nearly equal.",
     loss=rpo_bwd_kl,
-    options=RpoOptions,
-    rewards=RATIOS,
-    rows="paired",
-    items="rows",
-    needs=frozenset({"reference", "scores"}),
-    modifiers=MODIFIERS,
 )
-RPO_FWD_KL = Method(
+RPO_FWD_KL = replace(
+    RPO_SQ,
     name="rpo_fwd_kl",
     summary="KL(S(b D) || S(eta Ds)), Ds = score_c - score_l",
-    source="RPO, https://arxiv.org/abs/2502.00203",
     use="Pairs with scores: gives up on pairs that the policy holds to be the other way round.",
     loss=rpo_fwd_kl,
-    options=RpoOptions,
-    rewards=RATIOS,
-    rows="paired",
-    items="rows",
-    needs=frozenset({"reference", "scores"}),
-    modifiers=MODIFIERS,
 )

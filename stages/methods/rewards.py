@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +13,7 @@ from torch.nn.functional import logsigmoid
 
 from ...schemas.methods import Branches, LossOutput, Method, Rewards, RowKind, Step
 from ...schemas.rows import Role
+from .modifiers import SEES_RATIOS, WEIGHS_PAIRS
 
 
 def scaled_ratios(branches: Branches, options: Any) -> Tensor:
@@ -32,6 +34,24 @@ def scores(branches: Branches, _: Any) -> Tensor:
 RATIOS = Rewards("b r", scaled_ratios)
 MEAN_RATIOS = Rewards("b r/n", scaled_mean_ratios)
 SCORES = Rewards("s", scores)
+
+# What most methods of pairs, and most of labels, have in common.
+paired_method = partial(
+    Method,
+    rows="paired",
+    items="rows",
+    needs=frozenset({"reference"}),
+    rewards=RATIOS,
+    modifiers=SEES_RATIOS | WEIGHS_PAIRS,
+)
+labelled_method = partial(
+    Method,
+    rows="labelled",
+    items="branches",
+    needs=frozenset({"reference"}),
+    rewards=RATIOS,
+    modifiers=frozenset({"row_weight"}),
+)
 
 
 def reward_metrics(rewards: Tensor, branches: Branches, kind: RowKind) -> dict[str, Tensor]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...schemas.errors import UsageError
+from ...schemas.errors import UsageError, closest, did_you_mean
 from ...schemas.json_codec import CodecError, from_plain
 from ...schemas.methods import Method, check_bounds
 from .anchored import APO_DOWN, APO_ZERO, BCO_PAIR, NCA, SPPO
@@ -23,53 +22,28 @@ from .reward_aware import RPO_BWD_KL, RPO_FWD_KL, RPO_SQ
 from .rewards import REWARD, REWARD_BINARY
 from .sft import CSFT, SFT
 
-_ROWS = (
-    DPO,
-    CDPO,
-    ROBUST,
-    EXO,
-    HINGE,
-    DISCOPOP,
-    IPO,
-    DPO_NORM,
-    NCA,
-    BCO_PAIR,
-    SPPO,
-    APO_ZERO,
-    APO_DOWN,
-    AOT,
-    AOT_UNPAIRED,
-    RPO_SQ,
-    RPO_BWD_KL,
-    RPO_FWD_KL,
-    ORPO,
-    SIMPO,
-    CPO,
-    SLIC,
-    KTO,
-    KTO_ZERO,
-    KTO_LOGSIGMOID,
-    APO_ZERO_UNPAIRED,
-    BCO,
-    GRPO,
-    PPO,
-    SFT,
-    CSFT,
-    REWARD,
-    REWARD_BINARY,
+_FAMILIES = (
+    (DPO, CDPO, ROBUST, EXO, HINGE, DISCOPOP, IPO, DPO_NORM),
+    (NCA, BCO_PAIR, SPPO, APO_ZERO, APO_DOWN),
+    (AOT, AOT_UNPAIRED),
+    (RPO_SQ, RPO_BWD_KL, RPO_FWD_KL),
+    (ORPO, SIMPO, CPO, SLIC),
+    (KTO, KTO_ZERO, KTO_LOGSIGMOID, APO_ZERO_UNPAIRED, BCO),
+    (GRPO, PPO),
+    (SFT, CSFT),
+    (REWARD, REWARD_BINARY),
 )
+METHODS: dict[str, Method] = {method.name: method for family in _FAMILIES for method in family}
 # Options that decide what a step runs, not what one method makes of it.
 STEP_OPTIONS = ("kl_use", "kl_per_step")
-METHODS: dict[str, Method] = {method.name: method for method in _ROWS}
 
 
 def find_method(name: str) -> Method:
     """The method of this name; an unknown one is refused with those nearest to it."""
     if name in METHODS:
         return METHODS[name]
-    near = _nearest(name.lower())
-    known = f"Did you mean {' or '.join(near)}?" if near else f"Known: {', '.join(METHODS)}."
-    raise UsageError(f"method '{name}': no such method. {known} `align methods` explains them.")
+    hint = did_you_mean(_nearest(name.lower())) or f" Known: {', '.join(METHODS)}."
+    raise UsageError(f"method '{name}': no such method.{hint} `align methods` explains them.")
 
 
 def options_of(method: Method, values: Mapping[str, Any]) -> Any:
@@ -199,4 +173,4 @@ def _nearest(asked: str) -> list[str]:
     if asked in METHODS:
         return [asked]
     longer = [name for name in METHODS if asked and name.startswith(asked)]
-    return longer or difflib.get_close_matches(asked, METHODS, n=3, cutoff=0.5)
+    return longer or closest(asked, METHODS, 3)

@@ -63,9 +63,10 @@ def loading_options(folder: str) -> dict[str, Any]:
     quantized = model_config(folder).get("quantization_config") or {}
     if quantized.get("quant_method") != "mxfp4":
         return {}
-    from transformers.utils.quantization_config import Mxfp4Config  # noqa: PLC0415 - rarely needed
+    import transformers  # noqa: PLC0415 - heavy, and rarely needed
 
-    return {"quantization_config": Mxfp4Config(dequantize=True)}
+    public: Any = transformers  # its stub names few of its classes
+    return {"quantization_config": public.Mxfp4Config(dequantize=True)}
 
 
 def _entries(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

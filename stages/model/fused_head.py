@@ -1,4 +1,4 @@
-"""Computes log-probabilities from hidden states, and their gradient, without all logits at once.
+"""Computes log-probabilities from hidden states without ever holding all logits at once.
 
     logp(y) = z_y - logsumexp_v z_v,   z = softcap * tanh(scale * (W h + b) / softcap)
 
@@ -8,73 +8,45 @@ neither. Where it is asked for, so is
 
     purity = log sum_v p_v ** 2 = logsumexp_v 2 z_v - 2 logsumexp_v z_v
 
-The gradient comes from tiles that were kept or are projected a second time:
-
-    d logp(y) / d z_v = [v = y] - p_v,   p_v = exp(z_v - logsumexp z)
-
 Products are accumulated in float32, over tiles of positions too, whatever the weights are in.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-
-from .head_tiles import (
-    HeadSpec,
-    KeptLogits,
-    LogitsBuffer,
-    OutputHead,
-    Tiles,
-    operand,
-    score_targets,
-    tile_rows,
-)
 
 HEAD_VERSION = "fused-2 float32"
+# On a CPU a tile and its softmax should stay in the cache; a GPU wants larger products.
+TILE_ROWS = {"cpu": 1024, "cuda": 2048}
+TILE_VOCABULARY = {"cpu": 512, "cuda": 2048}  # 4M elements at most
 
 
-def fused_rows(head: OutputHead, hidden: Tensor, targets: Tensor, *, purity: bool) -> Tensor:
-    """Log p of `targets` (T,) given `hidden` (T, hidden), and its gradient: (1, T) float32.
+@dataclass(frozen=True)
+class HeadSpec:
+    """What happens to a logit after the projection."""
 
-    Where it is asked for, a second row is purity, without a gradient.
-    """
-    buffer = head.buffer if torch.is_grad_enabled() else None
-    rows: Tensor = FusedLogps.apply(  # type: ignore[no-untyped-call]
-        hidden, targets, purity, head.weight, head.bias, head.spec, buffer
-    )
-    return rows
+    scale: float = 1.0
+    softcap: float = 0.0  # 0: none
 
 
-class LogpHead(nn.Linear):
-    """An output embedding that answers as `fused_rows` when it is given targets.
+@dataclass(frozen=True)
+class OutputHead:
+    """The projection to the vocabulary, or to a part of it."""
 
-    It has to be called: ZeRO-3 gathers a module's weight around its call and nowhere else.
-    """
-
+    weight: Tensor  # (vocabulary, hidden)
+    bias: Tensor | None  # (vocabulary,)
     spec: HeadSpec
-    buffer: LogitsBuffer
 
-    def forward(
-        self, hidden: Tensor, targets: Tensor | None = None, *, purity: bool = False
-    ) -> Tensor:
-        """`fused_rows` of `targets` given `hidden` (T, hidden); without targets the projection."""
-        if targets is None:
-            return super().forward(hidden)
-        head = OutputHead(self.weight, self.bias, self.spec, self.buffer)
-        return fused_rows(head, hidden, targets, purity=purity)
-
-
-def call_head_for_logps(model: Any) -> None:
-    """Makes a LogpHead of the model's head, in place, so that names and ties stay as they are."""
-    layer = model.get_output_embeddings()
-    layer.__class__ = LogpHead
-    layer.spec = head_spec(model.config)
-    layer.buffer = LogitsBuffer()
+    def columns(self, part: slice) -> OutputHead:
+        """The projection to a part of the vocabulary."""
+        bias = None if self.bias is None else self.bias[part]
+        return OutputHead(self.weight[part], bias, self.spec)
 
 
 def output_head(model: Any) -> OutputHead | None:
@@ -99,134 +71,170 @@ def _number(config: Any, name: str, default: float) -> float:
     return float(value) if isinstance(value, int | float) else default
 
 
-class FusedLogps(torch.autograd.Function):
-    """Log-probs of targets, differentiable in hidden states, weight and bias.
+def scored_rows(head: OutputHead, hidden: Tensor, targets: Tensor, *, purity: bool) -> Tensor:
+    """Log p of `targets` (T,) given `hidden` (T, hidden), without a gradient: (1, T) float32.
 
-    A second row, where purity is asked for, has no gradient.
+    Where it is asked for, a second row is purity.
     """
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, targets: Tensor, purity: bool, *head: Any) -> Tensor:
-        """Scores as without gradients; keeps a number per position, and logits if there is room."""
-        # The parameters themselves, not save_for_backward: ZeRO-3 empties them after each use
-        # and fills the same objects again before their backward.
-        ctx.head = OutputHead(*head)
-        buffer = ctx.head.buffer
-        ctx.kept = KeptLogits() if buffer is None else buffer.acquire(hidden.device)
-        scored = score_targets(hidden, ctx.head, targets, ctx.kept, purity=purity)
-        ctx.save_for_backward(hidden, targets, scored.logsumexp)
-        return torch.stack([scored.logps, scored.purity] if purity else [scored.logps])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_rows: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients that are asked for; a frozen head costs none of its own."""
-        hidden, targets, logsumexp = ctx.saved_tensors
-        head: OutputHead = ctx.head
-        needs_hidden, _, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        new = torch.empty_like if len(targets) else torch.zeros_like  # tiles write all of it
-        gradients = _Gradients(
-            torch.zeros_like(hidden, dtype=torch.float32) if needs_hidden else None,
-            new(head.weight) if needs_weight else None,
-            new(head.bias) if needs_bias and head.bias is not None else None,
-        )
-        if len(targets):
-            slopes = -head.spec.scale * grad_rows[0]
-            positions = _Positions.of(hidden, targets, logsumexp, slopes)
-            _add_all(gradients, positions, head, ctx.kept)
-        ctx.kept.release()
-        grad_hidden = None if gradients.hidden is None else gradients.hidden.to(hidden.dtype)
-        return grad_hidden, None, None, gradients.weight, gradients.bias, None, None
+    return score_targets(hidden, head, targets, KeptLogits(), purity=purity).rows
 
 
 @dataclass(frozen=True)
-class _Gradients:
-    """What is asked for."""
+class Scored:
+    """The targets' log-probs, and what is known of all other tokens."""
 
-    hidden: Tensor | None  # (T, hidden) float32
-    weight: Tensor | None  # (vocabulary, hidden) in its dtype
-    bias: Tensor | None  # (vocabulary,) in its dtype
+    logps: Tensor  # (T,) float32
+    logsumexp: Tensor  # (T,) float32: turns any other logit into a probability
+    purity: Tensor | None  # (T,) float32: log sum_v p_v ** 2, where it was asked for
+
+    @property
+    def rows(self) -> Tensor:
+        """Log-probs, and purity below them where it was asked for: (1 or 2, T)."""
+        rows = [self.logps] if self.purity is None else [self.logps, self.purity]
+        return torch.stack(rows)
+
+
+def score_targets(
+    hidden: Tensor, head: OutputHead, targets: Tensor, kept: KeptLogits, *, purity: bool = False
+) -> Scored:
+    """Log p of `targets` (T,) given `hidden` (T, hidden)."""
+    logps = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
+    purities = torch.empty_like(logps) if purity else None
+    scored = Scored(logps, torch.empty_like(logps), purities)
+    rows = tile_rows(hidden.device)
+    tiles = Tiles.like(hidden, min(rows, len(targets)), kept)
+    for start in range(0, len(targets), rows):
+        states, tile = hidden[start : start + rows], slice(start, start + rows)
+        sums = _sums(states, start, head, tiles, purity=purity)
+        scored.logsumexp[tile] = logsumexp = torch.logsumexp(sums.logs, dim=0)
+        logps[tile] = _target_logits(states, head, targets[tile]) - logsumexp
+        if purities is not None:
+            # Each tile's share of the whole is at most 1, so nothing overflows.
+            shares = 2 * (sums.logs - logsumexp) + sums.purities
+            purities[tile] = torch.logsumexp(shares, dim=0)
+    return scored
+
+
+def tile_rows(device: torch.device) -> int:
+    """Positions in a tile."""
+    return TILE_ROWS.get(device.type, 2048)
+
+
+def operand(states: Tensor) -> Tensor:
+    """GPUs multiply half precision with float32 accumulation; CPUs need float32 operands."""
+    return states if states.is_cuda else states.float()
 
 
 @dataclass(frozen=True)
-class _Positions:
-    """What every tile needs of the positions."""
+class _Sums:
+    """What each tile of the vocabulary is reduced to."""
 
-    states: Tensor  # (T, hidden) as products want them
-    weighted: Tensor  # (hidden, T): slope / unit * state; products of this shape are the fastest
-    slopes: Tensor  # (T,) float32: minus the loss's slope in the log-prob, times the logit's scale
-    unit: Tensor  # () float32
-    targets: Tensor  # (T,)
-    logsumexp: Tensor  # (T,) float32
-
-    @staticmethod
-    def of(hidden: Tensor, targets: Tensor, logsumexp: Tensor, slopes: Tensor) -> _Positions:
-        states = operand(hidden)
-        # float16 could not hold states times the slopes of a scaled loss.
-        unit = slopes.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
-        weighted = (states * (slopes / unit)[:, None]).to(states.dtype).t().contiguous()
-        return _Positions(states, weighted, slopes, unit, targets, logsumexp)
-
-    def __getitem__(self, rows: slice) -> _Positions:
-        return _Positions(
-            states=self.states[rows],
-            weighted=self.weighted[:, rows],
-            slopes=self.slopes[rows],
-            unit=self.unit,
-            targets=self.targets[rows],
-            logsumexp=self.logsumexp[rows],
-        )
+    logs: Tensor  # (tiles, rows) float32: log-sum-exp
+    purities: Tensor  # (tiles, rows) float32: log sum p ** 2 as if there were no other tile
 
 
-def _add_all(
-    gradients: _Gradients, positions: _Positions, head: OutputHead, kept: KeptLogits
-) -> None:
-    count, rows = len(positions.targets), tile_rows(positions.states.device)
-    tiles = Tiles.like(positions.states, min(rows, count), kept)
-    parts = [slice(start, start + rows) for start in range(0, count, rows)]
+def _sums(states: Tensor, first: int, head: OutputHead, tiles: Tiles, *, purity: bool) -> _Sums:
+    logs: list[Tensor] = []
+    purities: list[Tensor] = []
+    states = operand(states)
     for start in range(0, len(head.weight), tiles.width):
-        columns = slice(start, start + tiles.width)
-        tile = head.columns(columns)
-        tile = replace(tile, weight=operand(tile.weight))
-        grad_weight = torch.zeros_like(tile.weight.t(), dtype=torch.float32)
-        grad_bias = torch.zeros_like(tile.weight[:, 0], dtype=torch.float32)
-        for part in parts:
-            logits = tiles.logits_of(positions.states[part], tile, (part.start, start))
-            deviation = _deviation(positions[part], logits, tile.spec, start, tiles)
-            if gradients.hidden is not None:
-                _add_product(gradients.hidden[part], deviation, tile.weight)
-            if gradients.weight is not None:
-                _add_product(grad_weight, positions.weighted[:, part], deviation)
-            if gradients.bias is not None:
-                grad_bias.addmv_(deviation.t(), positions.slopes[part])
-        if gradients.weight is not None:
-            gradients.weight[columns] = grad_weight.mul_(positions.unit).t()
-        if gradients.bias is not None:
-            gradients.bias[columns] = grad_bias
-    if gradients.hidden is not None:
-        gradients.hidden.mul_(positions.slopes[:, None])
+        tile = head.columns(slice(start, start + tiles.width))
+        logits = tiles.logits_of(states, tile, (first, start))
+        softmax = tiles.softmax_like(logits)
+        # Faster than logsumexp over a tile in cache. Any z_v - log_softmax(z)_v is the log-sum-exp;
+        # that of the largest logit is the most exact.
+        torch.log_softmax(logits, dim=1, out=softmax)
+        logs.append(logits.amax(dim=1) - softmax.amax(dim=1))
+        if purity:
+            purities.append(softmax.mul_(2).exp_().sum(dim=1).log_())
+    stacked = torch.stack(logs)
+    return _Sums(stacked, torch.stack(purities) if purity else stacked[:0])
 
 
-def _deviation(
-    positions: _Positions, logits: Tensor, spec: HeadSpec, first: int, tiles: Tiles
-) -> Tensor:
-    """p_v - [v = y], times the slope of the softcap, v counting from `first`: (rows, columns)."""
-    probabilities = torch.sub(logits, positions.logsumexp[:, None], out=tiles.softmax_like(logits))
-    probabilities.exp_()
-    places = positions.targets - first
-    inside = (places >= 0) & (places < logits.shape[1])
-    places = places.clamp(0, logits.shape[1] - 1)[:, None]
-    probabilities.scatter_add_(1, places, -inside.float()[:, None])
+def _target_logits(states: Tensor, head: OutputHead, targets: Tensor) -> Tensor:
+    logits = torch.linalg.vecdot(states.float(), head.weight[targets].float())
+    if head.bias is not None:
+        logits = logits + head.bias[targets]
+    return _shaped(logits, head.spec)
+
+
+def _shaped(logits: Tensor, spec: HeadSpec) -> Tensor:
+    """Scales and caps in place."""
+    if spec.scale != 1.0:
+        logits *= spec.scale
     if spec.softcap:
-        # d softcap * tanh(u / softcap) / du = 1 - tanh(u / softcap) ** 2
-        tanh = torch.div(logits, spec.softcap, out=tiles.scratch(logits.shape))
-        probabilities.mul_(tanh.square_().neg_().add_(1))
-    return probabilities
+        logits.div_(spec.softcap).tanh_().mul_(spec.softcap)
+    return logits
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    if left.dtype == right.dtype == torch.float32:
-        total.addmm_(left, right)
-    else:
-        half = min(left.dtype, right.dtype, key=lambda dtype: dtype.itemsize)
-        total += torch.mm(left.to(half), right.to(half), out_dtype=torch.float32)
+Place = tuple[int, int]  # the first position and the first token of a tile
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Two buffers that every tile of a call reuses, and the tiles that are kept instead."""
+
+    logits: Tensor  # (rows * vocabulary,) float32
+    softmax: Tensor  # (rows * vocabulary,) float32
+    width: int
+    kept: KeptLogits
+
+    @staticmethod
+    def like(hidden: Tensor, rows: int, kept: KeptLogits) -> Tiles:
+        """Buffers for tiles of `rows` positions."""
+        width = TILE_VOCABULARY.get(hidden.device.type, 2048)
+        buffers = torch.empty(2, rows * width, dtype=torch.float32, device=hidden.device)
+        return Tiles(buffers[0], buffers[1], width, kept)
+
+    def logits_of(self, states: Tensor, head: OutputHead, place: Place) -> Tensor:
+        """The model's own logits of the tile that begins at `place`: (rows, columns) float32.
+
+        They may be kept, so they are not to be changed.
+        """
+        if place in self.kept.tiles:
+            return self.kept.tiles[place]
+        shape = (len(states), len(head.weight))
+        space = self.kept.space(place, shape)
+        logits = self.scratch(shape) if space is None else space
+        if states.dtype == torch.float32:
+            torch.mm(states, head.weight.float().t(), out=logits)
+        else:
+            logits.copy_(torch.mm(states, head.weight.t(), out_dtype=torch.float32))
+        if head.bias is not None:
+            logits += head.bias
+        return _shaped(logits, head.spec)
+
+    def scratch(self, shape: Sequence[int]) -> Tensor:
+        """The first buffer, in the shape of a tile."""
+        return self.logits[: math.prod(shape)].view(*shape)
+
+    def softmax_like(self, logits: Tensor) -> Tensor:
+        """The second buffer, in the shape of a tile."""
+        return self.softmax[: logits.numel()].view(logits.shape)
+
+
+class KeptLogits:
+    """The tiles of one call that there is room for, the first ones first."""
+
+    def __init__(self, free: Tensor | None = None) -> None:
+        self.tiles: dict[Place, Tensor] = {}
+        self.is_needed = True
+        self._free = torch.empty(0) if free is None else free
+
+    def release(self) -> None:
+        """Lets the next call take the buffer, whatever is in it."""
+        self.is_needed = False
+
+    def invalidate(self) -> None:
+        """Forgets the tiles: the buffer is another call's, and a backward pass projects again."""
+        self.tiles.clear()
+        self._free = self._free[:0]
+
+    def space(self, place: Place, shape: tuple[int, int]) -> Tensor | None:
+        """Where a tile is to be written, for good; None where it is not kept."""
+        size = shape[0] * shape[1]
+        if size > len(self._free):
+            return None
+        tile, self._free = self._free[:size].view(shape), self._free[size:]
+        self.tiles[place] = tile
+        return tile

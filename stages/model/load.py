@@ -21,6 +21,7 @@ from ...schemas.config import LoraOptions, ModelOptions
 from ...schemas.errors import UsageError
 from .fingerprint import adapter_tensors, model_config, stored_dtype
 from .folder_check import loading_options, require_adapter, require_plain_folder
+from .transformers_compat import attention_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -77,7 +78,7 @@ def resolve(options: ModelOptions) -> Resolved:
         skeleton = _skeleton(config, options)
     return Resolved(
         dtype=_dtype(options),
-        attention=skeleton.config._attn_implementation or "eager",
+        attention=attention_of(skeleton),
         device=_device(options),
         hidden_size=int(config.get_text_config(decoder=True).hidden_size),
     )

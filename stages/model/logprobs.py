@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from ...schemas.errors import UsageError
 from ...schemas.rows import Tree
-from .fused_head import LogpHead, fused_rows, output_head
+from .fused_head import output_head, scored_rows
+from .fused_head_backward import LogpHead
+from .transformers_compat import attention_of
 from .tree_attention import (
     PAD,
     PIECES,
@@ -113,8 +115,8 @@ def input_device(model: nn.Module) -> torch.device:
 
 def _use_attention(model: Any, path: ScoringPath) -> None:
     """Packed batches have an attention of their own, in place of sdpa."""
-    packed, active = path.layout == "packed", model.config._attn_implementation
-    if packed != (active == PIECES):
+    packed = path.layout == "packed"
+    if packed != (attention_of(model) == PIECES):
         model.set_attn_implementation(PIECES if packed else "sdpa")
 
 
@@ -144,7 +146,7 @@ def _head_rows(model: Any, states: Tensor, targets: Tensor, *, purity: bool) -> 
     head = output_head(model)
     assert head is not None, "the probe refuses a fused head where there is none"
     device = head.weight.device
-    return fused_rows(head, states.to(device), targets.to(device), purity=purity)
+    return scored_rows(head, states.to(device), targets.to(device), purity=purity)
 
 
 def _last_states(outputs: Any, batch: TreeBatch) -> Tensor:
@@ -201,8 +203,7 @@ def choose_path(model: nn.Module) -> ScoringPath:
 
 def those_of(paths: Sequence[ScoringPath], model: nn.Module) -> list[ScoringPath]:
     """Packing replaces sdpa, and many small products pay on a CPU only."""
-    packs = causal_model(model).config._attn_implementation == "sdpa"
-    packs = packs and input_device(model).type == "cpu"
+    packs = attention_of(causal_model(model)) == "sdpa" and input_device(model).type == "cpu"
     return [path for path in paths if packs or path.layout != "packed"]
 
 

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from ...schemas.config import LoraOptions, ModelOptions, TrainOptions
 from ...schemas.errors import UsageError
 from ...schemas.methods import Head
 from ...schemas.rows import Tree
-from .fused_head import call_head_for_logps
+from .fused_head_backward import call_head_for_logps
 from .load import add_lora, first_line, load_model, merged, value_head
 from .logprobs import ScoringPath, branch_outputs, causal_model, choose_path, input_device
 from .reward_model import choose_layout, load_reward_model, tree_scores
+from .transformers_compat import recompute_activations
 from .tree_attention import single_branches, tree_batch
 
 _ONE_TOKEN = np.zeros(1, np.int32)
@@ -101,11 +101,8 @@ class Policy(nn.Module):
 
     def recompute_activations(self) -> None:
         """Keeps what enters a layer only, and runs the layer again for its gradient."""
-        inner: Any = causal_model(self.model)
-        # Its name has changed within the versions of transformers we take.
-        enable = getattr(inner, "activation_checkpointing_enable", None)
         try:
-            (enable or inner.gradient_checkpointing_enable)({"use_reentrant": False})
+            recompute_activations(causal_model(self.model))
         except ValueError as error:
             raise UsageError(
                 f"train.gradient_checkpointing: {first_line(error)} Set it to false."
@@ -117,13 +114,21 @@ class Policy(nn.Module):
         return tuple(name for name, parameter in named if parameter.requires_grad)
 
 
+DROPOUTS = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
 RANDOM = ("drop", "jitter")  # as in attention_dropout, resid_pdrop, layerdrop, router_jitter_noise
 
 
 def turn_dropout_off(model: nn.Module) -> None:
     """Sets every probability to zero, where modules keep it and where they may read it."""
     for module in model.modules():
-        if isinstance(module, _DropoutNd):
+        if isinstance(module, DROPOUTS):
             module.p = 0.0
         _set_to_zero(module)
         if (config := getattr(module, "config", None)) is not None:

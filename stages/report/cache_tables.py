@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from ...schemas.cache import Stops
+from ...schemas.errors import counted
 from ...schemas.rows import Role
 
 if TYPE_CHECKING:
@@ -55,7 +61,7 @@ def _cache(summary: Summary) -> list[str]:
 def _superseded(summary: Summary) -> list[tuple[str, str]]:
     if not summary.superseded_files:
         return []
-    files, what = f"{summary.superseded_files:,} files", size(summary.superseded_bytes)
+    files, what = counted(summary.superseded_files, "files"), size(summary.superseded_bytes)
     return [("earlier", f"{files} of before it grew  ({what}; `align gc` removes them)")]
 
 
@@ -68,12 +74,12 @@ def _stops(summary: Summary) -> list[tuple[str, str]]:
 
 def _inputs(summary: Summary) -> list[tuple[str, str]]:
     shown = [
-        f"{printable(entry.name)}  ({entry.rows:,} rows, {size(entry.bytes)}, "
+        f"{printable(entry.name)}  ({counted(entry.rows, 'rows')}, {size(entry.bytes)}, "
         f"sha256 {entry.sha256[:12]})"
         for entry in summary.inputs[:MAX_LISTED]
     ]
     left = len(summary.inputs) - len(shown)
-    lines = [*shown, *([f"and {left:,} more files"] if left else [])]
+    lines = [*shown, *([f"and {counted(left, 'more files')}"] if left else [])]
     return [("" if index else "inputs", line) for index, line in enumerate(lines)]
 
 
@@ -85,8 +91,8 @@ def _rows(summary: Summary) -> list[str]:
     ]
     total = ("all", f"{summary.branches:,}", "", f"{summary.tokens:,}")
     return [
-        f"  {summary.rows:,} rows{of}: {summary.prompts.tokens:,} prompt tokens, and these "
-        "completions",
+        f"  {counted(summary.rows, 'rows')}{of}: {summary.prompts.tokens:,} prompt tokens, and "
+        "these completions",
         *grid(("completions", "count", "share", "tokens"), [*lines, total]),
     ]
 
@@ -140,7 +146,7 @@ def _pairs(pairs: PairSummary) -> list[str]:
     }
     return [
         *grid(
-            (f"of {pairs.pairs:,} pairs", "count", "share"),
+            (f"of {counted(pairs.pairs, 'pairs')}", "count", "share"),
             [(name, f"{count:,}", share(count, pairs.pairs)) for name, count in counts.items()],
         ),
         "  Far above 50%: the first two hint at noisy labels, the third at a bias to length.",
@@ -191,6 +197,7 @@ def _spreads(
 
 
 WIDTH = 88
+WIDEST = 1_000_000  # of a table; a line that does not fit would be broken
 
 
 def heading(title: str) -> str:
@@ -199,11 +206,16 @@ def heading(title: str) -> str:
 
 
 def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table: names at the left, numbers ranged right."""
-    lines = [list(head), *(list(row) for row in rows)]
-    first = max(12, *(len(line[0]) for line in lines))
-    widths = [max(8, *(len(line[i]) for line in lines)) for i in range(1, len(head))]
-    return [_line(line, first, widths) for line in lines]
+    """Lines of a table as wide as it needs: names at the left, numbers ranged right."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(Text(head[0]), min_width=12)
+    for name in head[1:]:
+        table.add_column(Text(name), min_width=8, justify="right")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    sink = io.StringIO()
+    Console(file=sink, width=WIDEST, color_system=None, force_jupyter=False).print(table)
+    return [f"  {line}".rstrip() for line in sink.getvalue().splitlines()]
 
 
 def facts(pairs: Sequence[Sequence[str]]) -> list[str]:
@@ -218,6 +230,10 @@ def printable(text: str) -> str:
 
 
 NOTES = {
+    "completions_that_end_with_another_special_token": (
+        "completions ending with another special token"
+    ),
+    "completions_that_repeat_their_prompt": "completions repeating their prompt",
     "rows_that_repeat_another_row": "duplicate rows",
     "rows_whose_template_changes_the_prompt": (
         "rows whose prompt changes when the template adds the answer (thinking blocks?)"
@@ -251,8 +267,3 @@ def size(num_bytes: int) -> str:
             return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
         amount /= 1000
     return f"{amount:,.1f} TB"
-
-
-def _line(cells: Sequence[str], first: int, widths: Sequence[int]) -> str:
-    numbers = (cell.rjust(width) for cell, width in zip(cells[1:], widths, strict=True))
-    return "  ".join(["", cells[0].ljust(first), *numbers]).rstrip()

@@ -26,8 +26,7 @@ from ...schemas.rows import Role
 from ..storage import fs
 from ..storage.cache_folder import CacheFolder
 from ..storage.manifest_file import load_manifest
-from ..storage.shard_columns import carried_names, read_block
-from ..storage.shards import iter_row_groups
+from ..storage.shards import carried_names, iter_row_groups, read_block
 
 
 def export_trl(

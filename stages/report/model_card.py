@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ...schemas.errors import counted
 from ...schemas.methods import Head
 from ...schemas.safe_text import safe
 
@@ -49,12 +50,13 @@ def model_card(lineage: Lineage, *, adapter_of: str = "") -> str:
     said = f"A LoRA adapter of {origin}, trained" if adapter_of else f"{origin}, trained"
     if lineage.head == "score":
         said = f"A reward model: {said[0].lower()}{said[1:]}"
+    steps = counted(lineage.steps, "steps")
     return "\n".join(
         [
             *front,
             f"# {lineage.method} with align",
             "",
-            f"{said} by `{lineage.method}` for {lineage.steps:,} steps, {_seen(lineage)}.",
+            f"{said} by `{lineage.method}` for {steps}, {_seen(lineage)}.",
             f"Loss: `{_plain(lineage.formula)}`.",
             *_of_head(lineage, is_adapter=bool(adapter_of)),
             *_table("Lineage", _origins(lineage)),
@@ -71,7 +73,7 @@ def model_card(lineage: Lineage, *, adapter_of: str = "") -> str:
 
 def _seen(lineage: Lineage) -> str:
     again = ", some of them again" if lineage.rows_seen > lineage.rows else ""
-    return f"{lineage.rows_seen:,} rows seen out of {lineage.rows:,}{again}"
+    return f"{counted(lineage.rows_seen, 'rows')} seen out of {lineage.rows:,}{again}"
 
 
 def _of_head(lineage: Lineage, *, is_adapter: bool) -> list[str]:

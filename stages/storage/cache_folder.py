@@ -17,6 +17,7 @@ import re
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from ...schemas.errors import UsageError
 from . import fs
@@ -33,55 +34,44 @@ def part_name(unit: int, sha256: str) -> str:
     return f"part-{unit:08d}-{sha256[:16]}.parquet"
 
 
+class Below:
+    """An attribute that is a path in the folder it is asked of, by its name from there."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: HasRoot, owner: type[object]) -> Path:
+        return folder.root / self._name
+
+
+class HasRoot(Protocol):
+    """Something on a local disk."""
+
+    @property
+    def root(self) -> Path:
+        """The folder it is in."""
+        ...
+
+
 @dataclass(frozen=True)
 class CacheFolder:
     """One cache on a local disk."""
 
     root: Path
 
-    @property
-    def manifest(self) -> Path:
-        """The manifest of a finished cache."""
-        return self.root / "manifest.json"
+    manifest = Below("manifest.json")
+    data = Below("data")
+    quarantine = Below("quarantine")  # only there if rows were rejected
+    private = Below("_align")
+    lock = Below("_align/LOCK")
+    roots = Below("_align/roots")  # only there if the cache has grown
+    outbox = Below("_align/outbox")  # only there if MLflow was not sent all of a run
 
-    @property
-    def data(self) -> Path:
-        """The shards."""
-        return self.root / "data"
-
-    @property
-    def quarantine(self) -> Path:
-        """Rejected rows; only there when rows were rejected."""
-        return self.root / "quarantine"
-
-    @property
-    def private(self) -> Path:
-        """The private folder, which readers ignore."""
-        return self.root / "_align"
-
-    @property
-    def lock(self) -> Path:
-        """The file whose lock makes a process the owner of this folder."""
-        return self.private / "LOCK"
-
-    @property
-    def roots(self) -> Path:
-        """Earlier manifests; only there if the cache has grown."""
-        return self.private / "roots"
+    when_locked = "Wait for it, choose another --output, or help it with --join."
 
     def earlier(self, root: str) -> Path:
         """The path of the manifest of an earlier root."""
         return self.roots / f"{root[:16]}.json"
-
-    @property
-    def outbox(self) -> Path:
-        """Runs that MLflow was not sent all of; only there if there are such."""
-        return self.private / "outbox"
-
-    @property
-    def when_locked(self) -> str:
-        """What to do while another process owns this folder."""
-        return "Wait for it, choose another --output, or help it with --join."
 
     def work(self, plan_key: str) -> WorkFolder:
         """The work in progress of one plan."""
@@ -113,25 +103,10 @@ class WorkFolder:
     cache: CacheFolder
     root: Path
 
-    @property
-    def plan(self) -> Path:
-        """The plan, written once."""
-        return self.root / PLAN_NAME
-
-    @property
-    def commits(self) -> Path:
-        """One file per finished unit."""
-        return self.root / "commits"
-
-    @property
-    def claims(self) -> Path:
-        """The file whose bytes are locked by those who work on a unit."""
-        return self.root / "claims"
-
-    @property
-    def spool(self) -> Path:
-        """Tokenized rows on their way to the scorer."""
-        return self.root / "spool"
+    plan = Below(PLAN_NAME)
+    commits = Below("commits")  # one file per finished unit
+    claims = Below("claims")  # its bytes are locked by those who work on a unit
+    spool = Below("spool")  # tokenized rows on their way to the scorer
 
     def commit(self, unit: int) -> Path:
         """The path of the commit of a unit."""

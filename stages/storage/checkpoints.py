@@ -18,7 +18,6 @@ import secrets
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NoReturn
 
@@ -33,12 +32,13 @@ from ...schemas.checkpoint import (
     RankFiles,
     Retention,
     Saved,
+    wanted,
 )
 from ...schemas.errors import AlignError, CorruptionError, FingerprintError, StorageError
 from ...schemas.json_codec import digest_of, from_json, to_json, version_in
 from . import fs
 from .failpoints import reach
-from .run_folder import RECORD_NAME, STEP_NAME, TRASH_NAME, RunFolder, trash_name
+from .run_folder import RECORD_NAME, STEP_NAME, TRASH_NAME, RunFolder, described, trash_name
 
 logger = logging.getLogger("align")
 
@@ -58,9 +58,7 @@ def save_checkpoint(
     """
     draft = folder.draft(position.global_step, run_id)
     shares = peers.gather(_write_share(draft, write))
-    failure = ""
-    if peers.rank == 0:
-        failure = _finish(folder, draft, position, shares, retention)
+    failure = _finish(folder, draft, position, shares, retention) if peers.rank == 0 else ""
     return Saved(position.global_step, peers.gather(failure)[0])
 
 
@@ -70,16 +68,12 @@ def _write_share(draft: Path, write: Callable[[Path], Iterable[str]]) -> RankFil
         fs.make_folder(draft)
         names = sorted(write(draft))
         reach("checkpoint.written")
-        return RankFiles(tuple(_vouch(draft, name) for name in names))
+        for name in names:
+            fs.fsync(draft / name)
+        return RankFiles(tuple(described(draft, draft / name) for name in names))
     except (AlignError, OSError, RuntimeError) as error:  # a full disk is torch's RuntimeError
         said = str(error).partition("\n")[0]
         return RankFiles((), said or type(error).__name__)
-
-
-def _vouch(draft: Path, name: str) -> CheckpointFile:
-    path = draft / name
-    fs.fsync(path)
-    return CheckpointFile(name, path.stat(follow_symlinks=False).st_size, fs.sha256_of(path))
 
 
 def _finish(
@@ -101,9 +95,9 @@ def _finish(
 
 
 def _require_all(draft: Path, shares: Sequence[RankFiles]) -> None:
-    failures = [f"rank {rank}: {share.failure}" for rank, share in enumerate(shares)]
-    if failed := [said for said, share in zip(failures, shares, strict=True) if share.failure]:
-        raise StorageError("; ".join(failed))
+    failures = {rank: share.failure for rank, share in enumerate(shares) if share.failure}
+    if failures:
+        raise StorageError("; ".join(f"rank {rank}: {said}" for rank, said in failures.items()))
     vouched = [(file.path, file.bytes) for share in shares for file in share.files]
     found = [
         (path.relative_to(draft).as_posix(), path.stat(follow_symlinks=False).st_size)
@@ -119,18 +113,16 @@ def _require_all(draft: Path, shares: Sequence[RankFiles]) -> None:
 def _commit(
     folder: RunFolder, draft: Path, position: Position, shares: Sequence[RankFiles]
 ) -> None:
-    finite = {name: value for name, value in position.metrics.items() if math.isfinite(value)}
     files = sorted((file for share in shares for file in share.files), key=lambda file: file.path)
     unsigned = Checkpoint(
         format_version=FORMAT_VERSION,
         align_version=__version__,
         digest="",
-        position=dataclasses.replace(position, metrics=finite),
+        position=dataclasses.replace(position, metrics=_finite(position.metrics)),
         files=tuple(files),
     )
-    record = dataclasses.replace(unsigned, digest=digest_of(unsigned, "digest"))
     reach("checkpoint.before_json")
-    fs.write_new(draft / RECORD_NAME, to_json(record).encode())
+    _write_record(draft, unsigned)
     for path in (*(path for path in draft.rglob("*") if path.is_dir()), draft):
         fs.fsync_folder(path)
     final = folder.step(position.global_step)
@@ -141,6 +133,15 @@ def _commit(
     reach("checkpoint.after_rename")
     fs.fsync_folder(folder.checkpoints)
     fs.publish(folder.latest, f"{final.name}\n".encode(), label="latest")
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def _write_record(draft: Path, unsigned: Checkpoint) -> None:
+    record = dataclasses.replace(unsigned, digest=digest_of(unsigned, "digest"))
+    fs.write_new(draft / RECORD_NAME, to_json(record).encode())
 
 
 def _abandon(folder: RunFolder, draft: Path) -> None:
@@ -269,26 +270,6 @@ def _damaged(path: Path, why: str) -> CorruptionError:
     return CorruptionError(f"The checkpoint {path} is damaged: {why}.")
 
 
-# A metric with one of these between its slashes is best where it is lowest.
-LOWEST = frozenset({"loss", "nll", "kl", "rejected", "grad_norm", "errors"})
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What makes a checkpoint the best."""
-
-    metric: str
-    is_lowest: bool
-
-
-def wanted(best: str) -> Wanted:
-    """Reads `eval/loss`; with a leading - the lowest value is the best, with + the highest."""
-    metric = best.lstrip("+-")
-    if metric != best:
-        return Wanted(metric, best.startswith("-"))
-    return Wanted(metric, not LOWEST.isdisjoint(metric.split("/")))
-
-
 def prune(folder: RunFolder, retention: Retention, *, newest: int) -> None:
     """Removes checkpoints that are not kept, and any later than the newest."""
     reach("prune.started")
@@ -314,12 +295,9 @@ def empty_trash(folder: RunFolder) -> None:
 def kept_steps(folder: RunFolder, retention: Retention, *, newest: int) -> set[int]:
     """The steps whose checkpoints stay."""
     past = [step for step in folder.steps() if step <= newest]
-    kept = {*past[-retention.keep_last :], newest}
-    named = latest_step(folder)
-    if named is not None:
-        kept.add(named)
     best = _best(folder, past, retention.best) if retention.best else None
-    return kept if best is None else kept | {best}
+    named = [step for step in (latest_step(folder), best) if step is not None]
+    return {*past[-retention.keep_last :], newest, *named}
 
 
 def _best(folder: RunFolder, steps: list[int], best: str) -> int | None:
@@ -351,12 +329,8 @@ def add_checkpoint_metrics(
     It vouches for the journal as it is by then, with the line of what was measured.
     """
     known = read_checkpoint(folder.step(step))
-    finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-    position = dataclasses.replace(
-        known.position,
-        metrics={**known.position.metrics, **finite},
-        journal=journal,
-    )
+    every = {**known.position.metrics, **_finite(metrics)}
+    position = dataclasses.replace(known.position, metrics=every, journal=journal)
     _replace(folder, dataclasses.replace(known, position=position), run_id)
     # A process that was killed may have left a `latest` that a power loss takes back.
     fs.fsync_folder(folder.checkpoints)
@@ -365,11 +339,10 @@ def add_checkpoint_metrics(
 
 def _replace(folder: RunFolder, unsigned: Checkpoint, run_id: str) -> None:
     step = unsigned.position.global_step
-    record = dataclasses.replace(unsigned, digest=digest_of(unsigned, "digest"))
     # Not beside the old one: a draft that stays behind would be a file the checkpoint has not.
     draft = folder.draft(step, run_id)
     fs.make_folder(draft)
-    fs.write_new(draft / RECORD_NAME, to_json(record).encode())
+    _write_record(draft, unsigned)
     fs.rename(draft / RECORD_NAME, folder.step(step) / RECORD_NAME)
     # Not synced: a run that goes on from a checkpoint without its evaluation makes it again.
     fs.remove_folder(draft)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...schemas.cache import Manifest
+from ...schemas.errors import counted
 from . import fs
 from .cache_folder import PART_NAME, WORK_NAME, CacheFolder
 from .failpoints import reach
@@ -63,8 +64,8 @@ class Superseded:
 
     def __str__(self) -> str:
         return (
-            f"{len(self.files):,} files ({self.bytes:,} bytes) of {len(self.roots)} earlier roots "
-            "are kept for trainings that began on them; `align gc` removes them"
+            f"kept for trainings that began on {counted(len(self.roots), 'earlier roots')}: "
+            f"{counted(len(self.files), 'files')} ({self.bytes:,} bytes); `align gc` removes them"
         )
 
 

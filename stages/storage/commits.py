@@ -6,6 +6,7 @@ Rejected rows go to the quarantine: where each stood and why it cannot be used.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 import math
 from collections import Counter
@@ -25,8 +26,7 @@ from ...schemas.rows import Rejected, ScoredBlock
 from . import fs
 from .cache_folder import COMMIT_NAME, WorkFolder, part_name
 from .failpoints import reach
-from .shard_columns import flattened, ids_digest, numpy_of, row_ids, schema_of
-from .shards import group_bounds, open_shard, write_shard
+from .shards import group_bounds, list_column, open_shard, row_ids, schema_of, write_shard
 
 logger = logging.getLogger("align")
 
@@ -76,11 +76,16 @@ def counted(block: ScoredBlock) -> dict[str, Any]:
         "branches": len(logps),
         "tokens": len(block.rows.completions.values),
         "row_groups": len(group_bounds(block.rows)),
-        "ids_digest": ids_digest(row_ids(block.rows)),
+        "ids_digest": _ids_digest(block),
         "logp_sum": math.fsum(logps),
         "logp_min": float(logps.min()) if len(logps) else 0.0,
         "logp_max": float(logps.max()) if len(logps) else 0.0,
     }
+
+
+def _ids_digest(block: ScoredBlock) -> str:
+    """One sha256 over row ids in order, each on its own line."""
+    return hashlib.sha256("".join(f"{name}\n" for name in row_ids(block.rows)).encode()).hexdigest()
 
 
 def read_commits(work: WorkFolder, num_units: int) -> dict[int, Commit]:
@@ -163,13 +168,12 @@ def _require_written(draft: Path, block: ScoredBlock, num_groups: int) -> None:
 def _reads_back(draft: Path, block: ScoredBlock, num_groups: int) -> bool:
     with open_shard(draft) as file:
         # All columns, though one is compared: reading verifies the checksum of every page.
-        logps = file.read(use_threads=False).column("ref_logp").chunks
+        table = file.read(use_threads=False)
         return (
             file.metadata.num_rows == len(block.rows)
             and file.num_row_groups == num_groups
             and file.schema_arrow.equals(schema_of(block))
-            and math.fsum(np.concatenate([numpy_of(flattened(part)) for part in logps]))
-            == math.fsum(block.logps)
+            and math.fsum(list_column(table, "ref_logp").values) == math.fsum(block.logps)
         )
 
 

@@ -1,7 +1,8 @@
 """Named places where a test can make the program die, be asked to stop, or meet a bad disk.
 
 ALIGN_FAILPOINTS="commit.before_link=kill@2,manifest.after_rename=eio" kills the process the
-second time it is about to link a commit, and fails it after the manifest has its name.
+second time it is about to link a commit, and fails it after the manifest has its name. `watch` sees
+every operation on the disk before it happens, so that a test can log it or make it fail.
 """
 
 from __future__ import annotations
@@ -10,10 +11,16 @@ import errno
 import os
 import signal
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
+from typing import TypeVar
 
-from ...schemas.errors import StorageError, UsageError
+from ...schemas.errors import StorageError, UsageError, os_errors_as_storage_errors
+
+T = TypeVar("T")
 
 VARIABLE = "ALIGN_FAILPOINTS"
 
@@ -135,3 +142,41 @@ def _act(name: str, action: str) -> None:
     else:
         reason = os.strerror(errno.EIO if action == "eio" else errno.ENOSPC)
         raise StorageError(f"{name}: {reason}. {VARIABLE} asked for this failure; unset it.")
+
+
+@dataclass(frozen=True)
+class Op:
+    """One change about to be made to the disk."""
+
+    name: str
+    path: Path
+    target: Path | None = None  # of a rename or link
+    payload: bytes = b""  # of a write
+
+
+_watchers: list[Callable[[Op], None]] = []
+
+
+@contextmanager
+def watch(watcher: Callable[[Op], None]) -> Iterator[None]:
+    """Calls `watcher` before each operation; an OSError it raises is the disk's answer."""
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.remove(watcher)
+
+
+def operate(
+    name: str,
+    path: Path,
+    action: Callable[[], T],
+    *,
+    target: Path | None = None,
+    payload: bytes | memoryview = b"",
+) -> T:
+    """Changes the disk by `action`, once all watchers have seen what it is about to do."""
+    with os_errors_as_storage_errors(name, path, len(payload)):
+        for watcher in _watchers:
+            watcher(Op(name, path, target, bytes(payload)))
+        return action()

@@ -1,7 +1,4 @@
-"""File system operations: the only module of this room that changes the disk.
-
-`watch` sees every operation before it happens, so a test can log it or make it fail.
-"""
+"""File system operations: the only module of this room that changes the disk."""
 
 from __future__ import annotations
 
@@ -14,19 +11,16 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from ...schemas.errors import AlignError, StorageError, UsageError, os_errors_as_storage_errors
-from .failpoints import reach
+from .failpoints import operate, reach
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
-
-T = TypeVar("T")
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -105,17 +99,14 @@ def drop_drafts(path: Path) -> None:
 
 
 def _is_dead(draft: Path) -> bool:
-    try:
+    with suppress(OSError):
         descriptor = os.open(draft, _READ)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        finally:
+            os.close(descriptor)
+    return False
 
 
 @contextmanager
@@ -172,38 +163,15 @@ def open_regular(path: Path, *, folder: int | None = None) -> io.BufferedReader:
         return os.fdopen(descriptor, "rb")
 
 
-@dataclass(frozen=True)
-class Op:
-    """One change about to be made to the disk."""
-
-    name: str
-    path: Path
-    target: Path | None = None  # of a rename or link
-    payload: bytes = b""  # of a write
-
-
-_watchers: list[Callable[[Op], None]] = []
-
-
-@contextmanager
-def watch(watcher: Callable[[Op], None]) -> Iterator[None]:
-    """Calls `watcher` before each operation; an OSError it raises is the disk's answer."""
-    _watchers.append(watcher)
-    try:
-        yield
-    finally:
-        _watchers.remove(watcher)
-
-
 def create(path: Path) -> io.BufferedWriter:
     """A new file to write into; never one that is there, never through a link."""
-    descriptor = _do("create", path, lambda: os.open(path, _NEW, 0o666))
+    descriptor = operate("create", path, lambda: os.open(path, _NEW, 0o666))
     return io.BufferedWriter(_Sink(path, descriptor), buffer_size=1 << 20)
 
 
 def append(path: Path) -> io.BufferedWriter:
     """A file to write on at its end, made when it is not there; never through a link."""
-    descriptor = _do("append", path, lambda: os.open(path, _APPEND, 0o666))
+    descriptor = operate("append", path, lambda: os.open(path, _APPEND, 0o666))
     return io.BufferedWriter(_Sink(path, descriptor))
 
 
@@ -216,23 +184,23 @@ def write_new(path: Path, payload: bytes) -> None:
 
 def fsync(path: Path) -> None:
     """Makes the bytes of a file durable."""
-    _do("fsync", path, lambda: _sync(path, os.O_RDONLY | os.O_NOFOLLOW))
+    operate("fsync", path, lambda: _sync(path, os.O_RDONLY | os.O_NOFOLLOW))
 
 
 def fsync_folder(path: Path) -> None:
     """Makes the names in a folder durable."""
-    _do("fsync_folder", path, lambda: _sync(path, os.O_RDONLY | os.O_DIRECTORY))
+    operate("fsync_folder", path, lambda: _sync(path, os.O_RDONLY | os.O_DIRECTORY))
 
 
 def rename(path: Path, target: Path) -> None:
     """Moves a file or folder over its new name in one step."""
-    _do("rename", path, lambda: path.rename(target), target=target)
+    operate("rename", path, lambda: path.rename(target), target=target)
 
 
 def link(path: Path, target: Path) -> bool:
     """Gives a file a second name; False when the name is taken."""
     try:
-        _do("link", path, lambda: os.link(path, target, follow_symlinks=False), target=target)
+        operate("link", path, lambda: os.link(path, target, follow_symlinks=False), target=target)
     except StorageError as error:
         if isinstance(error.__cause__, FileExistsError):
             return False
@@ -242,7 +210,7 @@ def link(path: Path, target: Path) -> bool:
 
 def unlink(path: Path) -> None:
     """Removes a name, if it is there."""
-    _do("unlink", path, lambda: path.unlink(missing_ok=True))
+    operate("unlink", path, lambda: path.unlink(missing_ok=True))
 
 
 def make_folder(path: Path, mode: int = 0o777) -> None:
@@ -255,7 +223,7 @@ def make_folder(path: Path, mode: int = 0o777) -> None:
             if path.is_symlink() or not path.is_dir():
                 raise
 
-    _do("make_folder", path, make)
+    operate("make_folder", path, make)
 
 
 def share(folder: Path) -> None:
@@ -273,7 +241,7 @@ def share(folder: Path) -> None:
 def remove_folder(path: Path) -> None:
     """Removes an empty folder; one with something in it stays."""
     try:
-        _do("remove_folder", path, path.rmdir)
+        operate("remove_folder", path, path.rmdir)
     except StorageError as error:
         cause = error.__cause__
         if not (isinstance(cause, OSError) and cause.errno in (errno.ENOTEMPTY, errno.ENOENT)):
@@ -282,12 +250,12 @@ def remove_folder(path: Path) -> None:
 
 def remove_tree(path: Path) -> None:
     """Removes a folder and all in it, following no link."""
-    _do("remove_tree", path, lambda: shutil.rmtree(path))
+    operate("remove_tree", path, lambda: shutil.rmtree(path))
 
 
 def open_lock(path: Path) -> int:
     """A descriptor of a lock file, made when it is not there."""
-    return _do("open_lock", path, lambda: os.open(path, _LOCK, 0o666))
+    return operate("open_lock", path, lambda: os.open(path, _LOCK, 0o666))
 
 
 def rewrite(path: Path, descriptor: int, payload: bytes) -> None:
@@ -297,7 +265,7 @@ def rewrite(path: Path, descriptor: int, payload: bytes) -> None:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, payload, 0)
 
-    _do("rewrite", path, replace, payload=payload)
+    operate("rewrite", path, replace, payload=payload)
 
 
 def free_bytes(path: Path) -> int:
@@ -368,23 +336,9 @@ class _Sink(io.RawIOBase):
 
     def write(self, payload: ReadableBuffer, /) -> int:
         view = memoryview(payload)
-        return _do("write", self._path, lambda: os.write(self._descriptor, view), payload=view)
+        return operate("write", self._path, lambda: os.write(self._descriptor, view), payload=view)
 
     def close(self) -> None:
         if not self.closed:
             super().close()
             os.close(self._descriptor)
-
-
-def _do(
-    name: str,
-    path: Path,
-    action: Callable[[], T],
-    *,
-    target: Path | None = None,
-    payload: bytes | memoryview = b"",
-) -> T:
-    with os_errors_as_storage_errors(name, path, len(payload)):
-        for watcher in _watchers:
-            watcher(Op(name, path, target, bytes(payload)))
-        return action()

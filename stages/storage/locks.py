@@ -18,8 +18,6 @@ from ...schemas.errors import LockedError
 from ...schemas.json_codec import CodecError, from_json, to_json
 from . import fs
 
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
 
 class Ownable(Protocol):
     """A folder that one process at a time may work in."""
@@ -74,7 +72,7 @@ class OwnerLock:
     def sign(self, run_id: str) -> None:
         """Writes into the lock file who holds it."""
         since = datetime.now(UTC).isoformat(timespec="seconds")
-        owner = Owner(socket.gethostname(), os.getpid(), _boot_id(), run_id, since)
+        owner = Owner(socket.gethostname(), os.getpid(), run_id, since)
         try:
             fs.rewrite(self._path, self._descriptor, to_json(owner).encode())
         except BaseException:
@@ -105,7 +103,6 @@ class Owner:
 
     host: str
     pid: int
-    boot_id: str
     run_id: str
     since: str
 
@@ -166,10 +163,3 @@ def _owner_of(path: Path) -> str:
     except CodecError:
         return "another process"
     return f"process {owner.pid} on {owner.host} (run {owner.run_id}, since {owner.since})"
-
-
-def _boot_id() -> str:
-    try:
-        return BOOT_ID.read_text(encoding="utf-8").strip()
-    except OSError:  # a system without it, or one that hides it
-        return ""

@@ -30,7 +30,7 @@ from ...schemas.checkpoint import CheckpointFile, Ending
 from ...schemas.errors import CorruptionError, UsageError, os_errors_as_storage_errors
 from ...schemas.json_codec import CodecError, from_signed_json, to_signed_json
 from . import fs
-from .cache_folder import is_output, make_place, refuse_foreign
+from .cache_folder import Below, is_output, make_place, refuse_foreign
 from .failpoints import reach
 
 RECORD_NAME = "align_checkpoint.json"
@@ -46,80 +46,22 @@ class RunFolder:
 
     root: Path
 
-    @property
-    def metrics(self) -> Path:
-        """The metrics of each step."""
-        return self.root / "metrics.jsonl"
+    metrics = Below("metrics.jsonl")
+    nonfinite = Below("nonfinite.jsonl")
+    report = Below("report.html")
+    config = Below("config.yaml")
+    engine = Below("deepspeed.json")
+    checkpoints = Below("checkpoints")
+    latest = Below("checkpoints/latest")
+    model = Below("model")
+    merged = Below("model-merged")
+    private = Below("_align")
+    lock = Below("_align/LOCK")
+    mlflow = Below("_align/mlflow.json")
+    copies = Below("_align/artifacts")
+    ending = Below("_align/ending.json")
 
-    @property
-    def nonfinite(self) -> Path:
-        """Rows of the steps that gave NaN or infinity; only there when there was one."""
-        return self.root / "nonfinite.jsonl"
-
-    @property
-    def report(self) -> Path:
-        """The report."""
-        return self.root / "report.html"
-
-    @property
-    def config(self) -> Path:
-        """The settings of the run."""
-        return self.root / "config.yaml"
-
-    @property
-    def engine(self) -> Path:
-        """The configuration of DeepSpeed."""
-        return self.root / "deepspeed.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The checkpoints."""
-        return self.root / "checkpoints"
-
-    @property
-    def latest(self) -> Path:
-        """The file that names the newest checkpoint."""
-        return self.checkpoints / "latest"
-
-    @property
-    def model(self) -> Path:
-        """The trained policy; where it is, the run is over."""
-        return self.root / "model"
-
-    @property
-    def merged(self) -> Path:
-        """The policy with the trained adapter in its weights; only there when asked for."""
-        return self.root / "model-merged"
-
-    @property
-    def private(self) -> Path:
-        """The private folder, which readers ignore."""
-        return self.root / "_align"
-
-    @property
-    def lock(self) -> Path:
-        """The file whose lock makes a process the owner of this folder."""
-        return self.private / "LOCK"
-
-    @property
-    def mlflow(self) -> Path:
-        """What MLflow has to be sent, and how much of it was."""
-        return self.private / "mlflow.json"
-
-    @property
-    def copies(self) -> Path:
-        """Copies of files from elsewhere that MLflow is to keep."""
-        return self.private / "artifacts"
-
-    @property
-    def ending(self) -> Path:
-        """How the run ended; missing if it was killed."""
-        return self.private / "ending.json"
-
-    @property
-    def when_locked(self) -> str:
-        """What to do while another process owns this folder."""
-        return "Wait for it, or choose another --output."
+    when_locked = "Wait for it, or choose another --output."
 
     def step(self, number: int) -> Path:
         """Where the checkpoint of a step is, or will be."""

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 from align.schemas.errors import StorageError
-from align.stages.storage import fs
+from align.stages.storage import failpoints
 from support.programs import TESTS, program
 from support.stage_one import contents, run
 
@@ -73,7 +73,7 @@ def test_the_first_refusal_of_any_kind_stops_the_run_and_loses_nothing(to, tmp_p
         if seen == 4:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with fs.watch(full), pytest.raises(StorageError, match="No space left.* free") as told:
+    with failpoints.watch(full), pytest.raises(StorageError, match="No space left.* free") as told:
         run(config)
     assert told.value.exit_code == 74
     assert seen == 4  # it was not tried again

@@ -55,8 +55,8 @@ def test_what_a_cache_was_is_named_and_goes_when_it_is_told_to(grow, tmp_path):
     before = load_manifest(CacheFolder(cache))
     said = run(grow(120)).text()
     kept = contents(cache)
-    assert "of 1 earlier roots are kept" in said
-    assert "1 earlier roots" in align("verify", cache, "--rescore", 0).out
+    assert "kept for trainings that began on 1 earlier root:" in said
+    assert "1 earlier root" in align("verify", cache, "--rescore", 0).out
     assert json.loads(align("inspect", cache, "--json").out)["superseded_files"] > 0
     assert "align gc" in align("inspect", cache).out
     dry = align("gc", cache, "--dry-run")
@@ -88,7 +88,7 @@ def test_a_training_goes_on_with_the_cache_it_began_on(course, world, tmp_path):
         *("--rows-per-shard", 16, "--kl-pairs", 2, "--no-mlflow"),
     )
     assert grown.code == 0, grown
-    assert "earlier roots are kept" in grown.out
+    assert "kept for trainings that began on" in grown.out
     resumed = course.run(output, *more, "--resume", "auto")
     assert "going on after step 4" in resumed.err
     whole = course.whole()

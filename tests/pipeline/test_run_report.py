@@ -9,8 +9,8 @@ from html.parser import HTMLParser
 import pyarrow.parquet as pq
 import pytest
 
-from align.pipeline.resume import signed
 from align.pipeline.run_report import write_report
+from align.pipeline.settings import signed
 from align.schemas.errors import UsageError
 from align.stages.storage.run_folder import RunFolder
 from support.command import refusal

@@ -111,8 +111,8 @@ def test_a_set_value_has_the_type_of_its_setting():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("cach:\n  seed: 1\n", "align.yaml: unknown key 'cach'; did you mean 'cache'?"),
-        ("cache:\n  sed: 1\n", "align.yaml: unknown key 'cache.sed'; did you mean 'seed'?"),
+        ("cach:\n  seed: 1\n", "align.yaml: unknown key 'cach'. Did you mean 'cache'?"),
+        ("cache:\n  sed: 1\n", "align.yaml: unknown key 'cache.sed'. Did you mean 'seed'?"),
         ("cache: 5\n", "align.yaml: cache is a section: expected settings in it, found 5"),
         ("cache:\n  seed: x\n", "align.yaml: cache.seed: expected a whole number, found 'x'"),
         ("cache:\n  seed: 1.5\n", "align.yaml: cache.seed: expected a whole number, found 1.5"),
@@ -130,9 +130,9 @@ def test_a_mistake_in_the_file_names_the_file_and_the_nearest_name(text, said):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("modle.path=x", "--set: unknown key 'modle'; did you mean 'model'?"),
-        ("model.pth=x", "--set: unknown key 'model.pth'; did you mean 'path'?"),
-        ("seed=4", "--set: unknown key 'seed'; known: model, data"),
+        ("modle.path=x", "--set: unknown key 'modle'. Did you mean 'model'?"),
+        ("model.pth=x", "--set: unknown key 'model.pth'. Did you mean 'path'?"),
+        ("seed=4", "--set: unknown key 'seed'. Known: model, data"),
         ("cache=4", "--set: cache is a section"),
         ("cache.seed", "--set cache.seed: expected NAME=VALUE"),
         ("cache.seed=", "--set: cache.seed: expected a whole number, found None"),

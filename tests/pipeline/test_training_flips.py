@@ -9,7 +9,8 @@ import shutil
 
 import pytest
 
-from align.pipeline.resume import require_same_engine_file, require_whole_records, run_settings
+from align.pipeline.resume import require_same_engine_file, require_whole_records
+from align.pipeline.settings import run_settings
 from align.schemas.errors import CorruptionError, FingerprintError
 from align.stages.storage.checkpoints import choose_checkpoint, read_checkpoint
 from align.stages.storage.run_folder import RECORD_NAME, RunFolder, read_ending

@@ -258,7 +258,7 @@ def test_a_best_metric_that_is_never_measured_is_refused_or_told(course, tmp_pat
         assert said in answer.err
     misspelt = ("--set", "train.best=eval/los", "--max-steps", 1)
     answer = course.run(tmp_path / "run", *misspelt)
-    assert answer.err.count("nothing called eval/los was measured. Did you mean eval/loss?") == 1
+    assert answer.err.count("nothing called eval/los was measured. Did you mean 'eval/loss'?") == 1
 
 
 def test_a_line_of_progress_counts_every_step_with_its_padding(course, tmp_path):

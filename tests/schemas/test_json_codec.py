@@ -35,7 +35,7 @@ def test_equal_values_have_equal_texts_whatever_their_order_of_making():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"nme": "a"}, r"unknown key 'nme'; did you mean 'name'\?"),
+        ({"nme": "a"}, r"unknown key 'nme'. Did you mean 'name'\?"),
         ({"kind": "lft"}, r"kind: expected one of left, right; .*Did you mean 'left'\?"),
         ({"inner": {"size": "3"}}, r"inner.size: expected a whole number, found '3' \(str\)"),
         ({"inner": {"size": True}}, r"inner.size: expected a whole number, found True"),

@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 
-from align.stages.storage import fs
+from align.stages.storage import failpoints, fs
 
 NAMES = {  # which of a folder's unsynced changes reached the disk, newest last
     "none": lambda changes: [],
@@ -88,7 +88,7 @@ class Disk:
         if node is None or (op.name == "remove_folder" and node.now):
             return
         for name in list(node.now) if isinstance(node, Folder) else ():
-            self._remove(node, fs.Op(op.name, op.path / name))
+            self._remove(node, failpoints.Op(op.name, op.path / name))
         parent.change(**{op.path.name: None})
 
     def _move(self, parent, op):
@@ -145,7 +145,7 @@ def states_of(log, base):
 
 
 @dataclasses.dataclass(frozen=True)
-class Seen(fs.Op):
+class Seen(failpoints.Op):
     """An operation and the line of code that asked for it."""
 
     site: str = ""

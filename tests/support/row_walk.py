@@ -1,9 +1,9 @@
-"""Prints the files that one KTO row enters, as docs/architecture.md lists them.
+"""The files that one KTO row enters, and what each file of each room does.
 
 `PYTHONPATH=tests python tests/support/row_walk.py` makes a small world, traces both stages over it
-and prints four lists: of each stage the row's own way, which is chosen by hand and taken from the
-document, and every file that is entered between the first look at the row and what the stage
-leaves of it.
+and writes the lists of docs/architecture.md anew: of each stage the row's own way, which is chosen
+by hand, and every file that is entered between the first look at the row and what the stage leaves
+of it; then the files of each room.
 """
 
 import ast
@@ -13,10 +13,12 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from support.rooms import ROOT
 from support.trainings import Server
 
-ROOT = Path(__file__).resolve().parents[2]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
+OWN_WAY, ALL_FILES, THE_ROOMS = "A row's way", "Every file that a row enters", "The rooms"
+BLOCK = re.compile(r"^```text\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 # Whatever else was cached in this home: what is reused takes another way.
 ALONE = ("--set", "cache.reuse_known=false")
 
@@ -54,18 +56,45 @@ def _walk(server, command, stretch, out):
     return Walk(**json.loads(out.read_text()))
 
 
-def lists():
-    """The four lists of docs/architecture.md: the way and all files, of stage 1 and of stage 2."""
+def section(title):
+    """The text of one section of docs/architecture.md."""
     text = ARCHITECTURE.read_text(encoding="utf-8")
-    section = text.partition("\n## A row's way\n")[2].partition("\n## ")[0]
-    blocks = re.findall(r"^```text\n(.*?)^```$", section, flags=re.DOTALL | re.MULTILINE)
-    return [[line.split()[0] for line in block.splitlines()] for block in blocks]
+    return text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 
-def block(files):
-    """A list as docs/architecture.md has it."""
-    width = max(map(len, files), default=0)
-    return "\n".join(["```text", *(f"{name:<{width}}  {does(name)}" for name in files), "```"])
+def lists(title):
+    """The files that each block of a section lists."""
+    return [
+        [line.split()[0] for line in block.splitlines()] for block in BLOCK.findall(section(title))
+    ]
+
+
+def rooms():
+    """The files of each folder that has a heading among the rooms."""
+    folders = re.findall(r"^### `(\S+)/`", section(THE_ROOMS), flags=re.MULTILINE)
+    files = {folder: sorted((ROOT / folder).glob("*.py")) for folder in folders}
+    return {
+        folder: [str(path.relative_to(ROOT)) for path in paths if path.name != "__init__.py"]
+        for folder, paths in files.items()
+    }
+
+
+def described(files, *, under=""):
+    """A block of files, and what each of them does."""
+    names = [name.removeprefix(under) for name in files]
+    width = max(map(len, names), default=0)
+    pairs = zip(names, files, strict=True)
+    return block([f"{short:<{width}}  {does(name)}" for short, name in pairs])
+
+
+def block(lines):
+    """Lines as docs/architecture.md has them."""
+    return "\n".join(["```text", *lines, "```"])
+
+
+def room_blocks():
+    """The block of each room."""
+    return [described(files, under=f"{folder}/") for folder, files in rooms().items()]
 
 
 def does(name):
@@ -74,9 +103,17 @@ def does(name):
     return text.partition("\n\n")[0].replace("\n", " ")
 
 
+def rewrite(title, blocks):
+    """Puts other blocks into a section of docs/architecture.md."""
+    old, coming = section(title), iter(blocks)
+    new = BLOCK.sub(lambda _: next(coming), old)
+    text = ARCHITECTURE.read_text(encoding="utf-8")
+    ARCHITECTURE.write_text(text.replace(old, new), encoding="utf-8")
+
+
 def main():
-    """Makes a world, traces, prints."""
-    ways = [[name for name in way if (ROOT / name).exists()] for way in lists()[::2]]
+    """Makes a world, traces, writes."""
+    ways = [[name for name in way if (ROOT / name).exists()] for way in lists(OWN_WAY)]
     with tempfile.TemporaryDirectory(prefix="align-walk-") as name:
         folder = Path(name)
         server = Server(folder)
@@ -85,10 +122,12 @@ def main():
         stages = walks(server, folder, data=data, model=model, ways=ways)
         server.close()
     for title, way, walk in zip(("precompute-ref", "train"), ways, stages, strict=True):
-        left_out = way[len(walk.way) :]
+        left_out = ", ".join(way[len(walk.way) :])
         print(f"{title}: {len(walk.row)} files, and {len(walk.command)} of the whole command.")
-        print(f"Not entered in this order: {', '.join(left_out)}" if left_out else "")
-        print(block(way), block(walk.row), sep="\n\n", end="\n\n")
+        print(f"Not entered in this order: {left_out}" if left_out else "", end="")
+    rewrite(OWN_WAY, map(described, ways))
+    rewrite(ALL_FILES, [block(walk.row) for walk in stages])
+    rewrite(THE_ROOMS, room_blocks())
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 from align.schemas.config import Config
 from align.schemas.errors import StorageError, UsageError
 from align.schemas.json_codec import from_json
-from align.stages.storage import fs
+from align.stages.storage import failpoints
 from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.manifest_file import load_manifest
 from support.stage_one import contents, run
@@ -25,7 +25,7 @@ def main():
     folder = CacheFolder(Path(config.cache.output))
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32k", "tmpfs", disk], check=True)
     too_small = []
-    with fs.watch(Ballast(disk / "ballast").after_some_units):
+    with failpoints.watch(Ballast(disk / "ballast").after_some_units):
         for kilobytes in range(32, 2048, 8):
             resize = f"remount,size={kilobytes}k"
             subprocess.run(["mount", "-o", resize, disk], check=True)

@@ -65,7 +65,7 @@ def test_sixteen_bits_are_summed_in_thirty_two():
 
 
 def test_an_unknown_preset_is_answered_with_the_nearest():
-    with pytest.raises(UsageError, match=r"'zer02'.*Did you mean zero2\?"):
+    with pytest.raises(UsageError, match=r"'zer02'.*Did you mean 'zero2'\?"):
         engine_config(replace(OPTIONS, deepspeed="zer02"), HERE)
 
 

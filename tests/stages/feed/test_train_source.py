@@ -14,7 +14,7 @@ from align.stages.feed import cache_index
 from align.stages.feed.cache_index import COLUMNS, read_group
 from align.stages.feed.conversions import Reading, ScoreRules
 from align.stages.feed.train_source import open_source
-from align.stages.storage.shard_columns import to_table
+from align.stages.storage.shards import to_table
 from support.shard_cache import block_of, write_cache
 
 LABELLED = (Role.UNDESIRABLE, Role.DESIRABLE, Role.DESIRABLE)

@@ -7,7 +7,8 @@ import torch
 
 from align.schemas.rows import Role
 from align.stages.methods.kto import zero_point
-from align.stages.methods.modifiers import Modifiers, bounded_exp, log1mexp, log_odds
+from align.stages.methods.modifiers import Modifiers, bounded_exp
+from align.stages.methods.reference_free import log1mexp, log_odds
 from align.stages.methods.table import METHODS, options_of, recipe_of
 from support.method_steps import ROLES, branches, pair, step_of, take, take_recipe
 

@@ -103,11 +103,11 @@ def test_no_option_takes_what_it_cannot_use(method, field, value):
         ("dpo", {"beta": 0}, "method.beta is 0.0; it must be above 0."),
         ("dpo", {"label_smoothing": 0.5}, "method.label_smoothing is 0.5; it must be at least 0 "),
         ("exo", {"label_smoothing": 0}, "it must be above 0 and below 0.5."),
-        ("kto", {"beat": 1}, "kto: unknown key 'method.beat'; did you mean 'beta'?"),
+        ("kto", {"beat": 1}, "kto: unknown key 'method.beat'. Did you mean 'beta'?"),
         ("kto", {"kl_use": "rotat"}, "expected one of rotate, all; found 'rotat' (str). Did you "),
         ("kto", {"desirable_weight": "auot"}, "expected a number, found 'auot' (str); or expected"),
         ("kto", {"kl_per_step": 1.5}, "method.kl_per_step: expected a whole number, found 1.5"),
-        ("orpo", {"beta": 0.1}, "orpo: unknown key 'method.beta'; known: lam, nll_scope"),
+        ("orpo", {"beta": 0.1}, "orpo: unknown key 'method.beta'. Known: lam, nll_scope"),
     ],
 )
 def test_a_refusal_says_which_option_and_what_it_may_be(name, values, said):
@@ -124,9 +124,9 @@ def test_whole_numbers_and_auto_are_taken_where_they_make_sense():
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("kot", "Did you mean kto or aot?"),
-        ("apo", "Did you mean apo_zero or apo_down or apo_zero_unpaired?"),
-        ("KTO", "Did you mean kto?"),
+        ("kot", "Did you mean 'kto' or 'aot'?"),
+        ("apo", "Did you mean 'apo_zero' or 'apo_down' or 'apo_zero_unpaired'?"),
+        ("KTO", "Did you mean 'kto'?"),
         ("ppo_clip", "method 'ppo_clip': no such method."),
         ("", "Known: dpo, cdpo"),
     ],

@@ -255,7 +255,7 @@ def test_grouped_methods_stand_alone():
     ("name", "values", "said"),
     [
         ("dpo+dpo", {}, "method 'dpo+dpo': each method can stand in a mixture once."),
-        ("dpo+kot", {}, "method 'kot': no such method. Did you mean kto"),
+        ("dpo+kot", {}, "method 'kot': no such method. Did you mean 'kto'"),
         ("dpo:0+sft", {}, "'0' is not a weight. Write it as dpo:0.8+sft:0.2."),
         ("dpo:-1+sft", {}, "'-1' is not a weight."),
         ("dpo:much+sft", {}, "method 'dpo:much': 'much' is not a weight."),
@@ -270,7 +270,7 @@ def test_grouped_methods_stand_alone():
         ("dpo+sft", {"beta": 1}, "for example method.dpo.beta."),
         ("dpo+sft", {"kto.beta": 1}, "method.kto.beta: in a mixture an option is named after"),
         ("dpo+sft", {"dpo": 1}, "method.dpo: in a mixture an option is named after its method"),
-        ("dpo+sft", {"dpo.beat": 1}, "dpo: unknown key 'method.dpo.beat'; did you mean 'beta'?"),
+        ("dpo+sft", {"dpo.beat": 1}, "dpo: unknown key 'method.dpo.beat'. Did you mean 'beta'?"),
         ("dpo+sft", {"dpo.beta": 0}, "method.dpo.beta is 0.0; it must be above 0."),
         ("dpo+kto", {"margin": "wanted"}, "method.margin is not for kto. Methods that take it: "),
     ],

@@ -2,8 +2,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from align.stages.model.fused_head import head_spec
-from align.stages.model.head_tiles import TILE_ROWS, TILE_VOCABULARY, HeadSpec
+from align.stages.model.fused_head import TILE_ROWS, TILE_VOCABULARY, HeadSpec, head_spec
 from support.fused_head import fused_logps
 from support.largest_storage import LargestStorage
 

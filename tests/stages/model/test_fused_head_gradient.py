@@ -5,14 +5,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from align.stages.model.fused_head import call_head_for_logps
-from align.stages.model.head_tiles import (
-    BUFFER_BYTES,
-    TILE_ROWS,
-    TILE_VOCABULARY,
-    HeadSpec,
-    LogitsBuffer,
-)
+from align.stages.model.fused_head import TILE_ROWS, TILE_VOCABULARY, HeadSpec
+from align.stages.model.fused_head_backward import BUFFER_BYTES, LogitsBuffer, call_head_for_logps
 from support.fused_head import fused_logps
 from support.largest_storage import LargestStorage
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
-from align.stages.model.fused_head import fused_rows
-from align.stages.model.head_tiles import TILE_ROWS, TILE_VOCABULARY, HeadSpec, OutputHead
+from align.stages.model.fused_head import TILE_ROWS, TILE_VOCABULARY, HeadSpec, OutputHead
+from align.stages.model.fused_head_backward import fused_rows
 from align.stages.model.policy import Policy, load_policy
 from support.branch_by_branch import THREE_FAMILIES, num_tokens, own_predictions, slopes_of
 from support.families import TREE_FAMILIES, mixed_trees, tiny_model

@@ -4,7 +4,7 @@ import pytest
 
 from align.schemas.cache import InputEntry
 from align.stages.report.cache_summary import summarize
-from align.stages.report.cache_tables import render, share, size
+from align.stages.report.cache_tables import grid, render, share, size
 
 
 @pytest.mark.parametrize("kind", ["paired", "unpaired", "scored"])
@@ -44,6 +44,22 @@ def test_what_ends_a_completion_is_said_with_who_writes_it(paired):
 
 def test_nothing_cut_is_said_in_words(unpaired):
     assert "nothing was cut" in render(summarize(unpaired))
+
+
+def test_wide_letters_take_two_columns():
+    narrow, wide = grid(("of 2 rows", "count"), [("abcdefghijklmn", "1"), ("日本語のデータ", "2")])[
+        1:
+    ]
+    assert narrow == "  abcdefghijklmn         1"
+    assert wide == "  日本語のデータ         2"  # 7 letters of two columns each
+
+
+def test_a_table_is_as_wide_as_it_needs_wherever_it_is_printed(monkeypatch):
+    plain = grid(("run", "loss"), [("x" * 300, "[bold]0.5 :smile:")])
+    assert plain[1] == f"  {'x' * 300}  [bold]0.5 :smile:"
+    for name, value in {"COLUMNS": "40", "FORCE_COLOR": "1", "TTY_COMPATIBLE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert grid(("run", "loss"), [("x" * 300, "[bold]0.5 :smile:")]) == plain
 
 
 def test_a_share_is_never_rounded_to_none_or_all():

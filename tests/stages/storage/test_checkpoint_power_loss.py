@@ -9,7 +9,7 @@ import re
 import pytest
 
 from align.schemas.checkpoint import Retention
-from align.stages.storage import fs
+from align.stages.storage import failpoints, fs
 from align.stages.storage.run_folder import RECORD_NAME, RunFolder
 from support.checkpoint_saves import content, train
 from support.power_loss import Killed, Promise, Seen, ops_of, states_of, watcher
@@ -84,7 +84,7 @@ def record_runs(tmp_path_factory):
         base, log = tmp_path_factory.mktemp("log"), []
         folder = RunFolder(base / "run")
         for work, last in runs:
-            with fs.watch(watcher(log, last)), contextlib.suppress(Killed):
+            with failpoints.watch(watcher(log, last)), contextlib.suppress(Killed):
                 work(folder, told=lambda event, key: log.append(Promise(event, key)))
         return log, base
 

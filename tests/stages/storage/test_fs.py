@@ -8,7 +8,7 @@ import pytest
 from align.schemas.cache import Commit
 from align.schemas.errors import StorageError, UsageError, storage_error
 from align.schemas.json_codec import from_json
-from align.stages.storage import fs
+from align.stages.storage import failpoints, fs
 from align.stages.storage.shards import write_shard
 
 
@@ -40,7 +40,7 @@ def test_whichever_operation_fails_nothing_half_is_committed(
     for at in range(1, 200):
         fault, root = Fault(at, error), tmp_path / str(at)
         try:
-            with fs.watch(fault):
+            with failpoints.watch(fault):
                 make_cache(root)
         except StorageError as refused:
             messages.append(str(refused))
@@ -70,7 +70,7 @@ def test_syncing_reaches_the_disk_itself(tmp_path, monkeypatch):
 
 def test_a_full_disk_is_told_with_the_bytes_it_lacks(tmp_path):
     with (
-        fs.watch(Fault(2, errno.ENOSPC)),
+        failpoints.watch(Fault(2, errno.ENOSPC)),
         pytest.raises(StorageError, match=r"3 bytes needed, [\d,]+ free\)\. Free some space"),
     ):
         fs.publish(tmp_path / "a", b"abc", label="manifest")
@@ -78,7 +78,7 @@ def test_a_full_disk_is_told_with_the_bytes_it_lacks(tmp_path):
 
 
 def test_a_fault_inside_the_parquet_writer_keeps_its_own_words(tmp_path, make_block):
-    with fs.watch(Fault(2, errno.EDQUOT)), pytest.raises(StorageError, match="--output"):
+    with failpoints.watch(Fault(2, errno.EDQUOT)), pytest.raises(StorageError, match="--output"):
         write_shard(tmp_path / "a", make_block(30_000, 0))
 
 

@@ -4,7 +4,6 @@ import signal
 import pytest
 
 from align.schemas.errors import LockedError
-from align.stages.storage import locks
 from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.locks import UnitClaims, owner_lock, try_owner_lock
 
@@ -102,11 +101,3 @@ def test_waiting_for_a_unit_ends_when_its_worker_dies(cache_folder):
     assert second.took
     second.leave()
     first.leave(signal.SIGCONT)
-
-
-def test_a_folder_is_owned_on_a_system_that_hides_its_boot(tmp_path, monkeypatch):
-    monkeypatch.setattr(locks, "BOOT_ID", tmp_path / "not" / "there")
-    folder = CacheFolder(tmp_path / "cache")
-    folder.prepare()
-    with owner_lock(folder, "run"):
-        assert '"boot_id":""' in folder.lock.read_text()

@@ -13,7 +13,7 @@ from align.schemas.errors import (
     UsageError,
 )
 from align.schemas.json_codec import digest, to_json
-from align.stages.storage import fs
+from align.stages.storage import failpoints
 from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.manifest_file import load_manifest, load_plan, root_of, write_manifest
 from support.flips import flipped
@@ -201,7 +201,7 @@ def test_the_root_is_a_digest_of_what_a_cache_holds(cache):
 
 @pytest.mark.parametrize("flips", [60, pytest.param(600, marks=pytest.mark.long)])
 def test_no_flipped_bit_of_a_plan_is_taken_for_a_plan(tmp_path, make_cache, flips):
-    with contextlib.suppress(StoppedError), fs.watch(stop_at_the_first_commit):
+    with contextlib.suppress(StoppedError), failpoints.watch(stop_at_the_first_commit):
         make_cache(tmp_path / "cache")
     (work,) = CacheFolder(tmp_path / "cache").works()
     good, plan = work.plan.read_bytes(), load_plan(work)

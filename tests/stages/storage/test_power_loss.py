@@ -11,7 +11,7 @@ import pytest
 
 from align.schemas.cache import Commit, Manifest, Plan
 from align.schemas.json_codec import from_json
-from align.stages.storage import fs
+from align.stages.storage import failpoints
 from align.stages.storage.cache_folder import COMMIT_NAME, ROOT_NAME, WORK_NAME
 from support.power_loss import Killed, Promise, Seen, ops_of, states_of, watcher
 
@@ -117,7 +117,7 @@ def record_caches(tmp_path_factory, make_cache):
             def told(event, key):
                 log.append(Promise(event, key))
 
-            with fs.watch(watcher(log, last)), contextlib.suppress(Killed):
+            with failpoints.watch(watcher(log, last)), contextlib.suppress(Killed):
                 make_cache(base / "cache", units, told=told, rejects=units == FIRST)
         return log, base
 

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from align.schemas.errors import StorageError
-from align.stages.storage import fs
+from align.stages.storage import failpoints
 from align.stages.tracking.journal import MetricPoint, line_start, open_journal, read_entries
 
 NAN, INFINITY = float("nan"), float("inf")
@@ -146,13 +146,13 @@ def test_a_full_disk_is_told_as_such(path):
         if op.name == "write":
             raise OSError(28, "No space left on device")
 
-    with fs.watch(full), pytest.raises(StorageError, match="Free some space"):
+    with failpoints.watch(full), pytest.raises(StorageError, match="Free some space"):
         journal.append({"a": 1.0}, step=1)
 
 
 def test_lines_survive_a_power_loss_once_they_are_synced(path):
     seen = []
-    with fs.watch(lambda op: seen.append((op.name, op.path.name))):
+    with failpoints.watch(lambda op: seen.append((op.name, op.path.name))):
         journal = open_journal(path, keep_through=-1)
         journal.append({"a": 1.0}, step=1)
         journal.sync()
