@@ -81,18 +81,19 @@ def main() -> None:
 @app.command()
 def init(
     path: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("align.yaml"),
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Also write align.schema.json, for editors.")
+    ] = False,
 ) -> None:
     """Write an align.yaml with every setting, its default and what it means."""
-    from .pipeline.settings import template
+    from .pipeline.settings import write_template
     from .schemas.errors import UsageError
-    from .stages.storage import fs
 
     if path.exists():
         raise UsageError(f"{path} exists. Remove it first, or name another file.")
     if not path.parent.is_dir():
         raise UsageError(f"{path.parent}: no such folder. Make it first, or name another file.")
-    with fs.new_file(path, replaces=False) as file:
-        file.write(template().encode())
+    write_template(path, schema=schema)
     say(f"{path} written. Set model.path in it, then: align precompute-ref data.parquet")
 
 

@@ -20,7 +20,7 @@ from ..schemas.cache import FORMAT_VERSION, Commit, Manifest, Plan
 from ..schemas.config import CacheOptions, Config
 from ..schemas.errors import AlignError, FingerprintError, OlderFormatError, UsageError
 from ..schemas.rows import Role, RowBlock
-from ..stages.pairing.spool import Spool
+from ..stages.pairing.sorted_rows import SortedRows
 from ..stages.score.reuse import EarlierCache, look_up
 from ..stages.storage.cache_folder import CacheFolder, WorkFolder
 from ..stages.storage.cleanup import Superseded, remove_superseded, superseded
@@ -108,20 +108,20 @@ ROWS_AT_ONCE = 4096
 
 
 def require_growth(
-    folder: CacheFolder, manifest: Manifest, spool: Spool, *, long_form: bool
+    folder: CacheFolder, manifest: Manifest, ring: SortedRows, *, long_form: bool
 ) -> None:
     """Refuses to grow a cache that holds rows which the new data lack.
 
     A prompt of long-form data that gained a completion is another row, with the old branches; what
     its completions share may have become less, so a branch is known by its prompt and all its ids.
     """
-    stored, present = (_branches, _ring_branches) if long_form else (_rows, _ring_rows)
+    stored = _branches if long_form else _rows
     lost = total = 0
     for shard in manifest.shards:
         names = stored(folder.data / shard.file)
         is_lost = np.ones(len(names), dtype=np.bool_)
-        for start, stop in _key_range(spool, shard, None if long_form else names):
-            is_lost &= ~look_up(np.sort(present(spool, start, stop)), names)[1]
+        for present in _in_ring(ring, shard, names, long_form=long_form):
+            is_lost &= ~look_up(np.sort(present), names)[1]
         lost, total = lost + int(is_lost.sum()), total + len(names)
     if lost:
         what = "completions" if long_form else "rows"
@@ -151,21 +151,24 @@ def remove_earlier(cache: Path) -> None:
         remove_superseded(folder, manifest)
 
 
-def _key_range(
-    spool: Spool, shard: Commit, rows: NDArray[np.bytes_] | None
-) -> Iterator[tuple[int, int]]:
-    """The ring positions of a shard's rows, as ranges of at most ROWS_AT_ONCE."""
-    first, last = spool.between(int(shard.first_key, 16), int(shard.last_key, 16))
-    if shard.first_key == shard.last_key and rows is not None and len(rows):
-        # One prompt that may fill many shards; its rows lie in the order of their ids.
-        digests = np.sort(rows.astype("S16"))
-        first, last = spool.between_ids(first, last, digests[0], digests[-1])
-    for start in range(first, last, ROWS_AT_ONCE):
-        yield start, min(start + ROWS_AT_ONCE, last)
-
-
-def _ring_rows(spool: Spool, start: int, stop: int) -> NDArray[np.bytes_]:
-    return _named(spool.column("row_id", start, stop), spool.column("copy", start, stop))
+def _in_ring(
+    ring: SortedRows, shard: Commit, names: NDArray[np.bytes_], *, long_form: bool
+) -> Iterator[NDArray[np.bytes_]]:
+    """The rows of the ring that lie where a shard's do, as it names them, some at a time."""
+    # One prompt may fill many shards; its rows lie in the order of their ids.
+    digests = np.sort(names.astype("S16"))
+    ids = None if long_form or not len(names) else (digests[0], digests[-1])
+    held: list[NDArray[np.bytes_]] = []
+    count = 0
+    for keyed in ring.within(int(shard.first_key, 16), int(shard.last_key, 16), ids=ids):
+        rows = keyed.rows
+        held.append(_named_branches(rows) if long_form else _named(rows.row_id, rows.copy))
+        count += len(rows)
+        if count >= ROWS_AT_ONCE:
+            yield np.concatenate(held)
+            held, count = [], 0
+    if held:
+        yield np.concatenate(held)
 
 
 def _rows(path: Path) -> NDArray[np.bytes_]:
@@ -181,10 +184,6 @@ def _named(digests: NDArray[np.bytes_], copies: NDArray[np.int32]) -> NDArray[np
     names = np.empty(len(digests), dtype=[("digest", "S16"), ("copy", ">i4")])
     names["digest"], names["copy"] = digests, copies
     return names.view("S20")
-
-
-def _ring_branches(spool: Spool, start: int, stop: int) -> NDArray[np.bytes_]:
-    return _named_branches(spool.read(start, stop).rows)
 
 
 def _branches(path: Path) -> NDArray[np.bytes_]:

@@ -64,9 +64,9 @@ def _parameter(flag: str, setting: str) -> inspect.Parameter:
     kind = _kind(setting)
     option = typer.Option(
         _declared(flag, kind),
-        min=meaning.metadata["least"],
-        max=meaning.metadata["most"],
-        help=_help(meaning.metadata["help"], getattr(options, name)),
+        min=meaning.metadata["ge"],
+        max=meaning.metadata["le"],
+        help=_help(meaning.metadata["description"], getattr(options, name)),
     )
     return inspect.Parameter(
         _parameter_name(flag),

@@ -6,7 +6,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from ..schemas.errors import (
     os_errors_as_storage_errors,
 )
 from ..schemas.json_codec import digest
+from ..schemas.row_keys import Intake
 from ..schemas.rows import Reference
 from ..stages.data.data_schema import Shape, common_shape
 from ..stages.data.decode_rows import first_is_conversation
@@ -34,9 +35,9 @@ from ..stages.data.input_files import (
     require_unchanged,
 )
 from ..stages.data.tokenizer import TextTokenizer, load_tokenizer, tokenizer_fingerprint
-from ..stages.pairing.ring import Intake, Ring, collect_runs, merge_runs
-from ..stages.pairing.spool import Spool
-from ..stages.pairing.units import unit_offsets
+from ..stages.pairing.long_form import merge_same_prompts
+from ..stages.pairing.sorted_rows import SortedRows, collect_runs, merge_runs
+from ..stages.pairing.units import Ring, unit_offsets
 from ..stages.storage import fs
 from ..stages.storage.cache_folder import CacheFolder, WorkFolder
 from ..stages.storage.commits import write_quarantine
@@ -154,12 +155,12 @@ def make_plan(job: Job, run_id: str, progress: Progress) -> Plan:
     ring = _merge(job, runs, intake)
     if job.folder.manifest.exists():
         long_form = job.shape.kind == "scored_long"
-        require_growth(job.folder, load_manifest(job.folder), ring.spool, long_form=long_form)
+        require_growth(job.folder, load_manifest(job.folder), ring.rows, long_form=long_form)
     _require_space(job, ring)
     return write_plan(job.work, _plan(job, ring, intake, quarantine))
 
 
-def _encode(job: Job, intake: Intake, progress: Progress) -> list[Spool]:
+def _encode(job: Job, intake: Intake, progress: Progress) -> list[SortedRows]:
     """Encodes all usable rows into sorted runs in the work folder."""
     config, spool = job.config, job.work.spool
     shutil.rmtree(spool, ignore_errors=True)
@@ -179,7 +180,7 @@ def _encode(job: Job, intake: Intake, progress: Progress) -> list[Spool]:
     encoded = encode_chunks(chunks, encoding, num_workers=workers)
     with os_errors_as_storage_errors("write", spool):
         try:
-            runs = collect_runs(spool, encoded, carried=job.shape.carried, intake=intake)
+            runs = collect_runs(spool, encoded, intake)
         except BadDataError:
             require_unchanged(job.inputs, job.digested)  # the better reason
             raise
@@ -189,17 +190,15 @@ def _encode(job: Job, intake: Intake, progress: Progress) -> list[Spool]:
     return runs
 
 
-def _merge(job: Job, runs: list[Spool], intake: Intake) -> Ring:
-    spool = job.work.spool
-    with os_errors_as_storage_errors("write", spool):
-        return merge_runs(
-            spool,
-            runs,
-            long_form=job.shape.kind == "scored_long",
-            prompt_side=job.config.tokens.prompt_side,
-            num_pairs=job.config.cache.kl_pairs,
-            intake=intake,
-        )
+def _merge(job: Job, runs: list[SortedRows], intake: Intake) -> Ring:
+    """Merges the runs into the ring, then pairs every completion."""
+    ring, side = ring_of(job), job.config.tokens.prompt_side
+    join = partial(merge_same_prompts, notes=intake.notes, prompt_side=side)
+    is_long = job.shape.kind == "scored_long"
+    with os_errors_as_storage_errors("write", ring.folder):
+        rows = merge_runs(ring.rows_file, runs, intake.notes, join=join if is_long else None)
+        ring.complete(rows, intake.notes)
+    return ring
 
 
 def remake_ring(job: Job, plan: Plan, progress: Progress) -> None:
@@ -215,7 +214,7 @@ def remake_ring(job: Job, plan: Plan, progress: Progress) -> None:
 
 def ring_of(job: Job) -> Ring:
     """The ring of the plan in the work folder, which may be incomplete."""
-    return Ring(job.work.spool, job.shape.carried, job.config.cache.kl_pairs)
+    return Ring(job.work.spool, job.config.cache.kl_pairs)
 
 
 def _shown(chunks: Iterator[Chunk], progress: Progress) -> Iterator[Chunk]:
@@ -259,9 +258,8 @@ def _prompt_hint(job: Job, intake: Intake) -> str:
 
 def _require_space(job: Job, ring: Ring) -> None:
     """Refuses early when the shards cannot fit, by the raw size of their ids and sums."""
-    spool = ring.spool.folder
-    ids = (spool / "completion_values.bin").stat().st_size * (1 + job.config.cache.kl_pairs)
-    ids += (spool / "prompt_values.bin").stat().st_size
+    completions = ring.rows.completion_tokens * (1 + job.config.cache.kl_pairs)
+    ids = 4 * (completions + ring.rows.prompt_tokens)
     needed = int(1.3 * ids * (2 if job.config.cache.token_logps else 1))
     free = fs.free_bytes(job.folder.root)
     if free < needed:
@@ -308,7 +306,7 @@ def _notes(job: Job, intake: Intake) -> dict[str, int]:
 def _offsets(job: Job, ring: Ring) -> tuple[int, ...]:
     cache = job.config.cache
     return unit_offsets(
-        ring.spool,
+        ring.rows,
         num_pairs=cache.kl_pairs,
         rows_per_unit=cache.rows_per_shard,
         tokens_per_unit=cache.tokens_per_shard,

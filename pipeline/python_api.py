@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import polars as pl
 
     from ..schemas.checkpoint import How
-    from ..stages.tracking.journal import Callback, Entry
+    from ..stages.tracking.journal import Callback
     from ..stages.tracking.progress import Progress
     from .precompute import PrecomputeResult
     from .settings import Settings
@@ -129,24 +129,20 @@ def load_run(path: AnyPath) -> TrainingRun:
     >>> run.evaluations.select("step", "eval/loss", "eval/rewards/margins")
     """
     from ..stages.storage.run_folder import read_ending
-    from ..stages.tracking.journal import EVAL, all_entries
-    from .run_report import training_folder
+    from .run_report import read_history, training_folder
     from .settings import run_settings
 
     folder = training_folder(Path(path))
     ending = read_ending(folder)
-    learned: list[Entry] = []
-    held_out: list[Entry] = []
-    for entry in all_entries(folder.metrics):
-        is_evaluation = any(point.key.startswith(EVAL) for point in entry.points)
-        (held_out if is_evaluation else learned).append(entry)
+    history = read_history(folder.metrics)
     return TrainingRun(
         folder=folder.root,
         ending=ending.ending if ending else None,
-        steps=max((entry.step for entry in learned), default=0),
+        steps=history.steps,
         model=folder.model if folder.model.is_dir() else None,
-        metrics=_frame(learned),
-        evaluations=_frame(held_out),
+        metrics=history.learned,
+        evaluations=history.held_out,
+        samples=_samples(folder.evaluations()),
         settings=run_settings(folder),
     )
 
@@ -161,6 +157,7 @@ class TrainingRun:
     model: Path | None  # where the trained policy lies, once the run is finished
     metrics: pl.DataFrame = field(repr=False)  # step, time, and a column per metric
     evaluations: pl.DataFrame = field(repr=False)  # likewise, of held-out rows: eval/…
+    samples: pl.DataFrame = field(repr=False)  # single completions of each evaluation
     settings: dict[str, Any] = field(repr=False)  # every one, by its dotted name
 
 
@@ -188,22 +185,13 @@ def _progress(*, shown: bool) -> Progress:
     return make_progress() if shown else NoProgress()
 
 
-def _frame(entries: Sequence[Entry]) -> pl.DataFrame:
-    """A row per line; a metric that a line lacks is null there."""
+def _samples(evaluations: Mapping[int, Path]) -> pl.DataFrame:
     import polars as pl
 
-    names = dict.fromkeys(point.key for entry in entries for point in entry.points)
-    schema: dict[str, Any] = {
-        "step": pl.Int64,
-        "time": pl.Datetime("ms", "UTC"),
-        **dict.fromkeys(names, pl.Float64),
-    }
-    rows = [
-        {
-            "step": entry.step,
-            "time": entry.points[0].time_ms,
-            **{point.key: point.value for point in entry.points},
-        }
-        for entry in entries
+    from ..stages.report.eval_table import read_samples
+
+    frames = [
+        read_samples(path).insert_column(0, pl.lit(step, pl.Int64).alias("step"))
+        for step, path in evaluations.items()
     ]
-    return pl.DataFrame(rows, schema=schema)
+    return pl.concat([pl.DataFrame(schema={"step": pl.Int64}), *frames], how="diagonal")

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ..schemas.cache import Manifest
 from ..schemas.errors import CorruptionError, UsageError, counted
 from ..stages.report.cache_tables import grid
-from ..stages.report.charts import DRAWN_NOWHERE, further_curves, learning_curves, plain
-from ..stages.report.eval_table import read_evaluation, spread_charts
+from ..stages.report.charts import further_curves, learning_curves, plain
+from ..stages.report.eval_table import REWARD, kind_of, read_samples, spread_charts
 from ..stages.report.html_page import render_page
 from ..stages.storage import fs
 from ..stages.storage.cache_folder import CacheFolder
 from ..stages.storage.checkpoints import read_checkpoint
 from ..stages.storage.manifest_file import load_manifest
 from ..stages.storage.run_folder import RunFolder, read_ending
-from ..stages.tracking.journal import EVAL, Entry, all_entries
+from ..stages.tracking.journal import EVAL, RESERVED, Entry, entry_batches
 from .settings import run_settings, without_secrets
 
 if TYPE_CHECKING:
+    import polars as pl
+
     from ..stages.train.loop import Ending
-Curves = Mapping[str, list[tuple[float, float]]]  # (step, value) by name, steps rising
+
+Curves: TypeAlias = Mapping[str, list[tuple[float, float]]]  # (step, value) by name, steps rising
 
 logger = logging.getLogger("align")
 
@@ -60,17 +62,18 @@ def training_folder(root: Path) -> RunFolder:
 
 def _page(folder: RunFolder) -> str:
     settings = run_settings(folder)
-    history = history_of(folder.metrics, is_drawn=lambda name: name not in DRAWN_NOWHERE)
+    history = read_history(folder.metrics)
+    learned, held_out = curves(history.learned), curves(history.held_out)
     return render_page(
         "run.html.j2",
         title=folder.root.resolve().name,
         sentences=list(_sentences(folder, history, settings["train.method"])),
         headlines=dict(_headlines(history.measured)),
-        learning=learning_curves(history.learned, history.held_out),
-        held_out=_spreads(folder),
+        learning=learning_curves(learned, held_out),
+        completions=_spreads(folder),
         cache=_of_cache(folder, settings),
         settings=_shown(settings),
-        further=further_curves(history.learned, history.held_out),
+        further=further_curves(learned, held_out),
     )
 
 
@@ -81,18 +84,18 @@ def _sentences(folder: RunFolder, history: History, method: str) -> Iterator[str
     yield f"{method}, {counted(history.steps, 'steps')}, {how}."
     for change in ending.changes if ending else ():
         yield f"Resumed with a change: {change}."
-    if steps := _not_applied(folder, history):
+    if steps := _not_applied(folder, history.learned):
         shown = ", ".join(f"{step:,}" for step in steps[:10])
         more = f" and {len(steps) - 10:,} more" if len(steps) > 10 else ""
         yield f"NaN or infinity: steps {shown}{more} were not applied (nonfinite.jsonl)."
 
 
-def _not_applied(folder: RunFolder, history: History) -> list[int]:
+def _not_applied(folder: RunFolder, learned: pl.DataFrame) -> list[int]:
     """Steps that were not applied; one that was run again after a resume may have been."""
     if not folder.nonfinite.exists():
         return []
     failed = {int(step) for step in STEP.findall(fs.read_bytes(folder.nonfinite))}
-    well = {int(step) for step, value in history.learned.get("step_applied", ()) if value == 1}
+    well = {step for step, value in curves(learned).get("step_applied", ()) if value == 1}
     return sorted(failed - well)
 
 
@@ -117,15 +120,15 @@ def _spreads(folder: RunFolder) -> _Spreads:
     paths = folder.evaluations()
     if not paths:
         return _Spreads()
-    tables = {step: read_evaluation(paths[step]) for step in {min(paths), max(paths)}}
+    tables = {step: read_samples(paths[step]) for step in {min(paths), max(paths)}}
     shown = tables[max(tables)]
     note = (
-        f"{counted(len(shown.completions), 'completions')} of the first rows held out, as they lie "
+        f"{counted(len(shown), 'completions')} of the first rows held out, as they lie "
         f"in the cache, which is shuffled; after step {max(tables):,}."
     )
-    if shown.kind == "log-ratios":
+    if kind_of(shown.columns) == "log-ratios":
         note += " A log-ratio is log(policy / reference), summed over a completion."
-    if any(one.reward is not None for one in shown.completions):
+    if REWARD in shown.columns:
         note += " A reward is what the method's loss compares."
     return _Spreads(spread_charts(tables), note)
 
@@ -192,32 +195,6 @@ def _shown(settings: dict[str, Any]) -> dict[str, str]:
     }
 
 
-@dataclass(frozen=True)
-class History:
-    """A run's journal, read once."""
-
-    steps: int
-    measured: Measured  # first and last
-    learned: Curves
-    held_out: Curves  # their names without the prefix
-
-
-def history_of(metrics: Path, *, is_drawn: Callable[[str], bool]) -> History:
-    """Reads the journal of a run, line by line; it keeps the curves that are drawn."""
-    learned: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-    held_out: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-    ends, steps = Ends(), 0
-    for entry in all_entries(metrics):
-        ends.add(entry)
-        steps = max(steps, entry.step)
-        for point in entry.points:
-            kept = held_out if point.key.startswith(EVAL) else learned
-            name = point.key.removeprefix(EVAL)
-            if is_drawn(name):
-                kept[name].append((float(entry.step), point.value))
-    return History(steps, ends.measured(), dict(learned), dict(held_out))
-
-
 MeasuredOn = Literal["held out", "training", ""]
 
 
@@ -230,37 +207,75 @@ class Measured:
     after: dict[str, float] = field(default_factory=dict)  # empty unless of a later step
 
 
-class Ends:
-    """The first and the last line of each kind in a journal."""
+@dataclass(frozen=True)
+class History:
+    """A run's journal: step, time and a column per metric, null where a line lacks it."""
 
-    def __init__(self) -> None:
-        self._held_out: list[Entry] = []
-        self._learned: list[Entry] = []
+    learned: pl.DataFrame
+    held_out: pl.DataFrame  # the names of its metrics begin with eval/
 
-    def add(self, entry: Entry) -> None:
-        """Takes the next line."""
-        names = {point.key for point in entry.points}
-        if f"{EVAL}loss" in names:
-            self._held_out = [*self._held_out[:1], entry]
-        if "loss" in names:
-            self._learned = [*self._learned[:1], entry]
+    @property
+    def steps(self) -> int:
+        """The last step that a line is of."""
+        return int(max([0, *self.learned["step"], *self.held_out["step"]]))
 
+    @property
     def measured(self) -> Measured:
-        """The held-out metrics, or those of training steps where nothing is held out."""
-        if self._held_out:
-            return Measured("held out", *_moments(self._held_out))
-        return Measured("training", *_moments(self._learned))
+        """First and last: on held-out rows, or on training steps where nothing is held out."""
+        if f"{EVAL}loss" in self.held_out.columns:
+            return Measured("held out", *_ends(self.held_out.drop_nulls(f"{EVAL}loss")))
+        if "loss" in self.learned.columns:
+            return Measured("training", *_ends(self.learned.drop_nulls("loss")))
+        return Measured("training")
 
 
-def _moments(ends: list[Entry]) -> tuple[dict[str, float], dict[str, float]]:
-    if not ends:
-        return {}, {}
-    first, last = ends[0], ends[-1]
-    return _values(first), _values(last) if last.step > first.step else {}
+def read_history(metrics: Path) -> History:
+    """Reads the journal of a run, some lines at a time."""
+    import polars as pl  # noqa: PLC0415 - 20 MiB that a rank without a report can do without
+
+    kinds = pl.Schema({"step": pl.Int64(), "time": pl.Datetime("ms", "UTC")})
+    frames = [pl.DataFrame(schema=kinds)]
+    for entries in entry_batches(metrics):
+        rows = [
+            {"step": entry.step, "time": entry.points[0].time_ms, **_values(entry)}
+            for entry in entries
+        ]
+        frames.append(pl.from_dicts(rows, schema_overrides=kinds, infer_schema_length=None))
+    lines = pl.concat(frames, how="diagonal")
+
+    def of(names: Sequence[str]) -> pl.DataFrame:
+        holds_one = pl.any_horizontal(
+            pl.lit(False), *(pl.col(name).is_not_null() for name in names)
+        )
+        return lines.filter(holds_one).select(*kinds, *names)
+
+    held_out = [name for name in lines.columns if name.startswith(EVAL)]
+    learned = [name for name in lines.columns if name not in {*kinds, *held_out}]
+    return History(of(learned), of(held_out))
+
+
+def curves(lines: pl.DataFrame) -> Curves:
+    """Every metric's points, by its name without eval/."""
+    return {
+        name.removeprefix(EVAL): lines.select("step", name).drop_nulls().rows()
+        for name in lines.columns
+        if name not in RESERVED
+    }
 
 
 def _values(entry: Entry) -> dict[str, float]:
     return {point.key: point.value for point in entry.points}
+
+
+def _ends(lines: pl.DataFrame) -> tuple[dict[str, float], dict[str, float]]:
+    first, last = lines.row(0, named=True), lines.row(-1, named=True)
+    return _metrics(first), _metrics(last) if last["step"] > first["step"] else {}
+
+
+def _metrics(line: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        name: value for name, value in line.items() if name not in RESERVED and value is not None
+    }
 
 
 # Worth a line of its own, where a method reports it.
@@ -300,7 +315,7 @@ def outcome(folder: RunFolder, ending: Ending) -> Trained:
         logger.warning("%s is gone: what was measured is lost.", folder.metrics)
         known = read_ending(folder)
         return Trained(folder, ending, known.step if known else 0, Measured())
-    history = history_of(folder.metrics, is_drawn=lambda _: False)
+    history = read_history(folder.metrics)
     return Trained(folder, ending, history.steps, history.measured)
 
 

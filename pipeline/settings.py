@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ import yaml
 
 from ..schemas.config import Config
 from ..schemas.errors import CorruptionError, UsageError
-from ..schemas.json_codec import CodecError, from_plain, unknown_key
+from ..schemas.json_codec import CodecError, from_plain, json_schema, unknown_key
 from ..schemas.safe_text import MASK, hear, masked, masked_address
 from ..stages.storage import fs
 from ..stages.storage.run_folder import RunFolder
@@ -171,6 +171,17 @@ def run_settings(folder: RunFolder) -> dict[str, Any]:
     return read_yaml(folder.config)
 
 
+def write_template(path: Path, *, schema: bool) -> None:
+    """Writes a new config file, and the JSON Schema by which an editor checks and completes it."""
+    beside = path.with_name("align.schema.json")
+    if schema:
+        with fs.new_file(beside, replaces=True) as file:
+            file.write(json.dumps(json_schema(Config), indent=2).encode() + b"\n")
+    with fs.new_file(path, replaces=False) as file:
+        named = f"# yaml-language-server: $schema={beside.name}\n" if schema else ""
+        file.write(f"{named}{template()}".encode())
+
+
 def template() -> str:
     """The text of a new align.yaml: every setting, its default and what it means."""
     lines = ["# Settings of align. Every value shown is the default; flags win over this file.", ""]
@@ -186,7 +197,7 @@ def template() -> str:
 
 def _template_line(options: Any, field: dataclasses.Field[Any]) -> str:
     shown = yaml.safe_dump(getattr(options, field.name), default_flow_style=True)
-    return f"  {field.name}: {shown.replace('...', '').strip()}  # {field.metadata['help']}"
+    return f"  {field.name}: {shown.replace('...', '').strip()}  # {field.metadata['description']}"
 
 
 def parse_varied(texts: Sequence[str]) -> dict[str, list[str]]:
@@ -290,14 +301,11 @@ def _build(values: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
                 f"{origins[name]}: {name} is a section: expected settings in it, "
                 f"found {value!r:.60}."
             )
-        _require_plain_text(f"{origins[name]}: {name}", value)
         nested.setdefault(section, {})[key] = value
     try:
-        config = from_plain(Config, nested, partial=True)
+        return from_plain(Config, nested)
     except CodecError as error:
         raise UsageError(_blamed(error, values, origins)) from error
-    _require_within_bounds(flatten(config), origins)
-    return config
 
 
 def _blamed(error: CodecError, values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
@@ -308,48 +316,6 @@ def _blamed(error: CodecError, values: Mapping[str, Any], origins: Mapping[str, 
     if origins.get(name) == "--set" and "," in str(values[name]):
         return f"--set: {error}. `align sweep --vary {name}={values[name]}` tries several values."
     return f"{origins.get(name, 'config')}: {error}"
-
-
-def _require_plain_text(where: str, value: Any) -> None:
-    """Refuses characters that no path or name can hold, at any depth."""
-    if isinstance(value, dict):
-        value = [*value, *value.values()]
-    if isinstance(value, list):
-        for item in value:
-            _require_plain_text(where, item)
-    elif isinstance(value, str) and ("\0" in value or not _is_utf8(value)):
-        raise UsageError(f"{where} is {value!r:.60}: not plain text. Write it in UTF-8.")
-
-
-def _is_utf8(text: str) -> bool:
-    return not any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def _require_within_bounds(flat: Mapping[str, Any], origins: Mapping[str, str]) -> None:
-    for name, (least, most) in _bounds().items():
-        value = flat[name]
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UsageError(f"{origins[name]}: {name} is {value}; it must be finite.")
-        side = ""
-        if least is not None and value < least:
-            side = f"below {least}"
-        if most is not None and value > most:
-            side = f"above {most}"
-        if isinstance(value, int) and abs(value) >= 1 << 63:
-            side = "that large"
-        if side:
-            raise UsageError(f"{origins[name]}: {name} is {value}; it cannot be {side}.")
-
-
-def _bounds() -> dict[str, tuple[float | None, float | None]]:
-    """The bounds of each setting by its dotted name."""
-    defaults = Config()
-    return {
-        f"{section.name}.{field.name}": (field.metadata["least"], field.metadata["most"])
-        for section in dataclasses.fields(Config)
-        if dataclasses.is_dataclass(options := getattr(defaults, section.name))
-        for field in dataclasses.fields(options)
-    }
 
 
 # The last of them: a number of too many digits.

@@ -16,7 +16,7 @@ from ..stages.report.charts import Form, Series, chart
 from ..stages.report.html_page import render_page
 from ..stages.storage.run_folder import RunFolder
 from ..stages.tracking.journal import EVAL
-from .run_report import Curves, Measured, Trained, history_of
+from .run_report import Curves, Measured, Trained, curves, read_history
 from .settings import parse_varied
 
 # What a sweep sets in every run, and how it is named.
@@ -210,14 +210,13 @@ def sweep_page(result: SweepResult) -> str:
         for name, folder in folders.items()
         if folder.report.exists()
     }
-    drawn = set(CHARTS.values())
     histories = {
-        name: history_of(folder.metrics, is_drawn=drawn.__contains__)
+        name: read_history(folder.metrics)
         for name, folder in folders.items()
         if folder.metrics.exists()
     }
-    held_out = {name: history.held_out for name, history in histories.items()}
-    learned = {name: history.learned for name, history in histories.items()}
+    held_out = {name: curves(history.held_out) for name, history in histories.items()}
+    learned = {name: curves(history.learned) for name, history in histories.items()}
     return render_page(
         "sweep.html.j2",
         title=f"Sweep: {result.folder.resolve().name}",
@@ -234,8 +233,8 @@ def _charts(runs: Mapping[str, Curves], form: Form) -> str:
     figures = []
     for title, metric in CHARTS.items():
         series = [
-            Series(name, curves.get(metric, ()), f"c{index % COLORS}", form=form)
-            for index, (name, curves) in enumerate(runs.items())
+            Series(name, points.get(metric, ()), f"c{index % COLORS}", form=form)
+            for index, (name, points) in enumerate(runs.items())
         ]
         figures.append(chart(title, series, x_label="step"))
     return "".join(figures)

@@ -1,11 +1,18 @@
-"""The records of a cache: the plan, one commit per shard, the manifest, the stop tokens."""
+"""The records of a cache: plan, commits, manifest, stop tokens, and the layout of its rows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cached_property
 from typing import Literal, TypeAlias, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import CorruptionError
+from .rows import Role, joined_ranges, offsets_of
 
 FORMAT_VERSION = 2
 
@@ -176,3 +183,63 @@ class Stops:
         """Returns the stops of a cache."""
         names = (f"{FIELD}{name}" for name in ("text", "turn", "tool_calls"))
         return Stops(*(Stop.read(fingerprint.get(name, _NONE)) for name in names))
+
+
+class StoredKind(IntEnum):
+    """The kind of a stored row."""
+
+    PAIRED = 0
+    UNPAIRED = 1
+    SCORED = 2
+
+
+@dataclass(frozen=True)
+class BranchLayout:
+    """The places of own branches among all branches of some stored rows.
+
+    Own branches lead a row; after them come all first mismatches, all second ones, ...
+    """
+
+    starts: NDArray[np.int64]  # (rows,) the first own branch
+    num_own: NDArray[np.int64]  # (rows,)
+    levels: int  # mismatches of each own branch
+    kinds: NDArray[np.int8]  # (rows,) as `StoredKind` numbers them
+
+
+def branch_layout(
+    roles: NDArray[np.int8], branch_offsets: NDArray[np.int64], *, source: str
+) -> BranchLayout:
+    """Reads the layout of stored rows off the roles of their branches."""
+    starts, num_all = branch_offsets[:-1], np.diff(branch_offsets)
+    is_own = roles != Role.MISMATCHED
+    num_own = np.diff(offsets_of(is_own)[branch_offsets])
+    _require_kind(bool(num_own.all()), source)
+    levels = int(num_all[0] // num_own[0]) - 1 if len(starts) else 0
+    _require_kind(bool((num_all == num_own * (1 + levels)).all()), source)
+    own = joined_ranges(starts, num_own)
+    _require_kind(bool(is_own[own].all()), source)
+    return BranchLayout(starts, num_own, levels, _kinds(roles[own], num_own, source))
+
+
+def _kinds(own: NDArray[np.int8], num_own: NDArray[np.int64], source: str) -> NDArray[np.int8]:
+    offsets = offsets_of(num_own)
+
+    def count(*wanted: Role) -> NDArray[np.int64]:
+        of_row: NDArray[np.int64] = np.diff(offsets_of(np.isin(own, wanted))[offsets])
+        return of_row
+
+    is_paired = (count(Role.CHOSEN) == 1) & (count(Role.REJECTED) == 1) & (num_own == 2)
+    is_unpaired = count(Role.DESIRABLE, Role.UNDESIRABLE) == num_own
+    is_scored = count(Role.CANDIDATE) == num_own
+    _require_kind(bool((is_paired | is_unpaired | is_scored).all()), source)
+    kinds = np.full(len(is_paired), StoredKind.PAIRED, dtype=np.int8)
+    kinds[is_unpaired], kinds[is_scored] = StoredKind.UNPAIRED, StoredKind.SCORED
+    return kinds
+
+
+def _require_kind(good: bool, source: str) -> None:
+    if not good:
+        raise CorruptionError(
+            f"{source} holds rows whose branches fit no kind of data. "
+            "Restore it from a copy, or make the cache again."
+        )

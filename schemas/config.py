@@ -7,10 +7,19 @@ from typing import Any, Literal
 
 
 def option(
-    default: Any, help_text: str, *, least: float | None = None, most: float | None = None
+    default: Any,
+    description: str,
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
 ) -> Any:
-    """A field with a default, what `align init` and `--help` say of it, and its bounds."""
-    metadata = {"help": help_text, "least": least, "most": most}
+    """A field with a default, what `align init` and `--help` say of it, and its bounds.
+
+    pydantic reads the metadata, by these names, when a value is checked.
+    """
+    metadata = {"description": description, "ge": ge, "gt": gt, "le": le, "lt": lt}
     if isinstance(default, list | dict):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -46,10 +55,10 @@ class DataOptions:
     )
     carry: list[str] = option([], "extra numeric columns to keep in the shards")
     max_bad_frac: float = option(
-        0.001, "stop when more than this share of rows is unusable", least=0, most=1
+        0.001, "stop when more than this share of rows is unusable", ge=0, le=1
     )
     workers: int = option(
-        0, "tokenizing processes; 0: one per usable core when the data is large", least=0
+        0, "tokenizing processes; 0: one per usable core when the data is large", ge=0
     )
 
 
@@ -58,10 +67,10 @@ class TokenOptions:
     """From text to token ids."""
 
     max_length: int = option(
-        2048, "most tokens in prompt + completion; completions lose their end", least=2
+        2048, "most tokens in prompt + completion; completions lose their end", ge=2
     )
     max_prompt_length: int = option(
-        0, "most tokens in a prompt; 0: only max_length limits it", least=0
+        0, "most tokens in a prompt; 0: only max_length limits it", ge=0
     )
     prompt_side: Literal["left", "right"] = option(
         "left", "where a long prompt is cut: left keeps its end, right keeps its start"
@@ -89,12 +98,12 @@ class CacheOptions:
 
     output: str = option("align-cache", "folder of the cache")
     kl_pairs: int = option(
-        1, "mismatched completions per completion (KTO's KL term); 0: none", least=0
+        1, "mismatched completions per completion (KTO's KL term); 0: none", ge=0
     )
     token_logps: bool = option(False, "also store the log-prob of every token")
     seed: int = option(0, "orders the rows and so chooses the mismatched completions")
-    rows_per_shard: int = option(4096, "most rows in one shard", least=1)
-    tokens_per_shard: int = option(16_777_216, "most tokens in one shard", least=1)
+    rows_per_shard: int = option(4096, "most rows in one shard", ge=1)
+    tokens_per_shard: int = option(16_777_216, "most tokens in one shard", ge=1)
     reuse: list[str] = option([], "further caches whose scores may be reused")
     reuse_known: bool = option(True, "also reuse from the caches this user made before")
 
@@ -103,7 +112,7 @@ class CacheOptions:
 class ScoringOptions:
     """How the reference is run."""
 
-    tokens_per_batch: int = option(16_384, "most tokens, padding included, in one batch", least=1)
+    tokens_per_batch: int = option(16_384, "most tokens, padding included, in one batch", ge=1)
 
 
 @dataclass(frozen=True)
@@ -130,22 +139,22 @@ class TrainOptions:
     cache: str = option("", "folder of the cache; empty: the one of cache.output")
     model: str = option("", "folder of the policy; empty: the reference the cache was made with")
     output: str = option("align-run", "folder of the run")
-    epochs: int = option(1, "times every row is seen", least=1)
-    max_steps: int = option(0, "stop after so many optimizer steps; 0: no limit", least=0)
+    epochs: int = option(1, "times every row is seen", ge=1)
+    max_steps: int = option(0, "stop after so many optimizer steps; 0: no limit", ge=0)
     max_time: str = option("", "save and stop after this long, for example 3h30m; empty: no limit")
-    batch_size: int = option(64, "global batch: rows per optimizer step over all ranks", least=1)
+    batch_size: int = option(64, "global batch: rows per optimizer step over all ranks", ge=1)
     tokens_per_batch: int = option(
-        0, "micro-batch of a rank, in tokens; 0: 16,384 on a GPU, 2,048 on a CPU", least=0
+        0, "micro-batch of a rank, in tokens; 0: 16,384 on a GPU, 2,048 on a CPU", ge=0
     )
-    lr: float = option(1e-6, "highest learning rate", least=0)
+    lr: float = option(1e-6, "highest learning rate", ge=0)
     schedule: Literal["constant", "linear", "cosine"] = option("cosine", "how it falls afterwards")
-    min_lr: float = option(0.0, "where it ends, as a share of lr", least=0, most=1)
-    warmup: float = option(0.1, "steps it takes to rise; below 1: a share of all steps", least=0)
-    weight_decay: float = option(0.0, "of AdamW; not of biases and norms", least=0)
-    beta1: float = option(0.9, "of AdamW", least=0)
-    beta2: float = option(0.999, "of AdamW", least=0)
-    epsilon: float = option(1e-8, "of AdamW", least=0)
-    max_grad_norm: float = option(1.0, "longer gradients are shortened to this; 0: never", least=0)
+    min_lr: float = option(0.0, "where it ends, as a share of lr", ge=0, le=1)
+    warmup: float = option(0.1, "steps it takes to rise; below 1: a share of all steps", ge=0)
+    weight_decay: float = option(0.0, "of AdamW; not of biases and norms", ge=0)
+    beta1: float = option(0.9, "of AdamW", ge=0)
+    beta2: float = option(0.999, "of AdamW", ge=0)
+    epsilon: float = option(1e-8, "of AdamW", ge=0)
+    max_grad_norm: float = option(1.0, "longer gradients are shortened to this; 0: never", ge=0)
     seed: int = option(0, "orders the rows and draws dropout")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "auto: the dtype the policy's weights are stored in"
@@ -160,32 +169,32 @@ class TrainOptions:
     pairs_from_scores: Literal["best_worst", "all"] = option(
         "best_worst", "pairs out of scored rows: the best and the worst of each, or all pairs"
     )
-    min_score_gap: float = option(0.0, "scores of such a pair are further apart than this", least=0)
+    min_score_gap: float = option(0.0, "scores of such a pair are further apart than this", ge=0)
     label_threshold: float | str = option(
         "mean",
         "scored completions are desirable above this, undesirable below it, neither at it: mean "
         "or median of their row, or a number",
     )
     eval_fraction: float = option(
-        0.0, "share of prompts held out, chosen by their hash", least=0, most=1
+        0.0, "share of prompts held out, chosen by their hash", ge=0, le=1
     )
     eval_cache: str = option("", "another cache to evaluate on instead")
-    eval_every: int = option(0, "steps between evaluations; 0: only before and after", least=0)
+    eval_every: int = option(0, "steps between evaluations; 0: only before and after", ge=0)
     eval_table: int = option(
         200,
         "held-out rows whose completions each evaluation writes down one by one, in evaluations/; "
         "0: none",
-        least=0,
+        ge=0,
     )
     eval_text: bool = option(False, "with the text of prompts and completions; MLflow gets it too")
-    limit_train_batches: int = option(0, "optimizer steps per epoch at most; 0: all", least=0)
-    limit_eval_batches: int = option(0, "evaluation batches at most; 0: all", least=0)
-    log_every: int = option(1, "steps that a line of metrics stands for", least=1)
-    save_every: int = option(0, "steps between checkpoints; 0: by time, and when it ends", least=0)
+    limit_train_batches: int = option(0, "optimizer steps per epoch at most; 0: all", ge=0)
+    limit_eval_batches: int = option(0, "evaluation batches at most; 0: all", ge=0)
+    log_every: int = option(1, "steps that a line of metrics stands for", ge=1)
+    save_every: int = option(0, "steps between checkpoints; 0: by time, and when it ends", ge=0)
     save_minutes: float = option(
-        30.0, "minutes after which there is another one, whatever the step; 0: never", least=0
+        30.0, "minutes after which there is another one, whatever the step; 0: never", ge=0
     )
-    keep_last: int = option(2, "newest checkpoints to keep", least=1)
+    keep_last: int = option(2, "newest checkpoints to keep", ge=1)
     best: str = option(
         "",
         "also keep the checkpoint with the best value, e.g. eval/loss: the lowest of loss, nll, "
@@ -195,7 +204,7 @@ class TrainOptions:
     other_reference: bool = option(
         False, "let the policy begin as another model than the reference of the cache"
     )
-    nonfinite_limit: int = option(3, "NaN or infinite steps in a row before it stops", least=1)
+    nonfinite_limit: int = option(3, "NaN or infinite steps in a row before it stops", ge=1)
 
     @property
     def holds_rows_out(self) -> bool:
@@ -208,9 +217,9 @@ class LoraOptions:
     """Training an adapter instead of the whole policy."""
 
     enabled: bool = option(False, "train a LoRA adapter by peft")
-    rank: int = option(16, "inner dimension", least=1)
-    alpha: float = option(32.0, "scale, divided by rank", least=0)
-    dropout: float = option(0.0, "of the adapter's input; needs train.dropout", least=0)
+    rank: int = option(16, "inner dimension", ge=1)
+    alpha: float = option(32.0, "scale, divided by rank", ge=0)
+    dropout: float = option(0.0, "of the adapter's input; needs train.dropout", ge=0)
     targets: list[str] = option([], "layers to adapt, by the end of their names; empty: all linear")
     merge: bool = option(False, "also write the policy with the adapter merged into it")
 

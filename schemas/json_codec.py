@@ -1,18 +1,20 @@
-"""Frozen dataclasses to canonical JSON and back, with every type checked."""
+"""Frozen dataclasses to canonical JSON and back, and options from what a person wrote."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
-import types
-import typing
-from typing import Any, TypeVar
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeVar, cast
+
+from pydantic import TypeAdapter, ValidationError
 
 from .errors import closest, did_you_mean
 
 T = TypeVar("T")
-LARGEST = 10**300  # as a float it would soon be infinite
 
 
 class CodecError(ValueError):
@@ -42,25 +44,23 @@ def digest_of(record: Any, *without: str) -> str:
     return digest(plain)
 
 
-def from_json(cls: type[T], text: str | bytes) -> T:
-    """Reads what `to_json` wrote; anything else is a CodecError."""
-    return from_plain(cls, _parsed(text))
-
-
 def to_signed_json(value: Any) -> str:
     """Like `to_json`, with a digest over all of it; for records that are rewritten in place."""
     plain = dataclasses.asdict(value)
     return to_json({**plain, "digest": digest(plain)})
 
 
+def from_json(cls: type[T], text: str | bytes) -> T:
+    """Reads what `to_json` wrote; any other byte is a CodecError."""
+    return _as_written(cls, _parsed(text), text, to_json)
+
+
 def from_signed_json(cls: type[T], text: str | bytes) -> T:
     """Reads what `to_signed_json` wrote; any other byte is a CodecError."""
     plain = _parsed(text)
-    stored = plain.pop("digest", None) if isinstance(plain, dict) else None
-    value = from_plain(cls, plain)
-    if stored != digest(plain) or to_signed_json(value).encode() != _bytes(text):
-        raise CodecError("it is not what was written (its digest differs)")
-    return value
+    if isinstance(plain, dict):
+        plain.pop("digest", None)
+    return _as_written(cls, plain, text, to_signed_json)
 
 
 def version_in(text: str | bytes) -> int | None:
@@ -73,27 +73,61 @@ def version_in(text: str | bytes) -> int | None:
     return version if isinstance(version, int) else None
 
 
-def from_plain(cls: type[T], plain: Any, *, where: str = "", partial: bool = False) -> T:
-    """Builds a dataclass from dicts and lists; `partial` lets defaults fill what is missing."""
-    if not isinstance(plain, dict):
-        raise CodecError(
-            f"{where or 'top'}: expected a mapping, found {_named(plain)}", where=where
-        )
-    hints = typing.get_type_hints(cls)
-    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    for key in plain:
-        if key not in names:
-            name = _join(where, str(key))
-            raise CodecError(unknown_key(name, str(key), names), where=name)
-    missing = [name for name in names if name not in plain]
-    if missing and not partial:
-        name = _join(where, missing[0])
-        raise CodecError(f"{name}: missing", where=name)
-    values = {
-        key: _convert(hints[key], value, _join(where, key), partial=partial)
-        for key, value in plain.items()
-    }
-    return cls(**values)
+def from_plain(cls: type[T], plain: dict[str, Any], *, where: str = "") -> T:
+    """Builds options from what a person wrote; their defaults fill what is missing."""
+    _require_plain(plain, where)
+    try:
+        # As JSON: pydantic's strict mode takes a mapping for a dataclass from there alone.
+        read = _reader(cls).validate_json(json.dumps(plain), strict=True, extra="forbid")
+    except ValidationError as error:
+        raise _refusal(cls, error, where) from error
+    return cast("T", read)
+
+
+def json_schema(cls: type[Any]) -> dict[str, Any]:
+    """What may stand in a dataclass, as JSON Schema: types, bounds, choices, help and defaults."""
+    schema = _reader(cls).json_schema()
+    for part in (schema, *schema.get("$defs", {}).values()):
+        if "properties" in part:
+            part["additionalProperties"] = False
+    return schema
+
+
+def allowed(part: dict[str, Any]) -> str:
+    """What a field may be, in words, out of its part of a JSON Schema."""
+    if "anyOf" in part:
+        return " or ".join(allowed(one) for one in part["anyOf"] if one != {"type": "null"})
+    if choices := _choices(part):
+        return " or ".join(choices)
+    kind = KINDS[part.get("type", "object")]
+    found = [f"{words} {part[name]:g}" for name, words in BOUNDS.items() if name in part]
+    limits = " and ".join(found)
+    return f"{kind} of {limits}" if limits.startswith("at") else f"{kind} {limits}".rstrip()
+
+
+def unknown_key(where: str, key: str, names: list[str]) -> str:
+    """Says that a key is unknown, and which known one it may be."""
+    hint = did_you_mean(closest(key, names)) or f" Known: {', '.join(names)}"
+    return f"unknown key '{where}'.{hint}"
+
+
+KINDS = {
+    "string": "text",
+    "integer": "a whole number",
+    "number": "a number",
+    "boolean": "true or false",
+    "array": "a list",
+    "object": "a mapping",
+}
+BOUNDS = {
+    "minimum": "at least",
+    "exclusiveMinimum": "above",
+    "exclusiveMaximum": "below",
+    "maximum": "at most",
+}
+
+
+_reader: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 def _parsed(text: str | bytes) -> Any:
@@ -103,84 +137,83 @@ def _parsed(text: str | bytes) -> Any:
         raise CodecError(f"not JSON: {error}") from error
 
 
-def _bytes(text: str | bytes) -> bytes:
-    return text.encode() if isinstance(text, str) else text
+def _as_written(cls: type[T], plain: Any, text: str | bytes, write: Callable[[Any], str]) -> T:
+    """The record, if it is written as this text: a value that pydantic converts is not."""
+    try:
+        value = _reader(cls).validate_python(plain, extra="forbid")
+        written = write(value)
+    except ValidationError as error:
+        raise _refusal(cls, error, "") from error
+    except ValueError as error:  # a number that JSON has no word for
+        raise CodecError(str(error)) from error
+    if written.encode() != (text.encode() if isinstance(text, str) else text):
+        raise CodecError("it is not what was written")
+    return cast("T", value)
 
 
-def unknown_key(where: str, key: str, names: list[str]) -> str:
-    """Says that a key is unknown, and which known one it may be."""
-    hint = did_you_mean(closest(key, names)) or f" Known: {', '.join(names)}"
-    return f"unknown key '{where}'.{hint}"
+def _require_plain(value: Any, where: str) -> None:
+    """Refuses what no setting can be, at any depth."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _require_plain(key, where)
+            _require_plain(item, _join(where, str(key)))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _require_plain(item, f"{where}[{index}]")
+    elif fault := _fault_of(value):
+        raise CodecError(f"{where} is {fault}", where=where)
 
 
-def _convert(hint: Any, value: Any, where: str, *, partial: bool) -> Any:
-    origin = typing.get_origin(hint)
-    arguments = typing.get_args(hint)
-    if hint is Any:
-        return value
-    if dataclasses.is_dataclass(hint):
-        empty = {} if partial and value is None else value
-        return from_plain(typing.cast("type[Any]", hint), empty, where=where, partial=partial)
-    if origin is typing.Literal:
-        return _one_of(arguments, value, where)
-    if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in arguments:
-            return None
-        kinds = [argument for argument in arguments if argument is not type(None)]
-        return _first_fit(kinds, value, where, partial=partial)
-    if origin in (list, tuple):
-        return _sequence(origin, arguments[0], value, where, partial=partial)
-    if origin is dict:
-        _require(isinstance(value, dict), where, "a mapping", value)
-        return {
-            str(key): _convert(arguments[1], item, _join(where, str(key)), partial=partial)
-            for key, item in value.items()
-        }
-    return _scalar(hint, value, where)
+def _fault_of(value: Any) -> str:
+    if isinstance(value, str) and any(one == "\0" or "\ud800" <= one <= "\udfff" for one in value):
+        return f"{value!r:.60}: not plain text. Write it in UTF-8."
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{value}; it must be finite."
+    if isinstance(value, int) and abs(value) >= 1 << 63:
+        return f"{value!r:.60}; it cannot be that large."
+    return "" if isinstance(value, str | float | int | None) else f"{_named(value)}: not plain."
 
 
-def _first_fit(hints: list[Any], value: Any, where: str, *, partial: bool) -> Any:
-    refusals = []
-    for hint in hints:
-        try:
-            return _convert(hint, value, where, partial=partial)
-        except CodecError as error:
-            refusals.append(str(error))
-    first, *others = refusals
-    reasons = [first, *(text.removeprefix(f"{where}: ") for text in others)]
-    raise CodecError("; or ".join(reasons), where=where)
+def _refusal(cls: type[Any], error: ValidationError, where: str) -> CodecError:
+    """The first mistake in words: which field it is in, what may stand there, and what does."""
+    first = error.errors(include_url=False)[0]
+    schema = json_schema(cls)
+    part = schema
+    for step in first["loc"]:
+        inside = _inside(_resolved(part, schema), step)
+        if inside is None:  # an unknown key, or the name of a type among several
+            break
+        part, where = inside, f"{where}[{step}]" if isinstance(step, int) else _join(where, step)
+    if first["type"] == "unexpected_keyword_argument":
+        key = str(first["loc"][-1])
+        where, known = _join(where, key), list(_resolved(part, schema)["properties"])
+        return CodecError(unknown_key(where, key, known), where=where)
+    if first["type"] == "missing":
+        return CodecError(f"{where}: missing", where=where)
+    if first["type"] == "json_invalid":
+        return CodecError(f"{where or 'top'}: {first['ctx']['error']}", where=where)
+    found = f"expected {allowed(part)}, found {_named(first['input'])}"
+    hint = did_you_mean(closest(str(first["input"]), _choices(part)))
+    message = f"{where or 'top'}: {found}{'.' + hint if hint else ''}"
+    return CodecError(message, where=where)
 
 
-def _sequence(kind: Any, item_hint: Any, value: Any, where: str, *, partial: bool) -> Any:
-    _require(isinstance(value, list | tuple), where, "a list", value)
-    return kind(
-        _convert(item_hint, item, f"{where}[{index}]", partial=partial)
-        for index, item in enumerate(value)
-    )
+def _resolved(part: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    """The part itself, or what it refers to."""
+    name = part.get("$ref", "").rpartition("/")[2]
+    return schema["$defs"][name] if name else part
 
 
-def _one_of(choices: tuple[Any, ...], value: Any, where: str) -> Any:
-    if value not in choices:
-        listed = ", ".join(map(str, choices))
-        hint = did_you_mean(closest(str(value), map(str, choices)))
-        message = f"{where}: expected one of {listed}; found {_named(value)}.{hint}"
-        raise CodecError(message, where=where)
-    return value
+def _inside(part: dict[str, Any], step: int | str) -> dict[str, Any] | None:
+    """The schema of an item or a field; None where there is none of that name."""
+    every = part.get("items" if isinstance(step, int) else "additionalProperties")
+    inside = part.get("properties", {}).get(step, every)
+    return inside if isinstance(inside, dict) else None
 
 
-def _scalar(hint: Any, value: Any, where: str) -> Any:
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        _require(abs(value) < LARGEST, where, "a smaller number", value)
-        return float(value)
-    wanted = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
-    fits = isinstance(value, hint) and not (hint is int and isinstance(value, bool))
-    _require(fits, where, wanted.get(hint, str(hint)), value)
-    return value
-
-
-def _require(fits: bool, where: str, wanted: str, value: Any) -> None:
-    if not fits:
-        raise CodecError(f"{where}: expected {wanted}, found {_named(value)}", where=where)
+def _choices(part: dict[str, Any]) -> list[str]:
+    one = [part["const"]] if "const" in part else part.get("enum", [])
+    return [*map(str, one), *(name for kind in part.get("anyOf", []) for name in _choices(kind))]
 
 
 def _named(value: Any) -> str:

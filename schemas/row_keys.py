@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from math import nan
 from typing import Any
@@ -160,6 +161,33 @@ class EncodedChunk:
     keyed: KeyedRows
     rejected: list[Rejected]
     notes: Mapping[str, int]
+
+
+# A file of nothing but bad rows must not fill the disk with their descriptions.
+MOST_REJECTED_KEPT = 100_000
+
+
+@dataclass
+class Intake:
+    """Counts of the input, and the rejected rows up to a limit."""
+
+    rows_per_file: Counter[int] = field(default_factory=Counter)
+    notes: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    rejected: list[Rejected] = field(default_factory=list)
+
+    @property
+    def rows_in(self) -> int:
+        """Rows read, good and bad."""
+        return self.rows_per_file.total()
+
+    def count(self, chunk: EncodedChunk) -> None:
+        """Adds one chunk."""
+        self.rows_per_file[chunk.file] += len(chunk.keyed) + len(chunk.rejected)
+        self.notes.update(chunk.notes)
+        self.reasons.update(rejected.reason for rejected in chunk.rejected)
+        room = MOST_REJECTED_KEPT - len(self.rejected)
+        self.rejected.extend(chunk.rejected[:room])
 
 
 # Texts are sketched together until they have so many characters, each of which takes some 50 bytes.

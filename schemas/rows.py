@@ -133,8 +133,7 @@ class RowBlock:
 
     def branches_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """The branches of the rows at `rows`, in that order."""
-        every = np.arange(self.branch_offsets[-1], dtype=np.int64)
-        return Ragged(every, self.branch_offsets).take(rows).values
+        return joined_ranges(self.branch_offsets[rows], np.diff(self.branch_offsets)[rows])
 
     def take(self, rows: NDArray[np.int64]) -> RowBlock:
         """The rows at `rows`, in that order."""
@@ -299,9 +298,8 @@ class Ragged:
     def take(self, indices: NDArray[np.int64]) -> Ragged:
         """The lists at `indices`, in that order."""
         lengths = self.lengths[indices]
-        offsets = offsets_of(lengths)
-        within = np.arange(offsets[-1], dtype=np.int64) - np.repeat(offsets[:-1], lengths)
-        return Ragged(self.values[np.repeat(self.offsets[indices], lengths) + within], offsets)
+        places = joined_ranges(self.offsets[indices], lengths)
+        return Ragged(self.values[places], offsets_of(lengths))
 
     def slice(self, start: int, stop: int) -> Ragged:
         """Lists `start` to `stop`, without copying values."""
@@ -313,9 +311,8 @@ class Ragged:
         lengths = np.minimum(self.lengths, limits)
         if (lengths == self.lengths).all():
             return self
-        offsets = offsets_of(lengths)
-        within = np.arange(offsets[-1], dtype=np.int64) - np.repeat(offsets[:-1], lengths)
-        return Ragged(self.values[np.repeat(self.offsets[:-1], lengths) + within], offsets)
+        places = joined_ranges(self.offsets[:-1], lengths)
+        return Ragged(self.values[places], offsets_of(lengths))
 
 
 def offsets_of(lengths: NDArray[Any]) -> NDArray[np.int64]:
@@ -323,3 +320,9 @@ def offsets_of(lengths: NDArray[Any]) -> NDArray[np.int64]:
     offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
+
+
+def joined_ranges(starts: NDArray[np.int64], lengths: NDArray[Any]) -> NDArray[np.int64]:
+    """`starts[i], starts[i] + 1, ...`, `lengths[i]` numbers of it, range after range."""
+    offsets = offsets_of(lengths)
+    return np.repeat(starts - offsets[:-1], lengths) + np.arange(offsets[-1], dtype=np.int64)

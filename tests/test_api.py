@@ -187,6 +187,9 @@ def test_a_run_is_read_back_as_frames(resumed_run):
     assert not [name for name in run.metrics.columns if name.startswith("eval/")]
     assert run.evaluations["step"].to_list()[-1] == 3
     assert run.evaluations["eval/loss"].null_count() == 0
+    assert set(run.samples["step"]) == set(run.evaluations["step"])
+    last = run.samples.filter(step=3, role="chosen")
+    assert last["logp"].mean() == pytest.approx(run.evaluations["eval/logps/chosen"][-1])
     assert run.settings["train.lr"] == 1e-3
     assert (run.model / "model.safetensors").is_file()
     assert repr(run).startswith("TrainingRun(folder=")

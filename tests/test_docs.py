@@ -269,7 +269,8 @@ def test_a_method_is_added_as_its_page_shows(tmp_path, training_world):
         program = (sys.executable, "-m", "align")
         return run(*program, *arguments, cwd=tmp_path, PYTHONPATH=str(tmp_path))
 
-    assert "(b D - 1)^2" in told("methods", "square")
+    assert "(b D - t)^2" in told("methods", "square")
+    assert "margin of rewards that is wanted [a number above 0]" in told("methods", "square")
     trained = ("--cache", training_world.pairs, "--max-steps", 2, "--batch-size", 4, "--no-mlflow")
     assert "2 steps done" in told("train", "--method", "square", *trained)
 

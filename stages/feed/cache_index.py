@@ -11,13 +11,13 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from ...schemas.cache import Manifest
+from ...schemas.cache import Manifest, StoredKind
 from ...schemas.errors import CorruptionError
-from ...schemas.rows import Role, offsets_of
+from ...schemas.rows import Role, joined_ranges, offsets_of
 from ..storage.cache_folder import CacheFolder
 from ..storage.shards import iter_row_groups, list_column, number_column
 from ..storage.verify_cache import check_shard
-from .conversions import Reading, StoredKind, joined_ranges
+from .conversions import Reading
 from .row_selection import KindCounts, Selection, context_lengths, select
 
 COLUMNS = ("prompt_tokens", "split_key", "role", "num_tokens", "score")
@@ -44,7 +44,7 @@ class Index:
     undesirable: int  # those that are rejected or undesirable
     missing: dict[str, int]  # rows that are read and lack what is needed of them, by its name
     levels: int  # mismatched partners of each branch in the cache
-    longest: int  # most tokens of a prompt and one completion behind it, as the method reads them
+    longest: int  # most tokens of a prompt and one completion after it, as the method reads them
 
 
 def build_index(

@@ -1,7 +1,7 @@
 """Rows of one kind of data as another kind of method reads them.
 
-A score too close to its threshold makes no label, and two that lie no further apart
-than the least gap make no pair: what nobody judged is not learned. Of equal scores the completion
+A score too close to its threshold makes no label, and two that are no further apart
+than the least gap make no pair: a tie is not learned from. Of equal scores the completion
 that is stored first is the better one.
 
 Scores are compared as the decimals they were written as: 0.3 is 0.1 above 0.2 and 0.2 is the mean
@@ -14,22 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ...schemas.cache import StoredKind
 from ...schemas.methods import RowKind
-from ...schemas.rows import Role, offsets_of
-
-
-class StoredKind(IntEnum):
-    """The kind of a stored row."""
-
-    PAIRED = 0
-    UNPAIRED = 1
-    SCORED = 2
+from ...schemas.rows import Role, joined_ranges, offsets_of
 
 
 @dataclass(frozen=True)
@@ -250,9 +242,3 @@ class Reading:
     # Tokens between the prompt and a completion of this role. Where there are any, every branch
     # is read as a row of its own: its prompt ends in them.
     context: Mapping[Role, tuple[int, ...]] = field(default_factory=dict)
-
-
-def joined_ranges(starts: NDArray[np.int64], lengths: NDArray[Any]) -> NDArray[np.int64]:
-    """`starts[i], starts[i] + 1, ...`, `lengths[i]` numbers of it, range after range."""
-    offsets = offsets_of(lengths)
-    return np.repeat(starts - offsets[:-1], lengths) + np.arange(offsets[-1], dtype=np.int64)

@@ -1,9 +1,14 @@
-"""The feed of the training loop: steps of a cache, read in a background thread."""
+"""The feed of the training loop: the batches of each step, read in a background thread.
+
+Rows are kept in memory until their steps have run. A micro-batch keeps its rows in step order. So
+its branches' places ascend, and with one rank and a large budget it is the step itself: the
+assignment decides where a row runs, never in which order rows are summed.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -12,11 +17,15 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ...schemas.batches import Cursor, StepBatch, StepSize
-from .row_buffer import Piece, RowBuffer, fill_buffer, read_pieces, step_batch
+from ...schemas.batches import Cursor, MicroBatch, StepBatch, StepSize
+from ...schemas.rows import Ragged, RowBlock, ScoredBlock, Tree, joined_ranges, offsets_of
+from ..storage.shards import open_shard, read_block, row_ids
+from .cache_index import RowTable, naming_unit
+from .row_selection import as_read
 from .step_plan import FeedSettings, Pass, StepPlan, evaluation_pass, num_steps, training_pass
 from .train_source import TrainSource
 
+WINDOWS_AHEAD = 1
 Steps = AbstractContextManager[Iterator[StepBatch]]
 
 
@@ -30,8 +39,9 @@ class CacheFeed:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps in one epoch."""
-        return steps_per_epoch(self.source, self.settings)
+        """Optimizer steps in each epoch."""
+        settings = self.settings
+        return num_steps(self.source.train_rows, settings.batch_size, settings.limit_train_batches)
 
     @property
     def has_held_out(self) -> bool:
@@ -42,32 +52,15 @@ class CacheFeed:
         """All rows of an evaluation, over all ranks."""
         return evaluation_pass(self.held_out_source.index.held_out, self.settings).size()
 
-    def steps(self, start: Cursor) -> AbstractContextManager[Iterator[StepBatch]]:
+    def steps(self, start: Cursor) -> Steps:
         """This rank's batches from a cursor to the end of the last epoch."""
-        return stream(self.source, self.settings, start=start)
+        return _streamed(self.settings, _loads_of_epochs(self.source, self.settings, start))
 
-    def held_out(self) -> AbstractContextManager[Iterator[StepBatch]]:
-        """This rank's batches of the held-out rows."""
-        return eval_stream(self.held_out_source, self.settings)
-
-
-WINDOWS_AHEAD = 1
-
-
-def steps_per_epoch(source: TrainSource, settings: FeedSettings) -> int:
-    """Optimizer steps in each epoch."""
-    return num_steps(source.train_rows, settings.batch_size, settings.limit_train_batches)
-
-
-def stream(source: TrainSource, settings: FeedSettings, *, start: Cursor) -> Steps:
-    """The steps of this rank from `start` to the end of the last epoch."""
-    return _streamed(source, settings, _loads_of_epochs(source, settings, start))
-
-
-def eval_stream(source: TrainSource, settings: FeedSettings) -> Steps:
-    """One pass over the held-out rows, the same each time."""
-    once = evaluation_pass(source.index.held_out, settings)
-    return _streamed(source, settings, _loads(source, once, 0))
+    def held_out(self) -> Steps:
+        """This rank's batches of the held-out rows, the same each time."""
+        source, settings = self.held_out_source, self.settings
+        once = evaluation_pass(source.index.held_out, settings)
+        return _streamed(settings, _loads(source, once, 0))
 
 
 @dataclass(frozen=True)
@@ -80,9 +73,7 @@ class _Load:
 
 
 @contextmanager
-def _streamed(
-    source: TrainSource, settings: FeedSettings, loads: Iterator[_Load]
-) -> Iterator[Iterator[StepBatch]]:
+def _streamed(settings: FeedSettings, loads: Iterator[_Load]) -> Iterator[Iterator[StepBatch]]:
     prefetch = Prefetch(loads, ahead=WINDOWS_AHEAD)
     try:
         yield _batches(prefetch, settings.world.rank)
@@ -146,6 +137,158 @@ def _wanted(one_pass: Pass, plans: list[StepPlan]) -> NDArray[np.int64]:
     return np.concatenate([np.empty(0, dtype=np.int64), *rows])
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Some rows of a row group."""
+
+    numbers: NDArray[np.int64]  # (rows,) row numbers, in the order of the block
+    block: ScoredBlock
+
+    def keep(self, numbers: NDArray[np.int64]) -> Piece:
+        """Those of its rows that are among `numbers`."""
+        kept = np.flatnonzero(np.isin(self.numbers, numbers))
+        return Piece(self.numbers[kept], self.block.take(kept))
+
+
+@dataclass(frozen=True)
+class RowBuffer:
+    """Rows by their numbers, as the method reads them."""
+
+    numbers: NDArray[np.int64]  # (rows,) ascending
+    order: NDArray[np.int64]  # (rows,) the place of each in the block
+    block: ScoredBlock
+    row_ids: Sequence[str]  # (rows,) in the order of the block
+
+    def find(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The places of these rows in the block."""
+        return self.order[np.searchsorted(self.numbers, numbers)]
+
+
+def read_pieces(source: TrainSource, table: RowTable, numbers: NDArray[np.int64]) -> list[Piece]:
+    """Reads these rows of a table; a row group is freed once its rows are taken."""
+    groups = table.group_of(numbers)
+    pieces = []
+    for group in np.unique(groups).tolist():
+        here = np.sort(numbers[groups == group])
+        block = _read_group(source, group, table.places[here].astype(np.int64))
+        pieces.append(Piece(here, block))
+    return pieces
+
+
+def fill_buffer(source: TrainSource, pieces: Sequence[Piece]) -> RowBuffer:
+    """Puts pieces together; there may be none."""
+    numbers = np.concatenate([np.empty(0, dtype=np.int64), *(piece.numbers for piece in pieces)])
+    order = np.argsort(numbers)
+    blocks = [piece.block for piece in pieces] or [_no_rows(source)]
+    kept = [block.token_logps for block in blocks if block.token_logps is not None]
+    joined = ScoredBlock(
+        RowBlock.concat([block.rows for block in blocks]),
+        np.concatenate([block.logps for block in blocks]),
+        Ragged.concat(kept) if kept else None,
+    )
+    return RowBuffer(numbers[order], order, joined, row_ids(joined.rows))
+
+
+def _read_group(source: TrainSource, group: int, rows: NDArray[np.int64]) -> ScoredBlock:
+    """`rows` are places among what the row group is read as."""
+    place = source.index.places[group]
+    path = source.folder.data / source.manifest.shards[place.unit].file
+    with naming_unit(place.unit), open_shard(path) as file:
+        table = file.read_row_group(place.group, use_threads=False)
+        block = read_block(table, source=str(path))
+        return as_read(block, rows, reading=source.reading, source=str(path))
+
+
+def _no_rows(source: TrainSource) -> ScoredBlock:
+    """A block with the columns of the cache."""
+    path = source.folder.data / source.manifest.shards[0].file
+    with naming_unit(0), open_shard(path) as file:
+        return read_block(file.schema_arrow.empty_table(), source=str(path))
+
+
+def step_batch(plan: StepPlan, buffer: RowBuffer, table: RowTable, *, rank: int) -> StepBatch:
+    """The batch of one rank; all of its rows are in the buffer."""
+    own_offsets = offsets_of(table.num_branches(plan.rows))
+    return StepBatch(
+        cursor=plan.cursor,
+        own=tuple(_own_batch(plan, buffer, rows, own_offsets) for rows in plan.own.of_rank(rank)),
+        mismatched=tuple(
+            _mismatched_batch(plan, buffer, plan.paired_rows[trees], own_offsets)
+            for trees in plan.mismatched.of_rank(rank)
+        ),
+        rows=len(plan.rows),
+        branches=int(own_offsets[-1]),
+        tokens=int(table.own_tokens[plan.rows].sum(dtype=np.int64)),
+        chosen_tokens=int(table.chosen_tokens[plan.rows].sum(dtype=np.int64)),
+        mismatched_branches=len(plan.pairs),
+    )
+
+
+@dataclass(frozen=True)
+class _Picked:
+    """The rows and branches of one micro-batch."""
+
+    rows: NDArray[np.int64]  # (rows,) in the block of the buffer
+    counts: NDArray[np.int64]  # (rows,) branches of each
+    branches: NDArray[np.int64]  # (branches,) in the block of the buffer, row by row
+    places: NDArray[np.int64]  # (branches,) in the step
+
+
+def _own_batch(
+    plan: StepPlan, buffer: RowBuffer, rows: NDArray[np.int64], own_offsets: NDArray[np.int64]
+) -> MicroBatch:
+    """`rows` are places in the step, ascending."""
+    found, counts = buffer.find(plan.rows[rows]), np.diff(own_offsets)[rows]
+    picked = _Picked(
+        rows=found,
+        counts=counts,
+        branches=joined_ranges(buffer.block.rows.branch_offsets[found], counts),
+        places=joined_ranges(own_offsets[rows], counts),
+    )
+    return _micro_batch(buffer, picked)
+
+
+def _mismatched_batch(
+    plan: StepPlan, buffer: RowBuffer, rows: NDArray[np.int64], own_offsets: NDArray[np.int64]
+) -> MicroBatch:
+    """`rows` are places in the step, ascending; each has a pair at least."""
+    places = np.flatnonzero(np.isin(plan.pairs.rows, rows))
+    pairs = plan.pairs.take(places)
+    found = buffer.find(plan.rows[rows])
+    row_of_pair = found[np.searchsorted(rows, pairs.rows)]
+    num_own = np.diff(own_offsets)[pairs.rows]
+    first = buffer.block.rows.branch_offsets[row_of_pair]
+    picked = _Picked(
+        rows=found,
+        counts=np.diff(np.append(np.searchsorted(pairs.rows, rows), len(pairs))),
+        branches=first + (1 + pairs.levels) * num_own + pairs.branches,
+        places=places,
+    )
+    return _micro_batch(buffer, picked)
+
+
+def _micro_batch(buffer: RowBuffer, picked: _Picked) -> MicroBatch:
+    rows, branches = buffer.block.rows, picked.branches
+    kept = buffer.block.token_logps
+    # Copies: a batch that is kept must not keep the whole buffer alive.
+    prompts, completions = rows.prompts.take(picked.rows), rows.completions.take(branches)
+    ends = np.cumsum(picked.counts).tolist()
+    starts = [0, *ends[:-1]]
+    return MicroBatch(
+        trees=tuple(
+            Tree(prompt, tuple(completions[branch] for branch in range(start, end)))
+            for prompt, start, end in zip(prompts, starts, ends, strict=False)
+        ),
+        roles=rows.roles[branches],
+        reference=buffer.block.logps[branches],
+        scores=rows.scores[branches],
+        places=picked.places,
+        reference_tokens=None if kept is None else kept.take(branches),
+        carried={name: column[picked.rows] for name, column in rows.carried.items()},
+        row_ids=tuple(buffer.row_ids[row] for row in picked.rows.tolist()),
+    )
+
+
 T = TypeVar("T")
 
 
@@ -158,7 +301,7 @@ class Prefetch(Generic[T]):
 
     def __init__(self, items: Iterable[T], *, ahead: int) -> None:
         self._items = items
-        self._made: SimpleQueue[_Item[T] | _End] = SimpleQueue()
+        self._made: SimpleQueue[tuple[T] | BaseException | None] = SimpleQueue()
         self._room = threading.Semaphore(ahead)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._make, name="align-prefetch", daemon=True)
@@ -172,12 +315,10 @@ class Prefetch(Generic[T]):
             raise StopIteration
         self._room.release()
         made = self._made.get()
-        if isinstance(made, _Item):
-            return made.value
+        if isinstance(made, tuple):
+            return made[0]
         self.close()
-        if made.error is not None:
-            raise made.error
-        raise StopIteration
+        raise StopIteration if made is None else made
 
     def close(self) -> None:
         """Ends the thread; an item in the making is dropped."""
@@ -186,30 +327,20 @@ class Prefetch(Generic[T]):
         self._thread.join()
 
     def _make(self) -> None:
-        end = _End(None)
+        end: BaseException | None = None
         try:
             items = iter(self._items)
             while self._has_room():
                 try:
-                    item = _Item(next(items))
+                    item = (next(items),)
                 except StopIteration:
                     break
                 self._made.put(item)
                 del item
         except BaseException as error:
-            end = _End(error)
+            end = error
         self._made.put(end)
 
     def _has_room(self) -> bool:
         self._room.acquire()
         return not self._closed.is_set()
-
-
-@dataclass(frozen=True)
-class _Item(Generic[T]):
-    value: T
-
-
-@dataclass(frozen=True)
-class _End:
-    error: BaseException | None

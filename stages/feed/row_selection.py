@@ -1,4 +1,8 @@
-"""Selects the branches of stored rows that a method reads, their roles and their tokens."""
+"""Selects the branches of stored rows that a method reads, their roles and their tokens.
+
+`select` runs over every row group at start, on its narrow columns, and again on a row group whose
+rows a step needs: of each row only its place in the row group is kept in between.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,9 @@ from dataclasses import astuple, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ...schemas.errors import CorruptionError
-from ...schemas.rows import Ragged, Role, RowBlock, ScoredBlock, offsets_of
-from .conversions import CONVERSIONS, Own, Reading, StoredKind, joined_ranges
+from ...schemas.cache import BranchLayout, StoredKind, branch_layout
+from ...schemas.rows import Ragged, Role, RowBlock, ScoredBlock, joined_ranges, offsets_of
+from .conversions import CONVERSIONS, Own, Reading
 
 
 @dataclass(frozen=True)
@@ -48,13 +52,12 @@ def select(
     source: str,
 ) -> Selection:
     """Own branches lead a stored row; after them come all first mismatches, all second ones."""
-    layout = _layout(roles, branch_offsets, source)
-    kinds = _kinds(roles, layout, source)
+    layout = branch_layout(roles, branch_offsets, source=source)
     every = _own(roles, scores, layout)
     counts = {}
-    parts = [every.keep_rows(np.zeros(len(kinds), dtype=np.bool_))]
+    parts = [every.keep_rows(np.zeros(len(layout.kinds), dtype=np.bool_))]
     for kind in StoredKind:
-        stored = every.keep_rows(kinds == kind)
+        stored = every.keep_rows(layout.kinds == kind)
         convert = CONVERSIONS[reading.kind].get(kind)
         made = convert(stored, reading.rules) if convert and len(stored.rows) else parts[0]
         parts.append(made)
@@ -68,42 +71,7 @@ def select(
     return Selection(own.rows, own.offsets, own.places, mismatched, own.roles, own.scores, counts)
 
 
-@dataclass(frozen=True)
-class _Layout:
-    starts: NDArray[np.int64]  # (rows,)
-    num_own: NDArray[np.int64]  # (rows,)
-    levels: int  # mismatches of each own branch
-
-
-def _layout(roles: NDArray[np.int8], branch_offsets: NDArray[np.int64], source: str) -> _Layout:
-    starts, num_all = branch_offsets[:-1], np.diff(branch_offsets)
-    is_own = roles != Role.MISMATCHED
-    num_own = np.diff(offsets_of(is_own)[branch_offsets])
-    _require(bool(num_own.all()), source)
-    levels = int(num_all[0] // num_own[0]) - 1 if len(starts) else 0
-    _require(bool((num_all == num_own * (1 + levels)).all()), source)
-    _require(bool(is_own[joined_ranges(starts, num_own)].all()), source)
-    return _Layout(starts, num_own, levels)
-
-
-def _kinds(roles: NDArray[np.int8], layout: _Layout, source: str) -> NDArray[np.int8]:
-    own = roles[joined_ranges(layout.starts, layout.num_own)]
-    offsets = offsets_of(layout.num_own)
-
-    def count(*wanted: Role) -> NDArray[np.int64]:
-        of_row: NDArray[np.int64] = np.diff(offsets_of(np.isin(own, wanted))[offsets])
-        return of_row
-
-    is_paired = (count(Role.CHOSEN) == 1) & (count(Role.REJECTED) == 1) & (layout.num_own == 2)
-    is_unpaired = count(Role.DESIRABLE, Role.UNDESIRABLE) == layout.num_own
-    is_scored = count(Role.CANDIDATE) == layout.num_own
-    _require(bool((is_paired | is_unpaired | is_scored).all()), source)
-    kinds = np.full(len(is_paired), StoredKind.PAIRED, dtype=np.int8)
-    kinds[is_unpaired], kinds[is_scored] = StoredKind.UNPAIRED, StoredKind.SCORED
-    return kinds
-
-
-def _own(roles: NDArray[np.int8], scores: NDArray[np.float64], layout: _Layout) -> Own:
+def _own(roles: NDArray[np.int8], scores: NDArray[np.float64], layout: BranchLayout) -> Own:
     """All own branches as they are stored, but chosen before rejected."""
     rows = np.arange(len(layout.starts))
     places = joined_ranges(layout.starts, layout.num_own)
@@ -121,14 +89,6 @@ def _counted(stored: Own, made: Own) -> KindCounts:
         unscored=int((~stored.is_scored).sum()),
         left_out=int(stored.counts[read].sum()) - len(np.unique(made.places)),
     )
-
-
-def _require(good: bool, source: str) -> None:
-    if not good:
-        raise CorruptionError(
-            f"{source} holds rows whose branches fit no kind of data. "
-            "Restore it from a copy, or make the cache again."
-        )
 
 
 def as_read(

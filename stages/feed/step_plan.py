@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...schemas.batches import Cursor, StepSize, World
-from .conversions import joined_ranges
+from ...schemas.rows import joined_ranges
 from .epoch_order import Order, key_of, shuffled, shuffled_order, stored_order
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class MismatchedPairs:
     """The mismatched branches of a step, in step order: row by row, level by level."""
 
     rows: NDArray[np.int64]  # (pairs,) places of their rows in the step
-    branches: NDArray[np.int64]  # (pairs,) the row's own branch each stands against
+    branches: NDArray[np.int64]  # (pairs,) the row's own branch that each is compared with
     levels: NDArray[np.int64]  # (pairs,) which of that branch's partners
 
     def __len__(self) -> int:
@@ -85,7 +85,7 @@ class Pass:
     key: int  # draws mismatched branches where a step has too many
 
     def end(self, step: int) -> int:
-        """The position behind the last row of a step."""
+        """The position after the last row of a step."""
         return min((step + 1) * self.settings.batch_size, len(self.order))
 
     def size(self) -> StepSize:
@@ -183,7 +183,7 @@ class BatchAssignment:
     num_turns: int  # of every rank
 
     def of_rank(self, rank: int) -> list[NDArray[np.int64]]:
-        """The sequences of each micro-batch, ascending whatever the assignment."""
+        """The sequences of each micro-batch, ascending for any assignment."""
         mine = np.flatnonzero(self.ranks == rank)
         return [mine[self.turns[mine] == turn] for turn in range(self.num_turns)]
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ...schemas.cache import Manifest
+from ...schemas.cache import Manifest, StoredKind
 from ...schemas.errors import UsageError
 from ...schemas.methods import Labels, RowKind
 from ..storage.cache_folder import CacheFolder
 from ..storage.shards import iter_row_groups, number_column, open_shard
 from .cache_index import SCORES, Index, build_index, held_out, naming_unit
-from .conversions import CONVERSIONS, Reading, StoredKind
+from .conversions import CONVERSIONS, Reading
 from .row_selection import KindCounts
 
 _SERVE = {

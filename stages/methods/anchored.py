@@ -1,4 +1,4 @@
-"""Paired methods that hold each side against the reference by itself."""
+"""Paired methods that compare each side with the reference by itself."""
 
 from __future__ import annotations
 

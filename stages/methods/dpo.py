@@ -17,7 +17,6 @@ from ...schemas.methods import (
     Step,
     beta,
     label_smoothing,
-    number,
     sft_weight,
 )
 from .modifiers import CLAMPS, SEES_RATIOS, WEIGHS_PAIRS, bounded_exp
@@ -65,8 +64,8 @@ class ExoOptions:
     """Options of exo."""
 
     beta: float = beta(0.1)
-    label_smoothing: float = number(
-        0.001, "probability the target leaves to the rejected branch", above=0, below=0.5
+    label_smoothing: float = option(
+        0.001, "probability the target leaves to the rejected branch", gt=0, lt=0.5
     )
     sft_weight: float = sft_weight()
 
@@ -84,7 +83,7 @@ class DiscopopOptions:
     """Options of discopop."""
 
     beta: float = beta(0.05)
-    tau: float = number(0.05, "width of the switch between the two parts", above=0)
+    tau: float = option(0.05, "width of the switch between the two parts", gt=0)
     sft_weight: float = sft_weight()
 
 

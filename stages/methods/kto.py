@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
+from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -17,21 +18,18 @@ from ...schemas.methods import (
     ResolvedOptions,
     Step,
     beta,
-    number,
 )
 from .modifiers import CLAMPS
 from .rewards import Labelled, labelled_method, labelled_of
 
-Weight: TypeAlias = 'float | Literal["auto"]'
+Weight: TypeAlias = Annotated[float, Field(gt=0)] | Literal["auto"]
 # Of wD nD / (wU nU), https://arxiv.org/abs/2402.01306.
 LOWEST, HIGHEST = 1.0, 1.5
 
 
 def weight(label: str) -> Any:
     """The field for the weight of one label."""
-    return number(
-        1.0, f"weight of {label} branches; auto: as heavy in all as the other label", above=0
-    )
+    return option(1.0, f"weight of {label} branches; auto: as heavy in all as the other label")
 
 
 def resolve_weights(options: Any, labels: Labels) -> ResolvedOptions:
@@ -94,8 +92,8 @@ class KtoOptions:
     beta: float = beta(0.1)
     desirable_weight: Weight = weight("desirable")
     undesirable_weight: Weight = weight("undesirable")
-    kl_per_step: int = number(
-        0, "mismatched branches of a training step that enter z; 0: all", least=0
+    kl_per_step: int = option(
+        0, "mismatched branches of a training step that enter z; 0: all", ge=0
     )
     kl_use: Literal["rotate", "all"] = option(
         "rotate", "rotate: one partner of each branch, another one every epoch; all: all of them"
@@ -152,7 +150,7 @@ def apo_zero_unpaired(branches: Branches, _: Step, options: ApoZeroUnpairedOptio
 def zero_point(step: Step) -> Tensor:
     """z, the policy's distance from the reference as its mismatched branches show it, () float64.
 
-    Clamped after the mean over the whole step: a mean of clamped parts would lie too high.
+    Clamped after the mean over the whole step: a mean of clamped parts would be too high.
     """
     return _mean(step.mismatched).clamp(min=0)
 

@@ -95,7 +95,7 @@ def _sides(method: Method, name: str) -> tuple[str, ...]:
 
 
 def _option_fields(method: Method) -> list[dataclasses.Field[Any]]:
-    """Those that the loss itself reads: others decide what stands in a step or before an answer."""
+    """The options that the loss itself reads; others decide what a step or a prompt holds."""
     if method.context:
         return []
     return [field for field in dataclasses.fields(method.options) if field.name not in STEP_OPTIONS]
@@ -109,7 +109,7 @@ def _explained(method: Method, signature: Signature) -> str:
     meanings |= dict.fromkeys(_sides(method, LENGTHS), "completion tokens of each")
     if _reads_lengths(method, options_of(method, {})):
         meanings |= dict.fromkeys(_sides(method, LENGTHS), "completion tokens of each, required")
-    meanings |= {field.name: field.metadata["help"] for field in _option_fields(method)}
+    meanings |= {field.name: field.metadata["description"] for field in _option_fields(method)}
     listed = [f"    {name}: {meanings[name]}" for name in signature.parameters if name in meanings]
     items = "pair" if method.items == "rows" else "completion"
     lines = [f"{method.summary}, one loss per {items}.", "", f"{method.source}.", "", *listed]
@@ -153,7 +153,7 @@ def _read(method: Method, given: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _float64(values: Any) -> Tensor:
-    """A copy of what is not a tensor: a column of a frame is memory that nobody may write to."""
+    """A copy of what is not a tensor: a column of a frame is read-only memory."""
     tensor = values if isinstance(values, Tensor) else torch.tensor(values)
     return tensor.to(torch.float64)
 

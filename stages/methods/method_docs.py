@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-import types
-import typing
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from ...schemas.methods import Head, Method, Need, range_of
+from ...schemas.json_codec import allowed, json_schema
+from ...schemas.methods import Head, Method, Need
 
 WIDTH = 88
 ROWS = {
@@ -113,23 +112,13 @@ def render_method(method: Method) -> str:
 
 
 def _options(options: type[Any]) -> Iterable[OptionDescription]:
-    hints = typing.get_type_hints(options)
-    defaults = options()
-    for field in dataclasses.fields(options):
+    for name, option in json_schema(options)["properties"].items():
         yield OptionDescription(
-            name=field.name,
-            default=getattr(defaults, field.name),
-            values=_values(hints[field.name], field),
-            help=field.metadata["help"],
+            name=name,
+            default=option["default"],
+            values=allowed(option),
+            help=option["description"],
         )
-
-
-def _values(hint: Any, field: dataclasses.Field[Any]) -> str:
-    if typing.get_origin(hint) is Literal:
-        return " or ".join(map(str, typing.get_args(hint)))
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return " or ".join(_values(part, field) for part in typing.get_args(hint))
-    return range_of(field)
 
 
 def _entries(methods: Sequence[Method]) -> Iterable[str]:

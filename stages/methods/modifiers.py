@@ -1,4 +1,4 @@
-"""Options that change what a method sees, or how much each row counts, whatever the method."""
+"""Options of any method that change what it sees, or how much each row counts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.functional import logsigmoid
 
 from ...schemas.config import option
 from ...schemas.errors import UsageError
-from ...schemas.methods import Branches, Need, Tokens, number
+from ...schemas.methods import Branches, Need, Tokens
 
 # What a method may allow, by the option that turns each on.
 SEES_RATIOS = frozenset({"f_divergence", "ld_alpha"})
@@ -35,16 +35,16 @@ class Modifiers:
     f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = option(
         "reverse_kl", "divergence that holds the policy near the reference"
     )
-    f_alpha: float = number(0.5, "the alpha of f_divergence: alpha")
-    ld_alpha: float = number(
-        1.0, "weight of tokens beyond the shorter side's length; 1: as all others", least=0
+    f_alpha: float = option(0.5, "the alpha of f_divergence: alpha")
+    ld_alpha: float = option(
+        1.0, "weight of tokens beyond the shorter side's length; 1: as all others", ge=0
     )
     wpo: bool = option(False, "weighs pairs by how likely the policy is to write them")
     margin: str = option("", "column of the data: how far apart each pair should be")
     row_weight: str = option("", "column of the data: how much each row counts")
     humanline: bool = option(False, "clamps each token's log-ratio to [log_eps_p, log_eps_r]")
-    log_eps_p: float = number(-1.0, "lower end of humanline", below=0)
-    log_eps_r: float = number(1.5, "upper end of humanline", above=0)
+    log_eps_p: float = option(-1.0, "lower end of humanline", lt=0)
+    log_eps_r: float = option(1.5, "upper end of humanline", gt=0)
 
     @property
     def active(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Modifiers:
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What these need beside what the method does."""
+        """What these need in addition to the method."""
         return frozenset(_NEEDS[name] for name in self.active if name in _NEEDS)
 
     @property
@@ -178,7 +178,7 @@ def _scores(ratios: Tensor, divergence: str, alpha: float) -> Tensor:
 def _likelihood_of_pairs(branches: Branches) -> Tensor:
     """WPO (https://arxiv.org/abs/2406.11827): exp(m'_c + m'_l), detached, (rows,).
 
-    m' is the mean of log p(token) - log sum_v p(v)^2, which may lie above 0: so may the weight
+    m' is the mean of log p(token) - log sum_v p(v)^2, which may be above 0: so may the weight
     above 1. TRL once cut it there; its 1.16 no longer does, nor does the paper's formula.
     """
     tokens = tokens_of(branches)

@@ -46,7 +46,7 @@ def aot_unpaired(branches: Branches, step: Step, options: TransportOptions) -> L
     """-(1 - e) LS(b d) - e LS(-b d), AOT of two crowds (https://arxiv.org/abs/2406.05882).
 
     d = sorted r_c less sorted r_l, both over the step. The two branches of one d may stand in
-    different micro-batches: each is held against what the survey found of the other, and brings
+    different micro-batches: each is compared with what the survey found of the other, and brings
     half of the value but the whole of its own gradient.
     """
     pairs, rows, e = pairs_of(branches), _rows_of(branches), options.label_smoothing
@@ -82,7 +82,7 @@ def _margins(values: Tensor) -> Tensor:
 
 
 def _ranks(values: Tensor) -> Tensor:
-    """How many stand below each; of equal ones the first in the step is the lower."""
+    """The rank of each; of equal values the first in the step has the lower rank."""
     return values.argsort(stable=True).argsort()
 
 
@@ -91,7 +91,7 @@ def _sorted(values: Tensor) -> Tensor:
 
 
 def _rows_of(branches: Branches) -> Tensor:
-    """Where each row stands in the step."""
+    """The place of each row in the step."""
     assert branches.places is not None, "branches that are surveyed have places"
     return branches.places[0::2] // 2
 

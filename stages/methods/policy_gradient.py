@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...schemas.config import option
-from ...schemas.methods import Branches, LossOutput, Method, Rewards, Step, Tokens, number
+from ...schemas.methods import Branches, LossOutput, Method, Rewards, Step, Tokens
 from .modifiers import CLAMPS, bounded_exp, sums_of, tokens_of
 
 MODIFIERS = CLAMPS | {"row_weight"}
@@ -23,10 +23,8 @@ SMALLEST_SPREAD = 1e-4
 class GrpoOptions:
     """Options of grpo."""
 
-    beta: float = number(0.01, "weight of the distance from the reference", least=0)
-    epsilon: float = number(
-        0.2, "a token gains nothing beyond a ratio of 1 ± this", above=0, below=1
-    )
+    beta: float = option(0.01, "weight of the distance from the reference", ge=0)
+    epsilon: float = option(0.2, "a token gains nothing beyond a ratio of 1 ± this", gt=0, lt=1)
     normalize: Literal["tokens", "sequence"] = option(
         "tokens", "tokens: every token counts the same; sequence: every candidate"
     )
@@ -74,7 +72,7 @@ def clipped(advantages: Tensor, log_ratios: Tensor, epsilon: float) -> Tensor:
 
 
 def distances(tokens: Tokens) -> Tensor:
-    """1 / p - 1 + log p of each token, at least 0, whatever a modifier made of p, (tokens,)."""
+    """1 / p - 1 + log p of each token, at least 0, of p before any modifier, (tokens,)."""
     ratios = plain_log_ratios(tokens)
     return bounded_exp(-ratios) - 1 + ratios
 
@@ -126,15 +124,13 @@ SMALLEST_VARIANCE = 1e-8
 class PpoOptions:
     """Options of ppo."""
 
-    epsilon: float = number(
-        0.5, "a token gains nothing beyond a ratio of 1 ± this", above=0, below=1
-    )
-    lam: float = number(0.95, "how far an advantage trusts rewards over values", least=0, most=1)
-    gamma: float = number(0.99, "what a reward is worth one token earlier", least=0, most=1)
-    vf: float = number(0.01, "weight of the value head's error", least=0)
-    kl: float = number(0.1, "weight of log p, which keeps a token near the reference", least=0)
-    value_clip: float = number(
-        0.0, "a value learns from returns no further away than this; 0: from all", least=0
+    epsilon: float = option(0.5, "a token gains nothing beyond a ratio of 1 ± this", gt=0, lt=1)
+    lam: float = option(0.95, "how far an advantage trusts rewards over values", ge=0, le=1)
+    gamma: float = option(0.99, "what a reward is worth one token earlier", ge=0, le=1)
+    vf: float = option(0.01, "weight of the value head's error", ge=0)
+    kl: float = option(0.1, "weight of log p, which keeps a token near the reference", ge=0)
+    value_clip: float = option(
+        0.0, "a value learns from returns no further away than this; 0: from all", ge=0
     )
 
 
@@ -209,7 +205,7 @@ def _discounted(deltas: Tensor, factor: float) -> Tensor:
     """Sums over k >= 0 of factor^k d_(t+k) along each row, in log2(width) rounds."""
     reach, sums = 1, deltas
     while reach < deltas.shape[1]:
-        # What a token has summed up so far reaches as far again as that of the one behind it.
+        # What a token has summed up so far reaches twice as far with that of a later token.
         sums = sums + factor**reach * pad(sums[:, reach:], (0, reach))
         reach *= 2
     return sums

@@ -16,7 +16,7 @@ from .rewards import reward_metrics
 
 LOSS = "loss"
 MethodState = dict[str, tuple[float, ...]]  # of each method that has one, by its name
-# Paired rows can be read as labelled ones, and both tell which branches to imitate.
+# Paired rows can be read as labelled ones, and both say which branches to imitate.
 _MOST_ASKED_FIRST: tuple[RowKind, ...] = ("grouped", "paired", "labelled", "imitated")
 _LABELS = {Role.CHOSEN: Role.DESIRABLE, Role.REJECTED: Role.UNDESIRABLE}
 
@@ -232,7 +232,7 @@ def _of(part: Part, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _by_branch(losses: Tensor, branches: Branches) -> Tensor:
-    """Losses of rows, or of branches, as (branches,): a row's stands at each of its branches."""
+    """Losses of rows, or of branches, as (branches,): each branch gets that of its row."""
     return losses if len(losses) == len(branches.rows) else losses[branches.rows]
 
 

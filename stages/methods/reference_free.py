@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
 from ...schemas.config import option
-from ...schemas.methods import Branches, LossOutput, Rewards, Step, label_smoothing, number
+from ...schemas.methods import Branches, LossOutput, Rewards, Step, label_smoothing
 from .modifiers import WEIGHS_PAIRS
 from .rewards import Side, logp_metrics, paired_method, pairs_of
 
@@ -28,7 +28,7 @@ SCOPE_HELP = (
 class OrpoOptions:
     """Options of orpo."""
 
-    lam: float = number(0.1, "weight of the odds ratio beside the likelihood", above=0)
+    lam: float = option(0.1, "weight of the odds ratio beside the likelihood", gt=0)
     nll_scope: NllScope = option("pair", SCOPE_HELP)
 
 
@@ -36,8 +36,8 @@ class OrpoOptions:
 class SimpoOptions:
     """Options of simpo."""
 
-    beta: float = number(10.0, "scale of the difference between the two means", above=0)
-    gamma_ratio: float = number(0.3, "margin wanted between the two means", least=0)
+    beta: float = option(10.0, "scale of the difference between the two means", gt=0)
+    gamma_ratio: float = option(0.3, "margin wanted between the two means", ge=0)
     label_smoothing: float = label_smoothing(0.0)
 
 
@@ -45,9 +45,9 @@ class SimpoOptions:
 class CpoOptions:
     """Options of cpo."""
 
-    beta: float = number(0.1, "scale of the difference between the two sums", above=0)
+    beta: float = option(0.1, "scale of the difference between the two sums", gt=0)
     label_smoothing: float = label_smoothing(0.0)
-    alpha: float = number(1.0, "weight of the chosen branch's likelihood", least=0)
+    alpha: float = option(1.0, "weight of the chosen branch's likelihood", ge=0)
     nll_scope: NllScope = option("pair", SCOPE_HELP)
 
 
@@ -55,8 +55,8 @@ class CpoOptions:
 class SlicOptions:
     """Options of slic."""
 
-    delta: float = number(1.0, "margin wanted between the two sums, in nats", above=0)
-    lam: float = number(0.1, "weight of the chosen branch's likelihood", least=0)
+    delta: float = option(1.0, "margin wanted between the two sums, in nats", gt=0)
+    lam: float = option(0.1, "weight of the chosen branch's likelihood", ge=0)
     normalize: Literal["sum", "mean"] = option(
         "sum", "likelihood of the whole chosen branch, or its mean per token"
     )

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from ...schemas.methods import Branches, LossOutput, Step, beta, number, sft_weight
+from ...schemas.config import option
+from ...schemas.methods import Branches, LossOutput, Step, beta, sft_weight
 from .rewards import paired_method, pairs_of, referenced_output
 
 
@@ -16,7 +17,7 @@ class RpoOptions:
     """Options of rpo_sq, rpo_bwd_kl and rpo_fwd_kl."""
 
     beta: float = beta(0.1)
-    eta: float = number(1.0, "margin wanted per point between the two scores", above=0)
+    eta: float = option(1.0, "margin wanted per point between the two scores", gt=0)
     sft_weight: float = sft_weight()
 
 

@@ -27,7 +27,7 @@ def scaled_mean_ratios(branches: Branches, options: Any) -> Tensor:
 
 
 def scores(branches: Branches, _: Any) -> Tensor:
-    """What a head that scores says of each branch, (branches,)."""
+    """The score of each branch, of a policy that scores, (branches,)."""
     return branches.logps
 
 
@@ -57,7 +57,7 @@ labelled_method = partial(
 def reward_metrics(rewards: Tensor, branches: Branches, kind: RowKind) -> dict[str, Tensor]:
     """What is reported of the rewards of a micro-batch of rows of this kind.
 
-    Every row, branch or pair of candidates counts the same, whatever `row_weight` it has.
+    Every row, branch or pair of candidates counts the same; `row_weight` changes nothing here.
     """
     if kind == "paired":
         return paired_metrics(rewards[0::2], rewards[1::2])
@@ -174,7 +174,7 @@ class Pairs:
 
 
 def pairs_of(branches: Branches) -> Pairs:
-    """Takes a micro-batch of paired rows apart."""
+    """Splits a micro-batch of paired rows into its two sides."""
     assert bool((branches.roles[0::2] == Role.CHOSEN).all()), "chosen comes first"
     assert bool((branches.roles[1::2] == Role.REJECTED).all()), "rejected comes second"
     return Pairs(_side(branches, first=0), _side(branches, first=1), branches.margin)

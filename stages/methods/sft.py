@@ -1,4 +1,4 @@
-"""Likelihood: of what is good alone, or of all behind a token that tells which it is."""
+"""Likelihood: of good completions only, or of all, each after a token for its label."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _metrics(means: Tensor, good: Tensor) -> dict[str, Tensor]:
 
 
 def control_texts(options: CsftOptions) -> dict[Role, str]:
-    """What stands before a completion, by its label."""
+    """The text before a completion, by its label."""
     return {Role.DESIRABLE: options.good_token, Role.UNDESIRABLE: options.bad_token}
 
 

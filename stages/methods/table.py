@@ -9,7 +9,7 @@ from typing import Any
 
 from ...schemas.errors import UsageError, closest, did_you_mean
 from ...schemas.json_codec import CodecError, from_plain
-from ...schemas.methods import Method, check_bounds
+from ...schemas.methods import Method
 from .anchored import APO_DOWN, APO_ZERO, BCO_PAIR, NCA, SPPO
 from .dpo import CDPO, DISCOPOP, DPO, DPO_NORM, EXO, HINGE, IPO, ROBUST
 from .kto import APO_ZERO_UNPAIRED, BCO, KTO, KTO_LOGSIGMOID, KTO_ZERO
@@ -93,11 +93,9 @@ def _read(
     options: type[Any], values: Mapping[str, Any], name: str, *, where: str = "method"
 ) -> Any:
     try:
-        read = from_plain(options, dict(values), where=where, partial=True)
+        return from_plain(options, dict(values), where=where)
     except CodecError as error:
         raise UsageError(f"{name}: {error}") from error
-    check_bounds(read, where)
-    return read
 
 
 def _weighted(text: str) -> tuple[str, float]:

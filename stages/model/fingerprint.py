@@ -43,7 +43,7 @@ class ModelFiles:
         return ModelFiles({file: _version(file) for file in sorted(files)})
 
     def require_unchanged(self) -> None:
-        """Refuses what was computed from other files; loaded weights may still lie in theirs."""
+        """Refuses files that were changed: loaded weights may still be mapped from them."""
         for file, version in self.versions.items():
             if _version(file) != version:
                 raise FingerprintError(
@@ -62,7 +62,7 @@ def _version(file: Path) -> tuple[int, int, int]:
 
 
 def weights_digest(folder: str) -> str:
-    """Names the tensors of a model, whatever files they are spread over."""
+    """Digest of the tensors of a model, however they are spread over files."""
     return _tensors_digest(model_tensors(Path(folder)))
 
 
@@ -145,7 +145,7 @@ LONGEST_HEADER = 100_000_000  # what the format allows
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor and where its bytes lie."""
+    """One tensor and the position of its bytes."""
 
     name: str
     dtype: str  # as the format spells it: F32, BF16, ...

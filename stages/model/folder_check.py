@@ -23,7 +23,7 @@ _SHARDS = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 
 
 def require_plain_folder(folder: str) -> None:
-    """Refuses by name whatever would compute with more than the weights and code known here."""
+    """Refuses, by its name, every setting that brings in other weights or unknown code."""
     config, file = model_config(folder), Path(folder) / "config.json"
     for name, value in _entries(config):
         _require_known(file, name, value)

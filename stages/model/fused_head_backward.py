@@ -124,7 +124,7 @@ class FusedLogps(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Gradients:
-    """What is asked for."""
+    """The gradients that are asked for; the others are None."""
 
     hidden: Tensor | None  # (T, hidden) float32
     weight: Tensor | None  # (vocabulary, hidden) in its dtype
@@ -230,7 +230,7 @@ class LogitsBuffer:
         return LogitsBuffer, (self._size,)  # a copy of the head has a buffer of its own
 
     def acquire(self, device: torch.device) -> KeptLogits:
-        """Returns space for the tiles of a call, until it is released or nobody holds it."""
+        """Returns space for the tiles of a call, until it is released or no longer referenced."""
         last = self._last() if self._last is not None else None
         if last is not None:
             if last.is_needed:

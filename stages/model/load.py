@@ -25,7 +25,7 @@ from .transformers_compat import attention_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# Constants that GPT-2 and its kin once stored in each layer; not all are known to transformers.
+# Constants that models like GPT-2 once stored in each layer; transformers does not know all.
 _CAUSAL_MASK = re.compile(r"\.(attn|attention)\.(attention\.)?(masked_)?bias$")
 
 
@@ -243,7 +243,7 @@ def quiet() -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """What another library says in its first line, for one of ours."""
+    """The first line of another library's error, for a message."""
     return str(error).strip().split("\n", maxsplit=1)[0]
 
 
@@ -256,7 +256,7 @@ def add_lora(model: nn.Module, options: LoraOptions, seed: int) -> nn.Module:
     from peft import LoraConfig, get_peft_model  # noqa: PLC0415 - optional, and slow to import
 
     settings = LoraConfig(
-        # Beside the adapter peft trains and saves the whole head of a model that scores.
+        # For a model that scores, peft trains and saves the whole head in addition to the adapter.
         task_type="SEQ_CLS" if is_reward_model(model) else "CAUSAL_LM",
         r=options.rank,
         lora_alpha=options.alpha,  # type: ignore[arg-type]  # peft divides it by the rank
@@ -299,7 +299,7 @@ SCORES = "ForSequenceClassification"  # how transformers names models that score
 
 
 class ScalarHead(nn.Linear):
-    """A projection to one number, computed in float32 whatever the weights are in.
+    """A projection to one number, computed in float32 for weights of any dtype.
 
     It has to be called: ZeRO-3 gathers a module's weight around its call and nowhere else.
     """

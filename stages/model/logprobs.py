@@ -52,7 +52,7 @@ class BranchOutputs:
     """What one pass of a model gives for every completion token of a batch."""
 
     rows: Tensor  # (1 or 2, T) float32: log p and, where asked for, purity without a gradient
-    states: Tensor  # (T, hidden): the last states, which predict them; (0,) if nobody asks
+    states: Tensor  # (T, hidden): the last states, which predict them; (0,) unless asked for
 
 
 def branch_logps(model: nn.Module, batch: TreeBatch, path: ScoringPath) -> Tensor:

@@ -68,7 +68,7 @@ class Policy(nn.Module):
             self.path: ScoringPath = choose(model.eval())
         if self.path.head == "fused":
             call_head_for_logps(causal_model(model))
-        # Beside the model, so that neither its weights nor an adapter on them know of it.
+        # Not part of the model, so that its saved weights and adapters leave it out.
         self.value_head = value_head(causal_model(model)) if head == "values" else None
         wanted = {"logps": True, "purity": purity, "values": head == "values"}
         self.output_names = tuple(name for name, is_asked in wanted.items() if is_asked)
@@ -107,11 +107,6 @@ class Policy(nn.Module):
             raise UsageError(
                 f"train.gradient_checkpointing: {first_line(error)} Set it to false."
             ) from error
-
-    def trainable_names(self) -> tuple[str, ...]:
-        """The parameters that learn, as the model names them."""
-        named = self.model.named_parameters()
-        return tuple(name for name, parameter in named if parameter.requires_grad)
 
 
 DROPOUTS = (

@@ -95,7 +95,7 @@ class TreeScorer:
 
     @property
     def pads(self) -> bool:
-        """Packed trees lie end to end; in all other layouts each is as long as the longest."""
+        """Packed trees are laid end to end; in all other layouts each is as long as the longest."""
         return self.path.layout != "packed"
 
     def describe(self) -> Mapping[str, str]:
@@ -143,7 +143,7 @@ class TreeScorer:
 
 @contextmanager
 def on_threads(count: int) -> Iterator[None]:
-    """Computes with so many threads, whatever the environment says: they decide the last bits."""
+    """Computes with this number of threads, which decides the last bits of a sum."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -17,7 +17,7 @@ from .load import VALUE_HEAD, is_reward_model, load_model, merged, quiet, with_a
 from .logprobs import causal_model
 from .reward_model import load_reward_model
 
-# What makes a folder of weights a model that can be talked to, beside config.json.
+# What a folder needs for chat and generation in addition to weights and config.json.
 COMPANIONS = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -79,7 +79,7 @@ def stop_generation_at(tokens: Collection[int], source: Path, target: Path) -> N
 
 
 def parted(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The model's own weights, and those of a value head beside it by their names in it."""
+    """The model's own weights, and those of its value head, by their names in the head."""
     prefix = f"{VALUE_HEAD}."
     own = {name: tensor for name, tensor in weights.items() if not name.startswith(prefix)}
     beside = {name.removeprefix(prefix): weights[name] for name in weights.keys() - own.keys()}
@@ -87,7 +87,7 @@ def parted(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
 
 
 def save_value_head(weights: Mapping[str, Tensor], target: Path) -> None:
-    """Writes the value head beside the model, of which it is not a part."""
+    """Writes the value head to a file of its own next to the model."""
     (target / f"{VALUE_HEAD}.safetensors").write_bytes(save(dict(weights)))
 
 

@@ -167,7 +167,7 @@ UNKNOWN = ("softcap", "s_aux", "position_bias")  # what sdpa leaves out, some mo
 
 @dataclass(frozen=True)
 class Pieces:
-    """Where the trees lie, and the masks their pieces are cut from."""
+    """The places of the trees, and the masks that their pieces are cut from."""
 
     edges: tuple[tuple[int, ...], ...]  # per tree: start, end of prompt, end of each branch
     longest_prompt: int
@@ -250,7 +250,7 @@ def _cuts(pieces: Pieces, window: int | None) -> Iterator[_Cut]:
 def _template(prompt: int, rows: int, window: int | None) -> Tensor:
     """Additive mask of a branch's row i and a key j positions after the fork (before it: j < 0).
 
-    Distance is i - j whatever the lengths, so every piece's mask is a view of one template.
+    Distance is i - j for any lengths, so every piece's mask is a view of one template.
     """
     distance = torch.arange(rows)[:, None] - torch.arange(-prompt, rows)[None, :]
     hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)

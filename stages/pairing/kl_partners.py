@@ -11,33 +11,25 @@ Equal completions under different prompts are swapped apart afterwards.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...schemas.errors import BadDataError
-from ...schemas.rows import offsets_of
+from ...schemas.row_keys import KeyedRows
+from ...schemas.rows import Ragged, offsets_of
+from .sorted_rows import Completions, SortedRows
 
 PROMPTS_PER_BLOCK = 64  # on average
 SMALLEST_BLOCK = 64  # completions
-SEARCH_WINDOW = 1024  # completions looked at together when swapping
+SEARCH_WINDOW = 256  # completions looked at together when another partner is searched
+MOST_SWAPPED = 8192  # completions looked at for one to exchange partners with
+MOST_SEARCHED = 4096  # completions looked at for one whose text is another after cutting
 SPAN = 65536  # completions whose keys and partners are held at once
 
-
-class Numbers(Protocol):
-    """An array of numbers, in memory or on disk."""
-
-    def __len__(self) -> int:
-        """How many there are."""
-
-    def __getitem__(self, index: Any, /) -> Any:
-        """One of them, or those at a slice or at an array of places."""
-
-    def __setitem__(self, index: Any, values: Any, /) -> None:
-        """Replaces one, or those of a slice."""
+Keys = NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
@@ -49,22 +41,23 @@ class Repeats:
 
 
 def choose_partners(
-    prompt_keys: Numbers,
-    completion_keys: Numbers,
-    partners: Sequence[Numbers],
+    prompt_keys: Keys,
+    completion_keys: Keys,
+    partners: Sequence[NDArray[np.int64]],
     *,
     forget: Callable[[], object] = lambda: None,
 ) -> Repeats:
     """Fills `partners`, for each k, with the mismatch of every completion; keys in ring order.
 
-    A span of completions is worked on at a time; `forget` is called after each.
+    A span of completions is worked on at a time, for arrays that are mapped files; `forget` is
+    called after each.
     """
     if not partners or not len(prompt_keys):
         return Repeats(0, 0)
     blocks = _blocks(prompt_keys, forget)
     used_twice = 0
     for k, row in enumerate(partners):
-        _shift_along(row, blocks, k)
+        _shift_along(row, blocks, k, forget)
         for start, stop in _spans(len(row)):
             used_twice += _separate(row, start, stop, prompt_keys, completion_keys)
             forget()
@@ -110,7 +103,7 @@ class _Blocks:
         return last
 
 
-def _blocks(prompt_keys: Numbers, forget: Callable[[], object]) -> _Blocks:
+def _blocks(prompt_keys: Keys, forget: Callable[[], object]) -> _Blocks:
     """Blocks that begin where a prompt's own hash says so and leave room for many shifts."""
     blocks = _Blocks()
     pending: _Block | None = None
@@ -138,7 +131,7 @@ def _require_room(largest: int, total: int) -> None:
         )
 
 
-def _pieces(prompt_keys: Numbers, forget: Callable[[], object]) -> Iterator[_Block]:
+def _pieces(prompt_keys: Keys, forget: Callable[[], object]) -> Iterator[_Block]:
     """The completions between one prompt whose hash opens a block and the next."""
     piece: _Block | None = None
     for start, stop in _spans_of_whole_runs(prompt_keys):
@@ -163,7 +156,7 @@ def _pieces(prompt_keys: Numbers, forget: Callable[[], object]) -> Iterator[_Blo
         yield piece
 
 
-def _spans_of_whole_runs(prompt_keys: Numbers) -> Iterator[tuple[int, int]]:
+def _spans_of_whole_runs(prompt_keys: Keys) -> Iterator[tuple[int, int]]:
     """Spans that no prompt's completions straddle."""
     start, total = 0, len(prompt_keys)
     while start < total:
@@ -178,13 +171,17 @@ def _spans_of_whole_runs(prompt_keys: Numbers) -> Iterator[tuple[int, int]]:
         start = stop
 
 
-def _shift_along(partner: Numbers, blocks: _Blocks, k: int) -> None:
+def _shift_along(
+    partner: NDArray[np.int64], blocks: _Blocks, k: int, forget: Callable[[], object]
+) -> None:
     """Pairs every completion with the one at the k-th shift in its block."""
     for block in blocks:
         shift, size = _shift(block, k), block.stop - block.start
         for first, last in _spans(size):
             shifted = block.start + (np.arange(first, last) + shift) % size
             partner[block.start + first : block.start + last] = shifted
+        if block.start // SPAN != block.stop // SPAN:
+            forget()
 
 
 def _is_roomy(block: _Block) -> bool:
@@ -206,7 +203,7 @@ def _shift(block: _Block, k: int) -> int:
 
 
 def _separate(
-    partner: Numbers, start: int, stop: int, prompt_keys: Numbers, completion_keys: Numbers
+    partner: NDArray[np.int64], start: int, stop: int, prompt_keys: Keys, completion_keys: Keys
 ) -> int:
     """Swaps partners until none has its own text; returns how many had to be used twice."""
     used_twice = 0
@@ -225,41 +222,164 @@ def _separate(
 
 
 def _swappable(
-    index: int,
-    partner: Numbers,
-    prompt_keys: Numbers,
-    completion_keys: Numbers,
+    index: int, partner: NDArray[np.int64], prompt_keys: Keys, completion_keys: Keys
 ) -> int | None:
     """The nearest completion further on that can exchange partners with `index`."""
     mine = partner[index]
-    for near in _windows(index, len(partner)):
+
+    def fits(near: NDArray[np.int64]) -> NDArray[np.bool_]:
         theirs = partner[near]
-        fits = (
+        both: NDArray[np.bool_] = (
             (prompt_keys[theirs] != prompt_keys[index])
             & (completion_keys[theirs] != completion_keys[index])
             & (prompt_keys[mine] != prompt_keys[near])
             & (completion_keys[mine] != completion_keys[near])
         )
-        if fits.any():
-            return int(near[np.argmax(fits)])
+        return both
+
+    return _first_after(index, len(partner), fits, most=MOST_SWAPPED)
+
+
+def _any_partner(index: int, prompt_keys: Keys, completion_keys: Keys) -> int:
+    """The nearest completion further on with another prompt and another text."""
+
+    def fits(near: NDArray[np.int64]) -> NDArray[np.bool_]:
+        differs: NDArray[np.bool_] = (prompt_keys[near] != prompt_keys[index]) & (
+            completion_keys[near] != completion_keys[index]
+        )
+        return differs
+
+    found = _first_after(index, len(prompt_keys), fits, most=len(prompt_keys))
+    if found is None:
+        raise BadDataError(
+            "Every completion of the other prompts is the same text, so a mismatched pair (KTO's "
+            "KL term) would not be a mismatch. Add rows with other completions, or pass "
+            "--kl-pairs 0."
+        )
+    return found
+
+
+def _first_after(
+    index: int,
+    total: int,
+    fits: Callable[[NDArray[np.int64]], NDArray[np.bool_]],
+    *,
+    most: int,
+) -> int | None:
+    """The nearest of the `most` completions further on the ring that fits."""
+    stop = min(total, 1 + most)
+    for first in range(1, stop, SEARCH_WINDOW):
+        near = (index + np.arange(first, min(first + SEARCH_WINDOW, stop))) % total
+        found = near[fits(near)]
+        if len(found):
+            return int(found[0])
     return None
 
 
-def _any_partner(index: int, prompt_keys: Numbers, completion_keys: Numbers) -> int:
-    """The nearest completion further on with another prompt and another text."""
-    for near in _windows(index, len(prompt_keys), everything=True):
-        fits = (prompt_keys[near] != prompt_keys[index]) & (
-            completion_keys[near] != completion_keys[index]
+@dataclass(frozen=True)
+class CutRule:
+    """How a mismatched completion is cut to fit its prompt."""
+
+    max_length: int
+    stops: frozenset[int]  # the tokens that what was cut never ends with
+
+
+@dataclass(frozen=True)
+class FittedPartners:
+    """The partners of some completions, k by k, cut to fit behind the prompts they come under."""
+
+    numbers: NDArray[np.int64]
+    ids: Ragged
+    cut: NDArray[np.int32]  # tokens each has lost in all
+    missing: Mapping[int, str]  # rows that have none, and why
+
+
+def fit_partners(
+    ring: SortedRows, keyed: KeyedRows, chosen: NDArray[np.int64], rule: CutRule
+) -> FittedPartners:
+    """Cuts the chosen partners to fit.
+
+    Where that leaves nothing, or the real completion, the next on the ring that fits stands in.
+    """
+    own, count = keyed.rows, len(keyed.rows.completions)
+    row_of = own.row_of_branch
+    room = rule.max_length - own.prompts.lengths[row_of]
+    numbers, missing = chosen.copy(), dict[int, str]()
+    fitted = _fitted(ring.at(numbers), np.resize(room, len(numbers)), rule.stops)
+    for index in _alike(own.completions, fitted.ids).tolist():
+        branch = index % count
+        row = int(row_of[branch])
+        search = _Search(
+            place=keyed.places[row],
+            completion=own.completions[branch],
+            room=int(room[branch]),
+            stops=rule.stops,
         )
-        if fits.any():
-            return int(near[np.argmax(fits)])
-    raise BadDataError(
-        "Every completion of the other prompts is the same text, so a mismatched pair (KTO's KL "
-        "term) would not be a mismatch. Add rows with other completions, or pass --kl-pairs 0."
-    )
+        found = search.after(int(numbers[index]), ring)
+        if found is not None:
+            numbers[index] = found
+        elif row not in missing:
+            missing[row] = search.failure(branch - int(own.branch_offsets[row]), ring)
+    if (numbers != chosen).any():
+        fitted = _fitted(ring.at(numbers), np.resize(room, len(numbers)), rule.stops)
+    return FittedPartners(numbers, fitted.ids, fitted.cut, missing)
 
 
-def _windows(index: int, total: int, *, everything: bool = False) -> Iterator[NDArray[np.int64]]:
-    last = total if everything else min(total, 1 + 8 * SEARCH_WINDOW)
-    for first in range(1, last, SEARCH_WINDOW):
-        yield (index + np.arange(first, min(first + SEARCH_WINDOW, last))) % total
+def _fitted(
+    completions: Completions, room: NDArray[np.int64], stops: frozenset[int]
+) -> Completions:
+    """Cuts to the room there is; what was cut never ends with a stop."""
+    ids = completions.ids
+    limits = np.minimum(ids.lengths, room)
+    if stops:
+        for index in np.flatnonzero(limits < ids.lengths).tolist():
+            while limits[index] and int(ids[index][limits[index] - 1]) in stops:
+                limits[index] -= 1
+    fitted = ids.head(limits)
+    cut = completions.cut + (ids.lengths - fitted.lengths).astype(np.int32)
+    return replace(completions, ids=fitted, cut=cut)
+
+
+def _alike(own: Ragged, fitted: Ragged) -> NDArray[np.int64]:
+    """Partners that are empty after cutting, or equal to the real completion."""
+    against = np.resize(own.lengths, len(fitted))
+    suspects = np.flatnonzero((fitted.lengths == against) | (fitted.lengths == 0))
+    alike = [
+        index for index in suspects.tolist() if not _differs(fitted[index], own[index % len(own)])
+    ]
+    return np.array(alike, dtype=np.int64)
+
+
+def _differs(ids: NDArray[np.int32], completion: NDArray[np.int32]) -> bool:
+    return len(ids) > 0 and not np.array_equal(ids, completion)
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Searches another partner for a completion whose own equals it after cutting."""
+
+    place: np.uint64  # of the prompt on the ring
+    completion: NDArray[np.int32]
+    room: int  # tokens behind the prompt
+    stops: frozenset[int]
+
+    def after(self, partner: int, ring: SortedRows) -> int | None:
+        """The next on the ring with another prompt and, after cutting, another text."""
+
+        def fits(near: NDArray[np.int64]) -> NDArray[np.bool_]:
+            found = ring.at(near)
+            ids = _fitted(found, np.full(len(near), self.room), self.stops).ids
+            differs = np.array([_differs(each, self.completion) for each in ids])
+            another: NDArray[np.bool_] = differs & (found.places != self.place)
+            return another
+
+        return _first_after(partner, ring.num_completions, fits, most=MOST_SEARCHED)
+
+    def failure(self, place: int, ring: SortedRows) -> str:
+        """Why the row is rejected."""
+        return (
+            f"room for {self.room} tokens behind the prompt: cut to that, none of the "
+            f"{min(MOST_SEARCHED, ring.num_completions - 1)} completions after its partner is "
+            f"of another prompt and another text than completion {place}; "
+            "raise max_length or set kl_pairs to 0"
+        )

@@ -1,19 +1,128 @@
-"""Cuts the ring into units, and adds the mismatched branches to their rows."""
+"""The ring with the partners of its completions, and the units it is cut into for scoring."""
 
 from __future__ import annotations
 
+import hashlib
+import io
+import mmap
+from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from zlib import crc32
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
-from ...schemas.row_keys import KeyedRows
 from ...schemas.rows import Ragged, Rejected, Role, RowBlock
-from .ring import Ring
-from .spool import Spool
+from ..storage import fs
+from ..storage.shards import arrow_of, numpy_of
+from .kl_partners import CutRule, FittedPartners, choose_partners, fit_partners
+from .sorted_rows import (
+    SortedRows,
+    damaged,
+    first_of,
+    new_stream,
+    parts_of,
+    read_batch,
+    read_content,
+)
 
-MOST_SEARCHED = 4096  # completions looked at for one whose text is another after cutting
-SEARCH_WINDOW = 256  # of them read together
+BATCHES_HELD = 8  # of the rows that are looked up
+
+
+@dataclass(frozen=True)
+class Ring:
+    """All rows in ring order, on disk, with their KL partners."""
+
+    folder: Path
+    num_pairs: int
+
+    @property
+    def rows_file(self) -> Path:
+        """The rows."""
+        return self.folder / "rows.arrows"
+
+    @property
+    def partners_file(self) -> Path:
+        """The partners of every completion for each k, in the batches of the rows."""
+        return self.folder / "partners.arrows"
+
+    @property
+    def index_file(self) -> Path:
+        """Where each batch lies; written last, so where it is, the ring is complete."""
+        return self.folder / "index.npy"
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is complete, with all of its files in place."""
+        partners = [self.partners_file] if self.num_pairs else []
+        return all(path.exists() for path in (self.index_file, self.rows_file, *partners))
+
+    @cached_property
+    def rows(self) -> SortedRows:
+        """The rows of a complete ring."""
+        content = read_content(self.index_file)
+        index, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
+        if hashlib.sha256(index).digest() != digest:
+            raise damaged(self.index_file)
+        return SortedRows(self.rows_file, np.load(io.BytesIO(index)), BATCHES_HELD)
+
+    def partners(self, first: int, last: int) -> NDArray[np.int64]:
+        """Partners of completions `first` to `last`: shape (num_pairs, last - first)."""
+        found = np.empty((self.num_pairs, last - first), dtype=np.int64)
+        if self.num_pairs:
+            place = 0
+            for number, part in parts_of(self.rows.index["completion"], first, last):
+                batch = read_batch(self.partners_file, self.rows.index["partners"], number)
+                end = place + part.stop - part.start
+                found[:, place:end] = [numpy_of(column)[part] for column in batch.columns]
+                place = end
+        return found
+
+    def complete(self, rows: SortedRows, notes: Counter[str]) -> None:
+        """Pairs every completion of the rows, and marks the ring as complete by its index."""
+        if self.num_pairs:
+            self._write_partners(rows, notes)
+        content = io.BytesIO()
+        np.save(content, rows.index)
+        digest = hashlib.sha256(content.getvalue()).digest()
+        fs.fsync_folder(self.folder)
+        fs.write_new(self.index_file, content.getvalue() + digest)
+        fs.fsync_folder(self.folder)
+
+    def _write_partners(self, rows: SortedRows, notes: Counter[str]) -> None:
+        """Chooses the partners, over keys in a file, and enters their batches in the index."""
+        file, total = self.folder / "keys.bin", rows.num_completions
+        mapped = fs.new_map(file, 8 * (2 + self.num_pairs) * total)
+        numbers = np.frombuffer(mapped, dtype=np.int64).reshape(2 + self.num_pairs, total)
+        keys, partners = numbers[:2].view(np.uint64), numbers[2:]
+        forget = partial(mapped.madvise, mmap.MADV_DONTNEED)
+        first = checksum = found = 0
+        for keyed in rows.batches():
+            places = np.repeat(keyed.places, np.diff(keyed.rows.branch_offsets))
+            span = slice(first, first + len(places))
+            keys[:, span] = places, keyed.completion_keys
+            checksum, first = crc32(keys[:, span].tobytes(), checksum), span.stop
+        forget()
+        repeats = choose_partners(keys[0], keys[1], list(partners), forget=forget)
+        names = [f"partner_{k + 1}" for k in range(self.num_pairs)]
+        with new_stream(self.partners_file) as append:
+            for number, end in enumerate(rows.index["completion"].tolist()):
+                span = slice(first_of(rows.index["completion"], number), end)
+                columns = [arrow_of(each[span], pa.int64()) for each in partners]
+                rows.index["partners"][number] = append(pa.record_batch(columns, names))
+                found = crc32(keys[:, span].tobytes(), found)
+                forget()
+        if found != checksum:
+            raise damaged(file)
+        fs.unlink(file)
+        notes["mismatched_completions_used_twice"] += repeats.used_twice
+        notes["mismatched_completions_met_again_by_the_same_row"] += repeats.met_again
+
+
+_DIGEST_BYTES = 32
 
 
 @dataclass(frozen=True)
@@ -27,24 +136,16 @@ class Unit:
     replaced: int  # partners that cutting had made alike, and others stand in for
 
 
-@dataclass(frozen=True)
-class CutRule:
-    """How a mismatched completion is cut to fit its prompt."""
-
-    max_length: int
-    stops: frozenset[int]  # the tokens that what was cut never ends with
-
-
 def unit_offsets(
-    spool: Spool, *, num_pairs: int, rows_per_unit: int, tokens_per_unit: int
+    rows: SortedRows, *, num_pairs: int, rows_per_unit: int, tokens_per_unit: int
 ) -> tuple[int, ...]:
     """Row numbers where units begin, and the end; set by the rows alone."""
-    offsets, held = [0], 0
-    for first, last, branches in spool.stretches():
-        prompts = spool.offsets("prompt_ends", first, last)
-        completions = spool.offsets("completion_ends", int(branches[0]), int(branches[-1]))
+    offsets, held, first = [0], 0, 0
+    for keyed in rows.batches():
+        block, last = keyed.rows, first + len(keyed)
+        completions = block.completions.offsets[block.branch_offsets]
         # Tokens up to each row; how long mismatched completions are is estimated by its own.
-        ends = prompts + (1 + num_pairs) * completions[branches - branches[0]]
+        ends = block.prompts.offsets + (1 + num_pairs) * completions
         place = first
         while place < last:
             start = offsets[-1]
@@ -58,158 +159,45 @@ def unit_offsets(
                 offsets.append(stop)
                 held = 0
             place = stop
-    return tuple(offsets if offsets[-1] == len(spool) else [*offsets, len(spool)])
+        first = last
+    return tuple(offsets if offsets[-1] == first else [*offsets, first])
 
 
 def build_unit(ring: Ring, start: int, stop: int, rule: CutRule) -> Unit:
     """Reads rows `start` to `stop` and gives each completion its mismatched partners."""
-    keyed = ring.spool.read(start, stop)
-    own = keyed.rows
-    first = int(ring.spool.offsets("branch_ends", start, start)[0])
-    chosen = ring.partners(first, first + len(own.completions)).reshape(-1)
-    partners = chosen.copy()
-    fitted = _fit_partners(ring, own, partners, rule)
-    rejected: dict[int, Rejected] = {}
-    if len(alike := _alike(own, fitted.completions)):
-        rejected = _replace_partners(ring, keyed, partners, alike, rule)
-        fitted = _fit_partners(ring, own, partners, rule)
-    rows = _with_mismatched(own, fitted, ring.num_pairs)
-    if rejected:
-        rows = rows.take(np.setdiff1d(np.arange(len(own)), list(rejected)))
+    keyed = ring.rows.read(start, stop)
+    first = ring.rows.first_completion(start)
+    chosen = ring.partners(first, first + len(keyed.rows.completions)).reshape(-1)
+    partners = fit_partners(ring.rows, keyed, chosen, rule)
+    rows = _with_mismatched(keyed.rows, partners, ring.num_pairs)
+    if partners.missing:
+        rows = rows.take(np.setdiff1d(np.arange(len(rows)), list(partners.missing)))
     return Unit(
         rows=rows,
         first_key=f"{int(keyed.places[0]):016x}",
         last_key=f"{int(keyed.places[-1]):016x}",
-        rejected=tuple(rejected[row] for row in sorted(rejected)),
-        replaced=int((partners != chosen).sum()),
+        rejected=tuple(
+            Rejected(int(keyed.rows.file[row]), int(keyed.rows.row[row]), "no_mismatch", why)
+            for row, why in sorted(partners.missing.items())
+        ),
+        replaced=int((partners.numbers != chosen).sum()),
     )
 
 
-@dataclass(frozen=True)
-class _Mismatched:
-    """The partners of all completions as they are after cutting, k by k."""
-
-    completions: Ragged
-    cut: NDArray[np.int64]  # tokens each has lost in all
-
-
-def _fit_partners(
-    ring: Ring, own: RowBlock, partners: NDArray[np.int64], rule: CutRule
-) -> _Mismatched:
-    picked = ring.spool.completions(partners)
-    row_of = np.tile(own.row_of_branch, ring.num_pairs)
-    fitted = _fit(picked, rule.max_length - own.prompts.lengths[row_of], rule.stops)
-    return _Mismatched(fitted, ring.spool.cuts(partners) + picked.lengths - fitted.lengths)
-
-
-def _fit(completions: Ragged, room: NDArray[np.int64], stops: frozenset[int]) -> Ragged:
-    """Cuts to the room there is; what was cut never ends with a stop."""
-    limits = np.minimum(completions.lengths, room)
-    if stops:
-        for index in np.flatnonzero(limits < completions.lengths).tolist():
-            while limits[index] and int(completions[index][limits[index] - 1]) in stops:
-                limits[index] -= 1
-    return completions.head(limits)
-
-
-def _with_mismatched(own: RowBlock, mismatched: _Mismatched, num_pairs: int) -> RowBlock:
+def _with_mismatched(own: RowBlock, mismatched: FittedPartners, num_pairs: int) -> RowBlock:
     """Appends to each row its mismatched branches: all of k = 1, then all of k = 2, ..."""
     count = len(own.completions)
     branch_rows = np.tile(own.row_of_branch, 1 + num_pairs)
     level = np.repeat(np.arange(1 + num_pairs), count)
     order = np.lexsort((np.arange(len(branch_rows)), level, branch_rows))
-    extra = len(mismatched.completions)
+    extra = len(mismatched.ids)
     roles = np.append(own.roles, np.full(extra, Role.MISMATCHED, dtype=np.int8))
     scores = np.append(own.scores, np.full(extra, np.nan))
     return replace(
         own,
         branch_offsets=own.branch_offsets * (1 + num_pairs),
-        completions=Ragged.concat([own.completions, mismatched.completions]).take(order),
+        completions=Ragged.concat([own.completions, mismatched.ids]).take(order),
         roles=roles[order],
         scores=scores[order],
-        cut=np.append(own.cut, mismatched.cut.astype(np.int32))[order],
+        cut=np.append(own.cut, mismatched.cut)[order],
     )
-
-
-def _alike(own: RowBlock, fitted: Ragged) -> NDArray[np.int64]:
-    """Partners that are empty after cutting, or equal to the real completion."""
-    count = len(own.completions)
-    against = np.resize(own.completions.lengths, len(fitted))
-    suspects = np.flatnonzero((fitted.lengths == against) | (fitted.lengths == 0))
-    return np.array(
-        [
-            index
-            for index in suspects.tolist()
-            if not _differs(fitted[index], own.completions[index % count])
-        ],
-        dtype=np.int64,
-    )
-
-
-def _differs(ids: NDArray[np.int32], completion: NDArray[np.int32]) -> bool:
-    return len(ids) > 0 and not np.array_equal(ids, completion)
-
-
-def _replace_partners(
-    ring: Ring,
-    keyed: KeyedRows,
-    partners: NDArray[np.int64],
-    alike: NDArray[np.int64],
-    rule: CutRule,
-) -> dict[int, Rejected]:
-    """Puts other partners in place of those at `alike`; returns the rows that have none."""
-    own = keyed.rows
-    row_of_branch, count = own.row_of_branch, len(own.completions)
-    rejected: dict[int, Rejected] = {}
-    for index in alike.tolist():
-        branch = index % count
-        row = int(row_of_branch[branch])
-        search = _Search(
-            place=int(keyed.places[row]),
-            completion=own.completions[branch],
-            rule=CutRule(rule.max_length - int(own.prompts.lengths[row]), rule.stops),
-        )
-        found = search.next_after(int(partners[index]), ring)
-        if found is not None:
-            partners[index] = found
-        elif row not in rejected:
-            place = branch - int(own.branch_offsets[row])
-            rejected[row] = Rejected(
-                int(own.file[row]),
-                int(own.row[row]),
-                "no_mismatch",
-                search.failure(place, ring.spool),
-            )
-    return rejected
-
-
-@dataclass(frozen=True)
-class _Search:
-    """Searches another partner for a completion whose own equals it after cutting."""
-
-    place: int  # of the prompt on the ring
-    completion: NDArray[np.int32]
-    rule: CutRule  # max_length is the room behind the prompt
-
-    def next_after(self, partner: int, ring: Ring) -> int | None:
-        """The next on the ring with another prompt and, after cutting, another text."""
-        total = ring.spool.num_completions
-        last = min(MOST_SEARCHED, total - 1)
-        for first in range(1, last + 1, SEARCH_WINDOW):
-            near = (partner + np.arange(first, min(first + SEARCH_WINDOW, last + 1))) % total
-            near = near[ring.places(near) != np.uint64(self.place)]
-            room = np.full(len(near), self.rule.max_length)
-            fitted = _fit(ring.spool.completions(near), room, self.rule.stops)
-            for number, ids in zip(near.tolist(), fitted, strict=True):
-                if _differs(ids, self.completion):
-                    return int(number)
-        return None
-
-    def failure(self, place: int, spool: Spool) -> str:
-        """Why the row is rejected."""
-        return (
-            f"room for {self.rule.max_length} tokens behind the prompt: cut to that, none of the "
-            f"{min(MOST_SEARCHED, spool.num_completions - 1)} completions after its partner is "
-            f"of another prompt and another text than completion {place}; "
-            "raise max_length or set kl_pairs to 0"
-        )

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import polars as pl
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from ...schemas.cache import InputEntry, Manifest
 from ...schemas.rows import Role
@@ -123,20 +120,20 @@ def summarize(folder: CacheFolder) -> Summary:
 
 def _prompts(prompts: pl.DataFrame) -> PromptSummary:
     return PromptSummary(
-        tokens=int(prompts["tokens"].sum()),
+        tokens=total(prompts["tokens"]),
         lengths=spread_of(prompts["tokens"]),
         cut_rows=int((prompts["cut"] > 0).sum()),
-        cut_tokens=int(prompts["cut"].sum()),
+        cut_tokens=total(prompts["cut"]),
     )
 
 
 def _role(branches: pl.DataFrame) -> RoleSummary:
     return RoleSummary(
         branches=len(branches),
-        tokens=int(branches["tokens"].sum()),
+        tokens=total(branches["tokens"]),
         lengths=spread_of(branches["tokens"]),
         cut_branches=int((branches["cut"] > 0).sum()),
-        cut_tokens=int(branches["cut"].sum()),
+        cut_tokens=total(branches["cut"]),
         logps=spread_of(branches["logp"]),
         logps_per_token=spread_of(branches["logp"] / branches["tokens"]),
     )
@@ -167,9 +164,18 @@ def _pairs(chosen: pl.DataFrame, rejected: pl.DataFrame, manifest: Manifest) -> 
     )
 
 
-PER_BRANCH = {"role": "role", "num_tokens": "tokens", "cut": "cut", "ref_logp": "logp"}
-PROMPTS = pl.Schema({"tokens": pl.Int32, "cut": pl.Int32})
-BRANCHES = pl.Schema({"role": pl.Int8, "tokens": pl.Int32, "cut": pl.Int32, "logp": pl.Float64})
+PROMPTS = {"tokens": "prompt_tokens", "cut": "prompt_cut"}
+BRANCHES = {"role": "role", "tokens": "num_tokens", "cut": "cut", "logp": "ref_logp"}
+SHARD = pl.Schema(
+    {
+        "prompt_tokens": pl.Int32(),
+        "prompt_cut": pl.Int32(),
+        "role": pl.List(pl.Int8()),
+        "num_tokens": pl.List(pl.Int32()),
+        "cut": pl.List(pl.Int32()),
+        "ref_logp": pl.List(pl.Float64()),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -186,29 +192,13 @@ class Columns:
 
 def read_columns(folder: CacheFolder, manifest: Manifest) -> Columns:
     """Reads the narrow columns of every row group of every shard; no token ids."""
-    prompts = [pl.DataFrame(schema=PROMPTS)]
-    branches = [pl.DataFrame(schema=BRANCHES)]
-    wanted = ["prompt_tokens", "prompt_cut", *PER_BRANCH]
-    for shard in manifest.shards:
-        for group in iter_row_groups(folder.data / shard.file, wanted):
-            prompts.append(_prompt_frame(group))
-            branches.append(_branch_frame(group))
-    return Columns(pl.concat(prompts), pl.concat(branches))
-
-
-def _prompt_frame(group: pa.Table) -> pl.DataFrame:
-    return _frame({"tokens": group["prompt_tokens"], "cut": group["prompt_cut"]}, PROMPTS)
-
-
-def _branch_frame(group: pa.Table) -> pl.DataFrame:
-    flat = {short: pc.list_flatten(group[name]) for name, short in PER_BRANCH.items()}
-    return _frame(flat, BRANCHES)
-
-
-def _frame(columns: dict[str, Any], schema: pl.Schema) -> pl.DataFrame:
-    frame = pl.from_arrow(pa.table(columns))
-    assert isinstance(frame, pl.DataFrame)
-    return frame.cast(schema)
+    groups = [
+        pl.DataFrame(pl.from_arrow(group)).select(SHARD.names())
+        for shard in manifest.shards
+        for group in iter_row_groups(folder.data / shard.file, SHARD.names())
+    ]
+    rows = pl.concat([pl.DataFrame(schema=SHARD), *groups])
+    return Columns(rows.select(**PROMPTS), rows.select(**BRANCHES).explode([*BRANCHES]))
 
 
 @dataclass(frozen=True)
@@ -226,21 +216,13 @@ class Spread:
 
 def spread_of(column: pl.Series) -> Spread:
     """The spread of a column without nulls."""
-    if column.is_empty():
-        return Spread(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     ranked = column.sort()  # once, instead of once per quantile
-    return Spread(
-        min=_quantile(ranked, 0.0),
-        p1=_quantile(ranked, 0.01),
-        p50=_quantile(ranked, 0.5),
-        p90=_quantile(ranked, 0.9),
-        p99=_quantile(ranked, 0.99),
-        max=_quantile(ranked, 1.0),
-        mean=float(ranked.sum()) / len(ranked),
-    )
+    shares = (0.0, 0.01, 0.5, 0.9, 0.99, 1.0)
+    low, p1, p50, p90, p99, high = (ranked.quantile(share, "linear") or 0.0 for share in shares)
+    mean = float(ranked.cast(pl.Float64).sum()) / max(1, len(ranked))
+    return Spread(low, p1, p50, p90, p99, high, mean)
 
 
-def _quantile(ranked: pl.Series, share: float) -> float:
-    value = ranked.quantile(share, "linear")
-    assert value is not None, "a column that is not empty has every quantile"
-    return float(value)
+def total(column: pl.Series) -> int:
+    """The sum, in 64 bits: in its own 32 it would wrap around at two billion tokens."""
+    return int(column.cast(pl.Int64).sum())

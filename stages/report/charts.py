@@ -251,8 +251,7 @@ SPEED = {
     "Peak memory, MiB": ("memory/peak_mib",),
     "Padding, share of tokens": ("padding",),
 }
-DRAWN_NOWHERE = {"epoch", "tokens", "speed/rows_per_second"}
-LEFT_OUT = {*DRAWN_NOWHERE, "step_applied"}
+LEFT_OUT = {"epoch", "tokens", "speed/rows_per_second", "step_applied"}
 
 
 def learning_curves(learned: Metrics, held_out: Metrics) -> str:

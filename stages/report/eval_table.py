@@ -10,23 +10,22 @@ from __future__ import annotations
 
 import csv
 import io
-import math
-import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ...schemas.batches import EvalSample
 from ...schemas.errors import CorruptionError
 from ..storage import fs
-from .charts import BINS, Point, Series, Values, chart, histogram
+from .charts import BINS, Series, Values, chart, histogram
+
+if TYPE_CHECKING:
+    import polars as pl
 
 Decode = Callable[[Iterable[int], bool], str]  # ids, and whether they continue a prompt
 
 NAMES = ("row", "row_id", "role", "tokens")
+TEXTS = ("prompt", "completion")
 FORMULAS = ("=", "+", "-", "@", "\t", "\r")  # with which a formula may begin
 Kind = Literal["log-ratios", "log-probs", "scores"]
 REWARD = "reward"
@@ -39,29 +38,9 @@ COLUMNS: dict[Kind, tuple[str, ...]] = {
 UNITS: dict[Kind, str] = {"scores": "score", "log-ratios": "nats", "log-probs": "nats"}
 
 
-@dataclass(frozen=True)
-class Completion:
-    """One completion, read back."""
-
-    row: int
-    role: str
-    num_tokens: int
-    value: float  # its log-ratio, or its score
-    reward: float | None = None  # where the method has rewards
-
-
-@dataclass(frozen=True)
-class Table:
-    """All that a file holds of one evaluation."""
-
-    kind: Kind
-    completions: tuple[Completion, ...]  # with a value that is finite
-    others: int
-
-
 def evaluation_csv(samples: Sequence[EvalSample], kind: Kind, *, decode: Decode | None) -> str:
     """All of it as text; with `decode` also that of prompts and completions."""
-    texts = ("prompt", "completion") if decode else ()
+    texts = TEXTS if decode else ()
     rewards = (REWARD,) if any(one.reward is not None for one in samples) else ()
     sink = io.StringIO()
     # Of text every cell is quoted: a lone carriage return would end a line.
@@ -84,29 +63,35 @@ def evaluation_csv(samples: Sequence[EvalSample], kind: Kind, *, decode: Decode 
     return sink.getvalue()
 
 
-def read_evaluation(path: Path) -> Table:
-    """The numbers of a file that `evaluation_csv` wrote."""
-    limit = csv.field_size_limit(sys.maxsize)  # of a text
+def read_samples(path: Path) -> pl.DataFrame:
+    """The lines of a file that `evaluation_csv` wrote, a row each."""
+    import polars as pl  # noqa: PLC0415 - 20 MiB that a rank without a report can do without
+
+    numbers = {REWARD, *(name for names in COLUMNS.values() for name in names)}
+    kinds = {
+        **dict.fromkeys(("row_id", "role", *TEXTS), pl.String),
+        **dict.fromkeys(("row", "tokens"), pl.Int64),
+        **dict.fromkeys(numbers, pl.Float64),
+    }
     try:
-        lines = csv.DictReader(io.StringIO(fs.read_bytes(path).decode(), newline=""))
-        kind = next(
-            kind for kind, names in COLUMNS.items() if names[-1] in (lines.fieldnames or ())
-        )
-        completions = [_completion(line, COLUMNS[kind][-1]) for line in lines]
-    except (KeyError, TypeError, ValueError, StopIteration, csv.Error) as error:
+        samples = pl.read_csv(fs.read_bytes(path), schema_overrides=kinds)
+        is_whole = not any(samples.drop(TEXTS, strict=False).null_count().row(0))
+        if not is_whole or not kind_of(samples.columns):
+            raise ValueError("a value is missing")
+    except (pl.exceptions.PolarsError, ValueError) as error:
         raise CorruptionError(
-            f"{path} is damaged ({error!r}). Remove it: the report does without."
+            f"{path} is damaged ({str(error).partition(chr(10))[0]}). Remove it: the report does "
+            "without."
         ) from error
-    finally:
-        csv.field_size_limit(limit)
-    finite = tuple(one for one in completions if math.isfinite(one.value))
-    return Table(kind, finite, len(completions) - len(finite))
+    return samples
 
 
-def _completion(line: Mapping[str, str], value: str) -> Completion:
-    reward = float(line[REWARD]) if REWARD in line else None
-    number = float(line[value])
-    return Completion(int(line["row"]), line["role"], int(line["tokens"]), number, reward)
+def kind_of(columns: Collection[str]) -> Kind | None:
+    """What a table with these columns holds of each completion; None if it is none of ours."""
+    for kind, names in COLUMNS.items():
+        if {*NAMES, *names} <= {*columns}:
+            return kind
+    return None
 
 
 def _texts(one: EvalSample, decode: Decode) -> tuple[str, str]:
@@ -130,57 +115,52 @@ COLORS = {"chosen": "c0", "desirable": "c0", "rejected": "c1", "undesirable": "c
 GOOD, BAD = ("chosen", "desirable"), ("rejected", "undesirable")
 
 
-def spread_charts(tables: Mapping[int, Table]) -> str:
+def spread_charts(tables: Mapping[int, pl.DataFrame]) -> str:
     """Of the last evaluation, margins also of the first; by their steps, rising."""
     last = tables[max(tables)]
-    unit, by_role = UNITS[last.kind], _by_role(last.completions)
-    groups = [
-        Values(role, [one.value for one in own], _color(role)) for role, own in by_role.items()
-    ]
+    kind = kind_of(last.columns)
+    assert kind, "read_samples gives no other table"
+    unit, value = UNITS[kind], COLUMNS[kind][-1]
+    finite = last.filter(last[value].is_finite())
+    by_role = sorted(finite.partition_by("role", as_dict=True).items())
+    groups = [Values(role, own[value].to_list(), _color(role)) for (role,), own in by_role]
     clouds = [
-        Series(role, _by_length(own), _color(role), form="cloud") for role, own in by_role.items()
+        Series(role, own.select("tokens", value).rows(), _color(role), form="cloud")
+        for (role,), own in by_role
     ]
-    left_out = f", without {last.others:,} not finite" if last.others else ""
+    others = len(last) - len(finite)
+    left_out = f", without {others:,} not finite" if others else ""
     return "".join(
         [
-            histogram(f"{last.kind.capitalize()} of completions{left_out}", groups, x_label=unit),
+            histogram(f"{kind.capitalize()} of completions{left_out}", groups, x_label=unit),
             histogram("Margins of rewards within a row", _margins(tables), x_label="reward"),
-            chart(f"{last.kind.capitalize()} by length", clouds, x_label="tokens", y_label=unit),
+            chart(f"{kind.capitalize()} by length", clouds, x_label="tokens", y_label=unit),
         ]
     )
 
 
-def _margins(tables: Mapping[int, Table]) -> list[Values]:
+def _margins(tables: Mapping[int, pl.DataFrame]) -> list[Values]:
     """Of the last step; of the first where they differ, for one tall bar would hide the others."""
-    last = margins_of(tables[max(tables)].completions)
+    last = margins_of(tables[max(tables)])
     found = [Values(f"after step {max(tables):,}", last, "c2")]
     if len(tables) > 1 and last:
-        first = margins_of(tables[min(tables)].completions)
+        first = margins_of(tables[min(tables)])
         if first and max(first) - min(first) > (max(last) - min(last)) / BINS:
             found.insert(0, Values(f"after step {min(tables):,}", first, "c3"))
     return found
 
 
-def margins_of(completions: Iterable[Completion]) -> list[float]:
+def margins_of(samples: pl.DataFrame) -> list[float]:
     """Mean reward of the good less that of the bad, of the rows that hold both."""
-    good: defaultdict[int, list[float]] = defaultdict(list)
-    bad: defaultdict[int, list[float]] = defaultdict(list)
-    for one in completions:
-        side = good if one.role in GOOD else bad if one.role in BAD else None
-        if side is not None and one.reward is not None:
-            side[one.row].append(one.reward)
-    return [fmean(good[row]) - fmean(bad[row]) for row in good if row in bad]
-
-
-def _by_role(completions: Iterable[Completion]) -> dict[str, list[Completion]]:
-    found: defaultdict[str, list[Completion]] = defaultdict(list)
-    for one in completions:
-        found[one.role].append(one)
-    return dict(sorted(found.items()))
-
-
-def _by_length(completions: Sequence[Completion]) -> list[Point]:
-    return [(float(one.num_tokens), one.value) for one in completions]
+    if REWARD not in samples.columns:
+        return []
+    finite = samples.filter(samples[REWARD].is_finite())
+    good, bad = (
+        finite.filter(finite["role"].is_in(roles)).select("row", REWARD).group_by("row").mean()
+        for roles in (GOOD, BAD)
+    )
+    both = good.join(bad, on="row").sort("row")
+    return (both[REWARD] - both[f"{REWARD}_right"]).to_list()
 
 
 def _color(role: str) -> str:

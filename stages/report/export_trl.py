@@ -12,17 +12,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol, TypeAlias
+from typing import BinaryIO, Protocol
 
-import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
-from ...schemas.cache import Manifest
+from ...schemas.cache import Manifest, StoredKind, branch_layout
 from ...schemas.errors import CorruptionError, UsageError
-from ...schemas.rows import Role
+from ...schemas.rows import Role, offsets_of
 from ..storage import fs
 from ..storage.cache_folder import CacheFolder
 from ..storage.manifest_file import load_manifest
@@ -116,14 +114,13 @@ class Decode(Protocol):
 
 
 _MIXED = "The shards of this cache hold different kinds of rows. Make the cache again."
-Kind: TypeAlias = Literal["paired", "unpaired", "scored"]
 
 
 @dataclass(frozen=True)
 class Layout:
     """How the branches of each row stand in the columns of a shard."""
 
-    kind: Kind
+    kind: StoredKind
     levels: int  # mismatched partners of each own branch
     carried: tuple[str, ...]
 
@@ -140,38 +137,12 @@ def _layout_of(group: pa.Table, *, source: str) -> Layout:
     return Layout(kind, levels, tuple(carried_names(group.schema)))
 
 
-def _kind_and_levels(roles: pl.Series, source: str) -> tuple[Kind, int]:
-    """Own branches lead a row; after them come all first mismatches, all second ones, ..."""
-    num_all = roles.list.len().to_numpy().astype(np.int64)
-    flat = roles.explode().to_numpy()
-    is_own = flat != Role.MISMATCHED
-    starts = np.concatenate(([0], np.cumsum(num_all)))
-    own_offsets = np.concatenate(([0], np.cumsum(is_own)))[starts]
-    num_own = np.diff(own_offsets)
-    levels = int(num_all[0] // num_own[0]) - 1 if num_own.all() else -1
-    _require(levels >= 0 and bool((num_all == num_own * (1 + levels)).all()), source)
-    places = np.arange(len(flat)) - starts[:-1].repeat(num_all)
-    _require(bool((is_own == (places < num_own.repeat(num_all))).all()), source)
-    return _kind(flat[is_own], num_own, source), levels
-
-
-def _kind(roles: NDArray[Any], num_own: NDArray[Any], source: str) -> Kind:
-    if (roles == Role.CANDIDATE).all():
-        return "scored"
-    if np.isin(roles, (Role.DESIRABLE, Role.UNDESIRABLE)).all():
-        return "unpaired"
-    _require(bool((num_own == 2).all()), source)
-    pairs = np.sort(roles.reshape(-1, 2), axis=1)
-    _require(bool((pairs == (Role.CHOSEN, Role.REJECTED)).all()), source)
-    return "paired"
-
-
-def _require(good: bool, source: str) -> None:
-    if not good:
-        raise CorruptionError(
-            f"{source} holds rows whose branches fit no kind of data. "
-            "Restore it from a copy, or make the cache again."
-        )
+def _kind_and_levels(roles: pl.Series, source: str) -> tuple[StoredKind, int]:
+    offsets = offsets_of(roles.list.len().to_numpy())
+    stored = branch_layout(roles.explode().to_numpy(), offsets, source=source)
+    if (stored.kinds != stored.kinds[0]).any():
+        raise CorruptionError(_MIXED)
+    return StoredKind(stored.kinds[0]), stored.levels
 
 
 def _flat(shards: pl.LazyFrame, layout: Layout, decode: Decode | None) -> pl.LazyFrame:
@@ -183,10 +154,10 @@ def _flat(shards: pl.LazyFrame, layout: Layout, decode: Decode | None) -> pl.Laz
         *_with_text("prompt", "prompt_ids", pl.col("prompt_ids"), decode, continues=False),
         *map(pl.col, ("prompt_cut", *layout.carried)),
     ]
-    if layout.kind == "paired":
+    if layout.kind == StoredKind.PAIRED:
         return shards.with_columns(roles).select(*columns, *_paired(layout, decode))
     own = shards.with_columns(roles).with_columns(_by_level(layout))
-    if layout.kind == "scored":
+    if layout.kind == StoredKind.SCORED:
         return own.select(*columns, *_scored(layout, decode))
     lists = [name for level in range(layout.levels + 1) for name in _of_level(level)]
     return own.explode(lists).select(*columns, *_unpaired(layout, decode))

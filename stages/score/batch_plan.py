@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TreePlan:
-    """Branches that are scored behind one copy of their prompt."""
+    """Branches that are scored after one copy of their prompt."""
 
     row: int  # a row that holds the prompt
     branches: tuple[int, ...]
@@ -35,7 +35,7 @@ class TreeCost:
 
 def plan_trees(
     prompt_groups: Sequence[Sequence[int]],
-    row_of_branch_lists: Sequence[Sequence[int]],
+    branches_of_row: Sequence[Sequence[int]],
     *,
     prompt_lengths: NDArray[np.int64],
     branch_lengths: NDArray[np.int64],
@@ -43,12 +43,12 @@ def plan_trees(
 ) -> list[TreePlan]:
     """Fills trees with the branches of one prompt as long as sharing it is cheaper.
 
-    `prompt_groups` lists the rows that have one prompt; `row_of_branch_lists` the branches of
-    each row that have to be scored.
+    `prompt_groups` lists the rows that have one prompt; `branches_of_row` the branches of each row
+    that have to be scored.
     """
     trees: list[TreePlan] = []
     for rows in prompt_groups:
-        branches = [branch for row in rows for branch in row_of_branch_lists[row]]
+        branches = [branch for row in rows for branch in branches_of_row[row]]
         prompt = int(prompt_lengths[rows[0]])
         trees += _split(rows[0], prompt, branches, branch_lengths, cost)
     return trees

@@ -48,7 +48,7 @@ class ReuseIndex:
         self._lost: set[int] = set()
 
     def find(self, rows: RowBlock, *, first_key: str, last_key: str) -> KnownScores:
-        """The known scores of these rows, which lie between two keys of the ring."""
+        """The known scores of these rows, which are between two keys of the ring."""
         found = _Found.nothing(len(rows.completions))
         keys = packed_keys(rows) if self._shards else np.empty(0, dtype="S16")
         for known in self._known(first_key, last_key):
@@ -71,7 +71,7 @@ class ReuseIndex:
     def _copy(
         self, found: _Found, branches: NDArray[np.int64], known: _Branches, at: NDArray[np.int64]
     ) -> None:
-        """Copies what stands `at` these places of `known`, shard by shard."""
+        """Copies the scores `at` these places of `known`, shard by shard."""
         for shard in np.unique(known.shards[at]).tolist():
             here = known.shards[at] == shard
             if self._need_token_logps:
@@ -177,7 +177,7 @@ class _Branches:
 def look_up(
     known: NDArray[np.bytes_], keys: NDArray[np.bytes_]
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Where each key stands among the sorted `known`, and whether it does."""
+    """The place of each key among the sorted `known`, and whether it is there."""
     at = np.searchsorted(known, keys)
     is_known = at < len(known)
     is_known[is_known] = known[at[is_known]] == keys[is_known]

@@ -44,7 +44,7 @@ class UnitScores:
     block: ScoredBlock
     tokens_per_batch: int
     branches: int
-    reused: int  # copied from an earlier cache, or from their like in this unit
+    reused: int  # copied from an earlier cache, or from equal branches of this unit
     rescored_in_float32: int  # scored again, because the first log-prob was not finite
     padding: int  # tokens of padding run through the model
     run_tokens: int  # tokens run through the model, padding included
@@ -294,7 +294,7 @@ def prompt_numbers(rows: RowBlock) -> NDArray[np.int64]:
 
 
 def score_again(trees: Sequence[Tree], scorer: Scorer) -> list[NDArray[np.float32]]:
-    """Scores each tree by itself in float32; NaN where there is no room for that."""
+    """Scores each tree by itself in float32; NaN where memory does not suffice."""
     scores = [np.full(sum(map(len, tree.branches)), np.nan, np.float32) for tree in trees]
     with suppress(OutOfMemory), scorer.in_float32():
         for place, tree in enumerate(trees):

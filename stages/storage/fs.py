@@ -6,6 +6,7 @@ import errno
 import fcntl
 import hashlib
 import io
+import mmap
 import os
 import re
 import secrets
@@ -167,6 +168,17 @@ def create(path: Path) -> io.BufferedWriter:
     """A new file to write into; never one that is there, never through a link."""
     descriptor = operate("create", path, lambda: os.open(path, _NEW, 0o666))
     return io.BufferedWriter(_Sink(path, descriptor), buffer_size=1 << 20)
+
+
+def new_map(path: Path, size: int) -> mmap.mmap:
+    """A new file of zero bytes in memory that is the file; all of its room is taken already.
+
+    A disk that fills up under a map is a signal, not an error that can be caught.
+    """
+    with create(path) as sink:
+        operate("allocate", path, lambda: os.posix_fallocate(sink.fileno(), 0, size))
+    with os_errors_as_storage_errors("map", path), path.open("r+b") as file:
+        return mmap.mmap(file.fileno(), size)
 
 
 def append(path: Path) -> io.BufferedWriter:

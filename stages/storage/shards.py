@@ -148,7 +148,7 @@ def carried_names(schema: pa.Schema) -> list[str]:
 def to_table(block: ScoredBlock) -> pa.Table:
     """The columns of a shard, built over the arrays of the block."""
     rows, schema = block.rows, schema_of(block)
-    places = [_text(_hex(rows.file.astype(">u8"), _FILE_DIGITS)), _array(rows.row, pa.int64())]
+    places = [_text(_hex(rows.file.astype(">u8"), _FILE_DIGITS)), arrow_of(rows.row, pa.int64())]
     columns = {
         "row_id": _text(row_ids(rows)),
         "source": pa.StructArray.from_arrays(places, fields=list(schema.field("source").type)),
@@ -163,11 +163,11 @@ def to_table(block: ScoredBlock) -> pa.Table:
         **rows.carried,
     }
     for name, values in of_rows.items():
-        columns[name] = _array(values, schema.field(name).type)
+        columns[name] = arrow_of(values, schema.field(name).type)
     for name, values in _branch_columns(block).items():
         kind = schema.field(name).type
-        inner = _array(values, kind.value_type, nan_is_null=kind.value_field.nullable)
-        columns[name] = _lists(rows.branch_offsets, inner, kind)
+        inner = arrow_of(values, kind.value_type, nan_is_null=kind.value_field.nullable)
+        columns[name] = lists_over(rows.branch_offsets, inner, kind)
     return pa.Table.from_arrays([columns[name] for name in schema.names], schema=schema)
 
 
@@ -190,7 +190,7 @@ def read_block(table: pa.Table, *, source: str = "a shard") -> ScoredBlock:
     expected = shard_schema(token_logps=kept, carried=carried)
     _require(table.schema.equals(expected), source, "has other columns than a shard")
     nested = _column(table, "completion_ids")
-    branch_offsets, completions = offsets_of(_lengths(nested)), _ragged(_flattened(nested))
+    branch_offsets, completions = offsets_of(_lengths(nested)), ragged_of(_flattened(nested))
     names = ("role", "score", "cut", "num_tokens", "ref_logp")
     lists = {name: list_column(table, name) for name in names}
     same = all(np.array_equal(column.offsets, branch_offsets) for column in lists.values())
@@ -198,7 +198,7 @@ def read_block(table: pa.Table, *, source: str = "a shard") -> ScoredBlock:
     flat = {name: column.values for name, column in lists.items()}
     counted = np.array_equal(flat["num_tokens"], completions.lengths)
     _require(counted, source, "counts tokens wrongly")
-    token_logps = _ragged(_flattened(_column(table, "ref_token_logps"))) if kept else None
+    token_logps = ragged_of(_flattened(_column(table, "ref_token_logps"))) if kept else None
     same = token_logps is None or np.array_equal(token_logps.offsets, completions.offsets)
     _require(same, source, "holds other token log-probs than tokens")
     rows = _row_block(table, source, branch_offsets, completions, flat)
@@ -220,7 +220,7 @@ def _row_block(
         row_id=ids,
         copy=copies,
         file=_files(places.field("file"), source),
-        row=_numpy(places.field("row")),
+        row=numpy_of(places.field("row")),
         prompt_keys=PromptKeys(*(number_column(table, name) for name in _PROMPT_KEYS)),
         prompts=prompts,
         prompt_cut=number_column(table, "prompt_cut"),
@@ -276,12 +276,12 @@ def _hex(values: NDArray[Any], digits: int) -> list[str]:
 
 def list_column(table: pa.Table, name: str) -> Ragged:
     """The lists of one column; the table may be a slice of another."""
-    return _ragged(_column(table, name))
+    return ragged_of(_column(table, name))
 
 
 def number_column(table: pa.Table, name: str) -> NDArray[Any]:
     """The values of one column; the table may be a slice of another."""
-    return _numpy(_column(table, name))
+    return numpy_of(_column(table, name))
 
 
 def _column(table: pa.Table, name: str) -> pa.Array:
@@ -289,19 +289,20 @@ def _column(table: pa.Table, name: str) -> pa.Array:
     return pa.concat_arrays(column.chunks) if isinstance(column, pa.ChunkedArray) else column
 
 
-def _ragged(lists: pa.Array) -> Ragged:
-    return Ragged(_numpy(_flattened(lists)), offsets_of(_lengths(lists)))
+def ragged_of(lists: pa.Array) -> Ragged:
+    """Lists of numbers; of a slice its own part only."""
+    return Ragged(numpy_of(_flattened(lists)), offsets_of(_lengths(lists)))
 
 
 def _lengths(lists: pa.Array) -> NDArray[Any]:
-    return np.diff(_numpy(lists.offsets))
+    return np.diff(numpy_of(lists.offsets))
 
 
 def _flattened(lists: pa.Array) -> pa.Array:
     """What lists hold, end to end; of a slice its own part only."""
     if not len(lists):
         return lists.values.slice(0, 0)
-    offsets = _numpy(lists.offsets)
+    offsets = numpy_of(lists.offsets)
     return lists.values.slice(offsets[0], offsets[-1] - offsets[0])
 
 
@@ -310,7 +311,7 @@ _DTYPES = {pa.from_numpy_dtype(name): np.dtype(name) for name in _NUMBERS}
 _DTYPES[pa.binary(16)] = np.dtype("S16")
 
 
-def _numpy(values: pa.Array) -> NDArray[Any]:
+def numpy_of(values: pa.Array) -> NDArray[Any]:
     """The values of an array over its memory; NaN, in memory of its own, where one is null."""
     validity, content = values.buffers()
     dtype = _DTYPES[values.type]
@@ -325,10 +326,10 @@ def _numpy(values: pa.Array) -> NDArray[Any]:
     return filled
 
 
-def _array(values: Values, kind: pa.DataType, *, nan_is_null: bool = False) -> pa.Array:
+def arrow_of(values: Values, kind: pa.DataType, *, nan_is_null: bool = False) -> pa.Array:
     """Values, or lists of them, over the same memory where type and layout allow it."""
     if isinstance(values, Ragged):
-        return _lists(values.offsets, _array(values.values, kind.value_type), kind)
+        return lists_over(values.offsets, arrow_of(values.values, kind.value_type), kind)
     plain = np.ascontiguousarray(values, dtype=_DTYPES[kind])
     validity = None
     if nan_is_null and (missing := np.isnan(plain)).any():
@@ -336,9 +337,10 @@ def _array(values: Values, kind: pa.DataType, *, nan_is_null: bool = False) -> p
     return pa.Array.from_buffers(kind, len(plain), [validity, pa.py_buffer(plain)])
 
 
-def _lists(offsets: NDArray[np.int64], inner: pa.Array, kind: pa.DataType) -> pa.Array:
+def lists_over(offsets: NDArray[np.int64], inner: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Lists over what they hold, end to end."""
     assert offsets[-1] == len(inner) < 2**31, (offsets[-1], len(inner))
-    return pa.ListArray.from_arrays(_array(offsets, pa.int32()), inner, type=kind)
+    return pa.ListArray.from_arrays(arrow_of(offsets, pa.int32()), inner, type=kind)
 
 
 def _text(lines: Sequence[str]) -> pa.Array:

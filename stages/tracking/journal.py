@@ -149,11 +149,11 @@ def read_entries(path: Path, start: int, *, max_points: int) -> list[Entry]:
     return entries
 
 
-def all_entries(path: Path) -> Iterator[Entry]:
-    """Every whole line that can be read, few at a time in memory."""
+def entry_batches(path: Path) -> Iterator[list[Entry]]:
+    """Every whole line that can be read, some at a time."""
     start = 0
     while entries := read_entries(path, start, max_points=POINTS_AT_ONCE):
-        yield from (entry for entry in entries if entry.points)
+        yield [entry for entry in entries if entry.points]
         start = entries[-1].end
 
 

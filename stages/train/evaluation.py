@@ -67,7 +67,7 @@ def evaluate(
         for micro in batch.own:
             branches = branches_of(engine, recipe, micro)
             samples.add(micro, branches, recipe)
-            assert branches.places is not None, "a micro-batch knows where its branches stand"
+            assert branches.places is not None, "a micro-batch knows the places of its branches"
             here = replace(branches, places=branches.places + place)
             sums.add_outcome(recipe.outcome(here, step, state))
         place += batch.branches

@@ -175,7 +175,7 @@ def _tokens(
 ) -> Tokens:
     reference = None
     if "token_reference" in recipe.needs:
-        assert batch.reference_tokens is not None, "the gate asks for a cache that keeps them"
+        assert batch.reference_tokens is not None, "train_checks asks for a cache that keeps them"
         reference = torch.from_numpy(batch.reference_tokens.values).to(outputs["logps"])
     return Tokens(
         counts=lengths,
@@ -214,7 +214,7 @@ class Sums:
     def totals(self, engine: Engine) -> Totals:
         """Over all ranks; names without a value are left out.
 
-        Every rank has the same names: a method reports the same whatever it is given.
+        Every rank has the same names: a method reports the same names for any rows.
         """
         names = sorted(self._totals)
         if not names:

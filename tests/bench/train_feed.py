@@ -30,8 +30,7 @@ def main() -> None:
 
 def measure(folder: Path) -> None:
     from align.schemas.batches import Cursor
-    from align.stages.feed.loader import stream
-    from support.shard_cache import cache_under, opened, settings_of
+    from support.shard_cache import cache_under, feed_of, opened
 
     started = time.perf_counter()
     source = opened(cache_under(folder), kind="paired")
@@ -41,18 +40,20 @@ def measure(folder: Path) -> None:
     head = ("ranks", "rows/s", "Mtokens/s", "a CPU s", "first wait", "longest", "MiB above")
     print("".join(f"{name:>12}" for name in head))
     for ranks, epochs in ((1, 1), (1, 2), (4, 2)):
-        settings = settings_of(
-            batch_size=64 * ranks, tokens_per_batch=16_384, world=ranks, epochs=epochs
+        feed = feed_of(
+            source, batch_size=64 * ranks, tokens_per_batch=16_384, world=ranks, epochs=epochs
         )
         Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
         started, cpu = time.perf_counter(), time.process_time()
         rows, tokens, waits = 0, 0, []
-        with stream(source, settings, start=Cursor(0, 0)) as steps:
+        with feed.steps(Cursor(0, 0)) as steps:
+            asked = time.perf_counter()
             for step in steps:
-                waits.append(steps.waited)
+                waits.append(time.perf_counter() - asked)
                 trees = [tree for micro in step.own + step.mismatched for tree in micro.trees]
                 tokens += sum(tree.num_tokens for tree in trees)
                 rows += sum(len(micro.trees) for micro in step.own)
+                asked = time.perf_counter()
         seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
         speeds = (
             f"{rows / seconds:>12,.0f}{tokens / seconds / 1e6:>12.1f}{tokens / cpu / 1e6:>12.1f}"

@@ -52,7 +52,7 @@ def test_a_disk_that_is_full_is_refused_in_words_and_resumed_with_room(told, wid
     too_small, filled = told["too small"], told["filled"]
     assert len(too_small) > 3
     assert all("disk/cache" in said for said in [*too_small, filled])
-    assert "/spool: write failed: No space left on device (" in too_small[0]
+    assert "/run-00000.arrows: write failed: No space left on device (" in too_small[0]
     assert "the shards may need" in too_small[-1]  # before the first hour, not after the last
     assert ".parquet: write failed: No space left on device (" in filled
     assert "bytes needed" in filled

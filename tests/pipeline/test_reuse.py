@@ -278,7 +278,7 @@ def test_rows_that_are_gone_are_prepared_again_and_no_score_is_lost(config, tmp_
     whole = run(clean).manifest
     child(config, "commit.done=kill@4").join(60)
     (work,) = CacheFolder(Path(config.cache.output)).works()
-    for gone in ("spool/whole", "spool/ring/row_id.bin", "spool/partners-0.bin"):
+    for gone in ("spool/index.npy", "spool/rows.arrows", "spool/partners.arrows"):
         (work.root / gone).unlink()  # as an earlier version, or a person, left it
     again = run(config)
     assert (again.tally.units, again.tally.reused) == (len(whole.shards) - 4, 0)
@@ -288,7 +288,7 @@ def test_rows_that_are_gone_are_prepared_again_and_no_score_is_lost(config, tmp_
 def test_rows_that_are_not_those_of_the_plan_are_refused(config, monkeypatch):
     child(config, "commit.done=kill@4").join(60)
     (work,) = CacheFolder(Path(config.cache.output)).works()
-    (work.root / "spool" / "whole").unlink()
+    (work.root / "spool" / "index.npy").unlink()
     monkeypatch.setattr(precompute_plan, "unit_offsets", lambda *_, **__: (0, 1))
     with pytest.raises(CorruptionError, match=r"not those of its plan\. Delete it"):
         run(config)

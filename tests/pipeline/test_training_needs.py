@@ -123,7 +123,7 @@ def test_a_threshold_is_mean_median_or_a_number(course, given):
 
 def test_a_least_gap_is_not_negative(course):
     said = refused(course, "--set", "train.min_score_gap=-1")
-    assert "train.min_score_gap is -1.0; it cannot be below 0" in said
+    assert "train.min_score_gap: expected a number of at least 0, found -1" in said
 
 
 def test_control_texts_have_to_differ(course):

@@ -1,12 +1,15 @@
 """Rows of token ids made by hand or by chance, and rings of them; read back as plain Python."""
 
+from functools import partial
 from typing import NamedTuple
 
 from hypothesis import strategies as st
 
-from align.schemas.row_keys import EncodedChunk, EncodedRecord, key_rows
+from align.schemas.row_keys import EncodedChunk, EncodedRecord, Intake, key_rows
 from align.schemas.rows import Record, Role
-from align.stages.pairing.ring import Intake, collect_runs, merge_runs
+from align.stages.pairing.long_form import merge_same_prompts
+from align.stages.pairing.sorted_rows import collect_runs, merge_runs
+from align.stages.pairing.units import Ring
 
 
 class Plain(NamedTuple):
@@ -75,20 +78,29 @@ def plain(keyed):
     return result
 
 
-def make_ring(folder, records, *, chunk=1000, seed=0, num_pairs=0, carried=(), **more):
+def make_ring(
+    folder, records, *, chunk=1000, seed=0, num_pairs=0, carried=(), long_form=False, side="left"
+):
     """The ring of these records, which arrive in chunks of so many; and what was noticed."""
+    folder.mkdir(parents=True, exist_ok=True)
     pieces = [records[start : start + chunk] for start in range(0, len(records), chunk)]
     chunks = [EncodedChunk(0, key_rows(p, seed=seed, carried=carried), [], {}) for p in pieces]
     intake = Intake()
-    runs = collect_runs(folder, chunks, carried=tuple(carried), intake=intake)
-    options = {"long_form": False, "prompt_side": "left", **more}
-    ring = merge_runs(folder, runs, num_pairs=num_pairs, intake=intake, **options)
-    return ring, intake
+    runs = collect_runs(folder, chunks, intake)
+    join = partial(merge_same_prompts, notes=intake.notes, prompt_side=side)
+    return ring_of_runs(folder, runs, intake, num_pairs, join if long_form else None), intake
+
+
+def ring_of_runs(folder, runs, intake, num_pairs, join=None):
+    """The complete ring that sorted runs make."""
+    ring = Ring(folder, num_pairs)
+    ring.complete(merge_runs(ring.rows_file, runs, intake.notes, join=join), intake.notes)
+    return ring
 
 
 def all_rows(ring):
     """The whole ring as plain rows."""
-    return plain(ring.spool.read(0, len(ring)))
+    return plain(ring.rows.read(0, len(ring.rows)))
 
 
 def token_lists(*, most=6, alphabet=4):

@@ -89,3 +89,9 @@ def mixed_trees():
 
 def draw(random, size):
     return random.integers(3, VOCABULARY, size).astype(np.int32)
+
+
+def learning_names(policy):
+    """The parameters of a policy that learn, as its model names them."""
+    named = policy.model.named_parameters()
+    return [name for name, parameter in named if parameter.requires_grad]

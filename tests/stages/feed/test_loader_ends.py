@@ -8,8 +8,7 @@ import pytest
 from align.schemas.batches import Cursor
 from align.schemas.errors import AlignError, CorruptionError
 from align.stages.feed.epoch_order import shuffled_order
-from align.stages.feed.loader import stream
-from support.shard_cache import block_of, feed_of, opened, settings_of, write_cache
+from support.shard_cache import block_of, feed_of, opened, write_cache
 
 START = Cursor(0, 0)
 
@@ -58,7 +57,7 @@ def prefetching():
 
 @pytest.mark.parametrize("taken", [0, 1, 30])
 def test_a_stream_that_is_left_early_leaves_no_thread(forty_units, taken):
-    with stream(opened(forty_units), settings_of(epochs=99), start=START) as steps:
+    with feed_of(opened(forty_units), epochs=99).steps(START) as steps:
         for _ in range(taken):
             next(steps)
         assert prefetching()

@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from align.schemas.cache import StoredKind
 from align.schemas.errors import CorruptionError
 from align.schemas.rows import Role, offsets_of
-from align.stages.feed.conversions import Reading, ScoreRules, StoredKind
+from align.stages.feed.conversions import Reading, ScoreRules
 from align.stages.feed.row_selection import KindCounts, select
 from support.slow_reading import read_slowly
 

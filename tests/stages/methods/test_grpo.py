@@ -184,10 +184,10 @@ def test_a_policy_that_moved_where_the_scores_want_it_has_gained():
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"epsilon": 0}, "method.epsilon is 0.0; it must be above 0 and below 1."),
-        ({"epsilon": 1.5}, "it must be above 0 and below 1."),
-        ({"beta": -0.1}, "method.beta is -0.1; it must be at least 0."),
-        ({"normalize": "token"}, "expected one of tokens, sequence; found 'token'"),
+        ({"epsilon": 0}, "method.epsilon: expected a number above 0 and below 1, found 0"),
+        ({"epsilon": 1.5}, "expected a number above 0 and below 1, found 1.5"),
+        ({"beta": -0.1}, "method.beta: expected a number of at least 0, found -0.1"),
+        ({"normalize": "token"}, "expected tokens or sequence, found 'token'"),
     ],
 )
 def test_what_grpo_refuses(values, said):

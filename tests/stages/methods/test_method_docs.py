@@ -35,7 +35,7 @@ def test_needs_and_choices_are_told():
     text = " ".join(render_method(METHODS["kto"]).split())
     assert "needs the reference's log-probs and those of mismatched completions" in text
     assert "mean over all branches of an optimizer step" in text
-    assert "[above 0 or auto]" in text
+    assert "[a number above 0 or auto]" in text
     assert "[rotate or all]" in text
     assert "needs no reference" in render_table([METHODS["orpo"]])
 
@@ -52,6 +52,6 @@ def test_the_plain_table_is_json_and_holds_the_same():
     assert told["options"][1] == {
         "name": "desirable_weight",
         "default": 1.0,
-        "values": "above 0 or auto",
+        "values": "a number above 0 or auto",
         "help": "weight of desirable branches; auto: as heavy in all as the other label",
     }

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from align.pipeline.train_checks import reading_of
+from align.schemas.cache import StoredKind
 from align.schemas.config import TrainOptions
 from align.schemas.errors import UsageError
 from align.schemas.rows import Role
-from align.stages.feed.conversions import CONVERSIONS, Own, StoredKind
+from align.stages.feed.conversions import CONVERSIONS, Own
 from align.stages.methods.modifiers import Modifiers
 from align.stages.methods.policy_gradient import estimates_of, ppo
 from align.stages.methods.recipe import Part, Recipe
@@ -253,10 +254,10 @@ def test_thousands_of_tokens_are_discounted_like_a_few():
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"lam": 1.1}, "method.lam is 1.1; it must be at least 0 and at most 1."),
-        ({"gamma": -0.1}, "method.gamma is -0.1; it must be at least 0 and at most 1."),
-        ({"epsilon": 1}, "it must be above 0 and below 1."),
-        ({"value_clip": -1}, "method.value_clip is -1.0; it must be at least 0."),
+        ({"lam": 1.1}, "method.lam: expected a number of at least 0 and at most 1, found 1.1"),
+        ({"gamma": -0.1}, "method.gamma: expected a number of at least 0 and at most 1, found"),
+        ({"epsilon": 1}, "expected a number above 0 and below 1, found 1"),
+        ({"value_clip": -1}, "method.value_clip: expected a number of at least 0, found -1"),
     ],
 )
 def test_what_ppo_refuses(values, said):

@@ -271,7 +271,7 @@ def test_grouped_methods_stand_alone():
         ("dpo+sft", {"kto.beta": 1}, "method.kto.beta: in a mixture an option is named after"),
         ("dpo+sft", {"dpo": 1}, "method.dpo: in a mixture an option is named after its method"),
         ("dpo+sft", {"dpo.beat": 1}, "dpo: unknown key 'method.dpo.beat'. Did you mean 'beta'?"),
-        ("dpo+sft", {"dpo.beta": 0}, "method.dpo.beta is 0.0; it must be above 0."),
+        ("dpo+sft", {"dpo.beta": 0}, "method.dpo.beta: expected a number above 0, found 0"),
         ("dpo+kto", {"margin": "wanted"}, "method.margin is not for kto. Methods that take it: "),
     ],
 )

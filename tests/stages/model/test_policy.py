@@ -12,7 +12,7 @@ from align.stages.model.load import load_causal_lm
 from align.stages.model.logprobs import causal_model, tree_logps
 from align.stages.model.policy import Policy, load_policy
 from align.stages.model.reference import HfReference
-from support.families import mixed_trees, tiny_model
+from support.families import learning_names, mixed_trees, tiny_model
 
 pytestmark = [  # peft's own, while it saves an adapter
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
@@ -40,7 +40,7 @@ def test_the_dtype_is_the_stored_one_unless_asked(saved_llama):
 
 def test_every_parameter_learns_from_a_step(saved_llama):
     policy = load_policy(ModelOptions(path=str(saved_llama)), FLOAT32, FULL)
-    assert len(policy.trainable_names()) == len(list(policy.parameters()))
+    assert len(learning_names(policy)) == len(list(policy.parameters()))
     before = policy(TREES)[0].sum()
     before.backward()
     torch.optim.SGD(policy.parameters(), lr=1e-4).step()
@@ -113,8 +113,8 @@ def test_a_model_that_cannot_recompute_is_refused(llama):
 def test_an_adapter_learns_alone_and_on_every_linear_layer_but_the_head(saved_llama):
     policy = load_policy(ModelOptions(path=str(saved_llama)), FLOAT32, LoraOptions(enabled=True))
     assert policy.path.layout == "packed"
-    assert len(policy.trainable_names()) == 2 * 2 * 7  # A and B; layers; q k v o gate up down
-    assert all("lora_" in name for name in policy.trainable_names())
+    assert len(learning_names(policy)) == 2 * 2 * 7  # A and B; layers; q k v o gate up down
+    assert all("lora_" in name for name in learning_names(policy))
     policy(TREES)[0].sum().backward()
     head = causal_model(policy.model).get_output_embeddings()
     assert head.weight.grad is None
@@ -148,7 +148,7 @@ def test_an_adapter_has_dropout_only_where_training_has(saved_llama):
 def test_the_adapters_targets_are_those_asked_for(saved_llama):
     lora = LoraOptions(enabled=True, rank=3, targets=["q_proj", "v_proj"])
     policy = load_policy(ModelOptions(path=str(saved_llama)), FLOAT32, lora)
-    assert len(policy.trainable_names()) == 2 * 2 * 2
+    assert len(learning_names(policy)) == 2 * 2 * 2
     assert all(min(p.shape) == 3 for p in policy.parameters() if p.requires_grad)
 
 
@@ -172,7 +172,7 @@ def test_a_reference_with_an_adapter_is_where_the_policy_starts(saved_llama, tmp
     torch.testing.assert_close(policy(TREES)[0].detach(), reference, atol=1e-4, rtol=0)
     stored = load_file(saved_llama / "model.safetensors")
     assert {name for name, _ in policy.model.named_parameters()} == set(stored)
-    assert len(policy.trainable_names()) == len(stored)
+    assert len(learning_names(policy)) == len(stored)
 
 
 def test_a_policy_of_its_own_takes_nothing_from_the_reference(saved_llama, tmp_path):

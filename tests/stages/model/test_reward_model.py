@@ -17,7 +17,13 @@ from align.stages.model.load import load_causal_lm
 from align.stages.model.policy import load_policy
 from align.stages.model.save import save_adapter, save_merged, save_whole
 from support.branch_by_branch import slopes_of, texts, worst_parameter
-from support.families import PLAIN_FAMILIES, TREE_FAMILIES, mixed_trees, tiny_model
+from support.families import (
+    PLAIN_FAMILIES,
+    TREE_FAMILIES,
+    learning_names,
+    mixed_trees,
+    tiny_model,
+)
 
 pytestmark = [  # peft's own, while it saves an adapter
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
@@ -182,7 +188,7 @@ def test_half_precision_scores_are_summed_in_float32(llama_folder):
 def test_an_adapter_learns_beside_a_whole_head_and_is_saved_with_it(llama_folder, tmp_path):
     lora = LoraOptions(enabled=True, rank=2)
     policy = trained(loaded(llama_folder, lora=lora))
-    learning = policy.trainable_names()
+    learning = learning_names(policy)
     heads = [name for name in learning if "lora_" not in name]
     assert heads == ["base_model.model.score.modules_to_save.default.weight"]
     assert len(learning) == 2 * 2 * 7 + 1

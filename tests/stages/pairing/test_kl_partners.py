@@ -1,4 +1,4 @@
-from contextlib import ExitStack
+import mmap
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from align.schemas.errors import BadDataError
 from align.stages.pairing import kl_partners as module
 from align.stages.pairing.kl_partners import Repeats, choose_partners
-from align.stages.pairing.number_files import NumberFile, SummedWriter
+from align.stages.storage import fs
 
 
 class Chosen(NamedTuple):
@@ -22,31 +22,21 @@ def choose(prompt_keys, completion_keys, *, num_pairs):
     return Chosen(indices, choose_partners(prompt_keys, completion_keys, list(indices)))
 
 
-def choose_on_disk(folder, prompt_keys, completion_keys, *, num_pairs):
-    for name, keys in (("prompts", prompt_keys), ("texts", completion_keys)):
-        with SummedWriter(folder / name) as file:
-            file.write(keys)
+def choose_on_disk(path, prompt_keys, completion_keys, *, num_pairs):
+    mapped = fs.new_map(path, 8 * (2 + num_pairs) * len(prompt_keys))
+    numbers = np.frombuffer(mapped, dtype="<u8").reshape(2 + num_pairs, -1)
+    numbers[:2] = prompt_keys, completion_keys
     forgotten = []
 
     def forget():
-        forgotten.append([file.forget() for file in files])
+        forgotten.append(mapped.madvise(mmap.MADV_DONTNEED))
 
-    with ExitStack() as stack:
-        files = [
-            NumberFile(folder / "prompts", "<u8"),
-            NumberFile(folder / "texts", "<u8"),
-            *(
-                NumberFile(folder / str(k), "<i8", length=len(prompt_keys))
-                for k in range(num_pairs)
-            ),
-        ]
-        for file in files:
-            stack.enter_context(file)
-        repeats = choose_partners(files[0], files[1], files[2:], forget=forget)
+    partners = numbers[2:].view("<i8")
+    repeats = choose_partners(numbers[0], numbers[1], list(partners), forget=forget)
     # Once a span for the blocks and for what is met again, and for each k.
     assert len(forgotten) >= (1 + num_pairs) * len(prompt_keys) / module.SPAN
-    stored = [np.fromfile(folder / str(k), dtype="<i8") for k in range(num_pairs)]
-    return Chosen(np.array(stored), repeats)
+    stored = np.fromfile(path, dtype="<i8").reshape(numbers.shape)
+    return Chosen(stored[2:], repeats)
 
 
 def ring(run_lengths, texts, *, seed=0):
@@ -170,7 +160,9 @@ def test_the_spans_worked_on_leave_no_trace_in_memory_or_on_disk(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "SPAN", span)
         in_memory = choose(*keys, num_pairs=pairs)
-        on_disk = choose_on_disk(tmp_path_factory.mktemp("numbers"), *keys, num_pairs=pairs)
+        on_disk = choose_on_disk(
+            tmp_path_factory.mktemp("numbers") / "keys", *keys, num_pairs=pairs
+        )
     assert whole.repeats == in_memory.repeats == on_disk.repeats
     assert np.array_equal(whole.indices, in_memory.indices)
     assert np.array_equal(whole.indices, on_disk.indices)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from align.schemas.row_keys import key_rows
 from align.schemas.rows import Role
-from align.stages.pairing import ring as module
+from align.stages.pairing import sorted_rows as module
 from align.stages.pairing.long_form import merge_same_prompts
 from support.encoded_rows import all_rows, encoded, make_ring, plain, token_lists
 

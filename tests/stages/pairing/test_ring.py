@@ -10,19 +10,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from align.schemas.config import TokenOptions
-from align.schemas.row_keys import EncodedChunk, key_rows
+from align.schemas.row_keys import EncodedChunk, Intake, key_rows
 from align.stages.data.data_schema import common_shape
 from align.stages.data.encode_workers import EncodingJob, encode_chunks
 from align.stages.data.input_files import iter_chunks, open_inputs
 from align.stages.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from align.stages.demo.preferences import draw_preferences, transcript
-from align.stages.pairing import kl_partners, spool
-from align.stages.pairing import ring as module
-from align.stages.pairing.ring import Intake, collect_runs, merge_runs
+from align.stages.pairing import kl_partners
+from align.stages.pairing import sorted_rows as module
+from align.stages.pairing.sorted_rows import collect_runs
 from align.stages.pairing.units import unit_offsets
-from support.encoded_rows import all_rows, encoded, make_ring, record_lists
+from align.stages.storage import shards
+from support.encoded_rows import all_rows, encoded, make_ring, record_lists, ring_of_runs
 
-AS_THEY_ARE = {"long_form": False, "prompt_side": "left"}
 relaxed = settings(
     max_examples=40,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
@@ -48,7 +48,7 @@ def test_order_chunks_runs_and_merges_leave_no_trace(new_folder, records, shuffl
         patch.setattr(module, "TOKENS_PER_MERGE", data.draw(st.sampled_from([1, 60, 10**6])))
         ring, intake = make_ring(new_folder(), shuffled, chunk=chunk, **options)
     assert [content(row) for row in all_rows(ring)] == expected
-    assert intake.rows_in == len(ring) == len(records)
+    assert intake.rows_in == len(ring.rows) == len(records)
 
 
 @relaxed
@@ -153,9 +153,9 @@ def ring_of_files(folder, files, model, *, workers, rows_per_chunk):
     job = EncodingJob(model, options, shape, seed=0, files=files, tokenizer=names)
     chunks = iter_chunks(inputs, shape.columns, rows_per_chunk=rows_per_chunk)
     intake = Intake()
-    encoded_chunks = encode_chunks(chunks, job, num_workers=workers)
-    runs = collect_runs(folder, encoded_chunks, carried=(), intake=intake)
-    return merge_runs(folder, runs, **AS_THEY_ARE, num_pairs=2, intake=intake), intake
+    folder.mkdir()
+    runs = collect_runs(folder, encode_chunks(chunks, job, num_workers=workers), intake)
+    return ring_of_runs(folder, runs, intake, num_pairs=2), intake
 
 
 @pytest.mark.parametrize(("workers", "rows_per_chunk"), [(0, 7), (1, 13), (2, 5)])
@@ -168,14 +168,19 @@ def test_worker_processes_leave_no_trace(
     monkeypatch.setattr(module, "TOKENS_PER_MERGE", 700)
     options = {"workers": workers, "rows_per_chunk": rows_per_chunk}
     second, others = ring_of_files(tmp_path / "b", [file], tokenizer_folder, **options)
-    assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
+    assert all_rows(first) == all_rows(second)
+    assert partners_of(first) == partners_of(second)
     assert (counts.rows_in, counts.reasons, counts.rejected) == (
         67,
         {"empty_completion": 1},
         others.rejected,
     )
     assert +counts.notes == +others.notes
-    assert len(first) == len(second) == 66
+    assert len(first.rows) == len(second.rows) == 66
+
+
+def partners_of(ring):
+    return ring.partners(0, ring.rows.num_completions).tolist()
 
 
 def test_the_order_of_files_moves_nothing_but_the_sources(file, tokenizer_folder, tmp_path):
@@ -190,22 +195,22 @@ def test_the_order_of_files_moves_nothing_but_the_sources(file, tokenizer_folder
     ]
     there, back = ([content(row) for row in all_rows(ring)] for ring in rings)
     assert there == back
-    chosen = [[path.read_bytes() for path in ring.partner_files] for ring in rings]
-    assert chosen[0] == chosen[1]
+    assert partners_of(rings[0]) == partners_of(rings[1])
 
 
 @pytest.mark.slow
 def test_ten_times_the_rows_need_no_more_memory_to_merge_pair_and_lay_out(new_folder, monkeypatch):
-    monkeypatch.setattr(module, "TOKENS_PER_RUN", 100_000)
+    monkeypatch.setattr(module, "TOKENS_PER_RUN", 400_000)
     monkeypatch.setattr(module, "TOKENS_PER_MERGE", 20_000)
-    monkeypatch.setattr(spool, "STRETCH_ROWS", 256)
+    monkeypatch.setattr(shards, "ROWS_PER_GROUP", 256)
     monkeypatch.setattr(kl_partners, "SPAN", 256)
     # The lower of two: now and then the interpreter makes room for its own tables.
     small, large = (
         min(peak_of_merging(new_folder(), rows) for _ in range(2)) for rows in (2_000, 20_000)
     )
     # A row with its keys and partners takes 200 bytes. What grows: 24 bytes for a block of some 64
-    # prompts, one number for a unit, and a file's name for a sorted run.
+    # prompts, one number for a unit, 130 bytes for a batch of the ring and of its runs, and some
+    # kilobytes for what a sorted run gives to the range that is merged.
     assert large - small <= 4 * (20_000 - 2_000), (small, large)
 
 
@@ -220,19 +225,11 @@ def peak_of_merging(folder, rows):
         )
         for part in (range(start, start + 200) for start in range(0, rows, 200))
     )
-    runs = collect_runs(folder, chunks, carried=(), intake=Intake())
+    runs = collect_runs(folder, chunks, Intake())
     tracemalloc.start()
-    ring = merge_runs(folder, runs, **AS_THEY_ARE, num_pairs=2, intake=Intake())
-    unit_offsets(ring.spool, num_pairs=2, rows_per_unit=500, tokens_per_unit=10**6)
+    ring = ring_of_runs(folder, runs, Intake(), num_pairs=2)
+    unit_offsets(ring.rows, num_pairs=2, rows_per_unit=500, tokens_per_unit=10**6)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert len(ring) == rows
+    assert len(ring.rows) == rows
     return peak
-
-
-def files_of(folder):
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }

@@ -7,8 +7,10 @@ from hypothesis import strategies as st
 from align.schemas.errors import BadDataError
 from align.schemas.row_keys import KeyedRows
 from align.schemas.rows import Role
-from align.stages.pairing import spool, units
-from align.stages.pairing.units import CutRule, build_unit, unit_offsets
+from align.stages.pairing import kl_partners
+from align.stages.pairing.kl_partners import CutRule
+from align.stages.pairing.units import build_unit, unit_offsets
+from align.stages.storage import shards
 from support.encoded_rows import all_rows, encoded, make_ring, plain
 
 EOS = 9
@@ -140,7 +142,7 @@ def test_the_next_text_that_differs_stands_in_for_a_partner_that_does_not(
     tmp_path, monkeypatch, window
 ):
     # Behind three tokens of prompt one token fits; nine of ten completions begin with [1].
-    monkeypatch.setattr(units, "SEARCH_WINDOW", window)
+    monkeypatch.setattr(kl_partners, "SEARCH_WINDOW", window)
     others = [encoded([10 + row], [1, row + 2, EOS], row=row) for row in range(1, 10)]
     records = [encoded([7, 7, 7], [1], cut=[2]), *others, encoded([30], [2, 3], row=10)]
     ring, _ = make_ring(tmp_path, records, num_pairs=1)
@@ -163,7 +165,7 @@ def test_neither_a_partner_nor_what_stands_in_for_one_answers_the_same_prompt(tm
         encoded([7, 7], [2, 5], text="the same", row=20),
     ]
     ring, _ = make_ring(tmp_path, [*one, *others, encoded([30], [3])], num_pairs=1, seed=seed)
-    rows = read(build_unit(ring, 0, len(ring), CutRule(4, STOPS)))
+    rows = read(build_unit(ring, 0, len(ring.rows), CutRule(4, STOPS)))
     (long_row,) = (row for row in rows if row.prompt == (7, 7, 7))
     (short_row,) = (row for row in rows if row.prompt == (7, 7))
     assert long_row.branches[1][0] == (3,)
@@ -171,11 +173,11 @@ def test_neither_a_partner_nor_what_stands_in_for_one_answers_the_same_prompt(tm
 
 
 def test_the_search_for_another_text_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(units, "MOST_SEARCHED", 3)
+    monkeypatch.setattr(kl_partners, "MOST_SEARCHED", 3)
     records = [encoded([7, 7, 7], [1], [1], cut=[2, 2])]
     records += [encoded([10 + row], [1, row + 2, EOS], row=row) for row in range(1, 10)]
     ring, _ = make_ring(tmp_path, records, num_pairs=2)
-    unit = build_unit(ring, 0, len(ring), CutRule(4, STOPS))
+    unit = build_unit(ring, 0, len(ring.rows), CutRule(4, STOPS))
     assert [(bad.row, bad.reason) for bad in unit.rejected] == [(0, "no_mismatch")]
     assert "none of the 3 completions" in unit.rejected[0].detail
 
@@ -211,13 +213,12 @@ def test_units_cover_the_ring_once_and_keep_both_caps(
     records = [
         encoded([index + 10] * prompt, [1] * size) for index, (prompt, size) in enumerate(sizes)
     ]
-    ring, _ = make_ring(new_folder(), records)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spool, "STRETCH_ROWS", weighed)
-        patch.setattr(spool, "STRETCH_COMPLETIONS", weighed)
-        offsets = unit_offsets(
-            ring.spool, num_pairs=num_pairs, rows_per_unit=rows, tokens_per_unit=tokens
-        )
+        patch.setattr(shards, "ROWS_PER_GROUP", weighed)
+        ring, _ = make_ring(new_folder(), records)
+    offsets = unit_offsets(
+        ring.rows, num_pairs=num_pairs, rows_per_unit=rows, tokens_per_unit=tokens
+    )
     weights = [
         len(row.prompt) + (1 + num_pairs) * sum(len(branch[0]) for branch in row.branches)
         for row in all_rows(ring)

@@ -159,6 +159,14 @@ def twice_mismatched(tmp_path: Path) -> CacheFolder:
 
 
 @pytest.fixture
+def cut_most(tmp_path: Path) -> CacheFolder:
+    """Two rows that lost as many tokens as a shard can say."""
+    most = 2**31 - 1
+    row = pair([1], ([2], -1.0), ([3], -1.0), prompt_cut=most, rejected_cut=most)
+    return write_cache(tmp_path / "cut", [row, row])
+
+
+@pytest.fixture
 def unpaired(tmp_path: Path) -> CacheFolder:
     """One desirable and three undesirable completions."""
     roles = [Role.DESIRABLE, Role.UNDESIRABLE, Role.UNDESIRABLE, Role.UNDESIRABLE]

@@ -1,10 +1,11 @@
 import json
 
+import polars as pl
 import pytest
 
 from align.schemas.errors import UsageError
 from align.schemas.json_codec import from_json, to_json
-from align.stages.report.cache_summary import KtoWeights, PairSummary, Summary, summarize
+from align.stages.report.cache_summary import KtoWeights, PairSummary, Summary, spread_of, summarize
 from align.stages.storage.cache_folder import CacheFolder
 
 
@@ -34,6 +35,14 @@ def test_truncation_is_counted_in_rows_branches_and_tokens(paired):
     assert (summary.prompts.cut_rows, summary.prompts.cut_tokens) == (1, 5)
     assert (summary.roles["chosen"].cut_branches, summary.roles["chosen"].cut_tokens) == (0, 0)
     assert (summary.roles["rejected"].cut_branches, summary.roles["rejected"].cut_tokens) == (1, 2)
+
+
+def test_more_tokens_than_32_bits_count_are_added_up(cut_most):
+    most = 2**31 - 1
+    summary = summarize(cut_most)
+    assert summary.prompts.cut_tokens == summary.roles["rejected"].cut_tokens == 2 * most
+    spread = spread_of(pl.Series([most, most, most], dtype=pl.Int32))
+    assert (spread.p99, spread.mean) == (most, most)
 
 
 def test_log_probs_are_spread_by_sum_and_per_token(paired):

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -11,10 +12,10 @@ from align.schemas.batches import EvalSample
 from align.schemas.errors import CorruptionError
 from align.schemas.rows import Role
 from align.stages.report.eval_table import (
-    Completion,
     evaluation_csv,
+    kind_of,
     margins_of,
-    read_evaluation,
+    read_samples,
     spread_charts,
 )
 
@@ -42,7 +43,7 @@ def table_of(tmp_path):
     def write_and_read(completions, kind="log-ratios"):
         path = tmp_path / "step-00000001.csv"
         path.write_text(evaluation_csv(completions, kind, decode=None))
-        return read_evaluation(path)
+        return read_samples(path)
 
     return write_and_read
 
@@ -58,8 +59,9 @@ def test_a_line_says_whose_it_is_and_what_the_policy_thinks():
 def test_what_has_no_reference_has_one_number(table_of, kind, name):
     lines = evaluation_csv(PAIRS[:1], kind, decode=None).splitlines()
     assert lines == [f"row,row_id,role,tokens,{name}", f"0,{0:032x},chosen,3,-1.25"]
-    assert table_of(PAIRS[:1], kind).kind == kind
-    assert table_of(PAIRS[:1], kind).completions == (Completion(0, "chosen", 3, -1.25),)
+    table = table_of(PAIRS[:1], kind)
+    assert kind_of(table.columns) == kind
+    assert table.rows() == [(0, f"{0:032x}", "chosen", 3, -1.25)]
 
 
 @pytest.mark.parametrize(
@@ -74,13 +76,13 @@ def test_text_survives_whatever_it_is(tmp_path, text):
     one = replace(bare, prompt=np.array([0]), completion=np.array([1]))
     path = tmp_path / "step-00000001.csv"
     path.write_bytes(evaluation_csv([one, one], "log-ratios", decode=decode).encode())
-    limit = csv.field_size_limit()
-    assert [found.value for found in read_evaluation(path).completions] == [0.5, 0.5]
-    assert csv.field_size_limit() == limit
+    samples = read_samples(path)
+    assert samples["log_ratio"].to_list() == [0.5, 0.5]
+    assert samples.select("prompt", "completion").rows() == [(text, text)] * 2
+    limit = csv.field_size_limit(1_000_000)
     with path.open(newline="", encoding="utf-8") as source:
-        csv.field_size_limit(1_000_000)
         lines = list(csv.DictReader(source))
-        csv.field_size_limit(limit)
+    csv.field_size_limit(limit)
     assert [(line["prompt"], line["completion"]) for line in lines] == [(text, text)] * 2
 
 
@@ -108,32 +110,34 @@ def test_no_spreadsheet_computes_what_a_model_wrote(text, cell):
 
 def test_it_is_read_back_as_it_was(table_of):
     table = table_of(PAIRS)
-    assert (table.kind, table.others) == ("log-ratios", 0)
-    assert table.completions == (
-        Completion(0, "chosen", 3, 0.75),
-        Completion(0, "rejected", 4, -2.5),
-        Completion(1, "chosen", 2, 0.5),
-        Completion(1, "rejected", 2, 0.0),
-    )
+    assert kind_of(table.columns) == "log-ratios"
+    assert table.drop("row_id").rows() == [
+        (0, "chosen", 3, -1.25, -2.0, 0.75),
+        (0, "rejected", 4, -6.5, -4.0, -2.5),
+        (1, "chosen", 2, -3.0, -3.5, 0.5),
+        (1, "rejected", 2, -3.25, -3.25, 0.0),
+    ]
 
 
 def test_what_is_not_finite_is_counted_and_not_drawn(table_of):
     table = table_of([*PAIRS, sample(2, Role.CHOSEN, 1, NAN, -1.0)])
-    assert (len(table.completions), table.others) == (4, 1)
-    assert "without 1 not finite" in spread_charts({0: table})
+    assert math.isnan(table["log_ratio"][-1])
+    charts = spread_charts({0: table})
+    assert "without 1 not finite" in charts
+    assert charts.count("<circle") == 4
 
 
 def test_margins_are_of_rewards_in_rows_with_good_and_bad_completions(table_of):
     # .75 / 3 + 2.5 / 4 and .5 / 2 - 0
-    assert margins_of(table_of(REWARDED).completions) == [0.875, 0.25]
+    assert margins_of(table_of(REWARDED)) == [0.875, 0.25]
     several = [
-        Completion(0, "desirable", 1, 0.1, 5.0),
-        Completion(0, "desirable", 1, 0.1, -5.0),
-        Completion(0, "undesirable", 1, 0.1, 0.0),
-        Completion(0, "undesirable", 1, 0.1, 4.0),
-        Completion(1, "desirable", 1, 0.1, 5.0),
+        sample(0, Role.DESIRABLE, 1, 0.1, 0.0, 5.0),
+        sample(0, Role.DESIRABLE, 1, 0.1, 0.0, -5.0),
+        sample(0, Role.UNDESIRABLE, 1, 0.1, 0.0, 0.0),
+        sample(0, Role.UNDESIRABLE, 1, 0.1, 0.0, 4.0),
+        sample(1, Role.DESIRABLE, 1, 0.1, 0.0, 5.0),
     ]
-    assert margins_of(several) == [-2.0]
+    assert margins_of(table_of(several)) == [-2.0]
     alone = table_of([sample(0, Role.DESIRABLE, 3, -1.0, -2.0, 1.0)])
     assert "Margins of rewards" not in spread_charts({0: alone})
 
@@ -142,11 +146,11 @@ def test_what_a_method_compares_stands_beside_the_log_ratio(table_of):
     lines = evaluation_csv(REWARDED, "log-ratios", decode=None).splitlines()
     assert lines[0] == "row,row_id,role,tokens,logp,reference_logp,log_ratio,reward"
     assert lines[2] == f"0,{0:032x},rejected,4,-6.5,-4.0,-2.5,-0.625"
-    assert [one.reward for one in table_of(REWARDED).completions] == [0.25, -0.625, 0.25, 0.0]
+    assert table_of(REWARDED)["reward"].to_list() == [0.25, -0.625, 0.25, 0.0]
 
 
 def test_a_method_that_compares_nothing_has_no_rewards_and_no_margins(table_of):
-    assert [one.reward for one in table_of(PAIRS).completions] == [None] * 4
+    assert "reward" not in table_of(PAIRS).columns
     assert "Margins of rewards" not in spread_charts({0: table_of(PAIRS)})
 
 
@@ -165,6 +169,8 @@ def test_margins_of_the_first_evaluation_are_drawn_where_they_are_spread(table_o
     [
         "row,role\n1,chosen\n",
         "row,row_id,role,tokens,log_ratio\nx,,,,\n",
+        "row,row_id,role,tokens,logp\n1,a,chosen\n",
+        "row,row_id,role,tokens,logp\n1,a,chosen,2,-1.0,9\n",
         "no\ntable",
         "",
         "caf\xe9",
@@ -174,4 +180,4 @@ def test_a_damaged_file_is_told(tmp_path, text):
     path = tmp_path / "step-00000001.csv"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(CorruptionError, match="step-00000001.csv is damaged"):
-        read_evaluation(path)
+        read_samples(path)
