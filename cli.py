@@ -246,19 +246,19 @@ def report(run: Annotated[Path, typer.Argument(help="Folder of a training run.")
 
 @app.command("mlflow-sync")
 def mlflow_sync(
-    run: Annotated[Path, typer.Argument(help="Folder of a training run, or a cache.")],
+    run: Annotated[Path, typer.Argument(help="Folder of a training run, sweep, scores or cache.")],
     uri: Annotated[
         str, typer.Option(help="Another store than your own, even if the run names it.")
     ] = "",
     config: ConfigFile = None,
 ) -> None:
     """Tell MLflow what it missed of a run; telling it twice changes nothing."""
-    from .pipeline.mlflow_sync import own_options, sync_run
+    from .pipeline.mlflow_sync import own_options, sync_runs
     from .schemas.errors import counted
 
-    synced = sync_run(run, own_options(run, config), uri=uri)
-    say(f"{synced.uri}: run {synced.run_id} is {synced.status}")
-    say(f"{counted(synced.points_sent, 'numbers')} sent")
+    for synced in sync_runs(run, own_options(run, config), uri=uri):
+        say(f"{synced.uri}: run {synced.run_id} is {synced.status}")
+        say(f"{counted(synced.points_sent, 'numbers')} sent")
 
 
 @app.command()

@@ -6,26 +6,30 @@ one that was given by hand, and no file is sent but those that lie in the folder
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from ..schemas.config import TrackingOptions
-from ..schemas.errors import StorageError, UsageError
-from ..stages.storage.cache_folder import CacheFolder
+from ..schemas.errors import StorageError, UsageError, log_failure
+from ..stages.storage.cache_folder import SCORES
 from ..stages.storage.locks import owner_lock
 from ..stages.storage.run_folder import RunFolder, read_ending
 from ..stages.tracking.delivery import Delivery
-from ..stages.tracking.mlflow_client import MlflowStore
-from ..stages.tracking.mlflow_run import store_uri
+from ..stages.tracking.journaled_run import store_uri
+from ..stages.tracking.mlflow_client import GROUP_TAG, PARENT_TAG, MlflowStore
 from ..stages.tracking.mlflow_silence import mlflow_silenced
-from ..stages.tracking.outbox import Note, address_of, failures, load_ledger, plain_uri, reason_of
+from ..stages.tracking.outbox import (
+    Ledger,
+    address_of,
+    failures,
+    load_ledger,
+    now_ms,
+    plain_uri,
+    reason_of,
+    remove_record,
+    unsent_runs,
+)
 from .settings import FILE_NAME, load_settings
-
-T = TypeVar("T")
-
 
 STATUS = {"finished": "FINISHED", "failed": "FAILED", "time": "KILLED", "signal": "KILLED"}
 
@@ -51,43 +55,73 @@ def own_options(root: Path, config: Path | None) -> TrackingOptions:
     return load_settings({}, [], file=config).config.tracking
 
 
+def sync_runs(root: Path, options: TrackingOptions, *, uri: str = "") -> list[Synced]:
+    """Sends the rest of a training run, or of every run that a cache, scores or a sweep has."""
+    if RunFolder(root).mlflow.exists():
+        return [sync_run(root, options, uri=uri)]
+    homes = (root, root / SCORES)
+    unsent = [(home, folder) for home in homes for folder in unsent_runs(home)]
+    synced = [_sync(folder, home, options, uri) for home, folder in unsent]
+    parent = synced[-1].run_id if synced else ""
+    trials = [RunFolder(path) for path in sorted(root.glob("*")) if not path.is_symlink()]
+    for trial in trials:
+        if trial.mlflow.exists() and GROUP_TAG in load_ledger(trial.mlflow).record.tags:
+            synced.append(_sync(trial, trial.root, options, uri, parent=parent))
+    return synced or [sync_run(root, options, uri=uri)]  # which says what is missing
+
+
 def sync_run(root: Path, options: TrackingOptions, *, uri: str = "") -> Synced:
     """Sends the rest of an ended run to the user's store, or all of it to `uri`."""
-    folder = RunFolder(root)
+    return _sync(RunFolder(root), root, options, uri)
+
+
+def send_earlier(home: Path, options: TrackingOptions) -> str:
+    """Sends what earlier runs on a cache or sweep left; returns the id of the last one sent.
+
+    One that MLflow cannot be sent is logged, and stays.
+    """
+    run_id = ""
+    for folder in unsent_runs(home) if options.mlflow else []:
+        with log_failure("MLflow does not get the rest of an earlier run"):
+            run_id = _sync(folder, home, options, "").run_id
+    return run_id
+
+
+def _sync(
+    folder: RunFolder, home: Path, options: TrackingOptions, uri: str, *, parent: str = ""
+) -> Synced:
+    """Sends a run that lies in its own folder, or in the outbox of `home`."""
     if folder.private.is_symlink():
         raise UsageError(f"{folder.private} is a link. Name the folder of the run itself.")
-    if not folder.mlflow.exists() and CacheFolder(root).mlflow.exists():
-        return _settle_cache(CacheFolder(root), options, uri)
     load_ledger(folder.mlflow)
     with owner_lock(folder, "mlflow-sync"):
         ledger = load_ledger(folder.mlflow)
-        address = _address(root, ledger.record.uri, options, uri)
+        address = _address(home, ledger.record.uri, options, uri)
         ledger.move_to(address)
+        if parent and PARENT_TAG not in ledger.record.tags:
+            ledger.add("tags", {PARENT_TAG: parent})
         ending = read_ending(folder)
         if not ledger.record.status:  # nobody is at work here, and MLflow does not know the end
             status = STATUS[ending.ending] if ending else "KILLED"
-            ledger.change(status=status, ended_ms=time.time_ns() // 1_000_000)
-
-        def deliver() -> int:
-            delivery = Delivery(MlflowStore(address), ledger, folder.metrics)
-            delivery.deliver()
-            return delivery.points
-
-        points = _asked(address, deliver)
+            ledger.change(status=status, ended_ms=now_ms())
+        points = _deliver(address, folder, ledger)
+        if folder.root != home:
+            remove_record(folder)
         record = ledger.record
         return Synced(record.uri, record.run_id, record.status, points)
 
 
-def _settle_cache(cache: CacheFolder, options: TrackingOptions, uri: str) -> Synced:
-    """Sends the end of a stage 1 run that was killed, or whose end the store missed."""
-    with owner_lock(cache, "mlflow-sync"):
-        note = Note(cache.mlflow)
-        run = note.read()
-        if run is None:
-            raise UsageError(f"{cache.root}: MLflow knows by now how its last run ended.")
-        address = _address(cache.root, run.uri, options, uri)
-        run_id = _asked(address, lambda: note.settle(MlflowStore(address), address))
-        return Synced(plain_uri(address), run_id, run.status or "KILLED", 0)
+def _deliver(address: str, folder: RunFolder, ledger: Ledger) -> int:
+    try:
+        with mlflow_silenced():
+            delivery = Delivery(MlflowStore(address), ledger, folder.metrics)
+            delivery.deliver()
+            return delivery.points
+    except failures() as error:
+        raise StorageError(
+            f"MLflow at {address_of(address)} failed: {reason_of(error)}. Start it, or "
+            "name another store with --uri, then run the same command again."
+        ) from error
 
 
 def _address(root: Path, named: str, options: TrackingOptions, uri: str) -> str:
@@ -101,14 +135,3 @@ def _address(root: Path, named: str, options: TrackingOptions, uri: str) -> str:
         f"does not decide where your data go: pass --uri {named or 'ADDRESS'}, with its password "
         "if it has one, to send the run there."
     )
-
-
-def _asked(address: str, action: Callable[[], T]) -> T:
-    try:
-        with mlflow_silenced():
-            return action()
-    except failures() as error:
-        raise StorageError(
-            f"MLflow at {address_of(address)} failed: {reason_of(error)}. Start it, or "
-            "name another store with --uri, then run the same command again."
-        ) from error

@@ -19,10 +19,11 @@ from ..stages.storage.cleanup import collect, is_tidy, superseded
 from ..stages.storage.commits import read_commits
 from ..stages.storage.locks import OwnerLock, owner_lock, try_owner_lock
 from ..stages.storage.manifest_file import build_manifest, load_manifest, load_plan, write_manifest
-from ..stages.tracking.journal import Run
-from ..stages.tracking.mlflow_run import recorded, settle
+from ..stages.tracking.journaled_run import Run, recorded
+from ..stages.tracking.outbox import unsent_runs
 from ..stages.tracking.progress import Progress
 from .cache_compatibility import register_cache, require_same_or_growing
+from .mlflow_sync import send_earlier
 from .precompute_plan import Job, RejectedRows, make_plan, open_job, remake_ring, ring_of
 from .scoring_worker import Tally, Worker, score_units
 
@@ -55,8 +56,9 @@ def precompute(
     with _place(job, run_id, progress, joins=worker.joins) or nullcontext() as lock:
         if finished := _finished(job):
             return PrecomputeResult(job.folder.root, finished, Tally(), was_complete=True)
-        note = job.folder.mlflow
-        with recorded(config.tracking, stage, is_recorded=bool(lock), note=note) as run:
+        home, options = job.folder.root, config.tracking
+        before = send_earlier(home, options) if lock else ""
+        with recorded(options, home, stage, is_recorded=bool(lock), goes_on_from=before) as run:
             plan = _planned(job, run_id, progress, is_owner=bool(lock))
             _describe(run, job, plan)
             tally = score_units(job, plan, worker, run_id=run_id, progress=progress, run=run)
@@ -81,12 +83,12 @@ def _finished(job: Job) -> Manifest | None:
 
 def _tidy(job: Job, manifest: Manifest, run_id: str) -> None:
     """Finishes the work of a run that died after its manifest, unless another process does."""
-    if is_tidy(job.folder, manifest) and not job.folder.mlflow.exists():
+    if is_tidy(job.folder, manifest) and not unsent_runs(job.folder.root):
         return
     if lock := try_owner_lock(job.folder, run_id):
         with lock:
             collect(job.folder, manifest)
-            settle(job.config.tracking, job.folder.mlflow)
+            send_earlier(job.folder.root, job.config.tracking)
 
 
 def _place(job: Job, run_id: str, progress: Progress, *, joins: bool) -> OwnerLock | None:
@@ -132,7 +134,7 @@ def _publish(job: Job, plan: Plan, run_id: str, *, is_owner: bool) -> Manifest:
             return finished
         if lock := try_owner_lock(job.folder, run_id):
             with lock:
-                settle(job.config.tracking, job.folder.mlflow)
+                send_earlier(job.folder.root, job.config.tracking)
                 return _publish(job, plan, run_id, is_owner=True)
         time.sleep(POLL_SECONDS)
     manifest = _finished(job) or _whole(job, plan)

@@ -21,8 +21,8 @@ from ..stages.model.logprobs import causal_model
 from ..stages.report.eval_table import Decode, Kind, evaluation_csv
 from ..stages.storage import fs
 from ..stages.storage.run_folder import RunFolder, write_ending
-from ..stages.tracking.journal import EVAL, NullRun
-from ..stages.tracking.journaled_run import JournaledRun, open_training_run
+from ..stages.tracking.journal import EVAL, Status
+from ..stages.tracking.journaled_run import Run, open_training_run
 from ..stages.tracking.progress import NoProgress, Progress
 from ..stages.train.loop import Place
 from ..stages.train.throughput import Machine
@@ -42,7 +42,7 @@ SHOWN = ("loss", "rewards/margins", "rewards/accuracies", "log_odds/accuracy", "
 @contextmanager
 def open_records(session: Session, start: Start, progress: Progress) -> Iterator[RunRecords]:
     """Opens a run's records: rank zero logs to MLflow and the metrics file, every rank saves."""
-    run: JournaledRun | NullRun = NullRun()
+    run = Run(start.folder.root)
     if session.world.rank == 0:
         keep_through = start.checkpoint_step if start.checkpoint else -1
         start.folder.drop_evaluations(after=keep_through)
@@ -57,7 +57,7 @@ def open_records(session: Session, start: Start, progress: Progress) -> Iterator
         run.callbacks = session.job.callbacks
     else:
         progress = NoProgress()
-    status = "FAILED"
+    status: Status = "FAILED"
     records = RunRecords(session, start, run, progress)
     try:
         yield records
@@ -72,15 +72,13 @@ def open_records(session: Session, start: Start, progress: Progress) -> Iterator
         raise
     finally:
         progress.end()
-        run.finish(status)  # type: ignore[arg-type]
+        run.finish(status)
 
 
 class RunRecords:
     """What the loop of one rank reports to: the journal, MLflow, the terminal, checkpoints."""
 
-    def __init__(
-        self, session: Session, start: Start, run: JournaledRun | NullRun, progress: Progress
-    ) -> None:
+    def __init__(self, session: Session, start: Start, run: Run, progress: Progress) -> None:
         self._session = session
         self._start = start
         self._run = run

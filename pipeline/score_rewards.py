@@ -27,13 +27,12 @@ from ..stages.data.input_files import (
     require_unchanged,
 )
 from ..stages.storage import fs
-from ..stages.storage.cache_folder import CacheFolder, OutputFolder
+from ..stages.storage.cache_folder import SCORES, CacheFolder, OutputFolder
 from ..stages.storage.shards import read_shard
 from ..stages.tracking.progress import Progress
 from .precompute import precompute
 from .scoring_worker import Worker
 
-CACHE = "cache"
 LABELS = {Role.CHOSEN: 1.0, Role.DESIRABLE: 1.0, Role.REJECTED: -1.0, Role.UNDESIRABLE: -1.0}
 
 
@@ -82,11 +81,11 @@ def rewards_from_model(
         )
     output = _output(config)
     model = replace(config.model, path=config.rewards.model, adapter="")
-    cache = replace(config.cache, output=str(output.root / CACHE), kl_pairs=0, token_logps=False)
+    cache = replace(config.cache, output=str(output.root / SCORES), kl_pairs=0, token_logps=False)
     scoring = replace(config, model=model, cache=cache)
     reward = open_reward(model)
     outcome = precompute(scoring, reward, progress=progress, worker=worker, stage="score")
-    scores = _scores(CacheFolder(output.root / CACHE), outcome.manifest)
+    scores = _scores(CacheFolder(output.root / SCORES), outcome.manifest)
     # The shards name files by their bytes, and here they are read in the order they were given.
     files = [file_identity(file.sha256) for file in data.digested]
     return _written(output, data, lambda record: scores.of(files[record.file], record.row))

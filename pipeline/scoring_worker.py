@@ -20,7 +20,7 @@ from .cache_compatibility import open_earlier
 from .precompute_plan import Job, ring_of
 
 if TYPE_CHECKING:
-    from ..stages.tracking.journal import Run
+    from ..stages.tracking.journaled_run import Run
     from ..stages.tracking.progress import Progress
 
 

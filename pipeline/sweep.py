@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from ..schemas.batches import World
+from ..schemas.config import TrackingOptions
 from ..schemas.errors import AlignError, Interrupted, UsageError, log_failure
 from ..stages.engine.distributed import joined_world, run_on_rank_zero
 from ..stages.storage import fs
 from ..stages.storage.cache_folder import OutputFolder
 from ..stages.storage.run_folder import RunFolder
-from ..stages.tracking.journal import Run
-from ..stages.tracking.mlflow_run import recorded
+from ..stages.tracking.journaled_run import Run, recorded
+from ..stages.tracking.mlflow_client import GROUP_TAG, PARENT_TAG
 from ..stages.tracking.progress import Progress
+from .mlflow_sync import send_earlier
 from .settings import Settings
 from .signals import WAY_ON
 from .train import train_in
@@ -27,7 +29,6 @@ from .trials import OWN, SweepResult, Trial, TrialResult, sweep_page, values_of
 Load = Callable[[Sequence[str]], Settings]
 
 PAGES = ("sweep.json", "sweep.txt", "sweep.html")
-GROUP_TAG = "align.sweep"  # the sweep's folder: it names the group where the parent is not known
 
 
 def sweep(load: Load, trials: Sequence[Trial], output: Path, *, progress: Progress) -> SweepResult:
@@ -44,7 +45,7 @@ def sweep(load: Load, trials: Sequence[Trial], output: Path, *, progress: Progre
         run_on_rank_zero(world, partial(_require_room, jobs, output))
         with (
             _add_resume_hint(output, results, len(jobs)),
-            recorded(given.config.tracking, "sweep", is_recorded=world.rank == 0) as parent,
+            _recorded(given.config.tracking, output, world) as parent,
         ):
             _describe(parent, trials, jobs, output)
             for trial, job in zip(trials, jobs, strict=True):
@@ -101,6 +102,12 @@ def _add_resume_hint(output: Path, results: Sequence[TrialResult], total: int) -
         raise Interrupted(stop.signal_number, f"{done}. {WAY_ON}", at=stop.at) from None
 
 
+def _recorded(options: TrackingOptions, output: Path, world: World) -> AbstractContextManager[Run]:
+    is_recorded = world.rank == 0
+    before = send_earlier(output, options) if is_recorded else ""
+    return recorded(options, output, "sweep", is_recorded=is_recorded, goes_on_from=before)
+
+
 def _describe(
     parent: Run, trials: Sequence[Trial], jobs: Sequence[TrainingJob], output: Path
 ) -> None:
@@ -116,7 +123,7 @@ def _describe(
 def _tags(trial: Trial, output: Path, parent: Run) -> dict[str, str]:
     """The tags that mark a run as one of this sweep, with or without a parent run."""
     tags = {GROUP_TAG: _group(output), "align.trial": trial.name}
-    return {**tags, "mlflow.parentRunId": parent.run_id} if parent.run_id else tags
+    return {**tags, PARENT_TAG: parent.run_id} if parent.run_id else tags
 
 
 def _group(output: Path) -> str:

@@ -4,7 +4,7 @@ manifest.json                        written last; readers read only this
 data/part-<unit>-<sha256>.parquet    shards, named by their content
 quarantine/part-<n>-<sha256>.parquet rejected rows
 _align/LOCK                          held by the owner of the folder
-_align/mlflow-run.json               names the MLflow run whose end MLflow does not know
+_align/outbox/<time>-<id>/           a run that MLflow was not sent all of, as a run_folder
 _align/roots/<root>.json             manifests the cache had before it grew; their shards stay
 _align/<plan key>/                   work in progress, removed when it is done
     plan.json  commits/<unit>.json  claims  spool/  tmp/<run id>/
@@ -65,7 +65,7 @@ class CacheFolder:
     private = Below("_align")
     lock = Below("_align/LOCK")
     roots = Below("_align/roots")  # only there if the cache has grown
-    mlflow = Below("_align/mlflow-run.json")
+    outbox = Below("_align/outbox")  # only there if MLflow was not sent all of a run
 
     when_locked = "Wait for it, choose another --output, or help it with --join."
 
@@ -132,6 +132,7 @@ class WorkFolder:
 
 
 OUTPUTS = ("rewards", "sweep")
+SCORES = "cache"  # the cache in the folder of rewards
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,6 @@ def collect(folder: CacheFolder, manifest: Manifest) -> None:
         fs.remove_folder(folder.quarantine)
     drafts = (
         *folder.root.glob(f".{folder.manifest.name}.*.tmp"),
-        *folder.private.glob(f".{folder.mlflow.name}.*.tmp"),
         *folder.roots.glob(".*.tmp"),
     )
     for draft in drafts:
@@ -48,7 +47,7 @@ def is_tidy(folder: CacheFolder, manifest: Manifest) -> bool:
     """Whether `collect` has finished; reads names only."""
     named = _named_by(folder, [manifest, *earlier_manifests(folder)])
     names = {path.name for path in folder.private.iterdir()} if folder.private.is_dir() else set()
-    ours = {folder.lock.name, folder.roots.name, folder.mlflow.name}
+    ours = {folder.lock.name, folder.roots.name, folder.outbox.name}
     return names <= ours and _parts(folder) <= named
 
 

@@ -40,7 +40,7 @@ class Delivery:
         self._sent = 0
         self._marked_at = time.monotonic()
         self._refused: set[str] = set()
-        self._known: dict[str, set[int]] | None = None  # None: to be asked for
+        self._known: dict[str, set[tuple[int, int]]] | None = None  # None: to be asked for
         self._ceiling = -1
         self.points = 0  # sent by this delivery
 
@@ -118,16 +118,16 @@ class Delivery:
     def _learn_what_is_known(self, points: list[MetricPoint]) -> None:
         if self._known is None and points:
             least = min(point.step for point in points)
-            self._known = self._store.steps_known(self._run_id, least=least)
+            self._known = self._store.points_known(self._run_id, least=least)
             self._ceiling = max(
-                (step for steps in self._known.values() for step in steps), default=-1
+                (step for known in self._known.values() for step, _ in known), default=-1
             )
         if points and points[0].step > self._ceiling:
             self._known = {}  # all from here on is new
 
     def _is_known(self, point: MetricPoint) -> bool:
         assert self._known is not None, "asked for before"
-        return point.step in self._known.get(point.key, ())
+        return (point.step, point.time_ms) in self._known.get(point.key, ())
 
     def _send_status(self) -> None:
         record = self._ledger.record
@@ -137,8 +137,9 @@ class Delivery:
 
     def _send_artifacts(self) -> None:
         for name, path in list(self._owed()):
+            changes = self._ledger.changes[name]
             self._store.log_artifact(self._run_id, path, under=_folder_of(name))
-            self._ledger.add("artifacts", {name: True})
+            self._ledger.artifact_sent(name, changes)
 
     def _owed(self) -> Iterator[tuple[str, Path]]:
         """Files the store has not got; one that is gone, as with a step given up, is not owed."""
@@ -210,11 +211,13 @@ QUICK_SECONDS = 1.0
 class Sender:
     """Sends what is new every second; after a failure it leaves the store alone for a minute."""
 
-    def __init__(self, uri: str, ledger: Ledger, metrics: Path) -> None:
+    def __init__(self, uri: str, ledger: Ledger, metrics: Path, home: Path) -> None:
         self._uri = uri
         self._ledger = ledger
         self._metrics = metrics
+        self._home = home
         self._delivery: Delivery | None = None
+        self._was_asked = threading.Event()
         self._over = threading.Event()
         self._is_loaded = threading.Event()
         self._retry_at = 0.0
@@ -225,13 +228,22 @@ class Sender:
         self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
         self._thread.start()
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the store knows all of the run, and how it ended."""
+        return self._delivery is not None and self._delivery.is_complete
+
+    def wait_for_answer(self, patience: float) -> None:
+        """Waits until the store made the run or failed, no longer than so many seconds."""
+        self._was_asked.wait(patience)
+
     def finish(self, patience: float) -> None:
         """Waits so many seconds for the rest to be sent; what is not stays in the ledger."""
         self._over.set()
         self._is_loaded.wait()  # an import waits for no store, and needs the quiet to its end
         self._thread.join(patience)
         self._quiet.close()
-        if not (self._delivery and self._delivery.is_complete):
+        if not self.is_complete:
             self._warn("did not take all in time")
 
     def _work(self) -> None:
@@ -241,6 +253,8 @@ class Sender:
             # Python would say it by itself, and the secrets in it.
             self._warn(f"failed: {reason_of(error)}")
             logger.error("%s", redacted(traceback.format_exc()))
+        finally:
+            self._was_asked.set()
 
     def _send(self) -> None:
         while True:
@@ -265,6 +279,7 @@ class Sender:
             self._rest(error)
         finally:
             self._last_took = time.monotonic() - started
+            self._was_asked.set()
 
     def _load(self) -> None:
         try:
@@ -286,5 +301,5 @@ class Sender:
             address_of(self._uri),
             what,
             self._metrics,
-            self._metrics.parent,
+            self._home,
         )

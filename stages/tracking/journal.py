@@ -26,47 +26,6 @@ logger = logging.getLogger("align")
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 
-class Run(Protocol):
-    """A record of one run in a tracking store; never the reason that a run fails."""
-
-    @property
-    def run_id(self) -> str:
-        """The store's name for this run, empty when nothing is recorded."""
-        ...
-
-    def log_params(self, params: Mapping[str, str]) -> None:
-        """Settings, flat."""
-        ...
-
-    def log_metrics(self, metrics: Mapping[str, float], *, step: int = 0) -> None:
-        """Numbers at one step."""
-        ...
-
-    def log_dataset(self, name: str, *, digest: str, source: str, context: str) -> None:
-        """The data that went in, under our own digest."""
-        ...
-
-    def log_artifact(self, path: Path) -> None:
-        """A file to keep with the run."""
-        ...
-
-    def log_model_link(self, folder: Path, *, tags: Mapping[str, str]) -> None:
-        """Where the model lies that this run made; the model itself stays there."""
-        ...
-
-    def set_tags(self, tags: Mapping[str, str]) -> None:
-        """Labels to search by."""
-        ...
-
-    def sync(self) -> None:
-        """Makes durable what was logged until now."""
-        ...
-
-    def finish(self, status: Status) -> None:
-        """The truth about how it ended."""
-        ...
-
-
 class Callback(Protocol):
     """Hears of every line of a training run's journal; what it raises ends the run."""
 
@@ -123,17 +82,6 @@ class MlflowRecord:
     artifacts: dict[str, bool]  # path, and whether the store has it
     models: tuple[ModelLink, ...]
     metrics_sent: int  # bytes of metrics.jsonl that the store is known to have
-
-
-@dataclass(frozen=True)
-class UnendedRun:
-    """A run of MLflow that is at work, or whose end MLflow does not know."""
-
-    uri: str  # without user and password
-    experiment: str
-    key: str  # a tag by which the run is found
-    status: str  # empty as long as nobody said how it ended
-    ended_ms: int
 
 
 RESERVED = ("step", "time")
@@ -262,37 +210,6 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
         return None
     good = type(fields.get("step")) is int and isinstance(fields.get("time"), int | float)
     return fields if good else None
-
-
-class NullRun:
-    """Takes everything a `Run` takes and keeps none of it."""
-
-    run_id = ""
-    run_key = ""
-
-    def log_params(self, params: Mapping[str, str]) -> None:
-        """Keeps nothing."""
-
-    def log_metrics(self, metrics: Mapping[str, float], *, step: int = 0) -> None:
-        """Keeps nothing."""
-
-    def log_dataset(self, name: str, *, digest: str, source: str, context: str) -> None:
-        """Keeps nothing."""
-
-    def log_artifact(self, path: Path) -> None:
-        """Keeps nothing."""
-
-    def log_model_link(self, folder: Path, *, tags: Mapping[str, str]) -> None:
-        """Keeps nothing."""
-
-    def set_tags(self, tags: Mapping[str, str]) -> None:
-        """Keeps nothing."""
-
-    def sync(self) -> None:
-        """Does nothing."""
-
-    def finish(self, status: Status) -> None:
-        """Does nothing."""
 
 
 EVAL = "eval/"  # begins the name of what was measured on held-out rows

@@ -42,6 +42,8 @@ METRICS_PER_BATCH = 1000
 PATH_TAG = "align.path"
 KEY_TAG = "align.run_key"  # by which a run is found whose id was never heard here
 GOES_ON_TAG = "align.goes_on_from"  # the run that was given up for this one
+GROUP_TAG = "align.sweep"  # the sweep's folder: it names the group where the parent is not known
+PARENT_TAG = "mlflow.parentRunId"
 
 
 def load(uri: str) -> None:
@@ -110,18 +112,11 @@ class MlflowStore:
             return False
         return bool(found.info.lifecycle_stage == "active")
 
-    def end_if_running(
-        self, run_id: str, status: str = "KILLED", *, ended_ms: int | None = None
-    ) -> None:
+    def end_if_running(self, run_id: str) -> None:
         """A run that nobody works at was killed, if nobody said how it ended."""
         found = self._run(run_id)
         if found is not None and found.info.status == "RUNNING":
-            self.finish(run_id, status, ended_ms=ended_ms)
-
-    def run_of_key(self, experiment: str, key: str) -> str:
-        """The id of the run that has a key in the experiment of that name, empty when none has."""
-        found = self.client.get_experiment_by_name(experiment)
-        return self.find_run(str(found.experiment_id), tag=KEY_TAG, value=key) if found else ""
+            self.finish(run_id, "KILLED")
 
     def _run(self, run_id: str) -> Any:
         exceptions = importlib.import_module("mlflow.exceptions")
@@ -157,12 +152,12 @@ class MlflowStore:
         for batch in _batches(entities, METRICS_PER_BATCH):
             self.client.log_batch(run_id, metrics=batch)
 
-    def steps_known(self, run_id: str, *, least: int) -> dict[str, set[int]]:
-        """Metric -> the steps from `least` on that the store has."""
+    def points_known(self, run_id: str, *, least: int) -> dict[str, set[tuple[int, int]]]:
+        """Metric -> step and time of each number that the store has, from step `least` on."""
         keys = self.client.get_run(run_id).data.metrics
         return {
             key: {
-                point.step
+                (point.step, point.timestamp)
                 for point in self.client.get_metric_history(run_id, key)
                 if point.step >= least
             }

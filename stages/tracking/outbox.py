@@ -1,36 +1,36 @@
 """What has to be sent to MLflow, kept until it is; a failure costs a warning, never a run.
 
-That is `_align/mlflow.json` of a run, and the note that names a run until MLflow knows its end: a
-process that was killed ends nothing.
+That is `_align/mlflow.json` of a run. A run that is not a training has its folder in the outbox of
+the cache or sweep that it makes, as long as MLflow was not sent all of it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import logging
 import re
 import secrets
 import sqlite3
 import sys
 import threading
 import time
-import warnings
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ...schemas.errors import CorruptionError, StorageError, UsageError
-from ...schemas.json_codec import CodecError, from_json, from_signed_json, to_json, to_signed_json
+from ...schemas.json_codec import CodecError, from_signed_json, to_signed_json
 from ...schemas.safe_text import bare_address, hear, masked_address, redacted, shown
 from ..storage import fs
-from .journal import MlflowRecord, UnendedRun
-from .mlflow_client import GOES_ON_TAG, MlflowStore, sqlite_file
-from .mlflow_silence import mlflow_silenced
-
-logger = logging.getLogger("align")
+from ..storage.cache_folder import CacheFolder, make_place
+from ..storage.locks import try_owner_lock
+from ..storage.run_folder import RunFolder
+from .journal import MlflowRecord
+from .mlflow_client import GOES_ON_TAG, sqlite_file
 
 FORMAT_VERSION = 1
 KEY = re.compile(r"[0-9a-f]{16}")
+RECORD_NAME = re.compile(r"[0-9]{13}-[0-9a-f]{8}")  # sorts by time
 
 
 class Ledger:
@@ -39,6 +39,7 @@ class Ledger:
     def __init__(self, path: Path, record: MlflowRecord) -> None:
         self._path = path
         self._lock = threading.RLock()
+        self.changes: Counter[str] = Counter()  # of files, as far as this process said so
         self.record = record
 
     def change(self, **values: Any) -> None:
@@ -60,6 +61,18 @@ class Ledger:
             values = getattr(self.record, field)
             if value not in values:
                 self.change(**{field: (*values, value)})
+
+    def renew_artifact(self, name: str) -> None:
+        """A file is new or has changed: it has to be sent, again if need be."""
+        with self._lock:
+            self.changes[name] += 1
+            self.add("artifacts", {name: False})
+
+    def artifact_sent(self, name: str, changes: int) -> None:
+        """A file was sent as it was after so many changes, durably."""
+        with self._lock:
+            if self.changes[name] == changes:
+                self.add("artifacts", {name: True})
 
     def forget_run(self) -> None:
         """Starts over: the store has no such run."""
@@ -107,7 +120,7 @@ def open_ledger(path: Path, *, uri: str, experiment: str, run_name: str) -> Ledg
         run_name=run_name,
         key=secrets.token_hex(8),
         run_id="",
-        began_ms=time.time_ns() // 1_000_000,
+        began_ms=now_ms(),
         ended_ms=0,
         status="",
         tags={},
@@ -126,8 +139,9 @@ def load_ledger(path: Path) -> Ledger:
     """What has to be sent to MLflow about a run."""
     if not path.exists():
         raise UsageError(
-            f"{path.parent.parent} holds no run that was recorded in MLflow: it has no "
-            f"{path.parent.name}/{path.name}. Name the --output of `align train`."
+            f"{path.parent.parent} holds no run that was recorded in MLflow and not sent whole: it "
+            f"has no {path.parent.name}/{path.name}, and no run in {path.parent.name}/outbox. Name "
+            "the --output of `align train`, of a sweep, or a cache."
         )
     try:
         record = from_signed_json(MlflowRecord, fs.read_bytes(path))
@@ -136,8 +150,50 @@ def load_ledger(path: Path) -> Ledger:
         return Ledger(path, record)
     except CodecError as error:
         raise CorruptionError(
-            f"{path} is damaged: {error}. Remove it: the run is then recorded as a new one."
+            f"{path} is damaged: {error}. Remove it: MLflow then does not get the rest of the run, "
+            "and a training that goes on is recorded as a new run."
         ) from error
+
+
+def new_record(home: Path) -> RunFolder:
+    """Makes the folder of a run in the outbox of a cache or sweep."""
+    for folder in _records(home):
+        # A kill between the two steps of `remove_record` leaves such a one.
+        if not folder.mlflow.exists() and (lock := try_owner_lock(folder, "outbox")):
+            with lock:
+                fs.remove_tree(folder.root)
+    name = f"{now_ms():013d}-{secrets.token_hex(4)}"
+    folder = RunFolder(CacheFolder(home).outbox / name)
+    make_place(folder.root, folder.private)
+    return folder
+
+
+def remove_record(folder: RunFolder) -> None:
+    """Removes the folder of a run from its outbox, because MLflow was sent all of it."""
+    fs.unlink(folder.mlflow)  # first: what is left of the folder is never sent
+    fs.fsync_folder(folder.private)
+    fs.remove_tree(folder.root)
+    fs.remove_folder(folder.root.parent)
+
+
+def unsent_runs(home: Path) -> list[RunFolder]:
+    """The runs in an outbox, the oldest first; somebody may be at work at them."""
+    return [folder for folder in _records(home) if folder.mlflow.exists()]
+
+
+def _records(home: Path) -> list[RunFolder]:
+    outbox = CacheFolder(home).outbox
+    if outbox.is_symlink() or not outbox.is_dir():
+        return []
+    found = [
+        RunFolder(path) for path in sorted(outbox.iterdir()) if RECORD_NAME.fullmatch(path.name)
+    ]
+    return [one for one in found if not (one.root.is_symlink() or one.private.is_symlink())]
+
+
+def now_ms() -> int:
+    """Milliseconds since 1970, as MLflow counts."""
+    return time.time_ns() // 1_000_000
 
 
 def plain_uri(uri: str) -> str:
@@ -147,124 +203,7 @@ def plain_uri(uri: str) -> str:
     return bare_address(uri) if "://" in uri else str(Path(uri).absolute())
 
 
-class Note:
-    """One file; only the owner of the folder that holds it reads or changes it."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def begin(self, uri: str, experiment: str) -> str:
-        """Names a run before there is one; returns the key by which it is to be found."""
-        run = UnendedRun(plain_uri(uri), experiment, secrets.token_hex(8), "", 0)
-        self._store(run)
-        return run.key
-
-    def end(self, status: str) -> None:
-        """Notes how the run ended, for whoever sends it to the store."""
-        if run := self.read():
-            self._store(dataclasses.replace(run, status=status, ended_ms=_now()))
-
-    def remove(self) -> None:
-        """The store knows the end."""
-        fs.unlink(self._path)
-
-    def read(self) -> UnendedRun | None:
-        """The run that is named, if one is."""
-        if not self._path.exists():
-            return None
-        try:
-            run = from_json(UnendedRun, fs.read_bytes(self._path))
-            if not KEY.fullmatch(run.key):  # it stands in a question to the store
-                raise CodecError(f"key {run.key!r:.40} is not sixteen hexadecimal digits")
-        except CodecError as error:
-            raise CorruptionError(
-                f"{self._path} is damaged: {error}. Remove it: MLflow then does not learn how "
-                "that run ended."
-            ) from error
-        return run
-
-    def settle(self, store: MlflowStore, uri: str) -> str:
-        """Sends a store how the named run ended; returns its id, empty for none.
-
-        Nobody is at work at it: where nobody said how it ended, it was killed.
-        """
-        try:
-            run = self.read()
-        except CorruptionError as error:
-            logger.warning("%s", error)
-            return ""
-        if run is None:
-            return ""
-        if run.uri != plain_uri(uri):
-            logger.warning(
-                "%s names a run in another store, %s, which does not learn how it ended.",
-                self._path,
-                address_of(run.uri),
-            )
-            return ""
-        if run_id := store.run_of_key(run.experiment, run.key):
-            store.end_if_running(run_id, run.status or "KILLED", ended_ms=run.ended_ms or _now())
-        self.remove()
-        return run_id
-
-    def _store(self, run: UnendedRun) -> None:
-        fs.publish(self._path, to_json(run).encode(), label="mlflow")
-
-
-def _now() -> int:
-    return time.time_ns() // 1_000_000
-
-
-PATIENCE_SECONDS = 60.0
 MAX_REASON = 200
-
-
-class Guard:
-    """Calls the store until it fails for the first time."""
-
-    def __init__(self, uri: str) -> None:
-        self._uri = address_of(uri)
-        self._is_open = True
-        self._is_patient = True
-        self._seconds = 0.0
-
-    def call(self, action: Callable[[], object]) -> bool:
-        """Does it, unless the store has failed before or the run is over; whether it was done."""
-        if not self._is_open:
-            return False
-        started = time.monotonic()
-        try:
-            with mlflow_silenced():
-                warnings.simplefilter("ignore")
-                action()
-        except failures() as error:
-            self._is_open = False
-            logger.warning(
-                "MLflow at %s failed: %s. From here on nothing is recorded there; "
-                "the work goes on.",
-                self._uri,
-                reason_of(error),
-            )
-        else:
-            return True
-        finally:
-            self._seconds += time.monotonic() - started
-        return False
-
-    def is_out_of_patience(self) -> bool:
-        """Whether the store has held up the work too long to be sent every number."""
-        if self._is_open and self._is_patient and self._seconds > PATIENCE_SECONDS:
-            self._is_patient = False
-            logger.warning(
-                "MLflow at %s is slow: the work waited %.0f s for it. No more metrics are sent.",
-                self._uri,
-                self._seconds,
-            )
-        return not self._is_patient
-
-    def close(self) -> None:
-        """Makes every later call do nothing."""
-        self._is_open = False
 
 
 def address_of(uri: str) -> str:

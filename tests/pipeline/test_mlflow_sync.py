@@ -55,7 +55,7 @@ def held_nothing_up(entered):
 def end(run, status="FINISHED"):
     """Ends a run as the end of its process would: nothing of it goes on."""
     run.finish(status)
-    run._tracker._sender._thread.join(60)
+    run._sender._thread.join(60)
 
 
 def synced_exactly(folder, **where):
@@ -175,7 +175,7 @@ def test_a_slow_server_holds_nothing_up(tmp_path, mlflow_server, monkeypatch):
     held_nothing_up(learn(run, range(STEPS)))
     run.finish("FINISHED")
     mlflow_server.mend()
-    run._tracker._sender._thread.join(60)
+    run._sender._thread.join(60)
     synced_exactly(folder)
 
 
@@ -197,7 +197,7 @@ def test_a_run_that_was_killed_is_told_as_killed(tmp_path, mlflow_server, monkey
     mlflow_server.stop()
     run = begin(folder, mlflow_server.uri)
     learn(run, range(STEPS))
-    run._tracker._sender.finish(30)
+    run._sender.finish(30)
     mlflow_server.start()
     _, told = synced_exactly(folder)
     assert told.info.status == "KILLED"
@@ -209,7 +209,7 @@ def test_a_run_that_wrote_down_its_end_is_told_as_finished(tmp_path, mlflow_serv
     mlflow_server.stop()
     run = begin(folder, mlflow_server.uri)
     learn(run, range(STEPS))
-    run._tracker._sender.finish(30)
+    run._sender.finish(30)
     write_ending(folder, FINISHED)
     mlflow_server.start()
     _, told = synced_exactly(folder)
@@ -223,7 +223,7 @@ def test_a_finished_run_that_was_made_longer_and_killed_is_told_as_killed(tmp_pa
     run = begin(folder, mlflow_server.uri)
     folder.model.mkdir()
     learn(run, range(STEPS))
-    run._tracker._sender.finish(30)
+    run._sender.finish(30)
     mlflow_server.start()
     _, told = synced_exactly(folder)
     assert told.info.status == "KILLED"

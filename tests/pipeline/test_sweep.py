@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from align.pipeline.mlflow_sync import sync_run
+from align.pipeline.mlflow_sync import sync_runs
 from align.pipeline.run_report import read_history
 from align.pipeline.trials import trials_of, varied_by
 from align.schemas.config import TrackingOptions
@@ -311,12 +311,39 @@ def test_ranks_that_end_at_a_failing_run_keep_what_was_done(try_out, tmp_path):
     assert rows == [("dpo-1e-3", "finished"), ("dpo-1e30", "failed")]
 
 
-def test_runs_of_a_sweep_that_met_no_store_are_a_group_once_they_are_synced(try_out, tmp_path):
+def test_a_sweep_that_was_killed_is_ended_by_the_next(try_out, tmp_path):
+    """In the first step of its second run."""
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    (killed,) = try_out(*sets(f"tracking.uri={uri}"), failpoints=["step.started=kill@3"])
+    assert killed.code == KILLED, killed
+    (done,) = try_out(*sets(f"tracking.uri={uri}"), "--resume", "auto")
+    assert done.code == 0, done
+    client = open_store(uri)
+    runs = client.search_runs(["1"], order_by=["attributes.start_time"])
+    first, second = [run for run in runs if run.data.tags["align.stage"] == "sweep"]
+    assert (first.info.status, second.info.status) == ("KILLED", "FINISHED")
+    assert second.data.tags["align.goes_on_from"] == first.info.run_id
+    kept = {file.path for file in client.list_artifacts(first.info.run_id)}
+    assert kept == {"sweep.json", "sweep.txt"}
+    assert not (tmp_path / "sweep" / "_align" / "outbox").exists()
+
+
+def test_a_sweep_that_met_no_store_is_nested_once_it_is_synced(try_out, tmp_path):
     (answer,) = try_out(*sets("tracking.uri=http://127.0.0.1:1"))
     assert answer.code == 0, answer
     assert "MLflow at http://127.0.0.1:1 failed" in answer.err
     folder, uri = tmp_path / "sweep", f"sqlite:///{tmp_path}/later.db"
-    ids = [sync_run(folder / name, TrackingOptions(), uri=uri).run_id for name in ("dpo", "orpo")]
-    tags = [open_store(uri).get_run(run_id).data.tags for run_id in ids]
+    synced = sync_runs(folder, TrackingOptions(), uri=uri)
+    assert [one.status for one in synced] == ["FINISHED"] * 3
+    parent, *trials = [open_store(uri).get_run(one.run_id) for one in synced]
+    assert parent.data.tags["align.stage"] == "sweep"
+    kept = {file.path for file in open_store(uri).list_artifacts(parent.info.run_id)}
+    assert kept == {"sweep.json", "sweep.txt", "sweep.html"}
+    tags = [trial.data.tags for trial in trials]
     assert {tag["align.sweep"] for tag in tags} == {str(folder.resolve())}
+    assert {tag["mlflow.parentRunId"] for tag in tags} == {parent.info.run_id}
     assert [tag["align.trial"] for tag in tags] == ["dpo", "orpo"]
+    again = sync_runs(folder, TrackingOptions(), uri=uri)
+    assert [(one.run_id, one.points_sent) for one in again] == [
+        (one.run_id, 0) for one in synced[1:]
+    ]

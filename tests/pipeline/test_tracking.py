@@ -1,19 +1,22 @@
 """What MLflow is told about a run, and what a run cares when it cannot be told."""
 
 import json
-import shutil
 import socket
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from align.pipeline.mlflow_sync import sync_run
+from align.pipeline.mlflow_sync import sync_runs
 from align.schemas.config import DataOptions, TrackingOptions
 from align.schemas.errors import BadDataError, Interrupted, UsageError
 from align.stages.storage.cache_folder import CacheFolder
+from align.stages.storage.cleanup import is_tidy, remove_superseded
 from align.stages.storage.fs import sha256_of
+from align.stages.storage.manifest_file import load_manifest
+from align.stages.tracking import journaled_run
 from align.stages.tracking.mlflow_client import MlflowStore
+from align.stages.tracking.outbox import load_ledger, new_record, open_ledger, unsent_runs
 from support.mlflow_runs import open_store, the_run
 from support.stage_one import child, contents, run
 from support.stub_reference import StubReference
@@ -24,6 +27,8 @@ def tracked(config, uri, tmp_path, monkeypatch):
     """The config with one experiment of its own in the store."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    for status in journaled_run.PATIENCE_SECONDS:  # the machine may be busy
+        monkeypatch.setitem(journaled_run.PATIENCE_SECONDS, status, 60.0)
     return replace(config, tracking=TrackingOptions(uri=uri, experiment=tmp_path.name))
 
 
@@ -121,7 +126,30 @@ def test_a_store_that_is_down_costs_one_warning(tracked, config, to, tmp_path, c
         r.getMessage().partition(" failed")[0] for r in caplog.records if r.name == "align"
     ] == [f"MLflow at {uri}"]
     run(to(output=str(tmp_path / "clean")))
-    assert contents(tracked.cache.output) == contents(tmp_path / "clean")
+    made = contents(tracked.cache.output)
+    kept = {name for name in made if name.startswith("_align/outbox/")}
+    assert {Path(name).name for name in kept} == {"metrics.jsonl", "mlflow.json", "manifest.json"}
+    assert {name: made[name] for name in made.keys() - kept} == contents(tmp_path / "clean")
+    folder = CacheFolder(Path(tracked.cache.output))
+    assert is_tidy(folder, load_manifest(folder))
+    remove_superseded(folder, load_manifest(folder))
+    assert contents(folder.root) == made, "what is still to be sent stays"
+
+
+def test_what_a_store_missed_of_stage_1_is_sent_by_mlflow_sync(tracked, mlflow_server):
+    mlflow_server.stop()
+    down = TrackingOptions(uri=mlflow_server.uri, experiment="late")
+    done = run(replace(tracked, tracking=down))
+    mlflow_server.start()
+    (synced,) = sync_runs(Path(tracked.cache.output), down)
+    told = open_store(mlflow_server.uri).get_run(synced.run_id)
+    assert (told.info.status, told.info.run_name) == ("FINISHED", "precompute-ref")
+    assert told.data.params == done.manifest.fingerprint
+    assert told.data.tags["align.cache_root"] == done.manifest.root
+    history = open_store(mlflow_server.uri).get_metric_history(synced.run_id, "rows")
+    assert [point.step for point in history] == [*range(1, 9), 8]
+    assert len(told.inputs.dataset_inputs) == 1
+    assert not CacheFolder(Path(tracked.cache.output)).outbox.exists()
 
 
 @pytest.mark.slow
@@ -159,19 +187,35 @@ def test_a_run_that_was_killed_is_ended_by_the_next(tracked, failpoint):
     assert done.was_complete == (failpoint == "gc.done")
     told = [(one.info.status, one.data.tags["align.goes_on_from"]) for one in more]
     assert told == ([] if done.was_complete else [("FINISHED", killed)])
-    assert not CacheFolder(Path(tracked.cache.output)).mlflow.exists()
+    assert not CacheFolder(Path(tracked.cache.output)).outbox.exists()
 
 
 def test_a_run_that_was_killed_is_ended_by_mlflow_sync(tracked):
     killed = kill_at(tracked, "commit.done")
     folder = Path(tracked.cache.output)
     with pytest.raises(UsageError, match=f"pass --uri {tracked.tracking.uri}"):
-        sync_run(folder, TrackingOptions(uri="sqlite:///elsewhere.db"))
-    synced = sync_run(folder, tracked.tracking)
+        sync_runs(folder, TrackingOptions(uri="sqlite:///elsewhere.db"))
+    (synced,) = sync_runs(folder, tracked.tracking)
     assert (synced.run_id, synced.status) == (killed, "KILLED")
     assert recorded(tracked).info.status == "KILLED"
     with pytest.raises(UsageError, match="no run that was recorded"):
-        sync_run(folder, tracked.tracking)
+        sync_runs(folder, tracked.tracking)
+
+
+def test_a_run_that_was_killed_before_the_store_knew_it_is_there_afterwards(tracked, mlflow_server):
+    """Both are sent once the store answers: how the first ended, and that the second went on."""
+    mlflow_server.stop()
+    down = replace(tracked, tracking=TrackingOptions(uri=mlflow_server.uri, experiment="killed"))
+    process = child(down, "commit.done=kill@2")
+    process.join(120)
+    assert process.exitcode == -9
+    mlflow_server.start()
+    run(down)
+    first, second = runs_of(down)
+    assert (first.info.status, second.info.status) == ("KILLED", "FINISHED")
+    assert second.data.tags["align.goes_on_from"] == first.info.run_id
+    assert first.data.params == second.data.params
+    assert first.data.metrics["rows"] == 16
 
 
 def test_an_end_that_the_store_did_not_hear_is_told_by_the_next(tracked, monkeypatch):
@@ -189,18 +233,16 @@ def test_an_end_that_the_store_did_not_hear_is_told_by_the_next(tracked, monkeyp
 
 
 def test_what_a_folder_says_of_an_earlier_run_never_ends_this_one(tracked, caplog):
-    """Somebody else's run in somebody else's store, or nothing that can be read."""
+    """Somebody else's run in somebody else's store, and one that cannot be read."""
     folder = CacheFolder(Path(tracked.cache.output))
-    for text in (
-        "{",
-        '{"uri":"http://theirs","experiment":"x","key":"0123456789abcdef",'
-        '"status":"","ended_ms":0}',
-    ):
-        folder.prepare()
-        folder.mlflow.write_text(text)
-        run(tracked)
-        shutil.rmtree(folder.root)
-    assert [one.info.status for one in runs_of(tracked)] == ["FINISHED", "FINISHED"]
+    folder.prepare()
+    new_record(folder.root).mlflow.write_text("{")
+    theirs = new_record(folder.root)
+    ledger = open_ledger(theirs.mlflow, uri="http://theirs", experiment="x", run_name="x")
+    run(tracked)
+    assert [one.info.status for one in runs_of(tracked)] == ["FINISHED"]
     said = [r.getMessage() for r in caplog.records if r.name == "align"]
     assert ["is damaged" in one for one in said] == [True, False]
-    assert "another store, http://theirs" in said[1]
+    assert "names the store http://theirs" in said[1]
+    assert load_ledger(theirs.mlflow).record == ledger.record
+    assert len(unsent_runs(folder.root)) == 2

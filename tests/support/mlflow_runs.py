@@ -4,6 +4,15 @@ import warnings
 
 import mlflow
 
+from align.schemas.config import TrackingOptions
+from align.stages.tracking.journaled_run import recorded
+
+
+def begun(home, uri, **options):
+    """A run of stage 1 on a cache, which ends with the block."""
+    tracking = TrackingOptions(uri=uri, **options)
+    return recorded(tracking, home, "precompute-ref", is_recorded=True)
+
 
 def open_store(uri):
     """A client; what SQLAlchemy thinks of MLflow's mappers is not our business."""

@@ -13,7 +13,7 @@ from types import CodeType, FunctionType, ModuleType
 
 TESTS = Path(__file__).parents[1]
 ENGINES = ("joined_world", "open_engine", "open_session", "run_training")
-STORES = ("open_run", "open_store", "open_training_run")
+STORES = ("begun", "open_store", "open_training_run", "recorded")
 DOORS = frozenset(("fork", *ENGINES, *STORES))  # functions
 LIBRARIES = frozenset(("multiprocessing", "subprocess"))
 WORDS = frozenset(("train", "sweep", "workers"))  # of a command, or a setting by its name

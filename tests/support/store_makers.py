@@ -9,8 +9,10 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 
 @contextmanager
@@ -67,12 +69,15 @@ def fork(uri):
     code = 1
     try:
         from align.schemas.config import TrackingOptions  # noqa: PLC0415
-        from align.stages.tracking.mlflow_run import open_run  # noqa: PLC0415
+        from align.stages.tracking.journaled_run import recorded  # noqa: PLC0415
 
         random.seed()
-        run = open_run(TrackingOptions(uri=uri), name="x", tags={})
-        run.finish("FINISHED")
-        code = 0 if run.run_id else 3
+        options = TrackingOptions(uri=uri)
+        with (
+            tempfile.TemporaryDirectory() as home,
+            recorded(options, Path(home), "x", is_recorded=True) as run,
+        ):
+            code = 0 if run.run_id else 3
     finally:
         os._exit(code)
 

@@ -75,7 +75,7 @@ def test_a_run_that_goes_on_is_the_same_run(uri, tmp_path):
 
 def killed(run):
     """Leaves a run as a process does that is killed once MLflow has heard all of it."""
-    sender = run._tracker._sender
+    sender = run._sender
     sender._over.set()
     sender._thread.join(60)
 

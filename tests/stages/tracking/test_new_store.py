@@ -6,10 +6,8 @@ import sqlite3
 
 import pytest
 
-from align.schemas.config import TrackingOptions
 from align.stages.tracking.mlflow_client import make_store, sqlite_file
-from align.stages.tracking.mlflow_run import open_run
-from support.mlflow_runs import open_store
+from support.mlflow_runs import begun, open_store
 from support.store_makers import store_makers
 
 SEED = 14
@@ -75,9 +73,9 @@ def half_made(path, made):
     return f"sqlite:///{path}"
 
 
-def warning_of(caplog, uri):
-    run = open_run(TrackingOptions(uri=uri), name="x", tags={})
-    run.finish("FINISHED")
+def warning_of(caplog, home, uri):
+    with begun(home / "cache", uri) as run:
+        pass
     assert run.run_id == ""
     (warning,) = [r.getMessage() for r in caplog.records if r.name == "align"]
     return warning
@@ -86,17 +84,17 @@ def warning_of(caplog, uri):
 def test_a_half_made_store_is_named_with_what_to_do(tmp_path, caplog):
     open_store(f"sqlite:///{tmp_path}/made.db")
     uri = half_made(tmp_path / "mlflow.db", tmp_path / "made.db")
-    said = warning_of(caplog, uri)
+    said = warning_of(caplog, tmp_path, uri)
     assert f"{tmp_path}/mlflow.db is not a whole store of this MLflow" in said
     assert "holds no run and was left half made" in said
     assert "remove it" in said
 
 
 def test_an_older_store_with_runs_is_never_said_to_be_removed(tmp_path, caplog):
-    made = TrackingOptions(uri=f"sqlite:///{tmp_path}/made.db")
-    open_run(made, name="x", tags={}).finish("FINISHED")
+    with begun(tmp_path / "cache", f"sqlite:///{tmp_path}/made.db"):
+        pass
     uri = half_made(tmp_path / "mlflow.db", tmp_path / "made.db")
-    said = warning_of(caplog, uri)
+    said = warning_of(caplog, tmp_path, uri)
     assert "It holds 1 runs of another version of MLflow" in said
     assert f"`mlflow db upgrade {uri}`" in said
     assert "remove" not in said
@@ -104,7 +102,7 @@ def test_an_older_store_with_runs_is_never_said_to_be_removed(tmp_path, caplog):
 
 def test_a_file_that_is_no_store_is_left_as_it_is(tmp_path, caplog):
     (tmp_path / "mlflow.db").write_bytes(b"my letters")
-    warning_of(caplog, f"sqlite:///{tmp_path}/mlflow.db")
+    warning_of(caplog, tmp_path, f"sqlite:///{tmp_path}/mlflow.db")
     assert (tmp_path / "mlflow.db").read_bytes() == b"my letters"
 
 

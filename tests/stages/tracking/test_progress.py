@@ -119,12 +119,15 @@ def test_a_reader_who_left_does_not_stop_the_work(monkeypatch):
 def test_nothing_heavy_is_imported_to_get_ready():
     code = """
 import io, sys
+from pathlib import Path
 from align.schemas.config import TrackingOptions
 from align.stages.report import cache_summary, cache_tables, export_trl
 from align.stages.tracking.progress import make_progress
-from align.stages.tracking.mlflow_run import open_run
+from align.stages.tracking.journaled_run import recorded
 make_progress(io.StringIO()).say("hello")
-open_run(TrackingOptions(mlflow=False), name="x", tags={}).finish("FINISHED")
+off = TrackingOptions(mlflow=False)
+with recorded(off, Path("cache"), "x", is_recorded=True) as run:
+    run.log_metrics({"a": 1.0})
 print(sorted({"torch", "transformers", "mlflow", "rich", "sqlalchemy"} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

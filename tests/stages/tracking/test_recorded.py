@@ -1,0 +1,310 @@
+"""The record of a run that is not a training: what MLflow gets of it, and what waits on disk."""
+
+import logging
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from align import __version__
+from align.schemas.errors import Interrupted
+from align.stages.storage.cache_folder import CacheFolder
+from align.stages.tracking import delivery, journaled_run, mlflow_client
+from align.stages.tracking.mlflow_client import MlflowStore
+from align.stages.tracking.outbox import load_ledger, new_record, unsent_runs
+from support.mlflow_runs import begun, open_store, the_run
+
+pytestmark = pytest.mark.usefixtures("no_mlflow_settings")
+
+
+@pytest.fixture(autouse=True)
+def _waits_long(monkeypatch):
+    """The machine may be busy."""
+    for status in journaled_run.PATIENCE_SECONDS:
+        monkeypatch.setitem(journaled_run.PATIENCE_SECONDS, status, 60.0)
+
+
+@pytest.fixture
+def home(tmp_path):
+    """The folder of a cache."""
+    folder = tmp_path / "cache"
+    (folder / "_align").mkdir(parents=True)
+    return folder
+
+
+@pytest.fixture
+def tries(monkeypatch):
+    """How many seconds each connection to a server was given, in order."""
+    seconds, connect = [], socket.socket.connect
+
+    def watched(connection, address):
+        seconds.append(connection.gettimeout())
+        return connect(connection, address)
+
+    monkeypatch.setattr(socket.socket, "connect", watched)
+    return seconds
+
+
+def read(uri, run):
+    return open_store(uri).get_run(run.run_id)
+
+
+def warnings_in(caplog):
+    return [r.getMessage() for r in caplog.records if r.name == "align"]
+
+
+def test_a_run_holds_what_was_logged(uri, home, tmp_path):
+    (tmp_path / "note.txt").write_text("hello")
+    with begun(home, uri, experiment="mine") as run:
+        run.log_metrics({"tokens/s": 5.0, "odd@name": 1.5}, step=3)
+        run.set_tags({"align.root": "cafe"})
+        run.log_artifact(tmp_path / "note.txt")
+    stored = read(uri, run)
+    assert (stored.info.run_name, stored.info.status) == ("precompute-ref", "FINISHED")
+    assert stored.data.metrics == {"tokens/s": 5.0, "odd_name": 1.5}
+    tags = {
+        "align.stage": "precompute-ref",
+        "align.root": "cafe",
+        "align.version": __version__,
+        "align.run_key": run.run_key,
+    }
+    assert tags.items() <= stored.data.tags.items()
+    assert {"torch.version", "transformers.version", "mlflow.user"} <= set(stored.data.tags)
+    client = open_store(uri)
+    assert client.get_metric_history(run.run_id, "odd_name")[0].step == 3
+    assert [item.path for item in client.list_artifacts(run.run_id)] == ["note.txt"]
+    assert client.get_experiment(stored.info.experiment_id).name == "mine"
+
+
+def test_what_was_sent_whole_leaves_nothing_behind(uri, home):
+    with begun(home, uri) as run:
+        run.log_metrics({"rows": 1.0}, step=1)
+        assert len(unsent_runs(home)) == 1
+    assert not list(CacheFolder(home).private.iterdir())
+
+
+def test_the_same_number_may_be_measured_twice_at_a_step(uri, home):
+    """As stage 1 does at its end: the last unit, then the whole."""
+    with begun(home, uri) as run:
+        run.log_metrics({"rows": 16.0}, step=4)
+        run.log_metrics({"rows": 60.0}, step=4)
+        run.log_metrics({"dropped/no_mismatch": 2.0})
+    history = open_store(uri).get_metric_history(run.run_id, "rows")
+    assert [(point.step, point.value) for point in history] == [(4, 16.0), (4, 60.0)]
+    assert read(uri, run).data.metrics == {"rows": 60.0, "dropped/no_mismatch": 2.0}
+
+
+def test_a_file_that_changed_while_it_was_sent_is_sent_again(uri, home, tmp_path, monkeypatch):
+    """As a sweep's table, which grows with every run."""
+    table, contents = tmp_path / "sweep.txt", iter(["one run", "two runs", "three runs"])
+    send = MlflowStore.log_artifact
+
+    def changing(store, run_id, path, *, under=""):
+        send(store, run_id, path, under=under)
+        if newer := next(contents, ""):
+            table.write_text(newer)
+            run.log_artifact(table)
+
+    monkeypatch.setattr(MlflowStore, "log_artifact", changing)
+    monkeypatch.setattr(delivery, "SECONDS_PER_TICK", 0.05)
+    table.write_text("no run")
+    with begun(home, uri) as run:
+        run.log_artifact(table)
+        while next(iter(load_ledger(unsent_runs(home)[0].mlflow).record.artifacts.values())) != 1:
+            pass
+    (kept,) = Path(open_store(uri).get_run(run.run_id).info.artifact_uri).iterdir()
+    assert kept.read_text() == "three runs"
+
+
+def test_many_long_params_are_all_kept(uri, home):
+    with begun(home, uri) as run:
+        run.log_params({f"p{number}": "x" * 7000 for number in range(250)})
+    params = read(uri, run).data.params
+    assert len(params) == 250
+    assert {len(value) for value in params.values()} == {6000}
+
+
+def test_a_param_that_changes_becomes_a_tag(uri, home, caplog):
+    with begun(home, uri) as run:
+        run.log_params({"batch": "64", "seed": "0"})
+        run.log_params({"batch": "32", "seed": "0"})
+    stored = read(uri, run).data
+    assert stored.params == {"batch": "64", "seed": "0"}
+    assert stored.tags["changed.batch"] == "32"
+    assert "changed.seed" not in stored.tags
+    assert not warnings_in(caplog)
+
+
+def test_the_data_set_has_our_digest_in_full(uri, home):
+    with begun(home, uri) as run:
+        run.log_dataset("pairs.jsonl", digest="ab" * 32, source="pairs.jsonl", context="reference")
+    (entry,) = read(uri, run).inputs.dataset_inputs
+    assert (entry.dataset.name, entry.dataset.digest) == ("pairs.jsonl", "ab" * 18)
+    assert {tag.key: tag.value for tag in entry.tags} == {
+        "mlflow.data.context": "reference",
+        "align.digest": "ab" * 32,
+    }
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(Interrupted(15), "KILLED"), (KeyboardInterrupt(), "KILLED"), (ValueError(), "FAILED")],
+)
+def test_the_store_learns_how_the_work_ended(uri, home, error, status):
+    with pytest.raises(type(error)), begun(home, uri) as run:
+        raise error
+    assert read(uri, run).info.status == status
+
+
+def test_the_first_status_is_the_last(uri, home):
+    with begun(home, uri) as run:
+        run.finish("FAILED")
+    assert read(uri, run).info.status == "FAILED"
+
+
+def test_the_config_names_the_experiment_before_the_environment(uri, home, monkeypatch):
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "from-env")
+    names = []
+    for options in ({}, {"experiment": "from-config"}):
+        with begun(home, uri, **options) as run:
+            pass
+        experiment = read(uri, run).info.experiment_id
+        names.append(open_store(uri).get_experiment(experiment).name)
+    assert names == ["from-env", "from-config"]
+
+
+def test_the_default_store_lies_in_the_current_folder(home, tmp_path):
+    with begun(home, "") as run:
+        pass
+    assert (tmp_path / "mlflow.db").is_file()
+    assert read(f"sqlite:///{tmp_path}/mlflow.db", run).info.status == "FINISHED"
+
+
+def test_a_store_built_in_a_hurry_is_durable_afterwards(tmp_path):
+    store = MlflowStore(f"sqlite:///{tmp_path}/new.db")
+    with store.client._tracking_client.store.engine.connect() as connection:
+        level = connection.exec_driver_sql("PRAGMA synchronous").scalar()
+    assert level == 2  # FULL
+
+
+def test_switched_off_means_nothing_is_recorded(home, tmp_path):
+    with begun(home, "", mlflow=False) as run:
+        run.log_metrics({"a": 1.0})
+        run.log_artifact(tmp_path)
+    assert run.run_id == ""
+    assert [path.name for path in tmp_path.rglob("*")] == ["cache", "_align"]
+
+
+@pytest.mark.parametrize("address", ["ftp://nowhere", "http://[", "sqlite:////proc/none/x.db"])
+def test_a_store_that_cannot_be_costs_one_warning(address, home, caplog):
+    with begun(home, address) as run:
+        run.log_params({"a": "b"})
+    assert run.run_id == ""
+    (warning,) = warnings_in(caplog)
+    assert f"align mlflow-sync {home}" in warning
+    (left,) = unsent_runs(home)
+    assert load_ledger(left.mlflow).record.params == {"a": "b"}
+
+
+def test_a_refused_connection_costs_one_warning_and_hides_the_password(home, caplog, tries):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with begun(home, f"http://me:secret@127.0.0.1:{port}") as run:
+        run.log_metrics({"a": 1.0})
+    assert tries == [5, 5, 5, 5]  # at the beginning and at the end
+    (warning,) = warnings_in(caplog)
+    assert f"MLflow at http://***@127.0.0.1:{port} failed" in warning
+    assert "secret" not in warning
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == [
+        record for record in caplog.records if record.name == "align"
+    ]
+    assert not any(b"secret" in p.read_bytes() for p in home.rglob("*") if p.is_file())
+
+
+def test_a_server_that_never_answers_costs_one_warning_and_two_tries(home, caplog, tries):
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=16) as silent,
+        begun(home, f"http://127.0.0.1:{silent.getsockname()[1]}") as run,
+    ):
+        run.log_metrics({"a": 1.0})
+    assert tries == [5, 5]
+    assert len(warnings_in(caplog)) == 1
+
+
+def test_the_users_own_timeout_is_kept(home, caplog, monkeypatch, tries):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=16) as silent,
+        begun(home, f"http://127.0.0.1:{silent.getsockname()[1]}"),
+    ):
+        pass
+    assert tries == [1]
+    assert len(warnings_in(caplog)) == 1
+
+
+def test_what_a_kill_left_of_a_record_that_was_removed_goes_with_the_next(uri, home):
+    left = new_record(home)
+    left.metrics.write_text("")
+    with begun(home, uri):
+        assert not left.root.exists()
+    assert not CacheFolder(home).outbox.exists()
+
+
+def test_no_record_is_looked_for_behind_a_link(home, tmp_path):
+    (tmp_path / "theirs" / "_align").mkdir(parents=True)
+    record = new_record(tmp_path / "theirs")
+    record.mlflow.write_text("{}")
+    assert len(unsent_runs(tmp_path / "theirs")) == 1
+    CacheFolder(home).outbox.symlink_to(record.root.parent)
+    assert unsent_runs(home) == []
+    CacheFolder(home).outbox.unlink()
+    CacheFolder(home).outbox.mkdir()
+    (CacheFolder(home).outbox / record.root.name).symlink_to(record.root)
+    assert unsent_runs(home) == []
+
+
+def test_mlflow_says_nothing_by_itself(home, tmp_path):
+    code = f"""
+import pathlib
+from align.schemas.config import TrackingOptions
+from align.stages.tracking.journaled_run import recorded
+options = TrackingOptions(uri="sqlite:///{tmp_path}/quiet.db")
+home = pathlib.Path("{home}")
+with recorded(options, home, "x", is_recorded=True) as run:
+    assert run.run_id
+    run.log_metrics({{"a": 1.0}})
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_batches_hold_everything_once():
+    assert [list(b) for b in mlflow_client._batches([1, 2, 3, 4, 5], 2)] == [[1, 2], [3, 4], [5]]
+
+
+@pytest.mark.parametrize(("experiment", "folder"), [("a b", "a b"), ("../up", "up"), ("..", "_")])
+def test_what_is_uploaded_lies_beside_the_store_and_not_where_one_stands(
+    home, tmp_path, tmp_path_factory, experiment, folder
+):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (tmp_path / "note.txt").write_text("hello")
+    with begun(home, f"sqlite:///{elsewhere}/mlflow.db", experiment=experiment) as run:
+        run.log_artifact(tmp_path / "note.txt")
+    assert {path.name for path in tmp_path.iterdir()} == {"cache", "note.txt"}
+    kept = elsewhere / "mlruns" / folder / run.run_id / "artifacts" / "note.txt"
+    assert kept.read_text() == "hello"
+
+
+def test_a_store_that_is_no_sqlite_file_decides_for_itself():
+    assert mlflow_client.artifacts_beside("http://127.0.0.1:5000", "align") is None
+    assert mlflow_client.artifacts_beside("sqlite:///", "align") is None
+
+
+def test_one_run_is_the_only_one_of_its_experiment(uri, home):
+    with begun(home, uri, experiment="alone") as run:
+        pass
+    assert the_run(open_store(uri), "alone").info.run_id == run.run_id
