@@ -1,7 +1,7 @@
 """Sends MLflow what it missed of a run; sending it twice changes nothing.
 
-The folder may be somebody else's. What it names is not believed: the address is the user's own or
-one that was given by hand, and no file is sent but those that lie in the folder themselves.
+The folder may come from someone else, so what it names is not trusted: the address is the user's
+own or one given by hand, and only files inside the folder are sent.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def own_options(root: Path, config: Path | None) -> TrackingOptions:
     here = Path.cwd()
     if config is None and (here / FILE_NAME).exists() and here.is_relative_to(root.resolve()):
         raise UsageError(
-            f"{here / FILE_NAME} lies in the run itself, which does not decide where your data "
+            f"{here / FILE_NAME} is in the run itself, which does not decide where your data "
             "go. Run the command elsewhere, or name a file by --config."
         )
     return load_settings({}, [], file=config).config.tracking
@@ -90,7 +90,7 @@ def send_earlier(home: Path, options: TrackingOptions) -> str:
 def _sync(
     folder: RunFolder, home: Path, options: TrackingOptions, uri: str, *, parent: str = ""
 ) -> Synced:
-    """Sends a run that lies in its own folder, or in the outbox of `home`."""
+    """Sends a run that is in its own folder, or in the outbox of `home`."""
     if folder.private.is_symlink():
         raise UsageError(f"{folder.private} is a link. Name the folder of the run itself.")
     load_ledger(folder.mlflow)
@@ -101,7 +101,7 @@ def _sync(
         if parent and PARENT_TAG not in ledger.record.tags:
             ledger.add("tags", {PARENT_TAG: parent})
         ending = read_ending(folder)
-        if not ledger.record.status:  # nobody is at work here, and MLflow does not know the end
+        if not ledger.record.status:  # no process owns it, and MLflow does not know its end
             status = STATUS[ending.ending] if ending else "KILLED"
             ledger.change(status=status, ended_ms=now_ms())
         points = _deliver(address, folder, ledger)

@@ -54,12 +54,14 @@ def precompute(
         return PrecomputeResult(job.folder.root, finished, Tally(), was_complete=True)
     job.folder.prepare()
     with _place(job, run_id, progress, joins=worker.joins) or nullcontext() as lock:
+        plan = load_plan(job.work)  # first: an owner who finishes now takes its plan away
         if finished := _finished(job):
             return PrecomputeResult(job.folder.root, finished, Tally(), was_complete=True)
         home, options = job.folder.root, config.tracking
         before = send_earlier(home, options) if lock else ""
         with recorded(options, home, stage, is_recorded=bool(lock), goes_on_from=before) as run:
-            plan = _planned(job, run_id, progress, is_owner=bool(lock))
+            if lock or not plan:
+                plan = _planned(job, plan, run_id, progress)
             _describe(run, job, plan)
             tally = score_units(job, plan, worker, run_id=run_id, progress=progress, run=run)
             manifest = _publish(job, plan, run_id, is_owner=bool(lock))
@@ -107,16 +109,14 @@ def _place(job: Job, run_id: str, progress: Progress, *, joins: bool) -> OwnerLo
         time.sleep(POLL_SECONDS)
 
 
-def _planned(job: Job, run_id: str, progress: Progress, *, is_owner: bool) -> Plan:
-    plan = load_plan(job.work)
+def _planned(job: Job, plan: Plan | None, run_id: str, progress: Progress) -> Plan:
+    """The owner's plan, of an earlier run or made now."""
     if plan is None:
         return make_plan(job, run_id, progress)
-    if is_owner:
-        read_commits(
-            job.work, len(plan.unit_offsets) - 1
-        )  # damage is reported before hours of work
-        if not ring_of(job).is_whole:
-            remake_ring(job, plan, progress)
+    # Damage is reported before hours of work.
+    read_commits(job.work, len(plan.unit_offsets) - 1)
+    if not ring_of(job).is_whole:
+        remake_ring(job, plan, progress)
     return plan
 
 

@@ -132,7 +132,7 @@ class RunRecords:
     def stepped(
         self, place: Place, metrics: dict[str, float], line: dict[str, float] | None
     ) -> None:
-        """An optimizer step is done; after some there is a line that stands for several."""
+        """An optimizer step is done; after some of them a line covers several."""
         self._measured(place, metrics)
         if line is not None:
             seen = self._machine.now() if self._machine else {}

@@ -247,7 +247,9 @@ def _at_home(value: Any, where: str) -> Any:
     try:
         return str(Path(value).expanduser())
     except RuntimeError as error:
-        raise UsageError(f"{where} is {value!r}: there is no such home. Write it out.") from error
+        raise UsageError(
+            f"{where} is {value!r}: that home does not exist. Write it out."
+        ) from error
 
 
 def _from_where_it_lies(values: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -94,7 +94,7 @@ class TokenOptions:
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """What the shards hold and where they lie."""
+    """What the shards hold and where they are."""
 
     output: str = option("align-cache", "folder of the cache")
     kl_pairs: int = option(
@@ -189,10 +189,10 @@ class TrainOptions:
     eval_text: bool = option(False, "with the text of prompts and completions; MLflow gets it too")
     limit_train_batches: int = option(0, "optimizer steps per epoch at most; 0: all", ge=0)
     limit_eval_batches: int = option(0, "evaluation batches at most; 0: all", ge=0)
-    log_every: int = option(1, "steps that a line of metrics stands for", ge=1)
+    log_every: int = option(1, "steps that one line of metrics covers", ge=1)
     save_every: int = option(0, "steps between checkpoints; 0: by time, and when it ends", ge=0)
     save_minutes: float = option(
-        30.0, "minutes after which there is another one, whatever the step; 0: never", ge=0
+        30.0, "minutes after which another one is saved, at any step; 0: never", ge=0
     )
     keep_last: int = option(2, "newest checkpoints to keep", ge=1)
     best: str = option(
@@ -200,7 +200,7 @@ class TrainOptions:
         "also keep the checkpoint with the best value, e.g. eval/loss: the lowest of loss, nll, "
         "kl, rejected, grad_norm and errors, else the highest; -NAME lowest, +NAME highest",
     )
-    resume: Literal["never", "auto"] = option("never", "auto: go on from the newest checkpoint")
+    resume: Literal["never", "auto"] = option("never", "auto: continue from the newest checkpoint")
     other_reference: bool = option(
         False, "let the policy begin as another model than the reference of the cache"
     )

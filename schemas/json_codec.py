@@ -64,7 +64,7 @@ def from_signed_json(cls: type[T], text: str | bytes) -> T:
 
 
 def version_in(text: str | bytes) -> int | None:
-    """The `format_version` that a record claims, whatever else is wrong with it."""
+    """The `format_version` that a record claims, even if the rest of it is invalid."""
     try:
         plain = json.loads(text)
     except (ValueError, RecursionError):

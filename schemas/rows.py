@@ -1,4 +1,4 @@
-"""A row is a prompt with branches: first as text, then as token ids, then with its scores."""
+"""A row, as text, as token ids and with its scores; and what a rejected row and its reason are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed as the engine of the trainer."""
+"""DeepSpeed as the trainer's engine: backward, reduction of gradients, update, state."""
 
 from __future__ import annotations
 

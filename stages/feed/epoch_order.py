@@ -1,7 +1,7 @@
 """The order of an epoch's rows, by arithmetic: no array of all rows is ever made.
 
 Row groups are permuted and taken in windows; inside a window rows are permuted. So a reader holds
-a window, and what stands at a position costs a search among the windows and one window's sort.
+a window, and finding the row at a position costs a search among the windows and one window's sort.
 
 Generators change between versions of numpy; these few integer operations cannot. Their map of 64
 bits onto 64 bits is one to one, so no two numbers share a hash and every sort gives one order.

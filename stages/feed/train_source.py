@@ -77,7 +77,7 @@ def open_source(
     """
     fraction = reading.eval_fraction
     if not 0 <= fraction <= 1:
-        raise UsageError(f"eval_fraction is {fraction}; it must lie between 0 and 1.")
+        raise UsageError(f"eval_fraction is {fraction}; it must be between 0 and 1.")
     _require_columns(folder, manifest, reading)
     index = build_index(folder, manifest, reading, checks_bytes=checks_bytes)
     source = TrainSource(folder, manifest, reading, index, _notes(index, reading))
@@ -101,7 +101,7 @@ def _require_rows(source: TrainSource) -> None:
         raise UsageError(
             f"The method is {kind}: it reads {WANTED[kind]}. Of them {root} holds none; "
             f"its rows are: {held or 'none at all'}. "
-            f"{why}{serve}`align methods` tells the methods apart."
+            f"{why}{serve}`align methods` describes them."
         )
     if source.train_rows == 0 and source.reading.eval_fraction < 1:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Paired methods that compare each side with the reference by itself."""
+"""Paired methods that compare each side with the reference alone: APO, SPPO, NCA, BCO on pairs."""
 
 from __future__ import annotations
 

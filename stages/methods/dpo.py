@@ -1,4 +1,4 @@
-"""DPO and its relatives: x = beta * D, the margin of chosen over rejected, also per token."""
+"""DPO and its relatives (IPO, hinge, EXO, …): the margin of chosen over rejected, also per token."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ HINGE = paired_method(
     name="hinge",
     summary="max(0, 1 - b D)",
     source="RSO, https://arxiv.org/abs/2309.06657",
-    use="Pairs, when those that are told apart well enough should be left alone.",
+    use="Pairs, when those with a large enough margin should be left alone.",
     loss=hinge,
     options=HingeOptions,
     modifiers=MODIFIERS,

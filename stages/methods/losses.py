@@ -1,4 +1,4 @@
-"""The losses of the table as functions of tensors: `losses.dpo(chosen_logps, …, beta=0.1)`.
+"""The methods' losses for a notebook, called with tensors: `losses.dpo(chosen_logps, …, beta=0.1)`.
 
 There is one function per method that needs no more than a log-prob (of a reward model: a score)
 of each completion; `dir()` lists them and `help()` says what each takes. They call the very loss

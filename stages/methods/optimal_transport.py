@@ -1,4 +1,4 @@
-"""Methods that compare the chosen and the rejected of a whole step by rank, not pair by pair."""
+"""AOT: compares the chosen and the rejected of a whole step by rank, not pair by pair."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ PPO = Method(
     name="ppo",
     summary="-min(A p, A clip(p)) + vf (V - R)^2 / 2 + kl log p, A = GAE",
     source="PPO, https://arxiv.org/abs/1707.06347",
-    use="Scored answers whose good and bad parts differ: a value head tells tokens apart.",
+    use="Scored answers whose good and bad parts differ: a value head weighs single tokens.",
     loss=ppo,
     options=PpoOptions,
     rewards=Rewards("r", lambda branches, _: branches.ratios),

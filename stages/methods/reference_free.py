@@ -1,4 +1,4 @@
-"""Methods without a reference: the policy's own log-probs are what they compare."""
+"""Methods without a reference, on the policy's own log-probs: ORPO, SimPO, CPO, SLiC."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ SLIC = _method(
     name="slic",
     summary="max(0, delta - lp_c + lp_l) - lam lp_c",
     source="SLiC-HF, https://arxiv.org/abs/2305.10425",
-    use="Pairs, when those that are told apart well enough should only be imitated.",
+    use="Pairs, when those with a large enough margin should only be imitated.",
     loss=slic,
     options=SlicOptions,
     rewards=Rewards("lp", lambda of, _: of.logps),

@@ -1,4 +1,4 @@
-"""Methods that want the policy's margin to be as large as the data's scores say."""
+"""RPO: the policy's margin is to be as large as the data's scores say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Likelihood: of good completions only, or of all, each after a token for its label."""
+"""SFT on good completions, and CSFT on all of them, each after a token for its label."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def _require_mixable(methods: Sequence[Method], options: Mapping[str, Any]) -> N
 
 
 def _require_agreed(parts: Sequence[Part]) -> None:
-    """One step has one set of mismatched branches: a part cannot have others than its neighbour."""
+    """One step has one set of mismatched branches: all parts must ask for the same."""
     for name in STEP_OPTIONS:
         given = {
             f"method.{part.method.name}.{name}": getattr(part.options, name)

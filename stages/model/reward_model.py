@@ -189,7 +189,7 @@ def tree_scores(model: nn.Module, trees: Sequence[Tree], path: ScoringPath) -> T
 
 
 def choose_layout(model: nn.Module) -> ScoringPath:
-    """The fastest way to lay trees out that agrees with the model's own scores of seeded rows."""
+    """The fastest layout of trees that agrees with the model's own scores of seeded rows."""
     inner: Any = causal_model(model)
     trees = probe_trees(inner.config)
     expected = torch.cat([_own_score(inner, tree) for tree in single_branches(trees)])

@@ -3,7 +3,7 @@
 Completions are numbered along the ring. The ring is cut into blocks at places that only the rows'
 own hashes decide, so that an added row changes partners near itself and nowhere else. Inside a
 block, partner k of completion j is the one `shift_k` further on, round the block's end. Completions
-of one prompt lie together in a run of at most `longest`; a shift between `longest` and
+of one prompt are together in a run of at most `longest`; a shift between `longest` and
 `size - longest` therefore never lands in the run it started from, and every shift is a permutation.
 Equal completions under different prompts are swapped apart afterwards.
 """
@@ -299,7 +299,7 @@ def fit_partners(
 ) -> FittedPartners:
     """Cuts the chosen partners to fit.
 
-    Where that leaves nothing, or the real completion, the next on the ring that fits stands in.
+    Where that leaves nothing, or the real completion, the next on the ring that fits is taken.
     """
     own, count = keyed.rows, len(keyed.rows.completions)
     row_of = own.row_of_branch

@@ -131,9 +131,9 @@ class SortedRows:
     def within(
         self, first_key: int, last_key: int, *, ids: tuple[bytes, bytes] | None = None
     ) -> Iterator[KeyedRows]:
-        """The rows whose places lie between two, both included, in bounded parts.
+        """The rows whose places are between two, both included, in bounded parts.
 
-        With `ids`, batches whose rows are all of one prompt and lie outside of them are left out.
+        With `ids`, batches whose rows are all of one prompt and outside of them are left out.
         """
         first, last = np.uint64(first_key), np.uint64(last_key)
         index = self.index
@@ -149,7 +149,7 @@ class SortedRows:
                 yield _part(rows, slice(start, stop))
 
     def at(self, indices: NDArray[np.int64]) -> Completions:
-        """The completions at `indices`, wherever they lie."""
+        """The completions at `indices`, in that order."""
         ends = self.index["completion"]
         batch_of = np.searchsorted(ends, indices, side="right")
         order = np.argsort(batch_of, kind="stable")
@@ -382,9 +382,9 @@ def read_content(path: Path, start: int = 0, size: int = -1) -> bytes:
 
 
 def damaged(path: Path) -> CorruptionError:
-    """The error of a file that is gone or holds other bytes than were written."""
+    """The error of a file that is missing or holds other bytes than were written."""
     return CorruptionError(
         f"{path} is damaged: its bytes are not those that were written (a checksum differs, or it "
-        "is gone). Remove this file and run the same command again: rows are prepared once more, "
+        "is missing). Remove this file and run the same command again: rows are prepared again, "
         "and no finished shard is lost."
     )

@@ -51,7 +51,7 @@ class Ring:
 
     @property
     def index_file(self) -> Path:
-        """Where each batch lies; written last, so where it is, the ring is complete."""
+        """The place of each batch; written last, so if it exists, the ring is complete."""
         return self.folder / "index.npy"
 
     @property

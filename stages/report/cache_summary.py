@@ -65,7 +65,7 @@ class Summary:
     name: str
     root: str
     align_version: str
-    model: str  # where the reference lay
+    model: str  # the reference's path
     adapter: str
     reference_key: str
     inputs: tuple[InputEntry, ...]
@@ -203,7 +203,7 @@ def read_columns(folder: CacheFolder, manifest: Manifest) -> Columns:
 
 @dataclass(frozen=True)
 class Spread:
-    """Quantiles lie between neighbours by linear interpolation; all is 0 where nothing is."""
+    """Quantiles are interpolated linearly; all are 0 where there is no value."""
 
     min: float
     p1: float

@@ -6,10 +6,6 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from ...schemas.cache import Stops
 from ...schemas.errors import counted
 from ...schemas.rows import Role
@@ -164,7 +160,7 @@ def _logps(summary: Summary) -> list[str]:
         ),
     ]
     if "mismatched" in summary.roles:
-        lines.append("  Mismatched completions answer another prompt: per token they lie lower.")
+        lines.append("  Mismatched completions answer another prompt: per token they are lower.")
     return lines
 
 
@@ -207,6 +203,11 @@ def heading(title: str) -> str:
 
 def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of a table as wide as it needs: names at the left, numbers ranged right."""
+    # Here, because a command that prints no table need not wait for it.
+    from rich.console import Console  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(Text(head[0]), min_width=12)
     for name in head[1:]:

@@ -84,7 +84,7 @@ def plain(value: float) -> str:
 
 @dataclass(frozen=True)
 class _Axes:
-    """What lies between the edges of the drawing."""
+    """The marks between the edges of the drawing."""
 
     x_low: float
     x_high: float
@@ -260,7 +260,7 @@ def learning_curves(learned: Metrics, held_out: Metrics) -> str:
 
 
 def further_curves(learned: Metrics, held_out: Metrics) -> str:
-    """Speed, memory, and whatever else a method reports, a chart each."""
+    """Speed, memory, and what else a method reports, a chart each."""
     known = {name for names in (*CHARTS.values(), *SPEED.values()) for name in names}
     others = sorted({*learned, *held_out} - known - LEFT_OUT)
     charts = {**SPEED, **{name: (name,) for name in others}}

@@ -3,7 +3,7 @@
 row counts the rows as the method reads them; row_id names the stored row; log_ratio is
 log(policy / reference), and reward what the loss compares. A reward model has no log-probs: there
 is its score instead. What is asked for by words the reference never saw has no log-ratio. An
-apostrophe stands before text that a spreadsheet would take for a formula.
+apostrophe precedes text that a spreadsheet would take for a formula.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def read_samples(path: Path) -> pl.DataFrame:
 
 
 def kind_of(columns: Collection[str]) -> Kind | None:
-    """What a table with these columns holds of each completion; None if it is none of ours."""
+    """What a table with these columns holds of each completion; None if align did not write it."""
     for kind, names in COLUMNS.items():
         if {*NAMES, *names} <= {*columns}:
             return kind

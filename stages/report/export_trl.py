@@ -1,6 +1,6 @@
 """A cache as one flat table, its columns named as TRL's trainers name them.
 
-Each `..._ids` column stands beside the text it decodes to: text can be tokenized differently
+Each `..._ids` column comes with the text it decodes to: text can be tokenized differently
 elsewhere, ids cannot. The second and later mismatches of a completion get a number after their
 name.
 """
@@ -225,7 +225,7 @@ def _by_level(layout: Layout) -> Iterator[pl.Expr]:
 
 
 def _level_names(level: int) -> tuple[str, str]:
-    """What stands before and behind a column's name: `KL_` of mismatches, `_2` of second ones."""
+    """The prefix and suffix of a column's name: `KL_` of mismatches, `_2` of second ones."""
     return ("KL_" if level else "", f"_{level}" if level > 1 else "")
 
 

@@ -25,5 +25,5 @@ def render_page(template: str, **values: Any) -> str:
 
 
 def _without_secrets(value: Any) -> Any:
-    """Text of ours, and HTML that a macro has made of it, is as it should be."""
+    """Cleans text; HTML that a macro made of it is clean already."""
     return safe(value) if isinstance(value, str) and not isinstance(value, Markup) else value

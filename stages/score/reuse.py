@@ -110,7 +110,7 @@ class ReuseIndex:
         return block.token_logps if block else None
 
     def _read(self, number: int) -> ScoredBlock | None:
-        """One shard; None, and a warning the first time, when it is damaged or gone."""
+        """One shard; None, and a warning the first time, when it is damaged or missing."""
         cache, commit = self._shards[number]
         path = cache.folder.data / commit.file
         if number in self._lost:

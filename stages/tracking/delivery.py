@@ -45,7 +45,7 @@ class Delivery:
         self.points = 0  # sent by this delivery
 
     def deliver(self) -> None:
-        """Sends what is missing; raises what the store raises, and goes on from there next time."""
+        """Sends what is missing; raises what the store raises, and continues there next time."""
         try:
             self._find_run()
             self._send_labels()
@@ -142,7 +142,7 @@ class Delivery:
             self._ledger.artifact_sent(name, changes)
 
     def _owed(self) -> Iterator[tuple[str, Path]]:
-        """Files the store has not got; one that is gone, as with a step given up, is not owed."""
+        """Files the store does not have, without those that no longer exist."""
         root = self._metrics.parent
         for name, is_there in self._ledger.record.artifacts.items():
             if is_there or name in self._refused or not os.path.lexists(root / name):
@@ -194,7 +194,7 @@ def _is_plain(path: Path) -> bool:
 
 
 def _folder_of(name: str) -> str:
-    """Where the store is to keep a file: where it lies in the run, copies at the top."""
+    """The folder of a file in the store: as in the run, and copies at the top."""
     folder = str(Path(name).parent)
     return "" if folder == "." or name.startswith(PRIVATE) else folder
 
@@ -260,7 +260,7 @@ class Sender:
         while True:
             is_over = self._over.is_set()
             is_due = time.monotonic() >= self._retry_at
-            # At the end a store that refuses at once is asked once more; one that hangs is not.
+            # At the end a store that refuses at once is asked again; one that hangs is not.
             if is_due or (is_over and self._last_took < QUICK_SECONDS):
                 self._attempt()
             if is_over:
@@ -296,7 +296,7 @@ class Sender:
             return
         self._has_warned = True
         logger.warning(
-            "MLflow at %s %s. The work goes on; %s keeps all metrics, and what is missing "
+            "MLflow at %s %s. The work continues; %s keeps all metrics, and what is missing "
             "is sent later, or by `align mlflow-sync %s`.",
             address_of(self._uri),
             what,

@@ -56,7 +56,7 @@ class DatasetNote:
 
 @dataclass(frozen=True)
 class ModelLink:
-    """A model that a run made, and where it lies."""
+    """A model that a run made, and its path."""
 
     folder: str
     tags: dict[str, str]

@@ -46,7 +46,7 @@ def open_training_run(
     keep_through: int,
     is_evaluated: bool = True,
 ) -> Run:
-    """Begins the record of a run, or goes on with it after a step; -1 keeps no earlier line.
+    """Begins the record of a run, or continues it after a step; -1 keeps no earlier line.
 
     Without MLflow, a run that has a ledger keeps it up to date, for `mlflow-sync`.
     """
@@ -70,7 +70,7 @@ def recorded(
 ) -> Iterator[Run]:
     """Records the work on a cache or sweep in MLflow, under the name of its stage.
 
-    The record lies in the outbox of that folder until MLflow was sent all of it.
+    The record is in the outbox of that folder until MLflow was sent all of it.
     """
     if not (is_recorded and options.mlflow):
         yield Run(home)
@@ -188,7 +188,7 @@ class Run:
     def log_artifact(self, path: Path) -> None:
         """A file or folder to keep with the run; a second time, when it has changed.
 
-        Of a file elsewhere a copy is kept: what is sent lies in the run and nowhere else.
+        Of a file elsewhere a copy is kept: only files inside the run are sent.
         """
         if not self._ledger:
             return
@@ -200,7 +200,7 @@ class Run:
         self._ledger.renew_artifact(str(whole.relative_to(self._root)))
 
     def log_model_link(self, folder: Path, *, tags: Mapping[str, str]) -> None:
-        """Where the model lies that this run made; the model itself stays there."""
+        """The path of the model that this run made; the model itself stays there."""
         if not self._ledger:
             return
         where = redacted(str(folder.absolute()))

@@ -2,7 +2,7 @@
 
 A SQLite store that is not there yet is built under a draft's name, then given its own in one step.
 MLflow builds one by some 350 statements, and a kill among them would leave a store that neither
-works nor is ever mended. Nothing is in a draft, so SQLite need not wait for the disk after each
+works nor is ever repaired. Nothing is in a draft, so SQLite need not wait for the disk after each
 statement: a second instead of six. A store that is there is never touched.
 """
 
@@ -113,7 +113,7 @@ class MlflowStore:
         return bool(found.info.lifecycle_stage == "active")
 
     def end_if_running(self, run_id: str) -> None:
-        """A run that nobody works at was killed, if nobody said how it ended."""
+        """Ends a run as killed if MLflow believes that it still runs."""
         found = self._run(run_id)
         if found is not None and found.info.status == "RUNNING":
             self.finish(run_id, "KILLED")
@@ -204,7 +204,7 @@ class MlflowStore:
 
 
 def artifacts_beside(uri: str, experiment: str) -> str | None:
-    """Where a SQLite file keeps what an experiment uploads: beside itself, wherever one stands.
+    """Where a SQLite file keeps what an experiment uploads: beside itself, in any folder.
 
     MLflow would put it below the folder that the first run is started from. None: it decides.
     """
@@ -282,7 +282,7 @@ def _count_runs(path: Path) -> int | None:
 
 
 def _remove_drafts(path: Path) -> None:
-    """What a killed process left; whoever builds holds the lock."""
+    """Removes what a killed process left; the caller holds the lock."""
     for draft in path.parent.glob(f".{path.name}.*.tmp*"):
         if re.fullmatch(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.tmp(-journal)?", draft.name):
             fs.unlink(draft)

@@ -145,13 +145,13 @@ def load_ledger(path: Path) -> Ledger:
         )
     try:
         record = from_signed_json(MlflowRecord, fs.read_bytes(path))
-        if not KEY.fullmatch(record.key):  # it stands in a question to the store
+        if not KEY.fullmatch(record.key):  # it is part of a query to the store
             raise CodecError(f"key {record.key!r:.40} is not sixteen hexadecimal digits")
         return Ledger(path, record)
     except CodecError as error:
         raise CorruptionError(
             f"{path} is damaged: {error}. Remove it: MLflow then does not get the rest of the run, "
-            "and a training that goes on is recorded as a new run."
+            "and a training that continues is recorded as a new run."
         ) from error
 
 
@@ -177,7 +177,7 @@ def remove_record(folder: RunFolder) -> None:
 
 
 def unsent_runs(home: Path) -> list[RunFolder]:
-    """The runs in an outbox, the oldest first; somebody may be at work at them."""
+    """The runs in an outbox, the oldest first; another process may own them."""
     return [folder for folder in _records(home) if folder.mlflow.exists()]
 
 
@@ -221,13 +221,13 @@ def failures() -> tuple[type[BaseException], ...]:
         ("urllib3.exceptions", "HTTPError"),
     )
     loaded = [getattr(sys.modules[module], name) for module, name in named if module in sys.modules]
-    # OSError stands for requests too, ValueError for a malformed address or answer.
+    # OSError covers requests too, ValueError a malformed address or answer.
     return (OSError, ValueError, ImportError, sqlite3.Error, StorageError, *loaded)
 
 
 def reason_of(error: BaseException) -> str:
     """What a store said, in one line and without secrets."""
     said = redacted(str(error).strip()) or type(error).__name__
-    if isinstance(error, StorageError):  # of ours: all of it is of use
+    if isinstance(error, StorageError):  # our own: all of it is useful
         return said.rstrip(".")
     return shown(said.partition("\n")[0])[:MAX_REASON].rstrip(".")

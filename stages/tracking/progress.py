@@ -39,7 +39,7 @@ SECONDS_PER_FRAME = 0.1
 
 
 def make_progress(stream: TextIO | None = None) -> Progress:
-    """Shows progress on a stream; None is standard error, whatever that is by now."""
+    """Shows progress on a stream; None is standard error as it is now."""
     chosen = sys.stderr if stream is None else stream
     if chosen.isatty() and os.environ.get("TERM") != "dumb":
         return BarProgress(chosen)

@@ -155,7 +155,7 @@ def _learn(
             if batches.is_save_due:
                 loop.save(place, records, conditions)
             place = loop.advance(place, batch, records)
-            # Saved first: an evaluation may take long, and nothing of it is needed to go on.
+            # Saved first: an evaluation may take long, and nothing of it is needed to continue.
             if loop.saves_at(place.step):
                 loop.save(place, records, conditions)
             stopped = loop.measure(place, records, conditions)

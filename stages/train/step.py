@@ -1,4 +1,4 @@
-"""One optimizer step: mismatched pairs, then gradients, then one update on every rank."""
+"""One optimizer step: mismatched branches, gradients, an update at the scheduled learning rate."""
 
 from __future__ import annotations
 

@@ -5,12 +5,12 @@ import json
 import os
 import shutil
 import subprocess
-from dataclasses import asdict
 from functools import partial
 
 import pytest
 
 from align.schemas.errors import StorageError
+from align.schemas.json_codec import to_json
 from align.stages.storage import failpoints
 from support.programs import TESTS, program
 from support.stage_one import contents, run
@@ -34,7 +34,7 @@ def told(wide, tmp_path):
     """What small_disk.py has to tell, as root of a mount namespace of its own."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    config = json.dumps(asdict(wide(output=str(disk / "cache"))))
+    config = to_json(wide(output=str(disk / "cache")))
     done = subprocess.run(
         ["unshare", "-Urm", *program("small_disk", config, disk)],
         cwd=TESTS,

@@ -299,7 +299,7 @@ def test_a_config_in_the_run_itself_is_not_the_users(tmp_path, monkeypatch):
     folder = planted(tmp_path, f"sqlite:///{tmp_path}/mlflow.db")
     (folder.root / "align.yaml").write_text("tracking:\n  uri: http://theirs\n")
     monkeypatch.chdir(folder.root)
-    with pytest.raises(UsageError, match="lies in the run itself"):
+    with pytest.raises(UsageError, match="is in the run itself"):
         own_options(Path(), None)
     monkeypatch.chdir(tmp_path)
     assert own_options(folder.root, None) == TrackingOptions()

@@ -148,7 +148,7 @@ def test_an_option_that_the_loss_does_not_read_is_refused(name):
 
 
 def test_a_bad_value_and_a_bad_shape_are_refused():
-    with pytest.raises(UsageError, match=r"method.beta is -1"):
+    with pytest.raises(UsageError, match=r"dpo: method\.beta: expected a number above 0, found -1"):
         align.losses.dpo([-1.0], [-1.0], [-1.0], [-1.0], beta=-1.0)
     with pytest.raises(UsageError, match=r"rejected_logps \[2\]"):
         align.losses.dpo([-1.0], [-1.0, -2.0], [-1.0], [-1.0])
