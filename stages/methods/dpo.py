@@ -1,4 +1,4 @@
-"""DPO and its relatives (IPO, hinge, EXO, …): the margin of chosen over rejected, also per token."""
+"""DPO and its relatives (IPO, hinge, EXO, …): margins of chosen over rejected, also per token."""
 
 from __future__ import annotations
 
