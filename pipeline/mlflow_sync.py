@@ -6,11 +6,16 @@ own or one given by hand, and only files inside the folder are sent.
 
 from __future__ import annotations
 
+import logging
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..schemas.config import TrackingOptions
-from ..schemas.errors import StorageError, UsageError, log_failure
+from ..schemas.errors import AlignError, StorageError, UsageError
+from ..schemas.safe_text import redacted
 from ..stages.storage.cache_folder import SCORES
 from ..stages.storage.locks import owner_lock
 from ..stages.storage.run_folder import RunFolder, read_ending
@@ -21,15 +26,18 @@ from ..stages.tracking.mlflow_silence import mlflow_silenced
 from ..stages.tracking.outbox import (
     Ledger,
     address_of,
+    close_record,
     failures,
     load_ledger,
     now_ms,
     plain_uri,
     reason_of,
-    remove_record,
+    remove_if_sent,
     unsent_runs,
 )
 from .settings import FILE_NAME, load_settings
+
+logger = logging.getLogger("align")
 
 STATUS = {"finished": "FINISHED", "failed": "FAILED", "time": "KILLED", "signal": "KILLED"}
 
@@ -56,18 +64,36 @@ def own_options(root: Path, config: Path | None) -> TrackingOptions:
 
 
 def sync_runs(root: Path, options: TrackingOptions, *, uri: str = "") -> list[Synced]:
-    """Sends the rest of a training run, or of every run that a cache, scores or a sweep has."""
+    """Sends the rest of a training run, or of every run that a cache, scores or a sweep has.
+
+    One that fails does not keep the others from being sent; the first failure is raised at the end.
+    """
     if RunFolder(root).mlflow.exists():
         return [sync_run(root, options, uri=uri)]
     homes = (root, root / SCORES)
     unsent = [(home, folder) for home in homes for folder in unsent_runs(home)]
-    synced = [_sync(folder, home, options, uri) for home, folder in unsent]
+    synced: list[Synced] = []
+    failed: list[AlignError] = []
+    for home, folder in unsent:
+        with _kept(failed):
+            synced.append(_sync(folder, home, options, uri))
     parent = synced[-1].run_id if synced else ""
     trials = [RunFolder(path) for path in sorted(root.glob("*")) if not path.is_symlink()]
     for trial in trials:
-        if trial.mlflow.exists() and GROUP_TAG in load_ledger(trial.mlflow).record.tags:
-            synced.append(_sync(trial, trial.root, options, uri, parent=parent))
+        with _kept(failed):
+            if trial.mlflow.exists() and GROUP_TAG in load_ledger(trial.mlflow).record.tags:
+                synced.append(_sync(trial, trial.root, options, uri, parent=parent))
+    if failed:
+        raise failed[0]
     return synced or [sync_run(root, options, uri=uri)]  # which says what is missing
+
+
+@contextmanager
+def _kept(failed: list[AlignError]) -> Iterator[None]:
+    try:
+        yield
+    except AlignError as error:
+        failed.append(error)
 
 
 def sync_run(root: Path, options: TrackingOptions, *, uri: str = "") -> Synced:
@@ -76,14 +102,20 @@ def sync_run(root: Path, options: TrackingOptions, *, uri: str = "") -> Synced:
 
 
 def send_earlier(home: Path, options: TrackingOptions) -> str:
-    """Sends what earlier runs on a cache or sweep left; returns the id of the last one sent.
+    """Sends what earlier runs left; returns the id of the last one if it was cut off.
 
-    One that MLflow cannot be sent is logged, and stays.
+    A failure is logged, and what was not sent stays.
     """
     run_id = ""
     for folder in unsent_runs(home) if options.mlflow else []:
-        with log_failure("MLflow does not get the rest of an earlier run"):
-            run_id = _sync(folder, home, options, "").run_id
+        try:
+            sent = _sync(folder, home, options, "")
+        except AlignError as error:
+            logger.warning("MLflow does not get the rest of an earlier run: %s", error)
+            if isinstance(error, StorageError):
+                break  # the store would fail the others too, each after a wait
+        else:
+            run_id = "" if sent.status == "FINISHED" else sent.run_id
     return run_id
 
 
@@ -106,9 +138,11 @@ def _sync(
             ledger.change(status=status, ended_ms=now_ms())
         points = _deliver(address, folder, ledger)
         if folder.root != home:
-            remove_record(folder)
+            close_record(folder)
         record = ledger.record
-        return Synced(record.uri, record.run_id, record.status, points)
+    if folder.root != home:
+        remove_if_sent(folder)
+    return Synced(record.uri, record.run_id, record.status, points)
 
 
 def _deliver(address: str, folder: RunFolder, ledger: Ledger) -> int:
@@ -117,7 +151,9 @@ def _deliver(address: str, folder: RunFolder, ledger: Ledger) -> int:
             delivery = Delivery(MlflowStore(address), ledger, folder.metrics)
             delivery.deliver()
             return delivery.points
-    except failures() as error:
+    except Exception as error:  # whatever the libraries of a store raise
+        if not isinstance(error, failures()):
+            logger.error("%s", redacted(traceback.format_exc()))
         raise StorageError(
             f"MLflow at {address_of(address)} failed: {reason_of(error)}. Start it, or "
             "name another store with --uri, then run the same command again."

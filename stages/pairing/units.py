@@ -89,7 +89,9 @@ class Ring:
         np.save(content, rows.index)
         digest = hashlib.sha256(content.getvalue()).digest()
         fs.fsync_folder(self.folder)
-        fs.write_new(self.index_file, content.getvalue() + digest)
+        draft = self.index_file.with_suffix(".tmp")
+        fs.write_new(draft, content.getvalue() + digest)
+        fs.rename(draft, self.index_file)
         fs.fsync_folder(self.folder)
 
     def _write_partners(self, rows: SortedRows, notes: Counter[str]) -> None:
@@ -111,7 +113,10 @@ class Ring:
         with new_stream(self.partners_file) as append:
             for number, end in enumerate(rows.index["completion"].tolist()):
                 span = slice(first_of(rows.index["completion"], number), end)
-                columns = [arrow_of(each[span], pa.int64()) for each in partners]
+                chosen = [each[span].copy() for each in partners]
+                if any(not _are_mismatched(each, keys[0], span) for each in chosen):
+                    raise damaged(file)
+                columns = [arrow_of(each, pa.int64()) for each in chosen]
                 rows.index["partners"][number] = append(pa.record_batch(columns, names))
                 found = crc32(keys[:, span].tobytes(), found)
                 forget()
@@ -120,6 +125,12 @@ class Ring:
         fs.unlink(file)
         notes["mismatched_completions_used_twice"] += repeats.used_twice
         notes["mismatched_completions_met_again_by_the_same_row"] += repeats.met_again
+
+
+def _are_mismatched(partners: NDArray[np.int64], prompts: NDArray[np.uint64], span: slice) -> bool:
+    """Whether the partners of a span of completions are completions of other prompts."""
+    are_there = bool(((partners >= 0) & (partners < len(prompts))).all())
+    return are_there and bool((prompts[partners] != prompts[span]).all())
 
 
 _DIGEST_BYTES = 32

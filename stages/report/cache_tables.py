@@ -215,7 +215,7 @@ def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     for row in rows:
         table.add_row(*map(Text, row))
     sink = io.StringIO()
-    Console(file=sink, width=WIDEST, color_system=None, force_jupyter=False).print(table)
+    Console(file=sink, width=WIDEST, color_system=None, force_terminal=False).print(table)
     return [f"  {line}".rstrip() for line in sink.getvalue().splitlines()]
 
 

@@ -37,6 +37,7 @@ def collect(folder: CacheFolder, manifest: Manifest) -> None:
     drafts = (
         *folder.root.glob(f".{folder.manifest.name}.*.tmp"),
         *folder.roots.glob(".*.tmp"),
+        *folder.private.glob("mlflow-run.json"),  # of align 0.1, which kept no outbox
     )
     for draft in drafts:
         fs.unlink(draft)

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 
+from ...schemas.errors import StorageError
 from ...schemas.safe_text import redacted
-from .journal import DatasetNote, MetricPoint, line_start, read_entries
+from .journal import DatasetNote, MetricPoint, MlflowRecord, line_start, read_entries
 from .mlflow_client import GOES_ON_TAG, KEY_TAG, METRICS_PER_BATCH, MlflowStore, load
 from .mlflow_silence import mlflow_silenced
 from .outbox import Ledger, address_of, failures, reason_of
@@ -46,11 +47,12 @@ class Delivery:
 
     def deliver(self) -> None:
         """Sends what is missing; raises what the store raises, and continues there next time."""
+        record = self._ledger.record  # with a status in it, nothing is added after this
         try:
             self._find_run()
             self._send_labels()
             self._send_metrics()
-            self._send_status()
+            self._send_status(record)
             self._send_artifacts()
             self._send_models()
         except BaseException:
@@ -89,9 +91,12 @@ class Delivery:
             self._store.end_if_running(before)
         tags = {**record.tags, KEY_TAG: record.key}
         self._known = {}
-        return self._store.create_run(
+        run_id = self._store.create_run(
             experiment, name=record.run_name, tags=tags, began_ms=record.began_ms
         )
+        if not run_id:  # as of a server that answers `{}` to everything
+            raise StorageError("it made no run; is there an MLflow server at this address?")
+        return run_id
 
     def _send_labels(self) -> None:
         record = self._ledger.record
@@ -129,8 +134,7 @@ class Delivery:
         assert self._known is not None, "asked for before"
         return (point.step, point.time_ms) in self._known.get(point.key, ())
 
-    def _send_status(self) -> None:
-        record = self._ledger.record
+    def _send_status(self, record: MlflowRecord) -> None:
         if record.status and record.status != self._status:
             self._store.finish(self._run_id, record.status, ended_ms=record.ended_ms)
             self._status = record.status
@@ -231,7 +235,8 @@ class Sender:
     @property
     def is_complete(self) -> bool:
         """Whether the store knows all of the run, and how it ended."""
-        return self._delivery is not None and self._delivery.is_complete
+        is_at_work = self._thread.is_alive()
+        return not is_at_work and self._delivery is not None and self._delivery.is_complete
 
     def wait_for_answer(self, patience: float) -> None:
         """Waits until the store made the run or failed, no longer than so many seconds."""

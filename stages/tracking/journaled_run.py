@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from .journal import (
     shortened,
 )
 from .mlflow_client import GOES_ON_TAG
-from .outbox import Ledger, new_record, now_ms, open_ledger, remove_record
+from .outbox import Ledger, close_record, new_record, now_ms, open_ledger, remove_if_sent
 
 # Who stops a process by a signal kills it half a minute later.
 PATIENCE_SECONDS = {"FINISHED": 30.0, "FAILED": 15.0, "KILLED": 5.0}
@@ -76,14 +76,16 @@ def recorded(
         yield Run(home)
         return
     folder = new_record(home)
-    with owner_lock(folder, stage):
+    with ExitStack() as stack:
+        stack.callback(remove_if_sent, folder)  # after the lock, which is in the folder
+        stack.enter_context(owner_lock(folder, stage))
+        status: Status = "FAILED"
         journal = open_journal(folder.metrics, keep_through=-1)
         ledger = _open_ledger(options, folder, stage)
         origin = {GOES_ON_TAG: goes_on_from} if goes_on_from else {}
         ledger.add("tags", {**version_tags(), **origin, "align.stage": stage})
         sender = Sender(store_uri(options), ledger, folder.metrics, home)
         run = Run(folder.root, journal, ledger, sender)
-        status: Status = "FAILED"
         try:
             # MLflow is imported by then, and what belongs to this run can name it.
             sender.wait_for_answer(PATIENCE_SECONDS["FINISHED"])
@@ -96,7 +98,7 @@ def recorded(
             with log_failure("No record of how the run ended"):
                 run.finish(status)
                 if sender.is_complete:
-                    remove_record(folder)
+                    close_record(folder)
 
 
 def _open_ledger(options: TrackingOptions, folder: RunFolder, name: str) -> Ledger:

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...schemas.errors import CorruptionError, StorageError, UsageError
+from ...schemas.errors import CorruptionError, StorageError, UsageError, log_failure
 from ...schemas.json_codec import CodecError, from_signed_json, to_signed_json
 from ...schemas.safe_text import bare_address, hear, masked_address, redacted, shown
 from ..storage import fs
@@ -158,22 +158,41 @@ def load_ledger(path: Path) -> Ledger:
 def new_record(home: Path) -> RunFolder:
     """Makes the folder of a run in the outbox of a cache or sweep."""
     for folder in _records(home):
-        # A kill between the two steps of `remove_record` leaves such a one.
-        if not folder.mlflow.exists() and (lock := try_owner_lock(folder, "outbox")):
-            with lock:
-                fs.remove_tree(folder.root)
+        with log_failure("What an earlier run left in the outbox stays"):
+            _remove_remnant(folder)
     name = f"{now_ms():013d}-{secrets.token_hex(4)}"
     folder = RunFolder(CacheFolder(home).outbox / name)
     make_place(folder.root, folder.private)
     return folder
 
 
-def remove_record(folder: RunFolder) -> None:
-    """Removes the folder of a run from its outbox, because MLflow was sent all of it."""
-    fs.unlink(folder.mlflow)  # first: what is left of the folder is never sent
+def close_record(folder: RunFolder) -> None:
+    """Marks a run of an outbox as sent; its owner calls it, and what is left is never sent."""
+    fs.unlink(folder.mlflow)
     fs.fsync_folder(folder.private)
+
+
+def remove_if_sent(folder: RunFolder) -> None:
+    """Removes a run from its outbox once it is closed; no lock in it may be held, because of NFS.
+
+    A failure is logged: the next run on the cache or sweep tries again.
+    """
+    with log_failure("A run that MLflow was sent stays in the outbox"):
+        if not folder.mlflow.exists():
+            fs.remove_tree(folder.root)
+            fs.remove_folder(folder.root.parent)
+
+
+def _remove_remnant(folder: RunFolder) -> None:
+    """Removes a folder of an outbox that a kill has left without its record."""
+    if folder.mlflow.exists():
+        return
+    if folder.private.is_dir():
+        lock = try_owner_lock(folder, "outbox")
+        if lock is None:
+            return
+        lock.release()
     fs.remove_tree(folder.root)
-    fs.remove_folder(folder.root.parent)
 
 
 def unsent_runs(home: Path) -> list[RunFolder]:

@@ -9,7 +9,7 @@ import pytest
 
 from align.pipeline.mlflow_sync import sync_runs
 from align.schemas.config import DataOptions, TrackingOptions
-from align.schemas.errors import BadDataError, Interrupted, UsageError
+from align.schemas.errors import BadDataError, CorruptionError, Interrupted, UsageError
 from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.cleanup import is_tidy, remove_superseded
 from align.stages.storage.fs import sha256_of
@@ -150,6 +150,22 @@ def test_what_a_store_missed_of_stage_1_is_sent_by_mlflow_sync(tracked, mlflow_s
     assert [point.step for point in history] == [*range(1, 9), 8]
     assert len(told.inputs.dataset_inputs) == 1
     assert not CacheFolder(Path(tracked.cache.output)).outbox.exists()
+
+
+def test_a_record_that_cannot_be_sent_does_not_keep_the_others(tracked, mlflow_server):
+    mlflow_server.stop()
+    down = TrackingOptions(uri=mlflow_server.uri, experiment="damaged")
+    home = Path(tracked.cache.output)
+    run(replace(tracked, tracking=down))
+    (first,) = unsent_runs(home)
+    damaged = new_record(home)
+    damaged.mlflow.write_text("{}")
+    damaged.root.rename(damaged.root.with_name(f"{'0' * 13}-{'0' * 8}"))  # the oldest
+    mlflow_server.start()
+    with pytest.raises(CorruptionError, match="mlflow.json is damaged"):
+        sync_runs(home, down)
+    assert not first.root.exists()
+    assert len(runs_of(replace(tracked, tracking=down))) == 1
 
 
 @pytest.mark.slow

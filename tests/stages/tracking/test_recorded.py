@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from align import __version__
-from align.schemas.errors import Interrupted
+from align.schemas.errors import Interrupted, StorageError
 from align.stages.storage.cache_folder import CacheFolder
-from align.stages.tracking import delivery, journaled_run, mlflow_client
+from align.stages.tracking import delivery, journaled_run, mlflow_client, outbox
 from align.stages.tracking.mlflow_client import MlflowStore
 from align.stages.tracking.outbox import load_ledger, new_record, unsent_runs
 from support.mlflow_runs import begun, open_store, the_run
@@ -252,6 +252,62 @@ def test_what_a_kill_left_of_a_record_that_was_removed_goes_with_the_next(uri, h
     with begun(home, uri):
         assert not left.root.exists()
     assert not CacheFolder(home).outbox.exists()
+
+
+def test_a_kill_between_two_steps_of_a_removal_does_not_stop_the_next_run(uri, home):
+    left = new_record(home)
+    left.private.rmdir()
+    with begun(home, uri):
+        assert not left.root.exists()
+
+
+def test_a_folder_of_the_outbox_that_cannot_be_removed_costs_a_warning(
+    uri, home, caplog, monkeypatch
+):
+    def refused(path):
+        raise StorageError(f"remove_tree failed: {path}")
+
+    monkeypatch.setattr(outbox.fs, "remove_tree", refused)
+    new_record(home)
+    with begun(home, uri) as run:
+        run.log_metrics({"a": 1.0})
+    assert read(uri, run).data.metrics == {"a": 1.0}
+    assert [text.partition(":")[0] for text in warnings_in(caplog)] == [
+        "What an earlier run left in the outbox stays",
+        "A run that MLflow was sent stays in the outbox",
+    ]
+    assert unsent_runs(home) == []
+
+
+def test_a_status_that_is_set_while_labels_are_sent_waits_for_the_next_delivery(
+    uri, home, monkeypatch
+):
+    sent = MlflowStore.set_tags
+    with begun(home, uri) as run:
+
+        def late(store, run_id, tags):
+            sent(store, run_id, tags)
+            run._ledger.add("tags", {"late": "yes"})
+            run._ledger.change(status="FINISHED", ended_ms=1)
+
+        monkeypatch.setattr(MlflowStore, "set_tags", late)
+        one = delivery.Delivery(MlflowStore(uri), run._ledger, run._journal._path)
+        run._ledger.add("tags", {"early": "yes"})
+        one.deliver()
+        assert not one.is_complete
+        monkeypatch.setattr(MlflowStore, "set_tags", sent)
+        one.deliver()
+        assert one.is_complete
+    assert read(uri, run).data.tags["late"] == "yes"
+
+
+def test_a_server_that_answers_nothing_of_use_is_not_taken_for_a_store(home, monkeypatch, caplog):
+    monkeypatch.setattr(MlflowStore, "create_run", lambda *_, **__: "")
+    with begun(home, f"sqlite:///{home.parent}/mlflow.db"):
+        pass
+    (kept,) = unsent_runs(home)
+    assert load_ledger(kept.mlflow).record.status == "FINISHED"
+    assert "is there an MLflow server at this address?" in warnings_in(caplog)[0]
 
 
 def test_no_record_is_looked_for_behind_a_link(home, tmp_path):
