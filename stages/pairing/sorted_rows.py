@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ from ..storage.shards import Values, arrow_of, group_bounds, lists_over, numpy_o
 
 TOKENS_PER_RUN = 8 * 1024 * 1024
 TOKENS_PER_MERGE = 8 * 1024 * 1024
+# Each range of keys reads the batches at its edges from every run: few of a run's, if it has many.
+TOKENS_PER_BATCH_OF_A_RUN = TOKENS_PER_RUN // 128
 # What the other columns of a branch weigh, in tokens: short rows are mostly columns.
 TOKENS_PER_BRANCH = 40
 
@@ -51,8 +53,9 @@ _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 def collect_runs(folder: Path, chunks: Iterable[EncodedChunk], intake: Intake) -> list[SortedRows]:
     """Writes the encoded rows as runs, each sorted and small enough to be sorted in memory."""
+    bounds = partial(group_bounds, tokens=TOKENS_PER_BATCH_OF_A_RUN)
     return [
-        write_rows(folder / f"run-{number:05d}.arrows", map(_in_ring_order, [batch]))
+        write_rows(folder / f"run-{number:05d}.arrows", map(_in_ring_order, [batch]), bounds)
         for number, batch in enumerate(_batched(chunks, intake))
     ]
 
@@ -71,12 +74,16 @@ def merge_runs(
     return rows
 
 
-def write_rows(path: Path, parts: Iterable[KeyedRows]) -> SortedRows:
+def write_rows(
+    path: Path,
+    parts: Iterable[KeyedRows],
+    bounds: Callable[[RowBlock], list[tuple[int, int]]] = group_bounds,
+) -> SortedRows:
     """Writes rows that arrive in ring order."""
     entries = bytearray()
     with new_stream(path) as append:
         for keyed in parts:
-            for start, stop in group_bounds(keyed.rows):
+            for start, stop in bounds(keyed.rows):
                 batch = _part(keyed, slice(start, stop))
                 entry = _entry(batch, append(_batch_of(batch)))
                 entries += np.array(entry, dtype=INDEX).tobytes()

@@ -68,13 +68,13 @@ def open_shard(path: Path) -> Iterator[pq.ParquetFile]:
             raise CorruptionError(f"{path} is damaged: {said}. {_RESTORE}") from error
 
 
-def group_bounds(rows: RowBlock) -> list[tuple[int, int]]:
-    """Row groups as (start, stop): ROWS_PER_GROUP rows or TOKENS_PER_GROUP tokens at most."""
+def group_bounds(rows: RowBlock, tokens: int = TOKENS_PER_GROUP) -> list[tuple[int, int]]:
+    """Row groups as (start, stop): ROWS_PER_GROUP rows or so many tokens at most."""
     ends = rows.prompts.offsets + rows.completions.offsets[rows.branch_offsets]
     bounds = []
     start = 0
     while start < len(rows):
-        full = int(np.searchsorted(ends, ends[start] + TOKENS_PER_GROUP, side="right")) - 1
+        full = int(np.searchsorted(ends, ends[start] + tokens, side="right")) - 1
         stop = max(start + 1, min(start + ROWS_PER_GROUP, full))
         bounds.append((start, stop))
         start = stop
