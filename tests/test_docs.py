@@ -258,7 +258,7 @@ def test_the_first_commands_of_the_readme_run(server, world, tmp_path):
 @pytest.mark.slow
 def test_the_demo_runs(server, tmp_path):
     """On fewer rows than `make demo` takes."""
-    make = ("make", "--dry-run", "--always-make", "demo", "PYTHON=python")
+    make = ("make", "--no-print-directory", "--dry-run", "--always-make", "demo", "PYTHON=python")
     steps = run(*make, cwd=ROOT).partition("rm -rf demo")[2].splitlines()[1:]
     small = [step.replace("demo/world", "demo/world --rows 60", 1) for step in steps[:1]]
     (tmp_path / "demo").mkdir()
