@@ -13,6 +13,7 @@ from align.schemas.errors import Interrupted, StorageError
 from align.stages.storage.cache_folder import CacheFolder
 from align.stages.tracking import delivery, journaled_run, mlflow_client, outbox
 from align.stages.tracking.mlflow_client import MlflowStore
+from align.stages.tracking.mlflow_silence import mlflow_silenced
 from align.stages.tracking.outbox import load_ledger, new_record, unsent_runs
 from support.mlflow_runs import begun, open_store, the_run
 
@@ -183,9 +184,10 @@ def test_the_default_store_lies_in_the_current_folder(home, tmp_path):
 
 
 def test_a_store_built_in_a_hurry_is_durable_afterwards(tmp_path):
-    store = MlflowStore(f"sqlite:///{tmp_path}/new.db")
-    with store.client._tracking_client.store.engine.connect() as connection:
-        level = connection.exec_driver_sql("PRAGMA synchronous").scalar()
+    with mlflow_silenced():
+        store = MlflowStore(f"sqlite:///{tmp_path}/new.db")
+        with store.client._tracking_client.store.engine.connect() as connection:
+            level = connection.exec_driver_sql("PRAGMA synchronous").scalar()
     assert level == 2  # FULL
 
 
