@@ -106,7 +106,7 @@ class WorkFolder:
     plan = Below(PLAN_NAME)
     commits = Below("commits")  # one file per finished unit
     claims = Below("claims")  # its bytes are locked by those who work on a unit
-    spool = Below("spool")  # tokenized rows on their way to the scorer
+    spool = Below("spool")  # tokenized rows on their way to the scorer, see spool.py
 
     def commit(self, unit: int) -> Path:
         """The path of the commit of a unit."""
