@@ -156,9 +156,13 @@ def score(
         say(rewards_from_labels(settings).text())
         return
     from .stages.model.reward_model import HfReward
+    from .stages.storage.digest_memory import own_digests
 
     made = rewards_from_model(
-        settings, HfReward, progress=progress_of_first(), worker=_worker(join=join)
+        settings,
+        lambda options: HfReward(options, own_digests()),
+        progress=progress_of_first(),
+        worker=_worker(join=join),
     )
     say_once(made.text())
 
@@ -171,7 +175,6 @@ def train(flags: dict[str, Any], config: ConfigFile = None, sets: Sets = None) -
     from .pipeline.training_job import open_training
 
     job = open_training(load_settings(flags, sets or [], file=config, command="train"))
-
     from .pipeline.train import run_training
 
     say_once(run_training(job, progress=progress_of_first()).text())
@@ -207,8 +210,7 @@ def sweep(
     short = {"method.beta": beta, "train.lr": lr}
     given = [*(f"{name}={values}" for name, values in short.items() if values), *(vary or [])]
     trials = trials_of(methods, varied_by(given))
-    result = run_sweep(load, trials, output, progress=progress_of_first())
-    say_once(result.text())
+    say_once((result := run_sweep(load, trials, output, progress=progress_of_first())).text())
     if result.failures:
         _fail(f"{len(result.failures)} of {len(result.results)} runs failed.", 2)
 
@@ -359,9 +361,10 @@ def _precompute(config: Config, *, join: bool) -> None:
     from .pipeline.precompute import precompute
     from .pipeline.precompute_plan import require_model
     from .stages.model.reference import HfReference
+    from .stages.storage.digest_memory import own_digests
 
     require_model(config)
-    reference, worker = HfReference(config.model), _worker(join=join)
+    reference, worker = HfReference(config.model, own_digests()), _worker(join=join)
     outcome = precompute(config, reference, progress=progress_of_first(), worker=worker)
     say_once(outcome.text())
 

@@ -6,7 +6,6 @@ A cache that grows in place keeps every score, and every file that a training st
 from __future__ import annotations
 
 import logging
-import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from ..stages.score.reuse import EarlierCache, look_up
 from ..stages.storage.cache_folder import CacheFolder, WorkFolder
 from ..stages.storage.cleanup import Superseded, remove_superseded, superseded
 from ..stages.storage.commits import read_commits
+from ..stages.storage.digest_memory import user_folder
 from ..stages.storage.locks import owner_lock
 from ..stages.storage.manifest_file import load_manifest, load_plan
 from ..stages.storage.shards import iter_row_groups, parse_row_ids, read_shard
@@ -311,8 +311,4 @@ def _is_there(folder: CacheFolder) -> bool:
 
 
 def _list_of_caches() -> Path:
-    home = (
-        os.environ.get("ALIGN_HOME")
-        or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "align"
-    )
-    return Path(home) / "caches.txt"
+    return user_folder() / "caches.txt"

@@ -75,8 +75,9 @@ def precompute(
     loaded = _loaded("precompute-ref", flags, settings, config, data=files)
     require_model(loaded.config)
     from ..stages.model.reference import HfReference
+    from ..stages.storage.digest_memory import own_digests
 
-    reference = HfReference(loaded.config.model)
+    reference = HfReference(loaded.config.model, own_digests())
     return run_precompute(
         loaded.config, reference, progress=_progress(shown=progress), worker=Worker()
     )

@@ -11,12 +11,13 @@ import numpy as np
 
 from ...schemas.cache import Commit, FileEntry, Manifest
 from ...schemas.errors import CorruptionError, StorageError
+from ...schemas.file_version import Remember, digest_anew
 from ...schemas.rows import ScoredBlock
 from . import fs
 from .cache_folder import PART_NAME, CacheFolder
 from .commits import counted
 from .manifest_file import load_manifest
-from .shards import read_shard
+from .shards import read_rows, read_shard
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -60,9 +61,9 @@ def _wrongly_described(folder: CacheFolder, commit: Commit) -> str:
     return f"unit {commit.unit}: its manifest says {', '.join(lines)}." if lines else ""
 
 
-def check_shard(folder: CacheFolder, commit: Commit) -> None:
+def check_shard(folder: CacheFolder, commit: Commit, remember: Remember = digest_anew) -> None:
     """CorruptionError when the shard is not, byte for byte, what was committed."""
-    _check(folder.data, commit.file, commit, what=f"unit {commit.unit}")
+    _check(folder.data, commit.file, commit, what=f"unit {commit.unit}", remember=remember)
 
 
 def _damaged_quarantine(folder: CacheFolder, manifest: Manifest) -> list[str]:
@@ -75,7 +76,14 @@ def _damaged_quarantine(folder: CacheFolder, manifest: Manifest) -> list[str]:
     return damage
 
 
-def _check(parent: Path, name: str, expected: Commit | FileEntry, *, what: str) -> None:
+def _check(
+    parent: Path,
+    name: str,
+    expected: Commit | FileEntry,
+    *,
+    what: str,
+    remember: Remember = digest_anew,
+) -> None:
     if not PART_NAME.fullmatch(name):
         raise CorruptionError(f"{what}: {name!r} is not the name of a shard.")
     path = parent / name
@@ -88,7 +96,7 @@ def _check(parent: Path, name: str, expected: Commit | FileEntry, *, what: str) 
         found = os.fstat(source.fileno()).st_size
         if found != expected.bytes:
             raise CorruptionError(f"{what}: {path} has {found} bytes, not {expected.bytes}.")
-        if fs.sha256_of_open(source, path) != expected.sha256:
+        if remember(path, lambda: [fs.sha256_of_open(source, path)]) != [expected.sha256]:
             raise CorruptionError(f"{what}: {path} is not what was written (sha256 differs).")
 
 
@@ -107,11 +115,12 @@ def _opened(parent: Path, what: str) -> Iterator[int]:
 def sample_rows(
     folder: CacheFolder, manifest: Manifest, count: int
 ) -> Iterator[tuple[str, ScoredBlock]]:
-    """Yields the name of each shard and the rows taken from it."""
+    """Yields rows that are spread over the cache, a few at a time, and the name of their shard."""
     wanted = np.unique(np.arange(count) * manifest.rows // count)
     first = 0
     for commit in manifest.shards:
         here = wanted[(wanted >= first) & (wanted < first + commit.rows)] - first
         first += commit.rows
         if len(here):
-            yield commit.file, read_shard(folder.data / commit.file).take(here)
+            for block in read_rows(folder.data / commit.file, here):
+                yield commit.file, block
