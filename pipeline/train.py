@@ -14,7 +14,7 @@ from ..schemas.errors import Interrupted, PeerError, log_failure
 from ..stages.engine.deepspeed_config import Circumstances
 from ..stages.engine.deepspeed_engine import open_engine
 from ..stages.engine.distributed import joined_world, run_on_all_ranks
-from ..stages.engine.partitions import open_partitions
+from ..stages.engine.zero3_partitions import open_partitions
 from ..stages.feed.loader import CacheFeed
 from ..stages.feed.step_plan import FeedSettings
 from ..stages.feed.train_source import TrainSource, open_source, overlap
