@@ -16,7 +16,7 @@ from ..schemas.file_version import Remember
 from ..stages.engine.deepspeed_config import Circumstances
 from ..stages.engine.deepspeed_engine import open_engine
 from ..stages.engine.distributed import joined_world, run_on_all_ranks
-from ..stages.engine.partitions import open_partitions
+from ..stages.engine.zero3_partitions import open_partitions
 from ..stages.feed.cache_index import ShardColumns, unchecked
 from ..stages.feed.loader import CacheFeed
 from ..stages.feed.step_plan import FeedSettings

@@ -149,6 +149,7 @@ def whole_ndim(tensor: Tensor) -> int:
 
 def open_partitioning(config: dict[str, Any]) -> Any:
     """What partitions parameters under ZeRO-3, without the patches that it makes as a context."""
+    deepspeed.init_distributed()  # its configuration asks for the number of ranks
     init = _STAGE_3.Init(config_dict_or_path=config)
     if init.mem_efficient_linear:
         # As when the engine partitions a whole model: autograd must not keep a gathered weight.
