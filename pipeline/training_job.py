@@ -12,7 +12,7 @@ from ..schemas.batches import Engine, World
 from ..schemas.cache import Manifest
 from ..schemas.config import Config, ModelOptions, TrainOptions
 from ..schemas.errors import CorruptionError, FingerprintError, UsageError
-from ..stages.engine.deepspeed_config import Circumstances, engine_config, stage_of
+from ..stages.engine.deepspeed_config import Circumstances, engine_config
 from ..stages.feed.conversions import Reading
 from ..stages.feed.loader import CacheFeed
 from ..stages.feed.train_source import TrainSource
@@ -58,10 +58,6 @@ class TrainingJob:
     tags: Mapping[str, str] = field(default_factory=dict)  # for the tracking store
     callbacks: tuple[Callback, ...] = ()
 
-    def zero_stage(self, world_size: int) -> int:
-        """The ZeRO stage for this many ranks."""
-        return _zero_stage(self.config.train, self.policy, world_size)
-
 
 def open_training(settings: Settings) -> TrainingJob:
     """Checks everything that a user can get wrong before any slow work."""
@@ -80,7 +76,7 @@ def open_training(settings: Settings) -> TrainingJob:
     cache = CacheFolder(Path(train.cache or config.cache.output))
     manifest = load_manifest(cache, _begun_on(train))
     policy = _policy(settings, manifest)
-    _zero_stage(train, policy, world_size=1)
+    _require_engine_config(train, policy)
     held_out = _held_out(config, manifest)
     for folder, made in ((cache, manifest), *([held_out] if held_out else [])):
         require_token_logps(recipe, folder, made)
@@ -115,11 +111,10 @@ def _begun_on(train: TrainOptions) -> str:
     return ""
 
 
-def _zero_stage(train: TrainOptions, policy: ModelOptions, world_size: int) -> int:
+def _require_engine_config(train: TrainOptions, policy: ModelOptions) -> None:
     """Refuses what DeepSpeed cannot do with any policy on any number of ranks."""
     dtype = stored_dtype(policy.path) if train.dtype == "auto" else train.dtype
-    config = engine_config(train, Circumstances(dtype, hidden_size=1, world_size=world_size))
-    return int(stage_of(config))
+    engine_config(train, Circumstances(dtype, hidden_size=1, world_size=1))
 
 
 def _policy(settings: Settings, manifest: Manifest) -> ModelOptions:

@@ -139,3 +139,22 @@ def gathered_weight(tensor: Tensor) -> Any:
 def whole_numel(tensor: Tensor) -> int:
     """Elements of the whole tensor, of which ZeRO-3 may leave this rank a part."""
     return int(getattr(tensor, "ds_numel", tensor.numel()))
+
+
+def shapes_of_groups(engine: Any) -> list[dict[str, torch.Size]]:
+    """Shapes of what learns by name, one dict per flat tensor of the engine's ZeRO stage."""
+    shapes: list[dict[str, torch.Size]] = engine._get_zero_param_shapes()
+    return shapes
+
+
+def replace_optimizer_state(engine: Any, state: dict[str, Any]) -> None:
+    """Gives the engine's optimizer the state of this rank, as the loader of checkpoints does."""
+    stage = engine.zero_optimization_stage()
+    if stage == 0:
+        engine.optimizer.load_state_dict(state)
+        return
+    if stage == 3:  # every parameter is to be in parts while its part is replaced
+        engine.optimizer.checkpoint_event_prologue()
+    engine.optimizer.load_state_dict({engine.global_rank: state}, load_from_fp32_weights=True)
+    if stage == 3:
+        engine.optimizer.checkpoint_event_epilogue()
