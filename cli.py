@@ -36,7 +36,7 @@ ConfigFile = Annotated[
 ]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="Any setting: SECTION.NAME=VALUE.")]
 Data = Annotated[list[str] | None, typer.Argument(help="Files or folders of preference data.")]
-CacheDir = Annotated[Path, typer.Argument(help="A cache made by precompute-ref.")]
+CacheDir = Annotated[str, typer.Argument(help="A cache made by precompute-ref.")]
 Model = Annotated[str | None, typer.Option("--model", help="Folder of the reference model.")]
 Join = Annotated[bool, typer.Option("--join", help="Help a run that works on this output.")]
 
@@ -157,9 +157,8 @@ def score(
         return
     from .stages.model.reward_model import HfReward
 
-    made = rewards_from_model(
-        settings, HfReward, progress=progress_of_first(), worker=_worker(join=join)
-    )
+    worker = _worker(join=join)
+    made = rewards_from_model(settings, HfReward, progress=progress_of_first(), worker=worker)
     say_once(made.text())
 
 
@@ -171,7 +170,6 @@ def train(flags: dict[str, Any], config: ConfigFile = None, sets: Sets = None) -
     from .pipeline.training_job import open_training
 
     job = open_training(load_settings(flags, sets or [], file=config, command="train"))
-
     from .pipeline.train import run_training
 
     say_once(run_training(job, progress=progress_of_first()).text())
@@ -257,8 +255,8 @@ def mlflow_sync(
     from .schemas.errors import counted
 
     for synced in sync_runs(run, own_options(run, config), uri=uri):
-        say(f"{synced.uri}: run {synced.run_id} is {synced.status}")
-        say(f"{counted(synced.points_sent, 'numbers')} sent")
+        sent = f"{counted(synced.points_sent, 'numbers')} sent"
+        say(f"{synced.uri}: run {synced.run_id} is {synced.status}\n{sent}")
 
 
 @app.command()
@@ -274,10 +272,9 @@ def verify(
     from .pipeline.verify import verify as run_verify
     from .stages.model.reference import HfReference
 
-    settings = load_settings({}, sets or [], file=config, near=[str(cache)], command="verify")
+    settings = load_settings({}, sets or [], file=config, near=[cache], command="verify")
     options = settings.config.model
-    text = run_verify(cache, options, model=model, rescore=rescore, open_reference=HfReference)
-    say(text)
+    say(run_verify(cache, options, model=model, rescore=rescore, open_reference=HfReference))
 
 
 @app.command()
@@ -286,12 +283,12 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Show what a cache holds: rows, lengths, truncation, balance, log-probs, drops."""
+    from .pipeline.object_inputs import cache_at
     from .schemas.json_codec import to_json
     from .stages.report.cache_summary import summarize
     from .stages.report.cache_tables import render
-    from .stages.storage.cache_folder import CacheFolder
 
-    summary = summarize(CacheFolder(cache))
+    summary = summarize(cache_at(cache))
     say(to_json(summary).rstrip() if as_json else render(summary))
 
 
@@ -310,11 +307,14 @@ def export(
     TRL 1.16 reads the text alone. It takes no reference log-probs from a file: remove the ref_
     columns before you pass precompute_ref_log_probs.
     """
+    from .pipeline.export import beside
     from .pipeline.export import export as run_export
+    from .pipeline.object_inputs import cache_at
     from .schemas.errors import counted
 
-    target = output or cache.resolve().with_name(f"{cache.resolve().name}-{to}.parquet")
-    rows = run_export(cache, target, model=model, overwrite=overwrite)
+    folder = cache_at(cache)
+    target = output or beside(folder, to)
+    rows = run_export(folder.root, target, model=model, overwrite=overwrite)
     say(f"{target}: {counted(rows, 'rows')}")
 
 
@@ -326,9 +326,10 @@ def gc(
 ) -> None:
     """Remove what a cache held before it grew; trainings that began on it can then not continue."""
     from .pipeline.cache_compatibility import gone_without, remove_earlier
+    from .pipeline.object_inputs import cache_at
     from .schemas.errors import UsageError, counted
 
-    found = gone_without(cache)
+    found = gone_without(folder := cache_at(cache))
     say(f"{cache}: {counted(len(found.roots), 'earlier roots')}")
     for root in found.roots:
         say(f"  {root}")
@@ -338,7 +339,7 @@ def gc(
     if not yes and not sys.stdin.isatty():
         raise UsageError("A training that began on one of these can then not continue. Pass --yes.")
     if yes or typer.confirm("A training that began on one of these can then not continue. Remove?"):
-        remove_earlier(cache)
+        remove_earlier(folder)
         say("removed")
 
 
@@ -356,11 +357,13 @@ def tiny_world(
 
 
 def _precompute(config: Config, *, join: bool) -> None:
+    from .pipeline.object_inputs import with_local_inputs
     from .pipeline.precompute import precompute
     from .pipeline.precompute_plan import require_model
     from .stages.model.reference import HfReference
 
     require_model(config)
+    config = with_local_inputs(config)
     reference, worker = HfReference(config.model), _worker(join=join)
     outcome = precompute(config, reference, progress=progress_of_first(), worker=worker)
     say_once(outcome.text())

@@ -15,8 +15,9 @@ from ...schemas.cache import Manifest, StoredKind
 from ...schemas.errors import CorruptionError
 from ...schemas.rows import Role, joined_ranges, offsets_of
 from ..storage.cache_folder import CacheFolder
+from ..storage.local_copies import fetched_ahead
 from ..storage.shards import iter_row_groups, list_column, number_column
-from ..storage.verify_cache import check_shard
+from ..storage.verify_cache import check_before_reading
 from .conversions import Reading
 from .row_selection import KindCounts, Selection, context_lengths, select
 
@@ -52,12 +53,13 @@ def build_index(
 ) -> Index:
     """Streams every shard once; a damaged one is a CorruptionError that names its unit."""
     found = _Found()
-    for shard in manifest.shards:
+    paths = fetched_ahead(map(folder.shard, manifest.shards))
+    for shard, path in zip(manifest.shards, paths, strict=True):
         if checks_bytes:
-            check_shard(folder, shard)
+            check_before_reading(folder, shard)
         with naming_unit(shard.unit):
             columns = (*COLUMNS, *reading.columns)
-            groups = iter_row_groups(folder.data / shard.file, columns)
+            groups = iter_row_groups(path, columns)
             for number, group in enumerate(groups):
                 found.add(
                     GroupPlace(shard.unit, number), read_group(group, reading, str(folder.root))

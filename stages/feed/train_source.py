@@ -114,7 +114,7 @@ def _require_columns(folder: CacheFolder, manifest: Manifest, reading: Reading) 
     """Refuses a cache without the columns that the method needs, by its first shard."""
     if not (reading.columns and manifest.shards):
         return
-    with open_shard(folder.data / manifest.shards[0].file) as file:
+    with open_shard(folder.shard(manifest.shards[0])) as file:
         there = file.schema_arrow.names
     for name in reading.columns:
         if name not in there:
@@ -327,7 +327,7 @@ def _prompts(source: TrainSource, *, is_held_out: bool) -> _Prompts:
     keys, sketches = [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
     for shard in source.manifest.shards:
         with naming_unit(shard.unit):
-            for group in iter_row_groups(source.folder.data / shard.file, _COLUMNS):
+            for group in iter_row_groups(source.folder.shard(shard), _COLUMNS):
                 found, sketched = (number_column(group, name) for name in _COLUMNS)
                 here = held_out(found, source.reading.eval_fraction) == is_held_out
                 keys.append(found[here])

@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 from ...schemas.errors import CorruptionError, storage_error
 from ...schemas.rows import PromptKeys, Ragged, RowBlock, ScoredBlock, offsets_of
 from . import fs
+from .local_copies import opened
+from .objects import Location
 
 Values: TypeAlias = "NDArray[Any] | Ragged"
 
@@ -39,14 +41,14 @@ def write_shard(path: Path, block: ScoredBlock) -> None:
             writer.write_table(table.slice(start, stop - start), row_group_size=stop - start)
 
 
-def read_shard(path: Path) -> ScoredBlock:
+def read_shard(path: Location) -> ScoredBlock:
     """Reads a whole shard."""
     with open_shard(path) as file:
         table = file.read(use_threads=False)
     return read_block(table, source=str(path))
 
 
-def iter_row_groups(path: Path, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+def iter_row_groups(path: Location, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
     """Yields one table per row group, page checksums verified."""
     with open_shard(path) as file:
         for index in range(file.num_row_groups):
@@ -54,16 +56,16 @@ def iter_row_groups(path: Path, columns: Sequence[str] | None = None) -> Iterato
 
 
 @contextmanager
-def open_shard(path: Path) -> Iterator[pq.ParquetFile]:
+def open_shard(path: Location) -> Iterator[pq.ParquetFile]:
     """Opens a shard for reading; what cannot be decoded is a CorruptionError."""
-    with fs.open_regular(path) as source:
+    with opened(path) as source:
         try:
             yield pq.ParquetFile(
                 source, pre_buffer=False, memory_map=False, page_checksum_verification=True
             )
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             if isinstance(error, OSError) and error.errno is not None:
-                raise storage_error("read", path, error) from error
+                raise storage_error("read", Path(str(path)), error) from error
             said = str(error).partition("\n")[0]
             raise CorruptionError(f"{path} is damaged: {said}. {_RESTORE}") from error
 
