@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from .pipeline.scoring_worker import Worker
     from .pipeline.settings import Settings
-    from .schemas.config import Config
 
 app = typer.Typer(
     name="align",
@@ -118,12 +117,20 @@ def precompute_ref(
     sets: Sets = None,
 ) -> None:
     """Run the frozen reference over preference data and store its log-probs in Parquet shards."""
+    from .pipeline.object_inputs import with_local_inputs
+    from .pipeline.precompute import precompute
+    from .pipeline.precompute_plan import require_model
     from .pipeline.settings import load_settings
+    from .stages.model.reference import HfReference
+    from .stages.storage.digest_memory import own_digests
 
-    settings = load_settings(
-        flags, sets or [], file=config, data=data or [], command="precompute-ref"
-    )
-    _precompute(settings.config, join=join)
+    command = "precompute-ref"
+    given = load_settings(flags, sets or [], file=config, data=data or [], command=command).config
+    require_model(given)
+    local = with_local_inputs(given)
+    reference, worker = HfReference(local.model, own_digests()), _worker(join=join)
+    outcome = precompute(local, reference, progress=progress_of_first(), worker=worker)
+    say_once(outcome.text())
 
 
 @app.command()
@@ -156,9 +163,14 @@ def score(
         say(rewards_from_labels(settings).text())
         return
     from .stages.model.reward_model import HfReward
+    from .stages.storage.digest_memory import own_digests
 
-    worker = _worker(join=join)
-    made = rewards_from_model(settings, HfReward, progress=progress_of_first(), worker=worker)
+    made = rewards_from_model(
+        settings,
+        lambda options: HfReward(options, own_digests()),
+        progress=progress_of_first(),
+        worker=_worker(join=join),
+    )
     say_once(made.text())
 
 
@@ -205,8 +217,7 @@ def sweep(
     short = {"method.beta": beta, "train.lr": lr}
     given = [*(f"{name}={values}" for name, values in short.items() if values), *(vary or [])]
     trials = trials_of(methods, varied_by(given))
-    result = run_sweep(load, trials, output, progress=progress_of_first())
-    say_once(result.text())
+    say_once((result := run_sweep(load, trials, output, progress=progress_of_first())).text())
     if result.failures:
         _fail(f"{len(result.failures)} of {len(result.results)} runs failed.", 2)
 
@@ -354,19 +365,6 @@ def tiny_world(
 
     world = make_world(folder, rows=rows, seed=seed)
     say(f"model  {world.model}\ndata   {world.data.paired}")
-
-
-def _precompute(config: Config, *, join: bool) -> None:
-    from .pipeline.object_inputs import with_local_inputs
-    from .pipeline.precompute import precompute
-    from .pipeline.precompute_plan import require_model
-    from .stages.model.reference import HfReference
-
-    require_model(config)
-    config = with_local_inputs(config)
-    reference, worker = HfReference(config.model), _worker(join=join)
-    outcome = precompute(config, reference, progress=progress_of_first(), worker=worker)
-    say_once(outcome.text())
 
 
 def _worker(*, join: bool) -> Worker:

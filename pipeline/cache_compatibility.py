@@ -24,7 +24,7 @@ from ..stages.score.reuse import EarlierCache, look_up
 from ..stages.storage.cache_folder import CacheFolder, WorkFolder
 from ..stages.storage.cleanup import Superseded, remove_superseded, superseded
 from ..stages.storage.commits import read_commits
-from ..stages.storage.local_copies import home
+from ..stages.storage.digest_memory import user_folder
 from ..stages.storage.locks import owner_lock
 from ..stages.storage.manifest_file import load_manifest, load_plan
 from ..stages.storage.objects import Location, location
@@ -312,4 +312,4 @@ def _is_there(line: str) -> bool:
 
 
 def _list_of_caches() -> Path:
-    return home() / "caches.txt"
+    return user_folder() / "caches.txt"

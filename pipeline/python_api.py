@@ -76,10 +76,11 @@ def precompute(
     loaded = _loaded("precompute-ref", flags, settings, config, data=files)
     require_model(loaded.config)
     from ..stages.model.reference import HfReference
+    from ..stages.storage.digest_memory import own_digests
     from .object_inputs import with_local_inputs
 
     local = with_local_inputs(loaded.config)
-    reference = HfReference(local.model)
+    reference = HfReference(local.model, own_digests())
     return run_precompute(local, reference, progress=_progress(shown=progress), worker=Worker())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -22,7 +23,7 @@ from ..schemas.errors import CorruptionError, FingerprintError, UsageError
 from ..schemas.safe_text import masked
 from ..stages.engine.deepspeed_config import leaves, stage_of
 from ..stages.engine.distributed import run_on_all_ranks, run_on_rank_zero
-from ..stages.model.logprobs import causal_model
+from ..stages.model.logprobs import ScoringPath, causal_model
 from ..stages.model.transformers_compat import attention_of
 from ..stages.storage import fs
 from ..stages.storage.checkpoints import choose_checkpoint
@@ -302,12 +303,24 @@ def identity_of(session: Session) -> RunIdentity:
 def made_with(session: Session) -> dict[str, str]:
     """What may change the last bits of a number, and is allowed to differ."""
     path = session.policy.path
-    on_gpu = session.policy.device.type == "cuda"
-    device = torch.cuda.get_device_name() if on_gpu else f"{torch.get_num_threads()} threads"
-    found = {"align": __version__, **versions(), "device": device}
-    if session.job.config.lora.enabled:
-        found["peft"] = _version("peft")
-    return {**found, "layout": path.layout, "log-prob head": path.head}
+    parts = _parts(session.job, session.policy.device)
+    return {**parts, "layout": path.layout, "log-prob head": path.head}
+
+
+def known_path(begun: Position, job: TrainingJob, device: torch.device) -> ScoringPath | None:
+    """How a run scored that was saved with the same parts; None where these may score otherwise."""
+    layout: Any = begun.made_with["layout"]
+    head: Any = begun.made_with["log-prob head"]
+    path = ScoringPath(layout, head, math.nan)
+    now = {**_parts(job, device), "layout": path.layout, "log-prob head": path.head}
+    return path if begun.made_with == now else None
+
+
+def _parts(job: TrainingJob, device: torch.device) -> dict[str, str]:
+    on_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name() if on_gpu else f"{torch.get_num_threads()} threads"
+    found = {"align": __version__, **versions(), "device": name}
+    return {**found, "peft": _version("peft")} if job.config.lora.enabled else found
 
 
 def _version(package: str) -> str:

@@ -18,7 +18,12 @@ from ..stages.feed.loader import CacheFeed
 from ..stages.feed.train_source import TrainSource
 from ..stages.methods.recipe import Recipe
 from ..stages.methods.table import recipe_of
-from ..stages.model.model_folder import UNUSED_WEIGHTS, require_peft, stored_dtype
+from ..stages.model.model_folder import (
+    UNUSED_WEIGHTS,
+    ModelFiles,
+    require_peft,
+    stored_dtype,
+)
 from ..stages.model.policy import Policy
 from ..stages.storage.cache_folder import CacheFolder
 from ..stages.storage.checkpoints import read_checkpoint
@@ -29,14 +34,11 @@ from ..stages.tracking.journal import Callback
 from .object_inputs import local_model
 from .settings import Settings
 from .train_checks import (
-    policy_identity,
     reading_of,
     require_effect,
     require_fixed_reference,
     require_measured,
     require_same_making,
-    require_same_model,
-    require_same_reference,
     require_same_text,
     require_token_logps,
     seconds_of,
@@ -45,7 +47,7 @@ from .train_checks import (
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """Everything known before ranks join and weights are read."""
+    """Everything known before ranks join; `PolicyDigests` fills in the last three fields."""
 
     config: Config
     recipe: Recipe  # its `auto` is not resolved yet
@@ -54,11 +56,13 @@ class TrainingJob:
     manifest: Manifest
     held_out: tuple[CacheFolder, Manifest] | None
     policy: ModelOptions
-    policy_identity: Mapping[str, str]  # digests of its files
-    begins_as_reference: bool
+    settings: Settings
     max_seconds: float
     tags: Mapping[str, str] = field(default_factory=dict)  # for the tracking store
     callbacks: tuple[Callback, ...] = ()
+    policy_identity: Mapping[str, str] = field(default_factory=dict)  # digests of its files
+    policy_files: ModelFiles = field(default_factory=lambda: ModelFiles({}))  # as they were then
+    begins_as_reference: bool = False
 
     def zero_stage(self, world_size: int) -> int:
         """The ZeRO stage for this many ranks."""
@@ -89,11 +93,6 @@ def open_training(settings: Settings) -> TrainingJob:
     reading = reading_of(recipe, train, policy.path)
     given = {name: str(value) for name, value in settings.given("tokens").items()}
     require_same_text(manifest, policy.path, config.tokens, given)
-    identity = policy_identity(policy)
-    may_differ = train.other_reference or "reference" not in recipe.needs
-    begins_as_reference = require_same_reference(
-        manifest, policy.path, identity, may_differ=may_differ
-    )
     return TrainingJob(
         config=config,
         recipe=recipe,
@@ -102,8 +101,7 @@ def open_training(settings: Settings) -> TrainingJob:
         manifest=manifest,
         held_out=held_out,
         policy=policy,
-        policy_identity=identity,
-        begins_as_reference=begins_as_reference,
+        settings=settings,
         max_seconds=max_seconds,
     )
 
@@ -136,7 +134,6 @@ def _policy(settings: Settings, manifest: Manifest) -> ModelOptions:
                 f"{train.model}: no such model folder. Pass the policy by --model DIR."
             )
         return replace(config.model, path=path, adapter="", device_map="")
-    require_same_model(settings, manifest)
     if config.lora.enabled and manifest.adapter:
         raise UsageError(
             f"The reference is {manifest.model} with the adapter {manifest.adapter}: a new "

@@ -215,8 +215,8 @@ def fsync(path: Path) -> None:
 
 
 def touch(path: Path) -> None:
-    """Notes that a file or folder was used now."""
-    operate("touch", path, lambda: os.utime(path))
+    """Gives a file the time of now; an empty one is made if it is missing."""
+    operate("touch", path, path.touch)
 
 
 def fsync_folder(path: Path) -> None:

@@ -3,6 +3,7 @@
 shards/<sha256>                files of caches, named by their content
 folders/<key>/                 a model or data files, named by the versions of their objects
 folders/.<key>.lock            locked by each process that reads the folder
+used/<name>                    touched by each use of a copy, whose own times stay as they are
 work/<key>/                    what a command keeps on a disk while its output is in a store
 
 What was used longest ago is removed to make room. A file that is open can still be read then; a
@@ -25,8 +26,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...schemas.errors import CorruptionError, StorageError, UsageError
+from ...schemas.file_version import Remember, digest_anew
 from ...schemas.json_codec import digest
 from . import fs, objects
+from .digest_memory import user_folder
 from .objects import Location, ObjectPath, Version
 
 logger = logging.getLogger("align")
@@ -50,6 +53,11 @@ class LocalPlace:
         return self.root / "shards"
 
     @property
+    def used(self) -> Path:
+        """An empty file for each copy, as old as the last use of that."""
+        return self.root / "used"
+
+    @property
     def folders(self) -> Path:
         """Models and data."""
         return self.root / "folders"
@@ -59,14 +67,8 @@ class LocalPlace:
         above = [path for path in self.root.parents if not path.exists()]
         for path in (*reversed(above), self.root):
             fs.make_folder(path, 0o700)
-        for path in (self.shards, self.folders, self.root / "work"):
+        for path in (self.shards, self.folders, self.used, self.root / "work"):
             fs.make_folder(path, 0o700)
-
-
-def home() -> Path:
-    """The folder of what align keeps for this user."""
-    given = os.environ.get("ALIGN_HOME")
-    return Path(given or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "align")
 
 
 _chosen: list[tuple[str, float]] = []
@@ -80,7 +82,9 @@ def use_place(folder: str, gib: float) -> None:
 def place() -> LocalPlace:
     """Where this process keeps copies."""
     folder, gib = _chosen[0] if _chosen else ("", DEFAULT_GIB)
-    return LocalPlace(Path(folder).absolute() if folder else home() / "objects", int(gib * GIB))
+    return LocalPlace(
+        Path(folder).absolute() if folder else user_folder() / "objects", int(gib * GIB)
+    )
 
 
 DEFAULT_GIB = 64.0
@@ -120,8 +124,7 @@ def _open_copy(path: ObjectPath) -> io.BufferedReader:
             if isinstance(error.__cause__, FileNotFoundError):
                 continue  # another process has made room since
             raise
-        with suppress(StorageError):
-            fs.touch(copy)
+        fs.touch(place().used / copy.name)
         return source
 
 
@@ -164,11 +167,11 @@ def _done(waiting: deque[tuple[Location, Future[None]]]) -> Location:
     return path
 
 
-def check_copy(path: ObjectPath) -> None:
+def check_copy(path: ObjectPath, remember: Remember = digest_anew) -> None:
     """Removes a copy that is not what arrived: a disk can damage it."""
     copy = _copy_of(path)
-    with suppress(StorageError):
-        if fs.sha256_of(copy) != path.sha256:
+    with suppress(StorageError, FileNotFoundError):
+        if remember(copy, lambda: [fs.sha256_of(copy)]) != [path.sha256]:
             logger.warning("%s, the copy of %s, is damaged: it is fetched again.", copy, path)
             fs.unlink(copy)
     fetch(path)
@@ -242,7 +245,7 @@ def local_folder(root: ObjectPath, wanted: dict[str, Version]) -> Path:
             _held[folder] = descriptor
         if not folder.exists():
             _fetch_folder(root, wanted, folder, here)
-    fs.touch(folder)
+    fs.touch(here.used / folder.name)
     return folder / root.name
 
 
@@ -308,6 +311,7 @@ def _make_room(here: LocalPlace, needed: int) -> bool:
     while entries and (taken + held + needed > here.limit or _is_full(here, taken + needed)):
         oldest = entries.pop(0)
         if _remove(oldest.path):
+            fs.unlink(here.used / oldest.path.name)
             held -= oldest.bytes
     if held + needed > here.limit:
         raise UsageError(
@@ -354,7 +358,9 @@ def _entries(here: LocalPlace) -> Iterator[_Entry]:
             elif not path.name.startswith("."):
                 inside = [path, *path.rglob("*")] if path.is_dir() else [path]
                 size = sum(one.stat().st_size for one in inside if one.is_file())
-                yield _Entry(path, path.stat().st_mtime_ns, size)
+                used = here.used / path.name
+                since = used if used.exists() else path
+                yield _Entry(path, since.stat().st_mtime_ns, size)
 
 
 def _remove(path: Path) -> bool:

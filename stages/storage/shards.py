@@ -55,6 +55,26 @@ def iter_row_groups(path: Location, columns: Sequence[str] | None = None) -> Ite
             yield file.read_row_group(index, columns=columns, use_threads=False)
 
 
+def read_columns(path: Location, columns: Sequence[str]) -> tuple[pa.Table, NDArray[np.int64]]:
+    """Some columns of a whole shard, and how many rows each row group has."""
+    with open_shard(path) as file:
+        groups = range(file.num_row_groups)
+        sizes = [file.metadata.row_group(group).num_rows for group in groups]
+        return file.read(columns=list(columns), use_threads=False), np.array(sizes, np.int64)
+
+
+def read_rows(path: Location, rows: NDArray[np.int64]) -> Iterator[ScoredBlock]:
+    """Some rows of a shard, ascending, row group by row group; no other group is read."""
+    with open_shard(path) as file:
+        groups = range(file.num_row_groups)
+        offsets = offsets_of(np.array([file.metadata.row_group(one).num_rows for one in groups]))
+        group_of = np.searchsorted(offsets, rows, side="right") - 1
+        for group in np.unique(group_of).tolist():
+            table = file.read_row_group(group, use_threads=False)
+            block = read_block(table, source=str(path))
+            yield block.take(rows[group_of == group] - offsets[group])
+
+
 @contextmanager
 def open_shard(path: Location) -> Iterator[pq.ParquetFile]:
     """Opens a shard for reading; what cannot be decoded is a CorruptionError."""
