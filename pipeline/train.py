@@ -27,7 +27,7 @@ from ..stages.model.logprobs import causal_model
 from ..stages.model.policy import Policy, Sharding, load_policy
 from ..stages.storage.digest_memory import own_digests
 from ..stages.storage.run_folder import RunFolder
-from ..stages.storage.verify_cache import check_shard, sample_rows
+from ..stages.storage.verify_cache import check_before_reading, sample_rows
 from ..stages.tracking.progress import Progress
 from ..stages.train.evaluation import largest_gap
 from ..stages.train.loop import Loop, Place, SaveClock, StopConditions, train
@@ -56,7 +56,7 @@ def run_training(job: TrainingJob, *, progress: Progress) -> Trained:
 
 def shard_columns(world: World, remember: Remember, *, keeps: bool = False) -> ShardColumns:
     """Columns of shards whose bytes the first rank of each machine checks for all of its ranks."""
-    check = partial(check_shard, remember=remember) if world.local_rank == 0 else unchecked
+    check = partial(check_before_reading, remember=remember) if world.local_rank == 0 else unchecked
     return ShardColumns(check, keeps=keeps)
 
 
