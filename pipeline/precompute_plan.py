@@ -31,10 +31,12 @@ from ..stages.data.tokenizer import TextTokenizer, load_tokenizer, tokenizer_fin
 from ..stages.pairing.key_ranges import number_of_ranges
 from ..stages.pairing.ring import Ring, complete_ring
 from ..stages.pairing.units import unit_offsets
-from ..stages.storage import fs
+from ..stages.storage import fs, places
 from ..stages.storage.cache_folder import CacheFolder, WorkFolder
 from ..stages.storage.commits import write_quarantine
+from ..stages.storage.local_copies import origin_of
 from ..stages.storage.manifest_file import load_manifest, load_plan, write_plan
+from ..stages.storage.objects import Location, location
 from ..stages.storage.spool import Spool
 from .cache_compatibility import candidates, fingerprint, require_growth
 from .prepare_tasks import ArrangeTasks, EncodeTasks, Preparation
@@ -77,11 +79,8 @@ class Job:
     @property
     def is_published(self) -> bool:
         """Whether the folder already holds the finished cache of this job."""
-        path = self.folder.manifest
-        if not path.exists():
-            return False
-        found = path.stat()
-        return _published_plan(self.folder, (found.st_ino, found.st_mtime_ns)) == self.plan_key
+        version = places.version_of(self.folder.manifest)
+        return bool(version) and _published_plan(self.folder, version) == self.plan_key
 
 
 def require_model(config: Config) -> None:
@@ -111,7 +110,7 @@ def open_job(config: Config, reference: Reference) -> Job:
     return Job(
         config=config,
         reference=reference,
-        folder=CacheFolder(Path(config.cache.output)),
+        folder=CacheFolder(location(config.cache.output)),
         inputs=inputs,
         digested=before,
         shape=shape,
@@ -123,7 +122,7 @@ def open_job(config: Config, reference: Reference) -> Job:
 
 
 @lru_cache(maxsize=1)
-def _published_plan(folder: CacheFolder, version: tuple[int, int]) -> str:
+def _published_plan(folder: CacheFolder, version: str) -> str:
     """The plan key in a manifest, which is read again only when the file is replaced."""
     return load_manifest(folder).plan_key
 
@@ -167,7 +166,8 @@ def make_plan(job: Job, run_id: str, progress: Progress) -> Plan:
 
 
 def remake_ring(job: Job, plan: Plan, progress: Progress) -> None:
-    """Makes what is missing of the ring of a plan again."""
+    """Makes what is missing of the ring of a plan here again."""
+    job.work.prepare()
     preparation = preparation_of(job)
     _encode(job, preparation, progress)
     ring = _arrange(job, preparation, progress)
@@ -276,6 +276,8 @@ def _require_space(job: Job, ring: Ring) -> None:
     completions = ring.rows.completion_tokens * (1 + job.config.cache.kl_pairs)
     ids = 4 * (completions + ring.rows.prompt_tokens)
     needed = int(1.3 * ids * (2 if job.config.cache.token_logps else 1))
+    if not isinstance(job.folder.root, Path):
+        return  # a store grows
     free = fs.free_bytes(job.folder.root)
     if free < needed:
         raise StorageError(
@@ -329,7 +331,7 @@ def _offsets(job: Job, ring: Ring) -> tuple[int, ...]:
 
 
 def _absolute(path: str) -> str:
-    return str(Path(path).resolve()) if path else ""
+    return str(location(origin_of(path)).resolve()) if path else ""
 
 
 @dataclass(frozen=True)
@@ -355,7 +357,7 @@ class RejectedRows:
             f"--max-bad-frac allows {self.allowed:g}"
         )
 
-    def listed(self, folder: Path) -> str:
+    def listed(self, folder: Location) -> str:
         """The files of a cache folder that name them, the first few of many."""
         shown = [str(folder / entry.file) for entry in self.files[:SHOWN]]
         more = len(self.files) - len(shown)

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from ..schemas.errors import CorruptionError
 from ..schemas.preparing import ArrangedPart, EncodedPart
@@ -21,6 +20,7 @@ from ..stages.pairing.key_ranges import RunsFile, arranged, write_runs
 from ..stages.pairing.long_form import merge_same_prompts
 from ..stages.pairing.ring import Ring, write_stretch
 from ..stages.storage.commits import printable
+from ..stages.storage.objects import Location
 from ..stages.storage.spool import damaged_part, find_commit, new_part, put_commit
 from ..stages.tracking.progress import Progress
 
@@ -30,7 +30,7 @@ class Preparation:
     """What all tasks of preparing need to know; the same in every process."""
 
     ring: Ring
-    plan: Path  # once it is written, the encoded rows of a whole ring are no longer needed
+    plan: Location  # once it is written, the encoded rows of a whole ring are no longer needed
     encoding: EncodingJob
     inputs: tuple[InputFile, ...]
     digested: tuple[Digested, ...]
@@ -86,7 +86,7 @@ class EncodeTasks:
         ring, plan = self.preparation.ring, self.preparation.plan
         if find_commit(EncodedPart, ring.spool.encoded(task)):
             return True
-        return plan.exists() and ring.is_whole
+        return ring.is_whole and plan.exists()
 
     def open(self, progress: Progress) -> Callable[[int], int]:
         """A function that makes and commits a task, and returns how many rows it read."""

@@ -31,7 +31,7 @@ class Limit:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class FileStretch:
     """A part of a file that can be read without the rest: from `start` to `stop`.
 
     Counted are bytes of JSON lines, row groups of Parquet and batches of Arrow. Any other file can
@@ -43,7 +43,7 @@ class Stretch:
     bytes: int  # of data, about
 
 
-WHOLE = Stretch(0, sys.maxsize, 0)
+WHOLE = FileStretch(0, sys.maxsize, 0)
 
 
 @dataclass(frozen=True)
@@ -97,25 +97,25 @@ class Format:
 
     columns: Callable[[Path], tuple[str, ...]]  # empty when the file has no rows
     stretches: Callable[
-        [Path, Collection[str], int], list[Stretch]
+        [Path, Collection[str], int], list[FileStretch]
     ]  # of so many bytes, if they can
-    payloads: Callable[[Path, Collection[str], Limit, Stretch], Iterator[Payload]]
+    payloads: Callable[[Path, Collection[str], Limit, FileStretch], Iterator[Payload]]
 
 
-def _joined(sizes: Iterable[int], most: int) -> list[Stretch]:
+def _joined(sizes: Iterable[int], most: int) -> list[FileStretch]:
     """Consecutive parts of a file, together as long as they stay below so many bytes."""
-    stretches: list[Stretch] = []
+    stretches: list[FileStretch] = []
     for number, size in enumerate(sizes):
         last = stretches[-1] if stretches else None
         if last and last.bytes + size <= most:
-            stretches[-1] = Stretch(last.start, number + 1, last.bytes + size)
+            stretches[-1] = FileStretch(last.start, number + 1, last.bytes + size)
         else:
-            stretches.append(Stretch(number, number + 1, size))
+            stretches.append(FileStretch(number, number + 1, size))
     return stretches
 
 
-def _one_stretch(path: Path, columns: Collection[str], most: int) -> list[Stretch]:
-    return [Stretch(0, sys.maxsize, path.stat().st_size)]
+def _one_stretch(path: Path, columns: Collection[str], most: int) -> list[FileStretch]:
+    return [FileStretch(0, sys.maxsize, path.stat().st_size)]
 
 
 def parquet_columns(path: Path) -> tuple[str, ...]:
@@ -124,7 +124,7 @@ def parquet_columns(path: Path) -> tuple[str, ...]:
         return tuple(file.schema_arrow.names) if file.metadata.num_rows else ()
 
 
-def parquet_stretches(path: Path, columns: Collection[str], most: int) -> list[Stretch]:
+def parquet_stretches(path: Path, columns: Collection[str], most: int) -> list[FileStretch]:
     """Cuts a Parquet file between row groups."""
     with pq.ParquetFile(path, memory_map=False) as file:
         groups = map(file.metadata.row_group, range(file.num_row_groups))
@@ -132,7 +132,7 @@ def parquet_stretches(path: Path, columns: Collection[str], most: int) -> list[S
 
 
 def parquet_payloads(
-    path: Path, columns: Collection[str], limit: Limit, stretch: Stretch
+    path: Path, columns: Collection[str], limit: Limit, stretch: FileStretch
 ) -> Iterator[ArrowRows]:
     """Yields the rows of a Parquet file, row group by row group."""
     # Without buffer_size a whole column chunk is held; with pre_buffer the whole file.
@@ -171,7 +171,7 @@ def arrow_columns(path: Path) -> tuple[str, ...]:
     return ()
 
 
-def arrow_stretches(path: Path, columns: Collection[str], most: int) -> list[Stretch]:
+def arrow_stretches(path: Path, columns: Collection[str], most: int) -> list[FileStretch]:
     """Cuts an Arrow IPC file or stream between record batches; each row counts alike."""
     with pa.memory_map(str(path)) as source:
         rows = [batch.num_rows for batch in _arrow_batches(source, [*columns][:1])]
@@ -180,7 +180,7 @@ def arrow_stretches(path: Path, columns: Collection[str], most: int) -> list[Str
 
 
 def arrow_payloads(
-    path: Path, columns: Collection[str], limit: Limit, stretch: Stretch
+    path: Path, columns: Collection[str], limit: Limit, stretch: FileStretch
 ) -> Iterator[ArrowRows]:
     """Yields the rows of an Arrow IPC file or stream."""
     # Mapped, not read: one record batch may be as large as the file.
@@ -245,7 +245,7 @@ def csv_columns(path: Path) -> tuple[str, ...]:
 
 
 def csv_payloads(
-    path: Path, columns: Collection[str], limit: Limit, stretch: Stretch
+    path: Path, columns: Collection[str], limit: Limit, stretch: FileStretch
 ) -> Iterator[CsvRows]:
     """Yields the rows of a CSV file, all columns of them, so that cells can be counted."""
     rows = _csv_rows(path)
@@ -296,18 +296,18 @@ def _keys(text: bytes) -> Iterable[str]:
     return row if isinstance(row, dict) else ()
 
 
-def json_stretches(path: Path, columns: Collection[str], most: int) -> list[Stretch]:
+def json_stretches(path: Path, columns: Collection[str], most: int) -> list[FileStretch]:
     """Cuts JSON lines anywhere; an array is one stretch."""
     if not is_json_lines(path):
         return _one_stretch(path, columns, most)
     size = path.stat().st_size
     count = max(1, -(-size // most))
     edges = [number * size // count for number in range(count + 1)]
-    return [Stretch(start, stop, stop - start) for start, stop in pairwise(edges)]
+    return [FileStretch(start, stop, stop - start) for start, stop in pairwise(edges)]
 
 
 def json_payloads(
-    path: Path, columns: Collection[str], limit: Limit, stretch: Stretch
+    path: Path, columns: Collection[str], limit: Limit, stretch: FileStretch
 ) -> Iterator[JsonRows]:
     """Yields the rows of a JSON file; they are parsed where they are checked."""
     rows = json_rows(path, start=stretch.start, stop=stretch.stop)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from ...schemas.errors import BadDataError, FingerprintError, UsageError
-from .file_formats import FORMATS, WHOLE, Limit, Payload, Stretch
+from .file_formats import FORMATS, WHOLE, FileStretch, Limit, Payload
 
 _DAMAGE = (BadDataError, pa.ArrowException, OSError, UnicodeError)
 _SIDECARS = {"dataset_info.json", "dataset_infos.json"}  # of `datasets`, beside the data
@@ -97,7 +97,7 @@ class Slice:
     """What one task reads: of the chunks of a stretch every `shares`-th, beginning with `share`."""
 
     file: int  # which of the inputs
-    stretch: Stretch
+    stretch: FileStretch
     share: int
     shares: int
 
@@ -147,7 +147,7 @@ def iter_slice(
 
 
 def _chunks(
-    file: InputFile, index: int, columns: Collection[str], stretch: Stretch, limit: Limit
+    file: InputFile, index: int, columns: Collection[str], stretch: FileStretch, limit: Limit
 ) -> Iterator[Chunk]:
     row = 0
     for payload in _payloads(file, columns, limit, stretch):
@@ -156,7 +156,7 @@ def _chunks(
         row += len(payload)
 
 
-def _stretches(file: InputFile, columns: Collection[str], most: int) -> list[Stretch]:
+def _stretches(file: InputFile, columns: Collection[str], most: int) -> list[FileStretch]:
     try:
         return FORMATS[file.format].stretches(file.path, columns, most)
     except _DAMAGE as error:
@@ -208,7 +208,7 @@ def _changed(file: InputFile, how: str) -> FingerprintError:
 
 
 def _payloads(
-    file: InputFile, columns: Collection[str], limit: Limit, stretch: Stretch
+    file: InputFile, columns: Collection[str], limit: Limit, stretch: FileStretch
 ) -> Iterator[Payload]:
     row = 0
     try:
