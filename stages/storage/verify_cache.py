@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 
 import numpy as np
@@ -88,16 +89,24 @@ def _check(
         raise CorruptionError(f"{what}: {name!r} is not the name of a shard.")
     path = parent / name
     with _opened(parent, what) as folder:
-        try:
-            source = fs.open_regular(Path(name), folder=folder)
-        except StorageError as error:
-            raise CorruptionError(f"{what}: {path} cannot be opened: {error.__cause__}.") from error
-    with source:
-        found = os.fstat(source.fileno()).st_size
+        with _file(name, folder, path, what) as source:
+            found = os.fstat(source.fileno()).st_size
         if found != expected.bytes:
             raise CorruptionError(f"{what}: {path} has {found} bytes, not {expected.bytes}.")
-        if remember(path, lambda: [fs.sha256_of_open(source, path)]) != [expected.sha256]:
+
+        def digest() -> list[str]:
+            with _file(name, folder, path, what) as source:
+                return [fs.sha256_of_open(source, path)]
+
+        if remember(path, digest) != [expected.sha256]:
             raise CorruptionError(f"{what}: {path} is not what was written (sha256 differs).")
+
+
+def _file(name: str, folder: int, path: Path, what: str) -> BufferedReader:
+    try:
+        return fs.open_regular(Path(name), folder=folder)
+    except StorageError as error:
+        raise CorruptionError(f"{what}: {path} cannot be opened: {error.__cause__}.") from error
 
 
 @contextmanager
