@@ -12,6 +12,7 @@ from ..schemas.errors import FingerprintError
 from ..schemas.file_version import Remember
 from ..stages.engine.distributed import gathered, run_on_all_ranks
 from ..stages.model.model_folder import ModelFiles, model_identity
+from .object_inputs import local_options
 from .train_checks import named_elsewhere, require_same_model, require_same_reference
 from .training_job import TrainingJob
 
@@ -79,4 +80,4 @@ def _place(model: ModelOptions) -> ModelPlace:
 def _to_digest(job: TrainingJob) -> list[ModelOptions]:
     """The policy, and the reference that the settings name if it is not at the cache's path."""
     named = None if job.config.train.model else named_elsewhere(job.settings, job.manifest)
-    return [job.policy, *([named] if named else [])]
+    return [job.policy, *([local_options(named)] if named else [])]

@@ -13,24 +13,27 @@ from torch import distributed
 from ..schemas.batches import Cursor, World
 from ..schemas.errors import Interrupted, PeerError, log_failure
 from ..schemas.file_version import Remember
+from ..stages.engine.deepspeed_config import Circumstances
 from ..stages.engine.deepspeed_engine import open_engine
 from ..stages.engine.distributed import joined_world, run_on_all_ranks
+from ..stages.engine.zero3_partitions import open_partitions
 from ..stages.feed.cache_index import ShardColumns, unchecked
 from ..stages.feed.loader import CacheFeed
 from ..stages.feed.step_plan import FeedSettings
 from ..stages.feed.train_source import TrainSource, open_source, overlap
 from ..stages.methods.recipe import Recipe
+from ..stages.model.load import resolve
 from ..stages.model.logprobs import causal_model
-from ..stages.model.policy import Policy, load_policy
+from ..stages.model.policy import Policy, Sharding, load_policy
 from ..stages.storage.digest_memory import own_digests
 from ..stages.storage.run_folder import RunFolder
-from ..stages.storage.verify_cache import check_shard, sample_rows
+from ..stages.storage.verify_cache import check_before_reading, sample_rows
 from ..stages.tracking.progress import Progress
 from ..stages.train.evaluation import largest_gap
 from ..stages.train.loop import Loop, Place, SaveClock, StopConditions, train
 from ..stages.train.throughput import Meter, forget_peak
 from .policy_identity import digest_policies
-from .resume import Start, held_to_checkpoint, started
+from .resume import Start, held_to_checkpoint, known_path, started
 from .run_recorder import RunRecords, open_records
 from .run_report import Trained, outcome, write_report
 from .signals import add_resume_hint, asked_to_stop
@@ -53,7 +56,7 @@ def run_training(job: TrainingJob, *, progress: Progress) -> Trained:
 
 def shard_columns(world: World, remember: Remember, *, keeps: bool = False) -> ShardColumns:
     """Columns of shards whose bytes the first rank of each machine checks for all of its ranks."""
-    check = partial(check_shard, remember=remember) if world.local_rank == 0 else unchecked
+    check = partial(check_before_reading, remember=remember) if world.local_rank == 0 else unchecked
     return ShardColumns(check, keeps=keeps)
 
 
@@ -68,7 +71,7 @@ def train_in(
                     write_report(start.folder.root)
             return replace(outcome(start.folder, "finished"), is_old=True)
         forget_peak()
-        session = open_session(job, world, columns, progress)
+        session = open_session(job, world, columns, progress, start)
         held = held_to_checkpoint(session, start)
         with open_records(session, held, progress) as records:
             place = _restored(session, held)
@@ -79,7 +82,11 @@ def train_in(
 
 
 def open_session(
-    job: TrainingJob, world: World, columns: ShardColumns, progress: Progress
+    job: TrainingJob,
+    world: World,
+    columns: ShardColumns,
+    progress: Progress,
+    start: Start | None = None,
 ) -> Session:
     """Reads the training rows, then loads the policy: one copy, and no reference."""
     config = job.config
@@ -88,7 +95,7 @@ def open_session(
     if world.rank == 0:
         for note in (*_source_notes(source, held_out), *advice):
             progress.say(note)
-    policy = run_on_all_ranks(world, lambda: _policy(job, recipe))
+    policy = run_on_all_ranks(world, lambda: _policy(job, recipe, world, start))
     last = getattr(_text_config(policy), "max_position_embeddings", None)
     for some in {id(one): one for one in (source, held_out)}.values():
         require_positions(some, recipe, last)
@@ -108,11 +115,31 @@ def open_session(
     )
 
 
-def _policy(job: TrainingJob, recipe: Recipe) -> Policy:
+def _policy(job: TrainingJob, recipe: Recipe, world: World, start: Start | None) -> Policy:
     train, purity = job.config.train, "purity" in recipe.needs
-    policy = load_policy(job.policy, train, job.config.lora, head=recipe.head, purity=purity)
+    policy = load_policy(
+        job.policy,
+        train,
+        job.config.lora,
+        head=recipe.head,
+        purity=purity,
+        spread=_spread(job, world, start) if job.zero_stage(world.size) == 3 else None,
+    )
     job.policy_files.require_unchanged()
     return policy
+
+
+def _spread(job: TrainingJob, world: World, start: Start | None) -> Sharding | None:
+    """Under ZeRO-3 no rank ever holds the whole policy, nor reads what its checkpoint has."""
+    train = job.config.train
+    found = resolve(replace(job.policy, dtype=train.dtype))
+    circumstances = Circumstances(found.dtype, found.hidden_size, world.size)
+    partitions = open_partitions(train, world, circumstances)
+    if partitions is None:
+        return None
+    if start is None or start.checkpoint is None:
+        return Sharding(partitions)
+    return Sharding(partitions, known_path(start.checkpoint.position, job, partitions.device))
 
 
 def _sources(job: TrainingJob, columns: ShardColumns) -> tuple[TrainSource, TrainSource]:

@@ -28,8 +28,10 @@ from ..stages.model.policy import Policy
 from ..stages.storage.cache_folder import CacheFolder
 from ..stages.storage.checkpoints import read_checkpoint
 from ..stages.storage.manifest_file import load_manifest
+from ..stages.storage.objects import location
 from ..stages.storage.run_folder import RunFolder
 from ..stages.tracking.journal import Callback
+from .object_inputs import local_model
 from .settings import Settings
 from .train_checks import (
     reading_of,
@@ -81,7 +83,7 @@ def open_training(settings: Settings) -> TrainingJob:
     max_seconds = seconds_of(train.max_time, name="train.max_time")
     require_effect(settings)
     require_measured(train)
-    cache = CacheFolder(Path(train.cache or config.cache.output))
+    cache = CacheFolder(location(train.cache or config.cache.output))
     manifest = load_manifest(cache, _begun_on(train))
     policy = _policy(settings, manifest)
     _zero_stage(train, policy, world_size=1)
@@ -126,26 +128,28 @@ def _policy(settings: Settings, manifest: Manifest) -> ModelOptions:
     if config.lora.enabled or manifest.adapter:
         require_peft()
     if train.model:
-        if not Path(train.model).is_dir():
+        path = local_model(train.model)
+        if not Path(path).is_dir():
             raise UsageError(
                 f"{train.model}: no such model folder. Pass the policy by --model DIR."
             )
-        return replace(config.model, path=train.model, adapter="", device_map="")
+        return replace(config.model, path=path, adapter="", device_map="")
     if config.lora.enabled and manifest.adapter:
         raise UsageError(
             f"The reference is {manifest.model} with the adapter {manifest.adapter}: a new "
             "adapter on top of both could not be loaded by others. Merge them first, and make the "
             "cache with the merged model."
         )
-    if not Path(manifest.model).is_dir():
+    path = local_model(manifest.model)
+    if not Path(path).is_dir():
         raise UsageError(
             f"{manifest.model}, the reference of the cache, is not there. Pass the policy by "
             "--model DIR."
         )
     return replace(
         config.model,
-        path=manifest.model,
-        adapter=manifest.adapter,
+        path=path,
+        adapter=local_model(manifest.adapter),
         device_map="",
         allow_unused_weights=config.model.allow_unused_weights
         or UNUSED_WEIGHTS in manifest.fingerprint,
@@ -157,7 +161,7 @@ def _held_out(config: Config, manifest: Manifest) -> tuple[CacheFolder, Manifest
     name = config.train.eval_cache
     if not name:
         return None
-    folder = CacheFolder(Path(name))
+    folder = CacheFolder(location(name))
     other = load_manifest(folder)
     require_same_making(manifest, other, name)
     return folder, other

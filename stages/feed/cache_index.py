@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
@@ -17,6 +16,8 @@ from ...schemas.cache import Commit, Manifest, StoredKind
 from ...schemas.errors import CorruptionError
 from ...schemas.rows import Role, joined_ranges, offsets_of
 from ..storage.cache_folder import CacheFolder
+from ..storage.local_copies import fetched_ahead
+from ..storage.objects import Location
 from ..storage.shards import list_column, number_column, read_columns
 from .conversions import Reading
 from .row_selection import KindCounts, Selection, context_lengths, select
@@ -64,14 +65,14 @@ class ShardColumns:
     def __init__(self, check: Check, *, keeps: bool = False) -> None:
         self._check = check
         self._keeps = keeps
-        self._kept: dict[tuple[Path, str], tuple[pa.ChunkedArray, NDArray[np.int64]]] = {}
-        self._checked: set[Path] = set()
+        self._kept: dict[tuple[Location, str], tuple[pa.ChunkedArray, NDArray[np.int64]]] = {}
+        self._checked: set[Location] = set()
 
     def read(
         self, folder: CacheFolder, shard: Commit, names: Sequence[str]
     ) -> tuple[pa.Table, NDArray[np.int64]]:
         """These columns of a shard, and how many rows each of its row groups has."""
-        path = folder.data / shard.file
+        path = folder.shard(shard)
         if path not in self._checked:
             self._check(folder, shard)
             self._checked.add(path)
@@ -90,7 +91,8 @@ def build_index(
 ) -> Index:
     """Reads the narrow columns of every shard; a damaged one is a CorruptionError with its unit."""
     found = _Found()
-    for shard in manifest.shards:
+    fetched = fetched_ahead(map(folder.shard, manifest.shards))
+    for shard, _ in zip(manifest.shards, fetched, strict=True):
         with naming_unit(shard.unit):
             table, sizes = columns.read(folder, shard, (*COLUMNS, *reading.columns))
             rows = read_table(table, sizes, reading, str(folder.root))

@@ -112,7 +112,7 @@ def _require_columns(folder: CacheFolder, manifest: Manifest, reading: Reading) 
     """Refuses a cache without the columns that the method needs, by its first shard."""
     if not (reading.columns and manifest.shards):
         return
-    with open_shard(folder.data / manifest.shards[0].file) as file:
+    with open_shard(folder.shard(manifest.shards[0])) as file:
         there = file.schema_arrow.names
     for name in reading.columns:
         if name not in there:

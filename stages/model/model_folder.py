@@ -212,7 +212,7 @@ def tensor_sha256(tensor: StoredTensor) -> str:
         while left > 0:
             block = stream.read(min(READ_BYTES, left))
             if not block:
-                raise _cut_short(tensor.file)
+                raise cut_short(tensor.file)
             digest.update(block)
             left -= len(block)
     return digest.hexdigest()
@@ -257,7 +257,7 @@ def _read_header(file: Path) -> list[StoredTensor]:
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(size - 8, LONGEST_HEADER):
-            raise _cut_short(file)
+            raise cut_short(file)
         try:
             entries = json.loads(stream.read(length))
         except ValueError:
@@ -265,7 +265,7 @@ def _read_header(file: Path) -> list[StoredTensor]:
     entries.pop("__metadata__", None)
     tensors = [_stored(name, entry, file, 8 + length) for name, entry in entries.items()]
     if any(tensor.start + tensor.num_bytes > size for tensor in tensors):
-        raise _cut_short(file)
+        raise cut_short(file)
     return tensors
 
 
@@ -276,7 +276,8 @@ def _stored(name: str, entry: dict[str, Any], file: Path, base: int) -> StoredTe
     )
 
 
-def _cut_short(file: Path) -> UsageError:
+def cut_short(file: Path) -> UsageError:
+    """What is raised where a file of weights ends before its tensors do."""
     return UsageError(f"{file}: the file is cut short. Copy it again.")
 
 
