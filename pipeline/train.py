@@ -49,7 +49,7 @@ TOKENS_PER_BATCH = {"cuda": 16_384, "cpu": 2048}
 def run_training(job: TrainingJob, *, progress: Progress) -> Trained:
     """Trains a policy, or resumes a run that was stopped; returns its steps and metrics."""
     remember = own_digests()
-    with joined_world() as world:
+    with joined_world() as world, naming_lost_peers(world):
         identified = digest_policies([job], world, remember).identified(job)
         return train_in(identified, world, shard_columns(world, remember), progress=progress)
 
