@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import math
+import socket
 import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,16 +19,17 @@ import torch
 from .. import __version__
 from ..schemas.batches import World
 from ..schemas.checkpoint import Checkpoint, Position, RunIdentity
-from ..schemas.errors import CorruptionError, FingerprintError, UsageError
+from ..schemas.errors import CorruptionError, FingerprintError, UsageError, log_failure
 from ..schemas.safe_text import masked
 from ..stages.engine.deepspeed_config import leaves, stage_of
-from ..stages.engine.distributed import run_on_all_ranks, run_on_rank_zero
+from ..stages.engine.distributed import gathered, run_on_all_ranks, run_on_rank_zero
 from ..stages.model.logprobs import ScoringPath, causal_model
 from ..stages.model.transformers_compat import attention_of
 from ..stages.storage import fs
 from ..stages.storage.checkpoints import choose_checkpoint
 from ..stages.storage.locks import owner_lock
 from ..stages.storage.run_folder import RunFolder, begins_as, forget_ending, read_ending
+from ..stages.storage.run_store import RunStore, run_folder_of, run_store_of
 from .settings import as_absolute, run_settings, signed_settings
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Start:
     is_finished: bool = False  # nothing is left to do
     changes: tuple[str, ...] = ()  # differences from when the run began
     began: float = 0.0  # on this rank's monotonic clock
+    store: RunStore | None = None  # where the folder is uploaded
 
     @property
     def checkpoint_step(self) -> int:
@@ -57,11 +59,39 @@ class Start:
 @contextmanager
 def started(job: TrainingJob, world: World) -> Iterator[Start]:
     """Owns the run's folder while the block runs; rank zero does it for all ranks."""
-    folder = RunFolder(Path(job.config.train.output))
+    output = job.config.train.output
+    folder, store = run_folder_of(output), run_store_of(output)
     began = time.monotonic()  # each machine counts from a moment of its own
     with ExitStack() as held:
+        if store:
+            _require_one_machine(world, store)
         start = run_on_rank_zero(world, lambda: _enter(job, world, folder, held))
-        yield replace(start, began=began)
+        with _uploaded(store if world.rank == 0 else None):
+            yield replace(start, began=began, store=store)
+
+
+@contextmanager
+def _uploaded(store: RunStore | None) -> Iterator[None]:
+    """Uploads what the run leaves, however it ends; a failure to do so does not hide another."""
+    try:
+        yield
+    except BaseException:
+        if store:
+            with log_failure("Not all of the run was uploaded"):
+                store.push()
+        raise
+    if store:
+        store.push()
+
+
+def _require_one_machine(world: World, store: RunStore) -> None:
+    """Refuses ranks on several machines: they write one checkpoint together, in one folder."""
+    machines = set(gathered(world, socket.gethostname()))
+    if len(machines) > 1:
+        raise UsageError(
+            f"{store.root}: the ranks are on {len(machines)} machines, and checkpoints need a "
+            "folder that all of them share. Choose an --output there, and upload it afterwards."
+        )
 
 
 def held_to_checkpoint(session: Session, start: Start) -> Start:
