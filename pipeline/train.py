@@ -24,7 +24,7 @@ from ..stages.feed.train_source import TrainSource, open_source, overlap
 from ..stages.methods.recipe import Recipe
 from ..stages.model.load import resolve
 from ..stages.model.logprobs import causal_model
-from ..stages.model.policy import Policy, Spread, load_policy
+from ..stages.model.policy import Policy, Sharding, load_policy
 from ..stages.storage.digest_memory import own_digests
 from ..stages.storage.run_folder import RunFolder
 from ..stages.storage.verify_cache import check_before_reading, sample_rows
@@ -131,7 +131,7 @@ def _policy(job: TrainingJob, recipe: Recipe, world: World, start: Start | None)
     return policy
 
 
-def _spread(job: TrainingJob, world: World, start: Start | None) -> Spread | None:
+def _spread(job: TrainingJob, world: World, start: Start | None) -> Sharding | None:
     """Under ZeRO-3 no rank ever holds the whole policy, nor reads what its checkpoint has."""
     train = job.config.train
     found = resolve(replace(job.policy, dtype=train.dtype))
@@ -140,8 +140,8 @@ def _spread(job: TrainingJob, world: World, start: Start | None) -> Spread | Non
     if partitions is None:
         return None
     if start is None or start.checkpoint is None:
-        return Spread(partitions)
-    return Spread(partitions, known_path(start.checkpoint.position, job, partitions.device))
+        return Sharding(partitions)
+    return Sharding(partitions, known_path(start.checkpoint.position, job, partitions.device))
 
 
 def _sources(job: TrainingJob, columns: ShardColumns) -> tuple[TrainSource, TrainSource]:
