@@ -212,3 +212,21 @@ def test_checkpoints_that_a_run_removed_leave_the_store_as_well(person, bucket, 
     record = json.loads(objects.read(checkpoints / "step-00000006.json"))
     held = {path.name for path in (checkpoints / "files").iterdir()}
     assert held == {file["sha256"] for file in record["files"]}
+
+
+def test_a_cache_in_a_store_grows_is_reused_and_forgets(person, bucket, world, root_on_disk):
+    """What it held before stays until gc; a cache elsewhere copies its scores."""
+    person.gives(*making(world, bucket))
+    grown = person.gives(*making(world, bucket), "--kl-pairs", 2)
+    assert "reused 240 of" in grown.out, grown
+    root = load_manifest(CacheFolder(bucket / "cache")).root
+    assert root != root_on_disk
+    assert [path.name for path in (bucket / "cache" / "_align" / "roots").iterdir()] == [
+        f"{root_on_disk[:16]}.json"
+    ]
+    made = ("precompute-ref", world.data.paired, "--model", world.model, *MAKE)
+    reused = person.gives(*made, "--output", "disk", "--reuse", f"{bucket}/cache")
+    assert "reused 240 of 240" in reused.out, reused
+    assert load_manifest(CacheFolder(person.folder / "disk")).root == root_on_disk
+    assert root_on_disk in person.gives("gc", f"{bucket}/cache", "--yes").out
+    require_clean(bucket, root)
