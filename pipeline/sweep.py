@@ -17,6 +17,7 @@ from ..stages.feed.cache_index import ShardColumns
 from ..stages.storage import fs
 from ..stages.storage.cache_folder import OutputFolder
 from ..stages.storage.digest_memory import own_digests
+from ..stages.storage.objects import SCHEMES
 from ..stages.storage.run_folder import RunFolder
 from ..stages.tracking.journaled_run import Run, recorded
 from ..stages.tracking.mlflow_client import GROUP_TAG, PARENT_TAG
@@ -39,6 +40,8 @@ def sweep(load: Load, trials: Sequence[Trial], output: Path, *, progress: Progre
 
     A single process continues after a run that failed; ranks may not agree that it failed.
     """
+    if output.parts[:1] and output.parts[0].rstrip(":") in SCHEMES:
+        raise UsageError(f"{output}: a sweep is written to a disk. Choose an --output there.")
     given = load(())
     _require_free(given, trials)
     jobs = [_open(load, trial, output) for trial in trials]

@@ -71,6 +71,8 @@ def train_in(
                     write_report(start.folder.root)
             return replace(outcome(start.folder, "finished"), is_old=True)
         forget_peak()
+        if start.store and world.rank == 0:
+            progress.say(f"working in {start.folder.root}; uploaded to {start.store.root}")
         session = open_session(job, world, columns, progress, start)
         held = held_to_checkpoint(session, start)
         with open_records(session, held, progress) as records:
