@@ -361,6 +361,12 @@ def _precompute(config: Config, *, join: bool) -> None:
     from .stages.model.reference import HfReference
 
     require_model(config)
+    if config.model.tensor_parallel > 1:
+        from .pipeline.parallel_reference import precompute_in_parallel
+
+        if made := precompute_in_parallel(config, progress=progress_of_first()):
+            say_once(made.text())
+        return
     reference, worker = HfReference(config.model), _worker(join=join)
     outcome = precompute(config, reference, progress=progress_of_first(), worker=worker)
     say_once(outcome.text())

@@ -132,7 +132,7 @@ def _policy(settings: Settings, manifest: Manifest) -> ModelOptions:
             raise UsageError(
                 f"{train.model}: no such model folder. Pass the policy by --model DIR."
             )
-        return replace(config.model, path=train.model, adapter="", device_map="")
+        return replace(config.model, path=train.model, adapter="", device_map="", tensor_parallel=1)
     require_same_model(settings, manifest)
     if config.lora.enabled and manifest.adapter:
         raise UsageError(
@@ -150,6 +150,7 @@ def _policy(settings: Settings, manifest: Manifest) -> ModelOptions:
         path=manifest.model,
         adapter=manifest.adapter,
         device_map="",
+        tensor_parallel=1,
         allow_unused_weights=config.model.allow_unused_weights
         or UNUSED_WEIGHTS in manifest.fingerprint,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,8 +24,9 @@ from .deepspeed_compat import (
     quietly,
     whole_ndim,
 )
-from .deepspeed_config import Circumstances, engine_config
+from .deepspeed_config import Circumstances, engine_config, stage_of
 from .deepspeed_state import whole_weights
+from .zero3_partitions import large_blocks_given_back
 
 if TYPE_CHECKING:
     from ...schemas.rows import Tree
@@ -40,8 +42,9 @@ def open_engine(
     stored = str(learning[0].dtype).removeprefix("torch.")
     dtype = stored if options.dtype == "auto" else options.dtype
     config = engine_config(options, Circumstances(dtype, hidden_size, world.size))
+    is_partitioned = stage_of(config) == 3
     try:
-        with quietly():
+        with quietly(), large_blocks_given_back() if is_partitioned else nullcontext():
             # A copy: DeepSpeed completes the dict it is given.
             engine, *_ = deepspeed.initialize(
                 model=policy,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, distributed
 
 from ...schemas.config import LoraOptions, ModelOptions
 from ...schemas.errors import UsageError
@@ -56,7 +58,7 @@ def load_model(options: ModelOptions, kind: Any = AutoModelForCausalLM) -> nn.Mo
         model, _ = from_folder(options, resolved, kind)
         if options.adapter:
             model = with_adapter(model, options.adapter)
-    if not options.device_map:
+    if not _placement(options):
         model.to(_place(resolved.device))
     loaded: nn.Module = model
     return loaded
@@ -70,7 +72,12 @@ def unused_weights(options: ModelOptions, kind: Any = AutoModelForCausalLM) -> l
     if "quantization_config" in model_config(options.path):
         return []
     with quiet():
-        return from_folder(replace(options, device_map="meta"), resolve(options), kind)[1]
+        return from_folder(nowhere(options), resolve(options), kind)[1]
+
+
+def nowhere(options: ModelOptions) -> ModelOptions:
+    """The options of a skeleton, which holds no weights."""
+    return replace(options, device_map="meta", tensor_parallel=1)
 
 
 def resolve(options: ModelOptions) -> Resolved:
@@ -78,6 +85,7 @@ def resolve(options: ModelOptions) -> Resolved:
     require_plain_folder(options.path)
     with quiet():
         config = _config(options)
+        _require_parts(config, options)
         skeleton = _skeleton(config, options)
     return Resolved(
         dtype=_dtype(options),
@@ -100,6 +108,25 @@ def _config(options: ModelOptions) -> Any:
         ) from error
 
 
+def _require_parts(config: Any, options: ModelOptions) -> None:
+    """Refuses what ranks cannot hold together; transformers would fail in its first pass."""
+    ranks, text = options.tensor_parallel, config.get_text_config(decoder=True)
+    if ranks == 1:
+        return
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        if (heads := getattr(text, name, None) or ranks) % ranks:
+            raise UsageError(
+                f"model.tensor_parallel is {ranks}, and {options.path} has {heads} {name}, which "
+                "cannot be shared out equally. Use a divisor of it."
+            )
+    for name in ("adapter", "device_map"):
+        if getattr(options, name):
+            raise UsageError(
+                f"model.{name} cannot be used with model.tensor_parallel. Merge an adapter into "
+                "the model first; a device_map is for one process."
+            )
+
+
 def _skeleton(config: Any, options: ModelOptions) -> Any:
     """The architecture without storage: it decides which attention it supports."""
     asked = {} if options.attention == "auto" else {"attn_implementation": options.attention}
@@ -116,7 +143,6 @@ def _skeleton(config: Any, options: ModelOptions) -> Any:
 
 def from_folder(options: ModelOptions, resolved: Resolved, kind: Any) -> tuple[Any, list[str]]:
     """What transformers makes of the folder, and the names of stored tensors that it leaves out."""
-    placement = {"device_map": options.device_map} if options.device_map else {}
     try:
         model, report = kind.from_pretrained(
             options.path,
@@ -128,14 +154,39 @@ def from_folder(options: ModelOptions, resolved: Resolved, kind: Any) -> tuple[A
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported, and refused below with their names
             **_unpacking(options.path),
-            **placement,
+            **_placement(options),
         )
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         raise UsageError(
             f"{options.path}: the model cannot be loaded ({first_line(error)}). "
-            "Check the folder, model.device_map and model.dtype."
+            "Check the folder, model.device_map, model.tensor_parallel and model.dtype."
         ) from error
     return model, _require_all_taken(options, report)
+
+
+def _placement(options: ModelOptions) -> dict[str, Any]:
+    """What transformers is given to put the weights on more than one device; empty for one."""
+    if options.tensor_parallel > 1:
+        public: Any = distributed  # its stub names no classes
+        return {"distributed_config": public.DistributedConfig(tp_size=options.tensor_parallel)}
+    if not options.device_map:
+        return {}
+    if not options.device_map.startswith("{"):
+        devices: Any = options.device_map
+    elif not isinstance(devices := _json(options.device_map), dict):
+        raise UsageError(
+            f"model.device_map: {options.device_map} is neither a name nor a JSON object of "
+            'modules and devices. Correct it, for example {"model": 0, "lm_head": "cpu"}.'
+        )
+    where = {"offload_folder": options.offload_folder} if options.offload_folder else {}
+    return {"device_map": devices, **where}
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
 
 
 def _unpacking(folder: str) -> dict[str, Any]:
@@ -241,13 +292,16 @@ def _place(device: str) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps transformers' progress bars and advice out of our output, then restores them."""
+    """Keeps transformers' progress bars and advice out of our output, then restores them.
+
+    What it prints goes to stderr: a device_map brings in DeepSpeed, which does.
+    """
     logs: Any = transformers.utils.logging
     verbosity, bars = logs.get_verbosity(), logs.is_progress_bar_enabled()
     logs.set_verbosity_error()
     logs.disable_progress_bar()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), redirect_stdout(sys.stderr):
             warnings.simplefilter("ignore")
             yield
     finally:
