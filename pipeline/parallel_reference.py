@@ -16,6 +16,7 @@ from ..schemas.errors import UsageError
 from ..schemas.rows import OutOfMemory, Tree
 from ..stages.engine.distributed import joined_world, run_on_all_ranks, run_on_rank_zero
 from ..stages.model.reference import HfReference, TreeScorer, on_threads
+from ..stages.storage.digest_memory import own_digests
 from ..stages.tracking.progress import Progress
 from .precompute import PrecomputeResult, precompute
 from .scoring_worker import Worker
@@ -35,7 +36,7 @@ def precompute_in_parallel(config: Config, *, progress: Progress) -> PrecomputeR
     """Makes the cache on rank zero; None on the others, which hold their part until it is made."""
     with joined_world() as world, naming_lost_peers(world):
         _require_ranks(config.model, world)
-        reference = HfReference(config.model)
+        reference = HfReference(config.model, own_digests())
         if world.rank:
             _follow(reference, world)
             return None

@@ -38,10 +38,12 @@ from ..stages.data.tokenizer import TextTokenizer, load_tokenizer, tokenizer_fin
 from ..stages.pairing.long_form import merge_same_prompts
 from ..stages.pairing.sorted_rows import SortedRows, collect_runs, merge_runs
 from ..stages.pairing.units import Ring, unit_offsets
-from ..stages.storage import fs
+from ..stages.storage import fs, places
 from ..stages.storage.cache_folder import CacheFolder, WorkFolder
 from ..stages.storage.commits import write_quarantine
+from ..stages.storage.local_copies import origin_of
 from ..stages.storage.manifest_file import load_manifest, write_plan
+from ..stages.storage.objects import Location, location
 from .cache_compatibility import candidates, fingerprint, require_growth
 
 if TYPE_CHECKING:
@@ -81,11 +83,8 @@ class Job:
     @property
     def is_published(self) -> bool:
         """Whether the folder already holds the finished cache of this job."""
-        path = self.folder.manifest
-        if not path.exists():
-            return False
-        found = path.stat()
-        return _published_plan(self.folder, (found.st_ino, found.st_mtime_ns)) == self.plan_key
+        version = places.version_of(self.folder.manifest)
+        return bool(version) and _published_plan(self.folder, version) == self.plan_key
 
 
 def require_model(config: Config) -> None:
@@ -115,7 +114,7 @@ def open_job(config: Config, reference: Reference) -> Job:
     return Job(
         config=config,
         reference=reference,
-        folder=CacheFolder(Path(config.cache.output)),
+        folder=CacheFolder(location(config.cache.output)),
         inputs=inputs,
         digested=before,
         shape=shape,
@@ -127,7 +126,7 @@ def open_job(config: Config, reference: Reference) -> Job:
 
 
 @lru_cache(maxsize=1)
-def _published_plan(folder: CacheFolder, version: tuple[int, int]) -> str:
+def _published_plan(folder: CacheFolder, version: str) -> str:
     """The plan key in a manifest, which is read again only when the file is replaced."""
     return load_manifest(folder).plan_key
 
@@ -202,7 +201,8 @@ def _merge(job: Job, runs: list[SortedRows], intake: Intake) -> Ring:
 
 
 def remake_ring(job: Job, plan: Plan, progress: Progress) -> None:
-    """Makes the ring of a plan again, because it is missing or of an older version."""
+    """Makes the ring of a plan again, because it is missing here or of an older version."""
+    job.work.prepare()
     intake = Intake()
     ring = _merge(job, _encode(job, intake, progress), intake)
     if _offsets(job, ring) != plan.unit_offsets:
@@ -261,6 +261,8 @@ def _require_space(job: Job, ring: Ring) -> None:
     completions = ring.rows.completion_tokens * (1 + job.config.cache.kl_pairs)
     ids = 4 * (completions + ring.rows.prompt_tokens)
     needed = int(1.3 * ids * (2 if job.config.cache.token_logps else 1))
+    if not isinstance(job.folder.root, Path):
+        return  # a store grows
     free = fs.free_bytes(job.folder.root)
     if free < needed:
         raise StorageError(
@@ -314,7 +316,7 @@ def _offsets(job: Job, ring: Ring) -> tuple[int, ...]:
 
 
 def _absolute(path: str) -> str:
-    return str(Path(path).resolve()) if path else ""
+    return str(location(origin_of(path)).resolve()) if path else ""
 
 
 @dataclass(frozen=True)
@@ -340,7 +342,7 @@ class RejectedRows:
             f"--max-bad-frac allows {self.allowed:g}"
         )
 
-    def listed(self, folder: Path) -> str:
+    def listed(self, folder: Location) -> str:
         """The files of a cache folder that name them, the first few of many."""
         shown = [str(folder / entry.file) for entry in self.files[:SHOWN]]
         more = len(self.files) - len(shown)

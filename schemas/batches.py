@@ -137,7 +137,7 @@ class Engine(Protocol):
         ...
 
     def load_state(self, folder: Path) -> None:
-        """Loads what `save_state` wrote in the same world."""
+        """Loads what `save_state` wrote, in this world or another, under any ZeRO stage."""
         ...
 
     def weights(self, *, trainable_only: bool = False) -> Mapping[str, Tensor]:

@@ -199,3 +199,22 @@ def release(parameters: Sequence[Any]) -> None:
     """Leaves each rank its part, as it was before `gather`."""
     if parameters:
         parameters[0].partition(param_list=list(parameters))
+
+
+def shapes_of_groups(engine: Any) -> list[dict[str, torch.Size]]:
+    """Shapes of what learns by name, one dict per flat tensor of the engine's ZeRO stage."""
+    shapes: list[dict[str, torch.Size]] = engine._get_zero_param_shapes()
+    return shapes
+
+
+def replace_optimizer_state(engine: Any, state: dict[str, Any]) -> None:
+    """Gives the engine's optimizer the state of this rank, as the loader of checkpoints does."""
+    stage = engine.zero_optimization_stage()
+    if stage == 0:
+        engine.optimizer.load_state_dict(state)
+        return
+    if stage == 3:  # every parameter is to be in parts while its part is replaced
+        engine.optimizer.checkpoint_event_prologue()
+    engine.optimizer.load_state_dict({engine.global_rank: state}, load_from_fp32_weights=True)
+    if stage == 3:
+        engine.optimizer.checkpoint_event_epilogue()

@@ -32,7 +32,7 @@ NOTHING = Tree(_ONE_TOKEN, (_ONE_TOKEN,))
 
 
 @dataclass(frozen=True)
-class Spread:
+class Sharding:
     """How a policy's parameters are spread over the ranks as they are created."""
 
     partitions: Partitions
@@ -46,7 +46,7 @@ def load_policy(
     *,
     head: Head = "none",
     purity: bool = False,
-    spread: Spread | None = None,
+    spread: Sharding | None = None,
 ) -> Policy:
     """The policy of `train.model`, or the reference itself: its adapter, if any, merged into it."""
     options = replace(model, dtype=train.dtype, device_map="", tensor_parallel=1)
@@ -80,7 +80,7 @@ class Policy(nn.Module):
         *,
         head: Head = "none",
         purity: bool = False,
-        spread: Spread | None = None,
+        spread: Sharding | None = None,
     ) -> None:
         super().__init__()
         self.model = model

@@ -100,13 +100,28 @@ def drop_drafts(path: Path) -> None:
 
 
 def _is_dead(draft: Path) -> bool:
+    with if_unlocked(draft) as is_dead:
+        return is_dead
+
+
+@contextmanager
+def if_unlocked(path: Path) -> Iterator[bool]:
+    """Whether a file or folder is there and not locked; nobody can lock it during the block."""
+    try:
+        descriptor = os.open(path, _READ)
+    except OSError:
+        yield False
+        return
+    try:
+        yield _is_taken(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_taken(descriptor: int) -> bool:
     with suppress(OSError):
-        descriptor = os.open(draft, _READ)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        finally:
-            os.close(descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
     return False
 
 
@@ -197,6 +212,11 @@ def write_new(path: Path, payload: bytes) -> None:
 def fsync(path: Path) -> None:
     """Makes the bytes of a file durable."""
     operate("fsync", path, lambda: _sync(path, os.O_RDONLY | os.O_NOFOLLOW))
+
+
+def touch(path: Path) -> None:
+    """Gives a file the time of now; an empty one is made if it is missing."""
+    operate("touch", path, path.touch)
 
 
 def fsync_folder(path: Path) -> None:

@@ -26,7 +26,7 @@ from align.stages.engine.deepspeed_engine import open_engine
 from align.stages.engine.distributed import joined_world
 from align.stages.engine.zero3_partitions import open_partitions
 from align.stages.model.load import resolve
-from align.stages.model.policy import Spread, load_policy
+from align.stages.model.policy import Sharding, load_policy
 from align.stages.model.sharded_load import load_sharded
 from support.live_bytes import LiveBytes
 from support.tiny_policy import some_trees
@@ -79,7 +79,7 @@ def own(world, path, way, *, adapter="", dtype="float32", head="none", lora=None
     options = ModelOptions(path=path, adapter=adapter, device="cpu", dtype=dtype)
     spread = None
     if way == "sharded":
-        spread = Spread(partitions_of(options, train, world))
+        spread = Sharding(partitions_of(options, train, world))
     lora = LORA if lora else LoraOptions()
     policy = load_policy(options, train, lora, head=head, purity=head == "values", spread=spread)
     held = sum(p.numel() for p in policy.model.parameters())
