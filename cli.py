@@ -131,12 +131,10 @@ def precompute_ref(
     if local.model.tensor_parallel > 1:
         from .pipeline.parallel_reference import precompute_in_parallel
 
-        if made := precompute_in_parallel(local, progress=progress_of_first()):
-            say_once(made.text())
+        say_once(precompute_in_parallel(local, progress=progress_of_first()))
         return
     reference, worker = HfReference(local.model, own_digests()), _worker(join=join)
-    outcome = precompute(local, reference, progress=progress_of_first(), worker=worker)
-    say_once(outcome.text())
+    say_once(precompute(local, reference, progress=progress_of_first(), worker=worker).text())
 
 
 @app.command()

@@ -18,7 +18,7 @@ from ..stages.engine.distributed import joined_world, run_on_all_ranks, run_on_r
 from ..stages.model.reference import HfReference, TreeScorer, on_threads
 from ..stages.storage.digest_memory import own_digests
 from ..stages.tracking.progress import Progress
-from .precompute import PrecomputeResult, precompute
+from .precompute import precompute
 from .scoring_worker import Worker
 from .train import naming_lost_peers
 
@@ -32,16 +32,17 @@ class Told:
     trees: tuple[Tree, ...] = ()  # to score; none, and nothing to open: it is done
 
 
-def precompute_in_parallel(config: Config, *, progress: Progress) -> PrecomputeResult | None:
-    """Makes the cache on rank zero; None on the others, which hold their part until it is made."""
+def precompute_in_parallel(config: Config, *, progress: Progress) -> str:
+    """Makes the cache on rank zero and sums it up; the others hold their part until it is made."""
     with joined_world() as world, naming_lost_peers(world):
         _require_ranks(config.model, world)
         reference = HfReference(config.model, own_digests())
         if world.rank:
             _follow(reference, world)
-            return None
+            return ""
+        worker = Worker(0, 1, joins=False)
         with _leading(reference, world) as leader:
-            return precompute(config, leader, progress=progress, worker=Worker(0, 1, joins=False))
+            return precompute(config, leader, progress=progress, worker=worker).text()
 
 
 def _require_ranks(options: ModelOptions, world: World) -> None:

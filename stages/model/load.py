@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import sys
 import warnings
@@ -17,7 +15,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers import AutoConfig, AutoModelForCausalLM, distributed
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ...schemas.config import LoraOptions, ModelOptions
 from ...schemas.errors import UsageError
@@ -28,6 +26,7 @@ from .model_folder import (
     require_plain_folder,
     stored_dtype,
 )
+from .placement import chosen_device, placement, rank_device, require_parts
 from .transformers_compat import attention_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -58,8 +57,8 @@ def load_model(options: ModelOptions, kind: Any = AutoModelForCausalLM) -> nn.Mo
         model, _ = from_folder(options, resolved, kind)
         if options.adapter:
             model = with_adapter(model, options.adapter)
-    if not _placement(options):
-        model.to(_place(resolved.device))
+    if not placement(options):
+        model.to(rank_device(resolved.device))
     loaded: nn.Module = model
     return loaded
 
@@ -85,12 +84,12 @@ def resolve(options: ModelOptions) -> Resolved:
     require_plain_folder(options.path)
     with quiet():
         config = _config(options)
-        _require_parts(config, options)
+        require_parts(config, options)
         skeleton = _skeleton(config, options)
     return Resolved(
         dtype=_dtype(options),
         attention=attention_of(skeleton),
-        device=_device(options),
+        device=chosen_device(options),
         hidden_size=int(config.get_text_config(decoder=True).hidden_size),
     )
 
@@ -106,25 +105,6 @@ def _config(options: ModelOptions) -> Any:
             f"({first_line(error)}). Use an architecture that transformers {_version()} knows, "
             "or set model.trust_remote_code if you trust the folder's code."
         ) from error
-
-
-def _require_parts(config: Any, options: ModelOptions) -> None:
-    """Refuses what ranks cannot hold together; transformers would fail in its first pass."""
-    ranks, text = options.tensor_parallel, config.get_text_config(decoder=True)
-    if ranks == 1:
-        return
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        if (heads := getattr(text, name, None) or ranks) % ranks:
-            raise UsageError(
-                f"model.tensor_parallel is {ranks}, and {options.path} has {heads} {name}, which "
-                "cannot be shared out equally. Use a divisor of it."
-            )
-    for name in ("adapter", "device_map"):
-        if getattr(options, name):
-            raise UsageError(
-                f"model.{name} cannot be used with model.tensor_parallel. Merge an adapter into "
-                "the model first; a device_map is for one process."
-            )
 
 
 def _skeleton(config: Any, options: ModelOptions) -> Any:
@@ -154,7 +134,7 @@ def from_folder(options: ModelOptions, resolved: Resolved, kind: Any) -> tuple[A
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported, and refused below with their names
             **_unpacking(options.path),
-            **_placement(options),
+            **placement(options),
         )
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         raise UsageError(
@@ -162,31 +142,6 @@ def from_folder(options: ModelOptions, resolved: Resolved, kind: Any) -> tuple[A
             "Check the folder, model.device_map, model.tensor_parallel and model.dtype."
         ) from error
     return model, _require_all_taken(options, report)
-
-
-def _placement(options: ModelOptions) -> dict[str, Any]:
-    """What transformers is given to put the weights on more than one device; empty for one."""
-    if options.tensor_parallel > 1:
-        public: Any = distributed  # its stub names no classes
-        return {"distributed_config": public.DistributedConfig(tp_size=options.tensor_parallel)}
-    if not options.device_map:
-        return {}
-    if not options.device_map.startswith("{"):
-        devices: Any = options.device_map
-    elif not isinstance(devices := _json(options.device_map), dict):
-        raise UsageError(
-            f"model.device_map: {options.device_map} is neither a name nor a JSON object of "
-            'modules and devices. Correct it, for example {"model": 0, "lm_head": "cpu"}.'
-        )
-    where = {"offload_folder": options.offload_folder} if options.offload_folder else {}
-    return {"device_map": devices, **where}
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
 
 
 def _unpacking(folder: str) -> dict[str, Any]:
@@ -272,22 +227,6 @@ def _dtype(options: ModelOptions) -> str:
             f"Set model.dtype to one of {', '.join(DTYPES)}."
         )
     return dtype
-
-
-def _device(options: ModelOptions) -> str:
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("model.device is cuda, but torch finds no GPU here. Set it to auto.")
-    if options.device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return options.device
-
-
-def _place(device: str) -> str:
-    """Under a launcher every rank of a machine has a GPU of its own."""
-    rank = os.environ.get("LOCAL_RANK", "")
-    if device != "cuda" or not rank.isdigit():
-        return device
-    return f"cuda:{int(rank) % torch.cuda.device_count()}"
 
 
 @contextmanager
