@@ -12,7 +12,7 @@ import typer
 
 from .pipeline.flags import PRECOMPUTE_FLAGS, SCORE_FLAGS, TRAIN_FLAGS, with_flags
 from .pipeline.signals import stop_signals, stop_with_launcher
-from .pipeline.terminal import SafeGroup, own_process, progress_of_first, say, say_once
+from .pipeline.terminal import SafeGroup, begin_work, own_process, say, say_once
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,7 +42,7 @@ Join = Annotated[bool, typer.Option("--join", help="Help a run that works on thi
 
 def main() -> None:
     """Runs one command; a person's mistake is one message, never a traceback."""
-    from .schemas.errors import AlignError, Interrupted, PeerError
+    from .schemas.errors import AlignError, Interrupted, PeerError, unexpected_os_error
 
     if os.environ.get("WORLD_SIZE", "1") != "1":
         # Ranks of one machine may have more threads than cores: those that wait must not spin.
@@ -66,8 +66,6 @@ def main() -> None:
     except BrokenPipeError:  # the reader of the output has ended
         os._exit(128 + signal.SIGPIPE)
     except OSError as error:
-        from .schemas.errors import unexpected_os_error
-
         _fail(str(refusal := unexpected_os_error(error)), refusal.exit_code)
     except Exception:
         import traceback
@@ -131,10 +129,10 @@ def precompute_ref(
     if local.model.tensor_parallel > 1:
         from .pipeline.parallel_reference import precompute_in_parallel
 
-        say_once(precompute_in_parallel(local, progress=progress_of_first()))
+        say_once(precompute_in_parallel(local, progress=begin_work()))
         return
     reference, worker = HfReference(local.model, own_digests()), _worker(join=join)
-    say_once(precompute(local, reference, progress=progress_of_first(), worker=worker).text())
+    say_once(precompute(local, reference, progress=begin_work(), worker=worker).text())
 
 
 @app.command()
@@ -172,7 +170,7 @@ def score(
     made = rewards_from_model(
         settings,
         lambda options: HfReward(options, own_digests()),
-        progress=progress_of_first(),
+        progress=begin_work(),
         worker=_worker(join=join),
     )
     say_once(made.text())
@@ -188,7 +186,7 @@ def train(flags: dict[str, Any], config: ConfigFile = None, sets: Sets = None) -
     job = open_training(load_settings(flags, sets or [], file=config, command="train"))
     from .pipeline.train import run_training
 
-    say_once(run_training(job, progress=progress_of_first()).text())
+    say_once(run_training(job, progress=begin_work()).text())
 
 
 @app.command()
@@ -221,7 +219,7 @@ def sweep(
     short = {"method.beta": beta, "train.lr": lr}
     given = [*(f"{name}={values}" for name, values in short.items() if values), *(vary or [])]
     trials = trials_of(methods, varied_by(given))
-    say_once((result := run_sweep(load, trials, output, progress=progress_of_first())).text())
+    say_once((result := run_sweep(load, trials, output, progress=begin_work())).text())
     if result.failures:
         _fail(f"{len(result.failures)} of {len(result.results)} runs failed.", 2)
 

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +29,8 @@ from ..stages.storage import fs
 from ..stages.storage.checkpoints import choose_checkpoint
 from ..stages.storage.locks import owner_lock
 from ..stages.storage.run_folder import RunFolder, begins_as, forget_ending, read_ending
+from ..stages.storage.run_store import RunStore, run_folder_of, run_store_of
+from .run_upload import require_one_machine, uploaded
 from .settings import as_absolute, run_settings, signed_settings
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class Start:
     is_finished: bool = False  # nothing is left to do
     changes: tuple[str, ...] = ()  # differences from when the run began
     began: float = 0.0  # on this rank's monotonic clock
+    store: RunStore | None = None  # where the folder is uploaded
 
     @property
     def checkpoint_step(self) -> int:
@@ -58,11 +60,15 @@ class Start:
 @contextmanager
 def started(job: TrainingJob, world: World) -> Iterator[Start]:
     """Owns the run's folder while the block runs; rank zero does it for all ranks."""
-    folder = RunFolder(Path(job.config.train.output))
+    output = job.config.train.output
+    folder, store = run_folder_of(output), run_store_of(output)
     began = time.monotonic()  # each machine counts from a moment of its own
     with ExitStack() as held:
+        if store:
+            require_one_machine(world, store)
         start = run_on_rank_zero(world, lambda: _enter(job, world, folder, held))
-        yield replace(start, began=began)
+        with uploaded(store if world.rank == 0 else None):
+            yield replace(start, began=began, store=store)
 
 
 def held_to_checkpoint(session: Session, start: Start) -> Start:

@@ -17,6 +17,7 @@ from ..stages.feed.cache_index import ShardColumns
 from ..stages.storage import fs
 from ..stages.storage.cache_folder import OutputFolder
 from ..stages.storage.digest_memory import own_digests
+from ..stages.storage.objects import SCHEMES
 from ..stages.storage.run_folder import RunFolder
 from ..stages.tracking.journaled_run import Run, recorded
 from ..stages.tracking.mlflow_client import GROUP_TAG, PARENT_TAG
@@ -25,7 +26,7 @@ from .mlflow_sync import send_earlier
 from .policy_identity import PolicyDigests, digest_policies
 from .settings import Settings
 from .signals import WAY_ON
-from .train import shard_columns, train_in
+from .train import naming_lost_peers, shard_columns, train_in
 from .training_job import TrainingJob, open_training
 from .trials import OWN, SweepResult, Trial, TrialResult, sweep_page, values_of
 
@@ -39,6 +40,8 @@ def sweep(load: Load, trials: Sequence[Trial], output: Path, *, progress: Progre
 
     A single process continues after a run that failed; ranks may not agree that it failed.
     """
+    if output.parts[:1] and output.parts[0].rstrip(":") in SCHEMES:
+        raise UsageError(f"{output}: a sweep is written to a disk. Choose an --output there.")
     given = load(())
     _require_free(given, trials)
     jobs = [_open(load, trial, output) for trial in trials]
@@ -46,7 +49,8 @@ def sweep(load: Load, trials: Sequence[Trial], output: Path, *, progress: Progre
     results: list[TrialResult] = []
     remember = own_digests()
     with joined_world() as world:
-        digests = digest_policies(jobs, world, remember)
+        with naming_lost_peers(world):
+            digests = digest_policies(jobs, world, remember)
         jobs = [_identified(digests, *one) for one in zip(trials, jobs, strict=True)]
         columns = shard_columns(world, remember, keeps=True)
         run_on_rank_zero(world, partial(_require_room, jobs, output))

@@ -49,7 +49,7 @@ TOKENS_PER_BATCH = {"cuda": 16_384, "cpu": 2048}
 def run_training(job: TrainingJob, *, progress: Progress) -> Trained:
     """Trains a policy, or resumes a run that was stopped; returns its steps and metrics."""
     remember = own_digests()
-    with joined_world() as world:
+    with joined_world() as world, naming_lost_peers(world):
         identified = digest_policies([job], world, remember).identified(job)
         return train_in(identified, world, shard_columns(world, remember), progress=progress)
 
@@ -71,6 +71,8 @@ def train_in(
                     write_report(start.folder.root)
             return replace(outcome(start.folder, "finished"), is_old=True)
         forget_peak()
+        if start.store and world.rank == 0:
+            progress.say(f"working in {start.folder.root}; uploaded to {start.store.root}")
         session = open_session(job, world, columns, progress, start)
         held = held_to_checkpoint(session, start)
         with open_records(session, held, progress) as records:

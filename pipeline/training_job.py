@@ -29,7 +29,7 @@ from ..stages.storage.cache_folder import CacheFolder
 from ..stages.storage.checkpoints import read_checkpoint
 from ..stages.storage.manifest_file import load_manifest
 from ..stages.storage.objects import location
-from ..stages.storage.run_folder import RunFolder
+from ..stages.storage.run_store import run_folder_of, run_store_of
 from ..stages.tracking.journal import Callback
 from .object_inputs import local_model
 from .settings import Settings
@@ -83,6 +83,11 @@ def open_training(settings: Settings) -> TrainingJob:
     max_seconds = seconds_of(train.max_time, name="train.max_time")
     require_effect(settings)
     require_measured(train)
+    if store := run_store_of(train.output):
+        if train.resume == "auto":
+            store.pull()
+        else:
+            store.require_new()
     cache = CacheFolder(location(train.cache or config.cache.output))
     manifest = load_manifest(cache, _begun_on(train))
     policy = _policy(settings, manifest)
@@ -108,7 +113,7 @@ def open_training(settings: Settings) -> TrainingJob:
 
 def _begun_on(train: TrainOptions) -> str:
     """The root of the cache that the run to resume was begun on; it may have grown since."""
-    folder = RunFolder(Path(train.output))
+    folder = run_folder_of(train.output)
     for step in folder.steps()[::-1] if train.resume == "auto" else []:
         with suppress(CorruptionError, FingerprintError):
             return read_checkpoint(folder.step(step)).position.identity.cache_root

@@ -197,18 +197,23 @@ def _fetch_once(path: ObjectPath, copy: Path) -> None:
 
 
 def _fetch(path: ObjectPath, copy: Path, here: LocalPlace) -> None:
+    with _room(here, path.bytes), fs.new_file(copy, replaces=True) as sink:
+        receive(path, sink)
+
+
+def receive(path: ObjectPath, sink: io.BufferedWriter) -> None:
+    """Writes an object's bytes to a file; CorruptionError if they are not those it has to hold."""
     version = objects.version_of(path)
     if version is None:
         raise CorruptionError(f"{path} is missing. Restore it from a copy, or make it again.")
-    if path.bytes not in (-1, version.size):
+    if path.bytes != version.size:
         raise _damaged(path, f"it has {version.size} bytes, not {path.bytes}")
-    with _room(here, version.size), fs.new_file(copy, replaces=True) as sink:
-        sha256 = hashlib.sha256()
-        for chunk in objects.read_chunks(path, version):
-            sha256.update(chunk)
-            sink.write(chunk)
-        if sha256.hexdigest() != path.sha256:
-            raise _damaged(path, "it is not what was written (sha256 differs)")
+    sha256 = hashlib.sha256()
+    for chunk in objects.read_chunks(path, version):
+        sha256.update(chunk)
+        sink.write(chunk)
+    if sha256.hexdigest() != path.sha256:
+        raise _damaged(path, "it is not what was written (sha256 differs)")
 
 
 def sha256_of(path: ObjectPath) -> tuple[int, str]:

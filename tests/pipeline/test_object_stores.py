@@ -158,3 +158,75 @@ def test_two_machines_that_make_one_cache_at_once_end_in_one(person, bucket, wor
     answers = [one.answer() for one in both]
     assert [answer.code for answer in answers] == [0, 0], answers
     require_clean(bucket, root_on_disk)
+
+
+RUN = (
+    *("--method", "kto", "--batch-size", 8, "--max-steps", 6, "--lr", 1e-3, "--no-mlflow"),
+    *("--eval-fraction", 0.1, "--eval-every", 3, "--save-every", 2),
+)
+
+
+def test_a_run_in_a_store_resumes_on_a_machine_that_has_nothing(person, bucket, world):
+    """Killed after its second checkpoint; nothing is lost but the steps since."""
+    made = ("--model", world.model, "--output", "cache", *MAKE)
+    person.gives("precompute-ref", world.data.paired, *made)
+    person.gives("train", "--cache", "cache", "--output", "run", *RUN)
+    stored = ("train", "--cache", "cache", "--output", f"{bucket}/run", *RUN)
+    assert person.tries(*stored, failpoints="step.started=kill@6").code == KILLED
+    names = {path.name for path in (bucket / "run" / "checkpoints").iterdir()}
+    assert names == {"files", "step-00000002.json", "step-00000004.json"}
+    shutil.rmtree(person.home)
+    refused = person.tries(*stored)
+    assert refused.code == 2
+    assert f"{bucket}/run holds a run" in refused.err
+    assert "continuing after step 4" in person.gives(*stored, "--resume", "auto").err
+    assert left_by(bucket / "run", "metrics.jsonl") == learned(person.folder / "run")
+    model = objects.read(bucket / "run" / "model" / "model.safetensors")
+    assert model == (person.folder / "run" / "model" / "model.safetensors").read_bytes()
+    held = {path.name for path in (bucket / "run").iterdir()}
+    assert {"_align", "checkpoints", "config.yaml", "evaluations", "report.html"} <= held
+    shutil.rmtree(person.home)
+    assert "6 steps done already" in person.gives(*stored, "--resume", "auto").out
+    again = ("train", "--cache", "cache", "--model", f"{bucket}/run/model", "--output", "next")
+    person.gives(*again, *RUN, "--set", "train.other_reference=true")
+
+
+def left_by(run, name):
+    """The lines of a stored run's metrics, but what depends on the machine and its load."""
+    lines = [json.loads(line) for line in objects.read(run / name).splitlines()]
+    return [
+        {key: value for key, value in line.items() if not key.startswith(OF_TODAY)}
+        for line in lines
+    ]
+
+
+OF_TODAY = ("time", "speed/", "memory/")
+
+
+def test_checkpoints_that_a_run_removed_leave_the_store_as_well(person, bucket, world):
+    made = ("--model", world.model, "--output", "cache", *MAKE)
+    person.gives("precompute-ref", world.data.paired, *made)
+    person.gives("train", "--cache", "cache", "--output", f"{bucket}/run", *RUN, "--keep-last", 1)
+    checkpoints = bucket / "run" / "checkpoints"
+    assert {path.name for path in checkpoints.iterdir()} == {"files", "step-00000006.json"}
+    record = json.loads(objects.read(checkpoints / "step-00000006.json"))
+    held = {path.name for path in (checkpoints / "files").iterdir()}
+    assert held == {file["sha256"] for file in record["files"]}
+
+
+def test_a_cache_in_a_store_grows_is_reused_and_forgets(person, bucket, world, root_on_disk):
+    """What it held before stays until gc; a cache elsewhere copies its scores."""
+    person.gives(*making(world, bucket))
+    grown = person.gives(*making(world, bucket), "--kl-pairs", 2)
+    assert "reused 240 of" in grown.out, grown
+    root = load_manifest(CacheFolder(bucket / "cache")).root
+    assert root != root_on_disk
+    assert [path.name for path in (bucket / "cache" / "_align" / "roots").iterdir()] == [
+        f"{root_on_disk[:16]}.json"
+    ]
+    made = ("precompute-ref", world.data.paired, "--model", world.model, *MAKE)
+    reused = person.gives(*made, "--output", "disk", "--reuse", f"{bucket}/cache")
+    assert "reused 240 of 240" in reused.out, reused
+    assert load_manifest(CacheFolder(person.folder / "disk")).root == root_on_disk
+    assert root_on_disk in person.gives("gc", f"{bucket}/cache", "--yes").out
+    require_clean(bucket, root)
