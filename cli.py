@@ -126,9 +126,13 @@ def precompute_ref(
     given = load_settings(flags, sets or [], file=config, data=data or [], command=command).config
     require_model(given)
     local = with_local_inputs(given)
+    if local.model.tensor_parallel > 1:
+        from .pipeline.parallel_reference import precompute_in_parallel
+
+        say_once(precompute_in_parallel(local, progress=begin_work()))
+        return
     reference, worker = HfReference(local.model, own_digests()), _worker(join=join)
-    outcome = precompute(local, reference, progress=begin_work(), worker=worker)
-    say_once(outcome.text())
+    say_once(precompute(local, reference, progress=begin_work(), worker=worker).text())
 
 
 @app.command()

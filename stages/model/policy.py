@@ -49,7 +49,7 @@ def load_policy(
     spread: Sharding | None = None,
 ) -> Policy:
     """The policy of `train.model`, or the reference itself: its adapter, if any, merged into it."""
-    options = replace(model, dtype=train.dtype, device_map="")
+    options = replace(model, dtype=train.dtype, device_map="", tensor_parallel=1)
     if train.model:
         options = replace(options, path=train.model, adapter="")
     load: Callable[..., nn.Module] = load_model
