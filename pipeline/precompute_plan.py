@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
+import secrets
+import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -41,6 +43,7 @@ from ..stages.pairing.units import Ring, unit_offsets
 from ..stages.storage import fs, places
 from ..stages.storage.cache_folder import CacheFolder, WorkFolder
 from ..stages.storage.commits import write_quarantine
+from ..stages.storage.failpoints import reach
 from ..stages.storage.local_copies import origin_of
 from ..stages.storage.manifest_file import load_manifest, write_plan
 from ..stages.storage.objects import Location, location
@@ -148,22 +151,46 @@ def make_plan(job: Job, run_id: str, progress: Progress) -> Plan:
     """Encodes all rows, puts them on the ring, and writes the plan of what to score."""
     job.work.prepare()
     intake = Intake()
-    runs = _encode(job, intake, progress)
-    quarantine = _quarantine(job, run_id, intake)
-    _require_usable(job, intake, quarantine)
-    ring = _merge(job, runs, intake)
-    if job.folder.manifest.exists():
-        long_form = job.shape.kind == "scored_long"
-        require_growth(job.folder, load_manifest(job.folder), ring.rows, long_form=long_form)
-    _require_space(job, ring)
-    return write_plan(job.work, _plan(job, ring, intake, quarantine))
+    with _drafted_ring(job) as draft:
+        runs = _encode(job, draft.folder, intake, progress)
+        quarantine = _quarantine(job, run_id, intake)
+        _require_usable(job, intake, quarantine)
+        _merge(job, draft, runs, intake)
+        if job.folder.manifest.exists():
+            long_form = job.shape.kind == "scored_long"
+            require_growth(job.folder, load_manifest(job.folder), draft.rows, long_form=long_form)
+        _require_space(job, draft)
+        plan = _plan(job, draft, intake, quarantine)
+        _install(draft, ring_of(job))
+    return write_plan(job.work, plan)
 
 
-def _encode(job: Job, intake: Intake, progress: Progress) -> list[SortedRows]:
-    """Encodes all usable rows into sorted runs in the work folder."""
-    config, spool = job.config, job.work.spool
-    shutil.rmtree(spool, ignore_errors=True)
-    fs.make_folder(spool)
+@contextmanager
+def _drafted_ring(job: Job) -> Iterator[Ring]:
+    """A ring to make, which no other process sees; drafts of dead processes go.
+
+    They are told by their locks, so only drafts of this machine are looked at.
+    """
+    folder = job.work.make_tmp(f"rings-{socket.gethostname()}") / "ring"
+    with fs.draft_folder(folder) as draft:
+        yield Ring(draft, job.config.cache.kl_pairs)
+
+
+def _install(draft: Ring, ring: Ring) -> None:
+    """Gives a ring its place, unless another process was first with the same one."""
+    reach("ring.before_rename")
+    while not fs.rename_if_absent(draft.folder, ring.folder):
+        if draft.is_equal(ring):
+            break
+        # Damaged, or of an older version: one rename, so that no process reads half of each.
+        fs.rename(ring.folder, draft.folder.with_name(f"ring-{secrets.token_hex(8)}"))
+    fs.fsync_folder(ring.folder.parent)
+    reach("ring.after_rename")
+
+
+def _encode(job: Job, spool: Path, intake: Intake, progress: Progress) -> list[SortedRows]:
+    """Encodes all usable rows into sorted runs in a folder."""
+    config = job.config
     total_bytes = sum(file.bytes for file in job.inputs)
     encoding = EncodingJob(
         config.model.path,
@@ -189,27 +216,28 @@ def _encode(job: Job, intake: Intake, progress: Progress) -> list[SortedRows]:
     return runs
 
 
-def _merge(job: Job, runs: list[SortedRows], intake: Intake) -> Ring:
+def _merge(job: Job, ring: Ring, runs: list[SortedRows], intake: Intake) -> None:
     """Merges the runs into the ring, then pairs every completion."""
-    ring, side = ring_of(job), job.config.tokens.prompt_side
+    side = job.config.tokens.prompt_side
     join = partial(merge_same_prompts, notes=intake.notes, prompt_side=side)
     is_long = job.shape.kind == "scored_long"
     with os_errors_as_storage_errors("write", ring.folder):
         rows = merge_runs(ring.rows_file, runs, intake.notes, join=join if is_long else None)
         ring.complete(rows, intake.notes)
-    return ring
 
 
 def remake_ring(job: Job, plan: Plan, progress: Progress) -> None:
     """Makes the ring of a plan again, because it is missing here or of an older version."""
     job.work.prepare()
     intake = Intake()
-    ring = _merge(job, _encode(job, intake, progress), intake)
-    if _offsets(job, ring) != plan.unit_offsets:
-        raise CorruptionError(
-            f"{job.work.root}: its rows, prepared again, differ from its plan. Delete it and run "
-            "again; all rows that no other cache holds are then scored again."
-        )
+    with _drafted_ring(job) as draft:
+        _merge(job, draft, _encode(job, draft.folder, intake, progress), intake)
+        if _offsets(job, draft) != plan.unit_offsets:
+            raise CorruptionError(
+                f"{job.work.root}: its rows, prepared again, differ from its plan. Delete it and "
+                "run again; all rows that no other cache holds are then scored again."
+            )
+        _install(draft, ring_of(job))
 
 
 def ring_of(job: Job) -> Ring:

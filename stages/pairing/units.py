@@ -60,6 +60,11 @@ class Ring:
         partners = [self.partners_file] if self.num_pairs else []
         return all(path.exists() for path in (self.index_file, self.rows_file, *partners))
 
+    def is_equal(self, other: Ring) -> bool:
+        """Whether another one is whole and has the same index, which holds all checksums."""
+        mine = read_content(self.index_file)
+        return other.is_whole and read_content(other.index_file) == mine
+
     @cached_property
     def rows(self) -> SortedRows:
         """The rows of a complete ring."""

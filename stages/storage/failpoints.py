@@ -24,6 +24,7 @@ T = TypeVar("T")
 
 VARIABLE = "ALIGN_FAILPOINTS"
 
+OF_A_RING = ("ring.before_rename", "ring.after_rename")
 OF_A_CACHE = (
     "quarantine.written",
     "plan.before_link",
@@ -79,7 +80,7 @@ OF_A_STEP = (
     "evaluation.batch",
     "evaluation.done",
 )
-NAMES = (*OF_A_CACHE, *OF_GROWTH, *OF_A_RUN, *OF_RECORDS, *OF_A_STEP)
+NAMES = (*OF_A_RING, *OF_A_CACHE, *OF_GROWTH, *OF_A_RUN, *OF_RECORDS, *OF_A_STEP)
 
 ACTIONS = ("kill", "term", "eio", "enospc")
 
