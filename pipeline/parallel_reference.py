@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..schemas.batches import World
-from ..schemas.config import Config, ModelOptions
+from ..schemas.config import Config
 from ..schemas.errors import UsageError
 from ..schemas.rows import OutOfMemory, Tree
 from ..stages.engine.distributed import joined_world, run_on_all_ranks, run_on_rank_zero
@@ -19,7 +19,6 @@ from ..stages.model.reference import HfReference, TreeScorer, on_threads
 from ..stages.storage.digest_memory import own_digests
 from ..stages.tracking.progress import Progress
 from .precompute import precompute
-from .scoring_worker import Worker
 from .train import naming_lost_peers
 
 
@@ -35,20 +34,24 @@ class Told:
 def precompute_in_parallel(config: Config, *, progress: Progress) -> str:
     """Makes the cache on rank zero and sums it up; the others hold their part until it is made."""
     with joined_world() as world, naming_lost_peers(world):
-        _require_ranks(config.model, world)
+        _require_ranks(config, world)
         reference = HfReference(config.model, own_digests())
         if world.rank:
             _follow(reference, world)
             return ""
-        worker = Worker(0, 1, joins=False)
         with _leading(reference, world) as leader:
-            return precompute(config, leader, progress=progress, worker=worker).text()
+            return precompute(config, leader, progress=progress).text()
 
 
-def _require_ranks(options: ModelOptions, world: World) -> None:
-    if options.tensor_parallel != world.size:
+def _require_ranks(config: Config, world: World) -> None:
+    if config.scoring.executor != "inline":
         raise UsageError(
-            f"model.tensor_parallel is {options.tensor_parallel}, and {world.size} ranks were "
+            f"--executor {config.scoring.executor}: the ranks that hold a reference together score "
+            "every unit themselves. Leave it out, or set model.tensor_parallel to 1."
+        )
+    if config.model.tensor_parallel != world.size:
+        raise UsageError(
+            f"model.tensor_parallel is {config.model.tensor_parallel}, and {world.size} ranks were "
             "started. Start as many ranks with torchrun as are to hold the reference together."
         )
 

@@ -39,6 +39,10 @@ class HfReference:
         self.options = options
         self._remember = remember
 
+    def __getstate__(self) -> dict[str, ModelOptions]:
+        """Another process looks at the files itself: they may be on another machine."""
+        return {"options": self.options}
+
     def identity(self) -> Mapping[str, str]:
         """Digests of what is computed with, and how; reads files but loads no weights."""
         ranks = self.options.tensor_parallel
