@@ -12,12 +12,19 @@ import typer
 
 from .pipeline.flags import PRECOMPUTE_FLAGS, SCORE_FLAGS, TRAIN_FLAGS, with_flags
 from .pipeline.signals import stop_signals, stop_with_launcher
-from .pipeline.terminal import SafeGroup, own_process, progress_of_first, say, say_once
+from .pipeline.terminal import (
+    SafeGroup,
+    own_process,
+    progress_of_first,
+    recorded_by_first,
+    say,
+    say_once,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .pipeline.scoring_worker import Worker
+    from .pipeline.executor import Share
     from .pipeline.settings import Settings
     from .schemas.config import Config
 
@@ -38,7 +45,9 @@ Sets = Annotated[list[str] | None, typer.Option("--set", help="Any setting: SECT
 Data = Annotated[list[str] | None, typer.Argument(help="Files or folders of preference data.")]
 CacheDir = Annotated[Path, typer.Argument(help="A cache made by precompute-ref.")]
 Model = Annotated[str | None, typer.Option("--model", help="Folder of the reference model.")]
-Join = Annotated[bool, typer.Option("--join", help="Help a run that works on this output.")]
+Part = Annotated[
+    str | None, typer.Option("--part", help="I/N: only the I-th of N parts, beside the others.")
+]
 
 
 def main() -> None:
@@ -113,17 +122,18 @@ def config(data: Data = None, config: ConfigFile = None, sets: Sets = None) -> N
 def precompute_ref(
     flags: dict[str, Any],
     data: Data = None,
-    join: Join = False,
+    part: Part = None,
     config: ConfigFile = None,
     sets: Sets = None,
 ) -> None:
     """Run the frozen reference over preference data and store its log-probs in Parquet shards."""
+    from .pipeline.executor import share_of
     from .pipeline.settings import load_settings
 
     settings = load_settings(
         flags, sets or [], file=config, data=data or [], command="precompute-ref"
     )
-    _precompute(settings.config, join=join)
+    _precompute(settings.config, share_of(part, os.environ))
 
 
 @app.command()
@@ -134,12 +144,13 @@ def score(
     from_labels: Annotated[
         bool, typer.Option("--from-labels", help="1 for good completions, -1 for bad; no model.")
     ] = False,
-    join: Join = False,
+    part: Part = None,
     config: ConfigFile = None,
     sets: Sets = None,
 ) -> None:
     """Score completions with a reward model, and write the data with its scores."""
-    from .pipeline.score_rewards import rewards_from_labels, rewards_from_model
+    from .pipeline.executor import share_of
+    from .pipeline.score_rewards import Rewarded, rewards_from_labels, rewards_from_model
     from .pipeline.settings import load_settings
     from .schemas.errors import UsageError
 
@@ -148,8 +159,8 @@ def score(
     settings = loaded.config
     if from_labels == bool(settings.rewards.model):
         raise UsageError("Pass --reward-model DIR or --from-labels: one of them, not both.")
-    if from_labels and join:
-        raise UsageError("--join: --from-labels loads no model, so there is no work to share.")
+    if from_labels and part:
+        raise UsageError("--part: --from-labels loads no model, so there is no work to share.")
     if from_labels and settings.tracking.mlflow and "tracking.mlflow" in loaded.on_command:
         raise UsageError("--mlflow: --from-labels runs no model, and records no run. Leave it out.")
     if from_labels:
@@ -157,10 +168,11 @@ def score(
         return
     from .stages.model.reward_model import HfReward
 
+    share = share_of(part, os.environ)
     made = rewards_from_model(
-        settings, HfReward, progress=progress_of_first(), worker=_worker(join=join)
+        recorded_by_first(settings), HfReward, progress=progress_of_first(), share=share
     )
-    say_once(made.text())
+    (say if share and isinstance(made, Rewarded) else say_once)(made.text())
 
 
 @app.command()
@@ -355,33 +367,19 @@ def tiny_world(
     say(f"model  {world.model}\ndata   {world.data.paired}")
 
 
-def _precompute(config: Config, *, join: bool) -> None:
-    from .pipeline.precompute import precompute
+def _precompute(config: Config, share: Share | None) -> None:
+    from .pipeline.precompute import precompute, precompute_part
     from .pipeline.precompute_plan import require_model
     from .stages.model.reference import HfReference
 
     require_model(config)
-    reference, worker = HfReference(config.model), _worker(join=join)
-    outcome = precompute(config, reference, progress=progress_of_first(), worker=worker)
-    say_once(outcome.text())
-
-
-def _worker(*, join: bool) -> Worker:
-    """This process among those that score together."""
-    from .pipeline.scoring_worker import Worker
-
-    world = _launched_as("WORLD_SIZE", default=1)
-    return Worker(_launched_as("RANK", default=0), world, joins=join or world > 1)
-
-
-def _launched_as(variable: str, *, default: int) -> int:
-    """What torchrun and its like say about this process among its peers."""
-    from .schemas.errors import UsageError
-
-    value = os.environ.get(variable) or str(default)
-    if not value.isdecimal() or int(value) < default:
-        raise UsageError(f"{variable} is {value!r}, not a whole number. Correct or unset it.")
-    return int(value)
+    reference, progress = HfReference(config.model), progress_of_first()
+    if share is None:
+        say(precompute(config, reference, progress=progress).text())
+        return
+    made = precompute_part(recorded_by_first(config), reference, share, progress=progress)
+    # The cache's root is named once, by the rank that was the last to end.
+    (say if made.has_published else say_once)(made.text())
 
 
 def _stop(signal_number: int, _: Any) -> NoReturn:

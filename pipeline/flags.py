@@ -171,6 +171,12 @@ def require_used(command: str, name: str, origin: str) -> None:
     raise UsageError(f"{origin}: {name} is not used by `align {command}`. {way}.")
 
 
+EXECUTOR_FLAGS = {
+    "--executor": "scoring.executor",
+    "--ray-address": "scoring.ray_address",
+    "--ray-workers": "scoring.ray_workers",
+    "--ray-gpus-per-worker": "scoring.ray_gpus_per_worker",
+}
 PRECOMPUTE_FLAGS = {
     "--model": "model.path",
     "--adapter": "model.adapter",
@@ -187,6 +193,7 @@ PRECOMPUTE_FLAGS = {
     "--map": "data.map",
     "--max-bad-frac": "data.max_bad_frac",
     "--reuse": "cache.reuse",
+    **EXECUTOR_FLAGS,
     "--mlflow": "tracking.mlflow",
 }
 SCORE_FLAGS = {
@@ -198,6 +205,7 @@ SCORE_FLAGS = {
     "--device": "model.device",
     "--map": "data.map",
     "--max-bad-frac": "data.max_bad_frac",
+    **EXECUTOR_FLAGS,
     "--mlflow": "tracking.mlflow",
 }
 TRAIN_FLAGS = {

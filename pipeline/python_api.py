@@ -68,7 +68,6 @@ def precompute(
     """
     from .precompute import precompute as run_precompute
     from .precompute_plan import require_model
-    from .scoring_worker import Worker
 
     files = [data] if isinstance(data, str | Path) else data
     flags = {"model.path": model, "cache.output": output}
@@ -77,9 +76,7 @@ def precompute(
     from ..stages.model.reference import HfReference
 
     reference = HfReference(loaded.config.model)
-    return run_precompute(
-        loaded.config, reference, progress=_progress(shown=progress), worker=Worker()
-    )
+    return run_precompute(loaded.config, reference, progress=_progress(shown=progress))
 
 
 def train(

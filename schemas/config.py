@@ -113,6 +113,18 @@ class ScoringOptions:
     """How the reference is run."""
 
     tokens_per_batch: int = option(16_384, "most tokens, padding included, in one batch", ge=1)
+    executor: Literal["inline", "ray"] = option(
+        "inline", "where units are scored: inline in this process, ray in actors of a cluster"
+    )
+    ray_address: str = option(
+        "", "a running Ray cluster; empty: one on this machine, which ends with the run"
+    )
+    ray_workers: str = option(
+        "", "actors, as MIN:MAX or one number; empty: one per GPU, or per machine without GPUs"
+    )
+    ray_gpus_per_worker: float = option(
+        0.0, "GPUs of each actor; 0: one where the model is on cuda", ge=0
+    )
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,10 @@ class HfReference:
     def __init__(self, options: ModelOptions) -> None:
         self.options = options
 
+    def __getstate__(self) -> dict[str, ModelOptions]:
+        """Another process looks at the files itself: they may be on another machine."""
+        return {"options": self.options}
+
     def identity(self) -> Mapping[str, str]:
         """Digests of what is computed with, and how; reads files but loads no weights."""
         path, adapter = self.options.path, self.options.adapter

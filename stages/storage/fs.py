@@ -29,9 +29,12 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def publish(path: Path, payload: bytes, *, label: str) -> None:
-    """Writes a whole file, in place of any other of this name."""
-    with _drafted(path, payload) as draft:
+def publish(path: Path, payload: bytes, *, label: str, draft_in: Path | None = None) -> None:
+    """Writes a whole file, in place of any other of this name.
+
+    With `draft_in` it fails if that folder is removed before the file has its name.
+    """
+    with _drafted(draft_in / path.name if draft_in else path, payload) as draft:
         reach(f"{label}.before_rename")
         rename(draft, path)
     reach(f"{label}.after_rename")
@@ -72,6 +75,14 @@ def new_file(path: Path, *, replaces: bool) -> Iterator[io.BufferedWriter]:
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """A folder to fill, which becomes `path` at the end of the block, unless `path` has content."""
+    with draft_folder(path) as draft:
+        yield draft
+        rename(draft, path)
+
+
+@contextmanager
+def draft_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill, which goes at the end of the block unless the block has moved it."""
     drop_drafts(path)
     draft = _draft_of(path)
     make_folder(draft)
@@ -79,13 +90,10 @@ def new_folder(path: Path) -> Iterator[Path]:
     try:
         _lock(descriptor)
         yield draft
-        rename(draft, path)
-    except BaseException:
-        with suppress(AlignError):
-            remove_tree(draft)
-        raise
     finally:
         os.close(descriptor)
+        with suppress(AlignError):
+            remove_tree(draft)
 
 
 @contextmanager
@@ -107,7 +115,10 @@ def drop_drafts(path: Path) -> None:
 
 
 def _is_dead(draft: Path) -> bool:
+    """Whether no writer holds a draft; one without content may not be locked yet."""
     with suppress(OSError):
+        if not (any(draft.iterdir()) if draft.is_dir() else draft.stat().st_size):
+            return False
         descriptor = os.open(draft, _READ)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -272,8 +283,14 @@ def remove_folder(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a folder with everything in it; links are not followed."""
-    operate("remove_tree", path, lambda: shutil.rmtree(path))
+    """Removes a folder with everything in it, if it exists; links are not followed."""
+
+    def remove() -> None:
+        while path.exists():
+            with suppress(FileNotFoundError):  # another process removes it too
+                shutil.rmtree(path)
+
+    operate("remove_tree", path, remove)
 
 
 def open_lock(path: Path) -> int:
