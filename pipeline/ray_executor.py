@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import shutil
 import signal
 import tempfile
@@ -36,7 +37,7 @@ QUIET = {
     "RAY_BACKEND_LOG_LEVEL": "fatal",
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
 }
-# As Ray does by itself on those two; it reads this when it is imported.
+# As Ray does by itself on those two; it reads its environment when it is imported.
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 # What the command sets for itself, for workers on machines where it does not run.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "USE_HUB_KERNELS": "0"}
@@ -185,7 +186,7 @@ class _Maker:
 @contextmanager
 def _connected(address: str) -> Iterator[Any]:
     """Ray, connected to a cluster; one of our own is on loopback alone, and ends with the block."""
-    with _environment(QUIET if address else QUIET | LOOPBACK):
+    with _environment(QUIET if address else QUIET | LOOPBACK | _own_token()):
         import ray  # noqa: PLC0415 - it takes seconds, and many do without it
         import ray.data  # noqa: PLC0415
 
@@ -214,6 +215,11 @@ def _connected(address: str) -> Iterator[Any]:
             ray.shutdown()
             _take_back(handler)
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _own_token() -> dict[str, str]:
+    """Keeps other users of the machine out; Ray would write a token into the home folder."""
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
 def _take_back(handler: Any) -> None:
