@@ -11,13 +11,19 @@ import psutil
 import pytest
 
 from align.pipeline.executor import Share
-from align.pipeline.ray_executor import workers_of
+from align.pipeline.precompute_plan import open_job, preparation_of
+from align.pipeline.prepare_tasks import ArrangeTasks, EncodeTasks
+from align.pipeline.ray_executor import RayActors, workers_of
 from align.schemas.errors import UsageError
+from align.stages.data import input_files
+from align.stages.pairing import key_ranges
+from align.stages.pairing.ring import complete_ring
 from align.stages.storage.cache_folder import CacheFolder
+from align.stages.tracking.progress import NoProgress
 from support.command import launch, refusal, start
 from support.ray_cluster import LOOPBACK, descendants, name_of, ray_cluster, until
 from support.stage_one import child, contents, run
-from support.stub_reference import SlowReference
+from support.stub_reference import SlowReference, StubReference
 
 UNITS = 8  # of 120 rows, 16 in each
 
@@ -74,6 +80,27 @@ def test_two_actors_leave_what_one_process_leaves(on_ray, clean):
     made = child_on_ray(on_ray)
     made.join(120)
     assert made.exitcode == 0
+    assert contents(on_ray.cache.output) == clean
+
+
+def test_actors_prepare_what_one_process_prepares(on_ray, clean, cluster, monkeypatch):
+    monkeypatch.setattr(input_files, "LEAST_SLICE", 1000)
+    monkeypatch.setattr(input_files, "SLICES", 10)
+    monkeypatch.setattr(key_ranges, "BYTES_PER_RANGE", 4000)
+    job = open_job(on_ray, StubReference())
+    job.folder.prepare()
+    job.work.prepare()
+    preparation = preparation_of(job)
+    preparation.ring.spool.prepare()
+    actors = RayActors.of(on_ray.scoring, on_gpu=False).on_cores()
+    for tasks in (EncodeTasks(preparation), ArrangeTasks(preparation)):
+        rows = []
+        actors.run(tasks, progress=NoProgress(), on_done=rows.append)
+        assert len(rows) == len(tasks.sizes) > 2
+        assert sum(rows) == 120
+        assert all(map(tasks.is_committed, range(len(rows))))
+    complete_ring(preparation.ring, preparation.num_ranges)
+    run(replace(on_ray, scoring=replace(on_ray.scoring, executor="inline")))
     assert contents(on_ray.cache.output) == clean
 
 

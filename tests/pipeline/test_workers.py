@@ -153,6 +153,19 @@ def test_two_processes_that_prepare_at_once_leave_one_ring(config, clean):
     assert contents(config.cache.output) == clean
 
 
+@pytest.mark.parametrize("place", ["part.before_rename", "part.after_link"])
+@pytest.mark.parametrize("visit", [1, 2, 3])  # it encodes, arranges, pairs
+def test_parts_prepare_together_and_one_killed_at_it_changes_nothing(config, clean, place, visit):
+    killed, other = (
+        child(config, f"{place}=kill@{visit}", share=Share(1, 2)),
+        child(config, share=Share(2, 2)),
+    )
+    assert joined(other) == [0]
+    assert joined(killed)[0] in {0, KILLED}
+    assert joined(child(config)) == [0]
+    assert contents(config.cache.output) == clean
+
+
 def test_drafts_of_dead_processes_go(config, clean):
     assert joined(child(config, "part.before_rename=kill")) == [KILLED]
     (work,) = CacheFolder(Path(config.cache.output)).works()
