@@ -12,12 +12,18 @@ import typer
 
 from .pipeline.flags import PRECOMPUTE_FLAGS, SCORE_FLAGS, TRAIN_FLAGS, with_flags
 from .pipeline.signals import stop_signals, stop_with_launcher
-from .pipeline.terminal import SafeGroup, begin_work, own_process, say, say_once
+from .pipeline.terminal import (
+    SafeGroup,
+    begin_work,
+    own_process,
+    recorded_by_first,
+    say,
+    say_once,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .pipeline.scoring_worker import Worker
     from .pipeline.settings import Settings
 
 app = typer.Typer(
@@ -37,7 +43,9 @@ Sets = Annotated[list[str] | None, typer.Option("--set", help="Any setting: SECT
 Data = Annotated[list[str] | None, typer.Argument(help="Files or folders of preference data.")]
 CacheDir = Annotated[str, typer.Argument(help="A cache made by precompute-ref.")]
 Model = Annotated[str | None, typer.Option("--model", help="Folder of the reference model.")]
-Join = Annotated[bool, typer.Option("--join", help="Help a run that works on this output.")]
+Part = Annotated[
+    str | None, typer.Option("--part", help="I/N: only the I-th of N parts, beside the others.")
+]
 
 
 def main() -> None:
@@ -110,13 +118,14 @@ def config(data: Data = None, config: ConfigFile = None, sets: Sets = None) -> N
 def precompute_ref(
     flags: dict[str, Any],
     data: Data = None,
-    join: Join = False,
+    part: Part = None,
     config: ConfigFile = None,
     sets: Sets = None,
 ) -> None:
     """Run the frozen reference over preference data and store its log-probs in Parquet shards."""
+    from .pipeline.executor import share_of
     from .pipeline.object_inputs import with_local_inputs
-    from .pipeline.precompute import precompute
+    from .pipeline.precompute import precompute, precompute_part
     from .pipeline.precompute_plan import require_model
     from .pipeline.settings import load_settings
     from .stages.model.reference import HfReference
@@ -125,10 +134,19 @@ def precompute_ref(
     command = "precompute-ref"
     given = load_settings(flags, sets or [], file=config, data=data or [], command=command).config
     require_model(given)
-    local = with_local_inputs(given)
-    reference, worker = HfReference(local.model, own_digests()), _worker(join=join)
-    outcome = precompute(local, reference, progress=begin_work(), worker=worker)
-    say_once(outcome.text())
+    share, local = share_of(part, os.environ), with_local_inputs(given)
+    if local.model.tensor_parallel > 1:
+        from .pipeline.parallel_reference import precompute_in_parallel
+
+        say_once(precompute_in_parallel(local, progress=begin_work()))
+        return
+    reference, progress = HfReference(local.model, own_digests()), begin_work()
+    if share is None:
+        say(precompute(local, reference, progress=progress).text())
+        return
+    made = precompute_part(recorded_by_first(local), reference, share, progress=progress)
+    # The cache's root is named once, by the rank that was the last to end.
+    (say if made.has_published else say_once)(made.text())
 
 
 @app.command()
@@ -139,12 +157,13 @@ def score(
     from_labels: Annotated[
         bool, typer.Option("--from-labels", help="1 for good completions, -1 for bad; no model.")
     ] = False,
-    join: Join = False,
+    part: Part = None,
     config: ConfigFile = None,
     sets: Sets = None,
 ) -> None:
     """Score completions with a reward model, and write the data with its scores."""
-    from .pipeline.score_rewards import rewards_from_labels, rewards_from_model
+    from .pipeline.executor import share_of
+    from .pipeline.score_rewards import Rewarded, rewards_from_labels, rewards_from_model
     from .pipeline.settings import load_settings
     from .schemas.errors import UsageError
 
@@ -153,8 +172,8 @@ def score(
     settings = loaded.config
     if from_labels == bool(settings.rewards.model):
         raise UsageError("Pass --reward-model DIR or --from-labels: one of them, not both.")
-    if from_labels and join:
-        raise UsageError("--join: --from-labels loads no model, so there is no work to share.")
+    if from_labels and part:
+        raise UsageError("--part: --from-labels loads no model, so there is no work to share.")
     if from_labels and settings.tracking.mlflow and "tracking.mlflow" in loaded.on_command:
         raise UsageError("--mlflow: --from-labels runs no model, and records no run. Leave it out.")
     if from_labels:
@@ -163,13 +182,14 @@ def score(
     from .stages.model.reward_model import HfReward
     from .stages.storage.digest_memory import own_digests
 
+    share = share_of(part, os.environ)
     made = rewards_from_model(
-        settings,
+        recorded_by_first(settings),
         lambda options: HfReward(options, own_digests()),
         progress=begin_work(),
-        worker=_worker(join=join),
+        share=share,
     )
-    say_once(made.text())
+    (say if share and isinstance(made, Rewarded) else say_once)(made.text())
 
 
 @app.command()
@@ -363,24 +383,6 @@ def tiny_world(
 
     world = make_world(folder, rows=rows, seed=seed)
     say(f"model  {world.model}\ndata   {world.data.paired}")
-
-
-def _worker(*, join: bool) -> Worker:
-    """This process among those that score together."""
-    from .pipeline.scoring_worker import Worker
-
-    world = _launched_as("WORLD_SIZE", default=1)
-    return Worker(_launched_as("RANK", default=0), world, joins=join or world > 1)
-
-
-def _launched_as(variable: str, *, default: int) -> int:
-    """What torchrun and its like say about this process among its peers."""
-    from .schemas.errors import UsageError
-
-    value = os.environ.get(variable) or str(default)
-    if not value.isdecimal() or int(value) < default:
-        raise UsageError(f"{variable} is {value!r}, not a whole number. Correct or unset it.")
-    return int(value)
 
 
 def _stop(signal_number: int, _: Any) -> NoReturn:

@@ -140,14 +140,14 @@ def gone_without(folder: CacheFolder) -> Superseded:
 
 def remove_earlier(folder: CacheFolder) -> None:
     """Removes from a cache that has grown what it no longer uses."""
-    manifest = load_manifest(folder)
+    load_manifest(folder)
     with owner_lock(folder, uuid.uuid4().hex[:12]):
         if works := folder.works():
             raise UsageError(
                 f"{works[0].root} is an unfinished run, whose shards may be in use. Give its "
                 "command again, or delete that folder, then run align gc again."
             )
-        remove_superseded(folder, manifest)
+        remove_superseded(folder)
 
 
 def _in_ring(

@@ -5,29 +5,37 @@ from __future__ import annotations
 import time
 import uuid
 from collections import Counter
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..schemas.cache import Manifest, Plan
 from ..schemas.config import Config
-from ..schemas.errors import BadDataError, NonFiniteError, StorageError, counted
+from ..schemas.errors import (
+    BadDataError,
+    CorruptionError,
+    LockedError,
+    NonFiniteError,
+    StorageError,
+    UsageError,
+    counted,
+)
 from ..schemas.rows import Reference
 from ..stages.report.cache_tables import worded
-from ..stages.storage.cache_folder import CacheFolder
+from ..stages.storage.cache_folder import CacheFolder, WorkFolder
 from ..stages.storage.cleanup import collect, is_tidy, superseded
 from ..stages.storage.commits import read_commits
-from ..stages.storage.locks import OwnerLock, owner_lock, try_owner_lock
+from ..stages.storage.locks import owner_lock, try_owner_lock
 from ..stages.storage.manifest_file import build_manifest, load_manifest, load_plan, write_manifest
 from ..stages.storage.objects import Location
 from ..stages.tracking.journaled_run import Run, recorded
 from ..stages.tracking.outbox import unsent_runs
 from ..stages.tracking.progress import Progress
 from .cache_compatibility import register_cache, require_same_or_growing
+from .executor import Executor, Inline, Share
 from .mlflow_sync import send_earlier
 from .precompute_plan import Job, RejectedRows, make_plan, open_job, remake_ring, ring_of
-from .scoring_worker import Tally, Worker, score_units
+from .ray_executor import RayActors
+from .scoring_worker import ScoreTasks, Tally
 
-POLL_SECONDS = 0.1
 _HINTS = {
     "oom": "oom: score where there is more memory, or lower --max-length.",
     "nonfinite_logp": "nonfinite_logp: try --dtype float32, and check the weights.",
@@ -36,37 +44,144 @@ _HINTS = {
 
 
 def precompute(
-    config: Config,
-    reference: Reference,
-    *,
-    progress: Progress,
-    worker: Worker,
-    stage: str = "precompute-ref",
+    config: Config, reference: Reference, *, progress: Progress, stage: str = "precompute-ref"
 ) -> PrecomputeResult:
-    """Makes the cache that the config describes, or finishes what an earlier run left.
+    """Makes the cache that the config describes, or finishes what earlier runs and parts left.
 
     `stage` names the run in the tracking store.
     """
     job = open_job(config, reference)
-    run_id = uuid.uuid4().hex[:12]
+    run_id = _new_id()
     if finished := _finished(job):
         _tidy(job, finished, run_id)
         return PrecomputeResult(job.folder.root, finished, Tally(), was_complete=True)
     job.folder.prepare()
-    with _place(job, run_id, progress, joins=worker.joins) or nullcontext() as lock:
-        plan = load_plan(job.work)  # first: an owner who finishes now takes its plan away
+    home, local, tracking = job.folder.root, job.folder.local, config.tracking
+    with owner_lock(job.folder, run_id):
+        plan = _plan_in(job.work)  # first: who publishes now takes it away
         if finished := _finished(job):
-            return PrecomputeResult(job.folder.root, finished, Tally(), was_complete=True)
-        home, options = job.folder.local, config.tracking
-        before = send_earlier(home, options) if lock else ""
-        with recorded(options, home, stage, is_recorded=bool(lock), goes_on_from=before) as run:
-            if lock or not plan:
-                plan = _planned(job, plan, run_id, progress)
+            return PrecomputeResult(home, finished, Tally(), was_complete=True)
+        before = send_earlier(local, tracking)
+        call = _Call(job, run_id, _executor(job), progress)
+        with recorded(tracking, local, stage, is_recorded=True, goes_on_from=before) as run:
+            manifest = call.finish(run, plan)
+    assert manifest, "an executor without a part leaves no unit"
+    return PrecomputeResult(home, manifest, call.tally, was_complete=False)
+
+
+def precompute_part(
+    config: Config,
+    reference: Reference,
+    share: Share,
+    *,
+    progress: Progress,
+    stage: str = "precompute-ref",
+) -> PartResult:
+    """Makes one part of the cache; beside it, other processes may make the others.
+
+    It takes no lock on the cache. What all parts need, it prepares itself if it is not there.
+    """
+    if config.scoring.executor != "inline":
+        raise UsageError(
+            f"--executor {config.scoring.executor}: a part, or a rank, makes its share in its own "
+            "process. Leave out one of the two."
+        )
+    job = open_job(config, reference)
+    home = job.folder.root
+    plan = _plan_in(job.work)  # first, as above
+    if finished := _finished(job):
+        if not is_tidy(job.folder, finished):
+            collect(job.folder, [job.work])
+        done = PrecomputeResult(home, finished, Tally(), was_complete=True)
+        return PartResult(share, home, Tally(), whole=done)
+    job.folder.prepare()
+    call = _Call(job, _new_id(), Inline(share), progress)
+    local = job.folder.local
+    with recorded(config.tracking, local, stage, is_recorded=True, is_alone=False) as run:
+        run.set_tags({"align.part": str(share)})
+        manifest = call.finish(run, plan)
+    whole = PrecomputeResult(home, manifest, call.tally, was_complete=False) if manifest else None
+    return PartResult(share, home, call.tally, whole=whole, has_published=call.has_published)
+
+
+def _executor(job: Job) -> Executor:
+    """The executor that the config asks for, of a call without a part."""
+    options = job.config.scoring
+    if options.executor == "inline":
+        return Inline()
+    return RayActors.of(options, on_gpu=job.fingerprint.get("model.device") == "cuda")
+
+
+@dataclass
+class _Call:
+    """One process's work on a cache, and what has come of it."""
+
+    job: Job
+    run_id: str
+    executor: Executor
+    progress: Progress
+    tally: Tally = field(default_factory=Tally)
+    has_published: bool = False
+
+    def finish(self, run: Run, plan: Plan | None) -> Manifest | None:
+        """Makes the executor's share; the manifest, if that or others' work completes the cache."""
+        job = self.job
+        try:
+            plan = _planned(job, plan, self.run_id, self.progress)
             _describe(run, job, plan)
-            tally = score_units(job, plan, worker, run_id=run_id, progress=progress, run=run)
-            manifest = _publish(job, plan, run_id, is_owner=bool(lock))
-            _conclude(run, job, manifest, tally)
-    return PrecomputeResult(job.folder.root, manifest, tally, was_complete=False)
+            self._score(plan, run)
+            manifest = self._publish(plan)
+        except (StorageError, CorruptionError, OSError):
+            # Who completes the cache removes the work, also under a process that is still at it.
+            if plan and not job.work.root.is_dir():
+                manifest = _made_by_another(job)
+            elif job.is_published:
+                manifest = self._made_in_store()
+            else:
+                raise
+        _conclude(run, job, manifest, self.tally)
+        return manifest
+
+    def _made_in_store(self) -> Manifest:
+        """The manifest of another process that is removing the work, from a store one by one."""
+        manifest = load_manifest(self.job.folder)
+        if not is_tidy(self.job.folder, manifest):
+            collect(self.job.folder, [self.job.work])
+        return manifest
+
+    def _score(self, plan: Plan, run: Run) -> None:
+        started = time.perf_counter()
+
+        def count(unit: Tally) -> None:
+            self.tally.add(unit)
+            self.tally.seconds = time.perf_counter() - started
+            run.log_metrics(self.tally.metrics(), step=self.tally.units)
+
+        tasks = ScoreTasks.of(self.job, plan, self.run_id)
+        self.executor.run(tasks, progress=self.progress, on_done=count)
+        self.tally.seconds = time.perf_counter() - started
+
+    def _publish(self, plan: Plan) -> Manifest | None:
+        """Writes the manifest and removes the work, if every unit has its commit."""
+        folder, num_units = self.job.folder, len(plan.unit_offsets) - 1
+        commits = read_commits(self.job.work, num_units)
+        if len(commits) < num_units and self.job.is_published:
+            return self._made_in_store()
+        if len(commits) < num_units:
+            return None if self.job.work.root.is_dir() else _made_by_another(self.job)
+        manifest = build_manifest(plan, commits)
+        _require_usable(self.job, manifest)
+        # Unfinished work on other data, which this cache takes the place of. What begins later is
+        # on top of this cache.
+        others = [work for work in folder.works() if work != self.job.work]
+        write_manifest(folder, manifest, draft_in=self.job.work.root)
+        self.has_published = collect(folder, [self.job.work, *others])
+        register_cache(folder)
+        return manifest
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex[:12]
 
 
 def _finished(job: Job) -> Manifest | None:
@@ -77,10 +192,30 @@ def _finished(job: Job) -> Manifest | None:
         if manifest.plan_key == job.plan_key:
             return manifest
         require_same_or_growing(manifest.fingerprint, job.fingerprint, where=str(folder.root))
-    for plan in filter(None, map(load_plan, folder.works())):
+    for plan in filter(None, map(_plan_in, folder.works())):
         where = f"The unfinished run in {folder.root}"
         require_same_or_growing(plan.fingerprint, job.fingerprint, where=where)
     return None
+
+
+def _plan_in(work: WorkFolder) -> Plan | None:
+    """The plan of unfinished work, unless another process completes it just now."""
+    try:
+        return load_plan(work)
+    except StorageError:
+        if work.plan.exists():
+            raise
+        return None
+
+
+def _made_by_another(job: Job) -> Manifest:
+    """The manifest by which another process has ended the work here."""
+    if job.is_published:
+        return load_manifest(job.folder)
+    raise LockedError(
+        f"{job.folder.root}: another run, on other data, has completed its cache here and taken "
+        "the place of this one. Run the same command again: scores that both need are copied."
+    )
 
 
 def _tidy(job: Job, manifest: Manifest, run_id: str) -> None:
@@ -89,28 +224,12 @@ def _tidy(job: Job, manifest: Manifest, run_id: str) -> None:
         return
     if lock := try_owner_lock(job.folder, run_id):
         with lock:
-            collect(job.folder, manifest)
+            collect(job.folder, [job.work])
             send_earlier(job.folder.local, job.config.tracking)
 
 
-def _place(job: Job, run_id: str, progress: Progress, *, joins: bool) -> OwnerLock | None:
-    """Becomes the owner of the folder, or joins an owner whose plan is ready."""
-    if not joins:
-        return owner_lock(job.folder, run_id)
-    is_said = False
-    while True:
-        lock = try_owner_lock(job.folder, run_id)
-        is_ready = job.work.plan.exists() and ring_of(job).is_whole
-        if lock or is_ready or job.is_published:
-            return lock
-        if not is_said:
-            progress.say(f"another process prepares the rows of {job.folder.root}")
-            is_said = True
-        time.sleep(POLL_SECONDS)
-
-
 def _planned(job: Job, plan: Plan | None, run_id: str, progress: Progress) -> Plan:
-    """The owner's plan, of an earlier run or made now."""
+    """The plan, of an earlier run or of another process, or made now."""
     if plan is None:
         return make_plan(job, run_id, progress)
     # Damage is reported before hours of work.
@@ -125,39 +244,6 @@ def _describe(run: Run, job: Job, plan: Plan) -> None:
     run.set_tags({"align.plan_key": plan.plan_key, "align.reference_key": plan.reference_key})
     for entry in plan.inputs:
         run.log_dataset(entry.name, digest=entry.sha256, source=entry.name, context="reference")
-
-
-def _publish(job: Job, plan: Plan, run_id: str, *, is_owner: bool) -> Manifest:
-    """Writes the manifest and tidies up; a worker that joined leaves that to a living owner."""
-    while not is_owner:
-        if finished := _finished(job):
-            return finished
-        if lock := try_owner_lock(job.folder, run_id):
-            with lock:
-                send_earlier(job.folder.local, job.config.tracking)
-                return _publish(job, plan, run_id, is_owner=True)
-        time.sleep(POLL_SECONDS)
-    manifest = _whole(job, plan)
-    write_manifest(job.folder, manifest)
-    collect(job.folder, manifest)
-    register_cache(job.folder)
-    return manifest
-
-
-def _whole(job: Job, plan: Plan) -> Manifest:
-    """The manifest of all commits, or the one of another machine, which then removes them."""
-    commits, failure = {}, None
-    try:
-        commits = read_commits(job.work, len(plan.unit_offsets) - 1)
-    except StorageError as error:
-        failure = error
-    if finished := _finished(job):
-        return finished
-    if failure:
-        raise failure
-    manifest = build_manifest(plan, commits)
-    _require_usable(job, manifest)
-    return manifest
 
 
 def _require_usable(job: Job, manifest: Manifest) -> None:
@@ -187,8 +273,10 @@ def _require_usable(job: Job, manifest: Manifest) -> None:
     raise BadDataError("\n".join([what, *hints, *more, again]))
 
 
-def _conclude(run: Run, job: Job, manifest: Manifest, tally: Tally) -> None:
+def _conclude(run: Run, job: Job, manifest: Manifest | None, tally: Tally) -> None:
     run.log_metrics(tally.metrics(), step=tally.units)
+    if manifest is None:
+        return
     run.log_metrics({f"dropped/{reason}": n for reason, n in manifest.quarantined.items()})
     run.set_tags({"align.cache_root": manifest.root, "align.cache": str(job.folder.root)})
     run.log_artifact(job.folder.manifest)
@@ -214,10 +302,7 @@ class PrecomputeResult:
         if self.was_complete:
             lines.append("already complete: nothing was scored")
         else:
-            lines.append(
-                f"scored {tally.scored:,} branches, reused {tally.reused:,} of "
-                f"{tally.scored + tally.reused:,}, in {tally.seconds:.1f} s"
-            )
+            lines.append(tally.text())
         dropped = [f"{count} {reason}" for reason, count in manifest.quarantined.items()]
         if dropped:
             total = sum(manifest.quarantined.values())
@@ -227,3 +312,26 @@ class PrecomputeResult:
         notes = sorted(manifest.notes.items())
         lines += [f"note: {counted(count, worded(name))}" for name, count in notes]
         return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class PartResult:
+    """A part of a cache that is done, and the whole cache if no part is missing."""
+
+    share: Share
+    folder: Location
+    tally: Tally
+    whole: PrecomputeResult | None
+    has_published: bool = False  # of the parts of a cache, one has
+
+    def text(self) -> str:
+        """A summary of a few lines; of all parts, the one that has published names the root."""
+        if self.whole and (self.has_published or self.whole.was_complete):
+            return self.whole.text()
+        state = (
+            "the cache is complete"
+            if self.whole
+            else "whichever part is the last completes the cache; if one does not end, the same "
+            "command without --part does what is missing"
+        )
+        return f"part {self.share} of {self.folder} is done\n{self.tally.text()}\n{state}"

@@ -69,7 +69,6 @@ def precompute(
     """
     from .precompute import precompute as run_precompute
     from .precompute_plan import require_model
-    from .scoring_worker import Worker
 
     files = [data] if isinstance(data, str | Path) else data
     flags = {"model.path": model, "cache.output": output}
@@ -81,7 +80,7 @@ def precompute(
 
     local = with_local_inputs(loaded.config)
     reference = HfReference(local.model, own_digests())
-    return run_precompute(local, reference, progress=_progress(shown=progress), worker=Worker())
+    return run_precompute(local, reference, progress=_progress(shown=progress))
 
 
 def train(

@@ -31,9 +31,9 @@ from ..stages.storage.cache_folder import SCORES, CacheFolder, OutputFolder
 from ..stages.storage.objects import is_remote
 from ..stages.storage.shards import read_shard
 from ..stages.tracking.progress import Progress
+from .executor import Share
 from .object_inputs import with_local_inputs
-from .precompute import precompute
-from .scoring_worker import Worker
+from .precompute import PartResult, precompute, precompute_part
 
 LABELS = {Role.CHOSEN: 1.0, Role.DESIRABLE: 1.0, Role.REJECTED: -1.0, Role.UNDESIRABLE: -1.0}
 
@@ -72,9 +72,12 @@ def rewards_from_model(
     open_reward: Callable[[ModelOptions], Reference],
     *,
     progress: Progress,
-    worker: Worker,
-) -> Rewarded:
-    """Scores every completion with a reward model; scores of an earlier run are kept."""
+    share: Share | None = None,
+) -> Rewarded | PartResult:
+    """Scores every completion with a reward model; scores of an earlier run are kept.
+
+    Of several parts, each that finds all completions scored writes the data.
+    """
     config = with_local_inputs(config)
     data = _opened(config)
     if data.shape.kind == "scored_long":
@@ -87,7 +90,13 @@ def rewards_from_model(
     cache = replace(config.cache, output=str(output.root / SCORES), kl_pairs=0, token_logps=False)
     scoring = replace(config, model=model, cache=cache)
     reward = open_reward(model)
-    outcome = precompute(scoring, reward, progress=progress, worker=worker, stage="score")
+    if share:
+        part = precompute_part(scoring, reward, share, progress=progress, stage="score")
+        if not part.whole:
+            return part
+        outcome = part.whole
+    else:
+        outcome = precompute(scoring, reward, progress=progress, stage="score")
     scores = _scores(CacheFolder(output.root / SCORES), outcome.manifest)
     # The shards name files by their bytes, and here they are read in the order they were given.
     files = [file_identity(file.sha256) for file in data.digested]

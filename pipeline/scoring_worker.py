@@ -1,37 +1,31 @@
-"""Scores the units of a plan, together with any number of other workers."""
+"""Scores the units of a plan, in whichever process an executor chooses."""
 
 from __future__ import annotations
 
-import time
+import os
+import socket
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import TYPE_CHECKING
+from itertools import pairwise
+
+import numpy as np
 
 from ..schemas.cache import Plan
+from ..schemas.errors import FingerprintError
+from ..schemas.json_codec import digest
 from ..schemas.rows import Reference, Scorer
 from ..stages.pairing.kl_partners import CutRule
 from ..stages.pairing.ring import Ring
 from ..stages.pairing.units import build_unit
 from ..stages.score.reuse import ReuseIndex
 from ..stages.score.score import BatchDone, ScoringRules, UnitScores, score_unit
+from ..stages.storage.cache_folder import WorkFolder
 from ..stages.storage.commits import UnitFacts, commit_unit
-from ..stages.storage.locks import UnitClaims
+from ..stages.tracking.progress import Progress
 from .cache_compatibility import open_earlier
 from .precompute_plan import Job, ring_of
-
-if TYPE_CHECKING:
-    from ..stages.tracking.journaled_run import Run
-    from ..stages.tracking.progress import Progress
-
-
-@dataclass(frozen=True)
-class Worker:
-    """The place of this process among those that share an output folder."""
-
-    rank: int = 0
-    world: int = 1
-    joins: bool = False  # works with an owner instead of having to be the owner
 
 
 @dataclass
@@ -46,14 +40,29 @@ class Tally:
     padding: int = 0
     seconds: float = 0.0
 
-    def add(self, rows: int, scores: UnitScores) -> None:
-        """Counts one unit."""
-        self.units += 1
-        self.rows += rows
-        self.scored += scores.branches - scores.reused
-        self.reused += scores.reused
-        self.tokens += scores.run_tokens
-        self.padding += scores.padding
+    @staticmethod
+    def of_unit(rows: int, scores: UnitScores) -> Tally:
+        """The counts of one unit."""
+        return Tally(
+            units=1,
+            rows=rows,
+            scored=scores.branches - scores.reused,
+            reused=scores.reused,
+            tokens=scores.run_tokens,
+            padding=scores.padding,
+        )
+
+    def add(self, other: Tally) -> None:
+        """Adds the counts of other work."""
+        for field in fields(Tally):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+
+    def text(self) -> str:
+        """The counts in a sentence."""
+        return (
+            f"scored {self.scored:,} branches, reused {self.reused:,} of "
+            f"{self.scored + self.reused:,}, in {self.seconds:.1f} s"
+        )
 
     def metrics(self) -> dict[str, float]:
         """The counts as metrics of a tracking store."""
@@ -70,44 +79,91 @@ class Tally:
         }
 
 
-def score_units(
-    job: Job, plan: Plan, worker: Worker, *, run_id: str, progress: Progress, run: Run
-) -> Tally:
-    """Returns once every unit of the plan has a commit, whichever worker made it."""
-    started = time.perf_counter()
-    scorer = _UnitScorer(job, plan, run_id, progress)
-    units = range(len(plan.unit_offsets) - 1)
-    order = sorted(units, key=lambda unit: unit % worker.world != worker.rank % worker.world)
-    tally = Tally()
-    by_others: list[int] = []
-    progress.begin("scoring", total=plan.unit_offsets[-1], unit="rows")
-    with UnitClaims(job.work.claims) as claims, _held_to_threads(job, plan):
-        for unit in order:
-            if claims.try_claim(unit):
-                scorer.finish(unit, tally)
-                claims.release(unit)
-                tally.seconds = time.perf_counter() - started
-                run.log_metrics(tally.metrics(), step=tally.units)
-            else:
-                by_others.append(unit)
-        for unit in by_others:
-            is_shown = False
-            while not job.work.commit(unit).exists() and not job.is_published:
-                claims.wait(unit)
-                if claims.try_claim(unit):
-                    scorer.finish(unit, tally)
-                    claims.release(unit)
-                    is_shown = True
-            if not is_shown:
-                progress.advance(plan.unit_offsets[unit + 1] - plan.unit_offsets[unit])
-    progress.end()
-    tally.seconds = time.perf_counter() - started
-    return tally
+@dataclass(frozen=True)
+class ScoreTasks:
+    """The units of a plan as tasks; the reference travels without its weights."""
+
+    work: WorkFolder
+    plan: Plan
+    ring: Ring
+    reference: Reference
+    cut_rule: CutRule
+    tokens_per_batch: int
+    keep_token_logps: bool
+    run_id: str
+    made_by: tuple[str, int]  # host and process
+
+    name = "scoring"
+    unit = "rows"
+    is_input = False
+
+    @staticmethod
+    def of(job: Job, plan: Plan, run_id: str) -> ScoreTasks:
+        """The units of a plan whose ring is whole."""
+        config = job.config
+        return ScoreTasks(
+            work=job.work,
+            plan=plan,
+            ring=ring_of(job),
+            reference=job.reference,
+            cut_rule=CutRule(config.tokens.max_length, job.tokenizer.stops.tokens),
+            tokens_per_batch=config.scoring.tokens_per_batch,
+            keep_token_logps=config.cache.token_logps,
+            run_id=run_id,
+            made_by=_this_process(),
+        )
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """The rows of each unit."""
+        return [stop - start for start, stop in pairwise(self.plan.unit_offsets)]
+
+    @cached_property
+    def costs(self) -> Sequence[float]:
+        """The tokens of each unit, its mismatched completions taken for as long as its own."""
+        index = self.ring.rows.index
+        completions = (1 + self.ring.num_pairs) * index["completion_tokens"]
+        tokens = np.cumsum(index["prompt_tokens"] + completions)
+        ends = np.interp(self.plan.unit_offsets, [0, *index["row"]], [0, *tokens])
+        costs: list[float] = np.diff(ends).tolist()
+        return costs
+
+    def is_committed(self, task: int) -> bool:
+        """Whether a unit has its commit, or all have had one: then the work is gone."""
+        return self.work.commit(task).exists() or not self.work.root.is_dir()
+
+    def open(self, progress: Progress) -> Callable[[int], Tally]:
+        """Opens the ring, the model and earlier caches once a unit needs them."""
+        if self.made_by != _this_process():
+            self._require_same_reference()
+        scorer = _UnitScorer(self, progress)
+
+        def score(unit: int) -> Tally:
+            with _held_to_threads(self.plan):
+                return scorer.finish(unit)
+
+        return score
+
+    def _require_same_reference(self) -> None:
+        """Refuses to score with what this process finds at the path, if it is something else."""
+        found = dict(self.reference.identity())
+        if digest(found) == self.plan.reference_key:
+            return
+        differing = [name for name in found if found[name] != self.plan.fingerprint.get(name)]
+        raise FingerprintError(
+            f"On {socket.gethostname()} the reference is not the one that this run began with "
+            f"({', '.join(differing)} differ). Every machine needs the same model folder, the same "
+            "versions and the same kind of device (--device)."
+        )
 
 
-def _held_to_threads(job: Job, plan: Plan) -> AbstractContextManager[None]:
+def _this_process() -> tuple[str, int]:
+    return socket.gethostname(), os.getpid()
+
+
+def _held_to_threads(plan: Plan) -> AbstractContextManager[None]:
     """Uses the plan's number of threads where it decides the last bits of a number."""
-    if job.fingerprint.get("model.device") != "cpu":
+    if plan.fingerprint.get("model.device") != "cpu":
         return nullcontext()
     # Here, because only a reference that computes by torch needs it imported.
     from ..stages.model.reference import on_threads  # noqa: PLC0415
@@ -138,21 +194,17 @@ class _UnitMeter:
 
 @dataclass(frozen=True)
 class _UnitScorer:
-    """Scores the units of a plan; the ring, the model and earlier caches are opened when needed."""
+    """Scores the units of a plan; the model and earlier caches are opened when needed."""
 
-    job: Job
-    plan: Plan
-    run_id: str
+    tasks: ScoreTasks
     progress: Progress
 
-    def finish(self, unit: int, tally: Tally) -> None:
-        """Scores and commits a unit, unless that is done."""
-        start, stop = self.plan.unit_offsets[unit : unit + 2]
-        if self.job.work.commit(unit).exists() or self.job.is_published:
-            self.progress.advance(stop - start)
-            return
+    def finish(self, unit: int) -> Tally:
+        """Scores and commits a unit."""
+        tasks, plan = self.tasks, self.tasks.plan
+        start, stop = plan.unit_offsets[unit : unit + 2]
         meter = _UnitMeter(self.progress, stop - start)
-        unit_rows = build_unit(self.ring, start, stop, self.cut_rule)
+        unit_rows = build_unit(tasks.ring, start, stop, tasks.cut_rule)
         known = self.reuse.find(
             unit_rows.rows, first_key=unit_rows.first_key, last_key=unit_rows.last_key
         )
@@ -171,41 +223,26 @@ class _UnitScorer:
             rejected=(*unit_rows.rejected, *scores.rejected),
             notes={name: count for name, count in notes.items() if count},
             numerics=numerics or known.numerics,
-            input_names={entry.identity: entry.name for entry in self.plan.inputs},
+            input_names={entry.identity: entry.name for entry in plan.inputs},
         )
-        commit_unit(self.job.work, self.run_id, unit, scores.block, facts)
-        tally.add(stop - start, scores)
+        commit_unit(tasks.work, tasks.run_id, unit, scores.block, facts)
         meter.close()
-
-    @cached_property
-    def ring(self) -> Ring:
-        """The ring that the plan was made from."""
-        return ring_of(self.job)
-
-    @cached_property
-    def cut_rule(self) -> CutRule:
-        """How mismatched completions are cut."""
-        return CutRule(self.job.config.tokens.max_length, self.job.tokenizer.stops.tokens)
+        return Tally.of_unit(stop - start, scores)
 
     @cached_property
     def reuse(self) -> ReuseIndex:
         """The scores of earlier caches."""
-        earlier = open_earlier(self.plan.reuse, self.plan)
+        earlier = open_earlier(self.tasks.plan.reuse, self.tasks.plan)
         return ReuseIndex(earlier, need_token_logps=self.rules.keep_token_logps)
 
     @cached_property
     def rules(self) -> ScoringRules:
         """How units are scored."""
         return ScoringRules(
-            tokens_per_batch=self.job.config.scoring.tokens_per_batch,
-            hidden_size=self.reference.hidden_size(),
-            keep_token_logps=self.job.config.cache.token_logps,
+            tokens_per_batch=self.tasks.tokens_per_batch,
+            hidden_size=self.tasks.reference.hidden_size(),
+            keep_token_logps=self.tasks.keep_token_logps,
         )
-
-    @property
-    def reference(self) -> Reference:
-        """The reference model, not loaded."""
-        return self.job.reference
 
     def scorer(self) -> Scorer:
         """The reference model, loaded once."""
@@ -213,4 +250,4 @@ class _UnitScorer:
 
     @cached_property
     def _scorer(self) -> Scorer:
-        return self.reference.open()
+        return self.tasks.reference.open()

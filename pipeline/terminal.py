@@ -10,11 +10,13 @@ import logging
 import os
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
+from ..schemas.config import Config
 from ..schemas.safe_text import hear, safe
 from ..stages.tracking.mlflow_silence import WARNING, silence_mlflow
 from ..stages.tracking.progress import NoProgress, Progress, make_progress
@@ -90,6 +92,13 @@ def say_once(text: str) -> None:
     """Prints a result on the first rank."""
     if is_first_rank():
         say(text)
+
+
+def recorded_by_first(config: Config) -> Config:
+    """The config, without a record of the run on all ranks but the first."""
+    if is_first_rank():
+        return config
+    return replace(config, tracking=replace(config.tracking, mlflow=False))
 
 
 def is_first_rank() -> bool:

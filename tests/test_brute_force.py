@@ -14,7 +14,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from align.pipeline.precompute import precompute
-from align.pipeline.scoring_worker import Worker
 from align.schemas.config import (
     CacheOptions,
     Config,
@@ -77,7 +76,7 @@ def config_of(model, data, folder, **model_options):
 
 def stored(config):
     """Scores with the real reference, and reads every row back."""
-    outcome = precompute(config, HfReference(config.model), progress=Silent(), worker=Worker())
+    outcome = precompute(config, HfReference(config.model), progress=Silent())
     folder = Path(config.cache.output)
     files = [folder / "data" / commit.file for commit in outcome.manifest.shards]
     rows = [row for file in files for row in pq.read_table(file).to_pylist()]

@@ -82,12 +82,14 @@ def test_a_terminal_gets_a_bar_that_is_taken_away(journey, tmp_path):
     assert "scoring: 60 rows in" in done.out
 
 
-def test_only_the_first_rank_of_stage_1_prints(course, world, tmp_path):
-    """Its count ends at all rows, whoever scored them."""
+def test_of_the_ranks_of_stage_1_the_first_shows_progress_and_the_last_names_the_cache(
+    course, world, tmp_path
+):
     words = ("--model", course.model, "--output", tmp_path / "cache", "--rows-per-shard", 4)
     start = course.server.start
     first, second = start("precompute-ref", world.data.paired, *words, ranks=2).answers()
     assert (first.code, second.code) == (0, 0), (first, second)
-    assert (second.out, second.err) == ("", "")
-    assert "scoring: 60 rows in" in first.err, first
+    assert second.err == ""
+    assert "scoring: 32 rows in" in first.err, first  # 8 of 15 units
+    assert [said.out.count("cache root") for said in (first, second)] in ([1, 0], [0, 1])
     assert str(tmp_path / "cache") in first.out

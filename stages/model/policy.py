@@ -48,10 +48,8 @@ def load_policy(
     purity: bool = False,
     spread: Sharding | None = None,
 ) -> Policy:
-    """The policy of `train.model`, or the reference itself: its adapter, if any, merged into it."""
-    options = replace(model, dtype=train.dtype, device_map="")
-    if train.model:
-        options = replace(options, path=train.model, adapter="")
+    """The policy that begins as this model, the adapter of a reference merged into it."""
+    options = replace(model, dtype=train.dtype, device_map="", tensor_parallel=1)
     load: Callable[..., nn.Module] = load_model
     if spread:
         reads = lora.enabled or spread.path is None  # a checkpoint leaves frozen weights out

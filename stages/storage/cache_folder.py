@@ -7,9 +7,9 @@ _align/LOCK                          held by the owner of the folder
 _align/outbox/<time>-<id>/           a run that MLflow was not sent all of, as a run_folder
 _align/roots/<root>.json             manifests the cache had before it grew; their shards stay
 _align/<plan key>/                   work in progress, removed when it is done
-    plan.json  commits/<unit>.json  claims  spool/  tmp/<run id>/
+    plan.json  commits/<unit>.json  spool/  tmp/<run id>/  tmp/rings-<host>/
 
-Of a cache in an object store LOCK, outbox, claims, spool and tmp are in a local work folder.
+Of a cache in an object store LOCK, outbox, spool and tmp are in a local work folder.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -74,7 +75,7 @@ class CacheFolder:
     private = Below("_align")
     roots = Below("_align/roots")  # only there if the cache has grown
 
-    when_locked = "Wait for it, choose another --output, or help it with --join."
+    when_locked = "Wait for it, or choose another --output."
 
     @property
     def local(self) -> Path:
@@ -121,13 +122,15 @@ class CacheFolder:
         if isinstance(self.root, ObjectPath):
             _refuse_foreign_objects(self.root, {"manifest.json", "data", "quarantine", "_align"})
         else:
-            is_run = (self.root / "checkpoints").exists()
-            ours = self.private.is_dir() or (self.manifest.is_file() and self.data.is_dir())
-            is_other = is_run or is_output(self.root / "_align")
-            refuse_foreign(self.root, is_ours=ours and not is_other, what="cache")
+            refuse_foreign(self.root, is_ours=self._is_ours, what="cache")
         make_place(self.local, self.local / "_align")
         places.make_folder(self.data)
         places.fsync_folder(self.root)
+
+    def _is_ours(self) -> bool:
+        is_run = (self.root / "checkpoints").exists()
+        ours = self.private.is_dir() or (self.manifest.is_file() and self.data.is_dir())
+        return ours and not (is_run or is_output(self.local / "_align"))
 
 
 @dataclass(frozen=True)
@@ -140,11 +143,6 @@ class WorkFolder:
 
     plan = Below(PLAN_NAME)
     commits = Below("commits")  # one file per finished unit
-
-    @property
-    def claims(self) -> Path:
-        """Its bytes are locked by those who work on a unit."""
-        return self.local / "claims"
 
     @property
     def spool(self) -> Path:
@@ -163,15 +161,18 @@ class WorkFolder:
         """Makes the folders; `cache.prepare()` must have been called."""
         fs.make_folder(self.local)
         fs.fsync_folder(self.local.parent)
-        for path in (self.commits, self.spool):
-            places.make_folder(path)
+        places.make_folder(self.commits)
         fs.fsync_folder(self.local)
 
     def new_draft(self, run_id: str, name: str) -> Path:
-        """A free name in the folder of one run's drafts, which only its owner may read."""
+        """A free name in the folder of one run's drafts."""
+        return self.make_tmp(run_id) / f"{name}-{secrets.token_hex(8)}.parquet"
+
+    def make_tmp(self, name: str) -> Path:
+        """Makes a folder of drafts, which only its owner may read."""
         fs.make_folder(self.local / "tmp", 0o700)
-        fs.make_folder(self.tmp(run_id), 0o700)
-        return self.tmp(run_id) / f"{name}-{secrets.token_hex(8)}.parquet"
+        fs.make_folder(self.tmp(name), 0o700)
+        return self.tmp(name)
 
 
 OUTPUTS = ("rewards", "sweep")
@@ -194,12 +195,20 @@ class OutputFolder:
         """Makes the folder; refuses one that holds something else."""
         private = self._mark.parent
         fs.drop_drafts(self._mark)  # a process that is killed as it writes the mark leaves one
-        is_begun = private.is_dir() and not any(private.iterdir())
-        is_ours = self._mark.is_file() or (is_begun and [*self.root.iterdir()] == [private])
-        refuse_foreign(self.root, is_ours=is_ours, what=self.kind)
+        refuse_foreign(self.root, is_ours=self._is_ours, what=self.kind)
         make_place(self.root, private)
         if not self._mark.exists():
             fs.publish(self._mark, b"", label="config")
+
+    def _is_ours(self) -> bool:
+        """Whether it has the mark, or holds nothing yet but what another process begins with."""
+        private = self._mark.parent
+        if self._mark.is_file():
+            return True
+        begun = private.is_dir() and [*self.root.iterdir()] == [private]
+        drafts = f".{self._mark.name}.*.tmp"
+        is_empty = begun and all(path.match(drafts) for path in private.iterdir())
+        return is_empty or self._mark.is_file()
 
     def require_ours(self, name: str) -> None:
         """Refuses to replace a file that align did not write, or that was changed since."""
@@ -228,13 +237,16 @@ def is_output(private: Path) -> bool:
     return any((private / kind).exists() for kind in OUTPUTS)
 
 
-def refuse_foreign(root: Path, *, is_ours: bool, what: str) -> None:
-    """Refuses a folder with content that align did not make; an empty folder may be used."""
+def refuse_foreign(root: Path, *, is_ours: Callable[[], bool], what: str) -> None:
+    """Refuses a folder with content that align did not make; an empty folder may be used.
+
+    What the content is, is asked after it was seen: another process may begin just now.
+    """
     if not root.exists() and not root.is_symlink():
         return
     if not root.is_dir():
         raise UsageError(f"{root} is not a folder. Choose another --output.")
-    if not is_ours and (found := next(root.iterdir(), None)) is not None:
+    if (found := next(root.iterdir(), None)) is not None and not is_ours():
         raise UsageError(
             f"{root} holds '{found.name}' and is not a {what} folder. Choose another --output."
         )

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...schemas.cache import Manifest
-from ...schemas.errors import counted
+from ...schemas.errors import StorageError, counted
 from . import fs, objects, places
-from .cache_folder import PART_NAME, WORK_NAME, CacheFolder
+from .cache_folder import PART_NAME, CacheFolder, WorkFolder
 from .failpoints import reach
 from .manifest_file import earlier_manifests, load_manifest
 from .objects import Location, ObjectPath
@@ -21,25 +21,36 @@ from .objects import Location, ObjectPath
 _TRASH = ".trash-"
 
 
-def collect(folder: CacheFolder, manifest: Manifest) -> None:
-    """Removes the files that neither the manifest nor an earlier one names; safe to repeat."""
-    assert load_manifest(folder).root == manifest.root, "only after the manifest is published"
+def collect(folder: CacheFolder, works: Sequence[WorkFolder]) -> bool:
+    """Removes work that is done, then the files that no manifest names; safe to repeat.
+
+    `works` are those that a published manifest ends; the first of them is its own. Files stay while
+    there is other work, which may need them. Returns whether this process removed the first work:
+    of several that publish one manifest, one does.
+    """
+    load_manifest(folder)  # a cache that has none may lose nothing
     reach("gc.started")
     # The run that renamed the manifest may have died before it made the name durable.
     places.fsync_folder(folder.root)
     # Commits go before the shards they name: a commit must never name a missing shard.
-    if isinstance(folder.root, ObjectPath):
-        _forget_objects(folder)
-    _forget_work(folder.local / folder.private.name)
+    is_first = _forget_objects(works)
+    was_here = _forget(folder.local / folder.private.name, works)
     reach("gc.forgotten")
-    named = _named_by(folder, [manifest, *earlier_manifests(folder)])
-    for path in sorted(_parts(folder) - named, key=str):
+    found = _parts(folder)  # before other work is looked for: what begins now makes new ones
+    if not folder.works():
+        _remove_unnamed(folder, found)
+    reach("gc.done")
+    return is_first if isinstance(folder.root, ObjectPath) else was_here
+
+
+def _remove_unnamed(folder: CacheFolder, found: set[Location]) -> None:
+    named = _named_by(folder, [load_manifest(folder), *earlier_manifests(folder)])
+    for path in sorted(found - named, key=str):
         places.unlink(path)
     if not any(path.parent == folder.quarantine for path in named):
         places.remove_folder(folder.quarantine)
     for draft in _drafts(folder):
         fs.unlink(draft)
-    reach("gc.done")
 
 
 def _drafts(folder: CacheFolder) -> list[Path]:
@@ -89,7 +100,7 @@ def superseded(folder: CacheFolder, manifest: Manifest) -> Superseded:
     return Superseded(roots, tuple(sizes), sum(sizes.values()))
 
 
-def remove_superseded(folder: CacheFolder, manifest: Manifest) -> None:
+def remove_superseded(folder: CacheFolder) -> None:
     """Removes all earlier manifests, then the files that only they named; the owner calls it."""
     for earlier in earlier_manifests(folder):
         places.unlink(folder.earlier(earlier.root))
@@ -97,7 +108,7 @@ def remove_superseded(folder: CacheFolder, manifest: Manifest) -> None:
         places.fsync_folder(folder.roots)  # a manifest must never name a missing file
         places.remove_folder(folder.roots)
     reach("superseded.forgotten")
-    collect(folder, manifest)
+    collect(folder, ())
 
 
 def _named_by(folder: CacheFolder, manifests: Sequence[Manifest]) -> set[Location]:
@@ -116,23 +127,39 @@ def _listed(parent: Location) -> Sequence[Location]:
     return places.listed(parent) if parent.is_dir() else []
 
 
-def _forget_objects(folder: CacheFolder) -> None:
-    """Removes the work in a store: of each the plan first, so that nobody takes up the rest."""
-    for work in folder.works():
-        places.unlink(work.plan)
+def _forget_objects(works: Sequence[WorkFolder]) -> bool:
+    """Removes work in a store: of each the plan first, so that nobody takes up the rest.
+
+    Returns whether the first had its plan still; on a disk there is nothing to do.
+    """
+    had_plan = False
+    for number, work in enumerate(works):
         if isinstance(work.root, ObjectPath):
+            had_plan = had_plan or (number == 0 and work.plan.is_file())
+            places.unlink(work.plan)
             objects.remove_below(work.root)
+    return had_plan
 
 
-def _forget_work(private: Path) -> None:
+def _forget(private: Path, works: Sequence[WorkFolder]) -> bool:
     if not private.is_dir():
-        return
-    for path in list(private.iterdir()):
-        if WORK_NAME.fullmatch(path.name):
-            # Renamed first: a half-removed folder must not look like work to be resumed.
-            fs.rename(path, path.with_name(f"{_TRASH}{path.name}-{secrets.token_hex(4)}"))
+        return False
+    # Renamed first: a half-removed folder must not look like work to be resumed.
+    moved = [_move(work.local, private) for work in works]
     # Also what a killed run renamed: after a power loss no half-emptied folder may have its name.
     fs.fsync_folder(private)
     for path in list(private.iterdir()):
         if path.name.startswith(_TRASH):
             fs.remove_tree(path)
+    return moved[:1] == [True]
+
+
+def _move(work: Path, private: Path) -> bool:
+    """Moves a folder away; False if it is not there, or another process was first."""
+    try:
+        fs.rename(work, private / f"{_TRASH}{work.name}-{secrets.token_hex(4)}")
+    except StorageError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return False
+        raise
+    return True

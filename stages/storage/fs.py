@@ -29,9 +29,12 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def publish(path: Path, payload: bytes, *, label: str) -> None:
-    """Writes a whole file, in place of any other of this name."""
-    with _drafted(path, payload) as draft:
+def publish(path: Path, payload: bytes, *, label: str, draft_in: Path | None = None) -> None:
+    """Writes a whole file, in place of any other of this name.
+
+    With `draft_in` it fails if that folder is removed before the file has its name.
+    """
+    with _drafted(draft_in / path.name if draft_in else path, payload) as draft:
         reach(f"{label}.before_rename")
         rename(draft, path)
     reach(f"{label}.after_rename")
@@ -72,6 +75,14 @@ def new_file(path: Path, *, replaces: bool) -> Iterator[io.BufferedWriter]:
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """A folder to fill, which becomes `path` at the end of the block, unless `path` has content."""
+    with draft_folder(path) as draft:
+        yield draft
+        rename(draft, path)
+
+
+@contextmanager
+def draft_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill, which goes at the end of the block unless the block has moved it."""
     drop_drafts(path)
     draft = _draft_of(path)
     make_folder(draft)
@@ -79,13 +90,10 @@ def new_folder(path: Path) -> Iterator[Path]:
     try:
         _lock(descriptor)
         yield draft
-        rename(draft, path)
-    except BaseException:
-        with suppress(AlignError):
-            remove_tree(draft)
-        raise
     finally:
         os.close(descriptor)
+        with suppress(AlignError):
+            remove_tree(draft)
 
 
 @contextmanager
@@ -107,28 +115,16 @@ def drop_drafts(path: Path) -> None:
 
 
 def _is_dead(draft: Path) -> bool:
-    with if_unlocked(draft) as is_dead:
-        return is_dead
-
-
-@contextmanager
-def if_unlocked(path: Path) -> Iterator[bool]:
-    """Whether a file or folder is there and not locked; nobody can lock it during the block."""
-    try:
-        descriptor = os.open(path, _READ)
-    except OSError:
-        yield False
-        return
-    try:
-        yield _is_taken(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _is_taken(descriptor: int) -> bool:
+    """Whether no writer holds a draft; one without content may not be locked yet."""
     with suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
+        if not (any(draft.iterdir()) if draft.is_dir() else draft.stat().st_size):
+            return False
+        descriptor = os.open(draft, _READ)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        finally:
+            os.close(descriptor)
     return False
 
 
@@ -240,6 +236,18 @@ def rename(path: Path, target: Path) -> None:
     operate("rename", path, lambda: path.rename(target), target=target)
 
 
+def rename_if_absent(path: Path, target: Path) -> bool:
+    """Moves a folder to its new name; False when a folder with content has it."""
+    try:
+        rename(path, target)
+    except StorageError as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            return False
+        raise
+    return True
+
+
 def link(path: Path, target: Path) -> bool:
     """Gives a file a second name; False when the name is taken."""
     try:
@@ -292,8 +300,14 @@ def remove_folder(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a folder with everything in it; links are not followed."""
-    operate("remove_tree", path, lambda: shutil.rmtree(path))
+    """Removes a folder with everything in it, if it exists; links are not followed."""
+
+    def remove() -> None:
+        while path.exists():
+            with suppress(FileNotFoundError):  # another process removes it too
+                shutil.rmtree(path)
+
+    operate("remove_tree", path, remove)
 
 
 def open_lock(path: Path) -> int:

@@ -30,6 +30,7 @@ from ...schemas.file_version import Remember, digest_anew
 from ...schemas.json_codec import digest
 from . import fs, objects
 from .digest_memory import user_folder
+from .locks import if_unlocked
 from .objects import Location, ObjectPath, Version
 
 logger = logging.getLogger("align")
@@ -339,7 +340,7 @@ def _reserved(here: LocalPlace) -> int:
     """What other fetches have been promised; promises of dead processes are removed."""
     total = 0
     for path in here.root.glob(".reserved-*"):
-        with fs.if_unlocked(path) as is_left:
+        with if_unlocked(path) as is_left:
             if is_left:
                 fs.unlink(path)
         with suppress(StorageError, ValueError):
@@ -373,7 +374,7 @@ def _remove(path: Path) -> bool:
     if not path.is_dir():
         fs.unlink(path)
         return True
-    with fs.if_unlocked(path.with_name(f".{path.name}.lock")) as is_unused:
+    with if_unlocked(path.with_name(f".{path.name}.lock")) as is_unused:
         if is_unused and path not in _held:
             fs.remove_tree(path)
             return True

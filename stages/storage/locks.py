@@ -1,7 +1,7 @@
-"""Locks: one owner per output folder, one worker per unit.
+"""Locks: one owner per output folder.
 
-Locks save work; they do not protect data. `put_if_absent` commits a unit once, with or without
-them.
+A lock saves work; it does not protect data. `put_if_absent` commits a unit once, with or without
+one.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -62,6 +64,27 @@ def try_owner_lock(folder: Ownable, run_id: str) -> OwnerLock | None:
     return lock
 
 
+@contextmanager
+def if_unlocked(path: Path) -> Iterator[bool]:
+    """Whether a file is there and not locked; nobody can lock it during the block."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        yield False
+        return
+    try:
+        yield _is_taken(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_taken(descriptor: int) -> bool:
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
 class OwnerLock:
     """Held until it is released or the process ends."""
 
@@ -106,43 +129,6 @@ class Owner:
     pid: int
     run_id: str
     since: str
-
-
-class UnitClaims:
-    """Claims on units, one locked byte each; those of a process end with it.
-
-    Open it once per process: closing any descriptor of the file drops all claims of the process.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._descriptor = fs.open_lock(path)
-
-    def try_claim(self, unit: int) -> bool:
-        """Claims a unit if no process holds it; after False, `wait` and try again."""
-        try:
-            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, unit)
-        except (BlockingIOError, PermissionError):
-            return False
-        return True
-
-    def release(self, unit: int) -> None:
-        """Releases a unit."""
-        fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, unit)
-
-    def wait(self, unit: int) -> None:
-        """Waits until no process holds the unit; the caller must not hold one."""
-        fcntl.lockf(self._descriptor, fcntl.LOCK_SH, 1, unit)
-        self.release(unit)
-
-    def close(self) -> None:
-        """Releases all units."""
-        os.close(self._descriptor)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 _held: set[int] = set()

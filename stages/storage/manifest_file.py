@@ -69,12 +69,17 @@ def root_of(manifest: Manifest) -> str:
     return digest_of(manifest, "root", "align_version", "model", "adapter")
 
 
-def write_manifest(folder: CacheFolder, manifest: Manifest) -> None:
-    """Finishes a cache, which readers then see; the manifest it replaces is kept."""
+def write_manifest(
+    folder: CacheFolder, manifest: Manifest, *, draft_in: Location | None = None
+) -> None:
+    """Finishes a cache, which readers then see; the manifest it replaces is kept.
+
+    A draft in the folder of the plan's work has no effect once another process has removed that.
+    """
     reach("manifest.before_write")
     known = _keep_earlier(folder, manifest)
     payload = to_json(manifest).encode()
-    places.replace_known(folder.manifest, payload, known=known, label="manifest")
+    places.replace_known(folder.manifest, payload, known=known, label="manifest", draft_in=draft_in)
 
 
 def _keep_earlier(folder: CacheFolder, manifest: Manifest) -> bytes | None:

@@ -34,13 +34,22 @@ def put_if_absent(path: Location, payload: bytes, *, label: str) -> bool:
     return won
 
 
-def replace_known(path: Location, payload: bytes, *, known: bytes | None, label: str) -> None:
+def replace_known(
+    path: Location,
+    payload: bytes,
+    *,
+    known: bytes | None,
+    label: str,
+    draft_in: Location | None = None,
+) -> None:
     """Writes a whole file in place of one with known bytes, or of none.
 
-    Of two that replace one object the second is refused. A file has one owner at a time.
+    Of two that replace one object with different ones the second is refused. A file's draft is in
+    the folder `draft_in`, without which it gets no name.
     """
     if isinstance(path, Path):
-        fs.publish(path, payload, label=label)
+        folder = draft_in if isinstance(draft_in, Path) else None
+        fs.publish(path, payload, label=label, draft_in=folder)
         return
     reach(f"{label}.before_rename")
     objects.put_over(path, payload, expected=known)

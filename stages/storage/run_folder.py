@@ -121,12 +121,14 @@ class RunFolder:
 
     def prepare(self) -> None:
         """Makes the folders; refuses a folder that holds something else."""
-        is_cache = (self.root / "manifest.json").exists() or (self.root / "data").exists()
-        ours = self.private.is_dir() and not is_cache and not is_output(self.private)
-        refuse_foreign(self.root, is_ours=ours, what="training run")
+        refuse_foreign(self.root, is_ours=self._is_ours, what="training run")
         make_place(self.root, self.private)
         fs.make_folder(self.checkpoints)
         fs.fsync_folder(self.root)
+
+    def _is_ours(self) -> bool:
+        is_cache = (self.root / "manifest.json").exists() or (self.root / "data").exists()
+        return self.private.is_dir() and not is_cache and not is_output(self.private)
 
     def require_new(self) -> None:
         """Refuses to begin a run where one has begun already; the owner calls it.

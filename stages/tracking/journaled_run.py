@@ -67,18 +67,26 @@ def open_training_run(
 
 @contextmanager
 def recorded(
-    options: TrackingOptions, home: Path, stage: str, *, is_recorded: bool, goes_on_from: str = ""
+    options: TrackingOptions,
+    home: Path,
+    stage: str,
+    *,
+    is_recorded: bool,
+    is_alone: bool = True,
+    goes_on_from: str = "",
 ) -> Iterator[Run]:
     """Records the work on a cache or sweep in MLflow, under the name of its stage.
 
-    The record is in the outbox of that folder until MLflow was sent all of it.
+    The record is in the outbox of that folder until MLflow was sent all of it. Unless a process is
+    alone there, it leaves the rest of the outbox as it is.
     """
     if not (is_recorded and options.mlflow):
         yield Run(home)
         return
-    folder = new_record(home)
+    folder = new_record(home, is_alone=is_alone)
     with ExitStack() as stack:
-        stack.callback(remove_if_sent, folder)  # after the lock, which is in the folder
+        # After the lock, which is in the folder.
+        stack.callback(remove_if_sent, folder, is_alone=is_alone)
         stack.enter_context(owner_lock(folder, stage))
         status: Status = "FAILED"
         journal = open_journal(folder.metrics, keep_through=-1)

@@ -155,9 +155,12 @@ def load_ledger(path: Path) -> Ledger:
         ) from error
 
 
-def new_record(home: Path) -> RunFolder:
-    """Makes the folder of a run in the outbox of a cache or sweep."""
-    for folder in _records(home):
+def new_record(home: Path, *, is_alone: bool = True) -> RunFolder:
+    """Makes the folder of a run in the outbox of a cache or sweep.
+
+    Who is alone there also removes what is left of runs that were sent.
+    """
+    for folder in _records(home) if is_alone else []:
         with log_failure("What an earlier run left in the outbox stays"):
             _remove_remnant(folder)
     name = f"{now_ms():013d}-{secrets.token_hex(4)}"
@@ -172,7 +175,7 @@ def close_record(folder: RunFolder) -> None:
     fs.fsync_folder(folder.private)
 
 
-def remove_if_sent(folder: RunFolder) -> None:
+def remove_if_sent(folder: RunFolder, *, is_alone: bool = True) -> None:
     """Removes a run from its outbox once it is closed; no lock in it may be held, because of NFS.
 
     A failure is logged: the next run on the cache or sweep tries again.
@@ -180,7 +183,8 @@ def remove_if_sent(folder: RunFolder) -> None:
     with log_failure("A run that MLflow was sent stays in the outbox"):
         if not folder.mlflow.exists():
             fs.remove_tree(folder.root)
-            fs.remove_folder(folder.root.parent)
+            if is_alone:  # else another process may be about to use it
+                fs.remove_folder(folder.root.parent)
 
 
 def _remove_remnant(folder: RunFolder) -> None:

@@ -49,7 +49,6 @@ def measure(rows: int) -> dict[str, int]:
 
     own_process([])  # as the command does before anything else
     from align.pipeline.precompute import precompute
-    from align.pipeline.scoring_worker import Worker
     from align.schemas.config import (
         CacheOptions,
         Config,
@@ -72,7 +71,7 @@ def measure(rows: int) -> dict[str, int]:
             tracking=TrackingOptions(mlflow=False),
         )
         started = time.perf_counter()
-        outcome = precompute(config, StubReference(), progress=make_progress(), worker=Worker())
+        outcome = precompute(config, StubReference(), progress=make_progress())
         seconds = time.perf_counter() - started
         stored = sum(path.stat().st_size for path in (folder / "cache" / "data").iterdir())
     return {

@@ -148,7 +148,6 @@ def measure_align(folder):
 
     own_process([])  # as the command does before anything else
     from align.pipeline.precompute import precompute
-    from align.pipeline.scoring_worker import Worker
     from align.schemas.config import (
         CacheOptions,
         Config,
@@ -167,7 +166,7 @@ def measure_align(folder):
             cache=CacheOptions(output=f"{output}/cache", kl_pairs=0, reuse_known=False),
             tracking=TrackingOptions(mlflow=False),
         )
-        outcome = precompute(config, HfReference(model), progress=make_progress(), worker=Worker())
+        outcome = precompute(config, HfReference(model), progress=make_progress())
         peak = peak_mib()
         logps = stored_logps(Path(output) / "cache")
     return result(folder, outcome.tally.seconds, peak, logps)

@@ -77,7 +77,7 @@ class Place:
 
     def make_cache(self, model: Path | None, rows: int) -> None:
         self._run("now", None, "tiny-world", "world", *(("--rows", str(rows)) if rows else ()))
-        data, model = "world/data/paired.parquet", (model or Path("world/model")).absolute()
+        data, model = "world/data/paired.parquet", (model or self.folder / "world/model").absolute()
         words = ("--model", model, "--output", "cache", "--rows-per-shard", 500, "--no-mlflow")
         self._run("now", None, "precompute-ref", data, *words)
         time.sleep(3)  # a file that is younger is digested each time

@@ -110,7 +110,7 @@ def test_flags_of_a_model_are_refused_where_labels_are_the_scores():
         assert said.startswith(f"{flag[0]}: ")
         assert "not used by `align score --from-labels`" in said
     assert "records no run" in refusal(2, "score", "x.jsonl", "--from-labels", "--mlflow")
-    assert "no work to share" in refusal(2, "score", "x.jsonl", "--from-labels", "--join")
+    assert "no work to share" in refusal(2, "score", "x.jsonl", "--from-labels", "--part", "1/2")
 
 
 def test_a_varied_setting_that_no_training_uses_is_refused(journey):

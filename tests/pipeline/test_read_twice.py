@@ -9,7 +9,6 @@ import pytest
 
 from align.pipeline.precompute import precompute
 from align.pipeline.score_rewards import rewards_from_model
-from align.pipeline.scoring_worker import Worker
 from align.schemas.config import DataOptions, ModelOptions
 from align.schemas.errors import FingerprintError
 from align.stages.model.reference import HfReference
@@ -33,9 +32,7 @@ class Meddling(Silent):
 
 
 def run(config, meddle, reference=None):
-    return precompute(
-        config, reference or StubReference(), progress=Meddling(meddle), worker=Worker()
-    )
+    return precompute(config, reference or StubReference(), progress=Meddling(meddle))
 
 
 @pytest.fixture
@@ -67,7 +64,7 @@ def test_a_tokenizer_that_changes_before_rows_are_read_is_refused(own_data, tmp_
     template = next(model.glob("chat_template*"))
     meddling = Beginning(lambda: template.write_text(template.read_text() + " "))
     with pytest.raises(FingerprintError, match="the tokenizer or its template changed"):
-        precompute(own, StubReference(), progress=meddling, worker=Worker())
+        precompute(own, StubReference(), progress=meddling)
 
 
 @pytest.mark.parametrize("when", ["loaded", "scored"])
@@ -89,7 +86,7 @@ def test_a_model_that_is_written_over_while_it_is_used_is_refused(config, world,
     own = replace(config, model=ModelOptions(path=str(model)))
     progress = Scoring(overwrite if when == "scored" else None)
     with pytest.raises(FingerprintError, match=r"model\.safetensors changed after it was digested"):
-        precompute(own, Overwritten(own.model), progress=progress, worker=Worker())
+        precompute(own, Overwritten(own.model), progress=progress)
     assert not CacheFolder(Path(own.cache.output)).manifest.exists()
 
 
@@ -122,7 +119,7 @@ def test_a_file_that_changes_between_its_scores_and_its_rows_is_refused(own_data
 
     rewards = replace(own_data.rewards, model=own_data.model.path, output=str(tmp_path / "scored"))
     config = replace(own_data, rewards=rewards)
-    options = {"progress": Silent(), "worker": Worker()}
+    options = {"progress": Silent()}
     before = path.read_bytes()
     with pytest.raises(FingerprintError, match=r"rows\.jsonl changed while it was read"):
         rewards_from_model(config, lambda _: Shrinking(), **options)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from align.pipeline.scoring_worker import Worker
+from align.pipeline.executor import Share
 from align.schemas.config import DataOptions
 from align.schemas.errors import Interrupted
 from support.stage_one import Gate, child, contents, run
@@ -27,20 +27,15 @@ def test_a_stopped_run_leaves_its_work_for_the_next(config, clean, tmp_path):
     assert contents(config.cache.output) == clean
 
 
-def test_a_helper_waiting_for_others_can_be_stopped(config, clean):
-    gate, late = Gate(), Gate()
-    owner = child(config, reference=gate.reference())
+def test_a_stopped_part_leaves_its_work_for_the_others(config, clean):
+    gate = Gate()
+    stopped = child(config, share=Share(2, 2), reference=gate.reference())
     assert gate.reached.wait(60)
-    helper = child(config, worker=Worker(joins=True), reference=late.reference())
-    assert late.reached.wait(60)
-    late.opened.set()
-    helper.join(1)  # by now it has done all units but the owner's, and waits for that one
-    os.kill(helper.pid, signal.SIGTERM)
-    helper.join(60)
-    assert helper.exitcode == 143
-    gate.opened.set()
-    owner.join(60)
-    assert owner.exitcode == 0
+    os.kill(stopped.pid, signal.SIGTERM)
+    stopped.join(60)
+    assert stopped.exitcode == 143
+    assert run(config, share=Share(1, 2)).whole is None
+    assert run(config, share=Share(2, 2)).has_published
     assert contents(config.cache.output) == clean
 
 

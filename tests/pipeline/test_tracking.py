@@ -132,7 +132,7 @@ def test_a_store_that_is_down_costs_one_warning(tracked, config, to, tmp_path, c
     assert {name: made[name] for name in made.keys() - kept} == contents(tmp_path / "clean")
     folder = CacheFolder(Path(tracked.cache.output))
     assert is_tidy(folder, load_manifest(folder))
-    remove_superseded(folder, load_manifest(folder))
+    remove_superseded(folder)
     assert contents(folder.root) == made, "what is still to be sent stays"
 
 

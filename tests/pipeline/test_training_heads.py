@@ -16,7 +16,6 @@ from transformers import (
 )
 
 from align.pipeline.precompute import precompute
-from align.pipeline.scoring_worker import Worker
 from align.pipeline.train import run_training
 from align.schemas.config import (
     CacheOptions,
@@ -141,5 +140,5 @@ def with_token_logps(world, folder):
         cache=CacheOptions(output=str(folder), token_logps=True, reuse_known=False),
         tracking=TrackingOptions(mlflow=False),
     )
-    precompute(config, HfReference(config.model), progress=Silent(), worker=Worker())
+    precompute(config, HfReference(config.model), progress=Silent())
     return folder

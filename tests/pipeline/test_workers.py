@@ -1,14 +1,23 @@
-"""One owner, any number of helpers: who works on a folder never shows in its bytes."""
+"""One owner, any number of parts: who works on a folder never shows in its bytes."""
 
+import itertools
 import os
+import signal
 import socket
 from dataclasses import replace
 from multiprocessing.connection import wait
+from pathlib import Path
 
 import pytest
 
-from align.pipeline.scoring_worker import Worker
+from align.pipeline.executor import Share
+from align.schemas.config import DataOptions
+from align.schemas.errors import LockedError
+from align.stages.storage import fs
+from align.stages.storage.cache_folder import CacheFolder
 from support.stage_one import Gate, child, contents, run
+
+KILLED = -signal.SIGKILL
 
 
 def joined(*processes):
@@ -17,8 +26,8 @@ def joined(*processes):
     return [process.exitcode for process in processes]
 
 
-def helper(rank, world):
-    return Worker(rank, world, joins=True)
+def parts(count):
+    return [Share(number + 1, count) for number in range(count)]
 
 
 def test_of_four_runs_at_once_one_works_and_three_are_refused(config, clean):
@@ -42,85 +51,127 @@ def test_a_refusal_names_the_process_that_works_there(config, tmp_path):
     assert (
         f"{config.cache.output} is in use by process {owner.pid} on {socket.gethostname()}" in said
     )
-    assert "Wait for it, choose another --output, or help it with --join" in said
+    assert "Wait for it, or choose another --output" in said
     gate.opened.set()
     assert joined(owner) == [0]
     assert run(config).was_complete  # who comes after the end finds the work done
 
 
 def test_a_lock_left_by_a_killed_run_does_not_block_the_next(config, clean):
-    assert joined(child(config, "commit.done=kill@2")) == [-9]
+    assert joined(child(config, "commit.done=kill@2")) == [KILLED]
     assert joined(child(config)) == [0]
     assert contents(config.cache.output) == clean
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_helpers_end_in_the_same_bytes_as_one_worker(config, clean, world):
-    runs = [child(config, worker=helper(rank, world)) for rank in range(world)]
-    assert joined(*runs) == [0] * world
+@pytest.mark.parametrize("order", [*itertools.permutations(parts(3))], ids=str)
+def test_parts_one_after_the_other_in_any_order_end_in_the_same_bytes(config, clean, order):
+    done = [run(config, share=share) for share in order]
+    assert [one.has_published for one in done] == [False, False, True]
+    assert [one.whole is not None for one in done] == [False, False, True]
+    assert sum(one.tally.units for one in done) == 8
     assert contents(config.cache.output) == clean
 
 
-def test_a_helper_without_a_rank_steals_what_is_left(config, clean):
-    gate = Gate()
-    owner = child(config, reference=gate.reference())
-    assert gate.reached.wait(60)
-    second, third = (child(config, worker=Worker(joins=True)) for _ in range(2))
-    second.join(0.2)
-    gate.opened.set()
-    assert joined(owner, second, third) == [0, 0, 0]
+@pytest.mark.parametrize("count", [2, 3])
+def test_parts_at_the_same_time_end_in_the_same_bytes(config, clean, count):
+    runs = [child(config, share=share) for share in parts(count)]
+    assert joined(*runs) == [0] * count
     assert contents(config.cache.output) == clean
 
 
-@pytest.mark.parametrize("place", ["unit.scored", "commit.before_link", "commit.after_link"])
-def test_a_helper_killed_in_the_middle_changes_nothing(config, clean, place):
-    runs = [
-        child(config, worker=helper(0, 3)),
-        child(config, f"{place}=kill@2", worker=helper(1, 3)),
-        child(config, worker=helper(2, 3)),
-    ]
-    codes = joined(*runs)
-    assert (codes[0], codes[2]) == (0, 0)
-    assert codes[1] in {0, -9}  # 0 when the others left it nothing to die of
-    assert contents(config.cache.output) == clean
-
-
-def test_a_helper_whose_owner_is_killed_finishes_and_publishes(config, clean):
-    owners_gate, helpers_gate = Gate(), Gate()
-    owner = child(config, "unit.scored=kill@2", reference=owners_gate.reference())
-    assert owners_gate.reached.wait(60)
-    left = child(config, worker=Worker(joins=True), reference=helpers_gate.reference())
-    assert helpers_gate.reached.wait(60)  # it has joined: the owner holds the folder
-    owners_gate.opened.set()
-    assert joined(owner) == [-9]
-    helpers_gate.opened.set()
-    assert joined(left) == [0]
-    assert contents(config.cache.output) == clean
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2), (2, 3, 1, 0)])
-def test_ranks_may_start_in_any_order(config, clean, order):
-    gates = {rank: Gate() for rank in order}
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2)])
+def test_parts_may_start_and_end_in_any_order(config, clean, order):
+    gates = {number: Gate() for number in order}
     runs = []
-    for rank in order:
-        runs.append(child(config, worker=helper(rank, 4), reference=gates[rank].reference()))
-        assert gates[rank].reached.wait(60)  # each has begun before the next starts
-    for rank in reversed(order):
-        gates[rank].opened.set()
+    for number in order:
+        reference = gates[number].reference()
+        runs.append(child(config, share=Share(number + 1, 4), reference=reference))
+        assert gates[number].reached.wait(60)  # each has begun before the next starts
+    for number in reversed(order):
+        gates[number].opened.set()
     assert joined(*runs) == [0, 0, 0, 0]
     assert contents(config.cache.output) == clean
 
 
-def test_one_rank_of_many_does_the_work_of_those_that_never_came(config, clean):
-    run(config, worker=helper(3, 4))
+def test_a_call_without_a_part_does_what_parts_that_never_came_left(config, clean):
+    left = run(config, share=Share(2, 4))
+    assert left.tally.units == 2
+    whole = run(config)
+    assert whole.tally.units == 6
     assert contents(config.cache.output) == clean
 
 
-def test_the_number_of_workers_may_change_between_runs(config, clean):
-    stopped = [child(config, "commit.done=kill@1", worker=helper(rank, 2)) for rank in range(2)]
-    assert -9 in joined(*stopped)
-    assert joined(child(config, "commit.done=kill@2", worker=helper(0, 3))) == [-9]
+@pytest.mark.parametrize("place", ["unit.scored", "commit.before_link", "commit.after_link"])
+def test_a_part_killed_in_the_middle_is_made_good_by_its_next_run(config, clean, place):
+    runs = [
+        child(config, share=Share(1, 3)),
+        child(config, f"{place}=kill@2", share=Share(2, 3)),
+        child(config, share=Share(3, 3)),
+    ]
+    assert joined(*runs) == [0, KILLED, 0]
+    assert joined(child(config, share=Share(2, 3))) == [0]
+    assert contents(config.cache.output) == clean
+
+
+def test_the_number_of_parts_may_change_between_runs(config, clean):
+    stopped = [child(config, "commit.done=kill@1", share=share) for share in parts(2)]
+    assert joined(*stopped) == [KILLED, KILLED]
+    assert joined(child(config, "commit.done=kill@1", share=Share(1, 3))) == [KILLED]
     assert joined(child(config)) == [0]
+    assert contents(config.cache.output) == clean
+
+
+def test_a_part_that_still_works_while_another_publishes_ends_well(config, clean):
+    gate = Gate()
+    late = child(config, share=Share(1, 2), reference=gate.reference())
+    assert gate.reached.wait(60)  # it is about to score, while a whole call does everything
+    assert run(config).manifest.rows == 120
+    gate.opened.set()
+    assert joined(late) == [0]
+    assert contents(config.cache.output) == clean
+
+
+def test_a_part_beside_other_data_in_its_folder_is_refused_once_that_is_published(
+    config, data, tmp_path
+):
+    lines = data.paired_jsonl.read_text().splitlines(keepends=True)
+    (tmp_path / "few.jsonl").write_text("".join(lines[:60]))
+    few = replace(config, data=DataOptions(files=[str(tmp_path / "few.jsonl")]))
+    gate = Gate()
+    late = child(config, share=Share(1, 2), reference=gate.reference(), stderr=tmp_path / "said")
+    assert gate.reached.wait(60)
+    run(few)
+    gate.opened.set()
+    assert joined(late) == [LockedError.exit_code]
+    assert "another run, on other data, has completed" in (tmp_path / "said").read_text()
+    assert joined(child(config, share=Share(1, 1))) == [0]
+
+
+def test_two_processes_that_prepare_at_once_leave_one_ring(config, clean):
+    """Both find no plan; each makes a draft, and the first to end is read by both."""
+    runs = [child(config, share=share) for share in parts(2)]
+    assert joined(*runs) == [0, 0]
+    assert contents(config.cache.output) == clean
+
+
+def test_drafts_of_dead_processes_go_and_those_of_living_ones_stay(config, clean):
+    assert joined(child(config, "ring.before_rename=kill")) == [KILLED]
+    (work,) = CacheFolder(Path(config.cache.output)).works()
+    (dead,) = (work.root / "tmp" / f"rings-{socket.gethostname()}").iterdir()
+    with fs.draft_folder(dead.with_name("ring")) as living:
+        assert not dead.exists()
+        assert joined(child(config, "plan.before_link=kill")) == [KILLED]
+        assert [*dead.parent.iterdir()] == [living]
+    assert joined(child(config)) == [0]
+    assert contents(config.cache.output) == clean
+
+
+@pytest.mark.parametrize("name", ["rows.arrows", "partners.arrows", "index.npy"])
+def test_a_ring_that_lost_a_file_is_made_again_by_any_part(config, clean, name):
+    assert joined(child(config, "commit.done=kill@2")) == [KILLED]
+    (work,) = CacheFolder(Path(config.cache.output)).works()
+    (work.spool / name).unlink()
+    assert joined(*(child(config, share=share) for share in parts(2))) == [0, 0]
     assert contents(config.cache.output) == clean
 
 
@@ -134,5 +185,5 @@ def test_children_of_a_run_do_not_keep_its_folder_locked(config):
     owner = child(replace(config, data=replace(config.data, workers=2)), reference=gate.reference())
     assert gate.reached.wait(60)
     os.kill(owner.pid, 9)
-    assert joined(owner) == [-9]
+    assert joined(owner) == [KILLED]
     assert run(config).manifest.rows == 120

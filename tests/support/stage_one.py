@@ -7,8 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
-from align.pipeline.precompute import precompute
-from align.pipeline.scoring_worker import Worker
+from align.pipeline.precompute import precompute, precompute_part
 from align.schemas.errors import AlignError, Interrupted
 from support.stub_reference import StubReference
 
@@ -29,11 +28,12 @@ class Silent:
         """Nothing."""
 
 
-def run(config, reference=None, *, worker=None):
-    """Stage 1 in this process, with a reference that needs no model."""
-    return precompute(
-        config, reference or StubReference(), progress=Silent(), worker=worker or Worker()
-    )
+def run(config, reference=None, *, share=None):
+    """Stage 1, or a part of it, in this process, with a reference that needs no model."""
+    scorer = reference or StubReference()
+    if share:
+        return precompute_part(config, scorer, share, progress=Silent())
+    return precompute(config, scorer, progress=Silent())
 
 
 def contents(folder):
@@ -46,9 +46,9 @@ def contents(folder):
     }
 
 
-def child(config, failpoints="", *, worker=None, reference=None, stderr=os.devnull):
+def child(config, failpoints="", *, share=None, reference=None, stderr=os.devnull):
     """Starts stage 1 in a process of its own, ready to be killed."""
-    arguments = (config, failpoints, worker or Worker(), reference, str(stderr))
+    arguments = (config, failpoints, share, reference, str(stderr))
     process = CHILDREN.Process(target=_child, args=arguments)
     process.start()
     return process
@@ -80,12 +80,12 @@ class GatedReference:
         return StubReference().open()
 
 
-def _child(config, failpoints, worker, reference, stderr):
+def _child(config, failpoints, share, reference, stderr):
     os.environ["ALIGN_FAILPOINTS"] = failpoints
     signal.signal(signal.SIGTERM, _terminated)
     sys.stderr = open(stderr, "w")  # noqa: SIM115, PTH123 - lives as long as the process
     try:
-        run(config, reference, worker=worker)
+        run(config, reference, share=share)
     except (AlignError, Interrupted) as error:
         print(error, file=sys.stderr, flush=True)
         sys.exit(error.exit_code)

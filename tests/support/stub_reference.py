@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from zlib import crc32
 
 import numpy as np
 
+from align.schemas.errors import UsageError
 from align.schemas.rows import Ragged
 
 if TYPE_CHECKING:
@@ -87,3 +89,28 @@ def _hashed_logps(
     uniform *= np.float32(-6)
     uniform -= np.float32(2.0**-10)
     return uniform
+
+
+@dataclass(frozen=True)
+class SlowReference(StubReference):
+    """The same scores, a while later in each unit; or a refusal instead."""
+
+    fails: bool = False
+
+    def open(self) -> SlowScorer:
+        """There is nothing to load."""
+        return SlowScorer(salt=crc32(self.name.encode()), fails=self.fails)
+
+
+@dataclass(frozen=True)
+class SlowScorer(StubScorer):
+    """Long enough in a unit to be killed there."""
+
+    fails: bool = False
+
+    def score(self, trees: Sequence[Tree]) -> NDArray[np.float32]:
+        """Scores one batch."""
+        if self.fails:
+            raise UsageError("This reference was told to refuse.")
+        time.sleep(0.5)
+        return super().score(trees)

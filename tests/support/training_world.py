@@ -10,7 +10,6 @@ import pyarrow.parquet as pq
 
 from align.pipeline.policy_identity import digest_policies
 from align.pipeline.precompute import precompute
-from align.pipeline.scoring_worker import Worker
 from align.pipeline.settings import Settings
 from align.pipeline.train import open_session
 from align.pipeline.training_job import open_training
@@ -105,7 +104,7 @@ def scored(folder, name, *, kl_pairs, token_logps=False):
         tracking=TrackingOptions(mlflow=False),
     )
     reference = HfReference(config.model)
-    precompute(config, reference, progress=Silent(), worker=Worker())
+    precompute(config, reference, progress=Silent())
     return folder / name
 
 

@@ -175,10 +175,10 @@ def test_a_reference_with_an_adapter_is_where_the_policy_starts(saved_llama, tmp
     assert len(learning_names(policy)) == len(stored)
 
 
-def test_a_policy_of_its_own_takes_nothing_from_the_reference(saved_llama, tmp_path):
+def test_a_policy_is_loaded_from_its_own_folder_on_one_device(tmp_path):
     torch.manual_seed(5)
     tiny_model("llama", {}).save_pretrained(tmp_path)
-    reference = ModelOptions(path=str(saved_llama), adapter="/nowhere", device_map="auto")
-    policy = load_policy(reference, TrainOptions(model=str(tmp_path)), FULL)
+    own = ModelOptions(path=str(tmp_path), device_map="auto")
+    policy = load_policy(own, TrainOptions(model="s3://bucket/where-it-came-from"), FULL)
     weight = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
     assert np.array_equal(policy.model.model.embed_tokens.weight.detach(), weight)

@@ -89,7 +89,7 @@ def make_cache(root, units=(1, 2, 3), *, run_id="run", told=lambda event, key: N
     key = plan_of(units, []).plan_key
     if folder.manifest.exists() and load_manifest(folder).plan_key == key:
         with owner_lock(folder, run_id):
-            collect(folder, load_manifest(folder))
+            collect(folder, folder.works())
             told("manifest", key)
         return
     folder.prepare()
@@ -113,7 +113,7 @@ def make_cache(root, units=(1, 2, 3), *, run_id="run", told=lambda event, key: N
         manifest = build_manifest(plan, commits)
         write_manifest(folder, manifest)
         told("manifest", key)
-        collect(folder, manifest)
+        collect(folder, folder.works())
 
 
 def tree_of(root):

@@ -3,6 +3,7 @@ import signal
 
 import pytest
 
+from align.schemas.errors import UsageError
 from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.cleanup import collect, is_tidy, remove_superseded, superseded
 from align.stages.storage.manifest_file import load_manifest
@@ -33,7 +34,7 @@ def test_a_grown_cache_keeps_what_it_held_until_gc_removes_it(tmp_path, make_cac
     assert mine | {folder.root / entry.file for entry in before.quarantine} == {*found.files}
     assert found.roots == (before.root,)
     assert found.bytes == sum(path.stat().st_size for path in found.files) > 0
-    remove_superseded(folder, now)
+    remove_superseded(folder)
     assert load_manifest(folder, before.root) == now
     make_cache(tmp_path / "b", (1, 9, 3, 4), rejects=False)
     assert tree(tmp_path / "a") == tree(tmp_path / "b")
@@ -47,35 +48,55 @@ def test_removing_that_is_killed_is_carried_through_by_the_next(tmp_path, make_c
     make_cache(tmp_path / "b", (1, 9, 3, 4))
     folder = CacheFolder(tmp_path / "a")
     now = load_manifest(folder)
-    killed = fork(lambda: remove_superseded(folder, now), "superseded.forgotten=kill")
+    killed = fork(lambda: remove_superseded(folder), "superseded.forgotten=kill")
     assert os.WTERMSIG(killed) == signal.SIGKILL
     assert not is_tidy(folder, now)
-    remove_superseded(folder, now)
+    remove_superseded(folder)
     assert tree(tmp_path / "a") == tree(tmp_path / "b")
 
 
 def test_leavings_of_dead_runs_go_and_files_of_others_stay(cache):
     plans = cache.work("c" * 64)
     plans.prepare()
-    (plans.root / "spool" / "ring").write_bytes(b"x")
+    plans.spool.mkdir()
+    (plans.spool / "ring").write_bytes(b"x")
     (cache.private / ".trash-0123456789abcdef").mkdir()
     (cache.private / "0123456789abcdef").mkdir()
     (cache.root / ".manifest.json.ab.tmp").touch()
     stray = cache.data / f"part-00000000-{'0' * 16}.parquet"
     stray.touch()
     (cache.data / "notes.txt").touch()
-    collect(cache, load_manifest(cache))
+    collect(cache, cache.works())
     assert [path.name for path in cache.private.iterdir()] == ["LOCK"]
     assert not stray.exists()
     assert not (cache.root / ".manifest.json.ab.tmp").exists()
     assert (cache.data / "notes.txt").exists()
 
 
-def test_nothing_is_removed_for_a_manifest_that_is_not_published(cache, tmp_path, make_cache):
-    make_cache(tmp_path / "other", (7,))
-    with pytest.raises(AssertionError):
-        collect(cache, load_manifest(CacheFolder(tmp_path / "other")))
+def test_nothing_is_removed_before_a_manifest_is_published(cache):
+    work = cache.work("c" * 64)
+    work.prepare()
+    cache.manifest.unlink()
+    with pytest.raises(UsageError, match="is not a finished cache"):
+        collect(cache, [work])
     assert len(list(cache.data.iterdir())) == 3
+    assert work.root.is_dir()
+
+
+def test_work_that_began_after_the_manifest_stays_with_all_it_may_need(cache):
+    later = cache.work("c" * 64)
+    later.prepare()
+    shard = cache.data / f"part-00000000-{'0' * 16}.parquet"
+    shard.touch()
+    assert not collect(cache, [cache.work("d" * 64)])
+    assert later.root.is_dir()
+    assert shard.exists()
+
+
+def test_of_all_who_remove_the_same_work_one_was_first(cache):
+    work = cache.work("c" * 64)
+    work.prepare()
+    assert [collect(cache, [work]) for _ in range(3)] == [True, False, False]
 
 
 def test_a_link_among_the_leavings_is_removed_and_not_followed(cache, tmp_path):
@@ -83,6 +104,7 @@ def test_a_link_among_the_leavings_is_removed_and_not_followed(cache, tmp_path):
     (tmp_path / "precious" / "thesis").touch()
     work = cache.work("c" * 64)
     work.prepare()
+    work.spool.mkdir()
     (work.spool / "link").symlink_to(tmp_path / "precious")
-    collect(cache, load_manifest(cache))
+    collect(cache, cache.works())
     assert (tmp_path / "precious" / "thesis").exists()

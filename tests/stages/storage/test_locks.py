@@ -5,7 +5,7 @@ import pytest
 
 from align.schemas.errors import LockedError
 from align.stages.storage.cache_folder import CacheFolder
-from align.stages.storage.locks import UnitClaims, owner_lock, try_owner_lock
+from align.stages.storage.locks import owner_lock, try_owner_lock
 
 
 @pytest.fixture(name="cache_folder")
@@ -43,7 +43,7 @@ class Holder:
 
 def test_a_second_owner_is_refused_with_the_name_of_the_first(cache_folder):
     holder = Holder(lambda: owner_lock(cache_folder, "early-run"))
-    with pytest.raises(LockedError, match=rf"process {holder.pid} on .*early-run.*--join"):
+    with pytest.raises(LockedError, match=rf"process {holder.pid} on .*early-run.*Wait for it"):
         owner_lock(cache_folder, "late-run")
     assert try_owner_lock(cache_folder, "late-run") is None
     holder.leave()
@@ -71,33 +71,3 @@ def test_a_forked_worker_does_not_keep_the_folder_after_its_owner(cache_folder):
     lock.release()
     owner_lock(cache_folder, "next").release()
     worker.leave()
-
-
-def test_a_unit_has_one_worker_and_a_killed_worker_none(cache_folder):
-    work = cache_folder.work("a" * 64)
-    work.prepare()
-    holder = Holder(lambda: (claims := UnitClaims(work.claims)).try_claim(3) and claims)
-    assert holder.took
-    with UnitClaims(work.claims) as claims:
-        assert not claims.try_claim(3)
-        assert claims.try_claim(2)
-        claims.release(2)
-        holder.leave()
-        assert claims.try_claim(3)
-
-
-def test_waiting_for_a_unit_ends_when_its_worker_dies(cache_folder):
-    work = cache_folder.work("a" * 64)
-    work.prepare()
-    first = Holder(lambda: (claims := UnitClaims(work.claims)).try_claim(0) and claims)
-
-    def wait_then_claim():
-        claims = UnitClaims(work.claims)
-        os.kill(first.pid, signal.SIGKILL)
-        claims.wait(0)
-        return claims.try_claim(0) and claims
-
-    second = Holder(wait_then_claim)
-    assert second.took
-    second.leave()
-    first.leave(signal.SIGCONT)

@@ -1,0 +1,148 @@
+"""Executors: which process makes which tasks of a step, and in which order.
+
+A task that is made twice leaves equal bytes and one commit. So an executor may begin a task again
+at any time and anywhere, and no process needs a lock, or a message from another one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+from typing import Protocol, TypeVar
+
+from ..schemas.errors import UsageError
+from ..stages.engine.launchers import world_apart
+from ..stages.tracking.progress import Progress
+
+Facts = TypeVar("Facts")
+Facts_co = TypeVar("Facts_co", covariant=True)
+
+
+class Tasks(Protocol[Facts_co]):
+    """One kind of work, cut into tasks; it can be pickled and sent to another process."""
+
+    @property
+    def name(self) -> str:
+        """What progress calls it."""
+        ...
+
+    @property
+    def unit(self) -> str:
+        """What the sizes count."""
+        ...
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """How much each task adds to the progress; there are as many tasks as sizes."""
+        ...
+
+    @property
+    def costs(self) -> Sequence[float]:
+        """How long each task takes, in any measure."""
+        ...
+
+    @property
+    def is_input(self) -> bool:
+        """Whether what comes next reads what all of these tasks made."""
+        ...
+
+    def is_committed(self, task: int) -> bool:
+        """Whether what the task makes is there, whoever made it."""
+        ...
+
+    def open(self, progress: Progress) -> Callable[[int], Facts_co]:
+        """A function that makes and commits a task in this process, and returns facts about it."""
+        ...
+
+
+class Executor(Protocol):
+    """A way to get tasks made."""
+
+    def run(
+        self, tasks: Tasks[Facts], *, progress: Progress, on_done: Callable[[Facts], None]
+    ) -> None:
+        """Returns once all tasks of its share are committed; `on_done` gets the facts of each."""
+        ...
+
+
+PART = re.compile(r"([1-9][0-9]{0,8})/([1-9][0-9]{0,8})")
+
+
+@dataclass(frozen=True)
+class Share:
+    """One of so many parts of the tasks, split by their cost."""
+
+    number: int = 1  # from 1
+    count: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+    @staticmethod
+    def read(text: str) -> Share:
+        """Reads `2/8`."""
+        found = PART.fullmatch(text)
+        if not found or int(found[1]) > int(found[2]):
+            raise UsageError(
+                f"--part {text}: expected I/N, the I-th of N parts, from 1/N to N/N; for example "
+                "--part 2/8."
+            )
+        return Share(int(found[1]), int(found[2]))
+
+    def of(self, tasks: Tasks[Facts]) -> list[int]:
+        """The tasks this part makes, the most expensive first; of an input all, its own first."""
+        costs = tasks.costs
+        order = sorted(range(len(costs)), key=lambda task: (-costs[task], task))
+        parts = _split(order, costs, self.count)
+        own = [task for task in order if parts[task] == self.number - 1]
+        if not tasks.is_input:
+            return own
+        return own + [task for task in order if parts[task] != self.number - 1]
+
+
+def share_of(part: str | None, environment: Mapping[str, str]) -> Share | None:
+    """The part this process makes: the one it is told, or that of its rank; None for the whole."""
+    world = world_apart(environment)
+    if part and world.size > 1:
+        raise UsageError(
+            "--part: this is one of several ranks, each of which makes its own part. Leave it out."
+        )
+    if part:
+        return Share.read(part)
+    return Share(world.rank + 1, world.size) if world.size > 1 else None
+
+
+def _split(order: Sequence[int], costs: Sequence[float], count: int) -> dict[int, int]:
+    """The part of each task: the next in order goes to the part that has the least so far."""
+    loads = [(0.0, part) for part in range(count)]
+    heapify(loads)
+    parts = {}
+    for task in order:
+        load, part = loads[0]
+        parts[task] = part
+        heapreplace(loads, (load + costs[task], part))
+    return parts
+
+
+@dataclass(frozen=True)
+class Inline:
+    """Makes a share of the tasks in this process, one after the other."""
+
+    share: Share = Share()
+
+    def run(
+        self, tasks: Tasks[Facts], *, progress: Progress, on_done: Callable[[Facts], None]
+    ) -> None:
+        """Tasks that another process commits meanwhile are not made."""
+        chosen = self.share.of(tasks)
+        total = sum(tasks.sizes[task] for task in chosen)
+        progress.begin(tasks.name, total=total, unit=tasks.unit)
+        make = tasks.open(progress)
+        for task in chosen:
+            if tasks.is_committed(task):
+                progress.advance(tasks.sizes[task])
+            else:
+                on_done(make(task))
+        progress.end()

@@ -1,0 +1,161 @@
+"""Stage 1 in the actors of a real Ray cluster: the bytes of one process, whoever dies."""
+
+import signal
+import sys
+import tempfile
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from align.pipeline.executor import Share
+from align.pipeline.ray_executor import workers_of
+from align.schemas.errors import UsageError
+from align.stages.storage.cache_folder import CacheFolder
+from support.command import launch, refusal, start
+from support.ray_cluster import descendants, name_of, ray_cluster, until
+from support.stage_one import child, contents, run
+from support.stub_reference import SlowReference
+
+UNITS = 8  # of 120 rows, 16 in each
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    # Not pytest's own folder: its path is too long for the names of sockets.
+    with tempfile.TemporaryDirectory(prefix="ray-") as folder, ray_cluster(Path(folder)) as one:
+        yield one
+
+
+@pytest.fixture
+def on_ray(config, cluster):
+    """The config, over two actors of the cluster."""
+    options = {"executor": "ray", "ray_address": cluster.address, "ray_workers": "2"}
+    return replace(config, scoring=replace(config.scoring, **options))
+
+
+class Commits:
+    """Looks at every commit there ever is in a cache folder, and at the file it names."""
+
+    def __init__(self, output):
+        self._folder = CacheFolder(Path(output))
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+        self.files = {}  # name -> every file that had this name
+
+    def _look(self):
+        while not self._over.wait(0.005):
+            for work in self._folder.works():
+                for path in work.commits.glob("[0-9]*.json"):
+                    try:
+                        found = path.stat()
+                    except FileNotFoundError:  # the cache is complete
+                        continue
+                    known = self.files.setdefault(path.name, set())
+                    known.add((found.st_ino, found.st_mtime_ns))
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._over.set()
+        self._thread.join()
+
+
+def test_two_actors_leave_what_one_process_leaves(on_ray, clean):
+    made = child(on_ray)
+    made.join(120)
+    assert made.exitcode == 0
+    assert contents(on_ray.cache.output) == clean
+
+
+def test_actors_killed_in_mid_unit_commit_each_unit_once(on_ray, clean, cluster):
+    kills = 0
+    with Commits(on_ray.cache.output) as commits:
+        made = child(on_ray, reference=SlowReference())
+        for done in range(1, 6, 2):
+            until(lambda done=done: len(commits.files) >= done)
+            for actor in cluster.actors():
+                actor.kill()
+                kills += 1
+        made.join(240)
+    assert made.exitcode == 0
+    assert kills >= 3
+    assert len(commits.files) == UNITS
+    assert {len(files) for files in commits.files.values()} == {1}
+    assert contents(on_ray.cache.output) == clean
+
+
+def test_a_driver_that_is_killed_leaves_its_work_to_any_executor(on_ray, config, clean):
+    with Commits(on_ray.cache.output) as commits:
+        stopped = child(on_ray, reference=SlowReference())
+        until(lambda: len(commits.files) >= 2)
+        stopped.kill()
+        stopped.join(60)
+    assert run(config, share=Share(1, 2)).whole is None
+    assert run(config).tally.units < UNITS
+    assert contents(config.cache.output) == clean
+
+
+def test_what_an_actor_refuses_is_the_message_of_the_run(on_ray, tmp_path):
+    stopped = child(on_ray, reference=SlowReference(fails=True), stderr=tmp_path / "said")
+    stopped.join(120)
+    assert stopped.exitcode == UsageError.exit_code
+    assert (tmp_path / "said").read_text() == "This reference was told to refuse.\n"
+
+
+def test_a_real_model_gives_the_bytes_of_one_process(journey, cluster, tmp_path):
+    words = ("precompute-ref", journey.folder / "data.parquet", "--output", tmp_path / "cache")
+    words += ("--no-mlflow", "--executor", "ray", "--ray-address", cluster.address)
+    made = launch(*words, "--ray-workers", 2, cwd=tmp_path)
+    assert made.code == 0, made
+    assert contents(tmp_path / "cache") == contents(journey.cache)
+    assert [
+        line for line in made.err.splitlines() if not line.startswith(("reading", "scoring"))
+    ] == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_run_that_ends_leaves_nothing_of_its_own_cluster(journey, tmp_path, number):
+    words = ("precompute-ref", journey.folder / "data.parquet", "--output", tmp_path / "cache")
+    process = start(*words, "--no-mlflow", "--executor", "ray", cwd=tmp_path)
+    own = psutil.Process(process.pid)
+    until(lambda: any("MapWorker" in name_of(one) for one in descendants(own)))
+    every = descendants(own)
+    listening = [
+        connection.laddr.ip
+        for one in every
+        for connection in one.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert listening
+    assert {*listening} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+    process.send_signal(number)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == (143 if number == signal.SIGTERM else -number), err
+    until(lambda: not [one for one in every if one.is_running() and name_of(one)])
+
+
+def test_without_ray_the_refusal_says_how_to_install_it(journey, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.chdir(tmp_path)
+    words = ("precompute-ref", journey.folder / "data.parquet", "--output", "cache", "--no-mlflow")
+    assert "pip install 'align-cached-reference[ray]'" in refusal(2, *words, "--executor", "ray")
+    assert "Leave out one of the two" in refusal(2, *words, "--executor", "ray", "--part", "1/2")
+    assert not Path("cache").exists() or not CacheFolder(Path("cache")).works()
+
+
+@pytest.mark.parametrize(
+    ("text", "workers"), [("", None), ("4", (4, 4)), ("1:8", (1, 8)), ("3:3", (3, 3))]
+)
+def test_workers_are_one_number_or_two(text, workers):
+    assert workers_of(text) == workers
+
+
+@pytest.mark.parametrize("text", ["0", "8:1", "0:4", ":", "1:", "two", "1:2:3", "-1:2"])
+def test_other_words_for_workers_are_refused(text):
+    with pytest.raises(UsageError, match="expected MIN:MAX or one number"):
+        workers_of(text)
