@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,15 +26,16 @@ from torch import Tensor, distributed
 from ...schemas.batches import World
 from ...schemas.errors import AlignError, PeerError, UsageError
 from .deepspeed_compat import deepspeed, while_training
+from .launchers import launcher_environment, world_of
 
 logger = logging.getLogger("align")
 
 TIMEOUT = timedelta(seconds=600)
 # While one rank hashes a cache or writes a model the others wait; one that dies is noticed at once.
 PATIENCE = timedelta(days=1)
+_ANSWER_SECONDS = 0.05  # between two looks at who asks
 _PATIENT_GROUP: list[Any] = []  # one process group, while there is more than one rank
 _STORES: Any = vars(distributed)  # its stub exports no stores
-NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @contextmanager
@@ -47,8 +48,8 @@ def joined_world() -> Iterator[World]:
     hook = sys.excepthook  # torch sets its own
     try:
         with while_training(), torch.random.fork_rng(devices=_devices(world)):
-            _join(world)
-            with heartbeat(world):
+            meeting = _join(world)
+            with heartbeat(world, meeting):
                 yield world
     finally:
         _leave()
@@ -56,34 +57,8 @@ def joined_world() -> Iterator[World]:
         sys.excepthook = hook
 
 
-def launcher_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """What torchrun would set, from whichever launcher started this process."""
-    if "RANK" in environment and "WORLD_SIZE" in environment:
-        found = {name: environment[name] for name in NAMES if name in environment}
-        return {"LOCAL_RANK": "0"} | found if found["WORLD_SIZE"] == "1" else found
-    return slurm_environment(environment) or {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-
-
-def world_of(environment: Mapping[str, str]) -> World:
-    """Reads rank, size and local rank, and refuses those that are inconsistent."""
-    names = NAMES if environment["WORLD_SIZE"] != "1" else NAMES[:3]
-    if missing := [name for name in names if name not in environment]:
-        raise UsageError(
-            f"{' and '.join(missing)} not set, though RANK and WORLD_SIZE are. Start the ranks "
-            "with torchrun, deepspeed or srun, or unset RANK and WORLD_SIZE to run alone."
-        )
-    values = [environment[name] for name in NAMES[:3]]
-    if not all(value.isdigit() for value in values) or int(values[0]) >= int(values[1]):
-        shown = ", ".join(f"{name}={environment[name]}" for name in NAMES[:3])
-        raise UsageError(f"{shown}: these are not a rank below WORLD_SIZE. Start with a launcher.")
-    if values[1] != "1" and environment["MASTER_PORT"] == "0":
-        # torchrun passes it on, and ranks would wait there until they time out.
-        raise UsageError("MASTER_PORT is 0, where no rank can meet. Use torchrun --standalone.")
-    rank, size, local_rank = map(int, values)
-    return World(rank=rank, size=size, local_rank=local_rank)
-
-
-def _join(world: World) -> None:
+def _join(world: World) -> str:
+    """Opens the process groups; returns the name of this meeting, which all ranks share."""
     backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(world.local_rank % torch.cuda.device_count())
@@ -92,9 +67,10 @@ def _join(world: World) -> None:
         # A store in memory needs no port, so any number of runs may start at one moment.
         alone: Any = {"store": _STORES["HashStore"](), "rank": 0, "world_size": 1}
         distributed.init_process_group(backend, timeout=TIMEOUT, **alone)
-        return
+        return ""
     try:
-        distributed.init_process_group(backend, timeout=TIMEOUT)
+        meeting, where = _met_anew(world)
+        distributed.init_process_group(backend, timeout=TIMEOUT, **where)
         _PATIENT_GROUP.append(distributed.new_group(backend="gloo", timeout=PATIENCE))
     except (distributed.DistError, ValueError) as error:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -103,6 +79,41 @@ def _join(world: World) -> None:
             f"({str(error).splitlines()[0]}). Check that every rank was started and that the "
             "address can be reached from each machine."
         ) from error
+    return meeting
+
+
+def _met_anew(world: World) -> tuple[str, dict[str, Any]]:
+    """The name of this meeting, and where its ranks find each other.
+
+    torchrun keeps one store while it starts ranks again, and what the ranks before wrote there
+    would mislead those of now. Rank 0 names each meeting anew, and tells the name to whoever asks
+    with a word of its own: an answer to a rank that has died is read by nobody.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return "", {}
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store, word = _STORES["TCPStore"](*place, None, False, TIMEOUT), uuid.uuid4().hex
+    if world.rank:
+        store.set(f"align/asks/{world.rank}", word)
+        meeting = store.get(f"align/answer/{word}").decode()
+        store.set(f"align/{meeting}/here/{world.rank}", "")
+    else:
+        meeting = word
+        _answer_until_here(store, meeting, set(range(1, world.size)))
+    where = {"store": _STORES["PrefixStore"](meeting, store), "rank": world.rank}
+    return meeting, {**where, "world_size": world.size}
+
+
+def _answer_until_here(store: Any, meeting: str, missing: set[int]) -> None:
+    began = time.monotonic()
+    while missing and time.monotonic() - began < TIMEOUT.total_seconds():
+        for rank in sorted(missing):
+            if store.check([f"align/{meeting}/here/{rank}"]):
+                missing.remove(rank)
+            elif store.check([f"align/asks/{rank}"]):
+                word = store.get(f"align/asks/{rank}").decode()
+                store.set(f"align/answer/{word}", meeting)
+        time.sleep(_ANSWER_SECONDS)
 
 
 def _devices(world: World) -> list[int]:
@@ -125,39 +136,6 @@ def _restore(before: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-
-
-FIRST_PORT, PORTS = 20_000, 20_000
-
-
-def slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Empty unless srun started this process as one of several tasks."""
-    tasks = environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1"))
-    # A batch script that calls align without srun has a job and a task count, but no step.
-    if tasks == "1" or "SLURM_STEP_ID" not in environment:
-        return {}
-    nodes = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", ""))
-    found = {
-        "RANK": environment.get("SLURM_PROCID", ""),
-        "WORLD_SIZE": tasks,
-        "LOCAL_RANK": environment.get("SLURM_LOCALID", ""),
-        "MASTER_ADDR": environment.get("MASTER_ADDR", first_host(nodes)),
-        "MASTER_PORT": environment.get("MASTER_PORT", _port(environment)),
-    }
-    return {name: value for name, value in found.items() if value}
-
-
-def first_host(nodes: str) -> str:
-    """The first of `gpu[03-05,09],login1`: gpu03."""
-    first, *_ = re.findall(r"(?:[^,\[]|\[[^]]*\])*", nodes)
-    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", first)
-
-
-def _port(environment: Mapping[str, str]) -> str:
-    """The same for every rank of a step, and another for the next step."""
-    job, step = environment.get("SLURM_JOB_ID", "0"), environment["SLURM_STEP_ID"]
-    digits = int(job if job.isdigit() else 0) * 31 + int(step if step.isdigit() else 0)
-    return str(FIRST_PORT + digits % PORTS)
 
 
 T = TypeVar("T")
@@ -221,12 +199,12 @@ _ANSWER = timedelta(seconds=30)
 
 
 @contextmanager
-def heartbeat(world: World) -> Iterator[None]:
+def heartbeat(world: World, meeting: str) -> Iterator[None]:
     """Beats while the block runs; ends this process if another rank stops beating."""
     if world.size == 1:
         yield
         return
-    pulse = Pulse(world)
+    pulse = Pulse(world, meeting)
     threads = [
         threading.Thread(target=work, name="heartbeat", daemon=True)
         for work in (pulse.beat, pulse.watch)
@@ -243,12 +221,11 @@ def heartbeat(world: World) -> Iterator[None]:
 class Pulse:
     """The heartbeat of one rank, and when it last heard of the others."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, meeting: str) -> None:
         self.over = threading.Event()
         self._rank = world.rank
         self._before = (world.rank - 1) % world.size
-        # A launcher that starts ranks again keeps its store.
-        self._prefix = f"align/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._prefix = f"align/{meeting}"  # a launcher that starts ranks again keeps its store
         self._place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         self._store_answered = self._beat_changed = time.monotonic()
         self._has_met = False

@@ -9,7 +9,8 @@ import torch
 
 from align.schemas.batches import World
 from align.schemas.errors import UsageError
-from align.stages.engine.distributed import first_host, joined_world, launcher_environment, world_of
+from align.stages.engine.distributed import joined_world
+from align.stages.engine.launchers import first_host, launcher_environment, world_of
 from support.programs import TESTS, program, run_program
 
 TORCHRUN = {
