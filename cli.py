@@ -12,14 +12,13 @@ import typer
 
 from .pipeline.flags import PRECOMPUTE_FLAGS, SCORE_FLAGS, TRAIN_FLAGS, with_flags
 from .pipeline.signals import stop_signals, stop_with_launcher
-from .pipeline.terminal import SafeGroup, own_process, progress_of_first, say, say_once
+from .pipeline.terminal import SafeGroup, begin_work, own_process, say, say_once
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .pipeline.scoring_worker import Worker
     from .pipeline.settings import Settings
-    from .schemas.config import Config
 
 app = typer.Typer(
     name="align",
@@ -36,14 +35,14 @@ ConfigFile = Annotated[
 ]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="Any setting: SECTION.NAME=VALUE.")]
 Data = Annotated[list[str] | None, typer.Argument(help="Files or folders of preference data.")]
-CacheDir = Annotated[Path, typer.Argument(help="A cache made by precompute-ref.")]
+CacheDir = Annotated[str, typer.Argument(help="A cache made by precompute-ref.")]
 Model = Annotated[str | None, typer.Option("--model", help="Folder of the reference model.")]
 Join = Annotated[bool, typer.Option("--join", help="Help a run that works on this output.")]
 
 
 def main() -> None:
     """Runs one command; a person's mistake is one message, never a traceback."""
-    from .schemas.errors import AlignError, Interrupted, PeerError
+    from .schemas.errors import AlignError, Interrupted, PeerError, unexpected_os_error
 
     if os.environ.get("WORLD_SIZE", "1") != "1":
         # Ranks of one machine may have more threads than cores: those that wait must not spin.
@@ -67,8 +66,6 @@ def main() -> None:
     except BrokenPipeError:  # the reader of the output has ended
         os._exit(128 + signal.SIGPIPE)
     except OSError as error:
-        from .schemas.errors import unexpected_os_error
-
         _fail(str(refusal := unexpected_os_error(error)), refusal.exit_code)
     except Exception:
         import traceback
@@ -118,12 +115,20 @@ def precompute_ref(
     sets: Sets = None,
 ) -> None:
     """Run the frozen reference over preference data and store its log-probs in Parquet shards."""
+    from .pipeline.object_inputs import with_local_inputs
+    from .pipeline.precompute import precompute
+    from .pipeline.precompute_plan import require_model
     from .pipeline.settings import load_settings
+    from .stages.model.reference import HfReference
+    from .stages.storage.digest_memory import own_digests
 
-    settings = load_settings(
-        flags, sets or [], file=config, data=data or [], command="precompute-ref"
-    )
-    _precompute(settings.config, join=join)
+    command = "precompute-ref"
+    given = load_settings(flags, sets or [], file=config, data=data or [], command=command).config
+    require_model(given)
+    local = with_local_inputs(given)
+    reference, worker = HfReference(local.model, own_digests()), _worker(join=join)
+    outcome = precompute(local, reference, progress=begin_work(), worker=worker)
+    say_once(outcome.text())
 
 
 @app.command()
@@ -156,9 +161,13 @@ def score(
         say(rewards_from_labels(settings).text())
         return
     from .stages.model.reward_model import HfReward
+    from .stages.storage.digest_memory import own_digests
 
     made = rewards_from_model(
-        settings, HfReward, progress=progress_of_first(), worker=_worker(join=join)
+        settings,
+        lambda options: HfReward(options, own_digests()),
+        progress=begin_work(),
+        worker=_worker(join=join),
     )
     say_once(made.text())
 
@@ -171,10 +180,9 @@ def train(flags: dict[str, Any], config: ConfigFile = None, sets: Sets = None) -
     from .pipeline.training_job import open_training
 
     job = open_training(load_settings(flags, sets or [], file=config, command="train"))
-
     from .pipeline.train import run_training
 
-    say_once(run_training(job, progress=progress_of_first()).text())
+    say_once(run_training(job, progress=begin_work()).text())
 
 
 @app.command()
@@ -207,8 +215,7 @@ def sweep(
     short = {"method.beta": beta, "train.lr": lr}
     given = [*(f"{name}={values}" for name, values in short.items() if values), *(vary or [])]
     trials = trials_of(methods, varied_by(given))
-    result = run_sweep(load, trials, output, progress=progress_of_first())
-    say_once(result.text())
+    say_once((result := run_sweep(load, trials, output, progress=begin_work())).text())
     if result.failures:
         _fail(f"{len(result.failures)} of {len(result.results)} runs failed.", 2)
 
@@ -257,8 +264,8 @@ def mlflow_sync(
     from .schemas.errors import counted
 
     for synced in sync_runs(run, own_options(run, config), uri=uri):
-        say(f"{synced.uri}: run {synced.run_id} is {synced.status}")
-        say(f"{counted(synced.points_sent, 'numbers')} sent")
+        sent = f"{counted(synced.points_sent, 'numbers')} sent"
+        say(f"{synced.uri}: run {synced.run_id} is {synced.status}\n{sent}")
 
 
 @app.command()
@@ -274,10 +281,9 @@ def verify(
     from .pipeline.verify import verify as run_verify
     from .stages.model.reference import HfReference
 
-    settings = load_settings({}, sets or [], file=config, near=[str(cache)], command="verify")
+    settings = load_settings({}, sets or [], file=config, near=[cache], command="verify")
     options = settings.config.model
-    text = run_verify(cache, options, model=model, rescore=rescore, open_reference=HfReference)
-    say(text)
+    say(run_verify(cache, options, model=model, rescore=rescore, open_reference=HfReference))
 
 
 @app.command()
@@ -286,12 +292,12 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Show what a cache holds: rows, lengths, truncation, balance, log-probs, drops."""
+    from .pipeline.object_inputs import cache_at
     from .schemas.json_codec import to_json
     from .stages.report.cache_summary import summarize
     from .stages.report.cache_tables import render
-    from .stages.storage.cache_folder import CacheFolder
 
-    summary = summarize(CacheFolder(cache))
+    summary = summarize(cache_at(cache))
     say(to_json(summary).rstrip() if as_json else render(summary))
 
 
@@ -310,11 +316,14 @@ def export(
     TRL 1.16 reads the text alone. It takes no reference log-probs from a file: remove the ref_
     columns before you pass precompute_ref_log_probs.
     """
+    from .pipeline.export import beside
     from .pipeline.export import export as run_export
+    from .pipeline.object_inputs import cache_at
     from .schemas.errors import counted
 
-    target = output or cache.resolve().with_name(f"{cache.resolve().name}-{to}.parquet")
-    rows = run_export(cache, target, model=model, overwrite=overwrite)
+    folder = cache_at(cache)
+    target = output or beside(folder, to)
+    rows = run_export(folder.root, target, model=model, overwrite=overwrite)
     say(f"{target}: {counted(rows, 'rows')}")
 
 
@@ -326,9 +335,10 @@ def gc(
 ) -> None:
     """Remove what a cache held before it grew; trainings that began on it can then not continue."""
     from .pipeline.cache_compatibility import gone_without, remove_earlier
+    from .pipeline.object_inputs import cache_at
     from .schemas.errors import UsageError, counted
 
-    found = gone_without(cache)
+    found = gone_without(folder := cache_at(cache))
     say(f"{cache}: {counted(len(found.roots), 'earlier roots')}")
     for root in found.roots:
         say(f"  {root}")
@@ -338,7 +348,7 @@ def gc(
     if not yes and not sys.stdin.isatty():
         raise UsageError("A training that began on one of these can then not continue. Pass --yes.")
     if yes or typer.confirm("A training that began on one of these can then not continue. Remove?"):
-        remove_earlier(cache)
+        remove_earlier(folder)
         say("removed")
 
 
@@ -353,17 +363,6 @@ def tiny_world(
 
     world = make_world(folder, rows=rows, seed=seed)
     say(f"model  {world.model}\ndata   {world.data.paired}")
-
-
-def _precompute(config: Config, *, join: bool) -> None:
-    from .pipeline.precompute import precompute
-    from .pipeline.precompute_plan import require_model
-    from .stages.model.reference import HfReference
-
-    require_model(config)
-    reference, worker = HfReference(config.model), _worker(join=join)
-    outcome = precompute(config, reference, progress=progress_of_first(), worker=worker)
-    say_once(outcome.text())
 
 
 def _worker(*, join: bool) -> Worker:

@@ -7,11 +7,10 @@ import uuid
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 
 from ..schemas.cache import Manifest, Plan
 from ..schemas.config import Config
-from ..schemas.errors import BadDataError, NonFiniteError, counted
+from ..schemas.errors import BadDataError, NonFiniteError, StorageError, counted
 from ..schemas.rows import Reference
 from ..stages.report.cache_tables import worded
 from ..stages.storage.cache_folder import CacheFolder
@@ -19,6 +18,7 @@ from ..stages.storage.cleanup import collect, is_tidy, superseded
 from ..stages.storage.commits import read_commits
 from ..stages.storage.locks import OwnerLock, owner_lock, try_owner_lock
 from ..stages.storage.manifest_file import build_manifest, load_manifest, load_plan, write_manifest
+from ..stages.storage.objects import Location
 from ..stages.tracking.journaled_run import Run, recorded
 from ..stages.tracking.outbox import unsent_runs
 from ..stages.tracking.progress import Progress
@@ -57,7 +57,7 @@ def precompute(
         plan = load_plan(job.work)  # first: an owner who finishes now takes its plan away
         if finished := _finished(job):
             return PrecomputeResult(job.folder.root, finished, Tally(), was_complete=True)
-        home, options = job.folder.root, config.tracking
+        home, options = job.folder.local, config.tracking
         before = send_earlier(home, options) if lock else ""
         with recorded(options, home, stage, is_recorded=bool(lock), goes_on_from=before) as run:
             if lock or not plan:
@@ -85,12 +85,12 @@ def _finished(job: Job) -> Manifest | None:
 
 def _tidy(job: Job, manifest: Manifest, run_id: str) -> None:
     """Finishes the work of a run that died after its manifest, unless another process does."""
-    if is_tidy(job.folder, manifest) and not unsent_runs(job.folder.root):
+    if is_tidy(job.folder, manifest) and not unsent_runs(job.folder.local):
         return
     if lock := try_owner_lock(job.folder, run_id):
         with lock:
             collect(job.folder, manifest)
-            send_earlier(job.folder.root, job.config.tracking)
+            send_earlier(job.folder.local, job.config.tracking)
 
 
 def _place(job: Job, run_id: str, progress: Progress, *, joins: bool) -> OwnerLock | None:
@@ -134,10 +134,10 @@ def _publish(job: Job, plan: Plan, run_id: str, *, is_owner: bool) -> Manifest:
             return finished
         if lock := try_owner_lock(job.folder, run_id):
             with lock:
-                send_earlier(job.folder.root, job.config.tracking)
+                send_earlier(job.folder.local, job.config.tracking)
                 return _publish(job, plan, run_id, is_owner=True)
         time.sleep(POLL_SECONDS)
-    manifest = _finished(job) or _whole(job, plan)
+    manifest = _whole(job, plan)
     write_manifest(job.folder, manifest)
     collect(job.folder, manifest)
     register_cache(job.folder)
@@ -145,7 +145,17 @@ def _publish(job: Job, plan: Plan, run_id: str, *, is_owner: bool) -> Manifest:
 
 
 def _whole(job: Job, plan: Plan) -> Manifest:
-    manifest = build_manifest(plan, read_commits(job.work, len(plan.unit_offsets) - 1))
+    """The manifest of all commits, or the one of another machine, which then removes them."""
+    commits, failure = {}, None
+    try:
+        commits = read_commits(job.work, len(plan.unit_offsets) - 1)
+    except StorageError as error:
+        failure = error
+    if finished := _finished(job):
+        return finished
+    if failure:
+        raise failure
+    manifest = build_manifest(plan, commits)
     _require_usable(job, manifest)
     return manifest
 
@@ -188,7 +198,7 @@ def _conclude(run: Run, job: Job, manifest: Manifest, tally: Tally) -> None:
 class PrecomputeResult:
     """A finished cache, and what this process did for it."""
 
-    folder: Path
+    folder: Location
     manifest: Manifest
     tally: Tally
     was_complete: bool

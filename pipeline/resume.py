@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import socket
 import time
@@ -12,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,12 +24,14 @@ from ..schemas.errors import CorruptionError, FingerprintError, StorageError, Us
 from ..schemas.safe_text import masked
 from ..stages.engine.deepspeed_config import leaves, stage_of
 from ..stages.engine.distributed import run_on_all_ranks, run_on_rank_zero
-from ..stages.model.logprobs import causal_model
+from ..stages.model.logprobs import ScoringPath, causal_model
 from ..stages.model.transformers_compat import attention_of
 from ..stages.storage import fs
 from ..stages.storage.checkpoints import choose_checkpoint
 from ..stages.storage.locks import owner_lock
 from ..stages.storage.run_folder import RunFolder, begins_as, forget_ending, read_ending
+from ..stages.storage.run_store import RunStore, run_folder_of, run_store_of
+from .run_upload import require_one_machine, uploaded
 from .settings import as_absolute, run_settings, signed_settings
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ class Start:
     is_finished: bool = False  # nothing is left to do
     changes: tuple[str, ...] = ()  # differences from when the run began
     began: float = 0.0  # on this rank's monotonic clock
+    store: RunStore | None = None  # where the folder is uploaded
 
     @property
     def checkpoint_step(self) -> int:
@@ -60,13 +63,17 @@ class Start:
 @contextmanager
 def started(job: TrainingJob, world: World) -> Iterator[Start]:
     """Owns the run's folder while the block runs; rank zero does it for all ranks."""
-    folder = RunFolder(Path(job.config.train.output))
+    output = job.config.train.output
+    folder, store = run_folder_of(output), run_store_of(output)
     began = time.monotonic()  # each machine counts from a moment of its own
     with ExitStack() as held:
+        if store:
+            require_one_machine(world, store)
         start = run_on_rank_zero(world, lambda: _enter(job, folder, held))
         if not start.is_finished:
             run_on_all_ranks(world, lambda: require_shared(folder, start.run_id))
-        yield replace(start, began=began)
+        with uploaded(store if world.rank == 0 else None):
+            yield replace(start, began=began, store=store)
 
 
 def held_to_checkpoint(session: Session, start: Start) -> Start:
@@ -354,12 +361,24 @@ def identity_of(session: Session) -> RunIdentity:
 def made_with(session: Session) -> dict[str, str]:
     """What may change the last bits of a number, and is allowed to differ."""
     path = session.policy.path
-    on_gpu = session.policy.device.type == "cuda"
-    device = torch.cuda.get_device_name() if on_gpu else f"{torch.get_num_threads()} threads"
-    found = {"align": __version__, **versions(), "device": device}
-    if session.job.config.lora.enabled:
-        found["peft"] = _version("peft")
-    return {**found, "layout": path.layout, "log-prob head": path.head}
+    parts = _parts(session.job, session.policy.device)
+    return {**parts, "layout": path.layout, "log-prob head": path.head}
+
+
+def known_path(begun: Position, job: TrainingJob, device: torch.device) -> ScoringPath | None:
+    """How a run scored that was saved with the same parts; None where these may score otherwise."""
+    layout: Any = begun.made_with["layout"]
+    head: Any = begun.made_with["log-prob head"]
+    path = ScoringPath(layout, head, math.nan)
+    now = {**_parts(job, device), "layout": path.layout, "log-prob head": path.head}
+    return path if begun.made_with == now else None
+
+
+def _parts(job: TrainingJob, device: torch.device) -> dict[str, str]:
+    on_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name() if on_gpu else f"{torch.get_num_threads()} threads"
+    found = {"align": __version__, **versions(), "device": name}
+    return {**found, "peft": _version("peft")} if job.config.lora.enabled else found
 
 
 def _version(package: str) -> str:

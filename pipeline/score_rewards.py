@@ -28,8 +28,10 @@ from ..stages.data.input_files import (
 )
 from ..stages.storage import fs
 from ..stages.storage.cache_folder import SCORES, CacheFolder, OutputFolder
+from ..stages.storage.objects import is_remote
 from ..stages.storage.shards import read_shard
 from ..stages.tracking.progress import Progress
+from .object_inputs import with_local_inputs
 from .precompute import precompute
 from .scoring_worker import Worker
 
@@ -56,7 +58,7 @@ class Rewarded:
 
 def rewards_from_labels(config: Config) -> Rewarded:
     """Chosen and desirable completions score 1, all others -1."""
-    data = _opened(config)
+    data = _opened(with_local_inputs(config))
     if data.shape.kind not in {"paired", "unpaired"}:
         raise UsageError(
             f"--from-labels: {data.inputs[0].path} has no labels and no pairs. Score it with "
@@ -73,6 +75,7 @@ def rewards_from_model(
     worker: Worker,
 ) -> Rewarded:
     """Scores every completion with a reward model; scores of an earlier run are kept."""
+    config = with_local_inputs(config)
     data = _opened(config)
     if data.shape.kind == "scored_long":
         raise UsageError(
@@ -107,6 +110,10 @@ def _opened(config: Config) -> _Data:
 
 
 def _output(config: Config) -> OutputFolder:
+    if is_remote(config.rewards.output):
+        raise UsageError(
+            f"{config.rewards.output}: scored data are written to a disk. Choose an --output there."
+        )
     folder = Path(config.rewards.output)
     if not folder.absolute().parent.is_dir():
         raise UsageError(
@@ -119,7 +126,7 @@ def _output(config: Config) -> OutputFolder:
 
 
 def _scores(folder: CacheFolder, manifest: Manifest) -> Scores:
-    return Scores.collect(read_shard(folder.data / shard.file) for shard in manifest.shards)
+    return Scores.collect(read_shard(folder.shard(shard)) for shard in manifest.shards)
 
 
 def _written(

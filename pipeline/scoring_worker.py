@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from ..schemas.cache import Plan
 from ..schemas.rows import Reference, Scorer
 from ..stages.pairing.kl_partners import CutRule
-from ..stages.pairing.units import Ring, build_unit
+from ..stages.pairing.ring import Ring
+from ..stages.pairing.units import build_unit
 from ..stages.score.reuse import ReuseIndex
 from ..stages.score.score import BatchDone, ScoringRules, UnitScores, score_unit
 from ..stages.storage.commits import UnitFacts, commit_unit

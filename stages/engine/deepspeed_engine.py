@@ -21,6 +21,7 @@ from .deepspeed_compat import (
     clear_partitions,
     deepspeed,
     quietly,
+    whole_ndim,
 )
 from .deepspeed_config import Circumstances, engine_config
 from .deepspeed_state import whole_weights
@@ -69,8 +70,8 @@ def _groups(learning: list[nn.Parameter], config: Mapping[str, Any]) -> list[Any
     """Parameter groups: matrices have weight decay; biases and norms, all vectors, have none."""
     if not config.get("optimizer", {}).get("params", {}).get("weight_decay"):
         return learning
-    vectors = [parameter for parameter in learning if parameter.ndim < 2]
-    matrices = [parameter for parameter in learning if parameter.ndim >= 2]
+    vectors = [parameter for parameter in learning if whole_ndim(parameter) < 2]
+    matrices = [parameter for parameter in learning if whole_ndim(parameter) >= 2]
     groups: list[dict[str, Any]] = [
         {"params": matrices},
         {"params": vectors, "weight_decay": 0.0},

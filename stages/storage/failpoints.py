@@ -25,6 +25,10 @@ T = TypeVar("T")
 VARIABLE = "ALIGN_FAILPOINTS"
 
 OF_A_CACHE = (
+    "part.before_rename",
+    "part.after_rename",
+    "part.before_link",
+    "part.after_link",
     "quarantine.written",
     "plan.before_link",
     "plan.after_link",

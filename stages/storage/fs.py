@@ -56,9 +56,7 @@ def new_file(path: Path, *, replaces: bool) -> Iterator[io.BufferedWriter]:
 
     Unless it replaces, a file that exists is an error.
     """
-    drop_drafts(path)
-    draft = _draft_of(path)
-    with _locked(draft) as sink:
+    with locked_draft(path) as (draft, sink):
         yield sink
         sink.flush()
         fsync(draft)
@@ -90,6 +88,15 @@ def new_folder(path: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
+@contextmanager
+def locked_draft(path: Path) -> Iterator[tuple[Path, io.BufferedWriter]]:
+    """A draft of a file to write into and rename; those whose writers have died are removed."""
+    drop_drafts(path)
+    draft = _draft_of(path)
+    with _locked(draft) as sink:
+        yield draft, sink
+
+
 def drop_drafts(path: Path) -> None:
     """Removes the drafts of a file or folder whose writers have died: those that are not locked."""
     name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.tmp")
@@ -100,13 +107,28 @@ def drop_drafts(path: Path) -> None:
 
 
 def _is_dead(draft: Path) -> bool:
+    with if_unlocked(draft) as is_dead:
+        return is_dead
+
+
+@contextmanager
+def if_unlocked(path: Path) -> Iterator[bool]:
+    """Whether a file or folder is there and not locked; nobody can lock it during the block."""
+    try:
+        descriptor = os.open(path, _READ)
+    except OSError:
+        yield False
+        return
+    try:
+        yield _is_taken(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_taken(descriptor: int) -> bool:
     with suppress(OSError):
-        descriptor = os.open(draft, _READ)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        finally:
-            os.close(descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
     return False
 
 
@@ -170,15 +192,19 @@ def create(path: Path) -> io.BufferedWriter:
     return io.BufferedWriter(_Sink(path, descriptor), buffer_size=1 << 20)
 
 
-def new_map(path: Path, size: int) -> mmap.mmap:
-    """A new file of zero bytes in memory that is the file; all of its room is taken already.
+@contextmanager
+def new_map(path: Path, size: int) -> Iterator[mmap.mmap]:
+    """Zero bytes in memory that is a file, which is removed at the end of the block.
 
-    A disk that fills up under a map is a signal, not an error that can be caught.
+    All of its room is taken already: a disk that fills up under a map is a signal, not an error
+    that can be caught.
     """
-    with create(path) as sink:
+    with locked_draft(path) as (draft, sink):
         operate("allocate", path, lambda: os.posix_fallocate(sink.fileno(), 0, size))
-    with os_errors_as_storage_errors("map", path), path.open("r+b") as file:
-        return mmap.mmap(file.fileno(), size)
+        with os_errors_as_storage_errors("map", path), draft.open("r+b") as file:
+            mapped = mmap.mmap(file.fileno(), size)
+        yield mapped
+    unlink(draft)
 
 
 def append(path: Path) -> io.BufferedWriter:
@@ -197,6 +223,11 @@ def write_new(path: Path, payload: bytes) -> None:
 def fsync(path: Path) -> None:
     """Makes the bytes of a file durable."""
     operate("fsync", path, lambda: _sync(path, os.O_RDONLY | os.O_NOFOLLOW))
+
+
+def touch(path: Path) -> None:
+    """Gives a file the time of now; an empty one is made if it is missing."""
+    operate("touch", path, path.touch)
 
 
 def fsync_folder(path: Path) -> None:

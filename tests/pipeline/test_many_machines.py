@@ -21,7 +21,7 @@ AUTO = ("--resume", "auto")
 
 
 @pytest.fixture
-def free_port():
+def meeting_port():
     with socket.socket() as door:
         door.bind(("127.0.0.1", 0))
         return door.getsockname()[1]
@@ -55,11 +55,11 @@ def torchrun(nodes, port):
 
 
 def test_a_worker_that_dies_is_started_again_and_the_run_goes_on_by_itself(
-    course, tmp_path, free_port
+    course, tmp_path, meeting_port
 ):
     """One of two machines comes late, and loses its worker in step 4."""
     run = tmp_path / "run"
-    words = (*torchrun(2, free_port), *course.arguments(run, *AUTO))
+    words = (*torchrun(2, meeting_port), *course.arguments(run, *AUTO))
     first = begin(course, words)
     time.sleep(2)
     said = ended(first, begin(course, words, failpoint="step.before_update=kill@4"))
@@ -71,9 +71,9 @@ def test_a_worker_that_dies_is_started_again_and_the_run_goes_on_by_itself(
 
 
 @pytest.mark.long
-def test_a_run_goes_on_over_the_machines_that_are_left(course, tmp_path, free_port):
+def test_a_run_goes_on_over_the_machines_that_are_left(course, tmp_path, meeting_port):
     run, long = tmp_path / "run", ("--max-steps", 60, "--set", "train.dropout=false", *AUTO)
-    words = (*torchrun("1:2", free_port), *course.arguments(run, *long))
+    words = (*torchrun("1:2", meeting_port), *course.arguments(run, *long))
     first = begin(course, words)
     time.sleep(3)  # whose agent is first keeps the place where they meet
     second = begin(course, words)
@@ -94,11 +94,11 @@ def test_a_run_goes_on_over_the_machines_that_are_left(course, tmp_path, free_po
 
 @pytest.mark.long
 def test_deepspeeds_launcher_reads_a_hostfile_and_is_started_on_each_machine(
-    course, tmp_path, free_port
+    course, tmp_path, meeting_port
 ):
     hosts, run = tmp_path / "hosts", tmp_path / "run"
     hosts.write_text("127.0.0.1 slots=1\nlocalhost slots=1\n")
-    place = ("--no_ssh", "--master_addr", "127.0.0.1", "--master_port", free_port)
+    place = ("--no_ssh", "--master_addr", "127.0.0.1", "--master_port", meeting_port)
     words = (BIN / "deepspeed", "--hostfile", hosts, *place)
     align = ("--module", "align", *course.arguments(run))
     ended(*(begin(course, (*words, "--node_rank", node, *align)) for node in range(2)))
