@@ -37,7 +37,7 @@ FLAGS = {
     for flag in (*parameter.opts, *parameter.secondary_opts)
 }
 # Of other programs, named in our text.
-FOREIGN = {"--index-url", "--signal"}
+FOREIGN = {"--index-url", "--signal", "--max-restarts", "--no_ssh", "--node_rank"}
 TAKERS = ("train", "precompute-ref")  # of options that stand in the text without a command
 MOVING = page("docs/moving-from-other-tools.md")  # the first column of its tables is theirs
 SETTINGS = {*flatten(Config())}
