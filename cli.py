@@ -14,8 +14,8 @@ from .pipeline.flags import PRECOMPUTE_FLAGS, SCORE_FLAGS, TRAIN_FLAGS, with_fla
 from .pipeline.signals import stop_signals, stop_with_launcher
 from .pipeline.terminal import (
     SafeGroup,
+    begin_work,
     own_process,
-    progress_of_first,
     recorded_by_first,
     say,
     say_once,
@@ -24,9 +24,7 @@ from .pipeline.terminal import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .pipeline.executor import Share
     from .pipeline.settings import Settings
-    from .schemas.config import Config
 
 app = typer.Typer(
     name="align",
@@ -43,7 +41,7 @@ ConfigFile = Annotated[
 ]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="Any setting: SECTION.NAME=VALUE.")]
 Data = Annotated[list[str] | None, typer.Argument(help="Files or folders of preference data.")]
-CacheDir = Annotated[Path, typer.Argument(help="A cache made by precompute-ref.")]
+CacheDir = Annotated[str, typer.Argument(help="A cache made by precompute-ref.")]
 Model = Annotated[str | None, typer.Option("--model", help="Folder of the reference model.")]
 Part = Annotated[
     str | None, typer.Option("--part", help="I/N: only the I-th of N parts, beside the others.")
@@ -52,7 +50,7 @@ Part = Annotated[
 
 def main() -> None:
     """Runs one command; a person's mistake is one message, never a traceback."""
-    from .schemas.errors import AlignError, Interrupted, PeerError
+    from .schemas.errors import AlignError, Interrupted, PeerError, unexpected_os_error
 
     if os.environ.get("WORLD_SIZE", "1") != "1":
         # Ranks of one machine may have more threads than cores: those that wait must not spin.
@@ -76,8 +74,6 @@ def main() -> None:
     except BrokenPipeError:  # the reader of the output has ended
         os._exit(128 + signal.SIGPIPE)
     except OSError as error:
-        from .schemas.errors import unexpected_os_error
-
         _fail(str(refusal := unexpected_os_error(error)), refusal.exit_code)
     except Exception:
         import traceback
@@ -128,12 +124,24 @@ def precompute_ref(
 ) -> None:
     """Run the frozen reference over preference data and store its log-probs in Parquet shards."""
     from .pipeline.executor import share_of
+    from .pipeline.object_inputs import with_local_inputs
+    from .pipeline.precompute import precompute, precompute_part
+    from .pipeline.precompute_plan import require_model
     from .pipeline.settings import load_settings
+    from .stages.model.reference import HfReference
+    from .stages.storage.digest_memory import own_digests
 
-    settings = load_settings(
-        flags, sets or [], file=config, data=data or [], command="precompute-ref"
-    )
-    _precompute(settings.config, share_of(part, os.environ))
+    share, command = share_of(part, os.environ), "precompute-ref"
+    given = load_settings(flags, sets or [], file=config, data=data or [], command=command).config
+    require_model(given)
+    local = recorded_by_first(with_local_inputs(given))
+    reference = HfReference(local.model, own_digests())
+    if share is None:
+        say(precompute(local, reference, progress=begin_work()).text())
+        return
+    made = precompute_part(local, reference, share, progress=begin_work())
+    # The cache's root is named once, by the rank that was the last to end.
+    (say if made.has_published else say_once)(made.text())
 
 
 @app.command()
@@ -167,10 +175,14 @@ def score(
         say(rewards_from_labels(settings).text())
         return
     from .stages.model.reward_model import HfReward
+    from .stages.storage.digest_memory import own_digests
 
     share = share_of(part, os.environ)
     made = rewards_from_model(
-        recorded_by_first(settings), HfReward, progress=progress_of_first(), share=share
+        recorded_by_first(settings),
+        lambda options: HfReward(options, own_digests()),
+        progress=begin_work(),
+        share=share,
     )
     (say if share and isinstance(made, Rewarded) else say_once)(made.text())
 
@@ -183,10 +195,9 @@ def train(flags: dict[str, Any], config: ConfigFile = None, sets: Sets = None) -
     from .pipeline.training_job import open_training
 
     job = open_training(load_settings(flags, sets or [], file=config, command="train"))
-
     from .pipeline.train import run_training
 
-    say_once(run_training(job, progress=progress_of_first()).text())
+    say_once(run_training(job, progress=begin_work()).text())
 
 
 @app.command()
@@ -219,8 +230,7 @@ def sweep(
     short = {"method.beta": beta, "train.lr": lr}
     given = [*(f"{name}={values}" for name, values in short.items() if values), *(vary or [])]
     trials = trials_of(methods, varied_by(given))
-    result = run_sweep(load, trials, output, progress=progress_of_first())
-    say_once(result.text())
+    say_once((result := run_sweep(load, trials, output, progress=begin_work())).text())
     if result.failures:
         _fail(f"{len(result.failures)} of {len(result.results)} runs failed.", 2)
 
@@ -269,8 +279,8 @@ def mlflow_sync(
     from .schemas.errors import counted
 
     for synced in sync_runs(run, own_options(run, config), uri=uri):
-        say(f"{synced.uri}: run {synced.run_id} is {synced.status}")
-        say(f"{counted(synced.points_sent, 'numbers')} sent")
+        sent = f"{counted(synced.points_sent, 'numbers')} sent"
+        say(f"{synced.uri}: run {synced.run_id} is {synced.status}\n{sent}")
 
 
 @app.command()
@@ -286,10 +296,9 @@ def verify(
     from .pipeline.verify import verify as run_verify
     from .stages.model.reference import HfReference
 
-    settings = load_settings({}, sets or [], file=config, near=[str(cache)], command="verify")
+    settings = load_settings({}, sets or [], file=config, near=[cache], command="verify")
     options = settings.config.model
-    text = run_verify(cache, options, model=model, rescore=rescore, open_reference=HfReference)
-    say(text)
+    say(run_verify(cache, options, model=model, rescore=rescore, open_reference=HfReference))
 
 
 @app.command()
@@ -298,12 +307,12 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Show what a cache holds: rows, lengths, truncation, balance, log-probs, drops."""
+    from .pipeline.object_inputs import cache_at
     from .schemas.json_codec import to_json
     from .stages.report.cache_summary import summarize
     from .stages.report.cache_tables import render
-    from .stages.storage.cache_folder import CacheFolder
 
-    summary = summarize(CacheFolder(cache))
+    summary = summarize(cache_at(cache))
     say(to_json(summary).rstrip() if as_json else render(summary))
 
 
@@ -322,11 +331,14 @@ def export(
     TRL 1.16 reads the text alone. It takes no reference log-probs from a file: remove the ref_
     columns before you pass precompute_ref_log_probs.
     """
+    from .pipeline.export import beside
     from .pipeline.export import export as run_export
+    from .pipeline.object_inputs import cache_at
     from .schemas.errors import counted
 
-    target = output or cache.resolve().with_name(f"{cache.resolve().name}-{to}.parquet")
-    rows = run_export(cache, target, model=model, overwrite=overwrite)
+    folder = cache_at(cache)
+    target = output or beside(folder, to)
+    rows = run_export(folder.root, target, model=model, overwrite=overwrite)
     say(f"{target}: {counted(rows, 'rows')}")
 
 
@@ -338,9 +350,10 @@ def gc(
 ) -> None:
     """Remove what a cache held before it grew; trainings that began on it can then not continue."""
     from .pipeline.cache_compatibility import gone_without, remove_earlier
+    from .pipeline.object_inputs import cache_at
     from .schemas.errors import UsageError, counted
 
-    found = gone_without(cache)
+    found = gone_without(folder := cache_at(cache))
     say(f"{cache}: {counted(len(found.roots), 'earlier roots')}")
     for root in found.roots:
         say(f"  {root}")
@@ -350,7 +363,7 @@ def gc(
     if not yes and not sys.stdin.isatty():
         raise UsageError("A training that began on one of these can then not continue. Pass --yes.")
     if yes or typer.confirm("A training that began on one of these can then not continue. Remove?"):
-        remove_earlier(cache)
+        remove_earlier(folder)
         say("removed")
 
 
@@ -365,21 +378,6 @@ def tiny_world(
 
     world = make_world(folder, rows=rows, seed=seed)
     say(f"model  {world.model}\ndata   {world.data.paired}")
-
-
-def _precompute(config: Config, share: Share | None) -> None:
-    from .pipeline.precompute import precompute, precompute_part
-    from .pipeline.precompute_plan import require_model
-    from .stages.model.reference import HfReference
-
-    require_model(config)
-    reference, progress = HfReference(config.model), progress_of_first()
-    if share is None:
-        say(precompute(config, reference, progress=progress).text())
-        return
-    made = precompute_part(recorded_by_first(config), reference, share, progress=progress)
-    # The cache's root is named once, by the rank that was the last to end.
-    (say if made.has_published else say_once)(made.text())
 
 
 def _stop(signal_number: int, _: Any) -> NoReturn:

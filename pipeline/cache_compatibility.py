@@ -6,7 +6,6 @@ A cache that grows in place keeps every score, and every file that a training st
 from __future__ import annotations
 
 import logging
-import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,8 +24,10 @@ from ..stages.score.reuse import EarlierCache, look_up
 from ..stages.storage.cache_folder import CacheFolder, WorkFolder
 from ..stages.storage.cleanup import Superseded, remove_superseded, superseded
 from ..stages.storage.commits import read_commits
+from ..stages.storage.digest_memory import user_folder
 from ..stages.storage.locks import owner_lock
 from ..stages.storage.manifest_file import load_manifest, load_plan
+from ..stages.storage.objects import Location, location
 from ..stages.storage.shards import iter_row_groups, parse_row_ids, read_shard
 
 logger = logging.getLogger("align")
@@ -118,7 +119,7 @@ def require_growth(
     stored = _branches if long_form else _rows
     lost = total = 0
     for shard in manifest.shards:
-        names = stored(folder.data / shard.file)
+        names = stored(folder.shard(shard))
         is_lost = np.ones(len(names), dtype=np.bool_)
         for present in _in_ring(ring, shard, names, long_form=long_form):
             is_lost &= ~look_up(np.sort(present), names)[1]
@@ -132,15 +133,13 @@ def require_growth(
         )
 
 
-def gone_without(cache: Path) -> Superseded:
+def gone_without(folder: CacheFolder) -> Superseded:
     """What `remove_earlier` would remove."""
-    folder = CacheFolder(cache)
     return superseded(folder, load_manifest(folder))
 
 
-def remove_earlier(cache: Path) -> None:
+def remove_earlier(folder: CacheFolder) -> None:
     """Removes from a cache that has grown what it no longer uses."""
-    folder = CacheFolder(cache)
     load_manifest(folder)
     with owner_lock(folder, uuid.uuid4().hex[:12]):
         if works := folder.works():
@@ -171,7 +170,7 @@ def _in_ring(
         yield np.concatenate(held)
 
 
-def _rows(path: Path) -> NDArray[np.bytes_]:
+def _rows(path: Location) -> NDArray[np.bytes_]:
     """The rows of a shard."""
     parts = [np.empty(0, dtype="S20")]
     for table in iter_row_groups(path, ["row_id"]):
@@ -186,7 +185,7 @@ def _named(digests: NDArray[np.bytes_], copies: NDArray[np.int32]) -> NDArray[np
     return names.view("S20")
 
 
-def _branches(path: Path) -> NDArray[np.bytes_]:
+def _branches(path: Location) -> NDArray[np.bytes_]:
     """The branches of a shard but the mismatched, which are chosen again for new data."""
     rows = read_shard(path).rows
     names: NDArray[np.bytes_] = _named_branches(rows)[rows.roles != Role.MISMATCHED]
@@ -209,18 +208,18 @@ def _keys(rows: RowBlock) -> list[bytes]:
 def candidates(options: CacheOptions, folder: CacheFolder) -> tuple[str, ...]:
     """Folders to search: the output, those the user names, those in the registry."""
     for name in options.reuse:
-        if not CacheFolder(Path(name)).manifest.is_file():
+        if not CacheFolder(location(name)).manifest.is_file():
             raise UsageError(f"{name}: no finished cache to reuse (--reuse). Check the path.")
     known = _registered() if options.reuse_known else []
-    named = [str(Path(name).resolve()) for name in [*options.reuse, *known]]
+    named = [str(location(name).resolve()) for name in [*options.reuse, *known]]
     return tuple(dict.fromkeys([str(folder.root.resolve()), *named]))
 
 
 def open_earlier(folders: Sequence[str], plan: Plan) -> list[EarlierCache]:
     """Those of the folders that were scored by the same reference and can be read."""
     earlier: list[EarlierCache] = []
-    older: list[Path] = []
-    for folder in (CacheFolder(Path(name)) for name in folders):
+    older: list[Location] = []
+    for folder in (CacheFolder(location(name)) for name in folders):
         with _passed_over(folder.root, older):
             earlier += _finished(folder, plan)
         with _passed_over(folder.private, older):
@@ -238,7 +237,9 @@ def open_earlier(folders: Sequence[str], plan: Plan) -> list[EarlierCache]:
 
 
 def register_cache(folder: CacheFolder) -> None:
-    """Adds a finished cache to this user's registry."""
+    """Adds a finished cache to this user's registry, unless it is in a store."""
+    if not isinstance(folder.root, Path):
+        return
     path = _list_of_caches()
     try:
         place = str(folder.root.resolve())
@@ -252,7 +253,7 @@ def register_cache(folder: CacheFolder) -> None:
 
 
 @contextmanager
-def _passed_over(place: Path, older: list[Path]) -> Iterator[None]:
+def _passed_over(place: Location, older: list[Location]) -> Iterator[None]:
     """Logs a cache that cannot be read, and continues without it."""
     try:
         yield
@@ -292,7 +293,7 @@ def _same_ring(first: dict[str, str], second: dict[str, str]) -> bool:
 
 def _registered() -> list[str]:
     """The caches of the registry that are still there."""
-    return [line for line in _lines() if _is_there(CacheFolder(Path(line)))]
+    return [line for line in _lines() if _is_there(line)]
 
 
 def _lines() -> list[str]:
@@ -303,16 +304,12 @@ def _lines() -> list[str]:
     return [line for line in lines if line]
 
 
-def _is_there(folder: CacheFolder) -> bool:
+def _is_there(line: str) -> bool:
     try:
-        return folder.manifest.is_file()
+        return CacheFolder(Path(line)).manifest.is_file()
     except OSError:  # the line is not a path
         return False
 
 
 def _list_of_caches() -> Path:
-    home = (
-        os.environ.get("ALIGN_HOME")
-        or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "align"
-    )
-    return Path(home) / "caches.txt"
+    return user_folder() / "caches.txt"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..schemas.checkpoint import CheckpointFile, Peers, Position, Retention, Saved
-from ..schemas.errors import AlignError, StorageError
+from ..schemas.errors import AlignError, StorageError, log_failure
 from ..stages.engine.deepspeed_compat import whole_numel
 from ..stages.engine.deepspeed_config import stage_of
 from ..stages.engine.distributed import gathered, run_on_rank_zero
@@ -82,6 +82,9 @@ class Checkpointer:
             retention=self._retention,
         )
         self._count(place, saved)
+        if self._start.store and saved.succeeded and session.world.rank == 0:
+            with log_failure("The checkpoint is on this machine alone until the next one"):
+                self._start.store.push()
         if session.world.rank == 0 and (took := time.monotonic() - began) > SLOW_SECONDS:
             logger.warning(
                 "Saving took %.0f s. Launchers kill 30 s after they ask to stop: save more often "

@@ -10,11 +10,20 @@ from ..stages.data.tokenizer import decoder
 from ..stages.report.export_trl import Decode, export_trl
 from ..stages.storage.cache_folder import CacheFolder
 from ..stages.storage.manifest_file import load_manifest
+from ..stages.storage.objects import Location, location
+from .object_inputs import local_model
 
 
-def export(cache: Path, target: Path, *, model: str | None, overwrite: bool) -> int:
+def beside(folder: CacheFolder, to: str) -> Path:
+    """Where the export of a cache goes by itself: beside it, or here if it is in a store."""
+    made = folder.root.resolve()
+    parent = made.parent if isinstance(made, Path) else Path()
+    return parent / f"{made.name}-{to}.parquet"
+
+
+def export(cache: str | Location, target: Path, *, model: str | None, overwrite: bool) -> int:
     """Writes `target` with TRL's column names; returns its number of rows."""
-    folder = CacheFolder(cache)
+    folder = CacheFolder(location(cache))
     decode = text_of(folder, model)
     return export_trl(folder, target, decode=decode, overwrite=overwrite)
 
@@ -22,7 +31,9 @@ def export(cache: Path, target: Path, *, model: str | None, overwrite: bool) -> 
 def text_of(folder: CacheFolder, model: str | None = None) -> Decode:
     """Turns the ids of a cache into text, by the tokenizer of its reference or of `model`."""
     manifest = load_manifest(folder)
-    decode_one = decoder(model or manifest.model, Stops.of(manifest.fingerprint).tokens)
+    decode_one = decoder(
+        local_model(model or manifest.model), Stops.of(manifest.fingerprint).tokens
+    )
 
     def decode(lists: Sequence[Sequence[int]], *, continues: bool) -> list[str]:
         # Others add BOS and EOS themselves.

@@ -103,30 +103,30 @@ def _parameter_name(flag: str) -> str:
 READS: dict[str, tuple[str, ...]] = {
     "config": (
         *("model", "data", "tokens", "cache", "scoring", "tracking"),
-        *("train", "lora", "rewards", "method"),
+        *("train", "lora", "rewards", "objects", "method"),
     ),
     "precompute-ref": (
-        *("model", "data", "tokens", "cache", "scoring"),
+        *("model", "data", "tokens", "cache", "scoring", "objects"),
         *("tracking.mlflow", "tracking.uri", "tracking.experiment", "tracking.run_name"),
     ),
     "score": (
         *("model.dtype", "model.attention", "model.device", "model.device_map"),
         *("model.trust_remote_code", "model.allow_unused_weights"),
-        *("data", "tokens", "scoring", "rewards"),
+        *("data", "tokens", "scoring", "rewards", "objects"),
         *("cache.seed", "cache.rows_per_shard", "cache.tokens_per_shard"),
         *("cache.reuse", "cache.reuse_known"),
         *("tracking.mlflow", "tracking.uri", "tracking.experiment", "tracking.run_name"),
     ),
     # It records no run, as --no-mlflow asks.
     "score --from-labels": (
-        *("data.files", "data.map", "data.carry", "rewards", "tracking.mlflow"),
+        *("data.files", "data.map", "data.carry", "rewards", "objects", "tracking.mlflow"),
     ),
     "train": (
         *("model.attention", "model.device"),
         *("model.trust_remote_code", "model.allow_unused_weights"),
-        *("tokens", "cache.output", "tracking", "train", "lora", "method"),
+        *("tokens", "cache.output", "tracking", "train", "lora", "objects", "method"),
     ),
-    "verify": ("model.device", "model.device_map", "model.trust_remote_code"),
+    "verify": ("model.device", "model.device_map", "model.trust_remote_code", "objects"),
     **dict.fromkeys(
         ("export", "gc", "init", "inspect", "methods", "mlflow-sync", "report", "tiny-world"), ()
     ),

@@ -6,7 +6,6 @@ import time
 import uuid
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from ..schemas.cache import Manifest, Plan
 from ..schemas.config import Config
@@ -26,6 +25,7 @@ from ..stages.storage.cleanup import collect, is_tidy, superseded
 from ..stages.storage.commits import read_commits
 from ..stages.storage.locks import owner_lock, try_owner_lock
 from ..stages.storage.manifest_file import build_manifest, load_manifest, load_plan, write_manifest
+from ..stages.storage.objects import Location
 from ..stages.tracking.journaled_run import Run, recorded
 from ..stages.tracking.outbox import unsent_runs
 from ..stages.tracking.progress import Progress
@@ -56,17 +56,17 @@ def precompute(
         _tidy(job, finished, run_id)
         return PrecomputeResult(job.folder.root, finished, Tally(), was_complete=True)
     job.folder.prepare()
-    home, tracking = job.folder.root, config.tracking
+    home, tracking = job.folder.local, config.tracking
     with owner_lock(job.folder, run_id):
         plan = _plan_in(job.work)  # first: who publishes now takes it away
         if finished := _finished(job):
-            return PrecomputeResult(home, finished, Tally(), was_complete=True)
+            return PrecomputeResult(job.folder.root, finished, Tally(), was_complete=True)
         before = send_earlier(home, tracking)
         call = _Call(job, run_id, _executor(job), progress)
         with recorded(tracking, home, stage, is_recorded=True, goes_on_from=before) as run:
             manifest = call.finish(run, plan)
     assert manifest, "an executor without a part leaves no unit"
-    return PrecomputeResult(home, manifest, call.tally, was_complete=False)
+    return PrecomputeResult(job.folder.root, manifest, call.tally, was_complete=False)
 
 
 def precompute_part(
@@ -96,7 +96,9 @@ def precompute_part(
         return PartResult(share, home, Tally(), whole=done)
     job.folder.prepare()
     call = _Call(job, _new_id(), Inline(share), progress)
-    with recorded(config.tracking, home, stage, is_recorded=True, is_alone=False) as run:
+    with recorded(
+        config.tracking, job.folder.local, stage, is_recorded=True, is_alone=False
+    ) as run:
         run.set_tags({"align.part": str(share)})
         manifest = call.finish(run, plan)
     whole = PrecomputeResult(home, manifest, call.tally, was_complete=False) if manifest else None
@@ -164,7 +166,7 @@ class _Call:
         # Unfinished work on other data, which this cache takes the place of. What begins later is
         # on top of this cache.
         others = [work for work in folder.works() if work != self.job.work]
-        write_manifest(folder, manifest, draft_in=self.job.work.root)
+        write_manifest(folder, manifest, draft_in=self.job.work.local)
         self.has_published = collect(folder, [self.job.work, *others])
         register_cache(folder)
         return manifest
@@ -210,12 +212,12 @@ def _made_by_another(job: Job) -> Manifest:
 
 def _tidy(job: Job, manifest: Manifest, run_id: str) -> None:
     """Finishes the work of a run that died after its manifest, unless another process does."""
-    if is_tidy(job.folder, manifest) and not unsent_runs(job.folder.root):
+    if is_tidy(job.folder, manifest) and not unsent_runs(job.folder.local):
         return
     if lock := try_owner_lock(job.folder, run_id):
         with lock:
             collect(job.folder, [job.work])
-            send_earlier(job.folder.root, job.config.tracking)
+            send_earlier(job.folder.local, job.config.tracking)
 
 
 def _planned(job: Job, plan: Plan | None, run_id: str, progress: Progress) -> Plan:
@@ -276,7 +278,7 @@ def _conclude(run: Run, job: Job, manifest: Manifest | None, tally: Tally) -> No
 class PrecomputeResult:
     """A finished cache, and what this process did for it."""
 
-    folder: Path
+    folder: Location
     manifest: Manifest
     tally: Tally
     was_complete: bool
@@ -309,7 +311,7 @@ class PartResult:
     """A part of a cache that is done, and the whole cache if no part is missing."""
 
     share: Share
-    folder: Path
+    folder: Location
     tally: Tally
     whole: PrecomputeResult | None
     has_published: bool = False  # of the parts of a cache, one has

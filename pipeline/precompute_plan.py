@@ -2,50 +2,45 @@
 
 from __future__ import annotations
 
-import secrets
-import socket
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..schemas.cache import FORMAT_VERSION, FileEntry, InputEntry, Plan, file_identity
 from ..schemas.config import Config
-from ..schemas.errors import (
-    BadDataError,
-    CorruptionError,
-    StorageError,
-    UsageError,
-    os_errors_as_storage_errors,
-)
+from ..schemas.errors import BadDataError, CorruptionError, StorageError, UsageError
 from ..schemas.json_codec import digest
 from ..schemas.row_keys import Intake
 from ..schemas.rows import Reference
 from ..stages.data.data_schema import Shape, common_shape
 from ..stages.data.decode_rows import first_is_conversation
-from ..stages.data.encode_workers import EncodingJob, default_workers, encode_chunks, usable_cores
 from ..stages.data.input_files import (
-    Chunk,
     Digested,
     InputFile,
+    data_bytes,
     digested,
-    iter_chunks,
     open_inputs,
     require_unchanged,
+    slices_of,
 )
+from ..stages.data.slice_encoder import EncodingJob
 from ..stages.data.tokenizer import TextTokenizer, load_tokenizer, tokenizer_fingerprint
-from ..stages.pairing.long_form import merge_same_prompts
-from ..stages.pairing.sorted_rows import SortedRows, collect_runs, merge_runs
-from ..stages.pairing.units import Ring, unit_offsets
-from ..stages.storage import fs
+from ..stages.pairing.key_ranges import number_of_ranges
+from ..stages.pairing.ring import Ring, complete_ring
+from ..stages.pairing.units import unit_offsets
+from ..stages.storage import fs, places
 from ..stages.storage.cache_folder import CacheFolder, WorkFolder
 from ..stages.storage.commits import write_quarantine
-from ..stages.storage.failpoints import reach
-from ..stages.storage.manifest_file import load_manifest, write_plan
+from ..stages.storage.local_copies import origin_of
+from ..stages.storage.manifest_file import load_manifest, load_plan, write_plan
+from ..stages.storage.objects import Location, location
+from ..stages.storage.spool import Spool
 from .cache_compatibility import candidates, fingerprint, require_growth
+from .prepare_tasks import ArrangeTasks, EncodeTasks, Preparation
+from .task_processes import make_all, usable_cores
 
 if TYPE_CHECKING:
     from ..stages.tracking.progress import Progress
@@ -84,11 +79,8 @@ class Job:
     @property
     def is_published(self) -> bool:
         """Whether the folder already holds the finished cache of this job."""
-        path = self.folder.manifest
-        if not path.exists():
-            return False
-        found = path.stat()
-        return _published_plan(self.folder, (found.st_ino, found.st_mtime_ns)) == self.plan_key
+        version = places.version_of(self.folder.manifest)
+        return bool(version) and _published_plan(self.folder, version) == self.plan_key
 
 
 def require_model(config: Config) -> None:
@@ -118,7 +110,7 @@ def open_job(config: Config, reference: Reference) -> Job:
     return Job(
         config=config,
         reference=reference,
-        folder=CacheFolder(Path(config.cache.output)),
+        folder=CacheFolder(location(config.cache.output)),
         inputs=inputs,
         digested=before,
         shape=shape,
@@ -130,7 +122,7 @@ def open_job(config: Config, reference: Reference) -> Job:
 
 
 @lru_cache(maxsize=1)
-def _published_plan(folder: CacheFolder, version: tuple[int, int]) -> str:
+def _published_plan(folder: CacheFolder, version: str) -> str:
     """The plan key in a manifest, which is read again only when the file is replaced."""
     return load_manifest(folder).plan_key
 
@@ -151,104 +143,99 @@ SHOWN = 3  # rows that cannot be used, and files that list them
 def make_plan(job: Job, run_id: str, progress: Progress) -> Plan:
     """Encodes all rows, puts them on the ring, and writes the plan of what to score."""
     job.work.prepare()
-    intake = Intake()
-    with _drafted_ring(job) as draft:
-        runs = _encode(job, draft.folder, intake, progress)
-        quarantine = _quarantine(job, run_id, intake)
-        _require_usable(job, intake, quarantine)
-        _merge(job, draft, runs, intake)
-        if job.folder.manifest.exists():
-            long_form = job.shape.kind == "scored_long"
-            require_growth(job.folder, load_manifest(job.folder), draft.rows, long_form=long_form)
-        _require_space(job, draft)
-        plan = _plan(job, draft, intake, quarantine)
-        _install(draft, ring_of(job))
-    return write_plan(job.work, plan)
-
-
-@contextmanager
-def _drafted_ring(job: Job) -> Iterator[Ring]:
-    """A ring to make, which no other process sees; drafts of dead processes go.
-
-    They are told by their locks, so only drafts of this machine are looked at.
-    """
-    folder = job.work.make_tmp(f"rings-{socket.gethostname()}") / "ring"
-    with fs.draft_folder(folder) as draft:
-        yield Ring(draft, job.config.cache.kl_pairs)
-
-
-def _install(draft: Ring, ring: Ring) -> None:
-    """Gives a ring its place, unless another process was first with the same one."""
-    reach("ring.before_rename")
-    while not fs.rename_if_absent(draft.folder, ring.folder):
-        if draft.is_equal(ring):
-            break
-        # Damaged, or of an older version: one rename, so that no process reads half of each.
-        fs.rename(ring.folder, draft.folder.with_name(f"ring-{secrets.token_hex(8)}"))
-    fs.fsync_folder(ring.folder.parent)
-    reach("ring.after_rename")
-
-
-def _encode(job: Job, spool: Path, intake: Intake, progress: Progress) -> list[SortedRows]:
-    """Encodes all usable rows into sorted runs in a folder."""
-    config = job.config
-    total_bytes = sum(file.bytes for file in job.inputs)
-    encoding = EncodingJob(
-        config.model.path,
-        config.tokens,
-        job.shape,
-        config.cache.seed,
-        job.files,
-        tokenizer_fingerprint(job.tokenizer),
-    )
-    workers = config.data.workers or default_workers(total_bytes)
-    progress.begin("reading and tokenizing", total=None, unit="rows")
-    chunks = _shown(iter_chunks(job.inputs, job.shape.columns), progress)
-    encoded = encode_chunks(chunks, encoding, num_workers=workers)
-    with os_errors_as_storage_errors("write", spool):
-        try:
-            runs = collect_runs(spool, encoded, intake)
-        except BadDataError:
-            require_unchanged(job.inputs, job.digested)  # the better reason
-            raise
-    # Only now: Parquet and mapped files are read here and there, some of it after the last chunk.
-    require_unchanged(job.inputs, job.digested)
-    progress.end()
-    return runs
-
-
-def _merge(job: Job, ring: Ring, runs: list[SortedRows], intake: Intake) -> None:
-    """Merges the runs into the ring, then pairs every completion."""
-    side = job.config.tokens.prompt_side
-    join = partial(merge_same_prompts, notes=intake.notes, prompt_side=side)
-    is_long = job.shape.kind == "scored_long"
-    with os_errors_as_storage_errors("write", ring.folder):
-        rows = merge_runs(ring.rows_file, runs, intake.notes, join=join if is_long else None)
-        ring.complete(rows, intake.notes)
+    preparation = preparation_of(job)
+    _encode(job, preparation, progress)
+    try:
+        intake = preparation.intake()
+    except CorruptionError:
+        if plan := load_plan(job.work):  # another was faster, and has removed what it had read
+            preparation.ring.spool.forget_encoded()
+            return plan
+        raise
+    quarantine = _quarantine(job, run_id, intake)
+    _require_usable(job, intake, quarantine)
+    ring = _arrange(job, preparation, progress)
+    intake.notes.update(ring.record.notes)
+    if job.folder.manifest.exists():
+        long_form = job.shape.kind == "scored_long"
+        require_growth(job.folder, load_manifest(job.folder), ring.rows, long_form=long_form)
+    _require_space(job, ring)
+    plan = write_plan(job.work, _plan(job, ring, intake, quarantine))
+    ring.spool.forget_encoded()
+    return plan
 
 
 def remake_ring(job: Job, plan: Plan, progress: Progress) -> None:
-    """Makes the ring of a plan again, because it is missing or of an older version."""
-    intake = Intake()
-    with _drafted_ring(job) as draft:
-        _merge(job, draft, _encode(job, draft.folder, intake, progress), intake)
-        if _offsets(job, draft) != plan.unit_offsets:
-            raise CorruptionError(
-                f"{job.work.root}: its rows, prepared again, differ from its plan. Delete it and "
-                "run again; all rows that no other cache holds are then scored again."
-            )
-        _install(draft, ring_of(job))
+    """Makes what is missing of the ring of a plan here again."""
+    job.work.prepare()
+    preparation = preparation_of(job)
+    _encode(job, preparation, progress)
+    ring = _arrange(job, preparation, progress)
+    if _offsets(job, ring) != plan.unit_offsets:
+        raise CorruptionError(
+            f"{job.work.root}: its rows, prepared again, differ from its plan. Delete it and run "
+            "again; all rows that no other cache holds are then scored again."
+        )
+    ring.spool.forget_encoded()
+
+
+def preparation_of(job: Job) -> Preparation:
+    """What the tasks of preparing need to know."""
+    columns = job.shape.columns
+    total = data_bytes(job.inputs, columns)
+    return Preparation(
+        ring=ring_of(job),
+        plan=job.work.plan,
+        encoding=EncodingJob(
+            job.config.model.path,
+            job.config.tokens,
+            job.shape,
+            job.config.cache.seed,
+            job.files,
+            tokenizer_fingerprint(job.tokenizer),
+        ),
+        inputs=job.inputs,
+        digested=job.digested,
+        slices=slices_of(job.inputs, columns, total=total),
+        num_ranges=number_of_ranges(total),
+        prompt_side=job.config.tokens.prompt_side,
+    )
+
+
+def _encode(job: Job, preparation: Preparation, progress: Progress) -> None:
+    """Encodes the slices that are not encoded yet."""
+    preparation.ring.spool.prepare()
+    try:
+        make_all(EncodeTasks(preparation), num_processes=_processes(job), progress=progress)
+    except BadDataError:
+        require_unchanged(job.inputs, job.digested)  # the better reason
+        raise
+    # Only now: Parquet and mapped files are read here and there, some of it after the last chunk.
+    require_unchanged(job.inputs, job.digested)
+
+
+def _arrange(job: Job, preparation: Preparation, progress: Progress) -> Ring:
+    """Makes the stretches of the ring that are missing, then pairs every completion."""
+    ring = preparation.ring
+    make_all(ArrangeTasks(preparation), num_processes=_processes(job), progress=progress)
+    if not ring.is_whole:
+        complete_ring(ring, preparation.num_ranges)
+    return ring
+
+
+def _processes(job: Job) -> int:
+    """As many as there are cores, unless the data are small; 0 is this one alone."""
+    is_small = sum(file.bytes for file in job.inputs) < SMALL_INPUT_BYTES
+    return job.config.data.workers or (0 if is_small else usable_cores())
+
+
+# Below this, starting processes costs more than they save.
+SMALL_INPUT_BYTES = 8 * 1024 * 1024
 
 
 def ring_of(job: Job) -> Ring:
     """The ring of the plan in the work folder, which may be incomplete."""
-    return Ring(job.work.spool, job.config.cache.kl_pairs)
-
-
-def _shown(chunks: Iterator[Chunk], progress: Progress) -> Iterator[Chunk]:
-    for chunk in chunks:
-        yield chunk
-        progress.advance(len(chunk))
+    return Ring(Spool(job.work.spool), job.config.cache.kl_pairs)
 
 
 def _quarantine(job: Job, run_id: str, intake: Intake) -> tuple[FileEntry, ...]:
@@ -289,6 +276,8 @@ def _require_space(job: Job, ring: Ring) -> None:
     completions = ring.rows.completion_tokens * (1 + job.config.cache.kl_pairs)
     ids = 4 * (completions + ring.rows.prompt_tokens)
     needed = int(1.3 * ids * (2 if job.config.cache.token_logps else 1))
+    if not isinstance(job.folder.root, Path):
+        return  # a store grows
     free = fs.free_bytes(job.folder.root)
     if free < needed:
         raise StorageError(
@@ -334,7 +323,7 @@ def _notes(job: Job, intake: Intake) -> dict[str, int]:
 def _offsets(job: Job, ring: Ring) -> tuple[int, ...]:
     cache = job.config.cache
     return unit_offsets(
-        ring.rows,
+        ring.sizes(),
         num_pairs=cache.kl_pairs,
         rows_per_unit=cache.rows_per_shard,
         tokens_per_unit=cache.tokens_per_shard,
@@ -342,7 +331,7 @@ def _offsets(job: Job, ring: Ring) -> tuple[int, ...]:
 
 
 def _absolute(path: str) -> str:
-    return str(Path(path).resolve()) if path else ""
+    return str(location(origin_of(path)).resolve()) if path else ""
 
 
 @dataclass(frozen=True)
@@ -368,7 +357,7 @@ class RejectedRows:
             f"--max-bad-frac allows {self.allowed:g}"
         )
 
-    def listed(self, folder: Path) -> str:
+    def listed(self, folder: Location) -> str:
         """The files of a cache folder that name them, the first few of many."""
         shown = [str(folder / entry.file) for entry in self.files[:SHOWN]]
         more = len(self.files) - len(shown)

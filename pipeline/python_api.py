@@ -37,8 +37,9 @@ def load_cache(path: AnyPath, *, text: bool = False) -> pl.LazyFrame:
     """
     from ..stages.report.export_trl import scan_trl
     from ..stages.storage.cache_folder import CacheFolder
+    from ..stages.storage.objects import location
 
-    folder = CacheFolder(Path(path))
+    folder = CacheFolder(location(path))
     if not text:
         return scan_trl(folder)
     from .export import text_of
@@ -74,9 +75,12 @@ def precompute(
     loaded = _loaded("precompute-ref", flags, settings, config, data=files)
     require_model(loaded.config)
     from ..stages.model.reference import HfReference
+    from ..stages.storage.digest_memory import own_digests
+    from .object_inputs import with_local_inputs
 
-    reference = HfReference(loaded.config.model)
-    return run_precompute(loaded.config, reference, progress=_progress(shown=progress))
+    local = with_local_inputs(loaded.config)
+    reference = HfReference(local.model, own_digests())
+    return run_precompute(local, reference, progress=_progress(shown=progress))
 
 
 def train(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import re
 import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,16 +19,18 @@ import torch
 from .. import __version__
 from ..schemas.batches import World
 from ..schemas.checkpoint import Checkpoint, Position, RunIdentity
-from ..schemas.errors import CorruptionError, FingerprintError, UsageError
+from ..schemas.errors import CorruptionError, FingerprintError
 from ..schemas.safe_text import masked
 from ..stages.engine.deepspeed_config import leaves, stage_of
 from ..stages.engine.distributed import run_on_all_ranks, run_on_rank_zero
-from ..stages.model.logprobs import causal_model
+from ..stages.model.logprobs import ScoringPath, causal_model
 from ..stages.model.transformers_compat import attention_of
 from ..stages.storage import fs
 from ..stages.storage.checkpoints import choose_checkpoint
 from ..stages.storage.locks import owner_lock
 from ..stages.storage.run_folder import RunFolder, begins_as, forget_ending, read_ending
+from ..stages.storage.run_store import RunStore, run_folder_of, run_store_of
+from .run_upload import require_one_machine, uploaded
 from .settings import as_absolute, run_settings, signed_settings
 
 if TYPE_CHECKING:
@@ -46,6 +49,7 @@ class Start:
     is_finished: bool = False  # nothing is left to do
     changes: tuple[str, ...] = ()  # differences from when the run began
     began: float = 0.0  # on this rank's monotonic clock
+    store: RunStore | None = None  # where the folder is uploaded
 
     @property
     def checkpoint_step(self) -> int:
@@ -56,11 +60,15 @@ class Start:
 @contextmanager
 def started(job: TrainingJob, world: World) -> Iterator[Start]:
     """Owns the run's folder while the block runs; rank zero does it for all ranks."""
-    folder = RunFolder(Path(job.config.train.output))
+    output = job.config.train.output
+    folder, store = run_folder_of(output), run_store_of(output)
     began = time.monotonic()  # each machine counts from a moment of its own
     with ExitStack() as held:
+        if store:
+            require_one_machine(world, store)
         start = run_on_rank_zero(world, lambda: _enter(job, world, folder, held))
-        yield replace(start, began=began)
+        with uploaded(store if world.rank == 0 else None):
+            yield replace(start, began=began, store=store)
 
 
 def held_to_checkpoint(session: Session, start: Start) -> Start:
@@ -86,7 +94,7 @@ def held_to_checkpoint(session: Session, start: Start) -> Start:
 def _enter(job: TrainingJob, world: World, folder: RunFolder, held: ExitStack) -> Start:
     run_id = uuid.uuid4().hex[:12]
     folder.prepare()
-    if job.config.train.resume == "auto" and _is_finished(job, world, folder):
+    if job.config.train.resume == "auto" and _is_finished(job, folder):
         if folder.left_over():
             with owner_lock(folder, run_id):
                 folder.sweep()
@@ -103,8 +111,7 @@ def _enter(job: TrainingJob, world: World, folder: RunFolder, held: ExitStack) -
             require_same_settings(run_settings(folder), as_absolute(job.config))
         return Start(folder, run_id)
     position = chosen.checkpoint.position
-    where = f"The checkpoint of step {position.global_step}"
-    for line in require_same_run(position.identity, job, world, where=where):
+    for line in require_same_run(position.identity, job):
         logger.warning("%s; the learning rate follows the new length from here on.", line)
     if folder.config.exists():
         run_settings(folder)
@@ -112,12 +119,12 @@ def _enter(job: TrainingJob, world: World, folder: RunFolder, held: ExitStack) -
     return Start(folder, run_id, chosen.checkpoint, changes=changes)
 
 
-def _is_finished(job: TrainingJob, world: World, folder: RunFolder) -> bool:
+def _is_finished(job: TrainingJob, folder: RunFolder) -> bool:
     """Whether there is a model already that these settings would make."""
     ending = read_ending(folder)
     if ending is None or ending.ending != "finished":
         return False
-    if require_same_run(ending.identity, job, world, where=f"The model in {folder.root}"):
+    if require_same_run(ending.identity, job):
         return False
     lacks_merged = job.config.lora.merge and not folder.merged.exists()
     return folder.model.exists() and not lacks_merged
@@ -128,29 +135,25 @@ def require_same_settings(begun: Mapping[str, Any], now: Mapping[str, Any]) -> N
     _require_same(binding(begun), binding(now))
 
 
-def require_same_run(
-    begun: RunIdentity, job: TrainingJob, world: World, *, where: str
-) -> list[str]:
+def require_same_run(begun: RunIdentity, job: TrainingJob) -> list[str]:
     """Refuses settings that make it another run; returns changes of its length."""
     if begun.cache_root != job.manifest.root:
         raise FingerprintError(
             f"The run was begun on the cache {begun.cache_root[:12]}…, and this one is "
             f"{job.manifest.root[:12]}…. Pass the --cache it was begun with, or begin a new run."
         )
-    changed = _require_same(begun.settings, job_settings(job))
-    zero_stage = job.zero_stage(world.size)
-    if (begun.world_size, begun.zero_stage) != (world.size, zero_stage):
-        raise UsageError(
-            f"{where} was saved by {begun.world_size} rank(s) under ZeRO {begun.zero_stage}; this "
-            f"is {world.size} under ZeRO {zero_stage}. Use as many ranks and the same stage."
-        )
-    return changed
+    return _require_same(begun.settings, job_settings(job))
 
 
 def require_same_computing(begun: Position, session: Session) -> tuple[str, ...]:
     """Refuses a policy or engine that computes other numbers; returns allowed differences."""
-    _require_same(begun.identity.computed, identity_of(session).computed)
-    was, is_now = begun.made_with, made_with(session)
+    before, after = begun.identity, identity_of(session)
+    if spread_of(before) == spread_of(after):
+        _require_same(before.computed, after.computed)
+    else:
+        _require_same(_without_spread(before.computed), _without_spread(after.computed))
+    was = {**begun.made_with, **spread_of(before)}
+    is_now = {**made_with(session), **spread_of(after)}
     changed = tuple(
         f"after step {begun.global_step}: {name} {was.get(name, 'none')} → {now}"
         for name, now in is_now.items()
@@ -164,6 +167,16 @@ def require_same_computing(begun: Position, session: Session) -> tuple[str, ...]
             listed,
         )
     return changed
+
+
+def spread_of(identity: RunIdentity) -> dict[str, str]:
+    """Over how many ranks a run is spread and how: from one part to the next both may change."""
+    return {"ranks": str(identity.world_size), "ZeRO stage": str(identity.zero_stage)}
+
+
+def _without_spread(computed: Mapping[str, str]) -> dict[str, str]:
+    """What is computed, without the values of DeepSpeed's configuration that say where."""
+    return {name: value for name, value in computed.items() if not IS_OF_SPREAD(name)}
 
 
 def require_whole_records(folder: RunFolder, position: Position) -> tuple[str, ...]:
@@ -191,12 +204,28 @@ def require_whole_records(folder: RunFolder, position: Position) -> tuple[str, .
 
 
 def require_same_engine_file(folder: RunFolder, text: bytes) -> None:
-    """Refuses a deepspeed.json that differs from the one this run would write."""
-    if folder.engine.exists() and fs.read_bytes(folder.engine) != text:
+    """Refuses a deepspeed.json that this run would not have written, on any number of ranks."""
+    if not folder.engine.exists() or (found := fs.read_bytes(folder.engine)) == text:
+        return
+    if not _differ_in_spread(found, text):
         raise CorruptionError(
             f"{folder.engine} is damaged or was edited: this run was given another one. Remove it: "
             "it is written again, from what the checkpoint says."
         )
+
+
+def _differ_in_spread(found: bytes, text: bytes) -> bool:
+    """Whether two deepspeed.json are of other ranks or another stage, and the same otherwise."""
+    spreads, others = [], []
+    for content in (found, text):
+        try:
+            config = json.loads(content)
+            spreads.append((config["train_batch_size"], stage_of(config)))
+            every = {f"deepspeed {name}": repr(value) for name, value in leaves(config)}
+        except (ValueError, RecursionError, KeyError, AttributeError, TypeError):
+            return False
+        others.append(_without_spread(every))
+    return spreads[0] != spreads[1] and spreads[0][1] in range(4) and others[0] == others[1]
 
 
 def engine_text(config: dict[str, Any]) -> bytes:
@@ -229,6 +258,7 @@ def _shown(settings: Mapping[str, str], name: str) -> str:
 PACKAGES = ("torch", "transformers", "deepspeed")
 # What may change between two parts of a run: nothing that is learned depends on it.
 MAY_CHANGE = {
+    "train.deepspeed",  # what it makes the engine compute is compared instead
     "train.cache",  # its root is compared instead
     "train.eval_cache",  # likewise
     "train.model",  # the digests of its files are compared instead
@@ -248,6 +278,10 @@ MAY_CHANGE = {
     "train.nonfinite_limit",
     "lora.merge",
 }
+# What only says where in the ranks values lie; quantized ones are others.
+IS_OF_SPREAD = re.compile(
+    r"deepspeed (train_batch_size$|data_types\.|zero_optimization\.(?!.*quantized))"
+).match
 # What may change as well, but makes the whole another run than one that was never stopped.
 CHANGES_LENGTH = {"train.epochs", "train.max_steps"}
 SECTIONS = ("train", "lora", "method")
@@ -302,12 +336,24 @@ def identity_of(session: Session) -> RunIdentity:
 def made_with(session: Session) -> dict[str, str]:
     """What may change the last bits of a number, and is allowed to differ."""
     path = session.policy.path
-    on_gpu = session.policy.device.type == "cuda"
-    device = torch.cuda.get_device_name() if on_gpu else f"{torch.get_num_threads()} threads"
-    found = {"align": __version__, **versions(), "device": device}
-    if session.job.config.lora.enabled:
-        found["peft"] = _version("peft")
-    return {**found, "layout": path.layout, "log-prob head": path.head}
+    parts = _parts(session.job, session.policy.device)
+    return {**parts, "layout": path.layout, "log-prob head": path.head}
+
+
+def known_path(begun: Position, job: TrainingJob, device: torch.device) -> ScoringPath | None:
+    """How a run scored that was saved with the same parts; None where these may score otherwise."""
+    layout: Any = begun.made_with["layout"]
+    head: Any = begun.made_with["log-prob head"]
+    path = ScoringPath(layout, head, math.nan)
+    now = {**_parts(job, device), "layout": path.layout, "log-prob head": path.head}
+    return path if begun.made_with == now else None
+
+
+def _parts(job: TrainingJob, device: torch.device) -> dict[str, str]:
+    on_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name() if on_gpu else f"{torch.get_num_threads()} threads"
+    found = {"align": __version__, **versions(), "device": name}
+    return {**found, "peft": _version("peft")} if job.config.lora.enabled else found
 
 
 def _version(package: str) -> str:

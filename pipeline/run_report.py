@@ -19,6 +19,7 @@ from ..stages.storage import fs
 from ..stages.storage.cache_folder import CacheFolder
 from ..stages.storage.checkpoints import read_checkpoint
 from ..stages.storage.manifest_file import load_manifest
+from ..stages.storage.objects import location
 from ..stages.storage.run_folder import RunFolder, read_ending
 from ..stages.tracking.journal import EVAL, RESERVED, Entry, entry_batches
 from .settings import run_settings, without_secrets
@@ -144,7 +145,7 @@ class _CacheFacts:
 
 def _of_cache(folder: RunFolder, settings: dict[str, Any]) -> _CacheFacts:
     """Where the reference's log-probs come from, as far as the cache still holds it."""
-    cache = CacheFolder(Path(settings["train.cache"] or settings["cache.output"]))
+    cache = CacheFolder(location(settings["train.cache"] or settings["cache.output"]))
     try:
         roots = {
             read_checkpoint(folder.step(step)).position.identity.cache_root

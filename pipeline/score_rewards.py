@@ -28,9 +28,11 @@ from ..stages.data.input_files import (
 )
 from ..stages.storage import fs
 from ..stages.storage.cache_folder import SCORES, CacheFolder, OutputFolder
+from ..stages.storage.objects import is_remote
 from ..stages.storage.shards import read_shard
 from ..stages.tracking.progress import Progress
 from .executor import Share
+from .object_inputs import with_local_inputs
 from .precompute import PartResult, precompute, precompute_part
 
 LABELS = {Role.CHOSEN: 1.0, Role.DESIRABLE: 1.0, Role.REJECTED: -1.0, Role.UNDESIRABLE: -1.0}
@@ -56,7 +58,7 @@ class Rewarded:
 
 def rewards_from_labels(config: Config) -> Rewarded:
     """Chosen and desirable completions score 1, all others -1."""
-    data = _opened(config)
+    data = _opened(with_local_inputs(config))
     if data.shape.kind not in {"paired", "unpaired"}:
         raise UsageError(
             f"--from-labels: {data.inputs[0].path} has no labels and no pairs. Score it with "
@@ -76,6 +78,7 @@ def rewards_from_model(
 
     Of several parts, each that finds all completions scored writes the data.
     """
+    config = with_local_inputs(config)
     data = _opened(config)
     if data.shape.kind == "scored_long":
         raise UsageError(
@@ -116,6 +119,10 @@ def _opened(config: Config) -> _Data:
 
 
 def _output(config: Config) -> OutputFolder:
+    if is_remote(config.rewards.output):
+        raise UsageError(
+            f"{config.rewards.output}: scored data are written to a disk. Choose an --output there."
+        )
     folder = Path(config.rewards.output)
     if not folder.absolute().parent.is_dir():
         raise UsageError(
@@ -128,7 +135,7 @@ def _output(config: Config) -> OutputFolder:
 
 
 def _scores(folder: CacheFolder, manifest: Manifest) -> Scores:
-    return Scores.collect(read_shard(folder.data / shard.file) for shard in manifest.shards)
+    return Scores.collect(read_shard(folder.shard(shard)) for shard in manifest.shards)
 
 
 def _written(

@@ -19,6 +19,8 @@ from ..schemas.errors import CorruptionError, UsageError
 from ..schemas.json_codec import CodecError, from_plain, json_schema, unknown_key
 from ..schemas.safe_text import MASK, hear, masked, masked_address
 from ..stages.storage import fs
+from ..stages.storage.local_copies import use_place
+from ..stages.storage.objects import is_remote
 from ..stages.storage.run_folder import RunFolder
 from .flags import require_used
 
@@ -39,6 +41,7 @@ LOCATED = {
     "train.eval_cache",
     "rewards.model",
     "rewards.output",
+    "objects.folder",
 }
 BY_HAND = ("flag", "--set", "ALIGN_MODEL")
 
@@ -101,6 +104,7 @@ def load_settings(
     if isinstance(uri := values.get("tracking.uri"), str):
         _require_address(uri, origins["tracking.uri"])
     settings = Settings(_build(values, origins), origins)
+    use_place(settings.config.objects.folder, settings.config.objects.local_gib)
     for name in settings.on_command:
         require_used(command, name, origins[name])
     return settings
@@ -215,7 +219,7 @@ def parse_varied(texts: Sequence[str]) -> dict[str, list[str]]:
 
 def _beside(names: Sequence[str]) -> Path | None:
     """An align.yaml in the current folder, or beside the first of these files and folders."""
-    places = [Path(), *(Path(name).parent for name in names[:1])]
+    places = [Path(), *(Path(name).parent for name in names[:1] if not is_remote(name))]
     return next((file for place in places if os.path.lexists(file := place / FILE_NAME)), None)
 
 
@@ -263,7 +267,9 @@ def _from_where_it_lies(values: dict[str, Any], folder: Path) -> dict[str, Any]:
 def _located(value: Any, folder: Path) -> Any:
     if isinstance(value, list):
         return [_located(item, folder) for item in value]
-    return str(folder / value) if isinstance(value, str) and value else value
+    if not isinstance(value, str) or not value or is_remote(value):
+        return value
+    return str(folder / value)
 
 
 def _flat(sections: Mapping[str, Any], where: str = "") -> dict[str, Any]:

@@ -13,16 +13,20 @@ from ..schemas.batches import World
 from ..schemas.config import TrackingOptions
 from ..schemas.errors import AlignError, Interrupted, UsageError, log_failure
 from ..stages.engine.distributed import joined_world, run_on_rank_zero
+from ..stages.feed.cache_index import ShardColumns
 from ..stages.storage import fs
 from ..stages.storage.cache_folder import OutputFolder
+from ..stages.storage.digest_memory import own_digests
+from ..stages.storage.objects import SCHEMES
 from ..stages.storage.run_folder import RunFolder
 from ..stages.tracking.journaled_run import Run, recorded
 from ..stages.tracking.mlflow_client import GROUP_TAG, PARENT_TAG
 from ..stages.tracking.progress import Progress
 from .mlflow_sync import send_earlier
+from .policy_identity import PolicyDigests, digest_policies
 from .settings import Settings
 from .signals import WAY_ON
-from .train import train_in
+from .train import naming_lost_peers, shard_columns, train_in
 from .training_job import TrainingJob, open_training
 from .trials import OWN, SweepResult, Trial, TrialResult, sweep_page, values_of
 
@@ -36,12 +40,19 @@ def sweep(load: Load, trials: Sequence[Trial], output: Path, *, progress: Progre
 
     A single process continues after a run that failed; ranks may not agree that it failed.
     """
+    if output.parts[:1] and output.parts[0].rstrip(":") in SCHEMES:
+        raise UsageError(f"{output}: a sweep is written to a disk. Choose an --output there.")
     given = load(())
     _require_free(given, trials)
     jobs = [_open(load, trial, output) for trial in trials]
     _require_different(jobs)
     results: list[TrialResult] = []
+    remember = own_digests()
     with joined_world() as world:
+        with naming_lost_peers(world):
+            digests = digest_policies(jobs, world, remember)
+        jobs = [_identified(digests, *one) for one in zip(trials, jobs, strict=True)]
+        columns = shard_columns(world, remember, keeps=True)
         run_on_rank_zero(world, partial(_require_room, jobs, output))
         with (
             _add_resume_hint(output, results, len(jobs)),
@@ -51,7 +62,7 @@ def sweep(load: Load, trials: Sequence[Trial], output: Path, *, progress: Progre
             for trial, job in zip(trials, jobs, strict=True):
                 progress.say(f"run {len(results) + 1} of {len(trials)}: {trial.name}")
                 tagged = replace(job, tags=_tags(trial, output, parent))
-                results.append(_try(trial, tagged, world, progress))
+                results.append(_try(trial, tagged, world, columns, progress))
                 _report(SweepResult(output, tuple(results)), world, parent)
             run_on_rank_zero(
                 world, partial(_publish_page, SweepResult(output, tuple(results)), parent)
@@ -70,8 +81,19 @@ def _require_free(given: Settings, trials: Sequence[Trial]) -> None:
 
 
 def _open(load: Load, trial: Trial, output: Path) -> TrainingJob:
-    try:
+    with _naming(trial):
         return open_training(load((*trial.settings, f"train.output={output / trial.name}")))
+
+
+def _identified(digests: PolicyDigests, trial: Trial, job: TrainingJob) -> TrainingJob:
+    with _naming(trial):
+        return digests.identified(job)
+
+
+@contextmanager
+def _naming(trial: Trial) -> Iterator[None]:
+    try:
+        yield
     except AlignError as error:
         raise type(error)(f"{trial.name}: {error}") from error
 
@@ -130,9 +152,11 @@ def _group(output: Path) -> str:
     return str(output.resolve())
 
 
-def _try(trial: Trial, job: TrainingJob, world: World, progress: Progress) -> TrialResult:
+def _try(
+    trial: Trial, job: TrainingJob, world: World, columns: ShardColumns, progress: Progress
+) -> TrialResult:
     try:
-        trained = train_in(job, world, progress=progress)
+        trained = train_in(job, world, columns, progress=progress)
         if trained.is_old:
             progress.say(f"{trial.name} is finished already and is not changed")
         return TrialResult(trial, trained)

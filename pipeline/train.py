@@ -5,27 +5,35 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import distributed
 
 from ..schemas.batches import Cursor, World
 from ..schemas.errors import Interrupted, PeerError, log_failure
+from ..schemas.file_version import Remember
+from ..stages.engine.deepspeed_config import Circumstances
 from ..stages.engine.deepspeed_engine import open_engine
 from ..stages.engine.distributed import joined_world, run_on_all_ranks
+from ..stages.engine.zero3_partitions import open_partitions
+from ..stages.feed.cache_index import ShardColumns, unchecked
 from ..stages.feed.loader import CacheFeed
 from ..stages.feed.step_plan import FeedSettings
 from ..stages.feed.train_source import TrainSource, open_source, overlap
 from ..stages.methods.recipe import Recipe
+from ..stages.model.load import resolve
 from ..stages.model.logprobs import causal_model
-from ..stages.model.policy import Policy, load_policy
+from ..stages.model.policy import Policy, Sharding, load_policy
+from ..stages.storage.digest_memory import own_digests
 from ..stages.storage.run_folder import RunFolder
-from ..stages.storage.verify_cache import sample_rows
+from ..stages.storage.verify_cache import check_before_reading, sample_rows
 from ..stages.tracking.progress import Progress
 from ..stages.train.evaluation import largest_gap
 from ..stages.train.loop import Loop, Place, SaveClock, StopConditions, train
 from ..stages.train.throughput import Meter, forget_peak
-from .resume import Start, held_to_checkpoint, started
+from .policy_identity import digest_policies
+from .resume import Start, held_to_checkpoint, known_path, started
 from .run_recorder import RunRecords, open_records
 from .run_report import Trained, outcome, write_report
 from .signals import add_resume_hint, asked_to_stop
@@ -40,12 +48,22 @@ TOKENS_PER_BATCH = {"cuda": 16_384, "cpu": 2048}
 
 def run_training(job: TrainingJob, *, progress: Progress) -> Trained:
     """Trains a policy, or resumes a run that was stopped; returns its steps and metrics."""
-    with joined_world() as world:
-        return train_in(job, world, progress=progress)
+    remember = own_digests()
+    with joined_world() as world, naming_lost_peers(world):
+        identified = digest_policies([job], world, remember).identified(job)
+        return train_in(identified, world, shard_columns(world, remember), progress=progress)
 
 
-def train_in(job: TrainingJob, world: World, *, progress: Progress) -> Trained:
-    """Like `run_training`, for ranks that have joined already."""
+def shard_columns(world: World, remember: Remember, *, keeps: bool = False) -> ShardColumns:
+    """Columns of shards whose bytes the first rank of each machine checks for all of its ranks."""
+    check = partial(check_before_reading, remember=remember) if world.local_rank == 0 else unchecked
+    return ShardColumns(check, keeps=keeps)
+
+
+def train_in(
+    job: TrainingJob, world: World, columns: ShardColumns, *, progress: Progress
+) -> Trained:
+    """Like `run_training`, for ranks that have joined and a policy that has been digested."""
     with add_resume_hint(), naming_lost_peers(world), started(job, world) as start:
         if start.is_finished:
             if world.rank == 0 and not start.folder.report.exists():
@@ -53,7 +71,9 @@ def train_in(job: TrainingJob, world: World, *, progress: Progress) -> Trained:
                     write_report(start.folder.root)
             return replace(outcome(start.folder, "finished"), is_old=True)
         forget_peak()
-        session = open_session(job, world, progress)
+        if start.store and world.rank == 0:
+            progress.say(f"working in {start.folder.root}; uploaded to {start.store.root}")
+        session = open_session(job, world, columns, progress, start)
         held = held_to_checkpoint(session, start)
         with open_records(session, held, progress) as records:
             place = _restored(session, held)
@@ -63,15 +83,21 @@ def train_in(job: TrainingJob, world: World, *, progress: Progress) -> Trained:
             return _learn(session, held, records, place)
 
 
-def open_session(job: TrainingJob, world: World, progress: Progress) -> Session:
+def open_session(
+    job: TrainingJob,
+    world: World,
+    columns: ShardColumns,
+    progress: Progress,
+    start: Start | None = None,
+) -> Session:
     """Reads the training rows, then loads the policy: one copy, and no reference."""
     config = job.config
-    source, held_out = run_on_all_ranks(world, lambda: _sources(job, world))
+    source, held_out = run_on_all_ranks(world, lambda: _sources(job, columns))
     recipe, advice = job.recipe.resolve_auto(source.labels)
     if world.rank == 0:
         for note in (*_source_notes(source, held_out), *advice):
             progress.say(note)
-    policy = run_on_all_ranks(world, lambda: _policy(job, recipe))
+    policy = run_on_all_ranks(world, lambda: _policy(job, recipe, world, start))
     last = getattr(_text_config(policy), "max_position_embeddings", None)
     for some in {id(one): one for one in (source, held_out)}.values():
         require_positions(some, recipe, last)
@@ -91,19 +117,40 @@ def open_session(job: TrainingJob, world: World, progress: Progress) -> Session:
     )
 
 
-def _policy(job: TrainingJob, recipe: Recipe) -> Policy:
+def _policy(job: TrainingJob, recipe: Recipe, world: World, start: Start | None) -> Policy:
     train, purity = job.config.train, "purity" in recipe.needs
-    return load_policy(job.policy, train, job.config.lora, head=recipe.head, purity=purity)
+    policy = load_policy(
+        job.policy,
+        train,
+        job.config.lora,
+        head=recipe.head,
+        purity=purity,
+        spread=_spread(job, world, start) if job.zero_stage(world.size) == 3 else None,
+    )
+    job.policy_files.require_unchanged()
+    return policy
 
 
-def _sources(job: TrainingJob, world: World) -> tuple[TrainSource, TrainSource]:
+def _spread(job: TrainingJob, world: World, start: Start | None) -> Sharding | None:
+    """Under ZeRO-3 no rank ever holds the whole policy, nor reads what its checkpoint has."""
+    train = job.config.train
+    found = resolve(replace(job.policy, dtype=train.dtype))
+    circumstances = Circumstances(found.dtype, found.hidden_size, world.size)
+    partitions = open_partitions(train, world, circumstances)
+    if partitions is None:
+        return None
+    if start is None or start.checkpoint is None:
+        return Sharding(partitions)
+    return Sharding(partitions, known_path(start.checkpoint.position, job, partitions.device))
+
+
+def _sources(job: TrainingJob, columns: ShardColumns) -> tuple[TrainSource, TrainSource]:
     """The training rows, and the evaluation rows: held out of them, or of another cache."""
-    first_here = world.local_rank == 0
-    source = open_source(job.cache, job.manifest, job.reading, checks_bytes=first_here)
+    source = open_source(job.cache, job.manifest, job.reading, columns)
     if job.held_out is None:
         return source, source
     reading = replace(job.reading, eval_fraction=1.0)
-    return source, open_source(*job.held_out, reading, checks_bytes=first_here)
+    return source, open_source(*job.held_out, reading, columns)
 
 
 def _source_notes(source: TrainSource, held_out: TrainSource) -> Iterator[str]:

@@ -16,7 +16,6 @@ from ..schemas.rows import Role
 from ..stages.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from ..stages.feed.conversions import Reading, ScoreRules, Threshold
 from ..stages.feed.train_source import TrainSource
-from ..stages.model.model_folder import adapter_digest, code_digest, config_digest, weights_digest
 from ..stages.storage.cache_folder import CacheFolder
 from ..stages.storage.checkpoints import wanted
 from ..stages.tracking.journal import EVAL
@@ -53,26 +52,22 @@ def require_same_text(
         )
 
 
-def policy_identity(model: ModelOptions) -> dict[str, str]:
-    """Digests of the files that a policy is loaded from."""
-    return {
-        "model.weights": weights_digest(model.path),
-        "model.config": config_digest(model.path),
-        "model.adapter": adapter_digest(model.adapter) if model.adapter else "none",
-        "model.code": code_digest(model.path) if model.trust_remote_code else "none",
-    }
-
-
-def require_same_model(settings: Settings, manifest: Manifest) -> None:
-    """Refuses an align.yaml or ALIGN_MODEL that names another reference than the cache's."""
+def named_elsewhere(settings: Settings, manifest: Manifest) -> ModelOptions | None:
+    """The reference that align.yaml or ALIGN_MODEL names, unless it is at the cache's own path."""
     model = settings.config.model
-    wanted = replace(
+    named = replace(
         model, path=model.path or manifest.model, adapter=model.adapter or manifest.adapter
     )
-    if _same_place(wanted.path, manifest.model) and _same_place(wanted.adapter, manifest.adapter):
-        return
-    if found := _other_than_reference(manifest, policy_identity(wanted)):
-        name = "model.adapter" if _same_place(wanted.path, manifest.model) else "model.path"
+    is_same = _same_place(named.path, manifest.model)
+    return None if is_same and _same_place(named.adapter, manifest.adapter) else named
+
+
+def require_same_model(
+    settings: Settings, manifest: Manifest, named: ModelOptions, identity: Mapping[str, str]
+) -> None:
+    """Refuses an align.yaml or ALIGN_MODEL that names another reference than the cache's."""
+    if found := _other_than_reference(manifest, identity):
+        name = "model.adapter" if _same_place(named.path, manifest.model) else "model.path"
         origin, value = settings.origins[name], flatten(settings.config)[name]
         raise FingerprintError(
             f"{origin}: {name} is {value}, and the reference of the cache is {manifest.model}"

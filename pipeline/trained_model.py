@@ -19,6 +19,7 @@ from ..stages.model.save import (
     stop_generation_at,
 )
 from ..stages.report.model_card import Lineage, model_card
+from ..stages.storage.local_copies import origin_of
 from ..stages.storage.run_folder import save_model
 from .checkpointer import require_room_for_model
 from .resume import Start, versions
@@ -44,7 +45,7 @@ def _write(session: Session, start: Start, lineage: Lineage, weights: Mapping[st
     def write(draft: Path) -> None:
         save = save_adapter if lora.enabled else save_whole
         save(session.policy.model, own, source, draft)
-        finish(draft, model_card(lineage, adapter_of=job.policy.path if lora.enabled else ""))
+        finish(draft, model_card(lineage, adapter_of=lineage.policy if lora.enabled else ""))
         if lora.enabled and lora.merge:
             save_model(folder.merged, lambda merged: write_merged(draft, merged), start.run_id)
 
@@ -73,7 +74,7 @@ def _lineage(session: Session, records: RunRecords, steps: int) -> Lineage:
         options={name: str(value) for name, value in session.recipe.values.items()},
         stops=_stops(manifest),
         settings=used_settings(session, "train"),
-        policy=job.policy.path,
+        policy=origin_of(job.policy.path),
         reference=manifest.model,
         reference_weights=manifest.fingerprint["model.weights"],
         cache=str(job.cache.root),

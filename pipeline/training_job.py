@@ -18,23 +18,27 @@ from ..stages.feed.loader import CacheFeed
 from ..stages.feed.train_source import TrainSource
 from ..stages.methods.recipe import Recipe
 from ..stages.methods.table import recipe_of
-from ..stages.model.model_folder import UNUSED_WEIGHTS, require_peft, stored_dtype
+from ..stages.model.model_folder import (
+    UNUSED_WEIGHTS,
+    ModelFiles,
+    require_peft,
+    stored_dtype,
+)
 from ..stages.model.policy import Policy
 from ..stages.storage.cache_folder import CacheFolder
 from ..stages.storage.checkpoints import read_checkpoint
 from ..stages.storage.manifest_file import load_manifest
-from ..stages.storage.run_folder import RunFolder
+from ..stages.storage.objects import location
+from ..stages.storage.run_store import run_folder_of, run_store_of
 from ..stages.tracking.journal import Callback
+from .object_inputs import local_model
 from .settings import Settings
 from .train_checks import (
-    policy_identity,
     reading_of,
     require_effect,
     require_fixed_reference,
     require_measured,
     require_same_making,
-    require_same_model,
-    require_same_reference,
     require_same_text,
     require_token_logps,
     seconds_of,
@@ -43,7 +47,7 @@ from .train_checks import (
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """Everything known before ranks join and weights are read."""
+    """Everything known before ranks join; `PolicyDigests` fills in the last three fields."""
 
     config: Config
     recipe: Recipe  # its `auto` is not resolved yet
@@ -52,11 +56,13 @@ class TrainingJob:
     manifest: Manifest
     held_out: tuple[CacheFolder, Manifest] | None
     policy: ModelOptions
-    policy_identity: Mapping[str, str]  # digests of its files
-    begins_as_reference: bool
+    settings: Settings
     max_seconds: float
     tags: Mapping[str, str] = field(default_factory=dict)  # for the tracking store
     callbacks: tuple[Callback, ...] = ()
+    policy_identity: Mapping[str, str] = field(default_factory=dict)  # digests of its files
+    policy_files: ModelFiles = field(default_factory=lambda: ModelFiles({}))  # as they were then
+    begins_as_reference: bool = False
 
     def zero_stage(self, world_size: int) -> int:
         """The ZeRO stage for this many ranks."""
@@ -77,7 +83,12 @@ def open_training(settings: Settings) -> TrainingJob:
     max_seconds = seconds_of(train.max_time, name="train.max_time")
     require_effect(settings)
     require_measured(train)
-    cache = CacheFolder(Path(train.cache or config.cache.output))
+    if store := run_store_of(train.output):
+        if train.resume == "auto":
+            store.pull()
+        else:
+            store.require_new()
+    cache = CacheFolder(location(train.cache or config.cache.output))
     manifest = load_manifest(cache, _begun_on(train))
     policy = _policy(settings, manifest)
     _zero_stage(train, policy, world_size=1)
@@ -87,11 +98,6 @@ def open_training(settings: Settings) -> TrainingJob:
     reading = reading_of(recipe, train, policy.path)
     given = {name: str(value) for name, value in settings.given("tokens").items()}
     require_same_text(manifest, policy.path, config.tokens, given)
-    identity = policy_identity(policy)
-    may_differ = train.other_reference or "reference" not in recipe.needs
-    begins_as_reference = require_same_reference(
-        manifest, policy.path, identity, may_differ=may_differ
-    )
     return TrainingJob(
         config=config,
         recipe=recipe,
@@ -100,15 +106,14 @@ def open_training(settings: Settings) -> TrainingJob:
         manifest=manifest,
         held_out=held_out,
         policy=policy,
-        policy_identity=identity,
-        begins_as_reference=begins_as_reference,
+        settings=settings,
         max_seconds=max_seconds,
     )
 
 
 def _begun_on(train: TrainOptions) -> str:
     """The root of the cache that the run to resume was begun on; it may have grown since."""
-    folder = RunFolder(Path(train.output))
+    folder = run_folder_of(train.output)
     for step in folder.steps()[::-1] if train.resume == "auto" else []:
         with suppress(CorruptionError, FingerprintError):
             return read_checkpoint(folder.step(step)).position.identity.cache_root
@@ -128,27 +133,28 @@ def _policy(settings: Settings, manifest: Manifest) -> ModelOptions:
     if config.lora.enabled or manifest.adapter:
         require_peft()
     if train.model:
-        if not Path(train.model).is_dir():
+        path = local_model(train.model)
+        if not Path(path).is_dir():
             raise UsageError(
                 f"{train.model}: no such model folder. Pass the policy by --model DIR."
             )
-        return replace(config.model, path=train.model, adapter="", device_map="")
-    require_same_model(settings, manifest)
+        return replace(config.model, path=path, adapter="", device_map="")
     if config.lora.enabled and manifest.adapter:
         raise UsageError(
             f"The reference is {manifest.model} with the adapter {manifest.adapter}: a new "
             "adapter on top of both could not be loaded by others. Merge them first, and make the "
             "cache with the merged model."
         )
-    if not Path(manifest.model).is_dir():
+    path = local_model(manifest.model)
+    if not Path(path).is_dir():
         raise UsageError(
             f"{manifest.model}, the reference of the cache, is not there. Pass the policy by "
             "--model DIR."
         )
     return replace(
         config.model,
-        path=manifest.model,
-        adapter=manifest.adapter,
+        path=path,
+        adapter=local_model(manifest.adapter),
         device_map="",
         allow_unused_weights=config.model.allow_unused_weights
         or UNUSED_WEIGHTS in manifest.fingerprint,
@@ -160,7 +166,7 @@ def _held_out(config: Config, manifest: Manifest) -> tuple[CacheFolder, Manifest
     name = config.train.eval_cache
     if not name:
         return None
-    folder = CacheFolder(Path(name))
+    folder = CacheFolder(location(name))
     other = load_manifest(folder)
     require_same_making(manifest, other, name)
     return folder, other

@@ -17,12 +17,14 @@ from ..stages.model.model_folder import UNUSED_WEIGHTS
 from ..stages.score.score import score_again
 from ..stages.storage.cache_folder import CacheFolder
 from ..stages.storage.cleanup import superseded
+from ..stages.storage.objects import location
 from ..stages.storage.verify_cache import sample_rows, verify_cache
 from .cache_compatibility import differences
+from .object_inputs import local_model
 
 
 def verify(
-    cache: Path,
+    cache: str | Path,
     options: ModelOptions,
     *,
     model: str | None,
@@ -33,7 +35,7 @@ def verify(
 
     What the cache does not record, such as device_map, is taken from `options`.
     """
-    folder = CacheFolder(cache)
+    folder = CacheFolder(location(cache))
     manifest = verify_cache(folder)
     text = (
         f"{cache}: all {len(manifest.shards)} of its shards hold their digest; root {manifest.root}"
@@ -53,8 +55,8 @@ def _as_recorded(options: ModelOptions, manifest: Manifest, model: str | None) -
     fields = manifest.fingerprint
     return replace(
         options,
-        path=model or manifest.model,
-        adapter=manifest.adapter,
+        path=local_model(model or manifest.model),
+        adapter=local_model(manifest.adapter),
         dtype=fields.get("model.dtype", "auto"),  # type: ignore[arg-type]
         attention=fields.get("model.attention", "auto"),  # type: ignore[arg-type]
         allow_unused_weights=UNUSED_WEIGHTS in fields,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
     from numpy.typing import NDArray
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from .rows import Ragged, Role, Tree
 
@@ -135,7 +137,7 @@ class Engine(Protocol):
         ...
 
     def load_state(self, folder: Path) -> None:
-        """Loads what `save_state` wrote in the same world."""
+        """Loads what `save_state` wrote, in this world or another, under any ZeRO stage."""
         ...
 
     def weights(self, *, trainable_only: bool = False) -> Mapping[str, Tensor]:
@@ -143,6 +145,42 @@ class Engine(Protocol):
 
         All ranks call it together. Tied parameters are given once, saved buffers are included.
         """
+        ...
+
+
+T = TypeVar("T")
+
+
+class Partitions(Protocol):
+    """Parameters of which every rank holds a part from the beginning, as the engine keeps them."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where a rank computes."""
+        ...
+
+    def together(self, action: Callable[[], T]) -> T:
+        """Runs an action on every rank; an AlignError of one rank is raised on all."""
+        ...
+
+    def parameter(
+        self, like: Tensor, dtype: torch.dtype, fill: Callable[[Tensor, int], None]
+    ) -> nn.Parameter:
+        """A parameter of the shape of `like`; no rank ever holds the whole of it.
+
+        `fill` is given this rank's part of the flat parameter, and the place where it begins.
+        """
+        ...
+
+    def in_calls(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Inside, a parameter is whole from when a module's call asks for it until that call ends.
+
+        All ranks make the same calls.
+        """
+        ...
+
+    def changing(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
+        """Inside, these are whole and may be changed in the same way on every rank."""
         ...
 
 

@@ -245,6 +245,18 @@ class RewardOptions:
 
 
 @dataclass(frozen=True)
+class ObjectOptions:
+    """Local copies of what is in an object store (s3://, gs://, az://)."""
+
+    folder: str = option(
+        "", "folder of the copies and of unfinished work; empty: ~/.cache/align/objects"
+    )
+    local_gib: float = option(
+        64.0, "most GiB of copies; those used longest ago are removed for others", gt=0
+    )
+
+
+@dataclass(frozen=True)
 class Config:
     """One `align.yaml`."""
 
@@ -257,5 +269,6 @@ class Config:
     train: TrainOptions = field(default_factory=TrainOptions)
     lora: LoraOptions = field(default_factory=LoraOptions)
     rewards: RewardOptions = field(default_factory=RewardOptions)
+    objects: ObjectOptions = field(default_factory=ObjectOptions)
     # What may stand here depends on train.method: its own options class checks it.
     method: dict[str, Any] = field(default_factory=dict)

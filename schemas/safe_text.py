@@ -12,7 +12,7 @@ import os
 import re
 import unicodedata
 from typing import TypeVar
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ _TOKENS = re.compile(
 )
 _VARIABLE = re.compile(
     r"(?:^|_)(?:TOKEN|PASSWORD|PASSWD|SECRET|SECRET_KEY|SECRET_ACCESS_KEY|SESSION_TOKEN|API_KEY"
-    r"|ACCESS_KEY|ACCESS_KEY_ID|CREDENTIALS?)$"
+    r"|ACCESS_KEY|ACCESS_KEY_ID|ACCOUNT_KEY|STORAGE_KEY|SAS_KEY|CONNECTION_STRING|CREDENTIALS?)$"
 )
 SHORTEST_VARIABLE = 6
 
@@ -116,6 +116,11 @@ def hear(address: str) -> None:
     found.append(host.partition("#")[2])
     for secret in found:
         _heard.update(_pieces(secret))
+
+
+def hear_secret(secret: str) -> None:
+    """Remembers a secret, raw and as an address spells it."""
+    _heard.update(one for one in (secret, quote(secret, safe="")) if len(one) >= SHORTEST_VARIABLE)
 
 
 def bare_address(address: str) -> str:

@@ -1,4 +1,5 @@
 import os
+import secrets
 import shutil
 import signal
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
 from align.stages.demo.tiny_tokenizer import make_tokenizer
+from align.stages.storage.objects import ObjectPath
 from align.stages.storage.run_folder import RunFolder
 from align.stages.tracking.mlflow_silence import DEFAULTS
 from support.command import Answer, launch
@@ -181,3 +183,26 @@ def training_world(tokenizer_folder, tmp_path_factory):
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     return make_training_world(tmp_path_factory.mktemp("training"), tokenizer)
+
+
+@pytest.fixture(scope="session")
+def object_server():
+    """The address of an S3 server with one bucket."""
+    # moto and boto3 take a second, and most tests do without.
+    from support.object_server import s3_server  # noqa: PLC0415
+
+    with s3_server() as url:
+        yield url
+
+
+@pytest.fixture
+def bucket(object_server, monkeypatch):
+    """A place in the bucket that no other test uses; the environment names its server."""
+    from align.stages.storage import object_stores  # noqa: PLC0415
+    from support.object_server import BUCKET, environment  # noqa: PLC0415
+
+    for name, value in environment(object_server).items():
+        monkeypatch.setenv(name, value)
+    object_stores.open_store.cache_clear()
+    yield ObjectPath("s3", BUCKET, secrets.token_hex(4))
+    object_stores.open_store.cache_clear()

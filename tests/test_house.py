@@ -245,10 +245,17 @@ def test_a_third_party_whose_internals_are_used_has_a_lower_and_an_upper_bound()
 
 def test_nothing_reads_a_pickle():
     """A model folder or a cache from elsewhere may be read, never run."""
-    calls = ("torch.load(", "pickle.load", "allow_pickle", "yaml.unsafe_load", "yaml.full_load")
+    calls = ("pickle.load", "allow_pickle", "yaml.unsafe_load", "yaml.full_load")
     assert not [
         f"{dotted(path)}: {call}" for path in FILES for call in calls if call in text_of(path)
     ]
+    loads = [
+        {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        for path in FILES
+        for node in ast.walk(ast.parse(text_of(path)))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load"
+    ]
+    assert [load["weights_only"] for load in loads] == ["True"]
 
 
 def test_a_fixture_name_exists_once():

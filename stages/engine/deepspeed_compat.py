@@ -8,12 +8,12 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 ACCELERATOR = "DS_ACCELERATOR"
 
@@ -63,6 +63,7 @@ _numa.get_numa_cores = functools.cache(_numa.get_numa_cores)
 
 _RUNTIME = deepspeed.runtime
 _STAGE_1_AND_2 = _RUNTIME.zero.stage_1_and_2
+_STAGE_3 = _RUNTIME.zero.partition_parameters
 CONFIG_ERROR = _RUNTIME.config.DeepSpeedConfigError
 # It clips, scales the loss and leaves steps out by itself; an optimizer of torch does not.
 WRAPPED_OPTIMIZER = _RUNTIME.base_optimizer.DeepSpeedOptimizer
@@ -139,3 +140,81 @@ def gathered_weight(tensor: Tensor) -> Any:
 def whole_numel(tensor: Tensor) -> int:
     """Elements of the whole tensor, of which ZeRO-3 may leave this rank a part."""
     return int(getattr(tensor, "ds_numel", tensor.numel()))
+
+
+def whole_ndim(tensor: Tensor) -> int:
+    """Dimensions of the whole tensor; what ZeRO-3 leaves of it has one."""
+    return len(getattr(tensor, "ds_shape", tensor.shape))
+
+
+def open_partitioning(config: dict[str, Any]) -> Any:
+    """What partitions parameters under ZeRO-3, without the patches that it makes as a context."""
+    deepspeed.init_distributed()  # its configuration asks for the number of ranks
+    init = _STAGE_3.Init(config_dict_or_path=config)
+    if init.mem_efficient_linear:
+        # As when the engine partitions a whole model: autograd must not keep a gathered weight.
+        init._enable_mem_efficient_linear()
+    return init
+
+
+def partitioned_parameter(
+    init: Any, like: Tensor, dtype: torch.dtype, fill: Callable[[Tensor, int], None]
+) -> nn.Parameter:
+    """A parameter as ZeRO-3 leaves it, its part written by `fill`, without a whole one before."""
+    # One element, expanded to the shape: DeepSpeed asks it for shape, dtype and device only.
+    one = torch.empty((), dtype=dtype, device=init.local_device)
+    parameter: Any = nn.Parameter(one.expand(like.shape), requires_grad=like.requires_grad)
+    init._convert_to_deepspeed_param(parameter)
+    aligned = init._aligned_size(parameter)
+    size = aligned // init._partition_world_size(parameter)
+    part: Any = torch.empty(size, dtype=dtype, device=init.remote_device)
+    if init.pin_memory:
+        part = _get_accelerator().pin_memory(part)
+    first = size * init._partition_rank(parameter)
+    count = min(size, max(0, parameter.ds_numel - first))
+    fill(part[:count], first)
+    part[count:].zero_()
+    part.ds_numel = size
+    part.status = _STAGE_3.PartitionedParamStatus.AVAILABLE
+    part.final_location = None
+    parameter.ds_tensor, parameter.ds_numel_aligned = part, aligned
+    _STAGE_3.free_param(parameter)
+    whole: nn.Parameter = parameter
+    return whole
+
+
+def released(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """Those of which this rank holds a part only."""
+    gone = _STAGE_3.ZeroParamStatus.NOT_AVAILABLE
+    return [one for one in parameters if getattr(one, "ds_status", None) == gone]
+
+
+def gather(parameters: Sequence[Any]) -> None:
+    """Makes partitioned parameters whole on every rank."""
+    if parameters:
+        parameters[0].all_gather(param_list=list(parameters))
+
+
+def release(parameters: Sequence[Any]) -> None:
+    """Leaves each rank its part, as it was before `gather`."""
+    if parameters:
+        parameters[0].partition(param_list=list(parameters))
+
+
+def shapes_of_groups(engine: Any) -> list[dict[str, torch.Size]]:
+    """Shapes of what learns by name, one dict per flat tensor of the engine's ZeRO stage."""
+    shapes: list[dict[str, torch.Size]] = engine._get_zero_param_shapes()
+    return shapes
+
+
+def replace_optimizer_state(engine: Any, state: dict[str, Any]) -> None:
+    """Gives the engine's optimizer the state of this rank, as the loader of checkpoints does."""
+    stage = engine.zero_optimization_stage()
+    if stage == 0:
+        engine.optimizer.load_state_dict(state)
+        return
+    if stage == 3:  # every parameter is to be in parts while its part is replaced
+        engine.optimizer.checkpoint_event_prologue()
+    engine.optimizer.load_state_dict({engine.global_rank: state}, load_from_fp32_weights=True)
+    if stage == 3:
+        engine.optimizer.checkpoint_event_epilogue()

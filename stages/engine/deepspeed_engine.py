@@ -21,9 +21,11 @@ from .deepspeed_compat import (
     clear_partitions,
     deepspeed,
     quietly,
+    whole_ndim,
 )
 from .deepspeed_config import Circumstances, engine_config
 from .deepspeed_state import whole_weights
+from .resized_state import Order
 
 if TYPE_CHECKING:
     from ...schemas.rows import Tree
@@ -39,12 +41,14 @@ def open_engine(
     stored = str(learning[0].dtype).removeprefix("torch.")
     dtype = stored if options.dtype == "auto" else options.dtype
     config = engine_config(options, Circumstances(dtype, hidden_size, world.size))
+    groups = _groups(learning, config)
+    order = _names(policy, groups)
     try:
         with quietly():
             # A copy: DeepSpeed completes the dict it is given.
             engine, *_ = deepspeed.initialize(
                 model=policy,
-                model_parameters=_groups(learning, config),
+                model_parameters=groups,
                 config=deepcopy(config),
             )
     except (
@@ -59,15 +63,15 @@ def open_engine(
             f"DeepSpeed refuses train.deepspeed={options.deepspeed} with {dtype} "
             f"({_one_line(error)})."
         ) from error
-    return DeepSpeedEngine(engine, world), config
+    return DeepSpeedEngine(engine, world, order), config
 
 
 def _groups(learning: list[nn.Parameter], config: Mapping[str, Any]) -> list[Any]:
     """Parameter groups: matrices have weight decay; biases and norms, all vectors, have none."""
     if not config.get("optimizer", {}).get("params", {}).get("weight_decay"):
         return learning
-    vectors = [parameter for parameter in learning if parameter.ndim < 2]
-    matrices = [parameter for parameter in learning if parameter.ndim >= 2]
+    vectors = [parameter for parameter in learning if whole_ndim(parameter) < 2]
+    matrices = [parameter for parameter in learning if whole_ndim(parameter) >= 2]
     groups: list[dict[str, Any]] = [
         {"params": matrices},
         {"params": vectors, "weight_decay": 0.0},
@@ -75,12 +79,20 @@ def _groups(learning: list[nn.Parameter], config: Mapping[str, Any]) -> list[Any
     return [group for group in groups if group["params"]]
 
 
+def _names(policy: nn.Module, groups: list[Any]) -> list[list[str]]:
+    """The names of the parameters, group by group."""
+    names = {parameter: name for name, parameter in policy.named_parameters()}
+    lists = [one["params"] for one in groups] if isinstance(groups[0], dict) else [groups]
+    return [[names[parameter] for parameter in group] for group in lists]
+
+
 class DeepSpeedEngine:
     """One policy under DeepSpeed; the `Engine` protocol of the trainer."""
 
-    def __init__(self, engine: Any, world: World) -> None:
+    def __init__(self, engine: Any, world: World, order: Order) -> None:
         self._engine = engine
         self._world = world
+        self._order = order
 
     @property
     def world(self) -> World:
@@ -133,8 +145,8 @@ class DeepSpeedEngine:
         return deepspeed_state.save(self._engine, folder)
 
     def load_state(self, folder: Path) -> None:
-        """Loads what `save_state` wrote in the same world."""
-        deepspeed_state.load(self._engine, folder)
+        """Loads what `save_state` wrote, in this world or another, under any ZeRO stage."""
+        deepspeed_state.load(self._engine, folder, self._world, self._order)
 
     def weights(self, *, trainable_only: bool = False) -> Mapping[str, Tensor]:
         """The policy on the CPU, by the names of its parameters; empty but on rank 0."""

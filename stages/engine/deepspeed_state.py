@@ -12,9 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...schemas.batches import World
 from ...schemas.errors import CorruptionError, StorageError
 from ...schemas.safe_text import masked
 from .deepspeed_compat import STATE_TYPES, gathered_weight, quietly, state_written_by
+from .distributed import run_on_all_ranks
+from .resized_state import Order, ResizedState, put_into, read_state, resize
 
 # What its loader raises when a file is missing, damaged or of another run.
 _NOT_OURS = (
@@ -41,21 +44,43 @@ def save(engine: Any, folder: Path) -> tuple[str, ...]:
     return tuple(sorted(str(path.relative_to(folder)) for path in written))
 
 
-def load(engine: Any, folder: Path) -> None:
-    """Every rank reads its part into an engine that was opened in the same way."""
+def load(engine: Any, folder: Path, world: World, order: Order) -> None:
+    """Every rank reads what is its own, whichever world and ZeRO stage saved it.
+
+    `order` names the parameters that learn as the engine was given them.
+    """
+    with _refusing(folder):
+        saved = read_state(folder / TAG)
+    if (saved.stage, saved.ranks) == (engine.zero_optimization_stage(), world.size):
+        with _refusing(folder):
+            _load_own(engine, folder)
+        return
+
+    def cut() -> ResizedState:
+        with _refusing(folder):
+            return resize(saved, engine, order, rank=world.rank, ranks=world.size)
+
+    # All ranks have cut theirs before one of them enters a collective.
+    resized = run_on_all_ranks(world, cut)
+    with quietly():
+        put_into(engine, resized)
+
+
+def _load_own(engine: Any, folder: Path) -> None:
     has_frozen = not all(parameter.requires_grad for parameter in engine.module.parameters())
+    with quietly(), _data_only():
+        engine.load_checkpoint(str(folder), tag=TAG, load_module_strict=not has_frozen)
+
+
+@contextmanager
+def _refusing(folder: Path) -> Iterator[None]:
     try:
-        with quietly(), _data_only():
-            path, _ = engine.load_checkpoint(
-                str(folder), tag=TAG, load_module_strict=not has_frozen
-            )
+        yield
     except _NOT_OURS as error:
         raise CorruptionError(
             f"{folder} does not fit the model and engine of this run ({_first_line(error)}). Use "
-            "the model, train.deepspeed, train.dtype and number of ranks that it was saved with."
+            "the model, optimizer and train.dtype that it was saved with."
         ) from error
-    if path is None:
-        raise CorruptionError(f"{folder} holds no state that DeepSpeed finds.")
 
 
 @contextmanager

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from ...schemas.cache import Manifest, StoredKind
+from ...schemas.cache import Commit, Manifest, StoredKind
 from ...schemas.errors import CorruptionError
 from ...schemas.rows import Role, joined_ranges, offsets_of
 from ..storage.cache_folder import CacheFolder
-from ..storage.shards import iter_row_groups, list_column, number_column
-from ..storage.verify_cache import check_shard
+from ..storage.local_copies import fetched_ahead
+from ..storage.objects import Location
+from ..storage.shards import list_column, number_column, read_columns
 from .conversions import Reading
 from .row_selection import KindCounts, Selection, context_lengths, select
 
@@ -47,21 +49,54 @@ class Index:
     longest: int  # most tokens of a prompt and one completion after it, as the method reads them
 
 
+Check: TypeAlias = Callable[[CacheFolder, Commit], None]
+
+
+def unchecked(_: CacheFolder, __: Commit) -> None:
+    """The check of a process whose machine has another one that checks."""
+
+
+class ShardColumns:
+    """The narrow columns of shards, each shard checked before it is first read.
+
+    Where several trainings read one cache, `keeps` holds what was read for the next of them.
+    """
+
+    def __init__(self, check: Check, *, keeps: bool = False) -> None:
+        self._check = check
+        self._keeps = keeps
+        self._kept: dict[tuple[Location, str], tuple[pa.ChunkedArray, NDArray[np.int64]]] = {}
+        self._checked: set[Location] = set()
+
+    def read(
+        self, folder: CacheFolder, shard: Commit, names: Sequence[str]
+    ) -> tuple[pa.Table, NDArray[np.int64]]:
+        """These columns of a shard, and how many rows each of its row groups has."""
+        path = folder.shard(shard)
+        if path not in self._checked:
+            self._check(folder, shard)
+            self._checked.add(path)
+        found = {name: self._kept[path, name] for name in names if (path, name) in self._kept}
+        if missing := [name for name in names if name not in found]:
+            table, sizes = read_columns(path, missing)
+            found |= {name: (table.column(name), sizes) for name in missing}
+        if self._keeps:
+            self._kept |= {(path, name): column for name, column in found.items()}
+        columns = [found[name][0] for name in names]
+        return pa.Table.from_arrays(columns, names=list(names)), found[names[0]][1]
+
+
 def build_index(
-    folder: CacheFolder, manifest: Manifest, reading: Reading, *, checks_bytes: bool
+    folder: CacheFolder, manifest: Manifest, reading: Reading, columns: ShardColumns
 ) -> Index:
-    """Streams every shard once; a damaged one is a CorruptionError that names its unit."""
+    """Reads the narrow columns of every shard; a damaged one is a CorruptionError with its unit."""
     found = _Found()
-    for shard in manifest.shards:
-        if checks_bytes:
-            check_shard(folder, shard)
+    fetched = fetched_ahead(map(folder.shard, manifest.shards))
+    for shard, _ in zip(manifest.shards, fetched, strict=True):
         with naming_unit(shard.unit):
-            columns = (*COLUMNS, *reading.columns)
-            groups = iter_row_groups(folder.data / shard.file, columns)
-            for number, group in enumerate(groups):
-                found.add(
-                    GroupPlace(shard.unit, number), read_group(group, reading, str(folder.root))
-                )
+            table, sizes = columns.read(folder, shard, (*COLUMNS, *reading.columns))
+            rows = read_table(table, sizes, reading, str(folder.root))
+            found.add(shard.unit, rows)
     return found.index(reading)
 
 
@@ -75,8 +110,8 @@ def naming_unit(unit: int) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class GroupRows:
-    """The rows of one row group that a method reads."""
+class TableRows:
+    """The rows of some row groups that a method reads."""
 
     table: RowTable
     is_held_out: NDArray[np.bool_]  # (rows,)
@@ -88,11 +123,13 @@ class GroupRows:
     longest: int
 
 
-def read_group(group: pa.Table, reading: Reading, source: str) -> GroupRows:
-    """Reads the columns of one row group; the table may be a slice of another."""
-    prompt_lengths, keys = (number_column(group, name) for name in ("prompt_tokens", "split_key"))
-    tokens, roles = list_column(group, "num_tokens"), list_column(group, "role")
-    scores = list_column(group, "score")
+def read_table(
+    columns: pa.Table, sizes: NDArray[np.int64], reading: Reading, source: str
+) -> TableRows:
+    """Reads columns of row groups of these sizes; the table may be a slice of another."""
+    prompt_lengths, keys = (number_column(columns, name) for name in ("prompt_tokens", "split_key"))
+    tokens, roles = list_column(columns, "num_tokens"), list_column(columns, "role")
+    scores = list_column(columns, "score")
     if not all(np.array_equal(roles.offsets, other.offsets) for other in (tokens, scores)):
         raise CorruptionError(f"{source} has lists over branches of different lengths.")
     picked = select(roles.values, scores.values, roles.offsets, reading=reading, source=source)
@@ -101,22 +138,25 @@ def read_group(group: pa.Table, reading: Reading, source: str) -> GroupRows:
     is_rejected = np.isin(picked.roles, (Role.REJECTED, Role.UNDESIRABLE))
     prompt_tokens = prompt_lengths[picked.rows] + context_lengths(picked, reading)
     mismatched = tokens.values[picked.mismatched]
+    group_of = np.repeat(np.arange(len(sizes)), sizes)[picked.rows]
+    group_offsets = offsets_of(np.bincount(group_of, minlength=len(sizes)))
+    places = np.arange(len(picked.rows)) - group_offsets[group_of]
     table = RowTable(
-        group_offsets=np.array([0, len(picked.rows)]),
-        places=np.arange(len(picked.rows), dtype=np.int32),
+        group_offsets=group_offsets,
+        places=places.astype(np.int32),
         prompt_tokens=prompt_tokens.astype(np.int32),
         own_tokens=_sums(lengths, offsets),
         chosen_tokens=_sums(lengths * is_chosen, offsets),
         branch_offsets=offsets,
         mismatched_tokens=mismatched if reading.mismatched else mismatched[:, :0],
     )
-    return GroupRows(
+    return TableRows(
         table,
         held_out(keys, reading.eval_fraction)[picked.rows],
         picked.kinds,
         _sums(is_chosen, offsets),
         _sums(is_rejected, offsets),
-        _missing(group, picked, reading),
+        _missing(columns, picked, reading),
         mismatched.shape[1],
         _longest(table, lengths),
     )
@@ -129,7 +169,7 @@ def _longest(table: RowTable, lengths: NDArray[np.int32]) -> int:
     return int((prompts + behind).max(initial=0))
 
 
-def _missing(group: pa.Table, picked: Selection, reading: Reading) -> dict[str, int]:
+def _missing(columns: pa.Table, picked: Selection, reading: Reading) -> dict[str, int]:
     """How many rows lack a number that the method needs, by column."""
     missing = {}
     if reading.needs_scores:
@@ -138,7 +178,7 @@ def _missing(group: pa.Table, picked: Selection, reading: Reading) -> dict[str, 
         missing[SCORES] = len(np.unique(lacking))
     read = np.unique(picked.rows)
     for name in reading.columns:
-        values = number_column(group, name)[read]
+        values = number_column(columns, name)[read]
         missing[name] = int((~np.isfinite(values)).sum())
     return missing
 
@@ -155,8 +195,9 @@ class _Found:
     levels: set[int] = field(default_factory=set)
     longest: int = 0
 
-    def add(self, place: GroupPlace, rows: GroupRows) -> None:
-        self.places.append(place)
+    def add(self, unit: int, rows: TableRows) -> None:
+        groups = len(rows.table.group_offsets) - 1
+        self.places += [GroupPlace(unit, group) for group in range(groups)]
         for kind, counts in rows.kinds.items():
             self.kinds[kind] = self.kinds.get(kind, KindCounts()) + counts
         self.missing.update(rows.missing)
@@ -164,11 +205,11 @@ class _Found:
         self.longest = max(self.longest, rows.longest)
         if len(self.levels) > 1:
             raise CorruptionError(
-                f"row group {place.group} has {rows.levels} mismatched completions a branch, "
-                "those before it another number. Make the cache again."
+                f"it has {rows.levels} mismatched completions a branch, and the shards before it "
+                "another number. Make the cache again."
             )
-        self.train.append(rows.table.within_group(np.flatnonzero(~rows.is_held_out)))
-        self.held_out.append(rows.table.within_group(np.flatnonzero(rows.is_held_out)))
+        self.train.append(rows.table.keep(~rows.is_held_out))
+        self.held_out.append(rows.table.keep(rows.is_held_out))
         self.desirable += int(rows.num_chosen[~rows.is_held_out].sum())
         self.undesirable += int(rows.num_rejected[~rows.is_held_out].sum())
 
@@ -226,12 +267,13 @@ class RowTable:
         """How many own branches each row has."""
         return self.branch_offsets[rows + 1] - self.branch_offsets[rows]
 
-    def within_group(self, rows: NDArray[np.int64]) -> RowTable:
-        """The rows at `rows` of a table of one row group."""
+    def keep(self, kept: NDArray[np.bool_]) -> RowTable:
+        """Some of the rows, in all of the row groups."""
+        rows = np.flatnonzero(kept)
         counts = self.num_branches(rows)
         branches = joined_ranges(self.branch_offsets[rows], counts)
         return RowTable(
-            group_offsets=np.array([0, len(rows)]),
+            group_offsets=offsets_of(kept)[self.group_offsets],
             places=self.places[rows],
             prompt_tokens=self.prompt_tokens[rows],
             own_tokens=self.own_tokens[rows],

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from ...schemas.batches import Cursor, MicroBatch, StepBatch, StepSize
 from ...schemas.rows import Ragged, RowBlock, ScoredBlock, Tree, joined_ranges, offsets_of
+from ..storage.local_copies import fetch_all
 from ..storage.shards import open_shard, read_block, row_ids
 from .cache_index import RowTable, naming_unit
 from .row_selection import as_read
@@ -167,6 +168,8 @@ class RowBuffer:
 def read_pieces(source: TrainSource, table: RowTable, numbers: NDArray[np.int64]) -> list[Piece]:
     """Reads these rows of a table; a row group is freed once its rows are taken."""
     groups = table.group_of(numbers)
+    units = {source.index.places[group].unit for group in np.unique(groups).tolist()}
+    fetch_all(source.folder.shard(source.manifest.shards[unit]) for unit in sorted(units))
     pieces = []
     for group in np.unique(groups).tolist():
         here = np.sort(numbers[groups == group])
@@ -192,7 +195,7 @@ def fill_buffer(source: TrainSource, pieces: Sequence[Piece]) -> RowBuffer:
 def _read_group(source: TrainSource, group: int, rows: NDArray[np.int64]) -> ScoredBlock:
     """`rows` are places among what the row group is read as."""
     place = source.index.places[group]
-    path = source.folder.data / source.manifest.shards[place.unit].file
+    path = source.folder.shard(source.manifest.shards[place.unit])
     with naming_unit(place.unit), open_shard(path) as file:
         table = file.read_row_group(place.group, use_threads=False)
         block = read_block(table, source=str(path))
@@ -201,7 +204,7 @@ def _read_group(source: TrainSource, group: int, rows: NDArray[np.int64]) -> Sco
 
 def _no_rows(source: TrainSource) -> ScoredBlock:
     """A block with the columns of the cache."""
-    path = source.folder.data / source.manifest.shards[0].file
+    path = source.folder.shard(source.manifest.shards[0])
     with naming_unit(0), open_shard(path) as file:
         return read_block(file.schema_arrow.empty_table(), source=str(path))
 

@@ -16,8 +16,8 @@ from ...schemas.cache import Manifest, StoredKind
 from ...schemas.errors import UsageError
 from ...schemas.methods import Labels, RowKind
 from ..storage.cache_folder import CacheFolder
-from ..storage.shards import iter_row_groups, number_column, open_shard
-from .cache_index import SCORES, Index, build_index, held_out, naming_unit
+from ..storage.shards import number_column, open_shard
+from .cache_index import SCORES, Index, ShardColumns, build_index, held_out, naming_unit
 from .conversions import CONVERSIONS, Reading
 from .row_selection import KindCounts
 
@@ -35,6 +35,7 @@ class TrainSource:
     folder: CacheFolder
     manifest: Manifest
     reading: Reading
+    columns: ShardColumns
     index: Index
     notes: tuple[str, ...]  # what a person should know
 
@@ -69,18 +70,15 @@ class TrainSource:
 
 
 def open_source(
-    folder: CacheFolder, manifest: Manifest, reading: Reading, *, checks_bytes: bool
+    folder: CacheFolder, manifest: Manifest, reading: Reading, columns: ShardColumns
 ) -> TrainSource:
-    """Reads the lengths of all rows; `eval_fraction` 1 makes a source for evaluation only.
-
-    One process per machine is enough to check every byte; the others need not.
-    """
+    """Reads the lengths of all rows; `eval_fraction` 1 makes a source for evaluation only."""
     fraction = reading.eval_fraction
     if not 0 <= fraction <= 1:
         raise UsageError(f"eval_fraction is {fraction}; it must be between 0 and 1.")
     _require_columns(folder, manifest, reading)
-    index = build_index(folder, manifest, reading, checks_bytes=checks_bytes)
-    source = TrainSource(folder, manifest, reading, index, _notes(index, reading))
+    index = build_index(folder, manifest, reading, columns)
+    source = TrainSource(folder, manifest, reading, columns, index, _notes(index, reading))
     _require_rows(source)
     _require_numbers(source)
     if reading.mismatched and not index.levels:
@@ -114,7 +112,7 @@ def _require_columns(folder: CacheFolder, manifest: Manifest, reading: Reading) 
     """Refuses a cache without the columns that the method needs, by its first shard."""
     if not (reading.columns and manifest.shards):
         return
-    with open_shard(folder.data / manifest.shards[0].file) as file:
+    with open_shard(folder.shard(manifest.shards[0])) as file:
         there = file.schema_arrow.names
     for name in reading.columns:
         if name not in there:
@@ -327,9 +325,9 @@ def _prompts(source: TrainSource, *, is_held_out: bool) -> _Prompts:
     keys, sketches = [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
     for shard in source.manifest.shards:
         with naming_unit(shard.unit):
-            for group in iter_row_groups(source.folder.data / shard.file, _COLUMNS):
-                found, sketched = (number_column(group, name) for name in _COLUMNS)
-                here = held_out(found, source.reading.eval_fraction) == is_held_out
-                keys.append(found[here])
-                sketches.append(sketched[here])
+            table, _ = source.columns.read(source.folder, shard, _COLUMNS)
+            found, sketched = (number_column(table, name) for name in _COLUMNS)
+            here = held_out(found, source.reading.eval_fraction) == is_held_out
+            keys.append(found[here])
+            sketches.append(sketched[here])
     return _Prompts(np.concatenate(keys), np.concatenate(sketches))

@@ -53,8 +53,7 @@ def load_model(options: ModelOptions, kind: Any = AutoModelForCausalLM) -> nn.Mo
     """The model, its adapter active, on its device."""
     resolved = resolve(options)
     with quiet():
-        model, report = _from_folder(options, resolved, kind)
-        _require_all_taken(options, report)
+        model, _ = from_folder(options, resolved, kind)
         if options.adapter:
             model = with_adapter(model, options.adapter)
     if not options.device_map:
@@ -71,8 +70,7 @@ def unused_weights(options: ModelOptions, kind: Any = AutoModelForCausalLM) -> l
     if "quantization_config" in model_config(options.path):
         return []
     with quiet():
-        _, report = _from_folder(replace(options, device_map="meta"), resolve(options), kind)
-    return _require_all_taken(options, report)
+        return from_folder(replace(options, device_map="meta"), resolve(options), kind)[1]
 
 
 def resolve(options: ModelOptions) -> Resolved:
@@ -116,10 +114,11 @@ def _skeleton(config: Any, options: ModelOptions) -> Any:
         ) from error
 
 
-def _from_folder(options: ModelOptions, resolved: Resolved, kind: Any) -> Any:
+def from_folder(options: ModelOptions, resolved: Resolved, kind: Any) -> tuple[Any, list[str]]:
+    """What transformers makes of the folder, and the names of stored tensors that it leaves out."""
     placement = {"device_map": options.device_map} if options.device_map else {}
     try:
-        return kind.from_pretrained(
+        model, report = kind.from_pretrained(
             options.path,
             dtype=DTYPES[resolved.dtype],
             attn_implementation=resolved.attention,
@@ -136,6 +135,7 @@ def _from_folder(options: ModelOptions, resolved: Resolved, kind: Any) -> Any:
             f"{options.path}: the model cannot be loaded ({first_line(error)}). "
             "Check the folder, model.device_map and model.dtype."
         ) from error
+    return model, _require_all_taken(options, report)
 
 
 def _unpacking(folder: str) -> dict[str, Any]:
@@ -297,7 +297,9 @@ def add_lora(model: nn.Module, options: LoraOptions, seed: int) -> nn.Module:
 
 
 def merged(model: Any) -> nn.Module:
-    """The plain model, its adapter added to the weights."""
+    """The plain model, its adapter, if it has one, added to the weights."""
+    if not hasattr(model, "merge_and_unload"):
+        return model  # type: ignore[no-any-return]
     with quiet():
         plain: nn.Module = model.merge_and_unload()
     return plain

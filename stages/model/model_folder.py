@@ -5,14 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ...schemas.config import ModelOptions
 from ...schemas.errors import FingerprintError, UsageError
+from ...schemas.file_version import FileVersion, Remember, digest_anew
 
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 UNUSED_WEIGHTS = "model.unused_weights"  # how many, where there are any and they are allowed
@@ -26,6 +30,7 @@ VOLATILE_ADAPTER = frozenset(
 # A head equal to the input embedding is the same model whether it is stored or left out.
 HEAD_NAMES = frozenset({"lm_head.weight", "embed_out.weight"})
 READ_BYTES = 8 << 20
+_AGAIN = "Leave the folder as it is while a run reads it, then run the same command again."
 LONGEST_HEADER = 100_000_000  # what the safetensors format allows
 
 
@@ -33,42 +38,44 @@ LONGEST_HEADER = 100_000_000  # what the safetensors format allows
 class ModelFiles:
     """The files of a model as they were when they were digested."""
 
-    versions: dict[Path, tuple[int, int, int]]  # inode, length, time of change
+    versions: dict[Path, FileVersion]
 
     @staticmethod
-    def of(folder: str, adapter: str, *, with_code: bool) -> ModelFiles:
+    def of(options: ModelOptions) -> ModelFiles:
         """What is read of a model, its adapter and its code."""
-        weights = {tensor.file for tensor in model_tensors(Path(folder))}
-        files = {Path(folder) / "config.json", *weights}
-        if adapter:
-            files |= {tensor.file for tensor in adapter_tensors(Path(adapter))}
-            files.add(Path(adapter) / "adapter_config.json")
-        if with_code:
-            files |= {*Path(folder).glob("**/*.py")}
-        return ModelFiles({file: _version(file) for file in sorted(files)})
+        folder, adapter = Path(options.path), Path(options.adapter)
+        files = {folder / "config.json", *(tensor.file for tensor in model_tensors(folder))}
+        if options.adapter:
+            files |= {tensor.file for tensor in adapter_tensors(adapter)}
+            files.add(adapter / "adapter_config.json")
+        if options.trust_remote_code:
+            files |= {*folder.glob("**/*.py")}
+        return ModelFiles({file: FileVersion.of(file) for file in sorted(files)})
 
     def require_unchanged(self) -> None:
         """Refuses files that were changed: loaded weights may still be mapped from them."""
         for file, version in self.versions.items():
-            if _version(file) != version:
+            if not FileVersion.of(file).is_content_of(version):
                 raise FingerprintError(
                     f"{file} changed after it was digested, so what is computed may not be of the "
-                    "model this run began with. Leave the folder as it is while a run reads it, "
-                    "then run the same command again."
+                    f"model this run began with. {_AGAIN}"
                 )
 
 
-def _version(file: Path) -> tuple[int, int, int]:
-    try:
-        found = file.stat()
-    except FileNotFoundError:
-        return (0, 0, 0)
-    return found.st_ino, found.st_size, found.st_mtime_ns
+def model_identity(options: ModelOptions, remember: Remember = digest_anew) -> dict[str, str]:
+    """Digests of the files that a model, its adapter and its code are loaded from."""
+    path, adapter = options.path, options.adapter
+    return {
+        "model.weights": weights_digest(path, remember),
+        "model.config": config_digest(path),
+        "model.adapter": adapter_digest(adapter, remember) if adapter else "none",
+        "model.code": code_digest(path) if options.trust_remote_code else "none",
+    }
 
 
-def weights_digest(folder: str) -> str:
+def weights_digest(folder: str, remember: Remember = digest_anew) -> str:
     """Digest of the tensors of a model, however they are spread over files."""
-    return _tensors_digest(model_tensors(Path(folder)))
+    return _tensors_digest(model_tensors(Path(folder)), remember)
 
 
 def config_digest(folder: str) -> str:
@@ -76,12 +83,12 @@ def config_digest(folder: str) -> str:
     return _json_digest(model_config(folder), VOLATILE_CONFIG)
 
 
-def adapter_digest(folder: str) -> str:
+def adapter_digest(folder: str, remember: Remember = digest_anew) -> str:
     """Names a PEFT adapter: its settings and its tensors."""
     root = Path(folder)
     tensors = adapter_tensors(root)
     settings = _json_digest(read_json(root / "adapter_config.json"), VOLATILE_ADAPTER)
-    return _sha256(settings, _tensors_digest(tensors))
+    return _sha256(settings, _tensors_digest(tensors, remember))
 
 
 def code_digest(folder: str) -> str:
@@ -117,15 +124,27 @@ def model_config(folder: str) -> dict[str, Any]:
     return read_json(root / "config.json")
 
 
-def _tensors_digest(tensors: list[StoredTensor]) -> str:
-    with ThreadPoolExecutor() as pool:  # hashing and reading both release the interpreter
-        contents = list(pool.map(tensor_sha256, tensors))
+def _tensors_digest(tensors: list[StoredTensor], remember: Remember) -> str:
+    contents: dict[StoredTensor, str] = {}
+    for file in sorted({tensor.file for tensor in tensors}):
+        stored = [tensor for tensor in tensors if tensor.file == file]
+        digests = remember(file, partial(_contents, file))
+        if len(digests) != len(stored):
+            raise FingerprintError(f"{file} changed while it was digested. {_AGAIN}")
+        contents |= zip(stored, digests, strict=True)
+    count = Counter(contents.values())
     lines = [
         f"{tensor.name} {tensor.dtype} {list(tensor.shape)} {content}"
-        for tensor, content in zip(tensors, contents, strict=True)
-        if not (tensor.name in HEAD_NAMES and contents.count(content) > 1)
+        for tensor, content in contents.items()
+        if not (tensor.name in HEAD_NAMES and count[content] > 1)
     ]
     return _sha256(*sorted(lines))
+
+
+def _contents(file: Path) -> list[str]:
+    """Digests of a file's tensors by name; the header is read again, to be of the same version."""
+    with ThreadPoolExecutor() as pool:  # hashing and reading both release the interpreter
+        return list(pool.map(tensor_sha256, _tensors_of([file])))
 
 
 def _json_digest(settings: dict[str, Any], volatile: frozenset[str]) -> str:
@@ -193,7 +212,7 @@ def tensor_sha256(tensor: StoredTensor) -> str:
         while left > 0:
             block = stream.read(min(READ_BYTES, left))
             if not block:
-                raise _cut_short(tensor.file)
+                raise cut_short(tensor.file)
             digest.update(block)
             left -= len(block)
     return digest.hexdigest()
@@ -238,7 +257,7 @@ def _read_header(file: Path) -> list[StoredTensor]:
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(size - 8, LONGEST_HEADER):
-            raise _cut_short(file)
+            raise cut_short(file)
         try:
             entries = json.loads(stream.read(length))
         except ValueError:
@@ -246,7 +265,7 @@ def _read_header(file: Path) -> list[StoredTensor]:
     entries.pop("__metadata__", None)
     tensors = [_stored(name, entry, file, 8 + length) for name, entry in entries.items()]
     if any(tensor.start + tensor.num_bytes > size for tensor in tensors):
-        raise _cut_short(file)
+        raise cut_short(file)
     return tensors
 
 
@@ -257,7 +276,8 @@ def _stored(name: str, entry: dict[str, Any], file: Path, base: int) -> StoredTe
     )
 
 
-def _cut_short(file: Path) -> UsageError:
+def cut_short(file: Path) -> UsageError:
+    """What is raised where a file of weights ends before its tensors do."""
     return UsageError(f"{file}: the file is cut short. Copy it again.")
 
 

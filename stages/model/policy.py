@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ...schemas.batches import Partitions
 from ...schemas.config import LoraOptions, ModelOptions, TrainOptions
 from ...schemas.errors import UsageError
 from ...schemas.methods import Head
 from ...schemas.rows import Tree
+from .fused_head import output_head
 from .fused_head_backward import call_head_for_logps
 from .load import add_lora, first_line, load_model, merged, value_head
 from .logprobs import ScoringPath, branch_outputs, causal_model, choose_path, input_device
 from .reward_model import choose_layout, load_reward_model, tree_scores
+from .sharded_load import load_sharded
 from .transformers_compat import recompute_activations
 from .tree_attention import single_branches, tree_batch
 
 _ONE_TOKEN = np.zeros(1, np.int32)
 # What a rank with nothing to do runs, because under ZeRO-3 its peers wait for its collectives.
 NOTHING = Tree(_ONE_TOKEN, (_ONE_TOKEN,))
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a policy's parameters are spread over the ranks as they are created."""
+
+    partitions: Partitions
+    path: ScoringPath | None = None  # of the checkpoint that is about to replace the parameters
 
 
 def load_policy(
@@ -33,23 +46,26 @@ def load_policy(
     *,
     head: Head = "none",
     purity: bool = False,
+    spread: Sharding | None = None,
 ) -> Policy:
     """The policy of `train.model`, or the reference itself: its adapter, if any, merged into it."""
     options = replace(model, dtype=train.dtype, device_map="")
     if train.model:
         options = replace(options, path=train.model, adapter="")
+    load: Callable[..., nn.Module] = load_model
+    if spread:
+        reads = lora.enabled or spread.path is None  # a checkpoint leaves frozen weights out
+        load = partial(load_sharded, partitions=spread.partitions, reads=reads)
     if head == "score":
-        loaded = load_reward_model(options, train.seed)
+        loaded = load_reward_model(options, train.seed, load)
     else:
-        loaded = load_model(options)
-        if options.adapter:
-            loaded = merged(loaded)
+        loaded = merged(load(options))
     loaded.requires_grad_(True)
     if not train.dropout:
         turn_dropout_off(loaded)
     if lora.enabled:
         loaded = add_lora(loaded, lora if train.dropout else replace(lora, dropout=0.0), train.seed)
-    policy = Policy(loaded, head=head, purity=purity)
+    policy = Policy(loaded, head=head, purity=purity, spread=spread)
     if train.gradient_checkpointing:
         policy.recompute_activations()
     return policy
@@ -58,14 +74,25 @@ def load_policy(
 class Policy(nn.Module):
     """A language model, with or without an adapter, that returns log-probs or scores."""
 
-    def __init__(self, model: nn.Module, *, head: Head = "none", purity: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        head: Head = "none",
+        purity: bool = False,
+        spread: Sharding | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
         # Asked once: after ZeRO-3 has partitioned the weights, a look at one would gather it.
         self.device = input_device(model)
         choose = choose_layout if head == "score" else choose_path
-        with torch.no_grad():
-            self.path: ScoringPath = choose(model.eval())
+        if spread and head != "score" and output_head(causal_model(model)):
+            call_head_for_logps(causal_model(model))  # for the probe: it is whole in its calls only
+        whole_in_calls = spread.partitions.in_calls(model) if spread else nullcontext()
+        with torch.no_grad(), whole_in_calls:
+            known = spread.path if spread else None
+            self.path: ScoringPath = known or choose(model.eval())
         if self.path.head == "fused":
             call_head_for_logps(causal_model(model))
         # Not part of the model, so that its saved weights and adapters leave it out.

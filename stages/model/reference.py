@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from ...schemas.config import ModelOptions
+from ...schemas.file_version import Remember, digest_anew
 from ...schemas.rows import OutOfMemory, Tree
 from .fused_head import HEAD_VERSION
 from .load import Resolved, load_causal_lm, resolve, unused_weights
@@ -23,11 +24,8 @@ from .logprobs import ScoringPath, choose_path, tree_logps
 from .model_folder import (
     UNUSED_WEIGHTS,
     ModelFiles,
-    adapter_digest,
-    code_digest,
-    config_digest,
+    model_identity,
     require_adapter,
-    weights_digest,
 )
 
 
@@ -36,25 +34,22 @@ class HfReference:
 
     _kind: Any = AutoModelForCausalLM
 
-    def __init__(self, options: ModelOptions) -> None:
+    def __init__(self, options: ModelOptions, remember: Remember = digest_anew) -> None:
         self.options = options
+        self._remember = remember
 
-    def __getstate__(self) -> dict[str, ModelOptions]:
+    def __getstate__(self) -> dict[str, Any]:
         """Another process looks at the files itself: they may be on another machine."""
-        return {"options": self.options}
+        return {"options": self.options, "_remember": self._remember}
 
     def identity(self) -> Mapping[str, str]:
         """Digests of what is computed with, and how; reads files but loads no weights."""
-        path, adapter = self.options.path, self.options.adapter
-        if adapter:
-            require_adapter(adapter)
+        if self.options.adapter:
+            require_adapter(self.options.adapter)
         resolved, files = self._resolved, self._files
         unused = unused_weights(self.options, self._kind)
         identity = {
-            "model.weights": weights_digest(path),
-            "model.config": config_digest(path),
-            "model.adapter": adapter_digest(adapter) if adapter else "none",
-            "model.code": code_digest(path) if self.options.trust_remote_code else "none",
+            **model_identity(self.options, self._remember),
             **({UNUSED_WEIGHTS: str(len(unused))} if unused else {}),
             "model.dtype": resolved.dtype,
             "model.attention": resolved.attention,
@@ -79,8 +74,7 @@ class HfReference:
 
     @cached_property
     def _files(self) -> ModelFiles:
-        options = self.options
-        return ModelFiles.of(options.path, options.adapter, with_code=options.trust_remote_code)
+        return ModelFiles.of(self.options)
 
     @cached_property
     def _resolved(self) -> Resolved:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise
@@ -37,24 +37,24 @@ from .tree_attention import TreeBatch, single_branches, tree_batch
 _ONE_LABEL = {"id2label": {0: "score"}, "label2id": {"score": 0}}
 
 
-def load_reward_model(options: ModelOptions, seed: int) -> nn.Module:
+def load_reward_model(
+    options: ModelOptions, seed: int, load: Callable[..., nn.Module] = load_model
+) -> nn.Module:
     """The folder's own model where it is one that scores; else its layers with a drawn head."""
     architectures = model_config(options.path).get("architectures") or [""]
     if str(architectures[0]).endswith(SCORES):
-        model: Any = load_model(options, AutoModelForSequenceClassification)
+        model: Any = load(options, AutoModelForSequenceClassification)
     else:
-        model = _with_new_head(options, seed)
+        model = _with_new_head(options, seed, load)
     _head_of(model, options.path).__class__ = ScalarHead
     model.config.pad_token_id = _padding_token(options.path, model.config)
     scorer: nn.Module = model
     return scorer
 
 
-def _with_new_head(options: ModelOptions, seed: int) -> Any:
+def _with_new_head(options: ModelOptions, seed: int, load: Callable[..., nn.Module]) -> Any:
     """Takes over the layers of a causal model, its adapter, if any, merged into them."""
-    causal: Any = load_model(options)
-    if options.adapter:
-        causal = merged(causal)
+    causal: Any = merged(load(options))
     config = causal.config
     model = _skeleton(options, config)
     if type(model.base_model) is not type(causal.base_model):

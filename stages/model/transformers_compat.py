@@ -6,16 +6,30 @@ costs any other model 36 MiB. They are imported here as if it were not.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import utils
 
-__all__ = ["AttentionInterface", "attention_of", "recompute_activations"]
+__all__ = [
+    "AttentionInterface",
+    "TensorSource",
+    "attention_of",
+    "compute_buffers",
+    "recompute_activations",
+    "tensor_sources",
+]
 
 _utils: Any = utils
 _is_scipy_available = _utils.is_scipy_available
 _utils.is_scipy_available = lambda: False
 try:
+    from transformers import conversion_mapping, core_model_loading
     from transformers.modeling_utils import AttentionInterface
 finally:
     _utils.is_scipy_available = _is_scipy_available
@@ -32,3 +46,63 @@ def recompute_activations(model: Any) -> None:
     # The name changes within the versions that pyproject.toml allows; the older one warns later on.
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+
+
+@dataclass(frozen=True)
+class TensorSource:
+    """Which stored tensors one of the model's, or several of them together, are made of."""
+
+    name: str  # of the model's tensor, the first of them
+    stored: tuple[str, ...]
+    # From a reader of whole stored tensors to the model's by name; None if it is stored as it is.
+    convert: Callable[[Callable[[str], Tensor]], dict[str, Tensor]] | None
+
+
+def tensor_sources(model: Any, stored: Iterable[str]) -> list[TensorSource]:
+    """Where each tensor of a model comes from, as transformers renames and converts the stored."""
+    changes = conversion_mapping.get_model_conversion_mapping(model)
+    renamings = [one for one in changes if isinstance(one, core_model_loading.WeightRenaming)]
+    converters = [one for one in changes if isinstance(one, core_model_loading.WeightConverter)]
+    wanted, prefix = model.state_dict(), model.base_model_prefix
+    found: dict[str, dict[str, str | None]] = {}
+    for name in sorted(stored, key=core_model_loading.dot_natural_key):
+        rename: Any = core_model_loading.rename_source_key
+        renamed, pattern = rename(name, renamings, converters, prefix, wanted)
+        if renamed not in wanted and name in wanted:
+            renamed, pattern = rename(name, [], [], prefix, wanted)
+        if renamed in wanted:
+            found.setdefault(renamed, {})[name] = pattern
+    return [
+        TensorSource(name, tuple(patterns), _conversion(model, name, patterns, converters))
+        for name, patterns in found.items()
+    ]
+
+
+def _conversion(
+    model: Any, name: str, patterns: dict[str, str | None], converters: list[Any]
+) -> Callable[[Callable[[str], Tensor]], dict[str, Tensor]] | None:
+    pattern = next(iter(patterns.values()))
+    if pattern is None:
+        return None
+    converter = next(one for one in converters if pattern in one.source_patterns)
+
+    def convert(read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        own = deepcopy(converter)
+        for stored, matched in patterns.items():
+            own.add_tensor(name, stored, matched, lambda stored=stored: read(stored))
+        made = own.convert(name, model=model, config=model.config)
+        return {key: one[0] if isinstance(one, list) else one for key, one in made.items()}
+
+    return convert
+
+
+def compute_buffers(model: Any, device: torch.device) -> None:
+    """Gives the buffers that are not stored their values, in a model on the meta device."""
+    for tensor in chain(model.parameters(), model.buffers()):
+        tensor._is_hf_initialized = True  # all else that is not stored has been refused
+    for module in model.modules():
+        for name in module._non_persistent_buffers_set & module._buffers.keys():
+            if (buffer := module._buffers[name]) is not None:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+                module._is_hf_initialized = False
+    model.initialize_weights()

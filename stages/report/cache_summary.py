@@ -195,7 +195,7 @@ def read_columns(folder: CacheFolder, manifest: Manifest) -> Columns:
     groups = [
         pl.DataFrame(pl.from_arrow(group)).select(SHARD.names())
         for shard in manifest.shards
-        for group in iter_row_groups(folder.data / shard.file, SHARD.names())
+        for group in iter_row_groups(folder.shard(shard), SHARD.names())
     ]
     rows = pl.concat([pl.DataFrame(schema=SHARD), *groups])
     return Columns(rows.select(**PROMPTS), rows.select(**BRANCHES).explode([*BRANCHES]))

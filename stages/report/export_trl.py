@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from ...schemas.cache import Manifest, StoredKind, branch_layout
 from ...schemas.errors import CorruptionError, UsageError
 from ...schemas.rows import Role, offsets_of
-from ..storage import fs
+from ..storage import fs, local_copies, places
 from ..storage.cache_folder import CacheFolder
 from ..storage.manifest_file import load_manifest
 from ..storage.shards import carried_names, iter_row_groups, read_block
@@ -52,9 +52,9 @@ def scan_trl(folder: CacheFolder, decode: Decode | None = None) -> pl.LazyFrame:
     Only the first rows are looked at now. Rows of another kind are refused as they are read.
     """
     manifest = _require_rows(folder)
-    paths = [folder.data / shard.file for shard in manifest.shards]
+    paths = [local_copies.path_of(folder.shard(shard)) for shard in manifest.shards]
     for path, shard in zip(paths, manifest.shards, strict=True):
-        if not path.is_file() or path.stat().st_size != shard.bytes:
+        if places.size_of(path) != shard.bytes:
             raise CorruptionError(
                 f"{path} is not there as the manifest has it. Restore it from a copy, or make the "
                 "cache again."
@@ -73,7 +73,7 @@ def _require_rows(folder: CacheFolder) -> Manifest:
 
 def _flat_tables(folder: CacheFolder, decode: Decode) -> Iterator[pa.Table]:
     for shard in _require_rows(folder).shards:
-        path = folder.data / shard.file
+        path = folder.shard(shard)
         for group in iter_row_groups(path):
             read_block(group, source=str(path))
             layout = _layout_of(group, source=str(path))

@@ -112,7 +112,7 @@ class ReuseIndex:
     def _read(self, number: int) -> ScoredBlock | None:
         """One shard; None, and a warning the first time, when it is damaged or missing."""
         cache, commit = self._shards[number]
-        path = cache.folder.data / commit.file
+        path = cache.folder.shard(commit)
         if number in self._lost:
             return None
         try:

@@ -7,7 +7,9 @@ _align/LOCK                          held by the owner of the folder
 _align/outbox/<time>-<id>/           a run that MLflow was not sent all of, as a run_folder
 _align/roots/<root>.json             manifests the cache had before it grew; their shards stay
 _align/<plan key>/                   work in progress, removed when it is done
-    plan.json  commits/<unit>.json  spool/  tmp/<run id>/  tmp/rings-<host>/
+    plan.json  commits/<unit>.json  spool/  tmp/<run id>/
+
+Of a cache in an object store LOCK, outbox, spool and tmp are in a local work folder.
 """
 
 from __future__ import annotations
@@ -18,10 +20,17 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from ...schemas.errors import UsageError
-from . import fs
+from . import fs, places
+from .local_copies import work_folder
+from .objects import Location, ObjectPath
+
+if TYPE_CHECKING:  # it imports numpy
+    from ...schemas.cache import Commit, FileEntry
+
+Root_co = TypeVar("Root_co", Path, Location, covariant=True)
 
 PART_NAME = re.compile(r"part-[0-9]{8}-[0-9a-f]{16}\.parquet")
 COMMIT_NAME = re.compile(r"([0-9]{8})\.json")
@@ -41,62 +50,87 @@ class Below:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __get__(self, folder: HasRoot, owner: type[object]) -> Path:
+    def __get__(self, folder: HasRoot[Root_co], owner: type[object]) -> Root_co:
         return folder.root / self._name
 
 
-class HasRoot(Protocol):
-    """Something on a local disk."""
+class HasRoot(Protocol[Root_co]):
+    """Something in a folder or below a key."""
 
     @property
-    def root(self) -> Path:
+    def root(self) -> Root_co:
         """The folder it is in."""
         ...
 
 
 @dataclass(frozen=True)
 class CacheFolder:
-    """One cache on a local disk."""
+    """One cache, on a disk or in an object store."""
 
-    root: Path
+    root: Location
 
     manifest = Below("manifest.json")
     data = Below("data")
     quarantine = Below("quarantine")  # only there if rows were rejected
     private = Below("_align")
-    lock = Below("_align/LOCK")
     roots = Below("_align/roots")  # only there if the cache has grown
-    outbox = Below("_align/outbox")  # only there if MLflow was not sent all of a run
 
     when_locked = "Wait for it, or choose another --output."
 
-    def earlier(self, root: str) -> Path:
+    @property
+    def local(self) -> Path:
+        """The folder of what needs a disk: the cache itself, or one beside the store."""
+        return work_folder(self.root)
+
+    @property
+    def lock(self) -> Path:
+        """Held by the owner of the folder, among the processes of a machine."""
+        return self.local / "_align/LOCK"
+
+    @property
+    def outbox(self) -> Path:
+        """Only there if MLflow was not sent all of a run."""
+        return self.local / "_align/outbox"
+
+    def shard(self, entry: Commit) -> Location:
+        """The path of a shard; of an object with the bytes that it has to hold."""
+        return _pinned(self.data / entry.file, entry)
+
+    def rejected(self, entry: FileEntry) -> Location:
+        """The path of a file of rejected rows, likewise."""
+        return _pinned(self.root / entry.file, entry)
+
+    def earlier(self, root: str) -> Location:
         """The path of the manifest of an earlier root."""
         return self.roots / f"{root[:16]}.json"
 
     def work(self, plan_key: str) -> WorkFolder:
         """The work in progress of one plan."""
         assert WORK_NAME.fullmatch(plan_key[:16]), plan_key
-        return WorkFolder(self, self.private / plan_key[:16])
+        name = plan_key[:16]
+        return WorkFolder(self, self.private / name, self.local / "_align" / name)
 
     def works(self) -> list[WorkFolder]:
         """The work in progress of every plan."""
         if not self.private.is_dir():
             return []
-        names = sorted(path.name for path in self.private.iterdir())
+        names = [path.name for path in places.listed(self.private)]
         return [self.work(name) for name in names if WORK_NAME.fullmatch(name)]
 
     def prepare(self) -> None:
         """Makes the folders; refuses a folder that holds something else."""
-        refuse_foreign(self.root, is_ours=self._is_ours, what="cache")
-        make_place(self.root, self.private)
-        fs.make_folder(self.data)
-        fs.fsync_folder(self.root)
+        if isinstance(self.root, ObjectPath):
+            _refuse_foreign_objects(self.root, {"manifest.json", "data", "quarantine", "_align"})
+        else:
+            refuse_foreign(self.root, is_ours=self._is_ours, what="cache")
+        make_place(self.local, self.local / "_align")
+        places.make_folder(self.data)
+        places.fsync_folder(self.root)
 
     def _is_ours(self) -> bool:
         is_run = (self.root / "checkpoints").exists()
         ours = self.private.is_dir() or (self.manifest.is_file() and self.data.is_dir())
-        return ours and not (is_run or is_output(self.private))
+        return ours and not (is_run or is_output(self.local / "_align"))
 
 
 @dataclass(frozen=True)
@@ -104,36 +138,38 @@ class WorkFolder:
     """Everything one plan needs until its manifest is written."""
 
     cache: CacheFolder
-    root: Path
+    root: Location
+    local: Path  # what needs a disk; the root itself if that is on one
 
     plan = Below(PLAN_NAME)
     commits = Below("commits")  # one file per finished unit
-    spool = Below("spool")  # tokenized rows on their way to the scorer
 
-    def commit(self, unit: int) -> Path:
+    @property
+    def spool(self) -> Path:
+        """Tokenized rows on their way to the scorer, see spool.py."""
+        return self.local / "spool"
+
+    def commit(self, unit: int) -> Location:
         """The path of the commit of a unit."""
         return self.commits / f"{unit:08d}.json"
 
     def tmp(self, run_id: str) -> Path:
         """Drafts of one run."""
-        return self.root / "tmp" / run_id
+        return self.local / "tmp" / run_id
 
     def prepare(self) -> None:
         """Makes the folders; `cache.prepare()` must have been called."""
-        fs.make_folder(self.root)
-        fs.fsync_folder(self.root.parent)
-        fs.make_folder(self.commits)
-        fs.fsync_folder(self.root)
+        fs.make_folder(self.local)
+        fs.fsync_folder(self.local.parent)
+        for path in (self.commits, self.spool):
+            places.make_folder(path)
+        fs.fsync_folder(self.local)
 
     def new_draft(self, run_id: str, name: str) -> Path:
-        """A free name in the folder of one run's drafts."""
-        return self.make_tmp(run_id) / f"{name}-{secrets.token_hex(8)}.parquet"
-
-    def make_tmp(self, name: str) -> Path:
-        """Makes a folder of drafts, which only its owner may read."""
-        fs.make_folder(self.root / "tmp", 0o700)
-        fs.make_folder(self.tmp(name), 0o700)
-        return self.tmp(name)
+        """A free name in the folder of one run's drafts, which only its owner may read."""
+        fs.make_folder(self.local / "tmp", 0o700)
+        fs.make_folder(self.tmp(run_id), 0o700)
+        return self.tmp(run_id) / f"{name}-{secrets.token_hex(8)}.parquet"
 
 
 OUTPUTS = ("rewards", "sweep")
@@ -189,6 +225,10 @@ class OutputFolder:
         return fs.read_bytes(self._mark).decode("ascii", "replace").split()
 
 
+def _pinned(path: Location, entry: Commit | FileEntry) -> Location:
+    return path.pinned(entry.sha256, entry.bytes) if isinstance(path, ObjectPath) else path
+
+
 def is_output(private: Path) -> bool:
     """Whether the folder is the output of another command."""
     return any((private / kind).exists() for kind in OUTPUTS)
@@ -206,6 +246,14 @@ def refuse_foreign(root: Path, *, is_ours: Callable[[], bool], what: str) -> Non
     if (found := next(root.iterdir(), None)) is not None and not is_ours():
         raise UsageError(
             f"{root} holds '{found.name}' and is not a {what} folder. Choose another --output."
+        )
+
+
+def _refuse_foreign_objects(root: ObjectPath, ours: set[str]) -> None:
+    """Like `refuse_foreign`, by one look: others may work there at the same time."""
+    if foreign := {path.name for path in root.iterdir()} - ours:
+        raise UsageError(
+            f"{root} holds '{min(foreign)}' and is not a cache. Choose another --output."
         )
 
 

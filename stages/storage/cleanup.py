@@ -12,10 +12,11 @@ from pathlib import Path
 
 from ...schemas.cache import Manifest
 from ...schemas.errors import StorageError, counted
-from . import fs
+from . import fs, objects, places
 from .cache_folder import PART_NAME, CacheFolder, WorkFolder
 from .failpoints import reach
 from .manifest_file import earlier_manifests, load_manifest
+from .objects import Location, ObjectPath
 
 _TRASH = ".trash-"
 
@@ -30,9 +31,9 @@ def collect(folder: CacheFolder, works: Sequence[WorkFolder]) -> bool:
     load_manifest(folder)  # a cache that has none may lose nothing
     reach("gc.started")
     # The run that renamed the manifest may have died before it made the name durable.
-    fs.fsync_folder(folder.root)
+    places.fsync_folder(folder.root)
     # Commits go before the shards they name: a commit must never name a missing shard.
-    is_first = _forget(folder.private, works)
+    is_first = _forget(folder.local / folder.private.name, works)
     reach("gc.forgotten")
     found = _parts(folder)  # before other work is looked for: what begins now makes new ones
     if not folder.works():
@@ -41,25 +42,32 @@ def collect(folder: CacheFolder, works: Sequence[WorkFolder]) -> bool:
     return is_first
 
 
-def _remove_unnamed(folder: CacheFolder, found: set[Path]) -> None:
+def _remove_unnamed(folder: CacheFolder, found: set[Location]) -> None:
     named = _named_by(folder, [load_manifest(folder), *earlier_manifests(folder)])
-    for path in sorted(found - named):
-        fs.unlink(path)
+    for path in sorted(found - named, key=str):
+        places.unlink(path)
     if not any(path.parent == folder.quarantine for path in named):
-        fs.remove_folder(folder.quarantine)
-    drafts = (
-        *folder.root.glob(f".{folder.manifest.name}.*.tmp"),
-        *folder.roots.glob(".*.tmp"),
-        *folder.private.glob("mlflow-run.json"),  # of align 0.1, which kept no outbox
-    )
-    for draft in drafts:
+        places.remove_folder(folder.quarantine)
+    for draft in _drafts(folder):
         fs.unlink(draft)
+
+
+def _drafts(folder: CacheFolder) -> list[Path]:
+    """What a killed process left of files; a store has no drafts."""
+    if isinstance(folder.root, ObjectPath):
+        return []
+    return [
+        *folder.root.glob(f".{folder.manifest.name}.*.tmp"),
+        *(folder.root / "_align" / "roots").glob(".*.tmp"),
+        *(folder.root / "_align").glob("mlflow-run.json"),  # of align 0.1, which kept no outbox
+    ]
 
 
 def is_tidy(folder: CacheFolder, manifest: Manifest) -> bool:
     """Whether `collect` has finished; reads names only."""
     named = _named_by(folder, [manifest, *earlier_manifests(folder)])
-    names = {path.name for path in folder.private.iterdir()} if folder.private.is_dir() else set()
+    names = {path.name for path in _listed(folder.private)}
+    names |= {path.name for path in _listed(folder.local / folder.private.name)}
     ours = {folder.lock.name, folder.roots.name, folder.outbox.name}
     return names <= ours and _parts(folder) <= named
 
@@ -69,7 +77,7 @@ class Superseded:
     """The files kept for trainings that began on the cache before it grew."""
 
     roots: tuple[str, ...]
-    files: tuple[Path, ...]
+    files: tuple[Location, ...]
     bytes: int
 
     def __bool__(self) -> bool:
@@ -85,50 +93,64 @@ class Superseded:
 def superseded(folder: CacheFolder, manifest: Manifest) -> Superseded:
     """The files that only earlier manifests name."""
     earlier = earlier_manifests(folder)
-    files = sorted(_named_by(folder, earlier) - _named_by(folder, [manifest]))
-    there = [path for path in files if path.exists()]
+    files = sorted(_named_by(folder, earlier) - _named_by(folder, [manifest]), key=str)
+    sizes = {path: size for path in files if (size := places.size_of(path)) is not None}
     roots = tuple(one.root for one in earlier if one.root != manifest.root)
-    return Superseded(roots, tuple(there), sum(path.stat().st_size for path in there))
+    return Superseded(roots, tuple(sizes), sum(sizes.values()))
 
 
 def remove_superseded(folder: CacheFolder) -> None:
     """Removes all earlier manifests, then the files that only they named; the owner calls it."""
     for earlier in earlier_manifests(folder):
-        fs.unlink(folder.earlier(earlier.root))
+        places.unlink(folder.earlier(earlier.root))
     if folder.roots.is_dir():
-        fs.fsync_folder(folder.roots)  # a manifest must never name a missing file
-        fs.remove_folder(folder.roots)
+        places.fsync_folder(folder.roots)  # a manifest must never name a missing file
+        places.remove_folder(folder.roots)
     reach("superseded.forgotten")
     collect(folder, ())
 
 
-def _named_by(folder: CacheFolder, manifests: Sequence[Manifest]) -> set[Path]:
+def _named_by(folder: CacheFolder, manifests: Sequence[Manifest]) -> set[Location]:
     return {
         *(folder.data / shard.file for one in manifests for shard in one.shards),
         *(folder.root / entry.file for one in manifests for entry in one.quarantine),
     }
 
 
-def _parts(folder: CacheFolder) -> set[Path]:
+def _parts(folder: CacheFolder) -> set[Location]:
     found = (path for parent in (folder.data, folder.quarantine) for path in _listed(parent))
     return {path for path in found if PART_NAME.fullmatch(path.name)}
 
 
-def _listed(parent: Path) -> list[Path]:
-    return sorted(parent.iterdir()) if parent.is_dir() else []
+def _listed(parent: Location) -> Sequence[Location]:
+    return places.listed(parent) if parent.is_dir() else []
 
 
 def _forget(private: Path, works: Sequence[WorkFolder]) -> bool:
+    moved = [_leave(work, private) for work in works]
     if not private.is_dir():
-        return False
-    # Renamed first: a half-removed folder must not look like work to be resumed.
-    moved = [_move(work.root, private) for work in works]
+        return moved[:1] == [True]
     # Also what a killed run renamed: after a power loss no half-emptied folder may have its name.
     fs.fsync_folder(private)
     for path in list(private.iterdir()):
         if path.name.startswith(_TRASH):
             fs.remove_tree(path)
     return moved[:1] == [True]
+
+
+def _leave(work: WorkFolder, private: Path) -> bool:
+    """Makes work one that nobody resumes; whether it was there.
+
+    A folder is renamed first: half removed it must not look like work. In a store the plan goes
+    first, for the same reason.
+    """
+    if not isinstance(work.root, ObjectPath):
+        return _move(work.local, private)
+    was_there = work.plan.exists()
+    places.unlink(work.plan)
+    objects.remove_below(work.root)
+    _move(work.local, private)
+    return was_there
 
 
 def _move(work: Path, private: Path) -> bool:

@@ -23,9 +23,10 @@ from ...schemas.cache import Commit, FileEntry
 from ...schemas.errors import CorruptionError, NonFiniteError, StorageError
 from ...schemas.json_codec import CodecError, digest_of, from_json, to_json
 from ...schemas.rows import Rejected, ScoredBlock
-from . import fs
+from . import fs, places
 from .cache_folder import COMMIT_NAME, WorkFolder, part_name
 from .failpoints import reach
+from .objects import Location
 from .shards import group_bounds, list_column, open_shard, row_ids, schema_of, write_shard
 
 logger = logging.getLogger("align")
@@ -62,7 +63,7 @@ def commit_unit(
     except BaseException:
         fs.discard(draft)
         raise
-    if fs.put_if_absent(work.commit(unit), to_json(ours).encode(), label="commit"):
+    if places.put_if_absent(work.commit(unit), to_json(ours).encode(), label="commit"):
         reach("commit.done")
         return ours
     return _yield_to(_read_commit(work.commit(unit), unit), ours, final, is_new=is_new)
@@ -92,10 +93,8 @@ def read_commits(work: WorkFolder, num_units: int) -> dict[int, Commit]:
     """The finished units of a plan, each with its shard in place."""
     if not work.commits.is_dir():
         return {}
-    commits = {}
-    for path in sorted(work.commits.iterdir()):
-        if path.name.startswith("."):  # the draft of a run that was killed
-            continue
+
+    def read(path: Location) -> Commit:
         name = COMMIT_NAME.fullmatch(path.name)
         if name is None or int(name[1]) >= num_units:
             raise _damaged(path, f"none of the {num_units} units of this plan has this name")
@@ -103,8 +102,11 @@ def read_commits(work: WorkFolder, num_units: int) -> dict[int, Commit]:
         _require_file(work.cache.data / commit.file, commit.bytes, path)
         for entry in commit.quarantine:
             _require_file(work.cache.root / entry.file, entry.bytes, path)
-        commits[commit.unit] = commit
-    return commits
+        return commit
+
+    # Those with a dot are drafts of runs that were killed.
+    paths = [path for path in places.listed(work.commits) if not path.name.startswith(".")]
+    return {commit.unit: commit for commit in places.each(read, paths)}
 
 
 def _quarantine(
@@ -177,17 +179,17 @@ def _reads_back(draft: Path, block: ScoredBlock, num_groups: int) -> bool:
         )
 
 
-def _install(draft: Path, final: Path) -> None:
+def _install(draft: Path, final: Location) -> None:
     reach("shard.before_fsync")
     fs.fsync(draft)
     reach("shard.after_fsync")
     reach("shard.before_rename")
-    fs.rename(draft, final)
+    places.install(draft, final)
     reach("shard.after_rename")
-    fs.fsync_folder(final.parent)
+    places.fsync_folder(final.parent)
 
 
-def _yield_to(theirs: Commit, ours: Commit, final: Path, *, is_new: bool) -> Commit:
+def _yield_to(theirs: Commit, ours: Commit, final: Location, *, is_new: bool) -> Commit:
     if theirs.file != ours.file:
         logger.warning(
             "unit %d: another worker's shard is kept; this worker's has other bytes "
@@ -197,12 +199,12 @@ def _yield_to(theirs: Commit, ours: Commit, final: Path, *, is_new: bool) -> Com
             ours.logp_sum,
         )
         if is_new:  # else it may belong to the manifest this plan will replace
-            fs.unlink(final)
+            places.unlink(final)
     return theirs
 
 
-def _read_commit(path: Path, unit: int) -> Commit:
-    text = fs.read_bytes(path)
+def _read_commit(path: Location, unit: int) -> Commit:
+    text = places.read_bytes(path)
     try:
         commit = from_json(Commit, text)
     except CodecError as error:
@@ -217,16 +219,15 @@ def _read_commit(path: Path, unit: int) -> Commit:
     return commit
 
 
-def _require_file(named: Path, size: int, path: Path) -> None:
-    try:
-        found = named.stat(follow_symlinks=False).st_size
-    except FileNotFoundError:
-        raise _damaged(path, f"{named} is missing") from None
+def _require_file(named: Location, size: int, path: Location) -> None:
+    found = places.size_of(named)
+    if found is None:
+        raise _damaged(path, f"{named} is missing")
     if found != size:
         raise _damaged(path, f"{named} has {found} bytes instead of {size}")
 
 
-def _damaged(path: Path, why: str) -> CorruptionError:
+def _damaged(path: Location, why: str) -> CorruptionError:
     return CorruptionError(
         f"{path} is damaged: {why}. Remove this file and run the same command again."
     )
@@ -253,18 +254,18 @@ def write_quarantine(
     """Stores rejected rows durably; the plan or a commit names the file that is returned."""
     draft = work.new_draft(run_id, f"quarantine-{part:08d}")
     folder = work.cache.quarantine
-    fs.make_folder(folder)
-    fs.fsync_folder(folder.parent)
+    places.make_folder(folder)
+    places.fsync_folder(folder.parent)
     try:
         _write(draft, rejected, input_names)
         sha256 = fs.sha256_of(draft)
         fs.fsync(draft)
         size = draft.stat().st_size
-        fs.rename(draft, folder / part_name(part, sha256))
+        places.install(draft, folder / part_name(part, sha256))
     except BaseException:
         fs.discard(draft)
         raise
-    fs.fsync_folder(folder)
+    places.fsync_folder(folder)
     reach("quarantine.written")
     return FileEntry(f"{folder.name}/{part_name(part, sha256)}", size, sha256, len(rejected))
 
@@ -272,10 +273,10 @@ def write_quarantine(
 def _write(draft: Path, rejected: Sequence[Rejected], input_names: Mapping[int, str]) -> None:
     columns = [
         pa.array([f"{row.file:016x}" for row in rejected], pa.string()),
-        pa.array([_printable(input_names[row.file]) for row in rejected], pa.string()),
+        pa.array([printable(input_names[row.file]) for row in rejected], pa.string()),
         pa.array([row.row for row in rejected], pa.int64()),
         pa.array([row.reason for row in rejected], pa.string()),
-        pa.array([_printable(row.detail) for row in rejected], pa.string()),
+        pa.array([printable(row.detail) for row in rejected], pa.string()),
     ]
     table = pa.Table.from_arrays(columns, schema=SCHEMA)
     with fs.create(draft) as sink:
@@ -289,5 +290,6 @@ def _write(draft: Path, rejected: Sequence[Rejected], input_names: Mapping[int, 
         )
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
+    """Text that any file can hold: what is not Unicode is spelled out."""
     return text.encode("utf-8", "backslashreplace").decode()

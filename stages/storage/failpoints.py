@@ -24,8 +24,11 @@ T = TypeVar("T")
 
 VARIABLE = "ALIGN_FAILPOINTS"
 
-OF_A_RING = ("ring.before_rename", "ring.after_rename")
 OF_A_CACHE = (
+    "part.before_rename",
+    "part.after_rename",
+    "part.before_link",
+    "part.after_link",
     "quarantine.written",
     "plan.before_link",
     "plan.after_link",
@@ -80,7 +83,7 @@ OF_A_STEP = (
     "evaluation.batch",
     "evaluation.done",
 )
-NAMES = (*OF_A_RING, *OF_A_CACHE, *OF_GROWTH, *OF_A_RUN, *OF_RECORDS, *OF_A_STEP)
+NAMES = (*OF_A_CACHE, *OF_GROWTH, *OF_A_RUN, *OF_RECORDS, *OF_A_STEP)
 
 ACTIONS = ("kill", "term", "eio", "enospc")
 

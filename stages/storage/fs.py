@@ -59,9 +59,7 @@ def new_file(path: Path, *, replaces: bool) -> Iterator[io.BufferedWriter]:
 
     Unless it replaces, a file that exists is an error.
     """
-    drop_drafts(path)
-    draft = _draft_of(path)
-    with _locked(draft) as sink:
+    with locked_draft(path) as (draft, sink):
         yield sink
         sink.flush()
         fsync(draft)
@@ -98,6 +96,15 @@ def draft_folder(path: Path) -> Iterator[Path]:
             remove_tree(draft)
 
 
+@contextmanager
+def locked_draft(path: Path) -> Iterator[tuple[Path, io.BufferedWriter]]:
+    """A draft of a file to write into and rename; those whose writers have died are removed."""
+    drop_drafts(path)
+    draft = _draft_of(path)
+    with _locked(draft) as sink:
+        yield draft, sink
+
+
 def drop_drafts(path: Path) -> None:
     """Removes the drafts of a file or folder whose writers have died: those that are not locked."""
     name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.tmp")
@@ -112,12 +119,28 @@ def _is_dead(draft: Path) -> bool:
     with suppress(OSError):
         if not (any(draft.iterdir()) if draft.is_dir() else draft.stat().st_size):
             return False
-        descriptor = os.open(draft, _READ)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        finally:
-            os.close(descriptor)
+    with if_unlocked(draft) as is_dead:
+        return is_dead
+
+
+@contextmanager
+def if_unlocked(path: Path) -> Iterator[bool]:
+    """Whether a file or folder is there and not locked; nobody can lock it during the block."""
+    try:
+        descriptor = os.open(path, _READ)
+    except OSError:
+        yield False
+        return
+    try:
+        yield _is_taken(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_taken(descriptor: int) -> bool:
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
     return False
 
 
@@ -181,15 +204,19 @@ def create(path: Path) -> io.BufferedWriter:
     return io.BufferedWriter(_Sink(path, descriptor), buffer_size=1 << 20)
 
 
-def new_map(path: Path, size: int) -> mmap.mmap:
-    """A new file of zero bytes in memory that is the file; all of its room is taken already.
+@contextmanager
+def new_map(path: Path, size: int) -> Iterator[mmap.mmap]:
+    """Zero bytes in memory that is a file, which is removed at the end of the block.
 
-    A disk that fills up under a map is a signal, not an error that can be caught.
+    All of its room is taken already: a disk that fills up under a map is a signal, not an error
+    that can be caught.
     """
-    with create(path) as sink:
+    with locked_draft(path) as (draft, sink):
         operate("allocate", path, lambda: os.posix_fallocate(sink.fileno(), 0, size))
-    with os_errors_as_storage_errors("map", path), path.open("r+b") as file:
-        return mmap.mmap(file.fileno(), size)
+        with os_errors_as_storage_errors("map", path), draft.open("r+b") as file:
+            mapped = mmap.mmap(file.fileno(), size)
+        yield mapped
+    unlink(draft)
 
 
 def append(path: Path) -> io.BufferedWriter:
@@ -210,6 +237,11 @@ def fsync(path: Path) -> None:
     operate("fsync", path, lambda: _sync(path, os.O_RDONLY | os.O_NOFOLLOW))
 
 
+def touch(path: Path) -> None:
+    """Gives a file the time of now; an empty one is made if it is missing."""
+    operate("touch", path, path.touch)
+
+
 def fsync_folder(path: Path) -> None:
     """Makes the names in a folder durable."""
     operate("fsync_folder", path, lambda: _sync(path, os.O_RDONLY | os.O_DIRECTORY))
@@ -218,18 +250,6 @@ def fsync_folder(path: Path) -> None:
 def rename(path: Path, target: Path) -> None:
     """Moves a file or folder over its new name in one step."""
     operate("rename", path, lambda: path.rename(target), target=target)
-
-
-def rename_if_absent(path: Path, target: Path) -> bool:
-    """Moves a folder to its new name; False when a folder with content has it."""
-    try:
-        rename(path, target)
-    except StorageError as error:
-        cause = error.__cause__
-        if isinstance(cause, OSError) and cause.errno in (errno.ENOTEMPTY, errno.EEXIST):
-            return False
-        raise
-    return True
 
 
 def link(path: Path, target: Path) -> bool:

@@ -17,13 +17,14 @@ from typing import Protocol, Self
 from ...schemas.errors import LockedError
 from ...schemas.json_codec import CodecError, from_json, to_json
 from . import fs
+from .objects import Location
 
 
 class Ownable(Protocol):
     """A folder that one process at a time may work in."""
 
     @property
-    def root(self) -> Path:
+    def root(self) -> Location:
         """The folder."""
         ...
 

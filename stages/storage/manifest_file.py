@@ -14,9 +14,10 @@ from ...schemas.cache import FORMAT_VERSION, Commit, FileEntry, Manifest, Plan
 from ...schemas.config import CacheOptions, ModelOptions, ScoringOptions, TokenOptions
 from ...schemas.errors import CorruptionError, FingerprintError, OlderFormatError, UsageError
 from ...schemas.json_codec import CodecError, digest_of, from_json, to_json, version_in
-from . import fs
+from . import places
 from .cache_folder import PART_NAME, PLAN_NAME, ROOT_NAME, CacheFolder, WorkFolder, part_name
 from .failpoints import reach
+from .objects import Location
 
 T = TypeVar("T", Plan, Manifest)
 
@@ -77,19 +78,22 @@ def write_manifest(
     A draft in the folder of the plan's work has no effect once another process has removed that.
     """
     reach("manifest.before_write")
-    _keep_earlier(folder, manifest)
+    known = _keep_earlier(folder, manifest)
     payload = to_json(manifest).encode()
-    fs.publish(folder.manifest, payload, label="manifest", draft_in=draft_in)
+    places.replace_known(folder.manifest, payload, known=known, label="manifest", draft_in=draft_in)
 
 
-def _keep_earlier(folder: CacheFolder, manifest: Manifest) -> None:
+def _keep_earlier(folder: CacheFolder, manifest: Manifest) -> bytes | None:
+    """Keeps the manifest that is about to be replaced; returns its bytes."""
     if not folder.manifest.exists():
-        return
+        return None
+    known = places.read_bytes(folder.manifest)
     earlier = load_manifest(folder)
     if earlier.root != manifest.root:
-        fs.make_folder(folder.roots)
-        fs.fsync_folder(folder.private)
-        fs.put_if_absent(folder.earlier(earlier.root), to_json(earlier).encode(), label="root")
+        places.make_folder(folder.roots)
+        places.fsync_folder(folder.private)
+        places.put_if_absent(folder.earlier(earlier.root), to_json(earlier).encode(), label="root")
+    return known
 
 
 def load_manifest(folder: CacheFolder, root: str = "") -> Manifest:
@@ -114,11 +118,11 @@ def earlier_manifests(folder: CacheFolder) -> list[Manifest]:
     """The manifests the cache had before it grew, until `align gc` removes them."""
     if not folder.roots.is_dir():
         return []
-    paths = sorted(path for path in folder.roots.iterdir() if ROOT_NAME.fullmatch(path.name))
+    paths = [path for path in places.listed(folder.roots) if ROOT_NAME.fullmatch(path.name)]
     return [_read_manifest(path) for path in paths]
 
 
-def _read_manifest(path: Path) -> Manifest:
+def _read_manifest(path: Location) -> Manifest:
     manifest = _load(Manifest, path)
     _require(_is_named(manifest), path, "its root digest does not fit its content")
     for unit, shard in enumerate(manifest.shards):
@@ -133,7 +137,7 @@ def _read_manifest(path: Path) -> Manifest:
 def write_plan(work: WorkFolder, plan: Plan) -> Plan:
     """Stores the plan unless there is one; returns the stored plan."""
     signed = dataclasses.replace(plan, digest=digest_of(plan, "digest"))
-    if fs.put_if_absent(work.plan, to_json(signed).encode(), label="plan"):
+    if places.put_if_absent(work.plan, to_json(signed).encode(), label="plan"):
         return signed
     return _load_plan(work.plan)
 
@@ -143,7 +147,7 @@ def load_plan(work: WorkFolder) -> Plan | None:
     return _load_plan(work.plan) if work.plan.exists() else None
 
 
-def _load_plan(path: Path) -> Plan:
+def _load_plan(path: Location) -> Plan:
     plan = _load(Plan, path)
     _require(plan.digest == digest_of(plan, "digest"), path, "its digest does not fit its content")
     return plan
@@ -154,8 +158,8 @@ def _total(counts: list[dict[str, int]]) -> dict[str, int]:
     return {name: sum(count.get(name, 0) for count in counts) for name in names}
 
 
-def _load(kind: type[T], path: Path) -> T:
-    text = fs.read_bytes(path)
+def _load(kind: type[T], path: Location) -> T:
+    text = places.read_bytes(path)
     _refuse_other_version(text, path)
     try:
         value = from_json(kind, text)
@@ -165,7 +169,7 @@ def _load(kind: type[T], path: Path) -> T:
     return value
 
 
-def _refuse_other_version(text: bytes, path: Path) -> None:
+def _refuse_other_version(text: bytes, path: Location) -> None:
     version = version_in(text)
     if version is None or version < 1 or version == FORMAT_VERSION:
         return
@@ -187,7 +191,7 @@ def _refuse_other_version(text: bytes, path: Path) -> None:
     )
 
 
-def _command(plain: dict[str, Any], path: Path) -> str:
+def _command(plain: dict[str, Any], path: Location) -> str:
     """The command that makes a cache again, from its manifest, with data files by name alone."""
     made = plain.get("fingerprint")
     fields = made if isinstance(made, dict) else {}
@@ -236,12 +240,12 @@ def _adds_up(manifest: Manifest) -> bool:
     )
 
 
-def _require(good: bool, path: Path, why: str) -> None:
+def _require(good: bool, path: Location, why: str) -> None:
     if not good:
         raise _damaged(path, why)
 
 
-def _damaged(path: Path, why: str) -> CorruptionError:
+def _damaged(path: Location, why: str) -> CorruptionError:
     return CorruptionError(f"{path} is damaged: {why}. {_REMEDY[path.name == PLAN_NAME]}")
 
 

@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 from ...schemas.errors import CorruptionError, storage_error
 from ...schemas.rows import PromptKeys, Ragged, RowBlock, ScoredBlock, offsets_of
 from . import fs
+from .local_copies import opened
+from .objects import Location
 
 Values: TypeAlias = "NDArray[Any] | Ragged"
 
@@ -39,31 +41,51 @@ def write_shard(path: Path, block: ScoredBlock) -> None:
             writer.write_table(table.slice(start, stop - start), row_group_size=stop - start)
 
 
-def read_shard(path: Path) -> ScoredBlock:
+def read_shard(path: Location) -> ScoredBlock:
     """Reads a whole shard."""
     with open_shard(path) as file:
         table = file.read(use_threads=False)
     return read_block(table, source=str(path))
 
 
-def iter_row_groups(path: Path, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+def iter_row_groups(path: Location, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
     """Yields one table per row group, page checksums verified."""
     with open_shard(path) as file:
         for index in range(file.num_row_groups):
             yield file.read_row_group(index, columns=columns, use_threads=False)
 
 
+def read_columns(path: Location, columns: Sequence[str]) -> tuple[pa.Table, NDArray[np.int64]]:
+    """Some columns of a whole shard, and how many rows each row group has."""
+    with open_shard(path) as file:
+        groups = range(file.num_row_groups)
+        sizes = [file.metadata.row_group(group).num_rows for group in groups]
+        return file.read(columns=list(columns), use_threads=False), np.array(sizes, np.int64)
+
+
+def read_rows(path: Location, rows: NDArray[np.int64]) -> Iterator[ScoredBlock]:
+    """Some rows of a shard, ascending, row group by row group; no other group is read."""
+    with open_shard(path) as file:
+        groups = range(file.num_row_groups)
+        offsets = offsets_of(np.array([file.metadata.row_group(one).num_rows for one in groups]))
+        group_of = np.searchsorted(offsets, rows, side="right") - 1
+        for group in np.unique(group_of).tolist():
+            table = file.read_row_group(group, use_threads=False)
+            block = read_block(table, source=str(path))
+            yield block.take(rows[group_of == group] - offsets[group])
+
+
 @contextmanager
-def open_shard(path: Path) -> Iterator[pq.ParquetFile]:
+def open_shard(path: Location) -> Iterator[pq.ParquetFile]:
     """Opens a shard for reading; what cannot be decoded is a CorruptionError."""
-    with fs.open_regular(path) as source:
+    with opened(path) as source:
         try:
             yield pq.ParquetFile(
                 source, pre_buffer=False, memory_map=False, page_checksum_verification=True
             )
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             if isinstance(error, OSError) and error.errno is not None:
-                raise storage_error("read", path, error) from error
+                raise storage_error("read", Path(str(path)), error) from error
             said = str(error).partition("\n")[0]
             raise CorruptionError(f"{path} is damaged: {said}. {_RESTORE}") from error
 

@@ -12,8 +12,9 @@ from ... import __version__
 from ...schemas.config import TrackingOptions
 from ...schemas.errors import Interrupted, log_failure
 from ...schemas.safe_text import redacted
-from ..storage import fs
+from ..storage import fs, places
 from ..storage.locks import owner_lock
+from ..storage.objects import Location
 from ..storage.run_folder import RunFolder
 from .delivery import PRIVATE, Sender
 from .journal import (
@@ -195,18 +196,19 @@ class Run:
             note = DatasetNote(redacted(name), digest, redacted(source), context)
             self._ledger.append("datasets", note)
 
-    def log_artifact(self, path: Path) -> None:
+    def log_artifact(self, path: Location) -> None:
         """A file or folder to keep with the run; a second time, when it has changed.
 
         Of a file elsewhere a copy is kept: only files inside the run are sent.
         """
         if not self._ledger:
             return
-        whole = path.absolute()
-        if not whole.is_relative_to(self._root):
-            whole = self._root / PRIVATE / "artifacts" / path.name
+        whole = self._root / PRIVATE / "artifacts" / path.name
+        if isinstance(path, Path) and path.absolute().is_relative_to(self._root):
+            whole = path.absolute()
+        else:
             fs.make_folder(whole.parent)
-            fs.publish(whole, fs.read_bytes(path), label="config")
+            fs.publish(whole, places.read_bytes(path), label="config")
         self._ledger.renew_artifact(str(whole.relative_to(self._root)))
 
     def log_model_link(self, folder: Path, *, tags: Mapping[str, str]) -> None:
@@ -223,6 +225,11 @@ class Run:
         if self._ledger:
             labels = {key_of(name): shortened(value, MAX_TAG) for name, value in tags.items()}
             self._ledger.add("tags", labels)
+
+    def begin_sending(self) -> None:
+        """Lets MLflow be imported and sent what there is, beside the work."""
+        if self._sender:
+            self._sender.begin()
 
     def sync(self) -> None:
         """Makes every line durable; call it before a checkpoint is saved."""

@@ -12,14 +12,14 @@ import pytest
 
 from align.pipeline.executor import Share
 from align.stages.storage.cache_folder import CacheFolder
-from align.stages.storage.failpoints import OF_A_CACHE, OF_A_RING
+from align.stages.storage.failpoints import OF_A_CACHE
 from support.ray_cluster import LOOPBACK, ray_cluster
 from support.stage_one import child, contents, run
 from support.stub_reference import SlowReference
 from support.trainings import KILLED
 
 SEED = int(os.environ.get("ALIGN_TEST_SEED", "16"))
-FAILPOINTS = [name for name in (*OF_A_RING, *OF_A_CACHE) if name != "quarantine.written"]
+FAILPOINTS = [name for name in OF_A_CACHE if name != "quarantine.written"]
 ROUNDS = 5  # of killing in one history; then it comes to its end
 FEW_AND_MANY = [1, pytest.param(16, marks=pytest.mark.long)]
 

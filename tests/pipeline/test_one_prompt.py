@@ -13,10 +13,12 @@ from transformers import AutoTokenizer
 from align.schemas.config import DataOptions, ModelOptions, TokenOptions
 from align.schemas.errors import FingerprintError
 from align.schemas.rows import Role
+from align.stages.feed.cache_index import ShardColumns
 from align.stages.feed.conversions import Reading
 from align.stages.feed.train_source import open_source
 from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.manifest_file import load_manifest
+from align.stages.storage.verify_cache import check_shard
 from support.stage_one import run
 
 PROMPTS = 40
@@ -138,7 +140,7 @@ def branches(row):
 def test_no_prompt_is_held_out_and_learned_from(make_one_prompt, decoded):
     folder, manifest = make_one_prompt("unpaired")
     reading = Reading("labelled", mismatched=False, eval_fraction=0.4)
-    source = open_source(folder, manifest, reading, checks_bytes=True)
+    source = open_source(folder, manifest, reading, ShardColumns(check_shard))
     questions = [question(row, decoded) for row in rows_of(folder)]
     sizes = [0, *(shard.rows for shard in manifest.shards)]
     assert sum(sizes) == len(questions)

@@ -4,6 +4,7 @@
 file; whoever reads it afterwards either refuses, naming the file, or gives the answer of before.
 """
 
+import json
 import random
 import shutil
 
@@ -104,9 +105,19 @@ def test_a_flipped_bit_is_never_used_in_silence(ended, broken_off, tmp_path, cas
         path.write_bytes(flipped)
         said = refusal(read, run, before)
         assert not said or path.name in said or path.parent.name in said
-        found += bool(said)
+        found += bool(said) or says_another_spread(path, whole)
     print(f"{case}: {found} of {count} flips found, {count - found} without effect, seed {SEED}")
     assert found == count
+
+
+def says_another_spread(path, whole):
+    """Whether a deepspeed.json is that of other ranks or another stage: it is written again."""
+    if path.name != "deepspeed.json":
+        return False
+    found, known = (json.loads(text) for text in (path.read_bytes(), whole))
+    known |= {"train_batch_size": found["train_batch_size"]}
+    known["zero_optimization"] |= {"stage": found["zero_optimization"]["stage"]}
+    return found == known
 
 
 def test_a_flipped_bit_in_a_checkpoint_is_found_and_an_older_one_used(course, broken_off, tmp_path):

@@ -10,15 +10,14 @@ from transformers import AutoTokenizer
 
 from align.pipeline.resume import require_same_settings
 from align.pipeline.settings import as_absolute, load_settings
-from align.pipeline.train import open_session
 from align.pipeline.training_job import open_training
 from align.schemas.errors import FingerprintError, UsageError
 from align.schemas.rows import Role
 from align.stages.engine.distributed import joined_world
+from align.stages.feed.cache_index import ShardColumns, unchecked
 from align.stages.feed.train_source import open_source
 from support.command import refusal
-from support.stage_one import Silent
-from support.training_world import job_of
+from support.training_world import job_of, session_of
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -217,7 +216,7 @@ def test_class_weights_follow_the_labels_that_scores_make(scored_groups):
     """Of 1, 2 and 6 one lies above the mean, two below: auto weighs the one twice."""
     flags = {"train.method": "kto", "train.cache": str(scored_groups)}
     job = open_training(load_settings(flags, ["method.desirable_weight=auto"], file=None))
-    source = open_source(job.cache, job.manifest, job.reading, checks_bytes=False)
+    source = open_source(job.cache, job.manifest, job.reading, ShardColumns(unchecked))
     recipe, _ = job.recipe.resolve_auto(source.labels)
     assert (source.labels.desirable, source.labels.undesirable) == (6, 12)
     assert recipe.values["desirable_weight"] == 2.0
@@ -249,7 +248,7 @@ def ending_at(training_world, tmp_path):
         (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": last}))
         job = job_of(training_world.pairs, method, model=str(folder), other_reference=True)
         with joined_world() as world:
-            return open_session(job, world, Silent())
+            return session_of(job, world)
 
     return start
 

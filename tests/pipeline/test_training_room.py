@@ -10,13 +10,11 @@ import sys
 import pytest
 
 from align.pipeline import checkpointer
-from align.pipeline.train import open_session
 from align.schemas.errors import StorageError
 from align.stages.engine.distributed import joined_world
 from align.stages.storage import fs
 from align.stages.storage.checkpoints import read_checkpoint
-from support.stage_one import Silent
-from support.training_world import job_of, learn
+from support.training_world import job_of, learn, session_of
 
 CLI = [sys.executable, "-m", "align"]
 
@@ -41,7 +39,7 @@ def test_too_little_room_is_refused_and_scarce_room_is_reported(
     training_world, prepared_run, monkeypatch, caplog
 ):
     with joined_world() as world:
-        session = open_session(job_of(training_world.pairs, "dpo"), world, Silent())
+        session = session_of(job_of(training_world.pairs, "dpo"), world)
         checkpoint, model = (
             checkpointer.checkpoint_bytes(session, prepared_run),
             checkpointer.model_bytes(session),

@@ -6,15 +6,12 @@ import signal
 import socket
 from dataclasses import replace
 from multiprocessing.connection import wait
-from pathlib import Path
 
 import pytest
 
 from align.pipeline.executor import Share
 from align.schemas.config import DataOptions
 from align.schemas.errors import LockedError
-from align.stages.storage import fs
-from align.stages.storage.cache_folder import CacheFolder
 from support.stage_one import Gate, child, contents, run
 
 KILLED = -signal.SIGKILL
@@ -151,27 +148,6 @@ def test_two_processes_that_prepare_at_once_leave_one_ring(config, clean):
     """Both find no plan; each makes a draft, and the first to end is read by both."""
     runs = [child(config, share=share) for share in parts(2)]
     assert joined(*runs) == [0, 0]
-    assert contents(config.cache.output) == clean
-
-
-def test_drafts_of_dead_processes_go_and_those_of_living_ones_stay(config, clean):
-    assert joined(child(config, "ring.before_rename=kill")) == [KILLED]
-    (work,) = CacheFolder(Path(config.cache.output)).works()
-    (dead,) = (work.root / "tmp" / f"rings-{socket.gethostname()}").iterdir()
-    with fs.draft_folder(dead.with_name("ring")) as living:
-        assert not dead.exists()
-        assert joined(child(config, "plan.before_link=kill")) == [KILLED]
-        assert [*dead.parent.iterdir()] == [living]
-    assert joined(child(config)) == [0]
-    assert contents(config.cache.output) == clean
-
-
-@pytest.mark.parametrize("name", ["rows.arrows", "partners.arrows", "index.npy"])
-def test_a_ring_that_lost_a_file_is_made_again_by_any_part(config, clean, name):
-    assert joined(child(config, "commit.done=kill@2")) == [KILLED]
-    (work,) = CacheFolder(Path(config.cache.output)).works()
-    (work.spool / name).unlink()
-    assert joined(*(child(config, share=share) for share in parts(2))) == [0, 0]
     assert contents(config.cache.output) == clean
 
 

@@ -111,12 +111,17 @@ def disturbed(run):
     return run.seen() | {"refused": refused}
 
 
-def resumed(world, options, folder, **how):
-    first = Run(world, options, **how).steps(0, 3)
-    if world.rank == 0:
+def saved(run, folder):
+    """A run whose state was saved."""
+    if run.world.rank == 0:
         folder.mkdir()
-    first.engine.total(torch.zeros(1))
-    first.engine.save_state(folder)
+    run.engine.total(torch.zeros(1))
+    run.engine.save_state(folder)
+    return run
+
+
+def resumed(world, options, folder, **how):
+    first = saved(Run(world, options, **how).steps(0, 3), folder)
     second = Run(world, options, **how)
     second.step(4)
     second.engine.load_state(folder)
@@ -179,15 +184,15 @@ def language_model(world, folder):
 
 def everything(world, name, folder):
     preset, dtype = name.split("/")
-    options = replace(OPTIONS, deepspeed=preset, dtype=dtype)
+    options, way = replace(OPTIONS, deepspeed=preset, dtype=dtype), name.replace("/", "-")
     began = time.monotonic()
     seen = {
-        "plain": Run(world, options).steps(0, 6).seen(),
+        "plain": saved(Run(world, options).steps(0, 3), folder / way).steps(3, 6).seen(),
         "straight": Run(world, options, dropout=0.2).steps(0, 6).seen(),
         "disturbed": disturbed(Run(world, options, dropout=0.2)),
-        "resumed": resumed(world, options, folder / f"{preset}-{dtype}", dropout=0.2),
+        "resumed": resumed(world, options, folder / f"{way}-d", dropout=0.2),
         "frozen": Run(world, options, frozen=True).steps(0, 6).seen(),
-        "frozen resumed": resumed(world, options, folder / f"{preset}-{dtype}-f", frozen=True),
+        "frozen resumed": resumed(world, options, folder / f"{way}-f", frozen=True),
         "trainable": Run(world, options, frozen=True).weights(trainable_only=True),
     }
     if dtype == "float32" and preset != "zero3-offload":

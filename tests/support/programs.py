@@ -17,6 +17,7 @@ class Seen:
     ranks: list
     out: str
     err: str
+    folder: Path
 
     @property
     def first(self):
@@ -50,4 +51,6 @@ def run_ranks(name, folder, *arguments, ranks, **how):
     """Runs a module whose ranks each leave one JSON file in a folder."""
     done = run_program(name, folder, *arguments, ranks=ranks, **how)
     paths = [Path(folder) / f"rank-{rank}.json" for rank in range(ranks)]
-    return Seen([json.loads(path.read_text()) for path in paths], done.stdout, done.stderr)
+    return Seen(
+        [json.loads(path.read_text()) for path in paths], done.stdout, done.stderr, Path(folder)
+    )

@@ -7,7 +7,7 @@ import numpy as np
 
 from align.schemas.batches import World
 from align.schemas.rows import PromptKeys, Ragged, Role, RowBlock, ScoredBlock, offsets_of
-from align.stages.feed.cache_index import RowTable
+from align.stages.feed.cache_index import RowTable, ShardColumns
 from align.stages.feed.conversions import Reading
 from align.stages.feed.loader import CacheFeed
 from align.stages.feed.step_plan import FeedSettings
@@ -15,6 +15,7 @@ from align.stages.feed.train_source import open_source
 from align.stages.storage.cache_folder import CacheFolder, part_name
 from align.stages.storage.fs import sha256_of
 from align.stages.storage.shards import write_shard
+from align.stages.storage.verify_cache import check_shard
 
 PAIR = (Role.CHOSEN, Role.REJECTED)
 
@@ -116,10 +117,10 @@ def cache_under(root):
     return folder, SimpleNamespace(shards=shards, root=root_digest)
 
 
-def opened(cache, *, checks_bytes=True, **changed):
+def opened(cache, *, check=check_shard, **changed):
     """A source that reads everything as labels."""
     plain = {"kind": "labelled", "mismatched": True, "eval_fraction": 0.0}
-    return open_source(*cache, Reading(**(plain | changed)), checks_bytes=checks_bytes)
+    return open_source(*cache, Reading(**(plain | changed)), ShardColumns(check))
 
 
 def feed_of(source, **changed):

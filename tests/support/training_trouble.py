@@ -6,13 +6,11 @@ import time
 
 import torch
 
-from align.pipeline.train import open_session
 from align.schemas.errors import CorruptionError, NonFiniteError
 from align.stages.train.evaluation import EvalSamples, evaluate, whole_step
 from align.stages.train.loop import StopConditions, SynchronizedBatches, next_batch, train
 from align.stages.train.throughput import Meter
-from support.stage_one import Silent
-from support.training_world import START, Recorded, job_of, loop_of
+from support.training_world import START, Recorded, job_of, loop_of, session_of
 
 # Single ones, two in a row, and at last as many in a row as are borne.
 WRONG = {2, 4, 5, 7, 8, 9}
@@ -61,7 +59,7 @@ def nonfinite(world, pairs, kind):
     """Trains until too many steps in a row have failed."""
     method, preset = KINDS[kind]
     settings = {"deepspeed": preset, "tokens_per_batch": 1, "nonfinite_limit": 3}
-    session = open_session(job_of(pairs, method, **settings), world, Silent())
+    session = session_of(job_of(pairs, method, **settings), world)
     digests, recorded = [digest(session.engine)], Recorded()
     recorded.on_step = lambda _: digests.append(digest(session.engine))
     loop = loop_of(session)
@@ -94,7 +92,7 @@ def digest(engine):
 
 def stop_reasons(world, pairs):
     """Reasons to stop that only the last rank has."""
-    session = open_session(job_of(pairs, "dpo", max_steps=6), world, Silent())
+    session = session_of(job_of(pairs, "dpo", max_steps=6), world)
     is_last = world.rank == world.size - 1
     late = time.monotonic() - 1 if is_last else math.inf
     reasons = {

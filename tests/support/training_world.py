@@ -8,11 +8,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from align.pipeline.policy_identity import digest_policies
 from align.pipeline.precompute import precompute
 from align.pipeline.settings import Settings
 from align.pipeline.train import open_session
 from align.pipeline.training_job import open_training
-from align.schemas.batches import Cursor
+from align.schemas.batches import Cursor, World
 from align.schemas.config import (
     CacheOptions,
     Config,
@@ -22,9 +23,12 @@ from align.schemas.config import (
     TrackingOptions,
     TrainOptions,
 )
+from align.schemas.file_version import digest_anew
 from align.stages.demo.preferences import draw_preferences, paired, unpaired
 from align.stages.demo.tiny_world import ModelShape, make_model
+from align.stages.feed.cache_index import ShardColumns
 from align.stages.model.reference import HfReference
+from align.stages.storage.verify_cache import check_shard
 from align.stages.train.loop import Loop, Place, StopConditions, train
 from align.stages.train.throughput import Meter
 from support.stage_one import Silent
@@ -32,6 +36,7 @@ from support.stage_one import Silent
 SHAPE = ModelShape(hidden_size=32, layers=2, heads=2, key_value_heads=1, intermediate_size=48)
 ROWS = 54
 START = Place(0, Cursor(0, 0))
+ALONE = World(0, 1, 0)
 # What depends on the machine, and what tells how a step was cut.
 MACHINE = ("speed/", "memory/", "padding")
 
@@ -112,7 +117,13 @@ def job_of(cache, method, *, options=None, **settings):
         tracking=TrackingOptions(mlflow=False),
         method=options or {},
     )
-    return open_training(Settings(config, {}))
+    job = open_training(Settings(config, {}))
+    return digest_policies([job], ALONE, digest_anew).identified(job)
+
+
+def session_of(job, world):
+    """The parts of a run, everything of its cache checked."""
+    return open_session(job, world, ShardColumns(check_shard), Silent())
 
 
 @dataclass
@@ -157,7 +168,7 @@ def loop_of(session):
 
 def learn(job, world, recorded=None):
     """Trains as `align train` does, but for what it leaves on disk."""
-    session, recorded = open_session(job, world, Silent()), recorded or Recorded()
+    session, recorded = session_of(job, world), recorded or Recorded()
     train(
         loop_of(session),
         start=START,

@@ -125,6 +125,35 @@ class Training:
 
 
 @dataclass(frozen=True)
+class Person:
+    """Gives commands in a folder of their own."""
+
+    server: Server
+    folder: Path
+    environment: dict
+
+    @property
+    def home(self):
+        """What align keeps for this person."""
+        return self.folder / "home"
+
+    def tries(self, *words, failpoints=""):
+        """A command in a process of its own."""
+        return self.starts(*words, failpoints=failpoints).answer()
+
+    def starts(self, *words, failpoints=""):
+        """A command that may still be at work."""
+        more = {"ALIGN_HOME": str(self.home), "ALIGN_FAILPOINTS": failpoints}
+        return self.server._fork(words, self.folder, {**self.environment, **more})
+
+    def gives(self, *words):
+        """A command that has to succeed."""
+        answer = self.tries(*words)
+        assert answer.code == 0, answer
+        return answer
+
+
+@dataclass(frozen=True)
 class Course:
     """A cache, and short runs over it that differ in what they are given."""
 

@@ -1,12 +1,13 @@
 """One launch per world size runs every way to train; the tests look at what its ranks saw."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from support import engine_ranks
-from support.engine_ranks import OPTIONS, STEPS, WIDTH, global_tokens, rows_of
+from support.engine_ranks import OPTIONS, STEPS, WIDTH, Run, global_tokens, rows_of
 from support.tiny_policy import VOCABULARY, TinyPolicy
 
 WAYS = [
@@ -25,6 +26,11 @@ def seen(request, launched):
 @pytest.fixture(scope="session", params=[3, 4])
 def seen_by_many(request, launched):
     return launched(request.param, *WAYS)
+
+
+@pytest.fixture(scope="session")
+def seen_by_two(launched):
+    return launched(2, *WAYS)
 
 
 def by_hand(*, frozen):
@@ -125,6 +131,32 @@ def test_a_frozen_part_is_neither_moved_nor_saved_nor_lost(seen, way):
     original = TinyPolicy(dtype=dtype).model.embed.weight.detach().double()
     assert torch.equal(frozen[1]["embed.weight"], original)
     assert set(found["trainable"]) == {"hidden.weight", "hidden.bias", "head.bias"}
+
+
+PRESETS = ("zero0", "zero1", "zero2", "zero3", "zero3-offload")
+CHANGES = [
+    pytest.param(way, preset, marks=[] if way in (*FLOAT32[:4], same) else pytest.mark.long)
+    for preset in PRESETS
+    for same in [f"{preset}/bfloat16"]
+    for way in WAYS
+]
+
+
+@pytest.mark.parametrize(("way", "preset"), CHANGES)
+def test_what_two_ranks_saved_goes_on_in_one_under_any_stage(seen_by_two, one_rank, way, preset):
+    dtype = way.split("/")[1]
+    run = Run(one_rank, replace(OPTIONS, deepspeed=preset, dtype=dtype))
+    run.step(4)  # moments and weights that have to be replaced
+    run.engine.load_state(seen_by_two.folder / way.replace("/", "-"))
+    run.updates.clear()
+    run.steps(3, 6)
+    found = seen_by_two.first[way]["plain"]
+    atol = 1e-6 if dtype == "float32" else 0.01
+    for name, tensor in tensors(run.weights()).items():
+        expected = tensors(found["weights"])[name]
+        torch.testing.assert_close(tensor, expected, rtol=0, atol=atol)
+    norms = [norm for _, norm in found["updates"][3:]]
+    assert [norm for _, norm in run.updates] == pytest.approx(norms, rel=10 * atol)
 
 
 @pytest.mark.parametrize("way", FLOAT32[:4])

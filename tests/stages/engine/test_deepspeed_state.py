@@ -33,23 +33,35 @@ class Hostile:
         return os.system, (self.command,)
 
 
+@pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("name", FILES)
-def test_code_in_a_state_is_refused_and_not_run(engine_run, state, tmp_path, name):
+def test_code_in_a_state_is_refused_and_not_run(one_rank, state, tmp_path, name, stage):
+    """Under the stage that saved it, and where it is cut for another one."""
     content = torch.load(state / name, weights_only=False)
     torch.save(content | {"extra": Hostile(f"touch {tmp_path}/ran")}, state / name)
+    run = Run(one_rank, replace(OPTIONS, deepspeed=f"zero{stage}", dtype="float32"))
     with pytest.raises(CorruptionError, match="does not fit the model and engine"):
-        engine_run.engine.load_state(tmp_path)
+        run.engine.load_state(tmp_path)
     assert not (tmp_path / "ran").exists()
     assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
 
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", [lambda content: b"", lambda content: content[:-200]])
-def test_a_damaged_state_is_refused(engine_run, state, tmp_path, name, damage):
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_damaged_state_is_refused(one_rank, state, tmp_path, name, damage, stage):
     path = state / name
     path.write_bytes(damage(path.read_bytes()))
+    run = Run(one_rank, replace(OPTIONS, deepspeed=f"zero{stage}", dtype="float32"))
     with pytest.raises(CorruptionError):
-        engine_run.engine.load_state(tmp_path)
+        run.engine.load_state(tmp_path)
+
+
+def test_a_state_without_the_file_of_a_rank_is_refused(one_rank, state, tmp_path):
+    (state / FILES[1]).unlink()
+    run = Run(one_rank, replace(OPTIONS, deepspeed="zero3", dtype="float32"))
+    with pytest.raises(CorruptionError, match="does not fit the model and engine"):
+        run.engine.load_state(tmp_path)
 
 
 def test_no_state_is_refused(engine_run, tmp_path):
@@ -57,8 +69,10 @@ def test_no_state_is_refused(engine_run, tmp_path):
         engine_run.engine.load_state(tmp_path)
 
 
-def test_the_state_of_another_policy_is_refused(one_rank, state, tmp_path):
-    other = Run(one_rank, replace(OPTIONS, deepspeed="zero1", dtype="float32"), frozen=True)
+@pytest.mark.parametrize("stage", range(4))
+def test_the_state_of_another_policy_is_refused(one_rank, state, tmp_path, stage):
+    options = replace(OPTIONS, deepspeed=f"zero{stage}", dtype="float32")
+    other = Run(one_rank, options, frozen=True)
     with pytest.raises(CorruptionError):
         other.engine.load_state(tmp_path)
 

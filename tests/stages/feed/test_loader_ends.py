@@ -7,7 +7,9 @@ import pytest
 
 from align.schemas.batches import Cursor
 from align.schemas.errors import AlignError, CorruptionError
+from align.stages.feed.cache_index import unchecked
 from align.stages.feed.epoch_order import shuffled_order
+from align.stages.storage.verify_cache import check_shard
 from support.shard_cache import block_of, feed_of, opened, write_cache
 
 START = Cursor(0, 0)
@@ -19,9 +21,9 @@ def forty_units(tmp_path):
     return write_cache(tmp_path / "cache", blocks)
 
 
-@pytest.mark.parametrize("checks_bytes", [True, False])
-def test_damage_done_while_training_stops_it_and_names_the_unit(forty_units, checks_bytes):
-    source = opened(forty_units, checks_bytes=checks_bytes)
+@pytest.mark.parametrize("check", [check_shard, unchecked])
+def test_damage_done_while_training_stops_it_and_names_the_unit(forty_units, check):
+    source = opened(forty_units, check=check)
     folder, manifest = forty_units
     group = int(training_groups(source)[-1])  # of the last window: it is not read ahead
     path = folder.data / manifest.shards[group].file

@@ -6,6 +6,7 @@ import pyarrow as pa
 import pytest
 
 from align.schemas.batches import Cursor
+from align.stages.feed.cache_index import unchecked
 from align.stages.feed.epoch_order import ROW_GROUPS_PER_WINDOW
 from align.stages.feed.loader import CacheFeed
 from align.stages.storage.shards import read_shard
@@ -20,7 +21,7 @@ def peak_of(folder, *, row_groups, epochs):
     """Bytes that numpy and Arrow hold at most while every row is streamed."""
     block = block_of(ROWS, tokens=TOKENS, token_logps=False)
     cache = write_cache(folder, [block] * row_groups)
-    source = opened(cache, kind="paired", checks_bytes=False)
+    source = opened(cache, kind="paired", check=unchecked)
     read_shard(cache[0].data / cache[1].shards[0].file)  # what it imports is no part of a stream
     settings = settings_of(epochs=epochs, batch_size=16, tokens_per_batch=4096)
     arrow = []

@@ -11,19 +11,20 @@ from align.schemas.errors import CorruptionError, UsageError
 from align.schemas.methods import Labels
 from align.schemas.rows import Role
 from align.stages.feed import cache_index
-from align.stages.feed.cache_index import COLUMNS, read_group
+from align.stages.feed.cache_index import COLUMNS, ShardColumns, read_table, unchecked
 from align.stages.feed.conversions import Reading, ScoreRules
 from align.stages.feed.train_source import open_source
 from align.stages.storage.shards import to_table
+from align.stages.storage.verify_cache import check_shard
 from support.shard_cache import block_of, write_cache
 
 LABELLED = (Role.UNDESIRABLE, Role.DESIRABLE, Role.DESIRABLE)
 SCORED = (Role.CANDIDATE, Role.CANDIDATE)
 
 
-def opened(cache, *, checks_bytes=True, **changed):
+def opened(cache, *, check=check_shard, **changed):
     plain = {"kind": "paired", "mismatched": False, "eval_fraction": 0.0}
-    return open_source(*cache, Reading(**(plain | changed)), checks_bytes=checks_bytes)
+    return open_source(*cache, Reading(**(plain | changed)), ShardColumns(check))
 
 
 @pytest.fixture
@@ -57,9 +58,9 @@ def test_lengths_and_counts_are_those_of_the_rows(mixed):
 
 def test_opening_a_cache_reads_no_tokens(mixed, monkeypatch):
     asked = []
-    kept = cache_index.iter_row_groups
+    kept = cache_index.read_columns
     monkeypatch.setattr(
-        cache_index, "iter_row_groups", lambda path, c: asked.append({*c}) or kept(path, c)
+        cache_index, "read_columns", lambda path, c: asked.append({*c}) or kept(path, c)
     )
     opened(mixed, kind="labelled", eval_fraction=0.5)
     assert asked
@@ -70,8 +71,8 @@ def test_a_table_cut_from_another_is_read_alone():
     """`.values` of a sliced list array is the whole array."""
     whole = to_table(block_of(30, seed=5, levels=2)).select(COLUMNS)
     reading = Reading("paired", mismatched=True, eval_fraction=0.0)
-    every = read_group(whole, reading, "here").table
-    part = read_group(whole.slice(11, 7), reading, "here").table
+    every = read_table(whole, np.array([30]), reading, "here").table
+    part = read_table(whole.slice(11, 7), np.array([7]), reading, "here").table
     assert part.places.tolist() == list(range(7))
     for name in ("prompt_tokens", "own_tokens", "chosen_tokens"):
         assert getattr(part, name).tolist() == getattr(every, name)[11:18].tolist()
@@ -337,7 +338,7 @@ def test_damaged_lengths_are_found_without_the_check_of_all_bytes(mixed):
     )
     damage(mixed, unit=1, place=start + 30)
     with pytest.raises(CorruptionError, match="unit 1"):
-        opened(mixed, kind="labelled", checks_bytes=False)
+        opened(mixed, kind="labelled", check=unchecked)
 
 
 def damage(cache, *, unit, place):

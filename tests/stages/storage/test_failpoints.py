@@ -23,7 +23,7 @@ def test_a_list_of_failpoints_is_read():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("nowhere=kill", "known names: ring.before_rename"),
+        ("nowhere=kill", "known names: quarantine.written"),
         ("gc.done=explode", "known actions: kill, term, eio, enospc"),
         ("gc.done", "known actions"),
         ("gc.done=kill@0", "visits"),
@@ -39,8 +39,10 @@ def test_every_named_failpoint_is_somewhere_in_the_code():
     rooms = [Path(room.__path__[0]) for room in (pipeline, storage, tracking, train)]
     source = "".join(path.read_text() for room in rooms for path in room.glob("*.py"))
     reached = set(re.findall(r'reach\("([\w.]+)"\)', source))
-    for way, label in re.findall(r'fs\.(publish|put_if_absent)\(.*label="(\w+)"', source):
-        step = "rename" if way == "publish" else "link"
+    for way, label in re.findall(
+        r'\b(?:fs|places)\.(publish|put_if_absent|replace_known)\(.*label="(\w+)"', source
+    ):
+        step = "link" if way == "put_if_absent" else "rename"
         reached |= {f"{label}.before_{step}", f"{label}.after_{step}"}
     assert reached == set(NAMES)
     assert len(NAMES) >= 14

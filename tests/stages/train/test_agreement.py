@@ -2,17 +2,15 @@ from dataclasses import replace
 
 import pytest
 
-from align.pipeline.train import open_session
 from align.schemas.errors import FingerprintError
 from align.stages.storage.verify_cache import sample_rows
 from align.stages.train.evaluation import largest_gap
-from support.stage_one import Silent
-from support.training_world import job_of
+from support.training_world import job_of, session_of
 
 
 @pytest.fixture
 def session(training_world, one_rank):
-    return open_session(job_of(training_world.pairs, "kto"), one_rank, Silent())
+    return session_of(job_of(training_world.pairs, "kto"), one_rank)
 
 
 @pytest.fixture

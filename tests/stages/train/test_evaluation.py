@@ -9,14 +9,12 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM
 
-from align.pipeline.train import open_session
 from align.schemas.rows import Role
 from align.stages.engine.distributed import joined_world
 from align.stages.methods.table import METHODS
 from align.stages.train.loop import StopConditions
 from support import plain_loop
-from support.stage_one import Silent
-from support.training_world import START, Recorded, job_of, loop_of
+from support.training_world import START, Recorded, job_of, loop_of, session_of
 
 NEVER = StopConditions(lambda: False, math.inf)
 HELD_OUT = {"eval_fraction": 0.4, "eval_table": 9}
@@ -56,7 +54,7 @@ def measured(training_world, moved):
         with joined_world() as world:
             how = {"model": str(moved), "other_reference": True, **HELD_OUT, **settings}
             job = job_of(folder, method, options=options, **how)
-            session = open_session(job, world, Silent())
+            session = session_of(job, world)
             recorded = Recorded()
             for size in sizes:
                 loop = loop_of(session)

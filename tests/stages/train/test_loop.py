@@ -8,14 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from align.pipeline.train import open_session
 from align.schemas.batches import Cursor
 from align.schemas.rows import Role
 from align.stages.train import evaluation as evaluation_module
 from align.stages.train import throughput
 from align.stages.train.loop import Place, StopConditions, train
-from support.stage_one import Silent
-from support.training_world import START, Recorded, job_of, learn, loop_of
+from support.training_world import START, Recorded, job_of, learn, loop_of, session_of
 
 HELD_OUT = {"eval_fraction": 0.3}
 
@@ -32,7 +30,7 @@ def run(
 ):
     """Three steps an epoch, two epochs unless set otherwise."""
     settings = {"limit_train_batches": 3, **settings}
-    session = open_session(job_of(training_world.pairs, "dpo", **settings), here, Silent())
+    session = session_of(job_of(training_world.pairs, "dpo", **settings), here)
     recorded, conditions = (
         recorded or Recorded(),
         conditions or StopConditions(lambda: False, math.inf),

@@ -1,124 +1,120 @@
-"""Encodes chunks of input in as many processes as the machine has cores."""
+"""Makes tasks in child processes, side by side: in as many as the machine has usable cores."""
 
 from __future__ import annotations
 
-import gc
 import math
 import multiprocessing
 import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import closing
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
-from ...schemas.config import TokenOptions
-from ...schemas.errors import BadDataError, FingerprintError
-from ...schemas.row_keys import EncodedChunk, key_rows
-from .data_schema import Shape
-from .decode_rows import parse_chunk
-from .encode import Encoder
-from .input_files import Chunk
-from .tokenizer import load_tokenizer, tokenizer_fingerprint
+from ..schemas.errors import BadDataError
+from ..stages.tracking.progress import NoProgress, Progress
 
-# Below this, starting processes costs more than they save.
-SMALL_INPUT_BYTES = 8 * 1024 * 1024
+Facts = TypeVar("Facts")
+Facts_co = TypeVar("Facts_co", covariant=True)
 
 
-@dataclass(frozen=True)
-class EncodingJob:
-    """All a process needs to know to encode chunks."""
+class Work(Protocol[Facts_co]):
+    """Work that is cut into tasks and can be sent to another process."""
 
-    model: str
-    options: TokenOptions
-    shape: Shape
-    seed: int
-    files: tuple[int, ...]  # the identity of each input
-    tokenizer: Mapping[str, str]  # its fingerprint, which each process that loads it must find
+    @property
+    def name(self) -> str:
+        """What progress calls it."""
+        ...
+
+    @property
+    def unit(self) -> str:
+        """What the sizes count."""
+        ...
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """How much each task adds to the progress."""
+        ...
+
+    def is_committed(self, task: int) -> bool:
+        """Whether what the task makes is there, whoever made it."""
+        ...
+
+    def open(self, progress: Progress) -> Callable[[int], Facts_co]:
+        """A function that makes and commits a task in this process, and returns facts about it."""
+        ...
 
 
-def encode_chunks(
-    chunks: Iterable[Chunk], job: EncodingJob, *, num_workers: int
-) -> Iterator[EncodedChunk]:
-    """Encodes chunks in order; `num_workers` 0 stays in this process."""
-    if num_workers == 0:
-        worker = _Worker(job)
-        yield from map(worker.encode, chunks)
+def make_all(work: Work[Any], *, num_processes: int, progress: Progress) -> None:
+    """Makes the tasks that are not committed yet; in this process if there are 0 others."""
+    sizes = work.sizes
+    todo = [task for task in range(len(sizes)) if not work.is_committed(task)]
+    if not todo:
         return
+    progress.begin(work.name, total=sum(sizes), unit=work.unit)
+    progress.advance(sum(sizes) - sum(sizes[task] for task in todo))
+    if num_processes == 0 or len(todo) == 1:
+        make = work.open(progress)
+        for task in todo:
+            make(task)
+    else:
+        with closing(make_in_children(work, todo, num_processes=num_processes)) as made:
+            for task, _ in made:
+                progress.advance(sizes[task])
+    progress.end()
+
+
+def make_in_children(
+    work: Work[Facts], tasks: Sequence[int], *, num_processes: int
+) -> Generator[tuple[int, Facts]]:
+    """Makes tasks in that many processes; yields each with its facts, in the order given."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload([type(work).__module__])
     _start_server_ignoring_sigint()
+    others = {*multiprocessing.active_children()}
     with ProcessPoolExecutor(
-        num_workers, mp_context=context, initializer=_start, initargs=(job,)
+        num_processes, mp_context=context, initializer=_start, initargs=(work,)
     ) as pool:
-        waiting: deque[Future[EncodedChunk]] = deque()
+        waiting: deque[tuple[int, Future[Facts]]] = deque()
         try:
-            for chunk in chunks:
-                waiting.append(pool.submit(_encode, chunk))
-                if len(waiting) > 3 * num_workers:
-                    yield waiting.popleft().result()
+            for task in tasks:
+                waiting.append((task, pool.submit(_make, task)))
+                if len(waiting) > 2 * num_processes:
+                    yield _finished(waiting)
             while waiting:
-                yield waiting.popleft().result()
+                yield _finished(waiting)
         except BrokenProcessPool as error:
             raise BadDataError(
                 "A tokenizing process died, most likely for want of memory. "
                 "Use fewer of them (--set data.workers=1) and look for very long rows."
             ) from error
+        except BaseException:
+            # A task takes seconds, and half a task leaves nothing that is ever read.
+            for child in {*multiprocessing.active_children()} - others:
+                child.kill()
+            raise
 
 
-def default_workers(input_bytes: int) -> int:
-    """One process per usable core, unless the input is small."""
-    return 0 if input_bytes < SMALL_INPUT_BYTES else usable_cores()
+def _finished(waiting: deque[tuple[int, Future[Facts]]]) -> tuple[int, Facts]:
+    task, future = waiting.popleft()
+    return task, future.result()
 
 
-class _Worker:
-    def __init__(self, job: EncodingJob) -> None:
-        self._job = job
-        tokenizer = load_tokenizer(job.model, job.options)
-        self._is_same = tokenizer_fingerprint(tokenizer) == job.tokenizer
-        self._encoder = Encoder(tokenizer, job.options)
-
-    def encode(self, chunk: Chunk) -> EncodedChunk:
-        if not self._is_same:
-            raise FingerprintError(
-                f"{self._job.model}: the tokenizer or its template changed after this run began. "
-                "Run the same command again."
-            )
-        named = replace(chunk, file=self._job.files[chunk.file])
-        with _collector_paused():
-            records, rejected = parse_chunk(named, self._job.shape)
-            encoded = self._encoder.encode(records)
-            keyed = key_rows(encoded.rows, seed=self._job.seed, carried=self._job.shape.carried)
-        return EncodedChunk(chunk.file, keyed, [*rejected, *encoded.rejected], dict(encoded.notes))
+_make_task: Callable[[int], Any] | None = None
 
 
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Pauses garbage collection: a chunk makes many objects and no cycles."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-_worker: _Worker | None = None
-
-
-def _start(job: EncodingJob) -> None:
-    global _worker  # noqa: PLW0603 - one encoder per process, made once
+def _start(work: Work[Any]) -> None:
+    global _make_task  # noqa: PLW0603 - opened once in each process
     # Each process keeps to one core; threads of the tokenizer would fight over them.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     # Without a parent there is nothing left to do.
     threading.Thread(target=_leave_with_parent, daemon=True).start()
-    _worker = _Worker(job)
+    _make_task = work.open(NoProgress())
 
 
 def _start_server_ignoring_sigint() -> None:
@@ -142,9 +138,9 @@ def _leave_with_parent() -> None:
     os._exit(1)
 
 
-def _encode(chunk: Chunk) -> EncodedChunk:
-    assert _worker is not None
-    return _worker.encode(chunk)
+def _make(task: int) -> Any:
+    assert _make_task is not None
+    return _make_task(task)
 
 
 GROUPS = Path("sys/fs/cgroup")

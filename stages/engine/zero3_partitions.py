@@ -1,0 +1,114 @@
+"""Parameters that are partitioned as they are created, before DeepSpeed has an engine for them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from copy import deepcopy
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ...schemas.batches import World
+from ...schemas.config import TrainOptions
+from .deepspeed_compat import (
+    deepspeed,
+    gather,
+    open_partitioning,
+    partitioned_parameter,
+    quietly,
+    release,
+    released,
+)
+from .deepspeed_config import Circumstances, engine_config
+from .distributed import run_on_all_ranks
+
+logger = logging.getLogger("align")
+
+T = TypeVar("T")
+# Keys of a user's file under which parameters are kept in a form that only DeepSpeed writes.
+OWN_FORMS = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
+
+
+def open_partitions(
+    options: TrainOptions, world: World, found: Circumstances
+) -> ZeroPartitions | None:
+    """Those of ZeRO-3; None where DeepSpeed has to make them of a whole model."""
+    config = engine_config(options, found)
+    if reason := _own_form(config["zero_optimization"]):
+        if world.rank == 0:
+            logger.info("The policy is loaded whole on every rank, then spread: %s.", reason)
+        return None
+    with quietly():
+        return ZeroPartitions(open_partitioning(deepcopy(config)), world)
+
+
+def _own_form(zero: dict[str, Any]) -> str:
+    """Why the engine has to partition a whole model; empty if it need not."""
+    if zero.get("offload_param", {}).get("device") == "nvme":
+        return "offload_param keeps it on NVMe"
+    return next((f"{name} packs it" for name in OWN_FORMS if zero.get(name)), "")
+
+
+class ZeroPartitions:
+    """The `Partitions` of ZeRO-3."""
+
+    def __init__(self, init: Any, world: World) -> None:
+        self._init = init
+        self._world = world
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        device: torch.device = self._init.local_device
+        return device
+
+    def together(self, action: Callable[[], T]) -> T:
+        """Runs an action on every rank; an AlignError of one rank is raised on all."""
+        return run_on_all_ranks(self._world, action)
+
+    def parameter(
+        self, like: Tensor, dtype: torch.dtype, fill: Callable[[Tensor, int], None]
+    ) -> nn.Parameter:
+        """A parameter of the shape of `like`; `fill` writes the part that this rank has of it."""
+        return partitioned_parameter(self._init, like, dtype, fill)
+
+    def in_calls(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Inside, a parameter is whole from when a call asks for it until that call ends."""
+        return _whole_in_calls(model)
+
+    def changing(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
+        """Inside, these are whole; rank zero's changes are kept."""
+        inside: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(
+            list(parameters), modifier_rank=0
+        )
+        return inside
+
+
+@contextmanager
+def _whole_in_calls(model: nn.Module) -> Iterator[None]:
+    calls: list[list[nn.Parameter]] = []  # what each call that is under way has gathered
+    ask = nn.Module.__getattr__
+
+    def gathering(module: nn.Module, name: str) -> Any:
+        found = ask(module, name)
+        if calls and isinstance(found, nn.Parameter) and released([found]):
+            gather([found])
+            calls[-1].append(found)
+        return found
+
+    hooks: list[Any] = []
+    for module in model.modules():
+        begin = module.register_forward_pre_hook(lambda *_: calls.append([]))
+        end = module.register_forward_hook(lambda *_: release(calls.pop()), always_call=True)
+        hooks += [begin, end]
+    try:
+        # A module may read the weight of another one, so its own are not all that it needs.
+        nn.Module.__getattr__ = gathering  # type: ignore[method-assign]
+        yield
+    finally:
+        nn.Module.__getattr__ = ask  # type: ignore[method-assign]
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,103 @@
+"""Digests of files, remembered for each user, and believed as long as a file stays the same.
+
+Each folder of digested files has one file of lines; a line holds a file's name, its version and its
+digests, behind a checksum of all that. Any number of processes append to it; the last line counts,
+and one that is cut or damaged is passed over. A line that is lost costs a digest, nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+from ...schemas.file_version import FileVersion
+
+logger = logging.getLogger("align")
+
+CHECKSUM_DIGITS = 16
+
+
+def user_folder() -> Path:
+    """Where this user's list of caches and remembered digests are."""
+    named = os.environ.get("ALIGN_HOME")
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(named) if named else Path(base) / "align"
+
+
+@dataclass(frozen=True)
+class _Line:
+    version: FileVersion
+    digests: list[str]
+
+
+class DigestMemory:
+    """The digests that a user's commands have made; a call returns those of one file."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read: dict[Path, dict[str, _Line]] = {}  # by the folder of the digested files
+        self._has_warned = False
+
+    def __call__(self, file: Path, compute: Callable[[], list[str]]) -> list[str]:
+        """What `compute` returned for this version of the file, or returns now."""
+        lines = self._lines(file.parent)
+        before, now_ns = FileVersion.of(file), time.time_ns()
+        known = lines.get(file.name)
+        if known and known.version == before:
+            return known.digests
+        digests = compute()
+        if before.is_settled(now_ns) and FileVersion.of(file) == before:
+            lines[file.name] = _Line(before, digests)
+            self._append(file, lines[file.name])
+        return digests
+
+    def _lines(self, parent: Path) -> dict[str, _Line]:
+        if parent not in self._read:
+            self._read[parent] = _parsed(self._place(parent))
+        return self._read[parent]
+
+    def _place(self, parent: Path) -> Path:
+        name = hashlib.sha256(os.fsencode(parent.resolve())).hexdigest()[:32]
+        return self._folder / "digests" / f"{name}.txt"
+
+    def _append(self, file: Path, line: _Line) -> None:
+        text = json.dumps([file.name, *astuple(line.version), line.digests])
+        place = self._place(file.parent)
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with place.open("ab", buffering=0) as lines:
+                # The first newline ends a line that was cut off.
+                lines.write(f"\n{_checksum(text)} {text}\n".encode())
+        except OSError as error:
+            if not self._has_warned:
+                logger.warning("%s: digests are not remembered: %s", place.parent, error)
+            self._has_warned = True
+
+
+def own_digests() -> DigestMemory:
+    """What this user's commands have digested."""
+    return DigestMemory(user_folder())
+
+
+def _parsed(place: Path) -> dict[str, _Line]:
+    try:
+        text = place.read_text(encoding="utf-8", errors="replace")
+    except OSError:  # nothing has been remembered
+        return {}
+    found: dict[str, _Line] = {}
+    for line in text.splitlines():
+        checksum, _, content = line.partition(" ")
+        if checksum and checksum == _checksum(content):
+            name, *version, digests = json.loads(content)
+            found[name] = _Line(FileVersion(*version), digests)
+    return found
+
+
+def _checksum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:CHECKSUM_DIGITS]

@@ -1,0 +1,108 @@
+"""A run goes on over fewer ranks or more: the same losses, and the same weights in the end."""
+
+import json
+
+import pytest
+from safetensors.torch import load_file
+
+from align.stages.storage.checkpoints import choose_checkpoint
+from align.stages.storage.run_folder import RunFolder, read_ending
+from support.trainings import KILLED, learned, refused
+
+# Twenty steps without dropout, whose masks each rank draws for its own rows.
+LONG = ("--max-steps", 20, "--set", "train.dropout=false", "--eval-every", 10)
+LORA = ("--lora", "--set", "lora.rank=4")
+
+
+def part(course, run, *more, ranks, failpoint=""):
+    """One part of a run, from its newest checkpoint; all ranks are killed at a failpoint."""
+    words = (*LONG, *more, "--resume", "auto")
+    answers = course.start(run, *words, ranks=ranks, failpoints=[failpoint] * ranks).answers()
+    assert (answers[0].code == KILLED) == bool(failpoint), answers
+    assert failpoint or {answer.code for answer in answers} == {0}, answers
+    return answers[0]
+
+
+def saved(run):
+    """The step of the newest checkpoint, and how many ranks saved it under which stage."""
+    position = choose_checkpoint(RunFolder(run)).checkpoint.position
+    identity = position.identity
+    return position.global_step, identity.world_size, identity.zero_stage
+
+
+def distances(run, whole):
+    """How far losses and weights are apart at most."""
+    found, expected = (
+        {line["step"]: line["loss"] for line in learned(one) if "loss" in line}
+        for one in (run, whole)
+    )
+    assert found.keys() == expected.keys()
+    (stored,) = {path.name for path in (whole / "model").glob("*model.safetensors")}
+    one, other = (load_file(folder / "model" / stored) for folder in (run, whole))
+    assert one.keys() == other.keys()
+    far = {
+        "losses": max(abs(found[step] - loss) for step, loss in expected.items()),
+        "weights": max(float((one[name].double() - other[name]).abs().max()) for name in one),
+    }
+    print(run.name, far)
+    return far
+
+
+def test_two_ranks_then_one_then_two_end_as_two_do(course, tmp_path):
+    """Left at auto, two ranks share the optimizer's state and one has nothing to share."""
+    whole, run = course.whole(*LONG, ranks=2), tmp_path / "run"
+    part(course, run, ranks=2, failpoint="step.started=kill@7")
+    # Killed within the first save after the change: the state of two ranks is cut once more.
+    part(course, run, ranks=1, failpoint="checkpoint.before_rename=kill@1")
+    assert saved(run) == (6, 2, 1)
+    answer = part(course, run, ranks=1, failpoint="step.started=kill@8")
+    assert saved(run) == (12, 1, 0)
+    assert "after step 6: ranks 2 → 1\n  after step 6: ZeRO stage 1 → 0\n" in answer.err
+    part(course, run, ranks=2)
+    assert distances(run, whole) == pytest.approx({"losses": 0, "weights": 0}, abs=1e-5)
+    changes = read_ending(RunFolder(run)).changes
+    assert changes[::2] == ("after step 6: ranks 2 → 1", "after step 12: ranks 1 → 2")
+    assert "ranks 1 → 2" in (run / "report.html").read_text()
+    assert "already: this run is finished" in part(course, run, ranks=1).out
+
+
+WORLDS = [(2, 1, 2), (1, 3, 2), (2, 3, 1)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("worlds", WORLDS, ids=str)
+@pytest.mark.parametrize("more", [(), LORA], ids=["all", "lora"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stage", range(4))
+def test_any_ranks_in_any_order_end_as_two_do(course, tmp_path, worlds, more, dtype, stage):
+    words = ("--deepspeed", f"zero{stage}", "--set", f"train.dtype={dtype}", *more)
+    whole, run = course.whole(*LONG, *words, ranks=2), tmp_path / f"{stage}-{dtype}-{worlds}"
+    first, second, third = worlds
+    part(course, run, *words, ranks=first, failpoint="step.started=kill@7")
+    part(course, run, *words, ranks=second, failpoint="checkpoint.written=kill@1")
+    assert saved(run) == (6, first, stage)
+    part(course, run, *words, ranks=second, failpoint="step.started=kill@8")
+    assert saved(run) == (12, second, stage)
+    part(course, run, *words, ranks=third)
+    # Gradients in 16 bits are rounded after a sum that depends on the ranks.
+    limits = (
+        {"losses": 1e-5, "weights": 1e-5}
+        if dtype == "float32"
+        else {"losses": 0.01, "weights": 0.01}
+    )
+    assert all(far <= limits[what] for what, far in distances(run, whole).items())
+
+
+def test_another_stage_goes_on_and_another_optimizer_does_not(course, tmp_path, broken_run):
+    answer = course.run(broken_run, "--resume", "auto", "--deepspeed", "zero2")
+    assert "after step 4: ZeRO stage 0 → 2\n" in answer.err
+    assert distances(broken_run, course.whole())["losses"] < 1e-5
+
+
+def test_another_optimizer_in_the_users_file_is_refused(course, tmp_path, broken_run):
+    path = tmp_path / "ds.json"
+    optimizer = {"type": "Adam", "params": {"adam_w_mode": True, "torch_adam": True}}
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2}, "optimizer": optimizer}))
+    said = refused(course, 4, broken_run, "--resume", "auto", "--deepspeed", path)
+    assert "  deepspeed optimizer.type: begun with 'AdamW', now 'Adam'\n" in said
+    assert "zero_optimization" not in said
