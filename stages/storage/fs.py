@@ -30,10 +30,7 @@ _LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def publish(path: Path, payload: bytes, *, label: str, draft_in: Path | None = None) -> None:
-    """Writes a whole file, in place of any other of this name.
-
-    With `draft_in` it fails if that folder is removed before the file has its name.
-    """
+    """Writes a whole file, in place of any other of this name, while the draft's folder exists."""
     with _drafted(draft_in / path.name if draft_in else path, payload) as draft:
         reach(f"{label}.before_rename")
         rename(draft, path)
@@ -75,14 +72,6 @@ def new_file(path: Path, *, replaces: bool) -> Iterator[io.BufferedWriter]:
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """A folder to fill, which becomes `path` at the end of the block, unless `path` has content."""
-    with draft_folder(path) as draft:
-        yield draft
-        rename(draft, path)
-
-
-@contextmanager
-def draft_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill, which goes at the end of the block unless the block has moved it."""
     drop_drafts(path)
     draft = _draft_of(path)
     make_folder(draft)
@@ -90,10 +79,13 @@ def draft_folder(path: Path) -> Iterator[Path]:
     try:
         _lock(descriptor)
         yield draft
-    finally:
-        os.close(descriptor)
+        rename(draft, path)
+    except BaseException:
         with suppress(AlignError):
             remove_tree(draft)
+        raise
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -117,10 +109,10 @@ def drop_drafts(path: Path) -> None:
 def _is_dead(draft: Path) -> bool:
     """Whether no writer holds a draft; one without content may not be locked yet."""
     with suppress(OSError):
-        if not (any(draft.iterdir()) if draft.is_dir() else draft.stat().st_size):
-            return False
-    with if_unlocked(draft) as is_dead:
-        return is_dead
+        if any(draft.iterdir()) if draft.is_dir() else draft.stat().st_size:
+            with if_unlocked(draft) as is_dead:
+                return is_dead
+    return False
 
 
 @contextmanager

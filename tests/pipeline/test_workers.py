@@ -145,7 +145,7 @@ def test_a_part_beside_other_data_in_its_folder_is_refused_once_that_is_publishe
 
 
 def test_two_processes_that_prepare_at_once_leave_one_ring(config, clean):
-    """Both find no plan; each makes a draft, and the first to end is read by both."""
+    """Both find no plan; what is committed first is read by both."""
     runs = [child(config, share=share) for share in parts(2)]
     assert joined(*runs) == [0, 0]
     assert contents(config.cache.output) == clean

@@ -58,7 +58,6 @@ def test_removing_that_is_killed_is_carried_through_by_the_next(tmp_path, make_c
 def test_leavings_of_dead_runs_go_and_files_of_others_stay(cache):
     plans = cache.work("c" * 64)
     plans.prepare()
-    plans.spool.mkdir()
     (plans.spool / "ring").write_bytes(b"x")
     (cache.private / ".trash-0123456789abcdef").mkdir()
     (cache.private / "0123456789abcdef").mkdir()
@@ -104,7 +103,6 @@ def test_a_link_among_the_leavings_is_removed_and_not_followed(cache, tmp_path):
     (tmp_path / "precious" / "thesis").touch()
     work = cache.work("c" * 64)
     work.prepare()
-    work.spool.mkdir()
     (work.spool / "link").symlink_to(tmp_path / "precious")
     collect(cache, cache.works())
     assert (tmp_path / "precious" / "thesis").exists()
