@@ -39,9 +39,9 @@ class HfReference:
         self.options = options
         self._remember = remember
 
-    def __getstate__(self) -> dict[str, ModelOptions]:
+    def __getstate__(self) -> dict[str, Any]:
         """Another process looks at the files itself: they may be on another machine."""
-        return {"options": self.options}
+        return {"options": self.options, "_remember": self._remember}
 
     def identity(self) -> Mapping[str, str]:
         """Digests of what is computed with, and how; reads files but loads no weights."""

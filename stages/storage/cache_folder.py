@@ -7,7 +7,7 @@ _align/LOCK                          held by the owner of the folder
 _align/outbox/<time>-<id>/           a run that MLflow was not sent all of, as a run_folder
 _align/roots/<root>.json             manifests the cache had before it grew; their shards stay
 _align/<plan key>/                   work in progress, removed when it is done
-    plan.json  commits/<unit>.json  spool/  tmp/<run id>/  tmp/rings-<host>/
+    plan.json  commits/<unit>.json  spool/  tmp/<run id>/
 
 Of a cache in an object store LOCK, outbox, spool and tmp are in a local work folder.
 """

@@ -147,6 +147,7 @@ def cluster_to_strike():
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 def test_actors_and_their_driver_end_in_the_same_bytes(to, clean, tmp_path, cluster_to_strike):
     campaign, address = Campaign(), cluster_to_strike.address
 
