@@ -39,8 +39,9 @@ from ..stages.storage.manifest_file import load_manifest, load_plan, write_plan
 from ..stages.storage.objects import Location, location
 from ..stages.storage.spool import Spool
 from .cache_compatibility import candidates, fingerprint, require_growth
+from .executor import Executor, Inline, Share
 from .prepare_tasks import ArrangeTasks, EncodeTasks, Preparation
-from .task_processes import make_all, usable_cores
+from .task_processes import Children, usable_cores
 
 if TYPE_CHECKING:
     from ..stages.tracking.progress import Progress
@@ -140,11 +141,12 @@ KINDS = ("rows_of_conversations", "rows_of_plain_text")
 SHOWN = 3  # rows that cannot be used, and files that list them
 
 
-def make_plan(job: Job, run_id: str, progress: Progress) -> Plan:
+def make_plan(job: Job, run_id: str, executor: Executor, progress: Progress) -> Plan:
     """Encodes all rows, puts them on the ring, and writes the plan of what to score."""
     job.work.prepare()
     preparation = preparation_of(job)
-    _encode(job, preparation, progress)
+    executor = _of_preparing(job, executor)
+    _encode(job, preparation, executor, progress)
     try:
         intake = preparation.intake()
     except CorruptionError:
@@ -154,7 +156,7 @@ def make_plan(job: Job, run_id: str, progress: Progress) -> Plan:
         raise
     quarantine = _quarantine(job, run_id, intake)
     _require_usable(job, intake, quarantine)
-    ring = _arrange(job, preparation, progress)
+    ring = _arrange(preparation, executor, progress)
     intake.notes.update(ring.record.notes)
     if job.folder.manifest.exists():
         long_form = job.shape.kind == "scored_long"
@@ -165,12 +167,13 @@ def make_plan(job: Job, run_id: str, progress: Progress) -> Plan:
     return plan
 
 
-def remake_ring(job: Job, plan: Plan, progress: Progress) -> None:
+def remake_ring(job: Job, plan: Plan, executor: Executor, progress: Progress) -> None:
     """Makes what is missing of the ring of a plan here again."""
     job.work.prepare()
     preparation = preparation_of(job)
-    _encode(job, preparation, progress)
-    ring = _arrange(job, preparation, progress)
+    executor = _of_preparing(job, executor)
+    _encode(job, preparation, executor, progress)
+    ring = _arrange(preparation, executor, progress)
     if _offsets(job, ring) != plan.unit_offsets:
         raise CorruptionError(
             f"{job.work.root}: its rows, prepared again, differ from its plan. Delete it and run "
@@ -202,11 +205,11 @@ def preparation_of(job: Job) -> Preparation:
     )
 
 
-def _encode(job: Job, preparation: Preparation, progress: Progress) -> None:
+def _encode(job: Job, preparation: Preparation, executor: Executor, progress: Progress) -> None:
     """Encodes the slices that are not encoded yet."""
     preparation.ring.spool.prepare()
     try:
-        make_all(EncodeTasks(preparation), num_processes=_processes(job), progress=progress)
+        executor.run(EncodeTasks(preparation), progress=progress, on_done=lambda rows: None)
     except BadDataError:
         require_unchanged(job.inputs, job.digested)  # the better reason
         raise
@@ -214,19 +217,21 @@ def _encode(job: Job, preparation: Preparation, progress: Progress) -> None:
     require_unchanged(job.inputs, job.digested)
 
 
-def _arrange(job: Job, preparation: Preparation, progress: Progress) -> Ring:
+def _arrange(preparation: Preparation, executor: Executor, progress: Progress) -> Ring:
     """Makes the stretches of the ring that are missing, then pairs every completion."""
     ring = preparation.ring
-    make_all(ArrangeTasks(preparation), num_processes=_processes(job), progress=progress)
+    executor.run(ArrangeTasks(preparation), progress=progress, on_done=lambda rows: None)
     if not ring.is_whole:
         complete_ring(ring, preparation.num_ranges)
     return ring
 
 
-def _processes(job: Job) -> int:
-    """As many as there are cores, unless the data are small; 0 is this one alone."""
+def _of_preparing(job: Job, executor: Executor) -> Executor:
+    """What makes the tasks of preparing: the cores of this machine, or this process alone."""
+    share = executor.share if isinstance(executor, Inline) else Share()
     is_small = sum(file.bytes for file in job.inputs) < SMALL_INPUT_BYTES
-    return job.config.data.workers or (0 if is_small else usable_cores())
+    processes = job.config.data.workers or (0 if is_small else usable_cores())
+    return Children(share, processes) if processes else Inline(share)
 
 
 # Below this, starting processes costs more than they save.

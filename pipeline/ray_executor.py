@@ -22,9 +22,9 @@ import numpy as np
 
 from ..schemas.config import ScoringOptions
 from ..schemas.errors import AlignError, UsageError, unexpected_os_error
-from ..stages.data.encode_workers import usable_cores
 from ..stages.tracking.progress import NoProgress, Progress
 from .executor import Facts, Share, Tasks
+from .task_processes import usable_cores
 
 logger = logging.getLogger("align")
 

@@ -12,67 +12,46 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
+from dataclasses import dataclass
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from ..schemas.errors import BadDataError
 from ..stages.tracking.progress import NoProgress, Progress
-
-Facts = TypeVar("Facts")
-Facts_co = TypeVar("Facts_co", covariant=True)
+from .executor import Facts, Inline, Share, Tasks
 
 
-class Work(Protocol[Facts_co]):
-    """Work that is cut into tasks and can be sent to another process."""
+@dataclass(frozen=True)
+class Children:
+    """Makes a share of the tasks in child processes, side by side; a single one in this process."""
 
-    @property
-    def name(self) -> str:
-        """What progress calls it."""
-        ...
+    share: Share
+    processes: int
 
-    @property
-    def unit(self) -> str:
-        """What the sizes count."""
-        ...
-
-    @property
-    def sizes(self) -> Sequence[int]:
-        """How much each task adds to the progress."""
-        ...
-
-    def is_committed(self, task: int) -> bool:
-        """Whether what the task makes is there, whoever made it."""
-        ...
-
-    def open(self, progress: Progress) -> Callable[[int], Facts_co]:
-        """A function that makes and commits a task in this process, and returns facts about it."""
-        ...
-
-
-def make_all(work: Work[Any], *, num_processes: int, progress: Progress) -> None:
-    """Makes the tasks that are not committed yet; in this process if there are 0 others."""
-    sizes = work.sizes
-    todo = [task for task in range(len(sizes)) if not work.is_committed(task)]
-    if not todo:
-        return
-    progress.begin(work.name, total=sum(sizes), unit=work.unit)
-    progress.advance(sum(sizes) - sum(sizes[task] for task in todo))
-    if num_processes == 0 or len(todo) == 1:
-        make = work.open(progress)
-        for task in todo:
-            make(task)
-    else:
-        with closing(make_in_children(work, todo, num_processes=num_processes)) as made:
-            for task, _ in made:
+    def run(
+        self, tasks: Tasks[Facts], *, progress: Progress, on_done: Callable[[Facts], None]
+    ) -> None:
+        """Tasks that another process commits meanwhile are not made."""
+        chosen, sizes = self.share.of(tasks), tasks.sizes
+        todo = [task for task in chosen if not tasks.is_committed(task)]
+        if len(todo) < 2:
+            Inline(self.share).run(tasks, progress=progress, on_done=on_done)
+            return
+        progress.begin(tasks.name, total=sum(sizes[task] for task in chosen), unit=tasks.unit)
+        progress.advance(sum(sizes[task] for task in {*chosen} - {*todo}))
+        with closing(_in_children(tasks, todo, num_processes=self.processes)) as made:
+            for task, facts in made:
                 progress.advance(sizes[task])
-    progress.end()
+                if facts is not None:
+                    on_done(facts)
+        progress.end()
 
 
-def make_in_children(
-    work: Work[Facts], tasks: Sequence[int], *, num_processes: int
-) -> Generator[tuple[int, Facts]]:
-    """Makes tasks in that many processes; yields each with its facts, in the order given."""
+def _in_children(
+    work: Tasks[Facts], tasks: Sequence[int], *, num_processes: int
+) -> Generator[tuple[int, Facts | None]]:
+    """Each task with its facts, in the order given; without facts if another has made it."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([type(work).__module__])
     _start_server_ignoring_sigint()
@@ -80,7 +59,7 @@ def make_in_children(
     with ProcessPoolExecutor(
         num_processes, mp_context=context, initializer=_start, initargs=(work,)
     ) as pool:
-        waiting: deque[tuple[int, Future[Facts]]] = deque()
+        waiting: deque[tuple[int, Future[Facts | None]]] = deque()
         try:
             for task in tasks:
                 waiting.append((task, pool.submit(_make, task)))
@@ -100,21 +79,22 @@ def make_in_children(
             raise
 
 
-def _finished(waiting: deque[tuple[int, Future[Facts]]]) -> tuple[int, Facts]:
+def _finished(waiting: deque[tuple[int, Future[Facts | None]]]) -> tuple[int, Facts | None]:
     task, future = waiting.popleft()
     return task, future.result()
 
 
+_work: Tasks[Any] | None = None
 _make_task: Callable[[int], Any] | None = None
 
 
-def _start(work: Work[Any]) -> None:
-    global _make_task  # noqa: PLW0603 - opened once in each process
+def _start(work: Tasks[Any]) -> None:
+    global _work, _make_task
     # Each process keeps to one core; threads of the tokenizer would fight over them.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     # Without a parent there is nothing left to do.
     threading.Thread(target=_leave_with_parent, daemon=True).start()
-    _make_task = work.open(NoProgress())
+    _work, _make_task = work, work.open(NoProgress())
 
 
 def _start_server_ignoring_sigint() -> None:
@@ -139,8 +119,9 @@ def _leave_with_parent() -> None:
 
 
 def _make(task: int) -> Any:
+    assert _work is not None
     assert _make_task is not None
-    return _make_task(task)
+    return None if _work.is_committed(task) else _make_task(task)
 
 
 GROUPS = Path("sys/fs/cgroup")

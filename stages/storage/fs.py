@@ -236,18 +236,6 @@ def rename(path: Path, target: Path) -> None:
     operate("rename", path, lambda: path.rename(target), target=target)
 
 
-def rename_if_absent(path: Path, target: Path) -> bool:
-    """Moves a folder to its new name; False when a folder with content has it."""
-    try:
-        rename(path, target)
-    except StorageError as error:
-        cause = error.__cause__
-        if isinstance(cause, OSError) and cause.errno in (errno.ENOTEMPTY, errno.EEXIST):
-            return False
-        raise
-    return True
-
-
 def link(path: Path, target: Path) -> bool:
     """Gives a file a second name; False when the name is taken."""
     try:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from align.pipeline.executor import Inline
 from align.pipeline.precompute_plan import KINDS as KINDS_OF_ROWS
 from align.pipeline.precompute_plan import make_plan, open_job, preparation_of, ring_of
 from align.pipeline.prepare_tasks import ArrangeTasks, EncodeTasks
@@ -89,7 +90,7 @@ def test_tasks_in_any_order_end_in_what_one_process_makes_in_memory(drawn, monke
             counts.update(dict(zip(("slices", "ranges"), make_by_tasks(job, draw), strict=True)))
             expected = prepared_at_once(job)
             try:
-                plan = make_plan(job, "run", NoProgress())
+                plan = make_plan(job, "run", Inline(), NoProgress())
             except BadDataError:
                 assert sum(expected.reasons.values()) > 0.9 * sum(expected.rows_per_file.values())
                 continue
@@ -153,7 +154,7 @@ def test_who_is_interrupted_waits_for_no_child_and_keeps_what_is_committed(in_ch
     job = open_job(in_children, StubReference())
     job.folder.prepare()
     with pytest.raises(Interrupted):
-        make_plan(job, "run", Impatient(4))
+        make_plan(job, "run", Inline(), Impatient(4))
     assert not multiprocessing.active_children()
     done = EncodeTasks(preparation_of(job))
     assert 3 <= sum(map(done.is_committed, range(len(done.sizes)))) < len(done.sizes)
@@ -168,7 +169,7 @@ def prepare(config, sizes):
         setattr(module, name, size)
     job = open_job(config, StubReference())
     job.folder.prepare()
-    make_plan(job, f"{os.getpid()}", NoProgress())
+    make_plan(job, f"{os.getpid()}", Inline(), NoProgress())
 
 
 def left(config):
