@@ -41,6 +41,7 @@ from ..stages.storage.spool import Spool
 from .cache_compatibility import candidates, fingerprint, require_growth
 from .executor import Executor, Inline, Share
 from .prepare_tasks import ArrangeTasks, EncodeTasks, Preparation
+from .ray_executor import RayActors
 from .task_processes import Children, usable_cores
 
 if TYPE_CHECKING:
@@ -227,9 +228,14 @@ def _arrange(preparation: Preparation, executor: Executor, progress: Progress) -
 
 
 def _of_preparing(job: Job, executor: Executor) -> Executor:
-    """What makes the tasks of preparing: the cores of this machine, or this process alone."""
+    """What makes the tasks of preparing: a cluster, or all cores of this machine.
+
+    Small data are prepared in this process alone.
+    """
     share = executor.share if isinstance(executor, Inline) else Share()
     is_small = sum(file.bytes for file in job.inputs) < SMALL_INPUT_BYTES
+    if isinstance(executor, RayActors) and executor.address and not is_small:
+        return executor.on_cores()
     processes = job.config.data.workers or (0 if is_small else usable_cores())
     return Children(share, processes) if processes else Inline(share)
 

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import re
+import socket
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,7 @@ import torch
 from .. import __version__
 from ..schemas.batches import World
 from ..schemas.checkpoint import Checkpoint, Position, RunIdentity
-from ..schemas.errors import CorruptionError, FingerprintError
+from ..schemas.errors import CorruptionError, FingerprintError, StorageError, UsageError
 from ..schemas.safe_text import masked
 from ..stages.engine.deepspeed_config import leaves, stage_of
 from ..stages.engine.distributed import run_on_all_ranks, run_on_rank_zero
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from .training_job import Session, TrainingJob
 
 logger = logging.getLogger("align")
+
+SHARED_SECONDS = 60.0  # in which a network file system has to show what another machine wrote
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,9 @@ def started(job: TrainingJob, world: World) -> Iterator[Start]:
     with ExitStack() as held:
         if store:
             require_one_machine(world, store)
-        start = run_on_rank_zero(world, lambda: _enter(job, world, folder, held))
+        start = run_on_rank_zero(world, lambda: _enter(job, folder, held))
+        if not start.is_finished:
+            run_on_all_ranks(world, lambda: require_shared(folder, start.run_id))
         with uploaded(store if world.rank == 0 else None):
             yield replace(start, began=began, store=store)
 
@@ -91,7 +96,7 @@ def held_to_checkpoint(session: Session, start: Start) -> Start:
     return replace(start, changes=changes)
 
 
-def _enter(job: TrainingJob, world: World, folder: RunFolder, held: ExitStack) -> Start:
+def _enter(job: TrainingJob, folder: RunFolder, held: ExitStack) -> Start:
     run_id = uuid.uuid4().hex[:12]
     folder.prepare()
     if job.config.train.resume == "auto" and _is_finished(job, folder):
@@ -117,6 +122,26 @@ def _enter(job: TrainingJob, world: World, folder: RunFolder, held: ExitStack) -
         run_settings(folder)
     changes = (*position.changes, *require_whole_records(folder, position))
     return Start(folder, run_id, chosen.checkpoint, changes=changes)
+
+
+def require_shared(folder: RunFolder, run_id: str) -> None:
+    """Refuses a folder that is not the one that rank zero owns: all ranks save into one."""
+    began = time.monotonic()
+    while not _is_owned_by(folder, run_id):
+        if time.monotonic() - began > SHARED_SECONDS:
+            raise UsageError(
+                f"{folder.root.resolve()} on {socket.gethostname()} is not the folder that rank 0 "
+                "writes to. All ranks save into one: choose an --output on a file system that "
+                "every machine sees under the same path."
+            )
+        time.sleep(0.2)
+
+
+def _is_owned_by(folder: RunFolder, run_id: str) -> bool:
+    try:
+        return run_id.encode() in fs.read_bytes(folder.lock)
+    except StorageError:  # a network file system may show a new file late
+        return False
 
 
 def _is_finished(job: TrainingJob, folder: RunFolder) -> bool:

@@ -72,7 +72,9 @@ def asked_to_stop() -> Iterator[StopRequest]:
         asked.signal_number = number
         signal.signal(number, signal.SIG_DFL)
 
-    before = {number: signal.signal(number, note) for number in stop_signals()}
+    # A thread of somebody else's program, as of a Ray worker, cannot listen to signals.
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, note) for number in (stop_signals() if is_main else ())}
     try:
         yield asked
     finally:

@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ logger = logging.getLogger("align")
 TIMEOUT = timedelta(seconds=600)
 # While one rank hashes a cache or writes a model the others wait; one that dies is noticed at once.
 PATIENCE = timedelta(days=1)
+_ANSWER_SECONDS = 0.05  # between two looks at who asks
 _PATIENT_GROUP: list[Any] = []  # one process group, while there is more than one rank
 _STORES: Any = vars(distributed)  # its stub exports no stores
 
@@ -46,8 +48,8 @@ def joined_world() -> Iterator[World]:
     hook = sys.excepthook  # torch sets its own
     try:
         with while_training(), torch.random.fork_rng(devices=_devices(world)):
-            _join(world)
-            with heartbeat(world):
+            meeting = _join(world)
+            with heartbeat(world, meeting):
                 yield world
     finally:
         _leave()
@@ -55,7 +57,8 @@ def joined_world() -> Iterator[World]:
         sys.excepthook = hook
 
 
-def _join(world: World) -> None:
+def _join(world: World) -> str:
+    """Opens the process groups; returns the name of this meeting, which all ranks share."""
     backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(world.local_rank % torch.cuda.device_count())
@@ -64,9 +67,10 @@ def _join(world: World) -> None:
         # A store in memory needs no port, so any number of runs may start at one moment.
         alone: Any = {"store": _STORES["HashStore"](), "rank": 0, "world_size": 1}
         distributed.init_process_group(backend, timeout=TIMEOUT, **alone)
-        return
+        return ""
     try:
-        distributed.init_process_group(backend, timeout=TIMEOUT)
+        meeting, where = _met_anew(world)
+        distributed.init_process_group(backend, timeout=TIMEOUT, **where)
         _PATIENT_GROUP.append(distributed.new_group(backend="gloo", timeout=PATIENCE))
     except (distributed.DistError, ValueError) as error:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -75,6 +79,41 @@ def _join(world: World) -> None:
             f"({str(error).splitlines()[0]}). Check that every rank was started and that the "
             "address can be reached from each machine."
         ) from error
+    return meeting
+
+
+def _met_anew(world: World) -> tuple[str, dict[str, Any]]:
+    """The name of this meeting, and where its ranks find each other.
+
+    torchrun keeps one store while it starts ranks again, and what the ranks before wrote there
+    would mislead those of now. Rank 0 names each meeting anew, and tells the name to whoever asks
+    with a word of its own: an answer to a rank that has died is read by nobody.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return "", {}
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store, word = _STORES["TCPStore"](*place, None, False, TIMEOUT), uuid.uuid4().hex
+    if world.rank:
+        store.set(f"align/asks/{world.rank}", word)
+        meeting = store.get(f"align/answer/{word}").decode()
+        store.set(f"align/{meeting}/here/{world.rank}", "")
+    else:
+        meeting = word
+        _answer_until_here(store, meeting, set(range(1, world.size)))
+    where = {"store": _STORES["PrefixStore"](meeting, store), "rank": world.rank}
+    return meeting, {**where, "world_size": world.size}
+
+
+def _answer_until_here(store: Any, meeting: str, missing: set[int]) -> None:
+    began = time.monotonic()
+    while missing and time.monotonic() - began < TIMEOUT.total_seconds():
+        for rank in sorted(missing):
+            if store.check([f"align/{meeting}/here/{rank}"]):
+                missing.remove(rank)
+            elif store.check([f"align/asks/{rank}"]):
+                word = store.get(f"align/asks/{rank}").decode()
+                store.set(f"align/answer/{word}", meeting)
+        time.sleep(_ANSWER_SECONDS)
 
 
 def _devices(world: World) -> list[int]:
@@ -160,12 +199,12 @@ _ANSWER = timedelta(seconds=30)
 
 
 @contextmanager
-def heartbeat(world: World) -> Iterator[None]:
+def heartbeat(world: World, meeting: str) -> Iterator[None]:
     """Beats while the block runs; ends this process if another rank stops beating."""
     if world.size == 1:
         yield
         return
-    pulse = Pulse(world)
+    pulse = Pulse(world, meeting)
     threads = [
         threading.Thread(target=work, name="heartbeat", daemon=True)
         for work in (pulse.beat, pulse.watch)
@@ -182,12 +221,11 @@ def heartbeat(world: World) -> Iterator[None]:
 class Pulse:
     """The heartbeat of one rank, and when it last heard of the others."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, meeting: str) -> None:
         self.over = threading.Event()
         self._rank = world.rank
         self._before = (world.rank - 1) % world.size
-        # A launcher that starts ranks again keeps its store.
-        self._prefix = f"align/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._prefix = f"align/{meeting}"  # a launcher that starts ranks again keeps its store
         self._place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         self._store_answered = self._beat_changed = time.monotonic()
         self._has_met = False

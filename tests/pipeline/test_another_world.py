@@ -3,11 +3,9 @@
 import json
 
 import pytest
-from safetensors.torch import load_file
 
-from align.stages.storage.checkpoints import choose_checkpoint
 from align.stages.storage.run_folder import RunFolder, read_ending
-from support.trainings import KILLED, learned, refused
+from support.trainings import KILLED, distances, refused, saved
 
 # Twenty steps without dropout, whose masks each rank draws for its own rows.
 LONG = ("--max-steps", 20, "--set", "train.dropout=false", "--eval-every", 10)
@@ -21,31 +19,6 @@ def part(course, run, *more, ranks, failpoint=""):
     assert (answers[0].code == KILLED) == bool(failpoint), answers
     assert failpoint or {answer.code for answer in answers} == {0}, answers
     return answers[0]
-
-
-def saved(run):
-    """The step of the newest checkpoint, and how many ranks saved it under which stage."""
-    position = choose_checkpoint(RunFolder(run)).checkpoint.position
-    identity = position.identity
-    return position.global_step, identity.world_size, identity.zero_stage
-
-
-def distances(run, whole):
-    """How far losses and weights are apart at most."""
-    found, expected = (
-        {line["step"]: line["loss"] for line in learned(one) if "loss" in line}
-        for one in (run, whole)
-    )
-    assert found.keys() == expected.keys()
-    (stored,) = {path.name for path in (whole / "model").glob("*model.safetensors")}
-    one, other = (load_file(folder / "model" / stored) for folder in (run, whole))
-    assert one.keys() == other.keys()
-    far = {
-        "losses": max(abs(found[step] - loss) for step, loss in expected.items()),
-        "weights": max(float((one[name].double() - other[name]).abs().max()) for name in one),
-    }
-    print(run.name, far)
-    return far
 
 
 def test_two_ranks_then_one_then_two_end_as_two_do(course, tmp_path):

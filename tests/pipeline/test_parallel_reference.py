@@ -18,7 +18,7 @@ TOGETHER = ("--set", "model.tensor_parallel=2")
 
 
 @pytest.fixture(scope="module")
-def model(tokenizer_folder, tmp_path_factory):
+def shareable_model(tokenizer_folder, tmp_path_factory):
     """A model whose heads two ranks can share out."""
     folder = tmp_path_factory.mktemp("model")
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
@@ -26,16 +26,18 @@ def model(tokenizer_folder, tmp_path_factory):
     return folder
 
 
-def command(training_world, model, output, *more):
+def command(training_world, shareable_model, output, *more):
     data = training_world.model.with_name("pairs.parquet")
     how = ("--kl-pairs", "1", "--dtype", "float32", "--device", "cpu", "--no-mlflow")
-    return ("precompute-ref", data, "--model", model, "--output", output, *how, *more)
+    return ("precompute-ref", data, "--model", shareable_model, "--output", output, *how, *more)
 
 
-def test_two_ranks_hold_one_reference(training_world, model, tmp_path):
+def test_two_ranks_hold_one_reference(training_world, shareable_model, tmp_path):
     cache = tmp_path / "cache"
     program = (sys.executable, *TORCHRUN, "-m", "align")
-    given = command(training_world, model, cache, *TOGETHER, "--set", "cache.reuse_known=false")
+    given = command(
+        training_world, shareable_model, cache, *TOGETHER, "--set", "cache.reuse_known=false"
+    )
     done = launch(*given, cwd=tmp_path, program=program)
     assert done.code == 0, done.err
     assert done.out.count("cache root") == 1
@@ -47,6 +49,6 @@ def test_two_ranks_hold_one_reference(training_world, model, tmp_path):
     assert 0 < float(largest) < 1e-4
 
 
-def test_as_many_ranks_are_started_as_hold_the_reference(training_world, model, tmp_path):
-    said = refusal(2, *command(training_world, model, tmp_path / "cache", *TOGETHER))
+def test_as_many_ranks_are_started_as_hold_the_reference(training_world, shareable_model, tmp_path):
+    said = refusal(2, *command(training_world, shareable_model, tmp_path / "cache", *TOGETHER))
     assert said.startswith("model.tensor_parallel is 2, and 1 ranks were started. Start as many")

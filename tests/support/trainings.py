@@ -10,6 +10,8 @@ import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from align.stages.storage.checkpoints import choose_checkpoint
+from align.stages.storage.run_folder import RunFolder
 from support.command import Answer
 from support.programs import TESTS, program
 
@@ -33,15 +35,19 @@ class Server:
         )
         self._answer()
 
-    def start(self, *arguments, cwd=None, ranks=1, failpoints=(), traced=None):
+    def start(self, *arguments, cwd=None, ranks=1, failpoints=(), traced=None, launcher=None):
         """Begins a command on so many ranks; `failpoints` are those of rank 0, rank 1, …
 
-        `traced` is what row_walk.traced is given around the command.
+        `traced` is what row_walk.traced is given around the command. `launcher` gives the
+        environment of a rank, from its number and a free port; torchrun's is the usual one.
         """
-        world = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+        port = _free_port()
+        world = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         processes = []
         for rank in range(ranks):
             environment = {**world, "RANK": rank, "LOCAL_RANK": rank} if ranks > 1 else {}
+            if launcher:
+                environment = launcher(rank, port)
             armed = dict(enumerate(failpoints)).get(rank, "")
             plain = {name: str(value) for name, value in environment.items()}
             plain["ALIGN_FAILPOINTS"] = armed
@@ -217,6 +223,33 @@ class Course:
 def weights(run):
     """The trained weights as a digest; that of another run is equal only where every bit is."""
     return hashlib.sha256((run / "model" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def saved(run):
+    """The step of the newest checkpoint, and how many ranks saved it under which stage."""
+    position = choose_checkpoint(RunFolder(run)).checkpoint.position
+    identity = position.identity
+    return position.global_step, identity.world_size, identity.zero_stage
+
+
+def distances(run, whole):
+    """How far losses and weights are apart at most."""
+    found, expected = (
+        {line["step"]: line["loss"] for line in learned(one) if "loss" in line}
+        for one in (run, whole)
+    )
+    assert found.keys() == expected.keys()
+    (stored,) = {path.name for path in (whole / "model").glob("*model.safetensors")}
+    from safetensors.torch import load_file  # noqa: PLC0415  it imports torch
+
+    one, other = (load_file(folder / "model" / stored) for folder in (run, whole))
+    assert one.keys() == other.keys()
+    far = {
+        "losses": max(abs(found[step] - loss) for step, loss in expected.items()),
+        "weights": max(float((one[name].double() - other[name]).abs().max()) for name in one),
+    }
+    print(run.name, far)
+    return far
 
 
 def refused(course, code, run, *more, ranks=1):

@@ -22,10 +22,10 @@ ALL = dict.fromkeys(PARTS, "disk") | ROTARY
 
 
 @pytest.fixture
-def options_of(tmp_path):
+def options_spread(tmp_path):
     """The options of a tiny model, spread by a map."""
 
-    def options_of(device_map, family="llama"):
+    def options_spread(device_map, family="llama"):
         folder = tmp_path / "model"
         if not folder.exists():
             tiny_model(*TREE_FAMILIES[family]).save_pretrained(folder)
@@ -36,12 +36,12 @@ def options_of(tmp_path):
             offload_folder=str(tmp_path / "offloaded"),
         )
 
-    return options_of
+    return options_spread
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "mixtral"])
-def test_a_layer_on_disk_changes_no_bit(options_of, family):
-    options = options_of(LAST_LAYER, family)
+def test_a_layer_on_disk_changes_no_bit(options_spread, family):
+    options = options_spread(LAST_LAYER, family)
     spread, whole = HfReference(options), HfReference(replace(options, device_map=""))
     assert spread.identity() == whole.identity()
     scorer = spread.open()
@@ -50,25 +50,25 @@ def test_a_layer_on_disk_changes_no_bit(options_of, family):
     assert scorer.describe() == whole.open().describe()
 
 
-def test_a_head_on_disk_scores_by_the_models_own_logits_and_says_so(options_of):
-    scorer = HfReference(options_of(ALL)).open()
+def test_a_head_on_disk_scores_by_the_models_own_logits_and_says_so(options_spread):
+    scorer = HfReference(options_spread(ALL)).open()
     assert all(parameter.is_meta for parameter in scorer.model.parameters())
     assert (scorer.describe()["layout"], scorer.describe()["head"]) == ("tree", "exact")
-    whole = HfReference(options_of("")).open()
+    whole = HfReference(options_spread("")).open()
     gaps = np.abs(scorer.score(mixed_trees()) - whole.score(mixed_trees()))
     assert 0 < gaps.max() < 1e-5
 
 
-def test_weights_on_disk_are_not_widened(options_of):
-    scorer = HfReference(replace(options_of(ALL), dtype="bfloat16")).open()
+def test_weights_on_disk_are_not_widened(options_spread):
+    scorer = HfReference(replace(options_spread(ALL), dtype="bfloat16")).open()
     with pytest.raises(OutOfMemory, match="not widened"), scorer.in_float32():
         pass
 
 
 @pytest.mark.parametrize("device_map", ["{", "[1]x", '{"model": }'])
-def test_a_map_that_is_not_one_is_refused(options_of, device_map):
+def test_a_map_that_is_not_one_is_refused(options_spread, device_map):
     with pytest.raises(UsageError, match="device_map"):
-        HfReference(options_of(device_map)).open()
+        HfReference(options_spread(device_map)).open()
 
 
 @pytest.mark.parametrize(
@@ -79,6 +79,6 @@ def test_a_map_that_is_not_one_is_refused(options_of, device_map):
         ({"tensor_parallel": 2, "adapter": "some"}, "model.adapter cannot be used with"),
     ],
 )
-def test_what_ranks_cannot_hold_together_is_refused(options_of, how, message):
+def test_what_ranks_cannot_hold_together_is_refused(options_spread, how, message):
     with pytest.raises(UsageError, match=message):
-        resolve(replace(options_of(""), **how))
+        resolve(replace(options_spread(""), **how))
