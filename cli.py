@@ -14,8 +14,8 @@ from .pipeline.flags import PRECOMPUTE_FLAGS, SCORE_FLAGS, TRAIN_FLAGS, with_fla
 from .pipeline.signals import stop_signals, stop_with_launcher
 from .pipeline.terminal import (
     SafeGroup,
+    begin_work,
     own_process,
-    progress_of_first,
     recorded_by_first,
     say,
     say_once,
@@ -50,7 +50,7 @@ Part = Annotated[
 
 def main() -> None:
     """Runs one command; a person's mistake is one message, never a traceback."""
-    from .schemas.errors import AlignError, Interrupted, PeerError
+    from .schemas.errors import AlignError, Interrupted, PeerError, unexpected_os_error
 
     if os.environ.get("WORLD_SIZE", "1") != "1":
         # Ranks of one machine may have more threads than cores: those that wait must not spin.
@@ -74,8 +74,6 @@ def main() -> None:
     except BrokenPipeError:  # the reader of the output has ended
         os._exit(128 + signal.SIGPIPE)
     except OSError as error:
-        from .schemas.errors import unexpected_os_error
-
         _fail(str(refusal := unexpected_os_error(error)), refusal.exit_code)
     except Exception:
         import traceback
@@ -137,7 +135,12 @@ def precompute_ref(
     given = load_settings(flags, sets or [], file=config, data=data or [], command=command).config
     require_model(given)
     share, local = share_of(part, os.environ), with_local_inputs(given)
-    reference, progress = HfReference(local.model, own_digests()), progress_of_first()
+    if local.model.tensor_parallel > 1:
+        from .pipeline.parallel_reference import precompute_in_parallel
+
+        say_once(precompute_in_parallel(local, progress=begin_work()))
+        return
+    reference, progress = HfReference(local.model, own_digests()), begin_work()
     if share is None:
         say(precompute(local, reference, progress=progress).text())
         return
@@ -183,7 +186,7 @@ def score(
     made = rewards_from_model(
         recorded_by_first(settings),
         lambda options: HfReward(options, own_digests()),
-        progress=progress_of_first(),
+        progress=begin_work(),
         share=share,
     )
     (say if share and isinstance(made, Rewarded) else say_once)(made.text())
@@ -199,7 +202,7 @@ def train(flags: dict[str, Any], config: ConfigFile = None, sets: Sets = None) -
     job = open_training(load_settings(flags, sets or [], file=config, command="train"))
     from .pipeline.train import run_training
 
-    say_once(run_training(job, progress=progress_of_first()).text())
+    say_once(run_training(job, progress=begin_work()).text())
 
 
 @app.command()
@@ -232,7 +235,7 @@ def sweep(
     short = {"method.beta": beta, "train.lr": lr}
     given = [*(f"{name}={values}" for name, values in short.items() if values), *(vary or [])]
     trials = trials_of(methods, varied_by(given))
-    say_once((result := run_sweep(load, trials, output, progress=progress_of_first())).text())
+    say_once((result := run_sweep(load, trials, output, progress=begin_work())).text())
     if result.failures:
         _fail(f"{len(result.failures)} of {len(result.results)} runs failed.", 2)
 

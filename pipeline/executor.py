@@ -99,7 +99,8 @@ class Share:
         own = [task for task in order if parts[task] == self.number - 1]
         if not tasks.is_input:
             return own
-        return own + [task for task in order if parts[task] != self.number - 1]
+        # From the other end: what the other parts have not begun, if they are at it.
+        return own + [task for task in reversed(order) if parts[task] != self.number - 1]
 
 
 def share_of(part: str | None, environment: Mapping[str, str]) -> Share | None:

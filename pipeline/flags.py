@@ -111,6 +111,7 @@ READS: dict[str, tuple[str, ...]] = {
     ),
     "score": (
         *("model.dtype", "model.attention", "model.device", "model.device_map"),
+        *("model.offload_folder",),
         *("model.trust_remote_code", "model.allow_unused_weights"),
         *("data", "tokens", "scoring", "rewards", "objects"),
         *("cache.seed", "cache.rows_per_shard", "cache.tokens_per_shard"),
@@ -126,7 +127,10 @@ READS: dict[str, tuple[str, ...]] = {
         *("model.trust_remote_code", "model.allow_unused_weights"),
         *("tokens", "cache.output", "tracking", "train", "lora", "objects", "method"),
     ),
-    "verify": ("model.device", "model.device_map", "model.trust_remote_code", "objects"),
+    "verify": (
+        *("model.device", "model.device_map", "model.offload_folder"),
+        *("model.trust_remote_code", "objects"),
+    ),
     **dict.fromkeys(
         ("export", "gc", "init", "inspect", "methods", "mlflow-sync", "report", "tiny-world"), ()
     ),
@@ -136,13 +140,16 @@ _OTHER_POLICY = (
     "The policy begins as the reference of the cache. To train another model, pass it by --model "
     "DIR (train.model), with --set train.other_reference=true where the reference stays"
 )
+_SPREAD_POLICY = "A large policy is spread by --deepspeed zero3"
 _FROM_THE_CACHE = "The cache records it"
 # What serves in its place, where there is something.
 INSTEAD = {
     ("train", "model.path"): _OTHER_POLICY,
     ("train", "model.adapter"): _OTHER_POLICY,
     ("train", "model.dtype"): "Set train.dtype",
-    ("train", "model.device_map"): "A large policy is spread by --deepspeed zero3",
+    ("train", "model.device_map"): _SPREAD_POLICY,
+    ("train", "model.offload_folder"): _SPREAD_POLICY,
+    ("train", "model.tensor_parallel"): _SPREAD_POLICY,
     ("score", "model.path"): "Pass --reward-model DIR",
     ("score", "model.adapter"): "Merge the adapter into the reward model",
     ("score", "cache.output"): "Pass --output DIR",
@@ -151,6 +158,7 @@ INSTEAD = {
     ("verify", "model.dtype"): _FROM_THE_CACHE,
     ("verify", "model.attention"): _FROM_THE_CACHE,
     ("verify", "model.allow_unused_weights"): _FROM_THE_CACHE,
+    ("verify", "model.tensor_parallel"): _FROM_THE_CACHE,
 }
 
 

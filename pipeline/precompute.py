@@ -127,7 +127,7 @@ class _Call:
         """Makes the executor's share; the manifest, if that or others' work completes the cache."""
         job = self.job
         try:
-            plan = _planned(job, plan, self.run_id, self.progress)
+            plan = _planned(job, plan, self.run_id, self.executor, self.progress)
             _describe(run, job, plan)
             self._score(plan, run)
             manifest = self._publish(plan)
@@ -228,14 +228,16 @@ def _tidy(job: Job, manifest: Manifest, run_id: str) -> None:
             send_earlier(job.folder.local, job.config.tracking)
 
 
-def _planned(job: Job, plan: Plan | None, run_id: str, progress: Progress) -> Plan:
+def _planned(
+    job: Job, plan: Plan | None, run_id: str, executor: Executor, progress: Progress
+) -> Plan:
     """The plan, of an earlier run or of another process, or made now."""
     if plan is None:
-        return make_plan(job, run_id, progress)
+        return make_plan(job, run_id, executor, progress)
     # Damage is reported before hours of work.
     read_commits(job.work, len(plan.unit_offsets) - 1)
     if not ring_of(job).is_whole:
-        remake_ring(job, plan, progress)
+        remake_ring(job, plan, executor, progress)
     return plan
 
 

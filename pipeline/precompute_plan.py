@@ -2,52 +2,47 @@
 
 from __future__ import annotations
 
-import secrets
-import socket
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..schemas.cache import FORMAT_VERSION, FileEntry, InputEntry, Plan, file_identity
 from ..schemas.config import Config
-from ..schemas.errors import (
-    BadDataError,
-    CorruptionError,
-    StorageError,
-    UsageError,
-    os_errors_as_storage_errors,
-)
+from ..schemas.errors import BadDataError, CorruptionError, StorageError, UsageError
 from ..schemas.json_codec import digest
 from ..schemas.row_keys import Intake
 from ..schemas.rows import Reference
 from ..stages.data.data_schema import Shape, common_shape
 from ..stages.data.decode_rows import first_is_conversation
-from ..stages.data.encode_workers import EncodingJob, default_workers, encode_chunks, usable_cores
 from ..stages.data.input_files import (
-    Chunk,
     Digested,
     InputFile,
+    data_bytes,
     digested,
-    iter_chunks,
     open_inputs,
     require_unchanged,
+    slices_of,
 )
+from ..stages.data.slice_encoder import EncodingJob
 from ..stages.data.tokenizer import TextTokenizer, load_tokenizer, tokenizer_fingerprint
-from ..stages.pairing.long_form import merge_same_prompts
-from ..stages.pairing.sorted_rows import SortedRows, collect_runs, merge_runs
-from ..stages.pairing.units import Ring, unit_offsets
+from ..stages.pairing.key_ranges import number_of_ranges
+from ..stages.pairing.ring import Ring, complete_ring
+from ..stages.pairing.units import unit_offsets
 from ..stages.storage import fs, places
 from ..stages.storage.cache_folder import CacheFolder, WorkFolder
 from ..stages.storage.commits import write_quarantine
-from ..stages.storage.failpoints import reach
 from ..stages.storage.local_copies import origin_of
-from ..stages.storage.manifest_file import load_manifest, write_plan
+from ..stages.storage.manifest_file import load_manifest, load_plan, write_plan
 from ..stages.storage.objects import Location, location
+from ..stages.storage.spool import Spool
 from .cache_compatibility import candidates, fingerprint, require_growth
+from .executor import Executor, Inline, Share
+from .prepare_tasks import ArrangeTasks, EncodeTasks, Preparation
+from .ray_executor import RayActors
+from .task_processes import Children, usable_cores
 
 if TYPE_CHECKING:
     from ..stages.tracking.progress import Progress
@@ -147,108 +142,111 @@ KINDS = ("rows_of_conversations", "rows_of_plain_text")
 SHOWN = 3  # rows that cannot be used, and files that list them
 
 
-def make_plan(job: Job, run_id: str, progress: Progress) -> Plan:
+def make_plan(job: Job, run_id: str, executor: Executor, progress: Progress) -> Plan:
     """Encodes all rows, puts them on the ring, and writes the plan of what to score."""
     job.work.prepare()
-    intake = Intake()
-    with _drafted_ring(job) as draft:
-        runs = _encode(job, draft.folder, intake, progress)
-        quarantine = _quarantine(job, run_id, intake)
-        _require_usable(job, intake, quarantine)
-        _merge(job, draft, runs, intake)
-        if job.folder.manifest.exists():
-            long_form = job.shape.kind == "scored_long"
-            require_growth(job.folder, load_manifest(job.folder), draft.rows, long_form=long_form)
-        _require_space(job, draft)
-        plan = _plan(job, draft, intake, quarantine)
-        _install(draft, ring_of(job))
-    return write_plan(job.work, plan)
+    preparation = preparation_of(job)
+    executor = _of_preparing(job, executor)
+    _encode(job, preparation, executor, progress)
+    try:
+        intake = preparation.intake()
+    except CorruptionError:
+        if plan := load_plan(job.work):  # another was faster, and has removed what it had read
+            preparation.ring.spool.forget_encoded()
+            return plan
+        raise
+    quarantine = _quarantine(job, run_id, intake)
+    _require_usable(job, intake, quarantine)
+    ring = _arrange(preparation, executor, progress)
+    intake.notes.update(ring.record.notes)
+    if job.folder.manifest.exists():
+        long_form = job.shape.kind == "scored_long"
+        require_growth(job.folder, load_manifest(job.folder), ring.rows, long_form=long_form)
+    _require_space(job, ring)
+    plan = write_plan(job.work, _plan(job, ring, intake, quarantine))
+    ring.spool.forget_encoded()
+    return plan
 
 
-@contextmanager
-def _drafted_ring(job: Job) -> Iterator[Ring]:
-    """A ring to make, which no other process sees; drafts of dead processes go.
-
-    They are told by their locks, so only drafts of this machine are looked at.
-    """
-    folder = job.work.make_tmp(f"rings-{socket.gethostname()}") / "ring"
-    with fs.draft_folder(folder) as draft:
-        yield Ring(draft, job.config.cache.kl_pairs)
-
-
-def _install(draft: Ring, ring: Ring) -> None:
-    """Gives a ring its place, unless another process was first with the same one."""
-    reach("ring.before_rename")
-    while not fs.rename_if_absent(draft.folder, ring.folder):
-        if draft.is_equal(ring):
-            break
-        # Damaged, or of an older version: one rename, so that no process reads half of each.
-        fs.rename(ring.folder, draft.folder.with_name(f"ring-{secrets.token_hex(8)}"))
-    fs.fsync_folder(ring.folder.parent)
-    reach("ring.after_rename")
+def remake_ring(job: Job, plan: Plan, executor: Executor, progress: Progress) -> None:
+    """Makes what is missing of the ring of a plan here again."""
+    job.work.prepare()
+    preparation = preparation_of(job)
+    executor = _of_preparing(job, executor)
+    _encode(job, preparation, executor, progress)
+    ring = _arrange(preparation, executor, progress)
+    if _offsets(job, ring) != plan.unit_offsets:
+        raise CorruptionError(
+            f"{job.work.root}: its rows, prepared again, differ from its plan. Delete it and run "
+            "again; all rows that no other cache holds are then scored again."
+        )
+    ring.spool.forget_encoded()
 
 
-def _encode(job: Job, spool: Path, intake: Intake, progress: Progress) -> list[SortedRows]:
-    """Encodes all usable rows into sorted runs in a folder."""
-    config = job.config
-    total_bytes = sum(file.bytes for file in job.inputs)
-    encoding = EncodingJob(
-        config.model.path,
-        config.tokens,
-        job.shape,
-        config.cache.seed,
-        job.files,
-        tokenizer_fingerprint(job.tokenizer),
+def preparation_of(job: Job) -> Preparation:
+    """What the tasks of preparing need to know."""
+    columns = job.shape.columns
+    total = data_bytes(job.inputs, columns)
+    return Preparation(
+        ring=ring_of(job),
+        plan=job.work.plan,
+        encoding=EncodingJob(
+            job.config.model.path,
+            job.config.tokens,
+            job.shape,
+            job.config.cache.seed,
+            job.files,
+            tokenizer_fingerprint(job.tokenizer),
+        ),
+        inputs=job.inputs,
+        digested=job.digested,
+        slices=slices_of(job.inputs, columns, total=total),
+        num_ranges=number_of_ranges(total),
+        prompt_side=job.config.tokens.prompt_side,
     )
-    workers = config.data.workers or default_workers(total_bytes)
-    progress.begin("reading and tokenizing", total=None, unit="rows")
-    chunks = _shown(iter_chunks(job.inputs, job.shape.columns), progress)
-    encoded = encode_chunks(chunks, encoding, num_workers=workers)
-    with os_errors_as_storage_errors("write", spool):
-        try:
-            runs = collect_runs(spool, encoded, intake)
-        except BadDataError:
-            require_unchanged(job.inputs, job.digested)  # the better reason
-            raise
+
+
+def _encode(job: Job, preparation: Preparation, executor: Executor, progress: Progress) -> None:
+    """Encodes the slices that are not encoded yet."""
+    preparation.ring.spool.prepare()
+    try:
+        executor.run(EncodeTasks(preparation), progress=progress, on_done=lambda rows: None)
+    except BadDataError:
+        require_unchanged(job.inputs, job.digested)  # the better reason
+        raise
     # Only now: Parquet and mapped files are read here and there, some of it after the last chunk.
     require_unchanged(job.inputs, job.digested)
-    progress.end()
-    return runs
 
 
-def _merge(job: Job, ring: Ring, runs: list[SortedRows], intake: Intake) -> None:
-    """Merges the runs into the ring, then pairs every completion."""
-    side = job.config.tokens.prompt_side
-    join = partial(merge_same_prompts, notes=intake.notes, prompt_side=side)
-    is_long = job.shape.kind == "scored_long"
-    with os_errors_as_storage_errors("write", ring.folder):
-        rows = merge_runs(ring.rows_file, runs, intake.notes, join=join if is_long else None)
-        ring.complete(rows, intake.notes)
+def _arrange(preparation: Preparation, executor: Executor, progress: Progress) -> Ring:
+    """Makes the stretches of the ring that are missing, then pairs every completion."""
+    ring = preparation.ring
+    executor.run(ArrangeTasks(preparation), progress=progress, on_done=lambda rows: None)
+    if not ring.is_whole:
+        complete_ring(ring, preparation.num_ranges)
+    return ring
 
 
-def remake_ring(job: Job, plan: Plan, progress: Progress) -> None:
-    """Makes the ring of a plan again, because it is missing here or of an older version."""
-    job.work.prepare()
-    intake = Intake()
-    with _drafted_ring(job) as draft:
-        _merge(job, draft, _encode(job, draft.folder, intake, progress), intake)
-        if _offsets(job, draft) != plan.unit_offsets:
-            raise CorruptionError(
-                f"{job.work.root}: its rows, prepared again, differ from its plan. Delete it and "
-                "run again; all rows that no other cache holds are then scored again."
-            )
-        _install(draft, ring_of(job))
+def _of_preparing(job: Job, executor: Executor) -> Executor:
+    """What makes the tasks of preparing: a cluster, or all cores of this machine.
+
+    Small data are prepared in this process alone.
+    """
+    share = executor.share if isinstance(executor, Inline) else Share()
+    is_small = sum(file.bytes for file in job.inputs) < SMALL_INPUT_BYTES
+    if isinstance(executor, RayActors) and executor.address and not is_small:
+        return executor.on_cores()
+    processes = job.config.data.workers or (0 if is_small else usable_cores())
+    return Children(share, processes) if processes else Inline(share)
+
+
+# Below this, starting processes costs more than they save.
+SMALL_INPUT_BYTES = 8 * 1024 * 1024
 
 
 def ring_of(job: Job) -> Ring:
     """The ring of the plan in the work folder, which may be incomplete."""
-    return Ring(job.work.spool, job.config.cache.kl_pairs)
-
-
-def _shown(chunks: Iterator[Chunk], progress: Progress) -> Iterator[Chunk]:
-    for chunk in chunks:
-        yield chunk
-        progress.advance(len(chunk))
+    return Ring(Spool(job.work.spool), job.config.cache.kl_pairs)
 
 
 def _quarantine(job: Job, run_id: str, intake: Intake) -> tuple[FileEntry, ...]:
@@ -336,7 +334,7 @@ def _notes(job: Job, intake: Intake) -> dict[str, int]:
 def _offsets(job: Job, ring: Ring) -> tuple[int, ...]:
     cache = job.config.cache
     return unit_offsets(
-        ring.rows,
+        ring.sizes(),
         num_pairs=cache.kl_pairs,
         rows_per_unit=cache.rows_per_shard,
         tokens_per_unit=cache.tokens_per_shard,

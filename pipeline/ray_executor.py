@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import shutil
 import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,9 +23,9 @@ import numpy as np
 
 from ..schemas.config import ScoringOptions
 from ..schemas.errors import AlignError, UsageError, unexpected_os_error
-from ..stages.data.encode_workers import usable_cores
 from ..stages.tracking.progress import NoProgress, Progress
 from .executor import Facts, Share, Tasks
+from .task_processes import usable_cores
 
 logger = logging.getLogger("align")
 
@@ -36,7 +37,7 @@ QUIET = {
     "RAY_BACKEND_LOG_LEVEL": "fatal",
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
 }
-# As Ray does by itself on those two; it reads this when it is imported.
+# As Ray does by itself on those two; it reads its environment when it is imported.
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 # What the command sets for itself, for workers on machines where it does not run.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "USE_HUB_KERNELS": "0"}
@@ -49,6 +50,7 @@ class RayActors:
     address: str  # empty: a cluster on this machine, for this run
     workers: str  # MIN:MAX, or one number; empty: one for each GPU, or for each machine
     gpus: float  # of each worker
+    cores: float = CORES_PER_WORKER  # of each worker
 
     @staticmethod
     def of(options: ScoringOptions, *, on_gpu: bool) -> RayActors:
@@ -57,6 +59,10 @@ class RayActors:
         require_ray()
         gpus = options.ray_gpus_per_worker or float(on_gpu)
         return RayActors(options.ray_address, options.ray_workers, gpus)
+
+    def on_cores(self) -> RayActors:
+        """The same cluster, with a worker for each core and none on a GPU."""
+        return replace(self, workers="", gpus=0.0, cores=1.0)
 
     def run(
         self, tasks: Tasks[Facts], *, progress: Progress, on_done: Callable[[Facts], None]
@@ -87,13 +93,15 @@ class RayActors:
             fn_constructor_args=(tasks,),
             batch_size=1,
             compute=pool,
-            num_cpus=CORES_PER_WORKER,
+            num_cpus=self.cores,
             num_gpus=self.gpus or None,
         )
         return iter(rows.iter_rows())
 
     def _room(self, ray: Any) -> int:
-        """As many workers as have a GPU each, or one for each machine."""
+        """As many workers as have a GPU or a core each, or one for each machine."""
+        if self.cores > CORES_PER_WORKER:
+            return max(1, int(ray.cluster_resources().get("CPU", 1)) - 1)
         if self.gpus:
             gpus: float = ray.cluster_resources().get("GPU", 0)
             return max(1, int(gpus / self.gpus))
@@ -178,7 +186,7 @@ class _Maker:
 @contextmanager
 def _connected(address: str) -> Iterator[Any]:
     """Ray, connected to a cluster; one of our own is on loopback alone, and ends with the block."""
-    with _environment(QUIET if address else QUIET | LOOPBACK):
+    with _environment(QUIET if address else QUIET | LOOPBACK | _own_token()):
         import ray  # noqa: PLC0415 - it takes seconds, and many do without it
         import ray.data  # noqa: PLC0415
 
@@ -207,6 +215,11 @@ def _connected(address: str) -> Iterator[Any]:
             ray.shutdown()
             _take_back(handler)
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _own_token() -> dict[str, str]:
+    """Keeps other users of the machine out; Ray would write a token into the home folder."""
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
 def _take_back(handler: Any) -> None:

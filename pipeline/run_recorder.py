@@ -133,6 +133,7 @@ class RunRecords:
         self, place: Place, metrics: dict[str, float], line: dict[str, float] | None
     ) -> None:
         """An optimizer step is done; after some of them a line covers several."""
+        self._run.begin_sending()
         self._measured(place, metrics)
         if line is not None:
             seen = self._machine.now() if self._machine else {}

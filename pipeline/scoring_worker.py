@@ -17,7 +17,8 @@ from ..schemas.errors import FingerprintError
 from ..schemas.json_codec import digest
 from ..schemas.rows import Reference, Scorer
 from ..stages.pairing.kl_partners import CutRule
-from ..stages.pairing.units import Ring, build_unit
+from ..stages.pairing.ring import Ring
+from ..stages.pairing.units import build_unit
 from ..stages.score.reuse import ReuseIndex
 from ..stages.score.score import BatchDone, ScoringRules, UnitScores, score_unit
 from ..stages.storage.cache_folder import WorkFolder

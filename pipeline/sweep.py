@@ -26,7 +26,7 @@ from .mlflow_sync import send_earlier
 from .policy_identity import PolicyDigests, digest_policies
 from .settings import Settings
 from .signals import WAY_ON
-from .train import shard_columns, train_in
+from .train import naming_lost_peers, shard_columns, train_in
 from .training_job import TrainingJob, open_training
 from .trials import OWN, SweepResult, Trial, TrialResult, sweep_page, values_of
 
@@ -49,7 +49,8 @@ def sweep(load: Load, trials: Sequence[Trial], output: Path, *, progress: Progre
     results: list[TrialResult] = []
     remember = own_digests()
     with joined_world() as world:
-        digests = digest_policies(jobs, world, remember)
+        with naming_lost_peers(world):
+            digests = digest_policies(jobs, world, remember)
         jobs = [_identified(digests, *one) for one in zip(trials, jobs, strict=True)]
         columns = shard_columns(world, remember, keeps=True)
         run_on_rank_zero(world, partial(_require_room, jobs, output))

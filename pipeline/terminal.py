@@ -5,6 +5,7 @@ Among ranks the first speaks for all.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import warnings
@@ -23,6 +24,8 @@ from ..stages.tracking.progress import NoProgress, Progress, make_progress
 
 def own_process(arguments: Sequence[str]) -> None:
     """Applies the settings of the process; a library must not change its host."""
+    # Imports make millions of objects and no garbage; `begin_work` ends this.
+    gc.disable()
     # Arrow reads this when it is first imported. Its own pool keeps what was freed, beside what
     # torch then takes; the C library's gives both the same memory.
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
@@ -75,8 +78,13 @@ def say(text: str, *, err: bool = False) -> None:
     typer.echo(safe(text), err=err)
 
 
-def progress_of_first() -> Progress:
-    """A progress display on the first rank, none on the others."""
+def begin_work() -> Progress:
+    """To be called when all is imported; returns the display of progress, on the first rank only.
+
+    Garbage is collected from here on, but never looked for among what has been imported.
+    """
+    gc.freeze()
+    gc.enable()
     return make_progress() if is_first_rank() else NoProgress()
 
 

@@ -49,7 +49,7 @@ TOKENS_PER_BATCH = {"cuda": 16_384, "cpu": 2048}
 def run_training(job: TrainingJob, *, progress: Progress) -> Trained:
     """Trains a policy, or resumes a run that was stopped; returns its steps and metrics."""
     remember = own_digests()
-    with joined_world() as world:
+    with joined_world() as world, naming_lost_peers(world):
         identified = digest_policies([job], world, remember).identified(job)
         return train_in(identified, world, shard_columns(world, remember), progress=progress)
 
@@ -141,7 +141,11 @@ def _spread(job: TrainingJob, world: World, start: Start | None) -> Sharding | N
         return None
     if start is None or start.checkpoint is None:
         return Sharding(partitions)
-    return Sharding(partitions, known_path(start.checkpoint.position, job, partitions.device))
+    position = start.checkpoint.position
+    # On other ranks or of another stage, the checkpoint is converted with what was loaded.
+    if (position.identity.world_size, position.identity.zero_stage) != (world.size, 3):
+        return Sharding(partitions)
+    return Sharding(partitions, known_path(position, job, partitions.device))
 
 
 def _sources(job: TrainingJob, columns: ShardColumns) -> tuple[TrainSource, TrainSource]:

@@ -13,7 +13,7 @@ from ..schemas.config import ModelOptions
 from ..schemas.errors import CorruptionError, FingerprintError
 from ..schemas.json_codec import digest
 from ..schemas.rows import Reference, ScoredBlock, Scorer, Tree, allowed_gaps
-from ..stages.model.model_folder import UNUSED_WEIGHTS
+from ..stages.model.model_folder import TENSOR_PARALLEL, UNUSED_WEIGHTS
 from ..stages.score.score import score_again
 from ..stages.storage.cache_folder import CacheFolder
 from ..stages.storage.cleanup import superseded
@@ -44,10 +44,13 @@ def verify(
         text = f"{text}\n{kept}"
     if not rescore:
         return text
-    reference = open_reference(_as_recorded(options, manifest, model))
+    recorded = _as_recorded(options, manifest, model)
+    reference = open_reference(recorded)
     _require_same_reference(manifest, dict(reference.identity()))
     dtype = manifest.fingerprint.get("model.dtype", "float32")
-    worst, branches = _rescore(folder, manifest, rescore, reference.open(), dtype)
+    # One process computes what several may have computed together, to the tolerance of the dtype.
+    alone = open_reference(replace(recorded, tensor_parallel=1))
+    worst, branches = _rescore(folder, manifest, rescore, alone.open(), dtype)
     return f"{text}\n{branches} branches scored again: largest difference {worst:.2e} nats"
 
 
@@ -60,6 +63,7 @@ def _as_recorded(options: ModelOptions, manifest: Manifest, model: str | None) -
         dtype=fields.get("model.dtype", "auto"),  # type: ignore[arg-type]
         attention=fields.get("model.attention", "auto"),  # type: ignore[arg-type]
         allow_unused_weights=UNUSED_WEIGHTS in fields,
+        tensor_parallel=int(fields.get(TENSOR_PARALLEL, 1)),
     )
 
 

@@ -38,7 +38,17 @@ class ModelOptions:
         "auto", "auto: sdpa where the model has it, else eager"
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: cuda where there is one")
-    device_map: str = option("", "spread a large model over devices, as transformers reads it")
+    device_map: str = option(
+        "",
+        "spread a large model over devices: auto, balanced, sequential, or a JSON object of "
+        'modules and devices, such as {"": 0}',
+    )
+    offload_folder: str = option(
+        "", "folder for the weights that device_map puts on disk; empty: they may not"
+    )
+    tensor_parallel: int = option(
+        1, "ranks of torchrun that hold a large reference together, each a part of a layer", ge=1
+    )
     trust_remote_code: bool = option(False, "run Python code found in the model folder")
     allow_unused_weights: bool = option(
         False, "take a model folder that stores more tensors than its config.json has use for"

@@ -11,7 +11,7 @@ import json
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from math import nan
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .preparing import EncodedPart
 from .rows import PromptKeys, Ragged, Record, Rejected, RowBlock, offsets_of
 
 
@@ -52,9 +53,10 @@ class KeyedRows:
         )
 
     def in_ring_order(self) -> KeyedRows:
-        """Sorted by place, then by the row's own digest."""
-        halves = self.rows.row_id.view(">u8").reshape(-1, 2)
-        return self.take(np.lexsort((halves[:, 1], halves[:, 0], self.places)))
+        """Sorted by place, then by the row's own digest; equal rows by their number."""
+        rows = self.rows
+        halves = rows.row_id.view(">u8").reshape(-1, 2)
+        return self.take(np.lexsort((rows.row, halves[:, 1], halves[:, 0], self.places)))
 
     @staticmethod
     def concat(parts: Sequence[KeyedRows]) -> KeyedRows:
@@ -169,12 +171,13 @@ MOST_REJECTED_KEPT = 100_000
 
 @dataclass
 class Intake:
-    """Counts of the input, and the rejected rows up to a limit."""
+    """Counts of the input, and the first of the rejected rows."""
 
+    rows_passed: int = 0  # what a slice had to read, rows of its stretch's other shares too
     rows_per_file: Counter[int] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
-    rejected: list[Rejected] = field(default_factory=list)
+    rejected: list[Rejected] = field(default_factory=list)  # by file, then by row
 
     @property
     def rows_in(self) -> int:
@@ -186,8 +189,19 @@ class Intake:
         self.rows_per_file[chunk.file] += len(chunk.keyed) + len(chunk.rejected)
         self.notes.update(chunk.notes)
         self.reasons.update(rejected.reason for rejected in chunk.rejected)
-        room = MOST_REJECTED_KEPT - len(self.rejected)
-        self.rejected.extend(chunk.rejected[:room])
+        self._keep(chunk.rejected)
+
+    def add(self, part: EncodedPart, *, file: int, first_row: int) -> None:
+        """Adds one slice of a file, whose stretch begins with this row of it."""
+        self.rows_per_file[file] += part.rows_in
+        self.notes.update(part.notes)
+        self.reasons.update(part.reasons)
+        self._keep(replace(one, row=one.row + first_row) for one in part.rejected)
+
+    def _keep(self, rejected: Iterable[Rejected]) -> None:
+        self.rejected.extend(rejected)
+        self.rejected.sort(key=lambda one: (one.file, one.row))  # shares of a stretch interleave
+        del self.rejected[MOST_REJECTED_KEPT:]
 
 
 # Texts are sketched together until they have so many characters, each of which takes some 50 bytes.

@@ -335,3 +335,43 @@ def test_github_runs_what_ci_runs_on_every_python_that_is_named():
     metadata = tomllib.loads(page("pyproject.toml").read_text(encoding="utf-8"))["project"]
     named = re.findall(r"Python :: (\d\.\d+)", " ".join(metadata["classifiers"]))
     assert job["strategy"]["matrix"]["python"] == named
+
+
+MANY = page("docs/many-processes.md")
+
+
+@pytest.mark.parametrize("script", [block.text for block in blocks(MANY, "bash")])
+def test_a_batch_script_is_one_that_bash_reads_and_gives_a_command_of_ours(script, tmp_path):
+    path = tmp_path / "parts.sbatch"
+    path.write_text(script)
+    assert not subprocess.run(["bash", "-n", path], capture_output=True, check=True).stderr
+    (line,) = (line for line in script.splitlines() if "align precompute-ref" in line)
+    part = {"SLURM_ARRAY_TASK_ID": "2", "SLURM_ARRAY_TASK_COUNT": "8"}
+    given = re.sub(r'^rest="|"$', "", line) if line.startswith("rest=") else line
+    words = shlex.split(given.replace("$part", "/".join(part.values())))
+    take(words[1:])
+
+
+def test_the_job_of_kubernetes_runs_every_part_once():
+    ((job,),) = ([*yaml.safe_load_all(block.text)] for block in blocks(MANY, "yaml"))
+    assert (job["apiVersion"], job["kind"]) == ("batch/v1", "Job")
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    assert spec["completionMode"] == "Indexed"
+    assert pod["restartPolicy"] == "Never"  # which backoffLimitPerIndex needs
+    (container,) = pod["containers"]
+    assert container["command"] == ["/bin/sh", "-c"]
+    (script,) = container["args"]
+    shown = script.replace("exec align", "printf '%s\\n'")
+    for index in range(spec["completions"]):
+        said = subprocess.run(
+            ["sh", "-c", shown],
+            env={**os.environ, "JOB_COMPLETION_INDEX": str(index)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        *_, part = words = said.stdout.split()
+        assert part == f"{index + 1}/{spec['completions']}"
+        take(words)
+    mounted = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["volumes"]}

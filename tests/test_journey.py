@@ -67,6 +67,8 @@ def test_a_log_gets_plain_lines(journey):
     assert [line.partition(":")[0] for line in lines] == [
         "reading and tokenizing",
         "reading and tokenizing",
+        "sorting",
+        "sorting",
         "scoring",
         "scoring",
     ]

@@ -1,12 +1,13 @@
-"""The file formats: for each, the columns of a file and its rows as payloads of bounded size."""
+"""The file formats: the columns of a file, where it can be cut, its rows in bounded payloads."""
 
 from __future__ import annotations
 
 import csv
 import json
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -14,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ...schemas.errors import BadDataError
-from .json_files import json_rows
+from .json_files import is_json_lines, json_rows
 
 Item = TypeVar("Item")
 SAMPLED_JSON_ROWS = 100
@@ -27,6 +28,22 @@ class Limit:
 
     rows: int
     bytes: int
+
+
+@dataclass(frozen=True)
+class FileStretch:
+    """A part of a file that can be read without the rest: from `start` to `stop`.
+
+    Counted are bytes of JSON lines, row groups of Parquet and batches of Arrow. Any other file can
+    only be read from its beginning and is one stretch.
+    """
+
+    start: int
+    stop: int
+    bytes: int  # of data, about
+
+
+WHOLE = FileStretch(0, sys.maxsize, 0)
 
 
 @dataclass(frozen=True)
@@ -79,7 +96,26 @@ class Format:
     """How one kind of file is read."""
 
     columns: Callable[[Path], tuple[str, ...]]  # empty when the file has no rows
-    payloads: Callable[[Path, Collection[str], Limit], Iterator[Payload]]
+    stretches: Callable[
+        [Path, Collection[str], int], list[FileStretch]
+    ]  # of so many bytes, if they can
+    payloads: Callable[[Path, Collection[str], Limit, FileStretch], Iterator[Payload]]
+
+
+def _joined(sizes: Iterable[int], most: int) -> list[FileStretch]:
+    """Consecutive parts of a file, together as long as they stay below so many bytes."""
+    stretches: list[FileStretch] = []
+    for number, size in enumerate(sizes):
+        last = stretches[-1] if stretches else None
+        if last and last.bytes + size <= most:
+            stretches[-1] = FileStretch(last.start, number + 1, last.bytes + size)
+        else:
+            stretches.append(FileStretch(number, number + 1, size))
+    return stretches
+
+
+def _one_stretch(path: Path, columns: Collection[str], most: int) -> list[FileStretch]:
+    return [FileStretch(0, sys.maxsize, path.stat().st_size)]
 
 
 def parquet_columns(path: Path) -> tuple[str, ...]:
@@ -88,12 +124,21 @@ def parquet_columns(path: Path) -> tuple[str, ...]:
         return tuple(file.schema_arrow.names) if file.metadata.num_rows else ()
 
 
-def parquet_payloads(path: Path, columns: Collection[str], limit: Limit) -> Iterator[ArrowRows]:
+def parquet_stretches(path: Path, columns: Collection[str], most: int) -> list[FileStretch]:
+    """Cuts a Parquet file between row groups."""
+    with pq.ParquetFile(path, memory_map=False) as file:
+        groups = map(file.metadata.row_group, range(file.num_row_groups))
+        return _joined((_bytes_of(group, columns) for group in groups), most)
+
+
+def parquet_payloads(
+    path: Path, columns: Collection[str], limit: Limit, stretch: FileStretch
+) -> Iterator[ArrowRows]:
     """Yields the rows of a Parquet file, row group by row group."""
     # Without buffer_size a whole column chunk is held; with pre_buffer the whole file.
     with pq.ParquetFile(path, memory_map=False, pre_buffer=False, buffer_size=1 << 20) as file:
         wanted = [name for name in file.schema_arrow.names if name in columns]
-        for group in range(file.num_row_groups):
+        for group in range(stretch.start, min(stretch.stop, file.num_row_groups)):
             rows = _rows_per_batch(file.metadata.row_group(group), wanted, limit)
             # Threads would each keep freed memory, and the cores belong to the tokenizers.
             batches = file.iter_batches(rows, [group], wanted, use_threads=False)
@@ -102,11 +147,15 @@ def parquet_payloads(path: Path, columns: Collection[str], limit: Limit) -> Iter
 
 
 def _rows_per_batch(group: pq.RowGroupMetaData, wanted: Collection[str], limit: Limit) -> int:
-    leaves = map(group.column, range(group.num_columns))
-    sizes = [leaf.total_uncompressed_size for leaf in leaves if _root(leaf) in wanted]
-    bytes_per_row = max(1, sum(sizes) // max(1, group.num_rows))
+    bytes_per_row = max(1, _bytes_of(group, wanted) // max(1, group.num_rows))
     rows: int = limit.bytes // bytes_per_row
     return max(1, min(limit.rows, rows))
+
+
+def _bytes_of(group: pq.RowGroupMetaData, wanted: Collection[str]) -> int:
+    """What these columns hold, before compression."""
+    leaves = map(group.column, range(group.num_columns))
+    return sum(leaf.total_uncompressed_size for leaf in leaves if _root(leaf) in wanted)
 
 
 def _root(leaf: pq.ColumnChunkMetaData) -> str:
@@ -122,11 +171,21 @@ def arrow_columns(path: Path) -> tuple[str, ...]:
     return ()
 
 
-def arrow_payloads(path: Path, columns: Collection[str], limit: Limit) -> Iterator[ArrowRows]:
+def arrow_stretches(path: Path, columns: Collection[str], most: int) -> list[FileStretch]:
+    """Cuts an Arrow IPC file or stream between record batches; each row counts alike."""
+    with pa.memory_map(str(path)) as source:
+        rows = [batch.num_rows for batch in _arrow_batches(source, [*columns][:1])]
+    bytes_per_row = path.stat().st_size / max(1, sum(rows))
+    return _joined((int(count * bytes_per_row) for count in rows), most)
+
+
+def arrow_payloads(
+    path: Path, columns: Collection[str], limit: Limit, stretch: FileStretch
+) -> Iterator[ArrowRows]:
     """Yields the rows of an Arrow IPC file or stream."""
     # Mapped, not read: one record batch may be as large as the file.
     with pa.memory_map(str(path)) as source:
-        for batch in _arrow_batches(source, columns):
+        for batch in islice(_arrow_batches(source, columns), stretch.start, stretch.stop):
             for start in range(0, batch.num_rows, limit.rows):
                 yield from _within(batch.slice(start, limit.rows), limit)
 
@@ -185,7 +244,9 @@ def csv_columns(path: Path) -> tuple[str, ...]:
     return tuple(header) if next(rows, None) else ()
 
 
-def csv_payloads(path: Path, columns: Collection[str], limit: Limit) -> Iterator[CsvRows]:
+def csv_payloads(
+    path: Path, columns: Collection[str], limit: Limit, stretch: FileStretch
+) -> Iterator[CsvRows]:
     """Yields the rows of a CSV file, all columns of them, so that cells can be counted."""
     rows = _csv_rows(path)
     header = tuple(next(rows))
@@ -235,9 +296,22 @@ def _keys(text: bytes) -> Iterable[str]:
     return row if isinstance(row, dict) else ()
 
 
-def json_payloads(path: Path, columns: Collection[str], limit: Limit) -> Iterator[JsonRows]:
+def json_stretches(path: Path, columns: Collection[str], most: int) -> list[FileStretch]:
+    """Cuts JSON lines anywhere; an array is one stretch."""
+    if not is_json_lines(path):
+        return _one_stretch(path, columns, most)
+    size = path.stat().st_size
+    count = max(1, -(-size // most))
+    edges = [number * size // count for number in range(count + 1)]
+    return [FileStretch(start, stop, stop - start) for start, stop in pairwise(edges)]
+
+
+def json_payloads(
+    path: Path, columns: Collection[str], limit: Limit, stretch: FileStretch
+) -> Iterator[JsonRows]:
     """Yields the rows of a JSON file; they are parsed where they are checked."""
-    return map(JsonRows, _groups(json_rows(path), len, limit))
+    rows = json_rows(path, start=stretch.start, stop=stretch.stop)
+    return map(JsonRows, _groups(rows, len, limit))
 
 
 def _groups(
@@ -255,14 +329,14 @@ def _groups(
         yield group
 
 
-_JSON = Format(json_columns, json_payloads)
-_ARROW = Format(arrow_columns, arrow_payloads)
+_JSON = Format(json_columns, json_stretches, json_payloads)
+_ARROW = Format(arrow_columns, arrow_stretches, arrow_payloads)
 FORMATS = {
-    ".parquet": Format(parquet_columns, parquet_payloads),
+    ".parquet": Format(parquet_columns, parquet_stretches, parquet_payloads),
     ".jsonl": _JSON,
     ".ndjson": _JSON,
     ".json": _JSON,
-    ".csv": Format(csv_columns, csv_payloads),
+    ".csv": Format(csv_columns, _one_stretch, csv_payloads),
     ".arrow": _ARROW,
     ".feather": _ARROW,
     ".ipc": _ARROW,

@@ -6,6 +6,7 @@ import codecs
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from ...schemas.errors import BadDataError, FingerprintError, UsageError
-from .file_formats import FORMATS, Limit, Payload
+from .file_formats import FORMATS, WHOLE, FileStretch, Limit, Payload
 
 _DAMAGE = (BadDataError, pa.ArrowException, OSError, UnicodeError)
 _SIDECARS = {"dataset_info.json", "dataset_infos.json"}  # of `datasets`, beside the data
@@ -41,7 +42,8 @@ class Digested:
 class Chunk:
     """Consecutive rows of one file, not yet parsed; cheap to send to another process.
 
-    Rows are counted from 0 within their file. Blank lines of JSONL and CSV and the CSV header
+    Rows are counted from 0 within their file, or within their stretch of it.
+    Blank lines of JSONL and CSV and the CSV header
     are not rows and are not counted.
     """
 
@@ -87,11 +89,81 @@ def iter_chunks(
     """Yields the rows of all files in order, with these columns."""
     limit = Limit(rows_per_chunk, bytes_per_chunk)
     for index, file in enumerate(inputs):
-        row = 0
-        for payload in _payloads(file, columns, limit):
-            if len(payload):
-                yield Chunk(index, row, payload)
-            row += len(payload)
+        yield from _chunks(file, index, columns, WHOLE, limit)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """What one task reads: of the chunks of a stretch every `shares`-th, beginning with `share`."""
+
+    file: int  # which of the inputs
+    stretch: FileStretch
+    share: int
+    shares: int
+
+    @property
+    def bytes(self) -> int:
+        """How much data its own chunks hold, about."""
+        return self.stretch.bytes // self.shares
+
+
+def data_bytes(inputs: Sequence[InputFile], columns: Collection[str]) -> int:
+    """How much data the files hold, before compression where that is known."""
+    return sum(
+        stretch.bytes for file in inputs for stretch in _stretches(file, columns, sys.maxsize)
+    )
+
+
+def slices_of(
+    inputs: Sequence[InputFile], columns: Collection[str], *, total: int
+) -> tuple[Slice, ...]:
+    """The slices of all files, in order: set by the files alone, whose data are `total` bytes."""
+    most = min(max(total // SLICES, LEAST_SLICE), LARGEST_SLICE)
+    slices = []
+    for index, file in enumerate(inputs):
+        for stretch in _stretches(file, columns, most):
+            shares = min(MOST_SHARES, max(1, stretch.bytes // most))
+            slices += [Slice(index, stretch, share, shares) for share in range(shares)]
+    return tuple(slices)
+
+
+SLICES = 64  # of small data; of large data there are as many as its size asks for
+LEAST_SLICE, LARGEST_SLICE = 2 << 20, 32 << 20
+# What cannot be cut is read by every share from its beginning: cheap beside encoding a part of it.
+MOST_SHARES = 8
+
+
+def iter_slice(
+    inputs: Sequence[InputFile], part: Slice, columns: Collection[str]
+) -> Iterator[tuple[Chunk, bool]]:
+    """Yields all chunks of a slice's stretch, and whether each is of the slice itself.
+
+    Their rows are counted from the beginning of the stretch.
+    """
+    limit = Limit(1000, 8 << 20)
+    chunks = _chunks(inputs[part.file], part.file, columns, part.stretch, limit)
+    for number, chunk in enumerate(chunks):
+        yield chunk, number % part.shares == part.share
+
+
+def _chunks(
+    file: InputFile, index: int, columns: Collection[str], stretch: FileStretch, limit: Limit
+) -> Iterator[Chunk]:
+    row = 0
+    for payload in _payloads(file, columns, limit, stretch):
+        if len(payload):
+            yield Chunk(index, row, payload)
+        row += len(payload)
+
+
+def _stretches(file: InputFile, columns: Collection[str], most: int) -> list[FileStretch]:
+    try:
+        return FORMATS[file.format].stretches(file.path, columns, most)
+    except _DAMAGE as error:
+        raise BadDataError(
+            f"{file.path} cannot be read: {_one_line(error)}. "
+            "The file is damaged or incomplete: write it again."
+        ) from error
 
 
 def digested(file: InputFile) -> Digested:
@@ -110,9 +182,22 @@ def require_unchanged(inputs: Sequence[InputFile], before: Sequence[Digested]) -
         except OSError as error:
             raise _changed(file, error.strerror or str(error)) from error
         if now != known:
-            sizes = f"it had {known.bytes:,} bytes and has {now.bytes:,}"
-            rewritten = "it was written to, though its length is the same"
-            raise _changed(file, sizes if now.bytes != known.bytes else rewritten)
+            raise _changed(file, _how(known.bytes, now.bytes))
+
+
+def require_same_version(file: InputFile, known: Digested) -> None:
+    """Refuses a file that was replaced or written to since, without reading it again."""
+    try:
+        found = file.path.stat()
+    except OSError as error:
+        raise _changed(file, error.strerror or str(error)) from error
+    if (found.st_ino, found.st_mtime_ns) != known.version:
+        raise _changed(file, _how(known.bytes, found.st_size))
+
+
+def _how(before: int, now: int) -> str:
+    sizes = f"it had {before:,} bytes and has {now:,}"
+    return sizes if now != before else "it was written to, though its length is the same"
 
 
 def _changed(file: InputFile, how: str) -> FingerprintError:
@@ -122,15 +207,18 @@ def _changed(file: InputFile, how: str) -> FingerprintError:
     )
 
 
-def _payloads(file: InputFile, columns: Collection[str], limit: Limit) -> Iterator[Payload]:
+def _payloads(
+    file: InputFile, columns: Collection[str], limit: Limit, stretch: FileStretch
+) -> Iterator[Payload]:
     row = 0
     try:
-        for payload in FORMATS[file.format].payloads(file.path, columns, limit):
+        for payload in FORMATS[file.format].payloads(file.path, columns, limit, stretch):
             yield payload
             row += len(payload)
     except _DAMAGE as error:
+        behind = f" of its part from {stretch.start:,} on" if stretch.start else ""
         raise BadDataError(
-            f"{file.path} cannot be read after row {row:,}: {_one_line(error)}. "
+            f"{file.path} cannot be read after row {row:,}{behind}: {_one_line(error)}. "
             "The file is damaged or incomplete: write it again."
         ) from error
 

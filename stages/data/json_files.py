@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -17,16 +18,21 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 _raw_decode = json.JSONDecoder().raw_decode
 
 
-def json_rows(path: Path) -> Iterator[bytes]:
+def json_rows(path: Path, *, start: int = 0, stop: int = sys.maxsize) -> Iterator[bytes]:
     """Yields each record's raw text; what it holds is not checked here.
 
     A file that starts with `[` is one array, read through a sliding buffer; any other holds one
-    record per line, and blank lines are not records.
+    record per line, and blank lines are not records. Of lines, those are read that begin at one of
+    the bytes `start` to `stop`; an array is always read whole.
     """
     with path.open("rb") as file:
-        is_array = _first_byte(file) == b"["
-        file.seek(0)
-        yield from _elements(file) if is_array else _lines(file)
+        yield from _lines(file, start, stop) if is_json_lines(path) else _elements(file)
+
+
+def is_json_lines(path: Path) -> bool:
+    """Whether a file holds one record per line, and not an array."""
+    with path.open("rb") as file:
+        return _first_byte(file) != b"["
 
 
 def _first_byte(file: BinaryIO) -> bytes:
@@ -36,10 +42,17 @@ def _first_byte(file: BinaryIO) -> bytes:
     return block[:1]
 
 
-def _lines(file: BinaryIO) -> Iterator[bytes]:
-    if file.read(len(_BYTE_ORDER_MARK)) != _BYTE_ORDER_MARK:
+def _lines(file: BinaryIO, start: int, stop: int) -> Iterator[bytes]:
+    if start:
+        file.seek(start - 1)
+        file.readline()  # the rest of a line that begins before, or the end of one
+    elif file.read(len(_BYTE_ORDER_MARK)) != _BYTE_ORDER_MARK:
         file.seek(0)
-    return (line for line in file if not line.isspace())
+    place = file.tell()
+    while place < stop and (line := file.readline()):
+        place += len(line)
+        if not line.isspace():
+            yield line
 
 
 def _elements(file: BinaryIO) -> Iterator[bytes]:

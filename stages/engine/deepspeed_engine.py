@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,9 +24,10 @@ from .deepspeed_compat import (
     quietly,
     whole_ndim,
 )
-from .deepspeed_config import Circumstances, engine_config
+from .deepspeed_config import Circumstances, engine_config, stage_of
 from .deepspeed_state import whole_weights
 from .resized_state import Order
+from .zero3_partitions import large_blocks_given_back
 
 if TYPE_CHECKING:
     from ...schemas.rows import Tree
@@ -41,10 +43,11 @@ def open_engine(
     stored = str(learning[0].dtype).removeprefix("torch.")
     dtype = stored if options.dtype == "auto" else options.dtype
     config = engine_config(options, Circumstances(dtype, hidden_size, world.size))
+    is_partitioned = stage_of(config) == 3
     groups = _groups(learning, config)
     order = _names(policy, groups)
     try:
-        with quietly():
+        with quietly(), large_blocks_given_back() if is_partitioned else nullcontext():
             # A copy: DeepSpeed completes the dict it is given.
             engine, *_ = deepspeed.initialize(
                 model=policy,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
@@ -75,9 +77,11 @@ class ZeroPartitions:
         """A parameter of the shape of `like`; `fill` writes the part that this rank has of it."""
         return partitioned_parameter(self._init, like, dtype, fill)
 
-    def in_calls(self, model: nn.Module) -> AbstractContextManager[None]:
+    @contextmanager
+    def in_calls(self, model: nn.Module) -> Iterator[None]:
         """Inside, a parameter is whole from when a call asks for it until that call ends."""
-        return _whole_in_calls(model)
+        with large_blocks_given_back(), _whole_in_calls(model):
+            yield
 
     def changing(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
         """Inside, these are whole; rank zero's changes are kept."""
@@ -85,6 +89,27 @@ class ZeroPartitions:
             list(parameters), modifier_rank=0
         )
         return inside
+
+
+M_MMAP_THRESHOLD = -3
+SMALLEST, LARGEST = 1 << 20, 32 << 20  # of blocks that glibc gives back as they are freed
+
+
+@contextmanager
+def large_blocks_given_back() -> Iterator[None]:
+    """Keeps glibc from holding on to gathered parameters, which it would lay small blocks between.
+
+    It learns from the first large block that is freed to keep others; it is left as it would be.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    if set_option is None:
+        yield
+        return
+    set_option(M_MMAP_THRESHOLD, SMALLEST)
+    try:
+        yield
+    finally:
+        set_option(M_MMAP_THRESHOLD, LARGEST)
 
 
 @contextmanager

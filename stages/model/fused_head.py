@@ -55,6 +55,8 @@ def output_head(model: Any) -> OutputHead | None:
     # An adapter on the head is a wrapper whose `weight` lacks the adapter.
     if not isinstance(layer, nn.Linear) or layer.weight.is_meta:
         return None
+    if hasattr(layer.weight, "to_local"):  # of several ranks: each has a part of the vocabulary
+        return None
     return OutputHead(layer.weight, layer.bias, head_spec(model.config))
 
 

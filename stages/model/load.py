@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from .model_folder import (
     require_plain_folder,
     stored_dtype,
 )
+from .placement import chosen_device, placement, rank_device, require_parts
 from .transformers_compat import attention_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -56,8 +57,8 @@ def load_model(options: ModelOptions, kind: Any = AutoModelForCausalLM) -> nn.Mo
         model, _ = from_folder(options, resolved, kind)
         if options.adapter:
             model = with_adapter(model, options.adapter)
-    if not options.device_map:
-        model.to(_place(resolved.device))
+    if not placement(options):
+        model.to(rank_device(resolved.device))
     loaded: nn.Module = model
     return loaded
 
@@ -70,7 +71,12 @@ def unused_weights(options: ModelOptions, kind: Any = AutoModelForCausalLM) -> l
     if "quantization_config" in model_config(options.path):
         return []
     with quiet():
-        return from_folder(replace(options, device_map="meta"), resolve(options), kind)[1]
+        return from_folder(nowhere(options), resolve(options), kind)[1]
+
+
+def nowhere(options: ModelOptions) -> ModelOptions:
+    """The options of a skeleton, which holds no weights."""
+    return replace(options, device_map="meta", tensor_parallel=1)
 
 
 def resolve(options: ModelOptions) -> Resolved:
@@ -78,11 +84,12 @@ def resolve(options: ModelOptions) -> Resolved:
     require_plain_folder(options.path)
     with quiet():
         config = _config(options)
+        require_parts(config, options)
         skeleton = _skeleton(config, options)
     return Resolved(
         dtype=_dtype(options),
         attention=attention_of(skeleton),
-        device=_device(options),
+        device=chosen_device(options),
         hidden_size=int(config.get_text_config(decoder=True).hidden_size),
     )
 
@@ -116,7 +123,6 @@ def _skeleton(config: Any, options: ModelOptions) -> Any:
 
 def from_folder(options: ModelOptions, resolved: Resolved, kind: Any) -> tuple[Any, list[str]]:
     """What transformers makes of the folder, and the names of stored tensors that it leaves out."""
-    placement = {"device_map": options.device_map} if options.device_map else {}
     try:
         model, report = kind.from_pretrained(
             options.path,
@@ -128,12 +134,12 @@ def from_folder(options: ModelOptions, resolved: Resolved, kind: Any) -> tuple[A
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported, and refused below with their names
             **_unpacking(options.path),
-            **placement,
+            **placement(options),
         )
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         raise UsageError(
             f"{options.path}: the model cannot be loaded ({first_line(error)}). "
-            "Check the folder, model.device_map and model.dtype."
+            "Check the folder, model.device_map, model.tensor_parallel and model.dtype."
         ) from error
     return model, _require_all_taken(options, report)
 
@@ -223,31 +229,18 @@ def _dtype(options: ModelOptions) -> str:
     return dtype
 
 
-def _device(options: ModelOptions) -> str:
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("model.device is cuda, but torch finds no GPU here. Set it to auto.")
-    if options.device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return options.device
-
-
-def _place(device: str) -> str:
-    """Under a launcher every rank of a machine has a GPU of its own."""
-    rank = os.environ.get("LOCAL_RANK", "")
-    if device != "cuda" or not rank.isdigit():
-        return device
-    return f"cuda:{int(rank) % torch.cuda.device_count()}"
-
-
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps transformers' progress bars and advice out of our output, then restores them."""
+    """Keeps transformers' progress bars and advice out of our output, then restores them.
+
+    What it prints goes to stderr: a device_map brings in DeepSpeed, which does.
+    """
     logs: Any = transformers.utils.logging
     verbosity, bars = logs.get_verbosity(), logs.is_progress_bar_enabled()
     logs.set_verbosity_error()
     logs.disable_progress_bar()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), redirect_stdout(sys.stderr):
             warnings.simplefilter("ignore")
             yield
     finally:

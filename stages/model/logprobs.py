@@ -109,8 +109,13 @@ def causal_model(model: Any) -> Any:
 
 def input_device(model: nn.Module) -> torch.device:
     """Where token ids go."""
-    device: torch.device = causal_model(model).get_input_embeddings().weight.device
-    return device
+    inner = causal_model(model)
+    device: torch.device = inner.get_input_embeddings().weight.device
+    if device.type != "meta":
+        return device
+    # Kept in memory or on disk, and brought to the first device that computes when it is called.
+    places = [place for place in inner.hf_device_map.values() if place not in {"cpu", "disk"}]
+    return torch.device(places[0] if places else "cpu")
 
 
 def _use_attention(model: Any, path: ScoringPath) -> None:

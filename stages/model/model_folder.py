@@ -20,6 +20,7 @@ from ...schemas.file_version import FileVersion, Remember, digest_anew
 
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 UNUSED_WEIGHTS = "model.unused_weights"  # how many, where there are any and they are allowed
+TENSOR_PARALLEL = "numerics.tensor_parallel"  # how many ranks, each of which adds up a part
 # Written again by each version or machine, without effect on what the model computes.
 VOLATILE_CONFIG = frozenset(
     {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache"}
@@ -30,6 +31,7 @@ VOLATILE_ADAPTER = frozenset(
 # A head equal to the input embedding is the same model whether it is stored or left out.
 HEAD_NAMES = frozenset({"lm_head.weight", "embed_out.weight"})
 READ_BYTES = 8 << 20
+_AGAIN = "Leave the folder as it is while a run reads it, then run the same command again."
 LONGEST_HEADER = 100_000_000  # what the safetensors format allows
 
 
@@ -57,8 +59,7 @@ class ModelFiles:
             if not FileVersion.of(file).is_content_of(version):
                 raise FingerprintError(
                     f"{file} changed after it was digested, so what is computed may not be of the "
-                    "model this run began with. Leave the folder as it is while a run reads it, "
-                    "then run the same command again."
+                    f"model this run began with. {_AGAIN}"
                 )
 
 
@@ -125,14 +126,13 @@ def model_config(folder: str) -> dict[str, Any]:
 
 
 def _tensors_digest(tensors: list[StoredTensor], remember: Remember) -> str:
-    by_file: dict[Path, list[StoredTensor]] = {}
-    for tensor in tensors:
-        by_file.setdefault(tensor.file, []).append(tensor)
-    contents = {
-        tensor: content
-        for file, stored in by_file.items()
-        for tensor, content in zip(stored, remember(file, partial(_contents, stored)), strict=True)
-    }
+    contents: dict[StoredTensor, str] = {}
+    for file in sorted({tensor.file for tensor in tensors}):
+        stored = [tensor for tensor in tensors if tensor.file == file]
+        digests = remember(file, partial(_contents, file))
+        if len(digests) != len(stored):
+            raise FingerprintError(f"{file} changed while it was digested. {_AGAIN}")
+        contents |= zip(stored, digests, strict=True)
     count = Counter(contents.values())
     lines = [
         f"{tensor.name} {tensor.dtype} {list(tensor.shape)} {content}"
@@ -142,9 +142,10 @@ def _tensors_digest(tensors: list[StoredTensor], remember: Remember) -> str:
     return _sha256(*sorted(lines))
 
 
-def _contents(tensors: list[StoredTensor]) -> list[str]:
+def _contents(file: Path) -> list[str]:
+    """Digests of a file's tensors by name; the header is read again, to be of the same version."""
     with ThreadPoolExecutor() as pool:  # hashing and reading both release the interpreter
-        return list(pool.map(tensor_sha256, tensors))
+        return list(pool.map(tensor_sha256, _tensors_of([file])))
 
 
 def _json_digest(settings: dict[str, Any], volatile: frozenset[str]) -> str:

@@ -49,7 +49,7 @@ def load_policy(
     spread: Sharding | None = None,
 ) -> Policy:
     """The policy that begins as this model, the adapter of a reference merged into it."""
-    options = replace(model, dtype=train.dtype, device_map="")
+    options = replace(model, dtype=train.dtype, device_map="", tensor_parallel=1)
     load: Callable[..., nn.Module] = load_model
     if spread:
         reads = lora.enabled or spread.path is None  # a checkpoint leaves frozen weights out

@@ -20,8 +20,9 @@ from ...schemas.file_version import Remember, digest_anew
 from ...schemas.rows import OutOfMemory, Tree
 from .fused_head import HEAD_VERSION
 from .load import Resolved, load_causal_lm, resolve, unused_weights
-from .logprobs import ScoringPath, choose_path, tree_logps
+from .logprobs import ScoringPath, choose_path, input_device, tree_logps
 from .model_folder import (
+    TENSOR_PARALLEL,
     UNUSED_WEIGHTS,
     ModelFiles,
     model_identity,
@@ -44,6 +45,7 @@ class HfReference:
 
     def identity(self) -> Mapping[str, str]:
         """Digests of what is computed with, and how; reads files but loads no weights."""
+        ranks = self.options.tensor_parallel
         if self.options.adapter:
             require_adapter(self.options.adapter)
         resolved, files = self._resolved, self._files
@@ -57,6 +59,7 @@ class HfReference:
             "numerics.torch": _major_minor("torch"),
             "numerics.transformers": version("transformers"),
             "numerics.head": HEAD_VERSION,
+            **({TENSOR_PARALLEL: str(ranks)} if ranks > 1 else {}),
         }
         files.require_unchanged()
         return identity
@@ -67,10 +70,18 @@ class HfReference:
 
     def open(self) -> TreeScorer:
         """Loads the weights and chooses how to score with them."""
+        return self.scorer_of(self.load())
+
+    def load(self) -> nn.Module:
+        """The weights, which may change in their files no more."""
         files = self._files
-        scorer = TreeScorer(load_causal_lm(self.options), files)
+        model = load_causal_lm(self.options)
         files.require_unchanged()
-        return scorer
+        return model
+
+    def scorer_of(self, model: nn.Module) -> TreeScorer:
+        """Chooses how to score with loaded weights."""
+        return TreeScorer(model, self._files)
 
     @cached_property
     def _files(self) -> ModelFiles:
@@ -99,7 +110,7 @@ class TreeScorer:
     def describe(self) -> Mapping[str, str]:
         """The layout and the head that the probe chose, and on a CPU the threads of a sum."""
         path = {"layout": self.path.layout, "head": self.path.head}
-        on_cpu = next(self.model.parameters()).device.type == "cpu"
+        on_cpu = input_device(self.model).type == "cpu"
         return {**path, "threads": str(torch.get_num_threads())} if on_cpu else path
 
     @contextmanager
@@ -171,6 +182,8 @@ def held_in_float32(model: nn.Module) -> Iterator[None]:
     halves = [tensor for tensor in every if tensor.dtype in HALVES]
     # Kept rather than cast back: putting them back needs no memory, so it cannot fail.
     kept = [tensor.data for tensor in halves]
+    if any(tensor.is_meta for tensor in halves):
+        raise OutOfMemory("weights that device_map keeps elsewhere are not widened to float32")
     try:
         for tensor in halves:
             tensor.data = tensor.data.float()

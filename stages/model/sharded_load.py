@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from ...schemas.batches import Partitions
 from ...schemas.config import ModelOptions
-from .load import DTYPES, from_folder, load_model, merged, quiet, resolve, with_adapter
+from .load import DTYPES, from_folder, load_model, merged, nowhere, quiet, resolve, with_adapter
 from .model_folder import (
     READ_BYTES,
     StoredTensor,
@@ -76,7 +76,7 @@ def load_sharded(
 def _spread(options: ModelOptions, kind: Any, partitions: Partitions, *, reads: bool) -> nn.Module:
     _require_plain_weights(options)
     resolved = resolve(options)
-    skeleton, _ = from_folder(replace(options, adapter="", device_map="meta"), resolved, kind)
+    skeleton, _ = from_folder(nowhere(options), resolved, kind)
     stored = {tensor.name: tensor for tensor in model_tensors(Path(options.path))}
     sources = tensor_sources(skeleton, stored)
     _tie_equal(skeleton, sources, stored)

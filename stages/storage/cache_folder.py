@@ -146,7 +146,7 @@ class WorkFolder:
 
     @property
     def spool(self) -> Path:
-        """Tokenized rows on their way to the scorer."""
+        """Tokenized rows on their way to the scorer, see spool.py."""
         return self.local / "spool"
 
     def commit(self, unit: int) -> Location:

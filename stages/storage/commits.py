@@ -273,10 +273,10 @@ def write_quarantine(
 def _write(draft: Path, rejected: Sequence[Rejected], input_names: Mapping[int, str]) -> None:
     columns = [
         pa.array([f"{row.file:016x}" for row in rejected], pa.string()),
-        pa.array([_printable(input_names[row.file]) for row in rejected], pa.string()),
+        pa.array([printable(input_names[row.file]) for row in rejected], pa.string()),
         pa.array([row.row for row in rejected], pa.int64()),
         pa.array([row.reason for row in rejected], pa.string()),
-        pa.array([_printable(row.detail) for row in rejected], pa.string()),
+        pa.array([printable(row.detail) for row in rejected], pa.string()),
     ]
     table = pa.Table.from_arrays(columns, schema=SCHEMA)
     with fs.create(draft) as sink:
@@ -290,5 +290,6 @@ def _write(draft: Path, rejected: Sequence[Rejected], input_names: Mapping[int, 
         )
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
+    """Text that any file can hold: what is not Unicode is spelled out."""
     return text.encode("utf-8", "backslashreplace").decode()

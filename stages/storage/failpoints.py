@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 VARIABLE = "ALIGN_FAILPOINTS"
 
-OF_A_RING = ("ring.before_rename", "ring.after_rename")
+OF_A_RING = ("part.before_rename", "part.after_rename", "part.before_link", "part.after_link")
 OF_A_CACHE = (
     "quarantine.written",
     "plan.before_link",

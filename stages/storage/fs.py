@@ -59,9 +59,7 @@ def new_file(path: Path, *, replaces: bool) -> Iterator[io.BufferedWriter]:
 
     Unless it replaces, a file that exists is an error.
     """
-    drop_drafts(path)
-    draft = _draft_of(path)
-    with _locked(draft) as sink:
+    with locked_draft(path) as (draft, sink):
         yield sink
         sink.flush()
         fsync(draft)
@@ -96,6 +94,15 @@ def draft_folder(path: Path) -> Iterator[Path]:
         os.close(descriptor)
         with suppress(AlignError):
             remove_tree(draft)
+
+
+@contextmanager
+def locked_draft(path: Path) -> Iterator[tuple[Path, io.BufferedWriter]]:
+    """A draft of a file to write into and rename; those whose writers have died are removed."""
+    drop_drafts(path)
+    draft = _draft_of(path)
+    with _locked(draft) as sink:
+        yield draft, sink
 
 
 def drop_drafts(path: Path) -> None:
@@ -181,15 +188,19 @@ def create(path: Path) -> io.BufferedWriter:
     return io.BufferedWriter(_Sink(path, descriptor), buffer_size=1 << 20)
 
 
-def new_map(path: Path, size: int) -> mmap.mmap:
-    """A new file of zero bytes in memory that is the file; all of its room is taken already.
+@contextmanager
+def new_map(path: Path, size: int) -> Iterator[mmap.mmap]:
+    """Zero bytes in memory that is a file, which is removed at the end of the block.
 
-    A disk that fills up under a map is a signal, not an error that can be caught.
+    All of its room is taken already: a disk that fills up under a map is a signal, not an error
+    that can be caught.
     """
-    with create(path) as sink:
+    with locked_draft(path) as (draft, sink):
         operate("allocate", path, lambda: os.posix_fallocate(sink.fileno(), 0, size))
-    with os_errors_as_storage_errors("map", path), path.open("r+b") as file:
-        return mmap.mmap(file.fileno(), size)
+        with os_errors_as_storage_errors("map", path), draft.open("r+b") as file:
+            mapped = mmap.mmap(file.fileno(), size)
+        yield mapped
+    unlink(draft)
 
 
 def append(path: Path) -> io.BufferedWriter:
@@ -223,18 +234,6 @@ def fsync_folder(path: Path) -> None:
 def rename(path: Path, target: Path) -> None:
     """Moves a file or folder over its new name in one step."""
     operate("rename", path, lambda: path.rename(target), target=target)
-
-
-def rename_if_absent(path: Path, target: Path) -> bool:
-    """Moves a folder to its new name; False when a folder with content has it."""
-    try:
-        rename(path, target)
-    except StorageError as error:
-        cause = error.__cause__
-        if isinstance(cause, OSError) and cause.errno in (errno.ENOTEMPTY, errno.EEXIST):
-            return False
-        raise
-    return True
 
 
 def link(path: Path, target: Path) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 
 import numpy as np
@@ -103,15 +104,15 @@ def _check(
         _require_same(path, expected, what=what, size=size, sha256=sha256)
         return
     with _opened(path.parent, what) as folder:
-        try:
-            source = fs.open_regular(Path(name), folder=folder)
-        except StorageError as error:
-            raise CorruptionError(f"{what}: {path} cannot be opened: {error.__cause__}.") from error
-    with source:
-        found = os.fstat(source.fileno()).st_size
-        sha256 = ""
-        if found == expected.bytes:
-            (sha256,) = remember(path, lambda: [fs.sha256_of_open(source, path)])
+        with _file(name, folder, path, what) as source:
+            found = os.fstat(source.fileno()).st_size
+
+        def digest() -> list[str]:
+            # Opened again: what is remembered has to be of the version that is there now.
+            with _file(name, folder, path, what) as source:
+                return [fs.sha256_of_open(source, path)]
+
+        (sha256,) = remember(path, digest) if found == expected.bytes else [""]
         _require_same(path, expected, what=what, size=found, sha256=sha256)
 
 
@@ -122,6 +123,13 @@ def _require_same(
         raise CorruptionError(f"{what}: {path} has {size} bytes, not {expected.bytes}.")
     if sha256 != expected.sha256:
         raise CorruptionError(f"{what}: {path} is not what was written (sha256 differs).")
+
+
+def _file(name: str, folder: int, path: Path, what: str) -> BufferedReader:
+    try:
+        return fs.open_regular(Path(name), folder=folder)
+    except StorageError as error:
+        raise CorruptionError(f"{what}: {path} cannot be opened: {error.__cause__}.") from error
 
 
 @contextmanager

@@ -210,10 +210,15 @@ def _news(wanted: dict[str, str], known: dict[str, str]) -> dict[str, str]:
 SECONDS_PER_TICK = 1.0
 RETRY_SECONDS = 60.0
 QUICK_SECONDS = 1.0
+# Importing MLflow takes seconds of the interpreter, which the first step of a training goes before.
+FIRST_STEP_SECONDS = 10.0
 
 
 class Sender:
-    """Sends what is new every second; after a failure it leaves the store alone for a minute."""
+    """Sends what is new every second; after a failure it leaves the store alone for a minute.
+
+    It begins when it is asked to, or after `FIRST_STEP_SECONDS`.
+    """
 
     def __init__(self, uri: str, ledger: Ledger, metrics: Path, home: Path) -> None:
         self._uri = uri
@@ -221,6 +226,7 @@ class Sender:
         self._metrics = metrics
         self._home = home
         self._delivery: Delivery | None = None
+        self._may_begin = threading.Event()
         self._was_asked = threading.Event()
         self._over = threading.Event()
         self._is_loaded = threading.Event()
@@ -238,13 +244,19 @@ class Sender:
         is_at_work = self._thread.is_alive()
         return not is_at_work and self._delivery is not None and self._delivery.is_complete
 
+    def begin(self) -> None:
+        """Sends from now on."""
+        self._may_begin.set()
+
     def wait_for_answer(self, patience: float) -> None:
         """Waits until the store made the run or failed, no longer than so many seconds."""
+        self.begin()
         self._was_asked.wait(patience)
 
     def finish(self, patience: float) -> None:
         """Waits so many seconds for the rest to be sent; what is not stays in the ledger."""
         self._over.set()
+        self.begin()
         self._is_loaded.wait()  # an import waits for no store, and needs the quiet to its end
         self._thread.join(patience)
         self._quiet.close()
@@ -252,6 +264,7 @@ class Sender:
             self._warn("did not take all in time")
 
     def _work(self) -> None:
+        self._may_begin.wait(FIRST_STEP_SECONDS)
         try:
             self._send()
         except Exception as error:

@@ -226,6 +226,11 @@ class Run:
             labels = {key_of(name): shortened(value, MAX_TAG) for name, value in tags.items()}
             self._ledger.add("tags", labels)
 
+    def begin_sending(self) -> None:
+        """Lets MLflow be imported and sent what there is, beside the work."""
+        if self._sender:
+            self._sender.begin()
+
     def sync(self) -> None:
         """Makes every line durable; call it before a checkpoint is saved."""
         if self._journal:

@@ -2,6 +2,9 @@
 
 Lengths are made up, as skewed as preference data are; some steps of an epoch are planned. Load is
 the tokens a rank runs in a step; ranks wait for each other in each turn, so turns are told too.
+
+With `--by-range` no table of all rows is held: a row's lengths are computed when a step asks for
+them, as they would be read from files that are mapped. It shows what the planner itself keeps.
 """
 
 from __future__ import annotations
@@ -46,8 +49,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=100_000_000)
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--sampled", type=int, default=20)
+    parser.add_argument("--by-range", action="store_true")
     options = parser.parse_args()
-    table = made_up_table(options.rows)
+    table = (table_by_range if options.by_range else made_up_table)(options.rows)
     for pads in (False, True):
         for rows_per_rank in (4, 16, 64):
             figures = simulate(
@@ -126,6 +130,60 @@ def made_up_table(rows: int, *, seed: int = 0) -> RowTable:
     sizes[-1] -= sizes.sum() - rows
     branch_offsets = np.arange(0, 2 * rows + 1, 2)
     return RowTable(offsets_of(sizes), places, prompts, own, chosen, branch_offsets, mismatched)
+
+
+class Drawn:
+    """A column of lengths that is not held: each is computed of its number when it is asked for."""
+
+    def __init__(self, size: int, *, key: int, median: int, most: int, scale: int = 1) -> None:
+        self.size, self.key, self.median, self.most, self.scale = size, key, median, most, scale
+        self.nbytes = 0
+        self.asked = 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, numbers) -> np.ndarray:
+        if isinstance(numbers, tuple):  # of a branch, and which of its partners
+            numbers = numbers[0]
+        self.asked += len(numbers)
+        mixed = (numbers.astype(np.uint64) + np.uint64(self.key)) * np.uint64(0x9E3779B97F4A7C15)
+        mixed ^= mixed >> np.uint64(29)
+        uniform = ((mixed >> np.uint64(11)).astype(np.float64) + 0.5) / 2**53
+        drawn = np.exp(np.log(uniform / (1 - uniform)) / 1.7) * self.median + 1  # nearly log-normal
+        return (self.scale * np.minimum(drawn, self.most)).astype(np.int32)
+
+
+class Doubled:
+    """The offsets of rows of two branches each."""
+
+    nbytes = 0
+
+    def __getitem__(self, rows) -> np.ndarray:
+        return 2 * np.asarray(rows, np.int64)
+
+
+class OneLevel(Drawn):
+    """Lengths of branches with one partner each."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.size, 1
+
+
+def table_by_range(rows: int) -> RowTable:
+    """Pairs with one mismatch each, of which nothing is held but the sizes of row groups."""
+    sizes = np.full(-(-rows // ROWS_PER_GROUP), ROWS_PER_GROUP)
+    sizes[-1] -= sizes.sum() - rows
+    return RowTable(
+        group_offsets=offsets_of(sizes),
+        places=Drawn(rows, key=1, median=1, most=1),
+        prompt_tokens=Drawn(rows, key=2, median=150, most=2048),
+        own_tokens=Drawn(rows, key=3, median=220, most=1024, scale=2),
+        chosen_tokens=Drawn(rows, key=4, median=220, most=1024),
+        branch_offsets=Doubled(),
+        mismatched_tokens=OneLevel(2 * rows, key=5, median=220, most=1024),
+    )
 
 
 def lengths(draw: np.random.Generator, count: int, *, median: int, most: int) -> np.ndarray:

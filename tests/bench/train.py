@@ -129,8 +129,10 @@ def measure_align(folder, method, _, sets):
         }
         job = open_training(load_settings(flags, sets, file=None))
 
+        from align.pipeline.terminal import begin_work
         from align.pipeline.train import run_training
 
+        begin_work()
         run_training(job, progress=Ticking(clock))
         peak = peak_mib()
     return result(folder, clock, peak)

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 from functools import partial
@@ -52,7 +53,8 @@ def test_a_disk_that_is_full_is_refused_in_words_and_resumed_with_room(told, wid
     too_small, filled = told["too small"], told["filled"]
     assert len(too_small) > 3
     assert all("disk/cache" in said for said in [*too_small, filled])
-    assert "/run-00000.arrows: write failed: No space left on device (" in too_small[0]
+    draft = r"/\.00000000\.arrows\.[0-9a-f]{16}\.tmp: write failed: No space left on device \("
+    assert re.search(draft, too_small[0])
     assert "the shards may need" in too_small[-1]  # before the first hour, not after the last
     assert ".parquet: write failed: No space left on device (" in filled
     assert "bytes needed" in filled
@@ -65,17 +67,17 @@ def test_a_disk_that_is_full_is_refused_in_words_and_resumed_with_room(told, wid
 def test_the_first_refusal_of_any_kind_stops_the_run_and_loses_nothing(to, tmp_path, name):
     run(to(output=str(tmp_path / "clean")))
     config = to(output=str(tmp_path / "cache"))
-    seen = 0
+    seen = []
 
     def full(op):
-        nonlocal seen
-        seen += op.name == name and op.path.is_relative_to(tmp_path / "cache" / "_align")
-        if seen == 4:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if op.name == name and op.path.is_relative_to(tmp_path / "cache" / "_align"):
+            seen.append(op.path)
+            if len(seen) == 4:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with failpoints.watch(full), pytest.raises(StorageError, match="No space left.* free") as told:
         run(config)
     assert told.value.exit_code == 74
-    assert seen == 4  # it was not tried again
+    assert {*seen[3:]} == {seen[3]}  # a file may be closed, and nothing else was tried
     run(config)
     assert contents(tmp_path / "cache") == contents(tmp_path / "clean")

@@ -11,13 +11,19 @@ import psutil
 import pytest
 
 from align.pipeline.executor import Share
-from align.pipeline.ray_executor import workers_of
+from align.pipeline.precompute_plan import open_job, preparation_of
+from align.pipeline.prepare_tasks import ArrangeTasks, EncodeTasks
+from align.pipeline.ray_executor import RayActors, workers_of
 from align.schemas.errors import UsageError
+from align.stages.data import input_files
+from align.stages.pairing import key_ranges
+from align.stages.pairing.ring import complete_ring
 from align.stages.storage.cache_folder import CacheFolder
+from align.stages.tracking.progress import NoProgress
 from support.command import launch, refusal, start
-from support.ray_cluster import descendants, name_of, ray_cluster, until
+from support.ray_cluster import LOOPBACK, descendants, name_of, ray_cluster, until
 from support.stage_one import child, contents, run
-from support.stub_reference import SlowReference
+from support.stub_reference import SlowReference, StubReference
 
 UNITS = 8  # of 120 rows, 16 in each
 
@@ -34,6 +40,11 @@ def on_ray(config, cluster):
     """The config, over two actors of the cluster."""
     options = {"executor": "ray", "ray_address": cluster.address, "ray_workers": "2"}
     return replace(config, scoring=replace(config.scoring, **options))
+
+
+def child_on_ray(config, **how):
+    """Starts a driver that looks for its cluster on loopback."""
+    return child(config, environment=LOOPBACK, **how)
 
 
 class Commits:
@@ -66,16 +77,37 @@ class Commits:
 
 
 def test_two_actors_leave_what_one_process_leaves(on_ray, clean):
-    made = child(on_ray)
+    made = child_on_ray(on_ray)
     made.join(120)
     assert made.exitcode == 0
+    assert contents(on_ray.cache.output) == clean
+
+
+def test_actors_prepare_what_one_process_prepares(on_ray, clean, cluster, monkeypatch):
+    monkeypatch.setattr(input_files, "LEAST_SLICE", 1000)
+    monkeypatch.setattr(input_files, "SLICES", 10)
+    monkeypatch.setattr(key_ranges, "BYTES_PER_RANGE", 4000)
+    job = open_job(on_ray, StubReference())
+    job.folder.prepare()
+    job.work.prepare()
+    preparation = preparation_of(job)
+    preparation.ring.spool.prepare()
+    actors = RayActors.of(on_ray.scoring, on_gpu=False).on_cores()
+    for tasks in (EncodeTasks(preparation), ArrangeTasks(preparation)):
+        rows = []
+        actors.run(tasks, progress=NoProgress(), on_done=rows.append)
+        assert len(rows) == len(tasks.sizes) > 2
+        assert sum(rows) == 120
+        assert all(map(tasks.is_committed, range(len(rows))))
+    complete_ring(preparation.ring, preparation.num_ranges)
+    run(replace(on_ray, scoring=replace(on_ray.scoring, executor="inline")))
     assert contents(on_ray.cache.output) == clean
 
 
 def test_actors_killed_in_mid_unit_commit_each_unit_once(on_ray, clean, cluster):
     kills = 0
     with Commits(on_ray.cache.output) as commits:
-        made = child(on_ray, reference=SlowReference())
+        made = child_on_ray(on_ray, reference=SlowReference())
         for done in range(1, 6, 2):
             until(lambda done=done: len(commits.files) >= done)
             for actor in cluster.actors():
@@ -91,7 +123,7 @@ def test_actors_killed_in_mid_unit_commit_each_unit_once(on_ray, clean, cluster)
 
 def test_a_driver_that_is_killed_leaves_its_work_to_any_executor(on_ray, config, clean):
     with Commits(on_ray.cache.output) as commits:
-        stopped = child(on_ray, reference=SlowReference())
+        stopped = child_on_ray(on_ray, reference=SlowReference())
         until(lambda: len(commits.files) >= 2)
         stopped.kill()
         stopped.join(60)
@@ -101,13 +133,15 @@ def test_a_driver_that_is_killed_leaves_its_work_to_any_executor(on_ray, config,
 
 
 def test_what_an_actor_refuses_is_the_message_of_the_run(on_ray, tmp_path):
-    stopped = child(on_ray, reference=SlowReference(fails=True), stderr=tmp_path / "said")
+    stopped = child_on_ray(on_ray, reference=SlowReference(fails=True), stderr=tmp_path / "said")
     stopped.join(120)
     assert stopped.exitcode == UsageError.exit_code
     assert (tmp_path / "said").read_text() == "This reference was told to refuse.\n"
 
 
-def test_a_real_model_gives_the_bytes_of_one_process(journey, cluster, tmp_path):
+def test_a_real_model_gives_the_bytes_of_one_process(journey, cluster, tmp_path, monkeypatch):
+    for name, value in LOOPBACK.items():
+        monkeypatch.setenv(name, value)
     words = ("precompute-ref", journey.folder / "data.parquet", "--output", tmp_path / "cache")
     words += ("--no-mlflow", "--executor", "ray", "--ray-address", cluster.address)
     made = launch(*words, "--ray-workers", 2, cwd=tmp_path)

@@ -273,13 +273,18 @@ def test_an_unfinished_cache_of_something_else_is_refused_too(config, to):
     assert run(config).manifest.rows == 120
 
 
-def test_rows_that_are_missing_are_prepared_again_and_no_score_is_lost(config, tmp_path):
+EVERY = ("ring.json", "ring-*", "arranged/*.json", "arranged/*.arrows")  # of the files of a ring
+
+
+@pytest.mark.parametrize("gone", [*((kind,) for kind in EVERY), EVERY])
+def test_rows_that_are_missing_are_prepared_again_and_no_score_is_lost(config, tmp_path, gone):
     clean = replace(config, cache=replace(config.cache, output=str(tmp_path / "clean")))
     whole = run(clean).manifest
     child(config, "commit.done=kill@4").join(60)
     (work,) = CacheFolder(Path(config.cache.output)).works()
-    for gone in ("spool/index.npy", "spool/rows.arrows", "spool/partners.arrows"):
-        (work.root / gone).unlink()  # as an earlier version, or a person, left it
+    for kind in gone:
+        (path,) = work.spool.glob(kind)
+        path.unlink()
     again = run(config)
     assert (again.tally.units, again.tally.reused) == (len(whole.shards) - 4, 0)
     assert contents(config.cache.output) == contents(tmp_path / "clean")
@@ -288,7 +293,7 @@ def test_rows_that_are_missing_are_prepared_again_and_no_score_is_lost(config, t
 def test_rows_that_are_not_those_of_the_plan_are_refused(config, monkeypatch):
     child(config, "commit.done=kill@4").join(60)
     (work,) = CacheFolder(Path(config.cache.output)).works()
-    (work.root / "spool" / "index.npy").unlink()
+    (work.spool / "ring.json").unlink()
     monkeypatch.setattr(precompute_plan, "unit_offsets", lambda *_, **__: (0, 1))
     with pytest.raises(CorruptionError, match=r"differ from its plan\. Delete it"):
         run(config)

@@ -13,7 +13,6 @@ import pytest
 from align.pipeline.executor import Share
 from align.schemas.config import DataOptions
 from align.schemas.errors import LockedError
-from align.stages.storage import fs
 from align.stages.storage.cache_folder import CacheFolder
 from support.stage_one import Gate, child, contents, run
 
@@ -148,29 +147,41 @@ def test_a_part_beside_other_data_in_its_folder_is_refused_once_that_is_publishe
 
 
 def test_two_processes_that_prepare_at_once_leave_one_ring(config, clean):
-    """Both find no plan; each makes a draft, and the first to end is read by both."""
+    """Both find no plan, and each makes the tasks that the other has not made."""
     runs = [child(config, share=share) for share in parts(2)]
     assert joined(*runs) == [0, 0]
     assert contents(config.cache.output) == clean
 
 
-def test_drafts_of_dead_processes_go_and_those_of_living_ones_stay(config, clean):
-    assert joined(child(config, "ring.before_rename=kill")) == [KILLED]
-    (work,) = CacheFolder(Path(config.cache.output)).works()
-    (dead,) = (work.root / "tmp" / f"rings-{socket.gethostname()}").iterdir()
-    with fs.draft_folder(dead.with_name("ring")) as living:
-        assert not dead.exists()
-        assert joined(child(config, "plan.before_link=kill")) == [KILLED]
-        assert [*dead.parent.iterdir()] == [living]
+@pytest.mark.parametrize("place", ["part.before_rename", "part.after_link"])
+@pytest.mark.parametrize("visit", [1, 2, 3])  # it encodes, arranges, pairs
+def test_parts_prepare_together_and_one_killed_at_it_changes_nothing(config, clean, place, visit):
+    killed, other = (
+        child(config, f"{place}=kill@{visit}", share=Share(1, 2)),
+        child(config, share=Share(2, 2)),
+    )
+    assert joined(other) == [0]
+    assert joined(killed)[0] in {0, KILLED}
     assert joined(child(config)) == [0]
     assert contents(config.cache.output) == clean
 
 
-@pytest.mark.parametrize("name", ["rows.arrows", "partners.arrows", "index.npy"])
-def test_a_ring_that_lost_a_file_is_made_again_by_any_part(config, clean, name):
+def test_drafts_of_dead_processes_go(config, clean):
+    assert joined(child(config, "part.before_rename=kill")) == [KILLED]
+    (work,) = CacheFolder(Path(config.cache.output)).works()
+    (dead,) = work.spool.glob("encoded/.*.tmp")
+    assert joined(child(config, "plan.before_link=kill")) == [KILLED]
+    assert not dead.exists()
+    assert joined(child(config)) == [0]
+    assert contents(config.cache.output) == clean
+
+
+@pytest.mark.parametrize("kind", ["arranged/*.arrows", "ring-*.arrows", "ring.json"])
+def test_a_ring_that_lost_a_file_is_made_again_by_any_part(config, clean, kind):
     assert joined(child(config, "commit.done=kill@2")) == [KILLED]
     (work,) = CacheFolder(Path(config.cache.output)).works()
-    (work.spool / name).unlink()
+    (gone,) = work.spool.glob(kind)
+    gone.unlink()
     assert joined(*(child(config, share=share) for share in parts(2))) == [0, 0]
     assert contents(config.cache.output) == clean
 

@@ -1,5 +1,6 @@
 """The commands as a person gives them: in this process, or in one of their own."""
 
+import gc
 import io
 import os
 import signal
@@ -36,6 +37,8 @@ def align(*arguments):
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+        gc.unfreeze()
+        gc.enable()
     raise AssertionError("a command always ends in an exit code")
 
 

@@ -1,15 +1,18 @@
 """Rows of token ids made by hand or by chance, and rings of them; read back as plain Python."""
 
+from collections import Counter
 from functools import partial
 from typing import NamedTuple
 
 from hypothesis import strategies as st
 
-from align.schemas.row_keys import EncodedChunk, EncodedRecord, Intake, key_rows
+from align.schemas.preparing import EncodedPart
+from align.schemas.row_keys import EncodedRecord, key_rows
 from align.schemas.rows import Record, Role
+from align.stages.pairing.key_ranges import RunsFile, arranged, write_runs
 from align.stages.pairing.long_form import merge_same_prompts
-from align.stages.pairing.sorted_rows import collect_runs, merge_runs
-from align.stages.pairing.units import Ring
+from align.stages.pairing.ring import Ring, complete_ring, write_stretch
+from align.stages.storage.spool import Spool, new_part, put_commit
 
 
 class Plain(NamedTuple):
@@ -79,23 +82,44 @@ def plain(keyed):
 
 
 def make_ring(
-    folder, records, *, chunk=1000, seed=0, num_pairs=0, carried=(), long_form=False, side="left"
+    folder, records, *, chunk=1000, seed=0, carried=(), per_file=None, ranges=1, **options
 ):
     """The ring of these records, which arrive in chunks of so many; and what was noticed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    pieces = [records[start : start + chunk] for start in range(0, len(records), chunk)]
-    chunks = [EncodedChunk(0, key_rows(p, seed=seed, carried=carried), [], {}) for p in pieces]
-    intake = Intake()
-    runs = collect_runs(folder, chunks, intake)
-    join = partial(merge_same_prompts, notes=intake.notes, prompt_side=side)
-    return ring_of_runs(folder, runs, intake, num_pairs, join if long_form else None), intake
+    per_file = per_file or len(records)
+    files = [records[start : start + per_file] for start in range(0, len(records), per_file)]
+    encoded_files = []
+    for number, rows in enumerate(files):
+        pieces = [rows[start : start + chunk] for start in range(0, len(rows), chunk)]
+        chunks = [key_rows(piece, seed=seed, carried=carried) for piece in pieces]
+        encoded_files.append(write_encoded(folder, number, chunks, ranges))
+    return ring_of_files(folder, encoded_files, ranges, **options)
 
 
-def ring_of_runs(folder, runs, intake, num_pairs, join=None):
-    """The complete ring that sorted runs make."""
-    ring = Ring(folder, num_pairs)
-    ring.complete(merge_runs(ring.rows_file, runs, intake.notes, join=join), intake.notes)
-    return ring
+def write_encoded(folder, number, chunks, ranges=1):
+    """The file of runs of some encoded rows."""
+    spool = Spool(folder)
+    spool.root.mkdir(parents=True, exist_ok=True)
+    spool.prepare()
+    commit = spool.encoded(number)
+    with new_part(commit) as file:
+        runs = write_runs(file, chunks, ranges)
+    part = EncodedPart(file.file, runs.batches, runs.runs, 0, 0, {}, {}, ())
+    return RunsFile(commit.with_name(file.file.name), part, first_row=0, file_start=0)
+
+
+def ring_of_files(folder, files, ranges=1, *, num_pairs=0, long_form=False, side="left"):
+    """The complete ring of encoded files, and what was noticed."""
+    spool = Spool(folder)
+    for number in range(ranges):
+        notes = Counter()
+        join = partial(merge_same_prompts, notes=notes, prompt_side=side) if long_form else None
+        with new_part(spool.arranged(number)) as file:
+            rows = arranged(files, number, ranges, notes, join=join)
+            record = write_stretch(file, rows, notes)
+        put_commit(spool.arranged(number), record)
+    complete_ring(Ring(spool, num_pairs), ranges)
+    ring = Ring(spool, num_pairs)
+    return ring, Counter(ring.record.notes)
 
 
 def all_rows(ring):

@@ -1,17 +1,24 @@
 """A Ray cluster of this machine, on loopback, that tests connect to; and what is left of one."""
 
 import os
+import secrets
 import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import psutil
 
 from support.programs import TESTS
 
+# Else Ray looks for the cluster at the address by which other machines reach this one.
+LOOPBACK = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),
+}
 PATIENCE = 120  # seconds; a machine that is free needs a tenth of it
 
 
@@ -36,11 +43,10 @@ def ray_cluster(folder):
     words = ["start", "--head", "--block", "--node-ip-address", "127.0.0.1", "--port", port]
     words += ["--num-cpus", 2, "--include-dashboard", "false", "--disable-usage-stats"]
     words += ["--object-store-memory", 128 * 1024 * 1024, "--temp-dir", folder]
-    quiet = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "PYTHONPATH": str(TESTS)}
     with (folder / "said").open("wb") as said:
         process = subprocess.Popen(
             [sys.executable, "-m", "ray.scripts.scripts", *map(str, words)],
-            env=os.environ | quiet,
+            env=os.environ | LOOPBACK | {"PYTHONPATH": str(TESTS)},
             stdout=said,
             stderr=said,
         )
@@ -52,7 +58,8 @@ def ray_cluster(folder):
         process.terminate()
         process.wait(PATIENCE)
         for one in every:  # by their ids: another cluster may run on this machine
-            one.kill()
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
 
 
 def descendants(process):

@@ -52,13 +52,18 @@ def partitions_of(options, train, world):
 
 def counted(world, path):
     """Bytes that this rank holds at once while it loads, stored in float32 and computed so."""
+    before = resident_mib()
     train = TrainOptions(dtype="float32", **PRESET)
     options = ModelOptions(path=path, device="cpu", dtype="float32")
     partitions = partitions_of(options, train, world)
+    began = time.monotonic()
     with LiveBytes() as live:
         model = load_sharded(options, partitions=partitions)
+    seconds = time.monotonic() - began
     parameters = list(model.parameters())
     return {
+        "loaded_mib": peak_mib() - before,
+        "seconds": seconds,
         "most": live.most,
         "buffers": sum(one.nbytes for one in model.buffers()),
         "kept": sum(one.ds_tensor.nbytes for one in parameters),
@@ -104,6 +109,7 @@ def transformers_own(world, path):
     before, began = resident_mib(), time.monotonic()
     train = TrainOptions(dtype="float32", **PRESET)
     config = engine_config(train, Circumstances("float32", 512, world.size))
+    deepspeed.init_distributed()
     kept = HfDeepSpeedConfig(config)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     loaded, seconds = peak_mib() - before, time.monotonic() - began
@@ -130,15 +136,16 @@ def worlds(paths):
         "lora on scores": (scores, {"head": "score", "lora": True}),
     }
     yield "counted", 2, {"large": lambda world: counted(world, large)}
+    yield "transformers", 2, {"large": lambda world: transformers_own(world, large)}
     for way in ("sharded", "whole"):
-        for size in (1, 2):
-            yield f"{way}/{size}", size, {"large": lambda world, way=way: own(world, large, way)}
-        both = {
+        # The large one first: a peak is never taken back.
+        every = {"large": (large, {})} | kinds
+        actions = {
             kind: lambda world, way=way, path=path, how=how: own(world, path, way, **how)
-            for kind, (path, how) in kinds.items()
+            for kind, (path, how) in every.items()
         }
-        yield f"{way} kinds", 2, both
-    yield "transformers/2", 2, {"large": lambda world: transformers_own(world, large)}
+        yield way, 2, actions
+        yield f"{way} alone", 1, {"tied": actions["tied"]}
 
 
 def fork_ranks(folder, name, size, actions):
@@ -157,7 +164,7 @@ def fork_ranks(folder, name, size, actions):
         try:
             with joined_world() as world:
                 seen = {kind: action(world) for kind, action in actions.items()}
-            (folder / f"{name.replace('/', '-')}-{rank}.json").write_text(json.dumps(seen))
+            (folder / f"{name}-{rank}.json").write_text(json.dumps(seen))
         except BaseException:
             sys.excepthook(*sys.exc_info())
             os._exit(1)

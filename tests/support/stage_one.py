@@ -46,9 +46,9 @@ def contents(folder):
     }
 
 
-def child(config, failpoints="", *, share=None, reference=None, stderr=os.devnull):
+def child(config, failpoints="", *, share=None, reference=None, stderr=os.devnull, environment=()):
     """Starts stage 1 in a process of its own, ready to be killed."""
-    arguments = (config, failpoints, share, reference, str(stderr))
+    arguments = (config, failpoints, share, reference, str(stderr), dict(environment))
     process = CHILDREN.Process(target=_child, args=arguments)
     process.start()
     return process
@@ -80,8 +80,8 @@ class GatedReference:
         return StubReference().open()
 
 
-def _child(config, failpoints, share, reference, stderr):
-    os.environ["ALIGN_FAILPOINTS"] = failpoints
+def _child(config, failpoints, share, reference, stderr, environment):
+    os.environ.update(environment, ALIGN_FAILPOINTS=failpoints)
     signal.signal(signal.SIGTERM, _terminated)
     sys.stderr = open(stderr, "w")  # noqa: SIM115, PTH123 - lives as long as the process
     try:

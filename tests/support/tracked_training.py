@@ -12,16 +12,19 @@ from support.mlflow_runs import open_store
 STEPS = 50
 
 
-def begin(folder, uri, *, keep_through=-1, **options):
-    """Opens the record of a run in a folder."""
+def begin(folder, uri, *, keep_through=-1, sends=True, **options):
+    """Opens the record of a run in a folder, and sends it from then on as after a first step."""
     folder.prepare()
-    return open_training_run(
+    run = open_training_run(
         TrackingOptions(uri=uri, **options),
         folder,
         name="train",
         tags={"align.method": "kto"},
         keep_through=keep_through,
     )
+    if sends:
+        run.begin_sending()
+    return run
 
 
 def learn(run, steps, *, at=None, pause=0.01):

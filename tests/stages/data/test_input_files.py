@@ -12,15 +12,20 @@ import pyarrow.parquet as pq
 import pytest
 
 from align.schemas.errors import BadDataError, FingerprintError
+from align.stages.data import input_files
 from align.stages.data.data_schema import common_shape
 from align.stages.data.decode_rows import parse_chunk
 from align.stages.data.input_files import (
     InputFile,
+    data_bytes,
     digested,
     iter_chunks,
+    iter_slice,
     open_inputs,
     require_unchanged,
+    slices_of,
 )
+from align.stages.data.json_files import json_rows
 
 PAIRS = [
     {"prompt": "Say hi", "chosen": "Hello,\nyou", "rejected": 'a "quoted" word'},
@@ -264,3 +269,40 @@ def test_a_file_that_changed_after_it_was_digested_is_refused_by_name(tmp_path, 
     change(path)
     with pytest.raises(FingerprintError, match=r"a\.jsonl changed while it was read: "):
         require_unchanged(inputs, before)
+
+
+@pytest.mark.parametrize("start", [b"", b"\xef\xbb\xbf"])
+def test_a_line_belongs_to_the_stretch_in_which_it_begins_wherever_it_is_cut(tmp_path, start):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(start + b'{"a":1}\n\n{"a":22}\r\n \n{"a":333}')
+    whole = [b'{"a":1}\n', b'{"a":22}\r\n', b'{"a":333}']
+    assert list(json_rows(path)) == whole
+    begins = [0, len(start) + 9, len(start) + 21]
+    size = path.stat().st_size
+    for cut in range(4, size):
+        first, second = list(json_rows(path, stop=cut)), list(json_rows(path, start=cut))
+        assert first + second == whole
+        assert len(first) == sum(begin < cut for begin in begins)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("most", [60, 400, 1 << 20])
+def test_slices_hold_every_row_once_and_count_from_their_stretch(tmp_path, monkeypatch, name, most):
+    monkeypatch.setattr(input_files, "LEAST_SLICE", most)
+    monkeypatch.setattr(input_files, "SLICES", 10**6)
+    rows = [{"prompt": f"{i:03}", "chosen": "c" * 20, "rejected": "r"} for i in range(60)]
+    WRITERS[name](tmp_path / name, rows)
+    inputs = open_inputs([str(tmp_path / name)])
+    shape = common_shape(inputs, {})
+    slices = slices_of(inputs, shape.columns, total=data_bytes(inputs, shape.columns))
+    found, starts = [], {}
+    for part in slices:
+        passed = sum(len(chunk) for chunk, _ in iter_slice(inputs, part, shape.columns))
+        starts.setdefault(part.stretch, (sum(count for _, count in starts.values()), passed))
+        for chunk, is_own in iter_slice(inputs, part, shape.columns):
+            if is_own:
+                records, _ = parse_chunk(chunk, shape)
+                found += [(starts[part.stretch][0] + one.row, one.prompt) for one in records]
+    assert sorted(found) == [(row, f"{row:03}") for row in range(60)]
+    if most == 60 and name in {"a.parquet", "file.arrow", "stream.arrow", "a.jsonl", "lines.json"}:
+        assert len(starts) > 3

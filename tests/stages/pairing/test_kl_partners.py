@@ -23,19 +23,20 @@ def choose(prompt_keys, completion_keys, *, num_pairs):
 
 
 def choose_on_disk(path, prompt_keys, completion_keys, *, num_pairs):
-    mapped = fs.new_map(path, 8 * (2 + num_pairs) * len(prompt_keys))
-    numbers = np.frombuffer(mapped, dtype="<u8").reshape(2 + num_pairs, -1)
-    numbers[:2] = prompt_keys, completion_keys
-    forgotten = []
+    with fs.new_map(path, 8 * (2 + num_pairs) * len(prompt_keys)) as mapped:
+        numbers = np.frombuffer(mapped, dtype="<u8").reshape(2 + num_pairs, -1)
+        numbers[:2] = prompt_keys, completion_keys
+        forgotten = []
 
-    def forget():
-        forgotten.append(mapped.madvise(mmap.MADV_DONTNEED))
+        def forget():
+            forgotten.append(mapped.madvise(mmap.MADV_DONTNEED))
 
-    partners = numbers[2:].view("<i8")
-    repeats = choose_partners(numbers[0], numbers[1], list(partners), forget=forget)
-    # Once a span for the blocks and for what is met again, and for each k.
-    assert len(forgotten) >= (1 + num_pairs) * len(prompt_keys) / module.SPAN
-    stored = np.fromfile(path, dtype="<i8").reshape(numbers.shape)
+        partners = numbers[2:].view("<i8")
+        repeats = choose_partners(numbers[0], numbers[1], list(partners), forget=forget)
+        # Once a span for the blocks and for what is met again, and for each k.
+        assert len(forgotten) >= (1 + num_pairs) * len(prompt_keys) / module.SPAN
+        (file,) = path.parent.glob(f".{path.name}.*.tmp")
+        stored = np.fromfile(file, dtype="<i8").reshape(numbers.shape)
     return Chosen(stored[2:], repeats)
 
 

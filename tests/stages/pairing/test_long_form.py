@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from align.schemas.row_keys import key_rows
 from align.schemas.rows import Role
-from align.stages.pairing import sorted_rows as module
+from align.stages.pairing import key_ranges as module
 from align.stages.pairing.long_form import merge_same_prompts
 from support.encoded_rows import all_rows, encoded, make_ring, plain, token_lists
 
@@ -45,7 +45,7 @@ def long_rows(draw):
 )
 @given(long_rows(), st.randoms(), st.integers(1, 6), st.sampled_from([1, 60, 10**6]))
 def test_rows_of_one_prompt_become_one_in_any_order(new_folder, records, shuffler, chunk, tokens):
-    ring, intake = make_ring(new_folder(), records, long_form=True, carried=("weight",))
+    ring, notes = make_ring(new_folder(), records, long_form=True, carried=("weight",))
     rows = all_rows(ring)
     by_hand = defaultdict(Counter)
     for each in records:
@@ -54,7 +54,7 @@ def test_rows_of_one_prompt_become_one_in_any_order(new_folder, records, shuffle
     assert found == by_hand
     assert len(rows) == len(by_hand)
     assert all(role == Role.CANDIDATE for row in rows for _, role, _, _ in row.branches)
-    assert intake.notes["rows_joined_by_prompt"] == len(records) - len(rows)
+    assert notes["rows_joined_by_prompt"] == len(records) - len(rows)
 
     shuffled = records[:]
     shuffler.shuffle(shuffled)
@@ -62,7 +62,13 @@ def test_rows_of_one_prompt_become_one_in_any_order(new_folder, records, shuffle
         patch.setattr(module, "TOKENS_PER_RUN", tokens)
         patch.setattr(module, "TOKENS_PER_MERGE", tokens)
         again, _ = make_ring(
-            new_folder(), shuffled, chunk=chunk, long_form=True, carried=("weight",)
+            new_folder(),
+            shuffled,
+            chunk=chunk,
+            per_file=7,
+            ranges=chunk,
+            long_form=True,
+            carried=("weight",),
         )
     assert [row._replace(source=None) for row in all_rows(again)] == [
         row._replace(source=None) for row in rows
@@ -204,5 +210,5 @@ def test_what_is_joined_continues_the_text_of_each_row(text, ends, has_bos, limi
 
 def test_weights_that_differ_within_a_prompt_are_noted(tmp_path):
     records = [long_row([1], [2], 0.5), long_row([1], [3], 0.5, weight=2.0), long_row([4], [2], 1)]
-    _, intake = make_ring(tmp_path, records, long_form=True, carried=("weight",))
-    assert intake.notes["prompts_with_more_than_one_weight"] == 1
+    _, notes = make_ring(tmp_path, records, long_form=True, carried=("weight",))
+    assert notes["prompts_with_more_than_one_weight"] == 1

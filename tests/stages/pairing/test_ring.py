@@ -1,7 +1,5 @@
 """The ring depends on what the rows hold, and on nothing else."""
 
-import json
-import random
 import tracemalloc
 from collections import Counter
 
@@ -9,19 +7,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from align.schemas.config import TokenOptions
-from align.schemas.row_keys import EncodedChunk, Intake, key_rows
-from align.stages.data.data_schema import common_shape
-from align.stages.data.encode_workers import EncodingJob, encode_chunks
-from align.stages.data.input_files import iter_chunks, open_inputs
-from align.stages.data.tokenizer import load_tokenizer, tokenizer_fingerprint
-from align.stages.demo.preferences import draw_preferences, transcript
+from align.schemas.errors import CorruptionError
+from align.schemas.row_keys import key_rows
+from align.stages.pairing import key_ranges as module
 from align.stages.pairing import kl_partners
-from align.stages.pairing import sorted_rows as module
-from align.stages.pairing.sorted_rows import collect_runs
 from align.stages.pairing.units import unit_offsets
-from align.stages.storage import shards
-from support.encoded_rows import all_rows, encoded, make_ring, record_lists, ring_of_runs
+from align.stages.storage import shards, spool
+from support.encoded_rows import (
+    all_rows,
+    encoded,
+    make_ring,
+    record_lists,
+    ring_of_files,
+    write_encoded,
+)
 
 relaxed = settings(
     max_examples=40,
@@ -37,7 +36,7 @@ def content(row):
 @pytest.mark.slow
 @relaxed
 @given(record_lists(with_scores=True), st.randoms(), st.data())
-def test_order_chunks_runs_and_merges_leave_no_trace(new_folder, records, shuffler, data):
+def test_order_chunks_runs_files_and_ranges_leave_no_trace(new_folder, records, shuffler, data):
     options = {"carried": ("weight",)}
     expected = [content(row) for row in all_rows(make_ring(new_folder(), records, **options)[0])]
     shuffled = records[:]
@@ -46,9 +45,13 @@ def test_order_chunks_runs_and_merges_leave_no_trace(new_folder, records, shuffl
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "TOKENS_PER_RUN", data.draw(st.sampled_from([1, 60, 10**6])))
         patch.setattr(module, "TOKENS_PER_MERGE", data.draw(st.sampled_from([1, 60, 10**6])))
-        ring, intake = make_ring(new_folder(), shuffled, chunk=chunk, **options)
+        patch.setattr(module, "TOKENS_PER_BATCH_OF_A_RUN", data.draw(st.sampled_from([1, 10**6])))
+        options |= {
+            "per_file": data.draw(st.integers(1, 30)),
+            "ranges": data.draw(st.integers(1, 9)),
+        }
+        ring, _ = make_ring(new_folder(), shuffled, chunk=chunk, **options)
     assert [content(row) for row in all_rows(ring)] == expected
-    assert intake.rows_in == len(ring.rows) == len(records)
 
 
 @relaxed
@@ -65,11 +68,14 @@ def test_every_row_is_there_once_and_knows_where_it_came_from(new_folder, record
 
 @pytest.mark.slow
 @relaxed
-@given(record_lists(prompts=4), st.sampled_from([1, 10**6]))
-def test_rows_of_one_prompt_lie_together_in_the_order_of_their_keys(new_folder, records, tokens):
+@given(record_lists(prompts=4), st.sampled_from([1, 10**6]), st.integers(1, 5))
+def test_rows_of_one_prompt_lie_together_in_the_order_of_their_keys(
+    new_folder, records, tokens, ranges
+):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "TOKENS_PER_MERGE", tokens)
-        rows = all_rows(make_ring(new_folder(), records, chunk=3, carried=("weight",))[0])
+        options = {"chunk": 3, "per_file": 5, "ranges": ranges, "carried": ("weight",)}
+        rows = all_rows(make_ring(new_folder(), records, **options)[0])
     runs = [row.prompt for i, row in enumerate(rows) if not i or rows[i - 1].prompt != row.prompt]
     assert len(runs) == len(set(runs))
     places = [(row.place, row.row_id, row.copy) for row in rows]
@@ -79,18 +85,19 @@ def test_rows_of_one_prompt_lie_together_in_the_order_of_their_keys(new_folder, 
 @relaxed
 @given(record_lists(prompts=2, alphabet=1), st.integers(1, 4))
 def test_rows_of_equal_content_are_numbered_from_zero(new_folder, records, chunk):
-    ring, intake = make_ring(new_folder(), records, chunk=chunk, carried=("weight",))
+    options = {"chunk": chunk, "per_file": 4, "ranges": 3, "carried": ("weight",)}
+    ring, notes = make_ring(new_folder(), records, **options)
     rows = all_rows(ring)
     seen = Counter()
     for row in rows:
         assert row.copy == seen[row.row_id]
         seen[row.row_id] += 1
-    assert intake.notes["rows_that_repeat_another_row"] == len(rows) - len(seen)
+    assert notes["rows_that_repeat_another_row"] == len(rows) - len(seen)
 
 
 def test_three_equal_rows_are_copies_0_1_2_in_input_order(tmp_path):
     twins = [encoded([5], [6], row=row) for row in range(3)]
-    rows = all_rows(make_ring(tmp_path, [*twins, encoded([5], [7], row=3)], chunk=1)[0])
+    rows = all_rows(make_ring(tmp_path, [*twins[::-1], encoded([5], [7], row=3)], per_file=1)[0])
     assert [(row.copy, row.source[1]) for row in rows if row.source[1] < 3] == [
         (0, 0),
         (1, 1),
@@ -98,22 +105,38 @@ def test_three_equal_rows_are_copies_0_1_2_in_input_order(tmp_path):
     ]
 
 
-@pytest.mark.slow
-def test_small_runs_and_merges_really_are_many(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "TOKENS_PER_RUN", 1)
+def test_every_batch_of_every_run_is_read_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "TOKENS_PER_RUN", 1000)
     monkeypatch.setattr(module, "TOKENS_PER_MERGE", 1)
-    calls = Counter()
-    kept = module.KeyedRows.in_ring_order
+    monkeypatch.setattr(module, "TOKENS_PER_BATCH_OF_A_RUN", 20)
+    files = []
+    for number in range(5):
+        records = [
+            encoded([row], [row], row=row) for row in range(number * 200, number * 200 + 200)
+        ]
+        chunks = [
+            key_rows(records[start : start + 10], seed=0, carried=()) for start in range(0, 200, 10)
+        ]
+        files.append(write_encoded(tmp_path, number, chunks, 7))
+    assert sum(file.part.runs for file in files) > 20
+    reads = Counter()
+    kept = module.SortedRows._read
 
-    def counted(keyed):
-        calls["sorted"] += 1
-        return kept(keyed)
+    def counted(rows, number):
+        reads[rows.files[rows.index["file"][number]], int(rows.index["rows"]["start"][number])] += 1
+        return kept(rows, number)
 
-    monkeypatch.setattr(module.KeyedRows, "in_ring_order", counted)
-    records = [encoded([prompt], [prompt]) for prompt in range(40)]
-    make_ring(tmp_path, records, chunk=1)
-    assert calls["sorted"] > 40 + 10  # each run once, then more than a few ranges
-    assert not list(tmp_path.glob("run-*"))
+    monkeypatch.setattr(module.SortedRows, "_read", counted)
+    ranges = [Counter() for _ in range(7)]
+    rows = [
+        len(keyed)
+        for number in range(7)
+        for keyed in module.arranged(files, number, 7, ranges[number])
+    ]
+    assert sum(rows) == 1000
+    assert len(rows) > 100  # in many parts
+    assert {*reads.values()} == {1}
+    assert len(reads) == sum(file.part.batches for file in files)
 
 
 def test_the_seed_reorders_the_ring(tmp_path):
@@ -126,110 +149,74 @@ def test_the_seed_reorders_the_ring(tmp_path):
     assert orders[0] != orders[1] != list(range(30))
 
 
-@pytest.fixture(scope="module")
-def file(tmp_path_factory):
-    """Paired rows, of which some repeat another and one cannot be used."""
-    rows = [
-        {
-            "prompt": transcript(each.prompt),
-            "chosen": each.chosen.text,
-            "rejected": each.rejected.text,
-        }
-        for each in draw_preferences(60, seed=5)
-    ]
-    rows += [*rows[:6], {"prompt": "x", "chosen": "", "rejected": "y"}]
-    random.Random(0).shuffle(rows)
-    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def ring_of_files(folder, files, model, *, workers, rows_per_chunk):
-    inputs = open_inputs([str(file) for file in files])
-    shape = common_shape(inputs, {})
-    options = TokenOptions(max_length=1024)
-    names = tokenizer_fingerprint(load_tokenizer(model, options))
-    files = tuple(range(len(inputs)))
-    job = EncodingJob(model, options, shape, seed=0, files=files, tokenizer=names)
-    chunks = iter_chunks(inputs, shape.columns, rows_per_chunk=rows_per_chunk)
-    intake = Intake()
-    folder.mkdir()
-    runs = collect_runs(folder, encode_chunks(chunks, job, num_workers=workers), intake)
-    return ring_of_runs(folder, runs, intake, num_pairs=2), intake
-
-
-@pytest.mark.parametrize(("workers", "rows_per_chunk"), [(0, 7), (1, 13), (2, 5)])
-def test_worker_processes_leave_no_trace(
-    file, tokenizer_folder, tmp_path, workers, rows_per_chunk, monkeypatch
-):
-    options = {"workers": 0, "rows_per_chunk": 1000}
-    first, counts = ring_of_files(tmp_path / "a", [file], tokenizer_folder, **options)
-    monkeypatch.setattr(module, "TOKENS_PER_RUN", 1500)
-    monkeypatch.setattr(module, "TOKENS_PER_MERGE", 700)
-    options = {"workers": workers, "rows_per_chunk": rows_per_chunk}
-    second, others = ring_of_files(tmp_path / "b", [file], tokenizer_folder, **options)
-    assert all_rows(first) == all_rows(second)
-    assert partners_of(first) == partners_of(second)
-    assert (counts.rows_in, counts.reasons, counts.rejected) == (
-        67,
-        {"empty_completion": 1},
-        others.rejected,
-    )
-    assert +counts.notes == +others.notes
-    assert len(first.rows) == len(second.rows) == 66
-
-
-def partners_of(ring):
-    return ring.partners(0, ring.rows.num_completions).tolist()
-
-
-def test_the_order_of_files_moves_nothing_but_the_sources(file, tokenizer_folder, tmp_path):
-    lines = file.read_text().splitlines(keepends=True)
-    (tmp_path / "one.jsonl").write_text("".join(lines[:20]))
-    (tmp_path / "two.jsonl").write_text("".join(lines[20:]))
-    names = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
-    options = {"workers": 0, "rows_per_chunk": 9}
-    rings = [
-        ring_of_files(tmp_path / str(index), files, tokenizer_folder, **options)[0]
-        for index, files in enumerate((names, names[::-1]))
-    ]
-    there, back = ([content(row) for row in all_rows(ring)] for ring in rings)
-    assert there == back
-    assert partners_of(rings[0]) == partners_of(rings[1])
-
-
 @pytest.mark.slow
-def test_ten_times_the_rows_need_no_more_memory_to_merge_pair_and_lay_out(new_folder, monkeypatch):
-    monkeypatch.setattr(module, "TOKENS_PER_RUN", 400_000)
-    monkeypatch.setattr(module, "TOKENS_PER_MERGE", 20_000)
+def test_ten_times_the_rows_need_no_more_memory_to_sort_pair_and_lay_out(new_folder, monkeypatch):
     monkeypatch.setattr(shards, "ROWS_PER_GROUP", 256)
     monkeypatch.setattr(kl_partners, "SPAN", 256)
     # The lower of two: now and then the interpreter makes room for its own tables.
     small, large = (
-        min(peak_of_merging(new_folder(), rows) for _ in range(2)) for rows in (2_000, 20_000)
+        min(peak_of_arranging(new_folder(), rows) for _ in range(2)) for rows in (2_000, 20_000)
     )
-    # A row with its keys and partners takes 200 bytes. What grows: 24 bytes for a block of some 64
-    # prompts, one number for a unit, 130 bytes for a batch of the ring and of its runs, and some
-    # kilobytes for what a sorted run gives to the range that is merged.
-    assert large - small <= 4 * (20_000 - 2_000), (small, large)
+    # Most is what one range holds, and the largest of 20 ranges of some 1,000 rows has a few dozen
+    # rows more than the larger of two. What grows besides: 24 bytes for a block of some 64 prompts,
+    # one number for a unit, 150 bytes for a batch of the ring.
+    assert large <= 1.1 * small, (small, large)
 
 
-def peak_of_merging(folder, rows):
-    """Bytes allocated at most, after the sorted runs have been written."""
-    chunks = (
-        EncodedChunk(
-            0,
-            key_rows([encoded([row], [row, 1], [row, 2]) for row in part], seed=0, carried=()),
-            [],
-            {},
-        )
-        for part in (range(start, start + 200) for start in range(0, rows, 200))
-    )
-    runs = collect_runs(folder, chunks, Intake())
+def peak_of_arranging(folder, rows):
+    """Bytes allocated at most, after the rows have been encoded; ranges are of 1,000 rows."""
+    ranges = rows // 1000
+    files = [
+        write_encoded(folder, number, chunks_between(start, min(start + 4000, rows)), ranges)
+        for number, start in enumerate(range(0, rows, 4000))
+    ]
     tracemalloc.start()
-    ring = ring_of_runs(folder, runs, Intake(), num_pairs=2)
-    unit_offsets(ring.rows, num_pairs=2, rows_per_unit=500, tokens_per_unit=10**6)
+    ring, _ = ring_of_files(folder, files, ranges, num_pairs=2)
+    unit_offsets(ring.sizes(), num_pairs=2, rows_per_unit=500, tokens_per_unit=10**6)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(ring.rows) == rows
     return peak
+
+
+def chunks_between(first, last):
+    """Encoded rows, some at a time."""
+    for start in range(first, last, 200):
+        part = [encoded([row], [row, 1], [row, 2], row=row) for row in range(start, start + 200)]
+        yield key_rows(part, seed=0, carried=())
+
+
+def test_of_two_that_make_one_task_the_first_is_kept(tmp_path):
+    records = [encoded([row], [row], row=row) for row in range(9)]
+    ring, _ = make_ring(tmp_path, records, num_pairs=1)
+    before = all_rows(ring), {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
+    again, _ = make_ring(tmp_path, records, num_pairs=1)
+    assert (all_rows(again), {path: path.read_bytes() for path in tmp_path.rglob("*.*")}) == before
+    other, _ = make_ring(tmp_path, records[:8], num_pairs=1)  # as another version might make it
+    assert all_rows(other) == before[0]
+    assert {*tmp_path.glob("arranged/*")} == {
+        path for path in before[1] if "arranged" in path.parts
+    }
+
+
+def test_a_commit_that_names_a_missing_file_is_refused_by_name(tmp_path):
+    make_ring(tmp_path, [encoded([row], [row]) for row in range(9)], num_pairs=1)
+    (gone,) = tmp_path.glob("arranged/*.arrows")
+    gone.unlink()
+    with pytest.raises(CorruptionError, match=r"0\.json is damaged: .*arrows, which it names"):
+        make_ring(tmp_path, [encoded([row], [row]) for row in range(8)], num_pairs=1)
+
+
+def test_drafts_of_dead_processes_go_and_those_of_living_ones_stay(tmp_path):
+    place = spool.Spool(tmp_path)
+    place.prepare()
+    dead = tmp_path / "encoded" / f".00000003.arrows.{'0' * 16}.tmp"
+    dead.write_bytes(b"half")
+    with spool.new_part(place.encoded(3)) as mine:
+        assert not dead.exists()
+        mine.write(b"whole")
+        dead.write_bytes(b"half")
+        place.forget_encoded()
+        (living,) = (tmp_path / "encoded").iterdir()
+        assert living != dead
+    assert [path.name for path in (tmp_path / "encoded").iterdir()] == [mine.file.name]

@@ -2,6 +2,8 @@
 
 import errno
 import os
+import re
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
@@ -13,11 +15,14 @@ from hypothesis import strategies as st
 
 from align.schemas.errors import CorruptionError, StorageError
 from align.schemas.row_keys import key_rows
-from align.stages.pairing import units
-from align.stages.pairing.sorted_rows import write_rows
-from align.stages.pairing.units import Ring
+from align.stages.pairing import key_ranges
+from align.stages.pairing import ring as ring_module
+from align.stages.pairing.key_ranges import arranged
+from align.stages.pairing.ring import Ring
+from align.stages.pairing.sorted_rows import BatchStream, SortedRows, append_rows, joined_index
 from align.stages.storage import failpoints, fs, shards
-from support.encoded_rows import encoded, make_ring, plain, record_lists
+from align.stages.storage.spool import Spool
+from support.encoded_rows import encoded, make_ring, plain, record_lists, write_encoded
 from support.flips import flips
 
 relaxed = settings(
@@ -34,7 +39,19 @@ def write(folder, records, cuts=(), *, rows_per_batch=512, carried=("weight",)):
     parts = [keyed.take(np.arange(start, stop)) for start, stop in pairwise(edges)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shards, "ROWS_PER_GROUP", rows_per_batch)
-        return write_rows(folder / "rows.arrows", parts), plain(keyed)
+        return write_files(folder, parts), plain(keyed)
+
+
+def write_files(folder, parts):
+    """Each part in a file of its own."""
+    files, indexes = [], []
+    for number, part in enumerate(parts):
+        files.append(folder / f"rows-{number}.arrows")
+        with files[-1].open("wb") as sink:
+            stream = BatchStream(sink.write)
+            indexes.append(append_rows(stream, part, shards.group_bounds(part.rows)))
+            stream.end()
+    return SortedRows(tuple(files), joined_index(indexes))
 
 
 @relaxed
@@ -102,95 +119,152 @@ def test_carried_columns_may_have_any_name(tmp_path):
 def test_row_ids_that_end_in_zero_bytes_are_kept_whole(tmp_path):
     keyed = key_rows([encoded([1], [2])], seed=0, carried=())
     ids = np.frombuffer(b"\1" + bytes(15), dtype="S16")
-    rows = write_rows(
-        tmp_path / "rows.arrows", [replace(keyed, rows=replace(keyed.rows, row_id=ids))]
-    )
+    rows = write_files(tmp_path, [replace(keyed, rows=replace(keyed.rows, row_id=ids))])
     assert plain(rows.read(0, 1))[0].row_id == b"\1" + bytes(15)
 
 
 def test_any_arrow_reader_opens_the_files_of_a_ring(tmp_path):
-    ring, _ = make_ring(tmp_path, RECORDS, num_pairs=2)
-    frame = pl.read_ipc_stream(ring.rows_file)
+    ring, _ = make_ring(tmp_path, RECORDS, num_pairs=2, ranges=3)
+    frame = pl.concat([pl.read_ipc_stream(file) for file in ring.rows.files])
     assert frame["place"].is_sorted()
     assert sorted(frame["prompt"].to_list()) == [record.prompt for record in RECORDS]
     assert sorted(branch["ids"] for branch in frame["branches"].explode()) == sorted(
         ids for record in RECORDS for ids in record.completions
     )
-    partners = pl.read_ipc_stream(ring.partners_file)
+    partners = pl.read_ipc_stream(partners_file(ring))
     assert partners.columns == ["partner_1", "partner_2"]
     assert all(sorted(partners[name]) == list(range(80)) for name in partners.columns)
-    assert np.load(ring.index_file)["row"].tolist() == [40]
+
+
+def refusal(read, whole):
+    """What is said of damage; empty if all is read as it was."""
+    try:
+        assert read() == whole
+    except CorruptionError as error:
+        return str(error)
+    return ""
+
+
+def partners_file(ring):
+    return ring.spool.root / ring.record.file.name
 
 
 def read_all(folder):
     """Every byte of a ring that its users may ask for."""
-    ring = Ring(folder, 2)
+    ring = Ring(Spool(folder), 2)
+    sizes = [each.tolist() for each in ring.sizes()]
     rows = plain(ring.rows.read(0, len(ring.rows)))
-    return rows, ring.partners(0, ring.rows.num_completions).tolist()
+    return rows, sizes, ring.partners(0, ring.rows.num_completions).tolist()
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.long)])
 def test_no_flipped_bit_is_read(tmp_path, monkeypatch, count):
     monkeypatch.setattr(shards, "ROWS_PER_GROUP", 7)
-    ring, _ = make_ring(tmp_path, RECORDS, num_pairs=2)
+    ring, _ = make_ring(tmp_path, RECORDS, num_pairs=2, ranges=3)
     whole = read_all(tmp_path)
-    files = [ring.rows_file, ring.partners_file, ring.index_file]
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and "encoded" not in path.parts]
+    assert {*ring.rows.files, partners_file(ring)} < {*files}
     good = {file: file.read_bytes() for file in files}
-    # The mark of the end of a stream is for other readers.
-    sizes = {file: len(good[file]) - 8 * (file.suffix == ".arrows") for file in files}
-    for file, byte, bit in flips(sizes, count):
+    found = 0
+    for file, byte, bit in flips({file: len(good[file]) for file in files}, count):
         damaged = bytearray(good[file])
         damaged[byte] ^= 1 << bit
         file.write_bytes(damaged)
-        with pytest.raises(CorruptionError, match=rf"/{file.name} is damaged: .* Remove this file"):
-            read_all(tmp_path)
+        said = refusal(lambda: read_all(tmp_path), whole)  # or only other readers look there
+        assert not said or (f"/{file.name} is damaged: " in said and "Remove this file" in said)
+        found += bool(said)
         file.write_bytes(good[file])
     assert read_all(tmp_path) == whole
+    assert found > 0.8 * count
 
 
-@pytest.mark.parametrize("name", ["rows.arrows", "partners.arrows", "index.npy"])
+@pytest.mark.parametrize(
+    "kind", ["arranged/*.arrows", "ring-*.arrows", "arranged/*.json", "ring.json"]
+)
 @pytest.mark.parametrize("harm", ["short", "gone"])
-def test_a_file_that_is_not_whole_is_not_read(tmp_path, name, harm):
+def test_a_file_that_is_not_whole_is_not_read(tmp_path, kind, harm):
     make_ring(tmp_path, RECORDS, num_pairs=2)
-    path = tmp_path / name
+    (path,) = tmp_path.glob(kind)
     if harm == "gone":
         path.unlink()
     else:
-        path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(CorruptionError, match=rf"/{name} is damaged"):
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises((CorruptionError, StorageError), match=rf"/{path.name}"):
         read_all(tmp_path)
-    assert Ring(tmp_path, 2).is_whole == (harm == "short")
+
+
+@pytest.mark.parametrize("kind", ["arranged/*.arrows", "ring-*.arrows", "ring.json"])
+def test_a_ring_that_lacks_a_file_is_not_whole(tmp_path, kind):
+    make_ring(tmp_path, RECORDS, num_pairs=2)
+    assert Ring(Spool(tmp_path), 2).is_whole
+    (path,) = tmp_path.glob(kind)
+    path.unlink()
+    assert not Ring(Spool(tmp_path), 2).is_whole
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.long)])
+def test_no_flipped_bit_of_encoded_rows_is_arranged(tmp_path, monkeypatch, count):
+    monkeypatch.setattr(shards, "ROWS_PER_GROUP", 7)
+    chunks = [
+        key_rows(RECORDS[:20], seed=0, carried=()),
+        key_rows(RECORDS[20:], seed=0, carried=()),
+    ]
+    monkeypatch.setattr(key_ranges, "TOKENS_PER_RUN", 1)
+    file = write_encoded(tmp_path, 0, chunks, 3)
+    good = file.path.read_bytes()
+
+    def arrange():
+        parts = [arranged([file], number, 3, Counter()) for number in range(3)]
+        return [row for part in parts for keyed in part for row in plain(keyed)]
+
+    whole = arrange()
+    assert len(whole) == len(RECORDS)
+    found = 0
+    for _, byte, bit in flips({file.path: len(good)}, count):
+        damaged = bytearray(good)
+        damaged[byte] ^= 1 << bit
+        file.path.write_bytes(damaged)
+        said = refusal(arrange, whole)  # or it is in the mark that ends the stream
+        assert not said or f"/{file.path.name} is damaged: " in said
+        found += bool(said)
+    assert found > 0.95 * count
 
 
 def test_only_the_batches_that_are_read_are_looked_at(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "ROWS_PER_GROUP", 10)
     ring, _ = make_ring(tmp_path, RECORDS)
-    damaged = bytearray(ring.rows_file.read_bytes())
-    damaged[-16] ^= 1
-    ring.rows_file.write_bytes(damaged)
+    (file,) = ring.rows.files
+    last = ring.rows.index["rows"][-1]
+    damaged = bytearray(file.read_bytes())
+    damaged[int(last["start"] + last["size"]) - 1] ^= 1
+    file.write_bytes(damaged)
     assert len(ring.rows.read(0, 30)) == 30
     with pytest.raises(CorruptionError):
         ring.rows.read(25, 31)
 
 
 def test_nothing_but_the_ring_is_left_in_its_folder(tmp_path):
-    make_ring(tmp_path, RECORDS, num_pairs=1, chunk=3)
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["index.npy", "partners.arrows", "rows.arrows"]
+    ring, _ = make_ring(tmp_path, RECORDS, num_pairs=1, chunk=3, per_file=9, ranges=2)
+    ring.spool.forget_encoded()
+    names = sorted(re.sub("-[0-9a-f]{16}", "", path.name) for path in tmp_path.rglob("*.*"))
+    arranged_files = [
+        f"0000000{number}.{kind}" for number in range(2) for kind in ("arrows", "json")
+    ]
+    assert names == [*arranged_files, "ring.arrows", "ring.json"]
 
 
 def test_keys_that_change_while_partners_are_chosen_are_noticed(tmp_path, monkeypatch):
-    kept = units.choose_partners
+    kept = ring_module.choose_partners
 
     def meddle(prompts, *others, **more):
         found = kept(prompts, *others, **more)
         prompts[3] ^= np.uint64(1)
         return found
 
-    monkeypatch.setattr(units, "choose_partners", meddle)
+    monkeypatch.setattr(ring_module, "choose_partners", meddle)
     with pytest.raises(CorruptionError, match=r"/keys\.bin is damaged"):
         make_ring(tmp_path, RECORDS, num_pairs=1)
-    assert not Ring(tmp_path, 1).is_whole
+    assert not Ring(Spool(tmp_path), 1).is_whole
 
 
 def test_room_for_the_keys_is_taken_before_they_are_mapped(tmp_path):
@@ -201,11 +275,13 @@ def test_room_for_the_keys_is_taken_before_they_are_mapped(tmp_path):
     refused = pytest.raises(StorageError, match=r"/keys\.bin: allocate failed: No space left")
     with failpoints.watch(full), refused:
         make_ring(tmp_path, RECORDS, num_pairs=1)
-    assert not Ring(tmp_path, 1).is_whole
+    assert not Ring(Spool(tmp_path), 1).is_whole
 
 
-def test_a_new_map_takes_all_of_its_room_and_is_the_file(tmp_path):
-    mapped = fs.new_map(tmp_path / "keys", 1 << 20)
-    assert (tmp_path / "keys").stat().st_blocks * 512 >= 1 << 20
-    mapped[5] = 7
-    assert (tmp_path / "keys").read_bytes()[:7] == bytes([0, 0, 0, 0, 0, 7, 0])
+def test_a_new_map_takes_all_of_its_room_and_is_gone_afterwards(tmp_path):
+    with fs.new_map(tmp_path / "keys", 1 << 20) as mapped:
+        (file,) = tmp_path.iterdir()
+        assert file.stat().st_blocks * 512 >= 1 << 20
+        mapped[5] = 7
+        assert file.read_bytes()[:7] == bytes([0, 0, 0, 0, 0, 7, 0])
+    assert not list(tmp_path.iterdir())

@@ -215,9 +215,9 @@ def test_units_cover_the_ring_once_and_keep_both_caps(
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shards, "ROWS_PER_GROUP", weighed)
-        ring, _ = make_ring(new_folder(), records)
+        ring, _ = make_ring(new_folder(), records, ranges=weighed)
     offsets = unit_offsets(
-        ring.rows, num_pairs=num_pairs, rows_per_unit=rows, tokens_per_unit=tokens
+        ring.sizes(), num_pairs=num_pairs, rows_per_unit=rows, tokens_per_unit=tokens
     )
     weights = [
         len(row.prompt) + (1 + num_pairs) * sum(len(branch[0]) for branch in row.branches)

@@ -38,7 +38,7 @@ class Home:
 
 
 @pytest.fixture
-def home(tmp_path):
+def own_folder(tmp_path):
     return Home(tmp_path / "home")
 
 
@@ -64,15 +64,15 @@ def later(monkeypatch):
     return let_pass
 
 
-def test_the_next_command_is_given_the_digest_that_an_earlier_one_made(home, weights):
-    first = home.digests(weights)
-    assert home.digests(weights) == first == [hashlib.sha256(b"a" * 100).hexdigest()]
-    assert home.made == 1
+def test_the_next_command_is_given_the_digest_that_an_earlier_one_made(own_folder, weights):
+    first = own_folder.digests(weights)
+    assert own_folder.digests(weights) == first == [hashlib.sha256(b"a" * 100).hexdigest()]
+    assert own_folder.made == 1
 
 
 @pytest.mark.parametrize("change", ["content", "size", "replaced", "restored time", "touched"])
-def test_a_file_that_may_have_changed_is_digested_again(home, weights, later, change):
-    home.digests(weights)
+def test_a_file_that_may_have_changed_is_digested_again(own_folder, weights, later, change):
+    own_folder.digests(weights)
     found = weights.stat()
     if change == "content":
         weights.write_bytes(b"b" * 100)
@@ -89,18 +89,18 @@ def test_a_file_that_may_have_changed_is_digested_again(home, weights, later, ch
     else:
         os.utime(weights)
     later(SETTLED_NS)
-    assert home.digests(weights) == [hashlib.sha256(weights.read_bytes()).hexdigest()]
-    assert home.made == 2
+    assert own_folder.digests(weights) == [hashlib.sha256(weights.read_bytes()).hexdigest()]
+    assert own_folder.made == 2
 
 
-def test_a_file_changed_just_before_it_was_digested_is_not_remembered(home, tmp_path):
+def test_a_file_changed_just_before_it_was_digested_is_not_remembered(own_folder, tmp_path):
     """It may be changed once more within the same tick of its clock, and keep its time."""
     file = tmp_path / "weights"
     file.write_bytes(b"a")
-    home.digests(file)
-    home.digests(file)
-    assert home.made == 2
-    assert not (home.folder / "digests").exists()
+    own_folder.digests(file)
+    own_folder.digests(file)
+    assert own_folder.made == 2
+    assert not (own_folder.folder / "digests").exists()
 
 
 @pytest.mark.parametrize(("age_ns", "is_settled"), [(SETTLED_NS, True), (SETTLED_NS - 1, False)])
@@ -117,53 +117,55 @@ def test_a_time_in_the_future_is_not_settled():
     assert not FileVersion(1, 2, 3, modified_ns=now + 1, changed_ns=0).is_settled(now)
 
 
-def test_a_file_that_changes_while_it_is_digested_is_not_remembered(home, weights):
+def test_a_file_that_changes_while_it_is_digested_is_not_remembered(own_folder, weights):
     def digest_and_change():
-        digests = home.digest(weights)
+        digests = own_folder.digest(weights)
         os.utime(weights)
         return digests
 
-    DigestMemory(home.folder)(weights, digest_and_change)
-    home.digests(weights)
-    assert home.made == 2
+    DigestMemory(own_folder.folder)(weights, digest_and_change)
+    own_folder.digests(weights)
+    assert own_folder.made == 2
 
 
-def test_no_damaged_line_is_believed(home, weights):
-    good = home.digests(weights)
-    whole = home.lines.read_bytes()
+def test_no_damaged_line_is_believed(own_folder, weights):
+    good = own_folder.digests(weights)
+    whole = own_folder.lines.read_bytes()
     for place in range(len(whole)):
-        home.lines.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        assert home.digests(weights) == good
-        home.lines.write_bytes(whole[:place])
-        assert home.digests(weights) == good
+        own_folder.lines.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        assert own_folder.digests(weights) == good
+        own_folder.lines.write_bytes(whole[:place])
+        assert own_folder.digests(weights) == good
 
 
-def test_a_line_after_one_that_was_cut_off_counts(home, weights):
-    home.digests(weights)
-    home.lines.write_bytes(home.lines.read_bytes()[:-30])
-    home.digests(weights)
-    home.digests(weights)
-    assert home.made == 2
+def test_a_line_after_one_that_was_cut_off_counts(own_folder, weights):
+    own_folder.digests(weights)
+    own_folder.lines.write_bytes(own_folder.lines.read_bytes()[:-30])
+    own_folder.digests(weights)
+    own_folder.digests(weights)
+    assert own_folder.made == 2
 
 
-def test_folders_of_one_name_are_told_apart(home, weights, tmp_path, later):
+def test_folders_of_one_name_are_told_apart(own_folder, weights, tmp_path, later):
     other = tmp_path / "elsewhere" / "model" / weights.name
     other.parent.mkdir(parents=True)
     other.write_bytes(b"c" * 100)
     later(SETTLED_NS)
-    assert home.digests(weights) != home.digests(other)
-    assert home.digests(weights) != home.digests(other)
-    assert home.made == 2
+    assert own_folder.digests(weights) != own_folder.digests(other)
+    assert own_folder.digests(weights) != own_folder.digests(other)
+    assert own_folder.made == 2
 
 
 def test_a_home_that_cannot_be_written_costs_one_warning(weights, tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    home = Home(tmp_path / "file" / "home")
-    assert home.memory(weights, lambda: home.digest(weights)) == home.digest(weights)
+    own_folder = Home(tmp_path / "file" / "home")
+    assert own_folder.memory(weights, lambda: own_folder.digest(weights)) == own_folder.digest(
+        weights
+    )
     other = weights.with_name("other")
     shutil.copy(weights, other)
     os.utime(weights)
-    home.memory(weights, lambda: home.digest(weights))
+    own_folder.memory(weights, lambda: own_folder.digest(weights))
     assert caplog.text.count("digests are not remembered") == 1
 
 

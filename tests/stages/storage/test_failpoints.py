@@ -23,7 +23,7 @@ def test_a_list_of_failpoints_is_read():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("nowhere=kill", "known names: ring.before_rename"),
+        ("nowhere=kill", "known names: part.before_rename"),
         ("gc.done=explode", "known actions: kill, term, eio, enospc"),
         ("gc.done", "known actions"),
         ("gc.done=kill@0", "visits"),

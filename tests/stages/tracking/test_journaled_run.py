@@ -8,6 +8,7 @@ import pytest
 from align.pipeline.mlflow_sync import sync_run
 from align.schemas.config import TrackingOptions
 from align.schemas.errors import CorruptionError, UsageError
+from align.stages.tracking import delivery
 from align.stages.tracking.outbox import load_ledger, plain_uri
 from support.mlflow_runs import open_store
 from support.tracked_training import begin, journalled, learn, run_folder, run_of, stored, wait_for
@@ -236,3 +237,15 @@ mlflow.MlflowClient("sqlite:///{tmp_path}/host.db").search_experiments()
     command = [sys.executable, "-W", "error", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_training_sends_nothing_before_its_first_step_and_all_after_it(
+    tmp_path, uri, monkeypatch
+):
+    monkeypatch.setattr(delivery, "FIRST_STEP_SECONDS", 1e6)
+    run = begin(run_folder(tmp_path), uri, sends=False)
+    run.log_metrics({"eval/loss": 0.5}, step=0)
+    assert not run.run_id
+    run.begin_sending()
+    wait_for(lambda: run.run_id and stored(uri, run.run_id) == [("eval/loss", 0, 0.5)])
+    run.finish("FINISHED")

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from align.stages.data.encode_workers import usable_cores
+from align.pipeline.task_processes import usable_cores
 
 SEEN = len(os.sched_getaffinity(0))
 
@@ -58,7 +58,7 @@ def test_a_quota_of_the_first_kind_of_groups_counts(tmp_path, mount, quota, core
 
 
 def test_only_one_function_counts_the_cores_of_the_machine():
-    root = Path(usable_cores.__code__.co_filename).parents[2]
+    root = Path(usable_cores.__code__.co_filename).parents[1]
     files = [path for room in ("pipeline", "stages") for path in (root / room).rglob("*.py")]
     counting = {path.name for path in files if "cpu_count" in path.read_text()}
-    assert counting == {"encode_workers.py"}
+    assert counting == {"task_processes.py"}

@@ -1,124 +1,100 @@
-"""Encodes chunks of input in as many processes as the machine has cores."""
+"""Makes tasks in child processes, side by side: in as many as the machine has usable cores."""
 
 from __future__ import annotations
 
-import gc
 import math
 import multiprocessing
 import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import closing
+from dataclasses import dataclass
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
+from typing import Any
 
-from ...schemas.config import TokenOptions
-from ...schemas.errors import BadDataError, FingerprintError
-from ...schemas.row_keys import EncodedChunk, key_rows
-from .data_schema import Shape
-from .decode_rows import parse_chunk
-from .encode import Encoder
-from .input_files import Chunk
-from .tokenizer import load_tokenizer, tokenizer_fingerprint
-
-# Below this, starting processes costs more than they save.
-SMALL_INPUT_BYTES = 8 * 1024 * 1024
+from ..schemas.errors import BadDataError
+from ..stages.tracking.progress import NoProgress, Progress
+from .executor import Facts, Inline, Share, Tasks
 
 
 @dataclass(frozen=True)
-class EncodingJob:
-    """All a process needs to know to encode chunks."""
+class Children:
+    """Makes a share of the tasks in child processes, side by side; a single one in this process."""
 
-    model: str
-    options: TokenOptions
-    shape: Shape
-    seed: int
-    files: tuple[int, ...]  # the identity of each input
-    tokenizer: Mapping[str, str]  # its fingerprint, which each process that loads it must find
+    share: Share
+    processes: int
+
+    def run(
+        self, tasks: Tasks[Facts], *, progress: Progress, on_done: Callable[[Facts], None]
+    ) -> None:
+        """Tasks that another process commits meanwhile are not made."""
+        chosen, sizes = self.share.of(tasks), tasks.sizes
+        todo = [task for task in chosen if not tasks.is_committed(task)]
+        if len(todo) < 2:
+            Inline(self.share).run(tasks, progress=progress, on_done=on_done)
+            return
+        progress.begin(tasks.name, total=sum(sizes[task] for task in chosen), unit=tasks.unit)
+        progress.advance(sum(sizes[task] for task in {*chosen} - {*todo}))
+        with closing(_in_children(tasks, todo, num_processes=self.processes)) as made:
+            for task, facts in made:
+                progress.advance(sizes[task])
+                if facts is not None:
+                    on_done(facts)
+        progress.end()
 
 
-def encode_chunks(
-    chunks: Iterable[Chunk], job: EncodingJob, *, num_workers: int
-) -> Iterator[EncodedChunk]:
-    """Encodes chunks in order; `num_workers` 0 stays in this process."""
-    if num_workers == 0:
-        worker = _Worker(job)
-        yield from map(worker.encode, chunks)
-        return
+def _in_children(
+    work: Tasks[Facts], tasks: Sequence[int], *, num_processes: int
+) -> Generator[tuple[int, Facts | None]]:
+    """Each task with its facts, in the order given; without facts if another has made it."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload([type(work).__module__])
     _start_server_ignoring_sigint()
+    others = {*multiprocessing.active_children()}
     with ProcessPoolExecutor(
-        num_workers, mp_context=context, initializer=_start, initargs=(job,)
+        num_processes, mp_context=context, initializer=_start, initargs=(work,)
     ) as pool:
-        waiting: deque[Future[EncodedChunk]] = deque()
+        waiting: deque[tuple[int, Future[Facts | None]]] = deque()
         try:
-            for chunk in chunks:
-                waiting.append(pool.submit(_encode, chunk))
-                if len(waiting) > 3 * num_workers:
-                    yield waiting.popleft().result()
+            for task in tasks:
+                waiting.append((task, pool.submit(_make, task)))
+                if len(waiting) > 2 * num_processes:
+                    yield _finished(waiting)
             while waiting:
-                yield waiting.popleft().result()
+                yield _finished(waiting)
         except BrokenProcessPool as error:
             raise BadDataError(
                 "A tokenizing process died, most likely for want of memory. "
                 "Use fewer of them (--set data.workers=1) and look for very long rows."
             ) from error
+        except BaseException:
+            # A task takes seconds, and half a task leaves nothing that is ever read.
+            for child in {*multiprocessing.active_children()} - others:
+                child.kill()
+            raise
 
 
-def default_workers(input_bytes: int) -> int:
-    """One process per usable core, unless the input is small."""
-    return 0 if input_bytes < SMALL_INPUT_BYTES else usable_cores()
+def _finished(waiting: deque[tuple[int, Future[Facts | None]]]) -> tuple[int, Facts | None]:
+    task, future = waiting.popleft()
+    return task, future.result()
 
 
-class _Worker:
-    def __init__(self, job: EncodingJob) -> None:
-        self._job = job
-        tokenizer = load_tokenizer(job.model, job.options)
-        self._is_same = tokenizer_fingerprint(tokenizer) == job.tokenizer
-        self._encoder = Encoder(tokenizer, job.options)
-
-    def encode(self, chunk: Chunk) -> EncodedChunk:
-        if not self._is_same:
-            raise FingerprintError(
-                f"{self._job.model}: the tokenizer or its template changed after this run began. "
-                "Run the same command again."
-            )
-        named = replace(chunk, file=self._job.files[chunk.file])
-        with _collector_paused():
-            records, rejected = parse_chunk(named, self._job.shape)
-            encoded = self._encoder.encode(records)
-            keyed = key_rows(encoded.rows, seed=self._job.seed, carried=self._job.shape.carried)
-        return EncodedChunk(chunk.file, keyed, [*rejected, *encoded.rejected], dict(encoded.notes))
+_work: Tasks[Any] | None = None
+_make_task: Callable[[int], Any] | None = None
 
 
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Pauses garbage collection: a chunk makes many objects and no cycles."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-_worker: _Worker | None = None
-
-
-def _start(job: EncodingJob) -> None:
-    global _worker  # noqa: PLW0603 - one encoder per process, made once
+def _start(work: Tasks[Any]) -> None:
+    global _work, _make_task
     # Each process keeps to one core; threads of the tokenizer would fight over them.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     # Without a parent there is nothing left to do.
     threading.Thread(target=_leave_with_parent, daemon=True).start()
-    _worker = _Worker(job)
+    _work, _make_task = work, work.open(NoProgress())
 
 
 def _start_server_ignoring_sigint() -> None:
@@ -142,9 +118,10 @@ def _leave_with_parent() -> None:
     os._exit(1)
 
 
-def _encode(chunk: Chunk) -> EncodedChunk:
-    assert _worker is not None
-    return _worker.encode(chunk)
+def _make(task: int) -> Any:
+    assert _work is not None
+    assert _make_task is not None
+    return None if _work.is_committed(task) else _make_task(task)
 
 
 GROUPS = Path("sys/fs/cgroup")

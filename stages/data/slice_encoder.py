@@ -1,0 +1,74 @@
+"""Encodes slices of the data: parsed, checked, tokenized, keyed."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from ...schemas.config import TokenOptions
+from ...schemas.errors import FingerprintError
+from ...schemas.row_keys import EncodedChunk, Intake, KeyedRows, key_rows
+from .data_schema import Shape
+from .decode_rows import parse_chunk
+from .encode import Encoder
+from .input_files import Chunk, InputFile, Slice, iter_slice
+from .tokenizer import load_tokenizer, tokenizer_fingerprint
+
+
+@dataclass(frozen=True)
+class EncodingJob:
+    """All a process needs to know to encode slices."""
+
+    model: str
+    options: TokenOptions
+    shape: Shape
+    seed: int
+    files: tuple[int, ...]  # the identity of each input
+    tokenizer: Mapping[str, str]  # its fingerprint, which each process that loads it must find
+
+
+class SliceEncoder:
+    """Encodes slices; the tokenizer is loaded once."""
+
+    def __init__(self, job: EncodingJob) -> None:
+        self._job = job
+        tokenizer = load_tokenizer(job.model, job.options)
+        self._is_same = tokenizer_fingerprint(tokenizer) == job.tokenizer
+        self._encoder = Encoder(tokenizer, job.options)
+
+    def rows(self, inputs: Sequence[InputFile], part: Slice, intake: Intake) -> Iterator[KeyedRows]:
+        """The usable rows of a slice, counted from the first row of its stretch."""
+        if not self._is_same:
+            raise FingerprintError(
+                f"{self._job.model}: the tokenizer or its template changed after this run began. "
+                "Run the same command again."
+            )
+        for chunk, is_own in iter_slice(inputs, part, self._job.shape.columns):
+            intake.rows_passed += len(chunk)
+            if is_own:
+                encoded = self._encode(chunk)
+                intake.count(encoded)
+                yield encoded.keyed
+
+    def _encode(self, chunk: Chunk) -> EncodedChunk:
+        named = replace(chunk, file=self._job.files[chunk.file])
+        with _collector_paused():
+            records, rejected = parse_chunk(named, self._job.shape)
+            encoded = self._encoder.encode(records)
+            keyed = key_rows(encoded.rows, seed=self._job.seed, carried=self._job.shape.carried)
+        refused = [*rejected, *encoded.rejected]
+        return EncodedChunk(chunk.file, keyed, refused, dict(encoded.notes))
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Pauses garbage collection: a chunk makes many objects and no cycles."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

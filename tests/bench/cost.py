@@ -1,0 +1,125 @@
+"""What both stages cost in GPU-hours at size, beside trainers that keep the reference: computed.
+
+Nothing here is measured. A forward pass costs 2 N operations a token and a forward and a backward
+pass 6 N, for N parameters; the GPU does MFU of its 989 TFLOP/s (H100, bfloat16, dense). The sides
+are given the same MFU, so the table shows what is computed, not how well. Attention's own products,
+checkpointing, padding and the memory of activations are left out on both sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+PEAK = 989e12  # operations a second
+MFU_FORWARD, MFU_TRAINING = 0.55, 0.40
+PROMPT, COMPLETION = 300, 300  # tokens
+EPOCHS = 3
+FORWARD, TRAINING = 2, 6  # operations a parameter and token
+WEIGHT_BYTES, STATE_BYTES = 2, 16  # bfloat16; with gradient, float32 copy and two moments: 16
+HOUR = 3600
+CASES = ((8e9, 60_000), (8e9, 10_000_000), (70e9, 1_000_000))
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens of one pair that a model runs over."""
+
+    pair: int  # prompt and both completions, the prompt `prompts` times
+    mismatched: int  # what KTO's z needs besides
+
+    @staticmethod
+    def of(*, shared_prompt: bool, kl: bool) -> Tokens:
+        """`shared_prompt`: a prompt is computed once for all of its completions."""
+        pair = PROMPT + 2 * COMPLETION if shared_prompt else 2 * (PROMPT + COMPLETION)
+        # An own pass has a prompt of its own; in stage 1 the same tree holds all four.
+        alone = 2 * COMPLETION + (PROMPT if shared_prompt else 2 * PROMPT)
+        return Tokens(pair, alone if kl else 0)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """GPU-hours of a run, and bytes of weights and optimizer state that it holds."""
+
+    scoring: float
+    training: float
+    state_bytes: float
+
+    @property
+    def total(self) -> float:
+        """GPU-hours of both."""
+        return self.scoring + self.training
+
+
+def hours(parameters: float, tokens: float, operations: int, mfu: float) -> float:
+    """GPU-hours of so many operations a parameter and token."""
+    return operations * parameters * tokens / (mfu * PEAK * HOUR)
+
+
+def of_align(parameters: float, pairs: int, *, kl: bool) -> Cost:
+    """Scored once, with all completions of a prompt in one tree; then the policy alone."""
+    tokens = Tokens.of(shared_prompt=True, kl=kl)
+    scored = pairs * (tokens.pair + (2 * COMPLETION if kl else 0))
+    return Cost(
+        scoring=hours(parameters, scored, FORWARD, MFU_FORWARD),
+        training=EPOCHS * _training(parameters, pairs, tokens),
+        state_bytes=parameters * STATE_BYTES,
+    )
+
+
+def of_online(parameters: float, pairs: int, *, kl: bool, shared_prompt: bool) -> Cost:
+    """The reference runs beside the policy in each epoch."""
+    tokens = Tokens.of(shared_prompt=shared_prompt, kl=kl)
+    scored = EPOCHS * pairs * (tokens.pair + tokens.mismatched)
+    return Cost(
+        scoring=hours(parameters, scored, FORWARD, MFU_FORWARD),
+        training=EPOCHS * _training(parameters, pairs, tokens),
+        state_bytes=parameters * (STATE_BYTES + WEIGHT_BYTES),
+    )
+
+
+def _training(parameters: float, pairs: int, tokens: Tokens) -> float:
+    """One epoch: gradients for the pair, a forward pass alone for what z is the mean of."""
+    learned = hours(parameters, pairs * tokens.pair, TRAINING, MFU_TRAINING)
+    return learned + hours(parameters, pairs * tokens.mismatched, FORWARD, MFU_FORWARD)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=10, help="on one cache, in the last columns")
+    runs = parser.parse_args().runs
+    beside = ("reference beside it, prompts shared", "reference beside it, as usual")
+    heads = ("model x pairs", "method", "scoring, once", "training", "both", *beside, "saved")
+    many = (f"{runs} runs", f"{runs} runs, prompts shared", f"{runs} runs, as usual")
+    print(f"| {' | '.join((*heads, *many, 'state', 'state beside it'))} |")
+    print("|---|---|" + "---:|" * 11)
+    for parameters, pairs in CASES:
+        for method, kl in (("DPO", False), ("KTO", True)):
+            print(row(parameters, pairs, method, kl=kl, runs=runs))
+
+
+def row(parameters: float, pairs: int, method: str, *, kl: bool, runs: int) -> str:
+    """One line of the table, in GPU-hours and GB."""
+    ours = of_align(parameters, pairs, kl=kl)
+    theirs, sharing = (
+        of_online(parameters, pairs, kl=kl, shared_prompt=shared) for shared in (False, True)
+    )
+    many = ours.scoring + runs * ours.training
+    cells = [
+        f"{parameters / 1e9:.0f}B x {pairs:,}",
+        method,
+        *map(shown, (ours.scoring, ours.training, ours.total, sharing.total, theirs.total)),
+        f"{1 - ours.total / sharing.total:.0%}, {1 - ours.total / theirs.total:.0%}",
+        *map(shown, (many, runs * sharing.total, runs * theirs.total)),
+        *(f"{one.state_bytes / 1e9:,.0f} GB" for one in (ours, theirs)),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def shown(value: float) -> str:
+    """Hours with a decimal where there are few."""
+    return f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
+
+
+if __name__ == "__main__":
+    main()

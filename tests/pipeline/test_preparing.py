@@ -1,0 +1,221 @@
+"""Preparing is tasks that any processes make, in any order; what they end in never shows it."""
+
+import multiprocessing
+import os
+import pickle
+import random
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from align.pipeline.executor import Inline
+from align.pipeline.precompute_plan import KINDS as KINDS_OF_ROWS
+from align.pipeline.precompute_plan import make_plan, open_job, preparation_of, ring_of
+from align.pipeline.prepare_tasks import ArrangeTasks, EncodeTasks
+from align.schemas.config import DataOptions
+from align.schemas.errors import BadDataError, Interrupted
+from align.stages.data import input_files
+from align.stages.pairing import key_ranges
+from align.stages.storage import fs
+from align.stages.storage.cache_folder import CacheFolder
+from align.stages.storage.manifest_file import load_plan
+from align.stages.tracking.progress import NoProgress
+from support.encoded_rows import all_rows
+from support.one_process import prepared_at_once
+from support.random_data import KINDS, draw_files, small_sizes
+from support.stage_one import CHILDREN, contents, run
+from support.stub_reference import StubReference
+
+SEED = int(os.environ.get("ALIGN_TEST_SEED", "20"))
+
+
+@pytest.fixture
+def drawn(config, tmp_path):
+    """A config over data and settings drawn by chance."""
+
+    def draw(seed):
+        chance = random.Random(f"{SEED} {seed}")
+        files = draw_files(tmp_path / f"data-{seed}", KINDS[seed % len(KINDS)], chance)
+        return replace(
+            config,
+            data=DataOptions(files=list(map(str, files)), max_bad_frac=0.9),
+            tokens=replace(
+                config.tokens,
+                max_length=chance.choice([40, 256]),
+                max_prompt_length=chance.choice([0, 10]),
+                prompt_side=chance.choice(["left", "right"]),
+            ),
+            cache=replace(
+                config.cache,
+                output=str(tmp_path / f"cache-{seed}"),
+                seed=chance.randint(0, 3),
+                kl_pairs=chance.randint(0, 3),
+                rows_per_shard=chance.choice([16, 200]),
+            ),
+        )
+
+    return draw
+
+
+def make_by_tasks(job, draw):
+    """Makes every task in any order, some of them twice, each after a journey through pickle."""
+    job.folder.prepare()
+    job.work.prepare()
+    preparation = preparation_of(job)
+    preparation.ring.spool.prepare()
+    counts = []
+    for tasks in (EncodeTasks(preparation), ArrangeTasks(preparation)):
+        order = [*range(len(tasks.sizes)), draw.randrange(len(tasks.sizes))]
+        draw.shuffle(order)
+        for task in order:
+            pickle.loads(pickle.dumps(tasks)).open(NoProgress())(task)
+        counts.append(len(tasks.sizes))
+    return counts
+
+
+@pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 200), marks=pytest.mark.long)])
+def test_tasks_in_any_order_end_in_what_one_process_makes_in_memory(drawn, monkeypatch, seeds):
+    counts = Counter()
+    for seed in seeds:
+        config = drawn(seed)
+        draw = random.Random(f"order {SEED} {seed}")
+        with monkeypatch.context() as patch:
+            for module, name, size in small_sizes(draw):
+                patch.setattr(module, name, size)
+            job = open_job(config, StubReference())
+            counts.update(dict(zip(("slices", "ranges"), make_by_tasks(job, draw), strict=True)))
+            expected = prepared_at_once(job)
+            try:
+                plan = make_plan(job, "run", Inline(), NoProgress())
+            except BadDataError:
+                assert sum(expected.reasons.values()) > 0.9 * sum(expected.rows_per_file.values())
+                continue
+        require_equal(job, plan, expected)
+    print(f"ALIGN_TEST_SEED={SEED}, {dict(counts)} in {len(seeds)} data sets")
+    assert counts["slices"] > 5 * len(seeds)
+    assert counts["ranges"] > 2 * len(seeds)
+
+
+def require_equal(job, plan, expected):
+    ring = ring_of(job)
+    assert all_rows(ring) == expected.rows
+    assert ring.partners(0, ring.rows.num_completions).tolist() == expected.partners
+    assert plan.unit_offsets == expected.offsets
+    assert [entry.rows for entry in plan.inputs] == list(expected.rows_per_file.values())
+    assert plan.quarantined == expected.reasons
+    notes = Counter(plan.notes)
+    named = {
+        name: n for name, n in expected.notes.items() if notes[name] or name not in KINDS_OF_ROWS
+    }
+    assert {name: n for name, n in notes.items() if "not_read" not in name} == named
+    stored = [pq.read_table(job.folder.root / entry.file).to_pylist() for entry in plan.quarantine]
+    assert [
+        (row["file"], row["row"], row["reason"], row["detail"]) for rows in stored for row in rows
+    ] == [(f"{one.file:016x}", one.row, one.reason, one.detail) for one in expected.rejected]
+    assert not list(ring.spool.encoded(0).parent.iterdir())
+
+
+@pytest.fixture
+def in_children(config, monkeypatch):
+    """The same config, its few rows in many slices and ranges, which two children make."""
+    monkeypatch.setattr(input_files, "LEAST_SLICE", 1000)
+    monkeypatch.setattr(input_files, "SLICES", 10)
+    monkeypatch.setattr(key_ranges, "BYTES_PER_RANGE", 4000)
+    return replace(config, data=replace(config.data, workers=2))
+
+
+def test_children_make_whole_tasks_and_change_no_byte(in_children, clean):
+    job = open_job(in_children, StubReference())
+    preparation = preparation_of(job)
+    assert len(preparation.slices) > 5
+    assert preparation.num_ranges > 2
+    run(in_children)
+    assert contents(in_children.cache.output) == clean
+
+
+class Impatient(NoProgress):
+    """Asks to stop after some tasks."""
+
+    def __init__(self, most):
+        self.left = most
+
+    def advance(self, done, *, tokens=0, padding=0):
+        """Counts tasks, and then asks."""
+        self.left -= 1
+        if self.left == 0:
+            raise Interrupted(2)
+
+
+def test_who_is_interrupted_waits_for_no_child_and_keeps_what_is_committed(in_children, clean):
+    job = open_job(in_children, StubReference())
+    job.folder.prepare()
+    with pytest.raises(Interrupted):
+        make_plan(job, "run", Inline(), Impatient(4))
+    assert not multiprocessing.active_children()
+    done = EncodeTasks(preparation_of(job))
+    assert 3 <= sum(map(done.is_committed, range(len(done.sizes)))) < len(done.sizes)
+    run(in_children)
+    assert contents(in_children.cache.output) == clean
+
+
+def prepare(config, sizes):
+    """Prepares in this process, which may be one of several that share the folder."""
+    os.environ["ALIGN_FAILPOINTS"] = ""
+    for module, name, size in small_sizes(random.Random(sizes)):
+        setattr(module, name, size)
+    job = open_job(config, StubReference())
+    job.folder.prepare()
+    make_plan(job, f"{os.getpid()}", Inline(), NoProgress())
+
+
+def left(config):
+    """The plan, but for where it is, and the files of the ring."""
+    (work,) = CacheFolder(Path(config.cache.output)).works()
+    files = [path for path in work.spool.rglob("*.*") if not path.name.startswith(".")]
+    found = {str(path.relative_to(work.root)): fs.sha256_of(path) for path in files}
+    return replace(load_plan(work), digest="", reuse=()), found
+
+
+def start(config, sizes):
+    process = CHILDREN.Process(target=prepare, args=(config, sizes))
+    process.start()
+    return process
+
+
+@pytest.mark.parametrize("histories", [3, pytest.param(40, marks=pytest.mark.long)])
+def test_two_processes_killed_at_random_moments_end_in_one_plan(drawn, tmp_path, histories):
+    print(f"ALIGN_TEST_SEED={SEED}")
+    moments, kills = random.Random(SEED), 0
+    for history in range(histories):
+        sizes = f"sizes {SEED} {history}"
+        config = drawn(history)
+        clean = replace(
+            config, cache=replace(config.cache, output=str(tmp_path / "clean" / str(history)))
+        )
+        (tmp_path / "clean").mkdir(exist_ok=True)
+        began = time.perf_counter()
+        whole = start(clean, sizes)
+        whole.join(60)
+        assert whole.exitcode == 0
+        span, before = time.perf_counter() - began, kills
+        running = [start(config, sizes) for _ in range(2)]
+        while running:
+            is_last = kills - before >= 12  # however slow the machine has become
+            running[0].join(60 if is_last else moments.uniform(0, 1.2 * span))
+            for process in running if not is_last else []:
+                if process.exitcode is None:
+                    process.kill()
+                    process.join()
+                    kills += 1
+            ended = [process.exitcode for process in running if process.exitcode is not None]
+            assert {*ended} <= {0, -9}
+            running = [start(config, sizes) for code in ended if code] + [
+                process for process in running if process.exitcode is None
+            ]
+        assert left(config) == left(clean)
+    print(f"{kills} kills in {histories} histories")
+    assert kills >= 4 * histories

@@ -1,0 +1,94 @@
+"""What preparing has to end in, worked out in one process and in memory."""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from align.schemas.row_keys import Intake, KeyedRows, key_rows
+from align.stages.data.decode_rows import parse_chunk
+from align.stages.data.encode import Encoder
+from align.stages.data.input_files import iter_chunks
+from align.stages.pairing.kl_partners import choose_partners
+from align.stages.pairing.long_form import merge_same_prompts
+from align.stages.storage.commits import printable
+from support.encoded_rows import plain
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything that preparing decides."""
+
+    rows: list  # in ring order
+    partners: list  # for each k
+    offsets: tuple  # of the units
+    rejected: list
+    rows_per_file: dict
+    reasons: dict
+    notes: dict
+
+
+def prepared_at_once(job):
+    """Reads all rows, sorts them with Python's sort, pairs them and cuts them into units."""
+    config, intake, parts = job.config, Intake(), []
+    encoder = Encoder(job.tokenizer, config.tokens)
+    for chunk in iter_chunks(job.inputs, job.shape.columns):
+        records, rejected = parse_chunk(replace(chunk, file=job.files[chunk.file]), job.shape)
+        encoded = encoder.encode(records)
+        parts.append(key_rows(encoded.rows, seed=config.cache.seed, carried=job.shape.carried))
+        intake.rows_per_file[chunk.file] += len(chunk)
+        intake.notes.update(encoded.notes)
+        intake.rejected += [*rejected, *encoded.rejected]
+    keyed, notes = _sorted(KeyedRows.concat(parts)), intake.notes
+    if job.shape.kind == "scored_long":
+        keyed = merge_same_prompts(keyed, notes, prompt_side=config.tokens.prompt_side)
+    rows = _copies(plain(keyed), notes)
+    partners = _partners(keyed, config.cache.kl_pairs, notes)
+    rejected = [
+        replace(one, detail=printable(one.detail))
+        for one in sorted(intake.rejected, key=lambda one: (job.files.index(one.file), one.row))
+    ]
+    reasons = Counter(one.reason for one in rejected)
+    offsets = _offsets(rows, config.cache)
+    return Prepared(
+        rows, partners, offsets, rejected, dict(intake.rows_per_file), dict(reasons), +notes
+    )
+
+
+def _sorted(keyed):
+    """By place, by digest, and of equal rows as they came."""
+    ids = keyed.rows.row_id.tobytes()
+    places = keyed.places.tolist()
+    order = sorted(range(len(places)), key=lambda at: (places[at], ids[16 * at : 16 * at + 16], at))
+    return keyed.take(np.array(order, dtype=np.int64))
+
+
+def _copies(rows, notes):
+    seen, numbered = Counter(), []
+    for row in rows:
+        numbered.append(row._replace(copy=seen[row.row_id]))
+        seen[row.row_id] += 1
+    notes["rows_that_repeat_another_row"] += len(rows) - len(seen)
+    return numbered
+
+
+def _partners(keyed, pairs, notes):
+    prompts = np.repeat(keyed.places, np.diff(keyed.rows.branch_offsets))
+    partners = [np.zeros(len(prompts), dtype=np.int64) for _ in range(pairs)]
+    repeats = choose_partners(prompts, keyed.completion_keys, partners)
+    if pairs:
+        notes["mismatched_completions_used_twice"] += repeats.used_twice
+        notes["mismatched_completions_met_again_by_the_same_row"] += repeats.met_again
+    return [each.tolist() for each in partners]
+
+
+def _offsets(rows, cache):
+    offsets, held = [0], 0
+    for place, row in enumerate(rows):
+        weight = len(row.prompt) + (1 + cache.kl_pairs) * sum(len(each[0]) for each in row.branches)
+        is_full = place - offsets[-1] == cache.rows_per_shard
+        if place > offsets[-1] and (is_full or held + weight > cache.tokens_per_shard):
+            offsets.append(place)
+            held = 0
+        held += weight
+    return (*offsets, len(rows))

@@ -1,0 +1,102 @@
+"""Data sets drawn by chance: every kind and format, with repeated, joined and rejected rows."""
+
+import csv
+import json
+import random
+import shutil
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from align.stages.data import input_files
+from align.stages.pairing import key_ranges
+
+WORDS = ["alpha", "Beta", "gamma,", "δelta", "  ", "eps\nilon", "42", "is", "yes", "👋", "a" * 40]
+KINDS = ("paired", "unpaired", "scored", "scored_long")
+ENDINGS = (".jsonl", ".jsonl", ".json", ".csv", ".parquet", ".arrow")
+
+
+def small_sizes(draw: random.Random):
+    """Sizes of slices, ranges, runs and merges, most of them tiny: module, name and size."""
+    return [
+        (input_files, "LEAST_SLICE", draw.choice([300, 2000, 1 << 21])),
+        (input_files, "SLICES", draw.choice([2, 64, 10**6])),
+        (key_ranges, "BYTES_PER_RANGE", draw.choice([500, 3000, 8 << 20])),
+        (key_ranges, "MOST_RANGES", draw.choice([3, 20])),
+        (key_ranges, "TOKENS_PER_RUN", draw.choice([300, 3000, 1 << 22])),
+        (key_ranges, "TOKENS_PER_MERGE", draw.choice([300, 3000, 1 << 22])),
+        (key_ranges, "TOKENS_PER_BATCH_OF_A_RUN", draw.choice([60, 1 << 16])),
+    ]
+
+
+def draw_files(folder, kind, draw: random.Random, *, most=200):
+    """Some files of one kind of data."""
+    folder.mkdir(parents=True)
+    files = []
+    for number in range(draw.randint(1, 4)):
+        path = folder / f"data-{number}{draw.choice(ENDINGS)}"
+        _write(path, _rows(kind, draw.choice([20, most // 3, most]), draw), draw)
+        files.append(path)
+    if draw.random() < 0.2:
+        files.append(folder / f"copy{files[0].suffix}")
+        shutil.copy(files[0], files[-1])
+    return files
+
+
+def _text(draw):
+    return " ".join(draw.choice(WORDS) for _ in range(draw.randint(1, 12)))
+
+
+def _rows(kind, count, draw):
+    prompts = [
+        _text(draw) for _ in range(max(3, draw.choice([count // 5, count, count // 40 + 3])))
+    ]
+    answers = [_text(draw) for _ in range(max(4, draw.choice([5, count // 4, count])))]
+    rows = []
+    for _ in range(count):
+        rows.append(_row(kind, draw.choice(prompts), answers, draw))
+        if draw.random() < 0.1:
+            rows.append(dict(rows[-1]))
+    return rows
+
+
+def _row(kind, prompt, answers, draw):
+    is_bad = draw.random() < 0.04
+    answer = "" if is_bad else draw.choice(answers)
+    if kind == "paired":
+        return {"prompt": prompt, "chosen": draw.choice(answers), "rejected": answer}
+    if kind == "unpaired":
+        return {"prompt": prompt, "completion": answer, "label": draw.random() < 0.5}
+    if kind == "scored_long":
+        prompt += draw.choice(["", "", " "])  # so that some prompts have two tokenizations
+        return {"prompt": prompt, "completion": answer, "score": float(draw.randint(0, 3))}
+    count = draw.randint(1, 4)
+    scores = [float(draw.randint(0, 3)) for _ in range(count - is_bad)]
+    completions = [draw.choice(answers) for _ in range(count)]
+    return {"prompt": prompt, "completions": completions, "scores": scores}
+
+
+def _write(path, rows, draw):
+    if path.suffix == ".jsonl":
+        ends = ["\n", "\r\n", "\n \n"]
+        lines = (json.dumps(row, ensure_ascii=False) + draw.choice(ends) for row in rows)
+        start = draw.choice([b"\xef\xbb\xbf", b""])
+        path.write_bytes(start + "".join(lines).encode().rstrip() + draw.choice([b"", b"\n"]))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows, indent=draw.choice([None, 1])))
+    elif path.suffix == ".csv":
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            for row in rows:
+                writer.writerow(
+                    {k: json.dumps(v) if isinstance(v, list) else v for k, v in row.items()}
+                )
+    elif path.suffix == ".parquet":
+        table = pa.Table.from_pylist(rows)
+        pq.write_table(table, path, row_group_size=draw.choice([7, 50, 10_000]))
+    else:
+        table = pa.Table.from_pylist(rows)
+        opener = draw.choice([pa.ipc.new_file, pa.ipc.new_stream])
+        with opener(str(path), table.schema) as writer:
+            writer.write_table(table, max_chunksize=draw.choice([9, 1000]))
