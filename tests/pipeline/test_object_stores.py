@@ -230,3 +230,15 @@ def test_a_cache_in_a_store_grows_is_reused_and_forgets(person, bucket, world, r
     assert load_manifest(CacheFolder(person.folder / "disk")).root == root_on_disk
     assert root_on_disk in person.gives("gc", f"{bucket}/cache", "--yes").out
     require_clean(bucket, root)
+
+
+def test_parts_on_machines_that_share_nothing_but_the_store_make_one_cache(
+    person, bucket, world, root_on_disk
+):
+    """Each tokenizes the rows for itself; the last to end completes the cache."""
+    for part in ("2/2", "1/2"):
+        (person.folder / part[0]).mkdir()
+        machine = Person(person.server, person.folder / part[0], person.environment)
+        said = machine.gives(*making(world, bucket), "--part", part).out
+        assert (root_on_disk in said) == (part == "1/2"), said
+    require_clean(bucket, root_on_disk)
