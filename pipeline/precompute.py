@@ -25,7 +25,7 @@ from ..stages.storage.cleanup import collect, is_tidy, superseded
 from ..stages.storage.commits import read_commits
 from ..stages.storage.locks import owner_lock, try_owner_lock
 from ..stages.storage.manifest_file import build_manifest, load_manifest, load_plan, write_manifest
-from ..stages.storage.objects import Location
+from ..stages.storage.objects import Location, ObjectPath
 from ..stages.tracking.journaled_run import Run, recorded
 from ..stages.tracking.outbox import unsent_runs
 from ..stages.tracking.progress import Progress
@@ -122,6 +122,7 @@ class _Call:
     progress: Progress
     tally: Tally = field(default_factory=Tally)
     has_published: bool = False
+    _has_written: bool = False  # the manifest
 
     def finish(self, run: Run, plan: Plan | None) -> Manifest | None:
         """Makes the executor's share; the manifest, if that or others' work completes the cache."""
@@ -132,10 +133,13 @@ class _Call:
             self._score(plan, run)
             manifest = self._publish(plan)
         except (StorageError, CorruptionError, OSError):
+            if self._has_written:  # and cannot tidy up
+                raise
             # Who completes the cache removes the work, also under a process that is still at it.
-            if plan and not job.work.root.is_dir():
+            is_gone = not job.work.root.is_dir()
+            if plan and is_gone:
                 manifest = _made_by_another(job)
-            elif job.is_published:
+            elif job.is_published and (is_gone or isinstance(job.work.root, ObjectPath)):
                 manifest = self._made_in_store()
             else:
                 raise
@@ -175,6 +179,7 @@ class _Call:
         # on top of this cache.
         others = [work for work in folder.works() if work != self.job.work]
         write_manifest(folder, manifest, draft_in=self.job.work.root)
+        self._has_written = True
         self.has_published = collect(folder, [self.job.work, *others])
         register_cache(folder)
         return manifest
