@@ -53,7 +53,7 @@ def digest_policies(jobs: Iterable[TrainingJob], world: World, remember: Remembe
     files = run_on_all_ranks(
         world, lambda: {place: ModelFiles.of(model) for place, model in models.items()}
     )
-    mine = models if world.local_rank == 0 else {}
+    mine = models if world.is_first_here else {}
     found = run_on_all_ranks(
         world, lambda: {place: model_identity(model, remember) for place, model in mine.items()}
     )

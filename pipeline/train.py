@@ -15,7 +15,7 @@ from ..schemas.errors import Interrupted, PeerError, log_failure
 from ..schemas.file_version import Remember
 from ..stages.engine.deepspeed_config import Circumstances
 from ..stages.engine.deepspeed_engine import open_engine
-from ..stages.engine.distributed import joined_world, run_on_all_ranks
+from ..stages.engine.distributed import gathered, joined_world, run_on_all_ranks
 from ..stages.engine.zero3_partitions import open_partitions
 from ..stages.feed.cache_index import ShardColumns, unchecked
 from ..stages.feed.loader import CacheFeed
@@ -56,7 +56,7 @@ def run_training(job: TrainingJob, *, progress: Progress) -> Trained:
 
 def shard_columns(world: World, remember: Remember, *, keeps: bool = False) -> ShardColumns:
     """Columns of shards whose bytes the first rank of each machine checks for all of its ranks."""
-    check = partial(check_before_reading, remember=remember) if world.local_rank == 0 else unchecked
+    check = partial(check_before_reading, remember=remember) if world.is_first_here else unchecked
     return ShardColumns(check, keeps=keeps)
 
 
@@ -145,7 +145,10 @@ def _spread(job: TrainingJob, world: World, start: Start | None) -> Sharding | N
     # On other ranks or of another stage, the checkpoint is converted with what was loaded.
     if (position.identity.world_size, position.identity.zero_stage) != (world.size, 3):
         return Sharding(partitions)
-    return Sharding(partitions, known_path(position, job, partitions.device))
+    path = known_path(position, job, partitions.device)
+    # A probe is collective, so one rank that has other parts makes all of them probe.
+    is_known = all(gathered(world, path is not None))
+    return Sharding(partitions, path if is_known else None)
 
 
 def _sources(job: TrainingJob, columns: ShardColumns) -> tuple[TrainSource, TrainSource]:

@@ -71,6 +71,14 @@ class World:
     size: int
     local_rank: int
 
+    @property
+    def is_first_here(self) -> bool:
+        """Whether this is the first rank of its machine; rank zero is, whatever its launcher says.
+
+        A process alone may be told a local rank to choose its GPU.
+        """
+        return self.rank == 0 or self.local_rank == 0
+
 
 @dataclass(frozen=True)
 class Update:

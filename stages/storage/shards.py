@@ -60,6 +60,8 @@ def read_columns(path: Location, columns: Sequence[str]) -> tuple[pa.Table, NDAr
     with open_shard(path) as file:
         groups = range(file.num_row_groups)
         sizes = [file.metadata.row_group(group).num_rows for group in groups]
+        # The names and types of columns have no checksum.
+        _require_schema(file.schema_arrow, str(path), with_columns=columns)
         return file.read(columns=list(columns), use_threads=False), np.array(sizes, np.int64)
 
 
@@ -208,9 +210,8 @@ def _branch_columns(block: ScoredBlock) -> dict[str, Values]:
 
 def read_block(table: pa.Table, *, source: str = "a shard") -> ScoredBlock:
     """The block behind a table of all shard columns; the table may be a slice of another."""
-    kept, carried = "ref_token_logps" in table.column_names, carried_names(table.schema)
-    expected = shard_schema(token_logps=kept, carried=carried)
-    _require(table.schema.equals(expected), source, "has other columns than a shard")
+    _require_schema(table.schema, source)
+    kept = "ref_token_logps" in table.column_names
     nested = _column(table, "completion_ids")
     branch_offsets, completions = offsets_of(_lengths(nested)), ragged_of(_flattened(nested))
     names = ("role", "score", "cut", "num_tokens", "ref_logp")
@@ -225,6 +226,13 @@ def read_block(table: pa.Table, *, source: str = "a shard") -> ScoredBlock:
     _require(same, source, "holds other token log-probs than tokens")
     rows = _row_block(table, source, branch_offsets, completions, flat)
     return ScoredBlock(rows, flat["ref_logp"], token_logps)
+
+
+def _require_schema(schema: pa.Schema, source: str, with_columns: Sequence[str] = ()) -> None:
+    kept, carried = "ref_token_logps" in schema.names, carried_names(schema)
+    expected = shard_schema(token_logps=kept, carried=carried)
+    is_as_made = schema.equals(expected) and {*with_columns} <= {*schema.names}
+    _require(is_as_made, source, "has other columns than a shard")
 
 
 def _row_block(

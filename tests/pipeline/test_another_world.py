@@ -12,10 +12,11 @@ LONG = ("--max-steps", 20, "--set", "train.dropout=false", "--eval-every", 10)
 LORA = ("--lora", "--set", "lora.rank=4")
 
 
-def part(course, run, *more, ranks, failpoint=""):
+def part(course, run, *more, ranks, failpoint="", launcher=None):
     """One part of a run, from its newest checkpoint; all ranks are killed at a failpoint."""
     words = (*LONG, *more, "--resume", "auto")
-    answers = course.start(run, *words, ranks=ranks, failpoints=[failpoint] * ranks).answers()
+    how = {"ranks": ranks, "failpoints": [failpoint] * ranks, "launcher": launcher}
+    answers = course.start(run, *words, **how).answers()
     assert (answers[0].code == KILLED) == bool(failpoint), answers
     assert failpoint or {answer.code for answer in answers} == {0}, answers
     return answers[0]
@@ -37,6 +38,25 @@ def test_two_ranks_then_one_then_two_end_as_two_do(course, tmp_path):
     assert changes[::2] == ("after step 6: ranks 2 → 1", "after step 12: ranks 1 → 2")
     assert "ranks 1 → 2" in (run / "report.html").read_text()
     assert "already: this run is finished" in part(course, run, ranks=1).out
+
+
+def uneven(rank, port):
+    """What torchrun sets on two machines, the second of which computes with more threads."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": 2, "RANK": rank}
+    return place | {"LOCAL_RANK": 0, "OMP_NUM_THREADS": 1 + rank}
+
+
+def test_a_policy_that_is_created_in_parts_goes_on_in_other_parts(course, tmp_path):
+    words = ("--deepspeed", "zero3")
+    whole, run = course.whole(*LONG, *words, ranks=2), tmp_path / "run"
+    part(course, run, *words, ranks=1, failpoint="step.started=kill@7")
+    part(course, run, *words, ranks=2, failpoint="step.started=kill@5", launcher=uneven)
+    assert saved(run) == (10, 2, 3)
+    # The first rank computes with what its checkpoint was saved with, the second with something
+    # else: both have to read the weights and to probe.
+    answer = part(course, run, *words, ranks=2, launcher=uneven)
+    assert "continuing after step 10" in answer.err
+    assert distances(run, whole) == pytest.approx({"losses": 0, "weights": 0}, abs=1e-5)
 
 
 WORLDS = [(2, 1, 2), (1, 3, 2), (2, 3, 1)]

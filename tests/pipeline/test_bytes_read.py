@@ -139,6 +139,15 @@ def test_a_rank_that_is_not_the_first_of_its_machine_digests_nothing(training_wo
     assert read < weights / 4
 
 
+def test_a_process_alone_checks_and_digests_whatever_its_local_rank(training_world, long_prompts):
+    second_gpu = World(0, 1, 1)
+    job = job_of(training_world.pairs, "dpo")
+    assert digest_policies([job], second_gpu, own_digests()).identified(job).policy_identity
+    _, whole = narrow_bytes(long_prompts, NARROW)
+    read, _ = bytes_read(lambda: opened(long_prompts, shard_columns(second_gpu, own_digests())))
+    assert read >= whole
+
+
 def test_a_machine_with_another_copy_of_the_model_is_refused():
     place = ("/model", "", False)
     same = {"model.weights": "a", "model.config": "b"}

@@ -10,6 +10,8 @@ import sys
 import time
 from contextlib import nullcontext
 
+import torch
+
 from support.file_trace import traced
 
 REQUESTS = os.fdopen(os.dup(0), "r")
@@ -66,6 +68,8 @@ def become(request):
 
     os.chdir(request["cwd"])
     os.environ.update(request["env"])
+    if threads := request["env"].get("OMP_NUM_THREADS"):  # torch has read it already
+        torch.set_num_threads(int(threads))
     for number, name in ((1, "out"), (2, "err")):
         sink = os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(sink, number)

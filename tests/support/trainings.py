@@ -10,6 +10,8 @@ import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from align.stages.storage.checkpoints import choose_checkpoint
 from align.stages.storage.run_folder import RunFolder
 from support.command import Answer
@@ -244,10 +246,10 @@ def distances(run, whole):
 
     one, other = (load_file(folder / "model" / stored) for folder in (run, whole))
     assert one.keys() == other.keys()
-    far = {
-        "losses": max(abs(found[step] - loss) for step, loss in expected.items()),
-        "weights": max(float((one[name].double() - other[name]).abs().max()) for name in one),
-    }
+    losses = [abs(found[step] - loss) for step, loss in expected.items()]
+    weights = [float((one[name].double() - other[name]).abs().max()) for name in one]
+    # Python's own `max` may pass over NaN.
+    far = {"losses": float(np.max(losses)), "weights": float(np.max(weights))}
     print(run.name, far)
     return far
 

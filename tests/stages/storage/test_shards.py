@@ -13,6 +13,7 @@ from align.stages.storage.shards import (
     group_bounds,
     iter_row_groups,
     read_block,
+    read_columns,
     read_shard,
     row_ids,
     to_table,
@@ -165,3 +166,21 @@ def test_a_file_that_is_not_a_shard_is_named(tmp_path):
     (tmp_path / "part").write_bytes(b"PAR1 and nothing more")
     with pytest.raises(CorruptionError, match=r"part is damaged"):
         read_shard(tmp_path / "part")
+
+
+def test_whatever_bit_flips_in_the_end_of_a_shard_no_other_error_comes_of_it(tmp_path, make_block):
+    path, names = tmp_path / "part", ["num_tokens", "margin", "score"]
+    write_shard(path, make_block(20, 2, carried=("margin",)))
+    good, refused = path.read_bytes(), []
+    for place in range(len(good) - 8 - pq.ParquetFile(path).metadata.serialized_size, len(good)):
+        bad = bytearray(good)
+        bad[place] ^= 1 << place % 8
+        path.write_bytes(bad)
+        try:
+            table, _ = read_columns(path, names)
+        except CorruptionError as error:
+            refused.append(str(error))
+        else:
+            assert table.column_names == names
+    assert "has other columns than a shard" in " ".join(refused)
+    assert len(refused) > 500
