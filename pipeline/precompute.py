@@ -123,6 +123,7 @@ class _Call:
     progress: Progress
     tally: Tally = field(default_factory=Tally)
     has_published: bool = False
+    _has_written: bool = False  # the manifest
 
     def finish(self, run: Run, plan: Plan | None) -> Manifest | None:
         """Makes the executor's share; the manifest, if that or others' work completes the cache."""
@@ -135,9 +136,12 @@ class _Call:
             self._score(plan, run)
             manifest = self._publish(plan)
         except (StorageError, CorruptionError, OSError):
+            if self._has_written:  # and cannot tidy up
+                raise
             # Who completes the cache removes the work, also under a process that is still at it.
             is_gone = not (job.work.is_planned if plan else job.work.local.is_dir())
-            if is_gone or job.is_published:
+            in_store = isinstance(job.work.root, ObjectPath)  # where it goes one by one
+            if is_gone or (in_store and job.is_published):
                 manifest = _made_by_another(job)
             else:
                 raise
@@ -170,6 +174,7 @@ class _Call:
         others = [work for work in folder.works() if work != self.job.work]
         if not write_manifest(folder, manifest, work=self.job.work):
             return _made_by_another(self.job)
+        self._has_written = True
         self.has_published = collect(folder, [self.job.work, *others])
         register_cache(folder)
         return manifest

@@ -203,7 +203,7 @@ class OutputFolder:
         refuse_foreign(self.root, is_ours=self._is_ours, what=self.kind)
         make_place(self.root, private)
         if not self._mark.exists():
-            fs.publish(self._mark, b"", label="config")
+            fs.publish(self._mark, b"\n", label="config")  # no draft without content is dead
 
     def _is_ours(self) -> bool:
         """Whether it has the mark, or holds nothing yet but what another process begins with."""

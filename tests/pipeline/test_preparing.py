@@ -207,7 +207,8 @@ def test_two_processes_killed_at_random_moments_end_in_one_plan(drawn, tmp_path,
         running = [start(config, sizes) for _ in range(2)]
         while running:
             is_last = kills - before >= 12  # however slow the machine has become
-            running[0].join(60 if is_last else moments.uniform(0, 1.2 * span))
+            longest = (0.5 if kills - before < 4 else 1.2) * span  # the first four surely come
+            running[0].join(60 if is_last else moments.uniform(0, longest))
             for process in running if not is_last else []:
                 if process.exitcode is None:
                     process.kill()

@@ -106,7 +106,7 @@ def test_the_manifest_of_before_is_not_read_for_every_unit_that_is_added(to, mon
         precompute_plan, "load_manifest", lambda f: reads.append(f) or load_manifest(f)
     )
     assert run(to(kl_pairs=2)).tally.units > 4
-    assert len(reads) == 2  # for the key of its plan, and for what may not get lost
+    assert len(reads) == 1  # for what may not get lost
 
 
 def test_fewer_kl_pairs_in_the_same_folder_are_refused(to):
@@ -279,14 +279,15 @@ EVERY = ("ring.json", "ring-*", "arranged/*.json", "arranged/*.arrows")  # of th
 @pytest.mark.parametrize("gone", [*((kind,) for kind in EVERY), EVERY])
 def test_rows_that_are_missing_are_prepared_again_and_no_score_is_lost(config, tmp_path, gone):
     clean = replace(config, cache=replace(config.cache, output=str(tmp_path / "clean")))
-    whole = run(clean).manifest
+    whole = run(clean)
     child(config, "commit.done=kill@4").join(60)
     (work,) = CacheFolder(Path(config.cache.output)).works()
     for kind in gone:
         (path,) = work.spool.glob(kind)
         path.unlink()
     again = run(config)
-    assert (again.tally.units, again.tally.reused) == (len(whole.shards) - 4, 0)
+    assert again.tally.units == len(whole.manifest.shards) - 4
+    assert again.tally.reused <= whole.tally.reused  # branches that one unit has twice
     assert contents(config.cache.output) == contents(tmp_path / "clean")
 
 
