@@ -20,6 +20,7 @@ from ..schemas.errors import (
 )
 from ..schemas.rows import Reference
 from ..stages.report.cache_tables import worded
+from ..stages.storage import objects
 from ..stages.storage.cache_folder import CacheFolder, WorkFolder
 from ..stages.storage.cleanup import collect, is_tidy, superseded
 from ..stages.storage.commits import read_commits
@@ -127,6 +128,8 @@ class _Call:
     def finish(self, run: Run, plan: Plan | None) -> Manifest | None:
         """Makes the executor's share; the manifest, if that or others' work completes the cache."""
         job = self.job
+        if plan is None:
+            job.work.prepare()
         try:
             plan = _planned(job, plan, self.run_id, self.executor, self.progress)
             _describe(run, job, plan)
@@ -136,21 +139,13 @@ class _Call:
             if self._has_written:  # and cannot tidy up
                 raise
             # Who completes the cache removes the work, also under a process that is still at it.
-            is_gone = not job.work.root.is_dir()
-            if plan and is_gone:
+            is_gone = not (job.work.is_planned if plan else job.work.local.is_dir())
+            in_store = isinstance(job.work.root, ObjectPath)  # where it goes one by one
+            if is_gone or (in_store and job.is_published):
                 manifest = _made_by_another(job)
-            elif job.is_published and (is_gone or isinstance(job.work.root, ObjectPath)):
-                manifest = self._made_in_store()
             else:
                 raise
         _conclude(run, job, manifest, self.tally)
-        return manifest
-
-    def _made_in_store(self) -> Manifest:
-        """The manifest of another process that is removing the work, from a store one by one."""
-        manifest = load_manifest(self.job.folder)
-        if not is_tidy(self.job.folder, manifest):
-            collect(self.job.folder, [self.job.work])
         return manifest
 
     def _score(self, plan: Plan, run: Run) -> None:
@@ -169,16 +164,16 @@ class _Call:
         """Writes the manifest and removes the work, if every unit has its commit."""
         folder, num_units = self.job.folder, len(plan.unit_offsets) - 1
         commits = read_commits(self.job.work, num_units)
-        if len(commits) < num_units and self.job.is_published:
-            return self._made_in_store()
         if len(commits) < num_units:
-            return None if self.job.work.root.is_dir() else _made_by_another(self.job)
+            is_over = self.job.is_published or not self.job.work.is_planned
+            return _made_by_another(self.job) if is_over else None
         manifest = build_manifest(plan, commits)
         _require_usable(self.job, manifest)
         # Unfinished work on other data, which this cache takes the place of. What begins later is
         # on top of this cache.
         others = [work for work in folder.works() if work != self.job.work]
-        write_manifest(folder, manifest, draft_in=self.job.work.root)
+        if not write_manifest(folder, manifest, work=self.job.work):
+            return _made_by_another(self.job)
         self._has_written = True
         self.has_published = collect(folder, [self.job.work, *others])
         register_cache(folder)
@@ -214,9 +209,14 @@ def _plan_in(work: WorkFolder) -> Plan | None:
 
 
 def _made_by_another(job: Job) -> Manifest:
-    """The manifest by which another process has ended the work here."""
+    """The manifest by which another process has ended the work here; ends what is left of it."""
     if job.is_published:
-        return load_manifest(job.folder)
+        manifest = load_manifest(job.folder)
+        if not is_tidy(job.folder, manifest):
+            collect(job.folder, [job.work])
+        return manifest
+    if isinstance(job.work.root, ObjectPath):
+        objects.remove_below(job.work.root)  # the commits that came late
     raise LockedError(
         f"{job.folder.root}: another run, on other data, has completed its cache here and taken "
         "the place of this one. Run the same command again: scores that both need are copied."

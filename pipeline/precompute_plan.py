@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from ..stages.data.input_files import (
 )
 from ..stages.data.slice_encoder import EncodingJob
 from ..stages.data.tokenizer import TextTokenizer, load_tokenizer, tokenizer_fingerprint
+from ..stages.engine.launchers import ranks_here
 from ..stages.pairing.key_ranges import number_of_ranges
 from ..stages.pairing.ring import Ring, complete_ring
 from ..stages.pairing.units import unit_offsets
@@ -144,7 +146,6 @@ SHOWN = 3  # rows that cannot be used, and files that list them
 
 def make_plan(job: Job, run_id: str, executor: Executor, progress: Progress) -> Plan:
     """Encodes all rows, puts them on the ring, and writes the plan of what to score."""
-    job.work.prepare()
     preparation = preparation_of(job)
     executor = _of_preparing(job, executor)
     _encode(job, preparation, executor, progress)
@@ -236,7 +237,8 @@ def _of_preparing(job: Job, executor: Executor) -> Executor:
     is_small = sum(file.bytes for file in job.inputs) < SMALL_INPUT_BYTES
     if isinstance(executor, RayActors) and executor.address and not is_small:
         return executor.on_cores()
-    processes = job.config.data.workers or (0 if is_small else usable_cores())
+    cores = max(1, usable_cores() // ranks_here(os.environ))  # each rank has children of its own
+    processes = job.config.data.workers or (0 if is_small else cores)
     return Children(share, processes) if processes else Inline(share)
 
 

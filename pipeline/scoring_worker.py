@@ -129,8 +129,8 @@ class ScoreTasks:
         return costs
 
     def is_committed(self, task: int) -> bool:
-        """Whether a unit has its commit, or all have had one: then the work is gone."""
-        return self.work.commit(task).exists() or not self.work.root.is_dir()
+        """Whether a unit has its commit, or all have had one: then the plan is gone."""
+        return self.work.commit(task).is_file() or not self.work.is_planned
 
     def open(self, progress: Progress) -> Callable[[int], Tally]:
         """Opens the ring, the model and earlier caches once a unit needs them."""

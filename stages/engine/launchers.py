@@ -44,6 +44,12 @@ def world_apart(environment: Mapping[str, str]) -> World:
     return world_of({"LOCAL_RANK": "0"} | launcher_environment(environment) | nowhere)
 
 
+def ranks_here(environment: Mapping[str, str]) -> int:
+    """How many ranks torchrun or deepspeed started on this machine; 1 if no variable says so."""
+    given = environment.get("LOCAL_WORLD_SIZE", environment.get("LOCAL_SIZE", ""))
+    return max(1, int(given)) if given.isdecimal() else 1
+
+
 FIRST_PORT, PORTS = 20_000, 20_000
 
 

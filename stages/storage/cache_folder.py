@@ -145,6 +145,11 @@ class WorkFolder:
     commits = Below("commits")  # one file per finished unit
 
     @property
+    def is_planned(self) -> bool:
+        """Whether it has its plan, which is removed first: late commits may bring the rest back."""
+        return self.plan.is_file()
+
+    @property
     def spool(self) -> Path:
         """Tokenized rows on their way to the scorer, see spool.py."""
         return self.local / "spool"

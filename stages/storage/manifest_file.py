@@ -70,29 +70,32 @@ def root_of(manifest: Manifest) -> str:
 
 
 def write_manifest(
-    folder: CacheFolder, manifest: Manifest, *, draft_in: Location | None = None
-) -> None:
+    folder: CacheFolder, manifest: Manifest, *, work: WorkFolder | None = None
+) -> bool:
     """Finishes a cache, which readers then see; the manifest it replaces is kept.
 
-    A draft in the folder of the plan's work has no effect once another process has removed that.
+    Without effect, and False, once another process has ended the work and taken its plan away; the
+    draft is in the folder of that work.
     """
     reach("manifest.before_write")
-    known = _keep_earlier(folder, manifest)
-    payload = to_json(manifest).encode()
+    known = places.read_bytes(folder.manifest) if folder.manifest.exists() else None
+    # After that manifest was read: while the plan is there, no other has ended this work.
+    if work and not work.is_planned:
+        return False
+    if known:
+        _keep_earlier(folder, manifest)
+    payload, draft_in = to_json(manifest).encode(), work.root if work else None
     places.replace_known(folder.manifest, payload, known=known, label="manifest", draft_in=draft_in)
+    return True
 
 
-def _keep_earlier(folder: CacheFolder, manifest: Manifest) -> bytes | None:
-    """Keeps the manifest that is about to be replaced; returns its bytes."""
-    if not folder.manifest.exists():
-        return None
-    known = places.read_bytes(folder.manifest)
+def _keep_earlier(folder: CacheFolder, manifest: Manifest) -> None:
+    """Keeps the manifest that is about to be replaced."""
     earlier = load_manifest(folder)
     if earlier.root != manifest.root:
         places.make_folder(folder.roots)
         places.fsync_folder(folder.private)
         places.put_if_absent(folder.earlier(earlier.root), to_json(earlier).encode(), label="root")
-    return known
 
 
 def load_manifest(folder: CacheFolder, root: str = "") -> Manifest:

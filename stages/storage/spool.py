@@ -97,11 +97,20 @@ def new_part(commit: Path) -> Iterator[NewPart]:
 
 
 def put_commit(commit: Path, record: T) -> None:
-    """Commits a task, unless another process was first; its file is then the one that counts."""
+    """Commits a task, unless another process was first; its file is then the one that counts.
+
+    That one may also have ended all tasks of this kind since, and removed what they made.
+    """
     fs.drop_drafts(commit)
     if fs.put_if_absent(commit, to_signed_json(record).encode(), label="part"):
         return
-    first = read_commit(type(record), commit)
+    try:
+        first = read_commit(type(record), commit)
+    except StorageError:
+        if commit.exists():
+            raise
+        fs.unlink(commit.with_name(record.file.name))
+        return
     if first.file.name != record.file.name:
         if not commit.with_name(first.file.name).exists():
             raise _damaged(commit, f"{first.file.name}, which it names, is missing")

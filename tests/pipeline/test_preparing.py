@@ -153,6 +153,7 @@ class Impatient(NoProgress):
 def test_who_is_interrupted_waits_for_no_child_and_keeps_what_is_committed(in_children, clean):
     job = open_job(in_children, StubReference())
     job.folder.prepare()
+    job.work.prepare()
     with pytest.raises(Interrupted):
         make_plan(job, "run", Inline(), Impatient(4))
     assert not multiprocessing.active_children()
@@ -169,6 +170,7 @@ def prepare(config, sizes):
         setattr(module, name, size)
     job = open_job(config, StubReference())
     job.folder.prepare()
+    job.work.prepare()
     make_plan(job, f"{os.getpid()}", Inline(), NoProgress())
 
 

@@ -3,7 +3,11 @@ from pathlib import Path
 
 import pytest
 
+from align.pipeline import precompute_plan
+from align.pipeline.executor import Inline, Share
+from align.pipeline.precompute_plan import open_job
 from align.pipeline.task_processes import usable_cores
+from support.stub_reference import StubReference
 
 SEEN = len(os.sched_getaffinity(0))
 
@@ -62,3 +66,15 @@ def test_only_one_function_counts_the_cores_of_the_machine():
     files = [path for room in ("pipeline", "stages") for path in (root / room).rglob("*.py")]
     counting = {path.name for path in files if "cpu_count" in path.read_text()}
     assert counting == {"task_processes.py"}
+
+
+@pytest.mark.parametrize("name", ["LOCAL_WORLD_SIZE", "LOCAL_SIZE"])
+def test_ranks_of_one_machine_share_its_cores_to_prepare(config, monkeypatch, name):
+    job = open_job(config, StubReference())
+    monkeypatch.setattr(precompute_plan, "usable_cores", lambda: 16)
+    monkeypatch.setattr(precompute_plan, "SMALL_INPUT_BYTES", 0)
+    counts = []
+    for ranks in ("", "8", "32"):
+        monkeypatch.setenv(name, ranks)
+        counts.append(precompute_plan._of_preparing(job, Inline(Share(1, 2))).processes)
+    assert counts == [16, 2, 1]

@@ -92,3 +92,21 @@ def test_a_task_that_is_not_done_has_no_record(tmp_path):
     make(place, 0, b"rows")
     next(place.encoded(0).parent.glob("*.arrows")).unlink()
     assert spool.find_commit(EncodedPart, place.encoded(0)) is None
+
+
+def test_a_commit_that_another_made_and_removed_meanwhile_is_no_longer_needed(
+    tmp_path, monkeypatch
+):
+    place = spool.Spool(tmp_path)
+    place.prepare()
+    make(place, 0, b"rows")
+    put = fs.put_if_absent
+
+    def put_late(path, payload, *, label):
+        won = put(path, payload, label=label)
+        place.forget_encoded()  # by another, which has the whole ring
+        return won
+
+    monkeypatch.setattr(fs, "put_if_absent", put_late)
+    make(place, 0, b"rows")
+    assert not [*(tmp_path / "encoded").iterdir()]
