@@ -171,6 +171,10 @@ class Partitions(Protocol):
         """Runs an action on every rank; an AlignError of one rank is raised on all."""
         ...
 
+    def agreed(self, holds: bool, /) -> bool:
+        """Whether something holds on every rank."""
+        ...
+
     def parameter(
         self, like: Tensor, dtype: torch.dtype, fill: Callable[[Tensor, int], None]
     ) -> nn.Parameter:

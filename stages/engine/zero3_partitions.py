@@ -25,7 +25,7 @@ from .deepspeed_compat import (
     released,
 )
 from .deepspeed_config import Circumstances, engine_config
-from .distributed import run_on_all_ranks
+from .distributed import gathered, run_on_all_ranks
 
 logger = logging.getLogger("align")
 
@@ -70,6 +70,10 @@ class ZeroPartitions:
     def together(self, action: Callable[[], T]) -> T:
         """Runs an action on every rank; an AlignError of one rank is raised on all."""
         return run_on_all_ranks(self._world, action)
+
+    def agreed(self, holds: bool, /) -> bool:
+        """Whether something holds on every rank."""
+        return all(gathered(self._world, holds))
 
     def parameter(
         self, like: Tensor, dtype: torch.dtype, fill: Callable[[Tensor, int], None]

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -193,14 +193,22 @@ LONGEST_WINDOW = 512  # longer windows would make the probe itself expensive
 PROBE_SHAPES = ((7, (5, 3, 9)), (1, (1, 4)), (12, (6, 1)), (3, (8,)))
 
 
-def choose_path(model: nn.Module) -> ScoringPath:
-    """The fastest way to score that agrees with `model(...).logits` on seeded rows."""
+Agree: TypeAlias = Callable[[bool], bool]  # whether what holds here holds on every rank
+
+
+def choose_path(model: nn.Module, agree: Agree = bool) -> ScoringPath:
+    """The fastest way to score that agrees with `model(...).logits` on seeded rows.
+
+    Ranks that hold a model together try the same ways, so each verdict is that of all of them.
+    """
     trees = probe_trees(causal_model(model).config)
     expected = [_own_logps(model, tree) for tree in trees]
     refused: list[str] = []
     for path in those_of(PATHS, model):
         difference = _difference(model, trees, expected, path)
-        if isinstance(difference, float) and difference <= TOLERANCE[causal_model(model).dtype]:
+        allowed = TOLERANCE[causal_model(model).dtype]
+        if agree(isinstance(difference, float) and difference <= allowed):
+            assert isinstance(difference, float), "it holds here too"
             return announced(replace(path, worst_difference=difference), refused)
         refused.append(f"{path.layout} rows with the {path.head} head: {reason(difference)}")
     return announced(DEFINITION, refused)

@@ -90,7 +90,8 @@ class Policy(nn.Module):
         whole_in_calls = spread.partitions.in_calls(model) if spread else nullcontext()
         with torch.no_grad(), whole_in_calls:
             known = spread.path if spread else None
-            self.path: ScoringPath = known or choose(model.eval())
+            agree = spread.partitions.agreed if spread else bool
+            self.path: ScoringPath = known or choose(model.eval(), agree)
         if self.path.head == "fused":
             call_head_for_logps(causal_model(model))
         # Not part of the model, so that its saved weights and adapters leave it out.

@@ -9,6 +9,7 @@ from align.schemas.errors import UsageError
 from align.schemas.rows import OutOfMemory, Tree
 from align.stages.model import reference as module
 from align.stages.model.load import load_causal_lm
+from align.stages.model.logprobs import choose_path
 from align.stages.model.reference import HfReference, TreeScorer
 
 pytestmark = [  # peft's own, while it saves an adapter
@@ -35,6 +36,14 @@ def test_the_scorer_of_a_folder_scores_in_the_dtype_asked_for(saved_llama):
     assert scorer.model.dtype == torch.float32
     assert scorer.path.worst_difference < 1e-4
     assert scorer.score([TREE]).shape == (3,)
+
+
+def test_a_way_to_score_that_another_rank_refuses_is_not_taken(saved_llama):
+    model = load_causal_lm(ModelOptions(path=str(saved_llama), dtype="float32"))
+    here = []
+    path = choose_path(model.eval(), lambda holds: here.append(holds) or len(here) > 1)
+    assert here == [True, True]  # the fastest holds here, and not there
+    assert path.layout == "tree"
 
 
 def test_an_adapter_changes_the_scores_and_keeps_the_fast_path(saved_llama, tmp_path):
