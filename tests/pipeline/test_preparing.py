@@ -27,6 +27,7 @@ from align.stages.tracking.progress import NoProgress
 from support.encoded_rows import all_rows
 from support.one_process import prepared_at_once
 from support.random_data import KINDS, draw_files, small_sizes
+from support.small_tasks import prepare_by_small_tasks
 from support.stage_one import CHILDREN, contents, run
 from support.stub_reference import StubReference
 
@@ -163,17 +164,6 @@ def test_who_is_interrupted_waits_for_no_child_and_keeps_what_is_committed(in_ch
     assert contents(in_children.cache.output) == clean
 
 
-def prepare(config, sizes):
-    """Prepares in this process, which may be one of several that share the folder."""
-    os.environ["ALIGN_FAILPOINTS"] = ""
-    for module, name, size in small_sizes(random.Random(sizes)):
-        setattr(module, name, size)
-    job = open_job(config, StubReference())
-    job.folder.prepare()
-    job.work.prepare()
-    make_plan(job, f"{os.getpid()}", Inline(), NoProgress())
-
-
 def left(config):
     """The plan, but for where it is, and the files of the ring."""
     (work,) = CacheFolder(Path(config.cache.output)).works()
@@ -183,7 +173,7 @@ def left(config):
 
 
 def start(config, sizes):
-    process = CHILDREN.Process(target=prepare, args=(config, sizes))
+    process = CHILDREN.Process(target=prepare_by_small_tasks, args=(config, sizes))
     process.start()
     return process
 

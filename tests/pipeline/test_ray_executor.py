@@ -156,7 +156,9 @@ def test_a_real_model_gives_the_bytes_of_one_process(journey, cluster, tmp_path,
     assert [line for line in made.err.splitlines() if not line.startswith(usual)] == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.long)]
+)
 def test_a_run_that_ends_leaves_nothing_of_its_own_cluster(journey, tmp_path, number):
     words = ("precompute-ref", journey.folder / "data.parquet", "--output", tmp_path / "cache")
     process = start(*words, "--no-mlflow", "--executor", "ray", cwd=tmp_path)
