@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 from ..schemas.errors import CorruptionError
 from ..schemas.preparing import ArrangedPart, EncodedPart
@@ -71,7 +71,7 @@ class EncodeTasks:
     unit: str = "bytes"
     is_input: bool = True
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """The bytes of each slice, about."""
         return tuple(part.bytes for part in self.preparation.slices)
@@ -130,7 +130,7 @@ class ArrangeTasks:
     unit: str = "key ranges"
     is_input: bool = True
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """One for each range: keys are hashes, so all hold about as much."""
         return (1,) * self.preparation.num_ranges

@@ -113,7 +113,7 @@ class ScoreTasks:
             made_by=_this_process(),
         )
 
-    @property
+    @cached_property
     def sizes(self) -> Sequence[int]:
         """The rows of each unit."""
         return [stop - start for start, stop in pairwise(self.plan.unit_offsets)]

@@ -19,7 +19,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from ...schemas.file_version import Remember, digest_anew
 from ...schemas.json_codec import digest
 from . import fs, objects
 from .digest_memory import user_folder
-from .locks import if_unlocked
+from .locks import held, if_unlocked
 from .objects import Location, ObjectPath, Version
 
 logger = logging.getLogger("align")
@@ -187,7 +187,7 @@ def _fetch_once(path: ObjectPath, copy: Path) -> None:
     """Fetches an object, unless another process does so meanwhile; a wrong one once again."""
     here = place()
     here.prepare()
-    with _locked(here.root / f".fetch-{path.sha256[:2]}.lock"):
+    with held(here.root / f".fetch-{path.sha256[:2]}.lock"):
         if copy.exists():
             return
         try:
@@ -204,28 +204,33 @@ def _fetch(path: ObjectPath, copy: Path, here: LocalPlace) -> None:
 
 def receive(path: ObjectPath, sink: io.BufferedWriter) -> None:
     """Writes an object's bytes to a file; CorruptionError if they are not those it has to hold."""
-    version = objects.version_of(path)
-    if version is None:
-        raise CorruptionError(f"{path} is missing. Restore it from a copy, or make it again.")
+    version = _version_of(path)
     if path.bytes != version.size:
         raise _damaged(path, f"it has {version.size} bytes, not {path.bytes}")
-    sha256 = hashlib.sha256()
-    for chunk in objects.read_chunks(path, version):
-        sha256.update(chunk)
-        sink.write(chunk)
-    if sha256.hexdigest() != path.sha256:
+    if _sha256_of(path, version, sink.write) != path.sha256:
         raise _damaged(path, "it is not what was written (sha256 differs)")
 
 
 def sha256_of(path: ObjectPath) -> tuple[int, str]:
     """The length and the digest of an object's own bytes, whatever copies there are."""
+    version = _version_of(path)
+    return version.size, _sha256_of(path, version, lambda _: None)
+
+
+def _version_of(path: ObjectPath) -> Version:
     version = objects.version_of(path)
     if version is None:
         raise CorruptionError(f"{path} is missing. Restore it from a copy, or make it again.")
+    return version
+
+
+def _sha256_of(path: ObjectPath, version: Version, take: Callable[[bytes], object]) -> str:
+    """The digest of an object's bytes, each chunk of which is handed on."""
     sha256 = hashlib.sha256()
     for chunk in objects.read_chunks(path, version):
         sha256.update(chunk)
-    return version.size, sha256.hexdigest()
+        take(chunk)
+    return sha256.hexdigest()
 
 
 def _damaged(path: ObjectPath, why: str) -> CorruptionError:
@@ -244,7 +249,7 @@ def local_folder(root: ObjectPath, wanted: dict[str, Version]) -> Path:
     here.prepare()
     key = digest([str(root), sorted((name, vars(one)) for name, one in wanted.items())])[:16]
     folder = here.folders / key
-    with _locked(here.root / f".fetch-{key[:2]}.lock"):
+    with held(here.root / f".fetch-{key[:2]}.lock"):
         if folder not in _held:
             descriptor = fs.open_lock(here.folders / f".{key}.lock")
             fcntl.flock(descriptor, fcntl.LOCK_SH)
@@ -297,7 +302,7 @@ def _room(here: LocalPlace, needed: int) -> Iterator[None]:
 
 def _reserve(here: LocalPlace, needed: int, reserved: Path) -> int | None:
     """A descriptor of the locked reservation; None if room is only held by other fetches."""
-    with _locked(here.root / ROOM_LOCK):
+    with held(here.root / ROOM_LOCK):
         if not _make_room(here, needed):
             return None
         descriptor = fs.open_lock(reserved)
@@ -379,14 +384,3 @@ def _remove(path: Path) -> bool:
             fs.remove_tree(path)
             return True
     return False
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Held by one thread of one process at a time; the lock of a dead one is released."""
-    descriptor = fs.open_lock(path)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

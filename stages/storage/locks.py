@@ -85,6 +85,17 @@ def _is_taken(descriptor: int) -> bool:
     return False
 
 
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Held by one thread of one process at a time; the lock of a dead one is released."""
+    descriptor = fs.open_lock(path)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 class OwnerLock:
     """Held until it is released or the process ends."""
 

@@ -11,12 +11,9 @@ The run itself works in a local folder.
 
 from __future__ import annotations
 
-import fcntl
 import logging
-import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +22,7 @@ from ...schemas.errors import CorruptionError, UsageError
 from ...schemas.json_codec import CodecError, digest_of, from_json, from_signed_json, to_signed_json
 from . import fs, local_copies, objects
 from .checkpoints import read_checkpoint
+from .locks import held
 from .objects import ObjectPath, location
 from .run_folder import RECORD_NAME, RunFolder, described, trash_name
 
@@ -75,7 +73,7 @@ class RunStore:
     def pull(self) -> None:
         """Brings the folder to what the store has; of the ranks of a machine one does it."""
         self._refuse_foreign()
-        with self._alone():
+        with held(self.folder.private / "PULL"):
             fs.make_folder(self.folder.checkpoints)
             commits = self._commits()
             is_behind = max(commits, default=-1) > max(self.folder.steps(), default=-1)
@@ -207,15 +205,6 @@ class RunStore:
                 f"{self.root} holds '{min(foreign)}' and is not a training run. Choose another "
                 "--output."
             )
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        descriptor = fs.open_lock(self.folder.private / "PULL")
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
 
 
 def _has(folder: Path, checkpoint: Checkpoint) -> bool:

@@ -152,10 +152,9 @@ def read_part(path: Path, start: int, size: int) -> bytes:
 
 def damaged_part(path: Path) -> CorruptionError:
     """The error of a file that is missing or holds other bytes than were written."""
-    return CorruptionError(
-        f"{path} is damaged: its bytes are not those that were written (a checksum differs, or it "
-        "is missing). Remove this file and run the same command again: rows are prepared again, "
-        "and no finished shard is lost."
+    return _damaged(
+        path,
+        "its bytes are not those that were written (a checksum differs, or it is missing)",
     )
 
 
