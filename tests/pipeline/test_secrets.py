@@ -10,6 +10,7 @@ import pytest
 
 from align.schemas.safe_text import MASK
 from support.command import refusal
+from support.planted import contents_below
 from support.trainings import Server
 
 # Each is planted once, and sought in every byte that is left.
@@ -68,12 +69,9 @@ class Person:
 
 
 def found_in(*folders):
-    """Every file that holds a part of a canary; databases as text as well."""
+    """Every file that holds a part of a canary."""
     hits = []
-    for path in (one for folder in folders for one in folder.rglob("*") if one.is_file()):
-        held = path.read_bytes()
-        if held.startswith(b"SQLite format 3"):
-            held += "\n".join(sqlite3.connect(path).iterdump()).encode()
+    for path, held in contents_below(*folders):
         hits += [(path.name, part) for part in PARTS if part.encode() in held]
         hits += [(path.name, part) for part in PARTS if part in path.name]
     return hits

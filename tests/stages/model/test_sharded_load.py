@@ -17,7 +17,7 @@ from align.schemas.errors import UsageError
 from align.stages.engine.distributed import joined_world
 from align.stages.model.load import load_model, quiet
 from align.stages.model.sharded_load import load_sharded
-from support.families import PLAIN_FAMILIES, TREE_FAMILIES, tiny_model
+from support.families import COMMON, PLAIN_FAMILIES, TREE_FAMILIES, tiny_model
 from support.programs import run_program
 from support.sharded_ranks import PRESET, partitions_of
 
@@ -32,17 +32,7 @@ KINDS = (
     "scores",
     "lora on scores",
 )
-TINY = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-}
+TINY = COMMON | {"initializer_range": 0.2}
 LARGE = TINY | {
     "vocab_size": 12_800,
     "hidden_size": 512,
