@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
+from align.schemas import safe_text
 from align.stages.demo.tiny_tokenizer import make_tokenizer
 from align.stages.storage.objects import ObjectPath
 from align.stages.storage.run_folder import RunFolder
@@ -85,6 +86,12 @@ def clean_root():
 def own_home(tmp_path_factory, monkeypatch):
     """No test knows the caches of another."""
     monkeypatch.setenv("ALIGN_HOME", str(tmp_path_factory.mktemp("home")))
+
+
+@pytest.fixture(autouse=True)
+def no_secrets_heard(monkeypatch):
+    """No test hears the secrets of another."""
+    monkeypatch.setattr(safe_text, "_heard", set())
 
 
 @pytest.fixture
