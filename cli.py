@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
-from .pipeline.flags import PRECOMPUTE_FLAGS, SCORE_FLAGS, TRAIN_FLAGS, with_flags
+from .pipeline.flags import (
+    PRECOMPUTE_FLAGS,
+    SCORE_FLAGS,
+    TRAIN_FLAGS,
+    ConfigFile,
+    Part,
+    Sets,
+    with_flags,
+)
+from .pipeline.round_commands import add_to
 from .pipeline.signals import stop_signals, stop_with_launcher
 from .pipeline.terminal import (
     SafeGroup,
@@ -35,17 +44,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-ConfigFile = Annotated[
-    Path | None,
-    typer.Option("--config", help="Config file (default: align.yaml, here or beside the data)."),
-]
-Sets = Annotated[list[str] | None, typer.Option("--set", help="Any setting: SECTION.NAME=VALUE.")]
 Data = Annotated[list[str] | None, typer.Argument(help="Files or folders of preference data.")]
 CacheDir = Annotated[str, typer.Argument(help="A cache made by precompute-ref.")]
 Model = Annotated[str | None, typer.Option("--model", help="Folder of the reference model.")]
-Part = Annotated[
-    str | None, typer.Option("--part", help="I/N: only the I-th of N parts, beside the others.")
-]
 
 
 def main() -> None:
@@ -61,10 +62,9 @@ def main() -> None:
     stop_with_launcher()
     for number in stop_signals():
         signal.signal(number, _stop)
-    # The deepspeed launcher names the rank before the command; LOCAL_RANK holds it too.
-    arguments = [word for word in sys.argv[1:] if not word.startswith("--local_rank=")]
     try:
-        app(arguments)
+        # The deepspeed launcher names the rank before the command; LOCAL_RANK holds it too.
+        app([word for word in sys.argv[1:] if not word.startswith("--local_rank=")])
     except PeerError as error:
         say(f"error: {error}", err=True)
         # Threads of the lost collective are still there: the usual way out would abort on them.
@@ -192,6 +192,9 @@ def score(
     (say if share and isinstance(made, Rewarded) else say_once)(made.text())
 
 
+add_to(app)
+
+
 @app.command()
 @with_flags(TRAIN_FLAGS)
 def train(flags: dict[str, Any], config: ConfigFile = None, sets: Sets = None) -> None:
@@ -213,7 +216,7 @@ def sweep(
     ] = None,
     beta: Annotated[str | None, typer.Option(help="Same as --vary method.beta=…")] = None,
     lr: Annotated[str | None, typer.Option(help="Same as --vary train.lr=…")] = None,
-    output: Annotated[Path, typer.Option(help="A run of each kind gets a folder in it.")] = Path(
+    output: Annotated[Path, typer.Option(help="Each run gets a folder in it.")] = Path(
         "align-sweep"
     ),
     cache: Annotated[str | None, typer.Option(help="A cache made by precompute-ref.")] = None,

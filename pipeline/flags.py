@@ -6,12 +6,22 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
+from pathlib import Path
 from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
 
 from ..schemas.config import Config
 from ..schemas.errors import UsageError
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", help="Config file (default: align.yaml, here or beside the data)."),
+]
+Sets = Annotated[list[str] | None, typer.Option("--set", help="Any setting: SECTION.NAME=VALUE.")]
+Part = Annotated[
+    str | None, typer.Option("--part", help="I/N: only the I-th of N parts, beside the others.")
+]
 
 
 def with_flags(
@@ -32,6 +42,7 @@ def with_flags(
             *(_parameter(flag, setting) for flag, setting in flags.items()),
             *(parameter for name, parameter in own.parameters.items() if name != "flags"),
         ]
+        parameters.sort(key=lambda one: one.default is not one.empty)
         run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run
@@ -96,18 +107,20 @@ def _help(meaning: str, default: Any) -> str:
 
 
 def _parameter_name(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
+    return flag.lstrip("-").replace("-", "_")
 
 
+_RECORDED = ("tracking.mlflow", "tracking.uri", "tracking.experiment", "tracking.run_name")
 # Whole sections, or single settings.
 READS: dict[str, tuple[str, ...]] = {
     "config": (
         *("model", "data", "tokens", "cache", "scoring", "tracking"),
         *("train", "lora", "rewards", "objects", "method"),
+        *("server", "sample", "judge", "select", "rounds"),
     ),
     "precompute-ref": (
         *("model", "data", "tokens", "cache", "scoring", "objects"),
-        *("tracking.mlflow", "tracking.uri", "tracking.experiment", "tracking.run_name"),
+        *_RECORDED,
     ),
     "score": (
         *("model.dtype", "model.attention", "model.device", "model.device_map"),
@@ -116,7 +129,7 @@ READS: dict[str, tuple[str, ...]] = {
         *("data", "tokens", "scoring", "rewards", "objects"),
         *("cache.seed", "cache.rows_per_shard", "cache.tokens_per_shard"),
         *("cache.reuse", "cache.reuse_known"),
-        *("tracking.mlflow", "tracking.uri", "tracking.experiment", "tracking.run_name"),
+        *_RECORDED,
     ),
     # It records no run, as --no-mlflow asks.
     "score --from-labels": (
@@ -127,6 +140,14 @@ READS: dict[str, tuple[str, ...]] = {
         *("model.trust_remote_code", "model.allow_unused_weights"),
         *("tokens", "cache.output", "tracking", "train", "lora", "objects", "method"),
     ),
+    "sample": ("model", "data", "tokens", "scoring", "server", "sample", "objects", *_RECORDED),
+    "judge": (
+        *("model.dtype", "model.attention", "model.device", "model.device_map"),
+        *("model.offload_folder", "model.trust_remote_code", "model.allow_unused_weights"),
+        *("tokens", "scoring", "server", "judge", "rewards.model", "objects"),
+        *_RECORDED,
+    ),
+    "select": ("select",),
     "verify": (
         *("model.device", "model.device_map", "model.offload_folder"),
         *("model.trust_remote_code", "objects"),
@@ -136,6 +157,7 @@ READS: dict[str, tuple[str, ...]] = {
     ),
 }
 READS["sweep"] = READS["train"]
+READS["rounds"] = READS["config"]
 _OTHER_POLICY = (
     "The policy begins as the reference of the cache. To train another model, pass it by --model "
     "DIR (train.model), with --set train.other_reference=true where the reference stays"
@@ -214,6 +236,61 @@ SCORE_FLAGS = {
     "--map": "data.map",
     "--max-bad-frac": "data.max_bad_frac",
     **EXECUTOR_FLAGS,
+    "--mlflow": "tracking.mlflow",
+}
+SAMPLE_FLAGS = {
+    "--model": "model.path",
+    "--adapter": "model.adapter",
+    "--server": "server.url",
+    "--server-model": "server.model",
+    "--revision": "server.revision",
+    "--output": "sample.output",
+    "-n": "sample.n",
+    "--temperature": "sample.temperature",
+    "--top-p": "sample.top_p",
+    "--top-k": "sample.top_k",
+    "--max-new-tokens": "sample.max_new_tokens",
+    "--seed": "sample.seed",
+    "--concurrency": "server.concurrency",
+    "--tokens-per-batch": "scoring.tokens_per_batch",
+    "--dtype": "model.dtype",
+    "--device": "model.device",
+    "--map": "data.map",
+    "--max-bad-frac": "data.max_bad_frac",
+    **EXECUTOR_FLAGS,
+    "--mlflow": "tracking.mlflow",
+}
+JUDGE_FLAGS = {
+    "--by": "judge.by",
+    "--reward-model": "rewards.model",
+    "--model": "judge.model",
+    "--server": "server.url",
+    "--server-model": "server.model",
+    "--revision": "server.revision",
+    "--template": "judge.template",
+    "--function": "judge.function",
+    "--pattern": "judge.pattern",
+    "--answer": "judge.answer",
+    "--against": "judge.against",
+    "--pairs": "judge.pairs",
+    "--output": "judge.output",
+    "--concurrency": "server.concurrency",
+    "--dtype": "model.dtype",
+    "--device": "model.device",
+    "--mlflow": "tracking.mlflow",
+}
+SELECT_FLAGS = {
+    "--rows": "select.rows",
+    "--min-gap": "select.min_gap",
+    "--max-length-ratio": "select.max_length_ratio",
+    "--keep-cut": "select.keep_cut",
+    "--output": "select.output",
+}
+ROUNDS_FLAGS = {
+    "--output": "rounds.output",
+    "--count": "rounds.count",
+    "--reference": "rounds.reference",
+    "--method": "train.method",
     "--mlflow": "tracking.mlflow",
 }
 TRAIN_FLAGS = {

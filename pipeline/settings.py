@@ -41,6 +41,15 @@ LOCATED = {
     "train.eval_cache",
     "rewards.model",
     "rewards.output",
+    "sample.output",
+    "sample.answers",
+    "judge.output",
+    "judge.answers",
+    "judge.model",
+    "judge.template",
+    "judge.against",
+    "select.output",
+    "rounds.output",
     "objects.folder",
 }
 BY_HAND = ("flag", "--set", "ALIGN_MODEL")

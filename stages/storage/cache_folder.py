@@ -180,7 +180,7 @@ class WorkFolder:
         return self.tmp(name)
 
 
-OUTPUTS = ("rewards", "sweep")
+OUTPUTS = ("rewards", "sweep", "samples", "judged", "selected", "rounds")
 SCORES = "cache"  # the cache in the folder of rewards
 
 

@@ -1,0 +1,119 @@
+"""The commands that make preference data: sample, judge, select, and rounds of all of them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .flags import (
+    JUDGE_FLAGS,
+    ROUNDS_FLAGS,
+    SAMPLE_FLAGS,
+    SELECT_FLAGS,
+    ConfigFile,
+    Part,
+    Sets,
+    with_flags,
+)
+from .terminal import begin_work, recorded_by_first, say, say_once
+
+Prompts = Annotated[list[str] | None, typer.Argument(help="Files or folders with prompts.")]
+Samples = Annotated[str, typer.Argument(help="A folder made by `align sample`.")]
+Judged = Annotated[str, typer.Argument(help="A folder made by `align judge`.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Makes them commands of the app."""
+    for command in (sample, judge, select, rounds):
+        app.command()(command)
+
+
+@with_flags(SAMPLE_FLAGS)
+def sample(
+    flags: dict[str, Any],
+    prompts: Prompts = None,
+    alpaca_eval: Annotated[
+        Path | None,
+        typer.Option("--alpaca-eval", help="Also write the samples as AlpacaEval reads them."),
+    ] = None,
+    part: Part = None,
+    config: ConfigFile = None,
+    sets: Sets = None,
+) -> None:
+    """Sample completions of prompts from a policy; what was sampled before is not sampled again."""
+    from .executor import share_of
+    from .sample import sample as run_sample
+    from .settings import load_settings
+
+    given = load_settings(flags, sets or [], file=config, data=prompts or [], command="sample")
+    share = share_of(part, os.environ)
+    made = run_sample(
+        recorded_by_first(given.config),
+        progress=begin_work(),
+        share=share,
+        alpaca_eval=alpaca_eval,
+    )
+    (say if share and made.manifest else say_once)(made.text())
+
+
+@with_flags(JUDGE_FLAGS)
+def judge(
+    flags: dict[str, Any],
+    samples: Samples,
+    calibrate: Annotated[
+        str | None,
+        typer.Option("--calibrate", help="Preference data: only measure the judge on them."),
+    ] = None,
+    part: Part = None,
+    config: ConfigFile = None,
+    sets: Sets = None,
+) -> None:
+    """Judge samples: by a reward model, a language model, or a check of their answers."""
+    from .executor import share_of
+    from .judge import calibrate as run_calibrate
+    from .judge import judge as run_judge
+    from .settings import load_settings
+
+    near = [samples]
+    given = load_settings(flags, sets or [], file=config, near=near, command="judge").config
+    if calibrate:
+        say(run_calibrate(given, calibrate, progress=begin_work()).text())
+        return
+    share = share_of(part, os.environ)
+    made = run_judge(recorded_by_first(given), samples, progress=begin_work(), share=share)
+    (say if share and made.manifest else say_once)(made.text())
+
+
+@with_flags(SELECT_FLAGS)
+def select(
+    flags: dict[str, Any], judged: Judged, config: ConfigFile = None, sets: Sets = None
+) -> None:
+    """Make preference data of judged samples: pairs, labels, or groups with scores."""
+    from .select_rows import select as run_select
+    from .settings import load_settings
+
+    given = load_settings(flags, sets or [], file=config, near=[judged], command="select")
+    say(run_select(given.config, judged).text())
+
+
+@with_flags(ROUNDS_FLAGS)
+def rounds(
+    flags: dict[str, Any],
+    config: Annotated[Path, typer.Argument(help="An align.yaml with the settings of all rounds.")],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print the plan, and what exists already.")
+    ] = False,
+    sets: Sets = None,
+) -> None:
+    """Go through rounds of sample, judge, select, precompute-ref and train, each on the last."""
+    from .rounds import plan_rounds, run_rounds
+    from .settings import load_settings
+
+    given = load_settings(flags, sets or [], file=config, command="rounds")
+    if dry_run:
+        say(plan_rounds(given).text())
+        return
+    say(run_rounds(given, progress=begin_work()).text())

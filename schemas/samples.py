@@ -1,0 +1,96 @@
+"""Prompts, the completions that a model gives them, and the Protocol of what makes these."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Protocol, TypeAlias
+
+from .json_codec import digest
+from .rows import Text
+
+# stop: the model ended it; length: it was cut; other: a server names another reason.
+Finish: TypeAlias = Literal["stop", "length", "other"]
+KEY_LENGTH = 32  # hexadecimal digits
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a model is asked, and the columns that go with its completions."""
+
+    text: Text
+    tools: tuple[Any, ...] | None = None
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    carried: Mapping[str, Any] = field(default_factory=dict)  # such as a reference answer
+
+    @property
+    def key(self) -> str:
+        """Equal for prompts that a model sees as equal; what is carried is no part of it."""
+        return _key(_plain(self.text), list(self.tools or ()), dict(self.template_options))
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn; a temperature of 0 takes the likeliest."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all tokens
+    max_new_tokens: int = 512
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Some samples of one prompt, by their numbers from 0."""
+
+    prompt: Prompt
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion of a prompt: what a model answered."""
+
+    prompt: str  # the prompt's key
+    number: int
+    text: str
+    finish: Finish
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class Sampler(Protocol):
+    """A model that completes prompts: in this process, or behind a server."""
+
+    def identity(self) -> Mapping[str, str]:
+        """Digests and names of all that the completions follow from; loads no weights."""
+        ...
+
+    def open(self, sampling: Sampling) -> OpenSampler:
+        """Makes it ready to answer."""
+        ...
+
+
+class OpenSampler(Protocol):
+    """A model that is ready."""
+
+    def sample(self, wanted: Sequence[Wanted]) -> Iterator[Sequence[Sample]]:
+        """Yields all samples, in groups and in any order, each group as soon as it is there.
+
+        What is yielded is written down before the next group is asked for.
+        """
+        ...
+
+
+def sample_key(prompt: str, number: int, sampling: Sampling, identity: Mapping[str, str]) -> str:
+    """Names an answer by all that it follows from."""
+    return _key("sample", prompt, number, asdict(sampling), dict(identity))
+
+
+def _key(*parts: Any) -> str:
+    return digest(list(parts))[:KEY_LENGTH]
+
+
+def _plain(text: Text) -> Any:
+    return text if isinstance(text, str) else [dict(message) for message in text]

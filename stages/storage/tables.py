@@ -1,0 +1,129 @@
+"""Tables of samples, judged samples and selected rows: one Parquet file and its manifest.
+
+samples.parquet   or judged.parquet, selected.parquet: stage 1 reads the folder, or the file
+_manifest.json    written last; digests of the table and of what it was made from
+_align/           answers that were paid for, see answers.py
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ... import __version__
+from ...schemas.errors import CorruptionError, UsageError
+from ...schemas.json_codec import CodecError, digest_of, from_json, to_json
+from ...schemas.tables import TABLE_FORMAT, TableKind, TableManifest
+from . import places
+from .cache_folder import OutputFolder
+from .objects import Location, is_remote, location
+
+if TYPE_CHECKING:
+    import polars as pl
+
+MANIFEST = "_manifest.json"
+
+
+@dataclass(frozen=True)
+class TableFolder:
+    """The folder of one table."""
+
+    root: Location
+    kind: TableKind
+
+    @staticmethod
+    def at(text: str, kind: TableKind) -> TableFolder:
+        """The folder that a setting names."""
+        return TableFolder(location(text) if is_remote(text) else Path(text), kind)
+
+    @property
+    def file(self) -> Location:
+        """The table."""
+        return self.root / f"{self.kind}.parquet"
+
+    @property
+    def manifest(self) -> Location:
+        """Written last."""
+        return self.root / MANIFEST
+
+    @property
+    def answers(self) -> Location:
+        """Where answers are kept unless a setting names another place."""
+        return self.root / "_align" / "answers"
+
+    def prepare(self) -> None:
+        """Makes the folder; refuses one that holds something else."""
+        if isinstance(self.root, Path):
+            OutputFolder(self.root, self.kind).prepare()
+
+    def find(self) -> TableManifest | None:
+        """The manifest, if there is one."""
+        return read_manifest(self) if self.manifest.is_file() else None
+
+    def publish(
+        self,
+        table: pl.DataFrame,
+        *,
+        made_from: Mapping[str, str],
+        settings: Mapping[str, Any],
+        counts: Mapping[str, int],
+    ) -> TableManifest:
+        """Writes the table, then its manifest; without effect if both are there."""
+        payload = io.BytesIO()
+        table.write_parquet(payload, compression="zstd", statistics=False)
+        content = payload.getvalue()
+        unnamed = TableManifest(
+            TABLE_FORMAT,
+            __version__,
+            "",
+            self.kind,
+            dict(made_from),
+            dict(settings),
+            dict(counts),
+            table.height,
+            f"{self.kind}.parquet",
+            len(content),
+            hashlib.sha256(content).hexdigest(),
+        )
+        manifest = replace(unnamed, root=digest_of(unnamed, "root", "align_version"))
+        for path, text in ((self.file, content), (self.manifest, to_json(manifest).encode())):
+            known = places.read_bytes(path) if path.is_file() else None
+            if known != text:
+                places.replace_known(path, text, known=known, label="table")
+        return manifest
+
+
+def read_manifest(folder: TableFolder) -> TableManifest:
+    """The manifest of a table, which has to be of its kind."""
+    if not folder.manifest.is_file():
+        raise UsageError(
+            f"{folder.root} holds no {MANIFEST}, so it is not a finished table of {folder.kind}. "
+            "Run the command that makes it to its end, or name another folder."
+        )
+    try:
+        found = from_json(TableManifest, places.read_bytes(folder.manifest))
+    except CodecError as error:
+        raise CorruptionError(
+            f"{folder.manifest} is damaged: {error}. Run the command that made it again."
+        ) from error
+    if found.kind != folder.kind:
+        raise UsageError(f"{folder.root} holds {found.kind}, not {folder.kind}. Name another.")
+    return found
+
+
+def read_table(folder: TableFolder) -> tuple[TableManifest, pl.DataFrame]:
+    """A finished table, its bytes compared with the manifest."""
+    import polars as pl  # noqa: PLC0415 - a command that reads no table need not wait for it
+
+    manifest = read_manifest(folder)
+    content = places.read_bytes(folder.file)
+    if hashlib.sha256(content).hexdigest() != manifest.sha256:
+        raise CorruptionError(
+            f"{folder.file} is not what {MANIFEST} names: it is damaged, or was being replaced "
+            "when its writer was stopped. Run the command that made it again."
+        )
+    return manifest, pl.read_parquet(io.BytesIO(content))
