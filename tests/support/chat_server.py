@@ -101,7 +101,7 @@ class ChatServer:
         self.requests = []  # every Asked, in the order of their coming
         self.asked, self.answered = Counter(), Counter()
         self.injected = Counter()
-        self.tokens = 0  # in answers that were sent whole: prompts' and completions'
+        self.tokens = 0  # prompts' and completions', of all answers that name them
         self.in_flight = self.most_in_flight = 0
         self.lock = threading.Lock()
         self._server = None
@@ -169,11 +169,11 @@ class ChatServer:
         usage["total_tokens"] = prompt + completion
         return {"id": "1", "model": self.model, "choices": [choice], "usage": usage}
 
-    def note(self, asked, reply):
-        """Counts an answer that was sent whole."""
+    def note(self, asked, reply, fault):
+        """Counts an answer that is sent, and whether it can be used."""
         with self.lock:
-            self.answered[asked.content] += 1
-            self.tokens += reply["usage"]["total_tokens"]
+            self.answered[asked.content] += fault is None
+            self.tokens += reply.get("usage", {}).get("total_tokens", 0)
 
 
 @contextmanager
@@ -265,8 +265,7 @@ class _Handler(BaseHTTPRequestHandler):
             return None
         if fault == "garbage":
             return self._write(200, b"<html>\xff\xfe out of order</html>")
-        if fault is None:  # before it is sent: who has it may look at once
-            stub.note(asked, reply)
+        stub.note(asked, reply, fault)  # before it is sent: who has it may look at once
         return self._write(200, payload)
 
     def _is_stranger(self):
