@@ -147,11 +147,12 @@ class ServerClient:
     def _answer(self, method: str, path: str, body: bytes | None) -> Any:
         self._costs.add(requests=1)
         headers = {"Content-Type": "application/json"} if body is not None else {}
+        end = time.monotonic() + self._options.timeout
         try:
             with self._http.stream(
                 method, f"{self.address}{path}", content=body, headers=headers
             ) as response:
-                content = self._read(response)
+                content = self._read(response, end)
         except httpx2.RequestError as error:
             raise _FailedError(f"{type(error).__name__}: {error}".rstrip(": ")) from error
         if response.status_code != 200:
@@ -161,9 +162,8 @@ class ServerClient:
         except (ValueError, RecursionError) as error:
             raise BrokenAnswerError(f"not JSON: {_shortened(content)!r}") from error
 
-    def _read(self, response: httpx2.Response) -> bytes:
+    def _read(self, response: httpx2.Response, end: float) -> bytes:
         """All of it, unless that takes too long or is too much."""
-        end = time.monotonic() + self._options.timeout
         content = bytearray()
         for part in response.iter_bytes():
             content += part

@@ -10,6 +10,7 @@ from typing import Any
 
 from ...schemas.config import ServerOptions
 from ...schemas.errors import AlignError, BudgetError, UsageError, counted
+from ...schemas.rows import BadRow
 from ...schemas.samples import Prompt, Refused, Sample, Sampling, Wanted
 from .completions import Completion, body_of, path_of, read_completion, seed_of
 from .in_flight import in_groups
@@ -81,6 +82,7 @@ class _Task:
     key: str
     number: int
     tokens: int | None  # of the prompt, where we can count them
+    refusal: str  # why it cannot be asked for; empty: it can
 
 
 class OpenServer:
@@ -136,18 +138,26 @@ class OpenServer:
         most = self._options.max_tokens
         for one in wanted:
             key = one.prompt.key
-            tokens = self._count_tokens(one.prompt) if self._count_tokens else None
+            refusal, tokens = self._looked_at(one.prompt)
             for number in one.numbers:
                 if most and self._costs.tokens >= most:
                     return
-                yield _Task(one.prompt, key, number, tokens)
+                yield _Task(one.prompt, key, number, tokens, refusal)
+
+    def _looked_at(self, prompt: Prompt) -> tuple[str, int | None]:
+        """Why a prompt cannot be asked, if so, and its tokens."""
+        messages = () if isinstance(prompt.text, str) else prompt.text
+        if messages and messages[-1].get("role") == "assistant":
+            return "the assistant's own words are last: servers answer only to others", None
+        try:
+            return "", self._count_tokens(prompt) if self._count_tokens else None
+        except BadRow as bad:
+            return bad.detail, None
 
     def _asked(self, client: ServerClient, task: _Task) -> Sample | Refused | None:
         """A sample, or why there is none; nothing, if the run stopped meanwhile."""
-        text = task.prompt.text
-        if not isinstance(text, str) and text and text[-1].get("role") == "assistant":
-            reason = "the assistant's own words are last: servers answer only to others"
-            return Refused(task.key, task.number, reason)
+        if task.refusal:
+            return Refused(task.key, task.number, task.refusal)
         seed = seed_of(self._sampling.seed, task.key, task.number)
         try:
             found = self._completed(client, task.prompt, self._sampling, seed)

@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from align.schemas.errors import BudgetError, ServerError, UsageError
+from align.schemas.rows import BadRow
 from align.schemas.samples import Prompt, Refused, Sampling, Wanted
 from align.stages.server.completions import seed_of
 from support.asking import chat, collected, echo, sampler_of_stub, still_wanted, wanted_of
@@ -202,6 +203,19 @@ def test_a_conversation_that_ends_with_the_assistant_is_refused_without_a_reques
     assert not stub.requests
 
 
+def test_a_prompt_that_we_cannot_render_is_refused_without_a_request():
+    def count(prompt):
+        if prompt == CHATS[2]:
+            raise BadRow("template_error", "no such role")
+        return 5
+
+    with chat_server(echo) as stub:
+        sampler = sampler_of_stub(stub, count)
+        samples, refused = collected(sampler.open(WARM).sample(wanted_of(CHATS, 1)))
+    assert len(samples) == len(stub.requests) == 5
+    assert refused == [Refused(CHATS[2].key, 0, "no such role")]
+
+
 def test_a_call_of_a_tool_is_marked_as_another_end():
     with chat_server(lambda _: Reply(None, "tool_calls", 3)) as stub:
         ((sample,)) = sampled(stub, wanted_of(CHATS[:1], 1))[0].values()
@@ -233,6 +247,19 @@ def test_answers_are_handed_out_while_others_are_in_flight():
         first_is_kept.set()
         ((late,),) = groups
         assert late.prompt == TEXTS[0].key
+
+
+def test_a_run_that_is_stopped_sends_nothing_more_and_leaves_no_thread():
+    before = set(threading.enumerate())
+    with chat_server(echo, faults={500: 0.3}, delay=0.005) as stub:
+        groups = sampler_of_stub(stub, concurrency=4).open(WARM).sample(wanted_of(TEXTS, 9))
+        kept = len(next(groups))
+        groups.close()
+        threads = set(threading.enumerate()) - before
+        for thread in [one for one in threads if one.name.endswith("(_run)")]:
+            thread.join(60)
+            assert not thread.is_alive()
+        assert kept <= len(stub.asked) <= kept + 4
 
 
 def test_a_server_that_dies_on_the_way_costs_what_was_in_flight():
