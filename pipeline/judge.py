@@ -29,7 +29,7 @@ from ..stages.tracking.journaled_run import Run, recorded
 from ..stages.tracking.progress import Progress
 from .executor import Share
 from .gold_pairs import read_gold
-from .judges import Outcome, Pairs, RowJudge, Work, compare, row_judge
+from .judges import JudgeOutcome, Pairs, RowJudge, Work, compare, row_judge
 from .language_judge import JudgeModel, judge_model, with_template
 from .mlflow_sync import send_earlier
 
@@ -170,21 +170,21 @@ class _Call:
         wanted = (self.made_from, self.settings)
         return manifest if (manifest.made_from, manifest.settings) == wanted else None
 
-    def judged(self, work: Work) -> Outcome[pl.DataFrame]:
+    def judged(self, work: Work) -> JudgeOutcome[pl.DataFrame]:
         """The table with its scores."""
         if self.alone:
             scored = self.alone.score(self.samples, work)
             if scored.found is None:
-                return Outcome(None, scored.new, scored.known)
+                return JudgeOutcome(None, scored.new, scored.known)
             table = with_scores(self.table, self.samples, scored.found)
-            return Outcome(table, scored.new, scored.known, scored.counts)
+            return JudgeOutcome(table, scored.new, scored.known, scored.counts)
         assert self.pairwise
         compared = compare(self.pairwise, self._pairs(), work)
         if compared.found is None:
-            return Outcome(None, compared.new, compared.known)
+            return JudgeOutcome(None, compared.new, compared.known)
         standings = standings_of(self.samples, compared.found, both=not self.against)
         table = with_standings(self.table, self.samples, standings)
-        return Outcome(table, compared.new, compared.known, compared.counts)
+        return JudgeOutcome(table, compared.new, compared.known, compared.counts)
 
     def _pairs(self) -> Pairs:
         ours = self.samples.candidates
@@ -284,7 +284,7 @@ def _working(config: Config, folder: TableFolder, share: Share | None) -> Iterat
         yield run
 
 
-def _record(run: Run, call: _Call, made: TableManifest | None, judged: Outcome[Any]) -> None:
+def _record(run: Run, call: _Call, made: TableManifest | None, judged: JudgeOutcome[Any]) -> None:
     """What MLflow is told of a table of judged samples."""
     run.log_params({f"judge.{name}": str(value) for name, value in call.settings.items()})
     name = str(call.config.judge.output)

@@ -39,7 +39,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Outcome(Generic[Found]):
+class JudgeOutcome(Generic[Found]):
     """What a judge found; None while other parts are not done."""
 
     found: Found | None
@@ -53,7 +53,7 @@ class RowJudge:
     """A judge that gives each sample a score of its own."""
 
     made_from: Mapping[str, str]
-    score: Callable[[SampleRows, Work], Outcome[Scores]]
+    score: Callable[[SampleRows, Work], JudgeOutcome[Scores]]
 
 
 def row_judge(config: Config, columns: Sequence[str], model: JudgeModel | None) -> RowJudge:
@@ -67,43 +67,45 @@ def row_judge(config: Config, columns: Sequence[str], model: JudgeModel | None) 
     return RowJudge({"judge": digest(named)}, partial(_by_check, verify))
 
 
-def _by_rubric(model: JudgeModel, samples: SampleRows, work: Work) -> Outcome[Scores]:
+def _by_rubric(model: JudgeModel, samples: SampleRows, work: Work) -> JudgeOutcome[Scores]:
     questions = model.judge.keyed(rubric_questions(samples.candidates))
     done = answer(model, questions, work.answers, work.share, work.run, work.progress)
     if done.missing:
-        return Outcome(None, done.new, done.known)
+        return JudgeOutcome(None, done.new, done.known)
     scores = {key: model.judge.score(one, done.readings) for key, one in samples.keyed.items()}
-    return Outcome(scores, done.new, done.known, done.readings.counts())
+    return JudgeOutcome(scores, done.new, done.known, done.readings.counts())
 
 
-def _by_reward(config: Config, name: str, samples: SampleRows, work: Work) -> Outcome[Scores]:
+def _by_reward(config: Config, name: str, samples: SampleRows, work: Work) -> JudgeOutcome[Scores]:
     home = work.home / "_align" / "reward" / name[:16]
     made = reward_scores(config, samples, home, progress=work.progress, share=work.share)
     if made is None:
-        return Outcome(None, 0, 0)
-    return Outcome(made.scores, made.new, made.known)
+        return JudgeOutcome(None, 0, 0)
+    return JudgeOutcome(made.scores, made.new, made.known)
 
 
-def _by_check(verify: Verifier, samples: SampleRows, work: Work) -> Outcome[Scores]:
+def _by_check(verify: Verifier, samples: SampleRows, work: Work) -> JudgeOutcome[Scores]:
     work.progress.begin("checking", total=len(samples.rows), unit="samples")
     scores: dict[SampleKey, float | None] = {}
     for row, one in zip(samples.rows, samples.candidates, strict=True):
         scores[one.prompt_key, one.number] = verify(row, one.text)
         work.progress.advance(1)
     work.progress.end()
-    return Outcome(scores, len(scores), 0)
+    return JudgeOutcome(scores, len(scores), 0)
 
 
 def compare(
     model: JudgeModel, pairs: Pairs, work: Work
-) -> Outcome[Sequence[tuple[Candidate, Candidate, Compared]]]:
+) -> JudgeOutcome[Sequence[tuple[Candidate, Candidate, Compared]]]:
     """Compares pairs of samples in both orders."""
     questions = model.judge.keyed(pairwise_questions(pairs))
     done = answer(model, questions, work.answers, work.share, work.run, work.progress)
     if done.missing:
-        return Outcome(None, done.new, done.known)
+        return JudgeOutcome(None, done.new, done.known)
     compared = [(*pair, model.judge.compared(*pair, done.readings)) for pair in pairs]
-    return Outcome(compared, done.new, done.known, _counts(done, [one for *_, one in compared]))
+    return JudgeOutcome(
+        compared, done.new, done.known, _counts(done, [one for *_, one in compared])
+    )
 
 
 def _counts(done: Answered, compared: Sequence[Compared]) -> dict[str, int]:

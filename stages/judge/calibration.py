@@ -14,7 +14,7 @@ Z = 1.959964  # 95 of 100
 
 
 @dataclass(frozen=True)
-class Share:
+class Proportion:
     """So many of so many, and the interval of Wilson around their share."""
 
     count: int
@@ -43,7 +43,7 @@ class Calibration:
     judge: str
     pairs: int
     left_out: int  # rows of the gold data that make no pair
-    shares: Mapping[str, Share]
+    shares: Mapping[str, Proportion]
     counts: Mapping[str, int] = field(default_factory=dict)  # questions and tokens
 
     def text(self) -> str:
@@ -70,7 +70,7 @@ class Calibration:
         return [*notes, f"  {asked}: {read:,} tokens read, {written:,} written; {refused}"]
 
 
-def of_comparisons(compared: Iterable[Compared]) -> dict[str, Share]:
+def of_comparisons(compared: Iterable[Compared]) -> dict[str, Proportion]:
     """The figures of pairs whose first text is the better one, each compared in both orders."""
     pairs = [*compared]
     judged = [pair for pair in pairs if pair.winner]
@@ -81,14 +81,14 @@ def of_comparisons(compared: Iterable[Compared]) -> dict[str, Share]:
     backward = [pair.backward for pair in asked if pair.backward != "tie"]
     return {
         **_agreement([pair.winner for pair in pairs]),
-        "gold one shown first: preferred": Share(forward.count("A"), len(forward)),
-        "gold one shown second: preferred": Share(backward.count("B"), len(backward)),
-        "first answer preferred": Share(chosen.count("A"), len(chosen)),
-        "verdict flips with the order": Share(sum(pair.flips for pair in asked), len(asked)),
+        "gold one shown first: preferred": Proportion(forward.count("A"), len(forward)),
+        "gold one shown second: preferred": Proportion(backward.count("B"), len(backward)),
+        "first answer preferred": Proportion(chosen.count("A"), len(chosen)),
+        "verdict flips with the order": Proportion(sum(pair.flips for pair in asked), len(asked)),
     }
 
 
-def of_scores(scores: Iterable[tuple[float | None, float | None]]) -> dict[str, Share]:
+def of_scores(scores: Iterable[tuple[float | None, float | None]]) -> dict[str, Proportion]:
     """The figures of pairs whose first score belongs to the better text."""
     return _agreement([_winner(*pair) for pair in scores])
 
@@ -99,11 +99,11 @@ def _winner(first: float | None, second: float | None) -> str | None:
     return "first" if first > second else "second" if first < second else "tie"
 
 
-def _agreement(winners: list[str | None]) -> dict[str, Share]:
+def _agreement(winners: list[str | None]) -> dict[str, Proportion]:
     judged = [winner for winner in winners if winner]
     decided = [winner for winner in judged if winner != "tie"]
     return {
-        "agrees with gold, where it decides": Share(decided.count("first"), len(decided)),
-        "ties": Share(judged.count("tie"), len(judged)),
-        "not judged": Share(len(winners) - len(judged), len(winners)),
+        "agrees with gold, where it decides": Proportion(decided.count("first"), len(decided)),
+        "ties": Proportion(judged.count("tie"), len(judged)),
+        "not judged": Proportion(len(winners) - len(judged), len(winners)),
     }
