@@ -99,7 +99,8 @@ class JudgeResult:
         if "refusals" in counts:
             lines.append(
                 f"{counted(counts['judgments'], 'answers')} of the judge, "
-                f"{counts['refusals']:,} without a verdict; "
+                f"{counts['refusals']:,} without a verdict, "
+                f"{counts['questions_not_taken']:,} questions that it cannot take; "
                 f"{counts['judge_prompt_tokens']:,} tokens read, "
                 f"{counts['judge_completion_tokens']:,} written"
             )
@@ -167,8 +168,9 @@ class _Call:
             manifest, _ = read_table(self.folder)
         except CorruptionError:  # it is made again
             return None
-        wanted = (self.made_from, self.settings)
-        return manifest if (manifest.made_from, manifest.settings) == wanted else None
+        is_whole = not manifest.counts.get("questions_not_taken")  # these are asked again
+        is_same = (manifest.made_from, manifest.settings) == (self.made_from, self.settings)
+        return manifest if is_whole and is_same else None
 
     def judged(self, work: Work) -> JudgeOutcome[pl.DataFrame]:
         """The table with its scores."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ..schemas.config import Config
 from ..schemas.errors import UsageError
 from ..schemas.json_codec import digest
-from ..schemas.samples import Sample, Sampler, Sampling
+from ..schemas.samples import Refused, Sample, Sampler, Sampling
 from ..stages.judge.judge_template import load_template
 from ..stages.judge.judgments import Asked, LanguageJudge, Readings
 from ..stages.storage.answers import Answers
@@ -81,15 +81,18 @@ def answer(
         answers.merge()
     missing = answers.missing(questions)
     chosen = {key: questions[key] for key in missing if not share or _is_of(key, share)}
-    meter = _Meter(run, progress)
+    not_taken: list[str] = []
     if chosen:
+        meter = _Meter(run, progress)
         progress.begin("judging", total=len(chosen), unit="questions")
-        model.judge.ask(model.sampler.open(model.judge.sampling), chosen, answers, meter.count)
+        opened = model.sampler.open(model.judge.sampling)
+        not_taken = model.judge.ask(opened, chosen, answers, meter.count)
         progress.end()
         answers.look()
-    readings = model.judge.read(questions.keys(), answers)
+    readings = model.judge.read(questions.keys(), answers, not_taken)
+    new = len(chosen) - len(not_taken)
     left = len(questions) - len(readings.verdicts)
-    return Answered(len(chosen), len(questions) - len(missing), left, readings)
+    return Answered(new, len(questions) - len(missing), left, readings)
 
 
 def _is_of(key: str, share: Share) -> bool:
@@ -107,11 +110,12 @@ class _Meter:
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
-    def count(self, group: Sequence[Sample]) -> None:
-        """These have come and are durable."""
-        self.answers += len(group)
-        self.prompt_tokens += sum(one.prompt_tokens for one in group)
-        written = sum(one.completion_tokens for one in group)
+    def count(self, group: Sequence[Sample | Refused]) -> None:
+        """These have come, and the answers among them are durable."""
+        given = [one for one in group if isinstance(one, Sample)]
+        self.answers += len(given)
+        self.prompt_tokens += sum(one.prompt_tokens for one in given)
+        written = sum(one.completion_tokens for one in given)
         self.completion_tokens += written
         self.progress.advance(len(group), tokens=written)
         self.run.log_metrics(

@@ -60,6 +60,15 @@ class Sample:
     completion_tokens: int
 
 
+@dataclass(frozen=True)
+class Refused:
+    """A sample that a model cannot give, such as that of a prompt longer than its context."""
+
+    prompt: str  # the prompt's key
+    number: int
+    reason: str
+
+
 class Sampler(Protocol):
     """A model that completes prompts: in this process, or behind a server."""
 
@@ -75,10 +84,11 @@ class Sampler(Protocol):
 class OpenSampler(Protocol):
     """A model that is ready."""
 
-    def sample(self, wanted: Sequence[Wanted]) -> Iterator[Sequence[Sample]]:
+    def sample(self, wanted: Sequence[Wanted]) -> Iterator[Sequence[Sample | Refused]]:
         """Yields all samples, in groups and in any order, each group as soon as it is there.
 
-        What is yielded is written down before the next group is asked for.
+        What is yielded is written down before the next group is asked for; what is refused is
+        counted, and asked again by the next command.
         """
         ...
 

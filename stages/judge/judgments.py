@@ -9,7 +9,7 @@ from typing import Any
 
 from ...schemas.json_codec import digest
 from ...schemas.rows import Text
-from ...schemas.samples import KEY_LENGTH, OpenSampler, Sample, Sampling, Wanted
+from ...schemas.samples import KEY_LENGTH, OpenSampler, Refused, Sample, Sampling, Wanted
 from ..storage.answers import Answers
 from .judge_template import JudgeTemplate
 from .verdicts import SAME, Compared, Verdict, Winner, score_in, verdict_in
@@ -61,9 +61,13 @@ class LanguageJudge:
         opened: OpenSampler,
         questions: Mapping[str, Asked],
         answers: Answers,
-        on_done: Callable[[Sequence[Sample]], None],
-    ) -> None:
-        """Asks all of them; what comes back is durable before it is counted."""
+        on_done: Callable[[Sequence[Sample | Refused]], None],
+    ) -> list[str]:
+        """Asks all of them; what comes back is durable before it is counted.
+
+        Returns the keys of questions that the model cannot take, such as one that is too long.
+        """
+        not_taken = []
         ordered = [*questions]
         for start in range(0, len(ordered), AT_ONCE):
             wanted: dict[str, Wanted] = {}
@@ -74,13 +78,17 @@ class LanguageJudge:
                 wanted[prompt.key] = Wanted(prompt, (0,))
                 keys.setdefault(prompt.key, []).append(key)
             for group in opened.sample([*wanted.values()]):
-                answers.add({key: _kept(one) for one in group for key in keys[one.prompt]})
+                given = [one for one in group if isinstance(one, Sample)]
+                answers.add({key: _kept(one) for one in given for key in keys[one.prompt]})
+                refused = (one for one in group if isinstance(one, Refused))
+                not_taken += [key for one in refused for key in keys[one.prompt]]
                 on_done(group)
+        return not_taken
 
-    def read(self, keys: Collection[str], answers: Answers) -> Readings:
-        """What the answers say that are there."""
+    def read(self, keys: Collection[str], answers: Answers, not_taken: Collection[str]) -> Readings:
+        """What the answers say that are there; what was not taken has no verdict."""
         read = score_in if self.template.kind == "rubric" else verdict_in
-        found = Readings()
+        found = Readings(dict.fromkeys(not_taken), not_taken=len(not_taken))
         for key, answer in answers.of(keys):
             found.verdicts[key] = verdict = read(answer)
             found.refusals += verdict is None
@@ -111,11 +119,13 @@ class Readings:
     refusals: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    not_taken: int = 0
 
     def counts(self) -> dict[str, int]:
         """The same for any order in which they were asked."""
         return {
-            "judgments": len(self.verdicts),
+            "judgments": len(self.verdicts) - self.not_taken,
+            "questions_not_taken": self.not_taken,
             "refusals": self.refusals,
             "judge_prompt_tokens": self.prompt_tokens,
             "judge_completion_tokens": self.completion_tokens,

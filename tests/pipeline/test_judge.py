@@ -146,6 +146,17 @@ def test_a_refused_comparison_counts_for_nobody(tmp_path, judged):
     assert "2 refused" in result.text()
 
 
+def test_a_question_that_the_judge_cannot_take_is_counted_and_asked_again(tmp_path, judged):
+    samples = sample_table(tmp_path / "s", {"Q": ["7", "3 " + "x" * 9000]})
+    result, rows = judged(samples, StubJudge(longest=5000), by="rubric")
+    assert column(rows, "score") == [7.0, None]
+    assert result.manifest.counts["questions_not_taken"] == 1
+    assert "1 questions that it cannot take" in result.text()
+    result, rows = judged(samples, StubJudge(), by="rubric")  # its context has grown
+    assert column(rows, "score") == [7.0, 3.0]
+    assert (result.new, result.known) == (1, 1)
+
+
 def test_parts_make_what_one_process_makes(tmp_path, judged):
     samples = sample_table(tmp_path / "s", TEXTS)
     whole, rows = judged(samples, StubJudge(), by="pairwise", output="whole")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 
-from align.schemas.samples import Sample
+from align.schemas.samples import Refused, Sample
 
 PARTS = re.compile(r"\[\w+ answer(?: [AB])?\]\n(.*?)\n\[\w+ end\]", re.DOTALL)
 
@@ -18,6 +18,7 @@ class StubJudge:
     says: dict[str, str] = field(default_factory=dict)  # what it answers to a text with these words
     finish: str = "stop"
     name: str = "stub"
+    longest: int = 10**9  # characters of a question that it takes
     stops_after: int | None = None  # groups
     asked: list = field(default_factory=list)
 
@@ -38,6 +39,8 @@ class StubJudge:
         assert wanted.numbers == (0,)
         self.asked.append(wanted.prompt)
         text = wanted.prompt.text[-1]["content"]
+        if len(text) > self.longest:
+            return Refused(wanted.prompt.key, 0, "too long")
         said = next((said for words, said in self.says.items() if words in text), None)
         return Sample(
             wanted.prompt.key, 0, said or self._verdict(text), self.finish, len(text.split()), 2
