@@ -99,11 +99,13 @@ class JudgeResult:
         if "refusals" in counts:
             lines.append(
                 f"{counted(counts['judgments'], 'answers')} of the judge, "
-                f"{counts['refusals']:,} without a verdict, "
-                f"{counts['questions_not_taken']:,} questions that it cannot take; "
+                f"{counts['refusals']:,} without a verdict; "
                 f"{counts['judge_prompt_tokens']:,} tokens read, "
                 f"{counts['judge_completion_tokens']:,} written"
             )
+        if counts.get("questions_not_taken"):
+            untaken = counted(counts["questions_not_taken"], "questions that the judge cannot take")
+            lines.append(f"{untaken}, such as one longer than its context; asked again next time")
         return "\n".join([*lines, f"next: align select {self.folder}"])
 
 

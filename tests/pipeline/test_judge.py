@@ -151,7 +151,7 @@ def test_a_question_that_the_judge_cannot_take_is_counted_and_asked_again(tmp_pa
     result, rows = judged(samples, StubJudge(longest=5000), by="rubric")
     assert column(rows, "score") == [7.0, None]
     assert result.manifest.counts["questions_not_taken"] == 1
-    assert "1 questions that it cannot take" in result.text()
+    assert "1 question that the judge cannot take" in result.text()
     result, rows = judged(samples, StubJudge(), by="rubric")  # its context has grown
     assert column(rows, "score") == [7.0, 3.0]
     assert (result.new, result.known) == (1, 1)

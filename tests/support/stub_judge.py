@@ -41,10 +41,12 @@ class StubJudge:
         text = wanted.prompt.text[-1]["content"]
         if len(text) > self.longest:
             return Refused(wanted.prompt.key, 0, "too long")
+        return Sample(wanted.prompt.key, 0, self.said(text), self.finish, len(text.split()), 2)
+
+    def said(self, text):
+        """What it answers to a question."""
         said = next((said for words, said in self.says.items() if words in text), None)
-        return Sample(
-            wanted.prompt.key, 0, said or self._verdict(text), self.finish, len(text.split()), 2
-        )
+        return said or self._verdict(text)
 
     def _verdict(self, text):
         answers = [float(re.search(r"-?\d+", part)[0]) for part in PARTS.findall(text)]
