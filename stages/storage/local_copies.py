@@ -23,13 +23,14 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ...schemas.errors import CorruptionError, StorageError, UsageError
 from ...schemas.file_version import Remember, digest_anew
 from ...schemas.json_codec import digest
 from . import fs, objects
-from .digest_memory import user_folder
+from .digest_memory import shard_sha256, user_folder
 from .locks import held, if_unlocked
 from .objects import Location, ObjectPath, Version
 
@@ -172,7 +173,7 @@ def check_copy(path: ObjectPath, remember: Remember = digest_anew) -> None:
     """Removes a copy that is not what arrived: a disk can damage it."""
     copy = _copy_of(path)
     with suppress(StorageError, FileNotFoundError):
-        if remember(copy, lambda: [fs.sha256_of(copy)]) != [path.sha256]:
+        if shard_sha256(copy, partial(fs.open_regular, copy), remember) != path.sha256:
             logger.warning("%s, the copy of %s, is damaged: it is fetched again.", copy, path)
             fs.unlink(copy)
     fetch(path)
