@@ -31,7 +31,7 @@ from ...schemas.file_version import Remember, digest_anew
 from ...schemas.json_codec import digest
 from . import fs, objects
 from .digest_memory import shard_sha256, user_folder
-from .locks import held, if_unlocked
+from .locks import held
 from .objects import Location, ObjectPath, Version
 
 logger = logging.getLogger("align")
@@ -346,7 +346,7 @@ def _reserved(here: LocalPlace) -> int:
     """What other fetches have been promised; promises of dead processes are removed."""
     total = 0
     for path in here.root.glob(".reserved-*"):
-        with if_unlocked(path) as is_left:
+        with fs.if_unlocked(path) as is_left:
             if is_left:
                 fs.unlink(path)
         with suppress(StorageError, ValueError):
@@ -380,7 +380,7 @@ def _remove(path: Path) -> bool:
     if not path.is_dir():
         fs.unlink(path)
         return True
-    with if_unlocked(path.with_name(f".{path.name}.lock")) as is_unused:
+    with fs.if_unlocked(path.with_name(f".{path.name}.lock")) as is_unused:
         if is_unused and path not in _held:
             fs.remove_tree(path)
             return True
