@@ -129,8 +129,8 @@ class OpenServer:
         return BudgetError(
             f"server.max_tokens of {self._options.max_tokens:,} is spent: "
             f"{self._costs.prompt_tokens:,} tokens were read and "
-            f"{self._costs.completion_tokens:,} written; {counted(missing, 'samples')} still to "
-            f"make. {_way_on(kept)}"
+            f"{self._costs.completion_tokens:,} written; {counted(missing, 'answers')} still to "
+            f"buy. {_way_on(kept)}"
         )
 
     def _tasks(self, wanted: Sequence[Wanted]) -> Iterator[_Task]:
@@ -215,7 +215,7 @@ def _require_same_count(task: _Task, found: Completion) -> None:
 
 
 def _way_on(kept: int) -> str:
-    return f"{counted(kept, 'samples')} of this run are kept: the same command goes on from there."
+    return f"{counted(kept, 'answers')} of this run are kept: the same command goes on from there."
 
 
 def _listed(answer: Any) -> list[str]:

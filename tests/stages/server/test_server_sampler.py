@@ -276,7 +276,7 @@ def test_a_server_that_dies_on_the_way_costs_what_was_in_flight():
         except ServerError as error:
             died = str(error)
         assert "ConnectError" in died
-        assert f"{len(kept)} samples of this run are kept: the same command goes on" in died
+        assert f"{len(kept)} answers of this run are kept: the same command goes on" in died
         stub.start()
         samples, _ = collected(sampler.open(WARM).sample(still_wanted(wanted, kept)))
     assert len(kept) + len(samples) == 24
@@ -310,8 +310,8 @@ def test_a_spent_budget_stops_the_run_and_the_rest_is_bought_later():
             spent = str(error)
         # A sample costs 3 + 6 tokens: the fifth is the first that makes it 40.
         assert spent == (
-            "server.max_tokens of 40 is spent: 15 tokens were read and 30 written; 7 samples still "
-            "to make. 5 samples of this run are kept: the same command goes on from there."
+            "server.max_tokens of 40 is spent: 15 tokens were read and 30 written; 7 answers still "
+            "to buy. 5 answers of this run are kept: the same command goes on from there."
         )
         assert stub.tokens == sampler.costs.tokens == 45
         rest, _ = sampled(stub, still_wanted(wanted, kept))
