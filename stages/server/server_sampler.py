@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from ...schemas.config import ServerOptions
-from ...schemas.errors import AlignError, BudgetError, UsageError, counted
+from ...schemas.errors import AlignError, BudgetError, ServerError, UsageError, counted
 from ...schemas.rows import BadRow
 from ...schemas.samples import Prompt, Refused, Sample, Sampling, Wanted
 from .completions import Completion, body_of, path_of, read_completion, seed_of
@@ -45,8 +45,8 @@ class ServerSampler:
             with ServerClient(self._options, self.costs) as client:
                 try:
                     names = client.get("/models", _listed)
-                except AlignError as error:
-                    raise type(error)(f"{error} Or name the model: server.model.") from error
+                except ServerError as error:
+                    raise ServerError(f"{error} Or name the model: server.model.") from error
                 self._model = _only_one(names, client.address)
         return self._model
 

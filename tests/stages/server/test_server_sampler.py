@@ -144,8 +144,8 @@ def test_a_server_may_say_how_long_to_wait(caplog, monkeypatch):
 @pytest.mark.parametrize(
     ("status", "said"),
     [
-        (401, "PLANTED is not set"),
-        (403, "PLANTED is not set"),
+        (401, "Put its API key into PLANTED, which is not set."),
+        (403, "Put its API key into PLANTED, which is not set."),
         (404, "give it conversations"),
         (302, "Redirects are not followed"),
     ],
@@ -330,6 +330,16 @@ def test_a_model_that_is_not_named_is_the_only_one_listed():
         pytest.raises(UsageError, match="lists 'a', 'b'. Name the one to ask: server.model"),
     ):
         sampler_of_stub(stub, model="").identity()
+    with (
+        chat_server(echo, refuse_models=404) as stub,
+        pytest.raises(UsageError, match="404 .* If it lists no models, name the one"),
+    ):
+        sampler_of_stub(stub, model="").identity()
+    with (
+        chat_server(echo, refuse_models=500) as stub,
+        pytest.raises(ServerError, match="2 requests .* Or name the model: server.model."),
+    ):
+        sampler_of_stub(stub, model="", retries=1).identity()
     with chat_server(echo, models=[]) as stub, pytest.raises(UsageError, match="lists no model"):
         sampler_of_stub(stub, model="").identity()
 
