@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..schemas.config import Config
+from ..schemas.config import Config, ServerOptions
 from ..schemas.errors import UsageError
 from ..schemas.json_codec import digest
 from ..schemas.samples import Refused, Sample, Sampler, Sampling
 from ..stages.judge.judge_template import load_template
 from ..stages.judge.judgments import Asked, LanguageJudge, Readings
+from ..stages.server.server_sampler import ServerSampler
 from ..stages.storage.answers import Answers
 from ..stages.storage.objects import Location
 from ..stages.tracking.journaled_run import Run
 from ..stages.tracking.progress import Progress
 from .executor import Share
+from .samplers import require_same_server, sampler_of
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class JudgeModel:
 
     judge: LanguageJudge
     sampler: Sampler
+    server: ServerOptions
 
     @property
     def made_from(self) -> dict[str, str]:
@@ -37,13 +40,11 @@ class JudgeModel:
 def judge_model(config: Config) -> JudgeModel:
     """The model and the template that the settings name; loads no weights."""
     options = config.judge
-    if bool(options.model) == bool(config.server.url):
+    if not (options.model or config.server.url):
         raise UsageError(
-            f"judge.by {options.by}: name one language model: its folder by --model DIR "
+            f"judge.by {options.by}: name the language model: its folder by --model DIR "
             "(judge.model), or its server by --server URL (server.url)."
         )
-    from .samplers import sampler_of  # noqa: PLC0415 - it imports torch
-
     model = replace(config.model, path=options.model, adapter="")
     sampler = sampler_of(model, config.tokens, config.server, config.scoring)
     return with_template(config, sampler)
@@ -54,7 +55,8 @@ def with_template(config: Config, sampler: Sampler) -> JudgeModel:
     assert config.judge.by in ("rubric", "pairwise")
     template = load_template(config.judge.by, config.judge.template)
     sampling = Sampling(temperature=0.0, max_new_tokens=config.judge.max_new_tokens)
-    return JudgeModel(LanguageJudge(template, sampler.identity(), sampling), sampler)
+    judge = LanguageJudge(template, sampler.identity(), sampling)
+    return JudgeModel(judge, sampler, config.server)
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,8 @@ def answer(
     if chosen:
         meter = _Meter(run, progress)
         progress.begin("judging", total=len(chosen), unit="questions")
+        if isinstance(model.sampler, ServerSampler):
+            require_same_server(model.sampler, model.server, answers, chat=True)
         opened = model.sampler.open(model.judge.sampling)
         not_taken = model.judge.ask(opened, chosen, answers, meter.count)
         progress.end()
@@ -120,9 +124,9 @@ class _Meter:
         self.progress.advance(len(group), tokens=written)
         self.run.log_metrics(
             {
-                "judged/new": float(self.answers),
-                "judged/prompt_tokens": float(self.prompt_tokens),
-                "judged/completion_tokens": float(self.completion_tokens),
+                "judge/new": float(self.answers),
+                "judge/prompt_tokens": float(self.prompt_tokens),
+                "judge/completion_tokens": float(self.completion_tokens),
             },
             step=self.answers,
         )

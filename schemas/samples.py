@@ -12,6 +12,15 @@ from .rows import Text
 # stop: the model ended it; length: it was cut; other: a server names another reason.
 Finish: TypeAlias = Literal["stop", "length", "other"]
 KEY_LENGTH = 32  # hexadecimal digits
+# What a table of samples has of its own, beside its prompts.
+SAMPLE_COLUMNS = (
+    "prompt_key",
+    "number",
+    "completion",
+    "finish",
+    "prompt_tokens",
+    "completion_tokens",
+)
 
 
 @dataclass(frozen=True)

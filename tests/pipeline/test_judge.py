@@ -284,7 +284,7 @@ def test_a_command_names_its_judge(tmp_path):
     samples = sample_table(tmp_path / "s", TEXTS)
     out = ("--output", tmp_path / "out", "--no-mlflow")
     assert "Name the judge by --by" in refusal(2, "judge", samples, *out)
-    assert "name one language model" in refusal(2, "judge", samples, "--by", "rubric", *out)
+    assert "name the language model" in refusal(2, "judge", samples, "--by", "rubric", *out)
     assert "--reward-model" in refusal(2, "judge", samples, "--by", "reward", *out)
     assert "not a finished table" in refusal(2, "judge", tmp_path, "--by", "exact", *out)
     assert "one of them" in refusal(2, "judge", "--by", "exact", *out)
