@@ -14,7 +14,6 @@ from ..schemas.tables import TableManifest
 from ..stages.judge.calibration import Calibration, of_comparisons, of_scores
 from ..stages.judge.judged_rows import (
     SampleRows,
-    sample_rows,
     standings_of,
     with_scores,
     with_standings,
@@ -26,7 +25,7 @@ from ..stages.storage.tables import TableFolder, read_table
 from ..stages.tracking.journaled_run import Run, recorded
 from ..stages.tracking.progress import Progress
 from .executor import Share
-from .gold_pairs import read_gold
+from .judge_inputs import read_gold, sample_rows
 from .judges import JudgeOutcome, Pairs, RowJudge, Work, compare, row_judge
 from .language_judge import JudgeModel, judge_model, with_template
 from .mlflow_sync import send_earlier

@@ -26,7 +26,7 @@ def judgments(counts):
 
 
 @pytest.fixture(autouse=True)
-def short_pauses(monkeypatch):
+def impatient(monkeypatch):
     """What a server needs to recover does not matter here."""
     monkeypatch.setattr(server_client, "FIRST_PAUSE", 0.001)
 
