@@ -26,8 +26,8 @@ from ..stages.tracking.journaled_run import Run, recorded
 from ..stages.tracking.progress import Progress
 from .executor import Share
 from .judge_inputs import read_gold, sample_rows
-from .judges import JudgeOutcome, Pairs, RowJudge, Work, compare, row_judge
-from .language_judge import JudgeModel, judge_model, with_template
+from .judges import JudgeOutcome, Pairs, RowJudge, compare, row_judge
+from .language_judge import JudgeModel, Work, judge_model, with_template
 from .mlflow_sync import send_earlier
 
 if TYPE_CHECKING:
