@@ -19,8 +19,8 @@ from support.rooms import ROOMS, ROOT, STAGES
 FILES = sorted(
     [*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))]
 )
-VERBS = {"data", "pairing", "score", "feed", "train", "select"}
-NOUNS = {"demo", "engine", "methods", "model", "report", "storage", "tracking"}
+VERBS = {"data", "pairing", "sample", "judge", "select", "score", "feed", "train"}
+NOUNS = {"demo", "engine", "methods", "model", "report", "server", "storage", "tracking"}
 NOUN_FRIENDS = {
     name: {"storage"} for name in ("demo", "report", "tracking")
 }  # noun: further nouns it may use
