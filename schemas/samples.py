@@ -12,6 +12,15 @@ from .rows import Text
 # stop: the model ended it; length: it was cut; other: a server names another reason.
 Finish: TypeAlias = Literal["stop", "length", "other"]
 KEY_LENGTH = 32  # hexadecimal digits
+# What a table of samples has of its own, beside its prompts.
+SAMPLE_COLUMNS = (
+    "prompt_key",
+    "number",
+    "completion",
+    "finish",
+    "prompt_tokens",
+    "completion_tokens",
+)
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,15 @@ class Sample:
     completion_tokens: int
 
 
+@dataclass(frozen=True)
+class Refused:
+    """A sample that a model cannot give, such as that of a prompt longer than its context."""
+
+    prompt: str  # the prompt's key
+    number: int
+    reason: str
+
+
 class Sampler(Protocol):
     """A model that completes prompts: in this process, or behind a server."""
 
@@ -75,10 +93,11 @@ class Sampler(Protocol):
 class OpenSampler(Protocol):
     """A model that is ready."""
 
-    def sample(self, wanted: Sequence[Wanted]) -> Iterator[Sequence[Sample]]:
+    def sample(self, wanted: Sequence[Wanted]) -> Iterator[Sequence[Sample | Refused]]:
         """Yields all samples, in groups and in any order, each group as soon as it is there.
 
-        What is yielded is written down before the next group is asked for.
+        What is yielded is written down before the next group is asked for; what is refused is
+        counted, and asked again by the next command.
         """
         ...
 

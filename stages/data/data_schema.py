@@ -58,9 +58,7 @@ def common_shape(
 
     `columns` gives the user's name of each column; a column with no name is left out.
     """
-    rename = {
-        theirs or ours: ours if theirs else f"{_UNUSED}{ours}" for ours, theirs in columns.items()
-    }
+    rename = _rename(columns)
     first, *others = [
         detect_shape(column_names(file), rename, carry, where=str(file.path)) for file in inputs
     ]
@@ -78,6 +76,51 @@ def common_shape(
         first.carried,
         first.has_prompt,
         tuple(dict.fromkeys(name for shape in (first, *others) for name in shape.unread)),
+    )
+
+
+@dataclass(frozen=True)
+class PromptColumns:
+    """The columns that prompts are read from, by our names, and those that go with them."""
+
+    source: Mapping[str, str]
+    carried: Mapping[str, str]
+
+
+def prompt_columns(inputs: Sequence[InputFile], columns: Mapping[str, str]) -> PromptColumns | None:
+    """Those of files with a column of prompts; None for pairs that begin with theirs."""
+    rename = _rename(columns)
+    found = [_renamed(column_names(file), rename, _KNOWN, where=str(file.path)) for file in inputs]
+    for file, names in zip(inputs, found, strict=True):
+        if ("prompt" in names) != ("prompt" in found[0]):
+            raise UsageError(
+                f"Of {inputs[0].path} and {file.path} one has prompts and the other has none. "
+                "Sample them apart, or name the column with --map prompt=YOURS."
+            )
+    if "prompt" not in found[0]:
+        _require_pairs(found[0], str(inputs[0].path))
+        return None
+    every: dict[str, str] = {}
+    for names in found:
+        every = {**every, **{name: names[name] for name in names if name not in every}}
+    read = [name for name in ("prompt", *OPTIONAL) if name in every or name not in rename]
+    source = {name: every.get(name, name) for name in read}
+    carried = {
+        name: column
+        for name, column in every.items()
+        if name not in _KNOWN and not name.startswith(_UNUSED)
+    }
+    return PromptColumns(source, carried)
+
+
+def _require_pairs(found: Mapping[str, str], where: str) -> None:
+    if set(REQUIRED["paired"]) <= set(found):
+        _require_no_other_prompt(found, where)
+        return
+    flag = next((f"prompt={found[name]}" for name in PROMPT_LIKE if name in found), "prompt=YOURS")
+    raise UsageError(
+        f"{where} has the columns {_listed(found.values())} and none of prompts. Name the one that "
+        f"holds them: --map {flag}."
     )
 
 
@@ -115,6 +158,13 @@ def detect_shape(
 def _is_unread_score(name: str, source: Mapping[str, str]) -> bool:
     left_out = name.startswith(_UNUSED)
     return name not in source and not left_out and bool(_SCORE_LIKE.search(name))
+
+
+def _rename(columns: Mapping[str, str]) -> dict[str, str]:
+    """Our name of each of the user's columns that has another one, or is left out."""
+    return {
+        theirs or ours: ours if theirs else f"{_UNUSED}{ours}" for ours, theirs in columns.items()
+    }
 
 
 def _renamed(

@@ -37,7 +37,7 @@ def parse_chunk(chunk: Chunk, shape: Shape) -> tuple[list[Record], list[Rejected
     """Returns every row of a chunk once, in order: as a record, or rejected with a reason."""
     records: list[Record] = []
     rejected: list[Rejected] = []
-    for row, cells in enumerate(read_cells(chunk.payload, shape), start=chunk.row):
+    for row, cells in enumerate(read_cells(chunk.payload, shape.columns), start=chunk.row):
         try:
             if isinstance(cells, BadRow):
                 raise cells
@@ -68,7 +68,7 @@ class _Branches:
 
 
 @dataclass(frozen=True)
-class _Template:
+class Template:
     """The prompt with its system message, and the other arguments of the chat template."""
 
     prompt: Text
@@ -78,7 +78,7 @@ class _Template:
 
 def _record(cells: Cells, shape: Shape, file: int, row: int) -> Record:
     branches = _READERS[shape.kind](cells, shape.source, shape.has_prompt)
-    template = _template(cells, shape.source, branches.prompt)
+    template = read_template(cells, shape.source, branches.prompt)
     carried = {
         name: read_number(cells.get(shape.source[name]), shape.source[name])
         for name in shape.carried
@@ -217,21 +217,22 @@ def _scored_long(cells: Cells, source: Source, _has_prompt: bool) -> _Branches:
     return _Branches(prompt, (completion,), (Role.CANDIDATE,), (score,))
 
 
-def _template(cells: Cells, source: Source, prompt: Text) -> _Template:
+def read_template(cells: Cells, source: Source, prompt: Text) -> Template:
+    """The prompt with its system message, and what else its row gives the template."""
     given = {
         name: value
         for name in OPTIONAL
         if (column := source.get(name)) and (value := cells.get(column))
     }
     if not given:
-        return _Template(prompt)
+        return Template(prompt)
     if isinstance(prompt, str):
         columns = ", ".join(repr(source[name]) for name in given)
         raise BadRow("schema", f"{columns} can only be used when the prompt is a conversation")
     system = read_system(given.get("system"), source.get("system", ""))
     if system and prompt[0]["role"] == "system":
         raise BadRow("schema", f"{source['system']!r} is given but the prompt has a system message")
-    return _Template(
+    return Template(
         ({"role": "system", "content": system}, *prompt) if system else prompt,
         read_tools(given.get("tools"), source.get("tools", "")),
         read_options(given.get("chat_template_kwargs"), source.get("chat_template_kwargs", "")),
@@ -251,17 +252,16 @@ Cells: TypeAlias = dict[str, Any]
 TOO_DEEP = "a value is nested too deeply to be read"
 
 
-def read_cells(payload: Payload, shape: Shape) -> Iterator[Cells | BadRow]:
+def read_cells(payload: Payload, columns: Collection[str]) -> Iterator[Cells | BadRow]:
     """Yields the cells of each row, or the reason why it cannot be read."""
     if isinstance(payload, ArrowRows):
         return _arrow_cells(payload.batch)
     if isinstance(payload, CsvRows):
-        return _csv_cells(payload, shape)
-    return _json_cells(payload, shape)
+        return _csv_cells(payload, columns)
+    return _json_cells(payload, columns)
 
 
-def _json_cells(payload: JsonRows, shape: Shape) -> Iterator[Cells | BadRow]:
-    columns = shape.columns
+def _json_cells(payload: JsonRows, columns: Collection[str]) -> Iterator[Cells | BadRow]:
     return (_or_bad(_json_object, text, columns) for text in payload.texts)
 
 
@@ -289,8 +289,8 @@ def _json_object(text: bytes, columns: Collection[str]) -> Cells:
     return row
 
 
-def _csv_cells(payload: CsvRows, shape: Shape) -> Iterator[Cells | BadRow]:
-    return (_or_bad(_csv_row, row, payload.header, shape.columns) for row in payload.rows)
+def _csv_cells(payload: CsvRows, columns: Collection[str]) -> Iterator[Cells | BadRow]:
+    return (_or_bad(_csv_row, row, payload.header, columns) for row in payload.rows)
 
 
 def _csv_row(row: Sequence[str], header: Sequence[str], columns: Collection[str]) -> Cells:

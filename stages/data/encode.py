@@ -94,7 +94,7 @@ class Encoder:
         )
         self._report_boundary(item, spans=spans or shared < max(starts), notes=notes)
         tails = self._ended(item, branches, [branch[shared:] for branch in ids], notes)
-        return self._fit(item.record, self._begin(ids[0][:shared]), tails, notes)
+        return self._fit(item.record, _begin(ids[0][:shared], self._tokenizer), tails, notes)
 
     def _report_boundary(self, item: _Rendered, *, spans: bool, notes: Counter[str]) -> None:
         if not item.prefix_kept:
@@ -104,16 +104,6 @@ class Encoder:
         if self._options.boundary == "strict":
             raise BadRow("boundary", "a token spans the end of the prompt and the completion")
         notes["rows_with_a_token_across_the_boundary"] += 1
-
-    def _begin(self, prompt: list[int]) -> list[int]:
-        """Puts exactly one BOS first where the tokenizer adds one or the template wrote it."""
-        bos = self._tokenizer.bos
-        leading = 0
-        while leading < len(prompt) and prompt[leading] == bos:
-            leading += 1
-        if bos is None or not (leading or self._tokenizer.adds_bos):
-            return prompt
-        return [bos, *prompt[leading:]]
 
     def _ended(
         self,
@@ -164,6 +154,23 @@ class Encoder:
         if prompt[0] == self._tokenizer.bos:
             return [prompt[0], *prompt[len(prompt) - limit + 1 :]]
         return prompt[-limit:]
+
+
+def encode_prompt(record: Record, tokenizer: TextTokenizer) -> list[int]:
+    """The prompt of a record as a model reads it that is to complete it; nothing is cut."""
+    prompt, _ = tokenizer.render(record)
+    encoding = tokenizer.backend.encode(prompt, add_special_tokens=False)
+    return _begin(encoding.ids, tokenizer)
+
+
+def _begin(prompt: list[int], tokenizer: TextTokenizer) -> list[int]:
+    """Puts exactly one BOS first where the tokenizer adds one or the template wrote it."""
+    leading = 0
+    while leading < len(prompt) and prompt[leading] == tokenizer.bos:
+        leading += 1
+    if tokenizer.bos is None or not (leading or tokenizer.adds_bos):
+        return prompt
+    return [tokenizer.bos, *prompt[leading:]]
 
 
 def cut_completion(completion: list[int], room: int, stops: Collection[int]) -> list[int]:

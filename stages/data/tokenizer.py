@@ -91,6 +91,12 @@ class TextTokenizer:
                 "other tokens tomorrow. Pass --set tokens.date=YYYY-MM-DD."
             )
 
+    def continuation(self, ids: Sequence[int]) -> str:
+        """The text of tokens that follow others."""
+        # Some decoders drop a blank at the very start: put something before it.
+        anchor = self.backend.encode("a", add_special_tokens=False).ids
+        return _decoded(self, [*anchor, *ids])[len(_decoded(self, anchor)) :]
+
     @cached_property
     def _roles(self) -> frozenset[str]:
         """The roles that every template knows, and those that this one names."""
@@ -238,19 +244,11 @@ def decoder(model: str, stops: Collection[int]) -> Decode:
         bare = list(ids)
         if continues and bare and bare[-1] in stops:
             bare = bare[:-1]
-        return _text(tokenizer, bare, continues=continues)
+        if bare and bare[0] == tokenizer.hf.bos_token_id:
+            bare = bare[1:]
+        return tokenizer.continuation(bare) if continues else _decoded(tokenizer, bare)
 
     return decode
-
-
-def _text(tokenizer: TextTokenizer, bare: list[int], *, continues: bool) -> str:
-    if bare and bare[0] == tokenizer.hf.bos_token_id:
-        bare = bare[1:]
-    if not continues:
-        return _decoded(tokenizer, bare)
-    # Some decoders drop a blank at the very start: put something before it.
-    anchor = tokenizer.backend.encode("a", add_special_tokens=False).ids
-    return _decoded(tokenizer, [*anchor, *bare])[len(_decoded(tokenizer, anchor)) :]
 
 
 def _decoded(tokenizer: TextTokenizer, ids: list[int]) -> str:

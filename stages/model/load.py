@@ -43,6 +43,7 @@ class Resolved:
     attention: str
     device: str  # cpu or cuda
     hidden_size: int
+    context: int | None  # most tokens of a text, where there is a bound
 
 
 def load_causal_lm(options: ModelOptions) -> nn.Module:
@@ -86,11 +87,13 @@ def resolve(options: ModelOptions) -> Resolved:
         config = _config(options)
         require_parts(config, options)
         skeleton = _skeleton(config, options)
+    of_text = config.get_text_config(decoder=True)
     return Resolved(
         dtype=_dtype(options),
         attention=attention_of(skeleton),
         device=chosen_device(options),
-        hidden_size=int(config.get_text_config(decoder=True).hidden_size),
+        hidden_size=int(of_text.hidden_size),
+        context=getattr(of_text, "max_position_embeddings", None),
     )
 
 

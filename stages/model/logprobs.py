@@ -230,7 +230,7 @@ def probe_trees(config: Any) -> list[Tree]:
     elif window:
         logger.info("The model's attention window of %d tokens is longer than the probe.", window)
     random = np.random.default_rng(0)
-    tokens = _ordinary_tokens(text_config)
+    tokens = ordinary_tokens(text_config)
     return [
         Tree(_draw(random, tokens, prompt), tuple(_draw(random, tokens, size) for size in branches))
         for prompt, branches in shapes
@@ -290,7 +290,7 @@ def _window(config: Any) -> int:
     return next((window for window in windows if isinstance(window, int)), 0)
 
 
-def _ordinary_tokens(config: Any) -> np.ndarray:
+def ordinary_tokens(config: Any) -> np.ndarray:
     """Token ids without those the config gives a meaning (padding, images, ...)."""
     special = [value for name, value in vars(config).items() if name.endswith("_token_id")]
     special = [value for value in special if isinstance(value, int)]

@@ -68,6 +68,10 @@ class HfReference:
         """Width of the residual stream."""
         return self._resolved.hidden_size
 
+    def context(self) -> int | None:
+        """Most tokens of a text, where the model has a bound."""
+        return self._resolved.context
+
     def open(self) -> TreeScorer:
         """Loads the weights and chooses how to score with them."""
         return self.scorer_of(self.load())
@@ -78,6 +82,10 @@ class HfReference:
         model = load_causal_lm(self.options)
         files.require_unchanged()
         return model
+
+    def require_unchanged(self) -> None:
+        """Refuses files that are not those that were digested."""
+        self._files.require_unchanged()
 
     def scorer_of(self, model: nn.Module) -> TreeScorer:
         """Chooses how to score with loaded weights."""
@@ -120,7 +128,7 @@ class TreeScorer:
             with held_in_float32(self.model):
                 yield
         except RuntimeError as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             raise OutOfMemory("no room for the weights in float32") from error
 
@@ -130,7 +138,7 @@ class TreeScorer:
             with torch.inference_mode():
                 logps: NDArray[np.float32] = self._numbers(trees).cpu().numpy()
         except RuntimeError as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             tokens = sum(tree.num_tokens for tree in trees)
             refusal = OutOfMemory(f"no room for {len(trees)} trees of {tokens} tokens")
@@ -161,7 +169,8 @@ def on_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _is_out_of_memory(error: RuntimeError) -> bool:
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether torch says that there is no memory left."""
     cpu_words = ("DefaultCPUAllocator", "not enough memory")
     return isinstance(error, torch.OutOfMemoryError) or any(
         word in str(error) for word in cpu_words

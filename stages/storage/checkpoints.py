@@ -266,19 +266,19 @@ LOWEST = frozenset({"loss", "nll", "kl", "rejected", "grad_norm", "errors"})
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedMetric:
     """What makes a checkpoint the best."""
 
     metric: str
     is_lowest: bool
 
 
-def wanted(best: str) -> Wanted:
+def wanted(best: str) -> WantedMetric:
     """Reads `eval/loss`; with a leading - the lowest value is the best, with + the highest."""
     metric = best.lstrip("+-")
     if metric != best:
-        return Wanted(metric, best.startswith("-"))
-    return Wanted(metric, not LOWEST.isdisjoint(metric.split("/")))
+        return WantedMetric(metric, best.startswith("-"))
+    return WantedMetric(metric, not LOWEST.isdisjoint(metric.split("/")))
 
 
 def prune(folder: RunFolder, retention: Retention, *, newest: int) -> None:

@@ -80,7 +80,13 @@ OF_A_STEP = (
     "evaluation.batch",
     "evaluation.done",
 )
-NAMES = (*OF_A_RING, *OF_A_CACHE, *OF_GROWTH, *OF_A_RUN, *OF_RECORDS, *OF_A_STEP)
+OF_A_TABLE = (
+    "answers.before_link",
+    "answers.after_link",
+    "table.before_rename",
+    "table.after_rename",
+)
+NAMES = (*OF_A_RING, *OF_A_CACHE, *OF_GROWTH, *OF_A_RUN, *OF_RECORDS, *OF_A_STEP, *OF_A_TABLE)
 
 ACTIONS = ("kill", "term", "eio", "enospc")
 

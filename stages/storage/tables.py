@@ -18,8 +18,9 @@ from ... import __version__
 from ...schemas.errors import CorruptionError, UsageError
 from ...schemas.json_codec import CodecError, digest_of, from_json, to_json
 from ...schemas.tables import TABLE_FORMAT, TableKind, TableManifest
-from . import places
+from . import fs, places
 from .cache_folder import OutputFolder
+from .local_copies import work_folder
 from .objects import Location, is_remote, location
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ class TableFolder:
 
     root: Location
     kind: TableKind
+
+    when_locked = "Wait for it, or choose another --output."
 
     @staticmethod
     def at(text: str, kind: TableKind) -> TableFolder:
@@ -55,10 +58,22 @@ class TableFolder:
         """Where answers are kept unless a setting names another place."""
         return self.root / "_align" / "answers"
 
+    @property
+    def local(self) -> Path:
+        """The folder of what needs a disk: that of the table, or one beside the store."""
+        return work_folder(self.root)
+
+    @property
+    def lock(self) -> Path:
+        """Held by the owner of the folder, among the processes of a machine."""
+        return self.local / "_align" / "LOCK"
+
     def prepare(self) -> None:
         """Makes the folder; refuses one that holds something else."""
         if isinstance(self.root, Path):
             OutputFolder(self.root, self.kind).prepare()
+            fs.drop_drafts(self.root / self.file.name)
+            fs.drop_drafts(self.root / MANIFEST)
 
     def find(self) -> TableManifest | None:
         """The manifest, if there is one."""

@@ -1,0 +1,353 @@
+"""Sampling in order: prompts, what is missing of their samples, the table of all of them."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from ..schemas.config import Config
+from ..schemas.errors import BadDataError, UsageError, counted
+from ..schemas.json_codec import digest
+from ..schemas.rows import BadRow
+from ..schemas.samples import Prompt, Sample, Sampler, Sampling
+from ..schemas.tables import TableManifest
+from ..stages.data.input_files import InputFile, open_inputs
+from ..stages.data.prompt_rows import PromptRows, read_prompts
+from ..stages.report.alpaca_eval import require_single_turns, write_alpaca_eval
+from ..stages.sample.prompts import asked_once, groups_of
+from ..stages.sample.sample_table import sample_table
+from ..stages.storage.cache_folder import CacheFolder
+from ..stages.storage.locks import owner_lock
+from ..stages.storage.manifest_file import load_manifest
+from ..stages.storage.objects import Location, location
+from ..stages.storage.tables import TableFolder, read_table
+from ..stages.tracking.journaled_run import Run, recorded
+from ..stages.tracking.progress import Progress
+from .executor import Executor, Inline, Share
+from .mlflow_sync import send_earlier
+from .object_inputs import with_local_inputs
+from .precompute_plan import SHOWN, RejectedRows
+from .ray_executor import RayActors
+from .sample_tasks import SampleTally, SampleTasks, is_empty
+from .samplers import LocalSampler, require_same_server, sampler_of
+
+SAMPLES_PER_GROUP = 512  # of a local model: several batches, so that few of them are not full
+GROUPS_PER_PART = 4
+RAY_PARTS = 8  # how many actors there will be is not known yet
+
+
+def sample(
+    config: Config,
+    *,
+    progress: Progress,
+    share: Share | None = None,
+    alpaca_eval: Path | None = None,
+) -> SampleResult:
+    """Makes the table of samples that the config describes; known samples are not asked for again.
+
+    With a share it makes that part of them, and the table if nothing is missing then.
+    """
+    started = time.perf_counter()
+    job = _open_job(with_local_inputs(config), share)
+    if alpaca_eval:
+        require_single_turns(job.prompts.values())
+    job.folder.prepare()
+    with nullcontext() if share else owner_lock(job.folder, "sample"):
+        known = job.known()
+        tally = _sampled(job, progress) if known < job.wanted else SampleTally()
+        manifest = _published(job, tally)
+    if alpaca_eval and manifest:
+        write_alpaca_eval(alpaca_eval, read_table(job.folder)[1], generator=job.generator)
+    seconds = time.perf_counter() - started
+    return SampleResult(job.folder.root, manifest, tally, known, share, job.notes, seconds)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Everything that is known before the first sample is drawn."""
+
+    config: Config
+    share: Share | None
+    folder: TableFolder
+    tasks: SampleTasks
+    executor: Executor
+    prompts: dict[str, Prompt]  # by their keys, in the order of the data
+    counts: dict[str, int]  # of prompts and rows
+    notes: tuple[str, ...]
+
+    @property
+    def wanted(self) -> int:
+        """How many samples the table has."""
+        return len(self.prompts) * self.tasks.n
+
+    @property
+    def generator(self) -> str:
+        """What sampled, by a name that a person knows."""
+        options = self.config
+        return options.server.model if options.server.url else Path(options.model.path).name
+
+    def known(self) -> int:
+        """How many of the samples there are."""
+        missing = (self.tasks.missing(task) for task in range(len(self.tasks.groups)))
+        return self.wanted - sum(len(one.numbers) for group in missing for one in group)
+
+
+def _open_job(config: Config, share: Share | None) -> _Job:
+    """Reads the prompts and knows the model; loads no weights and writes nothing."""
+    options = config.sample
+    sampler = sampler_of(config.model, config.tokens, config.server, config.scoring)
+    sampling = Sampling(
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        max_new_tokens=options.max_new_tokens,
+        seed=options.seed,
+    )
+    _refuse_caches(config.data.files)
+    inputs = open_inputs(config.data.files)
+    rows = read_prompts(inputs, config.data.map)
+    asked = asked_once(rows.prompts)
+    prompts, too_long = _usable(config, inputs, rows, asked.by_key, sampler, sampling)
+    folder = TableFolder.at(options.output, "samples")
+    answers = location(options.answers) if options.answers else folder.answers
+    groups = groups_of([*prompts.values()], _group_size(len(prompts), config, share))
+    identity = dict(sampler.identity())
+    executor = _executor(config, share, on_gpu=identity.get("model.device") == "cuda")
+    tasks = SampleTasks(sampler, identity, sampling, options.n, tuple(map(tuple, groups)), answers)
+    counts = {
+        "prompts": len(prompts),
+        "prompts_too_long": too_long,
+        "rows_that_repeat_a_prompt": asked.repeated,
+        "rows_that_cannot_be_used": rows.rows_in - asked.repeated - len(prompts) - too_long,
+    }
+    notes = tuple(
+        f"column {name!r} is not carried: the table has its own" for name in rows.not_carried
+    )
+    return _Job(config, share, folder, tasks, executor, prompts, counts, notes)
+
+
+def _executor(config: Config, share: Share | None, *, on_gpu: bool) -> Executor:
+    if config.scoring.executor == "inline":
+        return Inline(share or Share())
+    if share:
+        raise UsageError(
+            f"--executor {config.scoring.executor}: a part, or a rank, makes its share in its own "
+            "process. Leave out one of the two."
+        )
+    if config.server.url:
+        raise UsageError(
+            f"--executor {config.scoring.executor}: a server does the work elsewhere already. "
+            "Leave it out, and raise --concurrency."
+        )
+    return RayActors.of(config.scoring, on_gpu=on_gpu)
+
+
+def _group_size(prompts: int, config: Config, share: Share | None) -> int:
+    """How many prompts a task has; requests to a server are sent side by side within one."""
+    parts = share.count if share else RAY_PARTS if config.scoring.executor == "ray" else 1
+    if config.server.url:
+        return max(1, -(-prompts // parts))
+    most = max(1, SAMPLES_PER_GROUP // config.sample.n)
+    return most if parts == 1 else max(1, min(most, prompts // (GROUPS_PER_PART * parts)))
+
+
+def _refuse_caches(files: list[str]) -> None:
+    for name in files:
+        cache = CacheFolder(Path(name))
+        if cache.manifest.is_file() and cache.data.is_dir():
+            inputs = ", ".join(entry.name for entry in load_manifest(cache).inputs)
+            raise UsageError(
+                f"{name} is a cache: it holds token ids, and the text of its prompts only as a "
+                f"template rendered it. Name the data that it was made from: {inputs}."
+            )
+
+
+def _usable(
+    config: Config,
+    inputs: tuple[InputFile, ...],
+    rows: PromptRows,
+    prompts: dict[str, Prompt],
+    sampler: Sampler,
+    sampling: Sampling,
+) -> tuple[dict[str, Prompt], int]:
+    """The prompts that can be completed, and how many are too long; refuses too many bad rows."""
+    refused: dict[str, BadRow] = {}
+    if isinstance(sampler, LocalSampler):
+        refused = dict(sampler.refused([*prompts.values()], sampling))
+    too_long = sum(bad.reason == "too_long" for bad in refused.values())
+    failed = [bad for bad in refused.values() if bad.reason != "too_long"]
+    left = {key: prompt for key, prompt in prompts.items() if key not in refused}
+    reasons = Counter(row.reason for row in rows.rejected) + Counter(bad.reason for bad in failed)
+    rejected = RejectedRows(
+        counts=reasons,
+        rows_in=rows.rows_in,
+        rows_left=rows.rows_in - reasons.total(),
+        allowed=config.data.max_bad_frac,
+        files=(),
+    )
+    if rejected.exceed_limit:
+        first = [
+            f"{inputs[row.file].path} row {row.row}: {row.reason}: {row.detail}"
+            for row in rows.rejected[:SHOWN]
+        ] + [f"{bad.reason}: {bad.detail}" for bad in failed[:SHOWN]]
+        shown = "\n  ".join(first[:SHOWN])
+        raise BadDataError(
+            f"{rejected}. The first of them:\n  {shown}\nFix them, or allow more with "
+            "--max-bad-frac."
+        )
+    if not left:
+        worst = next(iter(refused.values()))
+        raise BadDataError(
+            f"All {counted(too_long, 'prompts')} are too long ({worst.detail}). Lower "
+            "--max-new-tokens, or use a model with a longer context."
+        )
+    return left, too_long
+
+
+def _sampled(job: _Job, progress: Progress) -> SampleTally:
+    """Makes the executor's share of the samples that are missing."""
+    local, tracking, tally = job.folder.local, job.config.tracking, SampleTally()
+    before = "" if job.share else send_earlier(local, tracking)
+    started = time.perf_counter()
+    with recorded(
+        tracking,
+        local,
+        "sample",
+        is_recorded=True,
+        is_alone=not job.share,
+        goes_on_from=before,
+    ) as run:
+        _describe(run, job)
+        _require_same_server(job)
+
+        def count(done: SampleTally) -> None:
+            tally.add(done)
+            run.log_metrics(_metrics(tally, time.perf_counter() - started), step=tally.new)
+
+        job.executor.run(job.tasks, progress=progress, on_done=count)
+    return tally
+
+
+def _require_same_server(job: _Job) -> None:
+    for chat in sorted({not isinstance(prompt.text, str) for prompt in job.prompts.values()}):
+        require_same_server(job.tasks.sampler, job.config.server, job.tasks.answers, chat=chat)
+
+
+def _describe(run: Run, job: _Job) -> None:
+    sampling = {f"sample.{name}": str(value) for name, value in asdict(job.tasks.sampling).items()}
+    run.log_params({**sampling, "sample.n": str(job.tasks.n), **job.tasks.identity})
+    run.set_tags({"align.samples": str(job.folder.root), "align.model_key": _model_key(job)})
+    if job.share:
+        run.set_tags({"align.part": str(job.share)})
+    run.log_dataset(
+        "prompts",
+        digest=digest([*job.prompts]),
+        source=", ".join(job.config.data.files),
+        context="sampling",
+    )
+
+
+def _model_key(job: _Job) -> str:
+    return digest(dict(job.tasks.identity))
+
+
+def _metrics(tally: SampleTally, seconds: float) -> dict[str, float]:
+    return {
+        "samples/new": float(tally.new),
+        "samples/cut": float(tally.cut),
+        "samples/empty": float(tally.empty),
+        "samples/refused_prompts": float(len(tally.refused)),
+        "tokens": float(tally.completion_tokens),
+        "tokens_per_second": tally.completion_tokens / max(seconds, 1e-9),
+    }
+
+
+def _published(job: _Job, tally: SampleTally) -> TableManifest | None:
+    """Writes the table, if no sample is missing but those that were refused."""
+    tasks = job.tasks
+    tasks.answers.look()
+    prompts = {key: prompt for key, prompt in job.prompts.items() if key not in tally.refused}
+    if not prompts:
+        raise BadDataError(
+            f"The model refuses all {counted(len(job.prompts), 'prompts')}: "
+            f"{next(iter(tally.refused.values()))}."
+        )
+    keys = [tasks.key(prompt, number) for prompt in prompts for number in range(tasks.n)]
+    if tasks.answers.missing(keys):
+        return None
+    samples = [Sample(**answer) for _, answer in tasks.answers.of(keys)]
+    table = sample_table(prompts, {(one.prompt, one.number): one for one in samples}, tasks.n)
+    counts = {
+        **job.counts,
+        "prompts": len(prompts),
+        "prompts_refused": len(tally.refused),
+        "samples": len(samples),
+        "cut": sum(one.finish == "length" for one in samples),
+        "empty": sum(is_empty(one.text) for one in samples),
+        "prompt_tokens": sum(one.prompt_tokens for one in samples if one.number == 0),
+        "completion_tokens": sum(one.completion_tokens for one in samples),
+    }
+    return job.folder.publish(
+        table,
+        made_from={"prompts": digest([*prompts]), "model": _model_key(job)},
+        settings={**asdict(tasks.sampling), "n": tasks.n, "model": dict(tasks.identity)},
+        counts=counts,
+    )
+
+
+@dataclass(frozen=True)
+class SampleResult:
+    """What was sampled now, and the table if nothing is missing."""
+
+    folder: Location
+    manifest: TableManifest | None  # None while other parts are not done
+    tally: SampleTally
+    known: int  # samples that were there before
+    share: Share | None = None
+    notes: tuple[str, ...] = ()
+    seconds: float = field(default=0.0, compare=False)
+
+    @property
+    def new(self) -> int:
+        """Samples that were made now."""
+        return self.tally.new
+
+    def text(self) -> str:
+        """A summary of a few lines."""
+        now = f"{counted(self.new, 'samples')} made now, {self.known:,} known before, in "
+        lines = [f"{now}{self.seconds:.1f} s"]
+        if self.manifest is None:
+            part = f"part {self.share} of {self.folder} is done" if self.share else self.folder
+            return "\n".join(
+                [
+                    f"{part}: {lines[0]}",
+                    "whichever part is the last writes the table; if one does not end, the same "
+                    "command without --part does what is missing",
+                ]
+            )
+        counts = self.manifest.counts
+        mean = counts["completion_tokens"] / max(counts["samples"], 1)
+        lines = [
+            f"{self.folder}: {counted(counts['samples'], 'samples')} of "
+            f"{counted(counts['prompts'], 'prompts')}, {mean:.1f} tokens each on average",
+            *lines,
+            f"cut at max_new_tokens: {counts['cut']:,}; empty: {counts['empty']:,}",
+            *_left_out(counts),
+            *(f"note: {note}" for note in self.notes),
+            f"next: align judge {self.folder}",
+        ]
+        return "\n".join(lines)
+
+
+def _left_out(counts: dict[str, int]) -> list[str]:
+    named = {
+        "prompts_too_long": "prompts longer than the context allows",
+        "prompts_refused": "prompts that the server refuses",
+        "rows_that_repeat_a_prompt": "rows that repeat a prompt",
+        "rows_that_cannot_be_used": "rows that cannot be used",
+    }
+    found = [counted(counts[name], words) for name, words in named.items() if counts[name]]
+    return [f"left out: {', '.join(found)}"] if found else []

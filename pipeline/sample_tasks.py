@@ -1,0 +1,152 @@
+"""The work of sampling as tasks: groups of prompts, of which only missing samples are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+from ..schemas.errors import AlignError, counted
+from ..schemas.samples import (
+    OpenSampler,
+    Prompt,
+    Refused,
+    Sample,
+    Sampler,
+    Sampling,
+    Wanted,
+    sample_key,
+)
+from ..stages.sample.prompts import characters
+from ..stages.storage.answers import Answers
+from ..stages.storage.objects import Location
+from ..stages.tracking.progress import Progress
+
+
+@dataclass
+class SampleTally:
+    """Counts of what was sampled now."""
+
+    new: int = 0
+    cut: int = 0  # of the new ones, at max_new_tokens
+    empty: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    refused: dict[str, str] = field(default_factory=dict)  # reasons by the keys of prompts
+
+    def count(self, group: Sequence[Sample | Refused]) -> None:
+        """Adds a group."""
+        for one in group:
+            if isinstance(one, Refused):
+                self.refused[one.prompt] = one.reason
+                continue
+            self.new += 1
+            self.cut += one.finish == "length"
+            self.empty += is_empty(one.text)
+            self.prompt_tokens += one.prompt_tokens
+            self.completion_tokens += one.completion_tokens
+
+    def add(self, other: SampleTally) -> None:
+        """Adds the counts of other work."""
+        for name in (one.name for one in fields(self) if one.name != "refused"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.refused |= other.refused
+
+
+def is_empty(text: str) -> bool:
+    """Whether a sample says nothing."""
+    return not text.strip()
+
+
+@dataclass(frozen=True)
+class SampleTasks:
+    """Groups of prompts; the sampler travels without its weights."""
+
+    sampler: Sampler
+    identity: Mapping[str, str]
+    sampling: Sampling
+    n: int
+    groups: tuple[tuple[Prompt, ...], ...]
+    folder: Location  # of the answers
+
+    name = "sampling"
+    unit = "samples"
+    is_input = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Another process reads the answers itself."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+    @cached_property
+    def answers(self) -> Answers:
+        """The answers that this process knows."""
+        return Answers(self.folder)
+
+    @cached_property
+    def sizes(self) -> Sequence[int]:
+        """The samples of each group, known ones too."""
+        return [len(group) * self.n for group in self.groups]
+
+    @cached_property
+    def costs(self) -> Sequence[float]:
+        """The characters of the prompts, and the most tokens that may be drawn."""
+        most = self.n * self.sampling.max_new_tokens
+        return [
+            float(sum(characters(prompt.text) + most for prompt in group)) for group in self.groups
+        ]
+
+    def key(self, prompt: str, number: int) -> str:
+        """The key of a sample."""
+        return sample_key(prompt, number, self.sampling, self.identity)
+
+    def missing(self, task: int) -> list[Wanted]:
+        """The samples of a group that nobody has."""
+        wanted = []
+        for prompt in self.groups[task]:
+            key = prompt.key
+            numbers = [one for one in range(self.n) if self.key(key, one) not in self.answers]
+            if numbers:
+                wanted.append(Wanted(prompt, tuple(numbers)))
+        return wanted
+
+    def is_committed(self, task: int) -> bool:
+        """Whether all samples of a group are there, whoever made them."""
+        if not self.missing(task):
+            return True
+        self.answers.look()
+        return not self.missing(task)
+
+    def open(self, progress: Progress) -> Callable[[int], SampleTally]:
+        """Loads the model once a group needs it."""
+        return _GroupSampler(self, progress).sample
+
+
+@dataclass(frozen=True)
+class _GroupSampler:
+    tasks: SampleTasks
+    progress: Progress
+
+    def sample(self, task: int) -> SampleTally:
+        """Samples what a group misses; each part is durable before the next is asked for."""
+        tasks, tally = self.tasks, SampleTally()
+        wanted = tasks.missing(task)
+        waiting = {tasks.key(one.prompt.key, number) for one in wanted for number in one.numbers}
+        self.progress.advance(tasks.sizes[task] - len(waiting))
+        for group in self._model.sample(wanted):
+            samples = [one for one in group if isinstance(one, Sample)]
+            tasks.answers.add({tasks.key(one.prompt, one.number): asdict(one) for one in samples})
+            tally.count(group)
+            waiting -= {tasks.key(one.prompt, one.number) for one in group}
+            tokens = sum(one.completion_tokens for one in samples)
+            self.progress.advance(len(group), tokens=tokens)
+        if waiting:
+            raise AlignError(
+                f"{counted(len(waiting), 'samples')} of a group did not come. Run the same "
+                "command again: what came is kept."
+            )
+        return tally
+
+    @cached_property
+    def _model(self) -> OpenSampler:
+        return self.tasks.sampler.open(self.tasks.sampling)

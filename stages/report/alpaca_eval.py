@@ -1,0 +1,54 @@
+"""Samples as AlpacaEval reads the outputs of a model: one answer to each instruction, as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...schemas.errors import UsageError
+from ...schemas.samples import Prompt
+from ..storage import fs
+
+if TYPE_CHECKING:
+    import polars as pl
+
+DATASET = "align"  # where a row does not say which set its instruction is of
+
+
+def require_single_turns(prompts: Iterable[Prompt]) -> None:
+    """Refuses conversations of more than one turn, which AlpacaEval has no place for."""
+    for prompt in prompts:
+        if isinstance(prompt.text, str):
+            continue
+        if [message["role"] for message in prompt.text] != ["user"]:
+            roles = ", ".join(str(message["role"]) for message in prompt.text)
+            raise UsageError(
+                "--alpaca-eval: AlpacaEval has one instruction of a user and one output, and a "
+                f"prompt here has the messages {roles} (prompt {prompt.key}). Leave the option "
+                "out, or sample prompts of a single turn."
+            )
+
+
+def write_alpaca_eval(path: Path, table: pl.DataFrame, *, generator: str) -> None:
+    """Writes the first sample of each prompt; a column `dataset` goes with it."""
+    first = table.filter(table["number"] == 0)
+    rows = [
+        {
+            "dataset": str(row.get("dataset") or DATASET),
+            "instruction": _text(row["prompt"]),
+            "output": _text(row["completion"]),
+            "generator": generator,
+        }
+        for row in first.iter_rows(named=True)
+    ]
+    payload = json.dumps(rows, ensure_ascii=False, indent=2) + "\n"
+    fs.publish(path, payload.encode(), label="report")
+
+
+def _text(given: Any) -> str:
+    """The text of a prompt or completion, which may be a message, also as JSON."""
+    if isinstance(given, str):
+        return given
+    return str(given[0]["content"])

@@ -1,0 +1,1 @@
+"""Prompts, each asked once, to the table of their samples."""

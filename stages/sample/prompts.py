@@ -1,0 +1,49 @@
+"""The prompts of a run of sampling: each asked once, in groups that processes can share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ...schemas.json_codec import digest
+from ...schemas.rows import Text
+from ...schemas.samples import Prompt
+
+
+@dataclass(frozen=True)
+class AskedPrompts:
+    """Different prompts in the order of the data, by their keys."""
+
+    by_key: dict[str, Prompt]
+    repeated: int  # rows whose prompt an earlier row has
+
+    @property
+    def digest(self) -> str:
+        """Names the prompts and their order."""
+        return digest(list(self.by_key))
+
+
+def asked_once(prompts: Iterable[Prompt]) -> AskedPrompts:
+    """Keeps the first of equal prompts, with what it carries."""
+    by_key: dict[str, Prompt] = {}
+    rows = 0
+    for rows, prompt in enumerate(prompts, start=1):  # noqa: B007 - counted for what follows
+        by_key.setdefault(prompt.key, prompt)
+    return AskedPrompts(by_key, rows - len(by_key))
+
+
+def groups_of(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
+    """Groups of so many prompts of about one length, whatever order they came in."""
+    order = sorted((characters(prompt.text), prompt.key, at) for at, prompt in enumerate(prompts))
+    places = [at for _, _, at in order]
+    return [
+        [prompts[at] for at in places[start : start + size]]
+        for start in range(0, len(places), size)
+    ]
+
+
+def characters(text: Text) -> int:
+    """How long a prompt is, about."""
+    if isinstance(text, str):
+        return len(text)
+    return sum(len(str(message.get("content") or "")) for message in text)

@@ -1,0 +1,89 @@
+"""The table of samples: a row for each, with its prompt and what the prompt carries."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import polars as pl
+
+from ...schemas.rows import Message, Text
+from ...schemas.samples import Prompt, Sample
+
+
+def sample_table(
+    prompts: Mapping[str, Prompt], samples: Mapping[tuple[str, int], Sample], n: int
+) -> pl.DataFrame:
+    """Samples 0 to n of each prompt, in the order of the prompts."""
+    pairs = [
+        (prompt, samples[key, number]) for key, prompt in prompts.items() for number in range(n)
+    ]
+    asked = [prompt for prompt, _ in pairs]
+    answers = [sample for _, sample in pairs]
+    columns = {
+        "prompt": _texts([prompt.text for prompt in asked]),
+        "prompt_key": pl.Series([one.prompt for one in answers], dtype=pl.String),
+        "number": pl.Series([one.number for one in answers], dtype=pl.Int32),
+        "completion": _texts([_completion(*pair) for pair in pairs]),
+        "finish": pl.Series([one.finish for one in answers], dtype=pl.String),
+        "prompt_tokens": pl.Series([one.prompt_tokens for one in answers], dtype=pl.Int32),
+        "completion_tokens": pl.Series([one.completion_tokens for one in answers], dtype=pl.Int32),
+        **_of_template(asked),
+        **_carried(asked),
+    }
+    return pl.DataFrame(columns)
+
+
+def _completion(prompt: Prompt, sample: Sample) -> Text:
+    if isinstance(prompt.text, str):
+        return sample.text
+    return ({"role": "assistant", "content": sample.text},)
+
+
+def _texts(texts: Sequence[Text]) -> pl.Series:
+    """Texts, or lists of messages; as JSON where a column of a Parquet file cannot hold them.
+
+    Such a column holds one type, and the same keys in every message.
+    """
+    conversations = [text for text in texts if not isinstance(text, str)]
+    if len(conversations) == len(texts) and all(map(_is_simple, conversations)):
+        return pl.Series([[dict(message) for message in text] for text in conversations])
+    return pl.Series([text if isinstance(text, str) else _json(text) for text in texts])
+
+
+def _is_simple(messages: Iterable[Message]) -> bool:
+    return all(isinstance(value, str) for message in messages for value in message.values())
+
+
+def _of_template(prompts: Iterable[Prompt]) -> dict[str, pl.Series]:
+    """What else the chat template was given, where a prompt has something."""
+    given = [*prompts]
+    columns = {
+        "tools": [_json(one.tools) if one.tools else None for one in given],
+        "chat_template_kwargs": [
+            _json(one.template_options) if one.template_options else None for one in given
+        ],
+    }
+    return {
+        name: pl.Series(values, dtype=pl.String)
+        for name, values in columns.items()
+        if any(value is not None for value in values)
+    }
+
+
+def _carried(prompts: Sequence[Prompt]) -> dict[str, pl.Series]:
+    names = dict.fromkeys(name for prompt in prompts for name in prompt.carried)
+    return {name: _series([prompt.carried.get(name) for prompt in prompts]) for name in names}
+
+
+def _series(values: list[Any]) -> pl.Series:
+    """Values of one type as they are; others as JSON."""
+    try:
+        return pl.Series(values, strict=True)
+    except (TypeError, ValueError, OverflowError, pl.exceptions.PolarsError):
+        return pl.Series([None if value is None else _json(value) for value in values])
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
