@@ -8,9 +8,11 @@ AlignError (2)
 ├── CorruptionError (5)     a file is not what the manifest says
 ├── NonFiniteError (6)      NaN or infinity where a number must be
 ├── PeerError (69)          another rank of this run has ended
+├── ServerError (69)        a server gives no answer that can be used
 ├── StorageError (74)       I/O error
 │   └── PathError (2)       a path that cannot be used: missing, forbidden, of another kind
-└── LockedError (75)        another process uses this folder
+├── LockedError (75)        another process uses this folder
+└── BudgetError (75)        what may be spent is spent; the same command goes on
 
 Interrupted (129, 130, 138, 143)  a signal asked to stop; not an AlignError: there is nothing to fix
 """
@@ -73,6 +75,12 @@ class PeerError(AlignError):
     exit_code = 69
 
 
+class ServerError(AlignError):
+    """A server gave no usable answer, however often it was asked."""
+
+    exit_code = 69
+
+
 class StorageError(AlignError):
     """The disk refused an operation."""
 
@@ -87,6 +95,12 @@ class PathError(StorageError):
 
 class LockedError(AlignError):
     """Another process holds the output folder."""
+
+    exit_code = 75
+
+
+class BudgetError(AlignError):
+    """As much was spent as the user allows."""
 
     exit_code = 75
 

@@ -20,7 +20,7 @@ FILES = sorted(
     [*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))]
 )
 VERBS = {"data", "feed", "judge", "pairing", "sample", "score", "train"}
-NOUNS = {"demo", "engine", "methods", "model", "report", "storage", "tracking"}
+NOUNS = {"demo", "engine", "methods", "model", "report", "server", "storage", "tracking"}
 NOUN_FRIENDS = {
     name: {"storage"} for name in ("demo", "report", "tracking")
 }  # noun: further nouns it may use

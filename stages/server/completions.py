@@ -1,0 +1,123 @@
+"""What is asked of a server for one sample, and what its answer has to hold."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from ...schemas.errors import UsageError
+from ...schemas.json_codec import digest
+from ...schemas.samples import Finish, Prompt, Sampling
+from .server_client import BrokenAnswerError, ServerCosts
+
+CHAT, TEXT = "/chat/completions", "/completions"
+_FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}
+_UNFINISHED = frozenset(("abort", "error"))  # vLLM and SGLang say so of what they gave up
+_DATED = re.compile(r"-\d{4}-?\d{2}-?\d{2}")
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a server answered."""
+
+    text: str
+    finish: Finish
+    prompt_tokens: int
+    completion_tokens: int
+
+
+def path_of(prompt: Prompt) -> str:
+    """Where a prompt is sent: conversations are rendered by the server, texts taken as they are."""
+    return TEXT if isinstance(prompt.text, str) else CHAT
+
+
+def body_of(prompt: Prompt, sampling: Sampling, *, model: str, seed: int) -> dict[str, Any]:
+    """The request for one completion; what only some servers know is in it only if it is set."""
+    body = {
+        "model": model,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "max_tokens": sampling.max_new_tokens,
+        "seed": seed,
+    }
+    if sampling.top_k:
+        body["top_k"] = sampling.top_k
+    if isinstance(prompt.text, str):
+        return {**body, "prompt": prompt.text}
+    if prompt.tools:
+        body["tools"] = list(prompt.tools)
+    if prompt.template_options:
+        body["chat_template_kwargs"] = dict(prompt.template_options)
+    return {**body, "messages": [dict(message) for message in prompt.text]}
+
+
+def seed_of(sampling_seed: int, prompt: str, number: int) -> int:
+    """The seed of one sample: 31 bits, which every server takes."""
+    return int(digest(["seed", sampling_seed, prompt, number])[:8], 16) >> 1
+
+
+def read_completion(answer: Any, *, asked_model: str, costs: ServerCosts) -> Completion:
+    """The one completion in an answer; all that it cost is counted first."""
+    usage = _field(answer, "usage", dict)
+    prompt_tokens = _count(usage, "prompt_tokens")
+    completion_tokens = _count(usage, "completion_tokens")
+    costs.add(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens)
+    _require_model(_field(answer, "model", str), asked_model)
+    choices = _field(answer, "choices", list)
+    if len(choices) != 1:
+        raise BrokenAnswerError(f"{len(choices)} choices where one was asked for")
+    finish = _field(choices[0], "finish_reason", str)
+    if finish in _UNFINISHED:
+        raise BrokenAnswerError(f"the server gave this answer up (finish_reason {finish})")
+    return Completion(
+        _text(choices[0]), _FINISHES.get(finish, "other"), prompt_tokens, completion_tokens
+    )
+
+
+def is_same_model(asked: str, answered: str) -> bool:
+    """Whether two names may be one model's: but for its folder, revision, date or file ending."""
+    short, other = _bare_name(asked), _bare_name(answered)
+    return short == other or bool(other.startswith(short) and _DATED.fullmatch(other[len(short) :]))
+
+
+def _bare_name(name: str) -> str:
+    last = re.split(r"[/\\]", name.rstrip("/\\"))[-1]
+    return last.partition("@")[0].lower().removesuffix(".gguf")
+
+
+def _require_model(answered: str, asked: str) -> None:
+    if not is_same_model(asked, answered):
+        raise UsageError(
+            f"The server was asked for the model {asked!r} and answered as {answered!r}. Give the "
+            "name of the model that it has (server.model), or start it with that model."
+        )
+
+
+def _text(choice: Any) -> str:
+    """The text of a choice; null in a message means none, as beside a tool's call."""
+    if "message" in choice:
+        text = _field(choice, "message", dict).get("content") or ""
+    else:
+        text = _field(choice, "text", str)
+    if not isinstance(text, str):
+        raise BrokenAnswerError("content is not a text")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BrokenAnswerError("a text that is not valid Unicode") from error
+    return text
+
+
+def _field(record: Any, name: str, kind: type) -> Any:
+    value = record.get(name) if isinstance(record, dict) else None
+    if not isinstance(value, kind):
+        raise BrokenAnswerError(f"an answer without {name}")
+    return value
+
+
+def _count(usage: Any, name: str) -> int:
+    count = _field(usage, name, int)
+    if isinstance(count, bool) or count < 0:
+        raise BrokenAnswerError(f"{name} is {count}")
+    return int(count)

@@ -1,0 +1,264 @@
+"""Sends requests to a server, and sends them again where it failed to answer."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import httpx2
+
+from ...schemas.config import ServerOptions
+from ...schemas.errors import ServerError, UsageError, counted
+from ...schemas.safe_text import bare_address, hear, hear_secret, safe
+
+logger = logging.getLogger("align")
+
+Answer = TypeVar("Answer")
+
+FIRST_PAUSE = 0.5  # seconds before a request is sent again; twice as long each time
+LONGEST_PAUSE = 30.0
+LONGEST_ASKED_PAUSE = 300.0  # that a server asks for
+LOGGED_PAUSE = 4.0
+MOST_BYTES = 64 << 20  # of one answer
+MOST_SAID = 300  # characters of an error's own words
+_ONCE_MORE = frozenset((408, 409, 425, 429))
+_OF_THIS_REQUEST = frozenset((400, 413, 422))
+
+
+class BrokenAnswerError(Exception):
+    """An answer that is not whole, or not what was asked for: the request is sent again."""
+
+
+class GivenUpError(Exception):
+    """The request waited to be sent again when the run was stopped."""
+
+
+class RequestRefusedError(Exception):
+    """The server refuses what is in this request."""
+
+
+class _FailedError(Exception):
+    """No answer this time."""
+
+    def __init__(self, reason: str, pause: float = 0.0) -> None:
+        super().__init__(reason)
+        self.pause = pause  # that the server asks for
+
+
+@dataclass
+class ServerCosts:
+    """What a server was asked, and what it read and wrote for it; any thread may add."""
+
+    requests: int = 0
+    retries: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    @property
+    def tokens(self) -> int:
+        """All that were read and written."""
+        return self.prompt_tokens + self.completion_tokens
+
+    def add(self, **counts: int) -> None:
+        """Adds to some of the numbers."""
+        with self.lock:
+            for name, count in counts.items():
+                setattr(self, name, getattr(self, name) + count)
+
+
+class ServerClient:
+    """A connection to a server, for any number of threads."""
+
+    def __init__(self, options: ServerOptions, costs: ServerCosts) -> None:
+        self.address = _checked_address(options.url)
+        self.stopping = threading.Event()  # no request is sent again from now on
+        self._options = options
+        self._costs = costs
+        self._http = httpx2.Client(
+            headers=_key_header(options.key_variable),
+            timeout=options.timeout,
+            limits=httpx2.Limits(max_connections=options.concurrency + 1),
+            follow_redirects=False,  # the key is for this address alone
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.stopping.set()
+        self._http.close()
+
+    def get(self, path: str, read: Callable[[Any], Answer]) -> Answer:
+        """What `read` makes of an answer's JSON."""
+        try:
+            return self._ask("GET", path, None, read)
+        except RequestRefusedError as error:
+            raise UsageError(
+                f"{self.address}{path}: {error}. See that server.url is right."
+            ) from error
+
+    def post(self, path: str, body: dict[str, Any], read: Callable[[Any], Answer]) -> Answer:
+        """The same of a request with JSON in it; RequestRefusedError if the server will not."""
+        return self._ask("POST", path, json.dumps(body).encode(), read)
+
+    def _ask(
+        self, method: str, path: str, body: bytes | None, read: Callable[[Any], Answer]
+    ) -> Answer:
+        for retry in range(self._options.retries + 1):
+            try:
+                return read(self._answer(method, path, body))
+            except (BrokenAnswerError, _FailedError) as error:
+                failure = error
+            if retry < self._options.retries:
+                self._wait(path, retry, failure)
+        requests = counted(self._options.retries + 1, "requests")
+        raise ServerError(
+            f"{self.address}{path}: {requests} without a usable answer; the last time: {failure}. "
+            "See to the server."
+        )
+
+    def _wait(self, path: str, retry: int, failure: Exception) -> None:
+        """Waits twice as long each time, and not as long as others who wait too."""
+        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0**retry) * random.uniform(0.5, 1)
+        pause = max(pause, getattr(failure, "pause", 0.0))
+        if pause >= LOGGED_PAUSE:
+            text = "%s%s: %s. Sent again in %.0f s."
+            logger.warning(text, self.address, path, failure, pause)
+        if self.stopping.wait(pause):
+            raise GivenUpError
+        self._costs.add(retries=1)
+
+    def _answer(self, method: str, path: str, body: bytes | None) -> Any:
+        self._costs.add(requests=1)
+        headers = {"Content-Type": "application/json"} if body is not None else {}
+        try:
+            with self._http.stream(
+                method, f"{self.address}{path}", content=body, headers=headers
+            ) as response:
+                content = self._read(response)
+        except httpx2.RequestError as error:
+            raise _FailedError(f"{type(error).__name__}: {error}".rstrip(": ")) from error
+        if response.status_code != 200:
+            raise self._refusal(path, response, said_in(content))
+        try:
+            return json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise BrokenAnswerError(f"not JSON: {_shortened(content)!r}") from error
+
+    def _read(self, response: httpx2.Response) -> bytes:
+        """All of it, unless that takes too long or is too much."""
+        end = time.monotonic() + self._options.timeout
+        content = bytearray()
+        for part in response.iter_bytes():
+            content += part
+            if len(content) > MOST_BYTES:
+                raise _FailedError(f"an answer of more than {MOST_BYTES:,} bytes")
+            if time.monotonic() > end:
+                raise _FailedError(f"an answer that takes more than {self._options.timeout:g} s")
+        return bytes(content)
+
+    def _refusal(self, path: str, response: httpx2.Response, said: str) -> Exception:
+        """What an answer other than 200 comes to."""
+        status = response.status_code
+        text = f"{status} {said}".rstrip()
+        if status in _ONCE_MORE or status >= 500:
+            return _FailedError(text, _pause_of(response.headers.get("Retry-After", "")))
+        if status in _OF_THIS_REQUEST:
+            return RequestRefusedError(text)
+        where = f"{self.address}{path}: {text}."
+        if status in {401, 403}:
+            name = self._options.key_variable
+            state = "is not taken" if os.environ.get(name) else "is not set"
+            return UsageError(
+                f"{where} The environment variable {name} {state}: it has the API key."
+            )
+        if 300 <= status < 400:
+            there = bare_address(response.headers.get("Location", "nowhere"))
+            return UsageError(
+                f"{where} It leads to {there}. Redirects are not followed: give the right address."
+            )
+        if path == "/completions":
+            return UsageError(
+                f"{where} See that server.url ends as the server says (often /v1) and that it has "
+                "the model. If it completes no plain text, give it conversations: prompts that are "
+                "lists of messages."
+            )
+        return UsageError(
+            f"{where} See that server.url ends as the server says (often /v1) and that it has the "
+            "model."
+        )
+
+
+def said_in(content: bytes) -> str:
+    """A server's own words about an error, safe to show."""
+    try:
+        said = json.loads(content)
+    except (ValueError, RecursionError):
+        return _shortened(content)
+    for name in ("error", "message", "detail"):
+        said = said.get(name, said) if isinstance(said, dict) else said
+    return _shortened((said if isinstance(said, str) else json.dumps(said)).encode())
+
+
+def _shortened(content: bytes) -> str:
+    text = safe(" ".join(content[: 16 * MOST_SAID].decode(errors="replace").split()))
+    return text if len(text) <= MOST_SAID else f"{text[:MOST_SAID]}…"
+
+
+def _checked_address(url: str) -> str:
+    hear(url)
+    try:
+        parsed = httpx2.URL(url)
+    except httpx2.InvalidURL as error:
+        raise UsageError(f"server.url: not an address: {error}.") from error
+    if parsed.scheme not in {"http", "https"} or not parsed.host:
+        raise UsageError(
+            f"server.url {bare_address(url)!r} is not an address such as http://127.0.0.1:8000/v1."
+        )
+    if parsed.userinfo or parsed.query or parsed.fragment:
+        raise UsageError(
+            f"server.url {bare_address(url)} has a user, a query or a fragment. Give the address "
+            "alone, and the key in the environment variable that server.key_variable names."
+        )
+    return url.rstrip("/")
+
+
+def _key_header(variable: str) -> dict[str, str]:
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        return {}
+    hear_secret(key)
+    if not key.isascii() or not key.isprintable():
+        raise UsageError(
+            f"{variable} holds what no API key has: only plain characters can be sent."
+        )
+    return {"Authorization": f"Bearer {key}"}
+
+
+def _pause_of(stated: str) -> float:
+    """The seconds that Retry-After asks for, which may be a date."""
+    try:
+        seconds = float(stated)
+    except ValueError:
+        try:
+            when = parsedate_to_datetime(stated)
+        except ValueError:
+            return 0.0
+        seconds = (when.astimezone(UTC) - datetime.now(UTC)).total_seconds()
+    return min(seconds, LONGEST_ASKED_PAUSE) if seconds > 0 else 0.0

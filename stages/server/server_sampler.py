@@ -1,0 +1,216 @@
+"""Samples of a model behind a server with OpenAI's interface."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from ...schemas.config import ServerOptions
+from ...schemas.errors import AlignError, BudgetError, UsageError, counted
+from ...schemas.samples import Prompt, Refused, Sample, Sampling, Wanted
+from .completions import Completion, body_of, path_of, read_completion, seed_of
+from .in_flight import in_groups
+from .probes import PROBES, PROBING
+from .server_client import GivenUpError, RequestRefusedError, ServerClient, ServerCosts
+
+CountTokens = Callable[[Prompt], int]
+
+
+class ServerSampler:
+    """A model behind a server, known by its name and what the user calls its weights."""
+
+    def __init__(self, options: ServerOptions, count_tokens: CountTokens | None = None) -> None:
+        if not options.revision:
+            raise UsageError(
+                "server.revision is empty. A server tells no digest of its weights, so answers are "
+                "kept under the model's name and what you call the weights: a commit, a date, "
+                "`round-3`. State it, and state another one whenever the weights are others."
+            )
+        self.costs = ServerCosts()
+        self._options = options
+        self._count_tokens = count_tokens
+        self._model = options.model
+
+    def identity(self) -> Mapping[str, str]:
+        """The model's name and revision: at whatever address, it is the same model."""
+        return {"server_model": self.model(), "server_revision": self._options.revision}
+
+    def model(self) -> str:
+        """The name that was given, or of the only model that the server lists."""
+        if not self._model:
+            with ServerClient(self._options, self.costs) as client:
+                self._model = _only_one(client.get("/models", _listed), client.address)
+        return self._model
+
+    def open(self, sampling: Sampling) -> OpenServer:
+        """Asks nothing yet."""
+        return OpenServer(self._options, sampling, self.model(), self.costs, self._count_tokens)
+
+    def probes(self, *, chat: bool) -> dict[str, str]:
+        """What it answers greedily to a few fixed prompts, as conversations or as plain text."""
+        prompts = {
+            text: Prompt(({"role": "user", "content": text},) if chat else text) for text in PROBES
+        }
+        keys = {
+            prompt.key: f"{'chat' if chat else 'text'}: {text}" for text, prompt in prompts.items()
+        }
+        answers: dict[str, str] = {}
+        wanted = [Wanted(prompt, (0,)) for prompt in prompts.values()]
+        for group in self.open(PROBING).sample(wanted):
+            for sample in group:
+                if isinstance(sample, Refused):
+                    raise UsageError(
+                        f"{self._options.url} refuses a short prompt: {sample.reason}."
+                    )
+                answers[keys[sample.prompt]] = sample.text
+        return {key: answers[key] for key in sorted(answers)}
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One sample to ask for."""
+
+    prompt: Prompt
+    key: str
+    number: int
+    tokens: int | None  # of the prompt, where we can count them
+
+
+class OpenServer:
+    """A server that is asked for samples of one kind."""
+
+    def __init__(
+        self,
+        options: ServerOptions,
+        sampling: Sampling,
+        model: str,
+        costs: ServerCosts,
+        count_tokens: CountTokens | None,
+    ) -> None:
+        self._options = options
+        self._sampling = sampling
+        self._model = model
+        self._costs = costs
+        self._count_tokens = count_tokens
+        self._lock = threading.Lock()
+        self._takes_settings: dict[str, str] = {}  # what it said to them, by path
+
+    def sample(self, wanted: Sequence[Wanted]) -> Iterator[Sequence[Sample | Refused]]:
+        """Yields what has arrived; no more than `concurrency` answers are ever not yet yielded."""
+        asked = sum(len(one.numbers) for one in wanted)
+        kept = refused = 0
+        with ServerClient(self._options, self._costs) as client:
+            groups: Iterator[list[Sample | Refused]] = in_groups(
+                self._tasks(wanted),
+                partial(self._asked, client),
+                most=self._options.concurrency,
+                stop=client.stopping.set,
+            )
+            try:
+                for group in groups:
+                    yield group
+                    given = sum(isinstance(one, Sample) for one in group)
+                    kept, refused = kept + given, refused + len(group) - given
+            except AlignError as error:
+                raise type(error)(f"{error} {_way_on(kept)}") from error
+        if asked > kept + refused:
+            raise self._spent(asked - kept - refused, kept)
+
+    def _spent(self, missing: int, kept: int) -> BudgetError:
+        return BudgetError(
+            f"server.max_tokens of {self._options.max_tokens:,} is spent: "
+            f"{self._costs.prompt_tokens:,} tokens were read and "
+            f"{self._costs.completion_tokens:,} written; {counted(missing, 'samples')} still to "
+            f"make. {_way_on(kept)}"
+        )
+
+    def _tasks(self, wanted: Sequence[Wanted]) -> Iterator[_Task]:
+        """All of them, or as many as the budget allows."""
+        most = self._options.max_tokens
+        for one in wanted:
+            key = one.prompt.key
+            tokens = self._count_tokens(one.prompt) if self._count_tokens else None
+            for number in one.numbers:
+                if most and self._costs.tokens >= most:
+                    return
+                yield _Task(one.prompt, key, number, tokens)
+
+    def _asked(self, client: ServerClient, task: _Task) -> Sample | Refused | None:
+        """A sample, or why there is none; nothing, if the run stopped meanwhile."""
+        text = task.prompt.text
+        if not isinstance(text, str) and text and text[-1].get("role") == "assistant":
+            reason = "the assistant's own words are last: servers answer only to others"
+            return Refused(task.key, task.number, reason)
+        seed = seed_of(self._sampling.seed, task.key, task.number)
+        try:
+            found = self._completed(client, task.prompt, self._sampling, seed)
+        except GivenUpError:
+            return None
+        except RequestRefusedError as error:
+            self._require_settings_taken(client, path_of(task.prompt))
+            return Refused(task.key, task.number, str(error))
+        _require_same_count(task, found)
+        return Sample(
+            prompt=task.key,
+            number=task.number,
+            text=found.text,
+            finish=found.finish,
+            prompt_tokens=found.prompt_tokens,
+            completion_tokens=found.completion_tokens,
+        )
+
+    def _completed(
+        self, client: ServerClient, prompt: Prompt, sampling: Sampling, seed: int
+    ) -> Completion:
+        body = body_of(prompt, sampling, model=self._model, seed=seed)
+        read = partial(read_completion, asked_model=self._model, costs=self._costs)
+        return client.post(path_of(prompt), body, read)
+
+    def _require_settings_taken(self, client: ServerClient, path: str) -> None:
+        """Tells a prompt that is refused from settings that are: asks a plain prompt, once."""
+        with self._lock:
+            if path not in self._takes_settings:
+                text = PROBES[0]
+                plain = Prompt(
+                    text if path == "/completions" else ({"role": "user", "content": text},)
+                )
+                try:
+                    self._completed(client, plain, replace(self._sampling, max_new_tokens=1), 0)
+                    self._takes_settings[path] = ""
+                except RequestRefusedError as error:
+                    self._takes_settings[path] = str(error)
+            said = self._takes_settings[path]
+        if said:
+            names = ", ".join(body_of(Prompt(""), self._sampling, model="", seed=0))
+            raise UsageError(
+                f"{client.address}{path} refuses every request: {said}. It was sent {names}: leave "
+                "out what it does not know."
+            )
+
+
+def _require_same_count(task: _Task, found: Completion) -> None:
+    if task.tokens is not None and task.tokens != found.prompt_tokens:
+        raise UsageError(
+            f"The server read {found.prompt_tokens:,} tokens where our rendering of the prompt has "
+            f"{task.tokens:,}: it has another chat template or another tokenizer (prompt "
+            f"{task.key}). Start it with the template of this model, or name the model that it has."
+        )
+
+
+def _way_on(kept: int) -> str:
+    return f"{counted(kept, 'samples')} of this run are kept: the same command goes on from there."
+
+
+def _listed(answer: Any) -> list[str]:
+    models = answer.get("data") if isinstance(answer, dict) else None
+    return [str(one["id"]) for one in models or () if isinstance(one, dict) and "id" in one]
+
+
+def _only_one(names: Sequence[str], address: str) -> str:
+    if len(names) == 1:
+        return names[0]
+    listed = f"lists {', '.join(map(repr, names))}" if names else "lists no model"
+    raise UsageError(f"{address} {listed}. Name the one to ask: server.model.")
