@@ -178,7 +178,7 @@ class ServerClient:
         status = response.status_code
         text = f"{status} {said}".rstrip()
         if status in _ONCE_MORE or status >= 500:
-            return _FailedError(text, _pause_of(response.headers.get("Retry-After", "")))
+            return _FailedError(text, pause_of(response.headers.get("Retry-After", "")))
         if status in _OF_THIS_REQUEST:
             return RequestRefusedError(text)
         where = f"{self.address}{path}: {text}."
@@ -251,7 +251,7 @@ def _key_header(variable: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def _pause_of(stated: str) -> float:
+def pause_of(stated: str) -> float:
     """The seconds that Retry-After asks for, which may be a date."""
     try:
         seconds = float(stated)

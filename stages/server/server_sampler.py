@@ -42,7 +42,11 @@ class ServerSampler:
         """The name that was given, or of the only model that the server lists."""
         if not self._model:
             with ServerClient(self._options, self.costs) as client:
-                self._model = _only_one(client.get("/models", _listed), client.address)
+                try:
+                    names = client.get("/models", _listed)
+                except AlignError as error:
+                    raise type(error)(f"{error} Or name the model: server.model.") from error
+                self._model = _only_one(names, client.address)
         return self._model
 
     def open(self, sampling: Sampling) -> OpenServer:

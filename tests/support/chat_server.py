@@ -92,7 +92,7 @@ class ChatServer:
         self.model, self.models = model, [model] if models is None else models
         self.key = more.pop("key", None)  # without this API key: 401
         self.paths = more.pop("paths", (OF_CHAT, OF_TEXT))  # others: 404
-        self.refuse = more.pop("refuse", lambda _: None)  # (status, message) of what is refused
+        self.refuse = more.pop("refuse", lambda _: None)  # (status, message, *headers) of a refusal
         self.count = more.pop("count", words)  # tokens of a prompt
         self.delay = more.pop("delay", 0.0)  # seconds before each answer
         self.late = more.pop("late", 1.5)  # seconds of a hang
@@ -250,7 +250,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, stub, asked, fault):
         refused = stub.refuse(asked)
         if refused is not None:
-            return self._send(refused[0], {"error": {"message": refused[1]}})
+            return self._send(refused[0], {"error": {"message": refused[1]}}, *refused[2:])
         if isinstance(fault, int):
             return self._send(fault, {"error": {"message": f"injected {fault}"}})
         if fault in {"hang", "drop"}:
@@ -272,12 +272,12 @@ class _Handler(BaseHTTPRequestHandler):
         key = self.server.stub.key
         return key is not None and self.headers["Authorization"] != f"Bearer {key}"
 
-    def _send(self, status, value):
-        self._write(status, json.dumps(value).encode())
+    def _send(self, status, value, *headers):
+        self._write(status, json.dumps(value).encode(), *headers)
 
-    def _write(self, status, payload, *, length=False):
+    def _write(self, status, payload, *headers, length=False):
         """All at once; a length may be stated that is not the payload's."""
-        head = [f"HTTP/1.1 {status} Said", "Content-Type: application/json"]
+        head = [f"HTTP/1.1 {status} Said", "Content-Type: application/json", *headers]
         head.append(f"Content-Length: {length or len(payload)}")
         if status in {429, 503} and self.server.stub.retry_after is not None:
             head.append(f"Retry-After: {self.server.stub.retry_after}")

@@ -1,0 +1,157 @@
+import itertools
+import random
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+
+import pytest
+
+from align.schemas.config import ServerOptions
+from align.schemas.errors import AlignError, ServerError, UsageError
+from align.schemas.samples import Sampling
+from align.stages.server import server_client
+from align.stages.server.server_client import ServerClient, ServerCosts, pause_of
+from support.asking import chat as chat_prompt
+from support.asking import collected, echo, options_of, sampler_of_stub, wanted_of
+from support.chat_server import chat_server
+
+KEY = "planted-key-8f3a91c4d7"
+
+
+def said_by(run):
+    """All of an error: its message, and of those that it comes from."""
+    try:
+        run()
+    except AlignError as error:
+        whole, one = [], error
+        while one is not None:
+            whole += [str(one), repr(one)]
+            one = one.__cause__ or one.__context__
+        return "\n".join(whole)
+    return pytest.fail("nothing was refused")
+
+
+def sample_all(stub, **more):
+    sampler = sampler_of_stub(stub, key_variable="PLANTED", retries=1, **more)
+    return collected(sampler.open(Sampling()).sample(wanted_of([chat_prompt("hello")], 2)))
+
+
+def test_the_key_of_the_environment_is_sent_and_nothing_shows_it(monkeypatch, caplog, capsys):
+    caplog.set_level("DEBUG", logger="align")
+    monkeypatch.setattr(server_client, "LOGGED_PAUSE", 0.0)
+    monkeypatch.setenv("PLANTED", KEY)
+    tell = {"refuse": lambda asked: (500, f"what is {asked.headers['authorization']}?")}
+    with chat_server(echo, key=KEY) as stub:
+        samples, _ = sample_all(stub)
+        assert len(samples) == 2
+        assert {asked.headers["authorization"] for asked in stub.requests} == {f"Bearer {KEY}"}
+    with chat_server(echo, key=KEY, **tell) as stub:
+        said = said_by(lambda: sample_all(stub))
+    with chat_server(echo, key="another") as stub:  # which repeats the key that it was given
+        said += said_by(lambda: sample_all(stub))
+    assert "what is Bearer ***?" in said
+    assert "Incorrect API key provided: Bearer ***. The environment variable PLANTED" in said
+    shown = [said, repr(samples), caplog.text, *capsys.readouterr()]
+    assert "Sent again" in caplog.text
+    assert not [text for text in shown if KEY in text]
+
+
+def test_a_key_that_is_not_set_is_not_sent(monkeypatch):
+    monkeypatch.delenv("PLANTED", raising=False)
+    with chat_server(echo) as stub:
+        sample_all(stub)
+    assert not [asked for asked in stub.requests if "authorization" in asked.headers]
+
+
+def test_a_key_that_cannot_be_sent_is_not_shown(monkeypatch):
+    monkeypatch.setenv("PLANTED", "schlüssel-zum-server")
+    with chat_server(echo) as stub:
+        said = said_by(lambda: sample_all(stub))
+    assert "PLANTED holds what no API key has" in said
+    assert "zum" not in said
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_a_redirect_is_named_and_never_followed(status, monkeypatch):
+    monkeypatch.setenv("PLANTED", KEY)
+    with chat_server(echo) as elsewhere:
+        there = f"{elsewhere.url}/chat/completions"
+        with chat_server(echo, refuse=lambda _: (status, "", f"Location: {there}")) as stub:
+            said = said_by(lambda: sample_all(stub))
+        assert f"It leads to {there}." in said
+        assert not elsewhere.requests
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("127.0.0.1:8000", "not an address"),
+        ("ftp://host/v1", "not an address such as"),
+        ("http://", "not an address such as"),
+        ("http://host:port/v1", "not an address"),
+        ("http://me:hidden-word@host/v1", "has a user"),
+        ("http://host/v1?key=hidden-word", "a query"),
+        ("http://host/v1#hidden-word", "a fragment"),
+    ],
+)
+def test_an_address_that_is_none_is_refused(url, said):
+    with pytest.raises(UsageError, match=said) as caught:
+        ServerClient(ServerOptions(url=url), ServerCosts())
+    assert "hidden-word" not in str(caught.value)
+
+
+def test_nobody_listens():
+    with chat_server(echo) as stub:
+        pass
+    with pytest.raises(ServerError, match="2 requests without a usable answer.*ConnectError"):
+        sample_all(stub)
+
+
+def test_an_address_may_end_in_a_slash():
+    with chat_server(echo) as stub:
+        assert len(sample_all(stub, url=f"{stub.url}/")[0]) == 2
+
+
+def test_an_answer_without_end_is_given_up(monkeypatch):
+    monkeypatch.setattr(server_client, "MOST_BYTES", 1000)
+    with (
+        chat_server(lambda _: "x" * 2000) as stub,
+        pytest.raises(ServerError, match="an answer of more than 1,000 bytes"),
+    ):
+        sample_all(stub)
+
+
+def test_pauses_double_up_to_a_bound_and_differ(monkeypatch):
+    monkeypatch.setattr(server_client, "FIRST_PAUSE", 1.0)
+    monkeypatch.setattr(server_client, "LONGEST_PAUSE", 6.0)
+    monkeypatch.setattr(random, "uniform", lambda low, _: low)
+    pauses = []
+    with (
+        chat_server(echo, faults={500: 1.0}) as stub,
+        ServerClient(options_of(stub, retries=5), ServerCosts()) as client,
+    ):
+        monkeypatch.setattr(client.stopping, "wait", pauses.append)
+        with pytest.raises(ServerError):
+            client.post("/chat/completions", {"messages": []}, lambda answer: answer)
+    assert pauses == [0.5, 1, 2, 3, 3]  # half of 1, 2, 4, and of 6 twice
+
+
+def test_a_run_that_stops_waits_for_no_pause(monkeypatch):
+    monkeypatch.setattr(server_client, "FIRST_PAUSE", 3600.0)
+    monkeypatch.setattr(server_client, "LONGEST_PAUSE", 3600.0)
+    order = itertools.count()
+
+    def refuse(_):
+        return (500, "later") if next(order) == 0 else (401, "never")
+
+    with chat_server(echo, refuse=refuse) as stub, pytest.raises(UsageError, match="401 never"):
+        sample_all(stub, concurrency=2)
+
+
+def test_the_pause_that_a_server_asks_for_may_be_seconds_or_a_date():
+    assert pause_of("7") == 7
+    assert pause_of("0.5") == 0.5
+    assert pause_of("86400") == server_client.LONGEST_ASKED_PAUSE
+    assert pause_of("") == pause_of("soon") == pause_of("-3") == pause_of("nan") == 0
+    later = format_datetime(datetime.now(UTC) + timedelta(days=1), usegmt=True)
+    assert pause_of(later) == server_client.LONGEST_ASKED_PAUSE
+    assert pause_of("Wed, 21 Oct 2015 07:28:00 GMT") == 0

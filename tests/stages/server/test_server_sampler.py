@@ -1,0 +1,329 @@
+"""A real server on loopback, which answers what it is told and misbehaves at stated rates."""
+
+import threading
+
+import pytest
+
+from align.schemas.errors import BudgetError, ServerError, UsageError
+from align.schemas.samples import Prompt, Refused, Sampling, Wanted
+from align.stages.server.completions import seed_of
+from support.asking import chat, collected, echo, sampler_of_stub, still_wanted, wanted_of
+from support.chat_server import OF_CHAT, Reply, chat_server
+
+TEXTS = [Prompt(f"a text {i}") for i in range(6)]
+CHATS = [chat(f"a question {i}") for i in range(6)]
+WARM = Sampling(temperature=0.7, top_p=0.9, max_new_tokens=32, seed=5)
+# In all 30 of 100 requests.
+FAULTS = {
+    429: 0.03,
+    408: 0.01,
+    500: 0.04,
+    503: 0.03,
+    "drop": 0.03,
+    "cut": 0.04,
+    "half": 0.03,
+    "garbage": 0.02,
+    "no usage": 0.02,
+    "no choices": 0.01,
+    "two choices": 0.02,
+    "no finish": 0.02,
+}
+
+
+def sampled(stub, wanted, sampling=WARM, **more):
+    return collected(sampler_of_stub(stub, **more).open(sampling).sample(wanted))
+
+
+def test_every_sample_arrives_once_and_as_the_server_gave_it():
+    with chat_server(echo) as stub:
+        samples, refused = sampled(stub, wanted_of([*TEXTS, *CHATS], 4))
+    assert not refused
+    assert len(samples) == 48
+    for prompt in [*TEXTS, *CHATS]:
+        for number in range(4):
+            sample = samples[prompt.key, number]
+            seed = seed_of(5, prompt.key, number)
+            last = prompt.text if isinstance(prompt.text, str) else prompt.text[-1]["content"]
+            assert sample.text == f"to {last} {seed} 0.7"
+            assert sample.finish == ("length" if seed % 3 == 0 else "stop")
+            assert sample.prompt_tokens == (3 if isinstance(prompt.text, str) else 5)
+            assert sample.completion_tokens == 6
+
+
+def test_a_request_asks_for_one_sample_and_for_nothing_that_was_not_set():
+    tools = ({"type": "function", "function": {"name": "look"}},)
+    equipped = Prompt(CHATS[0].text, tools, {"enable_thinking": False})
+    with chat_server(echo) as stub:
+        wanted = [Wanted(TEXTS[0], (2,)), Wanted(equipped, (0,))]
+        sampled(stub, wanted, concurrency=1)
+        sampled(stub, [Wanted(TEXTS[0], (2,))], Sampling(top_k=7))
+    plain, of_chat, topped = (asked.body for asked in stub.requests)
+    common = {"model": "stub", "temperature": 0.7, "top_p": 0.9, "max_tokens": 32}
+    assert plain == {**common, "prompt": "a text 0", "seed": seed_of(5, TEXTS[0].key, 2)}
+    assert of_chat == {
+        **common,
+        "messages": [dict(one) for one in equipped.text],
+        "tools": [*tools],
+        "chat_template_kwargs": {"enable_thinking": False},
+        "seed": seed_of(5, equipped.key, 0),
+    }
+    assert topped["top_k"] == 7
+
+
+def test_faults_in_30_of_100_requests_lose_nothing_guess_nothing_and_are_counted():
+    assert sum(FAULTS.values()) == pytest.approx(0.3)
+    wanted = wanted_of([*TEXTS, *CHATS], 16)
+    with chat_server(echo) as undisturbed:
+        expected, _ = sampled(undisturbed, wanted)
+    with chat_server(echo, faults=FAULTS, seed=1) as stub:
+        sampler = sampler_of_stub(stub, concurrency=8)
+        samples, refused = collected(sampler.open(WARM).sample(wanted))
+    assert samples == expected
+    assert not refused
+    assert {*stub.injected} == {*FAULTS}
+    faults = stub.injected.total()
+    assert set(stub.answered.values()) <= {0, 1}
+    assert stub.answered.total() == 192
+    assert sampler.costs.requests == stub.asked.total() == 192 + faults
+    assert sampler.costs.retries == faults
+    assert sampler.costs.tokens == stub.tokens
+    assert stub.tokens > undisturbed.tokens
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (500, "500 injected 500"),
+        (429, "429 injected 429"),
+        (409, "409 injected 409"),
+        (425, "425 injected 425"),
+        ("drop", "RemoteProtocolError"),
+        ("cut", "RemoteProtocolError"),
+        ("half", "not JSON"),
+        ("garbage", "not JSON: '<html>"),
+        ("no usage", "an answer without usage"),
+        ("no finish", "an answer without finish_reason"),
+        ("no choices", "0 choices where one was asked for"),
+        ("two choices", "2 choices where one was asked for"),
+    ],
+)
+def test_a_fault_that_stays_ends_the_run_after_its_retries(fault, said):
+    with chat_server(echo, faults={fault: 1.0}) as stub, pytest.raises(ServerError) as caught:
+        sampled(stub, wanted_of(TEXTS[:1], 1), retries=2)
+    assert "/completions: 3 requests without a usable answer; the last time:" in str(caught.value)
+    assert said in str(caught.value)
+    assert stub.asked.total() == 3
+
+
+def test_a_request_without_an_answer_counts_as_lost_in_the_end():
+    with chat_server(echo, faults={"hang": 0.5}, seed=3, late=2) as stub:
+        samples, _ = sampled(stub, wanted_of(TEXTS, 1), timeout=0.5)
+    assert len(samples) == 6
+    assert stub.injected["hang"] > 0
+    assert stub.asked.total() >= 6 + stub.injected["hang"]
+
+
+def test_an_answer_that_the_server_gave_up_is_asked_for_again():
+    told = iter(["abort", "error", "stop"])
+    with chat_server(lambda _: Reply("half an", next(told))) as stub:
+        (sample,) = sampled(stub, wanted_of(TEXTS[:1], 1))[0].values()
+    assert sample.finish == "stop"
+    assert stub.asked.total() == 3
+
+
+def test_a_server_may_say_how_long_to_wait(caplog, monkeypatch):
+    monkeypatch.setattr("align.stages.server.server_client.LOGGED_PAUSE", 0.5)
+    with chat_server(echo, faults={429: 0.5}, seed=2, retry_after="1") as stub:
+        assert len(sampled(stub, wanted_of(TEXTS[:1], 4))[0]) == 4
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == stub.injected[429] > 0
+    assert all(one.endswith("completions: 429 injected 429. Sent again in 1 s.") for one in said)
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (401, "PLANTED is not set"),
+        (403, "PLANTED is not set"),
+        (404, "give it conversations"),
+        (302, "Redirects are not followed"),
+    ],
+)
+def test_what_no_retry_can_help_ends_the_run_at_once(status, said, monkeypatch):
+    monkeypatch.delenv("PLANTED", raising=False)
+    with (
+        chat_server(echo, refuse=lambda _: (status, "no")) as stub,
+        pytest.raises(UsageError) as caught,
+    ):
+        sampled(stub, wanted_of(TEXTS[:1], 3), concurrency=1, key_variable="PLANTED")
+    assert f"/completions: {status} no. " in str(caught.value)
+    assert said in str(caught.value)
+    assert stub.asked.total() == 1
+
+
+def test_a_server_without_plain_completions_is_told_so_and_answers_conversations():
+    with chat_server(echo, paths=(OF_CHAT,)) as stub:
+        with pytest.raises(UsageError, match="prompts that are lists of messages"):
+            sampled(stub, wanted_of(TEXTS, 1))
+        assert len(sampled(stub, wanted_of(CHATS, 1))[0]) == 6
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_prompt_that_is_too_long_is_refused_and_stops_no_other(status):
+    def refuse(asked):
+        return (status, "maximum context length is 8") if "4" in asked.last else None
+
+    with chat_server(echo, refuse=refuse) as stub:
+        samples, refused = sampled(stub, wanted_of([*TEXTS, *CHATS], 2))
+    assert len(samples) == 20
+    said = f"{status} maximum context length is 8"
+    assert sorted(refused, key=repr) == sorted(
+        (Refused(p.key, n, said) for p in (TEXTS[4], CHATS[4]) for n in (0, 1)), key=repr
+    )
+    # And of each path a plain prompt once, which shows that the settings are not the reason.
+    assert stub.asked.total() == 24 + 2
+
+
+def test_settings_that_a_server_does_not_know_end_the_run_by_name():
+    def refuse(asked):
+        return (422, "Unexpected fields: top_k") if "top_k" in asked.body else None
+
+    with chat_server(echo, refuse=refuse) as stub:
+        with pytest.raises(UsageError, match="refuses every request: 422 Unexpected fields: top_k"):
+            sampled(stub, wanted_of(CHATS, 2), Sampling(top_k=5))
+        assert len(sampled(stub, wanted_of(CHATS, 2))[0]) == 12
+
+
+def test_a_conversation_that_ends_with_the_assistant_is_refused_without_a_request():
+    begun = Prompt((*CHATS[0].text, {"role": "assistant", "content": "Well"}))
+    with chat_server(echo) as stub:
+        _, (refused,) = sampled(stub, wanted_of([begun], 1))
+    assert "the assistant's own words are last" in refused.reason
+    assert not stub.requests
+
+
+def test_a_call_of_a_tool_is_marked_as_another_end():
+    with chat_server(lambda _: Reply(None, "tool_calls", 3)) as stub:
+        ((sample,)) = sampled(stub, wanted_of(CHATS[:1], 1))[0].values()
+    assert (sample.text, sample.finish) == ("", "other")
+
+
+def test_no_more_requests_are_begun_than_may_be_in_flight_while_a_group_is_kept():
+    with chat_server(echo, delay=0.005) as stub:
+        kept, most = 0, 0
+        for group in sampler_of_stub(stub, concurrency=3).open(WARM).sample(wanted_of(TEXTS, 5)):
+            most = max(most, len(stub.requests) - kept)
+            kept += len(group)
+    assert kept == 30
+    assert most == stub.most_in_flight == 3
+
+
+def test_answers_are_handed_out_while_others_are_in_flight():
+    first_is_kept = threading.Event()
+
+    def answer(asked):
+        if asked.last == "a text 0":
+            assert first_is_kept.wait(60)
+        return "done"
+
+    with chat_server(answer) as stub:
+        groups = sampler_of_stub(stub, concurrency=2).open(WARM).sample(wanted_of(TEXTS[:2], 1))
+        (early,) = next(groups)
+        assert early.prompt == TEXTS[1].key
+        first_is_kept.set()
+        ((late,),) = groups
+        assert late.prompt == TEXTS[0].key
+
+
+def test_a_server_that_dies_on_the_way_costs_what_was_in_flight():
+    wanted = wanted_of(TEXTS, 4)
+    kept = {}
+    with chat_server(echo, delay=0.005) as stub:
+        sampler = sampler_of_stub(stub, concurrency=4, retries=1)
+        died = None
+        try:
+            for group in sampler.open(WARM).sample(wanted):
+                kept |= {(one.prompt, one.number): one for one in group}
+                if len(kept) >= 8:
+                    stub.stop()
+        except ServerError as error:
+            died = str(error)
+        assert "ConnectError" in died
+        assert f"{len(kept)} samples of this run are kept: the same command goes on" in died
+        stub.start()
+        samples, _ = collected(sampler.open(WARM).sample(still_wanted(wanted, kept)))
+    assert len(kept) + len(samples) == 24
+    assert 8 <= len(kept) < 24
+    assert 24 <= stub.answered.total() <= 24 + 4
+
+
+def test_a_server_that_comes_back_in_time_is_not_noticed():
+    with chat_server(echo, delay=0.005) as stub:
+        kept, back = 0, threading.Timer(0.3, stub.start)
+        sampler = sampler_of_stub(stub, concurrency=4, retries=14)
+        for group in sampler.open(WARM).sample(wanted_of(TEXTS, 4)):
+            if kept < 8 <= kept + len(group):
+                stub.stop()
+                back.start()
+            kept += len(group)
+        back.join()
+    assert kept == 24
+    assert sampler.costs.retries > 0
+
+
+def test_a_spent_budget_stops_the_run_and_the_rest_is_bought_later():
+    wanted, kept = wanted_of(TEXTS[:1], 12), {}
+    with chat_server(echo) as stub:
+        sampler = sampler_of_stub(stub, concurrency=1, max_tokens=40)
+        spent = None
+        try:
+            for group in sampler.open(WARM).sample(wanted):
+                kept |= {(one.prompt, one.number): one for one in group}
+        except BudgetError as error:
+            spent = str(error)
+        # A sample costs 3 + 6 tokens: the fifth is the first that makes it 40.
+        assert spent == (
+            "server.max_tokens of 40 is spent: 15 tokens were read and 30 written; 7 samples still "
+            "to make. 5 samples of this run are kept: the same command goes on from there."
+        )
+        assert stub.tokens == sampler.costs.tokens == 45
+        rest, _ = sampled(stub, still_wanted(wanted, kept))
+    assert {*kept, *rest} == {(TEXTS[0].key, number) for number in range(12)}
+    assert set(stub.answered.values()) == {1}
+
+
+def test_a_model_that_is_not_named_is_the_only_one_listed():
+    with chat_server(echo, models=["only"], model="only") as stub:
+        assert sampler_of_stub(stub, model="").identity() == {
+            "server_model": "only",
+            "server_revision": "one",
+        }
+    with (
+        chat_server(echo, models=["a", "b"]) as stub,
+        pytest.raises(UsageError, match="lists 'a', 'b'. Name the one to ask: server.model"),
+    ):
+        sampler_of_stub(stub, model="").identity()
+    with chat_server(echo, models=[]) as stub, pytest.raises(UsageError, match="lists no model"):
+        sampler_of_stub(stub, model="").identity()
+
+
+def test_weights_without_a_name_are_refused():
+    with chat_server(echo) as stub, pytest.raises(UsageError, match="server.revision is empty"):
+        sampler_of_stub(stub, revision="")
+
+
+def test_another_model_than_asked_is_refused():
+    with chat_server(echo, faults={"other model": 1.0}) as stub:
+        with pytest.raises(UsageError, match="model 'stub' and answered as 'another/model'"):
+            sampled(stub, wanted_of(TEXTS, 1), concurrency=1)
+        assert stub.asked.total() == 1
+
+
+def test_another_count_of_tokens_than_ours_is_refused():
+    with chat_server(echo) as stub:
+        samples, _ = collected(
+            sampler_of_stub(stub, lambda _: 3).open(WARM).sample(wanted_of(TEXTS, 1))
+        )
+        assert len(samples) == 6
+        with pytest.raises(UsageError, match="read 5 tokens where our rendering .* has 3:"):
+            list(sampler_of_stub(stub, lambda _: 3).open(WARM).sample(wanted_of(CHATS, 1)))
