@@ -69,7 +69,7 @@ def _records(
     """The cells of each row, and its record unless it cannot be used."""
     for chunk in iter_chunks(inputs, dict.fromkeys([*columns, *shape.columns])):
         records = {record.row: record for record in parse_chunk(chunk, shape)[0]}
-        for row, cells in enumerate(read_cells(chunk.payload, shape), start=chunk.row):
+        for row, cells in enumerate(read_cells(chunk.payload, shape.columns), start=chunk.row):
             yield {} if isinstance(cells, BadRow) else cells, records.get(row)
 
 

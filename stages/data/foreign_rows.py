@@ -8,7 +8,6 @@ from typing import Any
 
 from ...schemas.errors import UsageError
 from ...schemas.rows import BadRow, Record, Rejected, Role, Text
-from .data_schema import Shape
 from .decode_rows import Cells, read_cells
 from .input_files import Chunk
 from .validate import ASSISTANT, read_list, read_number, read_prompt, read_text, shown
@@ -27,9 +26,8 @@ class Foreign:
 
     def parse(self, chunk: Chunk) -> tuple[list[Record], list[Rejected]]:
         """Every row of a chunk as a conversation, or rejected with a reason."""
-        shape = Shape("scored", {name: name for name in self.columns}, (), (), has_prompt=True)
         records, rejected = [], []
-        for row, cells in enumerate(read_cells(chunk.payload, shape), start=chunk.row):
+        for row, cells in enumerate(read_cells(chunk.payload, self.columns), start=chunk.row):
             try:
                 if isinstance(cells, BadRow):
                     raise cells
