@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -252,8 +253,6 @@ def methods(
     ] = False,
 ) -> None:
     """List the methods with their losses and options, or explain one."""
-    import json
-
     from .stages.methods.method_docs import markdown_table, plain_table, render_method, render_table
     from .stages.methods.table import METHODS, find_method
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..schemas.errors import UsageError
 from .flags import (
     JUDGE_FLAGS,
     ROUNDS_FLAGS,
@@ -21,7 +22,9 @@ from .flags import (
 from .terminal import begin_work, recorded_by_first, say, say_once
 
 Prompts = Annotated[list[str] | None, typer.Argument(help="Files or folders with prompts.")]
-Samples = Annotated[str, typer.Argument(help="A folder made by `align sample`.")]
+Samples = Annotated[
+    str | None, typer.Argument(help="A folder made by `align sample`; none with --calibrate.")
+]
 Judged = Annotated[str, typer.Argument(help="A folder made by `align judge`.")]
 
 
@@ -62,7 +65,7 @@ def sample(
 @with_flags(JUDGE_FLAGS)
 def judge(
     flags: dict[str, Any],
-    samples: Samples,
+    samples: Samples = None,
     calibrate: Annotated[
         str | None,
         typer.Option("--calibrate", help="Preference data: only measure the judge on them."),
@@ -77,11 +80,16 @@ def judge(
     from .judge import judge as run_judge
     from .settings import load_settings
 
-    near = [samples]
+    if (samples is None) == (calibrate is None):
+        raise UsageError("Name a folder of samples to judge, or data by --calibrate: one of them.")
+    near = [samples or calibrate or ""]
     given = load_settings(flags, sets or [], file=config, near=near, command="judge").config
     if calibrate:
+        if part:
+            raise UsageError("--part: --calibrate measures in one process. Leave out one of them.")
         say(run_calibrate(given, calibrate, progress=begin_work()).text())
         return
+    assert samples
     share = share_of(part, os.environ)
     made = run_judge(recorded_by_first(given), samples, progress=begin_work(), share=share)
     (say if share and made.manifest else say_once)(made.text())

@@ -45,7 +45,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     wanted = {
         f"align/{path.relative_to(ROOT)}"
         for room in ROOMS
-        for pattern in ("*.py", "*.html.j2")
+        for pattern in ("*.py", "*.j2")
         for path in (ROOT / room).rglob(pattern)
     }
     root_files = {"align/__init__.py", "align/__main__.py", "align/cli.py", "align/py.typed"}

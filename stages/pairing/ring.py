@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from ...schemas.preparing import ArrangedPart, RingRecord
 from ...schemas.row_keys import KeyedRows
-from ..storage import fs
 from ..storage.shards import arrow_of, group_bounds, numpy_of
 from ..storage.spool import (
     NewPart,
     Spool,
     damaged_part,
     find_commit,
+    new_map,
     new_part,
     put_commit,
     read_commit,
@@ -195,7 +195,7 @@ def _write_partners(
     """Chooses the partners, over keys in a file, and enters their batches in the index."""
     file, ends = ring.spool.root / "keys.bin", index["completion"]
     total = first_of(ends, len(index))
-    with fs.new_map(file, 8 * (2 + ring.num_pairs) * total) as mapped:
+    with new_map(file, 8 * (2 + ring.num_pairs) * total) as mapped:
         numbers = np.frombuffer(mapped, dtype=np.int64).reshape(2 + ring.num_pairs, total)
         keys, partners = numbers[:2].view(np.uint64), numbers[2:]
         forget = partial(mapped.madvise, mmap.MADV_DONTNEED)

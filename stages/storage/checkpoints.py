@@ -38,6 +38,7 @@ from ...schemas.errors import AlignError, CorruptionError, FingerprintError, Sto
 from ...schemas.json_codec import CodecError, digest_of, from_json, to_json, version_in
 from . import fs
 from .failpoints import reach
+from .objects import Location
 from .run_folder import RECORD_NAME, STEP_NAME, RunFolder, described, trash_name
 
 logger = logging.getLogger("align")
@@ -192,19 +193,24 @@ def read_checkpoint(path: Path) -> Checkpoint:
         text = fs.read_bytes(path / RECORD_NAME)
     except StorageError as error:
         raise _damaged(path, f"{RECORD_NAME} cannot be read: {error.__cause__}") from error
+    name = STEP_NAME.fullmatch(path.name)
+    return parse_record(text, path, step=int(name[1]) if name else None)
+
+
+def parse_record(text: bytes, path: Location, *, step: int | None) -> Checkpoint:
+    """The record of the checkpoint of this step."""
     _refuse_another_format(text, path)
     try:
         checkpoint = from_json(Checkpoint, text)
     except CodecError as error:
         raise _damaged(path, str(error)) from error
     if checkpoint.digest != digest_of(checkpoint, "digest"):
-        raise _damaged(path, f"{RECORD_NAME} was edited")
-    name = STEP_NAME.fullmatch(path.name)
-    if name is None or int(name[1]) != checkpoint.position.global_step:
+        raise _damaged(path, "its record was edited")
+    if checkpoint.position.global_step != step:
         raise _damaged(path, f"it is of step {checkpoint.position.global_step}")
     paths = [file.path for file in checkpoint.files]
     if paths != sorted(set(paths)) or not all(map(_is_plain, paths)):
-        raise _damaged(path, f"{RECORD_NAME} names impossible paths")
+        raise _damaged(path, "its record names impossible paths")
     return checkpoint
 
 
@@ -243,7 +249,7 @@ def _is_plain(path: str) -> bool:
     return not {"", ".", ".."} & {*parts} and path.isprintable() and "\\" not in path
 
 
-def _refuse_another_format(text: bytes, path: Path) -> None:
+def _refuse_another_format(text: bytes, path: Location) -> None:
     version = version_in(text)
     if version is not None and version != FORMAT_VERSION:
         newer_or_older = "a newer" if version > FORMAT_VERSION else "the older"
@@ -257,7 +263,7 @@ def _cannot_list(error: OSError) -> NoReturn:
     raise CorruptionError(f"{error.filename} cannot be listed: {error.strerror}.") from error
 
 
-def _damaged(path: Path, why: str) -> CorruptionError:
+def _damaged(path: Location, why: str) -> CorruptionError:
     return CorruptionError(f"The checkpoint {path} is damaged: {why}.")
 
 

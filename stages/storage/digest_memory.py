@@ -14,13 +14,17 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
+from io import BufferedReader
 from pathlib import Path
 
-from ...schemas.file_version import FileVersion
+from ...schemas.errors import os_errors_as_storage_errors
+from ...schemas.file_version import FileVersion, Remember
+from . import fs
 
 logger = logging.getLogger("align")
 
 CHECKSUM_DIGITS = 16
+FORMAT = 2  # of a line; one of another format is passed over like a damaged one
 
 
 def user_folder() -> Path:
@@ -85,6 +89,30 @@ def own_digests() -> DigestMemory:
     return DigestMemory(user_folder())
 
 
+def shard_sha256(path: Path, opened: Callable[[], BufferedReader], remember: Remember) -> str:
+    """The digest of a shard, or nothing if its footer has changed since it was digested.
+
+    A file that rots on a disk keeps its version. Its pages have checksums, its footer has none.
+    """
+
+    def compute() -> list[str]:
+        with opened() as source:
+            return [fs.sha256_of_open(source, path), _footer_sha256(source, path)]
+
+    sha256, footer = remember(path, compute)
+    with opened() as source:
+        return sha256 if _footer_sha256(source, path) == footer else ""
+
+
+def _footer_sha256(source: BufferedReader, path: Path) -> str:
+    with os_errors_as_storage_errors("read", path):
+        end = max(0, source.seek(0, os.SEEK_END) - 8)  # the footer's length and the format's mark
+        source.seek(end)
+        length = int.from_bytes(source.read(4), "little")
+        source.seek(max(0, end - length))
+        return hashlib.sha256(source.read()).hexdigest()
+
+
 def _parsed(place: Path) -> dict[str, _Line]:
     try:
         text = place.read_text(encoding="utf-8", errors="replace")
@@ -100,4 +128,4 @@ def _parsed(place: Path) -> dict[str, _Line]:
 
 
 def _checksum(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:CHECKSUM_DIGITS]
+    return hashlib.sha256(f"{FORMAT} {text}".encode()).hexdigest()[:CHECKSUM_DIGITS]

@@ -6,7 +6,6 @@ import errno
 import fcntl
 import hashlib
 import io
-import mmap
 import os
 import re
 import secrets
@@ -118,22 +117,31 @@ def drop_all_drafts(folder: Path) -> None:
 def _drop(parent: Path, drafted: str) -> None:
     name = re.compile(rf"\.{drafted}\.[0-9a-f]{{16}}\.tmp")
     for draft in sorted(parent.iterdir()) if os.access(parent, os.R_OK) and parent.is_dir() else []:
-        if name.fullmatch(draft.name) and not draft.is_symlink() and _is_dead(draft):
-            (remove_tree if draft.is_dir() else unlink)(draft)
+        # One without content may not be locked yet, and if we locked it its writer could not.
+        if name.fullmatch(draft.name) and not draft.is_symlink() and _has_content(draft):
+            with if_unlocked(draft) as is_dead:
+                if is_dead:
+                    (remove_tree if draft.is_dir() else unlink)(draft)
 
 
-def _is_dead(draft: Path) -> bool:
-    """Whether no writer holds a draft; one without content may not be locked yet."""
+def _has_content(draft: Path) -> bool:
     with suppress(OSError):
-        if not (any(draft.iterdir()) if draft.is_dir() else draft.stat().st_size):
-            return False
-        descriptor = os.open(draft, _READ)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        finally:
-            os.close(descriptor)
+        return any(draft.iterdir()) if draft.is_dir() else draft.stat().st_size > 0
     return False
+
+
+@contextmanager
+def if_unlocked(path: Path) -> Iterator[bool]:
+    """Whether a file or folder is there and not locked; nobody can lock it during the block."""
+    try:
+        descriptor = os.open(path, _READ)
+    except OSError:
+        yield False
+        return
+    try:
+        yield _lock(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -194,21 +202,6 @@ def create(path: Path) -> io.BufferedWriter:
     """A new file to write into; an existing file or link is refused."""
     descriptor = operate("create", path, lambda: os.open(path, _NEW, 0o666))
     return io.BufferedWriter(_Sink(path, descriptor), buffer_size=1 << 20)
-
-
-@contextmanager
-def new_map(path: Path, size: int) -> Iterator[mmap.mmap]:
-    """Zero bytes in memory that is a file, which is removed at the end of the block.
-
-    All of its room is taken already: a disk that fills up under a map is a signal, not an error
-    that can be caught.
-    """
-    with locked_draft(path) as (draft, sink):
-        operate("allocate", path, lambda: os.posix_fallocate(sink.fileno(), 0, size))
-        with os_errors_as_storage_errors("map", path), draft.open("r+b") as file:
-            mapped = mmap.mmap(file.fileno(), size)
-        yield mapped
-    unlink(draft)
 
 
 def append(path: Path) -> io.BufferedWriter:
@@ -357,9 +350,11 @@ def _locked(draft: Path) -> Iterator[io.BufferedWriter]:
         raise
 
 
-def _lock(descriptor: int) -> None:
+def _lock(descriptor: int) -> bool:
     with suppress(OSError):  # a file system without locks, where no draft counts as dead
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
 
 
 def _draft_of(path: Path) -> Path:

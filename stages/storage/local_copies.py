@@ -23,14 +23,15 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ...schemas.errors import CorruptionError, StorageError, UsageError
 from ...schemas.file_version import Remember, digest_anew
 from ...schemas.json_codec import digest
 from . import fs, objects
-from .digest_memory import user_folder
-from .locks import held, if_unlocked
+from .digest_memory import shard_sha256, user_folder
+from .locks import held
 from .objects import Location, ObjectPath, Version
 
 logger = logging.getLogger("align")
@@ -172,7 +173,7 @@ def check_copy(path: ObjectPath, remember: Remember = digest_anew) -> None:
     """Removes a copy that is not what arrived: a disk can damage it."""
     copy = _copy_of(path)
     with suppress(StorageError, FileNotFoundError):
-        if remember(copy, lambda: [fs.sha256_of(copy)]) != [path.sha256]:
+        if shard_sha256(copy, partial(fs.open_regular, copy), remember) != path.sha256:
             logger.warning("%s, the copy of %s, is damaged: it is fetched again.", copy, path)
             fs.unlink(copy)
     fetch(path)
@@ -345,7 +346,7 @@ def _reserved(here: LocalPlace) -> int:
     """What other fetches have been promised; promises of dead processes are removed."""
     total = 0
     for path in here.root.glob(".reserved-*"):
-        with if_unlocked(path) as is_left:
+        with fs.if_unlocked(path) as is_left:
             if is_left:
                 fs.unlink(path)
         with suppress(StorageError, ValueError):
@@ -379,7 +380,7 @@ def _remove(path: Path) -> bool:
     if not path.is_dir():
         fs.unlink(path)
         return True
-    with if_unlocked(path.with_name(f".{path.name}.lock")) as is_unused:
+    with fs.if_unlocked(path.with_name(f".{path.name}.lock")) as is_unused:
         if is_unused and path not in _held:
             fs.remove_tree(path)
             return True

@@ -10,7 +10,7 @@ import fcntl
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -62,27 +62,6 @@ def try_owner_lock(folder: Ownable, run_id: str) -> OwnerLock | None:
     lock = OwnerLock(folder.lock, descriptor)
     lock.sign(run_id)
     return lock
-
-
-@contextmanager
-def if_unlocked(path: Path) -> Iterator[bool]:
-    """Whether a file is there and not locked; nobody can lock it during the block."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        yield False
-        return
-    try:
-        yield _is_taken(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _is_taken(descriptor: int) -> bool:
-    with suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    return False
 
 
 @contextmanager

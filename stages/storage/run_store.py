@@ -19,9 +19,9 @@ from pathlib import Path
 
 from ...schemas.checkpoint import Checkpoint, CheckpointFile
 from ...schemas.errors import CorruptionError, UsageError
-from ...schemas.json_codec import CodecError, digest_of, from_json, from_signed_json, to_signed_json
+from ...schemas.json_codec import CodecError, from_signed_json, to_signed_json
 from . import fs, local_copies, objects
-from .checkpoints import read_checkpoint
+from .checkpoints import parse_record, read_checkpoint
 from .locks import held
 from .objects import ObjectPath, location
 from .run_folder import RECORD_NAME, RunFolder, described, trash_name
@@ -144,7 +144,7 @@ class RunStore:
 
     def _pull_checkpoint(self, step: int, path: ObjectPath) -> None:
         record = objects.read(path)
-        checkpoint = _parsed(record, path)
+        checkpoint = parse_record(record, path, step=step)
         final = self.folder.step(step)
         if final.exists():
             if _has(final, checkpoint):
@@ -213,16 +213,6 @@ def _has(folder: Path, checkpoint: Checkpoint) -> bool:
         return read_checkpoint(folder).files == checkpoint.files
     except CorruptionError:
         return False
-
-
-def _parsed(record: bytes, path: ObjectPath) -> Checkpoint:
-    try:
-        checkpoint = from_json(Checkpoint, record)
-    except CodecError as error:
-        raise CorruptionError(f"The checkpoint {path} is damaged: {error}.") from error
-    if checkpoint.digest != digest_of(checkpoint, "digest"):
-        raise CorruptionError(f"The checkpoint {path} is damaged: its record was edited.")
-    return checkpoint
 
 
 def _model_of(content: bytes, path: ObjectPath) -> StoredModel:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import io
+import mmap
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +21,7 @@ from ...schemas.errors import CorruptionError, StorageError, os_errors_as_storag
 from ...schemas.json_codec import CodecError, from_signed_json, to_signed_json
 from ...schemas.preparing import ArrangedPart, EncodedPart, PartFile, RingRecord
 from . import fs
-from .failpoints import reach
+from .failpoints import operate, reach
 
 T = TypeVar("T", EncodedPart, ArrangedPart, RingRecord)
 
@@ -163,3 +165,18 @@ def _damaged(path: Path, why: str) -> CorruptionError:
         f"{path} is damaged: {why}. Remove this file and run the same command again: rows are "
         "prepared again, and no finished shard is lost."
     )
+
+
+@contextmanager
+def new_map(path: Path, size: int) -> Iterator[mmap.mmap]:
+    """Zero bytes in memory that is a file, which is removed at the end of the block.
+
+    All of its room is taken already: a disk that fills up under a map is a signal, not an error
+    that can be caught.
+    """
+    with fs.locked_draft(path) as (draft, sink):
+        operate("allocate", path, lambda: os.posix_fallocate(sink.fileno(), 0, size))
+        with os_errors_as_storage_errors("map", path), draft.open("r+b") as file:
+            mapped = mmap.mmap(file.fileno(), size)
+        yield mapped
+    fs.unlink(draft)

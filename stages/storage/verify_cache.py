@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from io import BufferedReader
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from ...schemas.rows import ScoredBlock
 from . import fs, local_copies
 from .cache_folder import PART_NAME, CacheFolder
 from .commits import counted
+from .digest_memory import shard_sha256
 from .manifest_file import load_manifest
 from .objects import Location, ObjectPath
 from .shards import read_rows, read_shard
@@ -104,15 +106,11 @@ def _check(
         _require_same(path, expected, what=what, size=size, sha256=sha256)
         return
     with _opened(path.parent, what) as folder:
-        with _file(name, folder, path, what) as source:
+        # Opened again for a digest: one that is remembered is of the version that is there then.
+        opened = partial(_file, name, folder, path, what)
+        with opened() as source:
             found = os.fstat(source.fileno()).st_size
-
-        def digest() -> list[str]:
-            # Opened again: what is remembered has to be of the version that is there now.
-            with _file(name, folder, path, what) as source:
-                return [fs.sha256_of_open(source, path)]
-
-        (sha256,) = remember(path, digest) if found == expected.bytes else [""]
+        sha256 = shard_sha256(path, opened, remember) if found == expected.bytes else ""
         _require_same(path, expected, what=what, size=found, sha256=sha256)
 
 

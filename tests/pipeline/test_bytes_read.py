@@ -15,9 +15,9 @@ from align.schemas.file_version import SETTLED_NS
 from align.stages.feed.conversions import Reading
 from align.stages.feed.train_source import open_source, overlap
 from align.stages.storage import digest_memory
-from align.stages.storage.digest_memory import own_digests
+from align.stages.storage.digest_memory import own_digests, user_folder
 from align.stages.storage.verify_cache import sample_rows
-from support.shard_cache import block_of, write_cache
+from support.shard_cache import block_of, footers, write_cache
 from support.training_world import job_of
 
 ALONE, SECOND = World(0, 1, 0), World(1, 2, 1)
@@ -92,6 +92,18 @@ def test_a_rank_that_is_not_the_first_of_its_machine_checks_no_bytes(long_prompt
     _, whole = narrow_bytes(long_prompts, NARROW)
     read, _ = bytes_read(lambda: opened(long_prompts, shard_columns(SECOND, own_digests())))
     assert read < whole / 2
+
+
+def test_a_start_that_remembers_the_digests_reads_the_footers_besides(long_prompts):
+    folder, manifest = long_prompts
+    opened(long_prompts, shard_columns(ALONE, own_digests()))
+    checked, unchecked = (
+        bytes_read(lambda world=world: opened(long_prompts, shard_columns(world, own_digests())))[0]
+        for world in (ALONE, SECOND)
+    )
+    lines = sum(path.stat().st_size for path in (user_folder() / "digests").iterdir())
+    besides = footers([folder.shard(shard) for shard in manifest.shards]) + lines
+    assert besides <= checked - unchecked < besides + 4 * SHARDS * 8
 
 
 def test_the_trials_of_a_sweep_read_a_cache_once(long_prompts):

@@ -72,8 +72,9 @@ def test_a_worker_that_dies_is_started_again_and_the_run_goes_on_by_itself(
 
 @pytest.mark.long
 def test_a_run_goes_on_over_the_machines_that_are_left(course, tmp_path, meeting_port):
-    run, long = tmp_path / "run", ("--max-steps", 60, "--set", "train.dropout=false", *AUTO)
-    words = (*torchrun("1:2", meeting_port), *course.arguments(run, *long))
+    run = tmp_path / "run"
+    long = ("--epochs", 5, "--max-steps", 60, "--set", "train.dropout=false")
+    words = (*torchrun("1:2", meeting_port), *course.arguments(run, *long, *AUTO))
     first = begin(course, words)
     time.sleep(3)  # whose agent is first keeps the place where they meet
     second = begin(course, words)
@@ -88,7 +89,7 @@ def test_a_run_goes_on_over_the_machines_that_are_left(course, tmp_path, meeting
     (said,) = ended(first)
     assert ": ranks 2 → 1\n" in said
     assert saved(run) == (60, 1, 0)
-    whole = course.whole("--max-steps", 60, "--set", "train.dropout=false")
+    whole = course.whole(*long)
     assert distances(run, whole) == pytest.approx({"losses": 0, "weights": 0}, abs=1e-5)
 
 

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import time
 from collections import Counter
 from dataclasses import replace
@@ -89,7 +90,12 @@ def test_tasks_in_any_order_end_in_what_one_process_makes_in_memory(drawn, monke
                 patch.setattr(module, name, size)
             job = open_job(config, StubReference())
             counts.update(dict(zip(("slices", "ranges"), make_by_tasks(job, draw), strict=True)))
-            expected = prepared_at_once(job)
+            try:
+                expected = prepared_at_once(job)
+            except BadDataError as refused:  # one prompt has too many of the completions
+                with pytest.raises(BadDataError, match=re.escape(str(refused))):
+                    make_plan(job, "run", Inline(), NoProgress())
+                continue
             try:
                 plan = make_plan(job, "run", Inline(), NoProgress())
             except BadDataError:

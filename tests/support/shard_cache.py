@@ -4,8 +4,10 @@ import hashlib
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow.parquet as pq
 
 from align.schemas.batches import World
+from align.schemas.file_version import FileVersion
 from align.schemas.rows import PromptKeys, Ragged, Role, RowBlock, ScoredBlock, offsets_of
 from align.stages.feed.cache_index import RowTable, ShardColumns
 from align.stages.feed.conversions import Reading
@@ -16,6 +18,7 @@ from align.stages.storage.cache_folder import CacheFolder, part_name
 from align.stages.storage.fs import sha256_of
 from align.stages.storage.shards import write_shard
 from align.stages.storage.verify_cache import check_shard
+from support.flips import flips
 
 PAIR = (Role.CHOSEN, Role.REJECTED)
 
@@ -115,6 +118,28 @@ def cache_under(root):
     )
     root_digest = hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest()
     return folder, SimpleNamespace(shards=shards, root=root_digest)
+
+
+def footers(paths):
+    """How many bytes the footers of shards have, with their lengths and marks."""
+    return sum(pq.ParquetFile(path).metadata.serialized_size + 8 for path in paths)
+
+
+def rotting_footers(path, count):
+    """Flips so many bits of a shard's footer, each while the caller looks at the file."""
+    whole, footer = path.read_bytes(), footers([path])
+    for _, byte, bit in flips({"": footer}, count):
+        damaged = bytearray(whole)
+        damaged[byte - footer] ^= 1 << bit
+        path.write_bytes(damaged)
+        yield
+    path.write_bytes(whole)
+
+
+def keep_version(monkeypatch, path):
+    """Lets every file have the version of this one from now on, as rot does not change it."""
+    version = FileVersion.of(path)
+    monkeypatch.setattr(FileVersion, "of", lambda _: version)
 
 
 def opened(cache, *, check=check_shard, **changed):

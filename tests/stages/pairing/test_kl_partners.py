@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from align.schemas.errors import BadDataError
 from align.stages.pairing import kl_partners as module
 from align.stages.pairing.kl_partners import Repeats, choose_partners
-from align.stages.storage import fs
+from align.stages.storage.spool import new_map
 
 
 class Chosen(NamedTuple):
@@ -23,7 +23,7 @@ def choose(prompt_keys, completion_keys, *, num_pairs):
 
 
 def choose_on_disk(path, prompt_keys, completion_keys, *, num_pairs):
-    with fs.new_map(path, 8 * (2 + num_pairs) * len(prompt_keys)) as mapped:
+    with new_map(path, 8 * (2 + num_pairs) * len(prompt_keys)) as mapped:
         numbers = np.frombuffer(mapped, dtype="<u8").reshape(2 + num_pairs, -1)
         numbers[:2] = prompt_keys, completion_keys
         forgotten = []

@@ -20,8 +20,8 @@ from align.stages.pairing import ring as ring_module
 from align.stages.pairing.key_ranges import arranged
 from align.stages.pairing.ring import Ring
 from align.stages.pairing.sorted_rows import BatchStream, SortedRows, append_rows, joined_index
-from align.stages.storage import failpoints, fs, shards
-from align.stages.storage.spool import Spool
+from align.stages.storage import failpoints, shards
+from align.stages.storage.spool import Spool, new_map
 from support.encoded_rows import encoded, make_ring, plain, record_lists, write_encoded
 from support.flips import flips
 
@@ -279,7 +279,7 @@ def test_room_for_the_keys_is_taken_before_they_are_mapped(tmp_path):
 
 
 def test_a_new_map_takes_all_of_its_room_and_is_gone_afterwards(tmp_path):
-    with fs.new_map(tmp_path / "keys", 1 << 20) as mapped:
+    with new_map(tmp_path / "keys", 1 << 20) as mapped:
         (file,) = tmp_path.iterdir()
         assert file.stat().st_blocks * 512 >= 1 << 20
         mapped[5] = 7

@@ -6,8 +6,10 @@ import pytest
 from align.schemas.checkpoint import FORMAT_VERSION, Retention
 from align.schemas.errors import CorruptionError, FingerprintError
 from align.schemas.json_codec import digest
+from align.stages.storage import objects
 from align.stages.storage.checkpoints import choose_checkpoint, verify_checkpoint
 from align.stages.storage.run_folder import RECORD_NAME, RunFolder
+from align.stages.storage.run_store import RunStore
 from support.checkpoint_saves import save
 
 
@@ -124,6 +126,25 @@ def test_a_checkpoint_of_another_format_is_refused_and_left_in_peace(saved_run, 
     with pytest.raises(FingerprintError, match=f"Install {which} align"):
         choose_checkpoint(saved_run)
     assert saved_run.steps() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "said"),
+    [
+        ("an older format", FingerprintError, "Install the older align"),
+        ("another step's record", CorruptionError, "it is of step 4"),
+        ("a path upwards", CorruptionError, "impossible paths"),
+        ("a flipped bit in the record", CorruptionError, "is damaged"),
+        ("a torn record", CorruptionError, "is damaged"),
+    ],
+)
+def test_a_record_in_a_store_is_held_to_what_holds_on_a_disk(saved_run, bucket, what, error, said):
+    older = edit(lambda plain: plain.update(format_version=FORMAT_VERSION - 1))
+    path = bucket / "checkpoints" / "step-00000003.json"
+    (DAMAGE | {"an older format": older})[what](saved_run.step(3))
+    objects.put(path, (saved_run.step(3) / RECORD_NAME).read_bytes())
+    with pytest.raises(error, match=f"{path} .*{said}"):
+        RunStore(bucket, saved_run).pull()
 
 
 def test_every_flipped_bit_of_a_checkpoint_is_found(saved_run):

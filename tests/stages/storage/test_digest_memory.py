@@ -12,7 +12,7 @@ from align.schemas.file_version import SETTLED_NS, FileVersion
 from align.stages.storage import digest_memory
 from align.stages.storage.digest_memory import DigestMemory, own_digests, user_folder
 from align.stages.storage.verify_cache import check_shard
-from support.shard_cache import block_of, write_cache
+from support.shard_cache import block_of, keep_version, rotting_footers, write_cache
 
 
 class Home:
@@ -186,3 +186,23 @@ def test_a_remembered_shard_is_compared_with_its_commit(tmp_path, later):
     first.sha256, first.bytes = second.sha256, second.bytes
     with pytest.raises(CorruptionError, match="unit 0"):
         check_shard(folder, first, own_digests())
+
+
+def test_a_flipped_bit_in_the_footer_of_a_remembered_shard_is_refused(tmp_path, later, monkeypatch):
+    folder, manifest = write_cache(tmp_path / "cache", [block_of(2)])
+    (shard,) = manifest.shards
+    later(SETTLED_NS)
+    keep_version(monkeypatch, folder.shard(shard))
+    check_shard(folder, shard, memory := own_digests())
+    for _ in rotting_footers(folder.shard(shard), 2000):
+        with pytest.raises(CorruptionError, match="is not what was written"):
+            check_shard(folder, shard, memory)
+    check_shard(folder, shard, memory)
+
+
+def test_a_line_of_another_format_costs_one_digest(own_folder, weights, monkeypatch):
+    monkeypatch.setattr(digest_memory, "FORMAT", 1)
+    own_folder.digests(weights)
+    monkeypatch.undo()
+    own_folder.digests(weights)
+    assert own_folder.made == 2

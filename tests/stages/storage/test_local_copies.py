@@ -10,8 +10,12 @@ import time
 import pytest
 
 from align.schemas.errors import CorruptionError, StorageError, UsageError
+from align.schemas.file_version import FileVersion
 from align.stages.storage import local_copies, object_stores, objects
+from align.stages.storage.digest_memory import own_digests
+from align.stages.storage.shards import write_shard
 from support.object_server import Faults, environment, faulty_proxy
+from support.shard_cache import block_of, keep_version, rotting_footers
 
 SIZE = 1000
 
@@ -110,6 +114,22 @@ def test_a_copy_that_the_disk_damaged_is_found_and_fetched_again(place, shards):
     (place.shards / shards[0].sha256).write_bytes(b"y" * SIZE)
     local_copies.check_copy(shards[0])
     assert content(shards[0]) == bytes(SIZE)
+
+
+def test_a_copy_whose_footer_rots_after_its_digest_is_remembered_is_fetched_again(
+    place, bucket, tmp_path, monkeypatch
+):
+    write_shard(tmp_path / "shard", block_of(1))
+    payload = (tmp_path / "shard").read_bytes()
+    monkeypatch.setattr(local_copies, "_chosen", [(str(place.root), 1)])
+    shard = stored(bucket / "shard", payload)
+    copy, memory = local_copies.path_of(shard), own_digests()
+    keep_version(monkeypatch, copy)
+    monkeypatch.setattr(FileVersion, "is_settled", lambda *_: True)
+    local_copies.check_copy(shard, memory)
+    for _ in rotting_footers(copy, 20):
+        local_copies.check_copy(shard, memory)
+        assert copy.read_bytes() == payload
 
 
 def test_what_is_larger_than_the_limit_is_refused_by_the_settings_name(place, bucket):

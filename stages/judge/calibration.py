@@ -1,0 +1,109 @@
+"""How a judge does on pairs of known preference: agreement, position bias, ties, refusals, cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ...schemas.errors import counted
+from ..report.cache_tables import grid, heading
+from .verdicts import Compared
+
+Z = 1.959964  # 95 of 100
+
+
+@dataclass(frozen=True)
+class Proportion:
+    """So many of so many, and the interval of Wilson around their share."""
+
+    count: int
+    of: int
+
+    def interval(self) -> tuple[float, float]:
+        """Where the true share lies in 95 of 100 cases."""
+        n, share = self.of, self.count / self.of
+        middle = (share + Z * Z / (2 * n)) / (1 + Z * Z / n)
+        spread = Z * math.sqrt(share * (1 - share) / n + Z * Z / (4 * n * n)) / (1 + Z * Z / n)
+        return middle - spread, middle + spread
+
+    def cells(self) -> tuple[str, ...]:
+        """Its cells in a table."""
+        if not self.of:
+            return f"{self.count:,}", "0", "", ""
+        low, high = self.interval()
+        share = f"{self.count / self.of:.3f}"
+        return f"{self.count:,}", f"{self.of:,}", share, f"{low:.3f} to {high:.3f}"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The figures of a judge on gold pairs."""
+
+    judge: str
+    pairs: int
+    left_out: int  # rows of the gold data that make no pair
+    shares: Mapping[str, Proportion]
+    counts: Mapping[str, int] = field(default_factory=dict)  # questions and tokens
+
+    def text(self) -> str:
+        """A table."""
+        rows = [(name, *share.cells()) for name, share in self.shares.items()]
+        lines = grid(("", "count", "of", "share", "95 % interval"), rows)
+        title = heading(f"Judging by {self.judge}: {counted(self.pairs, 'gold pairs')}")
+        return "\n".join([title, *lines, *self._notes()])
+
+    def metrics(self) -> dict[str, float]:
+        """Its figures by short names."""
+        found = {name: share.count / share.of for name, share in self.shares.items() if share.of}
+        named = {f"calibrate/{name.replace(', ', ' ')}": share for name, share in found.items()}
+        return {**named, **{f"calibrate/{name}": float(n) for name, n in self.counts.items()}}
+
+    def _notes(self) -> list[str]:
+        left = counted(self.left_out, "rows") + " left out: unusable, or without a preference"
+        notes = [f"  {left}"] if self.left_out else []
+        if not self.counts.get("judgments"):
+            return notes
+        asked = counted(self.counts["judgments"], "questions")
+        read, written = (self.counts[f"judge_{side}_tokens"] for side in ("prompt", "completion"))
+        refused = counted(self.counts["refusals"], "answers without a verdict")
+        return [*notes, f"  {asked}: {read:,} tokens read, {written:,} written; {refused}"]
+
+
+def of_comparisons(compared: Iterable[Compared]) -> dict[str, Proportion]:
+    """The figures of pairs whose first text is the better one, each compared in both orders."""
+    pairs = [*compared]
+    judged = [pair for pair in pairs if pair.winner]
+    asked = [pair for pair in judged if pair.was_asked]
+    letters = [letter for pair in asked for letter in (pair.forward, pair.backward)]
+    chosen = [letter for letter in letters if letter != "tie"]
+    forward = [pair.forward for pair in asked if pair.forward != "tie"]
+    backward = [pair.backward for pair in asked if pair.backward != "tie"]
+    return {
+        **_agreement([pair.winner for pair in pairs]),
+        "gold one shown first: preferred": Proportion(forward.count("A"), len(forward)),
+        "gold one shown second: preferred": Proportion(backward.count("B"), len(backward)),
+        "first answer preferred": Proportion(chosen.count("A"), len(chosen)),
+        "verdict flips with the order": Proportion(sum(pair.flips for pair in asked), len(asked)),
+    }
+
+
+def of_scores(scores: Iterable[tuple[float | None, float | None]]) -> dict[str, Proportion]:
+    """The figures of pairs whose first score belongs to the better text."""
+    return _agreement([_winner(*pair) for pair in scores])
+
+
+def _winner(first: float | None, second: float | None) -> str | None:
+    if first is None or second is None:
+        return None
+    return "first" if first > second else "second" if first < second else "tie"
+
+
+def _agreement(winners: list[str | None]) -> dict[str, Proportion]:
+    judged = [winner for winner in winners if winner]
+    decided = [winner for winner in judged if winner != "tie"]
+    return {
+        "agrees with gold, where it decides": Proportion(decided.count("first"), len(decided)),
+        "ties": Proportion(judged.count("tie"), len(judged)),
+        "not judged": Proportion(len(winners) - len(judged), len(winners)),
+    }

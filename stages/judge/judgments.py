@@ -1,0 +1,218 @@
+"""Judgments of a language model: each question is asked once, and its answer is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from itertools import combinations
+from typing import Any
+
+from ...schemas.json_codec import digest
+from ...schemas.rows import Text
+from ...schemas.samples import KEY_LENGTH, OpenSampler, Refused, Sample, Sampling, Wanted
+from ..storage.answers import Answers
+from .judge_template import JudgeTemplate
+from .verdicts import SAME, Compared, Verdict, Winner, score_in, verdict_in
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A sample that is judged."""
+
+    prompt_key: str
+    number: int
+    prompt: Text
+    text: str
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question to the judge: a prompt, and one answer to it or two in their order."""
+
+    prompt_key: str
+    prompt: Text
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LanguageJudge:
+    """What a judge is asked, and how its answers are named and read."""
+
+    template: JudgeTemplate
+    identity: Mapping[str, str]
+    sampling: Sampling
+
+    def key(self, asked: Asked) -> str:
+        """Names a judgment by all that it follows from."""
+        parts = [
+            *("judgment", asked.prompt_key, [digest(text) for text in asked.texts]),
+            *(self.template.digest, asdict(self.sampling), dict(self.identity)),
+        ]
+        return digest(parts)[:KEY_LENGTH]
+
+    def keyed(self, questions: Iterable[Asked]) -> dict[str, Asked]:
+        """The questions by their keys; equal ones are one."""
+        return {self.key(asked): asked for asked in questions}
+
+    def ask(
+        self, opened: OpenSampler, questions: Mapping[str, Asked], answers: Answers
+    ) -> Iterator[Received]:
+        """Asks all of them; what comes back is durable before it is yielded."""
+        wanted: dict[str, Wanted] = {}
+        keys: dict[str, list[str]] = {}  # two questions may be one to the judge
+        for key, asked in questions.items():
+            prompt = self.template.filled(asked.prompt, asked.texts)
+            wanted[prompt.key] = Wanted(prompt, (0,))
+            keys.setdefault(prompt.key, []).append(key)
+        for group in opened.sample([*wanted.values()]):
+            given = [one for one in group if isinstance(one, Sample)]
+            answers.add({key: _kept(one) for one in given for key in keys[one.prompt]})
+            refused = [one for one in group if isinstance(one, Refused)]
+            yield Received(
+                new=sum(len(keys[one.prompt]) for one in given),
+                prompt_tokens=sum(one.prompt_tokens for one in given),
+                completion_tokens=sum(one.completion_tokens for one in given),
+                not_taken=[key for one in refused for key in keys[one.prompt]],
+            )
+
+    def read(self, keys: Collection[str], answers: Answers, not_taken: Collection[str]) -> Readings:
+        """What the answers say that are there; what was not taken has no verdict."""
+        read = score_in if self.template.kind == "rubric" else verdict_in
+        found = Readings(dict.fromkeys(not_taken), not_taken=len(not_taken))
+        for key, answer in answers.of(keys):
+            found.verdicts[key] = verdict = read(answer)
+            found.refusals += verdict is None
+            found.prompt_tokens += answer["prompt_tokens"]
+            found.completion_tokens += answer["completion_tokens"]
+        return found
+
+    def score(self, one: Candidate, readings: Readings) -> float | None:
+        """The score of a sample, from 1 to 10; None for a refusal."""
+        score = readings.verdicts[self.key(_alone(one))]
+        return float(score) if isinstance(score, int) else None
+
+    def compared(self, first: Candidate, second: Candidate, readings: Readings) -> Compared:
+        """What the judge said of two samples, in both orders."""
+        if first.text == second.text:
+            return SAME
+        forward, backward = (readings.verdicts[self.key(one)] for one in _both(first, second))
+        assert not isinstance(forward, int)
+        assert not isinstance(backward, int)
+        return Compared(forward, backward)
+
+
+@dataclass
+class Received:
+    """What came back of some questions."""
+
+    new: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    not_taken: list[str] = field(default_factory=list)  # questions, such as one that is too long
+
+    def add(self, other: Received) -> None:
+        """Adds what else came."""
+        for one in fields(self):
+            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
+
+
+@dataclass
+class Readings:
+    """Verdicts by the keys of their questions, None for a refusal, and what they cost."""
+
+    verdicts: dict[str, int | Verdict | None] = field(default_factory=dict)
+    refusals: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    not_taken: int = 0
+
+    def counts(self) -> dict[str, int]:
+        """The same for any order in which they were asked."""
+        return {
+            "judgments": len(self.verdicts) - self.not_taken,
+            "questions_not_taken": self.not_taken,
+            "refusals": self.refusals,
+            "judge_prompt_tokens": self.prompt_tokens,
+            "judge_completion_tokens": self.completion_tokens,
+        }
+
+
+def rubric_questions(candidates: Iterable[Candidate]) -> Iterator[Asked]:
+    """One for each sample."""
+    return map(_alone, candidates)
+
+
+def pairwise_questions(pairs: Iterable[tuple[Candidate, Candidate]]) -> Iterator[Asked]:
+    """Two for each pair, one in each order; none for equal texts."""
+    for first, second in pairs:
+        if first.text != second.text:
+            yield from _both(first, second)
+
+
+def pairs_within(
+    candidates: Iterable[Candidate], *, only_first: bool
+) -> Iterator[tuple[Candidate, Candidate]]:
+    """The samples of each prompt in pairs: all of them, or each with the first."""
+    groups: dict[str, dict[int, Candidate]] = {}
+    for one in candidates:
+        groups.setdefault(one.prompt_key, {})[one.number] = one
+    for group in groups.values():
+        ordered = [group[number] for number in sorted(group)]
+        if only_first:
+            yield from ((ordered[0], other) for other in ordered[1:])
+        else:
+            yield from combinations(ordered, 2)
+
+
+def pairs_against(
+    candidates: Iterable[Candidate], others: Iterable[Candidate]
+) -> Iterator[tuple[Candidate, Candidate]]:
+    """Each sample with the other one of the same prompt and number, where there is one."""
+    known = {(other.prompt_key, other.number): other for other in others}
+    ours = {(one.prompt_key, one.number): one for one in candidates}
+    return ((one, known[key]) for key, one in ours.items() if key in known)
+
+
+@dataclass
+class Standing:
+    """How often a sample was preferred."""
+
+    wins: int = 0
+    ties: int = 0
+    losses: int = 0
+
+    def add(self, winner: Winner, place: Winner) -> None:
+        """Adds a comparison in which the sample was the first or the second."""
+        if winner == "tie":
+            self.ties += 1
+        elif winner == place:
+            self.wins += 1
+        else:
+            self.losses += 1
+
+    @property
+    def score(self) -> float | None:
+        """The share of comparisons that it won, ties counted half; None without any."""
+        total = self.wins + self.ties + self.losses
+        return (self.wins + self.ties / 2) / total if total else None
+
+
+def _kept(sample: Sample) -> dict[str, Any]:
+    return {
+        "text": sample.text,
+        "finish": sample.finish,
+        "prompt_tokens": sample.prompt_tokens,
+        "completion_tokens": sample.completion_tokens,
+    }
+
+
+def _alone(one: Candidate) -> Asked:
+    return Asked(one.prompt_key, one.prompt, (one.text,))
+
+
+def _both(first: Candidate, second: Candidate) -> tuple[Asked, Asked]:
+    texts = first.text, second.text
+    return (
+        Asked(first.prompt_key, first.prompt, texts),
+        Asked(first.prompt_key, first.prompt, texts[::-1]),
+    )

@@ -1,0 +1,67 @@
+"""Reads the verdict at the end of a judge's answer; what is not exactly one is a refusal.
+
+The last line has to be `Score: N`, of 1 to 10, or `Verdict: A`, `Verdict: B` or `Verdict: tie`, and
+the word with its colon stands nowhere else in the answer. Nothing is guessed from other text, and
+an answer that was cut says nothing: `Score: 1` may have been the beginning of `Score: 10`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+Verdict: TypeAlias = Literal["A", "B", "tie"]
+Winner: TypeAlias = Literal["first", "second", "tie"]
+
+_SCORE = re.compile(r"Score: (10|[1-9])")
+_VERDICT = re.compile(r"Verdict: (A|B|tie)")
+_MENTION = {
+    _SCORE: re.compile(r"score\s*:", re.IGNORECASE),
+    _VERDICT: re.compile(r"verdict\s*:", re.IGNORECASE),
+}
+
+
+def score_in(answer: Mapping[str, Any]) -> int | None:
+    """The score from 1 to 10 that an answer ends with; None for a refusal."""
+    found = _last_line(answer, _SCORE)
+    return None if found is None else int(found)
+
+
+def verdict_in(answer: Mapping[str, Any]) -> Verdict | None:
+    """The verdict that an answer ends with; None for a refusal."""
+    found = _last_line(answer, _VERDICT)
+    return None if found is None else "A" if found == "A" else "B" if found == "B" else "tie"
+
+
+def _last_line(answer: Mapping[str, Any], form: re.Pattern[str]) -> str | None:
+    text = answer["text"].rstrip()
+    found = form.fullmatch(text.rpartition("\n")[2].strip())
+    is_whole = answer["finish"] != "length" and len(_MENTION[form].findall(text)) == 1
+    return found[1] if found and is_whole else None
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What a judge said of two texts, in both orders."""
+
+    forward: Verdict | None  # the first text shown as A; None for a refusal
+    backward: Verdict | None  # the first text shown as B
+    was_asked: bool = True  # equal texts are a tie without a question
+
+    @property
+    def winner(self) -> Winner | None:
+        """The text that is preferred in both orders; a tie where they disagree."""
+        if self.forward is None or self.backward is None:
+            return None
+        both = (self.forward, self.backward)
+        return "first" if both == ("A", "B") else "second" if both == ("B", "A") else "tie"
+
+    @property
+    def flips(self) -> bool:
+        """Whether the place of the texts decided: the same letter was preferred in both orders."""
+        return self.forward == self.backward and self.forward in ("A", "B")
+
+
+SAME = Compared("tie", "tie", was_asked=False)

@@ -1,0 +1,88 @@
+"""The win rate of one set of judged samples, with a bootstrap interval over its prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...schemas.errors import UsageError
+
+if TYPE_CHECKING:
+    import polars as pl
+
+DRAWS = 2000
+OUTCOMES = ("wins", "ties", "losses")
+
+
+@dataclass(frozen=True)
+class WinRate:
+    """How often samples win, ties counted half, and where 95 of 100 drawn sets of prompts lie."""
+
+    rate: float
+    low: float
+    high: float
+    ties: float  # the share of comparisons without a winner
+    n: int  # comparisons
+    unjudged: int  # comparisons that the judge refused, or that lack one side's sample
+
+
+def win_rate(ours: pl.DataFrame, theirs: pl.DataFrame | None = None, *, seed: int = 0) -> WinRate:
+    """The win rate of judged samples.
+
+    Against `theirs`, scores of the same prompt and number are compared; without them, `ours` were
+    compared by the judge itself, and their wins, ties and losses are counted.
+    """
+    prompts, outcomes, unjudged = _counted(ours) if theirs is None else _compared(ours, theirs)
+    comparisons = outcomes.sum(axis=1)
+    if not comparisons.sum():
+        raise UsageError(
+            "There is no judged comparison to make a win rate of. Judge both with the same judge, "
+            "or one with judge.against and pairwise."
+        )
+    points = outcomes @ np.array([1.0, 0.5, 0.0])
+    _, groups = np.unique(prompts, return_inverse=True)
+    won, of = np.bincount(groups, points), np.bincount(groups, comparisons)
+    low, high = _interval(won[of > 0], of[of > 0], seed)
+    total = int(comparisons.sum())
+    ties = float(outcomes[:, 1].sum() / total)
+    return WinRate(float(points.sum() / total), low, high, ties, total, unjudged)
+
+
+def _counted(ours: pl.DataFrame) -> tuple[NDArray[Any], NDArray[np.int64], int]:
+    """The prompt of each sample, its wins, ties and losses, and how many samples have none."""
+    if missing := [name for name in OUTCOMES if name not in ours.columns]:
+        raise UsageError(
+            f"The judged samples have no column {missing[0]!r}: they were not judged pairwise. "
+            "Give the judged samples to compare them with."
+        )
+    columns = [ours[name].fill_null(0).to_numpy() for name in OUTCOMES]
+    outcomes = np.stack(columns, axis=1).astype(np.int64)
+    return ours["prompt_key"].to_numpy(), outcomes, int((outcomes.sum(axis=1) == 0).sum())
+
+
+def _compared(
+    ours: pl.DataFrame, theirs: pl.DataFrame
+) -> tuple[NDArray[Any], NDArray[np.int64], int]:
+    """The prompt and the outcome of each pair of samples, and how many pairs have none."""
+    first, second = _scores(ours.iter_rows(named=True)), _scores(theirs.iter_rows(named=True))
+    both = [key for key in first if first[key] is not None and second.get(key) is not None]
+    gaps = np.array([first[key] - second[key] for key in both], np.float64)  # type: ignore[operator]
+    outcomes = np.stack([gaps > 0, gaps == 0, gaps < 0], axis=1).astype(np.int64)
+    return np.array([key[0] for key in both]), outcomes, len(first.keys() | second) - len(both)
+
+
+def _scores(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int], float | None]:
+    return {(row["prompt_key"], row["number"]): row["score"] for row in rows}
+
+
+def _interval(won: NDArray[Any], of: NDArray[Any], seed: int) -> tuple[float, float]:
+    """The middle 95 % of the rates of prompts drawn with replacement, as many as there are."""
+    random = np.random.default_rng(seed)
+    drawn = (random.integers(len(won), size=len(won)) for _ in range(DRAWS))
+    rates = [float(won[chosen].sum() / of[chosen].sum()) for chosen in drawn]
+    low, high = np.quantile(rates, [0.025, 0.975])
+    return float(low), float(high)

@@ -1,0 +1,70 @@
+"""A reward model judges samples as `align score` scores them, and scores nothing twice."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+from align.stages.storage.tables import TableFolder, read_table
+from support.command import align
+from support.sample_tables import sample_table
+
+TEXTS = {"Say yes. ": ["Yes.", "No.", "Yes.", " "], "And now? ": ["Well.", "Sure."]}
+
+
+@pytest.fixture(scope="module")
+def drawn_reward(world, tmp_path_factory):
+    """A model with a drawn head."""
+    folder = tmp_path_factory.mktemp("reward") / "model"
+    tokenizer = AutoTokenizer.from_pretrained(world.model)
+    config = AutoConfig.from_pretrained(world.model)
+    config.num_labels, config.pad_token_id = 1, tokenizer.pad_token_id
+    torch.manual_seed(0)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def judged(folder, samples, model):
+    options = ("--by", "reward", "--reward-model", model, "--output", folder, "--no-mlflow")
+    answer = align("judge", samples, *options)
+    assert answer.code == 0, answer
+    return answer, read_table(TableFolder.at(str(folder), "judged"))[1].rows(named=True)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_scores_are_those_of_the_model_itself(drawn_reward, tmp_path, chat):
+    samples = sample_table(tmp_path / "s", TEXTS, chat=chat)
+    _, rows = judged(tmp_path / "out", samples, drawn_reward)
+    model = AutoModelForSequenceClassification.from_pretrained(drawn_reward).eval()
+    tokenizer = AutoTokenizer.from_pretrained(drawn_reward)
+    for row in rows:
+        if row["number"] == 3:
+            assert row["score"] is None  # it is blank
+            continue
+        with torch.no_grad():
+            wanted = model(torch.tensor([ids_of(tokenizer, row)])).logits.item()
+        assert row["score"] == pytest.approx(wanted, abs=1e-4)
+    assert rows[0]["score"] == rows[2]["score"] != rows[1]["score"]
+
+
+def ids_of(tokenizer, row):
+    """The text as a person would tokenize it, with one EOS at its end."""
+    if isinstance(row["prompt"], str):
+        return [*tokenizer(row["prompt"] + row["completion"]).input_ids, tokenizer.eos_token_id]
+    messages = [*row["prompt"], *row["completion"]]
+    ids = tokenizer.apply_chat_template(messages, return_dict=False)
+    return ids[: len(ids) - ids[::-1].index(tokenizer.eos_token_id)]
+
+
+def test_grown_samples_have_only_new_ones_scored(drawn_reward, tmp_path):
+    first = sample_table(tmp_path / "s", TEXTS)
+    grown = {prompt: [*texts, "More."] for prompt, texts in reversed(TEXTS.items())}
+    second = sample_table(tmp_path / "t", grown)
+    answer, _ = judged(tmp_path / "out", first, drawn_reward)
+    assert "4 judgments made, 0 known before" in answer.out
+    answer, rows = judged(tmp_path / "out", second, drawn_reward)
+    assert "2 judgments made, 4 known before" in answer.out
+    answer, _ = judged(tmp_path / "out", second, drawn_reward)
+    assert "0 judgments made" in answer.out
+    _, fresh = judged(tmp_path / "fresh", second, drawn_reward)
+    assert rows == fresh
