@@ -147,7 +147,7 @@ READS: dict[str, tuple[str, ...]] = {
         *("tokens", "scoring", "server", "judge", "rewards.model", "objects"),
         *_RECORDED,
     ),
-    "select": ("select",),
+    "select": ("data.map", "data.max_bad_frac", "select", "objects"),
     "verify": (
         *("model.device", "model.device_map", "model.offload_folder"),
         *("model.trust_remote_code", "objects"),
@@ -285,6 +285,8 @@ SELECT_FLAGS = {
     "--max-length-ratio": "select.max_length_ratio",
     "--keep-cut": "select.keep_cut",
     "--output": "select.output",
+    "--map": "data.map",
+    "--max-bad-frac": "data.max_bad_frac",
 }
 ROUNDS_FLAGS = {
     "--output": "rounds.output",

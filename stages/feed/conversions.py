@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from ...schemas.cache import StoredKind
 from ...schemas.methods import RowKind
 from ...schemas.rows import Role, joined_ranges, offsets_of
+from ...schemas.score_gaps import ROUNDINGS, further_apart, precision
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,7 @@ def pairs(own: Own, rules: ScoreRules) -> Own:
         every = np.arange(len(own.places))
         behind = own.offsets[1:][own.row_of] - every - 1
         better, worse = np.repeat(every, behind), joined_ranges(every + 1, behind)
-    both = np.stack([own.scores[better], own.scores[worse]])
-    size = np.maximum(np.abs(both).max(axis=0), rules.min_gap)
-    slack = _ROUNDINGS * size * _precision(both).max(axis=0)
-    far = both[0] - both[1] - rules.min_gap > slack
+    far = further_apart(own.scores[better], own.scores[worse], rules.min_gap)
     better, worse = better[far], worse[far]
     branches = np.column_stack([better, worse]).ravel()
     return Own(
@@ -152,9 +150,6 @@ def unchanged(own: Own, _: ScoreRules) -> Own:
     return own
 
 
-# Two scores, their difference and the gap are each rounded once.
-_ROUNDINGS = 4
-
 # A kind of data that a kind of method can read is one more line here, and one in notes.py.
 CONVERSIONS: dict[RowKind, dict[StoredKind, Callable[[Own, ScoreRules], Own]]] = {
     "paired": {StoredKind.PAIRED: unchanged, StoredKind.SCORED: pairs},
@@ -204,16 +199,9 @@ def _slack_of_rows(own: Own) -> NDArray[np.float64]:
     starts = own.offsets[:-1]
     sizes = np.maximum.reduceat(np.abs(own.scores), starts)
     slack: NDArray[np.float64] = np.asarray(
-        (_ROUNDINGS + own.counts) * sizes * np.maximum.reduceat(_precision(own.scores), starts)
+        (ROUNDINGS + own.counts) * sizes * np.maximum.reduceat(precision(own.scores), starts)
     )
     return slack
-
-
-def _precision(scores: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The relative precision that each score may have been rounded to."""
-    with np.errstate(over="ignore"):
-        is_single = (scores.astype(np.float32) == scores) & (scores.round(6) != scores)
-    return np.where(is_single, np.finfo(np.float32).eps, np.finfo(np.float64).eps)
 
 
 Threshold: TypeAlias = Literal["mean", "median"] | float

@@ -1,0 +1,110 @@
+"""Reads what is judged or selected from: a table of align, or a plain file with completions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+
+import polars as pl
+
+from ..schemas.config import Config
+from ..schemas.errors import BadDataError, UsageError, counted
+from ..schemas.rows import Record, Rejected
+from ..schemas.table_manifest import TableKind
+from ..stages.data.data_schema import Shape, common_shape
+from ..stages.data.decode_rows import parse_chunk
+from ..stages.data.file_formats import FORMATS
+from ..stages.data.foreign_rows import Foreign, foreign_layout
+from ..stages.data.input_files import (
+    InputFile,
+    column_names,
+    digested,
+    iter_chunks,
+    open_inputs,
+    require_unchanged,
+)
+from ..stages.select.plain_rows import samples_of
+from ..stages.storage.objects import location
+from ..stages.storage.tables import TableFolder, read_table
+from .object_inputs import with_local_inputs
+
+
+@dataclass(frozen=True)
+class TableInput:
+    """A table, the digest of what it was read from, and how many rows could not be read."""
+
+    table: pl.DataFrame
+    made_from: dict[str, str]
+    unusable: int = 0
+
+
+def read_input(config: Config, named: str, kind: TableKind) -> TableInput:
+    """The table in a folder of align, or the completions of a plain file."""
+    folder = _folder_of(named, kind)
+    if folder.manifest.is_file() or PurePosixPath(named).suffix.lower() not in FORMATS:
+        manifest, table = read_table(folder)
+        return TableInput(table, {kind: manifest.root})
+    local = with_local_inputs(replace(config, data=replace(config.data, files=[named])))
+    (file,) = open_inputs(local.data.files)
+    return _read_plain(local, file, named, kind)
+
+
+def _folder_of(named: str, kind: TableKind) -> TableFolder:
+    """The folder that is named, or the one that the named table lies in."""
+    folder, root = TableFolder.at(named, kind), location(named)
+    return replace(folder, root=root.parent) if root.name == folder.file.name else folder
+
+
+def _read_plain(config: Config, file: InputFile, named: str, kind: TableKind) -> TableInput:
+    before = digested(file)
+    rows = _Rows(file, _reader(config, file, named, kind))
+    table = samples_of(rows.records())
+    require_unchanged([file], [before])
+    if len(rows.rejected) > config.data.max_bad_frac * rows.read:
+        raise BadDataError(_too_many(rows, named, config.data.max_bad_frac))
+    return TableInput(table, {"data": before.sha256}, len(rows.rejected))
+
+
+def _reader(config: Config, file: InputFile, named: str, kind: TableKind) -> Shape | Foreign:
+    renamed = config.data.map
+    layout = foreign_layout(column_names(file), renamed)
+    shape = layout or common_shape([file], renamed)
+    if isinstance(shape, Shape) and shape.kind in ("paired", "unpaired"):
+        raise UsageError(
+            f"{named} holds {shape.kind} rows: nothing is left to judge or to select. Give it to "
+            "align precompute-ref."
+        )
+    return shape
+
+
+class _Rows:
+    """The rows of a file, counted while they are read."""
+
+    def __init__(self, file: InputFile, reader: Shape | Foreign) -> None:
+        self._file, self._reader = file, reader
+        self.read = 0
+        self.rejected: list[Rejected] = []
+
+    def records(self) -> Iterator[Record]:
+        """Those that can be used."""
+        reader = self._reader
+        for chunk in iter_chunks([self._file], reader.columns):
+            if isinstance(reader, Foreign):
+                records, bad = reader.parse(chunk)
+            else:
+                records, bad = parse_chunk(chunk, reader)
+            self.read += len(chunk)
+            self.rejected += bad
+            yield from records
+
+
+def _too_many(rows: _Rows, named: str, allowed: float) -> str:
+    reasons = Counter(row.reason for row in rows.rejected).most_common()
+    said = ", ".join(f"{count:,} {reason}" for reason, count in reasons)
+    first = rows.rejected[0]
+    return (
+        f"{named}: {len(rows.rejected):,} of {counted(rows.read, 'rows')} cannot be used ({said}); "
+        f"--max-bad-frac allows {allowed:g}. The first is row {first.row}: {first.detail}."
+    )
