@@ -327,6 +327,18 @@ def test_one_command_at_a_time_judges_in_a_folder(tmp_path, judged):
         judged(samples, StubJudge(), by="rubric")
 
 
+def test_judged_samples_may_be_in_a_store(tmp_path, bucket):
+    samples = sample_table(tmp_path / "s", TEXTS)
+    asked = JudgeOptions(output=str(bucket / "judged"), by="rubric")
+    config = Config(judge=asked, tracking=TrackingOptions(mlflow=False))
+    stub = StubJudge()
+    for new in (5, 0):
+        result = judge(config, samples, progress=NoProgress(), sampler=stub)
+        assert (result.new, len(stub.asked)) == (new, 5)
+    _, table = read_table(TableFolder.at(str(bucket / "judged"), "judged"))
+    assert table["score"].to_list() == [7.0, 3.0, 9.0, 2.0, 2.0, 5.0]
+
+
 def test_a_command_names_its_judge(tmp_path):
     samples = sample_table(tmp_path / "s", TEXTS)
     out = ("--output", tmp_path / "out", "--no-mlflow")
