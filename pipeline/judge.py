@@ -53,7 +53,7 @@ def judge(
         return JudgeResult(call.folder.root, manifest, 0, known, share)
     call.folder.prepare()
     with _working(config, call.folder, share) as run:
-        work = Work(_answers(config, call.folder), call.folder.local, run, progress, share)
+        work = Work(_answers(config, call.folder), run, progress, share)
         judged = call.judged(work)
         manifest = None
         if judged.found is not None:
@@ -113,7 +113,7 @@ def calibrate(
     folder = TableFolder.at(config.judge.output, "judged")
     folder.prepare()
     with _working(config, folder, None) as run:
-        work = Work(_answers(config, folder), folder.local, run, progress)
+        work = Work(_answers(config, folder), run, progress)
         if model and config.judge.by == "pairwise":
             compared = compare(model, pairs.pairs, work)
             shares = of_comparisons([one for *_, one in compared.found or ()])
