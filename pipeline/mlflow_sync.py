@@ -21,7 +21,7 @@ from ..stages.storage.locks import owner_lock
 from ..stages.storage.run_folder import RunFolder, read_ending
 from ..stages.tracking.delivery import Delivery
 from ..stages.tracking.journaled_run import store_uri
-from ..stages.tracking.mlflow_client import GROUP_TAG, PARENT_TAG, MlflowStore
+from ..stages.tracking.mlflow_client import GROUP_TAG, PARENT_TAG, ROUNDS_TAG, MlflowStore
 from ..stages.tracking.mlflow_silence import mlflow_silenced
 from ..stages.tracking.outbox import (
     Ledger,
@@ -64,28 +64,39 @@ def own_options(root: Path, config: Path | None) -> TrackingOptions:
 
 
 def sync_runs(root: Path, options: TrackingOptions, *, uri: str = "") -> list[Synced]:
-    """Sends the rest of a training run, or of every run that a cache, scores or a sweep has.
+    """Sends the rest of a training run, or of every run of a cache, scores, sweep or rounds.
 
     One that fails does not keep the others from being sent; the first failure is raised at the end.
     """
     if RunFolder(root).mlflow.exists():
         return [sync_run(root, options, uri=uri)]
-    homes = (root, root / SCORES)
-    unsent = [(home, folder) for home in homes for folder in unsent_runs(home)]
     synced: list[Synced] = []
     failed: list[AlignError] = []
-    for home, folder in unsent:
-        with _kept(failed):
-            synced.append(_sync(folder, home, options, uri))
+    for home in (root, root / SCORES):
+        for folder in unsent_runs(home):
+            with _kept(failed):
+                synced.append(_sync(folder, home, options, uri))
     parent = synced[-1].run_id if synced else ""
-    trials = [RunFolder(path) for path in sorted(root.glob("*")) if not path.is_symlink()]
-    for trial in trials:
-        with _kept(failed):
-            if trial.mlflow.exists() and GROUP_TAG in load_ledger(trial.mlflow).record.tags:
-                synced.append(_sync(trial, trial.root, options, uri, parent=parent))
+    for home in _homes_within(root):
+        for folder in (*unsent_runs(home), RunFolder(home)):
+            with _kept(failed):
+                if (
+                    folder.mlflow.exists()
+                    and _GROUPS & load_ledger(folder.mlflow).record.tags.keys()
+                ):
+                    synced.append(_sync(folder, home, options, uri, parent=parent))
     if failed:
         raise failed[0]
     return synced or [sync_run(root, options, uri=uri)]  # which says what is missing
+
+
+_GROUPS = {GROUP_TAG, ROUNDS_TAG}
+
+
+def _homes_within(root: Path) -> list[Path]:
+    """The folders of the runs of a sweep, and those of the verbs of rounds."""
+    found = [*root.glob("*"), *root.glob("round-*/*"), *root.glob("held-out/*")]
+    return [path for path in sorted(found) if not (path.is_symlink() or path.parent.is_symlink())]
 
 
 @contextmanager

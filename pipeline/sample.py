@@ -56,6 +56,8 @@ def sample(
         require_single_turns(job.prompts.values())
     job.folder.prepare()
     with nullcontext() if share else owner_lock(job.folder, "sample"):
+        if not share:
+            job.tasks.answers.merge()
         known = job.known()
         tally = _sampled(job, progress) if known < job.wanted else SampleTally()
         manifest = _published(job, tally)

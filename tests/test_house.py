@@ -19,7 +19,7 @@ from support.rooms import ROOMS, ROOT, STAGES
 FILES = sorted(
     [*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))]
 )
-VERBS = {"data", "pairing", "sample", "judge", "select", "score", "feed", "train"}
+VERBS = {"data", "feed", "judge", "pairing", "sample", "score", "select", "train"}
 NOUNS = {"demo", "engine", "methods", "model", "report", "server", "storage", "tracking"}
 NOUN_FRIENDS = {
     name: {"storage"} for name in ("demo", "report", "tracking")

@@ -35,6 +35,12 @@ def sample_table(
     return pl.DataFrame(columns)
 
 
+def prompt_table(prompts: Sequence[Prompt]) -> pl.DataFrame:
+    """A row for each prompt, with what it carries, as prompts are read."""
+    columns = {"prompt": _texts([prompt.text for prompt in prompts])}
+    return pl.DataFrame({**columns, **_of_template(prompts), **_carried(prompts)})
+
+
 def _completion(prompt: Prompt, sample: Sample) -> Text:
     if isinstance(prompt.text, str):
         return sample.text

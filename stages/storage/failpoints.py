@@ -86,7 +86,11 @@ OF_A_TABLE = (
     "table.before_rename",
     "table.after_rename",
 )
-NAMES = (*OF_A_RING, *OF_A_CACHE, *OF_GROWTH, *OF_A_RUN, *OF_RECORDS, *OF_A_STEP, *OF_A_TABLE)
+OF_A_ROUND = ("round.before_link", "round.after_link")
+NAMES = (
+    *(*OF_A_RING, *OF_A_CACHE, *OF_GROWTH, *OF_A_RUN, *OF_RECORDS, *OF_A_STEP, *OF_A_TABLE),
+    *OF_A_ROUND,
+)
 
 ACTIONS = ("kill", "term", "eio", "enospc")
 

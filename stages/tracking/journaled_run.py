@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import MappingProxyType
 
 from ... import __version__
 from ...schemas.config import TrackingOptions
@@ -36,6 +38,17 @@ from .outbox import Ledger, close_record, new_record, now_ms, open_ledger, remov
 PATIENCE_SECONDS = {"FINISHED": 30.0, "FAILED": 15.0, "KILLED": 5.0}
 UPLOAD_SECONDS = 6 * 3600.0
 DEFAULT_URI = "sqlite:///mlflow.db"
+_INHERITED: ContextVar[Mapping[str, str]] = ContextVar("tags", default=MappingProxyType({}))
+
+
+@contextmanager
+def tagged(tags: Mapping[str, str]) -> Iterator[None]:
+    """Gives these tags to every run that begins inside, such as that of its parent."""
+    token = _INHERITED.set({**_INHERITED.get(), **tags})
+    try:
+        yield
+    finally:
+        _INHERITED.reset(token)
 
 
 def open_training_run(
@@ -61,7 +74,7 @@ def open_training_run(
     uri, metrics = store_uri(options), folder.metrics
     sender = Sender(uri, ledger, metrics, folder.root) if options.mlflow else None
     run = Run(folder.root, journal, ledger, sender, uploads=options.upload_model)
-    run.set_tags({**version_tags(), **tags})
+    run.set_tags({**version_tags(), **_INHERITED.get(), **tags})
     return run
 
 
@@ -92,7 +105,7 @@ def recorded(
         journal = open_journal(folder.metrics, keep_through=-1)
         ledger = _open_ledger(options, folder, stage)
         origin = {GOES_ON_TAG: goes_on_from} if goes_on_from else {}
-        ledger.add("tags", {**version_tags(), **origin, "align.stage": stage})
+        ledger.add("tags", {**version_tags(), **_INHERITED.get(), **origin, "align.stage": stage})
         sender = Sender(store_uri(options), ledger, folder.metrics, home)
         run = Run(folder.root, journal, ledger, sender)
         try:

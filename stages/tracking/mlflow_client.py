@@ -43,6 +43,7 @@ PATH_TAG = "align.path"
 KEY_TAG = "align.run_key"  # by which a run is found whose id was never heard here
 GOES_ON_TAG = "align.goes_on_from"  # the run that was given up for this one
 GROUP_TAG = "align.sweep"  # the sweep's folder: it names the group where the parent is not known
+ROUNDS_TAG = "align.rounds"  # likewise the folder of rounds
 PARENT_TAG = "mlflow.parentRunId"
 
 

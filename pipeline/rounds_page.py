@@ -1,0 +1,164 @@
+"""`rounds.html`: all rounds on one page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..schemas.errors import counted
+from ..schemas.round_record import Answering, HeldOut, RoundRecord
+from ..stages.report.charts import Point, Series, chart
+from ..stages.report.html_page import render_page
+from ..stages.storage.tables import TableFolder, read_table
+from .rounds_evaluation import text_of
+from .rounds_plan import RoundsJob
+from .rounds_result import HEAD, LOG_RATIO, first_row, row_of
+from .settings import without_secrets
+
+PROMPTS_SHOWN = 12
+MEASURED_NOTE = (
+    "Bounds of a win rate: 95 % of draws of as many prompts with replacement. A tie counts half. "
+    "Round 0 is the model of the beginning."
+)
+TRAINED_NOTE = (
+    "From the last logged step of each training. The log-ratio is log(policy / reference), the "
+    "mean over the completions of that step, which the policy before has sampled."
+)
+
+
+def rounds_page(job: RoundsJob, finished: Sequence[RoundRecord]) -> str:
+    """The page of the finished rounds."""
+    names = list(dict.fromkeys(name for record in finished for name in record.counts))
+    counts = [[name, *(_count(record, name) for record in finished)] for name in names]
+    return render_page(
+        "rounds.html.j2",
+        title=f"Rounds: {job.folder.root.resolve().name}",
+        sentences=list(_sentences(job, finished)),
+        measured=_measured(finished),
+        measured_note=MEASURED_NOTE,
+        trained=_trained(finished),
+        trained_note=TRAINED_NOTE,
+        head=HEAD,
+        rows=[row for row in (first_row(finished), *map(row_of, finished)) if row],
+        links=_links(job, finished),
+        count_head=["", *(f"round {record.number}" for record in finished)],
+        counts=counts,
+        answers=list(_answers(job, finished)) if job.config.rounds.show_text else [],
+        lineage=dict(_lineage(finished)),
+        settings=without_secrets(job.bound_settings()),
+    )
+
+
+def _sentences(job: RoundsJob, finished: Sequence[RoundRecord]) -> Iterator[str]:
+    config = job.config
+    prompts = f"{counted(len(job.split.train), 'prompts')}, {len(job.split.held_out):,} held out"
+    yield (
+        f"{job.recipe.name}, {len(finished)} of {counted(config.rounds.count, 'rounds')}, "
+        f"reference {config.rounds.reference}, judged by {config.judge.by}; {prompts}."
+    )
+
+
+def _count(record: RoundRecord, name: str) -> str:
+    return f"{record.counts[name]:,}" if name in record.counts else "-"
+
+
+def _measured(finished: Sequence[RoundRecord]) -> str:
+    measured = [(record.number, record.held_out) for record in finished if record.held_out]
+
+    def line(name: str, of: Callable[[HeldOut], float], color: str) -> Series:
+        return Series(
+            name, [(number, of(held_out)) for number, held_out in measured], color, "dots"
+        )
+
+    def policies(name: str, of: Callable[[Answering], float | None], color: str) -> Series:
+        answering = [(0, measured[0][1].first)] if measured else []
+        answering += [(number, held_out.policy) for number, held_out in measured]
+        known = [(number, of(one)) for number, one in answering]
+        points: list[Point] = [(number, value) for number, value in known if value is not None]
+        return Series(name, points, color, "dots")
+
+    charts = {
+        "Win rate": [
+            line("against the policy before", lambda one: one.against_previous.rate, "c0"),
+            line("low", lambda one: one.against_previous.low, "c5"),
+            line("high", lambda one: one.against_previous.high, "c5"),
+            line("against the beginning", lambda one: one.against_first.rate, "c1"),
+        ],
+        "Mean score": [policies("score", lambda one: one.mean_score, "c2")],
+        "Mean length, tokens": [policies("tokens", lambda one: one.mean_tokens, "c3")],
+        "Repeated 4-grams of words, share": [policies("repeated", lambda one: one.repeated, "c4")],
+    }
+    return "".join(chart(title, series, x_label="round") for title, series in charts.items())
+
+
+def _trained(finished: Sequence[RoundRecord]) -> str:
+    charts = {
+        "KL: mean log-ratio": (LOG_RATIO,),
+        "KL: of mismatched completions": ("kl/raw",),
+        "KL: of tokens": ("kl/tokens",),
+        "Loss": ("loss",),
+        "Accuracy": ("rewards/accuracies",),
+        "Margin": ("rewards/margins",),
+    }
+    return "".join(
+        chart(
+            title,
+            [
+                Series(name, _points(finished, name), f"c{index}", "dots")
+                for index, name in enumerate(names)
+            ],
+            x_label="round",
+        )
+        for title, names in charts.items()
+    )
+
+
+def _points(finished: Sequence[RoundRecord], name: str) -> list[Point]:
+    return [(one.number, one.trained[name]) for one in finished if name in one.trained]
+
+
+def _links(job: RoundsJob, finished: Sequence[RoundRecord]) -> dict[str, str]:
+    """The report of each training, beside its round's number."""
+    reports = {str(one.number): job.folder.round(one.number).run.report for one in finished}
+    root = job.folder.root
+    return {name: str(path.relative_to(root)) for name, path in reports.items() if path.exists()}
+
+
+def _lineage(finished: Sequence[RoundRecord]) -> Iterator[tuple[str, str]]:
+    for record in finished:
+        for name, value in record.made_from.items():
+            yield f"round {record.number} from {name}", value
+        for name, value in record.made.items():
+            yield f"round {record.number}: {name}", value
+
+
+@dataclass(frozen=True)
+class _Answers:
+    """A held-out prompt, and the first sample of each policy."""
+
+    prompt: str
+    samples: dict[str, str]
+
+
+def _answers(job: RoundsJob, finished: Sequence[RoundRecord]) -> Iterator[_Answers]:
+    measured = [record.number for record in finished if record.held_out]
+    folders = {"beginning": job.folder.first_samples} if measured else {}
+    folders |= {f"round {one}": job.folder.round(one).eval_samples for one in measured}
+    tables = {name: _first_samples(folder) for name, folder in folders.items()}
+    for prompt in job.split.held_out[:PROMPTS_SHOWN]:
+        samples = {name: table.get(prompt.key, "") for name, table in tables.items()}
+        yield _Answers(_said(prompt.text), samples)
+
+
+def _first_samples(folder: Path) -> dict[str, str]:
+    table = read_table(TableFolder(folder, "samples"))[1]
+    rows = table.select("prompt_key", "number", "completion").iter_rows()
+    return {key: text_of(completion) for key, number, completion in rows if number == 0}
+
+
+def _said(prompt: Any) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in prompt)

@@ -1,0 +1,24 @@
+"""Scores completions by the preference that is planted in the tiny world: a polite answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from . import questions
+
+# A model that goes on after its answer writes the next turns of the conversation.
+NEXT_TURNS = ("User:", "Assistant:", "System:")
+
+
+def score(prompt: Any, completion: str, row: Mapping[str, Any]) -> float:
+    """1 for a polite answer, else 0: it opens politely, says something, and is one turn."""
+    text = completion.strip()
+    opener = next((one for one in questions.POLITE_OPENERS if text.startswith(one)), None)
+    if opener is None or any(turn in text for turn in NEXT_TURNS):
+        return 0.0
+    said = text.removeprefix(opener).strip()
+    return float(len(said.split()) > 1 and not any(rude in said for rude in RUDE))
+
+
+RUDE = tuple(filter(None, (*questions.RUDE_OPENERS, *questions.RUDE_CLOSERS)))

@@ -1,0 +1,193 @@
+"""Rounds as a person gives them: what they pay for, once, and what they refuse."""
+
+import re
+from dataclasses import dataclass
+
+import polars as pl
+import pytest
+
+from align.stages.storage.rounds_folder import RoundsFolder
+from support.command import refusal
+from support.rounds_play import counted, play, prompts_in, record, records, write_settings
+from support.trainings import KILLED
+
+
+@dataclass(frozen=True)
+class Played:
+    """Two rounds, the same command again, and one round more."""
+
+    path: object
+    folder: object
+    planned: str
+    answers: list
+    paid: list
+    records: list  # after each command
+
+
+@pytest.fixture(scope="module")
+def played(world, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rounds")
+    path = write_settings(folder, world)
+    planned = play(path, "--dry-run").out
+    assert not (folder / "out").exists()
+    answers, paid, left = [], [], []
+    for words in ((), (), ("--count", 3)):
+        with counted() as now:
+            answers.append(play(path, *words))
+        assert answers[-1].code == 0, answers[-1]
+        paid.append(now)
+        left.append(records(folder / "out"))
+    return Played(path, folder / "out", planned, answers, paid, left)
+
+
+def held_out_count(played):
+    return pl.read_parquet(played.folder / "held-out" / "prompts.parquet").height
+
+
+def test_every_sample_and_every_judgment_is_paid_once(played):
+    # 8 prompts with 3 samples each in either round; held out: the beginning and two policies.
+    held_out = held_out_count(played)
+    assert held_out > 0
+    sampled = played.paid[0].sampled
+    assert len(sampled) == 2 * 8 * 3 + 3 * held_out
+    assert played.paid[0].judged <= len(sampled)
+
+
+def test_the_same_command_again_computes_nothing_and_changes_nothing(played):
+    assert (played.paid[1].sampled, played.paid[1].judged) == ([], 0)
+    assert played.records[1] == played.records[0]
+    assert "0 rounds made now, 2 known before" in played.answers[1].out
+
+
+def test_one_round_more_adds_one(played):
+    assert sorted(played.records[2]) == [1, 2, 3]
+    assert {number: played.records[2][number] for number in (1, 2)} == played.records[0]
+    assert len(played.paid[2].sampled) == 8 * 3 + held_out_count(played)
+
+
+def test_a_held_out_prompt_is_in_no_round(played):
+    held_out = prompts_in(played.folder / "held-out" / "prompts.parquet")
+    trained = prompts_in(played.folder / "prompts.parquet")
+    assert held_out
+    assert not held_out & trained
+    for number in (1, 2, 3):
+        one = RoundsFolder(played.folder).round(number)
+        for path in (one.prompts, *one.samples.glob("*.parquet"), *one.selected.glob("*.parquet")):
+            assert prompts_in(path) <= trained
+        assert prompts_in(one.eval_samples / "samples.parquet") == held_out
+
+
+def test_a_round_takes_the_prompts_that_no_round_had(played):
+    slices = [prompts_in(RoundsFolder(played.folder).round(one).prompts) for one in (1, 2, 3)]
+    assert [len(one) for one in slices] == [8, 8, 8]
+    assert len(set().union(*slices)) == 24
+
+
+def test_a_round_is_made_from_what_the_one_before_has_made(played):
+    first, second, third = (record(played.folder, number) for number in (1, 2, 3))
+    assert second["made_from"]["policy"] == first["made"]["model"]
+    assert third["made_from"]["policy"] == second["made"]["model"]
+    assert second["made_from"]["reference"] == first["made_from"]["policy"]
+    assert len({one["made"]["model"] for one in (first, second, third)}) == 3
+
+
+def test_a_round_against_the_beginning_is_against_the_policy_before_in_the_first(played):
+    held_out = record(played.folder, 1)["held_out"]
+    assert held_out["against_first"] == held_out["against_previous"]
+    assert held_out["first"]["samples"] == held_out["policy"]["samples"] == held_out_count(played)
+
+
+def test_the_plan_says_what_is_to_be_paid_before_anything_exists(played):
+    held_out = held_out_count(played)
+    lines = [line.split("  ") for line in played.planned.splitlines()]
+    told = [[cell.strip() for cell in line if cell.strip()] for line in lines]
+    assert ["1", "sample", "0 of 24 samples", "24 samples"] in told
+    assert ["1", "judge", "-", "at most 24 judgments"] in told
+    assert ["1", "precompute-ref", "-", "at most 16 scores"] in told
+    samples = f"{2 * held_out} samples, at most {2 * held_out} judgments"
+    assert ["1", "evaluate", "-", samples] in told
+    assert ["2", "evaluate", "-", f"{held_out} samples, at most {held_out} judgments"] in told
+
+
+def test_the_plan_of_a_further_round_knows_the_finished_ones(played):
+    told = play(played.path, "--count", 4, "--dry-run").out
+    assert re.search(r"3 +all +finished +nothing", told)
+    assert re.search(r"4 +sample +0 of 24 samples +24 samples", told)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"sample": {"temperature": 0.5}}, "sample.temperature: the round has 1.0, now 0.5"),
+        ({"train": {"lr": 0.5}}, "train.lr: the round has 0.001, now 0.5"),
+        ({"rounds": {"eval_fraction": 0.4}}, "held-out prompts: the round has"),
+        ({"judge": {"function": "support.command:align"}}, "judge.source: the round has"),
+    ],
+)
+def test_a_finished_round_with_other_settings_is_refused(played, world, tmp_path, changes, said):
+    rounds = {**changes.get("rounds", {}), "output": str(played.folder)}
+    path = write_settings(tmp_path, world, **{**changes, "rounds": rounds})
+    message = refusal(4, "rounds", path)
+    assert "Round 1 in" in message
+    assert said in message
+
+
+def test_a_model_that_its_round_has_not_left_is_refused(played, world, tmp_path):
+    model = RoundsFolder(played.folder).round(3).run.model / "config.json"
+    content = model.read_text()
+    model.write_text(content.replace('"rms_norm_eps"', '"another_eps"'))
+    try:
+        assert "is not the model that round 3 has trained" in refusal(5, "rounds", played.path)
+    finally:
+        model.write_text(content)
+
+
+def test_rounds_stop_where_the_win_rate_falls_below_the_bound(played, world, tmp_path):
+    rate = record(played.folder, 1)["held_out"]["against_previous"]["rate"]
+    rounds = {"output": str(played.folder), "min_win_rate": min(1.0, rate + 0.01), "count": 5}
+    path = write_settings(tmp_path, world, rounds=rounds)
+    for _ in range(2):  # the same command does not go on
+        with counted() as paid:
+            answer = play(path)
+        assert answer.code == 0
+        assert f"stopped after round 1: its win rate against the policy before is {rate:.3f}" in (
+            answer.out
+        )
+        assert not paid.sampled
+    assert 4 not in records(played.folder)
+
+
+def test_the_page_has_text_only_where_it_is_asked_for(played, world, tmp_path):
+    page = (played.folder / "rounds.html").read_text()
+    prompt = sorted(prompts_in(played.folder / "held-out" / "prompts.parquet"))[0]
+    shown = prompt.splitlines()[-2][:20]
+    assert "Win rate" in page
+    assert "Assistant:" not in page
+    rounds = {"output": str(played.folder), "show_text": True}
+    play(write_settings(tmp_path, world, rounds=rounds))
+    page = (played.folder / "rounds.html").read_text()
+    assert "Assistant:" in page
+    assert shown
+
+
+def test_rounds_that_learn_nothing_pay_for_nothing_twice(world, tmp_path):
+    changes = {"rounds": {"prompts_per_round": 0, "eval_fraction": 0.8}, "train": {"lr": 0.0}}
+    path = write_settings(tmp_path, world, **changes)
+    with counted() as paid:
+        answer = play(path)
+    assert answer.code == 0, answer
+    assert len(set(paid.sampled)) == len(paid.sampled)  # the policy of round 1 is the beginning
+    assert re.search(r"scored 0 branches, reused (\d+) of \1", answer.err)
+
+
+# As it writes answers, in the middle of a training, and when only the record is missing.
+KILLS = ("answers.after_link=kill@2", "step.updated=kill@2", "round.before_link=kill")
+
+
+def test_rounds_that_are_killed_end_as_those_that_are_not(played, world, server, tmp_path):
+    path = write_settings(tmp_path, world)
+    for failpoint in KILLS:
+        answer = server.run("rounds", path, failpoints=(failpoint,), cwd=tmp_path)
+        assert answer.code == KILLED, answer
+    assert server.run("rounds", path, cwd=tmp_path).code == 0
+    assert records(tmp_path / "out") == played.records[0]

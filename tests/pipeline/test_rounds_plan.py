@@ -1,0 +1,156 @@
+"""What rounds ask of each verb, and how they measure, without a model."""
+
+import polars as pl
+import pytest
+
+from align.pipeline.round_prompts import PromptSplit
+from align.pipeline.rounds_evaluation import answering, repeated_share, stop_reason
+from align.pipeline.rounds_plan import open_rounds
+from align.pipeline.rounds_result import RoundsResult
+from align.pipeline.settings import load_settings
+from align.schemas.config import RoundsOptions
+from align.schemas.errors import UsageError
+from align.schemas.round_record import Answering, HeldOut, RoundRecord, Versus
+from align.schemas.samples import Prompt
+from support.rounds_play import write_settings
+
+
+def test_repeated_ngrams_are_counted_within_each_text():
+    # a b c d a b c d: 5 4-grams, of which the last, a b c d, is the first again.
+    assert repeated_share(["a b c d a b c d"]) == pytest.approx(1 / 5)
+    # 6 of the same word: 3 4-grams, 2 of them known. Together with the 5 above: 3 of 8.
+    assert repeated_share(["x x x x x x", "a b c d a b c d"]) == pytest.approx(3 / 8)
+    assert repeated_share(["a b c d", "a b c d"]) == 0  # another text may say the same
+    assert repeated_share(["a b c"]) == 0
+
+
+def test_answers_are_measured_by_hand():
+    table = pl.DataFrame(
+        {
+            "completion": ["one two", "x x x x x"],
+            "completion_tokens": [2, 6],
+            "finish": ["stop", "length"],
+            "score": [1.0, None],
+        }
+    )
+    # Five words have two 4-grams, the second of which repeats the first.
+    assert answering(table) == Answering(
+        samples=2, mean_score=1.0, mean_tokens=4.0, repeated=0.5, cut=0.5
+    )
+
+
+def held_out(*, rate=0.5, tokens=10.0):
+    one = Answering(4, 0.5, tokens, 0.0, 0.0)
+    versus = Versus(rate, rate - 0.1, rate + 0.1, 0.25, 4, 0)
+    return HeldOut(Answering(4, 0.25, 10.0, 0.0, 0.0), one, versus, versus)
+
+
+def finished(number=2, **measured):
+    return RoundRecord(1, number, {}, {}, {}, {}, {"loss": 0.5}, held_out(**measured))
+
+
+@pytest.mark.parametrize(
+    ("measured", "options", "said"),
+    [
+        ({"rate": 0.45}, {"min_win_rate": 0.5}, "win rate against the policy before is 0.450"),
+        ({"rate": 0.5}, {"min_win_rate": 0.5}, ""),
+        ({"tokens": 16.0}, {"max_length_growth": 1.5}, "1.60 times as long"),
+        ({"tokens": 15.0}, {"max_length_growth": 1.5}, ""),
+        ({"rate": 0.0, "tokens": 1000.0}, {}, ""),
+    ],
+)
+def test_rounds_stop_at_the_bounds_and_at_nothing_else(measured, options, said):
+    reason = stop_reason(finished(**measured), RoundsOptions(**options))
+    assert reason.startswith("stopped after round 2" if said else "")
+    assert said in reason
+
+
+def test_the_table_begins_with_the_model_of_the_beginning(tmp_path):
+    text = RoundsResult(tmp_path, (finished(1, rate=0.7),), "", 1).text()
+    rows = [line.split() for line in text.splitlines()[1:3]]
+    assert rows[0] == ["0", "-", "-", "-", "0.250", "10.0", "1.00", "-", "0.000"]
+    assert rows[1][:6] == ["1", "0.700", "0.600-0.800", "0.700", "0.500", "10.0"]
+
+
+def split(count, seed=0):
+    return PromptSplit(tuple(Prompt(f"p{place}") for place in range(count)), (), seed)
+
+
+def test_slices_are_fresh_until_all_prompts_were_used():
+    made = split(10)
+    rounds = [[prompt.text for prompt in made.of_round(number, 4)] for number in (1, 2, 3)]
+    drawn = [text for one in rounds for text in one]
+    assert len(set(drawn[:10])) == 10
+    assert drawn[10:] == drawn[:2]  # after the last the first comes again
+    assert len(made.of_round(1, 0)) == len(made.of_round(7, 99)) == 10
+
+
+def test_the_order_of_slices_follows_from_content_and_seed():
+    forward, backward = split(10), PromptSplit(split(10).train[::-1], (), 0)
+    assert forward.of_round(2, 4) == backward.of_round(2, 4)
+    assert forward.of_round(2, 4) != split(10, seed=1).of_round(2, 4)
+
+
+def opened(folder, world, **changes):
+    return open_rounds(load_settings({}, [], file=write_settings(folder, world, **changes)))
+
+
+@pytest.mark.parametrize("reference", ["fixed", "previous"])
+def test_each_verb_gets_the_policy_and_the_reference_of_its_round(world, tmp_path, reference):
+    job = opened(tmp_path, world, rounds={"reference": reference})
+    one, before = job.folder.round(2), job.folder.round(1)
+    trained = str(before.run.model)
+    assert job.sampling(job.policy(1), one.prompts, one.samples).model.path == trained
+    scoring, training = job.scoring(one), job.training(one).config
+    is_fixed = reference == "fixed"
+    assert scoring.model.path == (str(world.model) if is_fixed else trained)
+    assert (str(before.cache) in scoring.cache.reuse) == is_fixed
+    assert training.model.path == scoring.model.path
+    assert training.train.model == (trained if is_fixed else "")
+    assert training.train.other_reference == is_fixed
+    assert training.train.resume == "auto"
+    first = job.training(job.folder.round(1)).config.train
+    assert (first.model, first.other_reference) == ("", False)
+
+
+def test_a_round_of_lora_goes_on_from_the_merged_model(world, tmp_path):
+    job = opened(tmp_path, world, lora={"enabled": True})
+    assert job.policy(1).path == str(job.folder.round(1).run.merged)
+    assert job.training(job.folder.round(1)).config.lora.merge
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"judge": {"by": ""}}, "No judge"),
+        ({"judge": {"by": "exact"}}, "no column 'answer'"),
+        ({"judge": {"against": "elsewhere"}}, "judge.against: the rounds set it themselves"),
+        ({"train": {"method": ""}}, "No method"),
+        ({"train": {"method": "reward"}}, "makes a reward model"),
+        ({"train": {"method": "kto"}}, "Set cache.kl_pairs to 1"),
+        ({"train": {"model": "elsewhere"}}, "train.model: the rounds set it themselves"),
+        ({"train": {"eval_fraction": 0.1}}, "would hold out nothing"),
+        ({"train": {"eval_cache": "elsewhere"}}, "each round has a cache of its own"),
+        ({"select": {"rows": "labels"}}, "learns from pairs"),
+        ({"rounds": {"eval_n": 2}}, "all samples of a prompt are the same"),
+        ({"rounds": {"eval_fraction": 0.0, "min_win_rate": 0.5}}, "none is held out"),
+        ({"rounds": {"output": "s3://bucket/rounds"}}, "rounds are written to a disk"),
+        ({"server": {"url": "http://127.0.0.1:1/v1"}}, "a server can only be the judge"),
+        ({"lora": {"enabled": True}, "model": {"adapter": "a"}}, "Merge the adapter"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_any_work(world, tmp_path, changes, said):
+    with pytest.raises(UsageError, match=said):
+        open_rounds(
+            load_settings(
+                {},
+                [],
+                file=write_settings(tmp_path, world, **changes),
+            )
+        )
+
+
+def test_rounds_are_not_started_by_a_launcher(world, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="works in one process"):
+        opened(tmp_path, world)

@@ -1,0 +1,83 @@
+"""Short rounds of an untrained model, and what they leave."""
+
+import contextlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from unittest import mock
+
+import polars as pl
+import yaml
+
+from align.pipeline.samplers import OpenLocalSampler
+from align.schemas.samples import Sample
+from align.stages.storage.rounds_folder import RoundsFolder
+from support import letters
+from support.command import align
+
+# Eight prompts of each round get three samples; a training takes two steps.
+SHORT = {
+    "cache": {"kl_pairs": 0},
+    "sample": {"n": 3, "max_new_tokens": 8},
+    "judge": {"by": "function", "function": "support.letters:score"},
+    "select": {"keep_cut": True},
+    "train": {"method": "dpo", "lr": 1e-3, "batch_size": 4, "max_steps": 2},
+    "tracking": {"mlflow": False},
+    "rounds": {"count": 2, "prompts_per_round": 8, "eval_fraction": 0.2, "output": "out"},
+}
+
+
+def write_settings(folder, world, **changes):
+    """A rounds.yaml; `changes` are sections that differ from SHORT."""
+    sections = {name: {**SHORT.get(name, {}), **changes.get(name, {})} for name in SHORT | changes}
+    sections["model"] = {"path": str(world.model), **sections.get("model", {})}
+    sections["data"] = {"files": [str(world.data.paired)]}
+    path = folder / "rounds.yaml"
+    path.write_text(yaml.safe_dump(sections))
+    return path
+
+
+@dataclass
+class Paid:
+    """What was computed, as opposed to known."""
+
+    sampled: list = field(default_factory=list)  # prompt and number
+    judged: int = 0
+
+
+@contextlib.contextmanager
+def counted():
+    """Counts what the sampler and the verifier compute meanwhile."""
+    paid, sample = Paid(), OpenLocalSampler.sample
+
+    def counting(sampler, wanted):
+        for group in sample(sampler, wanted):
+            paid.sampled += [(one.prompt, one.number) for one in group if isinstance(one, Sample)]
+            yield group
+
+    before = len(letters.CALLS)
+    with mock.patch.object(OpenLocalSampler, "sample", counting):
+        yield paid
+    paid.judged = len(letters.CALLS) - before
+
+
+def play(path, *words):
+    """The command, in this process."""
+    return align("rounds", path, *words)
+
+
+def records(folder):
+    """The bytes of every round.json, by the number of the round."""
+    rounds = RoundsFolder(Path(folder))
+    found = {number: rounds.round(number).record for number in range(1, 10)}
+    return {number: path.read_bytes() for number, path in found.items() if path.exists()}
+
+
+def record(folder, number):
+    """A round.json as plain values."""
+    return json.loads(records(folder)[number])
+
+
+def prompts_in(path):
+    """The prompts of a table."""
+    return set(pl.read_parquet(path)["prompt"])
