@@ -381,6 +381,17 @@ def test_a_table_in_a_store_gives_the_rows_of_one_on_a_disk(bucket, here):
     )
     assert in_store[0] == on_disk[0]
     assert in_store[1].equals(on_disk[1])
+    over = refusal(2, "select", f"{bucket}/judged", "--output", f"{bucket}/judged")
+    assert "holds judged, not selected" in over
+    assert read_table(TableFolder.at(f"{bucket}/judged", "judged"))[1].equals(table)
+
+
+def test_a_damaged_manifest_is_written_anew(here):
+    judged("judged", table_of(["a"]))
+    before, _ = selected("judged")
+    Path("align-selected/_manifest.json").write_text("{")
+    after, _ = selected("judged")
+    assert after.equals(before)
 
 
 # Rows, how many branches each has with its mismatched ones, and what the first step begins with:
