@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..schemas.config import Config
 from ..schemas.errors import CorruptionError, UsageError, counted
 from ..schemas.samples import Sampler
-from ..schemas.tables import TableManifest
+from ..schemas.table_manifest import TableManifest
 from ..stages.judge.calibration import Calibration, of_comparisons, of_scores
 from ..stages.judge.judged_rows import (
     SampleRows,
