@@ -3,15 +3,19 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import polars as pl
 import pytest
 
+from align.pipeline.object_inputs import with_local_inputs
+from align.schemas.config import Config
 from align.schemas.samples import Prompt
 from align.stages.data.data_schema import common_shape
 from align.stages.data.decode_rows import parse_chunk
 from align.stages.data.input_files import iter_chunks, open_inputs
+from align.stages.storage import objects
 from align.stages.storage.fs import sha256_of
 from align.stages.storage.tables import TableFolder, read_table
 from support.command import align, refusal
@@ -381,9 +385,19 @@ def test_a_table_in_a_store_gives_the_rows_of_one_on_a_disk(bucket, here):
     )
     assert in_store[0] == on_disk[0]
     assert in_store[1].equals(on_disk[1])
+    data = replace(Config().data, files=[f"{bucket}/selected"])
+    (copied,) = with_local_inputs(replace(Config(), data=data)).data.files
+    assert records_of(copied) == records_of("align-selected")
     over = refusal(2, "select", f"{bucket}/judged", "--output", f"{bucket}/judged")
     assert "holds judged, not selected" in over
     assert read_table(TableFolder.at(f"{bucket}/judged", "judged"))[1].equals(table)
+
+
+def test_scored_rows_in_a_store_are_selected_from(bucket, here):
+    write_lines("scored.jsonl", SCORED)
+    objects.put(bucket / "data" / "scored.jsonl", Path("scored.jsonl"))
+    expected, _ = selected("scored.jsonl")
+    assert selected(f"{bucket}/data/scored.jsonl")[0].equals(expected)
 
 
 def test_a_damaged_manifest_is_written_anew(here):
