@@ -8,6 +8,7 @@ from pathlib import Path
 
 import polars as pl
 import pytest
+from datasets import Dataset
 
 from align.pipeline.object_inputs import with_local_inputs
 from align.schemas.config import Config
@@ -437,3 +438,23 @@ def test_training_takes_what_was_selected(method, server, world, here):
     assert trained.code == 0, trained
     (first,) = map(json.loads, Path("align-run/metrics.jsonl").read_text().splitlines())
     assert first[metric] == pytest.approx(expected, abs=1e-5)
+
+
+# As TRL's page of formats has them: the columns of preference and unpaired data.
+TRL = {"best_worst": ("prompt", "chosen", "rejected"), "labels": ("prompt", "completion", "label")}
+
+
+@pytest.mark.parametrize("kind", TRL)
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_the_datasets_library_reads_the_columns_that_trl_expects(kind, is_chat, here):
+    prompt = said("user", "a") if is_chat else "a"
+    judged("judged", table_of([prompt]))
+    selected("judged", "--rows", kind)
+    file = str(here / "align-selected" / "selected.parquet")
+    (row, *_) = Dataset.from_parquet(file, cache_dir=str(here / "cache"))
+    *texts, last = (row[name] for name in TRL[kind])
+    assert texts[0] == prompt
+    assert isinstance(last, bool) == (kind == "labels")
+    for text in texts if kind == "labels" else (*texts, last):
+        assert isinstance(text, list) == is_chat
+        assert not is_chat or [*text[0]] == ["role", "content"]
