@@ -5,32 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..schemas.config import Config
 from ..schemas.errors import CorruptionError, UsageError, counted
 from ..schemas.samples import Sampler
-from ..schemas.tables import TableManifest
+from ..schemas.table_manifest import TableManifest
 from ..stages.judge.calibration import Calibration, of_comparisons, of_scores
 from ..stages.judge.judged_rows import (
     SampleRows,
-    sample_rows,
     standings_of,
     with_scores,
     with_standings,
 )
 from ..stages.judge.judgments import pairs_against, pairs_within
-from ..stages.storage.local_copies import work_folder
 from ..stages.storage.locks import owner_lock
 from ..stages.storage.objects import Location, location
 from ..stages.storage.tables import TableFolder, read_table
 from ..stages.tracking.journaled_run import Run, recorded
 from ..stages.tracking.progress import Progress
 from .executor import Share
-from .gold_pairs import read_gold
-from .judges import JudgeOutcome, Pairs, RowJudge, Work, compare, row_judge
-from .language_judge import JudgeModel, judge_model, with_template
+from .judge_inputs import read_gold, sample_rows
+from .judges import JudgeOutcome, Pairs, RowJudge, compare, row_judge
+from .language_judge import JudgeModel, Work, judge_model, with_template
 from .mlflow_sync import send_earlier
 
 if TYPE_CHECKING:
@@ -56,9 +53,7 @@ def judge(
         return JudgeResult(call.folder.root, manifest, 0, known, share)
     call.folder.prepare()
     with _working(config, call.folder, share) as run:
-        work = Work(
-            _answers(config, call.folder), work_folder(call.folder.root), run, progress, share
-        )
+        work = Work(_answers(config, call.folder), call.folder.local, run, progress, share)
         judged = call.judged(work)
         manifest = None
         if judged.found is not None:
@@ -118,7 +113,7 @@ def calibrate(
     folder = TableFolder.at(config.judge.output, "judged")
     folder.prepare()
     with _working(config, folder, None) as run:
-        work = Work(_answers(config, folder), work_folder(folder.root), run, progress)
+        work = Work(_answers(config, folder), folder.local, run, progress)
         if model and config.judge.by == "pairwise":
             compared = compare(model, pairs.pairs, work)
             shares = of_comparisons([one for *_, one in compared.found or ()])
@@ -256,28 +251,18 @@ def _answers(config: Config, folder: TableFolder) -> Location:
     return location(config.judge.answers) if config.judge.answers else folder.answers
 
 
-@dataclass(frozen=True)
-class _Owned:
-    """The folder of judged samples, which one command at a time works in, or many parts do."""
-
-    root: Location
-    lock: Path
-    when_locked: str = "Wait for it, or choose another --output."
-
-
 @contextmanager
 def _working(config: Config, folder: TableFolder, share: Share | None) -> Iterator[Run]:
     """Records the work in MLflow; a command without a part is alone in the folder."""
-    local = work_folder(folder.root)
     before = ""
     with ExitStack() as stack:
         if not share:
-            stack.enter_context(owner_lock(_Owned(folder.root, local / "_align/LOCK"), "judge"))
-            before = send_earlier(local, config.tracking)
+            stack.enter_context(owner_lock(folder, "judge"))
+            before = send_earlier(folder.local, config.tracking)
         run = stack.enter_context(
             recorded(
                 config.tracking,
-                local,
+                folder.local,
                 "judge",
                 is_recorded=True,
                 is_alone=not share,
@@ -293,10 +278,10 @@ def _record(run: Run, call: _Call, made: TableManifest | None, judged: JudgeOutc
     run.log_params({f"judge.{name}": str(value) for name, value in call.settings.items()})
     name = str(call.config.judge.output)
     run.log_dataset("samples", digest=call.source.root, source=name, context="judging")
-    run.log_metrics({"judged/new": float(judged.new), "judged/known": float(judged.known)})
+    run.log_metrics({"judge/new": float(judged.new), "judge/known": float(judged.known)})
     if made:
-        counts = {f"judged/{name}": float(count) for name, count in made.counts.items()}
-        run.log_metrics({**counts, "judged/rows": float(made.rows)})
+        counts = {f"judge/{name}": float(count) for name, count in made.counts.items()}
+        run.log_metrics({**counts, "judge/rows": float(made.rows)})
         run.set_tags({f"align.{name}": root for name, root in made.made_from.items()})
         run.set_tags({"align.judged_root": made.root, "align.judged": str(call.folder.root)})
         run.log_artifact(call.folder.manifest)

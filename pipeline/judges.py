@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Generic, TypeAlias, TypeVar
 
 from ..schemas.config import Config
@@ -14,28 +13,13 @@ from ..stages.judge.judged_rows import SampleRows
 from ..stages.judge.judgments import Candidate, pairwise_questions, rubric_questions
 from ..stages.judge.verdicts import Compared
 from ..stages.judge.verifiers import Verifier, verifier_of
-from ..stages.storage.objects import Location
-from ..stages.tracking.journaled_run import Run
-from ..stages.tracking.progress import Progress
-from .executor import Share
-from .language_judge import Answered, JudgeModel, answer
+from .language_judge import Answered, JudgeModel, Work, answer
 from .reward_judge import reward_identity, reward_scores
 
 Found = TypeVar("Found")
 SampleKey: TypeAlias = tuple[str, int]  # of a prompt, and the number of its sample
 Scores: TypeAlias = "Mapping[SampleKey, float | None]"
 Pairs: TypeAlias = "Sequence[tuple[Candidate, Candidate]]"
-
-
-@dataclass(frozen=True)
-class Work:
-    """Where a judge works, who records it, and which part of it is asked for."""
-
-    answers: Location
-    home: Path  # for what needs a disk
-    run: Run
-    progress: Progress
-    share: Share | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +53,7 @@ def row_judge(config: Config, columns: Sequence[str], model: JudgeModel | None) 
 
 def _by_rubric(model: JudgeModel, samples: SampleRows, work: Work) -> JudgeOutcome[Scores]:
     questions = model.judge.keyed(rubric_questions(samples.candidates))
-    done = answer(model, questions, work.answers, work.share, work.run, work.progress)
+    done = answer(model, questions, work)
     if done.missing:
         return JudgeOutcome(None, done.new, done.known)
     scores = {key: model.judge.score(one, done.readings) for key, one in samples.keyed.items()}
@@ -99,7 +83,7 @@ def compare(
 ) -> JudgeOutcome[Sequence[tuple[Candidate, Candidate, Compared]]]:
     """Compares pairs of samples in both orders."""
     questions = model.judge.keyed(pairwise_questions(pairs))
-    done = answer(model, questions, work.answers, work.share, work.run, work.progress)
+    done = answer(model, questions, work)
     if done.missing:
         return JudgeOutcome(None, done.new, done.known)
     compared = [(*pair, model.judge.compared(*pair, done.readings)) for pair in pairs]

@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 from ..schemas.config import Config
 from ..schemas.errors import UsageError
 from ..schemas.json_codec import digest
-from ..schemas.samples import Refused, Sample, Sampler, Sampling
+from ..schemas.samples import OpenSampler, Sampler, Sampling
 from ..stages.judge.judge_template import load_template
-from ..stages.judge.judgments import Asked, LanguageJudge, Readings
+from ..stages.judge.judgments import Asked, LanguageJudge, Readings, Received
+from ..stages.server.server_sampler import ServerSampler
 from ..stages.storage.answers import Answers
 from ..stages.storage.objects import Location
 from ..stages.tracking.journaled_run import Run
 from ..stages.tracking.progress import Progress
-from .executor import Share
+from .executor import Executor, Inline, Share
+from .ray_executor import RayActors
+from .samplers import require_same_server, sampler_of
+
+QUESTIONS_PER_GROUP = 512  # of a local model: several batches, so that few of them are not full
+RAY_PARTS = 32  # how many actors there will be is not known yet
+
+
+@dataclass(frozen=True)
+class Work:
+    """Where a judge works, who records it, and which part of it is asked for."""
+
+    answers: Location
+    home: Path  # for what needs a disk
+    run: Run
+    progress: Progress
+    share: Share | None = None
 
 
 @dataclass(frozen=True)
@@ -24,6 +44,7 @@ class JudgeModel:
 
     judge: LanguageJudge
     sampler: Sampler
+    config: Config
 
     @property
     def made_from(self) -> dict[str, str]:
@@ -37,13 +58,11 @@ class JudgeModel:
 def judge_model(config: Config) -> JudgeModel:
     """The model and the template that the settings name; loads no weights."""
     options = config.judge
-    if bool(options.model) == bool(config.server.url):
+    if not (options.model or config.server.url):
         raise UsageError(
-            f"judge.by {options.by}: name one language model: its folder by --model DIR "
+            f"judge.by {options.by}: name the language model: its folder by --model DIR "
             "(judge.model), or its server by --server URL (server.url)."
         )
-    from .samplers import sampler_of  # noqa: PLC0415 - it imports torch
-
     model = replace(config.model, path=options.model, adapter="")
     sampler = sampler_of(model, config.tokens, config.server, config.scoring)
     return with_template(config, sampler)
@@ -54,7 +73,80 @@ def with_template(config: Config, sampler: Sampler) -> JudgeModel:
     assert config.judge.by in ("rubric", "pairwise")
     template = load_template(config.judge.by, config.judge.template)
     sampling = Sampling(temperature=0.0, max_new_tokens=config.judge.max_new_tokens)
-    return JudgeModel(LanguageJudge(template, sampler.identity(), sampling), sampler)
+    judge = LanguageJudge(template, sampler.identity(), sampling)
+    return JudgeModel(judge, sampler, config)
+
+
+@dataclass(frozen=True)
+class JudgeTasks:
+    """Groups of questions; the model travels without its weights."""
+
+    model: JudgeModel
+    groups: tuple[Mapping[str, Asked], ...]
+    folder: Location  # of the answers
+
+    name = "judging"
+    unit = "questions"
+    is_input = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Another process reads the answers itself."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+    @cached_property
+    def answers(self) -> Answers:
+        """The answers that this process knows."""
+        return Answers(self.folder)
+
+    @cached_property
+    def sizes(self) -> Sequence[int]:
+        """The questions of each group, known ones too."""
+        return [*map(len, self.groups)]
+
+    @cached_property
+    def costs(self) -> Sequence[float]:
+        """The most tokens that may be drawn, and the characters of the answers that are shown."""
+        most = self.model.judge.sampling.max_new_tokens
+        return [
+            float(sum(most + sum(map(len, asked.texts)) for asked in group.values()))
+            for group in self.groups
+        ]
+
+    def missing(self, task: int) -> dict[str, Asked]:
+        """The questions of a group that have no answer."""
+        group = self.groups[task]
+        return {key: group[key] for key in self.answers.missing(group)}
+
+    def is_committed(self, task: int) -> bool:
+        """Whether all of a group are answered, whoever asked them."""
+        if not self.missing(task):
+            return True
+        self.answers.look()
+        return not self.missing(task)
+
+    def open(self, progress: Progress) -> Callable[[int], Received]:
+        """Loads the model once a group needs it."""
+        return _GroupJudge(self, progress).ask
+
+
+@dataclass(frozen=True)
+class _GroupJudge:
+    tasks: JudgeTasks
+    progress: Progress
+
+    def ask(self, task: int) -> Received:
+        """Asks what is missing of a group."""
+        tasks, received = self.tasks, Received()
+        missing = tasks.missing(task)
+        self.progress.advance(tasks.sizes[task] - len(missing))
+        for some in tasks.model.judge.ask(self._model, missing, tasks.answers):
+            received.add(some)
+            self.progress.advance(some.new + len(some.not_taken), tokens=some.completion_tokens)
+        return received
+
+    @cached_property
+    def _model(self) -> OpenSampler:
+        return self.tasks.model.sampler.open(self.tasks.model.judge.sampling)
 
 
 @dataclass(frozen=True)
@@ -67,62 +159,67 @@ class Answered:
     readings: Readings
 
 
-def answer(
-    model: JudgeModel,
-    questions: Mapping[str, Asked],
-    folder: Location,
-    share: Share | None,
-    run: Run,
-    progress: Progress,
-) -> Answered:
+def answer(model: JudgeModel, questions: Mapping[str, Asked], work: Work) -> Answered:
     """Asks what has no answer in the folder yet, or a part of that."""
-    answers = Answers(folder)
-    if not share:
+    groups = _groups(questions, _group_count(len(questions), model, work))
+    tasks = JudgeTasks(model, groups, work.answers)
+    answers, judge = tasks.answers, model.judge
+    if not work.share:
         answers.merge()
     missing = answers.missing(questions)
-    chosen = {key: questions[key] for key in missing if not share or _is_of(key, share)}
-    not_taken: list[str] = []
-    if chosen:
-        meter = _Meter(run, progress)
-        progress.begin("judging", total=len(chosen), unit="questions")
-        opened = model.sampler.open(model.judge.sampling)
-        not_taken = model.judge.ask(opened, chosen, answers, meter.count)
-        progress.end()
+    received = Received()
+    if missing:
+        if isinstance(model.sampler, ServerSampler):
+            require_same_server(model.sampler, model.config.server, answers, chat=True)
+
+        def count(done: Received) -> None:
+            received.add(done)
+            work.run.log_metrics(_metrics(received), step=received.new)
+
+        _executor(model, work).run(tasks, progress=work.progress, on_done=count)
         answers.look()
-    readings = model.judge.read(questions.keys(), answers, not_taken)
-    new = len(chosen) - len(not_taken)
+    readings = judge.read(questions.keys(), answers, received.not_taken)
     left = len(questions) - len(readings.verdicts)
-    return Answered(new, len(questions) - len(missing), left, readings)
+    return Answered(received.new, len(questions) - len(missing), left, readings)
 
 
-def _is_of(key: str, share: Share) -> bool:
-    """Whether a question is this part's, for any set of questions that are left."""
-    return int(key, 16) % share.count == share.number - 1
+def _groups(questions: Mapping[str, Asked], count: int) -> tuple[dict[str, Asked], ...]:
+    """Groups by the keys of the questions, so that parts which know different answers agree."""
+    groups: list[dict[str, Asked]] = [{} for _ in range(count)]
+    for key, asked in questions.items():
+        groups[int(key, 16) % count][key] = asked
+    return tuple(filter(None, groups))
 
 
-@dataclass
-class _Meter:
-    """Counts answers as they come."""
+def _group_count(questions: int, model: JudgeModel, work: Work) -> int:
+    """A server is sent requests side by side within a group; a local model fills batches of one."""
+    on_ray = model.config.scoring.executor == "ray"
+    parts = work.share.count if work.share else RAY_PARTS if on_ray else 1
+    if isinstance(model.sampler, ServerSampler):
+        return parts
+    return max(parts, -(-questions // QUESTIONS_PER_GROUP))
 
-    run: Run
-    progress: Progress
-    answers: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
 
-    def count(self, group: Sequence[Sample | Refused]) -> None:
-        """These have come, and the answers among them are durable."""
-        given = [one for one in group if isinstance(one, Sample)]
-        self.answers += len(given)
-        self.prompt_tokens += sum(one.prompt_tokens for one in given)
-        written = sum(one.completion_tokens for one in given)
-        self.completion_tokens += written
-        self.progress.advance(len(group), tokens=written)
-        self.run.log_metrics(
-            {
-                "judged/new": float(self.answers),
-                "judged/prompt_tokens": float(self.prompt_tokens),
-                "judged/completion_tokens": float(self.completion_tokens),
-            },
-            step=self.answers,
+def _executor(model: JudgeModel, work: Work) -> Executor:
+    options = model.config.scoring
+    if options.executor == "inline":
+        return Inline(work.share or Share())
+    if work.share:
+        raise UsageError(
+            f"--executor {options.executor}: a part, or a rank, makes its share in its own "
+            "process. Leave out one of the two."
         )
+    if isinstance(model.sampler, ServerSampler):
+        raise UsageError(
+            f"--executor {options.executor}: a server does the work elsewhere already. Leave it "
+            "out, and raise --concurrency."
+        )
+    return RayActors.of(options, on_gpu=model.judge.identity.get("model.device") == "cuda")
+
+
+def _metrics(received: Received) -> dict[str, float]:
+    return {
+        "judge/new": float(received.new),
+        "judge/prompt_tokens": float(received.prompt_tokens),
+        "judge/completion_tokens": float(received.completion_tokens),
+    }

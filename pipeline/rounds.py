@@ -13,7 +13,7 @@ import torch
 from ..schemas.cache import Manifest
 from ..schemas.errors import Interrupted, log_failure
 from ..schemas.round_record import ROUND_FORMAT, RoundRecord
-from ..schemas.tables import TableManifest
+from ..schemas.table_manifest import TableManifest
 from ..stages.model.reference import HfReference
 from ..stages.storage import fs
 from ..stages.storage.digest_memory import own_digests

@@ -10,7 +10,7 @@ from ..schemas.config import Config
 from ..schemas.errors import counted
 from ..schemas.round_record import RoundRecord
 from ..schemas.samples import Prompt, Sampling, sample_key
-from ..schemas.tables import TableKind, TableManifest
+from ..schemas.table_manifest import TableKind, TableManifest
 from ..stages.report.cache_tables import grid
 from ..stages.storage.answers import Answers
 from ..stages.storage.cache_folder import CacheFolder

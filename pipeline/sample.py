@@ -13,7 +13,7 @@ from ..schemas.errors import BadDataError, UsageError, counted
 from ..schemas.json_codec import digest
 from ..schemas.rows import BadRow
 from ..schemas.samples import Prompt, Sample, Sampler, Sampling
-from ..schemas.tables import TableManifest
+from ..schemas.table_manifest import TableManifest
 from ..stages.data.input_files import InputFile, open_inputs
 from ..stages.data.prompt_rows import PromptRows, read_prompts
 from ..stages.report.alpaca_eval import require_single_turns, write_alpaca_eval
@@ -56,6 +56,8 @@ def sample(
         require_single_turns(job.prompts.values())
     job.folder.prepare()
     with nullcontext() if share else owner_lock(job.folder, "sample"):
+        if not share:
+            job.tasks.answers.merge()
         known = job.known()
         tally = _sampled(job, progress) if known < job.wanted else SampleTally()
         manifest = _published(job, tally)

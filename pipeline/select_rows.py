@@ -12,7 +12,7 @@ from ..schemas.config import Config, SelectOptions
 from ..schemas.errors import UsageError, counted
 from ..schemas.json_codec import to_json
 from ..schemas.rows import BadRow, Text
-from ..schemas.tables import TableManifest
+from ..schemas.table_manifest import TableManifest
 from ..stages.data.validate import read_completion, read_prompt
 from ..stages.select.selection import select_rows
 from ..stages.storage.objects import Location

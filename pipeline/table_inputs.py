@@ -12,7 +12,7 @@ import polars as pl
 from ..schemas.config import Config
 from ..schemas.errors import BadDataError, UsageError, counted
 from ..schemas.rows import Record, Rejected
-from ..schemas.tables import TableKind
+from ..schemas.table_manifest import TableKind
 from ..stages.data.data_schema import Shape, common_shape
 from ..stages.data.decode_rows import parse_chunk
 from ..stages.data.file_formats import FORMATS

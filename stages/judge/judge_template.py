@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -30,11 +31,23 @@ MARK_LENGTH = 12
 
 @dataclass(frozen=True)
 class JudgeTemplate:
-    """A template of one kind of question."""
+    """A template of one kind of question, as text: another process reads it itself."""
 
     kind: Question
-    template: Template
-    digest: str  # of its text: another template, other judgments
+    text: str
+
+    def __getstate__(self) -> dict[str, str]:
+        return {"kind": self.kind, "text": self.text}
+
+    @cached_property
+    def digest(self) -> str:
+        """Another template, other judgments."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+    @cached_property
+    def template(self) -> Template:
+        """Its code, in a sandbox."""
+        return _sandbox().from_string(self.text)
 
     def filled(self, prompt: Text, answers: Sequence[str]) -> Prompt:
         """The question as a conversation: the blocks `system` and `user`, or all of it as user."""
@@ -66,21 +79,25 @@ def load_template(kind: Question, path: str) -> JudgeTemplate:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
         raise UsageError(f"{file}: not readable as a template: {error}. Name another.") from error
-    environment = ImmutableSandboxedEnvironment(
-        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    loaded = JudgeTemplate(kind, text)
     try:
-        used = meta.find_undeclared_variables(environment.parse(text))
-        template = environment.from_string(text)
+        used = meta.find_undeclared_variables(_sandbox().parse(text))
+        blocks = loaded.template.blocks
     except TemplateError as error:
         raise UsageError(f"{file}: not a template of jinja: {error}. Correct it.") from error
     _require_variables(file, kind, used)
-    if template.blocks and not {"user"} <= template.blocks.keys() <= {*ROLES}:
+    if blocks and not {"user"} <= blocks.keys() <= {*ROLES}:
         raise UsageError(
-            f"{file} has the blocks {', '.join(sorted(template.blocks))}. Name them user and, if "
+            f"{file} has the blocks {', '.join(sorted(blocks))}. Name them user and, if "
             "there is one, system; or write no block: then all of it is the user's message."
         )
-    return JudgeTemplate(kind, template, hashlib.sha256(text.encode()).hexdigest())
+    return loaded
+
+
+def _sandbox() -> ImmutableSandboxedEnvironment:
+    return ImmutableSandboxedEnvironment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
 
 
 def _require_variables(file: Path, kind: Question, used: set[str]) -> None:

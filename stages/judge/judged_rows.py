@@ -1,14 +1,11 @@
-"""The rows of a samples' table as what is judged, and the columns that judging adds."""
+"""The rows of a table of samples as what is judged, and the columns that judging adds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ...schemas.errors import UsageError
-from ...schemas.rows import Text
-from .judge_template import answer_text
 from .judgments import Candidate, Standing
 from .verdicts import Compared
 from .verifiers import Row
@@ -31,35 +28,6 @@ class SampleRows:
     def keyed(self) -> dict[tuple[str, int], Candidate]:
         """Each sample once."""
         return {(one.prompt_key, one.number): one for one in self.candidates}
-
-
-def sample_rows(table: pl.DataFrame, where: str) -> SampleRows:
-    """The samples of a table, which has no column yet that judging adds."""
-    if taken := [name for name in ADDED if name in table.columns]:
-        raise UsageError(
-            f"{where} has a column {taken[0]!r}, which judging adds. Rename it in the prompts' "
-            "file, and sample again: no answer is asked twice."
-        )
-    rows = [without_nulls(row) for row in table.iter_rows(named=True)]
-    rows = [{name: row.get(name) for name in table.columns} for row in rows]
-    return SampleRows(rows, [_candidate(row) for row in rows], table.columns)
-
-
-def _candidate(row: Row) -> Candidate:
-    text = answer_text(as_text(row["completion"]))
-    return Candidate(row["prompt_key"], row["number"], as_text(row["prompt"]), text)
-
-
-def as_text(value: Any) -> Text:
-    """Plain text, or messages."""
-    return value if isinstance(value, str) else tuple(value)
-
-
-def without_nulls(value: Any) -> Any:
-    """A struct of a table has the keys of all its rows; those this one lacks are null."""
-    if isinstance(value, dict):
-        return {name: without_nulls(one) for name, one in value.items() if one is not None}
-    return [without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def with_scores(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from itertools import combinations
 from typing import Any
 
@@ -13,8 +13,6 @@ from ...schemas.samples import KEY_LENGTH, OpenSampler, Refused, Sample, Samplin
 from ..storage.answers import Answers
 from .judge_template import JudgeTemplate
 from .verdicts import SAME, Compared, Verdict, Winner, score_in, verdict_in
-
-AT_ONCE = 4096  # questions that are handed to a judge together
 
 
 @dataclass(frozen=True)
@@ -57,33 +55,25 @@ class LanguageJudge:
         return {self.key(asked): asked for asked in questions}
 
     def ask(
-        self,
-        opened: OpenSampler,
-        questions: Mapping[str, Asked],
-        answers: Answers,
-        on_done: Callable[[Sequence[Sample | Refused]], None],
-    ) -> list[str]:
-        """Asks all of them; what comes back is durable before it is counted.
-
-        Returns the keys of questions that the model cannot take, such as one that is too long.
-        """
-        not_taken = []
-        ordered = [*questions]
-        for start in range(0, len(ordered), AT_ONCE):
-            wanted: dict[str, Wanted] = {}
-            keys: dict[str, list[str]] = {}  # two questions may be one to the judge
-            for key in ordered[start : start + AT_ONCE]:
-                asked = questions[key]
-                prompt = self.template.filled(asked.prompt, asked.texts)
-                wanted[prompt.key] = Wanted(prompt, (0,))
-                keys.setdefault(prompt.key, []).append(key)
-            for group in opened.sample([*wanted.values()]):
-                given = [one for one in group if isinstance(one, Sample)]
-                answers.add({key: _kept(one) for one in given for key in keys[one.prompt]})
-                refused = (one for one in group if isinstance(one, Refused))
-                not_taken += [key for one in refused for key in keys[one.prompt]]
-                on_done(group)
-        return not_taken
+        self, opened: OpenSampler, questions: Mapping[str, Asked], answers: Answers
+    ) -> Iterator[Received]:
+        """Asks all of them; what comes back is durable before it is yielded."""
+        wanted: dict[str, Wanted] = {}
+        keys: dict[str, list[str]] = {}  # two questions may be one to the judge
+        for key, asked in questions.items():
+            prompt = self.template.filled(asked.prompt, asked.texts)
+            wanted[prompt.key] = Wanted(prompt, (0,))
+            keys.setdefault(prompt.key, []).append(key)
+        for group in opened.sample([*wanted.values()]):
+            given = [one for one in group if isinstance(one, Sample)]
+            answers.add({key: _kept(one) for one in given for key in keys[one.prompt]})
+            refused = [one for one in group if isinstance(one, Refused)]
+            yield Received(
+                new=sum(len(keys[one.prompt]) for one in given),
+                prompt_tokens=sum(one.prompt_tokens for one in given),
+                completion_tokens=sum(one.completion_tokens for one in given),
+                not_taken=[key for one in refused for key in keys[one.prompt]],
+            )
 
     def read(self, keys: Collection[str], answers: Answers, not_taken: Collection[str]) -> Readings:
         """What the answers say that are there; what was not taken has no verdict."""
@@ -109,6 +99,21 @@ class LanguageJudge:
         assert not isinstance(forward, int)
         assert not isinstance(backward, int)
         return Compared(forward, backward)
+
+
+@dataclass
+class Received:
+    """What came back of some questions."""
+
+    new: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    not_taken: list[str] = field(default_factory=list)  # questions, such as one that is too long
+
+    def add(self, other: Received) -> None:
+        """Adds what else came."""
+        for one in fields(self):
+            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
 
 @dataclass

@@ -33,6 +33,11 @@ MOST_BYTES = 64 << 20  # of one answer
 MOST_SAID = 300  # characters of an error's own words
 _ONCE_MORE = frozenset((408, 409, 425, 429))
 _OF_THIS_REQUEST = frozenset((400, 413, 422))
+_NOT_THERE = {
+    "/completions": " If it completes no plain text, give it conversations: prompts that are lists "
+    "of messages.",
+    "/models": " If it lists no models, name the one to ask: server.model.",
+}
 
 
 class BrokenAnswerError(Exception):
@@ -147,11 +152,12 @@ class ServerClient:
     def _answer(self, method: str, path: str, body: bytes | None) -> Any:
         self._costs.add(requests=1)
         headers = {"Content-Type": "application/json"} if body is not None else {}
+        end = time.monotonic() + self._options.timeout
         try:
             with self._http.stream(
                 method, f"{self.address}{path}", content=body, headers=headers
             ) as response:
-                content = self._read(response)
+                content = self._read(response, end)
         except httpx2.RequestError as error:
             raise _FailedError(f"{type(error).__name__}: {error}".rstrip(": ")) from error
         if response.status_code != 200:
@@ -161,9 +167,8 @@ class ServerClient:
         except (ValueError, RecursionError) as error:
             raise BrokenAnswerError(f"not JSON: {_shortened(content)!r}") from error
 
-    def _read(self, response: httpx2.Response) -> bytes:
+    def _read(self, response: httpx2.Response, end: float) -> bytes:
         """All of it, unless that takes too long or is too much."""
-        end = time.monotonic() + self._options.timeout
         content = bytearray()
         for part in response.iter_bytes():
             content += part
@@ -184,24 +189,16 @@ class ServerClient:
         where = f"{self.address}{path}: {text}."
         if status in {401, 403}:
             name = self._options.key_variable
-            state = "is not taken" if os.environ.get(name) else "is not set"
-            return UsageError(
-                f"{where} The environment variable {name} {state}: it has the API key."
-            )
+            state = "has another" if os.environ.get(name) else "is not set"
+            return UsageError(f"{where} Put its API key into {name}, which {state}.")
         if 300 <= status < 400:
             there = bare_address(response.headers.get("Location", "nowhere"))
             return UsageError(
                 f"{where} It leads to {there}. Redirects are not followed: give the right address."
             )
-        if path == "/completions":
-            return UsageError(
-                f"{where} See that server.url ends as the server says (often /v1) and that it has "
-                "the model. If it completes no plain text, give it conversations: prompts that are "
-                "lists of messages."
-            )
         return UsageError(
             f"{where} See that server.url ends as the server says (often /v1) and that it has the "
-            "model."
+            f"model.{_NOT_THERE.get(path, '')}"
         )
 
 

@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any
 
 from ...schemas.config import ServerOptions
-from ...schemas.errors import AlignError, BudgetError, UsageError, counted
+from ...schemas.errors import AlignError, BudgetError, ServerError, UsageError, counted
+from ...schemas.rows import BadRow
 from ...schemas.samples import Prompt, Refused, Sample, Sampling, Wanted
 from .completions import Completion, body_of, path_of, read_completion, seed_of
 from .in_flight import in_groups
@@ -44,8 +45,8 @@ class ServerSampler:
             with ServerClient(self._options, self.costs) as client:
                 try:
                     names = client.get("/models", _listed)
-                except AlignError as error:
-                    raise type(error)(f"{error} Or name the model: server.model.") from error
+                except ServerError as error:
+                    raise ServerError(f"{error} Or name the model: server.model.") from error
                 self._model = _only_one(names, client.address)
         return self._model
 
@@ -81,6 +82,7 @@ class _Task:
     key: str
     number: int
     tokens: int | None  # of the prompt, where we can count them
+    refusal: str  # why it cannot be asked for; empty: it can
 
 
 class OpenServer:
@@ -127,8 +129,8 @@ class OpenServer:
         return BudgetError(
             f"server.max_tokens of {self._options.max_tokens:,} is spent: "
             f"{self._costs.prompt_tokens:,} tokens were read and "
-            f"{self._costs.completion_tokens:,} written; {counted(missing, 'samples')} still to "
-            f"make. {_way_on(kept)}"
+            f"{self._costs.completion_tokens:,} written; {counted(missing, 'answers')} still to "
+            f"buy. {_way_on(kept)}"
         )
 
     def _tasks(self, wanted: Sequence[Wanted]) -> Iterator[_Task]:
@@ -136,18 +138,26 @@ class OpenServer:
         most = self._options.max_tokens
         for one in wanted:
             key = one.prompt.key
-            tokens = self._count_tokens(one.prompt) if self._count_tokens else None
+            refusal, tokens = self._looked_at(one.prompt)
             for number in one.numbers:
                 if most and self._costs.tokens >= most:
                     return
-                yield _Task(one.prompt, key, number, tokens)
+                yield _Task(one.prompt, key, number, tokens, refusal)
+
+    def _looked_at(self, prompt: Prompt) -> tuple[str, int | None]:
+        """Why a prompt cannot be asked, if so, and its tokens."""
+        messages = () if isinstance(prompt.text, str) else prompt.text
+        if messages and messages[-1].get("role") == "assistant":
+            return "the assistant's own words are last: servers answer only to others", None
+        try:
+            return "", self._count_tokens(prompt) if self._count_tokens else None
+        except BadRow as bad:
+            return bad.detail, None
 
     def _asked(self, client: ServerClient, task: _Task) -> Sample | Refused | None:
         """A sample, or why there is none; nothing, if the run stopped meanwhile."""
-        text = task.prompt.text
-        if not isinstance(text, str) and text and text[-1].get("role") == "assistant":
-            reason = "the assistant's own words are last: servers answer only to others"
-            return Refused(task.key, task.number, reason)
+        if task.refusal:
+            return Refused(task.key, task.number, task.refusal)
         seed = seed_of(self._sampling.seed, task.key, task.number)
         try:
             found = self._completed(client, task.prompt, self._sampling, seed)
@@ -205,7 +215,7 @@ def _require_same_count(task: _Task, found: Completion) -> None:
 
 
 def _way_on(kept: int) -> str:
-    return f"{counted(kept, 'samples')} of this run are kept: the same command goes on from there."
+    return f"{counted(kept, 'answers')} of this run are kept: the same command goes on from there."
 
 
 def _listed(answer: Any) -> list[str]:

@@ -2,37 +2,47 @@
 
 A segment is a file of JSON lines, `{"key": …, "answer": …}`, named by the digest of its bytes. Any
 number of processes may add to one folder. An answer that two of them received is kept once, the
-one whose line is the smaller, whoever was first. Segments are merged when there are many.
+one whose line is the smaller, whoever was first. Many small segments are merged into larger ones;
+a process that reads one of them meanwhile looks again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
-from ...schemas.errors import CorruptionError
+from ...schemas.errors import CorruptionError, PathError
 from ...schemas.json_codec import to_json
-from . import places
+from . import fs, places
 from .objects import Location
 
 Answer: TypeAlias = "Mapping[str, Any]"
 
-SUFFIX = ".jsonl"
-MOST_SEGMENTS = 256  # more are merged when the folder is opened to write
-KEPT_SEGMENTS = 8  # in memory, to read answers from
+NAME = re.compile(r"[0-9a-f]{64}\.jsonl")
+MOST_SMALL = 256  # more of them are merged
+SMALL_BYTES = 1 << 20
+MERGED_BYTES = 16 << 20
+KEPT_SEGMENTS = 4  # in memory, to read answers from
+TRIES = 100  # of a look while others merge
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a line is, and a digest by which equal keys are ordered."""
+    """Where a line is."""
 
     segment: str
     start: int
     size: int
+
+
+class _GoneError(Exception):
+    """Another process has merged a segment away."""
 
 
 class Answers:
@@ -41,7 +51,7 @@ class Answers:
     def __init__(self, folder: Location) -> None:
         self.folder = folder
         self._places: dict[str, _Place] = {}
-        self._read: set[str] = set()
+        self._read: dict[str, int] = {}  # bytes of each segment
         self._contents: OrderedDict[str, bytes] = OrderedDict()
         self.look()
 
@@ -52,11 +62,14 @@ class Answers:
         return len(self._places)
 
     def look(self) -> None:
-        """Reads the segments that other processes have added."""
-        names = [path.name for path in places.listed(self.folder)] if self.folder.is_dir() else []
-        for name in names:
-            if name.endswith(SUFFIX) and name not in self._read:
-                self._index(name, self._content(name))
+        """Reads the segments that other processes have added or merged."""
+        for _ in range(TRIES):
+            if self._has_seen_all():
+                return
+        raise CorruptionError(
+            f"{self.folder}: segments come and go faster than they can be read. See that only "
+            "align writes there, then run the same command again."
+        )
 
     def missing(self, keys: Iterable[str]) -> list[str]:
         """Those that have no answer yet, in their order."""
@@ -64,9 +77,17 @@ class Answers:
 
     def get(self, key: str) -> Answer:
         """The answer of a key that is there."""
-        place = self._places[key]
-        answer: Answer = json.loads(self._line(place))["answer"]
-        return answer
+        while key in self._places:
+            try:
+                answer: Answer = json.loads(self._line(self._places[key]))["answer"]
+            except _GoneError:
+                self.look()
+            else:
+                return answer
+        raise CorruptionError(
+            f"{self.folder}: an answer that was there is gone. Run the same command again: it is "
+            "asked for again."
+        )
 
     def of(self, keys: Collection[str]) -> Iterator[tuple[str, Answer]]:
         """The answers of these keys that are there, segment by segment."""
@@ -76,42 +97,79 @@ class Answers:
 
     def add(self, answers: Mapping[str, Answer]) -> None:
         """Makes them durable, as one segment."""
-        if not answers:
-            return
-        lines = [to_json({"key": key, "answer": dict(answer)}) for key, answer in answers.items()]
-        payload = "".join(lines).encode()
-        name = self._put(payload)
-        self._index(name, payload)
+        if answers:
+            lines = [to_json({"key": key, "answer": dict(one)}) for key, one in answers.items()]
+            try:
+                self._put([line.encode() for line in lines])
+            except _GoneError:
+                self.look()
 
     def merge(self) -> None:
-        """Writes all segments as one, where there are many, and removes them."""
-        if len(self._read) <= MOST_SEGMENTS:
+        """Removes what killed writers left, and merges small segments where there are many."""
+        if isinstance(self.folder, Path) and self.folder.is_dir():
+            fs.drop_all_drafts(self.folder)
+        small = {name for name, size in self._read.items() if size < SMALL_BYTES}
+        if len(small) <= MOST_SMALL:
             return
-        before = sorted(self._read)
-        order = sorted(self._places.items())
-        merged = self._put(b"".join(self._line(place) for _, place in order))
-        self._places, self._read = {}, set()
-        self._index(merged, self._content(merged))
-        for name in before:
-            if name != merged:
-                places.unlink(self.folder / name)
+        held = [place for place in self._places.values() if place.segment in small]
+        held.sort(key=lambda one: (one.segment, one.start))
+        try:
+            merged = {self._put(lines) for lines in _packed(map(self._line, held))}
+        except _GoneError:  # another process merges them
+            self.look()
+            return
+        self._forget(small - merged)
+        for name in small - merged:  # only now: what was in it has another durable place
+            places.unlink(self.folder / name)
 
-    def _put(self, payload: bytes) -> str:
-        name = f"{hashlib.sha256(payload).hexdigest()}{SUFFIX}"
-        places.make_folder(self.folder)
+    def _put(self, lines: list[bytes]) -> str:
+        payload = b"".join(lines)
+        name = f"{hashlib.sha256(payload).hexdigest()}.jsonl"
+        if isinstance(self.folder, Path) and not self.folder.is_dir():
+            fs.make_folder(self.folder)
+            fs.fsync_folder(self.folder.parent)
         places.put_if_absent(self.folder / name, payload, label="answers")
+        self._index(name, payload)
         return name
 
+    def _has_seen_all(self) -> bool:
+        """Whether all segments could be read; not while another process merges some of them."""
+        names = self._names()
+        gone = self._read.keys() - names
+        if gone and names != self._names():
+            return False
+        self._forget(gone)
+        try:
+            for name in sorted(names - self._read.keys()):
+                self._index(name, self._content(name))
+        except _GoneError:
+            return False
+        return True
+
+    def _names(self) -> set[str]:
+        found = places.listed(self.folder) if self.folder.is_dir() else []
+        return {path.name for path in found if NAME.fullmatch(path.name)}
+
+    def _forget(self, segments: Collection[str]) -> None:
+        if not segments:
+            return
+        for name in segments:
+            self._read.pop(name, None)
+            self._contents.pop(name, None)
+        held = [key for key, place in self._places.items() if place.segment in segments]
+        for key in held:
+            del self._places[key]
+
     def _index(self, name: str, payload: bytes) -> None:
-        self._read.add(name)
         start = 0
         for line in payload.splitlines(keepends=True):
             key = json.loads(line)["key"]
-            place = _Place(name, start, len(line))
             known = self._places.get(key)
-            if known is None or line < self._line(known):
-                self._places[key] = place
+            # Of equal lines the new one: what it is merged from is about to go.
+            if known is None or line <= self._line(known):
+                self._places[key] = _Place(name, start, len(line))
             start += len(line)
+        self._read[name] = len(payload)
 
     def _line(self, place: _Place) -> bytes:
         return self._content(place.segment)[place.start : place.start + place.size]
@@ -122,8 +180,13 @@ class Answers:
             self._contents.move_to_end(name)
             return self._contents[name]
         path = self.folder / name
-        payload = places.read_bytes(path)
-        if f"{hashlib.sha256(payload).hexdigest()}{SUFFIX}" != name:
+        try:
+            payload = places.read_bytes(path)
+        except PathError as error:
+            if path.is_file():
+                raise
+            raise _GoneError(name) from error
+        if f"{hashlib.sha256(payload).hexdigest()}.jsonl" != name:
             raise CorruptionError(
                 f"{path} is damaged: its bytes are not those that it is named by. Remove it, and "
                 "run the same command again: the answers in it are asked for again."
@@ -132,3 +195,17 @@ class Answers:
         while len(self._contents) > KEPT_SEGMENTS:
             self._contents.popitem(last=False)
         return payload
+
+
+def _packed(lines: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """Lines in groups of so many bytes at most, or of one line."""
+    group: list[bytes] = []
+    size = 0
+    for line in lines:
+        if group and size + len(line) > MERGED_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(line)
+        size += len(line)
+    if group:
+        yield group

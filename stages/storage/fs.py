@@ -106,8 +106,16 @@ def locked_draft(path: Path) -> Iterator[tuple[Path, io.BufferedWriter]]:
 
 def drop_drafts(path: Path) -> None:
     """Removes the drafts of a file or folder whose writers have died: those that are not locked."""
-    name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.tmp")
-    parent = path.parent
+    _drop(path.parent, re.escape(path.name))
+
+
+def drop_all_drafts(folder: Path) -> None:
+    """Removes those of every file in a folder."""
+    _drop(folder, ".+")
+
+
+def _drop(parent: Path, drafted: str) -> None:
+    name = re.compile(rf"\.{drafted}\.[0-9a-f]{{16}}\.tmp")
     for draft in sorted(parent.iterdir()) if os.access(parent, os.R_OK) and parent.is_dir() else []:
         # One without content may not be locked yet, and if we locked it its writer could not.
         if name.fullmatch(draft.name) and not draft.is_symlink() and _has_content(draft):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ... import __version__
 from ...schemas.errors import CorruptionError, UsageError
 from ...schemas.json_codec import CodecError, digest_of, from_json, to_json
-from ...schemas.tables import TABLE_FORMAT, TableKind, TableManifest
+from ...schemas.table_manifest import TABLE_FORMAT, TableKind, TableManifest
 from . import fs, places
 from .cache_folder import OutputFolder
 from .local_copies import work_folder

@@ -263,6 +263,23 @@ def test_a_check_scores_samples_of_conversations(tmp_path, judged):
     assert result.manifest.counts == {"judged": 3, "unjudged": 3}
 
 
+def test_a_column_may_hold_conversations_as_json(tmp_path, judged):
+    """So are conversations that stand beside texts, or that call tools."""
+    folder = sample_table(tmp_path / "chat", TEXTS, chat=True)
+    whole, rows = judged(folder, StubJudge(), by="pairwise")
+    table = read_table(TableFolder.at(folder, "samples"))[1]
+    texts = [
+        pl.Series(name, [json.dumps(value) for value in table[name].to_list()])
+        for name in ("prompt", "completion")
+    ]
+    TableFolder.at(folder, "samples").publish(
+        table.with_columns(texts), made_from={}, settings={}, counts={}
+    )
+    again, same = judged(folder, StubJudge(), by="pairwise")
+    assert (again.new, again.known) == (0, whole.new)
+    assert column(same, "score") == column(rows, "score")
+
+
 def test_samples_that_have_a_score_are_refused(tmp_path, judged):
     samples = sample_table(tmp_path / "s", TEXTS, score=[1, 2])
     with pytest.raises(UsageError, match="column 'score'"):
@@ -284,7 +301,7 @@ def test_a_command_names_its_judge(tmp_path):
     samples = sample_table(tmp_path / "s", TEXTS)
     out = ("--output", tmp_path / "out", "--no-mlflow")
     assert "Name the judge by --by" in refusal(2, "judge", samples, *out)
-    assert "name one language model" in refusal(2, "judge", samples, "--by", "rubric", *out)
+    assert "name the language model" in refusal(2, "judge", samples, "--by", "rubric", *out)
     assert "--reward-model" in refusal(2, "judge", samples, "--by", "reward", *out)
     assert "not a finished table" in refusal(2, "judge", tmp_path, "--by", "exact", *out)
     assert "one of them" in refusal(2, "judge", "--by", "exact", *out)

@@ -93,6 +93,7 @@ class ChatServer:
         self.key = more.pop("key", None)  # without this API key: 401
         self.paths = more.pop("paths", (OF_CHAT, OF_TEXT))  # others: 404
         self.refuse = more.pop("refuse", lambda _: None)  # (status, message, *headers) of a refusal
+        self.refuse_models = more.pop("refuse_models", None)  # a status
         self.count = more.pop("count", words)  # tokens of a prompt
         self.delay = more.pop("delay", 0.0)  # seconds before each answer
         self.late = more.pop("late", 1.5)  # seconds of a hang
@@ -227,7 +228,9 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path != "/v1/models":
             return self._send(404, {"detail": "Not Found"})
         if self._is_stranger():
-            return self._send(401, {"error": {"message": "Incorrect API key provided"}})
+            return self._send(401, self._told())
+        if stub.refuse_models:
+            return self._send(stub.refuse_models, {"detail": "no list"})
         return self._send(200, {"object": "list", "data": [{"id": one} for one in stub.models]})
 
     def do_POST(self):
@@ -237,9 +240,8 @@ class _Handler(BaseHTTPRequestHandler):
         asked = Asked(self.path, body, headers)
         if self.path not in stub.paths:
             return self._send(404, {"detail": "Not Found"})
-        if self._is_stranger():  # it is told its key, as some servers do
-            said = f"Incorrect API key provided: {self.headers['Authorization']}"
-            return self._send(401, {"error": {"message": said}})
+        if self._is_stranger():
+            return self._send(401, self._told())
         fault = stub.begin(asked)
         try:
             time.sleep(stub.delay)
@@ -271,6 +273,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _is_stranger(self):
         key = self.server.stub.key
         return key is not None and self.headers["Authorization"] != f"Bearer {key}"
+
+    def _told(self):
+        """As some servers do: the key that was given is in the answer."""
+        said = f"Incorrect API key provided: {self.headers['Authorization']}"
+        return {"error": {"message": said}}
 
     def _send(self, status, value, *headers):
         self._write(status, json.dumps(value).encode(), *headers)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from align.schemas.config import ServerOptions
 from align.schemas.samples import Prompt, Sampling
+from align.stages.server import server_client
 from align.stages.server.server_sampler import ServerSampler
 from support.asking import still_wanted, wanted_of
 
@@ -37,4 +38,5 @@ def keep(folder, prompts, n, options):
 
 
 if __name__ == "__main__":
+    server_client.FIRST_PAUSE = 0.002
     keep(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]))

@@ -49,7 +49,10 @@ def test_the_key_of_the_environment_is_sent_and_nothing_shows_it(monkeypatch, ca
     with chat_server(echo, key="another") as stub:  # which repeats the key that it was given
         said += said_by(lambda: sample_all(stub))
     assert "what is Bearer ***?" in said
-    assert "Incorrect API key provided: Bearer ***. The environment variable PLANTED" in said
+    assert (
+        "Incorrect API key provided: Bearer ***. Put its API key into PLANTED, which has another"
+        in said
+    )
     shown = [said, repr(samples), caplog.text, *capsys.readouterr()]
     assert "Sent again" in caplog.text
     assert not [text for text in shown if KEY in text]

@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from align.schemas.errors import BudgetError, ServerError, UsageError
+from align.schemas.rows import BadRow
 from align.schemas.samples import Prompt, Refused, Sampling, Wanted
 from align.stages.server.completions import seed_of
 from support.asking import chat, collected, echo, sampler_of_stub, still_wanted, wanted_of
@@ -143,8 +144,8 @@ def test_a_server_may_say_how_long_to_wait(caplog, monkeypatch):
 @pytest.mark.parametrize(
     ("status", "said"),
     [
-        (401, "PLANTED is not set"),
-        (403, "PLANTED is not set"),
+        (401, "Put its API key into PLANTED, which is not set."),
+        (403, "Put its API key into PLANTED, which is not set."),
         (404, "give it conversations"),
         (302, "Redirects are not followed"),
     ],
@@ -202,6 +203,19 @@ def test_a_conversation_that_ends_with_the_assistant_is_refused_without_a_reques
     assert not stub.requests
 
 
+def test_a_prompt_that_we_cannot_render_is_refused_without_a_request():
+    def count(prompt):
+        if prompt == CHATS[2]:
+            raise BadRow("template_error", "no such role")
+        return 5
+
+    with chat_server(echo) as stub:
+        sampler = sampler_of_stub(stub, count)
+        samples, refused = collected(sampler.open(WARM).sample(wanted_of(CHATS, 1)))
+    assert len(samples) == len(stub.requests) == 5
+    assert refused == [Refused(CHATS[2].key, 0, "no such role")]
+
+
 def test_a_call_of_a_tool_is_marked_as_another_end():
     with chat_server(lambda _: Reply(None, "tool_calls", 3)) as stub:
         ((sample,)) = sampled(stub, wanted_of(CHATS[:1], 1))[0].values()
@@ -235,6 +249,19 @@ def test_answers_are_handed_out_while_others_are_in_flight():
         assert late.prompt == TEXTS[0].key
 
 
+def test_a_run_that_is_stopped_sends_nothing_more_and_leaves_no_thread():
+    before = set(threading.enumerate())
+    with chat_server(echo, faults={500: 0.3}, delay=0.005) as stub:
+        groups = sampler_of_stub(stub, concurrency=4).open(WARM).sample(wanted_of(TEXTS, 9))
+        kept = len(next(groups))
+        groups.close()
+        threads = set(threading.enumerate()) - before
+        for thread in [one for one in threads if one.name.endswith("(_run)")]:
+            thread.join(60)
+            assert not thread.is_alive()
+        assert kept <= len(stub.asked) <= kept + 4
+
+
 def test_a_server_that_dies_on_the_way_costs_what_was_in_flight():
     wanted = wanted_of(TEXTS, 4)
     kept = {}
@@ -249,7 +276,7 @@ def test_a_server_that_dies_on_the_way_costs_what_was_in_flight():
         except ServerError as error:
             died = str(error)
         assert "ConnectError" in died
-        assert f"{len(kept)} samples of this run are kept: the same command goes on" in died
+        assert f"{len(kept)} answers of this run are kept: the same command goes on" in died
         stub.start()
         samples, _ = collected(sampler.open(WARM).sample(still_wanted(wanted, kept)))
     assert len(kept) + len(samples) == 24
@@ -283,8 +310,8 @@ def test_a_spent_budget_stops_the_run_and_the_rest_is_bought_later():
             spent = str(error)
         # A sample costs 3 + 6 tokens: the fifth is the first that makes it 40.
         assert spent == (
-            "server.max_tokens of 40 is spent: 15 tokens were read and 30 written; 7 samples still "
-            "to make. 5 samples of this run are kept: the same command goes on from there."
+            "server.max_tokens of 40 is spent: 15 tokens were read and 30 written; 7 answers still "
+            "to buy. 5 answers of this run are kept: the same command goes on from there."
         )
         assert stub.tokens == sampler.costs.tokens == 45
         rest, _ = sampled(stub, still_wanted(wanted, kept))
@@ -303,6 +330,16 @@ def test_a_model_that_is_not_named_is_the_only_one_listed():
         pytest.raises(UsageError, match="lists 'a', 'b'. Name the one to ask: server.model"),
     ):
         sampler_of_stub(stub, model="").identity()
+    with (
+        chat_server(echo, refuse_models=404) as stub,
+        pytest.raises(UsageError, match="404 .* If it lists no models, name the one"),
+    ):
+        sampler_of_stub(stub, model="").identity()
+    with (
+        chat_server(echo, refuse_models=500) as stub,
+        pytest.raises(ServerError, match="2 requests .* Or name the model: server.model."),
+    ):
+        sampler_of_stub(stub, model="", retries=1).identity()
     with chat_server(echo, models=[]) as stub, pytest.raises(UsageError, match="lists no model"):
         sampler_of_stub(stub, model="").identity()
 

@@ -1,11 +1,11 @@
-"""Reads preference data as pairs of a better and a worse answer, to measure a judge on."""
+"""What is judged: a table of samples, or pairs of a better and a worse answer."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..schemas.errors import UsageError
 from ..schemas.rows import BadRow, Record, Text
@@ -13,9 +13,39 @@ from ..schemas.samples import Prompt
 from ..stages.data.data_schema import Shape, common_shape
 from ..stages.data.decode_rows import parse_chunk, read_cells
 from ..stages.data.input_files import InputFile, column_names, iter_chunks, open_inputs
+from ..stages.data.validate import read_text
 from ..stages.judge.judge_template import answer_text
-from ..stages.judge.judged_rows import SampleRows
+from ..stages.judge.judged_rows import ADDED, SampleRows
 from ..stages.judge.judgments import Candidate
+
+if TYPE_CHECKING:
+    import polars as pl
+
+
+def sample_rows(table: pl.DataFrame, where: str) -> SampleRows:
+    """The samples of a table, which has no column yet that judging adds."""
+    if taken := [name for name in ADDED if name in table.columns]:
+        raise UsageError(
+            f"{where} has a column {taken[0]!r}, which judging adds. Rename it in the prompts' "
+            "file, and sample again: no answer is asked for twice."
+        )
+    found = [_read(row, where) for row in table.iter_rows(named=True)]
+    return SampleRows([row for row, _ in found], [one for _, one in found], table.columns)
+
+
+def _read(row: dict[str, Any], where: str) -> tuple[dict[str, Any], Candidate]:
+    """A row with its texts as stage 1 reads them: a column may hold conversations as JSON."""
+    try:
+        prompt = read_text(row["prompt"], "prompt")
+        is_text = isinstance(prompt, str)
+        completion = row["completion"] if is_text else read_text(row["completion"], "completion")
+    except BadRow as bad:
+        raise UsageError(
+            f"{where}: sample {row['number']} of prompt {row['prompt_key']}: {bad.detail}. Sample "
+            "again."
+        ) from bad
+    one = Candidate(row["prompt_key"], row["number"], prompt, answer_text(completion))
+    return {**row, "prompt": _plain(prompt), "completion": _plain(completion)}, one
 
 
 @dataclass(frozen=True)
@@ -67,9 +97,9 @@ def _records(
     inputs: tuple[InputFile, ...], shape: Shape, columns: tuple[str, ...]
 ) -> Iterator[tuple[dict[str, Any], Record | None]]:
     """The cells of each row, and its record unless it cannot be used."""
-    for chunk in iter_chunks(inputs, dict.fromkeys([*columns, *shape.columns])):
+    for chunk in iter_chunks(inputs, columns):
         records = {record.row: record for record in parse_chunk(chunk, shape)[0]}
-        for row, cells in enumerate(read_cells(chunk.payload, shape.columns), start=chunk.row):
+        for row, cells in enumerate(read_cells(chunk.payload, columns), start=chunk.row):
             yield {} if isinstance(cells, BadRow) else cells, records.get(row)
 
 

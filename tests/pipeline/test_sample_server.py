@@ -1,0 +1,87 @@
+"""`align sample` with a server: bought once, by whom it was bought, and nothing shows the key."""
+
+import json
+
+import pyarrow.parquet as pq
+import pytest
+
+from align.stages.server import server_client
+from support.asking import echo
+from support.chat_server import chat_server
+from support.command import align, refusal
+
+KEY = "planted-key-52c7e0b9aa"
+PROMPTS = [{"prompt": f"question {i}", "answer": str(i)} for i in range(8)]
+PROBED = 6  # requests of each command that has something to ask
+
+
+@pytest.fixture
+def sample_words(here, monkeypatch):
+    """The words of a command that asks a server for samples of a file with prompts."""
+    monkeypatch.setattr(server_client, "FIRST_PAUSE", 0.002)
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+
+    def words(stub, *more, prompts=PROMPTS, with_mlflow=False):
+        (here / "p.jsonl").write_text("".join(json.dumps(one) + "\n" for one in prompts))
+        usual = ("--server", stub.url, "--revision", "one", "--output", here / "out")
+        mlflow = () if with_mlflow else ("--no-mlflow",)
+        return ("sample", here / "p.jsonl", *usual, *mlflow, *more)
+
+    return words
+
+
+def completions(here):
+    rows = pq.read_table(here / "out" / "samples.parquet").to_pylist()
+    return {(row["prompt"], row["number"]): row["completion"] for row in rows}
+
+
+def test_more_samples_in_another_order_cost_what_is_missing(sample_words, here):
+    with chat_server(echo, faults={500: 0.1, "cut": 0.1}) as stub:
+        assert align(*sample_words(stub, "-n", 2)).code == 0
+        first = completions(here)
+        assert align(*sample_words(stub, "-n", 3, prompts=PROMPTS[::-1])).code == 0
+        grown = completions(here)
+        assert stub.answered.total() == 8 * 3 + 2 * PROBED
+        assert align(*sample_words(stub, "-n", 3)).code == 0
+        assert stub.answered.total() == 8 * 3 + 2 * PROBED
+    assert len(first) == 16
+    assert len(grown) == 24
+    assert first.items() < grown.items()
+
+
+def test_another_model_under_the_same_name_is_refused(sample_words):
+    with chat_server(echo) as stub:
+        assert align(*sample_words(stub, "-n", 1)).code == 0
+    with chat_server(lambda asked: asked.last.upper()) as stub:
+        assert "6 of 6 probes are answered otherwise" in refusal(4, *sample_words(stub, "-n", 2))
+        assert stub.asked.total() == PROBED
+        assert align(*sample_words(stub, "-n", 2, "--revision", "two")).code == 0
+
+
+def test_a_dead_server_and_a_spent_budget_end_with_a_code_of_their_own(sample_words, here):
+    with chat_server(echo, faults={500: 1.0}) as stub:
+        said = refusal(69, *sample_words(stub, "--set", "server.retries=1"))
+        assert "the same command goes on" in said
+    with chat_server(echo) as stub:
+        budget = ("-n", 4, "--concurrency", 1, "--set", "server.max_tokens=150")
+        said = refusal(75, *sample_words(stub, *budget))
+        assert "server.max_tokens of 150 is spent" in said
+        assert align(*sample_words(stub, "-n", 4)).code == 0
+        assert set(stub.answered.values()) == {1, 2}  # the probes were asked by both
+        assert stub.answered.total() == 8 * 4 + 2 * PROBED
+    assert len(completions(here)) == 32
+
+
+@pytest.mark.slow  # MLflow makes a store
+@pytest.mark.usefixtures("no_mlflow_settings")
+def test_the_key_stands_in_no_file_and_in_nothing_that_is_said(sample_words, here):
+    with chat_server(echo, key=KEY, faults={500: 0.2}) as stub:
+        worked = align(*sample_words(stub, "-n", 2, with_mlflow=True))
+        assert worked.code == 0
+    with chat_server(echo, key="another") as stub:  # which says the key that it was given
+        failed = refusal(2, *sample_words(stub, "-n", 4, with_mlflow=True))
+    assert "Incorrect API key provided: Bearer ***" in failed
+    files = [path for path in here.rglob("*") if path.is_file()]
+    assert {"samples.parquet", "mlflow.db"} <= {path.name for path in files}
+    assert not [path for path in files if KEY.encode() in path.read_bytes()]
+    assert KEY not in worked.out + worked.err + failed

@@ -1,0 +1,126 @@
+"""Noise by a hash: the generator it is built on, its distribution, and what it depends on."""
+
+import math
+
+import pytest
+import torch
+
+from align.stages.model.keyed_noise import KeyedNoise, stream_of, uniforms
+
+MASK = (1 << 64) - 1
+SCORES = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5, -3.0])
+
+
+def splitmix(word):
+    """The finalizer of splitmix64, in Python's integers."""
+    word &= MASK
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & MASK
+    return word ^ (word >> 31)
+
+
+def by_hand(stream, position, token):
+    step = 0x9E3779B97F4A7C15
+    state = splitmix(stream + (position + 1) * step)
+    return ((splitmix(state + (token + 1) * step) >> 12) + 0.5) / 2**52
+
+
+def test_the_finalizer_is_that_of_splitmix64():
+    # The first two outputs of splitmix64 seeded with 0, as its author's program prints them.
+    step = 0x9E3779B97F4A7C15
+    assert [splitmix(step), splitmix(2 * step)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
+
+
+@pytest.mark.parametrize("position", [0, 1, 511, 100_000])
+def test_torch_hashes_as_python_does(position):
+    streams = [stream_of("prompt", seed, 3) for seed in range(4)] + [0, -1, 2**63 - 1, -(2**63)]
+    tokens = [0, 1, 17, 151_935]
+    found = uniforms(torch.tensor(streams), position, torch.tensor(tokens))
+    wanted = [[by_hand(stream, position, token) for token in tokens] for stream in streams]
+    assert found.tolist() == wanted
+
+
+def test_a_stream_differs_by_prompt_seed_and_number():
+    names = [(p, s, n) for p in ("1", "11") for s in range(20) for n in range(20)]
+    assert len({stream_of(*name) for name in names}) == len(names)
+    assert stream_of("a", 0, 1) == stream_of("a", 0, 1)
+    assert all(-(2**63) <= stream_of(*name) < 2**63 for name in names)
+
+
+def drawn(streams, scores=SCORES, position=0):
+    prompt_length = 5
+    ids = torch.zeros((len(streams), prompt_length + position), dtype=torch.int64)
+    noise = KeyedNoise(streams, prompt_length, torch.device("cpu"))
+    return noise(ids, scores.expand(len(streams), -1)).argmax(dim=-1)
+
+
+def chi_square(counts, probabilities):
+    expected = probabilities * counts.sum()
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+# Of five degrees of freedom: exceeded by one in a thousand fair draws.
+LIMIT_OF_FIVE = 20.515
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_tokens_are_drawn_with_their_probabilities(seed):
+    counts = torch.bincount(drawn([stream_of("p", seed, n) for n in range(20_000)]), minlength=6)
+    assert chi_square(counts, SCORES.softmax(0)) < LIMIT_OF_FIVE
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_positions_of_one_sample_are_drawn_with_their_probabilities(seed):
+    stream = [stream_of("p", seed, 0)]
+    tokens = torch.cat([drawn(stream, position=position) for position in range(6000)])
+    assert chi_square(torch.bincount(tokens, minlength=6), SCORES.softmax(0)) < LIMIT_OF_FIVE
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        lambda n: (stream_of("p", 0, n), 0, stream_of("p", 0, n + 1), 0),  # neighbours of a prompt
+        lambda n: (stream_of("p", n, 0), 0, stream_of("p", n + 1, 0), 0),  # of a seed
+        lambda n: (stream_of("p", 0, n), 7, stream_of("p", 0, n), 8),  # positions of a sample
+    ],
+)
+def test_draws_of_different_keys_are_independent(pairs):
+    total = 4000
+    first, second = [], []
+    for number in range(total):
+        one, at, other, there = pairs(number)
+        first.append(uniforms(torch.tensor([one]), at, torch.tensor([0])).item() > 0.5)
+        second.append(uniforms(torch.tensor([other]), there, torch.tensor([0])).item() > 0.5)
+    both = sum(a == b for a, b in zip(first, second, strict=True))
+    # A fair coin of 4,000 throws is within four deviations of 31.6 of its mean.
+    assert abs(both - total / 2) < 4 * math.sqrt(total) / 2
+
+
+def test_noise_is_always_finite():
+    edge = uniforms(torch.tensor([stream_of("p", 0, n) for n in range(64)]), 0, torch.arange(4096))
+    assert edge.min() > 0
+    assert edge.max() < 1
+    # The largest and the smallest that 52 bits and a half give.
+    assert ((2**52 - 1) + 0.5) * 2.0**-52 < 1
+    assert math.isfinite(-math.log(-math.log(0.5 * 2.0**-52)))
+
+
+def test_a_token_that_is_ruled_out_is_never_drawn():
+    scores = torch.tensor([0.0, -torch.inf, 0.0])
+    assert 1 not in drawn([stream_of("p", 0, n) for n in range(500)], scores).tolist()
+
+
+def test_a_row_draws_the_same_in_any_batch():
+    streams = [stream_of("p", 0, n) for n in range(12)]
+    together = drawn(streams).tolist()
+    assert [drawn([stream]).item() for stream in streams] == together
+    assert drawn(streams[::-1]).tolist() == together[::-1]
+
+
+@pytest.mark.gpu
+def test_a_gpu_hashes_as_a_cpu_does(request):
+    device = request.config.getoption("--device")
+    streams = torch.tensor([stream_of("p", 0, n) for n in range(64)])
+    tokens = torch.arange(1000)
+    there = uniforms(streams.to(device), 3, tokens.to(device))
+    assert torch.equal(there.cpu(), uniforms(streams, 3, tokens))

@@ -1,0 +1,131 @@
+"""Sampling without a model, in this process or in one that may be killed; every draw is counted."""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+from align.pipeline import sample as module
+from align.schemas.config import Config, DataOptions, SampleOptions, TrackingOptions
+from align.schemas.errors import AlignError
+from align.schemas.samples import Refused, Sample
+from support.stage_one import Silent
+
+BATCH = 5
+
+
+@dataclass(frozen=True)
+class CountingSampler:
+    """Writes down each sample that it draws, as one who is paid for it would."""
+
+    log: Path
+    name: str = "stub"
+    refuses: str = ""  # prompts with this text
+    pause: float = 0.0  # seconds for each batch
+
+    def identity(self):
+        """Its name."""
+        return {"model": self.name}
+
+    def open(self, sampling):
+        """Notes that it was opened."""
+        self._note("opened")
+        return OpenCounting(self, sampling)
+
+    def _note(self, line):
+        with self.log.open("a") as file:
+            file.write(f"{line}\n")
+
+    def draw(self, key, number, sampling):
+        """One sample, by a hash of what it is asked for."""
+        self._note(f"{key} {number}")
+        drawn = hashlib.sha256(f"{key} {number} {sampling} {self.name}".encode()).hexdigest()
+        text = drawn[: int(drawn[0], 16)]
+        return Sample(key, number, text, "stop" if drawn[1] > "4" else "length", 7, len(text) + 1)
+
+    def lines(self):
+        """All that was written down."""
+        return self.log.read_text().split("\n")[:-1] if self.log.exists() else []
+
+    def drawn(self):
+        """The samples among it."""
+        return [line for line in self.lines() if line != "opened"]
+
+
+@dataclass(frozen=True)
+class OpenCounting:
+    """Draws batch by batch."""
+
+    sampler: CountingSampler
+    sampling: object
+
+    def sample(self, wanted):
+        """Yields batches of the samples, those of refused prompts first."""
+        refuses = self.sampler.refuses
+        asked = [
+            (one.prompt.key, number, bool(refuses) and refuses in str(one.prompt.text))
+            for one in wanted
+            for number in one.numbers
+        ]
+        if refused := [Refused(key, number, "no") for key, number, is_bad in asked if is_bad]:
+            yield refused
+        rows = [(key, number) for key, number, is_bad in asked if not is_bad]
+        for start in range(0, len(rows), BATCH):
+            time.sleep(self.sampler.pause)
+            yield [
+                self.sampler.draw(key, number, self.sampling)
+                for key, number in rows[start : start + BATCH]
+            ]
+
+
+def write_prompts(path, texts, **columns):
+    """A file of prompts, with what goes with them."""
+    rows = [
+        {"prompt": text, **{name: values[at] for name, values in columns.items()}}
+        for at, text in enumerate(texts)
+    ]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def config_of(prompts, output, **options):
+    """The settings of a run that records nothing."""
+    return Config(
+        data=DataOptions(files=[str(prompts)]),
+        sample=SampleOptions(output=str(output), **{"n": 4, **options}),
+        tracking=TrackingOptions(mlflow=False),
+    )
+
+
+def run_sampling(config, sampler, *, share=None, **more):
+    """Samples in this process."""
+    with (
+        mock.patch.object(module, "sampler_of", return_value=sampler),
+        mock.patch.object(module, "require_same_server"),
+    ):
+        return module.sample(config, progress=Silent(), share=share, **more)
+
+
+def sampling_child(config, sampler, failpoints="", *, share=None):
+    """Samples in a process of its own, ready to be killed."""
+    process = CHILDREN.Process(target=_child, args=(config, sampler, failpoints, share))
+    process.start()
+    return process
+
+
+def _child(config, sampler, failpoints, share):
+    os.environ["ALIGN_FAILPOINTS"] = failpoints
+    try:
+        run_sampling(config, sampler, share=share)
+    except AlignError as error:
+        print(error, file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+
+
+CHILDREN = multiprocessing.get_context("forkserver")
+CHILDREN.set_forkserver_preload(["align.pipeline.precompute", "align.pipeline.sample"])
