@@ -67,6 +67,12 @@ def test_the_same_command_again_computes_nothing_and_changes_nothing(played):
     assert "0 rounds made now, 2 known before" in played.answers[1].out
 
 
+def test_no_policy_of_a_finished_training_is_held_while_another_one_samples(played):
+    before, *later = played.paid[0].engines
+    assert len(later) == 4  # of the beginning, of round 1, of round 2, of round 2
+    assert set(later) == {before}
+
+
 def test_one_round_more_adds_one(played):
     assert sorted(played.records[2]) == [1, 2, 3]
     assert {number: played.records[2][number] for number in (1, 2)} == played.records[0]
