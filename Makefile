@@ -60,12 +60,13 @@ demo: setup
 	@echo "In demo/align-sweep/kto/: model/ (a Hugging Face folder), metrics.jsonl, config.yaml."
 	@echo "Every run is in MLflow: $(BIN)/mlflow ui --backend-store-uri sqlite:///demo/mlflow.db"
 
+# So small a model is faster with one thread.
 demo-rounds: setup
 	rm -rf demo-rounds && mkdir demo-rounds
 	$(BIN)/align tiny-world demo-rounds/world
 	cp examples/rounds.yaml demo-rounds
-	cd demo-rounds && ALIGN_HOME=. ../$(BIN)/align rounds rounds.yaml --method kto --output kto
-	cd demo-rounds && ALIGN_HOME=. ../$(BIN)/align rounds rounds.yaml --method dpo --output dpo
+	cd demo-rounds && ALIGN_HOME=. OMP_NUM_THREADS=1 ../$(BIN)/align rounds rounds.yaml --method kto --output kto
+	cd demo-rounds && ALIGN_HOME=. OMP_NUM_THREADS=1 ../$(BIN)/align rounds rounds.yaml --method dpo --output dpo
 	@echo
 	@echo "Look next at demo-rounds/kto/rounds.html and demo-rounds/dpo/rounds.html, in any browser."
 

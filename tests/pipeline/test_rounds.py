@@ -303,10 +303,10 @@ def test_rounds_that_are_killed_at_random_moments_end_as_those_that_are_not(
 
 @pytest.mark.long
 @pytest.mark.parametrize("reference", ["fixed", "previous"])
-def test_rounds_of_an_adapter_go_on_from_the_merged_model(world, tmp_path, reference):
+def test_rounds_of_an_adapter_go_on_from_the_merged_model(world, server, tmp_path, reference):
     rounds = {"reference": reference}
     path = write_settings(tmp_path, world, lora={"enabled": True, "rank": 4}, rounds=rounds)
-    answer = play(path)
+    answer = server.run("rounds", path, cwd=tmp_path)
     assert answer.code == 0, answer
     first, second = (record(tmp_path / "out", number) for number in (1, 2))
     assert second["made_from"]["policy"] == first["made"]["model"] != first["made_from"]["policy"]
