@@ -66,13 +66,13 @@ def select(config: Config, judged: str) -> SelectResult:
     output.prepare()
     source = read_input(config, judged, "judged")
     selected = select_rows(_described(source.table), options)
-    counts = {"unusable": source.unusable, **selected.counts}
+    counts = {**source.left_out, **selected.counts}
     if not counts["rows"]:
         raise UsageError(_nothing(judged, counts, options.rows))
     settings = {**asdict(options), "length": _unit_of_length(source.table)}
     del settings["output"]
     manifest = output.publish(
-        selected.table, made_from=source.made_from, settings=settings, counts=counts
+        selected.table, made_from={source.kind: source.root}, settings=settings, counts=counts
     )
     return SelectResult(output.root, manifest)
 

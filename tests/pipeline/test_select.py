@@ -301,6 +301,38 @@ def test_a_plain_file_that_has_no_scores_is_refused(name, here):
     assert expected in refusal(2, "select", "data.jsonl")
 
 
+def test_answers_as_alpaca_eval_has_them_are_judged_and_selected_from(here):
+    Path("counts_words.py").write_text("def grade(prompt, text, row): return len(text.split())\n")
+    rows = [
+        {"instruction": "a", "output": "one", "generator": "m1"},
+        {"instruction": "b", "output": "alone", "generator": "m1"},
+        {"instruction": "a", "output": "one two", "generator": "m2"},
+    ]
+    Path("outputs.json").write_text(json.dumps(rows))
+    by = ("--by", "function", "--function", "counts_words:grade", "--no-mlflow")
+    made = align("judge", "outputs.json", *by)
+    assert made.code == 0, made
+    table, told = selected("align-judged")
+    assert table.rows() == [
+        (said("user", "a"), said("assistant", "one two"), said("assistant", "one"), 2, 1)
+    ]
+    assert left_out(told) == ["1 prompt with fewer than 2 such samples"]
+    manifest, judged_table = read_table(TableFolder.at("align-judged", "judged"))
+    assert manifest.made_from["samples"] == sha256_of(Path("outputs.json"))
+    assert judged_table["number"].to_list() == [0, 1, 0]
+
+
+def test_scored_rows_are_judged_anew(here):
+    Path("counts_letters.py").write_text("def grade(prompt, text, row): return len(text)\n")
+    write_lines("scored.jsonl", SCORED)
+    by = ("--by", "function", "--function", "counts_letters:grade", "--no-mlflow")
+    assert align("judge", "scored.jsonl", *by).code == 0
+    table, _ = selected("align-judged")
+    assert table.rows() == [("a", " yyyy", " z", 5, 2)]
+    write_lines("paired.jsonl", [{"prompt": "a", "chosen": " x", "rejected": " y"}])
+    assert "holds paired rows" in refusal(2, "judge", "paired.jsonl", *by)
+
+
 def test_no_row_is_an_error_that_says_why(here):
     judged("judged", table_of(["a", "b"], finish=pl.lit("length")))
     message = refusal(2, "select", "judged")
