@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests of a file share what is slow to make, so they stay together.
 AT_ONCE := --numprocesses 2 --dist loadfile --quiet
 
-.PHONY: setup check test test-fast test-long test-gpu demo bench docs golden wheel clean
+.PHONY: setup check test test-fast test-long test-gpu demo demo-rounds bench docs golden wheel clean
 
 setup: .venv/ready
 
@@ -60,6 +60,16 @@ demo: setup
 	@echo "In demo/align-sweep/kto/: model/ (a Hugging Face folder), metrics.jsonl, config.yaml."
 	@echo "Every run is in MLflow: $(BIN)/mlflow ui --backend-store-uri sqlite:///demo/mlflow.db"
 
+# So small a model is faster with one thread.
+demo-rounds: setup
+	rm -rf demo-rounds && mkdir demo-rounds
+	$(BIN)/align tiny-world demo-rounds/world
+	cp examples/rounds.yaml demo-rounds
+	cd demo-rounds && ALIGN_HOME=. OMP_NUM_THREADS=1 ../$(BIN)/align rounds rounds.yaml --method kto --output kto
+	cd demo-rounds && ALIGN_HOME=. OMP_NUM_THREADS=1 ../$(BIN)/align rounds rounds.yaml --method dpo --output dpo
+	@echo
+	@echo "Look next at demo-rounds/kto/rounds.html and demo-rounds/dpo/rounds.html, in any browser."
+
 bench: .venv/bench-ready
 	$(BIN)/pytest tests/peers
 	$(BIN)/python tests/bench/start.py
@@ -82,4 +92,4 @@ wheel: setup
 	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 clean:
-	rm -rf build dist demo bench-results *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist demo demo-rounds bench-results *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -29,6 +29,7 @@ from .judge_inputs import read_gold, sample_rows
 from .judges import JudgeOutcome, Pairs, RowJudge, compare, row_judge
 from .language_judge import JudgeModel, Work, judge_model, with_template
 from .mlflow_sync import send_earlier
+from .table_inputs import TableInput, read_input
 
 if TYPE_CHECKING:
     import polars as pl
@@ -135,7 +136,7 @@ class _Call:
     """What one call judges, by which judge, and where."""
 
     config: Config
-    source: TableManifest
+    source: TableInput
     table: pl.DataFrame
     samples: SampleRows
     folder: TableFolder
@@ -206,7 +207,12 @@ class _Call:
             table,
             made_from=self.made_from,
             settings=self.settings,
-            counts={"judged": judged, "unjudged": table.height - judged, **counts},
+            counts={
+                **self.source.left_out,
+                "judged": judged,
+                "unjudged": table.height - judged,
+                **counts,
+            },
         )
 
 
@@ -219,7 +225,8 @@ def _opened(config: Config, samples: str, sampler: Sampler | None) -> _Call:
     model = _model(config, sampler)
     if options.against and options.by != "pairwise":
         raise UsageError("judge.against: only judge.by pairwise compares with other samples.")
-    source, table = read_table(TableFolder.at(samples, "samples"))
+    source = read_input(config, samples, "samples")
+    table = source.table
     rows = sample_rows(table, samples)
     against = None
     if options.against:

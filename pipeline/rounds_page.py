@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,9 @@ TRAINED_NOTE = (
 
 def rounds_page(job: RoundsJob, finished: Sequence[RoundRecord]) -> str:
     """The page of the finished rounds."""
-    names = list(dict.fromkeys(name for record in finished for name in record.counts))
+    names = dict.fromkeys(name for one in finished for name, count in one.counts.items() if count)
     counts = [[name, *(_count(record, name) for record in finished)] for name in names]
+    answer_head, answers = _answers(job, finished)
     return render_page(
         "rounds.html.j2",
         title=f"Rounds: {job.folder.root.resolve().name}",
@@ -45,7 +45,8 @@ def rounds_page(job: RoundsJob, finished: Sequence[RoundRecord]) -> str:
         links=_links(job, finished),
         count_head=["", *(f"round {record.number}" for record in finished)],
         counts=counts,
-        answers=list(_answers(job, finished)) if job.config.rounds.show_text else [],
+        answer_head=answer_head,
+        answers=answers,
         lineage=dict(_lineage(finished)),
         settings=without_secrets(job.bound_settings()),
     )
@@ -134,22 +135,19 @@ def _lineage(finished: Sequence[RoundRecord]) -> Iterator[tuple[str, str]]:
             yield f"round {record.number}: {name}", value
 
 
-@dataclass(frozen=True)
-class _Answers:
-    """A held-out prompt, and the first sample of each policy."""
-
-    prompt: str
-    samples: dict[str, str]
-
-
-def _answers(job: RoundsJob, finished: Sequence[RoundRecord]) -> Iterator[_Answers]:
+def _answers(job: RoundsJob, finished: Sequence[RoundRecord]) -> tuple[list[str], list[list[str]]]:
+    """Names of the policies, and for each of the first held-out prompts a sample of each."""
     measured = [record.number for record in finished if record.held_out]
-    folders = {"beginning": job.folder.first_samples} if measured else {}
+    if not measured or not job.config.rounds.show_text:
+        return [], []
+    folders = {"beginning": job.folder.first_samples}
     folders |= {f"round {one}": job.folder.round(one).eval_samples for one in measured}
-    tables = {name: _first_samples(folder) for name, folder in folders.items()}
-    for prompt in job.split.held_out[:PROMPTS_SHOWN]:
-        samples = {name: table.get(prompt.key, "") for name, table in tables.items()}
-        yield _Answers(_said(prompt.text), samples)
+    tables = [_first_samples(folder) for folder in folders.values()]
+    rows = [
+        [_said(prompt.text), *(table.get(prompt.key, "") for table in tables)]
+        for prompt in job.split.held_out[:PROMPTS_SHOWN]
+    ]
+    return ["prompt", *folders], rows
 
 
 def _first_samples(folder: Path) -> dict[str, str]:

@@ -1,14 +1,22 @@
 """Rounds as a person gives them: what they pay for, once, and what they refuse."""
 
 import re
+import shutil
+import signal
+import time
+from collections import Counter
 from dataclasses import dataclass
+from random import Random
 
 import polars as pl
 import pytest
 
 from align.stages.storage.rounds_folder import RoundsFolder
+from support.chat_server import chat_server
 from support.command import refusal
+from support.mlflow_runs import open_store
 from support.rounds_play import counted, play, prompts_in, record, records, write_settings
+from support.stub_judge import PARTS
 from support.trainings import KILLED
 
 
@@ -57,6 +65,12 @@ def test_the_same_command_again_computes_nothing_and_changes_nothing(played):
     assert (played.paid[1].sampled, played.paid[1].judged) == ([], 0)
     assert played.records[1] == played.records[0]
     assert "0 rounds made now, 2 known before" in played.answers[1].out
+
+
+def test_no_policy_of_a_finished_training_is_held_while_another_one_samples(played):
+    before, *later = played.paid[0].engines
+    assert len(later) == 4  # of the beginning, of round 1, of round 2, of round 2
+    assert set(later) == {before}
 
 
 def test_one_round_more_adds_one(played):
@@ -180,8 +194,80 @@ def test_rounds_that_learn_nothing_pay_for_nothing_twice(world, tmp_path):
     assert re.search(r"scored 0 branches, reused (\d+) of \1", answer.err)
 
 
-# As it writes answers, in the middle of a training, and when only the record is missing.
-KILLS = ("answers.after_link=kill@2", "step.updated=kill@2", "round.before_link=kill")
+@dataclass(frozen=True)
+class Compared:
+    """One round whose judge compares, behind a server, recorded in MLflow."""
+
+    folder: object
+    uri: str
+    asked: list
+
+
+@pytest.fixture(scope="module")
+def compared(world, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compared")
+    uri = f"sqlite:///{folder}/mlflow.db"
+    questions = []
+
+    def answer_to(asked):
+        questions.append(asked.last)
+        return prefers_letters(asked.last)
+
+    with chat_server(answer_to) as stub:
+        path = write_settings(
+            folder,
+            world,
+            sample={"n": 2},
+            judge={"by": "pairwise", "function": ""},
+            server={"url": stub.url, "model": "stub", "revision": "1"},
+            tracking={"mlflow": True, "uri": uri},
+            rounds={"count": 1, "prompts_per_round": 6},
+        )
+        answer = play(path)
+        assert answer.code == 0, answer
+    return Compared(folder / "out", uri, [one for one in questions if PARTS.search(one)])
+
+
+def prefers_letters(question):
+    """The verdict of a judge that counts different letters."""
+    texts = PARTS.findall(question)
+    if not texts:
+        return "x"  # to a probe
+    first, second = (len({letter for letter in text if letter.isalpha()}) for text in texts)
+    return "Verdict: " + ("tie" if first == second else "A" if first > second else "B")
+
+
+def test_a_judge_that_compares_is_shown_a_sample_of_each_policy(compared):
+    held_out = record(compared.folder, 1)["held_out"]
+    # In the first round the beginning is the policy before: no judgment of it is bought twice.
+    assert held_out["against_first"] == held_out["against_previous"]
+    assert held_out["policy"]["mean_score"] is None
+    count = held_out["policy"]["samples"]
+    assert held_out["against_first"]["comparisons"] == count > 0
+    assert len(compared.asked) == len(set(compared.asked)) <= 2 * (6 + count)
+
+
+def test_mlflow_has_a_run_for_the_rounds_and_one_for_each_verb_below_it(compared):
+    client = open_store(compared.uri)
+    (experiment,) = [one for one in client.search_experiments() if one.name == "align"]
+    runs = client.search_runs([experiment.experiment_id])
+    (parent,) = [run for run in runs if run.data.tags["align.stage"] == "rounds"]
+    children = [run.data.tags for run in runs if run is not parent]
+    stages = Counter(tags["align.stage"] for tags in children)
+    # Samples of the round, of the beginning and of the policy; two comparisons with the judge.
+    assert stages == {"sample": 3, "judge": 3, "precompute-ref": 1, "train": 1}
+    assert {tags["mlflow.parentRunId"] for tags in children} == {parent.info.run_id}
+    assert {tags["align.round"] for tags in children} == {"1"}
+    made = record(compared.folder, 1)["made"]
+    for name in ("samples", "judged", "selected", "cache", "model"):
+        assert parent.data.tags[f"align.round-001.{name}"] == made[name]
+    rate = record(compared.folder, 1)["held_out"]["against_first"]["rate"]
+    assert parent.data.metrics["held_out/win_rate/first"] == pytest.approx(rate)
+    assert {file.path for file in client.list_artifacts(parent.info.run_id)} == {"rounds.html"}
+
+
+# In the middle of a training, and in the second round when only its record is missing.
+KILLS = ("step.updated=kill@2", "round.before_link=kill@2")
 
 
 def test_rounds_that_are_killed_end_as_those_that_are_not(played, world, server, tmp_path):
@@ -191,3 +277,38 @@ def test_rounds_that_are_killed_end_as_those_that_are_not(played, world, server,
         assert answer.code == KILLED, answer
     assert server.run("rounds", path, cwd=tmp_path).code == 0
     assert records(tmp_path / "out") == played.records[0]
+
+
+@pytest.mark.long
+def test_rounds_that_are_killed_at_random_moments_end_as_those_that_are_not(
+    played, world, server, tmp_path
+):
+    random, path, kills = Random(17), write_settings(tmp_path, world), 0
+    answer = None
+    while kills < 12:
+        process = server.start("rounds", path, cwd=tmp_path)
+        process.until("round " if not kills else "")
+        time.sleep(random.uniform(0.0, 2.5))
+        process.signal(signal.SIGKILL)
+        (answer,) = process.answers()
+        if answer.code == KILLED:
+            kills += 1
+        else:  # it was finished: another folder has to be begun
+            assert answer.code == 0
+            assert records(tmp_path / "out") == played.records[0]
+            shutil.rmtree(tmp_path / "out")
+    assert server.run("rounds", path, cwd=tmp_path).code == 0
+    assert records(tmp_path / "out") == played.records[0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("reference", ["fixed", "previous"])
+def test_rounds_of_an_adapter_go_on_from_the_merged_model(world, server, tmp_path, reference):
+    rounds = {"reference": reference}
+    path = write_settings(tmp_path, world, lora={"enabled": True, "rank": 4}, rounds=rounds)
+    answer = server.run("rounds", path, cwd=tmp_path)
+    assert answer.code == 0, answer
+    first, second = (record(tmp_path / "out", number) for number in (1, 2))
+    assert second["made_from"]["policy"] == first["made"]["model"] != first["made_from"]["policy"]
+    is_fixed = reference == "fixed"
+    assert (second["made_from"]["reference"] == first["made_from"]["policy"]) == is_fixed

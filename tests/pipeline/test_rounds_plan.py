@@ -1,9 +1,12 @@
 """What rounds ask of each verb, and how they measure, without a model."""
 
+import re
+
 import polars as pl
 import pytest
 
 from align.pipeline.round_prompts import PromptSplit
+from align.pipeline.rounds import plan_rounds
 from align.pipeline.rounds_evaluation import answering, repeated_share, stop_reason
 from align.pipeline.rounds_plan import open_rounds
 from align.pipeline.rounds_result import RoundsResult
@@ -12,6 +15,7 @@ from align.schemas.config import RoundsOptions
 from align.schemas.errors import UsageError
 from align.schemas.round_record import Answering, HeldOut, RoundRecord, Versus
 from align.schemas.samples import Prompt
+from support.rooms import ROOT
 from support.rounds_play import write_settings
 
 
@@ -93,6 +97,15 @@ def test_the_order_of_slices_follows_from_content_and_seed():
 
 def opened(folder, world, **changes):
     return open_rounds(load_settings({}, [], file=write_settings(folder, world, **changes)))
+
+
+def test_the_example_plans_three_rounds_of_a_tiny_world(world, tmp_path):
+    (tmp_path / "world").symlink_to(world.folder)
+    path = tmp_path / "rounds.yaml"
+    path.write_text((ROOT / "examples" / "rounds.yaml").read_text())
+    told = plan_rounds(load_settings({}, [], file=path, command="rounds")).text()
+    assert re.search(r"3 +train +- +a training", told)
+    assert not (tmp_path / "align-rounds").exists()
 
 
 @pytest.mark.parametrize("reference", ["fixed", "previous"])

@@ -1,6 +1,7 @@
 """Short rounds of an untrained model, and what they leave."""
 
 import contextlib
+import gc
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +44,7 @@ class Paid:
 
     sampled: list = field(default_factory=list)  # prompt and number
     judged: int = 0
+    engines: list = field(default_factory=list)  # live ones, whenever it began to sample
 
 
 @contextlib.contextmanager
@@ -51,6 +53,9 @@ def counted():
     paid, sample = Paid(), OpenLocalSampler.sample
 
     def counting(sampler, wanted):
+        paid.engines.append(
+            sum(type(one).__name__ == "DeepSpeedEngine" for one in gc.get_objects())
+        )
         for group in sample(sampler, wanted):
             paid.sampled += [(one.prompt, one.number) for one in group if isinstance(one, Sample)]
             yield group
