@@ -102,7 +102,9 @@ class JudgeResult:
         if counts.get("questions_not_taken"):
             untaken = counted(counts["questions_not_taken"], "questions that the judge cannot take")
             lines.append(f"{untaken}, such as one longer than its context; asked again next time")
-        return "\n".join([*lines, f"next: align select {self.folder}"])
+        if counts["judged"]:
+            return "\n".join([*lines, f"next: align select {self.folder}"])
+        return "\n".join([*lines, "no sample has a score, so there is nothing to select"])
 
 
 def calibrate(
