@@ -145,6 +145,7 @@ READS: dict[str, tuple[str, ...]] = {
         *("model.dtype", "model.attention", "model.device", "model.device_map"),
         *("model.offload_folder", "model.trust_remote_code", "model.allow_unused_weights"),
         *("tokens", "scoring", "server", "judge", "rewards.model", "objects"),
+        *("data.map", "data.max_bad_frac"),
         *_RECORDED,
     ),
     "select": ("data.map", "data.max_bad_frac", "select", "objects"),
@@ -277,6 +278,8 @@ JUDGE_FLAGS = {
     "--concurrency": "server.concurrency",
     "--dtype": "model.dtype",
     "--device": "model.device",
+    "--map": "data.map",
+    "--max-bad-frac": "data.max_bad_frac",
     "--mlflow": "tracking.mlflow",
 }
 SELECT_FLAGS = {

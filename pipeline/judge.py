@@ -29,6 +29,7 @@ from .judge_inputs import read_gold, sample_rows
 from .judges import JudgeOutcome, Pairs, RowJudge, compare, row_judge
 from .language_judge import JudgeModel, Work, judge_model, with_template
 from .mlflow_sync import send_earlier
+from .table_inputs import TableInput, read_input
 
 if TYPE_CHECKING:
     import polars as pl
@@ -53,7 +54,7 @@ def judge(
         return JudgeResult(call.folder.root, manifest, 0, known, share)
     call.folder.prepare()
     with _working(config, call.folder, share) as run:
-        work = Work(_answers(config, call.folder), call.folder.local, run, progress, share)
+        work = Work(_answers(config, call.folder), run, progress, share)
         judged = call.judged(work)
         manifest = None
         if judged.found is not None:
@@ -101,7 +102,9 @@ class JudgeResult:
         if counts.get("questions_not_taken"):
             untaken = counted(counts["questions_not_taken"], "questions that the judge cannot take")
             lines.append(f"{untaken}, such as one longer than its context; asked again next time")
-        return "\n".join([*lines, f"next: align select {self.folder}"])
+        if counts["judged"]:
+            return "\n".join([*lines, f"next: align select {self.folder}"])
+        return "\n".join([*lines, "no sample has a score, so there is nothing to select"])
 
 
 def calibrate(
@@ -113,7 +116,7 @@ def calibrate(
     folder = TableFolder.at(config.judge.output, "judged")
     folder.prepare()
     with _working(config, folder, None) as run:
-        work = Work(_answers(config, folder), folder.local, run, progress)
+        work = Work(_answers(config, folder), run, progress)
         if model and config.judge.by == "pairwise":
             compared = compare(model, pairs.pairs, work)
             shares = of_comparisons([one for *_, one in compared.found or ()])
@@ -133,7 +136,7 @@ class _Call:
     """What one call judges, by which judge, and where."""
 
     config: Config
-    source: TableManifest
+    source: TableInput
     table: pl.DataFrame
     samples: SampleRows
     folder: TableFolder
@@ -204,7 +207,12 @@ class _Call:
             table,
             made_from=self.made_from,
             settings=self.settings,
-            counts={"judged": judged, "unjudged": table.height - judged, **counts},
+            counts={
+                **self.source.left_out,
+                "judged": judged,
+                "unjudged": table.height - judged,
+                **counts,
+            },
         )
 
 
@@ -217,7 +225,8 @@ def _opened(config: Config, samples: str, sampler: Sampler | None) -> _Call:
     model = _model(config, sampler)
     if options.against and options.by != "pairwise":
         raise UsageError("judge.against: only judge.by pairwise compares with other samples.")
-    source, table = read_table(TableFolder.at(samples, "samples"))
+    source = read_input(config, samples, "samples")
+    table = source.table
     rows = sample_rows(table, samples)
     against = None
     if options.against:

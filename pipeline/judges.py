@@ -13,6 +13,7 @@ from ..stages.judge.judged_rows import SampleRows
 from ..stages.judge.judgments import Candidate, pairwise_questions, rubric_questions
 from ..stages.judge.verdicts import Compared
 from ..stages.judge.verifiers import Verifier, verifier_of
+from ..stages.storage.local_copies import work_folder
 from .language_judge import Answered, JudgeModel, Work, answer
 from .reward_judge import reward_identity, reward_scores
 
@@ -61,7 +62,7 @@ def _by_rubric(model: JudgeModel, samples: SampleRows, work: Work) -> JudgeOutco
 
 
 def _by_reward(config: Config, name: str, samples: SampleRows, work: Work) -> JudgeOutcome[Scores]:
-    home = work.home / "_align" / "reward" / name[:16]
+    home = work_folder(work.answers) / "reward" / name[:16]
     made = reward_scores(config, samples, home, progress=work.progress, share=work.share)
     if made is None:
         return JudgeOutcome(None, 0, 0)

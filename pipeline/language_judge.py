@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from ..schemas.config import Config
@@ -31,8 +30,7 @@ RAY_PARTS = 32  # how many actors there will be is not known yet
 class Work:
     """Where a judge works, who records it, and which part of it is asked for."""
 
-    answers: Location
-    home: Path  # for what needs a disk
+    answers: Location  # the folder that keeps them
     run: Run
     progress: Progress
     share: Share | None = None

@@ -25,7 +25,9 @@ Prompts = Annotated[list[str] | None, typer.Argument(help="Files or folders with
 Samples = Annotated[
     str | None, typer.Argument(help="A folder made by `align sample`; none with --calibrate.")
 ]
-Judged = Annotated[str, typer.Argument(help="A folder made by `align judge`.")]
+Judged = Annotated[
+    str, typer.Argument(help="A folder made by `align judge`, or a file with scores.")
+]
 
 
 def add_to(app: typer.Typer) -> None:

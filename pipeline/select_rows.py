@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 import polars as pl
 
 from ..schemas.config import Config, SelectOptions
-from ..schemas.errors import UsageError, counted
-from ..schemas.json_codec import to_json
+from ..schemas.errors import CorruptionError, UsageError, counted
+from ..schemas.json_codec import digest
 from ..schemas.rows import BadRow, Text
 from ..schemas.table_manifest import TableManifest
 from ..stages.data.validate import read_completion, read_prompt
@@ -64,15 +65,17 @@ def select(config: Config, judged: str) -> SelectResult:
     _require_sense(options)
     output = TableFolder.at(options.output, "selected")
     output.prepare()
+    with suppress(CorruptionError):  # a damaged one is written anew
+        output.find()  # refuses a table of another kind, which it would replace in a store
     source = read_input(config, judged, "judged")
     selected = select_rows(_described(source.table), options)
-    counts = {"unusable": source.unusable, **selected.counts}
+    counts = {**source.left_out, **selected.counts}
     if not counts["rows"]:
         raise UsageError(_nothing(judged, counts, options.rows))
     settings = {**asdict(options), "length": _unit_of_length(source.table)}
     del settings["output"]
     manifest = output.publish(
-        selected.table, made_from=source.made_from, settings=settings, counts=counts
+        selected.table, made_from={source.kind: source.root}, settings=settings, counts=counts
     )
     return SelectResult(output.root, manifest)
 
@@ -123,16 +126,18 @@ def _require_sense(options: SelectOptions) -> None:
 
 
 def _described(table: pl.DataFrame) -> pl.DataFrame:
-    """The samples with what they are compared by."""
-    texts = [*_texts(table)]
-    keys = [None if text is None else to_json(text) for text in texts]
-    characters = pl.Series([_characters(text) for text in texts], dtype=pl.Int64)
-    in_tokens = _unit_of_length(table) == "tokens"
+    """The samples with what they are compared by: digests of their texts, not the texts."""
+    keys: list[str | None] = []
+    lengths: list[int] = []
+    for text in _texts(table):
+        keys.append(None if text is None else digest(text))
+        lengths.append(_characters(text))
     is_cut = pl.col("finish").eq_missing("length")
+    in_tokens = _unit_of_length(table) == "tokens"
     return table.with_columns(
         text=pl.Series(keys, dtype=pl.String),
         is_cut=is_cut if "finish" in table.columns else pl.lit(value=False),
-        length=pl.col("completion_tokens") if in_tokens else characters,
+        length=pl.col("completion_tokens") if in_tokens else pl.Series(lengths, dtype=pl.Int64),
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 import polars as pl
 
 from ..schemas.config import Config
-from ..schemas.errors import BadDataError, UsageError, counted
+from ..schemas.errors import BadDataError, UsageError, counted, logger
 from ..schemas.rows import Record, Rejected
 from ..schemas.table_manifest import TableKind
 from ..stages.data.data_schema import Shape, common_shape
@@ -33,11 +33,17 @@ from .object_inputs import with_local_inputs
 
 @dataclass(frozen=True)
 class TableInput:
-    """A table, the digest of what it was read from, and how many rows could not be read."""
+    """A table, what it was read from, and how many rows could not be read."""
 
     table: pl.DataFrame
-    made_from: dict[str, str]
+    kind: str  # of a table of align; data: a plain file
+    root: str  # its digest
     unusable: int = 0
+
+    @property
+    def left_out(self) -> dict[str, int]:
+        """The rows that could not be read, as a count of the table made of the others."""
+        return {"unusable": self.unusable} if self.unusable else {}
 
 
 def read_input(config: Config, named: str, kind: TableKind) -> TableInput:
@@ -45,7 +51,7 @@ def read_input(config: Config, named: str, kind: TableKind) -> TableInput:
     folder = _folder_of(named, kind)
     if folder.manifest.is_file() or PurePosixPath(named).suffix.lower() not in FORMATS:
         manifest, table = read_table(folder)
-        return TableInput(table, {kind: manifest.root})
+        return TableInput(table, kind, manifest.root)
     local = with_local_inputs(replace(config, data=replace(config.data, files=[named])))
     (file,) = open_inputs(local.data.files)
     return _read_plain(local, file, named, kind)
@@ -64,7 +70,12 @@ def _read_plain(config: Config, file: InputFile, named: str, kind: TableKind) ->
     require_unchanged([file], [before])
     if len(rows.rejected) > config.data.max_bad_frac * rows.read:
         raise BadDataError(_too_many(rows, named, config.data.max_bad_frac))
-    return TableInput(table, {"data": before.sha256}, len(rows.rejected))
+    if kind == "samples":
+        table = table.drop("score")  # they are judged anew
+    if rows.rejected:
+        found = counted(len(rows.rejected), "rows")
+        logger.warning("%s: %s cannot be used: %s", named, found, rows.rejected[0].detail)
+    return TableInput(table, "data", before.sha256, len(rows.rejected))
 
 
 def _reader(config: Config, file: InputFile, named: str, kind: TableKind) -> Shape | Foreign:

@@ -48,8 +48,9 @@ METHOD_OPTIONS = {
 PLACE = re.compile(r"(cli\.py|(schemas|pipeline|stages|tests|docs|examples)/[\w./-]*)")
 TO_BE_WRITTEN = {"stages/methods/square.py"}  # by who adds a method
 SETTING = re.compile(
-    "(?P<section>model|data|tokens|cache|scoring|tracking|train|lora|rewards|objects|method)"
-    "[.](?P<name>[A-Za-z0-9_.]+)(=.*)?"
+    "(?P<section>model|data|tokens|cache|scoring|tracking|train|lora|rewards|objects|method"
+    "|server|sample|judge|select|rounds)"
+    "[.](?!yaml|html)(?P<name>[A-Za-z0-9_.]+)(=.*)?"
 )
 # `cd FOLDER && NAME=VALUE .venv/bin/align …`: the words before `align` may be missing.
 CALL = re.compile(r"(cd (?P<folder>\S+) && )?([A-Z_]+=\S+ )?(\S*/)?align (?P<words>.+)")

@@ -3,16 +3,16 @@
 import json
 import re
 import signal
-import time
 
 import pytest
 
 from align.stages.storage.tables import TableFolder, read_table
 from support.chat_server import chat_server
-from support.command import align, start
+from support.command import align
 from support.mlflow_runs import open_store, the_run
 from support.sample_tables import sample_table
 from support.stub_judge import StubJudge
+from support.trainings import KILLED
 
 TEXTS = {f"Number {index}?": [str(index + step) for step in range(4)] for index in range(10)}
 QUESTIONS = 10 * 6 * 2
@@ -46,6 +46,7 @@ def test_a_local_model_that_answers_nonsense_gives_no_score(world, tmp_path):
     assert answer.code == 0, answer
     assert "2 judgments made, 0 known before" in answer.out
     assert "2 answers of the judge, 2 without a verdict" in answer.out
+    assert "nothing to select" in answer.out
     assert [row["score"] for row in rows_of(tmp_path / "out")] == [None, None]
     assert "0 judgments made, 2 known before" in align("judge", samples, *options, *short).out
 
@@ -78,14 +79,13 @@ def test_calibrate_prints_a_table_and_needs_no_samples(tmp_path):
     assert "18 questions" in answer.out
 
 
-def killed_at(stub, samples, output, answers):
-    """Kills a command once the server has given so many answers; what it had asked by then."""
+def kill_at(answers, command, stub):
+    """Kills a command once the server has given so many answers more."""
     before = sum(stub.answered.values())
-    process = start("judge", samples, *judge_by(stub, output, "--no-mlflow"))
-    while process.poll() is None and sum(stub.answered.values()) < before + answers:
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    while sum(stub.answered.values()) < before + answers:
+        assert command.processes[0].server.wait(command.processes[0].pid, 0.01) is None
+    command.signal(signal.SIGKILL)
+    assert command.answers()[0].code == KILLED
 
 
 def repeated(stub):
@@ -104,28 +104,29 @@ def undisturbed(tmp_path_factory):
     return rows_of(folder / "out")
 
 
-def killed_often(tmp_path, kills):
+def killed_often(server, tmp_path, kills):
     """Kills commands at different moments, and ends the work; how often an answer was bought."""
     samples, output = sample_table(tmp_path / "s", TEXTS), tmp_path / "out"
     with chat_server(said, delay=0.02) as stub:
         for answers in kills:
-            killed_at(stub, samples, output, answers)
+            options = judge_by(stub, output, "--no-mlflow")
+            kill_at(answers, server.start("judge", samples, *options), stub)
         answer = align("judge", samples, *judge_by(stub, output, "--no-mlflow"))
     assert answer.code == 0, answer
     assert len(questions(stub.answered)) == QUESTIONS
     return repeated(stub), rows_of(output)
 
 
-def test_a_kill_repeats_at_most_what_was_in_flight(tmp_path, undisturbed):
-    again, rows = killed_often(tmp_path, [40])
+def test_a_kill_repeats_at_most_what_was_in_flight(server, tmp_path, undisturbed):
+    again, rows = killed_often(server, tmp_path, [40])
     assert again <= CONCURRENCY
     assert rows == undisturbed
 
 
 @pytest.mark.long
-def test_many_kills_repeat_at_most_what_was_in_flight_at_each(tmp_path, undisturbed):
-    kills = [1, 5, 7, 9, 11, 12, 13, 14, 15, 16, 17, 18]
-    again, rows = killed_often(tmp_path, kills)
+def test_many_kills_repeat_at_most_what_was_in_flight_at_each(server, tmp_path, undisturbed):
+    kills = range(7, 19)  # answers, 6 of them to probes
+    again, rows = killed_often(server, tmp_path, kills)
     print(f"{len(kills)} kills: {again} of {QUESTIONS} judgments were bought twice")
     assert again <= CONCURRENCY * len(kills)
     assert rows == undisturbed

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from itertools import combinations
 from typing import Any
 
@@ -42,13 +44,15 @@ class LanguageJudge:
     identity: Mapping[str, str]
     sampling: Sampling
 
+    @cached_property
+    def name(self) -> str:
+        """A digest of the model, its sampling and the template."""
+        return digest([self.template.digest, asdict(self.sampling), dict(self.identity)])
+
     def key(self, asked: Asked) -> str:
         """Names a judgment by all that it follows from."""
-        parts = [
-            *("judgment", asked.prompt_key, [digest(text) for text in asked.texts]),
-            *(self.template.digest, asdict(self.sampling), dict(self.identity)),
-        ]
-        return digest(parts)[:KEY_LENGTH]
+        texts = [hashlib.sha256(text.encode()).hexdigest() for text in asked.texts]
+        return digest(["judgment", self.name, asked.prompt_key, texts])[:KEY_LENGTH]
 
     def keyed(self, questions: Iterable[Asked]) -> dict[str, Asked]:
         """The questions by their keys; equal ones are one."""

@@ -34,7 +34,8 @@ def select_rows(samples: pl.DataFrame, options: SelectOptions) -> Selected:
     table, left_out = _WAYS[options.rows](usable, options)
     few = samples["prompt_key"].n_unique() - usable[_PROMPT].n_unique()
     left_out["too_few"] = left_out.get("too_few", 0) + few
-    return Selected(table, {**counts, **left_out, "rows": table.height})
+    # How many chunks polars left depends on the cores, and row groups of a file on the chunks.
+    return Selected(table.rechunk(), {**counts, **left_out, "rows": table.height})
 
 
 def _usable(samples: pl.DataFrame, options: SelectOptions) -> tuple[pl.DataFrame, dict[str, int]]:

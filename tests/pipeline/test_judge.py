@@ -1,15 +1,19 @@
 """Samples are judged once: by a language model in both orders, a reward model, or a check."""
 
 import json
+import pickle
 
 import polars as pl
 import pytest
 
 from align.pipeline.executor import Share
 from align.pipeline.judge import calibrate, judge
+from align.pipeline.language_judge import JudgeTasks, with_template
 from align.schemas.config import Config, JudgeOptions, TrackingOptions
-from align.schemas.errors import UsageError
+from align.schemas.errors import LockedError, UsageError
+from align.stages.judge.judgments import Asked
 from align.stages.judge.win_rate import win_rate
+from align.stages.storage.locks import owner_lock
 from align.stages.storage.tables import TableFolder, read_table
 from align.stages.tracking.progress import NoProgress
 from support.command import refusal
@@ -295,6 +299,44 @@ def test_nothing_to_compare_is_refused(tmp_path, judged):
         judged(alone, StubJudge(), by="pairwise", against=other)
     with pytest.raises(UsageError, match="only judge.by pairwise"):
         judged(alone, StubJudge(), by="rubric", against=other)
+
+
+def test_groups_of_questions_travel_to_another_process(tmp_path):
+    """As they do to the actors of a Ray cluster."""
+    asked = JudgeOptions(by="pairwise")
+    model = with_template(Config(judge=asked), StubJudge())
+    pairs = [("1", "2"), ("4", "3")]
+    questions = model.judge.keyed(
+        Asked("k" * 32, "Q", texts) for pair in pairs for texts in (pair, pair[::-1])
+    )
+    tasks = JudgeTasks(model, (questions,), tmp_path / "answers")
+    there = pickle.loads(pickle.dumps(tasks))
+    assert not there.is_committed(0)
+    received = there.open(NoProgress())(0)
+    assert (received.new, received.completion_tokens) == (4, 8)
+    assert tasks.is_committed(0)
+    found = model.judge.read(questions.keys(), tasks.answers, ())
+    assert [found.verdicts[key] for key in questions] == ["B", "A", "A", "B"]
+
+
+def test_one_command_at_a_time_judges_in_a_folder(tmp_path, judged):
+    samples = sample_table(tmp_path / "s", TEXTS)
+    folder = TableFolder.at(str(tmp_path / "judged"), "judged")
+    folder.prepare()
+    with owner_lock(folder, "another"), pytest.raises(LockedError, match="in use"):
+        judged(samples, StubJudge(), by="rubric")
+
+
+def test_judged_samples_may_be_in_a_store(tmp_path, bucket):
+    samples = sample_table(tmp_path / "s", TEXTS)
+    asked = JudgeOptions(output=str(bucket / "judged"), by="rubric")
+    config = Config(judge=asked, tracking=TrackingOptions(mlflow=False))
+    stub = StubJudge()
+    for new in (5, 0):
+        result = judge(config, samples, progress=NoProgress(), sampler=stub)
+        assert (result.new, len(stub.asked)) == (new, 5)
+    _, table = read_table(TableFolder.at(str(bucket / "judged"), "judged"))
+    assert table["score"].to_list() == [7.0, 3.0, 9.0, 2.0, 2.0, 5.0]
 
 
 def test_a_command_names_its_judge(tmp_path):

@@ -24,9 +24,9 @@ def drawn_reward(world, tmp_path_factory):
     return folder
 
 
-def judged(folder, samples, model):
+def judged(folder, samples, model, *more):
     options = ("--by", "reward", "--reward-model", model, "--output", folder, "--no-mlflow")
-    answer = align("judge", samples, *options)
+    answer = align("judge", samples, *options, *more)
     assert answer.code == 0, answer
     return answer, read_table(TableFolder.at(str(folder), "judged"))[1].rows(named=True)
 
@@ -68,3 +68,6 @@ def test_grown_samples_have_only_new_ones_scored(drawn_reward, tmp_path):
     assert "0 judgments made" in answer.out
     _, fresh = judged(tmp_path / "fresh", second, drawn_reward)
     assert rows == fresh
+    kept = ("--set", f"judge.answers={tmp_path}/out/_align/answers")
+    answer, _ = judged(tmp_path / "other", first, drawn_reward, *kept)
+    assert "0 judgments made, 4 known before" in answer.out

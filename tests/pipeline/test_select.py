@@ -3,15 +3,20 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import polars as pl
 import pytest
+from datasets import Dataset
 
+from align.pipeline.object_inputs import with_local_inputs
+from align.schemas.config import Config
 from align.schemas.samples import Prompt
 from align.stages.data.data_schema import common_shape
 from align.stages.data.decode_rows import parse_chunk
 from align.stages.data.input_files import iter_chunks, open_inputs
+from align.stages.storage import objects
 from align.stages.storage.fs import sha256_of
 from align.stages.storage.tables import TableFolder, read_table
 from support.command import align, refusal
@@ -301,6 +306,38 @@ def test_a_plain_file_that_has_no_scores_is_refused(name, here):
     assert expected in refusal(2, "select", "data.jsonl")
 
 
+def test_answers_as_alpaca_eval_has_them_are_judged_and_selected_from(here):
+    Path("counts_words.py").write_text("def grade(prompt, text, row): return len(text.split())\n")
+    rows = [
+        {"instruction": "a", "output": "one", "generator": "m1"},
+        {"instruction": "b", "output": "alone", "generator": "m1"},
+        {"instruction": "a", "output": "one two", "generator": "m2"},
+    ]
+    Path("outputs.json").write_text(json.dumps(rows))
+    by = ("--by", "function", "--function", "counts_words:grade", "--no-mlflow")
+    made = align("judge", "outputs.json", *by)
+    assert made.code == 0, made
+    table, told = selected("align-judged")
+    assert table.rows() == [
+        (said("user", "a"), said("assistant", "one two"), said("assistant", "one"), 2, 1)
+    ]
+    assert left_out(told) == ["1 prompt with fewer than 2 such samples"]
+    manifest, judged_table = read_table(TableFolder.at("align-judged", "judged"))
+    assert manifest.made_from["samples"] == sha256_of(Path("outputs.json"))
+    assert judged_table["number"].to_list() == [0, 1, 0]
+
+
+def test_scored_rows_are_judged_anew(here):
+    Path("counts_letters.py").write_text("def grade(prompt, text, row): return len(text)\n")
+    write_lines("scored.jsonl", SCORED)
+    by = ("--by", "function", "--function", "counts_letters:grade", "--no-mlflow")
+    assert align("judge", "scored.jsonl", *by).code == 0
+    table, _ = selected("align-judged")
+    assert table.rows() == [("a", " yyyy", " z", 5, 2)]
+    write_lines("paired.jsonl", [{"prompt": "a", "chosen": " x", "rejected": " y"}])
+    assert "holds paired rows" in refusal(2, "judge", "paired.jsonl", *by)
+
+
 def test_no_row_is_an_error_that_says_why(here):
     judged("judged", table_of(["a", "b"], finish=pl.lit("length")))
     message = refusal(2, "select", "judged")
@@ -349,6 +386,27 @@ def test_a_table_in_a_store_gives_the_rows_of_one_on_a_disk(bucket, here):
     )
     assert in_store[0] == on_disk[0]
     assert in_store[1].equals(on_disk[1])
+    data = replace(Config().data, files=[f"{bucket}/selected"])
+    (copied,) = with_local_inputs(replace(Config(), data=data)).data.files
+    assert records_of(copied) == records_of("align-selected")
+    over = refusal(2, "select", f"{bucket}/judged", "--output", f"{bucket}/judged")
+    assert "holds judged, not selected" in over
+    assert read_table(TableFolder.at(f"{bucket}/judged", "judged"))[1].equals(table)
+
+
+def test_scored_rows_in_a_store_are_selected_from(bucket, here):
+    write_lines("scored.jsonl", SCORED)
+    objects.put(bucket / "data" / "scored.jsonl", Path("scored.jsonl"))
+    expected, _ = selected("scored.jsonl")
+    assert selected(f"{bucket}/data/scored.jsonl")[0].equals(expected)
+
+
+def test_a_damaged_manifest_is_written_anew(here):
+    judged("judged", table_of(["a"]))
+    before, _ = selected("judged")
+    Path("align-selected/_manifest.json").write_text("{")
+    after, _ = selected("judged")
+    assert after.equals(before)
 
 
 # Rows, how many branches each has with its mismatched ones, and what the first step begins with:
@@ -380,3 +438,23 @@ def test_training_takes_what_was_selected(method, server, world, here):
     assert trained.code == 0, trained
     (first,) = map(json.loads, Path("align-run/metrics.jsonl").read_text().splitlines())
     assert first[metric] == pytest.approx(expected, abs=1e-5)
+
+
+# As TRL's page of formats has them: the columns of preference and unpaired data.
+TRL = {"best_worst": ("prompt", "chosen", "rejected"), "labels": ("prompt", "completion", "label")}
+
+
+@pytest.mark.parametrize("kind", TRL)
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_the_datasets_library_reads_the_columns_that_trl_expects(kind, is_chat, here):
+    prompt = said("user", "a") if is_chat else "a"
+    judged("judged", table_of([prompt]))
+    selected("judged", "--rows", kind)
+    file = str(here / "align-selected" / "selected.parquet")
+    (row, *_) = Dataset.from_parquet(file, cache_dir=str(here / "cache"))
+    *texts, last = (row[name] for name in TRL[kind])
+    assert texts[0] == prompt
+    assert isinstance(last, bool) == (kind == "labels")
+    for text in texts if kind == "labels" else (*texts, last):
+        assert isinstance(text, list) == is_chat
+        assert not is_chat or [*text[0]] == ["role", "content"]

@@ -224,6 +224,16 @@ def test_pairs_of_many_prompts_are_looked_at_in_parts(monkeypatch):
         assert parts.counts == whole.counts
 
 
+@pytest.mark.parametrize("rows", ["best_worst", "all_pairs", "labels", "groups"])
+def test_rows_are_in_one_piece_however_the_samples_are(rows):
+    whole = samples(*(scored(a=1, b=0, c=2) for _ in range(20)))
+    pieces = pl.concat([whole[:7], whole[7:]], rechunk=False)
+    assert pieces.n_chunks() == 2
+    found = select_rows(pieces, SelectOptions(rows=rows)).table
+    assert found.n_chunks("all") == [1] * found.width
+    assert found.equals(select_rows(whole, SelectOptions(rows=rows)).table)
+
+
 def test_no_samples_are_no_rows():
     for rows in ("best_worst", "all_pairs", "labels", "groups"):
         assert selected(samples(scored(a=None)), rows=rows)[0] == []

@@ -1,0 +1,159 @@
+"""`align sample` with a real model: the command, its contexts, adapters, and stage 1 after it."""
+
+import json
+
+import polars as pl
+import pytest
+import torch
+
+from align.pipeline import samplers
+from align.stages.model import reference
+from align.stages.model.load import quiet
+from align.stages.storage.tables import TableFolder, read_table
+from support.command import align, refusal
+from support.mlflow_runs import open_store, the_run
+from support.sampling import write_prompts
+
+NEW = 6
+
+
+@pytest.fixture(scope="module")
+def asked_turns(tmp_path_factory):
+    turns = [[{"role": "user", "content": f"What is {n} and {n}?"}] for n in range(5)]
+    return write_prompts(tmp_path_factory.mktemp("p") / "prompts.jsonl", turns, answer=[*"01234"])
+
+
+def sample(world, asked_turns, output, *more):
+    given = ("--max-new-tokens", NEW, "--device", "cpu", "--no-mlflow")
+    answer = align("sample", asked_turns, "--model", world.model, "--output", output, *given, *more)
+    assert answer.code == 0, answer
+    return answer.out
+
+
+def table(folder):
+    return read_table(TableFolder(folder, "samples"))[1]
+
+
+@pytest.fixture(scope="module")
+def whole_sample(world, asked_turns, tmp_path_factory):
+    output = tmp_path_factory.mktemp("whole") / "out"
+    return output, sample(world, asked_turns, output, "-n", 4)
+
+
+def test_the_command_says_what_it_made_and_what_to_do_next(whole_sample):
+    output, said = whole_sample
+    assert said.startswith(f"{output}: 20 samples of 5 prompts, ")
+    assert "20 samples made now, 0 known before" in said
+    assert said.endswith(f"next: align judge {output}\n")
+
+
+def test_a_conversation_gets_messages_and_keeps_its_reference_answer(whole_sample):
+    found = table(whole_sample[0])
+    assert [one[0]["role"] for one in found["completion"].to_list()] == ["assistant"] * 20
+    assert found["answer"].to_list() == [digit for digit in "01234" for _ in range(4)]
+    assert found["prompt_tokens"].min() > 5
+    assert found["completion_tokens"].max() == NEW
+
+
+@pytest.mark.parametrize(
+    "more", [("-n", 2, "--tokens-per-batch", 1), ("-n", 4, "--tokens-per-batch", 90)]
+)
+def test_other_batches_and_numbers_give_the_same_samples(
+    world, asked_turns, whole_sample, tmp_path, more
+):
+    sample(world, asked_turns, tmp_path / "out", *more)
+    wanted = table(whole_sample[0]).filter(pl.col("number") < more[1])
+    assert table(tmp_path / "out").equals(wanted)
+
+
+def test_the_same_request_loads_no_weights(world, asked_turns, whole_sample, monkeypatch):
+    monkeypatch.setattr(reference, "load_causal_lm", lambda _: pytest.fail("weights are loaded"))
+    said = sample(world, asked_turns, whole_sample[0], "-n", 4)
+    assert "0 samples made now, 20 known before" in said
+
+
+def test_a_prompt_is_rendered_as_stage_1_renders_it(world, asked_turns, whole_sample, tmp_path):
+    pairs = [
+        {"prompt": one["prompt"], "chosen": "yes", "rejected": "no"}
+        for one in map(json.loads, asked_turns.read_text().splitlines())
+    ]
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(f"{json.dumps(one)}\n" for one in pairs))
+    made = align("precompute-ref", data, "--model", world.model, "--output", tmp_path / "cache",
+                 "--kl-pairs", 0, "--no-mlflow")  # fmt: skip
+    assert made.code == 0, made
+    shard = pl.read_parquet(tmp_path / "cache/data/*.parquet")
+    lengths = sorted(map(len, shard["prompt_ids"].to_list()))
+    assert lengths == sorted(table(whole_sample[0])["prompt_tokens"].to_list()[::4])
+
+
+def test_a_run_is_recorded_with_the_root_of_its_table(
+    world, asked_turns, tmp_path, no_mlflow_settings
+):
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    given = ("--model", world.model, "--output", tmp_path / "out", "-n", 1, "--max-new-tokens", 2)
+    made = align("sample", asked_turns, *given, "--set", f"tracking.uri={uri}")
+    assert made.code == 0, made
+    run = the_run(open_store(uri), "align")
+    root = read_table(TableFolder(tmp_path / "out", "samples"))[0].root
+    assert run.data.tags["align.samples_root"] == root
+    assert (run.data.metrics["samples/new"], run.data.metrics["table/samples"]) == (5, 5)
+    assert run.data.params["sample.n"] == "1"
+
+
+def test_a_prompt_longer_than_the_context_is_left_out_and_counted(world, tmp_path):
+    mixed = write_prompts(tmp_path / "p.jsonl", ["What is it?", "word " * 3000])
+    said = sample(world, mixed, tmp_path / "out", "-n", 1)
+    assert "left out: 1 prompt longer than the context allows" in said
+    assert table(tmp_path / "out")["prompt"].to_list() == ["What is it?"]
+
+
+def test_prompts_that_are_all_too_long_are_an_error(world, tmp_path):
+    long = write_prompts(tmp_path / "p.jsonl", ["word " * 3000])
+    said = refusal(3, "sample", long, "--model", world.model, "--output", tmp_path / "out",
+                   "--no-mlflow")  # fmt: skip
+    assert "1 prompt" in said
+    assert "--max-new-tokens" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_is_another_model_and_its_samples_are_its_own(
+    world, asked_turns, whole_sample, tmp_path
+):
+    from peft import LoraConfig, get_peft_model  # noqa: PLC0415 - slow to import
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    settings = LoraConfig(target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    with quiet():
+        base = AutoModelForCausalLM.from_pretrained(world.model)
+        get_peft_model(base, settings).save_pretrained(tmp_path / "adapter")
+    output = whole_sample[0].parent / "adapted"
+    said = sample(world, asked_turns, output, "-n", 4, "--adapter", tmp_path / "adapter")
+    assert "20 samples made now" in said
+    ours, adapted = (read_table(TableFolder(each, "samples")) for each in (whole_sample[0], output))
+    assert ours[0].made_from["model"] != adapted[0].made_from["model"]
+    assert not ours[1]["completion"].equals(adapted[1]["completion"])
+
+
+def test_no_model_and_no_server_is_refused(asked_turns, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "--server URL" in refusal(2, "sample", asked_turns, "--no-mlflow")
+
+
+def test_ranks_that_share_one_model_are_refused(world, asked_turns, tmp_path):
+    said = refusal(2, "sample", asked_turns, "--model", world.model, "--output", tmp_path / "o",
+                   "--set", "model.tensor_parallel=2")  # fmt: skip
+    assert "tensor_parallel" in said
+
+
+def test_a_sampler_travels_without_what_it_has_opened(world):
+    import pickle  # noqa: PLC0415
+
+    from align.schemas.config import ModelOptions, TokenOptions  # noqa: PLC0415
+
+    local = samplers.LocalSampler(ModelOptions(path=str(world.model)), TokenOptions(), 99)
+    before = local.identity()
+    sent = pickle.loads(pickle.dumps(local))
+    assert set(vars(sent)) == {"model", "tokens", "tokens_per_batch"}
+    assert sent.identity() == before
