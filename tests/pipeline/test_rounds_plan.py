@@ -7,8 +7,8 @@ import pytest
 
 from align.pipeline.round_prompts import PromptSplit
 from align.pipeline.rounds import plan_rounds
+from align.pipeline.rounds_checks import open_rounds
 from align.pipeline.rounds_evaluation import answering, repeated_share, stop_reason
-from align.pipeline.rounds_plan import open_rounds
 from align.pipeline.rounds_result import RoundsResult
 from align.pipeline.settings import load_settings
 from align.schemas.config import RoundsOptions
