@@ -12,7 +12,8 @@ from ..schemas.config import Config, ModelOptions, ServerOptions
 from ..schemas.errors import CorruptionError, FingerprintError, UsageError
 from ..schemas.json_codec import digest
 from ..schemas.round_record import RoundRecord
-from ..schemas.samples import Prompt
+from ..schemas.samples import Prompt, Sampler
+from ..stages.judge.judge_template import load_template
 from ..stages.judge.verifiers import verifier_of
 from ..stages.methods.recipe import Recipe
 from ..stages.methods.table import recipe_of
@@ -21,6 +22,8 @@ from ..stages.storage import fs
 from ..stages.storage.digest_memory import own_digests
 from ..stages.storage.objects import is_remote
 from ..stages.storage.rounds_folder import OneRound, RoundsFolder
+from .judge import LANGUAGE
+from .language_judge import judge_sampler
 from .object_inputs import local_model, with_local_inputs
 from .precompute_plan import require_model
 from .resume import binding
@@ -60,7 +63,7 @@ FREE = {
     "rounds.show_text",
 }
 ALSO = ("model.dtype", "model.attention", "scoring.tokens_per_batch")
-OF_SERVER = ("server.url", "server.model", "server.revision")
+OF_SERVER = ("server.model", "server.revision")  # at whatever address
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,15 @@ class RoundsJob:
         """To judge samples."""
         answers = str(self.folder.judgments)
         options = replace(self.config.judge, output=str(output), answers=answers, against=against)
-        return replace(self.config, judge=options)
+        tokens = replace(self.config.tokens, chat_template="")  # it is the policy's
+        return replace(self.config, judge=options, tokens=tokens)
+
+    @cached_property
+    def judge_sampler(self) -> Sampler | None:
+        """The language model that judges: one, so that all rounds share its budget."""
+        if self.config.judge.by not in LANGUAGE:
+            return None
+        return judge_sampler(self.judging(self.folder.root))
 
     def selecting(self, one: OneRound) -> Config:
         """To select rows of what was judged."""
@@ -260,6 +271,7 @@ def open_rounds(settings: Settings) -> RoundsJob:
     )
     _require_measured(job)
     job.made_from(1, None)  # a model, a template or a function that is missing is found now
+    _ = job.judge_sampler  # and so is a judge without a model, or a server without a revision
     return job
 
 
@@ -323,6 +335,8 @@ def _require_judge(config: Config) -> None:
         raise UsageError(
             "No judge. Set judge.by: reward, rubric, pairwise, exact, regex or function."
         )
+    if judge.by in ("rubric", "pairwise"):
+        load_template(judge.by, judge.template)
     if config.server.url and judge.by not in {"rubric", "pairwise"}:
         raise UsageError(
             f"server.url is set, and judge.by is {judge.by}: in rounds a server can only be the "
