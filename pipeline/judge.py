@@ -102,7 +102,9 @@ class JudgeResult:
         if counts.get("questions_not_taken"):
             untaken = counted(counts["questions_not_taken"], "questions that the judge cannot take")
             lines.append(f"{untaken}, such as one longer than its context; asked again next time")
-        return "\n".join([*lines, f"next: align select {self.folder}"])
+        if counts["judged"]:
+            return "\n".join([*lines, f"next: align select {self.folder}"])
+        return "\n".join([*lines, "no sample has a score, so there is nothing to select"])
 
 
 def calibrate(
@@ -245,7 +247,7 @@ def _opened(config: Config, samples: str, sampler: Sampler | None) -> _Call:
 
 def _model(config: Config, sampler: Sampler | None) -> JudgeModel | None:
     """The language model that judges; None where the judge is another one."""
-    if not config.judge.by:
+    if config.judge.by == "none":
         raise UsageError(
             "Name the judge by --by: reward, rubric, pairwise, exact, regex or function."
         )

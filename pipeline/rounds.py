@@ -26,10 +26,11 @@ from .judge import judge
 from .mlflow_sync import send_earlier
 from .precompute import precompute
 from .round_prompts import write_prompts
+from .rounds_checks import open_rounds
 from .rounds_dry_run import RoundsPlan, plan_of
 from .rounds_evaluation import evaluate, stop_reason
 from .rounds_page import rounds_page
-from .rounds_plan import RoundsJob, digest_of_model, open_rounds
+from .rounds_plan import RoundsJob, digest_of_model
 from .rounds_result import RoundsResult, metrics_of, trained_metrics
 from .sample import sample
 from .select_rows import select

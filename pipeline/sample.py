@@ -58,9 +58,8 @@ def sample(
     with nullcontext() if share else owner_lock(job.folder, "sample"):
         if not share:
             job.tasks.answers.merge()
-        known = job.known()
-        tally = _sampled(job, progress) if known < job.wanted else SampleTally()
-        manifest = _published(job, tally)
+        known, tally = job.known(), SampleTally()
+        manifest = _sampled(job, progress, tally) if known < job.wanted else _published(job, tally)
     if alpaca_eval and manifest:
         write_alpaca_eval(alpaca_eval, read_table(job.folder)[1], generator=job.generator)
     seconds = time.perf_counter() - started
@@ -209,19 +208,14 @@ def _usable(
     return left, too_long
 
 
-def _sampled(job: _Job, progress: Progress) -> SampleTally:
-    """Makes the executor's share of the samples that are missing."""
-    local, tracking, tally = job.folder.local, job.config.tracking, SampleTally()
-    before = "" if job.share else send_earlier(local, tracking)
-    started = time.perf_counter()
+def _sampled(job: _Job, progress: Progress, tally: SampleTally) -> TableManifest | None:
+    """Makes the executor's share of the samples that are missing, and records it."""
+    local, tracking, is_alone = job.folder.local, job.config.tracking, not job.share
+    before = send_earlier(local, tracking) if is_alone else ""
     with recorded(
-        tracking,
-        local,
-        "sample",
-        is_recorded=True,
-        is_alone=not job.share,
-        goes_on_from=before,
+        tracking, local, "sample", is_recorded=True, is_alone=is_alone, goes_on_from=before
     ) as run:
+        started = time.perf_counter()
         _describe(run, job)
         _require_same_server(job)
 
@@ -230,7 +224,13 @@ def _sampled(job: _Job, progress: Progress) -> SampleTally:
             run.log_metrics(_metrics(tally, time.perf_counter() - started), step=tally.new)
 
         job.executor.run(job.tasks, progress=progress, on_done=count)
-    return tally
+        manifest = _published(job, tally)
+        if manifest:
+            counts = {f"table/{name}": float(count) for name, count in manifest.counts.items()}
+            run.log_metrics(counts, step=tally.new)
+            run.set_tags({"align.samples_root": manifest.root})
+            run.log_artifact(job.folder.manifest)
+    return manifest
 
 
 def _require_same_server(job: _Job) -> None:

@@ -136,7 +136,8 @@ def require_fixed_reference(method: Mapping[str, Any]) -> None:
                 f"method.{name} would move the reference while training, and the cache holds the "
                 "log-probs of one that stays. Go round by round: train, make a cache with the "
                 "trained model (`align precompute-ref … --model RUN/model --output OTHER`), train "
-                "again on it (`align train --cache OTHER`)."
+                "again on it (`align train --cache OTHER`); or let `align rounds` do so, with "
+                "rounds.reference: previous."
             )
 
 

@@ -46,6 +46,7 @@ def test_a_local_model_that_answers_nonsense_gives_no_score(world, tmp_path):
     assert answer.code == 0, answer
     assert "2 judgments made, 0 known before" in answer.out
     assert "2 answers of the judge, 2 without a verdict" in answer.out
+    assert "nothing to select" in answer.out
     assert [row["score"] for row in rows_of(tmp_path / "out")] == [None, None]
     assert "0 judgments made, 2 known before" in align("judge", samples, *options, *short).out
 

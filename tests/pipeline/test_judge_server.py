@@ -32,7 +32,7 @@ def impatient(monkeypatch):
 
 
 @pytest.fixture
-def served(tmp_path):
+def by_server(tmp_path):
     """Judges the samples by a server, and returns the result and the rows."""
     samples = sample_table(tmp_path / "s", TEXTS)
 
@@ -55,13 +55,13 @@ def said(text=None, stub=None):
     return lambda asked: text or answers.said(asked.last)
 
 
-def test_faults_change_nothing_and_no_judgment_is_bought_twice(served):
+def test_faults_change_nothing_and_no_judgment_is_bought_twice(by_server):
     with chat_server(said()) as good:
-        whole, rows = served(good, output="undisturbed")
+        whole, rows = by_server(good, output="undisturbed")
     faults = {429: 0.1, 500: 0.1, "garbage": 0.1, "half": 0.1, "drop": 0.1, "no finish": 0.1}
     with chat_server(said(), faults=faults, retry_after=0) as bad:
-        result, same = served(bad, retries=30)
-        again, _ = served(bad)
+        result, same = by_server(bad, retries=30)
+        again, _ = by_server(bad)
     assert sum(bad.injected.values()) > 40
     assert (same, result.manifest.counts) == (rows, whole.manifest.counts)
     assert [*judgments(bad.answered).values()] == [1] * QUESTIONS
@@ -71,31 +71,31 @@ def test_faults_change_nothing_and_no_judgment_is_bought_twice(served):
     assert good.tokens - paid == 2 * sum(len(probe.split()) for probe in PROBES)
 
 
-def test_nonsense_is_counted_and_bought_once(served):
+def test_nonsense_is_counted_and_bought_once(by_server):
     with chat_server(said("It depends on what you like: 7 of 10?")) as stub:
-        result, rows = served(stub, by="rubric")
-        served(stub, by="rubric")
+        result, rows = by_server(stub, by="rubric")
+        by_server(stub, by="rubric")
     assert {row["score"] for row in rows} == {None}
     assert result.manifest.counts["refusals"] == result.manifest.counts["judgments"]
     assert {*stub.asked.values()} == {1}
 
 
-def test_another_model_than_named_is_one_error_and_the_same_command_goes_on(served):
+def test_another_model_than_named_is_one_error_and_the_same_command_goes_on(by_server):
     with (
         chat_server(said(), faults={"other model": 0.05}) as other,
         pytest.raises(UsageError, match="answered as 'another/model'"),
     ):
-        served(other)
+        by_server(other)
     kept = sum(judgments(other.answered).values())
     with chat_server(said()) as stub:
-        result, _ = served(stub)
+        result, _ = by_server(stub)
     assert kept > 0
     assert result.known + result.new == QUESTIONS
     assert result.known >= kept - 16  # what was in flight as it ended
     assert sum(judgments(stub.asked).values()) == result.new
 
 
-def test_a_server_that_dies_is_one_error_and_the_same_command_goes_on(served):
+def test_a_server_that_dies_is_one_error_and_the_same_command_goes_on(by_server):
     dead = Counter()
 
     def dies(request):
@@ -106,20 +106,20 @@ def test_a_server_that_dies_is_one_error_and_the_same_command_goes_on(served):
         chat_server(said(), refuse=dies) as stub,
         pytest.raises(ServerError, match="without a usable answer"),
     ):
-        served(stub, retries=1)
+        by_server(stub, retries=1)
     with chat_server(said()) as stub:
-        result, rows = served(stub)
+        result, rows = by_server(stub)
     assert (result.known, result.new) == (50, QUESTIONS - 50)
     with chat_server(said()) as good:
-        assert served(good, output="undisturbed")[1] == rows
+        assert by_server(good, output="undisturbed")[1] == rows
 
 
-def test_a_budget_that_is_spent_is_one_error_and_the_same_command_goes_on(served):
+def test_a_budget_that_is_spent_is_one_error_and_the_same_command_goes_on(by_server):
     with chat_server(said()) as stub:
         with pytest.raises(BudgetError, match="is spent"):
-            served(stub, max_tokens=5000)
+            by_server(stub, max_tokens=5000)
         bought = sum(judgments(stub.answered).values())
-        result, _ = served(stub)
+        result, _ = by_server(stub)
     assert 0 < bought < QUESTIONS
     assert (result.known, result.new) == (bought, QUESTIONS - bought)
     assert {*judgments(stub.asked).values()} == {1}

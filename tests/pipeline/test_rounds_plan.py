@@ -7,8 +7,8 @@ import pytest
 
 from align.pipeline.round_prompts import PromptSplit
 from align.pipeline.rounds import plan_rounds
+from align.pipeline.rounds_checks import open_rounds
 from align.pipeline.rounds_evaluation import answering, repeated_share, stop_reason
-from align.pipeline.rounds_plan import open_rounds
 from align.pipeline.rounds_result import RoundsResult
 from align.pipeline.settings import load_settings
 from align.schemas.config import RoundsOptions
@@ -148,7 +148,7 @@ SERVED = {"url": "http://127.0.0.1:1/v1", "model": "m"}
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"judge": {"by": ""}}, "No judge"),
+        ({"judge": {"by": "none"}}, "No judge"),
         ({"judge": {"by": "rubric"}}, "name the language model"),
         ({"judge": {"by": "rubric"}, "server": SERVED}, "server.revision is empty"),
         ({"judge": {"by": "rubric", "template": "rounds.yaml"}}, "does not show answer"),

@@ -16,12 +16,12 @@ TEXTS = [f"question {number}" + " more" * (number % 3) for number in range(12)]
 
 
 @pytest.fixture
-def stub(tmp_path):
+def counting(tmp_path):
     return CountingSampler(tmp_path / "log")
 
 
 @pytest.fixture
-def prompts(tmp_path):
+def prompts_file(tmp_path):
     return write_prompts(tmp_path / "prompts.jsonl", TEXTS, answer=[*range(12)])
 
 
@@ -29,19 +29,19 @@ def table(folder):
     return read_table(TableFolder(folder, "samples"))[1]
 
 
-def test_every_prompt_gets_its_samples_and_keeps_what_it_carries(tmp_path, stub, prompts):
-    made = run_sampling(config_of(prompts, tmp_path / "out"), stub)
+def test_every_prompt_gets_its_samples_and_keeps_what_it_carries(tmp_path, counting, prompts_file):
+    made = run_sampling(config_of(prompts_file, tmp_path / "out"), counting)
     found = table(tmp_path / "out")
     assert (made.new, made.known, made.manifest.rows) == (48, 0, 48)
     assert found["prompt"].to_list() == [text for text in TEXTS for _ in range(4)]
     assert found["number"].to_list() == [0, 1, 2, 3] * 12
     assert found["answer"].to_list() == [number for number in range(12) for _ in range(4)]
     assert found["prompt_key"].n_unique() == 12
-    assert len(stub.drawn()) == 48
+    assert len(counting.drawn()) == 48
 
 
-def test_the_counts_of_the_manifest_are_those_of_the_table(tmp_path, stub, prompts):
-    made = run_sampling(config_of(prompts, tmp_path / "out"), stub)
+def test_the_counts_of_the_manifest_are_those_of_the_table(tmp_path, counting, prompts_file):
+    made = run_sampling(config_of(prompts_file, tmp_path / "out"), counting)
     found, counts = table(tmp_path / "out"), made.manifest.counts
     assert counts["cut"] == (found["finish"] == "length").sum() > 0
     assert counts["empty"] == (found["completion"] == "").sum() > 0
@@ -53,97 +53,101 @@ def test_the_counts_of_the_manifest_are_those_of_the_table(tmp_path, stub, promp
     assert made.text().endswith(f"next: align judge {tmp_path / 'out'}")
 
 
-def test_the_same_request_draws_nothing_and_opens_no_model(tmp_path, stub, prompts):
-    config = config_of(prompts, tmp_path / "out")
-    first = run_sampling(config, stub)
-    before = stub.lines()
-    again = run_sampling(config, stub)
+def test_the_same_request_draws_nothing_and_opens_no_model(tmp_path, counting, prompts_file):
+    config = config_of(prompts_file, tmp_path / "out")
+    first = run_sampling(config, counting)
+    before = counting.lines()
+    again = run_sampling(config, counting)
     assert (again.new, again.known) == (0, 48)
     assert again.manifest == first.manifest
-    assert stub.lines() == before
+    assert counting.lines() == before
 
 
-def test_more_samples_draw_only_the_further_ones(tmp_path, stub, prompts):
-    run_sampling(config_of(prompts, tmp_path / "out", n=8), stub)
+def test_more_samples_draw_only_the_further_ones(tmp_path, counting, prompts_file):
+    run_sampling(config_of(prompts_file, tmp_path / "out", n=8), counting)
     before = table(tmp_path / "out")
-    more = run_sampling(config_of(prompts, tmp_path / "out", n=12), stub)
+    more = run_sampling(config_of(prompts_file, tmp_path / "out", n=12), counting)
     assert (more.new, more.known) == (4 * 12, 8 * 12)
-    assert len(set(stub.drawn())) == len(stub.drawn()) == 12 * 12
+    assert len(set(counting.drawn())) == len(counting.drawn()) == 12 * 12
     assert table(tmp_path / "out").filter(pl.col("number") < 8).equals(before)
 
 
-def test_prompts_in_another_order_draw_nothing_and_order_the_table(tmp_path, stub, prompts):
-    run_sampling(config_of(prompts, tmp_path / "out"), stub)
+def test_prompts_in_another_order_draw_nothing_and_order_the_table(
+    tmp_path, counting, prompts_file
+):
+    run_sampling(config_of(prompts_file, tmp_path / "out"), counting)
     turned = write_prompts(tmp_path / "turned.jsonl", TEXTS[::-1])
-    again = run_sampling(config_of(turned, tmp_path / "out"), stub)
+    again = run_sampling(config_of(turned, tmp_path / "out"), counting)
     assert again.new == 0
     assert table(tmp_path / "out")["prompt"].to_list()[::4] == TEXTS[::-1]
 
 
 @pytest.mark.parametrize("change", [{"temperature": 0.5}, {"seed": 1}, {"max_new_tokens": 9}])
-def test_other_settings_are_other_samples(tmp_path, stub, prompts, change):
-    run_sampling(config_of(prompts, tmp_path / "out"), stub)
-    assert run_sampling(config_of(prompts, tmp_path / "out", **change), stub).new == 48
+def test_other_settings_are_other_samples(tmp_path, counting, prompts_file, change):
+    run_sampling(config_of(prompts_file, tmp_path / "out"), counting)
+    assert run_sampling(config_of(prompts_file, tmp_path / "out", **change), counting).new == 48
 
 
-def test_another_model_is_asked_anew_and_the_first_one_is_still_known(tmp_path, stub, prompts):
-    config = config_of(prompts, tmp_path / "out")
-    run_sampling(config, stub)
+def test_another_model_is_asked_anew_and_the_first_one_is_still_known(
+    tmp_path, counting, prompts_file
+):
+    config = config_of(prompts_file, tmp_path / "out")
+    run_sampling(config, counting)
     other = CountingSampler(tmp_path / "other-log", name="other")
     assert run_sampling(config, other).new == 48
-    assert run_sampling(config, stub).new == 0
+    assert run_sampling(config, counting).new == 0
 
 
-def test_outputs_may_share_their_answers(tmp_path, stub, prompts):
+def test_outputs_may_share_their_answers(tmp_path, counting, prompts_file):
     shared = {"answers": str(tmp_path / "shared")}
-    first = run_sampling(config_of(prompts, tmp_path / "one", **shared), stub)
-    second = run_sampling(config_of(prompts, tmp_path / "two", **shared), stub)
+    first = run_sampling(config_of(prompts_file, tmp_path / "one", **shared), counting)
+    second = run_sampling(config_of(prompts_file, tmp_path / "two", **shared), counting)
     assert (second.new, second.known) == (0, 48)
     assert first.manifest.root == second.manifest.root
 
 
-def test_equal_prompts_are_asked_once_and_counted(tmp_path, stub):
-    prompts = write_prompts(tmp_path / "p.jsonl", ["a", "b", "a", "a"])
-    made = run_sampling(config_of(prompts, tmp_path / "out"), stub)
+def test_equal_prompts_are_asked_once_and_counted(tmp_path, counting):
+    prompts_file = write_prompts(tmp_path / "p.jsonl", ["a", "b", "a", "a"])
+    made = run_sampling(config_of(prompts_file, tmp_path / "out"), counting)
     assert made.new == 8
     assert made.manifest.counts["rows_that_repeat_a_prompt"] == 2
     assert "left out: 2 rows that repeat a prompt" in made.text()
 
 
-def test_too_many_bad_rows_are_refused_with_their_places(tmp_path, stub):
-    prompts = write_prompts(tmp_path / "p.jsonl", ["a", "", None, "b"])
-    config = config_of(prompts, tmp_path / "out")
+def test_too_many_bad_rows_are_refused_with_their_places(tmp_path, counting):
+    prompts_file = write_prompts(tmp_path / "p.jsonl", ["a", "", None, "b"])
+    config = config_of(prompts_file, tmp_path / "out")
     with pytest.raises(BadDataError, match="(?s)2 of 4 rows.*p.jsonl row 1: empty_prompt"):
-        run_sampling(config, stub)
-    assert not stub.lines()
+        run_sampling(config, counting)
+    assert not counting.lines()
     allowed = config.__class__(**{**vars(config), "data": config.data.__class__(
         files=config.data.files, max_bad_frac=0.5
     )})  # fmt: skip
-    made = run_sampling(allowed, stub)
+    made = run_sampling(allowed, counting)
     assert made.manifest.counts["rows_that_cannot_be_used"] == 2
 
 
-def test_what_the_model_refuses_is_left_out_and_counted(tmp_path, prompts):
-    stub = CountingSampler(tmp_path / "log", refuses="question 1")  # 1, 10 and 11
-    made = run_sampling(config_of(prompts, tmp_path / "out"), stub)
+def test_what_the_model_refuses_is_left_out_and_counted(tmp_path, prompts_file):
+    counting = CountingSampler(tmp_path / "log", refuses="question 1")  # 1, 10 and 11
+    made = run_sampling(config_of(prompts_file, tmp_path / "out"), counting)
     assert made.manifest.counts["prompts_refused"] == 3
     assert made.manifest.rows == 9 * 4
     assert "3 prompts that the server refuses" in made.text()
 
 
-def test_a_model_that_refuses_everything_is_an_error(tmp_path, prompts):
-    stub = CountingSampler(tmp_path / "log", refuses="question")
+def test_a_model_that_refuses_everything_is_an_error(tmp_path, prompts_file):
+    counting = CountingSampler(tmp_path / "log", refuses="question")
     with pytest.raises(BadDataError, match="refuses all 12 prompts: no"):
-        run_sampling(config_of(prompts, tmp_path / "out"), stub)
+        run_sampling(config_of(prompts_file, tmp_path / "out"), counting)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_parts_make_the_table_of_the_whole_and_the_last_one_writes_it(
-    tmp_path, stub, prompts, count
+    tmp_path, counting, prompts_file, count
 ):
-    whole = run_sampling(config_of(prompts, tmp_path / "whole"), stub)
+    whole = run_sampling(config_of(prompts_file, tmp_path / "whole"), counting)
     other = CountingSampler(tmp_path / "parts-log")
-    config = config_of(prompts, tmp_path / "out")
+    config = config_of(prompts_file, tmp_path / "out")
     made = [
         run_sampling(config, other, share=Share(number, count)) for number in range(1, count + 1)
     ]
@@ -155,31 +159,37 @@ def test_parts_make_the_table_of_the_whole_and_the_last_one_writes_it(
         assert made[0].text().startswith(f"part 1/{count} of {tmp_path / 'out'} is done")
 
 
-def test_a_part_that_did_not_end_is_finished_by_the_command_without_parts(tmp_path, stub, prompts):
-    config = config_of(prompts, tmp_path / "out")
-    first = run_sampling(config, stub, share=Share(1, 2))
-    rest = run_sampling(config, stub)
+def test_a_part_that_did_not_end_is_finished_by_the_command_without_parts(
+    tmp_path, counting, prompts_file
+):
+    config = config_of(prompts_file, tmp_path / "out")
+    first = run_sampling(config, counting, share=Share(1, 2))
+    rest = run_sampling(config, counting)
     assert first.new + rest.new == 48
     assert rest.known == first.new
     assert rest.manifest
 
 
-def test_a_second_command_does_not_sample_the_same_beside_the_first(tmp_path, stub, prompts):
-    config = config_of(prompts, tmp_path / "out")
+def test_a_second_command_does_not_sample_the_same_beside_the_first(
+    tmp_path, counting, prompts_file
+):
+    config = config_of(prompts_file, tmp_path / "out")
     folder = TableFolder(tmp_path / "out", "samples")
     folder.prepare()
     with owner_lock(folder, "other"), pytest.raises(LockedError, match="choose another --output"):
-        run_sampling(config, stub)
+        run_sampling(config, counting)
 
 
-def test_a_cache_is_refused_with_the_data_it_was_made_from(tmp_path, stub, journey):
+def test_a_cache_is_refused_with_the_data_it_was_made_from(tmp_path, counting, journey):
     with pytest.raises(UsageError, match=r"is a cache.*data\.parquet"):
-        run_sampling(config_of(journey.cache, tmp_path / "out"), stub)
+        run_sampling(config_of(journey.cache, tmp_path / "out"), counting)
 
 
-def test_alpaca_eval_gets_the_first_sample_of_each_prompt(tmp_path, stub):
-    prompts = write_prompts(tmp_path / "p.jsonl", ["a", "b"], dataset=["helpful", None])
-    run_sampling(config_of(prompts, tmp_path / "out"), stub, alpaca_eval=tmp_path / "e.json")
+def test_alpaca_eval_gets_the_first_sample_of_each_prompt(tmp_path, counting):
+    prompts_file = write_prompts(tmp_path / "p.jsonl", ["a", "b"], dataset=["helpful", None])
+    run_sampling(
+        config_of(prompts_file, tmp_path / "out"), counting, alpaca_eval=tmp_path / "e.json"
+    )
     found, made = json.loads((tmp_path / "e.json").read_text()), table(tmp_path / "out")
     outputs = made.filter(pl.col("number") == 0)["completion"].to_list()
     assert [(one["instruction"], one["output"]) for one in found] == [
@@ -190,9 +200,11 @@ def test_alpaca_eval_gets_the_first_sample_of_each_prompt(tmp_path, stub):
     assert set(found[0]) == {"dataset", "instruction", "output", "generator"}
 
 
-def test_alpaca_eval_has_no_place_for_several_turns(tmp_path, stub):
+def test_alpaca_eval_has_no_place_for_several_turns(tmp_path, counting):
     turns = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
-    prompts = write_prompts(tmp_path / "p.jsonl", [turns])
+    prompts_file = write_prompts(tmp_path / "p.jsonl", [turns])
     with pytest.raises(UsageError, match="user, assistant, user.*single turn"):
-        run_sampling(config_of(prompts, tmp_path / "out"), stub, alpaca_eval=tmp_path / "e.json")
-    assert not stub.lines()
+        run_sampling(
+            config_of(prompts_file, tmp_path / "out"), counting, alpaca_eval=tmp_path / "e.json"
+        )
+    assert not counting.lines()

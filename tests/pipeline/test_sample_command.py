@@ -11,20 +11,21 @@ from align.stages.model import reference
 from align.stages.model.load import quiet
 from align.stages.storage.tables import TableFolder, read_table
 from support.command import align, refusal
+from support.mlflow_runs import open_store, the_run
 from support.sampling import write_prompts
 
 NEW = 6
 
 
 @pytest.fixture(scope="module")
-def prompts(tmp_path_factory):
+def asked_turns(tmp_path_factory):
     turns = [[{"role": "user", "content": f"What is {n} and {n}?"}] for n in range(5)]
     return write_prompts(tmp_path_factory.mktemp("p") / "prompts.jsonl", turns, answer=[*"01234"])
 
 
-def sample(world, prompts, output, *more):
+def sample(world, asked_turns, output, *more):
     given = ("--max-new-tokens", NEW, "--device", "cpu", "--no-mlflow")
-    answer = align("sample", prompts, "--model", world.model, "--output", output, *given, *more)
+    answer = align("sample", asked_turns, "--model", world.model, "--output", output, *given, *more)
     assert answer.code == 0, answer
     return answer.out
 
@@ -34,20 +35,20 @@ def table(folder):
 
 
 @pytest.fixture(scope="module")
-def whole(world, prompts, tmp_path_factory):
+def whole_sample(world, asked_turns, tmp_path_factory):
     output = tmp_path_factory.mktemp("whole") / "out"
-    return output, sample(world, prompts, output, "-n", 4)
+    return output, sample(world, asked_turns, output, "-n", 4)
 
 
-def test_the_command_says_what_it_made_and_what_to_do_next(whole):
-    output, said = whole
+def test_the_command_says_what_it_made_and_what_to_do_next(whole_sample):
+    output, said = whole_sample
     assert said.startswith(f"{output}: 20 samples of 5 prompts, ")
     assert "20 samples made now, 0 known before" in said
     assert said.endswith(f"next: align judge {output}\n")
 
 
-def test_a_conversation_gets_messages_and_keeps_its_reference_answer(whole):
-    found = table(whole[0])
+def test_a_conversation_gets_messages_and_keeps_its_reference_answer(whole_sample):
+    found = table(whole_sample[0])
     assert [one[0]["role"] for one in found["completion"].to_list()] == ["assistant"] * 20
     assert found["answer"].to_list() == [digit for digit in "01234" for _ in range(4)]
     assert found["prompt_tokens"].min() > 5
@@ -57,22 +58,24 @@ def test_a_conversation_gets_messages_and_keeps_its_reference_answer(whole):
 @pytest.mark.parametrize(
     "more", [("-n", 2, "--tokens-per-batch", 1), ("-n", 4, "--tokens-per-batch", 90)]
 )
-def test_other_batches_and_numbers_give_the_same_samples(world, prompts, whole, tmp_path, more):
-    sample(world, prompts, tmp_path / "out", *more)
-    wanted = table(whole[0]).filter(pl.col("number") < more[1])
+def test_other_batches_and_numbers_give_the_same_samples(
+    world, asked_turns, whole_sample, tmp_path, more
+):
+    sample(world, asked_turns, tmp_path / "out", *more)
+    wanted = table(whole_sample[0]).filter(pl.col("number") < more[1])
     assert table(tmp_path / "out").equals(wanted)
 
 
-def test_the_same_request_loads_no_weights(world, prompts, whole, monkeypatch):
+def test_the_same_request_loads_no_weights(world, asked_turns, whole_sample, monkeypatch):
     monkeypatch.setattr(reference, "load_causal_lm", lambda _: pytest.fail("weights are loaded"))
-    said = sample(world, prompts, whole[0], "-n", 4)
+    said = sample(world, asked_turns, whole_sample[0], "-n", 4)
     assert "0 samples made now, 20 known before" in said
 
 
-def test_a_prompt_is_rendered_as_stage_1_renders_it(world, prompts, whole, tmp_path):
+def test_a_prompt_is_rendered_as_stage_1_renders_it(world, asked_turns, whole_sample, tmp_path):
     pairs = [
         {"prompt": one["prompt"], "chosen": "yes", "rejected": "no"}
-        for one in map(json.loads, prompts.read_text().splitlines())
+        for one in map(json.loads, asked_turns.read_text().splitlines())
     ]
     data = tmp_path / "pairs.jsonl"
     data.write_text("".join(f"{json.dumps(one)}\n" for one in pairs))
@@ -81,7 +84,21 @@ def test_a_prompt_is_rendered_as_stage_1_renders_it(world, prompts, whole, tmp_p
     assert made.code == 0, made
     shard = pl.read_parquet(tmp_path / "cache/data/*.parquet")
     lengths = sorted(map(len, shard["prompt_ids"].to_list()))
-    assert lengths == sorted(table(whole[0])["prompt_tokens"].to_list()[::4])
+    assert lengths == sorted(table(whole_sample[0])["prompt_tokens"].to_list()[::4])
+
+
+def test_a_run_is_recorded_with_the_root_of_its_table(
+    world, asked_turns, tmp_path, no_mlflow_settings
+):
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    given = ("--model", world.model, "--output", tmp_path / "out", "-n", 1, "--max-new-tokens", 2)
+    made = align("sample", asked_turns, *given, "--set", f"tracking.uri={uri}")
+    assert made.code == 0, made
+    run = the_run(open_store(uri), "align")
+    root = read_table(TableFolder(tmp_path / "out", "samples"))[0].root
+    assert run.data.tags["align.samples_root"] == root
+    assert (run.data.metrics["samples/new"], run.data.metrics["table/samples"]) == (5, 5)
+    assert run.data.params["sample.n"] == "1"
 
 
 def test_a_prompt_longer_than_the_context_is_left_out_and_counted(world, tmp_path):
@@ -100,7 +117,9 @@ def test_prompts_that_are_all_too_long_are_an_error(world, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_an_adapter_is_another_model_and_its_samples_are_its_own(world, prompts, whole, tmp_path):
+def test_an_adapter_is_another_model_and_its_samples_are_its_own(
+    world, asked_turns, whole_sample, tmp_path
+):
     from peft import LoraConfig, get_peft_model  # noqa: PLC0415 - slow to import
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
@@ -109,21 +128,21 @@ def test_an_adapter_is_another_model_and_its_samples_are_its_own(world, prompts,
     with quiet():
         base = AutoModelForCausalLM.from_pretrained(world.model)
         get_peft_model(base, settings).save_pretrained(tmp_path / "adapter")
-    output = whole[0].parent / "adapted"
-    said = sample(world, prompts, output, "-n", 4, "--adapter", tmp_path / "adapter")
+    output = whole_sample[0].parent / "adapted"
+    said = sample(world, asked_turns, output, "-n", 4, "--adapter", tmp_path / "adapter")
     assert "20 samples made now" in said
-    ours, adapted = (read_table(TableFolder(each, "samples")) for each in (whole[0], output))
+    ours, adapted = (read_table(TableFolder(each, "samples")) for each in (whole_sample[0], output))
     assert ours[0].made_from["model"] != adapted[0].made_from["model"]
     assert not ours[1]["completion"].equals(adapted[1]["completion"])
 
 
-def test_no_model_and_no_server_is_refused(prompts, tmp_path, monkeypatch):
+def test_no_model_and_no_server_is_refused(asked_turns, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert "--server URL" in refusal(2, "sample", prompts, "--no-mlflow")
+    assert "--server URL" in refusal(2, "sample", asked_turns, "--no-mlflow")
 
 
-def test_ranks_that_share_one_model_are_refused(world, prompts, tmp_path):
-    said = refusal(2, "sample", prompts, "--model", world.model, "--output", tmp_path / "o",
+def test_ranks_that_share_one_model_are_refused(world, asked_turns, tmp_path):
+    said = refusal(2, "sample", asked_turns, "--model", world.model, "--output", tmp_path / "o",
                    "--set", "model.tensor_parallel=2")  # fmt: skip
     assert "tensor_parallel" in said
 

@@ -20,40 +20,40 @@ NEW = 12
 
 
 @pytest.fixture(scope="module")
-def model(world):
+def drawing_model(world):
     return load_causal_lm(ModelOptions(path=str(world.model)))
 
 
 @pytest.fixture(scope="module")
-def prompts():
+def prompt_ids():
     draw = torch.Generator().manual_seed(1)
     return [torch.randint(8, 300, (length,), generator=draw).tolist() for length in LENGTHS]
 
 
-def asked(prompts, numbers):
+def asked(prompt_ids, numbers):
     return [
         PromptTokens(ids, [stream_of(str(at), 0, number) for number in numbers])
-        for at, ids in enumerate(prompts)
+        for at, ids in enumerate(prompt_ids)
     ]
 
 
-def samples(model, prompts, numbers=range(4), tokens=10_000, stops=(1,), **sampling):
+def samples(drawing_model, prompt_ids, numbers=range(4), tokens=10_000, stops=(1,), **sampling):
     how = Sampling(max_new_tokens=NEW, **sampling)
-    generator = Generator(model, how, stops, tokens_per_batch=tokens)
+    generator = Generator(drawing_model, how, stops, tokens_per_batch=tokens)
     return {
         (one.prompt, numbers[one.stream]): (one.tokens, one.has_stopped)
-        for batch in generator.draw(asked(prompts, numbers))
+        for batch in generator.draw(asked(prompt_ids, numbers))
         for one in batch
     }
 
 
-def one_by_one(model, ids, stream, sampling):
+def one_by_one(drawing_model, ids, stream, sampling):
     """A token at a time without a cache: the definition."""
     tokens = torch.tensor([ids])
     noise = KeyedNoise([stream], len(ids), torch.device("cpu"))
     for _ in range(NEW):
         with torch.inference_mode():
-            scores = model(input_ids=tokens, use_cache=False).logits[:, -1].float()
+            scores = drawing_model(input_ids=tokens, use_cache=False).logits[:, -1].float()
         for warp in warpers(sampling):
             scores = warp(tokens, scores)
         if sampling.temperature:
@@ -68,104 +68,111 @@ def one_by_one(model, ids, stream, sampling):
 @pytest.mark.parametrize(
     "how", [{}, {"temperature": 0.7, "top_p": 0.9, "top_k": 50}, {"temperature": 0.0}]
 )
-def test_a_sample_is_what_one_token_after_another_gives(model, prompts, how):
-    found = samples(model, prompts, **how)
+def test_a_sample_is_what_one_token_after_another_gives(drawing_model, prompt_ids, how):
+    found = samples(drawing_model, prompt_ids, **how)
     wanted = {
-        (at, number): one_by_one(model, ids, stream_of(str(at), 0, number), Sampling(**how))
-        for at, ids in enumerate(prompts)
+        (at, number): one_by_one(drawing_model, ids, stream_of(str(at), 0, number), Sampling(**how))
+        for at, ids in enumerate(prompt_ids)
         for number in range(4)
     }
     assert found == wanted
 
 
-def test_a_sample_is_the_same_for_any_batch_number_of_samples_and_order(model, prompts):
-    whole = samples(model, prompts, range(8))
+def test_a_sample_is_the_same_for_any_batch_number_of_samples_and_order(drawing_model, prompt_ids):
+    whole = samples(drawing_model, prompt_ids, range(8))
     changed = 0
     for tokens, numbers in ((1, range(8)), (60, range(8)), (160, range(4)), (10_000, range(1))):
-        part = samples(model, prompts, numbers, tokens)
+        part = samples(drawing_model, prompt_ids, numbers, tokens)
         changed += sum(whole[key] != one for key, one in part.items())
-    backwards = samples(model, prompts, range(7, -1, -1))
+    backwards = samples(drawing_model, prompt_ids, range(7, -1, -1))
     assert changed == 0  # in float32 a tie as near as its rounding is not among these
     assert backwards == whole
 
 
-def test_more_samples_leave_the_first_ones_as_they_are(model, prompts):
-    first, more = samples(model, prompts, range(2)), samples(model, prompts, range(2, 6))
-    assert first | more == samples(model, prompts, range(6))
+def test_more_samples_leave_the_first_ones_as_they_are(drawing_model, prompt_ids):
+    first, more = (
+        samples(drawing_model, prompt_ids, range(2)),
+        samples(drawing_model, prompt_ids, range(2, 6)),
+    )
+    assert first | more == samples(drawing_model, prompt_ids, range(6))
 
 
-def test_different_numbers_and_seeds_give_different_samples(model, prompts):
-    found = samples(model, prompts, range(8))
+def test_different_numbers_and_seeds_give_different_samples(drawing_model, prompt_ids):
+    found = samples(drawing_model, prompt_ids, range(8))
     assert len(set(found.values())) == len(found)
 
 
-def test_a_temperature_of_zero_gives_one_sample_for_all_numbers(model, prompts):
-    found = samples(model, prompts, temperature=0.0)
-    for at in range(len(prompts)):
+def test_a_temperature_of_zero_gives_one_sample_for_all_numbers(drawing_model, prompt_ids):
+    found = samples(drawing_model, prompt_ids, temperature=0.0)
+    for at in range(len(prompt_ids)):
         assert len({found[at, number] for number in range(4)}) == 1
 
 
-def test_a_sample_ends_before_its_first_stop(model, prompts):
-    free = samples(model, prompts, stops=())
+def test_a_sample_ends_before_its_first_stop(drawing_model, prompt_ids):
+    free = samples(drawing_model, prompt_ids, stops=())
     assert not any(has_stopped for _, has_stopped in free.values())
     assert {len(tokens) for tokens, _ in free.values()} == {NEW}
     chosen = free[0, 0][0][4]
-    found = samples(model, prompts, stops=(chosen, 1))
+    found = samples(drawing_model, prompt_ids, stops=(chosen, 1))
     for key, (tokens, _) in free.items():
         end = next((at for at, token in enumerate(tokens) if token in (chosen, 1)), None)
         assert found[key] == (tokens[:end], end is not None)
 
 
-def test_batches_are_sorted_by_length_and_hold_the_tokens_that_they_may(model, prompts):
-    generator = Generator(model, Sampling(max_new_tokens=NEW), (1,), tokens_per_batch=60)
-    batches = [*generator.draw(asked(prompts, range(2)))]
+def test_batches_are_sorted_by_length_and_hold_the_tokens_that_they_may(drawing_model, prompt_ids):
+    generator = Generator(drawing_model, Sampling(max_new_tokens=NEW), (1,), tokens_per_batch=60)
+    batches = [*generator.draw(asked(prompt_ids, range(2)))]
     sizes = [(max(LENGTHS[one.prompt] for one in batch) + NEW) * len(batch) for batch in batches]
     assert max(sizes) <= 60
     order = [LENGTHS[one.prompt] for batch in batches for one in batch]
     assert order == sorted(order, reverse=True)
 
 
-def test_a_batch_that_does_not_fit_is_halved(model, prompts, monkeypatch):
-    whole = samples(model, prompts)
+def test_a_batch_that_does_not_fit_is_halved(drawing_model, prompt_ids, monkeypatch):
+    whole = samples(drawing_model, prompt_ids)
     sizes = []
     generate = module._generate
 
-    def small(model, ids, mask, repeated, **how):
+    def small(drawing_model, ids, mask, repeated, **how):
         if "logits_processor" in how:
             sizes.append(len(repeated))
             if len(repeated) > 5:
                 raise torch.OutOfMemoryError("no room")
-        return generate(model, ids, mask, repeated, **how)
+        return generate(drawing_model, ids, mask, repeated, **how)
 
     monkeypatch.setattr(module, "_generate", small)
-    assert samples(model, prompts) == whole
+    assert samples(drawing_model, prompt_ids) == whole
     assert sizes[:3] == [24, 12, 6]
     assert max(sizes[3:]) <= 5
 
 
-def test_a_sample_for_which_there_is_no_room_at_all_is_refused(model, prompts, monkeypatch):
-    generator = Generator(model, Sampling(max_new_tokens=NEW), (1,), tokens_per_batch=99)
+def test_a_sample_for_which_there_is_no_room_at_all_is_refused(
+    drawing_model, prompt_ids, monkeypatch
+):
+    generator = Generator(drawing_model, Sampling(max_new_tokens=NEW), (1,), tokens_per_batch=99)
 
     def none(*_, **__):
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(module, "_generate", none)
     with pytest.raises(UsageError, match="one sample of 29 tokens.*--max-new-tokens"):
-        [*generator.draw(asked(prompts, range(2)))]
+        [*generator.draw(asked(prompt_ids, range(2)))]
 
 
-def test_a_prompt_is_computed_once_for_all_its_samples(model, prompts):
-    generator = Generator(model, Sampling(max_new_tokens=NEW), (1,), tokens_per_batch=10_000)
+def test_a_prompt_is_computed_once_for_all_its_samples(drawing_model, prompt_ids):
+    generator = Generator(
+        drawing_model, Sampling(max_new_tokens=NEW), (1,), tokens_per_batch=10_000
+    )
     assert generator.shares_prompts
     shapes = []
-    hook = model.register_forward_pre_hook(
+    hook = drawing_model.register_forward_pre_hook(
         lambda _, __, given: shapes.append(tuple(given["input_ids"].shape)), with_kwargs=True
     )
     with hook:
-        [*generator.draw(asked(prompts, range(8)))]
-    assert shapes[0] == (len(prompts), max(LENGTHS) - 1)
+        [*generator.draw(asked(prompt_ids, range(8)))]
+    assert shapes[0] == (len(prompt_ids), max(LENGTHS) - 1)
     assert {length for _, length in shapes[1:]} == {1}
-    assert {rows for rows, _ in shapes[1:]} == {8 * len(prompts)}
+    assert {rows for rows, _ in shapes[1:]} == {8 * len(prompt_ids)}
 
 
 def made(config):
@@ -182,7 +189,7 @@ def test_a_model_whose_cache_cannot_be_repeated_computes_prompts_again_and_says_
     assert len(found) == 3
 
 
-def test_a_wrong_cache_is_noticed(model, monkeypatch, caplog):
+def test_a_wrong_cache_is_noticed(drawing_model, monkeypatch, caplog):
     cache_of = module._cache_of
 
     def spoiled(*given):
@@ -192,7 +199,7 @@ def test_a_wrong_cache_is_noticed(model, monkeypatch, caplog):
 
     monkeypatch.setattr(module, "_cache_of", spoiled)
     with caplog.at_level(logging.WARNING, logger="align"):
-        assert not Generator(model, Sampling(), (1,), tokens_per_batch=9).shares_prompts
+        assert not Generator(drawing_model, Sampling(), (1,), tokens_per_batch=9).shares_prompts
     assert "off by" in caplog.text
 
 
@@ -219,13 +226,13 @@ def test_prompts_are_shared_in_caches_of_many_kinds(family):
     assert Generator(own, Sampling(max_new_tokens=8), (1,), tokens_per_batch=999).shares_prompts
 
 
-def test_what_the_folder_asks_of_generation_changes_no_sample(model, prompts):
-    whole = samples(model, prompts)
-    other = copy.copy(model)
+def test_what_the_folder_asks_of_generation_changes_no_sample(drawing_model, prompt_ids):
+    whole = samples(drawing_model, prompt_ids)
+    other = copy.copy(drawing_model)
     other.generation_config = GenerationConfig(
         do_sample=True, temperature=0.1, repetition_penalty=5.0, top_k=1, eos_token_id=7
     )
-    assert samples(other, prompts) == whole
+    assert samples(other, prompt_ids) == whole
 
 
 def test_padding_is_on_the_left():

@@ -10,162 +10,188 @@ from align.stages.storage.answers import Answers
 
 
 @pytest.fixture
-def folder(tmp_path):
+def answers_folder(tmp_path):
     return tmp_path / "answers"
 
 
-def added(folder, **texts):
-    Answers(folder).add({key: {"text": text} for key, text in texts.items()})
+def added(answers_folder, **texts):
+    Answers(answers_folder).add({key: {"text": text} for key, text in texts.items()})
 
 
 def all_of(answers):
     return {key: answers.get(key)["text"] for key in "abcdefgh" if key in answers}
 
 
-def test_an_answer_is_there_for_every_process_once_it_is_added(folder):
-    first, second = Answers(folder), Answers(folder)
+def test_an_answer_is_there_for_every_process_once_it_is_added(answers_folder):
+    first, second = Answers(answers_folder), Answers(answers_folder)
     first.add({"a": {"text": "one"}, "b": {"text": "two"}})
     assert all_of(first) == {"a": "one", "b": "two"}
     assert "a" not in second
     second.look()
-    assert all_of(second) == {"a": "one", "b": "two"} == all_of(Answers(folder))
+    assert all_of(second) == {"a": "one", "b": "two"} == all_of(Answers(answers_folder))
     assert second.missing(["c", "a", "d"]) == ["c", "d"]
     assert dict(second.of(["b", "x"])) == {"b": {"text": "two"}}
     assert len(second) == 2
 
 
-def test_nothing_is_written_for_no_answer(folder):
-    Answers(folder).add({})
-    assert not folder.exists()
+def test_nothing_is_written_for_no_answer(answers_folder):
+    Answers(answers_folder).add({})
+    assert not answers_folder.exists()
 
 
-def test_of_two_answers_to_one_key_the_smaller_line_counts_whoever_was_first(folder, tmp_path):
-    added(folder, a="x")
-    added(folder, a="b")
+def test_of_two_answers_to_one_key_the_smaller_line_counts_whoever_was_first(
+    answers_folder, tmp_path
+):
+    added(answers_folder, a="x")
+    added(answers_folder, a="b")
     other = tmp_path / "other"
     added(other, a="b")
     added(other, a="x")
-    assert all_of(Answers(folder)) == {"a": "b"} == all_of(Answers(other))
+    assert all_of(Answers(answers_folder)) == {"a": "b"} == all_of(Answers(other))
 
 
-def test_an_answer_added_twice_makes_one_segment(folder):
-    added(folder, a="x")
-    added(folder, a="x")
-    assert len([*folder.iterdir()]) == 1
+def test_an_answer_added_twice_makes_one_segment(answers_folder):
+    added(answers_folder, a="x")
+    added(answers_folder, a="x")
+    assert len([*answers_folder.iterdir()]) == 1
 
 
-def test_a_segment_is_named_by_its_bytes_and_a_damaged_one_is_refused(folder):
-    added(folder, a="x")
-    (segment,) = folder.iterdir()
+def test_a_segment_is_named_by_its_bytes_and_a_damaged_one_is_refused(answers_folder):
+    added(answers_folder, a="x")
+    (segment,) = answers_folder.iterdir()
     assert segment.name == f"{hashlib.sha256(segment.read_bytes()).hexdigest()}.jsonl"
     segment.write_bytes(segment.read_bytes().replace(b"x", b"y"))
     with pytest.raises(CorruptionError, match="damaged.*run the same command again"):
-        Answers(folder)
+        Answers(answers_folder)
 
 
-def test_files_that_are_not_segments_are_left_alone(folder):
-    folder.mkdir()
-    (folder / "own.jsonl").write_text("not ours")
-    added(folder, a="x")
-    assert all_of(Answers(folder)) == {"a": "x"}
-    assert (folder / "own.jsonl").read_text() == "not ours"
+def test_files_that_are_not_segments_are_left_alone(answers_folder):
+    answers_folder.mkdir()
+    (answers_folder / "own.jsonl").write_text("not ours")
+    added(answers_folder, a="x")
+    assert all_of(Answers(answers_folder)) == {"a": "x"}
+    assert (answers_folder / "own.jsonl").read_text() == "not ours"
 
 
 @pytest.fixture
-def few(monkeypatch):
-    """Three small segments are many."""
-    monkeypatch.setattr(module, "MOST_SMALL", 2)
+def few_segments(monkeypatch):
+    """From its call on, three small segments are many."""
+    return lambda: monkeypatch.setattr(module, "MOST_SMALL", 2)
 
 
-def test_small_segments_are_merged_and_every_answer_stays(folder, few):
+def test_small_segments_are_merged_and_every_answer_stays(answers_folder, few_segments):
     for key in "abcd":
-        added(folder, **{key: key * 3})
-    answers = Answers(folder)
+        added(answers_folder, **{key: key * 3})
+    few_segments()
+    answers = Answers(answers_folder)
     answers.merge()
-    assert len([*folder.iterdir()]) == 1
-    assert all_of(answers) == {key: key * 3 for key in "abcd"} == all_of(Answers(folder))
+    assert len([*answers_folder.iterdir()]) == 1
+    assert all_of(answers) == {key: key * 3 for key in "abcd"} == all_of(Answers(answers_folder))
 
 
-def test_few_segments_and_large_ones_are_not_merged(folder, few, monkeypatch):
-    added(folder, a="x")
-    added(folder, b="y")
-    Answers(folder).merge()
-    assert len([*folder.iterdir()]) == 2
+def test_small_segments_are_merged_while_answers_are_added(answers_folder, few_segments):
+    few_segments()
+    answers = Answers(answers_folder)
+    for key in "abcdefgh":
+        answers.add({key: {"text": key}})
+        assert len([*answers_folder.iterdir()]) <= 2
+    assert all_of(Answers(answers_folder)) == {key: key for key in "abcdefgh"}
+
+
+def test_few_segments_and_large_ones_are_not_merged(answers_folder, few_segments, monkeypatch):
+    added(answers_folder, a="x")
+    added(answers_folder, b="y")
+    few_segments()
+    Answers(answers_folder).merge()
+    assert len([*answers_folder.iterdir()]) == 2
     monkeypatch.setattr(module, "SMALL_BYTES", 40)
-    added(folder, c="z" * 50)
-    added(folder, d="z" * 50)
-    Answers(folder).merge()
-    assert len([*folder.iterdir()]) == 4
+    added(answers_folder, c="z" * 50)
+    added(answers_folder, d="z" * 50)
+    Answers(answers_folder).merge()
+    assert len([*answers_folder.iterdir()]) == 4
 
 
-def test_merged_segments_are_of_a_bounded_size(folder, few, monkeypatch):
+def test_merged_segments_are_of_a_bounded_size(answers_folder, few_segments, monkeypatch):
+    few_segments()
     monkeypatch.setattr(module, "MERGED_BYTES", 70)  # two lines of 34 bytes
     for key in "abcde":
-        added(folder, **{key: "x"})
-    Answers(folder).merge()
-    assert sorted(len(path.read_bytes().splitlines()) for path in folder.iterdir()) == [1, 2, 2]
-    assert all_of(Answers(folder)) == dict.fromkeys("abcde", "x")
+        added(answers_folder, **{key: "x"})
+    Answers(answers_folder).merge()
+    assert sorted(len(path.read_bytes().splitlines()) for path in answers_folder.iterdir()) == [
+        1,
+        2,
+        2,
+    ]
+    assert all_of(Answers(answers_folder)) == dict.fromkeys("abcde", "x")
 
 
-def test_a_reader_goes_on_when_another_process_merges_what_it_reads(folder, few, monkeypatch):
+def test_a_reader_goes_on_when_another_process_merges_what_it_reads(
+    answers_folder, few_segments, monkeypatch
+):
     monkeypatch.setattr(module, "KEPT_SEGMENTS", 1)  # so that it reads them again
     for key in "abc":
-        added(folder, **{key: key})
-    reader = Answers(folder)
-    Answers(folder).merge()
+        added(answers_folder, **{key: key})
+    few_segments()
+    reader = Answers(answers_folder)
+    Answers(answers_folder).merge()
     assert all_of(reader) == {"a": "a", "b": "b", "c": "c"}
     assert dict(reader.of("abc")) == {key: {"text": key} for key in "abc"}
 
 
-def test_a_writer_goes_on_when_the_answer_it_repeats_was_merged_away(folder, few, monkeypatch):
+def test_a_writer_goes_on_when_the_answer_it_repeats_was_merged_away(
+    answers_folder, few_segments, monkeypatch
+):
     monkeypatch.setattr(module, "KEPT_SEGMENTS", 1)
     for key in "abc":
-        added(folder, **{key: "later"})
-    writer = Answers(folder)
-    Answers(folder).merge()
+        added(answers_folder, **{key: "later"})
+    few_segments()
+    writer = Answers(answers_folder)
+    Answers(answers_folder).merge()
     writer.add({"a": {"text": "earlier"}})
     assert all_of(writer) == {"a": "earlier", "b": "later", "c": "later"}
-    assert all_of(Answers(folder)) == all_of(writer)
+    assert all_of(Answers(answers_folder)) == all_of(writer)
 
 
-def test_two_that_merge_at_once_lose_nothing(folder, few):
+def test_two_that_merge_at_once_lose_nothing(answers_folder, few_segments):
     for key in "abc":
-        added(folder, **{key: key})
-    first, second = Answers(folder), Answers(folder)
-    added(folder, d="d")
+        added(answers_folder, **{key: key})
+    few_segments()
+    first, second = Answers(answers_folder), Answers(answers_folder)
+    added(answers_folder, d="d")
     second.look()
     first.merge()
     second.merge()
-    third = Answers(folder)
+    third = Answers(answers_folder)
     third.merge()
     assert all_of(third) == {key: key for key in "abcd"}
 
 
-def test_an_answer_whose_segment_was_taken_away_is_reported(folder, monkeypatch):
+def test_an_answer_whose_segment_was_taken_away_is_reported(answers_folder, monkeypatch):
     monkeypatch.setattr(module, "KEPT_SEGMENTS", 0)
-    added(folder, a="x")
-    reader = Answers(folder)
-    for path in folder.iterdir():
+    added(answers_folder, a="x")
+    reader = Answers(answers_folder)
+    for path in answers_folder.iterdir():
         path.unlink()
     with pytest.raises(CorruptionError, match="gone"):
         reader.get("a")
 
 
-def test_a_draft_of_a_killed_writer_is_removed_and_that_of_a_live_one_stays(folder):
-    added(folder, a="x")
-    dead = folder / f".{'0' * 64}.jsonl.{'1' * 16}.tmp"
+def test_a_draft_of_a_killed_writer_is_removed_and_that_of_a_live_one_stays(answers_folder):
+    added(answers_folder, a="x")
+    dead = answers_folder / f".{'0' * 64}.jsonl.{'1' * 16}.tmp"
     dead.write_bytes(b"half an ans")
-    own = folder / ".notes"
+    own = answers_folder / ".notes"
     own.write_bytes(b"of the user")
-    Answers(folder).merge()
+    Answers(answers_folder).merge()
     assert not dead.exists()
     assert own.exists()
-    assert all_of(Answers(folder)) == {"a": "x"}
+    assert all_of(Answers(answers_folder)) == {"a": "x"}
 
 
-def test_a_store_of_objects_keeps_answers_as_a_disk_does(bucket, few):
+def test_a_store_of_objects_keeps_answers_as_a_disk_does(bucket, few_segments):
     place = bucket / "answers"
     assert all_of(Answers(place)) == {}
+    few_segments()
     reader = Answers(place)
     for key in "abc":
         added(place, **{key: key})
@@ -175,11 +201,11 @@ def test_a_store_of_objects_keeps_answers_as_a_disk_does(bucket, few):
     assert all_of(reader) == all_of(Answers(place)) == {"a": "a", "b": "b", "c": "c"}
 
 
-def test_contents_in_memory_are_bounded(folder):
-    answers = Answers(folder)
+def test_contents_in_memory_are_bounded(answers_folder):
+    answers = Answers(answers_folder)
     for number in range(20):
         answers.add({str(number): {"text": "x" * 1000}})
-    other = Answers(folder)
+    other = Answers(answers_folder)
     assert len(other) == 20
     kept = vars(other)["_contents"]
     assert len(kept) <= module.KEPT_SEGMENTS

@@ -3,34 +3,34 @@
 import polars as pl
 import pytest
 
-from align.schemas.errors import CorruptionError, UsageError
+from align.schemas.errors import CorruptionError, FingerprintError, UsageError
 from align.stages.storage.tables import TableFolder, read_table
 
 TABLE = pl.DataFrame({"prompt": ["a", "b"], "score": [1.0, None]})
 
 
-def published(folder, table=TABLE, **more):
+def published(table_folder, table=TABLE, **more):
     how = {"made_from": {"prompts": "p"}, "settings": {"n": 2}, "counts": {"rows": 2}} | more
-    return folder.publish(table, **how)
+    return table_folder.publish(table, **how)
 
 
 @pytest.fixture
-def folder(tmp_path):
+def table_folder(tmp_path):
     made = TableFolder.at(str(tmp_path / "out"), "samples")
     made.prepare()
     return made
 
 
-def test_what_is_published_is_read_back(folder):
-    manifest = published(folder)
-    found, table = read_table(folder)
-    assert found == manifest == folder.find()
+def test_what_is_published_is_read_back(table_folder):
+    manifest = published(table_folder)
+    found, table = read_table(table_folder)
+    assert found == manifest == table_folder.find()
     assert table.equals(TABLE)
     assert (manifest.rows, manifest.made_from) == (2, {"prompts": "p"})
 
 
-def test_the_root_names_the_content_and_what_it_was_made_from(folder, tmp_path):
-    root = published(folder).root
+def test_the_root_names_the_content_and_what_it_was_made_from(table_folder, tmp_path):
+    root = published(table_folder).root
     other = TableFolder.at(str(tmp_path / "other"), "samples")
     other.prepare()
     assert published(other).root == root
@@ -38,38 +38,64 @@ def test_the_root_names_the_content_and_what_it_was_made_from(folder, tmp_path):
     assert published(other, TABLE.reverse()).root != root
 
 
-def test_publishing_again_changes_no_file(folder):
-    published(folder)
-    before = [path.stat().st_mtime_ns for path in (folder.file, folder.manifest)]
-    published(folder)
-    assert [path.stat().st_mtime_ns for path in (folder.file, folder.manifest)] == before
+def test_publishing_again_changes_no_file(table_folder):
+    published(table_folder)
+    before = [path.stat().st_mtime_ns for path in (table_folder.file, table_folder.manifest)]
+    published(table_folder)
+    assert [
+        path.stat().st_mtime_ns for path in (table_folder.file, table_folder.manifest)
+    ] == before
 
 
-def test_a_folder_without_a_manifest_is_not_a_finished_table(folder):
-    assert folder.find() is None
+def test_a_folder_without_a_manifest_is_not_a_finished_table(table_folder):
+    assert table_folder.find() is None
     with pytest.raises(UsageError, match="not a finished table of samples"):
-        read_table(folder)
+        read_table(table_folder)
 
 
-def test_a_table_of_another_kind_is_refused(folder):
-    published(folder)
-    twin = TableFolder(folder.root, "judged")
+def test_a_table_of_another_kind_is_refused(table_folder):
+    published(table_folder)
+    twin = TableFolder(table_folder.root, "judged")
     with pytest.raises(UsageError, match="holds samples, not judged"):
         read_table(twin)
 
 
-def test_changed_bytes_are_refused(folder):
-    published(folder)
-    folder.file.write_bytes(folder.file.read_bytes() + b" ")
+def test_changed_bytes_are_refused(table_folder):
+    published(table_folder)
+    table_folder.file.write_bytes(table_folder.file.read_bytes() + b" ")
     with pytest.raises(CorruptionError, match="is not what"):
-        read_table(folder)
+        read_table(table_folder)
 
 
-def test_a_manifest_cut_short_is_refused(folder):
-    published(folder)
-    folder.manifest.write_bytes(folder.manifest.read_bytes()[:-9])
+def test_a_manifest_cut_short_is_refused(table_folder):
+    published(table_folder)
+    table_folder.manifest.write_bytes(table_folder.manifest.read_bytes()[:-9])
     with pytest.raises(CorruptionError, match="damaged"):
-        read_table(folder)
+        read_table(table_folder)
+
+
+def test_equal_rows_in_other_chunks_are_equal_bytes(table_folder, tmp_path):
+    other = TableFolder(tmp_path / "other", "samples")
+    other.prepare()
+    rows = pl.DataFrame({"n": range(600_000)})
+    parts = [rows[:7], rows[7:300_000], rows[300_000:]]
+    assert (
+        published(other, pl.concat(parts, rechunk=False)).root == published(table_folder, rows).root
+    )
+
+
+def test_a_manifest_of_another_format_is_refused(table_folder):
+    published(table_folder)
+    text = table_folder.manifest.read_text().replace('"format_version":1', '"format_version":2')
+    table_folder.manifest.write_text(text)
+    with pytest.raises(FingerprintError, match="has format 2, and this align reads 1"):
+        read_table(table_folder)
+
+
+def test_a_table_in_a_store_is_not_replaced_by_one_of_another_kind(bucket):
+    published(TableFolder(bucket / "mixed", "samples"))
+    with pytest.raises(UsageError, match="holds samples, not judged"):
+        TableFolder(bucket / "mixed", "judged").prepare()
 
 
 def test_a_folder_that_holds_something_else_is_refused(tmp_path):
@@ -79,11 +105,11 @@ def test_a_folder_that_holds_something_else_is_refused(tmp_path):
 
 
 def test_a_table_in_a_store_is_published_and_replaced(bucket):
-    folder = TableFolder(bucket / "out", "samples")
-    folder.prepare()
-    published(folder)
-    root = published(folder, TABLE.reverse()).root
-    manifest, table = read_table(folder)
+    table_folder = TableFolder(bucket / "out", "samples")
+    table_folder.prepare()
+    published(table_folder)
+    root = published(table_folder, TABLE.reverse()).root
+    manifest, table = read_table(table_folder)
     assert manifest.root == root
     assert table.equals(TABLE.reverse())
-    assert folder.lock.parent.is_dir()
+    assert table_folder.lock.parent.is_dir()
