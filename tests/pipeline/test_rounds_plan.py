@@ -132,10 +132,26 @@ def test_a_round_of_lora_goes_on_from_the_merged_model(world, tmp_path):
     assert job.training(job.folder.round(1)).config.lora.merge
 
 
+def test_a_judge_reads_by_its_own_chat_template(world, tmp_path):
+    (tmp_path / "own.jinja").write_text("{{ messages }}")
+    template = str(tmp_path / "own.jinja")
+    job = opened(tmp_path, world, tokens={"chat_template": template})
+    one = job.folder.round(1)
+    assert job.sampling(job.first, one.prompts, one.samples).tokens.chat_template == template
+    assert job.scoring(one).tokens.chat_template == template
+    assert job.judging(one.judged).tokens.chat_template == ""
+
+
+SERVED = {"url": "http://127.0.0.1:1/v1", "model": "m"}
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"judge": {"by": ""}}, "No judge"),
+        ({"judge": {"by": "none"}}, "No judge"),
+        ({"judge": {"by": "rubric"}}, "name the language model"),
+        ({"judge": {"by": "rubric"}, "server": SERVED}, "server.revision is empty"),
+        ({"judge": {"by": "rubric", "template": "rounds.yaml"}}, "does not show answer"),
         ({"judge": {"by": "exact"}}, "no column 'answer'"),
         ({"judge": {"against": "elsewhere"}}, "judge.against: the rounds set it themselves"),
         ({"train": {"method": ""}}, "No method"),
