@@ -247,7 +247,7 @@ def _opened(config: Config, samples: str, sampler: Sampler | None) -> _Call:
 
 def _model(config: Config, sampler: Sampler | None) -> JudgeModel | None:
     """The language model that judges; None where the judge is another one."""
-    if not config.judge.by:
+    if config.judge.by == "none":
         raise UsageError(
             "Name the judge by --by: reward, rubric, pairwise, exact, regex or function."
         )

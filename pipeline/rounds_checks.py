@@ -104,7 +104,7 @@ def _recipe(config: Config) -> Recipe:
 
 def _require_judge(config: Config) -> None:
     judge = config.judge
-    if not judge.by:
+    if judge.by == "none":
         raise UsageError(
             "No judge. Set judge.by: reward, rubric, pairwise, exact, regex or function."
         )

@@ -294,8 +294,8 @@ class JudgeOptions:
 
     output: str = option("align-judged", "folder of the judged samples")
     answers: str = option("", "folder that keeps every judgment; empty: in the output")
-    by: Literal["", "reward", "rubric", "pairwise", "exact", "regex", "function"] = option(
-        "",
+    by: Literal["none", "reward", "rubric", "pairwise", "exact", "regex", "function"] = option(
+        "none",
         "reward: a reward model (rewards.model); rubric or pairwise: a language model, behind a "
         "server (server.url) or in a folder (judge.model); exact or regex: compared with the "
         "reference answer; function: MODULE:FUNCTION",

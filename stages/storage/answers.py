@@ -103,11 +103,15 @@ class Answers:
                 self._put([line.encode() for line in lines])
             except _GoneError:
                 self.look()
+            self._merge_small()
 
     def merge(self) -> None:
         """Removes what killed writers left, and merges small segments where there are many."""
         if isinstance(self.folder, Path) and self.folder.is_dir():
             fs.drop_all_drafts(self.folder)
+        self._merge_small()
+
+    def _merge_small(self) -> None:
         small = {name for name, size in self._read.items() if size < SMALL_BYTES}
         if len(small) <= MOST_SMALL:
             return

@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ... import __version__
-from ...schemas.errors import CorruptionError, UsageError
-from ...schemas.json_codec import CodecError, digest_of, from_json, to_json
+from ...schemas.errors import CorruptionError, FingerprintError, UsageError
+from ...schemas.json_codec import CodecError, digest_of, from_json, to_json, version_in
 from ...schemas.table_manifest import TABLE_FORMAT, TableKind, TableManifest
 from . import fs, places
 from .cache_folder import OutputFolder
@@ -74,6 +75,9 @@ class TableFolder:
             OutputFolder(self.root, self.kind).prepare()
             fs.drop_drafts(self.root / self.file.name)
             fs.drop_drafts(self.root / MANIFEST)
+        else:
+            with suppress(CorruptionError):  # a damaged manifest is written again
+                self.find()
 
     def find(self) -> TableManifest | None:
         """The manifest, if there is one."""
@@ -89,7 +93,8 @@ class TableFolder:
     ) -> TableManifest:
         """Writes the table, then its manifest; without effect if both are there."""
         payload = io.BytesIO()
-        table.write_parquet(payload, compression="zstd", statistics=False)
+        # Row groups follow chunks, and these follow the number of threads that made the table.
+        table.rechunk().write_parquet(payload, compression="zstd", statistics=False)
         content = payload.getvalue()
         unnamed = TableManifest(
             TABLE_FORMAT,
@@ -119,8 +124,14 @@ def read_manifest(folder: TableFolder) -> TableManifest:
             f"{folder.root} holds no {MANIFEST}, so it is not a finished table of {folder.kind}. "
             "Run the command that makes it to its end, or name another folder."
         )
+    text = places.read_bytes(folder.manifest)
+    if (version := version_in(text)) not in {None, TABLE_FORMAT}:
+        raise FingerprintError(
+            f"{folder.manifest} has format {version}, and this align reads {TABLE_FORMAT}. Run "
+            "the command that made it again, with another --output."
+        )
     try:
-        found = from_json(TableManifest, places.read_bytes(folder.manifest))
+        found = from_json(TableManifest, text)
     except CodecError as error:
         raise CorruptionError(
             f"{folder.manifest} is damaged: {error}. Run the command that made it again."

@@ -148,7 +148,7 @@ def test_a_mistake_in_the_file_names_the_file_and_the_nearest_name(text, said):
     [
         ("modle.path=x", "--set: unknown key 'modle'. Did you mean 'model'?"),
         ("model.pth=x", "--set: unknown key 'model.pth'. Did you mean 'path'?"),
-        ("seed=4", "--set: unknown key 'seed'. Known: model, data"),
+        ("xyz=4", "--set: unknown key 'xyz'. Known: model, data"),
         ("cache=4", "--set: cache is a section"),
         ("cache.seed", "--set cache.seed: expected NAME=VALUE"),
         ("cache.seed=", "--set: cache.seed: expected a whole number, found None"),

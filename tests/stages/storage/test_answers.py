@@ -75,22 +75,33 @@ def test_files_that_are_not_segments_are_left_alone(answers_folder):
 
 @pytest.fixture
 def few_segments(monkeypatch):
-    """Three small segments are many."""
-    monkeypatch.setattr(module, "MOST_SMALL", 2)
+    """From its call on, three small segments are many."""
+    return lambda: monkeypatch.setattr(module, "MOST_SMALL", 2)
 
 
 def test_small_segments_are_merged_and_every_answer_stays(answers_folder, few_segments):
     for key in "abcd":
         added(answers_folder, **{key: key * 3})
+    few_segments()
     answers = Answers(answers_folder)
     answers.merge()
     assert len([*answers_folder.iterdir()]) == 1
     assert all_of(answers) == {key: key * 3 for key in "abcd"} == all_of(Answers(answers_folder))
 
 
+def test_small_segments_are_merged_while_answers_are_added(answers_folder, few_segments):
+    few_segments()
+    answers = Answers(answers_folder)
+    for key in "abcdefgh":
+        answers.add({key: {"text": key}})
+        assert len([*answers_folder.iterdir()]) <= 2
+    assert all_of(Answers(answers_folder)) == {key: key for key in "abcdefgh"}
+
+
 def test_few_segments_and_large_ones_are_not_merged(answers_folder, few_segments, monkeypatch):
     added(answers_folder, a="x")
     added(answers_folder, b="y")
+    few_segments()
     Answers(answers_folder).merge()
     assert len([*answers_folder.iterdir()]) == 2
     monkeypatch.setattr(module, "SMALL_BYTES", 40)
@@ -101,6 +112,7 @@ def test_few_segments_and_large_ones_are_not_merged(answers_folder, few_segments
 
 
 def test_merged_segments_are_of_a_bounded_size(answers_folder, few_segments, monkeypatch):
+    few_segments()
     monkeypatch.setattr(module, "MERGED_BYTES", 70)  # two lines of 34 bytes
     for key in "abcde":
         added(answers_folder, **{key: "x"})
@@ -119,6 +131,7 @@ def test_a_reader_goes_on_when_another_process_merges_what_it_reads(
     monkeypatch.setattr(module, "KEPT_SEGMENTS", 1)  # so that it reads them again
     for key in "abc":
         added(answers_folder, **{key: key})
+    few_segments()
     reader = Answers(answers_folder)
     Answers(answers_folder).merge()
     assert all_of(reader) == {"a": "a", "b": "b", "c": "c"}
@@ -131,6 +144,7 @@ def test_a_writer_goes_on_when_the_answer_it_repeats_was_merged_away(
     monkeypatch.setattr(module, "KEPT_SEGMENTS", 1)
     for key in "abc":
         added(answers_folder, **{key: "later"})
+    few_segments()
     writer = Answers(answers_folder)
     Answers(answers_folder).merge()
     writer.add({"a": {"text": "earlier"}})
@@ -141,6 +155,7 @@ def test_a_writer_goes_on_when_the_answer_it_repeats_was_merged_away(
 def test_two_that_merge_at_once_lose_nothing(answers_folder, few_segments):
     for key in "abc":
         added(answers_folder, **{key: key})
+    few_segments()
     first, second = Answers(answers_folder), Answers(answers_folder)
     added(answers_folder, d="d")
     second.look()
@@ -176,6 +191,7 @@ def test_a_draft_of_a_killed_writer_is_removed_and_that_of_a_live_one_stays(answ
 def test_a_store_of_objects_keeps_answers_as_a_disk_does(bucket, few_segments):
     place = bucket / "answers"
     assert all_of(Answers(place)) == {}
+    few_segments()
     reader = Answers(place)
     for key in "abc":
         added(place, **{key: key})

@@ -3,7 +3,7 @@
 import polars as pl
 import pytest
 
-from align.schemas.errors import CorruptionError, UsageError
+from align.schemas.errors import CorruptionError, FingerprintError, UsageError
 from align.stages.storage.tables import TableFolder, read_table
 
 TABLE = pl.DataFrame({"prompt": ["a", "b"], "score": [1.0, None]})
@@ -72,6 +72,30 @@ def test_a_manifest_cut_short_is_refused(table_folder):
     table_folder.manifest.write_bytes(table_folder.manifest.read_bytes()[:-9])
     with pytest.raises(CorruptionError, match="damaged"):
         read_table(table_folder)
+
+
+def test_equal_rows_in_other_chunks_are_equal_bytes(table_folder, tmp_path):
+    other = TableFolder(tmp_path / "other", "samples")
+    other.prepare()
+    rows = pl.DataFrame({"n": range(600_000)})
+    parts = [rows[:7], rows[7:300_000], rows[300_000:]]
+    assert (
+        published(other, pl.concat(parts, rechunk=False)).root == published(table_folder, rows).root
+    )
+
+
+def test_a_manifest_of_another_format_is_refused(table_folder):
+    published(table_folder)
+    text = table_folder.manifest.read_text().replace('"format_version":1', '"format_version":2')
+    table_folder.manifest.write_text(text)
+    with pytest.raises(FingerprintError, match="has format 2, and this align reads 1"):
+        read_table(table_folder)
+
+
+def test_a_table_in_a_store_is_not_replaced_by_one_of_another_kind(bucket):
+    published(TableFolder(bucket / "mixed", "samples"))
+    with pytest.raises(UsageError, match="holds samples, not judged"):
+        TableFolder(bucket / "mixed", "judged").prepare()
 
 
 def test_a_folder_that_holds_something_else_is_refused(tmp_path):
