@@ -140,7 +140,7 @@ def test_a_round_of_lora_goes_on_from_the_merged_model(world, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"judge": {"by": ""}}, "No judge"),
+        ({"judge": {"by": "none"}}, "No judge"),
         ({"judge": {"by": "exact"}}, "no column 'answer'"),
         ({"judge": {"against": "elsewhere"}}, "judge.against: the rounds set it themselves"),
         ({"train": {"method": ""}}, "No method"),
