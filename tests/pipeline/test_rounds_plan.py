@@ -76,6 +76,11 @@ def test_the_table_begins_with_the_model_of_the_beginning(tmp_path):
     assert rows[1][:6] == ["1", "0.700", "0.600-0.800", "0.700", "0.500", "10.0"]
 
 
+def test_no_table_is_shown_of_no_rounds(tmp_path):
+    lines = RoundsResult(tmp_path, (), "out of time").text().splitlines()
+    assert lines == ["0 rounds made now, 0 known before", "out of time", f"in {tmp_path}"]
+
+
 def split(count, seed=0):
     return PromptSplit(tuple(Prompt(f"p{place}") for place in range(count)), (), seed)
 
