@@ -54,8 +54,8 @@ def main() -> None:
     """Runs one command; a person's mistake is one message, never a traceback."""
     from .schemas.errors import AlignError, Interrupted, PeerError, unexpected_os_error
 
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        # Ranks of one machine may have more threads than cores: those that wait must not spin.
+    if os.environ.get("WORLD_SIZE", "1") != "1" or any("--part" in word for word in sys.argv):
+        # Those of one machine may have more threads than cores: threads that wait must not spin.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Nothing that a model folder names is looked up in the Hub, and no kernel from there is run.
     os.environ |= {"HF_HUB_OFFLINE": "1", "USE_HUB_KERNELS": "0"}

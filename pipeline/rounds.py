@@ -124,10 +124,10 @@ def _round(
     scored = precompute(scoring, HfReference(scoring.model, own_digests()), progress=progress)
     _say(scored.text(), progress)
     trained = run_training(open_training(job.training(one)), progress=progress)
-    _say(trained.text(), progress)
     release_memory()
     if trained.ending != "finished":
         return None
+    _say(trained.text(), progress)
     held_out = evaluate(job, one, progress=progress)
     roots = {name: table.root for name, table in tables.items()}
     model = digest_of_model(job.policy(number))

@@ -31,7 +31,7 @@ class RoundsResult:
         rows = [first_row(self.finished), *map(row_of, self.finished)]
         known = len(self.finished) - self.new
         lines = [
-            *grid(HEAD, [row for row in rows if row]),
+            *(grid(HEAD, [row for row in rows if row]) if self.finished else ()),
             *unjudged(self.finished),
             f"{counted(self.new, 'rounds')} made now, {known:,} known before",
         ]

@@ -86,6 +86,11 @@ def test_comparisons_without_a_verdict_are_told(tmp_path):
     assert "verdict" not in RoundsResult(tmp_path, (one,), "", 1).text()
 
 
+def test_no_table_is_shown_of_no_rounds(tmp_path):
+    lines = RoundsResult(tmp_path, (), "out of time").text().splitlines()
+    assert lines == ["0 rounds made now, 0 known before", "out of time", f"in {tmp_path}"]
+
+
 def split(count, seed=0):
     return PromptSplit(tuple(Prompt(f"p{place}") for place in range(count)), (), seed)
 
