@@ -55,6 +55,11 @@ class JudgeModel:
 
 def judge_model(config: Config) -> JudgeModel:
     """The model and the template that the settings name; loads no weights."""
+    return with_template(config, judge_sampler(config))
+
+
+def judge_sampler(config: Config) -> Sampler:
+    """The model that the settings name; asks a server nothing."""
     options = config.judge
     if not (options.model or config.server.url):
         raise UsageError(
@@ -62,8 +67,7 @@ def judge_model(config: Config) -> JudgeModel:
             "(judge.model), or its server by --server URL (server.url)."
         )
     model = replace(config.model, path=options.model, adapter="")
-    sampler = sampler_of(model, config.tokens, config.server, config.scoring)
-    return with_template(config, sampler)
+    return sampler_of(model, config.tokens, config.server, config.scoring)
 
 
 def with_template(config: Config, sampler: Sampler) -> JudgeModel:

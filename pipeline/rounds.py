@@ -148,7 +148,9 @@ def _selected(job: RoundsJob, one: OneRound, progress: Progress) -> dict[str, Ta
     """Samples, judged samples and selected rows."""
     sampling = job.sampling(job.policy(one.number - 1), job.prompt_file(one), one.samples)
     tables = {"samples": _said(sample(sampling, progress=progress), progress)}
-    judged = judge(job.judging(one.judged), str(one.samples), progress=progress)
+    judged = judge(
+        job.judging(one.judged), str(one.samples), progress=progress, sampler=job.judge_sampler
+    )
     tables["judged"] = _said(judged, progress)
     tables["selected"] = _said(select(job.selecting(one), str(one.judged)), progress)
     release_memory()

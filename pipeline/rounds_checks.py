@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..schemas.config import Config
 from ..schemas.errors import UsageError
+from ..stages.judge.judge_template import load_template
 from ..stages.methods.recipe import Recipe
 from ..stages.methods.table import recipe_of
 from ..stages.model.model_folder import require_peft
@@ -45,6 +46,7 @@ def open_rounds(settings: Settings) -> RoundsJob:
     )
     _require_measured(job)
     job.made_from(1, None)  # a model, a template or a function that is missing is found now
+    _ = job.judge_sampler  # and so is a judge without a model, or a server without a revision
     return job
 
 
@@ -108,6 +110,8 @@ def _require_judge(config: Config) -> None:
         raise UsageError(
             "No judge. Set judge.by: reward, rubric, pairwise, exact, regex or function."
         )
+    if judge.by in ("rubric", "pairwise"):
+        load_template(judge.by, judge.template)
     if config.server.url and judge.by not in {"rubric", "pairwise"}:
         raise UsageError(
             f"server.url is set, and judge.by is {judge.by}: in rounds a server can only be the "

@@ -38,7 +38,7 @@ def evaluate(job: RoundsJob, one: OneRound, *, progress: Progress) -> HeldOut | 
         return _compared_by_judge(job, one, samples[0], progress)
     judged = (before.eval_judged if one.number > 1 else folder.first_judged, one.eval_judged)
     for answers, output in ((folder.first_samples, folder.first_judged), (samples[1], judged[1])):
-        judge(job.judging(output), str(answers), progress=progress)
+        judge(job.judging(output), str(answers), progress=progress, sampler=job.judge_sampler)
     first, previous, policy = map(_judged, (folder.first_judged, *judged))
     return HeldOut(
         first=answering(first),
@@ -59,7 +59,7 @@ def _compared_by_judge(
     others = {one.against_first: job.folder.first_samples, one.against_previous: previous}
     for output, other in others.items():
         config = job.judging(output, against=str(other))
-        judge(config, str(one.eval_samples), progress=progress)
+        judge(config, str(one.eval_samples), progress=progress, sampler=job.judge_sampler)
     first, policy = _sampled(job.folder.first_samples), _sampled(one.eval_samples)
     return HeldOut(
         first=answering(first),

@@ -11,13 +11,15 @@ from ..schemas.config import Config, ModelOptions, ServerOptions
 from ..schemas.errors import CorruptionError, FingerprintError
 from ..schemas.json_codec import digest
 from ..schemas.round_record import RoundRecord
-from ..schemas.samples import Prompt
+from ..schemas.samples import Prompt, Sampler
 from ..stages.judge.verifiers import verifier_of
 from ..stages.methods.recipe import Recipe
 from ..stages.model.model_folder import model_identity
 from ..stages.storage import fs
 from ..stages.storage.digest_memory import own_digests
 from ..stages.storage.rounds_folder import OneRound, RoundsFolder
+from .judge import LANGUAGE
+from .language_judge import judge_sampler
 from .resume import binding
 from .round_prompts import PromptSplit, content_digest
 from .settings import Settings, as_absolute
@@ -114,7 +116,15 @@ class RoundsJob:
         """To judge samples."""
         answers = str(self.folder.judgments)
         options = replace(self.config.judge, output=str(output), answers=answers, against=against)
-        return replace(self.config, judge=options)
+        tokens = replace(self.config.tokens, chat_template="")  # it is the policy's
+        return replace(self.config, judge=options, tokens=tokens)
+
+    @cached_property
+    def judge_sampler(self) -> Sampler | None:
+        """The language model that judges: one, so that all rounds share its budget."""
+        if self.config.judge.by not in LANGUAGE:
+            return None
+        return judge_sampler(self.judging(self.folder.root))
 
     def selecting(self, one: OneRound) -> Config:
         """To select rows of what was judged."""

@@ -50,16 +50,20 @@ def _completion(prompt: Prompt, sample: Sample) -> Text:
 def _texts(texts: Sequence[Text]) -> pl.Series:
     """Texts, or lists of messages; as JSON where a column of a Parquet file cannot hold them.
 
-    Such a column holds one type, and the same keys in every message.
+    Such a column holds one type, and every key in every message: null where a message lacks it.
     """
     conversations = [text for text in texts if not isinstance(text, str)]
-    if len(conversations) == len(texts) and all(map(_is_simple, conversations)):
-        return pl.Series([[dict(message) for message in text] for text in conversations])
+    messages = [message for text in conversations for message in text]
+    if len(conversations) == len(texts) and all(map(_is_simple, messages)):
+        keys = dict.fromkeys(key for message in messages for key in message)
+        lists = [[dict(message) for message in text] for text in conversations]
+        # Named, because polars takes the keys of the first message for those of all.
+        return pl.Series(lists, dtype=pl.List(pl.Struct(dict.fromkeys(keys, pl.String))))
     return pl.Series([text if isinstance(text, str) else _json(text) for text in texts])
 
 
-def _is_simple(messages: Iterable[Message]) -> bool:
-    return all(isinstance(value, str) for message in messages for value in message.values())
+def _is_simple(message: Message) -> bool:
+    return all(isinstance(value, str) for value in message.values())
 
 
 def _of_template(prompts: Iterable[Prompt]) -> dict[str, pl.Series]:
@@ -84,11 +88,21 @@ def _carried(prompts: Sequence[Prompt]) -> dict[str, pl.Series]:
 
 
 def _series(values: list[Any]) -> pl.Series:
-    """Values of one type as they are; others as JSON."""
+    """Values of one type as they are; others as text: a text as it is, and the rest as JSON."""
     try:
-        return pl.Series(values, strict=True)
+        series = pl.Series(values, strict=True)
     except (TypeError, ValueError, OverflowError, pl.exceptions.PolarsError):
-        return pl.Series([None if value is None else _json(value) for value in values])
+        pass
+    else:
+        # Inside of lists and objects polars is not strict: it rounds, and drops what it did not
+        # see in the first of them.
+        if not series.dtype.is_nested() or series.to_list() == values:
+            return series
+    return pl.Series([_as_text(value) for value in values], dtype=pl.String)
+
+
+def _as_text(value: Any) -> str | None:
+    return value if value is None or isinstance(value, str) else _json(value)
 
 
 def _json(value: Any) -> str:

@@ -1,6 +1,7 @@
 """What rounds ask of each verb, and how they measure, without a model."""
 
 import re
+from dataclasses import replace
 
 import polars as pl
 import pytest
@@ -76,6 +77,15 @@ def test_the_table_begins_with_the_model_of_the_beginning(tmp_path):
     assert rows[1][:6] == ["1", "0.700", "0.600-0.800", "0.700", "0.500", "10.0"]
 
 
+def test_comparisons_without_a_verdict_are_told(tmp_path):
+    one, held = finished(1), held_out()
+    versus = replace(held.against_previous, comparisons=6, unjudged=3)
+    some = replace(one, held_out=replace(held, against_previous=versus))
+    said = "round 1: 3 of 9 comparisons with the policy before have no verdict"
+    assert said in RoundsResult(tmp_path, (some,), "", 1).text()
+    assert "verdict" not in RoundsResult(tmp_path, (one,), "", 1).text()
+
+
 def test_no_table_is_shown_of_no_rounds(tmp_path):
     lines = RoundsResult(tmp_path, (), "out of time").text().splitlines()
     assert lines == ["0 rounds made now, 0 known before", "out of time", f"in {tmp_path}"]
@@ -137,10 +147,26 @@ def test_a_round_of_lora_goes_on_from_the_merged_model(world, tmp_path):
     assert job.training(job.folder.round(1)).config.lora.merge
 
 
+def test_a_judge_reads_by_its_own_chat_template(world, tmp_path):
+    (tmp_path / "own.jinja").write_text("{{ messages }}")
+    template = str(tmp_path / "own.jinja")
+    job = opened(tmp_path, world, tokens={"chat_template": template})
+    one = job.folder.round(1)
+    assert job.sampling(job.first, one.prompts, one.samples).tokens.chat_template == template
+    assert job.scoring(one).tokens.chat_template == template
+    assert job.judging(one.judged).tokens.chat_template == ""
+
+
+SERVED = {"url": "http://127.0.0.1:1/v1", "model": "m"}
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"judge": {"by": "none"}}, "No judge"),
+        ({"judge": {"by": "rubric"}}, "name the language model"),
+        ({"judge": {"by": "rubric"}, "server": SERVED}, "server.revision is empty"),
+        ({"judge": {"by": "rubric", "template": "rounds.yaml"}}, "does not show answer"),
         ({"judge": {"by": "exact"}}, "no column 'answer'"),
         ({"judge": {"against": "elsewhere"}}, "judge.against: the rounds set it themselves"),
         ({"train": {"method": ""}}, "No method"),

@@ -1,5 +1,7 @@
 """The table of samples: its columns, its order, and that stage 1 reads its conversations back."""
 
+import json
+
 import polars as pl
 import pytest
 
@@ -54,6 +56,7 @@ def test_the_completion_of_a_conversation_is_one_message():
         [("text",)],
         [((TURN,),), ((TURN, TURN),)],
         [((TURN, CALL, TURN),)],  # messages with other keys
+        [((TURN,),), (({**TURN, "name": "Ann"},),)],  # a key that the first message lacks
         [("text",), ((TURN,),)],  # both kinds
     ],
 )
@@ -63,15 +66,24 @@ def test_prompts_of_any_kind_are_read_back_as_they_were(tmp_path, prompts):
     assert read_back(tmp_path, found) == wanted
 
 
-def test_what_prompts_carry_keeps_its_type_and_other_values_are_json():
+def test_what_prompts_carry_keeps_its_type_and_other_values_are_text():
     found = table(
         Prompt("a", carried={"answer": 4, "mixed": 1, "list": [1, 2]}),
         Prompt("b", carried={"answer": None, "mixed": "x", "list": []}),
         n=1,
     )
     assert found["answer"].to_list() == [4, None]
-    assert found["mixed"].to_list() == ["1", '"x"']
+    assert found["mixed"].to_list() == ["1", "x"]  # with which a completion can be compared
     assert found["list"].to_list() == [[1, 2], []]
+
+
+@pytest.mark.parametrize(
+    "values", [[[1], [2.5]], [{"a": 1}, {"a": 2, "b": 3}], [{"a": 1}, {"b": 1}], [[{}], [{"a": 1}]]]
+)
+def test_nothing_inside_of_what_prompts_carry_is_lost(values):
+    prompts = [Prompt(str(place), carried={"it": value}) for place, value in enumerate(values)]
+    found = table(*prompts, n=1)["it"].to_list()
+    assert [json.loads(one) if isinstance(one, str) else one for one in found] == values
 
 
 def test_tools_and_options_are_columns_where_a_prompt_has_some():
