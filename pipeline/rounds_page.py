@@ -13,7 +13,7 @@ from ..stages.report.html_page import render_page
 from ..stages.storage.tables import TableFolder, read_table
 from .rounds_evaluation import text_of
 from .rounds_plan import RoundsJob
-from .rounds_result import HEAD, LOG_RATIO, first_row, row_of
+from .rounds_result import HEAD, LOG_RATIO, first_row, row_of, unjudged
 from .settings import without_secrets
 
 PROMPTS_SHOWN = 12
@@ -59,6 +59,7 @@ def _sentences(job: RoundsJob, finished: Sequence[RoundRecord]) -> Iterator[str]
         f"{job.recipe.name}, {len(finished)} of {counted(config.rounds.count, 'rounds')}, "
         f"reference {config.rounds.reference}, judged by {config.judge.by}; {prompts}."
     )
+    yield from (f"{line}." for line in unjudged(finished))
 
 
 def _count(record: RoundRecord, name: str) -> str:

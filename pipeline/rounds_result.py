@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +33,7 @@ class RoundsResult:
         known = len(self.finished) - self.new
         lines = [
             *(grid(HEAD, [row for row in rows if row]) if self.finished else ()),
+            *unjudged(self.finished),
             f"{counted(self.new, 'rounds')} made now, {known:,} known before",
         ]
         return "\n".join([*lines, *filter(None, [self.reason]), *self._places()])
@@ -45,6 +46,18 @@ class RoundsResult:
         run = folder.round(self.finished[-1].number).run
         policy = run.merged if run.merged.is_dir() else run.model
         return [f"last policy: {policy}", f"page: {folder.page}"]
+
+
+def unjudged(finished: Sequence[RoundRecord]) -> Iterator[str]:
+    """Says where a win rate is not of all held-out samples, such as blank ones without a score."""
+    for record in finished:
+        versus = record.held_out.against_previous if record.held_out else None
+        if versus and versus.unjudged:
+            pairs = counted(versus.comparisons + versus.unjudged, "comparisons")
+            yield (
+                f"round {record.number}: {versus.unjudged:,} of {pairs} with the policy before "
+                "have no verdict, and are not in its win rate"
+            )
 
 
 def first_row(finished: Sequence[RoundRecord]) -> list[str]:

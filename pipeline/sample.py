@@ -61,7 +61,8 @@ def sample(
         known, tally = job.known(), SampleTally()
         manifest = _sampled(job, progress, tally) if known < job.wanted else _published(job, tally)
     if alpaca_eval and manifest:
-        write_alpaca_eval(alpaca_eval, read_table(job.folder)[1], generator=job.generator)
+        made = read_table(job.folder)[1]
+        write_alpaca_eval(alpaca_eval, made, job.prompts, generator=job.generator)
     seconds = time.perf_counter() - started
     return SampleResult(job.folder.root, manifest, tally, known, share, job.notes, seconds)
 

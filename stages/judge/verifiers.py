@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
-import inspect
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import resolve_name
 from numbers import Real
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 from ...schemas.config import JudgeOptions
 from ...schemas.errors import UsageError
+from ...schemas.json_codec import digest
 
 Row: TypeAlias = "Mapping[str, Any]"  # of the samples' table
 # A row and the text of its sample: its score, or None where it has no reference answer.
@@ -72,7 +77,7 @@ def _matching(column: str, pattern: str) -> Verifier:
 
 
 def _imported(name: str) -> tuple[Callable[..., Any], dict[str, str]]:
-    """The function of `MODULE:FUNCTION`, from the current folder too, and its source's digest."""
+    """The function of `MODULE:FUNCTION`, from the current folder too, and its code's digest."""
     module_name, _, function_name = name.partition(":")
     if not (module_name and function_name):
         raise UsageError(
@@ -92,9 +97,59 @@ def _imported(name: str) -> tuple[Callable[..., Any], dict[str, str]]:
     function = getattr(module, function_name, None)
     if not callable(function):
         raise UsageError(f"judge.function: {module_name} has no function {function_name!r}.")
-    file = inspect.getsourcefile(module)
-    content = Path(file).read_bytes() if file else b""
-    return function, {"source": hashlib.sha256(content).hexdigest()}
+    if module not in _sources:
+        _sources[module] = _source_digest(module)
+    return function, {"source": _sources[module]}
+
+
+# Of the code that this process runs: a file may be edited later.
+_sources: WeakKeyDictionary[ModuleType, str] = WeakKeyDictionary()
+_LIBRARIES = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")]
+
+
+def _source_digest(module: ModuleType) -> str:
+    """Of a module, and of the modules of the same package or folder that it imports from."""
+    found: dict[str, str] = {}
+    waiting = [module]
+    while waiting:
+        one = waiting.pop()
+        file = _file_of(one)
+        if one.__name__ in found or file is None or not _is_beside(one, file, module):
+            continue
+        content = file.read_bytes()
+        found[one.__name__] = hashlib.sha256(content).hexdigest()
+        names = _imported_by(ast.parse(content).body, one.__package__ or "")
+        waiting += [sys.modules[name] for name in names if name in sys.modules]
+    return digest(found)
+
+
+def _imported_by(statements: Sequence[ast.stmt], package: str) -> Iterator[str]:
+    """The names of what may be modules, of imports that were made when the module was loaded."""
+    for statement in statements:
+        if isinstance(statement, ast.Import):
+            yield from (alias.name for alias in statement.names)
+        elif isinstance(statement, ast.ImportFrom):
+            dotted = "." * statement.level + (statement.module or "")
+            home = resolve_name(dotted, package) if statement.level else dotted
+            yield from (home, *(f"{home}.{alias.name}" for alias in statement.names))
+        elif isinstance(statement, ast.Try):
+            handled = [line for handler in statement.handlers for line in handler.body]
+            yield from _imported_by([*statement.body, *handled], package)
+
+
+def _is_beside(one: ModuleType, file: Path, module: ModuleType) -> bool:
+    top = module.__name__.partition(".")[0]
+    if one.__name__.partition(".")[0] == top:
+        return True
+    home = _file_of(sys.modules.get(top, module))
+    folder = home.parents[home.name == "__init__.py"] if home else None
+    is_library = any(file.is_relative_to(library) for library in _LIBRARIES)
+    return folder is not None and file.is_relative_to(folder) and not is_library
+
+
+def _file_of(module: ModuleType) -> Path | None:
+    file = getattr(module, "__file__", None)
+    return Path(file).resolve() if file and file.endswith(".py") else None
 
 
 def _checked(function: Callable[..., Any], name: str) -> Verifier:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...schemas.errors import UsageError
+from ...schemas.rows import Text
 from ...schemas.samples import Prompt
 from ..storage import fs
 
@@ -31,14 +32,17 @@ def require_single_turns(prompts: Iterable[Prompt]) -> None:
             )
 
 
-def write_alpaca_eval(path: Path, table: pl.DataFrame, *, generator: str) -> None:
+def write_alpaca_eval(
+    path: Path, table: pl.DataFrame, prompts: Mapping[str, Prompt], *, generator: str
+) -> None:
     """Writes the first sample of each prompt; a column `dataset` goes with it."""
+    texts = {key: prompt.text for key, prompt in prompts.items()}
     first = table.filter(table["number"] == 0)
     rows = [
         {
             "dataset": str(row.get("dataset") or DATASET),
-            "instruction": _text(row["prompt"]),
-            "output": _text(row["completion"]),
+            "instruction": _content(texts[row["prompt_key"]]),
+            "output": _output(row["completion"], texts[row["prompt_key"]]),
             "generator": generator,
         }
         for row in first.iter_rows(named=True)
@@ -47,8 +51,12 @@ def write_alpaca_eval(path: Path, table: pl.DataFrame, *, generator: str) -> Non
     fs.publish(path, payload.encode(), label="report")
 
 
-def _text(given: Any) -> str:
-    """The text of a prompt or completion, which may be a message, also as JSON."""
-    if isinstance(given, str):
-        return given
-    return str(given[0]["content"])
+def _output(completion: Any, prompt: Text) -> str:
+    """A completion's text; beside prompts that are text, the message of another is JSON."""
+    if isinstance(completion, str) and not isinstance(prompt, str):
+        return _content(json.loads(completion))
+    return _content(completion)
+
+
+def _content(text: Any) -> str:
+    return text if isinstance(text, str) else str(text[0]["content"])

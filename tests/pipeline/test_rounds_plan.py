@@ -1,6 +1,7 @@
 """What rounds ask of each verb, and how they measure, without a model."""
 
 import re
+from dataclasses import replace
 
 import polars as pl
 import pytest
@@ -74,6 +75,15 @@ def test_the_table_begins_with_the_model_of_the_beginning(tmp_path):
     rows = [line.split() for line in text.splitlines()[1:3]]
     assert rows[0] == ["0", "-", "-", "-", "0.250", "10.0", "1.00", "-", "0.000"]
     assert rows[1][:6] == ["1", "0.700", "0.600-0.800", "0.700", "0.500", "10.0"]
+
+
+def test_comparisons_without_a_verdict_are_told(tmp_path):
+    one, held = finished(1), held_out()
+    versus = replace(held.against_previous, comparisons=6, unjudged=3)
+    some = replace(one, held_out=replace(held, against_previous=versus))
+    said = "round 1: 3 of 9 comparisons with the policy before have no verdict"
+    assert said in RoundsResult(tmp_path, (some,), "", 1).text()
+    assert "verdict" not in RoundsResult(tmp_path, (one,), "", 1).text()
 
 
 def test_no_table_is_shown_of_no_rounds(tmp_path):

@@ -200,6 +200,17 @@ def test_alpaca_eval_gets_the_first_sample_of_each_prompt(tmp_path, counting):
     assert set(found[0]) == {"dataset", "instruction", "output", "generator"}
 
 
+def test_alpaca_eval_gets_texts_also_of_prompts_of_both_kinds(tmp_path, counting):
+    turn = [{"role": "user", "content": "b"}]
+    prompts_file = write_prompts(tmp_path / "p.jsonl", ["a", turn])
+    run_sampling(
+        config_of(prompts_file, tmp_path / "out"), counting, alpaca_eval=tmp_path / "e.json"
+    )
+    found = json.loads((tmp_path / "e.json").read_text())
+    assert [one["instruction"] for one in found] == ["a", "b"]
+    assert not any("role" in one["output"] for one in found)
+
+
 def test_alpaca_eval_has_no_place_for_several_turns(tmp_path, counting):
     turns = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
     prompts_file = write_prompts(tmp_path / "p.jsonl", [turns])

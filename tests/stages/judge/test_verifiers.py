@@ -81,6 +81,31 @@ def test_a_function_is_found_in_the_current_folder(checks):
     assert str(checks) not in sys.path
 
 
+def forget():
+    for name in ("own_checks", "own_help"):
+        sys.modules.pop(name, None)
+
+
+def source_of(function="own_checks:grade"):
+    return verifier_of(JudgeOptions(by="function", function=function), ())[1]["source"]
+
+
+@pytest.mark.parametrize("imported", ["import own_help as h", "from own_help import WORD as h"])
+def test_the_code_that_a_function_imports_from_beside_it_names_the_judge_too(checks, imported):
+    (checks / "own_checks.py").write_text(f"import json\n{imported}\ndef grade(*row): return 1\n")
+    (checks / "own_help.py").write_text("WORD = 'one'\n")
+    forget()
+    first = source_of()
+    (checks / "own_help.py").write_text("WORD = 'two'\n")
+    assert source_of() == first  # the code that runs was read before
+    forget()
+    assert source_of() != first
+    (checks / "own_help.py").write_text("WORD = 'one'\n")
+    forget()
+    assert source_of() == first
+    forget()
+
+
 def test_a_function_that_fails_names_the_sample(checks):
     with pytest.raises(UsageError, match="sample 0 of prompt abc: it raised ZeroDivisionError"):
         checked("length", number=0)
