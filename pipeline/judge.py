@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +22,13 @@ from ..stages.judge.judgments import pairs_against, pairs_within
 from ..stages.storage.locks import owner_lock
 from ..stages.storage.objects import Location, location
 from ..stages.storage.tables import TableFolder, read_table
-from ..stages.tracking.journaled_run import Run, recorded
+from ..stages.tracking.journaled_run import Run
 from ..stages.tracking.progress import Progress
 from .executor import Share
 from .judge_inputs import read_gold, sample_rows
 from .judges import JudgeOutcome, Pairs, RowJudge, compare, row_judge
 from .language_judge import JudgeModel, Work, judge_model, with_template
-from .mlflow_sync import send_earlier
+from .mlflow_sync import recorded_work
 from .table_inputs import TableInput, read_input
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def calibrate(
 ) -> Calibration:
     """Measures a judge on pairs of known preference; its judgments are kept as any others."""
     model = _model(config, sampler)
-    pairs = read_gold(gold)
+    pairs = read_gold(gold, config.data.map)
     folder = TableFolder.at(config.judge.output, "judged")
     folder.prepare()
     with _working(config, folder, None) as run:
@@ -263,21 +263,10 @@ def _answers(config: Config, folder: TableFolder) -> Location:
 @contextmanager
 def _working(config: Config, folder: TableFolder, share: Share | None) -> Iterator[Run]:
     """Records the work in MLflow; a command without a part is alone in the folder."""
-    before = ""
-    with ExitStack() as stack:
-        if not share:
-            stack.enter_context(owner_lock(folder, "judge"))
-            before = send_earlier(folder.local, config.tracking)
-        run = stack.enter_context(
-            recorded(
-                config.tracking,
-                folder.local,
-                "judge",
-                is_recorded=True,
-                is_alone=not share,
-                goes_on_from=before,
-            )
-        )
+    with (
+        nullcontext() if share else owner_lock(folder, "judge"),
+        recorded_work(config.tracking, folder.local, "judge", is_alone=not share) as run,
+    ):
         run.set_tags({"align.part": str(share)} if share else {})
         yield run
 

@@ -61,10 +61,10 @@ class Gold:
         return list(zip(self.samples.candidates[::2], self.samples.candidates[1::2], strict=True))
 
 
-def read_gold(name: str) -> Gold:
+def read_gold(name: str, renamed: Mapping[str, str]) -> Gold:
     """The pairs of a file or folder: chosen and rejected, or the best and the worst by score."""
     inputs = open_inputs([name])
-    shape = common_shape(inputs, {})
+    shape = common_shape(inputs, renamed)
     if shape.kind not in ("paired", "scored") or (
         shape.kind == "scored" and not _has_scores(shape)
     ):

@@ -18,8 +18,8 @@ from ..stages.storage.answers import Answers
 from ..stages.storage.objects import Location
 from ..stages.tracking.journaled_run import Run
 from ..stages.tracking.progress import Progress
-from .executor import Executor, Inline, Share
-from .ray_executor import RayActors
+from .executor import Share
+from .ray_executor import executor_of
 from .samplers import require_same_server, sampler_of
 
 QUESTIONS_PER_GROUP = 512  # of a local model: several batches, so that few of them are not full
@@ -178,7 +178,13 @@ def answer(model: JudgeModel, questions: Mapping[str, Asked], work: Work) -> Ans
             received.add(done)
             work.run.log_metrics(_metrics(received), step=received.new)
 
-        _executor(model, work).run(tasks, progress=work.progress, on_done=count)
+        executor = executor_of(
+            model.config.scoring,
+            work.share,
+            on_gpu=judge.identity.get("model.device") == "cuda",
+            is_served=isinstance(model.sampler, ServerSampler),
+        )
+        executor.run(tasks, progress=work.progress, on_done=count)
         answers.look()
     readings = judge.read(questions.keys(), answers, received.not_taken)
     left = len(questions) - len(readings.verdicts)
@@ -200,23 +206,6 @@ def _group_count(questions: int, model: JudgeModel, work: Work) -> int:
     if isinstance(model.sampler, ServerSampler):
         return parts
     return max(parts, -(-questions // QUESTIONS_PER_GROUP))
-
-
-def _executor(model: JudgeModel, work: Work) -> Executor:
-    options = model.config.scoring
-    if options.executor == "inline":
-        return Inline(work.share or Share())
-    if work.share:
-        raise UsageError(
-            f"--executor {options.executor}: a part, or a rank, makes its share in its own "
-            "process. Leave out one of the two."
-        )
-    if isinstance(model.sampler, ServerSampler):
-        raise UsageError(
-            f"--executor {options.executor}: a server does the work elsewhere already. Leave it "
-            "out, and raise --concurrency."
-        )
-    return RayActors.of(options, on_gpu=model.judge.identity.get("model.device") == "cuda")
 
 
 def _metrics(received: Received) -> dict[str, float]:

@@ -20,7 +20,7 @@ from ..stages.storage.cache_folder import SCORES
 from ..stages.storage.locks import owner_lock
 from ..stages.storage.run_folder import RunFolder, read_ending
 from ..stages.tracking.delivery import Delivery
-from ..stages.tracking.journaled_run import store_uri
+from ..stages.tracking.journaled_run import Run, recorded, store_uri
 from ..stages.tracking.mlflow_client import GROUP_TAG, PARENT_TAG, ROUNDS_TAG, MlflowStore
 from ..stages.tracking.mlflow_silence import mlflow_silenced
 from ..stages.tracking.outbox import (
@@ -128,6 +128,23 @@ def send_earlier(home: Path, options: TrackingOptions) -> str:
         else:
             run_id = "" if sent.status == "FINISHED" else sent.run_id
     return run_id
+
+
+@contextmanager
+def recorded_work(
+    options: TrackingOptions,
+    home: Path,
+    stage: str,
+    *,
+    is_recorded: bool = True,
+    is_alone: bool = True,
+) -> Iterator[Run]:
+    """Records the work on a folder, after sending what earlier runs there left, if it is alone."""
+    before = send_earlier(home, options) if is_recorded and is_alone else ""
+    with recorded(
+        options, home, stage, is_recorded=is_recorded, is_alone=is_alone, goes_on_from=before
+    ) as run:
+        yield run
 
 
 def _sync(

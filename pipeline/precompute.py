@@ -15,7 +15,6 @@ from ..schemas.errors import (
     LockedError,
     NonFiniteError,
     StorageError,
-    UsageError,
     counted,
 )
 from ..schemas.rows import Reference
@@ -27,14 +26,14 @@ from ..stages.storage.commits import read_commits
 from ..stages.storage.locks import owner_lock, try_owner_lock
 from ..stages.storage.manifest_file import build_manifest, load_manifest, load_plan, write_manifest
 from ..stages.storage.objects import Location, ObjectPath
-from ..stages.tracking.journaled_run import Run, recorded
+from ..stages.tracking.journaled_run import Run
 from ..stages.tracking.outbox import unsent_runs
 from ..stages.tracking.progress import Progress
 from .cache_compatibility import register_cache, require_same_or_growing
-from .executor import Executor, Inline, Share
-from .mlflow_sync import send_earlier
+from .executor import Executor, Share
+from .mlflow_sync import recorded_work, send_earlier
 from .precompute_plan import Job, RejectedRows, make_plan, open_job, remake_ring, ring_of
-from .ray_executor import RayActors
+from .ray_executor import executor_of
 from .scoring_worker import ScoreTasks, Tally
 
 _HINTS = {
@@ -62,9 +61,10 @@ def precompute(
         plan = _plan_in(job.work)  # first: who publishes now takes it away
         if finished := _finished(job):
             return PrecomputeResult(home, finished, Tally(), was_complete=True)
-        before = send_earlier(local, tracking)
-        call = _Call(job, run_id, _executor(job), progress)
-        with recorded(tracking, local, stage, is_recorded=True, goes_on_from=before) as run:
+        on_gpu = job.fingerprint.get("model.device") == "cuda"
+        executor = executor_of(config.scoring, None, on_gpu=on_gpu)
+        call = _Call(job, run_id, executor, progress)
+        with recorded_work(tracking, local, stage) as run:
             manifest = call.finish(run, plan)
     assert manifest, "an executor without a part leaves no unit"
     return PrecomputeResult(home, manifest, call.tally, was_complete=False)
@@ -82,11 +82,7 @@ def precompute_part(
 
     It takes no lock on the cache. What all parts need, it prepares itself if it is not there.
     """
-    if config.scoring.executor != "inline":
-        raise UsageError(
-            f"--executor {config.scoring.executor}: a part, or a rank, makes its share in its own "
-            "process. Leave out one of the two."
-        )
+    executor = executor_of(config.scoring, share, on_gpu=False)  # this process
     job = open_job(config, reference)
     home = job.folder.root
     plan = _plan_in(job.work)  # first, as above
@@ -96,21 +92,13 @@ def precompute_part(
         done = PrecomputeResult(home, finished, Tally(), was_complete=True)
         return PartResult(share, home, Tally(), whole=done)
     job.folder.prepare()
-    call = _Call(job, _new_id(), Inline(share), progress)
+    call = _Call(job, _new_id(), executor, progress)
     local = job.folder.local
-    with recorded(config.tracking, local, stage, is_recorded=True, is_alone=False) as run:
+    with recorded_work(config.tracking, local, stage, is_alone=False) as run:
         run.set_tags({"align.part": str(share)})
         manifest = call.finish(run, plan)
     whole = PrecomputeResult(home, manifest, call.tally, was_complete=False) if manifest else None
     return PartResult(share, home, call.tally, whole=whole, has_published=call.has_published)
-
-
-def _executor(job: Job) -> Executor:
-    """The executor that the config asks for, of a call without a part."""
-    options = job.config.scoring
-    if options.executor == "inline":
-        return Inline()
-    return RayActors.of(options, on_gpu=job.fingerprint.get("model.device") == "cuda")
 
 
 @dataclass

@@ -24,7 +24,7 @@ import numpy as np
 from ..schemas.config import ScoringOptions
 from ..schemas.errors import AlignError, UsageError, unexpected_os_error
 from ..stages.tracking.progress import NoProgress, Progress
-from .executor import Facts, Share, Tasks
+from .executor import Executor, Facts, Inline, Share, Tasks
 from .task_processes import usable_cores
 
 logger = logging.getLogger("align")
@@ -42,6 +42,25 @@ QUIET = {
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 # What the command sets for itself, for workers on machines where it does not run.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "USE_HUB_KERNELS": "0"}
+
+
+def executor_of(
+    options: ScoringOptions, share: Share | None, *, on_gpu: bool, is_served: bool = False
+) -> Executor:
+    """The executor that the options ask for; a part, or a server, does not go with actors."""
+    if options.executor == "inline":
+        return Inline(share or Share())
+    if share:
+        raise UsageError(
+            f"--executor {options.executor}: a part, or a rank, makes its share in its own "
+            "process. Leave out one of the two."
+        )
+    if is_served:
+        raise UsageError(
+            f"--executor {options.executor}: a server does the work elsewhere already. Leave it "
+            "out, and raise --concurrency."
+        )
+    return RayActors.of(options, on_gpu=on_gpu)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -19,11 +19,11 @@ from ..stages.storage import fs
 from ..stages.storage.digest_memory import own_digests
 from ..stages.storage.locks import owner_lock
 from ..stages.storage.rounds_folder import OneRound
-from ..stages.tracking.journaled_run import Run, recorded, tagged
+from ..stages.tracking.journaled_run import Run, tagged
 from ..stages.tracking.mlflow_client import PARENT_TAG, ROUNDS_TAG
 from ..stages.tracking.progress import Progress
 from .judge import judge
-from .mlflow_sync import send_earlier
+from .mlflow_sync import recorded_work
 from .precompute import precompute
 from .round_prompts import write_prompts
 from .rounds_checks import open_rounds
@@ -56,7 +56,7 @@ def run_rounds(settings: Settings, *, progress: Progress) -> RoundsResult:
             return RoundsResult(job.folder.root, tuple(finished), reason)
         write_prompts(job.folder.prompts, job.split.train)
         write_prompts(job.folder.held_out_prompts, job.split.held_out)
-        with _recorded(job) as parent:
+        with recorded_work(job.config.tracking, job.folder.root, "rounds") as parent:
             _describe(parent, job)
             for record in finished:
                 _record(parent, job, record)
@@ -196,12 +196,6 @@ def _counts(tables: Mapping[str, TableManifest], cache: Manifest) -> dict[str, i
         counts |= {f"{name}.rows": table.rows}
         counts |= {f"{name}.{what}": count for what, count in table.counts.items()}
     return counts
-
-
-def _recorded(job: RoundsJob) -> AbstractContextManager[Run]:
-    tracking, root = job.config.tracking, job.folder.root
-    before = send_earlier(root, tracking)
-    return recorded(tracking, root, "rounds", is_recorded=True, goes_on_from=before)
 
 
 def _tags(job: RoundsJob, number: int, parent: Run) -> dict[str, str]:

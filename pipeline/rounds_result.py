@@ -11,6 +11,7 @@ from ..schemas.round_record import Answering, RoundRecord
 from ..stages.methods.recipe import Recipe
 from ..stages.methods.rewards import RATIOS
 from ..stages.report.cache_tables import grid
+from ..stages.storage.rounds_folder import RoundsFolder
 from ..stages.storage.run_folder import RunFolder
 from .run_report import read_history
 
@@ -35,7 +36,16 @@ class RoundsResult:
             *unjudged(self.finished),
             f"{counted(self.new, 'rounds')} made now, {known:,} known before",
         ]
-        return "\n".join([*lines, *filter(None, [self.reason]), f"in {self.folder}"])
+        return "\n".join([*lines, *filter(None, [self.reason]), *self._places()])
+
+    def _places(self) -> list[str]:
+        """Where to look next."""
+        if not self.finished:
+            return [f"in {self.folder}"]
+        folder = RoundsFolder(self.folder)
+        run = folder.round(self.finished[-1].number).run
+        policy = run.merged if run.merged.is_dir() else run.model
+        return [f"last policy: {policy}", f"page: {folder.page}"]
 
 
 def unjudged(finished: Sequence[RoundRecord]) -> Iterator[str]:

@@ -24,13 +24,13 @@ from ..stages.storage.locks import owner_lock
 from ..stages.storage.manifest_file import load_manifest
 from ..stages.storage.objects import Location, location
 from ..stages.storage.tables import TableFolder, read_table
-from ..stages.tracking.journaled_run import Run, recorded
+from ..stages.tracking.journaled_run import Run
 from ..stages.tracking.progress import Progress
-from .executor import Executor, Inline, Share
-from .mlflow_sync import send_earlier
+from .executor import Executor, Share
+from .mlflow_sync import recorded_work
 from .object_inputs import with_local_inputs
 from .precompute_plan import SHOWN, RejectedRows
-from .ray_executor import RayActors
+from .ray_executor import executor_of
 from .sample_tasks import SampleTally, SampleTasks, is_empty
 from .samplers import LocalSampler, require_same_server, sampler_of
 
@@ -117,7 +117,12 @@ def _open_job(config: Config, share: Share | None) -> _Job:
     answers = location(options.answers) if options.answers else folder.answers
     groups = groups_of([*prompts.values()], _group_size(len(prompts), config, share))
     identity = dict(sampler.identity())
-    executor = _executor(config, share, on_gpu=identity.get("model.device") == "cuda")
+    executor = executor_of(
+        config.scoring,
+        share,
+        on_gpu=identity.get("model.device") == "cuda",
+        is_served=bool(config.server.url),
+    )
     tasks = SampleTasks(sampler, identity, sampling, options.n, tuple(map(tuple, groups)), answers)
     counts = {
         "prompts": len(prompts),
@@ -129,22 +134,6 @@ def _open_job(config: Config, share: Share | None) -> _Job:
         f"column {name!r} is not carried: the table has its own" for name in rows.not_carried
     )
     return _Job(config, share, folder, tasks, executor, prompts, counts, notes)
-
-
-def _executor(config: Config, share: Share | None, *, on_gpu: bool) -> Executor:
-    if config.scoring.executor == "inline":
-        return Inline(share or Share())
-    if share:
-        raise UsageError(
-            f"--executor {config.scoring.executor}: a part, or a rank, makes its share in its own "
-            "process. Leave out one of the two."
-        )
-    if config.server.url:
-        raise UsageError(
-            f"--executor {config.scoring.executor}: a server does the work elsewhere already. "
-            "Leave it out, and raise --concurrency."
-        )
-    return RayActors.of(config.scoring, on_gpu=on_gpu)
 
 
 def _group_size(prompts: int, config: Config, share: Share | None) -> int:
@@ -211,11 +200,8 @@ def _usable(
 
 def _sampled(job: _Job, progress: Progress, tally: SampleTally) -> TableManifest | None:
     """Makes the executor's share of the samples that are missing, and records it."""
-    local, tracking, is_alone = job.folder.local, job.config.tracking, not job.share
-    before = send_earlier(local, tracking) if is_alone else ""
-    with recorded(
-        tracking, local, "sample", is_recorded=True, is_alone=is_alone, goes_on_from=before
-    ) as run:
+    local, tracking = job.folder.local, job.config.tracking
+    with recorded_work(tracking, local, "sample", is_alone=not job.share) as run:
         started = time.perf_counter()
         _describe(run, job)
         _require_same_server(job)
@@ -340,7 +326,7 @@ class SampleResult:
             f"cut at max_new_tokens: {counts['cut']:,}; empty: {counts['empty']:,}",
             *_left_out(counts),
             *(f"note: {note}" for note in self.notes),
-            f"next: align judge {self.folder}",
+            f"next: align judge {self.folder} --by …",
         ]
         return "\n".join(lines)
 

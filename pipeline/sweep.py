@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from ..schemas.batches import World
-from ..schemas.config import TrackingOptions
 from ..schemas.errors import AlignError, Interrupted, UsageError, log_failure
 from ..stages.engine.distributed import joined_world, run_on_rank_zero
 from ..stages.feed.cache_index import ShardColumns
@@ -19,10 +18,10 @@ from ..stages.storage.cache_folder import OutputFolder
 from ..stages.storage.digest_memory import own_digests
 from ..stages.storage.objects import SCHEMES
 from ..stages.storage.run_folder import RunFolder
-from ..stages.tracking.journaled_run import Run, recorded
+from ..stages.tracking.journaled_run import Run
 from ..stages.tracking.mlflow_client import GROUP_TAG, PARENT_TAG
 from ..stages.tracking.progress import Progress
-from .mlflow_sync import send_earlier
+from .mlflow_sync import recorded_work
 from .policy_identity import PolicyDigests, digest_policies
 from .settings import Settings
 from .signals import WAY_ON
@@ -56,7 +55,9 @@ def sweep(load: Load, trials: Sequence[Trial], output: Path, *, progress: Progre
         run_on_rank_zero(world, partial(_require_room, jobs, output))
         with (
             _add_resume_hint(output, results, len(jobs)),
-            _recorded(given.config.tracking, output, world) as parent,
+            recorded_work(
+                given.config.tracking, output, "sweep", is_recorded=world.rank == 0
+            ) as parent,
         ):
             _describe(parent, trials, jobs, output)
             for trial, job in zip(trials, jobs, strict=True):
@@ -122,12 +123,6 @@ def _add_resume_hint(output: Path, results: Sequence[TrialResult], total: int) -
     except Interrupted as stop:
         done = f"{len(results)} of {total} runs of the sweep in {output} are over"
         raise Interrupted(stop.signal_number, f"{done}. {WAY_ON}", at=stop.at) from None
-
-
-def _recorded(options: TrackingOptions, output: Path, world: World) -> AbstractContextManager[Run]:
-    is_recorded = world.rank == 0
-    before = send_earlier(output, options) if is_recorded else ""
-    return recorded(options, output, "sweep", is_recorded=is_recorded, goes_on_from=before)
 
 
 def _describe(

@@ -125,10 +125,10 @@ def hear_secret(secret: str) -> None:
 
 def bare_address(address: str) -> str:
     """The address without user, password, query and fragment."""
-    scheme, _, rest = address.partition("://")
+    scheme, slashes, rest = address.partition("://") if "://" in address else ("", "", address)
     _, host = _parted(rest)
     host = host.partition("?")[0]
-    return f"{scheme}://{host if host.startswith('/') else host.partition('#')[0]}"
+    return f"{scheme}{slashes}{host if host.startswith('/') else host.partition('#')[0]}"
 
 
 def _parted(rest: str) -> tuple[str, str]:

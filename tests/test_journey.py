@@ -73,7 +73,6 @@ def test_a_log_gets_plain_lines(journey):
         "scoring",
     ]
     assert "tokens/s" in lines[-1]
-    assert "padding" in lines[-1]
 
 
 def test_nothing_is_written_but_the_cache_and_the_store(journey):

@@ -62,8 +62,8 @@ def _matching(column: str, pattern: str) -> Verifier:
         )
     if not compiled.groups:
         raise UsageError(
-            f"judge.pattern: {pattern!r} has no group. Put what is to be compared into brackets, "
-            r"for example 'Answer: (\d+)'."
+            f"judge.pattern: {pattern!r} has no group. Put parentheses around what is to be "
+            r"compared, for example 'Answer: (\d+)'."
         )
 
     def verify(row: Row, text: str) -> float | None:
@@ -80,7 +80,9 @@ def _imported(name: str) -> tuple[Callable[..., Any], dict[str, str]]:
     """The function of `MODULE:FUNCTION`, from the current folder too, and its code's digest."""
     module_name, _, function_name = name.partition(":")
     if not (module_name and function_name):
-        raise UsageError(f"judge.function: {name!r}: expected MODULE:FUNCTION.")
+        raise UsageError(
+            f"judge.function: expected MODULE:FUNCTION, found {name!r}. Name it by --function."
+        )
     here = str(Path.cwd())
     sys.path.insert(0, here)
     try:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     import polars as pl
 
 MANIFEST = "_manifest.json"
+NAMES = {"samples": "samples", "judged": "judged samples", "selected": "selected rows"}
+COMMANDS = {"samples": "align sample", "judged": "align judge", "selected": "align select"}
 
 
 @dataclass(frozen=True)
@@ -119,10 +121,11 @@ class TableFolder:
 
 def read_manifest(folder: TableFolder) -> TableManifest:
     """The manifest of a table, which has to be of its kind."""
+    wanted, command = NAMES[folder.kind], COMMANDS[folder.kind]
     if not folder.manifest.is_file():
         raise UsageError(
-            f"{folder.root} holds no {MANIFEST}, so it is not a finished table of {folder.kind}. "
-            "Run the command that makes it to its end, or name another folder."
+            f"{folder.root} holds no {MANIFEST}, so it is not a finished table of {wanted}. Run "
+            f"`{command}` to its end, or name another folder."
         )
     text = places.read_bytes(folder.manifest)
     if (version := version_in(text)) not in {None, TABLE_FORMAT}:
@@ -137,7 +140,10 @@ def read_manifest(folder: TableFolder) -> TableManifest:
             f"{folder.manifest} is damaged: {error}. Run the command that made it again."
         ) from error
     if found.kind != folder.kind:
-        raise UsageError(f"{folder.root} holds {found.kind}, not {folder.kind}. Name another.")
+        raise UsageError(
+            f"{folder.root} holds {NAMES[found.kind]}, not {wanted}. Name a folder that "
+            f"`{command}` made."
+        )
     return found
 
 

@@ -205,14 +205,15 @@ class TaskProgress:
         return f"{self.done:,} of {self.total:,} {self.unit} ({self.done / self.total:.0%})"
 
     def speed(self) -> str:
-        """Tokens per second and padding share, empty before the first token."""
+        """Tokens per second and the share of padding, if any; empty before the first token."""
         return ", ".join(self._speed())
 
     def _speed(self) -> list[str]:
         if not self.tokens:
             return []
         per_second = self.tokens / max(self._elapsed(), 1e-9)
-        return [f"{per_second:,.0f} tokens/s", f"{self.padding / self.tokens:.1%} padding"]
+        padding = [f"{self.padding / self.tokens:.1%} padding"] if self.padding else []
+        return [f"{per_second:,.0f} tokens/s", *padding]
 
     def _left(self) -> str:
         if not self.total or not self.done or self.done >= self.total:

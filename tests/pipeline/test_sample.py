@@ -50,7 +50,7 @@ def test_the_counts_of_the_manifest_are_those_of_the_table(tmp_path, counting, p
     assert made.manifest.settings["n"] == 4
     assert made.tally.cut == counts["cut"]
     assert f"cut at max_new_tokens: {counts['cut']}; empty: {counts['empty']}" in made.text()
-    assert made.text().endswith(f"next: align judge {tmp_path / 'out'}")
+    assert made.text().endswith(f"next: align judge {tmp_path / 'out'} --by …")
 
 
 def test_the_same_request_draws_nothing_and_opens_no_model(tmp_path, counting, prompts_file):

@@ -44,7 +44,7 @@ def test_the_command_says_what_it_made_and_what_to_do_next(whole_sample):
     output, said = whole_sample
     assert said.startswith(f"{output}: 20 samples of 5 prompts, ")
     assert "20 samples made now, 0 known before" in said
-    assert said.endswith(f"next: align judge {output}\n")
+    assert said.endswith(f"next: align judge {output} --by …\n")
 
 
 def test_a_conversation_gets_messages_and_keeps_its_reference_answer(whole_sample):

@@ -113,7 +113,7 @@ def test_every_reason_is_counted_and_shown(here):
         "1 sample whose text is blank or cannot be read",
         "4 samples cut at max_new_tokens",
         "1 sample with the text of another",
-        "2 prompts with fewer than 2 such samples",
+        "2 prompts with fewer than 2 samples left",
         "1 prompt whose pairs are no further apart than min_gap",
     ]
 
@@ -321,7 +321,7 @@ def test_answers_as_alpaca_eval_has_them_are_judged_and_selected_from(here):
     assert table.rows() == [
         (said("user", "a"), said("assistant", "one two"), said("assistant", "one"), 2, 1)
     ]
-    assert left_out(told) == ["1 prompt with fewer than 2 such samples"]
+    assert left_out(told) == ["1 prompt with fewer than 2 samples left"]
     manifest, judged_table = read_table(TableFolder.at("align-judged", "judged"))
     assert manifest.made_from["samples"] == sha256_of(Path("outputs.json"))
     assert judged_table["number"].to_list() == [0, 1, 0]
@@ -364,10 +364,12 @@ def test_settings_that_make_no_sense_are_refused(expected, here):
 
 def test_only_a_finished_judged_table_is_selected_from(here):
     Path("empty").mkdir()
-    assert "not a finished table of judged" in refusal(2, "select", "empty")
+    assert "not a finished table of judged samples" in refusal(2, "select", "empty")
     judged("judged", table_of(["a"]))
     selected("judged")
-    assert "holds selected, not judged" in refusal(2, "select", "align-selected", "--output", "x")
+    assert "holds selected rows, not judged samples" in refusal(
+        2, "select", "align-selected", "--output", "x"
+    )
     assert "is not a selected folder" in refusal(2, "select", "judged", "--output", "judged")
     Path("judged/judged.parquet").write_bytes(b"other")
     assert "is not what _manifest.json names" in refusal(5, "select", "judged")
@@ -390,7 +392,7 @@ def test_a_table_in_a_store_gives_the_rows_of_one_on_a_disk(bucket, here):
     (copied,) = with_local_inputs(replace(Config(), data=data)).data.files
     assert records_of(copied) == records_of("align-selected")
     over = refusal(2, "select", f"{bucket}/judged", "--output", f"{bucket}/judged")
-    assert "holds judged, not selected" in over
+    assert "holds judged samples, not selected rows" in over
     assert read_table(TableFolder.at(f"{bucket}/judged", "judged"))[1].equals(table)
 
 

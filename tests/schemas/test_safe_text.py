@@ -34,6 +34,10 @@ def test_an_address_shows_where_and_not_by_which_secret(address, said, bare):
     assert masked(f"no answer from {address} today") == f"no answer from {said} today"
 
 
+def test_an_address_without_a_scheme_gets_none():
+    assert bare_address("me:pass@127.0.0.1:9/v1?key=1") == "127.0.0.1:9/v1"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
