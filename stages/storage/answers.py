@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import re
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
+
+import numpy as np
 
 from ...schemas.errors import CorruptionError, PathError
 from ...schemas.json_codec import to_json
@@ -30,6 +34,7 @@ SMALL_BYTES = 1 << 20
 MERGED_BYTES = 16 << 20
 KEPT_SEGMENTS = 4  # in memory, to read answers from
 TRIES = 100  # of a look while others merge
+PAUSE = 0.002  # seconds after the first of them; more after each
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,8 @@ class Answers:
         self._read: dict[str, int] = {}  # bytes of each segment
         self._contents: OrderedDict[str, bytes] = OrderedDict()
         self.look()
+        # A listing may come too early for what is merged, and too late for what it is merged from.
+        self.look()
 
     def __contains__(self, key: str) -> bool:
         return key in self._places
@@ -63,9 +70,10 @@ class Answers:
 
     def look(self) -> None:
         """Reads the segments that other processes have added or merged."""
-        for _ in range(TRIES):
+        for tried in range(TRIES):
             if self._has_seen_all():
                 return
+            time.sleep(PAUSE * random.uniform(0, tried))
         raise CorruptionError(
             f"{self.folder}: segments come and go faster than they can be read. See that only "
             "align writes there, then run the same command again."
@@ -102,6 +110,7 @@ class Answers:
             try:
                 self._put([line.encode() for line in lines])
             except _GoneError:
+                self._forget_all()
                 self.look()
             self._merge_small()
 
@@ -112,22 +121,36 @@ class Answers:
         self._merge_small()
 
     def _merge_small(self) -> None:
-        small = {name for name, size in self._read.items() if size < SMALL_BYTES}
+        small = sorted(name for name, size in self._read.items() if size < SMALL_BYTES)
         if len(small) <= MOST_SMALL:
             return
-        held = [place for place in self._places.values() if place.segment in small]
-        held.sort(key=lambda one: (one.segment, one.start))
+        ends = np.cumsum([self._read[name] for name in small])
+        some = small[: int(np.searchsorted(ends, MERGED_BYTES, side="right"))]
         try:
-            merged = {self._put(lines) for lines in _packed(map(self._line, held))}
+            # All that is in them, also what has another place: others may remove that meanwhile.
+            merged = self._put(self._lines_of(some))
         except _GoneError:  # another process merges them
+            self._forget_all()
             self.look()
             return
-        self._forget(small - merged)
-        for name in small - merged:  # only now: what was in it has another durable place
+        left = {*some} - {merged}
+        self._forget(left)
+        for name in left:  # only now: what was in it has another durable place
             places.unlink(self.folder / name)
 
+    def _lines_of(self, segments: Collection[str]) -> list[bytes]:
+        """A line for each key in the segments, the smallest."""
+        least: dict[str, bytes] = {}
+        for name in segments:
+            for line in self._content(name).splitlines(keepends=True):
+                key = json.loads(line)["key"]
+                least[key] = min(line, least.get(key, line))
+        return [*least.values()]
+
     def _put(self, lines: list[bytes]) -> str:
-        payload = b"".join(lines)
+        # Sorted, so that segments of the same answers are one: of two that only differ in their
+        # order, one process could remove the first for the second, and another the reverse.
+        payload = b"".join(sorted(lines))
         name = f"{hashlib.sha256(payload).hexdigest()}.jsonl"
         if isinstance(self.folder, Path) and not self.folder.is_dir():
             fs.make_folder(self.folder)
@@ -142,27 +165,38 @@ class Answers:
         gone = self._read.keys() - names
         if gone and names != self._names():
             return False
-        self._forget(gone)
+        forgotten = self._forget(gone)
         try:
             for name in sorted(names - self._read.keys()):
                 self._index(name, self._content(name))
-        except _GoneError:
+        except _GoneError:  # and a segment may be read in part
+            self._forget_all()
             return False
-        return True
+        if all(key in self._places for key in forgotten):
+            return True
+        self._forget_all()  # a segment that was read before may hold them too
+        return False
 
     def _names(self) -> set[str]:
         found = places.listed(self.folder) if self.folder.is_dir() else []
         return {path.name for path in found if NAME.fullmatch(path.name)}
 
-    def _forget(self, segments: Collection[str]) -> None:
+    def _forget_all(self) -> None:
+        self._places.clear()
+        self._read.clear()
+        self._contents.clear()
+
+    def _forget(self, segments: Collection[str]) -> list[str]:
+        """Returns the keys whose answers were read there."""
         if not segments:
-            return
+            return []
         for name in segments:
             self._read.pop(name, None)
             self._contents.pop(name, None)
         held = [key for key, place in self._places.items() if place.segment in segments]
         for key in held:
             del self._places[key]
+        return held
 
     def _index(self, name: str, payload: bytes) -> None:
         start = 0
@@ -199,17 +233,3 @@ class Answers:
         while len(self._contents) > KEPT_SEGMENTS:
             self._contents.popitem(last=False)
         return payload
-
-
-def _packed(lines: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """Lines in groups of so many bytes at most, or of one line."""
-    group: list[bytes] = []
-    size = 0
-    for line in lines:
-        if group and size + len(line) > MERGED_BYTES:
-            yield group
-            group, size = [], 0
-        group.append(line)
-        size += len(line)
-    if group:
-        yield group

@@ -1,6 +1,11 @@
 """Answers: durable once added, kept once, read whoever merges them, on a disk and in a store."""
 
 import hashlib
+import json
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -112,16 +117,15 @@ def test_few_segments_and_large_ones_are_not_merged(answers_folder, few_segments
 
 
 def test_merged_segments_are_of_a_bounded_size(answers_folder, few_segments, monkeypatch):
-    few_segments()
-    monkeypatch.setattr(module, "MERGED_BYTES", 70)  # two lines of 34 bytes
     for key in "abcde":
         added(answers_folder, **{key: "x"})
-    Answers(answers_folder).merge()
-    assert sorted(len(path.read_bytes().splitlines()) for path in answers_folder.iterdir()) == [
-        1,
-        2,
-        2,
-    ]
+    few_segments()
+    monkeypatch.setattr(module, "MERGED_BYTES", 70)  # two lines of 34 bytes
+    monkeypatch.setattr(module, "SMALL_BYTES", 40)
+    for lines in ([1, 1, 1, 2], [1, 2, 2], [1, 2, 2]):
+        Answers(answers_folder).merge()
+        found = sorted(len(path.read_bytes().splitlines()) for path in answers_folder.iterdir())
+        assert found == lines
     assert all_of(Answers(answers_folder)) == dict.fromkeys("abcde", "x")
 
 
@@ -164,6 +168,42 @@ def test_two_that_merge_at_once_lose_nothing(answers_folder, few_segments):
     third = Answers(answers_folder)
     third.merge()
     assert all_of(third) == {key: key for key in "abcd"}
+
+
+def test_segments_that_hold_the_same_answers_are_one_in_whatever_order_they_came(answers_folder):
+    # Were there two, one process could remove the first for the second, another the reverse.
+    one, other = {"a": {"text": "a"}, "b": {"text": "b"}}, {"b": {"text": "b"}, "a": {"text": "a"}}
+    Answers(answers_folder).add(one)
+    Answers(answers_folder).add(other)
+    assert len([*answers_folder.iterdir()]) == 1
+
+
+def test_what_is_merged_holds_every_key_of_what_it_is_merged_from(answers_folder, few_segments):
+    added(answers_folder, a="a", large="x")
+    added(answers_folder, a="a", b="b")
+    added(answers_folder, c="c")
+    few_segments()
+    with mock.patch.object(module.places, "unlink") as removed:
+        Answers(answers_folder).merge()
+    left = {path.name for path in answers_folder.iterdir()}
+    gone = {Path(call.args[0]).name for call in removed.call_args_list}
+    assert len(gone) == 3
+    (merged,) = left - gone
+    lines = (answers_folder / merged).read_text().splitlines()
+    assert sorted(json.loads(line)["key"] for line in lines) == ["a", "b", "c", "large"]
+
+
+def test_an_answer_in_two_segments_is_known_when_one_of_them_goes(answers_folder):
+    for other in "bc":
+        added(answers_folder, a="a", **{other: other})
+    reader = Answers(answers_folder)
+    for path in [*answers_folder.iterdir()]:
+        content = path.read_bytes()
+        path.unlink()
+        reader.look()
+        assert reader.get("a") == {"text": "a"}
+        path.write_bytes(content)
+        reader.look()
 
 
 def test_an_answer_whose_segment_was_taken_away_is_reported(answers_folder, monkeypatch):
@@ -209,3 +249,24 @@ def test_contents_in_memory_are_bounded(answers_folder):
     assert len(other) == 20
     kept = vars(other)["_contents"]
     assert len(kept) <= module.KEPT_SEGMENTS
+
+
+def test_many_that_add_and_merge_at_once_lose_nothing(answers_folder, monkeypatch):
+    monkeypatch.setattr(module, "MOST_SMALL", 8)
+    answers_folder.mkdir()
+
+    def work(number):
+        answers, draw, mine = Answers(answers_folder), random.Random(number), []
+        for step in range(60):
+            # Some keys are of all of them.
+            keys = [f"{number}-{step}", str(draw.randrange(50)), str(draw.randrange(50))]
+            answers.add({key: {"text": f"{key} of {number}"} for key in keys})
+            mine += keys
+            key = draw.choice(mine)
+            assert answers.get(key)["text"].startswith(f"{key} of ")
+            assert not Answers(answers_folder).missing(mine)
+        return mine
+
+    with ThreadPoolExecutor(4) as pool:
+        added_keys = {key for keys in pool.map(work, range(4)) for key in keys}
+    assert not Answers(answers_folder).missing(added_keys)
