@@ -19,6 +19,7 @@ from ..stages.storage import fs
 from ..stages.storage.digest_memory import own_digests
 from ..stages.storage.locks import owner_lock
 from ..stages.storage.rounds_folder import OneRound
+from ..stages.storage.tables import TableFolder
 from ..stages.tracking.journaled_run import Run, tagged
 from ..stages.tracking.mlflow_client import PARENT_TAG, ROUNDS_TAG
 from ..stages.tracking.progress import Progress
@@ -128,7 +129,8 @@ def _round(
     if trained.ending != "finished":
         return None
     _say(trained.text(), progress)
-    held_out = evaluate(job, one, progress=progress)
+    with tagged({"align.prompts": "held out"}):
+        held_out = evaluate(job, one, progress=progress)
     roots = {name: table.root for name, table in tables.items()}
     model = digest_of_model(job.policy(number))
     record = RoundRecord(
@@ -152,9 +154,20 @@ def _selected(job: RoundsJob, one: OneRound, progress: Progress) -> dict[str, Ta
         job.judging(one.judged), str(one.samples), progress=progress, sampler=job.judge_sampler
     )
     tables["judged"] = _said(judged, progress)
-    tables["selected"] = _said(select(job.selecting(one), str(one.judged)), progress)
+    tables["selected"] = _rows(job, one, progress)
     release_memory()
     return tables
+
+
+def _rows(job: RoundsJob, one: OneRound, progress: Progress) -> TableManifest:
+    """Selects rows; they are recorded here, because the command alone takes no time for MLflow."""
+    known = TableFolder(one.selected, "selected").manifest.is_file()
+    made = _said(select(job.selecting(one), str(one.judged)), progress)
+    if not known:
+        with recorded_work(job.config.tracking, one.selected, "select") as run:
+            run.set_tags({"align.selected": made.root})
+            run.log_metrics({f"select/{name}": float(n) for name, n in made.counts.items()})
+    return made
 
 
 def release_memory() -> None:

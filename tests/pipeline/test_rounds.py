@@ -255,7 +255,12 @@ def test_mlflow_has_a_run_for_the_rounds_and_one_for_each_verb_below_it(compared
     children = [run.data.tags for run in runs if run is not parent]
     stages = Counter(tags["align.stage"] for tags in children)
     # Samples of the round, of the beginning and of the policy; two comparisons with the judge.
-    assert stages == {"sample": 3, "judge": 3, "precompute-ref": 1, "train": 1}
+    assert stages == {"sample": 3, "judge": 3, "select": 1, "precompute-ref": 1, "train": 1}
+    held_out = [tags["align.stage"] for tags in children if "align.prompts" in tags]
+    assert Counter(held_out) == {"sample": 2, "judge": 2}
+    (select,) = [run for run in runs if run.data.tags["align.stage"] == "select"]
+    assert select.data.tags["align.selected"] == record(compared.folder, 1)["made"]["selected"]
+    assert select.data.metrics["select/rows"] > 0
     assert {tags["mlflow.parentRunId"] for tags in children} == {parent.info.run_id}
     assert {tags["align.round"] for tags in children} == {"1"}
     made = record(compared.folder, 1)["made"]
