@@ -54,9 +54,10 @@ def main() -> None:
     """Runs one command; a person's mistake is one message, never a traceback."""
     from .schemas.errors import AlignError, Interrupted, PeerError, unexpected_os_error
 
-    if os.environ.get("WORLD_SIZE", "1") != "1" or any("--part" in word for word in sys.argv):
-        # Those of one machine may have more threads than cores: threads that wait must not spin.
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # ranks may share their cores
+    elif any("--part" in word for word in sys.argv):
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # parts may too, or have them alone
     # Nothing that a model folder names is looked up in the Hub, and no kernel from there is run.
     os.environ |= {"HF_HUB_OFFLINE": "1", "USE_HUB_KERNELS": "0"}
     own_process(sys.argv)
@@ -303,9 +304,8 @@ def verify(
     from .pipeline.verify import verify as run_verify
     from .stages.model.reference import HfReference
 
-    settings = load_settings({}, sets or [], file=config, near=[cache], command="verify")
-    options = settings.config.model
-    say(run_verify(cache, options, model=model, rescore=rescore, open_reference=HfReference))
+    given = load_settings({}, sets or [], file=config, near=[cache], command="verify").config
+    say(run_verify(cache, given.model, model=model, rescore=rescore, open_reference=HfReference))
 
 
 @app.command()

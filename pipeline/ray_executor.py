@@ -36,7 +36,7 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_BACKEND_LOG_LEVEL": "fatal",
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",  # actors of one machine may have more threads than cores
+    "GOMP_SPINCOUNT": "1000",  # threads of several actors may share cores: they wait asleep
 }
 # As Ray does by itself on those two; it reads its environment when it is imported.
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
