@@ -140,6 +140,27 @@ def world(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def reward_model(world, tmp_path_factory):
+    """A model with a drawn head, in a folder as transformers saves it."""
+    # It imports torch, as above.
+    import torch  # noqa: PLC0415
+    from transformers import (  # noqa: PLC0415
+        AutoConfig,
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+    )
+
+    folder = tmp_path_factory.mktemp("reward") / "model"
+    tokenizer = AutoTokenizer.from_pretrained(world.model)
+    config = AutoConfig.from_pretrained(world.model)
+    config.num_labels, config.pad_token_id = 1, tokenizer.pad_token_id
+    torch.manual_seed(0)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def journey(world, tmp_path_factory):
     """What a person gets who has an align.yaml beside the data and gives no flag."""
     folder = tmp_path_factory.mktemp("journey")

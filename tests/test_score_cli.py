@@ -6,23 +6,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from support.command import align, refusal
 from support.mlflow_runs import open_store, the_run
-
-
-@pytest.fixture(scope="module")
-def reward_model(world, tmp_path_factory):
-    """A model with a drawn head, in a folder as transformers saves it."""
-    folder = tmp_path_factory.mktemp("reward") / "model"
-    tokenizer = AutoTokenizer.from_pretrained(world.model)
-    config = AutoConfig.from_pretrained(world.model)
-    config.num_labels, config.pad_token_id = 1, tokenizer.pad_token_id
-    torch.manual_seed(0)
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def test_mlflow_hears_that_it_is_scoring(world, reward_model, tmp_path, monkeypatch):

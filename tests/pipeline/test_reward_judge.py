@@ -2,26 +2,13 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from align.stages.storage.tables import TableFolder, read_table
 from support.command import align
 from support.sample_tables import sample_table
 
 TEXTS = {"Say yes. ": ["Yes.", "No.", "Yes.", " "], "And now? ": ["Well.", "Sure."]}
-
-
-@pytest.fixture(scope="module")
-def drawn_reward(world, tmp_path_factory):
-    """A model with a drawn head."""
-    folder = tmp_path_factory.mktemp("reward") / "model"
-    tokenizer = AutoTokenizer.from_pretrained(world.model)
-    config = AutoConfig.from_pretrained(world.model)
-    config.num_labels, config.pad_token_id = 1, tokenizer.pad_token_id
-    torch.manual_seed(0)
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def judged(folder, samples, model, *more):
@@ -32,11 +19,11 @@ def judged(folder, samples, model, *more):
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_scores_are_those_of_the_model_itself(drawn_reward, tmp_path, chat):
+def test_scores_are_those_of_the_model_itself(reward_model, tmp_path, chat):
     samples = sample_table(tmp_path / "s", TEXTS, chat=chat)
-    _, rows = judged(tmp_path / "out", samples, drawn_reward)
-    model = AutoModelForSequenceClassification.from_pretrained(drawn_reward).eval()
-    tokenizer = AutoTokenizer.from_pretrained(drawn_reward)
+    _, rows = judged(tmp_path / "out", samples, reward_model)
+    model = AutoModelForSequenceClassification.from_pretrained(reward_model).eval()
+    tokenizer = AutoTokenizer.from_pretrained(reward_model)
     for row in rows:
         if row["number"] == 3:
             assert row["score"] is None  # it is blank
@@ -56,18 +43,18 @@ def ids_of(tokenizer, row):
     return ids[: len(ids) - ids[::-1].index(tokenizer.eos_token_id)]
 
 
-def test_grown_samples_have_only_new_ones_scored(drawn_reward, tmp_path):
+def test_grown_samples_have_only_new_ones_scored(reward_model, tmp_path):
     first = sample_table(tmp_path / "s", TEXTS)
     grown = {prompt: [*texts, "More."] for prompt, texts in reversed(TEXTS.items())}
     second = sample_table(tmp_path / "t", grown)
-    answer, _ = judged(tmp_path / "out", first, drawn_reward)
+    answer, _ = judged(tmp_path / "out", first, reward_model)
     assert "4 judgments made, 0 known before" in answer.out
-    answer, rows = judged(tmp_path / "out", second, drawn_reward)
+    answer, rows = judged(tmp_path / "out", second, reward_model)
     assert "2 judgments made, 4 known before" in answer.out
-    answer, _ = judged(tmp_path / "out", second, drawn_reward)
+    answer, _ = judged(tmp_path / "out", second, reward_model)
     assert "0 judgments made" in answer.out
-    _, fresh = judged(tmp_path / "fresh", second, drawn_reward)
+    _, fresh = judged(tmp_path / "fresh", second, reward_model)
     assert rows == fresh
     kept = ("--set", f"judge.answers={tmp_path}/out/_align/answers")
-    answer, _ = judged(tmp_path / "other", first, drawn_reward, *kept)
+    answer, _ = judged(tmp_path / "other", first, reward_model, *kept)
     assert "0 judgments made, 4 known before" in answer.out
