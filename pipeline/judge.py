@@ -20,7 +20,7 @@ from ..stages.judge.judged_rows import (
 )
 from ..stages.judge.judgments import pairs_against, pairs_within
 from ..stages.storage.locks import owner_lock
-from ..stages.storage.objects import Location, location
+from ..stages.storage.objects import Location
 from ..stages.storage.tables import TableFolder, read_table
 from ..stages.tracking.journaled_run import Run
 from ..stages.tracking.progress import Progress
@@ -54,7 +54,7 @@ def judge(
         return JudgeResult(call.folder.root, manifest, 0, known, share)
     call.folder.prepare()
     with _working(config, call.folder, share) as run:
-        work = Work(_answers(config, call.folder), run, progress, share)
+        work = Work(call.folder.answers(config.judge.answers), run, progress, share)
         judged = call.judged(work)
         manifest = None
         if judged.found is not None:
@@ -116,7 +116,7 @@ def calibrate(
     folder = TableFolder.at(config.judge.output, "judged")
     folder.prepare()
     with _working(config, folder, None) as run:
-        work = Work(_answers(config, folder), run, progress)
+        work = Work(folder.answers(config.judge.answers), run, progress)
         if model and config.judge.by == "pairwise":
             compared = compare(model, pairs.pairs, work)
             shares = of_comparisons([one for *_, one in compared.found or ()])
@@ -254,10 +254,6 @@ def _model(config: Config, sampler: Sampler | None) -> JudgeModel | None:
     if config.judge.by not in LANGUAGE:
         return None
     return with_template(config, sampler) if sampler else judge_model(config)
-
-
-def _answers(config: Config, folder: TableFolder) -> Location:
-    return location(config.judge.answers) if config.judge.answers else folder.answers
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from ..stages.judge.verdicts import Compared
 from ..stages.judge.verifiers import Verifier, verifier_of
 from ..stages.storage.local_copies import work_folder
 from .language_judge import Answered, JudgeModel, Work, answer
-from .reward_judge import reward_identity, reward_scores
 
 Found = TypeVar("Found")
 SampleKey: TypeAlias = tuple[str, int]  # of a prompt, and the number of its sample
@@ -46,6 +45,8 @@ def row_judge(config: Config, columns: Sequence[str], model: JudgeModel | None) 
     if model:
         return RowJudge(model.made_from, partial(_by_rubric, model))
     if config.judge.by == "reward":
+        from .reward_judge import reward_identity
+
         identity = digest(reward_identity(config))
         return RowJudge({"judge": identity}, partial(_by_reward, config, identity))
     verify, named = verifier_of(config.judge, columns)
@@ -62,6 +63,8 @@ def _by_rubric(model: JudgeModel, samples: SampleRows, work: Work) -> JudgeOutco
 
 
 def _by_reward(config: Config, name: str, samples: SampleRows, work: Work) -> JudgeOutcome[Scores]:
+    from .reward_judge import reward_scores
+
     home = work_folder(work.answers) / "reward" / name[:16]
     made = reward_scores(config, samples, home, progress=work.progress, share=work.share)
     if made is None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from ..schemas.config import Config
 from ..schemas.errors import UsageError
@@ -14,10 +13,10 @@ from ..schemas.samples import OpenSampler, Sampler, Sampling
 from ..stages.judge.judge_template import load_template
 from ..stages.judge.judgments import Asked, LanguageJudge, Readings, Received
 from ..stages.server.server_sampler import ServerSampler
-from ..stages.storage.answers import Answers
 from ..stages.storage.objects import Location
 from ..stages.tracking.journaled_run import Run
 from ..stages.tracking.progress import Progress
+from .answer_tasks import AnswerTasks
 from .executor import Share
 from .ray_executor import executor_of
 from .samplers import require_same_server, sampler_of
@@ -80,25 +79,14 @@ def with_template(config: Config, sampler: Sampler) -> JudgeModel:
 
 
 @dataclass(frozen=True)
-class JudgeTasks:
+class JudgeTasks(AnswerTasks):
     """Groups of questions; the model travels without its weights."""
 
     model: JudgeModel
     groups: tuple[Mapping[str, Asked], ...]
-    folder: Location  # of the answers
 
     name = "judging"
     unit = "questions"
-    is_input = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Another process reads the answers itself."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
-
-    @cached_property
-    def answers(self) -> Answers:
-        """The answers that this process knows."""
-        return Answers(self.folder)
 
     @cached_property
     def sizes(self) -> Sequence[int]:
@@ -118,13 +106,6 @@ class JudgeTasks:
         """The questions of a group that have no answer."""
         group = self.groups[task]
         return {key: group[key] for key in self.answers.missing(group)}
-
-    def is_committed(self, task: int) -> bool:
-        """Whether all of a group are answered, whoever asked them."""
-        if not self.missing(task):
-            return True
-        self.answers.look()
-        return not self.missing(task)
 
     def open(self, progress: Progress) -> Callable[[int], Received]:
         """Loads the model once a group needs it."""
@@ -164,7 +145,7 @@ class Answered:
 def answer(model: JudgeModel, questions: Mapping[str, Asked], work: Work) -> Answered:
     """Asks what has no answer in the folder yet, or a part of that."""
     groups = _groups(questions, _group_count(len(questions), model, work))
-    tasks = JudgeTasks(model, groups, work.answers)
+    tasks = JudgeTasks(work.answers, model, groups)
     answers, judge = tasks.answers, model.judge
     if not work.share:
         answers.merge()

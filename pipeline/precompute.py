@@ -32,8 +32,9 @@ from ..stages.tracking.progress import Progress
 from .cache_compatibility import register_cache, require_same_or_growing
 from .executor import Executor, Share
 from .mlflow_sync import recorded_work, send_earlier
-from .precompute_plan import Job, RejectedRows, make_plan, open_job, remake_ring, ring_of
+from .precompute_plan import Job, make_plan, open_job, remake_ring, ring_of
 from .ray_executor import executor_of
+from .rejected_rows import RejectedRows
 from .scoring_worker import ScoreTasks, Tally
 
 _HINTS = {

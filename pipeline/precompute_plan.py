@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -38,12 +36,13 @@ from ..stages.storage.cache_folder import CacheFolder, WorkFolder
 from ..stages.storage.commits import write_quarantine
 from ..stages.storage.local_copies import origin_of
 from ..stages.storage.manifest_file import load_manifest, load_plan, write_plan
-from ..stages.storage.objects import Location, location
+from ..stages.storage.objects import location
 from ..stages.storage.spool import Spool
 from .cache_compatibility import candidates, fingerprint, require_growth
 from .executor import Executor, Inline, Share
 from .prepare_tasks import ArrangeTasks, EncodeTasks, Preparation
 from .ray_executor import RayActors
+from .rejected_rows import RejectedRows, first_rejected
 from .task_processes import Children, usable_cores
 
 if TYPE_CHECKING:
@@ -141,7 +140,6 @@ def _in_order(
 
 
 KINDS = ("rows_of_conversations", "rows_of_plain_text")
-SHOWN = 3  # rows that cannot be used, and files that list them
 
 
 def make_plan(job: Job, run_id: str, executor: Executor, progress: Progress) -> Plan:
@@ -267,10 +265,7 @@ def _require_usable(job: Job, intake: Intake, quarantine: tuple[FileEntry, ...])
         files=quarantine,
     )
     if rejected.exceed_limit:
-        places = "\n  ".join(
-            f"{job.paths[row.file]} row {row.row}: {row.reason}: {row.detail}"
-            for row in intake.rejected[:SHOWN]
-        )
+        places = "\n  ".join(first_rejected(intake.rejected, job.paths.__getitem__))
         raise BadDataError(
             f"{rejected}. The first of them:\n  {places}\nAll are listed in "
             f"{rejected.listed(job.folder.root)}. Fix them, or allow more with --max-bad-frac."
@@ -345,33 +340,3 @@ def _offsets(job: Job, ring: Ring) -> tuple[int, ...]:
 
 def _absolute(path: str) -> str:
     return str(location(origin_of(path)).resolve()) if path else ""
-
-
-@dataclass(frozen=True)
-class RejectedRows:
-    """Rows in quarantine."""
-
-    counts: Mapping[str, int]  # reason -> rows
-    rows_in: int
-    rows_left: int
-    allowed: float  # the largest share of rows_in
-    files: tuple[FileEntry, ...]  # where they are listed
-
-    @property
-    def exceed_limit(self) -> bool:
-        """Whether they are more than allowed, or nothing is left."""
-        return not self.rows_left or sum(self.counts.values()) > self.allowed * self.rows_in
-
-    def __str__(self) -> str:
-        reasons = Counter(self.counts)
-        counts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
-        return (
-            f"{reasons.total()} of {self.rows_in} rows cannot be used ({counts}); "
-            f"--max-bad-frac allows {self.allowed:g}"
-        )
-
-    def listed(self, folder: Location) -> str:
-        """The files of a cache folder that name them, the first few of many."""
-        shown = [str(folder / entry.file) for entry in self.files[:SHOWN]]
-        more = len(self.files) - len(shown)
-        return ", ".join(shown) + (f" and {more} more files beside them" if more else "")

@@ -22,7 +22,7 @@ from ..stages.feed.cache_index import held_out
 from ..stages.sample.prompts import asked_once
 from ..stages.sample.sample_table import prompt_table
 from ..stages.storage import fs
-from .precompute_plan import SHOWN, RejectedRows
+from .rejected_rows import RejectedRows, first_rejected
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,8 @@ def _read(config: Config) -> list[Prompt]:
         files=(),
     )
     if rejected.exceed_limit:
-        shown = "".join(
-            f"\n  {inputs[row.file].path} row {row.row}: {row.reason}: {row.detail}"
-            for row in found.rejected[:SHOWN]
-        )
-        raise BadDataError(f"{rejected}. The first of them:{shown}\nFix them, or allow more.")
+        shown = "\n  ".join(first_rejected(found.rejected, lambda file: inputs[file].path))
+        raise BadDataError(f"{rejected}. The first of them:\n  {shown}\nFix them, or allow more.")
     return found.prompts
 
 

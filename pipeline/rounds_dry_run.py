@@ -9,7 +9,7 @@ from pathlib import Path
 from ..schemas.config import Config
 from ..schemas.errors import counted
 from ..schemas.round_record import RoundRecord
-from ..schemas.samples import Prompt, Sampling, sample_key
+from ..schemas.samples import Prompt, sample_key
 from ..schemas.table_manifest import TableKind, TableManifest
 from ..stages.report.cache_tables import grid
 from ..stages.storage.answers import Answers
@@ -19,7 +19,7 @@ from ..stages.storage.rounds_folder import OneRound
 from ..stages.storage.tables import TableFolder
 from .rounds_evaluation import stop_reason
 from .rounds_plan import RoundsJob
-from .samplers import sampler_of
+from .samplers import sampler_of, sampling_of
 
 HEAD = ("round", "verb", "exists", "to pay")
 DONE = "nothing"
@@ -136,13 +136,7 @@ def _missing(job: RoundsJob, config: Config, prompts: Sequence[Prompt]) -> int:
     """Samples that are in no answer yet."""
     sampler = sampler_of(config.model, config.tokens, config.server, config.scoring)
     identity, options = sampler.identity(), config.sample
-    sampling = Sampling(
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
-        max_new_tokens=options.max_new_tokens,
-        seed=options.seed,
-    )
+    sampling = sampling_of(options)
     keys = (
         sample_key(prompt.key, number, sampling, identity)
         for prompt in prompts

@@ -22,17 +22,17 @@ from ..stages.sample.sample_table import sample_table
 from ..stages.storage.cache_folder import CacheFolder
 from ..stages.storage.locks import owner_lock
 from ..stages.storage.manifest_file import load_manifest
-from ..stages.storage.objects import Location, location
+from ..stages.storage.objects import Location
 from ..stages.storage.tables import TableFolder, read_table
 from ..stages.tracking.journaled_run import Run
 from ..stages.tracking.progress import Progress
 from .executor import Executor, Share
 from .mlflow_sync import recorded_work
 from .object_inputs import with_local_inputs
-from .precompute_plan import SHOWN, RejectedRows
 from .ray_executor import executor_of
+from .rejected_rows import SHOWN, RejectedRows, first_rejected
 from .sample_tasks import SampleTally, SampleTasks, is_empty
-from .samplers import LocalSampler, require_same_server, sampler_of
+from .samplers import LocalSampler, require_same_server, sampler_of, sampling_of
 
 SAMPLES_PER_GROUP = 512  # of a local model: several batches, so that few of them are not full
 GROUPS_PER_PART = 4
@@ -101,20 +101,14 @@ def _open_job(config: Config, share: Share | None) -> _Job:
     """Reads the prompts and knows the model; loads no weights and writes nothing."""
     options = config.sample
     sampler = sampler_of(config.model, config.tokens, config.server, config.scoring)
-    sampling = Sampling(
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
-        max_new_tokens=options.max_new_tokens,
-        seed=options.seed,
-    )
+    sampling = sampling_of(options)
     _refuse_caches(config.data.files)
     inputs = open_inputs(config.data.files)
     rows = read_prompts(inputs, config.data.map)
     asked = asked_once(rows.prompts)
     prompts, too_long = _usable(config, inputs, rows, asked.by_key, sampler, sampling)
     folder = TableFolder.at(options.output, "samples")
-    answers = location(options.answers) if options.answers else folder.answers
+    answers = folder.answers(options.answers)
     groups = groups_of([*prompts.values()], _group_size(len(prompts), config, share))
     identity = dict(sampler.identity())
     executor = executor_of(
@@ -123,7 +117,7 @@ def _open_job(config: Config, share: Share | None) -> _Job:
         on_gpu=identity.get("model.device") == "cuda",
         is_served=bool(config.server.url),
     )
-    tasks = SampleTasks(sampler, identity, sampling, options.n, tuple(map(tuple, groups)), answers)
+    tasks = SampleTasks(answers, sampler, identity, sampling, options.n, tuple(map(tuple, groups)))
     counts = {
         "prompts": len(prompts),
         "prompts_too_long": too_long,
@@ -180,10 +174,8 @@ def _usable(
         files=(),
     )
     if rejected.exceed_limit:
-        first = [
-            f"{inputs[row.file].path} row {row.row}: {row.reason}: {row.detail}"
-            for row in rows.rejected[:SHOWN]
-        ] + [f"{bad.reason}: {bad.detail}" for bad in failed[:SHOWN]]
+        first = first_rejected(rows.rejected, lambda file: inputs[file].path)
+        first += [f"{bad.reason}: {bad.detail}" for bad in failed[:SHOWN]]
         shown = "\n  ".join(first[:SHOWN])
         raise BadDataError(
             f"{rejected}. The first of them:\n  {shown}\nFix them, or allow more with "

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
-from typing import Any
 
 from ..schemas.errors import AlignError, counted
 from ..schemas.samples import (
@@ -19,9 +18,8 @@ from ..schemas.samples import (
     sample_key,
 )
 from ..stages.sample.prompts import characters
-from ..stages.storage.answers import Answers
-from ..stages.storage.objects import Location
 from ..stages.tracking.progress import Progress
+from .answer_tasks import AnswerTasks
 
 
 @dataclass
@@ -60,7 +58,7 @@ def is_empty(text: str) -> bool:
 
 
 @dataclass(frozen=True)
-class SampleTasks:
+class SampleTasks(AnswerTasks):
     """Groups of prompts; the sampler travels without its weights."""
 
     sampler: Sampler
@@ -68,20 +66,9 @@ class SampleTasks:
     sampling: Sampling
     n: int
     groups: tuple[tuple[Prompt, ...], ...]
-    folder: Location  # of the answers
 
     name = "sampling"
     unit = "samples"
-    is_input = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Another process reads the answers itself."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
-
-    @cached_property
-    def answers(self) -> Answers:
-        """The answers that this process knows."""
-        return Answers(self.folder)
 
     @cached_property
     def sizes(self) -> Sequence[int]:
@@ -109,13 +96,6 @@ class SampleTasks:
             if numbers:
                 wanted.append(Wanted(prompt, tuple(numbers)))
         return wanted
-
-    def is_committed(self, task: int) -> bool:
-        """Whether all samples of a group are there, whoever made them."""
-        if not self.missing(task):
-            return True
-        self.answers.look()
-        return not self.missing(task)
 
     def open(self, progress: Progress) -> Callable[[int], SampleTally]:
         """Loads the model once a group needs it."""

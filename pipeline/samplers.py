@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ..schemas.config import ModelOptions, ScoringOptions, ServerOptions, TokenOptions
+from ..schemas.config import (
+    ModelOptions,
+    SampleOptions,
+    ScoringOptions,
+    ServerOptions,
+    TokenOptions,
+)
 from ..schemas.errors import UsageError
 from ..schemas.json_codec import digest
 from ..schemas.rows import BadRow, Record, Role
@@ -41,6 +47,17 @@ def sampler_of(
             "model is spread by model.device_map, or served (--server URL)."
         )
     return LocalSampler(local_options(model), tokens, scoring.tokens_per_batch)
+
+
+def sampling_of(options: SampleOptions) -> Sampling:
+    """How the settings draw."""
+    return Sampling(
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        max_new_tokens=options.max_new_tokens,
+        seed=options.seed,
+    )
 
 
 @dataclass(frozen=True)

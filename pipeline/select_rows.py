@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 import polars as pl
 
 from ..schemas.config import Config, SelectOptions
-from ..schemas.errors import CorruptionError, UsageError, counted
+from ..schemas.errors import UsageError, counted
 from ..schemas.json_codec import digest
 from ..schemas.rows import BadRow, Text
 from ..schemas.table_manifest import TableManifest
@@ -65,8 +64,6 @@ def select(config: Config, judged: str) -> SelectResult:
     _require_sense(options)
     output = TableFolder.at(options.output, "selected")
     output.prepare()
-    with suppress(CorruptionError):  # a damaged one is written anew
-        output.find()  # refuses a table of another kind, which it would replace in a store
     source = read_input(config, judged, "judged")
     selected = select_rows(_described(source.table), options)
     counts = {**source.left_out, **selected.counts}

@@ -56,10 +56,9 @@ class TableFolder:
         """Written last."""
         return self.root / MANIFEST
 
-    @property
-    def answers(self) -> Location:
-        """Where answers are kept unless a setting names another place."""
-        return self.root / "_align" / "answers"
+    def answers(self, named: str) -> Location:
+        """Where answers are kept: in the place that a setting names, or in the folder itself."""
+        return location(named) if named else self.root / "_align" / "answers"
 
     @property
     def local(self) -> Path:

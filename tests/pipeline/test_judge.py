@@ -309,7 +309,7 @@ def test_groups_of_questions_travel_to_another_process(tmp_path):
     questions = model.judge.keyed(
         Asked("k" * 32, "Q", texts) for pair in pairs for texts in (pair, pair[::-1])
     )
-    tasks = JudgeTasks(model, (questions,), tmp_path / "answers")
+    tasks = JudgeTasks(tmp_path / "answers", model, (questions,))
     there = pickle.loads(pickle.dumps(tasks))
     assert not there.is_committed(0)
     received = there.open(NoProgress())(0)

@@ -1,0 +1,41 @@
+"""Tasks whose results are answers that are kept: a task is committed once all of its are there."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+from ..stages.storage.answers import Answers
+from ..stages.storage.objects import Location
+
+
+@dataclass(frozen=True)
+class AnswerTasks(ABC):
+    """Tasks of groups of answers; they travel without what this process has read or loaded."""
+
+    folder: Location  # of the answers
+
+    is_input = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Another process reads the answers itself."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+    @cached_property
+    def answers(self) -> Answers:
+        """The answers that this process knows."""
+        return Answers(self.folder)
+
+    @abstractmethod
+    def missing(self, task: int) -> Collection[Any]:
+        """What a group lacks, as far as this process knows."""
+
+    def is_committed(self, task: int) -> bool:
+        """Whether a group lacks nothing, whoever answered."""
+        if not self.missing(task):
+            return True
+        self.answers.look()
+        return not self.missing(task)
