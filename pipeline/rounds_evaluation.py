@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..schemas.config import ModelOptions, RoundsOptions
+from ..schemas.config import ModelOptions
+from ..schemas.round_options import RoundsOptions
 from ..schemas.round_record import Answering, HeldOut, RoundRecord, Versus
 from ..stages.judge.win_rate import WinRate, win_rate
 from ..stages.storage.rounds_folder import OneRound

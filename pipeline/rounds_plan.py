@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from ..schemas.config import Config, ModelOptions, ServerOptions
+from ..schemas.config import Config, ModelOptions
 from ..schemas.errors import CorruptionError, FingerprintError
 from ..schemas.json_codec import digest
+from ..schemas.round_options import ServerOptions
 from ..schemas.round_record import RoundRecord
 from ..schemas.samples import Prompt, Sampler
 from ..stages.judge.verifiers import verifier_of

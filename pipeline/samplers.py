@@ -7,15 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ..schemas.config import (
-    ModelOptions,
-    SampleOptions,
-    ScoringOptions,
-    ServerOptions,
-    TokenOptions,
-)
+from ..schemas.config import ModelOptions, ScoringOptions, TokenOptions
 from ..schemas.errors import UsageError
 from ..schemas.json_codec import digest
+from ..schemas.round_options import SampleOptions, ServerOptions
 from ..schemas.rows import BadRow, Record, Role
 from ..schemas.samples import KEY_LENGTH, Finish, Prompt, Refused, Sample, Sampler, Sampling, Wanted
 from ..stages.storage.answers import Answers

@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass
 
 import polars as pl
 
-from ..schemas.config import Config, SelectOptions
+from ..schemas.config import Config
 from ..schemas.errors import UsageError, counted
 from ..schemas.json_codec import digest
+from ..schemas.round_options import SelectOptions
 from ..schemas.rows import BadRow, Text
 from ..schemas.table_manifest import TableManifest
 from ..stages.data.validate import read_completion, read_prompt

@@ -5,24 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-
-def option(
-    default: Any,
-    description: str,
-    *,
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-    lt: float | None = None,
-) -> Any:
-    """A field with a default, what `align init` and `--help` say of it, and its bounds.
-
-    pydantic reads the metadata, by these names, when a value is checked.
-    """
-    metadata = {"description": description, "ge": ge, "gt": gt, "le": le, "lt": lt}
-    if isinstance(default, list | dict):
-        return field(default_factory=default.copy, metadata=metadata)
-    return field(default=default, metadata=metadata)
+from .option import option
+from .round_options import (
+    JudgeOptions,
+    RoundsOptions,
+    SampleOptions,
+    SelectOptions,
+    ServerOptions,
+)
 
 
 @dataclass(frozen=True)
@@ -183,6 +173,21 @@ class TrainOptions:
     )
     dropout: bool = option(False, "keep the dropout that the model's config asks for")
     gradient_checkpointing: bool = option(False, "less memory for a third more computing")
+    checkpoint_offload: bool = option(
+        False, "with gradient_checkpointing: what enters a layer waits in the memory of the CPU"
+    )
+    optimizer: Literal["adamw", "lion", "adafactor", "muon", "adamw8bit"] = option(
+        "adamw", "muon is for matrices, AdamW for the rest; adamw8bit needs bitsandbytes"
+    )
+    optimizer_dtype: Literal["float32", "bfloat16"] = option(
+        "float32", "of master weights and optimizer states, where the policy is in bfloat16"
+    )
+    sequence_parallel: int = option(
+        1, "ranks that share every sequence, each a part of its tokens: for long sequences", ge=1
+    )
+    router_loss: float = option(
+        0.0, "weight of the loss that spreads tokens over the experts of a mixture; 0: none", ge=0
+    )
     deepspeed: str = option(
         "auto",
         "zero0, zero1, zero2, zero3, zero3-offload, or a DeepSpeed JSON file; auto: zero1, and "
@@ -243,6 +248,9 @@ class LoraOptions:
     alpha: float = option(32.0, "scale, divided by rank", ge=0)
     dropout: float = option(0.0, "of the adapter's input; needs train.dropout", ge=0)
     targets: list[str] = option([], "layers to adapt, by the end of their names; empty: all linear")
+    quantize: Literal["none", "nf4"] = option(
+        "none", "nf4: keep the frozen weights in 4 bits (QLoRA); needs bitsandbytes"
+    )
     merge: bool = option(False, "also write the policy with the adapter merged into it")
 
 
@@ -252,109 +260,6 @@ class RewardOptions:
 
     model: str = option("", "folder of the reward model: one made by --method reward, or any other")
     output: str = option("align-rewards", "folder of the scored data")
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """A server with OpenAI's interface: vLLM, SGLang, llama.cpp, `transformers serve`."""
-
-    url: str = option("", "its address, for example http://127.0.0.1:8000/v1; empty: no server")
-    model: str = option("", "the name of its model; empty: the only one that it lists")
-    revision: str = option(
-        "", "what you call these weights: a server tells no digest, so answers are kept under it"
-    )
-    key_variable: str = option(
-        "OPENAI_API_KEY", "the environment variable that holds the API key, if the server asks"
-    )
-    concurrency: int = option(16, "requests in flight", ge=1)
-    timeout: float = option(120.0, "seconds until a request counts as lost", gt=0)
-    retries: int = option(8, "times that one request is sent again, after growing pauses", ge=0)
-    max_tokens: int = option(
-        0, "stop, to go on later, once so many tokens were read and written; 0: no limit", ge=0
-    )
-
-
-@dataclass(frozen=True)
-class SampleOptions:
-    """Completions of prompts by a policy."""
-
-    output: str = option("align-samples", "folder of the samples")
-    answers: str = option("", "folder that keeps every answer; empty: in the output")
-    n: int = option(8, "samples of each prompt", ge=1)
-    temperature: float = option(1.0, "0: the likeliest token each time", ge=0)
-    top_p: float = option(1.0, "draw from the likeliest tokens that add up to this", gt=0, le=1)
-    top_k: int = option(0, "draw from so many of the likeliest tokens; 0: all", ge=0)
-    max_new_tokens: int = option(512, "most tokens of a sample", ge=1)
-    seed: int = option(0, "another seed, other samples")
-
-
-@dataclass(frozen=True)
-class JudgeOptions:
-    """Who says which samples are good, and how."""
-
-    output: str = option("align-judged", "folder of the judged samples")
-    answers: str = option("", "folder that keeps every judgment; empty: in the output")
-    by: Literal["none", "reward", "rubric", "pairwise", "exact", "regex", "function"] = option(
-        "none",
-        "reward: a reward model (rewards.model); rubric or pairwise: a language model, behind a "
-        "server (server.url) or in a folder (judge.model); exact or regex: compared with the "
-        "reference answer; function: MODULE:FUNCTION",
-    )
-    model: str = option("", "folder of a language model that judges")
-    template: str = option("", "file with the judge's prompt; empty: the one that align ships")
-    function: str = option("", "MODULE:FUNCTION(prompt, completion, row) that returns a score")
-    pattern: str = option("", "regular expression whose first group is compared with the answer")
-    answer: str = option("answer", "column with the reference answer")
-    against: str = option("", "folder of other samples of the same prompts, to compare with")
-    pairs: Literal["all", "first"] = option(
-        "all", "which samples of a prompt are compared: all pairs, or each with the first"
-    )
-    max_new_tokens: int = option(512, "most tokens of a judgment", ge=1)
-
-
-@dataclass(frozen=True)
-class SelectOptions:
-    """Which judged samples become rows of preference data."""
-
-    output: str = option("align-selected", "folder of the rows")
-    rows: Literal["best_worst", "all_pairs", "labels", "groups"] = option(
-        "best_worst",
-        "best_worst: a pair of each prompt; all_pairs; labels: desirable or not, for KTO; groups: "
-        "all samples with scores, for GRPO and PPO",
-    )
-    threshold: float | str = option(
-        "mean",
-        "labels: desirable above this, undesirable below: mean or median of a prompt, or a number",
-    )
-    min_gap: float = option(0.0, "scores of a pair are further apart than this", ge=0)
-    max_length_ratio: float = option(
-        0.0, "the longer sample of a pair is at most so many times as long; 0: any", ge=0
-    )
-    keep_cut: bool = option(
-        False, "also take samples cut at max_new_tokens: training would learn to end there"
-    )
-
-
-@dataclass(frozen=True)
-class RoundsOptions:
-    """Rounds of sample, judge, select, precompute-ref and train."""
-
-    output: str = option("align-rounds", "folder of all rounds")
-    count: int = option(3, "rounds in all; more than there are adds some", ge=1)
-    reference: Literal["fixed", "previous"] = option(
-        "fixed", "fixed: the model of the beginning; previous: the policy of the round before"
-    )
-    prompts_per_round: int = option(0, "a fresh slice of so many for each round; 0: all", ge=0)
-    eval_fraction: float = option(0.1, "share of prompts held out, by their hash", ge=0, lt=1)
-    eval_n: int = option(1, "samples of each held-out prompt after each round", ge=1)
-    eval_temperature: float = option(0.0, "of these samples", ge=0)
-    min_win_rate: float = option(
-        0.0, "stop where the win rate against the policy before falls below this", ge=0, le=1
-    )
-    max_length_growth: float = option(
-        0.0, "stop where samples are longer than this times those of the beginning; 0: never", ge=0
-    )
-    show_text: bool = option(False, "put samples of held-out prompts on the page of the rounds")
 
 
 @dataclass(frozen=True)

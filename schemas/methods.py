@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from .config import option
+from .option import option
 
 if TYPE_CHECKING:
     from torch import Tensor

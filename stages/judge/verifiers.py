@@ -17,9 +17,9 @@ from types import ModuleType
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
-from ...schemas.config import JudgeOptions
 from ...schemas.errors import UsageError
 from ...schemas.json_codec import digest
+from ...schemas.round_options import JudgeOptions
 
 Row: TypeAlias = "Mapping[str, Any]"  # of the samples' table
 # A row and the text of its sample: its score, or None where it has no reference answer.

@@ -9,7 +9,6 @@ from typing import Literal
 from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
-from ...schemas.config import option
 from ...schemas.methods import (
     Branches,
     LossOutput,
@@ -19,6 +18,7 @@ from ...schemas.methods import (
     label_smoothing,
     sft_weight,
 )
+from ...schemas.option import option
 from .modifiers import CLAMPS, SEES_RATIOS, WEIGHS_PAIRS, bounded_exp
 from .rewards import (
     MEAN_RATIOS,

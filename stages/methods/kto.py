@@ -10,7 +10,6 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from ...schemas.config import option
 from ...schemas.methods import (
     Branches,
     Labels,
@@ -19,6 +18,7 @@ from ...schemas.methods import (
     Step,
     beta,
 )
+from ...schemas.option import option
 from .modifiers import CLAMPS
 from .rewards import Labelled, labelled_method, labelled_of
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from ...schemas.config import option
 from ...schemas.errors import UsageError
 from ...schemas.methods import Branches, Need, Tokens
+from ...schemas.option import option
 
 # What a method may allow, by the option that turns each on.
 SEES_RATIOS = frozenset({"f_divergence", "ld_alpha"})

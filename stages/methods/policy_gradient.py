@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...schemas.config import option
 from ...schemas.methods import Branches, LossOutput, Method, Rewards, Step, Tokens
+from ...schemas.option import option
 from .modifiers import CLAMPS, bounded_exp, sums_of, tokens_of
 
 MODIFIERS = CLAMPS | {"row_weight"}

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
-from ...schemas.config import option
 from ...schemas.methods import Branches, LossOutput, Rewards, Step, label_smoothing
+from ...schemas.option import option
 from .modifiers import WEIGHS_PAIRS
 from .rewards import Side, logp_metrics, paired_method, pairs_of
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from ...schemas.config import option
 from ...schemas.methods import Branches, LossOutput, Step, beta, sft_weight
+from ...schemas.option import option
 from .rewards import paired_method, pairs_of, referenced_output
 
 

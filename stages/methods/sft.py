@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...schemas.config import option
 from ...schemas.methods import Branches, LossOutput, Method, Step
+from ...schemas.option import option
 from ...schemas.rows import Role
 from .recipe import is_good
 

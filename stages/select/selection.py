@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from ...schemas.config import SelectOptions
+from ...schemas.round_options import SelectOptions
 from ...schemas.score_gaps import ROUNDINGS, further_apart, precision
 
 EXTRA = ("tools", "chat_template_kwargs")  # columns without which a prompt would be another

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from ...schemas.config import ServerOptions
 from ...schemas.errors import FingerprintError
+from ...schemas.round_options import ServerOptions
 from ...schemas.samples import Sampling
 
 logger = logging.getLogger("align")

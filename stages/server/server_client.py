@@ -17,8 +17,8 @@ from typing import Any, Self, TypeVar
 
 import httpx2
 
-from ...schemas.config import ServerOptions
 from ...schemas.errors import ServerError, UsageError, counted
+from ...schemas.round_options import ServerOptions
 from ...schemas.safe_text import bare_address, hear, hear_secret, safe
 
 logger = logging.getLogger("align")

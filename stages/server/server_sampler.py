@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ...schemas.config import ServerOptions
 from ...schemas.errors import AlignError, BudgetError, ServerError, UsageError, counted
+from ...schemas.round_options import ServerOptions
 from ...schemas.rows import BadRow
 from ...schemas.samples import Prompt, Refused, Sample, Sampling, Wanted
 from .completions import Completion, body_of, path_of, read_completion, seed_of

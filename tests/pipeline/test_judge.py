@@ -9,8 +9,9 @@ import pytest
 from align.pipeline.executor import Share
 from align.pipeline.judge import calibrate, judge
 from align.pipeline.language_judge import JudgeTasks, with_template
-from align.schemas.config import Config, JudgeOptions, TrackingOptions
+from align.schemas.config import Config, TrackingOptions
 from align.schemas.errors import LockedError, UsageError
+from align.schemas.round_options import JudgeOptions
 from align.stages.judge.judgments import Asked
 from align.stages.judge.win_rate import win_rate
 from align.stages.storage.locks import owner_lock

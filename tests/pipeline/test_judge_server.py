@@ -5,8 +5,9 @@ from collections import Counter
 import pytest
 
 from align.pipeline.judge import judge
-from align.schemas.config import Config, JudgeOptions, ServerOptions, TrackingOptions
+from align.schemas.config import Config, TrackingOptions
 from align.schemas.errors import BudgetError, ServerError, UsageError
+from align.schemas.round_options import JudgeOptions, ServerOptions
 from align.stages.server import server_client
 from align.stages.server.probes import PROBES
 from align.stages.server.server_sampler import ServerSampler

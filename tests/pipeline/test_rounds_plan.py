@@ -12,8 +12,8 @@ from align.pipeline.rounds_checks import open_rounds
 from align.pipeline.rounds_evaluation import answering, repeated_share, stop_reason
 from align.pipeline.rounds_result import RoundsResult
 from align.pipeline.settings import load_settings
-from align.schemas.config import RoundsOptions
 from align.schemas.errors import UsageError
+from align.schemas.round_options import RoundsOptions
 from align.schemas.round_record import Answering, HeldOut, RoundRecord, Versus
 from align.schemas.samples import Prompt
 from support.rooms import ROOT

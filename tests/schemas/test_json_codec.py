@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
-from align.schemas.config import Config, option
+from align.schemas.config import Config
 from align.schemas.json_codec import (
     CodecError,
     allowed,
@@ -19,6 +19,7 @@ from align.schemas.json_codec import (
     to_json,
     to_signed_json,
 )
+from align.schemas.option import option
 
 
 @dataclass(frozen=True)

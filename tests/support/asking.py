@@ -1,6 +1,6 @@
 """What tests ask a server for, and what an undisturbed server would have said."""
 
-from align.schemas.config import ServerOptions
+from align.schemas.round_options import ServerOptions
 from align.schemas.samples import Prompt, Refused, Wanted
 from align.stages.server.server_sampler import ServerSampler
 from support.chat_server import Reply

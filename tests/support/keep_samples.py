@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from align.schemas.config import ServerOptions
+from align.schemas.round_options import ServerOptions
 from align.schemas.samples import Prompt, Sampling
 from align.stages.server import server_client
 from align.stages.server.server_sampler import ServerSampler

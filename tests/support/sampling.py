@@ -11,8 +11,9 @@ from pathlib import Path
 from unittest import mock
 
 from align.pipeline import sample as module
-from align.schemas.config import Config, DataOptions, SampleOptions, TrackingOptions
+from align.schemas.config import Config, DataOptions, TrackingOptions
 from align.schemas.errors import AlignError
+from align.schemas.round_options import SampleOptions
 from align.schemas.samples import Refused, Sample
 from support.stage_one import Silent
 

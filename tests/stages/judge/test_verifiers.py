@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from align.schemas.config import JudgeOptions
 from align.schemas.errors import UsageError
+from align.schemas.round_options import JudgeOptions
 from align.stages.judge.verifiers import verifier_of
 
 COLUMNS = ("prompt", "completion", "answer")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from align.schemas.config import SelectOptions
+from align.schemas.round_options import SelectOptions
 from align.schemas.rows import Role, offsets_of
 from align.stages.feed.conversions import Own, ScoreRules, labels_of_scores, pairs
 from align.stages.select import selection

@@ -1,7 +1,7 @@
 import pytest
 
-from align.schemas.config import ServerOptions
 from align.schemas.errors import FingerprintError, UsageError
+from align.schemas.round_options import ServerOptions
 from align.stages.server.probes import PROBES, require_same_probes
 from support.asking import echo, sampler_of_stub
 from support.chat_server import OF_CHAT, OF_TEXT, chat_server

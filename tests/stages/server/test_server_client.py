@@ -5,8 +5,8 @@ from email.utils import format_datetime
 
 import pytest
 
-from align.schemas.config import ServerOptions
 from align.schemas.errors import AlignError, ServerError, UsageError
+from align.schemas.round_options import ServerOptions
 from align.schemas.samples import Sampling
 from align.stages.server import server_client
 from align.stages.server.server_client import ServerClient, ServerCosts, pause_of

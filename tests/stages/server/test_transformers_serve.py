@@ -6,8 +6,8 @@ import shutil
 import httpx2
 import pytest
 
-from align.schemas.config import ServerOptions
 from align.schemas.errors import UsageError
+from align.schemas.round_options import ServerOptions
 from align.schemas.samples import Prompt, Sampling
 from align.stages.server.probes import require_same_probes
 from align.stages.server.server_sampler import ServerSampler
