@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,11 +13,12 @@ from torch import Tensor
 
 from ...schemas.batches import Engine, MicroBatch, StepBatch
 from ...schemas.config import TrainOptions
-from ...schemas.methods import Branches, Step, Tokens
+from ...schemas.methods import ROUTING, Branches, Step, Tokens
 from ..methods.modifiers import sums_of
 from ..methods.recipe import LOSS, MethodState, Outcome, Recipe
 from ..methods.rewards import with_margin
 from ..storage.failpoints import reach
+from .router_balance import router_metrics, router_share
 
 
 @dataclass(frozen=True)
@@ -31,20 +32,30 @@ class StepResult:
 
 
 def train_step(
-    engine: Engine, recipe: Recipe, batch: StepBatch, *, state: MethodState, seed: tuple[int, int]
+    engine: Engine,
+    recipe: Recipe,
+    batch: StepBatch,
+    *,
+    state: MethodState,
+    seed: tuple[int, int],
+    router_loss: float = 0.0,
 ) -> StepResult:
     """Updates the policy by one step; a loss or gradient that is not finite changes nothing.
 
     `seed` is (seed of the run, global step): with the rank and the micro-batch it draws dropout.
+    `router_loss` is the weight of the router loss, which is not part of the loss that is reported.
     """
-    step = step_of(engine, recipe, batch)
+    step = step_of(engine, recipe, batch, needs_routing=router_loss > 0)
     after = recipe.next_state(state, step.surveyed)
     sums, last, suspects = Sums(), len(batch.own) - 1, _suspects_of_z(batch, step)
     for index, micro in enumerate(batch.own):
         engine.learn_mode(dropout_seed=_draw(*seed, index, engine.world.rank))
-        outcome = recipe.outcome(branches_of(engine, recipe, micro), step, after)
-        engine.backward(outcome.share, is_last=index == last)
+        branches = branches_of(engine, recipe, micro)
+        outcome = recipe.outcome(branches, step, after)
+        share = _with_router_loss(outcome.share, branches, step, router_loss)
+        engine.backward(share, is_last=index == last)
         sums.add_outcome(outcome)
+        sums.add_routing(branches.routing)
         # What is not finite in all of the step says nothing against the rows themselves.
         if _is_finite(step):
             suspects += _not_finite(micro, outcome.losses)
@@ -59,6 +70,12 @@ def train_step(
         suspects = tuple(row for micro in batch.own for row in micro.row_ids)
         return StepResult(applied=False, totals=totals, suspects=suspects, state=state)
     return StepResult(applied=True, totals=totals, suspects=suspects, state=after)
+
+
+def _with_router_loss(share: Tensor, branches: Branches, step: Step, weight: float) -> Tensor:
+    if branches.routing is None or step.routing is None:
+        return share
+    return share + weight * router_share(branches.routing, step.routing)
 
 
 def reported(recipe: Recipe, totals: Totals) -> dict[str, float]:
@@ -113,19 +130,34 @@ def branches_of(engine: Engine, recipe: Recipe, batch: MicroBatch) -> Branches:
         columns={
             name: torch.from_numpy(values).to(device) for name, values in batch.carried.items()
         },
+        routing=outputs.get(ROUTING),
     )
 
 
-def step_of(engine: Engine, recipe: Recipe, batch: StepBatch) -> Step:
+def step_of(
+    engine: Engine, recipe: Recipe, batch: StepBatch, *, needs_routing: bool = False
+) -> Step:
     """The values that all micro-batches of a step share, computed without gradients."""
+    mismatched = _mismatched_ratios(engine, recipe, batch)
+    surveys = recipe.surveys or needs_routing
+    own = _without_gradients(engine, recipe, batch.own) if surveys else []
     return Step(
         rows=batch.rows,
         branches=batch.branches,
         tokens=batch.tokens,
         chosen_tokens=batch.chosen_tokens,
-        mismatched=_mismatched_ratios(engine, recipe, batch),
-        surveyed=_surveyed(engine, recipe, batch),
+        mismatched=mismatched,
+        surveyed=_surveyed(engine, recipe, own) if recipe.surveys else {},
+        routing=_routing(engine, own) if needs_routing else None,
     )
+
+
+@torch.no_grad()
+def _without_gradients(
+    engine: Engine, recipe: Recipe, batches: Sequence[MicroBatch]
+) -> list[Branches]:
+    engine.learn_mode(dropout_seed=None)
+    return [branches_of(engine, recipe, micro) for micro in batches]
 
 
 @torch.no_grad()
@@ -133,8 +165,7 @@ def _mismatched_ratios(engine: Engine, recipe: Recipe, batch: StepBatch) -> Tens
     """Log-ratios of all mismatched branches of the step."""
     if "mismatched" not in recipe.needs:
         return torch.empty(0, dtype=torch.float64)
-    engine.learn_mode(dropout_seed=None)
-    found = [branches_of(engine, recipe, micro) for micro in batch.mismatched]
+    found = _without_gradients(engine, recipe, batch.mismatched)
     ratios = [recipe.ratios(branches) for branches in found]
     joined = _in_step_order(engine, ratios, _places_of(found))
     assert len(joined) == batch.mismatched_branches, "every mismatched branch is run once"
@@ -142,18 +173,21 @@ def _mismatched_ratios(engine: Engine, recipe: Recipe, batch: StepBatch) -> Tens
 
 
 @torch.no_grad()
-def _surveyed(engine: Engine, recipe: Recipe, batch: StepBatch) -> dict[str, Tensor]:
+def _surveyed(engine: Engine, recipe: Recipe, found: list[Branches]) -> dict[str, Tensor]:
     """The values of every own branch of the step that the recipe needs before any loss."""
-    if not recipe.surveys:
-        return {}
-    engine.learn_mode(dropout_seed=None)
-    found = [branches_of(engine, recipe, micro) for micro in batch.own]
     values = [recipe.survey(branches) for branches in found]
     places = _places_of(found)
     return {
         name: _in_step_order(engine, [value[name] for value in values], places)
         for name in values[0]
     }
+
+
+def _routing(engine: Engine, found: list[Branches]) -> Tensor:
+    """The sums of the routers over all tokens of the step."""
+    sums = [branches.routing for branches in found if branches.routing is not None]
+    assert len(sums) == len(found), "the router loss is refused without routers"
+    return engine.total(torch.stack(sums).sum(dim=0))
 
 
 def _in_step_order(engine: Engine, values: list[Tensor], places: list[Tensor]) -> Tensor:
@@ -194,6 +228,7 @@ class Sums:
 
     def __init__(self) -> None:
         self._totals: dict[str, Tensor] = {}  # each (2,) float64: total, count
+        self._routing: Tensor | None = None  # of a mixture of experts
 
     def add(self, values: Mapping[str, Tensor]) -> None:
         """Adds every value of each name; a name without values is kept."""
@@ -207,6 +242,12 @@ class Sums:
             self._add(name, part.total.double(), part.count)
         self.add(outcome.metrics)
 
+    def add_routing(self, routing: Tensor | None) -> None:
+        """Adds the sums of a mixture's routers."""
+        if routing is not None:
+            exact = routing.detach().double()
+            self._routing = exact if self._routing is None else self._routing + exact
+
     def _add(self, name: str, total: Tensor, count: float) -> None:
         added = torch.stack([total, total.new_tensor(count)])
         self._totals[name] = self._totals.get(name, torch.zeros_like(added)) + added
@@ -219,9 +260,16 @@ class Sums:
         names = sorted(self._totals)
         if not names:
             return {}
-        reduced = engine.total(torch.stack([self._totals[name] for name in names])).tolist()
-        pairs = zip(names, reduced, strict=True)
-        return {name: (total, count) for name, (total, count) in pairs if count}
+        own = torch.stack([self._totals[name] for name in names])
+        routing = own.new_empty(0, 0) if self._routing is None else self._routing
+        reduced = engine.total(torch.cat([own.flatten(), routing.flatten()])).cpu()
+        pairs = zip(names, reduced[: own.numel()].view_as(own).tolist(), strict=True)
+        routed = router_metrics(reduced[own.numel() :].view_as(routing)) if len(routing) else {}
+        return {
+            **{name: (total, count) for name, (total, count) in pairs if count},
+            # Of one step these are no sums: a line has their mean over its steps.
+            **{name: (value, 1.0) for name, value in routed.items()},
+        }
 
 
 def means_of(totals: Totals) -> dict[str, float]:
