@@ -122,10 +122,6 @@ class Engine(Protocol):
         """Sums float64 values over ranks."""
         ...
 
-    def gathered(self, values: Tensor) -> Tensor:
-        """Joins float64 values of all ranks, in the order of ranks; lengths may differ."""
-        ...
-
     def learn_mode(self, *, dropout_seed: int | None) -> None:
         """Training mode, dropout drawn from this seed; None is evaluation mode.
 

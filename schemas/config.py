@@ -190,8 +190,8 @@ class TrainOptions:
     )
     deepspeed: str = option(
         "auto",
-        "zero0, zero1, zero2, zero3, zero3-offload, or a DeepSpeed JSON file; auto: zero1, and "
-        "zero0 for a single float32 process",
+        "zero0, zero1, zero2, zero3, zero2-offload, zero3-offload, or a DeepSpeed JSON file; auto: "
+        "zero1, and zero0 for a single float32 process",
     )
     pairs_from_scores: Literal["best_worst", "all"] = option(
         "best_worst", "pairs out of scored rows: the best and the worst of each, or all pairs"

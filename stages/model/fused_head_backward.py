@@ -28,6 +28,7 @@ from .fused_head import (
     scored_rows,
     tile_rows,
 )
+from .gpu_tiles import compiled, deviations
 
 BUFFER_BYTES = 64 << 20
 
@@ -181,7 +182,7 @@ def _add_all(
             if gradients.weight is not None:
                 _add_product(grad_weight, positions.weighted[:, part], deviation)
             if gradients.bias is not None:
-                grad_bias.addmv_(deviation.t(), positions.slopes[part])
+                grad_bias.addmv_(deviation.float().t(), positions.slopes[part])
         if gradients.weight is not None:
             gradients.weight[columns] = grad_weight.mul_(positions.unit).t()
         if gradients.bias is not None:
@@ -194,6 +195,10 @@ def _deviation(
     positions: _Positions, logits: Tensor, spec: HeadSpec, first: int, tiles: Tiles
 ) -> Tensor:
     """p_v - [v = y], times the slope of the softcap, v counting from `first`: (rows, columns)."""
+    if logits.is_cuda:
+        places = positions.targets - first
+        dtype = positions.states.dtype
+        return compiled(deviations)(logits, positions.logsumexp, places, spec.softcap, dtype)
     probabilities = torch.sub(logits, positions.logsumexp[:, None], out=tiles.softmax_like(logits))
     probabilities.exp_()
     places = positions.targets - first

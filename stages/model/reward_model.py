@@ -17,6 +17,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from ...schemas.config import ModelOptions
 from ...schemas.errors import UsageError
 from ...schemas.rows import Tree
+from .copies import on_device
 from .load import SCORES, ScalarHead, first_line, load_model, merged, quiet
 from .logprobs import (
     PATHS,
@@ -192,7 +193,7 @@ def batch_scores(
     inner: Any = causal_model(model)
     places = _last_places(rows, batch, inner.config.pad_token_id)
     states = last_states(inner, batch, path)
-    scores: Tensor = inner.score(states[torch.from_numpy(places).to(states.device)])
+    scores: Tensor = inner.score(states[on_device(places, states.device)])
     return scores.squeeze(1)
 
 

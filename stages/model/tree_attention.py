@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ...schemas.rows import Tree
+from .copies import on_device
 from .transformers_compat import AttentionInterface
 
 PAD = -1
@@ -36,6 +37,11 @@ class TreeBatch:
     targets: Tensor  # (T,) int64
     edges: tuple[tuple[int, ...], ...]  # per tree, in (rows * length): start, fork, branch ends
 
+    @property
+    def is_padded(self) -> bool:
+        """Whether a place holds no token; the host knows it without a look at the device."""
+        return sum(last - start for start, *_, last in self.edges) < self.token_ids.numel()
+
 
 def tree_batch(trees: Sequence[Tree], device: torch.device, *, packed: bool = False) -> TreeBatch:
     """Lays the trees out, each padded on the right to the longest unless packed."""
@@ -49,13 +55,13 @@ def tree_batch(trees: Sequence[Tree], device: torch.device, *, packed: bool = Fa
         grids.reshape(3, -1)[:, start : start + place.edges[-1]] = place.columns
     predictors = [start + place.predictors for start, place in zip(starts, places, strict=True)]
     targets = [branch for tree in trees for branch in tree.branches]
-    token_ids, positions, segments = torch.from_numpy(grids).to(device)
+    token_ids, positions, segments = on_device(grids, device)
     return TreeBatch(
         token_ids=token_ids,
         positions=positions,
         segments=segments,
-        predictors=torch.from_numpy(np.concatenate(predictors)).to(device),
-        targets=torch.from_numpy(np.concatenate(targets).astype(np.int64)).to(device),
+        predictors=on_device(np.concatenate(predictors), device),
+        targets=on_device(np.concatenate(targets).astype(np.int64), device),
         edges=tuple(
             (int(start), *(int(start + edge) for edge in place.edges))
             for start, place in zip(starts, places, strict=True)

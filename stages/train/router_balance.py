@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
-
-ROUTER_LOSS = "router/loss"
 
 
 @dataclass(frozen=True)
@@ -44,16 +43,18 @@ def router_share(own: Tensor, step: Tensor) -> Tensor:
     return (experts * products / tokens_squared).mean()
 
 
-def router_metrics(step: Tensor) -> dict[str, float]:
-    """What is reported of the routers in a step or an evaluation; nothing of no token."""
+def router_metrics(step: Tensor) -> dict[str, Tensor]:
+    """What is reported of the routers in a step or an evaluation: (2,) each, a value and its count.
+
+    The values are of all tokens together. The count is 1, or 0 where there is no token.
+    """
     whole = router_sums(step)
-    if not (whole.count > 0).all():
-        return {}
-    shares = whole.tokens / whole.count[:, None]
+    count = whole.count.clamp(min=1.0)
     values = {
-        ROUTER_LOSS: router_share(step, step),
-        "router/entropy": (whole.entropy / whole.count).mean(),
-        "router/busiest": shares.max(),
+        "router/loss": router_share(step, step),
+        "router/entropy": (whole.entropy / count).mean(),
+        "router/busiest": (whole.tokens / count[:, None]).max(),
         "router/unused": (whole.tokens == 0).double().mean(),
     }
-    return {name: float(value) for name, value in values.items()}
+    times = (whole.count > 0).all().double()
+    return {name: torch.stack([value * times, times]) for name, value in values.items()}
