@@ -97,6 +97,12 @@ def resolve(options: ModelOptions) -> Resolved:
     )
 
 
+def text_config(options: ModelOptions) -> Any:
+    """What a model's config says of its text part."""
+    with quiet():
+        return _config(options).get_text_config(decoder=True)
+
+
 def _config(options: ModelOptions) -> Any:
     try:
         return AutoConfig.from_pretrained(
