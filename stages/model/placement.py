@@ -72,7 +72,7 @@ def without_cudnn_attention() -> None:
     cuDNN plans each shape of a batch anew, on the CPU: of lengths that differ from batch to batch
     that took three quarters of a training step on an H100.
     """
-    torch.backends.cuda.enable_cudnn_sdp(False)  # type: ignore[no-untyped-call]
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def rank_device(device: str) -> str:
