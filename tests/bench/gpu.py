@@ -3,9 +3,9 @@
 `small` has the shapes of a model of half a billion parameters, all of which are trained; `large`
 those of one of eight billion, of which a LoRA adapter of every linear layer is trained, with
 activations recomputed on both sides. Pairs differ in length as real ones do. Both sides take as
-many pairs in each AdamW step. Each run is a process of its own. Speed is that of all steps after
-the second: loading, compiling and scoring the reference are left out, and stand under "first step"
-and "whole". MFU counts every prompt and completion once: 6 operations for each parameter and
+many pairs in each AdamW step. Each run is a process of its own. Speed is that of the median step
+after the first: loading, compiling and scoring the reference are left out, and stand under "first
+step" and "whole". MFU counts every prompt and completion once: 6 operations for each parameter and
 token, 4 where the weights are frozen, over what the GPU is said to do.
 """
 
@@ -14,10 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 
 from reference import SPECIALS, spread_length
@@ -284,8 +286,8 @@ class Steps:
 
     def result(self, folder):
         counted, _ = tokens_of(folder)
-        after = self.ends[-1] - self.ends[1]
-        rate = counted * (len(self.ends) - 2) / len(self.ends) / after
+        seconds = [later - earlier for earlier, later in pairwise(self.ends)]
+        rate = counted / len(self.ends) / statistics.median(seconds)
         return {"rate": rate, "first": self.ends[0], "peak_gib": peak_gib()}
 
 
