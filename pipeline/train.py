@@ -11,15 +11,17 @@ from typing import Any
 from torch import distributed
 
 from ..schemas.batches import Cursor, World
+from ..schemas.config import TrainOptions
 from ..schemas.errors import Interrupted, PeerError, log_failure
 from ..schemas.file_version import Remember
+from ..stages.engine.deepspeed_compat import whole_numel
 from ..stages.engine.deepspeed_config import Circumstances
 from ..stages.engine.deepspeed_engine import open_engine
 from ..stages.engine.distributed import gathered, joined_world, run_on_all_ranks
+from ..stages.engine.held_memory import Setting, held_memory
 from ..stages.engine.zero3_partitions import open_partitions
 from ..stages.feed.cache_index import ShardColumns, unchecked
 from ..stages.feed.loader import CacheFeed
-from ..stages.feed.step_plan import FeedSettings
 from ..stages.feed.train_source import TrainSource, open_source, overlap
 from ..stages.methods.recipe import Recipe
 from ..stages.model.load import resolve
@@ -32,6 +34,8 @@ from ..stages.tracking.progress import Progress
 from ..stages.train.evaluation import largest_gap
 from ..stages.train.loop import Loop, Place, SaveClock, StopConditions, train
 from ..stages.train.throughput import Meter, forget_peak
+from .memory_plan import elements_of
+from .plan_text import short_plan
 from .policy_identity import digest_policies
 from .resume import Start, held_to_checkpoint, known_path, started
 from .run_recorder import RunRecords, open_records
@@ -40,10 +44,9 @@ from .signals import add_resume_hint, asked_to_stop
 from .train_checks import require_positions
 from .trained_model import write_model
 from .training_job import Session, TrainingJob
+from .workload import feed_settings, workload_of
 
 SAMPLED_ROWS = 8
-# A GPU wants large products. On a CPU more tokens at once are no faster and only take memory.
-TOKENS_PER_BATCH = {"cuda": 16_384, "cpu": 2048}
 
 
 def run_training(job: TrainingJob, *, progress: Progress) -> Trained:
@@ -104,7 +107,17 @@ def open_session(
     engine, engine_config = open_engine(
         policy, config.train, world, hidden_size=_text_config(policy).hidden_size
     )
-    settings = _feed_settings(job, recipe, world, policy)
+    settings = feed_settings(
+        config.train,
+        recipe,
+        world,
+        device=policy.device.type,
+        pads=policy.path.layout != "packed",
+    )
+    feed = CacheFeed(source, held_out, settings)
+    if world.rank == 0:
+        for line in _plan(feed, policy, config.train, engine_config):
+            progress.say(line)
     return Session(
         job=job,
         world=world,
@@ -113,8 +126,30 @@ def open_session(
         engine_config=engine_config,
         source=source,
         recipe=recipe,
-        feed=CacheFeed(source, held_out, settings),
+        feed=feed,
     )
+
+
+def _plan(
+    feed: CacheFeed, policy: Policy, train: TrainOptions, engine_config: dict[str, Any]
+) -> list[str]:
+    """The plan of `align plan` in short, of the policy that is loaded."""
+    source, settings = feed.source, feed.settings
+    work = workload_of(
+        source.index.train,
+        settings,
+        train,
+        rows=source.train_rows,
+        held_out=feed.held_out_source.eval_rows,
+    )
+    dtype, ranks = causal_model(policy.model).dtype, settings.world.size
+    elements = elements_of(policy, packs=False, numel=whole_numel)
+    setting = Setting.of(
+        engine_config, ranks=ranks, itemsize=dtype.itemsize, device=policy.device.type
+    )
+    setting = setting.with_optimizer(train)
+    how = f"{str(dtype).removeprefix('torch.')}, zero{setting.stage}"
+    return short_plan(work, elements, held_memory(elements, setting), ranks, how)
 
 
 def _policy(job: TrainingJob, recipe: Recipe, world: World, start: Start | None) -> Policy:
@@ -191,22 +226,6 @@ def _overlap_notes(source: TrainSource, held_out: TrainSource) -> Iterator[str]:
             f"{found.near:,} of {found.held_out:,} {where} are nearly the same, word for word, as "
             f"one in the training data. {says_nothing}"
         )
-
-
-def _feed_settings(job: TrainingJob, recipe: Recipe, world: World, policy: Policy) -> FeedSettings:
-    train = job.config.train
-    return FeedSettings(
-        seed=train.seed,
-        epochs=train.epochs,
-        batch_size=train.batch_size,
-        kl_use=recipe.option("kl_use", "rotate"),
-        kl_per_step=recipe.option("kl_per_step", 0),
-        limit_train_batches=train.limit_train_batches,
-        limit_eval_batches=train.limit_eval_batches,
-        tokens_per_batch=train.tokens_per_batch or TOKENS_PER_BATCH[policy.device.type],
-        pads=policy.path.layout != "packed",
-        world=world,
-    )
 
 
 def _text_config(policy: Policy) -> Any:
