@@ -120,12 +120,16 @@ class MemoryPlanner:
 
     def components(self, way: Way) -> Components:
         """What one GPU holds at the peak."""
+        return at_peak(*self.parts(way), self._planned.micro_batches)
+
+    def parts(self, way: Way) -> tuple[Held, Trace]:
+        """What it always holds, and what a micro-batch takes."""
         elements, setting = self.elements(way.learning), self.setting(way)
         held = held_memory(elements, setting)
         traced = self._trace(way.learning != "full", checkpointing=way.checkpointing)
         if way.checkpointing and self._planned.train.checkpoint_offload:
             held, traced = replace(held, host=held.host + traced.kept), traced.without_kept()
-        return at_peak(held, traced, self._planned.micro_batches)
+        return held, traced
 
     def setting(self, way: Way) -> Setting:
         """What DeepSpeed is asked for."""

@@ -44,10 +44,15 @@ class Moment:
 class Trace:
     """What one micro-batch takes: the weights, and gradients that are finished, left out."""
 
-    moments: tuple[Moment, ...]  # the first is the forward pass of the layers, the second the head
+    moments: tuple[Moment, ...]  # of the layers' forward pass, then of the backward pass
     kept: int  # bytes that the layers keep from the forward to the backward pass
     masks: int  # bytes of dense attention masks, part of it
     buffer: int  # bytes of logits that the head keeps for good
+
+    @property
+    def head(self) -> int:
+        """The most that the head takes while it runs."""
+        return max(moment.head for moment in self.moments)
 
     def without_kept(self) -> Trace:
         """The same where what the layers keep waits in the memory of the CPU."""
@@ -65,32 +70,40 @@ def trace(model: nn.Module, trees: Sequence[Tree], path: ScoringPath, *, device:
         if isinstance(tensor, Tensor):
             live.know(tensor)
     model.train()
-    finished = 0
+    finished, is_in_head = 0, path.head == "fused"
+
+    def note() -> None:
+        most = live.restart()
+        layers = kept if is_in_head else most
+        moments.append(Moment(finished, layers, most - layers))
 
     def hand_over(parameter: Tensor) -> None:
         nonlocal finished
-        moments.append(Moment(finished, live.restart(), 0))
+        note()
         finished += parameter.numel()
         parameter.grad = None
+
+    def leave_head(_: Tensor) -> None:
+        nonlocal is_in_head
+        note()
+        is_in_head = False
 
     learning = [one for one in model.parameters() if one.requires_grad]
     hooks = [_hooked(one, hand_over) for one in learning]
     try:
         with _stand_ins(), live:
             states = _states(inner, batch, path)[batch.predictors]
+            states.register_hook(leave_head)
             forward, kept = Moment(0, live.restart(), 0), live.now
             loss = _head_loss(inner, states, path, device)
             del states
             loss.backward()  # type: ignore[no-untyped-call]
+            note()
     finally:
         for hook in hooks:
             hook.remove()
-    moments.append(Moment(finished, live.restart(), 0))
-    is_fused = path.head == "fused"
-    if is_fused:
-        moments[0] = Moment(0, kept, moments[0].layers - kept)
     masks = _mask_bytes(batch, inner, path)
-    return Trace((forward, *moments), kept, masks, BUFFER_BYTES if is_fused else 0)
+    return Trace((forward, *moments), kept, masks, BUFFER_BYTES if path.head == "fused" else 0)
 
 
 def _hooked(parameter: Any, hand_over: Callable[[Tensor], None]) -> Any:
