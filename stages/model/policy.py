@@ -19,8 +19,10 @@ from ...schemas.methods import Head
 from ...schemas.rows import Tree
 from .fused_head import output_head
 from .fused_head_backward import call_head_for_logps
+from .host_activations import keeps_on_host
 from .load import add_lora, first_line, load_model, merged, value_head
 from .logprobs import ScoringPath, branch_outputs, causal_model, choose_path, input_device
+from .quantized_base import load_in_4_bits
 from .reward_model import choose_layout, load_reward_model, tree_scores
 from .sharded_load import load_sharded
 from .transformers_compat import recompute_activations
@@ -51,21 +53,24 @@ def load_policy(
     """The policy that begins as this model, the adapter of a reference merged into it."""
     options = replace(model, dtype=train.dtype, device_map="", tensor_parallel=1)
     load: Callable[..., nn.Module] = load_model
-    if spread:
+    if lora.quantize != "none":
+        load = load_in_4_bits
+    elif spread:
         reads = lora.enabled or spread.path is None  # a checkpoint leaves frozen weights out
         load = partial(load_sharded, partitions=spread.partitions, reads=reads)
     if head == "score":
         loaded = load_reward_model(options, train.seed, load)
     else:
         loaded = merged(load(options))
-    loaded.requires_grad_(True)
+    if not lora.enabled:  # with an adapter the rest is frozen
+        loaded.requires_grad_(True)
     if not train.dropout:
         turn_dropout_off(loaded)
     if lora.enabled:
         loaded = add_lora(loaded, lora if train.dropout else replace(lora, dropout=0.0), train.seed)
     policy = Policy(loaded, head=head, purity=purity, spread=spread)
     if train.gradient_checkpointing:
-        policy.recompute_activations()
+        policy.recompute_activations(on_host=train.checkpoint_offload)
     return policy
 
 
@@ -125,10 +130,10 @@ class Policy(nn.Module):
             return outputs.rows
         return torch.cat([outputs.rows, head(outputs.states).t().to(outputs.rows.device)])
 
-    def recompute_activations(self) -> None:
+    def recompute_activations(self, *, on_host: bool = False) -> None:
         """Keeps what enters a layer only, and runs the layer again for its gradient."""
         try:
-            recompute_activations(causal_model(self.model))
+            recompute_activations(causal_model(self.model), keeps_on_host if on_host else None)
         except ValueError as error:
             raise UsageError(
                 f"train.gradient_checkpointing: {first_line(error)} Set it to false."
