@@ -235,13 +235,15 @@ def _require_agreement(session: Session, records: RunRecords) -> None:
     sample = run_on_all_ranks(
         session.world, lambda: list(sample_rows(job.cache, job.manifest, SAMPLED_ROWS))
     )
+    is_packed = job.config.lora.quantize != "none"
     gap = largest_gap(
         session.engine,
         sample,
         job.manifest.fingerprint["model.dtype"],
         str(causal_model(session.policy.model).dtype).removeprefix("torch."),
+        may_differ=is_packed,
     )
-    records.agreed(gap)
+    records.agreed(gap, is_packed=is_packed)
 
 
 def _learn(session: Session, start: Start, records: RunRecords, place: Place) -> Trained:

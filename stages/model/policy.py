@@ -19,6 +19,7 @@ from ...schemas.methods import ROUTING, Head
 from ...schemas.rows import Tree
 from .fused_head import output_head
 from .fused_head_backward import call_head_for_logps
+from .host_activations import keeps_on_host
 from .load import add_lora, first_line, load_model, merged, text_config, value_head
 from .logprobs import (
     ScoringPath,
@@ -28,6 +29,7 @@ from .logprobs import (
     input_device,
     last_states,
 )
+from .quantized_base import load_in_4_bits
 from .reward_model import batch_scores, choose_layout, load_reward_model
 from .router_watch import RouterWatch, counted_tokens, require_coefficient
 from .sharded_load import load_sharded
@@ -59,7 +61,9 @@ def load_policy(
     """The policy that begins as this model, the adapter of a reference merged into it."""
     options = replace(model, dtype=train.dtype, device_map="", tensor_parallel=1)
     load: Callable[..., nn.Module] = load_model
-    if spread:
+    if lora.quantize != "none":
+        load = load_in_4_bits
+    elif spread:
         reads = lora.enabled or spread.path is None  # a checkpoint leaves frozen weights out
         load = partial(load_sharded, partitions=spread.partitions, reads=reads)
     if train.router_loss:
@@ -68,7 +72,8 @@ def load_policy(
         loaded = load_reward_model(options, train.seed, load)
     else:
         loaded = merged(load(options))
-    loaded.requires_grad_(True)
+    if not lora.enabled:  # with an adapter the rest is frozen
+        loaded.requires_grad_(True)
     if not train.dropout:
         turn_dropout_off(loaded)
     if lora.enabled:
@@ -80,7 +85,7 @@ def load_policy(
             f"{options.path}: no router is found that train.router_loss could balance. Set it to 0."
         )
     if train.gradient_checkpointing:
-        policy.recompute_activations()
+        policy.recompute_activations(on_host=train.checkpoint_offload)
     return policy
 
 
@@ -161,10 +166,10 @@ class Policy(nn.Module):
             return outputs.rows
         return torch.cat([outputs.rows, head(outputs.states).t().to(outputs.rows.device)])
 
-    def recompute_activations(self) -> None:
+    def recompute_activations(self, *, on_host: bool = False) -> None:
         """Keeps what enters a layer only, and runs the layer again for its gradient."""
         try:
-            recompute_activations(causal_model(self.model))
+            recompute_activations(causal_model(self.model), keeps_on_host if on_host else None)
         except ValueError as error:
             raise UsageError(
                 f"train.gradient_checkpointing: {first_line(error)} Set it to false."
