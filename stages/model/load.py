@@ -26,7 +26,13 @@ from .model_folder import (
     require_plain_folder,
     stored_dtype,
 )
-from .placement import chosen_device, placement, rank_device, require_parts
+from .placement import (
+    chosen_device,
+    placement,
+    rank_device,
+    require_parts,
+    without_cudnn_attention,
+)
 from .transformers_compat import attention_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -132,6 +138,7 @@ def _skeleton(config: Any, options: ModelOptions) -> Any:
 
 def from_folder(options: ModelOptions, resolved: Resolved, kind: Any) -> tuple[Any, list[str]]:
     """What transformers makes of the folder, and the names of stored tensors that it leaves out."""
+    without_cudnn_attention()
     try:
         model, report = kind.from_pretrained(
             options.path,
