@@ -24,7 +24,7 @@ SPREAD = ("thirds/zero0/0.5", "rows/zero1/0.5", "thirds/zero3/0.5/recomputing")
 
 
 @pytest.fixture(scope="module")
-def cache(tokenizer_folder, tmp_path_factory):
+def mixture_cache(tokenizer_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("mixture")
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     vocabulary = {
@@ -40,13 +40,17 @@ def cache(tokenizer_folder, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(cache, tmp_path_factory):
-    return run_ranks("mixture_ranks", tmp_path_factory.mktemp("alone"), cache, *ALONE, ranks=1)
+def mixture_alone(mixture_cache, tmp_path_factory):
+    return run_ranks(
+        "mixture_ranks", tmp_path_factory.mktemp("alone"), mixture_cache, *ALONE, ranks=1
+    )
 
 
 @pytest.fixture(scope="module")
-def spread(cache, tmp_path_factory):
-    return run_ranks("mixture_ranks", tmp_path_factory.mktemp("spread"), cache, *SPREAD, ranks=2)
+def mixture_spread(mixture_cache, tmp_path_factory):
+    return run_ranks(
+        "mixture_ranks", tmp_path_factory.mktemp("spread"), mixture_cache, *SPREAD, ranks=2
+    )
 
 
 def require_same(found, expected):
@@ -64,17 +68,21 @@ def largest_difference(some, others):
     return np.abs(np.array(some) - np.array(others)).max()
 
 
-def test_micro_batches_change_nothing(alone):
-    require_same(alone.first["rows/zero0/0.5/recomputing"], alone.first["whole/zero0/0.5"])
+def test_micro_batches_change_nothing(mixture_alone):
+    require_same(
+        mixture_alone.first["rows/zero0/0.5/recomputing"], mixture_alone.first["whole/zero0/0.5"]
+    )
 
 
 @pytest.mark.parametrize("case", SPREAD)
-def test_a_second_rank_changes_nothing_under_any_stage(alone, spread, case):
-    require_same(spread.first[case], alone.first["whole/zero0/0.5"])
+def test_a_second_rank_changes_nothing_under_any_stage(mixture_alone, mixture_spread, case):
+    require_same(mixture_spread.first[case], mixture_alone.first["whole/zero0/0.5"])
 
 
-def test_the_router_loss_is_reported_apart_and_falls_when_it_is_trained_on(alone):
-    balanced, free = (alone.first[f"whole/zero0/{weight}"]["steps"] for weight in ("0.5", "0"))
+def test_the_router_loss_is_reported_apart_and_falls_when_it_is_trained_on(mixture_alone):
+    balanced, free = (
+        mixture_alone.first[f"whole/zero0/{weight}"]["steps"] for weight in ("0.5", "0")
+    )
     # Before the first update both are the same model.
     assert balanced[0]["loss"] == free[0]["loss"]
     assert balanced[0]["router/loss"] == free[0]["router/loss"]
@@ -82,8 +90,8 @@ def test_the_router_loss_is_reported_apart_and_falls_when_it_is_trained_on(alone
     assert balanced[-1]["router/loss"] < free[-1]["router/loss"]
 
 
-def test_what_is_reported_has_the_bounds_that_the_docs_give(alone):
-    seen = alone.first["whole/zero0/0"]
+def test_what_is_reported_has_the_bounds_that_the_docs_give(mixture_alone):
+    seen = mixture_alone.first["whole/zero0/0"]
     for metrics in seen["steps"]:
         assert 2 / EXPERTS < metrics["router/busiest"] <= 1
         assert 0 < metrics["router/entropy"] < np.log(EXPERTS)
