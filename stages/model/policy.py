@@ -17,6 +17,7 @@ from ...schemas.config import LoraOptions, ModelOptions, TrainOptions
 from ...schemas.errors import UsageError
 from ...schemas.methods import Head
 from ...schemas.rows import Tree
+from .flex_attention import why_no_flex
 from .fused_head import output_head
 from .fused_head_backward import call_head_for_logps
 from .load import add_lora, first_line, load_model, merged, value_head
@@ -24,7 +25,6 @@ from .logprobs import ScoringPath, branch_outputs, causal_model, choose_path, in
 from .reward_model import choose_layout, load_reward_model, tree_scores
 from .sharded_load import load_sharded
 from .transformers_compat import recompute_activations
-from .tree_attention import single_branches, tree_batch
 
 _ONE_TOKEN = np.zeros(1, np.int32)
 # What a rank with nothing to do runs, because under ZeRO-3 its peers wait for its collectives.
@@ -63,7 +63,8 @@ def load_policy(
         turn_dropout_off(loaded)
     if lora.enabled:
         loaded = add_lora(loaded, lora if train.dropout else replace(lora, dropout=0.0), train.seed)
-    policy = Policy(loaded, head=head, purity=purity, spread=spread)
+    no_flex = why_no_flex(model.attention, causal_model(loaded).config)
+    policy = Policy(loaded, head=head, purity=purity, spread=spread, no_flex=no_flex)
     if train.gradient_checkpointing:
         policy.recompute_activations()
     return policy
@@ -79,6 +80,7 @@ class Policy(nn.Module):
         head: Head = "none",
         purity: bool = False,
         spread: Sharding | None = None,
+        no_flex: str = "",
     ) -> None:
         super().__init__()
         self.model = model
@@ -91,7 +93,7 @@ class Policy(nn.Module):
         with torch.no_grad(), whole_in_calls:
             known = spread.path if spread else None
             agree = spread.partitions.agreed if spread else bool
-            self.path: ScoringPath = known or choose(model.eval(), agree)
+            self.path: ScoringPath = known or choose(model.eval(), agree, no_flex)
         if self.path.head == "fused":
             call_head_for_logps(causal_model(model))
         # Not part of the model, so that its saved weights and adapters leave it out.
@@ -115,8 +117,7 @@ class Policy(nn.Module):
         return outputs if trees else outputs[:, :0]
 
     def _of_tokens(self, trees: Sequence[Tree]) -> Tensor:
-        rows = single_branches(trees) if self.path.layout == "plain" else trees
-        batch = tree_batch(rows, self.device, packed=self.path.layout == "packed")
+        batch = self.path.batch(self.path.rows(trees), self.device)
         purity, head = "purity" in self.output_names, self.value_head
         outputs = branch_outputs(
             self.model, batch, self.path, purity=purity, states=head is not None

@@ -20,6 +20,7 @@ from ...schemas.rows import Tree
 from .transformers_compat import AttentionInterface
 
 PAD = -1
+ALIGNED = 16  # elements: kernels are fastest where a tensor begins at a multiple of 16 bytes
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,15 @@ class TreeBatch:
     edges: tuple[tuple[int, ...], ...]  # per tree, in (rows * length): start, fork, branch ends
 
 
-def tree_batch(trees: Sequence[Tree], device: torch.device, *, packed: bool = False) -> TreeBatch:
-    """Lays the trees out, each padded on the right to the longest unless packed."""
+def tree_batch(
+    trees: Sequence[Tree], device: torch.device, *, packed: bool = False, length: int = 0
+) -> TreeBatch:
+    """Lays the trees out, each padded on the right to the longest unless packed.
+
+    `length`: packed trees are padded to as many tokens together.
+    """
     sizes = [tree.num_tokens for tree in trees]
-    shape = (1, sum(sizes)) if packed else (len(trees), max(sizes))
+    shape = (1, max(sum(sizes), length)) if packed else (len(trees), max(sizes))
     starts = np.cumsum([0, *sizes[:-1]]) if packed else np.arange(len(trees)) * shape[1]
     grids = np.zeros((3, *shape), np.int64)
     grids[2] = PAD
@@ -48,19 +54,37 @@ def tree_batch(trees: Sequence[Tree], device: torch.device, *, packed: bool = Fa
     for start, place in zip(starts, places, strict=True):
         grids.reshape(3, -1)[:, start : start + place.edges[-1]] = place.columns
     predictors = [start + place.predictors for start, place in zip(starts, places, strict=True)]
-    targets = [branch for tree in trees for branch in tree.branches]
-    token_ids, positions, segments = torch.from_numpy(grids).to(device)
+    targets = np.concatenate([branch for tree in trees for branch in tree.branches])
+    token_ids, positions, segments, *flat = on_device(
+        [*grids, np.concatenate(predictors), targets.astype(np.int64)], device
+    )
     return TreeBatch(
         token_ids=token_ids,
         positions=positions,
         segments=segments,
-        predictors=torch.from_numpy(np.concatenate(predictors)).to(device),
-        targets=torch.from_numpy(np.concatenate(targets).astype(np.int64)).to(device),
+        predictors=flat[0],
+        targets=flat[1],
         edges=tuple(
             (int(start), *(int(start + edge) for edge in place.edges))
             for start, place in zip(starts, places, strict=True)
         ),
     )
+
+
+def on_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Arrays of one dtype as tensors; to a GPU they are copied together, and nothing waits."""
+    if device.type != "cuda":
+        return [torch.from_numpy(array).to(device) for array in arrays]
+    starts = np.cumsum([0, *(-(-array.size // ALIGNED) * ALIGNED for array in arrays)])
+    dtype = torch.from_numpy(arrays[0][:0]).dtype
+    together = torch.empty(int(starts[-1]), dtype=dtype, pin_memory=True)
+    for array, start in zip(arrays, starts, strict=False):
+        together[start : start + array.size] = torch.from_numpy(array).flatten()
+    copied = together.to(device, non_blocking=True)
+    return [
+        copied[start : start + array.size].view(array.shape)
+        for array, start in zip(arrays, starts.tolist(), strict=False)
+    ]
 
 
 @dataclass(frozen=True)
