@@ -77,6 +77,7 @@ def train_in(
         session = open_session(job, world, columns, progress, start)
         held = held_to_checkpoint(session, start)
         with open_records(session, held, progress) as records:
+            records.say(f"policy: {session.policy.path}")
             place = _restored(session, held)
             if place is None:
                 _require_agreement(session, records)
@@ -221,7 +222,7 @@ def _feed_settings(job: TrainingJob, recipe: Recipe, world: World, policy: Polic
         limit_train_batches=train.limit_train_batches,
         limit_eval_batches=train.limit_eval_batches,
         tokens_per_batch=train.tokens_per_batch or TOKENS_PER_BATCH[policy.device.type],
-        pads=policy.path.layout != "packed",
+        pads=not policy.path.packs,
         world=world,
     )
 
