@@ -22,6 +22,7 @@ Items = Literal["rows", "branches", "tokens", "chosen_tokens"]
 Need = Literal["reference", "mismatched", "token_reference", "values", "purity", "scores"]
 # What the policy has besides, or in place of, its vocabulary.
 Head = Literal["none", "values", "score"]
+ROUTING = "routing"  # what a forward pass calls the sums of a mixture's routers
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,17 @@ class Tokens:
         assert self.reference is not None, "a need for the per-token reference is declared"
         return self.logps - self.reference
 
+    @property
+    def places(self) -> Tensor:
+        """The place of each token in its branch, from 0: (tokens,) int64."""
+        every = self.counts.new_ones(len(self.logps)).cumsum(0) - 1
+        return every - self.of_each(self.counts.cumsum(0) - self.counts)
+
+    def of_each(self, values: Tensor) -> Tensor:
+        """Each branch's value once for each of its tokens, (tokens,)."""
+        # The size is told: otherwise the host waits for a GPU that counts.
+        return values.repeat_interleave(self.counts, output_size=len(self.logps))
+
 
 @dataclass(frozen=True)
 class Branches:
@@ -57,6 +69,7 @@ class Branches:
     places: Tensor | None = None  # (branches,) int64: the place of each in the whole step
     tokens: Tokens | None = None  # where something needs more than their sums
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # each (rows,) of the data
+    routing: Tensor | None = None  # of a mixture of experts: sums over all tokens of the rows
     adjusted: Tensor | None = None  # (branches,) log-ratios as a modifier has changed them
     margin: Tensor | None = None  # (rows,) wanted between chosen and rejected
 
@@ -77,7 +90,30 @@ class Step:
     mismatched: Tensor  # (pairs,) float64 log-ratios of its mismatched branches, no gradient
     # What the method's survey found of every own branch of the step, by their places.
     surveyed: Mapping[str, Tensor] = field(default_factory=dict)  # each (branches,) float64
-    state: tuple[float, ...] = ()  # of the method, this step included
+    # Of the method, this step included: tensors (), until the step is read from its device.
+    state: tuple[float | Tensor, ...] = ()
+    routing: Tensor | None = None  # of its own branches, where the router loss needs it
+
+
+@dataclass(frozen=True)
+class Masked:
+    """Values of which a mask says which count: to take them out, the host would wait for a GPU."""
+
+    values: Tensor
+    is_counted: Tensor  # bool, of the same shape
+
+    @property
+    def total(self) -> Tensor:
+        """The sum of those that count, ()."""
+        return self.values.masked_fill(~self.is_counted, 0.0).double().sum()
+
+    @property
+    def count(self) -> Tensor:
+        """How many count, () float64."""
+        return self.is_counted.double().sum()
+
+
+Metric: TypeAlias = "Tensor | Masked"
 
 
 @dataclass(frozen=True)
@@ -89,7 +125,7 @@ class LossOutput:
     """
 
     losses: Tensor  # (rows,) or (branches,) float64; a branch's sum where tokens are counted
-    metrics: Mapping[str, Tensor]  # each (any number,) and detached
+    metrics: Mapping[str, Metric]  # each of any number of values, detached
 
 
 @dataclass(frozen=True)
@@ -118,7 +154,8 @@ class Rewards:
 
 Loss: TypeAlias = "Callable[[Branches, Step, Any], LossOutput]"
 Survey: TypeAlias = "Callable[[Branches, Any], Mapping[str, Tensor]]"
-UpdateState: TypeAlias = "Callable[[tuple[float, ...], Mapping[str, Tensor]], tuple[float, ...]]"
+State: TypeAlias = "tuple[float | Tensor, ...]"
+UpdateState: TypeAlias = "Callable[[State, Mapping[str, Tensor]], State]"
 
 
 @dataclass(frozen=True)

@@ -131,10 +131,6 @@ class DeepSpeedEngine:
         """Sums float64 values over ranks."""
         return distributed.total(values)
 
-    def gathered(self, values: Tensor) -> Tensor:
-        """Joins float64 values of all ranks, in the order of ranks; lengths may differ."""
-        return distributed.joined(values)
-
     def learn_mode(self, *, dropout_seed: int | None) -> None:
         """Training mode, dropout drawn from this seed; None is evaluation mode."""
         self._engine.train(dropout_seed is not None)

@@ -14,7 +14,9 @@ from ...schemas.methods import (
     Branches,
     Labels,
     LossOutput,
+    Metric,
     ResolvedOptions,
+    State,
     Step,
     beta,
 )
@@ -155,9 +157,9 @@ def zero_point(step: Step) -> Tensor:
     return _mean(step.mismatched).clamp(min=0)
 
 
-def kl_metrics(step: Step, count: int) -> dict[str, Tensor]:
+def kl_metrics(step: Step, count: int) -> dict[str, Metric]:
     """The step's facts once per item, so that their mean over the step is the fact itself."""
-    pairs = step.mismatched.new_tensor(float(len(step.mismatched)))
+    pairs = step.mismatched.new_full((), len(step.mismatched))
     values = {"kl/pairs": pairs}
     if len(step.mismatched):
         values |= {"kl/raw": _mean(step.mismatched), "kl/clamped": zero_point(step)}
@@ -228,7 +230,7 @@ def bco(branches: Branches, step: Step, options: BcoOptions) -> LossOutput:
     branches are not weighed by how much their prompts resemble those of desirable ones (UDM).
     """
     labelled = labelled_of(branches)
-    delta = branches.logps.new_tensor(_mean_of(step.state))
+    delta = branches.logps.new_zeros(()) + _mean_of(step.state)
     rewards = options.beta * labelled.ratios
     losses = -logsigmoid(labelled.signs * (rewards - delta))
     # Once per item, so that its mean over the step is itself.
@@ -241,17 +243,15 @@ def survey_rewards(branches: Branches, options: BcoOptions) -> dict[str, Tensor]
     return {"rewards": options.beta * branches.ratios.detach()}
 
 
-def update_mean_reward(
-    state: tuple[float, ...], surveyed: Mapping[str, Tensor]
-) -> tuple[float, ...]:
+def update_mean_reward(state: State, surveyed: Mapping[str, Tensor]) -> State:
     """How many rewards were seen, and their mean."""
     rewards, mean = surveyed["rewards"], _mean_of(state)
-    count = (state[0] if state else 0.0) + len(rewards)
+    count = float(state[0] if state else 0.0) + len(rewards)
     # Differences first: sums of many steps would lose the last digits of a mean near zero.
-    return (count, mean + (rewards - mean).sum().item() / max(1.0, count))
+    return (count, mean + (rewards - mean).sum() / max(1.0, count))
 
 
-def _mean_of(state: tuple[float, ...]) -> float:
+def _mean_of(state: State) -> float | Tensor:
     return state[1] if state else 0.0
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from ...schemas.errors import UsageError
-from ...schemas.methods import Branches, Need, Tokens
+from ...schemas.methods import Branches, Metric, Need, Tokens
 from ...schemas.option import option
 
 # What a method may allow, by the option that turns each on.
@@ -94,7 +94,7 @@ class Modifiers:
             losses = losses * (weights if per_row else weights[branches.rows])
         return losses
 
-    def metrics(self, branches: Branches) -> Mapping[str, Tensor]:
+    def metrics(self, branches: Branches) -> Mapping[str, Metric]:
         """What these report of themselves."""
         if not self.humanline:
             return {}
@@ -152,10 +152,9 @@ def _with_tails_weighed(branches: Branches, alpha: float) -> Branches:
     tokens = tokens_of(branches)
     counts = tokens.counts
     shorter = counts.view(-1, 2).amin(dim=1).repeat_interleave(2)
-    starts = (counts.cumsum(0) - counts).repeat_interleave(counts)
-    place = torch.arange(len(starts), device=counts.device) - starts
     ratios = tokens.log_ratios
-    weighed = torch.where(place < shorter.repeat_interleave(counts), ratios, alpha * ratios)
+    is_short = tokens.places < tokens.of_each(shorter)
+    weighed = torch.where(is_short, ratios, alpha * ratios)
     return replace(branches, adjusted=sums_of(weighed, counts))
 
 

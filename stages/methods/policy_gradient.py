@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...schemas.methods import Branches, LossOutput, Method, Rewards, Step, Tokens
+from ...schemas.methods import Branches, LossOutput, Method, Metric, Rewards, Step, Tokens
 from ...schemas.option import option
 from .modifiers import CLAMPS, bounded_exp, sums_of, tokens_of
 
@@ -37,7 +37,7 @@ def grpo(branches: Branches, step: Step, options: GrpoOptions) -> LossOutput:
     stands for the policy that wrote them. A modifier changes the p of the first term alone.
     """
     tokens = tokens_of(branches)
-    advantages = group_advantages(branches).repeat_interleave(tokens.counts)
+    advantages = tokens.of_each(group_advantages(branches))
     losses = clipped(advantages, tokens.log_ratios, options.epsilon)
     losses = sums_of(losses + options.beta * distances(tokens), tokens.counts)
     if options.normalize == "sequence":
@@ -59,7 +59,8 @@ def group_advantages(branches: Branches) -> Tensor:
     1e-2.
     """
     scores, rows = branches.scores, branches.rows
-    sizes = torch.bincount(rows)
+    # As many as there are branches: those behind the last row stay empty.
+    sizes = torch.zeros_like(rows).index_add(0, rows, torch.ones_like(rows))
     deviations = scores - (sums_of(scores, sizes) / sizes)[rows]
     spread = (sums_of(deviations.square(), sizes) / (sizes - 1).clamp(min=1)).sqrt()
     return deviations / (spread[rows] + SMALLEST_SPREAD)
@@ -83,7 +84,7 @@ def plain_log_ratios(tokens: Tokens) -> Tensor:
     return tokens.logps - tokens.reference
 
 
-def candidate_metrics(branches: Branches, advantages: Tensor, epsilon: float) -> dict[str, Tensor]:
+def candidate_metrics(branches: Branches, advantages: Tensor, epsilon: float) -> dict[str, Metric]:
     """What methods of scored candidates report.
 
     `rewards/scores` are the data's, `advantages/gained` is A (p - 1), by how much a token has moved
@@ -173,10 +174,10 @@ def survey(branches: Branches, options: PpoOptions) -> Mapping[str, Tensor]:
 
     Squares around the branch's own mean lose no digits to scores that are far from 0.
     """
-    counts = tokens_of(branches).counts
+    tokens, counts = tokens_of(branches), tokens_of(branches).counts
     advantages = estimates_of(branches, options).advantages
     sums = sums_of(advantages, counts)
-    around = advantages - (sums / counts).repeat_interleave(counts)
+    around = advantages - tokens.of_each(sums / counts)
     squares = sums_of(around.square(), counts)
     return {"tokens": counts.double(), "advantages": sums, "squares": squares}
 
@@ -190,25 +191,27 @@ def estimates_of(branches: Branches, options: PpoOptions) -> Estimates:
     A_t = sum over k >= 0 of (gamma lam)^k d_(t+k); R_t = A_t + V_t.
     """
     tokens = tokens_of(branches)
-    counts, values = tokens.counts, _values(tokens).detach()
-    width = int(counts.max()) if len(counts) else 0
-    places = torch.arange(width, device=counts.device)
-    is_token = places < counts[:, None]
-    now = values.new_zeros(is_token.shape).masked_scatter(is_token, values)
-    rewards = torch.where(places == counts[:, None] - 1, branches.scores[:, None], 0.0)
-    deltas = rewards + options.gamma * pad(now[:, 1:], (0, 1)) - now
-    advantages = _discounted(deltas, options.gamma * options.lam)[is_token]
+    values = _values(tokens).detach()
+    left = tokens.of_each(tokens.counts) - tokens.places  # this token and those behind it
+    rewards = torch.where(left == 1, tokens.of_each(branches.scores), 0.0)
+    deltas = rewards + options.gamma * _later(values, 1, left) - values
+    advantages = _discounted(deltas, options.gamma * options.lam, left)
     return Estimates(advantages, advantages + values)
 
 
-def _discounted(deltas: Tensor, factor: float) -> Tensor:
-    """Sums over k >= 0 of factor^k d_(t+k) along each row, in log2(width) rounds."""
+def _discounted(deltas: Tensor, factor: float, left: Tensor) -> Tensor:
+    """Sums over k >= 0 of factor^k d_(t+k) along each branch, in log2(tokens) rounds."""
     reach, sums = 1, deltas
-    while reach < deltas.shape[1]:
+    while reach < len(deltas):
         # What a token has summed up so far reaches twice as far with that of a later token.
-        sums = sums + factor**reach * pad(sums[:, reach:], (0, reach))
+        sums = sums + factor**reach * _later(sums, reach, left)
         reach *= 2
     return sums
+
+
+def _later(values: Tensor, by: int, left: Tensor) -> Tensor:
+    """The value of the token so many places behind, 0 where the branch has ended by then."""
+    return pad(values, (0, by))[by:].masked_fill(left <= by, 0.0)
 
 
 def _whitened(advantages: Tensor, step: Step) -> Tensor:

@@ -6,16 +6,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ...schemas.methods import Branches, Head, Items, Labels, Method, Need, RowKind, Step
+from ...schemas.methods import (
+    Branches,
+    Head,
+    Items,
+    Labels,
+    Masked,
+    Method,
+    Metric,
+    Need,
+    RowKind,
+    State,
+    Step,
+)
 from ...schemas.rows import Role
 from .modifiers import Modifiers, names_within
 from .rewards import reward_metrics
 
 LOSS = "loss"
 MethodState = dict[str, tuple[float, ...]]  # of each method that has one, by its name
+StepState = Mapping[str, State]  # the same, some of it still on the device of a step
 # Paired rows can be read as labelled ones, and both say which branches to imitate.
 _MOST_ASKED_FIRST: tuple[RowKind, ...] = ("grouped", "paired", "labelled", "imitated")
 _LABELS = {Role.CHOSEN: Role.DESIRABLE, Role.REJECTED: Role.UNDESIRABLE}
@@ -35,7 +50,7 @@ class Total:
     """A sum and its count, whose quotient is the mean over all micro-batches and ranks."""
 
     total: Tensor
-    count: float
+    count: float | Tensor
 
 
 @dataclass(frozen=True)
@@ -45,7 +60,7 @@ class Outcome:
     share: Tensor  # () of the step's loss, with the gradient
     losses: Tensor  # (rows,) or (branches,): where one is not finite, the row is to blame
     totals: Mapping[str, Total]
-    metrics: Mapping[str, Tensor]
+    metrics: Mapping[str, Metric]
 
 
 @dataclass(frozen=True)
@@ -136,7 +151,7 @@ class Recipe:
             for name, value in part.method.survey(self._view(seen, part), part.options).items()
         }
 
-    def next_state(self, state: MethodState, surveyed: Mapping[str, Tensor]) -> MethodState:
+    def next_state(self, state: StepState, surveyed: Mapping[str, Tensor]) -> StepState:
         """The state of each method that has one, with this step counted in."""
         return {
             part.method.name: part.method.update_state(
@@ -156,14 +171,14 @@ class Recipe:
         """Log-ratios as every part sees them."""
         return self.modifiers.applied(branches).ratios
 
-    def outcome(self, branches: Branches, step: Step, state: MethodState) -> Outcome:
+    def outcome(self, branches: Branches, step: Step, state: StepState) -> Outcome:
         """The loss of a micro-batch."""
         seen = self.modifiers.applied(branches)
         outcomes = [self._outcome_of(part, seen, step, state) for part in self.parts]
         if len(outcomes) == 1:
             first = outcomes[0]
             return replace(first, metrics={**first.metrics, **self.modifiers.metrics(branches)})
-        metrics: dict[str, Tensor] = {}
+        metrics: dict[str, Metric] = {}
         totals: dict[str, Total] = {}
         for part, outcome in zip(self.parts, outcomes, strict=True):
             totals[f"{LOSS}/{part.method.name}"] = outcome.totals[LOSS]
@@ -183,7 +198,7 @@ class Recipe:
             return dict(means)
         return {LOSS: sum(weights[name] * means[name] for name in present), **means}
 
-    def _outcome_of(self, part: Part, seen: Branches, step: Step, state: MethodState) -> Outcome:
+    def _outcome_of(self, part: Part, seen: Branches, step: Step, state: StepState) -> Outcome:
         branches, method = self._view(seen, part), part.method
         known = replace(step, surveyed=_of(part, step.surveyed), state=state.get(method.name, ()))
         output = method.loss(branches, known, part.options)
@@ -200,10 +215,24 @@ class Recipe:
         """The branches as this part reads them: pairs become labels for a method of labels."""
         if part.method.rows != "labelled" or self.rows != "paired":
             return branches
-        roles = branches.roles.clone()
+        roles = branches.roles
         for role, label in _LABELS.items():
-            roles[branches.roles == role] = label
+            roles = roles.masked_fill(roles == role, label)
         return replace(branches, roles=roles)
+
+
+_ROLES: dict[RowKind, tuple[set[Role], set[Role]]] = {
+    "paired": ({Role.CHOSEN}, {Role.REJECTED}),
+    "labelled": ({Role.DESIRABLE, Role.UNDESIRABLE},) * 2,
+}
+
+
+def reads(kind: RowKind, roles: NDArray[np.int8]) -> bool:
+    """Whether rows of this kind have these roles; of pairs the chosen branch comes first."""
+    if kind not in _ROLES or (roles == Role.MISMATCHED).all():
+        return True
+    sides = zip(_ROLES[kind], (roles[0::2], roles[1::2]), strict=True)
+    return all(set(found.tolist()) <= allowed for allowed, found in sides)
 
 
 def is_good(branches: Branches) -> Tensor:
@@ -216,7 +245,7 @@ def _rewards_of(part: Part, branches: Branches) -> Tensor | None:
     return rewards.of(branches, part.options).detach() if rewards else None
 
 
-def _reward_metrics(part: Part, branches: Branches) -> dict[str, Tensor]:
+def _reward_metrics(part: Part, branches: Branches) -> dict[str, Metric]:
     rewards = _rewards_of(part, branches)
     return {} if rewards is None else reward_metrics(rewards, branches, part.method.rows)
 
@@ -236,11 +265,12 @@ def _by_branch(losses: Tensor, branches: Branches) -> Tensor:
     return losses if len(losses) == len(branches.rows) else losses[branches.rows]
 
 
-def _count(branches: Branches, items: Items) -> float:
+def _count(branches: Branches, items: Items) -> float | Tensor:
     """How many items of a step these branches are."""
+    if items == "branches" or not len(branches.rows):
+        return float(len(branches.rows))
     if items == "rows":
-        return float(len(torch.bincount(branches.rows).nonzero()))
-    if items == "branches":
-        return float(len(branches.logps))
-    counted = branches.num_tokens if items == "tokens" else branches.num_tokens[is_good(branches)]
-    return float(counted.sum())
+        return 1.0 + branches.rows.diff().ne(0).sum()
+    if items == "tokens":
+        return branches.num_tokens.sum()
+    return Masked(branches.num_tokens, is_good(branches)).total

@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from ...schemas.methods import Branches, LossOutput, Method, Rewards, RowKind, Step
+from ...schemas.methods import (
+    Branches,
+    LossOutput,
+    Masked,
+    Method,
+    Metric,
+    Rewards,
+    RowKind,
+    Step,
+)
 from ...schemas.rows import Role
 from .modifiers import SEES_RATIOS, WEIGHS_PAIRS
 
@@ -54,7 +63,7 @@ labelled_method = partial(
 )
 
 
-def reward_metrics(rewards: Tensor, branches: Branches, kind: RowKind) -> dict[str, Tensor]:
+def reward_metrics(rewards: Tensor, branches: Branches, kind: RowKind) -> dict[str, Metric]:
     """What is reported of the rewards of a micro-batch of rows of this kind.
 
     Every row, branch or pair of candidates counts the same; `row_weight` changes nothing here.
@@ -65,13 +74,13 @@ def reward_metrics(rewards: Tensor, branches: Branches, kind: RowKind) -> dict[s
         return {"rewards/accuracies": _ranked_alike(rewards, branches)}
     is_desirable = branches.roles == Role.DESIRABLE
     return {
-        "rewards/chosen": rewards[is_desirable],
-        "rewards/rejected": rewards[~is_desirable],
+        "rewards/chosen": Masked(rewards, is_desirable),
+        "rewards/rejected": Masked(rewards, ~is_desirable),
         "rewards/accuracies": _rows_told_apart(rewards, branches.rows, is_desirable),
     }
 
 
-def paired_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
+def paired_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Metric]:
     """Of pairs: rewards of either side, and which is the higher; equal ones are not right."""
     return {
         "rewards/chosen": chosen,
@@ -80,7 +89,7 @@ def paired_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
     }
 
 
-def compared(margins: Tensor) -> dict[str, Tensor]:
+def compared(margins: Tensor) -> dict[str, Metric]:
     """What is reported of differences that should be above 0, (pairs,)."""
     return {"rewards/margins": margins, "rewards/accuracies": (margins > 0).double()}
 
@@ -93,27 +102,27 @@ def with_margin(means: Mapping[str, float]) -> dict[str, float]:
     return {**means, "rewards/margins": means[either[0]] - means[either[1]]}
 
 
-def _rows_told_apart(rewards: Tensor, rows: Tensor, is_desirable: Tensor) -> Tensor:
+def _rows_told_apart(rewards: Tensor, rows: Tensor, is_desirable: Tensor) -> Masked:
     """Of each row with both labels, whether its desirable branches have the higher mean."""
     desirable, undesirable = (
         _means_by_row(rewards, rows, which) for which in (is_desirable, ~is_desirable)
     )
     both = desirable.isfinite() & undesirable.isfinite()
-    return (desirable > undesirable)[both].double()
+    return Masked((desirable > undesirable).double(), both)
 
 
 def _means_by_row(rewards: Tensor, rows: Tensor, which: Tensor) -> Tensor:
-    """NaN for a row without such a branch."""
-    size = int(rows.max()) + 1 if len(rows) else 0
-    totals = rewards.new_zeros(size).index_add(0, rows[which], rewards[which])
-    return totals / torch.bincount(rows[which], minlength=size)
+    """NaN for a row without such a branch, and for places behind the last row."""
+    none = torch.zeros_like(rewards)  # there are no more rows than branches
+    totals = none.index_add(0, rows, rewards.masked_fill(~which, 0.0))
+    return totals / none.index_add(0, rows, which.to(none.dtype))
 
 
-def _ranked_alike(rewards: Tensor, branches: Branches) -> Tensor:
+def _ranked_alike(rewards: Tensor, branches: Branches) -> Masked:
     """1 or 0 for each ordered pair of a better and a worse candidate of one prompt, float64."""
     rows, given = branches.rows, branches.scores
     is_pair = (rows[:, None] == rows) & (given[:, None] > given)
-    return (rewards[:, None] > rewards)[is_pair].double()
+    return Masked((rewards[:, None] > rewards).double(), is_pair)
 
 
 class ReferencedOptions(Protocol):
@@ -175,8 +184,6 @@ class Pairs:
 
 def pairs_of(branches: Branches) -> Pairs:
     """Splits a micro-batch of paired rows into its two sides."""
-    assert bool((branches.roles[0::2] == Role.CHOSEN).all()), "chosen comes first"
-    assert bool((branches.roles[1::2] == Role.REJECTED).all()), "rejected comes second"
     return Pairs(_side(branches, first=0), _side(branches, first=1), branches.margin)
 
 
@@ -187,7 +194,7 @@ def referenced_output(pairs: Pairs, losses: Tensor, options: ReferencedOptions) 
     return LossOutput(losses + options.sft_weight * nll, metrics)
 
 
-def logp_metrics(pairs: Pairs) -> dict[str, Tensor]:
+def logp_metrics(pairs: Pairs) -> dict[str, Metric]:
     """The policy's sums of either side."""
     return {
         "logps/chosen": pairs.chosen.logps.detach(),
@@ -220,23 +227,21 @@ class Labelled:
     def weights(self, desirable: float, undesirable: float) -> Tensor:
         """What each branch weighs, (branches,) float64."""
         # Tensors, for torch.where() makes float32 of two plain numbers.
-        high, low = self.ratios.new_tensor(desirable), self.ratios.new_tensor(undesirable)
+        high, low = self.ratios.new_full((), desirable), self.ratios.new_full((), undesirable)
         return torch.where(self.is_desirable, high, low)
 
-    def metrics(self) -> dict[str, Tensor]:
+    def metrics(self) -> dict[str, Metric]:
         """Log-probs of either label, desirable under the name of chosen."""
         logps = self.logps.detach()
         return {
-            "logps/chosen": logps[self.is_desirable],
-            "logps/rejected": logps[~self.is_desirable],
+            "logps/chosen": Masked(logps, self.is_desirable),
+            "logps/rejected": Masked(logps, ~self.is_desirable),
         }
 
 
 def labelled_of(branches: Branches) -> Labelled:
     """Reads the labels of a micro-batch of labelled branches."""
-    is_desirable = branches.roles == Role.DESIRABLE
-    assert bool((is_desirable | (branches.roles == Role.UNDESIRABLE)).all()), "labels only"
-    return Labelled(branches.logps, branches.ratios, is_desirable)
+    return Labelled(branches.logps, branches.ratios, branches.roles == Role.DESIRABLE)
 
 
 @dataclass(frozen=True)

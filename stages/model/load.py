@@ -27,7 +27,13 @@ from .model_folder import (
     require_plain_folder,
     stored_dtype,
 )
-from .placement import chosen_device, placement, rank_device, require_parts
+from .placement import (
+    chosen_device,
+    placement,
+    rank_device,
+    require_parts,
+    without_cudnn_attention,
+)
 from .transformers_compat import attention_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -98,6 +104,12 @@ def resolve(options: ModelOptions) -> Resolved:
     )
 
 
+def text_config(options: ModelOptions) -> Any:
+    """What a model's config says of its text part."""
+    with quiet():
+        return _config(options).get_text_config(decoder=True)
+
+
 def _config(options: ModelOptions) -> Any:
     try:
         return AutoConfig.from_pretrained(
@@ -129,6 +141,7 @@ def from_folder(
     options: ModelOptions, resolved: Resolved, kind: Any, packing: Mapping[str, Any] | None = None
 ) -> tuple[Any, list[str]]:
     """What transformers makes of the folder, and the names of stored tensors that it leaves out."""
+    without_cudnn_attention()
     try:
         model, report = kind.from_pretrained(
             options.path,

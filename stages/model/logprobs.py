@@ -138,7 +138,7 @@ def _inputs(model: Any, batch: TreeBatch, path: ScoringPath) -> dict[str, Any]:
         inputs["pieces"] = pieces_of(batch, config, model.dtype)
     elif path.layout == "tree":
         inputs["attention_mask"] = tree_mask(batch, config, model.dtype)
-    elif (batch.segments == PAD).any():
+    elif batch.is_padded:
         inputs["attention_mask"] = (batch.segments != PAD).long()
     return inputs
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from ...schemas.config import ModelOptions
 from ...schemas.errors import UsageError
 from ...schemas.rows import Tree
+from .copies import on_device
 from .load import SCORES, ScalarHead, first_line, load_model, merged, quiet
 from .logprobs import (
     PATHS,
@@ -181,11 +182,18 @@ LAYOUTS = tuple(replace(path, head="score") for path in PATHS if path.head == "f
 def tree_scores(model: nn.Module, trees: Sequence[Tree], path: ScoringPath) -> Tensor:
     """Scores in the order tree, branch, by one pass of the model: (branches,) float32."""
     rows = single_branches(trees) if path.layout == "plain" else trees
-    inner: Any = causal_model(model)
     batch = tree_batch(rows, input_device(model), packed=path.layout == "packed")
+    return batch_scores(model, rows, batch, path)
+
+
+def batch_scores(
+    model: nn.Module, rows: Sequence[Tree], batch: TreeBatch, path: ScoringPath
+) -> Tensor:
+    """The same of rows that are laid out."""
+    inner: Any = causal_model(model)
     places = _last_places(rows, batch, inner.config.pad_token_id)
     states = last_states(inner, batch, path)
-    scores: Tensor = inner.score(states[torch.from_numpy(places).to(states.device)])
+    scores: Tensor = inner.score(states[on_device(places, states.device)])
     return scores.squeeze(1)
 
 

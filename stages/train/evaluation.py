@@ -70,6 +70,7 @@ def evaluate(
             assert branches.places is not None, "a micro-batch knows the places of its branches"
             here = replace(branches, places=branches.places + place)
             sums.add_outcome(recipe.outcome(here, step, state))
+            sums.add_routing(branches.routing)
         place += batch.branches
     return reported(recipe, sums.totals(engine))
 

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ...schemas.batches import Engine, MicroBatch, StepBatch
 from ...schemas.config import TrainOptions
-from ...schemas.methods import Branches, Step, Tokens
+from ...schemas.methods import ROUTING, Branches, Masked, Metric, Step, Tokens
+from ...schemas.rows import Tree
 from ..methods.modifiers import sums_of
-from ..methods.recipe import LOSS, MethodState, Outcome, Recipe
+from ..methods.recipe import LOSS, MethodState, Outcome, Recipe, StepState, reads
 from ..methods.rewards import with_margin
+from ..model.copies import on_device
 from ..storage.failpoints import reach
+from .router_balance import router_metrics, router_share
 
 
 @dataclass(frozen=True)
@@ -31,26 +35,36 @@ class StepResult:
 
 
 def train_step(
-    engine: Engine, recipe: Recipe, batch: StepBatch, *, state: MethodState, seed: tuple[int, int]
+    engine: Engine,
+    recipe: Recipe,
+    batch: StepBatch,
+    *,
+    state: MethodState,
+    seed: tuple[int, int],
+    router_loss: float = 0.0,
 ) -> StepResult:
     """Updates the policy by one step; a loss or gradient that is not finite changes nothing.
 
     `seed` is (seed of the run, global step): with the rank and the micro-batch it draws dropout.
+    `router_loss` is the weight of the router loss, which the loss that is reported leaves out.
     """
-    step = step_of(engine, recipe, batch)
-    after = recipe.next_state(state, step.surveyed)
-    sums, last, suspects = Sums(), len(batch.own) - 1, _suspects_of_z(batch, step)
+    step = step_of(engine, recipe, batch, balances=router_loss > 0)
+    state_then = recipe.next_state(state, step.surveyed)
+    sums, losses, last = Sums(), list[Tensor](), len(batch.own) - 1
     for index, micro in enumerate(batch.own):
         engine.learn_mode(dropout_seed=_draw(*seed, index, engine.world.rank))
-        outcome = recipe.outcome(branches_of(engine, recipe, micro), step, after)
-        engine.backward(outcome.share, is_last=index == last)
+        branches = branches_of(engine, recipe, micro)
+        outcome = recipe.outcome(branches, step, state_then)
+        share = _with_router_loss(outcome.share, branches, step, router_loss)
+        engine.backward(share, is_last=index == last)
         sums.add_outcome(outcome)
-        # What is not finite in all of the step says nothing against the rows themselves.
-        if _is_finite(step):
-            suspects += _not_finite(micro, outcome.losses)
-    totals = sums.totals(engine)
+        sums.add_routing(branches.routing)
+        losses.append(outcome.losses)
+    # The one place of a step where the host waits for its device.
+    totals, after = sums.read(engine, state_then)
     if not math.isfinite(reported(recipe, totals)[LOSS]):
         engine.skip()
+        suspects = _suspects(batch, step, losses)
         return StepResult(applied=False, totals=totals, suspects=suspects, state=state)
     reach("step.before_update")
     update = engine.step()
@@ -58,7 +72,13 @@ def train_step(
     if not update.applied:
         suspects = tuple(row for micro in batch.own for row in micro.row_ids)
         return StepResult(applied=False, totals=totals, suspects=suspects, state=state)
-    return StepResult(applied=True, totals=totals, suspects=suspects, state=after)
+    return StepResult(applied=True, totals=totals, suspects=(), state=after)
+
+
+def _with_router_loss(share: Tensor, branches: Branches, step: Step, weight: float) -> Tensor:
+    if branches.routing is None or step.routing is None:
+        return share
+    return share + weight * router_share(branches.routing, step.routing)
 
 
 def reported(recipe: Recipe, totals: Totals) -> dict[str, float]:
@@ -66,16 +86,14 @@ def reported(recipe: Recipe, totals: Totals) -> dict[str, float]:
     return with_margin(recipe.with_loss(means_of(totals)))
 
 
-def _is_finite(step: Step) -> bool:
-    """Whether the values that all rows share are finite."""
+def _suspects(batch: StepBatch, step: Step, losses: list[Tensor]) -> tuple[str, ...]:
+    """The rows of this rank with a loss, or a mismatched branch, that is not finite."""
     shared = (step.mismatched, *step.surveyed.values())
-    return all(bool(values.isfinite().all()) for values in shared)
-
-
-def _suspects_of_z(batch: StepBatch, step: Step) -> tuple[str, ...]:
-    ratios = step.mismatched
-    found = [_not_finite(micro, ratios[micro.places]) for micro in batch.mismatched]
-    return tuple(row for rows in found for row in rows)
+    values = [(micro, step.mismatched[micro.places]) for micro in batch.mismatched]
+    # What is not finite in all of the step says nothing against the rows themselves.
+    if all(bool(value.isfinite().all()) for value in shared):
+        values += zip(batch.own, losses, strict=True)
+    return tuple(row for micro, one in values for row in _not_finite(micro, one))
 
 
 def _not_finite(micro: MicroBatch, values: Tensor) -> tuple[str, ...]:
@@ -94,38 +112,50 @@ def _draw(*parts: int) -> int:
 
 def branches_of(engine: Engine, recipe: Recipe, batch: MicroBatch) -> Branches:
     """Runs the policy over a micro-batch."""
+    assert reads(recipe.rows, batch.roles), f"rows of {recipe.name} are {recipe.rows}"
     outputs = {name: value.double() for name, value in engine.forward(batch.trees).items()}
-    counts = [len(branch) for tree in batch.trees for branch in tree.branches]
-    lengths = torch.tensor(counts, dtype=torch.int64, device=outputs["logps"].device)
-    per_branch = recipe.head == "score"
-    logps = outputs["logps"] if per_branch else sums_of(outputs["logps"], lengths)
-    device = logps.device
-    sizes = torch.tensor([len(tree.branches) for tree in batch.trees], dtype=torch.int64)
+    device, per_branch = outputs["logps"].device, recipe.head == "score"
+    lengths, rows = (on_device(values, device) for values in _shape_of(batch.trees))
     return Branches(
-        logps=logps,
-        reference=torch.from_numpy(batch.reference).to(device),
+        logps=outputs["logps"] if per_branch else sums_of(outputs["logps"], lengths),
+        reference=on_device(batch.reference, device),
         num_tokens=lengths.double(),
-        roles=torch.from_numpy(batch.roles).to(device),
-        scores=torch.from_numpy(batch.scores).to(device, torch.float64),
-        rows=torch.arange(len(sizes)).repeat_interleave(sizes).to(device),
-        places=torch.from_numpy(batch.places).to(device),
+        roles=on_device(batch.roles, device),
+        scores=on_device(batch.scores, device).double(),
+        rows=rows,
+        places=on_device(batch.places, device),
         tokens=None if per_branch else _tokens(recipe, batch, lengths, outputs),
-        columns={
-            name: torch.from_numpy(values).to(device) for name, values in batch.carried.items()
-        },
+        columns={name: on_device(values, device) for name, values in batch.carried.items()},
+        routing=outputs.get(ROUTING),
     )
 
 
-def step_of(engine: Engine, recipe: Recipe, batch: StepBatch) -> Step:
+def _shape_of(trees: Sequence[Tree]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """How many tokens each branch has, and which tree is its: (branches,) each."""
+    lengths = np.array([len(branch) for tree in trees for branch in tree.branches], np.int64)
+    counts = np.array([len(tree.branches) for tree in trees], np.int64)
+    return lengths, np.repeat(np.arange(len(trees), dtype=np.int64), counts)
+
+
+def step_of(engine: Engine, recipe: Recipe, batch: StepBatch, *, balances: bool = False) -> Step:
     """The values that all micro-batches of a step share, computed without gradients."""
+    mismatched = _mismatched_ratios(engine, recipe, batch)
+    own = _run(engine, recipe, batch.own) if recipe.surveys or balances else []
     return Step(
         rows=batch.rows,
         branches=batch.branches,
         tokens=batch.tokens,
         chosen_tokens=batch.chosen_tokens,
-        mismatched=_mismatched_ratios(engine, recipe, batch),
-        surveyed=_surveyed(engine, recipe, batch),
+        mismatched=mismatched,
+        surveyed=_surveyed(engine, recipe, own, batch.branches) if recipe.surveys else {},
+        routing=_routing(engine, own) if balances else None,
     )
+
+
+@torch.no_grad()
+def _run(engine: Engine, recipe: Recipe, batches: Sequence[MicroBatch]) -> list[Branches]:
+    engine.learn_mode(dropout_seed=None)
+    return [branches_of(engine, recipe, micro) for micro in batches]
 
 
 @torch.no_grad()
@@ -133,41 +163,41 @@ def _mismatched_ratios(engine: Engine, recipe: Recipe, batch: StepBatch) -> Tens
     """Log-ratios of all mismatched branches of the step."""
     if "mismatched" not in recipe.needs:
         return torch.empty(0, dtype=torch.float64)
-    engine.learn_mode(dropout_seed=None)
-    found = [branches_of(engine, recipe, micro) for micro in batch.mismatched]
+    found = _run(engine, recipe, batch.mismatched)
     ratios = [recipe.ratios(branches) for branches in found]
-    joined = _in_step_order(engine, ratios, _places_of(found))
-    assert len(joined) == batch.mismatched_branches, "every mismatched branch is run once"
-    return joined
+    return _in_step_order(engine, ratios, found, batch.mismatched_branches)
 
 
 @torch.no_grad()
-def _surveyed(engine: Engine, recipe: Recipe, batch: StepBatch) -> dict[str, Tensor]:
+def _surveyed(
+    engine: Engine, recipe: Recipe, found: list[Branches], count: int
+) -> dict[str, Tensor]:
     """The values of every own branch of the step that the recipe needs before any loss."""
-    if not recipe.surveys:
-        return {}
-    engine.learn_mode(dropout_seed=None)
-    found = [branches_of(engine, recipe, micro) for micro in batch.own]
     values = [recipe.survey(branches) for branches in found]
-    places = _places_of(found)
     return {
-        name: _in_step_order(engine, [value[name] for value in values], places)
+        name: _in_step_order(engine, [value[name] for value in values], found, count)
         for name in values[0]
     }
 
 
-def _in_step_order(engine: Engine, values: list[Tensor], places: list[Tensor]) -> Tensor:
-    """Joins values of all micro-batches and ranks in step order.
+def _routing(engine: Engine, found: list[Branches]) -> Tensor:
+    """The sums of a mixture's routers over all tokens of the step."""
+    sums = [branches.routing for branches in found if branches.routing is not None]
+    return engine.total(torch.stack(sums).sum(dim=0))
 
-    So what is computed of them is the same to the last bit however the step was dealt.
+
+def _in_step_order(
+    engine: Engine, values: list[Tensor], found: list[Branches], count: int
+) -> Tensor:
+    """Joins values of all micro-batches and ranks in step order, (count,).
+
+    So what is computed of them is the same to the last bit however the step was dealt. Each rank
+    puts its own in their places, and 0 is added to them: no rank has to know another's number.
     """
-    joined = engine.gathered(torch.cat(values))
-    return joined[torch.argsort(engine.gathered(torch.cat(places)))]
-
-
-def _places_of(found: list[Branches]) -> list[Tensor]:
-    places = [branches.places for branches in found]
-    return [place.double() for place in places if place is not None]
+    places = [branches.places for branches in found if branches.places is not None]
+    joined = torch.cat(values).double()
+    whole = joined.new_zeros(count).index_copy(0, torch.cat(places), joined)
+    return engine.total(whole)
 
 
 def _tokens(
@@ -176,7 +206,8 @@ def _tokens(
     reference = None
     if "token_reference" in recipe.needs:
         assert batch.reference_tokens is not None, "train_checks asks for a cache that keeps them"
-        reference = torch.from_numpy(batch.reference_tokens.values).to(outputs["logps"])
+        device = outputs["logps"].device
+        reference = on_device(batch.reference_tokens.values, device).double()
     return Tokens(
         counts=lengths,
         logps=outputs["logps"],
@@ -193,13 +224,17 @@ class Sums:
     """Per name, the total of all values and how many there were."""
 
     def __init__(self) -> None:
-        self._totals: dict[str, Tensor] = {}  # each (2,) float64: total, count
+        self._totals: dict[str, Tensor] = {}  # each () float64
+        self._counts: dict[str, float | Tensor] = {}
+        self._routing: Tensor | None = None  # of a mixture of experts
 
-    def add(self, values: Mapping[str, Tensor]) -> None:
+    def add(self, values: Mapping[str, Metric]) -> None:
         """Adds every value of each name; a name without values is kept."""
         for name, given in values.items():
-            exact = given.detach().double()
-            self._add(name, exact.sum(), exact.numel())
+            if isinstance(given, Masked):
+                self._add(name, given.total, given.count)
+            else:
+                self._add(name, given.detach().double().sum(), given.numel())
 
     def add_outcome(self, outcome: Outcome) -> None:
         """Adds the outcome of one micro-batch."""
@@ -207,21 +242,45 @@ class Sums:
             self._add(name, part.total.double(), part.count)
         self.add(outcome.metrics)
 
-    def _add(self, name: str, total: Tensor, count: float) -> None:
-        added = torch.stack([total, total.new_tensor(count)])
-        self._totals[name] = self._totals.get(name, torch.zeros_like(added)) + added
+    def add_routing(self, routing: Tensor | None) -> None:
+        """Adds the sums of a mixture's routers."""
+        if routing is not None:
+            self._routing = routing.detach() + (0.0 if self._routing is None else self._routing)
+
+    def _add(self, name: str, total: Tensor, count: float | Tensor) -> None:
+        self._totals[name] = self._totals.get(name, 0.0) + total
+        self._counts[name] = self._counts.get(name, 0.0) + count
 
     def totals(self, engine: Engine) -> Totals:
         """Over all ranks; names without a value are left out.
 
         Every rank has the same names: a method reports the same names for any rows.
         """
+        return self.read(engine, {})[0]
+
+    def read(self, engine: Engine, state: StepState) -> tuple[Totals, MethodState]:
+        """The totals and the methods' state; the host waits for its device once, for both."""
         names = sorted(self._totals)
         if not names:
-            return {}
-        reduced = engine.total(torch.stack([self._totals[name] for name in names])).tolist()
-        pairs = zip(names, reduced, strict=True)
-        return {name: (total, count) for name, (total, count) in pairs if count}
+            return {}, {}
+        totals = torch.stack([self._totals[name] for name in names])
+        counts = [_tensor_of(self._counts[name], totals) for name in names]
+        own = torch.stack([totals, torch.stack(counts)], dim=1)
+        routing = totals.new_empty(0, 2) if self._routing is None else self._routing
+        reduced = engine.total(torch.cat([own, routing.view(-1, 2)]))
+        of_routers = reduced[len(names) :].view_as(routing)
+        routed = router_metrics(of_routers) if len(routing) else {}
+        kept = [_tensor_of(value, totals)[None] for values in state.values() for value in values]
+        numbers = torch.cat([reduced[: len(names)].flatten(), *routed.values(), *kept])
+        left = iter(numbers.tolist())
+        pairs = [(name, (next(left), next(left))) for name in (*names, *routed)]
+        after = {name: tuple(next(left) for _ in values) for name, values in state.items()}
+        return {name: pair for name, pair in pairs if pair[1]}, after
+
+
+def _tensor_of(number: float | Tensor, like: Tensor) -> Tensor:
+    """The number as () on the device of another; a plain one is filled in, and not copied."""
+    return number.double() if isinstance(number, Tensor) else like.new_full((), number)
 
 
 def means_of(totals: Totals) -> dict[str, float]:

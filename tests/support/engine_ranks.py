@@ -143,15 +143,12 @@ def clipped(world, options, folder):
     return {"before": before, "update": run.engine.step().grad_norm, "after": run.weights()}
 
 
-def joined(world):
-    """What two collectives give for values of different lengths."""
+def summed(world):
+    """What a collective gives."""
     options = replace(OPTIONS, deepspeed="zero0", dtype="float32")
     engine = Run(world, options).engine
-    own = torch.arange(world.rank, dtype=torch.float64) + 0.1 * world.rank
     values = torch.tensor([world.rank + 1.0, 1e-17], dtype=torch.float64)
     return {
-        "gathered": engine.gathered(own).tolist(),
-        "nothing": engine.gathered(torch.zeros(0)).tolist(),
         "total": engine.total(values).tolist(),
         "kept": values.tolist(),
         "world": [engine.world.rank, engine.world.size, engine.world.local_rank],
@@ -205,7 +202,7 @@ def main(folder, model, *names):
     gc.freeze()  # DeepSpeed collects garbage several times as it opens an engine
     with joined_world() as world:
         seen = {name: everything(world, name, folder) for name in names}
-        seen["joined"] = joined(world)
+        seen["summed"] = summed(world)
         seen["failed save"] = failed_save(world, folder)
         seen["language model"] = language_model(world, model)
         seen["peak_rss"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

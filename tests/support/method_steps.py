@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import torch
 
-from align.schemas.methods import Branches, Step, Tokens
+from align.schemas.methods import Branches, Masked, Step, Tokens
 from align.schemas.rows import Role
 from align.stages.methods.modifiers import Modifiers, sums_of
 from align.stages.methods.recipe import Part, Recipe, is_good
@@ -256,12 +256,13 @@ def surveyed_by(recipe, micros):
 def _summed(recipe, whole, micros, outcomes, state):
     metrics, totals = {}, {}
     for outcome in outcomes:
-        for name, values in outcome.metrics.items():
+        for name, metric in outcome.metrics.items():
+            values = counted(metric)
             assert not values.requires_grad, name
             metrics[name] = torch.cat([metrics.get(name, values[:0]), values])
         for name, one in outcome.totals.items():
             total, count = totals.get(name, (0.0, 0.0))
-            totals[name] = (total + one.total.item(), count + one.count)
+            totals[name] = (total + one.total.item(), count + float(one.count))
     told = {name: total / count for name, (total, count) in totals.items() if count}
     by_branch, by_token, by_value = (
         torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.clone()
@@ -278,6 +279,11 @@ def _summed(recipe, whole, micros, outcomes, state):
         reported=recipe.with_loss(told).get("loss"),
         state=state,
     )
+
+
+def counted(metric):
+    """The values of a metric that count."""
+    return metric.values[metric.is_counted] if isinstance(metric, Masked) else metric
 
 
 def _in_step_order(micros, losses):

@@ -202,12 +202,10 @@ def test_a_language_model_learns_the_same_in_every_stage(seen):
         assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
 
-def test_values_are_summed_and_joined_in_the_order_of_ranks(seen):
+def test_values_are_summed_over_ranks(seen):
     size = len(seen.ranks)
     for index, rank in enumerate(seen.ranks):
-        found = rank["joined"]
-        assert found["gathered"] == [j + 0.1 * i for i in range(size) for j in range(i)]
-        assert found["nothing"] == []
+        found = rank["summed"]
         assert found["total"] == [sum(range(size + 1)), pytest.approx(size * 1e-17)]
         assert found["kept"] == [index + 1.0, 1e-17]
         assert found["world"] == [index, size, index]

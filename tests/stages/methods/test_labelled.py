@@ -36,7 +36,8 @@ def labelled(*rows):
 def metrics(*rows):
     branches = labelled(*rows)
     rewards = RATIOS.of(branches, SimpleNamespace(beta=0.5)).detach()
-    return labelled_of(branches).metrics() | reward_metrics(rewards, branches, "labelled")
+    found = labelled_of(branches).metrics() | reward_metrics(rewards, branches, "labelled")
+    return {name: method_steps.counted(metric) for name, metric in found.items()}
 
 
 def accuracies(*rows):
