@@ -17,6 +17,7 @@ from ...schemas.config import LoraOptions, ModelOptions, TrainOptions
 from ...schemas.errors import UsageError
 from ...schemas.methods import ROUTING, Head
 from ...schemas.rows import Tree
+from .flex_attention import why_no_flex
 from .fused_head import output_head
 from .fused_head_backward import call_head_for_logps
 from .host_activations import keeps_on_host
@@ -34,7 +35,7 @@ from .reward_model import batch_scores, choose_layout, load_reward_model
 from .router_watch import RouterWatch, counted_tokens, require_coefficient
 from .sharded_load import load_sharded
 from .transformers_compat import recompute_activations
-from .tree_attention import TreeBatch, single_branches, tree_batch
+from .tree_attention import TreeBatch
 
 _ONE_TOKEN = np.zeros(1, np.int32)
 # What a rank with nothing to do runs, because under ZeRO-3 its peers wait for its collectives.
@@ -78,8 +79,11 @@ def load_policy(
         turn_dropout_off(loaded)
     if lora.enabled:
         loaded = add_lora(loaded, lora if train.dropout else replace(lora, dropout=0.0), train.seed)
+    no_flex = why_no_flex(model.attention, causal_model(loaded).config)
     balanced = train.router_loss > 0
-    policy = Policy(loaded, head=head, purity=purity, balanced=balanced, spread=spread)
+    policy = Policy(
+        loaded, head=head, purity=purity, balanced=balanced, spread=spread, no_flex=no_flex
+    )
     if balanced and not policy.routers:
         raise UsageError(
             f"{options.path}: no router is found that train.router_loss could balance. Set it to 0."
@@ -100,6 +104,7 @@ class Policy(nn.Module):
         purity: bool = False,
         balanced: bool = False,
         spread: Sharding | None = None,
+        no_flex: str = "",
     ) -> None:
         """`balanced`: the sums of a mixture's routers have a gradient."""
         super().__init__()
@@ -113,7 +118,7 @@ class Policy(nn.Module):
         with torch.no_grad(), whole_in_calls:
             known = spread.path if spread else None
             agree = spread.partitions.agreed if spread else bool
-            self.path: ScoringPath = known or choose(model.eval(), agree)
+            self.path: ScoringPath = known or choose(model.eval(), agree, no_flex)
             self.routers = RouterWatch(causal_model(model), learns=balanced, run=self._run_nothing)
         if self.path.head == "fused":
             call_head_for_logps(causal_model(model))
@@ -135,14 +140,14 @@ class Policy(nn.Module):
         over all tokens, prompts included. One pass of the model however many trees there are, none
         included: ranks then make the same collectives.
         """
-        rows, is_plain = trees or (NOTHING,), self.path.layout == "plain"
-        laid_out = single_branches(rows) if is_plain else rows
-        batch = tree_batch(laid_out, self.device, packed=self.path.layout == "packed")
+        rows = trees or (NOTHING,)
+        laid_out = self.path.rows(rows)
+        batch = self.path.batch(laid_out, self.device)
         if not self.routers:
             return self._outputs_of(laid_out, batch, len(trees))
         with self.routers.watching():
             outputs = self._outputs_of(laid_out, batch, len(trees))
-            counted = counted_tokens(rows, batch, has_copies=is_plain)
+            counted = counted_tokens(rows, batch, has_copies=self.path.layout == "plain")
             routing = self.routers.sums(counted if trees else torch.zeros_like(counted))
         return *outputs, routing
 
@@ -154,7 +159,7 @@ class Policy(nn.Module):
         return outputs if count else outputs[:, :0]
 
     def _run_nothing(self) -> None:
-        batch = tree_batch([NOTHING], self.device, packed=self.path.layout == "packed")
+        batch = self.path.batch([NOTHING], self.device)
         last_states(causal_model(self.model), batch, self.path)
 
     def _of_tokens(self, batch: TreeBatch) -> Tensor:
