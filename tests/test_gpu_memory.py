@@ -161,18 +161,16 @@ def require_gpu(where):
         pytest.fail("this measures the memory of a GPU; leave out --device cpu")
 
 
-def peak_of_a_pass(folder, trees, *, offload):
-    """The peak of one pass and its gradient above what was there before, and the gradient."""
+def kept_by_a_pass(folder, trees, *, offload):
+    """What a pass leaves on the GPU for its gradient, in bytes, and the gradient."""
     train = TrainOptions(dtype="bfloat16", gradient_checkpointing=True, checkpoint_offload=offload)
     policy = policy_of(folder, train)
     gc.collect()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
     loss = policy(trees)[0].sum()
     kept = torch.cuda.memory_allocated() - before
     loss.backward()
-    torch.cuda.synchronize()
     return kept, [one.grad for one in policy.parameters()]
 
 
@@ -182,7 +180,7 @@ def test_what_enters_a_layer_waits_in_the_memory_of_the_cpu(where, deep_model):
     trees = some_trees(np.random.default_rng(1), 2048)
     tokens = sum(len(tree.prompt) + sum(map(len, tree.branches)) for tree in trees)
     (plain, expected), (spared, found) = (
-        peak_of_a_pass(deep_model, trees, offload=offload) for offload in (False, True)
+        kept_by_a_pass(deep_model, trees, offload=offload) for offload in (False, True)
     )
     assert all(map(torch.equal, found, expected))
     # Of eight layers, what enters seven of them: 512 values of two bytes for each token.
@@ -199,7 +197,7 @@ def test_what_enters_a_layer_waits_in_the_memory_of_the_cpu(where, deep_model):
     ],
     ids=str,
 )
-def test_an_optimizer_takes_less_memory_by_as_many_bytes(
+def test_an_optimizer_takes_less_memory_by_at_least_as_many_bytes(
     where, lone_rank, deep_model, changes, spared
 ):
     require_gpu(where)
@@ -213,4 +211,4 @@ def test_an_optimizer_takes_less_memory_by_as_many_bytes(
         held.append(torch.cuda.memory_allocated() - before)
         learning = sum(one.numel() for one in run.engine._engine.module.parameters())
         del run
-    assert (held[0] - held[1]) / learning == pytest.approx(spared, abs=0.4)
+    assert (held[0] - held[1]) / learning > spared - 0.4
