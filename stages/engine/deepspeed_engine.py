@@ -21,6 +21,7 @@ from .deepspeed_compat import (
     WRAPPED_OPTIMIZER,
     clear_partitions,
     deepspeed,
+    forget_passes,
     quietly,
     whole_ndim,
 )
@@ -118,7 +119,8 @@ class DeepSpeedEngine:
         return apply_update(self._engine)
 
     def skip(self) -> None:
-        """Clears the gradients without an update."""
+        """Clears the gradients without an update, those of a pass that was cut short too."""
+        forget_passes(self._engine.optimizer)
         clear_gradients(self._engine)
 
     def total(self, values: Tensor) -> Tensor:

@@ -14,12 +14,14 @@ import torch
 
 from ...schemas.batches import Cursor, Engine, EvalSample, MicroBatch, StepBatch, StepSize
 from ...schemas.config import TrainOptions
-from ...schemas.errors import AlignError, CorruptionError, NonFiniteError
+from ...schemas.errors import AlignError, CorruptionError, MemoryLimitError, NonFiniteError
 from ...schemas.methods import Step
 from ..methods.recipe import LOSS, MethodState, Recipe
+from ..model.reference import is_out_of_memory
 from ..storage.failpoints import reach
 from ..tracking.journal import EVAL
 from .evaluation import EvalSamples, asks_first, evaluate, whole_step
+from .room import NoRoom, Room, give_back
 from .step import StepResult, Totals, added, finite, learning_rate, reported, train_step
 from .throughput import Meter, peak_mib
 
@@ -62,6 +64,10 @@ class Feed(Protocol):
         """This rank's batches of the held-out rows."""
         ...
 
+    def cut(self, batch: StepBatch, tokens: int) -> StepBatch:
+        """A batch of a single rank in micro-batches of at most so many tokens."""
+        ...
+
 
 class Records(Protocol):
     """What the loop reports to."""
@@ -76,6 +82,10 @@ class Records(Protocol):
         self, place: Place, metrics: dict[str, float], samples: Sequence[EvalSample]
     ) -> None:
         """The held-out rows were measured; `samples` are completions of the first of them."""
+        ...
+
+    def ran_out(self, step: int, tokens: int) -> None:
+        """Memory ran out; micro-batches have so many tokens from here on, in a later part too."""
         ...
 
     def not_applied(self, place: Place, row_ids: tuple[str, ...]) -> None:
@@ -145,7 +155,8 @@ def _learn(
     place = start
     stopped = None if is_measured else loop.measure(place, records, conditions)
     with loop.feed.steps(start.cursor) as stream:
-        batches = SynchronizedBatches(loop.engine, stream, loop.meter, conditions)
+        fitted = map(loop.fitted, stream)
+        batches = SynchronizedBatches(loop.engine, fitted, loop.meter, conditions)
         while not stopped and place.step < loop.total_steps:
             batch = next(batches, None)
             if batch is None:
@@ -171,6 +182,7 @@ class Loop:
     feed: Feed
     options: TrainOptions
     meter: Meter
+    room: Room
     failures: int = 0
 
     @property
@@ -184,7 +196,7 @@ class Loop:
         self.engine.set_lr(lr)
         seed = (self.options.seed, place.step)
         reach("step.started")
-        result = train_step(self.engine, self.recipe, batch, state=place.state, seed=seed)
+        result = self._run(batch, place.state, seed, records)
         reach("step.updated")
         after = Place(place.step + 1, self._next(batch.cursor), result.state)
         self._judge(after, result, records)
@@ -192,6 +204,8 @@ class Loop:
         window = added(place.window, {**self._lasting(result), **lap})
         epoch = after.step / self.feed.steps_per_epoch
         of_now = {"lr": lr, "epoch": epoch, "memory/peak_mib": peak_mib()}
+        if self.room.times:
+            of_now["memory/ran_out"] = float(self.room.times)
         metrics = {**reported(self.recipe, {**result.totals, **lap}), **of_now}
         if self._is_due(after.step, self.options.log_every):
             records.stepped(after, metrics, {**reported(self.recipe, window), **of_now})
@@ -199,6 +213,36 @@ class Loop:
         after = replace(after, window=window)
         records.stepped(after, metrics, None)
         return after
+
+    def fitted(self, batch: StepBatch) -> StepBatch:
+        """The batch in micro-batches that fit, as far as that is known."""
+        return self.feed.cut(batch, self.room.budget) if self.room.budget else batch
+
+    def _run(
+        self, batch: StepBatch, state: MethodState, seed: tuple[int, int], records: Records
+    ) -> StepResult:
+        """Runs a step, in ever smaller micro-batches until they fit."""
+        while True:
+            try:
+                return train_step(self.engine, self.recipe, batch, state=state, seed=seed)
+            except NoRoom as refusal:
+                micro = refusal.micro
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise MemoryLimitError(self.room.no_update()) from error
+            # Outside the handler: the traceback no longer keeps the failed batch alive.
+            self._shrink(micro, seed[1], records)
+            self.engine.skip()
+            give_back()
+            batch = self.fitted(batch)
+            tokens, padded = _tokens(batch.own + batch.mismatched, self.meter.pads)
+            self.meter.runs(tokens=tokens, padded=padded)
+
+    def _shrink(self, micro: MicroBatch, step: int, records: Records) -> None:
+        self.room.shrink(micro)
+        records.ran_out(step, self.room.budget)
+        self.room.require_alone()
 
     def saves_at(self, step: int) -> bool:
         """Whether a checkpoint is due after a step."""
@@ -218,6 +262,15 @@ class Loop:
         is_due = place.step == 0 or self._is_due(place.step, self.options.eval_every)
         if not is_due or not self.feed.has_held_out:
             return None
+        while True:
+            try:
+                return self._measure(place, records, conditions)
+            except NoRoom as refusal:
+                micro = refusal.micro
+            self._shrink(micro, place.step, records)
+            give_back()
+
+    def _measure(self, place: Place, records: Records, conditions: StopConditions) -> Ending | None:
         samples = EvalSamples(most_rows=self.options.eval_table, keeps_ids=self.options.eval_text)
         step, stopped = self._held_out_step(conditions)
         if not stopped:
@@ -250,7 +303,8 @@ class Loop:
     @contextmanager
     def _held_out(self, conditions: StopConditions) -> Iterator[SynchronizedBatches]:
         with self.feed.held_out() as stream:
-            yield SynchronizedBatches(self.engine, stream, self.meter, conditions)
+            batches = map(self.fitted, stream)
+            yield SynchronizedBatches(self.engine, batches, self.meter, conditions)
 
     def _lasting(self, result: StepResult) -> Totals:
         """What a step adds to its logged line: nothing if its loss is not finite."""

@@ -33,7 +33,7 @@ def launch(training_world, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def seen(launch):
+def device_cases(launch):
     return launch(*CASES)
 
 
@@ -55,36 +55,36 @@ def is_ours(place):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_is_that_of_a_cpu_and_the_host_waits_once(seen, case):
-    require_the_same(case, seen[case])
+def test_a_step_is_that_of_a_cpu_and_the_host_waits_once(device_cases, case):
+    require_the_same(case, device_cases[case])
 
 
 @pytest.mark.parametrize("case", PLAIN)
-def test_no_library_waits_either_where_trees_are_run(seen, case):
-    assert sum(seen[case]["waits"].values()) == 1
+def test_no_library_waits_either_where_trees_are_run(device_cases, case):
+    assert sum(device_cases[case]["waits"].values()) == 1
 
 
-def test_other_waits_are_those_of_transformers(seen):
+def test_other_waits_are_those_of_transformers(device_cases):
     others = {
         place.partition("/")[0]
         for case in CASES
-        for place in seen[case]["waits"]
+        for place in device_cases[case]["waits"]
         if not is_ours(place)
     }
     assert others <= {"transformers"}
 
 
 @pytest.mark.parametrize("layout", ["tree", "plain"])
-def test_scores_of_stage_1_are_those_of_a_cpu(seen, layout):
-    found = seen[f"scoring {layout}"]
+def test_scores_of_stage_1_are_those_of_a_cpu(device_cases, layout):
+    found = device_cases[f"scoring {layout}"]
     assert found["same"]
     assert [place for place in found["waits"] if is_ours(place)] == [
         place for place in found["waits"] if place.startswith("stages/model/reference.py")
     ]
 
 
-def test_the_probe_takes_trees_on_a_device(seen):
-    assert seen["scoring tree"]["chosen"] == "tree"
+def test_the_probe_takes_trees_on_a_device(device_cases):
+    assert device_cases["scoring tree"]["chosen"] == "tree"
 
 
 @pytest.mark.long
