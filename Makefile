@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests of a file share what is slow to make, so they stay together.
 AT_ONCE := --numprocesses 2 --dist loadfile --quiet
 
-.PHONY: setup check test test-fast test-long test-gpu demo demo-rounds bench docs golden wheel clean
+.PHONY: setup check test test-fast test-long test-gpu demo demo-rounds bench bench-gpu docs golden wheel clean
 
 setup: .venv/ready
 
@@ -76,6 +76,10 @@ bench: .venv/bench-ready
 	$(BIN)/python tests/bench/reference.py
 	$(BIN)/python tests/bench/data_plane.py
 	$(BIN)/python tests/bench/train.py
+
+# On a machine with a GPU that CUDA can use; in less than ten minutes.
+bench-gpu: .venv/bench-ready
+	$(BIN)/python tests/bench/gpu.py --sweep
 
 # A page without a place in the contents, a dead link or anchor, and any other warning is an error.
 docs: .venv/docs-ready

@@ -126,7 +126,7 @@ class Checkpointer:
         return described(folder.root, folder.metrics)
 
 
-BYTES_OF_MOMENTS = {"adam": 8, "adamw": 8, "lion": 4, "sgd": 0}
+BYTES_OF_MOMENTS = {"adam": 8, "adamw": 8, "align.lion": 4, "lion": 4, "sgd": 0}
 
 
 def require_room(session: Session, folder: RunFolder) -> None:

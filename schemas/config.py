@@ -25,7 +25,9 @@ class ModelOptions:
         "auto", "auto: the dtype the weights are stored in"
     )
     attention: Literal["auto", "sdpa", "eager"] = option(
-        "auto", "auto: sdpa where the model has it, else eager"
+        "auto",
+        "auto: FlexAttention on a GPU where it is true to the model; else sdpa where the model has "
+        "it, else eager",
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: cuda where there is one")
     device_map: str = option(
@@ -190,8 +192,8 @@ class TrainOptions:
     )
     deepspeed: str = option(
         "auto",
-        "zero0, zero1, zero2, zero3, zero3-offload, or a DeepSpeed JSON file; auto: zero1, and "
-        "zero0 for a single float32 process",
+        "zero0, zero1, zero2, zero3, zero2-offload, zero3-offload, or a DeepSpeed JSON file; auto: "
+        "zero1, and zero0 for a single float32 process",
     )
     pairs_from_scores: Literal["best_worst", "all"] = option(
         "best_worst", "pairs out of scored rows: the best and the worst of each, or all pairs"

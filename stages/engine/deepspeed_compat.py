@@ -76,6 +76,11 @@ STATE_TYPES = (
 )
 
 
+def load_cpu_adam() -> None:
+    """Compiles and loads DeepSpeed's AdamW for the CPU, or loads what was compiled earlier."""
+    deepspeed.ops.op_builder.CPUAdamBuilder().load(verbose=False)
+
+
 @contextmanager
 def while_training() -> Iterator[None]:
     """Silences the log lines of every step, and keeps the rest off stdout, while the block runs."""

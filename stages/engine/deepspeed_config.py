@@ -13,8 +13,9 @@ import torch
 
 from ...schemas.config import TrainOptions
 from ...schemas.errors import UsageError, closest, did_you_mean
+from .optimizers import completed_block, optimizer_block, require_fitting_stage
 
-PRESETS = ("zero0", "zero1", "zero2", "zero3", "zero3-offload")
+PRESETS = ("zero0", "zero1", "zero2", "zero2-offload", "zero3", "zero3-offload")
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}
 LARGEST_FILE = 1_048_576
 SMALLEST_BUCKET = 1_000_000
@@ -27,16 +28,22 @@ class Circumstances:
     dtype: str  # of the policy: float32, bfloat16 or float16
     hidden_size: int
     world_size: int
+    device: str = "cpu"  # where gradients are computed: cpu or cuda
 
 
 def engine_config(options: TrainOptions, circumstances: Circumstances) -> dict[str, Any]:
     """The config for `deepspeed.initialize`, with every value that our options decide."""
     ours = _ours(options, circumstances)
+    theirs: dict[str, Any] = {}
     if (preset := _chosen(options.deepspeed, circumstances)) in PRESETS:
         config = _preset(preset, ours, circumstances)
     else:
         theirs = _read(options.deepspeed)
         config = filled(theirs, ours, place=options.deepspeed, batch_size=options.batch_size)
+    if "optimizer" not in theirs:
+        config["optimizer"] = completed_block(config, circumstances.device)
+    require_fitting_stage(config, options.deepspeed)
+    _require_fitting_states(options, circumstances, stage_of(config))
     if circumstances.dtype == "float16" and not stage_of(config):
         # DeepSpeed divides by the loss scale there, but does not multiply by it.
         raise UsageError(
@@ -44,6 +51,22 @@ def engine_config(options: TrainOptions, circumstances: Circumstances) -> dict[s
             "Use zero1, or set train.dtype to bfloat16."
         )
     return config
+
+
+def _require_fitting_states(options: TrainOptions, here: Circumstances, stage: int) -> None:
+    if options.optimizer_dtype == "float32":
+        return
+    if here.dtype != "bfloat16":
+        raise UsageError(
+            f"train.optimizer_dtype is bfloat16, and the policy is trained in {here.dtype}. Set "
+            "train.dtype to bfloat16, or leave train.optimizer_dtype at float32."
+        )
+    if stage < 2:
+        # There DeepSpeed would keep them in float32 and not say so, or refuse in its own words.
+        raise UsageError(
+            f"train.optimizer_dtype is bfloat16, and train.deepspeed={options.deepspeed} is ZeRO "
+            f"{stage}, which keeps master weights in float32. Use --deepspeed zero2 or zero3."
+        )
 
 
 def _ours(options: TrainOptions, circumstances: Circumstances) -> dict[str, Any]:
@@ -56,7 +79,7 @@ def _ours(options: TrainOptions, circumstances: Circumstances) -> dict[str, Any]
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": options.max_grad_norm,
-        "optimizer": {"type": "AdamW", "params": _adamw(options)},
+        **optimizer_block(options),
         "zero_optimization": {
             "reduce_bucket_size": max(hidden_size**2, SMALLEST_BUCKET),
             "stage3_prefetch_bucket_size": int(0.9 * max(hidden_size**2, SMALLEST_BUCKET)),
@@ -65,18 +88,9 @@ def _ours(options: TrainOptions, circumstances: Circumstances) -> dict[str, Any]
     }
     for dtype, name in PRECISIONS.items():
         config[name] = {"enabled": dtype == circumstances.dtype}
+    if options.optimizer_dtype == "bfloat16":
+        config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     return config
-
-
-def _adamw(options: TrainOptions) -> dict[str, Any]:
-    return {
-        "lr": options.lr,
-        "betas": [options.beta1, options.beta2],
-        "eps": options.epsilon,
-        "weight_decay": options.weight_decay,
-        # DeepSpeed's own kernels are compiled at the first start, which needs a compiler.
-        "torch_adam": True,
-    }
 
 
 def _chosen(deepspeed: str, circumstances: Circumstances) -> str:
@@ -92,9 +106,10 @@ def _preset(name: str, ours: dict[str, Any], circumstances: Circumstances) -> di
     zero = {"stage": stage} | (ours["zero_optimization"] if stage else {})
     if stage and stage < 3:
         zero = {key: value for key, value in zero.items() if not key.startswith("stage3")}
-    if name == "zero3-offload":
+    if name.endswith("-offload"):
         place = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-        zero |= {"offload_optimizer": place, "offload_param": dict(place)}
+        names = ("offload_optimizer", *(["offload_param"] if stage == 3 else []))
+        zero |= {name: dict(place) for name in names}
     config = ours | {"zero_optimization": zero}
     if circumstances.dtype == "float16":
         # Its search begins so high that the first steps of any run would be lost to it, and every
@@ -161,6 +176,7 @@ OPTION_OF = {
     "optimizer.params.weight_decay": "train.weight_decay",
     "bf16.enabled": "train.dtype",
     "fp16.enabled": "train.dtype",
+    "bf16.bf16_optimizer_states": "train.optimizer_dtype",
     "train_batch_size": "train.batch_size",
     "train_micro_batch_size_per_gpu": "train.tokens_per_batch",
     "gradient_accumulation_steps": "train.tokens_per_batch",
@@ -181,7 +197,16 @@ _KNOWN = """
     zero_optimization
 """
 KNOWN = frozenset(_KNOWN.split())
-ADDED = ("optimizer", "gradient_clipping", "bf16.enabled", "fp16.enabled")
+ADDED = (
+    "optimizer",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "gradient_clipping",
+    "bf16.enabled",
+    "fp16.enabled",
+    "bf16.bf16_master_weights_and_grads",
+    "bf16.bf16_optimizer_states",
+)
 BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -240,7 +265,12 @@ def _refused(config: dict[str, Any]) -> Iterator[str]:
 
 
 def _contradictions(config: dict[str, Any], ours: dict[str, Any], batch_size: int) -> Iterator[str]:
-    expected = ours | {"train_batch_size": batch_size}
+    states = {"bf16_optimizer_states": False} | ours["bf16"]
+    expected = ours | {"train_batch_size": batch_size, "bf16": states}
+    kind, wanted = _at(config, "optimizer.type"), _at(ours, "optimizer.type")
+    # The file may name one that train.optimizer does not have.
+    if wanted != "AdamW" and kind not in (None, AUTO, wanted):
+        yield f"optimizer.type: {kind} in the file, {wanted} here (train.optimizer)"
     for key, option in OPTION_OF.items():
         found, value = _at(config, key), _at(expected, key)
         if found not in (None, AUTO) and not _same(found, value):
@@ -251,17 +281,16 @@ def _fill(config: dict[str, Any], ours: dict[str, Any]) -> None:
     for key in BATCHES:
         config[key] = ours[key]
     for key in ADDED:
-        if _at(config, key) is None:
+        if _at(config, key) is None and _at(ours, key) is not None:
             _put(config, key, copy.deepcopy(_at(ours, key)))
     # The user's other keys, such as the kind of optimizer, are kept.
     for key, value in list(leaves(config)):
         if value == AUTO and _at(ours, key) is not None:
             _put(config, key, copy.deepcopy(_at(ours, key)))
-    if _at(config, "optimizer.type") in ("Adam", "AdamW"):
-        config["optimizer"].setdefault("params", {})
+    if _at(config, "optimizer.type") in ("Adam", ours["optimizer"]["type"]):
+        params = config["optimizer"].setdefault("params", {})
         for name, value in ours["optimizer"]["params"].items():
-            if name != "torch_adam":
-                config["optimizer"]["params"].setdefault(name, copy.deepcopy(value))
+            params.setdefault(name, copy.deepcopy(value))
 
 
 def stage_of(config: dict[str, Any]) -> Any:

@@ -16,6 +16,7 @@ from ...schemas.batches import Engine, Update, World
 from ...schemas.config import TrainOptions
 from ...schemas.errors import UsageError
 from . import deepspeed_state, distributed
+from .cpu_adam import has_cpu_adam
 from .deepspeed_compat import (
     CONFIG_ERROR,
     WRAPPED_OPTIMIZER,
@@ -27,6 +28,7 @@ from .deepspeed_compat import (
 )
 from .deepspeed_config import Circumstances, engine_config, stage_of
 from .deepspeed_state import whole_weights
+from .optimizers import asks_for_cpu_adam, own_optimizer, without_cpu_adam
 from .resized_state import Order
 from .zero3_partitions import large_blocks_given_back
 
@@ -43,17 +45,21 @@ def open_engine(
         raise UsageError("the policy has no parameter that learns. Set lora.targets to its layers.")
     stored = str(learning[0].dtype).removeprefix("torch.")
     dtype = stored if options.dtype == "auto" else options.dtype
-    config = engine_config(options, Circumstances(dtype, hidden_size, world.size))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = engine_config(options, Circumstances(dtype, hidden_size, world.size, device))
+    if asks_for_cpu_adam(config) and not has_cpu_adam(world):
+        config = without_cpu_adam(config)
     is_partitioned = stage_of(config) == 3
     groups = _groups(learning, config)
     order = _names(policy, groups)
+    theirs = deepcopy(config)  # DeepSpeed completes the dict it is given
     try:
         with quietly(), large_blocks_given_back() if is_partitioned else nullcontext():
-            # A copy: DeepSpeed completes the dict it is given.
             engine, *_ = deepspeed.initialize(
                 model=policy,
+                optimizer=own_optimizer(theirs),
                 model_parameters=groups,
-                config=deepcopy(config),
+                config=theirs,
             )
     except (
         AssertionError,

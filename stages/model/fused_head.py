@@ -21,10 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .gpu_tiles import compiled, log_purity, log_sum_exp
+
 HEAD_VERSION = "fused-2 float32"
 # On a CPU a tile and its softmax should stay in the cache; a GPU wants larger products.
-TILE_ROWS = {"cpu": 1024, "cuda": 2048}
-TILE_VOCABULARY = {"cpu": 512, "cuda": 2048}  # 4M elements at most
+TILE_ROWS = {"cpu": 1024, "cuda": 4096}
+TILE_VOCABULARY = {"cpu": 512, "cuda": 16_384}  # 64M elements at most
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def score_targets(
     logps = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
     purities = torch.empty_like(logps) if purity else None
     scored = Scored(logps, torch.empty_like(logps), purities)
-    rows = tile_rows(hidden.device)
+    rows = tile_rows(hidden.device, len(targets))
     tiles = Tiles.like(hidden, min(rows, len(targets)), kept)
     for start in range(0, len(targets), rows):
         states, tile = hidden[start : start + rows], slice(start, start + rows)
@@ -117,9 +119,12 @@ def score_targets(
     return scored
 
 
-def tile_rows(device: torch.device) -> int:
-    """Positions in a tile."""
-    return TILE_ROWS.get(device.type, 2048)
+def tile_rows(device: torch.device, count: int) -> int:
+    """Positions in a tile, of so many in all: on a GPU in tiles of like size."""
+    most = TILE_ROWS.get(device.type, 2048)
+    if device.type != "cuda":
+        return most
+    return min(most, 128 * math.ceil(count / math.ceil(max(1, count) / most) / 128) or most)
 
 
 def operand(states: Tensor) -> Tensor:
@@ -142,6 +147,11 @@ def _sums(states: Tensor, first: int, head: OutputHead, tiles: Tiles, *, purity:
     for start in range(0, len(head.weight), tiles.width):
         tile = head.columns(slice(start, start + tiles.width))
         logits = tiles.logits_of(states, tile, (first, start))
+        if logits.is_cuda:
+            logs.append(compiled(log_sum_exp)(logits))
+            if purity:
+                purities.append(compiled(log_purity)(logits))
+            continue
         softmax = tiles.softmax_like(logits)
         # Faster than logsumexp over a tile in cache. Any z_v - log_softmax(z)_v is the log-sum-exp;
         # that of the largest logit is the most exact.
@@ -169,6 +179,13 @@ def _shaped(logits: Tensor, spec: HeadSpec) -> Tensor:
     return logits
 
 
+def _products(left: Tensor, right: Tensor) -> Tensor:
+    """The product in float32, of operands in half precision too."""
+    if left.dtype == torch.float32:
+        return left @ right.float()
+    return torch.mm(left, right, out_dtype=torch.float32)
+
+
 Place = tuple[int, int]  # the first position and the first token of a tile
 
 
@@ -183,9 +200,10 @@ class Tiles:
 
     @staticmethod
     def like(hidden: Tensor, rows: int, kept: KeptLogits) -> Tiles:
-        """Buffers for tiles of `rows` positions."""
+        """Buffers for tiles of `rows` positions; on a GPU new memory costs nothing."""
         width = TILE_VOCABULARY.get(hidden.device.type, 2048)
-        buffers = torch.empty(2, rows * width, dtype=torch.float32, device=hidden.device)
+        size = 0 if hidden.is_cuda else rows * width
+        buffers = torch.empty(2, size, dtype=torch.float32, device=hidden.device)
         return Tiles(buffers[0], buffers[1], width, kept)
 
     def logits_of(self, states: Tensor, head: OutputHead, place: Place) -> Tensor:
@@ -197,11 +215,12 @@ class Tiles:
             return self.kept.tiles[place]
         shape = (len(states), len(head.weight))
         space = self.kept.space(place, shape)
-        logits = self.scratch(shape) if space is None else space
-        if states.dtype == torch.float32:
-            torch.mm(states, head.weight.float().t(), out=logits)
+        if states.is_cuda:
+            products = _products(states, head.weight.t())
+            logits = products if space is None else space.copy_(products)
         else:
-            logits.copy_(torch.mm(states, head.weight.t(), out_dtype=torch.float32))
+            logits = self.scratch(shape) if space is None else space
+            torch.mm(states, head.weight.float().t(), out=logits)
         if head.bias is not None:
             logits += head.bias
         return _shaped(logits, head.spec)

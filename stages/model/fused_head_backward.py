@@ -28,6 +28,7 @@ from .fused_head import (
     scored_rows,
     tile_rows,
 )
+from .gpu_tiles import compiled, deviations
 
 BUFFER_BYTES = 64 << 20
 
@@ -136,7 +137,7 @@ class _Positions:
     """What every tile needs of the positions."""
 
     states: Tensor  # (T, hidden) as products want them
-    weighted: Tensor  # (hidden, T): slope / unit * state; products of this shape are the fastest
+    weighted: Tensor  # (hidden, T): slope / unit * state, laid out for the fastest products
     slopes: Tensor  # (T,) float32: minus the loss's slope in the log-prob, times the logit's scale
     unit: Tensor  # () float32
     targets: Tensor  # (T,)
@@ -147,7 +148,9 @@ class _Positions:
         states = operand(hidden)
         # float16 could not hold states times the slopes of a scaled loss.
         unit = slopes.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
-        weighted = (states * (slopes / unit)[:, None]).to(states.dtype).t().contiguous()
+        weighted = (states * (slopes / unit)[:, None]).to(states.dtype).t()
+        if not states.is_cuda:  # there rows of any number of tokens would not be aligned
+            weighted = weighted.contiguous()
         return _Positions(states, weighted, slopes, unit, targets, logsumexp)
 
     def __getitem__(self, rows: slice) -> _Positions:
@@ -164,7 +167,8 @@ class _Positions:
 def _add_all(
     gradients: _Gradients, positions: _Positions, head: OutputHead, kept: KeptLogits
 ) -> None:
-    count, rows = len(positions.targets), tile_rows(positions.states.device)
+    count = len(positions.targets)
+    rows = tile_rows(positions.states.device, count)
     tiles = Tiles.like(positions.states, min(rows, count), kept)
     parts = [slice(start, start + rows) for start in range(0, count, rows)]
     for start in range(0, len(head.weight), tiles.width):
@@ -181,7 +185,7 @@ def _add_all(
             if gradients.weight is not None:
                 _add_product(grad_weight, positions.weighted[:, part], deviation)
             if gradients.bias is not None:
-                grad_bias.addmv_(deviation.t(), positions.slopes[part])
+                grad_bias.addmv_(deviation.float().t(), positions.slopes[part])
         if gradients.weight is not None:
             gradients.weight[columns] = grad_weight.mul_(positions.unit).t()
         if gradients.bias is not None:
@@ -194,6 +198,10 @@ def _deviation(
     positions: _Positions, logits: Tensor, spec: HeadSpec, first: int, tiles: Tiles
 ) -> Tensor:
     """p_v - [v = y], times the slope of the softcap, v counting from `first`: (rows, columns)."""
+    if logits.is_cuda:
+        places = positions.targets - first
+        dtype = positions.states.dtype
+        return compiled(deviations)(logits, positions.logsumexp, places, spec.softcap, dtype)
     probabilities = torch.sub(logits, positions.logsumexp[:, None], out=tiles.softmax_like(logits))
     probabilities.exp_()
     places = positions.targets - first

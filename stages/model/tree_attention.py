@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ...schemas.rows import Tree
-from .copies import on_device
+from .copies import all_on_device
 from .transformers_compat import AttentionInterface
 
 PAD = -1
@@ -43,10 +43,15 @@ class TreeBatch:
         return sum(last - start for start, *_, last in self.edges) < self.token_ids.numel()
 
 
-def tree_batch(trees: Sequence[Tree], device: torch.device, *, packed: bool = False) -> TreeBatch:
-    """Lays the trees out, each padded on the right to the longest unless packed."""
+def tree_batch(
+    trees: Sequence[Tree], device: torch.device, *, packed: bool = False, length: int = 0
+) -> TreeBatch:
+    """Lays the trees out, each padded on the right to the longest unless packed.
+
+    `length`: packed trees are padded to as many tokens together.
+    """
     sizes = [tree.num_tokens for tree in trees]
-    shape = (1, sum(sizes)) if packed else (len(trees), max(sizes))
+    shape = (1, max(sum(sizes), length)) if packed else (len(trees), max(sizes))
     starts = np.cumsum([0, *sizes[:-1]]) if packed else np.arange(len(trees)) * shape[1]
     grids = np.zeros((3, *shape), np.int64)
     grids[2] = PAD
@@ -54,14 +59,16 @@ def tree_batch(trees: Sequence[Tree], device: torch.device, *, packed: bool = Fa
     for start, place in zip(starts, places, strict=True):
         grids.reshape(3, -1)[:, start : start + place.edges[-1]] = place.columns
     predictors = [start + place.predictors for start, place in zip(starts, places, strict=True)]
-    targets = [branch for tree in trees for branch in tree.branches]
-    token_ids, positions, segments = on_device(grids, device)
+    targets = np.concatenate([branch for tree in trees for branch in tree.branches])
+    token_ids, positions, segments, *flat = all_on_device(
+        [*grids, np.concatenate(predictors), targets.astype(np.int64)], device
+    )
     return TreeBatch(
         token_ids=token_ids,
         positions=positions,
         segments=segments,
-        predictors=on_device(np.concatenate(predictors), device),
-        targets=on_device(np.concatenate(targets).astype(np.int64), device),
+        predictors=flat[0],
+        targets=flat[1],
         edges=tuple(
             (int(start), *(int(start + edge) for edge in place.edges))
             for start, place in zip(starts, places, strict=True)
@@ -171,13 +178,26 @@ PIECES = "align_pieces"
 UNKNOWN = ("softcap", "s_aux", "position_bias")  # what sdpa leaves out, some models need
 
 
+# No mask of a piece has more elements: a piece that would need more is attended with rows by rows.
+MASK_ELEMENTS = 1 << 23
+MASK_ROWS = 1024  # more of them at once are no faster
+
+
+@dataclass(frozen=True)
+class MaskTemplate:
+    """A mask that the masks of all pieces are cut from."""
+
+    mask: Tensor  # (rows, before + rows): what row i adds to the key `before + j`
+    before: int  # keys before the first row
+    is_whole: bool  # every piece has room in it; else pieces are cut into its rows
+
+
 @dataclass(frozen=True)
 class Pieces:
-    """The places of the trees, and the masks that their pieces are cut from."""
+    """The places of the trees, and the templates of their masks."""
 
     edges: tuple[tuple[int, ...], ...]  # per tree: start, end of prompt, end of each branch
-    longest_prompt: int
-    templates: Mapping[int | None, Tensor]  # by window
+    templates: Mapping[int | None, MaskTemplate]  # by window
 
 
 def pieces_of(batch: TreeBatch, config: Any, dtype: torch.dtype) -> Pieces:
@@ -188,8 +208,14 @@ def pieces_of(batch: TreeBatch, config: Any, dtype: torch.dtype) -> Pieces:
     templates = {}
     for window in windows_by_kind(config).values():
         rows = max(branches) if window is None else max(prompts + branches)
-        templates[window] = _template(longest, rows, window).to(device, dtype)
-    return Pieces(batch.edges, longest, templates)
+        before, is_whole = longest, rows * (longest + rows) <= MASK_ELEMENTS
+        if not is_whole:
+            before = longest + max(branches)  # before the last row of all there are fewer
+            before = before if window is None else min(before, window - 1)
+            rows = max(1, min(rows, MASK_ROWS, MASK_ELEMENTS // (before + MASK_ROWS)))
+        mask = _template(before, rows, window).to(device, dtype)
+        templates[window] = MaskTemplate(mask, before, is_whole)
+    return Pieces(batch.edges, templates)
 
 
 def attend_in_pieces(
@@ -208,32 +234,28 @@ def attend_in_pieces(
         raise ValueError("the model's attention adds something to its products")
     if (groups := query.shape[1] // key.shape[1]) > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    outputs: list[Tensor] = []
+    template, outputs = pieces.templates[window], list[Tensor]()
     # Split, never sliced: the gradient of every slice would be as long as the whole batch.
     parts = zip(*(_split(tensor, pieces) for tensor in (query, key, value)), strict=True)
-    for (queries, keys, values), cut in zip(parts, _cuts(pieces, window), strict=True):
-        if cut.is_prompt:
+    for (queries, keys, values), is_prompt in zip(parts, _are_prompts(pieces), strict=True):
+        if is_prompt:
             prompt_keys, prompt_values = seen = keys, values
         else:
             seen = torch.cat([prompt_keys, keys], 2), torch.cat([prompt_values, values], 2)
-        output = scaled_dot_product_attention(
-            queries,
-            *seen,
-            attn_mask=cut.mask,
-            dropout_p=options.get("dropout", 0.0),
-            is_causal=cut.mask is None,
-            scale=options.get("scaling"),
-        )
-        outputs.append(output.transpose(1, 2))
+        is_causal = is_prompt and window is None
+        total = seen[0].shape[2]
+        for rows, visible, mask in _cuts(template, queries.shape[2], total, is_causal=is_causal):
+            output = scaled_dot_product_attention(
+                _part(queries, rows),
+                _part(seen[0], visible),
+                _part(seen[1], visible),
+                attn_mask=mask,
+                dropout_p=options.get("dropout", 0.0),
+                is_causal=is_causal,
+                scale=options.get("scaling"),
+            )
+            outputs.append(output.transpose(1, 2))
     return torch.cat(outputs, dim=1), None
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """A prompt, or a branch of the prompt before it."""
-
-    is_prompt: bool
-    mask: Tensor | None  # (queries, keys); None: causal
 
 
 def _split(tensor: Tensor, pieces: Pieces) -> tuple[Tensor, ...]:
@@ -242,23 +264,41 @@ def _split(tensor: Tensor, pieces: Pieces) -> tuple[Tensor, ...]:
     return parts
 
 
-def _cuts(pieces: Pieces, window: int | None) -> Iterator[_Cut]:
-    """The prompt and the branches of each tree, in order."""
-    template, origin = pieces.templates[window], pieces.longest_prompt
+def _are_prompts(pieces: Pieces) -> Iterator[bool]:
+    """Whether each piece is a prompt, or a branch of the prompt before it."""
     for edges in pieces.edges:
-        size = edges[1] - edges[0]
-        yield _Cut(True, None if window is None else template[:size, origin : origin + size])
-        for start, stop in pairwise(edges[1:]):
-            length = stop - start
-            yield _Cut(False, template[:length, origin - size : origin + length])
+        yield True
+        yield from (False for _ in edges[2:])
 
 
-def _template(prompt: int, rows: int, window: int | None) -> Tensor:
-    """Additive mask of a branch's row i and a key j positions after the fork (before it: j < 0).
+Cut: TypeAlias = tuple[slice, slice, Tensor | None]
 
-    Distance is i - j for any lengths, so every piece's mask is a view of one template.
-    """
-    distance = torch.arange(rows)[:, None] - torch.arange(-prompt, rows)[None, :]
+
+def _cuts(template: MaskTemplate, rows: int, keys: int, *, is_causal: bool) -> Iterator[Cut]:
+    """The rows of a piece, the keys that they see and their mask; its last keys are its own."""
+    if is_causal:
+        yield slice(0, rows), slice(0, keys), None
+        return
+    height, before = len(template.mask), template.before
+    for start in range(0, rows, height):
+        stop = min(start + height, rows)
+        # Distance is i - j for any lengths: every mask is a view of the template, moved along.
+        first = keys - rows + start
+        begin = 0 if template.is_whole else max(0, first - before)
+        end = first + stop - start
+        mask = template.mask[: stop - start, before - (first - begin) : before + stop - start]
+        yield slice(start, stop), slice(begin, end), mask
+
+
+def _part(tensor: Tensor, tokens: slice) -> Tensor:
+    is_all = tokens.start == 0 and tokens.stop == tensor.shape[2]
+    return tensor if is_all else tensor[:, :, tokens]
+
+
+def _template(before: int, rows: int, window: int | None) -> Tensor:
+    """Additive mask of row i and the key `before + j`, which is i - j positions before it."""
+    places = torch.arange(-before, rows, dtype=torch.int32)
+    distance = places[before:, None] - places[None, :]
     hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
     return torch.zeros(distance.shape).masked_fill_(hidden, -torch.inf)
 

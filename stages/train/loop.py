@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Literal, Protocol
-
-import torch
+from typing import Protocol
 
 from ...schemas.batches import Cursor, Engine, EvalSample, MicroBatch, StepBatch, StepSize
 from ...schemas.config import TrainOptions
-from ...schemas.errors import AlignError, CorruptionError, MemoryLimitError, NonFiniteError
+from ...schemas.errors import MemoryLimitError, NonFiniteError
 from ...schemas.methods import Step
 from ..methods.recipe import LOSS, MethodState, Recipe
 from ..model.reference import is_out_of_memory
@@ -23,10 +19,8 @@ from ..tracking.journal import EVAL
 from .evaluation import EvalSamples, asks_first, evaluate, whole_step
 from .room import NoRoom, Room, give_back
 from .step import StepResult, Totals, added, finite, learning_rate, reported, train_step
+from .synchronized import Ending, StopConditions, SynchronizedBatches, tokens_run
 from .throughput import Meter, peak_mib
-
-Ending = Literal["finished", "signal", "time"]
-Sign = Literal["signal", "time", "save"]  # before a batch: to stop, or only to save
 
 
 @dataclass(frozen=True)
@@ -95,35 +89,6 @@ class Records(Protocol):
     def save(self, place: Place) -> None:
         """Saves a checkpoint, unless there is one of this step already."""
         ...
-
-
-class SaveClock:
-    """Whether a checkpoint is due by time; the ranks agree on it as they agree on stopping."""
-
-    def __init__(self, seconds: float = 0.0) -> None:
-        self._seconds = seconds or math.inf
-        self.restart()
-
-    def restart(self) -> None:
-        """Counts from now."""
-        self._since = time.monotonic()
-
-    def is_due(self) -> bool:
-        """Whether the last checkpoint is too old."""
-        return time.monotonic() - self._since >= self._seconds
-
-
-@dataclass(frozen=True)
-class StopConditions:
-    """Reasons to stop or to save, checked before each batch on every rank."""
-
-    signalled: Callable[[], bool]
-    deadline: float  # on the monotonic clock; infinity for none
-    saving: SaveClock = field(default_factory=SaveClock)
-
-    def is_late(self) -> bool:
-        """Whether the deadline has passed."""
-        return time.monotonic() >= self.deadline
 
 
 def total_steps(feed: Feed, options: TrainOptions) -> int:
@@ -224,7 +189,14 @@ class Loop:
         """Runs a step, in ever smaller micro-batches until they fit."""
         while True:
             try:
-                return train_step(self.engine, self.recipe, batch, state=state, seed=seed)
+                return train_step(
+                    self.engine,
+                    self.recipe,
+                    batch,
+                    state=state,
+                    seed=seed,
+                    router_loss=self.options.router_loss,
+                )
             except NoRoom as refusal:
                 micro = refusal.micro
             except RuntimeError as error:
@@ -236,7 +208,7 @@ class Loop:
             self.engine.skip()
             give_back()
             batch = self.fitted(batch)
-            tokens, padded = _tokens(batch.own + batch.mismatched, self.meter.pads)
+            tokens, padded = tokens_run(batch.own + batch.mismatched, self.meter.pads)
             self.meter.runs(tokens=tokens, padded=padded)
 
     def _shrink(self, micro: MicroBatch, step: int, records: Records) -> None:
@@ -332,62 +304,3 @@ class Loop:
     def _is_due(self, step: int, every: int) -> bool:
         """Whether this step is one of every `every`, or the last."""
         return step >= self.total_steps or (bool(every) and step % every == 0)
-
-
-class SynchronizedBatches:
-    """Batches that all ranks take in step, until there are no more or some rank has to stop."""
-
-    def __init__(
-        self, engine: Engine, batches: Iterator[StepBatch], meter: Meter, conditions: StopConditions
-    ) -> None:
-        self._next = partial(next_batch, engine, batches, meter, conditions)
-        self.stopped: Ending | None = None
-        self.is_save_due = False
-
-    def __iter__(self) -> Iterator[StepBatch]:
-        return self
-
-    def __next__(self) -> StepBatch:
-        batch, sign = self._next()
-        self.is_save_due = sign == "save"
-        self.stopped = None if sign == "save" else sign
-        if batch is None or self.stopped:
-            raise StopIteration
-        return batch
-
-
-def next_batch(
-    engine: Engine, batches: Iterator[StepBatch], meter: Meter, conditions: StopConditions
-) -> tuple[StepBatch | None, Sign | None]:
-    """The next batch, if there is one, and whether some rank has a reason to stop or save first."""
-    failure: AlignError | None = None
-    batch: StepBatch | None = None
-    with meter.waiting():
-        try:
-            batch = next(batches, None)
-        except AlignError as error:
-            failure = error
-    own = _tokens(batch.own + batch.mismatched, meter.pads) if batch else (0, 0)
-    signs = [
-        failure is not None,
-        conditions.signalled(),
-        conditions.is_late(),
-        conditions.saving.is_due(),
-        *own,
-    ]
-    failed, signalled, late, save, tokens, padded = engine.total(
-        torch.tensor(signs, dtype=torch.float64)
-    ).tolist()
-    if failure or failed:
-        raise failure or CorruptionError("Another rank could not read its rows; it says which.")
-    if batch is None:
-        return None, None
-    meter.runs(tokens=int(tokens), padded=int(padded))
-    return batch, "signal" if signalled else "time" if late else "save" if save else None
-
-
-def _tokens(batches: tuple[MicroBatch, ...], pads: bool) -> tuple[int, int]:
-    """Tokens run by this rank, without and with padding."""
-    sizes = [[tree.num_tokens for tree in batch.trees] for batch in batches if batch.trees]
-    tokens = sum(map(sum, sizes))
-    return tokens, sum(len(one) * max(one) for one in sizes) if pads else tokens

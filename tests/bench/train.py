@@ -201,19 +201,8 @@ def measure_trl(folder, method, side, _):
 
 
 def trl_of(method, settings, output, data):
-    """A trainer, its settings and its rows; KTO is given each completion by itself."""
-    from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, unpair_preference_dataset
-    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
-
-    classes = {
-        "dpo": (DPOTrainer, DPOConfig),
-        "kto": (KTOTrainer, KTOConfig),
-        "orpo": (ORPOTrainer, ORPOConfig),
-    }
-    trainer_class, config_class = classes[method]
-    rows = PAIRS_PER_STEP
-    if method == "kto":
-        data, rows = unpair_preference_dataset(data).shuffle(seed=0), 2 * rows
+    """A trainer, its settings and its rows."""
+    trainer_class, config_class, data, rows = trl_classes(method, data, PAIRS_PER_STEP)
     batch = settings.get("per_device_train_batch_size", 8)
     arguments = config_class(
         output_dir=output,
@@ -226,6 +215,22 @@ def trl_of(method, settings, output, data):
         **{"per_device_train_batch_size": batch} | settings,
     )
     return trainer_class, arguments, data
+
+
+def trl_classes(method, data, rows):
+    """A trainer, its settings' class, its data and rows; KTO is given each completion by itself."""
+    from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, unpair_preference_dataset
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+    classes = {
+        "dpo": (DPOTrainer, DPOConfig),
+        "kto": (KTOTrainer, KTOConfig),
+        "orpo": (ORPOTrainer, ORPOConfig),
+    }
+    trainer_class, config_class = classes[method]
+    if method == "kto":
+        data, rows = unpair_preference_dataset(data).shuffle(seed=0), 2 * rows
+    return trainer_class, config_class, data, rows
 
 
 def result(folder, clock, peak):

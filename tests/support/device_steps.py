@@ -11,6 +11,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from align.stages.feed.cache_index import ShardColumns
 from align.stages.feed.loader import CacheFeed
 from align.stages.feed.step_plan import FeedSettings
 from align.stages.feed.train_source import open_source
+from align.stages.model import flex_attention
 from align.stages.model.logprobs import causal_model
 from align.stages.model.policy import load_policy
 from align.stages.model.reference import TreeScorer
@@ -45,7 +47,7 @@ IN_USE = {
     "kto-clamped": ("kto", {"humanline": True, "log_eps_p": -1e-2, "log_eps_r": 1e-2}),
     "mixture": ("dpo:0.8+kto:0.2+sft:1", {}),
 }
-LAYOUTS = ("tree", "plain")
+LAYOUTS = ("tree", "plain", "flex")
 LORA = LoraOptions(enabled=True, rank=4, dropout=0.1)
 
 
@@ -81,6 +83,20 @@ class OneDevice:
         self.policy.train(dropout_seed is not None)
         if dropout_seed is not None:
             torch.manual_seed(dropout_seed)
+
+
+def attended(query, key, value, *, score_mod, block_mask, scale, enable_gqa):
+    """What FlexAttention's kernel computes, which is for GPUs alone, by its own mask."""
+    assert score_mod is None
+    groups = query.shape[1] // key.shape[1] if enable_gqa else 1
+    key, value = (one.repeat_interleave(groups, dim=1) for one in (key, value))
+    places = torch.arange(query.shape[2], device=query.device)
+    seen = block_mask.mask_mod(None, None, places[:, None], places[None, :])
+    scores = (query @ key.transpose(2, 3) * scale).masked_fill(~seen, -torch.inf)
+    return scores.softmax(dim=-1) @ value
+
+
+DENSE = ("flex_attention", attended)
 
 
 @cache
@@ -126,7 +142,7 @@ def step_on(device, cache, method, layout, loaded):
     job, recipe, source = source_of(cache, method)
     policy = deepcopy(policy_of(job.policy, recipe.head, "purity" in recipe.needs, loaded))
     policy.path = replace(policy.path, layout=layout)
-    feed = feed_of(job, recipe, source, pads=True)
+    feed = feed_of(job, recipe, source, pads=not policy.path.packs)
     with feed.steps(Cursor(0, 0)) as steps:
         batch = next(iter(steps))
     engine = OneDevice(moved(policy, device))
@@ -218,7 +234,8 @@ def scored(cache, layout):
 
 
 def main(folder, cache, *cases):
-    with sdpa_kernel(SDPBackend.MATH):  # torch has no other for a device that it does not know
+    # torch has no other product for a device that it does not know.
+    with sdpa_kernel(SDPBackend.MATH), mock.patch.object(flex_attention, *DENSE):
         seen = {case: compared(cache, case) for case in cases}
         seen |= {f"scoring {layout}": scored(cache, layout) for layout in LAYOUTS}
     (Path(folder) / "rank-0.json").write_text(json.dumps(seen))

@@ -29,8 +29,9 @@ from align.stages.demo.tiny_world import ModelShape, make_model
 from align.stages.feed.cache_index import ShardColumns
 from align.stages.model.reference import HfReference
 from align.stages.storage.verify_cache import check_shard
-from align.stages.train.loop import Loop, Place, StopConditions, train
+from align.stages.train.loop import Loop, Place, train
 from align.stages.train.room import Room
+from align.stages.train.synchronized import StopConditions
 from align.stages.train.throughput import Meter
 from support.stage_one import Silent
 

@@ -8,17 +8,18 @@ from align.stages.methods.table import METHODS
 from support.programs import run_ranks
 
 # Every method; every layout of a GPU, way to load a policy, head and modifier with some of them.
-PLAIN = [f"{name} tree plain" for name in METHODS]
+PLAIN = [f"{name} flex plain" for name in METHODS]
 CASES = [
     *PLAIN,
+    *(f"{name} tree plain" for name in ("kto", "dpo", "orpo", "ppo", "reward", "mixture")),
     *(f"{name} plain plain" for name in ("kto", "reward_binary")),
-    *("orpo tree lora", "kto plain lora", "ppo tree bf16", "reward tree bf16", "dpo plain bf16"),
-    *("grpo tree dropout", "dpo-weighed tree plain", "dpo-js tree plain", "cdpo-wpo tree plain"),
-    *("kto-clamped tree plain", "mixture tree plain"),
+    *("orpo flex lora", "kto plain lora", "ppo flex bf16", "reward tree bf16", "dpo plain bf16"),
+    *("grpo tree dropout", "dpo-weighed flex plain", "dpo-js flex plain", "cdpo-wpo flex plain"),
+    *("kto-clamped flex plain", "mixture flex plain"),
 ]
 EVERY = [
     " ".join(case)
-    for case in product(METHODS, ("tree", "plain"), ("plain", "lora", "bf16", "dropout"))
+    for case in product(METHODS, ("flex", "tree", "plain"), ("plain", "lora", "bf16", "dropout"))
 ]
 ONE_LOOK = "stages/train/step.py"  # where a step's metrics are read, and with them its loss
 
@@ -74,7 +75,7 @@ def test_other_waits_are_those_of_transformers(device_cases):
     assert others <= {"transformers"}
 
 
-@pytest.mark.parametrize("layout", ["tree", "plain"])
+@pytest.mark.parametrize("layout", ["flex", "tree", "plain"])
 def test_scores_of_stage_1_are_those_of_a_cpu(device_cases, layout):
     found = device_cases[f"scoring {layout}"]
     assert found["same"]

@@ -9,8 +9,9 @@ import torch
 
 from align.schemas.errors import MemoryLimitError
 from align.stages.model.logprobs import causal_model
-from align.stages.train.loop import StopConditions, train
+from align.stages.train.loop import train
 from align.stages.train.room import NoRoom, Room, needing_room
+from align.stages.train.synchronized import StopConditions
 from support.training_world import START, Recorded, facts, job_of, loop_of, session_of
 
 ROOM = 370  # tokens; a step of eight rows has about 730, its longest row about 150

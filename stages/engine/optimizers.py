@@ -1,0 +1,107 @@
+"""Which optimizer a run has: its block of DeepSpeed's configuration, and how our own are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...schemas.config import TrainOptions
+from ...schemas.errors import UsageError
+from .update_rules import Lion
+
+OWN = "align."  # begins the type of an optimizer that DeepSpeed is given, not asked for
+EVERY_STAGE = frozenset(range(4))
+ADAM_TYPES = ("adam", "adamw")  # DeepSpeed's, in any letter case
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """What `train.optimizer` names."""
+
+    type: str  # in DeepSpeed's configuration
+    reads: tuple[str, ...]  # of train.beta1, train.beta2 and train.epsilon
+    stages: frozenset[int] = EVERY_STAGE
+    make: Callable[..., torch.optim.Optimizer] | None = None  # from groups and parameters
+    why: str = ""  # the other stages do not fit
+
+
+KINDS = {
+    "adamw": OptimizerKind("AdamW", ("beta1", "beta2", "epsilon")),
+    "lion": OptimizerKind(f"{OWN}Lion", ("beta1", "beta2"), make=Lion),
+}
+BY_TYPE = {kind.type: kind for kind in KINDS.values()}
+
+
+def optimizer_block(options: TrainOptions) -> dict[str, Any]:
+    """The part of the configuration that `train.optimizer` decides."""
+    kind = KINDS[options.optimizer]
+    params: dict[str, Any] = {"lr": options.lr}
+    if "beta1" in kind.reads:
+        params["betas"] = [options.beta1, options.beta2]
+    if "epsilon" in kind.reads:
+        params["eps"] = options.epsilon
+    block: dict[str, Any] = {
+        "optimizer": {"type": kind.type, "params": params | {"weight_decay": options.weight_decay}}
+    }
+    if kind.make:
+        # DeepSpeed tests its own optimizers only.
+        block |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    return block
+
+
+def completed_block(config: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """Our optimizer's block with the implementation of AdamW for this device."""
+    block: dict[str, Any] = dict(config["optimizer"])
+    if block["type"] != "AdamW" or (device == "cuda" and offloads_optimizer(config)):
+        return block  # DeepSpeed's AdamW of states in the CPU's memory is made for the CPU
+    # DeepSpeed's own kernels are compiled at the first start, which needs a compiler.
+    torchs = {"torch_adam": True, **({"fused": True} if device == "cuda" else {})}
+    return block | {"params": block["params"] | torchs}
+
+
+def offloads_optimizer(config: Mapping[str, Any]) -> bool:
+    """Whether the optimizer's state is in the CPU's memory, or on a disk."""
+    place = config.get("zero_optimization", {}).get("offload_optimizer") or {}
+    return bool(place.get("device", "none") != "none")
+
+
+def asks_for_cpu_adam(config: Mapping[str, Any]) -> bool:
+    """Whether DeepSpeed takes its AdamW for the CPU, which has to be compiled."""
+    block = config.get("optimizer", {})
+    is_adam = str(block.get("type", "")).lower() in ADAM_TYPES
+    return is_adam and offloads_optimizer(config) and not block["params"].get("torch_adam")
+
+
+def without_cpu_adam(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with torch's AdamW in its place."""
+    block = config["optimizer"]
+    params = block["params"] | {"torch_adam": True, "fused": True}
+    return {**config, "optimizer": block | {"params": params}}
+
+
+def require_fitting_stage(config: Mapping[str, Any], place: str) -> None:
+    """Refuses an optimizer under a ZeRO stage that gives it other tensors than it needs."""
+    kind = BY_TYPE.get(config.get("optimizer", {}).get("type", ""))
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    if kind is None or stage in kind.stages:
+        return
+    name = next(name for name, one in KINDS.items() if one is kind)
+    raise UsageError(
+        f"train.optimizer is {name}, which {kind.why}, and train.deepspeed={place} is ZeRO "
+        f"{stage}. Use --deepspeed zero0, or another train.optimizer."
+    )
+
+
+def own_optimizer(config: dict[str, Any]) -> Callable[[Any], torch.optim.Optimizer] | None:
+    """Makes the optimizer out of parameter groups; None where DeepSpeed makes it.
+
+    Takes its block out of the configuration, which is then for DeepSpeed.
+    """
+    kind = BY_TYPE.get(config.get("optimizer", {}).get("type", ""))
+    if kind is None or kind.make is None:
+        return None
+    make, params = kind.make, config.pop("optimizer")["params"]
+    return lambda groups: make(groups, **params)

@@ -1,0 +1,381 @@
+"""Training on one GPU: align beside TRL, in turn, in bfloat16, on random models of real sizes.
+
+`small` has the shapes of a model of half a billion parameters, all of which are trained; `large`
+those of one of eight billion, of which a LoRA adapter of every linear layer is trained, with
+activations recomputed on both sides. Pairs differ in length as real ones do. Both sides take as
+many pairs in each AdamW step. Each run is a process of its own. Speed is that of the median step
+after the first: loading, compiling and scoring the reference are left out, and stand under "first
+step" and "whole". MFU counts every prompt and completion once: 6 operations for each parameter and
+token, 4 where the weights are frozen, over what the GPU is said to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+
+from reference import SPECIALS, spread_length
+
+PAIRS_PER_STEP = 32
+DENSE_BF16 = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
+MODELS = {
+    "tiny": {"hidden_size": 64, "layers": 2, "heads": 4, "kv": 2, "inner": 128, "vocab": 512},
+    "small": {
+        "hidden_size": 896,
+        "layers": 24,
+        "heads": 14,
+        "kv": 2,
+        "inner": 4864,
+        "vocab": 151_936,
+    },
+    "large": {
+        "hidden_size": 4096,
+        "layers": 32,
+        "heads": 32,
+        "kv": 8,
+        "inner": 14_336,
+        "vocab": 128_256,
+    },
+}
+# What differs from each side's own defaults.
+TRL_SIDES = {
+    "trl": {},
+    "trl_kept": {"gradient_checkpointing": False},
+    "trl_precomputed": {"precompute_ref_log_probs": True, "gradient_checkpointing": False},
+    # cuDNN's attention plans each shape anew: a user who knows that switches it off.
+    "trl_tuned": {
+        "precompute_ref_log_probs": True,
+        "gradient_checkpointing": False,
+        "cudnn": False,
+    },
+    "trl_recomputing": {"precompute_ref_log_probs": True, "cudnn": False},
+}
+TITLES = {
+    "align": "align",
+    "trl": "TRL",
+    "trl_kept": "TRL, keeping activations",
+    "trl_precomputed": "TRL, precomputed, keeping activations",
+    "trl_tuned": "TRL, the same without cuDNN",
+    "trl_recomputing": "TRL, precomputed, without cuDNN",
+    "stage1": "align, stage 1",
+    "sweep": "align, four runs and stage 1",
+    "trl_sweep": "TRL, four runs",
+}
+SIDES = {
+    "tiny": ("align", "trl_precomputed"),
+    "small": ("align", "trl", "trl_kept", "trl_precomputed", "trl_tuned"),
+    "large": ("align", "trl", "trl_recomputing"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["small", "large"])
+    parser.add_argument("--methods", nargs="+", default=["dpo", "kto"])
+    parser.add_argument("--sides", nargs="+", default=list(TITLES))
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--sweep", action="store_true", help="also four runs, on the small model")
+    parser.add_argument("--set", action="append", default=[], help="a setting of align train")
+    parser.add_argument("--seconds", type=float, default=540, help="begin nothing after these")
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(run_one(options.folder, *options.one, options.set)))
+        return
+    ends = time.monotonic() + options.seconds
+    for name in options.models:
+        with tempfile.TemporaryDirectory() as folder:
+            compare(name, Path(folder), options, ends)
+
+
+def compare(name, folder, options, ends):
+    in_own_process(folder, "make", name, str(options.steps), [])
+    facts = in_own_process(folder, "facts", name, "", [])
+    print(f"{name}: {facts['parameters'] / 1e9:.2f} B parameters, {facts['device']}", flush=True)
+    columns = ("tokens/s", "MFU %", "peak GiB", "first step s", "whole s")
+    print(" " * 40 + "".join(f"{column:>13}" for column in columns), flush=True)
+    sides = ["stage1", *(f"{m}/{s}" for m in options.methods for s in sides_of(name, m))]
+    if options.sweep and name != "large":
+        sides += ["dpo/sweep", "dpo/trl_sweep"]
+    for side in sides:
+        method, _, kind = side.rpartition("/")
+        if kind not in options.sides and kind != "stage1":
+            continue
+        if time.monotonic() > ends:
+            print(f"{side}: not run, the time is over", flush=True)
+            continue
+        told = in_own_process(folder, kind, name, method, options.set)
+        print(line(f"{method} {TITLES[kind]}", told, facts, name), flush=True)
+
+
+def sides_of(name, method):
+    has_reference = method != "orpo"
+    return [s for s in SIDES[name] if has_reference or "precompute" not in str(TRL_SIDES.get(s))]
+
+
+def line(title, told, facts, name):
+    if "failed" in told:
+        return f"{title:40}{told['failed']}"
+    operations = (4 if name == "large" else 6) if "stage" not in title else 2
+    rate = told.get("rate")
+    unique = rate and rate * facts["unique"] / facts["counted"]
+    mfu = rate and 100 * operations * facts["parameters"] * unique / facts["operations"]
+    cells = [
+        f"{rate:13,.0f}" if rate else " " * 13,
+        f"{mfu:13.1f}" if rate else " " * 13,
+        f"{told['peak_gib']:13.1f}",
+        f"{told['first']:13.1f}",
+        f"{told['whole']:13.1f}",
+    ]
+    return f"{title:40}{''.join(cells)}"
+
+
+def in_own_process(folder, kind, name, method, sets):
+    command = [sys.executable, __file__, "--folder", folder, "--one", kind, name, method]
+    command += [f"--set={one}" for one in sets]
+    environment = os.environ | {"ALIGN_HOME": str(folder / "home"), "TOKENIZERS_PARALLELISM": "0"}
+    began = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        if kind in {"make", "facts"}:
+            sys.exit(done.stderr)
+        return {"failed": done.stderr.strip().splitlines()[-1][:300]}
+    for told in done.stderr.splitlines():
+        if told.startswith("bench:"):
+            print(told, flush=True)
+    return json.loads(done.stdout.splitlines()[-1]) | {"whole": time.monotonic() - began}
+
+
+def run_one(folder, kind, name, method, sets):
+    if kind == "make":
+        return make(folder, MODELS[name], int(method))
+    if kind == "facts":
+        return facts_of(folder)
+    if kind in {"sweep", "trl_sweep"}:
+        side = "align" if kind == "sweep" else "trl_kept"
+        runs = [] if kind == "trl_sweep" else [in_own_process(folder, "stage1", name, "new", [])]
+        runs += [in_own_process(folder, side, name, method, sets) for _ in range(4)]
+        if failed := [run["failed"] for run in runs if "failed" in run]:
+            raise RuntimeError(failed[0])
+        return {"peak_gib": max(run["peak_gib"] for run in runs), "first": runs[0]["first"]}
+    if kind == "stage1":
+        return stage_one(folder, method or "cache")
+    if kind == "align":
+        return train_align(folder, name, method, sets)
+    return train_trl(folder, name, method, TRL_SIDES[kind])
+
+
+def make(folder, shape, steps):
+    """A model folder of random weights, and pairs of random words."""
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = [*SPECIALS, *(f"w{index}" for index in range(shape["vocab"] - len(SPECIALS)))]
+    level = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>")
+    )
+    level.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=level, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    ).save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=shape["vocab"],
+        hidden_size=shape["hidden_size"],
+        intermediate_size=shape["inner"],
+        num_hidden_layers=shape["layers"],
+        num_attention_heads=shape["heads"],
+        num_key_value_heads=shape["kv"],
+        max_position_embeddings=4096,
+        tie_word_embeddings=shape["hidden_size"] < 2048,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+        dtype="bfloat16",
+    )
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        torch.set_default_dtype(torch.bfloat16)
+        LlamaForCausalLM(config).save_pretrained(folder / "model")
+    random = np.random.default_rng(0)
+
+    def text(column):
+        picks = random.integers(len(SPECIALS), shape["vocab"], spread_length(random, column))
+        return " ".join(words[pick] for pick in picks)
+
+    names = ("prompt", "chosen", "rejected")
+    columns = {name: [text(name) for _ in range(steps * PAIRS_PER_STEP)] for name in names}
+    for name in names[1:]:
+        columns[name] = [f" {completion}" for completion in columns[name]]
+    pq.write_table(pa.table(columns), folder / "pairs.parquet")
+    return {}
+
+
+def facts_of(folder):
+    """Parameters, tokens as a person counts pairs, tokens each counted once, the GPU."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    counted, unique = tokens_of(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "model"))
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return {
+        "parameters": sum(one.numel() for one in model.parameters()),
+        "counted": counted,
+        "unique": unique,
+        "device": device,
+        "operations": next((n for k, n in DENSE_BF16.items() if k in device), 1e12),
+    }
+
+
+def tokens_of(folder):
+    import pyarrow.parquet as pq
+
+    rows = pq.read_table(folder / "pairs.parquet").to_pylist()
+    prompts = sum(len(row["prompt"].split()) for row in rows)
+    completions = sum(len(row[n].split()) for row in rows for n in ("chosen", "rejected"))
+    return 2 * prompts + completions, prompts + completions
+
+
+def stage_one(folder, name):
+    from align.pipeline.terminal import own_process
+
+    own_process([])
+    from align.cli import app
+
+    began = time.perf_counter()
+    flags = ["--model", folder / "model", "--output", folder / name, "--no-mlflow"]
+    flags += ["--set", "cache.reuse_known=false"]
+    app(["precompute-ref", *map(str, [folder / "pairs.parquet", *flags])], standalone_mode=False)
+    spent = time.perf_counter() - began
+    return {"peak_gib": peak_gib(), "first": spent}
+
+
+class Steps:
+    """When each step ended, in seconds since the process began."""
+
+    def __init__(self):
+        self.began = time.perf_counter()
+        self.ends = []
+
+    def begin(self, *_, **__):
+        pass
+
+    def advance(self, *_, **__):
+        synchronize()
+        self.ends.append(time.perf_counter() - self.began)
+
+    def say(self, _):
+        pass
+
+    def end(self):
+        pass
+
+    def result(self, folder):
+        counted, _ = tokens_of(folder)
+        seconds = [later - earlier for earlier, later in pairwise(self.ends)]
+        rate = counted / len(self.ends) / statistics.median(seconds)
+        return {"rate": rate, "first": self.ends[0], "peak_gib": peak_gib()}
+
+
+def synchronize():
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def peak_gib():
+    import torch
+
+    return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+
+
+def train_align(folder, name, method, sets):
+    steps = Steps()
+    from align.pipeline.terminal import own_process
+
+    own_process([])
+    from align.pipeline.settings import load_settings
+    from align.pipeline.terminal import begin_work
+    from align.pipeline.train import run_training
+    from align.pipeline.training_job import open_training
+
+    with tempfile.TemporaryDirectory() as output:
+        flags = {
+            "train.method": method,
+            "train.cache": str(folder / "cache"),
+            "train.output": f"{output}/run",
+            "train.batch_size": PAIRS_PER_STEP,
+            "tracking.mlflow": False,
+        }
+        if name == "large":
+            flags |= {"lora.enabled": True, "train.gradient_checkpointing": True}
+        job = open_training(load_settings(flags, sets, file=None))
+        begin_work()
+        run_training(job, progress=steps)
+        lines = Path(f"{output}/run/metrics.jsonl").read_text().splitlines()
+    print("bench:", lines[0][:200], file=sys.stderr)
+    return steps.result(folder)
+
+
+def train_trl(folder, name, method, settings):
+    steps = Steps()
+    import torch
+    from datasets import Dataset
+    from train import trl_classes
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+    class Callback(TrainerCallback):
+        def on_step_end(self, *_, **__):
+            steps.advance()
+
+    settings = dict(settings)
+    torch.backends.cuda.enable_cudnn_sdp(settings.pop("cudnn", True))
+
+    with tempfile.TemporaryDirectory() as output:
+        data = Dataset.from_parquet(str(folder / "pairs.parquet"), cache_dir=output)
+        trainer_class, config_class, data, rows = trl_classes(method, data, PAIRS_PER_STEP)
+        batch = 8
+        arguments = config_class(
+            output_dir=output,
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=rows // batch,
+            num_train_epochs=1,
+            bf16=torch.cuda.is_available(),
+            save_strategy="no",
+            report_to="none",
+            **settings,
+        )
+        more = {}
+        if name == "large":
+            from peft import LoraConfig
+
+            more["peft_config"] = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
+        trainer = trainer_class(
+            model=AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16),
+            args=arguments,
+            train_dataset=data,
+            processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+            callbacks=[Callback()],
+            **more,
+        )
+        trainer.train()
+    return steps.result(folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Prints what one long row takes: MiB above the loaded weights, and elements of the largest tensor.
+
+Given the lengths; half of a row is its prompt. The model is so small that activations are few.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from align.schemas.rows import Tree
+from align.stages.model.policy import Policy
+from support.largest_storage import LargestStorage
+from support.memory_growth import draw, memory
+
+VOCABULARY = 16_384
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 65_536,
+}
+MODELS = {
+    "full": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
+    "window": lambda: MistralForCausalLM(MistralConfig(sliding_window=256, **SHAPE)),
+}
+
+
+def main(lengths):
+    torch.set_num_threads(1)
+    random = np.random.default_rng(0)
+    seen = {}
+    for kind, make in MODELS.items():
+        policy = Policy(make())
+        assert (policy.path.layout, policy.path.head) == ("packed", "fused")
+        learn(policy, row_of(random, 64))  # what is made once: buffers, gradients of weights
+        for stage in (score, learn):
+            seen[f"{kind}, {stage.__name__}"] = [
+                cost(stage, policy, row_of(random, length)) for length in lengths
+            ]
+    print(json.dumps(seen))
+
+
+def row_of(random, length):
+    halves = (draw(random, VOCABULARY, length // 2) for _ in "12")
+    prompt, branch = halves
+    return (Tree(prompt, (branch,)),)
+
+
+@torch.no_grad()
+def score(policy, trees):
+    policy(trees)
+
+
+def learn(policy, trees):
+    policy(trees).sum().backward()
+
+
+def cost(stage, policy, trees):
+    before = memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+    with LargestStorage(ignore=set()) as largest:
+        stage(policy, trees)
+    return memory("VmHWM") - before, largest.elements
+
+
+if __name__ == "__main__":
+    main([int(length) for length in sys.argv[1:]])
