@@ -27,8 +27,8 @@ FLEX = "align_flex"
 FLEX_FOR_EAGER = "align_flex_for_eager"  # of models whose own attention is not sdpa
 REFUSED = ("s_aux", "position_bias")  # what some models add to their products
 BLOCK = 128
-# Numbers that are equal when a kernel for every length is made, torch takes for equal always: as many
-# blocks as heads would be such numbers. Few models have seven of anything.
+# Numbers that are equal when a kernel for every length is made, torch takes for equal always: as
+# many blocks as heads would be such numbers. Few models have seven of anything.
 LEAST = 7 * BLOCK
 
 

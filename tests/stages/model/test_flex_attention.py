@@ -337,7 +337,7 @@ def test_it_is_compiled_once_for_batches_of_every_length(monkeypatch):
     monkeypatch.setattr(logprobs, "CPU_TOKENS", 4096)
     lengths = set()
     for seed in range(8):
-        trees = drawn_trees(seed, tokens=900 + 128 * seed, longest=20)
+        trees = drawn_trees(seed, tokens=800 + 128 * seed, longest=20)
         lengths.add(padded_to_blocks(sum(tree.num_tokens for tree in trees)))
         assert np.isfinite(scorer.score(trees)).all()
     assert len(lengths) > 5
