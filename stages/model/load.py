@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ...schemas.config import LoraOptions, ModelOptions
 from ...schemas.errors import UsageError
+from .lora_targets import named_targets, require_all_adapted
 from .model_folder import (
     adapter_tensors,
     model_config,
@@ -284,7 +285,7 @@ def add_lora(model: nn.Module, options: LoraOptions, seed: int) -> nn.Module:
         r=options.rank,
         lora_alpha=options.alpha,  # type: ignore[arg-type]  # peft divides it by the rank
         lora_dropout=options.dropout,
-        target_modules=options.targets or "all-linear",
+        **named_targets(model, options.targets),
     )
     head = _name_of_head(model)
     try:
@@ -301,6 +302,7 @@ def add_lora(model: nn.Module, options: LoraOptions, seed: int) -> nn.Module:
             f"lora.targets: {options.targets} includes the output layer {head}, whose adapter the "
             "fused log-prob head would pass by. Leave it out."
         )
+    require_all_adapted(adapted, options.targets)
     trainable: nn.Module = adapted
     return trainable
 

@@ -7,7 +7,9 @@ import json
 import sys
 from pathlib import Path
 
+from align.schemas.config import TrainOptions
 from align.stages.engine.distributed import joined_world
+from support.listed_experts import train_listed
 from support.training_world import facts, job_of, learn
 
 # Tokens per micro-batch that make one, some, and eight of a step's eight rows.
@@ -16,6 +18,9 @@ SETTINGS = {"max_steps": 3, "warmup": 0.0, "schedule": "constant", "eval_fractio
 
 
 def run_case(world, name, cache):
+    if name.startswith("listed/"):
+        preset = str(cache.parent / f"{name.partition('/')[2]}.json")
+        return train_listed(world, TrainOptions(dtype="float32", deepspeed=preset))
     budget, preset, weight, *others = name.split("/")
     job = job_of(
         cache,
@@ -37,7 +42,7 @@ def run_case(world, name, cache):
 
 def main(folder, cache, *names):
     with joined_world() as world:
-        seen = {name: run_case(world, name, cache) for name in names}
+        seen = {name: run_case(world, name, Path(cache)) for name in names}
     (Path(folder) / f"rank-{world.rank}.json").write_text(json.dumps(seen))
 
 

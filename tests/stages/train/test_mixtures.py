@@ -1,5 +1,7 @@
 """A mixture of experts is trained to the same result however a step is cut and spread."""
 
+import json
+
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -21,6 +23,7 @@ SHAPE = {
 }
 ALONE = ("whole/zero0/0.5", "rows/zero0/0.5/recomputing", "whole/zero0/0")
 SPREAD = ("thirds/zero0/0.5", "rows/zero1/0.5", "thirds/zero3/0.5/recomputing")
+LISTED = ("listed/zero0", "listed/zero3")
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +39,9 @@ def cache(tokenizer_folder, tmp_path_factory):
     tiny_model("qwen3_moe", SHAPE | vocabulary).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     pq.write_table(paired(list(draw_preferences(48, seed=1))), folder / "pairs.parquet")
+    for stage in (0, 3):  # no parameter is so small that every rank keeps the whole of it
+        zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+        (folder / f"zero{stage}.json").write_text(json.dumps({"zero_optimization": zero}))
     return scored(folder, "pairs", kl_pairs=0)
 
 
@@ -46,7 +52,9 @@ def alone(cache, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def spread(cache, tmp_path_factory):
-    return run_ranks("mixture_ranks", tmp_path_factory.mktemp("spread"), cache, *SPREAD, ranks=2)
+    return run_ranks(
+        "mixture_ranks", tmp_path_factory.mktemp("spread"), cache, *SPREAD, *LISTED, ranks=2
+    )
 
 
 def require_same(found, expected):
@@ -92,3 +100,12 @@ def test_what_is_reported_has_the_bounds_that_the_docs_give(alone):
     assert {f"eval/router/{name}" for name in ("loss", "entropy", "busiest", "unused")} <= set(
         seen["evaluation"]
     )
+
+
+def test_experts_that_are_modules_are_gathered_by_all_ranks_under_zero_3(spread):
+    found, expected = (spread.first[name] for name in LISTED[::-1])
+    assert found["updates"] == pytest.approx(expected["updates"], rel=1e-5)
+    for name, weights in found["weights"].items():
+        assert largest_difference(weights, expected["weights"][name]) < 1e-5, name
+    missed = [rank["listed/zero3"]["missed"] for rank in spread.ranks]
+    assert missed[0] != missed[1]
