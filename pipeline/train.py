@@ -79,6 +79,7 @@ def train_in(
         session = open_session(job, world, columns, progress, start)
         held = held_to_checkpoint(session, start)
         with open_records(session, held, progress) as records:
+            records.say(f"policy: {session.policy.path}")
             place = _restored(session, held)
             if place is None:
                 _require_agreement(session, records)
@@ -226,7 +227,7 @@ def _feed_settings(job: TrainingJob, recipe: Recipe, world: World, policy: Polic
         limit_train_batches=train.limit_train_batches,
         limit_eval_batches=train.limit_eval_batches,
         tokens_per_batch=train.tokens_per_batch or TOKENS_PER_BATCH[policy.device.type],
-        pads=policy.path.layout != "packed",
+        pads=not policy.path.packs,
         world=world,
     )
 
@@ -257,13 +258,15 @@ def _require_agreement(session: Session, records: RunRecords) -> None:
     sample = run_on_all_ranks(
         session.world, lambda: list(sample_rows(job.cache, job.manifest, SAMPLED_ROWS))
     )
+    is_packed = job.config.lora.quantize != "none"
     gap = largest_gap(
         session.engine,
         sample,
         job.manifest.fingerprint["model.dtype"],
         str(causal_model(session.policy.model).dtype).removeprefix("torch."),
+        may_differ=is_packed,
     )
-    records.agreed(gap)
+    records.agreed(gap, is_packed=is_packed)
 
 
 def _learn(session: Session, start: Start, records: RunRecords, place: Place) -> Trained:

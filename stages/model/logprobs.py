@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ...schemas.errors import UsageError
 from ...schemas.rows import Tree
+from .flex_attention import FLEX, FLEX_FOR_EAGER, bucket, flex_masks
 from .fused_head import output_head, scored_rows
 from .fused_head_backward import LogpHead
 from .transformers_compat import attention_of
@@ -42,9 +43,27 @@ EXACT_ELEMENTS = 1 << 26  # logits held at once by the exact head, unless one tr
 class ScoringPath:
     """How a model is scored, and how far that is from its own logits."""
 
-    layout: Literal["packed", "tree", "plain"]
+    layout: Literal["flex", "packed", "tree", "plain"]
     head: Literal["fused", "exact", "score"]
     worst_difference: float  # as the probe measures it for the dtype
+
+    def __str__(self) -> str:
+        """As it is printed and logged."""
+        return f"{self.layout} rows with the {self.head} head"
+
+    @property
+    def packs(self) -> bool:
+        """Whether trees are laid end to end; else each is as long as the longest of its batch."""
+        return self.layout in {"flex", "packed"}
+
+    def rows(self, trees: Sequence[Tree]) -> Sequence[Tree]:
+        """The trees as they are run: plain rows hold one branch each."""
+        return single_branches(trees) if self.layout == "plain" else trees
+
+    def batch(self, rows: Sequence[Tree], device: torch.device) -> TreeBatch:
+        """Lays rows out on a device."""
+        length = bucket(sum(row.num_tokens for row in rows)) if self.layout == "flex" else 0
+        return tree_batch(rows, device, packed=self.packs, length=length)
 
 
 @dataclass(frozen=True)
@@ -95,10 +114,8 @@ def tree_logps(model: nn.Module, trees: Sequence[Tree], path: ScoringPath) -> Te
     if path.head == "exact":
         vocabulary = causal_model(model).config.get_text_config(decoder=True).vocab_size
         max_tokens = min(max_tokens, EXACT_ELEMENTS // vocabulary)
-    rows = single_branches(trees) if path.layout == "plain" else trees
-    packed = path.layout == "packed"
-    groups = groups_within(rows, max_tokens, packed=packed)
-    batches = (tree_batch(group, device, packed=packed) for group in groups)
+    groups = groups_within(path.rows(trees), max_tokens, packed=path.packs)
+    batches = (path.batch(group, device) for group in groups)
     return torch.cat([branch_logps(model, batch, path) for batch in batches])
 
 
@@ -114,15 +131,34 @@ def input_device(model: nn.Module) -> torch.device:
     if device.type != "meta":
         return device
     # Kept in memory or on disk, and brought to the first device that computes when it is called.
-    places = [place for place in inner.hf_device_map.values() if place not in {"cpu", "disk"}]
+    places = _gpus(inner)
     return torch.device(places[0] if places else "cpu")
 
 
+def _gpus(inner: Any) -> list[Any]:
+    """Where the layers compute, in order, of a model that device_map spreads."""
+    places = getattr(inner, "hf_device_map", {}).values()
+    return [place for place in places if place not in {"cpu", "disk"}]
+
+
+REPLACED = {PIECES: "sdpa", FLEX: "sdpa", FLEX_FOR_EAGER: "eager"}  # by which attention
+
+
+def own_attention(model: Any) -> str:
+    """The attention that a model was loaded with, which that of a layout may stand in for."""
+    name = attention_of(model)
+    return REPLACED.get(name, name)
+
+
 def _use_attention(model: Any, path: ScoringPath) -> None:
-    """Packed batches have an attention of their own, in place of sdpa."""
-    packed = path.layout == "packed"
-    if packed != (attention_of(model) == PIECES):
-        model.set_attn_implementation(PIECES if packed else "sdpa")
+    """Packed batches have an attention of their own, in place of the model's."""
+    own = own_attention(model)
+    for_flex = FLEX if own == "sdpa" else FLEX_FOR_EAGER
+    wanted = {"packed": PIECES, "flex": for_flex}.get(path.layout, own)
+    if attention_of(model) != wanted:
+        model.set_attn_implementation(wanted)
+    if attention_of(model) != wanted:
+        raise ValueError("its attention cannot be replaced")
 
 
 def _inputs(model: Any, batch: TreeBatch, path: ScoringPath) -> dict[str, Any]:
@@ -136,6 +172,8 @@ def _inputs(model: Any, batch: TreeBatch, path: ScoringPath) -> dict[str, Any]:
         inputs["position_ids"] = batch.positions
     if path.layout == "packed":
         inputs["pieces"] = pieces_of(batch, config, model.dtype)
+    elif path.layout == "flex":
+        inputs["flex_masks"] = flex_masks(batch, config)
     elif path.layout == "tree":
         inputs["attention_mask"] = tree_mask(batch, config, model.dtype)
     elif batch.is_padded:
@@ -180,6 +218,7 @@ def _exact_rows(logits: Tensor, batch: TreeBatch, *, purity: bool) -> Tensor:
 
 # Fastest first; the last is the definition the others are compared with.
 PATHS = (
+    ScoringPath("flex", "fused", 0.0),
     ScoringPath("packed", "fused", 0.0),
     ScoringPath("tree", "fused", 0.0),
     ScoringPath("plain", "fused", 0.0),
@@ -196,28 +235,33 @@ PROBE_SHAPES = ((7, (5, 3, 9)), (1, (1, 4)), (12, (6, 1)), (3, (8,)))
 Agree: TypeAlias = Callable[[bool], bool]  # whether what holds here holds on every rank
 
 
-def choose_path(model: nn.Module, agree: Agree = bool) -> ScoringPath:
+def choose_path(model: nn.Module, agree: Agree = bool, no_flex: str = "") -> ScoringPath:
     """The fastest way to score that agrees with `model(...).logits` on seeded rows.
 
     Ranks that hold a model together try the same ways, so each verdict is that of all of them.
+    `no_flex`: why FlexAttention may not be used, if it may not.
     """
     trees = probe_trees(causal_model(model).config)
     expected = [_own_logps(model, tree) for tree in trees]
     refused: list[str] = []
     for path in those_of(PATHS, model):
-        difference = _difference(model, trees, expected, path)
+        barred = no_flex if path.layout == "flex" else ""
+        difference = ValueError(barred) if barred else _difference(model, trees, expected, path)
         allowed = TOLERANCE[causal_model(model).dtype]
         if agree(isinstance(difference, float) and difference <= allowed):
             assert isinstance(difference, float), "it holds here too"
-            return announced(replace(path, worst_difference=difference), refused)
-        refused.append(f"{path.layout} rows with the {path.head} head: {reason(difference)}")
-    return announced(DEFINITION, refused)
+            return announced(model, replace(path, worst_difference=difference), refused)
+        refused.append(f"{path}: {reason(difference)}")
+    return announced(model, DEFINITION, refused)
 
 
 def those_of(paths: Sequence[ScoringPath], model: nn.Module) -> list[ScoringPath]:
-    """Packing replaces sdpa, and many small products pay on a CPU only."""
-    packs = attention_of(causal_model(model)) == "sdpa" and input_device(model).type == "cpu"
-    return [path for path in paths if packs or path.layout != "packed"]
+    """Those worth trying: many small products pay on a CPU only, FlexAttention on a GPU."""
+    inner, on_cpu = causal_model(model), input_device(model).type == "cpu"
+    # The mask of FlexAttention holds tables, which would not follow it to another device.
+    on_one_gpu = input_device(model).type == "cuda" and len(set(_gpus(inner))) < 2
+    tried = {"flex": on_one_gpu, "packed": on_cpu and own_attention(inner) == "sdpa"}
+    return [path for path in paths if tried.get(path.layout, True)]
 
 
 def probe_trees(config: Any) -> list[Tree]:
@@ -262,17 +306,16 @@ def _difference(
     return max(float(gap.abs().mean()) for gap in gaps)
 
 
-def announced(path: ScoringPath, refused: list[str]) -> ScoringPath:
+def announced(model: nn.Module, path: ScoringPath, refused: list[str]) -> ScoringPath:
     """Logs why faster paths are not used, and returns the path."""
-    is_fast = path.layout != "plain" and path.head != "exact"
+    # On a CPU, trees with a dense mask are the ordinary case; only some models allow packing.
+    on_gpu = input_device(model).type == "cuda"
+    is_fast = (path.packs or (path.layout == "tree" and not on_gpu)) and path.head != "exact"
     if refused:
-        # Trees with a dense mask are the ordinary case; only some models allow packing.
         logger.log(
             logging.INFO if is_fast else logging.WARNING,
-            "Scoring with %s rows and the %s head, which is slower, because others differ from the "
-            "model's own logits: %s.",
-            path.layout,
-            path.head,
+            "Scoring by %s, which is slower. What is refused: %s.",
+            path,
             "; ".join(refused),
         )
     return path

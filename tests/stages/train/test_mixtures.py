@@ -1,4 +1,4 @@
-"""A mixture of experts is trained to the same result however a step is cut and two_ranks."""
+"""A mixture of experts is trained to the same result however a step is cut and spread."""
 
 import json
 
@@ -52,17 +52,17 @@ def mixture_cache(tokenizer_folder, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def one_rank(mixture_cache, tmp_path_factory):
+def mixture_alone(mixture_cache, tmp_path_factory):
     return run_ranks(
-        "mixture_ranks", tmp_path_factory.mktemp("one_rank"), mixture_cache, *ALONE, ranks=1
+        "mixture_ranks", tmp_path_factory.mktemp("mixture_alone"), mixture_cache, *ALONE, ranks=1
     )
 
 
 @pytest.fixture(scope="module")
-def two_ranks(mixture_cache, tmp_path_factory):
+def mixture_spread(mixture_cache, tmp_path_factory):
     return run_ranks(
         "mixture_ranks",
-        tmp_path_factory.mktemp("two_ranks"),
+        tmp_path_factory.mktemp("mixture_spread"),
         mixture_cache,
         *SPREAD,
         ADAPTED,
@@ -86,23 +86,27 @@ def largest_difference(some, others):
     return np.abs(np.array(some) - np.array(others)).max()
 
 
-def test_micro_batches_change_nothing(one_rank):
-    require_same(one_rank.first["rows/zero0/0.5/recomputing"], one_rank.first["whole/zero0/0.5"])
+def test_micro_batches_change_nothing(mixture_alone):
+    require_same(
+        mixture_alone.first["rows/zero0/0.5/recomputing"], mixture_alone.first["whole/zero0/0.5"]
+    )
 
 
 @pytest.mark.parametrize("case", SPREAD)
-def test_a_second_rank_changes_nothing_under_any_stage(one_rank, two_ranks, case):
-    require_same(two_ranks.first[case], one_rank.first["whole/zero0/0.5"])
+def test_a_second_rank_changes_nothing_under_any_stage(mixture_alone, mixture_spread, case):
+    require_same(mixture_spread.first[case], mixture_alone.first["whole/zero0/0.5"])
 
 
-def test_adapters_on_fused_experts_learn_the_same_under_zero_3(one_rank, two_ranks):
-    found, expected = two_ranks.first[ADAPTED], one_rank.first["whole/zero0/0.5/adapted"]
+def test_adapters_on_fused_experts_learn_the_same_under_zero_3(mixture_alone, mixture_spread):
+    found, expected = mixture_spread.first[ADAPTED], mixture_alone.first["whole/zero0/0.5/adapted"]
     require_same(found, expected)
     assert sum("experts" in name and any(found["weights"][name]) for name in found["weights"]) == 8
 
 
-def test_the_router_loss_is_reported_apart_and_falls_when_it_is_trained_on(one_rank):
-    balanced, free = (one_rank.first[f"whole/zero0/{weight}"]["steps"] for weight in ("0.5", "0"))
+def test_the_router_loss_is_reported_apart_and_falls_when_it_is_trained_on(mixture_alone):
+    balanced, free = (
+        mixture_alone.first[f"whole/zero0/{weight}"]["steps"] for weight in ("0.5", "0")
+    )
     # Before the first update both are the same model.
     assert balanced[0]["loss"] == free[0]["loss"]
     assert balanced[0]["router/loss"] == free[0]["router/loss"]
@@ -110,8 +114,8 @@ def test_the_router_loss_is_reported_apart_and_falls_when_it_is_trained_on(one_r
     assert balanced[-1]["router/loss"] < free[-1]["router/loss"]
 
 
-def test_what_is_reported_has_the_bounds_that_the_docs_give(one_rank):
-    seen = one_rank.first["whole/zero0/0"]
+def test_what_is_reported_has_the_bounds_that_the_docs_give(mixture_alone):
+    seen = mixture_alone.first["whole/zero0/0"]
     for metrics in seen["steps"]:
         assert 2 / EXPERTS < metrics["router/busiest"] <= 1
         assert 0 < metrics["router/entropy"] < np.log(EXPERTS)
@@ -122,10 +126,10 @@ def test_what_is_reported_has_the_bounds_that_the_docs_give(one_rank):
     )
 
 
-def test_experts_that_are_modules_are_gathered_by_all_ranks_under_zero_3(two_ranks):
-    found, expected = (two_ranks.first[name] for name in LISTED[::-1])
+def test_experts_that_are_modules_are_gathered_by_all_ranks_under_zero_3(mixture_spread):
+    found, expected = (mixture_spread.first[name] for name in LISTED[::-1])
     assert found["updates"] == pytest.approx(expected["updates"], rel=1e-5)
     for name, weights in found["weights"].items():
         assert largest_difference(weights, expected["weights"][name]) < 1e-5, name
-    missed = [rank["listed/zero3"]["missed"] for rank in two_ranks.ranks]
+    missed = [rank["listed/zero3"]["missed"] for rank in mixture_spread.ranks]
     assert missed[0] != missed[1]
