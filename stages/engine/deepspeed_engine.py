@@ -30,7 +30,7 @@ from .deepspeed_config import Circumstances, engine_config, stage_of
 from .deepspeed_state import whole_weights
 from .optimizers import asks_for_cpu_adam, own_optimizer, parameter_groups, without_cpu_adam
 from .resized_state import Order
-from .zero3_partitions import large_blocks_given_back
+from .zero3_partitions import gather_experts_together, large_blocks_given_back
 
 if TYPE_CHECKING:
     from ...schemas.rows import Tree
@@ -49,7 +49,8 @@ def open_engine(
     config = engine_config(options, Circumstances(dtype, hidden_size, world.size, device))
     if asks_for_cpu_adam(config) and not has_cpu_adam(world):
         config = without_cpu_adam(config)
-    is_partitioned = stage_of(config) == 3
+    if is_partitioned := stage_of(config) == 3:
+        gather_experts_together(policy)
     groups = parameter_groups(policy, learning, config)
     order = _names(policy, groups)
     theirs = deepcopy(config)  # DeepSpeed completes the dict it is given
