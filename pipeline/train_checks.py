@@ -295,6 +295,12 @@ def require_effect(settings: Settings) -> None:
             "train.eval_text is on, but train.eval_table is 0: there is no table for it. Say of "
             "how many rows you want to see the text."
         )
+    if train.router_loss and train.sequence_parallel > 1:
+        raise UsageError(
+            f"train.router_loss is {train.router_loss}, and train.sequence_parallel is "
+            f"{train.sequence_parallel}: a rank that has a part of the tokens cannot say how all "
+            "of them are spread over the experts. Unset one of them."
+        )
     if train.min_lr and train.schedule == "constant":
         raise UsageError(
             f"train.min_lr is {train.min_lr}, but a constant schedule never falls. Choose another "

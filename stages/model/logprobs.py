@@ -15,18 +15,22 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ...schemas.batches import SequenceGroup
 from ...schemas.errors import UsageError
 from ...schemas.rows import Tree
 from .fused_head import output_head, scored_rows
 from .fused_head_backward import LogpHead
+from .shared_sequence import SHARED, SequenceShare, joined, share_of
 from .transformers_compat import attention_of
 from .tree_attention import (
     PAD,
     PIECES,
     TreeBatch,
+    attend_in_pieces,
     groups_within,
     padded_length,
     pieces_of,
+    predictors_of,
     single_branches,
     tree_batch,
     tree_mask,
@@ -45,6 +49,7 @@ class ScoringPath:
     layout: Literal["packed", "tree", "plain"]
     head: Literal["fused", "exact", "score"]
     worst_difference: float  # as the probe measures it for the dtype
+    group: SequenceGroup | None = None  # of the ranks that share every sequence
 
 
 @dataclass(frozen=True)
@@ -53,11 +58,19 @@ class BranchOutputs:
 
     rows: Tensor  # (1 or 2, T) float32: log p and, where asked for, purity without a gradient
     states: Tensor  # (T, hidden): the last states, which predict them; (0,) unless asked for
+    share: SequenceShare | None = (
+        None  # where ranks share the batch: these are this rank's tokens alone
+    )
+
+    def whole(self, rows: Tensor) -> Tensor:
+        """Rows of all tokens of the batch, of rows of those above."""
+        return rows if self.share is None else joined(rows, self.share)
 
 
 def branch_logps(model: nn.Module, batch: TreeBatch, path: ScoringPath) -> Tensor:
     """Log p of every completion token of a batch: (T,) float32."""
-    return branch_outputs(model, batch, path).rows[0]
+    outputs = branch_outputs(model, batch, path)
+    return outputs.whole(outputs.rows)[0]
 
 
 def branch_outputs(
@@ -76,13 +89,25 @@ def branch_outputs(
         logits = outputs.logits.flatten(0, 1)
         rows = _exact_rows(logits, batch, purity=purity)
         return BranchOutputs(rows, _last_states(outputs, batch) if states else rows[0, :0])
-    predictors = last_states(inner, batch, path)[batch.predictors]
-    return BranchOutputs(_head_rows(inner, predictors, batch.targets, purity=purity), predictors)
+    places, targets, share = batch.predictors, batch.targets, None
+    if path.group:
+        every = np.concatenate([predictors_of(edges[1:]) for edges in batch.edges])
+        share = share_of(path.group, INNER[path.layout], every, batch.token_ids)
+        places, targets = share.states, targets[share.items]
+    predictors = last_states(inner, batch, path, share)[places]
+    rows = _head_rows(inner, predictors, targets, purity=purity)
+    return BranchOutputs(rows, predictors, share)
 
 
-def last_states(inner: Any, batch: TreeBatch, path: ScoringPath) -> Tensor:
-    """What the head is given, of every position: (rows * length, hidden)."""
-    hidden: Tensor = inner.base_model(**_inputs(inner, batch, path)).last_hidden_state
+def last_states(
+    inner: Any, batch: TreeBatch, path: ScoringPath, share: SequenceShare | None = None
+) -> Tensor:
+    """What the head is given, of every position that this rank has: (rows * length, hidden)."""
+    inputs = _inputs(inner, batch, path)
+    if share:
+        inputs |= {name: share.cut(inputs[name]) for name in ("input_ids", "position_ids")}
+        inputs["share"] = share
+    hidden: Tensor = inner.base_model(**inputs).last_hidden_state
     return hidden.flatten(0, 1)
 
 
@@ -119,10 +144,12 @@ def input_device(model: nn.Module) -> torch.device:
 
 
 def _use_attention(model: Any, path: ScoringPath) -> None:
-    """Packed batches have an attention of their own, in place of sdpa."""
+    """Packed batches have an attention of their own, in place of sdpa; so do shared ones."""
     packed = path.layout == "packed"
-    if packed != (attention_of(model) == PIECES):
-        model.set_attn_implementation(PIECES if packed else "sdpa")
+    wanted = SHARED if path.group else PIECES if packed else "sdpa"
+    now = attention_of(model)
+    if now != wanted and (packed or now in {PIECES, SHARED}):
+        model.set_attn_implementation(wanted)
 
 
 def _inputs(model: Any, batch: TreeBatch, path: ScoringPath) -> dict[str, Any]:
@@ -193,10 +220,15 @@ LONGEST_WINDOW = 512  # longer windows would make the probe itself expensive
 PROBE_SHAPES = ((7, (5, 3, 9)), (1, (1, 4)), (12, (6, 1)), (3, (8,)))
 
 
+# The attention over all tokens of a sequence that ranks share.
+INNER = {"packed": attend_in_pieces}
+
 Agree: TypeAlias = Callable[[bool], bool]  # whether what holds here holds on every rank
 
 
-def choose_path(model: nn.Module, agree: Agree = bool) -> ScoringPath:
+def choose_path(
+    model: nn.Module, agree: Agree = bool, group: SequenceGroup | None = None
+) -> ScoringPath:
     """The fastest way to score that agrees with `model(...).logits` on seeded rows.
 
     Ranks that hold a model together try the same ways, so each verdict is that of all of them.
@@ -204,20 +236,39 @@ def choose_path(model: nn.Module, agree: Agree = bool) -> ScoringPath:
     trees = probe_trees(causal_model(model).config)
     expected = [_own_logps(model, tree) for tree in trees]
     refused: list[str] = []
-    for path in those_of(PATHS, model):
+    for path in those_of(PATHS, model, group):
         difference = _difference(model, trees, expected, path)
         allowed = TOLERANCE[causal_model(model).dtype]
         if agree(isinstance(difference, float) and difference <= allowed):
             assert isinstance(difference, float), "it holds here too"
             return announced(replace(path, worst_difference=difference), refused)
         refused.append(f"{path.layout} rows with the {path.head} head: {reason(difference)}")
+    if group:
+        raise unshareable(model, refused)
     return announced(DEFINITION, refused)
 
 
-def those_of(paths: Sequence[ScoringPath], model: nn.Module) -> list[ScoringPath]:
-    """Packing replaces sdpa, and many small products pay on a CPU only."""
-    packs = attention_of(causal_model(model)) == "sdpa" and input_device(model).type == "cpu"
+def those_of(
+    paths: Sequence[ScoringPath], model: nn.Module, group: SequenceGroup | None = None
+) -> list[ScoringPath]:
+    """Packing replaces sdpa, and many small products pay on a CPU only.
+
+    Ranks can share a sequence where its attention is our own.
+    """
+    packs = attention_of(causal_model(model)) == "sdpa"
+    if group:
+        return [replace(path, group=group) for path in paths if packs and path.layout in INNER]
+    packs = packs and input_device(model).type == "cpu"
     return [path for path in paths if packs or path.layout != "packed"]
+
+
+def unshareable(model: nn.Module, refused: Sequence[str]) -> UsageError:
+    """The refusal of `train.sequence_parallel` for a model."""
+    why = "; ".join(refused) or f"its attention is {attention_of(causal_model(model))}, not sdpa"
+    return UsageError(
+        f"train.sequence_parallel: ranks cannot share the sequences of "
+        f"{type(causal_model(model)).__name__} ({why}). Set it to 1, or use another model."
+    )
 
 
 def probe_trees(config: Any) -> list[Tree]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...schemas.batches import Partitions
+from ...schemas.batches import Partitions, SequenceGroup
 from ...schemas.config import LoraOptions, ModelOptions, TrainOptions
 from ...schemas.errors import UsageError
 from ...schemas.methods import Head
@@ -23,6 +23,7 @@ from .load import add_lora, first_line, load_model, merged, value_head
 from .logprobs import ScoringPath, branch_outputs, causal_model, choose_path, input_device
 from .reward_model import choose_layout, load_reward_model, tree_scores
 from .sharded_load import load_sharded
+from .shared_sequence import agreed
 from .transformers_compat import recompute_activations
 from .tree_attention import single_branches, tree_batch
 
@@ -33,10 +34,14 @@ NOTHING = Tree(_ONE_TOKEN, (_ONE_TOKEN,))
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a policy's parameters are spread over the ranks as they are created."""
+    """How a policy's parameters, as they are created, and its sequences are spread over ranks."""
 
-    partitions: Partitions
+    partitions: Partitions | None = None  # None: every rank has all parameters
     path: ScoringPath | None = None  # of the checkpoint that is about to replace the parameters
+    group: SequenceGroup | None = None  # of the ranks that share every sequence
+
+
+WHOLE = Sharding()
 
 
 def load_policy(
@@ -46,12 +51,12 @@ def load_policy(
     *,
     head: Head = "none",
     purity: bool = False,
-    spread: Sharding | None = None,
+    spread: Sharding = WHOLE,
 ) -> Policy:
     """The policy that begins as this model, the adapter of a reference merged into it."""
     options = replace(model, dtype=train.dtype, device_map="", tensor_parallel=1)
     load: Callable[..., nn.Module] = load_model
-    if spread:
+    if spread.partitions:
         reads = lora.enabled or spread.path is None  # a checkpoint leaves frozen weights out
         load = partial(load_sharded, partitions=spread.partitions, reads=reads)
     if head == "score":
@@ -78,20 +83,20 @@ class Policy(nn.Module):
         *,
         head: Head = "none",
         purity: bool = False,
-        spread: Sharding | None = None,
+        spread: Sharding = WHOLE,
     ) -> None:
         super().__init__()
         self.model = model
         # Asked once: after ZeRO-3 has partitioned the weights, a look at one would gather it.
         self.device = input_device(model)
         choose = choose_layout if head == "score" else choose_path
-        if spread and head != "score" and output_head(causal_model(model)):
+        partitions, group = spread.partitions, spread.group
+        if partitions and head != "score" and output_head(causal_model(model)):
             call_head_for_logps(causal_model(model))  # for the probe: it is whole in its calls only
-        whole_in_calls = spread.partitions.in_calls(model) if spread else nullcontext()
-        with torch.no_grad(), whole_in_calls:
-            known = spread.path if spread else None
-            agree = spread.partitions.agreed if spread else bool
-            self.path: ScoringPath = known or choose(model.eval(), agree)
+        with torch.no_grad(), partitions.in_calls(model) if partitions else nullcontext():
+            agree = partitions.agreed if partitions else agreed if group else bool
+            known = replace(spread.path, group=group) if spread.path else None
+            self.path: ScoringPath = known or choose(model.eval(), agree, group)
         if self.path.head == "fused":
             call_head_for_logps(causal_model(model))
         # Not part of the model, so that its saved weights and adapters leave it out.
@@ -122,8 +127,9 @@ class Policy(nn.Module):
             self.model, batch, self.path, purity=purity, states=head is not None
         )
         if head is None:
-            return outputs.rows
-        return torch.cat([outputs.rows, head(outputs.states).t().to(outputs.rows.device)])
+            return outputs.whole(outputs.rows)
+        values = head(outputs.states).t().to(outputs.rows.device)
+        return outputs.whole(torch.cat([outputs.rows, values]))
 
     def recompute_activations(self) -> None:
         """Keeps what enters a layer only, and runs the layer again for its gradient."""

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from ...schemas.batches import SequenceGroup
 from ...schemas.config import ModelOptions
 from ...schemas.errors import UsageError
 from ...schemas.rows import Tree
 from .copies import on_device
 from .load import SCORES, ScalarHead, first_line, load_model, merged, quiet
 from .logprobs import (
+    INNER,
     PATHS,
     TOLERANCE,
     Agree,
@@ -31,9 +33,11 @@ from .logprobs import (
     probe_trees,
     reason,
     those_of,
+    unshareable,
 )
 from .model_folder import model_config
 from .reference import HfReference, TreeScorer
+from .shared_sequence import joined, share_of
 from .tree_attention import TreeBatch, single_branches, tree_batch
 
 _ONE_LABEL = {"id2label": {0: "score"}, "label2id": {"score": 0}}
@@ -185,24 +189,32 @@ def tree_scores(model: nn.Module, trees: Sequence[Tree], path: ScoringPath) -> T
     inner: Any = causal_model(model)
     batch = tree_batch(rows, input_device(model), packed=path.layout == "packed")
     places = _last_places(rows, batch, inner.config.pad_token_id)
-    states = last_states(inner, batch, path)
-    scores: Tensor = inner.score(states[on_device(places, states.device)])
-    return scores.squeeze(1)
+    if path.group is None:
+        states = last_states(inner, batch, path)
+        scores: Tensor = inner.score(states[on_device(places, states.device)])
+        return scores.squeeze(1)
+    share = share_of(path.group, INNER[path.layout], places, batch.token_ids)
+    own = inner.score(last_states(inner, batch, path, share)[share.states])
+    return joined(own.t(), share)[0]
 
 
-def choose_layout(model: nn.Module, agree: Agree = bool) -> ScoringPath:
+def choose_layout(
+    model: nn.Module, agree: Agree = bool, group: SequenceGroup | None = None
+) -> ScoringPath:
     """The fastest layout of trees that agrees with the model's own scores of seeded rows."""
     inner: Any = causal_model(model)
     trees = probe_trees(inner.config)
     expected = torch.cat([_own_score(inner, tree) for tree in single_branches(trees)])
     allowed = TOLERANCE[inner.dtype] * max(1.0, float(expected.abs().max()))
     refused: list[str] = []
-    for path in those_of(LAYOUTS, model):
+    for path in those_of(LAYOUTS, model, group):
         difference = _difference(model, trees, expected, path)
         if agree(isinstance(difference, float) and difference <= allowed):
             assert isinstance(difference, float), "it holds here too"
             return announced(replace(path, worst_difference=difference), refused)
         refused.append(f"{path.layout} rows: {reason(difference)}")
+    if group:
+        raise unshareable(model, refused)
     raise UsageError(
         f"{type(inner).__name__} does not score by its last hidden states "
         f"({'; '.join(refused)}). Use another model for rewards."
