@@ -121,12 +121,14 @@ class RunRecords:
             self.say(f"continuing after step {place.step:,}")
         self._progress.begin("training", total=total_steps - place.step, unit="steps")
 
-    def agreed(self, gap: float) -> None:
+    def agreed(self, gap: float, *, is_packed: bool) -> None:
         """Records the largest difference between the log-probs of the policy and of the cache."""
-        self.say(
-            "checked: the model reproduces the cached log-probs "
-            f"(largest difference {gap:.1e} nats per completion)"
+        begins = (
+            "in 4 bits the model begins near the reference of the cache, not at it"
+            if is_packed
+            else "checked: the model reproduces the cached log-probs"
         )
+        self.say(f"{begins} (largest difference {gap:.1e} nats per completion)")
         self._run.log_params({"gate.largest_gap": f"{gap:.3e}"})
 
     def stepped(

@@ -31,6 +31,7 @@ from ..stages.methods.recipe import Recipe
 from ..stages.model.load import resolve
 from ..stages.model.logprobs import causal_model
 from ..stages.model.policy import Policy, Sharding, load_policy
+from ..stages.model.router_watch import COEFFICIENT
 from ..stages.storage.digest_memory import own_digests
 from ..stages.storage.run_folder import RunFolder
 from ..stages.storage.verify_cache import check_before_reading, sample_rows
@@ -83,6 +84,7 @@ def train_in(
         session = open_session(job, world, columns, progress, start)
         held = held_to_checkpoint(session, start)
         with open_records(session, held, progress) as records:
+            records.say(f"policy: {session.policy.path}")
             place = _restored(session, held)
             if place is None:
                 _require_agreement(session, records)
@@ -105,6 +107,8 @@ def open_session(
         for note in (*_source_notes(source, held_out), *advice):
             progress.say(note)
     policy = run_on_all_ranks(world, lambda: _policy(job, recipe, world, start))
+    if policy.routers and world.rank == 0:
+        progress.say(_mixture_note(policy, config.train.router_loss))
     last = getattr(_text_config(policy), "max_position_embeddings", None)
     for some in {id(one): one for one in (source, held_out)}.values():
         require_positions(some, recipe, last)
@@ -121,6 +125,20 @@ def open_session(
         source=source,
         recipe=recipe,
         feed=CacheFeed(source, held_out, settings),
+    )
+
+
+def _mixture_note(policy: Policy, weight: float) -> str:
+    routers, own = policy.routers, getattr(_text_config(policy), COEFFICIENT, None)
+    balanced = (
+        f"train.router_loss is {weight:g}"
+        if weight
+        else "train.router_loss is 0: nothing keeps the experts evenly used"
+    )
+    return (
+        f"a mixture of {routers.experts} experts in each of {routers.layers} layers, "
+        f"{routers.chosen} for each token; {balanced} "
+        f"({'its config has no coefficient' if own is None else f'its config has {own:g}'})"
     )
 
 
@@ -213,7 +231,7 @@ def _feed_settings(job: TrainingJob, recipe: Recipe, world: World, policy: Polic
         limit_train_batches=train.limit_train_batches,
         limit_eval_batches=train.limit_eval_batches,
         tokens_per_batch=tokens * world.sequence_parallel,
-        pads=policy.path.layout != "packed",
+        pads=not policy.path.packs,
         world=world.of_groups,
     )
 
@@ -244,13 +262,15 @@ def _require_agreement(session: Session, records: RunRecords) -> None:
     sample = run_on_all_ranks(
         session.world, lambda: list(sample_rows(job.cache, job.manifest, SAMPLED_ROWS))
     )
+    is_packed = job.config.lora.quantize != "none"
     gap = largest_gap(
         session.engine,
         sample,
         job.manifest.fingerprint["model.dtype"],
         str(causal_model(session.policy.model).dtype).removeprefix("torch."),
+        may_differ=is_packed,
     )
-    records.agreed(gap)
+    records.agreed(gap, is_packed=is_packed)
 
 
 def _learn(session: Session, start: Start, records: RunRecords, place: Place) -> Trained:

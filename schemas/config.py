@@ -25,7 +25,9 @@ class ModelOptions:
         "auto", "auto: the dtype the weights are stored in"
     )
     attention: Literal["auto", "sdpa", "eager"] = option(
-        "auto", "auto: sdpa where the model has it, else eager"
+        "auto",
+        "auto: FlexAttention on a GPU where it is true to the model; else sdpa where the model has "
+        "it, else eager",
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: cuda where there is one")
     device_map: str = option(

@@ -22,6 +22,7 @@ Items = Literal["rows", "branches", "tokens", "chosen_tokens"]
 Need = Literal["reference", "mismatched", "token_reference", "values", "purity", "scores"]
 # What the policy has besides, or in place of, its vocabulary.
 Head = Literal["none", "values", "score"]
+ROUTING = "routing"  # what a forward pass calls the sums of a mixture's routers
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Branches:
     places: Tensor | None = None  # (branches,) int64: the place of each in the whole step
     tokens: Tokens | None = None  # where something needs more than their sums
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # each (rows,) of the data
+    routing: Tensor | None = None  # of a mixture of experts: sums over all tokens of the rows
     adjusted: Tensor | None = None  # (branches,) log-ratios as a modifier has changed them
     margin: Tensor | None = None  # (rows,) wanted between chosen and rejected
 
@@ -90,6 +92,7 @@ class Step:
     surveyed: Mapping[str, Tensor] = field(default_factory=dict)  # each (branches,) float64
     # Of the method, this step included: tensors (), until the step is read from its device.
     state: tuple[float | Tensor, ...] = ()
+    routing: Tensor | None = None  # of its own branches, where the router loss needs it
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from .gpu_tiles import compiled, log_purity, log_sum_exp
 HEAD_VERSION = "fused-2 float32"
 # On a CPU a tile and its softmax should stay in the cache; a GPU wants larger products.
 TILE_ROWS = {"cpu": 1024, "cuda": 4096}
-TILE_VOCABULARY = {"cpu": 512, "cuda": 8192}  # 32M elements at most
+TILE_VOCABULARY = {"cpu": 512, "cuda": 16_384}  # 64M elements at most
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def score_targets(
     logps = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
     purities = torch.empty_like(logps) if purity else None
     scored = Scored(logps, torch.empty_like(logps), purities)
-    rows = tile_rows(hidden.device)
+    rows = tile_rows(hidden.device, len(targets))
     tiles = Tiles.like(hidden, min(rows, len(targets)), kept)
     for start in range(0, len(targets), rows):
         states, tile = hidden[start : start + rows], slice(start, start + rows)
@@ -119,9 +119,12 @@ def score_targets(
     return scored
 
 
-def tile_rows(device: torch.device) -> int:
-    """Positions in a tile."""
-    return TILE_ROWS.get(device.type, 2048)
+def tile_rows(device: torch.device, count: int) -> int:
+    """Positions in a tile, of so many in all: on a GPU in tiles of like size."""
+    most = TILE_ROWS.get(device.type, 2048)
+    if device.type != "cuda":
+        return most
+    return min(most, 128 * math.ceil(count / math.ceil(max(1, count) / most) / 128) or most)
 
 
 def operand(states: Tensor) -> Tensor:

@@ -137,7 +137,7 @@ class _Positions:
     """What every tile needs of the positions."""
 
     states: Tensor  # (T, hidden) as products want them
-    weighted: Tensor  # (hidden, T): slope / unit * state; products of this shape are the fastest
+    weighted: Tensor  # (hidden, T): slope / unit * state, laid out for the fastest products
     slopes: Tensor  # (T,) float32: minus the loss's slope in the log-prob, times the logit's scale
     unit: Tensor  # () float32
     targets: Tensor  # (T,)
@@ -148,7 +148,9 @@ class _Positions:
         states = operand(hidden)
         # float16 could not hold states times the slopes of a scaled loss.
         unit = slopes.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
-        weighted = (states * (slopes / unit)[:, None]).to(states.dtype).t().contiguous()
+        weighted = (states * (slopes / unit)[:, None]).to(states.dtype).t()
+        if not states.is_cuda:  # there rows of any number of tokens would not be aligned
+            weighted = weighted.contiguous()
         return _Positions(states, weighted, slopes, unit, targets, logsumexp)
 
     def __getitem__(self, rows: slice) -> _Positions:
@@ -165,7 +167,8 @@ class _Positions:
 def _add_all(
     gradients: _Gradients, positions: _Positions, head: OutputHead, kept: KeptLogits
 ) -> None:
-    count, rows = len(positions.targets), tile_rows(positions.states.device)
+    count = len(positions.targets)
+    rows = tile_rows(positions.states.device, count)
     tiles = Tiles.like(positions.states, min(rows, count), kept)
     parts = [slice(start, start + rows) for start in range(0, count, rows)]
     for start in range(0, len(head.weight), tiles.width):

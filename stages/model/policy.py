@@ -15,17 +15,29 @@ from torch import Tensor, nn
 from ...schemas.batches import Partitions, SequenceGroup
 from ...schemas.config import LoraOptions, ModelOptions, TrainOptions
 from ...schemas.errors import UsageError
-from ...schemas.methods import Head
+from ...schemas.methods import ROUTING, Head
 from ...schemas.rows import Tree
+from .flex_attention import why_no_flex
 from .fused_head import output_head
 from .fused_head_backward import call_head_for_logps
-from .load import add_lora, first_line, load_model, merged, value_head
-from .logprobs import ScoringPath, branch_outputs, causal_model, choose_path, input_device
-from .reward_model import choose_layout, load_reward_model, tree_scores
+from .host_activations import keeps_on_host
+from .load import add_lora, first_line, load_model, merged, text_config, value_head
+from .logprobs import (
+    ScoringPath,
+    branch_outputs,
+    causal_model,
+    choose_path,
+    input_device,
+    last_states,
+    share_of_batch,
+)
+from .quantized_base import load_in_4_bits
+from .reward_model import batch_scores, choose_layout, load_reward_model
+from .router_watch import RouterWatch, counted_tokens, require_coefficient
 from .sharded_load import load_sharded
-from .shared_sequence import agreed
+from .shared_sequence import agreed, part_of, summed
 from .transformers_compat import recompute_activations
-from .tree_attention import single_branches, tree_batch
+from .tree_attention import TreeBatch
 
 _ONE_TOKEN = np.zeros(1, np.int32)
 # What a rank with nothing to do runs, because under ZeRO-3 its peers wait for its collectives.
@@ -56,21 +68,34 @@ def load_policy(
     """The policy that begins as this model, the adapter of a reference merged into it."""
     options = replace(model, dtype=train.dtype, device_map="", tensor_parallel=1)
     load: Callable[..., nn.Module] = load_model
-    if spread.partitions:
+    if lora.quantize != "none":
+        load = load_in_4_bits
+    elif spread.partitions:
         reads = lora.enabled or spread.path is None  # a checkpoint leaves frozen weights out
         load = partial(load_sharded, partitions=spread.partitions, reads=reads)
+    if train.router_loss:
+        require_coefficient(text_config(options), options.path)
     if head == "score":
         loaded = load_reward_model(options, train.seed, load)
     else:
         loaded = merged(load(options))
-    loaded.requires_grad_(True)
+    if not lora.enabled:  # with an adapter the rest is frozen
+        loaded.requires_grad_(True)
     if not train.dropout:
         turn_dropout_off(loaded)
     if lora.enabled:
         loaded = add_lora(loaded, lora if train.dropout else replace(lora, dropout=0.0), train.seed)
-    policy = Policy(loaded, head=head, purity=purity, spread=spread)
+    no_flex = why_no_flex(model.attention, causal_model(loaded).config)
+    balanced = train.router_loss > 0
+    policy = Policy(
+        loaded, head=head, purity=purity, balanced=balanced, spread=spread, no_flex=no_flex
+    )
+    if balanced and not policy.routers:
+        raise UsageError(
+            f"{options.path}: no router is found that train.router_loss could balance. Set it to 0."
+        )
     if train.gradient_checkpointing:
-        policy.recompute_activations()
+        policy.recompute_activations(on_host=train.checkpoint_offload)
     return policy
 
 
@@ -83,8 +108,11 @@ class Policy(nn.Module):
         *,
         head: Head = "none",
         purity: bool = False,
+        balanced: bool = False,
         spread: Sharding = WHOLE,
+        no_flex: str = "",
     ) -> None:
+        """`balanced`: the sums of a mixture's routers have a gradient."""
         super().__init__()
         self.model = model
         # Asked once: after ZeRO-3 has partitioned the weights, a look at one would gather it.
@@ -96,32 +124,54 @@ class Policy(nn.Module):
         with torch.no_grad(), partitions.in_calls(model) if partitions else nullcontext():
             agree = partitions.agreed if partitions else agreed if group else bool
             known = replace(spread.path, group=group) if spread.path else None
-            self.path: ScoringPath = known or choose(model.eval(), agree, group)
+            self.path: ScoringPath = known or choose(model.eval(), agree, no_flex, group)
+            self.routers = RouterWatch(causal_model(model), learns=balanced, run=self._run_nothing)
         if self.path.head == "fused":
             call_head_for_logps(causal_model(model))
         # Not part of the model, so that its saved weights and adapters leave it out.
         self.value_head = value_head(causal_model(model)) if head == "values" else None
-        wanted = {"logps": True, "purity": purity, "values": head == "values"}
+        wanted = {
+            "logps": True,
+            "purity": purity,
+            "values": head == "values",
+            ROUTING: bool(self.routers),
+        }
         self.output_names = tuple(name for name, is_asked in wanted.items() if is_asked)
         self.train()
 
-    def forward(self, trees: Sequence[Tree]) -> Tensor:
+    def forward(self, trees: Sequence[Tree]) -> Tensor | tuple[Tensor, ...]:
         """A row for each name in `output_names`, with a number for every completion token: float32.
 
-        Scores are numbers of branches. One pass of the model however many trees there are, none
-        included: ranks then make the same collectives. Auxiliary losses of mixtures of experts are
-        left out.
+        Scores are numbers of branches. Of a mixture of experts the last is the sums of its routers
+        over all tokens, prompts included. One pass of the model however many trees there are, none
+        included: ranks then make the same collectives.
         """
         rows = trees or (NOTHING,)
-        if self.path.head == "score":
-            outputs = tree_scores(self.model, rows, self.path)[None]
-        else:
-            outputs = self._of_tokens(rows)
-        return outputs if trees else outputs[:, :0]
+        laid_out = self.path.rows(rows)
+        batch = self.path.batch(laid_out, self.device)
+        if not self.routers:
+            return self._outputs_of(laid_out, batch, len(trees))
+        with self.routers.watching():
+            outputs = self._outputs_of(laid_out, batch, len(trees))
+            counted = counted_tokens(rows, batch, has_copies=self.path.layout == "plain")
+            if group := self.path.group:
+                counted = part_of(counted[None], group)[0]
+            routing = self.routers.sums(counted if trees else torch.zeros_like(counted))
+        return *outputs, summed(routing, group) if group else routing
 
-    def _of_tokens(self, trees: Sequence[Tree]) -> Tensor:
-        rows = single_branches(trees) if self.path.layout == "plain" else trees
-        batch = tree_batch(rows, self.device, packed=self.path.layout == "packed")
+    def _outputs_of(self, trees: Sequence[Tree], batch: TreeBatch, count: int) -> Tensor:
+        if self.path.head == "score":
+            outputs = batch_scores(self.model, trees, batch, self.path)[None]
+        else:
+            outputs = self._of_tokens(batch)
+        return outputs if count else outputs[:, :0]
+
+    def _run_nothing(self) -> None:
+        batch = self.path.batch([NOTHING], self.device)
+        share = share_of_batch(batch, self.path, [np.zeros(1, int)]) if self.path.group else None
+        last_states(causal_model(self.model), batch, self.path, share)
+
+    def _of_tokens(self, batch: TreeBatch) -> Tensor:
         purity, head = "purity" in self.output_names, self.value_head
         outputs = branch_outputs(
             self.model, batch, self.path, purity=purity, states=head is not None
@@ -131,10 +181,10 @@ class Policy(nn.Module):
         values = head(outputs.states).t().to(outputs.rows.device)
         return outputs.whole(torch.cat([outputs.rows, values]))
 
-    def recompute_activations(self) -> None:
+    def recompute_activations(self, *, on_host: bool = False) -> None:
         """Keeps what enters a layer only, and runs the layer again for its gradient."""
         try:
-            recompute_activations(causal_model(self.model))
+            recompute_activations(causal_model(self.model), keeps_on_host if on_host else None)
         except ValueError as error:
             raise UsageError(
                 f"train.gradient_checkpointing: {first_line(error)} Set it to false."

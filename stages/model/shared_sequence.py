@@ -22,6 +22,7 @@ from .copies import on_device
 from .transformers_compat import AttentionInterface
 
 SHARED = "align_shared"
+SHARED_FOR_EAGER = "align_shared_for_eager"  # of models whose own attention is not sdpa
 
 Attention = Callable[..., tuple[Tensor, Any]]  # over all tokens, as transformers calls it
 
@@ -43,11 +44,12 @@ class SequenceShare:
         """Tokens of a rank; the last ones may be padding."""
         return -(-self.length // self.group.size)
 
-    def cut(self, tokens: Tensor) -> Tensor:
-        """This rank's part of (1, length)."""
-        begin = self.group.rank * self.part
-        own = tokens[:, begin : begin + self.part]
-        return pad(own, (0, self.part - own.shape[1]))
+
+def part_of(tokens: Tensor, group: SequenceGroup) -> Tensor:
+    """This rank's part of what there is of every token, (1, length), filled up with zeros."""
+    part = -(-tokens.shape[1] // group.size)
+    own = tokens[:, group.rank * part :][:, :part]
+    return pad(own, (0, part - own.shape[1]))
 
 
 def share_of(
@@ -98,6 +100,24 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad[:, ctx.share.items], None
+
+
+def summed(values: Tensor, group: SequenceGroup) -> Tensor:
+    """The sum over the ranks, on each of them; what each has added gets the gradient of the sum."""
+    total: Tensor = _Sum.apply(values, group)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, values: Tensor, group: SequenceGroup) -> Tensor:
+        total = values.clone()
+        distributed.all_reduce(total, group=group.process_group)
+        return total
+
+    @staticmethod
+    def backward(_ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 def attend_shared(
@@ -172,4 +192,5 @@ def agreed(holds: bool) -> bool:
     return bool(votes)
 
 
-AttentionInterface.register(SHARED, attend_shared)
+for _name in (SHARED, SHARED_FOR_EAGER):
+    AttentionInterface.register(_name, attend_shared)

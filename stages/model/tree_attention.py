@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ...schemas.rows import Tree
-from .copies import on_device
+from .copies import all_on_device
 from .transformers_compat import AttentionInterface
 
 PAD = -1
@@ -44,10 +44,15 @@ class TreeBatch:
         return sum(last - start for start, *_, last in self.edges) < self.token_ids.numel()
 
 
-def tree_batch(trees: Sequence[Tree], device: torch.device, *, packed: bool = False) -> TreeBatch:
-    """Lays the trees out, each padded on the right to the longest unless packed."""
+def tree_batch(
+    trees: Sequence[Tree], device: torch.device, *, packed: bool = False, length: int = 0
+) -> TreeBatch:
+    """Lays the trees out, each padded on the right to the longest unless packed.
+
+    `length`: packed trees are padded to as many tokens together.
+    """
     sizes = [tree.num_tokens for tree in trees]
-    shape = (1, sum(sizes)) if packed else (len(trees), max(sizes))
+    shape = (1, max(sum(sizes), length)) if packed else (len(trees), max(sizes))
     starts = np.cumsum([0, *sizes[:-1]]) if packed else np.arange(len(trees)) * shape[1]
     grids = np.zeros((3, *shape), np.int64)
     grids[2] = PAD
@@ -55,14 +60,16 @@ def tree_batch(trees: Sequence[Tree], device: torch.device, *, packed: bool = Fa
     for start, place in zip(starts, places, strict=True):
         grids.reshape(3, -1)[:, start : start + place.edges[-1]] = place.columns
     predictors = [start + place.predictors for start, place in zip(starts, places, strict=True)]
-    targets = [branch for tree in trees for branch in tree.branches]
-    token_ids, positions, segments = on_device(grids, device)
+    targets = np.concatenate([branch for tree in trees for branch in tree.branches])
+    token_ids, positions, segments, *flat = all_on_device(
+        [*grids, np.concatenate(predictors), targets.astype(np.int64)], device
+    )
     return TreeBatch(
         token_ids=token_ids,
         positions=positions,
         segments=segments,
-        predictors=on_device(np.concatenate(predictors), device),
-        targets=on_device(np.concatenate(targets).astype(np.int64), device),
+        predictors=flat[0],
+        targets=flat[1],
         edges=tuple(
             (int(start), *(int(start + edge) for edge in place.edges))
             for start, place in zip(starts, places, strict=True)

@@ -184,7 +184,14 @@ class Loop:
         self.engine.set_lr(lr)
         seed = (self.options.seed, place.step)
         reach("step.started")
-        result = train_step(self.engine, self.recipe, batch, state=place.state, seed=seed)
+        result = train_step(
+            self.engine,
+            self.recipe,
+            batch,
+            state=place.state,
+            seed=seed,
+            router_loss=self.options.router_loss,
+        )
         reach("step.updated")
         after = Place(place.step + 1, self._next(batch.cursor), result.state)
         self._judge(after, result, records)

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from ...schemas.batches import Engine, MicroBatch, StepBatch
 from ...schemas.config import TrainOptions
-from ...schemas.methods import Branches, Masked, Metric, Step, Tokens
+from ...schemas.methods import ROUTING, Branches, Masked, Metric, Step, Tokens
 from ...schemas.rows import Tree
 from ..methods.modifiers import sums_of
 from ..methods.recipe import LOSS, MethodState, Outcome, Recipe, StepState, reads
 from ..methods.rewards import with_margin
 from ..model.copies import on_device
 from ..storage.failpoints import reach
+from .router_balance import router_metrics, router_share
 
 
 @dataclass(frozen=True)
@@ -34,20 +35,30 @@ class StepResult:
 
 
 def train_step(
-    engine: Engine, recipe: Recipe, batch: StepBatch, *, state: MethodState, seed: tuple[int, int]
+    engine: Engine,
+    recipe: Recipe,
+    batch: StepBatch,
+    *,
+    state: MethodState,
+    seed: tuple[int, int],
+    router_loss: float = 0.0,
 ) -> StepResult:
     """Updates the policy by one step; a loss or gradient that is not finite changes nothing.
 
     `seed` is (seed of the run, global step): with the rank and the micro-batch it draws dropout.
+    `router_loss` is the weight of the router loss, which the loss that is reported leaves out.
     """
-    step = step_of(engine, recipe, batch)
+    step = step_of(engine, recipe, batch, balances=router_loss > 0)
     state_then = recipe.next_state(state, step.surveyed)
     sums, losses, last = Sums(), list[Tensor](), len(batch.own) - 1
     for index, micro in enumerate(batch.own):
         engine.learn_mode(dropout_seed=_draw(*seed, index, engine.world.rank))
-        outcome = recipe.outcome(branches_of(engine, recipe, micro), step, state_then)
-        engine.backward(outcome.share, is_last=index == last)
+        branches = branches_of(engine, recipe, micro)
+        outcome = recipe.outcome(branches, step, state_then)
+        share = _with_router_loss(outcome.share, branches, step, router_loss)
+        engine.backward(share, is_last=index == last)
         sums.add_outcome(outcome)
+        sums.add_routing(branches.routing)
         losses.append(outcome.losses)
     # The one place of a step where the host waits for its device.
     totals, after = sums.read(engine, state_then)
@@ -62,6 +73,12 @@ def train_step(
         suspects = tuple(row for micro in batch.own for row in micro.row_ids)
         return StepResult(applied=False, totals=totals, suspects=suspects, state=state)
     return StepResult(applied=True, totals=totals, suspects=(), state=after)
+
+
+def _with_router_loss(share: Tensor, branches: Branches, step: Step, weight: float) -> Tensor:
+    if branches.routing is None or step.routing is None:
+        return share
+    return share + weight * router_share(branches.routing, step.routing)
 
 
 def reported(recipe: Recipe, totals: Totals) -> dict[str, float]:
@@ -109,6 +126,7 @@ def branches_of(engine: Engine, recipe: Recipe, batch: MicroBatch) -> Branches:
         places=on_device(batch.places, device),
         tokens=None if per_branch else _tokens(recipe, batch, lengths, outputs),
         columns={name: on_device(values, device) for name, values in batch.carried.items()},
+        routing=outputs.get(ROUTING),
     )
 
 
@@ -119,16 +137,25 @@ def _shape_of(trees: Sequence[Tree]) -> tuple[NDArray[np.int64], NDArray[np.int6
     return lengths, np.repeat(np.arange(len(trees), dtype=np.int64), counts)
 
 
-def step_of(engine: Engine, recipe: Recipe, batch: StepBatch) -> Step:
+def step_of(engine: Engine, recipe: Recipe, batch: StepBatch, *, balances: bool = False) -> Step:
     """The values that all micro-batches of a step share, computed without gradients."""
+    mismatched = _mismatched_ratios(engine, recipe, batch)
+    own = _run(engine, recipe, batch.own) if recipe.surveys or balances else []
     return Step(
         rows=batch.rows,
         branches=batch.branches,
         tokens=batch.tokens,
         chosen_tokens=batch.chosen_tokens,
-        mismatched=_mismatched_ratios(engine, recipe, batch),
-        surveyed=_surveyed(engine, recipe, batch),
+        mismatched=mismatched,
+        surveyed=_surveyed(engine, recipe, own, batch.branches) if recipe.surveys else {},
+        routing=_routing(engine, own) if balances else None,
     )
+
+
+@torch.no_grad()
+def _run(engine: Engine, recipe: Recipe, batches: Sequence[MicroBatch]) -> list[Branches]:
+    engine.learn_mode(dropout_seed=None)
+    return [branches_of(engine, recipe, micro) for micro in batches]
 
 
 @torch.no_grad()
@@ -136,24 +163,27 @@ def _mismatched_ratios(engine: Engine, recipe: Recipe, batch: StepBatch) -> Tens
     """Log-ratios of all mismatched branches of the step."""
     if "mismatched" not in recipe.needs:
         return torch.empty(0, dtype=torch.float64)
-    engine.learn_mode(dropout_seed=None)
-    found = [branches_of(engine, recipe, micro) for micro in batch.mismatched]
+    found = _run(engine, recipe, batch.mismatched)
     ratios = [recipe.ratios(branches) for branches in found]
     return _in_step_order(engine, ratios, found, batch.mismatched_branches)
 
 
 @torch.no_grad()
-def _surveyed(engine: Engine, recipe: Recipe, batch: StepBatch) -> dict[str, Tensor]:
+def _surveyed(
+    engine: Engine, recipe: Recipe, found: list[Branches], count: int
+) -> dict[str, Tensor]:
     """The values of every own branch of the step that the recipe needs before any loss."""
-    if not recipe.surveys:
-        return {}
-    engine.learn_mode(dropout_seed=None)
-    found = [branches_of(engine, recipe, micro) for micro in batch.own]
     values = [recipe.survey(branches) for branches in found]
     return {
-        name: _in_step_order(engine, [value[name] for value in values], found, batch.branches)
+        name: _in_step_order(engine, [value[name] for value in values], found, count)
         for name in values[0]
     }
+
+
+def _routing(engine: Engine, found: list[Branches]) -> Tensor:
+    """The sums of a mixture's routers over all tokens of the step."""
+    sums = [branches.routing for branches in found if branches.routing is not None]
+    return engine.total(torch.stack(sums).sum(dim=0))
 
 
 def _in_step_order(
@@ -196,6 +226,7 @@ class Sums:
     def __init__(self) -> None:
         self._totals: dict[str, Tensor] = {}  # each () float64
         self._counts: dict[str, float | Tensor] = {}
+        self._routing: Tensor | None = None  # of a mixture of experts
 
     def add(self, values: Mapping[str, Metric]) -> None:
         """Adds every value of each name; a name without values is kept."""
@@ -210,6 +241,11 @@ class Sums:
         for name, part in outcome.totals.items():
             self._add(name, part.total.double(), part.count)
         self.add(outcome.metrics)
+
+    def add_routing(self, routing: Tensor | None) -> None:
+        """Adds the sums of a mixture's routers."""
+        if routing is not None:
+            self._routing = routing.detach() + (0.0 if self._routing is None else self._routing)
 
     def _add(self, name: str, total: Tensor, count: float | Tensor) -> None:
         self._totals[name] = self._totals.get(name, 0.0) + total
@@ -229,11 +265,15 @@ class Sums:
             return {}, {}
         totals = torch.stack([self._totals[name] for name in names])
         counts = [_tensor_of(self._counts[name], totals) for name in names]
-        reduced = engine.total(torch.stack([totals, torch.stack(counts)], dim=1))
-        kept = [_tensor_of(value, totals) for values in state.values() for value in values]
-        numbers = torch.cat([reduced.flatten(), *(value[None] for value in kept)]).tolist()
-        left = iter(numbers)
-        pairs = [(name, (next(left), next(left))) for name in names]
+        own = torch.stack([totals, torch.stack(counts)], dim=1)
+        routing = totals.new_empty(0, 2) if self._routing is None else self._routing
+        reduced = engine.total(torch.cat([own, routing.view(-1, 2)]))
+        of_routers = reduced[len(names) :].view_as(routing)
+        routed = router_metrics(of_routers) if len(routing) else {}
+        kept = [_tensor_of(value, totals)[None] for values in state.values() for value in values]
+        numbers = torch.cat([reduced[: len(names)].flatten(), *routed.values(), *kept])
+        left = iter(numbers.tolist())
+        pairs = [(name, (next(left), next(left))) for name in (*names, *routed)]
         after = {name: tuple(next(left) for _ in values) for name, values in state.items()}
         return {name: pair for name, pair in pairs if pair[1]}, after
 

@@ -284,8 +284,3 @@ def test_a_mismatched_completion_past_the_last_position_is_refused(training_worl
 def test_ranks_that_cannot_be_divided_into_groups_are_refused(course):
     said = refused(course, "--set", "train.sequence_parallel=2")
     assert "train.sequence_parallel is 2, and 1 ranks were started. Start a multiple of it" in said
-
-
-def test_a_router_loss_over_shared_sequences_is_refused(course):
-    said = refused(course, "--set", "train.sequence_parallel=2", "--set", "train.router_loss=0.01")
-    assert "train.router_loss is 0.01, and train.sequence_parallel is 2" in said

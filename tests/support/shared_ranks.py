@@ -9,6 +9,7 @@ from align.schemas.config import LoraOptions
 from align.schemas.errors import UsageError
 from align.stages.engine.distributed import in_groups, sequence_group
 from align.stages.model.load import add_lora
+from align.stages.model.logprobs import ScoringPath, tree_logps
 from align.stages.model.policy import Policy, Sharding, turn_dropout_off
 from support.families import TREE_FAMILIES, mixed_trees, tiny_model
 
@@ -25,7 +26,10 @@ SHARED = {
     "learned positions": TREE_FAMILIES["gpt2"],
     "experts": TREE_FAMILIES["mixtral"],
 }
-HEADS = {"keys of one head": {"head": "values", "purity": True}}
+HEADS = {
+    "keys of one head": {"head": "values", "purity": True},
+    "experts": {"balanced": True},
+}
 
 
 def shared_sequences(world):
@@ -35,6 +39,7 @@ def shared_sequences(world):
     seen = {name: compared(model_of(name), group, every, **HEADS.get(name, {})) for name in SHARED}
     seen["an adapter"] = compared(adapted(), group, every)
     seen["recomputed"] = compared(model_of("keys of two heads"), group, every, recomputes=True)
+    seen["flex"] = by_flex(model_of("keys of one head"), group, every)
     seen["nothing"] = compared(model_of("keys of two heads"), group, ())
     seen["refused"] = [
         refusal(looking_at_neighbours(model_of("keys of two heads")), group),
@@ -75,9 +80,9 @@ def compared(model, group, trees, *, recomputes=False, **heads):
         if recomputes:
             policy.recompute_activations()
         found = policy(trees)
-        weights = torch.linspace(-1, 1, found.numel()).view_as(found)
-        (found * weights).sum().backward()
-        rows.append(found.detach())
+        every = torch.cat([one.flatten() for one in found])  # the sums of routers too
+        (every * torch.linspace(-1, 1, len(every))).sum().backward()
+        rows.append(every.detach())
         gradients.append({name: p.grad for name, p in policy.named_parameters() if p.requires_grad})
     shared, whole = gradients
     worst = 0.0
@@ -91,6 +96,14 @@ def compared(model, group, trees, *, recomputes=False, **heads):
         "gradients": worst,
         "compared": len(whole),
     }
+
+
+@torch.no_grad()
+def by_flex(model, group, trees):
+    """The attention of a GPU inside; a CPU has no gradient of it."""
+    whole = tree_logps(model, trees, Policy(model).path)
+    path = ScoringPath("flex", "fused", 0.0, group)
+    return {"far": float((tree_logps(model, trees, path) - whole).abs().max())}
 
 
 def refusal(model, group):

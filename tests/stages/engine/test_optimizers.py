@@ -90,6 +90,70 @@ def test_what_was_skipped_or_saved_and_loaded_leaves_no_trace(one_rank, tmp_path
     assert [seen["updates"], seen["weights"]] == [straight["updates"], straight["weights"]]
 
 
+BFLOAT16 = replace(OPTIONS, dtype="bfloat16", optimizer_dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name", "size"),
+    [("float32", "adamw", 12), ("float32", "lion", 8), ("bfloat16", "adamw", 6)],
+)
+def test_master_weights_and_moments_take_as_many_bytes(one_rank, dtype, name, size):
+    """4 + 4 + 4 of AdamW in float32, 2 + 2 + 2 in bfloat16; Lion has one moment."""
+    options = replace(BFLOAT16, optimizer_dtype=dtype, optimizer=name, deepspeed="zero2")
+    run = Run(one_rank, options).steps(0, 1)
+    states = run.engine._engine.optimizer.optimizer.state
+    tensors = [one for state in states.values() for one in (*state.values(),)] + list(states)
+    held = sum(one.nbytes for one in tensors if torch.is_tensor(one) and one.ndim)
+    learning = sum(one.numel() for one in TinyPolicy().parameters())
+    padding = 2 * len(states)  # values at most, behind each flat tensor
+    assert size * learning <= held <= size * (learning + padding)
+
+
+@pytest.mark.parametrize("preset", ["zero2", "zero3"])
+def test_states_in_bfloat16_stay_near_those_in_float32_and_resume_bit_for_bit(
+    one_rank, tmp_path, preset
+):
+    options = replace(BFLOAT16, deepspeed=preset)
+    straight = Run(one_rank, options).steps(0, 6).seen()
+    assert resumed(one_rank, options, tmp_path / "state") == straight
+    seen = disturbed(Run(one_rank, options))
+    assert [seen["updates"], seen["weights"]] == [straight["updates"], straight["weights"]]
+    exact = Run(one_rank, replace(options, optimizer_dtype="float32")).steps(0, 6).weights()
+    for key, (_, found) in straight["weights"].items():
+        near = torch.tensor(exact[key][1])
+        torch.testing.assert_close(torch.tensor(found), near, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "preset", "said"),
+    [
+        ("float32", "zero2", "trained in float32. Set train.dtype to bfloat16"),
+        ("float16", "zero2", "trained in float16"),
+        ("bfloat16", "zero1", "keeps master weights in float32. Use --deepspeed zero2"),
+        ("bfloat16", "zero0", "keeps master weights in float32"),
+        ("bfloat16", "auto", "is ZeRO 1"),
+    ],
+)
+def test_states_in_bfloat16_are_refused_where_they_would_not_be(dtype, preset, said):
+    with pytest.raises(UsageError, match=said):
+        engine_config(replace(BFLOAT16, deepspeed=preset), replace(HERE, dtype=dtype))
+
+
+def test_a_file_may_not_ask_for_other_states_than_the_options(tmp_path):
+    """With "auto" or nothing it has theirs."""
+    here = replace(HERE, dtype="bfloat16")
+    for asked, wanted in ((True, "float32"), (False, "bfloat16")):
+        block = {"bf16": {"enabled": True, "bf16_optimizer_states": asked}}
+        place = file_of(tmp_path, block | {"zero_optimization": {"stage": 2}})
+        options = replace(BFLOAT16, deepspeed=place, optimizer_dtype=wanted)
+        with pytest.raises(UsageError, match=rf"{asked} in the file.*\(train.optimizer_dtype\)"):
+            engine_config(options, here)
+    place = file_of(tmp_path, {"zero_optimization": {"stage": 2}})
+    bf16 = engine_config(replace(BFLOAT16, deepspeed=place), here)["bf16"]
+    assert bf16["bf16_optimizer_states"]
+    assert bf16["bf16_master_weights_and_grads"]
+
+
 def test_lion_goes_on_under_another_stage(one_rank, tmp_path):
     options = replace(FLOAT32, optimizer="lion")
     whole = Run(one_rank, replace(options, deepspeed="zero1")).steps(0, 3)

@@ -58,6 +58,10 @@ def test_ranks_that_share_every_sequence_have_its_numbers_and_its_gradient(ranks
         assert seen["gradients"] < 2e-6
 
 
+def test_ranks_that_share_a_sequence_may_attend_by_flex(ranks_of):
+    assert all(rank["shared"]["flex"]["far"] < 1e-5 for rank in ranks_of(2))
+
+
 def test_models_that_cannot_share_are_refused_on_every_rank(ranks_of):
     for rank in ranks_of(2):
         neighbours, eager = rank["shared"]["refused"]

@@ -1,0 +1,124 @@
+"""Watches the routers of a mixture of experts: which experts its tokens go to, and how surely."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...schemas.errors import UsageError
+from ...schemas.rows import Tree
+from .transformers_compat import routers_of
+from .tree_attention import PAD, TreeBatch
+
+logger = logging.getLogger("align")
+
+# In the config of every model that transformers has a load-balancing loss for.
+COEFFICIENT = "router_aux_loss_coef"
+
+
+class RouterWatch:
+    """Sums up what the routers of a model give in a pass; false for a model without routers."""
+
+    def __init__(self, model: nn.Module, *, learns: bool, run: Callable[[], Any]) -> None:
+        """`learns`: the sums have a gradient. `run` is a pass of the model."""
+        self.layers = self.experts = self.chosen = 0
+        self._learns = learns
+        self._seen: list[Any] | None = None  # what each router of the pass inside gave
+        hooks = [router.register_forward_hook(self._see) for router in routers_of(model)]
+        if hooks and not self._understands(run):
+            logger.warning("The routers of this mixture of experts are of no known form.")
+            for hook in hooks:
+                hook.remove()
+
+    def __bool__(self) -> bool:
+        return self.layers > 0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watches the pass inside, not the layers that run again for their gradient later on."""
+        self._seen = []
+        try:
+            yield
+        finally:
+            self._seen = None
+
+    def sums(self, counted: Tensor) -> Tensor:
+        """Over the tokens that are counted, (all,) bool: (layers, 2 * experts + 2) float64.
+
+        How many go to each expert, the sum of each expert's probabilities, the sum of the
+        entropies, and how many tokens there are.
+        """
+        assert self._seen, "the pass is inside, and its routers run"
+        return torch.stack(
+            [
+                _sums_of(logits if self._learns else logits.detach(), chosen, counted)
+                for logits, _, chosen in self._seen
+            ]
+        )
+
+    def _see(self, _router: nn.Module, _inputs: Any, outputs: Any) -> None:
+        # Only kept: when a layer runs again, it has to do what it did the first time.
+        if self._seen is not None:
+            self._seen.append(outputs)
+
+    def _understands(self, run: Callable[[], Any]) -> bool:
+        with self.watching():
+            run()
+            shapes = [_shape_of(outputs) for outputs in self._seen or ()]
+        shape = shapes[0] if len(set(shapes)) == 1 else None
+        if shape is None:
+            return False
+        self.layers, (self.experts, self.chosen) = len(shapes), shape
+        return True
+
+
+def _shape_of(outputs: Any) -> tuple[int, int] | None:
+    """The experts of a router and those of a token, if it gives (logits, weights, choices)."""
+    if not isinstance(outputs, tuple) or len(outputs) != 3:
+        return None
+    logits, _, chosen = outputs
+    if not logits.is_floating_point() or chosen.is_floating_point() or chosen.ndim != 2:
+        return None
+    return logits.shape[-1], chosen.shape[-1]
+
+
+def _sums_of(logits: Tensor, chosen: Tensor, counted: Tensor) -> Tensor:
+    """(2 * experts + 2,) float64"""
+    probabilities = torch.softmax(logits.flatten(0, -2).float(), dim=-1)
+    of_experts = probabilities.masked_fill(~counted[:, None], 0.0).sum(0, dtype=torch.float64)
+    with torch.no_grad():
+        entropies = torch.special.entr(probabilities).sum(-1).masked_fill(~counted, 0.0)
+        ones = counted.double()
+        tokens = torch.zeros_like(of_experts)
+        tokens.scatter_add_(0, chosen.flatten(), ones.repeat_interleave(chosen.shape[-1]))
+        rest = torch.stack([entropies.sum(dtype=torch.float64), ones.sum()])
+    return torch.cat([tokens, of_experts, rest])
+
+
+def counted_tokens(trees: Sequence[Tree], batch: TreeBatch, *, has_copies: bool) -> Tensor:
+    """Which places of a batch hold a token of the trees: (rows * length,) bool.
+
+    Where each branch has a row and a copy of the prompt, the first copy counts.
+    """
+    counted = batch.segments != PAD
+    if has_copies:
+        is_copy = torch.tensor(
+            [branch > 0 for tree in trees for branch in range(len(tree.branches))]
+        )
+        counted = counted & ~(is_copy.to(counted.device)[:, None] & (batch.segments == 0))
+    return counted.flatten()
+
+
+def require_coefficient(config: Any, folder: str) -> None:
+    """Refuses `train.router_loss` for a model that transformers has no such loss for."""
+    if getattr(config, COEFFICIENT, None) is None:
+        raise UsageError(
+            f"{folder}: transformers has no load-balancing loss for {config.model_type} (its "
+            f"config lacks {COEFFICIENT}): it is no mixture of experts, or one that is kept in "
+            "balance in another way. Set train.router_loss to 0."
+        )

@@ -1,0 +1,60 @@
+"""How evenly a mixture's routers spread the tokens of a whole optimizer step over the experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RouterSums:
+    """The parts of a policy's `routing`, each of every layer."""
+
+    tokens: Tensor  # (layers, experts): how many go to each expert
+    probabilities: Tensor  # (layers, experts): sums over all tokens
+    entropy: Tensor  # (layers,): the sum over all tokens
+    count: Tensor  # (layers,): how many tokens there are
+
+
+def router_sums(routing: Tensor) -> RouterSums:
+    """Takes a policy's `routing` apart."""
+    experts = routing.shape[1] // 2 - 1
+    return RouterSums(
+        tokens=routing[:, :experts],
+        probabilities=routing[:, experts:-2],
+        entropy=routing[:, -2],
+        count=routing[:, -1],
+    )
+
+
+def router_share(own: Tensor, step: Tensor) -> Tensor:
+    """What a micro-batch adds to the router loss of its step, with the gradient: ().
+
+    The loss is the mean over layers of E sum_e f_e P_e. f_e is the share of the step's tokens that
+    go to expert e, P_e the mean of its probability over them, and f has no gradient. So it is a
+    sum over tokens once f is known of the whole step. https://arxiv.org/abs/2101.03961
+    """
+    whole = router_sums(step)
+    experts = whole.tokens.shape[1]
+    tokens_squared = whole.count.clamp(min=1.0).square()
+    products = (whole.tokens * router_sums(own).probabilities).sum(dim=1)
+    return (experts * products / tokens_squared).mean()
+
+
+def router_metrics(step: Tensor) -> dict[str, Tensor]:
+    """What is reported of the routers in a step or an evaluation: (2,) each, a value and its count.
+
+    The values are of all tokens together. The count is 1, or 0 where there is no token.
+    """
+    whole = router_sums(step)
+    count = whole.count.clamp(min=1.0)
+    values = {
+        "router/loss": router_share(step, step),
+        "router/entropy": (whole.entropy / count).mean(),
+        "router/busiest": (whole.tokens / count[:, None]).max(),
+        "router/unused": (whole.tokens == 0).double().mean(),
+    }
+    times = (whole.count > 0).all().double()
+    return {name: torch.stack([value * times, times]) for name, value in values.items()}

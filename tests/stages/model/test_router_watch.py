@@ -1,0 +1,88 @@
+"""What the routers of a mixture of experts give, summed over every token of the trees once."""
+
+from copy import deepcopy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from align.stages.model.policy import Policy
+from align.stages.train.router_balance import router_metrics, router_share
+from support.families import TREE_FAMILIES, mixed_trees, tiny_model
+from support.mixtures import MIXTURES, oracle
+
+ROUTING = -1  # of the outputs of a pass, the last
+
+
+def policy_of(name, **how):
+    return Policy(tiny_model(*MIXTURES[name]), **how)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("layout", ["own", "tree", "plain"])
+def test_the_sums_are_those_of_each_branch_on_its_own(name, layout):
+    policy = policy_of(name)
+    if layout != "own":
+        policy.path = replace(policy.path, layout=layout)
+    trees = mixed_trees()
+    with torch.no_grad():
+        found = policy(trees)[ROUTING]
+    expected = oracle(tiny_model(*MIXTURES[name]), trees)
+    assert values_of(found) == pytest.approx(values_of(expected.detach()), rel=1e-5)
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-5)
+    assert found[:, -1].tolist() == [sum(tree.num_tokens for tree in trees)] * 2
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("cuts", [1, 2, 4])
+def test_the_gradient_is_that_of_the_whole_step_however_it_is_cut(cuts, recomputes):
+    model = tiny_model(*MIXTURES["mixtral"])
+    policy = Policy(deepcopy(model), balanced=True)
+    if recomputes:
+        policy.recompute_activations()
+    trees = mixed_trees()
+    parts = [trees[cut::cuts] for cut in range(cuts)]
+    with torch.no_grad():
+        step = sum(policy(part)[ROUTING] for part in parts)
+    for part in parts:
+        router_share(policy(part)[ROUTING], step).backward()
+    model.set_experts_implementation("eager")  # the other one has no float64
+    model.double()
+    exact = oracle(model, trees)
+    loss = router_share(exact, exact.detach())
+    loss.backward()
+    assert values_of(step)["router/loss"] == pytest.approx(loss.item(), rel=1e-6)
+    wanted = dict(model.named_parameters())
+    for name, parameter in policy.model.named_parameters():
+        if wanted[name].grad is not None:
+            torch.testing.assert_close(
+                parameter.grad.double(), wanted[name].grad, rtol=1e-4, atol=1e-7
+            )
+
+
+def test_a_rank_without_rows_adds_nothing_and_still_has_a_gradient():
+    policy = policy_of("mixtral", balanced=True)
+    logps, routing = policy(())
+    assert logps.shape == (0,)
+    assert not routing.any()
+    routing.sum().backward()
+    assert all(
+        not parameter.grad.any() for parameter in policy.parameters() if parameter.grad is not None
+    )
+
+
+def test_a_dense_model_returns_what_it_did():
+    policy = Policy(tiny_model(*TREE_FAMILIES["llama"]))
+    assert not policy.routers
+    assert policy.output_names == ("logps",)
+    assert isinstance(policy(mixed_trees()), torch.Tensor)
+
+
+def test_without_the_router_loss_nothing_is_kept_for_a_gradient():
+    logps, routing = policy_of("mixtral")(mixed_trees())
+    assert logps.requires_grad
+    assert not routing.requires_grad
+
+
+def values_of(routing):
+    return {name: float(value[0]) for name, value in router_metrics(routing).items()}
