@@ -16,7 +16,14 @@ from ..schemas.errors import Interrupted, PeerError, log_failure
 from ..schemas.file_version import Remember
 from ..stages.engine.deepspeed_config import Circumstances, stage_of
 from ..stages.engine.deepspeed_engine import open_engine
-from ..stages.engine.distributed import gathered, joined_world, run_on_all_ranks, run_on_rank_zero
+from ..stages.engine.distributed import (
+    gathered,
+    in_groups,
+    joined_world,
+    run_on_all_ranks,
+    run_on_rank_zero,
+    sequence_group,
+)
 from ..stages.engine.zero3_partitions import open_partitions
 from ..stages.feed.cache_index import ShardColumns, unchecked
 from ..stages.feed.loader import CacheFeed
@@ -68,6 +75,7 @@ def train_in(
     job: TrainingJob, world: World, columns: ShardColumns, *, progress: Progress
 ) -> Trained:
     """Like `run_training`, for ranks that have joined and a policy that has been digested."""
+    world = in_groups(world, job.config.train.sequence_parallel)
     with add_resume_hint(), naming_lost_peers(world), started(job, world) as start:
         if start.is_finished:
             if world.rank == 0 and not start.folder.report.exists():
@@ -158,21 +166,22 @@ def _policy(job: TrainingJob, recipe: Recipe, world: World, start: Start | None)
         job.config.lora,
         head=recipe.head,
         purity=purity,
-        spread=_spread(job, world, start) if job.zero_stage(world.size) == 3 else None,
+        spread=replace(
+            _partitions(job, world, start) if job.zero_stage(world.size) == 3 else Sharding(),
+            group=sequence_group(world),
+        ),
     )
     job.policy_files.require_unchanged()
     return policy
 
 
-def _spread(job: TrainingJob, world: World, start: Start | None) -> Sharding | None:
+def _partitions(job: TrainingJob, world: World, start: Start | None) -> Sharding:
     """Under ZeRO-3 no rank ever holds the whole policy, nor reads what its checkpoint has."""
     train = job.config.train
     found = resolve(replace(job.policy, dtype=train.dtype))
     circumstances = Circumstances(found.dtype, found.hidden_size, world.size)
     partitions = open_partitions(train, world, circumstances)
-    if partitions is None:
-        return None
-    if start is None or start.checkpoint is None:
+    if partitions is None or start is None or start.checkpoint is None:
         return Sharding(partitions)
     position = start.checkpoint.position
     # On other ranks or of another stage, the checkpoint is converted with what was loaded.
@@ -238,9 +247,9 @@ def _feed_settings(
         kl_per_step=recipe.option("kl_per_step", 0),
         limit_train_batches=train.limit_train_batches,
         limit_eval_batches=train.limit_eval_batches,
-        tokens_per_batch=tokens,
+        tokens_per_batch=tokens * world.sequence_parallel,
         pads=not policy.path.packs,
-        world=world,
+        world=world.of_groups,
     )
 
 
