@@ -25,7 +25,7 @@ from ..stages.model.transformers_compat import recompute_activations
 
 Learning = Literal["full", "lora", "qlora"]
 STAGES = ("zero0", "zero1", "zero2", "zero2-offload", "zero3", "zero3-offload")
-PACKED_BYTES = 0.5 + 4 / 64  # of a weight in nf4: a scale in float32 for 64 of them
+PACKED_BYTES = 0.5 + (1 + 4 / 256) / 64  # of a weight in nf4, its quantized scales included
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..schemas.errors import counted
-from ..stages.engine.held_memory import Elements, Held
+from ..stages.engine.held_memory import Elements
 from ..stages.report.cache_tables import facts, grid, heading
 from .run_plan import USABLE, RunPlan
 from .workload import Workload
@@ -30,25 +30,28 @@ def plan_text(plan: RunPlan) -> str:
 def _training(plan: RunPlan) -> Iterator[tuple[str, str]]:
     work = plan.workload
     yield "method", plan.method
-    yield "policy", f"{plan.policy}: {_parameters(plan.elements)}, {plan.dtype}"
+    yield "policy", f"{plan.policy}: {parameters_text(plan.elements)}, {plan.dtype}"
     yield "settings", f"{plan.own_way}, {counted(plan.asked.gpus, 'ranks')} on {plan.device}"
     yield "rows", f"{work.rows:,} to learn from, {work.held_out:,} held out"
-    yield "steps", _steps(work)
-    yield "tokens", _tokens(work)
-    yield "micro-batch", _micro_batches(work)
+    yield "steps", steps_text(work)
+    yield "tokens", tokens_text(work)
+    yield "micro-batch", micro_batches_text(work)
 
 
-def _parameters(elements: Elements) -> str:
+def parameters_text(elements: Elements) -> str:
+    """How many there are, and how many of them learn."""
     share = elements.learning / elements.total
     learn = "all learn" if not elements.frozen else f"{elements.learning:,} learn ({share:.2%})"
     return f"{elements.total:,} parameters, {learn}"
 
 
-def _steps(work: Workload) -> str:
+def steps_text(work: Workload) -> str:
+    """How many steps of how many rows."""
     return f"{work.steps:,} of {work.batch_size:,} rows, {counted(work.epochs, 'epochs')}"
 
 
-def _tokens(work: Workload) -> str:
+def tokens_text(work: Workload) -> str:
+    """The tokens that the policy runs over."""
     if not work.mismatched_tokens:
         return f"{work.learned_tokens:,}"
     return (
@@ -57,7 +60,8 @@ def _tokens(work: Workload) -> str:
     )
 
 
-def _micro_batches(work: Workload) -> str:
+def micro_batches_text(work: Workload) -> str:
+    """How a step is cut."""
     return f"{work.micro_batches:,} in a step of each rank, at most {work.micro_tokens:,} tokens"
 
 
@@ -100,7 +104,7 @@ def _memory(plan: RunPlan) -> Iterator[str]:
     rows = []
     for way, one in plan.memory:
         mark = "> " if way == plan.own_way else "  "
-        cells = [*(_gib(getattr(one, name)) for name in COLUMNS), _gib(one.peak), _gib(one.host)]
+        cells = [*(gib(getattr(one, name)) for name in COLUMNS), gib(one.peak), gib(one.host)]
         fits = ["yes" if plan.fits(one) else "no"] if is_sized else []
         rows.append([f"{mark}{way}", *cells, *fits])
     yield from grid(head, rows)
@@ -109,13 +113,14 @@ def _memory(plan: RunPlan) -> Iterator[str]:
         yield f"  {_verdict(plan)}"
 
 
-def _gib(size: float) -> str:
+def gib(size: float) -> str:
+    """Bytes as GiB."""
     return f"{size / GIB:,.1f}" if size >= 0.05 * GIB or not size else f"{size / GIB:.2f}"
 
 
 def _verdict(plan: RunPlan) -> str:
-    room = f"{USABLE:.0%} of {_gib(plan.asked.gpu_bytes)} GiB"
-    needs = f"{plan.own_way} needs {_gib(plan.own.peak)} GiB of {room}"
+    room = f"{USABLE:.0%} of {gib(plan.asked.gpu_bytes)} GiB"
+    needs = f"{plan.own_way} needs {gib(plan.own.peak)} GiB of {room}"
     if plan.fits(plan.own):
         return f"Fits: {needs}."
     way = plan.nearest_that_fits()
@@ -127,19 +132,8 @@ def _verdict(plan: RunPlan) -> str:
 def _reference(plan: RunPlan) -> Iterator[tuple[str, str]]:
     reference, own = plan.reference, plan.own.peak
     if reference.copy:
-        yield "its weights", f"{_gib(reference.copy)} GiB more: {_gib(own + reference.copy)} GiB"
+        yield "its weights", f"{gib(reference.copy)} GiB more: {gib(own + reference.copy)} GiB"
     else:
         yield "its weights", "none: the policy with its adapter switched off"
     both = own + reference.copy + reference.logits
-    yield "logits", f"{_gib(reference.logits)} GiB more without a fused head: {_gib(both)} GiB"
-
-
-def short_plan(work: Workload, elements: Elements, held: Held, ranks: int, how: str) -> list[str]:
-    """What is said before a run begins."""
-    weights, gradients, optimizer = map(_gib, (held.weights, held.later, held.optimizer))
-    return [
-        f"plan: {_steps(work)}, {_tokens(work)} tokens; micro-batches: {_micro_batches(work)}",
-        f"plan: {_parameters(elements)}, {how}, {counted(ranks, 'ranks')}; each holds "
-        f"{weights} GiB of weights, {gradients} of gradients, {optimizer} of the optimizer, and "
-        "activations",
-    ]
+    yield "logits", f"{gib(reference.logits)} GiB more without a fused head: {gib(both)} GiB"

@@ -24,8 +24,7 @@ from ..schemas.errors import CorruptionError, FingerprintError, StorageError, Us
 from ..schemas.safe_text import masked
 from ..stages.engine.deepspeed_config import leaves, stage_of
 from ..stages.engine.distributed import run_on_all_ranks, run_on_rank_zero
-from ..stages.model.logprobs import ScoringPath, causal_model
-from ..stages.model.transformers_compat import attention_of
+from ..stages.model.logprobs import ScoringPath, causal_model, own_attention
 from ..stages.storage import fs
 from ..stages.storage.checkpoints import choose_checkpoint
 from ..stages.storage.locks import owner_lock
@@ -291,6 +290,7 @@ MAY_CHANGE = {
     "train.resume",
     "train.max_time",
     "train.tokens_per_batch",
+    "train.sequence_parallel",
     "train.eval_every",
     "train.eval_table",
     "train.eval_text",
@@ -340,11 +340,9 @@ def identity_of(session: Session) -> RunIdentity:
     job, model = session.job, causal_model(session.policy.model)
     engine = json.loads(json.dumps(masked(session.engine_config), default=str))
     options = {f"method.{name}": repr(value) for name, value in session.recipe.values.items()}
-    # A packed layout attends by sdpa, piece by piece, and has a name of its own for it.
-    packed = session.policy.path.layout == "packed"
     computed = {
         **options,
-        "model.attention": "sdpa" if packed else attention_of(model),
+        "model.attention": own_attention(model),
         "model.device": session.policy.device.type,
         "train.dtype": str(model.dtype).removeprefix("torch."),
         **{f"deepspeed {name}": repr(value) for name, value in leaves(engine)},
@@ -378,6 +376,8 @@ def _parts(job: TrainingJob, device: torch.device) -> dict[str, str]:
     on_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name() if on_gpu else f"{torch.get_num_threads()} threads"
     found = {"align": __version__, **versions(), "device": name}
+    if (share := job.config.train.sequence_parallel) > 1:
+        found["ranks of a sequence"] = str(share)
     return {**found, "peft": _version("peft")} if job.config.lora.enabled else found
 
 

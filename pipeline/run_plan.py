@@ -25,6 +25,7 @@ from ..stages.storage.manifest_file import load_manifest
 from ..stages.storage.objects import location
 from ..stages.storage.run_store import run_folder_of
 from ..stages.tracking.journal import entry_batches
+from .fitted_batches import planned_tokens
 from .memory_plan import Components, MemoryPlanner, Planned, Way
 from .object_inputs import local_model
 from .settings import Settings
@@ -138,8 +139,12 @@ def plan_run(settings: Settings, asked: PlanRequest) -> RunPlan:
     dtype = _dtype(rows.policy.path, config.train.dtype)
     device = "cuda" if asked.is_for_gpu else chosen_device(config.model)
     layout = "flex" if device == "cuda" else "packed"
-    world = World(0, asked.gpus, 0)
-    feed = feed_settings(config.train, recipe, world, device=device, pads=False)
+    shared = config.train.sequence_parallel
+    if asked.gpus % shared:
+        raise UsageError(f"train.sequence_parallel is {shared}: --gpus has to be a multiple of it.")
+    tokens = planned_tokens(config.train, device)
+    world = World(0, asked.gpus, 0, shared)
+    feed = feed_settings(config.train, recipe, world, tokens=tokens, pads=False)
     workload = workload_of(rows.table, feed, config.train, rows=rows.count, held_out=rows.held_out)
     planner = MemoryPlanner(
         Planned(
@@ -151,7 +156,7 @@ def plan_run(settings: Settings, asked: PlanRequest) -> RunPlan:
             ranks=asked.gpus,
             head=recipe.head,
             layout=layout,
-            trees=workload.trees(),
+            trees=workload.trees(shared),
             micro_batches=workload.micro_batches,
         )
     )

@@ -27,6 +27,7 @@ from ..stages.tracking.progress import NoProgress, Progress
 from ..stages.train.loop import Place
 from ..stages.train.throughput import Machine
 from .checkpointer import Checkpointer, require_room
+from .fitted_batches import note_fitting, planned_tokens
 from .resume import Start, identity_of
 from .run_report import write_report
 from .settings import flatten, without_secrets
@@ -121,12 +122,14 @@ class RunRecords:
             self.say(f"continuing after step {place.step:,}")
         self._progress.begin("training", total=total_steps - place.step, unit="steps")
 
-    def agreed(self, gap: float) -> None:
+    def agreed(self, gap: float, *, is_packed: bool) -> None:
         """Records the largest difference between the log-probs of the policy and of the cache."""
-        self.say(
-            "checked: the model reproduces the cached log-probs "
-            f"(largest difference {gap:.1e} nats per completion)"
+        begins = (
+            "in 4 bits the model begins near the reference of the cache, not at it"
+            if is_packed
+            else "checked: the model reproduces the cached log-probs"
         )
+        self.say(f"{begins} (largest difference {gap:.1e} nats per completion)")
         self._run.log_params({"gate.largest_gap": f"{gap:.3e}"})
 
     def stepped(
@@ -160,11 +163,22 @@ class RunRecords:
         plain = {name.removeprefix(EVAL): value for name, value in metrics.items()}
         self.say(f"step {place.step:,}, held-out rows: {shown(plain)}")
 
+    def ran_out(self, step: int, tokens: int) -> None:
+        """Memory ran out; the next start is to know what to run at once instead."""
+        train, policy = self._session.job.config.train, self._session.policy
+        note_fitting(self._start.folder, planned_tokens(train, policy.device.type), tokens)
+        self.say(
+            f"step {step + 1:,}: memory ran out; from here on at most {tokens:,} tokens per batch, "
+            "with the same result"
+        )
+
     def not_applied(self, place: Place, row_ids: tuple[str, ...]) -> None:
         """A step gave NaN or infinity; the ids of this rank's rows in it are logged."""
-        line = {"step": place.step, "rank": self._session.world.rank, "row_ids": row_ids}
-        with fs.append(self._start.folder.nonfinite) as sink:
-            sink.write((json.dumps(line) + "\n").encode())
+        world = self._session.world
+        if world.is_first_of_group:
+            line = {"step": place.step, "rank": world.rank, "row_ids": row_ids}
+            with fs.append(self._start.folder.nonfinite) as sink:
+                sink.write((json.dumps(line) + "\n").encode())
         self.say(f"step {place.step:,} gave NaN or infinity and was not applied")
 
     def save(self, place: Place) -> None:

@@ -250,4 +250,7 @@ class _UnitScorer:
 
     @cached_property
     def _scorer(self) -> Scorer:
-        return self.tasks.reference.open()
+        scorer = self.tasks.reference.open()
+        how = ", ".join(f"{name} {value}" for name, value in scorer.describe().items())
+        self.progress.say(f"reference: {how}")
+        return scorer

@@ -11,14 +11,19 @@ from typing import Any
 from torch import distributed
 
 from ..schemas.batches import Cursor, World
-from ..schemas.config import TrainOptions
+from ..schemas.config import Config
 from ..schemas.errors import Interrupted, PeerError, log_failure
 from ..schemas.file_version import Remember
-from ..stages.engine.deepspeed_compat import whole_numel
-from ..stages.engine.deepspeed_config import Circumstances
+from ..stages.engine.deepspeed_config import Circumstances, stage_of
 from ..stages.engine.deepspeed_engine import open_engine
-from ..stages.engine.distributed import gathered, joined_world, run_on_all_ranks
-from ..stages.engine.held_memory import Setting, held_memory
+from ..stages.engine.distributed import (
+    gathered,
+    in_groups,
+    joined_world,
+    run_on_all_ranks,
+    run_on_rank_zero,
+    sequence_group,
+)
 from ..stages.engine.zero3_partitions import open_partitions
 from ..stages.feed.cache_index import ShardColumns, unchecked
 from ..stages.feed.loader import CacheFeed
@@ -26,25 +31,29 @@ from ..stages.feed.train_source import TrainSource, open_source, overlap
 from ..stages.methods.recipe import Recipe
 from ..stages.model.load import resolve
 from ..stages.model.logprobs import causal_model
+from ..stages.model.lora_targets import adapts_experts
 from ..stages.model.policy import Policy, Sharding, load_policy
+from ..stages.model.router_watch import COEFFICIENT
 from ..stages.storage.digest_memory import own_digests
 from ..stages.storage.run_folder import RunFolder
 from ..stages.storage.verify_cache import check_before_reading, sample_rows
 from ..stages.tracking.progress import Progress
 from ..stages.train.evaluation import largest_gap
-from ..stages.train.loop import Loop, Place, SaveClock, StopConditions, train
+from ..stages.train.loop import Loop, Place, train
+from ..stages.train.room import Room
+from ..stages.train.synchronized import SaveClock, StopConditions
 from ..stages.train.throughput import Meter, forget_peak
-from .memory_plan import elements_of
-from .plan_text import short_plan
+from .fitted_batches import fitting_tokens, lighter, planned_tokens
 from .policy_identity import digest_policies
 from .resume import Start, held_to_checkpoint, known_path, started
 from .run_recorder import RunRecords, open_records
 from .run_report import Trained, outcome, write_report
+from .short_plan import short_plan
 from .signals import add_resume_hint, asked_to_stop
 from .train_checks import require_positions
 from .trained_model import write_model
 from .training_job import Session, TrainingJob
-from .workload import feed_settings, workload_of
+from .workload import feed_settings
 
 SAMPLED_ROWS = 8
 
@@ -67,6 +76,7 @@ def train_in(
     job: TrainingJob, world: World, columns: ShardColumns, *, progress: Progress
 ) -> Trained:
     """Like `run_training`, for ranks that have joined and a policy that has been digested."""
+    world = in_groups(world, job.config.train.sequence_parallel)
     with add_resume_hint(), naming_lost_peers(world), started(job, world) as start:
         if start.is_finished:
             if world.rank == 0 and not start.folder.report.exists():
@@ -79,6 +89,7 @@ def train_in(
         session = open_session(job, world, columns, progress, start)
         held = held_to_checkpoint(session, start)
         with open_records(session, held, progress) as records:
+            records.say(f"policy: {session.policy.path}")
             place = _restored(session, held)
             if place is None:
                 _require_agreement(session, records)
@@ -101,22 +112,29 @@ def open_session(
         for note in (*_source_notes(source, held_out), *advice):
             progress.say(note)
     policy = run_on_all_ranks(world, lambda: _policy(job, recipe, world, start))
+    if policy.routers and world.rank == 0:
+        for note in _mixture_notes(policy, config):
+            progress.say(note)
     last = getattr(_text_config(policy), "max_position_embeddings", None)
     for some in {id(one): one for one in (source, held_out)}.values():
         require_positions(some, recipe, last)
     engine, engine_config = open_engine(
         policy, config.train, world, hidden_size=_text_config(policy).hidden_size
     )
-    settings = feed_settings(
-        config.train,
-        recipe,
-        world,
-        device=policy.device.type,
-        pads=policy.path.layout != "packed",
-    )
+    planned = planned_tokens(config.train, policy.device.type)
+    fits = planned
+    if start:
+        fits = run_on_rank_zero(world, lambda: fitting_tokens(start.folder, planned))
+    if fits < planned:
+        progress.say(
+            f"memory ran out here before with {planned:,} tokens per batch: {fits:,} are used. "
+            f"Remove {start.folder.fitted if start else ''} to try {planned:,} again."
+        )
+    pads = not policy.path.packs
+    settings = feed_settings(config.train, recipe, world, tokens=fits, pads=pads)
     feed = CacheFeed(source, held_out, settings)
     if world.rank == 0:
-        for line in _plan(feed, policy, config.train, engine_config):
+        for line in short_plan(feed, policy, config.train, engine_config):
             progress.say(line)
     return Session(
         job=job,
@@ -130,26 +148,20 @@ def open_session(
     )
 
 
-def _plan(
-    feed: CacheFeed, policy: Policy, train: TrainOptions, engine_config: dict[str, Any]
-) -> list[str]:
-    """The plan of `align plan` in short, of the policy that is loaded."""
-    source, settings = feed.source, feed.settings
-    work = workload_of(
-        source.index.train,
-        settings,
-        train,
-        rows=source.train_rows,
-        held_out=feed.held_out_source.eval_rows,
+def _mixture_notes(policy: Policy, config: Config) -> Iterator[str]:
+    routers, weight = policy.routers, config.train.router_loss
+    own = getattr(_text_config(policy), COEFFICIENT, None)
+    yield (
+        f"a mixture of {routers.experts} experts in each of {routers.layers} layers, "
+        f"{routers.chosen} for each token; train.router_loss is {weight:g}"
+        f"{'' if weight else ': nothing keeps their use even'} "
+        f"(its config has {'no coefficient' if own is None else f'{own:g}'})"
     )
-    dtype, ranks = causal_model(policy.model).dtype, settings.world.size
-    elements = elements_of(policy, packs=False, numel=whole_numel)
-    setting = Setting.of(
-        engine_config, ranks=ranks, itemsize=dtype.itemsize, device=policy.device.type
-    )
-    setting = setting.with_optimizer(train)
-    how = f"{str(dtype).removeprefix('torch.')}, zero{setting.stage}"
-    return short_plan(work, elements, held_memory(elements, setting), ranks, how)
+    if config.lora.enabled and not adapts_experts(policy.model):
+        yield (
+            "The adapter leaves the experts as they are: lora.targets names nothing of theirs, "
+            "such as experts.gate_up_proj and experts.down_proj."
+        )
 
 
 def _policy(job: TrainingJob, recipe: Recipe, world: World, start: Start | None) -> Policy:
@@ -160,21 +172,22 @@ def _policy(job: TrainingJob, recipe: Recipe, world: World, start: Start | None)
         job.config.lora,
         head=recipe.head,
         purity=purity,
-        spread=_spread(job, world, start) if job.zero_stage(world.size) == 3 else None,
+        spread=replace(
+            _partitions(job, world, start) if job.zero_stage(world.size) == 3 else Sharding(),
+            group=sequence_group(world),
+        ),
     )
     job.policy_files.require_unchanged()
     return policy
 
 
-def _spread(job: TrainingJob, world: World, start: Start | None) -> Sharding | None:
+def _partitions(job: TrainingJob, world: World, start: Start | None) -> Sharding:
     """Under ZeRO-3 no rank ever holds the whole policy, nor reads what its checkpoint has."""
     train = job.config.train
     found = resolve(replace(job.policy, dtype=train.dtype))
     circumstances = Circumstances(found.dtype, found.hidden_size, world.size)
     partitions = open_partitions(train, world, circumstances)
-    if partitions is None:
-        return None
-    if start is None or start.checkpoint is None:
+    if partitions is None or start is None or start.checkpoint is None:
         return Sharding(partitions)
     position = start.checkpoint.position
     # On other ranks or of another stage, the checkpoint is converted with what was loaded.
@@ -254,13 +267,15 @@ def _require_agreement(session: Session, records: RunRecords) -> None:
     sample = run_on_all_ranks(
         session.world, lambda: list(sample_rows(job.cache, job.manifest, SAMPLED_ROWS))
     )
+    is_packed = job.config.lora.quantize != "none"
     gap = largest_gap(
         session.engine,
         sample,
         job.manifest.fingerprint["model.dtype"],
         str(causal_model(session.policy.model).dtype).removeprefix("torch."),
+        may_differ=is_packed,
     )
-    records.agreed(gap)
+    records.agreed(gap, is_packed=is_packed)
 
 
 def _learn(session: Session, start: Start, records: RunRecords, place: Place) -> Trained:
@@ -271,6 +286,7 @@ def _learn(session: Session, start: Start, records: RunRecords, place: Place) ->
         feed=session.feed,
         options=session.job.config.train,
         meter=Meter(pads=session.feed.settings.pads),
+        room=_room(session),
     )
     with asked_to_stop() as asked:
         records.begin(place, loop.total_steps)
@@ -289,6 +305,15 @@ def _learn(session: Session, start: Start, records: RunRecords, place: Place) ->
         raise Interrupted(asked.signal_number or 15, at=stopped_at(start.folder, place.step))
     records.report()
     return outcome(start.folder, ending)
+
+
+def _room(session: Session) -> Room:
+    ranks, stage = session.world.size, stage_of(session.engine_config)
+    return Room(
+        pads=session.feed.settings.pads,
+        ranks=ranks,
+        advice=tuple(lighter(session.job.config, stage, ranks)),
+    )
 
 
 def stopped_at(folder: RunFolder, step: int) -> str:

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..schemas.cache import Manifest
-from ..schemas.config import ModelOptions, TokenOptions, TrainOptions
+from ..schemas.config import LoraOptions, ModelOptions, TokenOptions, TrainOptions
 from ..schemas.errors import FingerprintError, UsageError, closest, did_you_mean
 from ..schemas.rows import Role
 from ..stages.data.tokenizer import load_tokenizer, tokenizer_fingerprint
+from ..stages.engine.optimizers import KINDS
 from ..stages.feed.conversions import Reading, ScoreRules, Threshold
 from ..stages.feed.train_source import TrainSource
+from ..stages.model.quantized_base import require_bitsandbytes
 from ..stages.storage.cache_folder import CacheFolder
 from ..stages.storage.checkpoints import wanted
 from ..stages.tracking.journal import EVAL
@@ -299,6 +301,37 @@ def require_effect(settings: Settings) -> None:
         raise UsageError(
             f"train.min_lr is {train.min_lr}, but a constant schedule never falls. Choose another "
             "train.schedule, or unset it."
+        )
+    if train.checkpoint_offload and not train.gradient_checkpointing:
+        raise UsageError(
+            "train.checkpoint_offload is on, but train.gradient_checkpointing is off: nothing is "
+            "kept that could wait on the CPU. Set the latter, or unset the former."
+        )
+    _require_read_by_optimizer(settings)
+
+
+def _require_read_by_optimizer(settings: Settings) -> None:
+    name, given = settings.config.train.optimizer, settings.given("train")
+    for option in ("beta1", "beta2", "epsilon"):
+        if f"train.{option}" in given and option not in KINDS[name].reads:
+            raise UsageError(
+                f"train.{option} is set, and {name} (train.optimizer) has no use for it. Unset it, "
+                "or choose another optimizer."
+            )
+
+
+def require_packable(train: TrainOptions, lora: LoraOptions, zero_stage: int) -> None:
+    """Refuses what needs bitsandbytes where it is missing, and 4 bits that ZeRO would flatten."""
+    if train.optimizer == "adamw8bit":
+        require_bitsandbytes("train.optimizer=adamw8bit")
+    if lora.quantize == "none":
+        return
+    require_bitsandbytes(f"lora.quantize={lora.quantize}")
+    if zero_stage == 3:
+        raise UsageError(
+            f"lora.quantize is {lora.quantize}, and train.deepspeed={train.deepspeed} is ZeRO 3, "
+            "which flattens and spreads the weights: packed ones cannot be. Use --deepspeed zero2, "
+            "or set lora.quantize to none."
         )
 
 

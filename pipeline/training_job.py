@@ -38,6 +38,7 @@ from .train_checks import (
     require_effect,
     require_fixed_reference,
     require_measured,
+    require_packable,
     require_same_making,
     require_same_text,
     require_token_logps,
@@ -91,7 +92,7 @@ def open_training(settings: Settings) -> TrainingJob:
     cache = CacheFolder(location(train.cache or config.cache.output))
     manifest = load_manifest(cache, _begun_on(train))
     policy = _policy(settings, manifest)
-    _zero_stage(train, policy, world_size=1)
+    require_packable(train, config.lora, _zero_stage(train, policy, world_size=1))
     held_out = _held_out(config, manifest)
     for folder, made in ((cache, manifest), *([held_out] if held_out else [])):
         require_token_logps(recipe, folder, made)

@@ -17,8 +17,6 @@ from ..stages.feed.step_plan import BatchAssignment, FeedSettings, Pass, StepPla
 from ..stages.feed.step_plan import training_pass as whole_pass
 from ..stages.methods.recipe import Recipe
 
-# A GPU wants large products. On a CPU more tokens at once are no faster and only take memory.
-TOKENS_PER_BATCH = {"cuda": 16_384, "cpu": 2048}
 SAMPLED_STEPS = 32  # of the first epoch, planned as the feed plans them
 
 
@@ -55,12 +53,13 @@ class Workload:
         """All that the policy runs over."""
         return self.learned_tokens + self.mismatched_tokens
 
-    def trees(self) -> list[Tree]:
-        """Rows of the mean lengths that fill the largest micro-batch."""
+    def trees(self, shared_by: int = 1) -> list[Tree]:
+        """Rows of the mean lengths that fill a rank's part of the largest micro-batch."""
+        most = self.micro_tokens // shared_by
         blank = [np.zeros(size, np.int32) for size in (self.row.prompt, *self.row.completions)]
         tree = Tree(blank[0], tuple(blank[1:]))
-        count = max(1, self.micro_tokens // self.row.tokens)
-        longest = self.micro_tokens // count - self.row.prompt
+        count = max(1, most // self.row.tokens)
+        longest = most // count - self.row.prompt
         stretched = self._stretched(longest) if longest > sum(self.row.completions) else tree
         return [stretched] * count
 
@@ -72,9 +71,9 @@ class Workload:
 
 
 def feed_settings(
-    train: TrainOptions, recipe: Recipe, world: World, *, device: str, pads: bool
+    train: TrainOptions, recipe: Recipe, world: World, *, tokens: int, pads: bool
 ) -> FeedSettings:
-    """How rows are cut into steps and micro-batches."""
+    """How rows are cut into steps and micro-batches of so many tokens for each rank."""
     return FeedSettings(
         seed=train.seed,
         epochs=train.epochs,
@@ -83,9 +82,9 @@ def feed_settings(
         kl_per_step=recipe.option("kl_per_step", 0),
         limit_train_batches=train.limit_train_batches,
         limit_eval_batches=train.limit_eval_batches,
-        tokens_per_batch=train.tokens_per_batch or TOKENS_PER_BATCH[device],
+        tokens_per_batch=tokens * world.sequence_parallel,
         pads=pads,
-        world=world,
+        world=world.of_groups,
     )
 
 

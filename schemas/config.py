@@ -25,7 +25,9 @@ class ModelOptions:
         "auto", "auto: the dtype the weights are stored in"
     )
     attention: Literal["auto", "sdpa", "eager"] = option(
-        "auto", "auto: sdpa where the model has it, else eager"
+        "auto",
+        "auto: FlexAttention on a GPU where it is true to the model; else sdpa where the model has "
+        "it, else eager",
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: cuda where there is one")
     device_map: str = option(
@@ -162,10 +164,10 @@ class TrainOptions:
     schedule: Literal["constant", "linear", "cosine"] = option("cosine", "how it falls afterwards")
     min_lr: float = option(0.0, "where it ends, as a share of lr", ge=0, le=1)
     warmup: float = option(0.1, "steps it takes to rise; below 1: a share of all steps", ge=0)
-    weight_decay: float = option(0.0, "of AdamW; not of biases and norms", ge=0)
-    beta1: float = option(0.9, "of AdamW", ge=0)
-    beta2: float = option(0.999, "of AdamW", ge=0)
-    epsilon: float = option(1e-8, "of AdamW", ge=0)
+    weight_decay: float = option(0.0, "decoupled; not of biases and norms", ge=0)
+    beta1: float = option(0.9, "of adamw, adamw8bit, lion and muon", ge=0)
+    beta2: float = option(0.999, "of adamw, adamw8bit, lion and muon", ge=0)
+    epsilon: float = option(1e-8, "of adamw, adamw8bit and muon", ge=0)
     max_grad_norm: float = option(1.0, "longer gradients are shortened to this; 0: never", ge=0)
     seed: int = option(0, "orders the rows and draws dropout")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(

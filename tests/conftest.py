@@ -94,6 +94,18 @@ def no_secrets_heard(monkeypatch):
     monkeypatch.setattr(safe_text, "_heard", set())
 
 
+@pytest.fixture(scope="session")
+def device(request):
+    """What `--device` says: a GPU, unless the tests themselves are tried out."""
+    # It imports torch, which reads OMP_NUM_THREADS then.
+    import torch  # noqa: PLC0415
+
+    name = request.config.getoption("device")
+    if name == "cuda" and not torch.cuda.is_available():
+        pytest.fail("torch finds no GPU that it can use here, and these tests are for one")
+    return name
+
+
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """An empty folder, in which the test runs."""

@@ -75,17 +75,6 @@ def both_stages(world, folder, device, dtype):
 
 
 @pytest.fixture(scope="module")
-def device(request):
-    """What `--device` says: a GPU, unless the tests themselves are tried out."""
-    import torch  # noqa: PLC0415 - it reads OMP_NUM_THREADS
-
-    name = request.config.getoption("device")
-    if name == "cuda" and not torch.cuda.is_available():
-        pytest.fail("torch finds no GPU that it can use here, and these tests are for one")
-    return name
-
-
-@pytest.fixture(scope="module")
 def on_cpu(device, world, tmp_path_factory):
     return both_stages(world, tmp_path_factory.mktemp("on-cpu"), "cpu", "float32")
 

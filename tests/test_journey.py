@@ -70,8 +70,10 @@ def test_a_log_gets_plain_lines(journey):
         "sorting",
         "sorting",
         "scoring",
+        "reference",
         "scoring",
     ]
+    assert "reference: layout packed, head fused" in journey.answer.err
     assert "tokens/s" in lines[-1]
 
 

@@ -43,6 +43,7 @@ def engine_config(options: TrainOptions, circumstances: Circumstances) -> dict[s
     if "optimizer" not in theirs:
         config["optimizer"] = completed_block(config, circumstances.device)
     require_fitting_stage(config, options.deepspeed)
+    _require_fitting_states(options, circumstances, stage_of(config))
     if circumstances.dtype == "float16" and not stage_of(config):
         # DeepSpeed divides by the loss scale there, but does not multiply by it.
         raise UsageError(
@@ -50,6 +51,22 @@ def engine_config(options: TrainOptions, circumstances: Circumstances) -> dict[s
             "Use zero1, or set train.dtype to bfloat16."
         )
     return config
+
+
+def _require_fitting_states(options: TrainOptions, here: Circumstances, stage: int) -> None:
+    if options.optimizer_dtype == "float32":
+        return
+    if here.dtype != "bfloat16":
+        raise UsageError(
+            f"train.optimizer_dtype is bfloat16, and the policy is trained in {here.dtype}. Set "
+            "train.dtype to bfloat16, or leave train.optimizer_dtype at float32."
+        )
+    if stage < 2:
+        # There DeepSpeed would keep them in float32 and not say so, or refuse in its own words.
+        raise UsageError(
+            f"train.optimizer_dtype is bfloat16, and train.deepspeed={options.deepspeed} is ZeRO "
+            f"{stage}, which keeps master weights in float32. Use --deepspeed zero2 or zero3."
+        )
 
 
 def _ours(options: TrainOptions, circumstances: Circumstances) -> dict[str, Any]:
@@ -71,6 +88,8 @@ def _ours(options: TrainOptions, circumstances: Circumstances) -> dict[str, Any]
     }
     for dtype, name in PRECISIONS.items():
         config[name] = {"enabled": dtype == circumstances.dtype}
+    if options.optimizer_dtype == "bfloat16":
+        config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     return config
 
 
@@ -157,6 +176,7 @@ OPTION_OF = {
     "optimizer.params.weight_decay": "train.weight_decay",
     "bf16.enabled": "train.dtype",
     "fp16.enabled": "train.dtype",
+    "bf16.bf16_optimizer_states": "train.optimizer_dtype",
     "train_batch_size": "train.batch_size",
     "train_micro_batch_size_per_gpu": "train.tokens_per_batch",
     "gradient_accumulation_steps": "train.tokens_per_batch",
@@ -184,6 +204,8 @@ ADDED = (
     "gradient_clipping",
     "bf16.enabled",
     "fp16.enabled",
+    "bf16.bf16_master_weights_and_grads",
+    "bf16.bf16_optimizer_states",
 )
 BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -243,7 +265,8 @@ def _refused(config: dict[str, Any]) -> Iterator[str]:
 
 
 def _contradictions(config: dict[str, Any], ours: dict[str, Any], batch_size: int) -> Iterator[str]:
-    expected = ours | {"train_batch_size": batch_size}
+    states = {"bf16_optimizer_states": False} | ours["bf16"]
+    expected = ours | {"train_batch_size": batch_size, "bf16": states}
     kind, wanted = _at(config, "optimizer.type"), _at(ours, "optimizer.type")
     # The file may name one that train.optimizer does not have.
     if wanted != "AdamW" and kind not in (None, AUTO, wanted):

@@ -151,8 +151,8 @@ def _gradients(elements: Elements, setting: Setting) -> dict[str, int]:
     )
     names = ("first", "later", "per_finished", "at_gradient", "at_first_gradient", "update")
     fused = setting.device == "cuda"
-    moments = 0 if fused else 2 * FLOAT * own
-    flat = FLOAT * own
+    moments = 0 if fused else 2 * setting.master_bytes * own
+    flat = setting.master_bytes * own
     if setting.offloads_optimizer:
         values = (0, 0, 0, 2 * size * elements.largest, 0, 2 * size * elements.largest)
     elif setting.stage == 0:

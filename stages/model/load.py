@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 import warnings
@@ -19,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ...schemas.config import LoraOptions, ModelOptions
 from ...schemas.errors import UsageError
+from .lora_targets import named_targets, require_all_adapted
 from .model_folder import (
     adapter_tensors,
     model_config,
@@ -146,7 +148,9 @@ def _skeleton(config: Any, options: ModelOptions) -> Any:
         ) from error
 
 
-def from_folder(options: ModelOptions, resolved: Resolved, kind: Any) -> tuple[Any, list[str]]:
+def from_folder(
+    options: ModelOptions, resolved: Resolved, kind: Any, packing: Mapping[str, Any] | None = None
+) -> tuple[Any, list[str]]:
     """What transformers makes of the folder, and the names of stored tensors that it leaves out."""
     without_cudnn_attention()
     try:
@@ -159,7 +163,7 @@ def from_folder(options: ModelOptions, resolved: Resolved, kind: Any) -> tuple[A
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported, and refused below with their names
-            **_unpacking(options.path),
+            **(packing or _unpacking(options.path)),
             **placement(options),
         )
     except (ValueError, OSError, ImportError, RuntimeError) as error:
@@ -265,11 +269,15 @@ def quiet() -> Iterator[None]:
     verbosity, bars = logs.get_verbosity(), logs.is_progress_bar_enabled()
     logs.set_verbosity_error()
     logs.disable_progress_bar()
+    packer = logging.getLogger("bitsandbytes")  # which peft imports wherever it is installed
+    level = packer.level
+    packer.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings(), redirect_stdout(sys.stderr):
             warnings.simplefilter("ignore")
             yield
     finally:
+        packer.setLevel(level)
         logs.set_verbosity(verbosity)
         if bars:
             logs.enable_progress_bar()
@@ -286,7 +294,8 @@ def _version() -> str:
 
 def add_lora(model: nn.Module, options: LoraOptions, seed: int) -> nn.Module:
     """The model with a fresh adapter, the same on every rank; everything else is frozen."""
-    from peft import LoraConfig, get_peft_model  # noqa: PLC0415 - optional, and slow to import
+    with quiet():
+        from peft import LoraConfig, get_peft_model  # noqa: PLC0415 - optional, and slow to import
 
     settings = LoraConfig(
         # For a model that scores, peft trains and saves the whole head in addition to the adapter.
@@ -294,9 +303,12 @@ def add_lora(model: nn.Module, options: LoraOptions, seed: int) -> nn.Module:
         r=options.rank,
         lora_alpha=options.alpha,  # type: ignore[arg-type]  # peft divides it by the rank
         lora_dropout=options.dropout,
-        target_modules=options.targets or "all-linear",
+        **named_targets(model, options.targets),
     )
-    head = _name_of_head(model)
+    head, dtype = (
+        _name_of_head(model),
+        next(one.dtype for one in model.parameters() if one.is_floating_point()),
+    )
     try:
         with quiet(), torch.random.fork_rng():
             torch.manual_seed(seed)
@@ -311,6 +323,11 @@ def add_lora(model: nn.Module, options: LoraOptions, seed: int) -> nn.Module:
             f"lora.targets: {options.targets} includes the output layer {head}, whose adapter the "
             "fused log-prob head would pass by. Leave it out."
         )
+    require_all_adapted(adapted, options.targets)
+    for parameter in adapted.parameters():
+        # On packed weights, whose own dtype is an integer's, peft makes it in float32.
+        if parameter.requires_grad and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
     trainable: nn.Module = adapted
     return trainable
 

@@ -93,7 +93,7 @@ def trace(model: nn.Module, trees: Sequence[Tree], path: ScoringPath, *, device:
     try:
         with _stand_ins(), live:
             states = _states(inner, batch, path)[batch.predictors]
-            states.register_hook(leave_head)
+            states.register_hook(leave_head)  # type: ignore[no-untyped-call]
             forward, kept = Moment(0, live.restart(), 0), live.now
             loss = _head_loss(inner, states, path, device)
             del states

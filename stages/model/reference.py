@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from ...schemas.config import ModelOptions
 from ...schemas.file_version import Remember, digest_anew
 from ...schemas.rows import OutOfMemory, Tree
+from .flex_attention import why_no_flex
 from .fused_head import HEAD_VERSION
 from .load import Resolved, load_causal_lm, resolve, unused_weights
 from .logprobs import ScoringPath, choose_path, input_device, tree_logps
@@ -89,7 +90,7 @@ class HfReference:
 
     def scorer_of(self, model: nn.Module) -> TreeScorer:
         """Chooses how to score with loaded weights."""
-        return TreeScorer(model, self._files)
+        return TreeScorer(model, self._files, why_no_flex(self.options.attention))
 
     @cached_property
     def _files(self) -> ModelFiles:
@@ -103,9 +104,12 @@ class HfReference:
 class TreeScorer:
     """Scores trees with a loaded model, along the path the probe found true."""
 
-    def __init__(self, model: nn.Module, files: ModelFiles | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, files: ModelFiles | None = None, no_flex: str = ""
+    ) -> None:
         """`files` are those the model was loaded from, if it was."""
         self.model = model
+        self.no_flex = no_flex  # why FlexAttention may not be used, if it may not
         self._files = files
         with torch.inference_mode():
             self.path = self._choose(model)
@@ -113,7 +117,7 @@ class TreeScorer:
     @property
     def pads(self) -> bool:
         """Packed trees are laid end to end; in all other layouts each is as long as the longest."""
-        return self.path.layout != "packed"
+        return not self.path.packs
 
     def describe(self) -> Mapping[str, str]:
         """The layout and the head that the probe chose, and on a CPU the threads of a sum."""
@@ -152,7 +156,7 @@ class TreeScorer:
         raise refusal
 
     def _choose(self, model: nn.Module) -> ScoringPath:
-        return choose_path(model)
+        return choose_path(model, no_flex=self.no_flex)
 
     def _numbers(self, trees: Sequence[Tree]) -> torch.Tensor:
         return tree_logps(self.model, trees, self.path)
@@ -171,10 +175,11 @@ def on_threads(count: int) -> Iterator[None]:
 
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Whether torch says that there is no memory left."""
-    cpu_words = ("DefaultCPUAllocator", "not enough memory")
-    return isinstance(error, torch.OutOfMemoryError) or any(
-        word in str(error) for word in cpu_words
+    words = (
+        *("DefaultCPUAllocator", "not enough memory"),
+        *("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"),
     )
+    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
 def _major_minor(package: str) -> str:

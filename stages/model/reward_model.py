@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from ...schemas.batches import SequenceGroup
 from ...schemas.config import ModelOptions
 from ...schemas.errors import UsageError
 from ...schemas.rows import Tree
 from .copies import on_device
+from .flex_attention import why_no_flex
 from .load import SCORES, ScalarHead, first_line, load_model, merged, quiet
 from .logprobs import (
     PATHS,
@@ -28,13 +30,16 @@ from .logprobs import (
     causal_model,
     input_device,
     last_states,
-    probe_trees,
     reason,
+    share_of_batch,
     those_of,
+    unshareable,
 )
 from .model_folder import model_config
+from .probe_rows import probe_trees
 from .reference import HfReference, TreeScorer
-from .tree_attention import TreeBatch, single_branches, tree_batch
+from .shared_sequence import joined
+from .tree_attention import TreeBatch, single_branches
 
 _ONE_LABEL = {"id2label": {0: "score"}, "label2id": {"score": 0}}
 
@@ -156,7 +161,7 @@ class HfReward(HfReference):
         """Loads the weights and chooses how to score with them."""
         files = self._files
         model = load_reward_model(self.options, seed=0).eval().requires_grad_(False)
-        scorer = RewardScorer(model, files)
+        scorer = RewardScorer(model, files, why_no_flex(self.options.attention))
         files.require_unchanged()
         return scorer
 
@@ -165,7 +170,7 @@ class RewardScorer(TreeScorer):
     """Scores trees with a loaded reward model."""
 
     def _choose(self, model: nn.Module) -> ScoringPath:
-        return choose_layout(model)
+        return choose_layout(model, no_flex=self.no_flex)
 
     def _numbers(self, trees: Sequence[Tree]) -> torch.Tensor:
         """Nothing until the last token of a branch, and there its score: (T,) float32."""
@@ -181,9 +186,8 @@ LAYOUTS = tuple(replace(path, head="score") for path in PATHS if path.head == "f
 
 def tree_scores(model: nn.Module, trees: Sequence[Tree], path: ScoringPath) -> Tensor:
     """Scores in the order tree, branch, by one pass of the model: (branches,) float32."""
-    rows = single_branches(trees) if path.layout == "plain" else trees
-    batch = tree_batch(rows, input_device(model), packed=path.layout == "packed")
-    return batch_scores(model, rows, batch, path)
+    rows = path.rows(trees)
+    return batch_scores(model, rows, path.batch(rows, input_device(model)), path)
 
 
 def batch_scores(
@@ -192,24 +196,36 @@ def batch_scores(
     """The same of rows that are laid out."""
     inner: Any = causal_model(model)
     places = _last_places(rows, batch, inner.config.pad_token_id)
-    states = last_states(inner, batch, path)
-    scores: Tensor = inner.score(states[on_device(places, states.device)])
-    return scores.squeeze(1)
+    if path.group is None:
+        states = last_states(inner, batch, path)
+        scores: Tensor = inner.score(states[on_device(places, states.device)])
+        return scores.squeeze(1)
+    share = share_of_batch(batch, path, [places])
+    own = inner.score(last_states(inner, batch, path, share)[share.states])
+    return joined(own.t(), share)[0]
 
 
-def choose_layout(model: nn.Module, agree: Agree = bool) -> ScoringPath:
+def choose_layout(
+    model: nn.Module,
+    agree: Agree = bool,
+    no_flex: str = "",
+    group: SequenceGroup | None = None,
+) -> ScoringPath:
     """The fastest layout of trees that agrees with the model's own scores of seeded rows."""
     inner: Any = causal_model(model)
     trees = probe_trees(inner.config)
     expected = torch.cat([_own_score(inner, tree) for tree in single_branches(trees)])
     allowed = TOLERANCE[inner.dtype] * max(1.0, float(expected.abs().max()))
     refused: list[str] = []
-    for path in those_of(LAYOUTS, model):
-        difference = _difference(model, trees, expected, path)
+    for path in those_of(LAYOUTS, model, group):
+        barred = no_flex if path.layout == "flex" else ""
+        difference = ValueError(barred) if barred else _difference(model, trees, expected, path)
         if agree(isinstance(difference, float) and difference <= allowed):
             assert isinstance(difference, float), "it holds here too"
-            return announced(replace(path, worst_difference=difference), refused)
+            return announced(model, replace(path, worst_difference=difference), refused)
         refused.append(f"{path.layout} rows: {reason(difference)}")
+    if group:
+        raise unshareable(model, refused)
     raise UsageError(
         f"{type(inner).__name__} does not score by its last hidden states "
         f"({'; '.join(refused)}). Use another model for rewards."

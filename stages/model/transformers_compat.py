@@ -42,16 +42,27 @@ def attention_of(model: Any) -> str:
     return name or "eager"
 
 
-def recompute_activations(model: Any) -> None:
-    """Keeps what enters a layer only, and runs the layer again for its gradient."""
+def recompute_activations(
+    model: Any, keeping: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+) -> None:
+    """Keeps what enters a layer only, and runs the layer again for its gradient.
+
+    `keeping` wraps torch's function for this, and decides where it is kept.
+    """
     # The name changes within the versions that pyproject.toml allows; the older one warns later on.
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    if keeping:
+        for module in model.modules():
+            if hasattr(module, "_gradient_checkpointing_func"):
+                wrapped = keeping(module._gradient_checkpointing_func)
+                module._gradient_checkpointing_func = wrapped
 
 
 def routers_of(model: Any) -> list[nn.Module]:
     """The modules that choose experts in a model's layers, from the first to the last; or none."""
-    records: Any = getattr(model.base_model, "_can_record_outputs", None) or {}
+    inner = getattr(model, "base_model", model)
+    records: Any = getattr(inner, "_can_record_outputs", None) or {}
     named = records.get("router_logits", [])
     kinds = [
         getattr(one, "target_class", one) for one in (named if isinstance(named, list) else [named])

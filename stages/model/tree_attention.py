@@ -13,11 +13,12 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ...schemas.rows import Tree
-from .copies import on_device
+from .copies import all_on_device
 from .transformers_compat import AttentionInterface
 
 PAD = -1
@@ -43,10 +44,15 @@ class TreeBatch:
         return sum(last - start for start, *_, last in self.edges) < self.token_ids.numel()
 
 
-def tree_batch(trees: Sequence[Tree], device: torch.device, *, packed: bool = False) -> TreeBatch:
-    """Lays the trees out, each padded on the right to the longest unless packed."""
+def tree_batch(
+    trees: Sequence[Tree], device: torch.device, *, packed: bool = False, length: int = 0
+) -> TreeBatch:
+    """Lays the trees out, each padded on the right to the longest unless packed.
+
+    `length`: packed trees are padded to as many tokens together.
+    """
     sizes = [tree.num_tokens for tree in trees]
-    shape = (1, sum(sizes)) if packed else (len(trees), max(sizes))
+    shape = (1, max(sum(sizes), length)) if packed else (len(trees), max(sizes))
     starts = np.cumsum([0, *sizes[:-1]]) if packed else np.arange(len(trees)) * shape[1]
     grids = np.zeros((3, *shape), np.int64)
     grids[2] = PAD
@@ -54,14 +60,16 @@ def tree_batch(trees: Sequence[Tree], device: torch.device, *, packed: bool = Fa
     for start, place in zip(starts, places, strict=True):
         grids.reshape(3, -1)[:, start : start + place.edges[-1]] = place.columns
     predictors = [start + place.predictors for start, place in zip(starts, places, strict=True)]
-    targets = [branch for tree in trees for branch in tree.branches]
-    token_ids, positions, segments = on_device(grids, device)
+    targets = np.concatenate([branch for tree in trees for branch in tree.branches])
+    token_ids, positions, segments, *flat = all_on_device(
+        [*grids, np.concatenate(predictors), targets.astype(np.int64)], device
+    )
     return TreeBatch(
         token_ids=token_ids,
         positions=positions,
         segments=segments,
-        predictors=on_device(np.concatenate(predictors), device),
-        targets=on_device(np.concatenate(targets).astype(np.int64), device),
+        predictors=flat[0],
+        targets=flat[1],
         edges=tuple(
             (int(start), *(int(start + edge) for edge in place.edges))
             for start, place in zip(starts, places, strict=True)
@@ -87,9 +95,16 @@ def _place(tree: Tree) -> _Place:
     token_ids = np.concatenate([tree.prompt, *tree.branches])
     positions = np.concatenate([np.arange(fork), after - begins + fork])
     segments = np.repeat(np.arange(len(edges)), [fork, *lengths])
+    columns = np.stack([token_ids, positions, segments])
+    return _Place(columns, predictors_of(edges), edges.tolist())
+
+
+def predictors_of(edges: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where the state is that predicts each token of the branches between these edges."""
+    tokens = np.arange(edges[0], edges[-1])
+    begins = np.repeat(edges[:-1], np.diff(edges))
     # The last token of the prompt predicts the first of each branch.
-    predictors = np.where(after == begins, fork, after) - 1
-    return _Place(np.stack([token_ids, positions, segments]), predictors, edges.tolist())
+    return np.where(tokens == begins, edges[0], tokens) - 1
 
 
 def single_branches(trees: Sequence[Tree]) -> list[Tree]:

@@ -1,0 +1,38 @@
+"""What activation checkpointing keeps of a layer, kept in the memory of the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+
+def keeps_on_host(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """The checkpoint function; what enters a layer waits on the CPU until its gradient is due."""
+
+    @wraps(checkpoint)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with saved_tensors_hooks(_to_host, _to_device):
+            return checkpoint(*args, **kwargs)
+
+    return call
+
+
+def _to_host(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+    # Masks and positions are the same tensors for every layer: copies would only take room.
+    if tensor.device.type == "cpu" or not tensor.requires_grad:
+        return tensor
+    # Pinned memory is copied without a wait, in the order of the stream that computes.
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return tensor.device, host.copy_(tensor.detach(), non_blocking=True)
+
+
+def _to_device(kept: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    device, host = kept
+    return host.to(device, non_blocking=True)
