@@ -47,7 +47,8 @@ def parameters_text(elements: Elements) -> str:
 
 def steps_text(work: Workload) -> str:
     """How many steps of how many rows."""
-    return f"{work.steps:,} of {work.batch_size:,} rows, {counted(work.epochs, 'epochs')}"
+    steps, epochs = counted(work.steps, "steps"), counted(work.epochs, "epochs")
+    return f"{steps} of {work.batch_size:,} rows, {epochs}"
 
 
 def tokens_text(work: Workload) -> str:

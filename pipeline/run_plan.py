@@ -160,8 +160,8 @@ def plan_run(settings: Settings, request: PlanRequest) -> RunPlan:
             micro_batches=workload.micro_batches,
         )
     )
-    ways = list(planner.ways())
     own = planner.own_way
+    ways = [way for way in planner.ways() if planner.is_possible(way)]
     ways = ways if own in ways else [own, *ways]
     return RunPlan(
         method=recipe.name,
