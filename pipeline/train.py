@@ -11,6 +11,7 @@ from typing import Any
 from torch import distributed
 
 from ..schemas.batches import Cursor, World
+from ..schemas.config import Config
 from ..schemas.errors import Interrupted, PeerError, log_failure
 from ..schemas.file_version import Remember
 from ..stages.engine.deepspeed_config import Circumstances, stage_of
@@ -24,6 +25,7 @@ from ..stages.feed.train_source import TrainSource, open_source, overlap
 from ..stages.methods.recipe import Recipe
 from ..stages.model.load import resolve
 from ..stages.model.logprobs import causal_model
+from ..stages.model.lora_targets import adapts_experts
 from ..stages.model.policy import Policy, Sharding, load_policy
 from ..stages.model.router_watch import COEFFICIENT
 from ..stages.storage.digest_memory import own_digests
@@ -102,7 +104,8 @@ def open_session(
             progress.say(note)
     policy = run_on_all_ranks(world, lambda: _policy(job, recipe, world, start))
     if policy.routers and world.rank == 0:
-        progress.say(_mixture_note(policy, config.train.router_loss))
+        for note in _mixture_notes(policy, config):
+            progress.say(note)
     last = getattr(_text_config(policy), "max_position_embeddings", None)
     for some in {id(one): one for one in (source, held_out)}.values():
         require_positions(some, recipe, last)
@@ -131,18 +134,20 @@ def open_session(
     )
 
 
-def _mixture_note(policy: Policy, weight: float) -> str:
-    routers, own = policy.routers, getattr(_text_config(policy), COEFFICIENT, None)
-    balanced = (
-        f"train.router_loss is {weight:g}"
-        if weight
-        else "train.router_loss is 0: nothing keeps the experts evenly used"
-    )
-    return (
+def _mixture_notes(policy: Policy, config: Config) -> Iterator[str]:
+    routers, weight = policy.routers, config.train.router_loss
+    own = getattr(_text_config(policy), COEFFICIENT, None)
+    yield (
         f"a mixture of {routers.experts} experts in each of {routers.layers} layers, "
-        f"{routers.chosen} for each token; {balanced} "
-        f"({'its config has no coefficient' if own is None else f'its config has {own:g}'})"
+        f"{routers.chosen} for each token; train.router_loss is {weight:g}"
+        f"{'' if weight else ': nothing keeps their use even'} "
+        f"(its config has {'no coefficient' if own is None else f'{own:g}'})"
     )
+    if config.lora.enabled and not adapts_experts(policy.model):
+        yield (
+            "The adapter leaves the experts as they are: lora.targets names nothing of theirs, "
+            "such as experts.gate_up_proj and experts.down_proj."
+        )
 
 
 def _policy(job: TrainingJob, recipe: Recipe, world: World, start: Start | None) -> Policy:

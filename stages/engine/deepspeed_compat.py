@@ -110,6 +110,12 @@ def quietly() -> Iterator[None]:
         yield
 
 
+def forget_first_step(engine: Any) -> None:
+    """In 16 bits without ZeRO DeepSpeed steps once, without a gradient, as it begins."""
+    if isinstance(engine.optimizer, _RUNTIME.fp16.unfused_optimizer.FP16_UnfusedOptimizer):
+        engine.optimizer.optimizer.state.clear()
+
+
 def clear_partitions(optimizer: Any) -> None:
     """What DeepSpeed does after an overflow; stage 2 accumulates here, not in the parameters."""
     if not isinstance(optimizer, _STAGE_1_AND_2.DeepSpeedZeroOptimizer):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ...schemas.errors import UsageError
 from ...schemas.rows import Tree
-from .flex_attention import FLEX, FLEX_FOR_EAGER, bucket, flex_masks
+from .flex_attention import FLEX, FLEX_FOR_EAGER, flex_masks, padded_to_blocks
 from .fused_head import output_head, scored_rows
 from .fused_head_backward import LogpHead
 from .transformers_compat import attention_of
@@ -62,7 +62,8 @@ class ScoringPath:
 
     def batch(self, rows: Sequence[Tree], device: torch.device) -> TreeBatch:
         """Lays rows out on a device."""
-        length = bucket(sum(row.num_tokens for row in rows)) if self.layout == "flex" else 0
+        tokens = sum(row.num_tokens for row in rows)
+        length = padded_to_blocks(tokens) if self.layout == "flex" else 0
         return tree_batch(rows, device, packed=self.packs, length=length)
 
 

@@ -18,6 +18,7 @@ from align.schemas.config import (
     CacheOptions,
     Config,
     DataOptions,
+    LoraOptions,
     ModelOptions,
     TokenOptions,
     TrackingOptions,
@@ -110,12 +111,13 @@ def scored(folder, name, *, kl_pairs, token_logps=False):
     return folder / name
 
 
-def job_of(cache, method, *, options=None, device="cpu", **settings):
+def job_of(cache, method, *, options=None, lora=None, device="cpu", **settings):
     """A run that is about to begin, in float32, without MLflow."""
     plain = {"batch_size": 8, "epochs": 2, "lr": 1e-3, "dtype": "float32", "deepspeed": "zero0"}
     config = Config(
         model=ModelOptions(device=device),
         train=TrainOptions(method=method, cache=str(cache), **(plain | settings)),
+        lora=lora or LoraOptions(),
         tracking=TrackingOptions(mlflow=False),
         method=options or {},
     )
