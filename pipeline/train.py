@@ -13,9 +13,9 @@ from torch import distributed
 from ..schemas.batches import Cursor, World
 from ..schemas.errors import Interrupted, PeerError, log_failure
 from ..schemas.file_version import Remember
-from ..stages.engine.deepspeed_config import Circumstances
+from ..stages.engine.deepspeed_config import Circumstances, stage_of
 from ..stages.engine.deepspeed_engine import open_engine
-from ..stages.engine.distributed import gathered, joined_world, run_on_all_ranks
+from ..stages.engine.distributed import gathered, joined_world, run_on_all_ranks, run_on_rank_zero
 from ..stages.engine.zero3_partitions import open_partitions
 from ..stages.feed.cache_index import ShardColumns, unchecked
 from ..stages.feed.loader import CacheFeed
@@ -31,8 +31,11 @@ from ..stages.storage.run_folder import RunFolder
 from ..stages.storage.verify_cache import check_before_reading, sample_rows
 from ..stages.tracking.progress import Progress
 from ..stages.train.evaluation import largest_gap
-from ..stages.train.loop import Loop, Place, SaveClock, StopConditions, train
+from ..stages.train.loop import Loop, Place, train
+from ..stages.train.room import Room
+from ..stages.train.synchronized import SaveClock, StopConditions
 from ..stages.train.throughput import Meter, forget_peak
+from .fitted_batches import fitting_tokens, lighter, planned_tokens
 from .policy_identity import digest_policies
 from .resume import Start, held_to_checkpoint, known_path, started
 from .run_recorder import RunRecords, open_records
@@ -43,8 +46,6 @@ from .trained_model import write_model
 from .training_job import Session, TrainingJob
 
 SAMPLED_ROWS = 8
-# A GPU wants large products. On a CPU more tokens at once are no faster and only take memory.
-TOKENS_PER_BATCH = {"cuda": 16_384, "cpu": 2048}
 
 
 def run_training(job: TrainingJob, *, progress: Progress) -> Trained:
@@ -108,7 +109,16 @@ def open_session(
     engine, engine_config = open_engine(
         policy, config.train, world, hidden_size=_text_config(policy).hidden_size
     )
-    settings = _feed_settings(job, recipe, world, policy)
+    planned = planned_tokens(config.train, policy.device.type)
+    fits = planned
+    if start:
+        fits = run_on_rank_zero(world, lambda: fitting_tokens(start.folder, planned))
+    if fits < planned:
+        progress.say(
+            f"memory ran out here before with {planned:,} tokens per batch: {fits:,} are used. "
+            f"Remove {start.folder.fitted if start else ''} to try {planned:,} again."
+        )
+    settings = _feed_settings(job, recipe, world, policy, fits)
     return Session(
         job=job,
         world=world,
@@ -211,7 +221,9 @@ def _overlap_notes(source: TrainSource, held_out: TrainSource) -> Iterator[str]:
         )
 
 
-def _feed_settings(job: TrainingJob, recipe: Recipe, world: World, policy: Policy) -> FeedSettings:
+def _feed_settings(
+    job: TrainingJob, recipe: Recipe, world: World, policy: Policy, tokens: int
+) -> FeedSettings:
     train = job.config.train
     return FeedSettings(
         seed=train.seed,
@@ -221,7 +233,7 @@ def _feed_settings(job: TrainingJob, recipe: Recipe, world: World, policy: Polic
         kl_per_step=recipe.option("kl_per_step", 0),
         limit_train_batches=train.limit_train_batches,
         limit_eval_batches=train.limit_eval_batches,
-        tokens_per_batch=train.tokens_per_batch or TOKENS_PER_BATCH[policy.device.type],
+        tokens_per_batch=tokens,
         pads=not policy.path.packs,
         world=world,
     )
@@ -272,6 +284,7 @@ def _learn(session: Session, start: Start, records: RunRecords, place: Place) ->
         feed=session.feed,
         options=session.job.config.train,
         meter=Meter(pads=session.feed.settings.pads),
+        room=_room(session),
     )
     with asked_to_stop() as asked:
         records.begin(place, loop.total_steps)
@@ -290,6 +303,15 @@ def _learn(session: Session, start: Start, records: RunRecords, place: Place) ->
         raise Interrupted(asked.signal_number or 15, at=stopped_at(start.folder, place.step))
     records.report()
     return outcome(start.folder, ending)
+
+
+def _room(session: Session) -> Room:
+    ranks, stage = session.world.size, stage_of(session.engine_config)
+    return Room(
+        pads=session.feed.settings.pads,
+        ranks=ranks,
+        advice=tuple(lighter(session.job.config, stage, ranks)),
+    )
 
 
 def stopped_at(folder: RunFolder, step: int) -> str:

@@ -131,6 +131,26 @@ def clear_partitions(optimizer: Any) -> None:
         optimizer.reset_cpu_buffers()
 
 
+def forget_passes(optimizer: Any) -> None:
+    """Drops what a forward or backward pass that was cut short has left behind under ZeRO."""
+    if not isinstance(optimizer, _RUNTIME.base_optimizer.ZeROOptimizer):
+        return
+    hooks = optimizer._backward_hook_state
+    hooks.backward_active_depth = hooks.remaining_grad_acc_hooks = 0
+    hooks.reset_for_new_step()
+    for bucket in getattr(optimizer, "ipg_buckets", {}).values():
+        bucket.clear()
+    if isinstance(optimizer, _STAGE_1_AND_2.DeepSpeedZeroOptimizer):
+        optimizer.params_already_reduced = [False] * len(optimizer.params_already_reduced)
+        optimizer.extra_large_param_to_reduce.clear()
+    elif offload := getattr(optimizer, "parameter_offload", None):
+        optimizer.params_already_reduced = dict.fromkeys(optimizer.params_already_reduced, False)
+        coordinator = offload.get_param_coordinator()
+        if not coordinator.is_invalid_trace():
+            coordinator._invalidate_trace()
+        offload.partition_all_parameters()
+
+
 @contextmanager
 def state_written_by(engine: Any, write: Callable[[Any, str], None]) -> Iterator[None]:
     """Writes each file of the engine's state with `write`, and no recovery script beside them."""

@@ -23,6 +23,7 @@ from .deepspeed_compat import (
     clear_partitions,
     deepspeed,
     forget_first_step,
+    forget_passes,
     quietly,
 )
 from .deepspeed_config import Circumstances, engine_config, stage_of
@@ -114,7 +115,8 @@ class DeepSpeedEngine:
         return apply_update(self._engine)
 
     def skip(self) -> None:
-        """Clears the gradients without an update."""
+        """Clears the gradients without an update, those of a pass that was cut short too."""
+        forget_passes(self._engine.optimizer)
         clear_gradients(self._engine)
 
     def total(self, values: Tensor) -> Tensor:

@@ -29,7 +29,9 @@ from align.stages.demo.tiny_world import ModelShape, make_model
 from align.stages.feed.cache_index import ShardColumns
 from align.stages.model.reference import HfReference
 from align.stages.storage.verify_cache import check_shard
-from align.stages.train.loop import Loop, Place, StopConditions, train
+from align.stages.train.loop import Loop, Place, train
+from align.stages.train.room import Room
+from align.stages.train.synchronized import StopConditions
 from align.stages.train.throughput import Meter
 from support.stage_one import Silent
 
@@ -135,6 +137,7 @@ class Recorded:
     samples: list = field(default_factory=list)  # of each of them, its single completions
     refused: list = field(default_factory=list)  # (step, row ids)
     saves: list = field(default_factory=list)  # steps
+    shrunk: list = field(default_factory=list)  # (step, tokens per batch from then on)
     on_step: object = None
 
     def stepped(self, place, metrics, line):
@@ -146,6 +149,9 @@ class Recorded:
     def evaluated(self, place, metrics, samples):
         self.evaluations.append((place.step, metrics))
         self.samples.append(samples)
+
+    def ran_out(self, step, tokens):
+        self.shrunk.append((step, tokens))
 
     def not_applied(self, place, row_ids):
         self.refused.append((place.step, row_ids))
@@ -163,6 +169,7 @@ def loop_of(session):
         feed=session.feed,
         options=session.job.config.train,
         meter=Meter(pads=session.feed.settings.pads),
+        room=Room(pads=session.feed.settings.pads, ranks=session.world.size),
     )
 
 
