@@ -11,11 +11,19 @@ from typing import Any
 from torch import distributed
 
 from ..schemas.batches import Cursor, World
+from ..schemas.config import Config
 from ..schemas.errors import Interrupted, PeerError, log_failure
 from ..schemas.file_version import Remember
 from ..stages.engine.deepspeed_config import Circumstances, stage_of
 from ..stages.engine.deepspeed_engine import open_engine
-from ..stages.engine.distributed import gathered, joined_world, run_on_all_ranks, run_on_rank_zero
+from ..stages.engine.distributed import (
+    gathered,
+    in_groups,
+    joined_world,
+    run_on_all_ranks,
+    run_on_rank_zero,
+    sequence_group,
+)
 from ..stages.engine.zero3_partitions import open_partitions
 from ..stages.feed.cache_index import ShardColumns, unchecked
 from ..stages.feed.loader import CacheFeed
@@ -24,6 +32,7 @@ from ..stages.feed.train_source import TrainSource, open_source, overlap
 from ..stages.methods.recipe import Recipe
 from ..stages.model.load import resolve
 from ..stages.model.logprobs import causal_model
+from ..stages.model.lora_targets import adapts_experts
 from ..stages.model.policy import Policy, Sharding, load_policy
 from ..stages.model.router_watch import COEFFICIENT
 from ..stages.storage.digest_memory import own_digests
@@ -66,6 +75,7 @@ def train_in(
     job: TrainingJob, world: World, columns: ShardColumns, *, progress: Progress
 ) -> Trained:
     """Like `run_training`, for ranks that have joined and a policy that has been digested."""
+    world = in_groups(world, job.config.train.sequence_parallel)
     with add_resume_hint(), naming_lost_peers(world), started(job, world) as start:
         if start.is_finished:
             if world.rank == 0 and not start.folder.report.exists():
@@ -102,7 +112,8 @@ def open_session(
             progress.say(note)
     policy = run_on_all_ranks(world, lambda: _policy(job, recipe, world, start))
     if policy.routers and world.rank == 0:
-        progress.say(_mixture_note(policy, config.train.router_loss))
+        for note in _mixture_notes(policy, config):
+            progress.say(note)
     last = getattr(_text_config(policy), "max_position_embeddings", None)
     for some in {id(one): one for one in (source, held_out)}.values():
         require_positions(some, recipe, last)
@@ -131,18 +142,20 @@ def open_session(
     )
 
 
-def _mixture_note(policy: Policy, weight: float) -> str:
-    routers, own = policy.routers, getattr(_text_config(policy), COEFFICIENT, None)
-    balanced = (
-        f"train.router_loss is {weight:g}"
-        if weight
-        else "train.router_loss is 0: nothing keeps the experts evenly used"
-    )
-    return (
+def _mixture_notes(policy: Policy, config: Config) -> Iterator[str]:
+    routers, weight = policy.routers, config.train.router_loss
+    own = getattr(_text_config(policy), COEFFICIENT, None)
+    yield (
         f"a mixture of {routers.experts} experts in each of {routers.layers} layers, "
-        f"{routers.chosen} for each token; {balanced} "
-        f"({'its config has no coefficient' if own is None else f'its config has {own:g}'})"
+        f"{routers.chosen} for each token; train.router_loss is {weight:g}"
+        f"{'' if weight else ': nothing keeps their use even'} "
+        f"(its config has {'no coefficient' if own is None else f'{own:g}'})"
     )
+    if config.lora.enabled and not adapts_experts(policy.model):
+        yield (
+            "The adapter leaves the experts as they are: lora.targets names nothing of theirs, "
+            "such as experts.gate_up_proj and experts.down_proj."
+        )
 
 
 def _policy(job: TrainingJob, recipe: Recipe, world: World, start: Start | None) -> Policy:
@@ -153,21 +166,22 @@ def _policy(job: TrainingJob, recipe: Recipe, world: World, start: Start | None)
         job.config.lora,
         head=recipe.head,
         purity=purity,
-        spread=_spread(job, world, start) if job.zero_stage(world.size) == 3 else None,
+        spread=replace(
+            _partitions(job, world, start) if job.zero_stage(world.size) == 3 else Sharding(),
+            group=sequence_group(world),
+        ),
     )
     job.policy_files.require_unchanged()
     return policy
 
 
-def _spread(job: TrainingJob, world: World, start: Start | None) -> Sharding | None:
+def _partitions(job: TrainingJob, world: World, start: Start | None) -> Sharding:
     """Under ZeRO-3 no rank ever holds the whole policy, nor reads what its checkpoint has."""
     train = job.config.train
     found = resolve(replace(job.policy, dtype=train.dtype))
     circumstances = Circumstances(found.dtype, found.hidden_size, world.size)
     partitions = open_partitions(train, world, circumstances)
-    if partitions is None:
-        return None
-    if start is None or start.checkpoint is None:
+    if partitions is None or start is None or start.checkpoint is None:
         return Sharding(partitions)
     position = start.checkpoint.position
     # On other ranks or of another stage, the checkpoint is converted with what was loaded.
@@ -233,9 +247,9 @@ def _feed_settings(
         kl_per_step=recipe.option("kl_per_step", 0),
         limit_train_batches=train.limit_train_batches,
         limit_eval_batches=train.limit_eval_batches,
-        tokens_per_batch=tokens,
+        tokens_per_batch=tokens * world.sequence_parallel,
         pads=not policy.path.packs,
-        world=world,
+        world=world.of_groups,
     )
 
 

@@ -30,7 +30,7 @@ from .deepspeed_config import Circumstances, engine_config, stage_of
 from .deepspeed_state import whole_weights
 from .optimizers import asks_for_cpu_adam, own_optimizer, parameter_groups, without_cpu_adam
 from .resized_state import Order
-from .zero3_partitions import large_blocks_given_back
+from .zero3_partitions import gather_experts_together, large_blocks_given_back
 
 if TYPE_CHECKING:
     from ...schemas.rows import Tree
@@ -49,7 +49,8 @@ def open_engine(
     config = engine_config(options, Circumstances(dtype, hidden_size, world.size, device))
     if asks_for_cpu_adam(config) and not has_cpu_adam(world):
         config = without_cpu_adam(config)
-    is_partitioned = stage_of(config) == 3
+    if is_partitioned := stage_of(config) == 3:
+        gather_experts_together(policy)
     groups = parameter_groups(policy, learning, config)
     order = _names(policy, groups)
     theirs = deepcopy(config)  # DeepSpeed completes the dict it is given
@@ -108,6 +109,7 @@ class DeepSpeedEngine:
         """Adds this micro-batch's gradient; the last one of a step reduces what is still local."""
         self._engine.set_gradient_accumulation_boundary(is_last)
         # DeepSpeed takes the mean of the gradients over ranks; these are shares, to be summed.
+        # Ranks of a group have the same loss, and of its gradient each has its tokens' share.
         self._engine.backward(loss * self._world.size, scale_wrt_gas=False)
 
     def step(self) -> Update:
@@ -120,8 +122,8 @@ class DeepSpeedEngine:
         clear_gradients(self._engine)
 
     def total(self, values: Tensor) -> Tensor:
-        """Sums float64 values over ranks."""
-        return distributed.total(values)
+        """Sums float64 values over ranks; those of a group that shares its sequences count once."""
+        return distributed.total(values) / self._world.sequence_parallel
 
     def learn_mode(self, *, dropout_seed: int | None) -> None:
         """Training mode, dropout drawn from this seed; None is evaluation mode."""

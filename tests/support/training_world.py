@@ -18,6 +18,7 @@ from align.schemas.config import (
     CacheOptions,
     Config,
     DataOptions,
+    LoraOptions,
     ModelOptions,
     TokenOptions,
     TrackingOptions,
@@ -26,6 +27,7 @@ from align.schemas.config import (
 from align.schemas.file_version import digest_anew
 from align.stages.demo.preferences import draw_preferences, paired, unpaired
 from align.stages.demo.tiny_world import ModelShape, make_model
+from align.stages.engine.distributed import in_groups
 from align.stages.feed.cache_index import ShardColumns
 from align.stages.model.reference import HfReference
 from align.stages.storage.verify_cache import check_shard
@@ -110,12 +112,13 @@ def scored(folder, name, *, kl_pairs, token_logps=False):
     return folder / name
 
 
-def job_of(cache, method, *, options=None, **settings):
+def job_of(cache, method, *, options=None, lora=None, **settings):
     """A run that is about to begin, in float32, without MLflow."""
     plain = {"batch_size": 8, "epochs": 2, "lr": 1e-3, "dtype": "float32", "deepspeed": "zero0"}
     config = Config(
         model=ModelOptions(device="cpu"),
         train=TrainOptions(method=method, cache=str(cache), **(plain | settings)),
+        lora=lora or LoraOptions(),
         tracking=TrackingOptions(mlflow=False),
         method=options or {},
     )
@@ -125,6 +128,7 @@ def job_of(cache, method, *, options=None, **settings):
 
 def session_of(job, world):
     """The parts of a run, everything of its cache checked."""
+    world = in_groups(world, job.config.train.sequence_parallel)
     return open_session(job, world, ShardColumns(check_shard), Silent())
 
 
