@@ -43,8 +43,9 @@ test-fast: setup
 test-long: setup
 	$(BIN)/pytest $(AT_ONCE) -m 'not gpu'
 
+# The compiler of kernels leaves files of its helper processes open.
 test-gpu: setup
-	$(BIN)/pytest --quiet -m gpu
+	$(BIN)/pytest --quiet -m gpu -W ignore::ResourceWarning -W ignore::pytest.PytestUnraisableExceptionWarning
 
 demo: setup
 	rm -rf demo && mkdir demo

@@ -126,7 +126,16 @@ class Checkpointer:
         return described(folder.root, folder.metrics)
 
 
-BYTES_OF_MOMENTS = {"adam": 8, "adamw": 8, "align.lion": 4, "lion": 4, "sgd": 0}
+BYTES_OF_MOMENTS = {
+    "adam": 8,
+    "adamw": 8,
+    "align.adafactor": 0,
+    "align.adamw8bit": 2,
+    "align.lion": 4,
+    "align.muon": 8,  # at most
+    "lion": 4,
+    "sgd": 0,
+}
 
 
 def require_room(session: Session, folder: RunFolder) -> None:

@@ -27,6 +27,7 @@ from ..stages.tracking.progress import NoProgress, Progress
 from ..stages.train.loop import Place
 from ..stages.train.throughput import Machine
 from .checkpointer import Checkpointer, require_room
+from .fitted_batches import note_fitting, planned_tokens
 from .resume import Start, identity_of
 from .run_report import write_report
 from .settings import flatten, without_secrets
@@ -161,6 +162,15 @@ class RunRecords:
                 self._run.log_artifact(self._tables.write(place.step, samples))
         plain = {name.removeprefix(EVAL): value for name, value in metrics.items()}
         self.say(f"step {place.step:,}, held-out rows: {shown(plain)}")
+
+    def ran_out(self, step: int, tokens: int) -> None:
+        """Memory ran out; the next start is to know what to run at once instead."""
+        train, policy = self._session.job.config.train, self._session.policy
+        note_fitting(self._start.folder, planned_tokens(train, policy.device.type), tokens)
+        self.say(
+            f"step {step + 1:,}: memory ran out; from here on at most {tokens:,} tokens per batch, "
+            "with the same result"
+        )
 
     def not_applied(self, place: Place, row_ids: tuple[str, ...]) -> None:
         """A step gave NaN or infinity; the ids of this rank's rows in it are logged."""

@@ -27,7 +27,7 @@ from .settings import run_settings, without_secrets
 if TYPE_CHECKING:
     import polars as pl
 
-    from ..stages.train.loop import Ending
+    from ..stages.train.synchronized import Ending
 
 Curves: TypeAlias = Mapping[str, list[tuple[float, float]]]  # (step, value) by name, steps rising
 

@@ -11,15 +11,17 @@ from typing import Any
 from torch import distributed
 
 from ..schemas.batches import Cursor, World
+from ..schemas.config import Config
 from ..schemas.errors import Interrupted, PeerError, log_failure
 from ..schemas.file_version import Remember
-from ..stages.engine.deepspeed_config import Circumstances
+from ..stages.engine.deepspeed_config import Circumstances, stage_of
 from ..stages.engine.deepspeed_engine import open_engine
 from ..stages.engine.distributed import (
     gathered,
     in_groups,
     joined_world,
     run_on_all_ranks,
+    run_on_rank_zero,
     sequence_group,
 )
 from ..stages.engine.zero3_partitions import open_partitions
@@ -30,6 +32,7 @@ from ..stages.feed.train_source import TrainSource, open_source, overlap
 from ..stages.methods.recipe import Recipe
 from ..stages.model.load import resolve
 from ..stages.model.logprobs import causal_model
+from ..stages.model.lora_targets import adapts_experts
 from ..stages.model.policy import Policy, Sharding, load_policy
 from ..stages.model.router_watch import COEFFICIENT
 from ..stages.storage.digest_memory import own_digests
@@ -37,8 +40,11 @@ from ..stages.storage.run_folder import RunFolder
 from ..stages.storage.verify_cache import check_before_reading, sample_rows
 from ..stages.tracking.progress import Progress
 from ..stages.train.evaluation import largest_gap
-from ..stages.train.loop import Loop, Place, SaveClock, StopConditions, train
+from ..stages.train.loop import Loop, Place, train
+from ..stages.train.room import Room
+from ..stages.train.synchronized import SaveClock, StopConditions
 from ..stages.train.throughput import Meter, forget_peak
+from .fitted_batches import fitting_tokens, lighter, planned_tokens
 from .policy_identity import digest_policies
 from .resume import Start, held_to_checkpoint, known_path, started
 from .run_recorder import RunRecords, open_records
@@ -49,8 +55,6 @@ from .trained_model import write_model
 from .training_job import Session, TrainingJob
 
 SAMPLED_ROWS = 8
-# A GPU wants large products. On a CPU more tokens at once are no faster and only take memory.
-TOKENS_PER_BATCH = {"cuda": 16_384, "cpu": 2048}
 
 
 def run_training(job: TrainingJob, *, progress: Progress) -> Trained:
@@ -108,14 +112,24 @@ def open_session(
             progress.say(note)
     policy = run_on_all_ranks(world, lambda: _policy(job, recipe, world, start))
     if policy.routers and world.rank == 0:
-        progress.say(_mixture_note(policy, config.train.router_loss))
+        for note in _mixture_notes(policy, config):
+            progress.say(note)
     last = getattr(_text_config(policy), "max_position_embeddings", None)
     for some in {id(one): one for one in (source, held_out)}.values():
         require_positions(some, recipe, last)
     engine, engine_config = open_engine(
         policy, config.train, world, hidden_size=_text_config(policy).hidden_size
     )
-    settings = _feed_settings(job, recipe, world, policy)
+    planned = planned_tokens(config.train, policy.device.type)
+    fits = planned
+    if start:
+        fits = run_on_rank_zero(world, lambda: fitting_tokens(start.folder, planned))
+    if fits < planned:
+        progress.say(
+            f"memory ran out here before with {planned:,} tokens per batch: {fits:,} are used. "
+            f"Remove {start.folder.fitted if start else ''} to try {planned:,} again."
+        )
+    settings = _feed_settings(job, recipe, world, policy, fits)
     return Session(
         job=job,
         world=world,
@@ -128,18 +142,20 @@ def open_session(
     )
 
 
-def _mixture_note(policy: Policy, weight: float) -> str:
-    routers, own = policy.routers, getattr(_text_config(policy), COEFFICIENT, None)
-    balanced = (
-        f"train.router_loss is {weight:g}"
-        if weight
-        else "train.router_loss is 0: nothing keeps the experts evenly used"
-    )
-    return (
+def _mixture_notes(policy: Policy, config: Config) -> Iterator[str]:
+    routers, weight = policy.routers, config.train.router_loss
+    own = getattr(_text_config(policy), COEFFICIENT, None)
+    yield (
         f"a mixture of {routers.experts} experts in each of {routers.layers} layers, "
-        f"{routers.chosen} for each token; {balanced} "
-        f"({'its config has no coefficient' if own is None else f'its config has {own:g}'})"
+        f"{routers.chosen} for each token; train.router_loss is {weight:g}"
+        f"{'' if weight else ': nothing keeps their use even'} "
+        f"(its config has {'no coefficient' if own is None else f'{own:g}'})"
     )
+    if config.lora.enabled and not adapts_experts(policy.model):
+        yield (
+            "The adapter leaves the experts as they are: lora.targets names nothing of theirs, "
+            "such as experts.gate_up_proj and experts.down_proj."
+        )
 
 
 def _policy(job: TrainingJob, recipe: Recipe, world: World, start: Start | None) -> Policy:
@@ -219,9 +235,10 @@ def _overlap_notes(source: TrainSource, held_out: TrainSource) -> Iterator[str]:
         )
 
 
-def _feed_settings(job: TrainingJob, recipe: Recipe, world: World, policy: Policy) -> FeedSettings:
+def _feed_settings(
+    job: TrainingJob, recipe: Recipe, world: World, policy: Policy, tokens: int
+) -> FeedSettings:
     train = job.config.train
-    tokens = train.tokens_per_batch or TOKENS_PER_BATCH[policy.device.type]
     return FeedSettings(
         seed=train.seed,
         epochs=train.epochs,
@@ -281,6 +298,7 @@ def _learn(session: Session, start: Start, records: RunRecords, place: Place) ->
         feed=session.feed,
         options=session.job.config.train,
         meter=Meter(pads=session.feed.settings.pads),
+        room=_room(session),
     )
     with asked_to_stop() as asked:
         records.begin(place, loop.total_steps)
@@ -299,6 +317,15 @@ def _learn(session: Session, start: Start, records: RunRecords, place: Place) ->
         raise Interrupted(asked.signal_number or 15, at=stopped_at(start.folder, place.step))
     records.report()
     return outcome(start.folder, ending)
+
+
+def _room(session: Session) -> Room:
+    ranks, stage = session.world.size, stage_of(session.engine_config)
+    return Room(
+        pads=session.feed.settings.pads,
+        ranks=ranks,
+        advice=tuple(lighter(session.job.config, stage, ranks)),
+    )
 
 
 def stopped_at(folder: RunFolder, step: int) -> str:

@@ -136,7 +136,7 @@ class Engine(Protocol):
         ...
 
     def skip(self) -> None:
-        """Clears the gradients without an update."""
+        """Clears the gradients without an update, those of a pass that was cut short too."""
         ...
 
     def total(self, values: Tensor) -> Tensor:

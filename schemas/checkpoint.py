@@ -26,6 +26,14 @@ class CheckpointFile:
 
 
 @dataclass(frozen=True)
+class FittedBatches:
+    """What a run has learned of its memory, for its next start."""
+
+    planned: int  # tokens of a micro-batch that did not fit
+    fits: int  # tokens to run instead
+
+
+@dataclass(frozen=True)
 class RankFiles:
     """What one rank wrote and made durable, or why it could not."""
 

@@ -8,6 +8,7 @@ AlignError (2)
 ├── CorruptionError (5)     a file is not what the manifest says
 ├── NonFiniteError (6)      NaN or infinity where a number must be
 ├── PeerError (69)          another rank of this run has ended
+├── MemoryLimitError (71)   what is asked for does not fit into memory
 ├── ServerError (69)        a server gives no answer that can be used
 ├── StorageError (74)       I/O error
 │   └── PathError (2)       a path that cannot be used: missing, forbidden, of another kind
@@ -73,6 +74,12 @@ class PeerError(AlignError):
     """Another rank ended while this one needed it."""
 
     exit_code = 69
+
+
+class MemoryLimitError(AlignError):
+    """Memory ran out, and smaller batches cannot help or are for the next start."""
+
+    exit_code = 71
 
 
 class ServerError(AlignError):

@@ -110,6 +110,12 @@ def quietly() -> Iterator[None]:
         yield
 
 
+def forget_first_step(engine: Any) -> None:
+    """In 16 bits without ZeRO DeepSpeed steps once, without a gradient, as it begins."""
+    if isinstance(engine.optimizer, _RUNTIME.fp16.unfused_optimizer.FP16_UnfusedOptimizer):
+        engine.optimizer.optimizer.state.clear()
+
+
 def clear_partitions(optimizer: Any) -> None:
     """What DeepSpeed does after an overflow; stage 2 accumulates here, not in the parameters."""
     if not isinstance(optimizer, _STAGE_1_AND_2.DeepSpeedZeroOptimizer):
@@ -123,6 +129,26 @@ def clear_partitions(optimizer: Any) -> None:
     if optimizer.cpu_offload:
         optimizer._offload_accumulated_param_ids = set()
         optimizer.reset_cpu_buffers()
+
+
+def forget_passes(optimizer: Any) -> None:
+    """Drops what a forward or backward pass that was cut short has left behind under ZeRO."""
+    if not isinstance(optimizer, _RUNTIME.base_optimizer.ZeROOptimizer):
+        return
+    hooks = optimizer._backward_hook_state
+    hooks.backward_active_depth = hooks.remaining_grad_acc_hooks = 0
+    hooks.reset_for_new_step()
+    for bucket in getattr(optimizer, "ipg_buckets", {}).values():
+        bucket.clear()
+    if isinstance(optimizer, _STAGE_1_AND_2.DeepSpeedZeroOptimizer):
+        optimizer.params_already_reduced = [False] * len(optimizer.params_already_reduced)
+        optimizer.extra_large_param_to_reduce.clear()
+    elif offload := getattr(optimizer, "parameter_offload", None):
+        optimizer.params_already_reduced = dict.fromkeys(optimizer.params_already_reduced, False)
+        coordinator = offload.get_param_coordinator()
+        if not coordinator.is_invalid_trace():
+            coordinator._invalidate_trace()
+        offload.partition_all_parameters()
 
 
 @contextmanager

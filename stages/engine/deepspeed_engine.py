@@ -22,14 +22,15 @@ from .deepspeed_compat import (
     WRAPPED_OPTIMIZER,
     clear_partitions,
     deepspeed,
+    forget_first_step,
+    forget_passes,
     quietly,
-    whole_ndim,
 )
 from .deepspeed_config import Circumstances, engine_config, stage_of
 from .deepspeed_state import whole_weights
-from .optimizers import asks_for_cpu_adam, own_optimizer, without_cpu_adam
+from .optimizers import asks_for_cpu_adam, own_optimizer, parameter_groups, without_cpu_adam
 from .resized_state import Order
-from .zero3_partitions import large_blocks_given_back
+from .zero3_partitions import gather_experts_together, large_blocks_given_back
 
 if TYPE_CHECKING:
     from ...schemas.rows import Tree
@@ -48,15 +49,17 @@ def open_engine(
     config = engine_config(options, Circumstances(dtype, hidden_size, world.size, device))
     if asks_for_cpu_adam(config) and not has_cpu_adam(world):
         config = without_cpu_adam(config)
-    is_partitioned = stage_of(config) == 3
-    groups = _groups(learning, config)
+    if is_partitioned := stage_of(config) == 3:
+        gather_experts_together(policy)
+    groups = parameter_groups(policy, learning, config)
     order = _names(policy, groups)
     theirs = deepcopy(config)  # DeepSpeed completes the dict it is given
+    make = own_optimizer(theirs)
     try:
         with quietly(), large_blocks_given_back() if is_partitioned else nullcontext():
             engine, *_ = deepspeed.initialize(
                 model=policy,
-                optimizer=own_optimizer(theirs),
+                optimizer=make,
                 model_parameters=groups,
                 config=theirs,
             )
@@ -72,20 +75,9 @@ def open_engine(
             f"DeepSpeed refuses train.deepspeed={options.deepspeed} with {dtype} "
             f"({_one_line(error)})."
         ) from error
+    if make:
+        forget_first_step(engine)
     return DeepSpeedEngine(engine, world, order), config
-
-
-def _groups(learning: list[nn.Parameter], config: Mapping[str, Any]) -> list[Any]:
-    """Parameter groups: matrices have weight decay; biases and norms, all vectors, have none."""
-    if not config.get("optimizer", {}).get("params", {}).get("weight_decay"):
-        return learning
-    vectors = [parameter for parameter in learning if whole_ndim(parameter) < 2]
-    matrices = [parameter for parameter in learning if whole_ndim(parameter) >= 2]
-    groups: list[dict[str, Any]] = [
-        {"params": matrices},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
 
 
 def _names(policy: nn.Module, groups: list[Any]) -> list[list[str]]:
@@ -125,7 +117,8 @@ class DeepSpeedEngine:
         return apply_update(self._engine)
 
     def skip(self) -> None:
-        """Clears the gradients without an update."""
+        """Clears the gradients without an update, those of a pass that was cut short too."""
+        forget_passes(self._engine.optimizer)
         clear_gradients(self._engine)
 
     def total(self, values: Tensor) -> Tensor:

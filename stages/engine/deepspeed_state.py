@@ -51,7 +51,9 @@ def load(engine: Any, folder: Path, world: World, order: Order) -> None:
     """
     with _refusing(folder):
         saved = read_state(folder / TAG)
-    if (saved.stage, saved.ranks) == (engine.zero_optimization_stage(), world.size):
+    # Without ZeRO every rank has all of it, however many there are.
+    is_same_size = saved.ranks == world.size or saved.stage == 0
+    if is_same_size and saved.stage == engine.zero_optimization_stage():
         with _refusing(folder):
             _load_own(engine, folder)
         return

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from ...schemas.config import TrainOptions
 from ...schemas.errors import UsageError
-from .update_rules import Lion
+from .deepspeed_compat import whole_ndim
+from .update_rules import Lion, Muon
 
 OWN = "align."  # begins the type of an optimizer that DeepSpeed is given, not asked for
 EVERY_STAGE = frozenset(range(4))
@@ -28,9 +31,44 @@ class OptimizerKind:
     why: str = ""  # the other stages do not fit
 
 
+def _adafactor(groups: Any, **params: Any) -> torch.optim.Optimizer:
+    from transformers import Adafactor  # noqa: PLC0415 - slow to import
+
+    make: Any = Adafactor
+    # The schedule decides the learning rate, not the optimizer.
+    optimizer: torch.optim.Optimizer = make(
+        groups, scale_parameter=False, relative_step=False, **params
+    )
+    return optimizer
+
+
+def _adamw8bit(groups: Any, **params: Any) -> torch.optim.Optimizer:
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it advises to install a kernel
+    from bitsandbytes import optim  # noqa: PLC0415 - optional
+
+    public: Any = optim
+    optimizer: torch.optim.Optimizer = public.AdamW8bit(groups, **params)
+    return optimizer
+
+
 KINDS = {
     "adamw": OptimizerKind("AdamW", ("beta1", "beta2", "epsilon")),
     "lion": OptimizerKind(f"{OWN}Lion", ("beta1", "beta2"), make=Lion),
+    "adafactor": OptimizerKind(
+        f"{OWN}Adafactor",
+        (),
+        stages=frozenset({0}),
+        make=_adafactor,
+        why="keeps a moment of each row and column of a matrix",
+    ),
+    "muon": OptimizerKind(
+        f"{OWN}Muon",
+        ("beta1", "beta2", "epsilon"),
+        stages=frozenset({0}),
+        make=Muon,
+        why="makes the update of each matrix orthogonal",
+    ),
+    "adamw8bit": OptimizerKind(f"{OWN}AdamW8bit", ("beta1", "beta2", "epsilon"), make=_adamw8bit),
 }
 BY_TYPE = {kind.type: kind for kind in KINDS.values()}
 
@@ -91,7 +129,8 @@ def require_fitting_stage(config: Mapping[str, Any], place: str) -> None:
     name = next(name for name, one in KINDS.items() if one is kind)
     raise UsageError(
         f"train.optimizer is {name}, which {kind.why}, and train.deepspeed={place} is ZeRO "
-        f"{stage}. Use --deepspeed zero0, or another train.optimizer."
+        f"{stage}, which gives it parts of flat tensors. Use --deepspeed zero0, or another "
+        "train.optimizer."
     )
 
 
@@ -103,5 +142,36 @@ def own_optimizer(config: dict[str, Any]) -> Callable[[Any], torch.optim.Optimiz
     kind = BY_TYPE.get(config.get("optimizer", {}).get("type", ""))
     if kind is None or kind.make is None:
         return None
-    make, params = kind.make, config.pop("optimizer")["params"]
+    # Each step sets its own rate. In 16 bits without ZeRO, DeepSpeed takes a step of no gradient as
+    # it begins, which must not let the weights decay.
+    make, params = kind.make, config.pop("optimizer")["params"] | {"lr": 0.0}
     return lambda groups: make(groups, **params)
+
+
+def parameter_groups(
+    policy: nn.Module, learning: list[nn.Parameter], config: Mapping[str, Any]
+) -> list[Any]:
+    """Matrices have weight decay; biases and norms, all vectors, have none. Muon has its own."""
+    block = config.get("optimizer", {})
+    is_muon = block.get("type") == KINDS["muon"].type
+    if not block.get("params", {}).get("weight_decay") and not is_muon:
+        return learning
+    inner = _inner_matrices(policy) if is_muon else set[nn.Parameter]()
+    vectors = [one for one in learning if whole_ndim(one) < 2]
+    matrices = [one for one in learning if whole_ndim(one) >= 2 and one not in inner]
+    groups: list[dict[str, Any]] = [
+        {"params": [one for one in learning if one in inner], "orthogonal": True},
+        {"params": matrices},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _inner_matrices(policy: nn.Module) -> set[nn.Parameter]:
+    """All matrices but embeddings, the output layer and heads with one output."""
+    outer = {id(module.weight) for module in policy.modules() if isinstance(module, nn.Embedding)}
+    for module in policy.modules():
+        output = getattr(module, "get_output_embeddings", lambda: None)()
+        outer.add(id(getattr(output, "weight", None)))
+    matrices = (one for one in policy.parameters() if one.ndim >= 2 and min(one.shape[-2:]) > 1)
+    return {one for one in matrices if id(one) not in outer}

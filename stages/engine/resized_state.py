@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...schemas.errors import UsageError
 from .deepspeed_compat import STATE_TYPES, replace_optimizer_state, shapes_of_groups
 from .partitions import RankSpread, ScatteredValues, split_each
 
@@ -168,6 +169,11 @@ def _collected(
             partition = spread.partition(index, rank)
             values.add(WEIGHT, partition, weight)
             for key, value in state.get(index, {}).items():
+                if isinstance(value, dict):
+                    raise UsageError(
+                        "The moments of this state are packed in blocks, as each rank held them. "
+                        f"Resume as it was saved: ranks: {saved.ranks}, ZeRO stage: {saved.stage}."
+                    )
                 if isinstance(value, Tensor) and value.ndim:
                     values.add(key, partition, value)
                 elif key not in scalars or value > scalars[key]:

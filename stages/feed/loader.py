@@ -23,6 +23,7 @@ from ..storage.local_copies import fetch_all
 from ..storage.shards import open_shard, read_block, row_ids
 from .cache_index import RowTable, naming_unit
 from .row_selection import as_read
+from .smaller_batches import cut_smaller
 from .step_plan import FeedSettings, Pass, StepPlan, evaluation_pass, num_steps, training_pass
 from .train_source import TrainSource
 
@@ -56,6 +57,10 @@ class CacheFeed:
     def steps(self, start: Cursor) -> Steps:
         """This rank's batches from a cursor to the end of the last epoch."""
         return _streamed(self.settings, _loads_of_epochs(self.source, self.settings, start))
+
+    def cut(self, batch: StepBatch, tokens: int) -> StepBatch:
+        """A batch of a single rank in smaller micro-batches; the loss is the same."""
+        return cut_smaller(batch, tokens, pads=self.settings.pads)
 
     def held_out(self) -> Steps:
         """This rank's batches of the held-out rows, the same each time."""

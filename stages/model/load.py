@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ...schemas.config import LoraOptions, ModelOptions
 from ...schemas.errors import UsageError
+from .lora_targets import named_targets, require_all_adapted
 from .model_folder import (
     adapter_tensors,
     model_config,
@@ -292,7 +293,7 @@ def add_lora(model: nn.Module, options: LoraOptions, seed: int) -> nn.Module:
         r=options.rank,
         lora_alpha=options.alpha,  # type: ignore[arg-type]  # peft divides it by the rank
         lora_dropout=options.dropout,
-        target_modules=options.targets or "all-linear",
+        **named_targets(model, options.targets),
     )
     head, dtype = (
         _name_of_head(model),
@@ -312,6 +313,7 @@ def add_lora(model: nn.Module, options: LoraOptions, seed: int) -> nn.Module:
             f"lora.targets: {options.targets} includes the output layer {head}, whose adapter the "
             "fused log-prob head would pass by. Leave it out."
         )
+    require_all_adapted(adapted, options.targets)
     for parameter in adapted.parameters():
         # On packed weights, whose own dtype is an integer's, peft makes it in float32.
         if parameter.requires_grad and parameter.dtype != dtype:

@@ -19,7 +19,13 @@ from torch import Tensor, nn
 from ...schemas.batches import SequenceGroup
 from ...schemas.errors import UsageError
 from ...schemas.rows import Tree
-from .flex_attention import FLEX, FLEX_FOR_EAGER, attend_by_flex, bucket, flex_masks
+from .flex_attention import (
+    FLEX,
+    FLEX_FOR_EAGER,
+    attend_by_flex,
+    flex_masks,
+    padded_to_blocks,
+)
 from .fused_head import output_head, scored_rows
 from .fused_head_backward import LogpHead
 from .probe_rows import probe_trees
@@ -69,7 +75,8 @@ class ScoringPath:
 
     def batch(self, rows: Sequence[Tree], device: torch.device) -> TreeBatch:
         """Lays rows out on a device."""
-        length = bucket(sum(row.num_tokens for row in rows)) if self.layout == "flex" else 0
+        tokens = sum(row.num_tokens for row in rows)
+        length = padded_to_blocks(tokens) if self.layout == "flex" else 0
         return tree_batch(rows, device, packed=self.packs, length=length)
 
 

@@ -36,7 +36,7 @@ from .reward_model import batch_scores, choose_layout, load_reward_model
 from .router_watch import RouterWatch, counted_tokens, require_coefficient
 from .sharded_load import load_sharded
 from .shared_sequence import agreed, part_of, summed
-from .transformers_compat import recompute_activations
+from .transformers_compat import recompute_activations, routers_of
 from .tree_attention import TreeBatch
 
 _ONE_TOKEN = np.zeros(1, np.int32)
@@ -204,12 +204,23 @@ RANDOM = ("drop", "jitter")  # as in attention_dropout, resid_pdrop, layerdrop, 
 
 def turn_dropout_off(model: nn.Module) -> None:
     """Sets every probability to zero, where modules keep it and where they may read it."""
+    drawing = [router for router in routers_of(model) if hasattr(router, "router_jitter_noise")]
+    for router in drawing:
+        # In training mode it draws experts; in the other this number is the width of its softmax.
+        router.training = False
+        router.train = partial(_unchanged, router)  # type: ignore[method-assign]
     for module in model.modules():
+        if module in drawing:
+            continue
         if isinstance(module, DROPOUTS):
             module.p = 0.0
         _set_to_zero(module)
         if (config := getattr(module, "config", None)) is not None:
             _set_to_zero(config)
+
+
+def _unchanged(router: nn.Module, mode: bool = True) -> nn.Module:
+    return router
 
 
 def _set_to_zero(owner: Any) -> None:

@@ -175,10 +175,11 @@ def on_threads(count: int) -> Iterator[None]:
 
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Whether torch says that there is no memory left."""
-    cpu_words = ("DefaultCPUAllocator", "not enough memory")
-    return isinstance(error, torch.OutOfMemoryError) or any(
-        word in str(error) for word in cpu_words
+    words = (
+        *("DefaultCPUAllocator", "not enough memory"),
+        *("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"),
     )
+    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
 def _major_minor(package: str) -> str:

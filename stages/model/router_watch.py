@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ...schemas.errors import UsageError
 from ...schemas.rows import Tree
+from .copies import on_device
 from .transformers_compat import routers_of
 from .tree_attention import PAD, TreeBatch
 
@@ -107,10 +109,9 @@ def counted_tokens(trees: Sequence[Tree], batch: TreeBatch, *, has_copies: bool)
     """
     counted = batch.segments != PAD
     if has_copies:
-        is_copy = torch.tensor(
-            [branch > 0 for tree in trees for branch in range(len(tree.branches))]
-        )
-        counted = counted & ~(is_copy.to(counted.device)[:, None] & (batch.segments == 0))
+        is_copy = np.array([branch > 0 for tree in trees for branch in range(len(tree.branches))])
+        is_prompt = batch.segments == 0
+        counted = counted & ~(on_device(is_copy, counted.device)[:, None] & is_prompt)
     return counted.flatten()
 
 

@@ -56,8 +56,8 @@ def save_merged(base: ModelOptions, adapter: Path, target: Path, *, scores: bool
     source, options = Path(base.path), replace(base, adapter="", device="cpu")
     # The head for scores that is drawn here gives way to the adapter's.
     plain = load_reward_model(options, seed=0) if scores else load_model(options)
-    model: Any = merged(with_adapter(plain, str(adapter)))
     with quiet():
+        model: Any = merged(with_adapter(plain, str(adapter)))
         model.save_pretrained(target)
     _write_config(source, target, model)
     _copy_companions(source, target)

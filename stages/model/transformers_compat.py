@@ -61,7 +61,8 @@ def recompute_activations(
 
 def routers_of(model: Any) -> list[nn.Module]:
     """The modules that choose experts in a model's layers, from the first to the last; or none."""
-    records: Any = getattr(model.base_model, "_can_record_outputs", None) or {}
+    inner = getattr(model, "base_model", model)
+    records: Any = getattr(inner, "_can_record_outputs", None) or {}
     named = records.get("router_logits", [])
     kinds = [
         getattr(one, "target_class", one) for one in (named if isinstance(named, list) else [named])

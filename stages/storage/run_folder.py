@@ -12,6 +12,7 @@ model/                          the trained policy of a finished run
 model-merged/                   an adapter's policy with the adapter merged into it
 _align/LOCK                     held by the process that trains here
 _align/ending.json              how it ended; missing while it runs, or after a kill
+_align/fitted.json              the micro-batches that memory allows, if it ran out
 _align/mlflow.json              what MLflow has to be sent
 _align/artifacts/               copies of files from elsewhere that MLflow has to be sent
 """
@@ -65,6 +66,7 @@ class RunFolder:
     mlflow = Below("_align/mlflow.json")
     copies = Below("_align/artifacts")
     ending = Below("_align/ending.json")
+    fitted = Below("_align/fitted.json")
 
     when_locked = "Wait for it, or choose another --output."
 

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Literal, Protocol
-
-import torch
+from typing import Protocol
 
 from ...schemas.batches import Cursor, Engine, EvalSample, MicroBatch, StepBatch, StepSize
 from ...schemas.config import TrainOptions
-from ...schemas.errors import AlignError, CorruptionError, NonFiniteError
+from ...schemas.errors import MemoryLimitError, NonFiniteError
 from ...schemas.methods import Step
 from ..methods.recipe import LOSS, MethodState, Recipe
+from ..model.reference import is_out_of_memory
 from ..storage.failpoints import reach
 from ..tracking.journal import EVAL
 from .evaluation import EvalSamples, asks_first, evaluate, whole_step
+from .room import NoRoom, Room, give_back
 from .step import StepResult, Totals, added, finite, learning_rate, reported, train_step
+from .synchronized import Ending, StopConditions, SynchronizedBatches, tokens_run
 from .throughput import Meter, peak_mib
-
-Ending = Literal["finished", "signal", "time"]
-Sign = Literal["signal", "time", "save"]  # before a batch: to stop, or only to save
 
 
 @dataclass(frozen=True)
@@ -62,6 +58,10 @@ class Feed(Protocol):
         """This rank's batches of the held-out rows."""
         ...
 
+    def cut(self, batch: StepBatch, tokens: int) -> StepBatch:
+        """A batch of a single rank in micro-batches of at most so many tokens."""
+        ...
+
 
 class Records(Protocol):
     """What the loop reports to."""
@@ -78,6 +78,10 @@ class Records(Protocol):
         """The held-out rows were measured; `samples` are completions of the first of them."""
         ...
 
+    def ran_out(self, step: int, tokens: int) -> None:
+        """Memory ran out; micro-batches have so many tokens from here on, in a later part too."""
+        ...
+
     def not_applied(self, place: Place, row_ids: tuple[str, ...]) -> None:
         """A step gave NaN or infinity; these rows of this rank were in it."""
         ...
@@ -85,35 +89,6 @@ class Records(Protocol):
     def save(self, place: Place) -> None:
         """Saves a checkpoint, unless there is one of this step already."""
         ...
-
-
-class SaveClock:
-    """Whether a checkpoint is due by time; the ranks agree on it as they agree on stopping."""
-
-    def __init__(self, seconds: float = 0.0) -> None:
-        self._seconds = seconds or math.inf
-        self.restart()
-
-    def restart(self) -> None:
-        """Counts from now."""
-        self._since = time.monotonic()
-
-    def is_due(self) -> bool:
-        """Whether the last checkpoint is too old."""
-        return time.monotonic() - self._since >= self._seconds
-
-
-@dataclass(frozen=True)
-class StopConditions:
-    """Reasons to stop or to save, checked before each batch on every rank."""
-
-    signalled: Callable[[], bool]
-    deadline: float  # on the monotonic clock; infinity for none
-    saving: SaveClock = field(default_factory=SaveClock)
-
-    def is_late(self) -> bool:
-        """Whether the deadline has passed."""
-        return time.monotonic() >= self.deadline
 
 
 def total_steps(feed: Feed, options: TrainOptions) -> int:
@@ -145,7 +120,8 @@ def _learn(
     place = start
     stopped = None if is_measured else loop.measure(place, records, conditions)
     with loop.feed.steps(start.cursor) as stream:
-        batches = SynchronizedBatches(loop.engine, stream, loop.meter, conditions)
+        fitted = map(loop.fitted, stream)
+        batches = SynchronizedBatches(loop.engine, fitted, loop.meter, conditions)
         while not stopped and place.step < loop.total_steps:
             batch = next(batches, None)
             if batch is None:
@@ -171,6 +147,7 @@ class Loop:
     feed: Feed
     options: TrainOptions
     meter: Meter
+    room: Room
     failures: int = 0
 
     @property
@@ -184,14 +161,7 @@ class Loop:
         self.engine.set_lr(lr)
         seed = (self.options.seed, place.step)
         reach("step.started")
-        result = train_step(
-            self.engine,
-            self.recipe,
-            batch,
-            state=place.state,
-            seed=seed,
-            router_loss=self.options.router_loss,
-        )
+        result = self._run(batch, place.state, seed, records)
         reach("step.updated")
         after = Place(place.step + 1, self._next(batch.cursor), result.state)
         self._judge(after, result, records)
@@ -199,6 +169,8 @@ class Loop:
         window = added(place.window, {**self._lasting(result), **lap})
         epoch = after.step / self.feed.steps_per_epoch
         of_now = {"lr": lr, "epoch": epoch, "memory/peak_mib": peak_mib()}
+        if self.room.times:
+            of_now["memory/ran_out"] = float(self.room.times)
         metrics = {**reported(self.recipe, {**result.totals, **lap}), **of_now}
         if self._is_due(after.step, self.options.log_every):
             records.stepped(after, metrics, {**reported(self.recipe, window), **of_now})
@@ -206,6 +178,43 @@ class Loop:
         after = replace(after, window=window)
         records.stepped(after, metrics, None)
         return after
+
+    def fitted(self, batch: StepBatch) -> StepBatch:
+        """The batch in micro-batches that fit, as far as that is known."""
+        return self.feed.cut(batch, self.room.budget) if self.room.budget else batch
+
+    def _run(
+        self, batch: StepBatch, state: MethodState, seed: tuple[int, int], records: Records
+    ) -> StepResult:
+        """Runs a step, in ever smaller micro-batches until they fit."""
+        while True:
+            try:
+                return train_step(
+                    self.engine,
+                    self.recipe,
+                    batch,
+                    state=state,
+                    seed=seed,
+                    router_loss=self.options.router_loss,
+                )
+            except NoRoom as refusal:
+                micro = refusal.micro
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise MemoryLimitError(self.room.no_update()) from error
+            # Outside the handler: the traceback no longer keeps the failed batch alive.
+            self._shrink(micro, seed[1], records)
+            self.engine.skip()
+            give_back()
+            batch = self.fitted(batch)
+            tokens, padded = tokens_run(batch.own + batch.mismatched, self.meter.pads)
+            self.meter.runs(tokens=tokens, padded=padded)
+
+    def _shrink(self, micro: MicroBatch, step: int, records: Records) -> None:
+        self.room.shrink(micro)
+        records.ran_out(step, self.room.budget)
+        self.room.require_alone()
 
     def saves_at(self, step: int) -> bool:
         """Whether a checkpoint is due after a step."""
@@ -225,6 +234,15 @@ class Loop:
         is_due = place.step == 0 or self._is_due(place.step, self.options.eval_every)
         if not is_due or not self.feed.has_held_out:
             return None
+        while True:
+            try:
+                return self._measure(place, records, conditions)
+            except NoRoom as refusal:
+                micro = refusal.micro
+            self._shrink(micro, place.step, records)
+            give_back()
+
+    def _measure(self, place: Place, records: Records, conditions: StopConditions) -> Ending | None:
         samples = EvalSamples(most_rows=self.options.eval_table, keeps_ids=self.options.eval_text)
         step, stopped = self._held_out_step(conditions)
         if not stopped:
@@ -257,7 +275,8 @@ class Loop:
     @contextmanager
     def _held_out(self, conditions: StopConditions) -> Iterator[SynchronizedBatches]:
         with self.feed.held_out() as stream:
-            yield SynchronizedBatches(self.engine, stream, self.meter, conditions)
+            batches = map(self.fitted, stream)
+            yield SynchronizedBatches(self.engine, batches, self.meter, conditions)
 
     def _lasting(self, result: StepResult) -> Totals:
         """What a step adds to its logged line: nothing if its loss is not finite."""
@@ -285,62 +304,3 @@ class Loop:
     def _is_due(self, step: int, every: int) -> bool:
         """Whether this step is one of every `every`, or the last."""
         return step >= self.total_steps or (bool(every) and step % every == 0)
-
-
-class SynchronizedBatches:
-    """Batches that all ranks take in step, until there are no more or some rank has to stop."""
-
-    def __init__(
-        self, engine: Engine, batches: Iterator[StepBatch], meter: Meter, conditions: StopConditions
-    ) -> None:
-        self._next = partial(next_batch, engine, batches, meter, conditions)
-        self.stopped: Ending | None = None
-        self.is_save_due = False
-
-    def __iter__(self) -> Iterator[StepBatch]:
-        return self
-
-    def __next__(self) -> StepBatch:
-        batch, sign = self._next()
-        self.is_save_due = sign == "save"
-        self.stopped = None if sign == "save" else sign
-        if batch is None or self.stopped:
-            raise StopIteration
-        return batch
-
-
-def next_batch(
-    engine: Engine, batches: Iterator[StepBatch], meter: Meter, conditions: StopConditions
-) -> tuple[StepBatch | None, Sign | None]:
-    """The next batch, if there is one, and whether some rank has a reason to stop or save first."""
-    failure: AlignError | None = None
-    batch: StepBatch | None = None
-    with meter.waiting():
-        try:
-            batch = next(batches, None)
-        except AlignError as error:
-            failure = error
-    own = _tokens(batch.own + batch.mismatched, meter.pads) if batch else (0, 0)
-    signs = [
-        failure is not None,
-        conditions.signalled(),
-        conditions.is_late(),
-        conditions.saving.is_due(),
-        *own,
-    ]
-    failed, signalled, late, save, tokens, padded = engine.total(
-        torch.tensor(signs, dtype=torch.float64)
-    ).tolist()
-    if failure or failed:
-        raise failure or CorruptionError("Another rank could not read its rows; it says which.")
-    if batch is None:
-        return None, None
-    meter.runs(tokens=int(tokens), padded=int(padded))
-    return batch, "signal" if signalled else "time" if late else "save" if save else None
-
-
-def _tokens(batches: tuple[MicroBatch, ...], pads: bool) -> tuple[int, int]:
-    """Tokens run by this rank, without and with padding."""
-    sizes = [[tree.num_tokens for tree in batch.trees] for batch in batches if batch.trees]
-    tokens = sum(map(sum, sizes))
-    return tokens, sum(len(one) * max(one) for one in sizes) if pads else tokens

@@ -21,6 +21,7 @@ from ..methods.recipe import LOSS, MethodState, Outcome, Recipe, StepState, read
 from ..methods.rewards import with_margin
 from ..model.copies import on_device
 from ..storage.failpoints import reach
+from .room import needing_room
 from .router_balance import router_metrics, router_share
 
 
@@ -45,6 +46,7 @@ def train_step(
 ) -> StepResult:
     """Updates the policy by one step; a loss or gradient that is not finite changes nothing.
 
+    NoRoom is raised before anything has changed but gradients, which the caller clears.
     `seed` is (seed of the run, global step): with the rank and the micro-batch it draws dropout.
     `router_loss` is the weight of the router loss, which the loss that is reported leaves out.
     """
@@ -53,10 +55,11 @@ def train_step(
     sums, losses, last = Sums(), list[Tensor](), len(batch.own) - 1
     for index, micro in enumerate(batch.own):
         engine.learn_mode(dropout_seed=_draw(*seed, index, engine.world.rank))
-        branches = branches_of(engine, recipe, micro)
-        outcome = recipe.outcome(branches, step, state_then)
-        share = _with_router_loss(outcome.share, branches, step, router_loss)
-        engine.backward(share, is_last=index == last)
+        with needing_room(micro):
+            branches = branches_of(engine, recipe, micro)
+            outcome = recipe.outcome(branches, step, state_then)
+            share = _with_router_loss(outcome.share, branches, step, router_loss)
+            engine.backward(share, is_last=index == last)
         sums.add_outcome(outcome)
         sums.add_routing(branches.routing)
         losses.append(outcome.losses)
@@ -113,7 +116,8 @@ def _draw(*parts: int) -> int:
 def branches_of(engine: Engine, recipe: Recipe, batch: MicroBatch) -> Branches:
     """Runs the policy over a micro-batch."""
     assert reads(recipe.rows, batch.roles), f"rows of {recipe.name} are {recipe.rows}"
-    outputs = {name: value.double() for name, value in engine.forward(batch.trees).items()}
+    with needing_room(batch):
+        outputs = {name: value.double() for name, value in engine.forward(batch.trees).items()}
     device, per_branch = outputs["logps"].device, recipe.head == "score"
     lengths, rows = (on_device(values, device) for values in _shape_of(batch.trees))
     return Branches(

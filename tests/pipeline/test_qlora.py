@@ -74,7 +74,7 @@ def test_a_setting_without_effect_is_refused(course, given, said):
     assert said in refused(course, "--set", given)
 
 
-@pytest.mark.parametrize(("name", "option"), [("lion", "epsilon")])
+@pytest.mark.parametrize(("name", "option"), [("lion", "epsilon"), ("adafactor", "beta1")])
 def test_an_option_that_the_optimizer_does_not_read_is_refused(course, name, option):
     more = ("--set", f"train.optimizer={name}", "--set", f"train.{option}=0.5")
     said = refused(course, *more)

@@ -33,7 +33,10 @@ TREE_FAMILIES = {
     "gemma": ("gemma", {"head_dim": 8}),
     "gemma2": ("gemma2", {"head_dim": 8, "final_logit_softcapping": 5.0, **SLIDING}),
     "gemma3": ("gemma3_text", {"head_dim": 8, **SLIDING}),
-    "gpt_oss": ("gpt_oss", {"head_dim": 8, "num_local_experts": 4, **SLIDING}),
+    "gpt_oss": (
+        "gpt_oss",
+        {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, **SLIDING},
+    ),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral with a window": ("mistral", {"sliding_window": WINDOW}),
     "phi": ("phi", {}),
@@ -49,6 +52,9 @@ TREE_FAMILIES = {
     "stablelm": ("stablelm", {}),
     "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "qwen2_moe": ("qwen2_moe", {**MOE, "shared_expert_intermediate_size": 16}),
+    "qwen3_moe": ("qwen3_moe", {**MOE, "head_dim": 8}),
+    "olmoe": ("olmoe", MOE),
+    "granitemoe": ("granitemoe", {"num_local_experts": 4}),
     "mixtral": ("mixtral", {"num_local_experts": 4}),
 }
 # Eager only, or with an attention that takes no further arguments.

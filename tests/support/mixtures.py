@@ -3,19 +3,10 @@
 import numpy as np
 import torch
 
-from support.families import MOE
+from support.families import TREE_FAMILIES
 
-MIXTURES = {
-    "mixtral": ("mixtral", {"num_local_experts": 4}),
-    "qwen2_moe": ("qwen2_moe", {**MOE, "shared_expert_intermediate_size": 16}),
-    "qwen3_moe": ("qwen3_moe", {**MOE, "head_dim": 8}),
-    "olmoe": ("olmoe", {**MOE}),
-    "gpt_oss": (
-        "gpt_oss",
-        {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
-    ),
-    "granitemoe": ("granitemoe", {"num_local_experts": 4}),
-}
+NAMES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "granitemoe")
+MIXTURES = {name: TREE_FAMILIES[name] for name in NAMES}  # of 4 experts, 2 for each token
 
 
 def oracle(model, trees):

@@ -8,7 +8,8 @@ import torch
 
 from align.schemas.errors import CorruptionError, NonFiniteError
 from align.stages.train.evaluation import EvalSamples, evaluate, whole_step
-from align.stages.train.loop import StopConditions, SynchronizedBatches, next_batch, train
+from align.stages.train.loop import train
+from align.stages.train.synchronized import StopConditions, SynchronizedBatches, next_batch
 from align.stages.train.throughput import Meter
 from support.training_world import START, Recorded, job_of, loop_of, session_of
 

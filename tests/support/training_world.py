@@ -18,6 +18,7 @@ from align.schemas.config import (
     CacheOptions,
     Config,
     DataOptions,
+    LoraOptions,
     ModelOptions,
     TokenOptions,
     TrackingOptions,
@@ -30,7 +31,9 @@ from align.stages.engine.distributed import in_groups
 from align.stages.feed.cache_index import ShardColumns
 from align.stages.model.reference import HfReference
 from align.stages.storage.verify_cache import check_shard
-from align.stages.train.loop import Loop, Place, StopConditions, train
+from align.stages.train.loop import Loop, Place, train
+from align.stages.train.room import Room
+from align.stages.train.synchronized import StopConditions
 from align.stages.train.throughput import Meter
 from support.stage_one import Silent
 
@@ -109,12 +112,13 @@ def scored(folder, name, *, kl_pairs, token_logps=False):
     return folder / name
 
 
-def job_of(cache, method, *, options=None, **settings):
+def job_of(cache, method, *, options=None, lora=None, **settings):
     """A run that is about to begin, in float32, without MLflow."""
     plain = {"batch_size": 8, "epochs": 2, "lr": 1e-3, "dtype": "float32", "deepspeed": "zero0"}
     config = Config(
         model=ModelOptions(device="cpu"),
         train=TrainOptions(method=method, cache=str(cache), **(plain | settings)),
+        lora=lora or LoraOptions(),
         tracking=TrackingOptions(mlflow=False),
         method=options or {},
     )
@@ -137,6 +141,7 @@ class Recorded:
     samples: list = field(default_factory=list)  # of each of them, its single completions
     refused: list = field(default_factory=list)  # (step, row ids)
     saves: list = field(default_factory=list)  # steps
+    shrunk: list = field(default_factory=list)  # (step, tokens per batch from then on)
     on_step: object = None
 
     def stepped(self, place, metrics, line):
@@ -148,6 +153,9 @@ class Recorded:
     def evaluated(self, place, metrics, samples):
         self.evaluations.append((place.step, metrics))
         self.samples.append(samples)
+
+    def ran_out(self, step, tokens):
+        self.shrunk.append((step, tokens))
 
     def not_applied(self, place, row_ids):
         self.refused.append((place.step, row_ids))
@@ -165,6 +173,7 @@ def loop_of(session):
         feed=session.feed,
         options=session.job.config.train,
         meter=Meter(pads=session.feed.settings.pads),
+        room=Room(pads=session.feed.settings.pads, ranks=session.world.size),
     )
 
 

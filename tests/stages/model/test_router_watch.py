@@ -5,8 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoConfig, MixtralForSequenceClassification
 
-from align.stages.model.policy import Policy
+from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
+from align.schemas.errors import UsageError
+from align.stages.model.policy import Policy, load_policy, turn_dropout_off
+from align.stages.model.router_watch import RouterWatch
 from align.stages.train.router_balance import router_metrics, router_share
 from support.families import TREE_FAMILIES, mixed_trees, tiny_model
 from support.mixtures import MIXTURES, oracle
@@ -69,6 +73,49 @@ def test_a_rank_without_rows_adds_nothing_and_still_has_a_gradient():
     assert all(
         not parameter.grad.any() for parameter in policy.parameters() if parameter.grad is not None
     )
+
+
+def test_a_reward_model_has_them_too():
+    causal = tiny_model(*MIXTURES["mixtral"])
+    config = deepcopy(causal.config)
+    config.num_labels = 1
+    scoring = MixtralForSequenceClassification(config)
+    scoring.model.load_state_dict(causal.model.state_dict())
+    trees = mixed_trees()
+    scores, routing = Policy(scoring.eval(), head="score")(trees)
+    assert len(scores) == sum(len(tree.branches) for tree in trees)
+    expected = oracle(causal, trees).detach()
+    torch.testing.assert_close(routing, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_a_router_loss_that_transformers_does_not_have_is_refused_before_loading(name, tmp_path):
+    config = AutoConfig.for_model(name)
+    config.save_pretrained(tmp_path)
+    options = ModelOptions(path=str(tmp_path), device="cpu")
+    with pytest.raises(UsageError, match=rf"{name} \(its config lacks router_aux_loss_coef\)"):
+        load_policy(options, TrainOptions(router_loss=0.1), LoraOptions())
+
+
+def test_a_router_that_draws_experts_in_training_mode_draws_none_without_dropout():
+    # PhiMoE's jitter also shapes its softmax, so that it may not be set to zero.
+    model = tiny_model("phimoe", {"num_local_experts": 4})
+    with torch.no_grad():
+        expected = Policy(deepcopy(model)).eval()(mixed_trees())[0]
+        turn_dropout_off(model)
+        policy = Policy(model).train()
+        found, again = (policy(mixed_trees())[0] for _ in range(2))
+    assert torch.equal(found, expected)
+    assert torch.equal(again, expected)
+
+
+def test_routers_of_another_form_are_left_alone(caplog):
+    model = tiny_model(*MIXTURES["mixtral"])
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda _router, _inputs, outputs: outputs[::-1])
+    watch = RouterWatch(model, learns=False, run=lambda: None)
+    assert not watch
+    assert "of no known form" in caplog.text
 
 
 def test_a_dense_model_returns_what_it_did():

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from align.schemas.rows import Role
 from align.stages.engine.distributed import joined_world
 from align.stages.methods.table import METHODS
-from align.stages.train.loop import StopConditions
+from align.stages.train.synchronized import StopConditions
 from support import plain_loop
 from support.training_world import START, Recorded, job_of, loop_of, session_of
 

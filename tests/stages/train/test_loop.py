@@ -12,7 +12,8 @@ from align.schemas.batches import Cursor
 from align.schemas.rows import Role
 from align.stages.train import evaluation as evaluation_module
 from align.stages.train import throughput
-from align.stages.train.loop import Place, StopConditions, train
+from align.stages.train.loop import Place, train
+from align.stages.train.synchronized import StopConditions
 from support.training_world import START, Recorded, job_of, learn, loop_of, session_of
 
 HELD_OUT = {"eval_fraction": 0.3}

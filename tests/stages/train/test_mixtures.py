@@ -1,5 +1,7 @@
 """A mixture of experts is trained to the same result however a step is cut and spread."""
 
+import json
+
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -19,8 +21,15 @@ SHAPE = {
     "max_position_embeddings": 512,
     "initializer_range": 0.1,
 }
-ALONE = ("whole/zero0/0.5", "rows/zero0/0.5/recomputing", "whole/zero0/0")
+ALONE = (
+    "whole/zero0/0.5",
+    "rows/zero0/0.5/recomputing",
+    "whole/zero0/0",
+    "whole/zero0/0.5/adapted",
+)
 SPREAD = ("thirds/zero0/0.5", "rows/zero1/0.5", "thirds/zero3/0.5/recomputing")
+ADAPTED = "rows/zero3/0.5/adapted"
+LISTED = ("listed/zero0", "listed/zero3")
 
 
 @pytest.fixture(scope="module")
@@ -36,20 +45,29 @@ def mixture_cache(tokenizer_folder, tmp_path_factory):
     tiny_model("qwen3_moe", SHAPE | vocabulary).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     pq.write_table(paired(list(draw_preferences(48, seed=1))), folder / "pairs.parquet")
+    for stage in (0, 3):  # no parameter is so small that every rank keeps the whole of it
+        zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+        (folder / f"zero{stage}.json").write_text(json.dumps({"zero_optimization": zero}))
     return scored(folder, "pairs", kl_pairs=0)
 
 
 @pytest.fixture(scope="module")
 def mixture_alone(mixture_cache, tmp_path_factory):
     return run_ranks(
-        "mixture_ranks", tmp_path_factory.mktemp("alone"), mixture_cache, *ALONE, ranks=1
+        "mixture_ranks", tmp_path_factory.mktemp("mixture_alone"), mixture_cache, *ALONE, ranks=1
     )
 
 
 @pytest.fixture(scope="module")
 def mixture_spread(mixture_cache, tmp_path_factory):
     return run_ranks(
-        "mixture_ranks", tmp_path_factory.mktemp("spread"), mixture_cache, *SPREAD, ranks=2
+        "mixture_ranks",
+        tmp_path_factory.mktemp("mixture_spread"),
+        mixture_cache,
+        *SPREAD,
+        ADAPTED,
+        *LISTED,
+        ranks=2,
     )
 
 
@@ -79,6 +97,12 @@ def test_a_second_rank_changes_nothing_under_any_stage(mixture_alone, mixture_sp
     require_same(mixture_spread.first[case], mixture_alone.first["whole/zero0/0.5"])
 
 
+def test_adapters_on_fused_experts_learn_the_same_under_zero_3(mixture_alone, mixture_spread):
+    found, expected = mixture_spread.first[ADAPTED], mixture_alone.first["whole/zero0/0.5/adapted"]
+    require_same(found, expected)
+    assert sum("experts" in name and any(found["weights"][name]) for name in found["weights"]) == 8
+
+
 def test_the_router_loss_is_reported_apart_and_falls_when_it_is_trained_on(mixture_alone):
     balanced, free = (
         mixture_alone.first[f"whole/zero0/{weight}"]["steps"] for weight in ("0.5", "0")
@@ -100,3 +124,12 @@ def test_what_is_reported_has_the_bounds_that_the_docs_give(mixture_alone):
     assert {f"eval/router/{name}" for name in ("loss", "entropy", "busiest", "unused")} <= set(
         seen["evaluation"]
     )
+
+
+def test_experts_that_are_modules_are_gathered_by_all_ranks_under_zero_3(mixture_spread):
+    found, expected = (mixture_spread.first[name] for name in LISTED[::-1])
+    assert found["updates"] == pytest.approx(expected["updates"], rel=1e-5)
+    for name, weights in found["weights"].items():
+        assert largest_difference(weights, expected["weights"][name]) < 1e-5, name
+    missed = [rank["listed/zero3"]["missed"] for rank in mixture_spread.ranks]
+    assert missed[0] != missed[1]

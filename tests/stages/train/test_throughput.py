@@ -8,8 +8,8 @@ from align.schemas.batches import Cursor, MicroBatch, StepBatch
 from align.schemas.errors import CorruptionError
 from align.schemas.rows import Tree
 from align.stages.train import throughput as meter_module
-from align.stages.train.loop import StopConditions, next_batch
 from align.stages.train.step import added, means_of
+from align.stages.train.synchronized import StopConditions, next_batch
 from align.stages.train.throughput import Meter, forget_peak, peak_mib
 
 ALONE = SimpleNamespace(total=lambda values: values)

@@ -1,0 +1,148 @@
+"""Memory that runs out in a step: the same result in smaller micro-batches, or what to do."""
+
+from contextlib import contextmanager
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from align.schemas.errors import MemoryLimitError
+from align.stages.model.logprobs import causal_model
+from align.stages.train.loop import train
+from align.stages.train.room import NoRoom, Room, needing_room
+from align.stages.train.synchronized import StopConditions
+from support.training_world import START, Recorded, facts, job_of, loop_of, session_of
+
+ROOM = 370  # tokens; a step of eight rows has about 730, its longest row about 150
+LEARNING = {"max_steps": 3, "warmup": 0.0, "schedule": "constant", "eval_fraction": 0.2}
+NEVER = StopConditions(lambda: False, float("inf"))
+WORDS = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"
+
+
+@contextmanager
+def scarce(session, where, *, most=ROOM):
+    """Lets memory run out in the second layer where a micro-batch has more tokens than `most`."""
+    layer = causal_model(session.policy.model).model.layers[1]
+
+    def refuse(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def watch(_, inputs):
+        states = inputs[0]
+        if states.shape[0] * states.shape[1] <= most:
+            return
+        if where == "forward" or not states.requires_grad:
+            raise RuntimeError(WORDS)
+        states.register_hook(refuse)
+
+    hook = layer.register_forward_pre_hook(watch)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def learned(method, where, one_rank, cache, **settings):
+    job = job_of(cache, method, **(LEARNING | {"tokens_per_batch": 100_000} | settings))
+    session, recorded = session_of(job, one_rank), Recorded()
+    loop = loop_of(session)
+    with scarce(session, where, most=ROOM if where else 10**6):
+        place, _ = train(loop, start=START, records=recorded, conditions=NEVER)
+    return session.engine.weights(), recorded, place
+
+
+# kto runs out where z is computed first; the state of bco is that of one step, however often begun.
+CASES = [
+    *(("dpo", "forward", stage) for stage in (0, 3)),
+    *(("dpo", "backward", 0), ("bco", "backward", 1), ("kto", "backward", 2)),
+    ("dpo", "backward", 3),
+]
+OTHERS = [
+    case
+    for case in product(("dpo", "kto", "bco"), ("forward", "backward"), range(4))
+    if case not in CASES
+]
+
+
+@pytest.mark.parametrize(
+    ("method", "where", "stage"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in OTHERS)],
+)
+def test_a_step_is_repeated_as_if_it_had_been_planned_so(
+    training_world, one_rank, method, where, stage
+):
+    settings = {"deepspeed": f"zero{stage}"}
+    found, recorded, place = learned(method, where, one_rank, training_world.pairs, **settings)
+    steps, budgets = zip(*recorded.shrunk, strict=True)
+    assert set(steps) == {0}
+    fits = budgets[-1]
+    assert list(budgets) == sorted(set(budgets), reverse=True)
+    assert fits <= ROOM
+    expected, same, then = learned(
+        method, "", one_rank, training_world.pairs, tokens_per_batch=fits, **settings
+    )
+    for name, weight in expected.items():
+        assert torch.equal(found[name], weight), name
+    assert place.state == then.state
+    for kind in ("steps", "evaluations"):
+        pairs = zip(getattr(recorded, kind), getattr(same, kind), strict=True)
+        assert all(facts(one) == facts(other) for (_, one), (_, other) in pairs)
+    for (_, one), (_, other) in zip(recorded.steps, same.steps, strict=True):
+        # The tokens and padding of what was run in the end; and how often that was not the first.
+        assert (one["tokens"], one["padding"]) == (other["tokens"], other["padding"])
+        assert one["memory/ran_out"] == len(budgets)
+        assert "memory/ran_out" not in other
+
+
+def test_a_row_that_does_not_fit_alone_ends_the_run_with_what_takes_less(training_world, one_rank):
+    session = session_of(job_of(training_world.pairs, "dpo", **LEARNING), one_rank)
+    loop = loop_of(session)
+    loop.room.advice = ("--set train.gradient_checkpointing=true", "LoRA")
+    with scarce(session, "forward", most=20), pytest.raises(MemoryLimitError) as raised:
+        train(loop, start=START, records=Recorded(), conditions=NEVER)
+    said = str(raised.value)
+    assert "alone" in said
+    assert "train.gradient_checkpointing=true; LoRA" in said
+    assert "--resume auto" in said
+
+
+def test_an_update_that_does_not_fit_is_not_repeated(training_world, one_rank, monkeypatch):
+    session = session_of(job_of(training_world.pairs, "dpo", **LEARNING), one_rank)
+    loop, recorded = loop_of(session), Recorded()
+
+    def refuse():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(session.engine, "step", refuse)
+    with pytest.raises(MemoryLimitError, match="smaller micro-batches do not help"):
+        train(loop, start=START, records=recorded, conditions=NEVER)
+    assert not recorded.shrunk
+
+
+def test_of_several_ranks_one_says_how_to_start_again(training_world, one_rank):
+    session = session_of(
+        job_of(training_world.pairs, "dpo", **(LEARNING | {"tokens_per_batch": 10**5})), one_rank
+    )
+    loop, recorded = loop_of(session), Recorded()
+    loop.room.ranks = 2
+    with scarce(session, "backward"), pytest.raises(MemoryLimitError) as raised:
+        train(loop, start=START, records=recorded, conditions=NEVER)
+    ((step, tokens),) = recorded.shrunk  # noted before the run ends
+    assert step == 0
+    assert f"--tokens-per-batch {tokens:,}" in str(raised.value)
+
+
+def test_other_errors_of_torch_are_raised_as_they_are():
+    with pytest.raises(RuntimeError, match="size mismatch"), needing_room(None):
+        raise RuntimeError("size mismatch")
+    with pytest.raises(NoRoom), needing_room(None):
+        raise RuntimeError(WORDS)
+
+
+def test_half_of_what_did_not_fit_is_allowed():
+    trees = tuple(SimpleNamespace(num_tokens=tokens) for tokens in (30, 50, 20))
+    packed, padded = Room(pads=False), Room(pads=True)
+    for room in (packed, padded):
+        room.shrink(SimpleNamespace(trees=trees))
+    assert (packed.budget, padded.budget) == (50, 75)  # (30 + 50 + 20) / 2 and 3 x 50 / 2

@@ -1,0 +1,245 @@
+"""Whole steps of methods on the CPU and on the pretended accelerator, and where the host waited.
+
+A program: the folder to write to, a cache with every column, and the cases, each `METHOD LAYOUT`
+and how the policy is loaded: plain, lora, bf16 or dropout.
+"""
+
+import json
+import sys
+import traceback
+from copy import deepcopy
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from align.schemas.batches import Cursor, Update
+from align.schemas.config import LoraOptions, TrainOptions
+from align.stages.feed.cache_index import ShardColumns
+from align.stages.feed.loader import CacheFeed
+from align.stages.feed.step_plan import FeedSettings
+from align.stages.feed.train_source import open_source
+from align.stages.model import flex_attention
+from align.stages.model.logprobs import causal_model
+from align.stages.model.policy import load_policy
+from align.stages.model.reference import TreeScorer
+from align.stages.storage.verify_cache import check_shard
+from align.stages.train.evaluation import EvalSamples, asks_first, evaluate, whole_step
+from align.stages.train.step import train_step
+from support.pretended_device import DEVICE, WAITS, PretendedDevice
+from support.training_world import ALONE, job_of
+
+LOADED = {
+    "plain": {},
+    "lora": {},
+    "bf16": {"dtype": "bfloat16"},
+    "dropout": {"dropout": True, "gradient_checkpointing": True},
+}
+# What more a step can hold: every modifier, and several methods in one loss.
+IN_USE = {
+    "dpo-weighed": ("dpo", {"ld_alpha": 0.5, "margin": "margin", "row_weight": "weight"}),
+    "dpo-js": ("dpo", {"f_divergence": "js"}),
+    "cdpo-wpo": ("cdpo", {"wpo": True}),
+    "kto-clamped": ("kto", {"humanline": True, "log_eps_p": -1e-2, "log_eps_r": 1e-2}),
+    "mixture": ("dpo:0.8+kto:0.2+sft:1", {}),
+}
+LAYOUTS = ("tree", "plain", "flex")
+LORA = LoraOptions(enabled=True, rank=4, dropout=0.1)
+
+
+class OneDevice:
+    """An engine of one rank: plain gradient descent, so that every gradient shows in a weight."""
+
+    world = ALONE
+
+    def __init__(self, policy):
+        self.policy = policy
+
+    def forward(self, trees):
+        return dict(zip(self.policy.output_names, self.policy(tuple(trees)), strict=True))
+
+    def backward(self, loss, *, is_last):
+        loss.backward()
+
+    def step(self):
+        with torch.no_grad():
+            for parameter in self.policy.parameters():
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad)
+        self.skip()
+        return Update(True, 0.0)
+
+    def skip(self):
+        self.policy.zero_grad()
+
+    def total(self, values):
+        return values.detach().double()
+
+    def learn_mode(self, *, dropout_seed):
+        self.policy.train(dropout_seed is not None)
+        if dropout_seed is not None:
+            torch.manual_seed(dropout_seed)
+
+
+def attended(query, key, value, *, score_mod, block_mask, scale, enable_gqa):
+    """What FlexAttention's kernel computes, which is for GPUs alone, by its own mask."""
+    assert score_mod is None
+    groups = query.shape[1] // key.shape[1] if enable_gqa else 1
+    key, value = (one.repeat_interleave(groups, dim=1) for one in (key, value))
+    places = torch.arange(query.shape[2], device=query.device)
+    seen = block_mask.mask_mod(None, None, places[:, None], places[None, :])
+    scores = (query @ key.transpose(2, 3) * scale).masked_fill(~seen, -torch.inf)
+    return scores.softmax(dim=-1) @ value
+
+
+DENSE = ("flex_attention", attended)
+
+
+@cache
+def source_of(cache, method):
+    """The job of a method, its recipe, and its rows."""
+    name, options = IN_USE.get(method, (method, {}))
+    job = job_of(cache, name, options=options, batch_size=4, eval_fraction=0.3)
+    source = open_source(job.cache, job.manifest, job.reading, ShardColumns(check_shard))
+    return job, job.recipe.resolve_auto(source.labels)[0], source
+
+
+@cache
+def policy_of(path, head, purity, loaded):
+    """A policy to copy, a little away from the reference."""
+    train = TrainOptions(**{"dtype": "float32"} | LOADED[loaded])
+    lora = LORA if loaded == "lora" else LoraOptions()
+    policy = load_policy(path, train, lora, head=head, purity=purity)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    return policy
+
+
+def feed_of(job, recipe, source, *, pads):
+    settings = FeedSettings(
+        seed=0,
+        epochs=1,
+        batch_size=job.config.train.batch_size,
+        kl_use=recipe.option("kl_use", "rotate"),
+        kl_per_step=0,
+        limit_train_batches=1,
+        limit_eval_batches=1,
+        tokens_per_batch=200,
+        pads=pads,
+        world=ALONE,
+    )
+    return CacheFeed(source, source, settings)
+
+
+def step_on(device, cache, method, layout, loaded):
+    """Everything that a step and an evaluation after it leave behind."""
+    job, recipe, source = source_of(cache, method)
+    policy = deepcopy(policy_of(job.policy, recipe.head, "purity" in recipe.needs, loaded))
+    policy.path = replace(policy.path, layout=layout)
+    feed = feed_of(job, recipe, source, pads=not policy.path.packs)
+    with feed.steps(Cursor(0, 0)) as steps:
+        batch = next(iter(steps))
+    engine = OneDevice(moved(policy, device))
+    held_out = evaluated(engine, recipe, feed)
+    WAITS.taken()
+    result = train_step(engine, recipe, batch, state={}, seed=(0, 0))
+    waits = WAITS.taken()
+    return {
+        "totals": result.totals,
+        "state": result.state,
+        "micro_batches": len(batch.own),
+        "weights": {name: numbers_of(weight) for name, weight in policy.named_parameters()},
+        "held out": held_out,
+        "waits": waits,
+    }
+
+
+def evaluated(engine, recipe, feed):
+    """The means over the held-out rows."""
+    with feed.held_out() as batches:
+        first = batches if asks_first(recipe) else ()
+        step = whole_step(engine, recipe, first, feed.held_out_size())
+    samples = EvalSamples(most_rows=2, keeps_ids=False)
+    with feed.held_out() as batches:
+        return evaluate(engine, recipe, batches, step=step, state={}, samples=samples)
+
+
+def moved(policy, device):
+    """The policy on a device; new parameters are tied anew."""
+    policy.to(device)
+    causal_model(policy.model).tie_weights()
+    policy.device = device
+    return policy
+
+
+def numbers_of(weight):
+    raw = getattr(weight.detach(), "raw", weight.detach())
+    return raw.double().flatten().tolist()
+
+
+def compared(cache, case):
+    """How the two devices differ, or the error of the pretended one."""
+    method, layout, loaded = case.split()
+    expected = step_on(torch.device("cpu"), cache, method, layout, loaded)
+    try:
+        with PretendedDevice():
+            found = step_on(DEVICE, cache, method, layout, loaded)
+    except Exception:
+        return {"error": traceback.format_exc()}
+    same = [name for name in ("totals", "state", "held out") if found[name] == expected[name]]
+    before = policy_of_case(cache, method, loaded)
+    return {
+        "same": same,
+        "micro_batches": found["micro_batches"],
+        "moved": largest(before, expected["weights"]),
+        "apart": largest(found["weights"], expected["weights"]),
+        "waits": found["waits"],
+    }
+
+
+def largest(some, others):
+    """The largest difference of any weight."""
+    return max(np.abs(np.subtract(some[name], weight)).max() for name, weight in others.items())
+
+
+def policy_of_case(cache, method, loaded):
+    job, recipe, _ = source_of(cache, method)
+    policy = policy_of(job.policy, recipe.head, "purity" in recipe.needs, loaded)
+    return {name: numbers_of(weight) for name, weight in policy.named_parameters()}
+
+
+def scored(cache, layout):
+    """Stage 1's log-probs of a few rows on either device, and the layout that the probe chose."""
+    job, recipe, source = source_of(cache, "dpo")
+    feed = feed_of(job, recipe, source, pads=True)
+    with feed.steps(Cursor(0, 0)) as steps:
+        trees = next(iter(steps)).own[0].trees
+    policy = deepcopy(policy_of(job.policy, "none", False, "plain"))
+    here = TreeScorer(policy.model.eval())
+    here.path = replace(here.path, layout=layout)
+    expected = here.score(trees)
+    with PretendedDevice():
+        there = TreeScorer(moved(policy, DEVICE).model.eval())
+        chosen = there.path.layout
+        there.path = replace(there.path, layout=layout)
+        WAITS.taken()
+        found = there.score(trees)
+    return {"same": found.tolist() == expected.tolist(), "waits": WAITS.taken(), "chosen": chosen}
+
+
+def main(folder, cache, *cases):
+    # torch has no other product for a device that it does not know.
+    with sdpa_kernel(SDPBackend.MATH), mock.patch.object(flex_attention, *DENSE):
+        seen = {case: compared(cache, case) for case in cases}
+        seen |= {f"scoring {layout}": scored(cache, layout) for layout in LAYOUTS}
+    (Path(folder) / "rank-0.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,214 @@
+"""Optimizers, 4-bit weights and offload on a GPU: `make test-gpu`, where there is one.
+
+With `--device cpu` those that compare numbers are tried out on a CPU.
+"""
+
+import gc
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
+from align.stages.demo.tiny_world import ModelShape, make_model
+from align.stages.engine.distributed import joined_world
+from align.stages.model.policy import load_policy
+from support.engine_ranks import OPTIONS, Run, global_tokens, rows_of
+from support.tiny_policy import some_trees
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(1200),
+    # Of the names by which DeepSpeed calls collectives, in newer versions of torch.
+    pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning"),
+]
+
+# AdamW divides by the size of a gradient: of one near 0 it would magnify the rounding error.
+STEADY = replace(OPTIONS, epsilon=1e-4, dtype="float32")
+PRESETS = ("zero0", "zero1", "zero2", "zero3", "zero2-offload", "zero3-offload")
+PLAIN = LoraOptions()
+
+
+@pytest.fixture(scope="module")
+def where(request):
+    name = request.config.getoption("device")
+    if name == "cuda" and not torch.cuda.is_available():
+        pytest.fail("torch finds no GPU that it can use here, and these tests are for one")
+    return name
+
+
+@pytest.fixture(scope="module")
+def lone_rank(where):
+    with joined_world() as world:
+        yield world
+
+
+def policy_of(folder, options, lora=PLAIN, device="auto"):
+    return load_policy(ModelOptions(path=str(folder), device=device), options, lora)
+
+
+def run_of(world, folder, options, lora=PLAIN):
+    return Run(world, options, policy=policy_of(folder, options, lora))
+
+
+@pytest.fixture(scope="module")
+def torch_steps(world):
+    """The weights before and after three steps of torch's own AdamW on a CPU."""
+    policy = policy_of(world.model, STEADY, device="cpu")
+    before = {name: one.detach().clone() for name, one in policy.model.named_parameters()}
+    decayed = [one for one in policy.parameters() if one.ndim > 1]
+    others = [one for one in policy.parameters() if one.ndim == 1]
+    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    betas = (STEADY.beta1, STEADY.beta2)
+    optimizer = torch.optim.AdamW(
+        groups, betas=betas, eps=STEADY.epsilon, weight_decay=STEADY.weight_decay
+    )
+    for step, lr in ((3, 5e-3), (4, 2e-3), (5, 1e-3)):
+        rows = rows_of(step)
+        (-policy(rows)[0].double().sum() / global_tokens(rows)).backward()
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), STEADY.max_grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
+    return before, dict(policy.model.named_parameters())
+
+
+def moved(found, before):
+    """How far the weights are from where they began, in one number."""
+    pairs = ((found[name][1], one) for name, one in before.items())
+    parts = [(torch.tensor(values) - one.detach().cpu()).norm() for values, one in pairs]
+    return torch.stack(parts).norm().item()
+
+
+def base_optimizer(run):
+    outer = run.engine._engine.optimizer
+    return getattr(outer, "optimizer", outer)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_adamw_is_the_fastest_there_is_and_takes_the_steps_of_the_cpus(
+    where, lone_rank, world, torch_steps, preset
+):
+    run = run_of(lone_rank, world.model, replace(STEADY, deepspeed=preset)).steps(3, 6)
+    optimizer = base_optimizer(run)
+    if where == "cuda":
+        on_host = preset.endswith("offload")
+        assert type(optimizer).__name__ == ("DeepSpeedCPUAdam" if on_host else "AdamW")
+        assert on_host or all(group["fused"] for group in optimizer.param_groups)
+    before, after = torch_steps
+    assert moved(run.weights(), after) < 0.02 * moved(run.weights(), before)
+
+
+@pytest.mark.parametrize(
+    ("name", "preset", "dtype"),
+    [
+        *(("adamw", preset, "float32") for preset in PRESETS),
+        *(("adamw", preset, "bfloat16") for preset in ("zero1", "zero3", "zero2-offload")),
+        *(("lion", "zero2", "bfloat16"), ("lion", "zero2-offload", "bfloat16")),
+        *(("muon", "zero0", "bfloat16"), ("adafactor", "zero0", "bfloat16")),
+        *(("adamw8bit", "zero1", "bfloat16"), ("adamw8bit", "zero3", "bfloat16")),
+    ],
+)
+def test_a_run_resumes_bit_for_bit(lone_rank, world, tmp_path, name, preset, dtype):
+    options = replace(STEADY, optimizer=name, deepspeed=preset, dtype=dtype)
+    straight = run_of(lone_rank, world.model, options).steps(0, 6)
+    first = run_of(lone_rank, world.model, options).steps(0, 3)
+    (tmp_path / "state").mkdir()
+    first.engine.save_state(tmp_path / "state")
+    second = run_of(lone_rank, world.model, options)
+    second.step(4)
+    second.engine.load_state(tmp_path / "state")
+    assert second.steps(3, 6).weights() == straight.weights()
+    assert all(applied for applied, _ in straight.updates)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2"])
+def test_four_bits_learn_and_stay_what_they_are(where, lone_rank, world, preset, dtype):
+    options = replace(STEADY, deepspeed=preset, dtype=dtype)
+    lora = LoraOptions(enabled=True, quantize="nf4")
+    run = run_of(lone_rank, world.model, options, lora)
+    module = run.engine._engine.module
+    before = {name: one.detach().clone() for name, one in module.named_parameters()}
+    run.steps(3, 6)
+    assert all(applied for applied, _ in run.updates)
+    after = dict(module.named_parameters())
+    changed = {name for name, one in after.items() if not torch.equal(one, before[name])}
+    assert {name for name in before if "lora_B" in name} <= changed
+    assert all("lora_" in name for name in changed)
+    packed = [one for one in after.values() if one.dtype == torch.uint8]
+    assert len(packed) == sum("_proj.base_layer.weight" in name for name in before)
+    assert {one.device.type for one in after.values()} == {where}
+
+
+@pytest.fixture(scope="module")
+def deep_model(world, tmp_path_factory):
+    """A model of eight layers, 512 wide."""
+    from transformers import AutoTokenizer  # noqa: PLC0415 - slow to import
+
+    folder = tmp_path_factory.mktemp("deep") / "model"
+    shape = ModelShape(
+        hidden_size=512, layers=8, heads=8, key_value_heads=4, intermediate_size=1024
+    )
+    make_model(folder, AutoTokenizer.from_pretrained(world.model), shape=shape, pretrain_steps=0)
+    return folder
+
+
+def require_gpu(where):
+    if where != "cuda":
+        pytest.fail("this measures the memory of a GPU; leave out --device cpu")
+
+
+def kept_by_a_pass(folder, trees, *, offload):
+    """What a pass leaves on the GPU for its gradient, in bytes, and the gradient."""
+    train = TrainOptions(dtype="bfloat16", gradient_checkpointing=True, checkpoint_offload=offload)
+    policy = policy_of(folder, train)
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    loss = policy(trees)[0].sum()
+    kept = torch.cuda.memory_allocated() - before
+    loss.backward()
+    return kept, [one.grad for one in policy.parameters()]
+
+
+def test_what_enters_a_layer_waits_in_the_memory_of_the_cpu(where, deep_model):
+
+    require_gpu(where)
+    trees = some_trees(np.random.default_rng(1), 2048)
+    tokens = sum(len(tree.prompt) + sum(map(len, tree.branches)) for tree in trees)
+    (plain, expected), (spared, found) = (
+        kept_by_a_pass(deep_model, trees, offload=offload) for offload in (False, True)
+    )
+    assert all(map(torch.equal, found, expected))
+    # Of eight layers, what enters seven of them: 512 values of two bytes for each token.
+    assert plain - spared > 0.8 * 7 * tokens * 512 * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "spared"),
+    [
+        ({"optimizer_dtype": "bfloat16"}, 6),  # 12 bytes of master weights and moments, or 6
+        ({"optimizer": "lion"}, 4),  # a moment less
+        ({"optimizer": "adamw8bit"}, 5.9),  # 8 bytes of moments, or 2 and the scales of blocks
+        ({"deepspeed": "zero2-offload"}, 12),
+    ],
+    ids=str,
+)
+def test_an_optimizer_takes_less_memory_by_at_least_as_many_bytes(
+    where, lone_rank, deep_model, changes, spared
+):
+    require_gpu(where)
+    held = []
+    for options in (replace(STEADY, dtype="bfloat16", deepspeed="zero2"),) * 2:
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        chosen = options if not held else replace(options, **changes)
+        run = run_of(lone_rank, deep_model, chosen).steps(3, 4)
+        held.append(torch.cuda.memory_allocated() - before)
+        learning = sum(one.numel() for one in run.engine._engine.module.parameters())
+        del run
+    assert (held[0] - held[1]) / learning > spared - 0.4
