@@ -312,6 +312,7 @@ def _room(session: Session) -> Room:
     return Room(
         pads=session.feed.settings.pads,
         ranks=ranks,
+        sharing=session.world.sequence_parallel,
         advice=tuple(lighter(session.job.config, stage, ranks)),
     )
 
