@@ -27,7 +27,12 @@ ALONE = (
     "whole/zero0/0",
     "whole/zero0/0.5/adapted",
 )
-SPREAD = ("thirds/zero0/0.5", "rows/zero1/0.5", "thirds/zero3/0.5/recomputing")
+SPREAD = (
+    "thirds/zero0/0.5",
+    "rows/zero1/0.5",
+    "thirds/zero3/0.5/recomputing",
+    "thirds/zero1/0.5/shared",  # both ranks hold a part of every sequence
+)
 ADAPTED = "rows/zero3/0.5/adapted"
 LISTED = ("listed/zero0", "listed/zero3")
 
