@@ -27,7 +27,6 @@ from ..stages.engine.distributed import (
 from ..stages.engine.zero3_partitions import open_partitions
 from ..stages.feed.cache_index import ShardColumns, unchecked
 from ..stages.feed.loader import CacheFeed
-from ..stages.feed.step_plan import FeedSettings
 from ..stages.feed.train_source import TrainSource, open_source, overlap
 from ..stages.methods.recipe import Recipe
 from ..stages.model.load import resolve
@@ -49,10 +48,12 @@ from .policy_identity import digest_policies
 from .resume import Start, held_to_checkpoint, known_path, started
 from .run_recorder import RunRecords, open_records
 from .run_report import Trained, outcome, write_report
+from .short_plan import short_plan
 from .signals import add_resume_hint, asked_to_stop
 from .train_checks import require_positions
 from .trained_model import write_model
 from .training_job import Session, TrainingJob
+from .workload import feed_settings
 
 SAMPLED_ROWS = 8
 
@@ -129,7 +130,12 @@ def open_session(
             f"memory ran out here before with {planned:,} tokens per batch: {fits:,} are used. "
             f"Remove {start.folder.fitted if start else ''} to try {planned:,} again."
         )
-    settings = _feed_settings(job, recipe, world, policy, fits)
+    pads = not policy.path.packs
+    settings = feed_settings(config.train, recipe, world, tokens=fits, pads=pads)
+    feed = CacheFeed(source, held_out, settings)
+    if world.rank == 0:
+        for line in short_plan(feed, policy, config.train, engine_config):
+            progress.say(line)
     return Session(
         job=job,
         world=world,
@@ -138,7 +144,7 @@ def open_session(
         engine_config=engine_config,
         source=source,
         recipe=recipe,
-        feed=CacheFeed(source, held_out, settings),
+        feed=feed,
     )
 
 
@@ -233,24 +239,6 @@ def _overlap_notes(source: TrainSource, held_out: TrainSource) -> Iterator[str]:
             f"{found.near:,} of {found.held_out:,} {where} are nearly the same, word for word, as "
             f"one in the training data. {says_nothing}"
         )
-
-
-def _feed_settings(
-    job: TrainingJob, recipe: Recipe, world: World, policy: Policy, tokens: int
-) -> FeedSettings:
-    train = job.config.train
-    return FeedSettings(
-        seed=train.seed,
-        epochs=train.epochs,
-        batch_size=train.batch_size,
-        kl_use=recipe.option("kl_use", "rotate"),
-        kl_per_step=recipe.option("kl_per_step", 0),
-        limit_train_batches=train.limit_train_batches,
-        limit_eval_batches=train.limit_eval_batches,
-        tokens_per_batch=tokens * world.sequence_parallel,
-        pads=not policy.path.packs,
-        world=world.of_groups,
-    )
 
 
 def _text_config(policy: Policy) -> Any:

@@ -46,6 +46,9 @@ def scarce(session, where, *, most=ROOM):
 def learned(method, where, one_rank, cache, **settings):
     job = job_of(cache, method, **(LEARNING | {"tokens_per_batch": 100_000} | settings))
     session, recorded = session_of(job, one_rank), Recorded()
+    for module in session.policy.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.1  # drawn anew for each micro-batch
     loop = loop_of(session)
     with scarce(session, where, most=ROOM if where else 10**6):
         place, _ = train(loop, start=START, records=recorded, conditions=NEVER)
