@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from align.schemas.errors import MemoryLimitError
+from align.stages.engine.deepspeed_config import PRESETS
 from align.stages.model.logprobs import causal_model
 from align.stages.train.loop import train
 from align.stages.train.room import NoRoom, Room, needing_room
@@ -57,25 +58,27 @@ def learned(method, where, one_rank, cache, **settings):
 
 # kto runs out where z is computed first; the state of bco is that of one step, however often begun.
 CASES = [
-    *(("dpo", "forward", stage) for stage in (0, 3)),
-    *(("dpo", "backward", 0), ("bco", "backward", 1), ("kto", "backward", 2)),
-    ("dpo", "backward", 3),
+    *(("dpo", "forward", preset, "float32") for preset in ("zero0", "zero3")),
+    *(("dpo", "backward", "zero0", "float32"), ("bco", "backward", "zero1", "bfloat16")),
+    *(("kto", "backward", "zero2", "float32"), ("dpo", "backward", "zero3", "bfloat16")),
 ]
 OTHERS = [
     case
-    for case in product(("dpo", "kto", "bco"), ("forward", "backward"), range(4))
+    for case in product(
+        ("dpo", "kto", "bco"), ("forward", "backward"), PRESETS, ("float32", "bfloat16")
+    )
     if case not in CASES
 ]
 
 
 @pytest.mark.parametrize(
-    ("method", "where", "stage"),
+    ("method", "where", "preset", "dtype"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in OTHERS)],
 )
 def test_a_step_is_repeated_as_if_it_had_been_planned_so(
-    training_world, one_rank, method, where, stage
+    training_world, one_rank, method, where, preset, dtype
 ):
-    settings = {"deepspeed": f"zero{stage}"}
+    settings = {"deepspeed": preset, "dtype": dtype}
     found, recorded, place = learned(method, where, one_rank, training_world.pairs, **settings)
     steps, budgets = zip(*recorded.shrunk, strict=True)
     assert set(steps) == {0}
