@@ -63,7 +63,7 @@ def learned(method, where, one_rank, cache, **settings):
 CASES = [
     *(("dpo", "forward", preset, "float32") for preset in ("zero0", "zero3")),
     *(("dpo", "backward", "zero0", "float32"), ("bco", "backward", "zero1", "bfloat16")),
-    *(("kto", "backward", "zero2", "float32"), ("dpo", "backward", "zero3", "bfloat16")),
+    *(("kto", "backward", "zero2-offload", "float32"), ("dpo", "backward", "zero3", "bfloat16")),
     ("kto", "without gradients", "zero0", "float32"),
 ]
 OTHERS = [
