@@ -14,7 +14,6 @@ import typer
 from .pipeline.flags import (
     PRECOMPUTE_FLAGS,
     SCORE_FLAGS,
-    TRAIN_FLAGS,
     ConfigFile,
     Part,
     Sets,
@@ -30,6 +29,7 @@ from .pipeline.terminal import (
     say,
     say_once,
 )
+from .pipeline.train_commands import add_training_to
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -195,19 +195,7 @@ def score(
 
 
 add_to(app)
-
-
-@app.command()
-@with_flags(TRAIN_FLAGS)
-def train(flags: dict[str, Any], config: ConfigFile = None, sets: Sets = None) -> None:
-    """Train a policy on the shards of a cache; the reference is never loaded."""
-    from .pipeline.settings import load_settings
-    from .pipeline.training_job import open_training
-
-    job = open_training(load_settings(flags, sets or [], file=config, command="train"))
-    from .pipeline.train import run_training
-
-    say_once(run_training(job, progress=begin_work()).text())
+add_training_to(app)
 
 
 @app.command()

@@ -158,6 +158,7 @@ READS: dict[str, tuple[str, ...]] = {
     ),
 }
 READS["sweep"] = READS["train"]
+READS["plan"] = (*READS["train"], "model.path", "cache.kl_pairs")
 READS["rounds"] = READS["config"]
 _OTHER_POLICY = (
     "The policy begins as the reference of the cache. To train another model, pass it by --model "

@@ -174,9 +174,11 @@ class RunRecords:
 
     def not_applied(self, place: Place, row_ids: tuple[str, ...]) -> None:
         """A step gave NaN or infinity; the ids of this rank's rows in it are logged."""
-        line = {"step": place.step, "rank": self._session.world.rank, "row_ids": row_ids}
-        with fs.append(self._start.folder.nonfinite) as sink:
-            sink.write((json.dumps(line) + "\n").encode())
+        world = self._session.world
+        if world.is_first_of_group:
+            line = {"step": place.step, "rank": world.rank, "row_ids": row_ids}
+            with fs.append(self._start.folder.nonfinite) as sink:
+                sink.write((json.dumps(line) + "\n").encode())
         self.say(f"step {place.step:,} gave NaN or infinity and was not applied")
 
     def save(self, place: Place) -> None:

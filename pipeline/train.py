@@ -16,11 +16,17 @@ from ..schemas.errors import Interrupted, PeerError, log_failure
 from ..schemas.file_version import Remember
 from ..stages.engine.deepspeed_config import Circumstances, stage_of
 from ..stages.engine.deepspeed_engine import open_engine
-from ..stages.engine.distributed import gathered, joined_world, run_on_all_ranks, run_on_rank_zero
+from ..stages.engine.distributed import (
+    gathered,
+    in_groups,
+    joined_world,
+    run_on_all_ranks,
+    run_on_rank_zero,
+    sequence_group,
+)
 from ..stages.engine.zero3_partitions import open_partitions
 from ..stages.feed.cache_index import ShardColumns, unchecked
 from ..stages.feed.loader import CacheFeed
-from ..stages.feed.step_plan import FeedSettings
 from ..stages.feed.train_source import TrainSource, open_source, overlap
 from ..stages.methods.recipe import Recipe
 from ..stages.model.load import resolve
@@ -42,10 +48,12 @@ from .policy_identity import digest_policies
 from .resume import Start, held_to_checkpoint, known_path, started
 from .run_recorder import RunRecords, open_records
 from .run_report import Trained, outcome, write_report
+from .short_plan import short_plan
 from .signals import add_resume_hint, asked_to_stop
 from .train_checks import require_positions
 from .trained_model import write_model
 from .training_job import Session, TrainingJob
+from .workload import feed_settings
 
 SAMPLED_ROWS = 8
 
@@ -68,6 +76,7 @@ def train_in(
     job: TrainingJob, world: World, columns: ShardColumns, *, progress: Progress
 ) -> Trained:
     """Like `run_training`, for ranks that have joined and a policy that has been digested."""
+    world = in_groups(world, job.config.train.sequence_parallel)
     with add_resume_hint(), naming_lost_peers(world), started(job, world) as start:
         if start.is_finished:
             if world.rank == 0 and not start.folder.report.exists():
@@ -121,7 +130,12 @@ def open_session(
             f"memory ran out here before with {planned:,} tokens per batch: {fits:,} are used. "
             f"Remove {start.folder.fitted if start else ''} to try {planned:,} again."
         )
-    settings = _feed_settings(job, recipe, world, policy, fits)
+    pads = not policy.path.packs
+    settings = feed_settings(config.train, recipe, world, tokens=fits, pads=pads)
+    feed = CacheFeed(source, held_out, settings)
+    if world.rank == 0:
+        for line in short_plan(feed, policy, config.train, engine_config):
+            progress.say(line)
     return Session(
         job=job,
         world=world,
@@ -130,7 +144,7 @@ def open_session(
         engine_config=engine_config,
         source=source,
         recipe=recipe,
-        feed=CacheFeed(source, held_out, settings),
+        feed=feed,
     )
 
 
@@ -158,21 +172,22 @@ def _policy(job: TrainingJob, recipe: Recipe, world: World, start: Start | None)
         job.config.lora,
         head=recipe.head,
         purity=purity,
-        spread=_spread(job, world, start) if job.zero_stage(world.size) == 3 else None,
+        spread=replace(
+            _partitions(job, world, start) if job.zero_stage(world.size) == 3 else Sharding(),
+            group=sequence_group(world),
+        ),
     )
     job.policy_files.require_unchanged()
     return policy
 
 
-def _spread(job: TrainingJob, world: World, start: Start | None) -> Sharding | None:
+def _partitions(job: TrainingJob, world: World, start: Start | None) -> Sharding:
     """Under ZeRO-3 no rank ever holds the whole policy, nor reads what its checkpoint has."""
     train = job.config.train
     found = resolve(replace(job.policy, dtype=train.dtype))
     circumstances = Circumstances(found.dtype, found.hidden_size, world.size)
     partitions = open_partitions(train, world, circumstances)
-    if partitions is None:
-        return None
-    if start is None or start.checkpoint is None:
+    if partitions is None or start is None or start.checkpoint is None:
         return Sharding(partitions)
     position = start.checkpoint.position
     # On other ranks or of another stage, the checkpoint is converted with what was loaded.
@@ -224,24 +239,6 @@ def _overlap_notes(source: TrainSource, held_out: TrainSource) -> Iterator[str]:
             f"{found.near:,} of {found.held_out:,} {where} are nearly the same, word for word, as "
             f"one in the training data. {says_nothing}"
         )
-
-
-def _feed_settings(
-    job: TrainingJob, recipe: Recipe, world: World, policy: Policy, tokens: int
-) -> FeedSettings:
-    train = job.config.train
-    return FeedSettings(
-        seed=train.seed,
-        epochs=train.epochs,
-        batch_size=train.batch_size,
-        kl_use=recipe.option("kl_use", "rotate"),
-        kl_per_step=recipe.option("kl_per_step", 0),
-        limit_train_batches=train.limit_train_batches,
-        limit_eval_batches=train.limit_eval_batches,
-        tokens_per_batch=tokens,
-        pads=not policy.path.packs,
-        world=world,
-    )
 
 
 def _text_config(policy: Policy) -> Any:
@@ -315,6 +312,7 @@ def _room(session: Session) -> Room:
     return Room(
         pads=session.feed.settings.pads,
         ranks=ranks,
+        sharing=session.world.sequence_parallel,
         advice=tuple(lighter(session.job.config, stage, ranks)),
     )
 

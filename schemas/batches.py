@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import numpy as np
@@ -70,6 +70,18 @@ class World:
     rank: int
     size: int
     local_rank: int
+    sequence_parallel: int = 1  # neighbouring ranks that share every sequence: a group
+
+    @property
+    def is_first_of_group(self) -> bool:
+        """Whether this rank speaks for its group, all of which has the same rows."""
+        return self.rank % self.sequence_parallel == 0
+
+    @property
+    def of_groups(self) -> World:
+        """This rank's group among the groups; the rows of a step are dealt to these."""
+        share = self.sequence_parallel
+        return World(self.rank // share, self.size // share, self.local_rank)
 
     @property
     def is_first_here(self) -> bool:
@@ -78,6 +90,15 @@ class World:
         A process alone may be told a local rank to choose its GPU.
         """
         return self.rank == 0 or self.local_rank == 0
+
+
+@dataclass(frozen=True)
+class SequenceGroup:
+    """The ranks that share every sequence: each computes with a part of its tokens."""
+
+    rank: int  # of this process among them
+    size: int
+    process_group: Any
 
 
 @dataclass(frozen=True)
@@ -119,7 +140,7 @@ class Engine(Protocol):
         ...
 
     def total(self, values: Tensor) -> Tensor:
-        """Sums float64 values over ranks."""
+        """Sums float64 values over ranks; those of a group that shares its sequences count once."""
         ...
 
     def learn_mode(self, *, dropout_seed: int | None) -> None:

@@ -109,6 +109,7 @@ class DeepSpeedEngine:
         """Adds this micro-batch's gradient; the last one of a step reduces what is still local."""
         self._engine.set_gradient_accumulation_boundary(is_last)
         # DeepSpeed takes the mean of the gradients over ranks; these are shares, to be summed.
+        # Ranks of a group have the same loss, and of its gradient each has its tokens' share.
         self._engine.backward(loss * self._world.size, scale_wrt_gas=False)
 
     def step(self) -> Update:
@@ -121,8 +122,8 @@ class DeepSpeedEngine:
         clear_gradients(self._engine)
 
     def total(self, values: Tensor) -> Tensor:
-        """Sums float64 values over ranks."""
-        return distributed.total(values)
+        """Sums float64 values over ranks; those of a group that shares its sequences count once."""
+        return distributed.total(values) / self._world.sequence_parallel
 
     def learn_mode(self, *, dropout_seed: int | None) -> None:
         """Training mode, dropout drawn from this seed; None is evaluation mode."""

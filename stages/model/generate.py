@@ -24,8 +24,9 @@ from ...schemas.rows import OutOfMemory
 from ...schemas.samples import Sampling
 from .keyed_noise import KeyedNoise
 from .load import quiet
-from .logprobs import TOLERANCE, causal_model, input_device, ordinary_tokens, reason
+from .logprobs import TOLERANCE, causal_model, input_device, reason
 from .model_folder import read_json
+from .probe_rows import ordinary_tokens
 from .reference import is_out_of_memory
 
 logger = logging.getLogger("align")

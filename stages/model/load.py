@@ -111,6 +111,16 @@ def text_config(options: ModelOptions) -> Any:
         return _config(options).get_text_config(decoder=True)
 
 
+def empty_model(options: ModelOptions, dtype: str, kind: Any = AutoModelForCausalLM) -> nn.Module:
+    """The model of config.json without storage; no weights need be there."""
+    require_plain_folder(options.path)
+    with quiet(), torch.device("meta"):
+        empty: nn.Module = kind.from_config(
+            _config(options), dtype=DTYPES[dtype], trust_remote_code=options.trust_remote_code
+        )
+    return empty
+
+
 def _config(options: ModelOptions) -> Any:
     try:
         return AutoConfig.from_pretrained(

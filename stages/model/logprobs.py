@@ -13,21 +13,33 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ...schemas.batches import SequenceGroup
 from ...schemas.errors import UsageError
 from ...schemas.rows import Tree
-from .flex_attention import FLEX, FLEX_FOR_EAGER, flex_masks, padded_to_blocks
+from .flex_attention import (
+    FLEX,
+    FLEX_FOR_EAGER,
+    attend_by_flex,
+    flex_masks,
+    padded_to_blocks,
+)
 from .fused_head import output_head, scored_rows
 from .fused_head_backward import LogpHead
+from .probe_rows import probe_trees
+from .shared_sequence import SHARED, SHARED_FOR_EAGER, SequenceShare, joined, part_of, share_of
 from .transformers_compat import attention_of
 from .tree_attention import (
     PAD,
     PIECES,
     TreeBatch,
+    attend_in_pieces,
     groups_within,
     padded_length,
     pieces_of,
+    predictors_of,
     single_branches,
     tree_batch,
     tree_mask,
@@ -46,6 +58,7 @@ class ScoringPath:
     layout: Literal["flex", "packed", "tree", "plain"]
     head: Literal["fused", "exact", "score"]
     worst_difference: float  # as the probe measures it for the dtype
+    group: SequenceGroup | None = None  # of the ranks that share every sequence
 
     def __str__(self) -> str:
         """As it is printed and logged."""
@@ -73,11 +86,19 @@ class BranchOutputs:
 
     rows: Tensor  # (1 or 2, T) float32: log p and, where asked for, purity without a gradient
     states: Tensor  # (T, hidden): the last states, which predict them; (0,) unless asked for
+    share: SequenceShare | None = (
+        None  # where ranks share the batch: these are this rank's tokens alone
+    )
+
+    def whole(self, rows: Tensor) -> Tensor:
+        """Rows of all tokens of the batch, of rows of those above."""
+        return rows if self.share is None else joined(rows, self.share)
 
 
 def branch_logps(model: nn.Module, batch: TreeBatch, path: ScoringPath) -> Tensor:
     """Log p of every completion token of a batch: (T,) float32."""
-    return branch_outputs(model, batch, path).rows[0]
+    outputs = branch_outputs(model, batch, path)
+    return outputs.whole(outputs.rows)[0]
 
 
 def branch_outputs(
@@ -96,13 +117,33 @@ def branch_outputs(
         logits = outputs.logits.flatten(0, 1)
         rows = _exact_rows(logits, batch, purity=purity)
         return BranchOutputs(rows, _last_states(outputs, batch) if states else rows[0, :0])
-    predictors = last_states(inner, batch, path)[batch.predictors]
-    return BranchOutputs(_head_rows(inner, predictors, batch.targets, purity=purity), predictors)
+    places, targets, share = batch.predictors, batch.targets, None
+    if path.group:
+        share = share_of_batch(batch, path, [predictors_of(edges[1:]) for edges in batch.edges])
+        places, targets = share.states, targets[share.items]
+    predictors = last_states(inner, batch, path, share)[places]
+    rows = _head_rows(inner, predictors, targets, purity=purity)
+    return BranchOutputs(rows, predictors, share)
 
 
-def last_states(inner: Any, batch: TreeBatch, path: ScoringPath) -> Tensor:
-    """What the head is given, of every position: (rows * length, hidden)."""
-    hidden: Tensor = inner.base_model(**_inputs(inner, batch, path)).last_hidden_state
+def share_of_batch(
+    batch: TreeBatch, path: ScoringPath, places: Sequence[NDArray[np.int64]]
+) -> SequenceShare:
+    """This rank's share of a batch, and of what is computed at these places of it."""
+    assert path.group is not None, "ranks share the batch"
+    return share_of(path.group, INNER[path.layout], np.concatenate(places), batch.token_ids)
+
+
+def last_states(
+    inner: Any, batch: TreeBatch, path: ScoringPath, share: SequenceShare | None = None
+) -> Tensor:
+    """What the head is given, of every position that this rank has: (rows * length, hidden)."""
+    inputs = _inputs(inner, batch, path)
+    if share:
+        for name in ("input_ids", "position_ids"):
+            inputs[name] = part_of(inputs[name], share.group)
+        inputs["share"] = share
+    hidden: Tensor = inner.base_model(**inputs).last_hidden_state
     return hidden.flatten(0, 1)
 
 
@@ -142,7 +183,13 @@ def _gpus(inner: Any) -> list[Any]:
     return [place for place in places if place not in {"cpu", "disk"}]
 
 
-REPLACED = {PIECES: "sdpa", FLEX: "sdpa", FLEX_FOR_EAGER: "eager"}  # by which attention
+REPLACED = {  # by which attention
+    PIECES: "sdpa",
+    FLEX: "sdpa",
+    FLEX_FOR_EAGER: "eager",
+    SHARED: "sdpa",
+    SHARED_FOR_EAGER: "eager",
+}
 
 
 def own_attention(model: Any) -> str:
@@ -152,10 +199,12 @@ def own_attention(model: Any) -> str:
 
 
 def _use_attention(model: Any, path: ScoringPath) -> None:
-    """Packed batches have an attention of their own, in place of the model's."""
+    """Packed batches have an attention of their own, in place of the model's; so do shared ones."""
     own = own_attention(model)
-    for_flex = FLEX if own == "sdpa" else FLEX_FOR_EAGER
-    wanted = {"packed": PIECES, "flex": for_flex}.get(path.layout, own)
+    is_sdpa = own == "sdpa"
+    wanted = {"packed": PIECES, "flex": FLEX if is_sdpa else FLEX_FOR_EAGER}.get(path.layout, own)
+    if path.group:
+        wanted = SHARED if is_sdpa else SHARED_FOR_EAGER
     if attention_of(model) != wanted:
         model.set_attn_implementation(wanted)
     if attention_of(model) != wanted:
@@ -229,14 +278,20 @@ DEFINITION = ScoringPath("plain", "exact", 0.0)
 # float32: nats per sequence. Half precision: mean nats per token, because the model's own logits
 # are rounded there (bfloat16 steps by 1/16 at logits of 8 to 16, float16 by 1/128).
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
-LONGEST_WINDOW = 512  # longer windows would make the probe itself expensive
-PROBE_SHAPES = ((7, (5, 3, 9)), (1, (1, 4)), (12, (6, 1)), (3, (8,)))
 
+
+# The attention over all tokens of a sequence that ranks share.
+INNER = {"flex": attend_by_flex, "packed": attend_in_pieces}
 
 Agree: TypeAlias = Callable[[bool], bool]  # whether what holds here holds on every rank
 
 
-def choose_path(model: nn.Module, agree: Agree = bool, no_flex: str = "") -> ScoringPath:
+def choose_path(
+    model: nn.Module,
+    agree: Agree = bool,
+    no_flex: str = "",
+    group: SequenceGroup | None = None,
+) -> ScoringPath:
     """The fastest way to score that agrees with `model(...).logits` on seeded rows.
 
     Ranks that hold a model together try the same ways, so each verdict is that of all of them.
@@ -245,7 +300,7 @@ def choose_path(model: nn.Module, agree: Agree = bool, no_flex: str = "") -> Sco
     trees = probe_trees(causal_model(model).config)
     expected = [_own_logps(model, tree) for tree in trees]
     refused: list[str] = []
-    for path in those_of(PATHS, model):
+    for path in those_of(PATHS, model, group):
         barred = no_flex if path.layout == "flex" else ""
         difference = ValueError(barred) if barred else _difference(model, trees, expected, path)
         allowed = TOLERANCE[causal_model(model).dtype]
@@ -253,33 +308,34 @@ def choose_path(model: nn.Module, agree: Agree = bool, no_flex: str = "") -> Sco
             assert isinstance(difference, float), "it holds here too"
             return announced(model, replace(path, worst_difference=difference), refused)
         refused.append(f"{path}: {reason(difference)}")
+    if group:
+        raise unshareable(model, refused)
     return announced(model, DEFINITION, refused)
 
 
-def those_of(paths: Sequence[ScoringPath], model: nn.Module) -> list[ScoringPath]:
-    """Those worth trying: many small products pay on a CPU only, FlexAttention on a GPU."""
+def those_of(
+    paths: Sequence[ScoringPath], model: nn.Module, group: SequenceGroup | None = None
+) -> list[ScoringPath]:
+    """Those worth trying: many small products pay on a CPU only, FlexAttention on a GPU.
+
+    Ranks can share sequences where the attention is our own.
+    """
     inner, on_cpu = causal_model(model), input_device(model).type == "cpu"
     # The mask of FlexAttention holds tables, which would not follow it to another device.
     on_one_gpu = input_device(model).type == "cuda" and len(set(_gpus(inner))) < 2
-    tried = {"flex": on_one_gpu, "packed": on_cpu and own_attention(inner) == "sdpa"}
-    return [path for path in paths if tried.get(path.layout, True)]
+    packs = (on_cpu or group is not None) and own_attention(inner) == "sdpa"
+    tried = {"flex": on_one_gpu, "packed": packs}
+    found = [path for path in paths if tried.get(path.layout, group is None)]
+    return [replace(path, group=group) for path in found]
 
 
-def probe_trees(config: Any) -> list[Tree]:
-    """Seeded rows of uneven lengths, some longer than the model's window."""
-    text_config = config.get_text_config(decoder=True)
-    shapes = list(PROBE_SHAPES)
-    window = _window(text_config)
-    if 0 < window <= LONGEST_WINDOW:
-        shapes += [(window + 5, (4, 7)), (max(1, window // 2), (window + 3, 2))]
-    elif window:
-        logger.info("The model's attention window of %d tokens is longer than the probe.", window)
-    random = np.random.default_rng(0)
-    tokens = ordinary_tokens(text_config)
-    return [
-        Tree(_draw(random, tokens, prompt), tuple(_draw(random, tokens, size) for size in branches))
-        for prompt, branches in shapes
-    ]
+def unshareable(model: nn.Module, refused: Sequence[str]) -> UsageError:
+    """The refusal of `train.sequence_parallel` for a model."""
+    why = "; ".join(refused) or f"its attention is {own_attention(causal_model(model))}, not sdpa"
+    return UsageError(
+        f"train.sequence_parallel: ranks cannot share the sequences of "
+        f"{type(causal_model(model)).__name__} ({why}). Set it to 1, or use another model."
+    )
 
 
 def _own_logps(model: nn.Module, tree: Tree) -> Tensor:
@@ -327,19 +383,3 @@ def reason(difference: float | Exception) -> str:
     if isinstance(difference, float):
         return f"off by {difference:.2g}"
     return str(difference).split("\n", maxsplit=1)[0] or type(difference).__name__
-
-
-def _window(config: Any) -> int:
-    windows = [getattr(config, name, None) for name in ("sliding_window", "window_size")]
-    return next((window for window in windows if isinstance(window, int)), 0)
-
-
-def ordinary_tokens(config: Any) -> np.ndarray:
-    """Token ids without those the config gives a meaning (padding, images, ...)."""
-    special = [value for name, value in vars(config).items() if name.endswith("_token_id")]
-    special = [value for value in special if isinstance(value, int)]
-    return np.setdiff1d(np.arange(config.vocab_size, dtype=np.int32), special)
-
-
-def _draw(random: np.random.Generator, tokens: np.ndarray, size: int) -> np.ndarray:
-    return random.choice(tokens, size)

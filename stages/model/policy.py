@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...schemas.batches import Partitions
+from ...schemas.batches import Partitions, SequenceGroup
 from ...schemas.config import LoraOptions, ModelOptions, TrainOptions
 from ...schemas.errors import UsageError
 from ...schemas.methods import ROUTING, Head
@@ -29,11 +29,13 @@ from .logprobs import (
     choose_path,
     input_device,
     last_states,
+    share_of_batch,
 )
 from .quantized_base import load_in_4_bits
 from .reward_model import batch_scores, choose_layout, load_reward_model
 from .router_watch import RouterWatch, counted_tokens, require_coefficient
 from .sharded_load import load_sharded
+from .shared_sequence import agreed, part_of, summed
 from .transformers_compat import recompute_activations, routers_of
 from .tree_attention import TreeBatch
 
@@ -44,10 +46,14 @@ NOTHING = Tree(_ONE_TOKEN, (_ONE_TOKEN,))
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a policy's parameters are spread over the ranks as they are created."""
+    """How a policy's parameters, as they are created, and its sequences are spread over ranks."""
 
-    partitions: Partitions
+    partitions: Partitions | None = None  # None: every rank has all parameters
     path: ScoringPath | None = None  # of the checkpoint that is about to replace the parameters
+    group: SequenceGroup | None = None  # of the ranks that share every sequence
+
+
+WHOLE = Sharding()
 
 
 def load_policy(
@@ -57,14 +63,14 @@ def load_policy(
     *,
     head: Head = "none",
     purity: bool = False,
-    spread: Sharding | None = None,
+    spread: Sharding = WHOLE,
 ) -> Policy:
     """The policy that begins as this model, the adapter of a reference merged into it."""
     options = replace(model, dtype=train.dtype, device_map="", tensor_parallel=1)
     load: Callable[..., nn.Module] = load_model
     if lora.quantize != "none":
         load = load_in_4_bits
-    elif spread:
+    elif spread.partitions:
         reads = lora.enabled or spread.path is None  # a checkpoint leaves frozen weights out
         load = partial(load_sharded, partitions=spread.partitions, reads=reads)
     if train.router_loss:
@@ -103,7 +109,7 @@ class Policy(nn.Module):
         head: Head = "none",
         purity: bool = False,
         balanced: bool = False,
-        spread: Sharding | None = None,
+        spread: Sharding = WHOLE,
         no_flex: str = "",
     ) -> None:
         """`balanced`: the sums of a mixture's routers have a gradient."""
@@ -112,13 +118,13 @@ class Policy(nn.Module):
         # Asked once: after ZeRO-3 has partitioned the weights, a look at one would gather it.
         self.device = input_device(model)
         choose = choose_layout if head == "score" else choose_path
-        if spread and head != "score" and output_head(causal_model(model)):
+        partitions, group = spread.partitions, spread.group
+        if partitions and head != "score" and output_head(causal_model(model)):
             call_head_for_logps(causal_model(model))  # for the probe: it is whole in its calls only
-        whole_in_calls = spread.partitions.in_calls(model) if spread else nullcontext()
-        with torch.no_grad(), whole_in_calls:
-            known = spread.path if spread else None
-            agree = spread.partitions.agreed if spread else bool
-            self.path: ScoringPath = known or choose(model.eval(), agree, no_flex)
+        with torch.no_grad(), partitions.in_calls(model) if partitions else nullcontext():
+            agree = partitions.agreed if partitions else agreed if group else bool
+            known = replace(spread.path, group=group) if spread.path else None
+            self.path: ScoringPath = known or choose(model.eval(), agree, no_flex, group)
             self.routers = RouterWatch(causal_model(model), learns=balanced, run=self._run_nothing)
         if self.path.head == "fused":
             call_head_for_logps(causal_model(model))
@@ -148,8 +154,10 @@ class Policy(nn.Module):
         with self.routers.watching():
             outputs = self._outputs_of(laid_out, batch, len(trees))
             counted = counted_tokens(rows, batch, has_copies=self.path.layout == "plain")
+            if group := self.path.group:
+                counted = part_of(counted[None], group)[0]
             routing = self.routers.sums(counted if trees else torch.zeros_like(counted))
-        return *outputs, routing
+        return *outputs, summed(routing, group) if group else routing
 
     def _outputs_of(self, trees: Sequence[Tree], batch: TreeBatch, count: int) -> Tensor:
         if self.path.head == "score":
@@ -160,7 +168,8 @@ class Policy(nn.Module):
 
     def _run_nothing(self) -> None:
         batch = self.path.batch([NOTHING], self.device)
-        last_states(causal_model(self.model), batch, self.path)
+        share = share_of_batch(batch, self.path, [np.zeros(1, int)]) if self.path.group else None
+        last_states(causal_model(self.model), batch, self.path, share)
 
     def _of_tokens(self, batch: TreeBatch) -> Tensor:
         purity, head = "purity" in self.output_names, self.value_head
@@ -168,8 +177,9 @@ class Policy(nn.Module):
             self.model, batch, self.path, purity=purity, states=head is not None
         )
         if head is None:
-            return outputs.rows
-        return torch.cat([outputs.rows, head(outputs.states).t().to(outputs.rows.device)])
+            return outputs.whole(outputs.rows)
+        values = head(outputs.states).t().to(outputs.rows.device)
+        return outputs.whole(torch.cat([outputs.rows, values]))
 
     def recompute_activations(self, *, on_host: bool = False) -> None:
         """Keeps what enters a layer only, and runs the layer again for its gradient."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from ...schemas.batches import SequenceGroup
 from ...schemas.config import ModelOptions
 from ...schemas.errors import UsageError
 from ...schemas.rows import Tree
@@ -29,12 +30,15 @@ from .logprobs import (
     causal_model,
     input_device,
     last_states,
-    probe_trees,
     reason,
+    share_of_batch,
     those_of,
+    unshareable,
 )
 from .model_folder import model_config
+from .probe_rows import probe_trees
 from .reference import HfReference, TreeScorer
+from .shared_sequence import joined
 from .tree_attention import TreeBatch, single_branches
 
 _ONE_LABEL = {"id2label": {0: "score"}, "label2id": {"score": 0}}
@@ -192,25 +196,36 @@ def batch_scores(
     """The same of rows that are laid out."""
     inner: Any = causal_model(model)
     places = _last_places(rows, batch, inner.config.pad_token_id)
-    states = last_states(inner, batch, path)
-    scores: Tensor = inner.score(states[on_device(places, states.device)])
-    return scores.squeeze(1)
+    if path.group is None:
+        states = last_states(inner, batch, path)
+        scores: Tensor = inner.score(states[on_device(places, states.device)])
+        return scores.squeeze(1)
+    share = share_of_batch(batch, path, [places])
+    own = inner.score(last_states(inner, batch, path, share)[share.states])
+    return joined(own.t(), share)[0]
 
 
-def choose_layout(model: nn.Module, agree: Agree = bool, no_flex: str = "") -> ScoringPath:
+def choose_layout(
+    model: nn.Module,
+    agree: Agree = bool,
+    no_flex: str = "",
+    group: SequenceGroup | None = None,
+) -> ScoringPath:
     """The fastest layout of trees that agrees with the model's own scores of seeded rows."""
     inner: Any = causal_model(model)
     trees = probe_trees(inner.config)
     expected = torch.cat([_own_score(inner, tree) for tree in single_branches(trees)])
     allowed = TOLERANCE[inner.dtype] * max(1.0, float(expected.abs().max()))
     refused: list[str] = []
-    for path in those_of(LAYOUTS, model):
+    for path in those_of(LAYOUTS, model, group):
         barred = no_flex if path.layout == "flex" else ""
         difference = ValueError(barred) if barred else _difference(model, trees, expected, path)
         if agree(isinstance(difference, float) and difference <= allowed):
             assert isinstance(difference, float), "it holds here too"
             return announced(model, replace(path, worst_difference=difference), refused)
         refused.append(f"{path.layout} rows: {reason(difference)}")
+    if group:
+        raise unshareable(model, refused)
     raise UsageError(
         f"{type(inner).__name__} does not score by its last hidden states "
         f"({'; '.join(refused)}). Use another model for rewards."

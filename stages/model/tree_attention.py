@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -94,9 +95,16 @@ def _place(tree: Tree) -> _Place:
     token_ids = np.concatenate([tree.prompt, *tree.branches])
     positions = np.concatenate([np.arange(fork), after - begins + fork])
     segments = np.repeat(np.arange(len(edges)), [fork, *lengths])
+    columns = np.stack([token_ids, positions, segments])
+    return _Place(columns, predictors_of(edges), edges.tolist())
+
+
+def predictors_of(edges: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where the state is that predicts each token of the branches between these edges."""
+    tokens = np.arange(edges[0], edges[-1])
+    begins = np.repeat(edges[:-1], np.diff(edges))
     # The last token of the prompt predicts the first of each branch.
-    predictors = np.where(after == begins, fork, after) - 1
-    return _Place(np.stack([token_ids, positions, segments]), predictors, edges.tolist())
+    return np.where(tokens == begins, edges[0], tokens) - 1
 
 
 def single_branches(trees: Sequence[Tree]) -> list[Tree]:

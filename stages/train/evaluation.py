@@ -111,7 +111,8 @@ class EvalSamples:
 
     def gather(self, world: World) -> tuple[EvalSample, ...]:
         """The samples of all ranks in the order of the evaluation; all ranks call it."""
-        every = [one for part in gathered(world, self._seen) for one in part]
+        own = self._seen if world.is_first_of_group else []
+        every = [one for part in gathered(world, own) for one in part]
         every.sort(key=lambda one: (one.batch, one.place))
         rows: dict[tuple[int, int], int] = {}
         numbered = [

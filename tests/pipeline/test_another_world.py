@@ -32,10 +32,16 @@ def test_two_ranks_then_one_then_two_end_as_two_do(course, tmp_path):
     answer = part(course, run, ranks=1, failpoint="step.started=kill@8")
     assert saved(run) == (12, 1, 0)
     assert "after step 6: ranks 2 → 1\n  after step 6: ZeRO stage 1 → 0\n" in answer.err
-    part(course, run, ranks=2)
+    part(course, run, "--set", "train.sequence_parallel=2", ranks=2)
     assert distances(run, whole) == pytest.approx({"losses": 0, "weights": 0}, abs=1e-5)
     changes = read_ending(RunFolder(run)).changes
-    assert changes[::2] == ("after step 6: ranks 2 → 1", "after step 12: ranks 1 → 2")
+    assert changes == (
+        "after step 6: ranks 2 → 1",
+        "after step 6: ZeRO stage 1 → 0",
+        "after step 12: ranks of a sequence none → 2",
+        "after step 12: ranks 1 → 2",
+        "after step 12: ZeRO stage 0 → 1",
+    )
     assert "ranks 1 → 2" in (run / "report.html").read_text()
     assert "already: this run is finished" in part(course, run, ranks=1).out
 

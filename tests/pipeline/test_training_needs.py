@@ -279,3 +279,8 @@ def test_a_mismatched_completion_past_the_last_position_is_refused(training_worl
     assert ending_at(own, "dpo").source.index.longest == own
     with pytest.raises(UsageError, match=f"has {every} tokens"):
         ending_at(every - 1, "kto")
+
+
+def test_ranks_that_cannot_be_divided_into_groups_are_refused(course):
+    said = refused(course, "--set", "train.sequence_parallel=2")
+    assert "train.sequence_parallel is 2, and 1 ranks were started. Start a multiple of it" in said

@@ -16,6 +16,7 @@ from align.stages.engine.deepspeed_engine import open_engine
 from align.stages.engine.distributed import joined_world
 from align.stages.model.load import ScalarHead, add_lora
 from align.stages.model.policy import Policy
+from support.shared_ranks import shared_sequences
 
 VOCABULARY, WIDTH = 1500, 16  # more than one tile of the head
 # Trees of each rank in each micro-batch; in one of them a rank has nothing to do.
@@ -151,6 +152,8 @@ def main(folder, *kinds):
             for kind in kinds
             for stage in (0, 3)
         }
+        if world.size > 1:
+            seen["shared"] = shared_sequences(world)
         (folder / f"rank-{world.rank}.json").write_text(json.dumps(seen))
 
 

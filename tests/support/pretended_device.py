@@ -110,8 +110,10 @@ def _run(func, args, kwargs):
     given, named = tree_map(_raw, args), tree_map(_raw, kwargs)
     if func is aten._to_copy.default:
         named.pop("non_blocking", None)
-    named.pop("pin_memory", None)
+    is_pinned = named.pop("pin_memory", None)
     out = func(*given, **named)
+    if is_pinned:
+        out.is_pretended_pinned = True
     stays = not (here or _is_here(kwargs.get("device"))) or leaves
     if stays or (func is aten.copy_.default and not isinstance(args[0], Pretended)):
         return out
@@ -147,7 +149,9 @@ def _leaves(func, args, kwargs):
         device = kwargs.get("device")
         return isinstance(args[0], Pretended) and device is not None and not _is_here(device)
     if func is aten.copy_.default:
-        return isinstance(args[1], Pretended) and not isinstance(args[0], Pretended)
+        is_waited_for = not (len(args) > 2 and args[2] and _is_pinned(args[0]))
+        leaves = isinstance(args[1], Pretended) and not isinstance(args[0], Pretended)
+        return leaves and is_waited_for
     return False
 
 

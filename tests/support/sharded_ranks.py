@@ -77,7 +77,7 @@ def own(world, path, way, *, adapter="", dtype="float32", head="none", lora=None
     before, began = resident_mib(), time.monotonic()
     train = TrainOptions(dtype=dtype, model=model, **PRESET)
     options = ModelOptions(path=path, adapter=adapter, device="cpu", dtype=dtype)
-    spread = None
+    spread = Sharding()
     if way == "sharded":
         spread = Sharding(partitions_of(options, train, world))
     lora = LORA if lora else LoraOptions()

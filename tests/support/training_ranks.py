@@ -25,11 +25,19 @@ METHODS = {
     "kto-classes": ("labels", "kto", {}),
     **{f"table-{name}": ("everything", name, {}) for name in TABLE},
 }
+# The last number: so many ranks share every sequence.
+SHARED = (
+    "dpo/thirds/zero1/2",
+    "orpo/thirds/zero2/2",
+    "kto-all/rows/zero1/2",
+    "table-reward/rows/zero1/2",
+    "table-ppo/rows/zero1/2",
+)
 LEARNING = {"max_steps": 10, "warmup": 0.0, "schedule": "constant", "eval_fraction": 0.2}
 
 
 def run_case(world, name, caches):
-    method, budget, preset = name.split("/")
+    method, budget, preset, *shared = name.split("/")
     cache, known_as, options = METHODS[method]
     length = {"max_steps": 3} if method.startswith("table-") else {}
     job = job_of(
@@ -38,6 +46,7 @@ def run_case(world, name, caches):
         options=options,
         tokens_per_batch=BUDGETS[budget],
         deepspeed=preset,
+        sequence_parallel=int(*shared or "1"),
         **(LEARNING | length),
     )
     began = time.monotonic()

@@ -27,6 +27,7 @@ from align.schemas.config import (
 from align.schemas.file_version import digest_anew
 from align.stages.demo.preferences import draw_preferences, paired, unpaired
 from align.stages.demo.tiny_world import ModelShape, make_model
+from align.stages.engine.distributed import in_groups
 from align.stages.feed.cache_index import ShardColumns
 from align.stages.model.reference import HfReference
 from align.stages.storage.verify_cache import check_shard
@@ -127,6 +128,7 @@ def job_of(cache, method, *, options=None, lora=None, device="cpu", **settings):
 
 def session_of(job, world):
     """The parts of a run, everything of its cache checked."""
+    world = in_groups(world, job.config.train.sequence_parallel)
     return open_session(job, world, ShardColumns(check_shard), Silent())
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from support.programs import run_ranks
+from support.shared_ranks import SHARED
 
 HEADS = ("values", "adapted values", "scores", "recomputing scores", "adapted scores")
 WORLDS = {1: ("values", "scores"), 2: ("untied", "tied", "adapted", "recomputing", *HEADS)}
@@ -44,3 +45,26 @@ def test_zero_3_leaves_no_parameter_whole_between_passes(ranks_of, kind):
     for rank in ranks_of(2):
         assert rank[f"{kind}/zero3"]["local_elements"] == 0
         assert rank[f"{kind}/zero0"]["local_elements"] == rank[f"{kind}/zero0"]["all_elements"] > 0
+
+
+@pytest.mark.parametrize("kind", [*SHARED, "an adapter", "recomputed", "nothing"])
+def test_ranks_that_share_every_sequence_have_its_numbers_and_its_gradient(ranks_of, kind):
+    """Each holds a part of the tokens, and attends for a part of the heads, filled up if odd."""
+    for rank in ranks_of(2):
+        seen = rank["shared"][kind]
+        assert seen["rows"]
+        assert seen["compared"] >= 20
+        assert seen["far"] < 2e-6
+        assert seen["gradients"] < 2e-6
+
+
+def test_ranks_that_share_a_sequence_may_attend_by_flex(ranks_of):
+    assert all(rank["shared"]["flex"]["far"] < 1e-5 for rank in ranks_of(2))
+
+
+def test_models_that_cannot_share_are_refused_on_every_rank(ranks_of):
+    for rank in ranks_of(2):
+        neighbours, eager = rank["shared"]["refused"]
+        assert "cannot share the sequences of LlamaForCausalLM (packed rows" in neighbours
+        assert "the fused head: off by" in neighbours
+        assert "its attention is eager, not sdpa" in eager

@@ -2,6 +2,7 @@ import pytest
 
 from align.stages.methods.table import METHODS as TABLE
 from support.programs import run_ranks
+from support.training_ranks import SHARED
 
 METHODS = ("dpo", "kto", "orpo")
 KINDS_OF_KTO = ("kto-some", "kto-all", "kto-classes")
@@ -14,6 +15,7 @@ ALONE = [
     "trouble",
 ]
 SPREAD = [
+    *SHARED,
     *(f"{method}/thirds/zero{stage}" for method in METHODS for stage in (0, 1, 2, 3)),
     *(f"{kind}/rows/zero0" for kind in KINDS_OF_KTO),
     *(f"table-{name}/rows/zero1" for name in TABLE),

@@ -7,6 +7,7 @@ import pytest
 from safetensors.torch import load_file
 
 from align.stages.methods.table import METHODS as TABLE
+from support.training_ranks import SHARED
 
 pytestmark = pytest.mark.timeout(1200)  # one launch serves them all
 
@@ -75,10 +76,26 @@ def test_nothing_changes_a_result_of_any_method(alone, spread, name):
     require_same(spread[0][f"table-{name}/rows/zero1"], expected, steps=3)
 
 
+@pytest.mark.parametrize("name", SHARED)
+def test_ranks_that_share_every_sequence_change_no_result(alone, spread, name):
+    method = name.partition("/")[0]
+    steps = 3 if method.startswith("table-") else 10
+    require_same(spread[0][name], alone[0][f"{method}/whole/zero0"], steps=steps)
+
+
+def test_ranks_that_share_sequences_take_the_micro_batches_of_one(alone, spread):
+    assert spread[0]["kto-all/rows/zero1/2"]["micro_batches"][0] == 8
+    ours, others = (
+        seen[0][name]["micro_batches"]
+        for seen, name in ((spread, "dpo/thirds/zero1/2"), (alone, "dpo/thirds/zero1"))
+    )
+    assert max(ours) == 2 < max(others) == 3  # of twice the tokens: each rank has half of them
+
+
 def test_every_rank_gets_the_same(spread):
     first, second = spread
     cases = [name for name in first if "/" in name]
-    assert len(cases) == 15 + len(TABLE)
+    assert len(cases) == 15 + len(TABLE) + len(SHARED)
     for name in cases:
         assert first[name]["steps"] == second[name]["steps"]
         assert first[name]["evaluations"] == second[name]["evaluations"]
@@ -124,5 +141,16 @@ def test_no_combination_changes_a_result(launch_training, alone, size):
     kinds = (*METHODS, *KINDS_OF_KTO)
     names = [f"{kind}/{cut}/zero{stage}" for kind, cut, stage in product(kinds, cuts, STAGES)]
     seen = launch_training(size, names)[0]
+    for name in names:
+        require_same(seen[name], alone[0][f"{name.partition('/')[0]}/whole/zero0"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shared", [2, 4])
+def test_no_combination_with_shared_sequences_changes_a_result(launch_training, alone, shared):
+    """Two groups of two ranks, and one of four: more than the model has heads."""
+    kinds, stages = (*METHODS, *KINDS_OF_KTO), (0, 1, 3)
+    names = [f"{kind}/thirds/zero{stage}/{shared}" for kind, stage in product(kinds, stages)]
+    seen = launch_training(4, names)[0]
     for name in names:
         require_same(seen[name], alone[0][f"{name.partition('/')[0]}/whole/zero0"])

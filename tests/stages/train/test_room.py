@@ -160,6 +160,8 @@ def test_other_errors_of_torch_are_raised_as_they_are():
 def test_half_of_what_did_not_fit_is_allowed():
     trees = tuple(SimpleNamespace(num_tokens=tokens) for tokens in (30, 50, 20))
     packed, padded = Room(pads=False), Room(pads=True)
-    for room in (packed, padded):
+    shared = Room(pads=False, ranks=4, sharing=2)
+    for room in (packed, padded, shared):
         room.shrink(SimpleNamespace(trees=trees))
     assert (packed.budget, padded.budget) == (50, 75)  # (30 + 50 + 20) / 2 and 3 x 50 / 2
+    assert shared.budget == 25  # two ranks had half of the tokens each

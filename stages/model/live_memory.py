@@ -1,0 +1,52 @@
+"""Counts the bytes of tensors that are alive; the internals of torch are named here only."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of storages that operations made and that are still alive."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.most = 0
+        self._device = device
+        self._known: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs the operation, then looks at what it made."""
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.device.type == self._device:
+                self.count(leaf)
+        return result
+
+    def count(self, tensor: Tensor) -> None:
+        """Counts the storage of a tensor, if it is not counted yet."""
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+
+        def forget(_: Any) -> None:
+            del self._known[key]
+            self.now -= size
+
+        self._known[key] = weakref.ref(storage, forget)
+        self.now += size
+        self.most = max(self.most, self.now)
+
+    def know(self, tensor: Tensor) -> None:
+        """Leaves out the storage of a tensor that was there before."""
+        self._known[tensor.untyped_storage()._cdata] = tensor
+
+    def restart(self) -> int:
+        """The peak so far; from here on another one is looked for."""
+        most, self.most = self.most, self.now
+        return most

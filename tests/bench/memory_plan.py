@@ -1,0 +1,339 @@
+"""The memory that `align plan` says, beside what trainings on a CPU hold at their peak.
+
+    python tests/bench/memory_plan.py [--only WORD]
+
+Each configuration trains a random model for three steps in processes of its own, and the third step
+is measured in two ways: the bytes of all tensors that are alive, by component, which is what
+torch.cuda.max_memory_allocated() counts on a GPU; and the peak of the process (VmHWM), from which
+everything that is no tensor is taken off, as it stands before the step. The C library is told to
+give freed blocks back. Of several ranks, the one that holds most counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+PROMPT = COMPLETION = 64
+STEPS, MIB = 3, 2**20
+LLAMA = {
+    "hidden_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 1536,
+    "vocab_size": 32000,
+    "tie_word_embeddings": False,
+}
+TIED = {**LLAMA, "hidden_size": 768, "num_hidden_layers": 8, "tie_word_embeddings": True}
+MODELS = {"52M": LLAMA, "tied 65M": TIED}
+PARTS = ("weights", "optimizer", "gradients", "activations", "head", "peak")
+WITHIN = 0.15
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration."""
+
+    deepspeed: str
+    dtype: str = "float32"
+    ranks: int = 1
+    rows: int = 8  # of a micro-batch, 192 tokens each
+    micro_batches: int = 2
+    lora: bool = False
+    checkpointing: bool = False
+    model: str = "52M"
+
+    @property
+    def name(self) -> str:
+        words = [self.model, self.dtype, self.deepspeed, f"{self.ranks} ranks"]
+        words += [f"{self.micro_batches} x {self.rows * 3 * PROMPT:,} tokens"]
+        words += ["LoRA"] * self.lora + ["checkpointing"] * self.checkpointing
+        return ", ".join(words)
+
+
+STAGES = ("zero0", "zero1", "zero2", "zero3")
+HALF = {"dtype": "bfloat16"}
+CASES = (
+    *(Case(stage) for stage in STAGES),
+    *(Case(stage, **HALF) for stage in STAGES),
+    *(Case(stage, ranks=2) for stage in STAGES[1:]),
+    *(Case(stage, ranks=2, **HALF) for stage in STAGES),
+    Case("zero0", lora=True),
+    Case("zero1", lora=True, **HALF),
+    Case("zero2", lora=True, ranks=2, **HALF),
+    Case("zero3", lora=True, ranks=2, **HALF),
+    Case("zero0", checkpointing=True),
+    Case("zero1", checkpointing=True, **HALF),
+    Case("zero1", checkpointing=True, lora=True, **HALF),
+    Case("zero3", checkpointing=True, ranks=2, **HALF),
+    Case("zero0", rows=24, micro_batches=1),
+    Case("zero0", rows=2, micro_batches=4),
+    Case("zero1", rows=24, micro_batches=1, **HALF),
+    Case("zero2", rows=24, micro_batches=1, ranks=2, **HALF),
+    Case("zero0", model="tied 65M"),
+    Case("zero1", model="tied 65M", **HALF),
+    Case("zero1", model="tied 65M", checkpointing=True, rows=16, **HALF),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        print(json.dumps(measured_here(**json.loads(arguments.worker))), flush=True)
+        return
+    heads = ("configuration", *(f"{part}: plan, measured" for part in PARTS), "VmHWM", "off by")
+    print(f"| {' | '.join(heads)} |\n|---|{'---|' * (len(heads) - 1)}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for case in CASES:
+            if arguments.only in case.name:
+                print(row(case, *compared(case, Path(folder))), flush=True)
+
+
+def row(case: Case, plan: dict[str, float], found: dict[str, float]) -> str:
+    """A line of the table, in MiB."""
+    cells = [f"{plan[part]:,.0f}, {found[part]:,.0f}" for part in PARTS]
+    cells.append(f"{found['process']:,.0f}")
+    cells.append(f"{plan['peak'] / found['peak'] - 1:+.1%}")
+    return f"| {' | '.join([case.name, *cells])} |"
+
+
+def compared(case: Case, folder: Path) -> tuple[dict[str, float], dict[str, float]]:
+    """What the plan says of a case and what it measures, in MiB."""
+    place = folder / f"{case.model}-{case.dtype}".replace(" ", "-")
+    if not place.exists():
+        make_model(case, place)
+    return planned(case, place), measured(case, place)
+
+
+def make_model(case: Case, place: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(**MODELS[case.model]), dtype=getattr(torch, case.dtype)
+    )
+    model.save_pretrained(place)
+
+
+def trees_of(case: Case) -> list:
+    import numpy as np
+
+    from align.schemas.rows import Tree
+
+    random = np.random.default_rng(0)
+
+    def draw(size: int) -> np.ndarray:
+        return random.integers(0, LLAMA["vocab_size"], size).astype(np.int32)
+
+    each = range(case.rows)
+    return [Tree(draw(PROMPT), (draw(COMPLETION), draw(COMPLETION))) for _ in each]
+
+
+def options_of(case: Case, place: Path) -> tuple:
+    from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
+
+    train = TrainOptions(
+        deepspeed=case.deepspeed, dtype=case.dtype, gradient_checkpointing=case.checkpointing
+    )
+    return ModelOptions(path=str(place)), train, LoraOptions(enabled=case.lora)
+
+
+def planned(case: Case, place: Path) -> dict[str, float]:
+    from align.pipeline.memory_plan import MemoryPlanner, Planned
+
+    model, train, lora = options_of(case, place)
+    planner = MemoryPlanner(
+        Planned(
+            model=model,
+            train=train,
+            lora=lora,
+            dtype=case.dtype,
+            device="cpu",
+            ranks=case.ranks,
+            head="none",
+            layout="packed",
+            trees=trees_of(case),
+            micro_batches=case.micro_batches,
+        )
+    )
+    held, traced = planner.parts(planner.own_way)
+    gathered = held.buffers if case.deepspeed == "zero3" else 0
+    found = {
+        "weights": held.weights,
+        "optimizer": held.optimizer,
+        "gradients": held.later,
+        "activations": traced.kept + gathered,
+        "head": traced.head,
+        "peak": planner.components(planner.own_way).peak,
+    }
+    return {name: size / MIB for name, size in found.items()}
+
+
+def measured(case: Case, place: Path) -> dict[str, float]:
+    """Runs the ranks; the one with the highest peak is told of."""
+    port = str(29500 + os.getpid() % 1000)
+    command = [sys.executable, __file__, "--worker"]
+    words = json.dumps({"case": asdict(case), "place": str(place)})
+    processes = []
+    for rank in range(case.ranks):
+        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(case.ranks)}
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} if case.ranks > 1 else {}
+        memory = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **memory, **(ranks if where else {}), **where}
+        processes.append(
+            subprocess.Popen(
+                [*command, words],
+                env=environment,
+                stdout=subprocess.PIPE,
+                text=True,
+                stderr=subprocess.DEVNULL,
+            )
+        )
+    said = [process.communicate()[0] for process in processes]
+    assert not any(process.returncode for process in processes), case.name
+    return max((json.loads(one.splitlines()[-1]) for one in said), key=lambda one: one["peak"])
+
+
+def measured_here(case: dict, place: str) -> dict[str, float]:
+    """One rank of a case, in this process."""
+    from align.stages.engine.distributed import joined_world
+
+    with joined_world() as world:
+        return Measurement(Case(**case), Path(place), world).run()
+
+
+class Measurement:
+    """One rank's training, whose last step is measured."""
+
+    def __init__(self, case: Case, place: Path, world) -> None:
+        from align.stages.engine.deepspeed_engine import open_engine
+        from align.stages.model.live_memory import LiveMemory
+        from align.stages.model.logprobs import causal_model
+        from align.stages.model.policy import load_policy
+
+        self.case, self.trees, self.live = case, trees_of(case), LiveMemory("cpu")
+        model, train, lora = options_of(case, place)
+        spread = spread_of(case, train, world)
+        self.policy = load_policy(model, train, lora, spread=spread)
+        width = MODELS[case.model]["hidden_size"]
+        self.engine, _ = open_engine(self.policy, train, world, hidden_size=width)
+        self.found: dict[str, float] = {}
+        inner = causal_model(self.policy.model).base_model
+        inner.register_forward_hook(self.watch_head)
+
+    def watch_head(self, _, __, output) -> None:
+        if output.last_hidden_state.requires_grad:
+            output.last_hidden_state.register_hook(self.leave_head)
+
+    def leave_head(self, _) -> None:
+        self.found.setdefault("head", self.live.most - self.before - self.found["activations"])
+
+    def run(self) -> dict[str, float]:
+        import torch
+
+        gc.collect()
+        for one in gc.get_objects():
+            if isinstance(one, torch.Tensor) and one.device.type == "cpu":
+                self.live.count(one)
+        with self.live:
+            for step in range(STEPS):
+                if step == STEPS - 1:
+                    self.begin()
+                self.step()
+        self.found["peak"] = self.peak
+        self.found = {name: size / MIB for name, size in self.found.items()}
+        self.found["process"] = status("VmHWM") - self.others
+        return self.found
+
+    def begin(self) -> None:
+        """Only what happens from here on is measured."""
+        gc.collect()
+        self.found.clear()
+        self.peak = 0
+        self.others = status("VmRSS") - self.live.now / MIB
+        Path("/proc/self/clear_refs").write_text("5")
+        self.live.restart()
+
+    def step(self) -> None:
+        for index in range(self.case.micro_batches):
+            self.engine.learn_mode(dropout_seed=1)
+            self.note()
+            self.before = self.live.now
+            loss = -self.engine.forward(self.trees)["logps"].double().mean()
+            self.note()
+            self.found["activations"] = self.live.now - self.before
+            self.engine.backward(loss, is_last=index == self.case.micro_batches - 1)
+            del loss
+        self.note()
+        self.found |= self.standing()
+        self.engine.step()
+        self.note()
+
+    def note(self) -> None:
+        self.peak = max(getattr(self, "peak", 0), self.live.restart())
+
+    def standing(self) -> dict[str, float]:
+        """Weights, the optimizer's own, and all the rest but the head's buffer: gradients."""
+        import torch
+
+        from align.stages.model.fused_head_backward import BUFFER_BYTES
+
+        weights = storages(getattr(one, "ds_tensor", one) for one in self.policy.parameters())
+        inner = self.engine._engine.optimizer
+        optimizers = [inner, getattr(inner, "optimizer", inner)]
+        own = [one for each in optimizers for group in each.param_groups for one in group["params"]]
+        for each in optimizers:
+            for state in each.state.values():
+                own += [one for one in state.values() if isinstance(one, torch.Tensor)]
+        masters = getattr(inner, "fp32_partitioned_groups_flat", [])
+        owned = {
+            key: size for key, size in storages([*own, *masters]).items() if key not in weights
+        }
+        rest = self.live.now - sum(weights.values()) - sum(owned.values()) - BUFFER_BYTES
+        return {
+            "weights": sum(weights.values()),
+            "optimizer": sum(owned.values()),
+            "gradients": rest,
+        }
+
+
+def storages(tensors) -> dict[int, int]:
+    found = {}
+    for one in tensors:
+        storage = one.untyped_storage()
+        found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def spread_of(case: Case, train, world):
+    from align.stages.engine.deepspeed_config import Circumstances
+    from align.stages.engine.zero3_partitions import open_partitions
+    from align.stages.model.policy import Sharding
+
+    if case.deepspeed != "zero3":
+        return None
+    width = MODELS[case.model]["hidden_size"]
+    return Sharding(open_partitions(train, world, Circumstances(case.dtype, width, world.size)))
+
+
+def status(name: str) -> float:
+    """MiB of a line of /proc/self/status."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    (line,) = (line for line in lines if line.startswith(f"{name}:"))
+    return int(line.split()[1]) / 1024
+
+
+if __name__ == "__main__":
+    main()
