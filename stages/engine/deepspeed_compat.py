@@ -144,6 +144,7 @@ def forget_passes(optimizer: Any) -> None:
     if isinstance(optimizer, _STAGE_1_AND_2.DeepSpeedZeroOptimizer):
         optimizer.params_already_reduced = [False] * len(optimizer.params_already_reduced)
         optimizer.extra_large_param_to_reduce.clear()
+        optimizer.ready_for_gradients = False  # or the next pass would count as none
     elif offload := getattr(optimizer, "parameter_offload", None):
         optimizer.params_already_reduced = dict.fromkeys(optimizer.params_already_reduced, False)
         coordinator = offload.get_param_coordinator()

@@ -15,7 +15,7 @@ from align.stages.train.room import NoRoom, Room, needing_room
 from align.stages.train.synchronized import StopConditions
 from support.training_world import START, Recorded, facts, job_of, loop_of, session_of
 
-ROOM = 370  # tokens; a step of eight rows has about 730, its longest row about 150
+ROOM = 440  # tokens: of the rows of the first step, which are 861, half fits
 LEARNING = {"max_steps": 3, "warmup": 0.0, "schedule": "constant", "eval_fraction": 0.2}
 NEVER = StopConditions(lambda: False, float("inf"))
 WORDS = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"
@@ -33,7 +33,9 @@ def scarce(session, where, *, most=ROOM):
         states = inputs[0]
         if states.shape[0] * states.shape[1] <= most:
             return
-        if where == "forward" or not states.requires_grad:
+        if torch.is_grad_enabled() == (where == "without gradients"):
+            return
+        if where != "backward":
             raise RuntimeError(WORDS)
         states.register_hook(refuse)
 
@@ -56,16 +58,21 @@ def learned(method, where, one_rank, cache, **settings):
     return session.engine.weights(), recorded, place
 
 
-# kto runs out where z is computed first; the state of bco is that of one step, however often begun.
+# Of kto a step runs without gradients first; the state of bco is that of one step, however often it
+# was begun. So is an evaluation, with which a run begins.
 CASES = [
     *(("dpo", "forward", preset, "float32") for preset in ("zero0", "zero3")),
     *(("dpo", "backward", "zero0", "float32"), ("bco", "backward", "zero1", "bfloat16")),
-    *(("kto", "backward", "zero2", "float32"), ("dpo", "backward", "zero3", "bfloat16")),
+    *(("kto", "backward", "zero2-offload", "float32"), ("dpo", "backward", "zero3", "bfloat16")),
+    ("kto", "without gradients", "zero0", "float32"),
 ]
 OTHERS = [
     case
     for case in product(
-        ("dpo", "kto", "bco"), ("forward", "backward"), PRESETS, ("float32", "bfloat16")
+        ("dpo", "kto", "bco"),
+        ("forward", "backward", "without gradients"),
+        PRESETS,
+        ("float32", "bfloat16"),
     )
     if case not in CASES
 ]
@@ -91,9 +98,13 @@ def test_a_step_is_repeated_as_if_it_had_been_planned_so(
     for name, weight in expected.items():
         assert torch.equal(found[name], weight), name
     assert place.state == then.state
-    for kind in ("steps", "evaluations"):
-        pairs = zip(getattr(recorded, kind), getattr(same, kind), strict=True)
-        assert all(facts(one) == facts(other) for (_, one), (_, other) in pairs)
+    # The evaluation before the first step may have fitted as it was planned.
+    pairs = zip(
+        [*recorded.steps, *recorded.evaluations[1:]],
+        [*same.steps, *same.evaluations[1:]],
+        strict=True,
+    )
+    assert all(facts(one) == facts(other) for (_, one), (_, other) in pairs)
     for (_, one), (_, other) in zip(recorded.steps, same.steps, strict=True):
         # The tokens and padding of what was run in the end; and how often that was not the first.
         assert (one["tokens"], one["padding"]) == (other["tokens"], other["padding"])
