@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from ..schemas.config import LoraOptions, ModelOptions, TrainOptions
+from ..schemas.errors import UsageError
 from ..schemas.methods import Head
 from ..schemas.rows import Tree
 from ..stages.engine.deepspeed_config import Circumstances, engine_config
@@ -112,6 +113,14 @@ class MemoryPlanner:
         """Tokens that the policy's head knows."""
         config = causal_model(self._model(False)).config
         return int(config.get_text_config(decoder=True).vocab_size)
+
+    def is_possible(self, way: Way) -> bool:
+        """Whether the optimizer of the settings runs under its ZeRO stage."""
+        try:
+            self.setting(way)
+        except UsageError:
+            return False
+        return True
 
     def elements(self, learning: Learning) -> Elements:
         """Counts the parameters, those that learn apart."""

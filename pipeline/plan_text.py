@@ -31,7 +31,7 @@ def _training(plan: RunPlan) -> Iterator[tuple[str, str]]:
     work = plan.workload
     yield "method", plan.method
     yield "policy", f"{plan.policy}: {parameters_text(plan.elements)}, {plan.dtype}"
-    yield "settings", f"{plan.own_way}, {counted(plan.asked.gpus, 'ranks')} on {plan.device}"
+    yield "settings", f"{plan.own_way}, {counted(plan.request.gpus, 'ranks')} on {plan.device}"
     yield "rows", f"{work.rows:,} to learn from, {work.held_out:,} held out"
     yield "steps", steps_text(work)
     yield "tokens", tokens_text(work)
@@ -47,7 +47,8 @@ def parameters_text(elements: Elements) -> str:
 
 def steps_text(work: Workload) -> str:
     """How many steps of how many rows."""
-    return f"{work.steps:,} of {work.batch_size:,} rows, {counted(work.epochs, 'epochs')}"
+    steps, epochs = counted(work.steps, "steps"), counted(work.epochs, "epochs")
+    return f"{steps} of {work.batch_size:,} rows, {epochs}"
 
 
 def tokens_text(work: Workload) -> str:
@@ -69,12 +70,12 @@ def _time(plan: RunPlan) -> Iterator[tuple[str, str]]:
     if not plan.seconds:
         yield "time", "unknown: pass --tokens-per-second, or --like RUN to take it from a run"
         return
-    hours, rate = plan.seconds / HOUR, plan.asked.tokens_per_second
+    hours, rate = plan.seconds / HOUR, plan.request.tokens_per_second
     yield "time", f"{_duration(plan.seconds)} at {rate:,.0f} tokens/s, without evaluations"
-    if plan.asked.price:
-        paid = hours * plan.asked.gpus
-        cost = paid * plan.asked.price
-        yield "cost", f"{cost:,.2f}: {paid:,.1f} GPU hours at {plan.asked.price:,.2f}"
+    if plan.request.price:
+        paid = hours * plan.request.gpus
+        cost = paid * plan.request.price
+        yield "cost", f"{cost:,.2f}: {paid:,.1f} GPU hours at {plan.request.price:,.2f}"
 
 
 def _duration(seconds: float) -> str:
@@ -99,7 +100,7 @@ def _stage_one(plan: RunPlan) -> Iterator[tuple[str, str]]:
 
 
 def _memory(plan: RunPlan) -> Iterator[str]:
-    is_sized = bool(plan.asked.gpu_bytes)
+    is_sized = bool(plan.request.gpu_bytes)
     head = (*HEAD, "fits") if is_sized else HEAD
     rows = []
     for way, one in plan.memory:
@@ -119,7 +120,7 @@ def gib(size: float) -> str:
 
 
 def _verdict(plan: RunPlan) -> str:
-    room = f"{USABLE:.0%} of {gib(plan.asked.gpu_bytes)} GiB"
+    room = f"{USABLE:.0%} of {gib(plan.request.gpu_bytes)} GiB"
     needs = f"{plan.own_way} needs {gib(plan.own.peak)} GiB of {room}"
     if plan.fits(plan.own):
         return f"Fits: {needs}."

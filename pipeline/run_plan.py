@@ -87,7 +87,7 @@ class RunPlan:
     scoring: Scoring
     reference: ReferenceCost
     memory: tuple[tuple[Way, Components], ...]
-    asked: PlanRequest
+    request: PlanRequest
 
     @property
     def own(self) -> Components:
@@ -97,12 +97,12 @@ class RunPlan:
     @property
     def seconds(self) -> float:
         """How long it takes, where the speed is known."""
-        rate = self.asked.tokens_per_second
+        rate = self.request.tokens_per_second
         return self.workload.tokens / rate if rate else 0.0
 
     def fits(self, components: Components) -> bool:
-        """Whether a GPU of the size that was asked for has room."""
-        return components.peak <= USABLE * self.asked.gpu_bytes
+        """Whether a GPU of the size that was request for has room."""
+        return components.peak <= USABLE * self.request.gpu_bytes
 
     def nearest_that_fits(self) -> Way | None:
         """The way with the least change that has room."""
@@ -127,7 +127,7 @@ class RunPlan:
         )
 
 
-def plan_run(settings: Settings, asked: PlanRequest) -> RunPlan:
+def plan_run(settings: Settings, request: PlanRequest) -> RunPlan:
     """Plans the training of these settings."""
     config = settings.config
     if not config.train.method:
@@ -135,15 +135,15 @@ def plan_run(settings: Settings, asked: PlanRequest) -> RunPlan:
     if config.lora.enabled:
         require_peft()
     recipe = recipe_of(config.train.method, config.method)
-    rows = _given(config, recipe, asked.rows) if asked.rows else _of_cache(config, recipe)
+    rows = _given(config, recipe, request.rows) if request.rows else _of_cache(config, recipe)
     dtype = _dtype(rows.policy.path, config.train.dtype)
-    device = "cuda" if asked.is_for_gpu else chosen_device(config.model)
+    device = "cuda" if request.is_for_gpu else chosen_device(config.model)
     layout = "flex" if device == "cuda" else "packed"
     shared = config.train.sequence_parallel
-    if asked.gpus % shared:
+    if request.gpus % shared:
         raise UsageError(f"train.sequence_parallel is {shared}: --gpus has to be a multiple of it.")
     tokens = planned_tokens(config.train, device)
-    world = World(0, asked.gpus, 0, shared)
+    world = World(0, request.gpus, 0, shared)
     feed = feed_settings(config.train, recipe, world, tokens=tokens, pads=False)
     workload = workload_of(rows.table, feed, config.train, rows=rows.count, held_out=rows.held_out)
     planner = MemoryPlanner(
@@ -153,15 +153,15 @@ def plan_run(settings: Settings, asked: PlanRequest) -> RunPlan:
             lora=config.lora,
             dtype=dtype,
             device=device,
-            ranks=asked.gpus,
+            ranks=request.gpus,
             head=recipe.head,
             layout=layout,
             trees=workload.trees(shared),
             micro_batches=workload.micro_batches,
         )
     )
-    ways = list(planner.ways())
     own = planner.own_way
+    ways = [way for way in planner.ways() if planner.is_possible(way)]
     ways = ways if own in ways else [own, *ways]
     return RunPlan(
         method=recipe.name,
@@ -172,9 +172,9 @@ def plan_run(settings: Settings, asked: PlanRequest) -> RunPlan:
         elements=planner.elements(own.learning),
         workload=workload,
         scoring=rows.scoring,
-        reference=_reference(planner, own, workload, asked.gpus, dtype),
+        reference=_reference(planner, own, workload, request.gpus, dtype),
         memory=tuple((way, planner.components(way)) for way in ways),
-        asked=asked,
+        request=request,
     )
 
 
@@ -228,10 +228,10 @@ def _given(config: Config, recipe: Recipe, rows: GivenRows) -> _Rows:
     )
 
 
-def _dtype(folder: str, asked: str) -> str:
-    """What is asked for, else what the weights are in, else what config.json says."""
-    if asked != "auto":
-        return asked
+def _dtype(folder: str, request: str) -> str:
+    """What is request for, else what the weights are in, else what config.json says."""
+    if request != "auto":
+        return request
     if any(Path(folder).glob("*.safetensors")):
         return stored_dtype(folder)
     config = model_config(folder)

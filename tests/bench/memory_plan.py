@@ -323,7 +323,7 @@ def spread_of(case: Case, train, world):
     from align.stages.model.policy import Sharding
 
     if case.deepspeed != "zero3":
-        return None
+        return Sharding()
     width = MODELS[case.model]["hidden_size"]
     return Sharding(open_partitions(train, world, Circumstances(case.dtype, width, world.size)))
 

@@ -1,0 +1,201 @@
+"""The plan of a training beside figures worked by hand, and beside what trainings hold."""
+
+import gc
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from align.pipeline.memory_plan import Components, Way, at_peak, elements_of
+from align.pipeline.run_plan import GivenRows, PlanRequest, plan_run
+from align.pipeline.settings import load_settings
+from align.pipeline.workload import RowShape, even_rows, feed_settings, workload_of
+from align.schemas.batches import World
+from align.schemas.config import TrainOptions
+from align.schemas.rows import Tree
+from align.stages.engine.held_memory import Elements, Setting, held_memory
+from align.stages.methods.table import recipe_of
+from align.stages.model.fused_head_backward import call_head_for_logps
+from align.stages.model.live_memory import LiveMemory
+from align.stages.model.logprobs import ScoringPath, branch_logps
+from align.stages.model.memory_trace import Moment, Trace, trace
+from align.stages.model.transformers_compat import recompute_activations
+from align.stages.model.tree_attention import tree_batch
+from bench.memory_plan import CASES, WITHIN, compared
+
+PACKED = ScoringPath("packed", "fused", 0.0)
+HALF = Setting(stage=1, ranks=4, itemsize=2, device="cuda", bucket=10)
+
+
+@pytest.mark.parametrize(
+    ("stage", "weights", "optimizer", "gradients"),
+    [
+        (0, 2000, 12_000, 2000),  # 2 bytes; 4 + 8 of every parameter; gradients as the weights
+        (1, 2000, 3000, 6000),  # 12 of a quarter; gradients in 16 bits and float32, of all
+        (2, 2000, 3000, 1000),  # 4 of a quarter
+        (3, 500, 3000, 1000),  # 2 of a quarter
+    ],
+)
+def test_a_thousand_parameters_in_bfloat16_on_four_ranks(stage, weights, optimizer, gradients):
+    held = held_memory(Elements(1000, 0, 100), replace(HALF, stage=stage))
+    assert (held.weights, held.optimizer, held.later) == (weights, optimizer, gradients)
+
+
+def test_an_adapter_needs_an_optimizer_for_itself_alone():
+    held = held_memory(Elements(10, 1000, 5), replace(HALF, ranks=1))
+    assert (held.weights, held.optimizer, held.later) == (2020, 120, 60)
+
+
+def test_what_is_offloaded_is_in_the_memory_of_the_cpu():
+    setting = replace(HALF, stage=3, offloads_optimizer=True, offloads_weights=True)
+    held = held_memory(Elements(1000, 0, 100), setting)
+    assert (held.weights, held.optimizer) == (0, 0)
+    assert held.host == 500 + 3000 + 1000  # weights, master and moments, gradients of a quarter
+
+
+def test_the_peak_is_the_largest_moment_of_a_step():
+    """Two micro-batches: the second meets all gradients of the first, 6,000 bytes."""
+    held = held_memory(Elements(1000, 0, 100), replace(HALF, ranks=1, device="cpu"))
+    traced = Trace((Moment(0, 700, 0), Moment(0, 500, 300), Moment(1000, 10, 0)), 500, 0, 64)
+    later = replace(at_peak(held, traced, 2))
+    assert later == Components(2000, 14_000, 12_000, 0, 64, 0, 0, 0)  # the update: 8 bytes more
+    fused = held_memory(Elements(1000, 0, 100), replace(HALF, ranks=1))
+    assert at_peak(fused, traced, 2).gradients == 6000
+    assert (at_peak(fused, traced, 2).activations, at_peak(fused, traced, 2).head) == (500, 364)
+    once = at_peak(fused, traced, 1)  # 4,000 stay, and 2,000 come until the end of the pass
+    assert (once.gradients, once.activations) == (6000, 10)
+
+
+def drawn(*, tied=False, dtype=torch.float32):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=256,
+        vocab_size=2000,
+        tie_word_embeddings=tied,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def some_trees():
+    random = np.random.default_rng(0)
+    sizes = [(40, 30, 50), (64, 64, 64), (17, 90, 3)]
+    draw = [[random.integers(0, 2000, size).astype(np.int32) for size in each] for each in sizes]
+    return [Tree(parts[0], tuple(parts[1:])) for parts in draw]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_are_those_that_a_model_with_weights_keeps(checkpointing, dtype):
+    real = drawn(dtype=dtype)
+    with torch.device("meta"):
+        empty = drawn(dtype=dtype)
+    for model in (real, empty):
+        model.train()
+        if checkpointing:
+            recompute_activations(model)
+    call_head_for_logps(real)
+    batch, live = tree_batch(some_trees(), torch.device("cpu"), packed=True), LiveMemory("cpu")
+    head = real.get_output_embeddings()
+    kept = []
+    head.register_forward_pre_hook(lambda *_: kept.append(live.now))
+    branch_logps(real, batch, PACKED)  # attention and the head's buffer are set
+    gc.collect()
+    with live:
+        for tensor in (*real.parameters(), *real.buffers(), head.buffer._buffer):
+            live.know(tensor)
+        loss = branch_logps(real, batch, PACKED).sum()
+        live.restart()
+        loss.backward()
+    traced = trace(empty, some_trees(), PACKED, device="cpu")
+    assert traced.kept == pytest.approx(kept[-1], rel=0.05)
+    gradients = sum(one.numel() * one.itemsize for one in real.parameters())
+    whole = max(one.layers + one.head + one.finished * dtype.itemsize for one in traced.moments)
+    assert whole == pytest.approx(live.most, rel=WITHIN)
+    assert live.now >= gradients
+
+
+def test_tied_weights_are_counted_once():
+    with torch.device("meta"):
+        tied, apart = drawn(tied=True), drawn()
+    same = elements_of(tied, packs=False)
+    assert elements_of(apart, packs=False).learning - same.learning == 2000 * 128
+    assert (same.frozen, same.largest) == (0, 2000 * 128)
+
+
+def test_steps_and_tokens_of_even_rows():
+    """100 rows of 10 + 20 + 20 tokens, 30 a step: 4 steps an epoch, the last of 10 rows."""
+    train = TrainOptions(batch_size=30, epochs=2)
+    feed = feed_settings(train, recipe_of("kto", {}), World(0, 2, 0), tokens=500, pads=False)
+    work = workload_of(
+        even_rows(100, RowShape(10, (20, 20)), levels=1), feed, train, rows=100, held_out=0
+    )
+    assert (work.steps, work.learned_tokens) == (8, 2 * 100 * 50)
+    assert work.mismatched_tokens == 2 * 100 * 50  # each prompt once more, and both partners
+    # 15 rows of each rank: two micro-batches of ten and of five, filled evenly.
+    assert (work.micro_batches, work.micro_tokens) == (2, 400)
+    assert sum(tree.num_tokens for tree in work.trees()) == 400
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    """A folder with a config.json and nothing else."""
+    folder = tmp_path_factory.mktemp("policy")
+    drawn().config.save_pretrained(folder)
+    return folder
+
+
+def planned(policy, request, **settings):
+    sets = {"train.method": "dpo", "train.model": str(policy), **settings}
+    return plan_run(load_settings({}, sets, file=None, command="plan"), request)
+
+
+ROWS = GivenRows(1000, 50, 50)
+
+
+def test_a_config_alone_is_planned_and_the_settings_are_in_the_table(policy):
+    plan = planned(policy, PlanRequest(rows=ROWS, is_for_gpu=True), **{"train.dtype": "bfloat16"})
+    ways = [way for way, _ in plan.memory]
+    assert plan.own_way == Way("full", "zero1", checkpointing=False)
+    assert len(ways) == len(set(ways)) == 2 * 6 * 2 + 2 * 4
+    assert plan.workload.learned_tokens == 1000 * 150
+    assert (plan.scoring.own, plan.scoring.mismatched) == (1000 * 150, 1000 * 100)
+    sizes = dict(plan.memory)
+    for way, least in sizes.items():
+        if not way.checkpointing:
+            assert sizes[replace(way, checkpointing=True)].peak <= least.peak
+
+
+def test_what_does_not_fit_is_told_the_nearest_way_that_does(policy):
+    request = PlanRequest(rows=ROWS, is_for_gpu=True)
+    plan = planned(policy, request, **{"train.dtype": "bfloat16"})
+    sizes = dict(plan.memory)
+    lighter = replace(plan.own_way, checkpointing=True)
+    between = (sizes[lighter].peak + plan.own.peak) / 2 / 0.93
+    asked = replace(plan, request=replace(request, gpu_bytes=round(between)))
+    assert not asked.fits(asked.own)
+    assert asked.nearest_that_fits() == lighter
+
+
+def test_a_reference_beside_the_policy_costs_its_weights_and_logits(policy):
+    plan = planned(policy, PlanRequest(rows=ROWS), **{"train.dtype": "float32"})
+    assert plan.reference.copy == 4 * plan.elements.total
+    # Each prompt stands before each of its completions; logits and gradient of 4 bytes each.
+    rows = plan.workload.micro_tokens // 150
+    assert plan.reference.logits == pytest.approx(2 * 4 * rows * 200 * 2000, rel=0.02)
+    adapted = planned(
+        policy, PlanRequest(rows=ROWS), **{"train.dtype": "float32", "lora.enabled": True}
+    )
+    assert adapted.reference.copy == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", [CASES[0], CASES[5], CASES[12]], ids=lambda case: case.name)
+def test_a_training_holds_what_its_plan_says(case, tmp_path):
+    plan, found = compared(case, tmp_path)
+    assert plan["peak"] == pytest.approx(found["peak"], rel=WITHIN)
