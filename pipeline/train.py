@@ -155,7 +155,7 @@ def _mixture_notes(policy: Policy, config: Config) -> Iterator[str]:
         f"a mixture of {routers.experts} experts in each of {routers.layers} layers, "
         f"{routers.chosen} for each token; train.router_loss is {weight:g}"
         f"{'' if weight else ': nothing keeps their use even'} "
-        f"(its config has {'no coefficient' if own is None else f'{own:g}'})"
+        f"({COEFFICIENT} of its config: {'none' if own is None else f'{own:g}'})"
     )
     if config.lora.enabled and not adapts_experts(policy.model):
         yield (
@@ -312,6 +312,7 @@ def _room(session: Session) -> Room:
     return Room(
         pads=session.feed.settings.pads,
         ranks=ranks,
+        sharing=session.world.sequence_parallel,
         advice=tuple(lighter(session.job.config, stage, ranks)),
     )
 

@@ -53,7 +53,8 @@ def pytest_addoption(parser):
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if is_slow(item):
+        # Kernels for a GPU are compiled by processes of their own.
+        if item.get_closest_marker("gpu") or is_slow(item):
             item.add_marker(pytest.mark.slow)
 
 

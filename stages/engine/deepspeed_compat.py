@@ -139,10 +139,12 @@ def forget_passes(optimizer: Any) -> None:
     hooks.backward_active_depth = hooks.remaining_grad_acc_hooks = 0
     hooks.reset_for_new_step()
     for bucket in getattr(optimizer, "ipg_buckets", {}).values():
-        bucket.clear()
+        # Of ZeRO-3 the buffer stays: it is made once.
+        getattr(bucket, "clear_params", bucket.clear)()
     if isinstance(optimizer, _STAGE_1_AND_2.DeepSpeedZeroOptimizer):
         optimizer.params_already_reduced = [False] * len(optimizer.params_already_reduced)
         optimizer.extra_large_param_to_reduce.clear()
+        optimizer.ready_for_gradients = False  # or the next pass would count as none
     elif offload := getattr(optimizer, "parameter_offload", None):
         optimizer.params_already_reduced = dict.fromkeys(optimizer.params_already_reduced, False)
         coordinator = offload.get_param_coordinator()

@@ -27,7 +27,7 @@ def _to_host(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
     if tensor.device.type == "cpu" or not tensor.requires_grad:
         return tensor
     # Pinned memory is copied without a wait, in the order of the stream that computes.
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return tensor.device, host.copy_(tensor.detach(), non_blocking=True)
 
 

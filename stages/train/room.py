@@ -38,6 +38,7 @@ class Room:
 
     pads: bool  # whether a micro-batch is padded to its longest row
     ranks: int = 1
+    sharing: int = 1  # ranks that share a micro-batch; what fits is counted per rank
     advice: tuple[str, ...] = ()  # what takes less memory and is not in use yet
     budget: int = 0  # tokens; 0: as planned
     times: int = 0  # that memory ran out
@@ -48,7 +49,7 @@ class Room:
         if len(sizes) < 2:
             raise MemoryLimitError(self._too_long(micro))
         tokens = len(sizes) * max(sizes) if self.pads else sum(sizes)
-        self.budget, self.times = max(1, tokens // 2), self.times + 1
+        self.budget, self.times = max(1, tokens // 2 // self.sharing), self.times + 1
 
     def require_alone(self) -> None:
         """Ends a run of several ranks: the others wait where this one will not come any more."""

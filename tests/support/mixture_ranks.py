@@ -30,6 +30,7 @@ def run_case(world, name, cache):
         deepspeed=preset,
         router_loss=float(weight),
         gradient_checkpointing="recomputing" in others,
+        sequence_parallel=2 if "shared" in others else 1,
         lora=LoraOptions(enabled="adapted" in others, rank=2, targets=TARGETS),
         **SETTINGS,
     )

@@ -6,17 +6,13 @@ asked for it. It changes what torch takes for the accelerator of the whole proce
 that uses it runs in a process of its own.
 """
 
-import sys
-from collections import Counter
-from pathlib import Path
-
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from align.stages.model import fused_head
-from support.rooms import ROOMS, ROOT
+from support.waits import Waits
 
 
 class _Module:
@@ -35,6 +31,7 @@ class _Module:
 _setup_privateuseone_for_python_backend("pretend", backend_module=_Module())
 aten = torch.ops.aten
 DEVICE = torch.device("pretend", 0)
+WAITS = Waits()
 # The sizes of a CPU, with which sums of tiles are equal to the last bit.
 for tiles in (fused_head.TILE_ROWS, fused_head.TILE_VOCABULARY):
     tiles[DEVICE.type] = tiles["cpu"]
@@ -85,45 +82,11 @@ class Pretended(torch.Tensor):
         return _run(func, args, kwargs or {})
 
 
-class Waits:
-    """Where the host waited for the device: the line that asked, of align or of a library."""
-
-    def __init__(self):
-        self.seen = Counter()
-
-    def add(self, what):
-        """Notes one, by the innermost line under way that is neither torch's nor a test's."""
-        frame = sys._getframe(1)
-        while frame is not None and not (place := _place(frame.f_code.co_filename)):
-            frame = frame.f_back
-        where = f"{place}:{frame.f_lineno}" if frame is not None else "a backward pass of torch"
-        self.seen[f"{where} {what}"] += 1
-
-    def taken(self):
-        """Those so far, which are forgotten."""
-        seen, self.seen = dict(self.seen), Counter()
-        return seen
-
-
-WAITS = Waits()
-
-
 class PretendedDevice(TorchDispatchMode):
     """Inside, tensors can be made on `DEVICE`."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return _run(func, args, kwargs or {})
-
-
-def _place(name):
-    """`stages/…` of a file of align, `LIBRARY/…` of another; empty of torch and of tests."""
-    if name.startswith(_HOUSES):
-        return str(Path(name).relative_to(ROOT))
-    library = name.rpartition("/site-packages/")[2]
-    return "" if library == name or library.startswith("torch/") else library
-
-
-_HOUSES = tuple(f"{ROOT / room}/" for room in ROOMS)
 
 
 def _run(func, args, kwargs):
@@ -147,8 +110,10 @@ def _run(func, args, kwargs):
     given, named = tree_map(_raw, args), tree_map(_raw, kwargs)
     if func is aten._to_copy.default:
         named.pop("non_blocking", None)
-    named.pop("pin_memory", None)
+    is_pinned = named.pop("pin_memory", None)
     out = func(*given, **named)
+    if is_pinned:
+        out.is_pretended_pinned = True
     stays = not (here or _is_here(kwargs.get("device"))) or leaves
     if stays or (func is aten.copy_.default and not isinstance(args[0], Pretended)):
         return out
@@ -184,7 +149,9 @@ def _leaves(func, args, kwargs):
         device = kwargs.get("device")
         return isinstance(args[0], Pretended) and device is not None and not _is_here(device)
     if func is aten.copy_.default:
-        return isinstance(args[1], Pretended) and not isinstance(args[0], Pretended)
+        is_waited_for = not (len(args) > 2 and args[2] and _is_pinned(args[0]))
+        leaves = isinstance(args[1], Pretended) and not isinstance(args[0], Pretended)
+        return leaves and is_waited_for
     return False
 
 

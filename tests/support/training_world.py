@@ -112,11 +112,11 @@ def scored(folder, name, *, kl_pairs, token_logps=False):
     return folder / name
 
 
-def job_of(cache, method, *, options=None, lora=None, **settings):
+def job_of(cache, method, *, options=None, lora=None, device="cpu", **settings):
     """A run that is about to begin, in float32, without MLflow."""
     plain = {"batch_size": 8, "epochs": 2, "lr": 1e-3, "dtype": "float32", "deepspeed": "zero0"}
     config = Config(
-        model=ModelOptions(device="cpu"),
+        model=ModelOptions(device=device),
         train=TrainOptions(method=method, cache=str(cache), **(plain | settings)),
         lora=lora or LoraOptions(),
         tracking=TrackingOptions(mlflow=False),

@@ -1,14 +1,20 @@
 """A mixture of experts is trained to the same result however a step is cut and spread."""
 
 import json
+from copy import deepcopy
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
+from align.pipeline.train import _mixture_notes
+from align.schemas.config import Config, LoraOptions, TrainOptions
 from align.stages.demo.preferences import draw_preferences, paired
+from align.stages.model.load import add_lora
+from align.stages.model.policy import Policy
 from support.families import tiny_model
+from support.mixtures import MIXTURES
 from support.programs import run_ranks
 from support.training_world import scored
 
@@ -27,7 +33,12 @@ ALONE = (
     "whole/zero0/0",
     "whole/zero0/0.5/adapted",
 )
-SPREAD = ("thirds/zero0/0.5", "rows/zero1/0.5", "thirds/zero3/0.5/recomputing")
+SPREAD = (
+    "thirds/zero0/0.5",
+    "rows/zero1/0.5",
+    "thirds/zero3/0.5/recomputing",
+    "thirds/zero1/0.5/shared",  # both ranks hold a part of every sequence
+)
 ADAPTED = "rows/zero3/0.5/adapted"
 LISTED = ("listed/zero0", "listed/zero3")
 
@@ -133,3 +144,15 @@ def test_experts_that_are_modules_are_gathered_by_all_ranks_under_zero_3(mixture
         assert largest_difference(weights, expected["weights"][name]) < 1e-5, name
     missed = [rank["listed/zero3"]["missed"] for rank in mixture_spread.ranks]
     assert missed[0] != missed[1]
+
+
+def test_a_run_says_what_balances_its_experts_and_whether_an_adapter_leaves_them_out():
+    model = tiny_model(*MIXTURES["qwen2_moe"])
+    (line,) = _mixture_notes(Policy(deepcopy(model)), Config())
+    assert "4 experts in each of 2 layers, 2 for each token" in line
+    assert "train.router_loss is 0: nothing keeps their use even" in line
+    assert "router_aux_loss_coef of its config: 0.001" in line
+    config = Config(lora=LoraOptions(enabled=True), train=TrainOptions(router_loss=0.25))
+    line, left_out = _mixture_notes(Policy(add_lora(model, config.lora, seed=0)), config)
+    assert "train.router_loss is 0.25 (" in line
+    assert "leaves the experts as they are" in left_out

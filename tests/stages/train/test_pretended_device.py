@@ -11,7 +11,7 @@ from support.programs import run_ranks
 PLAIN = [f"{name} flex plain" for name in METHODS]
 CASES = [
     *PLAIN,
-    *(f"{name} tree plain" for name in ("kto", "dpo", "orpo", "ppo", "reward", "mixture")),
+    *(f"{name} tree plain" for name in ("kto", "ppo", "reward", "mixture")),
     *(f"{name} plain plain" for name in ("kto", "reward_binary")),
     *("orpo flex lora", "kto plain lora", "ppo flex bf16", "reward tree bf16", "dpo plain bf16"),
     *("grpo tree dropout", "dpo-weighed flex plain", "dpo-js flex plain", "cdpo-wpo flex plain"),

@@ -1,0 +1,65 @@
+"""Where a host waits for its device, counted by the line that asked."""
+
+import sys
+import warnings
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from support.rooms import ROOMS, ROOT
+
+_HOUSES = tuple(f"{ROOT / room}/" for room in ROOMS)
+
+
+def place_of(name):
+    """`stages/…` of a file of align, `LIBRARY/…` of another; empty of torch and of tests."""
+    if name.startswith(_HOUSES):
+        return str(Path(name).relative_to(ROOT))
+    library = name.rpartition("/site-packages/")[2]
+    return "" if library == name or library.startswith("torch/") else library
+
+
+class Waits:
+    """Where the host waited for the device: the line that asked, of align or of a library."""
+
+    def __init__(self):
+        self.seen = Counter()
+
+    def add(self, what):
+        """Notes one, by the innermost line under way that is neither torch's nor a test's."""
+        frame = sys._getframe(1)
+        while frame is not None and not (place := place_of(frame.f_code.co_filename)):
+            frame = frame.f_back
+        where = f"{place}:{frame.f_lineno}" if frame is not None else "a backward pass of torch"
+        self.seen[f"{where} {what}"] += 1
+
+    def taken(self):
+        """Those so far, which are forgotten."""
+        seen, self.seen = dict(self.seen), Counter()
+        return seen
+
+
+@contextmanager
+def waits_for_gpu():
+    """Counts inside what CUDA calls synchronizing; of a CPU there is nothing to count."""
+    waits = Waits()
+    if not torch.cuda.is_available():
+        yield waits
+        return
+
+    def seen(message, category, filename, lineno, file=None, line=None):
+        if "synchronizing" in str(message):
+            waits.add("")
+        else:
+            sys.stderr.write(warnings.formatwarning(message, category, filename, lineno, line))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = seen
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield waits
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
