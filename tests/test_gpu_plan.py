@@ -27,7 +27,7 @@ WITHIN = 0.15
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory):
+def half_billion(tmp_path_factory):
     folder = tmp_path_factory.mktemp("policy")
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(SHAPE, dtype=torch.bfloat16).save_pretrained(folder)
@@ -44,8 +44,8 @@ def rows():
 @pytest.mark.parametrize(
     ("checkpointing", "lora"), [(False, False), (True, False), (False, True), (True, True)]
 )
-def test_a_gpu_holds_what_is_planned(policy, checkpointing, lora):
-    model = ModelOptions(path=policy, device="cuda")
+def test_a_gpu_holds_what_is_planned(half_billion, checkpointing, lora):
+    model = ModelOptions(path=half_billion, device="cuda")
     train = TrainOptions(deepspeed="zero1", dtype="bfloat16", gradient_checkpointing=checkpointing)
     adapter = LoraOptions(enabled=lora)
     planner = MemoryPlanner(

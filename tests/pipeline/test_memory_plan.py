@@ -143,23 +143,25 @@ def test_steps_and_tokens_of_even_rows():
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory):
+def bare_policy(tmp_path_factory):
     """A folder with a config.json and nothing else."""
     folder = tmp_path_factory.mktemp("policy")
     drawn().config.save_pretrained(folder)
     return folder
 
 
-def planned(policy, request, **settings):
-    sets = {"train.method": "dpo", "train.model": str(policy), **settings}
+def planned(bare_policy, request, **settings):
+    sets = {"train.method": "dpo", "train.model": str(bare_policy), **settings}
     return plan_run(load_settings({}, sets, file=None, command="plan"), request)
 
 
 ROWS = GivenRows(1000, 50, 50)
 
 
-def test_a_config_alone_is_planned_and_the_settings_are_in_the_table(policy):
-    plan = planned(policy, PlanRequest(rows=ROWS, is_for_gpu=True), **{"train.dtype": "bfloat16"})
+def test_a_config_alone_is_planned_and_the_settings_are_in_the_table(bare_policy):
+    plan = planned(
+        bare_policy, PlanRequest(rows=ROWS, is_for_gpu=True), **{"train.dtype": "bfloat16"}
+    )
     ways = [way for way, _ in plan.memory]
     assert plan.own_way == Way("full", "zero1", checkpointing=False)
     assert len(ways) == len(set(ways)) == 2 * 6 * 2 + 2 * 4
@@ -171,9 +173,9 @@ def test_a_config_alone_is_planned_and_the_settings_are_in_the_table(policy):
             assert sizes[replace(way, checkpointing=True)].peak <= least.peak
 
 
-def test_what_does_not_fit_is_told_the_nearest_way_that_does(policy):
+def test_what_does_not_fit_is_told_the_nearest_way_that_does(bare_policy):
     request = PlanRequest(rows=ROWS, is_for_gpu=True)
-    plan = planned(policy, request, **{"train.dtype": "bfloat16"})
+    plan = planned(bare_policy, request, **{"train.dtype": "bfloat16"})
     sizes = dict(plan.memory)
     lighter = replace(plan.own_way, checkpointing=True)
     between = (sizes[lighter].peak + plan.own.peak) / 2 / 0.93
@@ -182,14 +184,14 @@ def test_what_does_not_fit_is_told_the_nearest_way_that_does(policy):
     assert asked.nearest_that_fits() == lighter
 
 
-def test_a_reference_beside_the_policy_costs_its_weights_and_logits(policy):
-    plan = planned(policy, PlanRequest(rows=ROWS), **{"train.dtype": "float32"})
+def test_a_reference_beside_the_policy_costs_its_weights_and_logits(bare_policy):
+    plan = planned(bare_policy, PlanRequest(rows=ROWS), **{"train.dtype": "float32"})
     assert plan.reference.copy == 4 * plan.elements.total
     # Each prompt stands before each of its completions; logits and gradient of 4 bytes each.
     rows = plan.workload.micro_tokens // 150
     assert plan.reference.logits == pytest.approx(2 * 4 * rows * 200 * 2000, rel=0.02)
     adapted = planned(
-        policy, PlanRequest(rows=ROWS), **{"train.dtype": "float32", "lora.enabled": True}
+        bare_policy, PlanRequest(rows=ROWS), **{"train.dtype": "float32", "lora.enabled": True}
     )
     assert adapted.reference.copy == 0
 
