@@ -33,7 +33,7 @@ LLAMA = {
     "tie_word_embeddings": False,
 }
 TIED = {**LLAMA, "hidden_size": 768, "num_hidden_layers": 8, "tie_word_embeddings": True}
-MODELS = {"52M": LLAMA, "tied 65M": TIED}
+MODELS = {"52M": LLAMA, "tied 67M": TIED}
 PARTS = ("weights", "optimizer", "gradients", "activations", "head", "peak")
 WITHIN = 0.15
 
@@ -78,9 +78,9 @@ CASES = (
     Case("zero0", rows=2, micro_batches=4),
     Case("zero1", rows=24, micro_batches=1, **HALF),
     Case("zero2", rows=24, micro_batches=1, ranks=2, **HALF),
-    Case("zero0", model="tied 65M"),
-    Case("zero1", model="tied 65M", **HALF),
-    Case("zero1", model="tied 65M", checkpointing=True, rows=16, **HALF),
+    Case("zero0", model="tied 67M"),
+    Case("zero1", model="tied 67M", **HALF),
+    Case("zero1", model="tied 67M", checkpointing=True, rows=16, **HALF),
 )
 
 
