@@ -11,7 +11,11 @@ from align.stages.model.policy import Policy
 from support.long_rows import SHAPE, row_of
 from support.memory_growth import memory
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("default"),  # the compiler has advice for other programs
+]
 
 LENGTHS = (4096, 8192, 16_384, 32_768)
 WIDE = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}

@@ -20,8 +20,7 @@ from support.tiny_policy import some_trees
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(1200),
-    # Of the names by which DeepSpeed calls collectives, in newer versions of torch.
-    pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning"),
+    pytest.mark.filterwarnings("default"),  # the compiler has advice for other programs
 ]
 
 # AdamW divides by the size of a gradient: of one near 0 it would magnify the rounding error.

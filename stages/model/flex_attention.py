@@ -27,6 +27,9 @@ FLEX = "align_flex"
 FLEX_FOR_EAGER = "align_flex_for_eager"  # of models whose own attention is not sdpa
 REFUSED = ("s_aux", "position_bias")  # what some models add to their products
 BLOCK = 128
+# More than the models, dtypes and kinds of gradients of one process make together; past torch's own
+# limit of 8 it would leave the next uncompiled.
+COMPILATIONS = 1024
 # Numbers that are equal when a kernel for every length is made, torch takes for equal always: as
 # many blocks as heads would be such numbers. Few models have seven of anything.
 LEAST = 7 * BLOCK
@@ -223,6 +226,9 @@ def compiled_flex_attention() -> Callable[..., Tensor]:
     forward and backward, on an H100), but five to eleven seconds to make, and padding up to few
     lengths costs all layers more than it saves in attention.
     """
+    limits: Any = torch.compiler.config
+    for name in ("recompile_limit", "accumulated_recompile_limit"):
+        setattr(limits, name, max(getattr(limits, name), COMPILATIONS))
     compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=True, fullgraph=True)
     return compiled
 

@@ -98,11 +98,27 @@ def resolve(options: ModelOptions) -> Resolved:
     of_text = config.get_text_config(decoder=True)
     return Resolved(
         dtype=_dtype(options),
-        attention=attention_of(skeleton),
+        attention=_attention(skeleton, of_text, options),
         device=chosen_device(options),
         hidden_size=int(of_text.hidden_size),
         context=getattr(of_text, "max_position_embeddings", None),
     )
+
+
+def _attention(skeleton: Any, of_text: Any, options: ModelOptions) -> str:
+    """What transformers chooses, unless it would leave out the soft cap of the model's attention.
+
+    Older versions (5.17) let Gemma 2 run with sdpa, which knows no cap, and give other logits.
+    """
+    chosen = attention_of(skeleton)
+    if chosen != "sdpa" or getattr(of_text, "attn_logit_softcapping", None) is None:
+        return chosen
+    if options.attention == "sdpa":
+        raise UsageError(
+            f"{options.path} caps what its attention adds up, and sdpa would leave the cap out. "
+            "Set model.attention to auto or eager."
+        )
+    return "eager"
 
 
 def text_config(options: ModelOptions) -> Any:

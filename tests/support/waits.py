@@ -1,5 +1,6 @@
 """Where a host waits for its device, counted by the line that asked."""
 
+import os
 import sys
 import warnings
 from collections import Counter
@@ -15,6 +16,7 @@ _HOUSES = tuple(f"{ROOT / room}/" for room in ROOMS)
 
 def place_of(name):
     """`stages/…` of a file of align, `LIBRARY/…` of another; empty of torch and of tests."""
+    name = os.path.realpath(name)
     if name.startswith(_HOUSES):
         return str(Path(name).relative_to(ROOT))
     library = name.rpartition("/site-packages/")[2]

@@ -3,14 +3,16 @@ import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
 from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
 from align.schemas.rows import OutOfMemory, Tree
 from align.stages.model import reference as module
-from align.stages.model.load import load_causal_lm
+from align.stages.model.load import load_causal_lm, resolve
 from align.stages.model.logprobs import choose_path
 from align.stages.model.reference import HfReference, TreeScorer
+from support.families import TREE_FAMILIES, tiny_model
 
 pytestmark = [  # peft's own, while it saves an adapter
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
@@ -127,3 +129,16 @@ def lora(options, folder, target_modules):
     )
     get_peft_model(load_causal_lm(options), settings).save_pretrained(folder)
     return str(folder)
+
+
+@pytest.mark.parametrize("asked", ["auto", "sdpa"])
+def test_the_soft_cap_of_an_attention_is_never_left_out(asked, tmp_path, monkeypatch):
+    model = tiny_model(*TREE_FAMILIES["gemma2"])
+    model.save_pretrained(tmp_path)
+    monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)  # as older versions say
+    options = ModelOptions(path=str(tmp_path), attention=asked)
+    if asked == "auto":
+        assert resolve(options).attention == "eager"
+    else:
+        with pytest.raises(UsageError, match="sdpa would leave the cap out"):
+            resolve(options)
