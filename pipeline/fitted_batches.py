@@ -45,14 +45,16 @@ def lighter(config: Config, stage: int, ranks: int) -> Iterator[str]:
         yield "--set train.gradient_checkpointing=true"
     elif not train.checkpoint_offload:
         yield "--set train.checkpoint_offload=true"
-    if not lora.enabled:
-        yield "LoRA (--set lora.enabled=true)"
-    elif lora.quantize == "none":
-        yield "QLoRA (--set lora.quantize=nf4)"
-    if stage < 3:
-        yield f"--deepspeed zero{3 if ranks > 1 else '3-offload'}"
-    elif train.deepspeed != "zero3-offload":
-        yield "--deepspeed zero3-offload"
+    spreads = lora.quantize == "none"  # 4 bits are not cut into parts
+    if spreads and stage < 3 and ranks > 1:
+        yield "--deepspeed zero3"
     if train.sequence_parallel == 1 and ranks > 1:
         yield f"--set train.sequence_parallel={ranks}"
-    yield "a cache with a shorter tokens.max_length"
+    anew = "in a new run, with another --output, "
+    if spreads and train.deepspeed != "zero3-offload":
+        yield f"{anew}--deepspeed zero3-offload"
+    if not lora.enabled:
+        yield f"{anew}LoRA (--set lora.enabled=true)"
+    elif lora.quantize == "none" and stage < 3:
+        yield f"{anew}QLoRA (--set lora.quantize=nf4)"
+    yield f"{anew}a cache with a shorter tokens.max_length"

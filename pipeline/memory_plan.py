@@ -5,6 +5,7 @@ Worked out from the settings, the policy's config.json and the lengths of the ro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -184,13 +185,18 @@ def elements_of(
     """Counts each parameter once; `packs`: frozen matrices of layers are kept in 4 bits."""
     learning = [numel(one) for one in model.parameters() if one.requires_grad]
     frozen = sum(numel(one) for one in model.parameters() if not one.requires_grad)
-    packed = _packed(model) if packs else 0
+    packed, packed_bytes = _packed(model) if packs else 0, 0
+    # Those that are in 4 bits already know their shape, and hold two elements in a byte.
+    for one in model.parameters():
+        if (state := getattr(one, "quant_state", None)) is not None:
+            packed, packed_bytes = packed + math.prod(state.shape), packed_bytes + one.nbytes
+            frozen += math.prod(state.shape) - one.numel()
     return Elements(
         learning=sum(learning),
         frozen=frozen,
         largest=max(learning, default=0),
         packed=packed,
-        packed_bytes=round(packed * PACKED_BYTES),
+        packed_bytes=packed_bytes or round(packed * PACKED_BYTES),
     )
 
 

@@ -291,6 +291,8 @@ MAY_CHANGE = {
     "train.max_time",
     "train.tokens_per_batch",
     "train.sequence_parallel",
+    "train.gradient_checkpointing",
+    "train.checkpoint_offload",
     "train.eval_every",
     "train.eval_table",
     "train.eval_text",

@@ -29,7 +29,7 @@ from .fitted_batches import planned_tokens
 from .memory_plan import Components, MemoryPlanner, Planned, Way
 from .object_inputs import local_model
 from .settings import Settings
-from .train_checks import reading_of
+from .train_checks import reading_of, require_effect
 from .workload import RowShape, Workload, even_rows, feed_settings, workload_of
 
 USABLE = 0.93  # of a GPU: CUDA's own memory and gaps between tensors take the rest
@@ -132,6 +132,7 @@ def plan_run(settings: Settings, request: PlanRequest) -> RunPlan:
     config = settings.config
     if not config.train.method:
         raise UsageError("No method. Pass --method kto (or dpo, orpo, …; `align methods`).")
+    require_effect(settings)
     if config.lora.enabled:
         require_peft()
     recipe = recipe_of(config.train.method, config.method)

@@ -62,10 +62,14 @@ def plan(
         int | None, typer.Option("--gpus", min=1, help="How many of them (default 1).")
     ] = None,
     rows: Annotated[
-        int, typer.Option(min=0, help="Without a cache: pairs of completions to train on.")
-    ] = 0,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="… tokens of a prompt.")] = 300,
-    completion_tokens: Annotated[int, typer.Option(min=1, help="… of a completion.")] = 300,
+        int | None, typer.Option(min=1, help="Without a cache: pairs of completions to train on.")
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="With --rows: tokens of a prompt (default 300).")
+    ] = None,
+    completion_tokens: Annotated[
+        int | None, typer.Option(min=1, help="With --rows: tokens of a completion (default 300).")
+    ] = None,
     tokens_per_second: Annotated[
         float, typer.Option(min=0, help="The speed of all GPUs together, for time and cost.")
     ] = 0.0,
@@ -83,12 +87,18 @@ def plan(
 
     if like and tokens_per_second:
         raise UsageError("--like and --tokens-per-second both give a speed. Leave out one of them.")
+    if price and not (like or tokens_per_second):
+        raise UsageError("--price needs a speed: pass --tokens-per-second, or --like RUN.")
+    if (prompt_tokens or completion_tokens) and not rows:
+        raise UsageError("--prompt-tokens and --completion-tokens are of --rows, which is missing.")
     settings = load_settings(flags, sets or [], file=config, command="plan")
+    if rows and settings.config.train.cache:
+        raise UsageError("--rows is for rows that are not there yet. Leave out --cache or --rows.")
     asked: PlanRequest = PlanRequest(
         gpu_bytes=size_of(gpu) if gpu else 0,
         gpus=gpus or 1,
         is_for_gpu=bool(gpu or gpus),
-        rows=GivenRows(rows, prompt_tokens, completion_tokens) if rows else None,
+        rows=GivenRows(rows, prompt_tokens or 300, completion_tokens or 300) if rows else None,
         tokens_per_second=rate_of(like) if like else tokens_per_second,
         price=price,
     )
@@ -97,8 +107,8 @@ def plan(
 
 def size_of(text: str) -> int:
     """`80g` in bytes, of 2**30 each; a number alone is bytes."""
-    if text.isdigit():
-        return int(text)
-    if not (match := _SIZE.fullmatch(text)):
+    match = _SIZE.fullmatch(text)
+    size = round(float(match[1]) * GIB) if match else int(text) if text.isdigit() else 0
+    if size < GIB:
         raise UsageError(f"--gpu {text}: expected a size such as 24g, 48g or 80g, or bytes.")
-    return round(float(match[1]) * GIB)
+    return size

@@ -75,8 +75,7 @@ def open_engine(
             f"DeepSpeed refuses train.deepspeed={options.deepspeed} with {dtype} "
             f"({_one_line(error)})."
         ) from error
-    if make:
-        forget_first_step(engine)
+    forget_first_step(engine)
     return DeepSpeedEngine(engine, world, order), config
 
 

@@ -25,6 +25,7 @@ from .optimizers import offloads_optimizer
 
 FLOAT, HALF = 4, 2  # bytes
 MOST_GATHERED = 1_000_000_000  # elements: DeepSpeed's stage3_max_live_parameters
+SUB_GROUP = 10**9  # elements that ZeRO-3 updates at once
 CUBLAS = 32 << 20  # its workspace on a GPU
 # Numbers of the size of a master weight that an optimizer keeps for each.
 STATES = {"adamw": 2.0, "lion": 1.0, "adafactor": 0.0, "muon": 1.0, "adamw8bit": 0.5}
@@ -169,6 +170,7 @@ def _gradients(elements: Elements, setting: Setting) -> dict[str, int]:
         values = (0, flat, 0, size * own, flat, flat + moments)
     elif setting.stage == 2:
         values = (0, flat, 0, flat, 0, max(2 * flat, flat + moments))
-    else:
-        values = (flat, flat, 0, 0, 0, 2 * flat + moments)
+    else:  # updated one sub-group after the other
+        part = min(own, SUB_GROUP) * setting.master_bytes
+        values = (flat, flat, 0, 0, 0, flat + (part if fused else 3 * part))
     return dict(zip(names, values, strict=True))

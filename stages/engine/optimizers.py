@@ -110,13 +110,13 @@ def asks_for_cpu_adam(config: Mapping[str, Any]) -> bool:
     """Whether DeepSpeed takes its AdamW for the CPU, which has to be compiled."""
     block = config.get("optimizer", {})
     is_adam = str(block.get("type", "")).lower() in ADAM_TYPES
-    return is_adam and offloads_optimizer(config) and not block["params"].get("torch_adam")
+    return is_adam and offloads_optimizer(config) and not block.get("params", {}).get("torch_adam")
 
 
 def without_cpu_adam(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration with torch's AdamW in its place."""
     block = config["optimizer"]
-    params = block["params"] | {"torch_adam": True, "fused": True}
+    params = block.get("params", {}) | {"torch_adam": True, "fused": True}
     return {**config, "optimizer": block | {"params": params}}
 
 
@@ -140,11 +140,13 @@ def own_optimizer(config: dict[str, Any]) -> Callable[[Any], torch.optim.Optimiz
     Takes its block out of the configuration, which is then for DeepSpeed.
     """
     kind = BY_TYPE.get(config.get("optimizer", {}).get("type", ""))
-    if kind is None or kind.make is None:
-        return None
     # Each step sets its own rate. In 16 bits without ZeRO, DeepSpeed takes a step of no gradient as
     # it begins, which must not let the weights decay.
-    make, params = kind.make, config.pop("optimizer")["params"] | {"lr": 0.0}
+    if "lr" in config.get("optimizer", {}).get("params", {}):
+        config["optimizer"]["params"]["lr"] = 0.0
+    if kind is None or kind.make is None:
+        return None
+    make, params = kind.make, config.pop("optimizer")["params"]
     return lambda groups: make(groups, **params)
 
 

@@ -155,8 +155,8 @@ def largest_gap(
 ) -> float:
     """Scores rows of a cache again, refuses other log-probs, and returns the largest difference.
 
-    With `may_differ` nothing is refused. Every rank scores the same rows: a policy spread over
-    ranks needs all of them for each.
+    With `may_differ` only what is not finite is refused. Every rank scores the same rows: a policy
+    spread over ranks needs all of them for each.
     """
     engine.learn_mode(dropout_seed=None)
     worst = 0.0
@@ -164,7 +164,7 @@ def largest_gap(
         logps, lengths = _scored(engine, block), block.rows.completions.lengths
         gaps = np.abs(logps - block.logps)
         excess = gaps - allowed_gaps(lengths, *dtypes)
-        if not (may_differ or (excess <= 0).all()):
+        if not (np.isfinite(gaps).all() if may_differ else (excess <= 0).all()):
             raise _refusal(name, block, logps, int(np.argmax(excess)))
         worst = max(worst, float(gaps.max()))
     return worst

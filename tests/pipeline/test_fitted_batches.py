@@ -38,13 +38,18 @@ def test_what_is_asked_for_is_planned():
 
 def test_only_what_is_not_in_use_is_advised():
     plain = list(lighter(Config(), 1, 1))
-    assert [word for word in plain if "checkpointing" in word or "LoRA" in word] == plain[:2]
-    assert "--deepspeed zero3-offload" in plain
+    assert plain[0] == "--set train.gradient_checkpointing=true"
+    anew = "in a new run, with another --output, "
+    assert plain[1:3] == [
+        f"{anew}--deepspeed zero3-offload",
+        f"{anew}LoRA (--set lora.enabled=true)",
+    ]
+    assert "--deepspeed zero3" in lighter(Config(), 1, 2)
     train = TrainOptions(
         gradient_checkpointing=True, checkpoint_offload=True, deepspeed="zero3-offload"
     )
     every = Config(train=train, lora=LoraOptions(enabled=True, quantize="nf4"))
-    assert list(lighter(every, 3, 1)) == ["a cache with a shorter tokens.max_length"]
+    assert list(lighter(every, 3, 1)) == [f"{anew}a cache with a shorter tokens.max_length"]
     assert "--set train.sequence_parallel=8" in lighter(Config(), 1, 8)
 
 
