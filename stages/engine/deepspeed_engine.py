@@ -28,7 +28,8 @@ from .deepspeed_compat import (
 )
 from .deepspeed_config import Circumstances, engine_config, stage_of
 from .deepspeed_state import whole_weights
-from .optimizers import asks_for_cpu_adam, own_optimizer, parameter_groups, without_cpu_adam
+from .optimizers import asks_for_cpu_adam, own_optimizer, without_cpu_adam
+from .parameter_groups import parameter_groups
 from .resized_state import Order
 from .zero3_partitions import gather_experts_together, large_blocks_given_back
 

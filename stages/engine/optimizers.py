@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from ...schemas.config import TrainOptions
 from ...schemas.errors import UsageError
-from .deepspeed_compat import whole_ndim
 from .update_rules import Lion, Muon
 
 OWN = "align."  # begins the type of an optimizer that DeepSpeed is given, not asked for
@@ -148,32 +146,3 @@ def own_optimizer(config: dict[str, Any]) -> Callable[[Any], torch.optim.Optimiz
         return None
     make, params = kind.make, config.pop("optimizer")["params"]
     return lambda groups: make(groups, **params)
-
-
-def parameter_groups(
-    policy: nn.Module, learning: list[nn.Parameter], config: Mapping[str, Any]
-) -> list[Any]:
-    """Matrices have weight decay; biases and norms, all vectors, have none. Muon has its own."""
-    block = config.get("optimizer", {})
-    is_muon = block.get("type") == KINDS["muon"].type
-    if not block.get("params", {}).get("weight_decay") and not is_muon:
-        return learning
-    inner = _inner_matrices(policy) if is_muon else set[nn.Parameter]()
-    vectors = [one for one in learning if whole_ndim(one) < 2]
-    matrices = [one for one in learning if whole_ndim(one) >= 2 and one not in inner]
-    groups: list[dict[str, Any]] = [
-        {"params": [one for one in learning if one in inner], "orthogonal": True},
-        {"params": matrices},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def _inner_matrices(policy: nn.Module) -> set[nn.Parameter]:
-    """All matrices but embeddings, the output layer and heads with one output."""
-    outer = {id(module.weight) for module in policy.modules() if isinstance(module, nn.Embedding)}
-    for module in policy.modules():
-        output = getattr(module, "get_output_embeddings", lambda: None)()
-        outer.add(id(getattr(output, "weight", None)))
-    matrices = (one for one in policy.parameters() if one.ndim >= 2 and min(one.shape[-2:]) > 1)
-    return {one for one in matrices if id(one) not in outer}

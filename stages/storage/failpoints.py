@@ -49,6 +49,8 @@ OF_GROWTH = ("root.before_link", "root.after_link", "superseded.forgotten")
 OF_A_RUN = (
     "checkpoint.written",
     "checkpoint.before_json",
+    "fitted.before_rename",
+    "fitted.after_rename",
     "checkpoint.before_rename",
     "checkpoint.after_rename",
     "latest.before_rename",

@@ -17,7 +17,7 @@ FAMILIES = {
     "llama with tied weights": ("llama", {"tie_word_embeddings": True}),
 }
 # Their experts multiply in single precision only.
-SINGLE = {"gpt_oss", "qwen2_moe", "mixtral"}
+SINGLE = {"gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"}
 # It rounds its own logits' gradients as much.
 ROUGH = {"gpt_neo with local layers": 3e-5}
 SLOWER = {"packed": ("packed", "tree", "plain"), "tree": ("tree", "plain"), "plain": ("plain",)}

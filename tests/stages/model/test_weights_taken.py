@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from align.schemas.config import ModelOptions, TrainOptions
+from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
 from align.schemas.errors import UsageError
 from align.schemas.rows import Tree
 from align.stages.model.load import load_causal_lm, unused_weights
@@ -49,7 +49,7 @@ def test_weights_that_the_model_does_not_use_are_refused(shortened):
     with pytest.raises(UsageError, match="does not use 9 of the tensors"):
         HfReference(options(shortened)).identity()
     with pytest.raises(UsageError, match="does not use 9 of the tensors"):
-        load_policy(options(shortened), TrainOptions(), lora=None)
+        load_policy(options(shortened), TrainOptions(), LoraOptions())
 
 
 def test_unused_weights_that_are_allowed_are_recorded(shortened):
