@@ -77,6 +77,8 @@ def open_engine(
             f"({_one_line(error)})."
         ) from error
     forget_first_step(engine)
+    for group in engine.optimizer.param_groups:
+        group["lr"] = config["optimizer"].get("params", {}).get("lr", group["lr"])
     return DeepSpeedEngine(engine, world, order), config
 
 
