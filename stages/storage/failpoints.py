@@ -49,8 +49,6 @@ OF_GROWTH = ("root.before_link", "root.after_link", "superseded.forgotten")
 OF_A_RUN = (
     "checkpoint.written",
     "checkpoint.before_json",
-    "fitted.before_rename",
-    "fitted.after_rename",
     "checkpoint.before_rename",
     "checkpoint.after_rename",
     "latest.before_rename",
@@ -89,9 +87,11 @@ OF_A_TABLE = (
     "table.after_rename",
 )
 OF_A_ROUND = ("round.before_link", "round.after_link")
+OF_MEMORY = ("fitted.before_rename", "fitted.after_rename")
 NAMES = (
     *(*OF_A_RING, *OF_A_CACHE, *OF_GROWTH, *OF_A_RUN, *OF_RECORDS, *OF_A_STEP, *OF_A_TABLE),
     *OF_A_ROUND,
+    *OF_MEMORY,
 )
 
 ACTIONS = ("kill", "term", "eio", "enospc")
