@@ -18,7 +18,7 @@ from ..schemas.config import LoraOptions, ModelOptions, TrainOptions
 from ..schemas.errors import UsageError
 from ..schemas.methods import Head
 from ..schemas.rows import Tree
-from ..stages.engine.deepspeed_config import Circumstances, engine_config
+from ..stages.engine.deepspeed_config import PRESETS, Circumstances, engine_config
 from ..stages.engine.held_memory import Elements, Held, Setting, held_memory
 from ..stages.model.load import DTYPES, add_lora, empty_model
 from ..stages.model.logprobs import ScoringPath, causal_model
@@ -26,7 +26,6 @@ from ..stages.model.memory_trace import Moment, Trace, trace
 from ..stages.model.transformers_compat import recompute_activations
 
 Learning = Literal["full", "lora", "qlora"]
-STAGES = ("zero0", "zero1", "zero2", "zero2-offload", "zero3", "zero3-offload")
 PACKED_BYTES = 0.5 + (1 + 4 / 256) / 64  # of a weight in nf4, its quantized scales included
 
 
@@ -104,7 +103,7 @@ class MemoryPlanner:
     def ways(self) -> Iterator[Way]:
         """All that the table compares."""
         for learning in ("full", "lora", "qlora"):
-            for deepspeed in STAGES:
+            for deepspeed in PRESETS:
                 if learning != "qlora" or not deepspeed.startswith("zero3"):
                     for checkpointing in (False, True):
                         yield Way(learning, deepspeed, checkpointing)

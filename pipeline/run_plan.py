@@ -101,7 +101,7 @@ class RunPlan:
         return self.workload.tokens / rate if rate else 0.0
 
     def fits(self, components: Components) -> bool:
-        """Whether a GPU of the size that was request for has room."""
+        """Whether a GPU of the size that was asked for has room."""
         return components.peak <= USABLE * self.request.gpu_bytes
 
     def nearest_that_fits(self) -> Way | None:
@@ -229,10 +229,10 @@ def _given(config: Config, recipe: Recipe, rows: GivenRows) -> _Rows:
     )
 
 
-def _dtype(folder: str, request: str) -> str:
-    """What is request for, else what the weights are in, else what config.json says."""
-    if request != "auto":
-        return request
+def _dtype(folder: str, asked: str) -> str:
+    """What is asked for, else what the weights are in, else what config.json says."""
+    if asked != "auto":
+        return asked
     if any(Path(folder).glob("*.safetensors")):
         return stored_dtype(folder)
     config = model_config(folder)

@@ -99,6 +99,7 @@ class SequenceGroup:
     rank: int  # of this process among them
     size: int
     process_group: Any
+    agreed: Callable[[bool], bool]  # whether something holds on every rank of the run
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,12 @@ def open_engine(
     groups = parameter_groups(policy, learning, config)
     order = _names(policy, groups)
     theirs = deepcopy(config)  # DeepSpeed completes the dict it is given
+    params = theirs["optimizer"].get("params", {})
+    rate = params.get("lr")
+    if rate is not None:
+        # In 16 bits without ZeRO DeepSpeed takes a step of no gradient as it begins, which must not
+        # let the weights decay.
+        params["lr"] = 0.0
     make = own_optimizer(theirs)
     try:
         with quietly(), large_blocks_given_back() if is_partitioned else nullcontext():
@@ -77,9 +83,10 @@ def open_engine(
             f"({_one_line(error)})."
         ) from error
     forget_first_step(engine)
-    for group in engine.optimizer.param_groups:
-        group["lr"] = config["optimizer"].get("params", {}).get("lr", group["lr"])
-    return DeepSpeedEngine(engine, world, order), config
+    opened = DeepSpeedEngine(engine, world, order)
+    if rate is not None:
+        opened.set_lr(rate)
+    return opened, config
 
 
 def _names(policy: nn.Module, groups: list[Any]) -> list[list[str]]:

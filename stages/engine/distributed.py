@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -161,7 +162,8 @@ def sequence_group(world: World) -> SequenceGroup | None:
             for first in range(0, world.size, size)
         ]
         own = groups[world.of_groups.rank]
-        _SEQUENCE_GROUPS[size] = SequenceGroup(world.rank % size, size, own)
+        agree = partial(agreed, world)
+        _SEQUENCE_GROUPS[size] = SequenceGroup(world.rank % size, size, own, agree)
     return _SEQUENCE_GROUPS[size]
 
 
@@ -200,6 +202,11 @@ def gathered(world: World, mine: T) -> list[T]:
     every: list[Any] = [None] * world.size
     distributed.all_gather_object(every, mine, group=_patient_group())
     return every
+
+
+def agreed(world: World, holds: bool) -> bool:
+    """Whether something holds on every rank."""
+    return all(gathered(world, holds))
 
 
 def _outcome(action: Callable[[], T]) -> T | _Refused:

@@ -138,10 +138,6 @@ def own_optimizer(config: dict[str, Any]) -> Callable[[Any], torch.optim.Optimiz
     Takes its block out of the configuration, which is then for DeepSpeed.
     """
     kind = BY_TYPE.get(config.get("optimizer", {}).get("type", ""))
-    # Each step sets its own rate. In 16 bits without ZeRO, DeepSpeed takes a step of no gradient as
-    # it begins, which must not let the weights decay.
-    if "lr" in config.get("optimizer", {}).get("params", {}):
-        config["optimizer"]["params"]["lr"] = 0.0
     if kind is None or kind.make is None:
         return None
     make, params = kind.make, config.pop("optimizer")["params"]

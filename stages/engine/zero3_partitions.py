@@ -25,7 +25,7 @@ from .deepspeed_compat import (
     released,
 )
 from .deepspeed_config import Circumstances, engine_config
-from .distributed import gathered, run_on_all_ranks
+from .distributed import agreed, run_on_all_ranks
 
 logger = logging.getLogger("align")
 
@@ -73,7 +73,7 @@ class ZeroPartitions:
 
     def agreed(self, holds: bool, /) -> bool:
         """Whether something holds on every rank."""
-        return all(gathered(self._world, holds))
+        return agreed(self._world, holds)
 
     def parameter(
         self, like: Tensor, dtype: torch.dtype, fill: Callable[[Tensor, int], None]

@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from ...schemas.errors import UsageError
 from .copies import all_on_device
 from .transformers_compat import AttentionInterface
-from .tree_attention import TreeBatch, windows_by_kind
+from .tree_attention import TreeBatch, require_known, windows_by_kind
 
 FLEX = "align_flex"
 FLEX_FOR_EAGER = "align_flex_for_eager"  # of models whose own attention is not sdpa
@@ -180,11 +180,9 @@ def attend_by_flex(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls in each layer; refuses what it cannot honour."""
-    masks, window = options.get("flex_masks"), options.get("sliding_window")
-    if masks is None or window not in masks:
-        raise ValueError("attention over packed trees was not given their places")
-    if attention_mask is not None or any(options.get(name) is not None for name in REFUSED):
-        raise ValueError("the model's attention adds something to its products")
+    masks: Any = options.get("flex_masks")
+    window = options.get("sliding_window")
+    require_known(masks, attention_mask, options, REFUSED)
     if options.get("dropout"):
         raise UsageError(
             "FlexAttention has no dropout, and the model's attention asks for it. "

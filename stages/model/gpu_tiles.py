@@ -42,13 +42,9 @@ def deviations(
     return found.to(dtype)
 
 
+@cache
 def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The function in one kernel for tiles of any size, or itself where nothing can be compiled."""
-    return _compiled(function)
-
-
-@cache
-def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     made = torch.compile(function, dynamic=True)
     chosen: list[Callable[..., Tensor]] = []
 

@@ -35,7 +35,7 @@ from .quantized_base import load_in_4_bits
 from .reward_model import batch_scores, choose_layout, load_reward_model
 from .router_watch import RouterWatch, counted_tokens, require_coefficient
 from .sharded_load import load_sharded
-from .shared_sequence import agreed, part_of, summed
+from .shared_sequence import part_of, summed
 from .transformers_compat import recompute_activations, routers_of
 from .tree_attention import TreeBatch
 
@@ -122,7 +122,7 @@ class Policy(nn.Module):
         if partitions and head != "score" and output_head(causal_model(model)):
             call_head_for_logps(causal_model(model))  # for the probe: it is whole in its calls only
         with torch.no_grad(), partitions.in_calls(model) if partitions else nullcontext():
-            agree = partitions.agreed if partitions else agreed if group else bool
+            agree = partitions.agreed if partitions else group.agreed if group else bool
             known = replace(spread.path, group=group) if spread.path else None
             self.path: ScoringPath = known or choose(model.eval(), agree, no_flex, group)
             self.routers = RouterWatch(causal_model(model), learns=balanced, run=self._run_nothing)

@@ -185,12 +185,5 @@ def _all_to_all(tensor: Tensor, group: SequenceGroup, split: int, join: int) -> 
     return received.movedim(0, join).flatten(join, join + 1)
 
 
-def agreed(holds: bool) -> bool:
-    """Whether something holds on every rank of the run."""
-    votes = torch.tensor([holds], dtype=torch.int32)
-    distributed.all_reduce(votes, op=distributed.ReduceOp.MIN)
-    return bool(votes)
-
-
 for _name in (SHARED, SHARED_FOR_EAGER):
     AttentionInterface.register(_name, attend_shared)

@@ -226,6 +226,19 @@ def pieces_of(batch: TreeBatch, config: Any, dtype: torch.dtype) -> Pieces:
     return Pieces(batch.edges, templates)
 
 
+def require_known(
+    by_window: Mapping[int | None, Any] | None,
+    attention_mask: Tensor | None,
+    options: Mapping[str, Any],
+    unknown: Sequence[str],
+) -> None:
+    """Refuses a layer whose window was not prepared, or that adds what is unknown here."""
+    if by_window is None or options.get("sliding_window") not in by_window:
+        raise ValueError("attention over packed trees was not given their places")
+    if attention_mask is not None or any(options.get(name) is not None for name in unknown):
+        raise ValueError("the model's attention adds something to its products")
+
+
 def attend_in_pieces(
     module: Any,
     query: Tensor,  # (1, heads, length, width)
@@ -235,11 +248,9 @@ def attend_in_pieces(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls in each layer; refuses what it cannot honour."""
-    pieces, window = options.get("pieces"), options.get("sliding_window")
-    if pieces is None or window not in pieces.templates:
-        raise ValueError("attention over packed trees was not given their places")
-    if attention_mask is not None or any(options.get(name) is not None for name in UNKNOWN):
-        raise ValueError("the model's attention adds something to its products")
+    pieces: Any = options.get("pieces")
+    window = options.get("sliding_window")
+    require_known(pieces and pieces.templates, attention_mask, options, UNKNOWN)
     if (groups := query.shape[1] // key.shape[1]) > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     template, outputs = pieces.templates[window], list[Tensor]()

@@ -22,9 +22,9 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
-from reference import SPECIALS, spread_length
+from reference import save_pairs, save_tokenizer, spread_length
+from train import PAIRS_PER_STEP, flags_of, trl_classes
 
-PAIRS_PER_STEP = 32
 DENSE_BF16 = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
 MODELS = {
     "tiny": {"hidden_size": 64, "layers": 2, "heads": 4, "kv": 2, "inner": 128, "vocab": 512},
@@ -176,21 +176,10 @@ def run_one(folder, kind, name, method, sets):
 
 def make(folder, shape, steps):
     """A model folder of random weights, and pairs of random words."""
-    import numpy as np
-    import pyarrow as pa
-    import pyarrow.parquet as pq
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    words = [*SPECIALS, *(f"w{index}" for index in range(shape["vocab"] - len(SPECIALS)))]
-    level = Tokenizer(
-        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>")
-    )
-    level.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=level, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
-    ).save_pretrained(folder / "model")
+    words = save_tokenizer(folder / "model", shape["vocab"])
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=shape["vocab"],
@@ -209,17 +198,7 @@ def make(folder, shape, steps):
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         torch.set_default_dtype(torch.bfloat16)
         LlamaForCausalLM(config).save_pretrained(folder / "model")
-    random = np.random.default_rng(0)
-
-    def text(column):
-        picks = random.integers(len(SPECIALS), shape["vocab"], spread_length(random, column))
-        return " ".join(words[pick] for pick in picks)
-
-    names = ("prompt", "chosen", "rejected")
-    columns = {name: [text(name) for _ in range(steps * PAIRS_PER_STEP)] for name in names}
-    for name in names[1:]:
-        columns[name] = [f" {completion}" for completion in columns[name]]
-    pq.write_table(pa.table(columns), folder / "pairs.parquet")
+    save_pairs(folder / "pairs.parquet", words, steps * PAIRS_PER_STEP, spread_length)
     return {}
 
 
@@ -315,13 +294,7 @@ def train_align(folder, name, method, sets):
     from align.pipeline.training_job import open_training
 
     with tempfile.TemporaryDirectory() as output:
-        flags = {
-            "train.method": method,
-            "train.cache": str(folder / "cache"),
-            "train.output": f"{output}/run",
-            "train.batch_size": PAIRS_PER_STEP,
-            "tracking.mlflow": False,
-        }
+        flags = flags_of(folder, method, output)
         if name == "large":
             flags |= {"lora.enabled": True, "train.gradient_checkpointing": True}
         job = open_training(load_settings(flags, sets, file=None))
@@ -336,7 +309,6 @@ def train_trl(folder, name, method, settings):
     steps = Steps()
     import torch
     from datasets import Dataset
-    from train import trl_classes
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
     class Callback(TrainerCallback):

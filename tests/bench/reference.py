@@ -86,21 +86,10 @@ def worst_gap(rounds):
 
 def make_case(folder, rows, lengths="even"):
     """A tiny Llama and pairs of random words, their numbers drawn as `LENGTHS` says."""
-    import numpy as np
-    import pyarrow as pa
-    import pyarrow.parquet as pq
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    words = [*SPECIALS, *(f"w{index}" for index in range(VOCABULARY - len(SPECIALS)))]
-    level = Tokenizer(
-        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>")
-    )
-    level.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=level, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
-    ).save_pretrained(folder / "model")
+    words = save_tokenizer(folder / "model", VOCABULARY)
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -115,16 +104,41 @@ def make_case(folder, rows, lengths="even"):
         pad_token_id=2,
     )
     LlamaForCausalLM(config).save_pretrained(folder / "model")
+    save_pairs(folder / "pairs.parquet", words, rows, LENGTHS[lengths])
+
+
+def save_tokenizer(folder, vocabulary):
+    """One that knows so many words, which are returned."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = [*SPECIALS, *(f"w{index}" for index in range(vocabulary - len(SPECIALS)))]
+    level = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>")
+    )
+    level.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=level, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    ).save_pretrained(folder)
+    return words
+
+
+def save_pairs(path, words, rows, length_of):
+    """Preference pairs of random words."""
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     random = np.random.default_rng(0)
 
     def text(column):
-        picks = random.integers(len(SPECIALS), VOCABULARY, LENGTHS[lengths](random, column))
+        picks = random.integers(len(SPECIALS), len(words), length_of(random, column))
         return " ".join(words[pick] for pick in picks)
 
     columns = {name: [text(name) for _ in range(rows)] for name in ("prompt", "chosen", "rejected")}
     for name in ("chosen", "rejected"):
         columns[name] = [f" {completion}" for completion in columns[name]]
-    pq.write_table(pa.table(columns), folder / "pairs.parquet")
+    pq.write_table(pa.table(columns), path)
 
 
 def even_length(random, _):

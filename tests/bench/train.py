@@ -120,13 +120,7 @@ def measure_align(folder, method, _, sets):
     from align.pipeline.training_job import open_training
 
     with tempfile.TemporaryDirectory() as output:
-        flags = {
-            "train.method": method,
-            "train.cache": str(folder / "cache"),
-            "train.output": f"{output}/run",
-            "train.batch_size": PAIRS_PER_STEP,
-            "tracking.mlflow": False,
-        }
+        flags = flags_of(folder, method, output)
         job = open_training(load_settings(flags, sets, file=None))
 
         from align.pipeline.terminal import begin_work
@@ -136,6 +130,17 @@ def measure_align(folder, method, _, sets):
         run_training(job, progress=Ticking(clock))
         peak = peak_mib()
     return result(folder, clock, peak)
+
+
+def flags_of(folder, method, output):
+    """How align trains on the cache."""
+    return {
+        "train.method": method,
+        "train.cache": str(folder / "cache"),
+        "train.output": f"{output}/run",
+        "train.batch_size": PAIRS_PER_STEP,
+        "tracking.mlflow": False,
+    }
 
 
 class Clock:
