@@ -151,6 +151,7 @@ def _sums(states: Tensor, first: int, head: OutputHead, tiles: Tiles, *, purity:
             logs.append(compiled(log_sum_exp)(logits))
             if purity:
                 purities.append(compiled(log_purity)(logits))
+            del logits  # before the next tile takes as much again
             continue
         softmax = tiles.softmax_like(logits)
         # Faster than logsumexp over a tile in cache. Any z_v - log_softmax(z)_v is the log-sum-exp;

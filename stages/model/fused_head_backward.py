@@ -186,6 +186,7 @@ def _add_all(
                 _add_product(grad_weight, positions.weighted[:, part], deviation)
             if gradients.bias is not None:
                 grad_bias.addmv_(deviation.float().t(), positions.slopes[part])
+            del logits, deviation  # on a GPU: before the next tile takes as much again
         if gradients.weight is not None:
             gradients.weight[columns] = grad_weight.mul_(positions.unit).t()
         if gradients.bias is not None:
