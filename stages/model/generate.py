@@ -23,11 +23,11 @@ from ...schemas.errors import UsageError, counted
 from ...schemas.rows import OutOfMemory
 from ...schemas.samples import Sampling
 from .keyed_noise import KeyedNoise
+from .live_memory import is_out_of_memory
 from .load import quiet
 from .logprobs import TOLERANCE, causal_model, input_device, reason
 from .model_folder import read_json
 from .probe_rows import ordinary_tokens
-from .reference import is_out_of_memory
 
 logger = logging.getLogger("align")
 _public: Any = transformers  # its stub names few of its classes

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .live_memory import is_out_of_memory
+
 logger = logging.getLogger("align")
 
 
@@ -54,7 +56,7 @@ def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         try:
             result: Tensor = made(*arguments)
         except Exception as error:  # a missing compiler shows itself in many ways
-            if "out of memory" in str(error) or "ALLOC_FAILED" in str(error):
+            if is_out_of_memory(error):
                 raise
             logger.warning(
                 "The output head is not compiled, which is slower: %s.", str(error).split("\n")[0]

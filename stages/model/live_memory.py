@@ -1,13 +1,26 @@
-"""Counts the bytes of tensors that are alive; the internals of torch are named here only."""
+"""The memory that tensors take, and whether torch says that none is left.
+
+The internals of torch are named here only.
+"""
 
 from __future__ import annotations
 
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+NO_MEMORY = ("DefaultCPUAllocator", "not enough memory", "out of memory", "ALLOC_FAILED")
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether torch, or a library of CUDA through it, says that there is no memory left."""
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        word in str(error) for word in NO_MEMORY
+    )
 
 
 class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -20,6 +20,7 @@ from ...schemas.file_version import Remember, digest_anew
 from ...schemas.rows import OutOfMemory, Tree
 from .flex_attention import why_no_flex
 from .fused_head import HEAD_VERSION
+from .live_memory import is_out_of_memory
 from .load import Resolved, load_causal_lm, resolve, unused_weights
 from .logprobs import ScoringPath, choose_path, input_device, tree_logps
 from .model_folder import (
@@ -171,15 +172,6 @@ def on_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether torch says that there is no memory left."""
-    words = (
-        *("DefaultCPUAllocator", "not enough memory"),
-        *("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"),
-    )
-    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
 def _major_minor(package: str) -> str:

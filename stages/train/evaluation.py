@@ -20,6 +20,7 @@ from ...schemas.rows import Role, ScoredBlock, Tree, allowed_gaps
 from ..engine.distributed import gathered
 from ..methods.recipe import MethodState, Recipe
 from ..storage.failpoints import reach
+from .room import needing_room
 from .step import Sums, branches_of, reported, step_of
 
 
@@ -65,11 +66,13 @@ def evaluate(
         samples.begin(batch)
         engine.learn_mode(dropout_seed=None)
         for micro in batch.own:
-            branches = branches_of(engine, recipe, micro)
-            samples.add(micro, branches, recipe)
-            assert branches.places is not None, "a micro-batch knows the places of its branches"
-            here = replace(branches, places=branches.places + place)
-            sums.add_outcome(recipe.outcome(here, step, state))
+            with needing_room(micro):
+                branches = branches_of(engine, recipe, micro)
+                samples.add(micro, branches, recipe)
+                assert branches.places is not None, "a micro-batch knows the places of its branches"
+                here = replace(branches, places=branches.places + place)
+                outcome = recipe.outcome(here, step, state)
+            sums.add_outcome(outcome)
             sums.add_routing(branches.routing)
         place += batch.branches
     return reported(recipe, sums.totals(engine))

@@ -13,7 +13,7 @@ from ...schemas.config import TrainOptions
 from ...schemas.errors import MemoryLimitError, NonFiniteError
 from ...schemas.methods import Step
 from ..methods.recipe import LOSS, MethodState, Recipe
-from ..model.reference import is_out_of_memory
+from ..model.live_memory import is_out_of_memory
 from ..storage.failpoints import reach
 from ..tracking.journal import EVAL
 from .evaluation import EvalSamples, asks_first, evaluate, whole_step

@@ -10,7 +10,7 @@ import torch
 
 from ...schemas.batches import MicroBatch
 from ...schemas.errors import MemoryLimitError
-from ..model.reference import is_out_of_memory
+from ..model.live_memory import is_out_of_memory
 
 
 class NoRoom(Exception):  # noqa: N818 - a request to try again with less

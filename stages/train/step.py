@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +24,8 @@ from ..model.copies import on_device
 from ..storage.failpoints import reach
 from .room import needing_room
 from .router_balance import router_metrics, router_share
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -151,7 +154,7 @@ def step_of(engine: Engine, recipe: Recipe, batch: StepBatch, *, balances: bool 
         tokens=batch.tokens,
         chosen_tokens=batch.chosen_tokens,
         mismatched=mismatched,
-        surveyed=_surveyed(engine, recipe, own, batch.branches) if recipe.surveys else {},
+        surveyed=_surveyed(engine, recipe, batch, own) if recipe.surveys else {},
         routing=_routing(engine, own) if balances else None,
     )
 
@@ -168,20 +171,30 @@ def _mismatched_ratios(engine: Engine, recipe: Recipe, batch: StepBatch) -> Tens
     if "mismatched" not in recipe.needs:
         return torch.empty(0, dtype=torch.float64)
     found = _run(engine, recipe, batch.mismatched)
-    ratios = [recipe.ratios(branches) for branches in found]
+    ratios = _of_each(recipe.ratios, batch.mismatched, found)
     return _in_step_order(engine, ratios, found, batch.mismatched_branches)
 
 
 @torch.no_grad()
 def _surveyed(
-    engine: Engine, recipe: Recipe, found: list[Branches], count: int
+    engine: Engine, recipe: Recipe, batch: StepBatch, found: list[Branches]
 ) -> dict[str, Tensor]:
     """The values of every own branch of the step that the recipe needs before any loss."""
-    values = [recipe.survey(branches) for branches in found]
+    values = _of_each(recipe.survey, batch.own, found)
     return {
-        name: _in_step_order(engine, [value[name] for value in values], found, count)
+        name: _in_step_order(engine, [value[name] for value in values], found, batch.branches)
         for name in values[0]
     }
+
+
+def _of_each(
+    compute: Callable[[Branches], T], batches: Sequence[MicroBatch], found: list[Branches]
+) -> list[T]:
+    values: list[T] = []
+    for micro, branches in zip(batches, found, strict=True):
+        with needing_room(micro):
+            values.append(compute(branches))
+    return values
 
 
 def _routing(engine: Engine, found: list[Branches]) -> Tensor:

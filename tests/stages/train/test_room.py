@@ -9,6 +9,7 @@ import torch
 
 from align.schemas.errors import MemoryLimitError
 from align.stages.engine.deepspeed_config import PRESETS
+from align.stages.methods.recipe import Recipe
 from align.stages.model.logprobs import causal_model
 from align.stages.train.loop import train
 from align.stages.train.room import NoRoom, Room, needing_room
@@ -135,6 +136,27 @@ def test_an_update_that_does_not_fit_is_not_repeated(training_world, one_rank, m
     with pytest.raises(MemoryLimitError, match="smaller micro-batches do not help"):
         train(loop, start=START, records=recorded, conditions=NEVER)
     assert not recorded.shrunk
+
+
+@pytest.mark.parametrize("part", ["outcome", "survey"])
+def test_a_loss_that_does_not_fit_is_computed_of_fewer_rows(
+    training_world, one_rank, monkeypatch, part
+):
+    """A run begins with an evaluation, so memory runs out there first."""
+    method = "bco" if part == "survey" else "dpo"
+    job = job_of(training_world.pairs, method, **(LEARNING | {"tokens_per_batch": 100_000}))
+    session, recorded = session_of(job, one_rank), Recorded()
+    compute = getattr(Recipe, part)
+
+    def scarcely(recipe, branches, *others):
+        if len(branches.logps) > 4:
+            raise RuntimeError(WORDS)
+        return compute(recipe, branches, *others)
+
+    monkeypatch.setattr(Recipe, part, scarcely)
+    place, _ = train(loop_of(session), start=START, records=recorded, conditions=NEVER)
+    assert recorded.shrunk[0][0] == 0
+    assert place.step == len(recorded.steps) > 0
 
 
 def test_of_several_ranks_one_says_how_to_start_again(training_world, one_rank):
