@@ -24,6 +24,7 @@ from ..schemas.errors import CorruptionError, FingerprintError, StorageError, Us
 from ..schemas.safe_text import masked
 from ..stages.engine.deepspeed_config import leaves, stage_of
 from ..stages.engine.distributed import run_on_all_ranks, run_on_rank_zero
+from ..stages.model.flex_attention import why_no_flex
 from ..stages.model.logprobs import ScoringPath, causal_model, own_attention
 from ..stages.storage import fs
 from ..stages.storage.checkpoints import choose_checkpoint
@@ -371,7 +372,8 @@ def known_path(begun: Position, job: TrainingJob, device: torch.device) -> Scori
     head: Any = begun.made_with["log-prob head"]
     path = ScoringPath(layout, head, math.nan)
     now = {**_parts(job, device), "layout": path.layout, "log-prob head": path.head}
-    return path if begun.made_with == now else None
+    refused = path.layout == "flex" and why_no_flex(job.policy.attention)
+    return path if begun.made_with == now and not refused else None
 
 
 def _parts(job: TrainingJob, device: torch.device) -> dict[str, str]:
