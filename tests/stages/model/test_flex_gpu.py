@@ -42,7 +42,9 @@ ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 def model_of(name, device, dtype):
     kind, settings = TREE_FAMILIES[name]
     drawn = {"initializer_range": 0.1, **settings, **WIDE, **FAMILIES[name]}
-    model = tiny_model(kind, drawn).to(device, dtype)
+    # Older versions of transformers let sdpa leave out the cap.
+    attention = "eager" if "attn_logit_softcapping" in drawn else None
+    model = tiny_model(kind, drawn, attention).to(device, dtype)
     turn_dropout_off(model)
     return model
 

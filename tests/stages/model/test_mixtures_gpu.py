@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 
 from align.stages.model.policy import Policy, turn_dropout_off
 from align.stages.train.router_balance import router_share
@@ -23,6 +24,8 @@ def outcome(name, device, dtype):
     model = tiny_model(kind, settings | WIDE).to(device, dtype)
     turn_dropout_off(model)
     policy = Policy(model, balanced=True)
+    if not policy.routers:
+        pytest.skip(f"transformers {transformers.__version__} records no router of {kind}")
     logps, routing = policy(mixed_trees())
     (logps.double().sum() / 100 + router_share(routing, routing.detach())).backward()
     gradients = [one.grad.flatten() for one in policy.parameters() if one.grad is not None]

@@ -42,8 +42,9 @@ def require_the_same(case, found):
     assert "error" not in found, found["error"]
     assert found["same"] == ["totals", "state", "held out"]  # to the last bit
     assert found["micro_batches"] >= 2
-    # Gradients are added up in another order; in 16 bits a weight near 1 is one of two neighbours.
-    allowed = 2.0**-7 if case.endswith("bf16") else 1e-6
+    # Gradients are added up in another order. In 16 bits their sum is one of two neighbours, and so
+    # is the weight that it moves: of each 2 ** -7 of its size at most.
+    allowed = 2.0**-6 if case.endswith("bf16") else 1e-6
     assert found["moved"] > 1e-3
     assert found["apart"] <= allowed * max(1, found["moved"])
     own = {place: count for place, count in found["waits"].items() if is_ours(place)}
@@ -90,6 +91,11 @@ def test_the_probe_takes_trees_on_a_device(device_cases):
 
 @pytest.mark.long
 def test_no_combination_waits_twice(launch):
+    wrong = {}
     for case, found in launch(*EVERY).items():
-        if not case.startswith("scoring"):
-            require_the_same(case, found)
+        try:
+            if not case.startswith("scoring"):
+                require_the_same(case, found)
+        except AssertionError as error:
+            wrong[case] = str(error)
+    assert not wrong
