@@ -46,6 +46,10 @@ MODELS = {
     },
 }
 # What differs from each side's own defaults.
+ALIGN_SIDES = {
+    "align": (),
+    "align_kept": ("train.gradient_checkpointing=false", "train.tokens_per_batch=4096"),
+}
 TRL_SIDES = {
     "trl": {},
     "trl_kept": {"gradient_checkpointing": False},
@@ -60,29 +64,32 @@ TRL_SIDES = {
 }
 TITLES = {
     "align": "align",
+    "align_kept": "align, keeping activations, 4k tokens",
     "trl": "TRL",
     "trl_kept": "TRL, keeping activations",
     "trl_precomputed": "TRL, precomputed, keeping activations",
     "trl_tuned": "TRL, the same without cuDNN",
     "trl_recomputing": "TRL, precomputed, without cuDNN",
     "stage1": "align, stage 1",
-    "sweep": "align, four runs and stage 1",
-    "trl_sweep": "TRL, four runs",
+    "sweep": "align, stage 1 and a sweep of four",
+    "trl_sweep": "TRL, four such runs: 4 x its whole",
 }
 SIDES = {
     "tiny": ("align", "trl_precomputed"),
     "small": ("align", "trl", "trl_kept", "trl_precomputed", "trl_tuned"),
-    "large": ("align", "trl", "trl_recomputing"),
+    "large": ("align", "align_kept", "trl", "trl_recomputing"),
 }
+USUAL = ("align", "sweep", "trl", "trl_tuned")  # what ten minutes are enough for
+LEARNING_RATES = "1e-7,3e-7,1e-6,3e-6"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["small", "large"])
-    parser.add_argument("--methods", nargs="+", default=["dpo", "kto"])
-    parser.add_argument("--sides", nargs="+", default=list(TITLES))
+    parser.add_argument("--methods", nargs="+", default=["dpo"])
+    parser.add_argument("--sides", nargs="+", choices=TITLES, default=USUAL)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--sweep", action="store_true", help="also four runs, on the small model")
+    parser.add_argument("--sweep", action="store_true", help="also four DPO runs, not of `large`")
     parser.add_argument("--set", action="append", default=[], help="a setting of align train")
     parser.add_argument("--seconds", type=float, default=540, help="begin nothing after these")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
@@ -105,7 +112,8 @@ def compare(name, folder, options, ends):
     print(" " * 40 + "".join(f"{column:>13}" for column in columns), flush=True)
     sides = ["stage1", *(f"{m}/{s}" for m in options.methods for s in sides_of(name, m))]
     if options.sweep and name != "large":
-        sides += ["dpo/sweep", "dpo/trl_sweep"]
+        sides.insert(sides.index("dpo/align") + 1, "dpo/sweep")
+    fastest = None
     for side in sides:
         method, _, kind = side.rpartition("/")
         if kind not in options.sides and kind != "stage1":
@@ -114,7 +122,16 @@ def compare(name, folder, options, ends):
             print(f"{side}: not run, the time is over", flush=True)
             continue
         told = in_own_process(folder, kind, name, method, options.set)
+        if kind == "stage1":
+            scored = told
+        if kind == "sweep" and "whole" in told:
+            told |= {"whole": scored["whole"] + told["whole"], "first": scored["first"]}
         print(line(f"{method} {TITLES[kind]}", told, facts, name), flush=True)
+        if method == "dpo" and kind in TRL_SIDES and "whole" in told:
+            fastest = min(fastest or told, told, key=lambda one: one["whole"])
+    if "dpo/sweep" in sides and fastest:
+        four = {"whole": 4 * fastest["whole"], "rate": None}
+        print(line(f"dpo {TITLES['trl_sweep']}", fastest | four, facts, name), flush=True)
 
 
 def sides_of(name, method):
@@ -127,11 +144,11 @@ def line(title, told, facts, name):
         return f"{title:40}{told['failed']}"
     operations = (4 if name == "large" else 6) if "stage" not in title else 2
     rate = told.get("rate")
-    unique = rate and rate * facts["unique"] / facts["counted"]
-    mfu = rate and 100 * operations * facts["parameters"] * unique / facts["operations"]
+    once = told.get("once_rate") or (rate and rate * facts["unique"] / facts["counted"])
+    mfu = once and 100 * operations * facts["parameters"] * once / facts["operations"]
     cells = [
         f"{rate:13,.0f}" if rate else " " * 13,
-        f"{mfu:13.1f}" if rate else " " * 13,
+        f"{mfu:13.1f}" if once else " " * 13,
         f"{told['peak_gib']:13.1f}",
         f"{told['first']:13.1f}",
         f"{told['whole']:13.1f}",
@@ -160,17 +177,12 @@ def run_one(folder, kind, name, method, sets):
         return make(folder, MODELS[name], int(method))
     if kind == "facts":
         return facts_of(folder)
-    if kind in {"sweep", "trl_sweep"}:
-        side = "align" if kind == "sweep" else "trl_kept"
-        runs = [] if kind == "trl_sweep" else [in_own_process(folder, "stage1", name, "new", [])]
-        runs += [in_own_process(folder, side, name, method, sets) for _ in range(4)]
-        if failed := [run["failed"] for run in runs if "failed" in run]:
-            raise RuntimeError(failed[0])
-        return {"peak_gib": max(run["peak_gib"] for run in runs), "first": runs[0]["first"]}
+    if kind == "sweep":
+        return sweep(folder, method)
     if kind == "stage1":
-        return stage_one(folder, method or "cache")
-    if kind == "align":
-        return train_align(folder, name, method, sets)
+        return stage_one(folder)
+    if kind in ALIGN_SIDES:
+        return train_align(folder, name, method, [*ALIGN_SIDES[kind], *sets])
     return train_trl(folder, name, method, TRL_SIDES[kind])
 
 
@@ -229,18 +241,43 @@ def tokens_of(folder):
     return 2 * prompts + completions, prompts + completions
 
 
-def stage_one(folder, name):
+def stage_one(folder):
+    """Scores the pairs and their mismatched ones into a cache; the rate counts each token once."""
+    began = time.perf_counter()
     from align.pipeline.terminal import own_process
 
     own_process([])
+    from align.pipeline.precompute import precompute
+    from align.pipeline.settings import load_settings
+    from align.pipeline.terminal import begin_work
+    from align.stages.model.reference import HfReference
+
+    flags = {
+        "model.path": str(folder / "model"),
+        "data.files": [str(folder / "pairs.parquet")],
+        "cache.output": str(folder / "cache"),
+        "cache.reuse_known": False,
+        "tracking.mlflow": False,
+    }
+    config = load_settings(flags, [], file=None).config
+    begin_work()
+    reference = HfReference(config.model)
+    tally = precompute(config, reference, progress=Steps()).tally
+    return {
+        "once_rate": (tally.tokens - tally.padding) / tally.seconds,
+        "peak_gib": peak_gib(),
+        "first": time.perf_counter() - began - tally.seconds,
+    }
+
+
+def sweep(folder, method):
+    """Trains at four learning rates from one cache."""
     from align.cli import app
 
-    began = time.perf_counter()
-    flags = ["--model", folder / "model", "--output", folder / name, "--no-mlflow"]
-    flags += ["--set", "cache.reuse_known=false"]
-    app(["precompute-ref", *map(str, [folder / "pairs.parquet", *flags])], standalone_mode=False)
-    spent = time.perf_counter() - began
-    return {"peak_gib": peak_gib(), "first": spent}
+    flags = ["--method", method, "--cache", folder / "cache", "--lr", LEARNING_RATES]
+    flags += ["--output", folder / "sweep", "--set", f"train.batch_size={PAIRS_PER_STEP}"]
+    app(["sweep", *map(str, flags), "--set", "tracking.mlflow=false"], standalone_mode=False)
+    return {"peak_gib": peak_gib()}
 
 
 class Steps:
@@ -346,6 +383,7 @@ def train_trl(folder, name, method, settings):
             **more,
         )
         trainer.train()
+        trainer.save_model(f"{output}/model")
     return steps.result(folder)
 
 
