@@ -63,7 +63,8 @@ def tokens_text(work: Workload) -> str:
 
 def micro_batches_text(work: Workload) -> str:
     """How a step is cut."""
-    return f"{work.micro_batches:,} in a step of each rank, at most {work.micro_tokens:,} tokens"
+    whose = f"{work.sharing} ranks together" if work.sharing > 1 else "each rank"
+    return f"{work.micro_batches:,} in a step of {whose}, at most {work.micro_tokens:,} tokens"
 
 
 def _time(plan: RunPlan) -> Iterator[tuple[str, str]]:
@@ -96,7 +97,7 @@ def _stage_one(plan: RunPlan) -> Iterator[tuple[str, str]]:
         "KL pairs",
         f"{scoring.mismatched:,} tokens more, {share:.0%} of stage 1, for KTO's KL term",
     )
-    yield "", "who will not use KTO saves them: align precompute-ref … --kl-pairs 0"
+    yield "", "no other method reads them; without: align precompute-ref … --kl-pairs 0"
 
 
 def _memory(plan: RunPlan) -> Iterator[str]:
@@ -120,7 +121,8 @@ def gib(size: float) -> str:
 
 
 def _verdict(plan: RunPlan) -> str:
-    room = f"{USABLE:.0%} of {gib(plan.request.gpu_bytes)} GiB"
+    size = plan.request.gpu_bytes
+    room = f"{gib(USABLE * size)} that can be used ({USABLE:.0%} of {gib(size)})"
     needs = f"{plan.own_way} needs {gib(plan.own.peak)} GiB of {room}"
     if plan.fits(plan.own):
         return f"Fits: {needs}."

@@ -157,7 +157,7 @@ def plan_run(settings: Settings, request: PlanRequest) -> RunPlan:
             ranks=request.gpus,
             head=recipe.head,
             layout=layout,
-            trees=workload.trees(shared),
+            trees=workload.trees(),
             micro_batches=workload.micro_batches,
         )
     )

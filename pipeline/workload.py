@@ -47,15 +47,16 @@ class Workload:
     micro_batches: int  # of each rank in a step, those without gradients left out
     micro_tokens: int  # of the largest, padding included
     row: RowShape
+    sharing: int = 1  # ranks that share a micro-batch
 
     @property
     def tokens(self) -> int:
         """All that the policy runs over."""
         return self.learned_tokens + self.mismatched_tokens
 
-    def trees(self, shared_by: int = 1) -> list[Tree]:
+    def trees(self) -> list[Tree]:
         """Rows of the mean lengths that fill a rank's part of the largest micro-batch."""
-        most = self.micro_tokens // shared_by
+        most = self.micro_tokens // self.sharing
         blank = [np.zeros(size, np.int32) for size in (self.row.prompt, *self.row.completions)]
         tree = Tree(blank[0], tuple(blank[1:]))
         count = max(1, most // self.row.tokens)
@@ -131,6 +132,7 @@ def workload_of(
         micro_batches=max(plan.own.num_turns for plan in plans),
         micro_tokens=max(int(load.max()) for load in loads),
         row=_mean_row(table),
+        sharing=train.sequence_parallel,
     )
 
 

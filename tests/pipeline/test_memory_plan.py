@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from align.pipeline.memory_plan import Components, Way, at_peak, elements_of
+from align.pipeline.plan_text import micro_batches_text
 from align.pipeline.run_plan import GivenRows, PlanRequest, plan_run
 from align.pipeline.settings import load_settings
 from align.pipeline.workload import RowShape, even_rows, feed_settings, workload_of
@@ -140,6 +141,18 @@ def test_steps_and_tokens_of_even_rows():
     # 15 rows of each rank: two micro-batches of ten and of five, filled evenly.
     assert (work.micro_batches, work.micro_tokens) == (2, 400)
     assert sum(tree.num_tokens for tree in work.trees()) == 400
+
+
+def test_ranks_that_share_a_micro_batch_have_a_part_of_it_each():
+    """30 rows of 10 + 20 + 20 tokens fill one micro-batch of two ranks with 500 tokens for each."""
+    train = TrainOptions(batch_size=30, sequence_parallel=2)
+    feed = feed_settings(train, recipe_of("dpo", {}), World(0, 2, 0, 2), tokens=500, pads=False)
+    work = workload_of(
+        even_rows(30, RowShape(10, (20, 20)), levels=0), feed, train, rows=30, held_out=0
+    )
+    assert (work.micro_batches, work.micro_tokens) == (2, 750)
+    assert [tree.num_tokens for tree in work.trees()] == [53] * 7  # of 375 in a part
+    assert micro_batches_text(work) == "2 in a step of 2 ranks together, at most 750 tokens"
 
 
 @pytest.fixture(scope="module")
