@@ -166,9 +166,6 @@ def in_own_process(folder, kind, name, method, sets):
         if kind in {"make", "facts"}:
             sys.exit(done.stderr)
         return {"failed": done.stderr.strip().splitlines()[-1][:300]}
-    for told in done.stderr.splitlines():
-        if told.startswith("bench:"):
-            print(told, flush=True)
     return json.loads(done.stdout.splitlines()[-1]) | {"whole": time.monotonic() - began}
 
 
@@ -337,8 +334,6 @@ def train_align(folder, name, method, sets):
         job = open_training(load_settings(flags, sets, file=None))
         begin_work()
         run_training(job, progress=steps)
-        lines = Path(f"{output}/run/metrics.jsonl").read_text().splitlines()
-    print("bench:", lines[0][:200], file=sys.stderr)
     return steps.result(folder)
 
 
