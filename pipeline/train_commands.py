@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -39,10 +40,12 @@ def train(
 
     settings = load_settings(flags, sets or [], file=config, command="train")
     if dry_run:
+        from ..stages.engine.launchers import world_apart
         from .plan_text import plan_text
         from .run_plan import PlanRequest, plan_run
 
-        say_once(plan_text(plan_run(settings, PlanRequest())))
+        ranks = world_apart(os.environ).size
+        say_once(plan_text(plan_run(settings, PlanRequest(gpus=ranks))))
         return
     from .training_job import open_training
 

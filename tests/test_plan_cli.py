@@ -23,6 +23,18 @@ def test_a_dry_run_says_the_same_and_makes_nothing(course, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_dry_run_is_of_as_many_ranks_as_a_launcher_started(course, tmp_path, monkeypatch):
+    words = ("train", "--method", "dpo", "--cache", course.cache, "--output", tmp_path / "run")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        answer = align(*words, "--dry-run")
+        assert answer.code == 0, answer
+        assert ("2 ranks" in answer.out) == (rank == "0")
+    assert answer.out == ""
+
+
 def test_a_run_begins_with_its_plan_in_short_and_its_speed_is_taken(course, tmp_path):
     answer = course.run(tmp_path / "run", "--max-steps", 2)
     assert "plan: 2 steps of" in answer.err
