@@ -80,7 +80,7 @@ bench: .venv/bench-ready
 
 # On a machine with a GPU that CUDA can use; in less than ten minutes.
 bench-gpu: .venv/bench-ready
-	$(BIN)/python tests/bench/gpu.py --sweep
+	$(BIN)/python tests/bench/gpu.py
 
 # A page without a place in the contents, a dead link or anchor, and any other warning is an error.
 docs: .venv/docs-ready

@@ -2,11 +2,12 @@
 
 `small` has the shapes of a model of half a billion parameters, all of which are trained; `large`
 those of one of eight billion, of which a LoRA adapter of every linear layer is trained, with
-activations recomputed on both sides. Pairs differ in length as real ones do. Both sides take as
-many pairs in each AdamW step. Each run is a process of its own. Speed is that of the median step
-after the first: loading, compiling and scoring the reference are left out, and stand under "first
-step" and "whole". MFU counts every prompt and completion once: 6 operations for each parameter and
-token, 4 where the weights are frozen, over what the GPU is said to do.
+activations recomputed unless a side says otherwise. Pairs differ in length as real ones do. Both
+sides take as many pairs in each AdamW step. Each run is a process of its own. Speed is that of the
+median step after the first: loading, compiling and scoring the reference are left out, and stand
+under "first step" and "whole"; the MFU of stage 1 has them in it. MFU counts every prompt and
+completion once: 6 operations for each parameter and token, 4 where the weights are frozen, over
+what the GPU is said to do.
 """
 
 from __future__ import annotations
@@ -72,13 +73,15 @@ TITLES = {
     "trl_recomputing": "TRL, precomputed, without cuDNN",
     "stage1": "align, stage 1",
     "sweep": "align, stage 1 and a sweep of four",
-    "trl_sweep": "TRL, four such runs: 4 x its whole",
 }
+FOUR_OF_TRL = "TRL, four runs: 4 x its fastest's whole"
+# `sweep` is of DPO alone.
 SIDES = {
-    "tiny": ("align", "trl_precomputed"),
-    "small": ("align", "trl", "trl_kept", "trl_precomputed", "trl_tuned"),
+    "tiny": ("align", "sweep", "trl_precomputed", "trl_tuned"),
+    "small": ("align", "sweep", "trl", "trl_kept", "trl_precomputed", "trl_tuned"),
     "large": ("align", "align_kept", "trl", "trl_recomputing"),
 }
+EVERY = (*ALIGN_SIDES, *TRL_SIDES, "sweep")
 USUAL = ("align", "sweep", "trl", "trl_tuned")  # what ten minutes are enough for
 LEARNING_RATES = "1e-7,3e-7,1e-6,3e-6"
 
@@ -87,9 +90,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["small", "large"])
     parser.add_argument("--methods", nargs="+", default=["dpo"])
-    parser.add_argument("--sides", nargs="+", choices=TITLES, default=USUAL)
+    parser.add_argument("--sides", nargs="+", choices=EVERY, default=USUAL)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--sweep", action="store_true", help="also four DPO runs, not of `large`")
     parser.add_argument("--set", action="append", default=[], help="a setting of align train")
     parser.add_argument("--seconds", type=float, default=540, help="begin nothing after these")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
@@ -111,9 +113,7 @@ def compare(name, folder, options, ends):
     columns = ("tokens/s", "MFU %", "peak GiB", "first step s", "whole s")
     print(" " * 40 + "".join(f"{column:>13}" for column in columns), flush=True)
     sides = ["stage1", *(f"{m}/{s}" for m in options.methods for s in sides_of(name, m))]
-    if options.sweep and name != "large":
-        sides.insert(sides.index("dpo/align") + 1, "dpo/sweep")
-    fastest = None
+    fastest, swept = None, False
     for side in sides:
         method, _, kind = side.rpartition("/")
         if kind not in options.sides and kind != "stage1":
@@ -125,18 +125,20 @@ def compare(name, folder, options, ends):
         if kind == "stage1":
             scored = told
         if kind == "sweep" and "whole" in told:
+            swept = True
             told |= {"whole": scored["whole"] + told["whole"], "first": scored["first"]}
         print(line(f"{method} {TITLES[kind]}", told, facts, name), flush=True)
         if method == "dpo" and kind in TRL_SIDES and "whole" in told:
             fastest = min(fastest or told, told, key=lambda one: one["whole"])
-    if "dpo/sweep" in sides and fastest:
+    if swept and fastest:
         four = {"whole": 4 * fastest["whole"], "rate": None}
-        print(line(f"dpo {TITLES['trl_sweep']}", fastest | four, facts, name), flush=True)
+        print(line(f"dpo {FOUR_OF_TRL}", fastest | four, facts, name), flush=True)
 
 
 def sides_of(name, method):
-    has_reference = method != "orpo"
-    return [s for s in SIDES[name] if has_reference or "precompute" not in str(TRL_SIDES.get(s))]
+    precomputes = [side for side in TRL_SIDES if "precompute" in str(TRL_SIDES[side])]
+    without = {"dpo": (), "kto": ("sweep",)}.get(method, ("sweep", *precomputes))
+    return [side for side in SIDES[name] if side not in without]
 
 
 def line(title, told, facts, name):
@@ -175,7 +177,7 @@ def run_one(folder, kind, name, method, sets):
     if kind == "facts":
         return facts_of(folder)
     if kind == "sweep":
-        return sweep(folder, method)
+        return sweep(folder, method, sets)
     if kind == "stage1":
         return stage_one(folder)
     if kind in ALIGN_SIDES:
@@ -267,13 +269,17 @@ def stage_one(folder):
     }
 
 
-def sweep(folder, method):
+def sweep(folder, method, sets):
     """Trains at four learning rates from one cache."""
+    from align.pipeline.terminal import own_process
+
+    own_process([])
     from align.cli import app
 
     flags = ["--method", method, "--cache", folder / "cache", "--lr", LEARNING_RATES]
     flags += ["--output", folder / "sweep", "--set", f"train.batch_size={PAIRS_PER_STEP}"]
-    app(["sweep", *map(str, flags), "--set", "tracking.mlflow=false"], standalone_mode=False)
+    flags += [part for one in ("tracking.mlflow=false", *sets) for part in ("--set", one)]
+    app(["sweep", *map(str, flags)], standalone_mode=False)
     return {"peak_gib": peak_gib()}
 
 
