@@ -197,15 +197,16 @@ def compared(cache, case):
     return {
         "same": same,
         "micro_batches": found["micro_batches"],
-        "moved": largest(before, expected["weights"]),
-        "apart": largest(found["weights"], expected["weights"]),
+        "moved": (moved := distance(before, expected["weights"])),
+        "apart": distance(found["weights"], expected["weights"]) / moved,
         "waits": found["waits"],
     }
 
 
-def largest(some, others):
-    """The largest difference of any weight."""
-    return max(np.abs(np.subtract(some[name], weight)).max() for name, weight in others.items())
+def distance(some, others):
+    """The length of the difference of all weights."""
+    gaps = [np.subtract(some[name], weight).ravel() for name, weight in others.items()]
+    return float(np.linalg.norm(np.concatenate(gaps)))
 
 
 def policy_of_case(cache, method, loaded):

@@ -42,11 +42,9 @@ def require_the_same(case, found):
     assert "error" not in found, found["error"]
     assert found["same"] == ["totals", "state", "held out"]  # to the last bit
     assert found["micro_batches"] >= 2
-    # Gradients are added up in another order. In 16 bits their sum is one of two neighbours, and so
-    # is the weight that it moves: of each 2 ** -7 of its size at most.
-    allowed = 2.0**-6 if case.endswith("bf16") else 1e-6
-    assert found["moved"] > 1e-3
-    assert found["apart"] <= allowed * max(1, found["moved"])
+    assert found["moved"] > 1e-2
+    # Gradients are added up in another order; in 16 bits some weights round to their neighbour.
+    assert found["apart"] <= (0.1 if case.endswith("bf16") else 1e-5)
     own = {place: count for place, count in found["waits"].items() if is_ours(place)}
     assert sum(own.values()) == 1, own
     assert next(iter(own)).startswith(ONE_LOOK)
