@@ -144,7 +144,7 @@ def test_steps_and_tokens_of_even_rows():
 
 
 def test_ranks_that_share_a_micro_batch_have_a_part_of_it_each():
-    """30 rows of 10 + 20 + 20 tokens fill one micro-batch of two ranks with 500 tokens for each."""
+    """30 rows of 10 + 20 + 20 tokens are 1,500; two ranks with 500 each take them in two parts."""
     train = TrainOptions(batch_size=30, sequence_parallel=2)
     feed = feed_settings(train, recipe_of("dpo", {}), World(0, 2, 0, 2), tokens=500, pads=False)
     work = workload_of(

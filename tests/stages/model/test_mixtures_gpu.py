@@ -24,7 +24,7 @@ def outcome(name, device, dtype):
     model = tiny_model(kind, settings | WIDE).to(device, dtype)
     turn_dropout_off(model)
     policy = Policy(model, balanced=True)
-    if not policy.routers:
+    if kind == "granitemoe" and not policy.routers:
         pytest.skip(f"transformers {transformers.__version__} records no router of {kind}")
     logps, routing = policy(mixed_trees())
     (logps.double().sum() / 100 + router_share(routing, routing.detach())).backward()

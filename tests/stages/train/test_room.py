@@ -10,6 +10,7 @@ import torch
 from align.schemas.errors import MemoryLimitError
 from align.stages.engine.deepspeed_config import PRESETS
 from align.stages.methods.recipe import Recipe
+from align.stages.model.live_memory import is_out_of_memory
 from align.stages.model.logprobs import causal_model
 from align.stages.train.loop import train
 from align.stages.train.room import NoRoom, Room, needing_room
@@ -138,12 +139,12 @@ def test_an_update_that_does_not_fit_is_not_repeated(training_world, one_rank, m
     assert not recorded.shrunk
 
 
-@pytest.mark.parametrize("part", ["outcome", "survey"])
+@pytest.mark.parametrize("part", ["outcome", "survey", "ratios"])
 def test_a_loss_that_does_not_fit_is_computed_of_fewer_rows(
     training_world, one_rank, monkeypatch, part
 ):
     """A run begins with an evaluation, so memory runs out there first."""
-    method = "bco" if part == "survey" else "dpo"
+    method = {"outcome": "dpo", "survey": "bco", "ratios": "kto"}[part]
     job = job_of(training_world.pairs, method, **(LEARNING | {"tokens_per_batch": 100_000}))
     session, recorded = session_of(job, one_rank), Recorded()
     compute = getattr(Recipe, part)
@@ -177,6 +178,19 @@ def test_other_errors_of_torch_are_raised_as_they_are():
         raise RuntimeError("size mismatch")
     with pytest.raises(NoRoom), needing_room(None):
         raise RuntimeError(WORDS)
+
+
+@pytest.mark.parametrize(
+    ("words", "is_one"),
+    [
+        (WORDS, True),
+        ("CUDA error: out of memory", True),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate", True),
+        ("CUDA error: device-side assert triggered", False),
+    ],
+)
+def test_what_torch_says_where_no_memory_is_left(words, is_one):
+    assert is_out_of_memory(RuntimeError(words)) == is_one
 
 
 def test_half_of_what_did_not_fit_is_allowed():
