@@ -262,7 +262,9 @@ class _Handler(BaseHTTPRequestHandler):
         reply = _spoiled(stub.reply(asked), fault)
         payload = json.dumps(reply).encode()
         if fault in {"cut", "half"}:
-            self._write(200, payload[: len(payload) // 2], length=fault == "cut" and len(payload))
+            sent, length = payload[: len(payload) // 2], fault == "cut" and len(payload)
+            # Said, or the client may ask again here: in vain, and unseen by this server.
+            self._write(200, sent, "Connection: close", length=length)
             self.close_connection = True
             return None
         if fault == "garbage":
