@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..schemas.errors import UsageError
 from ..schemas.rows import BadRow, Record, Text
 from ..schemas.samples import Prompt
+from ..schemas.score_gaps import is_above
 from ..stages.data.data_schema import Shape, common_shape
 from ..stages.data.decode_rows import parse_chunk, read_cells
 from ..stages.data.input_files import InputFile, column_names, iter_chunks, open_inputs
@@ -112,7 +113,7 @@ def _pair(record: Record) -> tuple[Text, Text] | None:
     scores = [score for score in record.scores if score is not None]
     if len(record.roles) == 2 and record.roles[0] != record.roles[1]:
         return record.completions[0], record.completions[1]
-    if len(scores) < 2 or min(scores) == max(scores):
+    if len(scores) < 2 or not is_above(max(scores), min(scores)):
         return None
     best, worst = scores.index(max(scores)), scores.index(min(scores))
     return record.completions[best], record.completions[worst]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..schemas.config import ModelOptions
 from ..schemas.round_options import RoundsOptions
 from ..schemas.round_record import Answering, HeldOut, RoundRecord, Versus
+from ..schemas.score_gaps import ROUNDED
 from ..stages.judge.win_rate import WinRate, win_rate
 from ..stages.storage.rounds_folder import OneRound
 from ..stages.storage.tables import TableFolder, read_table
@@ -127,7 +128,7 @@ def stop_reason(record: RoundRecord, options: RoundsOptions) -> str:
             f"stopped after round {record.number}: its win rate against the policy before is "
             f"{rate:.3f}, below rounds.min_win_rate {options.min_win_rate:g}"
         )
-    if options.max_length_growth and growth > options.max_length_growth:
+    if options.max_length_growth and growth > options.max_length_growth * ROUNDED:
         return (
             f"stopped after round {record.number}: its samples are {growth:.2f} times as long as "
             f"those of the beginning, above rounds.max_length_growth {options.max_length_growth:g}"

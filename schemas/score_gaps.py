@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from fractions import Fraction
+
 import numpy as np
 from numpy.typing import NDArray
 
 # Two scores, their difference and the gap are each rounded once.
 ROUNDINGS = 4
+ROUNDED = 1 + 1e-9  # 1.15 x 100 is less than 115 as binary numbers
+DIGITS = 12  # of a score that its difference from another keeps
 
 
 def further_apart(
@@ -16,8 +21,48 @@ def further_apart(
     both = np.stack([better, worse])
     size = np.maximum(np.abs(both).max(axis=0), gap)
     slack = ROUNDINGS * size * precision(both).max(axis=0)
-    is_far: NDArray[np.bool_] = better - worse - gap > slack
+    with np.errstate(over="ignore"):
+        is_far: NDArray[np.bool_] = better - worse - gap > slack
     return is_far
+
+
+def is_above(score: float, other: float) -> bool:
+    """Whether a score is above another, and not by rounding alone."""
+    return bool(further_apart(np.array([score]), np.array([other]), 0.0)[0])
+
+
+def levelled(scores: NDArray[np.float64], rows: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Scores, those of a row that only rounding sets apart replaced by the best of them."""
+    order = np.lexsort((-scores, rows))
+    ranked, row = scores[order], rows[order]
+    begins = np.ones(len(ranked), dtype=np.bool_)
+    begins[1:] = (row[1:] != row[:-1]) | further_apart(ranked[:-1], ranked[1:], 0.0)
+    levels = np.empty_like(scores)
+    levels[order] = ranked[np.flatnonzero(begins)][np.cumsum(begins) - 1]
+    return levels
+
+
+def as_written(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The decimals that scores were written as, where float32 has held them."""
+    single = np.flatnonzero(precision(scores) > np.finfo(np.float64).eps)
+    written = scores.copy()
+    written[single] = scores[single].astype(np.float32).astype(str).astype(np.float64)
+    return written
+
+
+def rounded_gaps(gaps: NDArray[np.float64], sizes: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Differences of scores of these sizes without their rounding: 0.3 - 0.1 is 0.4 - 0.2."""
+    scale = 10.0 ** (DIGITS - 1 - np.floor(np.log10(sizes.clip(min=1e-280))))
+    rounded: NDArray[np.float64] = np.rint(gaps * scale) / scale
+    return rounded
+
+
+def mean_as_written(scores: Sequence[float]) -> float:
+    """The mean of the decimals that scores were written as, rounded once, whatever their order."""
+    if min(scores) == max(scores):
+        return scores[0]
+    written = as_written(np.array(scores)).tolist()
+    return float(sum(map(Fraction, map(str, written))) / len(scores))
 
 
 def precision(scores: NDArray[np.float64]) -> NDArray[np.float64]:

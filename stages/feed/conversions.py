@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ...schemas.cache import StoredKind
 from ...schemas.methods import RowKind
 from ...schemas.rows import Role, joined_ranges, offsets_of
-from ...schemas.score_gaps import ROUNDINGS, further_apart, precision
+from ...schemas.score_gaps import ROUNDINGS, further_apart, levelled, precision
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ CONVERSIONS: dict[RowKind, dict[StoredKind, Callable[[Own, ScoreRules], Own]]] =
 
 
 def _best_first(own: Own) -> Own:
-    order = np.lexsort((-own.scores, own.row_of))
+    order = np.lexsort((-levelled(own.scores, own.row_of), own.row_of))
     return replace(own, places=own.places[order], roles=own.roles[order], scores=own.scores[order])
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ...schemas.errors import counted
+from ...schemas.score_gaps import is_above
 from ..report.cache_tables import grid, heading
 from .verdicts import Compared
 
@@ -96,7 +97,7 @@ def of_scores(scores: Iterable[tuple[float | None, float | None]]) -> dict[str, 
 def _winner(first: float | None, second: float | None) -> str | None:
     if first is None or second is None:
         return None
-    return "first" if first > second else "second" if first < second else "tie"
+    return "first" if is_above(first, second) else "second" if is_above(second, first) else "tie"
 
 
 def _agreement(winners: list[str | None]) -> dict[str, Proportion]:

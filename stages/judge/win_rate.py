@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...schemas.errors import UsageError
+from ...schemas.score_gaps import further_apart
 
 if TYPE_CHECKING:
     import polars as pl
@@ -70,8 +71,9 @@ def _compared(
     """The prompt and the outcome of each pair of samples, and how many pairs have none."""
     first, second = _scores(ours.iter_rows(named=True)), _scores(theirs.iter_rows(named=True))
     both = [key for key in first if first[key] is not None and second.get(key) is not None]
-    gaps = np.array([first[key] - second[key] for key in both], np.float64)  # type: ignore[operator]
-    outcomes = np.stack([gaps > 0, gaps == 0, gaps < 0], axis=1).astype(np.int64)
+    ours_of, theirs_of = (np.array([of[key] for key in both], np.float64) for of in (first, second))
+    won, lost = further_apart(ours_of, theirs_of, 0.0), further_apart(theirs_of, ours_of, 0.0)
+    outcomes = np.stack([won, ~(won | lost), lost], axis=1).astype(np.int64)
     return np.array([key[0] for key in both]), outcomes, len(first.keys() | second) - len(both)
 
 

@@ -9,7 +9,16 @@ import numpy as np
 import polars as pl
 
 from ...schemas.round_options import SelectOptions
-from ...schemas.score_gaps import ROUNDINGS, further_apart, precision
+from ...schemas.score_gaps import (
+    ROUNDED,
+    ROUNDINGS,
+    as_written,
+    further_apart,
+    levelled,
+    mean_as_written,
+    precision,
+    rounded_gaps,
+)
 
 EXTRA = ("tools", "chat_template_kwargs")  # columns without which a prompt would be another
 MOST_PAIRS = 1 << 22  # looked at together
@@ -59,16 +68,17 @@ def _usable(samples: pl.DataFrame, options: SelectOptions) -> tuple[pl.DataFrame
 def _without_duplicates(samples: pl.DataFrame) -> pl.DataFrame:
     """The first of equal texts of a prompt, with the mean of their scores."""
     alike = [_PROMPT, "text"]
-    score = pl.col("score")
-    is_agreed = (score.min() == score.max()).over(alike)  # a mean of equal numbers may differ
-    mean = pl.when(is_agreed).then(score).otherwise(score.mean().over(alike))
-    return samples.with_columns(score=mean).filter(pl.struct(alike).is_first_distinct())
+    scores = samples.group_by(alike, maintain_order=True).agg("score")["score"].to_list()
+    means = pl.Series("score", map(mean_as_written, scores), dtype=pl.Float64)
+    return samples.filter(pl.struct(alike).is_first_distinct()).with_columns(means)
 
 
 def _pairs(samples: pl.DataFrame, options: SelectOptions) -> tuple[pl.DataFrame, dict[str, int]]:
     """The better against the worse, best first; of equal scores the earlier is the better."""
-    ranked = samples.sort(_PROMPT, "score", descending=[False, True], maintain_order=True)
-    places = ranked.select(_PROMPT, "score", "length").with_row_index("at")
+    levels = levelled(samples["score"].to_numpy(), samples[_PROMPT].to_numpy())
+    order = np.lexsort((-levels, samples[_PROMPT].to_numpy()))
+    ranked = samples.with_columns(level=as_written(levels))[order]
+    places = ranked.select(_PROMPT, "score", "level", "length").with_row_index("at")
     chosen = [_chosen_pairs(part, options) for part in _all_pairs(places)]
     pairs = pl.concat([part for part, _ in chosen])
     better, worse = ranked[pairs["at"]], ranked[pairs["at_worse"]]
@@ -110,7 +120,7 @@ def _chosen_pairs(
     lengths = pl.col("length"), pl.col("length_worse")
     longer, shorter = pl.max_horizontal(*lengths), pl.min_horizontal(*lengths)
     ratio = options.max_length_ratio
-    alike = far.filter(longer <= ratio * shorter) if ratio else far
+    alike = far.filter(longer <= ratio * ROUNDED * shorter) if ratio else far
     if options.rows == "best_worst":
         alike = _widest(alike)
         pairs, far = (some.unique(_PROMPT) for some in (pairs, far))
@@ -121,12 +131,12 @@ def _chosen_pairs(
 
 
 def _widest(pairs: pl.DataFrame) -> pl.DataFrame:
-    """Of each prompt the pair with the largest gap, then the best chosen, then the worst rejected.
-
-    Gaps are equal when twelve digits are: 0.3 - 0.1 and 0.4 - 0.2 are not so as binary numbers.
-    """
-    gap = (pl.col("score") - pl.col("score_worse")).round_sig_figs(12)
-    order = [pl.col(_PROMPT), -gap, pl.col("at"), -pl.col("at_worse").cast(pl.Int64)]
+    """Of each prompt the pair of the largest gap, then best chosen, then worst rejected."""
+    better, worse = pl.col("level"), pl.col("level_worse")
+    sizes = pl.max_horizontal(better.abs(), worse.abs()).max().over(_PROMPT)
+    found = pairs.select(gap=better - worse, size=sizes)
+    gaps = rounded_gaps(*(found[name].to_numpy() for name in ("gap", "size")))
+    order = [_PROMPT, -pl.Series(gaps), "at", -pl.col("at_worse").cast(pl.Int64)]
     return pairs.sort(order).unique(_PROMPT, keep="first", maintain_order=True)
 
 

@@ -44,10 +44,10 @@ def test_answers_are_measured_by_hand():
     )
 
 
-def held_out(*, rate=0.5, tokens=10.0):
+def held_out(*, rate=0.5, tokens=10.0, first=10.0):
     one = Answering(4, 0.5, tokens, 0.0, 0.0)
     versus = Versus(rate, rate - 0.1, rate + 0.1, 0.25, 4, 0)
-    return HeldOut(Answering(4, 0.25, 10.0, 0.0, 0.0), one, versus, versus)
+    return HeldOut(Answering(4, 0.25, first, 0.0, 0.0), one, versus, versus)
 
 
 def finished(number=2, **measured):
@@ -61,6 +61,7 @@ def finished(number=2, **measured):
         ({"rate": 0.5}, {"min_win_rate": 0.5}, ""),
         ({"tokens": 16.0}, {"max_length_growth": 1.5}, "1.60 times as long"),
         ({"tokens": 15.0}, {"max_length_growth": 1.5}, ""),
+        ({"tokens": 5.4, "first": 4.5}, {"max_length_growth": 1.2}, ""),  # 1.2000000000000002
         ({"rate": 0.0, "tokens": 1000.0}, {}, ""),
     ],
 )

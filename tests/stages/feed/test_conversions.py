@@ -44,6 +44,13 @@ def test_of_equal_scores_the_first_is_best_and_the_last_is_worst():
     assert shown(conversions.pairs(scored([1, 2, 2, 1]), RULES)) == [[(1, C), (3, R)]]
 
 
+def test_scores_that_are_equal_on_paper_keep_their_order():
+    assert 0.1 + 0.2 > 0.3  # as binary numbers
+    rows = scored([0.3, 0.1 + 0.2, 0], [1, 0.3, 0.1 + 0.2])
+    assert shown(conversions.pairs(rows, RULES)) == [[(0, C), (2, R)], [(3, C), (5, R)]]
+    assert shown(conversions.best_ones(rows, RULES)) == [[(0, D)], [(3, D)]]
+
+
 def test_a_pair_is_further_apart_than_the_least_gap():
     rows = scored([3, 1], [3, 2], [5], [4, 4])
     assert conversions.pairs(rows, RULES).rows.tolist() == [0, 1]

@@ -43,7 +43,7 @@ def test_comparisons_are_counted_by_hand():
 
 
 def test_scores_are_counted_by_hand():
-    scores = [(2.0, 1.0), (1.0, 2.0), (1.0, 1.0), (None, 1.0), (3.0, 1.0)]
+    scores = [(2.0, 1.0), (1.0, 2.0), (0.1 + 0.2, 0.3), (None, 1.0), (3.0, 1.0)]
     cells = {name: (share.count, share.of) for name, share in of_scores(scores).items()}
     assert cells == {
         "agrees with gold, where it decides": (2, 3),

@@ -20,6 +20,15 @@ def test_scores_of_the_same_prompt_and_number_are_compared():
     assert (found.ties, found.n, found.unjudged) == (1 / 4, 4, 0)
 
 
+def test_scores_that_are_equal_on_paper_are_a_tie():
+    ours, theirs = (
+        table(("a", 0, 0.3), ("b", 0, 0.1 + 0.2)),
+        table(("a", 0, 0.1 + 0.2), ("b", 0, 0.3)),
+    )
+    found = win_rate(ours, theirs)
+    assert (found.rate, found.ties) == (0.5, 1.0)
+
+
 def test_a_sample_without_a_score_or_without_its_like_is_counted_and_nothing_else():
     ours = table(("a", 0, 3.0), ("a", 1, None), ("b", 0, 2.0), ("d", 0, 1.0))
     theirs = table(("a", 0, 2.0), ("a", 1, 9.0), ("b", 0, None), ("e", 0, 1.0))

@@ -2,7 +2,7 @@
 
 import json
 import math
-from itertools import combinations
+from itertools import combinations, permutations
 from statistics import fmean, median
 
 import numpy as np
@@ -99,11 +99,17 @@ def test_the_widest_gap_among_samples_of_like_length_is_taken():
     assert counts["too_unlike"] == 1
 
 
+TENTHS_OF = {"b": 0.3, "a": 0.4, "c": 0.2, "d": 0.1}
+
+
 def test_of_equal_gaps_that_of_the_better_chosen_is_taken():
     assert 0.3 - 0.1 != 0.4 - 0.2  # as binary numbers
     lengths = {"a": 1, "b": 10, "c": 1, "d": 10}
-    prompt = [{**one, "length": lengths[one["text"]]} for one in scored(b=0.3, a=0.4, c=0.2, d=0.1)]
-    assert [row[1:3] for row in selected(samples(prompt), max_length_ratio=2)[0]] == [("a", "c")]
+    for kind in (np.float64, np.float32):
+        scores = {name: float(kind(score)) for name, score in TENTHS_OF.items()}
+        prompt = [{**one, "length": lengths[one["text"]]} for one in scored(**scores)]
+        rows, _ = selected(samples(prompt), max_length_ratio=2)
+        assert [row[1:3] for row in rows] == [("a", "c")]
 
 
 def test_labels_are_above_and_below_the_mean_of_their_prompt():
@@ -155,6 +161,34 @@ def test_equal_scores_of_equal_texts_stay_as_they_are():
     assert fmean([0.1] * 3) != 0.1  # as binary numbers
     same = [{"text": "a", "score": 0.1}] * 3 + scored(b=0.0)
     assert selected(samples(same))[0] == [("p0", "a", "b", 0.1, 0.0)]
+
+
+@pytest.mark.parametrize("scores", [*permutations([0.1, 0.2, 0.3])])
+@pytest.mark.parametrize("kind", [np.float64, np.float32])
+def test_a_mean_that_is_another_score_on_paper_is_equal_to_it(kind, scores):
+    assert fmean(scores) != 0.2  # as binary numbers
+    twice = [{"text": "a", "score": float(kind(score))} for score in scores]
+    other, least = scored(b=float(kind(0.2))), scored(c=0.0)
+    assert selected(samples([*twice, *other, *least]))[0] == [("p0", "a", "c", 0.2, 0.0)]
+    assert selected(samples([*other, *twice, *least]))[0][0][1] == "b"
+    assert selected(samples([*twice, *least]), rows="labels", threshold=0.2)[0] == [
+        ("p0", "c", False)
+    ]
+
+
+def test_scores_that_are_equal_on_paper_are_ranked_by_their_numbers():
+    assert 0.1 + 0.2 > 0.3  # as binary numbers
+    assert selected(samples(scored(a=0.3, b=0.1 + 0.2, c=0.0)))[0][0][1:3] == ("a", "c")
+    assert selected(samples(scored(a=1.0, b=0.3, c=0.1 + 0.2)))[0][0][1:3] == ("a", "c")
+
+
+def test_a_length_ratio_is_meant_as_the_decimal_that_it_is():
+    assert 1.15 * 100 < 115  # as binary numbers
+    prompt = scored(a=1, b=0)
+    prompt[0]["length"], prompt[1]["length"] = 115, 100
+    assert len(selected(samples(prompt), max_length_ratio=1.15)[0]) == 1
+    prompt[0]["length"] = 116
+    assert selected(samples(prompt), max_length_ratio=1.15)[0] == []
 
 
 def test_a_text_of_another_prompt_is_no_duplicate():
