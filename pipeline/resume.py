@@ -347,7 +347,7 @@ def identity_of(session: Session) -> RunIdentity:
         **options,
         "model.attention": own_attention(model),
         "model.device": session.policy.device.type,
-        "train.dtype": str(model.dtype).removeprefix("torch."),
+        "train.dtype": session.policy.dtype,
         **{f"deepspeed {name}": repr(value) for name, value in leaves(engine)},
     }
     return RunIdentity(

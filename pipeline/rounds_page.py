@@ -101,7 +101,7 @@ def _trained(finished: Sequence[RoundRecord]) -> str:
         "KL: of mismatched completions": ("kl/raw",),
         "KL: of tokens": ("kl/tokens",),
         "Loss": ("loss",),
-        "Accuracy": ("rewards/accuracies",),
+        "Accuracy": ("rewards/accuracies", "rewards/ties"),
         "Margin": ("rewards/margins",),
     }
     return "".join(

@@ -122,7 +122,14 @@ def metrics_of(record: RoundRecord) -> dict[str, float]:
     return found
 
 
-TRAINED = ("loss", "rewards/margins", "rewards/accuracies", "kl/raw", "kl/tokens")
+TRAINED = (
+    "loss",
+    "rewards/margins",
+    "rewards/accuracies",
+    "rewards/ties",
+    "kl/raw",
+    "kl/tokens",
+)
 LOG_RATIO = "log_ratio"  # log(policy / reference), the mean over completions
 
 

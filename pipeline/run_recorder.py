@@ -17,7 +17,6 @@ from ..schemas.checkpoint import Checkpoint, Ending, How
 from ..schemas.errors import AlignError, Interrupted, StorageError, log_failure
 from ..stages.data.tokenizer import decoder
 from ..stages.engine.distributed import run_on_rank_zero
-from ..stages.model.logprobs import causal_model
 from ..stages.report.eval_table import Decode, Kind, evaluation_csv
 from ..stages.storage import fs
 from ..stages.storage.run_folder import RunFolder, write_ending
@@ -331,7 +330,7 @@ def used_settings(session: Session, *sections: str) -> dict[str, str]:
         "train.cache": str(session.job.cache.root),
         "train.model": policy.path,
         "train.tokens_per_batch": session.feed.settings.tokens_per_batch,
-        "train.dtype": str(causal_model(session.policy.model).dtype).removeprefix("torch."),
+        "train.dtype": session.policy.dtype,
     }
     # How a run was begun is not a setting of its training.
     asked = {name: value for name, value in flatten(config).items() if name != "train.resume"}

@@ -283,6 +283,7 @@ def _metrics(line: Mapping[str, Any]) -> dict[str, float]:
 SUMMARIZED = (
     "loss",
     "rewards/accuracies",
+    "rewards/ties",
     "rewards/margins",
     "log_odds/accuracy",
     "log_odds/ratio",

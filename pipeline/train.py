@@ -118,6 +118,7 @@ def open_session(
     last = getattr(_text_config(policy), "max_position_embeddings", None)
     for some in {id(one): one for one in (source, held_out)}.values():
         require_positions(some, recipe, last)
+    recipe = recipe.computed_in(policy.dtype, job.manifest.fingerprint["model.dtype"])
     engine, engine_config = open_engine(
         policy, config.train, world, hidden_size=_text_config(policy).hidden_size
     )
@@ -272,7 +273,7 @@ def _require_agreement(session: Session, records: RunRecords) -> None:
         session.engine,
         sample,
         job.manifest.fingerprint["model.dtype"],
-        str(causal_model(session.policy.model).dtype).removeprefix("torch."),
+        session.policy.dtype,
         may_differ=is_packed,
     )
     records.agreed(gap, is_packed=is_packed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from .option import option
@@ -72,11 +72,17 @@ class Branches:
     routing: Tensor | None = None  # of a mixture of experts: sums over all tokens of the rows
     adjusted: Tensor | None = None  # (branches,) log-ratios as a modifier has changed them
     margin: Tensor | None = None  # (rows,) wanted between chosen and rejected
+    rounding: float = 0.0  # by how much each of the sums may differ for how it was batched
 
     @property
     def ratios(self) -> Tensor:
         """r, log(policy / reference) of each branch, as the loss is to see it."""
         return self.logps - self.reference if self.adjusted is None else self.adjusted
+
+    def less(self, rounding: float) -> Branches:
+        """The same with so much less in every sum and log-ratio."""
+        adjusted = None if self.adjusted is None else self.adjusted - rounding
+        return replace(self, logps=self.logps - rounding, adjusted=adjusted)
 
 
 @dataclass(frozen=True)

@@ -71,12 +71,17 @@ class Modifiers:
         """The data's columns these read."""
         return tuple(name for name in (self.margin, self.row_weight) if name)
 
-    def applied(self, branches: Branches) -> Branches:
-        """The branches as the method is to see them; their log-probs stay as they are."""
+    def applied(self, branches: Branches, *, less: float = 0.0) -> Branches:
+        """The branches as the method is to see them; their log-probs stay as they are.
+
+        With `less` so much is missing from each sum that is compared, whatever tokens it is of.
+        """
         if self.humanline:
             branches = _clamped(branches, self.log_eps_p, self.log_eps_r)
         if self.ld_alpha != 1.0:
             branches = _with_tails_weighed(branches, self.ld_alpha)
+        if less:
+            branches = branches.less(less)
         if self.f_divergence != "reverse_kl":
             ratios = _scores(branches.ratios, self.f_divergence, self.f_alpha)
             branches = replace(branches, adjusted=ratios)

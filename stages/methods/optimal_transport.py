@@ -17,7 +17,7 @@ from ...schemas.methods import (
     sft_weight,
 )
 from .modifiers import SEES_RATIOS
-from .rewards import compared, paired_method, pairs_of, referenced_output, scaled_ratios
+from .rewards import MARGINS, paired_method, pairs_of, referenced_output, scaled_ratios
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def aot_unpaired(branches: Branches, step: Step, options: TransportOptions) -> L
 
 def _with_comparison(output: LossOutput, margins: Tensor) -> LossOutput:
     """Reports the margins that are compared, b d, in place of those between a row's own sides."""
-    return replace(output, metrics={**output.metrics, **compared(margins.detach())})
+    return replace(output, metrics={**output.metrics, MARGINS: margins.detach()})
 
 
 def survey_logps(branches: Branches, _: TransportOptions) -> dict[str, Tensor]:

@@ -24,9 +24,9 @@ from ...schemas.methods import (
     State,
     Step,
 )
-from ...schemas.rows import Role
+from ...schemas.rows import LEAST, PER_TOKEN, Role, rounding_of
 from .modifiers import Modifiers, names_within
-from .rewards import reward_metrics
+from .rewards import MARGINS, reward_metrics
 
 LOSS = "loss"
 MethodState = dict[str, tuple[float, ...]]  # of each method that has one, by its name
@@ -69,6 +69,7 @@ class Recipe:
 
     parts: tuple[Part, ...]
     modifiers: Modifiers = Modifiers()
+    rounding: float = LEAST  # see `Branches`
 
     @property
     def name(self) -> str:
@@ -132,6 +133,13 @@ class Recipe:
         found = (getattr(part.options, name, None) for part in self.parts)
         return next((value for value in found if value is not None), default)
 
+    def computed_in(self, policy: str, reference: str) -> Recipe:
+        """The recipe whose ties are what rounding makes in the dtypes of policy and reference."""
+        if self.head == "score":  # one number, and no sum over tokens
+            return replace(self, rounding=max(LEAST, PER_TOKEN[policy]))
+        dtypes = (policy, reference) if "reference" in self.needs else (policy,)
+        return replace(self, rounding=rounding_of(*dtypes))
+
     def resolve_auto(self, labels: Labels) -> tuple[Recipe, tuple[str, ...]]:
         """Returns the recipe with each `auto` option resolved, and advice to print."""
         resolved = [part.method.resolve_auto(part.options, labels) for part in self.parts]
@@ -173,8 +181,11 @@ class Recipe:
 
     def outcome(self, branches: Branches, step: Step, state: StepState) -> Outcome:
         """The loss of a micro-batch."""
-        seen = self.modifiers.applied(branches)
-        outcomes = [self._outcome_of(part, seen, step, state) for part in self.parts]
+        given = replace(branches, rounding=self.rounding)
+        seen = self.modifiers.applied(given)
+        with torch.no_grad():
+            less = self.modifiers.applied(given, less=self.rounding)
+        outcomes = [self._outcome_of(part, seen, less, step, state) for part in self.parts]
         if len(outcomes) == 1:
             first = outcomes[0]
             return replace(first, metrics={**first.metrics, **self.modifiers.metrics(branches)})
@@ -198,7 +209,10 @@ class Recipe:
             return dict(means)
         return {LOSS: sum(weights[name] * means[name] for name in present), **means}
 
-    def _outcome_of(self, part: Part, seen: Branches, step: Step, state: StepState) -> Outcome:
+    def _outcome_of(
+        self, part: Part, seen: Branches, less: Branches, step: Step, state: StepState
+    ) -> Outcome:
+        """The outcome of one part; `less` is what it sees where every sum is off by rounding."""
         branches, method = self._view(seen, part), part.method
         known = replace(step, surveyed=_of(part, step.surveyed), state=state.get(method.name, ()))
         output = method.loss(branches, known, part.options)
@@ -208,7 +222,7 @@ class Recipe:
             share=total / max(1, getattr(step, method.items)),
             losses=losses.detach(),
             totals={LOSS: Total(total.detach(), _count(branches, method.items))},
-            metrics={**_reward_metrics(part, branches), **output.metrics},
+            metrics={**_reward_metrics(part, branches, less, output.metrics), **output.metrics},
         )
 
     def _view(self, branches: Branches, part: Part) -> Branches:
@@ -245,9 +259,16 @@ def _rewards_of(part: Part, branches: Branches) -> Tensor | None:
     return rewards.of(branches, part.options).detach() if rewards else None
 
 
-def _reward_metrics(part: Part, branches: Branches) -> dict[str, Metric]:
-    rewards = _rewards_of(part, branches)
-    return {} if rewards is None else reward_metrics(rewards, branches, part.method.rows)
+def _reward_metrics(
+    part: Part, branches: Branches, less: Branches, told: Mapping[str, Metric]
+) -> dict[str, Metric]:
+    """What is reported of its rewards; margins that its loss has told are kept."""
+    rewards, others = _rewards_of(part, branches), _rewards_of(part, less)
+    if rewards is None or others is None:
+        return {}
+    rounding, margins = (rewards - others).abs(), told.get(MARGINS)
+    assert not isinstance(margins, Masked), "every pair has a margin"
+    return reward_metrics(rewards, rounding, branches, part.method.rows, margins)
 
 
 def _of(part: Part, values: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from torch.nn.functional import logsigmoid, relu
 from ...schemas.methods import Branches, LossOutput, Rewards, Step, label_smoothing
 from ...schemas.option import option
 from .modifiers import WEIGHS_PAIRS
-from .rewards import Side, logp_metrics, paired_method, pairs_of
+from .rewards import Pairs, Side, higher, logp_metrics, paired_method, pairs_of
 
 # Certain to the last bit of float32: a mean log-prob closer to 0 has odds that are only noise.
 NEARLY_CERTAIN = -1e-10
@@ -70,9 +70,16 @@ def orpo(branches: Branches, step: Step, options: OrpoOptions) -> LossOutput:
     metrics = logp_metrics(pairs) | {
         "nll": nll.detach(),
         "log_odds/ratio": ratio.detach(),
-        "log_odds/accuracy": (ratio.detach() > 0).to(ratio.dtype),
+        "log_odds/accuracy": _likelier(pairs, branches.rounding),
     }
     return LossOutput(nll - options.lam * logsigmoid(ratio), metrics)
+
+
+def _likelier(pairs: Pairs, rounding: float) -> Tensor:
+    """Which pairs have a chosen branch of higher odds: odds rise as the mean log-prob does."""
+    chosen, rejected = pairs.chosen, pairs.rejected
+    gaps = (chosen.mean_logps - rejected.mean_logps).detach()
+    return higher(gaps, rounding / chosen.num_tokens + rounding / rejected.num_tokens)
 
 
 def simpo(branches: Branches, _: Step, options: SimpoOptions) -> LossOutput:

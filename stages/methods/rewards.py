@@ -63,66 +63,84 @@ labelled_method = partial(
 )
 
 
-def reward_metrics(rewards: Tensor, branches: Branches, kind: RowKind) -> dict[str, Metric]:
+MARGINS = "rewards/margins"
+
+
+def reward_metrics(
+    rewards: Tensor,
+    rounding: Tensor,
+    branches: Branches,
+    kind: RowKind,
+    margins: Tensor | None = None,
+) -> dict[str, Metric]:
     """What is reported of the rewards of a micro-batch of rows of this kind.
 
     Every row, branch or pair of candidates counts the same; `row_weight` changes nothing here.
+    `rounding` is by how much each reward moves when its branch's sum of log-probs moves by its
+    rounding, (branches,). `margins` are of pairs whose loss compares other things than their sides.
     """
     if kind == "paired":
-        return paired_metrics(rewards[0::2], rewards[1::2])
+        chosen, rejected = rewards[0::2], rewards[1::2]
+        gaps = chosen - rejected if margins is None else margins
+        shares = compared(gaps, rounding[0::2] + rounding[1::2])
+        sides = {"rewards/chosen": chosen, "rewards/rejected": rejected}
+        return {**sides, MARGINS: gaps, **shares}
     if kind == "grouped":
-        return {"rewards/accuracies": _ranked_alike(rewards, branches)}
+        rows, given = branches.rows, branches.scores
+        is_pair = (rows[:, None] == rows) & (given[:, None] > given)
+        return compared(rewards[:, None] - rewards, rounding[:, None] + rounding, is_pair)
     is_desirable = branches.roles == Role.DESIRABLE
     return {
         "rewards/chosen": Masked(rewards, is_desirable),
         "rewards/rejected": Masked(rewards, ~is_desirable),
-        "rewards/accuracies": _rows_told_apart(rewards, branches.rows, is_desirable),
+        **_rows_compared(rewards, rounding, branches.rows, is_desirable),
     }
 
 
-def paired_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Metric]:
-    """Of pairs: rewards of either side, and which is the higher; equal ones are not right."""
-    return {
-        "rewards/chosen": chosen,
-        "rewards/rejected": rejected,
-        **compared(chosen - rejected),
-    }
+def compared(gaps: Tensor, rounding: Tensor, is_counted: Tensor | None = None) -> dict[str, Metric]:
+    """How often what should be higher is, a tie counted half, and the share of ties."""
+    accuracies, ties = higher(gaps, rounding), is_tie(gaps, rounding).double()
+    if is_counted is None:
+        return {"rewards/accuracies": accuracies, "rewards/ties": ties}
+    masked = Masked(accuracies, is_counted), Masked(ties, is_counted)
+    return dict(zip(("rewards/accuracies", "rewards/ties"), masked, strict=True))
 
 
-def compared(margins: Tensor) -> dict[str, Metric]:
-    """What is reported of differences that should be above 0, (pairs,)."""
-    return {"rewards/margins": margins, "rewards/accuracies": (margins > 0).double()}
+def higher(gaps: Tensor, rounding: Tensor) -> Tensor:
+    """1 for a gap above 0, 0 for one below, and a half for a tie, float64."""
+    return (gaps > 0).double().masked_fill(is_tie(gaps, rounding), 0.5)
+
+
+def is_tie(gaps: Tensor, rounding: Tensor) -> Tensor:
+    """Whether each gap is no larger than what rounding makes of both its sides together, bool."""
+    return gaps.abs() <= rounding
 
 
 def with_margin(means: Mapping[str, float]) -> dict[str, float]:
     """Adds rewards/margins to the means of a whole step that holds both labels."""
     either = ("rewards/chosen", "rewards/rejected")
-    if "rewards/margins" in means or not all(name in means for name in either):
+    if MARGINS in means or not all(name in means for name in either):
         return dict(means)
-    return {**means, "rewards/margins": means[either[0]] - means[either[1]]}
+    return {**means, MARGINS: means[either[0]] - means[either[1]]}
 
 
-def _rows_told_apart(rewards: Tensor, rows: Tensor, is_desirable: Tensor) -> Masked:
+def _rows_compared(
+    rewards: Tensor, rounding: Tensor, rows: Tensor, is_desirable: Tensor
+) -> dict[str, Metric]:
     """Of each row with both labels, whether its desirable branches have the higher mean."""
     desirable, undesirable = (
-        _means_by_row(rewards, rows, which) for which in (is_desirable, ~is_desirable)
+        _means_by_row(torch.stack([rewards, rounding]), rows, which)
+        for which in (is_desirable, ~is_desirable)
     )
-    both = desirable.isfinite() & undesirable.isfinite()
-    return Masked((desirable > undesirable).double(), both)
+    both = desirable[0].isfinite() & undesirable[0].isfinite()
+    return compared(desirable[0] - undesirable[0], desirable[1] + undesirable[1], both)
 
 
-def _means_by_row(rewards: Tensor, rows: Tensor, which: Tensor) -> Tensor:
-    """NaN for a row without such a branch, and for places behind the last row."""
-    none = torch.zeros_like(rewards)  # there are no more rows than branches
-    totals = none.index_add(0, rows, rewards.masked_fill(~which, 0.0))
-    return totals / none.index_add(0, rows, which.to(none.dtype))
-
-
-def _ranked_alike(rewards: Tensor, branches: Branches) -> Masked:
-    """1 or 0 for each ordered pair of a better and a worse candidate of one prompt, float64."""
-    rows, given = branches.rows, branches.scores
-    is_pair = (rows[:, None] == rows) & (given[:, None] > given)
-    return Masked((rewards[:, None] > rewards).double(), is_pair)
+def _means_by_row(values: Tensor, rows: Tensor, which: Tensor) -> Tensor:
+    """Of (kinds, branches); NaN for a row without such a branch, and behind the last row."""
+    none = torch.zeros_like(values)  # there are no more rows than branches
+    totals = none.index_add(1, rows, values.masked_fill(~which, 0.0))
+    return totals / none[0].index_add(0, rows, which.to(none.dtype))
 
 
 class ReferencedOptions(Protocol):

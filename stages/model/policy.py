@@ -139,6 +139,11 @@ class Policy(nn.Module):
         self.output_names = tuple(name for name, is_asked in wanted.items() if is_asked)
         self.train()
 
+    @property
+    def dtype(self) -> str:
+        """The dtype that it computes in, as settings name it."""
+        return str(causal_model(self.model).dtype).removeprefix("torch.")
+
     def forward(self, trees: Sequence[Tree]) -> Tensor | tuple[Tensor, ...]:
         """A row for each name in `output_names`, with a number for every completion token: float32.
 

@@ -237,7 +237,7 @@ def _written(tick: float, decimals: int, digits: float) -> str:
 
 CHARTS = {
     "Loss": ("loss",),
-    "Accuracy": ("rewards/accuracies",),
+    "Accuracy": ("rewards/accuracies", "rewards/ties"),
     "Rewards": ("rewards/chosen", "rewards/rejected"),
     "Margin": ("rewards/margins",),
     "KL, mean of mismatched log-ratios": ("kl/raw", "kl/clamped"),

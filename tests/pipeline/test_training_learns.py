@@ -30,8 +30,8 @@ def learned(cache, method, folder):
 @pytest.mark.parametrize("method", ["dpo", "kto"])
 def test_rewards_learn_to_separate_good_answers_from_bad(three_hundred_pairs, tmp_path, method):
     before, after = learned(three_hundred_pairs, method, tmp_path / "run")
-    # Of a policy that is the reference every reward is 0, and none is above another.
-    assert before["eval/rewards/accuracies"] < 0.5
+    # Of a policy that is the reference every reward is 0 but for rounding.
+    assert (before["eval/rewards/accuracies"], before["eval/rewards/ties"]) == (0.5, 1.0)
     assert after["eval/rewards/accuracies"] > 0.8
     assert after["eval/rewards/margins"] > 1
 

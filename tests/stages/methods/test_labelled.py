@@ -22,6 +22,9 @@ def test_a_margin_of_pairs_stays_as_it_is():
     assert with_margin(means) == means
 
 
+ROUNDING = 2.0**-10  # of each reward
+
+
 def labelled(*rows):
     """Rows of (label, log-ratio) branches; + is desirable, - is not."""
     flat = [branch for row in rows for branch in row]
@@ -36,12 +39,18 @@ def labelled(*rows):
 def metrics(*rows):
     branches = labelled(*rows)
     rewards = RATIOS.of(branches, SimpleNamespace(beta=0.5)).detach()
-    found = labelled_of(branches).metrics() | reward_metrics(rewards, branches, "labelled")
+    rounding = torch.full_like(rewards, ROUNDING)
+    told = reward_metrics(rewards, rounding, branches, "labelled")
+    found = labelled_of(branches).metrics() | told
     return {name: method_steps.counted(metric) for name, metric in found.items()}
 
 
 def accuracies(*rows):
     return metrics(*rows)["rewards/accuracies"].tolist()
+
+
+def ties(*rows):
+    return metrics(*rows)["rewards/ties"].tolist()
 
 
 def test_a_row_is_right_when_its_desirable_branch_has_the_higher_reward():
@@ -50,8 +59,18 @@ def test_a_row_is_right_when_its_desirable_branch_has_the_higher_reward():
     assert accuracies([("-", -1.0), ("+", 1.0)]) == [1.0]
 
 
-def test_equal_rewards_are_not_right():
-    assert accuracies([("+", 1.0), ("-", 1.0)]) == [0.0]
+def test_equal_rewards_are_half_right():
+    assert accuracies([("+", 1.0), ("-", 1.0)], [("+", 2.0), ("-", 1.0)]) == [0.5, 1.0]
+    assert ties([("+", 1.0), ("-", 1.0)], [("+", 2.0), ("-", 1.0)]) == [1.0, 0.0]
+
+
+def test_rewards_are_a_tie_where_rounding_of_both_sides_can_make_their_difference():
+    # Rewards are half of these ratios: 2 ROUNDING is 4 of ratios, and of two means no more.
+    least = 4 * ROUNDING
+    for above, right in ((least, 0.5), (-least, 0.5), (1.25 * least, 1.0), (-1.25 * least, 0.0)):
+        assert accuracies([("+", 3.0 + above), ("-", 3.0)]) == [right]
+        sides = [("+", 2.0), ("+", 4.0 + 2 * above), ("-", 3.0), ("-", 2.0), ("-", 4.0)]
+        assert accuracies(sides) == [right]
 
 
 def test_of_several_branches_the_means_are_compared():
@@ -63,6 +82,7 @@ def test_of_several_branches_the_means_are_compared():
 
 def test_a_row_of_one_label_has_no_accuracy():
     assert accuracies([("+", 1.0)], [("-", 2.0), ("-", 0.0)]) == []
+    assert ties([("+", 1.0)], [("-", 1.0), ("-", 1.0)]) == []
     assert accuracies([("+", 9.0)], [("+", 2.0), ("-", 1.0)], [("-", -9.0)]) == [1.0]
 
 

@@ -302,7 +302,7 @@ def test_a_reward_model_is_asked_for_a_difference_or_for_a_sign():
     assert loss("reward", whole) == 0.313262
     with_margin = take(METHODS["reward"], whole, modifiers=Modifiers(margin="wanted"))
     assert with_margin.loss == pytest.approx(math.log(2))
-    told = {"chosen": 1.5, "rejected": 0.5, "margins": 1.0, "accuracies": 1.0}
+    told = {"chosen": 1.5, "rejected": 0.5, "margins": 1.0, "accuracies": 1.0, "ties": 0.0}
     assert with_margin.means == {f"rewards/{name}": value for name, value in told.items()}
     # (-LS(2) - LS(1)) / 2
     assert loss("reward_binary", labelled(("+", 2.0), ("-", -1.0))) == 0.220095
@@ -313,7 +313,7 @@ def test_scores_are_compared_to_no_reference():
     whole = branches([2.0, -1.0], [-70.0, -90.0], roles=roles)
     taken = take(METHODS["reward_binary"], whole)
     assert taken.loss == pytest.approx(0.220095, abs=5e-7)
-    told = {"chosen": 2.0, "rejected": -1.0, "accuracies": 1.0}
+    told = {"chosen": 2.0, "rejected": -1.0, "accuracies": 1.0, "ties": 0.0}
     assert taken.means == {f"rewards/{name}": value for name, value in told.items()}
 
 

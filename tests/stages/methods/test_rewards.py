@@ -7,18 +7,20 @@ from functools import partial
 import pytest
 import torch
 
-from align.schemas.rows import Role
+from align.schemas.rows import LEAST, Role
 from align.stages.methods.modifiers import sums_of
-from align.stages.methods.table import METHODS, options_of
+from align.stages.methods.table import METHODS, options_of, recipe_of
 from support.method_steps import (
     IN_USE,
     MISMATCHED,
     ROLES,
     branches,
     moved,
+    pair,
     random_branches,
     reordered,
     take,
+    unmoved,
 )
 
 # Options under which the loss is nothing but its comparison, and its advantages are the scores'.
@@ -126,6 +128,72 @@ def test_a_policy_that_has_lowered_the_loss_as_far_as_it_goes_is_right(method, w
     if words and method.name not in WORDS:
         values |= {name: 0.3 for name in ("label_smoothing",) if hasattr(method.options(), name)}
     assert lowered(method, options_of(method, values)).means["rewards/accuracies"] == 1.0
+
+
+@every_comparison
+def test_rewards_that_differ_by_rounding_are_ties_of_any_method(method, values, modifier):
+    whole = unmoved(two_sided(method.rows, 8))
+    if "reference" not in method.needs:  # then both sides of a row are as likely, and as long
+        sums, counts = (some.detach()[0::2] for some in (whole.logps, whole.num_tokens))
+        twice = (some.repeat_interleave(2).tolist() for some in (sums, counts.long()))
+        same = branches(next(twice), num_tokens=next(twice), roles=whole.roles.tolist())
+        whole = replace(same, scores=whole.scores, columns=whole.columns)
+    gone_up, up_and_down = ([1.0, -1.0, 0.5, -1.0, 1.0, -0.5], [-1.0, 1.0, 1.0, -1.0, 0.0, 1.0])
+    run = partial(take, method, options=options_of(method, values), mismatched=MISMATCHED)
+    for by, noise, told in ((0.9, up_and_down, (0.5, 1.0)), (9.0, gone_up, (1.0, 0.0))):
+        off = by * LEAST * torch.tensor([*noise, *noise, *noise[:4]]).double()
+        rounded = moved(whole, logps=whole.logps.detach() + off)
+        means = run(rounded, modifiers=IN_USE.get(modifier)).means
+        assert (means["rewards/accuracies"], means["rewards/ties"]) == told
+
+
+def test_a_tie_is_scaled_as_the_reward_is():
+    """Of 4 and 2 tokens; each sum may be off by 1e-4, so two of them by 2e-4."""
+
+    def tied(name, by, **values):
+        whole = branches([-4.0 + by, -2.0], [-4.0, -2.0], num_tokens=[4, 2], roles=ROLES["paired"])
+        taken = take(METHODS[name], whole, options=options_of(METHODS[name], values))
+        return taken.means["rewards/ties"]
+
+    assert [tied("dpo", by, beta=5.0) for by in (1.9e-4, -1.9e-4, 2.1e-4)] == [1.0, 1.0, 0.0]
+    for name in ("cpo", "slic"):  # sums are equal at -2
+        assert [tied(name, 2 + by) for by in (1.9e-4, -1.9e-4, 2.1e-4)] == [1.0, 1.0, 0.0], name
+    # Of means b (1e-4 / 4 + 1e-4 / 2) = b 7.5e-5, and r / n of the first is a quarter of `by`.
+    for name in ("ipo", "dpo_norm", "simpo", "orpo"):
+        assert [tied(name, by) for by in (2.9e-4, -2.9e-4, 3.1e-4)] == [1.0, 1.0, 0.0], name
+
+
+def test_odds_are_a_tie_where_their_rewards_are():
+    for by, right in ((2.9e-4, 0.5), (3.1e-4, 1.0), (-3.1e-4, 0.0)):
+        taken = take(METHODS["orpo"], pair(-4.0 + by, -2.0, num_tokens=(4, 2)))
+        assert taken.means["log_odds/accuracy"] == taken.means["rewards/accuracies"] == right
+
+
+def test_a_divergence_that_flattens_makes_no_tie():
+    # js of r is log 2 + LS(r), which differs by 4.5e-5 at 20 and 10; 1e-4 nats move it by 5e-9.
+    whole = pair(-1.0, -11.0, reference=(-21.0, -21.0))
+    taken = take(METHODS["dpo"], whole, modifiers=IN_USE["f_divergence"])
+    assert taken.means["rewards/margins"] < 1e-5
+    assert (taken.means["rewards/accuracies"], taken.means["rewards/ties"]) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("method", "policy", "reference", "rounding"),
+    [
+        ("dpo", "float32", "float32", 1e-4),
+        ("dpo", "bfloat16", "float32", 0.2),  # as much coarser as a token's: 2e-2 to 1e-5
+        ("kto", "float32", "float16", 0.05),
+        ("simpo", "float32", "bfloat16", 1e-4),  # it has no reference
+        ("simpo", "float16", "float32", 0.05),
+        ("reward", "bfloat16", "bfloat16", 0.02),  # one number, no sum
+        ("reward", "float32", "bfloat16", 1e-4),
+    ],
+)
+def test_a_tie_is_what_rounding_makes_in_the_dtypes_that_are_compared(
+    method, policy, reference, rounding
+):
+    found = recipe_of(method, {}).computed_in(policy, reference)
+    assert found.rounding == pytest.approx(rounding)
 
 
 def test_rewards_per_token_worked_by_hand():

@@ -46,3 +46,11 @@ def test_bfloat16_is_allowed_what_float32_is_not(session, sample):
     assert largest_gap(session.engine, changed, "bfloat16", "float32") == pytest.approx(
         0.05, abs=1e-3
     )
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [("float32", 1e-4), ("bfloat16", 0.2)])
+def test_ties_are_what_rounding_makes_in_the_dtype_that_is_trained(
+    training_world, one_rank, dtype, rounding
+):
+    session = session_of(job_of(training_world.pairs, "dpo", dtype=dtype), one_rank)
+    assert session.recipe.rounding == pytest.approx(rounding)
