@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
 
 DRAWS = 2000
 OUTCOMES = ("wins", "ties", "losses")
+SAMPLE = ("prompt_key", "number")
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,9 @@ class WinRate:
 def win_rate(ours: pl.DataFrame, theirs: pl.DataFrame | None = None, *, seed: int = 0) -> WinRate:
     """The win rate of judged samples.
 
-    Against `theirs`, scores of the same prompt and number are compared; without them, `ours` were
-    compared by the judge itself, and their wins, ties and losses are counted.
+    Against `theirs`, scores of the same prompt and number are compared, and equal answers are a
+    tie in whichever batches they were scored; without them, `ours` were compared by the judge
+    itself, and their wins, ties and losses are counted.
     """
     prompts, outcomes, unjudged = _counted(ours) if theirs is None else _compared(ours, theirs)
     comparisons = outcomes.sum(axis=1)
@@ -69,16 +70,19 @@ def _compared(
     ours: pl.DataFrame, theirs: pl.DataFrame
 ) -> tuple[NDArray[Any], NDArray[np.int64], int]:
     """The prompt and the outcome of each pair of samples, and how many pairs have none."""
-    first, second = _scores(ours.iter_rows(named=True)), _scores(theirs.iter_rows(named=True))
+    first, second = _by_sample(ours, "score"), _by_sample(theirs, "score")
     both = [key for key in first if first[key] is not None and second.get(key) is not None]
     ours_of, theirs_of = (np.array([of[key] for key in both], np.float64) for of in (first, second))
-    won, lost = further_apart(ours_of, theirs_of, 0.0), further_apart(theirs_of, ours_of, 0.0)
+    said, replied = _by_sample(ours, "completion"), _by_sample(theirs, "completion")
+    differ = np.array([said[key] != replied[key] for key in both], np.bool_)
+    won = differ & further_apart(ours_of, theirs_of, 0.0)
+    lost = differ & further_apart(theirs_of, ours_of, 0.0)
     outcomes = np.stack([won, ~(won | lost), lost], axis=1).astype(np.int64)
     return np.array([key[0] for key in both]), outcomes, len(first.keys() | second) - len(both)
 
 
-def _scores(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int], float | None]:
-    return {(row["prompt_key"], row["number"]): row["score"] for row in rows}
+def _by_sample(table: pl.DataFrame, column: str) -> dict[tuple[str, int], Any]:
+    return {(key, number): cell for key, number, cell in table[[*SAMPLE, column]].iter_rows()}
 
 
 def _interval(won: NDArray[Any], of: NDArray[Any], seed: int) -> tuple[float, float]:

@@ -7,9 +7,11 @@ from align.schemas.errors import UsageError
 from align.stages.judge.win_rate import win_rate
 
 
-def table(*rows):
+def table(*rows, answer=None):
+    """Judged samples; without `answer` each says what it is worth."""
     names = ("prompt_key", "number", "score")
-    return pl.DataFrame([dict(zip(names, row, strict=True)) for row in rows])
+    found = [dict(zip(names, row, strict=True)) for row in rows]
+    return pl.DataFrame([{**row, "completion": answer or f"worth {row['score']}"} for row in found])
 
 
 def test_scores_of_the_same_prompt_and_number_are_compared():
@@ -26,6 +28,13 @@ def test_scores_that_are_equal_on_paper_are_a_tie():
         table(("a", 0, 0.1 + 0.2), ("b", 0, 0.3)),
     )
     found = win_rate(ours, theirs)
+    assert (found.rate, found.ties) == (0.5, 1.0)
+
+
+def test_an_answer_is_no_better_than_itself_in_another_batch():
+    row, again = ("a", 0, 0.25), ("a", 0, 0.25001)
+    assert win_rate(table(row), table(again)).rate == 0.0
+    found = win_rate(table(row, answer="4"), table(again, answer="4"))
     assert (found.rate, found.ties) == (0.5, 1.0)
 
 
