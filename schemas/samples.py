@@ -12,6 +12,7 @@ from .rows import Text
 # stop: the model ended it; length: it was cut; other: a server names another reason.
 Finish: TypeAlias = Literal["stop", "length", "other"]
 KEY_LENGTH = 32  # hexadecimal digits
+MOST_TOKENS = 2**31 - 1  # of a prompt or a completion: what a table's column holds
 # What a table of samples has of its own, beside its prompts.
 SAMPLE_COLUMNS = (
     "prompt_key",
@@ -100,6 +101,11 @@ class OpenSampler(Protocol):
         counted, and asked again by the next command.
         """
         ...
+
+
+def is_token_count(count: object) -> bool:
+    """Whether this is a number of tokens that a prompt or a completion can have."""
+    return type(count) is int and 0 <= count <= MOST_TOKENS
 
 
 def sample_key(prompt: str, number: int, sampling: Sampling, identity: Mapping[str, str]) -> str:

@@ -8,8 +8,8 @@ from typing import Any
 
 from ...schemas.errors import UsageError
 from ...schemas.json_codec import digest
-from ...schemas.samples import Finish, Prompt, Sampling
-from .server_client import BrokenAnswerError, ServerCosts
+from ...schemas.samples import Finish, Prompt, Sampling, is_token_count
+from .server_client import BrokenAnswerError, ServerCosts, shortened
 
 CHAT, TEXT = "/chat/completions", "/completions"
 _FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}
@@ -59,15 +59,15 @@ def seed_of(sampling_seed: int, prompt: str, number: int) -> int:
 
 def read_completion(answer: Any, *, asked_model: str, costs: ServerCosts) -> Completion:
     """The one completion in an answer; all that it cost is counted first."""
-    usage = _field(answer, "usage", dict)
+    usage = field(answer, "usage", dict)
     prompt_tokens = _count(usage, "prompt_tokens")
     completion_tokens = _count(usage, "completion_tokens")
     costs.add(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens)
-    _require_model(_field(answer, "model", str), asked_model)
-    choices = _field(answer, "choices", list)
+    _require_model(field(answer, "model", str), asked_model)
+    choices = field(answer, "choices", list)
     if len(choices) != 1:
         raise BrokenAnswerError(f"{len(choices)} choices where one was asked for")
-    finish = _field(choices[0], "finish_reason", str)
+    finish = field(choices[0], "finish_reason", str)
     if finish in _UNFINISHED:
         raise BrokenAnswerError(f"the server gave this answer up (finish_reason {finish})")
     return Completion(
@@ -89,35 +89,44 @@ def _bare_name(name: str) -> str:
 def _require_model(answered: str, asked: str) -> None:
     if not is_same_model(asked, answered):
         raise UsageError(
-            f"The server was asked for the model {asked!r} and answered as {answered!r}. Give the "
-            "name of the model that it has (server.model), or start it with that model."
+            f"The server was asked for the model {asked!r} and answered as "
+            f"{shortened(answered)!r}. Give the name of the model that it has (server.model), or "
+            "start it with that model."
         )
 
 
-def _text(choice: Any) -> str:
-    """The text of a choice; null in a message means none, as beside a tool's call."""
-    if "message" in choice:
-        text = _field(choice, "message", dict).get("content") or ""
-    else:
-        text = _field(choice, "text", str)
-    if not isinstance(text, str):
-        raise BrokenAnswerError("content is not a text")
+def _text(choice: dict[str, Any]) -> str:
+    """The text of a choice; null in a message means none, and so does no text beside a call."""
+    if "message" not in choice:
+        return text_in(choice, "text")
+    message = field(choice, "message", dict)
+    if message.get("content") is None and ("content" in message or message.get("tool_calls")):
+        return ""
+    return text_in(message, "content")
+
+
+def text_in(record: Any, name: str) -> str:
+    """A text of a record in an answer; BrokenAnswerError if it is none that can be written."""
+    text: str = field(record, name, str)
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise BrokenAnswerError("a text that is not valid Unicode") from error
+        raise BrokenAnswerError(f"{name} is a text that is not valid Unicode") from error
     return text
 
 
-def _field(record: Any, name: str, kind: type) -> Any:
+def field(record: Any, name: str, kind: type) -> Any:
+    """A value of a record in an answer; BrokenAnswerError if none of this type is there."""
     value = record.get(name) if isinstance(record, dict) else None
-    if not isinstance(value, kind):
+    if value is None:
         raise BrokenAnswerError(f"an answer without {name}")
+    if not isinstance(value, kind):
+        raise BrokenAnswerError(f"an answer whose {name} is of the type {type(value).__name__}")
     return value
 
 
 def _count(usage: Any, name: str) -> int:
-    count = _field(usage, name, int)
-    if isinstance(count, bool) or count < 0:
-        raise BrokenAnswerError(f"{name} is {count}")
-    return int(count)
+    count: int = field(usage, name, int)
+    if not is_token_count(count):
+        raise BrokenAnswerError(f"an answer whose {name} is {shortened(repr(count))}")
+    return count

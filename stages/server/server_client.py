@@ -7,7 +7,6 @@ import logging
 import os
 import random
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -20,6 +19,7 @@ import httpx2
 from ...schemas.errors import ServerError, UsageError, counted
 from ...schemas.round_options import ServerOptions
 from ...schemas.safe_text import bare_address, hear, hear_secret, safe
+from .timed_requests import HttpAnswer, NoAnswerError, TimedRequests
 
 logger = logging.getLogger("align")
 
@@ -90,14 +90,10 @@ class ServerClient:
         self.stopping = threading.Event()  # no request is sent again from now on
         self._options = options
         self._costs = costs
-        self._http = httpx2.Client(
-            headers=_key_header(options.key_variable),
-            timeout=options.timeout,
-            limits=httpx2.Limits(max_connections=options.concurrency + 1),
-            follow_redirects=False,  # the key is for this address alone
-        )
+        self._http = _requests_of(options)
 
     def __enter__(self) -> Self:
+        self._http.__enter__()
         return self
 
     def __exit__(
@@ -107,7 +103,7 @@ class ServerClient:
         at: TracebackType | None,
     ) -> None:
         self.stopping.set()
-        self._http.close()
+        self._http.__exit__(kind, error, at)
 
     def get(self, path: str, read: Callable[[Any], Answer]) -> Answer:
         """What `read` makes of an answer's JSON."""
@@ -140,7 +136,7 @@ class ServerClient:
 
     def _wait(self, path: str, retry: int, failure: Exception) -> None:
         """Waits twice as long each time, and not as long as others who wait too."""
-        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0**retry) * random.uniform(0.5, 1)
+        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(retry, 16)) * random.uniform(0.5, 1)
         pause = max(pause, getattr(failure, "pause", 0.0))
         if pause >= LOGGED_PAUSE:
             text = "%s%s: %s. Sent again in %.0f s."
@@ -151,39 +147,23 @@ class ServerClient:
 
     def _answer(self, method: str, path: str, body: bytes | None) -> Any:
         self._costs.add(requests=1)
-        headers = {"Content-Type": "application/json"} if body is not None else {}
-        end = time.monotonic() + self._options.timeout
         try:
-            with self._http.stream(
-                method, f"{self.address}{path}", content=body, headers=headers
-            ) as response:
-                content = self._read(response, end)
-        except httpx2.RequestError as error:
-            raise _FailedError(f"{type(error).__name__}: {error}".rstrip(": ")) from error
-        if response.status_code != 200:
-            raise self._refusal(path, response, said_in(content))
+            answer = self._http.send(method, f"{self.address}{path}", body)
+        except NoAnswerError as error:
+            raise _FailedError(shortened(str(error))) from error
+        if answer.status != 200:
+            raise self._refusal(path, answer)
         try:
-            return json.loads(content)
+            return json.loads(answer.content, object_pairs_hook=_once)
         except (ValueError, RecursionError) as error:
-            raise BrokenAnswerError(f"not JSON: {_shortened(content)!r}") from error
+            raise BrokenAnswerError(f"not JSON: {shortened(_text(answer.content))!r}") from error
 
-    def _read(self, response: httpx2.Response, end: float) -> bytes:
-        """All of it, unless that takes too long or is too much."""
-        content = bytearray()
-        for part in response.iter_bytes():
-            content += part
-            if len(content) > MOST_BYTES:
-                raise _FailedError(f"an answer of more than {MOST_BYTES:,} bytes")
-            if time.monotonic() > end:
-                raise _FailedError(f"an answer that takes more than {self._options.timeout:g} s")
-        return bytes(content)
-
-    def _refusal(self, path: str, response: httpx2.Response, said: str) -> Exception:
+    def _refusal(self, path: str, answer: HttpAnswer) -> Exception:
         """What an answer other than 200 comes to."""
-        status = response.status_code
-        text = f"{status} {said}".rstrip()
+        status = answer.status
+        text = f"{status} {said_in(answer.content)}".rstrip()
         if status in _ONCE_MORE or status >= 500:
-            return _FailedError(text, pause_of(response.headers.get("Retry-After", "")))
+            return _FailedError(text, pause_of(answer.headers.get("Retry-After", "")))
         if status in _OF_THIS_REQUEST:
             return RequestRefusedError(text)
         where = f"{self.address}{path}: {text}."
@@ -192,7 +172,7 @@ class ServerClient:
             state = "has another" if os.environ.get(name) else "is not set"
             return UsageError(f"{where} Put its API key into {name}, which {state}.")
         if 300 <= status < 400:
-            there = bare_address(response.headers.get("Location", "nowhere"))
+            there = shortened(bare_address(answer.headers.get("Location", "nowhere")))
             return UsageError(
                 f"{where} It leads to {there}. Redirects are not followed: give the right address."
             )
@@ -206,16 +186,30 @@ def said_in(content: bytes) -> str:
     """A server's own words about an error, safe to show."""
     try:
         said = json.loads(content)
+        for name in ("error", "message", "detail"):
+            said = said.get(name, said) if isinstance(said, dict) else said
+        text = said if isinstance(said, str) else json.dumps(said)
     except (ValueError, RecursionError):
-        return _shortened(content)
-    for name in ("error", "message", "detail"):
-        said = said.get(name, said) if isinstance(said, dict) else said
-    return _shortened((said if isinstance(said, str) else json.dumps(said)).encode())
+        text = _text(content)
+    return shortened(text)
 
 
-def _shortened(content: bytes) -> str:
-    text = safe(" ".join(content[: 16 * MOST_SAID].decode(errors="replace").split()))
+def shortened(text: str) -> str:
+    """The first words of what a server said, safe to show."""
+    text = safe(" ".join(text[: 16 * MOST_SAID].split()))
     return text if len(text) <= MOST_SAID else f"{text[:MOST_SAID]}…"
+
+
+def _text(content: bytes) -> str:
+    return content[: 16 * MOST_SAID].decode(errors="replace")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of an answer; of two values for one name neither is meant more than the other."""
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        raise ValueError("a name that is there twice")
+    return record
 
 
 def _checked_address(url: str) -> str:
@@ -236,6 +230,22 @@ def _checked_address(url: str) -> str:
     return url.rstrip("/")
 
 
+def _requests_of(options: ServerOptions) -> TimedRequests:
+    headers = _key_header(options.key_variable)
+    try:
+        return TimedRequests(
+            headers,
+            connections=options.concurrency + 1,
+            seconds=options.timeout,
+            most_bytes=MOST_BYTES,
+        )
+    except (ValueError, OSError, ImportError) as error:
+        raise UsageError(
+            f"The proxy or the certificates that the environment names cannot be used ({error}). "
+            "See to HTTPS_PROXY, HTTP_PROXY, ALL_PROXY and SSL_CERT_FILE."
+        ) from error
+
+
 def _key_header(variable: str) -> dict[str, str]:
     key = os.environ.get(variable, "").strip()
     if not key:
@@ -249,13 +259,13 @@ def _key_header(variable: str) -> dict[str, str]:
 
 
 def pause_of(stated: str) -> float:
-    """The seconds that Retry-After asks for, which may be a date."""
+    """The seconds that Retry-After asks for, which may be a date; 0 where it cannot be read."""
     try:
         seconds = float(stated)
     except ValueError:
         try:
             when = parsedate_to_datetime(stated)
-        except ValueError:
+            seconds = (when.replace(tzinfo=when.tzinfo or UTC) - datetime.now(UTC)).total_seconds()
+        except (ValueError, OverflowError):
             return 0.0
-        seconds = (when.astimezone(UTC) - datetime.now(UTC)).total_seconds()
     return min(seconds, LONGEST_ASKED_PAUSE) if seconds > 0 else 0.0

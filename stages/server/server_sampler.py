@@ -12,10 +12,16 @@ from ...schemas.errors import AlignError, BudgetError, ServerError, UsageError, 
 from ...schemas.round_options import ServerOptions
 from ...schemas.rows import BadRow
 from ...schemas.samples import Prompt, Refused, Sample, Sampling, Wanted
-from .completions import Completion, body_of, path_of, read_completion, seed_of
+from .completions import Completion, body_of, field, path_of, read_completion, seed_of, text_in
 from .in_flight import in_groups
 from .probes import PROBES, PROBING
-from .server_client import GivenUpError, RequestRefusedError, ServerClient, ServerCosts
+from .server_client import (
+    GivenUpError,
+    RequestRefusedError,
+    ServerClient,
+    ServerCosts,
+    shortened,
+)
 
 CountTokens = Callable[[Prompt], int]
 
@@ -219,12 +225,11 @@ def _way_on(kept: int) -> str:
 
 
 def _listed(answer: Any) -> list[str]:
-    models = answer.get("data") if isinstance(answer, dict) else None
-    return [str(one["id"]) for one in models or () if isinstance(one, dict) and "id" in one]
+    return [text_in(one, "id") for one in field(answer, "data", list)]
 
 
 def _only_one(names: Sequence[str], address: str) -> str:
-    if len(names) == 1:
+    if len(names) == 1 and names[0]:
         return names[0]
-    listed = f"lists {', '.join(map(repr, names))}" if names else "lists no model"
-    raise UsageError(f"{address} {listed}. Name the one to ask: server.model.")
+    listed = shortened(", ".join(map(repr, names))) or "no model"
+    raise UsageError(f"{address} lists {listed}. Name the one to ask: server.model.")

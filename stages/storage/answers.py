@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import random
 import re
 import time
@@ -21,10 +22,13 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ...schemas.errors import CorruptionError, PathError
+from ...schemas.errors import CorruptionError, PathError, counted
 from ...schemas.json_codec import to_json
+from ...schemas.samples import is_token_count
 from . import fs, places
 from .objects import Location
+
+logger = logging.getLogger("align")
 
 Answer: TypeAlias = "Mapping[str, Any]"
 
@@ -35,6 +39,7 @@ MERGED_BYTES = 16 << 20
 KEPT_SEGMENTS = 4  # in memory, to read answers from
 TRIES = 100  # of a look while others merge
 PAUSE = 0.002  # seconds after the first of them; more after each
+_COUNTS = ("prompt_tokens", "completion_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +62,18 @@ class Answers:
         self.folder = folder
         self._places: dict[str, _Place] = {}
         self._read: dict[str, int] = {}  # bytes of each segment
+        self._unusable: set[str] = set()  # keys of answers that no table can hold
         self._contents: OrderedDict[str, bytes] = OrderedDict()
         self.look()
         # A listing may come too early for what is merged, and too late for what it is merged from.
         self.look()
+        if unusable := self._unusable - self._places.keys():
+            logger.warning(
+                "%s holds %s with a number of tokens that no text has: counted as missing, and "
+                "asked for again.",
+                folder,
+                counted(len(unusable), "answers"),
+            )
 
     def __contains__(self, key: str) -> bool:
         return key in self._places
@@ -143,8 +156,9 @@ class Answers:
         least: dict[str, bytes] = {}
         for name in segments:
             for line in self._content(name).splitlines(keepends=True):
-                key = json.loads(line)["key"]
-                least[key] = min(line, least.get(key, line))
+                key, is_usable = _looked_at(line)
+                if is_usable:
+                    least[key] = min(line, least.get(key, line))
         return [*least.values()]
 
     def _put(self, lines: list[bytes]) -> str:
@@ -201,10 +215,12 @@ class Answers:
     def _index(self, name: str, payload: bytes) -> None:
         start = 0
         for line in payload.splitlines(keepends=True):
-            key = json.loads(line)["key"]
+            key, is_usable = _looked_at(line)
             known = self._places.get(key)
+            if not is_usable:
+                self._unusable.add(key)
             # Of equal lines the new one: what it is merged from is about to go.
-            if known is None or line <= self._line(known):
+            elif known is None or line <= self._line(known):
                 self._places[key] = _Place(name, start, len(line))
             start += len(line)
         self._read[name] = len(payload)
@@ -233,3 +249,10 @@ class Answers:
         while len(self._contents) > KEPT_SEGMENTS:
             self._contents.popitem(last=False)
         return payload
+
+
+def _looked_at(line: bytes) -> tuple[str, bool]:
+    """The key of a line, and whether its answer can be written into a table."""
+    record = json.loads(line)
+    answer = record["answer"]
+    return record["key"], all(is_token_count(answer[name]) for name in _COUNTS if name in answer)

@@ -25,6 +25,7 @@ FAULTS = frozenset(
         "drop",  # the connection is closed
         "cut",  # and in the middle of the answer
         "half",  # the first half of the JSON, as if it were all
+        *("slow head", "slow body", "slow welcome"),  # a byte now and then for `late` seconds
         "garbage",  # no JSON
         "no usage",
         "no choices",
@@ -95,6 +96,8 @@ class ChatServer:
         self.refuse = more.pop("refuse", lambda _: None)  # (status, message, *headers) of a refusal
         self.refuse_models = more.pop("refuse_models", None)  # a status
         self.count = more.pop("count", words)  # tokens of a prompt
+        self.amend = more.pop("amend", lambda reply: reply)  # what is sent for a reply; or bytes
+        self.head = more.pop("head", ())  # further lines of every answer's head
         self.delay = more.pop("delay", 0.0)  # seconds before each answer
         self.late = more.pop("late", 1.5)  # seconds of a hang
         self.retry_after = more.pop("retry_after", None)  # of 429 and 503
@@ -231,7 +234,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(401, self._told())
         if stub.refuse_models:
             return self._send(stub.refuse_models, {"detail": "no list"})
-        return self._send(200, {"object": "list", "data": [{"id": one} for one in stub.models]})
+        listed = {"object": "list", "data": [{"id": one} for one in stub.models]}
+        return self._send(200, stub.amend(listed))
 
     def do_POST(self):
         stub = self.server.stub
@@ -259,8 +263,11 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(stub.late if fault == "hang" else 0)
             self.close_connection = True
             return None
+        if str(fault).startswith("slow"):
+            return self._trickle(fault)
         reply = _spoiled(stub.reply(asked), fault)
-        payload = json.dumps(reply).encode()
+        sent = stub.amend(reply)
+        payload = sent if isinstance(sent, bytes) else json.dumps(sent).encode()
         if fault in {"cut", "half"}:
             sent, length = payload[: len(payload) // 2], fault == "cut" and len(payload)
             # Said, or the client may ask again here: in vain, and unseen by this server.
@@ -271,6 +278,21 @@ class _Handler(BaseHTTPRequestHandler):
             return self._write(200, b"<html>\xff\xfe out of order</html>")
         stub.note(asked, reply, fault)  # before it is sent: who has it may look at once
         return self._write(200, payload)
+
+    def _trickle(self, fault):
+        """What never becomes an answer: a head, a body, or a welcome before any head."""
+        begins = b"HTTP/1.1 200 Said\r\nContent-Length: 100000\r\n"
+        first, then = {
+            "slow head": (begins + b"X-Slow: ", b"x"),
+            "slow body": (begins + b"\r\n", b" "),
+            "slow welcome": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+        }[fault]
+        self.wfile.write(first)
+        end = time.monotonic() + self.server.stub.late
+        while time.monotonic() < end:
+            self.wfile.write(then)
+            time.sleep(0.01)
+        self.close_connection = True
 
     def _is_stranger(self):
         key = self.server.stub.key
@@ -286,7 +308,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _write(self, status, payload, *headers, length=False):
         """All at once; a length may be stated that is not the payload's."""
-        head = [f"HTTP/1.1 {status} Said", "Content-Type: application/json", *headers]
+        head = [f"HTTP/1.1 {status} Said", "Content-Type: application/json"]
+        head += [*self.server.stub.head, *headers]
         head.append(f"Content-Length: {length or len(payload)}")
         if status in {429, 503} and self.server.stub.retry_after is not None:
             head.append(f"Retry-After: {self.server.stub.retry_after}")

@@ -1,3 +1,4 @@
+import gzip
 import itertools
 import random
 from datetime import UTC, datetime, timedelta
@@ -123,6 +124,51 @@ def test_an_answer_without_end_is_given_up(monkeypatch):
         sample_all(stub)
 
 
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"usage": {}, "usage": {}}', "not JSON"),  # which of the two?
+        (b"[" * 100_000, "not JSON"),
+        (b"\xff\xfe{", "not JSON"),
+        (b'{"usage": %s}' % (b"9" * 5000), "not JSON"),
+    ],
+)
+def test_what_is_not_one_json_value_is_no_answer(body, said):
+    with (
+        chat_server(echo, amend=lambda _: body) as stub,
+        pytest.raises(ServerError, match=f"2 requests without a usable answer.*{said}"),
+    ):
+        sample_all(stub)
+
+
+def test_a_compressed_answer_is_not_unpacked():
+    bomb = gzip.compress(b" " * 10_000_000)
+    with (
+        chat_server(echo, amend=lambda _: bomb, head=["Content-Encoding: gzip"]) as stub,
+        pytest.raises(ServerError, match="an answer in the encoding 'gzip', not asked for"),
+    ):
+        sample_all(stub)
+    assert {asked.headers["accept-encoding"] for asked in stub.requests} == {"identity"}
+
+
+def test_a_cookie_is_not_sent_back():
+    with chat_server(echo, head=["Set-Cookie: a=b"]) as stub:
+        sample_all(stub, concurrency=1)
+    assert len(stub.requests) == 2
+    assert not [asked for asked in stub.requests if "cookie" in asked.headers]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("HTTP_PROXY", "gopher://127.0.0.1"), ("SSL_CERT_FILE", "/no/such/file")]
+)
+def test_a_proxy_or_certificates_that_cannot_be_used_are_an_error_of_the_environment(
+    name, value, monkeypatch
+):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=name):
+        ServerClient(ServerOptions(url="http://127.0.0.1:9/v1"), ServerCosts())
+
+
 def test_pauses_double_up_to_a_bound_and_differ(monkeypatch):
     monkeypatch.setattr(server_client, "FIRST_PAUSE", 1.0)
     monkeypatch.setattr(server_client, "LONGEST_PAUSE", 6.0)
@@ -136,6 +182,17 @@ def test_pauses_double_up_to_a_bound_and_differ(monkeypatch):
         with pytest.raises(ServerError):
             client.post("/chat/completions", {"messages": []}, lambda answer: answer)
     assert pauses == [0.5, 1, 2, 3, 3]  # half of 1, 2, 4, and of 6 twice
+
+
+def test_a_request_may_be_sent_again_more_often_than_a_pause_can_double(monkeypatch):
+    with (
+        chat_server(echo) as stub,
+        ServerClient(options_of(stub, retries=1100), ServerCosts()) as client,
+    ):
+        stub.stop()
+        monkeypatch.setattr(client.stopping, "wait", lambda _: False)
+        with pytest.raises(ServerError, match="1,101 requests"):
+            client.post("/chat/completions", {"messages": []}, lambda answer: answer)
 
 
 def test_a_run_that_stops_waits_for_no_pause(monkeypatch):
@@ -158,3 +215,25 @@ def test_the_pause_that_a_server_asks_for_may_be_seconds_or_a_date():
     later = format_datetime(datetime.now(UTC) + timedelta(days=1), usegmt=True)
     assert pause_of(later) == server_client.LONGEST_ASKED_PAUSE
     assert pause_of("Wed, 21 Oct 2015 07:28:00 GMT") == 0
+
+
+@pytest.mark.parametrize(
+    ("stated", "seconds"),
+    [
+        ("1e400", server_client.LONGEST_ASKED_PAUSE),
+        ("1" + "0" * 30, server_client.LONGEST_ASKED_PAUSE),
+        ("9" * 5000, server_client.LONGEST_ASKED_PAUSE),
+        ("Fri, 31 Dec 9999 23:59:59 GMT", server_client.LONGEST_ASKED_PAUSE),
+        ("Fri, 31 Dec 9999 23:59:59 -2359", server_client.LONGEST_ASKED_PAUSE),
+        ("Fri, 31 Dec 9999 23:59:59 -0000", server_client.LONGEST_ASKED_PAUSE),
+        ("Mon, 01 Jan 0001 00:00:00 +2359", 0),
+        ("Fri, 31 Dec 99999 23:59:59 GMT", 0),
+        ("Wed, 21 Oct 100000000000000000000 07:28:00 GMT", 0),
+        ("Fri, 31 Dec 2100 23:59:59 +99999999999999999999", 0),
+        ("-1e400", 0),
+        ("-5", 0),
+        ("x" * 5000, 0),
+    ],
+)
+def test_a_pause_beyond_all_bounds_is_the_longest_one_or_none(stated, seconds):
+    assert pause_of(stated) == seconds

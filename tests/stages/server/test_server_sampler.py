@@ -124,6 +124,34 @@ def test_a_request_without_an_answer_counts_as_lost_in_the_end():
     assert stub.asked.total() >= 6 + stub.injected["hang"]
 
 
+@pytest.mark.parametrize("fault", ["slow head", "slow body", "slow welcome"])
+def test_a_request_has_one_deadline_however_its_answer_trickles_in(fault):
+    # Without one, the request would last as long as the server goes on, and end otherwise.
+    with (
+        chat_server(echo, faults={fault: 1.0}, late=300) as stub,
+        pytest.raises(ServerError, match=r"the last time: no whole answer in 0\.3 s"),
+    ):
+        sampled(stub, wanted_of(TEXTS[:1], 1), timeout=0.3, retries=0)
+
+
+def test_an_answer_that_cannot_be_used_is_asked_for_again_and_none_of_it_is_kept():
+    order = iter(range(100))
+
+    def amend(reply):
+        if next(order) < 2:
+            reply["usage"]["completion_tokens"] = 10**20
+        return reply
+
+    with chat_server(echo, amend=amend) as stub:
+        sampler = sampler_of_stub(stub, concurrency=1)
+        samples, refused = collected(sampler.open(WARM).sample(wanted_of(TEXTS[:2], 2)))
+    assert len(samples) == 4
+    assert not refused
+    assert {one.completion_tokens for one in samples.values()} == {6}
+    assert stub.asked.total() == 6
+    assert sampler.costs.completion_tokens == 4 * 6
+
+
 def test_an_answer_that_the_server_gave_up_is_asked_for_again():
     told = iter(["abort", "error", "stop"])
     with chat_server(lambda _: Reply("half an", next(told))) as stub:
@@ -342,6 +370,25 @@ def test_a_model_that_is_not_named_is_the_only_one_listed():
         sampler_of_stub(stub, model="", retries=1).identity()
     with chat_server(echo, models=[]) as stub, pytest.raises(UsageError, match="lists no model"):
         sampler_of_stub(stub, model="").identity()
+
+
+@pytest.mark.parametrize(
+    ("listed", "said"),
+    [
+        (5, "without data"),
+        ({"data": 5}, "whose data is of the type int"),
+        ({"data": "only"}, "whose data is of the type str"),
+        ({"data": [5]}, "without id"),
+        ({"data": [{"id": 5}]}, "whose id is of the type int"),
+        ({"data": [{"id": "\ud800"}]}, "id is a text that is not valid Unicode"),
+    ],
+)
+def test_a_list_that_names_no_model_is_no_answer(listed, said):
+    with (
+        chat_server(echo, amend=lambda _: listed) as stub,
+        pytest.raises(ServerError, match=f"{said}.* Or name the model: server.model."),
+    ):
+        sampler_of_stub(stub, model="", retries=0).identity()
 
 
 def test_weights_without_a_name_are_refused():

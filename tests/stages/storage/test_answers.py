@@ -103,6 +103,26 @@ def test_small_segments_are_merged_while_answers_are_added(answers_folder, few_s
     assert all_of(Answers(answers_folder)) == {key: key for key in "abcdefgh"}
 
 
+def test_an_answer_that_no_table_can_hold_is_missing_until_another_takes_its_place(
+    answers_folder, few_segments, caplog
+):
+    """An earlier release kept what a server said of its tokens, whatever it was."""
+    poison = {"text": "x", "prompt_tokens": 1, "completion_tokens": 10**20}
+    usable = {"text": "x", "prompt_tokens": 1, "completion_tokens": 12}  # its line is the larger
+    Answers(answers_folder).add({"a": poison, "b": usable})
+    opened = Answers(answers_folder)
+    assert opened.missing(["a", "b"]) == ["a"]
+    assert f"{answers_folder} holds 1 answer with a number of tokens" in caplog.text
+    caplog.clear()
+    few_segments()
+    opened.add({"a": usable})
+    opened.add({"c": usable})
+    again = Answers(answers_folder)
+    assert dict(again.of(["a", "b"])) == {"a": usable, "b": usable}
+    assert not caplog.records
+    assert not [one for one in answers_folder.iterdir() if str(10**20) in one.read_text()]
+
+
 def test_few_segments_and_large_ones_are_not_merged(answers_folder, few_segments, monkeypatch):
     added(answers_folder, a="x")
     added(answers_folder, b="y")

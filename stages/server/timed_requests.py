@@ -1,0 +1,110 @@
+"""HTTP requests with one deadline each, which holds however slowly an answer trickles in."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from http.cookiejar import CookieJar, DefaultCookiePolicy
+from types import TracebackType
+from typing import Self
+
+import httpx2
+
+
+class NoAnswerError(Exception):
+    """There is no whole answer; the message says why."""
+
+
+@dataclass(frozen=True)
+class HttpAnswer:
+    """A whole answer."""
+
+    status: int
+    headers: Mapping[str, str]  # names in any case
+    content: bytes
+
+
+class TimedRequests:
+    """Sends requests for any number of threads.
+
+    They are made in an event loop of its own, because only there a deadline ends whatever a request
+    waits for: a client that blocks has one for each read, and a byte now and then is a read.
+    """
+
+    def __init__(
+        self, headers: Mapping[str, str], *, connections: int, seconds: float, most_bytes: int
+    ) -> None:
+        self._seconds, self._most_bytes = seconds, most_bytes
+        self._client = httpx2.AsyncClient(
+            # A few bytes of a compressed answer may be gigabytes.
+            headers={**headers, "Accept-Encoding": "identity"},
+            timeout=None,
+            limits=httpx2.Limits(max_connections=connections),
+            follow_redirects=False,  # the key is for one address alone
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
+        )
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        """Gives up what is in flight."""
+        with self._lock:
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def send(self, method: str, url: str, body: bytes | None) -> HttpAnswer:
+        """The answer of any status; NoAnswerError if none is there in time."""
+        with self._lock:
+            if self._loop.is_closed():
+                raise NoAnswerError("given up")
+            answer = asyncio.run_coroutine_threadsafe(self._asked(method, url, body), self._loop)
+        return answer.result()
+
+    async def _end(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await self._client.aclose()
+
+    async def _asked(self, method: str, url: str, body: bytes | None) -> HttpAnswer:
+        headers = {"Content-Type": "application/json"} if body is not None else {}
+        try:
+            async with (
+                asyncio.timeout(self._seconds),
+                self._client.stream(method, url, content=body, headers=headers) as response,
+            ):
+                content = await self._read(response)
+        except TimeoutError as error:
+            raise NoAnswerError(f"no whole answer in {self._seconds:g} s") from error
+        except (httpx2.RequestError, OSError) as error:
+            raise NoAnswerError(f"{type(error).__name__}: {error}".rstrip(": ")) from error
+        return HttpAnswer(response.status_code, response.headers, content)
+
+    async def _read(self, response: httpx2.Response) -> bytes:
+        """All of the body, unless it is compressed or too much."""
+        encoding = response.headers.get("Content-Encoding", "")
+        if encoding.lower() not in {"", "identity"}:
+            raise NoAnswerError(f"an answer in the encoding {encoding[:20]!r}, not asked for")
+        content = bytearray()
+        async with aclosing(response.aiter_raw()) as parts:
+            async for part in parts:
+                content += part
+                if len(content) > self._most_bytes:
+                    raise NoAnswerError(f"an answer of more than {self._most_bytes:,} bytes")
+        return bytes(content)
