@@ -11,7 +11,7 @@ from ..schemas.errors import UsageError
 from ..stages.judge.judge_template import load_template
 from ..stages.methods.recipe import Recipe
 from ..stages.methods.table import recipe_of
-from ..stages.model.model_folder import require_peft
+from ..stages.model.folder_check import require_peft
 from ..stages.storage.objects import is_remote
 from ..stages.storage.rounds_folder import RoundsFolder
 from .object_inputs import local_model, with_local_inputs

@@ -17,8 +17,9 @@ from ..stages.feed.cache_index import RowTable, ShardColumns, unchecked
 from ..stages.feed.train_source import open_source
 from ..stages.methods.recipe import Recipe
 from ..stages.methods.table import recipe_of
+from ..stages.model.folder_check import require_peft
 from ..stages.model.load import DTYPES
-from ..stages.model.model_folder import model_config, require_peft, stored_dtype
+from ..stages.model.model_folder import model_config, stored_dtype
 from ..stages.model.placement import chosen_device
 from ..stages.storage.cache_folder import CacheFolder
 from ..stages.storage.manifest_file import load_manifest

@@ -18,12 +18,8 @@ from ..stages.feed.loader import CacheFeed
 from ..stages.feed.train_source import TrainSource
 from ..stages.methods.recipe import Recipe
 from ..stages.methods.table import recipe_of
-from ..stages.model.model_folder import (
-    UNUSED_WEIGHTS,
-    ModelFiles,
-    require_peft,
-    stored_dtype,
-)
+from ..stages.model.folder_check import require_peft
+from ..stages.model.model_folder import UNUSED_WEIGHTS, ModelFiles, stored_dtype
 from ..stages.model.policy import Policy
 from ..stages.storage.cache_folder import CacheFolder
 from ..stages.storage.checkpoints import read_checkpoint

@@ -14,6 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from ...schemas.errors import BadDataError, FingerprintError, UsageError
+from ...schemas.plain_names import is_plain_name
 from .file_formats import FORMATS, WHOLE, FileStretch, Limit, Payload
 
 _DAMAGE = (BadDataError, pa.ArrowException, OSError, UnicodeError)
@@ -258,9 +259,9 @@ def _json_list(path: Path, key: str) -> list[str]:
     try:
         entries = json.loads(path.read_bytes())[key]
         names = [entry["filename"] if isinstance(entry, dict) else entry for entry in entries]
-        if all(isinstance(name, str) and Path(name).name == name for name in names):
+        if all(map(is_plain_name, names)):
             return names
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         pass
     raise UsageError(f"{path} does not list {key!r} as `datasets` writes it. Save it again.")
 

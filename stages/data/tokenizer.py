@@ -18,6 +18,7 @@ from ...schemas.cache import Stops
 from ...schemas.config import TokenOptions
 from ...schemas.errors import UsageError
 from ...schemas.rows import BadRow, Message, Record, Text
+from ..model.folder_check import require_plain_tokenizer
 from .stop_tokens import NO_STOPS, Added, find_stops
 from .validate import ASSISTANT
 
@@ -191,12 +192,14 @@ def _open(folder: str) -> Any:
             f"{folder}: no such model folder. Pass --model DIR, set ALIGN_MODEL, "
             "or set model.path in align.yaml."
         )
+    require_plain_tokenizer(folder)
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # the tokenizers library raises nothing more precise
+        said = " ".join(str(error).split()) or type(error).__name__
         raise UsageError(
-            f"{folder}: no tokenizer can be loaded from here ({str(error).splitlines()[0][:200]}). "
-            "Save the model's tokenizer beside its weights."
+            f"{folder}: no tokenizer can be loaded from here ({said[:200]}). Save the model's "
+            "tokenizer beside its weights."
         ) from error
 
 

@@ -20,14 +20,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ...schemas.config import LoraOptions, ModelOptions
 from ...schemas.errors import UsageError
+from .folder_check import require_adapter, require_plain_folder
 from .lora_targets import named_targets, require_all_adapted
-from .model_folder import (
-    adapter_tensors,
-    model_config,
-    require_adapter,
-    require_plain_folder,
-    stored_dtype,
-)
+from .model_folder import adapter_tensors, model_config, stored_dtype
 from .placement import (
     chosen_device,
     placement,

@@ -1,22 +1,21 @@
-"""A model's folder: what it may hold, what it stores, and the digests that name it."""
+"""A model's folder: what it stores, and the digests that name it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
+import math
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ...schemas.config import ModelOptions
 from ...schemas.errors import FingerprintError, UsageError
 from ...schemas.file_version import FileVersion, Remember, digest_anew
+from ...schemas.plain_names import is_plain_name
 
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 UNUSED_WEIGHTS = "model.unused_weights"  # how many, where there are any and they are allowed
@@ -30,6 +29,12 @@ VOLATILE_ADAPTER = frozenset(
 )
 # A head equal to the input embedding is the same model whether it is stored or left out.
 HEAD_NAMES = frozenset({"lm_head.weight", "embed_out.weight"})
+SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ITEM_BITS = {
+    **{"BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64},
+    **{"I64": 64, "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64},
+    **{"F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4},
+}
 READ_BYTES = 8 << 20
 _AGAIN = "Leave the folder as it is while a run reads it, then run the same command again."
 LONGEST_HEADER = 100_000_000  # what the safetensors format allows
@@ -221,19 +226,44 @@ def tensor_sha256(tensor: StoredTensor) -> str:
 
 def _weight_files(folder: Path) -> list[Path]:
     """The files a loader would read, in its order of preference."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
-    if not index.is_file():
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
+    names = indexed_files(folder)
+    if names is None:
         raise UsageError(_no_weights(folder))
-    names = sorted(set(read_json(index).get("weight_map", {}).values()))
     missing = [name for name in names if not (folder / name).is_file()]
     if missing or not names:
         raise UsageError(
-            f"{index}: {len(missing)} of the {len(names)} files it names are missing. "
+            f"{folder / INDEX}: {len(missing)} of the {len(names)} files it names are missing. "
             f"First: {missing[:10]}. Copy the model folder again."
         )
     return [folder / name for name in names]
+
+
+def indexed_files(folder: Path) -> list[str] | None:
+    """The files that the index of a folder names; None where there is no index, or none is read.
+
+    A loader follows any path that stands there, and takes other endings for pickles. The files
+    themselves may be links, as in the Hub's cache.
+    """
+    index = folder / INDEX
+    if (folder / SINGLE_FILE).is_file() or not index.is_file():
+        return None
+    content = read_json(index)
+    for part in ("metadata", "weight_map"):
+        if not isinstance(content.get(part), dict):
+            raise UsageError(
+                f"{index}: {part} is not a JSON object, as transformers writes it. Copy the file "
+                "again, or save_pretrained the model again."
+            )
+    for tensor, name in content["weight_map"].items():
+        if not is_plain_name(name) or not name.endswith(".safetensors"):
+            raise UsageError(
+                f"{index}: {tensor} is said to be in {name!r:.100}, which is not the name of a "
+                ".safetensors file in this folder. Load the model you trust and save_pretrained "
+                "it again."
+            )
+    return sorted(set(content["weight_map"].values()))
 
 
 def _no_weights(folder: Path) -> str:
@@ -243,7 +273,7 @@ def _no_weights(folder: Path) -> str:
             "Convert them once: load the model you trust and save_pretrained it again."
         )
     return (
-        f"{folder}: there is no model.safetensors and no model.safetensors.index.json. "
+        f"{folder}: there is no {SINGLE_FILE} and no {INDEX}. "
         "Set model.path to a folder that holds the weights."
     )
 
@@ -259,113 +289,28 @@ def _read_header(file: Path) -> list[StoredTensor]:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(size - 8, LONGEST_HEADER):
             raise cut_short(file)
-        try:
-            entries = json.loads(stream.read(length))
-        except ValueError:
-            raise UsageError(f"{file}: not a safetensors file. Copy the file again.") from None
-    entries.pop("__metadata__", None)
-    tensors = [_stored(name, entry, file, 8 + length) for name, entry in entries.items()]
+        header = stream.read(length)
+    try:
+        entries = json.loads(header)
+        entries.pop("__metadata__", None)
+        tensors = [_stored(name, entry, file, 8 + length) for name, entry in entries.items()]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise UsageError(f"{file}: not a safetensors file. Copy the file again.") from None
     if any(tensor.start + tensor.num_bytes > size for tensor in tensors):
         raise cut_short(file)
     return tensors
 
 
 def _stored(name: str, entry: dict[str, Any], file: Path, base: int) -> StoredTensor:
-    first, last = entry["data_offsets"]
-    return StoredTensor(
-        name, entry["dtype"], tuple(entry["shape"]), file, base + first, last - first
-    )
+    """What a header says of a tensor; ValueError if its bytes are not those of its shape."""
+    dtype, shape, (first, last) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    if not all(type(number) is int and number >= 0 for number in (*shape, first, last)):
+        raise ValueError(name)
+    if dtype in ITEM_BITS and math.prod(shape) * ITEM_BITS[dtype] != 8 * (last - first):
+        raise ValueError(name)
+    return StoredTensor(name, dtype, shape, file, base + first, last - first)
 
 
 def cut_short(file: Path) -> UsageError:
     """What is raised where a file of weights ends before its tensors do."""
     return UsageError(f"{file}: the file is cut short. Copy it again.")
-
-
-# Any other name may stand for a kernel, which transformers fetches from the Hub and runs.
-ATTENTION = frozenset({"eager", "sdpa"})
-EXPERTS = frozenset({"eager", "grouped_mm", "batched_mm"})
-# These are carried out by torch or by a package that the user has installed.
-QUANTIZERS = frozenset(
-    {"awq", "bitsandbytes", "compressed-tensors", "gptq", "hqq", "mxfp4", "quanto", "torchao"}
-)
-# transformers takes such files instead of the ones whose digest names the model.
-_SHARDS = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
-
-
-def require_plain_folder(folder: str) -> None:
-    """Refuses, by its name, every setting that brings in other weights or unknown code."""
-    config, file = model_config(folder), Path(folder) / "config.json"
-    for name, value in _entries(config):
-        _require_known(file, name, value)
-    root = Path(folder)
-    if (root / "adapter_config.json").exists():
-        raise UsageError(
-            f"{root / 'adapter_config.json'}: transformers would put this adapter on the model by "
-            "itself. Move it to a folder of its own, and name that by model.adapter."
-        )
-    if shards := sorted(file.name for file in root.iterdir() if _SHARDS.fullmatch(file.name)):
-        raise UsageError(
-            f"{root / shards[0]}: transformers would load this and not model.safetensors. Load the "
-            "model you trust and save_pretrained it to another folder."
-        )
-
-
-def require_peft() -> None:
-    """Refuses adapters where the package for them is not installed."""
-    if find_spec("peft") is None:
-        raise UsageError("Adapters and --lora need the package peft. Install it: pip install peft")
-
-
-def require_adapter(folder: str) -> None:
-    """Refuses an adapter folder whose settings name code, or whose tensors are not safetensors."""
-    require_peft()
-    file = Path(folder) / "adapter_config.json"
-    if read_json(file).get("megatron_config"):
-        raise UsageError(
-            f"{file}: megatron_config makes peft import a module of Megatron, which is not "
-            "supported. Set model.adapter to an adapter for a transformers model."
-        )
-    adapter_tensors(Path(folder))
-
-
-def _entries(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Every setting of a config by its dotted name, those of its parts included."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield f"{name}.{key}" if name else key, item
-            yield from _entries(item, f"{name}.{key}" if name else key)
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            yield from _entries(item, f"{name}[{index}]")
-
-
-def _require_known(file: Path, name: str, value: Any) -> None:
-    key = name.rpartition(".")[2]
-    if key.endswith(("attn_implementation", "attn_implementation_internal")):
-        _require_names(file, name, value, ATTENTION)
-    elif key.endswith(("experts_implementation", "experts_implementation_internal")):
-        _require_names(file, name, value, EXPERTS)
-    elif key == "quantization_config" and isinstance(value, dict):
-        _require_names(file, f"{name}.quant_method", value.get("quant_method"), QUANTIZERS)
-    elif key == "transformers_weights" and value:
-        raise UsageError(
-            f"{file}: {name} is {value!r}: transformers would load that file and not "
-            "model.safetensors. Take the entry out."
-        )
-    elif key == "auto_map" and "--" in str(value):
-        raise UsageError(
-            f"{file}: {name} is {value!r}: code of another repository. Take the entry out, or "
-            "copy that code, which you trust, into the folder."
-        )
-
-
-def _require_names(file: Path, name: str, value: Any, known: frozenset[str]) -> None:
-    """A value is one name, or one for each part of the model."""
-    for given in value.values() if isinstance(value, dict) else [value]:
-        if given is not None and not (isinstance(given, str) and given in known):
-            raise UsageError(
-                f"{file}: {name} is {given!r}, which may be code that transformers fetches from "
-                f"the Hub. Known here: {', '.join(sorted(known))}. Take the entry out, or set it "
-                "to one of these."
-            )

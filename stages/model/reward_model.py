@@ -20,6 +20,7 @@ from ...schemas.errors import UsageError
 from ...schemas.rows import Tree
 from .copies import on_device
 from .flex_attention import why_no_flex
+from .folder_check import require_plain_tokenizer
 from .load import SCORES, ScalarHead, first_line, load_model, merged, quiet
 from .logprobs import (
     PATHS,
@@ -120,6 +121,7 @@ def _padding_token(folder: str, config: Any) -> int:
 
     Any token will do that does not end a text; where there is none but EOS, that is it.
     """
+    require_plain_tokenizer(folder)
     try:
         with quiet():
             own = AutoTokenizer.from_pretrained(

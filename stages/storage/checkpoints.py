@@ -36,6 +36,7 @@ from ...schemas.checkpoint import (
 )
 from ...schemas.errors import AlignError, CorruptionError, FingerprintError, StorageError
 from ...schemas.json_codec import CodecError, digest_of, from_json, to_json, version_in
+from ...schemas.plain_names import is_plain_path
 from . import fs
 from .failpoints import reach
 from .objects import Location
@@ -209,7 +210,7 @@ def parse_record(text: bytes, path: Location, *, step: int | None) -> Checkpoint
     if checkpoint.position.global_step != step:
         raise _damaged(path, f"it is of step {checkpoint.position.global_step}")
     paths = [file.path for file in checkpoint.files]
-    if paths != sorted(set(paths)) or not all(map(_is_plain, paths)):
+    if paths != sorted(set(paths)) or not all(map(is_plain_path, paths)):
         raise _damaged(path, "its record names impossible paths")
     return checkpoint
 
@@ -241,12 +242,6 @@ def _check(path: Path, descriptor: int, name: str, expected: CheckpointFile) -> 
 
 def _is_link(name: str, descriptor: int) -> bool:
     return stat.S_ISLNK(os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode)
-
-
-def _is_plain(path: str) -> bool:
-    """Whether a path stays inside its folder on every system."""
-    parts = path.split("/")
-    return not {"", ".", ".."} & {*parts} and path.isprintable() and "\\" not in path
 
 
 def _refuse_another_format(text: bytes, path: Location) -> None:

@@ -29,6 +29,7 @@ from pathlib import Path
 from ...schemas.errors import CorruptionError, StorageError, UsageError
 from ...schemas.file_version import Remember, digest_anew
 from ...schemas.json_codec import digest
+from ...schemas.plain_names import is_plain_path
 from . import fs, objects
 from .digest_memory import shard_sha256, user_folder
 from .locks import held
@@ -265,7 +266,7 @@ def _fetch_folder(
     root: ObjectPath, wanted: dict[str, Version], folder: Path, here: LocalPlace
 ) -> None:
     total = sum(version.size for version in wanted.values())
-    if odd := next((name for name in wanted if {".", ".."} & {*name.split("/")}), None):
+    if odd := next((name for name in wanted if name and not is_plain_path(name)), None):
         raise UsageError(f"{root}: {odd!r} is not a name of a file. Copy it to another key.")
     with _room(here, total), fs.new_folder(folder) as draft:
         fs.write_new(draft / ORIGIN, str(root).encode())

@@ -35,6 +35,7 @@ from ...schemas.errors import (
     os_errors_as_storage_errors,
 )
 from ...schemas.json_codec import CodecError, from_signed_json, to_signed_json
+from ...schemas.plain_names import is_plain_path
 from . import fs
 from .cache_folder import Below, is_output, make_place, refuse_foreign
 from .failpoints import reach
@@ -217,6 +218,8 @@ def read_ending(folder: RunFolder) -> Ending | None:
         raise _damaged(folder, folder.ending, str(error)) from error
     for file in ending.files:
         path = folder.root / file.path
+        if not is_plain_path(file.path):
+            raise _damaged(folder, folder.ending, f"it names the file {file.path!r}")
         if path.exists() and described(folder.root, path) != file:
             raise _damaged(folder, path, "it differs from what the run left")
     return ending

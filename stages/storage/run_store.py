@@ -20,6 +20,7 @@ from pathlib import Path
 from ...schemas.checkpoint import Checkpoint, CheckpointFile
 from ...schemas.errors import CorruptionError, UsageError
 from ...schemas.json_codec import CodecError, from_signed_json, to_signed_json
+from ...schemas.plain_names import is_plain_path
 from . import fs, local_copies, objects
 from .checkpoints import parse_record, read_checkpoint
 from .locks import held
@@ -136,7 +137,7 @@ class RunStore:
     def _target(self, name: str) -> Path:
         """A path in the folder, its parents made; a name cannot lead out of it."""
         parts = name.split("/")
-        if {"", ".", ".."} & {*parts}:
+        if not is_plain_path(name):
             raise CorruptionError(f"{self.root}: {name!r} is not a name of a file of a run.")
         for depth in range(1, len(parts)):
             fs.make_folder(self.folder.root.joinpath(*parts[:depth]))

@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from ...schemas.errors import CorruptionError, StorageError, os_errors_as_storage_errors
 from ...schemas.json_codec import CodecError, from_signed_json, to_signed_json
+from ...schemas.plain_names import is_plain_name
 from ...schemas.preparing import ArrangedPart, EncodedPart, PartFile, RingRecord
 from . import fs
 from .failpoints import operate, reach
@@ -125,7 +126,8 @@ def read_commit(kind: type[T], commit: Path) -> T:
         record = from_signed_json(kind, fs.read_bytes(commit))
     except CodecError as error:
         raise _damaged(commit, str(error)) from error
-    if record.file.name != f"{commit.stem}-{record.file.sha256[:16]}.arrows":
+    name = record.file.name
+    if not is_plain_name(name) or name != f"{commit.stem}-{record.file.sha256[:16]}.arrows":
         raise _damaged(commit, f"it names the file {record.file.name!r}")
     return record
 

@@ -56,6 +56,15 @@ def test_files_that_are_not_a_state_are_refused(tmp_path, state):
         open_inputs([str(tmp_path)])
 
 
+@pytest.mark.parametrize("splits", ['[".."]', '[""]', '["a/b"]', '["/"]', "[" * 100_000])
+def test_a_split_is_a_folder_of_its_dataset(tmp_path, splits):
+    saved_dataset(tmp_path / "ds", ["data-0.arrow"])
+    saved_dataset(tmp_path / "ds" / "a" / "b", ["data-0.arrow"])
+    (tmp_path / "ds" / "dataset_dict.json").write_text(f'{{"splits": {splits}}}')
+    with pytest.raises(UsageError, match="does not list 'splits'"):
+        open_inputs([str(tmp_path / "ds")])
+
+
 def test_a_saved_dataset_without_one_of_its_files_is_refused(tmp_path):
     saved_dataset(tmp_path / "ds", ["data-0.arrow"])
     (tmp_path / "ds" / "data-0.arrow").unlink()

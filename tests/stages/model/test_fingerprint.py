@@ -127,6 +127,33 @@ def test_a_file_that_is_not_safetensors_is_refused(tmp_path):
         weights_digest(str(tmp_path))
 
 
+F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [
+        ([], "not a safetensors file"),
+        ({"a": 5}, "not a safetensors file"),
+        ({"a": {**F32, "shape": None}}, "not a safetensors file"),
+        ({"a": {**F32, "shape": [-2]}}, "not a safetensors file"),
+        ({"a": {**F32, "shape": [2**70]}}, "not a safetensors file"),
+        ({"a": {**F32, "shape": [3]}}, "not a safetensors file"),  # and would read past its end
+        ({"a": {**F32, "data_offsets": [-8, 0]}}, "not a safetensors file"),  # of the header
+        ({"a": {**F32, "data_offsets": [8, 0]}}, "not a safetensors file"),
+        ({"a": {**F32, "data_offsets": [0.0, 8.0]}}, "not a safetensors file"),
+        ({"a": {**F32, "data_offsets": [0]}}, "not a safetensors file"),
+        ({"a": {**F32, "data_offsets": [8, 16]}}, "cut short"),
+    ],
+)
+def test_a_header_that_does_not_fit_its_tensors_is_refused(tmp_path, header, said):
+    text = json.dumps(header).encode()
+    content = len(text).to_bytes(8, "little") + text + bytes(8)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(UsageError, match=f"model.safetensors: .*{said}"):
+        weights_digest(str(tmp_path))
+
+
 def test_fingerprints_need_no_torch():
     code = (
         "import sys, align.stages.model.model_folder;"

@@ -14,6 +14,7 @@ from align.schemas.config import LoraOptions, ModelOptions, TokenOptions, TrainO
 from align.schemas.errors import UsageError
 from align.stages.data.tokenizer import load_tokenizer
 from align.stages.model.load import load_causal_lm
+from align.stages.model.model_folder import weights_digest
 from align.stages.model.policy import load_policy
 from align.stages.model.reference import HfReference
 from align.stages.model.reward_model import HfReward
@@ -25,6 +26,7 @@ pytestmark = [  # peft's own, while it saves an adapter
     pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers. to:UserWarning"),
 ]
 KERNEL = "someone/some-kernel"
+INDEX = "model.safetensors.index.json"
 NETWORK = ("socket.connect", "socket.getaddrinfo")
 SEEN: list[str] = []
 
@@ -74,6 +76,7 @@ def model_folder(saved_llama, tmp_path):
         ({"transformers_weights": "other.safetensors"}, "transformers_weights"),
         ({"transformers_weights": "../../other.safetensors"}, "transformers_weights"),
         ({"auto_map": {"AutoModelForCausalLM": "a/b--code.Model"}}, "auto_map is"),
+        ({"configuration_files": ["config.4.0.0.json"]}, "configuration_files is"),
     ],
 )
 @pytest.mark.parametrize("trusted", [False, True])
@@ -120,6 +123,89 @@ def test_other_weight_files_are_not_loaded_in_the_place_of_the_digested_ones(mod
         load_causal_lm(plain(model_folder))
 
 
+@pytest.fixture
+def in_files(llama, tmp_path):
+    """A model in several files; returns its folder, and puts other names into its index."""
+    folder = tmp_path / "sharded"
+    llama.save_pretrained(folder, max_shard_size="10KB")
+
+    def named(change):
+        index = json.loads((folder / INDEX).read_text())
+        (folder / INDEX).write_text(json.dumps(change(index)))
+        return folder
+
+    return named
+
+
+def moved(index, name):
+    """The index with another name for the file of its first tensor."""
+    tensor = min(index["weight_map"])
+    return {**index, "weight_map": {**index["weight_map"], tensor: name}}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../outside.safetensors",
+        "/outside.safetensors",
+        "below/outside.safetensors",
+        "below\\outside.safetensors",
+        "outside.bin",
+        "outside.safetensors\0",
+        ".safetensors/..",
+        "",
+        None,
+        5,
+        ["outside.safetensors"],
+    ],
+)
+def test_an_index_names_safetensors_files_of_its_own_folder_and_nothing_else(in_files, name):
+    folder = in_files(lambda index: moved(index, name))
+    shutil.copy(next(folder.glob("*.safetensors")), folder.parent / "outside.safetensors")
+    options = ModelOptions(path=str(folder), dtype="float32")
+    for load in (
+        lambda: HfReference(options).identity(),
+        lambda: load_causal_lm(options),
+        lambda: load_policy(options, TrainOptions(), LoraOptions()),
+        lambda: weights_digest(str(folder)),
+    ):
+        with pytest.raises(UsageError) as refused:
+            load()
+        assert f"{folder / INDEX}: lm_head.weight is said to be in {name!r}" in str(refused.value)
+
+
+@pytest.mark.parametrize("part", ["metadata", "weight_map"])
+@pytest.mark.parametrize("value", [None, [], "x"])
+def test_an_index_that_is_none_is_refused(in_files, part, value):
+    folder = in_files(lambda index: {**index, part: value})
+    with pytest.raises(UsageError, match=f"index.json: {part} is not a JSON object"):
+        load_causal_lm(ModelOptions(path=str(folder), dtype="float32"))
+
+
+def test_files_may_be_links_as_in_the_cache_of_the_hub(in_files, tmp_path):
+    folder = in_files(lambda index: index)
+    before = weights_digest(str(folder))
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    for number, file in enumerate(sorted(folder.iterdir())):
+        file.rename(blobs / str(number))
+        file.symlink_to(blobs / str(number))
+    load_causal_lm(plain(folder))
+    assert weights_digest(str(folder)) == before
+
+
+def test_pickles_beside_safetensors_are_not_opened(in_files, tmp_path):
+    folder = in_files(lambda index: index)
+    model = get_peft_model(load_causal_lm(plain(folder)), LoraConfig(r=4))
+    model.save_pretrained(tmp_path / "adapter")
+    pickles = [tmp_path / "adapter" / "adapter_model.bin", folder / "pytorch_model.bin"]
+    for file in pickles:
+        file.symlink_to(tmp_path / "no such file")
+    weights = {"metadata": {}, "weight_map": {"lm_head.weight": "../outside.bin"}}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(weights))
+    load_causal_lm(ModelOptions(path=str(folder), adapter=str(tmp_path / "adapter")))
+
+
 @pytest.mark.parametrize(
     ("file", "settings"),
     [
@@ -159,6 +245,46 @@ def test_no_code_of_a_folder_runs_and_nobody_is_asked(
     assert not canary.exists()
 
 
+@pytest.mark.parametrize(
+    ("file", "key", "names"),
+    [
+        ("tokenizer_config.json", "fast_tokenizer_files", ["../outside/tokenizer.4.0.0.json"]),
+        ("tokenizer_config.json", "fast_tokenizer_files", ["/tokenizer.4.0.0.json"]),
+        ("tokenizer_config.json", "fast_tokenizer_files", [5]),
+        ("tokenizer_config.json", "init_inputs", ["outside/vocab.json", "outside/merges.txt"]),
+        ("tokenizer_config.json", "vocab", "outside/vocab.json"),
+        ("tokenizer_config.json", "vocab_file", "../outside/vocab.json"),
+        ("special_tokens_map.json", "tokenizer_file", "outside/vocab.json"),
+    ],
+)
+def test_a_tokenizer_is_read_from_its_own_folder(
+    model_folder, tokenizer_folder, file, key, names, monkeypatch
+):
+    monkeypatch.chdir(model_folder.parent)
+    shutil.copytree(tokenizer_folder, model_folder, dirs_exist_ok=True)
+    (model_folder.parent / "outside").mkdir()
+    (model_folder.parent / "outside" / "vocab.json").write_text("{}")
+    amend(model_folder / file, {key: names})
+    for load in (
+        lambda: load_tokenizer(str(model_folder), TokenOptions()),
+        lambda: load_policy(plain(model_folder), TrainOptions(), LoraOptions(), head="score"),
+    ):
+        with pytest.raises(UsageError, match=f"{file}: {key} names "):
+            load()
+
+
+@pytest.mark.parametrize(
+    "name", ["/no/such/place/tokenizer.model", "tokenizer.json", "x" * 5000, "x\0", None]
+)
+def test_a_path_that_an_older_tokenizer_was_saved_with_leads_nowhere(
+    model_folder, tokenizer_folder, name, monkeypatch
+):
+    shutil.copytree(tokenizer_folder, model_folder, dirs_exist_ok=True)
+    monkeypatch.chdir(model_folder)
+    amend(model_folder / "tokenizer_config.json", {"vocab_file": name, "tokenizer_file": name})
+    load_tokenizer(str(model_folder), TokenOptions())
+
+
 def test_the_canary_sings_where_the_users_word_lets_it(model_folder):
     canary = model_folder.parent / "canary-was-here"
     (model_folder / "canary.py").write_text(f"open({str(canary)!r}, 'w').close()\n")
@@ -180,6 +306,11 @@ def test_an_adapter_that_names_its_base_on_the_hub_fetches_nothing(model_folder,
     ("settings", "said"),
     [
         ({"megatron_config": {"a": 1}, "megatron_core": "canary"}, "megatron_config"),
+        (
+            {"peft_type": "XLORA", "adapters": {"0": "../other"}, "hidden_size": 32},
+            "adapters makes",
+        ),
+        ({"peft_type": "SHADOW", "shadow_model": "../other"}, "shadow_model makes"),
         ({"peft_type": "NOTHING"}, "cannot be put on the model"),
         ({"peft_type": None}, "cannot be put on the model"),
         ({"target_modules": 5}, "cannot be put on the model"),

@@ -1,9 +1,11 @@
 import pytest
 
-from align.schemas.errors import LockedError, UsageError
+from align.schemas.checkpoint import CheckpointFile, Ending, RunIdentity
+from align.schemas.errors import CorruptionError, LockedError, UsageError
+from align.schemas.json_codec import to_signed_json
 from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.locks import owner_lock
-from align.stages.storage.run_folder import RunFolder, trash_name
+from align.stages.storage.run_folder import RunFolder, read_ending, trash_name
 from support.checkpoint_saves import save
 
 
@@ -11,6 +13,18 @@ def test_a_run_has_its_folders(prepared_run):
     assert sorted(path.name for path in prepared_run.root.iterdir()) == ["_align", "checkpoints"]
     prepared_run.prepare()
     prepared_run.require_new()
+
+
+def test_an_ending_that_vouches_for_a_file_elsewhere_is_refused(prepared_run):
+    name = "../elsewhere"
+    (prepared_run.root / name).write_text("x")
+    files = (CheckpointFile(name, 1, "0" * 64),)
+    ending = Ending("finished", 1, 1, RunIdentity("", 1, 0, {}, {}), (), files)
+    prepared_run.ending.write_text(to_signed_json(ending))
+    with pytest.raises(
+        CorruptionError, match=r"ending.json is damaged: it names the file '\.\./else"
+    ):
+        read_ending(prepared_run)
 
 
 def test_a_folder_that_holds_something_else_is_refused(tmp_path):

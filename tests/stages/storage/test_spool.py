@@ -1,6 +1,7 @@
 """A commit of preparing names a file that is whole, whatever a power loss leaves of both."""
 
 import hashlib
+import re
 
 import pytest
 
@@ -76,12 +77,19 @@ def test_a_damaged_commit_is_refused_by_name(tmp_path):
         spool.find_commit(EncodedPart, commit)
 
 
-def test_a_commit_that_names_a_file_elsewhere_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "sha256"),
+    [
+        ("../plan.json", hashlib.sha256(b"rows").hexdigest()),
+        ("00000000-/../../plan.arrows", "/../../plan"),
+    ],
+)
+def test_a_commit_that_names_a_file_elsewhere_is_refused(tmp_path, name, sha256):
     place = spool.Spool(tmp_path)
     place.prepare()
-    elsewhere = PartFile("../plan.json", 4, hashlib.sha256(b"rows").hexdigest())
+    elsewhere = PartFile(name, 4, sha256)
     spool.put_commit(place.encoded(0), EncodedPart(elsewhere, 0, 0, 0, 0, {}, {}, ()))
-    with pytest.raises(CorruptionError, match=r"it names the file '\.\./plan\.json'"):
+    with pytest.raises(CorruptionError, match=f"it names the file '{re.escape(name)}'"):
         spool.find_commit(EncodedPart, place.encoded(0))
 
 

@@ -1,0 +1,18 @@
+"""Names that a file gives to other files: plain ones cannot lead out of their folder."""
+
+from __future__ import annotations
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether this is the name of a file or folder, and no path to another place on any system."""
+    return (
+        isinstance(name, str)
+        and name not in {"", ".", ".."}
+        and name.isprintable()
+        and not {"/", "\\"} & {*name}
+    )
+
+
+def is_plain_path(path: str) -> bool:
+    """Whether all parts of a path, joined by slashes, are plain names."""
+    return all(map(is_plain_name, path.split("/")))
