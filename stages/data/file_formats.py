@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ...schemas.errors import BadDataError
+from .arrow_batches import bounded, open_batches, require_all_batches
 from .json_files import is_json_lines, json_rows
 
 Item = TypeVar("Item")
@@ -121,7 +122,14 @@ def _one_stretch(path: Path, columns: Collection[str], most: int) -> list[FileSt
 def parquet_columns(path: Path) -> tuple[str, ...]:
     """Returns the column names of a Parquet file."""
     with pq.ParquetFile(path, memory_map=False) as file:
+        groups = map(file.metadata.row_group, range(file.num_row_groups))
+        _require_rows(sum(group.num_rows for group in groups), file.metadata, "its row groups name")
         return tuple(file.schema_arrow.names) if file.metadata.num_rows else ()
+
+
+def _require_rows(rows: int, promised: pq.FileMetaData | pq.RowGroupMetaData, what: str) -> None:
+    if rows != promised.num_rows:
+        raise BadDataError(f"{what} {rows:,} rows, and its footer {promised.num_rows:,}")
 
 
 def parquet_stretches(path: Path, columns: Collection[str], most: int) -> list[FileStretch]:
@@ -139,11 +147,13 @@ def parquet_payloads(
     with pq.ParquetFile(path, memory_map=False, pre_buffer=False, buffer_size=1 << 20) as file:
         wanted = [name for name in file.schema_arrow.names if name in columns]
         for group in range(stretch.start, min(stretch.stop, file.num_row_groups)):
-            rows = _rows_per_batch(file.metadata.row_group(group), wanted, limit)
+            promised, found = file.metadata.row_group(group), 0
+            rows = _rows_per_batch(promised, wanted, limit)
             # Threads would each keep freed memory, and the cores belong to the tokenizers.
-            batches = file.iter_batches(rows, [group], wanted, use_threads=False)
-            for batch in batches:
-                yield from _within(batch, limit)
+            for batch in file.iter_batches(rows, [group], wanted, use_threads=False):
+                found += batch.num_rows
+                yield from map(ArrowRows, bounded(batch, limit.rows, limit.bytes))
+            _require_rows(found, promised, f"row group {group:,} holds")
 
 
 def _rows_per_batch(group: pq.RowGroupMetaData, wanted: Collection[str], limit: Limit) -> int:
@@ -164,8 +174,9 @@ def _root(leaf: pq.ColumnChunkMetaData) -> str:
 
 def arrow_columns(path: Path) -> tuple[str, ...]:
     """Returns the column names of an Arrow IPC file or stream."""
+    require_all_batches(path)
     with pa.memory_map(str(path)) as source:
-        for batch in _arrow_batches(source, None):
+        for batch in open_batches(source, None):
             if batch.num_rows:
                 return tuple(batch.schema.names)
     return ()
@@ -174,7 +185,7 @@ def arrow_columns(path: Path) -> tuple[str, ...]:
 def arrow_stretches(path: Path, columns: Collection[str], most: int) -> list[FileStretch]:
     """Cuts an Arrow IPC file or stream between record batches; each row counts alike."""
     with pa.memory_map(str(path)) as source:
-        rows = [batch.num_rows for batch in _arrow_batches(source, [*columns][:1])]
+        rows = [batch.num_rows for batch in open_batches(source, [*columns][:1])]
     bytes_per_row = path.stat().st_size / max(1, sum(rows))
     return _joined((int(count * bytes_per_row) for count in rows), most)
 
@@ -185,56 +196,8 @@ def arrow_payloads(
     """Yields the rows of an Arrow IPC file or stream."""
     # Mapped, not read: one record batch may be as large as the file.
     with pa.memory_map(str(path)) as source:
-        for batch in islice(_arrow_batches(source, columns), stretch.start, stretch.stop):
-            for start in range(0, batch.num_rows, limit.rows):
-                yield from _within(batch.slice(start, limit.rows), limit)
-
-
-def _arrow_batches(
-    source: pa.NativeFile, columns: Collection[str] | None
-) -> Iterator[pa.RecordBatch]:
-    is_file = source.read(6) == b"ARROW1"
-    opener = pa.ipc.open_file if is_file else pa.ipc.open_stream
-    source.seek(0)
-    names = opener(source).schema.names
-    source.seek(0)
-    wanted = [index for index, name in enumerate(names) if columns is None or name in columns]
-    reader = opener(source, options=pa.ipc.IpcReadOptions(included_fields=wanted))
-    if is_file:
-        return (reader.get_batch(index) for index in range(reader.num_record_batches))
-    return iter(reader)
-
-
-def _within(batch: pa.RecordBatch, limit: Limit) -> Iterator[ArrowRows]:
-    """Yields the batch in plain types, halved until each part fits."""
-    schema = pa.schema([(field.name, _plain(field.type)) for field in batch.schema])
-    if schema.types != batch.schema.types:  # to cast is to load all of Arrow's functions
-        batch = batch.cast(schema)
-    yield from _halves(batch.replace_schema_metadata(None), limit)
-
-
-def _halves(batch: pa.RecordBatch, limit: Limit) -> Iterator[ArrowRows]:
-    if batch.num_rows > limit.rows or (batch.num_rows > 1 and batch.nbytes > limit.bytes):
-        middle = batch.num_rows // 2
-        yield from _halves(batch.slice(0, middle), limit)
-        yield from _halves(batch.slice(middle), limit)
-    elif batch.num_rows:
-        yield ArrowRows(batch)
-
-
-def _plain(kind: pa.DataType) -> pa.DataType:
-    """Returns the type without dictionaries and views, whose slices carry all they point to."""
-    if pa.types.is_dictionary(kind):
-        return _plain(kind.value_type)
-    if pa.types.is_string_view(kind):
-        return pa.large_string()
-    if pa.types.is_list(kind) or pa.types.is_list_view(kind):
-        return pa.list_(_plain(kind.value_type))
-    if pa.types.is_large_list(kind) or pa.types.is_large_list_view(kind):
-        return pa.large_list(_plain(kind.value_type))
-    if pa.types.is_struct(kind):
-        return pa.struct([(field.name, _plain(field.type)) for field in kind])
-    return kind
+        for batch in islice(open_batches(source, columns), stretch.start, stretch.stop):
+            yield from map(ArrowRows, bounded(batch, limit.rows, limit.bytes))
 
 
 def csv_columns(path: Path) -> tuple[str, ...]:

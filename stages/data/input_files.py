@@ -6,6 +6,7 @@ import codecs
 import hashlib
 import json
 import os
+import re
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from ...schemas.plain_names import is_plain_name
 from .file_formats import FORMATS, WHOLE, FileStretch, Limit, Payload
 
 _DAMAGE = (BadDataError, pa.ArrowException, OSError, UnicodeError)
+# As `datasets` and the Hugging Face Hub name the files of one data set.
+_PART = re.compile(r"(?P<set>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})")
 _SIDECARS = {"dataset_info.json", "dataset_infos.json"}  # of `datasets`, beside the data
 
 
@@ -252,7 +255,22 @@ def _saved_dataset(path: Path) -> list[Path]:
     if missing or not names:
         what = f"lacks {', '.join(missing)}, which its state.json names" if missing else "is empty"
         raise UsageError(f"{path} {what}. Save the data set again.")
+    _require_all_parts(path, names)
     return [path / name for name in names]
+
+
+def _require_all_parts(folder: Path, names: Collection[str]) -> None:
+    """Refuses a folder that lacks files which the names of others count."""
+    found: dict[tuple[str, str], set[int]] = {}
+    for part in filter(None, map(_PART.match, names)):
+        found.setdefault((part["set"], part["count"]), set()).add(int(part["number"]))
+    for (name, count), numbers in found.items():
+        if missing := sorted({*range(int(count))} - numbers):
+            raise UsageError(
+                f"{folder} lacks {len(missing):,} of the {int(count):,} files of {name!r}, "
+                f"{name}-{missing[0]:05d}-of-{count} first. Get them too, or name the files that "
+                "are the data."
+            )
 
 
 def _json_list(path: Path, key: str) -> list[str]:
@@ -280,6 +298,7 @@ def _folder(path: Path) -> list[Path]:
             f"{path} holds files of two kinds, {files[0].name} and {other.name}. "
             "Name the files that are the data."
         )
+    _require_all_parts(path, [file.name for file in files])
     return files
 
 
@@ -313,4 +332,4 @@ def _endings() -> str:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()).rstrip(".")[:300]
+    return " ".join(str(error).split()).rstrip(".")[:500]

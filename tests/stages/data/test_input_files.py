@@ -5,13 +5,14 @@ import hashlib
 import json
 import os
 import pickle
+from itertools import product
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from align.schemas.errors import BadDataError, FingerprintError
+from align.schemas.errors import BadDataError, FingerprintError, UsageError
 from align.stages.data import input_files
 from align.stages.data.data_schema import common_shape
 from align.stages.data.decode_rows import parse_chunk
@@ -218,6 +219,34 @@ def test_damage_inside_a_file_names_the_last_row_read(tmp_path, name, message):
     path.write_bytes(damaged[name])
     with pytest.raises(BadDataError, match=message):
         list(iter_chunks(inputs, ("prompt", "chosen", "rejected"), rows_per_chunk=100))
+
+
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+def test_no_bit_of_a_page_header_loses_rows_without_a_word(tmp_path, version):
+    path = tmp_path / "a.parquet"
+    written = {"row_group_size": 5, "compression": "zstd", "data_page_version": version}
+    pq.write_table(pa.Table.from_pylist(PAIRS), path, use_dictionary=False, **written)
+    whole, header = path.read_bytes(), range(4, 36)
+    refused = 0
+    for byte, bit in product(header, range(8)):
+        damaged = bytearray(whole)
+        damaged[byte] ^= 1 << bit
+        path.write_bytes(damaged)
+        try:
+            records, rejected = read_all(path)
+        except BadDataError:
+            refused += 1
+        else:
+            assert len(records) + len(rejected) == len(PAIRS), (byte, bit)
+    assert refused
+
+
+def test_row_groups_that_name_fewer_rows_than_the_footer_are_refused(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_pylist(PAIRS), path, row_group_size=5)
+    path.write_bytes(path.read_bytes().replace(b"\x16\x1e", b"\x16\x20"))  # of the file: 15, 16
+    with pytest.raises(UsageError, match="15 rows, and its footer 16"):
+        open_inputs([str(path)])
 
 
 def test_an_array_element_longer_than_the_buffer_is_read_whole(tmp_path):

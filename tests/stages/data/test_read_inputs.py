@@ -1,6 +1,7 @@
 """Files and folders are found and opened, or refused at once."""
 
 import json
+import re
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,10 +12,12 @@ from align.schemas.errors import UsageError
 from align.stages.data.input_files import open_inputs
 
 
-def write_arrow_stream(path: Path):
+def write_arrow_stream(path: Path, batches=1, **options):
     batch = pa.record_batch({"chosen": ["c"], "rejected": ["r"]})
-    with pa.ipc.new_stream(str(path), batch.schema) as writer:
-        writer.write_batch(batch)
+    written = pa.ipc.IpcWriteOptions(**options)
+    with pa.ipc.new_stream(str(path), batch.schema, options=written) as writer:
+        for _ in range(batches):
+            writer.write_batch(batch)
 
 
 def saved_dataset(folder: Path, names):
@@ -70,6 +73,66 @@ def test_a_saved_dataset_without_one_of_its_files_is_refused(tmp_path):
     (tmp_path / "ds" / "data-0.arrow").unlink()
     with pytest.raises(UsageError, match=r"lacks data-0\.arrow"):
         open_inputs([str(tmp_path / "ds")])
+
+
+@pytest.mark.parametrize("lacking", [0, 1, 2])
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_stream_that_is_cut_at_a_batchs_end_is_refused_with_the_way_to_end_it(
+    tmp_path, monkeypatch, lacking, legacy
+):
+    write_arrow_stream(tmp_path / "whole.arrow", 3, use_legacy_format=legacy)
+    write_arrow_stream(tmp_path / "less.arrow", 3 - lacking, use_legacy_format=legacy)
+    end = 4 if legacy else 8  # bytes of the marker
+    cut = (tmp_path / "whole.arrow").read_bytes()[: (tmp_path / "less.arrow").stat().st_size - end]
+    (tmp_path / "cut.arrow").write_bytes(cut)
+    with pytest.raises(UsageError, match=r"cut\.arrow.* end-of-stream marker") as caught:
+        open_inputs([str(tmp_path / "cut.arrow")])
+    monkeypatch.chdir(tmp_path)
+    exec("import pyarrow; " + re.search(r"t = .*close\(\)", str(caught.value))[0])
+    open_inputs(["whole.arrow"])
+    assert pa.ipc.open_stream("whole.arrow").read_all().num_rows == 3 - lacking
+
+
+def test_a_stream_of_a_saved_dataset_that_is_cut_is_refused_by_name(tmp_path):
+    saved_dataset(tmp_path / "ds", ["data-0.arrow", "data-1.arrow"])
+    second = tmp_path / "ds" / "data-1.arrow"
+    second.write_bytes(second.read_bytes()[:-8])
+    with pytest.raises(UsageError, match=r"data-1\.arrow .* end-of-stream marker"):
+        open_inputs([str(tmp_path / "ds")])
+
+
+def test_a_stream_behind_which_another_begins_is_refused(tmp_path):
+    write_arrow_stream(tmp_path / "a.arrow")
+    whole = (tmp_path / "a.arrow").read_bytes()
+    (tmp_path / "a.arrow").write_bytes(whole + whole)
+    with pytest.raises(UsageError, match=r"a\.arrow .* follow the end of the stream"):
+        open_inputs([str(tmp_path / "a.arrow")])
+
+
+def test_a_file_whose_footer_names_other_batches_than_it_holds_is_refused(tmp_path):
+    batch = pa.record_batch({"chosen": ["c"], "rejected": ["r"]})
+    with pa.ipc.new_file(str(tmp_path / "a.arrow"), batch.schema) as writer:
+        for _ in range(3):
+            writer.write_batch(batch)
+    whole = (tmp_path / "a.arrow").read_bytes()
+    second = whole.index(b"\xff\xff\xff\xff", whole.index(b"\xff\xff\xff\xff", 12) + 4)
+    (tmp_path / "a.arrow").write_bytes(whole[:second] + bytes(8) + whole[second + 8 :])
+    with pytest.raises(UsageError, match=r"1 batches, and its footer names 3"):
+        open_inputs([str(tmp_path / "a.arrow")])
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_a_folder_that_lacks_a_file_which_the_names_of_others_count_is_refused(tmp_path, is_saved):
+    names = [f"train-0000{number}-of-00003.arrow" for number in (0, 2)]
+    saved_dataset(tmp_path / "ds", names)
+    if not is_saved:
+        (tmp_path / "ds" / "state.json").unlink()
+    with pytest.raises(UsageError, match=r"lacks 1 of the 3 .*train-00001-of-00003"):
+        open_inputs([str(tmp_path / "ds")])
+    assert len(open_inputs([str(tmp_path / "ds" / name) for name in names])) == 2
+    write_arrow_stream(tmp_path / "ds" / "train-00001-of-00003.arrow")
+    if not is_saved:
+        assert len(open_inputs([str(tmp_path / "ds")])) == 3
 
 
 @pytest.mark.parametrize(
