@@ -169,7 +169,10 @@ class _Call:
         except CorruptionError:  # it is made again
             return None
         is_whole = not manifest.counts.get("questions_not_taken")  # these are asked again
-        is_same = (manifest.made_from, manifest.settings) == (self.made_from, self.settings)
+        is_same = (manifest.made_from, manifest.settings, manifest.sampling) == (
+            *(self.made_from, self.settings),
+            self.source.sampling,
+        )
         return manifest if is_whole and is_same else None
 
     def judged(self, work: Work) -> JudgeOutcome[pl.DataFrame]:
@@ -213,6 +216,7 @@ class _Call:
                 "unjudged": table.height - judged,
                 **counts,
             },
+            sampling=self.source.sampling,
         )
 
 

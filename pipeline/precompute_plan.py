@@ -14,6 +14,7 @@ from ..schemas.errors import BadDataError, CorruptionError, StorageError, UsageE
 from ..schemas.json_codec import digest
 from ..schemas.row_keys import Intake
 from ..schemas.rows import Reference
+from ..schemas.samples import Drawing
 from ..stages.data.data_schema import Shape, common_shape
 from ..stages.data.decode_rows import first_is_conversation
 from ..stages.data.input_files import (
@@ -38,6 +39,7 @@ from ..stages.storage.local_copies import origin_of
 from ..stages.storage.manifest_file import load_manifest, load_plan, write_plan
 from ..stages.storage.objects import location
 from ..stages.storage.spool import Spool
+from ..stages.storage.tables import drawing_of
 from .cache_compatibility import candidates, fingerprint, require_growth
 from .executor import Executor, Inline, Share
 from .prepare_tasks import ArrangeTasks, EncodeTasks, Preparation
@@ -316,7 +318,15 @@ def _plan(job: Job, ring: Ring, intake: Intake, quarantine: tuple[FileEntry, ...
         notes=_notes(job, intake),
         reuse=candidates(cache, job.folder),
         threads=usable_cores(),
+        sampling=_sampling(job),
     )
+
+
+def _sampling(job: Job) -> tuple[Drawing | None, ...]:
+    """How the samples of each input were drawn; nothing where none of them is known."""
+    files = zip(job.inputs, job.digested, strict=True)
+    found = tuple(drawing_of(file.path, read.sha256) for file, read in files)
+    return found if any(found) else ()
 
 
 def _notes(job: Job, intake: Intake) -> dict[str, int]:

@@ -304,6 +304,7 @@ MAY_CHANGE = {
     "train.keep_last",
     "train.best",
     "train.nonfinite_limit",
+    "train.other_sampling",
     "lora.merge",
 }
 # What only says where in the ranks values lie; quantized ones are others.

@@ -18,8 +18,9 @@ from .object_inputs import local_model, with_local_inputs
 from .precompute_plan import require_model
 from .round_prompts import split_prompts
 from .rounds_plan import OWN, RoundsJob
+from .samplers import sampling_of
 from .settings import Settings, as_absolute
-from .train_checks import require_fixed_reference
+from .train_checks import require_fixed_reference, require_own_samples
 
 REFUSED_IN_FILES = ("train.model", "judge.against")
 
@@ -88,6 +89,9 @@ def _recipe(config: Config) -> Recipe:
         raise UsageError("No method. Pass --method kto (or dpo, …), or set train.method.")
     require_fixed_reference(config.method)
     recipe = recipe_of(train.method, config.method)
+    is_meant = train.other_sampling
+    drawn = sampling_of(config.sample).drawing
+    require_own_samples(recipe, "the rounds", [drawn], may_differ=is_meant)
     if recipe.head == "score":
         raise UsageError(f"{recipe.name} makes a reward model, which writes no samples.")
     if recipe.rows == "paired" and select.rows == "labels":

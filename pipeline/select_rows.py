@@ -73,7 +73,11 @@ def select(config: Config, judged: str) -> SelectResult:
     settings = {**asdict(options), "length": _unit_of_length(source.table)}
     del settings["output"]
     manifest = output.publish(
-        selected.table, made_from={source.kind: source.root}, settings=settings, counts=counts
+        selected.table,
+        made_from={source.kind: source.root},
+        settings=settings,
+        counts=counts,
+        sampling=source.sampling,
     )
     return SelectResult(output.root, manifest)
 

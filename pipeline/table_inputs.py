@@ -12,6 +12,7 @@ import polars as pl
 from ..schemas.config import Config
 from ..schemas.errors import BadDataError, UsageError, counted, logger
 from ..schemas.rows import Record, Rejected
+from ..schemas.samples import Drawing
 from ..schemas.table_manifest import TableKind
 from ..stages.data.data_schema import Shape, common_shape
 from ..stages.data.decode_rows import parse_chunk
@@ -39,6 +40,7 @@ class TableInput:
     kind: str  # of a table of align; data: a plain file
     root: str  # its digest
     unusable: int = 0
+    sampling: Drawing | None = None  # how its samples were drawn, as far as it is known
 
     @property
     def left_out(self) -> dict[str, int]:
@@ -51,7 +53,7 @@ def read_input(config: Config, named: str, kind: TableKind) -> TableInput:
     folder = _folder_of(named, kind)
     if folder.manifest.is_file() or PurePosixPath(named).suffix.lower() not in FORMATS:
         manifest, table = read_table(folder)
-        return TableInput(table, kind, manifest.root)
+        return TableInput(table, kind, manifest.root, sampling=manifest.drawing)
     local = with_local_inputs(replace(config, data=replace(config.data, files=[named])))
     (file,) = open_inputs(local.data.files)
     return _read_plain(local, file, named, kind)

@@ -50,7 +50,7 @@ from .run_recorder import RunRecords, open_records
 from .run_report import Trained, outcome, write_report
 from .short_plan import short_plan
 from .signals import add_resume_hint, asked_to_stop
-from .train_checks import require_positions
+from .train_checks import require_positions, sampling_note
 from .trained_model import write_model
 from .training_job import Session, TrainingJob
 from .workload import feed_settings
@@ -109,7 +109,8 @@ def open_session(
     source, held_out = run_on_all_ranks(world, lambda: _sources(job, columns))
     recipe, advice = job.recipe.resolve_auto(source.labels)
     if world.rank == 0:
-        for note in (*_source_notes(source, held_out), *advice):
+        sampling = sampling_note(recipe, job.manifest)
+        for note in filter(None, (*_source_notes(source, held_out), sampling, *advice)):
             progress.say(note)
     policy = run_on_all_ranks(world, lambda: _policy(job, recipe, world, start))
     if policy.routers and world.rank == 0:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..schemas.cache import Manifest
 from ..schemas.config import LoraOptions, ModelOptions, TokenOptions, TrainOptions
-from ..schemas.errors import FingerprintError, UsageError, closest, did_you_mean
+from ..schemas.errors import FingerprintError, UsageError, closest, counted, did_you_mean
 from ..schemas.rows import Role
+from ..schemas.samples import Drawing
 from ..stages.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from ..stages.engine.optimizers import KINDS
 from ..stages.feed.conversions import Reading, ScoreRules, Threshold
@@ -153,6 +154,32 @@ def require_token_logps(recipe: Recipe, folder: CacheFolder, manifest: Manifest)
             f"{folder.root} keeps their sums only. Make another cache with `align precompute-ref … "
             "--token-logps --output OTHER`; it scores everything again."
         )
+
+
+def require_own_samples(
+    recipe: Recipe, where: object, drawn: Iterable[Drawing | None], *, may_differ: bool
+) -> None:
+    """Refuses samples that the reference did not draw as it is, for a ratio to its log-probs."""
+    others = [one for one in dict.fromkeys(drawn) if one and not one.is_own]
+    if others and recipe.drawn_by_reference and not may_differ:
+        raise UsageError(
+            f"{recipe.name} divides by the reference's probabilities as by those that the samples "
+            f"were drawn from, and those of {where} are drawn at {'; at '.join(map(str, others))}. "
+            "Sample at temperature 1 without top-p and top-k, or, if this is meant, pass "
+            "--set train.other_sampling=true."
+        )
+
+
+def sampling_note(recipe: Recipe, manifest: Manifest) -> str:
+    """How the samples of a cache were drawn, where the loss depends on it."""
+    if not recipe.drawn_by_reference:
+        return ""
+    drawn = manifest.sampling or (None,) * len(manifest.inputs)
+    known = dict.fromkeys(f"at {one}" for one in drawn if one)
+    unknown = sum(one is None for one in drawn)
+    lines = [f"drawn {' and '.join(known)}"] if known else []
+    lines += [f"not known of {counted(unknown, 'data files')}"] if unknown else []
+    return f"samples: {', '.join(lines)}; {recipe.name} divides by the reference at temperature 1"
 
 
 def reading_of(recipe: Recipe, train: TrainOptions, policy: str) -> Reading:

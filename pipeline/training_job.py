@@ -34,6 +34,7 @@ from .train_checks import (
     require_effect,
     require_fixed_reference,
     require_measured,
+    require_own_samples,
     require_packable,
     require_same_making,
     require_same_text,
@@ -92,6 +93,8 @@ def open_training(settings: Settings) -> TrainingJob:
     held_out = _held_out(config, manifest)
     for folder, made in ((cache, manifest), *([held_out] if held_out else [])):
         require_token_logps(recipe, folder, made)
+        may_differ = train.other_sampling
+        require_own_samples(recipe, folder.root, made.sampling, may_differ=may_differ)
     reading = reading_of(recipe, train, policy.path)
     given = {name: str(value) for name, value in settings.given("tokens").items()}
     require_same_text(manifest, policy.path, config.tokens, given)

@@ -12,7 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import CorruptionError
+from .json_codec import if_known
 from .rows import Role, joined_ranges, offsets_of
+from .samples import Drawing
 
 FORMAT_VERSION = 2
 
@@ -66,6 +68,7 @@ class Plan:
     notes: dict[str, int]  # counted, harmless: rows truncated, boundaries shifted, ...
     reuse: tuple[str, ...]  # caches whose scores may be copied
     threads: int  # every worker computes with on a CPU: they decide the last bits of a sum
+    sampling: tuple[Drawing | None, ...] = if_known(())  # as in the manifest
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,9 @@ class Manifest:
     quarantine: tuple[FileEntry, ...]
     quarantined: dict[str, int]
     notes: dict[str, int]  # the plan's and those of all shards
+    # How the samples in each of the inputs were drawn; empty where it is known of none. The root
+    # does not depend on it.
+    sampling: tuple[Drawing | None, ...] = if_known(())
 
 
 Source: TypeAlias = Literal["template", "tokenizer"]

@@ -233,6 +233,11 @@ class TrainOptions:
     other_reference: bool = option(
         False, "let the policy begin as another model than the reference of the cache"
     )
+    other_sampling: bool = option(
+        False,
+        "let grpo and ppo learn from samples that were drawn at another temperature than 1, or "
+        "with top-p or top-k: their ratio divides by the reference's own probabilities",
+    )
     nonfinite_limit: int = option(3, "NaN or infinite steps in a row before it stops", ge=1)
 
     @property

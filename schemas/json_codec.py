@@ -17,6 +17,14 @@ from .errors import closest, did_you_mean
 T = TypeVar("T")
 
 
+IF_KNOWN = "if known"  # of a field's metadata: written unless it has its default
+
+
+def if_known(default: Any) -> Any:
+    """A field that older records lack: it is written where it is known."""
+    return dataclasses.field(default=default, metadata={IF_KNOWN: True})
+
+
 class CodecError(ValueError):
     """A value that does not fit its field; the message names the field, and so does `where`."""
 
@@ -27,7 +35,7 @@ class CodecError(ValueError):
 
 def to_json(value: Any) -> str:
     """One canonical text per value: sorted keys, no spare blanks, a newline at the end."""
-    plain = dataclasses.asdict(value) if hasattr(value, "__dataclass_fields__") else value
+    plain = _plain(value) if hasattr(value, "__dataclass_fields__") else value
     return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False) + "\n"
 
 
@@ -38,15 +46,12 @@ def digest(value: Any) -> str:
 
 def digest_of(record: Any, *without: str) -> str:
     """The digest of a dataclass's content but for some of its fields, such as the digest itself."""
-    plain = dataclasses.asdict(record)
-    for name in without:
-        del plain[name]
-    return digest(plain)
+    return digest({name: of for name, of in _plain(record).items() if name not in without})
 
 
 def to_signed_json(value: Any) -> str:
     """Like `to_json`, with a digest over all of it; for records that are rewritten in place."""
-    plain = dataclasses.asdict(value)
+    plain = _plain(value)
     return to_json({**plain, "digest": digest(plain)})
 
 
@@ -128,6 +133,17 @@ BOUNDS = {
 
 
 _reader: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
+
+
+def _plain(record: Any) -> dict[str, Any]:
+    """A dataclass as a dict, without what an older align did not write and is not known."""
+    plain = dataclasses.asdict(record)
+    unknown = [one.name for one in dataclasses.fields(record) if _is_unknown(record, one)]
+    return {name: value for name, value in plain.items() if name not in unknown}
+
+
+def _is_unknown(record: Any, one: dataclasses.Field[Any]) -> bool:
+    return IF_KNOWN in one.metadata and getattr(record, one.name) == one.default
 
 
 def _parsed(text: str | bytes) -> Any:

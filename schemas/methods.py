@@ -183,6 +183,8 @@ class Method:
     update_state: UpdateState | None = None  # state so far, surveyed -> state after this step
     # Of a rejected or undesirable branch whose row gives no scores; a good one has 1.
     bad_score: float = 0.0
+    # Whether it divides by the reference as by the policy that drew the data.
+    drawn_by_reference: bool = False
     head: Head = "none"
     modifiers: frozenset[str] = frozenset()  # the options of `Modifiers` it can be used with
     # Text between a prompt and the completions of a role, not learned itself.

@@ -49,6 +49,31 @@ class Sampling:
     max_new_tokens: int = 512
     seed: int = 0
 
+    @property
+    def drawing(self) -> Drawing:
+        """The part of it that decides how likely a token is to be drawn."""
+        return Drawing(self.temperature, self.top_p, self.top_k)
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """What samples were drawn from: a model's own probabilities, or others made of them."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+
+    def __str__(self) -> str:
+        """As the settings say it, without what changes nothing."""
+        tail = [f"top-p {self.top_p:g}"] if self.top_p != 1 else []
+        tail += [f"top-k {self.top_k}"] if self.top_k else []
+        return ", ".join([f"temperature {self.temperature:g}", *tail])
+
+    @property
+    def is_own(self) -> bool:
+        """Whether these are the model's own probabilities."""
+        return self == Drawing(1.0, 1.0, 0)
+
 
 @dataclass(frozen=True)
 class Wanted:

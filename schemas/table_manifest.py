@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias
+
+from .json_codec import if_known
+from .samples import Drawing
 
 TABLE_FORMAT = 1
 TableKind: TypeAlias = Literal["samples", "judged", "selected"]
@@ -24,3 +27,14 @@ class TableManifest:
     file: str
     bytes: int
     sha256: str
+    # How the samples were drawn that a judged or selected table holds; not a part of the root.
+    sampling: Drawing | None = if_known(None)
+
+    @property
+    def drawing(self) -> Drawing | None:
+        """How its samples were drawn, as far as it is known."""
+        if self.kind != "samples":
+            return self.sampling
+        names = [one.name for one in fields(Drawing)]
+        is_known = self.settings.keys() >= {*names}
+        return Drawing(*(self.settings[name] for name in names)) if is_known else None

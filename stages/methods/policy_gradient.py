@@ -113,6 +113,7 @@ GRPO = Method(
     rows="grouped",
     items="tokens",
     needs=frozenset({"reference", "token_reference", "scores"}),
+    drawn_by_reference=True,
     modifiers=MODIFIERS,
 )
 
@@ -251,6 +252,7 @@ PPO = Method(
     needs=frozenset({"reference", "token_reference", "values", "scores"}),
     survey=survey,
     bad_score=-1.0,
+    drawn_by_reference=True,
     head="values",
     modifiers=MODIFIERS,
 )

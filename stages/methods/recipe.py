@@ -102,6 +102,11 @@ class Recipe:
         return self.parts[0].method.bad_score
 
     @property
+    def drawn_by_reference(self) -> bool:
+        """Whether a part divides by the reference as by the policy that drew the data."""
+        return any(part.method.drawn_by_reference for part in self.parts)
+
+    @property
     def needs(self) -> frozenset[Need]:
         """Everything its parts and modifiers need."""
         return self.modifiers.needs.union(*(part.method.needs for part in self.parts))

@@ -55,6 +55,7 @@ def build_manifest(plan: Plan, commits: Mapping[int, Commit]) -> Manifest:
         quarantine=_quarantine(plan, shards),
         quarantined=_total([plan.quarantined, *(shard.quarantined for shard in shards)]),
         notes=_total([plan.notes, *(shard.notes for shard in shards)]),
+        sampling=plan.sampling,
     )
     return dataclasses.replace(unnamed, root=root_of(unnamed))
 
@@ -65,8 +66,8 @@ def _quarantine(plan: Plan, shards: tuple[Commit, ...]) -> tuple[FileEntry, ...]
 
 
 def root_of(manifest: Manifest) -> str:
-    """The digest that names a cache: of its content, not of who made it or where the model was."""
-    return digest_of(manifest, "root", "align_version", "model", "adapter")
+    """The digest that names a cache: of its content, not of what it came from."""
+    return digest_of(manifest, "root", "align_version", "model", "adapter", "sampling")
 
 
 def write_manifest(
@@ -133,6 +134,8 @@ def _read_manifest(path: Location) -> Manifest:
     for entry in manifest.quarantine:
         _require(_is_quarantine(entry), path, f"it names the file {entry.file!r}")
     _require(_adds_up(manifest), path, "its totals are not those of its shards")
+    told = len(manifest.sampling) in {0, len(manifest.inputs)}
+    _require(told, path, "it says how the samples of other files were drawn")
     return manifest
 
 

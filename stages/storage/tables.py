@@ -18,17 +18,22 @@ from typing import TYPE_CHECKING, Any
 from ... import __version__
 from ...schemas.errors import CorruptionError, FingerprintError, UsageError
 from ...schemas.json_codec import CodecError, digest_of, from_json, to_json, version_in
+from ...schemas.samples import Drawing
 from ...schemas.table_manifest import TABLE_FORMAT, TableKind, TableManifest
 from . import fs, places
 from .cache_folder import OutputFolder
-from .local_copies import work_folder
+from .local_copies import origin_of, work_folder
 from .objects import Location, is_remote, location
 
 if TYPE_CHECKING:
     import polars as pl
 
 MANIFEST = "_manifest.json"
-NAMES = {"samples": "samples", "judged": "judged samples", "selected": "selected rows"}
+NAMES: dict[TableKind, str] = {
+    "samples": "samples",
+    "judged": "judged samples",
+    "selected": "selected rows",
+}
 COMMANDS = {"samples": "align sample", "judged": "align judge", "selected": "align select"}
 
 
@@ -91,6 +96,7 @@ class TableFolder:
         made_from: Mapping[str, str],
         settings: Mapping[str, Any],
         counts: Mapping[str, int],
+        sampling: Drawing | None = None,
     ) -> TableManifest:
         """Writes the table, then its manifest; without effect if both are there."""
         payload = io.BytesIO()
@@ -109,8 +115,9 @@ class TableFolder:
             f"{self.kind}.parquet",
             len(content),
             hashlib.sha256(content).hexdigest(),
+            sampling,
         )
-        manifest = replace(unnamed, root=digest_of(unnamed, "root", "align_version"))
+        manifest = replace(unnamed, root=digest_of(unnamed, "root", "align_version", "sampling"))
         for path, text in ((self.file, content), (self.manifest, to_json(manifest).encode())):
             known = places.read_bytes(path) if path.is_file() else None
             if known != text:
@@ -144,6 +151,20 @@ def read_manifest(folder: TableFolder) -> TableManifest:
             f"`{command}` made."
         )
     return found
+
+
+def drawing_of(path: Path, sha256: str) -> Drawing | None:
+    """How the samples in a data file were drawn, if it is a table as its manifest names it."""
+    kind = next((kind for kind in NAMES if path.name == f"{kind}.parquet"), None)
+    if kind is None:
+        return None
+    origin = origin_of(str(path))
+    home = location(origin).parent if origin != str(path) else location(origin_of(str(path.parent)))
+    try:
+        manifest = TableFolder(home, kind).find()
+    except (CorruptionError, FingerprintError, UsageError):  # it is data all the same
+        return None
+    return manifest.drawing if manifest and manifest.sha256 == sha256 else None
 
 
 def read_table(folder: TableFolder) -> tuple[TableManifest, pl.DataFrame]:

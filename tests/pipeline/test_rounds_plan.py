@@ -158,6 +158,7 @@ def test_a_judge_reads_by_its_own_chat_template(world, tmp_path):
     assert job.judging(one.judged).tokens.chat_template == ""
 
 
+GRPO = {"train": {"method": "grpo"}, "cache": {"kl_pairs": 0, "token_logps": True}}
 SERVED = {"url": "http://127.0.0.1:1/v1", "model": "m"}
 
 
@@ -177,6 +178,8 @@ SERVED = {"url": "http://127.0.0.1:1/v1", "model": "m"}
         ({"train": {"eval_fraction": 0.1}}, "would hold out nothing"),
         ({"train": {"eval_cache": "elsewhere"}}, "each round has a cache of its own"),
         ({"select": {"rows": "labels"}}, "learns from pairs"),
+        ({**GRPO, "sample": {"temperature": 0.7}}, "temperature 0.7.* train.other_sampling=true"),
+        ({**GRPO, "sample": {"top_p": 0.9}}, "temperature 1, top-p 0.9"),
         ({"rounds": {"eval_n": 2}}, "all samples of a prompt are the same"),
         ({"rounds": {"eval_fraction": 0.0, "min_win_rate": 0.5}}, "none is held out"),
         ({"rounds": {"output": "s3://bucket/rounds"}}, "rounds are written to a disk"),
@@ -193,6 +196,14 @@ def test_what_cannot_work_is_refused_before_any_work(world, tmp_path, changes, s
                 file=write_settings(tmp_path, world, **changes),
             )
         )
+
+
+def test_rounds_of_grpo_sample_as_the_policy_is_unless_another_way_is_meant(world, tmp_path):
+    assert opened(tmp_path, world, **GRPO).recipe.name == "grpo"
+    meant = {"method": "grpo", "other_sampling": True}
+    job = opened(tmp_path, world, **GRPO | {"train": meant, "sample": {"temperature": 0.7}})
+    assert job.training(job.folder.round(1)).config.train.other_sampling
+    assert opened(tmp_path, world, sample={"temperature": 0.7}).recipe.name == "dpo"
 
 
 def test_rounds_are_not_started_by_a_launcher(world, tmp_path, monkeypatch):

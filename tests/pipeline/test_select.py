@@ -11,8 +11,8 @@ import pytest
 from datasets import Dataset
 
 from align.pipeline.object_inputs import with_local_inputs
-from align.schemas.config import Config
-from align.schemas.samples import Prompt
+from align.schemas.config import Config, DataOptions
+from align.schemas.samples import Drawing, Prompt
 from align.stages.data.data_schema import common_shape
 from align.stages.data.decode_rows import parse_chunk
 from align.stages.data.input_files import iter_chunks, open_inputs
@@ -20,6 +20,7 @@ from align.stages.storage import objects
 from align.stages.storage.fs import sha256_of
 from align.stages.storage.tables import TableFolder, read_table
 from support.command import align, refusal
+from support.stage_one import run
 
 KINDS = ("best_worst", "all_pairs", "labels", "groups")
 ANSWERS = [" Blue.", " The sky is far away.", " Grey.", " Blue, mostly."]
@@ -277,6 +278,54 @@ def test_ultrafeedback_becomes_conversations(ending, here):
     fine, told = selected(f"data.{ending}", "--map", "score=fine-grained_score")
     assert fine["chosen"].to_list() == [said("assistant", "Answer 0")] * 2
     assert left_out(told) == ["2 samples without a score"]
+
+
+DRAWN = {"temperature": 0.7, "top_p": 1.0, "top_k": 20}
+
+
+def sampled(folder, **settings):
+    made = TableFolder.at(str(folder), "samples")
+    made.prepare()
+    table = table_of(["Sky? ", "Sea? "]).drop("score")
+    return made.publish(table, made_from={}, settings=settings, counts={})
+
+
+def from_samples(folder):
+    """Judges and selects them, as a judged table before and after they were known."""
+    Path("counts_words.py").write_text("def grade(prompt, text, row): return len(text.split())\n")
+    by = ("--by", "function", "--function", "counts_words:grade", "--no-mlflow")
+    made = align("judge", folder, *by)
+    assert made.code == 0, made
+    selected("align-judged", "--rows", "groups")
+    return [TableFolder.at(f"align-{kind}", kind).find() for kind in ("judged", "selected")]
+
+
+def test_how_samples_were_drawn_travels_into_the_cache_and_no_root(here, to):
+    sampled("samples")
+    plain = from_samples("samples")
+    assert [table.sampling for table in plain] == [None, None]
+    data = DataOptions(files=["align-selected"])
+    before = run(replace(to(output="before"), data=data)).manifest
+    sampled("samples", **DRAWN)
+    tables = from_samples("samples")
+    assert [table.sampling for table in tables] == [Drawing(**DRAWN)] * 2
+    Path("plain.jsonl").write_text('{"prompt": "a", "completions": ["b", "c"], "scores": [1, 2]}')
+    after = run(replace(to(output="after"), data=data)).manifest
+    assert after.sampling == (Drawing(**DRAWN),)
+    assert (after.root, before.sampling) == (before.root, ())
+    both = replace(data, files=["plain.jsonl", "align-selected/selected.parquet"])
+    joined = run(replace(to(output="joined"), data=both)).manifest
+    drawn = dict(zip([entry.name for entry in joined.inputs], joined.sampling, strict=True))
+    assert drawn == {"plain.jsonl": None, "selected.parquet": Drawing(**DRAWN)}
+
+
+def test_a_table_that_its_manifest_does_not_name_is_data_of_unknown_sampling(here, to):
+    sampled("samples", **DRAWN)
+    from_samples("samples")
+    rows = pl.read_parquet("align-selected/selected.parquet")
+    rows.head(1).write_parquet("align-selected/selected.parquet")
+    config = replace(to(kl_pairs=0), data=DataOptions(files=["align-selected"]))
+    assert run(config).manifest.sampling == ()
 
 
 def test_too_many_bad_rows_of_a_plain_file_are_refused(here):

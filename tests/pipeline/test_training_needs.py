@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -10,12 +11,17 @@ from transformers import AutoTokenizer
 
 from align.pipeline.resume import require_same_settings
 from align.pipeline.settings import as_absolute, load_settings
+from align.pipeline.train_checks import sampling_note
 from align.pipeline.training_job import open_training
 from align.schemas.errors import FingerprintError, UsageError
+from align.schemas.json_codec import to_json
 from align.schemas.rows import Role
+from align.schemas.samples import Drawing
 from align.stages.engine.distributed import joined_world
 from align.stages.feed.cache_index import ShardColumns, unchecked
 from align.stages.feed.train_source import open_source
+from align.stages.storage.cache_folder import CacheFolder
+from align.stages.storage.manifest_file import load_manifest
 from support.command import refusal
 from support.training_world import job_of, session_of
 
@@ -102,6 +108,46 @@ def test_a_cache_to_evaluate_on_has_to_have_what_is_needed_too(course, scored_gr
     assert f"{course.cache} keeps their sums only" in refused(
         course, "--cache", scored_groups, *more
     )
+
+
+@pytest.fixture
+def drawn_at(scored_groups, tmp_path):
+    """The cache of groups, as one of samples that were drawn so."""
+
+    def copied(*drawn):
+        folder = shutil.copytree(scored_groups, tmp_path / "-".join(map(str, drawn)))
+        told = replace(load_manifest(CacheFolder(folder)), sampling=drawn)
+        (folder / "manifest.json").write_text(to_json(told))
+        return folder
+
+    return copied
+
+
+@pytest.mark.parametrize("method", ["grpo", "ppo", "dpo", "kto"])
+def test_only_grpo_and_ppo_refuse_samples_that_the_reference_did_not_draw(drawn_at, method):
+    cache = drawn_at(Drawing(0.7, 1.0, 50))
+    if method not in {"grpo", "ppo"}:
+        assert job_of(cache, method).recipe.name == method
+        return
+    with pytest.raises(UsageError, match=r"drawn at temperature 0\.7, top-k 50\. .*other_sampling"):
+        job_of(cache, method)
+    assert job_of(cache, method, other_sampling=True).recipe.name == method
+    assert job_of(drawn_at(Drawing(1.0, 1.0, 0)), method).recipe.name == method
+
+
+def test_samples_of_a_cache_to_evaluate_on_are_drawn_by_the_reference_too(drawn_at, scored_groups):
+    with pytest.raises(UsageError, match=r"drawn at temperature 1, top-p 0\.5"):
+        job_of(scored_groups, "grpo", eval_cache=str(drawn_at(Drawing(1.0, 0.5, 0))))
+
+
+def test_how_the_samples_of_a_cache_were_drawn_is_told(drawn_at, scored_groups):
+    def told(cache, method="grpo"):
+        job = job_of(cache, method, other_sampling=True)
+        return sampling_note(job.recipe, job.manifest)
+
+    assert "drawn at temperature 0.5, top-p 0.9;" in told(drawn_at(Drawing(0.5, 0.9, 0)))
+    assert "not known of 1 data file;" in told(scored_groups)
+    assert told(scored_groups, "dpo") == ""
 
 
 @pytest.mark.parametrize(
@@ -202,7 +248,7 @@ WHOLE = ("--eval-fraction", 0, "--eval-every", 0)
         ("sft", (), "8 scored rows are read as what to imitate"),
         # Six rows of three labels, each of them a row of its own.
         ("csft", (), "18 rows to learn from"),
-        ("grpo", (), "8 rows to learn from"),
+        ("grpo", (), "samples: not known of 1 data file"),
     ],
 )
 def test_scored_rows_serve_every_method(course, here, scored_groups, method, more, said):

@@ -1,9 +1,12 @@
 """Tables: the manifest is written last, names the bytes, and is the same for the same content."""
 
+import json
+
 import polars as pl
 import pytest
 
 from align.schemas.errors import CorruptionError, FingerprintError, UsageError
+from align.schemas.samples import Drawing
 from align.stages.storage.tables import TableFolder, read_table
 
 TABLE = pl.DataFrame({"prompt": ["a", "b"], "score": [1.0, None]})
@@ -36,6 +39,14 @@ def test_the_root_names_the_content_and_what_it_was_made_from(table_folder, tmp_
     assert published(other).root == root
     assert published(other, made_from={"prompts": "q"}).root != root
     assert published(other, TABLE.reverse()).root != root
+
+
+def test_how_samples_were_drawn_is_kept_beside_the_root(table_folder):
+    plain = published(table_folder)
+    assert "sampling" not in json.loads(table_folder.manifest.read_bytes())  # as in older tables
+    told = published(table_folder, sampling=Drawing(0.7, 1.0, 0))
+    assert told.root == plain.root
+    assert table_folder.find().sampling == Drawing(0.7, 1.0, 0)
 
 
 def test_publishing_again_changes_no_file(table_folder):
