@@ -105,6 +105,8 @@ def _open_job(config: Config, share: Share | None) -> _Job:
     _refuse_caches(config.data.files)
     inputs = open_inputs(config.data.files)
     rows = read_prompts(inputs, config.data.map)
+    if isinstance(sampler, LocalSampler):
+        rows.prompts = [*map(sampler.fitted, rows.prompts)]
     asked = asked_once(rows.prompts)
     prompts, too_long = _usable(config, inputs, rows, asked.by_key, sampler, sampling)
     folder = TableFolder.at(options.output, "samples")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -107,24 +107,21 @@ class LocalSampler:
         )
         return OpenLocalSampler(self, generator, sampling)
 
+    def fitted(self, prompt: Prompt) -> Prompt:
+        """The prompt with its calls of tools in the form that the chat template writes."""
+        try:
+            record = self._tokenizer.fitted(_record(prompt))
+        except BadRow:  # it is among the refused
+            return prompt
+        return replace(prompt, text=record.prompt, tools=record.tools)
+
     def ids_of(self, prompt: Prompt) -> list[int]:
         """The prompt as stage 1 renders it for an assistant that is about to answer."""
         from ..stages.data.encode import encode_prompt
 
-        answer = "x" if isinstance(prompt.text, str) else ({"role": "assistant", "content": "x"},)
         if not isinstance(prompt.text, str):
             self._tokenizer.require_template(self.model.path)
-        record = Record(
-            file=0,
-            row=0,
-            prompt=prompt.text,
-            completions=(answer,),
-            roles=(Role.CANDIDATE,),
-            scores=(None,),
-            tools=prompt.tools,
-            template_options=prompt.template_options,
-        )
-        return encode_prompt(record, self._tokenizer)
+        return encode_prompt(_record(prompt), self._tokenizer)
 
     def tokens_of(self, prompt: Prompt) -> int:
         """How long a prompt is."""
@@ -155,6 +152,21 @@ class LocalSampler:
         from ..stages.model.generate import own_stops
 
         return self._tokenizer.stops.tokens | own_stops(self.model)
+
+
+def _record(prompt: Prompt) -> Record:
+    """A row with the prompt and some answer to it."""
+    answer = "x" if isinstance(prompt.text, str) else ({"role": "assistant", "content": "x"},)
+    return Record(
+        file=0,
+        row=0,
+        prompt=prompt.text,
+        completions=(answer,),
+        roles=(Role.CANDIDATE,),
+        scores=(None,),
+        tools=prompt.tools,
+        template_options=prompt.template_options,
+    )
 
 
 @dataclass(frozen=True)

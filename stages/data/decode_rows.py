@@ -308,14 +308,16 @@ def _arrow_cells(batch: pa.RecordBatch) -> Iterator[Cells | BadRow]:
     names = batch.schema.names
     try:
         columns = [_column(column) for column in batch.columns]
-    except UnicodeDecodeError:
+    except (ValueError, KeyError):  # no text, or an object that has a key twice
         return (_arrow_row(batch, row) for row in range(batch.num_rows))
     return (dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True))
 
 
 def _column(column: pa.Array) -> list[Any]:
-    cells: list[Any] = column.to_pylist()
-    return list(map(_without_nulls, cells)) if pa.types.is_nested(column.type) else cells
+    if not pa.types.is_nested(column.type):
+        cells: list[Any] = column.to_pylist()
+        return cells
+    return list(map(_without_nulls, column.to_pylist(maps_as_pydicts="strict")))
 
 
 def _arrow_row(batch: pa.RecordBatch, row: int) -> Cells | BadRow:
@@ -326,6 +328,8 @@ def _arrow_row(batch: pa.RecordBatch, row: int) -> Cells | BadRow:
         except UnicodeDecodeError as error:
             detail = f"byte {error.start} of {name!r} is not UTF-8: {shown(error.object)}"
             return BadRow("bad_utf8", detail)
+        except (ValueError, KeyError) as error:
+            return BadRow("schema", f"{name!r} has an object with a key twice: {error}")
     return cells
 
 

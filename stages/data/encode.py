@@ -67,12 +67,14 @@ class Encoder:
             except BadRow as bad:
                 result.rejected.append(_rejected(item.record, bad))
 
-    def _render(self, record: Record, result: Encoded) -> _Rendered | None:
+    def _render(self, given: Record, result: Encoded) -> _Rendered | None:
         try:
+            record = self._tokenizer.fitted(given)
             prompt, texts = self._tokenizer.render(record)
         except BadRow as bad:
-            result.rejected.append(_rejected(record, bad))
+            result.rejected.append(_rejected(given, bad))
             return None
+        result.notes["rows_with_calls_of_tools_converted_for_the_template"] += record != given
         kind = "conversations" if record.is_conversation else "plain_text"
         result.notes[f"rows_of_{kind}"] += 1
         result.notes["completions_that_repeat_their_prompt"] += _repeats(record)
@@ -158,7 +160,7 @@ class Encoder:
 
 def encode_prompt(record: Record, tokenizer: TextTokenizer) -> list[int]:
     """The prompt of a record as a model reads it that is to complete it; nothing is cut."""
-    prompt, _ = tokenizer.render(record)
+    prompt, _ = tokenizer.render(tokenizer.fitted(record))
     encoding = tokenizer.backend.encode(prompt, add_special_tokens=False)
     return _begin(encoding.ids, tokenizer)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...schemas.cache import Stop, Stops
+from .template_probe import FOUND, MARK, SAID, USER, TemplateProbe, call_of_tool
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -14,10 +15,6 @@ if TYPE_CHECKING:
     from ...schemas.rows import Message, Text
 
 NO_STOPS = Stops(None, None, None)
-_MARK = "PROBE"
-_USER = {"role": "user", "content": "question"}
-_SAID = {"role": "assistant", "content": _MARK}
-_FOUND = {"role": "tool", "name": "search", "tool_call_id": "call00001", "content": "found"}
 
 
 @dataclass(frozen=True)
@@ -49,17 +46,16 @@ def find_stops(hf: Any, backend: Tokenizer, added: Added, template: str | None) 
     eos = Stop(hf.eos_token_id, hf.eos_token, "tokenizer")
     if template is None:
         return Stops(eos, None, None)
-    probe = _Probe(hf, backend, template, added)
-    turn = probe.stop((_USER, _SAID), _USER, _first_of_run) or eos
-    calls = (probe.stop((_USER, call), _FOUND, _last_of_run(turn)) for call in _tool_calls())
+    probe = _StopProbe(TemplateProbe(hf, template), backend, added)
+    turn = probe.stop((USER, SAID), USER, _first_of_run) or eos
+    calls = (probe.stop((USER, call), FOUND, _last_of_run(turn)) for call in _tool_calls())
     return Stops(eos, turn, next(filter(None, calls), turn))
 
 
 @dataclass(frozen=True)
-class _Probe:
-    hf: Any
+class _StopProbe:
+    template: TemplateProbe
     backend: Tokenizer
-    template: str
     added: Added
 
     def stop(
@@ -68,23 +64,14 @@ class _Probe:
         reply: Message,
         choose: Callable[[Sequence[int], Added], int | None],
     ) -> Stop | None:
-        text = self._render(turns)
-        if _MARK not in text:
+        text = self.template.render(turns)
+        if MARK not in text:
             return None
-        end = text.rindex(_MARK) + len(_MARK)
+        end = text.rindex(MARK) + len(MARK)
         token = choose(list(self._run(text, end)), self.added)
         if token is None:
-            token = self._next(self._render((*turns, reply)), text[end:])
+            token = self._next(self.template.render((*turns, reply)), text[end:])
         return None if token is None else Stop(token, self.added.texts[token], "template")
-
-    def _render(self, messages: Sequence[Message]) -> str:
-        try:
-            rendered: str = self.hf.apply_chat_template(
-                list(messages), chat_template=self.template, tokenize=False
-            )
-        except Exception:  # a template need not know such turns, and may raise anything
-            return ""
-        return rendered
 
     def _run(self, text: str, end: int) -> Iterator[int]:
         """The added tokens with nothing but white space between them that the text ends with."""
@@ -102,8 +89,8 @@ class _Probe:
 
     def _next(self, text: str, tail: str) -> int | None:
         """The special token right after the turn when another turn follows."""
-        end = text.rfind(_MARK) + len(_MARK)
-        if not text[end:].startswith(tail) or _MARK not in text:
+        end = text.rfind(MARK) + len(MARK)
+        if not text[end:].startswith(tail) or MARK not in text:
             return None
         encoding = self.backend.encode(text, add_special_tokens=False)
         at = encoding.char_to_token(end + len(tail))
@@ -131,10 +118,8 @@ def _last_of_run(turn: Stop) -> Callable[[Sequence[int], Added], int | None]:
 def _tool_calls() -> Iterator[Message]:
     """A tool call in the forms that templates accept."""
     for content in ("", None):
-        for arguments in ({"query": _MARK}, f'{{"query": "{_MARK}"}}'):
-            function = {"name": "search", "arguments": arguments}
-            call = {"id": "call00001", "type": "function", "function": function}
-            yield {"role": "assistant", "content": content, "tool_calls": [call]}
+        for arguments in ({"query": MARK}, f'{{"query": "{MARK}"}}'):
+            yield call_of_tool(arguments, content)
 
 
 class Endings:

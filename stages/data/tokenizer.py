@@ -20,6 +20,8 @@ from ...schemas.errors import UsageError
 from ...schemas.rows import BadRow, Message, Record, Text
 from ..model.folder_check import require_plain_tokenizer
 from .stop_tokens import NO_STOPS, Added, find_stops
+from .template_probe import TemplateProbe
+from .tool_forms import ToolForms, uses_tools
 from .validate import ASSISTANT
 
 if TYPE_CHECKING:
@@ -44,6 +46,10 @@ class TextTokenizer:
     added: Added
     template: str | None
     specials: tuple[str, ...]
+
+    def fitted(self, record: Record) -> Record:
+        """The record with its calls of tools in the form that the chat template writes."""
+        return self._tool_forms.fit(record) if self.template and uses_tools(record) else record
 
     def render(self, record: Record) -> tuple[str, tuple[str, ...]]:
         """The prompt and each branch's full text; plain text is joined, conversations rendered."""
@@ -97,6 +103,10 @@ class TextTokenizer:
         # Some decoders drop a blank at the very start: put something before it.
         anchor = self.backend.encode("a", add_special_tokens=False).ids
         return _decoded(self, [*anchor, *ids])[len(_decoded(self, anchor)) :]
+
+    @cached_property
+    def _tool_forms(self) -> ToolForms:
+        return ToolForms.of(TemplateProbe(self.hf, self.template or ""))
 
     @cached_property
     def _roles(self) -> frozenset[str]:

@@ -148,11 +148,28 @@ def _message(entry: Any, index: int, column: str) -> Message:
                 "schema", f"message {index} of {column!r} has no text as {key!r}: {shown(entry)}"
             )
     calls = message.get("tool_calls", [])
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+    if not isinstance(calls, list) or not all(map(_is_call, calls)):
         raise BadRow("schema", f"'tool_calls' in {column!r} is not a list of calls: {shown(calls)}")
+    _require_json(calls, column)
     if message["role"] in _ROLES:
         message["role"] = _ROLES[message["role"]]
     return message
+
+
+def _is_call(call: Any) -> bool:
+    return isinstance(call, dict) and isinstance(call.get("function") or {}, dict)
+
+
+def _require_json(value: Any, column: str) -> None:
+    """Refuses what a columnar file can hold and JSON cannot: a template would write its type."""
+    if isinstance(value, dict | list | tuple):
+        for entry in value.values() if isinstance(value, dict) else value:
+            _require_json(entry, column)
+    elif value is not None and not isinstance(value, str | int | float):
+        raise BadRow(
+            "schema",
+            f"{column!r} holds a {type(value).__name__}, which is not of JSON: {shown(value)}",
+        )
 
 
 def read_label(value: Any, column: str) -> bool:
@@ -193,12 +210,15 @@ def read_list(value: Any, column: str) -> list[Any]:
 
 
 def read_tools(value: Any, column: str) -> tuple[Any, ...] | None:
-    """Returns the tool descriptions, a list or its JSON text; None when there are none."""
+    """Returns the tool descriptions, a list or JSON text of it or in it; None if there are none."""
     tools = _from_json(value, column)
     if tools is None or tools == []:
         return None
-    if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools):
-        return tuple(tools)
+    if isinstance(tools, list):
+        tools = [_from_json(tool, column) for tool in tools]
+        if all(map(_is_call, tools)):
+            _require_json(tools, column)
+            return tuple(tools)
     raise BadRow("schema", f"{column!r} is not a list of tool descriptions: {shown(value)}")
 
 
@@ -208,6 +228,7 @@ def read_options(value: Any, column: str) -> Mapping[str, Any]:
     if options is None:
         return {}
     if isinstance(options, dict):
+        _require_json(options, column)
         return options
     raise BadRow("schema", f"{column!r} is not an object of options: {shown(value)}")
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ...schemas.errors import UsageError
 from ...schemas.json_codec import digest
+from ...schemas.rows import Message
 from ...schemas.samples import Finish, Prompt, Sampling, is_token_count
 from .server_client import BrokenAnswerError, ServerCosts, shortened
 
@@ -49,7 +52,22 @@ def body_of(prompt: Prompt, sampling: Sampling, *, model: str, seed: int) -> dic
         body["tools"] = list(prompt.tools)
     if prompt.template_options:
         body["chat_template_kwargs"] = dict(prompt.template_options)
-    return {**body, "messages": [dict(message) for message in prompt.text]}
+    return {**body, "messages": [*map(_as_openai_has_it, prompt.text)]}
+
+
+def _as_openai_has_it(message: Message) -> dict[str, Any]:
+    """A message with the arguments of its calls as JSON text."""
+    if not message.get("tool_calls"):
+        return dict(message)
+    return {**message, "tool_calls": [*map(_with_text, message["tool_calls"])]}
+
+
+def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), dict):
+        return dict(call)
+    text = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}
 
 
 def seed_of(sampling_seed: int, prompt: str, number: int) -> int:

@@ -228,6 +228,9 @@ def test_tools_and_options_may_be_json_text_or_absent():
     row = CHAT | {"tools": '[{"name": "f"}]', "chat_template_kwargs": '{"a": 1}'}
     assert record_of(row).tools == ({"name": "f"},)
     assert record_of(row).template_options == {"a": 1}
+    described = {"type": "function", "function": {"name": "f"}}
+    given = [json.dumps(described), {"name": "g"}]
+    assert record_of(CHAT | {"tools": given}).tools == (described, {"name": "g"})
     empty = CHAT | {"system": "", "tools": [], "chat_template_kwargs": None}
     assert (record_of(empty).tools, record_of(empty).template_options) == (None, {})
 
@@ -262,6 +265,11 @@ def test_renamed_columns_are_read_and_named_in_rejections():
         (PAIRED | {"chosen": ["c"]}, "schema", "message 0 of 'chosen'"),
         (CHAT | {"chosen": [{"speaker": "gpt", "value": "c"}]}, "schema", "no text as 'role'"),
         (CHAT | {"chosen": [bot("c") | {"tool_calls": "[]"}]}, "schema", "not a list of calls"),
+        (
+            CHAT | {"chosen": [bot("c") | {"tool_calls": [{"function": "{}"}]}]},
+            "schema",
+            "not a list of calls",
+        ),
         (CHAT | {"chosen": [{"role": "assistant"}]}, "schema", "no text as 'content'"),
         (CHAT | {"chosen": [bot([{"type": "text"}])]}, "schema", "no text as 'content'"),
         (CHAT | {"prompt": "p"}, "schema", "prompt is text"),
@@ -285,6 +293,8 @@ def test_renamed_columns_are_read_and_named_in_rejections():
         (CHAT | {"prompt": [{"role": "system", "content": "x"}], "system": "s"}, "schema", "has a"),
         (CHAT | {"tools": "[{"}, "schema", "not valid JSON"),
         (CHAT | {"tools": {"name": "f"}}, "schema", "not a list of tool"),
+        (CHAT | {"tools": ["f"]}, "schema", "'tools' is not valid JSON"),
+        (CHAT | {"tools": [{"function": "f"}]}, "schema", "not a list of tool"),
         (CHAT | {"chat_template_kwargs": [1]}, "schema", "not an object of options"),
         (SCORED | {"scores": [1, 2]}, "schema", "3 in 'completions' but 2 in 'scores'"),
         (SCORED | {"scores": 1}, "schema", "'scores' is not a list: 1"),

@@ -102,6 +102,32 @@ def test_structs_of_columnar_files_lose_the_keys_their_row_lacks():
     assert tools == ({"name": "f", "strict": True}, {"name": "g"})
 
 
+def called(arguments):
+    """A table of one row, whose answer calls a tool with arguments of an Arrow type."""
+    values = pa.StructArray.from_arrays([pa.array(["f"]), arguments], ["name", "arguments"])
+    calls = pa.ListArray.from_arrays([0, 1], values)
+    said = pa.StructArray.from_arrays(
+        [pa.array(["assistant"]), pa.array(["c"]), calls], ["role", "content", "tool_calls"]
+    )
+    asked = pa.array([[user("p")]])
+    chosen, bad = pa.ListArray.from_arrays([0, 1], said), pa.array([[bot("r")]])
+    return pa.table({"prompt": asked, "chosen": chosen, "rejected": bad})
+
+
+def test_arguments_may_be_a_map_of_arrow_and_hold_nothing_that_json_lacks():
+    maps = pa.map_(pa.string(), pa.string())
+    (record,), _ = parse_arrow(called(pa.array([[("city", "Oslo"), ("unit", "C")]], maps)))
+    assert record.completions[0][0]["tool_calls"][0]["arguments"] == {"city": "Oslo", "unit": "C"}
+    for arguments, what in (
+        (pa.array([[("city", "Oslo"), ("city", "Rome")]], maps), "'chosen' has an object"),
+        (pa.array([{"day": date(2024, 1, 1)}]), "'chosen' holds a date"),
+        (pa.array([{"price": Decimal("1.5")}]), "'chosen' holds a Decimal"),
+    ):
+        ((bad,), records) = reversed(parse_arrow(called(arguments)))
+        assert (bad.reason, records) == ("schema", [])
+        assert what in bad.detail
+
+
 def test_a_slice_of_lists_gives_its_own_rows():
     lists = [["a"], [], ["b", "c"], ["d", "e", "f"]]
     table = pa.table(

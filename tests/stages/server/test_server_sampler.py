@@ -7,7 +7,7 @@ import pytest
 from align.schemas.errors import BudgetError, ServerError, UsageError
 from align.schemas.rows import BadRow
 from align.schemas.samples import Prompt, Refused, Sampling, Wanted
-from align.stages.server.completions import seed_of
+from align.stages.server.completions import body_of, seed_of
 from support.asking import chat, collected, echo, sampler_of_stub, still_wanted, wanted_of
 from support.chat_server import OF_CHAT, Reply, chat_server
 
@@ -69,6 +69,16 @@ def test_a_request_asks_for_one_sample_and_for_nothing_that_was_not_set():
         "seed": seed_of(5, equipped.key, 0),
     }
     assert topped["top_k"] == 7
+
+
+def test_a_server_is_sent_the_arguments_of_calls_as_text():
+    given = {"city": "Łódź"}, '{"city":"Łódź"}', None
+    calls = [{"id": "1", "function": {"name": "look", "arguments": one}} for one in given]
+    prompt = Prompt((*CHATS[0].text, {"role": "assistant", "tool_calls": [*calls, {"name": "f"}]}))
+    asked = body_of(prompt, WARM, model="m", seed=0)["messages"][-1]["tool_calls"]
+    arguments = [call["function"]["arguments"] for call in asked[:3]]
+    assert arguments == ['{"city": "Łódź"}', '{"city":"Łódź"}', None]
+    assert asked[3] == {"name": "f"}
 
 
 def test_faults_in_30_of_100_requests_lose_nothing_guess_nothing_and_are_counted():
