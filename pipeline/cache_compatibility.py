@@ -48,10 +48,12 @@ def fingerprint(
 ) -> dict[str, str]:
     """Everything that the bytes of the cache depend on, by name."""
     tokens, cache = config.tokens, config.cache
+    wrap = config.data.wrap
     return {
         "format": str(FORMAT_VERSION),
         FILES: files,
         "data.shape": shape,
+        **({"data.wrap": wrap} if wrap == "chat" else {}),  # the others leave text as it is
         **tokenizer,
         "tokens.max_length": str(tokens.max_length),
         "tokens.max_prompt_length": str(tokens.max_prompt_length),

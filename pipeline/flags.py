@@ -133,7 +133,15 @@ READS: dict[str, tuple[str, ...]] = {
     ),
     # It records no run, as --no-mlflow asks.
     "score --from-labels": (
-        *("data.files", "data.map", "data.carry", "rewards", "objects", "tracking.mlflow"),
+        *(
+            "data.files",
+            "data.map",
+            "data.carry",
+            "data.wrap",
+            "rewards",
+            "objects",
+            "tracking.mlflow",
+        ),
     ),
     "train": (
         *("model.attention", "model.device"),
@@ -145,10 +153,10 @@ READS: dict[str, tuple[str, ...]] = {
         *("model.dtype", "model.attention", "model.device", "model.device_map"),
         *("model.offload_folder", "model.trust_remote_code", "model.allow_unused_weights"),
         *("tokens", "scoring", "server", "judge", "rewards.model", "objects"),
-        *("data.map", "data.max_bad_frac"),
+        *("data.map", "data.max_bad_frac", "data.wrap"),
         *_RECORDED,
     ),
-    "select": ("data.map", "data.max_bad_frac", "select", "objects"),
+    "select": ("data.map", "data.max_bad_frac", "data.wrap", "select", "objects"),
     "verify": (
         *("model.device", "model.device_map", "model.offload_folder"),
         *("model.trust_remote_code", "objects"),

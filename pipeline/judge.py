@@ -112,7 +112,7 @@ def calibrate(
 ) -> Calibration:
     """Measures a judge on pairs of known preference; its judgments are kept as any others."""
     model = _model(config, sampler)
-    pairs = read_gold(gold, config.data.map)
+    pairs = read_gold(gold, config.data)
     folder = TableFolder.at(config.judge.output, "judged")
     folder.prepare()
     with _working(config, folder, None) as run:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ..schemas.config import DataOptions
 from ..schemas.errors import UsageError
 from ..schemas.rows import BadRow, Record, Text
 from ..schemas.samples import Prompt
 from ..schemas.score_gaps import is_above
+from ..stages.data.chat_wrap import Wrapping
 from ..stages.data.data_schema import Shape, common_shape
 from ..stages.data.decode_rows import parse_chunk, read_cells
 from ..stages.data.input_files import InputFile, column_names, iter_chunks, open_inputs
@@ -62,10 +64,10 @@ class Gold:
         return list(zip(self.samples.candidates[::2], self.samples.candidates[1::2], strict=True))
 
 
-def read_gold(name: str, renamed: Mapping[str, str]) -> Gold:
+def read_gold(name: str, data: DataOptions) -> Gold:
     """The pairs of a file or folder: chosen and rejected, or the best and the worst by score."""
     inputs = open_inputs([name])
-    shape = common_shape(inputs, renamed)
+    shape = replace(common_shape(inputs, data.map), wrap=Wrapping.of(data.wrap))
     if shape.kind not in ("paired", "scored") or (
         shape.kind == "scored" and not _has_scores(shape)
     ):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from ..schemas.json_codec import digest
 from ..schemas.row_keys import Intake
 from ..schemas.rows import Reference
 from ..schemas.samples import Drawing
+from ..stages.data.chat_wrap import template_unused
 from ..stages.data.data_schema import Shape, common_shape
 from ..stages.data.decode_rows import first_is_conversation
 from ..stages.data.input_files import (
@@ -102,6 +103,7 @@ def open_job(config: Config, reference: Reference) -> Job:
     inputs, before = _in_order(open_inputs(config.data.files))
     shape = common_shape(inputs, config.data.map, config.data.carry)
     tokenizer = load_tokenizer(config.model.path, config.tokens)
+    shape = replace(shape, wrap=tokenizer.wrapping(config.data.wrap, config.model.path))
     if first_is_conversation(inputs, shape):
         tokenizer.require_template(config.model.path)
     identity = dict(reference.identity())
@@ -156,6 +158,7 @@ def make_plan(job: Job, run_id: str, executor: Executor, progress: Progress) -> 
             preparation.ring.spool.forget_encoded()
             return plan
         raise
+    _say_unused_template(job, intake, progress)
     quarantine = _quarantine(job, run_id, intake)
     _require_usable(job, intake, quarantine)
     ring = _arrange(preparation, executor, progress)
@@ -167,6 +170,12 @@ def make_plan(job: Job, run_id: str, executor: Executor, progress: Progress) -> 
     plan = write_plan(job.work, _plan(job, ring, intake, quarantine))
     ring.spool.forget_encoded()
     return plan
+
+
+def _say_unused_template(job: Job, intake: Intake, progress: Progress) -> None:
+    texts = intake.notes["rows_of_plain_text"]
+    if texts and job.config.data.wrap == "auto" and job.tokenizer.template:
+        progress.say(f"note: {template_unused(texts, 'rows')}")
 
 
 def remake_ring(job: Job, plan: Plan, executor: Executor, progress: Progress) -> None:

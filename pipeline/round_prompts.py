@@ -23,6 +23,7 @@ from ..stages.sample.prompts import asked_once
 from ..stages.sample.sample_table import prompt_table
 from ..stages.storage import fs
 from .rejected_rows import RejectedRows, first_rejected
+from .samplers import wrapping_of
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def split_prompts(config: Config) -> PromptSplit:
 
 def _read(config: Config) -> list[Prompt]:
     inputs = open_inputs(config.data.files)
-    found = read_prompts(inputs, config.data.map)
+    found = read_prompts(inputs, config.data.map, wrapping_of(config))
     rejected = RejectedRows(
         counts=Counter(row.reason for row in found.rejected),
         rows_in=found.rows_in,

@@ -14,6 +14,7 @@ from ..schemas.json_codec import digest
 from ..schemas.rows import BadRow
 from ..schemas.samples import Prompt, Sample, Sampler, Sampling
 from ..schemas.table_manifest import TableManifest
+from ..stages.data.chat_wrap import template_unused
 from ..stages.data.input_files import InputFile, open_inputs
 from ..stages.data.prompt_rows import PromptRows, read_prompts
 from ..stages.report.alpaca_eval import require_single_turns, write_alpaca_eval
@@ -32,7 +33,7 @@ from .object_inputs import with_local_inputs
 from .ray_executor import executor_of
 from .rejected_rows import SHOWN, RejectedRows, first_rejected
 from .sample_tasks import SampleTally, SampleTasks, is_empty
-from .samplers import LocalSampler, require_same_server, sampler_of, sampling_of
+from .samplers import LocalSampler, require_same_server, sampler_of, sampling_of, wrapping_of
 
 SAMPLES_PER_GROUP = 512  # of a local model: several batches, so that few of them are not full
 GROUPS_PER_PART = 4
@@ -104,7 +105,7 @@ def _open_job(config: Config, share: Share | None) -> _Job:
     sampling = sampling_of(options)
     _refuse_caches(config.data.files)
     inputs = open_inputs(config.data.files)
-    rows = read_prompts(inputs, config.data.map)
+    rows = read_prompts(inputs, config.data.map, wrapping_of(config))
     if isinstance(sampler, LocalSampler):
         rows.prompts = [*map(sampler.fitted, rows.prompts)]
     asked = asked_once(rows.prompts)
@@ -126,10 +127,19 @@ def _open_job(config: Config, share: Share | None) -> _Job:
         "rows_that_repeat_a_prompt": asked.repeated,
         "rows_that_cannot_be_used": rows.rows_in - asked.repeated - len(prompts) - too_long,
     }
-    notes = tuple(
-        f"column {name!r} is not carried: the table has its own" for name in rows.not_carried
-    )
+    notes = (*_of_columns(rows), *_of_template(config, sampler, prompts))
     return _Job(config, share, folder, tasks, executor, prompts, counts, notes)
+
+
+def _of_columns(rows: PromptRows) -> list[str]:
+    return [f"column {name!r} is not carried: the table has its own" for name in rows.not_carried]
+
+
+def _of_template(config: Config, sampler: Sampler, prompts: dict[str, Prompt]) -> list[str]:
+    texts = sum(isinstance(prompt.text, str) for prompt in prompts.values())
+    if config.data.wrap != "auto" or not texts or not isinstance(sampler, LocalSampler):
+        return []
+    return [template_unused(texts, "prompts")] if sampler.has_template else []
 
 
 def _group_size(prompts: int, config: Config, share: Share | None) -> int:

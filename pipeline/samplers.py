@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ..schemas.config import ModelOptions, ScoringOptions, TokenOptions
+from ..schemas.config import Config, ModelOptions, ScoringOptions, TokenOptions
 from ..schemas.errors import UsageError
 from ..schemas.json_codec import digest
 from ..schemas.round_options import SampleOptions, ServerOptions
 from ..schemas.rows import BadRow, Record, Role
 from ..schemas.samples import KEY_LENGTH, Finish, Prompt, Refused, Sample, Sampler, Sampling, Wanted
+from ..stages.data.chat_wrap import Wrapping
 from ..stages.storage.answers import Answers
 from ..stages.storage.digest_memory import own_digests
 from .object_inputs import local_options
@@ -42,6 +43,17 @@ def sampler_of(
             "model is spread by model.device_map, or served (--server URL)."
         )
     return LocalSampler(local_options(model), tokens, scoring.tokens_per_batch)
+
+
+def wrapping_of(config: Config) -> Wrapping:
+    """What becomes of prompts of plain text; without a model folder, no template is looked at."""
+    wrap, model = config.data.wrap, config.model
+    if not (model.path and Wrapping.of(wrap).is_chat):
+        return Wrapping.of(wrap)
+    from ..stages.data.tokenizer import load_tokenizer
+
+    folder = local_options(model).path
+    return load_tokenizer(folder, config.tokens).wrapping(wrap, folder)
 
 
 def sampling_of(options: SampleOptions) -> Sampling:
@@ -106,6 +118,11 @@ class LocalSampler:
             require_unchanged=self._reference.require_unchanged,
         )
         return OpenLocalSampler(self, generator, sampling)
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the tokenizer has a chat template."""
+        return self._tokenizer.template is not None
 
     def fitted(self, prompt: Prompt) -> Prompt:
         """The prompt with its calls of tools in the form that the chat template writes."""

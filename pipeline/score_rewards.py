@@ -16,6 +16,7 @@ from ..schemas.cache import Manifest, file_identity
 from ..schemas.config import Config, ModelOptions
 from ..schemas.errors import UsageError, counted
 from ..schemas.rows import Ragged, Record, Reference, Role, ScoredBlock, Text
+from ..stages.data.chat_wrap import Wrapping
 from ..stages.data.data_schema import Shape, common_shape
 from ..stages.data.decode_rows import parse_chunk
 from ..stages.data.input_files import (
@@ -115,7 +116,8 @@ class _Data:
 def _opened(config: Config) -> _Data:
     inputs = open_inputs(config.data.files)
     before = tuple(map(digested, inputs))
-    return _Data(inputs, before, common_shape(inputs, config.data.map, config.data.carry))
+    shape = common_shape(inputs, config.data.map, config.data.carry)
+    return _Data(inputs, before, replace(shape, wrap=Wrapping.of(config.data.wrap)))
 
 
 def _output(config: Config) -> OutputFolder:

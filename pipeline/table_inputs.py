@@ -14,6 +14,7 @@ from ..schemas.errors import BadDataError, UsageError, counted, logger
 from ..schemas.rows import Record, Rejected
 from ..schemas.samples import Drawing
 from ..schemas.table_manifest import TableKind
+from ..stages.data.chat_wrap import Wrapping
 from ..stages.data.data_schema import Shape, common_shape
 from ..stages.data.decode_rows import parse_chunk
 from ..stages.data.file_formats import FORMATS
@@ -82,14 +83,15 @@ def _read_plain(config: Config, file: InputFile, named: str, kind: TableKind) ->
 
 def _reader(config: Config, file: InputFile, named: str, kind: TableKind) -> Shape | Foreign:
     renamed = config.data.map
-    layout = foreign_layout(column_names(file), renamed)
-    shape = layout or common_shape([file], renamed)
-    if isinstance(shape, Shape) and shape.kind in ("paired", "unpaired"):
+    if layout := foreign_layout(column_names(file), renamed):
+        return layout
+    shape = common_shape([file], renamed)
+    if shape.kind in ("paired", "unpaired"):
         raise UsageError(
             f"{named} holds {shape.kind} rows: nothing is left to judge or to select. Give it to "
             "align precompute-ref."
         )
-    return shape
+    return replace(shape, wrap=Wrapping.of(config.data.wrap))
 
 
 class _Rows:

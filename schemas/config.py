@@ -56,6 +56,11 @@ class DataOptions:
         {}, "our column: yours, for example prompt: question; prompt: '' leaves yours out"
     )
     carry: list[str] = option([], "extra numeric columns to keep in the shards")
+    wrap: Literal["auto", "chat", "none"] = option(
+        "auto",
+        "chat: plain text becomes the messages of a user and an assistant, for the chat template; "
+        "auto and none leave it as it is, and auto says so where the model has a template",
+    )
     max_bad_frac: float = option(
         0.001, "stop when more than this share of rows is unusable", ge=0, le=1
     )

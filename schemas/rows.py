@@ -24,6 +24,7 @@ REASONS = (
     "bad_label",
     "bad_number",
     "template_error",
+    "already_rendered",
     "boundary",
     "zero_completion_tokens",
     "no_mismatch",

@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias, get_args
 
 from ...schemas.errors import UsageError, closest, did_you_mean
 from ..storage.shards import shard_schema
+from .chat_wrap import UNWRAPPED, Wrapping
 from .input_files import InputFile, column_names
 
 Kind: TypeAlias = Literal["paired", "unpaired", "scored", "scored_long"]
@@ -44,6 +45,7 @@ class Shape:
     carried: tuple[str, ...]  # numeric columns kept with each row, by our names
     has_prompt: bool  # False: the prompt is what chosen and rejected have in common
     unread: tuple[str, ...] = ()  # the user's columns that look like scores and are not read
+    wrap: Wrapping = UNWRAPPED  # what becomes of plain text
 
     @property
     def columns(self) -> tuple[str, ...]:

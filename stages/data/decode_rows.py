@@ -11,13 +11,13 @@ from typing import Any, TypeAlias
 import pyarrow as pa
 
 from ...schemas.rows import BadRow, Record, Rejected, Role, Text
+from .chat_wrap import Wrapping
 from .data_schema import OPTIONAL, SCORES, Kind, Shape
 from .file_formats import ArrowRows, CsvRows, JsonRows, Payload
 from .input_files import Chunk, InputFile, iter_chunks
 from .validate import (
     ASSISTANT,
     is_blank,
-    read_completion,
     read_label,
     read_list,
     read_number,
@@ -77,8 +77,8 @@ class Template:
 
 
 def _record(cells: Cells, shape: Shape, file: int, row: int) -> Record:
-    branches = _READERS[shape.kind](cells, shape.source, shape.has_prompt)
-    template = read_template(cells, shape.source, branches.prompt)
+    branches = _READERS[shape.kind](cells, shape)
+    template = read_template(cells, shape.source, branches.prompt, shape.wrap)
     carried = {
         name: read_number(cells.get(shape.source[name]), shape.source[name])
         for name in shape.carried
@@ -96,13 +96,18 @@ def _record(cells: Cells, shape: Shape, file: int, row: int) -> Record:
     )
 
 
-def _paired(cells: Cells, source: Source, has_prompt: bool) -> _Branches:
-    if not has_prompt:
-        return _paired_without_prompt(cells, source)
+def _paired(cells: Cells, shape: Shape) -> _Branches:
+    if not shape.has_prompt:
+        return _paired_without_prompt(cells, shape)
+    source = shape.source
     prompt = read_prompt(cells.get(source["prompt"]), source["prompt"])
-    chosen = read_completion(cells.get(source["chosen"]), source["chosen"], prompt)
-    rejected = read_completion(cells.get(source["rejected"]), source["rejected"], prompt)
+    chosen, rejected = (_completion(cells, shape, prompt, name) for name in ("chosen", "rejected"))
     return _Branches(prompt, (chosen, rejected), _PAIR, _pair_scores(cells, source))
+
+
+def _completion(cells: Cells, shape: Shape, prompt: Text, name: str = "completion") -> Text:
+    column = shape.source[name]
+    return shape.wrap.completion(cells.get(column), column, prompt)
 
 
 def _pair_scores(cells: Cells, source: Source) -> tuple[float | None, ...]:
@@ -114,11 +119,13 @@ def _pair_scores(cells: Cells, source: Source) -> tuple[float | None, ...]:
     )
 
 
-def _paired_without_prompt(cells: Cells, source: Source) -> _Branches:
+def _paired_without_prompt(cells: Cells, shape: Shape) -> _Branches:
+    source = shape.source
     if "prompt" in source and cells.get(source["prompt"]) is not None:
         raise BadRow("schema", f"has {source['prompt']!r}, which the first rows of the file lack")
     columns = source["chosen"], source["rejected"]
     chosen, rejected = (read_text(cells.get(column), column) for column in columns)
+    shape.wrap.require_prompt_column(chosen, rejected, columns)
     length = _prompt_length(chosen, rejected)
     completions = chosen[length:], rejected[length:]
     for completion, column in zip(completions, columns, strict=True):
@@ -175,22 +182,24 @@ def _shared_characters(left: str, right: str) -> int:
     return low
 
 
-def _unpaired(cells: Cells, source: Source, _has_prompt: bool) -> _Branches:
+def _unpaired(cells: Cells, shape: Shape) -> _Branches:
+    source = shape.source
     prompt = read_prompt(cells.get(source["prompt"]), source["prompt"])
-    completion = read_completion(cells.get(source["completion"]), source["completion"], prompt)
+    completion = _completion(cells, shape, prompt)
     is_desirable = read_label(cells.get(source["label"]), source["label"])
     role = Role.DESIRABLE if is_desirable else Role.UNDESIRABLE
     return _Branches(prompt, (completion,), (role,), (None,))
 
 
-def _scored(cells: Cells, source: Source, _has_prompt: bool) -> _Branches:
+def _scored(cells: Cells, shape: Shape) -> _Branches:
+    source = shape.source
     prompt = read_prompt(cells.get(source["prompt"]), source["prompt"])
     column = source["completions"]
     candidates = read_list(cells.get(column), column)
     if not candidates:
         raise BadRow("empty_completion", f"{column!r} is an empty list")
     completions = [
-        read_completion(candidate, f"{column}[{index}]", prompt)
+        shape.wrap.completion(candidate, f"{column}[{index}]", prompt)
         for index, candidate in enumerate(candidates)
     ]
     roles = (Role.CANDIDATE,) * len(completions)
@@ -210,15 +219,17 @@ def _scores(cells: Cells, source: Source, count: int) -> tuple[float | None, ...
     return tuple(read_number(score, f"{column}[{index}]") for index, score in enumerate(scores))
 
 
-def _scored_long(cells: Cells, source: Source, _has_prompt: bool) -> _Branches:
+def _scored_long(cells: Cells, shape: Shape) -> _Branches:
+    source = shape.source
     prompt = read_prompt(cells.get(source["prompt"]), source["prompt"])
-    completion = read_completion(cells.get(source["completion"]), source["completion"], prompt)
+    completion = _completion(cells, shape, prompt)
     score = read_number(cells.get(source["score"]), source["score"])
     return _Branches(prompt, (completion,), (Role.CANDIDATE,), (score,))
 
 
-def read_template(cells: Cells, source: Source, prompt: Text) -> Template:
+def read_template(cells: Cells, source: Source, given_prompt: Text, wrap: Wrapping) -> Template:
     """The prompt with its system message, and what else its row gives the template."""
+    prompt = wrap.prompt(given_prompt, source.get("prompt", "prompt"))
     given = {
         name: value
         for name in OPTIONAL
@@ -228,8 +239,15 @@ def read_template(cells: Cells, source: Source, prompt: Text) -> Template:
         return Template(prompt)
     if isinstance(prompt, str):
         columns = ", ".join(repr(source[name]) for name in given)
-        raise BadRow("schema", f"{columns} can only be used when the prompt is a conversation")
+        flags = " ".join(f"--map {name}=" for name in given)
+        raise BadRow(
+            "schema",
+            f"{columns} can only be used when the prompt is a conversation: data.wrap=chat makes "
+            f"one of text, {flags} leaves it out",
+        )
     system = read_system(given.get("system"), source.get("system", ""))
+    if isinstance(given_prompt, str):
+        wrap.require_unrendered(system, source.get("system", ""))
     if system and prompt[0]["role"] == "system":
         raise BadRow("schema", f"{source['system']!r} is given but the prompt has a system message")
     return Template(
@@ -240,7 +258,7 @@ def read_template(cells: Cells, source: Source, prompt: Text) -> Template:
 
 
 _PAIR = (Role.CHOSEN, Role.REJECTED)
-_READERS: Mapping[Kind, Callable[[Cells, Source, bool], _Branches]] = {
+_READERS: Mapping[Kind, Callable[[Cells, Shape], _Branches]] = {
     "paired": _paired,
     "unpaired": _unpaired,
     "scored": _scored,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ MARK = "PROBE"
 USER = {"role": "user", "content": "question"}
 SAID = {"role": "assistant", "content": MARK}
 FOUND = {"role": "tool", "name": "search", "tool_call_id": "call00001", "content": "found"}
+_BRACKETED = re.compile(r"<<?[^<>\s]{2,}>>?|\[/?[A-Z_]{2,}\]")  # <|user|>, [INST], <<SYS>>
 _ARGUMENTS = {"query": MARK}
 _PARAMETERS = {"type": "object", "properties": {"query": {"type": "string", "description": MARK}}}
 
@@ -58,6 +60,15 @@ def call_of_tool(arguments: Any, content: str | None) -> Message:
     function = {"name": "search", "arguments": arguments}
     call = {"id": "call00001", "type": "function", "function": function}
     return {"role": "assistant", "content": content, "tool_calls": [call]}
+
+
+def written_around(probe: TemplateProbe, tokens: Iterable[str]) -> tuple[str, ...]:
+    """What the template alone writes: those of the special tokens, and other words in brackets."""
+    system = {"role": "system", "content": "rules"}
+    turns = (USER, SAID, USER)
+    written = probe.render(turns) + probe.render((system, *turns))
+    of_template = {token for token in tokens if token and token in probe.template + written}
+    return tuple(sorted(of_template.union(_BRACKETED.findall(written))))
 
 
 def shown_arguments(probe: TemplateProbe) -> Shown:

@@ -19,8 +19,9 @@ from ...schemas.config import TokenOptions
 from ...schemas.errors import UsageError
 from ...schemas.rows import BadRow, Message, Record, Text
 from ..model.folder_check import require_plain_tokenizer
+from .chat_wrap import Wrapping
 from .stop_tokens import NO_STOPS, Added, find_stops
-from .template_probe import TemplateProbe
+from .template_probe import TemplateProbe, written_around
 from .tool_forms import ToolForms, uses_tools
 from .validate import ASSISTANT
 
@@ -85,11 +86,21 @@ class TextTokenizer:
             )
         return begun, texts
 
-    def require_template(self, folder: str) -> None:
+    def wrapping(self, setting: str, folder: str) -> Wrapping:
+        """What becomes of plain text under `data.wrap`, which may need the chat template."""
+        wrap = Wrapping.of(setting)
+        if not wrap.is_chat:
+            return wrap
+        self.require_template(folder, "data.wrap is chat")
+        special = (self.added.texts[token] for token in self.added.special)
+        probe = TemplateProbe(self.hf, self.template or "")
+        return Wrapping(True, written_around(probe, [*special, *self.specials]))
+
+    def require_template(self, folder: str, why: str = "the data are conversations") -> None:
         """Refuses conversations if there is no chat template."""
         if self.template is None:
             raise UsageError(
-                f"{folder}: the data are conversations and the tokenizer has no chat template. "
+                f"{folder}: {why} and the tokenizer has no chat template. "
                 "Pass --set tokens.chat_template=FILE.jinja, or use a model with a template."
             )
         if _DATE.search(self.template):

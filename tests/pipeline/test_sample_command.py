@@ -108,6 +108,25 @@ def test_a_prompt_longer_than_the_context_is_left_out_and_counted(world, tmp_pat
     assert table(tmp_path / "out")["prompt"].to_list() == ["What is it?"]
 
 
+def test_text_is_asked_as_it_is_and_said_to_be_or_as_a_conversation(
+    world, asked_turns, whole_sample, tmp_path
+):
+    texts = [f"What is {n} and {n}?" for n in range(5)]
+    plain = write_prompts(tmp_path / "p.jsonl", texts, answer=[*"01234"])
+    said = sample(world, plain, tmp_path / "plain", "-n", 1)
+    assert "5 prompts of plain text" in said
+    assert "data.wrap=chat" in said
+    assert table(tmp_path / "plain")["prompt"].to_list() == texts
+    wrapped = tmp_path / "wrapped"
+    said = sample(world, plain, wrapped, "-n", 4, "--set", "data.wrap=chat")
+    assert "data.wrap" not in said
+    assert table(wrapped).equals(table(whole_sample[0]))
+    written = write_prompts(tmp_path / "w.jsonl", [f"Human: {text}" for text in texts])
+    said = refusal(3, "sample", written, "--model", world.model, "--output", tmp_path / "o",
+                   "--no-mlflow", "--set", "data.wrap=chat")  # fmt: skip
+    assert "5 already_rendered" in said
+
+
 def test_prompts_that_are_all_too_long_are_an_error(world, tmp_path):
     long = write_prompts(tmp_path / "p.jsonl", ["word " * 3000])
     said = refusal(3, "sample", long, "--model", world.model, "--output", tmp_path / "out",
