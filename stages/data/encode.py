@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ...schemas.config import TokenOptions
 from ...schemas.row_keys import EncodedRecord
 from ...schemas.rows import BadRow, Record, Rejected, Role
+from .conversation_notes import notes_of
 from .stop_tokens import Endings, span_of
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ class Encoder:
             result.rejected.append(_rejected(given, bad))
             return None
         result.notes["rows_with_calls_of_tools_converted_for_the_template"] += record != given
+        for note, count in notes_of(record, texts, self._tokenizer):
+            result.notes[note] += count
         kind = "conversations" if record.is_conversation else "plain_text"
         result.notes[f"rows_of_{kind}"] += 1
         result.notes["completions_that_repeat_their_prompt"] += _repeats(record)

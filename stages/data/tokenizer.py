@@ -50,7 +50,7 @@ class TextTokenizer:
 
     def fitted(self, record: Record) -> Record:
         """The record with its calls of tools in the form that the chat template writes."""
-        return self._tool_forms.fit(record) if self.template and uses_tools(record) else record
+        return self.tool_forms.fit(record) if self.template and uses_tools(record) else record
 
     def render(self, record: Record) -> tuple[str, tuple[str, ...]]:
         """The prompt and each branch's full text; plain text is joined, conversations rendered."""
@@ -116,7 +116,8 @@ class TextTokenizer:
         return _decoded(self, [*anchor, *ids])[len(_decoded(self, anchor)) :]
 
     @cached_property
-    def _tool_forms(self) -> ToolForms:
+    def tool_forms(self) -> ToolForms:
+        """How the chat template takes the arguments of calls and the parameters of tools."""
         return ToolForms.of(TemplateProbe(self.hf, self.template or ""))
 
     @cached_property

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...schemas.rows import BadRow, Message, Record, Text
 from .template_probe import Shown, TemplateProbe, shown_arguments, shown_parameters
-from .validate import parse_json, shown
+from .validate import is_blank, parse_json, shown
 
 
 def uses_tools(record: Record) -> bool:
@@ -36,12 +36,24 @@ class ToolForms:
 
     def fit(self, record: Record) -> Record:
         """The record with its calls and tools in a form that the template writes as it is meant."""
+        self._require_written(record)
         return replace(
             record,
             prompt=self._text(record.prompt),
             completions=tuple(map(self._text, record.completions)),
             tools=record.tools and tuple(map(self._tool, record.tools)),
         )
+
+    def _require_written(self, record: Record) -> None:
+        """Refuses completions of calls alone where the template writes none."""
+        if self.arguments.in_any_form:
+            return
+        for completion in record.completions:
+            if not isinstance(completion, str) and not any(map(_says_something, completion)):
+                raise BadRow(
+                    "template_error",
+                    "the completion only calls tools, and the chat template writes no calls",
+                )
 
     def _text(self, text: Text) -> Text:
         return text if isinstance(text, str) else tuple(map(self._message, text))
@@ -56,6 +68,10 @@ class ToolForms:
 
     def _tool(self, tool: Mapping[str, Any]) -> dict[str, Any]:
         return _within_function(tool, "parameters", self.parameters)
+
+
+def _says_something(message: Message) -> bool:
+    return not is_blank(message.get("content") or "")
 
 
 def _within_function(entry: Mapping[str, Any], key: str, form: Shown) -> dict[str, Any]:

@@ -236,6 +236,12 @@ NOTES = {
     ),
     "completions_that_repeat_their_prompt": "completions repeating their prompt",
     "rows_that_repeat_another_row": "duplicate rows",
+    "rows_with_turns_of_others_in_completions": (
+        "rows with turns of users or tools inside a completion"
+    ),
+    "turns_of_others_in_completions": (
+        "turns of users or tools inside completions, scored and learned as the assistant's own"
+    ),
     "rows_whose_template_changes_the_prompt": (
         "rows whose prompt changes when the template adds the answer (thinking blocks?)"
     ),

@@ -153,3 +153,11 @@ def test_rows_that_use_no_tools_are_what_they_were(folders):
     assert tokenizer.fitted(text) is text
     with_object = record(call(ARGUMENTS), tools=({"name": "f", "parameters": {}},))
     assert tokenizer.fitted(with_object) == with_object
+
+
+def test_a_completion_of_calls_that_no_template_writes_is_refused(folders):
+    bad = rejected(folders["WITHOUT_TOOLS"], record(call(ARGUMENTS)))
+    assert (bad.reason, "calls" in bad.detail) == ("template_error", True)
+    spoken = ({"role": "assistant", "content": "Let me look."} | call(ARGUMENTS)[0],)
+    (_, completion), _ = texts(folders["WITHOUT_TOOLS"], record(spoken))
+    assert completion == "Let me look.<|im_end|>"
