@@ -77,6 +77,8 @@ bench: .venv/bench-ready
 	$(BIN)/python tests/bench/reference.py
 	$(BIN)/python tests/bench/data_plane.py
 	$(BIN)/python tests/bench/train.py
+	$(BIN)/python tests/bench/whole.py
+	$(BIN)/python tests/bench/waiting.py
 
 # On a machine with a GPU that CUDA can use; in less than ten minutes.
 bench-gpu: .venv/bench-ready

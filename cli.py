@@ -54,10 +54,6 @@ def main() -> None:
     """Runs one command; a person's mistake is one message, never a traceback."""
     from .schemas.errors import AlignError, Interrupted, PeerError, unexpected_os_error
 
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # ranks may share their cores
-    elif any("--part" in word for word in sys.argv):
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # parts may too, or have them alone
     # Nothing that a model folder names is looked up in the Hub, and no kernel from there is run.
     os.environ |= {"HF_HUB_OFFLINE": "1", "USE_HUB_KERNELS": "0"}
     own_process(sys.argv)

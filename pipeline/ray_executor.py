@@ -36,12 +36,12 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_BACKEND_LOG_LEVEL": "fatal",
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
-    "GOMP_SPINCOUNT": "1000",  # threads of several actors may share cores: they wait asleep
 }
 # As Ray does by itself on those two; it reads its environment when it is imported.
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 # What the command sets for itself, for workers on machines where it does not run.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "USE_HUB_KERNELS": "0"}
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
 def executor_of(
@@ -218,7 +218,8 @@ def _connected(address: str) -> Iterator[Any]:
             "num_cpus": usable_cores(),
             "object_store_memory": OBJECT_STORE_BYTES,
         }
-        elsewhere = {"runtime_env": {"env_vars": {**QUIET, **OFFLINE}}}
+        waiting = {name: os.environ[name] for name in WAITING if name in os.environ}
+        elsewhere = {"runtime_env": {"env_vars": {**QUIET, **OFFLINE, **waiting}}}
         try:
             with _quiet_logs():
                 with _silent_stderr():

@@ -29,6 +29,10 @@ def own_process(arguments: Sequence[str]) -> None:
     # Arrow reads this when it is first imported. Its own pool keeps what was freed, beside what
     # torch then takes; the C library's gives both the same memory.
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
+    # OpenMP reads this when torch is imported. A thread that spins while it waits for others takes
+    # the core of whatever runs beside it, often of the very thread that it waits for. What the user
+    # says by GOMP_SPINCOUNT or KMP_BLOCKTIME goes before this.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     silence_mlflow()  # DeepSpeed imports MLflow, which reads its settings then
     # A thread may still send to MLflow when the program ends.
     for package in WARNING:

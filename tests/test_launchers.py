@@ -11,6 +11,8 @@ import pytest
 from support.command import launch, start
 from support.stage_one import contents
 
+SAYS_HOW_IT_WAITS = ("env", "-u", "OMP_WAIT_POLICY", "OMP_DISPLAY_ENV=VERBOSE")
+
 
 def command(journey, output, *more):
     data = journey.folder / "data.parquet"
@@ -54,14 +56,23 @@ def test_signals_end_a_run_with_their_number_and_the_next_run_goes_on(journey, t
 
 def test_two_ranks_of_torchrun_write_what_one_process_writes(journey, tmp_path):
     # The one process was told to use one thread, which decides the last bits of a sum.
-    torchrun = ["env", "OMP_NUM_THREADS=2", Path(sys.executable).with_name("torchrun")]
+    torchrun = [*SAYS_HOW_IT_WAITS, "OMP_NUM_THREADS=2", Path(sys.executable).with_name("torchrun")]
     torchrun += ["--nproc-per-node", "2"]
     module = [*torchrun, "--master-port", "0", "-m", "align"]
     done = launch(*command(journey, tmp_path / "cache"), cwd=tmp_path, program=module)
     assert done.code == 0, done
+    assert done.err.count("GOMP_SPINCOUNT = '0'") == 2  # the launcher itself spins
     assert contents(tmp_path / "cache") == contents(journey.cache)
     assert shards(tmp_path / "cache") == shards(journey.cache)
     assert done.out.count("cache root") == 1  # of two ranks the first alone is heard
+
+
+def test_how_threads_wait_is_for_the_user_to_say(tmp_path):
+    torch_of_a_command = "from align.cli import own_process; own_process([]); import torch"
+    program = (*SAYS_HOW_IT_WAITS, "GOMP_SPINCOUNT=77", sys.executable, "-c", torch_of_a_command)
+    done = launch(cwd=tmp_path, program=program)
+    assert done.code == 0, done
+    assert "GOMP_SPINCOUNT = '77'" in done.err
 
 
 def test_a_reader_that_goes_away_is_not_an_error(journey):

@@ -1,0 +1,113 @@
+"""Whole commands, start included: align's two beside a program that trains with TRL's trainer.
+
+A side begins with pairs and a model on the disk and ends with a trained model there: one epoch, 32
+pairs in each step, nothing known from before. `--pairs FILE` names pairs of text with `prompt`,
+`chosen` and `rejected`, of which `--rows` are taken; a BPE of 16k is made of their texts. Without
+it the pairs are made, as uneven in length as people's. What counts is the median of the rounds'
+ratios; memory is that of the largest process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from reference import SPECIALS, VOCABULARY, make_case
+from train import METHODS, PAIRS_PER_STEP, measure_trl
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=Path)
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--one", choices=METHODS, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        measure_trl(options.folder, options.one, "trl", None)
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_case(folder, options.rows, "spread")
+        if options.pairs:
+            take_pairs(options.pairs, options.rows, folder)
+        for method in options.methods:
+            report(method, [both(folder, method, number) for number in range(options.rounds)])
+
+
+def take_pairs(path, rows, folder):
+    """Pairs of a file, and a tokenizer of their texts for the model that is there."""
+    import polars as pl
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    pairs = pl.read_parquet(path, columns=["prompt", "chosen", "rejected"]).head(rows)
+    pairs.write_parquet(folder / "pairs.parquet")
+    pieces = Tokenizer(models.BPE())
+    pieces.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pieces.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=SPECIALS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    pieces.train_from_iterator((text for row in pairs.rows() for text in row), trainer)
+    PreTrainedTokenizerFast(
+        tokenizer_object=pieces, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    ).save_pretrained(folder / "model")
+
+
+def both(folder, method, number):
+    home = {"ALIGN_HOME": str(folder / f"home-{method}-{number}")}  # nothing is known
+    cache, run = folder / f"cache-{method}-{number}", folder / f"run-{method}-{number}"
+    score = ("precompute-ref", folder / "pairs.parquet", "--model", folder / "model")
+    train = ("train", "--method", method, "--cache", cache, "--output", run)
+    stages = (
+        (*score, "--max-length", 1024, "--output", cache),
+        (*train, "--set", f"train.batch_size={PAIRS_PER_STEP}"),
+    )
+    ours = [measured(folder, ["-m", "align", *stage, "--no-mlflow"], home) for stage in stages]
+    theirs = measured(folder, [__file__, "--one", method, "--folder", folder], {})
+    return (sum(seconds for seconds, _ in ours), max(mib for _, mib in ours)), theirs
+
+
+def measured(folder, command, environment):
+    """Seconds of a process, and its peak memory in MiB."""
+    begun = time.perf_counter()
+    with (folder / "said").open("wb") as said:
+        process = subprocess.Popen(
+            [sys.executable, *map(str, command)],
+            env=os.environ | environment,
+            stdout=said,
+            stderr=said,
+        )
+        _, status, used = os.wait4(process.pid, 0)
+    if status:
+        sys.exit((folder / "said").read_text())
+    return time.perf_counter() - begun, used.ru_maxrss / 1024
+
+
+def report(method, rounds):
+    sides = zip(("align", "TRL"), zip(*rounds, strict=True), strict=True)
+    for side, found in sides:
+        seconds, mib = (statistics.median(values) for values in zip(*found, strict=True))
+        print(f"{method:5} {side:6}{seconds:8.1f} s{mib:10,.0f} MiB")
+    faster, memory = (
+        statistics.median(theirs[what] / ours[what] for ours, theirs in rounds) for what in (0, 1)
+    )
+    print(
+        f"{method:5} align is {faster:.1f}x as fast, with 1/{memory:.1f} of the memory", flush=True
+    )
+
+
+if __name__ == "__main__":
+    main()
