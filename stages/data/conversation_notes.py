@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from .validate import ASSISTANT
@@ -63,6 +64,11 @@ def _is_text(message: Message, key: str) -> bool:
 
 
 def _is_written(value: str, text: str) -> bool:
-    """Whether a value is in the text without the white space around it, or as JSON."""
-    bare = value.strip()
-    return bare in text or json.dumps(bare, ensure_ascii=False)[1:-1] in text
+    """Whether a value is in the text, be it with other white space or as JSON."""
+    escaped = json.dumps(value.strip(), ensure_ascii=False)[1:-1]
+    return escaped in text or _without_space(value) in _without_space(text)
+
+
+@lru_cache(maxsize=2)  # a text is looked through for one message after the other
+def _without_space(text: str) -> str:
+    return "".join(text.split())

@@ -69,6 +69,8 @@ def test_content_that_a_template_writes_in_part_is_noted(notes):
     said = {"role": "assistant", "content": "<think>Clouds.</think>Rain."}
     assert lost(notes(CUTS_THOUGHTS, (said,)), "completion") == {"content"}
     assert lost(notes(CUTS_THOUGHTS, ({**said, "content": "Rain."},)), "completion") == set()
+    spaced = WITHOUT_TOOLS.replace("m.content", "m.content.replace('</think>', '\n</think>\n\n')")
+    assert not lost(notes(spaced, (said,)), "completion")
     assert not lost(notes(AS_JSON, ({**said, "content": '"Rain"\n'},)), "completion")
 
 
