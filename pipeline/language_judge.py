@@ -124,7 +124,7 @@ class _GroupJudge:
         self.progress.advance(tasks.sizes[task] - len(missing))
         for some in tasks.model.judge.ask(self._model, missing, tasks.answers):
             received.add(some)
-            self.progress.advance(some.new + len(some.not_taken), tokens=some.completion_tokens)
+            self.progress.advance(some.new + some.not_taken, tokens=some.completion_tokens)
         return received
 
     @cached_property
@@ -167,7 +167,7 @@ def answer(model: JudgeModel, questions: Mapping[str, Asked], work: Work) -> Ans
         )
         executor.run(tasks, progress=work.progress, on_done=count)
         answers.look()
-    readings = judge.read(questions.keys(), answers, received.not_taken)
+    readings = judge.read(questions.keys(), answers)
     left = len(questions) - len(readings.verdicts)
     return Answered(received.new, len(questions) - len(missing), left, readings)
 

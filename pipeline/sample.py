@@ -60,7 +60,7 @@ def sample(
         if not share:
             job.tasks.answers.merge()
         known, tally = job.known(), SampleTally()
-        manifest = _sampled(job, progress, tally) if known < job.wanted else _published(job, tally)
+        manifest = _sampled(job, progress, tally) if known < job.wanted else _published(job)
     if alpaca_eval and manifest:
         made = read_table(job.folder)[1]
         write_alpaca_eval(alpaca_eval, made, job.prompts, generator=job.generator)
@@ -215,7 +215,7 @@ def _sampled(job: _Job, progress: Progress, tally: SampleTally) -> TableManifest
             run.log_metrics(_metrics(tally, time.perf_counter() - started), step=tally.new)
 
         job.executor.run(job.tasks, progress=progress, on_done=count)
-        manifest = _published(job, tally)
+        manifest = _published(job)
         if manifest:
             counts = {f"table/{name}": float(count) for name, count in manifest.counts.items()}
             run.log_metrics(counts, step=tally.new)
@@ -258,17 +258,20 @@ def _metrics(tally: SampleTally, seconds: float) -> dict[str, float]:
     }
 
 
-def _published(job: _Job, tally: SampleTally) -> TableManifest | None:
+def _published(job: _Job) -> TableManifest | None:
     """Writes the table, if no sample is missing but those that were refused."""
     tasks = job.tasks
     tasks.answers.look()
-    prompts = {key: prompt for key, prompt in job.prompts.items() if key not in tally.refused}
+    keys_of = {key: [tasks.key(key, number) for number in range(tasks.n)] for key in job.prompts}
+    found = ((key, tasks.answers.refused(keys_of[key]).values()) for key in job.prompts)
+    refused = {key: next(iter(reasons)) for key, reasons in found if reasons}
+    prompts = {key: prompt for key, prompt in job.prompts.items() if key not in refused}
     if not prompts:
         raise BadDataError(
             f"The model refuses all {counted(len(job.prompts), 'prompts')}: "
-            f"{next(iter(tally.refused.values()))}."
+            f"{next(iter(refused.values()))}."
         )
-    keys = [tasks.key(prompt, number) for prompt in prompts for number in range(tasks.n)]
+    keys = [key for prompt in prompts for key in keys_of[prompt]]
     if tasks.answers.missing(keys):
         return None
     samples = [Sample(**answer) for _, answer in tasks.answers.of(keys)]
@@ -276,7 +279,7 @@ def _published(job: _Job, tally: SampleTally) -> TableManifest | None:
     counts = {
         **job.counts,
         "prompts": len(prompts),
-        "prompts_refused": len(tally.refused),
+        "prompts_refused": len(refused),
         "samples": len(samples),
         "cut": sum(one.finish == "length" for one in samples),
         "empty": sum(is_empty(one.text) for one in samples),

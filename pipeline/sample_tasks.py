@@ -115,7 +115,11 @@ class _GroupSampler:
         self.progress.advance(tasks.sizes[task] - len(waiting))
         for group in self._model.sample(wanted):
             samples = [one for one in group if isinstance(one, Sample)]
-            tasks.answers.add({tasks.key(one.prompt, one.number): asdict(one) for one in samples})
+            refused = [one for one in group if isinstance(one, Refused)]
+            tasks.answers.add(
+                {tasks.key(one.prompt, one.number): asdict(one) for one in samples},
+                {tasks.key(one.prompt, one.number): one.reason for one in refused},
+            )
             tally.count(group)
             waiting -= {tasks.key(one.prompt, one.number) for one in group}
             tokens = sum(one.completion_tokens for one in samples)

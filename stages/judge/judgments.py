@@ -70,17 +70,21 @@ class LanguageJudge:
             keys.setdefault(prompt.key, []).append(key)
         for group in opened.sample([*wanted.values()]):
             given = [one for one in group if isinstance(one, Sample)]
-            answers.add({key: _kept(one) for one in given for key in keys[one.prompt]})
             refused = [one for one in group if isinstance(one, Refused)]
+            answers.add(
+                {key: _kept(one) for one in given for key in keys[one.prompt]},
+                {key: one.reason for one in refused for key in keys[one.prompt]},
+            )
             yield Received(
                 new=sum(len(keys[one.prompt]) for one in given),
                 prompt_tokens=sum(one.prompt_tokens for one in given),
                 completion_tokens=sum(one.completion_tokens for one in given),
-                not_taken=[key for one in refused for key in keys[one.prompt]],
+                not_taken=sum(len(keys[one.prompt]) for one in refused),
             )
 
-    def read(self, keys: Collection[str], answers: Answers, not_taken: Collection[str]) -> Readings:
+    def read(self, keys: Collection[str], answers: Answers) -> Readings:
         """What the answers say that are there; what was not taken has no verdict."""
+        not_taken = answers.refused(keys)
         read = score_in if self.template.kind == "rubric" else verdict_in
         found = Readings(dict.fromkeys(not_taken), not_taken=len(not_taken))
         for key, answer in answers.of(keys):
@@ -112,7 +116,7 @@ class Received:
     new: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    not_taken: list[str] = field(default_factory=list)  # questions, such as one that is too long
+    not_taken: int = 0  # questions, such as one that is too long
 
     def add(self, other: Received) -> None:
         """Adds what else came."""

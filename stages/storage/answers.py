@@ -4,6 +4,9 @@ A segment is a file of JSON lines, `{"key": …, "answer": …}`, named by the d
 number of processes may add to one folder. An answer that two of them received is kept once, the
 one whose line is the smaller, whoever was first. Many small segments are merged into larger ones;
 a process that reads one of them meanwhile looks again.
+
+That nobody could be made to answer is kept too, under a key of its own: other processes know it
+then, and an answer that comes after all takes its place.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ...schemas.errors import CorruptionError, PathError, counted
-from ...schemas.json_codec import to_json
+from ...schemas.json_codec import digest, to_json
 from ...schemas.samples import is_token_count
 from . import fs, places
 from .objects import Location
@@ -96,6 +99,11 @@ class Answers:
         """Those that have no answer yet, in their order."""
         return [key for key in keys if key not in self._places]
 
+    def refused(self, keys: Iterable[str]) -> dict[str, str]:
+        """Why there is no answer, for those of these keys whose question was refused."""
+        left = ((key, _of_refusal(key)) for key in keys if key not in self._places)
+        return {key: self.get(name)["refused"] for key, name in left if name in self._places}
+
     def get(self, key: str) -> Answer:
         """The answer of a key that is there."""
         while key in self._places:
@@ -116,10 +124,11 @@ class Answers:
         for _, key in sorted(found, key=lambda one: (one[0].segment, one[0].start)):
             yield key, self.get(key)
 
-    def add(self, answers: Mapping[str, Answer]) -> None:
-        """Makes them durable, as one segment."""
-        if answers:
-            lines = [to_json({"key": key, "answer": dict(one)}) for key, one in answers.items()]
+    def add(self, answers: Mapping[str, Answer], refused: Mapping[str, str] | None = None) -> None:
+        """Makes them durable, and why others were refused, as one segment."""
+        refusals = {_of_refusal(key): {"refused": why} for key, why in (refused or {}).items()}
+        if every := {**answers, **refusals}:
+            lines = [to_json({"key": key, "answer": dict(one)}) for key, one in every.items()]
             try:
                 self._put([line.encode() for line in lines])
             except _GoneError:
@@ -256,3 +265,7 @@ def _looked_at(line: bytes) -> tuple[str, bool]:
     record = json.loads(line)
     answer = record["answer"]
     return record["key"], all(is_token_count(answer[name]) for name in _COUNTS if name in answer)
+
+
+def _of_refusal(key: str) -> str:
+    return digest(["refused", key])

@@ -177,6 +177,23 @@ def test_parts_make_what_one_process_makes(tmp_path, judged):
     assert second.asked
 
 
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("by", ["rubric", "pairwise"])
+def test_parts_tell_each_other_what_the_judge_cannot_take(tmp_path, judged, order, by):
+    texts = {f"Q{at}": ["7", "3 " + "x" * 9000 * (at < 2)] for at in range(6)}
+    samples = sample_table(tmp_path / "s", texts)
+    whole, rows = judged(samples, StubJudge(longest=5000), by=by, output="whole")
+    assert whole.manifest.counts["questions_not_taken"] == (2 if by == "rubric" else 4)
+    made = [
+        judged(samples, StubJudge(longest=5000), by=by, share=Share(number, 2)) for number in order
+    ]
+    assert [result.manifest for result, _ in made] == [None, whole.manifest]
+    assert made[1][1] == rows
+    willing, _ = judged(samples, StubJudge(), by=by)  # its context has grown
+    assert willing.new == whole.manifest.counts["questions_not_taken"]
+    assert willing.manifest.counts["questions_not_taken"] == 0
+
+
 def test_a_biased_judge_gives_no_win_to_what_stands_first(tmp_path, judged):
     """Both sides are alike. Asked in one order, a judge that prefers the first finds a winner."""
     alike = {f"Number {index}?": ["5"] for index in range(60)}
@@ -316,7 +333,7 @@ def test_groups_of_questions_travel_to_another_process(tmp_path):
     received = there.open(NoProgress())(0)
     assert (received.new, received.completion_tokens) == (4, 8)
     assert tasks.is_committed(0)
-    found = model.judge.read(questions.keys(), tasks.answers, ())
+    found = model.judge.read(questions.keys(), tasks.answers)
     assert [found.verdicts[key] for key in questions] == ["B", "A", "A", "B"]
 
 

@@ -135,6 +135,22 @@ def test_what_the_model_refuses_is_left_out_and_counted(tmp_path, prompts_file):
     assert "3 prompts that the server refuses" in made.text()
 
 
+@pytest.mark.parametrize("order", [(1, 2, 3), (3, 1, 2)])
+def test_parts_tell_each_other_what_the_model_refuses(tmp_path, prompts_file, order):
+    counting = CountingSampler(tmp_path / "log", refuses="question 1")  # 1, 10 and 11
+    whole = run_sampling(config_of(prompts_file, tmp_path / "whole"), counting).manifest
+    config = config_of(prompts_file, tmp_path / "out")
+    made = [run_sampling(config, counting, share=Share(number, 3)) for number in order]
+    assert [one.manifest for one in made] == [None, None, whole]
+    assert all(len(one.tally.refused) < 3 for one in made), "one part alone met them"
+    asked = len(counting.drawn())
+    assert run_sampling(config, counting).manifest == whole
+    assert len(counting.drawn()) == asked
+    willing = CountingSampler(tmp_path / "log")
+    again = run_sampling(config, willing)  # what was refused is asked again
+    assert (again.new, again.manifest.counts["prompts_refused"]) == (3 * 4, 0)
+
+
 def test_a_model_that_refuses_everything_is_an_error(tmp_path, prompts_file):
     counting = CountingSampler(tmp_path / "log", refuses="question")
     with pytest.raises(BadDataError, match="refuses all 12 prompts: no"):

@@ -39,6 +39,17 @@ def test_an_answer_is_there_for_every_process_once_it_is_added(answers_folder):
     assert len(second) == 2
 
 
+def test_a_refusal_is_known_to_every_process_until_there_is_an_answer(answers_folder):
+    Answers(answers_folder).add({"a": {"text": "one"}}, {"b": "too long"})
+    other = Answers(answers_folder)
+    assert other.refused("abc") == {"b": "too long"}
+    assert other.missing("abc") == ["b", "c"]
+    added(answers_folder, b="two")
+    other.look()
+    assert other.refused("abc") == {}
+    assert all_of(other) == {"a": "one", "b": "two"}
+
+
 def test_nothing_is_written_for_no_answer(answers_folder):
     Answers(answers_folder).add({})
     assert not answers_folder.exists()
