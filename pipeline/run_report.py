@@ -327,5 +327,5 @@ def before_and_after(measured: Measured) -> list[str]:
     names = [name for name in SUMMARIZED if f"{EVAL}{name}" in before and f"{EVAL}{name}" in after]
     if not names:
         return []
-    rows = [[name, *(f"{one[EVAL + name]:.4f}" for one in (before, after))] for name in names]
+    rows = [[name, *(f"{one[EVAL + name]:z.4f}" for one in (before, after))] for name in names]
     return grid(("held-out rows", "before", "after"), rows)

@@ -188,7 +188,7 @@ def _cells(one: TrialResult) -> list[str]:
     moments = (one.measured.before, one.measured.after)
     prefix = EVAL if one.measured.rows == "held out" else ""
     values = [moment.get(f"{prefix}{name}") for name in HEADS.values() for moment in moments]
-    numbers = ["-" if value is None else f"{value:.4f}" for value in values]
+    numbers = ["-" if value is None else f"{value:z.4f}" for value in values]
     return [one.trial.name, one.ending, one.measured.rows or "-", *numbers]
 
 
