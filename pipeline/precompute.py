@@ -18,6 +18,7 @@ from ..schemas.errors import (
     counted,
 )
 from ..schemas.rows import Reference
+from ..stages.data.unread_columns import not_read
 from ..stages.report.cache_tables import worded
 from ..stages.storage import objects
 from ..stages.storage.cache_folder import CacheFolder, WorkFolder
@@ -32,7 +33,7 @@ from ..stages.tracking.progress import Progress
 from .cache_compatibility import register_cache, require_same_or_growing
 from .executor import Executor, Share
 from .mlflow_sync import recorded_work, send_earlier
-from .precompute_plan import Job, make_plan, open_job, remake_ring, ring_of
+from .precompute_plan import STAGE_ONE, Job, make_plan, open_job, remake_ring, ring_of
 from .ray_executor import executor_of
 from .rejected_rows import RejectedRows
 from .scoring_worker import ScoreTasks, Tally
@@ -45,30 +46,30 @@ _HINTS = {
 
 
 def precompute(
-    config: Config, reference: Reference, *, progress: Progress, stage: str = "precompute-ref"
+    config: Config, reference: Reference, *, progress: Progress, stage: str = STAGE_ONE
 ) -> PrecomputeResult:
     """Makes the cache that the config describes, or finishes what earlier runs and parts left.
 
-    `stage` names the run in the tracking store.
+    `stage` is the command, which names the run in the tracking store.
     """
-    job = open_job(config, reference)
+    job = open_job(config, reference, stage)
     run_id = _new_id()
     if finished := _finished(job):
         _tidy(job, finished, run_id)
-        return PrecomputeResult(job.folder.root, finished, Tally(), was_complete=True)
+        return _result(job, finished)
     job.folder.prepare()
-    home, local, tracking = job.folder.root, job.folder.local, config.tracking
+    local, tracking = job.folder.local, config.tracking
     with owner_lock(job.folder, run_id):
         plan = _plan_in(job.work)  # first: who publishes now takes it away
         if finished := _finished(job):
-            return PrecomputeResult(home, finished, Tally(), was_complete=True)
+            return _result(job, finished)
         on_gpu = job.fingerprint.get("model.device") == "cuda"
         executor = executor_of(config.scoring, None, on_gpu=on_gpu)
         call = _Call(job, run_id, executor, progress)
         with recorded_work(tracking, local, stage) as run:
             manifest = call.finish(run, plan)
     assert manifest, "an executor without a part leaves no unit"
-    return PrecomputeResult(home, manifest, call.tally, was_complete=False)
+    return _result(job, manifest, call.tally)
 
 
 def precompute_part(
@@ -77,29 +78,34 @@ def precompute_part(
     share: Share,
     *,
     progress: Progress,
-    stage: str = "precompute-ref",
+    stage: str = STAGE_ONE,
 ) -> PartResult:
     """Makes one part of the cache; beside it, other processes may make the others.
 
     It takes no lock on the cache. What all parts need, it prepares itself if it is not there.
     """
     executor = executor_of(config.scoring, share, on_gpu=False)  # this process
-    job = open_job(config, reference)
+    job = open_job(config, reference, stage)
     home = job.folder.root
     plan = _plan_in(job.work)  # first, as above
     if finished := _finished(job):
         if not is_tidy(job.folder, finished):
             collect(job.folder, [job.work])
-        done = PrecomputeResult(home, finished, Tally(), was_complete=True)
-        return PartResult(share, home, Tally(), whole=done)
+        return PartResult(share, home, Tally(), whole=_result(job, finished))
     job.folder.prepare()
     call = _Call(job, _new_id(), executor, progress)
     local = job.folder.local
     with recorded_work(config.tracking, local, stage, is_alone=False) as run:
         run.set_tags({"align.part": str(share)})
         manifest = call.finish(run, plan)
-    whole = PrecomputeResult(home, manifest, call.tally, was_complete=False) if manifest else None
+    whole = _result(job, manifest, call.tally) if manifest else None
     return PartResult(share, home, call.tally, whole=whole, has_published=call.has_published)
+
+
+def _result(job: Job, manifest: Manifest, tally: Tally | None = None) -> PrecomputeResult:
+    """A finished cache; without a tally it was there before."""
+    root, unread = job.folder.root, job.shape.noted
+    return PrecomputeResult(root, manifest, tally or Tally(), tally is None, unread)
 
 
 @dataclass
@@ -286,6 +292,7 @@ class PrecomputeResult:
     manifest: Manifest
     tally: Tally
     was_complete: bool
+    unread: tuple[str, ...] = ()  # columns of the data
 
     def text(self) -> str:
         """A summary of a few lines."""
@@ -305,6 +312,8 @@ class PrecomputeResult:
             lines.append(f"{total} of {manifest.rows_in:,} rows dropped: {', '.join(dropped)}")
         if kept := superseded(CacheFolder(self.folder), manifest):
             lines.append(f"note: {kept}")
+        if self.unread:
+            lines.append(f"note: {not_read(self.unread)}")
         notes = sorted(manifest.notes.items())
         lines += [f"note: {counted(count, worded(name))}" for name, count in notes]
         return "\n".join(lines)

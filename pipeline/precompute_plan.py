@@ -16,7 +16,8 @@ from ..schemas.row_keys import Intake
 from ..schemas.rows import Reference
 from ..schemas.samples import Drawing
 from ..stages.data.chat_wrap import template_unused
-from ..stages.data.data_schema import Shape, common_shape
+from ..stages.data.data_schema import Shape, common_shape, require_scores
+from ..stages.data.data_splits import require_one_split
 from ..stages.data.decode_rows import first_is_conversation
 from ..stages.data.input_files import (
     Digested,
@@ -29,6 +30,7 @@ from ..stages.data.input_files import (
 )
 from ..stages.data.slice_encoder import EncodingJob
 from ..stages.data.tokenizer import TextTokenizer, load_tokenizer, tokenizer_fingerprint
+from ..stages.data.unread_columns import not_read, require_read, require_watched_read
 from ..stages.engine.launchers import ranks_here
 from ..stages.pairing.key_ranges import number_of_ranges
 from ..stages.pairing.ring import Ring, complete_ring
@@ -50,6 +52,9 @@ from .task_processes import Children, usable_cores
 
 if TYPE_CHECKING:
     from ..stages.tracking.progress import Progress
+
+
+STAGE_ONE = "precompute-ref"
 
 
 @dataclass(frozen=True)
@@ -98,10 +103,18 @@ def require_model(config: Config) -> None:
         )
 
 
-def open_job(config: Config, reference: Reference) -> Job:
-    """Opens the data, the tokenizer and the reference; writes nothing."""
-    inputs, before = _in_order(open_inputs(config.data.files))
-    shape = common_shape(inputs, config.data.map, config.data.carry)
+def open_job(config: Config, reference: Reference, stage: str = STAGE_ONE) -> Job:
+    """Opens the data, the tokenizer and the reference; writes nothing.
+
+    `stage` is the command: where it is not STAGE_ONE, completions may have no scores yet.
+    """
+    opened = open_inputs(config.data.files)
+    if stage == STAGE_ONE:
+        require_one_split(opened, stage, config.cache.output)
+    inputs, before = _in_order(opened)
+    shape = require_read(inputs, common_shape(inputs, config.data.map, config.data.carry))
+    if stage == STAGE_ONE:
+        require_scores(inputs, shape)
     tokenizer = load_tokenizer(config.model.path, config.tokens)
     shape = replace(shape, wrap=tokenizer.wrapping(config.data.wrap, config.model.path))
     if first_is_conversation(inputs, shape):
@@ -158,6 +171,8 @@ def make_plan(job: Job, run_id: str, executor: Executor, progress: Progress) -> 
             preparation.ring.spool.forget_encoded()
             return plan
         raise
+    if late := require_watched_read(job.inputs, job.shape, intake.notes):
+        progress.say(f"note: {not_read(late)}; the first rows have none")
     _say_unused_template(job, intake, progress)
     quarantine = _quarantine(job, run_id, intake)
     _require_usable(job, intake, quarantine)

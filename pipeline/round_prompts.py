@@ -16,6 +16,7 @@ from ..schemas.json_codec import digest
 from ..schemas.row_keys import prompt_keys_of
 from ..schemas.rows import Record
 from ..schemas.samples import Prompt
+from ..stages.data.data_splits import require_one_split
 from ..stages.data.input_files import open_inputs
 from ..stages.data.prompt_rows import read_prompts
 from ..stages.feed.cache_index import held_out
@@ -65,6 +66,7 @@ def split_prompts(config: Config) -> PromptSplit:
 
 def _read(config: Config) -> list[Prompt]:
     inputs = open_inputs(config.data.files)
+    require_one_split(inputs, "rounds", config.rounds.output)
     found = read_prompts(inputs, config.data.map, wrapping_of(config))
     rejected = RejectedRows(
         counts=Counter(row.reason for row in found.rejected),

@@ -15,6 +15,7 @@ from ..schemas.rows import BadRow
 from ..schemas.samples import Prompt, Sample, Sampler, Sampling
 from ..schemas.table_manifest import TableManifest
 from ..stages.data.chat_wrap import template_unused
+from ..stages.data.data_splits import require_one_split
 from ..stages.data.input_files import InputFile, open_inputs
 from ..stages.data.prompt_rows import PromptRows, read_prompts
 from ..stages.report.alpaca_eval import require_single_turns, write_alpaca_eval
@@ -105,6 +106,7 @@ def _open_job(config: Config, share: Share | None) -> _Job:
     sampling = sampling_of(options)
     _refuse_caches(config.data.files)
     inputs = open_inputs(config.data.files)
+    require_one_split(inputs, "sample", options.output)
     rows = read_prompts(inputs, config.data.map, wrapping_of(config))
     if isinstance(sampler, LocalSampler):
         rows.prompts = [*map(sampler.fitted, rows.prompts)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +19,9 @@ from ..schemas.errors import UsageError, counted
 from ..schemas.rows import Ragged, Record, Reference, Role, ScoredBlock, Text
 from ..stages.data.chat_wrap import Wrapping
 from ..stages.data.data_schema import Shape, common_shape
+from ..stages.data.data_splits import require_one_split
 from ..stages.data.decode_rows import parse_chunk
+from ..stages.data.free_text import Watch
 from ..stages.data.input_files import (
     Digested,
     InputFile,
@@ -26,6 +29,12 @@ from ..stages.data.input_files import (
     iter_chunks,
     open_inputs,
     require_unchanged,
+)
+from ..stages.data.unread_columns import (
+    counts_of,
+    not_read,
+    require_read,
+    require_watched_read,
 )
 from ..stages.storage import fs
 from ..stages.storage.cache_folder import SCORES, CacheFolder, OutputFolder
@@ -47,6 +56,7 @@ class Rewarded:
     rows: int
     completions: int
     left_out: int
+    unread: tuple[str, ...] = ()  # columns of the data
 
     def text(self) -> str:
         """A summary of a few lines."""
@@ -54,12 +64,14 @@ class Rewarded:
         lines = [f"{self.path}: {counted(self.rows, 'rows')}, {scored}"]
         if self.left_out:
             lines.append(f"left out as unusable: {counted(self.left_out, 'rows')}")
+        if self.unread:
+            lines.append(f"note: {not_read(self.unread)}")
         return "\n".join([*lines, f"next: align precompute-ref {self.path}"])
 
 
 def rewards_from_labels(config: Config) -> Rewarded:
     """Chosen and desirable completions score 1, all others -1."""
-    data = _opened(with_local_inputs(config))
+    data = _opened(with_local_inputs(config), "score --from-labels")
     if data.shape.kind not in {"paired", "unpaired"}:
         raise UsageError(
             f"--from-labels: {data.inputs[0].path} has no labels and no pairs. Score it with "
@@ -80,7 +92,7 @@ def rewards_from_model(
     Of several parts, each that finds all completions scored writes the data.
     """
     config = with_local_inputs(config)
-    data = _opened(config)
+    data = _opened(config, "score")
     if data.shape.kind == "scored_long":
         raise UsageError(
             f"{data.inputs[0].path} has one completion in a row and a score for each. Take the "
@@ -113,11 +125,13 @@ class _Data:
     shape: Shape
 
 
-def _opened(config: Config) -> _Data:
+def _opened(config: Config, command: str) -> _Data:
     inputs = open_inputs(config.data.files)
+    require_one_split(inputs, command, config.rewards.output)
     before = tuple(map(digested, inputs))
     shape = common_shape(inputs, config.data.map, config.data.carry)
-    return _Data(inputs, before, replace(shape, wrap=Wrapping.of(config.data.wrap)))
+    shape = replace(require_read(inputs, shape), wrap=Wrapping.of(config.data.wrap))
+    return _Data(inputs, before, shape)
 
 
 def _output(config: Config) -> OutputFolder:
@@ -146,20 +160,22 @@ def _written(
     scores_of: Callable[[Record], Sequence[float] | None],
 ) -> Rewarded:
     """Reads the data again, because the shards hold token ids and no text."""
-    rows_in = 0
+    rows_in, watch = 0, Watch(data.shape.unwatched or frozenset())
+    unread = [*data.shape.noted]
 
     def rewarded() -> Iterator[tuple[Record, Sequence[float]]]:
         nonlocal rows_in
         for chunk in iter_chunks(data.inputs, data.shape.columns):
             rows_in += len(chunk)
-            for record in parse_chunk(chunk, data.shape)[0]:
+            for record in parse_chunk(chunk, data.shape, watch)[0]:
                 scores = scores_of(record)
                 if scores is not None:
                     yield record, scores
         require_unchanged(data.inputs, data.digested)
+        unread.extend(require_watched_read(data.inputs, data.shape, Counter(counts_of(watch))))
 
     rows, completions = write_rewarded(output, rewarded())
-    return Rewarded(output.root / ROWS, rows, completions, rows_in - rows)
+    return Rewarded(output.root / ROWS, rows, completions, rows_in - rows, tuple(unread))
 
 
 ROWS = "rows.jsonl"

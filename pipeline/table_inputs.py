@@ -27,6 +27,7 @@ from ..stages.data.input_files import (
     open_inputs,
     require_unchanged,
 )
+from ..stages.data.unread_columns import free_text_in
 from ..stages.select.plain_rows import samples_of
 from ..stages.storage.objects import location
 from ..stages.storage.tables import TableFolder, read_table
@@ -68,7 +69,12 @@ def _folder_of(named: str, kind: TableKind) -> TableFolder:
 
 def _read_plain(config: Config, file: InputFile, named: str, kind: TableKind) -> TableInput:
     before = digested(file)
-    rows = _Rows(file, _reader(config, file, named, kind))
+    reader = _reader(config, file, named, kind)
+    left_out = reader.left_out if isinstance(reader, Shape) else ()
+    if lost := free_text_in(file, {*reader.columns, *left_out}):
+        names = " and ".join(map(repr, lost))
+        logger.warning("%s: free text that is neither read nor carried: %s", named, names)
+    rows = _Rows(file, reader)
     table = samples_of(rows.records())
     require_unchanged([file], [before])
     if len(rows.rejected) > config.data.max_bad_frac * rows.read:

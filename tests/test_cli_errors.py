@@ -79,6 +79,46 @@ def test_a_prompt_under_another_name_is_hinted_at(model):
     assert "--map prompt=NAME" in said
 
 
+def test_text_that_nothing_reads(model):
+    write("data.jsonl", *[pair(n, input=f"the number {n} of them") for n in range(9)])
+    said = run(2, "data.jsonl", "--model", model)
+    assert "data.jsonl holds free text that nothing reads" in said
+    assert "'input'" in said
+    assert "--map input=" in said
+
+
+def test_text_that_begins_behind_thousands_of_rows_is_refused_before_a_score(here, model):
+    rows = [pair(n) for n in range(3000)]
+    write("data.jsonl", *rows, pair(3000, input="What is the number after this?"))
+    said = run(2, "data.jsonl", "--model", model)
+    assert "data.jsonl row 3,000 holds free text" in said
+    assert not [*here.rglob("*.parquet")]
+
+
+def test_completions_without_scores(model):
+    rows = [{"prompt": f"Why {n}?", "completions": [" so", " no"]} for n in range(3)]
+    write("data.jsonl", *rows)
+    said = run(2, "data.jsonl", "--model", model)
+    assert "'completions' and no scores" in said
+    assert "--map scores=YOURS" in said
+    assert "align score data.jsonl" in said
+    write("data.jsonl", *[row | {"ratings": [1, 2]} for row in rows])
+    assert "--map scores=ratings" in run(2, "data.jsonl", "--model", model)
+    write("data.jsonl", *[row | {"labels": [True, False]} for row in rows])
+    assert "'labels'" in run(2, "data.jsonl", "--model", model)
+
+
+@pytest.mark.parametrize("named", ["d", "d/*.jsonl"])
+def test_a_training_split_and_its_test_split(here, model, named):
+    (here / "d").mkdir()
+    for split in ("train-0", "train-1", "test-0"):
+        write(f"d/{split}.jsonl", pair(0))
+    files = [named] if named == "d" else sorted(map(str, Path("d").glob("*.jsonl")))
+    said = run(2, *files, "--model", model)
+    assert "\n  align precompute-ref d/train*.jsonl\n" in said
+    assert "\n  align precompute-ref d/test-0.jsonl --output cache-test\n" in said
+
+
 def test_a_map_of_a_column_that_is_not_there(model):
     write("data.jsonl", {"question": "a", "chosen": "b", "rejected": "c"})
     said = run(2, "data.jsonl", "--model", model, "--map", "prompt=qestion")

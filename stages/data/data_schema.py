@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias, get_args
 from ...schemas.errors import UsageError, closest, did_you_mean
 from ..storage.shards import shard_schema
 from .chat_wrap import UNWRAPPED, Wrapping
-from .input_files import InputFile, column_names
+from .input_files import InputFile, column_names, keys_further_on
 
 Kind: TypeAlias = Literal["paired", "unpaired", "scored", "scored_long"]
 
@@ -46,6 +46,9 @@ class Shape:
     has_prompt: bool  # False: the prompt is what chosen and rejected have in common
     unread: tuple[str, ...] = ()  # the user's columns that look like scores and are not read
     wrap: Wrapping = UNWRAPPED  # what becomes of plain text
+    left_out: tuple[str, ...] = ()  # the user's columns that the user left out
+    unwatched: frozenset[str] | None = None  # those that no row is watched for; None: any
+    noted: tuple[str, ...] = ()  # unread ones without free text, to be told
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -62,7 +65,8 @@ def common_shape(
     """
     rename = _rename(columns)
     first, *others = [
-        detect_shape(column_names(file), rename, carry, where=str(file.path)) for file in inputs
+        detect_shape(names, rename, carry, where=str(file.path))
+        for file, names in zip(inputs, _columns_of(inputs, rename), strict=True)
     ]
     for file, shape in zip(inputs[1:], others, strict=True):
         if _essence(shape) != _essence(first):
@@ -78,6 +82,42 @@ def common_shape(
         first.carried,
         first.has_prompt,
         tuple(dict.fromkeys(name for shape in (first, *others) for name in shape.unread)),
+        left_out=tuple(theirs for theirs, ours in rename.items() if ours.startswith(_UNUSED)),
+    )
+
+
+def _columns_of(inputs: Sequence[InputFile], rename: Mapping[str, str]) -> list[tuple[str, ...]]:
+    """The columns of each file, those of `rename` too that a JSON file has further on.
+
+    Optional ones, and those that are left out, may be in some of the files alone.
+    """
+    found = []
+    for file in inputs:
+        names = column_names(file)
+        missing = [name for name in rename if name not in names]
+        found.append((*names, *(keys_further_on(file, missing) if missing else ())))
+    every = {name for names in found for name in names}
+    spread = [name for name, ours in rename.items() if name in every and _may_lack(ours)]
+    return [(*names, *(name for name in spread if name not in names)) for names in found]
+
+
+def _may_lack(ours: str) -> bool:
+    return ours in OPTIONAL or ours.startswith(_UNUSED)
+
+
+def require_scores(inputs: Sequence[InputFile], shape: Shape) -> None:
+    """Refuses completions that have no scores: no method learns from them."""
+    if shape.kind != "scored" or "scores" in shape.source:
+        return
+    path, names = inputs[0].path, column_names(inputs[0])
+    labels = [name for name in names if "label" in name.lower()]
+    by_row = (
+        f"{labels[0]!r} is read of one completion in a row: write a row for each." if labels else ""
+    )
+    raise UsageError(
+        f"{path} has {shape.source['completions']!r} and no scores of them, so no method could "
+        f"learn from its cache. Name their column with --map scores={[*shape.unread, 'YOURS'][0]}, "
+        f"or have a reward model score them: align score {path} --reward-model DIR. {by_row}"
     )
 
 
@@ -85,34 +125,39 @@ def common_shape(
 class PromptColumns:
     """The columns that prompts are read from, by our names, and those that go with them."""
 
-    source: Mapping[str, str]
+    source: Mapping[str, str]  # without a prompt for pairs that begin with theirs
     carried: Mapping[str, str]
+    known: frozenset[str]  # the user's; those of a JSON file that are not are further on in it
 
 
-def prompt_columns(inputs: Sequence[InputFile], columns: Mapping[str, str]) -> PromptColumns | None:
-    """Those of files with a column of prompts; None for pairs that begin with theirs."""
+def prompt_columns(inputs: Sequence[InputFile], columns: Mapping[str, str]) -> PromptColumns:
+    """Those of files with a column of prompts, or of pairs that begin with theirs."""
     rename = _rename(columns)
-    found = [_renamed(column_names(file), rename, _KNOWN, where=str(file.path)) for file in inputs]
+    found = [
+        _renamed(names, rename, _KNOWN, where=str(file.path))
+        for file, names in zip(inputs, _columns_of(inputs, rename), strict=True)
+    ]
     for file, names in zip(inputs, found, strict=True):
         if ("prompt" in names) != ("prompt" in found[0]):
             raise UsageError(
                 f"Of {inputs[0].path} and {file.path} one has prompts and the other has none. "
                 "Sample them apart, or name the column with --map prompt=YOURS."
             )
-    if "prompt" not in found[0]:
+    has_prompt = "prompt" in found[0]
+    if not has_prompt:
         _require_pairs(found[0], str(inputs[0].path))
-        return None
     every: dict[str, str] = {}
     for names in found:
         every = {**every, **{name: names[name] for name in names if name not in every}}
-    read = [name for name in ("prompt", *OPTIONAL) if name in every or name not in rename]
-    source = {name: every.get(name, name) for name in read}
+    wanted = [*(["prompt"] if has_prompt else []), *OPTIONAL]
+    source = {n: every.get(n, n) for n in wanted if n in every or n not in rename}
     carried = {
         name: column
         for name, column in every.items()
         if name not in _KNOWN and not name.startswith(_UNUSED)
     }
-    return PromptColumns(source, carried)
+    named = {*source.values(), *every.values(), *(_KNOWN.union(ALIASES) - rename.keys())}
+    return PromptColumns(source, carried, frozenset(named))
 
 
 def _require_pairs(found: Mapping[str, str], where: str) -> None:

@@ -14,6 +14,7 @@ from ...schemas.rows import BadRow, Record, Rejected, Role, Text
 from .chat_wrap import Wrapping
 from .data_schema import OPTIONAL, SCORES, Kind, Shape
 from .file_formats import ArrowRows, CsvRows, JsonRows, Payload
+from .free_text import Watch
 from .input_files import Chunk, InputFile, iter_chunks
 from .validate import (
     ASSISTANT,
@@ -33,14 +34,22 @@ from .validate import (
 Source: TypeAlias = "Mapping[str, str]"  # our column: the user's column
 
 
-def parse_chunk(chunk: Chunk, shape: Shape) -> tuple[list[Record], list[Rejected]]:
-    """Returns every row of a chunk once, in order: as a record, or rejected with a reason."""
+def parse_chunk(
+    chunk: Chunk, shape: Shape, watch: Watch | None = None
+) -> tuple[list[Record], list[Rejected]]:
+    """Returns every row of a chunk once, in order: as a record, or rejected with a reason.
+
+    A watch is shown the cells of formats that are read whole.
+    """
+    look = watch.look if watch and not isinstance(chunk.payload, ArrowRows) else None
     records: list[Record] = []
     rejected: list[Rejected] = []
     for row, cells in enumerate(read_cells(chunk.payload, shape.columns), start=chunk.row):
         try:
             if isinstance(cells, BadRow):
                 raise cells
+            if look:
+                look(cells)
             records.append(_record(cells, shape, chunk.file, row))
         except BadRow as bad:
             rejected.append(Rejected(chunk.file, row, bad.reason, bad.detail))

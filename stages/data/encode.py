@@ -146,6 +146,7 @@ class Encoder:
             raise BadRow("zero_completion_tokens", "a completion has no token left")
         cut = tuple(len(tail) - len(c) for tail, c in zip(tails, completions, strict=True))
         notes["pairs_with_equal_completions"] += _is_equal_pair(record, completions)
+        notes["pairs_whose_rejected_score_is_higher"] += _is_against_its_scores(record)
         notes["rows_with_prompt_truncated"] += len(kept) < len(prompt)
         notes["rows_with_completion_truncated"] += any(cut)
         return EncodedRecord(record, kept, len(prompt) - len(kept), completions, cut)
@@ -199,6 +200,13 @@ def _first_completion_token(encoding: Encoding, boundary: int, length: int) -> i
 
 def _is_equal_pair(record: Record, completions: tuple[list[int], ...]) -> bool:
     return record.roles == (Role.CHOSEN, Role.REJECTED) and completions[0] == completions[1]
+
+
+def _is_against_its_scores(record: Record) -> bool:
+    if record.roles != (Role.CHOSEN, Role.REJECTED):
+        return False
+    chosen, rejected = record.scores
+    return chosen is not None and rejected is not None and chosen < rejected
 
 
 def _shared_prefix(ids: list[list[int]], limit: int) -> int:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import csv
-import json
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ...schemas.errors import BadDataError
 from .arrow_batches import bounded, open_batches, require_all_batches
-from .json_files import is_json_lines, json_rows
+from .json_files import is_json_lines, json_rows, keys_of
 
 Item = TypeVar("Item")
 SAMPLED_JSON_ROWS = 100
@@ -245,18 +244,10 @@ def json_columns(path: Path) -> tuple[str, ...]:
     count = 0
     for text in islice(json_rows(path), SAMPLED_JSON_ROWS):
         count += 1
-        names.update(dict.fromkeys(_keys(text)))
+        names.update(dict.fromkeys(keys_of(text)))
     if count and not names:
         raise BadDataError("the first rows are not JSON objects: write one object per line")
     return tuple(names)
-
-
-def _keys(text: bytes) -> Iterable[str]:
-    try:
-        row: Any = json.loads(text.decode())
-    except (ValueError, RecursionError):
-        return ()
-    return row if isinstance(row, dict) else ()
 
 
 def json_stretches(path: Path, columns: Collection[str], most: int) -> list[FileStretch]:
@@ -293,6 +284,7 @@ def _groups(
 
 
 _JSON = Format(json_columns, json_stretches, json_payloads)
+ARROW = (".arrow", ".feather", ".ipc")
 _ARROW = Format(arrow_columns, arrow_stretches, arrow_payloads)
 FORMATS = {
     ".parquet": Format(parquet_columns, parquet_stretches, parquet_payloads),
@@ -300,7 +292,5 @@ FORMATS = {
     ".ndjson": _JSON,
     ".json": _JSON,
     ".csv": Format(csv_columns, _one_stretch, csv_payloads),
-    ".arrow": _ARROW,
-    ".feather": _ARROW,
-    ".ipc": _ARROW,
+    **dict.fromkeys(ARROW, _ARROW),
 }

@@ -16,7 +16,8 @@ import pyarrow as pa
 
 from ...schemas.errors import BadDataError, FingerprintError, UsageError
 from ...schemas.plain_names import is_plain_name
-from .file_formats import FORMATS, WHOLE, FileStretch, Limit, Payload
+from .file_formats import FORMATS, WHOLE, FileStretch, Limit, Payload, json_columns
+from .json_files import keys_among
 
 _DAMAGE = (BadDataError, pa.ArrowException, OSError, UnicodeError)
 # As `datasets` and the Hugging Face Hub name the files of one data set.
@@ -77,10 +78,24 @@ def column_names(file: InputFile) -> tuple[str, ...]:
     try:
         return FORMATS[file.format].columns(file.path)
     except _DAMAGE as error:
-        raise UsageError(
-            f"{file.path} cannot be read as {file.format[1:]}: {_one_line(error)}. "
-            "Check that the file is whole, or write it again."
-        ) from error
+        raise _unreadable(file, error) from error
+
+
+def keys_further_on(file: InputFile, names: Collection[str]) -> tuple[str, ...]:
+    """Which of these are columns of a JSON file that `column_names` does not find."""
+    if FORMATS[file.format].columns is not json_columns:
+        return ()
+    try:
+        return tuple(keys_among(file.path, names))
+    except _DAMAGE as error:
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(file: InputFile, error: Exception) -> UsageError:
+    return UsageError(
+        f"{file.path} cannot be read as {file.format[1:]}: {_one_line(error)}. "
+        "Check that the file is whole, or write it again."
+    )
 
 
 def iter_chunks(
@@ -94,6 +109,15 @@ def iter_chunks(
     limit = Limit(rows_per_chunk, bytes_per_chunk)
     for index, file in enumerate(inputs):
         yield from _chunks(file, index, columns, WHOLE, limit)
+
+
+def iter_places(
+    file: InputFile, columns: Collection[str], places: int
+) -> Iterator[Iterator[Payload]]:
+    """Yields the payloads of each part of a file; the parts hold about as much of these columns."""
+    most = max(1, data_bytes([file], columns) // places)
+    for stretch in _stretches(file, columns, most):
+        yield _payloads(file, columns, Limit(8192, 1 << 20), stretch)
 
 
 @dataclass(frozen=True)

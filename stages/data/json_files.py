@@ -6,9 +6,9 @@ import codecs
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from ...schemas.errors import BadDataError
 
@@ -27,6 +27,31 @@ def json_rows(path: Path, *, start: int = 0, stop: int = sys.maxsize) -> Iterato
     """
     with path.open("rb") as file:
         yield from _lines(file, start, stop) if is_json_lines(path) else _elements(file)
+
+
+def keys_among(path: Path, names: Collection[str]) -> list[str]:
+    """Which of these names are a key of one of the records at least."""
+    left = {
+        name: {json.dumps(name, ensure_ascii=plain).encode() for plain in (True, False)}
+        for name in names
+    }
+    for text in json_rows(path):
+        near = [name for name, written in left.items() if any(form in text for form in written)]
+        for name in near:
+            if name in keys_of(text):
+                del left[name]
+        if not left:
+            break
+    return [name for name in names if name not in left]
+
+
+def keys_of(text: bytes) -> Iterable[str]:
+    """The keys of a record; none of what is no object."""
+    try:
+        row: Any = json.loads(text.decode())
+    except (ValueError, RecursionError):
+        return ()
+    return row if isinstance(row, dict) else ()
 
 
 def is_json_lines(path: Path) -> bool:

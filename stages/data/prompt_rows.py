@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ...schemas.rows import BadRow, Record, Rejected
 from ...schemas.samples import SAMPLE_COLUMNS, Prompt
 from .chat_wrap import UNWRAPPED, Wrapping
-from .data_schema import common_shape, prompt_columns
+from .data_schema import PromptColumns, common_shape, prompt_columns
 from .decode_rows import TOO_DEEP, Cells, parse_chunk, read_cells, read_template
 from .input_files import InputFile, iter_chunks
-from .validate import read_prompt
+from .validate import read_prompt, require_characters
 
 
 @dataclass
@@ -37,16 +38,40 @@ def read_prompts(
     user's name of each column, `wrap` what becomes of plain text.
     """
     found = prompt_columns(inputs, columns)
-    if found is None:
-        return _prompts_of_pairs(inputs, columns, wrap)
-    clashes = tuple(name for name in found.carried if name in SAMPLE_COLUMNS)
-    carried = {name: found.carried[name] for name in found.carried if name not in clashes}
-    rows = PromptRows(not_carried=clashes)
-    read = (*found.source.values(), *carried.values())
+    pairs = None if "prompt" in found.source else replace(common_shape(inputs, columns), wrap=wrap)
+    rows, carried = PromptRows(), _Carried(found)
+    read = (*(pairs.columns if pairs else found.source.values()), *carried.columns.values())
     for chunk in iter_chunks(inputs, read):
-        for row, cells in enumerate(read_cells(chunk.payload, read), start=chunk.row):
+        rows_of_cells = enumerate(read_cells(chunk.payload, read), start=chunk.row)
+        if pairs:
+            records, rejected = parse_chunk(chunk, pairs)
+            _take_beginnings(rows, records, dict(rows_of_cells), carried)
+            rows.rejected += rejected
+            continue
+        for row, cells in rows_of_cells:
             _take(rows, chunk.file, row, cells, _Reading(found.source, carried, wrap))
+    rows.not_carried = tuple(carried.clashes)
     return rows
+
+
+class _Carried:
+    """What goes with each prompt: the cells that are no part of preference data."""
+
+    def __init__(self, found: PromptColumns) -> None:
+        self.clashes = dict.fromkeys(name for name in found.carried if name in SAMPLE_COLUMNS)
+        self.columns = {n: found.carried[n] for n in found.carried if n not in self.clashes}
+        self._known = found.known
+
+    def of(self, cells: Cells) -> dict[str, Any]:
+        """Of a row; a key that the first rows lack is carried too."""
+        own = {name: cells.get(column) for name, column in self.columns.items()}
+        for name in [name for name in cells if name not in self._known]:
+            if name in SAMPLE_COLUMNS:
+                self.clashes[name] = None
+            else:
+                require_characters({name: cells[name]}, name)
+                own[name] = cells[name]
+        return own
 
 
 @dataclass(frozen=True)
@@ -54,7 +79,7 @@ class _Reading:
     """Which columns are read, by our names, and what becomes of plain text."""
 
     source: Mapping[str, str]
-    carried: Mapping[str, str]
+    carried: _Carried
     wrap: Wrapping
 
 
@@ -73,21 +98,22 @@ def _prompt(cells: Cells, reading: _Reading) -> Prompt:
     column = reading.source["prompt"]
     text = read_prompt(cells.get(column), column)
     template = read_template(cells, reading.source, text, reading.wrap)
-    own = {name: cells.get(column) for name, column in reading.carried.items()}
-    return Prompt(template.prompt, template.tools, template.options, own)
+    return Prompt(template.prompt, template.tools, template.options, reading.carried.of(cells))
 
 
-def _prompts_of_pairs(
-    inputs: Sequence[InputFile], columns: Mapping[str, str], wrap: Wrapping
-) -> PromptRows:
-    shape = replace(common_shape(inputs, columns), wrap=wrap)
-    rows = PromptRows()
-    for chunk in iter_chunks(inputs, shape.columns):
-        records, rejected = parse_chunk(chunk, shape)
-        rows.prompts += _in_order(records)
-        rows.rejected += rejected
-    return rows
-
-
-def _in_order(records: Sequence[Record]) -> Iterator[Prompt]:
-    return (Prompt(one.prompt, one.tools, one.template_options) for one in records)
+def _take_beginnings(
+    rows: PromptRows,
+    records: Sequence[Record],
+    cells: Mapping[int, Cells | BadRow],
+    carried: _Carried,
+) -> None:
+    """Takes what both completions of each pair begin with."""
+    for one in records:
+        try:
+            own = cells[one.row]
+            if isinstance(own, BadRow):  # in what is carried
+                raise own
+            prompt = Prompt(one.prompt, one.tools, one.template_options, carried.of(own))
+            rows.prompts.append(prompt)
+        except BadRow as bad:
+            rows.rejected.append(Rejected(one.file, one.row, bad.reason, bad.detail))

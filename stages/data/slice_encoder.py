@@ -13,8 +13,10 @@ from ...schemas.row_keys import EncodedChunk, Intake, KeyedRows, key_rows
 from .data_schema import Shape
 from .decode_rows import parse_chunk
 from .encode import Encoder
+from .free_text import Watch
 from .input_files import Chunk, InputFile, Slice, iter_slice
 from .tokenizer import load_tokenizer, tokenizer_fingerprint
+from .unread_columns import counts_of
 
 
 @dataclass(frozen=True)
@@ -45,17 +47,21 @@ class SliceEncoder:
                 f"{self._job.model}: the tokenizer or its template changed after this run began. "
                 "Run the same command again."
             )
+        unwatched = self._job.shape.unwatched
+        watch = None if unwatched is None else Watch(unwatched)
         for chunk, is_own in iter_slice(inputs, part, self._job.shape.columns):
             intake.rows_passed += len(chunk)
             if is_own:
-                encoded = self._encode(chunk)
+                encoded = self._encode(chunk, watch)
                 intake.count(encoded)
                 yield encoded.keyed
+        if watch:
+            intake.notes.update(counts_of(watch))
 
-    def _encode(self, chunk: Chunk) -> EncodedChunk:
+    def _encode(self, chunk: Chunk, watch: Watch | None) -> EncodedChunk:
         named = replace(chunk, file=self._job.files[chunk.file])
         with _collector_paused():
-            records, rejected = parse_chunk(named, self._job.shape)
+            records, rejected = parse_chunk(named, self._job.shape, watch)
             encoded = self._encoder.encode(records)
             keyed = key_rows(encoded.rows, seed=self._job.seed, carried=self._job.shape.carried)
         refused = [*rejected, *encoded.rejected]

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from ...schemas.preparing import EncodedPart
 from ...schemas.row_keys import KeyedRows
+from ...schemas.rows import Role
 from ..storage.shards import group_bounds
 from ..storage.spool import NewPart, damaged_part, read_part
 from .sorted_rows import INDEX, BatchStream, SortedRows, append_rows, part_of
@@ -173,6 +174,7 @@ def arranged(
     for keyed in _merged(index, read):
         numbered = _as_in_file(keyed, starts)
         del keyed
+        notes["pairs_in_both_orders"] += _in_both_orders(numbered)
         yield _number_copies(join(numbered) if join else numbered, notes)
         del numbered
 
@@ -212,6 +214,20 @@ def _merged(index: NDArray[Any], read: Callable[[int], KeyedRows]) -> Iterator[K
                 yield part_of(keyed, slice(0, stop))
             held, tokens = [part_of(keyed, slice(stop, len(keyed)))], 0
             del keyed
+
+
+def _in_both_orders(keyed: KeyedRows) -> int:
+    """How many pairs of completions are there as chosen and rejected and the other way round."""
+    rows = keyed.rows
+    starts = rows.branch_offsets[:-1][np.diff(rows.branch_offsets) == 2]
+    firsts = starts[(rows.roles[starts] == Role.CHOSEN) & (rows.roles[starts + 1] == Role.REJECTED)]
+    chosen, rejected = keyed.completion_keys[firsts], keyed.completion_keys[firsts + 1]
+    places, is_turned = keyed.places[rows.row_of_branch[firsts]], chosen > rejected
+    pairs = np.stack([places, np.minimum(chosen, rejected), np.maximum(chosen, rejected)])
+    order = np.lexsort((is_turned, *pairs))
+    pairs, is_turned = pairs[:, order], is_turned[order]
+    is_same = (pairs[:, 1:] == pairs[:, :-1]).all(axis=0)
+    return int((is_same & (is_turned[1:] != is_turned[:-1])).sum())
 
 
 def _number_copies(keyed: KeyedRows, notes: Counter[str]) -> KeyedRows:

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
+from align.pipeline.precompute import precompute
 from align.pipeline.resume import require_same_settings
 from align.pipeline.settings import as_absolute, load_settings
 from align.pipeline.train_checks import sampling_note
@@ -20,8 +21,10 @@ from align.schemas.samples import Drawing
 from align.stages.engine.distributed import joined_world
 from align.stages.feed.cache_index import ShardColumns, unchecked
 from align.stages.feed.train_source import open_source
+from align.stages.model.reference import HfReference
 from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.manifest_file import load_manifest
+from align.stages.tracking.progress import NoProgress
 from support.command import refusal
 from support.training_world import job_of, session_of
 
@@ -57,14 +60,16 @@ def scored_groups(make):
 
 
 @pytest.fixture(scope="module")
-def unscored(make):
-    """Groups nobody has scored."""
-    return make(
-        "unscored",
-        "--token-logps",
-        prompt=["Why?", "How?"],
-        completions=[["So.", "Well."], ["Yes.", "No."]],
-    )
+def unscored(course):
+    """Groups nobody has scored; stage 1 refuses them, but caches of such are about."""
+    data, folder = course.folder / "unscored.parquet", course.folder / "unscored"
+    rows = {"prompt": ["Why?", "How?"], "completions": [["So.", "Well."], ["Yes.", "No."]]}
+    pq.write_table(pa.table(rows), data)
+    flags = {"model.path": str(course.model), "cache.output": str(folder)}
+    sets = {"cache.token_logps": True, "tracking.mlflow": False}
+    config = load_settings(flags, sets, file=None, data=[str(data)]).config
+    precompute(config, HfReference(config.model), progress=NoProgress(), stage="score")
+    return folder
 
 
 def refused(course, *arguments):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from align.schemas.row_keys import Intake, KeyedRows, key_rows
+from align.schemas.rows import Role
 from align.stages.data.decode_rows import parse_chunk
 from align.stages.data.encode import Encoder
 from align.stages.data.input_files import iter_chunks
@@ -43,6 +44,7 @@ def prepared_at_once(job):
     if job.shape.kind == "scored_long":
         keyed = merge_same_prompts(keyed, notes, prompt_side=config.tokens.prompt_side)
     rows = _copies(plain(keyed), notes)
+    notes["pairs_in_both_orders"] += len(_turned(rows)) // 2
     partners = _partners(keyed, config.cache.kl_pairs, notes)
     rejected = [
         replace(one, detail=printable(one.detail))
@@ -70,6 +72,18 @@ def _copies(rows, notes):
         seen[row.row_id] += 1
     notes["rows_that_repeat_another_row"] += len(rows) - len(seen)
     return numbered
+
+
+def _turned(rows):
+    """The pairs of a prompt that are there the other way round too."""
+    roles = (int(Role.CHOSEN), int(Role.REJECTED))
+    pairs = {
+        (row.place, *(completion for completion, *_ in row.branches))
+        for row in rows
+        if tuple(role for _, role, *_ in row.branches) == roles
+    }
+    turned = {(place, rejected, chosen) for place, chosen, rejected in pairs if chosen != rejected}
+    return pairs & turned
 
 
 def _partners(keyed, pairs, notes):

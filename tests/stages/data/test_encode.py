@@ -276,3 +276,12 @@ def test_a_folder_without_a_tokenizer_is_one_clear_error(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="no tokenizer can be loaded"):
         load_tokenizer(str(tmp_path / "empty"), TokenOptions())
+
+
+def test_pairs_against_their_scores_are_counted(saved_tokenizer):
+    scores = [(1.0, 2.0), (2.0, 1.0), (1.0, 1.0), (None, None), (-2.0, -1.0)]
+    records = [replace(text(), scores=pair) for pair in scores]
+    candidates = replace(text(), scores=(1.0, 2.0), roles=(Role.CANDIDATE,) * 2)
+    encoder = Encoder(load_tokenizer(saved_tokenizer, TokenOptions()), TokenOptions())
+    notes = encoder.encode([*records, candidates]).notes
+    assert notes["pairs_whose_rejected_score_is_higher"] == 2

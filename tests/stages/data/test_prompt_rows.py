@@ -132,6 +132,23 @@ def test_pairs_that_have_a_prompt_of_another_name_are_refused(tmp_path):
         read(jsonl(tmp_path, {"question": "a", "chosen": "b", "rejected": "c"}))
 
 
+def test_pairs_without_a_prompt_carry_what_is_no_part_of_them(tmp_path):
+    rows = [{"chosen": "a b", "rejected": "a c", "margin": 1, "x": 1, "answer": "b"}] * 2
+    bad = rows[0] | {"answer": "\ud800"}
+    found = read(jsonl(tmp_path, *rows, bad), {"x": ""})
+    assert [prompt.carried for prompt in found.prompts] == [{"answer": "b"}] * 2
+    assert [(row.row, row.reason) for row in found.rejected] == [(2, "bad_utf8")]
+
+
+@pytest.mark.parametrize("start", [{"prompt": "a"}, {"chosen": "a b", "rejected": "a c"}])
+def test_a_key_that_the_first_rows_lack_is_carried_too(tmp_path, start):
+    late = {"answer": "b", "number": 3, "score_chosen": 2}
+    found = read(jsonl(tmp_path, *[start] * 200, start | late))
+    assert texts(found) == ["a"] * 201
+    assert [prompt.carried for prompt in found.prompts] == [{}] * 200 + [{"answer": "b"}]
+    assert found.not_carried == ("number",)
+
+
 def test_files_with_and_without_prompts_are_not_mixed(tmp_path):
     jsonl(tmp_path, {"prompt": "a"}, name="1.jsonl")
     jsonl(tmp_path, {"chosen": "a b", "rejected": "a c"}, name="2.jsonl")

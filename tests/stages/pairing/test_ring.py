@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from align.schemas.errors import CorruptionError
 from align.schemas.row_keys import key_rows
+from align.schemas.rows import Role
 from align.stages.pairing import key_ranges as module
 from align.stages.pairing import kl_partners
 from align.stages.pairing.units import unit_offsets
@@ -103,6 +104,23 @@ def test_three_equal_rows_are_copies_0_1_2_in_input_order(tmp_path):
         (1, 1),
         (2, 2),
     ]
+
+
+def test_a_pair_that_is_there_in_both_orders_is_counted_once(tmp_path):
+    good, bad, other = [6], [7], [8]
+    records = [
+        encoded([5], good, bad, row=0),
+        encoded([5], good, bad, row=1),
+        encoded([5], bad, good, row=2),
+        encoded([5], good, other, row=3),
+        encoded([9], bad, good, row=4),  # of another prompt
+        encoded([9], bad, bad, row=5),
+        encoded([3], good, bad, row=6, roles=(Role.CANDIDATE,) * 2),
+        encoded([3], bad, good, row=7, roles=(Role.CANDIDATE,) * 2),
+    ]
+    for ranges in (1, 3):
+        _, notes = make_ring(tmp_path / str(ranges), records, per_file=3, ranges=ranges)
+        assert notes["pairs_in_both_orders"] == 1
 
 
 def test_every_batch_of_every_run_is_read_once(tmp_path, monkeypatch):

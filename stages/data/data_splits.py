@@ -1,0 +1,99 @@
+"""Splits of one data set by the names of its files: joined, what is held out would be learned."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from ...schemas.errors import UsageError
+from ..storage.local_copies import origin_of
+from .input_files import InputFile
+
+Split: TypeAlias = Literal["train", "validation", "test"]
+
+_SPLITS: Mapping[str, Split] = {
+    "train": "train",
+    "training": "train",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "eval": "validation",
+    "test": "test",
+}
+_WORD = re.compile("[A-Za-z]+")
+
+
+def require_one_split(inputs: Sequence[InputFile], command: str, output: str) -> None:
+    """Refuses files that are several splits of one data set; `output` is where `command` writes."""
+    sets: defaultdict[str, dict[Split, list[_Part]]] = defaultdict(dict)
+    for file in inputs:
+        for part in _parts(_given(file.path)):
+            sets[part.of].setdefault(part.split, []).append(part)
+    for splits in sets.values():
+        if len(splits) > 1:
+            raise UsageError(_several(splits, command, output))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A file as a part of a data set."""
+
+    of: str  # what its splits have in common: a path up to the word that names the split
+    split: Split
+    path: str
+    pattern: str  # what a shell reads as all of the split
+
+
+def _given(path: Path) -> str:
+    """A path as the user gave it, where this is a copy of it or of its folder."""
+    for copied in (path, path.parent):
+        if (origin := origin_of(str(copied))) != str(copied):
+            return origin if copied == path else f"{origin}/{path.name}"
+    return str(path)
+
+
+def _parts(path: str) -> Iterator[_Part]:
+    """By the file's name and by that of its folder, where these name a split."""
+    folder, slash, name = path.rpartition("/")
+    stem, dot, ending = name.rpartition(".")
+    if found := _split_in(stem):
+        word, split = found
+        begun = shlex.quote(f"{folder}{slash}{stem[: word.end()]}")
+        pattern = shlex.quote(path) if "://" in path else f"{begun}*{dot}{ending}"
+        yield _Part(f"{folder}/{stem[: word.start()]}", split, path, pattern)
+    above, _, own = folder.rpartition("/")
+    if found := _split_in(own):
+        word, split = found
+        yield _Part(f"{above}/{own[: word.start()]}*/", split, path, shlex.quote(folder))
+
+
+def _split_in(name: str) -> tuple[re.Match[str], Split] | None:
+    words = ((word, _SPLITS.get(word.group().lower())) for word in _WORD.finditer(name))
+    return next(((word, split) for word, split in words if split), None)
+
+
+def _several(splits: Mapping[Split, Sequence[_Part]], command: str, output: str) -> str:
+    first, *others = sorted(splits, key=[*_SPLITS.values()].index)
+    commands = [f"align {command} {_named(splits[first])}"]
+    commands += [
+        f"align {command} {_named(splits[other])} --output {output}-{other}" for other in others
+    ]
+    files = ", ".join(f"{splits[split][0].path} ({split})" for split in (first, *others))
+    lines = "\n  ".join(commands)
+    return (
+        f"These are several splits of one data set: {files}. Give each to a command of its own:\n"
+        f"  {lines}\nIf they are meant as one set of data, link the files of one into another "
+        "folder, and name that too."
+    )
+
+
+def _named(parts: Sequence[_Part]) -> str:
+    if len(parts) == 1:
+        return shlex.quote(parts[0].path)
+    return " ".join(dict.fromkeys(part.pattern for part in parts))

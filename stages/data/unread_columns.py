@@ -1,0 +1,235 @@
+"""Columns that nothing reads: free text in them is refused, all else is told.
+
+Of Parquet and Arrow files some cells are looked at, from many places. Of JSON and CSV files every
+row is, while it is encoded; the first of them, and some from further places, before that.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from ...schemas.errors import UsageError
+from ...schemas.rows import BadRow
+from .data_schema import Shape
+from .decode_rows import read_cells
+from .file_formats import ARROW, ArrowRows, Payload
+from .free_text import ColumnSample, Watch, holds_phrase
+from .input_files import InputFile, column_names, iter_chunks, iter_places
+from .validate import shown
+
+PLACES = 16  # of a file that are looked at; fewer where there are many files
+ROWS = 1024  # of a JSON or CSV file
+BYTES = 32 << 20  # of all columnar files together
+CELLS = 16  # of a column in a payload
+LATE_CELLS = 100
+LISTED = 8  # columns
+# What an exported cache has besides its rows: ids, log-probs and mismatched completions.
+_EXPORTED = re.compile(r"row_id|prompt_cut|KL_.+|.+_(ids|cut)(_\d+)?|ref_.*logps(_\d+)?")
+_MET, _PHRASES = "unread cells of ", "unread phrases of "  # begin counts; a column follows
+
+
+def require_read(inputs: Sequence[InputFile], shape: Shape) -> Shape:
+    """The shape with what is known of the columns it leaves unread; refuses free text in them."""
+    skipped = {*shape.columns, *shape.left_out}
+    found = _sampled(inputs, skipped)
+    _refuse_free_text(found, shape)
+    told = (name for name, sample in found.items() if sample.cells)
+    return replace(
+        shape,
+        noted=tuple(name for name in told if name not in shape.unread),
+        unwatched=frozenset(skipped.union(name for name in found if found[name].phrase)),
+    )
+
+
+def free_text_in(file: InputFile, read: Collection[str]) -> list[str]:
+    """The columns of a file that hold free text, but for those that are read."""
+    found = _sampled([file], read)
+    return [name for name, sample in found.items() if sample.is_free_text]
+
+
+def counts_of(watch: Watch) -> dict[str, int]:
+    """What a watch has met, as counts that a slice hands on with its notes."""
+    with_phrases = (name for name in watch.met if watch.met[name])
+    names = [*(_MET + ascii(name) for name in watch.met)]
+    return dict.fromkeys([*names, *(_PHRASES + ascii(name) for name in with_phrases)], 1)
+
+
+def require_watched_read(
+    inputs: Sequence[InputFile], shape: Shape, notes: Counter[str]
+) -> tuple[str, ...]:
+    """The columns that were met behind the sampled rows alone; refuses free text in them.
+
+    What was counted of them is taken out of the notes.
+    """
+    met, phrases = _taken(notes, _MET), _taken(notes, _PHRASES)
+    _refuse_free_text(
+        _late(inputs, [name for name in phrases if name not in shape.left_out]), shape
+    )
+    known = {*shape.noted, *shape.unread, *shape.left_out}
+    return tuple(name for name in met if name not in known)
+
+
+def _taken(notes: Counter[str], mark: str) -> list[str]:
+    counted = [note for note in notes if note.startswith(mark)]
+    for note in counted:
+        del notes[note]
+    return sorted(ast.literal_eval(note.removeprefix(mark)) for note in counted)
+
+
+def not_read(names: Sequence[str]) -> str:
+    """Says which columns are not read."""
+    listed = ", ".join(map(repr, names[:LISTED]))
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return f"not read, as they hold no free text: {listed}{more}"
+
+
+def _refuse_free_text(found: Mapping[str, ColumnSample], shape: Shape) -> None:
+    named = {name: sample for name, sample in found.items() if sample.is_free_text}
+    if not named:
+        return
+    lines = [
+        f"{name!r} ({shown(one.phrase)}): {_ways(name, one, shape)}" for name, one in named.items()
+    ]
+    if len(named) > 1:
+        flags = " ".join(f"--map {shlex.quote(f'{name}=')}" for name in named)
+        lines.append(f"all of them are left out with {flags}")
+    listed = "\n  ".join(lines)
+    where = next(iter(named.values())).where
+    raise UsageError(
+        f"{where} holds free text that nothing reads, so what is learned would lack it:\n  {listed}"
+    )
+
+
+def _ways(name: str, sample: ColumnSample, shape: Shape) -> str:
+    """How a column is read, and how it is left out."""
+    left_out = f"or leave it out with --map {shlex.quote(f'{name}=')}."
+    if ours := _readable_as(name, sample, shape):
+        return f"read it with --map {shlex.quote(f'{ours}={name}')}, {left_out}"
+    into = repr(shape.source["prompt"]) if shape.has_prompt else "'chosen' and 'rejected'"
+    return f"no --map reads it: write it into {into} in your file (unless it is there), {left_out}"
+
+
+def _readable_as(name: str, sample: ColumnSample, shape: Shape) -> str:
+    """A column of ours that the data lack and that this one may be, by its name; or nothing."""
+    meant = {"system": "system", "tool": "tools", "function": "tools"}
+    fitting = [ours for word, ours in meant.items() if word in name.lower()]
+    if not shape.has_prompt and not sample.has_messages:
+        fitting.append("prompt")
+    return next((ours for ours in fitting if ours not in shape.optional), "")
+
+
+def _sampled(inputs: Sequence[InputFile], skipped: Collection[str]) -> dict[str, ColumnSample]:
+    """Some cells of each unread column."""
+    found: dict[str, ColumnSample] = {}
+    places = max(1, min(PLACES, 4 * PLACES // len(inputs)))
+    for file in inputs:
+        for name, cell in _cells(file, skipped, places, BYTES // len(inputs) // places):
+            if name not in skipped:
+                found.setdefault(name, ColumnSample()).add(cell, str(file.path))
+    return found
+
+
+def _cells(
+    file: InputFile, skipped: Collection[str], places: int, size: int
+) -> Iterator[tuple[str, Any]]:
+    """Cells of a file with the names of their columns."""
+    names = [name for name in column_names(file) if name not in skipped]
+    if "row_id" in names and any(name.startswith("ref_") for name in names):
+        names = [name for name in names if not _EXPORTED.fullmatch(name)]
+    first = next(iter_chunks([file], names, rows_per_chunk=1), None)
+    if first and isinstance(first.payload, ArrowRows):
+        kinds = {column.name: column.type for column in first.payload.batch.schema}
+        names = [name for name, kind in kinds.items() if _has_text(kind)]
+        others = (name for name, kind in kinds.items() if name not in names)
+        yield from ((name, True) for name in others if not pa.types.is_null(kinds[name]))
+        if not names:
+            return
+    if file.format in ARROW:
+        yield from _of_arrow(file, names, places * size)
+    else:
+        yield from _of_parts(list(iter_places(file, names, places)), size)
+
+
+def _has_text(kind: pa.DataType) -> bool:
+    if pa.types.is_nested(kind):
+        return any(_has_text(kind.field(index).type) for index in range(kind.num_fields))
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _of_arrow(file: InputFile, names: Sequence[str], size: int) -> Iterator[tuple[str, Any]]:
+    """Cells of every so many batches, which can only be passed one after the other."""
+    step = max(1, file.bytes // size)
+    for chunk in islice(iter_chunks([file], names), 0, None, step):
+        yield from _of_payload(chunk.payload, ROWS)
+
+
+def _of_parts(parts: Sequence[Iterator[Payload]], size: int) -> Iterator[tuple[str, Any]]:
+    """Cells of the first so many bytes of each part, or of its first rows."""
+    for part in parts:
+        left = size
+        for payload in part:
+            yield from _of_payload(payload, ROWS // len(parts))
+            left -= payload.batch.nbytes if isinstance(payload, ArrowRows) else size
+            if left <= 0:
+                break
+
+
+def _of_payload(payload: Payload, rows: int) -> Iterator[tuple[str, Any]]:
+    if isinstance(payload, ArrowRows):
+        yield from _spread(payload.batch)
+        return
+    read = (cells for cells in read_cells(payload, ()) if not isinstance(cells, BadRow))
+    for cells in islice(read, rows):
+        yield from cells.items()
+
+
+def _spread(batch: pa.RecordBatch) -> Iterator[tuple[str, Any]]:
+    """A few cells of each column that are not empty, evenly spaced."""
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        filled = np.flatnonzero(_lengths(column))
+        count = min(CELLS, len(filled))
+        for place in np.linspace(0, len(filled) - 1, count).astype(int) if count else ():
+            with suppress(UnicodeDecodeError):  # bytes that are no text
+                yield name, column[int(filled[place])].as_py()
+
+
+def _lengths(column: pa.Array) -> NDArray[np.int64]:
+    """The lengths of texts or lists; 1 of anything else."""
+    kind = column.type
+    wide = pa.types.is_large_string(kind) or pa.types.is_large_list(kind)
+    if not (wide or pa.types.is_string(kind) or pa.types.is_list(kind)):
+        return np.ones(len(column), dtype=np.int64)
+    offsets = np.frombuffer(column.buffers()[1], dtype=np.int64 if wide else np.int32)
+    return np.diff(offsets[column.offset : column.offset + len(column) + 1]).astype(np.int64)
+
+
+def _late(inputs: Sequence[InputFile], names: Sequence[str]) -> dict[str, ColumnSample]:
+    """Cells of columns of JSON and CSV files, each from its first phrase on."""
+    found = {name: ColumnSample() for name in names}
+    lacking = set(found)
+    for chunk in iter_chunks(inputs, ()) if names else ():
+        if isinstance(chunk.payload, ArrowRows):
+            continue
+        for row, cells in enumerate(read_cells(chunk.payload, ()), start=chunk.row):
+            if isinstance(cells, BadRow):
+                continue
+            for name in [*lacking]:
+                if found[name].cells or holds_phrase(cells.get(name)):
+                    found[name].add(cells.get(name), f"{inputs[chunk.file].path} row {row:,}")
+                if found[name].cells == LATE_CELLS:
+                    lacking.remove(name)
+        if not lacking:
+            break
+    return found
