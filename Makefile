@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests of a file share what is slow to make, so they stay together.
 AT_ONCE := --numprocesses 2 --dist loadfile --quiet
 
-.PHONY: setup check test test-fast test-long test-gpu demo demo-rounds bench bench-gpu docs golden wheel clean
+.PHONY: setup check test test-fast test-long test-kernels test-gpu demo demo-rounds bench bench-gpu docs golden wheel clean
 
 setup: .venv/ready
 
@@ -42,6 +42,17 @@ test-fast: setup
 
 test-long: setup
 	$(BIN)/pytest $(AT_ONCE) -m 'not gpu'
+
+# As other processors compute: by other instructions, with other threads, and off by three last places.
+KERNELS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 \
+	ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE ALIGN_TEST_NOISE=3 ALIGN_TEST_THREADS=1 \
+	ALIGN_TEST_THREADS=2 ALIGN_TEST_THREADS=4
+
+test-kernels: setup
+	@for setting in $(KERNELS); do \
+		echo "== $$setting"; \
+		env $$setting $(BIN)/pytest $(AT_ONCE) -m 'numeric and not long and not gpu' || red="$$red $$setting"; \
+	done; test -z "$$red" || { echo "red under$$red" >&2; exit 1; }
 
 # The compiler of kernels leaves files of its helper processes open.
 test-gpu: setup

@@ -13,8 +13,9 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from ..schemas.config import ScoringOptions
-from ..schemas.errors import AlignError, UsageError, unexpected_os_error
+from ..schemas.errors import AlignError, ServerError, UsageError, unexpected_os_error
 from ..stages.tracking.progress import NoProgress, Progress
 from .executor import Executor, Facts, Inline, Share, Tasks
 from .task_processes import usable_cores
@@ -36,6 +37,7 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_BACKEND_LOG_LEVEL": "fatal",
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
+    "RAY_ENABLE_AUTO_CONNECT": "0",  # a thread that outlives the run begins no cluster of its own
 }
 # As Ray does by itself on those two; it reads its environment when it is imported.
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
@@ -93,13 +95,24 @@ class RayActors:
         progress.begin(tasks.name, total=sum(tasks.sizes), unit=tasks.unit)
         progress.advance(sum(tasks.sizes) - sum(tasks.sizes[task] for task in todo))
         if todo:
-            with _connected(self.address) as ray:
-                for row in self._made(ray, tasks, todo):
+            # Closed before Ray is: what makes the rows asks it until then.
+            with _connected(self.address) as ray, closing(self._made(ray, tasks, todo)) as rows:
+                for row in rows:
                     _take(row["made"], on_done)
                     progress.advance(tasks.sizes[row["task"]])
         progress.end()
 
-    def _made(self, ray: Any, tasks: Tasks[Facts], todo: list[int]) -> Iterator[Any]:
+    def _made(self, ray: Any, tasks: Tasks[Facts], todo: list[int]) -> Generator[Any]:
+        """A row for each task; whatever Ray raises on the way is one message."""
+        try:
+            yield from self._rows(ray, tasks, todo)
+        except Exception as error:
+            raise ServerError(
+                f"--executor ray: Ray gave up ({_in_short(error)}). See to its cluster, "
+                "then run the same command again: finished shards are kept."
+            ) from error
+
+    def _rows(self, ray: Any, tasks: Tasks[Facts], todo: list[int]) -> Iterator[Any]:
         least, most = workers_of(self.workers) or (1, self._room(ray))
         pool = ray.data.ActorPoolStrategy(
             min_size=min(least, len(todo)),
@@ -157,6 +170,7 @@ class _Made:
 
     facts: Any  # None if the task was committed already
     error: AlignError | None
+    crash: str  # the traceback of any other error, which might not survive the way here
     said: tuple[str, ...]  # warnings, which are logged where the run was started
 
 
@@ -165,6 +179,8 @@ def _take(made: _Made, on_done: Callable[[Any], None]) -> None:
         logger.warning("%s", line)
     if made.error:
         raise made.error
+    if made.crash:
+        raise RuntimeError(f"in an actor of Ray:\n{made.crash}")
     if made.facts is not None:
         on_done(made.facts)
 
@@ -188,7 +204,7 @@ class _Maker:
         return {"task": batch["task"], "made": made}
 
     def _made(self, task: int) -> _Made:
-        facts, refusal = None, None
+        facts, refusal, crash = None, None, ""
         try:
             if not self._tasks.is_committed(task):
                 # Not when the actor begins: Ray would begin it again and again.
@@ -198,9 +214,11 @@ class _Maker:
             refusal = error
         except OSError as error:
             refusal = unexpected_os_error(error)
+        except Exception:
+            crash = traceback.format_exc()
         said = tuple(self._said)
         self._said.clear()
-        return _Made(facts, refusal, said)
+        return _Made(facts, refusal, crash, said)
 
 
 @contextmanager
@@ -212,30 +230,57 @@ def _connected(address: str) -> Iterator[Any]:
 
         handler = signal.getsignal(signal.SIGTERM)
         folder = tempfile.mkdtemp(prefix="align-ray-")
-        own = {
-            "_temp_dir": folder,
-            "include_dashboard": False,
-            "num_cpus": usable_cores(),
-            "object_store_memory": OBJECT_STORE_BYTES,
-        }
-        waiting = {name: os.environ[name] for name in WAITING if name in os.environ}
-        elsewhere = {"runtime_env": {"env_vars": {**QUIET, **OFFLINE, **waiting}}}
         try:
             with _quiet_logs():
                 with _silent_stderr():
-                    ray.init(
-                        # Not the one of RAY_ADDRESS, which was not asked for.
-                        address=address or "local",
-                        log_to_driver=False,
-                        logging_level=logging.ERROR,
-                        **(elsewhere if address else own),
-                    )
+                    _join(ray, address, folder)
                 _take_back(handler)
                 yield ray
         finally:
-            ray.shutdown()
+            _leave(ray)
             _take_back(handler)
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _join(ray: Any, address: str, folder: str) -> None:
+    own = {
+        "_temp_dir": folder,
+        "include_dashboard": False,
+        "num_cpus": usable_cores(),
+        "object_store_memory": OBJECT_STORE_BYTES,
+    }
+    waiting = {name: os.environ[name] for name in WAITING if name in os.environ}
+    elsewhere = {"runtime_env": {"env_vars": {**QUIET, **OFFLINE, **waiting}}}
+    try:
+        ray.init(
+            address=address or "local",  # not the one of RAY_ADDRESS, which was not asked for
+            log_to_driver=False,
+            logging_level=logging.CRITICAL,
+            **(elsewhere if address else own),
+        )
+    except Exception as error:
+        raise ServerError(
+            f"--ray-address {address}: no cluster there can be joined ({_in_short(error)}). See to "
+            "it (`ray status`), then run the same command again."
+            if address
+            else f"--executor ray: no cluster could be started here ({_in_short(error)}). Run the "
+            "same command again when this machine is less busy, or leave out --executor."
+        ) from error
+
+
+def _leave(ray: Any) -> None:
+    """A failure on the way out does not take the place of what ended the run."""
+    try:
+        ray.shutdown()
+    except Exception as error:
+        logger.warning("Ray did not end as it should: %s.", _in_short(error))
+
+
+def _in_short(error: Exception) -> str:
+    """The kind of an error, and of its text the first line and the last, which is often why."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    ends = dict.fromkeys((*lines[:1], *lines[-1:]))
+    return ": ".join((type(error).__name__, *ends)).rstrip(".")
 
 
 def _own_token() -> dict[str, str]:
@@ -264,10 +309,11 @@ def _silent_stderr() -> Iterator[None]:
 
 @contextmanager
 def _quiet_logs() -> Iterator[None]:
+    """Ray logs the traceback of what it raises, which becomes a message here."""
     names = ("ray", "ray.data")
     before = {name: logging.getLogger(name).level for name in names}
     for name in names:
-        logging.getLogger(name).setLevel(logging.ERROR)
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         yield
     finally:

@@ -9,7 +9,7 @@ AlignError (2)
 ├── NonFiniteError (6)      NaN or infinity where a number must be
 ├── PeerError (69)          another rank of this run has ended
 ├── MemoryLimitError (71)   what is asked for does not fit into memory
-├── ServerError (69)        a server gives no answer that can be used
+├── ServerError (69)        a server, or a cluster, gives no answer that can be used
 ├── StorageError (74)       I/O error
 │   └── PathError (2)       a path that cannot be used: missing, forbidden, of another kind
 ├── LockedError (75)        another process uses this folder
@@ -83,7 +83,7 @@ class MemoryLimitError(AlignError):
 
 
 class ServerError(AlignError):
-    """A server gave no usable answer, however often it was asked."""
+    """A server gave no usable answer, however often it was asked; or a cluster failed."""
 
     exit_code = 69
 

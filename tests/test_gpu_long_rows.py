@@ -1,15 +1,13 @@
 """Rows of up to 32k tokens on a GPU: what one more token takes of its memory."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from align.stages.model.policy import Policy
+from support.live_bytes import LiveBytes
 from support.long_rows import SHAPE, row_of
-from support.memory_growth import memory
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,10 +22,9 @@ WIDE = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
 def peak(device, policy, trees):
     """Most MiB that the row takes above what is held before it."""
     if device == "cpu":
-        before = memory("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
-        policy(trees).sum().backward()
-        return memory("VmHWM") - before
+        with LiveBytes() as live:
+            policy(trees).sum().backward()
+        return live.most / 2**20
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

@@ -19,8 +19,7 @@ KINDS = ("full, score", "full, learn", "window, score", "window, learn")
 
 @pytest.fixture(scope="module")
 def costs():
-    # What is freed goes back at once, so that one measurement does not hide the next.
-    answer = run_program("long_rows", *LENGTHS, MALLOC_MMAP_THRESHOLD_="65536")
+    answer = run_program("long_rows", *LENGTHS)
     return json.loads(answer.stdout.splitlines()[-1])
 
 

@@ -14,6 +14,7 @@ from align.schemas.errors import UsageError
 from align.stages.storage.locks import owner_lock
 from align.stages.storage.run_folder import RunFolder
 from support.rooms import ROOT
+from support.rounding import EPSILON, NATS, apart
 from support.trainings import distances, learned, saved, weights
 
 BIN = Path(sys.executable).parent
@@ -89,8 +90,8 @@ def test_a_run_goes_on_over_the_machines_that_are_left(course, tmp_path, meeting
     (said,) = ended(first)
     assert ": ranks 2 → 1\n" in said
     assert saved(run) == (60, 1, 0)
-    whole = course.whole(*long)
-    assert distances(run, whole) == pytest.approx({"losses": 0, "weights": 0}, abs=1e-5)
+    whole, limits = course.whole(*long), {"losses": NATS, "weights": apart(60 * 1e-3)}
+    assert all(far <= limits[what] for what, far in distances(run, whole).items())
 
 
 @pytest.mark.long
@@ -127,6 +128,7 @@ def test_workers_of_ray_train_are_ranks(course, tmp_path):
         "train.batch_size": 4,
         "train.max_steps": 6,
         "train.lr": 1e-3,
+        "train.epsilon": EPSILON,
         "train.eval_fraction": 0.1,
         "train.eval_every": 3,
         "train.dropout": "true",

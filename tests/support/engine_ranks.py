@@ -6,9 +6,7 @@ train.
 
 import gc
 import json
-import resource
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,13 +18,16 @@ from align.schemas.errors import StorageError
 from align.stages.engine.deepspeed_engine import open_engine
 from align.stages.engine.distributed import joined_world
 from align.stages.model.policy import load_policy
+from support.rounding import EPSILON, UNIT, apart
 from support.tiny_policy import WIDTH, TinyPolicy, some_trees
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Rows of each step, how many micro-batches it is cut into, and its learning rate.
 STEPS = [(8, 1, 3e-3), (7, 3, 1e-2), (9, 2, 1e-2), (5, 4, 5e-3), (1, 1, 2e-3), (6, 2, 1e-3)]
 WRONG = [1, 2, 3, 5, 0, 1]  # steps in which the last rank's first micro-batch has rows
-OPTIONS = TrainOptions(weight_decay=0.1, max_grad_norm=0.05, lr=1e-3, beta2=0.95)
+OPTIONS = TrainOptions(weight_decay=0.1, max_grad_norm=0.05, lr=1e-3, beta2=0.95, epsilon=EPSILON)
+# The six steps, and the rounding of weights up to 4 in each of them.
+WEIGHTS = apart(sum(lr for *_, lr in STEPS), norm=OPTIONS.max_grad_norm) + 6 * 4 * UNIT
 SGD = {
     "optimizer": {"type": "SGD", "params": {"lr": "auto", "weight_decay": "auto"}},
     "zero_allow_untested_optimizer": True,
@@ -182,7 +183,6 @@ def language_model(world, folder):
 def everything(world, name, folder):
     preset, dtype = name.split("/")
     options, way = replace(OPTIONS, deepspeed=preset, dtype=dtype), name.replace("/", "-")
-    began = time.monotonic()
     seen = {
         "plain": saved(Run(world, options).steps(0, 3), folder / way).steps(3, 6).seen(),
         "straight": Run(world, options, dropout=0.2).steps(0, 6).seen(),
@@ -194,7 +194,7 @@ def everything(world, name, folder):
     }
     if dtype == "float32" and preset != "zero3-offload":
         seen["clipped"] = clipped(world, options, folder)
-    return seen | {"seconds": time.monotonic() - began}
+    return seen
 
 
 def main(folder, model, *names):
@@ -205,7 +205,6 @@ def main(folder, model, *names):
         seen["summed"] = summed(world)
         seen["failed save"] = failed_save(world, folder)
         seen["language model"] = language_model(world, model)
-        seen["peak_rss"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         (folder / f"rank-{world.rank}.json").write_text(json.dumps(seen))
 
 

@@ -7,12 +7,16 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages that operations made and that are still alive, and keeps the most."""
+    """Counts the storages that operations made and that are still alive, and keeps the most.
 
-    def __init__(self):
+    Those of `held` are not counted: an operation may give a part of one of them.
+    """
+
+    def __init__(self, held=()):
         super().__init__()
         self.most = 0
-        self._live = {}  # bytes of each storage, by a weak reference to it
+        # Bytes of each storage, by a weak reference to it.
+        self._live = {StorageWeakRef(one.untyped_storage()): 0 for one in held}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))

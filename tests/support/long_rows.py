@@ -1,11 +1,10 @@
-"""Prints what one long row takes: MiB above the loaded weights, and elements of the largest tensor.
+"""Prints what one long row takes: MiB of tensors held at once, and elements of the largest.
 
 Given the lengths; half of a row is its prompt. The model is so small that activations are few.
 """
 
 import json
 import sys
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,7 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from align.schemas.rows import Tree
 from align.stages.model.policy import Policy
 from support.largest_storage import LargestStorage
-from support.memory_growth import draw, memory
+from support.live_bytes import LiveBytes
+from support.memory_growth import draw
 
 VOCABULARY = 16_384
 SHAPE = {
@@ -63,11 +63,9 @@ def learn(policy, trees):
 
 
 def cost(stage, policy, trees):
-    before = memory("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
-    with LargestStorage(ignore=set()) as largest:
+    with LiveBytes() as live, LargestStorage(ignore=set()) as largest:
         stage(policy, trees)
-    return memory("VmHWM") - before, largest.elements
+    return live.most / 2**20, largest.elements
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""Prints by how many MiB memory peaks above the loaded weights while one batch is run."""
+"""Prints how many MiB of tensors are made and held at once while one batch is run."""
 
 import json
 import sys
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -11,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from align.schemas.rows import Tree
 from align.stages.model.policy import Policy
 from align.stages.model.reference import TreeScorer
+from support.live_bytes import LiveBytes
 
 TREES, PROMPT, BRANCH = 8, 64, 64  # each tree has two branches: 1,536 tokens, 1,024 of completions
 
@@ -34,10 +34,9 @@ def peak_above(score, vocabulary):
     ]
     run = score(model)
     run(trees[:1])
-    before = memory("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
-    run(trees)
-    return memory("VmHWM") - before
+    with LiveBytes(model.parameters()) as live:
+        run(trees)
+    return live.most / 2**20
 
 
 def with_align(model):
@@ -110,13 +109,6 @@ def config_of(vocabulary):
 
 def draw(random, vocabulary, size):
     return random.integers(3, vocabulary, size).astype(np.int32)
-
-
-def memory(name):
-    """A line of this process's status, in MiB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (line,) = (line for line in lines if line.startswith(f"{name}:"))
-    return int(line.split()[1]) / 1024
 
 
 if __name__ == "__main__":

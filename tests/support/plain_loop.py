@@ -6,6 +6,8 @@ import pyarrow.parquet as pq
 import torch
 from torch.nn.functional import logsigmoid
 
+from support.rounding import EPSILON
+
 BETA, LAM = 0.1, 0.1
 GOOD, MISMATCHED = {0, 2}, 5  # roles: chosen and desirable; mismatched
 
@@ -68,7 +70,7 @@ def orpo(rows):
 def train(model, loss, steps, *, lr, max_norm):
     """Updates the model once for each list of stored rows; returns the losses."""
     reference, losses = copy.deepcopy(model), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, eps=1e-6, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, eps=EPSILON, weight_decay=0.0)
     for rows in steps:
         items = loss([Row(row, model, reference) for row in rows])
         losses.append(torch.stack(items).mean())

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import psutil
 
+from support.command import PATIENCE
 from support.programs import TESTS
 
 # Else Ray looks for the cluster at the address by which other machines reach this one.
@@ -20,7 +21,6 @@ LOOPBACK = {
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
 }
 AT_ONCE = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}  # else a cluster takes 30 s to end
-PATIENCE = 120  # seconds; a machine that is free needs a tenth of it
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,11 @@ def ray_cluster(folder):
     words = ["start", "--head", "--block", "--node-ip-address", "127.0.0.1", "--port", port]
     words += ["--num-cpus", 2, "--include-dashboard", "false", "--disable-usage-stats"]
     words += ["--object-store-memory", 128 * 1024 * 1024, "--temp-dir", folder]
+    found = filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))
     with (folder / "said").open("wb") as said:
         process = subprocess.Popen(
             [sys.executable, "-m", "ray.scripts.scripts", *map(str, words)],
-            env=os.environ | LOOPBACK | AT_ONCE | {"PYTHONPATH": str(TESTS)},
+            env=os.environ | LOOPBACK | AT_ONCE | {"PYTHONPATH": os.pathsep.join(found)},
             stdout=said,
             stderr=said,
         )

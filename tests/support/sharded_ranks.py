@@ -1,27 +1,21 @@
 """Loads policies for ZeRO-3 in every way, on forked ranks, and writes down what each rank saw.
 
-The imports are paid once: every world is forked from a process that has done them, so the memory
-that a rank takes is what the loading takes.
+The imports are paid once: every world is forked from a process that has done them.
 """
 
 import hashlib
 import json
 import os
-import resource
 import socket
 import sys
-import time
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
-from transformers.integrations import HfDeepSpeedConfig
 
 from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
-from align.stages.engine.deepspeed_compat import deepspeed
-from align.stages.engine.deepspeed_config import Circumstances, engine_config
+from align.stages.engine.deepspeed_config import Circumstances
 from align.stages.engine.deepspeed_engine import open_engine
 from align.stages.engine.distributed import joined_world
 from align.stages.engine.zero3_partitions import open_partitions
@@ -31,18 +25,8 @@ from align.stages.model.sharded_load import load_sharded
 from support.live_bytes import LiveBytes
 from support.tiny_policy import some_trees
 
-MIB = 2**20
 PRESET = {"deepspeed": "zero3", "weight_decay": 0.1, "lr": 1e-3, "max_grad_norm": 0.5}
 LORA = LoraOptions(enabled=True, rank=2)
-
-
-def peak_mib():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-def resident_mib():
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize() / MIB
 
 
 def partitions_of(options, train, world):
@@ -52,18 +36,13 @@ def partitions_of(options, train, world):
 
 def counted(world, path):
     """Bytes that this rank holds at once while it loads, stored in float32 and computed so."""
-    before = resident_mib()
     train = TrainOptions(dtype="float32", **PRESET)
     options = ModelOptions(path=path, device="cpu", dtype="float32")
     partitions = partitions_of(options, train, world)
-    began = time.monotonic()
     with LiveBytes() as live:
         model = load_sharded(options, partitions=partitions)
-    seconds = time.monotonic() - began
     parameters = list(model.parameters())
     return {
-        "loaded_mib": peak_mib() - before,
-        "seconds": seconds,
         "most": live.most,
         "buffers": sum(one.nbytes for one in model.buffers()),
         "kept": sum(one.ds_tensor.nbytes for one in parameters),
@@ -74,7 +53,6 @@ def counted(world, path):
 
 def own(world, path, way, *, adapter="", dtype="float32", head="none", lora=None, model=""):
     """The first step of a policy that was loaded in a way of ours."""
-    before, began = resident_mib(), time.monotonic()
     train = TrainOptions(dtype=dtype, model=model, **PRESET)
     options = ModelOptions(path=path, adapter=adapter, device="cpu", dtype=dtype)
     spread = Sharding()
@@ -84,38 +62,19 @@ def own(world, path, way, *, adapter="", dtype="float32", head="none", lora=None
     policy = load_policy(options, train, lora, head=head, purity=head == "values", spread=spread)
     held = sum(p.numel() for p in policy.model.parameters())
     hidden = policy.model.config.hidden_size
-    loaded, seconds = peak_mib() - before, time.monotonic() - began
     engine, _ = open_engine(policy, train, world, hidden_size=hidden)
-    opened = peak_mib() - before
     trees = tuple(some_trees(np.random.default_rng(world.rank), 3 - world.rank))
     engine.learn_mode(dropout_seed=1)
     outputs = engine.forward(trees)
     engine.backward(sum(values.double().sum() for values in outputs.values()), is_last=True)
     update = engine.step()
     return {
-        "loaded_mib": loaded,
-        "opened_mib": opened,
-        "seconds": seconds,
         "whole_elements": held,
         "outputs": {name: values.tolist() for name, values in outputs.items()},
         "norm": update.grad_norm,
         "weights": {name: digest(tensor) for name, tensor in engine.weights().items()},
         "path": [policy.path.layout, policy.path.head],
     }
-
-
-def transformers_own(world, path):
-    """What transformers and DeepSpeed take by themselves."""
-    before, began = resident_mib(), time.monotonic()
-    train = TrainOptions(dtype="float32", **PRESET)
-    config = engine_config(train, Circumstances("float32", 512, world.size))
-    deepspeed.init_distributed()
-    kept = HfDeepSpeedConfig(config)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    loaded, seconds = peak_mib() - before, time.monotonic() - began
-    deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-    del kept
-    return {"loaded_mib": loaded, "opened_mib": peak_mib() - before, "seconds": seconds}
 
 
 def digest(tensor):
@@ -136,9 +95,7 @@ def worlds(paths):
         "lora on scores": (scores, {"head": "score", "lora": True}),
     }
     yield "counted", 2, {"large": lambda world: counted(world, large)}
-    yield "transformers", 2, {"large": lambda world: transformers_own(world, large)}
     for way in ("sharded", "whole"):
-        # The large one first: a peak is never taken back.
         every = {"large": (large, {})} | kinds
         actions = {
             kind: lambda world, way=way, path=path, how=how: own(world, path, way, **how)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 from zlib import crc32
 
@@ -100,6 +102,15 @@ class SlowReference(StubReference):
     def open(self) -> SlowScorer:
         """There is nothing to load."""
         return SlowScorer(salt=crc32(self.name.encode()), fails=self.fails)
+
+
+class FarReference(StubReference):
+    """Lies where no worker of Ray can import it from."""
+
+    def __setstate__(self, state: dict[str, str]) -> None:
+        if Path(sys.argv[0]).name == "default_worker.py":
+            raise ModuleNotFoundError("No module named 'far_away'")
+        vars(self).update(state)
 
 
 @dataclass(frozen=True)

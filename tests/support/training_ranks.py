@@ -6,11 +6,11 @@ Started by a launcher, or alone, with a folder to write to, the caches, and the 
 import gc
 import json
 import sys
-import time
 from pathlib import Path
 
 from align.stages.engine.distributed import joined_world
 from align.stages.methods.table import METHODS as TABLE
+from support.rounding import EPSILON
 from support.training_trouble import KINDS, nonfinite, stop_reasons
 from support.training_world import START, facts, job_of, learn
 
@@ -33,7 +33,13 @@ SHARED = (
     "table-reward/rows/zero1/2",
     "table-ppo/rows/zero1/2",
 )
-LEARNING = {"max_steps": 10, "warmup": 0.0, "schedule": "constant", "eval_fraction": 0.2}
+LEARNING = {
+    "max_steps": 10,
+    "warmup": 0.0,
+    "schedule": "constant",
+    "eval_fraction": 0.2,
+    "epsilon": EPSILON,
+}
 
 
 def run_case(world, name, caches):
@@ -49,7 +55,6 @@ def run_case(world, name, caches):
         sequence_parallel=int(*shared or "1"),
         **(LEARNING | length),
     )
-    began = time.monotonic()
     session, recorded = learn(job, world)
     weights = session.engine.weights()
     with session.feed.steps(START.cursor) as batches:
@@ -60,7 +65,6 @@ def run_case(world, name, caches):
         "samples": [[_plain(one) for one in samples] for samples in recorded.samples],
         "weights": {key: tensor.flatten().tolist() for key, tensor in weights.items()},
         "micro_batches": turns,
-        "seconds": time.monotonic() - began,
     }
 
 

@@ -14,10 +14,10 @@ import numpy as np
 
 from align.stages.storage.checkpoints import choose_checkpoint
 from align.stages.storage.run_folder import RunFolder
-from support.command import Answer
+from support.command import PATIENCE, Answer
 from support.programs import TESTS, program
+from support.rounding import EPSILON
 
-PATIENCE = 240  # seconds; a machine that is free needs a tenth of it
 KILLED = -signal.SIGKILL
 
 
@@ -173,7 +173,7 @@ class Course:
     SHORT = (
         *("--method", "kto", "--batch-size", 4, "--max-steps", 6, "--lr", 1e-3),
         *("--eval-fraction", 0.1, "--eval-every", 3, "--save-every", 2, "--no-mlflow"),
-        *("--set", "train.dropout=true"),
+        *("--set", "train.dropout=true", "--set", f"train.epsilon={EPSILON}"),
     )
 
     @property

@@ -10,6 +10,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from align.stages.demo.preferences import Answer, draw_preferences
 from align.stages.demo.tiny_world import ModelShape, make_model
 
+pytestmark = pytest.mark.numeric
+
 if TYPE_CHECKING:
     from pathlib import Path
 

@@ -22,6 +22,8 @@ from support.programs import run_ranks
 from support.slow_rules import require_steps
 from support.tiny_policy import TinyPolicy
 
+pytestmark = pytest.mark.numeric
+
 PRESETS = ("zero0", "zero1", "zero2", "zero3", "zero2-offload", "zero3-offload")
 FLOAT32 = replace(OPTIONS, dtype="float32")
 
@@ -121,6 +123,7 @@ def test_states_in_bfloat16_stay_near_those_in_float32_and_resume_bit_for_bit(
     exact = Run(one_rank, replace(options, optimizer_dtype="float32")).steps(0, 6).weights()
     for key, (_, found) in straight["weights"].items():
         near = torch.tensor(exact[key][1])
+        # Six roundings of a weight are up to 2^-9 of it each.
         torch.testing.assert_close(torch.tensor(found), near, rtol=0.02, atol=0.02)
 
 
@@ -159,10 +162,10 @@ def test_in_bfloat16_without_zero_the_steps_are_near_those_in_float32(one_rank, 
         Run(one_rank, replace(OPTIONS, dtype=dtype, optimizer=name, deepspeed="zero0"))
         for dtype in ("float32", "bfloat16")
     ]
+    start = runs[0].weights()
     exact, found = (run.steps(0, 6).weights() for run in runs)
-    for key, (_, values) in exact.items():
-        near = torch.tensor(found[key][1])
-        torch.testing.assert_close(near, torch.tensor(values), rtol=0.03, atol=0.03)
+    # As a whole: of single elements the sign that Lion steps by may turn in 16 bits.
+    assert distance(exact, found) < 0.2 * distance(exact, start)
 
 
 @pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3"])

@@ -14,6 +14,8 @@ from align.stages.methods.table import METHODS, options_of
 from support.method_steps import take
 from support.token_steps import Said, random_rows, rows_of, slopes_of
 
+pytestmark = pytest.mark.numeric
+
 GRPO = METHODS["grpo"]
 SIZES = (3, 1, 2, 5)
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)

@@ -12,6 +12,8 @@ from align.stages.methods.reference_free import log1mexp, log_odds
 from align.stages.methods.table import METHODS, options_of, recipe_of
 from support.method_steps import ROLES, branches, pair, step_of, take, take_recipe
 
+pytestmark = pytest.mark.numeric
+
 
 def loss(name, whole, *, mismatched=(), **values):
     """The loss of a step, to six digits."""

@@ -10,6 +10,8 @@ from align.stages.methods.recipe import is_good
 from align.stages.methods.table import METHODS, options_of
 from support.method_steps import random_branches, take
 
+pytestmark = pytest.mark.numeric
+
 MISMATCHED = (0.7, -0.2, 1.1)
 # Of the good or of the bad branches; `seen` is r as a survey before the step found it.
 Side = namedtuple("Side", "lp ref n r m s seen")

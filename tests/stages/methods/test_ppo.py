@@ -21,6 +21,8 @@ from align.stages.methods.table import METHODS, options_of, recipe_of
 from support.method_steps import step_of, surveyed_by, take
 from support.token_steps import Said, random_rows, rows_of, slopes_of
 
+pytestmark = pytest.mark.numeric
+
 PPO = METHODS["ppo"]
 SIZES = (3, 1, 2, 4)
 close = partial(torch.testing.assert_close, rtol=1e-11, atol=1e-11)

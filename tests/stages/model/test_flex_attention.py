@@ -30,6 +30,8 @@ from align.stages.model.tree_attention import tree_batch, tree_mask
 from support.families import TREE_FAMILIES, mixed_trees, tiny_model
 from support.flex import drawn_trees, flex_on_cpu
 
+pytestmark = pytest.mark.numeric
+
 CPU = torch.device("cpu")
 TREES = tuple(mixed_trees())
 # gpt_oss adds sinks; the others' attention cannot be replaced, or is given no further arguments.

@@ -10,6 +10,8 @@ from align.schemas.config import ModelOptions
 from align.schemas.rows import OutOfMemory, Tree
 from align.stages.model.reference import HfReference, held_in_float32
 
+pytestmark = pytest.mark.numeric
+
 TREE = Tree(np.array([3, 4, 5], np.int32), (np.array([6], np.int32), np.array([7, 8], np.int32)))
 
 

@@ -10,6 +10,8 @@ from align.stages.model.fused_head_backward import BUFFER_BYTES, LogitsBuffer, c
 from support.fused_head import fused_logps
 from support.largest_storage import LargestStorage
 
+pytestmark = pytest.mark.numeric
+SUMS = 1e-5  # n u of 40 positions and 16 states is 4e-6; float64 is not off
 HIDDEN = 16
 WIDE = TILE_VOCABULARY["cpu"] * 2 + 37  # two whole tiles and a part of one
 ROWS = 40
@@ -37,7 +39,7 @@ def test_the_gradient_of_one_token_by_hand():
 @pytest.mark.parametrize("vocabulary", [5, TILE_VOCABULARY["cpu"], WIDE])
 def test_the_gradients_equal_those_of_a_float64_log_softmax(spec, with_bias, vocabulary):
     case = head_case(vocabulary, with_bias=with_bias)
-    assert worst_gradient(case, spec) < 2e-6
+    assert worst_gradient(case, spec) <= SUMS
 
 
 @pytest.mark.parametrize("rows", [1, 7, ROWS])
@@ -45,7 +47,7 @@ def test_the_gradients_equal_those_of_a_float64_log_softmax(spec, with_bias, voc
 def test_ragged_tiles_of_positions_change_nothing(rows, buffer, monkeypatch):
     monkeypatch.setitem(TILE_ROWS, "cpu", rows)
     case = head_case(WIDE, with_bias=True)
-    assert worst_gradient(case, HeadSpec(0.5, 4.0), LogitsBuffer(SIZES[buffer])) < 2e-6
+    assert worst_gradient(case, HeadSpec(0.5, 4.0), LogitsBuffer(SIZES[buffer])) <= SUMS
 
 
 @pytest.mark.parametrize("spec", [HeadSpec(), HeadSpec(0.5, 4.0)])

@@ -4,6 +4,8 @@ import pytest
 
 from support.programs import run_ranks
 
+pytestmark = pytest.mark.numeric
+
 
 @pytest.fixture(scope="module")
 def passes(world, tmp_path_factory):

@@ -10,6 +10,8 @@ from align.stages.model import tree_attention
 from align.stages.model.policy import Policy
 from align.stages.model.tree_attention import pieces_of, tree_batch
 
+pytestmark = pytest.mark.numeric
+
 SHAPE = {
     "vocab_size": 97,
     "hidden_size": 32,

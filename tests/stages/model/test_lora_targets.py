@@ -14,6 +14,8 @@ from align.stages.model.save import save_adapter, save_merged
 from support.families import TREE_FAMILIES, learning_names, mixed_trees, tiny_model
 from support.mixtures import MIXTURES
 
+pytestmark = pytest.mark.numeric
+
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
 

@@ -14,7 +14,8 @@ from align.stages.model.policy import Policy, load_policy
 from align.stages.model.reference import HfReference
 from support.families import learning_names, mixed_trees, tiny_model
 
-pytestmark = [  # peft's own, while it saves an adapter
+pytestmark = [
+    pytest.mark.numeric,  # peft's own, while it saves an adapter
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers. to:UserWarning"),
 ]

@@ -10,6 +10,8 @@ import torch
 from align.stages.model.policy import Policy, turn_dropout_off
 from support.families import PLAIN_FAMILIES, TREE_FAMILIES, mixed_trees, tiny_model
 
+pytestmark = pytest.mark.numeric
+
 TREES = tuple(mixed_trees())
 FAMILIES = {
     **TREE_FAMILIES,

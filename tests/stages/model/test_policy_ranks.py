@@ -3,8 +3,11 @@
 import pytest
 
 from support.programs import run_ranks
+from support.rounding import NATS
 from support.shared_ranks import SHARED
 
+pytestmark = pytest.mark.numeric
+SUMS = 1e-5  # n u of some sixty terms is 4e-6, and each of two ways may be as far off
 HEADS = ("values", "adapted values", "scores", "recomputing scores", "adapted scores")
 WORLDS = {1: ("values", "scores"), 2: ("untied", "tied", "adapted", "recomputing", *HEADS)}
 KINDS = [(size, kind) for size, kinds in WORLDS.items() for kind in kinds]
@@ -31,7 +34,7 @@ def test_ranks_together_have_the_gradient_of_one_process(ranks_of, size, kind, s
         seen = rank[f"{kind}/zero{stage}"]
         assert seen["same_outputs"]
         assert seen["compared"] >= 20
-        assert seen["worst"] < 2e-6
+        assert seen["worst"] <= SUMS
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -54,12 +57,12 @@ def test_ranks_that_share_every_sequence_have_its_numbers_and_its_gradient(ranks
         seen = rank["shared"][kind]
         assert seen["rows"]
         assert seen["compared"] >= 20
-        assert seen["far"] < 2e-6
-        assert seen["gradients"] < 2e-6
+        assert seen["far"] <= NATS
+        assert seen["gradients"] <= SUMS
 
 
 def test_ranks_that_share_a_sequence_may_attend_by_flex(ranks_of):
-    assert all(rank["shared"]["flex"]["far"] < 1e-5 for rank in ranks_of(2))
+    assert all(rank["shared"]["flex"]["far"] <= NATS for rank in ranks_of(2))
 
 
 def test_models_that_cannot_share_are_refused_on_every_rank(ranks_of):

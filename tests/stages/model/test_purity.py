@@ -15,6 +15,8 @@ from support.branch_by_branch import THREE_FAMILIES, num_tokens, own_predictions
 from support.families import TREE_FAMILIES, mixed_trees, tiny_model
 from support.largest_storage import LargestStorage
 
+pytestmark = pytest.mark.numeric
+
 HIDDEN = 16
 WIDE = TILE_VOCABULARY["cpu"] * 2 + 37  # two whole tiles and a part of one
 TREES = tuple(mixed_trees())

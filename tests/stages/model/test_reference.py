@@ -14,7 +14,8 @@ from align.stages.model.logprobs import choose_path
 from align.stages.model.reference import HfReference, TreeScorer
 from support.families import TREE_FAMILIES, tiny_model
 
-pytestmark = [  # peft's own, while it saves an adapter
+pytestmark = [
+    pytest.mark.numeric,  # peft's own, while it saves an adapter
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers. to:UserWarning"),
 ]

@@ -25,7 +25,8 @@ from support.families import (
     tiny_model,
 )
 
-pytestmark = [  # peft's own, while it saves an adapter
+pytestmark = [
+    pytest.mark.numeric,  # peft's own, while it saves an adapter
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers. to:UserWarning"),
 ]

@@ -15,6 +15,8 @@ from align.stages.train.router_balance import router_metrics, router_share
 from support.families import TREE_FAMILIES, mixed_trees, tiny_model
 from support.mixtures import MIXTURES, oracle
 
+pytestmark = pytest.mark.numeric
+
 ROUTING = -1  # of the outputs of a pass, the last
 
 

@@ -13,6 +13,8 @@ from align.stages.model.tree_attention import (
     windows_by_kind,
 )
 
+pytestmark = pytest.mark.numeric
+
 CPU = torch.device("cpu")
 
 

@@ -22,6 +22,8 @@ from support.branch_by_branch import (
 )
 from support.families import TREE_FAMILIES, mixed_trees, tiny_model
 
+pytestmark = pytest.mark.numeric
+
 TREES = tuple(mixed_trees())
 FLOAT32 = TrainOptions(dtype="float32")
 SLOPES = slopes_of(num_tokens(TREES)), slopes_of(num_tokens(TREES), seed=1)

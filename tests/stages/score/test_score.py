@@ -13,6 +13,8 @@ from align.stages.score.score import KnownScores
 from support.encoded_rows import encoded
 from support.faulty_scorer import Faulty
 
+pytestmark = pytest.mark.numeric
+
 
 def reasons(scores):
     return Counter(bad.reason for bad in scores.rejected)

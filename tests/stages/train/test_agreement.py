@@ -7,6 +7,8 @@ from align.stages.storage.verify_cache import sample_rows
 from align.stages.train.evaluation import largest_gap
 from support.training_world import job_of, session_of
 
+pytestmark = pytest.mark.numeric
+
 
 @pytest.fixture
 def session(training_world, one_rank):

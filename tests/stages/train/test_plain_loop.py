@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from support import plain_loop
+from support.rounding import EPSILON, NATS, apart
 from support.training_world import START, job_of, learn
 
 LEARNING = {
@@ -14,9 +15,9 @@ LEARNING = {
     "warmup": 0.0,
     "schedule": "constant",
     "max_grad_norm": 1.0,
-    # AdamW divides by the size of a gradient: of one near 0 it would magnify the rounding error.
-    "epsilon": 1e-6,
+    "epsilon": EPSILON,
 }
+pytestmark = pytest.mark.numeric
 CASES = [("pairs", "dpo"), ("pairs", "kto"), ("labels", "kto"), ("pairs", "orpo")]
 
 
@@ -37,29 +38,31 @@ def test_training_ends_in_the_weights_of_a_plain_loop(training_world, one_rank, 
     model, stored = plain_model(training_world), plain_loop.rows_of(folder)
     steps = [[stored[row] for row in rows] for rows in row_ids(session, 5)]
     losses = plain_loop.train(model, getattr(plain_loop, method), steps, lr=1e-3, max_norm=1.0)
-    assert [metrics["loss"] for _, metrics in recorded.steps] == pytest.approx(losses, rel=1e-5)
+    # Of the slope in a margin, beta / 2, a twentieth of its error is left.
+    found = [metrics["loss"] for _, metrics in recorded.steps]
+    assert found == pytest.approx(losses, rel=1e-5, abs=NATS / 20)
     weights = dict(model.named_parameters())
     for name, tensor in session.engine.weights().items():
-        assert (tensor - weights[name].detach()).abs().max() < 1e-5, name
+        assert (tensor - weights[name].detach()).abs().max() <= apart(5 * 1e-3), name
     moved = weights["model.norm.weight"].detach() - 1
-    assert moved.abs().max() > 1e-3
+    assert moved.abs().max() > EPSILON  # the first step alone is 1e-3 |g| / (|g| + EPSILON)
 
 
 def test_the_first_step_of_dpo_is_ln_2_with_rewards_of_0(training_world, one_rank):
     _, recorded = learn(job_of(training_world.pairs, "dpo", max_steps=1), one_rank)
     (_, metrics), *_ = recorded.steps
-    assert metrics["loss"] == pytest.approx(math.log(2), abs=1e-4)
+    assert metrics["loss"] == pytest.approx(math.log(2), abs=NATS)
     for name in ("rewards/chosen", "rewards/rejected", "rewards/margins"):
-        assert metrics[name] == pytest.approx(0, abs=1e-4)
+        assert metrics[name] == pytest.approx(0, abs=NATS)
 
 
 @pytest.mark.parametrize("cache", ["pairs", "labels"])
 def test_the_first_step_of_kto_is_one_half_with_rewards_of_0(training_world, one_rank, cache):
     _, recorded = learn(job_of(getattr(training_world, cache), "kto", max_steps=1), one_rank)
     (_, metrics), *_ = recorded.steps
-    assert metrics["loss"] == pytest.approx(0.5, abs=1e-4)  # 1 - sigmoid(beta (0 - 0))
+    assert metrics["loss"] == pytest.approx(0.5, abs=NATS)  # 1 - sigmoid(beta (0 - 0))
     for name in ("rewards/chosen", "rewards/rejected", "kl/raw", "kl/clamped"):
-        assert metrics[name] == pytest.approx(0, abs=1e-4)
+        assert metrics[name] == pytest.approx(0, abs=NATS)
 
 
 def test_the_first_step_of_orpo_on_one_row_is_its_formula(training_world, one_rank):
@@ -75,6 +78,6 @@ def test_the_first_step_of_orpo_on_one_row_is_its_formula(training_world, one_ra
     ratio = odds[0] - odds[1]
     loss = -means[0] + 0.1 * math.log(1 + math.exp(-ratio))
     (_, metrics), *_ = recorded.steps
-    assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
-    assert metrics["log_odds/ratio"] == pytest.approx(ratio, rel=1e-4)
-    assert metrics["nll"] == pytest.approx(-means[0], rel=1e-5)
+    assert metrics["loss"] == pytest.approx(loss, abs=NATS)
+    assert metrics["log_odds/ratio"] == pytest.approx(ratio, abs=NATS)
+    assert metrics["nll"] == pytest.approx(-means[0], abs=NATS)

@@ -7,6 +7,8 @@ import pytest
 from align.stages.methods.table import METHODS
 from support.programs import run_ranks
 
+pytestmark = pytest.mark.numeric
+
 # Every method; every layout of a GPU, way to load a policy, head and modifier with some of them.
 PLAIN = [f"{name} flex plain" for name in METHODS]
 CASES = [

@@ -1,0 +1,18 @@
+"""How far apart two right answers in float32 may be, and what follows for what is made of them."""
+
+from align.schemas.rows import LEAST
+
+UNIT = 2.0**-24  # rounding shifts a number by so much of itself at most
+NATS = LEAST  # a sequence, and so a mean of ratios, and a reward where beta is 1 or less
+STEP = 1e-4  # of a gradient, or of its norm: n u for the thousand tokens of a step is 6e-5
+# AdamW moves by lr g / (|g| + epsilon). Beside the usual 1e-8 that is a whole step where nothing
+# but rounding is left of g; beside this a gradient that is 1e-7 off moves a thousandth of it more.
+EPSILON = 1e-4
+
+
+def apart(rates, *, norm=1.0):
+    """How far weights end apart beside EPSILON, of the sum of the learning rates.
+
+    Gradients are clipped to a norm, and elements of them 1e-7 of it apart.
+    """
+    return rates * norm * 1e-7 / EPSILON
