@@ -223,6 +223,16 @@ def test_one_row_for_each_completion_is_the_same_data(here):
         assert selected(apart, "--rows", kind)[0].sort("prompt").equals(expected)
 
 
+def test_text_of_a_plain_file_that_is_left_behind_is_warned_of(here, caplog):
+    persona = "You are a pirate, and you say so."
+    write_lines("scored.jsonl", [{**row, "persona": persona, "id": "a1"} for row in SCORED])
+    for columns, told in (((), ["persona"]), (("--map", "persona="), [])):
+        caplog.clear()
+        selected("scored.jsonl", *columns)
+        lines = [record.getMessage() for record in caplog.records if record.name == "align"]
+        assert [name for name in ("persona", "id") if f"{name!r}" in "".join(lines)] == told
+
+
 def test_columns_of_a_plain_file_may_have_other_names(here):
     renamed = [{"q": row["prompt"], "a": row["completions"], "r": row["scores"]} for row in SCORED]
     write_lines("renamed.jsonl", renamed)
