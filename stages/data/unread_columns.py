@@ -37,6 +37,12 @@ LATE_CELLS = 100
 LISTED = 8  # columns
 # What an exported cache has besides its rows: ids, log-probs and mismatched completions.
 _EXPORTED = re.compile(r"row_id|prompt_cut|KL_.+|.+_(ids|cut)(_\d+)?|ref_.*logps(_\d+)?")
+_LETTERS = (
+    pa.types.is_string,
+    pa.types.is_large_string,
+    pa.types.is_binary,
+    pa.types.is_large_binary,
+)
 _MET, _PHRASES = "unread cells of ", "unread phrases of "  # begin counts; a column follows
 
 
@@ -165,7 +171,7 @@ def _cells(
 def _has_text(kind: pa.DataType) -> bool:
     if pa.types.is_nested(kind):
         return any(_has_text(kind.field(index).type) for index in range(kind.num_fields))
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+    return any(is_kind(kind) for is_kind in _LETTERS)
 
 
 def _of_arrow(file: InputFile, names: Sequence[str], size: int) -> Iterator[tuple[str, Any]]:
@@ -202,14 +208,15 @@ def _spread(batch: pa.RecordBatch) -> Iterator[tuple[str, Any]]:
         count = min(CELLS, len(filled))
         for place in np.linspace(0, len(filled) - 1, count).astype(int) if count else ():
             with suppress(UnicodeDecodeError):  # bytes that are no text
-                yield name, column[int(filled[place])].as_py()
+                cell = column[int(filled[place])].as_py()
+                yield name, cell.decode() if isinstance(cell, bytes) else cell
 
 
 def _lengths(column: pa.Array) -> NDArray[np.int64]:
     """The lengths of texts or lists; 1 of anything else."""
     kind = column.type
-    wide = pa.types.is_large_string(kind) or pa.types.is_large_list(kind)
-    if not (wide or pa.types.is_string(kind) or pa.types.is_list(kind)):
+    wide = kind in (pa.large_string(), pa.large_binary()) or pa.types.is_large_list(kind)
+    if not (wide or kind in (pa.string(), pa.binary()) or pa.types.is_list(kind)):
         return np.ones(len(column), dtype=np.int64)
     offsets = np.frombuffer(column.buffers()[1], dtype=np.int64 if wide else np.int32)
     return np.diff(offsets[column.offset : column.offset + len(column) + 1]).astype(np.int64)

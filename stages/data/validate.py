@@ -147,6 +147,12 @@ def _message(entry: Any, index: int, column: str) -> Message:
             raise BadRow(
                 "schema", f"message {index} of {column!r} has no text as {key!r}: {shown(entry)}"
             )
+    if "function_call" in message:
+        raise BadRow(
+            "schema",
+            f"message {index} of {column!r} has a 'function_call', which chat templates do not "
+            "know: give it as one of 'tool_calls'",
+        )
     calls = message.get("tool_calls", [])
     if not isinstance(calls, list) or not all(map(_is_call, calls)):
         raise BadRow("schema", f"'tool_calls' in {column!r} is not a list of calls: {shown(calls)}")

@@ -265,6 +265,7 @@ def test_renamed_columns_are_read_and_named_in_rejections():
         (PAIRED | {"chosen": ["c"]}, "schema", "message 0 of 'chosen'"),
         (CHAT | {"chosen": [{"speaker": "gpt", "value": "c"}]}, "schema", "no text as 'role'"),
         (CHAT | {"chosen": [bot("c") | {"tool_calls": "[]"}]}, "schema", "not a list of calls"),
+        (CHAT | {"chosen": [bot("") | {"function_call": {"name": "f"}}]}, "schema", "tool_calls"),
         (
             CHAT | {"chosen": [bot("c") | {"tool_calls": [{"function": "{}"}]}]},
             "schema",

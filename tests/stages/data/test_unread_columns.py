@@ -169,6 +169,14 @@ def test_text_anywhere_in_a_parquet_file_is_found_by_where_its_column_has_data(t
     assert "'note'" in refusal(tmp_path / "b.parquet")
 
 
+def test_text_in_a_column_of_bytes_is_text_and_a_picture_is_none(tmp_path):
+    rows = [pair(n, note=text(n).encode(), picture=b"\xff\xd8" + bytes(n)) for n in range(60)]
+    write_parquet(tmp_path / "a.parquet", rows)
+    said = refusal(tmp_path / "a.parquet")
+    assert "'note'" in said
+    assert "'picture'" not in said
+
+
 def test_of_a_parquet_file_a_bounded_part_of_unread_columns_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(unread_columns, "BYTES", 16 * 4096)
     rows = [pair(n, kind=f"{n:05} " + "x" * 100) for n in range(20_000)]
