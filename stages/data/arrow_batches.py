@@ -1,4 +1,4 @@
-"""Batches of columnar files: none of a file is missing, and each is read in bounded parts."""
+"""Batches of columnar files: none is missing, each is validated, and is read in bounded parts."""
 
 from __future__ import annotations
 
@@ -70,13 +70,61 @@ def _unended(path: Path, batches: int, rest: bytes) -> str:
 
 
 def bounded(batch: pa.RecordBatch, rows: int, size: int) -> Iterator[pa.RecordBatch]:
-    """Yields the batch in plain types, in parts of at most so many rows and bytes."""
+    """Yields the batch, once it is valid, in plain types and parts of so many rows and bytes."""
+    _require_valid(batch)
     schema = pa.schema([(field.name, _plain(field.type)) for field in batch.schema])
     for start in range(0, batch.num_rows, rows):
         part = batch.slice(start, rows)
         if schema.types != batch.schema.types:  # to cast is to load all of Arrow's functions
             part = part.cast(schema)
         yield from _halves(part.replace_schema_metadata(None), size)
+
+
+def _require_valid(batch: pa.RecordBatch) -> None:
+    """Refuses a batch whose lengths, offsets or indices lead out of it, before any is followed."""
+    batch.validate()
+    for column in batch.columns:
+        kind = _as_bytes(column.type)
+        (column if kind == column.type else column.view(kind)).validate(full=True)
+
+
+def _as_bytes(kind: pa.DataType) -> pa.DataType:
+    """Returns the type of the same layout without text: what is no UTF-8 is a matter of its row."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return _as_bytes(kind.storage_type)
+    if pa.types.is_dictionary(kind):
+        return pa.dictionary(kind.index_type, _as_bytes(kind.value_type), kind.ordered)
+    if pa.types.is_run_end_encoded(kind):
+        return pa.run_end_encoded(kind.run_end_type, _as_bytes(kind.value_type))
+    if pa.types.is_map(kind):
+        return pa.map_(_field(kind.key_field), _field(kind.item_field), kind.keys_sorted)
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(_field(kind.value_field), kind.list_size)
+    if pa.types.is_union(kind):
+        return pa.union(map(_field, kind), kind.mode, kind.type_codes)
+    if pa.types.is_struct(kind):
+        return pa.struct(map(_field, kind))
+    for is_kind, make in _LISTS:
+        if is_kind(kind):
+            return make(_field(kind.value_field))
+    return _BYTES.get(kind, kind)
+
+
+def _field(field: pa.Field) -> pa.Field:
+    return field.with_type(_as_bytes(field.type))
+
+
+_LISTS = (
+    (pa.types.is_list, pa.list_),
+    (pa.types.is_large_list, pa.large_list),
+    (pa.types.is_list_view, pa.list_view),
+    (pa.types.is_large_list_view, pa.large_list_view),
+)
+_BYTES = {
+    pa.string(): pa.binary(),
+    pa.large_string(): pa.large_binary(),
+    pa.string_view(): pa.binary_view(),
+}
 
 
 def _halves(batch: pa.RecordBatch, size: int) -> Iterator[pa.RecordBatch]:
@@ -94,9 +142,9 @@ def _plain(kind: pa.DataType) -> pa.DataType:
         return _plain(kind.value_type)
     if pa.types.is_string_view(kind):
         return pa.large_string()
-    if pa.types.is_list(kind) or pa.types.is_list_view(kind):
+    if pa.types.is_list(kind):
         return pa.list_(_plain(kind.value_type))
-    if pa.types.is_large_list(kind) or pa.types.is_large_list_view(kind):
+    if pa.types.is_large_list(kind):
         return pa.large_list(_plain(kind.value_type))
     if pa.types.is_struct(kind):
         return pa.struct([(field.name, _plain(field.type)) for field in kind])

@@ -335,7 +335,7 @@ def _arrow_cells(batch: pa.RecordBatch) -> Iterator[Cells | BadRow]:
     names = batch.schema.names
     try:
         columns = [_column(column) for column in batch.columns]
-    except (ValueError, KeyError):  # no text, or an object that has a key twice
+    except (ValueError, KeyError, ArithmeticError):
         return (_arrow_row(batch, row) for row in range(batch.num_rows))
     return (dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True))
 
@@ -355,8 +355,9 @@ def _arrow_row(batch: pa.RecordBatch, row: int) -> Cells | BadRow:
         except UnicodeDecodeError as error:
             detail = f"byte {error.start} of {name!r} is not UTF-8: {shown(error.object)}"
             return BadRow("bad_utf8", detail)
-        except (ValueError, KeyError) as error:
-            return BadRow("schema", f"{name!r} has an object with a key twice: {error}")
+        except (ValueError, KeyError, ArithmeticError) as error:
+            # An object that has a key twice; a time or a decimal that Python has not.
+            return BadRow("schema", f"{name!r} cannot be read: {shown(str(error))}")
     return cells
 
 

@@ -143,7 +143,8 @@ def parquet_payloads(
 ) -> Iterator[ArrowRows]:
     """Yields the rows of a Parquet file, row group by row group."""
     # Without buffer_size a whole column chunk is held; with pre_buffer the whole file.
-    with pq.ParquetFile(path, memory_map=False, pre_buffer=False, buffer_size=1 << 20) as file:
+    way = {"pre_buffer": False, "buffer_size": 1 << 20, "page_checksum_verification": True}
+    with pq.ParquetFile(path, memory_map=False, **way) as file:
         wanted = [name for name in file.schema_arrow.names if name in columns]
         for group in range(stretch.start, min(stretch.stop, file.num_row_groups)):
             promised, found = file.metadata.row_group(group), 0

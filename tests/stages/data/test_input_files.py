@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import pickle
+import struct
 from itertools import product
 from pathlib import Path
 
@@ -241,12 +242,75 @@ def test_no_bit_of_a_page_header_loses_rows_without_a_word(tmp_path, version):
     assert refused
 
 
+def test_a_page_that_is_not_what_its_checksum_says_is_refused(tmp_path):
+    path = tmp_path / "a.parquet"
+    written = {"compression": "none", "use_dictionary": False, "write_page_checksum": True}
+    pq.write_table(pa.Table.from_pylist(PAIRS), path, **written)
+    assert len(read_all(path)[0]) == len(PAIRS)
+    path.write_bytes(path.read_bytes().replace(b"Servus", b"Ser\0us"))
+    with pytest.raises(BadDataError, match=r"a\.parquet cannot be read"):
+        read_all(path)
+
+
 def test_row_groups_that_name_fewer_rows_than_the_footer_are_refused(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.Table.from_pylist(PAIRS), path, row_group_size=5)
     path.write_bytes(path.read_bytes().replace(b"\x16\x1e", b"\x16\x20"))  # of the file: 15, 16
     with pytest.raises(UsageError, match="15 rows, and its footer 16"):
         open_inputs([str(path)])
+
+
+TEXTS = {"prompt": ["p" * 3, "q" * 5, "XX"], "chosen": ["c"] * 3, "rejected": ["r" * 2] * 3}
+KINDS = {
+    "string": pa.string(),
+    "large_string": pa.large_string(),
+    "dictionary": pa.dictionary(pa.int32(), pa.string()),
+    "list": pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())])),
+    "view list": pa.list_view(pa.struct([("role", pa.string()), ("content", pa.string_view())])),
+}
+
+
+def write_prompts(path, kind):
+    """The texts as one batch; in their prompts, which are of this kind."""
+    texts = TEXTS["prompt"]
+    prompts = [[{"role": "user", "content": text}] for text in texts] if "list" in kind else texts
+    batch = pa.record_batch(TEXTS | {"prompt": pa.array(prompts, KINDS[kind])})
+    with pa.ipc.new_stream(str(path), batch.schema) as writer:
+        writer.write_batch(batch)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_of_a_file_that_are_no_text_reject_their_own_row_only(tmp_path, kind):
+    path = tmp_path / "a.arrow"
+    path.write_bytes(write_prompts(path, kind).replace(b"XX", b"\xff\xff"))
+    records, rejected = read_all(path)
+    assert [record.row for record in records] == [0, 1]
+    assert [(bad.row, bad.reason) for bad in rejected] == [(2, "bad_utf8")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "numbers", "further"),
+    [
+        ("string", [0, 3, 8, 10], [0, 3, 8, 1000]),
+        ("string", [0, 3, 8, 10], [0, 3, -8, 10]),
+        ("large_string", [0, 0, 3, 0, 8, 0, 10, 0], [0, 0, 3, 0, 8, 0, 1 << 20, 0]),
+        ("dictionary", [0, 1, 2], [0, 1, 9]),
+        ("list", [0, 1, 2, 3], [0, 1, 2, 4]),
+        ("list", [0, 3, 8, 10], [0, 3, 8, 1 << 20]),
+        ("view list", [0, 1, 2], [0, 1, 5]),
+    ],
+)
+def test_offsets_and_indices_that_lead_out_of_their_batch_are_refused(
+    tmp_path, kind, numbers, further
+):
+    path = tmp_path / "a.arrow"
+    whole = write_prompts(path, kind)
+    before, after = (struct.pack(f"<{len(one)}i", *one) for one in (numbers, further))
+    assert before in whole
+    path.write_bytes(whole.replace(before, after))
+    with pytest.raises(BadDataError, match=r"a\.arrow cannot be read after row 0"):
+        read_all(path)
 
 
 def test_an_array_element_longer_than_the_buffer_is_read_whole(tmp_path):

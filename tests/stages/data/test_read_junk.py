@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,6 +11,8 @@ from align.stages.data.data_schema import detect_shape
 from align.stages.data.decode_rows import parse_chunk
 from align.stages.data.file_formats import CsvRows, JsonRows
 from align.stages.data.input_files import Chunk
+from support.damaged_files import ARROW, PARQUET, faults_of, read_in_slices
+from support.flips import SEED
 
 
 def shape_of(columns):
@@ -60,3 +63,22 @@ def test_rows_in_are_records_plus_rejected(columns, data):
 @given(st.sampled_from(COLUMNS), st.lists(st.lists(st.text() | st.just("[{"), max_size=5)))
 def test_csv_rows_in_are_records_plus_rejected(columns, rows):
     require_every_row_once(Chunk(1, 7, CsvRows(columns, rows)), shape_of(columns))
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(400, marks=pytest.mark.long)])
+@pytest.mark.parametrize("layout", ARROW)
+def test_a_damaged_arrow_file_is_refused_or_read_row_by_row_from_its_own_bytes(
+    tmp_path, layout, count
+):
+    (tmp_path / "whole.arrow").write_bytes(ARROW[layout])
+    assert len(read_in_slices(tmp_path / "whole.arrow")[0]) == 30
+    path, is_plain = tmp_path / "a.arrow", "zstd" not in layout
+    assert not faults_of(path, ARROW[layout], count, SEED, is_plain)
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(400, marks=pytest.mark.long)])
+@pytest.mark.parametrize("layout", PARQUET)
+def test_a_damaged_parquet_file_is_refused_or_read_row_by_row(tmp_path, layout, count):
+    (tmp_path / "whole.parquet").write_bytes(PARQUET[layout])
+    assert len(read_in_slices(tmp_path / "whole.parquet")[0]) == 30
+    assert not faults_of(tmp_path / "a.parquet", PARQUET[layout], count, SEED)

@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from align.schemas.rows import Role
 from align.stages.data.data_schema import detect_shape
-from align.stages.data.decode_rows import parse_chunk
+from align.stages.data.decode_rows import parse_chunk, read_cells
 from align.stages.data.file_formats import ArrowRows, CsvRows, JsonRows
 from align.stages.data.input_files import Chunk
 
@@ -160,3 +160,12 @@ def test_arrow_values_of_other_types_are_read_or_rejected():
     assert rejected[0].reason == "null"
     days = pa.table({"prompt": [date(2024, 1, 1)], "chosen": [b"c"], "rejected": ["r"]})
     assert parse_arrow(days)[1][0].reason == "schema"
+
+
+def test_times_that_python_has_not_reject_their_own_row_only():
+    when = pa.array([0, 2**62], pa.timestamp("us"))
+    table = pa.table({"prompt": ["p", "q"], "chosen": ["c"] * 2, "rejected": ["r"] * 2})
+    cells = read_cells(ArrowRows(table.append_column("when", when).to_batches()[0]), ("when",))
+    first, second = cells
+    assert (first["prompt"], second.reason) == ("p", "schema")
+    assert "'when'" in second.detail
