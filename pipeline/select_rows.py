@@ -16,6 +16,7 @@ from ..schemas.rows import BadRow, Text
 from ..schemas.table_manifest import TableManifest
 from ..stages.data.validate import read_completion, read_prompt
 from ..stages.select.selection import select_rows
+from ..stages.storage.locks import owner_lock
 from ..stages.storage.objects import Location
 from ..stages.storage.tables import TableFolder
 from .table_inputs import read_input
@@ -63,8 +64,6 @@ def select(config: Config, judged: str) -> SelectResult:
     """Makes preference data of judged samples, or of scored rows in a plain file."""
     options = config.select
     _require_sense(options)
-    output = TableFolder.at(options.output, "selected")
-    output.prepare()
     source = read_input(config, judged, "judged")
     selected = select_rows(_described(source.table), options)
     counts = {**source.left_out, **selected.counts}
@@ -72,13 +71,16 @@ def select(config: Config, judged: str) -> SelectResult:
         raise UsageError(_nothing(judged, counts, options.rows))
     settings = {**asdict(options), "length": _unit_of_length(source.table)}
     del settings["output"]
-    manifest = output.publish(
-        selected.table,
-        made_from={source.kind: source.root},
-        settings=settings,
-        counts=counts,
-        sampling=source.sampling,
-    )
+    output = TableFolder.at(options.output, "selected")
+    output.prepare()
+    with owner_lock(output, "select"):
+        manifest = output.publish(
+            selected.table,
+            made_from={source.kind: source.root},
+            settings=settings,
+            counts=counts,
+            sampling=source.sampling,
+        )
     return SelectResult(output.root, manifest)
 
 

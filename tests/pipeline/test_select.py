@@ -18,6 +18,7 @@ from align.stages.data.decode_rows import parse_chunk
 from align.stages.data.input_files import iter_chunks, open_inputs
 from align.stages.storage import objects
 from align.stages.storage.fs import sha256_of
+from align.stages.storage.locks import owner_lock
 from align.stages.storage.tables import TableFolder, read_table
 from support.command import align, refusal
 from support.stage_one import run
@@ -336,6 +337,23 @@ def test_a_table_that_its_manifest_does_not_name_is_data_of_unknown_sampling(her
     rows.head(1).write_parquet("align-selected/selected.parquet")
     config = replace(to(kl_pairs=0), data=DataOptions(files=["align-selected"]))
     assert run(config).manifest.sampling == ()
+
+
+def test_an_output_that_another_process_works_in_is_left_alone(here):
+    judged("judged", table_of(["a", "b"]))
+    selected("judged")
+    output = TableFolder.at("align-selected", "selected")
+    before = sha256_of(output.file), sha256_of(output.manifest)
+    with owner_lock(output, "select"):
+        assert "is in use by process" in refusal(75, "select", "judged", "--rows", "labels")
+    assert (sha256_of(output.file), sha256_of(output.manifest)) == before
+
+
+@pytest.mark.parametrize("given", ["nowhere", "nowhere.jsonl", "unscored.jsonl"])
+def test_an_input_that_is_refused_leaves_no_output(given, here):
+    write_lines("unscored.jsonl", [{"prompt": "a", "completions": [" x", " y"]}])
+    refusal(2, "select", given)
+    assert not Path("align-selected").exists()
 
 
 def test_too_many_bad_rows_of_a_plain_file_are_refused(here):
