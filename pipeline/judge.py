@@ -136,6 +136,7 @@ class _Call:
     """What one call judges, by which judge, and where."""
 
     config: Config
+    named: str  # the samples, as the user names them
     source: TableInput
     table: pl.DataFrame
     samples: SampleRows
@@ -239,6 +240,7 @@ def _opened(config: Config, samples: str, sampler: Sampler | None) -> _Call:
     is_pairwise = options.by == "pairwise"
     return _Call(
         config,
+        samples,
         source,
         table,
         rows,
@@ -274,12 +276,16 @@ def _working(config: Config, folder: TableFolder, share: Share | None) -> Iterat
 def _record(run: Run, call: _Call, made: TableManifest | None, judged: JudgeOutcome[Any]) -> None:
     """What MLflow is told of a table of judged samples."""
     run.log_params({f"judge.{name}": str(value) for name, value in call.settings.items()})
-    name = str(call.config.judge.output)
-    run.log_dataset("samples", digest=call.source.root, source=name, context="judging")
+    run.log_dataset("samples", digest=call.source.root, source=call.named, context="judging")
     run.log_metrics({"judge/new": float(judged.new), "judge/known": float(judged.known)})
     if made:
         counts = {f"judge/{name}": float(count) for name, count in made.counts.items()}
         run.log_metrics({**counts, "judge/rows": float(made.rows)})
-        run.set_tags({f"align.{name}": root for name, root in made.made_from.items()})
-        run.set_tags({"align.judged_root": made.root, "align.judged": str(call.folder.root)})
+        folders = {"samples": call.named, "against": call.config.judge.against}
+        tags = {f"align.{name}": place for name, place in folders.items() if place}
+        for name, found in made.made_from.items():
+            tags[f"align.{name}_root" if name in folders else f"align.{name}"] = found
+        run.set_tags(
+            {**tags, "align.judged_root": made.root, "align.judged": str(call.folder.root)}
+        )
         run.log_artifact(call.folder.manifest)

@@ -165,7 +165,7 @@ def _rows(job: RoundsJob, one: OneRound, progress: Progress) -> TableManifest:
     made = _said(select(job.selecting(one), str(one.judged)), progress)
     if not known:
         with recorded_work(job.config.tracking, one.selected, "select") as run:
-            run.set_tags({"align.selected": made.root})
+            run.set_tags({"align.selected_root": made.root, "align.selected": str(one.selected)})
             run.log_metrics({f"select/{name}": float(n) for name, n in made.counts.items()})
     return made
 

@@ -63,7 +63,11 @@ def test_mlflow_hears_what_was_judged_and_what_it_cost(tmp_path, monkeypatch):
     metrics = run.data.metrics
     assert (metrics["judge/judged"], metrics["judge/rows"], metrics["judge/new"]) == (4, 4, 4)
     assert run.data.params["judge.by"] == "exact"
-    assert len(run.data.tags["align.judged_root"]) == 64
+    manifest = read_table(TableFolder.at("out", "judged"))[0]
+    tags = {name: run.data.tags[f"align.{name}"] for name in ("samples", "judged")}
+    assert tags == {"samples": samples, "judged": "out"}
+    assert run.data.tags["align.judged_root"] == manifest.root
+    assert run.data.tags["align.samples_root"] == manifest.made_from["samples"]
 
 
 def test_calibrate_prints_a_table_and_needs_no_samples(tmp_path):

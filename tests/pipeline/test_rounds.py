@@ -6,6 +6,7 @@ import signal
 import time
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 
 import polars as pl
@@ -259,7 +260,11 @@ def test_mlflow_has_a_run_for_the_rounds_and_one_for_each_verb_below_it(compared
     held_out = [tags["align.stage"] for tags in children if "align.prompts" in tags]
     assert Counter(held_out) == {"sample": 2, "judge": 2}
     (select,) = [run for run in runs if run.data.tags["align.stage"] == "select"]
-    assert select.data.tags["align.selected"] == record(compared.folder, 1)["made"]["selected"]
+    assert select.data.tags["align.selected_root"] == record(compared.folder, 1)["made"]["selected"]
+    tables = ("samples", "judged", "selected", "cache")
+    tags = {name: of for one in children for name, of in one.items() if name != "align.round"}
+    assert all(Path(tags[f"align.{name}"]).is_dir() for name in tables)
+    assert all(len(tags[f"align.{name}_root"]) == 64 for name in tables)
     assert select.data.metrics["select/rows"] > 0
     assert {tags["mlflow.parentRunId"] for tags in children} == {parent.info.run_id}
     assert {tags["align.round"] for tags in children} == {"1"}
