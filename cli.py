@@ -117,6 +117,9 @@ def precompute_ref(
     flags: dict[str, Any],
     data: Data = None,
     part: Part = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Show no row as the model reads it.")
+    ] = False,
     config: ConfigFile = None,
     sets: Sets = None,
 ) -> None:
@@ -136,13 +139,14 @@ def precompute_ref(
     if local.model.tensor_parallel > 1:
         from .pipeline.parallel_reference import precompute_in_parallel
 
-        say_once(precompute_in_parallel(local, progress=begin_work()))
+        say_once(precompute_in_parallel(local, progress=begin_work(), shows_row=not quiet))
         return
     reference, progress = HfReference(local.model, own_digests()), begin_work()
     if share is None:
-        say(precompute(local, reference, progress=progress).text())
+        say(precompute(local, reference, progress=progress, shows_row=not quiet).text())
         return
-    made = precompute_part(recorded_by_first(local), reference, share, progress=progress)
+    recorded = recorded_by_first(local)
+    made = precompute_part(recorded, reference, share, progress=progress, shows_row=not quiet)
     # The cache's root is named once, by the rank that was the last to end.
     (say if made.has_published else say_once)(made.text())
 

@@ -31,7 +31,7 @@ class Told:
     trees: tuple[Tree, ...] = ()  # to score; none, and nothing to open: it is done
 
 
-def precompute_in_parallel(config: Config, *, progress: Progress) -> str:
+def precompute_in_parallel(config: Config, *, progress: Progress, shows_row: bool = False) -> str:
     """Makes the cache on rank zero and sums it up; the others hold their part until it is made."""
     with joined_world() as world, naming_lost_peers(world):
         _require_ranks(config, world)
@@ -40,7 +40,8 @@ def precompute_in_parallel(config: Config, *, progress: Progress) -> str:
             _follow(reference, world)
             return ""
         with _leading(reference, world) as leader:
-            return precompute(config, leader, progress=progress).text()
+            made = precompute(config, leader, progress=progress, shows_row=shows_row)
+            return made.text()
 
 
 def _require_ranks(config: Config, world: World) -> None:

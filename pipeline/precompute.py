@@ -36,7 +36,7 @@ from .mlflow_sync import recorded_work, send_earlier
 from .precompute_plan import STAGE_ONE, Job, make_plan, open_job, remake_ring, ring_of
 from .ray_executor import executor_of
 from .rejected_rows import RejectedRows
-from .scoring_worker import ScoreTasks, Tally
+from .scoring_worker import ScoreTasks, Tally, lines_of_first
 
 _HINTS = {
     "oom": "oom: score where there is more memory, or lower --max-length.",
@@ -46,11 +46,17 @@ _HINTS = {
 
 
 def precompute(
-    config: Config, reference: Reference, *, progress: Progress, stage: str = STAGE_ONE
+    config: Config,
+    reference: Reference,
+    *,
+    progress: Progress,
+    stage: str = STAGE_ONE,
+    shows_row: bool = False,
 ) -> PrecomputeResult:
     """Makes the cache that the config describes, or finishes what earlier runs and parts left.
 
-    `stage` is the command, which names the run in the tracking store.
+    `stage` is the command, which names the run in the tracking store; `shows_row` shows a row
+    before any is scored.
     """
     job = open_job(config, reference, stage)
     run_id = _new_id()
@@ -65,7 +71,7 @@ def precompute(
             return _result(job, finished)
         on_gpu = job.fingerprint.get("model.device") == "cuda"
         executor = executor_of(config.scoring, None, on_gpu=on_gpu)
-        call = _Call(job, run_id, executor, progress)
+        call = _Call(job, run_id, executor, progress, shows_row=shows_row)
         with recorded_work(tracking, local, stage) as run:
             manifest = call.finish(run, plan)
     assert manifest, "an executor without a part leaves no unit"
@@ -79,10 +85,12 @@ def precompute_part(
     *,
     progress: Progress,
     stage: str = STAGE_ONE,
+    shows_row: bool = False,
 ) -> PartResult:
     """Makes one part of the cache; beside it, other processes may make the others.
 
-    It takes no lock on the cache. What all parts need, it prepares itself if it is not there.
+    It takes no lock on the cache. What all parts need, it prepares itself if it is not there. Of
+    all parts the first shows a row.
     """
     executor = executor_of(config.scoring, share, on_gpu=False)  # this process
     job = open_job(config, reference, stage)
@@ -93,7 +101,8 @@ def precompute_part(
             collect(job.folder, [job.work])
         return PartResult(share, home, Tally(), whole=_result(job, finished))
     job.folder.prepare()
-    call = _Call(job, _new_id(), executor, progress)
+    is_first = share.number == 1
+    call = _Call(job, _new_id(), executor, progress, shows_row=shows_row and is_first)
     local = job.folder.local
     with recorded_work(config.tracking, local, stage, is_alone=False) as run:
         run.set_tags({"align.part": str(share)})
@@ -116,6 +125,7 @@ class _Call:
     run_id: str
     executor: Executor
     progress: Progress
+    shows_row: bool = False
     tally: Tally = field(default_factory=Tally)
     has_published: bool = False
     _has_written: bool = False  # the manifest
@@ -152,6 +162,9 @@ class _Call:
             run.log_metrics(self.tally.metrics(), step=self.tally.units)
 
         tasks = ScoreTasks.of(self.job, plan, self.run_id)
+        if self.shows_row and not all(map(tasks.is_committed, range(len(tasks.sizes)))):
+            for line in lines_of_first(tasks, self.job):
+                self.progress.say(line)
         self.executor.run(tasks, progress=self.progress, on_done=count)
         self.tally.seconds = time.perf_counter() - started
 

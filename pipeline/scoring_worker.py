@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -16,6 +16,7 @@ from ..schemas.cache import Plan
 from ..schemas.errors import FingerprintError
 from ..schemas.json_codec import digest
 from ..schemas.rows import Reference, Scorer
+from ..stages.data.shown_row import lines_of
 from ..stages.pairing.kl_partners import CutRule
 from ..stages.pairing.ring import Ring
 from ..stages.pairing.units import build_unit
@@ -26,6 +27,8 @@ from ..stages.storage.commits import UnitFacts, commit_unit
 from ..stages.tracking.progress import Progress
 from .cache_compatibility import open_earlier
 from .precompute_plan import Job, ring_of
+
+ROWS_TRIED = 64  # of rows without a partner, before none is shown
 
 
 @dataclass
@@ -155,6 +158,21 @@ class ScoreTasks:
             f"({', '.join(differing)} differ). Every machine needs the same model folder, the same "
             "versions and the same kind of device (--device)."
         )
+
+
+def lines_of_first(tasks: ScoreTasks, job: Job) -> Iterator[str]:
+    """What the model reads of the first row on the ring that has all of its branches.
+
+    The lines hold text of the data: they are for who runs the command, and for no record of it.
+    """
+    for row in range(min(ROWS_TRIED, tasks.plan.unit_offsets[-1])):
+        found = build_unit(tasks.ring, row, row + 1, tasks.cut_rule).rows
+        if len(found):
+            file = job.paths[int(found.file[0])].name
+            yield from lines_of(
+                found, job.tokenizer, file=file, prompt_side=job.config.tokens.prompt_side
+            )
+            return
 
 
 def _this_process() -> tuple[str, int]:

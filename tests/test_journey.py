@@ -64,6 +64,14 @@ def test_a_log_gets_plain_lines(journey):
     said = journey.answer.out + journey.answer.err
     assert said.isprintable() or set(filter(lambda c: not c.isprintable(), said)) == {"\n"}
     lines = journey.answer.err.splitlines()
+    row = [line for line in lines if line.startswith(("row ", "  "))]
+    assert [line.partition(",")[0] for line in row[1:]] == [
+        *("  prompt", "  chosen", "  rejected", "  mismatched")
+    ]
+    begin = lines.index(row[0])
+    assert lines[begin : begin + 5] == row
+    assert lines[begin + 5].startswith("scoring: ")  # begins
+    lines = [line for line in lines if line not in row]
     assert [line.partition(":")[0] for line in lines] == [
         "reading and tokenizing",
         "reading and tokenizing",
@@ -152,8 +160,11 @@ def test_verify_reads_the_settings_beside_the_cache(world, tmp_path):
     lines = ["model:", f"  path: {world.model}", "  trust_remote_code: true"]
     (tmp_path / "align.yaml").write_text("\n".join(lines))
     shutil.copy(world.data.paired, tmp_path / "data.parquet")
-    arguments = ["--no-mlflow", "--output", tmp_path / "cache"]
-    assert align("precompute-ref", tmp_path / "data.parquet", *arguments).code == 0
+    arguments = ["--no-mlflow", "--quiet", "--output", tmp_path / "cache"]
+    answer = align("precompute-ref", tmp_path / "data.parquet", *arguments)
+    assert answer.code == 0
+    assert "scoring: 60 rows" in answer.err
+    assert "as the model reads it" not in answer.err
     assert "64 branches scored again" in align("verify", tmp_path / "cache").out
     distrustful = ["--set", "model.trust_remote_code=false"]
     assert "model.code: the cache has" in refusal(4, "verify", tmp_path / "cache", *distrustful)

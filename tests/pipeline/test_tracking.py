@@ -1,6 +1,7 @@
 """What MLflow is told about a run, and what a run cares when it cannot be told."""
 
 import json
+import re
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from align.pipeline.mlflow_sync import sync_runs
+from align.pipeline.precompute import precompute
 from align.schemas.config import DataOptions, TrackingOptions
 from align.schemas.errors import BadDataError, CorruptionError, Interrupted, UsageError
 from align.stages.storage.cache_folder import CacheFolder
@@ -18,7 +20,7 @@ from align.stages.tracking import journaled_run
 from align.stages.tracking.mlflow_client import MlflowStore
 from align.stages.tracking.outbox import load_ledger, new_record, open_ledger, unsent_runs
 from support.mlflow_runs import open_store, the_run
-from support.stage_one import child, contents, run
+from support.stage_one import Heard, child, contents, run
 from support.stub_reference import StubReference
 
 
@@ -45,6 +47,18 @@ class Failing(StubReference):
 
     def open(self):
         raise self.error
+
+
+def test_the_row_that_is_shown_is_in_no_record(tracked, tmp_path):
+    progress = Heard()
+    precompute(tracked, StubReference(), progress=progress, shows_row=True)
+    assert recorded(tracked).info.status == "FINISHED"
+    said = [part for line in progress.row for part in re.findall(r'[^"\\[\]]{12,}', line)]
+    assert len(said) > 4
+    store = Path(tracked.tracking.uri.removeprefix("sqlite:///"))
+    files = [store, *(path for path in tmp_path.rglob("*") if path.is_file())]
+    kept = b"".join(path.read_bytes() for path in files)
+    assert not [part for part in said if part.encode() in kept]
 
 
 def test_a_real_run_is_told_in_full(journey, world):

@@ -28,6 +28,27 @@ class Silent:
         """Nothing."""
 
 
+class Heard(Silent):
+    """Keeps what is said, and when a task begins."""
+
+    def __init__(self):
+        self.lines = []
+
+    def say(self, line):
+        """Kept."""
+        self.lines.append(line)
+
+    def begin(self, task, *, total, unit):
+        """Kept by its name."""
+        self.lines.append(task)
+
+    @property
+    def row(self):
+        """The lines of the row."""
+        begins = [place for place, line in enumerate(self.lines) if line.startswith("row ")]
+        return self.lines[begins[0] : self.lines.index("scoring")] if begins else []
+
+
 def run(config, reference=None, *, share=None):
     """Stage 1, or a part of it, in this process, with a reference that needs no model."""
     scorer = reference or StubReference()

@@ -1,0 +1,105 @@
+"""Shows a row as a model reads it: text in quotes, special tokens apart, what is missing counted.
+
+It is made from token ids, so it shows what a template, truncation and pairing have made of the
+data. Text is escaped as in JSON: none can pass for a token or for another line, nor drive the
+terminal that it is printed on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from ...schemas.errors import counted
+from ...schemas.rows import Role, RowBlock
+from ...schemas.safe_text import shown
+
+if TYPE_CHECKING:
+    from .tokenizer import TextTokenizer
+
+END_TOKENS = 64  # shown of either end of a prompt or a completion
+MOST_CHARACTERS = 4096  # of either, for a token may be of any length
+MOST_COMPLETIONS = 4
+
+
+def lines_of(
+    row: RowBlock, tokenizer: TextTokenizer, *, file: str, prompt_side: str
+) -> Iterator[str]:
+    """The lines to print of a block of one row; of its mismatched completions, the first."""
+    reader = _Reader(tokenizer)
+    prompt, roles = row.prompts[0].tolist(), [Role(role) for role in row.roles.tolist()]
+    own = [branch for branch, role in enumerate(roles) if role != Role.MISMATCHED]
+
+    def completion(branch: int) -> str:
+        return reader.said(row.completions[branch].tolist(), int(row.cut[branch]), "right")
+
+    yield f"row {int(row.row[0])} of {shown(file)} as the model reads it, [special tokens] apart:"
+    yield f"  prompt, {reader.said(prompt, int(row.prompt_cut[0]), prompt_side, begins=True)}"
+    for branch in own[:MOST_COMPLETIONS]:
+        score = float(row.scores[branch])
+        worth = f" (score {score:g})" if math.isfinite(score) else ""
+        yield f"  {roles[branch].name.lower()}{worth}, {completion(branch)}"
+    if len(own) > MOST_COMPLETIONS:
+        yield f"  and {counted(len(own) - MOST_COMPLETIONS, 'more completions')}"
+    if len(own) < len(roles):
+        yield f"  mismatched, of another row, {completion(roles.index(Role.MISMATCHED))}"
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Turns token ids back into text and the names of special tokens."""
+
+    tokenizer: TextTokenizer
+
+    def said(self, ids: Sequence[int], cut: int, side: str, *, begins: bool = False) -> str:
+        """How many tokens there are, what they say, and how many have been cut on that side."""
+        pieces = [*self._pieces(ids, begins)]
+        if cut:  # a prompt that is cut on its left has kept its BOS
+            place = len(pieces) if side == "right" else int(ids[0] == self.tokenizer.bos)
+            pieces.insert(place, f"({counted(cut, 'tokens')} cut)")
+        text = shown(" ".join(pieces))
+        if (more := len(text) - MOST_CHARACTERS) > 0:
+            half = MOST_CHARACTERS // 2
+            text = f"{text[:half]} ({counted(more, 'characters')} not shown) {text[-half:]}"
+        return f"{counted(len(ids), 'tokens')}: {text}"
+
+    def _pieces(self, ids: Sequence[int], begins: bool) -> Iterator[str]:
+        hidden = len(ids) - 2 * END_TOKENS
+        if hidden <= 0:
+            yield from self._runs(ids, begins)
+        else:
+            yield from self._runs(ids[:END_TOKENS], begins)
+            yield f"({counted(hidden, 'tokens')} not shown)"
+            yield from self._runs(ids[-END_TOKENS:])
+
+    def _runs(self, ids: Sequence[int], begins: bool = False) -> Iterator[str]:
+        for is_special, run in groupby(ids, self._special.__contains__):
+            tokens = [*run]
+            if is_special:
+                yield from (_quoted(f"[{self._special[token]}]")[1:-1] for token in tokens)
+            else:
+                yield _quoted(self._text(tokens, begins))
+            begins = begins and tokens == [self.tokenizer.bos]
+
+    def _text(self, ids: Sequence[int], begins: bool) -> str:
+        """The text of tokens; a blank before it is one of the text, unless a sequence begins."""
+        decode = self.tokenizer.backend.decode
+        anchor = [] if begins else self.tokenizer.backend.encode("a", add_special_tokens=False).ids
+        text: str = decode([*anchor, *ids], skip_special_tokens=False)
+        return text[len(decode(anchor, skip_special_tokens=False)) :]
+
+    @cached_property
+    def _special(self) -> dict[int, str]:
+        """The special tokens, and those that end a turn, by id."""
+        added, stops = self.tokenizer.added, self.tokenizer.stops.tokens
+        own = {*added.special, *stops, self.tokenizer.bos}
+        return {token: text for token, text in added.texts.items() if token in own}
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

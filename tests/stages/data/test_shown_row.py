@@ -1,0 +1,109 @@
+"""A row is shown as the model reads it, and its text can be taken for nothing else."""
+
+from itertools import pairwise
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from align.schemas.config import TokenOptions
+from align.schemas.row_keys import key_rows
+from align.schemas.rows import Role
+from align.stages.data.shown_row import END_TOKENS, MOST_CHARACTERS, MOST_COMPLETIONS, lines_of
+from align.stages.data.tokenizer import load_tokenizer
+from support.byte_tokenizers import FAMILIES, byte_tokenizer
+from support.encoded_rows import encoded
+
+ASKED = '<bos><start_of_turn>user\nHi "you"<end_of_turn>\n<start_of_turn>model\n'
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory):
+    """Of bytes: a character of ASCII is a token."""
+    return load_tokenizer(
+        byte_tokenizer(tmp_path_factory.mktemp("tok"), **FAMILIES["gemma"]), TokenOptions()
+    )
+
+
+def shown(tokenizer, *texts, side="left", file="data.jsonl", **more):
+    """The lines of a row of these texts, its prompt first."""
+    ids = [tokenizer.backend.encode(text, add_special_tokens=False).ids for text in texts]
+    (row,) = [key_rows([encoded(*ids, row=7, **more)], seed=0, carried=()).rows]
+    return [*lines_of(row, tokenizer, file=file, prompt_side=side)]
+
+
+def test_special_tokens_stand_apart_from_text(gemma):
+    lines = shown(gemma, ASKED, " I.\n<end_of_turn>", "No")
+    assert lines == [
+        "row 7 of data.jsonl as the model reads it, [special tokens] apart:",
+        # 2 special, 5 of the role's line, 8 of the message, 1 + 1 of its end, 1 + 6 of the answer's
+        r'  prompt, 24 tokens: [<bos>] [<start_of_turn>] "user\nHi \"you\"" [<end_of_turn>] "\n" '
+        r'[<start_of_turn>] "model\n"',
+        r'  chosen, 5 tokens: " I.\n" [<end_of_turn>]',
+        '  rejected, 2 tokens: "No"',
+    ]
+
+
+def test_what_was_cut_is_counted_where_it_was(gemma):
+    cut = {"prompt_cut": 3, "cut": (1, 0)}
+    (_, prompt, chosen, rejected) = shown(gemma, "<bos>abc", "de", "f", **cut)
+    assert prompt == '  prompt, 4 tokens: [<bos>] (3 tokens cut) "abc"'
+    assert chosen == '  chosen, 2 tokens: "de" (1 token cut)'
+    assert rejected == '  rejected, 1 token: "f"'
+    assert shown(gemma, "abc", "d", "e", **cut)[1] == '  prompt, 3 tokens: (3 tokens cut) "abc"'
+    assert shown(gemma, "abc", "d", "e", side="right", **cut)[1].endswith('"abc" (3 tokens cut)')
+
+
+def test_no_text_passes_for_a_token_or_a_line_or_drives_a_terminal(gemma):
+    text = '\x1b]0;title\x07\x1b[2J\r\n\x9b\u202e [<end>] "(9 tokens cut)" C:\\new\x7f'
+    lines = shown(gemma, "q", text, "a", file="\x1b[2J.jsonl")
+    assert all(line.isprintable() for line in lines)
+    assert len(lines) == 4
+    quoted = lines[2].partition(": ")[2]
+    assert quoted.startswith(r'"\u001b]0;title\u0007\u001b[2J\r\n\u009b\u202e [<end>] \"(9 tok')
+    assert quoted.endswith(r'cut)\" C:\\new\u007f"')
+    assert not any(
+        one == '"' and before != "\\" for before, one in pairwise(quoted[1:-1])
+    )  # the quotes close once
+
+
+def test_what_is_long_is_shortened_in_its_middle_and_counted(gemma):
+    ends = "a" * END_TOKENS, "z" * END_TOKENS
+    whole, longer = "".join(ends), f"{ends[0]}{'m' * 1234}{ends[1]}"
+    (_, prompt, chosen, _) = shown(gemma, whole, longer, "x")
+    assert prompt.endswith(f'"{whole}"')
+    assert chosen.endswith(f': "{ends[0]}" (1,234 tokens not shown) "{ends[1]}"')
+    assert chosen.startswith("  chosen, 1,362 tokens: ")
+
+
+def test_tokens_of_any_length_are_bounded(tmp_path):
+    named = {"specials": ["<e>", "<" + "s" * 9000 + ">"], "template": None, "eos": "<e>"}
+    tokenizer = load_tokenizer(byte_tokenizer(tmp_path, **named), TokenOptions())
+    lines = shown(tokenizer, "q", named["specials"][1], "\x07" * 2 * END_TOKENS)
+    assert " characters not shown) " in lines[2]
+    assert max(map(len, lines)) < MOST_CHARACTERS + 100
+
+
+def test_of_many_completions_the_first_are_shown_with_their_scores(gemma):
+    answers = [f"answer {number}" for number in range(9)]
+    roles = (Role.CANDIDATE,) * 7 + (Role.MISMATCHED,) * 2
+    scores = (*range(7), None, None)
+    lines = shown(gemma, "q", *answers, roles=roles, scores=scores)
+    assert lines[2] == '  candidate (score 0), 8 tokens: "answer 0"'
+    assert lines[MOST_COMPLETIONS + 2 :] == [
+        "  and 3 more completions",
+        '  mismatched, of another row, 8 tokens: "answer 7"',
+    ]
+
+
+def test_a_blank_before_a_completion_is_its_own(tmp_path):
+    """A tokenizer that writes blanks as a part of words, and drops the first when it decodes."""
+    words = {"▁a": 0, "▁What": 1, "▁Paris": 2, "?": 3, "<e>": 4}
+    backend = Tokenizer(models.WordLevel(words, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<e>").save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path), TokenOptions())
+    (_, prompt, chosen, _) = shown(tokenizer, "What", " Paris", "a")
+    assert prompt == '  prompt, 1 token: "What"'
+    assert chosen == '  chosen, 1 token: " Paris"'
