@@ -18,7 +18,7 @@ ASKED = '<bos><start_of_turn>user\nHi "you"<end_of_turn>\n<start_of_turn>model\n
 
 
 @pytest.fixture(scope="module")
-def gemma(tmp_path_factory):
+def gemma_tokenizer(tmp_path_factory):
     """Of bytes: a character of ASCII is a token."""
     return load_tokenizer(
         byte_tokenizer(tmp_path_factory.mktemp("tok"), **FAMILIES["gemma"]), TokenOptions()
@@ -32,8 +32,8 @@ def shown(tokenizer, *texts, side="left", file="data.jsonl", **more):
     return [*lines_of(row, tokenizer, file=file, prompt_side=side)]
 
 
-def test_special_tokens_stand_apart_from_text(gemma):
-    lines = shown(gemma, ASKED, " I.\n<end_of_turn>", "No")
+def test_special_tokens_stand_apart_from_text(gemma_tokenizer):
+    lines = shown(gemma_tokenizer, ASKED, " I.\n<end_of_turn>", "No")
     assert lines == [
         "row 7 of data.jsonl as the model reads it, [special tokens] apart:",
         # 2 special, 5 of the role's line, 8 of the message, 1 + 1 of its end, 1 + 6 of the answer's
@@ -44,19 +44,24 @@ def test_special_tokens_stand_apart_from_text(gemma):
     ]
 
 
-def test_what_was_cut_is_counted_where_it_was(gemma):
+def test_what_was_cut_is_counted_where_it_was(gemma_tokenizer):
     cut = {"prompt_cut": 3, "cut": (1, 0)}
-    (_, prompt, chosen, rejected) = shown(gemma, "<bos>abc", "de", "f", **cut)
+    (_, prompt, chosen, rejected) = shown(gemma_tokenizer, "<bos>abc", "de", "f", **cut)
     assert prompt == '  prompt, 4 tokens: [<bos>] (3 tokens cut) "abc"'
     assert chosen == '  chosen, 2 tokens: "de" (1 token cut)'
     assert rejected == '  rejected, 1 token: "f"'
-    assert shown(gemma, "abc", "d", "e", **cut)[1] == '  prompt, 3 tokens: (3 tokens cut) "abc"'
-    assert shown(gemma, "abc", "d", "e", side="right", **cut)[1].endswith('"abc" (3 tokens cut)')
+    assert (
+        shown(gemma_tokenizer, "abc", "d", "e", **cut)[1]
+        == '  prompt, 3 tokens: (3 tokens cut) "abc"'
+    )
+    assert shown(gemma_tokenizer, "abc", "d", "e", side="right", **cut)[1].endswith(
+        '"abc" (3 tokens cut)'
+    )
 
 
-def test_no_text_passes_for_a_token_or_a_line_or_drives_a_terminal(gemma):
+def test_no_text_passes_for_a_token_or_a_line_or_drives_a_terminal(gemma_tokenizer):
     text = '\x1b]0;title\x07\x1b[2J\r\n\x9b\u202e [<end>] "(9 tokens cut)" C:\\new\x7f'
-    lines = shown(gemma, "q", text, "a", file="\x1b[2J.jsonl")
+    lines = shown(gemma_tokenizer, "q", text, "a", file="\x1b[2J.jsonl")
     assert all(line.isprintable() for line in lines)
     assert len(lines) == 4
     quoted = lines[2].partition(": ")[2]
@@ -67,10 +72,10 @@ def test_no_text_passes_for_a_token_or_a_line_or_drives_a_terminal(gemma):
     )  # the quotes close once
 
 
-def test_what_is_long_is_shortened_in_its_middle_and_counted(gemma):
+def test_what_is_long_is_shortened_in_its_middle_and_counted(gemma_tokenizer):
     ends = "a" * END_TOKENS, "z" * END_TOKENS
     whole, longer = "".join(ends), f"{ends[0]}{'m' * 1234}{ends[1]}"
-    (_, prompt, chosen, _) = shown(gemma, whole, longer, "x")
+    (_, prompt, chosen, _) = shown(gemma_tokenizer, whole, longer, "x")
     assert prompt.endswith(f'"{whole}"')
     assert chosen.endswith(f': "{ends[0]}" (1,234 tokens not shown) "{ends[1]}"')
     assert chosen.startswith("  chosen, 1,362 tokens: ")
@@ -84,11 +89,11 @@ def test_tokens_of_any_length_are_bounded(tmp_path):
     assert max(map(len, lines)) < MOST_CHARACTERS + 100
 
 
-def test_of_many_completions_the_first_are_shown_with_their_scores(gemma):
+def test_of_many_completions_the_first_are_shown_with_their_scores(gemma_tokenizer):
     answers = [f"answer {number}" for number in range(9)]
     roles = (Role.CANDIDATE,) * 7 + (Role.MISMATCHED,) * 2
     scores = (*range(7), None, None)
-    lines = shown(gemma, "q", *answers, roles=roles, scores=scores)
+    lines = shown(gemma_tokenizer, "q", *answers, roles=roles, scores=scores)
     assert lines[2] == '  candidate (score 0), 8 tokens: "answer 0"'
     assert lines[MOST_COMPLETIONS + 2 :] == [
         "  and 3 more completions",
