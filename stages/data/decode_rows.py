@@ -356,8 +356,9 @@ def _arrow_row(batch: pa.RecordBatch, row: int) -> Cells | BadRow:
             detail = f"byte {error.start} of {name!r} is not UTF-8: {shown(error.object)}"
             return BadRow("bad_utf8", detail)
         except (ValueError, KeyError, ArithmeticError) as error:
-            # An object that has a key twice; a time or a decimal that Python has not.
-            return BadRow("schema", f"{name!r} cannot be read: {shown(str(error))}")
+            is_twice = "duplicate" in str(error)  # else it is a time or a decimal that Python lacks
+            what = "has an object with a key twice" if is_twice else "cannot be read"
+            return BadRow("schema", f"{name!r} {what}: {error}")
     return cells
 
 
