@@ -161,10 +161,6 @@ def test_every_page_is_in_the_index():
     assert listed == {path.name for path in page("docs").glob("*.md")} - {"index.md"}
 
 
-def test_the_readme_fits_on_two_screens():
-    assert len(README.splitlines()) <= 90
-
-
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_is_in_the_readme(name):
     assert f"| `align {name}" in README
