@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 import shutil
 import signal
+import socket
 import tempfile
 import threading
 import traceback
@@ -39,6 +41,7 @@ QUIET = {
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
     "RAY_ENABLE_AUTO_CONNECT": "0",  # a thread that outlives the run begins no cluster of its own
 }
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # in what Ray says
 # As Ray does by itself on those two; it reads its environment when it is imported.
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 # What the command sets for itself, for workers on machines where it does not run.
@@ -252,6 +255,7 @@ def _join(ray: Any, address: str, folder: str) -> None:
     waiting = {name: os.environ[name] for name in WAITING if name in os.environ}
     elsewhere = {"runtime_env": {"env_vars": {**QUIET, **OFFLINE, **waiting}}}
     try:
+        _knock(address)
         ray.init(
             address=address or "local",  # not the one of RAY_ADDRESS, which was not asked for
             log_to_driver=False,
@@ -268,6 +272,13 @@ def _join(ray: Any, address: str, folder: str) -> None:
         ) from error
 
 
+def _knock(address: str) -> None:
+    """Raises OSError where nobody listens at HOST:PORT, for whom Ray would wait many minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=30).close()
+
+
 def _leave(ray: Any) -> None:
     """A failure on the way out does not take the place of what ended the run."""
     try:
@@ -278,7 +289,7 @@ def _leave(ray: Any) -> None:
 
 def _in_short(error: Exception) -> str:
     """The kind of an error, and of its text the first line and the last, which is often why."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in COLOURS.sub("", str(error)).splitlines() if line.strip()]
     ends = dict.fromkeys((*lines[:1], *lines[-1:]))
     return ": ".join((type(error).__name__, *ends)).rstrip(".")
 
