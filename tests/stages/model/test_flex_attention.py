@@ -181,7 +181,7 @@ def worst(found, expected):
     # Some biases make no difference, so that their gradient is nothing but rounding.
     top = max(sizes.values())
     return max(
-        gap / (sizes[name] if sizes[name] > 1e-6 * top else top) for name, gap in gaps.items()
+        gap / (sizes[name] if sizes[name] > 1e-4 * top else top) for name, gap in gaps.items()
     )
 
 

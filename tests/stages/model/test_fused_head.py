@@ -5,6 +5,7 @@ from transformers import AutoConfig
 from align.stages.model.fused_head import TILE_ROWS, TILE_VOCABULARY, HeadSpec, head_spec
 from support.fused_head import fused_logps
 from support.largest_storage import LargestStorage
+from support.rounding import NATS
 
 pytestmark = pytest.mark.numeric
 HIDDEN = 16
@@ -19,7 +20,7 @@ def test_the_fused_head_equals_a_float64_log_softmax(spec, with_bias, vocabulary
     logps = fused_logps(hidden, weight, bias, targets, spec)
     assert logps.dtype == torch.float32
     torch.testing.assert_close(
-        logps.double(), float64_logps(hidden, weight, bias, targets, spec), atol=1e-5, rtol=0
+        logps.double(), float64_logps(hidden, weight, bias, targets, spec), atol=NATS, rtol=0
     )
 
 
@@ -36,7 +37,7 @@ def test_half_precision_weights_are_multiplied_in_float32(dtype):
     hidden, weight = hidden.to(dtype), weight.to(dtype)
     logps = fused_logps(hidden, weight, None, targets, HeadSpec())
     expected = float64_logps(hidden, weight, None, targets, HeadSpec())
-    torch.testing.assert_close(logps.double(), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(logps.double(), expected, atol=NATS, rtol=0)
 
 
 def test_logits_of_ten_thousand_do_not_overflow():

@@ -9,6 +9,7 @@ from align.schemas.rows import Tree
 from align.stages.model import tree_attention
 from align.stages.model.policy import Policy
 from align.stages.model.tree_attention import pieces_of, tree_batch
+from support.rounding import NATS
 
 pytestmark = pytest.mark.numeric
 
@@ -57,7 +58,7 @@ def test_rows_at_a_time_give_the_same_numbers(monkeypatch, name, elements, rows)
     monkeypatch.setattr(tree_attention, "MASK_ELEMENTS", elements)
     monkeypatch.setattr(tree_attention, "MASK_ROWS", rows)
     cut, cut_gradients = learned(CONFIGS[name])
-    assert torch.allclose(cut, whole, rtol=0, atol=1e-5)
+    assert torch.allclose(cut, whole, rtol=0, atol=NATS)
     for some, others in zip(cut_gradients, gradients, strict=True):
         assert (some - others).abs().max() <= 1e-5 * others.abs().max()
 

@@ -13,6 +13,7 @@ from align.stages.model.logprobs import causal_model, tree_logps
 from align.stages.model.policy import Policy, load_policy
 from align.stages.model.reference import HfReference
 from support.families import learning_names, mixed_trees, tiny_model
+from support.rounding import NATS
 
 pytestmark = [
     pytest.mark.numeric,  # peft's own, while it saves an adapter
@@ -64,7 +65,7 @@ def test_the_model_runs_once_however_many_tokens_there_are(llama):
     assert sum(tree.num_tokens for tree in large) > 4096
     logps = policy(large)[0]
     assert len(calls) == 1
-    torch.testing.assert_close(logps, tree_logps(llama, large, policy.path), atol=1e-5, rtol=0)
+    torch.testing.assert_close(logps, tree_logps(llama, large, policy.path), atol=NATS, rtol=0)
 
 
 def test_dropout_is_off_unless_asked(tmp_path):
@@ -132,7 +133,7 @@ def test_a_fresh_adapter_changes_nothing_and_is_the_same_on_every_rank(saved_lla
     second = load_policy(options, FLOAT32, lora)
     assert all(map(torch.equal, first.parameters(), second.parameters()))
     plain = load_policy(options, FLOAT32, FULL)
-    torch.testing.assert_close(first(TREES), plain(TREES), atol=1e-5, rtol=0)
+    torch.testing.assert_close(first(TREES), plain(TREES), atol=NATS, rtol=0)
     other = load_policy(options, TrainOptions(dtype="float32", seed=1), lora)
     assert not all(map(torch.equal, first.parameters(), other.parameters()))
 
@@ -170,7 +171,7 @@ def test_a_reference_with_an_adapter_is_where_the_policy_starts(saved_llama, tmp
     adapted = ModelOptions(path=str(saved_llama), dtype="float32", adapter=str(tmp_path))
     reference = torch.from_numpy(HfReference(adapted).open().score(TREES))
     policy = load_policy(adapted, FLOAT32, FULL)
-    torch.testing.assert_close(policy(TREES)[0].detach(), reference, atol=1e-4, rtol=0)
+    torch.testing.assert_close(policy(TREES)[0].detach(), reference, atol=NATS, rtol=0)
     stored = load_file(saved_llama / "model.safetensors")
     assert {name for name, _ in policy.model.named_parameters()} == set(stored)
     assert len(learning_names(policy)) == len(stored)
