@@ -190,6 +190,10 @@ class SortedRows:
         """Reads a batch, unless it is held."""
         return lru_cache(self.held)(self._read)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the batches that are held: another process reads its own."""
+        return {name: value for name, value in vars(self).items() if name != "batch"}
+
     def _read(self, number: int) -> KeyedRows:
         entry = self.index[number]
         return _rows_of(read_batch(self.files[entry["file"]], entry["rows"]))

@@ -172,11 +172,11 @@ def test_a_real_model_gives_the_bytes_of_one_process(journey, cluster, tmp_path,
     for name, value in LOOPBACK.items():
         monkeypatch.setenv(name, value)
     words = ("precompute-ref", journey.folder / "data.parquet", "--output", tmp_path / "cache")
-    words += ("--no-mlflow", "--quiet", "--executor", "ray", "--ray-address", cluster.address)
+    words += ("--no-mlflow", "--executor", "ray", "--ray-address", cluster.address)
     made = launch(*words, "--ray-workers", 2, cwd=tmp_path)
     assert made.code == 0, made
     assert contents(tmp_path / "cache") == contents(journey.cache)
-    usual = ("reading", "note: ", "sorting", "scoring")
+    usual = ("reading", "note: ", "sorting", "row ", "  ", "scoring")
     assert [line for line in made.err.splitlines() if not line.startswith(usual)] == []
 
 
