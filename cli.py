@@ -134,8 +134,9 @@ def precompute_ref(
 
     command = "precompute-ref"
     given = load_settings(flags, sets or [], file=config, data=data or [], command=command).config
-    require_model(given)
-    share, local = share_of(part, os.environ), with_local_inputs(given)
+    share = share_of(part, os.environ)
+    require_model(given, share)
+    local = with_local_inputs(given)
     if local.model.tensor_parallel > 1:
         from .pipeline.parallel_reference import precompute_in_parallel
 

@@ -26,7 +26,7 @@ from ..stages.tracking.journaled_run import Run
 from ..stages.tracking.progress import Progress
 from .executor import Share
 from .judge_inputs import read_gold, sample_rows
-from .judges import JudgeOutcome, Pairs, RowJudge, compare, row_judge
+from .judges import JudgeOutcome, Pairs, RowJudge, compare, require_judge, row_judge
 from .language_judge import JudgeModel, Work, judge_model, with_template
 from .mlflow_sync import recorded_work
 from .table_inputs import TableInput, read_input
@@ -48,7 +48,7 @@ def judge(
     Of several parts, each that finds all judgments there publishes the table. `sampler` stands for
     the language model that the settings would name.
     """
-    call = _opened(config, samples, sampler)
+    call = _opened(config, samples, share, sampler)
     if manifest := call.published():
         known = manifest.counts.get("judgments", manifest.counts["judged"])
         return JudgeResult(call.folder.root, manifest, 0, known, share)
@@ -111,18 +111,23 @@ def calibrate(
     config: Config, gold: str, *, progress: Progress, sampler: Sampler | None = None
 ) -> Calibration:
     """Measures a judge on pairs of known preference; its judgments are kept as any others."""
-    model = _model(config, sampler)
+    require_judge(config, None, has_sampler=sampler is not None)
     pairs = read_gold(gold, config.data)
+    model = _model(config, sampler)
+    alone = None
+    if not (model and config.judge.by == "pairwise"):
+        alone = row_judge(config, pairs.samples.columns, model)
     folder = TableFolder.at(config.judge.output, "judged")
     folder.prepare()
     with _working(config, folder, None) as run:
         work = Work(folder.answers(config.judge.answers), run, progress)
-        if model and config.judge.by == "pairwise":
+        if alone is None:
+            assert model
             compared = compare(model, pairs.pairs, work)
             shares = of_comparisons([one for *_, one in compared.found or ()])
             counts = compared.counts
         else:
-            outcome = row_judge(config, pairs.samples.columns, model).score(pairs.samples, work)
+            outcome = alone.score(pairs.samples, work)
             scores, counts = outcome.found or {}, outcome.counts
             keyed = [[(one.prompt_key, one.number) for one in pair] for pair in pairs.pairs]
             shares = of_scores((scores.get(first), scores.get(second)) for first, second in keyed)
@@ -224,15 +229,16 @@ class _Call:
 LANGUAGE = ("rubric", "pairwise")
 
 
-def _opened(config: Config, samples: str, sampler: Sampler | None) -> _Call:
+def _opened(config: Config, samples: str, share: Share | None, sampler: Sampler | None) -> _Call:
     """Reads the samples, and finds the judge; loads no weights."""
     options = config.judge
-    model = _model(config, sampler)
     if options.against and options.by != "pairwise":
         raise UsageError("judge.against: only judge.by pairwise compares with other samples.")
+    require_judge(config, share, has_sampler=sampler is not None)
     source = read_input(config, samples, "samples")
     table = source.table
     rows = sample_rows(table, samples)
+    model = _model(config, sampler)
     against = None
     if options.against:
         other, others = read_table(TableFolder.at(options.against, "samples"))
@@ -253,10 +259,6 @@ def _opened(config: Config, samples: str, sampler: Sampler | None) -> _Call:
 
 def _model(config: Config, sampler: Sampler | None) -> JudgeModel | None:
     """The language model that judges; None where the judge is another one."""
-    if config.judge.by == "none":
-        raise UsageError(
-            "Name the judge by --by: reward, rubric, pairwise, exact, regex or function."
-        )
     if config.judge.by not in LANGUAGE:
         return None
     return with_template(config, sampler) if sampler else judge_model(config)

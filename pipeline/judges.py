@@ -8,13 +8,17 @@ from functools import partial
 from typing import Generic, TypeAlias, TypeVar
 
 from ..schemas.config import Config
+from ..schemas.errors import UsageError
 from ..schemas.json_codec import digest
+from ..stages.judge.judge_template import load_template
 from ..stages.judge.judged_rows import SampleRows
 from ..stages.judge.judgments import Candidate, pairwise_questions, rubric_questions
 from ..stages.judge.verdicts import Compared
 from ..stages.judge.verifiers import Verifier, verifier_of
 from ..stages.storage.local_copies import work_folder
-from .language_judge import Answered, JudgeModel, Work, answer
+from .executor import Share
+from .language_judge import Answered, JudgeModel, Work, answer, require_named
+from .ray_executor import require_executor
 
 Found = TypeVar("Found")
 SampleKey: TypeAlias = tuple[str, int]  # of a prompt, and the number of its sample
@@ -38,6 +42,26 @@ class RowJudge:
 
     made_from: Mapping[str, str]
     score: Callable[[SampleRows, Work], JudgeOutcome[Scores]]
+
+
+def require_judge(config: Config, share: Share | None, *, has_sampler: bool) -> None:
+    """Refuses what the settings alone get wrong, before data or a model are looked at."""
+    options, is_served = config.judge, bool(config.server.url)
+    if options.by == "none":
+        raise UsageError(
+            "Name the judge by --by: reward, rubric, pairwise, exact, regex or function."
+        )
+    if options.by == "reward":
+        if not config.rewards.model:
+            raise UsageError("judge.by reward: name the reward model by --reward-model DIR.")
+        require_executor(config.scoring, share)
+    elif options.by in ("rubric", "pairwise"):
+        require_executor(config.scoring, share, is_served=is_served)
+        load_template(options.by, options.template)
+        if not has_sampler:
+            require_named(config)
+    else:
+        verifier_of(options, [options.answer])  # as if there were such a column
 
 
 def row_judge(config: Config, columns: Sequence[str], model: JudgeModel | None) -> RowJudge:

@@ -59,14 +59,19 @@ def judge_model(config: Config) -> JudgeModel:
 
 def judge_sampler(config: Config) -> Sampler:
     """The model that the settings name; asks a server nothing."""
+    require_named(config)
+    model = replace(config.model, path=config.judge.model, adapter="")
+    return sampler_of(model, config.tokens, config.server, config.scoring)
+
+
+def require_named(config: Config) -> None:
+    """Refuses settings that name no language model."""
     options = config.judge
     if not (options.model or config.server.url):
         raise UsageError(
             f"judge.by {options.by}: name the language model: its folder by --model DIR "
             "(judge.model), or its server by --server URL (server.url)."
         )
-    model = replace(config.model, path=options.model, adapter="")
-    return sampler_of(model, config.tokens, config.server, config.scoring)
 
 
 def with_template(config: Config, sampler: Sampler) -> JudgeModel:

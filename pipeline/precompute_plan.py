@@ -32,6 +32,7 @@ from ..stages.data.slice_encoder import EncodingJob
 from ..stages.data.tokenizer import TextTokenizer, load_tokenizer, tokenizer_fingerprint
 from ..stages.data.unread_columns import not_read, require_read, require_watched_read
 from ..stages.engine.launchers import ranks_here
+from ..stages.model.folder_check import require_peft
 from ..stages.pairing.key_ranges import number_of_ranges
 from ..stages.pairing.ring import Ring, complete_ring
 from ..stages.pairing.units import unit_offsets
@@ -46,7 +47,7 @@ from ..stages.storage.tables import drawing_of
 from .cache_compatibility import candidates, fingerprint, require_growth
 from .executor import Executor, Inline, Share
 from .prepare_tasks import ArrangeTasks, EncodeTasks, Preparation
-from .ray_executor import RayActors
+from .ray_executor import RayActors, require_executor
 from .rejected_rows import RejectedRows, first_rejected
 from .task_processes import Children, usable_cores
 
@@ -94,13 +95,17 @@ class Job:
         return bool(version) and _published_plan(self.folder, version) == self.plan_key
 
 
-def require_model(config: Config) -> None:
-    """Refuses a config without a reference model, before anything heavy is loaded."""
+def require_model(config: Config, share: Share | None = None) -> None:
+    """Refuses what the settings alone get wrong, before data or a model are looked at."""
     if not config.model.path:
         raise UsageError(
             "No reference model. Pass --model DIR, set ALIGN_MODEL, or run `align init` and set "
             "model.path in align.yaml."
         )
+    if config.model.adapter:
+        require_peft()
+    if config.model.tensor_parallel == 1:  # the ranks of one reference have no executor
+        require_executor(config.scoring, share)
 
 
 def open_job(config: Config, reference: Reference, stage: str = STAGE_ONE) -> Job:
@@ -111,11 +116,12 @@ def open_job(config: Config, reference: Reference, stage: str = STAGE_ONE) -> Jo
     opened = open_inputs(config.data.files)
     if stage == STAGE_ONE:
         require_one_split(opened, stage, config.cache.output)
+    tokenizer = load_tokenizer(config.model.path, config.tokens)
+    reference.hidden_size()  # before bytes are digested: a device or a config may be missing
     inputs, before = _in_order(opened)
     shape = require_read(inputs, common_shape(inputs, config.data.map, config.data.carry))
     if stage == STAGE_ONE:
         require_scores(inputs, shape)
-    tokenizer = load_tokenizer(config.model.path, config.tokens)
     shape = replace(shape, wrap=tokenizer.wrapping(config.data.wrap, config.model.path))
     if first_is_conversation(inputs, shape):
         tokenizer.require_template(config.model.path)

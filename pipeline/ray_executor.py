@@ -53,8 +53,18 @@ def executor_of(
     options: ScoringOptions, share: Share | None, *, on_gpu: bool, is_served: bool = False
 ) -> Executor:
     """The executor that the options ask for; a part, or a server, does not go with actors."""
+    require_executor(options, share, is_served=is_served)
     if options.executor == "inline":
         return Inline(share or Share())
+    return RayActors.of(options, on_gpu=on_gpu)
+
+
+def require_executor(
+    options: ScoringOptions, share: Share | None, *, is_served: bool = False
+) -> None:
+    """Refuses, by the settings alone, an executor that there cannot be."""
+    if options.executor == "inline":
+        return
     if share:
         raise UsageError(
             f"--executor {options.executor}: a part, or a rank, makes its share in its own "
@@ -65,7 +75,8 @@ def executor_of(
             f"--executor {options.executor}: a server does the work elsewhere already. Leave it "
             "out, and raise --concurrency."
         )
-    return RayActors.of(options, on_gpu=on_gpu)
+    workers_of(options.ray_workers)
+    require_ray()
 
 
 @dataclass(frozen=True)
@@ -80,8 +91,6 @@ class RayActors:
     @staticmethod
     def of(options: ScoringOptions, *, on_gpu: bool) -> RayActors:
         """As the options ask; without a number, a worker on GPUs has one."""
-        workers_of(options.ray_workers)  # refused before rows are prepared
-        require_ray()
         gpus = options.ray_gpus_per_worker or float(on_gpu)
         return RayActors(options.ray_address, options.ray_workers, gpus)
 

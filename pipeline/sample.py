@@ -31,10 +31,17 @@ from ..stages.tracking.progress import Progress
 from .executor import Executor, Share
 from .mlflow_sync import recorded_work
 from .object_inputs import with_local_inputs
-from .ray_executor import executor_of
+from .ray_executor import executor_of, require_executor
 from .rejected_rows import SHOWN, RejectedRows, first_rejected
 from .sample_tasks import SampleTally, SampleTasks, is_empty
-from .samplers import LocalSampler, require_same_server, sampler_of, sampling_of, wrapping_of
+from .samplers import (
+    LocalSampler,
+    require_same_server,
+    require_sampled_model,
+    sampler_of,
+    sampling_of,
+    wrapping_of,
+)
 
 SAMPLES_PER_GROUP = 512  # of a local model: several batches, so that few of them are not full
 GROUPS_PER_PART = 4
@@ -53,6 +60,7 @@ def sample(
     With a share it makes that part of them, and the table if nothing is missing then.
     """
     started = time.perf_counter()
+    _require_sense(config, share, alpaca_eval)
     job = _open_job(with_local_inputs(config), share)
     if alpaca_eval:
         require_single_turns(job.prompts.values())
@@ -67,6 +75,19 @@ def sample(
         write_alpaca_eval(alpaca_eval, made, job.prompts, generator=job.generator)
     seconds = time.perf_counter() - started
     return SampleResult(job.folder.root, manifest, tally, known, share, job.notes, seconds)
+
+
+def _require_sense(config: Config, share: Share | None, alpaca_eval: Path | None) -> None:
+    """Refuses what the settings alone get wrong, before data or a model are looked at."""
+    is_served = bool(config.server.url)
+    require_executor(config.scoring, share, is_served=is_served)
+    if config.model.adapter and not is_served:
+        from ..stages.model.folder_check import require_peft  # noqa: PLC0415 - servers need none
+
+        require_peft()
+    require_sampled_model(config.model, config.server)
+    if alpaca_eval and not alpaca_eval.absolute().parent.is_dir():
+        raise UsageError(f"--alpaca-eval {alpaca_eval}: no such folder. Make it, or name another.")
 
 
 @dataclass(frozen=True)

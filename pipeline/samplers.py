@@ -33,6 +33,14 @@ def sampler_of(
 
         local = LocalSampler(local_options(model), tokens, scoring.tokens_per_batch)
         return ServerSampler(server, local.tokens_of if model.path else None)
+    require_sampled_model(model, server)
+    return LocalSampler(local_options(model), tokens, scoring.tokens_per_batch)
+
+
+def require_sampled_model(model: ModelOptions, server: ServerOptions) -> None:
+    """Refuses settings that name no model which samples can be drawn from."""
+    if server.url:
+        return
     if not model.path:
         raise UsageError(
             "No model to sample from. Pass --model DIR, or --server URL for one behind a server."
@@ -42,7 +50,6 @@ def sampler_of(
             "model.tensor_parallel: samples are drawn by whole models. Leave it at 1; a large "
             "model is spread by model.device_map, or served (--server URL)."
         )
-    return LocalSampler(local_options(model), tokens, scoring.tokens_per_batch)
 
 
 def wrapping_of(config: Config) -> Wrapping:

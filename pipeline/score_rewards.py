@@ -44,6 +44,7 @@ from ..stages.tracking.progress import Progress
 from .executor import Share
 from .object_inputs import with_local_inputs
 from .precompute import PartResult, precompute, precompute_part
+from .ray_executor import require_executor
 
 LABELS = {Role.CHOSEN: 1.0, Role.DESIRABLE: 1.0, Role.REJECTED: -1.0, Role.UNDESIRABLE: -1.0}
 
@@ -71,6 +72,7 @@ class Rewarded:
 
 def rewards_from_labels(config: Config) -> Rewarded:
     """Chosen and desirable completions score 1, all others -1."""
+    _require_writable(config)
     data = _opened(with_local_inputs(config), "score --from-labels")
     if data.shape.kind not in {"paired", "unpaired"}:
         raise UsageError(
@@ -91,6 +93,8 @@ def rewards_from_model(
 
     Of several parts, each that finds all completions scored writes the data.
     """
+    require_executor(config.scoring, share)
+    _require_writable(config)
     config = with_local_inputs(config)
     data = _opened(config, "score")
     if data.shape.kind == "scored_long":
@@ -134,7 +138,7 @@ def _opened(config: Config, command: str) -> _Data:
     return _Data(inputs, before, shape)
 
 
-def _output(config: Config) -> OutputFolder:
+def _require_writable(config: Config) -> None:
     if is_remote(config.rewards.output):
         raise UsageError(
             f"{config.rewards.output}: scored data are written to a disk. Choose an --output there."
@@ -144,7 +148,10 @@ def _output(config: Config) -> OutputFolder:
         raise UsageError(
             f"{folder}: its parent is not a folder. Make it, or choose another --output."
         )
-    output = OutputFolder(folder, "rewards")
+
+
+def _output(config: Config) -> OutputFolder:
+    output = OutputFolder(Path(config.rewards.output), "rewards")
     output.prepare()
     output.require_ours(ROWS)  # before hours of scoring
     return output

@@ -178,3 +178,46 @@ def test_the_config_of_a_run_trains_so_again(journey, here):
     assert answer.code == 0, answer
     again = ("--config", "align-run/config.yaml", "--output", "again")
     assert align("train", *again).code == 0
+
+
+NOWHERE = {
+    "precompute-ref": ("nowhere.jsonl", "--model", "nowhere"),
+    "score": ("nowhere.jsonl", "--reward-model", "nowhere"),
+    "sample": ("nowhere.jsonl", "--model", "nowhere"),
+    "judge": ("nowhere", "--by", "rubric", "--model", "nowhere"),
+    "judge by reward": ("nowhere", "--by", "reward", "--reward-model", "nowhere"),
+}
+
+
+@pytest.mark.parametrize("name", NOWHERE)
+def test_a_missing_ray_is_said_before_data_or_a_model_is_looked_at(name, here, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    words = (name.partition(" ")[0], *NOWHERE[name], "--set", "scoring.executor=ray")
+    assert "Ray is not installed" in refusal(2, *words)
+    assert [*here.iterdir()] == []
+
+
+@pytest.mark.parametrize("name", ["precompute-ref", "sample"])
+def test_a_missing_peft_is_said_before_data_or_a_model_is_looked_at(name, here, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert "pip install peft" in refusal(2, name, *NOWHERE[name], "--adapter", "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("sample", "nowhere.jsonl", "--model", "nowhere", "--alpaca-eval", "no/x.json"), "no/x"),
+        (("sample", "nowhere.jsonl"), "No model to sample from"),
+        (("score", *NOWHERE["score"], "--output", "no/scores"), "its parent is not a folder"),
+        (("judge", "nowhere"), "Name the judge by --by"),
+        (("judge", "nowhere", "--by", "reward"), "name the reward model"),
+        (("judge", "nowhere", "--by", "rubric"), "name the language model"),
+        (("judge", *NOWHERE["judge"], "--template", "no.j2"), "no.j2"),
+        (("judge", *NOWHERE["judge"], "--against", "no"), "only judge.by pairwise compares"),
+        (("judge", "nowhere", "--by", "regex", "--pattern", "("), "is not a regular expression"),
+        (("judge", "nowhere", "--by", "function", "--function", "no:no"), "cannot be imported"),
+    ],
+)
+def test_what_flags_alone_get_wrong_is_said_before_data_or_a_model_is_looked_at(words, said, here):
+    assert said in refusal(2, *words)
+    assert [*here.iterdir()] == []
