@@ -35,7 +35,8 @@ logger = logging.getLogger("align")
 KL_PAIRS = "cache.kl_pairs"
 FILES = "data.files"
 # A cache may grow in place along these; along all others it would become another cache.
-GROWS_ALONG = {FILES, KL_PAIRS}
+TOOLS = "data.tools"  # of the first rows: what was added may be the first that has any
+GROWS_ALONG = {FILES, KL_PAIRS, TOOLS}
 
 
 def fingerprint(
@@ -45,6 +46,7 @@ def fingerprint(
     shape: str,
     tokenizer: Mapping[str, str],
     model: Mapping[str, str],
+    converts_tools: bool,
 ) -> dict[str, str]:
     """Everything that the bytes of the cache depend on, by name."""
     tokens, cache = config.tokens, config.cache
@@ -54,6 +56,7 @@ def fingerprint(
         FILES: files,
         "data.shape": shape,
         **({"data.wrap": wrap} if wrap == "chat" else {}),  # the others leave text as it is
+        **({TOOLS: "converted"} if converts_tools else {}),  # once they were rendered as given
         **tokenizer,
         "tokens.max_length": str(tokens.max_length),
         "tokens.max_prompt_length": str(tokens.max_prompt_length),
@@ -129,9 +132,9 @@ def require_growth(
     if lost:
         what = "completions" if long_form else "rows"
         raise FingerprintError(
-            f"{folder.root} was made from other data: {lost} of its {total} {what} are not "
-            "in the data any more (data.files differs). Choose another --output; scores both "
-            "caches need are copied, not computed again."
+            f"{folder.root} was made from other data, or by a version of align that rendered them "
+            f"otherwise: {lost} of its {total} {what} are not in the data any more. Choose "
+            "another --output; scores both caches need are copied, not computed again."
         )
 
 

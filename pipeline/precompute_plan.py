@@ -18,7 +18,7 @@ from ..schemas.samples import Drawing
 from ..stages.data.chat_wrap import template_unused
 from ..stages.data.data_schema import Shape, common_shape, require_scores
 from ..stages.data.data_splits import require_one_split
-from ..stages.data.decode_rows import first_is_conversation
+from ..stages.data.decode_rows import first_records
 from ..stages.data.input_files import (
     Digested,
     InputFile,
@@ -123,7 +123,8 @@ def open_job(config: Config, reference: Reference, stage: str = STAGE_ONE) -> Jo
     if stage == STAGE_ONE:
         require_scores(inputs, shape)
     shape = replace(shape, wrap=tokenizer.wrapping(config.data.wrap, config.model.path))
-    if first_is_conversation(inputs, shape):
+    first = [*first_records(inputs, shape)]
+    if first and first[0].is_conversation:
         tokenizer.require_template(config.model.path)
     identity = dict(reference.identity())
     fields = fingerprint(
@@ -132,6 +133,7 @@ def open_job(config: Config, reference: Reference, stage: str = STAGE_ONE) -> Jo
         shape=digest({"kind": shape.kind, "source": shape.source, "carried": shape.carried}),
         tokenizer=tokenizer_fingerprint(tokenizer),
         model=identity,
+        converts_tools=any(map(tokenizer.converts, first)),
     )
     return Job(
         config=config,

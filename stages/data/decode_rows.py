@@ -58,12 +58,13 @@ def parse_chunk(
     return records, rejected
 
 
-def first_is_conversation(inputs: Sequence[InputFile], shape: Shape) -> bool:
-    """Whether the first record that can be used is a conversation."""
-    for chunk in iter_chunks(inputs, shape.columns, rows_per_chunk=16):
-        if records := parse_chunk(chunk, shape)[0]:
-            return records[0].is_conversation
-    return False
+def first_records(inputs: Sequence[InputFile], shape: Shape) -> Iterator[Record]:
+    """The first records of each file that can be used, few of them."""
+    for file in inputs:
+        for chunk in iter_chunks([file], shape.columns, rows_per_chunk=16):
+            if records := parse_chunk(chunk, shape)[0]:
+                yield from records
+                break
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,13 @@ class TextTokenizer:
         """The record with its calls of tools in the form that the chat template writes."""
         return self.tool_forms.fit(record) if self.template and uses_tools(record) else record
 
+    def converts(self, record: Record) -> bool:
+        """Whether the record is rendered in another form than it is given, or not at all."""
+        try:
+            return self.fitted(record) != record
+        except BadRow:
+            return True
+
     def render(self, record: Record) -> tuple[str, tuple[str, ...]]:
         """The prompt and each branch's full text; plain text is joined, conversations rendered."""
         if isinstance(record.prompt, str):
