@@ -35,7 +35,7 @@ logger = logging.getLogger("align")
 KL_PAIRS = "cache.kl_pairs"
 FILES = "data.files"
 # A cache may grow in place along these; along all others it would become another cache.
-TOOLS = "data.tools"  # of the first rows: what was added may be the first that has any
+TOOLS = "tool_calls"  # of the first rows: what was added may be the first that has any
 GROWS_ALONG = {FILES, KL_PAIRS, TOOLS}
 
 

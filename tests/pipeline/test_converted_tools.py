@@ -27,7 +27,7 @@ def row(number, arguments):
 
 
 @pytest.fixture
-def over(config, hermes, tmp_path):
+def calling(config, hermes, tmp_path):
     """A config over files of such rows: the arguments of each file's calls are given."""
 
     def make(*files):
@@ -49,25 +49,25 @@ def as_earlier(monkeypatch, config):
         return run(config)
 
 
-def test_a_cache_of_calls_that_are_converted_now_is_not_called_complete(over, monkeypatch):
-    config = over(json.dumps(ARGUMENTS))
+def test_a_cache_of_calls_that_are_converted_now_is_not_called_complete(calling, monkeypatch):
+    config = calling(json.dumps(ARGUMENTS))
     as_earlier(monkeypatch, config)
     with pytest.raises(FingerprintError, match="rendered them otherwise: 10 of its 10 rows"):
         run(config)
     other = replace(config, cache=replace(config.cache, output=config.cache.output + "-2"))
-    assert run(other).manifest.fingerprint["data.tools"] == "converted"
+    assert run(other).manifest.fingerprint["tool_calls"] == "converted"
 
 
-def test_a_cache_of_calls_that_are_not_converted_stays_complete(over, monkeypatch):
-    config = over(ARGUMENTS)
+def test_a_cache_of_calls_that_are_not_converted_stays_complete(calling, monkeypatch):
+    config = calling(ARGUMENTS)
     earlier = as_earlier(monkeypatch, config)
     again = run(config)
     assert again.was_complete
     assert again.manifest.root == earlier.manifest.root
-    assert "data.tools" not in earlier.manifest.fingerprint
+    assert "tool_calls" not in earlier.manifest.fingerprint
 
 
-def test_a_cache_grows_by_the_first_rows_that_are_converted(over):
-    first = run(over(ARGUMENTS)).manifest
-    grown = run(over(ARGUMENTS, json.dumps(ARGUMENTS))).manifest
+def test_a_cache_grows_by_the_first_rows_that_are_converted(calling):
+    first = run(calling(ARGUMENTS)).manifest
+    grown = run(calling(ARGUMENTS, json.dumps(ARGUMENTS))).manifest
     assert (first.rows, grown.rows) == (10, 20)
