@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from align.schemas.rows import allowed_gaps
 from support.command import launch
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.gpu
 
 METHODS = ("kto", "dpo", "orpo")
 LEARNING = ("--batch-size", 8, "--max-steps", 5, "--lr", 1e-3, "--set", "train.warmup=0")

@@ -19,7 +19,6 @@ from support.tiny_policy import some_trees
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(1200),
     pytest.mark.filterwarnings("default"),  # the compiler has advice for other programs
 ]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.command import launch, start
+from support.patience import PATIENCE
 from support.stage_one import contents
 
 SAYS_HOW_IT_WAITS = ("env", "-u", "OMP_WAIT_POLICY", "OMP_DISPLAY_ENV=VERBOSE")
@@ -42,7 +43,7 @@ def test_signals_end_a_run_with_their_number_and_the_next_run_goes_on(journey, t
         process = start(*command(journey, tmp_path / "cache"), cwd=tmp_path)
         until_it_scores(process)
         process.send_signal(number)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=PATIENCE)
         assert process.returncode == code, err
         last = err.splitlines()[-1]
         assert last.startswith(f"error: Interrupted by signal {int(number)}")
@@ -78,7 +79,7 @@ def test_how_threads_wait_is_for_the_user_to_say(tmp_path):
 def test_a_reader_that_goes_away_is_not_an_error(journey):
     process = start("inspect", journey.cache, "--json")
     process.stdout.close()
-    process.wait(60)
+    process.wait(PATIENCE)
     assert "Traceback" not in process.stderr.read()
     process.stderr.close()
 

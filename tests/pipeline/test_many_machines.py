@@ -13,6 +13,7 @@ from align.pipeline import resume
 from align.schemas.errors import UsageError
 from align.stages.storage.locks import owner_lock
 from align.stages.storage.run_folder import RunFolder
+from support.patience import PATIENCE
 from support.rooms import ROOT
 from support.rounding import EPSILON, NATS, apart
 from support.trainings import distances, learned, saved, weights
@@ -44,7 +45,7 @@ def begin(course, program, *more, failpoint=""):
 
 def ended(*launchers):
     """What each of them said, once all have ended well."""
-    said = [launcher.communicate(timeout=250)[1] for launcher in launchers]
+    said = [launcher.communicate(timeout=PATIENCE)[1] for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [0] * len(launchers), said
     return said
 

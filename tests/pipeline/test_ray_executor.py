@@ -21,7 +21,8 @@ from align.stages.pairing import key_ranges
 from align.stages.pairing.ring import complete_ring
 from align.stages.storage.cache_folder import CacheFolder
 from align.stages.tracking.progress import NoProgress
-from support.command import PATIENCE, launch, refusal, start
+from support.command import launch, refusal, start
+from support.patience import PATIENCE
 from support.ray_cluster import LOOPBACK, descendants, name_of, ray_cluster, until
 from support.stage_one import child, contents, run
 from support.stub_reference import FarReference, SlowReference, StubReference

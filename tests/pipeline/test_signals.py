@@ -10,13 +10,14 @@ from transformers import PreTrainedTokenizerBase
 from align.pipeline.executor import Share
 from align.schemas.config import DataOptions
 from align.schemas.errors import Interrupted
+from support.patience import PATIENCE
 from support.stage_one import Gate, child, contents, run
 
 
 def test_a_stopped_run_leaves_its_work_for_the_next(config, clean, tmp_path):
     gate = Gate()
     stopped = child(config, reference=gate.reference(), stderr=tmp_path / "said")
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(PATIENCE)
     os.kill(stopped.pid, signal.SIGTERM)
     stopped.join(60)
     assert stopped.exitcode == 143
@@ -30,7 +31,7 @@ def test_a_stopped_run_leaves_its_work_for_the_next(config, clean, tmp_path):
 def test_a_stopped_part_leaves_its_work_for_the_others(config, clean):
     gate = Gate()
     stopped = child(config, share=Share(2, 2), reference=gate.reference())
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(PATIENCE)
     os.kill(stopped.pid, signal.SIGTERM)
     stopped.join(60)
     assert stopped.exitcode == 143

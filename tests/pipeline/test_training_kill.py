@@ -10,6 +10,7 @@ import pytest
 
 from align.stages.storage.checkpoints import choose_checkpoint
 from align.stages.storage.run_folder import RunFolder
+from support.patience import PATIENCE
 from support.trainings import KILLED, learned, weights
 
 # Where a rank is killed, and what has to be there already. Six steps, a save after 2, 4 and 6.
@@ -87,7 +88,7 @@ def test_a_run_killed_at_random_moments_again_and_again_ends_in_the_same_bits(
         if code is None:
             with suppress(ProcessLookupError):  # it may end before the signal comes
                 os.kill(process.pid, signal.SIGKILL)
-            code = process.server.wait(process.pid, 60)
+            code = process.server.wait(process.pid, PATIENCE)
         if code == KILLED:
             landed += 1
             continue

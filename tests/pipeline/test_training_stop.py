@@ -11,6 +11,7 @@ from align.pipeline.train import stopped_at
 from align.stages.storage.locks import owner_lock
 from align.stages.storage.run_folder import RunFolder, read_ending
 from support.command import start
+from support.patience import PATIENCE
 from support.tracked_training import run_of
 from support.trainings import learned, weights
 
@@ -124,7 +125,7 @@ def test_a_launcher_that_is_asked_to_stop_leaves_a_checkpoint(course, tmp_path):
         if "step 1:" in line:
             break
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=200)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode != 0
     assert "error: Interrupted by signal 15" in err
     assert steps_saved(run)[-1] < 20
@@ -165,7 +166,9 @@ def test_ranks_whose_launcher_was_killed_save_and_stop(course, tmp_path):
         if "step 1:" in line:
             break
     process.kill()
-    _, err = process.communicate(timeout=200)  # its ranks hold the pipe: it is read to their end
+    _, err = process.communicate(
+        timeout=PATIENCE
+    )  # its ranks hold the pipe: it is read to their end
     assert f"The launcher, process {process.pid}, has ended: this rank stops too." in err
     assert err.count("error: Interrupted by signal 15") == 2
     assert "Traceback" not in err

@@ -14,6 +14,7 @@ from align.pipeline.executor import Share
 from align.schemas.config import DataOptions
 from align.schemas.errors import LockedError
 from align.stages.storage.cache_folder import CacheFolder
+from support.patience import PATIENCE
 from support.stage_one import Gate, child, contents, run
 
 KILLED = -signal.SIGKILL
@@ -43,7 +44,7 @@ def test_of_four_runs_at_once_one_works_and_three_are_refused(config, clean):
 def test_a_refusal_names_the_process_that_works_there(config, tmp_path):
     gate = Gate()
     owner = child(config, reference=gate.reference())
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(PATIENCE)
     late = child(config, stderr=tmp_path / "said")
     assert joined(late) == [75]
     said = (tmp_path / "said").read_text()
@@ -85,7 +86,7 @@ def test_parts_may_start_and_end_in_any_order(config, clean, order):
     for number in order:
         reference = gates[number].reference()
         runs.append(child(config, share=Share(number + 1, 4), reference=reference))
-        assert gates[number].reached.wait(60)  # each has begun before the next starts
+        assert gates[number].reached.wait(PATIENCE)  # each has begun before the next starts
     for number in reversed(order):
         gates[number].opened.set()
     assert joined(*runs) == [0, 0, 0, 0]
@@ -123,7 +124,7 @@ def test_the_number_of_parts_may_change_between_runs(config, clean):
 def test_a_part_that_still_works_while_another_publishes_ends_well(config, clean):
     gate = Gate()
     late = child(config, share=Share(1, 2), reference=gate.reference())
-    assert gate.reached.wait(60)  # it is about to score, while a whole call does everything
+    assert gate.reached.wait(PATIENCE)  # it is about to score, while a whole call does everything
     assert run(config).manifest.rows == 120
     gate.opened.set()
     assert joined(late) == [0]
@@ -138,7 +139,7 @@ def test_a_part_beside_other_data_in_its_folder_is_refused_once_that_is_publishe
     few = replace(config, data=DataOptions(files=[str(tmp_path / "few.jsonl")]))
     gate = Gate()
     late = child(config, share=Share(1, 2), reference=gate.reference(), stderr=tmp_path / "said")
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(PATIENCE)
     run(few)
     gate.opened.set()
     assert joined(late) == [LockedError.exit_code]
@@ -194,7 +195,7 @@ def test_tokenizing_processes_change_no_byte(config, clean):
 def test_children_of_a_run_do_not_keep_its_folder_locked(config):
     gate = Gate()
     owner = child(replace(config, data=replace(config.data, workers=2)), reference=gate.reference())
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(PATIENCE)
     os.kill(owner.pid, 9)
     assert joined(owner) == [KILLED]
     assert run(config).manifest.rows == 120

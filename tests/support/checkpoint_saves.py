@@ -14,6 +14,7 @@ from align.stages.storage.checkpoints import (
 )
 from align.stages.storage.locks import owner_lock
 from align.stages.storage.run_folder import save_model
+from support.patience import PATIENCE
 
 JOURNAL = CheckpointFile("metrics.jsonl", 3, "0" * 64)
 KEEP = Retention(keep_last=2, best="eval/loss")
@@ -82,7 +83,7 @@ class Ranks:
     def __init__(self, size):
         self.size = size
         self._said = [None] * size
-        self._gate = threading.Barrier(size, timeout=20)
+        self._gate = threading.Barrier(size, timeout=PATIENCE)
 
     def peers(self, rank):
         """One of them."""

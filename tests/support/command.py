@@ -13,8 +13,7 @@ from unittest import mock
 
 from align import cli
 from align.pipeline.signals import STOPS
-
-PATIENCE = 240  # seconds; a machine that is free needs a twentieth of it
+from support.patience import PATIENCE
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from support.patience import PATIENCE
+
 TESTS = Path(__file__).parents[1]  # where they are started, so that they find one another
 
 
@@ -32,7 +34,7 @@ def program(name, *arguments, ranks=1):
     return [sys.executable, *map(str, words)]
 
 
-def run_program(name, *arguments, ranks=1, timeout=280, **environment):
+def run_program(name, *arguments, ranks=1, timeout=PATIENCE, **environment):
     """Runs a module of this folder to its end, which has to be a good one."""
     done = subprocess.run(
         program(name, *arguments, ranks=ranks),

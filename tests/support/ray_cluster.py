@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from support.command import PATIENCE
+from support.patience import PATIENCE
 from support.programs import TESTS
 
 # Else Ray looks for the cluster at the address by which other machines reach this one.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from align.pipeline.precompute import precompute, precompute_part
 from align.schemas.errors import AlignError, Interrupted
+from support.patience import PATIENCE
 from support.stub_reference import StubReference
 
 
@@ -97,7 +98,7 @@ class GatedReference:
     def open(self):
         """Waits here."""
         self.reached.set()
-        assert self.opened.wait(60)
+        assert self.opened.wait(PATIENCE)
         return StubReference().open()
 
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from align.stages.storage.checkpoints import choose_checkpoint
 from align.stages.storage.run_folder import RunFolder
-from support.command import PATIENCE, Answer
+from support.command import Answer
+from support.patience import PATIENCE
 from support.programs import TESTS, program
 from support.rounding import EPSILON
 
@@ -67,7 +68,7 @@ class Server:
     def close(self):
         """Ends the server."""
         self._process.stdin.close()
-        self._process.wait(60)
+        self._process.wait(PATIENCE)
         self._process.stdout.close()
 
     def _fork(self, arguments, cwd, environment, traced=None):

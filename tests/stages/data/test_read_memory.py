@@ -10,6 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from support.patience import PATIENCE
+
 MEGABYTES = 96
 SCAN = """
 import sys
@@ -81,7 +83,7 @@ def test_a_large_file_needs_no_more_memory_than_a_few_chunks(tmp_path, ending, c
     WRITERS[ending](small, rows(2, characters))
     WRITERS[ending](large, rows(MEGABYTES, characters))
     command = [sys.executable, "-c", SCAN, str(small), str(large)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE)
     scanned, megabytes = map(int, done.stdout.splitlines()[1].split())
     assert scanned == MEGABYTES * (1 << 20) // (2 * characters)
     assert megabytes < 64

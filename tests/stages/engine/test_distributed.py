@@ -11,6 +11,7 @@ from align.schemas.batches import World
 from align.schemas.errors import UsageError
 from align.stages.engine.distributed import joined_world
 from align.stages.engine.launchers import first_host, launcher_environment, world_of
+from support.patience import PATIENCE
 from support.programs import TESTS, program, run_program
 
 TORCHRUN = {
@@ -124,7 +125,7 @@ def test_a_silent_rank_is_noticed_and_a_slow_or_stopped_one_is_not():
             time.sleep(3)
         ranks[1].stdin.write("\n")
         ranks[1].stdin.flush()
-        out, err = ranks[0].communicate("\n", timeout=120)
+        out, err = ranks[0].communicate("\n", timeout=PATIENCE)
     finally:
         for rank in ranks:
             rank.kill()

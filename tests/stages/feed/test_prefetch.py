@@ -4,6 +4,7 @@ import weakref
 import pytest
 
 from align.stages.feed.loader import Prefetch
+from support.patience import PATIENCE
 
 
 class Item:
@@ -54,7 +55,7 @@ def test_no_more_is_made_than_one_in_use_and_those_ahead(ahead):
     for number in range(12):
         item = next(prefetch)
         if ahead:
-            assert made[number + ahead - 1].wait(10)
+            assert made[number + ahead - 1].wait(PATIENCE)
         most = max(most, len(alive))
         del item
     assert most == 1 + ahead

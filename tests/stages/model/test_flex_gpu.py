@@ -16,7 +16,6 @@ from support.flex import drawn_trees
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(1200),
     pytest.mark.filterwarnings("default"),  # the compiler has advice for other programs
 ]
 

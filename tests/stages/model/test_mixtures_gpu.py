@@ -11,7 +11,6 @@ from support.mixtures import MIXTURES
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(1200),
     pytest.mark.filterwarnings("default"),  # the compiler has advice for other programs
 ]
 

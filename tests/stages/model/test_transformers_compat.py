@@ -1,6 +1,8 @@
 import subprocess
 import sys
 
+from support.patience import PATIENCE
+
 CODE = """
 import sys
 from transformers import utils
@@ -15,6 +17,6 @@ import scipy.optimize
 
 def test_modelling_code_is_loaded_without_scipy_which_others_may_load_afterwards():
     done = subprocess.run(
-        [sys.executable, "-c", CODE], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", CODE], capture_output=True, text=True, check=True, timeout=PATIENCE
     )
     assert done.stdout.split() == ["False", "True"]

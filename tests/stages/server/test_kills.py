@@ -13,6 +13,7 @@ import support
 from support.asking import echo, options_of
 from support.chat_server import chat_server
 from support.keep_samples import kept_in
+from support.patience import PATIENCE
 
 IN_FLIGHT, KILLS, PROMPTS, N = 4, 3, 10, 12
 TESTS = Path(support.__file__).parents[1]
@@ -37,7 +38,7 @@ def test_what_is_asked_twice_after_a_kill_was_in_flight(faults, tmp_path):
 
     running = []
     with chat_server(answer, faults=faults, delay=0.002) as stub:
-        while not running or running[-1].wait(60):
+        while not running or running[-1].wait(PATIENCE):
             assert len(running) <= KILLS
             running.append(started(stub, tmp_path))
     kept = kept_in(tmp_path)

@@ -10,6 +10,7 @@ from align.schemas.samples import Prompt, Refused, Sampling, Wanted
 from align.stages.server.completions import body_of, seed_of
 from support.asking import chat, collected, echo, sampler_of_stub, still_wanted, wanted_of
 from support.chat_server import OF_CHAT, Reply, chat_server
+from support.patience import PATIENCE
 
 TEXTS = [Prompt(f"a text {i}") for i in range(6)]
 CHATS = [chat(f"a question {i}") for i in range(6)]
@@ -275,7 +276,7 @@ def test_answers_are_handed_out_while_others_are_in_flight():
 
     def answer(asked):
         if asked.last == "a text 0":
-            assert first_is_kept.wait(60)
+            assert first_is_kept.wait(PATIENCE)
         return "done"
 
     with chat_server(answer) as stub:

@@ -15,6 +15,7 @@ from align.stages.storage import local_copies, object_stores, objects
 from align.stages.storage.digest_memory import own_digests
 from align.stages.storage.shards import write_shard
 from support.object_server import Faults, environment, faulty_proxy
+from support.patience import PATIENCE
 from support.shard_cache import block_of, keep_version, rotting_footers
 
 SIZE = 1000
@@ -192,7 +193,7 @@ def test_processes_that_share_too_little_room_read_whole_files_only(place, bucke
         )
         for seed in range(4)
     ]
-    said = [reader.communicate(timeout=120) for reader in readers]
+    said = [reader.communicate(timeout=PATIENCE) for reader in readers]
     assert [out for out, _ in said] == ["whole\n"] * 4, said
     assert held(place) <= place.limit
     assert not [path.name for path in place.shards.iterdir() if path.name.endswith(".tmp")]

@@ -31,7 +31,7 @@ def launch_training(tmp_path_factory, training_world):
         folder = tmp_path_factory.mktemp(f"training-{size}")
         caches = (training_world.pairs, training_world.labels, training_world.everything)
         program = ("training_ranks", folder, *caches, *names)
-        return run_ranks(*program, ranks=size, timeout=900).ranks
+        return run_ranks(*program, ranks=size).ranks
 
     return launch
 

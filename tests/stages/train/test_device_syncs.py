@@ -8,7 +8,6 @@ from support.waits import waits_for_gpu
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(1200),
     pytest.mark.filterwarnings("default"),  # the compiler has advice for other programs
 ]
 # It reads the norm of the gradients, which DeepSpeed computes, and leaves on the device.

@@ -11,7 +11,7 @@ from support.rounding import EPSILON, NATS, STEP, apart
 from support.training_ranks import SHARED
 
 # One launch serves them all.
-pytestmark = [pytest.mark.numeric, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.numeric
 
 METHODS = ("dpo", "kto", "orpo")
 KINDS_OF_KTO = ("kto-some", "kto-all", "kto-classes")

@@ -4,8 +4,6 @@ import math
 
 import pytest
 
-pytestmark = pytest.mark.timeout(1200)
-
 WRONG = [2, 4, 5, 7, 8, 9]  # the steps whose answers are spoiled; 3 in a row are too many
 LOSS_KINDS = ("loss", "mismatched")
 GRADIENT_KINDS = ("gradient", "infinite gradient")

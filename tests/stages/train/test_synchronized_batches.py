@@ -1,7 +1,5 @@
 import pytest
 
-pytestmark = pytest.mark.timeout(1200)
-
 
 @pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
 def stopped_ranks(request, alone, spread):
