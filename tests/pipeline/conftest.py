@@ -71,8 +71,9 @@ def shared_mlflow_server(tmp_path_factory):
 
 
 @pytest.fixture
-def mlflow_server(shared_mlflow_server):
-    """A real one, in good order before and after each test."""
+def mlflow_server(shared_mlflow_server, no_mlflow_settings, monkeypatch):
+    """A real one, in good order before and after each test; the machine may be busy."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")
     yield shared_mlflow_server
     shared_mlflow_server.mend()
     shared_mlflow_server.start()

@@ -3,6 +3,7 @@
 import json
 import sqlite3
 import subprocess
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,9 +127,8 @@ def test_no_secret_is_written_said_or_sent(
 
 def stored_names(folder):
     """What the server was told of, by real requests."""
-    return [
-        name for (name,) in sqlite3.connect(folder / "server.db").execute("SELECT name FROM runs")
-    ]
+    with closing(sqlite3.connect(folder / "server.db")) as database:
+        return [name for (name,) in database.execute("SELECT name FROM runs")]
 
 
 def test_a_run_that_hid_its_address_is_told_to_give_it_again(tmp_path):

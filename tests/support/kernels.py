@@ -58,7 +58,9 @@ def disturb():
         return open_engine(trained, *given, **named)
 
     fused_head.score_targets = fused_head_backward.score_targets = noisy_targets
-    logprobs._exact_rows = lambda *given, **named: off(exact_rows(*given, **named), seed=1)
+    logprobs._exact_rows = lambda *given, **named: torch.stack(
+        [off(row, seed=1 + number) for number, row in enumerate(exact_rows(*given, **named))]
+    )
     reward_model.batch_scores = lambda *given: off(batch_scores(*given), seed=2)
     policy.batch_scores = reward_model.batch_scores
     deepspeed_engine.open_engine = noisy_engine

@@ -1,6 +1,7 @@
 """Everything that commands left on disk, to look for planted secrets in."""
 
 import sqlite3
+from contextlib import closing
 
 
 def contents_below(*folders):
@@ -8,5 +9,6 @@ def contents_below(*folders):
     for path in (one for folder in folders for one in folder.rglob("*") if one.is_file()):
         held = path.read_bytes()
         if held.startswith(b"SQLite format 3"):
-            held += "\n".join(sqlite3.connect(path).iterdump()).encode()
+            with closing(sqlite3.connect(path)) as database:
+                held += "\n".join(database.iterdump()).encode()
         yield path, held

@@ -108,6 +108,7 @@ def run_sampling(config, sampler, *, share=None, **more):
     with (
         mock.patch.object(module, "sampler_of", return_value=sampler),
         mock.patch.object(module, "require_same_server"),
+        mock.patch.object(module, "require_sampled_model"),
     ):
         return module.sample(config, progress=Silent(), share=share, **more)
 

@@ -2,6 +2,7 @@ import json
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 
 import pytest
 
@@ -157,7 +158,7 @@ def test_a_store_that_breaks_is_left_alone_and_warned_of_once(tmp_path, caplog):
     folder = run_folder(tmp_path)
     run = begin(folder, uri)
     wait_for(lambda: run.run_id)
-    with sqlite3.connect(tmp_path / "dying.db") as database:
+    with closing(sqlite3.connect(tmp_path / "dying.db")) as database, database:
         database.execute("DROP TABLE metrics")
     learn(run, range(50))
     run.finish("FINISHED")

@@ -3,6 +3,7 @@
 import random
 import shutil
 import sqlite3
+from contextlib import closing
 
 import pytest
 
@@ -68,7 +69,7 @@ def test_a_store_that_was_made_in_the_meantime_stays(tmp_path):
 def half_made(path, made):
     """Such a file as a kill left of a store that was built where it lies; MLflow never saw it."""
     shutil.copy(made, path)
-    with sqlite3.connect(path) as database:
+    with closing(sqlite3.connect(path)) as database, database:
         database.execute("UPDATE alembic_version SET version_num = '451aebb31d03'")
     return f"sqlite:///{path}"
 
