@@ -345,7 +345,15 @@ def _column(column: pa.Array) -> list[Any]:
     if not pa.types.is_nested(column.type):
         cells: list[Any] = column.to_pylist()
         return cells
-    return list(map(_without_nulls, column.to_pylist(maps_as_pydicts="strict")))
+    if _has_map(column.type):  # asking for it costs half as much again
+        return list(map(_without_nulls, column.to_pylist(maps_as_pydicts="strict")))
+    return list(map(_without_nulls, column.to_pylist()))
+
+
+def _has_map(kind: pa.DataType) -> bool:
+    if pa.types.is_map(kind):
+        return True
+    return any(_has_map(kind.field(place).type) for place in range(kind.num_fields))
 
 
 def _arrow_row(batch: pa.RecordBatch, row: int) -> Cells | BadRow:
