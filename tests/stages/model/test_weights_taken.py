@@ -34,7 +34,8 @@ def test_a_saved_family_loads_whole_and_scores_as_before(name, tmp_path):
     assert unused_weights(options(tmp_path)) == []
     loaded = load_causal_lm(options(tmp_path))
     assert all(map(torch.equal, loaded.parameters(), model.parameters()))
-    assert np.array_equal(TreeScorer(loaded).score([TREE]), TreeScorer(model).score([TREE]))
+    scores, before = (TreeScorer(one).score([TREE]) for one in (loaded, model))
+    np.testing.assert_allclose(scores, before, rtol=1e-5)  # their tensors begin at other places
 
 
 @pytest.fixture
