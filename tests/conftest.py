@@ -1,4 +1,5 @@
 import os
+import platform
 import secrets
 import shutil
 import signal
@@ -22,6 +23,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # two cores, and every process of a test wa
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # stage 1 computes with the threads of its plan
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("ALIGN_MODEL", None)
+platform.platform()  # asks `uname` once, for whichever test a library would ask it in
 
 OF_ONE_LAUNCH = ("tests/stages/train",)
 
