@@ -34,8 +34,8 @@ logger = logging.getLogger("align")
 
 KL_PAIRS = "cache.kl_pairs"
 FILES = "data.files"
+TOOLS = "tool_calls"  # of the first rows: what is added may be the first that has any
 # A cache may grow in place along these; along all others it would become another cache.
-TOOLS = "tool_calls"  # of the first rows: what was added may be the first that has any
 GROWS_ALONG = {FILES, KL_PAIRS, TOOLS}
 
 

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+from support.patience import PATIENCE
+
 SCRIPT = """
 import csv, gc, io, json, logging, os, signal, sys, warnings
 warnings.simplefilter("ignore")
@@ -73,6 +75,6 @@ def test_the_library_leaves_its_host_as_it_was(world, tmp_path):
         text=True,
         cwd=tmp_path,
         check=False,
-        timeout=240,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr[-4000:]

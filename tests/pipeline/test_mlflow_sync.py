@@ -27,13 +27,9 @@ from support.tracked_training import (
     wait_for,
 )
 
+pytestmark = pytest.mark.usefixtures("no_mlflow_settings")
+
 FINISHED = Ending("finished", STEPS, STEPS, RunIdentity("cafe", 1, 0, {}, {}), (), ())
-
-
-@pytest.fixture(autouse=True)
-def _patience(no_mlflow_settings, monkeypatch):
-    """The machine may be busy."""
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")
 
 
 @pytest.fixture

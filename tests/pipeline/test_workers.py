@@ -35,7 +35,7 @@ def test_of_four_runs_at_once_one_works_and_three_are_refused(config, clean):
     runs = [child(config, reference=gate.reference()) for _ in range(4)]
     # The owner cannot finish before the gate is opened, so the others must find it at work.
     while len([process for process in runs if process.exitcode is None]) > 1:
-        wait([process.sentinel for process in runs if process.exitcode is None], timeout=60)
+        wait([process.sentinel for process in runs if process.exitcode is None], timeout=PATIENCE)
     gate.opened.set()
     assert sorted(joined(*runs)) == [0, 75, 75, 75]
     assert contents(config.cache.output) == clean

@@ -10,18 +10,8 @@ from align.pipeline.round_prompts import split_prompts
 from align.schemas.config import DataOptions, ModelOptions
 from align.schemas.errors import BadDataError, FingerprintError, UsageError
 from support.byte_tokenizers import FAMILIES, byte_tokenizer
-from support.stage_one import Silent, run
+from support.stage_one import Heard, run
 from support.stub_reference import StubReference
-
-
-class Heard(Silent):
-    """Keeps what is said."""
-
-    def __init__(self):
-        self.lines = []
-
-    def say(self, line):
-        self.lines.append(line)
 
 
 @pytest.fixture(scope="module")

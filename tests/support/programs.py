@@ -34,7 +34,7 @@ def program(name, *arguments, ranks=1):
     return [sys.executable, *map(str, words)]
 
 
-def run_program(name, *arguments, ranks=1, timeout=PATIENCE, **environment):
+def run_program(name, *arguments, ranks=1, **environment):
     """Runs a module of this folder to its end, which has to be a good one."""
     done = subprocess.run(
         program(name, *arguments, ranks=ranks),
@@ -42,7 +42,7 @@ def run_program(name, *arguments, ranks=1, timeout=PATIENCE, **environment):
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stderr
