@@ -16,6 +16,9 @@ from ..schemas.errors import UsageError
 from ..stages.engine.launchers import world_apart
 from ..stages.tracking.progress import Progress
 
+# OpenMP's words by which a user says whether threads that wait for others spin or sleep.
+HOW_THREADS_WAIT = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+
 Facts = TypeVar("Facts")
 Facts_co = TypeVar("Facts_co", covariant=True)
 

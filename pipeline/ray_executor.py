@@ -27,7 +27,7 @@ import numpy as np
 from ..schemas.config import ScoringOptions
 from ..schemas.errors import AlignError, ServerError, UsageError, unexpected_os_error
 from ..stages.tracking.progress import NoProgress, Progress
-from .executor import Executor, Facts, Inline, Share, Tasks
+from .executor import HOW_THREADS_WAIT, Executor, Facts, Inline, Share, Tasks
 from .task_processes import usable_cores
 
 logger = logging.getLogger("align")
@@ -46,7 +46,6 @@ COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # in what Ray says
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 # What the command sets for itself, for workers on machines where it does not run.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "USE_HUB_KERNELS": "0"}
-WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
 def executor_of(
@@ -261,7 +260,7 @@ def _join(ray: Any, address: str, folder: str) -> None:
         "num_cpus": usable_cores(),
         "object_store_memory": OBJECT_STORE_BYTES,
     }
-    waiting = {name: os.environ[name] for name in WAITING if name in os.environ}
+    waiting = {name: os.environ[name] for name in HOW_THREADS_WAIT if name in os.environ}
     elsewhere = {"runtime_env": {"env_vars": {**QUIET, **OFFLINE, **waiting}}}
     try:
         _knock(address)

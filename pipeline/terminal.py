@@ -20,6 +20,12 @@ from ..schemas.config import Config
 from ..schemas.safe_text import hear, safe
 from ..stages.tracking.mlflow_silence import WARNING, silence_mlflow
 from ..stages.tracking.progress import NoProgress, Progress, make_progress
+from .executor import HOW_THREADS_WAIT
+
+# A thread that spins takes the core of whatever runs beside it, often of the very thread that it
+# waits for; one that sleeps at once is late for the next of many short tasks. The spins, a tenth
+# of a millisecond or less, are libgomp's own word; other libraries know the policy alone.
+SOON_ASLEEP = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 
 
 def own_process(arguments: Sequence[str]) -> None:
@@ -29,10 +35,9 @@ def own_process(arguments: Sequence[str]) -> None:
     # Arrow reads this when it is first imported. Its own pool keeps what was freed, beside what
     # torch then takes; the C library's gives both the same memory.
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
-    # OpenMP reads this when torch is imported. A thread that spins while it waits for others takes
-    # the core of whatever runs beside it, often of the very thread that it waits for. What the user
-    # says by GOMP_SPINCOUNT or KMP_BLOCKTIME goes before this.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # OpenMP reads this when torch is imported.
+    if not any(name in os.environ for name in HOW_THREADS_WAIT):
+        os.environ.update(SOON_ASLEEP)
     silence_mlflow()  # DeepSpeed imports MLflow, which reads its settings then
     # A thread may still send to MLflow when the program ends.
     for package in WARNING:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
+from align.pipeline.terminal import SOON_ASLEEP
 from align.schemas import safe_text
 from align.stages.demo.tiny_tokenizer import make_tokenizer
 from align.stages.storage.objects import ObjectPath
@@ -20,7 +21,7 @@ from support.pace import STARTS, is_slow
 from support.trainings import Course, Server
 
 os.environ["OMP_NUM_THREADS"] = "1"  # two cores, and every process of a test wants both
-os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # stage 1 computes with the threads of its plan
+os.environ |= SOON_ASLEEP  # stage 1 computes with the threads of its plan
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("ALIGN_MODEL", None)
 platform.platform()  # asks `uname` once, for whichever test a library would ask it in
