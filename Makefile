@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests of a file share what is slow to make, so they stay together.
 AT_ONCE := --numprocesses 2 --dist loadfile --quiet
 
-.PHONY: setup check test test-fast test-long test-kernels test-gpu demo demo-rounds bench bench-gpu docs golden wheel clean
+.PHONY: setup check test test-fast test-long test-kernels test-mutants test-gpu demo demo-rounds bench bench-gpu docs golden wheel clean
 
 setup: .venv/ready
 
@@ -53,6 +53,9 @@ test-kernels: setup
 		echo "== $$setting"; \
 		env $$setting $(BIN)/pytest $(AT_ONCE) -m 'numeric and not long and not gpu' || red="$$red $$setting"; \
 	done; test -z "$$red" || { echo "red under$$red" >&2; exit 1; }
+
+test-mutants: setup
+	$(BIN)/python tests/mutants/run.py
 
 # The compiler of kernels leaves files of its helper processes open.
 test-gpu: setup

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ...schemas.json_codec import digest
 from ...schemas.rows import Text
 from ...schemas.samples import Prompt
 
@@ -16,11 +15,6 @@ class AskedPrompts:
 
     by_key: dict[str, Prompt]
     repeated: int  # rows whose prompt an earlier row has
-
-    @property
-    def digest(self) -> str:
-        """Names the prompts and their order."""
-        return digest(list(self.by_key))
 
 
 def asked_once(prompts: Iterable[Prompt]) -> AskedPrompts:

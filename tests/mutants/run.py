@@ -1,0 +1,257 @@
+"""Shows which planted faults the tests notice: `make test-mutants`, or this with names of faults.
+
+First each test file runs once by itself under coverage.py, which says what lines it enters, also in
+processes that it starts. Then each fault is planted in a copy of the project and meets the files
+that enter its lines, the fastest first, up to the first failure. What survives these meets the rest
+of the suite. All of it is kept in the folder `.mutants`, so that a run that is stopped goes on
+where it was; a fault is run again when its own text, or the text of any test, has changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from faults import Fault, StaleFaultError, planted, read_faults, touched_lines
+
+ROOT = Path(__file__).parents[2]
+KEPT = ROOT / ".mutants"
+SUITE = "not long and not gpu"
+# They read the sources themselves, and would notice that a line has changed, not what it does.
+OF_SOURCES = ("tests/test_house.py", "tests/test_house_measures.py", "tests/test_own_files.py")
+HANGS = 300  # seconds of one test, after which a fault counts as noticed
+LIMIT = 3600  # seconds of all tests that a fault meets
+PASSED, NOTHING_CHOSEN, HUNG = 0, 5, 124
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="only faults whose names hold one of these")
+    parser.add_argument("--at-once", type=int, default=2)
+    parser.add_argument("--only-near", action="store_true", help="leave out the rest of the suite")
+    options = parser.parse_args()
+    faults = [
+        fault
+        for fault in read_faults()
+        if not options.names or any(name in fault.name for name in options.names)
+    ]
+    if stale := [said for fault in faults if (said := _why_stale(fault))]:
+        sys.exit("\n".join(stale))
+    campaign = Campaign(options.at_once)
+    campaign.enter_lines()
+    verdicts = campaign.judge(faults, only_near=options.only_near)
+    report(faults, verdicts)
+    survivors = [f for f in faults if not f.equivalent and verdicts[f.name]["by"] is None]
+    sys.exit(bool(survivors))
+
+
+def report(faults: list[Fault], verdicts: dict[str, dict]) -> None:
+    for fault in sorted(faults, key=lambda fault: (verdicts[fault.name]["by"] or "", fault.name)):
+        verdict = verdicts[fault.name]
+        print(f"{fault.name:42} {verdict['by'] or 'SURVIVED ' + fault.equivalent}")
+    noticed = sum(verdict["by"] is not None for verdict in verdicts.values())
+    print(f"{noticed} of {len(faults)} faults noticed")
+
+
+def _why_stale(fault: Fault) -> str | None:
+    path = ROOT / fault.file
+    if not path.is_file():
+        return f"{fault.name}: there is no {fault.file}"
+    try:
+        planted(fault, path.read_text())
+    except StaleFaultError as error:
+        return str(error)
+    return None
+
+
+class Campaign:
+    """Copies of the project that tests run in, and what they have shown so far."""
+
+    def __init__(self, at_once: int) -> None:
+        self.copies: queue.Queue[Path] = queue.Queue()
+        listed = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True)
+        self.files = [name for name in listed.split("\0") if name and (ROOT / name).is_file()]
+        for number in range(at_once):
+            self.copies.put(self._copied(KEPT / f"copy-{number}" / "align"))
+        self.at_once = at_once
+        self.tests = [
+            name
+            for name in self.files
+            if Path(name).match("tests/**/test_*.py") or Path(name).match("tests/test_*.py")
+        ]
+        self.tests = [name for name in self.tests if name not in OF_SOURCES]
+        self.state = _digest(
+            (ROOT / name).read_bytes() for name in self.files if name.startswith("tests/")
+        )
+        self.writing = threading.Lock()
+
+    def enter_lines(self) -> None:
+        """Fills in, for each test file, its seconds and the lines that it enters."""
+        self._each(
+            [name for name in self.tests if not self._lines_file(name).exists()], self._trace
+        )
+
+    def judge(self, faults: list[Fault], *, only_near: bool) -> dict[str, dict]:
+        """For each fault the test that noticed it, if any did."""
+        kept = KEPT / "verdicts.jsonl"
+        verdicts = {}
+        for line in kept.read_text().splitlines() if kept.exists() else ():
+            found = json.loads(line)
+            verdicts[found["name"], found["key"]] = found
+        entered = {name: json.loads(self._lines_file(name).read_text()) for name in self.tests}
+
+        def one(fault: Fault, copy: Path) -> None:
+            key = _digest([repr(fault).encode(), self.state.encode(), b"near" * only_near])
+            if (fault.name, key) not in verdicts:
+                begun = time.monotonic()
+                by, ran = self._noticed_by(fault, copy, entered, only_near)
+                seconds = round(time.monotonic() - begun)
+                verdict = {"name": fault.name, "key": key, "by": by, "files": ran, "s": seconds}
+                with self.writing, kept.open("a") as file:
+                    file.write(json.dumps(verdict) + "\n")
+                    verdicts[fault.name, key] = verdict
+                print(f"{seconds:5} s  {fault.name:42} {by or 'SURVIVED'}", flush=True)
+            results[fault.name] = verdicts[fault.name, key]
+
+        results: dict[str, dict] = {}
+        self._each(faults, one)
+        return results
+
+    def _noticed_by(
+        self, fault: Fault, copy: Path, entered: dict, only_near: bool
+    ) -> tuple[str | None, int]:
+        source = (ROOT / fault.file).read_text()
+        lines = touched_lines(fault, source)
+        near = [n for n in self.tests if lines & set(entered[n]["lines"].get(fault.file, ()))]
+        near.sort(key=lambda name: entered[name]["s"])
+        rest = [name for name in self.tests if name not in near]
+        (copy / fault.file).write_text(planted(fault, source))
+        try:
+            by = self._failure(copy, near)
+            if by is None and not only_near:
+                return self._failure(copy, rest), len(self.tests)
+            return by, len(near)
+        finally:
+            (copy / fault.file).write_text(source)
+
+    def _failure(self, copy: Path, tests: list[str]) -> str | None:
+        """The first test of these that fails, or what else ended them."""
+        if not tests:
+            return None
+        code, out = self._pytest(copy, "-x", "--timeout", str(HANGS), *tests)
+        if code in (PASSED, NOTHING_CHOSEN):
+            return None
+        said = [line for line in out.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        return " ".join(said[0].split()[:2]) if said else f"pytest ended with {code}"
+
+    def _trace(self, test: str, copy: Path) -> None:
+        """Runs a test file under coverage."""
+        data = copy.parent / "lines"
+        shutil.rmtree(data, ignore_errors=True)
+        data.mkdir()
+        settings = data / "coveragerc"
+        settings.write_text(
+            f"[run]\nsource = {copy}\nomit = {copy}/tests/*\nparallel = true\n"
+            f"data_file = {data}/of\npatch = subprocess, _exit, fork\nsigterm = true\n"
+        )
+        begun = time.monotonic()
+        self._pytest(copy, test, tool=("-m", "coverage", "run", f"--rcfile={settings}"))
+        seconds = time.monotonic() - begun
+        out = data / "out.json"
+        for words in (["combine"], ["json", "-o", str(out)]):
+            tool = [sys.executable, "-m", "coverage", *words, f"--rcfile={settings}", "--quiet"]
+            subprocess.run(tool, cwd=copy, capture_output=True, check=False)
+        files = json.loads(out.read_text())["files"] if out.exists() else {}
+        lines = {name: found["executed_lines"] for name, found in files.items()}
+        kept = self._lines_file(test)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps({"s": round(seconds, 1), "lines": lines}))
+        print(f"{seconds:5.0f} s  {test}", flush=True)
+
+    def _lines_file(self, test: str) -> Path:
+        """By the content of all of the product and of this test file: else its lines move."""
+        contents = [(ROOT / name).read_bytes() for name in self.files if _is_product(name)]
+        return KEPT / "lines" / f"{_digest([*contents, (ROOT / test).read_bytes()])}.json"
+
+    def _pytest(self, copy: Path, *words: str, tool: Iterable[str] = ()) -> tuple[int, str]:
+        """How pytest ends in a copy, and what it prints; nothing that it starts outlives it."""
+        temporary = copy.parent / "tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        own = {"PYTHONPATH": str(copy.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+        own_folder = ("-p", "no:cacheprovider", "--basetemp", str(temporary))
+        running = subprocess.Popen(
+            [sys.executable, *tool, "-m", "pytest", "--quiet", "-m", SUITE, *own_folder, *words],
+            cwd=copy,
+            env=os.environ | own,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        try:
+            out, _ = running.communicate(timeout=LIMIT)
+            return running.returncode, out
+        except subprocess.TimeoutExpired:
+            return HUNG, ""
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)
+            running.wait()
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def _copied(self, copy: Path) -> Path:
+        shutil.rmtree(copy.parent, ignore_errors=True)
+        for name in self.files:
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, copy / name)
+        subprocess.run(["git", "init", "--quiet"], cwd=copy, check=True)
+        subprocess.run(["git", "add", "--all"], cwd=copy, check=True)
+        return copy
+
+    def _each(self, items: list, work) -> None:
+        """Does the work on all items, in as many copies at once as there are."""
+        waiting: queue.Queue = queue.Queue()
+        for item in items:
+            waiting.put(item)
+
+        def drain() -> None:
+            copy = self.copies.get()
+            try:
+                while True:
+                    work(waiting.get_nowait(), copy)
+            except queue.Empty:
+                self.copies.put(copy)
+
+        threads = [threading.Thread(target=drain) for _ in range(self.at_once)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+def _is_product(name: str) -> bool:
+    return name.endswith(".py") and not name.startswith(("tests/", "docs/", "examples/"))
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(hashlib.sha256(part).digest())
+    return found.hexdigest()[:20]
+
+
+if __name__ == "__main__":
+    main()
