@@ -93,7 +93,9 @@ class Campaign:
         ]
         self.tests = [name for name in self.tests if name not in OF_SOURCES]
         self.state = _digest(
-            (ROOT / name).read_bytes() for name in self.files if name.startswith("tests/")
+            (ROOT / name).read_bytes()
+            for name in self.files
+            if name.startswith("tests/") and not name.startswith("tests/mutants/")
         )
         self.writing = threading.Lock()
 
