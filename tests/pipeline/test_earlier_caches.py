@@ -16,6 +16,7 @@ from align.schemas.json_codec import to_json
 from align.stages.score import reuse
 from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.manifest_file import load_manifest
+from support.patience import PATIENCE
 from support.stage_one import child, contents, run
 
 
@@ -103,7 +104,7 @@ def age(path):
 
 
 def test_work_that_an_older_align_began_is_refused_and_left_alone(to):
-    child(to(), "commit.done=kill@2").join(60)
+    child(to(), "commit.done=kill@2").join(PATIENCE)
     (work,) = CacheFolder(Path(to().cache.output)).works()
     age(work.plan)
     before = work.plan.read_text()

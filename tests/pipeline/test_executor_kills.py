@@ -13,6 +13,7 @@ import pytest
 from align.pipeline.executor import Share
 from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.failpoints import OF_A_CACHE, OF_A_RING
+from support.patience import PATIENCE
 from support.ray_cluster import LOOPBACK, ray_cluster
 from support.stage_one import child, contents, run
 from support.stub_reference import SlowReference
@@ -52,7 +53,7 @@ class Campaign:
                 process.join(max(0, last - time.monotonic()))
                 self.at_random += process.exitcode is None
                 process.kill()
-            process.join(120)
+            process.join(PATIENCE)
             assert process.exitcode in {0, KILLED}, fate
             self.at_failpoints += bool(fate) and process.exitcode == KILLED
 
@@ -71,7 +72,7 @@ def finish(output, start):
     """Starts processes once more, which nobody kills."""
     processes = start()
     for process in processes:
-        process.join(240)
+        process.join(PATIENCE)
     assert [process.exitcode for process in processes] == [0] * len(processes)
     assert CacheFolder(Path(output)).manifest.exists()
 
@@ -167,7 +168,7 @@ def test_actors_and_their_driver_end_in_the_same_bytes(to, clean, tmp_path, clus
             if victim == "driver" and driver.exitcode is None:
                 driver.kill()
                 campaign.at_random += 1
-            driver.join(240)
+            driver.join(PATIENCE)
             assert driver.exitcode in {0, KILLED}
         finish(
             config.cache.output,

@@ -10,6 +10,7 @@ import pytest
 from align.schemas.errors import AlignError
 from align.stages.storage.cache_folder import CacheFolder
 from support.flips import flips
+from support.patience import PATIENCE
 from support.stage_one import child, contents, run
 
 
@@ -17,7 +18,7 @@ from support.stage_one import child, contents, run
 def stopped(config, tmp_path):
     """A run that was killed after two of its commits, and what it ends in undisturbed."""
     run(replace(config, cache=replace(config.cache, output=str(tmp_path / "clean"))))
-    child(config, "commit.done=kill@2").join(60)
+    child(config, "commit.done=kill@2").join(PATIENCE)
     (work,) = CacheFolder(Path(config.cache.output)).works()
     return work
 

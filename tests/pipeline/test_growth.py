@@ -10,6 +10,7 @@ from align.schemas.config import DataOptions
 from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.manifest_file import load_manifest
 from support.command import align, refusal
+from support.patience import PATIENCE
 from support.stage_one import child, contents, run
 from support.trainings import KILLED, learned, weights
 
@@ -43,7 +44,7 @@ def test_growing_that_is_killed_ends_in_the_same_bytes(grow, tmp_path, name):
         run(grow(rows, "clean"))
     run(grow(80))
     stopped = child(grow(120), f"{name}=kill")
-    stopped.join(60)
+    stopped.join(PATIENCE)
     assert stopped.exitcode == KILLED
     run(grow(120))
     assert contents(tmp_path / "cache") == contents(tmp_path / "clean")
@@ -72,7 +73,7 @@ def test_what_a_cache_was_is_named_and_goes_when_it_is_told_to(grow, tmp_path):
 def test_unfinished_work_keeps_everything(grow, tmp_path):
     for rows in (60, 80):
         run(grow(rows))
-    child(grow(120), "commit.done=kill@2").join(60)
+    child(grow(120), "commit.done=kill@2").join(PATIENCE)
     kept = contents(tmp_path / "cache")
     assert "is an unfinished run" in refusal(2, "gc", tmp_path / "cache", "--yes")
     assert contents(tmp_path / "cache") == kept

@@ -12,6 +12,7 @@ from align.schemas.errors import UsageError
 from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.failpoints import OF_A_CACHE, OF_A_RING
 from align.stages.storage.manifest_file import load_manifest
+from support.patience import PATIENCE
 from support.stage_one import child, contents, run
 
 SEED = int(os.environ.get("ALIGN_TEST_SEED", "20"))
@@ -20,7 +21,7 @@ SEED = int(os.environ.get("ALIGN_TEST_SEED", "20"))
 def ends_like(clean, config):
     """A plain rerun succeeds and leaves exactly what an uninterrupted run leaves."""
     again = child(config)
-    again.join(60)
+    again.join(PATIENCE)
     assert again.exitcode == 0
     assert contents(config.cache.output) == clean
 
@@ -33,7 +34,7 @@ def test_a_run_stopped_at_any_named_place_ends_in_the_same_bytes(
     run(replace(flawed, cache=replace(flawed.cache, output=str(tmp_path / "clean"))))
     visit = 3 if name.split(".")[0] in {"unit", "shard", "commit"} else 1
     stopped = child(flawed, f"{name}={action}@{visit}")
-    stopped.join(60)
+    stopped.join(PATIENCE)
     assert stopped.exitcode == exit_code
     ends_like(contents(tmp_path / "clean"), flawed)
 
@@ -45,7 +46,7 @@ def test_runs_killed_at_random_moments_end_in_the_same_bytes(config, tmp_path, h
     print(f"ALIGN_TEST_SEED={SEED}")
     whole = child(replace(config, cache=replace(config.cache, output=str(tmp_path / "clean"))))
     started = time.perf_counter()
-    whole.join(60)
+    whole.join(PATIENCE)
     span = time.perf_counter() - started
     clean = contents(tmp_path / "clean")
     kills = 0
@@ -58,7 +59,7 @@ def test_runs_killed_at_random_moments_end_in_the_same_bytes(config, tmp_path, h
             started = time.perf_counter()
             # However slow the machine has become, one run comes to its end.
             is_last = kills - before == 50
-            victim.join(60 if is_last else random_moments.uniform(0, 1.2 * span))
+            victim.join(PATIENCE if is_last else random_moments.uniform(0, 1.2 * span))
             if victim.exitcode is not None:
                 break
             victim.kill()
@@ -74,7 +75,7 @@ def test_runs_killed_at_random_moments_end_in_the_same_bytes(config, tmp_path, h
 
 def test_a_reader_never_takes_a_half_written_cache_for_whole(config):
     stopped = child(config, "commit.done=kill@4")
-    stopped.join(60)
+    stopped.join(PATIENCE)
     assert stopped.exitcode == -9
     folder = CacheFolder(Path(config.cache.output))
     assert list(folder.data.iterdir())

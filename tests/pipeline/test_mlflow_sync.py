@@ -16,6 +16,7 @@ from align.stages.storage.run_folder import RunFolder, write_ending
 from align.stages.tracking import delivery, journal, journaled_run, mlflow_client, outbox
 from align.stages.tracking.outbox import load_ledger
 from support.mlflow_runs import open_store
+from support.patience import PATIENCE
 from support.tracked_training import (
     STEPS,
     begin,
@@ -51,7 +52,7 @@ def held_nothing_up(entered):
 def end(run, status="FINISHED"):
     """Ends a run as the end of its process would: nothing of it goes on."""
     run.finish(status)
-    run._sender._thread.join(60)
+    run._sender._thread.join(PATIENCE)
 
 
 def synced_exactly(folder, **where):
@@ -171,7 +172,7 @@ def test_a_slow_server_holds_nothing_up(tmp_path, mlflow_server, monkeypatch):
     held_nothing_up(learn(run, range(STEPS)))
     run.finish("FINISHED")
     mlflow_server.mend()
-    run._sender._thread.join(60)
+    run._sender._thread.join(PATIENCE)
     synced_exactly(folder)
 
 

@@ -27,6 +27,7 @@ from align.stages.storage.manifest_file import load_plan
 from align.stages.tracking.progress import NoProgress
 from support.encoded_rows import all_rows
 from support.one_process import prepared_at_once
+from support.patience import PATIENCE
 from support.random_data import KINDS, draw_files, small_sizes
 from support.small_tasks import prepare_by_small_tasks
 from support.stage_one import CHILDREN, contents, run
@@ -197,14 +198,14 @@ def test_two_processes_killed_at_random_moments_end_in_one_plan(drawn, tmp_path,
         (tmp_path / "clean").mkdir(exist_ok=True)
         began = time.perf_counter()
         whole = start(clean, sizes)
-        whole.join(60)
+        whole.join(PATIENCE)
         assert whole.exitcode == 0
         span, before = time.perf_counter() - began, kills
         running = [start(config, sizes) for _ in range(2)]
         while running:
             is_last = kills - before >= 12  # however slow the machine has become
             longest = (0.5 if kills - before < 4 else 1.2) * span  # the first four surely come
-            running[0].join(60 if is_last else moments.uniform(0, longest))
+            running[0].join(PATIENCE if is_last else moments.uniform(0, longest))
             for process in running if not is_last else []:
                 if process.exitcode is None:
                     process.kill()

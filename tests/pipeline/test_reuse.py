@@ -15,6 +15,7 @@ from align.schemas.row_keys import prompt_keys_of
 from align.schemas.rows import Record, Role
 from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.manifest_file import load_manifest
+from support.patience import PATIENCE
 from support.stage_one import child, contents, run
 from support.stub_reference import StubReference
 
@@ -267,7 +268,7 @@ def test_a_changed_reference_is_noticed_and_named(config):
 
 def test_an_unfinished_cache_of_something_else_is_refused_too(config, to):
     stopped = child(config, "commit.done=kill@2")
-    stopped.join(60)
+    stopped.join(PATIENCE)
     with pytest.raises(FingerprintError, match="unfinished run .*(.|\n)*cache.seed"):
         run(to(seed=1))
     assert run(config).manifest.rows == 120
@@ -280,7 +281,7 @@ EVERY = ("ring.json", "ring-*", "arranged/*.json", "arranged/*.arrows")  # of th
 def test_rows_that_are_missing_are_prepared_again_and_no_score_is_lost(config, tmp_path, gone):
     clean = replace(config, cache=replace(config.cache, output=str(tmp_path / "clean")))
     whole = run(clean)
-    child(config, "commit.done=kill@4").join(60)
+    child(config, "commit.done=kill@4").join(PATIENCE)
     (work,) = CacheFolder(Path(config.cache.output)).works()
     for kind in gone:
         (path,) = work.spool.glob(kind)
@@ -292,7 +293,7 @@ def test_rows_that_are_missing_are_prepared_again_and_no_score_is_lost(config, t
 
 
 def test_rows_that_are_not_those_of_the_plan_are_refused(config, monkeypatch):
-    child(config, "commit.done=kill@4").join(60)
+    child(config, "commit.done=kill@4").join(PATIENCE)
     (work,) = CacheFolder(Path(config.cache.output)).works()
     (work.spool / "ring.json").unlink()
     monkeypatch.setattr(precompute_plan, "unit_offsets", lambda *_, **__: (0, 1))

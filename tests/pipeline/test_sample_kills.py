@@ -8,6 +8,7 @@ import pytest
 from align.pipeline.executor import Share
 from align.stages.storage.failpoints import OF_A_TABLE
 from align.stages.storage.tables import TableFolder, read_table
+from support.patience import PATIENCE
 from support.sampling import (
     BATCH,
     CountingSampler,
@@ -52,7 +53,7 @@ def test_a_kill_at_any_place_of_writing_loses_nothing_that_was_kept(
     sampler = CountingSampler(tmp_path / "log")
     config = config_of(undisturbed_samples[0], tmp_path / "out")
     process = sampling_child(config, sampler, f"{failpoint}=kill@2")
-    process.join(120)
+    process.join(PATIENCE)
     assert process.exitcode == KILLED
     before = len(sampler.drawn())
     run_sampling(config, sampler)
@@ -77,7 +78,7 @@ def test_kills_at_random_moments_end_in_the_same_samples(tmp_path, undisturbed_s
                 process.join(draw.uniform(0.05, 0.8))
                 own += process.exitcode is None
                 process.kill()
-                process.join(120)
+                process.join(PATIENCE)
                 assert process.exitcode in {0, KILLED}
         run_sampling(config_of(undisturbed_samples[0], output), sampler)
         require_as_undisturbed(output, sampler, undisturbed_samples, own)

@@ -19,7 +19,7 @@ def test_a_stopped_run_leaves_its_work_for_the_next(config, clean, tmp_path):
     stopped = child(config, reference=gate.reference(), stderr=tmp_path / "said")
     assert gate.reached.wait(PATIENCE)
     os.kill(stopped.pid, signal.SIGTERM)
-    stopped.join(60)
+    stopped.join(PATIENCE)
     assert stopped.exitcode == 143
     assert (tmp_path / "said").read_text() == (
         "Interrupted by signal 15. Continue with the same command.\n"
@@ -33,7 +33,7 @@ def test_a_stopped_part_leaves_its_work_for_the_others(config, clean):
     stopped = child(config, share=Share(2, 2), reference=gate.reference())
     assert gate.reached.wait(PATIENCE)
     os.kill(stopped.pid, signal.SIGTERM)
-    stopped.join(60)
+    stopped.join(PATIENCE)
     assert stopped.exitcode == 143
     assert run(config, share=Share(1, 2)).whole is None
     assert run(config, share=Share(2, 2)).has_published

@@ -20,6 +20,7 @@ from align.stages.tracking import journaled_run
 from align.stages.tracking.mlflow_client import MlflowStore
 from align.stages.tracking.outbox import load_ledger, new_record, open_ledger, unsent_runs
 from support.mlflow_runs import open_store, the_run
+from support.patience import PATIENCE
 from support.stage_one import Heard, child, contents, run
 from support.stub_reference import StubReference
 
@@ -199,7 +200,7 @@ def runs_of(config):
 def kill_at(config, failpoint):
     """Stage 1 as a SIGKILL leaves it."""
     process = child(config, f"{failpoint}=kill")
-    process.join(120)
+    process.join(PATIENCE)
     assert process.exitcode == -9
     (killed,) = runs_of(config)
     assert killed.info.status == "RUNNING"
@@ -237,7 +238,7 @@ def test_a_run_that_was_killed_before_the_store_knew_it_is_there_afterwards(trac
     mlflow_server.stop()
     down = replace(tracked, tracking=TrackingOptions(uri=mlflow_server.uri, experiment="killed"))
     process = child(down, "commit.done=kill@2")
-    process.join(120)
+    process.join(PATIENCE)
     assert process.exitcode == -9
     mlflow_server.start()
     run(down)

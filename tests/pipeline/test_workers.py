@@ -22,7 +22,7 @@ KILLED = -signal.SIGKILL
 
 def joined(*processes):
     for process in processes:
-        process.join(60)
+        process.join(PATIENCE)
     return [process.exitcode for process in processes]
 
 

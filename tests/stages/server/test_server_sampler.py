@@ -296,7 +296,7 @@ def test_a_run_that_is_stopped_sends_nothing_more_and_leaves_no_thread():
         groups.close()
         threads = set(threading.enumerate()) - before
         for thread in [one for one in threads if one.name.endswith("(_run)")]:
-            thread.join(60)
+            thread.join(PATIENCE)
             assert not thread.is_alive()
         assert kept <= len(stub.asked) <= kept + 4
 

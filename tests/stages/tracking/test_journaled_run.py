@@ -12,6 +12,7 @@ from align.schemas.errors import CorruptionError, UsageError
 from align.stages.tracking import delivery
 from align.stages.tracking.outbox import load_ledger, plain_uri
 from support.mlflow_runs import open_store
+from support.patience import PATIENCE
 from support.tracked_training import begin, journalled, learn, run_folder, run_of, stored, wait_for
 
 pytestmark = pytest.mark.usefixtures("no_mlflow_settings")
@@ -79,7 +80,7 @@ def killed(run):
     """Leaves a run as a process does that is killed once MLflow has heard all of it."""
     sender = run._sender
     sender._over.set()
-    sender._thread.join(60)
+    sender._thread.join(PATIENCE)
 
 
 def test_what_was_given_up_stays_with_the_run_that_measured_it(uri, tmp_path):
