@@ -14,9 +14,8 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from faults import Fault, StaleFaultError, planted
+from faults import ROOT, Fault, StaleFaultError, is_product, planted
 
-ROOT = Path(__file__).parents[2]
 COMPARED = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -46,8 +45,8 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=70)
     options = parser.parse_args()
     draws = random.Random(options.seed)
-    listed = subprocess.check_output(["git", "ls-files", "*.py"], cwd=ROOT, text=True).split()
-    files = [name for name in listed if not name.startswith(("tests/", "docs/", "examples/"))]
+    listed = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
+    files = list(filter(is_product, listed))
     weights = [len((ROOT / name).read_text().splitlines()) for name in files]
     faults: dict[str, Fault] = {}
     while len(faults) < options.count:
@@ -55,6 +54,7 @@ def main() -> None:
         fault = drawn(file, (ROOT / file).read_text(), draws)
         if fault:
             faults[fault.name] = fault
+    print(f"# Drawn with --seed {options.seed} --count {options.count} from the sources then.\n")
     for fault in faults.values():
         print("[[fault]]")
         for key in ("name", "file", "inside", "old", "new", "harm"):
@@ -65,16 +65,16 @@ def main() -> None:
 def drawn(file: str, source: str, draws: random.Random) -> Fault | None:
     """A fault of a file, or none where the chosen text is not the only one in its function."""
     choices = [
-        (inside, node, what, new)
-        for inside, node in _functions(ast.parse(source).body, "")
-        for what, new in _edits(node)
+        (inside, node, new)
+        for inside, function in _functions(ast.parse(source).body, "")
+        for node, new in _edits(function)
     ]
     if not choices:
         return None
-    inside, _, old_node, new = draws.choice(choices)
-    old = ast.get_source_segment(source, old_node)
+    inside, node, new = draws.choice(choices)
+    old = ast.get_source_segment(source, node)
     assert old is not None
-    name = f"drawn-{Path(file).stem}-{inside.split('.')[-1].strip('_')}-{old_node.lineno}"
+    name = f"drawn-{Path(file).stem}-{inside.split('.')[-1].strip('_')}-{node.lineno}"
     fault = Fault(name, file, inside, old, new, "drawn")
     try:
         planted(fault, source)

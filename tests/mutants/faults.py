@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 KEYS = {"name", "file", "inside", "old", "new", "harm"}
 
 
@@ -41,6 +42,11 @@ def read_faults() -> list[Fault]:
     if twice:
         raise StaleFaultError(f"faults named twice: {sorted(twice)}")
     return faults
+
+
+def is_product(name: str) -> bool:
+    """Whether a file of the project, by its path from the root, is a module of the package."""
+    return name.endswith(".py") and not name.startswith((".", "tests/", "docs/", "examples/"))
 
 
 def planted(fault: Fault, source: str) -> str:

@@ -4,7 +4,7 @@ First each test file runs once by itself under coverage.py, which says what line
 processes that it starts. Then each fault is planted in a copy of the project and meets the files
 that enter its lines, the fastest first, up to the first failure. What survives these meets the rest
 of the suite. All of it is kept in the folder `.mutants`, so that a run that is stopped goes on
-where it was; a fault is run again when its own text, or the text of any test, has changed.
+where it was; a fault is run again when it, the product or a test has changed.
 """
 
 from __future__ import annotations
@@ -21,12 +21,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from faults import Fault, StaleFaultError, planted, read_faults, touched_lines
+from faults import (
+    ROOT,
+    Fault,
+    StaleFaultError,
+    is_product,
+    planted,
+    read_faults,
+    touched_lines,
+)
 
-ROOT = Path(__file__).parents[2]
 KEPT = ROOT / ".mutants"
 SUITE = "not long and not gpu"
 # They read the sources themselves, and would notice that a line has changed, not what it does.
@@ -87,10 +94,9 @@ class Campaign:
             self.copies.put(self._copied(KEPT / f"copy-{number}" / "align"))
         self.at_once = at_once
         self.tests = [name for name in self.files if _is_in_suite(name)]
-        self.state = _digest(
-            (ROOT / name).read_bytes()
-            for name in self.files
-            if name.startswith("tests/") and not name.startswith("tests/mutants/")
+        self.product = self._digest_of(is_product)
+        self.all_tests = self._digest_of(
+            lambda name: name.startswith("tests/") and not name.startswith("tests/mutants/")
         )
         self.writing = threading.Lock()
 
@@ -110,36 +116,38 @@ class Campaign:
         entered = {name: json.loads(self._lines_file(name).read_text()) for name in self.tests}
 
         def one(fault: Fault, copy: Path) -> None:
-            key = _digest([repr(fault).encode(), self.state.encode(), b"near" * only_near])
-            if (fault.name, key) not in verdicts:
+            key = _digest([repr(fault).encode(), self.product, self.all_tests])
+            near, rest = self._near_and_rest(fault, entered)
+            found = verdicts.get((fault.name, key))
+            for tests, met_all in ((near, False), (rest, True)):
+                is_known = found and (found["by"] or found["all"] >= met_all)
+                if is_known or (met_all and only_near):
+                    continue
                 begun = time.monotonic()
-                by, ran = self._noticed_by(fault, copy, entered, only_near)
+                by = self._noticed_by(fault, copy, tests)
                 seconds = round(time.monotonic() - begun)
-                verdict = {"name": fault.name, "key": key, "by": by, "files": ran, "s": seconds}
+                found = {"name": fault.name, "key": key, "by": by, "all": met_all, "s": seconds}
                 with self.writing, kept.open("a") as file:
-                    file.write(json.dumps(verdict) + "\n")
-                    verdicts[fault.name, key] = verdict
+                    file.write(json.dumps(found) + "\n")
                 print(f"{seconds:5} s  {fault.name:42} {by or 'SURVIVED'}", flush=True)
-            results[fault.name] = verdicts[fault.name, key]
+            results[fault.name] = found
 
         results: dict[str, dict] = {}
         self._each(faults, one)
         return results
 
-    def _noticed_by(
-        self, fault: Fault, copy: Path, entered: dict, only_near: bool
-    ) -> tuple[str | None, int]:
-        source = (ROOT / fault.file).read_text()
-        lines = touched_lines(fault, source)
+    def _near_and_rest(self, fault: Fault, entered: dict) -> tuple[list[str], list[str]]:
+        """The test files that enter the lines of a fault, the fastest first, and all others."""
+        lines = touched_lines(fault, (ROOT / fault.file).read_text())
         near = [n for n in self.tests if lines & set(entered[n]["lines"].get(fault.file, ()))]
-        near.sort(key=lambda name: entered[name]["s"])
         rest = [name for name in self.tests if name not in near]
+        return sorted(near, key=lambda name: entered[name]["s"]), rest
+
+    def _noticed_by(self, fault: Fault, copy: Path, tests: list[str]) -> str | None:
+        source = (ROOT / fault.file).read_text()
         (copy / fault.file).write_text(planted(fault, source))
         try:
-            by = self._failure(copy, near)
-            if by is None and not only_near:
-                return self._failure(copy, rest), len(self.tests)
-            return by, len(near)
+            return self._failure(copy, tests)
         finally:
             (copy / fault.file).write_text(source)
 
@@ -179,8 +187,10 @@ class Campaign:
 
     def _lines_file(self, test: str) -> Path:
         """By the content of all of the product and of this test file: else its lines move."""
-        contents = [(ROOT / name).read_bytes() for name in self.files if _is_product(name)]
-        return KEPT / "lines" / f"{_digest([*contents, (ROOT / test).read_bytes()])}.json"
+        return KEPT / "lines" / f"{_digest([self.product, (ROOT / test).read_bytes()])}.json"
+
+    def _digest_of(self, chosen: Callable[[str], bool]) -> bytes:
+        return _digest((ROOT / name).read_bytes() for name in self.files if chosen(name)).encode()
 
     def _pytest(self, copy: Path, *words: str, tool: Iterable[str] = ()) -> tuple[int, str]:
         """How pytest ends in a copy, and what it prints; nothing that it starts outlives it."""
@@ -242,10 +252,6 @@ class Campaign:
 def _is_in_suite(name: str) -> bool:
     is_test = name.startswith("tests/") and Path(name).name.startswith("test_")
     return is_test and not name.startswith("tests/peers/") and name not in OF_SOURCES
-
-
-def _is_product(name: str) -> bool:
-    return name.endswith(".py") and not name.startswith(("tests/", "docs/", "examples/"))
 
 
 def _digest(parts: Iterable[bytes]) -> str:
