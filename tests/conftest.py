@@ -1,3 +1,4 @@
+import itertools
 import os
 import platform
 import secrets
@@ -86,10 +87,17 @@ def clean_root():
     assert not kept & {path.name for path in root.iterdir()} - before
 
 
+@pytest.fixture(scope="session")
+def homes(tmp_path_factory):
+    """Names of folders that are not there yet: what a test does not use, it does not make."""
+    folder = tmp_path_factory.mktemp("homes")
+    return (str(folder / str(number)) for number in itertools.count())
+
+
 @pytest.fixture(autouse=True)
-def own_home(tmp_path_factory, monkeypatch):
+def own_home(homes, monkeypatch):
     """No test knows the caches of another."""
-    monkeypatch.setenv("ALIGN_HOME", str(tmp_path_factory.mktemp("home")))
+    monkeypatch.setenv("ALIGN_HOME", next(homes))
 
 
 @pytest.fixture(autouse=True)
