@@ -1,4 +1,4 @@
-"""What a person gets wrong: one message, the right exit code, what to do about it."""
+"""What a person gets wrong: one message, the right exit code, what is wrong by name, a way on."""
 
 import hashlib
 import json
@@ -25,13 +25,8 @@ def model(world):
 
 
 def write(name, *rows):
-    with open(name, "w") as file:  # noqa: PTH123
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return name
-
-
-def digest_prefix(name):
-    return hashlib.sha256(Path(name).read_bytes()).hexdigest()[:16]
 
 
 def run(code, *arguments):
@@ -39,73 +34,64 @@ def run(code, *arguments):
 
 
 def pair(number=0, **changes):
-    return {
-        "prompt": f"Why {number}?",
-        "chosen": f" so {number}",
-        "rejected": f" no {number}",
-    } | changes
+    texts = {"prompt": f"Why {number}?", "chosen": f" so {number}", "rejected": f" no {number}"}
+    return texts | changes
 
 
 def label(number, value):
     return {"prompt": f"Why {number}?", "completion": f" so {number}", "label": value}
 
 
-def test_no_model(world):
+def completions(**more):
+    return [{"prompt": f"Why {n}?", "completions": [" so", " no"], **more} for n in range(3)]
+
+
+def test_what_is_not_named_is_asked_for(world, model):
     said = run(2, world.data.paired)
     for way in ("--model DIR", "ALIGN_MODEL", "align.yaml"):
         assert way in said
+    assert "No data files" in run(2, "--model", model)
 
 
-def test_no_data(model):
-    assert "No data files given" in run(2, "--model", model)
+# What the file holds, and what the message has to name.
+ROWS = {
+    "columns that fit nothing": (
+        [{"promt": "a", "chosen_text": "b", "rejected": "c"}],
+        ("data.jsonl", "'promt', 'chosen_text', 'rejected'", "--map chosen=chosen_text"),
+    ),
+    "text that nothing reads": (
+        [pair(n, input=f"the number {n} of them") for n in range(9)],
+        ("data.jsonl holds free text", "'input'", "--map input="),
+    ),
+    "text behind thousands of rows": (
+        [*map(pair, range(3000)), pair(3000, input="What is the number after this?")],
+        ("data.jsonl row 3,000 holds free text",),
+    ),
+    "completions without scores": (
+        completions(),
+        ("no scores", "--map scores=YOURS", "align score data.jsonl"),
+    ),
+    "scores under another name": (completions(ratings=[1, 2]), ("--map scores=ratings",)),
+    "labels for scores": (completions(labels=[True, False]), ("'labels'",)),
+}
 
 
-def test_no_such_file(model):
-    said = run(2, "nope.parquet", "--model", model)
-    assert said == "nope.parquet: no such file or folder. Check the path.\n"
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_that_cannot_be_used_are_refused_with_a_way_on(here, model, name):
+    rows, named = ROWS[name]
+    said = run(2, write("data.jsonl", *rows), "--model", model)
+    assert [word for word in named if word not in said] == []
+    assert not [*here.rglob("data/*.parquet")]  # before anything was scored
 
 
-def test_columns_that_fit_nothing(model):
-    write("data.jsonl", {"promt": "a", "chosen_text": "b", "rejected": "c"})
-    said = run(2, "data.jsonl", "--model", model)
-    assert "data.jsonl has the columns 'promt', 'chosen_text', 'rejected'" in said
-    assert "--map chosen=chosen_text" in said
-
-
-def test_a_prompt_under_another_name_is_hinted_at(model):
+def test_a_prompt_under_another_name_and_a_map_that_names_none(model):
     write("data.jsonl", {"ask": "a", "chosen": "b", "rejected": "c"})
     said = run(3, "data.jsonl", "--model", model)
     assert "share no beginning" in said
     assert "--map prompt=NAME" in said
-
-
-def test_text_that_nothing_reads(model):
-    write("data.jsonl", *[pair(n, input=f"the number {n} of them") for n in range(9)])
-    said = run(2, "data.jsonl", "--model", model)
-    assert "data.jsonl holds free text that nothing reads" in said
-    assert "'input'" in said
-    assert "--map input=" in said
-
-
-def test_text_that_begins_behind_thousands_of_rows_is_refused_before_a_score(here, model):
-    rows = [pair(n) for n in range(3000)]
-    write("data.jsonl", *rows, pair(3000, input="What is the number after this?"))
-    said = run(2, "data.jsonl", "--model", model)
-    assert "data.jsonl row 3,000 holds free text" in said
-    assert not [*here.rglob("*.parquet")]
-
-
-def test_completions_without_scores(model):
-    rows = [{"prompt": f"Why {n}?", "completions": [" so", " no"]} for n in range(3)]
-    write("data.jsonl", *rows)
-    said = run(2, "data.jsonl", "--model", model)
-    assert "'completions' and no scores" in said
-    assert "--map scores=YOURS" in said
-    assert "align score data.jsonl" in said
-    write("data.jsonl", *[row | {"ratings": [1, 2]} for row in rows])
-    assert "--map scores=ratings" in run(2, "data.jsonl", "--model", model)
-    write("data.jsonl", *[row | {"labels": [True, False]} for row in rows])
-    assert "'labels'" in run(2, "data.jsonl", "--model", model)
+    said = run(2, "data.jsonl", "--model", model, "--map", "prompt=aks")
+    assert "Did you mean 'ask'? Change --map" in said
+    assert "OURS=YOURS" in run(2, "data.jsonl", "--model", model, "--map", "prompt")
 
 
 @pytest.mark.parametrize("named", ["d", "d/*.jsonl"])
@@ -119,35 +105,31 @@ def test_a_training_split_and_its_test_split(here, model, named):
     assert "\n  align precompute-ref d/test-0.jsonl --output cache-test\n" in said
 
 
-def test_a_map_of_a_column_that_is_not_there(model):
-    write("data.jsonl", {"question": "a", "chosen": "b", "rejected": "c"})
-    said = run(2, "data.jsonl", "--model", model, "--map", "prompt=qestion")
-    assert "Did you mean 'question'? Change --map" in said
-    assert "OURS=YOURS" in run(2, "data.jsonl", "--model", model, "--map", "prompt")
-
-
-@pytest.mark.parametrize("name", ["empty.parquet", "empty.jsonl", "empty.csv"])
-def test_an_empty_file(here, model, name):
-    (here / name).touch()
-    assert f"{name} is empty (0 bytes)" in run(2, name, "--model", model)
-
-
-def test_a_table_without_rows(here, model, world):
-    pq.write_table(pq.read_table(world.data.paired).slice(0, 0), "none.parquet")
-    assert "none.parquet has no rows" in run(2, "none.parquet", "--model", model)
-
-
-def test_a_damaged_parquet_file(here, model, world):
+def test_a_file_that_cannot_be_read_is_named(here, model, world):
     whole = world.data.paired.read_bytes()
-    (here / "cut.parquet").write_bytes(whole[: len(whole) // 2])
-    said = run(2, "cut.parquet", "--model", model)
-    assert "cut.parquet cannot be read as parquet" in said
-    broken = bytearray(whole)
-    broken[100:400] = bytes(300)
-    (here / "broken.parquet").write_bytes(broken)
-    said = run(3, "broken.parquet", "--model", model)
-    assert "broken.parquet cannot be read after row 0" in said
-    assert "write it again" in said
+    pq.write_table(pq.read_table(world.data.paired).slice(0, 0), "none.parquet")
+    for name, content, code, said in (
+        ("nope.parquet", None, 2, "no such file or folder"),
+        ("none.parquet", None, 2, "has no rows"),
+        ("empty.parquet", b"", 2, "is empty (0 bytes)"),
+        ("empty.jsonl", b"", 2, "is empty (0 bytes)"),
+        ("empty.csv", b"", 2, "is empty (0 bytes)"),
+        ("cut.parquet", whole[: len(whole) // 2], 2, "cannot be read as parquet"),
+        ("broken.parquet", whole[:100] + bytes(300) + whole[400:], 3, "read after row 0"),
+    ):
+        if content is not None:
+            (here / name).write_bytes(content)
+        told = run(code, name, "--model", model)
+        assert name in told
+        assert said in told, name
+
+
+def quarantined(here):
+    (part,) = (here / "cache" / "quarantine").iterdir()
+    prefix = hashlib.sha256((here / "data.jsonl").read_bytes()).hexdigest()[:16]
+    rows = pq.read_table(part).to_pylist()
+    assert {(row["file"], row["file_name"]) for row in rows} == {(prefix, "data.jsonl")}
+    return part, rows
 
 
 def test_a_label_that_is_neither(here, model):
@@ -156,13 +138,9 @@ def test_a_label_that_is_neither(here, model):
     assert "2 of 4 rows cannot be used (1 bad_label, 1 null); --max-bad-frac allows 0.001" in said
     assert "data.jsonl row 1: bad_label: 'label' is neither true nor false: 'maybe'" in said
     assert "data.jsonl row 3: null" in said
-    (part,) = (here / "cache" / "quarantine").iterdir()
+    part, rows = quarantined(here)
     assert str(part.relative_to(here)) in said
-    rows = pq.read_table(part).to_pylist()
-    assert [(row["file"], row["file_name"], row["row"], row["reason"]) for row in rows] == [
-        (digest_prefix("data.jsonl"), "data.jsonl", 1, "bad_label"),
-        (digest_prefix("data.jsonl"), "data.jsonl", 3, "null"),
-    ]
+    assert [(row["row"], row["reason"]) for row in rows] == [(1, "bad_label"), (3, "null")]
     assert not (here / "cache" / "manifest.json").exists()
 
 
@@ -174,10 +152,8 @@ def test_few_enough_bad_rows_pass_and_are_counted(here, model):
     assert answer.code == 0, answer
     assert "1 of 10 rows dropped: 1 empty_completion" in answer.out
     assert "empty_completion" in align("inspect", "cache").out
-    (part,) = (here / "cache" / "quarantine").iterdir()
-    (row,) = pq.read_table(part).to_pylist()
-    stood = (digest_prefix("data.jsonl"), 9, "empty_completion")
-    assert (row["file"], row["row"], row["reason"]) == stood
+    _, (row,) = quarantined(here)
+    assert (row["row"], row["reason"]) == (9, "empty_completion")
     assert "'chosen'" in row["detail"]
 
 
@@ -185,45 +161,34 @@ def test_fixed_data_run_where_bad_data_stopped(here, model):
     write("data.jsonl", pair(0), pair(1, rejected=""))
     run(3, "data.jsonl", "--model", model)
     write("data.jsonl", pair(0), pair(1))
-    answer = align(
-        "precompute-ref", "data.jsonl", "--model", model, "--output", "cache", "--no-mlflow"
-    )
-    assert answer.code == 0, answer
+    words = ("--model", model, "--output", "cache", "--no-mlflow")
+    assert align("precompute-ref", "data.jsonl", *words).code == 0
     assert {path.name for path in (here / "cache").iterdir()} == {"manifest.json", "data", "_align"}
 
 
-def without(model, folder, *names):
-    shutil.copytree(model, folder)
-    for name in names:
-        (folder / name).unlink()
-    return folder
+@pytest.mark.parametrize(
+    ("gone", "data", "named"),
+    [
+        ("model.safetensors", "paired", ("bare: there is no model.safetensors",)),
+        ("config.json", "paired", ("config.json: the file is missing",)),
+        ("chat_template.jinja", "paired_chat", ("no chat template", "tokens.chat_template=")),
+        ("tokenizer.json", "paired", ("bare: no tokenizer can be loaded",)),
+    ],
+)
+def test_what_a_model_folder_lacks_is_named(here, world, model, gone, data, named):
+    shutil.copytree(model, here / "bare")
+    (here / "bare" / gone).unlink()
+    if gone == "tokenizer.json":
+        (here / "bare" / "tokenizer_config.json").unlink()
+    said = run(2, getattr(world.data, data), "--model", here / "bare")
+    assert [word for word in named if word not in said] == []
 
 
-def test_a_model_folder_that_is_none(here, world, model):
+def test_a_model_folder_that_is_none_and_one_of_pickles(here, world, model):
     assert "/nowhere: no such model folder" in run(2, world.data.paired, "--model", "/nowhere")
-    said = run(2, world.data.paired, "--model", world.data.paired.parent)
-    assert "no tokenizer can be loaded from here" in said
-
-
-def test_a_model_without_weights(here, world, model):
-    bare = without(model, here / "bare", "model.safetensors")
-    said = run(2, world.data.paired, "--model", bare)
-    assert f"{bare}: there is no model.safetensors" in said
-    (bare / "pytorch_model.bin").write_bytes(b"x")
-    said = run(2, world.data.paired, "--model", bare)
-    assert "pickles (.bin or .pt), which can run code when read. Convert them once" in said
-
-
-def test_a_model_without_its_config(here, world, model):
-    bare = without(model, here / "bare", "config.json")
-    assert "config.json: the file is missing" in run(2, world.data.paired, "--model", bare)
-
-
-def test_conversations_without_a_template(here, world, model):
-    bare = without(model, here / "bare", "chat_template.jinja")
-    said = run(2, world.data.paired_chat, "--model", bare)
-    assert "the data are conversations and the tokenizer has no chat template" in said
-    assert "--set tokens.chat_template=FILE.jinja" in said
+    shutil.copytree(model, here / "old")
+    (here / "old" / "model.safetensors").rename(here / "old" / "pytorch_model.bin")
+    assert "pickles" in run(2, world.data.paired, "--model", here / "old")
 
 
 def test_a_template_that_fails_on_every_row(here, world, model):
@@ -234,36 +199,23 @@ def test_a_template_that_fails_on_every_row(here, world, model):
     assert "roles must alternate" in said
 
 
-def test_an_output_that_is_another_cache(journey):
-    said = refusal(
-        4, "precompute-ref", journey.folder / "data.parquet", "--no-mlflow", "--max-length", "64"
-    )
-    assert "was made with other settings" in said
+def test_an_output_that_is_another_cache_or_none(journey, here, world, model):
+    words = ("precompute-ref", journey.folder / "data.parquet", "--no-mlflow")
+    said = refusal(4, *words, "--max-length", "64")
     assert "tokens.max_length: the cache has 2048, now 64" in said
-    assert "Choose another --output" in said
-
-
-def test_an_output_that_is_no_cache(here, world, model):
+    assert "--output" in said
     (here / "cache").mkdir()
     (here / "cache" / "photo.jpg").write_bytes(b"")
-    said = run(2, world.data.paired, "--model", model)
-    assert "cache holds 'photo.jpg' and is not a cache folder" in said
+    assert "cache holds 'photo.jpg'" in run(2, world.data.paired, "--model", model)
     shutil.rmtree("cache")
     (here / "cache").touch()
     assert "cache is not a folder" in run(2, world.data.paired, "--model", model)
 
 
-def test_a_folder_that_is_no_cache(here):
-    for command in ("verify", "inspect", "export"):
-        assert "not a finished cache" in refusal(2, command, here)
-
-
 def test_a_launcher_that_counts_in_words(world, model, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "two")
-    said = run(2, world.data.paired, "--model", model)
-    assert "WORLD_SIZE=two" in said
-    assert "these are not a rank below WORLD_SIZE" in said
+    assert "WORLD_SIZE=two" in run(2, world.data.paired, "--model", model)
 
 
 @pytest.fixture
@@ -272,67 +224,45 @@ def copy(journey, here):
     return here / "copy"
 
 
-def damage(path, at=-200):
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(content)
-
-
-def test_a_damaged_shard_is_named(copy):
-    shard = sorted((copy / "data").iterdir())[3]
-    damage(shard)
-    said = refusal(5, "verify", copy, "--rescore", "0")
-    assert f"unit 3: {shard} is not what was written (sha256 differs)" in said
-    assert "1 of 8 files are damaged" in said
-
-
-def test_missing_and_cut_shards_are_all_named(copy):
+def test_every_damaged_missing_or_cut_shard_is_named(copy):
     shards = sorted((copy / "data").iterdir())
+    content = bytearray(shards[3].read_bytes())
+    content[-200] ^= 1
+    shards[3].write_bytes(content)
     shards[1].unlink()
     shards[6].write_bytes(shards[6].read_bytes()[:-1])
     said = refusal(5, "verify", copy, "--rescore", "0")
+    assert "3 of 8 files are damaged" in said
+    assert f"unit 3: {shards[3]} is not what was written (sha256 differs)" in said
     assert "unit 1: " in said
     assert "unit 6: " in said
 
 
-def test_a_damaged_manifest_is_never_used(copy):
+def test_a_cache_without_a_whole_manifest_is_never_used(copy, here):
     path = copy / "manifest.json"
-    for text in (
-        path.read_text().replace('"rows":60', '"rows":61'),
-        "{}",
-        "",
-        "\x00",
-        "[" * 99_999,
-    ):
-        path.write_text(text)
-        for command in ("verify", "inspect", "export"):
-            assert f"{path} is damaged" in refusal(5, command, copy)
+    path.write_text(path.read_text().replace('"rows":60', '"rows":61'))
+    for command in ("verify", "inspect", "export"):
+        assert f"{path} is damaged" in refusal(5, command, copy)
+        assert f"{here} is not a finished cache" in refusal(2, command, here)
 
 
-def test_a_manifest_of_tomorrow_asks_for_tomorrows_align(copy):
-    path = copy / "manifest.json"
-    path.write_text(path.read_text().replace('"format_version":2', '"format_version":9'))
-    assert "Install a newer align" in refusal(4, "verify", copy)
-
-
-def test_a_cache_of_an_older_align_is_refused_with_the_command_that_makes_it_anew(
-    copy, world, here
-):
+def test_a_cache_of_another_format_is_refused_with_a_way_on(copy, world):
     path = copy / "manifest.json"
     plain = json.loads(path.read_text())
+    path.write_text(json.dumps(plain | {"format_version": 9}))
+    assert "newer align" in refusal(4, "verify", copy)
     path.write_text(json.dumps(plain | {"format_version": 1, "a_field_of_then": 3}))
     anew = f"align precompute-ref data.parquet --model {world.model} --output {copy}-v2"
-    made = ("--set model.dtype=float32", "--set cache.rows_per_shard=8")
     config = ("--set", f"cache.output={copy}")
-    doors = [
+    for words in (
         *((command, copy) for command in ("verify", "inspect", "export")),
         ("train", "--cache", copy, "--method", "dpo", "--no-mlflow"),
         ("precompute-ref", world.data.paired, "--model", world.model, "--no-mlflow", *config),
-    ]
-    for words in doors:
+    ):
         said = refusal(4, *words)
-        assert f"{path} has format version 1, made by an older align" in said
-        assert all(part in said for part in (anew, *made))
+        assert str(path) in said
+        assert anew in said
+        assert "--set cache.rows_per_shard=8" in said
     assert json.loads(path.read_text())["format_version"] == 1
 
 
@@ -345,7 +275,7 @@ class Liar:
         self.open = StubReference().open
 
 
-def test_log_probs_that_never_were_the_references_are_found(here, world):
+def test_log_probs_that_never_were_the_references_are_found(world):
     """Every digest holds, and yet the numbers are wrong."""
     config = load_settings({}, [], file=None, data=[str(world.data.paired)]).config
     options = ModelOptions(path=str(world.model))

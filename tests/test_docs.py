@@ -1,6 +1,5 @@
 """What the README and the pages of docs/ say is so."""
 
-import ast
 import json
 import os
 import re
@@ -16,9 +15,10 @@ import yaml
 
 from align import __version__, cli
 from align.pipeline.settings import flatten, load_settings
+from align.pipeline.signals import STOPS
 from align.schemas.cache import FORMAT_VERSION, Manifest
 from align.schemas.config import Config
-from align.schemas.errors import AlignError
+from align.schemas.errors import AlignError, Interrupted
 from align.schemas.rows import REASONS
 from align.stages.methods.method_docs import describe, markdown_table
 from align.stages.methods.modifiers import Modifiers
@@ -28,7 +28,6 @@ from support.command import align
 from support.pages import PAGES, ROOT, anchors, blocks, codes, commands, links, name_of, page
 from support.rooms import ROOMS
 
-README = page("README.md").read_text(encoding="utf-8")
 COMMANDS = typer.main.get_command(cli.app).commands
 FLAGS = {
     flag
@@ -55,18 +54,13 @@ SETTING = re.compile(
 # `cd FOLDER && NAME=VALUE .venv/bin/align …`: the words before `align` may be missing.
 CALL = re.compile(r"(cd (?P<folder>\S+) && )?([A-Z_]+=\S+ )?(\S*/)?align (?P<words>.+)")
 EXAMPLES = sorted(page("examples/data").iterdir())
-# What the page says to pass with a file whose columns have names of their own.
-RENAMED = ("prompt=question", "chosen=good answer", "rejected=bad answer")
-MAPPED = [word for each in RENAMED for word in ("--map", each)]
-GIVEN = [(path, words) for path in PAGES for words in commands(path)]
+GIVEN = [(name_of(path), words) for path in PAGES for words in commands(path)]
 
 
-@pytest.mark.parametrize(
-    ("path", "words"), GIVEN, ids=[f"{name_of(path)}: {' '.join(words)}" for path, words in GIVEN]
-)
-def test_every_command_is_one_that_the_command_line_takes(path, words, tmp_path, monkeypatch):
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """No align.yaml lies where a command is read."""
     monkeypatch.chdir(tmp_path)
-    take(words)
 
 
 def take(words):
@@ -87,23 +81,36 @@ def take(words):
         recipe_of(recipe, method)
 
 
-def test_commands_are_found_wherever_they_are():
-    """The tests above would pass for nothing if none were."""
-    named = {name_of(path) for path, _ in GIVEN}
-    assert {"README.md", "docs/getting-started.md", "docs/caches.md"} <= named
+def why_refused(*words):
+    """What is said to a command that is not taken; nothing to one that is."""
+    try:
+        take(words)
+    except Exception as error:  # typer's, ours, or of a name that there is not
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_every_command_is_one_that_the_command_line_takes():
+    assert not [(name, words, said) for name, words in GIVEN if (said := why_refused(*words))]
+
+
+def test_commands_are_found_wherever_they_are_and_wrong_ones_are_refused():
+    """The test above would pass for nothing otherwise."""
+    assert {"README.md", "docs/getting-started.md", "docs/caches.md"} <= {name for name, _ in GIVEN}
     assert {words[0] for _, words in GIVEN} >= {"precompute-ref", "train", "sweep", "score", "gc"}
-    assert len(GIVEN) > 30
+    assert "No such option" in why_refused("train", "--methd", "dpo")
+    assert "train.lrr" in why_refused("train", "--set", "train.lrr=1")
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
-def test_commands_flags_and_settings_in_the_text_exist(path, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_commands_flags_and_settings_in_the_text_exist(path):
     for code in codes(path):
         if path == MOVING and not code.column:
             continue
+        is_whole = not re.search("[A-Z…]", code.text)
         words = shlex.split(code.text) if code.text.startswith("align ") else code.text.split()
-        if words[0] == "align" and len(words) > 2 and not re.search("[A-Z…]", code.text):
-            take(words[1:])
+        if words[0] == "align" and len(words) > 2 and is_whole:
+            assert not why_refused(*words[1:]), code.text
         elif words[0] == "align":
             assert words[1:2] == [] or words[1] in COMMANDS or words[1] == "--help", code.text
         else:
@@ -112,21 +119,8 @@ def test_commands_flags_and_settings_in_the_text_exist(path, tmp_path, monkeypat
         if words[0].startswith("--"):
             flags = {word.partition("=")[0] for word in words if re.match("--[a-z]", word)}
             assert flags <= FLAGS | FOREIGN, code.text
-        if (
-            words[0] in {"--set", "--method"}
-            and len(words) > 1
-            and not re.search("[A-Z…]", code.text)
-        ):
-            assert any(is_taken([name, *words]) for name in TAKERS), code.text
-
-
-def is_taken(words):
-    """Whether a command takes what is given to it."""
-    try:
-        take(words)
-    except AlignError:
-        return False
-    return True
+        if words[0] in {"--set", "--method"} and len(words) > 1 and is_whole:
+            assert not all(why_refused(name, *words) for name in TAKERS), code.text
 
 
 def is_setting(section, name):
@@ -136,67 +130,55 @@ def is_setting(section, name):
     return f"{section}.{name}" in SETTINGS
 
 
-@pytest.mark.parametrize("path", PAGES, ids=name_of)
-def test_no_link_is_dead(path):
-    for target in links(path):
-        if re.match("https?:", target):
-            continue
-        file, _, anchor = target.partition("#")
-        linked = (path.parent / file).resolve() if file else path
-        assert linked.exists(), target
-        assert linked.is_relative_to(ROOT), target
-        if anchor:
-            assert anchor in anchors(linked), target
+def test_no_link_is_dead():
+    dead = [
+        (name_of(path), target)
+        for path in PAGES
+        for target in links(path)
+        if not re.match("https?:", target) and not is_alive(path, *target.partition("#")[::2])
+    ]
+    assert not dead
 
 
-@pytest.mark.parametrize("path", PAGES, ids=name_of)
-def test_every_file_and_folder_of_the_tree_that_is_named_exists(path):
-    for code in codes(path):
-        if PLACE.fullmatch(code.text) and code.text not in TO_BE_WRITTEN:
-            assert page(code.text).exists(), code.text
+def is_alive(path, file, anchor):
+    """Whether a file of the checkout is there, and the heading in it."""
+    linked = (path.parent / file).resolve() if file else path
+    is_here = linked.exists() and linked.is_relative_to(ROOT)
+    return is_here and (not anchor or anchor in anchors(linked))
 
 
-def test_every_page_is_in_the_index():
-    listed = set(links(page("docs/index.md")))
-    assert listed == {path.name for path in page("docs").glob("*.md")} - {"index.md"}
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_is_in_the_readme(name):
-    assert f"| `align {name}" in README
-
-
-def test_the_readme_counts_the_methods():
-    assert f"**{len(METHODS)} methods on one cache**" in README
-
-
-def test_every_exit_code_is_on_its_page():
-    told = page("docs/errors.md").read_text(encoding="utf-8")
-    errors = ast.parse((ROOT / "schemas" / "errors.py").read_text())
-    codes = {
-        node.value.value
-        for node in ast.walk(errors)
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "exit_code"
-        if isinstance(node.value, ast.Constant)
-    }
-    assert {2, 3, 4, 5, 6, 74, 75} <= codes
-    for code in codes:
-        assert f"| {code} |" in told
-    assert "129, 130, 138, 143" in told
+def test_every_file_and_folder_of_the_tree_that_is_named_exists():
+    named = {code.text for path in PAGES for code in codes(path) if PLACE.fullmatch(code.text)}
+    assert not [name for name in named - TO_BE_WRITTEN if not page(name).exists()]
 
 
 def named_on(name):
     return {code.text for code in codes(page(name))}
 
 
-def test_every_reason_to_reject_a_row_is_on_the_page_of_formats():
-    assert {*REASONS} <= named_on("docs/data-formats.md")
+def test_every_page_and_every_command_is_where_people_look_for_it():
+    listed = set(links(page("docs/index.md")))
+    assert listed == {path.name for path in page("docs").glob("*.md")} - {"index.md"}
+    told = {text.split()[1] for text in named_on("README.md") if text.startswith("align ")}
+    assert {*COMMANDS} <= told
 
 
-def test_every_column_and_field_of_a_cache_is_on_its_page():
+def test_every_exit_code_is_on_its_page():
+    told = page("docs/errors.md").read_text(encoding="utf-8")
+    kinds = [AlignError]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    codes = {kind.exit_code for kind in kinds}
+    assert {2, 3, 4, 5, 6, 74, 75} <= codes
+    assert not [code for code in codes if f"| {code} |" not in told]
+    assert ", ".join(str(Interrupted(number).exit_code) for number in sorted(STOPS)) in told
+
+
+def test_everything_that_a_cache_and_its_rejected_rows_name_is_on_its_page():
     columns = shard_schema(token_logps=True, carried=()).names
     assert {*columns, *Manifest.__dataclass_fields__} <= named_on("docs/cache-format.md")
     assert f"| {FORMAT_VERSION}; another" in page("docs/cache-format.md").read_text("utf-8")
+    assert {*REASONS} <= named_on("docs/data-formats.md")
 
 
 def test_the_table_of_methods_is_the_one_that_align_methods_prints():
@@ -211,7 +193,8 @@ def test_an_example_of_data_is_shown_as_it_is_and_read(path, world, tmp_path):
     formats = page("docs/data-formats.md")
     assert f"../examples/data/{path.name}" in links(formats)
     assert path.read_text(encoding="utf-8") in [block.text for block in blocks(formats)]
-    told = MAPPED if path.stem == "renamed" else []
+    ((_, renamed, *columns),) = commands(formats)  # what the page says to pass with this one
+    told = columns if path.name == renamed else []
     output = ("--model", world.model, "--output", tmp_path / "cache", "--no-mlflow")
     answer = align("precompute-ref", path, *output, *told)
     assert answer.code == 0, answer
@@ -221,11 +204,6 @@ def test_an_example_of_data_is_shown_as_it_is_and_read(path, world, tmp_path):
     expected = roles.get(kind, {"chosen", "rejected"}) | {"mismatched"}
     assert set(summary["roles"]) == expected
     assert not (tmp_path / "cache" / "quarantine").exists()
-
-
-def test_the_names_that_an_example_is_given_are_those_on_its_page():
-    (words,) = commands(page("docs/data-formats.md"))
-    assert words == ["precompute-ref", "renamed.csv", *MAPPED]
 
 
 def follow(server, steps, folder):
@@ -252,31 +230,40 @@ def test_the_first_commands_of_the_readme_run(server, world, tmp_path):
         assert (tmp_path / name).exists()
 
 
+def steps_of_demo():
+    """What `make demo` does once there is an environment."""
+    make = ("make", "--no-print-directory", "--dry-run", "--always-make", "demo", "PYTHON=python")
+    return run(*make, cwd=ROOT).partition("rm -rf demo")[2].splitlines()[1:]
+
+
 @pytest.mark.slow
+def test_the_demo_gives_commands_that_are_taken():
+    called = [found for step in steps_of_demo() if (found := CALL.fullmatch(step))]
+    assert len(called) > 3
+    assert not [said for one in called if (said := why_refused(*shlex.split(one["words"])))]
+
+
+@pytest.mark.long
 def test_the_demo_runs(server, tmp_path):
     """On fewer rows than `make demo` takes."""
-    make = ("make", "--no-print-directory", "--dry-run", "--always-make", "demo", "PYTHON=python")
-    steps = run(*make, cwd=ROOT).partition("rm -rf demo")[2].splitlines()[1:]
-    small = [step.replace("demo/world", "demo/world --rows 60", 1) for step in steps[:1]]
+    first, *steps = steps_of_demo()
     (tmp_path / "demo").mkdir()
-    follow(server, [*small, *steps[1:]], tmp_path)
+    follow(server, [first.replace("demo/world", "demo/world --rows 60", 1), *steps], tmp_path)
     for method in ("kto", "dpo", "orpo"):
         assert (tmp_path / "demo" / "align-sweep" / method / "model" / "config.json").is_file()
 
 
 def test_getting_started_ends_where_it_says(server, tmp_path):
-    steps = [
-        line for block in blocks(page("docs/getting-started.md"), "sh") for line in block.lines
-    ]
-    follow(server, steps, tmp_path)
+    """On fewer rows than the page takes."""
+    pages = (page("docs/getting-started.md"), page("docs/cache-format.md"))
+    steps = [line for block in blocks(pages[0], "sh") for line in block.lines]
+    follow(server, [step.replace("--rows 200", "--rows 60") for step in steps], tmp_path)
     for name in ("align-run/model/config.json", "align-run/report.html", "align-sweep/sweep.html"):
         assert (tmp_path / name).is_file()
-    snippets = blocks(page("docs/getting-started.md"), "python")
-    snippets += blocks(page("docs/cache-format.md"), "python")
-    code = "\n".join(block.text for block in snippets)
+    code = "\n".join(block.text for path in pages for block in blocks(path, "python"))
     told = run(sys.executable, "-c", code, cwd=tmp_path)
     assert "Question" in told
-    assert "200 ['row_id', 'source'" in told
+    assert "60 ['row_id', 'source'" in told
 
 
 def test_a_method_is_added_as_its_page_shows(tmp_path, training_world):
@@ -295,14 +282,15 @@ def test_a_method_is_added_as_its_page_shows(tmp_path, training_world):
     assert "\n_FAMILIES = (\n" in text
     table.write_text(text.replace("\n_FAMILIES = (\n", f"\n{import_line}\n\n_FAMILIES = (\n{row}"))
 
-    def told(*arguments):
-        program = (sys.executable, "-m", "align")
-        return run(*program, *arguments, cwd=tmp_path, PYTHONPATH=str(tmp_path))
-
-    assert "(b D - t)^2" in told("methods", "square")
-    assert "margin of rewards that is wanted [a number above 0]" in told("methods", "square")
     trained = ("--cache", training_world.pairs, "--max-steps", 2, "--batch-size", 4, "--no-mlflow")
-    assert "2 steps done" in told("train", "--method", "square", *trained)
+    code = "import sys\nfrom align import cli\n"
+    for words in (("methods", "square"), ("train", "--method", "square", *trained)):
+        argv = ["align", *map(str, words)]
+        code += f"sys.argv = {argv}\ntry:\n    cli.main()\nexcept SystemExit:\n    pass\n"
+    told = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert "(b D - t)^2" in told
+    assert "margin of rewards that is wanted [a number above 0]" in told
+    assert "2 steps done" in told
 
 
 def run(*program, cwd, **environment):

@@ -4,53 +4,53 @@ import ast
 import re
 import sys
 import tomllib
-from collections import defaultdict
+from collections import Counter
+from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
-from support.house_measures import (
-    base_names_twice,
-    import_circles,
-    modules_of,
-    public_classes_twice,
-)
 from support.rooms import ROOMS, ROOT, STAGES
 
-FILES = sorted(
-    [*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))]
-)
+PATHS = [*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))]
+TEXTS = {path: path.read_text(encoding="utf-8") for path in sorted(PATHS)}
+TREES = {path: ast.parse(text) for path, text in TEXTS.items()}
 VERBS = {"data", "feed", "judge", "pairing", "sample", "score", "select", "train"}
 NOUNS = {"demo", "engine", "methods", "model", "report", "server", "storage", "tracking"}
-NOUN_FRIENDS = {
-    name: {"storage"} for name in ("demo", "report", "tracking")
-}  # noun: further nouns it may use
-LONGEST_FILE, LONGEST_FUNCTION = 400, 60
-
-
-def text_of(path):
-    return path.read_text(encoding="utf-8")
+# noun: further nouns it may use
+NOUN_FRIENDS = {"demo": {"storage"}, "report": {"storage"}, "tracking": {"storage"}}
+STANDARD = {*sys.stdlib_module_names, "_typeshed"}
+# Where the internals of a third party are used.
+COMPAT = {
+    "transformers": "stages.model.transformers_compat",
+    "deepspeed": "stages.engine.deepspeed_compat",
+    "torch": "stages.model.live_memory",
+}
 
 
 def dotted(path):
-    """`stages.storage.fs` of its file."""
+    """`stages.storage.fs` of its file; a package has the name of its folder."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports_of(path):
-    """Every module of this package that a file imports, wherever in the file."""
-    package = path.relative_to(ROOT).parent.parts
-    for node in ast.walk(ast.parse(text_of(path))):
+def outside_functions(node):
+    """What runs as a module is loaded, and what only a type checker reads."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield child
+            yield from outside_functions(child)
+
+
+def imports_in(nodes, package):
+    """Every module of this package that some code in one of its folders imports."""
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.level:
             base = package[: len(package) - node.level + 1]
-            named = (*base, *(node.module or "").split(".")) if node.module else base
-            for alias in node.names:
-                yield ".".join([*named, alias.name])
-        else:
-            names = [alias.name for alias in getattr(node, "names", []) if hasattr(alias, "name")]
-            module = getattr(node, "module", None)
-            for name in [module] if module else names:
-                assert str(name).partition(".")[0] != "align", f"{path}: import relatively"
+            base = (*base, *node.module.split(".")) if node.module else base
+            yield from (".".join((*base, alias.name)) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            named = [getattr(node, "module", ""), *(alias.name for alias in node.names)]
+            assert "align" not in {str(name).partition(".")[0] for name in named}, "not relative"
 
 
 def room_of(module):
@@ -73,16 +73,12 @@ def may_import(importer, imported):
     return target not in VERBS and (kind in VERBS or target in NOUN_FRIENDS.get(kind, set()))
 
 
-def test_every_stage_is_a_verb_or_a_noun():
-    assert VERBS | NOUNS == STAGES
-    assert not VERBS & NOUNS
-
-
 def test_imports_point_down_the_house():
+    assert VERBS | NOUNS == STAGES
     wrong = [
         f"{dotted(path)} imports {name}"
-        for path in FILES
-        for name in imports_of(path)
+        for path, tree in TREES.items()
+        for name in imports_in(ast.walk(tree), path.relative_to(ROOT).parent.parts)
         if not may_import(room_of(dotted(path)), room_of(name))
     ]
     assert not wrong
@@ -98,7 +94,6 @@ def test_imports_point_down_the_house():
         ("stages.storage", "schemas", True),
         ("pipeline", "cli", False),
         ("stages.score", "stages.data", False),
-        ("stages.pairing", "stages.data", False),
         ("stages.storage", "stages.report", False),
         ("stages.storage", "stages.pairing", False),
         ("stages.model", "pipeline", False),
@@ -110,68 +105,47 @@ def test_what_down_means(importer, imported, is_down):
     assert may_import(importer, imported) == is_down
 
 
+def circle_in(trees):
+    """Modules that import each other as they are loaded, or for a type checker."""
+    names = {*map(dotted, trees)} - {""}  # the root takes what it offers from below, when asked
+    graph = {}
+    for path, tree in trees.items():
+        found = imports_in(outside_functions(tree), path.relative_to(ROOT).parent.parts)
+        inner = {name if name in names else name.rpartition(".")[0] for name in found}
+        graph[dotted(path)] = inner & names
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
 def test_modules_make_no_circle_not_even_for_types():
-    assert not import_circles(modules_of(ROOT), for_types=True)
+    assert not circle_in(TREES)
 
 
-def test_a_base_name_exists_once():
-    assert not base_names_twice(modules_of(ROOT))
+@pytest.mark.parametrize(
+    ("second", "is_circle"),
+    [
+        ("from . import a", True),
+        ("from ..room.a import A", True),
+        ("try:\n    from .a import A\nexcept ImportError:\n    pass", True),
+        ("if TYPE_CHECKING:\n    from .a import A", True),
+        ("def run():\n    from . import a", False),
+        ("import os", False),
+    ],
+)
+def test_what_a_circle_means(second, is_circle):
+    texts = {"a": "from .b import B", "b": "from .inner.c import C", "inner/c": "from ..d import D"}
+    trees = {ROOT / "room" / f"{name}.py": ast.parse(text) for name, text in texts.items()}
+    assert bool(circle_in(trees | {ROOT / "room" / "d.py": ast.parse(second)})) == is_circle
 
 
-def test_a_public_class_name_exists_once():
-    assert not public_classes_twice(modules_of(ROOT))
-
-
-def test_every_sub_package_is_listed_for_packaging():
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    folders = {path.parent for path in FILES}
-    assert all((folder / "__init__.py").is_file() for folder in folders)
-    here = {f"align.{dotted(folder / '__init__.py')}".rstrip(".") for folder in folders}
-    assert set(settings["packages"]) == here
-
-
-def test_only_the_entry_is_at_the_root():
-    assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "__main__.py", "cli.py"}
-
-
-def test_type_checkers_find_everything_at_the_root():
-    linked = {path.name for path in (ROOT / ".typing" / "align").iterdir()}
-    assert linked == {"__init__.py", "__main__.py", "cli.py", "py.typed", *ROOMS}
-    assert all((ROOT / ".typing" / "align" / name).exists() for name in linked)
-
-
-def test_a_file_is_one_idea():
-    lengths = {dotted(path): len(text_of(path).splitlines()) for path in FILES}
-    assert not {name: length for name, length in lengths.items() if length > LONGEST_FILE}
-
-
-def test_a_function_fits_on_a_screen():
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    long = {
-        f"{dotted(path)}.{node.name}": node.end_lineno - node.lineno + 1
-        for path in FILES
-        for node in ast.walk(ast.parse(text_of(path)))
-        if isinstance(node, functions)
-        and node.end_lineno - node.lineno + 1 > LONGEST_FUNCTION
-        and not is_command(node)
-    }
-    assert not long
-
-
-def is_command(node):
-    """A command's signature is its list of options, and they are its length."""
-    signature = node.body[0].lineno - node.lineno
-    body = node.end_lineno - node.body[0].lineno + 1
-    decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
-    is_ours = any(text.startswith("app.command") for text in decorators)
-    return is_ours and signature > body and body <= LONGEST_FUNCTION
-
-
-COMPAT = {
-    "transformers": "stages.model.transformers_compat",
-    "deepspeed": "stages.engine.deepspeed_compat",
-    "torch": "stages.model.live_memory",
-}
+def test_the_name_of_a_file_and_of_a_public_class_stands_once():
+    files = [path.stem for path in TREES if path.stem != "__init__"]
+    top = [node for tree in TREES.values() for node in tree.body if isinstance(node, ast.ClassDef)]
+    classes = [node.name for node in top if not is_private(node.name)]
+    assert not [name for names in (files, classes) for name, n in Counter(names).items() if n > 1]
 
 
 def is_private(name):
@@ -204,17 +178,17 @@ def private_imports(tree):
             yield from (alias.name for alias in node.names if alias.name.startswith("deepspeed"))
 
 
-STANDARD = {*sys.stdlib_module_names, "_typeshed"}
-
-
-def third_parties_internals(text):
-    tree = ast.parse(text)
+def third_parties_internals(tree):
     return [*private_attributes(tree), *private_imports(tree)]
 
 
 def test_private_names_of_third_parties_stand_in_one_file_for_each():
-    found = {dotted(path): third_parties_internals(text_of(path)) for path in FILES}
-    assert {name for name, internals in found.items() if internals} == set(COMPAT.values())
+    found = {dotted(path) for path, tree in TREES.items() if third_parties_internals(tree)}
+    assert found == set(COMPAT.values())
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    for name in COMPAT:  # what a later version may rename has an upper bound
+        (bounds,) = (one for one in listed if re.match(rf"{name}\b", one))
+        assert re.fullmatch(rf"{name}>=[\d.]+,<[\d.]+", bounds)
 
 
 @pytest.mark.parametrize(
@@ -234,46 +208,17 @@ def test_private_names_of_third_parties_stand_in_one_file_for_each():
     ],
 )
 def test_what_internal_means(text, is_internal):
-    assert bool(third_parties_internals(text)) == is_internal
-
-
-def test_a_third_party_whose_internals_are_used_has_a_lower_and_an_upper_bound():
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    for name in COMPAT:
-        (bounds,) = (one for one in listed if re.match(rf"{name}\b", one))
-        assert re.fullmatch(rf"{name}>=[\d.]+,<[\d.]+", bounds)
+    assert bool(third_parties_internals(ast.parse(text))) == is_internal
 
 
 def test_nothing_reads_a_pickle():
     """A model folder or a cache from elsewhere may be read, never run."""
     calls = ("pickle.load", "allow_pickle", "yaml.unsafe_load", "yaml.full_load")
-    assert not [
-        f"{dotted(path)}: {call}" for path in FILES for call in calls if call in text_of(path)
-    ]
+    assert not [f"{path}: {one}" for path, text in TEXTS.items() for one in calls if one in text]
     loads = [
         {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-        for path in FILES
-        for node in ast.walk(ast.parse(text_of(path)))
+        for tree in TREES.values()
+        for node in ast.walk(tree)
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load"
     ]
     assert [load["weights_only"] for load in loads] == ["True"]
-
-
-def test_a_fixture_name_exists_once():
-    """It means one thing then, wherever a test asks for it."""
-    places = defaultdict(list)
-    for path in sorted((ROOT / "tests").rglob("*.py")):
-        for node in ast.parse(text_of(path)).body:
-            for name in fixture_names(node):
-                places[name].append(str(path.relative_to(ROOT)))
-    assert len(places) > 100
-    assert not {name: found for name, found in places.items() if len(found) > 1}
-
-
-def fixture_names(node):
-    """The name of a fixture, if it is one: its own, or the one it is given."""
-    for decorator in getattr(node, "decorator_list", []):
-        is_called = isinstance(decorator, ast.Call)
-        if ast.unparse(decorator.func if is_called else decorator) == "pytest.fixture":
-            given = {one.arg: one.value for one in decorator.keywords} if is_called else {}
-            yield given["name"].value if "name" in given else node.name

@@ -2,15 +2,14 @@
 
 import json
 import shutil
-import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from align.schemas.config import Config, DataOptions, ModelOptions
+from align.schemas.config import Config
 from align.schemas.json_codec import to_json
 from align.stages.storage.fs import sha256_of
-from support.command import align, launch, refusal
+from support.command import align, refusal
 from support.stage_one import contents
 
 COLUMNS = {
@@ -49,38 +48,19 @@ def test_no_flag_is_needed(journey):
     assert len(list((journey.cache / "data").glob("part-*.parquet"))) == 8  # 60 rows, 8 a shard
 
 
-def test_libraries_it_has_no_use_for_are_not_loaded(world, tmp_path):
-    data, output = world.data.paired, tmp_path / "cache"
-    options = ("--model", world.model, "--output", output, "--set", "tracking.mlflow=false")
-    told = (sys.executable, "-X", "importtime", "-m", "align")
-    answer = launch("precompute-ref", data, *options, program=told, cwd=tmp_path)
-    assert answer.code == 0, answer
-    loaded = {line.rpartition("|")[2].strip() for line in answer.err.splitlines()}
-    assert {"torch", "pyarrow.parquet", "transformers"} <= loaded
-    assert not loaded & {"scipy", "pandas", "sklearn", "pyarrow.compute", "mlflow", "deepspeed"}
-
-
 def test_a_log_gets_plain_lines(journey):
     said = journey.answer.out + journey.answer.err
-    assert said.isprintable() or set(filter(lambda c: not c.isprintable(), said)) == {"\n"}
+    assert said.replace("\n", "").isprintable()
     lines = journey.answer.err.splitlines()
-    row = [line for line in lines if line.startswith(("row ", "  "))]
-    assert [line.partition(",")[0] for line in row[1:]] == [
-        *("  prompt", "  chosen", "  rejected", "  mismatched")
-    ]
+    row = [line for line in lines if line.startswith(("row ", "  "))]  # as the model reads it
     begin = lines.index(row[0])
     assert lines[begin : begin + 5] == row
-    assert lines[begin + 5].startswith("scoring: ")  # begins
-    lines = [line for line in lines if line not in row and not line.startswith("note: ")]
-    assert [line.partition(":")[0] for line in lines] == [
-        "reading and tokenizing",
-        "reading and tokenizing",
-        "sorting",
-        "sorting",
-        "scoring",
-        "reference",
-        "scoring",
+    assert [line.partition(",")[0].strip() for line in row[1:]] == [
+        *("prompt", "chosen", "rejected", "mismatched")
     ]
+    begun = list(dict.fromkeys(line.partition(":")[0] for line in lines if ": " in line))
+    order = ["reading and tokenizing", "sorting", "scoring", "reference"]
+    assert [step for step in begun if step in order] == order
     assert "reference: layout packed, head fused" in journey.answer.err
     assert "tokens/s" in lines[-1]
 
@@ -113,15 +93,13 @@ def test_a_second_run_does_nothing(journey):
     assert contents(journey.cache) == before
 
 
-def test_the_same_from_python_is_the_same_cache(journey, world, tmp_path):
-    """What the command did is what the config alone says."""
+def test_the_manifest_holds_what_the_cache_was_made_of(journey, world):
     manifest = json.loads((journey.cache / "manifest.json").read_text())
     assert manifest["fingerprint"]["cache.rows_per_shard"] == "8"
     assert manifest["inputs"][0]["name"] == "data.parquet"
     assert manifest["inputs"][0]["sha256"] == sha256_of(world.data.paired)
-    defaults = Config(model=ModelOptions(path=str(world.model)), data=DataOptions())
     for name in ("max_length", "prompt_side", "bos", "eos", "boundary"):
-        assert manifest["fingerprint"][f"tokens.{name}"] == str(getattr(defaults.tokens, name))
+        assert manifest["fingerprint"][f"tokens.{name}"] == str(getattr(Config().tokens, name))
 
 
 def test_inspect_shows_it_to_people_and_to_programs(journey):
@@ -146,13 +124,11 @@ def test_verify_scores_a_sample_again(journey):
 
 
 def test_verify_with_another_reference_is_refused(journey, world, tmp_path):
-    other = tmp_path / "other"
-    shutil.copytree(world.model, other)
+    other = shutil.copytree(world.model, tmp_path / "other")
     weights = bytearray((other / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (other / "model.safetensors").write_bytes(weights)
     said = refusal(4, "verify", journey.cache, "--model", other)
-    assert "not scored by this reference" in said
     assert "model.weights: the cache has" in said
 
 
@@ -176,17 +152,11 @@ def test_export_writes_what_trl_reads(journey):
     target = journey.folder / "cache-trl.parquet"
     assert str(target) in answer.out
     table = pq.read_table(target)
-    assert {"prompt", "chosen", "rejected", "ref_chosen_logps", "ref_rejected_logps"} <= set(
-        table.column_names
-    )
-    source = pq.read_table(journey.folder / "data.parquet").to_pylist()
-    assert {row["chosen"].strip() for row in table.to_pylist()} == {
-        row["chosen"].strip() for row in source
-    }
-    assert "exists" in refusal(2, "export", journey.cache)
+    reads = {"prompt", "chosen", "rejected", "ref_chosen_logps", "ref_rejected_logps"}
+    assert reads <= set(table.column_names)
+    source = pq.read_table(journey.folder / "data.parquet")
+    for name in ("chosen", "rejected"):
+        texts = ({text.strip() for text in one[name].to_pylist()} for one in (table, source))
+        assert next(texts) == next(texts)
+    assert str(target) in refusal(2, "export", journey.cache)
     assert align("export", journey.cache, "--overwrite").code == 0
-
-
-def test_the_tiny_world_is_made_by_one_command(tmp_path):
-    said = refusal(2, "tiny-world", tmp_path.parent)
-    assert "is not empty" in said

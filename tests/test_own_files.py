@@ -46,6 +46,7 @@ def test_score_replaces_what_it_wrote_and_nothing_that_was_changed_since(own_row
 
 def test_a_new_world_leaves_what_is_beside_it(tmp_path):
     (tmp_path / "w.partial").mkdir()
+    assert f"{tmp_path} is not empty" in refusal(2, "tiny-world", tmp_path)
     (tmp_path / "w.partial" / "thesis.tex").touch()
     make_world(tmp_path / "w", rows=5, pretrain_steps=0)
     assert (tmp_path / "w.partial" / "thesis.tex").exists()

@@ -1,7 +1,6 @@
 """The commands around training: the list of methods, and telling MLflow later."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -11,29 +10,20 @@ from support.command import align, refusal
 from support.tracked_training import journalled, run_of, stored
 
 
-def test_methods_are_listed_with_their_formulas():
-    answer = align("methods")
-    assert (answer.code, answer.err) == (0, "")
-    assert answer.out == render_table(list(METHODS.values()))
-    for name in METHODS:
-        assert f"\n  {name}" in answer.out
-
-
-def test_one_method_is_explained():
-    answer = align("methods", "simpo")
-    assert (answer.code, answer.err) == (0, "")
-    assert answer.out == render_method(METHODS["simpo"])
-    assert "arxiv.org" in answer.out
-    said = refusal(2, "methods", "simp")
-    assert "method 'simp': no such method. Did you mean 'simpo'" in said
-
-
-def test_methods_are_listed_for_programs_too():
-    told = json.loads(align("methods", "--json").out)
-    assert [method["name"] for method in told] == list(METHODS)
-    (kto,) = json.loads(align("methods", "kto", "--json").out)
-    assert kto["needs"] == ["reference", "mismatched"]
-    assert json.loads(json.dumps(plain_table([METHODS["kto"]]))) == [kto]
+def test_methods_are_listed_with_their_formulas_and_explained_one_by_one():
+    """The texts themselves are read in stages/methods/test_method_docs.py."""
+    every, one = [*METHODS.values()], METHODS["simpo"]
+    for words, shown in (
+        ((), render_table(every)),
+        (("simpo",), render_method(one)),
+        (("--json",), plain_table(every)),
+        (("simpo", "--json"), plain_table([one])),
+    ):
+        answer = align("methods", *words)
+        assert (answer.code, answer.err) == (0, "")
+        told = json.loads(answer.out) if "--json" in words else answer.out
+        assert told == (json.loads(json.dumps(shown)) if "--json" in words else shown)
+    assert "'simp': no such method. Did you mean 'simpo'" in refusal(2, "methods", "simp")
 
 
 @pytest.mark.filterwarnings("ignore")  # of MLflow, which runs in this process here
@@ -59,6 +49,5 @@ def test_a_store_is_told_all_of_a_run_that_it_missed_and_nothing_twice(course, t
 
 
 def test_a_folder_without_a_run_has_nothing_to_tell(tmp_path):
-    said = refusal(2, "mlflow-sync", tmp_path)
-    assert str(tmp_path) in said
-    assert not list(Path(tmp_path).iterdir())
+    assert str(tmp_path) in refusal(2, "mlflow-sync", tmp_path)
+    assert not list(tmp_path.iterdir())

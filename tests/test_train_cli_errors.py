@@ -1,7 +1,6 @@
 """What a person gets wrong with `align train`: one message, before anything slow is done."""
 
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -15,11 +14,11 @@ pytestmark = pytest.mark.usefixtures("here")
 def refused(course, monkeypatch):
     """Gives a command that must be refused by what is known before ranks meet."""
 
-    def said(*arguments, code=2):
+    def said(*arguments):
         words = ("train", "--cache", course.cache, "--method", "dpo", *arguments)
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, "align.pipeline.train", None)  # its import would fail
-            return refusal(code, *words)
+            return refusal(2, *words)
 
     return said
 
@@ -44,90 +43,52 @@ def refused_by_all(course, code, *arguments, ranks=1):
     return messages.pop()
 
 
-def test_no_method(course):
-    said = refusal(2, "train", "--cache", course.cache)
-    assert "No method. Pass --method kto (or dpo, orpo" in said
+def test_a_method_that_is_missing_or_unknown(course):
+    assert "--method kto (or dpo, orpo" in refusal(2, "train", "--cache", course.cache)
+    for name, near in (("dp", "dpo"), ("KTO", "kto"), ("simp", "simpo"), ("dpo2", "dpo")):
+        said = refusal(2, "train", "--cache", course.cache, "--method", name)
+        assert f"method '{name}': no such method. Did you mean '{near}'" in said
 
 
-@pytest.mark.parametrize(
-    ("name", "near"), [("dp", "dpo"), ("KTO", "kto"), ("simp", "simpo"), ("dpo2", "dpo")]
-)
-def test_an_unknown_method_is_answered_with_the_nearest(course, name, near):
-    said = refusal(2, "train", "--cache", course.cache, "--method", name)
-    assert f"method '{name}': no such method. Did you mean '{near}'" in said
-
-
-def test_an_unknown_method_is_answered_without_loading_deepspeed(here):
-    code = (
-        "import sys\nfrom align import cli\n"
-        "sys.argv = ['align', 'train', '--method', 'typo']\n"
-        "try:\n    cli.main()\nexcept SystemExit as end:\n    print(end.code)\n"
-        "print('deepspeed' in sys.modules, 'mlflow' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["2", "False", "False"]
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("method.bta=0.1", "unknown key 'method.bta'. Did you mean 'beta'?"),
+def test_an_impossible_setting_is_named(refused):
+    for given, said in (
+        ("method.bta=0.1", "'method.bta'. Did you mean 'beta'?"),
         ("method.beta=much", "method.beta"),
         ("method.beta=-1", "method.beta: expected a number above 0, found -1"),
-        ("method.beta=.nan", "method.beta is nan; it must be finite"),
-        ("train.bath_size=8", "unknown key 'train.bath_size'. Did you mean 'batch_size'?"),
+        ("method.beta=.nan", "method.beta is nan"),
+        ("train.bath_size=8", "'train.bath_size'. Did you mean 'batch_size'?"),
         ("train.batch_size=0", "train.batch_size: expected a whole number of at least 1, found 0"),
         ("train.schedule=cosin", "train.schedule"),
         ("train.max_time=soon", "train.max_time is 'soon'; expected a time such as 3h30m"),
         ("train.max_time=90", "train.max_time is '90'; expected a time such as 3h30m"),
-        (
-            "train.eval_fraction=1.5",
-            "train.eval_fraction: expected a number of at least 0 and at most 1, found 1.5",
-        ),
-    ],
-)
-def test_an_impossible_setting_is_named(refused, given, said):
-    assert said in refused("--set", given)
+        ("train.eval_fraction=1.5", "train.eval_fraction: expected a number of at least 0 and at"),
+    ):
+        assert said in refused("--set", given), given
 
 
-def test_no_cache(here):
-    said = refusal(2, "train", "--method", "dpo", "--cache", "nowhere")
-    assert "nowhere is not a finished cache" in said
-    assert "Make it with `align precompute-ref`" in said
-
-
-def test_a_cache_that_is_not_finished(course, here):
+def test_a_cache_that_is_not_there_or_not_finished(course, here):
     shutil.copytree(course.cache, here / "half")
     (here / "half" / "manifest.json").unlink()
-    said = refusal(2, "train", "--method", "dpo", "--cache", "half")
-    assert "half is not a finished cache: it has no manifest.json. Make it" in said
+    for name in ("nowhere", "half"):
+        said = refusal(2, "train", "--method", "dpo", "--cache", name)
+        assert f"{name} is not a finished cache" in said
+        assert "`align precompute-ref`" in said
 
 
 def test_two_ways_to_evaluate(course, refused):
     said = refused("--eval-fraction", "0.1", "--set", f"train.eval_cache={course.cache}")
-    assert "train.eval_cache and train.eval_fraction are both set. Choose one." in said
+    assert "train.eval_cache and train.eval_fraction are both set" in said
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ("{", "not readable as JSON"),
-        ("[]", "expected a JSON object"),
-        ('{"fp16": {"enabled": true}, "bf16": {"enabled": true}}', "are both enabled"),
-        ('{"zero_optimization": {"stage": 5}}', "stage is 5; it is 0, 1, 2 or 3"),
+def test_a_deepspeed_file_that_cannot_be_is_refused_before_a_model_is_loaded(refused, here):
+    for content, said in (
+        ("{", "ds.json: not readable as JSON"),
         ('{"optimizer": {"params": {"lr": 0.5}}}', "0.5 in the file, 1e-06 here (train.lr)"),
         ('{"train_batch_size": 7}', "7 in the file, 64 here (train.batch_size)"),
         ('{"bf16": {"enabled": true}}', "True in the file, False here (train.dtype)"),
-    ],
-)
-def test_a_deepspeed_file_that_cannot_be_is_refused_before_a_model_is_loaded(
-    refused, here, content, said
-):
-    (here / "ds.json").write_text(content)
-    assert said in refused("--deepspeed", "ds.json")
-
-
-def test_a_preset_that_does_not_exist(refused):
+    ):
+        (here / "ds.json").write_text(content)
+        assert said in refused("--deepspeed", "ds.json"), content
     assert "Did you mean 'zero3'?" in refused("--deepspeed", "zero33")
 
 
@@ -143,44 +104,39 @@ def test_a_reference_that_was_moved_away(course, here, world):
     made = ("--model", here / "model", "--output", here / "cache", "--no-mlflow")
     assert course.server.run("precompute-ref", world.data.paired, *made).code == 0
     (here / "model").rename(here / "moved")
-    words = ("train", "--cache", "cache", "--method", "dpo")
-    said = refusal(2, *words)
-    assert "the reference of the cache, is not there. Pass the policy by --model DIR" in said
+    said = refusal(2, "train", "--cache", "cache", "--method", "dpo")
+    assert f"{here / 'model'}" in said
+    assert "--model DIR" in said
 
 
-def test_a_method_of_pairs_on_labelled_completions(course, unpaired_cache, here):
-    said = refused_by_all(course, 2, here / "run", "--cache", unpaired_cache, "--method", "dpo")
-    assert "The method is paired: it reads rows with one chosen and one rejected" in said
+def test_a_method_whose_rows_or_pairs_the_cache_does_not_hold(course, unpaired_cache, here):
+    unpaired = (here / "run", "--cache", unpaired_cache)
+    said = refused_by_all(course, 2, *unpaired, "--method", "dpo")
+    assert "The method is paired" in said
     assert "unpaired (a completion and its label)" in said
-
-
-def test_a_method_of_mismatched_pairs_on_a_cache_without(course, unpaired_cache, here):
-    said = refused_by_all(course, 2, here / "run", "--cache", unpaired_cache, "--method", "kto")
-    assert "holds no mismatched completions, and this method needs them" in said
+    said = refused_by_all(course, 2, *unpaired, "--method", "kto")
+    assert "mismatched completions" in said
     assert "--kl-pairs 1" in said
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_damaged_shard_stops_all_ranks(course, here, ranks):
+def test_a_damaged_shard_stops_all_ranks(course, here):
     shutil.copytree(course.cache, here / "cache")
     shard = sorted((here / "cache" / "data").iterdir())[1]
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    said = refused_by_all(course, 5, here / "run", "--cache", here / "cache", ranks=ranks)
-    assert str(shard) in said
-    assert "is not what was written" in said
+    for ranks in (1, 2):
+        said = refused_by_all(course, 5, here / "run", "--cache", here / "cache", ranks=ranks)
+        assert f"{shard} is not what was written" in said
 
 
 def test_a_folder_of_something_else_is_not_trained_in(course, here):
     (here / "photos").mkdir()
     (here / "photos" / "me.jpg").touch()
-    said = refused_by_all(course, 2, here / "photos")
-    assert "photos holds 'me.jpg' and is not a training run folder" in said
-    assert "holds" in refused_by_all(course, 2, course.cache)
+    assert "photos holds 'me.jpg'" in refused_by_all(course, 2, here / "photos")
+    assert "is not a training run folder" in refused_by_all(course, 2, course.cache)
 
 
 def test_an_adapter_of_layers_that_do_not_exist(course, here):
     targets = ("--lora", "--set", "lora.targets=[q_prj]")
-    said = refused_by_all(course, 2, here / "run", *targets)
-    assert "lora.targets: ['q_prj'] cannot be adapted" in said
+    assert "lora.targets: ['q_prj']" in refused_by_all(course, 2, here / "run", *targets)

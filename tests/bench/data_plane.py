@@ -10,11 +10,11 @@ import argparse
 import json
 import os
 import resource
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
+
+from sides import score, told_by
 
 sys.path.append(str(Path(__file__).parents[1]))  # for tests/support
 
@@ -30,49 +30,27 @@ def main() -> None:
     head = ("rows", "branches", "seconds", "rows/s", "peak MiB", "workers", "shards MiB")
     print("".join(f"{name:>12}" for name in head))
     for rows in (options.rows // 10, options.rows):
-        figures = in_own_process(rows)
+        figures = told_by(__file__, "--one", rows)
         print("".join(f"{figures[name]:>12,}" for name in head))
-
-
-def in_own_process(rows: int) -> dict[str, int]:
-    done = subprocess.run(
-        [sys.executable, __file__, "--one", str(rows)], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        sys.exit(done.stderr)
-    figures: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
-    return figures
 
 
 def measure(rows: int) -> dict[str, int]:
     from align.pipeline.terminal import own_process
 
-    own_process([])  # as the command does before anything else
-    from align.pipeline.precompute import precompute
-    from align.schemas.config import (
-        CacheOptions,
-        Config,
-        DataOptions,
-        ModelOptions,
-        TrackingOptions,
-    )
+    own_process([])  # before anything else is imported
     from align.stages.demo.tiny_tokenizer import make_tokenizer
-    from align.stages.tracking.progress import make_progress
     from support.stub_reference import StubReference
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         in_a_child(make_tokenizer, folder / "tokenizer")
         in_a_child(make_rows, folder / "rows.parquet", rows)
-        config = Config(
-            model=ModelOptions(path=str(folder / "tokenizer")),
-            data=DataOptions(files=[str(folder / "rows.parquet")]),
-            cache=CacheOptions(output=str(folder / "cache"), reuse_known=False),
-            tracking=TrackingOptions(mlflow=False),
-        )
-        started = time.perf_counter()
-        outcome = precompute(config, StubReference(), progress=make_progress())
-        seconds = time.perf_counter() - started
+        flags = {
+            "model.path": str(folder / "tokenizer"),
+            "data.files": [str(folder / "rows.parquet")],
+            "cache.output": str(folder / "cache"),
+        }
+        outcome, seconds = score(flags, reference=StubReference())
         stored = sum(path.stat().st_size for path in (folder / "cache" / "data").iterdir())
     return {
         "rows": outcome.manifest.rows,

@@ -14,17 +14,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
 
-from reference import save_pairs, save_tokenizer, spread_length
-from train import PAIRS_PER_STEP, flags_of, trl_classes
+from sides import (
+    PAIRS_PER_STEP,
+    Steps,
+    ended,
+    make_model,
+    save_pairs,
+    score,
+    spread_length,
+    tokens_of,
+    train_with_align,
+    train_with_trl,
+)
 
 DENSE_BF16 = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
 MODELS = {
@@ -159,11 +167,9 @@ def line(title, told, facts, name):
 
 
 def in_own_process(folder, kind, name, method, sets):
-    command = [sys.executable, __file__, "--folder", folder, "--one", kind, name, method]
-    command += [f"--set={one}" for one in sets]
-    environment = os.environ | {"ALIGN_HOME": str(folder / "home"), "TOKENIZERS_PARALLELISM": "0"}
+    words = ("--folder", folder, "--one", kind, name, method, *(f"--set={one}" for one in sets))
     began = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    done = ended(__file__, *words, ALIGN_HOME=str(folder / "home"), TOKENIZERS_PARALLELISM="0")
     if done.returncode:
         if kind in {"make", "facts"}:
             sys.exit(done.stderr)
@@ -188,27 +194,18 @@ def run_one(folder, kind, name, method, sets):
 def make(folder, shape, steps):
     """A model folder of random weights, and pairs of random words."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    words = save_tokenizer(folder / "model", shape["vocab"])
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=shape["vocab"],
-        hidden_size=shape["hidden_size"],
-        intermediate_size=shape["inner"],
-        num_hidden_layers=shape["layers"],
-        num_attention_heads=shape["heads"],
-        num_key_value_heads=shape["kv"],
-        max_position_embeddings=4096,
-        tie_word_embeddings=shape["hidden_size"] < 2048,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
-        dtype="bfloat16",
-    )
+    torch.set_default_dtype(torch.bfloat16)
+    ties = shape["hidden_size"] < 2048
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        torch.set_default_dtype(torch.bfloat16)
-        LlamaForCausalLM(config).save_pretrained(folder / "model")
+        words = make_model(
+            folder / "model",
+            shape,
+            shape["vocab"],
+            max_position_embeddings=4096,
+            tie_word_embeddings=ties,
+            dtype="bfloat16",
+        )
     save_pairs(folder / "pairs.parquet", words, steps * PAIRS_PER_STEP, spread_length)
     return {}
 
@@ -231,37 +228,16 @@ def facts_of(folder):
     }
 
 
-def tokens_of(folder):
-    import pyarrow.parquet as pq
-
-    rows = pq.read_table(folder / "pairs.parquet").to_pylist()
-    prompts = sum(len(row["prompt"].split()) for row in rows)
-    completions = sum(len(row[n].split()) for row in rows for n in ("chosen", "rejected"))
-    return 2 * prompts + completions, prompts + completions
-
-
 def stage_one(folder):
     """Scores the pairs and their mismatched ones into a cache; the rate counts each token once."""
     began = time.perf_counter()
-    from align.pipeline.terminal import own_process
-
-    own_process([])
-    from align.pipeline.precompute import precompute
-    from align.pipeline.settings import load_settings
-    from align.pipeline.terminal import begin_work
-    from align.stages.model.reference import HfReference
-
     flags = {
         "model.path": str(folder / "model"),
         "data.files": [str(folder / "pairs.parquet")],
         "cache.output": str(folder / "cache"),
-        "cache.reuse_known": False,
-        "tracking.mlflow": False,
     }
-    config = load_settings(flags, [], file=None).config
-    begin_work()
-    reference = HfReference(config.model)
-    tally = precompute(config, reference, progress=Steps()).tally
+    outcome, _ = score(flags, progress=Steps())
+    tally = outcome.tally
     return {
         "once_rate": (tally.tokens - tally.padding) / tally.seconds,
         "peak_gib": peak_gib(),
@@ -283,38 +259,12 @@ def sweep(folder, method, sets):
     return {"peak_gib": peak_gib()}
 
 
-class Steps:
-    """When each step ended, in seconds since the process began."""
-
-    def __init__(self):
-        self.began = time.perf_counter()
-        self.ends = []
-
-    def begin(self, *_, **__):
-        pass
-
-    def advance(self, *_, **__):
-        synchronize()
-        self.ends.append(time.perf_counter() - self.began)
-
-    def say(self, _):
-        pass
-
-    def end(self):
-        pass
-
-    def result(self, folder):
-        counted, _ = tokens_of(folder)
-        seconds = [later - earlier for earlier, later in pairwise(self.ends)]
-        rate = counted / len(self.ends) / statistics.median(seconds)
-        return {"rate": rate, "first": self.ends[0], "peak_gib": peak_gib()}
-
-
-def synchronize():
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def result(folder, steps):
+    counted, _ = tokens_of(folder)
+    ends = [end for end, _ in steps.ends]
+    seconds = [later - earlier for earlier, later in pairwise(ends)]
+    rate = counted / len(ends) / statistics.median(seconds)
+    return {"rate": rate, "first": ends[0] - steps.began, "peak_gib": peak_gib()}
 
 
 def peak_gib():
@@ -325,67 +275,24 @@ def peak_gib():
 
 def train_align(folder, name, method, sets):
     steps = Steps()
-    from align.pipeline.terminal import own_process
-
-    own_process([])
-    from align.pipeline.settings import load_settings
-    from align.pipeline.terminal import begin_work
-    from align.pipeline.train import run_training
-    from align.pipeline.training_job import open_training
-
-    with tempfile.TemporaryDirectory() as output:
-        flags = flags_of(folder, method, output)
-        if name == "large":
-            flags |= {"lora.enabled": True, "train.gradient_checkpointing": True}
-        job = open_training(load_settings(flags, sets, file=None))
-        begin_work()
-        run_training(job, progress=steps)
-    return steps.result(folder)
+    of_large = {"lora.enabled": True, "train.gradient_checkpointing": True}
+    train_with_align(folder, method, steps, sets, **(of_large if name == "large" else {}))
+    return result(folder, steps)
 
 
 def train_trl(folder, name, method, settings):
     steps = Steps()
     import torch
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-    class Callback(TrainerCallback):
-        def on_step_end(self, *_, **__):
-            steps.advance()
-
-    settings = dict(settings)
+    settings = {"bf16": torch.cuda.is_available(), **settings}
     torch.backends.cuda.enable_cudnn_sdp(settings.pop("cudnn", True))
+    more = {}
+    if name == "large":
+        from peft import LoraConfig
 
-    with tempfile.TemporaryDirectory() as output:
-        data = Dataset.from_parquet(str(folder / "pairs.parquet"), cache_dir=output)
-        trainer_class, config_class, data, rows = trl_classes(method, data, PAIRS_PER_STEP)
-        batch = 8
-        arguments = config_class(
-            output_dir=output,
-            per_device_train_batch_size=batch,
-            gradient_accumulation_steps=rows // batch,
-            num_train_epochs=1,
-            bf16=torch.cuda.is_available(),
-            save_strategy="no",
-            report_to="none",
-            **settings,
-        )
-        more = {}
-        if name == "large":
-            from peft import LoraConfig
-
-            more["peft_config"] = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
-        trainer = trainer_class(
-            model=AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16),
-            args=arguments,
-            train_dataset=data,
-            processing_class=AutoTokenizer.from_pretrained(folder / "model"),
-            callbacks=[Callback()],
-            **more,
-        )
-        trainer.train()
-        trainer.save_model(f"{output}/model")
-    return steps.result(folder)
+        more["peft_config"] = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
+    train_with_trl(folder, method, steps, settings, model={"dtype": torch.bfloat16}, **more)
+    return result(folder, steps)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from reference import make_case
+from sides import make_case
 
 BUSY = "while True: pass"
 # What libgomp spins by itself, of threads that do not outnumber the cores.

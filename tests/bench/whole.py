@@ -18,8 +18,17 @@ import tempfile
 import time
 from pathlib import Path
 
-from reference import SPECIALS, VOCABULARY, make_case
-from train import METHODS, PAIRS_PER_STEP, measure_trl
+from sides import (
+    PAIRS_PER_STEP,
+    SPECIALS,
+    VOCABULARY,
+    Steps,
+    make_case,
+    save_tokenizer,
+    train_with_trl,
+)
+
+METHODS = ("dpo", "kto", "orpo")
 
 
 def main() -> None:
@@ -32,7 +41,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        measure_trl(options.folder, options.one, "trl", None)
+        train_with_trl(options.folder, options.one, Steps(), {"use_cpu": True, "bf16": False})
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -47,7 +56,6 @@ def take_pairs(path, rows, folder):
     """Pairs of a file, and a tokenizer of their texts for the model that is there."""
     import polars as pl
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
 
     pairs = pl.read_parquet(path, columns=["prompt", "chosen", "rejected"]).head(rows)
     pairs.write_parquet(folder / "pairs.parquet")
@@ -61,9 +69,7 @@ def take_pairs(path, rows, folder):
         show_progress=False,
     )
     pieces.train_from_iterator((text for row in pairs.rows() for text in row), trainer)
-    PreTrainedTokenizerFast(
-        tokenizer_object=pieces, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
-    ).save_pretrained(folder / "model")
+    save_tokenizer(folder / "model", pieces)
 
 
 def both(folder, method, number):

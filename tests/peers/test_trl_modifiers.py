@@ -13,8 +13,7 @@ import torch
 from trl import DPOTrainer
 
 from align.stages.methods.table import recipe_of
-from support.method_steps import take_recipe
-from support.token_steps import PAIR, Said, random_rows, rows_of
+from support.method_steps import PAIR, Said, random_rows, rows_of, take_recipe
 
 ROWS = random_rows((2,) * 40, seed=7)
 PLAIN = {

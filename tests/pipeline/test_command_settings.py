@@ -23,32 +23,23 @@ SETTING_COMMANDS = ("precompute-ref", "score", "score --from-labels", "train", "
 VALUES = {bool: "true", int: "3", float: "0.5", list: "[a]", dict: "{a: b}"}
 
 
-def test_every_command_is_in_the_table_and_nothing_else_is():
+def test_the_table_names_the_commands_sections_and_settings_that_there_are():
     commands = set(get_command(cli.app).commands)
     assert {command.partition(" ")[0] for command in READS} == commands
-
-
-def test_the_table_names_only_sections_and_settings_that_there_are():
     known = {field.name for field in dataclasses.fields(Config)} | set(SETTINGS)
     assert not {name for names in READS.values() for name in names} - known
     assert not {name for _, name in INSTEAD} - known
-
-
-def test_every_setting_is_used_by_some_command():
     for name in SETTINGS:
         assert any(reads(command, name) for command in READS if command != "config"), name
 
 
-def test_every_flag_is_of_a_setting_that_its_command_uses():
+def test_a_flag_is_of_a_setting_that_its_command_uses_and_what_serves_instead_is_of_another():
     for command, flags in (
         ("precompute-ref", PRECOMPUTE_FLAGS),
         ("score", SCORE_FLAGS),
         ("train", TRAIN_FLAGS),
     ):
         assert all(reads(command, name) for name in flags.values())
-
-
-def test_nothing_in_place_of_a_setting_stands_beside_one_that_is_used():
     assert not [pair for pair in INSTEAD if reads(*pair)]
 
 
@@ -79,29 +70,24 @@ def test_a_file_and_the_environment_serve_every_command(here, monkeypatch):
         assert load_settings({}, [], file=None, command=command).config.train.lr == 1
 
 
-@pytest.mark.parametrize(
-    ("command", "text", "way"),
-    [
-        (("train", "--method", "dpo"), "model.path=other", "pass it by --model DIR (train.model)"),
-        (("train", "--method", "dpo"), "model.dtype=float32", "Set train.dtype"),
-        (("train", "--method", "dpo"), "data.carry=[a]", "setting of `align precompute-ref`, `al"),
-        (("sweep", "--method", "dpo"), "model.path=other", "pass it by --model DIR (train.model)"),
+def test_the_refusal_says_what_serves_in_its_place():
+    train, score = ("train", "--method", "dpo"), ("score", "x.jsonl")
+    for command, text, way in (
+        (train, "model.path=other", "--model DIR (train.model)"),
+        (train, "model.dtype=float32", "Set train.dtype"),
+        (train, "data.carry=[a]", "setting of `align precompute-ref`, `al"),
+        (("sweep", "--method", "dpo"), "model.path=other", "--model DIR (train.model)"),
         (("precompute-ref", "x.jsonl"), "train.lr=1", "setting of `align train`, `align sweep`"),
         (("precompute-ref", "x.jsonl"), "method.beta=1", "It is a setting of `align train`"),
-        (("score", "x.jsonl"), "model.path=other", "Pass --reward-model DIR"),
-        (
-            ("score", "x.jsonl", "--from-labels"),
-            "model.device=cpu",
-            "It is a setting of `align pre",
-        ),
-        (("verify", "cache"), "model.path=other", "Pass --model DIR"),
+        (score, "model.path=other", "--reward-model DIR"),
+        ((*score, "--from-labels"), "model.device=cpu", "It is a setting of `align pre"),
+        (("verify", "cache"), "model.path=other", "--model DIR"),
         (("verify", "cache"), "train.lr=1", "It is a setting of `align train`"),
-    ],
-)
-def test_the_refusal_says_what_serves_in_its_place(command, text, way):
-    said = refusal(2, *command, "--set", text)
-    assert said.startswith(f"--set: {text.partition('=')[0]} is not used by `align {command[0]}")
-    assert way in said
+    ):
+        said = refusal(2, *command, "--set", text)
+        name = text.partition("=")[0]
+        assert said.startswith(f"--set: {name} is not used by `align {command[0]}"), said
+        assert way in said
 
 
 def test_flags_of_a_model_are_refused_where_labels_are_the_scores():
@@ -113,16 +99,11 @@ def test_flags_of_a_model_are_refused_where_labels_are_the_scores():
     assert "no work to share" in refusal(2, "score", "x.jsonl", "--from-labels", "--part", "1/2")
 
 
-def test_a_varied_setting_that_no_training_uses_is_refused(journey):
-    said = refusal(
-        2, "sweep", "--method", "dpo", "--cache", journey.cache, "--vary", "data.workers=1,2"
-    )
+def test_what_no_training_uses_or_what_names_the_cache_twice_is_refused(journey):
+    words = ("--method", "dpo", "--cache", journey.cache)
+    said = refusal(2, "sweep", *words, "--vary", "data.workers=1,2")
     assert "data.workers is not used by `align sweep`" in said
-
-
-def test_a_cache_is_named_once(journey):
-    given = ("--cache", journey.cache, "--set", "cache.output=elsewhere")
-    said = refusal(2, "train", "--method", "dpo", *given)
+    said = refusal(2, "train", *words, "--set", "cache.output=elsewhere")
     assert "cache.output and train.cache are both set" in said
 
 
@@ -149,9 +130,9 @@ def test_training_refuses_a_model_beside_it_that_is_not_the_caches(
     else:
         (here / "align.yaml").write_text(f"model:\n  path: {other}\n")
     said = refusal(4, "train", "--method", "dpo", "--cache", journey.cache)
-    assert said.startswith(f"{source}: model.path is {other}, and the reference of the cache is ")
+    assert said.startswith(f"{source}: model.path is {other}")
     assert str(world.model) in said
-    assert "pass --model DIR --set train.other_reference=true" in said
+    assert "train.other_reference=true" in said
     policy = {"train.model": str(other), "train.other_reference": True}
     assert opened(journey.cache, **policy).policy.path == str(other)
 
@@ -189,35 +170,30 @@ NOWHERE = {
 }
 
 
-@pytest.mark.parametrize("name", NOWHERE)
-def test_a_missing_ray_is_said_before_data_or_a_model_is_looked_at(name, here, monkeypatch):
+def test_a_missing_library_is_said_before_data_or_a_model_is_looked_at(here, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    words = (name.partition(" ")[0], *NOWHERE[name], "--set", "scoring.executor=ray")
-    assert "Ray is not installed" in refusal(2, *words)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    for name, words in NOWHERE.items():
+        command = (name.partition(" ")[0], *words)
+        assert "Ray is not installed" in refusal(2, *command, "--set", "scoring.executor=ray"), name
+        if name in {"precompute-ref", "sample"}:
+            assert "pip install peft" in refusal(2, *command, "--adapter", "nowhere"), name
     assert [*here.iterdir()] == []
 
 
-@pytest.mark.parametrize("name", ["precompute-ref", "sample"])
-def test_a_missing_peft_is_said_before_data_or_a_model_is_looked_at(name, here, monkeypatch):
-    monkeypatch.setitem(sys.modules, "peft", None)
-    assert "pip install peft" in refusal(2, name, *NOWHERE[name], "--adapter", "nowhere")
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
+def test_what_flags_alone_get_wrong_is_said_before_data_or_a_model_is_looked_at(here):
+    judge = ("judge", *NOWHERE["judge"])
+    for words, said in (
         (("sample", "nowhere.jsonl", "--model", "nowhere", "--alpaca-eval", "no/x.json"), "no/x"),
         (("sample", "nowhere.jsonl"), "No model to sample from"),
         (("score", *NOWHERE["score"], "--output", "no/scores"), "its parent is not a folder"),
-        (("judge", "nowhere"), "Name the judge by --by"),
+        (("judge", "nowhere"), "--by"),
         (("judge", "nowhere", "--by", "reward"), "name the reward model"),
         (("judge", "nowhere", "--by", "rubric"), "name the language model"),
-        (("judge", *NOWHERE["judge"], "--template", "no.j2"), "no.j2"),
-        (("judge", *NOWHERE["judge"], "--against", "no"), "only judge.by pairwise compares"),
+        ((*judge, "--template", "no.j2"), "no.j2"),
+        ((*judge, "--against", "no"), "only judge.by pairwise compares"),
         (("judge", "nowhere", "--by", "regex", "--pattern", "("), "is not a regular expression"),
         (("judge", "nowhere", "--by", "function", "--function", "no:no"), "cannot be imported"),
-    ],
-)
-def test_what_flags_alone_get_wrong_is_said_before_data_or_a_model_is_looked_at(words, said, here):
-    assert said in refusal(2, *words)
+    ):
+        assert said in refusal(2, *words), words
     assert [*here.iterdir()] == []

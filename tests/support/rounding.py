@@ -1,5 +1,7 @@
 """How far apart two right answers in float32 may be, and what follows for what is made of them."""
 
+import numpy as np
+
 from align.schemas.rows import LEAST
 
 UNIT = 2.0**-24  # rounding shifts a number by so much of itself at most
@@ -16,3 +18,8 @@ def apart(rates, *, norm=1.0):
     Gradients are clipped to a norm, and elements of them 1e-7 of it apart.
     """
     return rates * norm * 1e-7 / EPSILON
+
+
+def largest_difference(some, others):
+    """Between the numbers of two lists."""
+    return np.abs(np.array(some) - np.array(others)).max()

@@ -3,6 +3,7 @@
 import hashlib
 import math
 import time
+from functools import partial
 
 import torch
 
@@ -146,3 +147,9 @@ def failed_evaluation(session, is_last):
 def damaged():
     raise CorruptionError("part-3 is damaged")
     yield
+
+
+TROUBLE = {
+    **{f"nonfinite {kind}": partial(nonfinite, kind=kind) for kind in KINDS},
+    "stop reasons": stop_reasons,
+}

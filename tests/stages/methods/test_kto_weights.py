@@ -46,17 +46,10 @@ def test_auto_never_needs_advice_and_leaves_the_larger_label_at_one(desirable, u
     assert answer.advice == ()
 
 
-@pytest.mark.parametrize(
-    ("labels", "is_advised"),
-    [
-        (Labels(100, 100), False),  # 1
-        (Labels(150, 100), False),  # 3/2
-        (Labels(151, 100), True),
-        (Labels(99, 100), True),
-    ],
-)
-def test_weights_are_advised_against_outside_of_one_to_three_halves(labels, is_advised):
-    assert bool(resolve_auto(1.0, 1.0, labels).advice) == is_advised
+def test_weights_are_advised_against_outside_of_one_to_three_halves():
+    for desirable, is_advised in ((100, False), (150, False), (151, True), (99, True)):
+        answer = resolve_auto(1.0, 1.0, Labels(desirable, 100))
+        assert bool(answer.advice) == is_advised, desirable
 
 
 @given(desirable=counts, undesirable=counts, high=st.floats(0.1, 10), low=st.floats(0.1, 10))
@@ -72,21 +65,18 @@ def test_following_the_advice_ends_it(desirable, undesirable, high, low):
 
 def test_advice_names_the_numbers_it_comes_from():
     (advice,) = resolve_auto(1.0, 1.0, Labels(1000, 4000)).advice
-    assert "weigh 0.25 times as much" in advice
+    assert "weigh 0.25 times" in advice
     assert "1,000 x 1 to 4,000 x 1" in advice
     assert "method.desirable_weight between 4 and 6" in advice  # 4 * 1000 = 1 * 4000
     assert "method.undesirable_weight between 0.1667 and 0.25" in advice
 
 
-@pytest.mark.parametrize(
-    ("labels", "only"), [(Labels(5, 0), "desirable"), (Labels(0, 5), "undesirable")]
-)
-def test_a_single_label_leaves_nothing_to_weigh_and_is_reported(labels, only):
-    answer = resolve_auto("auto", 2.0, labels)
-    assert weights_of(answer) == (1.0, 2.0)
-    assert answer.advice == (
-        f"All training rows are {only}: a contrast cannot be learned from them.",
-    )
+def test_a_single_label_leaves_nothing_to_weigh_and_is_reported():
+    for labels, only in ((Labels(5, 0), " desirable"), (Labels(0, 5), " undesirable")):
+        answer = resolve_auto("auto", 2.0, labels)
+        assert weights_of(answer) == (1.0, 2.0)
+        (advice,) = answer.advice
+        assert f"All training rows are{only}" in advice
 
 
 def test_methods_without_class_weights_stay_as_they_are():

@@ -7,10 +7,20 @@ import torch
 
 from align.schemas.rows import Role
 from align.stages.methods.kto import zero_point
-from align.stages.methods.modifiers import Modifiers, bounded_exp
 from align.stages.methods.reference_free import log1mexp, log_odds
+from align.stages.methods.sft import CsftOptions, control_texts
 from align.stages.methods.table import METHODS, options_of, recipe_of
-from support.method_steps import ROLES, branches, pair, step_of, take, take_recipe
+from support.method_steps import (
+    IN_USE,
+    LABELS,
+    PAIR,
+    branches,
+    each,
+    pair,
+    step_of,
+    take,
+    take_recipe,
+)
 
 pytestmark = pytest.mark.numeric
 
@@ -31,7 +41,7 @@ def labelled(*pairs):
 def paired(*rows, reference=(), num_tokens=None):
     """Rows of the log-probs of a chosen and a rejected branch, and of the reference's."""
     flat = [[logp for row in some for logp in row] for some in (rows, reference)]
-    return branches(*flat, num_tokens=num_tokens, roles=ROLES["paired"] * len(rows))
+    return branches(*flat, num_tokens=num_tokens, roles=PAIR * len(rows))
 
 
 UNMOVED = {
@@ -61,13 +71,12 @@ UNMOVED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name
+@each(
+    {
+        name: (name,)
         for name, own in METHODS.items()
         if "reference" in own.needs and own.rows != "grouped"  # there it hangs on the group
-    ],
+    }
 )
 def test_the_loss_of_an_unmoved_policy(name):
     if METHODS[name].rows == "paired":
@@ -157,23 +166,12 @@ def test_orpo_of_a_pair():
     assert taken.means["rewards/chosen"] == pytest.approx(-0.05)  # lam m_c
 
 
-@pytest.mark.parametrize("cuts", [(), (1,)])
-@pytest.mark.parametrize(("scope", "nll"), [("pair", 1.25), ("global_tokens", 0.8)])
-def test_the_likelihood_of_orpo_counts_pairs_or_tokens(scope, nll, cuts):
+def test_the_likelihood_of_orpo_counts_pairs_or_tokens():
     # Chosen: 2 nats over 4 tokens and 2 nats over 1: (.5 + 2) / 2 a pair, 4 / 5 a token.
-    logps, num_tokens = [-2.0, -3.0, -2.0, -3.0], [4.0, 3.0, 1.0, 3.0]
-    whole = branches(logps, num_tokens=num_tokens, roles=[Role.CHOSEN, Role.REJECTED] * 2)
-    method = METHODS["orpo"]
-    taken = take(method, whole, cuts=cuts, options=options_of(method, {"nll_scope": scope}))
-    assert taken.means["nll"] == pytest.approx(nll)
-
-
-@pytest.mark.parametrize("mean", [0.0, -1e-8, -1e-3, -50.0])
-@pytest.mark.parametrize("other", [0.0, -1e-8, -1e-3, -50.0])
-def test_orpo_is_finite_for_certain_and_for_hopeless_branches(mean, other):
-    taken = take(METHODS["orpo"], pair(mean, other))
-    assert math.isfinite(taken.loss)
-    assert taken.gradient.isfinite().all()
+    whole = paired((-2.0, -3.0), (-2.0, -3.0), num_tokens=[4, 3, 1, 3])
+    for scope, nll in (("pair", 1.25), ("global_tokens", 0.8)):
+        options = options_of(METHODS["orpo"], {"nll_scope": scope})
+        assert take(METHODS["orpo"], whole, options=options).means["nll"] == pytest.approx(nll)
 
 
 def test_simpo_of_a_pair():
@@ -223,12 +221,11 @@ def test_of_equal_margins_the_earlier_row_of_the_step_ranks_lower(assignment):
     assert taken.losses.tolist() == pytest.approx([0.126928, 0.313262], abs=5e-7)
 
 
-@pytest.mark.parametrize("assignment", [[[0, 1]], [[1], [0]]])
-def test_aot_unpaired_brings_the_halves_of_one_difference_from_two_rows(assignment):
+def test_aot_unpaired_brings_the_halves_of_one_difference_from_two_rows():
     # r_c = 4, -1 and r_l = -3, 1. Sorted: d = -1 + 3 = 2 and 4 - 1 = 3.
     whole = paired((4.0, -3.0), (-1.0, 1.0))
     options = options_of(METHODS["aot_unpaired"], {"beta": 1})
-    taken = take(METHODS["aot_unpaired"], whole, assignment=assignment, options=options)
+    taken = take(METHODS["aot_unpaired"], whole, options=options)
     # Each row has one branch of either: (ln(1 + e^-2) + ln(1 + e^-3)) / 2.
     assert taken.losses.tolist() == pytest.approx([0.087758, 0.087758], abs=5e-7)
     assert taken.loss == pytest.approx(0.087758, abs=5e-7)
@@ -259,12 +256,9 @@ def test_bco_without_a_step_behind_it_compares_to_zero():
 
 
 def test_bco_remembers_nothing_of_a_step_without_branches():
-    update_state = METHODS["bco"].update_state
-    assert update_state((), {"rewards": torch.empty(0, dtype=torch.float64)}) == (0.0, 0.0)
-    assert update_state((4.0, 0.05), {"rewards": torch.empty(0, dtype=torch.float64)}) == (
-        4.0,
-        0.05,
-    )
+    none = {"rewards": torch.empty(0, dtype=torch.float64)}
+    for before, after in (((), (0.0, 0.0)), ((4.0, 0.05), (4.0, 0.05))):
+        assert METHODS["bco"].update_state(before, none) == after
 
 
 def test_reward_aware_losses_of_a_margin_and_two_scores():
@@ -280,11 +274,10 @@ def test_reward_aware_losses_of_a_margin_and_two_scores():
     assert loss("rpo_fwd_kl", whole, eta=2 / 3) == 0.0
 
 
-@pytest.mark.parametrize("assignment", [[[0, 1]], [[1], [], [0]]])
-def test_sft_divides_by_all_good_tokens_of_the_step(assignment):
+def test_sft_divides_by_all_good_tokens_of_the_step():
     # Chosen: 3 nats over 4 tokens and 5 over 1: 8 / 5 a token, (.75 + 5) / 2 a branch.
     whole = branches([-3.0, -5.0], num_tokens=[4, 1], roles=[Role.CHOSEN] * 2, per_row=1)
-    taken = take(METHODS["sft"], whole, assignment=assignment)
+    taken = take(METHODS["sft"], whole)
     assert (taken.loss, taken.means["nll"]) == (1.6, 2.875)
     assert taken.gradient.tolist() == [-0.2, -0.2]
 
@@ -298,11 +291,24 @@ def test_sft_in_a_mixture_leaves_rejected_branches_alone():
     assert (taken.gradient - alone.gradient / 2).tolist() == pytest.approx([-0.4, 0, -0.4, 0])
 
 
+def test_csft_learns_bad_completions_as_it_does_good_ones():
+    taken = take(METHODS["csft"], branches([-6.0, -2.0], num_tokens=[4, 1], roles=LABELS))
+    assert taken.losses.tolist() == [6.0, 2.0]
+    assert taken.loss == pytest.approx(8 / 5)  # over all five tokens
+    assert taken.gradient.tolist() == pytest.approx([-1 / 5, -1 / 5])
+    assert taken.means == pytest.approx({"nll/desirable": 1.5, "nll/undesirable": 2.0})
+
+
+def test_each_label_of_csft_has_its_text():
+    texts = control_texts(CsftOptions(good_token="<good>", bad_token="<bad>"))
+    assert texts == {Role.DESIRABLE: "<good>", Role.UNDESIRABLE: "<bad>"}
+
+
 def test_a_reward_model_is_asked_for_a_difference_or_for_a_sign():
     # -LS(1.5 - .5), and with a margin of 1 -LS(0)
-    whole = branches([1.5, 0.5], roles=ROLES["paired"], columns={"wanted": [1.0]})
+    whole = branches([1.5, 0.5], roles=PAIR, columns={"wanted": [1.0]})
     assert loss("reward", whole) == 0.313262
-    with_margin = take(METHODS["reward"], whole, modifiers=Modifiers(margin="wanted"))
+    with_margin = take(METHODS["reward"], whole, modifiers=IN_USE["margin"])
     assert with_margin.loss == pytest.approx(math.log(2))
     told = {"chosen": 1.5, "rejected": 0.5, "margins": 1.0, "accuracies": 1.0, "ties": 0.0}
     assert with_margin.means == {f"rewards/{name}": value for name, value in told.items()}
@@ -311,8 +317,7 @@ def test_a_reward_model_is_asked_for_a_difference_or_for_a_sign():
 
 
 def test_scores_are_compared_to_no_reference():
-    roles = [Role.DESIRABLE, Role.UNDESIRABLE]
-    whole = branches([2.0, -1.0], [-70.0, -90.0], roles=roles)
+    whole = branches([2.0, -1.0], [-70.0, -90.0], roles=LABELS)
     taken = take(METHODS["reward_binary"], whole)
     assert taken.loss == pytest.approx(0.220095, abs=5e-7)
     told = {"chosen": 2.0, "rejected": -1.0, "accuracies": 1.0, "ties": 0.0}
@@ -338,8 +343,3 @@ def test_log_odds_of_a_certain_branch_are_large_but_finite():
     odds.backward()
     assert odds.item() == pytest.approx(10 * math.log(10))  # p = 1 - 1e-10
     assert certain.grad.isfinite().all()
-
-
-def test_an_exponential_never_overflows():
-    assert bounded_exp(torch.tensor([1e4])).isfinite().all()
-    assert bounded_exp(torch.tensor([-1e4, 0.0])).tolist() == [0.0, 1.0]

@@ -5,16 +5,7 @@ import pytest
 
 from align.schemas.errors import UsageError
 from align.stages.methods.table import METHODS, find_method, options_of
-
-every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-every_option = pytest.mark.parametrize(
-    ("method", "field"),
-    [
-        pytest.param(method, field, id=f"{name}.{field.name}")
-        for name, method in METHODS.items()
-        for field in fields(method.options)
-    ],
-)
+from support.method_steps import BY_NAME, each
 
 DEFAULTS = {
     "dpo": {"beta": 0.1, "label_smoothing": 0},
@@ -69,14 +60,14 @@ REFERENCED_PAIRS = [
 ]
 
 
-@every_method
+@each(BY_NAME)
 def test_defaults_are_those_of_the_papers(method):
     imitation = {"sft_weight": 0} if method.name in REFERENCED_PAIRS else {}
     assert asdict(options_of(method, {})) == DEFAULTS[method.name] | imitation
     assert options_of(method, {}) == method.options()
 
 
-@every_method
+@each(BY_NAME)
 def test_every_method_explains_itself(method):
     assert METHODS[method.name] is method
     assert method.summary
@@ -88,42 +79,41 @@ def test_every_method_explains_itself(method):
         method.options().beta = 1
 
 
-@every_option
-@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, -1, True, None, [], "nonsense"])
-def test_no_option_takes_what_it_cannot_use(method, field, value):
-    if isinstance(value, str) and field.type == "str":
-        return
-    with pytest.raises(UsageError, match=rf"method\.{field.name}\b"):
-        options_of(method, {field.name: value})
+@each(
+    {
+        f"{name}.{field.name}": (method, field)
+        for name, method in METHODS.items()
+        for field in fields(method.options)
+    }
+)
+def test_no_option_takes_what_it_cannot_use(method, field):
+    texts = () if field.type == "str" else ("nonsense",)
+    for value in (math.nan, math.inf, -1.0, -1, True, None, [], *texts):
+        with pytest.raises(UsageError, match=rf"method\.{field.name}\b"):
+            options_of(method, {field.name: value})
 
 
 @pytest.mark.parametrize(
     ("name", "values", "said"),
     [
-        ("dpo", {"beta": 0}, "method.beta: expected a number above 0, found 0 (int)"),
-        (
-            "dpo",
-            {"label_smoothing": 0.5},
-            "expected a number of at least 0 and below 0.5, found 0.5",
-        ),
-        ("exo", {"label_smoothing": 0}, "expected a number above 0 and below 0.5, found 0 (int)"),
+        ("dpo", {"beta": 0}, "method.beta: expected a number above 0"),
+        ("dpo", {"label_smoothing": 0.5}, "expected a number of at least 0 and below 0.5"),
+        ("exo", {"label_smoothing": 0}, "expected a number above 0 and below 0.5"),
         ("kto", {"beat": 1}, "kto: unknown key 'method.beat'. Did you mean 'beta'?"),
-        (
-            "kto",
-            {"kl_use": "rotat"},
-            "expected rotate or all, found 'rotat' (str). Did you mean 'ro",
-        ),
+        ("kto", {"kl_use": "rotat"}, "method.kl_use: expected rotate or all"),
         (
             "kto",
             {"desirable_weight": "auot"},
-            "expected a number above 0 or auto, found 'auot' (str). Did you",
+            "expected a number above 0 or auto",
         ),
-        (
-            "kto",
-            {"kl_per_step": 1.5},
-            "kl_per_step: expected a whole number of at least 0, found 1.5",
-        ),
+        ("kto", {"kl_per_step": 1.5}, "method.kl_per_step: expected a whole number of at least 0"),
         ("orpo", {"beta": 0.1}, "orpo: unknown key 'method.beta'. Known: lam, nll_scope"),
+        ("grpo", {"epsilon": 0}, "method.epsilon: expected a number above 0 and below 1"),
+        ("grpo", {"epsilon": 1.5}, "method.epsilon: expected a number above 0 and below 1"),
+        ("grpo", {"normalize": "token"}, "method.normalize: expected tokens or sequence"),
+        ("ppo", {"lam": 1.1}, "method.lam: expected a number of at least 0 and at most 1"),
+        ("ppo", {"gamma": 1.1}, "method.gamma: expected a number of at least 0 and at most 1"),
+        ("ppo", {"epsilon": 1}, "method.epsilon: expected a number above 0 and below 1"),
     ],
 )
 def test_a_refusal_says_which_option_and_what_it_may_be(name, values, said):
@@ -151,7 +141,3 @@ def test_an_unknown_method_is_refused_with_the_nearest(name, said):
     with pytest.raises(UsageError) as refusal:
         find_method(name)
     assert said in str(refusal.value)
-
-
-def test_a_method_is_found_by_its_name():
-    assert find_method("kto") is METHODS["kto"]

@@ -8,11 +8,10 @@ import pytest
 
 from align.stages.methods.recipe import is_good
 from align.stages.methods.table import METHODS, options_of
-from support.method_steps import random_branches, take
+from support.method_steps import MISMATCHED, each, random_branches, take
 
 pytestmark = pytest.mark.numeric
 
-MISMATCHED = (0.7, -0.2, 1.1)
 # Of the good or of the bad branches; `seen` is r as a survey before the step found it.
 Side = namedtuple("Side", "lp ref n r m s seen")
 
@@ -181,7 +180,7 @@ LABELLED = [kto, kto_zero, kto_logsigmoid, apo_zero_unpaired, bco, csft, reward_
 ORACLES = {oracle.__name__: oracle for oracle in [*PAIRED, *LABELLED, sft]} | {"cdpo": dpo}
 # Those whose losses come sorted; what a row of them brings is only told by their sum.
 SORTED = {"aot", "aot_unpaired"}
-# Oracles of methods that look at single tokens of groups need more than two sides.
+# Those of groups look at single tokens: see test_policy_gradient.
 HERE = {name: method for name, method in METHODS.items() if method.rows != "grouped"}
 
 OTHERS = {
@@ -210,11 +209,11 @@ def settings_of(method):
     return [{}, *([numbers] if numbers else []), *words]
 
 
-CASES = [
-    pytest.param(method, values, id=f"{name} {values}")
+CASES = {
+    f"{name} {values}": (method, values)
     for name, method in HERE.items()
     for values in settings_of(method)
-]
+}
 
 
 def side(whole, which, seen):
@@ -244,7 +243,7 @@ def oracle_loss(method, whole, options, seen=None):
     return losses.sum() / counts.get(method.items, len(losses))
 
 
-@pytest.mark.parametrize(("method", "values"), CASES)
+@each(CASES)
 def test_a_method_is_its_formula(method, values):
     whole = random_branches(method.rows, 50)
     options = options_of(method, values)
@@ -256,7 +255,7 @@ def test_a_method_is_its_formula(method, values):
     assert taken.loss == pytest.approx(oracle_loss(method, whole, options), rel=1e-10)
 
 
-@pytest.mark.parametrize(("method", "values"), CASES)
+@each(CASES)
 def test_the_gradient_is_the_slope_of_the_formula(method, values):
     whole = random_branches(method.rows, 6, seed=1)
     options = options_of(method, values)
@@ -274,7 +273,7 @@ def test_the_gradient_is_the_slope_of_the_formula(method, values):
         assert gradient[branch] == pytest.approx(slope, rel=1e-5, abs=1e-7)
 
 
-@pytest.mark.parametrize("method", HERE.values(), ids=HERE)
+@each({name: (method,) for name, method in HERE.items()})
 def test_every_option_of_a_method_reaches_its_loss(method):
     whole = random_branches(method.rows, 50)
     before = take(method, whole, mismatched=MISMATCHED).losses

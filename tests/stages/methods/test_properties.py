@@ -2,7 +2,7 @@
 
 import itertools
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -11,23 +11,28 @@ from hypothesis import strategies as st
 
 from align.schemas.rows import Role
 from align.stages.methods.recipe import is_good
-from align.stages.methods.table import METHODS
+from align.stages.methods.table import METHODS, recipe_of
 from support.method_steps import (
-    IN_USE,
+    BY_NAME,
+    LABELS,
     MISMATCHED,
+    RECIPES,
     ROLES,
     branches,
+    each,
     moved,
     num_rows,
     part,
     random_branches,
     reordered,
     take,
+    take_recipe,
     unmoved,
 )
 
 EXTREMES = (0.0, -1e-8, -1e-3, -50.0, -1e4)
-SCORES = (2.0, -1.0, 0.5, 0.5, 30.0, 0.5, 0.5)
+SCORES = (2.0, -1.0, 0.5, 0.5, 1e4, 0.5, 0.5)
+VALUES = (0.0, 1e4, -1e4, 0.5, -2.0)
 # Why the gradient of a method may turn round once a branch is far from the reference.
 AIMED = {
     "cdpo": "a label may be wrong: it wants a margin of finite size",
@@ -50,33 +55,39 @@ NOT_EVEN_AT_FIRST = {name: AIMED[name] for name in ("apo_down", "discopop", "ppo
 WITHOUT_REWARDS = {"csft"}
 # Methods with a reference that divide each branch by its own length.
 PER_TOKEN = {"ipo", "dpo_norm"}
-every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-every_modifier = pytest.mark.parametrize(
-    ("method", "modifiers"),
-    [
-        pytest.param(method, IN_USE[name], id=f"{method.name} {name}")
-        for method in METHODS.values()
-        for name in sorted(method.modifiers)
-    ],
-)
+# What more a divergence can be, and modifiers that change the same ratios one after the other.
+DIVERGING = [
+    {"f_divergence": "forward_kl"},
+    {"f_divergence": "alpha", "f_alpha": 0.3},
+    {"f_divergence": "alpha", "f_alpha": 3.0},
+    {"f_divergence": "alpha", "f_alpha": -2.0, "ld_alpha": 0.2, "humanline": True},
+    {"ld_alpha": 0.0},
+]
+EXTREME = RECIPES | {f"dpo {values}": (recipe_of("dpo", values),) for values in DIVERGING}
 
 
-def corners(method):
+@cache
+def corners(kind):
     """Every pair of extreme branches: certain, hopeless, and 1e4 nats from the reference."""
-    size = len(ROLES[method.rows])
-    sides = list(itertools.product(EXTREMES, EXTREMES, (1, 50)))
+    size = len(ROLES[kind])
+    lengths = (7,) if kind == "grouped" else (1, 7)  # each candidate is compared with each
+    sides = list(itertools.product(EXTREMES, EXTREMES, lengths))
     flat = [side for both in itertools.product(sides, sides) for side in both]
     rows = len(flat) // size
     logps, reference, num_tokens = zip(*flat[: rows * size], strict=True)
-    return branches(
+    whole = branches(
         list(logps),
         list(reference),
         num_tokens=list(num_tokens),
-        roles=ROLES[method.rows] * rows,
+        roles=ROLES[kind] * rows,
         scores=list(itertools.islice(itertools.cycle(SCORES), rows * size)),
         per_row=size,
         columns={"wanted": [1.0] * rows, "weight": [0.5] * rows},
     )
+    values = itertools.islice(itertools.cycle(VALUES), len(whole.tokens.values))
+    with torch.no_grad():
+        whole.tokens.values.copy_(torch.tensor(list(values)))
+    return whole
 
 
 def directions(whole):
@@ -122,91 +133,56 @@ def draw_assignment(data, rows):
     return [[row for row in range(rows) if owners[row] == hand] for hand in range(hands)]
 
 
-@every_method
-@pytest.mark.parametrize("kl", [0.0, 1e4, -1e4])
-def test_loss_and_gradient_are_finite_ten_thousand_nats_away(method, kl):
-    require_finite(take(method, corners(method), mismatched=(kl,)))
+@each(EXTREME)
+def test_loss_and_gradient_are_finite_ten_thousand_nats_away(recipe):
+    for kl in (0.0, 1e4, -1e4) if "mismatched" in recipe.needs else (0.0,):
+        require_finite(take_recipe(recipe, corners(recipe.rows), mismatched=(kl,)))
 
 
-@every_modifier
-def test_no_modifier_makes_an_extreme_branch_infinite(method, modifiers):
-    require_finite(take(method, corners(method), mismatched=(1.0,), modifiers=modifiers))
+@each(RECIPES)
+def test_a_step_without_rows_gives_nothing_and_no_nan(recipe):
+    for mismatched in ((), MISMATCHED):
+        taken = take_recipe(recipe, random_branches(recipe.rows, 0), mismatched=mismatched)
+        assert taken.losses.shape == (0,)
+        assert taken.token_gradient.shape == (0,)
+        assert taken.means == {}
+        assert taken.reported is None
+        require_finite(taken)
 
 
-@every_method
-@pytest.mark.parametrize("mismatched", [(), MISMATCHED])
-def test_a_step_without_rows_gives_nothing_and_no_nan(method, mismatched):
-    taken = take(method, random_branches(method.rows, 0), mismatched=mismatched)
-    assert taken.losses.shape == (0,)
-    assert taken.token_gradient.shape == (0,)
-    assert taken.means == {}
-    assert taken.reported is None
-    require_finite(taken)
+@each(BY_NAME)
+def test_what_a_single_row_label_or_candidate_cannot_tell_is_left_out(method):
+    alone = {"labelled": [(label,) * 2 for label in LABELS], "grouped": [(Role.CANDIDATE,)]}
+    for roles in (None, *alone.get(method.rows, ())):
+        taken = take(method, random_branches(method.rows, 1, roles=roles), mismatched=(0.7,))
+        require_finite(taken)
+        if roles and method.rows == "labelled" and method.name not in WITHOUT_REWARDS:
+            for name, label in zip(("chosen", "rejected"), LABELS, strict=True):
+                assert (f"rewards/{name}" in taken.means) == (label in roles)
 
 
-@every_method
-def test_a_micro_batch_without_rows_changes_nothing(method):
-    whole = random_branches(method.rows, 3)
-    once = take(method, whole, mismatched=MISMATCHED)
-    for assignment in ([[], [0, 1, 2]], [[0, 1, 2], []], [[], [0], [], [1, 2]]):
-        require_same(once, take(method, whole, mismatched=MISMATCHED, assignment=assignment))
-
-
-@every_method
-@pytest.mark.parametrize("label", [0, 1])
-def test_a_single_row_and_a_single_label_leave_out_what_they_cannot_tell(method, label):
-    only = (ROLES["labelled"][label],) * 2 if method.rows == "labelled" else None
-    taken = take(method, random_branches(method.rows, 1, roles=only), mismatched=MISMATCHED[:1])
-    require_finite(taken)
-    if only and method.name not in WITHOUT_REWARDS:
-        assert f"rewards/{('chosen', 'rejected')[label]}" in taken.means
-        assert f"rewards/{('rejected', 'chosen')[label]}" not in taken.means
-
-
-@every_method
-def test_a_single_candidate_can_be_compared_to_nothing_and_is_finite(method):
-    if method.rows == "grouped":
-        require_finite(take(method, random_branches("grouped", 3, roles=(Role.CANDIDATE,))))
-
-
-@every_method
-@settings(max_examples=25)
+@each(RECIPES)
+@settings(max_examples=10)
 @given(data=st.data())
-def test_any_way_to_deal_a_step_to_micro_batches_and_ranks_gives_the_same(method, data):
-    # Rows of one branch make micro-batches of one label.
-    sizes = st.integers(1, 3) if method.rows == "labelled" else st.none()
+def test_any_way_to_deal_a_step_to_micro_batches_and_ranks_gives_the_same(recipe, data):
+    # Rows of one branch make micro-batches of one label, or of a candidate without another.
+    has_sizes = recipe.rows in {"labelled", "grouped"}
+    sizes = st.integers(1, 4) if has_sizes else st.none()
     whole, before = (
         random_branches(
-            method.rows, data.draw(st.integers(1, 6)), seed=seed, per_row=data.draw(sizes)
+            recipe.rows, data.draw(st.integers(1, 6)), seed=seed, per_row=data.draw(sizes)
         )
         for seed in (data.draw(st.integers(0, 99)), 100)
     )
-    state = take(method, before, mismatched=MISMATCHED).state
+    state = take_recipe(recipe, before, mismatched=MISMATCHED).state
     how = {"mismatched": MISMATCHED, "state": state}
-    once = take(method, whole, **how)
-    require_same(
-        once, take(method, whole, **how, assignment=draw_assignment(data, num_rows(whole)))
-    )
+    once = take_recipe(recipe, whole, **how)
+    assignment = draw_assignment(data, num_rows(whole))
+    require_same(once, take_recipe(recipe, whole, **how, assignment=assignment))
+    assert once.reported == pytest.approx(once.loss, rel=1e-12)
 
 
-@every_modifier
-@settings(max_examples=5)
-@given(data=st.data())
-def test_modified_methods_do_not_depend_on_the_deal_either(method, modifiers, data):
-    whole = random_branches(method.rows, 5, seed=data.draw(st.integers(0, 99)))
-    how = {"mismatched": MISMATCHED, "modifiers": modifiers}
-    once = take(method, whole, **how)
-    require_same(once, take(method, whole, **how, assignment=draw_assignment(data, 5)))
-    assert once.loss != take(method, whole, mismatched=MISMATCHED).loss
-
-
-@every_method
-def test_the_loss_that_is_reported_is_the_one_that_is_learned_from(method):
-    taken = take(method, random_branches(method.rows, 7), mismatched=MISMATCHED, cuts=(2, 3))
-    assert taken.reported == pytest.approx(taken.loss, rel=1e-12)
-
-
-@every_method
+@each(BY_NAME)
 def test_the_order_of_rows_changes_nothing(method):
     whole, order = random_branches(method.rows, 4), [3, 2, 0, 1]
     turned = reordered(whole, order)
@@ -216,7 +192,7 @@ def test_the_order_of_rows_changes_nothing(method):
     assert one.means == pytest.approx(other.means)
 
 
-@every_method
+@each(BY_NAME)
 def test_an_unmoved_policy_is_pushed_towards_good_branches_and_away_from_bad_ones(method):
     whole = unmoved(random_branches(method.rows, 20))
     gradient, towards = take(method, whole, mismatched=(0.0,)).token_gradient, directions(whole)
@@ -224,7 +200,7 @@ def test_an_unmoved_policy_is_pushed_towards_good_branches_and_away_from_bad_one
     assert bool(is_so) == (method.name not in NOT_EVEN_AT_FIRST)
 
 
-@every_method
+@each(BY_NAME)
 def test_only_methods_with_an_aim_ever_turn_round(method):
     whole = random_branches(method.rows, 200)
     far = moved(whole, reference=whole.logps.detach() - 60 * whole.logps.detach().sin())
@@ -237,38 +213,24 @@ def test_no_exception_outlives_its_method():
     assert METHODS.keys() >= WITHOUT_REWARDS | PER_TOKEN
 
 
-def test_apo_down_only_lowers_the_rejected_branch_at_first():
-    gradient = take(METHODS["apo_down"], unmoved(random_branches("paired", 20))).gradient
-    assert (gradient[0::2] == 0).all()  # b S'(0) of the first term, less the same of the second
-    assert (gradient[1::2] > 0).all()
-
-
-@every_method
-def test_a_method_reads_the_reference_exactly_when_it_says_so(method):
+@each(BY_NAME)
+def test_a_method_reads_what_it_says_that_it_needs_and_nothing_else(method):
     whole = random_branches(method.rows, 3)
     elsewhere = moved(whole, reference=whole.reference - 1.5 * whole.reference.cos())
-    one, other = (take(method, some, mismatched=MISMATCHED) for some in (whole, elsewhere))
-    assert torch.equal(one.losses, other.losses) != ("reference" in method.needs)
-    assert (one.means == other.means) != ("reference" in method.needs)
+    rated = replace(whole, scores=whole.scores.exp())
+    here = take(method, whole, mismatched=(0.5,))
+    others = {
+        "reference": take(method, elsewhere, mismatched=(0.5,)),
+        "mismatched": take(method, whole, mismatched=(2.0,)),
+        "scores": take(method, rated, mismatched=(0.5,)),
+    }
+    for need, other in others.items():
+        assert torch.equal(here.losses, other.losses) != (need in method.needs), need
+    assert (here.means == others["reference"].means) != ("reference" in method.needs)
+    assert ("kl/raw" in here.means) == ("mismatched" in method.needs)
 
 
-@every_method
-def test_a_method_reads_mismatched_branches_exactly_when_it_says_so(method):
-    whole = random_branches(method.rows, 3)
-    one, other = (take(method, whole, mismatched=(kl,)) for kl in (0.5, 2.0))
-    assert torch.equal(one.losses, other.losses) != ("mismatched" in method.needs)
-    assert ("kl/raw" in one.means) == ("mismatched" in method.needs)
-
-
-@every_method
-def test_a_method_reads_scores_exactly_when_it_says_so(method):
-    whole = random_branches(method.rows, 3)
-    others = replace(whole, scores=whole.scores.exp())
-    one, other = (take(method, some, mismatched=MISMATCHED) for some in (whole, others))
-    assert torch.equal(one.losses, other.losses) != ("scores" in method.needs)
-
-
-@every_method
+@each(BY_NAME)
 def test_a_method_that_remembers_is_told_what_it_remembered(method):
     whole, earlier = (random_branches(method.rows, 3, seed=seed) for seed in (0, 1))
     state = take(method, earlier, mismatched=MISMATCHED).state
@@ -278,7 +240,7 @@ def test_a_method_that_remembers_is_told_what_it_remembered(method):
     assert torch.equal(fresh.losses, later.losses) != bool(method.update_state)
 
 
-@every_method
+@each(BY_NAME)
 def test_a_survey_tells_one_finite_number_of_each_branch_and_no_gradient(method):
     if method.survey:
         whole = random_branches(method.rows, 3)
@@ -289,7 +251,7 @@ def test_a_survey_tells_one_finite_number_of_each_branch_and_no_gradient(method)
             assert not values.requires_grad, name
 
 
-@every_method
+@each(BY_NAME)
 def test_methods_of_two_sides_report_rewards_and_log_probs_under_the_same_names(method):
     if method.rows not in {"paired", "labelled"} or method.name in WITHOUT_REWARDS:
         return
@@ -313,7 +275,7 @@ def test_methods_of_two_sides_report_rewards_and_log_probs_under_the_same_names(
         assert margins.mean() == pytest.approx((chosen - rejected).mean().item())
 
 
-@every_method
+@each(BY_NAME)
 def test_losses_and_metrics_keep_double_precision(method):
     whole = random_branches(method.rows, 3)
     taken = take(method, whole, mismatched=MISMATCHED)

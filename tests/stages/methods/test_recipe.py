@@ -2,29 +2,32 @@ import itertools
 import math
 import typing
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from align.schemas.errors import UsageError
 from align.schemas.methods import Labels
 from align.schemas.rows import Role
 from align.stages.methods.recipe import Part, Recipe
 from align.stages.methods.table import METHODS, STEP_OPTIONS, recipe_of
-from support.method_steps import random_branches, take, take_recipe
-from support.token_steps import Said, random_rows, rows_of
-
-MPO = "dpo:0.8+bco_pair:0.2+sft:1"
-close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
+from support.method_steps import (
+    LABELS,
+    MPO,
+    PAIR,
+    Said,
+    each,
+    random_branches,
+    rows_of,
+    take,
+    take_recipe,
+)
 
 
 def test_a_mixture_worked_by_hand():
     # r_c = 4, r_l = -6 over 4 and 2 tokens of -2 nats, b .1: dpo ln(1 + e^-1) = .313262; bco_pair
     # ln(1 + e^-.4) + ln(1 + e^-.6) = .513015 + .437488 = .950503; sft 8 nats / 4 tokens.
-    whole = rows_of([Said((1.0,) * 4), Said((-3.0,) * 2)], roles=(Role.CHOSEN, Role.REJECTED))
+    whole = rows_of([Said((1.0,) * 4), Said((-3.0,) * 2)], roles=PAIR)
     taken = take_recipe(recipe_of(MPO, {}), whole)
     assert taken.loss == pytest.approx(2.440710, abs=5e-7)  # .250610 + .190101 + 2
     assert taken.reported == pytest.approx(2.440710, abs=5e-7)
@@ -57,30 +60,14 @@ def test_a_mixture_is_the_weighted_sum_of_its_methods(name):
                 assert mixed.means[metric] == pytest.approx(mean)
     assert mixed.loss == pytest.approx(loss, rel=1e-12)
     assert mixed.reported == pytest.approx(loss, rel=1e-12)
-    close(mixed.gradient, gradient)
+    torch.testing.assert_close(mixed.gradient, gradient, rtol=1e-12, atol=1e-12)
 
 
 def as_labelled(whole):
     """Chosen branches as desirable ones, rejected ones as undesirable ones."""
-    roles = {Role.CHOSEN: Role.DESIRABLE, Role.REJECTED: Role.UNDESIRABLE}
-    return replace(
-        whole,
-        roles=torch.tensor([roles.get(Role(role), role) for role in whole.roles.tolist()]).to(
-            torch.int8
-        ),
-    )
-
-
-@settings(max_examples=20)
-@given(rows=st.integers(1, 8), seed=st.integers(0, 50), data=st.data())
-def test_any_way_to_cut_a_mixed_step_gives_the_same(rows, seed, data):
-    cuts = sorted(data.draw(st.lists(st.integers(0, rows), max_size=4)))
-    whole, recipe = random_branches("paired", rows, seed), recipe_of(MPO, {})
-    once, cut = (take_recipe(recipe, whole, cuts=edges) for edges in ((), cuts))
-    close(once.losses, cut.losses)
-    close(once.gradient, cut.gradient)
-    close(once.metrics, cut.metrics)
-    assert once.reported == pytest.approx(cut.reported, rel=1e-12)
+    roles = dict(zip(PAIR, LABELS, strict=True))
+    labels = [roles.get(Role(role), role) for role in whole.roles.tolist()]
+    return replace(whole, roles=torch.tensor(labels, dtype=torch.int8))
 
 
 def test_a_step_without_a_branch_to_imitate_still_has_a_loss():
@@ -97,21 +84,20 @@ def test_the_first_part_names_what_several_report():
     assert taken.means["rewards/chosen"] == pytest.approx(alone.means["rewards/chosen"])
 
 
-@pytest.mark.parametrize("order", [*itertools.permutations(["dpo", "kto", "sft"])])
-def test_a_mixture_learns_from_the_rows_all_of_its_methods_can_read(order):
-    assert recipe_of("+".join(order), {}).rows == "paired"
-    without = [name for name in order if name != "dpo"]
-    assert recipe_of("+".join(without), {}).rows == "labelled"
+def test_a_mixture_learns_from_the_rows_all_of_its_methods_can_read():
+    for order in itertools.permutations(["dpo", "kto", "sft"]):
+        assert recipe_of("+".join(order), {}).rows == "paired", order
+        without = [name for name in order if name != "dpo"]
+        assert recipe_of("+".join(without), {}).rows == "labelled", order
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_whichever_part_is_not_finite_its_row_is_to_blame(bad):
-    whole = random_branches("paired", 4)
-    with torch.no_grad():
-        whole.logps[5] = bad  # the rejected branch of the third row: sft does not look at it
-    recipe = recipe_of("sft+dpo:0.5", {})
-    losses = take_recipe(recipe, whole).losses
-    assert (~losses.isfinite()).nonzero()[:, 0].tolist() == [4, 5]
+def test_whichever_part_is_not_finite_its_row_is_to_blame():
+    for bad in (math.nan, math.inf, -math.inf):
+        whole = random_branches("paired", 4)
+        with torch.no_grad():
+            whole.logps[5] = bad  # the rejected branch of the third row: sft does not look at it
+        losses = take_recipe(recipe_of("sft+dpo:0.5", {}), whole).losses
+        assert (~losses.isfinite()).nonzero()[:, 0].tolist() == [4, 5], bad
 
 
 def test_a_modifier_holds_for_every_part():
@@ -145,9 +131,12 @@ def value_for(method, name, default):
     return given
 
 
-@pytest.mark.parametrize(
-    ("name", "option"),
-    [(name, option) for name, one in METHODS.items() for option in vars(one.options())],
+@each(
+    {
+        f"{name}.{option}": (name, option)
+        for name, method in METHODS.items()
+        for option in vars(method.options())
+    }
 )
 def test_every_option_of_a_second_part_arrives_or_is_refused(name, option):
     method, first = METHODS[name], FIRST.get(name, "dpo")
@@ -174,25 +163,15 @@ def test_every_option_of_a_second_part_arrives_or_is_refused(name, option):
         assert plain.loss != other.loss
 
 
-@pytest.mark.parametrize(("option", "value"), [("kl_use", "all"), ("kl_per_step", 4)])
-def test_parts_that_want_other_mismatched_branches_are_refused(option, value):
-    for mixture in ("kto+kto_logsigmoid", "kto_logsigmoid+kto"):
-        with pytest.raises(UsageError) as refusal:
-            recipe_of(mixture, {f"kto_logsigmoid.{option}": value})
-        assert f"method.kto_logsigmoid.{option} is {value}" in str(refusal.value)
-        assert f"method.kto.{option} is" in str(refusal.value)
-    both = {f"kto.{option}": value, f"kto_logsigmoid.{option}": value}
-    assert recipe_of("kto+kto_logsigmoid", both).option(option, None) == value
-
-
-@pytest.mark.parametrize(
-    "values",
-    [{"kto.nonsense": 1}, {"kto": {"nonsense": 1}}, {"kto_zero.beta": 1}, {"kto": 1}, {"beta": 1}],
-)
-def test_an_option_that_no_part_knows_is_refused_by_its_name(values):
-    (name,) = values
-    with pytest.raises(UsageError, match=f"method.{name}"):
-        recipe_of("dpo+kto", values)
+def test_parts_that_want_other_mismatched_branches_are_refused():
+    for option, value in (("kl_use", "all"), ("kl_per_step", 4)):
+        for mixture in ("kto+kto_logsigmoid", "kto_logsigmoid+kto"):
+            with pytest.raises(UsageError) as refusal:
+                recipe_of(mixture, {f"kto_logsigmoid.{option}": value})
+            assert f"method.kto_logsigmoid.{option} is {value}" in str(refusal.value)
+            assert f"method.kto.{option} is" in str(refusal.value)
+        both = {f"kto.{option}": value, f"kto_logsigmoid.{option}": value}
+        assert recipe_of("kto+kto_logsigmoid", both).option(option, None) == value
 
 
 def test_a_mixture_tells_its_name_formula_needs_and_options():
@@ -242,37 +221,30 @@ def test_each_part_sees_and_remembers_its_own_only():
     assert taken.state["bco"][0] == 11.0
 
 
-def test_grouped_methods_stand_alone():
-    for name in ("grpo", "ppo"):
-        recipe = recipe_of(name, {})
-        assert recipe.rows == "grouped"
-        assert recipe.head == METHODS[name].head
-        taken = take_recipe(recipe, rows_of(*random_rows((2, 3))))
-        assert taken.loss == pytest.approx(taken.reported)
-
-
 @pytest.mark.parametrize(
     ("name", "values", "said"),
     [
-        ("dpo+dpo", {}, "method 'dpo+dpo': each method can stand in a mixture once."),
+        ("dpo+dpo", {}, "method 'dpo+dpo': each method can stand in a mixture once"),
         ("dpo+kot", {}, "method 'kot': no such method. Did you mean 'kto'"),
-        ("dpo:0+sft", {}, "'0' is not a weight. Write it as dpo:0.8+sft:0.2."),
-        ("dpo:-1+sft", {}, "'-1' is not a weight."),
-        ("dpo:much+sft", {}, "method 'dpo:much': 'much' is not a weight."),
-        ("dpo:+sft", {}, "'' is not a weight."),
-        ("dpo:inf+sft", {}, "'inf' is not a weight."),
-        ("dpo:2", {}, "method 'dpo:2': a weight means something in a mixture only."),
-        ("dpo+", {}, "method '': no such method."),
-        ("ppo+grpo", {}, "ppo and grpo need different models: they cannot be mixed."),
-        ("dpo+reward", {}, "dpo and reward need different models: they cannot be mixed."),
-        ("dpo+grpo", {}, "grpo learns from groups of scored rows: it cannot be mixed."),
-        ("dpo+sft", {"beta": 1}, "method.beta: in a mixture an option is named after its method,"),
-        ("dpo+sft", {"beta": 1}, "for example method.dpo.beta."),
-        ("dpo+sft", {"kto.beta": 1}, "method.kto.beta: in a mixture an option is named after"),
-        ("dpo+sft", {"dpo": 1}, "method.dpo: in a mixture an option is named after its method"),
+        ("dpo:0+sft", {}, "'0' is not a weight. Write it as dpo:0.8+sft:0.2"),
+        ("dpo:-1+sft", {}, "'-1' is not a weight"),
+        ("dpo:much+sft", {}, "method 'dpo:much': 'much' is not a weight"),
+        ("dpo:+sft", {}, "'' is not a weight"),
+        ("dpo:inf+sft", {}, "'inf' is not a weight"),
+        ("dpo:2", {}, "method 'dpo:2': a weight means something in a mixture only"),
+        ("dpo+", {}, "method '': no such method"),
+        ("ppo+grpo", {}, "ppo and grpo need different models"),
+        ("dpo+reward", {}, "dpo and reward need different models"),
+        ("dpo+grpo", {}, "grpo learns from groups"),
+        ("dpo+sft", {"beta": 1}, "method.beta: in a mixture"),
+        ("dpo+sft", {"beta": 1}, "for example method.dpo.beta"),
+        ("dpo+sft", {"kto.beta": 1}, "method.kto.beta: in a mixture"),
+        ("dpo+sft", {"dpo": 1}, "method.dpo: in a mixture"),
         ("dpo+sft", {"dpo.beat": 1}, "dpo: unknown key 'method.dpo.beat'. Did you mean 'beta'?"),
-        ("dpo+sft", {"dpo.beta": 0}, "method.dpo.beta: expected a number above 0, found 0"),
-        ("dpo+kto", {"margin": "wanted"}, "method.margin is not for kto. Methods that take it: "),
+        ("dpo+sft", {"dpo": {"beat": 1}}, "dpo: unknown key 'method.dpo.beat'"),
+        ("dpo+sft", {"dpo.beta": 0}, "method.dpo.beta: expected a number above 0"),
+        ("dpo+kto", {"kto_zero.beta": 1}, "method.kto_zero.beta"),
+        ("dpo+kto", {"margin": "wanted"}, "method.margin is not for kto"),
     ],
 )
 def test_what_is_refused(name, values, said):

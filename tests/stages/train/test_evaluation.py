@@ -15,6 +15,7 @@ from align.stages.methods.table import METHODS
 from align.stages.train.synchronized import StopConditions
 from support import plain_loop
 from support.rounding import NATS
+from support.training_ranks import TABLE
 from support.training_world import START, Recorded, job_of, loop_of, session_of
 
 pytestmark = pytest.mark.numeric
@@ -72,7 +73,14 @@ def measured(training_world, moved):
     return measure
 
 
-@pytest.mark.parametrize("method", METHODS)
+# What a loss asks of the whole evaluation, by the kinds of `training_ranks` and these options.
+KINDS = {*OPTIONS, *TABLE, "dpo"} & METHODS.keys()
+
+
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(name, marks=() if name in KINDS else pytest.mark.long) for name in METHODS],
+)
 def test_no_number_of_an_evaluation_depends_on_how_it_is_cut(measured, method):
     once, *others = measured("everything", method, (64, 2, 5), options=OPTIONS.get(method))[0]
     assert math.isfinite(once["eval/loss"])

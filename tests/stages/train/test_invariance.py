@@ -6,20 +6,26 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from align.stages.methods.table import METHODS as TABLE
-from support.rounding import EPSILON, NATS, STEP, apart
-from support.training_ranks import SHARED
+from align.stages.methods.table import METHODS
+from support.rounding import EPSILON, NATS, STEP, apart, largest_difference
+from support.training_ranks import ALONE, KINDS, SPREAD, TABLE
 
-# One launch serves them all.
 pytestmark = pytest.mark.numeric
 
-METHODS = ("dpo", "kto", "orpo")
-KINDS_OF_KTO = ("kto-some", "kto-all", "kto-classes")
-STAGES = (0, 1, 2, 3)
+# One launch serves them all.
+CUT = [case for case in ALONE if "/" in case and "/whole/" not in case]
+TRAINED = [case for case in SPREAD if "/" in case and not case.startswith("listed")]
 
 
-def require_same(found, expected, *, steps=10):
-    assert len(found["steps"]) == len(expected["steps"]) == steps
+def expected_of(case):
+    """The same training of one process, in whole steps."""
+    adapted = "/adapted" if case.endswith("/adapted") else ""
+    return f"{case.partition('/')[0]}/whole/zero0{adapted}"
+
+
+def require_same(found, expected):
+    steps = len(expected["steps"])
+    assert len(found["steps"]) == steps >= 3
     assert len(found["evaluations"]) == len(expected["evaluations"]) == 2
     for kind in ("steps", "evaluations"):
         for step, (some, others) in enumerate(zip(found[kind], expected[kind], strict=True), 1):
@@ -32,72 +38,25 @@ def require_same(found, expected, *, steps=10):
         )
     assert found["weights"].keys() == expected["weights"].keys()
     for name, weights in found["weights"].items():
-        assert largest_difference(weights, expected["weights"][name]) <= apart(10 * 1e-3), name
+        gap = largest_difference(weights, expected["weights"][name])
+        assert gap <= apart(steps * 1e-3), name
 
 
-def largest_difference(some, others):
-    return np.abs(np.array(some) - np.array(others)).max()
+@pytest.mark.parametrize("case", CUT)
+def test_micro_batches_and_sharding_change_no_result(alone, case):
+    require_same(alone[0][case], alone[0][expected_of(case)])
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("cut", ["thirds", "rows"])
-def test_micro_batches_change_no_result(alone, method, cut):
-    require_same(alone[0][f"{method}/{cut}/zero0"], alone[0][f"{method}/whole/zero0"])
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("stage", STAGES[1:])
-def test_sharding_changes_no_result(alone, method, stage):
-    require_same(alone[0][f"{method}/thirds/zero{stage}"], alone[0][f"{method}/whole/zero0"])
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_second_rank_changes_no_result(alone, spread, method, stage):
-    require_same(spread[0][f"{method}/thirds/zero{stage}"], alone[0][f"{method}/whole/zero0"])
-
-
-@pytest.mark.parametrize("kind", KINDS_OF_KTO)
-def test_micro_batches_of_one_row_and_one_class_change_no_kto(alone, kind):
-    require_same(alone[0][f"{kind}/rows/zero2"], alone[0][f"{kind}/whole/zero0"])
-
-
-@pytest.mark.parametrize("kind", KINDS_OF_KTO)
-def test_a_second_rank_changes_no_kto(alone, spread, kind):
-    require_same(spread[0][f"{kind}/rows/zero0"], alone[0][f"{kind}/whole/zero0"])
-
-
-@pytest.mark.parametrize("name", TABLE)
-def test_nothing_changes_a_result_of_any_method(alone, spread, name):
-    expected = alone[0][f"table-{name}/whole/zero0"]
-    require_same(alone[0][f"table-{name}/thirds/zero0"], expected, steps=3)
-    require_same(spread[0][f"table-{name}/rows/zero1"], expected, steps=3)
-
-
-@pytest.mark.parametrize("name", SHARED)
-def test_ranks_that_share_every_sequence_change_no_result(alone, spread, name):
-    method = name.partition("/")[0]
-    steps = 3 if method.startswith("table-") else 10
-    require_same(spread[0][name], alone[0][f"{method}/whole/zero0"], steps=steps)
-
-
-def test_ranks_that_share_sequences_take_the_micro_batches_of_one(alone, spread):
-    assert spread[0]["kto-all/rows/zero1/2"]["micro_batches"][0] == 8
-    ours, others = (
-        seen[0][name]["micro_batches"]
-        for seen, name in ((spread, "dpo/thirds/zero1/2"), (alone, "dpo/thirds/zero1"))
-    )
-    assert max(ours) == 2 < max(others) == 3  # of twice the tokens: each rank has half of them
+@pytest.mark.parametrize("case", TRAINED)
+def test_a_second_rank_changes_no_result(alone, spread, case):
+    require_same(spread[0][case], alone[0][expected_of(case)])
 
 
 def test_every_rank_gets_the_same(spread):
     first, second = spread
-    cases = [name for name in first if "/" in name]
-    assert len(cases) == 15 + len(TABLE) + len(SHARED)
-    for name in cases:
-        assert first[name]["steps"] == second[name]["steps"]
-        assert first[name]["evaluations"] == second[name]["evaluations"]
-        assert first[name]["samples"] == second[name]["samples"]
+    for case in TRAINED:
+        for what in ("steps", "evaluations", "samples"):
+            assert first[case][what] == second[case][what], case
 
 
 def test_the_steps_are_cut_as_their_names_say(alone, spread):
@@ -109,6 +68,10 @@ def test_the_steps_are_cut_as_their_names_say(alone, spread):
     assert sizes(alone, "dpo/rows/zero0")[0] == 8
     assert sizes(spread, "kto-all/rows/zero0")[0] == 4
     assert sizes(alone, "kto-classes/rows/zero2")[0] == 8
+    # Ranks that share sequences take the micro-batches of one.
+    assert sizes(spread, "kto-all/rows/zero1/2")[0] == 8
+    ours, others = sizes(spread, "dpo/thirds/zero1/2"), sizes(alone, "dpo/thirds/zero1")
+    assert max(ours) == 2 < max(others) == 3  # of twice the tokens: each rank has half of them
 
 
 def test_the_mismatched_branches_are_as_many_as_the_options_say(alone):
@@ -121,7 +84,7 @@ def test_the_mismatched_branches_are_as_many_as_the_options_say(alone):
     assert pairs("kto-classes") == 8  # of 1 branch
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["dpo", "kto", "orpo"])
 def test_what_is_compared_has_moved(alone, training_world, method):
     before = load_file(training_world.model / "model.safetensors")
     after = alone[0][f"{method}/whole/zero0"]["weights"]
@@ -133,22 +96,30 @@ def test_what_is_compared_has_moved(alone, training_world, method):
 
 
 @pytest.mark.long
+def test_nothing_changes_a_result_of_any_method(launch_training):
+    names = [f"table-{name}" for name in METHODS if name not in TABLE]
+    cuts = [f"{name}/{cut}/zero0" for name in names for cut in ("whole", "thirds")]
+    (seen,) = launch_training(1, cuts)
+    seen |= launch_training(2, [f"{name}/rows/zero1" for name in names])[0]
+    for case in seen:
+        require_same(seen[case], seen[expected_of(case)])
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_no_combination_changes_a_result(launch_training, alone, size):
-    cuts = ("whole", "thirds", "rows")
-    kinds = (*METHODS, *KINDS_OF_KTO)
-    names = [f"{kind}/{cut}/zero{stage}" for kind, cut, stage in product(kinds, cuts, STAGES)]
+    cuts, stages = ("whole", "thirds", "rows"), (0, 1, 2, 3)
+    names = [f"{kind}/{cut}/zero{stage}" for kind, cut, stage in product(KINDS, cuts, stages)]
     seen = launch_training(size, names)[0]
     for name in names:
-        require_same(seen[name], alone[0][f"{name.partition('/')[0]}/whole/zero0"])
+        require_same(seen[name], alone[0][expected_of(name)])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("shared", [2, 4])
 def test_no_combination_with_shared_sequences_changes_a_result(launch_training, alone, shared):
     """Two groups of two ranks, and one of four: more than the model has heads."""
-    kinds, stages = (*METHODS, *KINDS_OF_KTO), (0, 1, 3)
-    names = [f"{kind}/thirds/zero{stage}/{shared}" for kind, stage in product(kinds, stages)]
+    names = [f"{kind}/thirds/zero{stage}/{shared}" for kind, stage in product(KINDS, (0, 1, 3))]
     seen = launch_training(4, names)[0]
     for name in names:
-        require_same(seen[name], alone[0][f"{name.partition('/')[0]}/whole/zero0"])
+        require_same(seen[name], alone[0][expected_of(name)])

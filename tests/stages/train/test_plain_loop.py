@@ -48,36 +48,11 @@ def test_training_ends_in_the_weights_of_a_plain_loop(training_world, one_rank, 
     assert moved.abs().max() > EPSILON  # the first step alone is 1e-3 |g| / (|g| + EPSILON)
 
 
-def test_the_first_step_of_dpo_is_ln_2_with_rewards_of_0(training_world, one_rank):
-    _, recorded = learn(job_of(training_world.pairs, "dpo", max_steps=1), one_rank)
-    (_, metrics), *_ = recorded.steps
-    assert metrics["loss"] == pytest.approx(math.log(2), abs=NATS)
-    for name in ("rewards/chosen", "rewards/rejected", "rewards/margins"):
-        assert metrics[name] == pytest.approx(0, abs=NATS)
-
-
-@pytest.mark.parametrize("cache", ["pairs", "labels"])
-def test_the_first_step_of_kto_is_one_half_with_rewards_of_0(training_world, one_rank, cache):
-    _, recorded = learn(job_of(getattr(training_world, cache), "kto", max_steps=1), one_rank)
-    (_, metrics), *_ = recorded.steps
-    assert metrics["loss"] == pytest.approx(0.5, abs=NATS)  # 1 - sigmoid(beta (0 - 0))
-    for name in ("rewards/chosen", "rewards/rejected", "kl/raw", "kl/clamped"):
-        assert metrics[name] == pytest.approx(0, abs=NATS)
-
-
-def test_the_first_step_of_orpo_on_one_row_is_its_formula(training_world, one_rank):
-    folder = training_world.pairs
-    session, recorded = learn(job_of(folder, "orpo", max_steps=1, batch_size=1), one_rank)
-    ((row_id,),) = row_ids(session, 1)
-    row, model = plain_loop.rows_of(folder)[row_id], plain_model(training_world)
-    means = [
-        plain_loop.logp(model, row["prompt_ids"], ids).item() / len(ids)
-        for ids in row["completion_ids"][:2]
-    ]
-    odds = [mean - math.log(1 - math.exp(mean)) for mean in means]
-    ratio = odds[0] - odds[1]
-    loss = -means[0] + 0.1 * math.log(1 + math.exp(-ratio))
-    (_, metrics), *_ = recorded.steps
+@pytest.mark.parametrize("kind", ["dpo", "kto", "kto-classes"])
+def test_the_first_step_has_the_loss_of_an_unmoved_policy_and_rewards_of_0(alone, kind):
+    metrics = alone[0][f"{kind}/whole/zero0"]["steps"][0]
+    loss = math.log(2) if kind == "dpo" else 0.5  # -LS(0), and 1 - S(0)
     assert metrics["loss"] == pytest.approx(loss, abs=NATS)
-    assert metrics["log_odds/ratio"] == pytest.approx(ratio, abs=NATS)
-    assert metrics["nll"] == pytest.approx(-means[0], abs=NATS)
+    others = ("rewards/margins",) if kind == "dpo" else ("kl/raw", "kl/clamped")
+    for name in ("rewards/chosen", "rewards/rejected", *others):
+        assert metrics[name] == pytest.approx(0, abs=NATS), name

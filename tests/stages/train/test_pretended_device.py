@@ -9,8 +9,10 @@ from support.programs import run_ranks
 
 pytestmark = pytest.mark.numeric
 
-# Every method; every layout of a GPU, way to load a policy, head and modifier with some of them.
-PLAIN = [f"{name} flex plain" for name in METHODS]
+# One method for each kind of loss; every layout of a GPU, way to load a policy, head and modifier
+# with some of them.
+KINDS = ("bco", "aot", "rpo_bwd_kl", "discopop", "orpo", "kto", "grpo", "ppo", "csft", "reward")
+PLAIN = [f"{name} flex plain" for name in KINDS]
 CASES = [
     *PLAIN,
     *(f"{name} tree plain" for name in ("kto", "ppo", "reward", "mixture")),
