@@ -1,6 +1,8 @@
 """Launchers of many machines, played on one: late agents, dying workers, srun, hostfiles, Ray."""
 
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
@@ -16,10 +18,10 @@ from align.stages.storage.run_folder import RunFolder
 from support.patience import PATIENCE
 from support.rooms import ROOT
 from support.rounding import EPSILON, NATS, apart
-from support.trainings import distances, learned, saved, weights
+from support.trainings import distances, require_same, saved, weights
 
 BIN = Path(sys.executable).parent
-AUTO = ("--resume", "auto")
+AUTO, TWO = ("--resume", "auto"), ("--deepspeed", "zero2")
 
 
 @pytest.fixture
@@ -56,10 +58,36 @@ def torchrun(nodes, port):
     return (BIN / "torchrun", "--nnodes", nodes, *restarts, *place, "-m", "align")
 
 
-def test_a_worker_that_dies_is_started_again_and_the_run_goes_on_by_itself(
+def until(launcher, *patterns):
+    """Reads on until each of these was said, one after the other."""
+    for pattern in patterns:
+        assert any(re.search(pattern, line) for line in launcher.stderr), pattern
+
+
+def test_a_worker_that_dies_is_started_again_and_a_launcher_that_is_stopped_leaves_a_checkpoint(
+    course, tmp_path
+):
+    """The ranks of torchrun and those that go on from them do not even hash words alike."""
+    run, longer = tmp_path / "run", (*TWO, "--max-steps", 30, "--epochs", 9, "--eval-every", 0)
+    place = ("--standalone", "--nproc-per-node", 2, "--max-restarts", 3, "-m", "align")
+    launcher = begin(course, (BIN / "torchrun", *place, *course.arguments(run, *longer, *AUTO)))
+    until(launcher, r"step \d+:")
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    until(launcher, "lost another rank", r"step \d+:")
+    launcher.send_signal(signal.SIGTERM)
+    (_, said), code = launcher.communicate(timeout=PATIENCE), launcher.returncode
+    assert code != 0
+    assert "error: Interrupted by signal 15" in said
+    assert saved(run)[0] < 30
+    course.run(run, *longer, *AUTO, ranks=2)
+    require_same(run, course.whole(*longer, ranks=2))
+
+
+@pytest.mark.long
+def test_a_machine_that_comes_late_and_loses_its_worker_is_waited_for(
     course, tmp_path, meeting_port
 ):
-    """One of two machines comes late, and loses its worker in step 4."""
     run = tmp_path / "run"
     words = (*torchrun(2, meeting_port), *course.arguments(run, *AUTO))
     first = begin(course, words)
@@ -67,9 +95,7 @@ def test_a_worker_that_dies_is_started_again_and_the_run_goes_on_by_itself(
     said = ended(first, begin(course, words, failpoint="step.before_update=kill@4"))
     assert "lost another rank" in said[0] + said[1]
     assert "continuing after step 2" in said[0] + said[1]
-    whole = course.whole(ranks=2)
-    assert weights(run) == weights(whole)
-    assert learned(run) == learned(whole)
+    require_same(run, course.whole(ranks=2))
 
 
 @pytest.mark.long

@@ -1,7 +1,6 @@
 """align select over judged tables and plain files, and what stage 1 and training make of it."""
 
 import json
-import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -133,28 +132,23 @@ def test_equal_input_gives_equal_bytes(kind, here):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("where", ["align-selected", "align-selected/selected.parquet"])
 @pytest.mark.parametrize("is_chat", [False, True])
-def test_stage_one_reads_every_kind(kind, where, is_chat, here):
+def test_stage_one_reads_every_kind(kind, is_chat, here):
     prompts = [said("user", name) if is_chat else name for name in ("a", "b")]
     judged("judged", table_of(prompts))
     table, _ = selected("judged", "--rows", kind)
-    read, records = records_of(where)
+    read, records = records_of("align-selected")
+    assert records_of("align-selected/selected.parquet") == (read, records)
     expected = {"best_worst": "paired", "all_pairs": "paired", "labels": "unpaired"}
     assert read == expected.get(kind, "scored")
     assert len(records) == table.height
     assert {record.is_conversation for record in records} == {is_chat}
-    assert {record.prompt for record in map(hashable, records)} == {"a", "b"}
+    asked = [record.prompt[0]["content"] if is_chat else record.prompt for record in records]
+    assert {*asked} == {"a", "b"}
     if kind == "best_worst":
         assert [record.scores for record in records] == [(0.4, 0.1)] * 2
     if kind == "groups":
         assert [record.scores for record in records] == [(0.1, 0.2, 0.3, 0.4)] * 2
-
-
-def hashable(record):
-    """With the words of the prompt's one message as prompt."""
-    words = record.prompt if isinstance(record.prompt, str) else record.prompt[0]["content"]
-    return type(record)(record.file, record.row, words, (), (), ())
 
 
 def test_tools_and_template_options_reach_stage_one(here):
@@ -303,10 +297,7 @@ def sampled(folder, **settings):
 
 def from_samples(folder):
     """Judges and selects them, as a judged table before and after they were known."""
-    Path("counts_words.py").write_text("def grade(prompt, text, row): return len(text.split())\n")
-    by = ("--by", "function", "--function", "counts_words:grade", "--no-mlflow")
-    made = align("judge", folder, *by)
-    assert made.code == 0, made
+    judge_by_words(folder)
     selected("align-judged", "--rows", "groups")
     return [TableFolder.at(f"align-{kind}", kind).find() for kind in ("judged", "selected")]
 
@@ -383,17 +374,22 @@ def test_a_plain_file_that_has_no_scores_is_refused(name, here):
     assert expected in refusal(2, "select", "data.jsonl")
 
 
-def test_answers_as_alpaca_eval_has_them_are_judged_and_selected_from(here):
+def judge_by_words(samples):
+    """Judges by the number of words."""
     Path("counts_words.py").write_text("def grade(prompt, text, row): return len(text.split())\n")
+    by = ("--by", "function", "--function", "counts_words:grade", "--no-mlflow")
+    answer = align("judge", samples, *by)
+    assert answer.code == 0, answer
+
+
+def test_answers_as_alpaca_eval_has_them_are_judged_and_selected_from(here):
     rows = [
         {"instruction": "a", "output": "one", "generator": "m1"},
         {"instruction": "b", "output": "alone", "generator": "m1"},
         {"instruction": "a", "output": "one two", "generator": "m2"},
     ]
     Path("outputs.json").write_text(json.dumps(rows))
-    by = ("--by", "function", "--function", "counts_words:grade", "--no-mlflow")
-    made = align("judge", "outputs.json", *by)
-    assert made.code == 0, made
+    judge_by_words("outputs.json")
     table, told = selected("align-judged")
     assert table.rows() == [
         (said("user", "a"), said("assistant", "one two"), said("assistant", "one"), 2, 1)
@@ -404,15 +400,13 @@ def test_answers_as_alpaca_eval_has_them_are_judged_and_selected_from(here):
     assert judged_table["number"].to_list() == [0, 1, 0]
 
 
-def test_scored_rows_are_judged_anew(here):
-    Path("counts_letters.py").write_text("def grade(prompt, text, row): return len(text)\n")
-    write_lines("scored.jsonl", SCORED)
-    by = ("--by", "function", "--function", "counts_letters:grade", "--no-mlflow")
-    assert align("judge", "scored.jsonl", *by).code == 0
-    table, _ = selected("align-judged")
-    assert table.rows() == [("a", " yyyy", " z", 5, 2)]
+def test_scored_rows_are_judged_anew_and_others_not_at_all(here):
+    rows = [{"prompt": "a", "completions": [" x", " y y y", " z z"], "scores": [9, 1, 5]}]
+    write_lines("scored.jsonl", rows)
+    judge_by_words("scored.jsonl")
+    assert selected("align-judged")[0].rows() == [("a", " y y y", " x", 3, 1)]
     write_lines("paired.jsonl", [{"prompt": "a", "chosen": " x", "rejected": " y"}])
-    assert "holds paired rows" in refusal(2, "judge", "paired.jsonl", *by)
+    assert "holds paired rows" in refusal(2, "judge", "paired.jsonl", "--by", "exact")
 
 
 def test_no_row_is_an_error_that_says_why(here):
@@ -489,10 +483,9 @@ def test_a_damaged_manifest_is_written_anew(here):
 
 
 # Rows, how many branches each has with its mismatched ones, and what the first step begins with:
-# KTO at 0.5 and DPO at ln 2, where the policy is the reference; of a group the mean of its scores.
+# KTO at 0.5, where the policy is the reference; of a group the mean of its scores.
 METHODS = {
     "kto": ("labels", (), (32, 64), ("loss", 0.5)),
-    "dpo": ("best_worst", (), (8, 32), ("loss", math.log(2))),
     "grpo": ("groups", ("--token-logps", "--kl-pairs", 0), (8, 32), ("rewards/scores", 0.25)),
 }
 
@@ -523,17 +516,17 @@ def test_training_takes_what_was_selected(method, server, world, here):
 TRL = {"best_worst": ("prompt", "chosen", "rejected"), "labels": ("prompt", "completion", "label")}
 
 
-@pytest.mark.parametrize("kind", TRL)
 @pytest.mark.parametrize("is_chat", [False, True])
-def test_the_datasets_library_reads_the_columns_that_trl_expects(kind, is_chat, here):
+def test_the_datasets_library_reads_the_columns_that_trl_expects(is_chat, here):
     prompt = said("user", "a") if is_chat else "a"
     judged("judged", table_of([prompt]))
-    selected("judged", "--rows", kind)
     file = str(here / "align-selected" / "selected.parquet")
-    (row, *_) = Dataset.from_parquet(file, cache_dir=str(here / "cache"))
-    *texts, last = (row[name] for name in TRL[kind])
-    assert texts[0] == prompt
-    assert isinstance(last, bool) == (kind == "labels")
-    for text in texts if kind == "labels" else (*texts, last):
-        assert isinstance(text, list) == is_chat
-        assert not is_chat or [*text[0]] == ["role", "content"]
+    for kind, names in TRL.items():
+        selected("judged", "--rows", kind)
+        (row, *_) = Dataset.from_parquet(file, cache_dir=str(here / f"cache-{kind}"))
+        texts = [row[name] for name in names if name != "label"]
+        assert texts[0] == prompt
+        assert kind != "labels" or isinstance(row["label"], bool)
+        for text in texts:
+            assert isinstance(text, list) == is_chat
+            assert not is_chat or [*text[0]] == ["role", "content"]

@@ -60,11 +60,6 @@ def test_the_rank_of_the_deepspeed_launcher_is_not_read_as_an_option():
     assert align("--local_rank=0", "methods", "dpo").code == 0
 
 
-def test_a_number_that_is_none_is_refused():
-    said = refusal(2, "train", "--method", "dpo", "--set", "train.max_grad_norm=.nan")
-    assert "train.max_grad_norm is nan; it must be finite" in said
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [

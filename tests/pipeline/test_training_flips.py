@@ -120,18 +120,24 @@ def says_another_spread(path, whole):
     return found == known
 
 
-def test_a_flipped_bit_in_a_checkpoint_is_found_and_an_older_one_used(course, broken_off, tmp_path):
-    """Every file of it is read before a byte of it is used."""
-    rng = random.Random(SEED)
-    for count in range(12):
-        run = shutil.copytree(broken_off, tmp_path / f"run-{count}")
-        files = sorted(
-            path for path in (run / "checkpoints/step-00000004").rglob("*") if path.is_file()
-        )
-        victim = rng.choice(files)
-        flipped = bytearray(victim.read_bytes())
-        flipped[rng.randrange(len(flipped))] ^= 1 << rng.randrange(8)
-        victim.write_bytes(flipped)
-        chosen = choose_checkpoint(RunFolder(run))
-        assert chosen.checkpoint.position.global_step == 2
-        shutil.rmtree(run)
+DAMAGES = {
+    "cut": lambda content: content[: len(content) // 2],
+    "empty": lambda _: b"",
+    "deep": lambda _: b'{"a": ' * 100_000,
+    "no text": lambda _: b"\xff\xfe\x00",
+    "another type": lambda _: b"[1]",
+    "a line less": lambda content: content.partition(b"\n")[2],
+}
+
+
+@pytest.mark.parametrize("case", READERS)
+def test_a_file_that_was_cut_or_replaced_is_refused_by_its_name(ended, broken_off, tmp_path, case):
+    source, read = READERS[case]
+    run = shutil.copytree({"ended": ended, "broken_off": broken_off}[source], tmp_path / "run")
+    shutil.copy(run / "deepspeed.json", tmp_path / "engine")
+    path = run / case.partition(" ")[0]
+    whole, before = path.read_bytes(), read(run)
+    for name, damage in DAMAGES.items():
+        path.write_bytes(damage(whole))
+        said = refusal(read, run, before)
+        assert path.name in said or path.parent.name in said, name

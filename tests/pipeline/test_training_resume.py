@@ -2,7 +2,7 @@
 
 import shutil
 
-from support.trainings import contents, learned, refused, weights
+from support.trainings import contents, learned, refused, require_same, weights
 
 RESUME = ("--resume", "auto")
 
@@ -58,8 +58,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_an_older_one_used(course, broken_
     assert "an older one is tried" in answer.err
     assert "continuing after step 2" in answer.err
     assert len(list((broken_run / "checkpoints").glob(".bad-step-00000004-*"))) == 1
-    assert weights(broken_run) == weights(course.whole())
-    assert learned(broken_run) == learned(course.whole())
+    require_same(broken_run, course.whole())
 
 
 def test_an_unfinished_run_is_not_begun_again(course, broken_run):

@@ -1,15 +1,14 @@
-"""Whole runs of stage 2 in this process: what they need, and what they leave when numbers fail."""
+"""Whole runs of stage 2 in this process: what they need."""
 
-import json
 import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from align.pipeline.train import run_training
-from align.schemas.errors import NonFiniteError, UsageError
+from align.schemas.errors import UsageError
 from support.stage_one import Silent
 from support.training_world import job_of, scored
 
@@ -27,10 +26,6 @@ def built(monkeypatch):
 
     monkeypatch.setattr(LlamaForCausalLM, "__init__", counted)
     return models
-
-
-def lines_of(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.mark.parametrize("method", ["dpo", "kto", "orpo"])
@@ -56,32 +51,3 @@ def test_a_run_needs_nothing_of_the_reference_but_its_cache(training_world, tmp_
     model = AutoModelForCausalLM.from_pretrained(trained.folder.model)
     before = load_file(policy / "model.safetensors")["model.norm.weight"]
     assert not torch.equal(model.model.norm.weight, before)
-
-
-@pytest.fixture(params=[float("nan"), float("inf")], ids=str)
-def broken_policy(request, training_world, tmp_path):
-    """The reference with one number of its last norm replaced."""
-    policy = tmp_path / "policy"
-    shutil.copytree(training_world.model, policy)
-    weights = load_file(policy / "model.safetensors")
-    weights["model.norm.weight"][3] = request.param
-    save_file(weights, policy / "model.safetensors", metadata={"format": "pt"})
-    return policy
-
-
-def test_a_policy_without_finite_numbers_ends_in_code_6_and_a_list(
-    training_world, broken_policy, tmp_path
-):
-    settings = {"model": str(broken_policy), "other_reference": True, "nonfinite_limit": 2}
-    job = job_of(training_world.pairs, "kto", output=str(tmp_path / "run"), **settings)
-    with pytest.raises(NonFiniteError, match="2 times in a row") as ended:
-        run_training(job, progress=Silent())
-    assert ended.value.exit_code == 6
-    first, second = lines_of(tmp_path / "run" / "nonfinite.jsonl")
-    assert [first["step"], second["step"]] == [1, 2]
-    assert len(set(first["row_ids"])) == len(set(second["row_ids"])) == 8
-    assert not set(first["row_ids"]) & set(second["row_ids"])
-    told = (tmp_path / "run" / "metrics.jsonl").read_text()
-    assert "NaN" not in told
-    assert "Infinity" not in told
-    assert not (tmp_path / "run" / "model").exists()

@@ -1,21 +1,22 @@
 """Asked to stop, training saves first; the next run resumes to the same bits."""
 
 import json
+import os
 import signal
-import sys
-from pathlib import Path
 
 import pytest
 
+from align.pipeline.signals import STOPS, asked_to_stop, stop_signals
 from align.pipeline.train import stopped_at
 from align.stages.storage.locks import owner_lock
 from align.stages.storage.run_folder import RunFolder, read_ending
-from support.command import start
-from support.patience import PATIENCE
+from align.stages.train.synchronized import SaveClock
 from support.tracked_training import run_of
-from support.trainings import learned, weights
+from support.trainings import KILLED, require_same
 
+RESUME = ("--resume", "auto")
 TWO = ("--deepspeed", "zero2")
+ENDLESS = ("--max-steps", 0, "--epochs", 100_000, "--eval-every", 0)
 
 
 def steps_saved(run):
@@ -28,54 +29,55 @@ def status(run, uri):
     return run_of(uri, record["run_id"]).info.status
 
 
-def test_a_run_that_is_asked_to_stop_saves_and_resumes_to_the_same_bits(course, tmp_path):
-    """The signal comes in the middle of step 3; the step is finished, then saved."""
+def test_a_run_that_is_stopped_in_any_way_saves_and_resumes_to_the_same_bits(course, tmp_path):
+    """By its time, by a signal in the middle of a step, and by a kill; each is written down."""
     run, uri = tmp_path / "run", f"sqlite:///{tmp_path / 'mlflow.db'}"
-    tracked = ("--mlflow", "--set", f"tracking.uri={uri}", "--save-every", 0)
-    stopped = course.start(run, *tracked, failpoints=["step.before_update=term@3"]).answers()[0]
-    assert stopped.code == 143, stopped
-    saved = run / "checkpoints" / "step-00000003"
-    said = f"error: Interrupted by signal 15 at step 3, checkpoint saved in {saved}. Continue with"
-    assert f"{said} the same command and --resume auto." in stopped.err
-    assert "Traceback" not in stopped.err
-    assert steps_saved(run) == [3]
-    assert not (run / "model").exists()
+    words = ("--mlflow", "--set", f"tracking.uri={uri}", "--save-every", 0, *RESUME)
+
+    def ended():
+        ending = read_ending(RunFolder(run))
+        return (ending.ending, ending.step, ending.total_steps)
+
+    out_of_time = course.run(run, *words, "--max-time", "0s")
+    said = "0 steps done\nstopped by train.max_time; the same command with --resume"
+    assert said in out_of_time.out
+    assert ended() == ("time", 0, 6)
+    assert steps_saved(run) == [0]
+
+    (asked,) = course.start(run, *words, failpoints=["step.before_update=term@3"]).answers()
+    assert asked.code == 143, asked
+    place = run / "checkpoints" / "step-00000003"  # the step is finished first
+    assert f"Interrupted by signal 15 at step 3, checkpoint saved in {place}." in asked.err
+    assert "the same command and --resume auto" in asked.err
+    assert "Traceback" not in asked.err
+    assert ended() == ("signal", 3, 6)
+    assert steps_saved(run) == [0, 3]
     assert status(run, uri) == "KILLED"
-    course.run(run, *tracked, "--resume", "auto")
-    assert status(run, uri) == "FINISHED"
-    assert weights(run) == weights(course.whole())
-    assert learned(run) == learned(course.whole())
-
-
-@pytest.mark.parametrize(("ranks", "batch"), [(1, 9), (1, 11), (2, 9), (2, 11)])
-def test_the_last_evaluation_is_made_after_a_run_was_asked_to_stop_in_it(
-    course, tmp_path, ranks, batch
-):
-    """Two batches, each run twice: the ninth begins the evaluation after step 6, its third.
-
-    The eleventh begins the second pass of that evaluation.
-    """
-    run = tmp_path / "run"
-    held_out = ("--eval-fraction", 0.3, "--set", "train.limit_eval_batches=2", "--save-every", 0)
-    failpoints = [*[""] * (ranks - 1), f"evaluation.batch=term@{batch}"]
-    answers = course.start(run, *held_out, ranks=ranks, failpoints=failpoints).answers()
-    assert [answer.code for answer in answers] == [143] * ranks, answers
-    assert steps_saved(run) == [6]
     assert not (run / "model").exists()
-    course.run(run, *held_out, "--resume", "auto", ranks=ranks)
-    assert weights(run) == weights(course.whole(*held_out, ranks=ranks))
-    assert learned(run) == learned(course.whole(*held_out, ranks=ranks))
+
+    (killed,) = course.start(run, *words, failpoints=["step.started=kill@1"]).answers()
+    assert killed.code == KILLED, killed
+    assert read_ending(RunFolder(run)) is None
+
+    course.run(run, *words)
+    assert ended() == ("finished", 6, 6)
+    assert status(run, uri) == "FINISHED"
+    require_same(run, course.whole())
 
 
 def test_ranks_stop_together_when_one_is_asked_to(course, tmp_path):
+    """In step 3, and in the second batch of the last evaluation, which is made when it goes on."""
     run = tmp_path / "run"
-    failpoints = ["", "step.started=term@3"]
-    answers = course.start(run, *TWO, ranks=2, failpoints=failpoints).answers()
-    assert [answer.code for answer in answers] == [143, 143], answers
-    assert steps_saved(run) == [2, 3]
-    course.run(run, *TWO, "--resume", "auto", ranks=2)
-    assert weights(run) == weights(course.whole(*TWO, ranks=2))
-    assert learned(run) == learned(course.whole(*TWO, ranks=2))
+    words = (*TWO, "--eval-fraction", 0.3, "--set", "train.limit_eval_batches=2")
+    # Each evaluation runs its batches twice; that of step 3 is made after the first stop.
+    for failpoint, steps in (("step.started=term@3", [2, 3]), ("evaluation.batch=term@6", [4, 6])):
+        ranks = course.start(run, *words, *RESUME, ranks=2, failpoints=["", failpoint])
+        answers = ranks.answers()
+        assert [answer.code for answer in answers] == [143, 143], answers
+        assert steps_saved(run) == steps
+        assert not (run / "model").exists()
+    course.run(run, *words, *RESUME, ranks=2)
+    require_same(run, course.whole(*words, ranks=2))
 
 
 def test_a_second_signal_ends_it_at_once(course, tmp_path):
@@ -85,29 +87,39 @@ def test_a_second_signal_ends_it_at_once(course, tmp_path):
     assert steps_saved(tmp_path / "run") == [2]
 
 
-@pytest.mark.parametrize(
-    ("latest", "said"),
-    [
+def test_every_signal_that_asks_to_stop_is_heard_once(monkeypatch):
+    before = {number: signal.getsignal(number) for number in STOPS}
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        with asked_to_stop() as asked:
+            assert not asked()
+            signal.raise_signal(number)
+            assert asked()
+            assert asked.signal_number == number
+            assert signal.getsignal(number) is signal.SIG_DFL
+    assert {number: signal.getsignal(number) for number in STOPS} == before
+    monkeypatch.setattr(signal, "getsignal", lambda _: signal.SIG_IGN)  # as under nohup
+    assert set(STOPS) - set(stop_signals()) == {signal.SIGHUP}
+
+
+def test_an_interruption_names_its_step_and_its_checkpoint(prepared_run):
+    for latest, said in (
         ("step-00001200", ", checkpoint saved in {}/step-00001200"),
         ("step-00001000", ", which is not saved; the last checkpoint is {}/step-00001000"),
         ("", ", without a checkpoint"),
-    ],
-)
-def test_an_interruption_names_its_step_and_its_checkpoint(tmp_path, latest, said):
-    folder = RunFolder(tmp_path)
-    folder.prepare()
-    folder.latest.write_text(latest)
-    assert stopped_at(folder, 1200) == f" at step 1,200{said.format(folder.checkpoints)}"
+    ):
+        prepared_run.latest.write_text(latest)
+        expected = f" at step 1,200{said.format(prepared_run.checkpoints)}"
+        assert stopped_at(prepared_run, 1200) == expected
 
 
 def test_a_run_keeps_others_out_of_its_folder_until_a_person_stops_it(course, tmp_path):
-    training = course.start(tmp_path / "run", "--max-steps", 0, "--epochs", 1000)
+    training = course.start(tmp_path / "run", *ENDLESS)
     training.until("step 1:")
     for resume in ("never", "auto"):
         (other,) = course.start(tmp_path / "run", "--resume", resume).answers()
         assert other.code == 75, other
         assert f"run is in use by process {training.processes[0].pid} on" in other.err
-        assert "Wait for it, or choose another --output" in other.err
+        assert "choose another --output" in other.err
     training.signal(signal.SIGINT)
     (answer,) = training.answers()
     assert answer.code == 130, answer
@@ -115,102 +127,63 @@ def test_a_run_keeps_others_out_of_its_folder_until_a_person_stops_it(course, tm
     assert steps_saved(tmp_path / "run")
 
 
-def test_a_launcher_that_is_asked_to_stop_leaves_a_checkpoint(course, tmp_path):
-    """The ranks of torchrun and those that go on from them do not even hash words alike."""
-    run, longer = tmp_path / "run", ("--max-steps", 20, "--epochs", 9, "--eval-every", 0)
-    torchrun = [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node", "2"]
-    arguments = course.arguments(run, *TWO, *longer)
-    process = start(*arguments, cwd=tmp_path, program=[*torchrun, "-m", "align"])
-    for line in process.stderr:
-        if "step 1:" in line:
-            break
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode != 0
-    assert "error: Interrupted by signal 15" in err
-    assert steps_saved(run)[-1] < 20
-    course.run(run, *TWO, *longer, "--resume", "auto", ranks=2)
-    assert weights(run) == weights(course.whole(*TWO, *longer, ranks=2))
-    assert learned(run) == learned(course.whole(*TWO, *longer, ranks=2))
-
-
-def test_a_run_whose_time_is_over_saves_and_says_how_to_continue(course, tmp_path):
-    """No time at all: not one step is done."""
-    run = tmp_path / "run"
-    answer = course.run(run, "--max-time", "0s")
-    assert "0 steps done\nstopped by train.max_time; the same command with --resume" in answer.out
-    assert steps_saved(run) == [0]
-    course.run(run, "--resume", "auto")
-    assert weights(run) == weights(course.whole())
-    assert learned(run) == learned(course.whole())
-
-
-def test_a_run_that_learns_nothing_but_nan_has_failed(course, tmp_path):
-    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    options = ("--lr", 1e30, "--mlflow", "--set", f"tracking.uri={uri}")
-    (answer,) = course.start(tmp_path / "run", *options).answers()
-    assert answer.code == 6, answer
-    assert "NaN or infinite, 3 times in a row" in answer.err
-    assert status(tmp_path / "run", uri) == "FAILED"
-    listed = (tmp_path / "run" / "nonfinite.jsonl").read_text().splitlines()
-    assert [len(json.loads(line)["row_ids"]) for line in listed] == [4, 4, 4]
-
-
 def test_ranks_whose_launcher_was_killed_save_and_stop(course, tmp_path):
     """Nobody forwards a signal here: the ranks notice by themselves that they are alone."""
-    run, longer = tmp_path / "run", ("--max-steps", 20, "--epochs", 9, "--eval-every", 0)
-    torchrun = [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node", "2"]
-    endless = course.arguments(run, *TWO, *longer, "--max-steps", 100_000, "--epochs", 100_000)
-    process = start(*endless, cwd=tmp_path, program=[*torchrun, "-m", "align"])
-    for line in process.stderr:
-        if "step 1:" in line:
-            break
-    process.kill()
-    _, err = process.communicate(
-        timeout=PATIENCE
-    )  # its ranks hold the pipe: it is read to their end
-    assert f"The launcher, process {process.pid}, has ended: this rank stops too." in err
-    assert err.count("error: Interrupted by signal 15") == 2
-    assert "Traceback" not in err
-    saved = steps_saved(run)[-1]
-    assert read_ending(RunFolder(run)).step == saved
+
+    def torchrun(rank, port):
+        ranks = {"WORLD_SIZE": 2, "RANK": rank, "LOCAL_RANK": rank}
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        return ranks | meeting | {"TORCHELASTIC_RUN_ID": "none"}
+
+    run = tmp_path / "run"
+    training = course.start(run, *TWO, *ENDLESS, ranks=2, launcher=torchrun, has_launcher=True)
+    training.until("step 1:")
+    launchers = [process.launcher for process in training.processes]
+    for launcher in launchers:
+        os.kill(launcher, signal.SIGKILL)
+    answers = training.answers()
+    assert [answer.code for answer in answers] == [143, 143], answers
+    said = [f"The launcher, process {one}, has ended: this rank stops too." for one in launchers]
+    # Who notices first stops the other.
+    assert any(one in answer.err for one, answer in zip(said, answers, strict=True)), answers
+    assert "Traceback" not in answers[0].err + answers[1].err
+    assert read_ending(RunFolder(run)).step == steps_saved(run)[-1]
     with owner_lock(RunFolder(run), "test"):
         pass  # nobody is at work there any more
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGHUP, 129), (signal.SIGUSR1, 138)], ids=["hup", "usr1"]
-)
-def test_other_signals_that_ask_to_stop_are_handled_too(course, tmp_path, number, code):
-    run = tmp_path / "run"
-    training = course.start(run, "--max-steps", 0, "--epochs", 1000)
-    training.until("step 1:")
-    training.signal(number)
-    (answer,) = training.answers()
-    assert answer.code == code, answer
-    assert f"Interrupted by signal {int(number)}" in answer.err
-    assert steps_saved(run)
+def test_a_run_that_learns_nothing_but_nan_has_failed(course, tmp_path):
+    run, uri = tmp_path / "run", f"sqlite:///{tmp_path / 'mlflow.db'}"
+    options = ("--lr", 1e30, "--mlflow", "--set", f"tracking.uri={uri}")
+    (answer,) = course.start(run, *options).answers()
+    assert answer.code == 6, answer
+    assert "NaN or infinite, 3 times in a row" in answer.err
+    assert status(run, uri) == "FAILED"
+    listed = [json.loads(line) for line in (run / "nonfinite.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in listed] == [2, 3, 4]
+    assert len({row for line in listed for row in line["row_ids"]}) == 12
+    told = (run / "metrics.jsonl").read_text()
+    assert "NaN" not in told
+    assert "Infinity" not in told
+    assert not (run / "model").exists()
 
 
-@pytest.mark.parametrize(("stage", "ranks"), [("zero0", 1), ("zero2", 2)])
-def test_a_checkpoint_is_saved_by_time_on_all_ranks_alike(course, tmp_path, stage, ranks):
+def test_a_checkpoint_is_saved_by_time_on_all_ranks_alike(course, tmp_path):
     """Every moment is too late here, so one is saved before each step but the first.
 
     A run that resumes from such a one ends with the bits of one that was never stopped.
     """
-    run, kind = tmp_path / "run", ("--deepspeed", stage, "--save-every", 0)
+    run, kind = tmp_path / "run", (*TWO, "--save-every", 0)
     often = ("--set", "train.save_minutes=0.0000001", "--keep-last", 9)
-    failpoints = [*[""] * (ranks - 1), "step.before_update=kill@5"]
-    answers = course.start(run, *kind, *often, ranks=ranks, failpoints=failpoints).answers()
-    assert answers[-1].code == -signal.SIGKILL, answers
+    failpoints = ["", "step.before_update=kill@5"]
+    answers = course.start(run, *kind, *often, ranks=2, failpoints=failpoints).answers()
+    assert answers[-1].code == KILLED, answers
     assert steps_saved(run) == [0, 1, 2, 3, 4]
-    course.run(run, *kind, "--resume", "auto", ranks=ranks)
-    whole = course.whole("--deepspeed", stage, ranks=ranks)
-    assert weights(run) == weights(whole)
-    assert learned(run) == learned(whole)
+    course.run(run, *kind, *RESUME, ranks=2)
+    require_same(run, course.whole(*TWO, ranks=2))
 
 
-def test_no_checkpoint_is_saved_by_time_where_none_is_asked_for(course, tmp_path):
-    run = tmp_path / "run"
-    course.run(run, "--save-every", 0, "--set", "train.save_minutes=0")
-    assert steps_saved(run) == [6]
+@pytest.mark.parametrize(("seconds", "is_due"), [(0, False), (1e-9, True), (1e9, False)])
+def test_a_checkpoint_is_due_by_time_where_one_is_asked_for(seconds, is_due):
+    clock = SaveClock(seconds)
+    assert clock.is_due() == is_due

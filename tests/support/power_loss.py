@@ -1,5 +1,6 @@
 """A disk that forgets what was not synced, driven by the log of what we did to it."""
 
+import contextlib
 import dataclasses
 import sys
 
@@ -131,51 +132,104 @@ class Promise:
     key: str
 
 
-def states_of(log, base):
-    """Every state a power loss may leave, with the promises given until then."""
-    disk, promises = Disk(base), []
-    for entry in log:
-        if isinstance(entry, Promise):
-            promises.append(entry)
-        else:
-            disk.do(entry)
-        for names in NAMES:
-            for contents in CONTENTS:
-                yield disk.after_crash(names, contents), tuple(promises)
-
-
 @dataclasses.dataclass(frozen=True)
 class Seen(failpoints.Op):
     """An operation and the line of code that asked for it."""
 
     site: str = ""
 
-
-def site():
-    """Below this: the watcher, the seam, the operation; then whoever called the operation."""
-    frame, lines = sys._getframe(4), []
-    while frame and (not lines or frame.f_globals["__name__"] == fs.__name__):
-        lines.append(f"{frame.f_code.co_qualname}:{frame.f_lineno}")
-        frame = frame.f_back
-    return " < ".join(lines)
-
-
-def ops_of(log):
-    return [entry for entry in log if isinstance(entry, Seen)]
+    @property
+    def label(self):
+        """What it does to which name."""
+        if self.name == "rename":
+            return f"rename {self.target.parent.name}/{self.target.name}"
+        return f"{self.name} {self.path.name}"
 
 
 class Killed(BaseException):
     """The process is gone: it does nothing more to the disk."""
 
 
-def watcher(log, last=-1):
-    """Writes every operation into a log; the process is killed before its `last`th, if given."""
-    ops = []
+class History:
+    """What was done below a folder, one operation after another, and promised on the way."""
 
-    def watch(op):
-        if len(ops) == last:
-            raise Killed
-        ops.append(op)
-        log.append(Seen(**vars(op), site=site()))
+    def __init__(self, base, log=()):
+        self.base = base
+        self.log = list(log)
 
-    return watch
+    @property
+    def ops(self):
+        """The operations alone."""
+        return [entry for entry in self.log if isinstance(entry, Seen)]
+
+    def add(self, work, last=-1):
+        """Lets work be done; the process is killed before its `last`th operation, if given."""
+        ops = []
+
+        def watch(op):
+            if len(ops) == last:
+                raise Killed
+            ops.append(op)
+            self.log.append(Seen(**vars(op), site=_site()))
+
+        def told(event, key):
+            self.log.append(Promise(event, key))
+
+        with failpoints.watch(watch), contextlib.suppress(Killed):
+            work(self.base, told)
+        return self
+
+    def states(self):
+        """Every state that a power loss may leave, with the promises given until then."""
+        disk, promises, seen = Disk(self.base), (), set()
+        for entry in self.log:
+            if isinstance(entry, Promise):
+                promises += (entry,)
+            else:
+                disk.do(entry)
+            for names in NAMES:
+                for contents in CONTENTS:
+                    left = disk.after_crash(names, contents)
+                    state = (frozenset(left.items()), promises)
+                    if state not in seen:
+                        seen.add(state)
+                        yield left, promises
+
+    def first_broken(self, broken):
+        """What the first bad state is bad for; None when there is none."""
+        return next(filter(None, (broken(*state) for state in self.states())), None)
+
+    def without(self, entry):
+        """The same, but for one operation."""
+        return History(self.base, (one for one in self.log if one is not entry))
+
+    def delayed(self, late, early):
+        """The same, but what has to come before `early` comes right after it."""
+        labels = [getattr(entry, "label", "") for entry in self.log]
+        source = next(n for n, label in enumerate(labels) if label.startswith(early))
+        before = max(n for n, label in enumerate(labels[:source]) if label.startswith(late))
+        entry, moved = self.log[before], self.log[source]
+        if moved.name == "rename" and moved.path in (entry.path, *entry.path.parents):
+            path = moved.target / entry.path.relative_to(moved.path)
+            entry = dataclasses.replace(entry, path=path)
+        rest = self.log[before + 1 : source + 1]
+        return History(self.base, [*self.log[:before], *rest, entry, *self.log[source + 1 :]])
+
+
+def syncs(histories, broken):
+    """Where the code syncs, and those places of which some power loss shows that it must."""
+    asked = [(one, op) for one in histories for op in one.ops if op.name.startswith("fsync")]
+    needed = set()
+    for history, op in asked:
+        if op.site not in needed and history.without(op).first_broken(broken):
+            needed.add(op.site)
+    return {op.site for _, op in asked}, needed
+
+
+def _site():
+    """Below this: the watcher, the seam, the operation; then whoever called the operation."""
+    frame, lines = sys._getframe(4), []
+    while frame and (not lines or frame.f_globals["__name__"] == fs.__name__):
+        lines.append(f"{frame.f_code.co_qualname}:{frame.f_lineno}")
+        frame = frame.f_back
+    return " < ".join(lines)

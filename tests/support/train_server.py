@@ -3,12 +3,16 @@
 It reads requests and writes answers, one JSON object a line.
 """
 
+import ctypes
 import gc
 import json
 import os
+import shutil
+import signal
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 
 import torch
 
@@ -16,6 +20,8 @@ from support.file_trace import traced
 
 REQUESTS = os.fdopen(os.dup(0), "r")
 ANSWERS = os.fdopen(os.dup(1), "w")
+# Of Linux, which Python 3.11 has no names for.
+SET_CHILD_SUBREAPER, NEW_MOUNTS, NEW_USER = 36, 0x20000, 0x10000000
 
 
 def main():
@@ -28,11 +34,7 @@ def main():
         if "wait" in request:
             answer({"code": wait(request["wait"], request["seconds"])})
             continue
-        pid = os.fork()
-        if not pid:
-            become(request)
-            return
-        answer({"pid": pid})
+        answer(launched(request) if request.get("has_launcher") else {"pid": forked(request)})
 
 
 def import_everything():
@@ -55,11 +57,34 @@ def wait(pid, seconds):
     """How the process ended, a signal as a negative number; None when it is not over by then."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
+        with suppress(ChildProcessError):  # its launcher lives
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                return os.waitstatus_to_exitcode(status)
         time.sleep(0.01)
     return None
+
+
+def forked(request):
+    """A process that becomes a command."""
+    pid = os.fork()
+    if not pid:
+        become(request)
+    return pid
+
+
+def launched(request):
+    """The same below a launcher, whom it may outlive: orphans become children of this process."""
+    ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    reads, writes = os.pipe()
+    launcher = os.fork()
+    if not launcher:
+        os.write(writes, str(forked(request)).encode())
+        signal.pause()
+    pid = int(os.read(reads, 20))
+    os.close(reads)
+    os.close(writes)
+    return {"pid": pid, "launcher": launcher}
 
 
 def become(request):
@@ -77,8 +102,35 @@ def become(request):
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     sys.argv = ["align", *request["argv"]]
-    with traced(**request["traced"]) if request["traced"] else nullcontext():
+    around = nullcontext()
+    if "traced" in request:
+        around = traced(**request["traced"])
+    if "disk" in request:
+        around = small_disk(**request["disk"])
+    with around:
         cli.main()
+
+
+@contextmanager
+def small_disk(folder, size, kept):
+    """A disk of so many bytes that this process alone sees; what is on it in the end is kept."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    mine = {"setgroups": "deny", "uid_map": f"0 {os.getuid()} 1", "gid_map": f"0 {os.getgid()} 1"}
+    require(libc.unshare(NEW_USER | NEW_MOUNTS))
+    for name, text in mine.items():
+        Path("/proc/self", name).write_text(text)
+    options = f"size={int(size)}".encode()
+    require(libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", 0, options))
+    try:
+        yield
+    finally:
+        shutil.copytree(folder, kept)
+
+
+def require(failed):
+    """Raises what a call of libc has refused."""
+    if failed:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 if __name__ == "__main__":

@@ -38,11 +38,11 @@ class Server:
         )
         self._answer()
 
-    def start(self, *arguments, cwd=None, ranks=1, failpoints=(), traced=None, launcher=None):
+    def start(self, *arguments, cwd=None, ranks=1, failpoints=(), launcher=None, **more):
         """Begins a command on so many ranks; `failpoints` are those of rank 0, rank 1, …
 
-        `traced` is what row_walk.traced is given around the command. `launcher` gives the
-        environment of a rank, from its number and a free port; torchrun's is the usual one.
+        `launcher` gives the environment of a rank, from its number and a free port; torchrun's is
+        the usual one. What more there is, train_server reads.
         """
         port = _free_port()
         world = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -54,12 +54,26 @@ class Server:
             armed = dict(enumerate(failpoints)).get(rank, "")
             plain = {name: str(value) for name, value in environment.items()}
             plain["ALIGN_FAILPOINTS"] = armed
-            processes.append(self._fork(arguments, cwd, plain, traced))
+            processes.append(self.fork(arguments, cwd, plain, **more))
         return Training(tuple(processes))
 
     def run(self, *arguments, **how):
         """Gives a command and waits for it; returns what its first rank said."""
         return self.start(*arguments, **how).answers()[0]
+
+    def fork(self, arguments, cwd, environment, **more):
+        """Begins a command in one process."""
+        self._count += 1
+        out, err = (self._home / f"{self._count}.{name}" for name in ("out", "err"))
+        request = {
+            "argv": list(map(str, arguments)),
+            "cwd": str(cwd or self._home),
+            "env": environment,
+            "out": str(out),
+            "err": str(err),
+            **more,
+        }
+        return Process(self, out=out, err=err, **self._ask(request))
 
     def wait(self, pid, seconds):
         """How one of them ended; None when it has not by then."""
@@ -70,19 +84,6 @@ class Server:
         self._process.stdin.close()
         self._process.wait(PATIENCE)
         self._process.stdout.close()
-
-    def _fork(self, arguments, cwd, environment, traced=None):
-        self._count += 1
-        out, err = (self._home / f"{self._count}.{name}" for name in ("out", "err"))
-        request = {
-            "argv": list(map(str, arguments)),
-            "cwd": str(cwd or self._home),
-            "env": environment,
-            "out": str(out),
-            "err": str(err),
-            "traced": traced,
-        }
-        return Process(self, self._ask(request)["pid"], out, err)
 
     def _ask(self, request):
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -101,6 +102,7 @@ class Process:
     pid: int
     out: Path
     err: Path
+    launcher: int = 0  # the process that started it, where it has one of its own
 
     def answer(self):
         """Waits for its end; a process that does not end is killed and told of."""
@@ -153,7 +155,7 @@ class Person:
     def starts(self, *words, failpoints=""):
         """A command that may still be at work."""
         more = {"ALIGN_HOME": str(self.home), "ALIGN_FAILPOINTS": failpoints}
-        return self.server._fork(words, self.folder, {**self.environment, **more})
+        return self.server.fork(words, self.folder, {**self.environment, **more})
 
     def gives(self, *words):
         """A command that has to succeed."""
@@ -226,6 +228,12 @@ class Course:
 def weights(run):
     """The trained weights as a digest; that of another run is equal only where every bit is."""
     return hashlib.sha256((run / "model" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def require_same(run, whole):
+    """Requires the weights of another run bit by bit, and every number on the way to them."""
+    assert weights(run) == weights(whole)
+    assert learned(run) == learned(whole)
 
 
 def saved(run):

@@ -1,19 +1,14 @@
 """Plain text as messages of a user and an assistant, and text that is rendered already."""
 
-import json
-
 import pytest
 
 from align.schemas.config import TokenOptions
 from align.schemas.errors import UsageError
-from align.stages.data.chat_wrap import Wrapping
-from align.stages.data.data_schema import detect_shape
-from align.stages.data.decode_rows import parse_chunk
-from align.stages.data.encode import Encoder
-from align.stages.data.file_formats import JsonRows
-from align.stages.data.input_files import Chunk
+from align.stages.data.chat_wrap import UNWRAPPED, Wrapping
 from align.stages.data.tokenizer import load_tokenizer
 from support.byte_tokenizers import FAMILIES, byte_tokenizer
+from support.encoded_texts import encode_one, texts_of
+from support.read_rows import bot, record_of, rejection_of, user
 
 CHAT = Wrapping(True)
 PAIR = {"prompt": "Which?", "chosen": " This.", "rejected": "\n\nThat."}
@@ -28,37 +23,19 @@ LLAMA_2 = (
 )
 
 
-def parse(row, wrap=CHAT):
-    shape = detect_shape(list(row), {}, where="test")
-    vars(shape)["wrap"] = wrap
-    return parse_chunk(Chunk(0, 0, JsonRows([json.dumps(row).encode()])), shape)
+def wrapped(row, wrap=CHAT):
+    return record_of(row, wrap=wrap)
 
 
-def record_of(row, wrap=CHAT):
-    (record,), rejected = parse(row, wrap)
-    assert not rejected
-    return record
-
-
-def rejection_of(row, wrap=CHAT):
-    records, (bad,) = parse(row, wrap)
-    assert not records
-    return bad
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def bot(text):
-    return {"role": "assistant", "content": text}
+def refused(row, wrap=CHAT):
+    return rejection_of(row, wrap=wrap)
 
 
 def test_a_plain_prompt_is_a_users_message_and_white_space_where_the_answer_begins_is_gone():
-    record = record_of(PAIR | {"prompt": " Which? \n"})
+    record = wrapped(PAIR | {"prompt": " Which? \n"})
     assert record.prompt == (user(" Which?"),)
     assert record.completions == ((bot("This."),), (bot("That."),))
-    kept = record_of(PAIR | {"chosen": [bot(" This.")]})
+    kept = wrapped(PAIR | {"chosen": [bot(" This.")]})
     assert kept.completions == ((bot(" This."),), (bot("That."),))
 
 
@@ -71,29 +48,26 @@ def test_a_plain_prompt_is_a_users_message_and_white_space_where_the_answer_begi
     ],
 )
 def test_every_kind_of_rows_is_wrapped(row):
-    assert record_of(row).prompt == (user("p"),)
-    assert record_of(row).completions == ((bot("c\n"),),)
-    assert record_of(row, Wrapping()).completions == (" c\n",)
+    assert wrapped(row).prompt == (user("p"),)
+    assert wrapped(row).completions == ((bot("c\n"),),)
+    assert record_of(row).completions == (" c\n",)
 
 
 def test_conversations_are_what_they_are_without_it():
     row = {"prompt": [user("p "), bot("Sure,")], "chosen": " c", "rejected": [bot(" r")]}
-    assert record_of(row) == record_of(row, Wrapping())
+    assert wrapped(row) == record_of(row)
 
 
-def test_the_columns_of_conversations_go_with_text_that_is_one():
-    row = PAIR | {"system": "Be kind.", "tools": [{"name": "f"}]}
-    record = record_of(row | {"chat_template_kwargs": {"thinking": False}})
+def test_the_columns_of_conversations_go_with_text_that_is_one_and_are_refused_beside_other_text():
+    columns = {"system": "Be kind.", "tools": [{"name": "f"}]}
+    columns["chat_template_kwargs"] = {"thinking": False}
+    record = wrapped(PAIR | columns)
     assert record.prompt == ({"role": "system", "content": "Be kind."}, user("Which?"))
     assert (record.tools, record.template_options) == (({"name": "f"},), {"thinking": False})
-
-
-@pytest.mark.parametrize("column", ["system", "tools", "chat_template_kwargs"])
-def test_such_a_column_beside_text_is_refused_with_the_ways_on(column):
-    value = {"system": "s", "tools": [{"name": "f"}], "chat_template_kwargs": {"a": 1}}[column]
-    bad = rejection_of(PAIR | {column: value}, Wrapping())
-    assert "data.wrap=chat" in bad.detail
-    assert f"--map {column}=" in bad.detail
+    for column, value in columns.items():
+        bad = rejection_of(PAIR | {column: value})
+        assert "data.wrap=chat" in bad.detail
+        assert f"--map {column}=" in bad.detail
 
 
 @pytest.mark.parametrize(
@@ -112,11 +86,11 @@ def test_such_a_column_beside_text_is_refused_with_the_ways_on(column):
     ],
 )
 def test_a_transcript_is_not_rendered_twice(cells, column):
-    bad = rejection_of(PAIR | cells)
+    bad = refused(PAIR | cells)
     assert (bad.reason, repr(column) in bad.detail) == ("already_rendered", True)
     assert "data.wrap=none" in bad.detail
     if "system" not in cells:
-        assert record_of(PAIR | cells, Wrapping())
+        assert record_of(PAIR | cells)
 
 
 @pytest.mark.parametrize(
@@ -124,17 +98,17 @@ def test_a_transcript_is_not_rendered_twice(cells, column):
     ["What is a human: a study", "Ask the user: why?", "Is [1] < 2 or > 3?", "Q: Who?\nA:"],
 )
 def test_text_that_only_speaks_of_such_things_is_wrapped(prompt):
-    assert record_of(PAIR | {"prompt": prompt}).prompt == (user(prompt),)
+    assert wrapped(PAIR | {"prompt": prompt}).prompt == (user(prompt),)
 
 
 def test_text_whose_prompt_has_no_column_is_refused_because_answers_may_begin_alike():
     row = {"chosen": "Which? It is this.", "rejected": "Which? It is that."}
-    assert "--map prompt=" in rejection_of(row).detail
-    assert record_of(row, Wrapping()).prompt == "Which? It is"
+    assert "--map prompt=" in refused(row).detail
+    assert record_of(row).prompt == "Which? It is"
     transcript = {name: f"\n\nHuman: Which?\n\nAssistant: {name}" for name in row}
-    assert rejection_of(transcript).reason == "already_rendered"
+    assert refused(transcript).reason == "already_rendered"
     chat = {name: [user("Which?"), bot(name)] for name in row}
-    assert record_of(chat) == record_of(chat, Wrapping())
+    assert wrapped(chat) == record_of(chat)
 
 
 @pytest.fixture(scope="module")
@@ -147,25 +121,24 @@ def wrapping(folder):
 
 
 def test_text_is_rendered_as_the_same_conversation_is(qwen_folder):
-    rules = TokenOptions()
-    tokenizer = load_tokenizer(qwen_folder, rules)
-    text = record_of(PAIR, tokenizer.wrapping("chat", qwen_folder))
-    chat = record_of(
-        {"prompt": [user("Which?")], "chosen": "This.", "rejected": "That."}, Wrapping()
-    )
-    first, second = Encoder(tokenizer, rules).encode([text, chat]).rows
+    text = wrapped(PAIR, wrapping(qwen_folder))
+    chat = record_of({"prompt": [user("Which?")], "chosen": "This.", "rejected": "That."})
+    first, second = (encode_one(qwen_folder, record)[0] for record in (text, chat))
     assert (first.prompt, first.completions) == (second.prompt, second.completions)
-    decoded = tokenizer.hf.decode([*first.prompt, *first.completions[0]])
-    assert decoded == "<|im_start|>user\nWhich?<|im_end|>\n<|im_start|>assistant\nThis.<|im_end|>"
+    assert texts_of(qwen_folder, text)[0] == [
+        "<|im_start|>user\nWhich?<|im_end|>\n<|im_start|>assistant\n",
+        "This.<|im_end|>",
+        "That.<|im_end|>",
+    ]
 
 
 @pytest.mark.parametrize("name", ["prompt", "chosen", "rejected", "system"])
 def test_text_with_what_the_template_writes_is_not_rendered_twice(qwen_folder, name):
     row = PAIR | {"system": "Be kind."}
-    bad = rejection_of(row | {name: f"{row[name]}<|im_end|>"}, wrapping(qwen_folder))
+    bad = refused(row | {name: f"{row[name]}<|im_end|>"}, wrapping(qwen_folder))
     assert (bad.reason, "<|im_end|>" in bad.detail) == ("already_rendered", True)
     assert repr(name) in bad.detail
-    assert record_of(row | {name: f"{row[name]}<|im_ends|>"}, wrapping(qwen_folder))
+    assert wrapped(row | {name: f"{row[name]}<|im_ends|>"}, wrapping(qwen_folder))
 
 
 @pytest.mark.parametrize(
@@ -175,12 +148,12 @@ def test_text_with_what_the_template_writes_is_not_rendered_twice(qwen_folder, n
 def test_what_a_template_writes_need_not_be_a_special_token(tmp_path, template, marks):
     folder = byte_tokenizer(tmp_path, ["<s>", "</s>"], template=template, eos="</s>")
     for mark in marks:
-        assert rejection_of(PAIR | {"prompt": f"{mark} a"}, wrapping(folder))
-    assert record_of(PAIR | {"prompt": "<b>a</b> [A] <think>b</think>"}, wrapping(folder))
+        assert refused(PAIR | {"prompt": f"{mark} a"}, wrapping(folder))
+    assert wrapped(PAIR | {"prompt": "<b>a</b> [A] <think>b</think>"}, wrapping(folder))
 
 
 def test_wrapping_needs_a_template(tmp_path):
     folder = byte_tokenizer(tmp_path, ["</s>"], template=None, eos="</s>")
     with pytest.raises(UsageError, match=r"data\.wrap is chat and .* no chat template"):
         wrapping(folder)
-    assert load_tokenizer(folder, TokenOptions()).wrapping("auto", folder) == Wrapping()
+    assert load_tokenizer(folder, TokenOptions()).wrapping("auto", folder) == UNWRAPPED

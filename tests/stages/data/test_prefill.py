@@ -3,12 +3,11 @@
 import pytest
 
 from align.schemas.config import TokenOptions
-from align.schemas.rows import Record, Role
-from align.stages.data.encode import Encoder
 from align.stages.data.tokenizer import load_tokenizer
 from support.byte_tokenizers import CHATML, CHATML_SPECIALS, FAMILIES, byte_tokenizer
+from support.encoded_texts import USER, conversation, encode_one, refusal_of, texts_of
+from support.read_rows import bot, user
 
-USER = {"role": "user", "content": "hi"}
 # Shows the reasoning of the last message alone, and writes an empty one where it has none.
 THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -22,43 +21,24 @@ THINKING = (
 
 @pytest.fixture(scope="module")
 def prefilled_families(tmp_path_factory):
-    families = {
-        **FAMILIES,
-        "thinking": {
-            "specials": CHATML_SPECIALS,
-            "template": THINKING,
-            "eos": "<|im_end|>",
-        },
-    }
+    thinking = {"specials": CHATML_SPECIALS, "template": THINKING, "eos": "<|im_end|>"}
     return {
         name: byte_tokenizer(tmp_path_factory.mktemp("tok"), **family)
-        for name, family in families.items()
+        for name, family in (FAMILIES | {"thinking": thinking}).items()
     }
-
-
-def bot(content):
-    return {"role": "assistant", "content": content}
 
 
 def record(prefill, *completions):
-    turns = tuple((bot(c),) if isinstance(c, str) else tuple(c) for c in completions)
-    roles = (Role.CANDIDATE,) * len(turns)
-    return Record(0, 0, (USER, bot(prefill)), turns, roles, (None,) * len(turns))
+    """A prompt that ends so, and completions each of one text or of messages."""
+    turns = ((bot(one),) if isinstance(one, str) else one for one in completions)
+    return conversation(*turns, prompt=(USER, bot(prefill)))
 
 
-def encode(folder, item):
-    rules = TokenOptions()
-    tokenizer = load_tokenizer(folder, rules)
-    return Encoder(tokenizer, rules).encode([item]), tokenizer
-
-
-def texts_of(folder, item):
+def texts(folder, item):
     """The prompt and its completions as the texts of their tokens."""
-    result, tokenizer = encode(folder, item)
-    assert not result.rejected, result.rejected
-    assert not result.notes["rows_whose_template_changes_the_prompt"]
-    (row,) = result.rows
-    return [tokenizer.hf.decode(ids) for ids in (row.prompt, *row.completions)]
+    found, notes = texts_of(folder, item)
+    assert not notes["rows_whose_template_changes_the_prompt"]
+    return found
 
 
 BY_HAND = {
@@ -86,8 +66,8 @@ def test_the_prompts_last_turn_stays_open_and_the_completion_continues_it(
     prefilled_families, family
 ):
     opened, end = BY_HAND[family]
-    texts = texts_of(prefilled_families[family], record("Sure,", " here", " no"))
-    assert texts == [opened, f" here{end}", f" no{end}"]
+    found = texts(prefilled_families[family], record("Sure,", " here", " no"))
+    assert found == [opened, f" here{end}", f" no{end}"]
 
 
 @pytest.mark.parametrize("family", BY_HAND)
@@ -95,46 +75,53 @@ def test_the_prompt_is_the_one_that_transformers_continues_the_final_message_of(
     prefilled_families, family
 ):
     item = record("Sure, ", "here")
-    result, tokenizer = encode(prefilled_families[family], item)
-    (row,) = result.rows
+    row, _ = encode_one(prefilled_families[family], item)
+    tokenizer = load_tokenizer(prefilled_families[family], TokenOptions())
     expected = tokenizer.hf.apply_chat_template(
         list(item.prompt), continue_final_message=True, tokenize=True, return_dict=False
     )
     begun = expected if expected[0] == row.prompt[0] else [row.prompt[0], *expected]
     assert row.prompt == begun
-    whole = [USER, bot("Sure, here")]
-    text = tokenizer.hf.apply_chat_template(whole, tokenize=False)
+    text = tokenizer.hf.apply_chat_template([USER, bot("Sure, here")], tokenize=False)
     ids = tokenizer.backend.encode(text, add_special_tokens=False).ids
     assert [*row.prompt, *row.completions[0]][: len(ids) - 2] == ids[: len(ids) - 2]
 
 
-def test_messages_behind_the_continued_one_are_turns_of_their_own(prefilled_families):
-    more = (bot(" here"), {"role": "user", "content": "why"}, bot("so"))
-    _, completion = texts_of(prefilled_families["qwen base"], record("Sure,", more))
-    assert completion == (
-        " here<|im_end|>\n<|im_start|>user\nwhy<|im_end|>\n<|im_start|>assistant\nso<|im_end|>"
-    )
+CALLING = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"q": 1}}}]}
 
 
-def test_a_tool_may_be_called_behind_the_prefill(prefilled_families):
-    call = {"function": {"name": "search", "arguments": {"q": 1}}}
-    calling = ({"role": "assistant", "tool_calls": [call]},)
-    _, completion = texts_of(prefilled_families["qwen base"], record("Sure,", calling))
-    assert completion == (
-        '<tool_call>\n{"name": "search", "arguments": {"q": 1}}\n</tool_call><|im_end|>'
-    )
-
-
-def test_an_answer_of_the_user_closes_the_turn(prefilled_families):
-    reply = ({"role": "user", "content": "why"}, bot("so"))
-    prompt, completion = texts_of(prefilled_families["qwen base"], record("Sure.", reply))
-    assert prompt.endswith("<|im_start|>assistant\nSure.<|im_end|>\n")
-    assert completion == ("<|im_start|>user\nwhy<|im_end|>\n<|im_start|>assistant\nso<|im_end|>")
+@pytest.mark.parametrize(
+    ("completion", "opened", "written"),
+    [
+        (
+            (bot(" here"), user("why"), bot("so")),
+            "Sure,",
+            " here<|im_end|>\n<|im_start|>user\nwhy<|im_end|>\n<|im_start|>assistant\nso<|im_end|>",
+        ),
+        (
+            (CALLING,),
+            "Sure,",
+            '<tool_call>\n{"name": "f", "arguments": {"q": 1}}\n</tool_call><|im_end|>',
+        ),
+        (
+            (user("why"), bot("so")),
+            "Sure,<|im_end|>\n",
+            "<|im_start|>user\nwhy<|im_end|>\n<|im_start|>assistant\nso<|im_end|>",
+        ),
+    ],
+    ids=["turns behind it", "a call of a tool", "an answer of the user, which closes the turn"],
+)
+def test_what_follows_the_prefill_is_written_as_its_template_writes_it(
+    prefilled_families, completion, opened, written
+):
+    prompt, said = texts(prefilled_families["qwen base"], record("Sure,", completion))
+    assert prompt.endswith(f"<|im_start|>assistant\n{opened}")
+    assert said == written
 
 
 def test_completions_of_both_kinds_in_one_row_are_refused(prefilled_families):
-    result, _ = encode(prefilled_families["qwen base"], record("Sure,", " here", (USER, bot("so"))))
-    (bad,) = result.rejected
+    both = record("Sure,", " here", (USER, bot("so")))
+    bad = refusal_of(prefilled_families["qwen base"], both)
     assert (bad.reason, "others answer it" in bad.detail) == ("schema", True)
 
 
@@ -143,12 +130,10 @@ def test_a_prefill_that_the_template_does_not_show_is_refused_and_not_mangled(
 ):
     hidden = CHATML.replace("{{ m.content }}", "{{ m.content.split('#')[-1] }}")
     folder = byte_tokenizer(tmp_path, CHATML_SPECIALS, template=hidden, eos="<|endoftext|>")
-    result, _ = encode(folder, record("Sure,", " here # there"))
-    assert [bad.reason for bad in result.rejected] == ["template_error"]
-    assert texts_of(folder, record("Sure,", " here"))[1] == " here<|im_end|>"
+    assert refusal_of(folder, record("Sure,", " here # there")).reason == "template_error"
+    assert texts(folder, record("Sure,", " here"))[1] == " here<|im_end|>"
     # This template takes reasoning for such only once it has ended, and never in earlier turns.
     ended = record("<think>\nLet me", " see\n</think>\n\n42")
-    earlier = record("Sure,", (bot(" here"), {"role": "user", "content": "why"}, bot("so")))
+    earlier = record("Sure,", (bot(" here"), user("why"), bot("so")))
     for item in (ended, earlier):
-        result, _ = encode(prefilled_families["thinking"], item)
-        assert [bad.reason for bad in result.rejected] == ["template_error"]
+        assert refusal_of(prefilled_families["thinking"], item).reason == "template_error"

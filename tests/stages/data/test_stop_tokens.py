@@ -7,10 +7,10 @@ import pytest
 
 from align.schemas.cache import Stops
 from align.schemas.config import TokenOptions
-from align.schemas.rows import Record, Role
-from align.stages.data.encode import Encoder
 from align.stages.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from support.byte_tokenizers import CHATML, CHATML_SPECIALS, FAMILIES, PLAIN, byte_tokenizer
+from support.encoded_texts import conversation, encode, texts_of
+from support.read_rows import bot, user
 
 # What ends a turn of text, a turn that calls tools, and who writes it.
 STOPS = {
@@ -52,79 +52,66 @@ def families(tmp_path_factory):
     }
 
 
-def chat(*completions, prompt=({"role": "user", "content": "hi"},)):
-    roles = (Role.CANDIDATE,) * len(completions)
-    return Record(0, 0, prompt, completions, roles, (None,) * len(completions))
-
-
-def say(text):
-    return ({"role": "assistant", "content": text},)
+def said(*texts):
+    """Completions of one message each."""
+    return conversation(*((bot(text),) for text in texts))
 
 
 def call(arguments):
     function = {"name": "search", "arguments": arguments}
-    return ({"role": "assistant", "content": "", "tool_calls": [{"function": function}]},)
+    return (bot("") | {"tool_calls": [{"function": function}]},)
 
 
-def encode(folder, record, **options):
-    """The prompt and its completions as the texts of their tokens."""
-    rules = TokenOptions(**options)
-    tokenizer = load_tokenizer(folder, rules)
-    result = Encoder(tokenizer, rules).encode([record])
-    assert not result.rejected, result.rejected
-    (row,) = result.rows
-    return [tokenizer.hf.decode(ids) for ids in (row.prompt, *row.completions)], result.notes
+def stops_of(folder, **options):
+    """What a fingerprint says of the stops of a folder's tokenizer."""
+    return Stops.of(tokenizer_fingerprint(load_tokenizer(folder, TokenOptions(**options))))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_completion_ends_with_the_stop_that_its_template_writes(families, family):
-    (_, *completions), notes = encode(families[family], chat(say("yes"), say("a\nno")))
-    assert completions == [
-        COMPLETIONS[family],
-        COMPLETIONS[family].replace("yes", "a\nno"),
-    ]
+    (_, *completions), notes = texts_of(families[family], said("yes", "a\nno"))
+    assert completions == [COMPLETIONS[family], COMPLETIONS[family].replace("yes", "a\nno")]
     assert not notes["completions_that_end_with_another_special_token"]
-    stops = Stops.of(tokenizer_fingerprint(load_tokenizer(families[family], TokenOptions())))
+    stops = stops_of(families[family])
     assert (stops.turn.text, stops.tool_calls.text, stops.turn.source) == STOPS[family]
+    assert stops == load_tokenizer(families[family], TokenOptions()).stops
 
 
 @pytest.mark.parametrize("family", CALLS)
 def test_a_completion_that_calls_tools_ends_with_the_stop_of_such_turns(families, family):
     arguments = '{"q": 1}' if family == "deepseek" else {"q": 1}
-    (_, completion), notes = encode(families[family], chat(call(arguments)))
+    (_, completion), notes = texts_of(families[family], conversation(call(arguments)))
     assert completion == CALLS[family] + STOPS[family][1]
     assert not notes["completions_that_end_with_another_special_token"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_plain_text_ends_with_the_tokenizers_eos_under_any_template(families, family):
-    record = chat(" yes", f" no{FAMILIES[family]['eos']} ", prompt="Is it?")
-    (_, *completions), _ = encode(families[family], record)
-    assert completions == [f" {said}{FAMILIES[family]['eos']}" for said in ("yes", "no")]
+    eos = FAMILIES[family]["eos"]
+    record = conversation(" yes", f" no{eos} ", prompt="Is it?")
+    assert texts_of(families[family], record)[0][1:] == [f" yes{eos}", f" no{eos}"]
 
 
 @pytest.mark.parametrize("written", ["<|im_end|>", "<|im_end|>\n", "<|endoftext|>"])
 def test_a_stop_that_the_data_already_hold_is_not_learned_twice(families, written):
-    (_, completion), _ = encode(families["qwen base"], chat(say(f"yes{written}")))
+    (_, completion), _ = texts_of(families["qwen base"], said(f"yes{written}"))
     assert completion == "yes<|im_end|>"
-    (_, completion), _ = encode(families["glm 4"], chat(say("yes<|endoftext|>")))
+    (_, completion), _ = texts_of(families["glm 4"], said("yes<|endoftext|>"))
     assert completion == "\nyes<|user|>"
 
 
 @pytest.mark.parametrize("family", ["qwen base", "gpt-oss", "glm 4", "gemma"])
 def test_a_completion_that_was_cut_ends_with_no_stop_of_any_kind(families, family):
     stops = {*STOPS[family][:2], FAMILIES[family]["eos"]}
-    turns = (*say("yes"), {"role": "user", "content": "why"}, *say("so"))
-    if family in CALLS:
-        turns = (*call({"q": 1}), {"role": "tool", "content": "one"}, *say("so"))
-    (prompt, whole), _ = encode(families[family], chat(turns))
-    rules = TokenOptions()
-    tokenizer = load_tokenizer(families[family], rules)
-    length = len(tokenizer.backend.encode(prompt, add_special_tokens=False))
-    for room in range(1, len(tokenizer.backend.encode(whole, add_special_tokens=False))):
-        rules = TokenOptions(max_length=length + room)
-        result = Encoder(tokenizer, rules).encode([chat(turns)])
-        for row in result.rows:
+    reply = (*call({"q": 1}), {"role": "tool", "content": "one"})
+    record = conversation((*(reply if family in CALLS else (bot("yes"), user("why"))), bot("so")))
+    (prompt, whole), _ = texts_of(families[family], record)
+    tokenizer = load_tokenizer(families[family], TokenOptions())
+    length, more = (
+        len(tokenizer.backend.encode(text, add_special_tokens=False)) for text in (prompt, whole)
+    )
+    for room in range(1, more):
+        for row in encode(families[family], record, max_length=length + room).rows:
             (ids,) = row.completions
             assert row.cut[0] > 0
             assert tokenizer.backend.id_to_token(ids[-1]) not in stops
@@ -133,11 +120,9 @@ def test_a_completion_that_was_cut_ends_with_no_stop_of_any_kind(families, famil
 
 def test_a_stop_that_only_some_turns_end_with_is_found_in_the_row_and_counted(tmp_path):
     odd = CHATML.replace("{% endfor %}<|im_end|>", "{% endfor %}{{ m.end or '<|im_end|>' }}")
-    folder = byte_tokenizer(
-        tmp_path, [*CHATML_SPECIALS, "<|eom|>"], template=odd, eos="<|endoftext|>"
-    )
-    completion = ({"role": "assistant", "content": "yes", "end": "<|eom|>"},)
-    (_, text), notes = encode(folder, chat(completion))
+    specials = [*CHATML_SPECIALS, "<|eom|>"]
+    folder = byte_tokenizer(tmp_path, specials, template=odd, eos="<|endoftext|>")
+    (_, text), notes = texts_of(folder, conversation((bot("yes") | {"end": "<|eom|>"},)))
     assert text == "yes<|eom|>"
     assert notes["completions_that_end_with_another_special_token"] == 1
 
@@ -145,31 +130,25 @@ def test_a_stop_that_only_some_turns_end_with_is_found_in_the_row_and_counted(tm
 def test_a_template_that_refuses_every_probe_leaves_the_eos(tmp_path):
     picky = "{{ raise_exception('no') if messages[0].content == 'question' }}" + PLAIN
     folder = byte_tokenizer(tmp_path, ["</s>"], template=picky, eos="</s>")
-    (_, text), _ = encode(folder, chat(say("yes")))
-    assert text == "yes\n</s>"
+    assert texts_of(folder, said("yes"))[0][1] == "yes\n</s>"
 
 
 def test_nothing_is_added_or_taken_when_no_stop_is_wanted(families):
-    (_, text), _ = encode(families["qwen base"], chat(say("yes")), eos="never")
+    (_, text), _ = texts_of(families["qwen base"], said("yes"), eos="never")
     assert text == "yes<|im_end|>\n"
-    fields = tokenizer_fingerprint(load_tokenizer(families["gemma"], TokenOptions(eos="never")))
-    assert Stops.of(fields) == Stops(None, None, None)
-
-
-def test_stops_are_read_back_from_a_fingerprint_as_they_were(families):
-    for folder in families.values():
-        tokenizer = load_tokenizer(folder, TokenOptions())
-        assert Stops.of(tokenizer_fingerprint(tokenizer)) == tokenizer.stops
+    record = conversation(" yes", prompt="Is it?")
+    assert texts_of(families["qwen base"], record, eos="never")[0][1] == " yes"
+    assert stops_of(families["gemma"], eos="never") == Stops(None, None, None)
 
 
 @pytest.mark.parametrize("family", ["gemma", "llama 3", "deepseek"])
 def test_a_bos_that_the_template_writes_survives_the_cutting_of_its_prompt(families, family):
     """Gemma's tokenizer adds one as well, the others' do not."""
     bos = FAMILIES[family]["bos"]
-    (whole, _), _ = encode(families[family], chat(say("yes")))
+    (whole, _), _ = texts_of(families[family], said("yes"))
     assert whole.startswith(bos)
     assert whole.count(bos) == 1
-    (cut, _), notes = encode(families[family], chat(say("yes")), max_prompt_length=4)
+    (cut, _), notes = texts_of(families[family], said("yes"), max_prompt_length=4)
     tokenizer = load_tokenizer(families[family], TokenOptions())
     ids = tokenizer.backend.encode(whole, add_special_tokens=False).ids
     assert cut == tokenizer.hf.decode([ids[0], *ids[-3:]])

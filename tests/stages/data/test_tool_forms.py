@@ -7,12 +7,13 @@ import pytest
 
 from align.schemas.config import TokenOptions
 from align.schemas.row_keys import prompt_keys_of
-from align.schemas.rows import Record, Role
-from align.stages.data.encode import Encoder, encode_prompt
+from align.stages.data.encode import encode_prompt
 from align.stages.data.template_probe import Shown, TemplateProbe
 from align.stages.data.tokenizer import load_tokenizer
 from align.stages.data.tool_forms import ToolForms
 from support import tool_templates
+from support.encoded_texts import USER, conversation, encode_one, refusal_of, texts_of
+from support.read_rows import bot
 from support.tool_templates import chat_tokenizer
 
 ARGUMENTS = {"city": "Łódź", "days": [1, None], "exact": True}
@@ -51,27 +52,8 @@ def call(arguments):
     return ({"role": "assistant", "tool_calls": [{"id": "call00001", "function": function}]},)
 
 
-def record(completion, prompt=(), **more):
-    asked = ({"role": "user", "content": "hi"}, *prompt)
-    return Record(0, 0, asked, (completion,), (Role.CANDIDATE,), (None,), **more)
-
-
-def encode(folder, row):
-    rules = TokenOptions()
-    tokenizer = load_tokenizer(folder, rules)
-    return Encoder(tokenizer, rules).encode([row]), tokenizer
-
-
-def texts(folder, row):
-    result, tokenizer = encode(folder, row)
-    assert not result.rejected, result.rejected
-    (found,) = result.rows
-    return [tokenizer.hf.decode(ids) for ids in (found.prompt, *found.completions)], result.notes
-
-
-def rejected(folder, row):
-    (bad,) = encode(folder, row)[0].rejected
-    return bad
+RAIN = (bot("Rain."),)
+FOUND = {"role": "tool", "content": "rain"}
 
 
 @pytest.mark.parametrize("family", WRITTEN)
@@ -79,15 +61,13 @@ def test_arguments_are_written_once_whether_they_are_given_as_an_object_or_as_te
     expected, forms = WRITTEN[family]
     noted = "rows_with_calls_of_tools_converted_for_the_template"
     for given, is_taken in ((ARGUMENTS, forms.as_object), (AS_JSON, forms.as_text)):
-        (prompt, completion), notes = texts(folders[family], record(call(given)))
+        (_, completion), notes = texts_of(folders[family], conversation(call(given)))
         assert expected in completion
         assert "\\" not in completion
         assert PYTHON not in completion
         assert notes[noted] == (not is_taken)
-        answered = (*call(given), {"role": "tool", "content": "rain"})
-        (prompt, _), notes = texts(
-            folders[family], record(({"role": "assistant", "content": "Rain."},), answered)
-        )
+        answered = conversation(RAIN, prompt=(USER, *call(given), FOUND))
+        (prompt, _), notes = texts_of(folders[family], answered)
         assert expected in prompt
         assert notes[noted] == (not is_taken)
 
@@ -100,19 +80,18 @@ def test_a_template_is_asked_how_it_takes_arguments(folders, family):
 
 
 def test_one_conversation_is_one_prompt_in_either_form(folders):
-    answer = ({"role": "assistant", "content": "Rain."},)
-    found = {"role": "tool", "content": "rain"}
-    both = [record(answer, (*call(given), found)) for given in (ARGUMENTS, AS_JSON)]
-    rows = [encode(folders["HERMES"], row)[0].rows[0] for row in both]
+    prompts = [(USER, *call(given), FOUND) for given in (ARGUMENTS, AS_JSON)]
+    both = [conversation(RAIN, prompt=prompt) for prompt in prompts]
+    rows = [encode_one(folders["HERMES"], record)[0] for record in both]
     first, second = prompt_keys_of([row.record for row in rows]).prompt
     assert first == second
     tokenizer = load_tokenizer(folders["HERMES"], TokenOptions())
-    assert [encode_prompt(row, tokenizer) for row in both] == [row.prompt for row in rows]
+    assert [encode_prompt(record, tokenizer) for record in both] == [row.prompt for row in rows]
 
 
 @pytest.mark.parametrize("given", ["", " \n", "{}"])
 def test_a_call_without_arguments_may_have_no_text_of_them(folders, given):
-    (_, completion), _ = texts(folders["LLAMA_3_1"], record(call(given)))
+    (_, completion), _ = texts_of(folders["LLAMA_3_1"], conversation(call(given)))
     assert completion.startswith('{"name": "weather", "parameters": {}}')
 
 
@@ -120,44 +99,42 @@ def test_a_call_without_arguments_may_have_no_text_of_them(folders, given):
     "given", ["{city: Łódź}", '{"city": ', "[1]", "3", json.dumps(AS_JSON), "[" * 100_000]
 )
 def test_text_that_is_no_object_is_refused_where_the_template_wants_one(folders, given):
-    bad = rejected(folders["QWEN_2_5"], record(call(given)))
-    assert bad.reason == "schema"
-    assert "arguments of weather" in bad.detail
-    assert texts(folders["QWEN_3"], record(call("{city: Łódź}")))  # as it stands
+    bad = refusal_of(folders["QWEN_2_5"], conversation(call(given)))
+    assert (bad.reason, "arguments of weather" in bad.detail) == ("schema", True)
+    assert texts_of(folders["QWEN_3"], conversation(call("{city: Łódź}")))  # as it stands
 
 
 def test_a_call_that_lacks_function_is_converted_too(folders):
     flat = ({"role": "assistant", "tool_calls": [{"name": "weather", "arguments": AS_JSON}]},)
-    (_, completion), _ = texts(folders["HERMES"], record(flat))
+    (_, completion), _ = texts_of(folders["HERMES"], conversation(flat))
     assert f'{{"arguments": {AS_JSON}, "name": "weather"}}' in completion
 
 
-def test_parameters_of_tools_given_as_text_are_written_once(folders):
+@pytest.mark.parametrize("is_within", [True, False])
+def test_parameters_of_tools_given_as_text_are_written_once(folders, is_within):
+    def tool(parameters):
+        plain = {"name": "weather", "parameters": parameters}
+        return {"type": "function", "function": plain} if is_within else plain
+
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
-    for wrap in (lambda function: {"type": "function", "function": function}, dict):
-        given, meant = (
-            wrap({"name": "weather", "parameters": form})
-            for form in (json.dumps(parameters), parameters)
-        )
-        (prompt, _), _ = texts(
-            folders["HERMES"], record(call(ARGUMENTS), tools=(given, {"name": "bare"}))
-        )
-        assert f'<tools>{json.dumps(meant)}{{"name": "bare"}}</tools>' in prompt
+    tools = (tool(json.dumps(parameters)), {"name": "bare"})
+    (prompt, _), _ = texts_of(folders["HERMES"], conversation(call(ARGUMENTS), tools=tools))
+    assert f'<tools>{json.dumps(tool(parameters))}{{"name": "bare"}}</tools>' in prompt
 
 
 def test_rows_that_use_no_tools_are_what_they_were(folders):
-    plain = record(({"role": "assistant", "content": "Rain."},))
+    plain = conversation(RAIN)
     tokenizer = load_tokenizer(folders["HERMES"], TokenOptions())
     assert tokenizer.fitted(plain) is plain
     text = replace(plain, prompt="hi", completions=(" Rain.",))
     assert tokenizer.fitted(text) is text
-    with_object = record(call(ARGUMENTS), tools=({"name": "f", "parameters": {}},))
+    with_object = conversation(call(ARGUMENTS), tools=({"name": "f", "parameters": {}},))
     assert tokenizer.fitted(with_object) == with_object
 
 
 def test_a_completion_of_calls_that_no_template_writes_is_refused(folders):
-    bad = rejected(folders["WITHOUT_TOOLS"], record(call(ARGUMENTS)))
+    bad = refusal_of(folders["WITHOUT_TOOLS"], conversation(call(ARGUMENTS)))
     assert (bad.reason, "calls" in bad.detail) == ("template_error", True)
-    spoken = ({"role": "assistant", "content": "Let me look."} | call(ARGUMENTS)[0],)
-    (_, completion), _ = texts(folders["WITHOUT_TOOLS"], record(spoken))
+    spoken = (bot("Let me look.") | call(ARGUMENTS)[0],)
+    (_, completion), _ = texts_of(folders["WITHOUT_TOOLS"], conversation(spoken))
     assert completion == "Let me look.<|im_end|>"

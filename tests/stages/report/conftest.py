@@ -1,21 +1,18 @@
 """Caches whose every number is chosen by hand, written the way stage 1 writes them."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from align.schemas.cache import FORMAT_VERSION, InputEntry, Plan
-from align.schemas.rows import PromptKeys, Ragged, Role, RowBlock, ScoredBlock, offsets_of
+from align.schemas.row_keys import key_rows
+from align.schemas.rows import Role, ScoredBlock
 from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.commits import UnitFacts, commit_unit
 from align.stages.storage.manifest_file import build_manifest, write_manifest
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from support.encoded_rows import encoded
 
 PLAN_KEY = "ab" * 32
 
@@ -25,7 +22,7 @@ class Branch(NamedTuple):
     ids: list[int]
     logp: float
     cut: int = 0
-    score: float = float("nan")
+    score: float | None = None
 
 
 @dataclass(frozen=True)
@@ -36,37 +33,28 @@ class Row:
     carried: dict[str, float] = field(default_factory=dict)
 
 
-def block_of(rows: list[Row], first: int) -> ScoredBlock:
-    branches = [branch for row in rows for branch in row.branches]
-    numbers = np.arange(first, first + len(rows))
-    return ScoredBlock(
-        RowBlock(
-            row_id=np.array([f"{number:016d}".encode() for number in numbers], dtype="S16"),
-            copy=np.zeros(len(rows), dtype=np.int32),
-            file=np.zeros(len(rows), dtype=np.uint64),
-            row=numbers.astype(np.int64),
-            prompt_keys=PromptKeys(
-                np.array([f"{number:016d}".encode() for number in numbers], dtype="S16"),
-                numbers.astype(np.uint64),
-                numbers.astype(np.uint64),
-            ),
-            prompts=Ragged.of([row.prompt for row in rows], np.int32),
-            prompt_cut=np.array([row.prompt_cut for row in rows], dtype=np.int32),
-            branch_offsets=offsets_of(np.array([len(row.branches) for row in rows])),
-            completions=Ragged.of([branch.ids for branch in branches], np.int32),
-            roles=np.array([branch.role for branch in branches], dtype=np.int8),
-            scores=np.array([branch.score for branch in branches], dtype=np.float64),
-            cut=np.array([branch.cut for branch in branches], dtype=np.int32),
-            carried={
-                name: np.array([row.carried[name] for row in rows]) for name in rows[0].carried
-            },
-        ),
-        np.array([branch.logp for branch in branches], dtype=np.float64),
-        None,
-    )
+def block_of(rows, first):
+    """The rows with their log-probs; the id of each is its number."""
+    records = [
+        encoded(
+            row.prompt,
+            *(branch.ids for branch in row.branches),
+            row=number,
+            roles=[branch.role for branch in row.branches],
+            scores=[branch.score for branch in row.branches],
+            cut=[branch.cut for branch in row.branches],
+            prompt_cut=row.prompt_cut,
+            carried=row.carried,
+        )
+        for number, row in enumerate(rows, first)
+    ]
+    block = key_rows(records, seed=0, carried=[*rows[0].carried]).rows
+    ids = np.array([f"{number:016d}" for number in block.row], dtype="S16")
+    logps = np.array([branch.logp for row in rows for branch in row.branches])
+    return ScoredBlock(replace(block, row_id=ids), logps, None)
 
 
-def write_cache(root: Path, rows: list[Row], *, per_unit: int = 2) -> CacheFolder:
+def write_cache(root, rows, *, per_unit=2):
     """Cuts the rows into units, one shard each."""
     folder = CacheFolder(root)
     folder.prepare()
@@ -82,7 +70,7 @@ def write_cache(root: Path, rows: list[Row], *, per_unit: int = 2) -> CacheFolde
     return folder
 
 
-def plan_of(unit_offsets: list[int], *, rows_in: int) -> Plan:
+def plan_of(unit_offsets, *, rows_in):
     return Plan(
         digest="",
         format_version=FORMAT_VERSION,
@@ -108,20 +96,9 @@ def plan_of(unit_offsets: list[int], *, rows_in: int) -> Plan:
     )
 
 
-def pair(
-    prompt: list[int],
-    chosen: tuple[list[int], float],
-    rejected: tuple[list[int], float],
-    *,
-    prompt_cut: int = 0,
-    rejected_cut: int = 0,
-    mismatched: int = 0,
-) -> Row:
+def pair(prompt, chosen, rejected, *, prompt_cut=0, rejected_cut=0, mismatched=0):
     """A pair; mismatch k of a completion has its ids + 100 k and its log-prob - 100 k."""
-    own = [
-        Branch(Role.CHOSEN, *chosen),
-        Branch(Role.REJECTED, *rejected, cut=rejected_cut),
-    ]
+    own = [Branch(Role.CHOSEN, *chosen), Branch(Role.REJECTED, *rejected, cut=rejected_cut)]
     others = [
         Branch(Role.MISMATCHED, [i + 100 * k for i in branch.ids], branch.logp - 100 * k)
         for k in range(1, mismatched + 1)
@@ -130,7 +107,7 @@ def pair(
     return Row(prompt, own + others, prompt_cut)
 
 
-def four_pairs(mismatched: int) -> list[Row]:
+def four_pairs(mismatched):
     return [
         pair([1, 2, 3], ([4, 5, 6, 7], -4.0), ([8, 9], -6.0), mismatched=mismatched),
         pair([1], ([2, 3], -8.0), ([4, 5, 6, 7], -4.0), mismatched=mismatched),
@@ -147,19 +124,19 @@ def four_pairs(mismatched: int) -> list[Row]:
 
 
 @pytest.fixture
-def paired(tmp_path: Path) -> CacheFolder:
+def paired(tmp_path):
     """Four pairs, one mismatch for each completion."""
     return write_cache(tmp_path / "pairs", four_pairs(1))
 
 
 @pytest.fixture
-def twice_mismatched(tmp_path: Path) -> CacheFolder:
+def twice_mismatched(tmp_path):
     """The same pairs, two mismatches for each completion."""
     return write_cache(tmp_path / "twice", four_pairs(2))
 
 
 @pytest.fixture
-def cut_most(tmp_path: Path) -> CacheFolder:
+def cut_most(tmp_path):
     """Two rows that lost as many tokens as a shard can say."""
     most = 2**31 - 1
     row = pair([1], ([2], -1.0), ([3], -1.0), prompt_cut=most, rejected_cut=most)
@@ -167,7 +144,7 @@ def cut_most(tmp_path: Path) -> CacheFolder:
 
 
 @pytest.fixture
-def unpaired(tmp_path: Path) -> CacheFolder:
+def unpaired(tmp_path):
     """One desirable and three undesirable completions."""
     roles = [Role.DESIRABLE, Role.UNDESIRABLE, Role.UNDESIRABLE, Role.UNDESIRABLE]
     rows = [
@@ -185,35 +162,27 @@ def unpaired(tmp_path: Path) -> CacheFolder:
 
 
 @pytest.fixture
-def scored(tmp_path: Path) -> CacheFolder:
+def scored(tmp_path):
     """A group of two, one score unknown, and a group of one."""
-    rows = [
-        Row(
-            [1],
-            [
-                Branch(Role.CANDIDATE, [2, 3], -2.0, score=0.5),
-                Branch(Role.CANDIDATE, [4], -1.0),
-                Branch(Role.MISMATCHED, [7], -9.0),
-                Branch(Role.MISMATCHED, [2, 3], -8.0),
-            ],
-        ),
-        Row(
-            [6],
-            [Branch(Role.CANDIDATE, [7], -3.0, score=1.0), Branch(Role.MISMATCHED, [4], -7.0)],
-        ),
+    first = [
+        Branch(Role.CANDIDATE, [2, 3], -2.0, score=0.5),
+        Branch(Role.CANDIDATE, [4], -1.0),
+        Branch(Role.MISMATCHED, [7], -9.0),
+        Branch(Role.MISMATCHED, [2, 3], -8.0),
     ]
-    return write_cache(tmp_path / "scores", rows)
+    second = [Branch(Role.CANDIDATE, [7], -3.0, score=1.0), Branch(Role.MISMATCHED, [4], -7.0)]
+    return write_cache(tmp_path / "scores", [Row([1], first), Row([6], second)])
 
 
 @pytest.fixture
-def misshapen(tmp_path: Path) -> CacheFolder:
+def misshapen(tmp_path):
     """A row with two chosen completions and nothing else."""
     two = [Branch(Role.CHOSEN, [1], -1.0), Branch(Role.CHOSEN, [2], -1.0)]
     return write_cache(tmp_path / "misshapen", [Row([1], two)])
 
 
 @pytest.fixture
-def pair_and_label(tmp_path: Path) -> CacheFolder:
+def pair_and_label(tmp_path):
     """Rows of two kinds, in a shard each."""
     labelled = [Branch(Role.DESIRABLE, [1], -1.0), Branch(Role.MISMATCHED, [2], -2.0)]
     return write_cache(tmp_path / "both", [*four_pairs(1)[:1], Row([1], labelled)], per_unit=1)

@@ -57,17 +57,15 @@ def test_pairs_are_compared_within_their_row(paired):
     # By sum the reference prefers the rejected of rows 1 (-4 > -8) and 2 (-3 > -6);
     # per token only of row 1 (-1 > -4), for row 2 has -2 against -3.
     # The chosen is longer in rows 0 (4 > 2) and 2 (3 > 1), the rejected in row 1 (4 > 2).
-    assert summarize(paired).pairs == PairSummary(
+    summary = summarize(paired)
+    assert summary.pairs == PairSummary(
         pairs=4,
         reference_prefers_rejected=2,
         reference_prefers_rejected_per_token=1,
         chosen_is_longer=2,
         rejected_is_longer=1,
     )
-
-
-def test_pairs_are_balanced_classes(paired):
-    assert summarize(paired).kto_weights == KtoWeights(4, 4, 1.0, 1.0)
+    assert summary.kto_weights == KtoWeights(4, 4, 1.0, 1.0)  # pairs are balanced classes
 
 
 def test_auto_weights_make_up_for_the_missing_class(unpaired):

@@ -8,11 +8,11 @@ from align.stages.report.cache_tables import grid, render, share, size
 
 
 @pytest.mark.parametrize("kind", ["paired", "unpaired", "scored"])
-def test_every_section_is_there_and_no_line_is_wide(kind, request):
+def test_every_section_is_there(kind, request):
     text = render(summarize(request.getfixturevalue(kind)))
     titles = [line.split()[1] for line in text.splitlines() if line.startswith("──")]
     assert titles == ["Cache", "Rows", "Lengths", "Truncation", "Balance", "Reference", "Drops"]
-    assert max(map(len, text.splitlines())) <= 100
+    assert ("nothing was cut" in text) == (kind != "paired")
 
 
 def test_the_numbers_are_in_the_table(paired):
@@ -42,16 +42,11 @@ def test_what_ends_a_completion_is_said_with_who_writes_it(paired):
     assert ["plain", "text", "with", "</s> (2), the EOS"] in lines
 
 
-def test_nothing_cut_is_said_in_words(unpaired):
-    assert "nothing was cut" in render(summarize(unpaired))
-
-
 def test_wide_letters_take_two_columns():
-    narrow, wide = grid(("of 2 rows", "count"), [("abcdefghijklmn", "1"), ("日本語のデータ", "2")])[
-        1:
-    ]
-    assert narrow == "  abcdefghijklmn         1"
-    assert wide == "  日本語のデータ         2"  # 7 letters of two columns each
+    _, narrow, wide = grid(
+        ("of 2 rows", "count"), [("abcdefghijklmn", "1"), ("日本語のデータ", "2")]
+    )
+    assert len(narrow) == len(wide) + 7  # letters of two columns each
 
 
 def test_a_table_is_as_wide_as_it_needs_wherever_it_is_printed(monkeypatch):

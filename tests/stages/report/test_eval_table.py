@@ -48,13 +48,6 @@ def table_of(tmp_path):
     return write_and_read
 
 
-def test_a_line_says_whose_it_is_and_what_the_policy_thinks():
-    lines = evaluation_csv(PAIRS, "log-ratios", decode=None).splitlines()
-    assert lines[0] == "row,row_id,role,tokens,logp,reference_logp,log_ratio"
-    assert lines[2] == f"0,{0:032x},rejected,4,-6.5,-4.0,-2.5"
-    assert len(lines) == 5
-
-
 @pytest.mark.parametrize(("kind", "name"), [("scores", "policy_score"), ("log-probs", "logp")])
 def test_what_has_no_reference_has_one_number(table_of, kind, name):
     lines = evaluation_csv(PAIRS[:1], kind, decode=None).splitlines()
@@ -86,26 +79,17 @@ def test_text_survives_whatever_it_is(tmp_path, text):
     assert [(line["prompt"], line["completion"]) for line in lines] == [(text, text)] * 2
 
 
-@pytest.mark.parametrize(
-    ("text", "cell"),
-    [
-        ('=HYPERLINK("http://x";"y")', '\'=HYPERLINK("http://x";"y")'),
-        ("+1+cmd|' /C calc'!A0", "'+1+cmd|' /C calc'!A0"),
-        ("-2+3", "'-2+3"),
-        ("@SUM(A1)", "'@SUM(A1)"),
-        ("\t=1", "'\t=1"),
-        ("\r=1", "'\r=1"),
-        ("-2.5", "-2.5"),
-        ("+7", "+7"),
-        ("1 - 2 = -1", "1 - 2 = -1"),
-    ],
-)
-def test_no_spreadsheet_computes_what_a_model_wrote(text, cell):
+def test_no_spreadsheet_computes_what_a_model_wrote():
+    formulas = ['=HYPERLINK("http://x";"y")', "+1+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)"]
+    formulas += ["\t=1", "\r=1"]
+    numbers = ["-2.5", "+7", "1 - 2 = -1"]
     one = replace(PAIRS[1], row_id="=1+1", prompt=np.array([0]), completion=np.array([1]))
-    written = evaluation_csv([one], "log-ratios", decode=lambda *_: text)
-    (line,) = csv.DictReader(io.StringIO(written, newline=""))
-    assert (line["prompt"], line["completion"], line["row_id"]) == (cell, cell, "'=1+1")
-    assert float(line["log_ratio"]) == -2.5  # a negative number is no text
+    for text in [*formulas, *numbers]:
+        written = evaluation_csv([one], "log-ratios", decode=lambda *_, text=text: text)
+        (line,) = csv.DictReader(io.StringIO(written, newline=""))
+        cell = f"'{text}" if text in formulas else text
+        assert (line["prompt"], line["completion"], line["row_id"]) == (cell, cell, "'=1+1")
+        assert float(line["log_ratio"]) == -2.5  # a negative number is no text
 
 
 def test_it_is_read_back_as_it_was(table_of):
@@ -150,7 +134,8 @@ def test_what_a_method_compares_stands_beside_the_log_ratio(table_of):
 
 
 def test_a_method_that_compares_nothing_has_no_rewards_and_no_margins(table_of):
-    assert "reward" not in table_of(PAIRS).columns
+    head = evaluation_csv(PAIRS, "log-ratios", decode=None).splitlines()[0]
+    assert head == "row,row_id,role,tokens,logp,reference_logp,log_ratio"
     assert "Margins of rewards" not in spread_charts({0: table_of(PAIRS)})
 
 

@@ -17,6 +17,7 @@ from align.stages.feed.conversions import Own, ScoreRules, labels_of_scores, pai
 from align.stages.select import selection
 from align.stages.select.selection import select_rows
 
+KINDS = ("best_worst", "all_pairs", "labels", "groups")
 SAMPLE = {"text": "a", "score": 0.0, "length": 1, "is_cut": False}
 
 
@@ -163,17 +164,16 @@ def test_equal_scores_of_equal_texts_stay_as_they_are():
     assert selected(samples(same))[0] == [("p0", "a", "b", 0.1, 0.0)]
 
 
-@pytest.mark.parametrize("scores", [*permutations([0.1, 0.2, 0.3])])
 @pytest.mark.parametrize("kind", [np.float64, np.float32])
-def test_a_mean_that_is_another_score_on_paper_is_equal_to_it(kind, scores):
-    assert fmean(scores) != 0.2  # as binary numbers
-    twice = [{"text": "a", "score": float(kind(score))} for score in scores]
+def test_a_mean_that_is_another_score_on_paper_is_equal_to_it(kind):
     other, least = scored(b=float(kind(0.2))), scored(c=0.0)
-    assert selected(samples([*twice, *other, *least]))[0] == [("p0", "a", "c", 0.2, 0.0)]
-    assert selected(samples([*other, *twice, *least]))[0][0][1] == "b"
-    assert selected(samples([*twice, *least]), rows="labels", threshold=0.2)[0] == [
-        ("p0", "c", False)
-    ]
+    for scores in permutations([0.1, 0.2, 0.3]):
+        assert fmean(scores) != 0.2  # as binary numbers
+        twice = [{"text": "a", "score": float(kind(score))} for score in scores]
+        assert selected(samples([*twice, *other, *least]))[0] == [("p0", "a", "c", 0.2, 0.0)]
+        assert selected(samples([*other, *twice, *least]))[0][0][1] == "b"
+        labels, _ = selected(samples([*twice, *least]), rows="labels", threshold=0.2)
+        assert labels == [("p0", "c", False)]
 
 
 def test_scores_that_are_equal_on_paper_are_ranked_by_their_numbers():
@@ -229,23 +229,29 @@ def test_samples_whose_text_cannot_be_used_are_left_out():
 
 def test_a_prompt_of_which_nothing_is_left_is_counted():
     table = samples(scored(a=None), scored(b=1, c=0))
-    for rows in ("best_worst", "labels", "groups"):
+    for rows in KINDS:
         assert selected(table, rows=rows)[1]["too_few"] == 1
+        assert selected(table[:1], rows=rows)[0] == []
 
 
-def test_prompts_stay_in_their_order():
-    table = samples(*(scored(a=1, b=0) for _ in range(50)))
-    for rows in ("best_worst", "all_pairs", "labels", "groups"):
-        prompts = [row[0] for row in selected(table, rows=rows)[0]]
-        assert prompts == sorted(prompts, key=lambda name: int(name[1:]))
+@pytest.mark.parametrize("rows", KINDS)
+def test_rows_are_in_the_order_of_the_prompts_and_in_one_piece(rows):
+    whole = samples(*(scored(a=1, b=0, c=2) for _ in range(50)))
+    pieces = pl.concat([whole[:7], whole[7:]], rechunk=False)
+    assert pieces.n_chunks() == 2
+    found = select_rows(pieces, SelectOptions(rows=rows)).table
+    assert found.n_chunks("all") == [1] * found.width
+    assert found.equals(select_rows(whole, SelectOptions(rows=rows)).table)
+    prompts = found["prompt"].to_list()
+    assert prompts == sorted(prompts, key=lambda name: int(name[1:]))
 
 
-def test_what_the_chat_template_is_given_stays_with_the_rows():
+@pytest.mark.parametrize("rows", KINDS)
+def test_what_the_chat_template_is_given_stays_with_the_rows(rows):
     table = samples(scored(a=1, b=0)).with_columns(tools=pl.lit("[…]"), answer=pl.lit("9"))
-    for rows in ("best_worst", "all_pairs", "labels", "groups"):
-        found = select_rows(table, SelectOptions(rows=rows)).table
-        assert found["tools"].to_list() == ["[…]"] * found.height
-        assert "answer" not in found.columns
+    found = select_rows(table, SelectOptions(rows=rows)).table
+    assert found["tools"].to_list() == ["[…]"] * found.height
+    assert "answer" not in found.columns
 
 
 def test_pairs_of_many_prompts_are_looked_at_in_parts(monkeypatch):
@@ -256,21 +262,6 @@ def test_pairs_of_many_prompts_are_looked_at_in_parts(monkeypatch):
         parts = select_rows(table, SelectOptions(rows="all_pairs"))
         assert parts.table.equals(whole.table)
         assert parts.counts == whole.counts
-
-
-@pytest.mark.parametrize("rows", ["best_worst", "all_pairs", "labels", "groups"])
-def test_rows_are_in_one_piece_however_the_samples_are(rows):
-    whole = samples(*(scored(a=1, b=0, c=2) for _ in range(20)))
-    pieces = pl.concat([whole[:7], whole[7:]], rechunk=False)
-    assert pieces.n_chunks() == 2
-    found = select_rows(pieces, SelectOptions(rows=rows)).table
-    assert found.n_chunks("all") == [1] * found.width
-    assert found.equals(select_rows(whole, SelectOptions(rows=rows)).table)
-
-
-def test_no_samples_are_no_rows():
-    for rows in ("best_worst", "all_pairs", "labels", "groups"):
-        assert selected(samples(scored(a=None)), rows=rows)[0] == []
 
 
 TENTHS = st.integers(-9, 9).map(lambda tenths: tenths / 10)
@@ -284,7 +275,7 @@ DRAWN = st.fixed_dictionaries(
 )
 OPTIONS = st.builds(
     SelectOptions,
-    rows=st.sampled_from(["best_worst", "all_pairs", "labels", "groups"]),
+    rows=st.sampled_from(KINDS),
     threshold=st.sampled_from(["mean", "median"]) | TENTHS,
     min_gap=st.integers(0, 9).map(lambda tenths: tenths / 10),
     max_length_ratio=st.sampled_from([0.0, 1.0, 1.5, 2.0, 9.0]),

@@ -47,42 +47,42 @@ def test_a_seed_follows_from_the_seed_the_prompt_and_the_number():
     assert seed_of(0, "a", 0) == int.from_bytes(first, "big") >> 1 == 436134105
 
 
+def using(prompt=7, completion=2):
+    return {**WHOLE, "usage": {"prompt_tokens": prompt, "completion_tokens": completion}}
+
+
+def choosing(**choice):
+    return {**WHOLE, "choices": [choice]}
+
+
+def saying(**message):
+    return choosing(message=message, finish_reason="stop")
+
+
 @pytest.mark.parametrize(
     ("spoiled", "said"),
     [
         ([], "without usage"),
-        ("text", "without usage"),
         (None, "without usage"),
-        ({**WHOLE, "usage": {"prompt_tokens": 7}}, "without completion_tokens"),
         ({**WHOLE, "usage": None}, "without usage"),
         ({**WHOLE, "usage": [7, 2]}, "usage is of the type list"),
-        ({**WHOLE, "usage": {"prompt_tokens": -1, "completion_tokens": 0}}, "prompt_tokens is -1"),
-        ({**WHOLE, "usage": {"prompt_tokens": True, "completion_tokens": 0}}, "is True"),
-        ({**WHOLE, "usage": {"prompt_tokens": 2**31, "completion_tokens": 0}}, "is 2147483648"),
-        ({**WHOLE, "usage": {"prompt_tokens": 7, "completion_tokens": 10**20}}, f"is {10**20}"),
-        (
-            {**WHOLE, "usage": {"prompt_tokens": 7, "completion_tokens": 10**4000}},
-            "completion_tokens is 10{299}…",
-        ),
-        (
-            {**WHOLE, "usage": {"prompt_tokens": 7, "completion_tokens": 2.0}},
-            "completion_tokens is of the type float",
-        ),
-        (
-            {**WHOLE, "usage": {"prompt_tokens": "7", "completion_tokens": 2}},
-            "prompt_tokens is of the type str",
-        ),
+        ({**WHOLE, "usage": {"prompt_tokens": 7}}, "without completion_tokens"),
+        (using(prompt=-1), "prompt_tokens is -1"),
+        (using(prompt=True), "is True"),
+        (using(prompt=2**31), "is 2147483648"),
+        (using(completion=10**4000), "completion_tokens is 10{299}…"),
+        (using(completion=2.0), "completion_tokens is of the type float"),
+        (using(prompt="7"), "prompt_tokens is of the type str"),
         ({**WHOLE, "model": None}, "without model"),
-        ({**WHOLE, "choices": [{"finish_reason": "stop"}]}, "without text"),
-        ({**WHOLE, "choices": ["x"]}, "without finish_reason"),
-        ({**WHOLE, "choices": [{"message": "x", "finish_reason": "stop"}]}, "message is of the"),
         ({**WHOLE, "choices": {"0": {}}}, "choices is of the type dict"),
-        ({**WHOLE, "choices": [{"text": "x", "finish_reason": 1}]}, "finish_reason is of the type"),
-        ({**WHOLE, "choices": [{"message": {}, "finish_reason": "stop"}]}, "without content"),
-        (
-            {**WHOLE, "choices": [{"text": "\ud800", "finish_reason": "stop"}]},
-            "not valid Unicode",
-        ),
+        ({**WHOLE, "choices": []}, "0 choices"),
+        ({**WHOLE, "choices": ["x"]}, "without finish_reason"),
+        (choosing(finish_reason="stop"), "without text"),
+        (choosing(text="x", finish_reason=1), "finish_reason is of the type"),
+        (choosing(text="\ud800", finish_reason="stop"), "not valid Unicode"),
+        (choosing(message="x", finish_reason="stop"), "message is of the"),
+        (saying(), "without content"),
+        (saying(tool_calls=[]), "without content"),
     ],
 )
 def test_what_is_not_a_whole_answer_is_never_used(spoiled, said):
@@ -90,28 +90,23 @@ def test_what_is_not_a_whole_answer_is_never_used(spoiled, said):
         read(spoiled)
 
 
-def with_message(**message):
-    return {**WHOLE, "choices": [{"message": message, "finish_reason": "stop"}]}
+def test_a_count_that_cannot_be_is_not_added_to_the_costs():
+    costs = ServerCosts()
+    with pytest.raises(BrokenAnswerError):
+        read(using(completion=10**20), costs)
+    assert costs.tokens == 0
 
 
-@pytest.mark.parametrize(
-    "content", [0, 0.0, 1, False, True, [], {}, ["x"], [{"type": "text", "text": "x"}], math.nan]
-)
-def test_only_null_is_no_text_and_all_else_that_is_none_is_no_answer(content):
-    with pytest.raises(BrokenAnswerError, match="content is of the type"):
-        read(with_message(content=content))
-    assert read(with_message(content=None)).text == ""
-
-
-def test_a_call_of_a_tool_needs_no_text():
-    assert read(with_message(tool_calls=[{"id": "1"}])).text == ""
-    with pytest.raises(BrokenAnswerError, match="without content"):
-        read(with_message(tool_calls=[]))
+def test_only_null_is_no_text_and_all_else_that_is_none_is_no_answer():
+    for content in (0, 0.0, 1, False, True, [], {}, ["x"], [{"type": "text"}], math.nan):
+        with pytest.raises(BrokenAnswerError, match="content is of the type"):
+            read(saying(content=content))
+    assert read(saying(content=None)).text == ""
+    assert read(saying(tool_calls=[{"id": "1"}])).text == ""  # a call of a tool needs none
 
 
 def test_the_most_tokens_that_a_table_can_hold_are_read():
-    usage = {"prompt_tokens": 2**31 - 1, "completion_tokens": 0}
-    assert read({**WHOLE, "usage": usage}).prompt_tokens == 2**31 - 1
+    assert read(using(prompt=2**31 - 1, completion=0)).prompt_tokens == 2**31 - 1
 
 
 def test_a_name_of_any_length_makes_a_short_message():

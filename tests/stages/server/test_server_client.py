@@ -81,7 +81,7 @@ def test_a_redirect_is_named_and_never_followed(status, monkeypatch):
         there = f"{elsewhere.url}/chat/completions"
         with chat_server(echo, refuse=lambda _: (status, "", f"Location: {there}")) as stub:
             said = said_by(lambda: sample_all(stub))
-        assert f"It leads to {there}." in said
+        assert f"{status}. It leads to {there}." in said
         assert not elsewhere.requests
 
 
@@ -169,19 +169,38 @@ def test_a_proxy_or_certificates_that_cannot_be_used_are_an_error_of_the_environ
         ServerClient(ServerOptions(url="http://127.0.0.1:9/v1"), ServerCosts())
 
 
-def test_pauses_double_up_to_a_bound_and_differ(monkeypatch):
+@pytest.fixture
+def pauses(monkeypatch):
+    """How long a client waits before each of five retries; none of it is waited here."""
     monkeypatch.setattr(server_client, "FIRST_PAUSE", 1.0)
     monkeypatch.setattr(server_client, "LONGEST_PAUSE", 6.0)
     monkeypatch.setattr(random, "uniform", lambda low, _: low)
-    pauses = []
-    with (
-        chat_server(echo, faults={500: 1.0}) as stub,
-        ServerClient(options_of(stub, retries=5), ServerCosts()) as client,
-    ):
-        monkeypatch.setattr(client.stopping, "wait", pauses.append)
-        with pytest.raises(ServerError):
-            client.post("/chat/completions", {"messages": []}, lambda answer: answer)
-    assert pauses == [0.5, 1, 2, 3, 3]  # half of 1, 2, 4, and of 6 twice
+
+    def of(**settings):
+        waited = []
+        with (
+            chat_server(echo, **settings) as stub,
+            ServerClient(options_of(stub, retries=5), ServerCosts()) as client,
+        ):
+            monkeypatch.setattr(client.stopping, "wait", waited.append)
+            with pytest.raises(ServerError):
+                client.post("/chat/completions", {"messages": []}, lambda answer: answer)
+        return waited
+
+    return of
+
+
+def test_pauses_double_up_to_a_bound_and_differ(pauses):
+    assert pauses(faults={500: 1.0}) == [0.5, 1, 2, 3, 3]  # half of 1, 2, 4, and of 6 twice
+
+
+def test_a_server_may_say_how_long_to_wait_at_least(pauses, caplog):
+    assert pauses(faults={429: 1.0}, retry_after="2") == [2, 2, 2, 3, 3]
+    assert not caplog.text
+    assert pauses(faults={429: 1.0}, retry_after="7") == [7] * 5
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 5
+    assert all(one.endswith("completions: 429 injected 429. Sent again in 7 s.") for one in said)
 
 
 def test_a_request_may_be_sent_again_more_often_than_a_pause_can_double(monkeypatch):
@@ -210,30 +229,36 @@ def test_a_run_that_stops_waits_for_no_pause(monkeypatch):
 def test_the_pause_that_a_server_asks_for_may_be_seconds_or_a_date():
     assert pause_of("7") == 7
     assert pause_of("0.5") == 0.5
-    assert pause_of("86400") == server_client.LONGEST_ASKED_PAUSE
-    assert pause_of("") == pause_of("soon") == pause_of("-3") == pause_of("nan") == 0
-    later = format_datetime(datetime.now(UTC) + timedelta(days=1), usegmt=True)
-    assert pause_of(later) == server_client.LONGEST_ASKED_PAUSE
+    soon = format_datetime(datetime.now(UTC) + timedelta(seconds=90), usegmt=True)
+    assert 60 < pause_of(soon) <= 90
     assert pause_of("Wed, 21 Oct 2015 07:28:00 GMT") == 0
 
 
 @pytest.mark.parametrize(
-    ("stated", "seconds"),
+    "stated",
     [
-        ("1e400", server_client.LONGEST_ASKED_PAUSE),
-        ("1" + "0" * 30, server_client.LONGEST_ASKED_PAUSE),
-        ("9" * 5000, server_client.LONGEST_ASKED_PAUSE),
-        ("Fri, 31 Dec 9999 23:59:59 GMT", server_client.LONGEST_ASKED_PAUSE),
-        ("Fri, 31 Dec 9999 23:59:59 -2359", server_client.LONGEST_ASKED_PAUSE),
-        ("Fri, 31 Dec 9999 23:59:59 -0000", server_client.LONGEST_ASKED_PAUSE),
-        ("Mon, 01 Jan 0001 00:00:00 +2359", 0),
-        ("Fri, 31 Dec 99999 23:59:59 GMT", 0),
-        ("Wed, 21 Oct 100000000000000000000 07:28:00 GMT", 0),
-        ("Fri, 31 Dec 2100 23:59:59 +99999999999999999999", 0),
-        ("-1e400", 0),
-        ("-5", 0),
-        ("x" * 5000, 0),
+        "86400",
+        "1e400",
+        "1" + "0" * 30,
+        "9" * 5000,
+        "Fri, 31 Dec 9999 23:59:59 GMT",
+        "Fri, 31 Dec 9999 23:59:59 -2359",
+        "Fri, 31 Dec 9999 23:59:59 -0000",
     ],
 )
-def test_a_pause_beyond_all_bounds_is_the_longest_one_or_none(stated, seconds):
-    assert pause_of(stated) == seconds
+def test_a_pause_beyond_all_bounds_is_the_longest_one(stated):
+    assert pause_of(stated) == server_client.LONGEST_ASKED_PAUSE
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        *("", "soon", "-3", "nan", "-1e400", "x" * 5000),
+        "Mon, 01 Jan 0001 00:00:00 +2359",
+        "Fri, 31 Dec 99999 23:59:59 GMT",
+        "Wed, 21 Oct 100000000000000000000 07:28:00 GMT",
+        "Fri, 31 Dec 2100 23:59:59 +99999999999999999999",
+    ],
+)
+def test_a_pause_that_cannot_be_read_is_none(stated):
+    assert pause_of(stated) == 0

@@ -36,20 +36,36 @@ def sampled(stub, wanted, sampling=WARM, **more):
     return collected(sampler_of_stub(stub, **more).open(sampling).sample(wanted))
 
 
-def test_every_sample_arrives_once_and_as_the_server_gave_it():
-    with chat_server(echo) as stub:
-        samples, refused = sampled(stub, wanted_of([*TEXTS, *CHATS], 4))
+def test_faults_in_30_of_100_requests_lose_nothing_guess_nothing_and_are_counted():
+    assert sum(FAULTS.values()) == pytest.approx(0.3)
+    with chat_server(echo, faults=FAULTS, seed=1) as stub:
+        sampler = sampler_of_stub(stub, concurrency=8)
+        wanted = wanted_of([*TEXTS, *CHATS], 16)
+        samples, refused = collected(sampler.open(WARM).sample(wanted))
     assert not refused
-    assert len(samples) == 48
+    assert len(samples) == 192
     for prompt in [*TEXTS, *CHATS]:
-        for number in range(4):
-            sample = samples[prompt.key, number]
-            seed = seed_of(5, prompt.key, number)
-            last = prompt.text if isinstance(prompt.text, str) else prompt.text[-1]["content"]
-            assert sample.text == f"to {last} {seed} 0.7"
-            assert sample.finish == ("length" if seed % 3 == 0 else "stop")
-            assert sample.prompt_tokens == (3 if isinstance(prompt.text, str) else 5)
-            assert sample.completion_tokens == 6
+        for number in range(16):
+            require_as_given(samples[prompt.key, number], prompt, number)
+    assert {*stub.injected} == {*FAULTS}
+    faults = stub.injected.total()
+    assert set(stub.answered.values()) <= {0, 1}
+    assert stub.answered.total() == 192
+    assert sampler.costs.requests == stub.asked.total() == 192 + faults
+    assert sampler.costs.retries == faults
+    assert sampler.costs.tokens == stub.tokens
+    used = sum(one.prompt_tokens + one.completion_tokens for one in samples.values())
+    assert stub.tokens > used  # what was no whole answer was paid for too
+
+
+def require_as_given(sample, prompt, number):
+    """All of a sample is what the server was told to answer."""
+    is_text, seed = isinstance(prompt.text, str), seed_of(5, prompt.key, number)
+    last = prompt.text if is_text else prompt.text[-1]["content"]
+    assert sample.text == f"to {last} {seed} 0.7"
+    assert sample.finish == ("length" if seed % 3 == 0 else "stop")
+    assert sample.prompt_tokens == (3 if is_text else 5)
+    assert sample.completion_tokens == 6
 
 
 def test_a_request_asks_for_one_sample_and_for_nothing_that_was_not_set():
@@ -82,26 +98,6 @@ def test_a_server_is_sent_the_arguments_of_calls_as_text():
     assert asked[3] == {"name": "f"}
 
 
-def test_faults_in_30_of_100_requests_lose_nothing_guess_nothing_and_are_counted():
-    assert sum(FAULTS.values()) == pytest.approx(0.3)
-    wanted = wanted_of([*TEXTS, *CHATS], 16)
-    with chat_server(echo) as undisturbed:
-        expected, _ = sampled(undisturbed, wanted)
-    with chat_server(echo, faults=FAULTS, seed=1) as stub:
-        sampler = sampler_of_stub(stub, concurrency=8)
-        samples, refused = collected(sampler.open(WARM).sample(wanted))
-    assert samples == expected
-    assert not refused
-    assert {*stub.injected} == {*FAULTS}
-    faults = stub.injected.total()
-    assert set(stub.answered.values()) <= {0, 1}
-    assert stub.answered.total() == 192
-    assert sampler.costs.requests == stub.asked.total() == 192 + faults
-    assert sampler.costs.retries == faults
-    assert sampler.costs.tokens == stub.tokens
-    assert stub.tokens > undisturbed.tokens
-
-
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
@@ -111,11 +107,7 @@ def test_faults_in_30_of_100_requests_lose_nothing_guess_nothing_and_are_counted
         (425, "425 injected 425"),
         ("drop", "RemoteProtocolError"),
         ("cut", "RemoteProtocolError"),
-        ("half", "not JSON"),
         ("garbage", "not JSON: '<html>"),
-        ("no usage", "an answer without usage"),
-        ("no finish", "an answer without finish_reason"),
-        ("no choices", "0 choices where one was asked for"),
         ("two choices", "2 choices where one was asked for"),
     ],
 )
@@ -127,15 +119,7 @@ def test_a_fault_that_stays_ends_the_run_after_its_retries(fault, said):
     assert stub.asked.total() == 3
 
 
-def test_a_request_without_an_answer_counts_as_lost_in_the_end():
-    with chat_server(echo, faults={"hang": 0.5}, seed=3, late=2) as stub:
-        samples, _ = sampled(stub, wanted_of(TEXTS, 1), timeout=0.5)
-    assert len(samples) == 6
-    assert stub.injected["hang"] > 0
-    assert stub.asked.total() >= 6 + stub.injected["hang"]
-
-
-@pytest.mark.parametrize("fault", ["slow head", "slow body", "slow welcome"])
+@pytest.mark.parametrize("fault", ["hang", "slow head", "slow body", "slow welcome"])
 def test_a_request_has_one_deadline_however_its_answer_trickles_in(fault):
     # Without one, the request would last as long as the server goes on, and end otherwise.
     with (
@@ -143,24 +127,6 @@ def test_a_request_has_one_deadline_however_its_answer_trickles_in(fault):
         pytest.raises(ServerError, match=r"the last time: no whole answer in 0\.3 s"),
     ):
         sampled(stub, wanted_of(TEXTS[:1], 1), timeout=0.3, retries=0)
-
-
-def test_an_answer_that_cannot_be_used_is_asked_for_again_and_none_of_it_is_kept():
-    order = iter(range(100))
-
-    def amend(reply):
-        if next(order) < 2:
-            reply["usage"]["completion_tokens"] = 10**20
-        return reply
-
-    with chat_server(echo, amend=amend) as stub:
-        sampler = sampler_of_stub(stub, concurrency=1)
-        samples, refused = collected(sampler.open(WARM).sample(wanted_of(TEXTS[:2], 2)))
-    assert len(samples) == 4
-    assert not refused
-    assert {one.completion_tokens for one in samples.values()} == {6}
-    assert stub.asked.total() == 6
-    assert sampler.costs.completion_tokens == 4 * 6
 
 
 def test_an_answer_that_the_server_gave_up_is_asked_for_again():
@@ -171,22 +137,12 @@ def test_an_answer_that_the_server_gave_up_is_asked_for_again():
     assert stub.asked.total() == 3
 
 
-def test_a_server_may_say_how_long_to_wait(caplog, monkeypatch):
-    monkeypatch.setattr("align.stages.server.server_client.LOGGED_PAUSE", 0.5)
-    with chat_server(echo, faults={429: 0.5}, seed=2, retry_after="1") as stub:
-        assert len(sampled(stub, wanted_of(TEXTS[:1], 4))[0]) == 4
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == stub.injected[429] > 0
-    assert all(one.endswith("completions: 429 injected 429. Sent again in 1 s.") for one in said)
-
-
 @pytest.mark.parametrize(
     ("status", "said"),
     [
         (401, "Put its API key into PLANTED, which is not set."),
         (403, "Put its API key into PLANTED, which is not set."),
         (404, "give it conversations"),
-        (302, "Redirects are not followed"),
     ],
 )
 def test_what_no_retry_can_help_ends_the_run_at_once(status, said, monkeypatch):
@@ -294,11 +250,10 @@ def test_a_run_that_is_stopped_sends_nothing_more_and_leaves_no_thread():
         groups = sampler_of_stub(stub, concurrency=4).open(WARM).sample(wanted_of(TEXTS, 9))
         kept = len(next(groups))
         groups.close()
-        threads = set(threading.enumerate()) - before
-        for thread in [one for one in threads if one.name.endswith("(_run)")]:
-            thread.join(PATIENCE)
-            assert not thread.is_alive()
-        assert kept <= len(stub.asked) <= kept + 4
+    for thread in set(threading.enumerate()) - before:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+    assert kept <= len(stub.asked) <= kept + 4
 
 
 def test_a_server_that_dies_on_the_way_costs_what_was_in_flight():

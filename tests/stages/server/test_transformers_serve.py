@@ -3,7 +3,6 @@
 import json
 import shutil
 
-import httpx2
 import pytest
 
 from align.schemas.errors import UsageError
@@ -91,13 +90,6 @@ def test_each_number_has_a_seed_of_its_own_and_the_same_sample_each_time(served)
     assert len({sample.text for sample in first.values()}) == 4
 
 
-def test_another_rendering_than_ours_is_refused(served, rendered):
-    sampler = sampler_for(served, lambda prompt: len(rendered(prompt)) + 1)
-    count = len(rendered(CHATS[0]))
-    with pytest.raises(UsageError, match=f"read {count} tokens where our .* has {count + 1}:"):
-        list(sampler.open(Sampling(max_new_tokens=1)).sample(wanted_of(CHATS[:1], 1)))
-
-
 def test_its_probes_are_the_same_each_time(served):
     sampler = sampler_for(served)
     first = sampler.probes(chat=True)
@@ -105,30 +97,7 @@ def test_its_probes_are_the_same_each_time(served):
     require_same_probes(first, sampler.probes(chat=True), ServerOptions(revision="one"))
 
 
-def test_it_lists_no_model_of_a_local_folder(served):
-    with pytest.raises(UsageError, match="lists no model. Name the one to ask: server.model"):
-        sampler_for(served, model="").identity()
-
-
-def test_another_name_than_its_model_has_is_refused(served):
-    sampler = sampler_for(served, model="another")
-    with pytest.raises(UsageError, match="refuses every request: 400 Server is pinned to"):
-        list(sampler.open(Sampling()).sample(wanted_of(CHATS, 1)))
-
-
 def test_what_it_does_not_know_is_refused_by_name(served):
     sampler = sampler_for(served)
     with pytest.raises(UsageError, match="422 Unexpected fields in the request: .*top_k"):
         list(sampler.open(Sampling(top_k=5)).sample(wanted_of(CHATS, 1)))
-
-
-def test_it_ignores_n_and_logprobs_and_refuses_token_ids(served):
-    """Why a request is sent for each sample, and prompts as text."""
-    url, model = served
-    body = {"model": model, "max_tokens": 2, "n": 3, "logprobs": True}
-    asked = httpx2.post(
-        f"{url}/chat/completions", json={**body, "messages": [{"role": "user", "content": "x"}]}
-    )
-    (choice,) = asked.json()["choices"]
-    assert "logprobs" not in choice
-    assert httpx2.post(f"{url}/completions", json={**body, "prompt": [1, 2]}).status_code == 400

@@ -1,191 +1,31 @@
-"""A small cache that is made the way stage 1 makes one, without a model."""
+"""A small cache for each test, and a disk that need not be waited for."""
 
-import hashlib
 import os
-import warnings
-from collections.abc import Callable
-from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from align.schemas.cache import FORMAT_VERSION, InputEntry, Plan
-from align.schemas.errors import AlignError
-from align.schemas.rows import PromptKeys, Ragged, Rejected, RowBlock, ScoredBlock, offsets_of
-from align.stages.storage import failpoints
 from align.stages.storage.cache_folder import CacheFolder
-from align.stages.storage.cleanup import collect
-from align.stages.storage.commits import UnitFacts, commit_unit, read_commits, write_quarantine
-from align.stages.storage.locks import owner_lock
-from align.stages.storage.manifest_file import (
-    build_manifest,
-    load_manifest,
-    load_plan,
-    write_manifest,
-    write_plan,
-)
-
-FACTS = UnitFacts("00", "ff", 64, (), {}, {"path": "exact"}, {0: "a.jsonl", 1: "b.jsonl"})
-LOSSY = replace(FACTS, rejected=(Rejected(0, 9, "oom", "too big"),), notes={"swaps": 2})
-ROWS = 5
-
-
-def block_of(rows, seed, *, max_tokens=6, token_logps=False, carried=(), scores=False):
-    """Random rows; prompts, completions and even the branches of a row may be missing."""
-    draw = np.random.default_rng(seed)
-    branch_offsets = offsets_of(draw.integers(0, 4, rows))
-    branches = int(branch_offsets[-1])
-    tokens = offsets_of(draw.integers(0, max_tokens, branches))
-    prompts = offsets_of(draw.integers(0, max_tokens, rows))
-    given = draw.standard_normal(branches)
-    keys = np.random.default_rng([seed, rows])
-    row_block = RowBlock(
-        row_id=np.frombuffer(draw.bytes(16 * rows), dtype="S16"),
-        copy=draw.integers(0, 3, rows).astype(np.int32),
-        file=draw.integers(0, 9, rows).astype(np.uint64) << np.uint64(60),
-        row=draw.integers(0, 2**40, rows),
-        prompt_keys=PromptKeys(
-            np.frombuffer(keys.bytes(16 * rows), dtype="S16"),
-            *(np.frombuffer(keys.bytes(8 * rows), dtype=np.uint64) for _ in range(2)),
-        ),
-        prompts=Ragged(draw.integers(0, 2**31 - 1, prompts[-1]).astype(np.int32), prompts),
-        prompt_cut=draw.integers(0, 3, rows).astype(np.int32),
-        branch_offsets=branch_offsets,
-        completions=Ragged(draw.integers(0, 2**31 - 1, tokens[-1]).astype(np.int32), tokens),
-        roles=draw.integers(0, 6, branches).astype(np.int8),
-        scores=np.where(draw.random(branches) < scores, given, np.nan),
-        cut=draw.integers(0, 3, branches).astype(np.int32),
-        carried={name: draw.standard_normal(rows) for name in carried},
-    )
-    kept = draw.standard_normal(tokens[-1]).astype(np.float32)
-    logps = -draw.random(branches) * 50
-    return ScoredBlock(row_block, logps, Ragged(kept, tokens) if token_logps else None)
-
-
-def plan_of(units, quarantine):
-    """The plan of a cache with one seed per unit."""
-    return Plan(
-        format_version=FORMAT_VERSION,
-        digest="",
-        plan_key=hashlib.sha256(str(units).encode()).hexdigest(),
-        fingerprint={"seeds": str(units)},
-        reference_key="0" * 64,
-        model="/model",
-        adapter="",
-        inputs=(InputEntry("a.jsonl", 1, "0" * 64, ROWS * len(units)),),
-        rows_in=ROWS * len(units) + len(quarantine),
-        unit_offsets=tuple(range(0, ROWS * len(units) + 1, ROWS)),
-        quarantine=tuple(quarantine),
-        quarantined={"null": len(quarantine)},
-        notes={"repeats": 1},
-        reuse=(),
-        threads=1,
-    )
-
-
-def make_cache(root, units=(1, 2, 3), *, run_id="run", told=lambda event, key: None, rejects=True):
-    """Makes or goes on making a cache; `told` hears what may be relied on from now on."""
-    folder = CacheFolder(root)
-    key = plan_of(units, []).plan_key
-    if folder.manifest.exists() and load_manifest(folder).plan_key == key:
-        with owner_lock(folder, run_id):
-            collect(folder, folder.works())
-            told("manifest", key)
-        return
-    folder.prepare()
-    with owner_lock(folder, run_id):
-        work = folder.work(key)
-        work.prepare()
-        plan = load_plan(work)
-        if plan is None:
-            rejected = [Rejected(0, 7, "null", "no prompt")]
-            entries = (
-                [write_quarantine(work, run_id, 0, rejected, FACTS.input_names)] if rejects else []
-            )
-            plan = write_plan(work, plan_of(units, entries))
-        told("plan", key)
-        commits = read_commits(work, len(units))
-        for unit in sorted(set(range(len(units))) - set(commits)):
-            commits[unit] = commit_unit(
-                work, run_id, unit, block_of(ROWS, units[unit]), LOSSY if rejects else FACTS
-            )
-            told(f"commits/{unit:08d}", key)
-        manifest = build_manifest(plan, commits)
-        write_manifest(folder, manifest)
-        told("manifest", key)
-        collect(folder, folder.works())
-
-
-def tree_of(root):
-    """Every file below a folder, by its bytes."""
-    return {
-        str(path.relative_to(root)): path.read_bytes()
-        for path in sorted(root.rglob("*"))
-        if path.is_file() and path.name != "LOCK"
-    }
-
-
-def in_child(work: Callable[[], None], points="") -> int:
-    """The wait status of a forked process that does `work` and may die of a failpoint."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
-    if pid:
-        return os.waitpid(pid, 0)[1]
-    status = 1
-    try:
-        os.environ[failpoints.VARIABLE] = points
-        failpoints._armed.cache_clear()
-        failpoints._visits.clear()
-        work()
-        status = 0
-    except AlignError as error:
-        status = error.exit_code
-    finally:
-        os._exit(status)
+from support.made_caches import make_cache, tree_of
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _quick_fsync():
+def quick_fsync():
     """No program can see what fsync does; that it is called is what the log of operations tells."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         yield
 
 
-@pytest.fixture(scope="session", name="make_block")
-def _make_block():
-    return block_of
-
-
-@pytest.fixture(scope="session", name="make_cache")
-def _make_cache():
-    return make_cache
-
-
-@pytest.fixture(scope="session", name="tree")
-def _tree():
-    return tree_of
-
-
-@pytest.fixture(scope="session", name="fork")
-def _fork():
-    return in_child
-
-
-@pytest.fixture(scope="session")
-def facts():
-    return FACTS
-
-
-@pytest.fixture(name="cache")
-def _cache(tmp_path):
+@pytest.fixture
+def cache(tmp_path):
+    """A finished cache of three shards."""
     make_cache(tmp_path / "cache")
     return CacheFolder(tmp_path / "cache")
 
 
 @pytest.fixture(scope="session")
 def clean_tree(tmp_path_factory):
+    """What a run leaves that nothing disturbed."""
     root = tmp_path_factory.mktemp("clean") / "cache"
     make_cache(root)
     return tree_of(root)

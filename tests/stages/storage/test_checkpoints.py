@@ -14,6 +14,7 @@ from align.stages.storage.checkpoints import (
 from align.stages.storage.failpoints import OF_A_RUN
 from align.stages.storage.run_folder import RunFolder
 from support.checkpoint_saves import JOURNAL, Ranks, content, save, train, writer
+from support.made_caches import in_child, tree_of
 
 
 def names(folder):
@@ -64,13 +65,13 @@ def boastful(draft):
         (boastful, "rank 1: .*never-written"),
     ],
 )
-def test_a_failure_of_one_rank_reaches_all_and_leaves_nothing(prepared_run, write, said, tree):
+def test_a_failure_of_one_rank_reaches_all_and_leaves_nothing(prepared_run, write, said):
     Ranks(2).save(prepared_run, 1, [writer(1, rank) for rank in range(2)])
-    before = tree(prepared_run.root)
+    before = tree_of(prepared_run.root)
     told = Ranks(2).save(prepared_run, 2, [writer(2), write])
     assert told[0] == told[1]
     assert re.search(said, told[0].failure)
-    assert tree(prepared_run.root) == before
+    assert tree_of(prepared_run.root) == before
     assert choose_checkpoint(prepared_run).checkpoint.position.global_step == 1
 
 
@@ -152,26 +153,26 @@ def test_later_steps_of_another_future_go_with_the_next_checkpoint(prepared_run)
 
 @pytest.mark.parametrize("name", OF_A_RUN)
 @pytest.mark.parametrize("action", ["kill", "term", "eio", "enospc"])
-def test_a_run_stopped_while_it_saves_resumes_from_a_whole_checkpoint(
-    tmp_path, fork, tree, name, action
-):
+def test_a_run_stopped_while_it_saves_resumes_from_a_whole_checkpoint(tmp_path, name, action):
     clean = RunFolder(tmp_path / "clean")
     train(clean)
     for visit in (1,) if name.startswith("model") else (1, 2, 4):
         folder = RunFolder(tmp_path / str(visit))
         expected = {"kill": signal.SIGKILL, "term": signal.SIGTERM}.get(action, 74 << 8)
-        assert fork(lambda to=folder: train(to), f"{name}={action}@{visit}") == expected
+        assert in_child(lambda to=folder: train(to), f"{name}={action}@{visit}") == expected
         for path in folder.checkpoints.glob("step-*"):
             verify_checkpoint(path)
         train(folder)
-        assert tree(clean.root).items() <= tree(folder.root).items()
+        assert tree_of(clean.root).items() <= tree_of(folder.root).items()
         assert not list(folder.root.rglob(".*"))
 
 
-def test_at_most_the_steps_since_the_last_save_are_lost(tmp_path, fork):
+def test_at_most_the_steps_since_the_last_save_are_lost(tmp_path):
     folder = RunFolder(tmp_path / "run")
-    assert fork(lambda: train(folder), "checkpoint.before_rename=kill@3") == signal.SIGKILL
+    assert in_child(lambda: train(folder), "checkpoint.before_rename=kill@3") == signal.SIGKILL
     assert train(folder) == 4
-    assert fork(lambda: train(folder, steps=10), "checkpoint.after_rename=kill") == signal.SIGKILL
+    assert (
+        in_child(lambda: train(folder, steps=10), "checkpoint.after_rename=kill") == signal.SIGKILL
+    )
     assert json.loads((folder.step(10) / "align_checkpoint.json").read_bytes())
     assert train(folder, steps=10) == 8  # what `latest` names counts; 10 is made again

@@ -8,6 +8,7 @@ from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.cleanup import collect, is_tidy, remove_superseded, superseded
 from align.stages.storage.manifest_file import load_manifest
 from align.stages.storage.verify_cache import damaged_units
+from support.made_caches import in_child, make_cache, tree_of
 
 
 def test_a_finished_cache_holds_its_manifest_its_files_and_a_lock(cache):
@@ -18,7 +19,7 @@ def test_a_finished_cache_holds_its_manifest_its_files_and_a_lock(cache):
     assert [path.name for path in cache.private.iterdir()] == ["LOCK"]
 
 
-def test_a_grown_cache_keeps_what_it_held_until_gc_removes_it(tmp_path, make_cache, tree):
+def test_a_grown_cache_keeps_what_it_held_until_gc_removes_it(tmp_path):
     make_cache(tmp_path / "a", (1, 2, 3))
     folder = CacheFolder(tmp_path / "a")
     before = load_manifest(folder)
@@ -37,22 +38,22 @@ def test_a_grown_cache_keeps_what_it_held_until_gc_removes_it(tmp_path, make_cac
     remove_superseded(folder)
     assert load_manifest(folder, before.root) == now
     make_cache(tmp_path / "b", (1, 9, 3, 4), rejects=False)
-    assert tree(tmp_path / "a") == tree(tmp_path / "b")
+    assert tree_of(tmp_path / "a") == tree_of(tmp_path / "b")
     assert not (tmp_path / "a" / "quarantine").exists()
     assert not superseded(folder, now)
 
 
-def test_removing_that_is_killed_is_carried_through_by_the_next(tmp_path, make_cache, tree, fork):
+def test_removing_that_is_killed_is_carried_through_by_the_next(tmp_path):
     for units in ((1, 2, 3), (1, 9, 3, 4)):
         make_cache(tmp_path / "a", units)
     make_cache(tmp_path / "b", (1, 9, 3, 4))
     folder = CacheFolder(tmp_path / "a")
     now = load_manifest(folder)
-    killed = fork(lambda: remove_superseded(folder), "superseded.forgotten=kill")
+    killed = in_child(lambda: remove_superseded(folder), "superseded.forgotten=kill")
     assert os.WTERMSIG(killed) == signal.SIGKILL
     assert not is_tidy(folder, now)
     remove_superseded(folder)
-    assert tree(tmp_path / "a") == tree(tmp_path / "b")
+    assert tree_of(tmp_path / "a") == tree_of(tmp_path / "b")
 
 
 def test_leavings_of_dead_runs_go_and_files_of_others_stay(cache):

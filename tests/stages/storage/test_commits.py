@@ -16,6 +16,7 @@ from align.stages.storage.commits import commit_unit, read_commits
 from align.stages.storage.shards import read_shard, write_shard
 from align.stages.storage.verify_cache import check_shard
 from support.flips import flipped
+from support.made_caches import FACTS, block_of
 
 
 @pytest.fixture(name="work")
@@ -27,9 +28,9 @@ def _work(tmp_path):
     return work
 
 
-def test_a_commit_describes_its_shard(work, make_block, facts):
-    block = make_block(9, 1)
-    commit = commit_unit(work, "run", 4, block, facts)
+def test_a_commit_describes_its_shard(work):
+    block = block_of(9, 1)
+    commit = commit_unit(work, "run", 4, block, FACTS)
     check_shard(work.cache, commit)
     assert commit.file == f"part-00000004-{commit.sha256[:16]}.parquet"
     assert (commit.rows, commit.branches) == (9, len(block.logps))
@@ -40,22 +41,22 @@ def test_a_commit_describes_its_shard(work, make_block, facts):
     assert not list(work.tmp("run").iterdir())
 
 
-def test_a_unit_without_rows_is_committed_too(work, make_block, facts):
-    commit = commit_unit(work, "run", 0, make_block(0, 1), facts)
+def test_a_unit_without_rows_is_committed_too(work):
+    commit = commit_unit(work, "run", 0, block_of(0, 1), FACTS)
     assert (commit.rows, commit.row_groups, commit.logp_sum) == (0, 0, 0.0)
     assert len(read_shard(work.cache.data / commit.file).rows) == 0
     assert read_commits(work, 1) == {0: commit}
 
 
 @pytest.fixture
-def lossy(facts):
+def lossy():
     """Facts of a unit that lost three rows."""
     lost = [Rejected(1, 4, "oom", "big"), Rejected(0, 9, "oom", "big"), Rejected(0, 2, "null", "")]
-    return dataclasses.replace(facts, rejected=tuple(lost))
+    return dataclasses.replace(FACTS, rejected=tuple(lost))
 
 
-def test_a_commit_names_the_rows_its_unit_lost(work, make_block, lossy):
-    commit = commit_unit(work, "run", 4, make_block(9, 1), lossy)
+def test_a_commit_names_the_rows_its_unit_lost(work, lossy):
+    commit = commit_unit(work, "run", 4, block_of(9, 1), lossy)
     assert commit.quarantined == {"null": 1, "oom": 2}
     (entry,) = commit.quarantine
     assert entry.file == f"quarantine/part-00000004-{entry.sha256[:16]}.parquet"
@@ -64,13 +65,13 @@ def test_a_commit_names_the_rows_its_unit_lost(work, make_block, lossy):
     found = [Rejected(**(row | {"file": int(row["file"], 16)})) for row in stored]
     assert found == sorted(lossy.rejected, key=lambda row: (row.file, row.row))
     backwards = dataclasses.replace(lossy, rejected=lossy.rejected[::-1])
-    assert commit_unit(work, "again", 4, make_block(9, 1), backwards) == commit
+    assert commit_unit(work, "again", 4, block_of(9, 1), backwards) == commit
     assert len(list(work.cache.quarantine.iterdir())) == 1
 
 
 @pytest.mark.parametrize("harm", ["gone", "short", "misnamed"])
-def test_a_commit_without_its_quarantine_is_refused(work, make_block, lossy, harm):
-    (entry,) = commit_unit(work, "run", 0, make_block(5, 1), lossy).quarantine
+def test_a_commit_without_its_quarantine_is_refused(work, lossy, harm):
+    (entry,) = commit_unit(work, "run", 0, block_of(5, 1), lossy).quarantine
     path = work.cache.root / entry.file
     if harm == "gone":
         path.unlink()
@@ -83,36 +84,36 @@ def test_a_commit_without_its_quarantine_is_refused(work, make_block, lossy, har
         read_commits(work, 1)
 
 
-def test_the_same_unit_twice_is_one_commit(work, make_block, facts, caplog):
-    first = commit_unit(work, "one", 0, make_block(5, 1), facts)
-    assert commit_unit(work, "two", 0, make_block(5, 1), facts) == first
+def test_the_same_unit_twice_is_one_commit(work, caplog):
+    first = commit_unit(work, "one", 0, block_of(5, 1), FACTS)
+    assert commit_unit(work, "two", 0, block_of(5, 1), FACTS) == first
     assert len(list(work.cache.data.iterdir())) == 1
     assert caplog.records == []
 
 
-def test_the_first_of_two_different_shards_is_kept(work, make_block, facts, caplog):
-    first = commit_unit(work, "one", 0, make_block(5, 1), facts)
+def test_the_first_of_two_different_shards_is_kept(work, caplog):
+    first = commit_unit(work, "one", 0, block_of(5, 1), FACTS)
     with caplog.at_level(logging.WARNING, logger="align"):
-        assert commit_unit(work, "two", 0, make_block(5, 2), facts) == first
+        assert commit_unit(work, "two", 0, block_of(5, 2), FACTS) == first
     assert "another worker's shard is kept" in caplog.text
     assert [path.name for path in work.cache.data.iterdir()] == [first.file]
 
 
-def test_a_losers_shard_that_was_there_before_is_left_for_its_owner(work, make_block, facts):
-    old = commit_unit(work, "old", 0, make_block(5, 2), facts)
+def test_a_losers_shard_that_was_there_before_is_left_for_its_owner(work):
+    old = commit_unit(work, "old", 0, block_of(5, 2), FACTS)
     other = work.cache.work("b" * 64)
     other.prepare()
-    commit_unit(other, "one", 0, make_block(5, 1), facts)
-    commit_unit(other, "two", 0, make_block(5, 2), facts)
+    commit_unit(other, "one", 0, block_of(5, 1), FACTS)
+    commit_unit(other, "two", 0, block_of(5, 2), FACTS)
     check_shard(work.cache, old)
 
 
 @pytest.mark.parametrize("same_bytes", [True, False])
-def test_workers_without_any_lock_end_with_one_commit_per_unit(work, make_block, facts, same_bytes):
+def test_workers_without_any_lock_end_with_one_commit_per_unit(work, same_bytes):
     def compete(worker):
         for unit in range(6):
-            block = make_block(5, unit if same_bytes else 10 * unit + worker)
-            commit_unit(work, f"run-{worker}", unit, block, facts)
+            block = block_of(5, unit if same_bytes else 10 * unit + worker)
+            commit_unit(work, f"run-{worker}", unit, block, FACTS)
 
     start, go = os.pipe()
     pids = []
@@ -139,19 +140,17 @@ def test_workers_without_any_lock_end_with_one_commit_per_unit(work, make_block,
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_log_prob_that_is_not_finite_is_never_stored(work, make_block, facts, bad):
-    block = make_block(5, 1)
+def test_a_log_prob_that_is_not_finite_is_never_stored(work, bad):
+    block = block_of(5, 1)
     logps = block.logps.copy()
     logps[2] = bad
     with pytest.raises(NonFiniteError, match=r"unit 7: 1 of \d+ log-probs.*branch 2"):
-        commit_unit(work, "run", 7, dataclasses.replace(block, logps=logps), facts)
+        commit_unit(work, "run", 7, dataclasses.replace(block, logps=logps), FACTS)
     assert list(work.cache.data.iterdir()) == []
 
 
 @pytest.mark.parametrize("change", ["bit", "end", "values"])
-def test_a_disk_that_changes_bytes_on_the_way_is_noticed(
-    work, make_block, facts, monkeypatch, change
-):
+def test_a_disk_that_changes_bytes_on_the_way_is_noticed(work, monkeypatch, change):
     def spoil(name):
         if name != "shard.written":
             return
@@ -159,7 +158,7 @@ def test_a_disk_that_changes_bytes_on_the_way_is_noticed(
         good = draft.read_bytes()
         draft.unlink()
         if change == "values":
-            block = make_block(50, 1)
+            block = block_of(50, 1)
             write_shard(draft, dataclasses.replace(block, logps=block.logps * 2))
         else:
             flipped = bytearray(good)
@@ -168,7 +167,7 @@ def test_a_disk_that_changes_bytes_on_the_way_is_noticed(
 
     monkeypatch.setattr(commits, "reach", spoil)
     with pytest.raises(StorageError, match="what was read back is not what was written"):
-        commit_unit(work, "run", 0, make_block(50, 1), facts)
+        commit_unit(work, "run", 0, block_of(50, 1), FACTS)
     assert read_commits(work, 1) == {}
     assert list(work.cache.data.iterdir()) == []
 
@@ -190,16 +189,16 @@ def _edit(path, **fields):
         ({"bytes": 1}, "instead of 1"),
     ],
 )
-def test_an_edited_commit_is_refused(work, make_block, facts, fields, said):
-    commit_unit(work, "run", 0, make_block(5, 1), facts)
+def test_an_edited_commit_is_refused(work, fields, said):
+    commit_unit(work, "run", 0, block_of(5, 1), FACTS)
     _edit(work.commit(0), **fields)
     with pytest.raises(CorruptionError, match=said):
         read_commits(work, 2)
 
 
 @pytest.mark.parametrize("flips", [60, pytest.param(600, marks=pytest.mark.long)])
-def test_a_commit_with_a_flipped_bit_is_refused(work, make_block, lossy, flips):
-    commit = commit_unit(work, "run", 0, make_block(5, 1), lossy)
+def test_a_commit_with_a_flipped_bit_is_refused(work, lossy, flips):
+    commit = commit_unit(work, "run", 0, block_of(5, 1), lossy)
     path = work.commit(0)
     good = path.read_bytes()
     for damaged in flipped(good, flips):
@@ -210,14 +209,14 @@ def test_a_commit_with_a_flipped_bit_is_refused(work, make_block, lossy, flips):
     assert read_commits(work, 1) == {0: commit}
 
 
-def test_a_commit_of_no_unit_of_the_plan_is_refused(work, make_block, facts):
-    commit_unit(work, "run", 3, make_block(5, 1), facts)
+def test_a_commit_of_no_unit_of_the_plan_is_refused(work):
+    commit_unit(work, "run", 3, block_of(5, 1), FACTS)
     with pytest.raises(CorruptionError, match="none of the 3 units of this plan"):
         read_commits(work, 3)
 
 
-def test_a_commit_whose_shard_is_missing_is_refused(work, make_block, facts):
-    commit = commit_unit(work, "run", 0, make_block(5, 1), facts)
+def test_a_commit_whose_shard_is_missing_is_refused(work):
+    commit = commit_unit(work, "run", 0, block_of(5, 1), FACTS)
     (work.cache.data / commit.file).unlink()
     with pytest.raises(CorruptionError, match="is missing"):
         read_commits(work, 1)

@@ -9,6 +9,7 @@ from align import pipeline
 from align.schemas.errors import UsageError
 from align.stages import storage, tracking, train
 from align.stages.storage.failpoints import NAMES, OF_A_CACHE, Trigger, parse
+from support.made_caches import in_child, make_cache, tree_of
 
 
 def test_a_list_of_failpoints_is_read():
@@ -48,24 +49,20 @@ def test_every_named_failpoint_is_somewhere_in_the_code():
 
 @pytest.mark.parametrize("name", OF_A_CACHE)
 @pytest.mark.parametrize("action", ["kill", "eio", "term", "enospc"])
-def test_a_run_that_fails_anywhere_ends_as_if_it_had_not(  # noqa: PLR0917
-    tmp_path, make_cache, tree, fork, clean_tree, name, action
-):
+def test_a_run_that_fails_anywhere_ends_as_if_it_had_not(tmp_path, clean_tree, name, action):
     """Occurrence 1, or the last unit where a failpoint is passed once per unit."""
     per_unit = name.startswith(("unit", "shard", "commit"))
     for visit in (1, 3) if per_unit else (1,):
         make = partial(make_cache, tmp_path / str(visit))
         expected = {"kill": signal.SIGKILL, "term": signal.SIGTERM}.get(action, 74 << 8)
-        assert fork(make, f"{name}={action}@{visit}") == expected
-        assert fork(make) == 0
-        assert tree(tmp_path / str(visit)) == clean_tree
+        assert in_child(make, f"{name}={action}@{visit}") == expected
+        assert in_child(make) == 0
+        assert tree_of(tmp_path / str(visit)) == clean_tree
 
 
-def test_a_run_killed_again_and_again_ends_as_if_it_had_not(
-    tmp_path, make_cache, tree, fork, clean_tree
-):
+def test_a_run_killed_again_and_again_ends_as_if_it_had_not(tmp_path, clean_tree):
     visits = [f"{name}=kill@{visit}" for name in OF_A_CACHE for visit in (1, 2)]
     for visit in visits[::-1]:
-        fork(lambda: make_cache(tmp_path / "cache"), visit)
-    assert fork(lambda: make_cache(tmp_path / "cache")) == 0
-    assert tree(tmp_path / "cache") == clean_tree
+        in_child(lambda: make_cache(tmp_path / "cache"), visit)
+    assert in_child(lambda: make_cache(tmp_path / "cache")) == 0
+    assert tree_of(tmp_path / "cache") == clean_tree

@@ -10,6 +10,7 @@ from align.schemas.errors import StorageError, UsageError, storage_error
 from align.schemas.json_codec import from_json
 from align.stages.storage import failpoints, fs
 from align.stages.storage.shards import write_shard
+from support.made_caches import block_of, in_child, make_cache, tree_of
 
 
 class Fault:
@@ -32,7 +33,7 @@ KINDS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EACCES])
-def test_no_operation_that_fails_commits_half_a_unit(tmp_path, make_cache, tree, clean_tree, error):
+def test_no_operation_that_fails_commits_half_a_unit(tmp_path, clean_tree, error):
     """N = 1, 2, ... until a run meets no fault: refused with 74, and a rerun converges."""
     failed, messages = set(), []
     for at in range(1, 200):
@@ -51,7 +52,7 @@ def test_no_operation_that_fails_commits_half_a_unit(tmp_path, make_cache, tree,
             assert fs.sha256_of(root / "data" / named.file) == named.sha256
         assert not list(root.rglob("tmp/run/*"))
         make_cache(root)
-        assert tree(root) == clean_tree
+        assert tree_of(root) == clean_tree
     assert len(messages) > 60
     assert all(os.strerror(error) in message for message in messages)
     told = error in (errno.ENOSPC, errno.EDQUOT)
@@ -75,9 +76,9 @@ def test_a_full_disk_is_reported_with_the_bytes_it_lacks(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_fault_inside_the_parquet_writer_keeps_its_own_words(tmp_path, make_block):
+def test_a_fault_inside_the_parquet_writer_keeps_its_own_words(tmp_path):
     with failpoints.watch(Fault(2, errno.EDQUOT)), pytest.raises(StorageError, match="--output"):
-        write_shard(tmp_path / "a", make_block(30_000, 0))
+        write_shard(tmp_path / "a", block_of(30_000, 0))
 
 
 def test_a_link_at_the_place_of_a_new_file_is_not_followed(tmp_path):
@@ -159,7 +160,7 @@ def test_each_kind_of_refusal_has_its_own_message(tmp_path, number, code, said):
     assert ("disk" in str(error)) == (number in (errno.EIO,))
 
 
-def test_a_draft_goes_when_its_writer_is_dead_and_only_then(tmp_path, fork):
+def test_a_draft_goes_when_its_writer_is_dead_and_only_then(tmp_path):
     target, token = tmp_path / "rows.jsonl", "0123456789abcdef"
     mine = tmp_path / f".rows.jsonl.{token}x.tmp"
     other = tmp_path / f".other.{token}.tmp"
@@ -172,7 +173,7 @@ def test_a_draft_goes_when_its_writer_is_dead_and_only_then(tmp_path, fork):
             file.flush()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    fork(die)
+    in_child(die)
     assert len(list(tmp_path.iterdir())) == 3
     with fs.new_file(target, replaces=True) as file:
         file.write(b"whole")
@@ -197,14 +198,14 @@ def test_a_new_file_never_replaces_one_written_meanwhile(tmp_path):
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_a_folder_half_filled_goes_with_the_next_of_its_name(tmp_path, fork):
+def test_a_folder_half_filled_goes_with_the_next_of_its_name(tmp_path):
     def die():
         with fs.new_folder(tmp_path / "w") as folder:
             (folder / "half").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
     (tmp_path / "w.partial").mkdir()
-    fork(die)
+    in_child(die)
     with fs.new_folder(tmp_path / "w") as folder:
         (folder / "whole").touch()
     assert {path.name for path in tmp_path.iterdir()} == {"w", "w.partial"}

@@ -17,11 +17,10 @@ from align.stages.storage import failpoints
 from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.manifest_file import load_manifest, load_plan, root_of, write_manifest
 from support.flips import flipped
+from support.made_caches import make_cache
 
 
-def test_a_manifest_is_the_same_whenever_and_wherever_it_is_made(
-    cache, clean_tree, tmp_path, make_cache
-):
+def test_a_manifest_is_the_same_whenever_and_wherever_it_is_made(cache, clean_tree, tmp_path):
     assert cache.manifest.read_bytes() == clean_tree["manifest.json"]
     manifest = load_manifest(cache)
     assert manifest.rows == sum(shard.rows for shard in manifest.shards) == 15
@@ -200,7 +199,7 @@ def test_the_root_is_a_digest_of_what_a_cache_holds(cache):
 
 
 @pytest.mark.parametrize("flips", [60, pytest.param(600, marks=pytest.mark.long)])
-def test_a_plan_with_a_flipped_bit_is_refused(tmp_path, make_cache, flips):
+def test_a_plan_with_a_flipped_bit_is_refused(tmp_path, flips):
     with contextlib.suppress(StoppedError), failpoints.watch(stop_at_the_first_commit):
         make_cache(tmp_path / "cache")
     (work,) = CacheFolder(tmp_path / "cache").works()

@@ -19,6 +19,7 @@ from align.stages.storage.shards import (
     to_table,
     write_shard,
 )
+from support.made_caches import block_of
 
 
 def assert_same(left, right):
@@ -42,16 +43,16 @@ def _arrays(block):
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 7, 600])
 @pytest.mark.parametrize("seed", range(6))
-def test_a_shard_gives_back_what_was_put_in(tmp_path, make_block, rows, seed):
-    block = make_block(
+def test_a_shard_gives_back_what_was_put_in(tmp_path, rows, seed):
+    block = block_of(
         rows, seed, token_logps=seed % 2 == 0, carried=("margin",)[: seed % 3], scores=seed % 2
     )
     write_shard(tmp_path / "a", block)
     assert_same(read_shard(tmp_path / "a"), block)
 
 
-def test_any_slice_of_a_table_is_the_block_of_its_rows(make_block):
-    table = to_table(make_block(40, 3, token_logps=True, carried=("margin",), scores=0.5))
+def test_any_slice_of_a_table_is_the_block_of_its_rows():
+    table = to_table(block_of(40, 3, token_logps=True, carried=("margin",), scores=0.5))
     draw = np.random.default_rng(0)
     for _ in range(60):
         start, stop = sorted(draw.integers(0, 41, 2))
@@ -60,29 +61,29 @@ def test_any_slice_of_a_table_is_the_block_of_its_rows(make_block):
         assert_same(read_block(part), read_block(copied))
 
 
-def test_chunks_of_a_table_are_joined_in_order(make_block):
-    table = to_table(make_block(30, 5))
+def test_chunks_of_a_table_are_joined_in_order():
+    table = to_table(block_of(30, 5))
     parts = pa.concat_tables([table.slice(0, 11), table.slice(11, 0), table.slice(11)])
-    assert_same(read_block(parts), make_block(30, 5))
+    assert_same(read_block(parts), block_of(30, 5))
 
 
-def test_the_same_block_gives_the_same_bytes(tmp_path, make_block):
+def test_the_same_block_gives_the_same_bytes(tmp_path):
     for name in ("a", "b"):
-        write_shard(tmp_path / name, make_block(700, 1, token_logps=True, scores=0.5))
+        write_shard(tmp_path / name, block_of(700, 1, token_logps=True, scores=0.5))
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
-def test_the_row_id_of_a_copy_differs_from_the_first(make_block):
+def test_the_row_id_of_a_copy_differs_from_the_first():
     rows = dataclasses.replace(
-        make_block(3, 0).rows,
+        block_of(3, 0).rows,
         row_id=np.array([b"\x00" * 16, b"\xff" * 16, b"a" + b"\x00" * 15], dtype="S16"),
         copy=np.array([0, 1, 12], dtype=np.int32),
     )
     assert row_ids(rows) == ["00" * 16, "ff" * 16 + "-1", "61" + "00" * 15 + "-12"]
 
 
-def test_a_missing_score_is_null_and_minus_zero_stays(tmp_path, make_block):
-    block = make_block(20, 2)
+def test_a_missing_score_is_null_and_minus_zero_stays(tmp_path):
+    block = block_of(20, 2)
     block.rows.scores[:] = np.nan
     block.rows.scores[0] = -0.0
     block.logps[0] = -0.0
@@ -93,13 +94,13 @@ def test_a_missing_score_is_null_and_minus_zero_stays(tmp_path, make_block):
     assert_same(read_shard(tmp_path / "a"), block)
 
 
-def test_a_row_group_ends_at_512_rows_or_at_its_token_limit(make_block):
-    assert group_bounds(make_block(2 * ROWS_PER_GROUP + 1, 0).rows) == [
+def test_a_row_group_ends_at_512_rows_or_at_its_token_limit():
+    assert group_bounds(block_of(2 * ROWS_PER_GROUP + 1, 0).rows) == [
         (0, 512),
         (512, 1024),
         (1024, 1025),
     ]
-    rows = make_block(5, 0).rows
+    rows = block_of(5, 0).rows
     half = TOKENS_PER_GROUP // 2
     lengths = [half, half, half, 3 * half, 1]  # the fourth row alone is over the limit
     long = dataclasses.replace(
@@ -111,8 +112,8 @@ def test_a_row_group_ends_at_512_rows_or_at_its_token_limit(make_block):
     assert group_bounds(long) == [(0, 2), (2, 3), (3, 4), (4, 5)]
 
 
-def test_long_rows_and_chosen_columns_are_read_group_by_group(tmp_path, make_block):
-    block = make_block(60, 4, max_tokens=60_000)
+def test_long_rows_and_chosen_columns_are_read_group_by_group(tmp_path):
+    block = block_of(60, 4, max_tokens=60_000)
     write_shard(tmp_path / "a", block)
     tables = list(iter_row_groups(tmp_path / "a"))
     assert len(tables) == len(group_bounds(block.rows)) > 1
@@ -121,8 +122,8 @@ def test_long_rows_and_chosen_columns_are_read_group_by_group(tmp_path, make_blo
     assert first.column_names == ["row_id"]
 
 
-def test_files_are_written_as_agreed(tmp_path, make_block):
-    write_shard(tmp_path / "a", make_block(20, 2, token_logps=True, carried=("margin",)))
+def test_files_are_written_as_agreed(tmp_path):
+    write_shard(tmp_path / "a", block_of(20, 2, token_logps=True, carried=("margin",)))
     group = pq.ParquetFile(tmp_path / "a").metadata.row_group(0)
     columns = {group.column(i).path_in_schema: group.column(i) for i in range(group.num_columns)}
     assert {column.compression for column in columns.values()} == {"ZSTD"}
@@ -148,16 +149,16 @@ def test_files_are_written_as_agreed(tmp_path, make_block):
         ("role", [0, 0], "lengths"),
     ],
 )
-def test_columns_that_contradict_each_other_are_corrupt(make_block, column, value, said):
-    table = to_table(make_block(1, 6))
+def test_columns_that_contradict_each_other_are_corrupt(column, value, said):
+    table = to_table(block_of(1, 6))
     index = table.column_names.index(column)
     bad = table.set_column(index, table.field(index), pa.array([value], table.field(index).type))
     with pytest.raises(CorruptionError, match=said):
         read_block(bad, source="part")
 
 
-def test_a_table_of_something_else_is_corrupt(make_block):
-    table = to_table(make_block(1, 6))
+def test_a_table_of_something_else_is_corrupt():
+    table = to_table(block_of(1, 6))
     with pytest.raises(CorruptionError, match="other columns"):
         read_block(table.drop_columns(["cut"]))
 
@@ -168,9 +169,9 @@ def test_a_file_that_is_not_a_shard_is_named(tmp_path):
         read_shard(tmp_path / "part")
 
 
-def test_whatever_bit_flips_in_the_end_of_a_shard_no_other_error_comes_of_it(tmp_path, make_block):
+def test_whatever_bit_flips_in_the_end_of_a_shard_no_other_error_comes_of_it(tmp_path):
     path, names = tmp_path / "part", ["num_tokens", "margin", "score"]
-    write_shard(path, make_block(20, 2, carried=("margin",)))
+    write_shard(path, block_of(20, 2, carried=("margin",)))
     good, refused = path.read_bytes(), []
     for place in range(len(good) - 8 - pq.ParquetFile(path).metadata.serialized_size, len(good)):
         bad = bytearray(good)

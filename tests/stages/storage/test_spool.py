@@ -1,4 +1,4 @@
-"""A commit of preparing names a file that is whole, whatever a power loss leaves of both."""
+"""A commit of preparing names a file that is whole; see test_power_loss too."""
 
 import hashlib
 import re
@@ -6,10 +6,8 @@ import re
 import pytest
 
 from align.schemas.errors import CorruptionError
-from align.schemas.json_codec import CodecError, from_signed_json
 from align.schemas.preparing import EncodedPart, PartFile
-from align.stages.storage import failpoints, fs, spool
-from support.power_loss import Promise, ops_of, states_of, watcher
+from align.stages.storage import fs, spool
 
 
 def make(place, number, content):
@@ -17,53 +15,6 @@ def make(place, number, content):
     with spool.new_part(place.encoded(number)) as part:
         part.write(content)
     spool.put_commit(place.encoded(number), EncodedPart(part.file, 0, 0, 0, 0, {}, {}, ()))
-
-
-def recorded(base):
-    """The operations of two tasks, and when each was done."""
-    log = []
-    with failpoints.watch(watcher(log)):
-        place = spool.Spool(base / "spool")
-        fs.make_folder(place.root)  # as the folder of the work does
-        fs.fsync_folder(base)
-        place.prepare()
-        for number in range(2):
-            make(place, number, b"rows of %d" % number)
-            log.append(Promise("encoded", f"{number:08d}"))
-    return log
-
-
-def first_broken(log, base):
-    """What is wrong with the first bad state; None when none is."""
-    for left, promises in states_of(log, base):
-        commits = {path: content for path, content in left.items() if path.endswith("0.json")}
-        commits |= {path: content for path, content in left.items() if path.endswith("1.json")}
-        for path, content in commits.items():
-            try:
-                file = from_signed_json(EncodedPart, content).file
-            except CodecError:
-                return f"{path} is torn"
-            found = left.get(f"spool/encoded/{file.name}", b"")
-            if hashlib.sha256(found).hexdigest() != file.sha256:
-                return f"{path} names a file that is not there"
-        for promise in promises:
-            if f"spool/encoded/{promise.key}.json" not in left:
-                return f"{promise.key} was promised and is gone"
-    return None
-
-
-def test_every_state_that_a_power_loss_may_leave_can_be_gone_on_from(tmp_path):
-    assert first_broken(recorded(tmp_path), tmp_path) is None
-
-
-def test_without_any_one_of_its_syncs_some_state_is_broken(tmp_path):
-    log = recorded(tmp_path)
-    begun = next(place for place, op in enumerate(ops_of(log)) if op.name == "create")
-    syncs = {(op.name, op.site) for op in ops_of(log)[begun:] if op.name.startswith("fsync")}
-    assert len(syncs) == 4  # the file, its name, its commit, the commit's name
-    for sync in syncs:
-        kept = [one for one in log if isinstance(one, Promise) or (one.name, one.site) != sync]
-        assert first_broken(kept, tmp_path), sync
 
 
 def test_a_damaged_commit_is_refused_by_name(tmp_path):

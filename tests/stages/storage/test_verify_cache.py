@@ -11,6 +11,7 @@ from align.schemas.errors import CorruptionError
 from align.stages.storage.manifest_file import load_manifest, root_of, write_manifest
 from align.stages.storage.shards import iter_row_groups, read_shard, write_shard
 from align.stages.storage.verify_cache import check_shard, damaged_units, verify_cache
+from support.made_caches import block_of, in_child
 
 FLIPS = 3_000
 
@@ -42,10 +43,10 @@ def put_byte(path, place, byte):
         file.write(bytes([byte]))
 
 
-def test_a_flipped_bit_in_a_page_never_gives_a_wrong_value(tmp_path, make_block, fork):
+def test_a_flipped_bit_in_a_page_never_gives_a_wrong_value(tmp_path):
     """With the digest out of the way: the page checksums alone, in a child that may crash."""
     path = tmp_path / "shard"
-    write_shard(path, make_block(300, 1, token_logps=True))
+    write_shard(path, block_of(300, 1, token_logps=True))
     good, table = path.read_bytes(), pq.read_table(path)
     footer = len(good) - 8 - int.from_bytes(good[-8:-4], "little")
     draw = random.Random(2)
@@ -63,7 +64,7 @@ def test_a_flipped_bit_in_a_page_never_gives_a_wrong_value(tmp_path, make_block,
             put_byte(path, place, good[place])
         assert wrong == 0
 
-    assert fork(flip) == 0
+    assert in_child(flip) == 0
 
 
 @pytest.mark.parametrize(

@@ -29,20 +29,14 @@ def without_times(path):
     return [{k: v for k, v in line.items() if k != "time"} for line in lines(path)]
 
 
-def test_a_line_holds_a_step(path):
-    write(path, [1, 2])
-    assert without_times(path) == [
-        {"step": 1, "loss": 0.25, "eval/loss": 1.0},
-        {"step": 2, "loss": 0.5, "eval/loss": 1.0},
-    ]
-    first, second = lines(path)
-    assert 1.7e9 < first["time"] <= second["time"]
-
-
-def test_a_line_is_there_as_soon_as_it_is_logged(path):
+def test_a_line_holds_a_step_and_is_there_as_soon_as_it_is_logged(path):
     journal = open_journal(path, keep_through=-1)
-    journal.append({"loss": 1.0}, step=1)
-    assert len(lines(path)) == 1
+    journal.append({"loss": 0.25, "eval/loss": 1.0}, step=1)
+    assert without_times(path) == [{"step": 1, "loss": 0.25, "eval/loss": 1.0}]
+    journal.append({"loss": 0.5}, step=2)
+    first, second = lines(path)
+    assert (second["step"], second["loss"]) == (2, 0.5)
+    assert 1.7e9 < first["time"] <= second["time"]
     journal.close()
 
 
@@ -89,13 +83,13 @@ def test_what_was_kept_keeps_its_bytes(path):
     assert path.read_bytes().splitlines() == before[:4]
 
 
-@pytest.mark.parametrize("cut", range(1, 40, 3))
-def test_a_torn_last_line_is_dropped(path, cut):
+def test_a_torn_last_line_is_dropped(path):
     write(path, range(1, 4))
     whole = path.read_bytes()
-    path.write_bytes(whole[:-cut])
-    write(path, [3], keep_through=3)
-    assert [line["step"] for line in lines(path)] == [1, 2, 3]
+    for cut in range(1, 40, 3):
+        path.write_bytes(whole[:-cut])
+        write(path, [3], keep_through=3)
+        assert [line["step"] for line in lines(path)] == [1, 2, 3], cut
 
 
 def test_a_new_run_drops_everything(path):
