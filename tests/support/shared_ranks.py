@@ -4,6 +4,7 @@ from copy import deepcopy
 
 import torch
 from torch import distributed, nn
+from torch.nn.attention import flex_attention
 
 from align.schemas.config import LoraOptions
 from align.schemas.errors import UsageError
@@ -32,7 +33,7 @@ HEADS = {
 }
 
 
-def shared_sequences(world):
+def shared_sequences(world, _):
     """What became of each model."""
     group = sequence_group(in_groups(world, world.size))
     every = mixed_trees()
@@ -101,6 +102,7 @@ def compared(model, group, trees, *, recomputes=False, **heads):
 @torch.no_grad()
 def by_flex(model, group, trees):
     """The attention of a GPU inside; a CPU has no gradient of it."""
+    flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True  # else it advises to compile it
     whole = tree_logps(model, trees, Policy(model).path)
     path = ScoringPath("flex", "fused", 0.0, group)
     return {"far": float((tree_logps(model, trees, path) - whole).abs().max())}
