@@ -13,9 +13,9 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
 from align.schemas.errors import UsageError
 from align.schemas.rows import Tree
-from align.stages.model.load import load_causal_lm, unused_weights
+from align.stages.model.load import load_causal_lm
 from align.stages.model.policy import load_policy
-from align.stages.model.reference import HfReference, TreeScorer
+from align.stages.model.reference import HfReference
 from align.stages.model.reward_model import HfReward
 from support.families import PLAIN_FAMILIES, TREE_FAMILIES, tiny_model
 
@@ -25,17 +25,6 @@ pytestmark = [  # peft's own, while it saves an adapter
 ]
 FAMILIES = TREE_FAMILIES | PLAIN_FAMILIES
 TREE = Tree(np.array([3, 4, 5], np.int32), (np.array([6], np.int32), np.array([7, 8], np.int32)))
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_saved_family_loads_whole_and_scores_as_before(name, tmp_path):
-    model = tiny_model(*FAMILIES[name])
-    model.save_pretrained(tmp_path)
-    assert unused_weights(options(tmp_path)) == []
-    loaded = load_causal_lm(options(tmp_path))
-    assert all(map(torch.equal, loaded.parameters(), model.parameters()))
-    scores, before = (TreeScorer(one).score([TREE]) for one in (loaded, model))
-    assert np.allclose(scores, before, rtol=1e-5, atol=0)  # their tensors begin at other places
 
 
 @pytest.fixture
