@@ -12,6 +12,7 @@ from align.stages.engine.deepspeed_compat import deepspeed
 from align.stages.engine.deepspeed_engine import open_engine
 from align.stages.model.load import ScalarHead, add_lora
 from align.stages.model.policy import Policy
+from support.adapters import drawn_adapter
 
 VOCABULARY, WIDTH = 1500, 16  # more than one tile of the head
 # Trees of each rank in each micro-batch; in one of them a rank has nothing to do.
@@ -49,10 +50,7 @@ def policy_of(*, tied=False, lora=False, checkpointing=False, head="none", purit
     if head == "score":
         model.score.__class__ = ScalarHead
     if lora:
-        model = add_lora(model, LoraOptions(rank=2), seed=3)
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:  # zero at first, and so would be the gradient of its A
-                torch.nn.init.normal_(parameter, std=0.1)
+        model = drawn_adapter(add_lora(model, LoraOptions(rank=2), seed=3))
     policy = Policy(model, head=head, purity=purity)
     if head == "values":  # it begins at zero, and so would be what it gives the states
         torch.nn.init.normal_(policy.value_head.weight)

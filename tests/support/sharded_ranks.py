@@ -14,6 +14,7 @@ from align.stages.engine.zero3_partitions import open_partitions
 from align.stages.model.load import quiet, resolve
 from align.stages.model.policy import Sharding, load_policy
 from align.stages.model.sharded_load import load_sharded
+from support.adapters import drawn_adapter
 from support.families import COMMON
 from support.live_bytes import LiveBytes
 from support.tiny_policy import some_trees
@@ -101,10 +102,7 @@ def make_models(folder):
     settings = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
     with quiet():
         model = get_peft_model(LlamaForCausalLM.from_pretrained(folder / "causal"), settings)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
-    model.save_pretrained(folder / "adapter")
+    drawn_adapter(model).save_pretrained(folder / "adapter")
 
 
 def saved(folder, kind=LlamaForCausalLM, dtype=torch.float32, **settings):

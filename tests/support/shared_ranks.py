@@ -12,6 +12,7 @@ from align.stages.engine.distributed import in_groups, sequence_group
 from align.stages.model.load import add_lora
 from align.stages.model.logprobs import ScoringPath, tree_logps
 from align.stages.model.policy import Policy, Sharding, turn_dropout_off
+from support.adapters import drawn_adapter
 from support.families import TREE_FAMILIES, mixed_trees, tiny_model
 
 SHARED = {
@@ -61,10 +62,7 @@ def looking_at_neighbours(model):
 
 def adapted():
     model = add_lora(model_of("keys of two heads"), LoraOptions(rank=2), seed=3)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:  # zero at first, and so would be the gradient of its A
-            nn.init.normal_(parameter, std=0.1)
-    return model
+    return drawn_adapter(model)
 
 
 def compared(model, group, trees, *, recomputes=False, **heads):

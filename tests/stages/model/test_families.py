@@ -33,10 +33,24 @@ FAMILIES = {
 # It rounds its own logits' gradients as much.
 ROUGH = {"gpt_neo with local layers": 3e-5}
 LAYOUTS = ("packed", "tree", "plain")  # fastest first
+# Shared keys, windows, soft caps, scales and positions of their own, experts.
+ON_GPU = {
+    "llama",
+    "qwen2 with windows",
+    "gemma2",
+    "gemma3",
+    "mistral with a window",
+    "gpt2",
+    "granite",
+    "opt",
+    "qwen3_moe",
+}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_layout_has_the_numbers_and_the_gradient_of_the_models_own_logits(name, caplog):
+def test_every_layout_has_the_numbers_and_the_gradient_of_the_models_own_logits(
+    name, flex_on_cpu, caplog
+):
     model = tiny_model(*FAMILIES[name])
     turn_dropout_off(model)
     # Experts multiply in single precision only.
@@ -54,7 +68,7 @@ def test_every_layout_has_the_numbers_and_the_gradient_of_the_models_own_logits(
     fastest = "plain" if name in PLAIN_FAMILIES else "tree" if name in UNPACKED else "packed"
     for path in (scorer.path, policy.path):
         assert (path.layout, path.head) == (fastest, "fused"), caplog.text
-    for layout in LAYOUTS[LAYOUTS.index(fastest) :]:
+    for layout in (*LAYOUTS[LAYOUTS.index(fastest) :], *(("flex",) if name in ON_GPU else ())):
         policy.path = replace(policy.path, layout=layout)
         policy.zero_grad()
         numbers = policy(TREES)[0]

@@ -6,15 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import LlamaForCausalLM
 
 from align.schemas.config import ModelOptions, TrainOptions
 from align.schemas.errors import UsageError
 from align.stages.engine.distributed import joined_world
-from align.stages.model.load import load_model, quiet, unused_weights
+from align.stages.model.load import load_model, unused_weights
 from align.stages.model.sharded_load import load_sharded
+from support.adapters import saved_adapter
 from support.families import PLAIN_FAMILIES, TREE_FAMILIES, tiny_model
 from support.sharded_ranks import PRESET, partitions_of
 
@@ -130,18 +129,14 @@ def test_a_file_that_is_cut_short_is_refused(tied_folder, load_spread, tmp_path)
 def test_what_cannot_be_read_in_parts_is_loaded_whole_and_said(
     tied_folder, load_spread, tmp_path, caplog
 ):
-    config = LoraConfig(r=2, modules_to_save=["lm_head"], task_type="CAUSAL_LM")
-    with quiet():
-        get_peft_model(LlamaForCausalLM.from_pretrained(tied_folder), config).save_pretrained(
-            tmp_path
-        )
-    options = replace(options_of(tied_folder), adapter=str(tmp_path))
+    adapter = saved_adapter(tmp_path, tied_folder, modules_to_save=["lm_head"])
+    options = replace(options_of(tied_folder), adapter=str(adapter))
     with caplog.at_level(logging.WARNING):
         loaded = load_spread(options)
     assert not any(hasattr(one, "ds_id") for one in loaded.parameters())
     (record,) = caplog.records
-    said = "is loaded whole on every rank, then spread: its adapter has modules_to_save."
-    assert record.getMessage() == f"{tied_folder} {said}"
+    assert str(tied_folder) in record.getMessage()
+    assert "modules_to_save" in record.getMessage()
 
 
 def test_parameters_that_a_checkpoint_replaces_are_not_read(tied_folder, load_spread):

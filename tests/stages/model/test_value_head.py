@@ -30,15 +30,16 @@ SLOPES = slopes_of(num_tokens(TREES)), slopes_of(num_tokens(TREES), seed=1)
 
 
 @pytest.mark.parametrize("name", THREE_FAMILIES)
-def test_values_purity_and_gradients_are_those_of_the_models_own_states(name):
+def test_values_purity_and_gradients_are_those_of_the_models_own_states(name, flex_on_cpu):
     """The loss has a share of the purity, which has no gradient."""
     model = tiny_model(*TREE_FAMILIES[name])
     turn_dropout_off(model)
     policy = drawn(Policy(deepcopy(model), head="values", purity=True))
     assert policy.output_names == ("logps", "purity", "values")
     own = by_itself(model, policy.value_head)
+    fastest, flex = policy.path.layout, ("flex",) if name == "gemma2" else ()
     for head in ("fused", "exact"):
-        for layout in dict.fromkeys((policy.path.layout, "tree", "plain")):
+        for layout in dict.fromkeys((fastest, "tree", "plain", *flex)):
             policy.path = replace(policy.path, layout=layout, head=head)
             policy.zero_grad()
             logps, purity, values = policy(TREES)
