@@ -98,12 +98,6 @@ def test_different_numbers_and_seeds_give_different_samples(drawing_model, promp
     assert len(set(found.values())) == len(found)
 
 
-def test_a_temperature_of_zero_gives_one_sample_for_all_numbers(drawing_model, prompt_ids):
-    found = samples(drawing_model, prompt_ids, temperature=0.0)
-    for at in range(len(prompt_ids)):
-        assert len({found[at, number] for number in range(4)}) == 1
-
-
 def test_a_sample_ends_before_its_first_stop(drawing_model, prompt_ids):
     free = samples(drawing_model, prompt_ids, stops=())
     assert not any(has_stopped for _, has_stopped in free.values())
