@@ -33,8 +33,7 @@ def peak(device, policy, trees):
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def test_memory_grows_with_a_row_and_not_with_its_square(request):
-    device = request.config.getoption("--device")
+def test_memory_grows_with_a_row_and_not_with_its_square(device):
     torch.manual_seed(0)
     config = LlamaConfig(**SHAPE | WIDE)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32

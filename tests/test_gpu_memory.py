@@ -29,15 +29,7 @@ PLAIN = LoraOptions()
 
 
 @pytest.fixture(scope="module")
-def where(request):
-    name = request.config.getoption("device")
-    if name == "cuda" and not torch.cuda.is_available():
-        pytest.fail("torch finds no GPU that it can use here, and these tests are for one")
-    return name
-
-
-@pytest.fixture(scope="module")
-def lone_rank(where):
+def lone_rank(device):
     with joined_world() as world:
         yield world
 
@@ -87,11 +79,11 @@ def base_optimizer(run):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_adamw_is_the_fastest_there_is_and_takes_the_steps_of_the_cpus(
-    where, lone_rank, world, torch_steps, preset
+    device, lone_rank, world, torch_steps, preset
 ):
     run = run_of(lone_rank, world.model, replace(STEADY, deepspeed=preset)).steps(3, 6)
     optimizer = base_optimizer(run)
-    if where == "cuda":
+    if device == "cuda":
         on_host = preset.endswith("offload")
         assert type(optimizer).__name__ == ("DeepSpeedCPUAdam" if on_host else "AdamW")
         assert on_host or all(group["fused"] for group in optimizer.param_groups)
@@ -124,7 +116,7 @@ def test_a_run_resumes_bit_for_bit(lone_rank, world, tmp_path, name, preset, dty
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2"])
-def test_four_bits_learn_and_stay_what_they_are(where, lone_rank, world, preset, dtype):
+def test_four_bits_learn_and_stay_what_they_are(device, lone_rank, world, preset, dtype):
     options = replace(STEADY, deepspeed=preset, dtype=dtype)
     lora = LoraOptions(enabled=True, quantize="nf4")
     run = run_of(lone_rank, world.model, options, lora)
@@ -138,7 +130,7 @@ def test_four_bits_learn_and_stay_what_they_are(where, lone_rank, world, preset,
     assert all("lora_" in name for name in changed)
     packed = [one for one in after.values() if one.dtype == torch.uint8]
     assert len(packed) == sum("_proj.base_layer.weight" in name for name in before)
-    assert {one.device.type for one in after.values()} == {where}
+    assert {one.device.type for one in after.values()} == {device}
 
 
 @pytest.fixture(scope="module")
@@ -154,8 +146,8 @@ def deep_model(world, tmp_path_factory):
     return folder
 
 
-def require_gpu(where):
-    if where != "cuda":
+def require_gpu(device):
+    if device != "cuda":
         pytest.fail("this measures the memory of a GPU; leave out --device cpu")
 
 
@@ -172,9 +164,9 @@ def kept_by_a_pass(folder, trees, *, offload):
     return kept, [one.grad for one in policy.parameters()]
 
 
-def test_what_enters_a_layer_waits_in_the_memory_of_the_cpu(where, deep_model):
+def test_what_enters_a_layer_waits_in_the_memory_of_the_cpu(device, deep_model):
 
-    require_gpu(where)
+    require_gpu(device)
     trees = some_trees(np.random.default_rng(1), 2048)
     tokens = sum(len(tree.prompt) + sum(map(len, tree.branches)) for tree in trees)
     (plain, expected), (spared, found) = (
@@ -196,9 +188,9 @@ def test_what_enters_a_layer_waits_in_the_memory_of_the_cpu(where, deep_model):
     ids=str,
 )
 def test_an_optimizer_takes_less_memory_by_at_least_as_many_bytes(
-    where, lone_rank, deep_model, changes, spared
+    device, lone_rank, deep_model, changes, spared
 ):
-    require_gpu(where)
+    require_gpu(device)
     held = []
     for options in (replace(STEADY, dtype="bfloat16", deepspeed="zero2"),) * 2:
         gc.collect()

@@ -27,12 +27,16 @@ def data(tmp_path_factory):
 
 @pytest.fixture
 def config(data, tokenizer_folder, tmp_path):
+    return config_of(data.paired, tokenizer_folder, tmp_path / "cache")
+
+
+def config_of(path, tokenizer_folder, output, **data):
     return Config(
         model=ModelOptions(path=tokenizer_folder),
-        data=DataOptions(files=[str(data.paired)]),
+        data=DataOptions(files=[str(path)], **data),
         tokens=TokenOptions(max_length=256),
         cache=CacheOptions(
-            output=str(tmp_path / "cache"), rows_per_shard=16, token_logps=True, reuse_known=False
+            output=str(output), rows_per_shard=16, token_logps=True, reuse_known=False
         ),
         tracking=TrackingOptions(mlflow=False),
     )
@@ -48,20 +52,35 @@ def to(config):
     return change
 
 
-@pytest.fixture
-def flawed(config, data, tmp_path):
-    """The same config over data with one row that cannot be used."""
-    path = tmp_path / "flawed.jsonl"
+@pytest.fixture(scope="session")
+def flawed_file(data, tmp_path_factory):
+    """The same rows and one that cannot be used."""
+    path = tmp_path_factory.mktemp("flawed") / "flawed.jsonl"
     bad = json.dumps({"prompt": "Why?", "chosen": "", "rejected": "no"})
     path.write_text(data.paired_jsonl.read_text() + bad + "\n")
-    return replace(config, data=DataOptions(files=[str(path)], max_bad_frac=0.5))
+    return path
 
 
 @pytest.fixture
-def clean(to, tmp_path):
+def flawed(flawed_file, tokenizer_folder, tmp_path):
+    """The same config over data with one row that cannot be used."""
+    return config_of(flawed_file, tokenizer_folder, tmp_path / "cache", max_bad_frac=0.5)
+
+
+@pytest.fixture(scope="session")
+def clean(data, tokenizer_folder, tmp_path_factory):
     """What one uninterrupted run of stage 1 leaves."""
-    run(to(output=str(tmp_path / "clean")))
-    return contents(tmp_path / "clean")
+    folder = tmp_path_factory.mktemp("clean") / "cache"
+    run(config_of(data.paired, tokenizer_folder, folder))
+    return contents(folder)
+
+
+@pytest.fixture(scope="session")
+def clean_of_flawed(flawed_file, tokenizer_folder, tmp_path_factory):
+    """The same over data with one row that cannot be used."""
+    folder = tmp_path_factory.mktemp("clean-of-flawed") / "cache"
+    run(config_of(flawed_file, tokenizer_folder, folder, max_bad_frac=0.5))
+    return contents(folder)
 
 
 @pytest.fixture(scope="module")

@@ -78,7 +78,7 @@ def finish(output, start):
 
 
 @pytest.mark.parametrize("kills", FEW_AND_MANY)
-@pytest.mark.parametrize("count", [0, 3])
+@pytest.mark.parametrize("count", [pytest.param(0, marks=pytest.mark.long), 3])
 def test_one_process_or_three_parts_end_in_the_same_bytes(to, clean, tmp_path, kills, count):
     campaign = Campaign()
     shares = [Share(part + 1, count) for part in range(count)] or [None]

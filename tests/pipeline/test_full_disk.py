@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import re
-import shutil
 import subprocess
 from functools import partial
 
@@ -13,15 +12,8 @@ import pytest
 from align.schemas.errors import StorageError
 from align.schemas.json_codec import to_json
 from align.stages.storage import failpoints
-from support.programs import TESTS, program
+from support.programs import TESTS, may_mount, program
 from support.stage_one import contents, run
-
-
-def may_mount():
-    command = ["unshare", "-Urm", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
-    if not shutil.which("unshare"):
-        return False
-    return subprocess.run(command, check=False, capture_output=True).returncode == 0
 
 
 @pytest.fixture
@@ -48,8 +40,7 @@ def told(wide, tmp_path):
 
 @pytest.mark.skipif(not may_mount(), reason="needs user namespaces")
 def test_a_disk_that_is_full_is_refused_in_words_and_resumed_with_room(told, wide, tmp_path):
-    run(wide(output=str(tmp_path / "clean")))
-    clean = contents(tmp_path / "clean")
+    run(wide(output=str(tmp_path / "whole")))
     too_small, filled = told["too small"], told["filled"]
     assert len(too_small) > 3
     assert all("disk/cache" in said for said in [*too_small, filled])
@@ -60,13 +51,13 @@ def test_a_disk_that_is_full_is_refused_in_words_and_resumed_with_room(told, wid
     assert "bytes needed" in filled
     assert "then run the same command again: finished shards are kept" in filled
     assert told["committed when filled"] == 2
-    assert told["contents"] == clean
+    assert told["contents"] == contents(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("name", ["write", "fsync", "rename", "link", "create"])
-def test_the_first_refusal_of_any_kind_stops_the_run_and_loses_nothing(to, tmp_path, name):
-    run(to(output=str(tmp_path / "clean")))
-    config = to(output=str(tmp_path / "cache"))
+def test_the_first_refusal_of_any_kind_stops_the_run_and_loses_nothing(
+    config, clean, tmp_path, name
+):
     seen = []
 
     def full(op):
@@ -80,4 +71,4 @@ def test_the_first_refusal_of_any_kind_stops_the_run_and_loses_nothing(to, tmp_p
     assert told.value.exit_code == 74
     assert {*seen[3:]} == {seen[3]}  # a file may be closed, and nothing else was tried
     run(config)
-    assert contents(tmp_path / "cache") == contents(tmp_path / "clean")
+    assert contents(tmp_path / "cache") == clean

@@ -14,15 +14,6 @@ from support.patience import PATIENCE
 from support.stage_one import child, contents, run
 from support.trainings import KILLED, learned, weights
 
-OF_PUBLISHING = (
-    "root.before_link",
-    "root.after_link",
-    "manifest.before_rename",
-    "manifest.after_rename",
-    "gc.started",
-    "gc.forgotten",
-)
-
 
 @pytest.fixture
 def grow(config, data, tmp_path):
@@ -38,7 +29,8 @@ def grow(config, data, tmp_path):
     return prepare
 
 
-@pytest.mark.parametrize("name", OF_PUBLISHING)
+# All places of a first cache are in test_kill.
+@pytest.mark.parametrize("name", ["root.after_link", "manifest.before_rename", "gc.forgotten"])
 def test_growing_that_is_killed_ends_in_the_same_bytes(grow, tmp_path, name):
     for rows in (80, 120):
         run(grow(rows, "clean"))

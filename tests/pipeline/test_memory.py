@@ -6,6 +6,8 @@ import pytest
 
 from support.programs import run_program
 
+pytestmark = pytest.mark.long  # that no such tensor is made is in stages/model/test_fused_head
+
 
 @pytest.fixture(scope="module")
 def peaks():

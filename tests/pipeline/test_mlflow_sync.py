@@ -189,41 +189,29 @@ def test_an_answer_that_was_lost_makes_no_second_run(tmp_path, mlflow_server):
     assert (synced.run_id, synced.points_sent) == (run_id, 0)
 
 
-def test_a_run_that_was_killed_is_told_as_killed(tmp_path, mlflow_server, monkeypatch):
-    folder = run_folder(tmp_path)
-    mlflow_server.stop()
-    run = begin(folder, mlflow_server.uri)
-    learn(run, range(STEPS))
-    run._sender.finish(30)
-    mlflow_server.start()
-    _, told = synced_exactly(folder)
-    assert told.info.status == "KILLED"
-
-
-def test_a_run_that_wrote_down_its_end_is_told_as_finished(tmp_path, mlflow_server):
-    """Killed before MLflow heard of it."""
-    folder = run_folder(tmp_path)
-    mlflow_server.stop()
-    run = begin(folder, mlflow_server.uri)
-    learn(run, range(STEPS))
-    run._sender.finish(30)
-    write_ending(folder, FINISHED)
-    mlflow_server.start()
-    _, told = synced_exactly(folder)
-    assert told.info.status == "FINISHED"
-
-
-def test_a_finished_run_that_was_made_longer_and_killed_is_told_as_killed(tmp_path, mlflow_server):
-    """It has the model of its first length, and no word of an end."""
-    folder = run_folder(tmp_path)
-    mlflow_server.stop()
-    run = begin(folder, mlflow_server.uri)
+def make_longer(folder):
+    """Leaves a model of a first length, and no word of an end."""
     folder.model.mkdir()
+
+
+def end_well(folder):
+    """Writes down the end, of which MLflow is not told."""
+    write_ending(folder, FINISHED)
+
+
+@pytest.mark.parametrize(("leave", "status"), [(make_longer, "KILLED"), (end_well, "FINISHED")])
+def test_a_run_that_was_killed_is_told_as_its_own_ending_says(
+    tmp_path, mlflow_server, leave, status
+):
+    folder = run_folder(tmp_path)
+    mlflow_server.stop()
+    run = begin(folder, mlflow_server.uri)
     learn(run, range(STEPS))
     run._sender.finish(30)
+    leave(folder)
     mlflow_server.start()
     _, told = synced_exactly(folder)
-    assert told.info.status == "KILLED"
+    assert told.info.status == status
 
 
 def test_a_run_that_is_at_work_is_not_synced(tmp_path):

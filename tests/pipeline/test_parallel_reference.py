@@ -1,7 +1,6 @@
 """A reference that lies on two ranks makes the cache that one process would, but for last bits."""
 
 import re
-import sys
 from dataclasses import replace
 
 import pytest
@@ -10,12 +9,11 @@ from transformers import AutoTokenizer
 from align.stages.demo.tiny_world import make_model
 from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.manifest_file import load_manifest
-from support.command import align, launch, refusal
+from support.command import align, refusal
 from support.training_world import SHAPE
 
 pytestmark = pytest.mark.numeric
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 TOGETHER = ("--set", "model.tensor_parallel=2")
 
 
@@ -34,15 +32,13 @@ def command(training_world, shareable_model, output, *more):
     return ("precompute-ref", data, "--model", shareable_model, "--output", output, *how, *more)
 
 
-def test_two_ranks_hold_one_reference(training_world, shareable_model, tmp_path):
+def test_two_ranks_hold_one_reference(server, training_world, shareable_model, tmp_path):
     cache = tmp_path / "cache"
-    program = (sys.executable, *TORCHRUN, "-m", "align")
-    given = command(
-        training_world, shareable_model, cache, *TOGETHER, "--set", "cache.reuse_known=false"
-    )
-    done = launch(*given, cwd=tmp_path, program=program)
-    assert done.code == 0, done.err
-    assert done.out.count("cache root") == 1
+    alone = (*TOGETHER, "--set", "cache.reuse_known=false")
+    given = command(training_world, shareable_model, cache, *alone)
+    ranks = server.start(*given, ranks=2).answers()
+    assert [rank.code for rank in ranks] == [0, 0], ranks
+    assert sum(rank.out.count("cache root") for rank in ranks) == 1
     assert load_manifest(CacheFolder(cache)).fingerprint["numerics.tensor_parallel"] == "2"
     # One process scores the same rows again: nats of a whole completion.
     again = align("verify", cache, "--rescore", "16")

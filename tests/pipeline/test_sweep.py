@@ -246,30 +246,26 @@ def try_out(course, tmp_path):
     return give
 
 
-def test_a_sweep_killed_while_it_marked_its_folder_recognizes_it(try_out, tmp_path):
+def test_a_sweep_that_was_stopped_in_any_way_goes_on_where_it_stopped(try_out, tmp_path):
+    """Killed as it marks its folder; asked to stop, and killed, in the step after its first run."""
+    folder, uri = tmp_path / "sweep", f"sqlite:///{tmp_path}/mlflow.db"
+    tracked = sets(f"tracking.uri={uri}")
     (killed,) = try_out(failpoints=["config.before_rename=kill"])
     assert killed.code == KILLED, killed
-    (draft,) = (tmp_path / "sweep" / "_align").iterdir()
-    (stopped,) = try_out(failpoints=["step.started=term"])
+    (draft,) = (folder / "_align").iterdir()
+    (stopped,) = try_out(*tracked, failpoints=["step.started=term@3"])
     assert stopped.code == 143, stopped
     assert not draft.exists()
-
-
-def test_an_interrupted_sweep_continues_where_it_stopped(try_out, tmp_path):
-    """The signal comes in the first step of the second run."""
-    folder = tmp_path / "sweep"
-    (stopped,) = try_out(failpoints=["step.started=term@3"])
-    assert stopped.code == 143, stopped
-    assert (
-        f"1 of 2 runs of the sweep in {folder} are over. Continue with the same command"
-        in stopped.err
-    )
+    over = f"1 of 2 runs of the sweep in {folder} are over. Continue with the same command"
+    assert over in stopped.err
     assert [(one["name"], one["ending"]) for one in made(folder)] == [("dpo", "finished")]
+    before = (folder / "dpo" / "metrics.jsonl").read_bytes()
     (again,) = try_out()
     assert again.code == 2, again
     assert "dpo holds a finished run. Continue it with --resume auto" in again.err
-    before = (folder / "dpo" / "metrics.jsonl").read_bytes()
-    (resumed,) = try_out("--resume", "auto")
+    (killed,) = try_out(*tracked, "--resume", "auto", failpoints=["step.started=kill"])
+    assert killed.code == KILLED, killed
+    (resumed,) = try_out(*tracked, "--resume", "auto")
     assert resumed.code == 0, resumed
     assert "dpo is finished already and is not changed" in resumed.err
     assert "continuing after step 1" in resumed.err
@@ -278,6 +274,14 @@ def test_an_interrupted_sweep_continues_where_it_stopped(try_out, tmp_path):
         ("dpo", "finished", 2),
         ("orpo", "finished", 2),
     ]
+    client = open_store(uri)
+    runs = client.search_runs(["1"], order_by=["attributes.start_time"])
+    first, second, third = [run for run in runs if run.data.tags["align.stage"] == "sweep"]
+    assert [one.info.status for one in (first, second, third)] == ["KILLED", "KILLED", "FINISHED"]
+    assert third.data.tags["align.goes_on_from"] == second.info.run_id
+    kept = {file.path for file in client.list_artifacts(second.info.run_id)}
+    assert kept >= {"sweep.json", "sweep.txt"}
+    assert not (folder / "_align" / "outbox").exists()
 
 
 def test_without_held_out_rows_the_table_is_of_the_training_rows(try_out, tmp_path):
@@ -309,23 +313,6 @@ def test_ranks_that_end_at_a_failing_run_keep_what_was_done(try_out, tmp_path):
     assert [answer.code for answer in answers] == [6, 6], answers
     rows = [(one["name"], one["ending"]) for one in made(tmp_path / "sweep")]
     assert rows == [("dpo-1e-3", "finished"), ("dpo-1e30", "failed")]
-
-
-def test_a_sweep_that_was_killed_is_ended_by_the_next(try_out, tmp_path):
-    """In the first step of its second run."""
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
-    (killed,) = try_out(*sets(f"tracking.uri={uri}"), failpoints=["step.started=kill@3"])
-    assert killed.code == KILLED, killed
-    (done,) = try_out(*sets(f"tracking.uri={uri}"), "--resume", "auto")
-    assert done.code == 0, done
-    client = open_store(uri)
-    runs = client.search_runs(["1"], order_by=["attributes.start_time"])
-    first, second = [run for run in runs if run.data.tags["align.stage"] == "sweep"]
-    assert (first.info.status, second.info.status) == ("KILLED", "FINISHED")
-    assert second.data.tags["align.goes_on_from"] == first.info.run_id
-    kept = {file.path for file in client.list_artifacts(first.info.run_id)}
-    assert kept == {"sweep.json", "sweep.txt"}
-    assert not (tmp_path / "sweep" / "_align" / "outbox").exists()
 
 
 def test_a_sweep_that_met_no_store_is_nested_once_it_is_synced(try_out, tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from align.pipeline.mlflow_sync import sync_runs
 from align.pipeline.precompute import precompute
 from align.schemas.config import DataOptions, TrackingOptions
-from align.schemas.errors import BadDataError, CorruptionError, Interrupted, UsageError
+from align.schemas.errors import BadDataError, CorruptionError, UsageError
 from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.cleanup import is_tidy, remove_superseded
 from align.stages.storage.fs import sha256_of
@@ -37,17 +37,6 @@ def tracked(config, uri, tmp_path, monkeypatch):
 
 def recorded(config):
     return the_run(open_store(config.tracking.uri), config.tracking.experiment)
-
-
-class Failing(StubReference):
-    """Raises when the scorer is wanted."""
-
-    def __init__(self, error):
-        super().__init__()
-        object.__setattr__(self, "error", error)
-
-    def open(self):
-        raise self.error
 
 
 def test_the_row_that_is_shown_is_in_no_record(tracked, tmp_path):
@@ -98,8 +87,9 @@ def test_reuse_is_told_and_a_run_that_does_nothing_is_not(tracked, tmp_path):
     assert (metrics["reuse_share"], metrics["branches/scored"]) == (1.0, 0)
 
 
-def test_metrics_come_unit_by_unit(tracked):
+def test_metrics_come_unit_by_unit_and_change_no_byte(tracked, clean):
     run(tracked)
+    assert contents(tracked.cache.output) == clean
     client = open_store(tracked.tracking.uri)
     history = client.get_metric_history(recorded(tracked).info.run_id, "rows")
     assert sorted({point.step for point in history}) == list(range(1, 9))  # 120 rows, 16 a unit
@@ -109,20 +99,6 @@ def test_metrics_come_unit_by_unit(tracked):
 def test_dropped_rows_are_told(tracked, flawed):
     run(replace(tracked, data=flawed.data))
     assert recorded(tracked).data.metrics["dropped/empty_completion"] == 1
-
-
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [
-        (RuntimeError("no such kernel"), "FAILED"),
-        (Interrupted(15), "KILLED"),
-        (KeyboardInterrupt(), "KILLED"),
-    ],
-)
-def test_the_store_is_told_how_a_run_ended(tracked, error, status):
-    with pytest.raises(type(error)):
-        run(tracked, Failing(error))
-    assert recorded(tracked).info.status == status
 
 
 def test_a_run_over_bad_data_has_failed(tracked, tmp_path):
@@ -181,13 +157,6 @@ def test_a_record_that_cannot_be_sent_does_not_keep_the_others(tracked, mlflow_s
         sync_runs(home, down)
     assert not first.root.exists()
     assert len(runs_of(replace(tracked, tracking=down))) == 1
-
-
-@pytest.mark.slow
-def test_what_is_tracked_is_no_part_of_the_cache(tracked, to, tmp_path):
-    run(tracked)
-    run(to(output=str(tmp_path / "untracked")))
-    assert contents(tracked.cache.output) == contents(tmp_path / "untracked")
 
 
 def runs_of(config):

@@ -2,10 +2,6 @@
 
 import json
 import logging
-import os
-import shutil
-import subprocess
-import sys
 
 import pytest
 
@@ -14,9 +10,8 @@ from align.schemas.errors import StorageError
 from align.stages.engine.distributed import joined_world
 from align.stages.storage import fs
 from align.stages.storage.checkpoints import read_checkpoint
+from support.programs import may_mount
 from support.training_world import job_of, learn, session_of
-
-CLI = [sys.executable, "-m", "align"]
 
 
 @pytest.mark.parametrize(
@@ -64,13 +59,6 @@ def test_too_little_room_is_refused_and_scarce_room_is_reported(
             checkpointer.require_room_for_model(session, prepared_run)
 
 
-def may_mount():
-    command = ["unshare", "-Urm", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
-    if not shutil.which("unshare"):
-        return False
-    return subprocess.run(command, check=False, capture_output=True).returncode == 0
-
-
 @pytest.mark.skipif(not may_mount(), reason="needs user namespaces")
 def test_a_checkpoint_without_room_costs_only_itself(course, tmp_path):
     """The disk has room for the model and one checkpoint and a quarter; then for half of it."""
@@ -80,30 +68,21 @@ def test_a_checkpoint_without_room_costs_only_itself(course, tmp_path):
     model = sum(path.stat().st_size for path in (whole / "model").iterdir())
     disk = tmp_path / "disk"
     disk.mkdir()
-    script = (
-        'mount -t tmpfs -o size=$1 tmpfs "$2" && shift 2 && "$@"; code=$?; cat "$RUN"; exit $code'
-    )
 
-    def train(size):
-        run = disk / "run"
-        words = map(str, [*CLI, *course.arguments(run)])
-        return subprocess.run(
-            ["unshare", "-Urm", "sh", "-c", script, "sh", str(int(size)), str(disk), *words],
-            env=os.environ | {"RUN": str(run / "metrics.jsonl"), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+    def train(size, kept):
+        limited = {"folder": str(disk), "size": size, "kept": str(tmp_path / kept)}
+        (answer,) = course.start(disk / "run", disk=limited).answers()
+        return answer, (tmp_path / kept / "run" / "metrics.jsonl").read_text().splitlines()
 
-    done = train(1.25 * one + model)
-    assert done.returncode == 0, done.stderr
-    assert "Lower train.keep_last, or free some space" in done.stderr
-    assert "step 4: no checkpoint: " in done.stderr
-    assert "bytes are needed, and " in done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert {line["step"] for line in lines if "checkpoint_failed" in line} == {4, 6}
-    refused = train((one + model) / 2)
-    assert refused.returncode == 74, refused.stderr
-    assert "a checkpoint needs about " in refused.stderr
-    assert "Traceback" not in refused.stderr
-    assert '"loss"' not in refused.stdout
+    done, measured = train(1.25 * one + model, "some room")
+    assert done.code == 0, done
+    assert "Lower train.keep_last, or free some space" in done.err
+    assert "step 4: no checkpoint: " in done.err
+    assert "bytes are needed, and " in done.err
+    failed = {line["step"] for line in map(json.loads, measured) if "checkpoint_failed" in line}
+    assert failed == {4, 6}
+    refused, measured = train((one + model) / 2, "no room")
+    assert refused.code == 74, refused
+    assert "a checkpoint needs about " in refused.err
+    assert "Traceback" not in refused.err
+    assert not [line for line in measured if '"loss"' in line]

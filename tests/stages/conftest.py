@@ -1,3 +1,5 @@
+import gc
+
 import pytest
 
 
@@ -7,5 +9,7 @@ def one_rank():
     # It imports torch, which most of these tests do without.
     from align.stages.engine.distributed import joined_world  # noqa: PLC0415
 
+    gc.freeze()  # DeepSpeed collects garbage several times as it opens an engine
     with joined_world() as world:
         yield world
+    gc.unfreeze()

@@ -27,6 +27,12 @@ def own_predictions(model, trees):
     return torch.cat(states), torch.cat(logits), torch.cat(targets)
 
 
+def own_logps(model, trees):
+    """Log p of every completion token."""
+    _, logits, targets = own_predictions(model, trees)
+    return torch.log_softmax(logits, -1).gather(1, targets[:, None]).squeeze(1)
+
+
 def num_tokens(trees):
     """Completion tokens of all branches."""
     return sum(len(branch) for tree in trees for branch in tree.branches)

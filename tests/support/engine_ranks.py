@@ -1,14 +1,7 @@
-"""Every rank of a test world: trains tiny policies in every way and writes down what happened.
+"""A rank of a test world: trains tiny policies in every way, and says what happened."""
 
-Started by a launcher, or alone, with the folder to write to, a language model, and the ways to
-train.
-"""
-
-import gc
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,7 +9,6 @@ import torch
 from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
 from align.schemas.errors import StorageError
 from align.stages.engine.deepspeed_engine import open_engine
-from align.stages.engine.distributed import joined_world
 from align.stages.model.policy import load_policy
 from support.rounding import EPSILON, UNIT, apart
 from support.tiny_policy import WIDTH, TinyPolicy, some_trees
@@ -122,12 +114,13 @@ def saved(run, folder):
 
 
 def resumed(world, options, folder, **how):
+    """What a run saw that was saved half-way, and one that went on from what was saved."""
     first = saved(Run(world, options, **how).steps(0, 3), folder)
     second = Run(world, options, **how)
-    second.step(4)
+    second.step(4)  # moments and weights that have to be replaced
     second.engine.load_state(folder)
-    second.updates = first.updates
-    return second.steps(3, 6).seen()
+    second.updates = list(first.updates)
+    return [run.steps(3, 6).seen() for run in (first, second)]
 
 
 def clipped(world, options, folder):
@@ -144,7 +137,7 @@ def clipped(world, options, folder):
     return {"before": before, "update": run.engine.step().grad_norm, "after": run.weights()}
 
 
-def summed(world):
+def summed(world, _):
     """What a collective gives."""
     options = replace(OPTIONS, deepspeed="zero0", dtype="float32")
     engine = Run(world, options).engine
@@ -173,40 +166,34 @@ def language_model(world, folder):
     seen = {}
     for preset in ("zero0", "zero2", "zero3"):
         options = replace(OPTIONS, deepspeed=preset, dtype="float32")
-        policy = load_policy(ModelOptions(path=folder, device="cpu"), options, LoraOptions())
+        model = ModelOptions(path=str(folder / "models" / "world"), device="cpu")
+        policy = load_policy(model, options, LoraOptions())
         names = [name for name, _ in policy.model.named_parameters()]
         run = Run(world, options, policy=policy).steps(3, 6)
         seen[preset] = run.seen() | {"names": names}
     return seen
 
 
-def everything(world, name, folder):
-    preset, dtype = name.split("/")
-    options, way = replace(OPTIONS, deepspeed=preset, dtype=dtype), name.replace("/", "-")
+def six_steps(world, folder, name, preset):
+    """By another optimizer; saved after three of them."""
+    options = replace(OPTIONS, dtype="float32", optimizer=name, deepspeed=preset)
+    return saved(Run(world, options).steps(0, 3), folder / name).steps(3, 6).weights()
+
+
+def everything(world, folder, preset, dtype):
+    options, way = replace(OPTIONS, deepspeed=preset, dtype=dtype), f"{preset}-{dtype}"
+    plain = saved(Run(world, options).steps(0, 3), folder / way).steps(3, 6)
+    straight, again = resumed(world, options, folder / f"{way}-d", dropout=0.2)
+    frozen, frozen_again = resumed(world, options, folder / f"{way}-f", frozen=True)
     seen = {
-        "plain": saved(Run(world, options).steps(0, 3), folder / way).steps(3, 6).seen(),
-        "straight": Run(world, options, dropout=0.2).steps(0, 6).seen(),
+        "plain": plain.seen(),
+        "straight": straight,
+        "resumed": again,
         "disturbed": disturbed(Run(world, options, dropout=0.2)),
-        "resumed": resumed(world, options, folder / f"{way}-d", dropout=0.2),
-        "frozen": Run(world, options, frozen=True).steps(0, 6).seen(),
-        "frozen resumed": resumed(world, options, folder / f"{way}-f", frozen=True),
+        "frozen": frozen,
+        "frozen resumed": frozen_again,
         "trainable": Run(world, options, frozen=True).weights(trainable_only=True),
     }
     if dtype == "float32" and preset != "zero3-offload":
         seen["clipped"] = clipped(world, options, folder)
     return seen
-
-
-def main(folder, model, *names):
-    folder = Path(folder)
-    gc.freeze()  # DeepSpeed collects garbage several times as it opens an engine
-    with joined_world() as world:
-        seen = {name: everything(world, name, folder) for name in names}
-        seen["summed"] = summed(world)
-        seen["failed save"] = failed_save(world, folder)
-        seen["language model"] = language_model(world, model)
-        (folder / f"rank-{world.rank}.json").write_text(json.dumps(seen))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

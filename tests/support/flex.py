@@ -1,18 +1,9 @@
-"""FlexAttention where there is no GPU: its uncompiled form, and how long trees are drawn."""
+"""Trees for FlexAttention, whose blocks are longer than those of other tests."""
 
 import numpy as np
-import pytest
-from torch.nn.attention import flex_attention as torchs
 
 from align.schemas.rows import Tree
 from support.families import draw
-
-
-@pytest.fixture
-def flex_on_cpu(monkeypatch):
-    """Lets the uncompiled function have a gradient on a CPU, which torch refuses it there."""
-    monkeypatch.setattr(torchs, "_validate_device", lambda *_: None)
-    monkeypatch.setattr(torchs, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
 
 
 def drawn_trees(seed, *, tokens, longest=200):

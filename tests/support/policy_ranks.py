@@ -1,9 +1,6 @@
-"""Every rank of a test world: tiny policies under DeepSpeed, beside themselves without it."""
+"""A rank of a test world: tiny policies under DeepSpeed, beside themselves without it."""
 
 import json
-import sys
-from copy import deepcopy
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,24 +10,25 @@ from align.schemas.config import LoraOptions, TrainOptions
 from align.schemas.rows import Tree
 from align.stages.engine.deepspeed_compat import deepspeed
 from align.stages.engine.deepspeed_engine import open_engine
-from align.stages.engine.distributed import joined_world
 from align.stages.model.load import ScalarHead, add_lora
 from align.stages.model.policy import Policy
-from support.shared_ranks import shared_sequences
+from support.adapters import drawn_adapter
 
 VOCABULARY, WIDTH = 1500, 16  # more than one tile of the head
 # Trees of each rank in each micro-batch; in one of them a rank has nothing to do.
 MICRO_BATCHES = ((3, 0), (1, 2))
 KINDS = {
-    "untied": {"tied": False},
-    "tied": {"tied": True},
-    "adapted": {"tied": True, "lora": True},
-    "recomputing": {"tied": True, "checkpointing": True},
-    "values": {"tied": True, "head": "values", "purity": True},
-    "adapted values": {"tied": False, "lora": True, "head": "values"},
+    "untied, recomputing": {"checkpointing": True},
+    "tied, adapted": {"tied": True, "lora": True},
+    "tied, values, recomputing": {
+        "tied": True,
+        "head": "values",
+        "purity": True,
+        "checkpointing": True,
+    },
+    "adapted values": {"lora": True, "head": "values"},
     "scores": {"head": "score"},
-    "recomputing scores": {"head": "score", "checkpointing": True},
-    "adapted scores": {"head": "score", "lora": True},
+    "adapted scores, recomputing": {"head": "score", "lora": True, "checkpointing": True},
 }
 
 
@@ -52,10 +50,7 @@ def policy_of(*, tied=False, lora=False, checkpointing=False, head="none", purit
     if head == "score":
         model.score.__class__ = ScalarHead
     if lora:
-        model = add_lora(model, LoraOptions(rank=2), seed=3)
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:  # zero at first, and so would be the gradient of its A
-                torch.nn.init.normal_(parameter, std=0.1)
+        model = drawn_adapter(add_lora(model, LoraOptions(rank=2), seed=3))
     policy = Policy(model, head=head, purity=purity)
     if head == "values":  # it begins at zero, and so would be what it gives the states
         torch.nn.init.normal_(policy.value_head.weight)
@@ -89,10 +84,15 @@ def loss_of(outputs):
     return sum(outputs[name].sum() for name in ("logps", "values") if name in outputs)
 
 
-def compare(world, kind, stage, folder):
+def compared(world, folder, kind, stage):
     policy = policy_of(**KINDS[kind])
-    plain = deepcopy(policy)
-    options = TrainOptions(dtype="float32", deepspeed=str(folder / f"zero{stage}.json"))
+    plain = policy_of(**KINDS[kind] | {"checkpointing": False})
+    zero = {"stage": int(stage), "stage3_param_persistence_threshold": 0}
+    config = folder / f"{kind}-{stage}.json"
+    if world.rank == 0:
+        config.write_text(json.dumps({"zero_optimization": zero}))
+    torch.distributed.barrier()
+    options = TrainOptions(dtype="float32", deepspeed=str(config))
     engine, _ = open_engine(policy, options, world, hidden_size=WIDTH)
     partitioned = sum(p.numel() for p in policy.parameters())
     same = []
@@ -116,7 +116,7 @@ def compare(world, kind, stage, folder):
         "compared": len(expected),
         "local_elements": partitioned,
         "all_elements": sum(p.numel() for p in plain.parameters()),
-        "restored": restored(world, engine, folder / f"{kind}-{stage}".replace(" ", "-")),
+        "restored": restored(world, engine, folder / f"{kind}-{stage}"),
     }
 
 
@@ -136,26 +136,3 @@ def restored(world, engine, folder):
         not any(torch.equal(moved[name], before[name]) for name in before),
         all(torch.equal(after[name], before[name]) for name in before),
     ]
-
-
-def main(folder, *kinds):
-    folder = Path(folder)
-    with joined_world() as world:
-        if world.rank == 0:
-            for stage in (0, 3):
-                zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-                config = {"zero_optimization": zero}
-                (folder / f"zero{stage}.json").write_text(json.dumps(config))
-        torch.distributed.barrier()
-        seen = {
-            f"{kind}/zero{stage}": compare(world, kind, stage, folder)
-            for kind in kinds
-            for stage in (0, 3)
-        }
-        if world.size > 1:
-            seen["shared"] = shared_sequences(world)
-        (folder / f"rank-{world.rank}.json").write_text(json.dumps(seen))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

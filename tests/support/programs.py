@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -56,3 +57,11 @@ def run_ranks(name, folder, *arguments, ranks, **how):
     return Seen(
         [json.loads(path.read_text()) for path in paths], done.stdout, done.stderr, Path(folder)
     )
+
+
+def may_mount():
+    """Whether a process may have a mount namespace of its own, and a disk in it."""
+    command = ["unshare", "-Urm", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
+    if not shutil.which("unshare"):
+        return False
+    return subprocess.run(command, check=False, capture_output=True).returncode == 0

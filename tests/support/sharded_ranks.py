@@ -1,32 +1,36 @@
-"""Loads policies for ZeRO-3 in every way, on forked ranks, and writes down what each rank saw.
-
-The imports are paid once: every world is forked from a process that has done them.
-"""
+"""A rank of a test world: loads policies for ZeRO-3 in every way."""
 
 import hashlib
-import json
-import os
-import socket
-import sys
-from contextlib import closing
-from pathlib import Path
 
 import numpy as np
 import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
 from align.stages.engine.deepspeed_config import Circumstances
 from align.stages.engine.deepspeed_engine import open_engine
-from align.stages.engine.distributed import joined_world
 from align.stages.engine.zero3_partitions import open_partitions
-from align.stages.model.load import resolve
+from align.stages.model.load import quiet, resolve
 from align.stages.model.policy import Sharding, load_policy
 from align.stages.model.sharded_load import load_sharded
+from support.adapters import drawn_adapter
+from support.families import COMMON
 from support.live_bytes import LiveBytes
 from support.tiny_policy import some_trees
 
 PRESET = {"deepspeed": "zero3", "weight_decay": 0.1, "lr": 1e-3, "max_grad_norm": 0.5}
-LORA = LoraOptions(enabled=True, rank=2)
+TINY = COMMON | {"initializer_range": 0.2}
+LARGE = TINY | {"vocab_size": 4096, "hidden_size": 128, "intermediate_size": 352}
+# The folder of each, and how it is loaded: float32 is also read from what lies there in bfloat16.
+KINDS = {
+    "tied": ("tied", {}),
+    "values": ("tied", {"head": "values"}),
+    "adapted, bfloat16": ("causal", {"adapted": True, "dtype": "bfloat16"}),
+    "lora": ("tied", {"lora": True}),
+    "new scores": ("causal", {"head": "score", "adapted": True}),
+    "lora on scores": ("scores", {"head": "score", "lora": True}),
+}
 
 
 def partitions_of(options, train, world):
@@ -34,9 +38,10 @@ def partitions_of(options, train, world):
     return open_partitions(train, world, Circumstances(found.dtype, found.hidden_size, world.size))
 
 
-def counted(world, path):
+def counted(world, folder):
     """Bytes that this rank holds at once while it loads, stored in float32 and computed so."""
     train = TrainOptions(dtype="float32", **PRESET)
+    path = str(folder / "models" / "large")
     options = ModelOptions(path=path, device="cpu", dtype="float32")
     partitions = partitions_of(options, train, world)
     with LiveBytes() as live:
@@ -51,14 +56,20 @@ def counted(world, path):
     }
 
 
-def own(world, path, way, *, adapter="", dtype="float32", head="none", lora=None, model=""):
-    """The first step of a policy that was loaded in a way of ours."""
-    train = TrainOptions(dtype=dtype, model=model, **PRESET)
+def loaded(world, folder, kind):
+    """The first step of a policy of which every rank has loaded its part, or the whole."""
+    return {way: first_step(world, folder, kind, way=way) for way in ("spread", "whole")}
+
+
+def first_step(world, folder, kind, *, way):
+    path, how = KINDS[kind]
+    dtype, head = how.get("dtype", "float32"), how.get("head", "none")
+    train = TrainOptions(dtype=dtype, **PRESET)
+    adapter = str(folder / "models" / "adapter") if how.get("adapted") else ""
+    path = str(folder / "models" / path)
     options = ModelOptions(path=path, adapter=adapter, device="cpu", dtype=dtype)
-    spread = Sharding()
-    if way == "sharded":
-        spread = Sharding(partitions_of(options, train, world))
-    lora = LORA if lora else LoraOptions()
+    spread = Sharding(partitions_of(options, train, world) if way == "spread" else None)
+    lora = LoraOptions(enabled=how.get("lora", False), rank=2)
     policy = load_policy(options, train, lora, head=head, purity=head == "values", spread=spread)
     held = sum(p.numel() for p in policy.model.parameters())
     hidden = policy.model.config.hidden_size
@@ -81,59 +92,21 @@ def digest(tensor):
     return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def worlds(paths):
-    """Each world's name, its ranks, and what every rank of it does."""
-    large, tied, causal, adapter, scores = paths
-    kinds = {
-        "tied": (tied, {}),
-        "bfloat16": (causal, {"dtype": "bfloat16"}),
-        "adapter": (causal, {"adapter": adapter}),
-        "lora": (tied, {"lora": True}),
-        "values": (tied, {"head": "values"}),
-        "new scores": (causal, {"head": "score", "adapter": adapter}),
-        "scores": (scores, {"head": "score"}),
-        "lora on scores": (scores, {"head": "score", "lora": True}),
-    }
-    yield "counted", 2, {"large": lambda world: counted(world, large)}
-    for way in ("sharded", "whole"):
-        every = {"large": (large, {})} | kinds
-        actions = {
-            kind: lambda world, way=way, path=path, how=how: own(world, path, way, **how)
-            for kind, (path, how) in every.items()
-        }
-        yield way, 2, actions
-        yield f"{way} alone", 1, {"tied": actions["tied"]}
+def make_models(folder):
+    """The models that are loaded, and an adapter for one of them."""
+    saved(folder / "large", **LARGE)
+    saved(folder / "tied", tie_word_embeddings=True, **TINY)
+    saved(folder / "causal", dtype=torch.bfloat16, **TINY)
+    saved(folder / "scores", LlamaForSequenceClassification, num_labels=1, **TINY)
+    torch.manual_seed(1)
+    settings = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    with quiet():
+        model = get_peft_model(LlamaForCausalLM.from_pretrained(folder / "causal"), settings)
+    drawn_adapter(model).save_pretrained(folder / "adapter")
 
 
-def fork_ranks(folder, name, size, actions):
-    """Ends when all ranks have, each of them well."""
-    with closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    children = []
-    for rank in range(size):
-        child = os.fork()
-        if child:
-            children.append(child)
-            continue
-        own_place = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
-        os.environ.update(place | own_place)
-        try:
-            with joined_world() as world:
-                seen = {kind: action(world) for kind, action in actions.items()}
-            (folder / f"{name}-{rank}.json").write_text(json.dumps(seen))
-        except BaseException:
-            sys.excepthook(*sys.exc_info())
-            os._exit(1)
-        os._exit(0)
-    ended = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    assert ended == [0] * size, f"{name}: {ended}"
-
-
-def main(folder, *paths):
-    for name, size, actions in worlds(paths):
-        fork_ranks(Path(folder), name, size, actions)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def saved(folder, kind=LlamaForCausalLM, dtype=torch.float32, **settings):
+    """A model in several files."""
+    torch.manual_seed(0)
+    kind(LlamaConfig(**settings)).to(dtype).save_pretrained(folder, max_shard_size="20KB")
+    return folder

@@ -4,6 +4,7 @@ from copy import deepcopy
 
 import torch
 from torch import distributed, nn
+from torch.nn.attention import flex_attention
 
 from align.schemas.config import LoraOptions
 from align.schemas.errors import UsageError
@@ -11,6 +12,7 @@ from align.stages.engine.distributed import in_groups, sequence_group
 from align.stages.model.load import add_lora
 from align.stages.model.logprobs import ScoringPath, tree_logps
 from align.stages.model.policy import Policy, Sharding, turn_dropout_off
+from support.adapters import drawn_adapter
 from support.families import TREE_FAMILIES, mixed_trees, tiny_model
 
 SHARED = {
@@ -32,7 +34,7 @@ HEADS = {
 }
 
 
-def shared_sequences(world):
+def shared_sequences(world, _):
     """What became of each model."""
     group = sequence_group(in_groups(world, world.size))
     every = mixed_trees()
@@ -60,10 +62,7 @@ def looking_at_neighbours(model):
 
 def adapted():
     model = add_lora(model_of("keys of two heads"), LoraOptions(rank=2), seed=3)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:  # zero at first, and so would be the gradient of its A
-            nn.init.normal_(parameter, std=0.1)
-    return model
+    return drawn_adapter(model)
 
 
 def compared(model, group, trees, *, recomputes=False, **heads):
@@ -101,6 +100,7 @@ def compared(model, group, trees, *, recomputes=False, **heads):
 @torch.no_grad()
 def by_flex(model, group, trees):
     """The attention of a GPU inside; a CPU has no gradient of it."""
+    flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True  # else it advises to compile it
     whole = tree_logps(model, trees, Policy(model).path)
     path = ScoringPath("flex", "fused", 0.0, group)
     return {"far": float((tree_logps(model, trees, path) - whole).abs().max())}

@@ -1,6 +1,7 @@
-"""Two ranks: the first is slow for a while, as in a long save; at last the second falls silent.
+"""Two ranks: the first is slow for a while, both are stopped, and at last the second falls silent.
 
-It stops as a machine does that has lost its power: its connections stay open.
+It stops as a machine does that has lost its power: its connections stay open. A program that
+prints how far they came, and how the first one ended.
 """
 
 import hashlib
@@ -11,26 +12,52 @@ import time
 
 from align.stages.engine import distributed
 from align.stages.engine.distributed import gathered, run_on_rank_zero
+from support.forked_ranks import end_of, forked
 
 distributed.BEAT_SECONDS, distributed.LOST_SECONDS = 0.1, 2.0
+LONG = 1.5 * distributed.LOST_SECONDS
+
+
+def history(world):
+    run_on_rank_zero(world, slow)
+    say("slow ranks are waited for")
+    stop()
+    time.sleep(1)  # of which they would lose each other in the first moments
+    gathered(world, world.rank)
+    say("stopped ranks go on")
+    if world.rank == 1:
+        stop()
+    gathered(world, world.rank)
+    say("the silence was not heard")
 
 
 def slow():
-    """Longer than a lost rank is waited for."""
-    deadline = time.monotonic() + 2 * distributed.LOST_SECONDS
+    deadline = time.monotonic() + LONG
     while time.monotonic() < deadline:
         hashlib.sha256(bytes(1 << 22))
 
 
-with distributed.joined_world() as here:
-    run_on_rank_zero(here, slow)
-    sys.stdout.write("slow ranks are waited for\n")
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def say(what):
+    sys.stdout.write(f"{what}\n")
     sys.stdout.flush()
-    sys.stdin.readline()  # all ranks are stopped meanwhile, and go on together
-    gathered(here, here.rank)
-    sys.stdout.write("stopped ranks go on\n")
-    sys.stdout.flush()
-    if here.rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    gathered(here, here.rank)
-    sys.stdout.write("the silence was not heard\n")
+
+
+def main():
+    first, second = ranks = forked(2, history)
+    try:
+        for rank in ranks:
+            os.waitpid(rank, os.WUNTRACED)
+        time.sleep(LONG)
+        for rank in ranks:
+            os.kill(rank, signal.SIGCONT)
+        say(f"the first rank ended with {end_of(first)}")
+    finally:
+        os.kill(second, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

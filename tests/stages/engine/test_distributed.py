@@ -1,8 +1,4 @@
 import os
-import signal
-import socket
-import subprocess
-import time
 
 import pytest
 import torch
@@ -11,8 +7,7 @@ from align.schemas.batches import World
 from align.schemas.errors import UsageError
 from align.stages.engine.distributed import joined_world
 from align.stages.engine.launchers import first_host, launcher_environment, world_of
-from support.patience import PATIENCE
-from support.programs import TESTS, program, run_program
+from support.programs import run_program
 
 TORCHRUN = {
     "RANK": "5",
@@ -94,46 +89,13 @@ def test_a_world_can_be_joined_repeatedly_and_does_not_change_the_environment():
     assert dict(os.environ) == before
 
 
-def test_ranks_wait_for_one_that_takes_long():
-    done = run_program("slow_first_rank", ranks=2)
-    assert done.stdout.count("met") == 2
-
-
 def test_a_silent_rank_is_noticed_and_a_slow_or_stopped_one_is_not():
     """No connection is closed: without a heartbeat the other one waits for a day."""
-    with socket.socket() as door:
-        door.bind(("127.0.0.1", 0))
-        port = str(door.getsockname()[1])
-    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [
-        subprocess.Popen(
-            program("silent_rank"),
-            cwd=TESTS,
-            env=os.environ | meeting | {"RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in "01"
+    done = run_program("silent_rank")
+    assert done.stdout.splitlines() == [
+        *["slow ranks are waited for"] * 2,
+        *["stopped ranks go on"] * 2,
+        "the first rank ended with 69",
     ]
-    try:
-        said = [rank.stdout.readline() for rank in ranks]
-        for number in (signal.SIGSTOP, signal.SIGCONT):
-            for rank in ranks:
-                rank.send_signal(number)
-            time.sleep(3)
-        ranks[1].stdin.write("\n")
-        ranks[1].stdin.flush()
-        out, err = ranks[0].communicate("\n", timeout=PATIENCE)
-    finally:
-        for rank in ranks:
-            rank.kill()
-        ranks[1].communicate()
-    assert ranks[0].returncode == 69, err
-    assert [*said, out] == [*2 * ["slow ranks are waited for\n"], "stopped ranks go on\n"]
-    assert (
-        "error: Rank 0 has not heard from rank 1 for 2 s: a machine or the network has failed"
-        in err
-    )
-    assert "--resume auto" in err
+    assert "Rank 0 has not heard from rank 1" in done.stderr
+    assert "--resume auto" in done.stderr

@@ -9,26 +9,19 @@ import torch
 
 from align.schemas.config import LoraOptions, ModelOptions
 from align.schemas.errors import UsageError
+from align.stages.engine.update_rules import Lion, orthogonalized
 from align.stages.model.policy import load_policy
-from support import optimizer_ranks
-from support.engine_ranks import (
-    OPTIONS,
-    Run,
-    disturbed,
-    resumed,
-    saved,
-)
-from support.programs import run_ranks
+from support.engine_ranks import OPTIONS, Run, disturbed, resumed, saved
 from support.slow_rules import require_steps
 from support.tiny_policy import TinyPolicy
 
 pytestmark = pytest.mark.numeric
 
+DTYPES = ("float32", "bfloat16")
 PRESETS = ("zero0", "zero1", "zero2", "zero3", "zero2-offload", "zero3-offload")
-FLOAT32 = replace(OPTIONS, dtype="float32")
-
-
 WAYS = [(name, preset) for name in ("adamw", "lion") for preset in PRESETS]
+FLOAT32 = replace(OPTIONS, dtype="float32")
+BFLOAT16 = replace(OPTIONS, dtype="bfloat16", optimizer_dtype="bfloat16")
 
 
 @pytest.mark.parametrize(("name", "preset"), [*WAYS, ("muon", "zero0"), ("adafactor", "zero0")])
@@ -43,8 +36,6 @@ def test_lion_moves_by_the_sign_of_momentum_and_gradient():
     sign(0.5 * 0 + 0.5 * 4) = 1, w = 0.9, m = 0.25 * 4 = 1;
     sign(0.5 * 1 - 0.5 * 1) = 0, w = 0.9, m = 0.75 - 0.25 = 0.5.
     """
-    from align.stages.engine.update_rules import Lion  # noqa: PLC0415 - beside its numbers
-
     weight = torch.nn.Parameter(torch.ones(1))
     rule = Lion([weight], lr=0.1, betas=(0.5, 0.75), weight_decay=0.0)
     for gradient, expected, moment in [(4.0, 0.9, 1.0), (-1.0, 0.9, 0.5)]:
@@ -56,8 +47,6 @@ def test_lion_moves_by_the_sign_of_momentum_and_gradient():
 
 def test_muon_brings_singular_values_near_one():
     """Those of this matrix are 8 and 6, in columns of its own each; its last column stays 0."""
-    from align.stages.engine.update_rules import orthogonalized  # noqa: PLC0415 - as above
-
     matrix = torch.tensor([[0.0, 6.0, 0.0], [8.0, 0.0, 0.0]])
     found = orthogonalized(matrix)
     assert torch.equal(found.abs() > 0.6, matrix > 0)
@@ -68,31 +57,29 @@ def test_muon_brings_singular_values_near_one():
     assert torch.allclose(orthogonalized(both)[1], orthogonalized(matrix.flip(0)))
 
 
-RESUMED = [
-    ("float32", "lion", "zero0"),
-    ("bfloat16", "lion", "zero0"),
-    ("float32", "lion", "zero3"),
-    ("float32", "adamw", "zero2-offload"),
-    *(
-        (dtype, name, "zero0")
-        for dtype in ("float32", "bfloat16")
-        for name in ("muon", "adafactor")
-    ),
-]
-
-
-@pytest.mark.parametrize(("dtype", "name", "preset"), RESUMED)
+@pytest.mark.parametrize(
+    ("dtype", "name", "preset"),
+    [
+        ("float32", "lion", "zero3"),
+        ("bfloat16", "lion", "zero0"),
+        ("float32", "adamw", "zero2-offload"),
+        *((dtype, name, "zero0") for dtype in DTYPES for name in ("muon", "adafactor")),
+    ],
+)
 def test_what_was_skipped_or_saved_and_loaded_leaves_no_trace(
     one_rank, tmp_path, dtype, name, preset
 ):
     options = replace(OPTIONS, dtype=dtype, optimizer=name, deepspeed=preset)
-    straight = Run(one_rank, options).steps(0, 6).seen()
-    assert resumed(one_rank, options, tmp_path / "state") == straight
-    seen = disturbed(Run(one_rank, options))
+    require_no_trace(one_rank, options, tmp_path)
+
+
+def require_no_trace(world, options, folder):
+    """What was seen straight on."""
+    straight, again = resumed(world, options, folder / "state")
+    assert again == straight
+    seen = disturbed(Run(world, options))
     assert [seen["updates"], seen["weights"]] == [straight["updates"], straight["weights"]]
-
-
-BFLOAT16 = replace(OPTIONS, dtype="bfloat16", optimizer_dtype="bfloat16")
+    return straight
 
 
 @pytest.mark.parametrize(
@@ -116,33 +103,12 @@ def test_states_in_bfloat16_stay_near_those_in_float32_and_resume_bit_for_bit(
     one_rank, tmp_path, preset
 ):
     options = replace(BFLOAT16, deepspeed=preset)
-    straight = Run(one_rank, options).steps(0, 6).seen()
-    assert resumed(one_rank, options, tmp_path / "state") == straight
-    seen = disturbed(Run(one_rank, options))
-    assert [seen["updates"], seen["weights"]] == [straight["updates"], straight["weights"]]
+    straight = require_no_trace(one_rank, options, tmp_path)
     exact = Run(one_rank, replace(options, optimizer_dtype="float32")).steps(0, 6).weights()
     for key, (_, found) in straight["weights"].items():
         near = torch.tensor(exact[key][1])
         # Six roundings of a weight are up to 2^-9 of it each.
         torch.testing.assert_close(torch.tensor(found), near, rtol=0.02, atol=0.02)
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    """What two ranks learned by each optimizer, and what they saved after three steps."""
-    return run_ranks("optimizer_ranks", tmp_path_factory.mktemp("two-ranks"), ranks=2)
-
-
-@pytest.mark.parametrize(("name", "preset"), optimizer_ranks.CASES)
-def test_two_ranks_take_the_same_steps_and_one_goes_on_from_theirs(
-    one_rank, two_ranks, name, preset
-):
-    straight = two_ranks.first[name]["weights"]
-    require_steps(name, straight)
-    run = Run(one_rank, replace(FLOAT32, optimizer=name, deepspeed=preset))
-    run.step(4)  # moments and weights that have to be replaced
-    run.engine.load_state(two_ranks.folder / name)
-    require_steps(name, run.steps(3, 6).weights())
 
 
 def test_lion_goes_on_under_another_stage(one_rank, tmp_path):

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.nn.attention import flex_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
@@ -14,6 +15,13 @@ def saved_llama(tmp_path_factory):
 @pytest.fixture
 def llama():
     return tiny_llama()
+
+
+@pytest.fixture
+def flex_on_cpu(monkeypatch):
+    """Lets the uncompiled function have a gradient on a CPU, which torch refuses it there."""
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
 
 
 def tiny_llama():

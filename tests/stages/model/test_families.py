@@ -1,15 +1,17 @@
-"""Every family the README names, compared with its own logits, one row and one branch at a time."""
+"""Every family the README names, in every layout, beside its own logits branch by branch."""
 
 import logging
 from copy import deepcopy
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from align.stages.model import tree_attention
-from align.stages.model.logprobs import PATHS
+from align.stages.model.policy import Policy, turn_dropout_off
 from align.stages.model.reference import TreeScorer
+from support.branch_by_branch import num_tokens, own_logps, slopes_of, worst_parameter
 from support.families import (
     PLAIN_FAMILIES,
     TREE_FAMILIES,
@@ -18,39 +20,68 @@ from support.families import (
     mixed_trees,
     tiny_model,
 )
+from support.mixtures import MIXTURES
 
 pytestmark = pytest.mark.numeric
 
+TREES = tuple(mixed_trees())
+FAMILIES = {
+    **TREE_FAMILIES,
+    **PLAIN_FAMILIES,
+    "llama with tied weights": ("llama", {"tie_word_embeddings": True}),
+}
+# It rounds its own logits' gradients as much.
+ROUGH = {"gpt_neo with local layers": 3e-5}
+LAYOUTS = ("packed", "tree", "plain")  # fastest first
+# Shared keys, windows, soft caps, scales and positions of their own, experts.
+ON_GPU = {
+    "llama",
+    "qwen2 with windows",
+    "gemma2",
+    "gemma3",
+    "mistral with a window",
+    "gpt2",
+    "granite",
+    "opt",
+    "qwen3_moe",
+}
 
-@pytest.mark.parametrize("name", TREE_FAMILIES)
-def test_a_tree_scores_like_each_branch_on_its_own(name, caplog):
-    model = tiny_model(*TREE_FAMILIES[name])
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_layout_has_the_numbers_and_the_gradient_of_the_models_own_logits(
+    name, flex_on_cpu, caplog
+):
+    model = tiny_model(*FAMILIES[name])
+    turn_dropout_off(model)
+    # Experts multiply in single precision only.
+    exact = deepcopy(model).to(torch.float32 if name in MIXTURES else torch.float64).train()
+    slopes = slopes_of(num_tokens(TREES))
+    expected = own_logps(exact, TREES)
+    (expected * slopes).sum().backward()
+
     scorer = TreeScorer(deepcopy(model))
-    layout = "tree" if name in UNPACKED else "packed"
-    assert (scorer.path.layout, scorer.path.head) == (layout, "fused"), caplog.text
-    assert not ours(caplog)
-    assert worst_sequence(scorer, model) < 1e-4
+    logps = scorer.score(TREES)
+    assert logps.dtype == np.float32
+    assert worst_sequence(torch.from_numpy(logps), expected) < 1e-4
+    assert bool(ours(caplog)) == (name in PLAIN_FAMILIES)
+    policy = Policy(deepcopy(model))
+    fastest = "plain" if name in PLAIN_FAMILIES else "tree" if name in UNPACKED else "packed"
+    for path in (scorer.path, policy.path):
+        assert (path.layout, path.head) == (fastest, "fused"), caplog.text
+    for layout in (*LAYOUTS[LAYOUTS.index(fastest) :], *(("flex",) if name in ON_GPU else ())):
+        policy.path = replace(policy.path, layout=layout)
+        policy.zero_grad()
+        numbers = policy(TREES)[0]
+        assert worst_sequence(numbers, expected) < 1e-4, layout
+        (numbers * slopes).sum().backward()
+        assert worst_parameter(policy.model, exact) < ROUGH.get(name, 1e-5), layout
 
 
-@pytest.mark.parametrize("name", PLAIN_FAMILIES)
-def test_a_family_without_trees_falls_back_and_says_so(name, caplog):
-    model = tiny_model(*PLAIN_FAMILIES[name])
-    scorer = TreeScorer(deepcopy(model))
-    assert scorer.path.layout == "plain"
+def test_a_family_without_trees_falls_back_and_says_so(caplog):
+    assert TreeScorer(tiny_model(*PLAIN_FAMILIES["bloom"])).path.layout == "plain"
     (record,) = ours(caplog)
     assert record.levelno == logging.WARNING
     assert "tree rows with the fused head" in record.getMessage()
-    assert worst_sequence(scorer, model) < 1e-4
-
-
-@pytest.mark.parametrize("name", TREE_FAMILIES)
-def test_padded_trees_with_a_dense_mask_score_the_same(name, monkeypatch):
-    without_packing = tuple(path for path in PATHS if path.layout != "packed")
-    monkeypatch.setattr("align.stages.model.logprobs.PATHS", without_packing)
-    model = tiny_model(*TREE_FAMILIES[name])
-    scorer = TreeScorer(deepcopy(model))
-    assert (scorer.path.layout, scorer.path.head) == ("tree", "fused")
-    assert worst_sequence(scorer, model) < 1e-4
 
 
 def test_a_model_set_to_packed_trees_refuses_other_batches():
@@ -68,9 +99,7 @@ def test_half_precision_keeps_the_tree_and_the_fused_head(dtype):
 
 
 def test_a_window_cut_by_index_instead_of_position_would_be_noticed(monkeypatch, caplog):
-    monkeypatch.setattr(
-        "align.stages.model.tree_attention._within", lambda batch, window: torch.tensor(True)
-    )
+    monkeypatch.setattr(tree_attention, "_within", lambda batch, window: torch.tensor(True))
     scorer = TreeScorer(tiny_model("mistral", {"sliding_window": WINDOW}, "eager"))
     assert scorer.path.layout == "plain"
     assert "off by" in caplog.text
@@ -91,30 +120,18 @@ def test_a_head_that_the_spec_misses_falls_back_to_the_models_logits(caplog):
     scorer = TreeScorer(deepcopy(model))
     assert (scorer.path.layout, scorer.path.head) == ("tree", "exact")
     assert "fused head: off by" in caplog.text
-    assert worst_sequence(scorer, model) < 1e-4
+    with torch.no_grad():
+        expected = own_logps(model, TREES)
+    assert worst_sequence(torch.from_numpy(scorer.score(TREES)), expected) < 1e-4
 
 
 def ours(caplog):
     return [record for record in caplog.records if record.name == "align"]
 
 
-def worst_sequence(scorer, model):
-    trees = mixed_trees()
-    logps = scorer.score(trees)
-    assert logps.dtype == np.float32
-    sums, start = [], 0
-    for tree in trees:
-        for branch in tree.branches:
-            sums.append(logps[start : start + len(branch)].astype(np.float64).sum())
-            start += len(branch)
-    assert start == len(logps)
-    expected = [oracle(model, tree.prompt, branch) for tree in trees for branch in tree.branches]
-    return np.abs(np.array(sums) - np.array(expected)).max()
-
-
-def oracle(model, prompt, branch):
-    tokens = torch.from_numpy(np.concatenate([prompt, branch]).astype(np.int64))
-    with torch.no_grad():
-        logits = model(input_ids=tokens[None]).logits[0].double()
-    logps = torch.log_softmax(logits[len(prompt) - 1 : -1], dim=-1)
-    return logps.gather(1, tokens[len(prompt) :, None]).sum().item()
+def worst_sequence(logps, expected):
+    """How far the sum of a branch is from what it should be, in nats."""
+    lengths = [len(branch) for tree in TREES for branch in tree.branches]
+    assert len(logps) == sum(lengths)
+    gaps = torch.split(logps.detach().double() - expected.detach().double(), lengths)
+    return max(abs(float(gap.sum())) for gap in gaps)

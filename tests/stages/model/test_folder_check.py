@@ -3,12 +3,12 @@
 import io
 import json
 import os
+import re
 import shutil
 import sys
 
 import huggingface_hub
 import pytest
-from peft import LoraConfig, get_peft_model
 
 from align.schemas.config import LoraOptions, ModelOptions, TokenOptions, TrainOptions
 from align.schemas.errors import UsageError
@@ -18,13 +18,10 @@ from align.stages.model.model_folder import weights_digest
 from align.stages.model.policy import load_policy
 from align.stages.model.reference import HfReference
 from align.stages.model.reward_model import HfReward
+from support.adapters import saved_adapter
 from support.command import align
 from support.families import tiny_model
 
-pytestmark = [  # peft's own, while it saves an adapter
-    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers. to:UserWarning"),
-]
 KERNEL = "someone/some-kernel"
 INDEX = "model.safetensors.index.json"
 NETWORK = ("socket.connect", "socket.getaddrinfo")
@@ -79,10 +76,15 @@ def model_folder(saved_llama, tmp_path):
         ({"configuration_files": ["config.4.0.0.json"]}, "configuration_files is"),
     ],
 )
-@pytest.mark.parametrize("trusted", [False, True])
-def test_what_transformers_would_fetch_is_refused_by_name(model_folder, settings, named, trusted):
+def test_what_transformers_would_fetch_is_refused_by_name(model_folder, settings, named):
     amend(model_folder / "config.json", settings)
-    options = ModelOptions(path=str(model_folder), trust_remote_code=trusted)
+    for trusted in (False, True):
+        options = ModelOptions(path=str(model_folder), trust_remote_code=trusted)
+        refuse_folder(options, f"config.json: {named}")
+
+
+def refuse_folder(options, said):
+    """However it is about to be loaded."""
     for load in (
         lambda: HfReference(options).identity(),
         lambda: load_causal_lm(options),
@@ -90,7 +92,7 @@ def test_what_transformers_would_fetch_is_refused_by_name(model_folder, settings
     ):
         with pytest.raises(UsageError) as refused:
             load()
-        assert f"config.json: {named}" in str(refused.value)
+        assert said in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -108,8 +110,7 @@ def test_the_names_that_are_known_are_passed_on(model_folder, settings):
 
 
 def test_an_adapter_beside_the_weights_is_not_put_on_them_unseen(model_folder):
-    model = get_peft_model(load_causal_lm(plain(model_folder)), LoraConfig(r=4))
-    model.save_pretrained(model_folder)
+    saved_adapter(model_folder, model_folder)
     with pytest.raises(UsageError, match=r"adapter_config.json: transformers would put this"):
         load_causal_lm(plain(model_folder))
 
@@ -162,16 +163,10 @@ def moved(index, name):
 def test_an_index_names_safetensors_files_of_its_own_folder_and_nothing_else(in_files, name):
     folder = in_files(lambda index: moved(index, name))
     shutil.copy(next(folder.glob("*.safetensors")), folder.parent / "outside.safetensors")
-    options = ModelOptions(path=str(folder), dtype="float32")
-    for load in (
-        lambda: HfReference(options).identity(),
-        lambda: load_causal_lm(options),
-        lambda: load_policy(options, TrainOptions(), LoraOptions()),
-        lambda: weights_digest(str(folder)),
-    ):
-        with pytest.raises(UsageError) as refused:
-            load()
-        assert f"{folder / INDEX}: lm_head.weight is said to be in {name!r}" in str(refused.value)
+    said = f"{folder / INDEX}: lm_head.weight is said to be in {name!r}"
+    refuse_folder(ModelOptions(path=str(folder), dtype="float32"), said)
+    with pytest.raises(UsageError, match=re.escape(said)):
+        weights_digest(str(folder))
 
 
 @pytest.mark.parametrize("part", ["metadata", "weight_map"])
@@ -196,8 +191,7 @@ def test_files_may_be_links_as_in_the_cache_of_the_hub(in_files, tmp_path):
 
 def test_pickles_beside_safetensors_are_not_opened(in_files, tmp_path):
     folder = in_files(lambda index: index)
-    model = get_peft_model(load_causal_lm(plain(folder)), LoraConfig(r=4))
-    model.save_pretrained(tmp_path / "adapter")
+    saved_adapter(tmp_path / "adapter", folder)
     pickles = [tmp_path / "adapter" / "adapter_model.bin", folder / "pytorch_model.bin"]
     for file in pickles:
         file.symlink_to(tmp_path / "no such file")
@@ -295,8 +289,7 @@ def test_the_canary_sings_where_the_users_word_lets_it(model_folder):
 
 
 def test_an_adapter_that_names_its_base_on_the_hub_fetches_nothing(model_folder, tmp_path):
-    model = get_peft_model(load_causal_lm(plain(model_folder)), LoraConfig(r=4))
-    model.save_pretrained(tmp_path / "adapter")
+    saved_adapter(tmp_path / "adapter", model_folder)
     settings = {"base_model_name_or_path": "someone/some-model", "revision": "main"}
     amend(tmp_path / "adapter" / "adapter_config.json", settings)
     load_causal_lm(ModelOptions(path=str(model_folder), adapter=str(tmp_path / "adapter")))
@@ -317,8 +310,7 @@ def test_an_adapter_that_names_its_base_on_the_hub_fetches_nothing(model_folder,
     ],
 )
 def test_an_adapter_with_settings_of_nobody_is_refused(model_folder, tmp_path, settings, said):
-    model = get_peft_model(load_causal_lm(plain(model_folder)), LoraConfig(r=4))
-    model.save_pretrained(tmp_path / "adapter")
+    saved_adapter(tmp_path / "adapter", model_folder)
     amend(tmp_path / "adapter" / "adapter_config.json", settings)
     with pytest.raises(UsageError, match=said):
         load_causal_lm(ModelOptions(path=str(model_folder), adapter=str(tmp_path / "adapter")))

@@ -1,55 +1,237 @@
+"""The output layer in tiles: log-probs, purity and gradients beside a log-softmax in float64."""
+
+import math
+from copy import deepcopy
+
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from align.stages.model.fused_head import TILE_ROWS, TILE_VOCABULARY, HeadSpec, head_spec
+from align.stages.model.fused_head import (
+    TILE_ROWS,
+    TILE_VOCABULARY,
+    HeadSpec,
+    OutputHead,
+    head_spec,
+)
+from align.stages.model.fused_head_backward import (
+    BUFFER_BYTES,
+    LogitsBuffer,
+    call_head_for_logps,
+    fused_rows,
+)
 from support.fused_head import fused_logps
 from support.largest_storage import LargestStorage
 from support.rounding import NATS
 
 pytestmark = pytest.mark.numeric
+SUMS = 1e-5  # n u of 40 positions and 16 states is 4e-6; float64 is not off
 HIDDEN = 16
 WIDE = TILE_VOCABULARY["cpu"] * 2 + 37  # two whole tiles and a part of one
+ROWS = 40
+ONE_TILE = 4 * ROWS * TILE_VOCABULARY["cpu"]  # bytes
+SIZES = {"none": 0, "one tile and a bit": ONE_TILE + 400, "all": BUFFER_BYTES}
 
 
-@pytest.mark.parametrize("spec", [HeadSpec(), HeadSpec(scale=0.0625), HeadSpec(softcap=3.0)])
+def test_the_gradient_of_one_token_by_hand():
+    # h = 2 and W = (0, ln 3 / 2), so z = (0, ln 3), p = (1/4, 3/4), d logp(0) / dz = (3/4, -3/4)
+    hidden = torch.tensor([[2.0]], requires_grad=True)
+    weight = torch.tensor([[0.0], [math.log(3) / 2]], requires_grad=True)
+    bias = torch.zeros(2, requires_grad=True)
+    logps = fused_logps(hidden, weight, bias, torch.tensor([0]), HeadSpec())
+    assert logps.item() == pytest.approx(math.log(1 / 4))
+    logps.backward()
+    assert bias.grad.tolist() == pytest.approx([0.75, -0.75])
+    assert weight.grad.flatten().tolist() == pytest.approx([1.5, -1.5])
+    assert hidden.grad.item() == pytest.approx(-0.75 * math.log(3) / 2)
+
+
+def test_the_purity_of_one_token_by_hand():
+    # z = (0, ln 3), so p = (1/4, 3/4) and log sum p ** 2 = log(1/16 + 9/16)
+    head = OutputHead(torch.tensor([[0.0], [math.log(3)]]), None, HeadSpec())
+    rows = fused_rows(head, torch.ones(1, 1), torch.tensor([0]), purity=True)
+    assert rows.flatten().tolist() == pytest.approx([math.log(1 / 4), math.log(10 / 16)])
+
+
+@pytest.mark.parametrize(
+    "spec", [HeadSpec(), HeadSpec(scale=0.0625), HeadSpec(softcap=3.0), HeadSpec(0.5, 4.0)]
+)
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("vocabulary", [5, TILE_VOCABULARY["cpu"], WIDE])
-def test_the_fused_head_equals_a_float64_log_softmax(spec, with_bias, vocabulary):
-    hidden, weight, bias, targets = head_inputs(vocabulary, with_bias)
-    logps = fused_logps(hidden, weight, bias, targets, spec)
-    assert logps.dtype == torch.float32
-    torch.testing.assert_close(
-        logps.double(), float64_logps(hidden, weight, bias, targets, spec), atol=NATS, rtol=0
-    )
+def test_numbers_and_gradients_are_those_of_a_float64_log_softmax(spec, with_bias, vocabulary):
+    case = head_case(vocabulary, with_bias=with_bias)
+    require_numbers(case, spec)
+    assert worst_gradient(case, spec) <= SUMS
 
 
-def test_more_positions_than_a_tile_has_rows_change_nothing(monkeypatch):
-    hidden, weight, bias, targets = head_inputs(50, with_bias=True)
-    whole = fused_logps(hidden, weight, bias, targets, HeadSpec())
-    monkeypatch.setitem(TILE_ROWS, "cpu", 7)
-    torch.testing.assert_close(fused_logps(hidden, weight, bias, targets, HeadSpec()), whole)
+@pytest.mark.parametrize("rows", [1, 7, ROWS])
+@pytest.mark.parametrize("buffer", SIZES)
+def test_ragged_tiles_of_positions_change_nothing(rows, buffer, monkeypatch):
+    monkeypatch.setitem(TILE_ROWS, "cpu", rows)
+    case, spec = head_case(WIDE, with_bias=True), HeadSpec(0.5, 4.0)
+    require_numbers(case, spec)
+    assert worst_gradient(case, spec, LogitsBuffer(SIZES[buffer])) <= SUMS
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_weights_are_multiplied_in_float32(dtype):
-    hidden, weight, _, targets = head_inputs(WIDE, with_bias=False)
-    hidden, weight = hidden.to(dtype), weight.to(dtype)
-    logps = fused_logps(hidden, weight, None, targets, HeadSpec())
-    expected = float64_logps(hidden, weight, None, targets, HeadSpec())
-    torch.testing.assert_close(logps.double(), expected, atol=NATS, rtol=0)
+@pytest.mark.parametrize(("dtype", "step"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
+def test_half_precision_loses_no_more_than_the_last_rounding_of_its_gradient(dtype, step):
+    case, spec = head_case(WIDE, with_bias=True, dtype=dtype), HeadSpec(softcap=3.0)
+    require_numbers(case, spec)
+    assert worst_gradient(case, spec) < 1.01 * step
 
 
-def test_logits_of_ten_thousand_do_not_overflow():
-    # z = (0, 1e4): log p of the first is -1e4, of the second 0
-    weight = torch.tensor([[0.0], [1e4]])
-    logps = fused_logps(torch.ones(2, 1), weight, None, torch.tensor([0, 1]), HeadSpec())
-    assert logps.tolist() == pytest.approx([-1e4, 0.0])
+def test_logits_of_ten_thousand_in_several_tiles_do_not_overflow():
+    weight = torch.zeros(WIDE, 1)
+    weight[[0, -1]] = 1e4  # half and half: log(1/4 + 1/4)
+    head = OutputHead(weight, None, HeadSpec())
+    rows = fused_rows(head, torch.ones(2, 1), torch.tensor([0, 1]), purity=True)
+    assert rows[0].tolist() == pytest.approx([-math.log(2), -1e4 - math.log(2)], abs=2e-3)
+    assert rows[1].tolist() == pytest.approx([-math.log(2)] * 2, abs=2e-3)
 
 
-def test_the_largest_tensor_does_not_grow_with_the_vocabulary():
-    small, large = largest_new_tensor(4096), largest_new_tensor(4 * 4096)
-    assert small == large <= 2 * (1 << 22)
+def test_numbers_and_gradients_are_the_same_bits_whatever_else_is_asked_for():
+    found = []
+    for purity in (False, True):
+        *leaves, targets, _ = head_case(WIDE, with_bias=True)
+        rows = fused_rows(OutputHead(*leaves[1:], HeadSpec()), leaves[0], targets, purity=purity)
+        rows.sum().backward()  # the purity's own slope is 1 here, and none of it comes through
+        with torch.inference_mode():
+            scored = fused_logps(*leaves, targets, HeadSpec())
+        found.append([rows[0], scored, *(leaf.grad for leaf in leaves)])
+    assert all(map(torch.equal, *found))
+    assert torch.equal(found[0][0], found[0][1])
+
+
+@pytest.mark.parametrize("spec", [HeadSpec(), HeadSpec(0.5, 4.0)])
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_kept_logits_give_the_same_gradients_to_the_bit(spec, size):
+    expected = gradients(head_case(WIDE, with_bias=True), spec)
+    buffer = LogitsBuffer(size)
+    for _ in range(2):  # the second call writes over the first one's logits
+        found = gradients(head_case(WIDE, with_bias=True), spec, buffer)
+        assert all(map(torch.equal, found, expected))
+
+
+def test_as_many_tiles_are_kept_as_there_is_room_for():
+    hidden, weight, _, targets, _ = head_case(WIDE)
+    narrow = 4 * ROWS * (WIDE % TILE_VOCABULARY["cpu"])  # the last one
+    sizes = ((narrow - 4, 0), (narrow, 1), (ONE_TILE, 1), (ONE_TILE + narrow, 2), (BUFFER_BYTES, 3))
+    for size, tiles in sizes:
+        logps = fused_logps(hidden, weight, None, targets, HeadSpec(), LogitsBuffer(size))
+        assert keeps(logps) == tiles
+
+
+def test_a_buffer_belongs_to_one_call_until_its_backward_pass_or_its_end():
+    hidden, weight, _, targets, _ = head_case(WIDE)
+    buffer = LogitsBuffer()
+
+    def called():
+        return fused_logps(hidden, weight, None, targets, HeadSpec(), buffer)
+
+    first, second = called(), called()
+    assert (keeps(first), keeps(second)) == (3, 0)
+    first.sum().backward()
+    third = called()
+    assert keeps(third) == 3
+    del third
+    assert keeps(called()) == 3
+
+
+def test_logits_that_were_written_over_are_projected_again():
+    expected = gradients(head_case(WIDE), HeadSpec())
+    hidden, weight, _, targets, slopes = head_case(WIDE)
+    buffer = LogitsBuffer()
+    loss = (fused_logps(hidden, weight, None, targets, HeadSpec(), buffer) * slopes).sum()
+    for other in (False, True):
+        hidden.grad = weight.grad = None
+        newer = other and fused_logps(2 * hidden, weight, None, targets, HeadSpec(), buffer)
+        loss.backward(retain_graph=True)
+        assert torch.equal(hidden.grad, expected[0])
+        assert torch.equal(weight.grad, expected[1])
+    hidden.grad = None
+    (newer * slopes).sum().backward()  # and the newer ones are whole
+    doubled = (2 * hidden).detach().requires_grad_()
+    alone = gradients([doubled, weight, None, targets, slopes], HeadSpec())
+    assert torch.equal(hidden.grad, 2 * alone[0])
+
+
+def test_the_head_of_a_policy_keeps_its_logits_and_a_copy_of_it_has_a_buffer_of_its_own():
+    shape = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = AutoConfig.for_model("llama", vocab_size=300, intermediate_size=16, **shape)
+    model = AutoModelForCausalLM.from_config(config)
+    call_head_for_logps(model)
+    head = model.lm_head
+    logps = head(torch.randn(5, 16), torch.arange(5))
+    assert len(logps.grad_fn.kept.tiles) == 1
+    copy = deepcopy(head)
+    assert len(copy(torch.randn(5, 16), torch.arange(5)).grad_fn.kept.tiles) == 1
+    assert not head(torch.randn(5, 16), torch.arange(5)).grad_fn.kept.tiles
+
+
+def test_scoring_without_a_gradient_takes_no_buffer():
+    hidden, weight, _, targets, _ = head_case(WIDE)
+    buffer = LogitsBuffer()
+    with torch.no_grad():
+        fused_logps(hidden, weight, None, targets, HeadSpec(), buffer)
+    assert vars(buffer)["_buffer"] is None
+
+
+def test_the_weights_gradient_is_summed_in_float32(monkeypatch):
+    # Each of 4,096 positions adds 1 - 1/2. In bfloat16 the sum would stand still at 128.
+    monkeypatch.setitem(TILE_ROWS, "cpu", 8)
+    hidden = torch.ones(4096, 1, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.zeros(4096, dtype=torch.long)
+    fused_logps(hidden, weight, None, targets, HeadSpec()).sum().backward()
+    assert weight.grad.flatten().tolist() == [2048.0, -2048.0]
+
+
+def test_no_positions_give_gradients_of_zero():
+    hidden, weight, bias, _, _ = head_case(WIDE, with_bias=True)
+    targets = torch.zeros(0, dtype=torch.long)
+    logps = fused_logps(hidden[:0], weight, bias, targets, HeadSpec())
+    assert logps.shape == (0,)
+    logps.sum().backward()
+    assert not weight.grad.any()
+    assert not bias.grad.any()
+
+
+@pytest.mark.parametrize("slope", [math.nan, 0.0])
+def test_a_slope_that_is_not_a_number_or_none_shows_in_the_gradient(slope):
+    hidden, weight, bias, targets, _ = head_case(5)
+    (fused_logps(hidden, weight, bias, targets, HeadSpec()) * slope).sum().backward()
+    for leaf in (hidden, weight):
+        assert leaf.grad.isnan().all() if slope else not leaf.grad.any()
+
+
+def test_a_weight_emptied_after_the_forward_is_read_again_in_the_backward():
+    expected = gradients(head_case(WIDE), HeadSpec())
+    hidden, weight, _, targets, slopes = head_case(WIDE)
+    loss = (fused_logps(hidden, weight, None, targets, HeadSpec()) * slopes).sum()
+    kept, weight.data = weight.data.clone(), torch.empty(0)
+    weight.data = kept
+    loss.backward()
+    assert torch.equal(hidden.grad, expected[0])
+    assert torch.equal(weight.grad, expected[1])
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_the_largest_tensor_does_not_grow_with_the_vocabulary(learns):
+    """Nor does that of a backward pass, where the head is frozen."""
+
+    def largest(vocabulary):
+        hidden, weight, bias, targets, slopes = head_case(vocabulary, with_bias=True, rows=1500)
+        head = OutputHead(weight.detach(), bias.detach(), HeadSpec())
+        with LargestStorage(ignore={weight.untyped_storage().data_ptr()}) as seen:
+            if learns:
+                rows = fused_rows(head, hidden, targets, purity=True)
+                (rows[0] * slopes).sum().backward()
+            else:
+                fused_rows(head, hidden.detach(), targets, purity=True)
+        assert (hidden.grad is not None) == learns
+        return seen.elements
+
+    assert largest(4096) == largest(4 * 4096) <= 2 * (1 << 22)
 
 
 def test_the_spec_reads_each_familys_own_words():
@@ -60,26 +242,62 @@ def test_the_spec_reads_each_familys_own_words():
     assert head_spec(AutoConfig.for_model("llama")) == HeadSpec()
 
 
-def largest_new_tensor(vocabulary):
-    hidden, weight, bias, targets = head_inputs(vocabulary, with_bias=True, rows=1500)
-    with LargestStorage(ignore={weight.untyped_storage().data_ptr()}) as seen:
-        fused_logps(hidden, weight, bias, targets, HeadSpec())
-    return seen.elements
+def keeps(logps):
+    """How many tiles of logits wait for the backward pass."""
+    return len(logps.grad_fn.next_functions[0][0].kept.tiles)
 
 
-def head_inputs(vocabulary, with_bias, rows=40):
+def head_case(vocabulary, *, with_bias=False, rows=ROWS, dtype=torch.float32):
+    """Leaves that want a gradient, targets, and a slope of the loss for each position."""
     random = torch.Generator().manual_seed(1)
-    hidden = torch.randn(rows, HIDDEN, generator=random)
-    weight = torch.randn(vocabulary, HIDDEN, generator=random)
-    bias = torch.randn(vocabulary, generator=random) if with_bias else None
-    return hidden, weight, bias, torch.randint(vocabulary, (rows,), generator=random)
+    hidden = torch.randn(rows, HIDDEN, generator=random).to(dtype).requires_grad_()
+    weight = torch.randn(vocabulary, HIDDEN, generator=random).to(dtype).requires_grad_()
+    bias = torch.randn(vocabulary, generator=random).to(dtype).requires_grad_()
+    targets = torch.randint(vocabulary, (rows,), generator=random)
+    slopes = torch.randn(rows, generator=random)
+    return hidden, weight, bias if with_bias else None, targets, slopes
 
 
-def float64_logps(hidden, weight, bias, targets, spec):
+def require_numbers(case, spec):
+    """Log-probs and purity are those of float64."""
+    hidden, weight, bias, targets, _ = case
+    found = fused_rows(OutputHead(weight, bias, spec), hidden, targets, purity=True).detach()
+    assert found.dtype == torch.float32
+    logps = float64_log_softmax(hidden, weight, bias, spec).detach()
+    chosen = logps.gather(1, targets[:, None]).squeeze(1)
+    torch.testing.assert_close(found[0].double(), chosen, atol=NATS, rtol=0)
+    purity = logps.mul(2).logsumexp(1)
+    torch.testing.assert_close(found[1].double(), purity, atol=SUMS, rtol=0)
+
+
+def gradients(case, spec, buffer=None):
+    """Those of every leaf there is."""
+    *leaves, targets, slopes = case
+    (fused_logps(*leaves, targets, spec, buffer) * slopes).sum().backward()
+    return [leaf.grad for leaf in leaves if leaf is not None]
+
+
+def worst_gradient(case, spec, buffer=None):
+    """The largest difference from float64, as a share of the largest element of its gradient."""
+    gradients(case, spec, buffer)
+    *leaves, targets, slopes = case
+    doubles = [None if leaf is None else leaf.detach().double().requires_grad_() for leaf in leaves]
+    logps = float64_log_softmax(*doubles, spec).gather(1, targets[:, None]).squeeze(1)
+    (logps * slopes.double()).sum().backward()
+    worst = 0.0
+    for leaf, double in zip(leaves, doubles, strict=True):
+        if leaf is not None:
+            assert leaf.grad.dtype == leaf.dtype
+            gap = (leaf.grad.double() - double.grad).abs().max() / double.grad.abs().max()
+            worst = max(worst, gap.item())
+    return worst
+
+
+def float64_log_softmax(hidden, weight, bias, spec):
     logits = hidden.double() @ weight.double().t()
     if bias is not None:
         logits = logits + bias.double()
     logits = logits * spec.scale
     if spec.softcap:
         logits = spec.softcap * torch.tanh(logits / spec.softcap)
-    return torch.log_softmax(logits, dim=-1).gather(1, targets[:, None]).squeeze(1)
+    return torch.log_softmax(logits, dim=-1)

@@ -69,43 +69,33 @@ def one_by_one(drawing_model, ids, stream, sampling):
     "how", [{}, {"temperature": 0.7, "top_p": 0.9, "top_k": 50}, {"temperature": 0.0}]
 )
 def test_a_sample_is_what_one_token_after_another_gives(drawing_model, prompt_ids, how):
-    found = samples(drawing_model, prompt_ids, **how)
+    found = samples(drawing_model, prompt_ids, range(2), **how)
     wanted = {
         (at, number): one_by_one(drawing_model, ids, stream_of(str(at), 0, number), Sampling(**how))
         for at, ids in enumerate(prompt_ids)
-        for number in range(4)
+        for number in range(2)
     }
     assert found == wanted
 
 
 def test_a_sample_is_the_same_for_any_batch_number_of_samples_and_order(drawing_model, prompt_ids):
-    whole = samples(drawing_model, prompt_ids, range(8))
-    changed = 0
-    for tokens, numbers in ((1, range(8)), (60, range(8)), (160, range(4)), (10_000, range(1))):
+    whole = samples(drawing_model, prompt_ids, range(4))
+    for tokens, numbers in (
+        (1, range(4)),
+        (60, range(4)),
+        (10_000, range(1)),
+        (10_000, range(2, 4)),
+        (10_000, range(3, -1, -1)),
+    ):
+        # In float32 a tie as near as its rounding is not among these.
         part = samples(drawing_model, prompt_ids, numbers, tokens)
-        changed += sum(whole[key] != one for key, one in part.items())
-    backwards = samples(drawing_model, prompt_ids, range(7, -1, -1))
-    assert changed == 0  # in float32 a tie as near as its rounding is not among these
-    assert backwards == whole
-
-
-def test_more_samples_leave_the_first_ones_as_they_are(drawing_model, prompt_ids):
-    first, more = (
-        samples(drawing_model, prompt_ids, range(2)),
-        samples(drawing_model, prompt_ids, range(2, 6)),
-    )
-    assert first | more == samples(drawing_model, prompt_ids, range(6))
+        assert part == {key: whole[key] for key in part}
+        assert len(part) == len(prompt_ids) * len(numbers)
 
 
 def test_different_numbers_and_seeds_give_different_samples(drawing_model, prompt_ids):
     found = samples(drawing_model, prompt_ids, range(8))
     assert len(set(found.values())) == len(found)
-
-
-def test_a_temperature_of_zero_gives_one_sample_for_all_numbers(drawing_model, prompt_ids):
-    found = samples(drawing_model, prompt_ids, temperature=0.0)
-    for at in range(len(prompt_ids)):
-        assert len({found[at, number] for number in range(4)}) == 1
 
 
 def test_a_sample_ends_before_its_first_stop(drawing_model, prompt_ids):

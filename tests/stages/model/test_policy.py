@@ -1,25 +1,20 @@
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
 from align.schemas.errors import UsageError
 from align.schemas.rows import Tree
-from align.stages.model.load import load_causal_lm
 from align.stages.model.logprobs import causal_model, tree_logps
 from align.stages.model.policy import Policy, load_policy
 from align.stages.model.reference import HfReference
+from support.adapters import saved_adapter
 from support.families import learning_names, mixed_trees, tiny_model
 from support.rounding import NATS
 
-pytestmark = [
-    pytest.mark.numeric,  # peft's own, while it saves an adapter
-    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers. to:UserWarning"),
-]
+pytestmark = pytest.mark.numeric
 FULL = LoraOptions()
 FLOAT32 = TrainOptions(dtype="float32")
 TREES = tuple(mixed_trees())
@@ -164,11 +159,8 @@ def test_an_adapter_where_it_cannot_be_is_refused(saved_llama, targets, message)
 
 
 def test_a_reference_with_an_adapter_is_where_the_policy_starts(saved_llama, tmp_path):
-    base = ModelOptions(path=str(saved_llama), dtype="float32")
-    torch.manual_seed(1)
-    settings = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
-    get_peft_model(load_causal_lm(base), settings).save_pretrained(tmp_path)
-    adapted = ModelOptions(path=str(saved_llama), dtype="float32", adapter=str(tmp_path))
+    adapter = str(saved_adapter(tmp_path, saved_llama))
+    adapted = ModelOptions(path=str(saved_llama), dtype="float32", adapter=adapter)
     reference = torch.from_numpy(HfReference(adapted).open().score(TREES))
     policy = load_policy(adapted, FLOAT32, FULL)
     torch.testing.assert_close(policy(TREES)[0].detach(), reference, atol=NATS, rtol=0)

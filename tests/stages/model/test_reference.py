@@ -1,7 +1,9 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
@@ -9,16 +11,13 @@ from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
 from align.schemas.rows import OutOfMemory, Tree
 from align.stages.model import reference as module
-from align.stages.model.load import load_causal_lm, resolve
+from align.stages.model.load import load_causal_lm, quiet, resolve
 from align.stages.model.logprobs import choose_path
 from align.stages.model.reference import HfReference, TreeScorer
+from support.adapters import saved_adapter
 from support.families import TREE_FAMILIES, tiny_model
 
-pytestmark = [
-    pytest.mark.numeric,  # peft's own, while it saves an adapter
-    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers. to:UserWarning"),
-]
+pytestmark = pytest.mark.numeric
 
 TREE = Tree(np.array([3, 4, 5], np.int32), (np.array([6], np.int32), np.array([7, 8], np.int32)))
 
@@ -51,9 +50,8 @@ def test_a_way_to_score_that_another_rank_refuses_is_not_taken(saved_llama):
 
 def test_an_adapter_changes_the_scores_and_keeps_the_fast_path(saved_llama, tmp_path):
     options = ModelOptions(path=str(saved_llama), dtype="float32")
-    adapted = ModelOptions(
-        path=str(saved_llama), dtype="float32", adapter=lora(options, tmp_path, ["q_proj"])
-    )
+    adapter = saved_adapter(tmp_path, saved_llama, lora_dropout=0.5)
+    adapted = replace(options, adapter=str(adapter))
     base, scorer = HfReference(options).open(), HfReference(adapted).open()
     assert scorer.path.head == "fused"
     assert not scorer.model.training
@@ -62,11 +60,9 @@ def test_an_adapter_changes_the_scores_and_keeps_the_fast_path(saved_llama, tmp_
 
 
 def test_an_adapter_on_the_head_is_not_bypassed(saved_llama, tmp_path, caplog):
-    options = ModelOptions(path=str(saved_llama), dtype="float32")
-    adapter = lora(options, tmp_path, ["lm_head"])
-    scorer = HfReference(
-        ModelOptions(path=str(saved_llama), dtype="float32", adapter=adapter)
-    ).open()
+    adapter = saved_adapter(tmp_path, saved_llama, target_modules=["lm_head"])
+    options = ModelOptions(path=str(saved_llama), dtype="float32", adapter=str(adapter))
+    scorer = HfReference(options).open()
     assert scorer.path.head == "exact"
     assert "not a plain projection" in caplog.text
 
@@ -74,7 +70,8 @@ def test_an_adapter_on_the_head_is_not_bypassed(saved_llama, tmp_path, caplog):
 def test_an_adapter_of_prompt_tokens_is_refused(saved_llama, tmp_path):
     options = ModelOptions(path=str(saved_llama))
     settings = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    get_peft_model(load_causal_lm(options), settings).save_pretrained(tmp_path)
+    with quiet():
+        get_peft_model(load_causal_lm(options), settings).save_pretrained(tmp_path)
     with pytest.raises(UsageError, match="prompt tokens"):
         load_causal_lm(ModelOptions(path=str(saved_llama), adapter=str(tmp_path)))
 
@@ -121,15 +118,6 @@ def test_a_gpu_that_is_not_there_is_refused(saved_llama):
 
 def raise_(error):
     raise error
-
-
-def lora(options, folder, target_modules):
-    torch.manual_seed(1)
-    settings = LoraConfig(
-        r=4, target_modules=target_modules, init_lora_weights=False, lora_dropout=0.5
-    )
-    get_peft_model(load_causal_lm(options), settings).save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.mark.parametrize("asked", ["auto", "sdpa"])

@@ -25,45 +25,42 @@ def policy_of(name, **how):
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-@pytest.mark.parametrize("layout", ["own", "tree", "plain"])
-def test_the_sums_are_those_of_each_branch_on_its_own(name, layout):
+def test_the_sums_are_those_of_each_branch_on_its_own(name):
+    trees = mixed_trees()
+    expected = oracle(tiny_model(*MIXTURES[name]), trees).detach()
     policy = policy_of(name)
-    if layout != "own":
+    for layout in dict.fromkeys((policy.path.layout, "tree", "plain")):
         policy.path = replace(policy.path, layout=layout)
-    trees = mixed_trees()
-    with torch.no_grad():
-        found = policy(trees)[ROUTING]
-    expected = oracle(tiny_model(*MIXTURES[name]), trees)
-    assert values_of(found) == pytest.approx(values_of(expected.detach()), rel=1e-5)
-    torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-5)
-    assert found[:, -1].tolist() == [sum(tree.num_tokens for tree in trees)] * 2
+        with torch.no_grad():
+            found = policy(trees)[ROUTING]
+        assert values_of(found) == pytest.approx(values_of(expected), rel=1e-5)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        assert found[:, -1].tolist() == [sum(tree.num_tokens for tree in trees)] * 2
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize("cuts", [1, 2, 4])
-def test_the_gradient_is_that_of_the_whole_step_however_it_is_cut(cuts, recomputes):
-    model = tiny_model(*MIXTURES["mixtral"])
-    policy = Policy(deepcopy(model), balanced=True)
-    if recomputes:
-        policy.recompute_activations()
-    trees = mixed_trees()
-    parts = [trees[cut::cuts] for cut in range(cuts)]
-    with torch.no_grad():
-        step = sum(policy(part)[ROUTING] for part in parts)
-    for part in parts:
-        router_share(policy(part)[ROUTING], step).backward()
-    model.set_experts_implementation("eager")  # the other one has no float64
-    model.double()
-    exact = oracle(model, trees)
+def test_the_gradient_is_that_of_the_whole_step_however_it_is_cut():
+    model, trees = tiny_model(*MIXTURES["mixtral"]), mixed_trees()
+    own = deepcopy(model)
+    own.set_experts_implementation("eager")  # the other one has no float64
+    exact = oracle(own.double(), trees)
     loss = router_share(exact, exact.detach())
     loss.backward()
-    assert values_of(step)["router/loss"] == pytest.approx(loss.item(), rel=1e-6)
-    wanted = dict(model.named_parameters())
-    for name, parameter in policy.model.named_parameters():
-        if wanted[name].grad is not None:
-            torch.testing.assert_close(
-                parameter.grad.double(), wanted[name].grad, rtol=1e-4, atol=1e-7
-            )
+    wanted = dict(own.named_parameters())
+    for cuts, recomputes in ((1, True), (2, False), (4, True)):
+        policy = Policy(deepcopy(model), balanced=True)
+        if recomputes:
+            policy.recompute_activations()
+        parts = [trees[cut::cuts] for cut in range(cuts)]
+        with torch.no_grad():
+            step = sum(policy(part)[ROUTING] for part in parts)
+        for part in parts:
+            router_share(policy(part)[ROUTING], step).backward()
+        assert values_of(step)["router/loss"] == pytest.approx(loss.item(), rel=1e-6)
+        for name, parameter in policy.model.named_parameters():
+            if wanted[name].grad is not None:
+                torch.testing.assert_close(
+                    parameter.grad.double(), wanted[name].grad, rtol=1e-4, atol=1e-7
+                )
 
 
 def test_a_rank_without_rows_adds_nothing_and_still_has_a_gradient():

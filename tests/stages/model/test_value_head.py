@@ -1,7 +1,7 @@
-"""A number for every completion token, read from the state that predicts it."""
+"""Rows beside log-probs: the purity of every prediction, and a value read from its state."""
 
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -30,19 +30,24 @@ SLOPES = slopes_of(num_tokens(TREES)), slopes_of(num_tokens(TREES), seed=1)
 
 
 @pytest.mark.parametrize("name", THREE_FAMILIES)
-def test_values_and_gradients_are_those_of_the_models_own_states(name):
+def test_values_purity_and_gradients_are_those_of_the_models_own_states(name, flex_on_cpu):
+    """The loss has a share of the purity, which has no gradient."""
     model = tiny_model(*TREE_FAMILIES[name])
     turn_dropout_off(model)
-    policy = drawn(Policy(deepcopy(model), head="values"))
-    expected, values, sizes = by_itself(model, policy.value_head)
+    policy = drawn(Policy(deepcopy(model), head="values", purity=True))
+    assert policy.output_names == ("logps", "purity", "values")
+    own = by_itself(model, policy.value_head)
+    fastest, flex = policy.path.layout, ("flex",) if name == "gemma2" else ()
     for head in ("fused", "exact"):
-        for layout in dict.fromkeys((policy.path.layout, "tree", "plain")):
+        for layout in dict.fromkeys((fastest, "tree", "plain", *flex)):
             policy.path = replace(policy.path, layout=layout, head=head)
             policy.zero_grad()
-            rows = policy(TREES)
-            assert ((rows[1] - values).abs() < 1e-5 * sizes).all(), (head, layout)
-            loss_of(*rows).backward()
-            assert worst_parameter(policy, expected) < 1e-5, (head, layout)
+            logps, purity, values = policy(TREES)
+            assert ((values - own.values).abs() < 1e-5 * own.sizes).all(), (head, layout)
+            torch.testing.assert_close(purity.double(), own.purity, atol=1e-4, rtol=0)
+            assert (purity <= 0).all()
+            (loss_of(logps, values) + 7 * purity.sum()).backward()
+            assert worst_parameter(policy, own.model) < 1e-5, (head, layout)
 
 
 def test_values_begin_at_zero_and_do_not_pull_at_the_policy(llama):
@@ -67,16 +72,6 @@ def test_values_learn_beside_an_adapter(saved_llama):
     assert all("lora_" in name or "value_head" in name for name in learning)
 
 
-def test_recomputed_layers_give_the_same_gradient(saved_llama):
-    found = []
-    for recomputes in (False, True):
-        train = replace(FLOAT32, gradient_checkpointing=recomputes)
-        policy = drawn(loaded(saved_llama, train))
-        loss_of(*policy(TREES)).backward()
-        found.append([parameter.grad for parameter in policy.parameters()])
-    assert all(map(torch.equal, *found))
-
-
 def test_a_half_precision_head_is_multiplied_in_float32(saved_llama):
     policy = drawn(loaded(saved_llama, TrainOptions(dtype="bfloat16")))
     assert policy.value_head.weight.dtype == torch.bfloat16
@@ -93,14 +88,14 @@ def test_a_model_whose_last_states_are_narrower_than_its_layers():
     model = tiny_model("opt", {"ffn_dim": 48, "word_embed_proj_dim": 16})
     turn_dropout_off(model)
     policy = drawn(Policy(deepcopy(model), head="values"))
-    _, values, sizes = by_itself(model, policy.value_head)
-    assert ((policy(TREES)[1] - values).abs() < 1e-5 * sizes).all()
+    own = by_itself(model, policy.value_head)
+    assert ((policy(TREES)[1] - own.values).abs() < 1e-5 * own.sizes).all()
 
 
 def test_no_trees_give_no_values_and_a_gradient_of_zero(llama):
-    policy = drawn(Policy(llama, head="values"))
+    policy = drawn(Policy(llama, head="values", purity=True))
     rows = policy(())
-    assert rows.shape == (2, 0)
+    assert rows.shape == (3, 0)
     rows.sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
 
@@ -112,6 +107,12 @@ def test_a_model_that_hides_its_states_is_refused_by_the_exact_head(llama):
     llama.forward = lambda output_hidden_states, **inputs: own(**inputs)
     with pytest.raises(UsageError, match="does not give its hidden states"):
         policy(TREES)
+
+
+def test_purity_is_told_only_where_it_is_asked_for(saved_llama):
+    options = ModelOptions(path=str(saved_llama)), FLOAT32, LoraOptions()
+    assert load_policy(*options).output_names == ("logps",)
+    assert load_policy(*options, purity=True).output_names == ("logps", "purity")
 
 
 def test_the_head_is_saved_beside_the_model_and_not_in_it(llama, tmp_path):
@@ -139,21 +140,32 @@ def drawn(policy):
     return policy
 
 
-def by_itself(model, value_head):
-    """The same head on the model's own states in float64; holds gradients.
+@dataclass(frozen=True)
+class Own:
+    """What a model and a value head make of branches in float64; the model holds gradients."""
 
-    Beside it its values, and what each is the sum of without signs, of which rounding is a part.
-    """
+    model: nn.Module
+    values: torch.Tensor
+    sizes: torch.Tensor  # what each value is the sum of, without signs: of it rounding is a part
+    purity: torch.Tensor
+
+
+def by_itself(model, value_head):
     both = nn.Module()
     both.model, both.value_head = deepcopy(model).double().train(), nn.Linear(1, 1)
     for name, parameter in value_head.named_parameters():
         setattr(both.value_head, name, nn.Parameter(parameter.detach().double()))
     states, logits, targets = own_predictions(both.model, TREES)
     values = both.value_head(states).squeeze(1)
-    logps = torch.log_softmax(logits, -1).gather(1, targets[:, None]).squeeze(1)
-    loss_of(logps, values).backward()
+    every = torch.log_softmax(logits, -1)
+    loss_of(every.gather(1, targets[:, None]).squeeze(1), values).backward()
     weight, bias = (p.detach().abs() for p in both.value_head.parameters())
-    return both, values.detach(), (states.detach().abs() @ weight.t() + bias).squeeze(1)
+    return Own(
+        both,
+        values.detach(),
+        (states.detach().abs() @ weight.t() + bias).squeeze(1),
+        every.detach().mul(2).logsumexp(1),
+    )
 
 
 def loss_of(logps, values):

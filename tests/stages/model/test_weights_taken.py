@@ -6,36 +6,21 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
 from align.schemas.errors import UsageError
 from align.schemas.rows import Tree
-from align.stages.model.load import load_causal_lm, unused_weights
+from align.stages.model.load import load_causal_lm
 from align.stages.model.policy import load_policy
-from align.stages.model.reference import HfReference, TreeScorer
+from align.stages.model.reference import HfReference
 from align.stages.model.reward_model import HfReward
+from support.adapters import saved_adapter
 from support.families import PLAIN_FAMILIES, TREE_FAMILIES, tiny_model
 
-pytestmark = [  # peft's own, while it saves an adapter
-    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers. to:UserWarning"),
-]
 FAMILIES = TREE_FAMILIES | PLAIN_FAMILIES
 TREE = Tree(np.array([3, 4, 5], np.int32), (np.array([6], np.int32), np.array([7, 8], np.int32)))
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_saved_family_loads_whole_and_scores_as_before(name, tmp_path):
-    model = tiny_model(*FAMILIES[name])
-    model.save_pretrained(tmp_path)
-    assert unused_weights(options(tmp_path)) == []
-    loaded = load_causal_lm(options(tmp_path))
-    assert all(map(torch.equal, loaded.parameters(), model.parameters()))
-    scores, before = (TreeScorer(one).score([TREE]) for one in (loaded, model))
-    assert np.allclose(scores, before, rtol=1e-5, atol=0)  # their tensors begin at other places
 
 
 @pytest.fixture
@@ -125,26 +110,20 @@ def test_a_reward_model_with_unused_layers_is_refused(tmp_path):
 @pytest.fixture
 def adapter(saved_llama, tmp_path):
     """An adapter on both layers that changes the scores."""
-    torch.manual_seed(1)
-    settings = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    model = get_peft_model(load_causal_lm(options(saved_llama)), settings)
-    model.save_pretrained(tmp_path / "adapter")
-    return tmp_path / "adapter"
+    return saved_adapter(tmp_path / "adapter", saved_llama, target_modules=["q_proj", "v_proj"])
 
 
-def test_an_adapter_of_a_model_with_more_layers_is_refused(adapter, tmp_path):
-    tiny_model("llama", {"num_hidden_layers": 1}).save_pretrained(tmp_path / "short")
-    refuse_adapter(tmp_path / "short", adapter, r"lacks 0 .* and 4 of its own are not used")
-
-
-def test_an_adapter_of_a_model_with_fewer_layers_is_refused(adapter, tmp_path):
-    tiny_model("llama", {"num_hidden_layers": 3}).save_pretrained(tmp_path / "long")
-    refuse_adapter(tmp_path / "long", adapter, r"lacks 4 tensors .*layers\.2\..* and 0 of its own")
-
-
-def test_an_adapter_of_a_model_of_another_width_is_refused(adapter, tmp_path):
-    tiny_model("llama", {"hidden_size": 64}).save_pretrained(tmp_path / "wide")
-    refuse_adapter(tmp_path / "wide", adapter, "cannot be put on the model")
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"num_hidden_layers": 1}, r"lacks 0 .* and 4 of its own are not used"),
+        ({"num_hidden_layers": 3}, r"lacks 4 tensors .*layers\.2\..* and 0 of its own"),
+        ({"hidden_size": 64}, "cannot be put on the model"),
+    ],
+)
+def test_an_adapter_of_another_model_is_refused(adapter, tmp_path, settings, said):
+    tiny_model("llama", settings).save_pretrained(tmp_path / "other")
+    refuse_adapter(tmp_path / "other", adapter, said)
 
 
 def test_an_adapter_whose_settings_leave_out_what_it_stores_is_refused(saved_llama, adapter):
@@ -154,10 +133,8 @@ def test_an_adapter_whose_settings_leave_out_what_it_stores_is_refused(saved_lla
 
 
 def test_an_adapter_with_retrained_embeddings_is_taken_whole(saved_llama, tmp_path):
-    base = load_causal_lm(options(saved_llama))
-    settings = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
-    model = get_peft_model(base, settings)
-    model.save_pretrained(tmp_path, save_embedding_layers=True)
+    how = {"save_embedding_layers": True}
+    saved_adapter(tmp_path, saved_llama, modules_to_save=["lm_head"], how=how)
     names = set(load_file(tmp_path / "adapter_model.safetensors"))
     assert any("embed_tokens" in name for name in names)
     load_causal_lm(options(saved_llama, adapter=str(tmp_path)))

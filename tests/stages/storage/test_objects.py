@@ -9,7 +9,7 @@ from align.stages.storage import object_stores, objects
 from align.stages.storage.objects import ObjectPath, location
 from support.object_server import BUCKET, Faults, client, environment, faulty_proxy
 
-WRITERS, ROUNDS = 12, 100
+WRITERS, ROUNDS = 12, 20
 # Each before or after (+) the server did its work: refusals of three kinds, no answer, a late one.
 FAULTS = ["412+", "409", "409+", "503", "503+", "500+", "drop", "drop+", "hang", "hang+"]
 
@@ -27,14 +27,14 @@ def is_conditional(headers):
 def far_bucket(object_server, faults, monkeypatch):
     """The bucket, seen through a proxy that loses answers."""
     with faulty_proxy(object_server, faults) as url:
-        for name, value in environment(url, AWS_TIMEOUT="1s").items():
+        for name, value in environment(url, AWS_TIMEOUT="0.3s").items():
             monkeypatch.setenv(name, value)
         object_stores.open_store.cache_clear()
         yield ObjectPath("s3", BUCKET, "")
     object_stores.open_store.cache_clear()
 
 
-def test_of_twelve_writers_one_wins_in_each_of_a_hundred_rounds(bucket):
+def test_of_twelve_writers_one_wins_in_each_round(bucket):
     """Each reads back the same bytes, which are the winner's."""
     start = threading.Barrier(WRITERS)
     won = [[] for _ in range(ROUNDS)]
@@ -67,7 +67,7 @@ def test_a_commit_whose_answer_is_lost_is_neither_lost_nor_made_twice(far_bucket
     assert objects.read(path) == b"ours"
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", ["412+", "409+", "drop"])
 def test_a_commit_that_another_made_first_is_never_taken_for_ours(far_bucket, faults, fault):
     path = far_bucket / f"second/{fault}"
     assert objects.put_new(path, b"theirs")
@@ -76,7 +76,7 @@ def test_a_commit_that_another_made_first_is_never_taken_for_ours(far_bucket, fa
     assert objects.read(path) == b"theirs"
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", ["412+", "409", "drop+", "hang+"])
 def test_a_replaced_object_whose_answer_is_lost_holds_the_new_bytes(far_bucket, faults, fault):
     path = far_bucket / f"grown/{fault}"
     objects.put_over(path, b"first", expected=None)
@@ -117,8 +117,9 @@ def test_a_store_that_never_answers_is_an_error_that_says_where(far_bucket, faul
         objects.put_new(far_bucket / "never", b"")
 
 
-def test_a_large_object_is_read_back_in_order(bucket, object_server):
-    payload = bytes(range(256)) * (3 << 16)  # 48 MiB: three chunks, and many parts to write
+def test_a_large_object_is_read_back_in_order(bucket, object_server, monkeypatch):
+    monkeypatch.setattr(objects, "CHUNK", 1 << 20)
+    payload = bytes(range(256)) * (3 << 14)  # 12 MiB: twelve chunks, and three parts to write
     objects.put(bucket / "large", payload)
     version = objects.version_of(bucket / "large")
     assert version.size == len(payload)
