@@ -4,7 +4,6 @@ import json
 import sqlite3
 import subprocess
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from align.schemas.safe_text import MASK
 from support.command import refusal
 from support.planted import contents_below
-from support.trainings import Server
+from support.trainings import Person
 
 # Each is planted once, and sought in every byte that is left.
 CANARIES = {
@@ -51,22 +50,17 @@ def surroundings(tmp_path):
     }
 
 
-@dataclass(frozen=True)
-class Person:
-    """Gives commands in a folder, where what they say is written down as well."""
+def writes_down(person):
+    """Gives a person's commands, and keeps what they say in the folder that is searched."""
 
-    server: Server
-    folder: Path
-    environment: dict
-
-    def give(self, *words):
-        """A command in a process of its own."""
-        words = tuple(map(str, words))
-        done = self.server._fork(words, self.folder, self.environment).answer()
-        number = len(list(self.folder.glob("said-*")))
-        (self.folder / f"said-{number}.txt").write_text(done.out + done.err)
+    def give(*words):
+        done = person.tries(*words)
+        number = len(list(person.folder.glob("said-*")))
+        (person.folder / f"said-{number}.txt").write_text(done.out + done.err)
         assert "Traceback" not in done.err, done.err
         return done
+
+    return give
 
 
 def found_in(*folders):
@@ -97,7 +91,7 @@ def test_no_secret_is_written_said_or_sent(
 ):
     folder = tmp_path / "here"
     folder.mkdir()
-    give = Person(course.server, folder, surroundings).give
+    give = writes_down(Person(course.server, folder, surroundings))
     port = mlflow_server.uri.rpartition(":")[2]
     engine = {"zero_optimization": {"stage": 0}, "comet": {"api_key": CANARIES["deepspeed"]}}
     (tmp_path / "ds.json").write_text(json.dumps(engine))
