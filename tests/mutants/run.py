@@ -1,10 +1,11 @@
 """Shows which planted faults the tests notice: `make test-mutants`, or this with names of faults.
 
-First each test file runs once by itself under coverage.py, which says what lines it enters, also in
-processes that it starts. Then each fault is planted in a copy of the project and meets the files
-that enter its lines, the fastest first, up to the first failure. What survives these meets the rest
-of the suite. All of it is kept in the folder `.mutants`, so that a run that is stopped goes on
-where it was; a fault is run again when it, the product or a test has changed.
+Each fault is planted in a copy of the project and meets the test that noticed it the last time, as
+`noticed.json` says. For what survives that, each test file runs once by itself under coverage.py,
+which says what lines it enters, also in processes that it starts; the fault meets the files that
+enter its lines, the fastest first, up to the first failure, and then the rest of the suite. All of
+it is kept in the folder `.mutants`, so that a run that is stopped goes on where it was; a fault is
+run again when it, the product or a test has changed.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from faults import (
+    HERE,
     ROOT,
     Fault,
     StaleFaultError,
@@ -35,12 +38,41 @@ from faults import (
 )
 
 KEPT = ROOT / ".mutants"
+NOTICED = HERE / "noticed.json"  # the test that noticed each fault: what is tried first
 SUITE = "not long and not gpu"
 # They read the sources themselves, and would notice that a line has changed, not what it does.
 OF_SOURCES = ("tests/test_house.py", "tests/test_own_files.py")
 HANGS = 300  # seconds of one test, after which a fault counts as noticed
 LIMIT = 3600  # seconds of all tests that a fault meets
-PASSED, NOTHING_CHOSEN, HUNG = 0, 5, 124
+PASSED, NO_SUCH_TEST, NOTHING_CHOSEN, HUNG = 0, 4, 5, 124
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the tests that a fault has met have noticed it."""
+
+    name: str
+    key: str  # of the fault, the product and the tests
+    by: str | None  # the test that noticed it
+    met: str  # its known test, those near it, or all of the suite
+    seconds: int
+
+
+class Verdicts:
+    """The last verdict on each fault, from a file to which each is added."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.writing = threading.Lock()
+        lines = path.read_text().splitlines() if path.exists() else ()
+        found = [Verdict(**json.loads(line)) for line in lines]
+        self.by_fault = {(one.name, one.key): one for one in found}
+
+    def add(self, verdict: Verdict) -> None:
+        with self.writing, self.path.open("a") as file:
+            file.write(json.dumps(asdict(verdict)) + "\n")
+        self.by_fault[verdict.name, verdict.key] = verdict
+        print(f"{verdict.seconds:5} s  {verdict.name:42} {verdict.by or 'SURVIVED'}", flush=True)
 
 
 def main() -> None:
@@ -56,20 +88,31 @@ def main() -> None:
     ]
     if stale := [said for fault in faults if (said := _why_stale(fault))]:
         sys.exit("\n".join(stale))
-    campaign = Campaign(options.at_once)
-    campaign.enter_lines()
-    verdicts = campaign.judge(faults, only_near=options.only_near)
+    verdicts = Campaign(options.at_once).judge(faults, only_near=options.only_near)
     report(faults, verdicts)
-    survivors = [f for f in faults if not f.equivalent and verdicts[f.name]["by"] is None]
+    remember({name: verdict.by for name, verdict in verdicts.items() if verdict.by})
+    survivors = [f for f in faults if not f.equivalent and not verdicts[f.name].by]
     sys.exit(bool(survivors))
 
 
-def report(faults: list[Fault], verdicts: dict[str, dict]) -> None:
-    for fault in sorted(faults, key=lambda fault: (verdicts[fault.name]["by"] or "", fault.name)):
-        verdict = verdicts[fault.name]
-        print(f"{fault.name:42} {verdict['by'] or 'SURVIVED ' + fault.equivalent}")
-    noticed = sum(verdict["by"] is not None for verdict in verdicts.values())
+def report(faults: list[Fault], verdicts: dict[str, Verdict]) -> None:
+    for fault in sorted(faults, key=lambda fault: (verdicts[fault.name].by or "", fault.name)):
+        print(f"{fault.name:42} {verdicts[fault.name].by or 'SURVIVED ' + fault.equivalent}")
+    noticed = sum(verdict.by is not None for verdict in verdicts.values())
     print(f"{noticed} of {len(faults)} faults noticed")
+
+
+def noticed_before() -> dict[str, str]:
+    """The test that noticed each fault the last time, by the fault's name."""
+    return json.loads(NOTICED.read_text()) if NOTICED.exists() else {}
+
+
+def remember(noticed: dict[str, str]) -> None:
+    """Keeps which test noticed each fault, for the next campaign."""
+    tests = noticed_before() | {name: by for name, by in noticed.items() if "::" in by}
+    known = {fault.name for fault in read_faults()}
+    kept = {name: tests[name] for name in sorted(tests) if name in known}
+    NOTICED.write_text(json.dumps(kept, indent=0, ensure_ascii=False) + "\n")
 
 
 def _why_stale(fault: Fault) -> str | None:
@@ -98,43 +141,50 @@ class Campaign:
         self.all_tests = self._digest_of(
             lambda name: name.startswith("tests/") and not name.startswith("tests/mutants/")
         )
-        self.writing = threading.Lock()
+        self.verdicts = Verdicts(KEPT / "verdicts.jsonl")
 
-    def enter_lines(self) -> None:
-        """Fills in, for each test file, its seconds and the lines that it enters."""
+    def judge(self, faults: list[Fault], *, only_near: bool) -> dict[str, Verdict]:
+        """For each fault whether a test noticed it, and which."""
+        known = noticed_before()
+        self._each(
+            [fault for fault in faults if fault.name in known and not self._verdict(fault)],
+            lambda fault, copy: self._meet(fault, copy, [known[fault.name]], "known"),
+        )
+        if left := [fault for fault in faults if not self._is_settled(fault)]:
+            entered = self._entered_lines()
+            self._each(left, lambda fault, copy: self._meet_suite(fault, copy, entered, only_near))
+        return {fault.name: self._verdict(fault) for fault in faults}
+
+    def _verdict(self, fault: Fault) -> Verdict | None:
+        return self.verdicts.by_fault.get((fault.name, self._key(fault)))
+
+    def _is_settled(self, fault: Fault) -> bool:
+        verdict = self._verdict(fault)
+        return verdict is not None and (verdict.by is not None or verdict.met == "all")
+
+    def _key(self, fault: Fault) -> str:
+        return _digest([repr(fault).encode(), self.product, self.all_tests])
+
+    def _meet(self, fault: Fault, copy: Path, tests: list[str], met: str) -> None:
+        begun = time.monotonic()
+        by = self._noticed_by(fault, copy, tests)
+        seconds = round(time.monotonic() - begun)
+        self.verdicts.add(Verdict(fault.name, self._key(fault), by, met, seconds))
+
+    def _meet_suite(self, fault: Fault, copy: Path, entered: dict, only_near: bool) -> None:
+        near, rest = self._near_and_rest(fault, entered)
+        last = self._verdict(fault)
+        if last is None or last.met == "known":
+            self._meet(fault, copy, near, "near")
+        if not only_near and not self._is_settled(fault):
+            self._meet(fault, copy, rest, "all")
+
+    def _entered_lines(self) -> dict[str, dict]:
+        """For each test file its seconds and the lines that it enters."""
         self._each(
             [name for name in self.tests if not self._lines_file(name).exists()], self._trace
         )
-
-    def judge(self, faults: list[Fault], *, only_near: bool) -> dict[str, dict]:
-        """For each fault the test that noticed it, if any did."""
-        kept = KEPT / "verdicts.jsonl"
-        verdicts = {}
-        for line in kept.read_text().splitlines() if kept.exists() else ():
-            found = json.loads(line)
-            verdicts[found["name"], found["key"]] = found
-        entered = {name: json.loads(self._lines_file(name).read_text()) for name in self.tests}
-
-        def one(fault: Fault, copy: Path) -> None:
-            key = _digest([repr(fault).encode(), self.product, self.all_tests])
-            near, rest = self._near_and_rest(fault, entered)
-            found = verdicts.get((fault.name, key))
-            for tests, met_all in ((near, False), (rest, True)):
-                is_known = found and (found["by"] or found["all"] >= met_all)
-                if is_known or (met_all and only_near):
-                    continue
-                begun = time.monotonic()
-                by = self._noticed_by(fault, copy, tests)
-                seconds = round(time.monotonic() - begun)
-                found = {"name": fault.name, "key": key, "by": by, "all": met_all, "s": seconds}
-                with self.writing, kept.open("a") as file:
-                    file.write(json.dumps(found) + "\n")
-                print(f"{seconds:5} s  {fault.name:42} {by or 'SURVIVED'}", flush=True)
-            results[fault.name] = found
-
-        results: dict[str, dict] = {}
-        self._each(faults, one)
-        return results
+        return {name: json.loads(self._lines_file(name).read_text()) for name in self.tests}
 
     def _near_and_rest(self, fault: Fault, entered: dict) -> tuple[list[str], list[str]]:
         """The test files that enter the lines of a fault, the fastest first, and all others."""
@@ -156,10 +206,12 @@ class Campaign:
         if not tests:
             return None
         code, out = self._pytest(copy, "-x", "--timeout", str(HANGS), *tests)
-        if code in (PASSED, NOTHING_CHOSEN):
+        if code in (PASSED, NO_SUCH_TEST, NOTHING_CHOSEN):
             return None
-        said = [line for line in out.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        return " ".join(said[0].split()[:2]) if said else f"pytest ended with {code}"
+        said = [line for line in out.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+        if not said:
+            return f"pytest ended with {code}"
+        return said[0].partition(" ")[2].partition(" - ")[0]
 
     def _trace(self, test: str, copy: Path) -> None:
         """Runs a test file under coverage."""
