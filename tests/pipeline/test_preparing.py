@@ -136,15 +136,6 @@ def in_children(config, monkeypatch):
     return replace(config, data=replace(config.data, workers=2))
 
 
-def test_children_make_whole_tasks_and_change_no_byte(in_children, clean):
-    job = open_job(in_children, StubReference())
-    preparation = preparation_of(job)
-    assert len(preparation.slices) > 5
-    assert preparation.num_ranges > 2
-    run(in_children)
-    assert contents(in_children.cache.output) == clean
-
-
 class Impatient(NoProgress):
     """Asks to stop after some tasks."""
 
@@ -158,17 +149,26 @@ class Impatient(NoProgress):
             raise Interrupted(2)
 
 
-def test_who_is_interrupted_waits_for_no_child_and_keeps_what_is_committed(in_children, clean):
-    job = open_job(in_children, StubReference())
+def test_children_that_are_interrupted_keep_what_is_committed_and_change_no_byte(
+    config, clean, monkeypatch
+):
+    """The few rows are cut into many slices and ranges, which two children make."""
+    monkeypatch.setattr(input_files, "LEAST_SLICE", 1000)
+    monkeypatch.setattr(input_files, "SLICES", 10)
+    monkeypatch.setattr(key_ranges, "BYTES_PER_RANGE", 4000)
+    config = replace(config, data=replace(config.data, workers=2))
+    job = open_job(config, StubReference())
     job.folder.prepare()
     job.work.prepare()
     with pytest.raises(Interrupted):
         make_plan(job, "run", Inline(), Impatient(4))
-    assert not multiprocessing.active_children()
-    done = EncodeTasks(preparation_of(job))
-    assert 3 <= sum(map(done.is_committed, range(len(done.sizes)))) < len(done.sizes)
-    run(in_children)
-    assert contents(in_children.cache.output) == clean
+    assert not multiprocessing.active_children()  # whoever is interrupted waits for no child
+    preparation = preparation_of(job)
+    assert preparation.num_ranges > 2
+    tasks = EncodeTasks(preparation)
+    assert 3 <= sum(map(tasks.is_committed, range(len(tasks.sizes)))) < len(tasks.sizes)
+    run(config)
+    assert contents(config.cache.output) == clean
 
 
 def left(config):
@@ -179,29 +179,26 @@ def left(config):
     return replace(load_plan(work), digest="", reuse=()), found
 
 
-def start(config, sizes):
-    process = CHILDREN.Process(target=prepare_by_small_tasks, args=(config, sizes))
-    process.start()
-    return process
-
-
-@pytest.mark.parametrize("histories", [3, pytest.param(40, marks=pytest.mark.long)])
+@pytest.mark.parametrize("histories", [2, pytest.param(40, marks=pytest.mark.long)])
 def test_two_processes_killed_at_random_moments_end_in_one_plan(drawn, tmp_path, histories):
     print(f"ALIGN_TEST_SEED={SEED}")
     moments, kills = random.Random(SEED), 0
     for history in range(histories):
-        sizes = f"sizes {SEED} {history}"
         config = drawn(history)
-        clean = replace(
-            config, cache=replace(config.cache, output=str(tmp_path / "clean" / str(history)))
-        )
-        (tmp_path / "clean").mkdir(exist_ok=True)
+        output = str(tmp_path / f"clean-{history}")
+        clean = replace(config, cache=replace(config.cache, output=output))
+
+        def start(config, sizes=f"sizes {SEED} {history}"):
+            process = CHILDREN.Process(target=prepare_by_small_tasks, args=(config, sizes))
+            process.start()
+            return process
+
         began = time.perf_counter()
-        whole = start(clean, sizes)
+        whole = start(clean)
         whole.join(PATIENCE)
         assert whole.exitcode == 0
         span, before = time.perf_counter() - began, kills
-        running = [start(config, sizes) for _ in range(2)]
+        running = [start(config) for _ in range(2)]
         while running:
             is_last = kills - before >= 12  # however slow the machine has become
             longest = (0.5 if kills - before < 4 else 1.2) * span  # the first four surely come
@@ -213,9 +210,8 @@ def test_two_processes_killed_at_random_moments_end_in_one_plan(drawn, tmp_path,
                     kills += 1
             ended = [process.exitcode for process in running if process.exitcode is not None]
             assert {*ended} <= {0, -9}
-            running = [start(config, sizes) for code in ended if code] + [
-                process for process in running if process.exitcode is None
-            ]
+            alive = [process for process in running if process.exitcode is None]
+            running = [start(config) for code in ended if code] + alive
         assert left(config) == left(clean)
     print(f"{kills} kills in {histories} histories")
     assert kills >= 2 * histories

@@ -1,6 +1,5 @@
 """Stage 1 says what it does not read, and counts preferences that contradict each other."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from align.schemas.config import DataOptions, RewardOptions
 from align.schemas.errors import UsageError
 from align.stages.report.export_trl import export_trl
 from align.stages.storage.cache_folder import CacheFolder
+from support.read_rows import write_rows
 from support.stage_one import run
 
 
@@ -20,10 +20,9 @@ def config_over(config, tmp_path):
     """The config over rows, in a JSON file of their own."""
 
     def write(*rows, **columns):
-        path = tmp_path / "rows.jsonl"
-        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        path = write_rows(tmp_path / "rows.jsonl", rows)
         rewards = RewardOptions(output=str(tmp_path / "scored"))
-        return replace(config, data=DataOptions(files=[str(path)], map=columns), rewards=rewards)
+        return replace(config, data=DataOptions(files=[path], map=columns), rewards=rewards)
 
     return write
 
@@ -37,23 +36,17 @@ def notes_of(made):
 
 
 def test_columns_of_no_text_are_one_note_and_no_part_of_the_cache(config_over):
-    made = run(config_over(*[pair(n, id=f"a{n}", turn=n, Reward=n) for n in range(9)]))
+    rows = [pair(n, id=f"a{n}", turn=n, Reward=n) for n in range(300)]
+    rows.append(pair(300, late=1, input="What is this all about?"))
+    made = run(config_over(*rows, input=""))
     (note,) = (line for line in notes_of(made) if "'id'" in line)
     assert "'turn'" in note
     assert "'Reward'" not in note  # which is counted, as it looks like a score
-    assert not [name for name in made.manifest.notes if "'id'" in name or "'turn'" in name]
-    again = run(config_over(*[pair(n, id=f"a{n}", turn=n, Reward=n) for n in range(9)]))
-    assert note in notes_of(again)
-    left_out = run(
-        config_over(*[pair(n, id=f"a{n}", turn=n, Reward=n) for n in range(9)], id="", turn="")
-    )
+    for name in ("'id'", "'turn'", "late", "input"):
+        assert not [noted for noted in made.manifest.notes if name in noted]
+    assert note in notes_of(run(config_over(*rows, input="")))
+    left_out = run(config_over(*rows, input="", id="", turn=""))
     assert left_out.manifest.root == made.manifest.root
-
-
-def test_a_late_column_leaves_nothing_in_the_notes_of_the_cache(config_over):
-    rows = [pair(n) for n in range(300)]
-    config = config_over(*rows, pair(300, turn=1, input="What is this all about?"), input="")
-    assert not [name for name in run(config).manifest.notes if "turn" in name or "input" in name]
 
 
 def test_pairs_that_contradict_are_counted(config_over):
@@ -80,10 +73,9 @@ def test_an_exported_cache_is_data_that_is_read_without_a_word(config, data, tmp
     assert not [note for note in notes_of(again) if "not read" in note]
 
 
-def test_labels_are_scored_of_files_whose_text_is_read(config_over):
-    config = config_over(
-        *[pair(n, id=n) for n in range(2000)], pair(2000, input="What is this about?")
-    )
+def test_text_that_begins_late_is_refused_before_labels_are_scored(config_over):
+    rows = [pair(n, id=n) for n in range(2000)]
+    config = config_over(*rows, pair(2000, input="What is this about?"))
     with pytest.raises(UsageError, match="row 2,000 .*\n.*--map input="):
         rewards_from_labels(config)
     assert not (Path(config.rewards.output) / ROWS).exists()

@@ -45,59 +45,35 @@ OTHER_SIDE = {
 }
 
 
-def keys_of(*records):
-    return prompt_keys_of(records)
-
-
-@pytest.mark.parametrize("name", SAME_SIDE)
-def test_prompts_are_on_one_side_of_the_split_that_differ_only_in(name):
-    record, prompt = SAME_SIDE[name]
-    keys = keys_of(record, replace(record, prompt=prompt))
+@pytest.mark.parametrize("name", [*SAME_SIDE, *OTHER_SIDE])
+def test_prompts_are_other_ones_and_on_one_side_of_the_split_or_not_that_differ_in(name):
+    record, prompt = (SAME_SIDE | OTHER_SIDE)[name]
+    keys = prompt_keys_of([record, replace(record, prompt=prompt)])
     assert keys.prompt[0] != keys.prompt[1]
-    assert keys.split[0] == keys.split[1]
+    assert (keys.split[0] == keys.split[1]) == (name in SAME_SIDE)
 
 
-@pytest.mark.parametrize("name", OTHER_SIDE)
-def test_prompts_are_different_ones_that_differ_in(name):
-    record, prompt = OTHER_SIDE[name]
-    keys = keys_of(record, replace(record, prompt=prompt))
-    assert keys.prompt[0] != keys.prompt[1]
-    assert keys.split[0] != keys.split[1]
-
-
-def test_tools_and_template_options_make_another_prompt_on_the_same_side():
+def test_tools_and_template_options_make_another_prompt_and_completions_and_key_order_do_not():
+    turned = tuple(dict(reversed(message.items())) for message in CHAT.prompt)
+    same = replace(CHAT, prompt=turned, completions=("y",), row=7, scores=(1.0,))
     others = [replace(CHAT, tools=(TOOL,)), replace(CHAT, template_options={"thinking": False})]
-    keys = keys_of(CHAT, *others)
+    keys = prompt_keys_of([CHAT, same, *others])
+    assert keys.prompt[0] == keys.prompt[1]
     assert len(set(keys.prompt)) == 3
     assert len(set(keys.split)) == 1
-
-
-def test_neither_the_completions_nor_the_order_of_keys_make_another_prompt():
-    turned = tuple(dict(reversed(message.items())) for message in CHAT.prompt)
-    other = replace(CHAT, prompt=turned, completions=("y",), row=7, scores=(1.0,))
-    keys = keys_of(CHAT, other)
-    assert keys.prompt[0] == keys.prompt[1]
-
-
-def test_prompts_of_only_a_system_message_have_keys_of_their_own():
-    keys = keys_of(
-        replace(CHAT, prompt=(SYSTEM,)),
-        replace(CHAT, prompt=(changed(SYSTEM, content="Tell a story."),)),
-    )
-    assert keys.split[0] != keys.split[1]
+    told = replace(CHAT, prompt=(changed(SYSTEM, content="Tell a story."),))
+    assert len(set(prompt_keys_of([replace(CHAT, prompt=(SYSTEM,)), told]).split)) == 2
 
 
 def test_these_keys_never_change():
     """Else prompts would cross the split from one version to another."""
-    keys = keys_of(CHAT, TEXT)
-    assert [key.hex() for key in keys.prompt.tolist()] == PROMPT_KEYS
-    assert [f"{int(key):016x}" for key in keys.split] == SPLIT_KEYS
-    assert [f"{int(sketch):016x}" for sketch in keys.sketch] == SKETCHES
-
-
-PROMPT_KEYS = ["5b1e64fe0e211ea8f0dad9dc73a24613", "4f743367ee26abbbe649c9f469217e84"]
-SPLIT_KEYS = ["95af2ee0f0ebd776", "0b10a4cb61633113"]
-SKETCHES = ["d68ffded9dbef122", "3d8ffe6b9dc7f122"]
+    keys = prompt_keys_of([CHAT, TEXT])
+    assert [key.hex() for key in keys.prompt.tolist()] == [
+        "5b1e64fe0e211ea8f0dad9dc73a24613",
+        "4f743367ee26abbbe649c9f469217e84",
+    ]
+    assert [f"{int(key):016x}" for key in keys.split] == ["95af2ee0f0ebd776", "0b10a4cb61633113"]
+    assert [f"{int(key):016x}" for key in keys.sketch] == ["d68ffded9dbef122", "3d8ffe6b9dc7f122"]
 
 
 def words(draw, count):
@@ -123,30 +99,19 @@ def edited(draw, text, edits):
     return text
 
 
-def pairs_of(draw, count, change, *, length):
+def found_after(change, *, length, count=300):
+    """The share of texts of so many words that are near to what such a change makes of them."""
+    draw = random.Random(length)
     texts = [words(draw, length) for _ in range(count)]
-    return [(" ".join(text), " ".join(change(text))) for text in texts]
+    return found([(" ".join(text), " ".join(change(draw, text))) for text in texts])
 
 
-def test_case_and_punctuation_are_always_near():
-    draw = random.Random(1)
-    pairs = pairs_of(draw, 200, lambda text: [f"{word.title()}," for word in text], length=12)
-    assert found(pairs) == 1
-
-
-def test_one_changed_word_in_sixty_is_nearly_always_near():
-    draw = random.Random(2)  # 58 of 62 pairs of words are in both: P(at least 6 of 8) = 0.99
-    pairs = pairs_of(draw, 300, lambda text: edited(draw, text, 1), length=60)
-    assert found(pairs) > 0.95
-
-
-def test_half_of_the_words_changed_is_hardly_ever_near():
-    draw = random.Random(3)  # about a seventh of the pairs of words are in both
-    pairs = pairs_of(draw, 300, lambda text: [*text[:15], *words(draw, 15)], length=30)
-    assert found(pairs) < 0.05
-
-
-def test_short_questions_that_differ_in_what_is_asked_are_hardly_ever_near():
+def test_texts_are_near_as_far_as_their_words_are_the_same():
+    assert found_after(lambda _, text: [f"{word.title()}," for word in text], length=12) == 1
+    # 58 of 62 pairs of words are in both: P(at least 6 of 8) = 0.99
+    assert found_after(lambda draw, text: edited(draw, text, 1), length=60) > 0.95
+    # about a seventh of the pairs of words are in both
+    assert found_after(lambda draw, text: [*text[:15], *words(draw, 15)], length=30) < 0.05
     pairs = [(f"What is {i} and {i % 97}?", f"What is {i + 1} and {i % 89}?") for i in range(300)]
     assert found(pairs) < 0.05
 

@@ -53,20 +53,17 @@ def test_a_row_id_changes_with(name):
     assert only(CHANGES[name]).row_id != only(ROW).row_id
 
 
-def test_a_row_id_does_not_change_with_source_or_seed():
+def test_the_seed_moves_prompts_and_leaves_completions_and_ids_as_the_source_does():
     assert only(with_record(file=3, row=99)).row_id == only(ROW).row_id
     assert only(ROW, seed=7).row_id == only(ROW).row_id
-
-
-def test_the_seed_moves_prompts_and_leaves_completions():
     assert only(ROW, seed=7).place != only(ROW).place
     assert only(ROW, seed=7).completion_keys == only(ROW).completion_keys
     assert only(ROW, seed=-1).place != only(ROW, seed=1).place
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(record_lists(with_scores=True))
-def test_ids_and_keys_are_equal_exactly_where_contents_are(records):
+def test_rows_hold_their_records_and_ids_and_keys_are_equal_exactly_where_contents_are(records):
     rows = plain(key_rows(records, seed=3, carried=("weight",)))
     contents = [(row.prompt, row.branches, row.carried) for row in rows]
     assert len(set(contents)) == len({row.row_id for row in rows})
@@ -79,19 +76,9 @@ def test_ids_and_keys_are_equal_exactly_where_contents_are(records):
         for branch, key in zip(row.branches, row.completion_keys, strict=True)
     }
     assert len(texts) == len({text for text, _ in texts}) == len({key for _, key in texts})
-
-
-@settings(max_examples=50)
-@given(record_lists(with_scores=True))
-def test_columns_hold_what_the_records_held(records):
-    rows = plain(key_rows(records, seed=0, carried=("weight",)))
-    for row, source in zip(rows, records, strict=True):
+    for row, source in zip(rows, records, strict=True):  # what the records held
         assert row.source == (source.record.file, source.record.row)
         assert row.prompt == tuple(source.prompt)
         assert row.carried == (source.record.carried["weight"],)
         branches = zip(source.completions, source.record.roles, source.record.scores, strict=True)
         assert row.branches == tuple((tuple(ids), int(r), s, len(ids)) for ids, r, s in branches)
-
-
-def test_no_records_make_no_rows():
-    assert plain(key_rows([], seed=0, carried=("weight",))) == []

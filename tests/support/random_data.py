@@ -29,7 +29,7 @@ def small_sizes(draw: random.Random):
     ]
 
 
-def draw_files(folder, kind, draw: random.Random, *, most=200):
+def draw_files(folder, kind, draw: random.Random, most=100):
     """Some files of one kind of data."""
     folder.mkdir(parents=True)
     files = []

@@ -1,12 +1,11 @@
 """The shape of a file is told from its columns, or refused with what to do."""
 
-import json
-
 import pytest
 
 from align.schemas.errors import UsageError
 from align.stages.data.data_schema import common_shape, detect_shape
 from align.stages.data.input_files import open_inputs
+from support.read_rows import write_rows
 
 
 def detect(columns, rename=None, carry=()):
@@ -30,14 +29,6 @@ def test_the_columns_decide_the_shape(columns, kind):
     assert shape.has_prompt == ("prompt" in columns.split())
 
 
-def test_a_renamed_column_is_read_under_the_users_name():
-    shape = detect("question chosen rejected", {"question": "prompt"})
-    assert shape.has_prompt
-    assert shape.source["prompt"] == "question"
-    assert {"question", "chosen", "rejected"} <= set(shape.columns)
-    assert "prompt" not in shape.columns
-
-
 def test_columns_that_look_like_scores_and_are_not_read_are_known():
     ultrafeedback = detect("prompt chosen rejected score_chosen score_rejected")
     assert ultrafeedback.source["chosen_score"] == "score_chosen"
@@ -51,27 +42,15 @@ def test_columns_that_look_like_scores_and_are_not_read_are_known():
         detect("prompt chosen rejected chosen_score score_chosen")
 
 
-def test_files_that_name_their_scores_otherwise_are_not_mixed(tmp_path):
-    rows = [{"prompt": "p", "chosen": "c", "rejected": "r", "chosen_score": 1}]
-    other = [{"prompt": "p", "chosen": "c", "rejected": "r", "score_chosen": 1}]
-    for name, row in (("a.jsonl", rows[0]), ("b.jsonl", other[0])):
-        (tmp_path / name).write_text(json.dumps(row))
-    inputs = open_inputs([str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")])
-    with pytest.raises(UsageError, match="with chosen_score; and paired, with score_chosen"):
-        common_shape(inputs, {})
-
-
-def test_a_column_can_be_taken_out_by_renaming_it():
-    shape = detect("prompt chosen rejected", {"prompt": "unused"})
-    assert not shape.has_prompt
-    assert "prompt" not in shape.source
+def test_a_column_is_read_under_the_users_name_or_left_out():
+    shape = detect("question chosen rejected", {"question": "prompt"})
+    assert (shape.has_prompt, shape.source["prompt"]) == (True, "question")
+    assert {*shape.columns} >= {"question", "chosen", "rejected"}
+    assert "prompt" not in shape.columns
+    assert not detect("prompt chosen rejected", {"prompt": "unused"}).has_prompt
     assert detect("prompt question chosen rejected", {"prompt": "old", "question": "prompt"})
-
-
-def test_optional_and_carried_columns_are_found():
     shape = detect("chosen rejected tools margin length", carry=["length"])
-    assert shape.optional == ("tools",)
-    assert shape.carried == ("margin", "length")
+    assert (shape.optional, shape.carried) == (("tools",), ("margin", "length"))
 
 
 @pytest.mark.parametrize(
@@ -107,33 +86,28 @@ def test_the_way_out_of_several_shapes_works():
     assert detect(columns, {name: f"unused {name}" for name in dropped}).kind == "paired"
 
 
-def write(path, *rows):
-    path.write_text("\n".join(map(json.dumps, rows)))
-    return str(path)
+PAIR = {"chosen": "c", "rejected": "r"}
 
 
-def test_the_shape_of_json_lines_is_the_union_of_the_first_rows(tmp_path):
-    rows = [{"chosen": "a", "rejected": "b"}, {"chosen": "a", "rejected": "b", "tools": []}]
-    shape = common_shape(open_inputs([write(tmp_path / "a.jsonl", *rows)]), {})
-    assert (shape.kind, shape.optional) == ("paired", ("tools",))
+def shape_of_files(folder, *files):
+    paths = [write_rows(folder / f"{number}.jsonl", rows) for number, rows in enumerate(files)]
+    return common_shape(open_inputs(paths), {})
+
+
+def test_the_shape_of_files_is_the_union_of_their_first_rows(tmp_path):
+    shape = shape_of_files(tmp_path, [PAIR, PAIR | {"tools": []}], [PAIR | {"system": "s"}])
+    assert (shape.kind, set(shape.optional)) == ("paired", {"tools", "system"})
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("first", "other"),
     [
-        {"prompt": "p", "completion": "c", "label": True},
-        {"prompt": "p", "chosen": "c", "rejected": "r"},
-        {"chosen": "c", "rejected": "r", "margin": 1},
+        (PAIR, {"prompt": "p", "completion": "c", "label": True}),
+        (PAIR, {"prompt": "p"} | PAIR),
+        (PAIR, PAIR | {"margin": 1}),
+        (PAIR | {"score_chosen": 1}, PAIR | {"chosen_score": 1}),
     ],
 )
-def test_files_of_two_shapes_are_refused_by_name(tmp_path, other):
-    first = write(tmp_path / "a.jsonl", {"chosen": "c", "rejected": "r"})
-    second = write(tmp_path / "b.jsonl", other)
-    with pytest.raises(UsageError, match=r"a\.jsonl and .*b\.jsonl hold different data"):
-        common_shape(open_inputs([first, second]), {})
-
-
-def test_optional_columns_of_any_file_belong_to_the_common_shape(tmp_path):
-    first = write(tmp_path / "a.jsonl", {"chosen": "c", "rejected": "r"})
-    second = write(tmp_path / "b.jsonl", {"chosen": "c", "rejected": "r", "system": "s"})
-    assert common_shape(open_inputs([first, second]), {}).optional == ("system",)
+def test_files_of_two_shapes_are_refused_by_name(tmp_path, first, other):
+    with pytest.raises(UsageError, match=r"0\.jsonl and .*1\.jsonl hold different data"):
+        shape_of_files(tmp_path, [first], [other])

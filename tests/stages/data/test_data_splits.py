@@ -48,7 +48,7 @@ def test_splits_of_one_data_set_are_refused(names):
 @pytest.mark.parametrize(
     "names",
     [
-        HUB,
+        [*HUB, "both/test-00000-of-00001.parquet"],  # a link, on purpose
         ["d/train.jsonl", "d/more.jsonl"],
         ["d/train_prefs.jsonl", "d/train_sft.jsonl"],
         ["d/train.jsonl", "e/test.jsonl"],
@@ -62,28 +62,21 @@ def test_other_files_are_taken_together(names):
     assert not refusal(*names)
 
 
-def test_the_commands_name_each_split_and_write_to_two_folders():
-    said = refusal(*HUB, HUB_TEST)
-    assert "  align precompute-ref d/train*.parquet\n" in said
-    assert f"  align precompute-ref {HUB_TEST} --output cache-test\n" in said
-    said = refusal("my d/train/0.parquet", "my d/train/1.parquet", "my d/test/0.parquet")
-    train, test = (line for line in said.splitlines() if line.startswith("  align"))
-    assert shlex.split(train) == ["align", "precompute-ref", "my d/train"]
-    assert shlex.split(test)[2] == "my d/test/0.parquet"
-
-
-def test_the_pattern_of_a_split_takes_its_files_and_no_others(tmp_path):
+def test_the_commands_take_the_files_of_a_split_and_no_others_into_two_folders(tmp_path):
     names = ["train-0.parquet", "train-1.parquet", "test-0.parquet", "test-1.parquet"]
+    folder = tmp_path / "my data"
+    folder.mkdir()
     for name in names:
-        (tmp_path / name).touch()
-    said = refusal(*(str(tmp_path / name) for name in names))
-    patterns = [line.split()[2] for line in said.splitlines() if line.startswith("  align")]
-    found = [sorted(path.name for path in tmp_path.glob(Path(one).name)) for one in patterns]
-    assert found == [names[:2], names[2:]]
-
-
-def test_a_link_in_another_folder_joins_a_split_on_purpose():
-    assert not refusal(*HUB, "both/test-00000-of-00001.parquet")
+        (folder / name).touch()
+    said = refusal(*(str(folder / name) for name in names))
+    train, test = [shlex.split(line) for line in said.splitlines() if line.startswith("  align")]
+    for command, wanted in ((train, names[:2]), (test, names[2:])):
+        assert command[:2] == ["align", "precompute-ref"]
+        assert sorted(path.name for path in folder.glob(Path(command[2]).name)) == wanted
+    assert (train[3:], test[3:]) == ([], ["--output", "cache-test"])
+    said = refusal("my d/train/0.parquet", "my d/train/1.parquet", "my d/test/0.parquet")
+    train, test = [shlex.split(line) for line in said.splitlines() if line.startswith("  align")]
+    assert (train[2:3], test[2]) == (["my d/train"], "my d/test/0.parquet")
 
 
 def test_files_of_a_store_are_known_by_where_they_were_copied_from():
