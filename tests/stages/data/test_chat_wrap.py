@@ -12,10 +12,6 @@ from support.read_rows import bot, record_of, rejection_of, user
 
 CHAT = Wrapping(True)
 PAIR = {"prompt": "Which?", "chosen": " This.", "rejected": "\n\nThat."}
-ZEPHYR = (
-    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}</s>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
-)
 LLAMA_2 = (
     "{% for m in messages %}{% if m.role == 'system' %}[INST] <<SYS>>\n{{ m.content }}\n<</SYS>>"
     "{% elif m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }} </s>"
@@ -37,25 +33,16 @@ def test_a_plain_prompt_is_a_users_message_and_white_space_where_the_answer_begi
     assert record.completions == ((bot("This."),), (bot("That."),))
     kept = wrapped(PAIR | {"chosen": [bot(" This.")]})
     assert kept.completions == ((bot(" This."),), (bot("That."),))
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
+    for other in (
         {"prompt": "p", "completion": " c\n", "label": True},
         {"prompt": "p", "completions": [" c\n"], "scores": [1]},
         {"prompt": "p", "completion": " c\n", "score": 3},
-    ],
-)
-def test_every_kind_of_rows_is_wrapped(row):
-    assert wrapped(row).prompt == (user("p"),)
-    assert wrapped(row).completions == ((bot("c\n"),),)
-    assert record_of(row).completions == (" c\n",)
-
-
-def test_conversations_are_what_they_are_without_it():
-    row = {"prompt": [user("p "), bot("Sure,")], "chosen": " c", "rejected": [bot(" r")]}
-    assert wrapped(row) == record_of(row)
+    ):
+        record = wrapped(other)
+        assert (record.prompt, record.completions) == ((user("p"),), ((bot("c\n"),),))
+        assert record_of(other).completions == (" c\n",)
+    chat = {"prompt": [user("p "), bot("Sure,")], "chosen": " c", "rejected": [bot(" r")]}
+    assert wrapped(chat) == record_of(chat)
 
 
 def test_the_columns_of_conversations_go_with_text_that_is_one_and_are_refused_beside_other_text():
@@ -89,16 +76,17 @@ def test_a_transcript_is_not_rendered_twice(cells, column):
     bad = refused(PAIR | cells)
     assert (bad.reason, repr(column) in bad.detail) == ("already_rendered", True)
     assert "data.wrap=none" in bad.detail
-    if "system" not in cells:
-        assert record_of(PAIR | cells)
+    assert column == "system" or record_of(PAIR | cells)
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    ["What is a human: a study", "Ask the user: why?", "Is [1] < 2 or > 3?", "Q: Who?\nA:"],
-)
-def test_text_that_only_speaks_of_such_things_is_wrapped(prompt):
-    assert wrapped(PAIR | {"prompt": prompt}).prompt == (user(prompt),)
+def test_text_that_only_speaks_of_such_things_is_wrapped():
+    for prompt in (
+        "What is a human: a study",
+        "Ask the user: why?",
+        "Is [1] < 2 or > 3?",
+        "Q: Who?\nA:",
+    ):
+        assert wrapped(PAIR | {"prompt": prompt}).prompt == (user(prompt),)
 
 
 def test_text_whose_prompt_has_no_column_is_refused_because_answers_may_begin_alike():
@@ -132,22 +120,16 @@ def test_text_is_rendered_as_the_same_conversation_is(qwen_folder):
     ]
 
 
-@pytest.mark.parametrize("name", ["prompt", "chosen", "rejected", "system"])
-def test_text_with_what_the_template_writes_is_not_rendered_twice(qwen_folder, name):
+def test_text_with_what_the_template_writes_is_not_rendered_twice(qwen_folder, tmp_path):
     row = PAIR | {"system": "Be kind."}
-    bad = refused(row | {name: f"{row[name]}<|im_end|>"}, wrapping(qwen_folder))
-    assert (bad.reason, "<|im_end|>" in bad.detail) == ("already_rendered", True)
-    assert repr(name) in bad.detail
-    assert wrapped(row | {name: f"{row[name]}<|im_ends|>"}, wrapping(qwen_folder))
-
-
-@pytest.mark.parametrize(
-    ("template", "marks"),
-    [(ZEPHYR, ["<|user|>", "</s>"]), (LLAMA_2, ["[INST]", "[/INST]", "<<SYS>>"])],
-)
-def test_what_a_template_writes_need_not_be_a_special_token(tmp_path, template, marks):
-    folder = byte_tokenizer(tmp_path, ["<s>", "</s>"], template=template, eos="</s>")
-    for mark in marks:
+    for name in row:
+        bad = refused(row | {name: f"{row[name]}<|im_end|>"}, wrapping(qwen_folder))
+        assert (bad.reason, "<|im_end|>" in bad.detail) == ("already_rendered", True)
+        assert repr(name) in bad.detail
+        assert wrapped(row | {name: f"{row[name]}<|im_ends|>"}, wrapping(qwen_folder))
+    # Which need not be a special token.
+    folder = byte_tokenizer(tmp_path, ["<s>", "</s>"], template=LLAMA_2, eos="</s>")
+    for mark in ("[INST]", "[/INST]", "<<SYS>>"):
         assert refused(PAIR | {"prompt": f"{mark} a"}, wrapping(folder))
     assert wrapped(PAIR | {"prompt": "<b>a</b> [A] <think>b</think>"}, wrapping(folder))
 

@@ -62,18 +62,12 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("family", BY_HAND)
-def test_the_prompts_last_turn_stays_open_and_the_completion_continues_it(
+def test_the_prompts_last_turn_stays_open_as_transformers_leaves_it_and_is_continued(
     prefilled_families, family
 ):
     opened, end = BY_HAND[family]
     found = texts(prefilled_families[family], record("Sure,", " here", " no"))
     assert found == [opened, f" here{end}", f" no{end}"]
-
-
-@pytest.mark.parametrize("family", BY_HAND)
-def test_the_prompt_is_the_one_that_transformers_continues_the_final_message_of(
-    prefilled_families, family
-):
     item = record("Sure, ", "here")
     row, _ = encode_one(prefilled_families[family], item)
     tokenizer = load_tokenizer(prefilled_families[family], TokenOptions())
@@ -90,37 +84,21 @@ def test_the_prompt_is_the_one_that_transformers_continues_the_final_message_of(
 CALLING = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"q": 1}}}]}
 
 
-@pytest.mark.parametrize(
-    ("completion", "opened", "written"),
-    [
-        (
-            (bot(" here"), user("why"), bot("so")),
-            "Sure,",
-            " here<|im_end|>\n<|im_start|>user\nwhy<|im_end|>\n<|im_start|>assistant\nso<|im_end|>",
-        ),
-        (
-            (CALLING,),
-            "Sure,",
-            '<tool_call>\n{"name": "f", "arguments": {"q": 1}}\n</tool_call><|im_end|>',
-        ),
-        (
-            (user("why"), bot("so")),
-            "Sure,<|im_end|>\n",
-            "<|im_start|>user\nwhy<|im_end|>\n<|im_start|>assistant\nso<|im_end|>",
-        ),
-    ],
-    ids=["turns behind it", "a call of a tool", "an answer of the user, which closes the turn"],
-)
-def test_what_follows_the_prefill_is_written_as_its_template_writes_it(
-    prefilled_families, completion, opened, written
-):
-    prompt, said = texts(prefilled_families["qwen base"], record("Sure,", completion))
-    assert prompt.endswith(f"<|im_start|>assistant\n{opened}")
-    assert said == written
+ASKED = (user("why"), bot("so"))
+WHY = "<|im_start|>user\nwhy<|im_end|>\n<|im_start|>assistant\nso<|im_end|>"
 
 
-def test_completions_of_both_kinds_in_one_row_are_refused(prefilled_families):
-    both = record("Sure,", " here", (USER, bot("so")))
+def test_what_follows_the_prefill_is_written_as_its_template_writes_it(prefilled_families):
+    called = '<tool_call>\n{"name": "f", "arguments": {"q": 1}}\n</tool_call><|im_end|>'
+    for completion, opened, written in (
+        ((bot(" here"), *ASKED), "Sure,", f" here<|im_end|>\n{WHY}"),
+        ((CALLING,), "Sure,", called),
+        (ASKED, "Sure,<|im_end|>\n", WHY),  # the user answers, which closes the turn
+    ):
+        prompt, said = texts(prefilled_families["qwen base"], record("Sure,", completion))
+        assert prompt.endswith(f"<|im_start|>assistant\n{opened}")
+        assert said == written
+    both = record("Sure,", " here", ASKED)
     bad = refusal_of(prefilled_families["qwen base"], both)
     assert (bad.reason, "others answer it" in bad.detail) == ("schema", True)
 
@@ -134,6 +112,5 @@ def test_a_prefill_that_the_template_does_not_show_is_refused_and_not_mangled(
     assert texts(folder, record("Sure,", " here"))[1] == " here<|im_end|>"
     # This template takes reasoning for such only once it has ended, and never in earlier turns.
     ended = record("<think>\nLet me", " see\n</think>\n\n42")
-    earlier = record("Sure,", (bot(" here"), user("why"), bot("so")))
-    for item in (ended, earlier):
+    for item in (ended, record("Sure,", (bot(" here"), *ASKED))):
         assert refusal_of(prefilled_families["thinking"], item).reason == "template_error"

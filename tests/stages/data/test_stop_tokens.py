@@ -12,29 +12,20 @@ from support.byte_tokenizers import CHATML, CHATML_SPECIALS, FAMILIES, PLAIN, by
 from support.encoded_texts import conversation, encode, texts_of
 from support.read_rows import bot, user
 
-# What ends a turn of text, a turn that calls tools, and who writes it.
+# What ends a turn of text, a turn that calls tools, who writes it, and what "yes" becomes behind
+# the prompt that the template opens the turn with.
 STOPS = {
-    "qwen base": ("<|im_end|>", "<|im_end|>", "template"),
-    "gemma": ("<end_of_turn>", "<end_of_turn>", "template"),
-    "glm 4": ("<|user|>", "<|observation|>", "template"),
-    "gpt-oss": ("<|return|>", "<|call|>", "template"),
-    "llama 3": ("<|eot_id|>", "<|eot_id|>", "template"),
-    "phi 3": ("<|end|>", "<|end|>", "template"),
-    "deepseek": ("<|eos|>", "<|eos|>", "template"),
-    "llama 2 without an end": ("</s>", "</s>", "tokenizer"),
-    "words only": ("</s>", "</s>", "tokenizer"),
-}
-# What "yes" becomes behind the prompt that the template opens the turn with.
-COMPLETIONS = {
-    "qwen base": "yes<|im_end|>",
-    "gemma": "yes<end_of_turn>",
-    "glm 4": "\nyes<|user|>",
-    "gpt-oss": "<|channel|>final<|message|>yes<|return|>",
-    "llama 3": "yes<|eot_id|>",
-    "phi 3": "yes<|end|>",
-    "deepseek": "yes<|eos|>",
-    "llama 2 without an end": " yes</s>",
-    "words only": "yes\n</s>",
+    "qwen base": ("<|im_end|>", "<|im_end|>", "template", "yes<|im_end|>"),
+    "gemma": ("<end_of_turn>", "<end_of_turn>", "template", "yes<end_of_turn>"),
+    "glm 4": ("<|user|>", "<|observation|>", "template", "\nyes<|user|>"),
+    "gpt-oss": (
+        *("<|return|>", "<|call|>", "template"),
+        "<|channel|>final<|message|>yes<|return|>",
+    ),
+    "phi 3": ("<|end|>", "<|end|>", "template", "yes<|end|>"),
+    "deepseek": ("<|eos|>", "<|eos|>", "template", "yes<|eos|>"),
+    "llama 2 without an end": ("</s>", "</s>", "tokenizer", " yes</s>"),
+    "words only": ("</s>", "</s>", "tokenizer", "yes\n</s>"),
 }
 CALLS = {  # a completion that calls search(q=1), as each template writes it, up to its stop
     "qwen base": '<tool_call>\n{"name": "search", "arguments": {"q": 1}}\n</tool_call>',
@@ -68,28 +59,24 @@ def stops_of(folder, **options):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_completion_ends_with_the_stop_that_its_template_writes(families, family):
-    (_, *completions), notes = texts_of(families[family], said("yes", "a\nno"))
-    assert completions == [COMPLETIONS[family], COMPLETIONS[family].replace("yes", "a\nno")]
+def test_a_completion_ends_with_the_stop_that_its_template_writes_and_text_with_the_eos(
+    families, family
+):
+    folder, (turn, tool_calls, source, yes) = families[family], STOPS[family]
+    (_, *completions), notes = texts_of(folder, said("yes", "a\nno"))
+    assert completions == [yes, yes.replace("yes", "a\nno")]
     assert not notes["completions_that_end_with_another_special_token"]
-    stops = stops_of(families[family])
-    assert (stops.turn.text, stops.tool_calls.text, stops.turn.source) == STOPS[family]
-    assert stops == load_tokenizer(families[family], TokenOptions()).stops
-
-
-@pytest.mark.parametrize("family", CALLS)
-def test_a_completion_that_calls_tools_ends_with_the_stop_of_such_turns(families, family):
-    arguments = '{"q": 1}' if family == "deepseek" else {"q": 1}
-    (_, completion), notes = texts_of(families[family], conversation(call(arguments)))
-    assert completion == CALLS[family] + STOPS[family][1]
-    assert not notes["completions_that_end_with_another_special_token"]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_plain_text_ends_with_the_tokenizers_eos_under_any_template(families, family):
+    stops = stops_of(folder)
+    assert (stops.turn.text, stops.tool_calls.text, stops.turn.source) == (turn, tool_calls, source)
+    assert stops == load_tokenizer(folder, TokenOptions()).stops
     eos = FAMILIES[family]["eos"]
-    record = conversation(" yes", f" no{eos} ", prompt="Is it?")
-    assert texts_of(families[family], record)[0][1:] == [f" yes{eos}", f" no{eos}"]
+    plain = conversation(" yes", f" no{eos} ", prompt="Is it?")
+    assert texts_of(folder, plain)[0][1:] == [f" yes{eos}", f" no{eos}"]
+    if family in CALLS:
+        arguments = '{"q": 1}' if family == "deepseek" else {"q": 1}
+        (_, completion), notes = texts_of(folder, conversation(call(arguments)))
+        assert completion == CALLS[family] + tool_calls
+        assert not notes["completions_that_end_with_another_special_token"]
 
 
 @pytest.mark.parametrize("written", ["<|im_end|>", "<|im_end|>\n", "<|endoftext|>"])
@@ -100,7 +87,7 @@ def test_a_stop_that_the_data_already_hold_is_not_learned_twice(families, writte
     assert completion == "\nyes<|user|>"
 
 
-@pytest.mark.parametrize("family", ["qwen base", "gpt-oss", "glm 4", "gemma"])
+@pytest.mark.parametrize("family", ["gpt-oss", "glm 4", "gemma"])
 def test_a_completion_that_was_cut_ends_with_no_stop_of_any_kind(families, family):
     stops = {*STOPS[family][:2], FAMILIES[family]["eos"]}
     reply = (*call({"q": 1}), {"role": "tool", "content": "one"})
@@ -127,12 +114,6 @@ def test_a_stop_that_only_some_turns_end_with_is_found_in_the_row_and_counted(tm
     assert notes["completions_that_end_with_another_special_token"] == 1
 
 
-def test_a_template_that_refuses_every_probe_leaves_the_eos(tmp_path):
-    picky = "{{ raise_exception('no') if messages[0].content == 'question' }}" + PLAIN
-    folder = byte_tokenizer(tmp_path, ["</s>"], template=picky, eos="</s>")
-    assert texts_of(folder, said("yes"))[0][1] == "yes\n</s>"
-
-
 def test_nothing_is_added_or_taken_when_no_stop_is_wanted(families):
     (_, text), _ = texts_of(families["qwen base"], said("yes"), eos="never")
     assert text == "yes<|im_end|>\n"
@@ -141,9 +122,15 @@ def test_nothing_is_added_or_taken_when_no_stop_is_wanted(families):
     assert stops_of(families["gemma"], eos="never") == Stops(None, None, None)
 
 
-@pytest.mark.parametrize("family", ["gemma", "llama 3", "deepseek"])
+def test_a_template_that_refuses_every_probe_leaves_the_eos(tmp_path):
+    picky = "{{ raise_exception('no') if messages[0].content == 'question' }}" + PLAIN
+    folder = byte_tokenizer(tmp_path, ["</s>"], template=picky, eos="</s>")
+    assert texts_of(folder, said("yes"))[0][1] == "yes\n</s>"
+
+
+@pytest.mark.parametrize("family", ["gemma", "deepseek"])
 def test_a_bos_that_the_template_writes_survives_the_cutting_of_its_prompt(families, family):
-    """Gemma's tokenizer adds one as well, the others' do not."""
+    """Gemma's tokenizer adds one as well, the other's does not."""
     bos = FAMILIES[family]["bos"]
     (whole, _), _ = texts_of(families[family], said("yes"))
     assert whole.startswith(bos)

@@ -61,22 +61,21 @@ def test_arguments_are_written_once_whether_they_are_given_as_an_object_or_as_te
     expected, forms = WRITTEN[family]
     noted = "rows_with_calls_of_tools_converted_for_the_template"
     for given, is_taken in ((ARGUMENTS, forms.as_object), (AS_JSON, forms.as_text)):
-        (_, completion), notes = texts_of(folders[family], conversation(call(given)))
-        assert expected in completion
-        assert "\\" not in completion
-        assert PYTHON not in completion
-        assert notes[noted] == (not is_taken)
+        (_, said), notes = texts_of(folders[family], conversation(call(given)))
         answered = conversation(RAIN, prompt=(USER, *call(given), FOUND))
-        (prompt, _), notes = texts_of(folders[family], answered)
-        assert expected in prompt
-        assert notes[noted] == (not is_taken)
+        (asked, _), notes_of_prompt = texts_of(folders[family], answered)
+        assert notes[noted] == notes_of_prompt[noted] == (not is_taken)
+        assert expected in said
+        assert expected in asked
+        assert "\\" not in said
+        assert PYTHON not in said
+    assert forms_of(folders[family]) == forms
 
 
-@pytest.mark.parametrize("family", [*WRITTEN, "WITHOUT_TOOLS"])
-def test_a_template_is_asked_how_it_takes_arguments(folders, family):
-    tokenizer = load_tokenizer(folders[family], TokenOptions())
-    forms = ToolForms.of(TemplateProbe(tokenizer.hf, tokenizer.template))
-    assert forms.arguments == WRITTEN.get(family, (None, Shown()))[1]
+def forms_of(folder):
+    """How a template says that it takes arguments when it is asked."""
+    tokenizer = load_tokenizer(folder, TokenOptions())
+    return ToolForms.of(TemplateProbe(tokenizer.hf, tokenizer.template)).arguments
 
 
 def test_one_conversation_is_one_prompt_in_either_form(folders):
@@ -89,10 +88,13 @@ def test_one_conversation_is_one_prompt_in_either_form(folders):
     assert [encode_prompt(record, tokenizer) for record in both] == [row.prompt for row in rows]
 
 
-@pytest.mark.parametrize("given", ["", " \n", "{}"])
-def test_a_call_without_arguments_may_have_no_text_of_them(folders, given):
-    (_, completion), _ = texts_of(folders["LLAMA_3_1"], conversation(call(given)))
-    assert completion.startswith('{"name": "weather", "parameters": {}}')
+def test_a_call_may_lack_the_text_of_its_arguments_or_function(folders):
+    for given in ("", " \n", "{}"):
+        (_, completion), _ = texts_of(folders["LLAMA_3_1"], conversation(call(given)))
+        assert completion.startswith('{"name": "weather", "parameters": {}}')
+    flat = ({"role": "assistant", "tool_calls": [{"name": "weather", "arguments": AS_JSON}]},)
+    (_, completion), _ = texts_of(folders["HERMES"], conversation(flat))
+    assert f'{{"arguments": {AS_JSON}, "name": "weather"}}' in completion
 
 
 @pytest.mark.parametrize(
@@ -102,12 +104,6 @@ def test_text_that_is_no_object_is_refused_where_the_template_wants_one(folders,
     bad = refusal_of(folders["QWEN_2_5"], conversation(call(given)))
     assert (bad.reason, "arguments of weather" in bad.detail) == ("schema", True)
     assert texts_of(folders["QWEN_3"], conversation(call("{city: Łódź}")))  # as it stands
-
-
-def test_a_call_that_lacks_function_is_converted_too(folders):
-    flat = ({"role": "assistant", "tool_calls": [{"name": "weather", "arguments": AS_JSON}]},)
-    (_, completion), _ = texts_of(folders["HERMES"], conversation(flat))
-    assert f'{{"arguments": {AS_JSON}, "name": "weather"}}' in completion
 
 
 @pytest.mark.parametrize("is_within", [True, False])
@@ -133,6 +129,7 @@ def test_rows_that_use_no_tools_are_what_they_were(folders):
 
 
 def test_a_completion_of_calls_that_no_template_writes_is_refused(folders):
+    assert forms_of(folders["WITHOUT_TOOLS"]) == Shown()
     bad = refusal_of(folders["WITHOUT_TOOLS"], conversation(call(ARGUMENTS)))
     assert (bad.reason, "calls" in bad.detail) == ("template_error", True)
     spoken = (bot("Let me look.") | call(ARGUMENTS)[0],)
