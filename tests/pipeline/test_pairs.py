@@ -1,19 +1,30 @@
-"""Whole caches read back: what they hold against a slow reading of the data, row by row."""
+"""Whole caches read back: what they hold against a slow reading of the data, row by row.
 
-import json
+Also where the ids of a prompt depend on how its completion begins: the boundary is in a token.
+"""
+
 from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
 
-from align.schemas.config import DataOptions, TokenOptions
+from align.schemas.config import (
+    CacheOptions,
+    Config,
+    DataOptions,
+    ModelOptions,
+    TokenOptions,
+    TrackingOptions,
+)
+from align.schemas.errors import FingerprintError
 from align.schemas.rows import Role
+from align.stages.storage.cache_folder import CacheFolder
+from support.read_rows import write_rows
 from support.stage_one import run
-
-PAIR = (Role.CHOSEN, Role.REJECTED)
 
 
 def rows_of(config):
@@ -30,17 +41,17 @@ def split(row, num_pairs):
     return levels[0], levels[1:]
 
 
-def branches_of(record, shape):
+def branches_of(record):
     """The completions of a row of the data, each with its role and score."""
-    if shape.startswith("paired"):
-        return [(record["chosen"], PAIR[0], None), (record["rejected"], PAIR[1], None)]
-    if shape.startswith("unpaired"):
-        role = Role.DESIRABLE if record["label"] else Role.UNDESIRABLE
-        return [(record["completion"], role, None)]
-    if shape == "scored":
-        scored = zip(record["completions"], record["scores"], strict=True)
-        return [(text, Role.CANDIDATE, score) for text, score in scored]
-    return [(record["completion"], Role.CANDIDATE, record["score"])]
+    match record:
+        case {"chosen": chosen, "rejected": rejected}:
+            return [(chosen, Role.CHOSEN, None), (rejected, Role.REJECTED, None)]
+        case {"completion": text, "label": label}:
+            return [(text, Role.DESIRABLE if label else Role.UNDESIRABLE, None)]
+        case {"completion": text, "score": score}:
+            return [(text, Role.CANDIDATE, score)]
+    scored = zip(record["completions"], record["scores"], strict=True)
+    return [(text, Role.CANDIDATE, score) for text, score in scored]
 
 
 @pytest.fixture
@@ -64,7 +75,7 @@ def by_hand(tokenizer_folder, data):
 
     def read(shape):
         for record in pq.read_table(getattr(data, shape)).to_pylist():
-            own = branches_of(record, shape)
+            own = branches_of(record)
             yield prompt_ids(record["prompt"]), [(completion_ids(c), *rest) for c, *rest in own]
 
     return read
@@ -142,39 +153,17 @@ def require_mismatches(rows, num_pairs):
     assert same <= 0.02 * total  # other prompts may have been given the same answer
 
 
-@pytest.fixture
-def tight(config, tokenizer_folder, tmp_path):
-    """The config of unpaired rows, the first of which has room for one token."""
-
-    def write(*texts):
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-        (prompt, _), *_ = texts
-        room = len(tokenizer(prompt)["input_ids"]) + 1
-        rows = [{"prompt": p, "completion": c, "label": len(p) > 2} for p, c in texts]
-        path = tmp_path / "tight.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        data = DataOptions([str(path)], max_bad_frac=0.5)
-        return replace(config, data=data, tokens=TokenOptions(room))
-
-    return write
-
-
-LONG_PROMPT = "word " * 20 + "end:"
-
-
-def test_partners_that_cutting_makes_alike_are_replaced_and_counted(tight):
-    others = [(f"{letter}:", f" yes perhaps {letter}") for letter in "ABCDEFGHIJ"]
-    config = tight((LONG_PROMPT, " yes maybe so"), *others, ("Z:", " no"))
-    manifest = run(config).manifest
-    assert (manifest.quarantined, manifest.rows) == ({}, 12)
-    assert manifest.notes["mismatched_completions_replaced_after_cutting"] == 1
-    (cut,) = (row for row in rows_of(config) if row["source"]["row"] == 0)
-    (no,) = (row for row in rows_of(config) if row["source"]["row"] == 11)
-    assert cut["completion_ids"][1] == no["completion_ids"][0][:1]
-
-
-def test_rows_that_cannot_have_a_mismatch_are_counted_out(tight):
-    config = tight((LONG_PROMPT, " yes maybe so"), ("Q:", " yes perhaps not"))
+def test_a_row_that_cannot_have_a_mismatch_is_in_quarantine_by_its_name(
+    config, tokenizer_folder, tmp_path
+):
+    prompt = "word " * 20 + "end:"  # there is room for one token more
+    rows = [
+        {"prompt": prompt, "completion": " yes maybe so", "label": True},
+        {"prompt": "Q:", "completion": " yes perhaps not", "label": False},
+    ]
+    room = len(AutoTokenizer.from_pretrained(tokenizer_folder)(prompt)["input_ids"]) + 1
+    data = DataOptions([write_rows(tmp_path / "tight.jsonl", rows)], max_bad_frac=0.5)
+    config = replace(config, data=data, tokens=TokenOptions(room))
     manifest = run(config).manifest
     assert manifest.quarantined == {"no_mismatch": 1}
     (entry,), (of_data,) = manifest.quarantine, manifest.inputs
@@ -185,3 +174,114 @@ def test_rows_that_cannot_have_a_mismatch_are_counted_out(tight):
     assert row["source"]["row"] == 1
     # The long row's completion had lost its end already: the mismatched branch says so.
     assert row["cut"][0] == 0 < row["cut"][1]
+
+
+PROMPTS = 40
+# The blank before a word is a part of the word's token; that before a digit is a token of its own.
+ANSWERS = ("{0}", "about {0}", "{1}", "hello {0} or {1}")
+
+
+def prompt_of(number):
+    return f"Q: What is {number} and {number + 3}? Answer: "
+
+
+def answers_of(number):
+    return [answer.format(2 * number + 3, number) for answer in ANSWERS]
+
+
+TEXTS = [
+    (prompt_of(number), answer, place / 10)
+    for number in range(PROMPTS)
+    for place, answer in enumerate(answers_of(number))
+]
+SCORES = [place / 10 for place in range(len(ANSWERS))]
+SHAPES = {
+    "long": [{"prompt": p, "completion": c, "score": s} for p, c, s in TEXTS],
+    "list": [
+        {"prompt": prompt_of(number), "completions": answers_of(number), "scores": SCORES}
+        for number in range(PROMPTS)
+    ],
+    "unpaired": [{"prompt": p, "completion": c, "label": s > 0.1} for p, c, s in TEXTS],
+}
+
+
+@pytest.fixture(scope="module")
+def digits_alone(tokenizer_folder, tmp_path_factory):
+    """The tiny tokenizer, but each digit is a token of its own."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), words]
+    )
+    folder = tmp_path_factory.mktemp("digits")
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def make(folder, model, rows):
+    """The cache of these rows and its manifest."""
+    data, output = folder / "rows.jsonl", str(folder / "cache")
+    write_rows(data, rows)
+    config = Config(
+        model=ModelOptions(path=model),
+        data=DataOptions(files=[str(data)]),
+        cache=CacheOptions(output=output, rows_per_shard=64, reuse_known=False),
+        tracking=TrackingOptions(mlflow=False),
+    )
+    return CacheFolder(Path(output)), run(config).manifest
+
+
+@pytest.fixture(scope="module")
+def caches(digits_alone, tmp_path_factory):
+    """A cache and its manifest of each shape of the rows."""
+    return {
+        shape: make(tmp_path_factory.mktemp(shape), digits_alone, rows)
+        for shape, rows in SHAPES.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def decoded(digits_alone):
+    tokenizer = AutoTokenizer.from_pretrained(digits_alone)
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def rows_in(cache):
+    folder, manifest = cache
+    return [row for s in manifest.shards for row in pq.read_table(folder.data / s.file).to_pylist()]
+
+
+def test_candidates_of_one_prompt_are_one_group_in_long_form_and_as_lists(caches, decoded):
+    notes, alone = caches["unpaired"][1].notes, rows_in(caches["unpaired"])
+    assert notes["rows_with_a_token_across_the_boundary"] == 2 * PROMPTS
+    assert len({tuple(row["prompt_ids"]) for row in alone}) == 2 * PROMPTS
+    # Whatever its ids are, a prompt is held out or learned from.
+    texts = [decoded(row["prompt_ids"]).partition(" Answer")[0] for row in alone]
+    assert len(set(zip(texts, (row["split_key"] for row in alone), strict=True))) == PROMPTS
+    expected = defaultdict(Counter)
+    for prompt, answer, score in TEXTS:
+        expected[prompt + answer][score] += 1
+    found = {}
+    for shape in ("long", "list"):
+        rows = rows_in(caches[shape])
+        found[shape] = {}
+        for row in rows:
+            branches = zip(row["completion_ids"], row["role"], row["score"], strict=True)
+            own = sorted((ids, score) for ids, role, score in branches if role != Role.MISMATCHED)
+            found[shape][row["prompt_key"]] = (row["prompt_ids"], own)
+        assert len(found[shape]) == len(rows) == PROMPTS
+        for prompt, branches in found[shape].values():
+            assert len(branches) == len(ANSWERS)
+            for ids, score in branches:
+                assert expected[decoded(prompt + ids)][score] == 1
+    assert found["long"] == found["list"]
+
+
+def test_a_group_grows_in_place_by_a_candidate_that_moves_its_boundary(digits_alone, tmp_path):
+    words = [row for row in SHAPES["long"] if not row["completion"][0].isdigit()]
+    _, before = make(tmp_path, digits_alone, words)
+    _, after = make(tmp_path, digits_alone, SHAPES["long"])
+    assert (before.rows, after.rows) == (PROMPTS, PROMPTS)
+    assert after.branches == 2 * before.branches
+    with pytest.raises(FingerprintError, match=f"{PROMPTS} of its .* completions are not in"):
+        make(tmp_path, digits_alone, [row for row in SHAPES["long"] if row["score"] != 0])

@@ -96,17 +96,13 @@ def test_a_model_that_is_written_over_while_it_is_used_is_refused(config, world,
 
 
 def test_a_file_that_changes_between_its_scores_and_its_rows_is_refused(own_data, tmp_path):
-    path = Path(own_data.data.files[0])
+    path, output = Path(own_data.data.files[0]), tmp_path / "scored"
+    rewards = replace(own_data.rewards, model=own_data.model.path, output=str(output))
 
-    class Shrinking(StubReference):
-        """Shortens the data when it is to score them."""
+    def shrunk(_):
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
+        return StubReference()
 
-        def open(self):
-            path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
-            return super().open()
-
-    rewards = replace(own_data.rewards, model=own_data.model.path, output=str(tmp_path / "scored"))
-    config = replace(own_data, rewards=rewards)
     with pytest.raises(FingerprintError, match=r"rows\.jsonl changed while it was read"):
-        rewards_from_model(config, lambda _: Shrinking(), progress=Silent())
-    assert not (tmp_path / "scored" / "rows.jsonl").exists()
+        rewards_from_model(replace(own_data, rewards=rewards), shrunk, progress=Silent())
+    assert not (output / "rows.jsonl").exists()

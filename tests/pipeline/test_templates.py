@@ -1,23 +1,18 @@
-"""Caches under chat templates: wrapped text, converted calls of tools, and what ends a turn."""
+"""Caches under chat templates: of wrapped text, and of calls of tools that are converted."""
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from zlib import crc32
 
-import pyarrow.parquet as pq
 import pytest
 
 from align.pipeline.precompute import precompute
 from align.pipeline.round_prompts import split_prompts
-from align.schemas.cache import Stop, Stops
-from align.schemas.config import DataOptions, ModelOptions, TokenOptions
+from align.schemas.config import DataOptions, ModelOptions
 from align.schemas.errors import BadDataError, FingerprintError, UsageError
-from align.schemas.rows import Role
-from align.stages.data.tokenizer import decoder, load_tokenizer
 from align.stages.data.tool_forms import ToolForms
 from support.byte_tokenizers import FAMILIES, byte_tokenizer
-from support.read_rows import bot, user, write_rows
+from support.read_rows import user, write_rows
 from support.stage_one import Heard, run
 from support.stub_reference import StubReference
 from support.tool_templates import HERMES, chat_tokenizer
@@ -32,11 +27,6 @@ def qwen(tmp_path_factory):
 def bare(tmp_path_factory):
     family = FAMILIES["qwen base"] | {"template": None}
     return byte_tokenizer(tmp_path_factory.mktemp("tok"), **family)
-
-
-@pytest.fixture(scope="module")
-def gemma(tmp_path_factory):
-    return byte_tokenizer(tmp_path_factory.mktemp("tok"), **FAMILIES["gemma"])
 
 
 @pytest.fixture(scope="module")
@@ -102,26 +92,17 @@ def test_a_cache_of_wrapped_text_says_so_and_holds_what_one_of_conversations_hol
 
 
 def test_what_cannot_be_wrapped_is_refused_with_each_way_on_and_each_goes(over, qwen):
-    rendered = [text(n, prompt=f"<|im_start|>user\nQ{n}?<|im_end|>\n") for n in range(20)]
-    with pytest.raises(BadDataError, match=r"(?s)20 already_rendered.*data\.wrap=none"):
-        run(over("rendered", qwen, rendered, wrap="chat"))
+    rendered = [text(n, prompt=f"Human: Q{n}?") for n in range(20)]
+    config = over("rendered", qwen, rendered, wrap="chat")
+    for refuse in (run, split_prompts):  # the rounds ask what stage 1 scores
+        with pytest.raises(BadDataError, match=r"(?s)20 already_rendered.*data\.wrap=none"):
+            refuse(config)
     assert run(over("rendered", qwen, rendered, wrap="none")).manifest.rows == 20
     none = over("brief", qwen, BRIEF, wrap="none")
     with pytest.raises(BadDataError, match=r"data\.wrap=chat.*--map system="):
         run(none)
     assert run(over("wrapped", qwen, BRIEF, wrap="chat")).manifest.rows == 20
     assert run(replace(none, data=replace(none.data, map={"system": ""}))).manifest.rows == 20
-
-
-def test_rounds_ask_what_stage_one_scores(over, qwen):
-    def first(*rows, wrap):
-        return split_prompts(over("cache", qwen, *rows, wrap=wrap)).train[0].text
-
-    system = {"role": "system", "content": "Be brief."}
-    assert first(BRIEF, wrap="chat") == (system, user("Q0?"))
-    assert first(TEXTS, wrap="none") == "Q0?"
-    with pytest.raises(BadDataError, match="already_rendered"):
-        first([text(n, prompt=f"Human: Q{n}?") for n in range(20)], wrap="chat")
 
 
 def calling(function, first=0):
@@ -158,42 +139,3 @@ def test_a_cache_grows_by_the_first_rows_that_are_converted(over, hermes):
     first = run(over("cache", hermes, calling(AS_OBJECT))).manifest
     grown = run(over("cache", hermes, calling(AS_OBJECT), calling(AS_TEXT, first=10))).manifest
     assert (first.rows, grown.rows) == (10, 20)
-
-
-def answered(number):
-    """A conversation in JSON text, its answers 1 to 20 bytes long; two rows are plain text."""
-    answers = chr(97 + number) * (number + 1), chr(65 + number) * (20 - number)
-    cells = dict(zip(("prompt", "chosen", "rejected"), (f"Q{number}:", *answers), strict=True))
-    if number < 18:
-        turns = [user(f"Question {number}")], *([bot(answer)] for answer in answers)
-        cells = {name: json.dumps(turn) for name, turn in zip(cells, turns, strict=True)}
-    return cells | {"score_chosen": number, "score_rejected": "-0.5", "rating": 3}
-
-
-def test_every_completion_that_is_whole_ends_with_its_stop_and_no_other_does(over, gemma):
-    config = over("cache", gemma, [answered(number) for number in range(20)])
-    # A prompt takes 26 or 27 tokens, so that answers of ten bytes and more are cut.
-    tokens, cache = TokenOptions(max_length=36), replace(config.cache, kl_pairs=2)
-    outcome = run(replace(config, tokens=tokens, cache=cache))
-    number_of = load_tokenizer(gemma, TokenOptions()).backend.token_to_id
-    turn, eos = map(number_of, ("<end_of_turn>", "<eos>"))
-    stop = Stop(turn, "<end_of_turn>", "template")
-    stops = Stops.of(outcome.manifest.fingerprint)
-    assert stops == Stops(Stop(eos, "<eos>", "tokenizer"), stop, stop)
-    decode, seen = decoder(gemma, stops.tokens), set()
-    for stored in pq.read_table(Path(outcome.folder) / "data").to_pylist():
-        number = stored["source"]["row"]
-        assert stored["score"][:2] == [number, -0.5]
-        answer = decode(stored["completion_ids"][0], True)  # without its stop
-        assert answer == chr(97 + number) * len(answer)
-        branches = zip(stored["completion_ids"], stored["cut"], stored["role"], strict=True)
-        for ids, cut, role in branches:
-            seen.add((bool(cut), role == Role.MISMATCHED))
-            assert not {turn, eos} & set(ids[:-1])
-            assert (ids[-1] in {turn, eos}) == (not cut)
-            if not cut and role != Role.MISMATCHED:
-                assert ids[-1] == (eos if number >= 18 else turn)
-    assert seen == {(cut, mismatched) for cut in (True, False) for mismatched in (True, False)}
-    notes = outcome.manifest.notes
-    assert (notes["rows_of_conversations"], notes["rows_of_plain_text"]) == (18, 2)
-    assert "note: 20 rows with scores not read in 'rating'" in outcome.text()

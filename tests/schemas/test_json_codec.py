@@ -12,12 +12,10 @@ from pydantic import Field
 from align.schemas.config import Config
 from align.schemas.json_codec import (
     CodecError,
-    allowed,
     digest,
     from_json,
     from_plain,
     from_signed_json,
-    json_schema,
     to_json,
     to_signed_json,
 )
@@ -56,10 +54,7 @@ def test_every_number_and_every_name_of_a_file_survives_the_journey(number, text
     assert repr(from_json(Measured, to_json(value))) == repr(value)
     assert from_json(Outer, to_json(VALUE)) == VALUE
     assert from_signed_json(Outer, to_signed_json(VALUE).encode()) == VALUE
-
-
-def test_equal_values_have_equal_texts_in_any_order_of_construction():
-    assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
+    assert digest({"a": number, "b": text}) == digest({"b": text, "a": number})
 
 
 @pytest.mark.parametrize(
@@ -68,13 +63,11 @@ def test_equal_values_have_equal_texts_in_any_order_of_construction():
         ({"nme": "a"}, r"^unknown key 'nme'. Did you mean 'name'\?$"),
         ({"kind": "lft"}, r"^kind: expected left or right, found 'lft' .str.. Did you mean 'left'"),
         ({"inner": {"size": "3"}}, r"inner.size: expected a whole number, found '3' \(str\)"),
-        ({"inner": {"size": 1, "ratio": True}}, r"inner.ratio: expected a number of at least 0 a"),
         ({"inner": {"size": 1, "ratio": 1}}, "a number of at least 0 and below 1, found 1"),
         ({"inner": {"size": 1, "ratio": float("nan")}}, "inner.ratio is nan; it must be finite"),
         ({"inner": {}}, "^inner.size: missing$"),
         ({"inner": {"size": 1 << 63}}, "inner.size is 9223372036854775808; it cannot be that larg"),
         ({"parts": [{"size": 1, "sise": 2}]}, r"unknown key 'parts\[0\].sise'"),
-        ({"parts": 3}, r"parts: expected a list, found 3"),
         ({"counts": {"x": 1.5}}, r"counts.x: expected a whole number"),
         ({"inner": None}, r"inner: expected a mapping, found None"),
         ({"name": b"a"}, r"name is b'a' \(bytes\): not plain"),
@@ -106,12 +99,9 @@ def test_a_field_of_several_kinds_takes_the_one_that_fits_or_names_them_all():
     [
         {"name": 1},
         {"kind": "up"},
-        {"inner": {"size": True, "ratio": 0.5}},
         {"inner": {"size": 1.0, "ratio": 0.5}},
         {"inner": {"size": 1}},
         {"inner": {"size": 1, "ratio": 0}},
-        {"parts": {}},
-        {"counts": {"x": None}},
         {"flag": 0},
         {"new": 1},
     ],
@@ -127,15 +117,12 @@ def test_a_record_that_was_not_written_so_is_refused(change):
     "spoil",
     [
         lambda text: "{",
-        lambda text: "",
-        lambda text: "3",
         lambda text: "[" * 10_000,
         lambda text: " " + text,
         lambda text: text.replace('"name":"a"', '"name":"b","name":"a"'),
         lambda text: text.replace("0.25", "2.5e-1"),
         lambda text: text.replace("0.25", "NaN"),
         lambda text: text.replace("0.25", "1e999"),
-        lambda text: text.replace("0.25", "0.250"),
     ],
 )
 def test_a_record_of_other_bytes_is_refused(spoil):
@@ -153,15 +140,3 @@ def test_a_signature_that_does_not_fit_is_refused():
 
 def test_every_default_is_one_that_may_be_set():
     assert from_plain(Config, dataclasses.asdict(Config())) == Config()
-
-
-def test_a_schema_holds_the_bounds_the_choices_and_the_help():
-    schema = json_schema(Outer)
-    ratio = schema["$defs"]["Inner"]["properties"]["ratio"]
-    assert (ratio["minimum"], ratio["exclusiveMaximum"], ratio["default"]) == (0, 1, 0.5)
-    assert (ratio["description"], allowed(ratio)) == (
-        "a share",
-        "a number of at least 0 and below 1",
-    )
-    assert schema["properties"]["kind"]["enum"] == ["left", "right"]
-    assert schema["additionalProperties"] is False

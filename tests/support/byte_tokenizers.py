@@ -70,10 +70,6 @@ LLAMA_2 = (
     "{% for m in messages %}{% if m.role == 'user' %}<s>[INST] {{ m.content }} [/INST]"
     "{% else %} {{ m.content }}{% endif %}{% endfor %}"
 )
-PLAIN = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
 CHATML_SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 GLM_SPECIALS = ["<|endoftext|>", "[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|observation|>"]
 GPT_OSS_SPECIALS = ["<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|return|>", "<|call|>"]
@@ -112,5 +108,4 @@ FAMILIES = {
         "eos": "</s>",
         "bos": "<s>",
     },
-    "words only": {"specials": ["<s>", "</s>"], "template": PLAIN, "eos": "</s>"},
 }

@@ -33,7 +33,9 @@ def write_rows(path, rows, **options):
         with path.open("w", newline="") as file:
             writer = csv.DictWriter(file, names)
             writer.writeheader()
-            writer.writerows(rows)
+            for row in rows:
+                cells = row.items()
+                writer.writerow({k: json.dumps(v) if isinstance(v, list) else v for k, v in cells})
     elif path.suffix == ".parquet":
         pq.write_table(pa.table(columns), path, **options)
     else:

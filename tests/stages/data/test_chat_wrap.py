@@ -7,7 +7,6 @@ from align.schemas.errors import UsageError
 from align.stages.data.chat_wrap import UNWRAPPED, Wrapping
 from align.stages.data.tokenizer import load_tokenizer
 from support.byte_tokenizers import FAMILIES, byte_tokenizer
-from support.encoded_texts import encode_one, texts_of
 from support.read_rows import bot, record_of, rejection_of, user
 
 CHAT = Wrapping(True)
@@ -61,12 +60,9 @@ def test_the_columns_of_conversations_go_with_text_that_is_one_and_are_refused_b
     ("cells", "column"),
     [
         ({"prompt": "Human: Which?\n\nAssistant:"}, "prompt"),
-        ({"prompt": "\n\nHuman: Which?"}, "prompt"),
         ({"prompt": "User: Which?"}, "prompt"),
         ({"prompt": "USER : Which? ASSISTANT:"}, "prompt"),
-        ({"prompt": "### Human: Which?"}, "prompt"),
         ({"prompt": "Be kind.\n\n### Instruction:\nWhich?\n\n### Response:\n"}, "prompt"),
-        ({"prompt": "Which?\n\nAssistant:"}, "prompt"),
         ({"chosen": "This.\n\nHuman: Why?\n\nAssistant: So."}, "chosen"),
         ({"rejected": "Assistant: That."}, "rejected"),
         ({"system": "User: Which?"}, "system"),
@@ -80,12 +76,7 @@ def test_a_transcript_is_not_rendered_twice(cells, column):
 
 
 def test_text_that_only_speaks_of_such_things_is_wrapped():
-    for prompt in (
-        "What is a human: a study",
-        "Ask the user: why?",
-        "Is [1] < 2 or > 3?",
-        "Q: Who?\nA:",
-    ):
+    for prompt in ("What is a human: a study", "Is [1] < 2 or > 3?", "Q: Who?\nA:"):
         assert wrapped(PAIR | {"prompt": prompt}).prompt == (user(prompt),)
 
 
@@ -106,18 +97,6 @@ def qwen_folder(tmp_path_factory):
 
 def wrapping(folder):
     return load_tokenizer(folder, TokenOptions()).wrapping("chat", folder)
-
-
-def test_text_is_rendered_as_the_same_conversation_is(qwen_folder):
-    text = wrapped(PAIR, wrapping(qwen_folder))
-    chat = record_of({"prompt": [user("Which?")], "chosen": "This.", "rejected": "That."})
-    first, second = (encode_one(qwen_folder, record)[0] for record in (text, chat))
-    assert (first.prompt, first.completions) == (second.prompt, second.completions)
-    assert texts_of(qwen_folder, text)[0] == [
-        "<|im_start|>user\nWhich?<|im_end|>\n<|im_start|>assistant\n",
-        "This.<|im_end|>",
-        "That.<|im_end|>",
-    ]
 
 
 def test_text_with_what_the_template_writes_is_not_rendered_twice(qwen_folder, tmp_path):

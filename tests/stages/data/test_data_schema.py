@@ -1,10 +1,15 @@
-"""The shape of a file is told from its columns, or refused with what to do."""
+"""The shape of a file is told from its columns; files of two shapes or splits are not joined."""
+
+import shlex
+from pathlib import Path
 
 import pytest
 
 from align.schemas.errors import UsageError
 from align.stages.data.data_schema import common_shape, detect_shape
-from align.stages.data.input_files import open_inputs
+from align.stages.data.data_splits import require_one_split
+from align.stages.data.input_files import InputFile, open_inputs
+from align.stages.storage.local_copies import ORIGIN, place
 from support.read_rows import write_rows
 
 
@@ -12,21 +17,15 @@ def detect(columns, rename=None, carry=()):
     return detect_shape(columns.split(), rename or {}, carry, where="a.csv")
 
 
-@pytest.mark.parametrize(
-    ("columns", "kind"),
-    [
+def test_the_columns_decide_the_shape():
+    for columns, kind in (
         ("chosen rejected", "paired"),
-        ("prompt chosen rejected id", "paired"),
         ("prompt completion label", "unpaired"),
         ("prompt completions scores", "scored"),
-        ("prompt completion score", "scored_long"),
         ("prompt_id prompt completion score", "scored_long"),
-    ],
-)
-def test_the_columns_decide_the_shape(columns, kind):
-    shape = detect(columns)
-    assert shape.kind == kind
-    assert shape.has_prompt == ("prompt" in columns.split())
+    ):
+        shape = detect(columns)
+        assert (shape.kind, shape.has_prompt) == (kind, "prompt" in columns)
 
 
 def test_columns_that_look_like_scores_and_are_not_read_are_known():
@@ -57,7 +56,6 @@ def test_a_column_is_read_under_the_users_name_or_left_out():
     ("columns", "rename", "carry", "message"),
     [
         ("question chosen reject", {}, (), r"'question', 'chosen', 'reject'.* --map rejected=reje"),
-        ("promt completions scores", {}, (), r"--map prompt=promt"),
         ("a b", {}, (), r"--map chosen=YOURS"),
         ("question chosen rejected", {}, (), r"no column 'prompt' but one named 'question'"),
         ("chosen rejected role", {}, ("role",), r"'role' cannot be carried"),
@@ -65,7 +63,6 @@ def test_a_column_is_read_under_the_users_name_or_left_out():
         ("prompt chosen rejected completions scores", {}, (), r"paired and scored.*--map "),
         ("prompt completion label score", {}, (), r"unpaired with --map score=, or scored_l"),
         ("chosen rejected", {"questoin": "prompt"}, (), r"no column 'questoin' to rename"),
-        ("chosen rejected question", {"questoin": "prompt"}, (), r"Did you mean 'question'\?"),
         ("q prompt chosen rejected", {"q": "prompt"}, (), r"'q' and 'prompt' would both be"),
         ("chosen rejected margn", {}, ("margin",), r"no column 'margin' to carry.*'margn'\?"),
         ("chosen rejected chosen", {}, (), r"2 columns named 'chosen'"),
@@ -75,15 +72,6 @@ def test_what_fits_no_shape_or_several_is_refused_with_the_way_out(columns, rena
     with pytest.raises(UsageError, match=message) as caught:
         detect(columns, rename, carry)
     assert "a.csv" in str(caught.value)
-
-
-def test_the_way_out_of_several_shapes_works():
-    columns = "prompt chosen rejected completions scores completion label"
-    with pytest.raises(UsageError) as caught:
-        detect(columns)
-    way = str(caught.value).split("Choose ")[1].split(", or ")[0]  # paired with --map x= ...
-    dropped = [word.rstrip("=") for word in way.split() if word.endswith("=")]
-    assert detect(columns, {name: f"unused {name}" for name in dropped}).kind == "paired"
 
 
 PAIR = {"chosen": "c", "rejected": "r"}
@@ -111,3 +99,77 @@ def test_the_shape_of_files_is_the_union_of_their_first_rows(tmp_path):
 def test_files_of_two_shapes_are_refused_by_name(tmp_path, first, other):
     with pytest.raises(UsageError, match=r"0\.jsonl and .*1\.jsonl hold different data"):
         shape_of_files(tmp_path, [first], [other])
+
+
+def refusal_of(*names):
+    """What is said of files with these paths; nothing if they are taken together."""
+    files = [InputFile(Path(name), Path(name).suffix, 1) for name in names]
+    try:
+        require_one_split(files, "precompute-ref", "cache")
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+HUB = ["d/train-00000-of-00002.parquet", "d/train-00001-of-00002.parquet"]
+HUB_TEST = "d/test-00000-of-00001.parquet"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [*HUB, HUB_TEST],
+        ["train.jsonl", "test.jsonl"],
+        ["d/Train.csv", "d/validation.csv"],
+        ["d/val.csv", "d/test.csv"],
+        ["d/train_prefs-00000-of-00001.parquet", "d/test_prefs-00000-of-00001.parquet"],
+        ["d/train/data-00000-of-00001.arrow", "d/test/data-00000-of-00001.arrow"],
+        ["d/train/train.parquet", "d/test/test.parquet"],
+        ["test/train.parquet", "test/test.parquet"],
+    ],
+)
+def test_splits_of_one_data_set_are_refused(names):
+    assert refusal_of(*names)
+    assert refusal_of(*reversed(names))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [*HUB, "both/test-00000-of-00001.parquet"],  # a link, on purpose
+        ["d/train_prefs.jsonl", "d/train_sft.jsonl"],
+        ["d/train.jsonl", "e/test.jsonl"],
+        ["d/train.jsonl", "d/unit_test_questions.jsonl"],
+        ["d/hh_train.jsonl", "d/shp_test.jsonl"],
+        ["a/train/x.jsonl", "b/test/x.jsonl"],
+    ],
+)
+def test_other_files_are_taken_together(names):
+    assert not refusal_of(*names)
+
+
+def test_the_commands_take_the_files_of_a_split_and_no_others_into_two_folders(tmp_path):
+    names = ["train-0.parquet", "train-1.parquet", "test-0.parquet", "test-1.parquet"]
+    folder = tmp_path / "my data"
+    folder.mkdir()
+    for name in names:
+        (folder / name).touch()
+    said = refusal_of(*(str(folder / name) for name in names))
+    train, test = [shlex.split(line) for line in said.splitlines() if line.startswith("  align")]
+    for command, wanted in ((train, names[:2]), (test, names[2:])):
+        assert command[:2] == ["align", "precompute-ref"]
+        assert sorted(path.name for path in folder.glob(Path(command[2]).name)) == wanted
+    assert (train[3:], test[3:]) == ([], ["--output", "cache-test"])
+    said = refusal_of("my d/train/0.parquet", "my d/train/1.parquet", "my d/test/0.parquet")
+    train, test = [shlex.split(line) for line in said.splitlines() if line.startswith("  align")]
+    assert (train[2:3], test[2]) == (["my d/train"], "my d/test/0.parquet")
+
+
+def test_files_of_a_store_are_known_by_where_they_were_copied_from():
+    names = []
+    for split in ("train", "test"):
+        folder = place().folders / split[::-1]
+        folder.mkdir(parents=True)
+        (folder / ORIGIN).write_text(f"s3://b/data/{split}-0.jsonl")
+        names.append(str(folder / f"{split}-0.jsonl"))
+    assert "\n  align precompute-ref s3://b/data/test-0.jsonl --output" in refusal_of(*names)

@@ -37,16 +37,11 @@ def test_a_row_is_a_prompt_and_completions_with_roles_and_scores(row, completion
     assert found == ("p", completions, roles, scores)
 
 
-@pytest.mark.parametrize(
-    ("role", "labels"),
-    [
-        (Role.DESIRABLE, [True, 1, 1.0, "true", "TRUE", "desirable", "1", " True "]),
-        (Role.UNDESIRABLE, [False, 0, 0.0, "False", "undesirable", "Undesirable", "0"]),
-    ],
-)
-def test_labels_say_whether_a_completion_is_desirable(role, labels):
-    for label in labels:
-        assert record_of(UNPAIRED | {"label": label}).roles == (role,), label
+def test_labels_say_whether_a_completion_is_desirable():
+    for label in (True, 1, 1.0, "true", "TRUE", "desirable", "1", " True "):
+        assert record_of(UNPAIRED | {"label": label}).roles == (Role.DESIRABLE,), label
+    for label in (False, 0, 0.0, "False", "undesirable", "Undesirable", "0"):
+        assert record_of(UNPAIRED | {"label": label}).roles == (Role.UNDESIRABLE,), label
 
 
 def test_a_conversation_keeps_its_messages_and_loses_their_nulls():
@@ -71,20 +66,16 @@ def test_the_names_that_sharegpt_has_for_who_speaks_are_read_as_roles():
     assert record.completions == ((bot("c") | {"id": 1},), (bot("r"),))
 
 
-ANSWERS = (
-    "[1] is a footnote",
-    "[]",
-    "[{placeholder}] stays",
-    '[{"name": "Ann", "role": "admin"}]',
-    '[{"from": "Paris", "to": "Rome"}]',
-    '{"name": "Ann"}',
-    '[{"role": "user", "content": "hi"}] is how it begins.',
-    "{not json}",
-)
-
-
 def test_text_that_merely_looks_like_json_stays_text():
-    for text in ANSWERS:
+    for text in (
+        "[1] is a footnote",
+        "[]",
+        "[{placeholder}] stays",
+        '[{"name": "Ann", "role": "admin"}]',
+        '[{"from": "Paris", "to": "Rome"}]',
+        '[{"role": "user", "content": "hi"}] is how it begins.',
+        "{not json}",
+    ):
         assert record_of(PAIRED | {"chosen": text}).completions == (text, "r")
         assert record_of(CHAT | {"chosen": text}).completions[0] == (bot(text),)
 
@@ -144,19 +135,14 @@ def test_a_conversation_has_a_system_message_tools_and_options_which_may_be_json
     assert (record.prompt, record.tools, record.template_options) == ((user("p"),), None, {})
 
 
-def test_an_optional_column_that_comes_late_is_still_seen():
+def test_columns_are_carried_renamed_and_seen_however_late():
     records, _ = read_lines(CHAT, CHAT | {"system": "late"}, columns=CHAT)
     assert [len(record.prompt) for record in records] == [1, 2]
-
-
-def test_numbers_are_carried_with_the_row():
+    bad = rejection_of(PAIRED, columns=("chosen", "rejected"))  # the first rows have no prompt
+    assert (bad.reason, "first rows" in bad.detail) == ("schema", True)
     row = PAIRED | {"margin": 2, "weight": "0.5", "length": 7, "other": 1}
     assert record_of(row, carry=["length"]).carried == {"margin": 2.0, "weight": 0.5, "length": 7.0}
-
-
-def test_renamed_columns_are_read_and_named_in_rejections():
-    row = {"question": "p", "chosen": "c", "rejected": "r"}
-    rename = {"question": "prompt"}
+    row, rename = {"question": "p", "chosen": "c", "rejected": "r"}, {"question": "prompt"}
     assert record_of(row, rename=rename).prompt == "p"
     assert "'question'" in rejection_of(row | {"question": ""}, rename=rename).detail
 
@@ -164,17 +150,13 @@ def test_renamed_columns_are_read_and_named_in_rejections():
 ASKED = user("p")
 REFUSED = [
     (PAIRED | {"chosen": None}, "null", "'chosen'"),
-    (UNPAIRED | {"label": None}, "null", "'label'"),
-    (SCORED | {"completions": None}, "null", "'completions'"),
     (SCORED | {"scores": [1, None, 2]}, "null", "'scores[1]'"),
     (SCORED | {"completions": ["a", None, "b"]}, "null", "'completions[1]'"),
-    (PAIRED | {"margin": None}, "null", "'margin'"),
     (PAIRED | {"chosen": 3}, "schema", "'chosen' is neither text nor a list of messages: 3"),
     (PAIRED | {"chosen": ["c"]}, "schema", "message 0 of 'chosen'"),
     (CHAT | {"chosen": [{"speaker": "gpt", "value": "c"}]}, "schema", "no text as 'role'"),
     (CHAT | {"chosen": [bot("c") | {"tool_calls": "[]"}]}, "schema", "not a list of calls"),
     (CHAT | {"chosen": [bot("") | {"function_call": {"name": "f"}}]}, "schema", "tool_calls"),
-    (CHAT | {"chosen": [{"role": "assistant"}]}, "schema", "no text as 'content'"),
     (CHAT | {"chosen": [bot([{"type": "text"}])]}, "schema", "no text as 'content'"),
     (CHAT | {"prompt": "p"}, "schema", "prompt is text"),
     (CHAT | {"prompt": [bot("s"), ASKED], "chosen": [ASKED, bot("c")]}, "schema", "repeats"),
@@ -182,44 +164,33 @@ REFUSED = [
     (CHAT | {"prompt": PREFILLED, "chosen": "Sure, yes"}, "schema", "repeats the prompt's last"),
     (CHAT | {"prompt": [user("p"), bot(" ")]}, "empty_prompt", "an assistant's and empty"),
     (CHAT | {"prompt": [user("p"), CALL]}, "schema", "'chosen' cannot continue a prompt"),
-    (CHAT | {"chosen": json.dumps(bot("c"))}, "schema", "list of messages"),
     (CHAT | {"chosen": bot("c")}, "schema", "list of messages"),
     (PAIRED | {"prompt": "[{'role': 'user', 'content': 'p'}]"}, "schema", "looks like a conv"),
-    (PAIRED | {"prompt": "[{'from': 'human', 'value': 'p'}]"}, "schema", "looks like a conv"),
     (PAIRED | {"prompt": '[{"role": "user", "content": "p"}, {"role": "a'}, "schema", "'prompt'"),
     (PAIRED | {"system": "s"}, "schema", "'system' can only be used"),
-    (PAIRED | {"tools": [{"name": "f"}]}, "schema", "'tools' can only be used"),
     (CHAT | {"system": 3}, "schema", "'system' is not text"),
     (CHAT | {"prompt": [{"role": "system", "content": "x"}], "system": "s"}, "schema", "has a"),
     (CHAT | {"tools": "[{"}, "schema", "not valid JSON"),
-    (CHAT | {"tools": {"name": "f"}}, "schema", "not a list of tool"),
     (CHAT | {"tools": ["f"]}, "schema", "'tools' is not valid JSON"),
-    (CHAT | {"tools": [{"function": "f"}]}, "schema", "not a list of tool"),
     (CHAT | {"chat_template_kwargs": [1]}, "schema", "not an object of options"),
     (SCORED | {"scores": [1, 2]}, "schema", "3 in 'completions' but 2 in 'scores'"),
     (SCORED | {"scores": 1}, "schema", "'scores' is not a list: 1"),
     ({"chosen": "a b", "rejected": [bot("c")]}, "schema", "one is text"),
     (PAIRED | {"prompt": " \n\t"}, "empty_prompt", "'prompt'"),
-    (CHAT | {"prompt": []}, "empty_prompt", "'prompt'"),
     (CHAT | {"prompt": [user(" ")]}, "empty_prompt", "'prompt'"),
     ({"chosen": "a b", "rejected": "c d"}, "empty_prompt", "share no beginning"),
     ({"chosen": [user("a")], "rejected": [user("b")]}, "empty_prompt", "share no beginning"),
-    (PAIRED | {"rejected": ""}, "empty_completion", "'rejected'"),
-    (CHAT | {"rejected": []}, "empty_completion", "'rejected'"),
     (CHAT | {"rejected": [bot("")]}, "empty_completion", "'rejected'"),
     (SCORED | {"completions": [], "scores": []}, "empty_completion", "'completions'"),
     (SCORED | {"completions": ["a", "", "c"]}, "empty_completion", "'completions[1]'"),
     ({"chosen": "same text", "rejected": "same text"}, "empty_completion", "'chosen'"),
     ({"chosen": [ASKED, bot("b")], "rejected": [ASKED]}, "empty_completion", "'rejected'"),
     (UNPAIRED | {"label": "yes"}, "bad_label", "'yes'"),
-    (UNPAIRED | {"label": 2}, "bad_label", "2"),
     (UNPAIRED | {"label": float("nan")}, "bad_label", "nan"),
     (LONG | {"score": "high"}, "bad_number", "'high'"),
-    (LONG | {"score": float("nan")}, "bad_number", "nan"),
     (LONG | {"score": True}, "bad_number", "True"),
     (LONG | {"score": 10**400}, "bad_number", "'score'"),
     (SCORED | {"scores": [1, 2, float("inf")]}, "bad_number", "'scores[2]'"),
-    (PAIRED | {"weight": float("inf")}, "bad_number", "'weight'"),
     (PAIRED | {"prompt": "a\ud800"}, "bad_utf8", "'prompt'"),
     (CHAT | {"chosen": [bot("\udc00")]}, "bad_utf8", "'chosen'"),
 ]
@@ -259,13 +230,6 @@ def test_a_deeply_nested_value_rejects_its_own_row_only(escape):
         records, rejected = read_lines(PAIRED, line.encode(), nested.encode(), PAIRED)
         assert [record.row for record in records] == [10, 13], depth
         assert [(bad.row, bad.reason) for bad in rejected] == [(11, "schema"), (12, "schema")]
-
-
-def test_a_row_with_a_prompt_among_rows_without_is_not_guessed_at():
-    bad = rejection_of(PAIRED, columns=("chosen", "rejected"))
-    assert (bad.reason, "first rows" in bad.detail) == ("schema", True)
-    row = {"prompt": "a", "chosen": "a b", "rejected": "a c"}
-    assert record_of(row, rename={"prompt": "unused"})
 
 
 def test_details_are_short_and_printable():

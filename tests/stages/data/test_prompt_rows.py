@@ -15,9 +15,9 @@ SYSTEM = {"role": "system", "content": "be kind"}
 def read(tmp_path):
     """The prompts of files with these rows."""
 
-    def of_files(*files, ending="jsonl", wrap=UNWRAPPED, **columns):
+    def of_files(*files, wrap=UNWRAPPED, **columns):
         for number, rows in enumerate(files):
-            write_rows(tmp_path / f"{number}.{ending}", rows)
+            write_rows(tmp_path / f"{number}.jsonl", rows)
         return read_prompts(open_inputs([str(tmp_path)]), columns, wrap)
 
     return of_files
@@ -46,13 +46,6 @@ def carried(rows):
 def test_a_row_with_a_prompt_gives_it_and_carries_nothing_of_preference_data(read, more):
     rows = read([{"prompt": "a"} | more])
     assert (texts(rows), carried(rows)) == (["a"], [{}])
-
-
-@pytest.mark.parametrize("ending", ["parquet", "jsonl", "json", "csv", "arrow"])
-def test_every_format_gives_prompts_and_what_they_carry(read, ending):
-    rows = read([{"q": "a", "answer": "1"}, {"q": "b", "answer": "2"}], ending=ending, prompt="q")
-    assert texts(rows) == ["a", "b"]
-    assert carried(rows) == [{"answer": "1"}, {"answer": "2"}]
 
 
 def test_a_prompt_keeps_its_system_message_tools_and_options(read):
@@ -101,17 +94,12 @@ def test_a_key_that_the_first_rows_lack_is_carried_too(read, start):
     assert found.not_carried == ("number",)
 
 
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        ([{"instruction": "a", "answer": "b"}], "none of prompts.*--map prompt=instruction"),
-        ([{"question": "a", "chosen": "b", "rejected": "c"}], "--map prompt=question"),
-        (
-            [{"prompt": "a"}, {"chosen": "a b", "rejected": "a c"}],
-            "one has prompts and the other has none",
-        ),
-    ],
-)
-def test_files_without_a_prompt_by_its_name_are_refused_with_the_way_on(read, files, message):
-    with pytest.raises(UsageError, match=message):
-        read(*([row] for row in files))
+def test_files_without_a_prompt_by_its_name_are_refused_with_the_way_on(read):
+    for row, message in (
+        ({"instruction": "a", "answer": "b"}, "none of prompts.*--map prompt=instruction"),
+        ({"question": "a", "chosen": "b", "rejected": "c"}, "--map prompt=question"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            read([row])
+    with pytest.raises(UsageError, match="one has prompts and the other has none"):
+        read([{"prompt": "a"}], [{"chosen": "a b", "rejected": "a c"}])

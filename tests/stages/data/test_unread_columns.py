@@ -1,14 +1,15 @@
 """No column of text is left unread in silence, in any format and wherever its text begins."""
 
+import json
 from collections import Counter
+from decimal import Decimal
 
 import pytest
 
 from align.schemas.errors import UsageError
-from align.stages.data import unread_columns
 from align.stages.data.data_schema import common_shape
 from align.stages.data.decode_rows import parse_chunk
-from align.stages.data.free_text import Watch
+from align.stages.data.free_text import ColumnSample, Watch, holds_phrase
 from align.stages.data.input_files import iter_chunks, open_inputs
 from align.stages.data.unread_columns import counts_of, require_read, require_watched_read
 from support.read_rows import bot, user, write_rows
@@ -90,12 +91,9 @@ def test_a_late_text_is_named_with_its_row_and_may_be_read(written):
     assert "--map system=system_note" in said
     shape, late = opened(path, system="system_note")
     assert (shape.source["system"], late) == ("system_note", ("turn",))
-
-
-def test_a_name_that_no_row_has_is_still_refused(written):
-    assert "no column 'inputs'" in refusal(
-        written([pair(n, say="inputs") for n in range(300)]), inputs=""
-    )
+    assert "no column 'inputs'" in refusal(path, inputs="")  # a name that no row has
+    pairs = [{"chosen": "a b", "rejected": "a c", "asked": text(n)} for n in range(9)]
+    assert "--map prompt=asked" in refusal(written(pairs))
 
 
 def test_a_column_of_one_of_several_files_is_read_or_left_out_in_all(tmp_path):
@@ -116,11 +114,6 @@ def test_messages_beside_whole_conversations_are_left_out_by_name(written):
     assert opened(path, prompt="", messages="")[0].noted == ("prompt_id",)
 
 
-def test_a_text_beside_pairs_without_a_prompt_may_be_their_prompt(written):
-    rows = [{"chosen": "a b", "rejected": "a c", "asked": text(n)} for n in range(9)]
-    assert "--map prompt=asked" in refusal(written(rows))
-
-
 def test_text_anywhere_in_a_parquet_file_is_found_by_where_its_column_has_data(written):
     rows = [pair(n, note=text(n) if n == 2500 else None) for n in range(5000)]
     assert "'note'" in refusal(written(rows, "parquet", row_group_size=20))
@@ -135,14 +128,72 @@ def test_text_in_a_column_of_bytes_is_text_and_a_picture_is_none(written):
     assert "'picture'" not in said
 
 
-def test_of_a_parquet_file_a_bounded_part_of_unread_columns_is_read(written, monkeypatch):
-    monkeypatch.setattr(unread_columns, "BYTES", 16 * 4096)
-    rows = [pair(n, kind=f"{n:05} " + "x" * 100) for n in range(20_000)]
-    path = written(rows, "parquet", row_group_size=1000, use_dictionary=False)
-    seen, spread = [], unread_columns._spread
-    monkeypatch.setattr(
-        unread_columns, "_spread", lambda batch: seen.append(batch.nbytes) or spread(batch)
-    )
-    opened(path)
-    assert len(seen) >= 16  # from all over the file
-    assert sum(seen) < 20 * 200_000
+def is_free_text(*cells):
+    sample = ColumnSample()
+    for cell in cells:
+        sample.add(cell, "a.csv")
+    return sample.is_free_text
+
+
+MESSAGE = {"role": "user", "content": "Hi"}
+
+TEXT = {
+    "three words, each time others": ["the red door", "the dog barks", "over the hill"],
+    "one system message for all": ["You are a helpful assistant."] * 9,
+    "five words that repeat": ["answer as the pirate would"] * 9,
+    "mostly empty": [""] * 90 + [None, [], "the red door", "over the hill"],
+    "code": ["for i in range(10): print(i) # show the numbers", "SELECT name FROM people WHERE id"],
+    "no blanks between words": ["天空是什么颜色的", "哪个数更大一些呢"],
+    "lists of texts": [["the red door", "the dog barks"], ["over the hill"]],
+    "lists of turns": [[["What is it?", "A red door."]], [["Who barks?", "The dog does."]]],
+    "messages": [[MESSAGE], [MESSAGE]],
+    "messages in JSON text": [json.dumps([MESSAGE])],
+    "one key of an object": [
+        {"id": "a", "why": "the red door"},
+        {"id": "b", "why": "the dog barks"},
+    ],
+}
+NO_TEXT = {
+    "nothing": [None, "", "  ", [], {}, "[]"],
+    "numbers": [1, 2.5, Decimal("3.5"), True, "12", "1,024", [0.5, 0.25]],
+    "ids": [f"{number:032x}" for number in range(9)],
+    "names of models": [["gpt4_1106_preview", "vicuna-7b-v1.5"], ["claude-2.1"]] * 9,
+    "addresses": ["https://a.org/one/two/three b c", "https://b.org/x http://c.org/y"],
+    "dates": ["2024-01-05 12:30:00 UTC", "Fri, 05 Jan 2024 12:30:00 +0000", "January 5, 2024"],
+    "objects of such": [{"id": "a", "when": "2024-01-05", "n": 3}, {"id": "b", "when": "", "n": 4}],
+    "bytes": [b"the red door", b"over the hill"],
+    "names in Chinese": ["王小明", "李四", "欧阳修"],
+}
+
+
+@pytest.mark.parametrize("name", [*TEXT, *NO_TEXT])
+def test_text_is_free_text_and_what_is_none_is_not(name):
+    cells = (TEXT | NO_TEXT)[name]
+    assert is_free_text(*cells) == (name in TEXT)
+    assert name in NO_TEXT or any(map(holds_phrase, cells))
+
+
+def test_three_words_are_text_where_they_differ_and_five_where_they_do_not():
+    assert not is_free_text(*["red door"] * 8, *["blue wall"] * 8)
+    assert not is_free_text(*["the red door"] * 8, *["a blue wall"] * 8)
+    assert not is_free_text(*["over the red door"] * 8)
+    assert is_free_text(*["over the old red door"] * 8)
+    names = ["Ann", "Ben", "Cleo"]  # text is half of the values that differ
+    assert is_free_text(*names, "the red door", "over the hill", "the dog barks")
+    assert not is_free_text(*names, "the red door", "over the hill")
+
+
+def test_nesting_without_end_is_no_text():
+    deep = []
+    for _ in range(10_000):
+        deep = [deep]
+    assert not is_free_text(deep)
+    assert not is_free_text("[" * 10_000)
+
+
+def test_a_watch_tells_columns_with_words_from_others_and_forgets_what_is_known():
+    watch = Watch(frozenset(["prompt"]))
+    watch.look({"prompt": "the red door", "id": "a1", "why": "", "when": None})
+    watch.look({"prompt": "over the hill", "id": "the red door", "why": "over the hill"})
+    watch.look({"prompt": "a", "turn": 3, "why": ""})
+    assert watch.met == {"id": True, "why": True, "turn": False}

@@ -4,7 +4,6 @@ import csv
 import json
 import re
 from collections import Counter
-from math import log
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,6 +20,9 @@ def test_draws_are_different_repeatable_and_begin_alike_whatever_their_length():
     assert list(draw_preferences(50, seed=0)) == DRAWN[:50]
     assert list(draw_preferences(50, seed=1)) != DRAWN[:50]
     assert len({repr(each) for each in DRAWN}) == len(DRAWN)
+    prompts = Counter(transcript(each.prompt) for each in DRAWN)
+    assert sum(count > 1 for count in prompts.values()) > 50  # with other answers
+    assert {sum(turn["role"] == "user" for turn in each.prompt) for each in DRAWN} == {1, 2, 3, 4}
 
 
 def test_the_chosen_answer_alone_has_the_best_score_wherever_it_stands():
@@ -40,30 +42,6 @@ def test_chosen_sums_are_right_and_polite_wrong_ones_are_not():
     ]
     assert len(told) > 50
     assert all(is_right == (score == 1.0) for is_right, score in told)
-
-
-def test_prompts_vary_in_length_turns_and_system_message_and_some_come_back():
-    prompts = Counter(transcript(each.prompt) for each in DRAWN)
-    lengths = sorted(map(len, prompts))
-    assert lengths[-1] > 10 * lengths[0]
-    assert sum(count > 1 for count in prompts.values()) > 50
-    assert {sum(turn["role"] == "user" for turn in each.prompt) for each in DRAWN} == {1, 2, 3, 4}
-    assert 0.1 < sum(each.prompt[0]["role"] == "system" for each in DRAWN) / len(DRAWN) < 0.3
-
-
-def test_word_counts_separate_chosen_from_rejected_on_unseen_prompts():
-    known = DRAWN[:500]
-    known_prompts = {transcript(each.prompt) for each in known}
-    unseen = [each for each in DRAWN[500:] if transcript(each.prompt) not in known_prompts]
-    assert len(unseen) > 100
-    chosen = Counter(word for each in known for word in each.chosen.text.split())
-    rejected = Counter(word for each in known for word in each.rejected.text.split())
-
-    def worth(answer):
-        return sum(log((chosen[word] + 1) / (rejected[word] + 1)) for word in answer.text.split())
-
-    right = sum(worth(each.chosen) > worth(each.rejected) for each in unseen)
-    assert 0.75 < right / len(unseen) < 1.0
 
 
 def read(path):
@@ -129,18 +107,12 @@ def test_the_verifier_agrees_with_every_preference_between_polite_and_rude():
         for answer in one.answers:
             # 1 is right and polite, 0.25 wrong and polite; 0.5 is curt and 0 is rude.
             assert score(prompt, f" {answer.text}", {}) == (answer.score in {1.0, 0.25})
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
+    for text in (
         "Sure!",
         "Sure! Yes.",
         "It is 7. Sure!",
         "Sure! It is 7.\nUser: Thanks! What is the sum of 2 and 3?",
         "Gladly! It is 7. Now go away.",
         "",
-    ],
-)
-def test_what_only_looks_polite_is_not(text):
-    assert score("User: What is the sum of 3 and 4?\nAssistant:", text, {}) == 0
+    ):  # which only look polite
+        assert score("User: What is the sum of 3 and 4?\nAssistant:", text, {}) == 0

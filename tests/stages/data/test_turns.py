@@ -1,4 +1,4 @@
-"""What ends a completion, with templates in the style of the families people train.
+"""Where a completion begins and ends, with templates in the style of families people train.
 
 A token is a byte or a special token, so that ids are compared as the text they stand for.
 """
@@ -7,10 +7,21 @@ import pytest
 
 from align.schemas.cache import Stops
 from align.schemas.config import TokenOptions
-from align.stages.data.tokenizer import load_tokenizer, tokenizer_fingerprint
-from support.byte_tokenizers import CHATML, CHATML_SPECIALS, FAMILIES, PLAIN, byte_tokenizer
-from support.encoded_texts import conversation, encode, texts_of
+from align.stages.data.tokenizer import decoder, load_tokenizer, tokenizer_fingerprint
+from support.byte_tokenizers import CHATML, CHATML_SPECIALS, FAMILIES, byte_tokenizer
+from support.encoded_texts import USER, conversation, encode, encode_one, refusal_of, texts_of
 from support.read_rows import bot, user
+
+# Shows the reasoning of the last message alone, and writes an empty one where it has none.
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% set parts = m.content.split('</think>') %}"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n"
+    "{{ parts[0].replace('<think>', '').strip('\n') if parts | length > 1 }}\n</think>\n\n"
+    "{{ parts[-1].lstrip('\n') }}{% else %}{{ parts[-1].lstrip('\n') }}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
 
 # What ends a turn of text, a turn that calls tools, who writes it, and what "yes" becomes behind
 # the prompt that the template opens the turn with.
@@ -25,7 +36,6 @@ STOPS = {
     "phi 3": ("<|end|>", "<|end|>", "template", "yes<|end|>"),
     "deepseek": ("<|eos|>", "<|eos|>", "template", "yes<|eos|>"),
     "llama 2 without an end": ("</s>", "</s>", "tokenizer", " yes</s>"),
-    "words only": ("</s>", "</s>", "tokenizer", "yes\n</s>"),
 }
 CALLS = {  # a completion that calls search(q=1), as each template writes it, up to its stop
     "qwen base": '<tool_call>\n{"name": "search", "arguments": {"q": 1}}\n</tool_call>',
@@ -37,9 +47,10 @@ CALLS = {  # a completion that calls search(q=1), as each template writes it, up
 
 @pytest.fixture(scope="module")
 def families(tmp_path_factory):
+    thinking = {"specials": CHATML_SPECIALS, "template": THINKING, "eos": "<|im_end|>"}
     return {
         name: byte_tokenizer(tmp_path_factory.mktemp("tok"), **family)
-        for name, family in FAMILIES.items()
+        for name, family in (FAMILIES | {"thinking": thinking}).items()
     }
 
 
@@ -69,7 +80,8 @@ def test_a_completion_ends_with_the_stop_that_its_template_writes_and_text_with_
     stops = stops_of(folder)
     assert (stops.turn.text, stops.tool_calls.text, stops.turn.source) == (turn, tool_calls, source)
     assert stops == load_tokenizer(folder, TokenOptions()).stops
-    eos = FAMILIES[family]["eos"]
+    ids, eos = encode_one(folder, said("yes"))[0].completions[0], FAMILIES[family]["eos"]
+    assert decoder(folder, stops.tokens)(ids, True) == yes.removesuffix(turn)
     plain = conversation(" yes", f" no{eos} ", prompt="Is it?")
     assert texts_of(folder, plain)[0][1:] == [f" yes{eos}", f" no{eos}"]
     if family in CALLS:
@@ -122,12 +134,6 @@ def test_nothing_is_added_or_taken_when_no_stop_is_wanted(families):
     assert stops_of(families["gemma"], eos="never") == Stops(None, None, None)
 
 
-def test_a_template_that_refuses_every_probe_leaves_the_eos(tmp_path):
-    picky = "{{ raise_exception('no') if messages[0].content == 'question' }}" + PLAIN
-    folder = byte_tokenizer(tmp_path, ["</s>"], template=picky, eos="</s>")
-    assert texts_of(folder, said("yes"))[0][1] == "yes\n</s>"
-
-
 @pytest.mark.parametrize("family", ["gemma", "deepseek"])
 def test_a_bos_that_the_template_writes_survives_the_cutting_of_its_prompt(families, family):
     """Gemma's tokenizer adds one as well, the other's does not."""
@@ -140,3 +146,71 @@ def test_a_bos_that_the_template_writes_survives_the_cutting_of_its_prompt(famil
     ids = tokenizer.backend.encode(whole, add_special_tokens=False).ids
     assert cut == tokenizer.hf.decode([ids[0], *ids[-3:]])
     assert notes["rows_with_prompt_truncated"] == 1
+
+
+def prefilled(prefill, *completions):
+    """A prompt that ends so, and completions each of one text or of messages."""
+    turns = ((bot(one),) if isinstance(one, str) else one for one in completions)
+    return conversation(*turns, prompt=(USER, bot(prefill)))
+
+
+def opened_texts(folder, record):
+    """The prompt, which stays as it is, and its completions."""
+    found, notes = texts_of(folder, record)
+    assert not notes["rows_whose_template_changes_the_prompt"]
+    return found
+
+
+BY_HAND = {
+    "qwen base": ("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nSure,", "<|im_end|>"),
+    "gemma": (
+        "<bos><start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>model\nSure,",
+        "<end_of_turn>",
+    ),
+    "glm 4": ("[gMASK]<sop><|user|>\nhi<|assistant|>\nSure,", "<|user|>"),
+    "gpt-oss": (
+        "<|start|>user<|message|>hi<|end|><|start|>assistant<|channel|>final<|message|>Sure,",
+        "<|return|>",
+    ),
+    "llama 2 without an end": ("<s>[INST] hi [/INST] Sure,", "</s>"),
+    "thinking": (
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\nSure,",
+        "<|im_end|>",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", BY_HAND)
+def test_the_prompts_last_turn_stays_open_and_is_continued(families, family):
+    opened, end = BY_HAND[family]
+    found = opened_texts(families[family], prefilled("Sure,", " here", " no"))
+    assert found == [opened, f" here{end}", f" no{end}"]
+
+
+ASKED = (user("why"), bot("so"))
+WHY = "<|im_start|>user\nwhy<|im_end|>\n<|im_start|>assistant\nso<|im_end|>"
+
+
+def test_what_follows_the_prefill_is_written_as_its_template_writes_it(families):
+    for completion, opened, written in (
+        ((bot(" here"), *ASKED), "Sure,", f" here<|im_end|>\n{WHY}"),
+        (call({"q": 1}), "Sure,", CALLS["qwen base"] + "<|im_end|>"),
+        (ASKED, "Sure,<|im_end|>\n", WHY),  # the user answers, which closes the turn
+    ):
+        prompt, said = opened_texts(families["qwen base"], prefilled("Sure,", completion))
+        assert prompt.endswith(f"<|im_start|>assistant\n{opened}")
+        assert said == written
+    both = prefilled("Sure,", " here", ASKED)
+    bad = refusal_of(families["qwen base"], both)
+    assert (bad.reason, "others answer it" in bad.detail) == ("schema", True)
+
+
+def test_a_prefill_that_the_template_does_not_show_is_refused_and_not_mangled(tmp_path, families):
+    hidden = CHATML.replace("{{ m.content }}", "{{ m.content.split('#')[-1] }}")
+    folder = byte_tokenizer(tmp_path, CHATML_SPECIALS, template=hidden, eos="<|endoftext|>")
+    assert refusal_of(folder, prefilled("Sure,", " here # there")).reason == "template_error"
+    assert opened_texts(folder, prefilled("Sure,", " here"))[1] == " here<|im_end|>"
+    # This template takes reasoning for such only once it has ended, and never in earlier turns.
+    ended = prefilled("<think>\nLet me", " see\n</think>\n\n42")
+    for item in (ended, prefilled("Sure,", (bot(" here"), *ASKED))):
+        assert refusal_of(families["thinking"], item).reason == "template_error"
