@@ -1,7 +1,4 @@
-"""Whole caches read back: what they hold against a slow reading of the data, row by row.
-
-Also where the ids of a prompt depend on how its completion begins: the boundary is in a token.
-"""
+"""Whole caches read back: what they hold against a slow reading of the data, row by row."""
 
 from collections import Counter, defaultdict
 from dataclasses import replace
@@ -9,20 +6,13 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
 
-from align.schemas.config import (
-    CacheOptions,
-    Config,
-    DataOptions,
-    ModelOptions,
-    TokenOptions,
-    TrackingOptions,
-)
+from align.schemas.config import DataOptions, ModelOptions, TokenOptions
 from align.schemas.errors import FingerprintError
 from align.schemas.rows import Role
-from align.stages.storage.cache_folder import CacheFolder
+from align.stages.data.tokenizer import load_tokenizer
+from support.byte_tokenizers import byte_tokenizer
 from support.read_rows import write_rows
 from support.stage_one import run
 
@@ -176,112 +166,54 @@ def test_a_row_that_cannot_have_a_mismatch_is_in_quarantine_by_its_name(
     assert row["cut"][0] == 0 < row["cut"][1]
 
 
-PROMPTS = 40
-# The blank before a word is a part of the word's token; that before a digit is a token of its own.
-ANSWERS = ("{0}", "about {0}", "{1}", "hello {0} or {1}")
-
-
-def prompt_of(number):
-    return f"Q: What is {number} and {number + 3}? Answer: "
-
-
 def answers_of(number):
-    return [answer.format(2 * number + 3, number) for answer in ANSWERS]
+    """The blank before a word is a part of the word's token; that before a digit is not."""
+    return [f"{number}", f"about {number}", f"{2 * number}", f"hello {number} or {2 * number}"]
 
 
-TEXTS = [
-    (prompt_of(number), answer, place / 10)
-    for number in range(PROMPTS)
-    for place, answer in enumerate(answers_of(number))
-]
-SCORES = [place / 10 for place in range(len(ANSWERS))]
-SHAPES = {
-    "long": [{"prompt": p, "completion": c, "score": s} for p, c, s in TEXTS],
-    "list": [
-        {"prompt": prompt_of(number), "completions": answers_of(number), "scores": SCORES}
-        for number in range(PROMPTS)
-    ],
-    "unpaired": [{"prompt": p, "completion": c, "label": s > 0.1} for p, c, s in TEXTS],
-}
+def test_a_prompt_whose_end_is_inside_of_a_token_is_one_group_that_grows(config, tmp_path):
+    words = {"added": [" about", " hello"], "eos": "<e>", "template": None}
+    model = ModelOptions(path=byte_tokenizer(tmp_path / "model", ["<e>"], **words))
+    texts = [(f"What is {n}? Answer: ", answers_of(n)) for n in range(1, 41)]
+    long = [
+        {"prompt": prompt, "completion": answer, "score": place}
+        for prompt, answers in texts
+        for place, answer in enumerate(answers)
+    ]
+    lists = [{"prompt": p, "completions": answers, "scores": [0, 1, 2, 3]} for p, answers in texts]
+    labels = [
+        {"prompt": prompt, "completion": answer, "label": 1}
+        for prompt, answers in texts
+        for answer in answers
+    ]
 
+    def made(name, rows):
+        data = DataOptions(files=[write_rows(tmp_path / "rows.jsonl", rows)])
+        cache = replace(config.cache, output=str(tmp_path / name), kl_pairs=0)
+        made = replace(config, model=model, data=data, cache=cache)
+        return run(made).manifest, rows_of(made)
 
-@pytest.fixture(scope="module")
-def digits_alone(tokenizer_folder, tmp_path_factory):
-    """The tiny tokenizer, but each digit is a token of its own."""
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), words]
-    )
-    folder = tmp_path_factory.mktemp("digits")
-    tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
-def make(folder, model, rows):
-    """The cache of these rows and its manifest."""
-    data, output = folder / "rows.jsonl", str(folder / "cache")
-    write_rows(data, rows)
-    config = Config(
-        model=ModelOptions(path=model),
-        data=DataOptions(files=[str(data)]),
-        cache=CacheOptions(output=output, rows_per_shard=64, reuse_known=False),
-        tracking=TrackingOptions(mlflow=False),
-    )
-    return CacheFolder(Path(output)), run(config).manifest
-
-
-@pytest.fixture(scope="module")
-def caches(digits_alone, tmp_path_factory):
-    """A cache and its manifest of each shape of the rows."""
-    return {
-        shape: make(tmp_path_factory.mktemp(shape), digits_alone, rows)
-        for shape, rows in SHAPES.items()
-    }
-
-
-@pytest.fixture(scope="module")
-def decoded(digits_alone):
-    tokenizer = AutoTokenizer.from_pretrained(digits_alone)
-    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
-
-
-def rows_in(cache):
-    folder, manifest = cache
-    return [row for s in manifest.shards for row in pq.read_table(folder.data / s.file).to_pylist()]
-
-
-def test_candidates_of_one_prompt_are_one_group_in_long_form_and_as_lists(caches, decoded):
-    notes, alone = caches["unpaired"][1].notes, rows_in(caches["unpaired"])
-    assert notes["rows_with_a_token_across_the_boundary"] == 2 * PROMPTS
-    assert len({tuple(row["prompt_ids"]) for row in alone}) == 2 * PROMPTS
+    decode = load_tokenizer(model.path, TokenOptions()).backend.decode
+    manifest, alone = made("labels", labels)
+    assert manifest.notes["rows_with_a_token_across_the_boundary"] == 2 * 40
+    assert len({tuple(row["prompt_ids"]) for row in alone}) == 2 * 40
     # Whatever its ids are, a prompt is held out or learned from.
-    texts = [decoded(row["prompt_ids"]).partition(" Answer")[0] for row in alone]
-    assert len(set(zip(texts, (row["split_key"] for row in alone), strict=True))) == PROMPTS
-    expected = defaultdict(Counter)
-    for prompt, answer, score in TEXTS:
-        expected[prompt + answer][score] += 1
+    asked = [decode(row["prompt_ids"]).partition(" Answer")[0] for row in alone]
+    assert len(set(zip(asked, (row["split_key"] for row in alone), strict=True))) == 40
     found = {}
-    for shape in ("long", "list"):
-        rows = rows_in(caches[shape])
-        found[shape] = {}
-        for row in rows:
-            branches = zip(row["completion_ids"], row["role"], row["score"], strict=True)
-            own = sorted((ids, score) for ids, role, score in branches if role != Role.MISMATCHED)
-            found[shape][row["prompt_key"]] = (row["prompt_ids"], own)
-        assert len(found[shape]) == len(rows) == PROMPTS
-        for prompt, branches in found[shape].values():
-            assert len(branches) == len(ANSWERS)
-            for ids, score in branches:
-                assert expected[decoded(prompt + ids)][score] == 1
-    assert found["long"] == found["list"]
-
-
-def test_a_group_grows_in_place_by_a_candidate_that_moves_its_boundary(digits_alone, tmp_path):
-    words = [row for row in SHAPES["long"] if not row["completion"][0].isdigit()]
-    _, before = make(tmp_path, digits_alone, words)
-    _, after = make(tmp_path, digits_alone, SHAPES["long"])
-    assert (before.rows, after.rows) == (PROMPTS, PROMPTS)
-    assert after.branches == 2 * before.branches
-    with pytest.raises(FingerprintError, match=f"{PROMPTS} of its .* completions are not in"):
-        make(tmp_path, digits_alone, [row for row in SHAPES["long"] if row["score"] != 0])
+    for name, rows in (("long", long), ("lists", lists)):
+        found[name] = {}
+        for row in made(name, rows)[1]:
+            own = sorted(zip(row["completion_ids"], row["score"], strict=True))
+            found[name][row["prompt_key"]] = (row["prompt_ids"], own)
+            written = {(decode(row["prompt_ids"] + ids), score) for ids, score in own}
+            (place,) = {int(text.split()[2].rstrip("?")) for text, _ in written}
+            prompt, answers = texts[place - 1]
+            assert written == {(prompt + one, score) for score, one in enumerate(answers)}
+    assert found["long"] == found["lists"]
+    assert len(found["long"]) == 40
+    before, _ = made("grown", [row for row in long if not row["completion"][0].isdigit()])
+    after, _ = made("grown", long)
+    assert (before.rows, after.rows, after.branches) == (40, 40, 2 * before.branches)
+    with pytest.raises(FingerprintError, match="40 of its .* completions are not in"):
+        made("grown", [row for row in long if row["score"] != 0])

@@ -18,7 +18,7 @@ from align.pipeline.executor import Inline
 from align.pipeline.precompute_plan import KINDS as KINDS_OF_ROWS
 from align.pipeline.precompute_plan import make_plan, open_job, preparation_of, ring_of
 from align.pipeline.prepare_tasks import ArrangeTasks, EncodeTasks
-from align.schemas.config import DataOptions
+from align.schemas.config import DataOptions, TokenOptions
 from align.schemas.errors import BadDataError, Interrupted
 from align.stages.data import input_files
 from align.stages.pairing import key_ranges
@@ -44,23 +44,20 @@ def drawn(config, tmp_path):
     def draw(seed):
         chance = random.Random(f"{SEED} {seed}")
         files = draw_files(tmp_path / f"data-{seed}", KINDS[seed % len(KINDS)], chance)
-        return replace(
-            config,
-            data=DataOptions(files=list(map(str, files)), max_bad_frac=0.9),
-            tokens=replace(
-                config.tokens,
-                max_length=chance.choice([40, 256]),
-                max_prompt_length=chance.choice([0, 10]),
-                prompt_side=chance.choice(["left", "right"]),
-            ),
-            cache=replace(
-                config.cache,
-                output=str(tmp_path / f"cache-{seed}"),
-                seed=chance.randint(0, 3),
-                kl_pairs=chance.randint(0, 3),
-                rows_per_shard=chance.choice([16, 200]),
-            ),
+        data = DataOptions(files=list(map(str, files)), max_bad_frac=0.9)
+        tokens = TokenOptions(
+            max_length=chance.choice([40, 256]),
+            max_prompt_length=chance.choice([0, 10]),
+            prompt_side=chance.choice(["left", "right"]),
         )
+        cache = replace(
+            config.cache,
+            output=str(tmp_path / f"cache-{seed}"),
+            seed=chance.randint(0, 3),
+            kl_pairs=chance.randint(0, 3),
+            rows_per_shard=chance.choice([16, 200]),
+        )
+        return replace(config, data=data, tokens=tokens, cache=cache)
 
     return draw
 

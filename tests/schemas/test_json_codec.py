@@ -94,9 +94,9 @@ def test_a_field_of_several_kinds_takes_the_one_that_fits_or_names_them_all():
             from_plain(Weighted, {"weight": wrong})
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_a_record_that_was_not_written_so_is_refused():
+    """Whatever pydantic would convert, or a default would fill, is another text."""
+    for change in (
         {"name": 1},
         {"kind": "up"},
         {"inner": {"size": 1.0, "ratio": 0.5}},
@@ -104,13 +104,9 @@ def test_a_field_of_several_kinds_takes_the_one_that_fits_or_names_them_all():
         {"inner": {"size": 1, "ratio": 0}},
         {"flag": 0},
         {"new": 1},
-    ],
-)
-def test_a_record_that_was_not_written_so_is_refused(change):
-    """Whatever pydantic would convert, or a default would fill, is another text."""
-    text = to_json(dataclasses.asdict(VALUE) | change)
-    with pytest.raises(CodecError):
-        from_json(Outer, text)
+    ):
+        with pytest.raises(CodecError):
+            from_json(Outer, to_json(dataclasses.asdict(VALUE) | change))
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,8 @@ def test_there_is_one_bos_and_it_is_first_where_the_tokenizer_or_a_setting_asks(
         assert [*row.prompt, *row.completions[0]].count(bos) == 1
     shy = save_tokenizer(tmp_path, adds_bos=False)
     assert encode_one(shy, text())[0].prompt[0] != bos
+    whole, short = (encode_one(shy, chat("a", "b"), max_prompt_length=n)[0].prompt for n in (0, 4))
+    assert short == [bos, *whole[-3:]]  # which the template wrote
     assert encode_one(shy, text(), bos="always")[0].prompt[0] == bos
     assert encode_one(saved_tokenizer, text(), bos="never")[0].prompt[0] != bos
 

@@ -25,29 +25,26 @@ def parse_arrow(table):
 
 
 def test_csv_cells_are_text_until_a_column_says_otherwise():
-    records, rejected = parse_csv(
-        ("prompt", "completions", "scores"),
-        ["p", '["a", "b"]', "[1, 2.5]"],
-        ["p", '["a", "b"]', "1, 2"],
-        ["p", "['a']", "[1]"],
-        ["p", "a"],
-        ["\udcff", '["a"]', "[1]"],
-        ['[{"role": "user", "content": "hi"}]', '["a"]', "[1]"],
-        ["[{'role': 'user', 'content': 'hi'}]", '["a"]', "[1]"],
-        ["[1] is a footnote", '["a"]', "[1]"],
-    )
-    assert [record.row for record in records] == [0, 5, 7]
-    assert records[0].scores == (1.0, 2.5)
+    chat = '[{"role": "user", "content": "hi"}]'
+    cells = [
+        ("p", '["a", "b"]', "[1, 2.5]"),
+        ("p", '["a", "b"]', "1, 2"),
+        ("p", "['a']", "[1]"),
+        ("p", "a"),
+        ("\udcff", '["a"]', "[1]"),
+        (chat, '["a"]', "[1]"),
+        (chat.replace('"', "'"), '["a"]', "[1]"),
+    ]
+    records, rejected = parse_csv(("prompt", "completions", "scores"), *cells)
+    assert [(one.row, one.scores) for one in records] == [(0, (1.0, 2.5)), (5, (1.0,))]
     assert records[1].completions == ((bot("a"),),)
     assert [bad.reason for bad in rejected] == ["schema"] * 3 + ["bad_utf8", "schema"]
     assert "2 cells under a header of 3" in rejected[2].detail
-    header = ("prompt", "completion", "label", "margin")
-    records, rejected = parse_csv(
-        header, ["p", "c", "1.0", "2"], ["p", "c", "False", "-1e3"], ["p", "c", "", "1"]
-    )
+    cells = [("p", "c", "1.0", "2"), ("p", "c", "False", "-1e3"), ("p", "c", "", "1")]
+    records, (bad,) = parse_csv(("prompt", "completion", "label", "margin"), *cells)
     assert [record.roles[0] for record in records] == [Role.DESIRABLE, Role.UNDESIRABLE]
     assert [record.carried["margin"] for record in records] == [2.0, -1000.0]
-    assert rejected[0].reason == "null"
+    assert bad.reason == "null"
 
 
 def test_conversations_in_json_text_are_the_same_in_every_format():

@@ -30,24 +30,19 @@ def shown(tokenizer, *texts, side="left", file="data.jsonl", **more):
     return [*lines_of(row, tokenizer, file=file, prompt_side=side)]
 
 
-def test_special_tokens_stand_apart_from_text(gemma_tokenizer):
-    lines = shown(gemma_tokenizer, ASKED, " I.\n<end_of_turn>", "No")
+def test_special_tokens_stand_apart_from_text_and_what_was_cut_is_counted_where_it_was(
+    gemma_tokenizer,
+):
+    cut = {"prompt_cut": 3, "cut": (1, 0)}
+    lines = shown(gemma_tokenizer, ASKED, " I.\n<end_of_turn>", "No", **cut)
     assert lines == [
         "row 7 of data.jsonl as the model reads it, [special tokens] apart:",
         # 2 special, 5 of the role's line, 8 of the message, 1 + 1 of its end, 1 + 6 of the answer's
-        r'  prompt, 24 tokens: [<bos>] [<start_of_turn>] "user\nHi \"you\"" [<end_of_turn>] "\n" '
-        r'[<start_of_turn>] "model\n"',
-        r'  chosen, 5 tokens: " I.\n" [<end_of_turn>]',
+        r'  prompt, 24 tokens: [<bos>] (3 tokens cut) [<start_of_turn>] "user\nHi \"you\"" '
+        r'[<end_of_turn>] "\n" [<start_of_turn>] "model\n"',
+        r'  chosen, 5 tokens: " I.\n" [<end_of_turn>] (1 token cut)',
         '  rejected, 2 tokens: "No"',
     ]
-
-
-def test_what_was_cut_is_counted_where_it_was(gemma_tokenizer):
-    cut = {"prompt_cut": 3, "cut": (1, 0)}
-    (_, prompt, chosen, rejected) = shown(gemma_tokenizer, "<bos>abc", "de", "f", **cut)
-    assert prompt == '  prompt, 4 tokens: [<bos>] (3 tokens cut) "abc"'
-    assert chosen == '  chosen, 2 tokens: "de" (1 token cut)'
-    assert rejected == '  rejected, 1 token: "f"'
     for side, told in (("left", '(3 tokens cut) "abc"'), ("right", '"abc" (3 tokens cut)')):
         (_, prompt, *_) = shown(gemma_tokenizer, "abc", "d", "e", side=side, **cut)
         assert prompt == f"  prompt, 3 tokens: {told}"

@@ -112,8 +112,9 @@ def test_parameters_of_tools_given_as_text_are_written_once(folders, is_within):
 
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
     tools = (tool(json.dumps(parameters)), {"name": "bare"})
-    (prompt, _), _ = texts_of(folders["HERMES"], conversation(call(ARGUMENTS), tools=tools))
-    assert f'<tools>{json.dumps(tool(parameters))}{{"name": "bare"}}</tools>' in prompt
+    for family in ("HERMES", "CARELESS"):  # which takes arguments as text, and tools as objects
+        (prompt, _), _ = texts_of(folders[family], conversation(call(ARGUMENTS), tools=tools))
+        assert f'<tools>{json.dumps(tool(parameters))}{{"name": "bare"}}</tools>' in prompt
 
 
 def test_a_completion_of_calls_that_no_template_writes_is_refused(folders):

@@ -134,20 +134,6 @@ def test_nothing_is_added_or_taken_when_no_stop_is_wanted(families):
     assert stops_of(families["gemma"], eos="never") == Stops(None, None, None)
 
 
-@pytest.mark.parametrize("family", ["gemma", "deepseek"])
-def test_a_bos_that_the_template_writes_survives_the_cutting_of_its_prompt(families, family):
-    """Gemma's tokenizer adds one as well, the other's does not."""
-    bos = FAMILIES[family]["bos"]
-    (whole, _), _ = texts_of(families[family], said("yes"))
-    assert whole.startswith(bos)
-    assert whole.count(bos) == 1
-    (cut, _), notes = texts_of(families[family], said("yes"), max_prompt_length=4)
-    tokenizer = load_tokenizer(families[family], TokenOptions())
-    ids = tokenizer.backend.encode(whole, add_special_tokens=False).ids
-    assert cut == tokenizer.hf.decode([ids[0], *ids[-3:]])
-    assert notes["rows_with_prompt_truncated"] == 1
-
-
 def prefilled(prefill, *completions):
     """A prompt that ends so, and completions each of one text or of messages."""
     turns = ((bot(one),) if isinstance(one, str) else one for one in completions)

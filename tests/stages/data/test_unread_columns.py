@@ -140,6 +140,7 @@ MESSAGE = {"role": "user", "content": "Hi"}
 TEXT = {
     "three words, each time others": ["the red door", "the dog barks", "over the hill"],
     "one system message for all": ["You are a helpful assistant."] * 9,
+    "a short one, ended as a sentence is": ["Be brief."] * 9,
     "five words that repeat": ["answer as the pirate would"] * 9,
     "mostly empty": [""] * 90 + [None, [], "the red door", "over the hill"],
     "code": ["for i in range(10): print(i) # show the numbers", "SELECT name FROM people WHERE id"],
@@ -147,11 +148,9 @@ TEXT = {
     "lists of texts": [["the red door", "the dog barks"], ["over the hill"]],
     "lists of turns": [[["What is it?", "A red door."]], [["Who barks?", "The dog does."]]],
     "messages": [[MESSAGE], [MESSAGE]],
+    "messages of ShareGPT": [[{"from": "human", "value": "Hi"}]],
     "messages in JSON text": [json.dumps([MESSAGE])],
-    "one key of an object": [
-        {"id": "a", "why": "the red door"},
-        {"id": "b", "why": "the dog barks"},
-    ],
+    "one key of an object": [{"why": "the red door"}, {"why": "the dog barks"}],
 }
 NO_TEXT = {
     "nothing": [None, "", "  ", [], {}, "[]"],
