@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from align.schemas.row_keys import key_rows
-from align.schemas.rows import Ragged, Role
+from align.schemas.rows import Ragged, Role, allowed_gaps
 from support.encoded_rows import encoded, plain, record_lists
 
 ROW = encoded(
@@ -76,6 +76,13 @@ def test_rows_hold_their_records_and_ids_and_keys_are_equal_exactly_where_conten
         assert row.carried == (source.record.carried["weight"],)
         branches = zip(source.completions, source.record.roles, source.record.scores, strict=True)
         assert row.branches == tuple((tuple(ids), int(r), s, len(ids)) for ids, r, s in branches)
+
+
+def test_scores_of_a_sequence_may_differ_by_what_its_tokens_may_and_by_no_more():
+    lengths = np.array([1, 100])
+    # By sequence: 1e-4 at least; by token: 1e-5 in float32 and 2e-2 in bfloat16, the coarser.
+    assert allowed_gaps(lengths, "float32") == pytest.approx([1e-4, 1e-3], rel=1e-12)
+    assert allowed_gaps(lengths, "float32", "bfloat16") == pytest.approx([2e-2, 2], rel=1e-12)
 
 
 LISTS = st.lists(st.lists(st.integers(0, 99), max_size=5), max_size=8)

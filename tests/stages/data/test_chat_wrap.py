@@ -56,23 +56,20 @@ def test_the_columns_of_conversations_go_with_text_that_is_one_and_are_refused_b
         assert f"--map {column}=" in bad.detail
 
 
-@pytest.mark.parametrize(
-    ("cells", "column"),
-    [
-        ({"prompt": "Human: Which?\n\nAssistant:"}, "prompt"),
-        ({"prompt": "User: Which?"}, "prompt"),
-        ({"prompt": "USER : Which? ASSISTANT:"}, "prompt"),
-        ({"prompt": "Be kind.\n\n### Instruction:\nWhich?\n\n### Response:\n"}, "prompt"),
-        ({"chosen": "This.\n\nHuman: Why?\n\nAssistant: So."}, "chosen"),
-        ({"rejected": "Assistant: That."}, "rejected"),
-        ({"system": "User: Which?"}, "system"),
-    ],
-)
-def test_a_transcript_is_not_rendered_twice(cells, column):
-    bad = refused(PAIR | cells)
-    assert (bad.reason, repr(column) in bad.detail) == ("already_rendered", True)
-    assert "data.wrap=none" in bad.detail
-    assert column == "system" or record_of(PAIR | cells)
+def test_a_transcript_is_not_rendered_twice():
+    for column, text in (
+        ("prompt", "Human: Which?\n\nAssistant:"),
+        ("prompt", "User: Which?"),
+        ("prompt", "USER : Which? ASSISTANT:"),
+        ("prompt", "Be kind.\n\n### Instruction:\nWhich?\n\n### Response:\n"),
+        ("chosen", "This.\n\nHuman: Why?\n\nAssistant: So."),
+        ("rejected", "Assistant: That."),
+        ("system", "User: Which?"),
+    ):
+        bad = refused(PAIR | {column: text})
+        assert (bad.reason, repr(column) in bad.detail) == ("already_rendered", True), text
+        assert "data.wrap=none" in bad.detail
+        assert column == "system" or record_of(PAIR | {column: text})
 
 
 def test_text_that_only_speaks_of_such_things_is_wrapped():

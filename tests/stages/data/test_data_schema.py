@@ -87,18 +87,15 @@ def test_the_shape_of_files_is_the_union_of_their_first_rows(tmp_path):
     assert (shape.kind, set(shape.optional)) == ("paired", {"tools", "system"})
 
 
-@pytest.mark.parametrize(
-    ("first", "other"),
-    [
+def test_files_of_two_shapes_are_refused_by_name(tmp_path):
+    for first, other in (
         (PAIR, {"prompt": "p", "completion": "c", "label": True}),
         (PAIR, {"prompt": "p"} | PAIR),
         (PAIR, PAIR | {"margin": 1}),
         (PAIR | {"score_chosen": 1}, PAIR | {"chosen_score": 1}),
-    ],
-)
-def test_files_of_two_shapes_are_refused_by_name(tmp_path, first, other):
-    with pytest.raises(UsageError, match=r"0\.jsonl and .*1\.jsonl hold different data"):
-        shape_of_files(tmp_path, [first], [other])
+    ):
+        with pytest.raises(UsageError, match=r"0\.jsonl and .*1\.jsonl hold different data"):
+            shape_of_files(tmp_path, [first], [other])
 
 
 def refusal_of(*names):
@@ -115,9 +112,8 @@ HUB = ["d/train-00000-of-00002.parquet", "d/train-00001-of-00002.parquet"]
 HUB_TEST = "d/test-00000-of-00001.parquet"
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
+def test_splits_of_one_data_set_are_refused_and_other_files_are_taken_together():
+    for names in (
         [*HUB, HUB_TEST],
         ["train.jsonl", "test.jsonl"],
         ["d/Train.csv", "d/validation.csv"],
@@ -126,26 +122,18 @@ HUB_TEST = "d/test-00000-of-00001.parquet"
         ["d/train/data-00000-of-00001.arrow", "d/test/data-00000-of-00001.arrow"],
         ["d/train/train.parquet", "d/test/test.parquet"],
         ["test/train.parquet", "test/test.parquet"],
-    ],
-)
-def test_splits_of_one_data_set_are_refused(names):
-    assert refusal_of(*names)
-    assert refusal_of(*reversed(names))
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
+    ):
+        assert refusal_of(*names), names
+        assert refusal_of(*reversed(names)), names
+    for names in (
         [*HUB, "both/test-00000-of-00001.parquet"],  # a link, on purpose
         ["d/train_prefs.jsonl", "d/train_sft.jsonl"],
         ["d/train.jsonl", "e/test.jsonl"],
         ["d/train.jsonl", "d/unit_test_questions.jsonl"],
         ["d/hh_train.jsonl", "d/shp_test.jsonl"],
         ["a/train/x.jsonl", "b/test/x.jsonl"],
-    ],
-)
-def test_other_files_are_taken_together(names):
-    assert not refusal_of(*names)
+    ):
+        assert not refusal_of(*names), names
 
 
 def test_the_commands_take_the_files_of_a_split_and_no_others_into_two_folders(tmp_path):

@@ -48,9 +48,8 @@ def parquet(path, rows, kind=None):
 
 
 def arrow(path, rows, kind=None, opener=pa.ipc.new_file):
-    table = table_of(rows, kind)
-    with opener(str(path), table.schema) as writer:
-        writer.write_table(table, max_chunksize=4)
+    with opener(str(path), table_of(rows, kind).schema) as writer:
+        writer.write_table(table_of(rows, kind), max_chunksize=4)
 
 
 def messy_lines(path, rows):

@@ -83,28 +83,30 @@ def test_structs_of_columnar_files_lose_the_keys_their_row_lacks():
     assert records[1].tools == tuple(tools)
 
 
-def called(arguments):
+def called(arguments, kind):
     """A table of one row, whose answer calls a tool with arguments of an Arrow type."""
-    values = pa.StructArray.from_arrays([pa.array(["f"]), arguments], ["name", "arguments"])
-    calls = pa.ListArray.from_arrays([0, 1], values)
-    said = pa.StructArray.from_arrays(
-        [pa.array(["assistant"]), pa.array(["c"]), calls], ["role", "content", "tool_calls"]
+    calls = pa.list_(pa.struct([("name", pa.string()), ("arguments", kind)]))
+    turns = pa.list_(pa.struct([("role", pa.string()), ("tool_calls", calls)]))
+    said = [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": arguments}]}]
+    return pa.table(
+        {"prompt": [[user("p")]], "chosen": pa.array([said], turns), "rejected": [[bot("r")]]}
     )
-    asked = pa.array([[user("p")]])
-    chosen, bad = pa.ListArray.from_arrays([0, 1], said), pa.array([[bot("r")]])
-    return pa.table({"prompt": asked, "chosen": chosen, "rejected": bad})
 
 
 def test_arguments_may_be_a_map_of_arrow_and_hold_nothing_that_json_lacks():
     maps = pa.map_(pa.string(), pa.string())
-    (record,), _ = parse_arrow(called(pa.array([[("city", "Oslo"), ("unit", "C")]], maps)))
+    (record,), _ = parse_arrow(called([("city", "Oslo"), ("unit", "C")], maps))
     assert record.completions[0][0]["tool_calls"][0]["arguments"] == {"city": "Oslo", "unit": "C"}
-    for arguments, what in (
-        (pa.array([[("city", "Oslo"), ("city", "Rome")]], maps), "'chosen' has an object"),
-        (pa.array([{"day": date(2024, 1, 1)}]), "'chosen' holds a date"),
-        (pa.array([{"price": Decimal("1.5")}]), "'chosen' holds a Decimal"),
+    for arguments, kind, what in (
+        ([("city", "Oslo"), ("city", "Rome")], maps, "'chosen' has an object"),
+        ({"day": date(2024, 1, 1)}, pa.struct([("day", pa.date32())]), "'chosen' holds a date"),
+        (
+            {"a": Decimal("1.5")},
+            pa.struct([("a", pa.decimal128(2, 1))]),
+            "'chosen' holds a Decimal",
+        ),
     ):
-        records, (bad,) = parse_arrow(called(arguments))
+        records, (bad,) = parse_arrow(called(arguments, kind))
         assert (bad.reason, records) == ("schema", [])
         assert what in bad.detail
 

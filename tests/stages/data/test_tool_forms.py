@@ -95,12 +95,10 @@ def test_a_call_may_lack_the_text_of_its_arguments_or_function(folders):
     assert f'{{"arguments": {AS_JSON}, "name": "weather"}}' in completion
 
 
-@pytest.mark.parametrize(
-    "given", ["{city: Łódź}", '{"city": ', "[1]", "3", json.dumps(AS_JSON), "[" * 100_000]
-)
-def test_text_that_is_no_object_is_refused_where_the_template_wants_one(folders, given):
-    bad = refusal_of(folders["QWEN_2_5"], conversation(call(given)))
-    assert (bad.reason, "arguments of weather" in bad.detail) == ("schema", True)
+def test_text_that_is_no_object_is_refused_where_the_template_wants_one(folders):
+    for given in ("{city: Łódź}", '{"city": ', "[1]", "3", json.dumps(AS_JSON), "[" * 100_000):
+        bad = refusal_of(folders["QWEN_2_5"], conversation(call(given)))
+        assert (bad.reason, "arguments of weather" in bad.detail) == ("schema", True)
     assert texts_of(folders["QWEN_3"], conversation(call("{city: Łódź}")))  # as it stands
 
 
