@@ -19,7 +19,7 @@ from support.training_world import job_of
 
 ALONE, SECOND = World(0, 1, 0), World(1, 2, 1)
 SECOND_GPU = World(0, 1, 1)  # a process alone, whatever its local rank
-ROWS, SHARDS = 1000, 3
+SHARDS = 3
 
 
 @pytest.fixture(autouse=True)
@@ -44,21 +44,20 @@ def bytes_read(action):
 @pytest.fixture(scope="module")
 def long_prompts(tmp_path_factory):
     """A cache whose prompts outweigh all else."""
-    blocks = [
-        block_of(ROWS, seed=seed, tokens=(100, 200), token_logps=False) for seed in range(SHARDS)
-    ]
+    rows = {"tokens": (100, 200), "token_logps": False}
+    blocks = [block_of(1000, seed=seed, **rows) for seed in range(SHARDS)]
     return write_cache(tmp_path_factory.mktemp("long") / "cache", blocks)
-
-
-def opened(cache, columns, eval_fraction=0.1):
-    reading = Reading("paired", mismatched=True, eval_fraction=eval_fraction)
-    source = open_source(*cache, reading, columns)
-    return source, overlap(source, source)
 
 
 def read_by(cache, world):
     """How many bytes a start reads of a cache as this rank."""
-    return bytes_read(lambda: opened(cache, shard_columns(world, own_digests())))[0]
+
+    def start():
+        reading = Reading("paired", mismatched=True, eval_fraction=0.1)
+        source = open_source(*cache, reading, shard_columns(world, own_digests()))
+        return overlap(source, source)
+
+    return bytes_read(start)[0]
 
 
 def test_only_the_first_start_of_a_machine_reads_every_byte_of_a_cache(long_prompts):

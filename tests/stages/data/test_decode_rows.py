@@ -203,9 +203,8 @@ def test_what_cannot_be_used_has_a_reason_and_a_detail(row, reason, detail):
     assert detail in rejected.detail
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
+def test_a_line_that_is_not_a_row_is_rejected_and_the_next_is_read():
+    for line, reason in (
         (b'{"prompt": "p", "chosen"', "schema"),
         (b"[1, 2]", "schema"),
         (b"null", "schema"),
@@ -214,12 +213,10 @@ def test_what_cannot_be_used_has_a_reason_and_a_detail(row, reason, detail):
         (b'{"prompt": "\xff", "chosen": "c", "rejected": "r"}', "bad_utf8"),
         (b"\x00\x00\x00", "schema"),
         (b"{}", "null"),
-    ],
-)
-def test_a_line_that_is_not_a_row_is_rejected_and_the_next_is_read(line, reason):
-    records, rejected = read_lines(PAIRED, line, PAIRED)
-    assert [record.row for record in records] == [10, 12]
-    assert [(bad.row, bad.reason) for bad in rejected] == [(11, reason)]
+    ):
+        records, rejected = read_lines(PAIRED, line, PAIRED)
+        assert [record.row for record in records] == [10, 12]
+        assert [(bad.row, bad.reason) for bad in rejected] == [(11, reason)], line[:40]
 
 
 @pytest.mark.parametrize("escape", ["", "\\u0041"])
