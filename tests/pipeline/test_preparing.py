@@ -158,9 +158,14 @@ def test_children_that_are_interrupted_keep_what_is_committed_and_change_no_byte
     job = open_job(config, StubReference())
     job.folder.prepare()
     job.work.prepare()
+    other = CHILDREN.Process(target=time.sleep, args=(PATIENCE,))  # of whoever calls it
+    other.start()
     with pytest.raises(Interrupted):
         make_plan(job, "run", Inline(), Impatient(4))
-    assert not multiprocessing.active_children()  # whoever is interrupted waits for no child
+    # Whoever is interrupted waits for no child.
+    assert multiprocessing.active_children() == [other]
+    other.kill()
+    other.join()
     preparation = preparation_of(job)
     assert preparation.num_ranges > 2
     tasks = EncodeTasks(preparation)
