@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
 from align.pipeline import policy_identity
@@ -16,13 +14,12 @@ from align.stages.feed.conversions import Reading
 from align.stages.feed.train_source import open_source, overlap
 from align.stages.storage import digest_memory
 from align.stages.storage.digest_memory import own_digests, user_folder
-from align.stages.storage.verify_cache import sample_rows
 from support.shard_cache import block_of, footers, write_cache
 from support.training_world import job_of
 
 ALONE, SECOND = World(0, 1, 0), World(1, 2, 1)
-ROWS, SHARDS = 1000, 3
-NARROW = ("prompt_tokens", "split_key", "prompt_sketch", "role", "num_tokens", "score")
+SECOND_GPU = World(0, 1, 1)  # a process alone, whatever its local rank
+SHARDS = 3
 
 
 @pytest.fixture(autouse=True)
@@ -34,130 +31,68 @@ def settled(monkeypatch):
 
 def bytes_read(action):
     """What the process reads of files while an action runs, and what that returns."""
-    before = _read_so_far()
+
+    def so_far():
+        lines = Path("/proc/self/io").read_text().splitlines()
+        return int(dict(line.split(": ") for line in lines)["rchar"])
+
+    before = so_far()
     result = action()
-    return _read_so_far() - before, result
-
-
-def _read_so_far():
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return int(dict(line.split(": ") for line in lines)["rchar"])
+    return so_far() - before, result
 
 
 @pytest.fixture(scope="module")
 def long_prompts(tmp_path_factory):
     """A cache whose prompts outweigh all else."""
-    blocks = [
-        block_of(ROWS, seed=seed, tokens=(100, 200), token_logps=False) for seed in range(SHARDS)
-    ]
+    rows = {"tokens": (100, 200), "token_logps": False}
+    blocks = [block_of(1000, seed=seed, **rows) for seed in range(SHARDS)]
     return write_cache(tmp_path_factory.mktemp("long") / "cache", blocks)
 
 
-def narrow_bytes(cache, columns):
-    """What the columns take in the shards, and the shards altogether."""
-    folder, manifest = cache
-    narrow = 0
-    for shard in manifest.shards:
-        metadata = pq.ParquetFile(folder.data / shard.file).metadata
-        for group in map(metadata.row_group, range(metadata.num_row_groups)):
-            chunks = map(group.column, range(group.num_columns))
-            narrow += sum(
-                chunk.total_compressed_size
-                for chunk in chunks
-                if chunk.path_in_schema.partition(".")[0] in columns
-            )
-    return narrow, sum(shard.bytes for shard in manifest.shards)
+def read_by(cache, world):
+    """How many bytes a start reads of a cache as this rank."""
+
+    def start():
+        reading = Reading("paired", mismatched=True, eval_fraction=0.1)
+        source = open_source(*cache, reading, shard_columns(world, own_digests()))
+        return overlap(source, source)
+
+    return bytes_read(start)[0]
 
 
-def opened(cache, columns, eval_fraction=0.1):
-    reading = Reading("paired", mismatched=True, eval_fraction=eval_fraction)
-    source = open_source(*cache, reading, columns)
-    return source, overlap(source, source)
-
-
-def test_only_the_first_start_reads_every_byte_of_a_cache(long_prompts):
-    narrow, whole = narrow_bytes(long_prompts, NARROW)
-    assert narrow < whole / 8
-    first, again = (
-        bytes_read(lambda: opened(long_prompts, shard_columns(ALONE, own_digests())))[0]
-        for _ in range(2)
-    )
-    assert first >= whole
-    # Beside the columns the end of each shard, which says where they are: once for lengths and
-    # once for prompts, 64 KiB at a time, and what is read ahead of a column.
-    assert narrow <= again < narrow + 2 * SHARDS * 150_000 < whole / 2
-
-
-def test_a_rank_that_is_not_the_first_of_its_machine_checks_no_bytes(long_prompts):
-    _, whole = narrow_bytes(long_prompts, NARROW)
-    read, _ = bytes_read(lambda: opened(long_prompts, shard_columns(SECOND, own_digests())))
-    assert read < whole / 2
-
-
-def test_a_start_that_remembers_the_digests_reads_the_footers_besides(long_prompts):
+def test_only_the_first_start_of_a_machine_reads_every_byte_of_a_cache(long_prompts):
     folder, manifest = long_prompts
-    opened(long_prompts, shard_columns(ALONE, own_digests()))
-    checked, unchecked = (
-        bytes_read(lambda world=world: opened(long_prompts, shard_columns(world, own_digests())))[0]
-        for world in (ALONE, SECOND)
-    )
+    whole = sum(shard.bytes for shard in manifest.shards)
+    assert read_by(long_prompts, SECOND) < whole / 2  # another rank of it checks nothing
+    assert read_by(long_prompts, SECOND_GPU) >= whole
+    again, unchecked = (read_by(long_prompts, world) for world in (ALONE, SECOND))
     lines = sum(path.stat().st_size for path in (user_folder() / "digests").iterdir())
     besides = footers([folder.shard(shard) for shard in manifest.shards]) + lines
-    assert besides <= checked - unchecked < besides + 4 * SHARDS * 8
+    assert besides <= again - unchecked < besides + 4 * SHARDS * 8
+    assert again < whole / 2
 
 
-def test_the_trials_of_a_sweep_read_a_cache_once(long_prompts):
-    columns = shard_columns(ALONE, own_digests(), keeps=True)
-    first, (source, found) = bytes_read(lambda: opened(long_prompts, columns))
-    again, (same, found_again) = bytes_read(lambda: opened(long_prompts, columns))
-    other, _ = bytes_read(lambda: opened(long_prompts, columns, eval_fraction=0.5))
-    assert first > 100_000
-    assert max(again, other) < 10_000
-    assert found == found_again
-    for name, column in vars(source.index.train).items():
-        assert np.array_equal(column, getattr(same.index.train, name)), name
-
-
-def test_the_rows_that_are_compared_at_the_start_are_read_by_row_group(long_prompts):
-    folder, manifest = long_prompts
-    manifest.rows = ROWS * SHARDS
-    for shard in manifest.shards:
-        shard.rows = ROWS
-    _, whole = narrow_bytes(long_prompts, NARROW)
-    read, sample = bytes_read(lambda: list(sample_rows(folder, manifest, 3)))
-    assert sum(len(block.rows) for _, block in sample) == 3
-    assert read < 0.75 * whole  # a row group of 512 rows in each shard of 1000
-
-
-def test_weights_are_digested_once_for_all_starts_trials_and_ranks(training_world):
+def test_weights_are_digested_once_for_all_starts_and_trials_by_the_first_rank_of_a_machine(
+    training_world, monkeypatch
+):
     jobs = [job_of(training_world.pairs, method) for method in ("dpo", "kto", "orpo")]
     weights = (training_world.model / "model.safetensors").stat().st_size
-    read = [bytes_read(lambda: digest_policies(jobs, ALONE, own_digests()))[0] for _ in range(2)]
-    assert weights <= read[0] < 2 * weights  # for three trials
-    assert read[1] < weights / 4
-    first, again = (digest_policies(jobs, ALONE, own_digests()) for _ in range(2))
-    assert first.identities == again.identities
 
+    def digested(world):
+        return bytes_read(lambda: digest_policies(jobs, world, own_digests()))
 
-def test_a_rank_that_is_not_the_first_of_its_machine_digests_nothing(training_world, monkeypatch):
-    job = job_of(training_world.pairs, "dpo")
-    weights = (training_world.model / "model.safetensors").stat().st_size
-    known = digest_policies([job], ALONE, own_digests()).identities
+    (read, first), (read_again, again) = (digested(SECOND_GPU) for _ in range(2))
+    assert weights <= read < 2 * weights  # for three trials
+    assert read_again < weights / 4
+    known = first.identities
+    assert known == again.identities
+    assert first.identified(jobs[0]).policy_identity["model.weights"]
     monkeypatch.setattr(policy_identity, "run_on_all_ranks", lambda _, action: action())
     monkeypatch.setattr(policy_identity, "gathered", lambda _, mine: [known, mine])
-    read, found = bytes_read(lambda: digest_policies([job], SECOND, own_digests()))
-    assert found.identities == known
-    assert found.identified(job).policy_identity["model.weights"]
-    assert read < weights / 4
-
-
-def test_a_process_alone_checks_and_digests_whatever_its_local_rank(training_world, long_prompts):
-    second_gpu = World(0, 1, 1)
-    job = job_of(training_world.pairs, "dpo")
-    assert digest_policies([job], second_gpu, own_digests()).identified(job).policy_identity
-    _, whole = narrow_bytes(long_prompts, NARROW)
-    read, _ = bytes_read(lambda: opened(long_prompts, shard_columns(second_gpu, own_digests())))
-    assert read >= whole
+    for path in (user_folder() / "digests").iterdir():
+        path.unlink()
+    read, found = digested(SECOND)
+    assert (found.identities, read < weights / 4) == (known, True)
 
 
 def test_a_machine_with_another_copy_of_the_model_is_refused():

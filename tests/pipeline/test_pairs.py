@@ -1,6 +1,5 @@
 """Whole caches read back: what they hold against a slow reading of the data, row by row."""
 
-import json
 from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -9,56 +8,40 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
-from align.schemas.config import DataOptions, TokenOptions
+from align.schemas.config import DataOptions, ModelOptions, TokenOptions
+from align.schemas.errors import FingerprintError
 from align.schemas.rows import Role
-from align.stages.demo.preferences import draw_preferences, transcript
-from align.stages.storage.cache_folder import CacheFolder
-from align.stages.storage.manifest_file import load_manifest
-from support.stage_one import contents, run
-
-SHAPES = ("paired", "paired_chat", "unpaired", "unpaired_chat", "scored", "scored_long")
-PAIR = (Role.CHOSEN, Role.REJECTED)
+from align.stages.data.tokenizer import load_tokenizer
+from support.byte_tokenizers import byte_tokenizer
+from support.read_rows import write_rows
+from support.stage_one import run
 
 
-@pytest.fixture(params=SHAPES)
-def shape(request):
-    return request.param
-
-
-@pytest.fixture(params=[0, 1, 3], ids=["no pairs", "one pair", "three pairs"])
-def num_pairs(request):
-    return request.param
-
-
-@pytest.fixture
-def cached_rows(shape, num_pairs, config, data):
-    """Every row of a finished cache of this shape."""
-    config = replace(
-        config,
-        data=DataOptions(files=[str(getattr(data, shape))]),
-        tokens=TokenOptions(max_length=2048),  # nothing is cut
-        cache=replace(config.cache, kl_pairs=num_pairs, rows_per_shard=50),
-    )
-    manifest = run(config).manifest
-    assert manifest.notes.get("mismatched_completions_used_twice", 0) == 0
-    return rows_of(config.cache.output)
-
-
-def rows_of(folder):
-    manifest = load_manifest(CacheFolder(Path(folder)))
-    files = [Path(folder) / "data" / commit.file for commit in manifest.shards]
-    return [row for file in files for row in pq.read_table(file).to_pylist()]
+def rows_of(config):
+    return pq.read_table(Path(config.cache.output) / "data").to_pylist()
 
 
 def split(row, num_pairs):
     """A row's own branches, and its mismatched ones k by k; as (ids, role, score)."""
-    scores = [None if score is None else float(score) for score in row["score"]]
     ids = [tuple(completion) for completion in row["completion_ids"]]
-    branches = list(zip(ids, row["role"], scores, strict=True))
+    branches = list(zip(ids, row["role"], row["score"], strict=True))
     count = len(branches) // (1 + num_pairs)
     assert count * (1 + num_pairs) == len(branches)
     levels = [branches[count * k : count * (k + 1)] for k in range(1 + num_pairs)]
     return levels[0], levels[1:]
+
+
+def branches_of(record):
+    """The completions of a row of the data, each with its role and score."""
+    match record:
+        case {"chosen": chosen, "rejected": rejected}:
+            return [(chosen, Role.CHOSEN, None), (rejected, Role.REJECTED, None)]
+        case {"completion": text, "label": label}:
+            return [(text, Role.DESIRABLE if label else Role.UNDESIRABLE, None)]
+        case {"completion": text, "score": score}:
+            return [(text, Role.CANDIDATE, score)]
+    scored = zip(record["completions"], record["scores"], strict=True)
+    return [(text, Role.CANDIDATE, score) for text, score in scored]
 
 
 @pytest.fixture
@@ -80,195 +63,157 @@ def by_hand(tokenizer_folder, data):
         text = completion if isinstance(completion, str) else completion[0]["content"]
         return (*ids(text), eos)
 
-    def branches(record, shape):
-        if shape.startswith("paired"):
-            return [(record["chosen"], PAIR[0], None), (record["rejected"], PAIR[1], None)]
-        if shape.startswith("unpaired"):
-            role = Role.DESIRABLE if record["label"] else Role.UNDESIRABLE
-            return [(record["completion"], role, None)]
-        if shape == "scored":
-            scored = zip(record["completions"], record["scores"], strict=True)
-            return [(text, Role.CANDIDATE, score) for text, score in scored]
-        return [(record["completion"], Role.CANDIDATE, record["score"])]
-
     def read(shape):
-        return [
-            (
-                prompt_ids(record["prompt"]),
-                [
-                    (completion_ids(text), role, score)
-                    for text, role, score in branches(record, shape)
-                ],
-            )
-            for record in pq.read_table(getattr(data, shape)).to_pylist()
-        ]
+        for record in pq.read_table(getattr(data, shape)).to_pylist():
+            own = branches_of(record)
+            yield prompt_ids(record["prompt"]), [(completion_ids(c), *rest) for c, *rest in own]
 
     return read
 
 
-def plain(branches):
-    """Roles as numbers, as they are stored; scores are what the data say to the last bit."""
-    return [(ids, int(role), score) for ids, role, score in branches]
-
-
-def test_the_cache_holds_each_record_as_it_is_tokenized_by_itself(
-    cached_rows, by_hand, shape, num_pairs
+@pytest.mark.parametrize(
+    ("shape", "num_pairs"),
+    [
+        ("paired", 1),
+        ("paired_chat", 3),
+        ("unpaired", 3),
+        ("unpaired_chat", 0),
+        ("scored", 1),
+        ("scored_long", 0),
+        ("scored_long", 3),
+    ],
+)
+def test_the_cache_holds_each_record_as_it_is_tokenized_by_itself_and_its_mismatches(
+    config, data, by_hand, shape, num_pairs
 ):
-    expected = by_hand(shape)
+    config = replace(
+        config,
+        data=DataOptions(files=[str(getattr(data, shape))]),
+        tokens=TokenOptions(max_length=2048),  # nothing is cut
+        cache=replace(config.cache, kl_pairs=num_pairs, rows_per_shard=50),
+    )
+    run(config)
+    rows, expected = rows_of(config), list(by_hand(shape))
     if shape == "scored_long":
-        joined = defaultdict(list)
+        joined = defaultdict(Counter)
         for prompt, branches in expected:
-            joined[prompt] += branches
-        found = {tuple(row["prompt_ids"]): split(row, num_pairs)[0] for row in cached_rows}
-        assert len(found) == len(cached_rows)
-        assert {prompt: Counter(plain(branches)) for prompt, branches in found.items()} == {
-            prompt: Counter(plain(branches)) for prompt, branches in joined.items()
-        }
-        return
-    assert sorted(row["source"]["row"] for row in cached_rows) == list(range(len(expected)))
-    for row in cached_rows:
-        prompt, branches = expected[row["source"]["row"]]
-        assert tuple(row["prompt_ids"]) == prompt
-        assert plain(split(row, num_pairs)[0]) == plain(branches)
+            joined[prompt].update(branches)
+        found = {tuple(row["prompt_ids"]): Counter(split(row, num_pairs)[0]) for row in rows}
+        assert len(found) == len(rows)
+        assert found == joined
+    else:
+        assert sorted(row["source"]["row"] for row in rows) == list(range(len(expected)))
+        for row in rows:
+            own = split(row, num_pairs)[0]
+            assert (tuple(row["prompt_ids"]), own) == expected[row["source"]["row"]]
+    require_sums(rows)
+    require_mismatches(rows, num_pairs)
 
 
-def test_nothing_of_short_rows_is_cut_and_sums_are_sums(cached_rows):
-    for row in cached_rows:
-        assert row["prompt_cut"] == 0
-        assert set(row["cut"]) == {0}
+def require_sums(rows):
+    """Nothing is cut, and the log-probs of a completion are the sum of those of its tokens."""
+    for row in rows:
+        assert (row["prompt_cut"], {*row["cut"]}) == (0, {0})
         assert row["num_tokens"] == [len(ids) for ids in row["completion_ids"]]
         for logp, tokens in zip(row["ref_logp"], row["ref_token_logps"], strict=True):
             assert logp == pytest.approx(sum(tokens), rel=1e-12)
 
 
-def test_each_k_is_a_permutation_of_all_completions(cached_rows, num_pairs):
-    own = Counter(ids for row in cached_rows for ids, _, _ in split(row, num_pairs)[0])
-    for k in range(num_pairs):
-        used = Counter(ids for row in cached_rows for ids, _, _ in split(row, num_pairs)[1][k])
-        assert used == own
-
-
-def test_a_mismatch_is_another_completion_of_another_prompt(cached_rows, num_pairs):
-    prompts_of = defaultdict(set)
-    for row in cached_rows:
-        for ids, _, _ in split(row, num_pairs)[0]:
+def require_mismatches(rows, num_pairs):
+    """Each k is a permutation of all completions, and no partner answers the same prompt."""
+    prompts_of, used = defaultdict(set), [Counter() for _ in range(1 + num_pairs)]
+    for row in rows:
+        own, levels = split(row, num_pairs)
+        for count, level in zip(used, (own, *levels), strict=True):
+            count.update(ids for ids, _, _ in level)
+        for ids, _, _ in own:
             prompts_of[ids].add(tuple(row["prompt_ids"]))
-    for row in cached_rows:
+    assert all(count == used[0] for count in used)
+    same = total = 0
+    for row in rows:
         own, levels = split(row, num_pairs)
         for level in levels:
             for (mine, _, _), (theirs, role, score) in zip(own, level, strict=True):
                 assert (role, score) == (Role.MISMATCHED, None)
                 assert theirs != mine
                 assert prompts_of[theirs] - {tuple(row["prompt_ids"])}
-
-
-def test_the_partners_of_a_completion_differ_from_k_to_k(cached_rows, num_pairs):
-    same = total = 0
-    for row in cached_rows:
-        for level in zip(*split(row, num_pairs)[1], strict=True):
+        for partners in zip(*levels, strict=True):
             total += 1
-            same += len({ids for ids, _, _ in level}) < num_pairs
+            same += len({ids for ids, _, _ in partners}) < num_pairs
     assert same <= 0.02 * total  # other prompts may have been given the same answer
 
 
-def test_roles_are_those_of_the_shape(cached_rows, shape, num_pairs):
-    for row in cached_rows:
-        roles = tuple(role for _, role, _ in split(row, num_pairs)[0])
-        if shape.startswith("paired"):
-            assert roles == PAIR
-        elif shape.startswith("unpaired"):
-            assert len(roles) == 1
-            assert roles[0] in {Role.DESIRABLE, Role.UNDESIRABLE}
-        else:
-            assert set(roles) == {Role.CANDIDATE}
-
-
-@pytest.fixture
-def growing(config, tmp_path):
-    """A config over the first so many of 1,050 rows, in a folder of its own."""
+def test_a_row_that_cannot_have_a_mismatch_is_in_quarantine_by_its_name(
+    config, tokenizer_folder, tmp_path
+):
+    prompt = "word " * 20 + "end:"  # there is room for one token more
     rows = [
-        {
-            "prompt": transcript(each.prompt),
-            "chosen": " " + each.chosen.text,
-            "rejected": " " + each.rejected.text,
-        }
-        for each in draw_preferences(1050, seed=8)
+        {"prompt": prompt, "completion": " yes maybe so", "label": True},
+        {"prompt": "Q:", "completion": " yes perhaps not", "label": False},
     ]
-
-    def write(count):
-        path = tmp_path / f"{count}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows[:count]))
-        cache = replace(config.cache, output=str(tmp_path / str(count)), rows_per_shard=512)
-        return replace(
-            config, data=DataOptions(files=[str(path)]), tokens=TokenOptions(1024), cache=cache
-        )
-
-    return write
-
-
-def test_five_percent_more_rows_leave_most_partners_alone(growing):
-    before, after = ({}, {})
-    for found, count in ((before, 1000), (after, 1050)):
-        run(growing(count))
-        for row in rows_of(growing(count).cache.output):
-            (level,) = split(row, 1)[1]
-            found[row["row_id"]] = [ids for ids, _, _ in level]
-    assert set(before) < set(after)
-    moved = sum(before[name] != after[name] for name in before)
-    # A row that comes between a completion and its partner moves that one: about four rows each.
-    assert 0 < moved < 6 * 50
-
-
-def test_tokenizing_in_processes_leaves_the_same_bytes(to):
-    found = []
-    for workers in (0, 2):
-        config = to(output=f"{to().cache.output}-{workers}")
-        run(replace(config, data=replace(config.data, workers=workers)))
-        found.append(contents(config.cache.output))
-    assert found[0] == found[1]
-
-
-@pytest.fixture
-def tight(config, tokenizer_folder, tmp_path):
-    """The config of unpaired rows, the first of which has room for one token."""
-
-    def write(*texts):
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-        (prompt, _), *_ = texts
-        room = len(tokenizer(prompt)["input_ids"]) + 1
-        rows = [{"prompt": p, "completion": c, "label": len(p) > 2} for p, c in texts]
-        path = tmp_path / "tight.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        data = DataOptions([str(path)], max_bad_frac=0.5)
-        return replace(config, data=data, tokens=TokenOptions(room))
-
-    return write
-
-
-LONG_PROMPT = "word " * 20 + "end:"
-
-
-def test_partners_that_cutting_makes_alike_are_replaced_and_counted(tight):
-    others = [(f"{letter}:", f" yes perhaps {letter}") for letter in "ABCDEFGHIJ"]
-    config = tight((LONG_PROMPT, " yes maybe so"), *others, ("Z:", " no"))
+    room = len(AutoTokenizer.from_pretrained(tokenizer_folder)(prompt)["input_ids"]) + 1
+    data = DataOptions([write_rows(tmp_path / "tight.jsonl", rows)], max_bad_frac=0.5)
+    config = replace(config, data=data, tokens=TokenOptions(room))
     manifest = run(config).manifest
-    assert (manifest.quarantined, manifest.rows) == ({}, 12)
-    assert manifest.notes["mismatched_completions_replaced_after_cutting"] == 1
-    (cut,) = (row for row in rows_of(config.cache.output) if row["source"]["row"] == 0)
-    (no,) = (row for row in rows_of(config.cache.output) if row["source"]["row"] == 11)
-    assert cut["completion_ids"][1] == no["completion_ids"][0][:1]
-
-
-def test_rows_that_cannot_have_a_mismatch_are_counted_out(tight):
-    tight = tight((LONG_PROMPT, " yes maybe so"), ("Q:", " yes perhaps not"))
-    manifest = run(tight).manifest
     assert manifest.quarantined == {"no_mismatch": 1}
-    (entry,) = manifest.quarantine
-    (bad,) = pq.read_table(Path(tight.cache.output) / entry.file).to_pylist()
-    (entry,) = manifest.inputs
-    place = (bad["file"], bad["file_name"], bad["row"])
-    assert (*place, bad["reason"]) == (entry.sha256[:16], "tight.jsonl", 0, "no_mismatch")
-    (row,) = rows_of(tight.cache.output)
+    (entry,), (of_data,) = manifest.quarantine, manifest.inputs
+    (bad,) = pq.read_table(Path(config.cache.output) / entry.file).to_pylist()
+    found = (bad["file"], bad["file_name"], bad["row"], bad["reason"])
+    assert found == (of_data.sha256[:16], "tight.jsonl", 0, "no_mismatch")
+    (row,) = rows_of(config)
     assert row["source"]["row"] == 1
     # The long row's completion had lost its end already: the mismatched branch says so.
     assert row["cut"][0] == 0 < row["cut"][1]
+
+
+def answers_of(number):
+    """The blank before a word is a part of the word's token; that before a digit is not."""
+    return [f"{number}", f"about {number}", f"{2 * number}", f"hello {number} or {2 * number}"]
+
+
+def test_a_prompt_whose_end_is_inside_of_a_token_is_one_group_that_grows(config, tmp_path):
+    words = {"added": [" about", " hello"], "eos": "<e>", "template": None}
+    model = ModelOptions(path=byte_tokenizer(tmp_path / "model", ["<e>"], **words))
+    texts = [(f"What is {n}? Answer: ", answers_of(n)) for n in range(1, 41)]
+    long = [
+        {"prompt": prompt, "completion": answer, "score": place}
+        for prompt, answers in texts
+        for place, answer in enumerate(answers)
+    ]
+    lists = [{"prompt": p, "completions": answers, "scores": [0, 1, 2, 3]} for p, answers in texts]
+    labels = [
+        {"prompt": prompt, "completion": answer, "label": 1}
+        for prompt, answers in texts
+        for answer in answers
+    ]
+
+    def made(name, rows):
+        data = DataOptions(files=[write_rows(tmp_path / "rows.jsonl", rows)])
+        cache = replace(config.cache, output=str(tmp_path / name), kl_pairs=0)
+        made = replace(config, model=model, data=data, cache=cache)
+        return run(made).manifest, rows_of(made)
+
+    decode = load_tokenizer(model.path, TokenOptions()).backend.decode
+    manifest, alone = made("labels", labels)
+    assert manifest.notes["rows_with_a_token_across_the_boundary"] == 2 * 40
+    assert len({tuple(row["prompt_ids"]) for row in alone}) == 2 * 40
+    # Whatever its ids are, a prompt is held out or learned from.
+    asked = [decode(row["prompt_ids"]).partition(" Answer")[0] for row in alone]
+    assert len(set(zip(asked, (row["split_key"] for row in alone), strict=True))) == 40
+    found = {}
+    for name, rows in (("long", long), ("lists", lists)):
+        found[name] = {}
+        for row in made(name, rows)[1]:
+            own = sorted(zip(row["completion_ids"], row["score"], strict=True))
+            found[name][row["prompt_key"]] = (row["prompt_ids"], own)
+            written = {(decode(row["prompt_ids"] + ids), score) for ids, score in own}
+            (place,) = {int(text.split()[2].rstrip("?")) for text, _ in written}
+            prompt, answers = texts[place - 1]
+            assert written == {(prompt + one, score) for score, one in enumerate(answers)}
+    assert found["long"] == found["lists"]
+    assert len(found["long"]) == 40
+    before, _ = made("grown", [row for row in long if not row["completion"][0].isdigit()])
+    after, _ = made("grown", long)
+    assert (before.rows, after.rows, after.branches) == (40, 40, 2 * before.branches)
+    with pytest.raises(FingerprintError, match="40 of its .* completions are not in"):
+        made("grown", [row for row in long if row["score"] != 0])

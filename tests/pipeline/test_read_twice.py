@@ -14,25 +14,30 @@ from align.schemas.errors import FingerprintError
 from align.stages.model.reference import HfReference
 from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.manifest_file import load_manifest
-from support.stage_one import Silent
+from support.stage_one import Silent, run
 from support.stub_reference import StubReference
 
 
 class Meddling(Silent):
-    """A progress that does something once, when the first rows of a task have been read."""
+    """A progress that does something once, when a task of this unit begins or has advanced."""
 
-    def __init__(self, meddle):
-        self.meddle = meddle
+    def __init__(self, meddle, *, at_once=False, scored=False):
+        self.meddle, self.at_once, self.scored = meddle, at_once, scored
+
+    def begin(self, task, *, total, unit):
+        """Meddles before any row is read."""
+        if self.at_once:
+            self._meddle()
 
     def advance(self, done, *, tokens=0, padding=0):
-        """Meddles."""
+        """Meddles when rows have been read, or scored."""
+        if bool(tokens) == self.scored:
+            self._meddle()
+
+    def _meddle(self):
         if self.meddle:
             self.meddle()
         self.meddle = None
-
-
-def run(config, meddle, reference=None):
-    return precompute(config, reference or StubReference(), progress=Meddling(meddle))
 
 
 @pytest.fixture
@@ -50,10 +55,10 @@ def test_a_file_that_grows_while_it_is_read_is_refused_and_then_read_whole(own_d
             file.write(json.dumps({"prompt": "And?", "chosen": "yes", "rejected": "no"}) + "\n")
 
     with pytest.raises(FingerprintError, match=r"rows\.jsonl changed while it was read: it had"):
-        run(own_data, grow)
+        precompute(own_data, StubReference(), progress=Meddling(grow))
     folder = CacheFolder(Path(own_data.cache.output))
     assert not folder.manifest.exists()
-    run(own_data, None)
+    run(own_data)
     (entry,) = load_manifest(folder).inputs
     assert (entry.rows, entry.bytes) == (121, path.stat().st_size)
 
@@ -62,7 +67,7 @@ def test_a_tokenizer_that_changes_before_rows_are_read_is_refused(own_data, tmp_
     model = shutil.copytree(own_data.model.path, tmp_path / "model")
     own = replace(own_data, model=ModelOptions(path=str(model)))
     template = next(model.glob("chat_template*"))
-    meddling = Beginning(lambda: template.write_text(template.read_text() + " "))
+    meddling = Meddling(lambda: template.write_text(template.read_text() + " "), at_once=True)
     with pytest.raises(FingerprintError, match="the tokenizer or its template changed"):
         precompute(own, StubReference(), progress=meddling)
 
@@ -84,45 +89,20 @@ def test_a_model_that_is_written_over_while_it_is_used_is_refused(config, world,
             return super().open()
 
     own = replace(config, model=ModelOptions(path=str(model)))
-    progress = Scoring(overwrite if when == "scored" else None)
+    progress = Meddling(overwrite if when == "scored" else None, scored=True)
     with pytest.raises(FingerprintError, match=r"model\.safetensors changed after it was digested"):
         precompute(own, Overwritten(own.model), progress=progress)
     assert not CacheFolder(Path(own.cache.output)).manifest.exists()
 
 
-class Scoring(Meddling):
-    """Meddles when the first batch has been scored."""
-
-    def advance(self, done, *, tokens=0, padding=0):
-        """Meddles, if these are scored rows."""
-        if tokens:
-            super().advance(done)
-
-
-class Beginning(Meddling):
-    """Meddles before any row is read."""
-
-    def begin(self, task, *, total, unit):
-        """Meddles."""
-        super().advance(0)
-
-
 def test_a_file_that_changes_between_its_scores_and_its_rows_is_refused(own_data, tmp_path):
-    path = Path(own_data.data.files[0])
+    path, output = Path(own_data.data.files[0]), tmp_path / "scored"
+    rewards = replace(own_data.rewards, model=own_data.model.path, output=str(output))
 
-    class Shrinking(StubReference):
-        """Shortens the data when it is to score them."""
+    def shrunk(_):
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
+        return StubReference()
 
-        def open(self):
-            path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
-            return super().open()
-
-    rewards = replace(own_data.rewards, model=own_data.model.path, output=str(tmp_path / "scored"))
-    config = replace(own_data, rewards=rewards)
-    options = {"progress": Silent()}
-    before = path.read_bytes()
     with pytest.raises(FingerprintError, match=r"rows\.jsonl changed while it was read"):
-        rewards_from_model(config, lambda _: Shrinking(), **options)
-    assert not (tmp_path / "scored" / "rows.jsonl").exists()
-    path.write_bytes(before)
-    assert rewards_from_model(config, lambda _: StubReference(), **options).rows == 120
+        rewards_from_model(replace(own_data, rewards=rewards), shrunk, progress=Silent())
+    assert not (output / "rows.jsonl").exists()

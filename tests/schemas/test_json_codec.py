@@ -1,3 +1,5 @@
+"""Records become JSON and come back as they were; what a person or a disk changed is refused."""
+
 import dataclasses
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -10,12 +12,10 @@ from pydantic import Field
 from align.schemas.config import Config
 from align.schemas.json_codec import (
     CodecError,
-    allowed,
     digest,
     from_json,
     from_plain,
     from_signed_json,
-    json_schema,
     to_json,
     to_signed_json,
 )
@@ -48,19 +48,13 @@ VALUE = Outer("a", "left", Inner(1, 0.25), (Inner(2), Inner(3)), {"x": 1})
 PLAIN = {"name": "a", "kind": "left", "inner": {"size": 1, "ratio": 0}}
 
 
-def test_a_value_survives_the_journey():
-    assert from_json(Outer, to_json(VALUE)) == VALUE
-    assert from_signed_json(Outer, to_signed_json(VALUE).encode()) == VALUE
-
-
 @given(st.floats(allow_nan=False, allow_infinity=False), st.characters(categories=["Cs", "L"]))
 def test_every_number_and_every_name_of_a_file_survives_the_journey(number, text):
     value = Measured({text: number}, text)
     assert repr(from_json(Measured, to_json(value))) == repr(value)
-
-
-def test_equal_values_have_equal_texts_in_any_order_of_construction():
-    assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
+    assert from_json(Outer, to_json(VALUE)) == VALUE
+    assert from_signed_json(Outer, to_signed_json(VALUE).encode()) == VALUE
+    assert digest({"a": number, "b": text}) == digest({"b": text, "a": number})
 
 
 @pytest.mark.parametrize(
@@ -69,33 +63,22 @@ def test_equal_values_have_equal_texts_in_any_order_of_construction():
         ({"nme": "a"}, r"^unknown key 'nme'. Did you mean 'name'\?$"),
         ({"kind": "lft"}, r"^kind: expected left or right, found 'lft' .str.. Did you mean 'left'"),
         ({"inner": {"size": "3"}}, r"inner.size: expected a whole number, found '3' \(str\)"),
-        ({"inner": {"size": True}}, r"inner.size: expected a whole number, found True"),
-        ({"inner": {"size": 1, "ratio": True}}, r"inner.ratio: expected a number of at least 0 a"),
-        (
-            {"inner": {"size": 1, "ratio": 1}},
-            r"expected a number of at least 0 and below 1, found 1",
-        ),
+        ({"inner": {"size": 1, "ratio": 1}}, "a number of at least 0 and below 1, found 1"),
         ({"inner": {"size": 1, "ratio": float("nan")}}, "inner.ratio is nan; it must be finite"),
         ({"inner": {}}, "^inner.size: missing$"),
         ({"inner": {"size": 1 << 63}}, "inner.size is 9223372036854775808; it cannot be that larg"),
         ({"parts": [{"size": 1, "sise": 2}]}, r"unknown key 'parts\[0\].sise'"),
-        ({"parts": 3}, r"parts: expected a list, found 3"),
         ({"counts": {"x": 1.5}}, r"counts.x: expected a whole number"),
-        ({"inner": 3}, r"inner: expected a mapping, found 3"),
         ({"inner": None}, r"inner: expected a mapping, found None"),
         ({"name": b"a"}, r"name is b'a' \(bytes\): not plain"),
         ({"name": "a\0"}, "name is 'a.x00': not plain text"),
-        ({"flag": "yes"}, "flag: expected true or false, found 'yes'"),
         ({"flag": 1}, "flag: expected true or false, found 1"),
     ],
 )
-def test_what_does_not_fit_is_named(change, message):
+def test_what_does_not_fit_is_named_and_what_is_left_out_has_its_default(change, message):
+    assert from_plain(Outer, PLAIN) == Outer("a", "left", Inner(1, 0.0))
     with pytest.raises(CodecError, match=message):
         from_plain(Outer, PLAIN | change)
-
-
-def test_defaults_fill_what_a_person_leaves_out():
-    assert from_plain(Outer, PLAIN) == Outer("a", "left", Inner(1, 0.0))
 
 
 @dataclass(frozen=True)
@@ -103,78 +86,50 @@ class Weighted:
     weight: Annotated[float, Field(gt=0)] | Literal["auto"] | None = None
 
 
-@pytest.mark.parametrize(("given", "weight"), [(2, 2.0), ("auto", "auto"), (None, None)])
-def test_a_field_of_several_kinds_takes_the_one_that_fits(given, weight):
-    assert from_plain(Weighted, {"weight": given}).weight == weight
+def test_a_field_of_several_kinds_takes_the_one_that_fits_or_names_them_all():
+    for one, weight in ((2, 2.0), ("auto", "auto"), (None, None)):
+        assert from_plain(Weighted, {"weight": one}).weight == weight
+    for wrong in ("atuo", 0, True, [1]):
+        with pytest.raises(CodecError, match="^weight: expected a number above 0 or auto, found "):
+            from_plain(Weighted, {"weight": wrong})
 
 
-@pytest.mark.parametrize("wrong", ["atuo", 0, True, [1]])
-def test_a_field_of_several_kinds_names_them_all(wrong):
-    with pytest.raises(CodecError, match="^weight: expected a number above 0 or auto, found "):
-        from_plain(Weighted, {"weight": wrong})
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_a_record_that_was_not_written_so_is_refused():
+    """Whatever pydantic would convert, or a default would fill, is another text."""
+    for change in (
         {"name": 1},
         {"kind": "up"},
-        {"inner": {"size": "3", "ratio": 0.5}},
-        {"inner": {"size": True, "ratio": 0.5}},
         {"inner": {"size": 1.0, "ratio": 0.5}},
         {"inner": {"size": 1}},
         {"inner": {"size": 1, "ratio": 0}},
-        {"inner": {"size": 1, "ratio": "0.5"}},
-        {"parts": {}},
-        {"counts": {"x": None}},
         {"flag": 0},
-        {"flag": "true"},
         {"new": 1},
-    ],
-)
-def test_a_record_that_was_not_written_so_is_refused(change):
-    """Whatever pydantic would convert, or a default would fill, is another text."""
-    text = to_json(dataclasses.asdict(VALUE) | change)
-    with pytest.raises(CodecError):
-        from_json(Outer, text)
+    ):
+        with pytest.raises(CodecError):
+            from_json(Outer, to_json(dataclasses.asdict(VALUE) | change))
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
+def test_a_record_of_other_bytes_is_refused():
+    for spoil in (
         lambda text: "{",
-        lambda text: "",
-        lambda text: "3",
         lambda text: "[" * 10_000,
         lambda text: " " + text,
         lambda text: text.replace('"name":"a"', '"name":"b","name":"a"'),
         lambda text: text.replace("0.25", "2.5e-1"),
         lambda text: text.replace("0.25", "NaN"),
         lambda text: text.replace("0.25", "1e999"),
-    ],
-)
-def test_a_record_of_other_bytes_is_refused(spoil):
-    with pytest.raises(CodecError):
-        from_json(Outer, spoil(to_json(VALUE)))
-    with pytest.raises(CodecError):
-        from_signed_json(Outer, spoil(to_signed_json(VALUE)))
+    ):
+        with pytest.raises(CodecError):
+            from_json(Outer, spoil(to_json(VALUE)))
+        with pytest.raises(CodecError):
+            from_signed_json(Outer, spoil(to_signed_json(VALUE)))
 
 
 def test_a_signature_that_does_not_fit_is_refused():
-    with pytest.raises(CodecError, match="not what was written"):
-        from_signed_json(Outer, to_signed_json(VALUE).replace('"name":"a"', '"name":"b"'))
+    for before, after in (('"name":"a"', '"name":"b"'), ("0.25", "0.26")):
+        with pytest.raises(CodecError, match="not what was written"):
+            from_signed_json(Outer, to_signed_json(VALUE).replace(before, after))
 
 
 def test_every_default_is_one_that_may_be_set():
     assert from_plain(Config, dataclasses.asdict(Config())) == Config()
-
-
-def test_a_schema_holds_the_bounds_the_choices_and_the_help():
-    schema = json_schema(Config)
-    train = schema["$defs"]["TrainOptions"]
-    assert train["properties"]["warmup"]["minimum"] == 0
-    assert train["properties"]["schedule"]["enum"] == ["constant", "linear", "cosine"]
-    assert train["properties"]["lr"]["description"] == "highest learning rate"
-    assert train["properties"]["lr"]["default"] == 1e-6
-    assert train["additionalProperties"] is schema["additionalProperties"] is False
-    assert allowed(train["properties"]["min_lr"]) == "a number of at least 0 and at most 1"

@@ -29,6 +29,7 @@ def chat(*, system=SYSTEM, asked="What is the capital of France?", role="user", 
     return (system, {"role": role, "content": asked}, *rest)
 
 
+# Each beside the conversation, or beside the text.
 SAME_SIDE = {
     "another system message": (CHAT, chat(system=changed(SYSTEM, content="Be kind."))),
     "no system message": (CHAT, (ASKED, TOLD, AGAIN)),
@@ -45,136 +46,79 @@ OTHER_SIDE = {
 }
 
 
-def keys_of(*records):
-    return prompt_keys_of(records)
-
-
-@pytest.mark.parametrize("name", SAME_SIDE)
-def test_prompts_are_on_one_side_of_the_split_that_differ_only_in(name):
-    record, prompt = SAME_SIDE[name]
-    keys = keys_of(record, replace(record, prompt=prompt))
+@pytest.mark.parametrize("name", [*SAME_SIDE, *OTHER_SIDE])
+def test_prompts_are_other_ones_and_on_one_side_of_the_split_or_not_that_differ_in(name):
+    record, prompt = (SAME_SIDE | OTHER_SIDE)[name]
+    keys = prompt_keys_of([record, replace(record, prompt=prompt)])
     assert keys.prompt[0] != keys.prompt[1]
-    assert keys.split[0] == keys.split[1]
+    assert (keys.split[0] == keys.split[1]) == (name in SAME_SIDE)
 
 
-@pytest.mark.parametrize("name", OTHER_SIDE)
-def test_prompts_are_different_ones_that_differ_in(name):
-    record, prompt = OTHER_SIDE[name]
-    keys = keys_of(record, replace(record, prompt=prompt))
-    assert keys.prompt[0] != keys.prompt[1]
-    assert keys.split[0] != keys.split[1]
-
-
-def test_tools_and_template_options_make_another_prompt_on_the_same_side():
+def test_tools_and_template_options_make_another_prompt_and_completions_and_key_order_do_not():
+    turned = tuple(dict(reversed(message.items())) for message in CHAT.prompt)
+    same = replace(CHAT, prompt=turned, completions=("y",), row=7, scores=(1.0,))
     others = [replace(CHAT, tools=(TOOL,)), replace(CHAT, template_options={"thinking": False})]
-    keys = keys_of(CHAT, *others)
+    keys = prompt_keys_of([CHAT, same, *others])
+    assert keys.prompt[0] == keys.prompt[1]
     assert len(set(keys.prompt)) == 3
     assert len(set(keys.split)) == 1
-
-
-def test_neither_the_completions_nor_the_order_of_keys_make_another_prompt():
-    turned = tuple(dict(reversed(message.items())) for message in CHAT.prompt)
-    other = replace(CHAT, prompt=turned, completions=("y",), row=7, scores=(1.0,))
-    keys = keys_of(CHAT, other)
-    assert keys.prompt[0] == keys.prompt[1]
-
-
-def test_prompts_of_only_a_system_message_have_keys_of_their_own():
-    keys = keys_of(
-        replace(CHAT, prompt=(SYSTEM,)),
-        replace(CHAT, prompt=(changed(SYSTEM, content="Tell a story."),)),
-    )
-    assert keys.split[0] != keys.split[1]
+    told = replace(CHAT, prompt=(changed(SYSTEM, content="Tell a story."),))
+    assert len(set(prompt_keys_of([replace(CHAT, prompt=(SYSTEM,)), told]).split)) == 2
 
 
 def test_these_keys_never_change():
     """Else prompts would cross the split from one version to another."""
-    keys = keys_of(CHAT, TEXT)
-    assert [key.hex() for key in keys.prompt.tolist()] == PROMPT_KEYS
-    assert [f"{int(key):016x}" for key in keys.split] == SPLIT_KEYS
-    assert [f"{int(sketch):016x}" for sketch in keys.sketch] == SKETCHES
+    keys = prompt_keys_of([CHAT, TEXT])
+    assert [key.hex() for key in keys.prompt.tolist()] == [
+        "5b1e64fe0e211ea8f0dad9dc73a24613",
+        "4f743367ee26abbbe649c9f469217e84",
+    ]
+    assert [f"{int(key):016x}" for key in keys.split] == ["95af2ee0f0ebd776", "0b10a4cb61633113"]
+    assert [f"{int(key):016x}" for key in keys.sketch] == ["d68ffded9dbef122", "3d8ffe6b9dc7f122"]
 
 
-PROMPT_KEYS = ["5b1e64fe0e211ea8f0dad9dc73a24613", "4f743367ee26abbbe649c9f469217e84"]
-SPLIT_KEYS = ["95af2ee0f0ebd776", "0b10a4cb61633113"]
-SKETCHES = ["d68ffded9dbef122", "3d8ffe6b9dc7f122"]
+def share_of_near(change, *, length, count=300):
+    """How many of texts of so many words are near to what such a change makes of them."""
+    draw, near = random.Random(length), 0
+    for _ in range(count):
+        text = words(draw, length)
+        both = sketches_of([" ".join(text), " ".join(change(draw, text))], otherwise=OWN)
+        near += count_near(both[1:], both[:1])
+    return near / count
+
+
+OWN = np.array([1, 2], dtype=np.uint64)
 
 
 def words(draw, count):
-    return [
-        "".join(draw.choices(string.ascii_lowercase, k=draw.randint(2, 9))) for _ in range(count)
-    ]
+    sizes = [draw.randint(2, 9) for _ in range(count)]
+    return ["".join(draw.choices(string.ascii_lowercase, k=size)) for size in sizes]
 
 
-def near(first, second):
-    """Whether the second text counts as a near-duplicate of the first."""
-    both = sketches_of([first, second], otherwise=np.array([1, 2], dtype=np.uint64))
-    return count_near(both[1:], both[:1]) == 1
+def one_changed(draw, text):
+    place = draw.randrange(len(text))
+    return [*text[:place], *words(draw, 1), *text[place + 1 :]]
 
 
-def found(pairs):
-    return sum(near(*pair) for pair in pairs) / len(pairs)
-
-
-def edited(draw, text, edits):
-    for _ in range(edits):
-        text = [*text]
-        text[draw.randrange(len(text))] = words(draw, 1)[0]
-    return text
-
-
-def pairs_of(draw, count, change, *, length):
-    texts = [words(draw, length) for _ in range(count)]
-    return [(" ".join(text), " ".join(change(text))) for text in texts]
-
-
-def test_case_and_punctuation_are_always_near():
-    draw = random.Random(1)
-    pairs = pairs_of(draw, 200, lambda text: [f"{word.title()}," for word in text], length=12)
-    assert found(pairs) == 1
-
-
-def test_one_changed_word_in_sixty_is_nearly_always_near():
-    draw = random.Random(2)  # 58 of 62 pairs of words are in both: P(at least 6 of 8) = 0.99
-    pairs = pairs_of(draw, 300, lambda text: edited(draw, text, 1), length=60)
-    assert found(pairs) > 0.95
-
-
-def test_half_of_the_words_changed_is_hardly_ever_near():
-    draw = random.Random(3)  # about a seventh of the pairs of words are in both
-    pairs = pairs_of(draw, 300, lambda text: [*text[:15], *words(draw, 15)], length=30)
-    assert found(pairs) < 0.05
-
-
-def test_short_questions_that_differ_in_what_is_asked_are_hardly_ever_near():
-    pairs = [(f"What is {i} and {i % 97}?", f"What is {i + 1} and {i % 89}?") for i in range(300)]
-    assert found(pairs) < 0.05
-
-
-def test_unrelated_texts_are_never_near():
-    draw = random.Random(4)
-    texts = [" ".join(words(draw, draw.randint(1, 40))) for _ in range(4000)]
-    sketches = sketches_of(texts, otherwise=np.arange(4000, dtype=np.uint64))
-    assert count_near(sketches[:2000], sketches[2000:]) == 0
-
-
-def test_scripts_without_blanks_are_compared_letter_by_letter():
-    text = "日本の首都はどこにありますか、そしてその人口はどのくらいですか"
-    assert near(text, f"{text}!")
-    assert near(text, text.replace("、", ""))
-    assert not near(text, "フランスで一番長い川の名前を教えてください、お願いします")
-
-
-def test_texts_without_words_are_near_to_themselves_alone():
-    texts = ["?!", "...", "", "?!"]
-    sketches = sketches_of(texts, otherwise=np.array([7, 8, 9, 7], dtype=np.uint64))
-    assert sketches.tolist() == [7, 8, 9, 7]
+def test_texts_are_near_as_far_as_their_words_are_the_same():
+    assert share_of_near(lambda _, text: [f"{word.title()}," for word in text], length=12) == 1
+    # 58 of 62 pairs of words are in both: P(at least 6 of 8) = 0.99
+    assert share_of_near(one_changed, length=60) > 0.95
+    # about a seventh of the pairs of words are in both
+    halved = share_of_near(lambda draw, text: [*text[:15], *words(draw, 15)], length=30)
+    assert halved < 0.05
+    assert share_of_near(lambda draw, text: words(draw, len(text)), length=20) == 0
+    asked = "日本の首都はどこにありますか、そしてその人口はどのくらいですか"
+    texts = [asked, f"{asked}!", "一番長い川の名前を教えてください、お願いします"]
+    first, again, other = sketches_of(texts, otherwise=np.arange(3, dtype=np.uint64))[:, None]
+    assert (count_near(again, first), count_near(other, first)) == (1, 0)
 
 
 def test_a_sketch_does_not_depend_on_the_texts_around_it(monkeypatch):
     draw = random.Random(5)
-    texts = [" ".join(words(draw, draw.randint(0, 30))) for _ in range(50)]
-    otherwise = np.arange(50, dtype=np.uint64)
+    texts = ["?!", "...", "", *(" ".join(words(draw, draw.randint(1, 30))) for _ in range(50))]
+    otherwise = np.arange(53, dtype=np.uint64)
     together = sketches_of(texts, otherwise=otherwise)
+    assert together[:3].tolist() == [0, 1, 2]  # without words a text is near to itself alone
     monkeypatch.setattr(module, "CHARACTERS_AT_ONCE", 100)
     assert sketches_of(texts, otherwise=otherwise).tolist() == together.tolist()

@@ -54,11 +54,6 @@ GPT_OSS = (
     "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
-LLAMA_3 = (
-    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
-    "{{ m.content | trim }}<|eot_id|>{% endfor %}"
-    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
-)
 PHI_3 = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
@@ -75,15 +70,8 @@ LLAMA_2 = (
     "{% for m in messages %}{% if m.role == 'user' %}<s>[INST] {{ m.content }} [/INST]"
     "{% else %} {{ m.content }}{% endif %}{% endfor %}"
 )
-PLAIN = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
 CHATML_SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-GLM_SPECIALS = [
-    *("<|endoftext|>", "[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|observation|>"),
-    "<|system|>",
-]
+GLM_SPECIALS = ["<|endoftext|>", "[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|observation|>"]
 GPT_OSS_SPECIALS = ["<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|return|>", "<|call|>"]
 
 FAMILIES = {
@@ -102,15 +90,6 @@ FAMILIES = {
     },
     "glm 4": {"specials": GLM_SPECIALS, "template": GLM, "eos": "<|endoftext|>"},
     "gpt-oss": {"specials": GPT_OSS_SPECIALS, "template": GPT_OSS, "eos": "<|return|>"},
-    "llama 3": {
-        "specials": [
-            *("<|begin|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>"),
-            "<|eot_id|>",
-        ],
-        "template": LLAMA_3,
-        "eos": "<|end_of_text|>",
-        "bos": "<|begin|>",
-    },
     "phi 3": {
         "specials": ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"],
         "template": PHI_3,
@@ -129,5 +108,4 @@ FAMILIES = {
         "eos": "</s>",
         "bos": "<s>",
     },
-    "words only": {"specials": ["<s>", "</s>"], "template": PLAIN, "eos": "</s>"},
 }

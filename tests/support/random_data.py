@@ -1,15 +1,11 @@
 """Data sets drawn by chance: every kind and format, with repeated, joined and rejected rows."""
 
-import csv
-import json
 import random
 import shutil
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from align.stages.data import input_files
 from align.stages.pairing import key_ranges
+from support.read_rows import write_rows
 
 WORDS = ["alpha", "Beta", "gamma,", "δelta", "  ", "eps\nilon", "42", "is", "yes", "👋", "a" * 40]
 KINDS = ("paired", "unpaired", "scored", "scored_long")
@@ -29,13 +25,14 @@ def small_sizes(draw: random.Random):
     ]
 
 
-def draw_files(folder, kind, draw: random.Random, *, most=200):
+def draw_files(folder, kind, draw: random.Random, most=100):
     """Some files of one kind of data."""
     folder.mkdir(parents=True)
     files = []
     for number in range(draw.randint(1, 4)):
         path = folder / f"data-{number}{draw.choice(ENDINGS)}"
-        _write(path, _rows(kind, draw.choice([20, most // 3, most]), draw), draw)
+        rows = _rows(kind, draw.choice([20, most // 3, most]), draw)
+        write_rows(path, rows, row_group_size=draw.choice([7, 50, 10_000]))
         files.append(path)
     if draw.random() < 0.2:
         files.append(folder / f"copy{files[0].suffix}")
@@ -74,29 +71,3 @@ def _row(kind, prompt, answers, draw):
     scores = [float(draw.randint(0, 3)) for _ in range(count - is_bad)]
     completions = [draw.choice(answers) for _ in range(count)]
     return {"prompt": prompt, "completions": completions, "scores": scores}
-
-
-def _write(path, rows, draw):
-    if path.suffix == ".jsonl":
-        ends = ["\n", "\r\n", "\n \n"]
-        lines = (json.dumps(row, ensure_ascii=False) + draw.choice(ends) for row in rows)
-        start = draw.choice([b"\xef\xbb\xbf", b""])
-        path.write_bytes(start + "".join(lines).encode().rstrip() + draw.choice([b"", b"\n"]))
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(rows, indent=draw.choice([None, 1])))
-    elif path.suffix == ".csv":
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            for row in rows:
-                writer.writerow(
-                    {k: json.dumps(v) if isinstance(v, list) else v for k, v in row.items()}
-                )
-    elif path.suffix == ".parquet":
-        table = pa.Table.from_pylist(rows)
-        pq.write_table(table, path, row_group_size=draw.choice([7, 50, 10_000]))
-    else:
-        table = pa.Table.from_pylist(rows)
-        opener = draw.choice([pa.ipc.new_file, pa.ipc.new_stream])
-        with opener(str(path), table.schema) as writer:
-            writer.write_table(table, max_chunksize=draw.choice([9, 1000]))

@@ -1,6 +1,10 @@
 """Rows of data as a person writes them, and the records or the rejections that they become."""
 
+import csv
 import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from align.stages.data.chat_wrap import UNWRAPPED
 from align.stages.data.data_schema import detect_shape
@@ -15,6 +19,30 @@ def user(text):
 
 def bot(text):
     return {"role": "assistant", "content": text}
+
+
+def write_rows(path, rows, **options):
+    """Writes rows as the ending of the path says; options are those of Parquet."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    if path.suffix == ".jsonl":
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, names)
+            writer.writeheader()
+            for row in rows:
+                cells = row.items()
+                writer.writerow({k: json.dumps(v) if isinstance(v, list) else v for k, v in cells})
+    elif path.suffix == ".parquet":
+        pq.write_table(pa.table(columns), path, **options)
+    else:
+        table = pa.table(columns)
+        with pa.ipc.new_stream(str(path), table.schema) as writer:
+            writer.write_table(table, max_chunksize=50)
+    return str(path)
 
 
 def shape_of(columns, *, wrap=UNWRAPPED, rename=None, carry=()):

@@ -29,24 +29,9 @@ QWEN_3_CODER = _CHATML.replace(
     "{% endfor %}",
 )
 # The call as a whole, in a layout without `function`.
-HERMES = (
-    _TOOLS_AS_LINES + "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
-    "{% for call in m.tool_calls or [] %}"
-    "{% if call.function is defined %}{% set call = call.function %}{% endif %}"
-    "\n<tool_call>\n{{ {'arguments': call.arguments, 'name': call.name} | tojson }}\n</tool_call>"
-    "{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-# One call in a message, no text beside it, and arguments under another name.
-LLAMA_3_1 = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if 'tool_calls' in m %}"
-    "{% if m.tool_calls | length != 1 %}{{ raise_exception('one call at a time') }}{% endif %}"
-    "{% set call = m.tool_calls[0].function %}"
-    '{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}'
-    "{% else %}{% if tools and loop.first %}{% for tool in tools %}{{ tool | tojson(indent=4) }}\n"
-    "{% endfor %}{% endif %}{{ m.content | trim }}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+HERMES = _CHATML.replace(
+    '{"name": "{{ call.name }}", "arguments": {ARGUMENTS}}',
+    "{{ {'arguments': call.arguments, 'name': call.name} | tojson }}",
 )
 # Dumps a call as a whole, and asks for an id of nine characters.
 MISTRAL = (

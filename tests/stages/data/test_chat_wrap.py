@@ -7,15 +7,10 @@ from align.schemas.errors import UsageError
 from align.stages.data.chat_wrap import UNWRAPPED, Wrapping
 from align.stages.data.tokenizer import load_tokenizer
 from support.byte_tokenizers import FAMILIES, byte_tokenizer
-from support.encoded_texts import encode_one, texts_of
 from support.read_rows import bot, record_of, rejection_of, user
 
 CHAT = Wrapping(True)
 PAIR = {"prompt": "Which?", "chosen": " This.", "rejected": "\n\nThat."}
-ZEPHYR = (
-    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}</s>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
-)
 LLAMA_2 = (
     "{% for m in messages %}{% if m.role == 'system' %}[INST] <<SYS>>\n{{ m.content }}\n<</SYS>>"
     "{% elif m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }} </s>"
@@ -37,25 +32,16 @@ def test_a_plain_prompt_is_a_users_message_and_white_space_where_the_answer_begi
     assert record.completions == ((bot("This."),), (bot("That."),))
     kept = wrapped(PAIR | {"chosen": [bot(" This.")]})
     assert kept.completions == ((bot(" This."),), (bot("That."),))
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
+    for other in (
         {"prompt": "p", "completion": " c\n", "label": True},
         {"prompt": "p", "completions": [" c\n"], "scores": [1]},
         {"prompt": "p", "completion": " c\n", "score": 3},
-    ],
-)
-def test_every_kind_of_rows_is_wrapped(row):
-    assert wrapped(row).prompt == (user("p"),)
-    assert wrapped(row).completions == ((bot("c\n"),),)
-    assert record_of(row).completions == (" c\n",)
-
-
-def test_conversations_are_what_they_are_without_it():
-    row = {"prompt": [user("p "), bot("Sure,")], "chosen": " c", "rejected": [bot(" r")]}
-    assert wrapped(row) == record_of(row)
+    ):
+        record = wrapped(other)
+        assert (record.prompt, record.completions) == ((user("p"),), ((bot("c\n"),),))
+        assert record_of(other).completions == (" c\n",)
+    chat = {"prompt": [user("p "), bot("Sure,")], "chosen": " c", "rejected": [bot(" r")]}
+    assert wrapped(chat) == record_of(chat)
 
 
 def test_the_columns_of_conversations_go_with_text_that_is_one_and_are_refused_beside_other_text():
@@ -70,35 +56,25 @@ def test_the_columns_of_conversations_go_with_text_that_is_one_and_are_refused_b
         assert f"--map {column}=" in bad.detail
 
 
-@pytest.mark.parametrize(
-    ("cells", "column"),
-    [
-        ({"prompt": "Human: Which?\n\nAssistant:"}, "prompt"),
-        ({"prompt": "\n\nHuman: Which?"}, "prompt"),
-        ({"prompt": "User: Which?"}, "prompt"),
-        ({"prompt": "USER : Which? ASSISTANT:"}, "prompt"),
-        ({"prompt": "### Human: Which?"}, "prompt"),
-        ({"prompt": "Be kind.\n\n### Instruction:\nWhich?\n\n### Response:\n"}, "prompt"),
-        ({"prompt": "Which?\n\nAssistant:"}, "prompt"),
-        ({"chosen": "This.\n\nHuman: Why?\n\nAssistant: So."}, "chosen"),
-        ({"rejected": "Assistant: That."}, "rejected"),
-        ({"system": "User: Which?"}, "system"),
-    ],
-)
-def test_a_transcript_is_not_rendered_twice(cells, column):
-    bad = refused(PAIR | cells)
-    assert (bad.reason, repr(column) in bad.detail) == ("already_rendered", True)
-    assert "data.wrap=none" in bad.detail
-    if "system" not in cells:
-        assert record_of(PAIR | cells)
+def test_a_transcript_is_not_rendered_twice():
+    for column, text in (
+        ("prompt", "Human: Which?\n\nAssistant:"),
+        ("prompt", "User: Which?"),
+        ("prompt", "USER : Which? ASSISTANT:"),
+        ("prompt", "Be kind.\n\n### Instruction:\nWhich?\n\n### Response:\n"),
+        ("chosen", "This.\n\nHuman: Why?\n\nAssistant: So."),
+        ("rejected", "Assistant: That."),
+        ("system", "User: Which?"),
+    ):
+        bad = refused(PAIR | {column: text})
+        assert (bad.reason, repr(column) in bad.detail) == ("already_rendered", True), text
+        assert "data.wrap=none" in bad.detail
+        assert column == "system" or record_of(PAIR | {column: text})
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    ["What is a human: a study", "Ask the user: why?", "Is [1] < 2 or > 3?", "Q: Who?\nA:"],
-)
-def test_text_that_only_speaks_of_such_things_is_wrapped(prompt):
-    assert wrapped(PAIR | {"prompt": prompt}).prompt == (user(prompt),)
+def test_text_that_only_speaks_of_such_things_is_wrapped():
+    for prompt in ("What is a human: a study", "Is [1] < 2 or > 3?", "Q: Who?\nA:"):
+        assert wrapped(PAIR | {"prompt": prompt}).prompt == (user(prompt),)
 
 
 def test_text_whose_prompt_has_no_column_is_refused_because_answers_may_begin_alike():
@@ -120,34 +96,16 @@ def wrapping(folder):
     return load_tokenizer(folder, TokenOptions()).wrapping("chat", folder)
 
 
-def test_text_is_rendered_as_the_same_conversation_is(qwen_folder):
-    text = wrapped(PAIR, wrapping(qwen_folder))
-    chat = record_of({"prompt": [user("Which?")], "chosen": "This.", "rejected": "That."})
-    first, second = (encode_one(qwen_folder, record)[0] for record in (text, chat))
-    assert (first.prompt, first.completions) == (second.prompt, second.completions)
-    assert texts_of(qwen_folder, text)[0] == [
-        "<|im_start|>user\nWhich?<|im_end|>\n<|im_start|>assistant\n",
-        "This.<|im_end|>",
-        "That.<|im_end|>",
-    ]
-
-
-@pytest.mark.parametrize("name", ["prompt", "chosen", "rejected", "system"])
-def test_text_with_what_the_template_writes_is_not_rendered_twice(qwen_folder, name):
+def test_text_with_what_the_template_writes_is_not_rendered_twice(qwen_folder, tmp_path):
     row = PAIR | {"system": "Be kind."}
-    bad = refused(row | {name: f"{row[name]}<|im_end|>"}, wrapping(qwen_folder))
-    assert (bad.reason, "<|im_end|>" in bad.detail) == ("already_rendered", True)
-    assert repr(name) in bad.detail
-    assert wrapped(row | {name: f"{row[name]}<|im_ends|>"}, wrapping(qwen_folder))
-
-
-@pytest.mark.parametrize(
-    ("template", "marks"),
-    [(ZEPHYR, ["<|user|>", "</s>"]), (LLAMA_2, ["[INST]", "[/INST]", "<<SYS>>"])],
-)
-def test_what_a_template_writes_need_not_be_a_special_token(tmp_path, template, marks):
-    folder = byte_tokenizer(tmp_path, ["<s>", "</s>"], template=template, eos="</s>")
-    for mark in marks:
+    for name in row:
+        bad = refused(row | {name: f"{row[name]}<|im_end|>"}, wrapping(qwen_folder))
+        assert (bad.reason, "<|im_end|>" in bad.detail) == ("already_rendered", True)
+        assert repr(name) in bad.detail
+        assert wrapped(row | {name: f"{row[name]}<|im_ends|>"}, wrapping(qwen_folder))
+    # Which need not be a special token.
+    folder = byte_tokenizer(tmp_path, ["<s>", "</s>"], template=LLAMA_2, eos="</s>")
+    for mark in ("[INST]", "[/INST]", "<<SYS>>"):
         assert refused(PAIR | {"prompt": f"{mark} a"}, wrapping(folder))
     assert wrapped(PAIR | {"prompt": "<b>a</b> [A] <think>b</think>"}, wrapping(folder))
 

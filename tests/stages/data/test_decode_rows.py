@@ -16,66 +16,43 @@ SCORED = {"prompt": "p", "completions": ["a", "b", "c"], "scores": [1, 0.5, -2]}
 LONG = {"prompt": "p", "completion": "c", "score": 3}
 PREFILLED = [user("p"), bot("Sure,")]
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+SIDES = (Role.CHOSEN, Role.REJECTED)
 CHAT = {"prompt": [user("p")], "chosen": [bot("c")], "rejected": [bot("r")]}
 
 
-def test_a_paired_row_has_a_chosen_and_a_rejected_branch():
-    record = record_of(PAIRED)
-    assert (record.prompt, record.completions) == ("p", ("c", "r"))
-    assert record.roles == (Role.CHOSEN, Role.REJECTED)
-    assert record.scores == (None, None)
-    assert (record.file, record.row, record.is_conversation) == (0, 10, False)
-
-
-def test_a_scored_row_has_a_candidate_for_each_completion():
-    record = record_of(SCORED)
-    assert record.completions == ("a", "b", "c")
-    assert record.roles == (Role.CANDIDATE,) * 3
-    assert record.scores == (1.0, 0.5, -2.0)
-
-
-def test_a_row_of_the_long_form_is_one_candidate():
-    record = record_of(LONG)
-    assert (record.completions, record.roles, record.scores) == (("c",), (Role.CANDIDATE,), (3.0,))
-
-
 @pytest.mark.parametrize(
-    ("role", "labels"),
+    ("row", "completions", "roles", "scores"),
     [
-        (Role.DESIRABLE, [True, 1, 1.0, "true", "TRUE", "desirable", "1", " True "]),
-        (Role.UNDESIRABLE, [False, 0, 0.0, "False", "undesirable", "Undesirable", "0"]),
+        (PAIRED, ("c", "r"), SIDES, (None, None)),
+        (SCORED, ("a", "b", "c"), (Role.CANDIDATE,) * 3, (1.0, 0.5, -2.0)),
+        (LONG, ("c",), (Role.CANDIDATE,), (3.0,)),
+        (PAIRED | {"score_chosen": "7.5", "score_rejected": 3}, ("c", "r"), SIDES, (7.5, 3.0)),
+        (PAIRED | {"chosen_score": 1, "rejected_score": None}, ("c", "r"), SIDES, (1.0, None)),
     ],
 )
-def test_labels_say_whether_a_completion_is_desirable(role, labels):
-    assert [record_of(UNPAIRED | {"label": label}).roles for label in labels] == [(role,)] * len(
-        labels
-    )
+def test_a_row_is_a_prompt_and_completions_with_roles_and_scores(row, completions, roles, scores):
+    record = record_of(row)
+    assert (record.file, record.row, record.is_conversation) == (0, 10, False)
+    found = (record.prompt, record.completions, record.roles, record.scores)
+    assert found == ("p", completions, roles, scores)
+
+
+def test_labels_say_whether_a_completion_is_desirable():
+    for label in (True, 1, 1.0, "true", "TRUE", "desirable", "1", " True "):
+        assert record_of(UNPAIRED | {"label": label}).roles == (Role.DESIRABLE,), label
+    for label in (False, 0, 0.0, "False", "undesirable", "Undesirable", "0"):
+        assert record_of(UNPAIRED | {"label": label}).roles == (Role.UNDESIRABLE,), label
 
 
 def test_a_conversation_keeps_its_messages_and_loses_their_nulls():
-    prompt = [user("p") | {"name": None, "id": 3}]
-    record = record_of(CHAT | {"prompt": prompt})
-    assert record.prompt == ({"role": "user", "content": "p", "id": 3},)
+    record = record_of(CHAT | {"prompt": [user("p") | {"name": None, "id": 3}]})
+    assert record.prompt == (user("p") | {"id": 3},)
     assert record.completions == ((bot("c"),), (bot("r"),))
-
-
-def test_plain_completions_of_a_conversation_become_messages():
     record = record_of({"prompt": [user("p")], "completions": ["a", [bot("b")]], "scores": [1, 2]})
     assert record.completions == ((bot("a"),), (bot("b"),))
-
-
-def test_a_message_may_call_tools_instead_of_speaking():
-    record = record_of(CHAT | {"chosen": [CALL]})
-    assert record.completions[0] == ({"role": "assistant", "tool_calls": [{"name": "f"}]},)
-    none = record_of(CHAT | {"chosen": [bot("c") | {"tool_calls": []}]})
-    assert none.completions[0] == (bot("c"),)
-
-
-def test_the_common_messages_are_the_implicit_prompt():
-    common = [user("a"), bot("b"), user("c")]
-    record = record_of({"chosen": [*common, bot("d")], "rejected": [*common, bot("e")]})
-    assert record.prompt == tuple(common)
-    assert record.completions == ((bot("d"),), (bot("e"),))
+    record = record_of(CHAT | {"chosen": [CALL], "rejected": [bot("r") | {"tool_calls": []}]})
+    called = {"role": "assistant", "tool_calls": [{"name": "f"}]}
+    assert record.completions == ((called,), (bot("r"),))
 
 
 def test_the_names_that_sharegpt_has_for_who_speaks_are_read_as_roles():
@@ -89,38 +66,31 @@ def test_the_names_that_sharegpt_has_for_who_speaks_are_read_as_roles():
     assert record.completions == ((bot("c") | {"id": 1},), (bot("r"),))
 
 
-ANSWERS = (
-    "[1] is a footnote",
-    "[]",
-    "[{placeholder}] stays",
-    '[{"name": "Ann", "role": "admin"}]',
-    '[{"from": "Paris", "to": "Rome"}]',
-    '{"name": "Ann"}',
-    '[{"role": "user", "content": "hi"}] is how it begins.',
-    "{not json}",
-)
-
-
 def test_text_that_merely_looks_like_json_stays_text():
-    for text in ANSWERS:
+    for text in (
+        "[1] is a footnote",
+        "[]",
+        "[{placeholder}] stays",
+        '[{"name": "Ann", "role": "admin"}]',
+        '[{"from": "Paris", "to": "Rome"}]',
+        '[{"role": "user", "content": "hi"}] is how it begins.',
+        "{not json}",
+    ):
         assert record_of(PAIRED | {"chosen": text}).completions == (text, "r")
         assert record_of(CHAT | {"chosen": text}).completions[0] == (bot(text),)
 
 
-def test_scores_under_their_other_names_are_read():
-    record = record_of(PAIRED | {"score_chosen": "7.5", "score_rejected": 3})
-    assert record.scores == (7.5, 3.0)
-    record = record_of(PAIRED | {"chosen_score": 1, "rejected_score": None})
-    assert record.scores == (1.0, None)
+def test_the_messages_that_both_begin_with_are_the_prompt_but_no_turn_that_one_continues():
+    def prompt_of(common, *ends):
+        chosen, rejected = ([*common, *end] for end in ends)
+        record = record_of({"chosen": chosen, "rejected": rejected})
+        assert [[*record.prompt, *rest] for rest in record.completions] == [chosen, rejected]
+        return record.prompt
 
-
-def test_a_turn_that_both_begin_and_then_continue_is_part_of_the_completions():
     common = [user("a"), bot("b")]
-    record = record_of({"chosen": [*common, bot("d")], "rejected": [*common, bot("e")]})
-    assert record.prompt == (user("a"),)
-    assert record.completions == ((bot("b"), bot("d")), (bot("b"), bot("e")))
-    closed = [*common, user("c"), bot("d")]
-    assert record_of({"chosen": closed, "rejected": [*common, user("e")]}).prompt == tuple(common)
+    assert prompt_of([*common, user("c")], [bot("d")], [bot("e")]) == (*common, user("c"))
+    assert prompt_of(common, [bot("d")], [bot("e")]) == (user("a"),)
+    assert prompt_of(common, [user("c"), bot("d")], [user("e")]) == tuple(common)
 
 
 @pytest.mark.parametrize("rest", ["rest", [bot("rest")]])
@@ -131,22 +101,9 @@ def test_a_prompt_may_end_with_the_beginning_of_the_answer(rest):
     assert record.completions == ((bot("rest"),), (bot("no"),))
 
 
-@pytest.mark.parametrize(
-    ("chosen", "rejected", "prompt"),
-    [
-        ("The sky is blue", "The sky is bright", "The sky is"),
-        ("The sky is blue", "The sky is\nred", "The sky is"),
-        ("The sky is", "The skyline", "The"),
-        ("Q: hi\n\nA:\n\nyes", "Q: hi\n\nA:\n\nno", "Q: hi\n\nA:"),
-        ("A: yes", "A: yes.", "A:"),
-        ("  a b", "  a c", "  a"),
-        ("a  b", "a  c", "a"),
-    ],
-)
-def test_the_common_words_are_the_implicit_prompt(chosen, rejected, prompt):
-    record = record_of({"chosen": chosen, "rejected": rejected})
-    assert record.prompt == prompt
-    assert tuple(prompt + rest for rest in record.completions) == (chosen, rejected)
+def test_the_common_words_are_the_implicit_prompt():
+    record = record_of({"chosen": "Q: hi\n\nA:\n\nyes", "rejected": "Q: hi\n\nA:\n\nno"})
+    assert (record.prompt, record.completions) == ("Q: hi\n\nA:", ("\n\nyes", "\n\nno"))
 
 
 @given(st.text("ab \n", max_size=12), st.text("ab \n", max_size=12))
@@ -162,120 +119,78 @@ def test_the_implicit_prompt_is_the_longest_that_ends_before_a_blank(chosen, rej
     assert shared_length(chosen, rejected) == expected
 
 
-def test_a_system_column_goes_before_the_conversation():
-    row = CHAT | {"system": "Be kind.", "tools": [{"name": "f"}]}
-    record = record_of(row | {"chat_template_kwargs": {"thinking": False}})
-    assert record.prompt == ({"role": "system", "content": "Be kind."}, user("p"))
-    assert record.tools == ({"name": "f"},)
-    assert record.template_options == {"thinking": False}
-
-
-def test_tools_and_options_may_be_json_text_or_absent():
-    row = CHAT | {"tools": '[{"name": "f"}]', "chat_template_kwargs": '{"a": 1}'}
-    assert record_of(row).tools == ({"name": "f"},)
-    assert record_of(row).template_options == {"a": 1}
+def test_a_conversation_has_a_system_message_tools_and_options_which_may_be_json_text():
     described = {"type": "function", "function": {"name": "f"}}
-    given = [json.dumps(described), {"name": "g"}]
-    assert record_of(CHAT | {"tools": given}).tools == (described, {"name": "g"})
-    empty = CHAT | {"system": "", "tools": [], "chat_template_kwargs": None}
-    assert (record_of(empty).tools, record_of(empty).template_options) == (None, {})
+    tools, options = [described, {"name": "g"}], {"thinking": False}
+    for given_tools, given_options in [
+        (tools, options),
+        (json.dumps(tools), json.dumps(options)),
+        ([json.dumps(described), {"name": "g"}], options),
+    ]:
+        columns = {"tools": given_tools, "chat_template_kwargs": given_options}
+        record = record_of(CHAT | columns | {"system": "Be kind."})
+        assert record.prompt == ({"role": "system", "content": "Be kind."}, user("p"))
+        assert (record.tools, record.template_options) == (tuple(tools), options)
+    record = record_of(CHAT | {"system": "", "tools": [], "chat_template_kwargs": None})
+    assert (record.prompt, record.tools, record.template_options) == ((user("p"),), None, {})
 
 
-def test_an_optional_column_that_comes_late_is_still_seen():
+def test_columns_are_carried_renamed_and_seen_however_late():
     records, _ = read_lines(CHAT, CHAT | {"system": "late"}, columns=CHAT)
     assert [len(record.prompt) for record in records] == [1, 2]
-
-
-def test_numbers_are_carried_with_the_row():
+    bad = rejection_of(PAIRED, columns=("chosen", "rejected"))  # the first rows have no prompt
+    assert (bad.reason, "first rows" in bad.detail) == ("schema", True)
     row = PAIRED | {"margin": 2, "weight": "0.5", "length": 7, "other": 1}
     assert record_of(row, carry=["length"]).carried == {"margin": 2.0, "weight": 0.5, "length": 7.0}
-
-
-def test_renamed_columns_are_read_and_named_in_rejections():
-    row = {"question": "p", "chosen": "c", "rejected": "r"}
-    rename = {"question": "prompt"}
+    row, rename = {"question": "p", "chosen": "c", "rejected": "r"}, {"question": "prompt"}
     assert record_of(row, rename=rename).prompt == "p"
     assert "'question'" in rejection_of(row | {"question": ""}, rename=rename).detail
 
 
+ASKED = user("p")
 REFUSED = [
     (PAIRED | {"chosen": None}, "null", "'chosen'"),
-    (UNPAIRED | {"label": None}, "null", "'label'"),
-    (SCORED | {"completions": None}, "null", "'completions'"),
     (SCORED | {"scores": [1, None, 2]}, "null", "'scores[1]'"),
     (SCORED | {"completions": ["a", None, "b"]}, "null", "'completions[1]'"),
-    (PAIRED | {"margin": None}, "null", "'margin'"),
     (PAIRED | {"chosen": 3}, "schema", "'chosen' is neither text nor a list of messages: 3"),
     (PAIRED | {"chosen": ["c"]}, "schema", "message 0 of 'chosen'"),
     (CHAT | {"chosen": [{"speaker": "gpt", "value": "c"}]}, "schema", "no text as 'role'"),
     (CHAT | {"chosen": [bot("c") | {"tool_calls": "[]"}]}, "schema", "not a list of calls"),
     (CHAT | {"chosen": [bot("") | {"function_call": {"name": "f"}}]}, "schema", "tool_calls"),
-    (
-        CHAT | {"chosen": [bot("c") | {"tool_calls": [{"function": "{}"}]}]},
-        "schema",
-        "not a list of calls",
-    ),
-    (CHAT | {"chosen": [{"role": "assistant"}]}, "schema", "no text as 'content'"),
     (CHAT | {"chosen": [bot([{"type": "text"}])]}, "schema", "no text as 'content'"),
     (CHAT | {"prompt": "p"}, "schema", "prompt is text"),
-    (CHAT | {"chosen": [user("p"), bot("c")]}, "schema", "repeats the prompt"),
-    (
-        CHAT | {"prompt": [bot("s"), user("p")], "chosen": [user("p"), bot("c")]},
-        "schema",
-        "rep",
-    ),
+    (CHAT | {"prompt": [bot("s"), ASKED], "chosen": [ASKED, bot("c")]}, "schema", "repeats"),
     (CHAT | {"chosen": [{"role": "system", "content": "s"}, bot("c")]}, "schema", "repeats"),
-    (
-        CHAT | {"prompt": PREFILLED, "chosen": "Sure, yes"},
-        "schema",
-        "repeats the prompt's last",
-    ),
+    (CHAT | {"prompt": PREFILLED, "chosen": "Sure, yes"}, "schema", "repeats the prompt's last"),
     (CHAT | {"prompt": [user("p"), bot(" ")]}, "empty_prompt", "an assistant's and empty"),
     (CHAT | {"prompt": [user("p"), CALL]}, "schema", "'chosen' cannot continue a prompt"),
-    (CHAT | {"chosen": json.dumps(bot("c"))}, "schema", "list of messages"),
     (CHAT | {"chosen": bot("c")}, "schema", "list of messages"),
     (PAIRED | {"prompt": "[{'role': 'user', 'content': 'p'}]"}, "schema", "looks like a conv"),
-    (PAIRED | {"prompt": "[{'from': 'human', 'value': 'p'}]"}, "schema", "looks like a conv"),
     (PAIRED | {"prompt": '[{"role": "user", "content": "p"}, {"role": "a'}, "schema", "'prompt'"),
     (PAIRED | {"system": "s"}, "schema", "'system' can only be used"),
-    (PAIRED | {"tools": [{"name": "f"}]}, "schema", "'tools' can only be used"),
     (CHAT | {"system": 3}, "schema", "'system' is not text"),
     (CHAT | {"prompt": [{"role": "system", "content": "x"}], "system": "s"}, "schema", "has a"),
     (CHAT | {"tools": "[{"}, "schema", "not valid JSON"),
-    (CHAT | {"tools": {"name": "f"}}, "schema", "not a list of tool"),
     (CHAT | {"tools": ["f"]}, "schema", "'tools' is not valid JSON"),
-    (CHAT | {"tools": [{"function": "f"}]}, "schema", "not a list of tool"),
     (CHAT | {"chat_template_kwargs": [1]}, "schema", "not an object of options"),
     (SCORED | {"scores": [1, 2]}, "schema", "3 in 'completions' but 2 in 'scores'"),
     (SCORED | {"scores": 1}, "schema", "'scores' is not a list: 1"),
     ({"chosen": "a b", "rejected": [bot("c")]}, "schema", "one is text"),
-    (PAIRED | {"prompt": ""}, "empty_prompt", "'prompt'"),
     (PAIRED | {"prompt": " \n\t"}, "empty_prompt", "'prompt'"),
-    (CHAT | {"prompt": []}, "empty_prompt", "'prompt'"),
     (CHAT | {"prompt": [user(" ")]}, "empty_prompt", "'prompt'"),
     ({"chosen": "a b", "rejected": "c d"}, "empty_prompt", "share no beginning"),
     ({"chosen": [user("a")], "rejected": [user("b")]}, "empty_prompt", "share no beginning"),
-    (PAIRED | {"rejected": ""}, "empty_completion", "'rejected'"),
-    (CHAT | {"rejected": []}, "empty_completion", "'rejected'"),
     (CHAT | {"rejected": [bot("")]}, "empty_completion", "'rejected'"),
     (SCORED | {"completions": [], "scores": []}, "empty_completion", "'completions'"),
     (SCORED | {"completions": ["a", "", "c"]}, "empty_completion", "'completions[1]'"),
     ({"chosen": "same text", "rejected": "same text"}, "empty_completion", "'chosen'"),
-    (
-        {"chosen": [user("a"), bot("b")], "rejected": [user("a")]},
-        "empty_completion",
-        "'rejected'",
-    ),
+    ({"chosen": [ASKED, bot("b")], "rejected": [ASKED]}, "empty_completion", "'rejected'"),
     (UNPAIRED | {"label": "yes"}, "bad_label", "'yes'"),
-    (UNPAIRED | {"label": 2}, "bad_label", "2"),
     (UNPAIRED | {"label": float("nan")}, "bad_label", "nan"),
-    (UNPAIRED | {"label": [True]}, "bad_label", "[True]"),
     (LONG | {"score": "high"}, "bad_number", "'high'"),
-    (LONG | {"score": float("nan")}, "bad_number", "nan"),
     (LONG | {"score": True}, "bad_number", "True"),
     (LONG | {"score": 10**400}, "bad_number", "'score'"),
     (SCORED | {"scores": [1, 2, float("inf")]}, "bad_number", "'scores[2]'"),
-    (PAIRED | {"weight": float("inf")}, "bad_number", "'weight'"),
     (PAIRED | {"prompt": "a\ud800"}, "bad_utf8", "'prompt'"),
     (CHAT | {"chosen": [bot("\udc00")]}, "bad_utf8", "'chosen'"),
 ]
@@ -288,9 +203,8 @@ def test_what_cannot_be_used_has_a_reason_and_a_detail(row, reason, detail):
     assert detail in rejected.detail
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
+def test_a_line_that_is_not_a_row_is_rejected_and_the_next_is_read():
+    for line, reason in (
         (b'{"prompt": "p", "chosen"', "schema"),
         (b"[1, 2]", "schema"),
         (b"null", "schema"),
@@ -299,30 +213,20 @@ def test_what_cannot_be_used_has_a_reason_and_a_detail(row, reason, detail):
         (b'{"prompt": "\xff", "chosen": "c", "rejected": "r"}', "bad_utf8"),
         (b"\x00\x00\x00", "schema"),
         (b"{}", "null"),
-    ],
-)
-def test_a_line_that_is_not_a_row_is_rejected_and_the_next_is_read(line, reason):
-    records, rejected = read_lines(PAIRED, line, PAIRED)
-    assert [record.row for record in records] == [10, 12]
-    assert [(bad.row, bad.reason) for bad in rejected] == [(11, reason)]
+    ):
+        records, rejected = read_lines(PAIRED, line, PAIRED)
+        assert [record.row for record in records] == [10, 12]
+        assert [(bad.row, bad.reason) for bad in rejected] == [(11, reason)], line[:40]
 
 
 @pytest.mark.parametrize("escape", ["", "\\u0041"])
 def test_a_deeply_nested_value_rejects_its_own_row_only(escape):
-    for depth in (100, 300, 900, 960, 980, 990, 1000, 100_000):
+    for depth in (100, 900, 980, 990, 1000, 100_000):
         nested = "[" * depth + f'"{escape}"' + "]" * depth
         line = f'{{"prompt": {nested}, "chosen": "c", "rejected": "r"}}'
         records, rejected = read_lines(PAIRED, line.encode(), nested.encode(), PAIRED)
         assert [record.row for record in records] == [10, 13], depth
         assert [(bad.row, bad.reason) for bad in rejected] == [(11, "schema"), (12, "schema")]
-
-
-def test_a_row_with_a_prompt_among_rows_without_is_not_guessed_at():
-    bad = rejection_of(PAIRED, columns=("chosen", "rejected"))
-    assert (bad.reason, "first rows" in bad.detail) == ("schema", True)
-    assert record_of(
-        {"prompt": "a", "chosen": "a b", "rejected": "a c"}, rename={"prompt": "unused"}
-    )
 
 
 def test_details_are_short_and_printable():

@@ -3,51 +3,22 @@
 from dataclasses import replace
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
 
 from align.schemas.config import TokenOptions
 from align.schemas.errors import UsageError
 from align.schemas.rows import Record, Role
-from align.stages.data.encode import cut_completion
 from align.stages.data.tokenizer import load_tokenizer, tokenizer_fingerprint
+from support.byte_tokenizers import CHATML, CHATML_SPECIALS, byte_tokenizer
 from support.encoded_texts import encode, encode_one, refusal_of, texts_of
 from support.read_rows import bot, user
 
-CHATML = (
-    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-WORDS = ["hello world, how are you today?", "the answer is forty two", "no-one knows it"]
+TEMPLATE = "{{ bos_token }}" + CHATML
 
 
-def save_tokenizer(folder, *, template=CHATML, adds_bos=True):
-    """A byte-level BPE without any rule of its own but the one BOS."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    specials = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=600,
-        special_tokens=specials,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(WORDS * 50, trainer)
-    if adds_bos:
-        bpe.post_processor = TemplateProcessing(
-            single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 0)]
-        )
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        bos_token="<s>",
-        eos_token="<|im_end|>",
-        additional_special_tokens=specials,
-        chat_template=template,
-    )
-    fast.save_pretrained(folder)
-    return str(folder)
+def save_tokenizer(folder, *, template=TEMPLATE, adds_bos=True):
+    """A token is a byte, a special token or " world"."""
+    named = {"bos": "<s>", "eos": "<|im_end|>", "adds_bos": adds_bos, "added": [" world"]}
+    return byte_tokenizer(folder, ["<s>", *CHATML_SPECIALS], template=template, **named)
 
 
 @pytest.fixture(scope="module")
@@ -70,72 +41,45 @@ def tokenizer_of(folder):
     return load_tokenizer(folder, TokenOptions())
 
 
-def noted(folder, record, note):
-    """How often this is noted of a record."""
-    return encode_one(folder, record)[1][note]
-
-
 def test_prompt_and_completion_ids_are_the_tokens_of_the_full_text(saved_tokenizer):
     row, notes = encode_one(saved_tokenizer, text())
     backend = tokenizer_of(saved_tokenizer).backend
     for completion, words in zip(row.completions, (" how are you", " no-one knows"), strict=True):
         whole = backend.encode("hello world," + words, add_special_tokens=False).ids
         assert row.prompt[1:] + completion[:-1] == whole
-    assert "rows_with_a_token_across_the_boundary" not in notes
-    assert "rows_with_special_tokens_in_text" not in notes
-    assert not notes["pairs_with_equal_completions"]
-    assert not notes["completions_that_repeat_their_prompt"]
+    assert {name for name, count in notes.items() if count} == {"rows_of_plain_text"}
 
 
-def test_there_is_one_bos_and_it_is_first(saved_tokenizer):
+def test_there_is_one_bos_and_it_is_first_where_the_tokenizer_or_a_setting_asks(
+    saved_tokenizer, tmp_path
+):
     bos = tokenizer_of(saved_tokenizer).hf.bos_token_id
     for record in (text(), text(prompt="<s>hello world,"), chat("how are you", "no-one")):
         row, _ = encode_one(saved_tokenizer, record)
         assert row.prompt[0] == bos
         assert [*row.prompt, *row.completions[0]].count(bos) == 1
-
-
-def test_bos_follows_the_tokenizers_own_rule_unless_set(saved_tokenizer, tmp_path):
     shy = save_tokenizer(tmp_path, adds_bos=False)
-    bos = tokenizer_of(shy).hf.bos_token_id
     assert encode_one(shy, text())[0].prompt[0] != bos
+    whole, short = (encode_one(shy, chat("a", "b"), max_prompt_length=n)[0].prompt for n in (0, 4))
+    assert short == [bos, *whole[-3:]]  # which the template wrote
     assert encode_one(shy, text(), bos="always")[0].prompt[0] == bos
     assert encode_one(saved_tokenizer, text(), bos="never")[0].prompt[0] != bos
 
 
-@pytest.mark.parametrize("ends", ["", "<|im_end|>", "<|im_end|><|im_end|>"])
-def test_eos_ends_a_completion_exactly_once(saved_tokenizer, ends):
-    (_, completion, _), _ = texts_of(saved_tokenizer, text(chosen=f" how are you{ends}"))
-    assert completion == " how are you<|im_end|>"
-
-
-def test_a_truncated_completion_does_not_end_with_eos(saved_tokenizer):
+def test_what_is_too_long_loses_the_stop_or_the_beginning_but_never_its_bos_or_all(
+    saved_tokenizer,
+):
     full, _ = encode_one(saved_tokenizer, text())
     limit = len(full.prompt) + len(full.completions[0]) - 1  # room for all but EOS
     row, notes = encode_one(saved_tokenizer, text(), max_length=limit)
-    assert row.completions[0] == full.completions[0][:-1]
-    assert row.cut[0] == 1
+    assert (row.completions[0], row.cut[0]) == (full.completions[0][:-1], 1)
     assert notes["rows_with_completion_truncated"] == 1
-
-
-def test_a_cut_that_falls_behind_an_inner_eos_takes_it_away_too():
-    assert cut_completion([5, 9, 9, 7], 3, {9}) == [5]
-    assert cut_completion([5, 9, 7, 7], 3, {9}) == [5, 9, 7]
-    assert cut_completion([5, 9], 2, {9}) == [5, 9]
-
-
-def test_a_long_prompt_loses_its_beginning_but_never_its_bos(saved_tokenizer):
-    full, _ = encode_one(saved_tokenizer, text())
     row, notes = encode_one(saved_tokenizer, text(), max_prompt_length=3)
     assert row.prompt == [full.prompt[0], *full.prompt[-2:]]
     assert row.prompt_cut == len(full.prompt) - 3
     assert notes["rows_with_prompt_truncated"] == 1
     right, _ = encode_one(saved_tokenizer, text(), max_prompt_length=3, prompt_side="right")
     assert right.prompt == full.prompt[:3]
-
-
-def test_a_prompt_that_leaves_no_room_is_rejected_not_emptied(saved_tokenizer):
-    full, _ = encode_one(saved_tokenizer, text())
     bad = refusal_of(saved_tokenizer, text(), max_length=len(full.prompt))
     assert bad.reason == "too_long"
 
@@ -150,26 +94,22 @@ def test_a_token_across_the_boundary_goes_to_the_completion_and_is_counted(saved
     for completion, words in zip(row.completions, record.completions, strict=True):
         assert decode([*row.prompt[1:], *completion[:-1]]) == "hello wor" + words
     assert refusal_of(saved_tokenizer, record, boundary="strict").reason == "boundary"
-
-
-def test_a_character_of_several_tokens_belongs_to_one_side(saved_tokenizer):
-    record = text(prompt="hello", chosen="😀 you", rejected=" no")
-    (prompt, completion, _), notes = texts_of(saved_tokenizer, record)
+    # A character of several tokens belongs to one side.
+    whole = text(prompt="hello", chosen="😀 you", rejected=" no")
+    (prompt, completion, _), notes = texts_of(saved_tokenizer, whole, boundary="strict")
     assert (prompt, completion) == ("<s>hello", "😀 you<|im_end|>")
-    assert "rows_with_a_token_across_the_boundary" not in notes
 
 
-def test_a_template_that_rewrites_the_prompt_is_counted(tmp_path):
+def test_a_template_that_rewrites_the_prompt_is_counted_and_one_that_fails_rejects_its_row(
+    tmp_path,
+):
     opened = "<|im_start|>assistant\n{% endif %}"
-    thinking = CHATML.replace(opened, opened.replace("{%", "<think>{%"))
+    thinking = TEMPLATE.replace(opened, opened.replace("{%", "<think>{%"))
     folder = save_tokenizer(tmp_path, template=thinking)
     (_, completion, _), notes = texts_of(folder, chat("how are you", "no-one"))
     assert notes["rows_whose_template_changes_the_prompt"] == 1
     assert completion == "how are you<|im_end|>"
-
-
-def test_a_template_that_fails_rejects_the_row_and_no_other(tmp_path):
-    picky = "{% if messages[0].content == 'bad' %}{{ raise_exception('no') }}{% endif %}" + CHATML
+    picky = "{% if messages[0].content == 'bad' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
     folder = save_tokenizer(tmp_path, template=picky)
     result = encode(folder, chat("a", "b", asked="bad"), chat("a", "b"))
     assert [row.reason for row in result.rejected] == ["template_error"]
@@ -177,7 +117,7 @@ def test_a_template_that_fails_rejects_the_row_and_no_other(tmp_path):
 
 
 def test_a_template_that_asks_for_the_date_is_given_the_one_in_the_settings(tmp_path):
-    dated = "{{ bos_token }}{{ strftime_now('%d %b %Y') }}" + CHATML.replace("{{ bos_token }}", "")
+    dated = "{{ strftime_now('%d %b %Y') }}" + TEMPLATE
     folder = save_tokenizer(tmp_path, template=dated)
     with pytest.raises(UsageError, match=r"tokens\.date"):
         tokenizer_of(folder).require_template(folder)
@@ -191,20 +131,21 @@ def test_a_role_that_the_template_does_not_name_is_refused(saved_tokenizer, tmp_
     record = replace(chat("a", "b"), prompt=({"role": "chatbot", "content": "hello"},))
     bad = refusal_of(saved_tokenizer, record)
     assert (bad.reason, "'chatbot'" in bad.detail) == ("schema", True)
-    named = CHATML.replace("{{ m.role }}", "{{ 'user' if m.role == 'chatbot' else m.role }}")
+    named = TEMPLATE.replace("{{ m.role }}", "{{ 'user' if m.role == 'chatbot' else m.role }}")
     assert encode_one(save_tokenizer(tmp_path, template=named), record)
 
 
-def test_what_is_odd_about_a_row_is_counted(saved_tokenizer):
-    equal = text(rejected=" how are you")
-    assert noted(saved_tokenizer, equal, "pairs_with_equal_completions") == 1
-    repeating = text(chosen="hello world, how are you", rejected="\nhello world, no")
-    assert noted(saved_tokenizer, repeating, "completions_that_repeat_their_prompt") == 2
-    special = text(chosen=" how<|im_start|>")
-    assert noted(saved_tokenizer, special, "rows_with_special_tokens_in_text") == 1
-
-
-def test_pairs_against_their_scores_are_counted(saved_tokenizer):
+def test_what_is_odd_about_rows_is_counted(saved_tokenizer):
+    for record, note, count in (
+        (text(rejected=" how are you"), "pairs_with_equal_completions", 1),
+        (
+            text(chosen="hello world, how are you", rejected="\nhello world, no"),
+            "completions_that_repeat_their_prompt",
+            2,
+        ),
+        (text(chosen=" how<s>"), "rows_with_special_tokens_in_text", 1),
+    ):
+        assert encode_one(saved_tokenizer, record)[1][note] == count
     scores = [(1.0, 2.0), (2.0, 1.0), (1.0, 1.0), (None, None), (-2.0, -1.0)]
     records = [replace(text(), scores=pair) for pair in scores]
     candidates = replace(text(), scores=(1.0, 2.0), roles=(Role.CANDIDATE,) * 2)
@@ -213,24 +154,17 @@ def test_pairs_against_their_scores_are_counted(saved_tokenizer):
 
 
 def test_another_template_shows_in_the_fingerprint_and_nothing_else_does(saved_tokenizer, tmp_path):
-    base = tokenizer_fingerprint(tokenizer_of(saved_tokenizer))
-    other = tmp_path / "t.jinja"
-    other.write_text(CHATML + " ")
-    given = load_tokenizer(saved_tokenizer, TokenOptions(chat_template=str(other)))
-    changed = tokenizer_fingerprint(given)
-    differing = {name for name in base if base[name] != changed[name]}
-    assert differing == {"tokenizer.chat_template"}
+    (tmp_path / "t.jinja").write_text(TEMPLATE + " ")
+    options = (TokenOptions(), TokenOptions(chat_template=str(tmp_path / "t.jinja")))
+    base, changed = (tokenizer_fingerprint(load_tokenizer(saved_tokenizer, o)) for o in options)
+    assert {name for name in base if base[name] != changed[name]} == {"tokenizer.chat_template"}
 
 
-def test_conversations_need_a_template(tmp_path):
+def test_what_a_folder_lacks_is_one_clear_error(tmp_path):
+    with pytest.raises(UsageError, match=r"none.*no such model folder"):
+        tokenizer_of(str(tmp_path / "none"))
+    with pytest.raises(UsageError, match=r"no tokenizer can be loaded"):
+        tokenizer_of(str(tmp_path))
     folder = save_tokenizer(tmp_path, template=None)
     with pytest.raises(UsageError, match="no chat template"):
         tokenizer_of(folder).require_template(folder)
-
-
-def test_a_folder_without_a_tokenizer_is_one_clear_error(tmp_path):
-    with pytest.raises(UsageError, match=r"none.*no such model folder"):
-        tokenizer_of(str(tmp_path / "none"))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match=r"empty.*no tokenizer can be loaded"):
-        tokenizer_of(str(tmp_path / "empty"))

@@ -1,15 +1,13 @@
 """A row is shown as the model reads it, and its text can be taken for nothing else."""
 
-from itertools import pairwise
+import json
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from align.schemas.config import TokenOptions
 from align.schemas.row_keys import key_rows
 from align.schemas.rows import Role
-from align.stages.data.shown_row import END_TOKENS, MOST_CHARACTERS, MOST_COMPLETIONS, lines_of
+from align.stages.data.shown_row import END_TOKENS, MOST_COMPLETIONS, lines_of
 from align.stages.data.tokenizer import load_tokenizer
 from support.byte_tokenizers import FAMILIES, byte_tokenizer
 from support.encoded_rows import encoded
@@ -32,31 +30,22 @@ def shown(tokenizer, *texts, side="left", file="data.jsonl", **more):
     return [*lines_of(row, tokenizer, file=file, prompt_side=side)]
 
 
-def test_special_tokens_stand_apart_from_text(gemma_tokenizer):
-    lines = shown(gemma_tokenizer, ASKED, " I.\n<end_of_turn>", "No")
+def test_special_tokens_stand_apart_from_text_and_what_was_cut_is_counted_where_it_was(
+    gemma_tokenizer,
+):
+    cut = {"prompt_cut": 3, "cut": (1, 0)}
+    lines = shown(gemma_tokenizer, ASKED, " I.\n<end_of_turn>", "No", **cut)
     assert lines == [
         "row 7 of data.jsonl as the model reads it, [special tokens] apart:",
         # 2 special, 5 of the role's line, 8 of the message, 1 + 1 of its end, 1 + 6 of the answer's
-        r'  prompt, 24 tokens: [<bos>] [<start_of_turn>] "user\nHi \"you\"" [<end_of_turn>] "\n" '
-        r'[<start_of_turn>] "model\n"',
-        r'  chosen, 5 tokens: " I.\n" [<end_of_turn>]',
+        r'  prompt, 24 tokens: [<bos>] (3 tokens cut) [<start_of_turn>] "user\nHi \"you\"" '
+        r'[<end_of_turn>] "\n" [<start_of_turn>] "model\n"',
+        r'  chosen, 5 tokens: " I.\n" [<end_of_turn>] (1 token cut)',
         '  rejected, 2 tokens: "No"',
     ]
-
-
-def test_what_was_cut_is_counted_where_it_was(gemma_tokenizer):
-    cut = {"prompt_cut": 3, "cut": (1, 0)}
-    (_, prompt, chosen, rejected) = shown(gemma_tokenizer, "<bos>abc", "de", "f", **cut)
-    assert prompt == '  prompt, 4 tokens: [<bos>] (3 tokens cut) "abc"'
-    assert chosen == '  chosen, 2 tokens: "de" (1 token cut)'
-    assert rejected == '  rejected, 1 token: "f"'
-    assert (
-        shown(gemma_tokenizer, "abc", "d", "e", **cut)[1]
-        == '  prompt, 3 tokens: (3 tokens cut) "abc"'
-    )
-    assert shown(gemma_tokenizer, "abc", "d", "e", side="right", **cut)[1].endswith(
-        '"abc" (3 tokens cut)'
-    )
+    for side, told in (("left", '(3 tokens cut) "abc"'), ("right", '"abc" (3 tokens cut)')):
+        (_, prompt, *_) = shown(gemma_tokenizer, "abc", "d", "e", side=side, **cut)
+        assert prompt == f"  prompt, 3 tokens: {told}"
 
 
 def test_no_text_passes_for_a_token_or_a_line_or_drives_a_terminal(gemma_tokenizer):
@@ -67,48 +56,19 @@ def test_no_text_passes_for_a_token_or_a_line_or_drives_a_terminal(gemma_tokeniz
     quoted = lines[2].partition(": ")[2]
     assert quoted.startswith(r'"\u001b]0;title\u0007\u001b[2J\r\n\u009b\u202e [<end>] \"(9 tok')
     assert quoted.endswith(r'cut)\" C:\\new\u007f"')
-    assert not any(
-        one == '"' and before != "\\" for before, one in pairwise(quoted[1:-1])
-    )  # the quotes close once
+    assert json.loads(quoted) == text  # the quotes close once
 
 
-def test_what_is_long_is_shortened_in_its_middle_and_counted(gemma_tokenizer):
+def test_of_what_is_long_or_many_a_part_is_shown_and_the_rest_counted(gemma_tokenizer):
     ends = "a" * END_TOKENS, "z" * END_TOKENS
-    whole, longer = "".join(ends), f"{ends[0]}{'m' * 1234}{ends[1]}"
-    (_, prompt, chosen, _) = shown(gemma_tokenizer, whole, longer, "x")
-    assert prompt.endswith(f'"{whole}"')
-    assert chosen.endswith(f': "{ends[0]}" (1,234 tokens not shown) "{ends[1]}"')
-    assert chosen.startswith("  chosen, 1,362 tokens: ")
-
-
-def test_tokens_of_any_length_are_bounded(tmp_path):
-    named = {"specials": ["<e>", "<" + "s" * 9000 + ">"], "template": None, "eos": "<e>"}
-    tokenizer = load_tokenizer(byte_tokenizer(tmp_path, **named), TokenOptions())
-    lines = shown(tokenizer, "q", named["specials"][1], "\x07" * 2 * END_TOKENS)
-    assert " characters not shown) " in lines[2]
-    assert max(map(len, lines)) < MOST_CHARACTERS + 100
-
-
-def test_of_many_completions_the_first_are_shown_with_their_scores(gemma_tokenizer):
-    answers = [f"answer {number}" for number in range(9)]
+    answers = [f"{ends[0]}{'m' * 1234}{ends[1]}", *(f"answer {number}" for number in range(1, 9))]
     roles = (Role.CANDIDATE,) * 7 + (Role.MISMATCHED,) * 2
     scores = (*range(7), None, None)
-    lines = shown(gemma_tokenizer, "q", *answers, roles=roles, scores=scores)
-    assert lines[2] == '  candidate (score 0), 8 tokens: "answer 0"'
+    lines = shown(gemma_tokenizer, "".join(ends), *answers, roles=roles, scores=scores)
+    assert lines[1].endswith(f'"{"".join(ends)}"')
+    told = f'"{ends[0]}" (1,234 tokens not shown) "{ends[1]}"'
+    assert lines[2] == f"  candidate (score 0), 1,362 tokens: {told}"
     assert lines[MOST_COMPLETIONS + 2 :] == [
         "  and 3 more completions",
         '  mismatched, of another row, 8 tokens: "answer 7"',
     ]
-
-
-def test_a_blank_before_a_completion_is_its_own(tmp_path):
-    """A tokenizer that writes blanks as a part of words, and drops the first when it decodes."""
-    words = {"▁a": 0, "▁What": 1, "▁Paris": 2, "?": 3, "<e>": 4}
-    backend = Tokenizer(models.WordLevel(words, unk_token="?"))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    backend.decoder = decoders.Metaspace()
-    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<e>").save_pretrained(tmp_path)
-    tokenizer = load_tokenizer(str(tmp_path), TokenOptions())
-    (_, prompt, chosen, _) = shown(tokenizer, "What", " Paris", "a")
-    assert prompt == '  prompt, 1 token: "What"'
-    assert chosen == '  chosen, 1 token: " Paris"'

@@ -1,7 +1,6 @@
-"""Arguments and parameters of tools, as objects and as JSON text, under templates of many kinds."""
+"""What chat templates make of calls of tools in either form, and what they leave out of a row."""
 
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -14,7 +13,7 @@ from align.stages.data.tool_forms import ToolForms
 from support import tool_templates
 from support.encoded_texts import USER, conversation, encode_one, refusal_of, texts_of
 from support.read_rows import bot
-from support.tool_templates import chat_tokenizer
+from support.tool_templates import QWEN_2_5, WITHOUT_TOOLS, chat_tokenizer
 
 ARGUMENTS = {"city": "Łódź", "days": [1, None], "exact": True}
 AS_JSON = '{"city": "Łódź", "days": [1, null], "exact": true}'
@@ -29,7 +28,6 @@ WRITTEN = {
         Shown(as_object=True),
     ),
     "HERMES": (f'{{"arguments": {AS_JSON}, "name": "weather"}}', Shown(as_object=True)),
-    "LLAMA_3_1": (f'{{"name": "weather", "parameters": {AS_JSON}}}', Shown(as_object=True)),
     "MISTRAL": (
         f'[{{"name": "weather", "arguments": {AS_JSON}, "id": "call00001"}}]',
         Shown(as_object=True),
@@ -61,22 +59,21 @@ def test_arguments_are_written_once_whether_they_are_given_as_an_object_or_as_te
     expected, forms = WRITTEN[family]
     noted = "rows_with_calls_of_tools_converted_for_the_template"
     for given, is_taken in ((ARGUMENTS, forms.as_object), (AS_JSON, forms.as_text)):
-        (_, completion), notes = texts_of(folders[family], conversation(call(given)))
-        assert expected in completion
-        assert "\\" not in completion
-        assert PYTHON not in completion
-        assert notes[noted] == (not is_taken)
+        (_, said), notes = texts_of(folders[family], conversation(call(given)))
         answered = conversation(RAIN, prompt=(USER, *call(given), FOUND))
-        (prompt, _), notes = texts_of(folders[family], answered)
-        assert expected in prompt
-        assert notes[noted] == (not is_taken)
+        (asked, _), notes_of_prompt = texts_of(folders[family], answered)
+        assert notes[noted] == notes_of_prompt[noted] == (not is_taken)
+        assert expected in said
+        assert expected in asked
+        assert "\\" not in said
+        assert PYTHON not in said
+    assert forms_of(folders[family]) == forms
 
 
-@pytest.mark.parametrize("family", [*WRITTEN, "WITHOUT_TOOLS"])
-def test_a_template_is_asked_how_it_takes_arguments(folders, family):
-    tokenizer = load_tokenizer(folders[family], TokenOptions())
-    forms = ToolForms.of(TemplateProbe(tokenizer.hf, tokenizer.template))
-    assert forms.arguments == WRITTEN.get(family, (None, Shown()))[1]
+def forms_of(folder):
+    """How a template says that it takes arguments when it is asked."""
+    tokenizer = load_tokenizer(folder, TokenOptions())
+    return ToolForms.of(TemplateProbe(tokenizer.hf, tokenizer.template)).arguments
 
 
 def test_one_conversation_is_one_prompt_in_either_form(folders):
@@ -89,25 +86,20 @@ def test_one_conversation_is_one_prompt_in_either_form(folders):
     assert [encode_prompt(record, tokenizer) for record in both] == [row.prompt for row in rows]
 
 
-@pytest.mark.parametrize("given", ["", " \n", "{}"])
-def test_a_call_without_arguments_may_have_no_text_of_them(folders, given):
-    (_, completion), _ = texts_of(folders["LLAMA_3_1"], conversation(call(given)))
-    assert completion.startswith('{"name": "weather", "parameters": {}}')
-
-
-@pytest.mark.parametrize(
-    "given", ["{city: Łódź}", '{"city": ', "[1]", "3", json.dumps(AS_JSON), "[" * 100_000]
-)
-def test_text_that_is_no_object_is_refused_where_the_template_wants_one(folders, given):
-    bad = refusal_of(folders["QWEN_2_5"], conversation(call(given)))
-    assert (bad.reason, "arguments of weather" in bad.detail) == ("schema", True)
-    assert texts_of(folders["QWEN_3"], conversation(call("{city: Łódź}")))  # as it stands
-
-
-def test_a_call_that_lacks_function_is_converted_too(folders):
+def test_a_call_may_lack_the_text_of_its_arguments_or_function(folders):
+    for given in ("", " \n", "{}"):
+        (_, completion), _ = texts_of(folders["HERMES"], conversation(call(given)))
+        assert '{"arguments": {}, "name": "weather"}' in completion
     flat = ({"role": "assistant", "tool_calls": [{"name": "weather", "arguments": AS_JSON}]},)
     (_, completion), _ = texts_of(folders["HERMES"], conversation(flat))
     assert f'{{"arguments": {AS_JSON}, "name": "weather"}}' in completion
+
+
+def test_text_that_is_no_object_is_refused_where_the_template_wants_one(folders):
+    for given in ("{city: Łódź}", '{"city": ', "[1]", "3", json.dumps(AS_JSON), "[" * 100_000):
+        bad = refusal_of(folders["QWEN_2_5"], conversation(call(given)))
+        assert (bad.reason, "arguments of weather" in bad.detail) == ("schema", True)
+    assert texts_of(folders["QWEN_3"], conversation(call("{city: Łódź}")))  # as it stands
 
 
 @pytest.mark.parametrize("is_within", [True, False])
@@ -118,23 +110,88 @@ def test_parameters_of_tools_given_as_text_are_written_once(folders, is_within):
 
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
     tools = (tool(json.dumps(parameters)), {"name": "bare"})
-    (prompt, _), _ = texts_of(folders["HERMES"], conversation(call(ARGUMENTS), tools=tools))
-    assert f'<tools>{json.dumps(tool(parameters))}{{"name": "bare"}}</tools>' in prompt
-
-
-def test_rows_that_use_no_tools_are_what_they_were(folders):
-    plain = conversation(RAIN)
-    tokenizer = load_tokenizer(folders["HERMES"], TokenOptions())
-    assert tokenizer.fitted(plain) is plain
-    text = replace(plain, prompt="hi", completions=(" Rain.",))
-    assert tokenizer.fitted(text) is text
-    with_object = conversation(call(ARGUMENTS), tools=({"name": "f", "parameters": {}},))
-    assert tokenizer.fitted(with_object) == with_object
+    for family in ("HERMES", "CARELESS"):  # which takes arguments as text, and tools as objects
+        (prompt, _), _ = texts_of(folders[family], conversation(call(ARGUMENTS), tools=tools))
+        assert f'<tools>{json.dumps(tool(parameters))}{{"name": "bare"}}</tools>' in prompt
 
 
 def test_a_completion_of_calls_that_no_template_writes_is_refused(folders):
+    assert forms_of(folders["WITHOUT_TOOLS"]) == Shown()
     bad = refusal_of(folders["WITHOUT_TOOLS"], conversation(call(ARGUMENTS)))
     assert (bad.reason, "calls" in bad.detail) == ("template_error", True)
     spoken = (bot("Let me look.") | call(ARGUMENTS)[0],)
     (_, completion), _ = texts_of(folders["WITHOUT_TOOLS"], conversation(spoken))
     assert completion == "Let me look.<|im_end|>"
+
+
+THINKING = WITHOUT_TOOLS.replace(
+    "{{ m.content }}", "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>"
+    "{% endif %}{{ m.content | trim }}",
+)  # fmt: skip
+LAST_THOUGHTS = THINKING.replace("m.reasoning_content %}", "m.reasoning_content and loop.last %}")
+CUTS_THOUGHTS = WITHOUT_TOOLS.replace("m.content", "m.content.split('</think>')[-1]")
+SPACED = WITHOUT_TOOLS.replace("m.content", "m.content.replace('</think>', '\n</think>\n\n')")
+DUMPED = WITHOUT_TOOLS.replace("m.content", "m.content | tojson")
+SAID = bot("a")
+ANSWERED = {"role": "tool", "content": "found"}
+THOUGHT = bot("Rain.\n") | {"reasoning_content": "Clouds\nare grey."}
+EARLIER = bot("Sun.") | {"reasoning_content": "Birds."}
+THINKS = bot("<think>Clouds.</think>Rain.")
+LOOK = {"tool_calls": [{"function": {"name": "look", "arguments": {"a": 1}}}]}
+DESCRIBED = ({"type": "function", "function": {"name": "look", "parameters": {}}},)
+CALLING = bot("Let me see.") | LOOK
+NOTED = SAID | {"editor's note": "this one is not quite right"}
+KEYED = {"id": "7f3a", "created": "2024-01-01 10:00:00 UTC", "rank": 3}
+NAMED = {"role": "tool", "name": "look", "tool_call_id": "call00001", "content": "found"}
+NOTHING = (set(), set())
+
+
+@pytest.fixture
+def notes(tmp_path):
+    """What is noted of completions of a prompt under a template."""
+
+    def count(template, *completions, prompt=(USER,), **more):
+        folder = chat_tokenizer(tmp_path, template)
+        found = encode_one(folder, conversation(*completions, prompt=prompt, **more))[1]
+        return {name: count for name, count in found.items() if count}
+
+    return count
+
+
+def test_turns_of_users_and_tools_inside_completions_are_counted(notes):
+    found = notes(WITHOUT_TOOLS, (SAID, USER, SAID), (SAID, ANSWERED, SAID, USER, SAID), (SAID,))
+    assert found["rows_with_turns_of_others_in_completions"] == 1
+    assert found["turns_of_others_in_completions"] == 3
+    alone = notes(WITHOUT_TOOLS, (SAID,), prompt=(USER, SAID, ANSWERED, SAID, USER))
+    assert alone == {"rows_of_conversations": 1}
+
+
+@pytest.mark.parametrize(
+    ("template", "before", "said", "in_prompt", "in_completion"),
+    [
+        (WITHOUT_TOOLS, (), THOUGHT, set(), {"reasoning_content"}),
+        (THINKING, (THOUGHT, USER), THOUGHT, *NOTHING),
+        (WITHOUT_TOOLS, (), bot("Rain.") | {"thinking": "Clouds."}, set(), {"thinking"}),
+        (LAST_THOUGHTS, (EARLIER, USER), THOUGHT, {"reasoning_content"}, set()),
+        (CUTS_THOUGHTS, (), THINKS, set(), {"content"}),
+        (CUTS_THOUGHTS, (), bot("Rain."), *NOTHING),
+        (SPACED, (), THINKS, *NOTHING),
+        (DUMPED, (), bot('"Rain"\n'), *NOTHING),
+        (WITHOUT_TOOLS, (USER | {"name": "Ann"},), SAID, {"name"}, set()),
+        (WITHOUT_TOOLS, (SAID, NAMED), SAID | KEYED, *NOTHING),
+        (WITHOUT_TOOLS, (), NOTED, set(), {"other keys"}),
+        (WITHOUT_TOOLS, (CALLING, USER), CALLING, {"tools", "tool_calls"}, {"tool_calls"}),
+        (QWEN_2_5, (CALLING, USER), CALLING, *NOTHING),
+    ],
+)
+def test_what_a_template_leaves_out_of_the_text_of_a_row_is_noted_and_ids_are_not(
+    notes, template, before, said, in_prompt, in_completion
+):
+    tools = DESCRIBED if said is CALLING else None
+    found = notes(template, (said,), prompt=(USER, *before), tools=tools)
+    lost = {
+        f"rows_with_{part}_text_that_the_template_leaves_out_in_'{name}'"
+        for part, names in (("prompt", in_prompt), ("completion", in_completion))
+        for name in names
+    }
+    assert set(found) - {"rows_of_conversations"} == lost

@@ -1,0 +1,132 @@
+"""Caches under chat templates: of wrapped text, and of calls of tools that are converted."""
+
+import json
+from dataclasses import replace
+from zlib import crc32
+
+import pytest
+
+from align.pipeline.precompute import precompute
+from align.pipeline.round_prompts import split_prompts
+from align.schemas.config import DataOptions, ModelOptions
+from align.schemas.errors import BadDataError, FingerprintError, UsageError
+from align.stages.data.tool_forms import ToolForms
+from support.byte_tokenizers import CHATML, FAMILIES, byte_tokenizer
+from support.read_rows import user, write_rows
+from support.stage_one import Heard, run
+from support.stub_reference import StubReference
+from support.tool_templates import HERMES
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    def saved(template):
+        family = FAMILIES["qwen base"] | {"template": template}
+        return byte_tokenizer(tmp_path_factory.mktemp("tok"), **family)
+
+    return {name: saved(one) for name, one in (("qwen", CHATML), ("bare", None), ("tools", HERMES))}
+
+
+@pytest.fixture
+def over(config, models, tmp_path):
+    """A config over files of rows, into a cache of this name."""
+
+    def make(name, model, *files, wrap="auto"):
+        # Named by what they hold: the names of files are a part of a cache.
+        names = [f"{crc32(json.dumps(rows).encode())}.jsonl" for rows in files]
+        paths = [write_rows(tmp_path / name, rows) for name, rows in zip(names, files, strict=True)]
+        return replace(
+            config,
+            model=ModelOptions(path=models[model]),
+            data=DataOptions(files=paths, wrap=wrap),
+            cache=replace(config.cache, output=str(tmp_path / name)),
+        )
+
+    return make
+
+
+def text(number, **more):
+    return {"prompt": f"Q{number}?", "chosen": f" yes {number}", "rejected": " no", **more}
+
+
+TEXTS = [text(number) for number in range(20)]
+BRIEF = [text(number, system="Be brief.") for number in range(20)]
+CHATS = [{"prompt": [user(f"Q{n}?")], "chosen": f"yes {n}", "rejected": "no"} for n in range(20)]
+
+
+def said(config):
+    heard = Heard()
+    outcome = precompute(config, StubReference(), progress=heard)
+    return outcome, [line for line in heard.lines if "data.wrap" in line]
+
+
+def test_text_is_left_as_it_is_and_one_line_says_so_where_there_is_a_template(over):
+    auto, (line,) = said(over("auto", "qwen", TEXTS))
+    assert "20 rows" in line
+    assert "data.wrap=chat" in line
+    none, silent = said(over("none", "qwen", TEXTS, wrap="none"))
+    assert (none.manifest.root, silent) == (auto.manifest.root, [])
+    assert "data.wrap" not in auto.manifest.fingerprint
+    assert said(over("bare", "bare", TEXTS))[1] == []
+    assert said(over("chats", "qwen", CHATS))[1] == []
+    with pytest.raises(UsageError, match=r"data\.wrap is chat .* no chat template"):
+        run(over("bare", "bare", TEXTS, wrap="chat"))
+
+
+def test_a_cache_of_wrapped_text_says_so_and_holds_what_one_of_conversations_holds(over):
+    wrapped, lines = said(over("chat", "qwen", TEXTS, wrap="chat"))
+    assert (wrapped.manifest.fingerprint["data.wrap"], lines) == ("chat", [])
+    asked = run(over("chats", "qwen", CHATS))
+    assert {one.ids_digest for one in wrapped.manifest.shards} == {
+        one.ids_digest for one in asked.manifest.shards
+    }
+    with pytest.raises(FingerprintError, match=r"data\.wrap: the cache has chat, now nothing"):
+        run(over("chat", "qwen", TEXTS, wrap="none"))
+
+
+def test_what_cannot_be_wrapped_is_refused_with_each_way_on_and_each_goes(over):
+    rendered = [text(n, prompt=f"Human: Q{n}?") for n in range(20)]
+    config = over("rendered", "qwen", rendered, wrap="chat")
+    for refuse in (run, split_prompts):  # the rounds ask what stage 1 scores
+        with pytest.raises(BadDataError, match=r"(?s)20 already_rendered.*data\.wrap=none"):
+            refuse(config)
+    assert run(over("rendered", "qwen", rendered, wrap="none")).manifest.rows == 20
+    none = over("brief", "qwen", BRIEF, wrap="none")
+    with pytest.raises(BadDataError, match=r"data\.wrap=chat.*--map system="):
+        run(none)
+    assert run(over("wrapped", "qwen", BRIEF, wrap="chat")).manifest.rows == 20
+    assert run(replace(none, data=replace(none.data, map={"system": ""}))).manifest.rows == 20
+
+
+def calling(function, first=0):
+    """Ten rows that call this function."""
+    called = {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
+    return [
+        {"prompt": [user(f"Weather {n}?")], "chosen": [called], "rejected": "I do not know."}
+        for n in range(first, first + 10)
+    ]
+
+
+AS_OBJECT = {"name": "weather", "arguments": {"city": "Łódź"}}
+AS_TEXT = {"name": "weather", "arguments": json.dumps({"city": "Łódź"})}
+
+
+def test_a_cache_whose_calls_an_earlier_version_rendered_otherwise_is_refused(over, monkeypatch):
+    taken = over("taken", "tools", calling(AS_OBJECT))
+    converted = over("converted", "tools", calling(AS_TEXT))
+    with monkeypatch.context() as earlier_version:
+        earlier_version.setattr(ToolForms, "fit", lambda self, record: record)
+        earlier = [run(one).manifest for one in (taken, converted)]
+    assert all("tool_calls" not in one.fingerprint for one in earlier)
+    again = run(taken)
+    assert (again.was_complete, again.manifest.root) == (True, earlier[0].root)
+    with pytest.raises(FingerprintError, match="rendered them otherwise: 10 of its 10 rows"):
+        run(converted)
+    made = run(over("new", "tools", calling(AS_TEXT)))
+    assert made.manifest.fingerprint["tool_calls"] == "converted"
+
+
+def test_a_cache_grows_by_the_first_rows_that_are_converted(over):
+    first = run(over("cache", "tools", calling(AS_OBJECT))).manifest
+    grown = run(over("cache", "tools", calling(AS_OBJECT), calling(AS_TEXT, first=10))).manifest
+    assert (first.rows, grown.rows) == (10, 20)
