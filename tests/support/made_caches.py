@@ -3,15 +3,12 @@
 import hashlib
 import os
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
 from align.schemas.cache import FORMAT_VERSION, InputEntry, Plan
-from align.schemas.errors import AlignError
 from align.schemas.rows import PromptKeys, Ragged, Rejected, RowBlock, ScoredBlock, offsets_of
-from align.stages.storage import failpoints
 from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.cleanup import collect
 from align.stages.storage.commits import UnitFacts, commit_unit, read_commits, write_quarantine
@@ -124,21 +121,28 @@ def tree_of(root):
     }
 
 
-def in_child(work: Callable[[], None], points="") -> int:
-    """The wait status of a forked process that does `work` and may die of a failpoint."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
-    if pid:
-        return os.waitpid(pid, 0)[1]
-    status = 1
-    try:
-        os.environ[failpoints.VARIABLE] = points
-        failpoints._armed.cache_clear()
-        failpoints._visits.clear()
-        work()
-        status = 0
-    except AlignError as error:
-        status = error.exit_code
-    finally:
-        os._exit(status)
+def in_child(work):
+    """The wait status of a forked process that does `work`, and may kill itself."""
+    return at_once(1, lambda _: work())[0]
+
+
+def at_once(count, work):
+    """The wait statuses of so many forked processes, which get their numbers and begin at once."""
+    gate, start = os.pipe()
+    pids = []
+    for number in range(count):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pids.append(os.fork())
+        if not pids[-1]:
+            status = 1
+            try:
+                os.close(start)
+                os.read(gate, 1)
+                work(number)
+                status = 0
+            finally:
+                os._exit(status)
+    os.close(start)  # all of them read the end of the pipe
+    os.close(gate)
+    return [os.waitpid(pid, 0)[1] for pid in pids]

@@ -68,14 +68,27 @@ def environment(url, **more):
     return {**KEYS, "AWS_ENDPOINT_URL": url, **more}
 
 
+def is_conditional(method, _, headers):
+    """Whether a request may write only over what its writer knows."""
+    return method == "PUT" and ("If-None-Match" in headers or "If-Match" in headers)
+
+
+def use(monkeypatch, url, **more):
+    """Lets this process find the server."""
+    for name, value in environment(url, **more).items():
+        monkeypatch.setenv(name, value)
+    object_stores.open_store.cache_clear()
+
+
 @dataclass
 class Faults:
-    """What happens to the next requests that one is meant for, and what was seen."""
+    """What happens to the next requests that one is meant for, and what was seen.
+
+    What waits is a status, `drop`, `hang` or `damage`, with `+` if the server does its work.
+    """
 
     applies: object  # of a method, a path and headers
-    waiting: list = field(
-        default_factory=list
-    )  # a status, "drop" or "hang", with `+` if carried out
+    waiting: list = field(default_factory=list)
     requests: list = field(default_factory=list)  # (method, path)
     injected: list = field(default_factory=list)
 

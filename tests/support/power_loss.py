@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import sys
+from typing import NamedTuple
 
 from align.stages.storage import failpoints, fs
 
@@ -71,8 +72,7 @@ class Disk:
             file = self.node(op.path)
             file.content, file.synced = file.content + op.payload, False
         elif op.name == "fsync":
-            file = self.node(op.path)
-            file.synced = True
+            self.node(op.path).synced = True
         elif op.name == "fsync_folder":
             folder = self.node(op.path)
             folder.durable, folder.pending = dict(folder.now), []
@@ -124,8 +124,7 @@ class Disk:
         return left
 
 
-@dataclasses.dataclass(frozen=True)
-class Promise:
+class Promise(NamedTuple):
     """A call returned: from here on a power loss must not undo it."""
 
     event: str
@@ -137,13 +136,6 @@ class Seen(failpoints.Op):
     """An operation and the line of code that asked for it."""
 
     site: str = ""
-
-    @property
-    def label(self):
-        """What it does to which name."""
-        if self.name == "rename":
-            return f"rename {self.target.parent.name}/{self.target.name}"
-        return f"{self.name} {self.path.name}"
 
 
 class Killed(BaseException):
@@ -202,18 +194,6 @@ class History:
     def without(self, entry):
         """The same, but for one operation."""
         return History(self.base, (one for one in self.log if one is not entry))
-
-    def delayed(self, late, early):
-        """The same, but what has to come before `early` comes right after it."""
-        labels = [getattr(entry, "label", "") for entry in self.log]
-        source = next(n for n, label in enumerate(labels) if label.startswith(early))
-        before = max(n for n, label in enumerate(labels[:source]) if label.startswith(late))
-        entry, moved = self.log[before], self.log[source]
-        if moved.name == "rename" and moved.path in (entry.path, *entry.path.parents):
-            path = moved.target / entry.path.relative_to(moved.path)
-            entry = dataclasses.replace(entry, path=path)
-        rest = self.log[before + 1 : source + 1]
-        return History(self.base, [*self.log[:before], *rest, entry, *self.log[source + 1 :]])
 
 
 def syncs(histories, broken):
