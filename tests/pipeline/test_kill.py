@@ -2,10 +2,8 @@
 
 import errno
 import os
-import random
 import re
 import shutil
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from align.stages.storage import failpoints, fs
 from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.failpoints import OF_A_CACHE, OF_A_RING
 from align.stages.storage.manifest_file import load_manifest
-from support.flips import SEED, flips
+from support.flips import flips
 from support.patience import PATIENCE
 from support.stage_one import child, contents, run
 from support.stub_reference import StubReference
@@ -42,31 +40,6 @@ def test_a_run_stopped_at_any_named_place_ends_in_the_same_bytes(
             load_manifest(folder)
     run(flawed)
     assert contents(folder.root) == clean_of_flawed
-
-
-@pytest.mark.parametrize("histories", [3, pytest.param(200, marks=pytest.mark.long)])
-def test_runs_killed_at_random_moments_end_in_the_same_bytes(to, clean, tmp_path, histories):
-    """Kills again and again, at moments spread over a whole run, until one run survives."""
-    random_moments = random.Random(SEED)
-    print(f"ALIGN_TEST_SEED={SEED}")
-    kills, span = 0, 1.0
-    for history in range(histories):
-        victim_config = to(output=str(tmp_path / f"history-{history}"))
-        for tried in range(50):
-            victim = child(victim_config)
-            started = time.perf_counter()
-            # However slow the machine has become, one run comes to its end.
-            victim.join(PATIENCE if tried == 49 else random_moments.uniform(0, 1.2 * span))
-            if victim.exitcode is not None:
-                break
-            victim.kill()
-            victim.join()
-            kills += 1
-        if not tried:
-            span = time.perf_counter() - started
-        assert victim.exitcode == 0
-        assert contents(victim_config.cache.output) == clean
-    assert kills
 
 
 @pytest.mark.parametrize("name", ["write", "fsync", "rename", "link", "create"])

@@ -36,20 +36,16 @@ def s3_server():
         with one_at_a_time:
             return put(*arguments, **more)
 
-    with mock.patch.object(S3Response, "_key_response_put", put_in_one_step):
-        yield from _served(server)
-
-
-def _served(server):
     server.start()
-    try:
-        host, port = server.get_host_and_port()
-        url = f"http://{host}:{port}"
-        client(url).create_bucket(Bucket=BUCKET)
-        yield url
-    finally:
-        server.stop()
-        object_stores.open_store.cache_clear()
+    with mock.patch.object(S3Response, "_key_response_put", put_in_one_step):
+        try:
+            host, port = server.get_host_and_port()
+            url = f"http://{host}:{port}"
+            client(url).create_bucket(Bucket=BUCKET)
+            yield url
+        finally:
+            server.stop()
+            object_stores.open_store.cache_clear()
 
 
 def client(url):
@@ -66,11 +62,6 @@ def client(url):
 def environment(url, **more):
     """The variables by which a command finds the server."""
     return {**KEYS, "AWS_ENDPOINT_URL": url, **more}
-
-
-def is_conditional(method, _, headers):
-    """Whether a request may write only over what its writer knows."""
-    return method == "PUT" and ("If-None-Match" in headers or "If-Match" in headers)
 
 
 def use(monkeypatch, url, **more):
