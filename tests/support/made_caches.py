@@ -58,7 +58,7 @@ def block_of(rows, seed, *, max_tokens=6, token_logps=False, carried=(), scores=
     return ScoredBlock(row_block, logps, Ragged(kept, tokens) if token_logps else None)
 
 
-def plan_of(units, quarantine):
+def plan_of(units):
     """The plan of a cache with one seed per unit."""
     return Plan(
         format_version=FORMAT_VERSION,
@@ -69,47 +69,48 @@ def plan_of(units, quarantine):
         model="/model",
         adapter="",
         inputs=(InputEntry("a.jsonl", 1, "0" * 64, ROWS * len(units)),),
-        rows_in=ROWS * len(units) + len(quarantine),
+        rows_in=ROWS * len(units),
         unit_offsets=tuple(range(0, ROWS * len(units) + 1, ROWS)),
-        quarantine=tuple(quarantine),
-        quarantined={"null": len(quarantine)},
+        quarantine=(),
+        quarantined={},
         notes={"repeats": 1},
         reuse=(),
         threads=1,
     )
 
 
-def make_cache(root, units=(1, 2, 3), *, run_id="run", told=lambda event, key: None, rejects=True):
+def make_cache(root, units=(1, 2, 3), *, told=lambda event, key: None, rejects=True):
     """Makes or goes on making a cache; `told` hears what may be relied on from now on."""
-    folder = CacheFolder(root)
-    key = plan_of(units, []).plan_key
-    if folder.manifest.exists() and load_manifest(folder).plan_key == key:
-        with owner_lock(folder, run_id):
-            collect(folder, folder.works())
-            told("manifest", key)
-        return
-    folder.prepare()
-    with owner_lock(folder, run_id):
-        work = folder.work(key)
-        work.prepare()
-        plan = load_plan(work)
-        if plan is None:
-            rejected = [Rejected(0, 7, "null", "no prompt")]
-            entries = (
-                [write_quarantine(work, run_id, 0, rejected, FACTS.input_names)] if rejects else []
-            )
-            plan = write_plan(work, plan_of(units, entries))
-        told("plan", key)
-        commits = read_commits(work, len(units))
-        for unit in sorted(set(range(len(units))) - set(commits)):
-            commits[unit] = commit_unit(
-                work, run_id, unit, block_of(ROWS, units[unit]), LOSSY if rejects else FACTS
-            )
-            told(f"commits/{unit:08d}", key)
-        manifest = build_manifest(plan, commits)
-        write_manifest(folder, manifest)
-        told("manifest", key)
+    folder, plan = CacheFolder(root), plan_of(units)
+    is_done = folder.manifest.exists() and load_manifest(folder).plan_key == plan.plan_key
+    if not is_done:
+        folder.prepare()
+    with owner_lock(folder, "run"):
+        if not is_done:
+            _make(folder, plan, units, told, rejects)
+            told("manifest", plan.plan_key)
         collect(folder, folder.works())
+        told("manifest", plan.plan_key)
+
+
+def _make(folder, plan, units, told, rejects):
+    work = folder.work(plan.plan_key)
+    work.prepare()
+    stored = load_plan(work)
+    if stored is None:
+        if rejects:
+            lost = [Rejected(0, 7, "null", "no prompt")]
+            entry = write_quarantine(work, "run", 0, lost, FACTS.input_names)
+            rows_in = plan.rows_in + 1
+            plan = replace(plan, rows_in=rows_in, quarantine=(entry,), quarantined={"null": 1})
+        stored = write_plan(work, plan)
+    told("plan", plan.plan_key)
+    commits = read_commits(work, len(units))
+    for unit in sorted(set(range(len(units))) - set(commits)):
+        facts = LOSSY if rejects else FACTS
+        commits[unit] = commit_unit(work, "run", unit, block_of(ROWS, units[unit]), facts)
+        told(f"commits/{unit:08d}", plan.plan_key)
+    write_manifest(folder, build_manifest(stored, commits))
 
 
 def tree_of(root):

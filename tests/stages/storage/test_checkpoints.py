@@ -10,14 +10,10 @@ from align.schemas.checkpoint import FORMAT_VERSION, Retention
 from align.schemas.errors import CorruptionError, FingerprintError
 from align.schemas.json_codec import digest, to_json
 from align.stages.storage import fs, objects
-from align.stages.storage.checkpoints import (
-    add_checkpoint_metrics,
-    choose_checkpoint,
-    verify_checkpoint,
-)
+from align.stages.storage.checkpoints import choose_checkpoint, verify_checkpoint
 from align.stages.storage.run_folder import RECORD_NAME
 from align.stages.storage.run_store import RunStore
-from support.checkpoint_saves import JOURNAL, Ranks, content, save, writer
+from support.checkpoint_saves import content, measure, save, save_together, writer
 from support.made_caches import tree_of
 
 ALL = Retention(keep_last=3)
@@ -29,10 +25,6 @@ def saved_run(prepared_run):
     for step in (1, 2, 3):
         save(prepared_run, step, retention=ALL)
     return prepared_run
-
-
-def names(folder):
-    return sorted(path.name for path in folder.checkpoints.iterdir())
 
 
 def step_chosen(folder):
@@ -49,12 +41,12 @@ def test_what_was_saved_is_what_is_chosen(prepared_run):
     assert position.metrics == {"loss": 0.5}
     assert not chosen.set_aside
     assert (prepared_run.step(3) / "state-0.pt").read_bytes() == content(3, "state-0.pt")
-    assert names(prepared_run) == ["latest", "step-00000003"]
+    assert {path.name for path in prepared_run.checkpoints.iterdir()} == {"latest", "step-00000003"}
     assert prepared_run.latest_step() == 3
 
 
 def test_ranks_save_one_checkpoint_together(prepared_run):
-    told = Ranks(3).save(prepared_run, 2, [writer(2, rank) for rank in range(3)])
+    told = save_together(prepared_run, 2, [writer(2, rank) for rank in range(3)])
     assert [saved.succeeded for saved in told] == [True] * 3
     files = {file.path for file in verify_checkpoint(prepared_run.step(2)).files}
     assert files == {
@@ -93,9 +85,9 @@ def greedy(draft):
     ],
 )
 def test_a_failure_of_one_rank_reaches_all_and_leaves_nothing(prepared_run, write, said):
-    Ranks(2).save(prepared_run, 1, [writer(1, rank) for rank in range(2)])
+    save_together(prepared_run, 1, [writer(1, rank) for rank in range(2)])
     before = tree_of(prepared_run.root)
-    told = Ranks(2).save(prepared_run, 2, [writer(2), write])
+    told = save_together(prepared_run, 2, [writer(2), write])
     assert told[0] == told[1]
     assert re.search(said, told[0].failure)
     assert tree_of(prepared_run.root) == before
@@ -134,13 +126,10 @@ def test_what_is_measured_after_the_save_counts(prepared_run):
     keep = Retention(keep_last=1, best="eval/loss")
     for step, loss in {10: 1.0, 20: 3.0, 30: 2.0}.items():
         save(prepared_run, step, retention=keep, lr=0.5)
-        more = {"eval/loss": loss, "eval/odd": float("nan")}
-        add_checkpoint_metrics(
-            prepared_run, step, more, journal=JOURNAL, run_id="run", retention=keep
-        )
+        measure(prepared_run, step, keep, **{"eval/loss": loss, "eval/odd": float("nan")})
     metrics = verify_checkpoint(prepared_run.step(30)).position.metrics
     assert metrics == {"lr": 0.5, "eval/loss": 2.0}
-    assert names(prepared_run) == ["latest", "step-00000010", "step-00000030"]
+    assert prepared_run.steps() == [10, 30]
 
 
 def test_later_steps_of_another_future_go_with_the_next_checkpoint(saved_run):
@@ -160,12 +149,6 @@ def test_a_latest_that_names_nothing_is_replaced_by_the_newest(saved_run, text, 
     assert "does not name a checkpoint" in caplog.text
 
 
-def flip(path):
-    held = bytearray(path.read_bytes())
-    held[len(held) // 2] ^= 1
-    path.write_bytes(held)
-
-
 def edit(change):
     def damage(step):
         plain = json.loads((step / RECORD_NAME).read_bytes())
@@ -176,10 +159,6 @@ def edit(change):
     return damage
 
 
-def renamed_in_record(name):
-    return edit(lambda plain: plain["files"][0].update(path=name))
-
-
 def linked(name):
     def damage(step):
         (step / name).rename(step.parent / "elsewhere")
@@ -188,9 +167,8 @@ def linked(name):
     return damage
 
 
+NAMES = ("../state-0.pt", "/etc/passwd", "weights/0-a.bin", "./state-0.pt", "..\\state-0.pt")
 DAMAGE = {
-    "a flipped bit": lambda step: flip(step / "state-0.pt"),
-    "a flipped bit in the record": lambda step: flip(step / RECORD_NAME),
     "a cut file": lambda step: os.truncate(step / "state-0.pt", 5),
     "a missing file": lambda step: (step / "weights" / "0-b.bin").unlink(),
     "a missing record": lambda step: (step / RECORD_NAME).unlink(),
@@ -201,11 +179,7 @@ DAMAGE = {
     "a pipe": lambda step: os.mkfifo(step / "pipe"),
     "another step's record": edit(lambda plain: plain["position"].update(global_step=4)),
     "an unknown field": edit(lambda plain: plain.update(extra=1)),
-    "a path upwards": renamed_in_record("../state-0.pt"),
-    "an absolute path": renamed_in_record("/etc/passwd"),
-    "a path twice": renamed_in_record("weights/0-a.bin"),
-    "a path through a dot": renamed_in_record("./state-0.pt"),
-    "a path of another system": renamed_in_record("..\\state-0.pt"),
+    **{name: edit(lambda plain, to=name: plain["files"][0].update(path=to)) for name in NAMES},
 }
 
 
@@ -219,13 +193,9 @@ def test_a_damaged_checkpoint_is_set_aside_and_an_older_one_chosen(saved_run, wh
     assert chosen.set_aside == (aside.name,)
     assert aside.name in caplog.text
     assert step_chosen(saved_run) == 2  # and again, though `latest` still names step 3
-
-
-def test_where_all_are_damaged_there_is_none(saved_run):
-    for step in saved_run.steps():
-        flip(saved_run.step(step) / "state-0.pt")
-    assert choose_checkpoint(saved_run) is None
-    assert len(list(saved_run.checkpoints.glob(".bad-*"))) == 3
+    for step in (1, 2):
+        (saved_run.step(step) / RECORD_NAME).unlink()
+    assert step_chosen(saved_run) is None
 
 
 def of_format(version):
@@ -240,22 +210,13 @@ def test_a_checkpoint_of_another_format_is_refused_and_left_in_peace(saved_run, 
     assert saved_run.steps() == [1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("damage", "error"),
-    [
-        (of_format(FORMAT_VERSION - 1), FingerprintError),
-        (DAMAGE["another step's record"], CorruptionError),
-        (DAMAGE["a path upwards"], CorruptionError),
-        (DAMAGE["a flipped bit in the record"], CorruptionError),
-        (DAMAGE["a torn record"], CorruptionError),
-    ],
-)
-def test_a_record_in_a_store_is_held_to_what_holds_on_a_disk(saved_run, bucket, damage, error):
+def test_a_record_in_a_store_is_held_to_what_holds_on_a_disk(saved_run, bucket):
     path = bucket / "checkpoints" / "step-00000003.json"
-    damage(saved_run.step(3))
-    objects.put(path, (saved_run.step(3) / RECORD_NAME).read_bytes())
-    with pytest.raises(error, match=str(path)):
-        RunStore(bucket, saved_run).pull()
+    for what in ("another step's record", "../state-0.pt", "a torn record"):
+        DAMAGE[what](saved_run.step(3))
+        objects.put(path, (saved_run.step(3) / RECORD_NAME).read_bytes())
+        with pytest.raises(CorruptionError, match=str(path)):
+            RunStore(bucket, saved_run).pull()
 
 
 def test_every_flipped_bit_of_a_checkpoint_is_found(saved_run):

@@ -36,12 +36,10 @@ def test_leavings_of_dead_runs_go_and_files_of_others_stay(cache, tmp_path):
     plans = cache.work("c" * 64)
     plans.prepare()
     plans.spool.mkdir()
-    (plans.spool / "ring").write_bytes(b"x")
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "thesis").touch()
     (plans.spool / "link").symlink_to(tmp_path / "precious")
     (cache.private / ".trash-0123456789abcdef").mkdir()
-    (cache.private / "0123456789abcdef").mkdir()
     (cache.root / ".manifest.json.ab.tmp").touch()
     stray = cache.data / f"part-00000000-{'0' * 16}.parquet"
     stray.touch()

@@ -6,16 +6,17 @@ import os
 import pyarrow.parquet as pq
 import pytest
 
-from align.schemas.errors import CorruptionError, NonFiniteError, StorageError
+from align.schemas.errors import AlignError, CorruptionError, NonFiniteError, StorageError
 from align.schemas.json_codec import digest, to_json
 from align.schemas.rows import Rejected
 from align.stages.storage import commits
 from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.commits import commit_unit, read_commits
+from align.stages.storage.manifest_file import load_plan, write_plan
 from align.stages.storage.shards import read_shard, write_shard
 from align.stages.storage.verify_cache import check_shard
 from support.flips import flipped
-from support.made_caches import FACTS, at_once, block_of
+from support.made_caches import FACTS, at_once, block_of, plan_of
 
 
 @pytest.fixture
@@ -42,13 +43,10 @@ def test_a_commit_describes_its_shard(work):
     assert not list(work.tmp("run").iterdir())
     with pytest.raises(CorruptionError, match="none of the 3 units of this plan"):
         read_commits(work, 3)
-
-
-def test_a_unit_without_rows_is_committed_too(work):
-    commit = commit_unit(work, "run", 0, block_of(0, 1), FACTS)
-    assert (commit.rows, commit.row_groups, commit.logp_sum) == (0, 0, 0.0)
-    assert len(read_shard(work.cache.data / commit.file).rows) == 0
-    assert read_commits(work, 1) == {0: commit}
+    empty = commit_unit(work, "run", 0, block_of(0, 1), FACTS)
+    assert (empty.rows, empty.row_groups, empty.logp_sum) == (0, 0, 0.0)
+    assert len(read_shard(work.cache.data / empty.file).rows) == 0
+    assert read_commits(work, 5) == {0: empty, 4: commit}
 
 
 @pytest.fixture
@@ -178,13 +176,18 @@ def test_a_commit_of_what_is_not_there_is_refused(work, lossy, harm, said):
 
 
 @pytest.mark.parametrize("flips", [60, pytest.param(600, marks=pytest.mark.long)])
-def test_a_commit_with_a_flipped_bit_is_refused(work, lossy, flips):
+def test_a_commit_or_a_plan_with_a_flipped_bit_is_refused(work, lossy, flips):
     commit = commit_unit(work, "run", 0, block_of(5, 1), lossy)
-    path = work.commit(0)
-    good = path.read_bytes()
-    for damaged in flipped(good, flips):
-        path.write_bytes(damaged)
-        with pytest.raises(CorruptionError, match=r"00000000\.json.*Remove this file"):
-            read_commits(work, 1)
-    path.write_bytes(good)
-    assert read_commits(work, 1) == {0: commit}
+    plan = write_plan(work, plan_of([1]))
+    for path, read, held in [
+        (work.commit(0), lambda: read_commits(work, 1), {0: commit}),
+        (work.plan, lambda: load_plan(work), plan),
+    ]:
+        good = path.read_bytes()
+        for damaged in flipped(good, flips):
+            path.write_bytes(damaged)
+            with pytest.raises(AlignError, match=rf"{path.name}.*Remove") as refused:
+                read()
+            assert refused.value.exit_code in (4, 5)
+        path.write_bytes(good)
+        assert read() == held

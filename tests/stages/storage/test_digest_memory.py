@@ -10,7 +10,7 @@ import pytest
 from align.schemas.errors import CorruptionError
 from align.schemas.file_version import SETTLED_NS, FileVersion
 from align.stages.storage import digest_memory
-from align.stages.storage.digest_memory import DigestMemory, own_digests, user_folder
+from align.stages.storage.digest_memory import DigestMemory, own_digests
 from align.stages.storage.verify_cache import check_shard
 from support.shard_cache import block_of, keep_version, rotting_footers, write_cache
 
@@ -86,10 +86,14 @@ def test_a_file_is_digested_once_and_again_when_it_may_have_changed(
     first = own_folder.digests(weights)
     assert own_folder.digests(weights) == first == [hashlib.sha256(b"a" * 100).hexdigest()]
     assert own_folder.made == 1
+    twin = weights.parent / "elsewhere" / weights.parent.name / weights.name
+    twin.parent.mkdir(parents=True)
+    twin.write_bytes(b"c" * 100)
+    assert own_folder.digests(twin) != first
     change(weights)
     later(SETTLED_NS)
     assert own_folder.digests(weights) == [hashlib.sha256(weights.read_bytes()).hexdigest()]
-    assert own_folder.made == 2
+    assert own_folder.made == 3
 
 
 @pytest.mark.parametrize("which", ["modified_ns", "changed_ns"])
@@ -138,16 +142,6 @@ def test_no_damaged_line_is_believed_and_the_next_one_counts(own_folder, weights
     assert own_folder.made == made
 
 
-def test_folders_of_one_name_are_told_apart(own_folder, weights, tmp_path, later):
-    other = tmp_path / "elsewhere" / "model" / weights.name
-    other.parent.mkdir(parents=True)
-    other.write_bytes(b"c" * 100)
-    later(SETTLED_NS)
-    for _ in range(2):
-        assert own_folder.digests(weights) != own_folder.digests(other)
-    assert own_folder.made == 2
-
-
 def test_a_home_that_cannot_be_written_costs_one_warning(weights, tmp_path, caplog):
     (tmp_path / "file").write_text("")
     own_folder = Home(tmp_path / "file" / "home")
@@ -156,14 +150,6 @@ def test_a_home_that_cannot_be_written_costs_one_warning(weights, tmp_path, capl
     other = shutil.copy(weights, weights.with_name("other"))
     own_folder.digests(other, memory)
     assert caplog.text.count("digests are not remembered") == 1
-
-
-def test_the_digests_are_where_the_list_of_caches_is(monkeypatch, tmp_path):
-    monkeypatch.setenv("ALIGN_HOME", str(tmp_path / "own"))
-    assert user_folder() == tmp_path / "own"
-    monkeypatch.delenv("ALIGN_HOME")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert user_folder() == tmp_path / "xdg" / "align"
 
 
 def test_a_remembered_shard_is_compared_with_its_commit(tmp_path, later):

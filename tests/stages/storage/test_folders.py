@@ -19,6 +19,7 @@ from align.stages.storage.run_folder import RunFolder, read_ending, trash_name
 from align.stages.storage.run_store import RunStore
 from align.stages.storage.tables import TableFolder
 from support.checkpoint_saves import content, save, writer
+from support.made_caches import in_child
 
 
 def test_a_folder_is_made_once_and_hidden_where_rows_are_drafted(tmp_path):
@@ -53,53 +54,38 @@ def test_a_cache_is_not_taken_for_a_run_nor_a_run_for_a_cache(cache, prepared_ru
         CacheFolder(prepared_run.root).prepare()
 
 
-class Holder:
-    """Another process that takes something, says so, and keeps it until it is killed."""
-
-    def __init__(self, take):
-        told, tell = os.pipe()
-        stay, self._go = os.pipe()
-        self.pid = os.fork()
-        if not self.pid:
-            try:
-                os.close(self._go)
-                kept = take()
-                os.write(tell, b"1" if kept else b"0")
-                os.read(stay, 1)
-            finally:
-                os._exit(0)
-        os.close(tell)
-        os.close(stay)
-        os.read(told, 1)
-        os.close(told)
-
-    def leave(self):
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
-        os.close(self._go)
-
-
 def test_a_second_owner_is_refused_with_the_name_of_the_first(prepared_run):
-    holder = Holder(lambda: owner_lock(prepared_run, "early-run"))
-    with pytest.raises(LockedError, match=rf"process {holder.pid} on .*early-run") as refused:
-        owner_lock(prepared_run, "late-run")
-    assert refused.value.exit_code == 75
-    assert try_owner_lock(prepared_run, "late-run") is None
-    prepared_run.lock.write_text("scribble")
-    with pytest.raises(LockedError, match="in use by another process"):
-        owner_lock(prepared_run, "late-run")
-    holder.leave()  # a name in the file locks nothing
-    with owner_lock(prepared_run, "late-run"):
-        assert "late-run" in prepared_run.lock.read_text()
+    prepared_run.lock.write_text('{"host":"here","pid":1}')  # of one that died: it locks nothing
+    with owner_lock(prepared_run, "early-run"):
+        assert "early-run" in prepared_run.lock.read_text()
+        said = rf"process {os.getpid()} on .*early-run"
+        with pytest.raises(LockedError, match=said) as refused:
+            owner_lock(prepared_run, "late-run")
+        assert refused.value.exit_code == 75
+        assert try_owner_lock(prepared_run, "late-run") is None
+        prepared_run.lock.write_text("scribble")
+        with pytest.raises(LockedError, match="in use by another process"):
+            owner_lock(prepared_run, "late-run")
+    owner_lock(prepared_run, "late-run").release()
     assert prepared_run.lock.read_bytes() == b""
 
 
 def test_a_forked_worker_does_not_keep_the_folder_after_its_owner(prepared_run):
-    lock = owner_lock(prepared_run, "run")
-    worker = Holder(lambda: True)
-    lock.release()
-    owner_lock(prepared_run, "next").release()
-    worker.leave()
+    def own():
+        lock = owner_lock(prepared_run, "run")
+        told, tell = os.pipe()
+        worker = os.fork()
+        if not worker:
+            os.write(tell, b"1")
+            signal.pause()
+        os.read(told, 1)
+        lock.release()
+        try:
+            owner_lock(prepared_run, "next").release()
+        finally:
+            os.kill(worker, signal.SIGKILL)
+
+    assert in_child(own) == 0
 
 
 @pytest.mark.parametrize(
@@ -173,32 +159,24 @@ def encode(place):
     spool.put_commit(place.encoded(0), EncodedPart(part.file, 0, 0, 0, 0, {}, {}, ()))
 
 
-def test_a_damaged_commit_of_a_part_is_refused_by_name(place):
+OF_PLAN = hashlib.sha256(b"rows").hexdigest()
+
+
+def test_a_commit_of_a_part_that_is_damaged_or_names_a_file_elsewhere_is_refused(place):
     commit = place.encoded(0)
-    commit.write_bytes(commit.read_bytes().replace(b'"runs":0', b'"runs":1'))
+    known, whole = spool.find_commit(EncodedPart, commit), commit.read_bytes()
+    commit.write_bytes(whole.replace(b'"runs":0', b'"runs":1'))
     with pytest.raises(CorruptionError, match=r"00000000\.json is damaged: .* Remove this file"):
         spool.find_commit(EncodedPart, commit)
-
-
-@pytest.mark.parametrize(
-    ("name", "sha256"),
-    [
-        ("../plan.json", hashlib.sha256(b"rows").hexdigest()),
-        ("00000000-/../../plan.arrows", "/../../plan"),
-    ],
-)
-def test_a_commit_of_a_part_that_names_a_file_elsewhere_is_refused(place, name, sha256):
-    known = spool.find_commit(EncodedPart, place.encoded(0))
-    place.encoded(0).unlink()
-    elsewhere = dataclasses.replace(known, file=PartFile(name, 4, sha256))
-    spool.put_commit(place.encoded(0), elsewhere)
-    with pytest.raises(CorruptionError, match=re.escape(f"'{name}'")):
-        spool.find_commit(EncodedPart, place.encoded(0))
-
-
-def test_a_part_whose_file_is_gone_is_made_again(place):
-    next(place.encoded(0).parent.glob("*.arrows")).unlink()
-    assert spool.find_commit(EncodedPart, place.encoded(0)) is None
+    elsewhere = {"../plan.json": OF_PLAN, "00000000-/../../plan.arrows": "/../../plan"}
+    for name, sha256 in elsewhere.items():
+        commit.unlink()
+        spool.put_commit(commit, dataclasses.replace(known, file=PartFile(name, 4, sha256)))
+        with pytest.raises(CorruptionError, match=re.escape(f"'{name}'")):
+            spool.find_commit(EncodedPart, commit)
+    commit.write_bytes(whole)
+    next(commit.parent.glob("*.arrows")).unlink()
+    assert spool.find_commit(EncodedPart, commit) is None  # it is made again
 
 
 def test_a_part_that_another_made_and_removed_meanwhile_is_no_longer_needed(place, monkeypatch):

@@ -1,4 +1,3 @@
-import contextlib
 import dataclasses
 import json
 import random
@@ -13,10 +12,8 @@ from align.schemas.errors import (
     UsageError,
 )
 from align.schemas.json_codec import digest, to_json
-from align.stages.storage import failpoints
 from align.stages.storage.cache_folder import CacheFolder
-from align.stages.storage.manifest_file import load_manifest, load_plan, root_of, write_manifest
-from support.flips import flipped
+from align.stages.storage.manifest_file import load_manifest, root_of, write_manifest
 from support.made_caches import make_cache
 
 
@@ -86,7 +83,6 @@ def test_no_field_of_a_manifest_can_be_altered_unnoticed(cache):
 
 
 def require_refused(cache):
-    """As damaged, or as of another format."""
     with pytest.raises(AlignError) as error:
         load_manifest(cache)
     assert error.value.exit_code in (4, 5)
@@ -95,21 +91,14 @@ def require_refused(cache):
 NAMES = (
     "../x",
     "/" + "etc/passwd",
-    "",
-    "..",
     "part-00000001-0123456789abcdef.parquet\0",
     "part-00000001-0123456789abcdef.parquet\n",
     "part-00000001-0123456789ABCDEF.parquet",
-    "part-1-0123456789abcdef.parquet",
     "part-0000000\u0661-0123456789abcdef.parquet",
     "part-00000001\u22150123456789abcdef.parquet",
     "quarantine/../part-00000001-0123456789abcdef.parquet",
-    "data/part-00000001-0123456789abcdef.parquet",
-    "part-00000001-0123456789abcdef.parquet/",
     "part-00000001-0123456789abcdef.parquet.tmp",
     "part-00000009-0123456789abcdef.parquet",
-    "C:part-00000001-0123456789abcdef.parquet",
-    "~/part-00000001-0123456789abcdef.parquet",
     "part-00000001-0123456789abcdeg.parquet",
 )
 
@@ -140,15 +129,6 @@ def _refused_with(cache, said, **fields):
     cache.manifest.write_bytes(whole)
 
 
-def test_a_newer_format_asks_for_a_newer_align(cache, tmp_path):
-    plain = json.loads(cache.manifest.read_text())
-    cache.manifest.write_text(to_json(plain | {"format_version": 99, "new_field": 1}))
-    with pytest.raises(FingerprintError, match="Install a newer align"):
-        load_manifest(cache)
-    with pytest.raises(UsageError, match="not a finished cache"):
-        load_manifest(CacheFolder(tmp_path))
-
-
 def test_the_command_for_an_older_cache_names_what_was_set_and_nothing_else(cache):
     made = {
         "model.adapter": "none",  # the digest of one, where there is one
@@ -175,13 +155,18 @@ def test_the_command_for_an_older_cache_names_what_was_set_and_nothing_else(cach
             load_manifest(cache)
 
 
-def test_scribbles_and_flipped_bits_are_refused_without_a_traceback(cache):
+def test_scribbles_and_flipped_bits_are_refused_without_a_traceback(cache, tmp_path):
+    with pytest.raises(UsageError, match="not a finished cache"):
+        load_manifest(CacheFolder(tmp_path))
     text, draw = cache.manifest.read_bytes(), random.Random(0)
     for case in (b"", b"{", b"[]", b"null", b"[" * 100_000, b"\xff\xfe", text + b" ", text[:-1]):
         cache.manifest.write_bytes(case)
         with pytest.raises(CorruptionError):
             load_manifest(cache)
     plain = json.loads(text)
+    cache.manifest.write_text(to_json(plain | {"format_version": 99, "new_field": 1}))
+    with pytest.raises(FingerprintError, match="Install a newer align"):
+        load_manifest(cache)
     kept = [to_json({name: plain[name]})[1:-2].encode() for name in NOT_NAMED]
     for _ in range(400):
         damaged = bytearray(text)
@@ -189,23 +174,3 @@ def test_scribbles_and_flipped_bits_are_refused_without_a_traceback(cache):
         cache.manifest.write_bytes(damaged)
         if all(field in damaged for field in kept):
             require_refused(cache)
-
-
-@pytest.mark.parametrize("flips", [60, pytest.param(600, marks=pytest.mark.long)])
-def test_a_plan_with_a_flipped_bit_is_refused(tmp_path, flips):
-    with contextlib.suppress(KeyboardInterrupt), failpoints.watch(stop_at_the_first_commit):
-        make_cache(tmp_path / "cache")
-    (work,) = CacheFolder(tmp_path / "cache").works()
-    good, plan = work.plan.read_bytes(), load_plan(work)
-    for damaged in flipped(good, flips):
-        work.plan.write_bytes(damaged)
-        with pytest.raises(AlignError, match=r"plan\.json") as error:
-            load_plan(work)
-        assert error.value.exit_code in (4, 5)
-    work.plan.write_bytes(good)
-    assert load_plan(work) == plan
-
-
-def stop_at_the_first_commit(op):
-    if op.name == "link" and op.target.parent.name == "commits":
-        raise KeyboardInterrupt

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from align.schemas.errors import LockedError, PathError, StorageError, UsageError
-from align.stages.storage import objects
+from align.stages.storage import objects, places
 from align.stages.storage.objects import ObjectPath, location
 from support.object_server import BUCKET, Faults, client, faulty_proxy, use
 
@@ -51,7 +51,7 @@ def test_of_twelve_writers_one_wins_in_each_round(bucket):
         path, won = bucket / f"race/{number}.json", []
 
         def write(writer, path=path, won=won):
-            if objects.put_new(path, b"%d" % writer):
+            if places.put_if_absent(path, b"%d" % writer, label="commit"):
                 won.append(writer)
 
         at_the_same_time(write)
@@ -64,7 +64,7 @@ def test_of_those_who_replace_one_object_all_but_the_first_are_refused(bucket):
 
     def replace(writer):
         try:
-            objects.put_over(path, b"%d" % writer, expected=b"first")
+            places.replace_known(path, b"%d" % writer, known=b"first", label="manifest")
         except LockedError:
             refused.append(writer)
 

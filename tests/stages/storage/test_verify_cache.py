@@ -2,7 +2,6 @@ import dataclasses
 import os
 import random
 import shutil
-import sys
 
 import pyarrow.parquet as pq
 import pytest
@@ -76,8 +75,11 @@ def test_other_damage_is_noticed_and_its_unit_named(cache, shard):
     for name, damage in DAMAGE.items():
         shard.write_bytes(damage(good))
         assert list(damaged_units(cache, load_manifest(cache))) == [1], name
-    with pytest.raises(CorruptionError, match=r"1 of 7 files are damaged(.|\n)*unit 1"):
+    for place in (0, 3):  # preparation's, and that of a unit
+        (cache.root / load_manifest(cache).quarantine[place].file).write_bytes(b"")
+    with pytest.raises(CorruptionError, match=r"3 of 7 files are damaged(.|\n)*unit 1") as said:
         verify_cache(cache)
+    assert str(said.value).count("quarantine:") == 2
 
 
 def test_swapped_and_missing_shards_are_noticed_and_extra_ones_ignored(cache, shard):
@@ -91,14 +93,6 @@ def test_swapped_and_missing_shards_are_noticed_and_extra_ones_ignored(cache, sh
     assert list(damaged_units(cache, load_manifest(cache))) == [0, 1]
     shard.unlink()
     assert list(damaged_units(cache, load_manifest(cache))) == [0, 1]
-
-
-@pytest.mark.parametrize("place", [0, 3])  # preparation's, and that of a unit
-def test_a_damaged_quarantine_is_noticed(cache, place):
-    file = cache.root / load_manifest(cache).quarantine[place].file
-    file.write_bytes(b"")
-    with pytest.raises(CorruptionError, match="quarantine"):
-        verify_cache(cache)
 
 
 NOT_FILES = {
@@ -123,27 +117,11 @@ def test_what_is_not_a_file_is_never_read(cache, shard, tmp_path, kind):
         check_shard(cache, load_manifest(cache).shards[1])
 
 
-def test_a_name_that_leads_elsewhere_is_refused_before_anything_is_opened(cache, opened):
+def test_a_name_that_leads_elsewhere_is_refused(cache):
     commit = load_manifest(cache).shards[1]
-    opened.clear()
     for name in ("../manifest.json", "a/../b", "", "..", commit.file + "\n", commit.file + "\0"):
         with pytest.raises(CorruptionError, match="not the name of a shard"):
             check_shard(cache, dataclasses.replace(commit, file=name))
-    assert opened == []
-
-
-@pytest.fixture
-def opened():
-    """Paths opened while the test runs; an audit hook can never be removed, only silenced."""
-    paths, listening = [], [True]
-
-    def hear(event, arguments):
-        if event == "open" and listening:
-            paths.append(arguments[0])
-
-    sys.addaudithook(hear)
-    yield paths
-    listening.clear()
 
 
 @pytest.mark.parametrize(
