@@ -25,6 +25,7 @@ class Shaky:
     """The stub, but for one token, which has no log-prob unless the scorer is in float32."""
 
     token: int
+    heals: bool = True
 
     def identity(self):
         return StubReference().identity()
@@ -33,51 +34,12 @@ class Shaky:
         return 64
 
     def open(self):
-        return Faulty(poison={self.token: np.nan}, heals=True, pads=False)
+        return Faulty(poison={self.token: np.nan}, heals=self.heals, pads=False)
 
 
 def rows_of(folder):
-    return [row for path in sorted(Path(folder, "data").iterdir()) for row in read(path)]
-
-
-def read(path):
-    return pq.read_table(path).to_pylist()
-
-
-@pytest.fixture
-def clean_rows(to, tmp_path):
-    """The rows of a cache whose scores were all finite at once."""
-    run(to(output=str(tmp_path / "clean")))
-    return rows_of(tmp_path / "clean")
-
-
-@pytest.fixture
-def shaky(clean_rows):
-    """Knows every score but those of completions with the second token of the first."""
-    return Shaky(clean_rows[0]["completion_ids"][0][1])
-
-
-def test_a_cache_holds_the_scores_of_the_second_try_and_says_how_many(to, clean_rows, shaky):
-    manifest = run(to(), shaky).manifest
-    assert rows_of(to().cache.output) == clean_rows
-    distinct = {
-        (tuple(row["prompt_ids"]), tuple(ids))
-        for row in clean_rows
-        for ids in row["completion_ids"]
-        if shaky.token in ids
-    }
-    assert (
-        manifest.notes[NOTE] == len(distinct) == sum(s.notes.get(NOTE, 0) for s in manifest.shards)
-    )
-    assert manifest.quarantined == {}
-    shown = render(summarize(CacheFolder(Path(to().cache.output))))
-    assert NOTE.replace("_", " ") in shown
-
-
-def test_the_second_try_gives_the_same_bytes_every_time(to, shaky, tmp_path):
-    run(to(), shaky)
-    run(to(output=str(tmp_path / "again")), shaky)
-    assert contents(tmp_path / "again") == contents(to().cache.output)
+    paths = sorted(Path(folder, "data").iterdir())
+    return [row for path in paths for row in pq.read_table(path).to_pylist()]
 
 
 def verified(cache, reference, options=None):
@@ -86,21 +48,29 @@ def verified(cache, reference, options=None):
     )
 
 
-def test_verify_tries_twice_as_well(to, shaky):
-    branches = run(to(), shaky).manifest.branches
-    said = verified(to().cache.output, lambda _: shaky)
-    assert f"{branches} branches scored again: largest difference 0.00e+00" in said
-
-
-def test_a_score_that_is_no_number_any_more_is_not_verified(to, shaky):
-    @dataclass(frozen=True)
-    class Broken(Shaky):
-        def open(self):
-            return Faulty(poison={self.token: np.nan}, pads=False)
-
-    run(to(), shaky)
-    with pytest.raises(CorruptionError, match="and scores nan now"):
-        verified(to().cache.output, lambda _: Broken(shaky.token))
+def test_a_cache_holds_the_scores_of_the_second_try_and_says_how_many(to, tmp_path):
+    run(to(output=str(tmp_path / "clean")))
+    clean = rows_of(tmp_path / "clean")
+    shaky = Shaky(clean[0]["completion_ids"][0][1])
+    manifest = run(to(), shaky).manifest
+    cache = to().cache.output
+    assert rows_of(cache) == clean
+    poisoned = {
+        (tuple(row["prompt_ids"]), tuple(ids))
+        for row in clean
+        for ids in row["completion_ids"]
+        if shaky.token in ids
+    }
+    assert manifest.notes[NOTE] == len(poisoned)
+    assert manifest.notes[NOTE] == sum(shard.notes.get(NOTE, 0) for shard in manifest.shards)
+    assert manifest.quarantined == {}
+    assert NOTE.replace("_", " ") in render(summarize(CacheFolder(Path(cache))))
+    run(to(output=str(tmp_path / "again")), shaky)
+    assert contents(tmp_path / "again") == contents(cache)
+    said = verified(cache, lambda _: shaky)  # which tries twice as well
+    assert f"{manifest.branches} branches scored again: largest difference 0.00e+00" in said
+    with pytest.raises(CorruptionError, match="scores nan now"):
+        verified(cache, lambda _: Shaky(shaky.token, heals=False))
 
 
 def test_verify_opens_the_reference_with_what_the_cache_does_not_record(to):

@@ -2,10 +2,10 @@
 
 import hashlib
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 from align.schemas.batches import Cursor
 from align.schemas.checkpoint import CheckpointFile, Peers, Position, Retention, RunIdentity
-from align.schemas.errors import StorageError
 from align.stages.storage import fs
 from align.stages.storage.checkpoints import (
     add_checkpoint_metrics,
@@ -20,7 +20,7 @@ JOURNAL = CheckpointFile("metrics.jsonl", 3, "0" * 64)
 KEEP = Retention(keep_last=2, best="eval/loss")
 
 
-def position(step, *, world=1, **metrics):
+def position(step, world, metrics):
     """Where training stands after so many steps."""
     return Position(
         global_step=step,
@@ -41,111 +41,78 @@ def content(step, name):
     return hashlib.sha256(f"{step} {name}".encode()).digest() * 3
 
 
+def put_files(draft, step, names):
+    """Writes files with the content of a step."""
+    for name in names:
+        with fs.create(draft / name) as sink:
+            sink.write(content(step, name))
+    return names
+
+
 def writer(step, rank=0):
     """Writes one file beside those of others, two in a folder below."""
-    names = [f"state-{rank}.pt", f"weights/{rank}-a.bin", f"weights/{rank}-b.bin"]
 
     def write(draft):
         fs.make_folder(draft / "weights")
-        for name in names:
-            with fs.create(draft / name) as sink:
-                sink.write(content(step, name))
-        return names
+        names = [f"state-{rank}.pt", f"weights/{rank}-a.bin", f"weights/{rank}-b.bin"]
+        return put_files(draft, step, names)
 
     return write
 
 
-def write_model(draft):
-    """A policy in two files."""
-    for name in ("config.json", "model.safetensors"):
-        with fs.create(draft / name) as sink:
-            sink.write(content(0, name))
-
-
-ALONE = Peers(0, lambda mine: [mine])
-
-
-def save(folder, step, *, run_id="run", retention=KEEP, write=None, **metrics):
+def save(folder, step, *, retention=KEEP, write=None, **metrics):
     """One rank saves by itself."""
-    return save_checkpoint(
-        folder,
-        position(step, **metrics),
-        write or writer(step),
-        run_id=run_id,
-        peers=ALONE,
-        retention=retention,
+    (saved,) = save_together(folder, step, [write or writer(step)], retention, metrics)
+    return saved
+
+
+def save_together(folder, step, writes, retention=KEEP, metrics=None):
+    """Ranks save together: threads that gather as processes do. Returns what each was told."""
+    said, gate = [None] * len(writes), threading.Barrier(len(writes), timeout=PATIENCE)
+
+    def work(rank):
+        def gather(mine):
+            said[rank] = mine
+            gate.wait()
+            everybody = list(said)
+            gate.wait()
+            return everybody
+
+        where = position(step, len(writes), metrics or {})
+        peers = Peers(rank, gather)
+        return save_checkpoint(
+            folder, where, writes[rank], run_id="run", peers=peers, retention=retention
+        )
+
+    if len(writes) == 1:
+        return [work(0)]
+    with ThreadPoolExecutor(len(writes)) as pool:
+        return [*pool.map(work, range(len(writes)))]
+
+
+def measure(folder, step, retention=KEEP, **metrics):
+    """Adds what was measured after the save."""
+    add_checkpoint_metrics(
+        folder, step, metrics, journal=JOURNAL, run_id="run", retention=retention
     )
 
 
-class Ranks:
-    """Threads that gather from each other as processes do."""
-
-    def __init__(self, size):
-        self.size = size
-        self._said = [None] * size
-        self._gate = threading.Barrier(size, timeout=PATIENCE)
-
-    def peers(self, rank):
-        """One of them."""
-
-        def gather(mine):
-            self._said[rank] = mine
-            self._gate.wait()
-            everybody = list(self._said)
-            self._gate.wait()
-            return everybody
-
-        return Peers(rank, gather)
-
-    def save(self, folder, step, writes, *, retention=KEEP):
-        """All of them save together; returns what each was told."""
-        told = [None] * self.size
-
-        def work(rank):
-            told[rank] = save_checkpoint(
-                folder,
-                position(step, world=self.size),
-                writes[rank],
-                run_id="run",
-                peers=self.peers(rank),
-                retention=retention,
-            )
-
-        threads = [threading.Thread(target=work, args=[rank]) for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return told
-
-
-def train(folder, steps=8, *, every=2, run_id="run", keep=KEEP, told=None):
-    """Begins a run or goes on with it, and saves every few steps, until it has its model."""
+def train(folder, told, steps=8, keep=KEEP):
+    """Begins a run or goes on with it, saves every second step, and ends with its model."""
     folder.prepare()
-    with owner_lock(folder, run_id):
+    with owner_lock(folder, "run"):
         folder.sweep()
         chosen = choose_checkpoint(folder)
         done = chosen.checkpoint.position.global_step if chosen else 0
-
-        def measure(step):
-            # Step 2 is the best of all.
-            loss = {"eval/loss": abs(step - 2.0)}
-            add_checkpoint_metrics(
-                folder, step, loss, journal=JOURNAL, run_id=run_id, retention=keep
-            )
-
-        if chosen and not chosen.checkpoint.position.metrics:
-            measure(done)
-        for step in range(done + 1, steps + 1):
-            if step % every == 0:
-                saved = save(folder, step, run_id=run_id, retention=keep)
-                if saved.failure:
-                    raise StorageError(saved.failure)
-                measure(step)
-                if told:
-                    told("saved", step)
+        for step in range(done, steps + 1, 2):
+            if step > done:
+                assert save(folder, step, retention=keep).succeeded
+            if step > done or (chosen and not chosen.checkpoint.position.metrics):
+                # Step 2 is the best of all.
+                measure(folder, step, keep, **{"eval/loss": abs(step - 2.0)})
+            if step > done:
+                told("saved", step)
         if not folder.model.exists():
-            save_model(folder.model, write_model, run_id)
-            if told:
-                told("model", 0)
-    return done
+            names = ["config.json", "model.safetensors"]
+            save_model(folder.model, lambda draft: put_files(draft, 0, names), "run")
+            told("model", 0)

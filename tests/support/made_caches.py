@@ -3,15 +3,12 @@
 import hashlib
 import os
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
 from align.schemas.cache import FORMAT_VERSION, InputEntry, Plan
-from align.schemas.errors import AlignError
 from align.schemas.rows import PromptKeys, Ragged, Rejected, RowBlock, ScoredBlock, offsets_of
-from align.stages.storage import failpoints
 from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.cleanup import collect
 from align.stages.storage.commits import UnitFacts, commit_unit, read_commits, write_quarantine
@@ -61,7 +58,7 @@ def block_of(rows, seed, *, max_tokens=6, token_logps=False, carried=(), scores=
     return ScoredBlock(row_block, logps, Ragged(kept, tokens) if token_logps else None)
 
 
-def plan_of(units, quarantine):
+def plan_of(units):
     """The plan of a cache with one seed per unit."""
     return Plan(
         format_version=FORMAT_VERSION,
@@ -72,47 +69,48 @@ def plan_of(units, quarantine):
         model="/model",
         adapter="",
         inputs=(InputEntry("a.jsonl", 1, "0" * 64, ROWS * len(units)),),
-        rows_in=ROWS * len(units) + len(quarantine),
+        rows_in=ROWS * len(units),
         unit_offsets=tuple(range(0, ROWS * len(units) + 1, ROWS)),
-        quarantine=tuple(quarantine),
-        quarantined={"null": len(quarantine)},
+        quarantine=(),
+        quarantined={},
         notes={"repeats": 1},
         reuse=(),
         threads=1,
     )
 
 
-def make_cache(root, units=(1, 2, 3), *, run_id="run", told=lambda event, key: None, rejects=True):
+def make_cache(root, units=(1, 2, 3), *, told=lambda event, key: None, rejects=True):
     """Makes or goes on making a cache; `told` hears what may be relied on from now on."""
-    folder = CacheFolder(root)
-    key = plan_of(units, []).plan_key
-    if folder.manifest.exists() and load_manifest(folder).plan_key == key:
-        with owner_lock(folder, run_id):
-            collect(folder, folder.works())
-            told("manifest", key)
-        return
-    folder.prepare()
-    with owner_lock(folder, run_id):
-        work = folder.work(key)
-        work.prepare()
-        plan = load_plan(work)
-        if plan is None:
-            rejected = [Rejected(0, 7, "null", "no prompt")]
-            entries = (
-                [write_quarantine(work, run_id, 0, rejected, FACTS.input_names)] if rejects else []
-            )
-            plan = write_plan(work, plan_of(units, entries))
-        told("plan", key)
-        commits = read_commits(work, len(units))
-        for unit in sorted(set(range(len(units))) - set(commits)):
-            commits[unit] = commit_unit(
-                work, run_id, unit, block_of(ROWS, units[unit]), LOSSY if rejects else FACTS
-            )
-            told(f"commits/{unit:08d}", key)
-        manifest = build_manifest(plan, commits)
-        write_manifest(folder, manifest)
-        told("manifest", key)
+    folder, plan = CacheFolder(root), plan_of(units)
+    is_done = folder.manifest.exists() and load_manifest(folder).plan_key == plan.plan_key
+    if not is_done:
+        folder.prepare()
+    with owner_lock(folder, "run"):
+        if not is_done:
+            _make(folder, plan, units, told, rejects)
+            told("manifest", plan.plan_key)
         collect(folder, folder.works())
+        told("manifest", plan.plan_key)
+
+
+def _make(folder, plan, units, told, rejects):
+    work = folder.work(plan.plan_key)
+    work.prepare()
+    stored = load_plan(work)
+    if stored is None:
+        if rejects:
+            lost = [Rejected(0, 7, "null", "no prompt")]
+            entry = write_quarantine(work, "run", 0, lost, FACTS.input_names)
+            rows_in = plan.rows_in + 1
+            plan = replace(plan, rows_in=rows_in, quarantine=(entry,), quarantined={"null": 1})
+        stored = write_plan(work, plan)
+    told("plan", plan.plan_key)
+    commits = read_commits(work, len(units))
+    for unit in sorted(set(range(len(units))) - set(commits)):
+        facts = LOSSY if rejects else FACTS
+        commits[unit] = commit_unit(work, "run", unit, block_of(ROWS, units[unit]), facts)
+        told(f"commits/{unit:08d}", plan.plan_key)
+    write_manifest(folder, build_manifest(stored, commits))
 
 
 def tree_of(root):
@@ -124,21 +122,28 @@ def tree_of(root):
     }
 
 
-def in_child(work: Callable[[], None], points="") -> int:
-    """The wait status of a forked process that does `work` and may die of a failpoint."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
-    if pid:
-        return os.waitpid(pid, 0)[1]
-    status = 1
-    try:
-        os.environ[failpoints.VARIABLE] = points
-        failpoints._armed.cache_clear()
-        failpoints._visits.clear()
-        work()
-        status = 0
-    except AlignError as error:
-        status = error.exit_code
-    finally:
-        os._exit(status)
+def in_child(work):
+    """The wait status of a forked process that does `work`, and may kill itself."""
+    return at_once(1, lambda _: work())[0]
+
+
+def at_once(count, work):
+    """The wait statuses of so many forked processes, which get their numbers and begin at once."""
+    gate, start = os.pipe()
+    pids = []
+    for number in range(count):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pids.append(os.fork())
+        if not pids[-1]:
+            status = 1
+            try:
+                os.close(start)
+                os.read(gate, 1)
+                work(number)
+                status = 0
+            finally:
+                os._exit(status)
+    os.close(start)  # all of them read the end of the pipe
+    os.close(gate)
+    return [os.waitpid(pid, 0)[1] for pid in pids]

@@ -36,20 +36,16 @@ def s3_server():
         with one_at_a_time:
             return put(*arguments, **more)
 
-    with mock.patch.object(S3Response, "_key_response_put", put_in_one_step):
-        yield from _served(server)
-
-
-def _served(server):
     server.start()
-    try:
-        host, port = server.get_host_and_port()
-        url = f"http://{host}:{port}"
-        client(url).create_bucket(Bucket=BUCKET)
-        yield url
-    finally:
-        server.stop()
-        object_stores.open_store.cache_clear()
+    with mock.patch.object(S3Response, "_key_response_put", put_in_one_step):
+        try:
+            host, port = server.get_host_and_port()
+            url = f"http://{host}:{port}"
+            client(url).create_bucket(Bucket=BUCKET)
+            yield url
+        finally:
+            server.stop()
+            object_stores.open_store.cache_clear()
 
 
 def client(url):
@@ -68,14 +64,22 @@ def environment(url, **more):
     return {**KEYS, "AWS_ENDPOINT_URL": url, **more}
 
 
+def use(monkeypatch, url, **more):
+    """Lets this process find the server."""
+    for name, value in environment(url, **more).items():
+        monkeypatch.setenv(name, value)
+    object_stores.open_store.cache_clear()
+
+
 @dataclass
 class Faults:
-    """What happens to the next requests that one is meant for, and what was seen."""
+    """What happens to the next requests that one is meant for, and what was seen.
+
+    What waits is a status, `drop`, `hang` or `damage`, with `+` if the server does its work.
+    """
 
     applies: object  # of a method, a path and headers
-    waiting: list = field(
-        default_factory=list
-    )  # a status, "drop" or "hang", with `+` if carried out
+    waiting: list = field(default_factory=list)
     requests: list = field(default_factory=list)  # (method, path)
     injected: list = field(default_factory=list)
 

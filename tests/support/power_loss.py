@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import sys
+from typing import NamedTuple
 
 from align.stages.storage import failpoints, fs
 
@@ -37,15 +38,14 @@ class Folder:
 
     def change(self, **names):
         self.pending.append(names)
-        _apply(self.now, names)
+        self.now = changed(self.now, [names])
 
 
-def _apply(entries, names):
-    for name, node in names.items():
-        if node is None:
-            entries.pop(name, None)
-        else:
-            entries[name] = node
+def changed(entries, changes):
+    """The entries of a folder after its changes; a name without a node goes."""
+    for names in changes:
+        entries = {name: node for name, node in {**entries, **names}.items() if node is not None}
+    return entries
 
 
 class Disk:
@@ -58,44 +58,38 @@ class Disk:
     def node(self, path):
         node = self.top
         for part in path.relative_to(self.base).parts:
-            node = node.now.get(part)
-            if node is None:
-                return None
+            node = node.now.get(part) if node else None
         return node
 
     def do(self, op):
         parent = None if op.path == self.base else self.node(op.path.parent)
+        node = parent.now.get(op.path.name) if parent else self.top
         if op.name == "create":
             parent.change(**{op.path.name: File()})
         elif op.name == "write":
-            file = self.node(op.path)
-            file.content, file.synced = file.content + op.payload, False
+            node.content, node.synced = node.content + op.payload, False
         elif op.name == "fsync":
-            file = self.node(op.path)
-            file.synced = True
+            node.synced = True
         elif op.name == "fsync_folder":
-            folder = self.node(op.path)
-            folder.durable, folder.pending = dict(folder.now), []
-        elif op.name == "make_folder":
-            if op.path.name not in parent.now:
-                parent.change(**{op.path.name: Folder()})
-        elif op.name in ("unlink", "remove_tree", "remove_folder"):
-            self._remove(parent, op)
-        elif op.name in ("rename", "link"):
-            self._move(parent, op)
+            node.durable, node.pending = node.now, []
+        elif op.name == "make_folder" and node is None:
+            parent.change(**{op.path.name: Folder()})
+        elif op.name in ("unlink", "remove_tree") or (
+            op.name == "remove_folder" and not (node and node.now)
+        ):
+            self._remove(parent, op.path.name)
+        elif op.name in ("rename", "link") and node:
+            self._move(parent, node, op)
 
-    def _remove(self, parent, op):
-        node = parent.now.get(op.path.name)
-        if node is None or (op.name == "remove_folder" and node.now):
-            return
-        for name in list(node.now) if isinstance(node, Folder) else ():
-            self._remove(node, failpoints.Op(op.name, op.path / name))
-        parent.change(**{op.path.name: None})
+    def _remove(self, parent, name):
+        node = parent.now.get(name)
+        for below in [*node.now] if isinstance(node, Folder) else ():
+            self._remove(node, below)
+        if node:
+            parent.change(**{name: None})
 
-    def _move(self, parent, op):
-        node, target = parent.now.get(op.path.name), self.node(op.target.parent)
-        if node is None:
-            return
+    def _move(self, parent, node, op):
+        target = self.node(op.target.parent)
         gone = {op.path.name: None} if op.name == "rename" else {}
         if target is parent:
             parent.change(**{**gone, op.target.name: node})
@@ -109,41 +103,23 @@ class Disk:
         left = {}
 
         def visit(folder, prefix):
-            entries = dict(folder.durable)
-            for change in NAMES[names](folder.pending):
-                _apply(entries, change)
-            for name, node in entries.items():
+            for name, node in changed(folder.durable, NAMES[names](folder.pending)).items():
                 if isinstance(node, Folder):
                     left[f"{prefix}{name}/"] = b""
                     visit(node, f"{prefix}{name}/")
                 else:
-                    kept = node.synced or contents == "whole"
-                    left[prefix + name] = node.content if kept else CONTENTS[contents](node.content)
+                    kept = "whole" if node.synced else contents
+                    left[prefix + name] = CONTENTS[kept](node.content)
 
         visit(self.top, "")
         return left
 
 
-@dataclasses.dataclass(frozen=True)
-class Promise:
+class Promise(NamedTuple):
     """A call returned: from here on a power loss must not undo it."""
 
     event: str
     key: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Seen(failpoints.Op):
-    """An operation and the line of code that asked for it."""
-
-    site: str = ""
-
-    @property
-    def label(self):
-        """What it does to which name."""
-        if self.name == "rename":
-            return f"rename {self.target.parent.name}/{self.target.name}"
-        return f"{self.name} {self.path.name}"
 
 
 class Killed(BaseException):
@@ -155,22 +131,21 @@ class History:
 
     def __init__(self, base, log=()):
         self.base = base
-        self.log = list(log)
+        self.log = list(log)  # promises, and operations with the lines of code that asked for them
 
     @property
     def ops(self):
         """The operations alone."""
-        return [entry for entry in self.log if isinstance(entry, Seen)]
+        return [entry for entry in self.log if not isinstance(entry, Promise)]
 
     def add(self, work, last=-1):
         """Lets work be done; the process is killed before its `last`th operation, if given."""
-        ops = []
+        before = len(self.ops)
 
         def watch(op):
-            if len(ops) == last:
+            if len(self.ops) - before == last:
                 raise Killed
-            ops.append(op)
-            self.log.append(Seen(**vars(op), site=_site()))
+            self.log.append((op, _site()))
 
         def told(event, key):
             self.log.append(Promise(event, key))
@@ -186,7 +161,7 @@ class History:
             if isinstance(entry, Promise):
                 promises += (entry,)
             else:
-                disk.do(entry)
+                disk.do(entry[0])
             for names in NAMES:
                 for contents in CONTENTS:
                     left = disk.after_crash(names, contents)
@@ -199,31 +174,19 @@ class History:
         """What the first bad state is bad for; None when there is none."""
         return next(filter(None, (broken(*state) for state in self.states())), None)
 
-    def without(self, entry):
-        """The same, but for one operation."""
-        return History(self.base, (one for one in self.log if one is not entry))
-
-    def delayed(self, late, early):
-        """The same, but what has to come before `early` comes right after it."""
-        labels = [getattr(entry, "label", "") for entry in self.log]
-        source = next(n for n, label in enumerate(labels) if label.startswith(early))
-        before = max(n for n, label in enumerate(labels[:source]) if label.startswith(late))
-        entry, moved = self.log[before], self.log[source]
-        if moved.name == "rename" and moved.path in (entry.path, *entry.path.parents):
-            path = moved.target / entry.path.relative_to(moved.path)
-            entry = dataclasses.replace(entry, path=path)
-        rest = self.log[before + 1 : source + 1]
-        return History(self.base, [*self.log[:before], *rest, entry, *self.log[source + 1 :]])
-
 
 def syncs(histories, broken):
     """Where the code syncs, and those places of which some power loss shows that it must."""
-    asked = [(one, op) for one in histories for op in one.ops if op.name.startswith("fsync")]
-    needed = set()
-    for history, op in asked:
-        if op.site not in needed and history.without(op).first_broken(broken):
-            needed.add(op.site)
-    return {op.site for _, op in asked}, needed
+    asked, needed = set(), set()
+    for history in histories:
+        for entry in history.ops:
+            op, site = entry
+            if op.name.startswith("fsync"):
+                asked.add(site)
+                rest = History(history.base, (one for one in history.log if one is not entry))
+                if site not in needed and rest.first_broken(broken):
+                    needed.add(site)
+    return asked, needed
 
 
 def _site():

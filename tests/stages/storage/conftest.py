@@ -5,7 +5,7 @@ import os
 import pytest
 
 from align.stages.storage.cache_folder import CacheFolder
-from support.made_caches import make_cache, tree_of
+from support.made_caches import make_cache
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -21,11 +21,3 @@ def cache(tmp_path):
     """A finished cache of three shards."""
     make_cache(tmp_path / "cache")
     return CacheFolder(tmp_path / "cache")
-
-
-@pytest.fixture(scope="session")
-def clean_tree(tmp_path_factory):
-    """What a run leaves that nothing disturbed."""
-    root = tmp_path_factory.mktemp("clean") / "cache"
-    make_cache(root)
-    return tree_of(root)

@@ -27,6 +27,19 @@ def all_of(answers):
     return {key: answers.get(key)["text"] for key in "abcdefgh" if key in answers}
 
 
+DEAD = f".{'0' * 64}.jsonl.{'1' * 16}.tmp"
+
+
+def segments(answers_folder):
+    return sorted(answers_folder.glob("[!.]*"))
+
+
+@pytest.fixture
+def few_segments(monkeypatch):
+    """From its call on, three small segments are many."""
+    return lambda: monkeypatch.setattr(module, "MOST_SMALL", 2)
+
+
 def test_an_answer_is_there_for_every_process_once_it_is_added(answers_folder):
     first, second = Answers(answers_folder), Answers(answers_folder)
     first.add({"a": {"text": "one"}, "b": {"text": "two"}})
@@ -50,68 +63,56 @@ def test_a_refusal_is_known_to_every_process_until_there_is_an_answer(answers_fo
     assert all_of(other) == {"a": "one", "b": "two"}
 
 
-def test_nothing_is_written_for_no_answer(answers_folder):
-    Answers(answers_folder).add({})
-    assert not answers_folder.exists()
+def test_of_two_answers_to_one_key_the_smaller_line_counts_whoever_was_first(tmp_path):
+    for order in ("xb", "bx"):
+        for text in order:
+            added(tmp_path / order, a=text)
+        assert all_of(Answers(tmp_path / order)) == {"a": "b"}
 
 
-def test_of_two_answers_to_one_key_the_smaller_line_counts_whoever_was_first(
-    answers_folder, tmp_path
-):
-    added(answers_folder, a="x")
-    added(answers_folder, a="b")
-    other = tmp_path / "other"
-    added(other, a="b")
-    added(other, a="x")
-    assert all_of(Answers(answers_folder)) == {"a": "b"} == all_of(Answers(other))
-
-
-def test_an_answer_added_twice_makes_one_segment(answers_folder):
-    added(answers_folder, a="x")
-    added(answers_folder, a="x")
-    assert len([*answers_folder.iterdir()]) == 1
+def test_the_same_answers_are_one_segment_in_whatever_order_they_came(answers_folder):
+    # Were there two, one process could remove the first for the second, another the reverse.
+    for order in ("ab", "ba", "ba"):
+        added(answers_folder, **{key: key for key in order})
+    assert len(segments(answers_folder)) == 1
 
 
 def test_a_segment_is_named_by_its_bytes_and_a_damaged_one_is_refused(answers_folder):
     added(answers_folder, a="x")
-    (segment,) = answers_folder.iterdir()
+    for name in ("own.jsonl", ".notes", DEAD):
+        (answers_folder / name).write_text("half an ans")
+    Answers(answers_folder).merge()
+    assert not (answers_folder / DEAD).exists()  # the draft of a writer that was killed
+    assert all_of(Answers(answers_folder)) == {"a": "x"}
+    assert len([*answers_folder.iterdir()]) == 3
+    segment, _ = segments(answers_folder)
     assert segment.name == f"{hashlib.sha256(segment.read_bytes()).hexdigest()}.jsonl"
     segment.write_bytes(segment.read_bytes().replace(b"x", b"y"))
-    with pytest.raises(CorruptionError, match="damaged.*run the same command again"):
+    with pytest.raises(CorruptionError, match=f"{segment.name}.*run the same command again"):
         Answers(answers_folder)
 
 
-def test_files_that_are_not_segments_are_left_alone(answers_folder):
-    answers_folder.mkdir()
-    (answers_folder / "own.jsonl").write_text("not ours")
-    added(answers_folder, a="x")
-    assert all_of(Answers(answers_folder)) == {"a": "x"}
-    assert (answers_folder / "own.jsonl").read_text() == "not ours"
-
-
-@pytest.fixture
-def few_segments(monkeypatch):
-    """From its call on, three small segments are many."""
-    return lambda: monkeypatch.setattr(module, "MOST_SMALL", 2)
-
-
-def test_small_segments_are_merged_and_every_answer_stays(answers_folder, few_segments):
-    for key in "abcd":
-        added(answers_folder, **{key: key * 3})
+@pytest.mark.parametrize("place", ["disk", "store"])
+def test_small_segments_are_merged_while_answers_are_added_and_read(
+    answers_folder, few_segments, monkeypatch, request, place
+):
+    if place == "store":
+        answers_folder = request.getfixturevalue("bucket") / "answers"
+    monkeypatch.setattr(module, "KEPT_SEGMENTS", 1)  # so that a reader reads them again
+    assert all_of(Answers(answers_folder)) == {}
     few_segments()
-    answers = Answers(answers_folder)
-    answers.merge()
-    assert len([*answers_folder.iterdir()]) == 1
-    assert all_of(answers) == {key: key * 3 for key in "abcd"} == all_of(Answers(answers_folder))
-
-
-def test_small_segments_are_merged_while_answers_are_added(answers_folder, few_segments):
-    few_segments()
-    answers = Answers(answers_folder)
-    for key in "abcdefgh":
-        answers.add({key: {"text": key}})
+    for key in "ab":
+        added(answers_folder, **{key: key})
+    reader, writer = Answers(answers_folder), Answers(answers_folder)
+    for key in "cdef":
+        added(answers_folder, **{key: key})
         assert len([*answers_folder.iterdir()]) <= 2
-    assert all_of(Answers(answers_folder)) == {key: key for key in "abcdefgh"}
+    assert [reader.get(key)["text"] for key in "ab"] == ["a", "b"]
+    reader.look()
+    assert all_of(reader) == {key: key for key in "abcdef"} == all_of(Answers(answers_folder))
+    assert dict(reader.of("abc")) == {key: {"text": key} for key in "abc"}
+    writer.add({"a": {"text": "A"}})  # what it knew of it was merged away
+    assert all_of(writer) == {key: key for key in "abcdef"} | {"a": "A"}
 
 
 def test_an_answer_that_no_table_can_hold_is_missing_until_another_takes_its_place(
@@ -123,7 +124,7 @@ def test_an_answer_that_no_table_can_hold_is_missing_until_another_takes_its_pla
     Answers(answers_folder).add({"a": poison, "b": usable})
     opened = Answers(answers_folder)
     assert opened.missing(["a", "b"]) == ["a"]
-    assert f"{answers_folder} holds 1 answer with a number of tokens" in caplog.text
+    assert f"{answers_folder} holds 1 answer" in caplog.text
     caplog.clear()
     few_segments()
     opened.add({"a": usable})
@@ -134,152 +135,38 @@ def test_an_answer_that_no_table_can_hold_is_missing_until_another_takes_its_pla
     assert not [one for one in answers_folder.iterdir() if str(10**20) in one.read_text()]
 
 
-def test_few_segments_and_large_ones_are_not_merged(answers_folder, few_segments, monkeypatch):
-    added(answers_folder, a="x")
-    added(answers_folder, b="y")
-    few_segments()
-    Answers(answers_folder).merge()
-    assert len([*answers_folder.iterdir()]) == 2
-    monkeypatch.setattr(module, "SMALL_BYTES", 40)
-    added(answers_folder, c="z" * 50)
-    added(answers_folder, d="z" * 50)
-    Answers(answers_folder).merge()
-    assert len([*answers_folder.iterdir()]) == 4
-
-
-def test_merged_segments_are_of_a_bounded_size(answers_folder, few_segments, monkeypatch):
-    for key in "abcde":
-        added(answers_folder, **{key: "x"})
-    few_segments()
-    monkeypatch.setattr(module, "MERGED_BYTES", 70)  # two lines of 34 bytes
-    monkeypatch.setattr(module, "SMALL_BYTES", 40)
-    for lines in ([1, 1, 1, 2], [1, 2, 2], [1, 2, 2]):
-        Answers(answers_folder).merge()
-        found = sorted(len(path.read_bytes().splitlines()) for path in answers_folder.iterdir())
-        assert found == lines
-    assert all_of(Answers(answers_folder)) == dict.fromkeys("abcde", "x")
-
-
-def test_a_reader_goes_on_when_another_process_merges_what_it_reads(
-    answers_folder, few_segments, monkeypatch
-):
-    monkeypatch.setattr(module, "KEPT_SEGMENTS", 1)  # so that it reads them again
-    for key in "abc":
-        added(answers_folder, **{key: key})
-    few_segments()
-    reader = Answers(answers_folder)
-    Answers(answers_folder).merge()
-    assert all_of(reader) == {"a": "a", "b": "b", "c": "c"}
-    assert dict(reader.of("abc")) == {key: {"text": key} for key in "abc"}
-
-
-def test_a_writer_goes_on_when_the_answer_it_repeats_was_merged_away(
-    answers_folder, few_segments, monkeypatch
-):
-    monkeypatch.setattr(module, "KEPT_SEGMENTS", 1)
-    for key in "abc":
-        added(answers_folder, **{key: "later"})
-    few_segments()
-    writer = Answers(answers_folder)
-    Answers(answers_folder).merge()
-    writer.add({"a": {"text": "earlier"}})
-    assert all_of(writer) == {"a": "earlier", "b": "later", "c": "later"}
-    assert all_of(Answers(answers_folder)) == all_of(writer)
-
-
-def test_two_that_merge_at_once_lose_nothing(answers_folder, few_segments):
-    for key in "abc":
-        added(answers_folder, **{key: key})
-    few_segments()
-    first, second = Answers(answers_folder), Answers(answers_folder)
-    added(answers_folder, d="d")
-    second.look()
-    first.merge()
-    second.merge()
-    third = Answers(answers_folder)
-    third.merge()
-    assert all_of(third) == {key: key for key in "abcd"}
-
-
-def test_segments_that_hold_the_same_answers_are_one_in_whatever_order_they_came(answers_folder):
-    # Were there two, one process could remove the first for the second, another the reverse.
-    one, other = {"a": {"text": "a"}, "b": {"text": "b"}}, {"b": {"text": "b"}, "a": {"text": "a"}}
-    Answers(answers_folder).add(one)
-    Answers(answers_folder).add(other)
-    assert len([*answers_folder.iterdir()]) == 1
-
-
 def test_what_is_merged_holds_every_key_of_what_it_is_merged_from(answers_folder, few_segments):
     added(answers_folder, a="a", large="x")
     added(answers_folder, a="a", b="b")
     added(answers_folder, c="c")
     few_segments()
-    with mock.patch.object(module.places, "unlink") as removed:
+    with mock.patch.object(module.places, "unlink") as removed:  # as if it were killed before
         Answers(answers_folder).merge()
-    left = {path.name for path in answers_folder.iterdir()}
     gone = {Path(call.args[0]).name for call in removed.call_args_list}
     assert len(gone) == 3
-    (merged,) = left - gone
-    lines = (answers_folder / merged).read_text().splitlines()
+    (merged,) = [path for path in segments(answers_folder) if path.name not in gone]
+    lines = merged.read_text().splitlines()
     assert sorted(json.loads(line)["key"] for line in lines) == ["a", "b", "c", "large"]
+    Answers(answers_folder).merge()
+    assert segments(answers_folder) == [merged]
 
 
-def test_an_answer_in_two_segments_is_known_when_one_of_them_goes(answers_folder):
+def test_an_answer_in_two_segments_is_known_when_one_of_them_goes(answers_folder, monkeypatch):
+    monkeypatch.setattr(module, "KEPT_SEGMENTS", 0)
     for other in "bc":
         added(answers_folder, a="a", **{other: other})
     reader = Answers(answers_folder)
-    for path in [*answers_folder.iterdir()]:
-        content = path.read_bytes()
+    for path in segments(answers_folder):
+        held = path.read_bytes()
         path.unlink()
         reader.look()
         assert reader.get("a") == {"text": "a"}
-        path.write_bytes(content)
+        path.write_bytes(held)
         reader.look()
-
-
-def test_an_answer_whose_segment_was_taken_away_is_reported(answers_folder, monkeypatch):
-    monkeypatch.setattr(module, "KEPT_SEGMENTS", 0)
-    added(answers_folder, a="x")
-    reader = Answers(answers_folder)
-    for path in answers_folder.iterdir():
+    for path in segments(answers_folder):
         path.unlink()
     with pytest.raises(CorruptionError, match="gone"):
         reader.get("a")
-
-
-def test_a_draft_of_a_killed_writer_is_removed_and_that_of_a_live_one_stays(answers_folder):
-    added(answers_folder, a="x")
-    dead = answers_folder / f".{'0' * 64}.jsonl.{'1' * 16}.tmp"
-    dead.write_bytes(b"half an ans")
-    own = answers_folder / ".notes"
-    own.write_bytes(b"of the user")
-    Answers(answers_folder).merge()
-    assert not dead.exists()
-    assert own.exists()
-    assert all_of(Answers(answers_folder)) == {"a": "x"}
-
-
-def test_a_store_of_objects_keeps_answers_as_a_disk_does(bucket, few_segments):
-    place = bucket / "answers"
-    assert all_of(Answers(place)) == {}
-    few_segments()
-    reader = Answers(place)
-    for key in "abc":
-        added(place, **{key: key})
-    reader.look()
-    Answers(place).merge()
-    assert len([*place.iterdir()]) == 1
-    assert all_of(reader) == all_of(Answers(place)) == {"a": "a", "b": "b", "c": "c"}
-
-
-def test_contents_in_memory_are_bounded(answers_folder):
-    answers = Answers(answers_folder)
-    for number in range(20):
-        answers.add({str(number): {"text": "x" * 1000}})
-    other = Answers(answers_folder)
-    assert len(other) == 20
-    kept = vars(other)["_contents"]
-    assert len(kept) <= module.KEPT_SEGMENTS
 
 
 def test_many_that_add_and_merge_at_once_lose_nothing(answers_folder, monkeypatch):
@@ -288,7 +175,7 @@ def test_many_that_add_and_merge_at_once_lose_nothing(answers_folder, monkeypatc
 
     def work(number):
         answers, draw, mine = Answers(answers_folder), random.Random(number), []
-        for step in range(60):
+        for step in range(40):
             # Some keys are of all of them.
             keys = [f"{number}-{step}", str(draw.randrange(50)), str(draw.randrange(50))]
             answers.add({key: {"text": f"{key} of {number}"} for key in keys})

@@ -1,27 +1,39 @@
+"""Checkpoints: saved by all ranks or by none, kept while they are wanted, whole when chosen."""
+
 import json
+import os
 import re
-import signal
 
 import pytest
 
-from align.schemas.checkpoint import Retention
-from align.stages.storage import fs
-from align.stages.storage.checkpoints import (
-    add_checkpoint_metrics,
-    choose_checkpoint,
-    verify_checkpoint,
-)
-from align.stages.storage.failpoints import OF_A_RUN
-from align.stages.storage.run_folder import RunFolder
-from support.checkpoint_saves import JOURNAL, Ranks, content, save, train, writer
-from support.made_caches import in_child, tree_of
+from align.schemas.checkpoint import FORMAT_VERSION, Retention
+from align.schemas.errors import CorruptionError, FingerprintError
+from align.schemas.json_codec import digest, to_json
+from align.stages.storage import fs, objects
+from align.stages.storage.checkpoints import choose_checkpoint, verify_checkpoint
+from align.stages.storage.run_folder import RECORD_NAME
+from align.stages.storage.run_store import RunStore
+from support.checkpoint_saves import content, measure, save, save_together, writer
+from support.made_caches import tree_of
+
+ALL = Retention(keep_last=3)
 
 
-def names(folder):
-    return sorted(path.name for path in folder.checkpoints.iterdir())
+@pytest.fixture
+def saved_run(prepared_run):
+    """A run with checkpoints of three steps."""
+    for step in (1, 2, 3):
+        save(prepared_run, step, retention=ALL)
+    return prepared_run
+
+
+def step_chosen(folder):
+    chosen = choose_checkpoint(folder)
+    return chosen.checkpoint.position.global_step if chosen else None
 
 
 def test_what_was_saved_is_what_is_chosen(prepared_run):
+    assert step_chosen(prepared_run) is None
     assert save(prepared_run, 3, loss=0.5, odd=float("nan")).succeeded
     chosen = choose_checkpoint(prepared_run)
     position = chosen.checkpoint.position
@@ -29,19 +41,19 @@ def test_what_was_saved_is_what_is_chosen(prepared_run):
     assert position.metrics == {"loss": 0.5}
     assert not chosen.set_aside
     assert (prepared_run.step(3) / "state-0.pt").read_bytes() == content(3, "state-0.pt")
-    assert names(prepared_run) == ["latest", "step-00000003"]
-    assert prepared_run.latest.read_text() == "step-00000003\n"
+    assert {path.name for path in prepared_run.checkpoints.iterdir()} == {"latest", "step-00000003"}
+    assert prepared_run.latest_step() == 3
 
 
 def test_ranks_save_one_checkpoint_together(prepared_run):
-    told = Ranks(3).save(prepared_run, 2, [writer(2, rank) for rank in range(3)])
+    told = save_together(prepared_run, 2, [writer(2, rank) for rank in range(3)])
     assert [saved.succeeded for saved in told] == [True] * 3
-    files = [file.path for file in verify_checkpoint(prepared_run.step(2)).files]
-    assert files == sorted(
+    files = {file.path for file in verify_checkpoint(prepared_run.step(2)).files}
+    assert files == {
         path
         for rank in range(3)
         for path in (f"state-{rank}.pt", f"weights/{rank}-a.bin", f"weights/{rank}-b.bin")
-    )
+    }
 
 
 def full_disk(draft):
@@ -57,122 +69,163 @@ def boastful(draft):
     return [*writer(2, 1)(draft), "never-written"]
 
 
+def greedy(draft):
+    while not (draft / "state-0.pt").exists() or not (draft / "state-0.pt").stat().st_size:
+        pass
+    return ["state-0.pt"]
+
+
 @pytest.mark.parametrize(
     ("write", "said"),
     [
         (full_disk, "rank 1: PytorchStreamWriter failed"),
-        (forgetful, "differs from what the ranks wrote: state-1.pt"),
+        (forgetful, "state-1.pt"),
         (boastful, "rank 1: .*never-written"),
+        (greedy, "two ranks wrote the same file"),
     ],
 )
 def test_a_failure_of_one_rank_reaches_all_and_leaves_nothing(prepared_run, write, said):
-    Ranks(2).save(prepared_run, 1, [writer(1, rank) for rank in range(2)])
+    save_together(prepared_run, 1, [writer(1, rank) for rank in range(2)])
     before = tree_of(prepared_run.root)
-    told = Ranks(2).save(prepared_run, 2, [writer(2), write])
+    told = save_together(prepared_run, 2, [writer(2), write])
     assert told[0] == told[1]
     assert re.search(said, told[0].failure)
     assert tree_of(prepared_run.root) == before
-    assert choose_checkpoint(prepared_run).checkpoint.position.global_step == 1
-
-
-def test_a_file_is_written_by_one_rank_only(prepared_run):
-    gate = Ranks(2)
-    told = gate.save(prepared_run, 2, [writer(2), lambda draft: _after(draft, "state-0.pt")])
-    assert "two ranks wrote the same file" in told[1].failure
-
-
-def _after(draft, name):
-    while not (draft / name).exists() or not (draft / name).stat().st_size:
-        pass
-    return [name]
+    assert step_chosen(prepared_run) == 1
 
 
 def test_the_newest_few_and_the_best_stay(prepared_run):
-    losses = {10: 3.0, 20: 1.0, 30: 2.0, 40: 2.5, 50: 4.0}
-    for step, loss in losses.items():
+    for step, loss in {10: 3.0, 20: 1.0, 30: 2.0, 40: 1.0, 50: 4.0, 60: 5.0}.items():
         save(prepared_run, step, **{"eval/loss": loss})
-    assert prepared_run.steps() == [20, 40, 50]
+    assert prepared_run.steps() == [20, 50, 60]  # of equals the first is the best
 
 
-@pytest.mark.parametrize("sign", ["", "+", "-"])
 @pytest.mark.parametrize(
-    ("metric", "best"),
+    ("best", "kept"),
     [
         ("eval/loss", 20),
         ("eval/loss/dpo", 20),
         ("eval/nll/desirable", 20),
         ("kl/raw", 20),
         ("eval/rewards/rejected", 20),
-        ("grad_norm", 20),
         ("eval/rewards/accuracies", 10),
-        ("eval/never", None),
+        ("+eval/loss", 10),
+        ("-eval/rewards/accuracies", 20),
+        ("eval/never", 30),
     ],
 )
-def test_a_loss_is_best_where_it_is_lowest_unless_a_sign_says_otherwise(
-    prepared_run, metric, best, sign
-):
-    keep = Retention(keep_last=1, best=f"{sign}{metric}")
-    best = best and {"": best, "+": 10, "-": 20}[sign]
+def test_a_loss_is_best_where_it_is_lowest_unless_a_sign_says_otherwise(prepared_run, best, kept):
+    keep = Retention(keep_last=1, best=best)
     for step, value in {10: 3.0, 20: 1.0, 30: 2.0}.items():
-        values = {} if best is None else {metric: value}
+        values = {} if best == "eval/never" else {best.lstrip("+-"): value}
         save(prepared_run, step, retention=keep, **values)
-    assert prepared_run.steps() == [*([best] if best else []), 30]
+    assert prepared_run.steps() == sorted({kept, 30})
 
 
 def test_what_is_measured_after_the_save_counts(prepared_run):
     keep = Retention(keep_last=1, best="eval/loss")
     for step, loss in {10: 1.0, 20: 3.0, 30: 2.0}.items():
         save(prepared_run, step, retention=keep, lr=0.5)
-        more = {"eval/loss": loss, "eval/odd": float("nan")}
-        add_checkpoint_metrics(
-            prepared_run, step, more, journal=JOURNAL, run_id="run", retention=keep
-        )
+        measure(prepared_run, step, keep, **{"eval/loss": loss, "eval/odd": float("nan")})
+    metrics = verify_checkpoint(prepared_run.step(30)).position.metrics
+    assert metrics == {"lr": 0.5, "eval/loss": 2.0}
     assert prepared_run.steps() == [10, 30]
-    assert verify_checkpoint(prepared_run.step(30)).position.metrics == {
-        "lr": 0.5,
-        "eval/loss": 2.0,
-    }
-    assert names(prepared_run) == ["latest", "step-00000010", "step-00000030"]
 
 
-def test_the_first_of_equals_is_the_best(prepared_run):
-    keep = Retention(keep_last=1, best="eval/loss")
-    for step in (10, 20, 30, 40):
-        save(prepared_run, step, retention=keep, **{"eval/loss": 1.0})
-    assert prepared_run.steps() == [10, 40]
+def test_later_steps_of_another_future_go_with_the_next_checkpoint(saved_run):
+    fs.publish(saved_run.latest, b"step-00000001\n", label="latest")
+    assert step_chosen(saved_run) == 1  # it counts before what is newer
+    assert saved_run.steps() == [1, 2, 3]
+    save(saved_run, 2, retention=ALL)
+    assert saved_run.steps() == [1, 2]
 
 
-def test_later_steps_of_another_future_go_with_the_next_checkpoint(prepared_run):
-    for step in (10, 20, 30):
-        save(prepared_run, step, retention=Retention(keep_last=3))
-    fs.publish(prepared_run.latest, b"step-00000010\n", label="latest")
-    assert choose_checkpoint(prepared_run).checkpoint.position.global_step == 10
-    save(prepared_run, 20, retention=Retention(keep_last=3))
-    assert prepared_run.steps() == [10, 20]
+@pytest.mark.parametrize("text", [b"", b"step-00000009\n", b"../../etc", b"step-3", b"\xff", None])
+def test_a_latest_that_names_nothing_is_replaced_by_the_newest(saved_run, text, caplog):
+    saved_run.latest.unlink()
+    if text is not None:
+        saved_run.latest.write_bytes(text)
+    assert step_chosen(saved_run) == 3
+    assert "does not name a checkpoint" in caplog.text
 
 
-@pytest.mark.parametrize("name", OF_A_RUN)
-@pytest.mark.parametrize("action", ["kill", "term", "eio", "enospc"])
-def test_a_run_stopped_while_it_saves_resumes_from_a_whole_checkpoint(tmp_path, name, action):
-    clean = RunFolder(tmp_path / "clean")
-    train(clean)
-    for visit in (1,) if name.startswith("model") else (1, 2, 4):
-        folder = RunFolder(tmp_path / str(visit))
-        expected = {"kill": signal.SIGKILL, "term": signal.SIGTERM}.get(action, 74 << 8)
-        assert in_child(lambda to=folder: train(to), f"{name}={action}@{visit}") == expected
-        for path in folder.checkpoints.glob("step-*"):
-            verify_checkpoint(path)
-        train(folder)
-        assert tree_of(clean.root).items() <= tree_of(folder.root).items()
-        assert not list(folder.root.rglob(".*"))
+def edit(change):
+    def damage(step):
+        plain = json.loads((step / RECORD_NAME).read_bytes())
+        change(plain)
+        del plain["digest"]
+        (step / RECORD_NAME).write_text(to_json(plain | {"digest": digest(plain)}))
+
+    return damage
 
 
-def test_at_most_the_steps_since_the_last_save_are_lost(tmp_path):
-    folder = RunFolder(tmp_path / "run")
-    assert in_child(lambda: train(folder), "checkpoint.before_rename=kill@3") == signal.SIGKILL
-    assert train(folder) == 4
-    assert (
-        in_child(lambda: train(folder, steps=10), "checkpoint.after_rename=kill") == signal.SIGKILL
-    )
-    assert json.loads((folder.step(10) / "align_checkpoint.json").read_bytes())
-    assert train(folder, steps=10) == 8  # what `latest` names counts; 10 is made again
+def linked(name):
+    def damage(step):
+        (step / name).rename(step.parent / "elsewhere")
+        (step / name).symlink_to(step.parent / "elsewhere")
+
+    return damage
+
+
+NAMES = ("../state-0.pt", "/etc/passwd", "weights/0-a.bin", "./state-0.pt", "..\\state-0.pt")
+DAMAGE = {
+    "a cut file": lambda step: os.truncate(step / "state-0.pt", 5),
+    "a missing file": lambda step: (step / "weights" / "0-b.bin").unlink(),
+    "a missing record": lambda step: (step / RECORD_NAME).unlink(),
+    "a torn record": lambda step: os.truncate(step / RECORD_NAME, 40),
+    "a file too many": lambda step: (step / "zero_pp_rank_1_optim_states.pt").touch(),
+    "a link for a file": linked("state-0.pt"),
+    "a link for a folder": linked("weights"),
+    "a pipe": lambda step: os.mkfifo(step / "pipe"),
+    "another step's record": edit(lambda plain: plain["position"].update(global_step=4)),
+    "an unknown field": edit(lambda plain: plain.update(extra=1)),
+    **{name: edit(lambda plain, to=name: plain["files"][0].update(path=to)) for name in NAMES},
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_damaged_checkpoint_is_set_aside_and_an_older_one_chosen(saved_run, what, caplog):
+    DAMAGE[what](saved_run.step(3))
+    chosen = choose_checkpoint(saved_run)
+    assert chosen.checkpoint.position.global_step == 2
+    assert saved_run.steps() == [1, 2]
+    (aside,) = saved_run.checkpoints.glob(".bad-step-00000003-*")
+    assert chosen.set_aside == (aside.name,)
+    assert aside.name in caplog.text
+    assert step_chosen(saved_run) == 2  # and again, though `latest` still names step 3
+    for step in (1, 2):
+        (saved_run.step(step) / RECORD_NAME).unlink()
+    assert step_chosen(saved_run) is None
+
+
+def of_format(version):
+    return edit(lambda plain: plain.update(format_version=version))
+
+
+@pytest.mark.parametrize(("by", "which"), [(1, "a newer"), (-1, "the older")])
+def test_a_checkpoint_of_another_format_is_refused_and_left_in_peace(saved_run, by, which):
+    of_format(FORMAT_VERSION + by)(saved_run.step(3))
+    with pytest.raises(FingerprintError, match=f"Install {which} align"):
+        choose_checkpoint(saved_run)
+    assert saved_run.steps() == [1, 2, 3]
+
+
+def test_a_record_in_a_store_is_held_to_what_holds_on_a_disk(saved_run, bucket):
+    path = bucket / "checkpoints" / "step-00000003.json"
+    for what in ("another step's record", "../state-0.pt", "a torn record"):
+        DAMAGE[what](saved_run.step(3))
+        objects.put(path, (saved_run.step(3) / RECORD_NAME).read_bytes())
+        with pytest.raises(CorruptionError, match=str(path)):
+            RunStore(bucket, saved_run).pull()
+
+
+def test_every_flipped_bit_of_a_checkpoint_is_found(saved_run):
+    step = saved_run.step(3)
+    for path in [path for path in step.rglob("*") if path.is_file()]:
+        whole = path.read_bytes()
+        for place in range(len(whole)):
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+            with pytest.raises((CorruptionError, FingerprintError)):
+                verify_checkpoint(step)
+        path.write_bytes(whole)
+    verify_checkpoint(step)

@@ -1,26 +1,26 @@
 import dataclasses
 import json
-import logging
 import math
 import os
 
 import pyarrow.parquet as pq
 import pytest
 
-from align.schemas.errors import CorruptionError, NonFiniteError, StorageError
+from align.schemas.errors import AlignError, CorruptionError, NonFiniteError, StorageError
 from align.schemas.json_codec import digest, to_json
 from align.schemas.rows import Rejected
 from align.stages.storage import commits
 from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.commits import commit_unit, read_commits
+from align.stages.storage.manifest_file import load_plan, write_plan
 from align.stages.storage.shards import read_shard, write_shard
 from align.stages.storage.verify_cache import check_shard
 from support.flips import flipped
-from support.made_caches import FACTS, block_of
+from support.made_caches import FACTS, at_once, block_of, plan_of
 
 
-@pytest.fixture(name="work")
-def _work(tmp_path):
+@pytest.fixture
+def work(tmp_path):
     folder = CacheFolder(tmp_path / "cache")
     folder.prepare()
     work = folder.work("a" * 64)
@@ -30,6 +30,7 @@ def _work(tmp_path):
 
 def test_a_commit_describes_its_shard(work):
     block = block_of(9, 1)
+    (work.commits / ".00000000.json.ab.tmp").write_text("half")  # left by a killed run
     commit = commit_unit(work, "run", 4, block, FACTS)
     check_shard(work.cache, commit)
     assert commit.file == f"part-00000004-{commit.sha256[:16]}.parquet"
@@ -38,14 +39,14 @@ def test_a_commit_describes_its_shard(work):
     assert commit.logp_sum == pytest.approx(block.logps.sum(), rel=1e-12)
     assert commit.logp_min <= commit.logp_sum / commit.branches <= commit.logp_max
     assert read_commits(work, 5) == {4: commit}
+    assert read_commits(work.cache.work("b" * 64), 1) == {}
     assert not list(work.tmp("run").iterdir())
-
-
-def test_a_unit_without_rows_is_committed_too(work):
-    commit = commit_unit(work, "run", 0, block_of(0, 1), FACTS)
-    assert (commit.rows, commit.row_groups, commit.logp_sum) == (0, 0, 0.0)
-    assert len(read_shard(work.cache.data / commit.file).rows) == 0
-    assert read_commits(work, 1) == {0: commit}
+    with pytest.raises(CorruptionError, match="none of the 3 units of this plan"):
+        read_commits(work, 3)
+    empty = commit_unit(work, "run", 0, block_of(0, 1), FACTS)
+    assert (empty.rows, empty.row_groups, empty.logp_sum) == (0, 0, 0.0)
+    assert len(read_shard(work.cache.data / empty.file).rows) == 0
+    assert read_commits(work, 5) == {0: empty, 4: commit}
 
 
 @pytest.fixture
@@ -69,32 +70,11 @@ def test_a_commit_names_the_rows_its_unit_lost(work, lossy):
     assert len(list(work.cache.quarantine.iterdir())) == 1
 
 
-@pytest.mark.parametrize("harm", ["gone", "short", "misnamed"])
-def test_a_commit_without_its_quarantine_is_refused(work, lossy, harm):
-    (entry,) = commit_unit(work, "run", 0, block_of(5, 1), lossy).quarantine
-    path = work.cache.root / entry.file
-    if harm == "gone":
-        path.unlink()
-    elif harm == "short":
-        path.write_bytes(path.read_bytes()[:-1])
-    else:
-        _edit(work.commit(0), quarantine=[dataclasses.asdict(entry) | {"file": "../x"}])
-    said = {"gone": "is missing", "short": "instead of", "misnamed": "names the quarantine"}
-    with pytest.raises(CorruptionError, match=said[harm]):
-        read_commits(work, 1)
-
-
-def test_the_same_unit_twice_is_one_commit(work, caplog):
-    first = commit_unit(work, "one", 0, block_of(5, 1), FACTS)
-    assert commit_unit(work, "two", 0, block_of(5, 1), FACTS) == first
-    assert len(list(work.cache.data.iterdir())) == 1
-    assert caplog.records == []
-
-
 def test_the_first_of_two_different_shards_is_kept(work, caplog):
     first = commit_unit(work, "one", 0, block_of(5, 1), FACTS)
-    with caplog.at_level(logging.WARNING, logger="align"):
-        assert commit_unit(work, "two", 0, block_of(5, 2), FACTS) == first
+    assert commit_unit(work, "two", 0, block_of(5, 1), FACTS) == first
+    assert caplog.records == []
+    assert commit_unit(work, "three", 0, block_of(5, 2), FACTS) == first
     assert "another worker's shard is kept" in caplog.text
     assert [path.name for path in work.cache.data.iterdir()] == [first.file]
 
@@ -115,28 +95,13 @@ def test_workers_without_any_lock_end_with_one_commit_per_unit(work, same_bytes)
             block = block_of(5, unit if same_bytes else 10 * unit + worker)
             commit_unit(work, f"run-{worker}", unit, block, FACTS)
 
-    start, go = os.pipe()
-    pids = []
-    for worker in range(4):
-        pids.append(os.fork())
-        if not pids[-1]:
-            try:
-                os.close(go)
-                os.read(start, 1)
-                compete(worker)
-            finally:
-                os._exit(0)
-    os.close(go)
-    for pid in pids:
-        os.waitpid(pid, 0)
-    os.close(start)
+    assert at_once(4, compete) == [0] * 4
     kept = read_commits(work, 6)
     assert sorted(kept) == list(range(6))
     for commit in kept.values():
         check_shard(work.cache, commit)
-    assert {path.name for path in work.cache.data.iterdir()} == {
-        commit.file for commit in kept.values()
-    }
+    names = {path.name for path in work.cache.data.iterdir()}
+    assert names == {commit.file for commit in kept.values()}
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -161,9 +126,9 @@ def test_a_disk_that_changes_bytes_on_the_way_is_noticed(work, monkeypatch, chan
             block = block_of(50, 1)
             write_shard(draft, dataclasses.replace(block, logps=block.logps * 2))
         else:
-            flipped = bytearray(good)
-            flipped[300] ^= 1  # a token id
-            draft.write_bytes(flipped if change == "bit" else good[:-9])
+            bad = bytearray(good)
+            bad[300] ^= 1  # a token id
+            draft.write_bytes(bad if change == "bit" else good[:-9])
 
     monkeypatch.setattr(commits, "reach", spoil)
     with pytest.raises(StorageError, match="what was read back is not what was written"):
@@ -172,57 +137,57 @@ def test_a_disk_that_changes_bytes_on_the_way_is_noticed(work, monkeypatch, chan
     assert list(work.cache.data.iterdir()) == []
 
 
-def _edit(path, **fields):
+ELSEWHERE = {"file": "../x", "bytes": 1, "sha256": "0", "rows": 1}
+
+
+def quarantine_of(work, commit):
+    return work.cache.root / commit.quarantine[0].file
+
+
+def edited(**fields):
     """Changes a commit and signs it anew."""
-    plain = json.loads(path.read_text()) | fields
-    del plain["digest"]
-    path.write_text(to_json(plain | {"digest": digest(plain)}))
+
+    def edit(work, _):
+        plain = json.loads(work.commit(0).read_text()) | fields
+        del plain["digest"]
+        work.commit(0).write_text(to_json(plain | {"digest": digest(plain)}))
+
+    return edit
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("harm", "said"),
     [
-        ({"unit": 1}, "names unit 1"),
-        ({"file": "../../part"}, "names unit 0 and file"),
-        ({"sha256": "0" * 64}, "names unit 0 and file"),
-        ({"rows": "five"}, "rows: expected a whole number"),
-        ({"bytes": 1}, "instead of 1"),
+        (lambda work, commit: work.cache.shard(commit).unlink(), "is missing"),
+        (lambda work, commit: quarantine_of(work, commit).unlink(), "is missing"),
+        (lambda work, commit: os.truncate(quarantine_of(work, commit), 9), "instead of"),
+        (edited(quarantine=[ELSEWHERE]), "names the quarantine '../x'"),
+        (edited(unit=1), "names unit 1"),
+        (edited(file="../../part"), "names unit 0 and file"),
+        (edited(sha256="0" * 64), "names unit 0 and file"),
+        (edited(rows="five"), "rows: expected a whole number"),
+        (edited(bytes=1), "instead of 1"),
     ],
 )
-def test_an_edited_commit_is_refused(work, fields, said):
-    commit_unit(work, "run", 0, block_of(5, 1), FACTS)
-    _edit(work.commit(0), **fields)
+def test_a_commit_of_what_is_not_there_is_refused(work, lossy, harm, said):
+    harm(work, commit_unit(work, "run", 0, block_of(5, 1), lossy))
     with pytest.raises(CorruptionError, match=said):
         read_commits(work, 2)
 
 
 @pytest.mark.parametrize("flips", [60, pytest.param(600, marks=pytest.mark.long)])
-def test_a_commit_with_a_flipped_bit_is_refused(work, lossy, flips):
+def test_a_commit_or_a_plan_with_a_flipped_bit_is_refused(work, lossy, flips):
     commit = commit_unit(work, "run", 0, block_of(5, 1), lossy)
-    path = work.commit(0)
-    good = path.read_bytes()
-    for damaged in flipped(good, flips):
-        path.write_bytes(damaged)
-        with pytest.raises(CorruptionError, match=r"00000000\.json.*Remove this file"):
-            read_commits(work, 1)
-    path.write_bytes(good)
-    assert read_commits(work, 1) == {0: commit}
-
-
-def test_a_commit_of_no_unit_of_the_plan_is_refused(work):
-    commit_unit(work, "run", 3, block_of(5, 1), FACTS)
-    with pytest.raises(CorruptionError, match="none of the 3 units of this plan"):
-        read_commits(work, 3)
-
-
-def test_a_commit_whose_shard_is_missing_is_refused(work):
-    commit = commit_unit(work, "run", 0, block_of(5, 1), FACTS)
-    (work.cache.data / commit.file).unlink()
-    with pytest.raises(CorruptionError, match="is missing"):
-        read_commits(work, 1)
-
-
-def test_drafts_of_a_killed_run_are_not_read_as_commits(work):
-    (work.commits / ".00000000.json.ab.tmp").write_text("half")
-    assert read_commits(work, 1) == {}
-    assert read_commits(work.cache.work("b" * 64), 1) == {}
+    plan = write_plan(work, plan_of([1]))
+    for path, read, held in [
+        (work.commit(0), lambda: read_commits(work, 1), {0: commit}),
+        (work.plan, lambda: load_plan(work), plan),
+    ]:
+        good = path.read_bytes()
+        for damaged in flipped(good, flips):
+            path.write_bytes(damaged)
+            with pytest.raises(AlignError, match=rf"{path.name}.*Remove") as refused:
+                read()
+            assert refused.value.exit_code in (4, 5)
+        path.write_bytes(good)
+        assert read() == held

@@ -1,7 +1,6 @@
 """Local copies of a real server's objects: checked, bounded, shared by threads and processes."""
 
 import hashlib
-import os
 import subprocess
 import sys
 import threading
@@ -11,10 +10,10 @@ import pytest
 
 from align.schemas.errors import CorruptionError, StorageError, UsageError
 from align.schemas.file_version import FileVersion
-from align.stages.storage import local_copies, object_stores, objects
+from align.stages.storage import local_copies, objects
 from align.stages.storage.digest_memory import own_digests
 from align.stages.storage.shards import write_shard
-from support.object_server import Faults, environment, faulty_proxy
+from support.object_server import Faults, faulty_proxy, use
 from support.patience import PATIENCE
 from support.shard_cache import block_of, keep_version, rotting_footers
 
@@ -41,11 +40,8 @@ def requests_of(bucket, object_server, monkeypatch):
     """A proxy before the server that notes what is asked, and can damage what is read."""
     faults = Faults(lambda method, _, headers: method == "GET")
     with faulty_proxy(object_server, faults) as url:
-        for name, value in environment(url).items():
-            monkeypatch.setenv(name, value)
-        object_stores.open_store.cache_clear()
+        use(monkeypatch, url)
         yield faults
-    object_stores.open_store.cache_clear()
 
 
 def stored(path, payload):
@@ -58,63 +54,65 @@ def content(path):
         return source.read()
 
 
+def held(place):
+    return {path.name: path.stat().st_size for path in place.shards.iterdir()}
+
+
 def reads(faults):
     return [path for method, path in faults.requests if method == "GET"]
 
 
-def test_an_object_is_fetched_once_and_then_read_here(place, requests_of, shards):
-    assert [content(shards[0]) for _ in range(3)] == [bytes(SIZE)] * 3
+def test_an_object_is_fetched_once_whoever_wants_it_and_once_more_if_it_arrives_damaged(
+    place, requests_of, shards
+):
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(content(shards[2]))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [*found, content(shards[2])] == [b"\2" * SIZE] * 9
     assert len(reads(requests_of)) == 1
+    requests_of.waiting[:] = ["damage+"]
+    assert content(shards[1]) == b"\1" * SIZE
+    assert requests_of.injected == ["damage+"]
+    assert len(reads(requests_of)) == 3
+    paths = iter(local_copies.fetched_ahead(shards[3:]))  # while one is read
+    assert next(paths) == shards[3]
+    assert [content(path) for path in paths] == [b"\4" * SIZE, b"\5" * SIZE]
+    assert len(reads(requests_of)) == 6
 
 
 def test_copies_stay_below_their_limit_and_the_oldest_goes_first(place, shards):
     for shard in (shards[0], shards[1], shards[2], shards[0], shards[3]):
         content(shard)
         time.sleep(0.01)  # so that the times of use differ on any file system
-        assert held(place) <= place.limit
-    kept = {path.name for path in place.shards.iterdir()}
-    assert kept == {shards[number].sha256 for number in (2, 0, 3)}
-
-
-def held(place):
-    return sum(path.stat().st_size for path in place.shards.iterdir())
+        assert sum(held(place).values()) <= place.limit
+    assert held(place).keys() == {shards[number].sha256 for number in (2, 0, 3)}
 
 
 def test_what_is_open_can_be_read_though_its_room_is_needed(place, shards):
     with local_copies.opened(shards[0]) as source:
         for shard in shards[1:]:
             content(shard)
-        assert not (place.shards / shards[0].sha256).exists()
+        assert shards[0].sha256 not in held(place)
         assert source.read() == bytes(SIZE)
 
 
-def test_an_object_that_arrives_damaged_is_refused_and_fetched_once_more(
-    place, requests_of, shards
-):
-    requests_of.waiting[:] = ["damage+"]
-    assert content(shards[1]) == b"\1" * SIZE
-    assert requests_of.injected == ["damage+"]
-    assert len(reads(requests_of)) == 2
-
-
 def test_an_object_with_other_bytes_than_the_manifest_says_is_never_read(place, bucket, shards):
+    content(shards[3])
+    (place.shards / shards[3].sha256).write_bytes(b"y" * SIZE)  # by the disk: it is fetched again
+    local_copies.check_copy(shards[3])
+    assert content(shards[3]) == b"\3" * SIZE
     objects.put(bucket / "part-0", b"x" * SIZE)
-    with pytest.raises(CorruptionError, match="not what was written"):
-        content(shards[0])
     objects.put(bucket / "part-1", b"short")
-    with pytest.raises(CorruptionError, match="5 bytes, not 1000"):
-        content(shards[1])
     objects.remove(bucket / "part-2")
-    with pytest.raises(CorruptionError, match="is missing"):
-        content(shards[2])
-    assert [path.name for path in place.shards.iterdir()] == []
-
-
-def test_a_copy_that_the_disk_damaged_is_found_and_fetched_again(place, shards):
-    content(shards[0])
-    (place.shards / shards[0].sha256).write_bytes(b"y" * SIZE)
-    local_copies.check_copy(shards[0])
-    assert content(shards[0]) == bytes(SIZE)
+    for shard, said in zip(
+        shards[:3], ("not what was written", "5 bytes", "is missing"), strict=True
+    ):
+        with pytest.raises(CorruptionError, match=said):
+            content(shard)
+    assert held(place).keys() == {shards[3].sha256}
 
 
 def test_a_copy_whose_footer_rots_after_its_digest_is_remembered_is_fetched_again(
@@ -133,70 +131,41 @@ def test_a_copy_whose_footer_rots_after_its_digest_is_remembered_is_fetched_agai
         assert copy.read_bytes() == payload
 
 
-def test_what_is_larger_than_the_limit_is_refused_by_the_settings_name(place, bucket):
+def test_what_there_is_no_room_for_is_refused_by_the_settings_name(
+    place, bucket, shards, monkeypatch
+):
     with pytest.raises(UsageError, match=r"Raise objects\.local_gib"):
         content(stored(bucket / "large", bytes(4000)))
-
-
-def test_what_the_disk_has_no_room_for_is_refused(place, shards, monkeypatch):
     monkeypatch.setattr(local_copies.fs, "free_bytes", lambda path: 10)
     with pytest.raises(StorageError, match=r"set objects\.folder"):
         content(shards[0])
 
 
-def test_threads_that_want_one_object_fetch_it_once(place, requests_of, shards):
-    found = []
-    threads = [threading.Thread(target=lambda: found.append(content(shards[2]))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [b"\2" * SIZE] * 8
-    assert len(reads(requests_of)) == 1
-
-
-def test_the_next_objects_are_fetched_while_one_is_read(place, requests_of, shards):
-    paths = iter(local_copies.fetched_ahead(shards[:3]))
-    assert next(paths) == shards[0]
-    assert [content(path) for path in paths] == [b"\1" * SIZE, b"\2" * SIZE]
-    assert len(reads(requests_of)) == 3
-
-
 READER = """
 import sys, random
 from align.stages.storage import local_copies
-from align.stages.storage.objects import ObjectPath
+from align.stages.storage.objects import location
 folder, seed, bucket, *digests = sys.argv[1:]
 local_copies.use_place(folder, 3500 / local_copies.GIB)
 draw = random.Random(seed)
 for _ in range(60):
     number = draw.randrange(len(digests))
-    scheme, _, rest = bucket.partition("://")
-    name, _, key = rest.partition("/")
-    path = ObjectPath(scheme, name, f"{key}/part-{number}", digests[number], 1000)
+    path = location(f"{bucket}/part-{number}").pinned(digests[number], 1000)
     with local_copies.opened(path) as source:
         assert source.read() == bytes([number]) * 1000
-print("whole")
 """
 
 
 def test_processes_that_share_too_little_room_read_whole_files_only(place, bucket, shards):
-    """Four processes read six files in the room of three and a half, and remove each other's."""
-    words = [str(place.root), str(bucket), *(shard.sha256 for shard in shards)]
+    """Three processes read six files in the room of three and a half, and remove each other's."""
+    words = [str(bucket), *(shard.sha256 for shard in shards)]
     readers = [
-        subprocess.Popen(
-            [sys.executable, "-c", READER, words[0], str(seed), *words[1:]],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ,
-        )
-        for seed in range(4)
+        subprocess.Popen([sys.executable, "-c", READER, str(place.root), str(seed), *words])
+        for seed in range(3)
     ]
-    said = [reader.communicate(timeout=PATIENCE) for reader in readers]
-    assert [out for out, _ in said] == ["whole\n"] * 4, said
-    assert held(place) <= place.limit
-    assert not [path.name for path in place.shards.iterdir() if path.name.endswith(".tmp")]
+    assert [reader.wait(PATIENCE) for reader in readers] == [0] * 3
+    assert sum(held(place).values()) <= place.limit
+    assert not [name for name in held(place) if name.endswith(".tmp")]
 
 
 def test_a_reservation_of_a_process_that_died_holds_no_room(place, shards):
@@ -209,18 +178,21 @@ def test_a_reservation_of_a_process_that_died_holds_no_room(place, shards):
 def test_a_folder_is_fetched_once_for_its_versions_and_stays_while_it_is_used(
     place, bucket, shards
 ):
-    objects.put(bucket / "model" / "config.json", b"{}")
-    objects.put(bucket / "model" / "code" / "model.py", b"pass")
     root = bucket / "model"
-    wanted = {key.removeprefix(f"{root.key}/"): one for key, one in objects.below(root).items()}
-    first = local_copies.local_folder(root, wanted)
+
+    def wanted():
+        return {key.removeprefix(f"{root.key}/"): one for key, one in objects.below(root).items()}
+
+    objects.put(root / "config.json", b"{}")
+    objects.put(root / "code" / "model.py", b"pass")
+    first = local_copies.local_folder(root, wanted())
     assert first.name == "model"
     assert (first / "code" / "model.py").read_bytes() == b"pass"
     assert local_copies.origin_of(str(first)) == str(root)
     assert local_copies.origin_of("/models/mine") == "/models/mine"
     for shard in shards:
         content(shard)
+    assert local_copies.local_folder(root, wanted()) == first
     assert (first / "config.json").exists()
     objects.put(root / "config.json", b'{"a": 1}')
-    changed = {key.removeprefix(f"{root.key}/"): one for key, one in objects.below(root).items()}
-    assert local_copies.local_folder(root, changed) != first
+    assert local_copies.local_folder(root, wanted()) != first

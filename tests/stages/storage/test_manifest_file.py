@@ -1,4 +1,3 @@
-import contextlib
 import dataclasses
 import json
 import random
@@ -13,25 +12,21 @@ from align.schemas.errors import (
     UsageError,
 )
 from align.schemas.json_codec import digest, to_json
-from align.stages.storage import failpoints
 from align.stages.storage.cache_folder import CacheFolder
-from align.stages.storage.manifest_file import load_manifest, load_plan, root_of, write_manifest
-from support.flips import flipped
+from align.stages.storage.manifest_file import load_manifest, root_of, write_manifest
 from support.made_caches import make_cache
 
 
-def test_a_manifest_is_the_same_whenever_and_wherever_it_is_made(cache, clean_tree, tmp_path):
-    assert cache.manifest.read_bytes() == clean_tree["manifest.json"]
+def test_a_manifest_is_the_same_whenever_and_wherever_it_is_made(cache, tmp_path):
+    make_cache(tmp_path / "again")
+    assert cache.manifest.read_bytes() == (tmp_path / "again" / "manifest.json").read_bytes()
     manifest = load_manifest(cache)
     assert manifest.rows == sum(shard.rows for shard in manifest.shards) == 15
     assert manifest.quarantined == {"null": 1, "oom": 3}
     assert manifest.notes == {"repeats": 1, "swaps": 6}  # the plan's, and two of each shard
-    assert dataclasses.replace(manifest, align_version="9.9").root == root_of(manifest)
-
-
-def test_a_folder_without_a_manifest_is_not_a_cache(tmp_path):
-    with pytest.raises(UsageError, match="not a finished cache"):
-        load_manifest(CacheFolder(tmp_path))
+    plain = json.loads(cache.manifest.read_text())
+    held = {name: plain[name] for name in plain if name not in ("root", *NOT_NAMED)}
+    assert manifest.root == digest(held)
 
 
 def leaves(value, path=()):
@@ -59,10 +54,9 @@ def altered(value):
 
 
 def put(plain, path, value):
-    copy = json.loads(json.dumps(plain))
     if not path:
         return value
-    at = copy
+    at = copy = json.loads(json.dumps(plain))
     for key in path[:-1]:
         at = at[key]
     at[path[-1]] = value
@@ -81,69 +75,58 @@ def test_no_field_of_a_manifest_can_be_altered_unnoticed(cache):
             if path and path[-1] in NOT_NAMED and isinstance(other, str):
                 continue
             cache.manifest.write_text(json.dumps(put(plain, path, other), sort_keys=True))
-            with pytest.raises(AlignError) as refused:
-                load_manifest(cache)
-            assert refused.value.exit_code in (4, 5)
+            require_refused(cache)
             cases += 1
     assert cases > 200
     cache.manifest.write_text(text)
     load_manifest(cache)
 
 
-def test_a_manifest_that_fits_its_own_root_must_still_name_shards_of_the_cache(cache):
-    manifest = load_manifest(cache)
-    for name in NAMES:
-        shard = dataclasses.replace(manifest.shards[1], file=name)
-        shards = (manifest.shards[0], shard, manifest.shards[2])
-        _refused(cache, dataclasses.replace(manifest, shards=shards), "shard 1 is misnamed")
-        entry = dataclasses.replace(manifest.quarantine[0], file=name)
-        _refused(cache, dataclasses.replace(manifest, quarantine=(entry,)), "names the file")
+def require_refused(cache):
+    with pytest.raises(AlignError) as error:
+        load_manifest(cache)
+    assert error.value.exit_code in (4, 5)
 
 
 NAMES = (
     "../x",
     "/" + "etc/passwd",
-    "a/../b",
-    "",
-    ".",
-    "..",
     "part-00000001-0123456789abcdef.parquet\0",
     "part-00000001-0123456789abcdef.parquet\n",
     "part-00000001-0123456789ABCDEF.parquet",
-    "part-1-0123456789abcdef.parquet",
     "part-0000000\u0661-0123456789abcdef.parquet",
     "part-00000001\u22150123456789abcdef.parquet",
     "quarantine/../part-00000001-0123456789abcdef.parquet",
-    "data/part-00000001-0123456789abcdef.parquet",
-    "part-00000001-0123456789abcdef.parquet/",
     "part-00000001-0123456789abcdef.parquet.tmp",
     "part-00000009-0123456789abcdef.parquet",
-    "C:part-00000001-0123456789abcdef.parquet",
-    "~/part-00000001-0123456789abcdef.parquet",
     "part-00000001-0123456789abcdeg.parquet",
 )
 
 
-def test_totals_and_order_of_shards_are_checked(cache):
+def test_a_manifest_that_fits_its_own_root_must_still_name_what_is_of_the_cache(cache):
     manifest = load_manifest(cache)
-    _refused(cache, dataclasses.replace(manifest, rows=99), "totals")
-    _refused(cache, dataclasses.replace(manifest, shards=manifest.shards[::-1]), "misnamed")
-    twice = (manifest.shards[0], *manifest.shards[:2])
-    _refused(cache, dataclasses.replace(manifest, shards=twice), "misnamed")
+    first, second, third = manifest.shards
+    for name in NAMES:
+        _refused_with(cache, "shard 1 is misnamed", shards=(first, _as(name, second), third))
+        entry = _as(name, manifest.quarantine[0])
+        _refused_with(cache, "names the file", quarantine=(entry,))
+    _refused_with(cache, "totals", rows=99)
+    _refused_with(cache, "misnamed", shards=manifest.shards[::-1])
+    _refused_with(cache, "misnamed", shards=(first, first, second))
 
 
-def _refused(cache, manifest, said):
+def _as(name, entry):
+    return dataclasses.replace(entry, file=name)
+
+
+def _refused_with(cache, said, **fields):
+    whole = cache.manifest.read_bytes()
+    wrong = dataclasses.replace(load_manifest(cache), **fields)
     cache.manifest.unlink()
-    write_manifest(cache, dataclasses.replace(manifest, root=root_of(manifest)))
+    write_manifest(cache, dataclasses.replace(wrong, root=root_of(wrong)))
     with pytest.raises(CorruptionError, match=said):
         load_manifest(cache)
-
-
-def test_a_newer_format_asks_for_a_newer_align(cache):
-    plain = json.loads(cache.manifest.read_text())
-    cache.manifest.write_text(to_json(plain | {"format_version": 99, "new_field": 1}))
-    with pytest.raises(FingerprintError, match="Install a newer align"):
-        load_manifest(cache)
+    cache.manifest.write_bytes(whole)
 
 
 def test_the_command_for_an_older_cache_names_what_was_set_and_nothing_else(cache):
@@ -159,64 +142,35 @@ def test_the_command_for_an_older_cache_names_what_was_set_and_nothing_else(cach
     }
     old = {"format_version": 1, "inputs": [{"name": "a b.jsonl"}], "model": "m", "adapter": ""}
     cache.manifest.write_text(json.dumps(old | {"fingerprint": made}))
-    with pytest.raises(OlderFormatError) as refused:
+    with pytest.raises(OlderFormatError) as error:
         load_manifest(cache)
-    assert str(refused.value).splitlines()[-1].strip() == (
+    assert str(error.value).splitlines()[-1].strip() == (
         f"align precompute-ref 'a b.jsonl' --model m --output {cache.root}-v2 "
         "--set model.dtype=bfloat16 --set tokens.max_length=512 --set cache.token_logps=true"
     )
-    assert refused.value.exit_code == 4
+    assert error.value.exit_code == 4
     for lost in ({"inputs": [None, {}], "fingerprint": 3}, {"inputs": 7}, {}):
         cache.manifest.write_text(json.dumps({"format_version": 1} | lost))
         with pytest.raises(OlderFormatError, match="made by an older align"):
             load_manifest(cache)
 
 
-def test_scribbles_are_refused_without_a_traceback(cache):
+def test_scribbles_and_flipped_bits_are_refused_without_a_traceback(cache, tmp_path):
+    with pytest.raises(UsageError, match="not a finished cache"):
+        load_manifest(CacheFolder(tmp_path))
     text, draw = cache.manifest.read_bytes(), random.Random(0)
     for case in (b"", b"{", b"[]", b"null", b"[" * 100_000, b"\xff\xfe", text + b" ", text[:-1]):
         cache.manifest.write_bytes(case)
         with pytest.raises(CorruptionError):
             load_manifest(cache)
     plain = json.loads(text)
+    cache.manifest.write_text(to_json(plain | {"format_version": 99, "new_field": 1}))
+    with pytest.raises(FingerprintError, match="Install a newer align"):
+        load_manifest(cache)
     kept = [to_json({name: plain[name]})[1:-2].encode() for name in NOT_NAMED]
     for _ in range(400):
-        flipped = bytearray(text)
-        flipped[draw.randrange(len(text))] ^= 1 << draw.randrange(8)
-        cache.manifest.write_bytes(flipped)
-        if all(field in flipped for field in kept):
-            with pytest.raises(AlignError) as refused:
-                load_manifest(cache)
-            assert refused.value.exit_code in (4, 5)
-
-
-def test_the_root_is_a_digest_of_what_a_cache_holds(cache):
-    plain = json.loads(cache.manifest.read_text())
-    root = plain.pop("root")
-    for name in NOT_NAMED:
-        del plain[name]
-    assert root == digest(plain)
-
-
-@pytest.mark.parametrize("flips", [60, pytest.param(600, marks=pytest.mark.long)])
-def test_a_plan_with_a_flipped_bit_is_refused(tmp_path, flips):
-    with contextlib.suppress(StoppedError), failpoints.watch(stop_at_the_first_commit):
-        make_cache(tmp_path / "cache")
-    (work,) = CacheFolder(tmp_path / "cache").works()
-    good, plan = work.plan.read_bytes(), load_plan(work)
-    for damaged in flipped(good, flips):
-        work.plan.write_bytes(damaged)
-        with pytest.raises(AlignError, match=r"plan\.json") as refused:
-            load_plan(work)
-        assert refused.value.exit_code in (4, 5)
-    work.plan.write_bytes(good)
-    assert load_plan(work) == plan
-
-
-class StoppedError(Exception):
-    """What ends a run in this test."""
-
-
-def stop_at_the_first_commit(op):
-    if op.name == "link" and op.target.parent.name == "commits":
-        raise StoppedError
+        damaged = bytearray(text)
+        damaged[draw.randrange(len(text))] ^= 1 << draw.randrange(8)
+        cache.manifest.write_bytes(damaged)
+        if all(field in damaged for field in kept):
+            require_refused(cache)

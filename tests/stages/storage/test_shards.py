@@ -41,14 +41,16 @@ def _arrays(block):
     return {name: (str(value.dtype), value.tobytes()) for name, value in plain.items()}
 
 
-@pytest.mark.parametrize("rows", [0, 1, 2, 7, 600])
-@pytest.mark.parametrize("seed", range(6))
-def test_a_shard_gives_back_what_was_put_in(tmp_path, rows, seed):
+@pytest.mark.parametrize("rows", [0, 1, 7, 600])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_shard_gives_back_what_was_put_in_as_the_same_bytes_each_time(tmp_path, rows, seed):
     block = block_of(
         rows, seed, token_logps=seed % 2 == 0, carried=("margin",)[: seed % 3], scores=seed % 2
     )
-    write_shard(tmp_path / "a", block)
+    for name in "ab":
+        write_shard(tmp_path / name, block)
     assert_same(read_shard(tmp_path / "a"), block)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
 def test_any_slice_of_a_table_is_the_block_of_its_rows():
@@ -59,18 +61,8 @@ def test_any_slice_of_a_table_is_the_block_of_its_rows():
         part = table.slice(start, stop - start)
         copied = pa.Table.from_pylist(part.to_pylist(), schema=table.schema)  # has no offsets
         assert_same(read_block(part), read_block(copied))
-
-
-def test_chunks_of_a_table_are_joined_in_order():
-    table = to_table(block_of(30, 5))
-    parts = pa.concat_tables([table.slice(0, 11), table.slice(11, 0), table.slice(11)])
-    assert_same(read_block(parts), block_of(30, 5))
-
-
-def test_the_same_block_gives_the_same_bytes(tmp_path):
-    for name in ("a", "b"):
-        write_shard(tmp_path / name, block_of(700, 1, token_logps=True, scores=0.5))
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    chunks = pa.concat_tables([table.slice(0, 11), table.slice(11, 0), table.slice(11)])
+    assert_same(read_block(chunks), read_block(table))
 
 
 def test_the_row_id_of_a_copy_differs_from_the_first():
@@ -85,12 +77,10 @@ def test_the_row_id_of_a_copy_differs_from_the_first():
 def test_a_missing_score_is_null_and_minus_zero_stays(tmp_path):
     block = block_of(20, 2)
     block.rows.scores[:] = np.nan
-    block.rows.scores[0] = -0.0
-    block.logps[0] = -0.0
+    block.rows.scores[0] = block.logps[0] = -0.0
     write_shard(tmp_path / "a", block)
-    column = pq.read_table(tmp_path / "a").column("score")
-    found = [score for scores in column.to_pylist() for score in scores]
-    assert found[1:] == [None] * (len(found) - 1)
+    found = pq.read_table(tmp_path / "a").column("score").to_pylist()
+    assert {score for scores in found for score in scores} == {0.0, None}
     assert_same(read_shard(tmp_path / "a"), block)
 
 
@@ -122,23 +112,6 @@ def test_long_rows_and_chosen_columns_are_read_group_by_group(tmp_path):
     assert first.column_names == ["row_id"]
 
 
-def test_files_are_written_as_agreed(tmp_path):
-    write_shard(tmp_path / "a", block_of(20, 2, token_logps=True, carried=("margin",)))
-    group = pq.ParquetFile(tmp_path / "a").metadata.row_group(0)
-    columns = {group.column(i).path_in_schema: group.column(i) for i in range(group.num_columns)}
-    assert {column.compression for column in columns.values()} == {"ZSTD"}
-    split = {name for name, column in columns.items() if "BYTE_STREAM_SPLIT" in column.encodings}
-    assert {name.partition(".")[0] for name in split} == {
-        "prompt_ids",
-        "completion_ids",
-        "ref_logp",
-        "ref_token_logps",
-    }
-    counted = {name for name, column in columns.items() if column.is_stats_set}
-    assert counted == {"row_id", "source.file", "source.row", "prompt_cut"}
-    assert not any(column.has_dictionary_page for column in columns.values())
-
-
 @pytest.mark.parametrize(
     ("column", "value", "said"),
     [
@@ -157,13 +130,10 @@ def test_columns_that_contradict_each_other_are_corrupt(column, value, said):
         read_block(bad, source="part")
 
 
-def test_a_table_of_something_else_is_corrupt():
+def test_what_is_not_a_shard_is_corrupt(tmp_path):
     table = to_table(block_of(1, 6))
     with pytest.raises(CorruptionError, match="other columns"):
         read_block(table.drop_columns(["cut"]))
-
-
-def test_a_file_that_is_not_a_shard_is_named(tmp_path):
     (tmp_path / "part").write_bytes(b"PAR1 and nothing more")
     with pytest.raises(CorruptionError, match=r"part is damaged"):
         read_shard(tmp_path / "part")

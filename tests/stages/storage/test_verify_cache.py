@@ -2,7 +2,6 @@ import dataclasses
 import os
 import random
 import shutil
-import sys
 
 import pyarrow.parquet as pq
 import pytest
@@ -13,23 +12,17 @@ from align.stages.storage.shards import iter_row_groups, read_shard, write_shard
 from align.stages.storage.verify_cache import check_shard, damaged_units, verify_cache
 from support.made_caches import block_of, in_child
 
-FLIPS = 3_000
 
-
-@pytest.fixture(name="shard")
-def _shard(cache):
+@pytest.fixture
+def shard(cache):
     return cache.data / load_manifest(cache).shards[1].file
 
 
-def test_a_whole_cache_is_verified(cache):
-    assert verify_cache(cache) == load_manifest(cache)
-
-
 def test_a_flipped_bit_anywhere_in_a_shard_is_noticed(cache, shard):
+    assert verify_cache(cache) == load_manifest(cache)
     commit, good = load_manifest(cache).shards[1], shard.read_bytes()
     draw = random.Random(1)
-    places = draw.sample(range(len(good)), min(FLIPS, len(good)))
-    for place in places:
+    for place in draw.sample(range(len(good)), min(1_500, len(good))):
         put_byte(shard, place, good[place] ^ 1 << draw.randrange(8))
         with pytest.raises(CorruptionError, match="unit 1"):
             check_shard(cache, commit)
@@ -53,7 +46,7 @@ def test_a_flipped_bit_in_a_page_never_gives_a_wrong_value(tmp_path):
 
     def flip():
         wrong = 0
-        for place in draw.sample(range(4, footer), 1_500):
+        for place in draw.sample(range(4, footer), 500):
             put_byte(path, place, good[place] ^ 1 << draw.randrange(8))
             try:
                 read_shard(path)
@@ -67,24 +60,26 @@ def test_a_flipped_bit_in_a_page_never_gives_a_wrong_value(tmp_path):
     assert in_child(flip) == 0
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda good, draw: good[: draw.randrange(len(good))],
-        lambda good, draw: good + b"\0",
-        lambda good, draw: b"",
-        lambda good, draw: good[:64] + bytes(64) + good[128:],
-        lambda good, draw: bytes(len(good)),
-        lambda good, draw: good[64:128] + good[:64] + good[128:],
-    ],
-)
-def test_other_damage_is_noticed_and_its_unit_named(cache, shard, damage):
-    good, draw = shard.read_bytes(), random.Random(3)
-    for _ in range(40):
-        shard.write_bytes(damage(good, draw))
-        assert list(damaged_units(cache, load_manifest(cache))) == [1]
-    with pytest.raises(CorruptionError, match=r"1 of 7 files are damaged(.|\n)*unit 1"):
+DAMAGE = {
+    "cut": lambda good: good[: len(good) // 3],
+    "longer": lambda good: good + b"\0",
+    "empty": lambda good: b"",
+    "a hole": lambda good: good[:64] + bytes(64) + good[128:],
+    "zeros": lambda good: bytes(len(good)),
+    "in another order": lambda good: good[64:128] + good[:64] + good[128:],
+}
+
+
+def test_other_damage_is_noticed_and_its_unit_named(cache, shard):
+    good = shard.read_bytes()
+    for name, damage in DAMAGE.items():
+        shard.write_bytes(damage(good))
+        assert list(damaged_units(cache, load_manifest(cache))) == [1], name
+    for place in (0, 3):  # preparation's, and that of a unit
+        (cache.root / load_manifest(cache).quarantine[place].file).write_bytes(b"")
+    with pytest.raises(CorruptionError, match=r"3 of 7 files are damaged(.|\n)*unit 1") as said:
         verify_cache(cache)
+    assert str(said.value).count("quarantine:") == 2
 
 
 def test_swapped_and_missing_shards_are_noticed_and_extra_ones_ignored(cache, shard):
@@ -100,58 +95,33 @@ def test_swapped_and_missing_shards_are_noticed_and_extra_ones_ignored(cache, sh
     assert list(damaged_units(cache, load_manifest(cache))) == [0, 1]
 
 
-@pytest.mark.parametrize("place", range(4))  # preparation's, and one of each unit
-def test_a_damaged_quarantine_is_noticed(cache, place):
-    file = cache.root / load_manifest(cache).quarantine[place].file
-    file.write_bytes(b"")
-    with pytest.raises(CorruptionError, match="quarantine"):
-        verify_cache(cache)
+NOT_FILES = {
+    "a link": lambda path, outside: path.symlink_to(outside / path.name),
+    "a pipe": lambda path, _: os.mkfifo(path),
+    "a folder": lambda path, _: path.mkdir(),
+    "a link to a folder": lambda path, outside: path.symlink_to(outside),
+    "in a folder that is a link": lambda path, outside: [
+        path.parent.rmdir(),
+        path.parent.symlink_to(outside),
+    ],
+}
 
 
-@pytest.mark.parametrize("kind", ["link", "pipe", "folder", "link to a folder"])
+@pytest.mark.parametrize("kind", NOT_FILES)
 def test_what_is_not_a_file_is_never_read(cache, shard, tmp_path, kind):
     """A link to the very same bytes is refused like any other."""
-    outside = shard.rename(tmp_path / "outside")
-    if kind == "link":
-        shard.symlink_to(outside)
-    elif kind == "pipe":
-        os.mkfifo(shard)
-    elif kind == "folder":
-        shard.mkdir()
-    else:
-        shard.symlink_to(tmp_path)
+    cache.data.rename(tmp_path / "outside")
+    cache.data.mkdir()
+    NOT_FILES[kind](shard, tmp_path / "outside")
     with pytest.raises(CorruptionError, match=r"unit 1.*cannot be opened"):
         check_shard(cache, load_manifest(cache).shards[1])
 
 
-def test_a_data_folder_that_is_a_link_is_refused(cache, tmp_path):
-    cache.data.rename(tmp_path / "elsewhere")
-    cache.data.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CorruptionError, match="cannot be opened"):
-        check_shard(cache, load_manifest(cache).shards[1])
-
-
-def test_a_name_that_leads_elsewhere_is_refused_before_anything_is_opened(cache, opened):
+def test_a_name_that_leads_elsewhere_is_refused(cache):
     commit = load_manifest(cache).shards[1]
-    opened.clear()
     for name in ("../manifest.json", "a/../b", "", "..", commit.file + "\n", commit.file + "\0"):
         with pytest.raises(CorruptionError, match="not the name of a shard"):
             check_shard(cache, dataclasses.replace(commit, file=name))
-    assert opened == []
-
-
-@pytest.fixture(name="opened")
-def _opened():
-    """Paths opened while the test runs; an audit hook can never be removed, only silenced."""
-    paths, listening = [], [True]
-
-    def hear(event, arguments):
-        if event == "open" and listening:
-            paths.append(arguments[0])
-
-    sys.addaudithook(hear)
-    yield paths
-    listening.clear()
 
 
 @pytest.mark.parametrize(
@@ -162,10 +132,8 @@ def test_a_manifest_that_describes_its_shards_wrongly_is_refused(cache, name, va
     manifest = load_manifest(cache)
     shards = list(manifest.shards)
     shards[1] = dataclasses.replace(shards[1], **{name: value})
-    totals = {
-        total: sum(getattr(shard, total) for shard in shards)
-        for total in ("rows", "branches", "tokens")
-    }
+    sums = ("rows", "branches", "tokens")
+    totals = {total: sum(getattr(shard, total) for shard in shards) for total in sums}
     wrong = dataclasses.replace(manifest, shards=tuple(shards), **totals)
     cache.manifest.unlink()
     write_manifest(cache, dataclasses.replace(wrong, root=root_of(wrong)))

@@ -1,0 +1,192 @@
+"""Folders of caches, runs and preparing: whose they are, who owns them, what the dead left."""
+
+import dataclasses
+import hashlib
+import os
+import re
+import signal
+
+import pytest
+
+from align.schemas.checkpoint import CheckpointFile, Ending, RunIdentity
+from align.schemas.errors import CorruptionError, LockedError, UsageError
+from align.schemas.json_codec import to_signed_json
+from align.schemas.preparing import EncodedPart, PartFile
+from align.stages.storage import fs, spool
+from align.stages.storage.cache_folder import CacheFolder
+from align.stages.storage.locks import owner_lock, try_owner_lock
+from align.stages.storage.run_folder import RunFolder, read_ending, trash_name
+from align.stages.storage.run_store import RunStore
+from align.stages.storage.tables import TableFolder
+from support.checkpoint_saves import content, save, writer
+from support.made_caches import in_child
+
+
+def test_a_folder_is_made_once_and_hidden_where_rows_are_drafted(tmp_path):
+    folder = CacheFolder(tmp_path / "a" / "b")
+    (tmp_path / "a" / "b" / "_align").mkdir(parents=True)  # it was only begun
+    folder.prepare()
+    folder.prepare()
+    assert folder.data.is_dir()
+    work = folder.work("f" * 64)
+    work.prepare()
+    assert work.commits.is_dir()
+    assert work.new_draft("run", "a").parent.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(
+    "folder_at", [CacheFolder, RunFolder, lambda path: TableFolder(path, "samples")]
+)
+def test_a_folder_of_something_else_is_left_alone(tmp_path, folder_at):
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(UsageError, match=r"thesis.tex.*Choose another --output"):
+        folder_at(tmp_path).prepare()
+    with pytest.raises(UsageError, match="not a folder"):
+        folder_at(tmp_path / "thesis.tex").prepare()
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_cache_is_not_taken_for_a_run_nor_a_run_for_a_cache(cache, prepared_run):
+    cache.prepare()
+    with pytest.raises(UsageError, match="is not a training run folder"):
+        RunFolder(cache.root).prepare()
+    with pytest.raises(UsageError, match="is not a cache folder"):
+        CacheFolder(prepared_run.root).prepare()
+
+
+def test_a_second_owner_is_refused_with_the_name_of_the_first(prepared_run):
+    prepared_run.lock.write_text('{"host":"here","pid":1}')  # of one that died: it locks nothing
+    with owner_lock(prepared_run, "early-run"):
+        assert "early-run" in prepared_run.lock.read_text()
+        said = rf"process {os.getpid()} on .*early-run"
+        with pytest.raises(LockedError, match=said) as refused:
+            owner_lock(prepared_run, "late-run")
+        assert refused.value.exit_code == 75
+        assert try_owner_lock(prepared_run, "late-run") is None
+        prepared_run.lock.write_text("scribble")
+        with pytest.raises(LockedError, match="in use by another process"):
+            owner_lock(prepared_run, "late-run")
+    owner_lock(prepared_run, "late-run").release()
+    assert prepared_run.lock.read_bytes() == b""
+
+
+def test_a_forked_worker_does_not_keep_the_folder_after_its_owner(prepared_run):
+    def own():
+        lock = owner_lock(prepared_run, "run")
+        told, tell = os.pipe()
+        worker = os.fork()
+        if not worker:
+            os.write(tell, b"1")
+            signal.pause()
+        os.read(told, 1)
+        lock.release()
+        try:
+            owner_lock(prepared_run, "next").release()
+        finally:
+            os.kill(worker, signal.SIGKILL)
+
+    assert in_child(own) == 0
+
+
+@pytest.mark.parametrize(
+    ("begin", "said"),
+    [
+        (lambda folder: save(folder, 7), "unfinished run, with a checkpoint of step 7"),
+        (lambda folder: folder.metrics.touch(), "unfinished run without a checkpoint"),
+        (lambda folder: folder.model.mkdir(), "finished run"),
+    ],
+)
+def test_a_run_that_was_begun_is_not_begun_anew(prepared_run, begin, said):
+    prepared_run.require_new()
+    begin(prepared_run)
+    with pytest.raises(UsageError, match=rf"{said}.*--resume auto.*--output"):
+        prepared_run.require_new()
+
+
+def test_what_killed_runs_left_is_swept_up(prepared_run):
+    save(prepared_run, 1)
+    draft = prepared_run.draft(2, "dead-run")
+    draft.mkdir()
+    (draft / "state-0.pt").write_bytes(b"half")
+    trash_name(prepared_run.step(9)).mkdir()
+    (prepared_run.checkpoints / ".bad-step-00000003-0badcafe").mkdir()
+    (prepared_run.checkpoints / ".latest.0123456789abcdef.tmp").touch()
+    (prepared_run.root / ".metrics.jsonl.0123456789abcdef.tmp").touch()
+    prepared_run.sweep()
+    left = {path.name for path in prepared_run.checkpoints.iterdir()}
+    assert left == {".bad-step-00000003-0badcafe", "latest", "step-00000001"}
+    assert {path.name for path in prepared_run.root.iterdir()} == {"_align", "checkpoints"}
+
+
+def test_an_ending_that_vouches_for_a_file_elsewhere_is_refused(prepared_run):
+    (prepared_run.root / "../elsewhere").write_text("x")
+    files = (CheckpointFile("../elsewhere", 1, "0" * 64),)
+    ending = Ending("finished", 1, 1, RunIdentity("", 1, 0, {}, {}), (), files)
+    prepared_run.ending.write_text(to_signed_json(ending))
+    with pytest.raises(CorruptionError, match=r"ending.json.*'\.\./elsewhere'"):
+        read_ending(prepared_run)
+
+
+def test_a_machine_takes_a_stores_checkpoint_for_its_own_of_the_same_step(
+    prepared_run, bucket, tmp_path
+):
+    """As of a run that was begun anew since; what it has already it does not fetch."""
+    store = RunStore(bucket, prepared_run)
+    save(prepared_run, 2)
+    prepared_run.metrics.write_text("{}\n")
+    store.push()
+    other = RunFolder(tmp_path / "other")
+    other.prepare()
+    save(other, 2, write=writer(9))
+    RunStore(bucket, other).pull()
+    assert (other.step(2) / "state-0.pt").read_bytes() == content(2, "state-0.pt")
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A folder of preparing in which the first task is done."""
+    place = spool.Spool(tmp_path)
+    place.prepare()
+    assert spool.find_commit(EncodedPart, place.encoded(0)) is None
+    encode(place)
+    assert spool.find_commit(EncodedPart, place.encoded(0)).file.bytes == 4
+    return place
+
+
+def encode(place):
+    with spool.new_part(place.encoded(0)) as part:
+        part.write(b"rows")
+    spool.put_commit(place.encoded(0), EncodedPart(part.file, 0, 0, 0, 0, {}, {}, ()))
+
+
+OF_PLAN = hashlib.sha256(b"rows").hexdigest()
+
+
+def test_a_commit_of_a_part_that_is_damaged_or_names_a_file_elsewhere_is_refused(place):
+    commit = place.encoded(0)
+    known, whole = spool.find_commit(EncodedPart, commit), commit.read_bytes()
+    commit.write_bytes(whole.replace(b'"runs":0', b'"runs":1'))
+    with pytest.raises(CorruptionError, match=r"00000000\.json is damaged: .* Remove this file"):
+        spool.find_commit(EncodedPart, commit)
+    elsewhere = {"../plan.json": OF_PLAN, "00000000-/../../plan.arrows": "/../../plan"}
+    for name, sha256 in elsewhere.items():
+        commit.unlink()
+        spool.put_commit(commit, dataclasses.replace(known, file=PartFile(name, 4, sha256)))
+        with pytest.raises(CorruptionError, match=re.escape(f"'{name}'")):
+            spool.find_commit(EncodedPart, commit)
+    commit.write_bytes(whole)
+    next(commit.parent.glob("*.arrows")).unlink()
+    assert spool.find_commit(EncodedPart, commit) is None  # it is made again
+
+
+def test_a_part_that_another_made_and_removed_meanwhile_is_no_longer_needed(place, monkeypatch):
+    put = fs.put_if_absent
+
+    def put_late(path, payload, *, label):
+        won = put(path, payload, label=label)
+        place.forget_encoded()  # by another, which has the whole ring
+        return won
+
+    monkeypatch.setattr(fs, "put_if_absent", put_late)
+    encode(place)
+    assert not [*place.encoded(0).parent.iterdir()]
