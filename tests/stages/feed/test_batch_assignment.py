@@ -24,36 +24,28 @@ def load(batch, lengths, *, pads):
     return max(sizes, default=0) * len(sizes) if pads else sum(sizes)
 
 
-@settings(max_examples=300)
+@settings(max_examples=500)
 @given(LENGTHS, WORLDS, st.integers(1, 300), st.booleans())
-def test_every_sequence_runs_once_within_the_budget(lengths, world, budget, pads):
+def test_every_sequence_runs_once_within_the_budget_and_ranks_keep_step(
+    lengths, world, budget, pads
+):
     ranks = dealt(lengths, world=world, budget=budget, pads=pads)
     run = [index for batches in ranks for batch in batches for index in batch]
     assert sorted(run) == list(range(len(lengths)))
+    assert len({len(batches) for batches in ranks}) == 1
     for batches in ranks:
         for batch in batches:
             assert load(batch, lengths, pads=pads) <= budget or len(batch) == 1
             assert batch == sorted(batch)
-
-
-@settings(max_examples=300)
-@given(LENGTHS, WORLDS, st.integers(1, 300), st.booleans())
-def test_ranks_have_as_many_micro_batches_and_their_empty_ones_last(lengths, world, budget, pads):
-    ranks = dealt(lengths, world=world, budget=budget, pads=pads)
-    assert len({len(batches) for batches in ranks}) == 1
-    for batches in ranks:
         filled = [bool(batch) for batch in batches]
-        assert filled == sorted(filled, reverse=True)
+        assert filled == sorted(filled, reverse=True)  # the empty ones come last
     if lengths:
         assert any(batches[-1] for batches in ranks)  # no turn that nobody needs
-
-
-@settings(max_examples=300)
-@given(LENGTHS.filter(bool), WORLDS, st.integers(1, 300))
-def test_no_rank_has_more_than_the_mean_and_one_sequence(lengths, world, budget):
-    ranks = dealt(lengths, world=world, budget=budget)
-    loads = [sum(lengths[index] for batch in batches for index in batch) for batches in ranks]
-    assert max(loads) <= sum(loads) / world + max(lengths)
+        if not pads:
+            loads = [
+                sum(lengths[index] for batch in batches for index in batch) for batches in ranks
+            ]
+            assert max(loads) <= sum(loads) / world + max(lengths)
 
 
 @pytest.mark.parametrize("pads", [False, True])
@@ -64,31 +56,21 @@ def test_many_sequences_are_dealt_evenly(pads):
     assert max(loads) <= 1.02 * np.mean(loads)
 
 
-def test_short_rows_fill_up_what_long_ones_leave():
+def test_assignments_worked_by_hand():
     # 60 + 40 | 50 + 50: two full micro-batches of 100.
     assert dealt([40, 50, 60, 50], world=1, budget=100) == [[[0, 2], [1, 3]]]
-
-
-def test_a_sequence_longer_than_the_budget_runs_alone():
+    # What is longer than the budget runs alone.
     assert dealt([10, 500, 10], world=1, budget=100) == [[[1], [0, 2]]]
-
-
-def test_padded_sequences_run_with_their_like():
     # 3 * 10 and 2 * 40; any other pairing of long and short pads to 40 and costs more turns.
     assert dealt([10, 40, 10, 40, 10], world=1, budget=80, pads=True) == [[[1, 3], [0, 2, 4]]]
-
-
-def test_a_rank_without_sequences_runs_empty_micro_batches():
+    # A rank without sequences runs empty micro-batches.
     assert dealt([70, 70, 70], world=2, budget=100) == [[[0], [2]], [[1], []]]
     assert dealt([], world=2, budget=100) == [[], []]
+    # 90 + 50 against 70 + 60; by turns alone it would be 150 against 120.
+    assert dealt([90, 70, 60, 50], world=2, budget=100) == [[[0], [3]], [[1], [2]]]
 
 
 def test_thousands_of_sequences_that_pair_badly_are_dealt_quickly():
     # Of 0.4 of the budget each only two fit: a count of turns by sums alone is a fifth too low.
     ranks = dealt([40] * 10_000, world=1, budget=100)
     assert 5000 <= len(ranks[0]) <= 5500
-
-
-def test_who_took_more_in_one_turn_takes_less_in_the_next():
-    # 90 + 50 against 70 + 60; by turns alone it would be 150 against 120.
-    assert dealt([90, 70, 60, 50], world=2, budget=100) == [[[0], [3]], [[1], [2]]]
