@@ -13,8 +13,8 @@ import align
 from align.schemas.errors import UsageError
 from align.stages.methods import losses
 from align.stages.methods.recipe import is_good
-from align.stages.methods.table import METHODS
-from support.method_steps import MISMATCHED, each, random_branches, step_of, take
+from align.stages.methods.table import METHODS, options_of
+from support.method_steps import MISMATCHED, WORDS, each, random_branches, step_of, take
 
 NAMES = [name for name, method in METHODS.items() if method.rows != "grouped"]
 
@@ -43,12 +43,12 @@ def arguments_of(name, whole):
     return {name: values[name] for name in signature.parameters if name in values}
 
 
-@each({name: (name,) for name in NAMES})
-def test_a_function_gives_the_numbers_and_the_gradient_of_the_trainer(name):
+@each({f"{name} {own}": (name, own) for name in NAMES for own in ({}, WORDS.get(name, {}))})
+def test_a_function_gives_the_numbers_and_the_gradient_of_the_trainer(name, own):
     method = METHODS[name]
     whole, again = (random_branches(method.rows, 5, seed=3) for _ in range(2))
-    expected = take(method, whole, mismatched=MISMATCHED)
-    found = getattr(losses, name)(**arguments_of(name, again))
+    expected = take(method, whole, mismatched=MISMATCHED, options=options_of(method, own))
+    found = getattr(losses, name)(**arguments_of(name, again), **own)
     assert torch.equal(found, expected.losses)
     items = getattr(step_of(whole), method.items)
     (gradient,) = torch.autograd.grad(found.sum() / items, again.logps)

@@ -66,10 +66,10 @@ BY_HAND = [
     # S(1) = .731059: .731059 (-.313262 + .048587) + .268941 (-1.313262 + 3.048587)
     ("rpo_fwd_kl", {"eta": 2}, SCORED, 0.273209),
     ("rpo_bwd_kl", {"eta": 2 / 3}, SCORED, 0.0),
+    ("rpo_sq", {}, SCORED, 0.25),  # (1 - 1.5)^2
     # m_c = -.5, m_l = -1: .5 - .1 LS(.432752 + .541325)
     ("orpo", {}, pair(-2.0, -3.0, num_tokens=(4, 3)), 0.532030),
-    # b (m_c - m_l) - b gamma_ratio = 2.5 * .2 - 1.4
-    ("simpo", {"beta": 2.5, "gamma_ratio": 0.56}, pair(-4.0, -6.0, num_tokens=(4, 5)), 1.241154),
+    ("simpo", {}, pair(-4.0, -6.0, num_tokens=(4, 5)), 1.313262),  # 10 (-1 + 1.2) - 3: -LS(-1)
     ("cpo", {}, LIKELY, 2.313262),  # -LS(1) + 4 / 2
     ("cpo", {"alpha": 0.5}, LIKELY, 1.313262),
     ("slic", {}, LIKELY, 0.4),  # past its margin: .1 * 4

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from align.schemas.errors import UsageError
 from align.schemas.methods import Labels
 from align.stages.methods.method_docs import plain_table, render_method, render_table
-from align.stages.methods.table import METHODS, find_method, options_of
+from align.stages.methods.table import METHODS, find_method, options_of, recipe_of
 from support.method_steps import BY_NAME, each
 
 KTO = METHODS["kto"]
@@ -41,11 +41,36 @@ def test_no_option_takes_what_it_cannot_use(method):
         ("ppo", {"epsilon": 1}, "method.epsilon: expected a number above 0 and below 1"),
         ("ppo", {"lam": 1.1}, "method.lam: expected a number of at least 0 and at most 1"),
         ("ppo", {"gamma": 1.1}, "method.gamma: expected a number of at least 0 and at most 1"),
+        ("dpo", {"f_alpha": 0.3, "f_divergence": "js"}, "f_alpha has no effect without method.f_"),
+        ("dpo", {"log_eps_r": 2.0}, "log_eps_r has no effect without method.humanline=true"),
+        ("dpo", {"log_eps_p": -2.0}, "log_eps_p has no effect without method.humanline=true"),
+        ("dpo", {"log_eps_p": 0.0, "humanline": True}, "log_eps_p: expected a number below 0"),
+        ("dpo", {"log_eps_r": 0, "humanline": True}, "method.log_eps_r: expected a number above 0"),
+        ("dpo", {"ld_alpha": -0.1}, "method.ld_alpha: expected a number of at least 0"),
+        ("dpo", {"f_divergence": "kl"}, "method.f_divergence: expected reverse_kl or"),
+        ("dpo", {"f_alpha": math.inf, "f_divergence": "alpha"}, "method.f_alpha is inf"),
+        ("dpo", {"humanlin": True}, "method.humanlin'"),
+        ("dpo+dpo", {}, "can stand in a mixture once"),
+        ("dpo+kot", {}, "'kot': no such method. Did you mean 'kto'"),
+        ("dpo:0+sft", {}, "'0' is not a weight"),
+        ("dpo:much+sft", {}, "'much' is not a weight"),
+        ("dpo:inf+sft", {}, "'inf' is not a weight"),
+        ("dpo:2", {}, "a weight means something in a mixture only"),
+        ("dpo+", {}, "method '': no such method"),
+        ("dpo+reward", {}, "dpo and reward need different models"),
+        ("dpo+grpo", {}, "grpo learns from groups"),
+        ("dpo+sft", {"beta": 1}, "for example method.dpo.beta"),
+        ("dpo+sft", {"kto.beta": 1}, "method.kto.beta: in a mixture"),
+        ("dpo+sft", {"dpo": 1}, "method.dpo: in a mixture"),
+        ("dpo+sft", {"dpo": {"beat": 1}}, "'method.dpo.beat'. Did you mean 'beta'"),
+        ("dpo+sft", {"dpo.beta": 0}, "method.dpo.beta: expected a number above 0"),
+        ("dpo+kto", {"kto_zero.beta": 1}, "method.kto_zero.beta"),
+        ("dpo+kto", {"margin": "wanted"}, "method.margin is not for kto"),
     ],
 )
-def test_a_refusal_says_which_option_and_what_it_may_be(name, values, said):
+def test_a_refusal_says_which_option_or_mixture_and_what_it_may_be(name, values, said):
     with pytest.raises(UsageError) as refusal:
-        options_of(METHODS[name], values)
+        recipe_of(name, values)
     assert said in str(refusal.value)
 
 

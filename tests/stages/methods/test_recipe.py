@@ -137,31 +137,3 @@ def test_each_part_sees_and_remembers_its_own_only():
     taken = take_recipe(recipe, whole, state={"bco": (3.0, 0.5)})
     assert taken.state.keys() == {"bco"}
     assert taken.state["bco"][0] == 11.0
-
-
-@pytest.mark.parametrize(
-    ("name", "values", "said"),
-    [
-        ("dpo+dpo", {}, "can stand in a mixture once"),
-        ("dpo+kot", {}, "'kot': no such method. Did you mean 'kto'"),
-        ("dpo:0+sft", {}, "'0' is not a weight"),
-        ("dpo:much+sft", {}, "'much' is not a weight"),
-        ("dpo:+sft", {}, "'' is not a weight"),
-        ("dpo:inf+sft", {}, "'inf' is not a weight"),
-        ("dpo:2", {}, "a weight means something in a mixture only"),
-        ("dpo+", {}, "method '': no such method"),
-        ("dpo+reward", {}, "dpo and reward need different models"),
-        ("dpo+grpo", {}, "grpo learns from groups"),
-        ("dpo+sft", {"beta": 1}, "for example method.dpo.beta"),
-        ("dpo+sft", {"kto.beta": 1}, "method.kto.beta: in a mixture"),
-        ("dpo+sft", {"dpo": 1}, "method.dpo: in a mixture"),
-        ("dpo+sft", {"dpo": {"beat": 1}}, "'method.dpo.beat'. Did you mean 'beta'"),
-        ("dpo+sft", {"dpo.beta": 0}, "method.dpo.beta: expected a number above 0"),
-        ("dpo+kto", {"kto_zero.beta": 1}, "method.kto_zero.beta"),
-        ("dpo+kto", {"margin": "wanted"}, "method.margin is not for kto"),
-    ],
-)
-def test_what_is_refused(name, values, said):
-    with pytest.raises(UsageError) as refusal:
-        recipe_of(name, values)
-    assert said in str(refusal.value)

@@ -78,12 +78,13 @@ def test_every_completion_is_somebodys_mismatch_once_and_never_its_own_prompts(r
 
 @pytest.mark.parametrize("texts", [2, 3, 10])
 def test_equal_texts_under_other_prompts_are_never_paired(texts):
-    prompt_keys, completion_keys = ring([1] * 3000, texts)
-    partners = choose(prompt_keys, completion_keys, num_pairs=2)
-    for row in partners.indices:
-        assert all(by_hand(prompt_keys, completion_keys, row))
-    if texts > 2:
-        assert partners.repeats.used_twice == 0
+    for runs in ([1] * 3000, [1, 2, 3] * 500):
+        prompt_keys, completion_keys = ring(runs, texts)
+        partners = choose(prompt_keys, completion_keys, num_pairs=2)
+        for row in partners.indices:
+            assert all(by_hand(prompt_keys, completion_keys, row))
+        if texts > 2:
+            assert partners.repeats.used_twice == 0
 
 
 def test_a_partner_is_repeated_only_as_often_as_the_counts_force():
