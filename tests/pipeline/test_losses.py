@@ -55,59 +55,53 @@ def allowing(config, fraction):
     return replace(config, data=replace(config.data, max_bad_frac=fraction))
 
 
-def places(folder, manifest):
-    """Where the rows of a cache stood that were stored, and those that were rejected."""
-    root = Path(folder)
-    stored = [row for shard in manifest.shards for row in read(root / "data" / shard.file)]
-    rejected = [row for entry in manifest.quarantine for row in read(root / entry.file)]
-    return [(row["source"]["file"], row["source"]["row"]) for row in stored], rejected
-
-
-def read(path):
-    return pq.read_table(path).to_pylist()
+def read(paths):
+    return [row for path in paths for row in pq.read_table(path).to_pylist()]
 
 
 def test_every_row_is_in_one_shard_or_in_quarantine(flawed):
     config = allowing(flawed, 0.9)
     manifest = run(config, Lossy(every=7, room=150)).manifest
-    stored, rejected = places(config.cache.output, manifest)
+    root = Path(config.cache.output)
+    stored = [row["source"] for row in read(root / "data" / part.file for part in manifest.shards)]
+    rejected = read(root / entry.file for entry in manifest.quarantine)
+    kept = [(source["file"], source["row"]) for source in stored]
     lost = [(row["file"], row["row"]) for row in rejected]
     (data,) = manifest.inputs
-    assert sorted(stored + lost) == [(data.sha256[:16], row) for row in range(manifest.rows_in)]
+    assert sorted(kept + lost) == [(data.sha256[:16], row) for row in range(manifest.rows_in)]
     assert manifest.quarantined == Counter(row["reason"] for row in rejected)
     assert {"empty_completion", "nonfinite_logp", "oom"} == set(manifest.quarantined)
     assert all(row["detail"] for row in rejected)
     assert {row["file_name"] for row in rejected} == {"flawed.jsonl"}
-    assert verify_cache(CacheFolder(Path(config.cache.output))) == manifest
-    kept = {entry.file for entry in manifest.quarantine}
-    assert {name for name in contents(config.cache.output) if name.startswith("qu")} == kept
+    assert verify_cache(CacheFolder(root)) == manifest
+    named = {entry.file for entry in manifest.quarantine}
+    assert {name for name in contents(config.cache.output) if name.startswith("qu")} == named
 
 
 def test_more_losses_than_allowed_publish_nothing_until_they_are_allowed(config):
     folder, reference = CacheFolder(Path(config.cache.output)), Lossy(every=7, room=150)
     with pytest.raises(BadDataError, match=r"of 120 rows cannot be used \(\d+ ") as refusal:
         run(config, reference)
-    said = str(refusal.value)
-    assert "oom" in said
-    assert "nonfinite_logp" in said
-    assert "--max-bad-frac allows 0.001" in said
-    assert f"{folder.quarantine}{os.sep}part-" in said
+    for said in ("oom", "nonfinite_logp", "--max-bad-frac", f"{folder.quarantine}{os.sep}part-"):
+        assert said in str(refusal.value)
     assert not folder.manifest.exists()
     outcome = run(allowing(config, 0.9), reference)
     assert outcome.tally.units == 0  # what was scored is kept
     assert folder.manifest.exists()
 
 
-def test_a_reference_that_gives_nan_is_not_reported_as_bad_data(config):
-    with pytest.raises(NonFiniteError, match="--dtype float32, and check the weights"):
-        run(config, Lossy(every=7))
-    assert not CacheFolder(Path(config.cache.output)).manifest.exists()
-
-
 @pytest.mark.parametrize(
-    ("reference", "error"), [(Lossy(every=1), NonFiniteError), (Lossy(room=1), BadDataError)]
+    ("reference", "allowed", "error", "said"),
+    [
+        # A reference that gives NaN is not reported as bad data.
+        (Lossy(every=7), 0.001, NonFiniteError, "--dtype float32, and check the weights"),
+        (Lossy(every=1), 1.0, NonFiniteError, "0 rows would be left"),
+        (Lossy(room=1), 1.0, BadDataError, "0 rows would be left"),
+    ],
 )
-def test_a_cache_without_rows_is_never_published(config, reference, error):
-    with pytest.raises(error, match="0 rows would be left"):
-        run(allowing(config, 1.0), reference)
+def test_a_cache_with_too_many_losses_or_without_rows_is_never_published(
+    config, reference, allowed, error, said
+):
+    with pytest.raises(error, match=said):
+        run(allowing(config, allowed), reference)
     assert not CacheFolder(Path(config.cache.output)).manifest.exists()

@@ -1,7 +1,6 @@
 """Optimizer steps for losses: branches made by hand or by chance, run as a trainer would."""
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -227,29 +226,6 @@ def random_branches(kind, rows, seed=0, *, roles=None, per_row=None):
     return _as_leaves(replace(whole, tokens=tokens))
 
 
-def slopes_of(rows, name, loss_of):
-    """Of each token, by how much `loss_of` rows changes with this number of it."""
-    return [
-        (loss_of(_nudged(rows, place, name, 1e-6)) - loss_of(_nudged(rows, place, name, -1e-6)))
-        / 2e-6
-        for place in range(sum(len(said.ratios) for row in rows for said in row))
-    ]
-
-
-def _nudged(rows, place, name, by):
-    """The rows with one number of one token changed."""
-    turned, seen = [], 0
-    for row in rows:
-        turned.append([])
-        for said in row:
-            values = list(getattr(said, name))
-            if seen <= place < seen + len(values):
-                values[place - seen] += by
-            seen += len(values)
-            turned[-1].append(replace(said, **{name: tuple(values)}))
-    return turned
-
-
 def moved(whole, *, logps=None, reference=None):
     """The same branches with other sums, what changed spread evenly over their tokens."""
     tokens, new = whole.tokens, whole.logps if logps is None else logps
@@ -347,15 +323,18 @@ def take(method, whole, *, options=None, modifiers=None, **how):
     return take_recipe(recipe, whole, **how)
 
 
-def take_recipe(recipe, whole, *, cuts=(), assignment=None, mismatched=(), state=None):
+def take_recipe(recipe, whole, *, assignment=None, mismatched=(), state=None):
     """Runs a step as the trainer does: survey, state, losses; sums first, and divides once.
 
-    Its micro-batches end at the rows `cuts`, or hold the rows that `assignment` lists for each.
+    `assignment` lists the rows of each micro-batch.
     """
-    edges = [0, *cuts, num_rows(whole)]
-    assignment = assignment or [list(range(*edge)) for edge in pairwise(edges)]
+    assignment = assignment or [range(num_rows(whole))]
     micros = [_as_shown(part(whole, rows), recipe) for rows in assignment]
-    step = step_of(whole, mismatched, surveyed_by(recipe, micros))
+    with torch.no_grad():
+        found = [recipe.survey(micro) for micro in micros]
+    order = torch.cat([micro.places for micro in micros]).argsort()
+    surveyed = {name: torch.cat([one[name] for one in found])[order] for name in found[0]}
+    step = step_of(whole, mismatched, surveyed)
     now = recipe.next_state(state or {}, step.surveyed)
     for leaf in _leaves(whole):
         leaf.grad = None
@@ -374,14 +353,6 @@ def _as_shown(micro, recipe):
     needs = {"token_reference": "reference", "values": "values", "purity": "purity"}
     hidden = {name: None for need, name in needs.items() if need not in recipe.needs}
     return replace(micro, tokens=replace(micro.tokens, **hidden))
-
-
-def surveyed_by(recipe, micros):
-    """What the recipe asks of every branch of these micro-batches, in step order."""
-    with torch.no_grad():
-        found = [recipe.survey(micro) for micro in micros]
-    order = torch.cat([micro.places for micro in micros]).argsort()
-    return {name: torch.cat([values[name] for values in found])[order] for name in found[0]}
 
 
 def _summed(recipe, whole, micros, outcomes, state):

@@ -104,12 +104,6 @@ def write_cache(root, blocks):
         draft = root / "draft.parquet"
         write_shard(draft, block)
         draft.rename(folder.data / part_name(unit, sha256_of(draft)))
-    return cache_under(root)
-
-
-def cache_under(root):
-    """A folder that `write_cache` wrote."""
-    folder = CacheFolder(root)
     shards = tuple(
         SimpleNamespace(
             unit=unit, file=path.name, bytes=path.stat().st_size, sha256=sha256_of(path)

@@ -1,40 +1,43 @@
+"""How a stream ends: with the last step, with damage, or because nobody wants more of it."""
+
 import threading
 import weakref
+from contextlib import suppress
 
 import pytest
 
+from align.schemas.batches import Cursor
+from align.schemas.errors import AlignError, CorruptionError
+from align.stages.feed.cache_index import unchecked
+from align.stages.feed.epoch_order import shuffled_order
 from align.stages.feed.loader import Prefetch
+from align.stages.storage.verify_cache import check_shard
 from support.patience import PATIENCE
+from support.shard_cache import block_of, feed_of, opened, write_cache
+
+START = Cursor(0, 0)
+
+
+def prefetching():
+    return [thread for thread in threading.enumerate() if thread.name == "align-prefetch"]
+
+
+def test_items_come_in_order_and_an_error_where_its_item_would_have_been():
+    def items():
+        yield from range(50)
+        raise ValueError("the last")
+
+    prefetch = Prefetch(items(), ahead=3)
+    assert [next(prefetch) for _ in range(50)] == list(range(50))
+    with pytest.raises(ValueError, match="the last"):
+        next(prefetch)
+    assert list(prefetch) == []
+    assert list(Prefetch(range(3), ahead=5)) == [0, 1, 2]
+    assert not prefetching()
 
 
 class Item:
     """Something that can be watched."""
-
-
-def threads():
-    return [thread for thread in threading.enumerate() if thread.name == "align-prefetch"]
-
-
-def test_items_come_in_order_and_then_end():
-    prefetch = Prefetch(range(50), ahead=3)
-    assert list(prefetch) == list(range(50))
-    assert list(prefetch) == []
-    assert not threads()
-
-
-def test_an_error_comes_where_its_item_would_have_been():
-    def items():
-        yield 1
-        yield 2
-        raise ValueError("the third")
-
-    prefetch = Prefetch(items(), ahead=5)
-    assert [next(prefetch), next(prefetch)] == [1, 2]
-    with pytest.raises(ValueError, match="the third"):
-        next(prefetch)
-    assert not threads()
-    with pytest.raises(StopIteration):
-        next(prefetch)
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
@@ -67,8 +70,47 @@ def test_closing_early_ends_the_thread(taken):
     prefetch = Prefetch(iter(int, 1), ahead=2)
     for _ in range(taken):
         next(prefetch)
+    assert prefetching()
     prefetch.close()
     prefetch.close()
-    assert not threads()
+    assert not prefetching()
     with pytest.raises(StopIteration):
         next(prefetch)
+
+
+@pytest.fixture
+def forty_units(tmp_path):
+    blocks = [block_of(20, seed=seed) for seed in range(40)]
+    return write_cache(tmp_path / "cache", blocks)
+
+
+@pytest.mark.parametrize("check", [check_shard, unchecked])
+def test_damage_done_while_training_stops_it_and_names_the_unit(forty_units, check):
+    source = opened(forty_units, check=check)
+    folder, manifest = forty_units
+    order = shuffled_order(source.index.train.group_offsets, seed=0, epoch=0)
+    group = int(order.groups[-1])  # of the last window: it is not read ahead
+    path = folder.data / manifest.shards[group].file
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 16
+    with feed_of(source).steps(START) as steps:
+        seen = [next(steps)]
+        path.write_bytes(content)
+        with pytest.raises(CorruptionError, match=f"unit {group}"):
+            seen.extend(steps)
+    assert 1 < len(seen) < feed_of(source).steps_per_epoch
+    assert not prefetching()
+
+
+def test_a_shard_that_is_gone_or_an_error_of_the_consumer_ends_the_stream(forty_units):
+    source = opened(forty_units)
+    with suppress(KeyError), feed_of(source).steps(START) as steps:
+        next(steps)
+        raise KeyError
+    assert not prefetching()
+    folder, manifest = forty_units
+    for shard in manifest.shards:
+        (folder.data / shard.file).unlink()
+    with feed_of(source).steps(START) as steps, pytest.raises(AlignError):
+        next(steps)
+    assert not prefetching()

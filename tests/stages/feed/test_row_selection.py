@@ -39,7 +39,7 @@ def stored(rows, levels):
     offsets = offsets_of([len(branches) for branches in full])
     roles = [role for row in full for role, _ in row]
     plain = [np.nan if score is None else score for row in full for _, score in row]
-    return np.array(roles, dtype=np.int8), np.array(plain, dtype=np.float32), offsets
+    return np.array(roles, dtype=np.int8), np.array(plain, dtype=np.float64), offsets
 
 
 def selected(rows, levels, kind, rules=RULES_AS_THEY_ARE, **more):
@@ -89,29 +89,7 @@ def test_branches_are_those_of_a_slow_reading(rows, levels, kind, rules):
     assert rows_of(selected(rows, levels, kind, rules)) == expected
 
 
-def test_a_rejected_branch_stored_first_is_read_second():
-    picked = selected(unscored([[R, C]]), 2, "paired")
-    # stored: R C | R1 C1 | R2 C2
-    assert picked.own.tolist() == [1, 0]
-    assert picked.roles.tolist() == [C, R]
-    assert picked.mismatched.tolist() == [[3, 5], [2, 4]]
-
-
-def test_a_scored_branch_keeps_its_own_mismatches_whatever_becomes_of_it():
-    row = [(X, 1.0), (X, 3.0), (X, 2.0)]
-    # stored: 0 1 2 | 3 4 5 | 6 7 8
-    pair = selected([row], 2, "paired")
-    assert (pair.own.tolist(), pair.mismatched.tolist()) == ([1, 0], [[4, 7], [3, 6]])
-    labels = selected([row], 2, "labelled", ScoreRules(threshold="median"))
-    assert (labels.own.tolist(), labels.mismatched.tolist()) == ([0, 1], [[3, 6], [4, 7]])
-
-
-def test_pairs_are_labels_to_a_method_that_reads_labels():
-    picked = selected(unscored([[C, R], [U]]), 0, "labelled")
-    assert picked.roles.tolist() == [D, U, U]
-
-
-def test_every_stored_row_is_counted_by_its_kind():
+def test_every_stored_row_is_counted_by_its_kind_and_what_became_of_it():
     picked = selected(unscored([[C, R], [U, D, D], [X, X]]), 1, "paired")
     assert picked.kinds == {
         StoredKind.PAIRED: KindCounts(stored=1, read=1, made=1, unscored=1),
@@ -119,9 +97,6 @@ def test_every_stored_row_is_counted_by_its_kind():
         StoredKind.SCORED: KindCounts(stored=1, unscored=1),
     }
     assert picked.rows.tolist() == [0]
-
-
-def test_rows_that_become_several_or_none_are_counted():
     rows = [[(X, 1.0), (X, 2.0), (X, 4.0)], [(X, 1.0), (X, 1.0)], [(X, None)]]
     every = selected(rows, 0, "paired", ScoreRules(pairs="all"))
     assert every.kinds[StoredKind.SCORED] == KindCounts(stored=3, read=1, made=3, unscored=1)
@@ -132,11 +107,72 @@ def test_rows_that_become_several_or_none_are_counted():
 
 def test_with_a_context_every_branch_is_a_row():
     picked = selected(unscored([[U, D], [R, C]]), 1, "labelled", context={D: (7,), U: (8,)})
-    assert picked.rows.tolist() == [0, 0, 1, 1]
-    assert picked.branch_offsets.tolist() == [0, 1, 2, 3, 4]
-    assert picked.roles.tolist() == [U, D, D, U]
     # stored: U D | U1 D1 | R C | R1 C1
-    assert (picked.own.tolist(), picked.mismatched.ravel().tolist()) == ([0, 1, 5, 4], [2, 3, 7, 6])
+    assert rows_of(picked) == [
+        (0, [(0, U, None, [2])]),
+        (0, [(1, D, None, [3])]),
+        (1, [(5, D, None, [7])]),
+        (1, [(4, U, None, [6])]),
+    ]
+
+
+def read_of(scores, kind, **rules):
+    """Each row that is read of scored ones: the stored row, and the place and role of branches."""
+    rows = [[(X, score) for score in row] for row in scores]
+    return [
+        (row, [(place, role) for place, role, *_ in branches])
+        for row, branches in rows_of(selected(rows, 0, kind, ScoreRules(**rules)))
+    ]
+
+
+def test_scores_that_are_equal_on_paper_keep_their_order():
+    assert 0.1 + 0.2 > 0.3  # as binary numbers
+    rows = [[0.3, 0.1 + 0.2, 0], [1, 0.3, 0.1 + 0.2]]
+    assert read_of(rows, "paired") == [(0, [(0, C), (2, R)]), (1, [(3, C), (5, R)])]
+    assert read_of(rows, "imitated") == [(0, [(0, D)]), (1, [(3, D)])]
+
+
+@pytest.mark.parametrize("precision", [np.float64, np.float32])
+@pytest.mark.parametrize("pairs", ["best_worst", "all"])
+def test_a_gap_in_decimals_is_that_of_scores_in_decimals(precision, pairs):
+    # As binary numbers 0.3 - 0.2 is less than 0.1, 0.4 - 0.3 and 8.3 - 8.2 are more.
+    rows = [[0.3, 0.2], [0.4, 0.3], [8.3, 8.2], [-0.2, -0.3], [100.1, 100.0], [0.1, 0.0]]
+    rows += [[0.31, 0.2], [8.31, 8.2], [100.11, 100.0]]
+    written = np.array(rows, dtype=precision).tolist()
+    read = read_of(written, "paired", pairs=pairs, min_gap=0.1)
+    assert [row for row, _ in read] == [6, 7, 8]
+
+
+def test_the_smallest_difference_that_was_written_down_makes_a_pair():
+    big = 2.0**40
+    rows = [[big + 1, big], [0.1 + 0.2, 0.3], [1e-9, 0.0], [0.123456789012, 0.123456789011]]
+    for kind in ("paired", "labelled"):
+        assert [row for row, _ in read_of(rows, kind)] == [0, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("scores", "threshold"),
+    [
+        ([0.1, 0.2, 0.3], "mean"),  # their sum is 0.6000000000000001
+        *((np.float32([0.6, 0.7, 0.8]).tolist(), limit) for limit in (0.7, "mean", "median")),
+    ],
+)
+def test_a_score_that_is_its_threshold_but_for_rounding_gets_no_label(scores, threshold):
+    assert read_of([scores], "labelled", threshold=threshold) == [(0, [(0, U), (2, D)])]
+
+
+@pytest.mark.parametrize("threshold", ["mean", "median"])
+def test_equal_scores_say_nothing(threshold):
+    rows = [[0.1] * 3, [0.7] * 7, [1 / 3] * 11, [5]]
+    assert read_of(rows, "labelled", threshold=threshold) == []
+
+
+def test_a_bad_branch_without_a_score_of_its_own_gets_what_the_method_wants():
+    """Also where a single one is missing: a score and a 1 cannot be compared."""
+    rows = [[(C, None), (R, None)], [(C, 8), (R, None)], [(U, None)], [(D, 5), (U, 4)]]
+    for bad in (0.0, -1.0):
+        picked = selected(rows, 0, "grouped", ScoreRules(bad_score=bad))
+        assert picked.scores.tolist() == [1, bad, 1, bad, bad, 5, 4]
 
 
 @pytest.mark.parametrize(
@@ -145,16 +181,9 @@ def test_with_a_context_every_branch_is_a_row():
     ids=str,
 )
 def test_branches_that_fit_no_kind_of_data_are_damage(roles):
-    with pytest.raises(CorruptionError, match="here holds rows"):
-        selected_raw(roles, [0, len(roles)])
-
-
-def test_rows_with_other_numbers_of_mismatches_are_damage():
-    with pytest.raises(CorruptionError):
-        selected_raw([C, R, M, M, C, R], [0, 4, 6])
-
-
-def selected_raw(roles, offsets):
-    reading = Reading("paired", mismatched=False, eval_fraction=0.0)
-    scores = np.full(len(roles), np.nan)
-    select(np.array(roles, np.int8), scores, np.array(offsets), reading=reading, source="here")
+    for offsets in ([0, len(roles)], [0, len(roles), len(roles) + 2]):
+        reading = Reading("paired", mismatched=False, eval_fraction=0.0)
+        stored = np.array([*roles, C, R][: offsets[-1]], np.int8)
+        scores = np.full(len(stored), np.nan)
+        with pytest.raises(CorruptionError, match="here"):
+            select(stored, scores, np.array(offsets), reading=reading, source="here")

@@ -63,8 +63,5 @@ def test_the_bands_are_searched_as_if_all_were_compared_with_all(monkeypatch):
     monkeypatch.setattr(train_source, "MOST_COMPARED", 1)
     fewer = count_near(first.view(np.uint64).ravel(), others.view(np.uint64).ravel())
     assert fewer <= expected
-
-
-def test_without_prompts_nothing_is_near():
     none, some = np.empty(0, np.uint64), np.arange(3, dtype=np.uint64)
     assert (count_near(none, some), count_near(some, none)) == (0, 0)

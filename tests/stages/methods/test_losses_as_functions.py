@@ -13,8 +13,8 @@ import align
 from align.schemas.errors import UsageError
 from align.stages.methods import losses
 from align.stages.methods.recipe import is_good
-from align.stages.methods.table import METHODS
-from support.method_steps import MISMATCHED, each, random_branches, step_of, take
+from align.stages.methods.table import METHODS, options_of
+from support.method_steps import MISMATCHED, WORDS, each, random_branches, step_of, take
 
 NAMES = [name for name, method in METHODS.items() if method.rows != "grouped"]
 
@@ -43,12 +43,12 @@ def arguments_of(name, whole):
     return {name: values[name] for name in signature.parameters if name in values}
 
 
-@each({name: (name,) for name in NAMES})
-def test_a_function_gives_the_numbers_and_the_gradient_of_the_trainer(name):
+@each({f"{name} {own}": (name, own) for name in NAMES for own in ({}, WORDS.get(name, {}))})
+def test_a_function_gives_the_numbers_and_the_gradient_of_the_trainer(name, own):
     method = METHODS[name]
     whole, again = (random_branches(method.rows, 5, seed=3) for _ in range(2))
-    expected = take(method, whole, mismatched=MISMATCHED)
-    found = getattr(losses, name)(**arguments_of(name, again))
+    expected = take(method, whole, mismatched=MISMATCHED, options=options_of(method, own))
+    found = getattr(losses, name)(**arguments_of(name, again), **own)
     assert torch.equal(found, expected.losses)
     items = getattr(step_of(whole), method.items)
     (gradient,) = torch.autograd.grad(found.sum() / items, again.logps)
@@ -56,18 +56,15 @@ def test_a_function_gives_the_numbers_and_the_gradient_of_the_trainer(name):
 
 
 def test_every_method_but_those_of_groups_has_a_function():
-    assert sorted(NAMES) == dir(losses) == sorted(set(METHODS) - {"grpo", "ppo"})
+    assert sorted(NAMES) == dir(losses)
     with pytest.raises(AttributeError, match="no 'grpo'"):
         _ = losses.grpo
 
 
-def test_dpo_by_hand():
+def test_tensors_come_in_the_order_of_the_figures_worked_by_hand():
     found = align.losses.dpo([-10.0, -8.0], [-12.0, -7.0], [-11.0, -8.0], [-11.0, -8.0], beta=0.5)
     # margins: (1 - -1), (0 - 1): beta * 2 = 1 and beta * -1 = -0.5
     assert found.tolist() == pytest.approx([math.log1p(math.exp(-1)), math.log1p(math.exp(0.5))])
-
-
-def test_kto_by_hand():
     found = align.losses.kto(
         torch.tensor([-3.0, -5.0]),
         torch.tensor([True, False]),
@@ -81,56 +78,31 @@ def test_kto_by_hand():
     lost = 1 - 1 / (1 + math.exp(-1))
     assert found.tolist() == pytest.approx([3 * lost, lost])
     assert found.dtype == torch.float64
-
-
-def test_auto_weights_are_those_of_the_labels_given():
-    equal = [-1.0, -1.0, -1.0]
-    labels = [True, False, False]
+    # Automatic weights are those of the labels given.
     given = {"desirable_weight": "auto", "undesirable_weight": "auto"}
-    found = align.losses.kto_zero(equal, labels, equal, **given)
+    found = align.losses.kto_zero([-1.0] * 3, [True, False, False], [-1.0] * 3, **given)
     assert found.tolist() == pytest.approx([2 * 0.5, 0.5, 0.5])
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "reads"),
-    [
-        ("dpo", {}, False),
-        ("dpo", {"sft_weight": 0.5}, True),
-        ("ipo", {}, True),
-        ("ipo", {"normalize": "sum"}, False),
-        ("cpo", {}, True),
-        ("cpo", {"alpha": 0.0}, False),
-        ("simpo", {}, True),
-        ("orpo", {}, True),
-    ],
-)
-def test_lengths_are_required_where_the_loss_reads_them(name, options, reads):
-    given = arguments_of(name, random_branches("paired", 1))
-    lengths = {side: given.pop(side) for side in ("chosen_num_tokens", "rejected_num_tokens")}
-    assert getattr(losses, name)(**given, **lengths, **options).shape == (1,)
-    if reads:
-        with pytest.raises(UsageError, match="Pass chosen_num_tokens and rejected_num_tokens"):
-            getattr(losses, name)(**given, **options)
-    else:
+def test_lengths_are_required_where_the_loss_reads_them():
+    reading = [("dpo", {"sft_weight": 0.5}), ("ipo", {}), ("cpo", {}), ("simpo", {}), ("orpo", {})]
+    free = [("dpo", {}), ("ipo", {"normalize": "sum"}), ("cpo", {"alpha": 0.0})]
+    for name, options in reading + free:
+        given = arguments_of(name, random_branches("paired", 1))
         assert getattr(losses, name)(**given, **options).shape == (1,)
+        del given["chosen_num_tokens"], given["rejected_num_tokens"]
+        if (name, options) in free:
+            assert getattr(losses, name)(**given, **options).shape == (1,)
+        else:
+            with pytest.raises(UsageError, match="Pass chosen_num_tokens and rejected_num_tokens"):
+                getattr(losses, name)(**given, **options)
 
 
-def test_an_option_that_the_loss_does_not_read_is_refused():
+def test_what_the_loss_does_not_read_and_what_does_not_fit_is_refused():
     for name in ("kl_per_step", "kl_use", "margin", "betta"):
         with pytest.raises(TypeError, match=name):
             align.losses.kto([-1.0], [True], [-1.0], [-1.0], [-1.0], **{name: 1})
-
-
-def test_a_bad_value_and_a_bad_shape_are_refused():
     with pytest.raises(UsageError, match=r"dpo: method\.beta: expected a number above 0"):
         align.losses.dpo([-1.0], [-1.0], [-1.0], [-1.0], beta=-1.0)
     with pytest.raises(UsageError, match=r"rejected_logps \[2\]"):
         align.losses.dpo([-1.0], [-1.0, -2.0], [-1.0], [-1.0])
-
-
-def test_help_says_what_a_loss_takes():
-    text = inspect.getdoc(align.losses.kto)
-    assert "2402.01306" in text
-    assert "how far the policy may go" in text
-    names = list(inspect.signature(align.losses.bco).parameters)
-    assert names == ["logps", "labels", "reference_logps", "num_tokens", "beta"]

@@ -1,96 +1,31 @@
+"""The options of methods: what they may be, what `auto` makes of them, and how they are told."""
+
+import json
 import math
-from dataclasses import FrozenInstanceError, asdict, fields
+import re
+from dataclasses import fields
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from align.schemas.errors import UsageError
-from align.stages.methods.table import METHODS, find_method, options_of
+from align.schemas.methods import Labels
+from align.stages.methods.method_docs import plain_table, render_method, render_table
+from align.stages.methods.table import METHODS, find_method, options_of, recipe_of
 from support.method_steps import BY_NAME, each
 
-DEFAULTS = {
-    "dpo": {"beta": 0.1, "label_smoothing": 0},
-    "cdpo": {"beta": 0.1, "label_smoothing": 0.2},
-    "robust": {"beta": 0.1, "label_smoothing": 0.1},
-    "exo": {"beta": 0.1, "label_smoothing": 0.001},
-    "hinge": {"beta": 0.1},
-    "discopop": {"beta": 0.05, "tau": 0.05},
-    "ipo": {"beta": 0.1, "normalize": "mean"},
-    "dpo_norm": {"beta": 5, "label_smoothing": 0},
-    "nca": {"beta": 0.1},
-    "bco_pair": {"beta": 0.1},
-    "sppo": {"beta": 0.1},
-    "apo_zero": {"beta": 0.1},
-    "apo_down": {"beta": 0.1},
-    "orpo": {"lam": 0.1, "nll_scope": "pair"},
-    "simpo": {"beta": 10, "gamma_ratio": 0.3, "label_smoothing": 0},
-    "cpo": {"beta": 0.1, "alpha": 1, "label_smoothing": 0, "nll_scope": "pair"},
-    "slic": {"delta": 1, "lam": 0.1, "normalize": "sum"},
-    "kto": {
-        "beta": 0.1,
-        "desirable_weight": 1,
-        "undesirable_weight": 1,
-        "kl_per_step": 0,
-        "kl_use": "rotate",
-    },
-    "kto_zero": {"beta": 0.1, "desirable_weight": 1, "undesirable_weight": 1},
-    "apo_zero_unpaired": {"beta": 0.1},
-    "aot": {"beta": 0.1, "label_smoothing": 0},
-    "aot_unpaired": {"beta": 0.1, "label_smoothing": 0},
-    "rpo_sq": {"beta": 0.1, "eta": 1},
-    "rpo_bwd_kl": {"beta": 0.1, "eta": 1},
-    "rpo_fwd_kl": {"beta": 0.1, "eta": 1},
-    "bco": {"beta": 0.1},
-    "grpo": {"beta": 0.01, "epsilon": 0.2, "normalize": "tokens"},
-    "ppo": {
-        "epsilon": 0.5,
-        "lam": 0.95,
-        "gamma": 0.99,
-        "vf": 0.01,
-        "kl": 0.1,
-        "value_clip": 0,
-    },
-    "sft": {},
-    "csft": {"good_token": "<|good|>", "bad_token": "<|bad|>"},
-    "reward": {},
-    "reward_binary": {},
-}
-DEFAULTS["kto_logsigmoid"] = DEFAULTS["kto"]
-REFERENCED_PAIRS = [
-    name for name, own in METHODS.items() if own.rows == "paired" and "reference" in own.needs
-]
+KTO = METHODS["kto"]
+counts = st.integers(1, 10**7)
 
 
 @each(BY_NAME)
-def test_defaults_are_those_of_the_papers(method):
-    imitation = {"sft_weight": 0} if method.name in REFERENCED_PAIRS else {}
-    assert asdict(options_of(method, {})) == DEFAULTS[method.name] | imitation
-    assert options_of(method, {}) == method.options()
-
-
-@each(BY_NAME)
-def test_every_method_explains_itself(method):
-    assert METHODS[method.name] is method
-    assert method.summary
-    assert method.use.endswith(".")
-    assert "https://" in method.source
-    assert "https://" in method.loss.__doc__
-    assert all(field.metadata["description"] for field in fields(method.options))
-    with pytest.raises(FrozenInstanceError):
-        method.options().beta = 1
-
-
-@each(
-    {
-        f"{name}.{field.name}": (method, field)
-        for name, method in METHODS.items()
-        for field in fields(method.options)
-    }
-)
-def test_no_option_takes_what_it_cannot_use(method, field):
-    texts = () if field.type == "str" else ("nonsense",)
-    for value in (math.nan, math.inf, -1.0, -1, True, None, [], *texts):
-        with pytest.raises(UsageError, match=rf"method\.{field.name}\b"):
-            options_of(method, {field.name: value})
+def test_no_option_takes_what_it_cannot_use(method):
+    for field in fields(method.options):
+        texts = () if field.type == "str" else ("nonsense",)
+        for value in (math.nan, math.inf, -1.0, -1, True, None, [], *texts):
+            with pytest.raises(UsageError, match=rf"method\.{field.name}\b"):
+                options_of(method, {field.name: value})
 
 
 @pytest.mark.parametrize(
@@ -101,43 +36,113 @@ def test_no_option_takes_what_it_cannot_use(method, field):
         ("exo", {"label_smoothing": 0}, "expected a number above 0 and below 0.5"),
         ("kto", {"beat": 1}, "kto: unknown key 'method.beat'. Did you mean 'beta'?"),
         ("kto", {"kl_use": "rotat"}, "method.kl_use: expected rotate or all"),
-        (
-            "kto",
-            {"desirable_weight": "auot"},
-            "expected a number above 0 or auto",
-        ),
-        ("kto", {"kl_per_step": 1.5}, "method.kl_per_step: expected a whole number of at least 0"),
-        ("orpo", {"beta": 0.1}, "orpo: unknown key 'method.beta'. Known: lam, nll_scope"),
+        ("kto", {"kl_per_step": 1.5}, "method.kl_per_step: expected a whole number"),
         ("grpo", {"epsilon": 0}, "method.epsilon: expected a number above 0 and below 1"),
-        ("grpo", {"epsilon": 1.5}, "method.epsilon: expected a number above 0 and below 1"),
-        ("grpo", {"normalize": "token"}, "method.normalize: expected tokens or sequence"),
+        ("ppo", {"epsilon": 1}, "method.epsilon: expected a number above 0 and below 1"),
         ("ppo", {"lam": 1.1}, "method.lam: expected a number of at least 0 and at most 1"),
         ("ppo", {"gamma": 1.1}, "method.gamma: expected a number of at least 0 and at most 1"),
-        ("ppo", {"epsilon": 1}, "method.epsilon: expected a number above 0 and below 1"),
+        ("dpo", {"f_alpha": 0.3, "f_divergence": "js"}, "f_alpha has no effect without method.f_"),
+        ("dpo", {"log_eps_r": 2.0}, "log_eps_r has no effect without method.humanline=true"),
+        ("dpo", {"log_eps_p": -2.0}, "log_eps_p has no effect without method.humanline=true"),
+        ("dpo", {"log_eps_p": 0.0, "humanline": True}, "log_eps_p: expected a number below 0"),
+        ("dpo", {"log_eps_r": 0, "humanline": True}, "method.log_eps_r: expected a number above 0"),
+        ("dpo", {"ld_alpha": -0.1}, "method.ld_alpha: expected a number of at least 0"),
+        ("dpo", {"f_divergence": "kl"}, "method.f_divergence: expected reverse_kl or"),
+        ("dpo", {"f_alpha": math.inf, "f_divergence": "alpha"}, "method.f_alpha is inf"),
+        ("dpo", {"humanlin": True}, "method.humanlin'"),
+        ("dpo+dpo", {}, "can stand in a mixture once"),
+        ("dpo+kot", {}, "'kot': no such method. Did you mean 'kto'"),
+        ("dpo:0+sft", {}, "'0' is not a weight"),
+        ("dpo:much+sft", {}, "'much' is not a weight"),
+        ("dpo:inf+sft", {}, "'inf' is not a weight"),
+        ("dpo:2", {}, "a weight means something in a mixture only"),
+        ("dpo+", {}, "method '': no such method"),
+        ("dpo+reward", {}, "dpo and reward need different models"),
+        ("dpo+grpo", {}, "grpo learns from groups"),
+        ("dpo+sft", {"beta": 1}, "for example method.dpo.beta"),
+        ("dpo+sft", {"kto.beta": 1}, "method.kto.beta: in a mixture"),
+        ("dpo+sft", {"dpo": 1}, "method.dpo: in a mixture"),
+        ("dpo+sft", {"dpo": {"beat": 1}}, "'method.dpo.beat'. Did you mean 'beta'"),
+        ("dpo+sft", {"dpo.beta": 0}, "method.dpo.beta: expected a number above 0"),
+        ("dpo+kto", {"kto_zero.beta": 1}, "method.kto_zero.beta"),
+        ("dpo+kto", {"margin": "wanted"}, "method.margin is not for kto"),
     ],
 )
-def test_a_refusal_says_which_option_and_what_it_may_be(name, values, said):
+def test_a_refusal_says_which_option_or_mixture_and_what_it_may_be(name, values, said):
     with pytest.raises(UsageError) as refusal:
-        options_of(METHODS[name], values)
+        recipe_of(name, values)
     assert said in str(refusal.value)
 
 
-def test_whole_numbers_and_auto_are_taken_where_they_make_sense():
-    options = options_of(METHODS["kto"], {"beta": 1, "desirable_weight": "auto"})
-    assert (options.beta, options.desirable_weight) == (1.0, "auto")
+def test_an_unknown_method_is_refused_with_the_nearest():
+    hints = {
+        "kot": "mean 'kto' or 'aot'",
+        "KTO": "mean 'kto'",
+        "": "Known: dpo",
+        "ppo_clip": "'ppo_",
+    }
+    for name, said in (hints | {"apo": "'apo_zero' or 'apo_down' or 'apo_zero_unpaired'"}).items():
+        with pytest.raises(UsageError, match=said):
+            find_method(name)
+
+
+@each(BY_NAME)
+def test_a_method_is_told_with_its_source_and_every_option_and_its_default(method):
+    text = render_method(method)
+    told = text.partition("options, ")[2].splitlines()
+    for name, default in vars(method.options()).items():
+        (line,) = [line for line in told if line.startswith(f"  {name} ")]
+        shown = default if isinstance(default, str) else f"{default:g}"
+        assert line.split()[1] == shown
+    assert method.source in text
+    assert method.name in render_table([method])
+    (plain,) = json.loads(json.dumps(plain_table([method])))
+    assert (plain["name"], set(plain["needs"])) == (method.name, method.needs)
+    assert [option["name"] for option in plain["options"]] == [*vars(method.options())]
+
+
+def weigh(desirable, undesirable, labels):
+    """The weights that these options become, and the advice on them."""
+    weights = {"desirable_weight": desirable, "undesirable_weight": undesirable}
+    answer = KTO.resolve_auto(options_of(KTO, weights), labels)
+    return (answer.options.desirable_weight, answer.options.undesirable_weight), answer.advice
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("desirable", "undesirable", "labels", "weights"),
     [
-        ("kot", "Did you mean 'kto' or 'aot'?"),
-        ("apo", "Did you mean 'apo_zero' or 'apo_down' or 'apo_zero_unpaired'?"),
-        ("KTO", "Did you mean 'kto'?"),
-        ("ppo_clip", "method 'ppo_clip': no such method."),
-        ("", "Known: dpo, cdpo"),
+        ("auto", 1.0, Labels(300, 100), (1 / 3, 1.0)),  # 1/3 * 300 = 1 * 100
+        (1.0, "auto", Labels(300, 100), (1.0, 3.0)),
+        ("auto", 2.0, Labels(100, 300), (6.0, 2.0)),  # 6 * 100 = 2 * 300
+        (1.5, 1.0, Labels(100, 100), (1.5, 1.0)),
     ],
 )
-def test_an_unknown_method_is_refused_with_the_nearest(name, said):
-    with pytest.raises(UsageError) as refusal:
-        find_method(name)
-    assert said in str(refusal.value)
+def test_auto_makes_both_labels_weigh_the_same(desirable, undesirable, labels, weights):
+    assert weigh(desirable, undesirable, labels) == (pytest.approx(weights), ())
+
+
+@given(desirable=counts, undesirable=counts)
+def test_two_autos_leave_the_larger_label_at_one_and_need_no_advice(desirable, undesirable):
+    (high, low), advice = weigh("auto", "auto", Labels(desirable, undesirable))
+    assert min(high, low) == 1.0
+    assert high * desirable == pytest.approx(low * undesirable)
+    assert advice == ()
+
+
+@given(desirable=counts, undesirable=counts, high=st.floats(0.1, 10), low=st.floats(0.1, 10))
+def test_following_the_advice_ends_it(desirable, undesirable, high, low):
+    labels = Labels(desirable, undesirable)
+    for advice in weigh(high, low, labels)[1]:
+        words = re.findall(r"method\.(\w+) between ([\d.e+-]+) and ([\d.e+-]*\d)", advice)
+        middles = {name: (float(least) + float(most)) / 2 for name, least, most in words}
+        assert weigh(middles["desirable_weight"], low, labels)[1] == ()
+        assert weigh(high, middles["undesirable_weight"], labels)[1] == ()
+
+
+def test_weights_are_advised_against_outside_of_one_to_three_halves_or_of_a_single_label():
+    for desirable, is_advised in ((100, False), (150, False), (151, True), (99, True)):
+        assert bool(weigh(1.0, 1.0, Labels(desirable, 100))[1]) == is_advised, desirable
+    for labels, only in ((Labels(5, 0), " desirable"), (Labels(0, 5), " undesirable")):
+        weights, (advice,) = weigh("auto", 2.0, labels)
+        assert weights == (1.0, 2.0)
+        assert f"All training rows are{only}" in advice

@@ -78,12 +78,13 @@ def test_every_completion_is_somebodys_mismatch_once_and_never_its_own_prompts(r
 
 @pytest.mark.parametrize("texts", [2, 3, 10])
 def test_equal_texts_under_other_prompts_are_never_paired(texts):
-    prompt_keys, completion_keys = ring([1] * 3000, texts)
-    partners = choose(prompt_keys, completion_keys, num_pairs=2)
-    for row in partners.indices:
-        assert all(by_hand(prompt_keys, completion_keys, row))
-    if texts > 2:
-        assert partners.repeats.used_twice == 0
+    for runs in ([1] * 3000, [1, 2, 3] * 500):
+        prompt_keys, completion_keys = ring(runs, texts)
+        partners = choose(prompt_keys, completion_keys, num_pairs=2)
+        for row in partners.indices:
+            assert all(by_hand(prompt_keys, completion_keys, row))
+        if texts > 2:
+            assert partners.repeats.used_twice == 0
 
 
 def test_a_partner_is_repeated_only_as_often_as_the_counts_force():
@@ -96,17 +97,9 @@ def test_a_partner_is_repeated_only_as_often_as_the_counts_force():
     assert 200 <= partners.repeats.used_twice <= 220
 
 
-def test_pairs_of_unique_prompts_meet_the_same_slot_of_the_next_row():
-    prompt_keys, completion_keys = ring([2] * 200, 10**15)
-    (row,) = choose(prompt_keys, completion_keys, num_pairs=1).indices
-    straight = sum(int(partner == index + 2) for index, partner in enumerate(row.tolist()))
-    assert straight > 0.9 * len(row)  # all but the ends of blocks
-
-
 def test_the_first_partner_does_not_depend_on_how_many_are_asked_for():
     keys = ring([1, 2, 3] * 100, 10**15)
-    one = choose(*keys, num_pairs=1).indices
-    three = choose(*keys, num_pairs=3).indices
+    one, three = (choose(*keys, num_pairs=pairs).indices for pairs in (1, 3))
     assert (one[0] == three[0]).all()
     assert len({tuple(row) for row in three.tolist()}) == 3
 
@@ -138,11 +131,6 @@ def test_partners_met_again_under_another_k_are_counted():
     partners = choose(prompt_keys, completion_keys, num_pairs=3)
     assert partners.indices.tolist() == [[1, 0]] * 3
     assert partners.repeats == Repeats(used_twice=0, met_again=4)
-
-
-def test_no_pairs_are_chosen_when_none_are_asked_for():
-    prompt_keys, completion_keys = ring([5], 3)
-    assert choose(prompt_keys, completion_keys, num_pairs=0).indices.shape == (0, 5)
 
 
 @settings(max_examples=60)

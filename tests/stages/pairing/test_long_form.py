@@ -47,61 +47,40 @@ def long_rows(draw):
 def test_rows_of_one_prompt_become_one_in_any_order(new_folder, records, shuffler, chunk, tokens):
     ring, notes = make_ring(new_folder(), records, long_form=True, carried=("weight",))
     rows = all_rows(ring)
-    by_hand = defaultdict(Counter)
+    by_hand, weights = defaultdict(Counter), defaultdict(set)
     for each in records:
+        weights[tuple(each.prompt)].add(each.record.carried["weight"])
         by_hand[tuple(each.prompt)][tuple(each.completions[0]), each.record.scores[0]] += 1
     found = {row.prompt: Counter((ids, score) for ids, _, score, _ in row.branches) for row in rows}
     assert found == by_hand
     assert len(rows) == len(by_hand)
     assert all(role == Role.CANDIDATE for row in rows for _, role, _, _ in row.branches)
     assert notes["rows_joined_by_prompt"] == len(records) - len(rows)
+    assert notes["prompts_with_more_than_one_weight"] == sum(len(w) > 1 for w in weights.values())
 
     shuffled = records[:]
     shuffler.shuffle(shuffled)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "TOKENS_PER_RUN", tokens)
         patch.setattr(module, "TOKENS_PER_MERGE", tokens)
-        again, _ = make_ring(
-            new_folder(),
-            shuffled,
-            chunk=chunk,
-            per_file=7,
-            ranges=chunk,
-            long_form=True,
-            carried=("weight",),
-        )
-    assert [row._replace(source=None) for row in all_rows(again)] == [
-        row._replace(source=None) for row in rows
-    ]
+        how = {"chunk": chunk, "per_file": 7, "ranges": chunk, "long_form": True}
+        again, _ = make_ring(new_folder(), shuffled, **how, carried=("weight",))
+    once, twice = ([row._replace(source=None) for row in some] for some in (rows, all_rows(again)))
+    assert once == twice
 
 
-def test_a_joined_row_comes_from_one_of_its_rows(tmp_path):
-    records = [long_row([1], [completion], 0.5, row=completion) for completion in range(5)]
-    (row,) = all_rows(make_ring(tmp_path, records, long_form=True, carried=("weight",))[0])
-    first = row.branches[0][0]
-    assert (row.source[1],) == first
-
-
-def test_a_row_alone_gets_an_id_of_its_content_too(tmp_path):
-    ids = [
-        all_rows(make_ring(tmp_path / str(place), [long_row([1], [2], score)], long_form=True)[0])[
-            0
-        ].row_id
-        for place, score in enumerate((0.5, 1.0, 0.5))
-    ]
-    assert ids[0] != ids[1]
-    assert ids[0] == ids[2]
-
-
-def test_an_id_of_a_joined_row_depends_on_each_of_its_rows(tmp_path):
-    def joined(name, *completions):
-        records = [long_row([1], ids, 0.5) for ids in completions]
+def test_a_joined_row_comes_from_its_first_and_its_id_from_all_of_its_rows(tmp_path):
+    def joined_of(name, *completions, score=0.5):
+        records = [long_row([1], [ids], score, row=row) for row, ids in enumerate(completions)]
         (row,) = all_rows(make_ring(tmp_path / name, records, long_form=True)[0])
-        return row.row_id
+        return row
 
-    ids = {joined(str(last), [2], [3], [last]) for last in range(4, 12)}
-    assert len(ids) == 8
-    assert joined("two", [2], [3]) not in ids
+    row = joined_of("five", *range(5))
+    assert (row.source[1],) == row.branches[0][0]
+    ids = {joined_of(str(last), 2, 3, last).row_id for last in range(4, 12)}
+    assert len(ids | {joined_of("two", 2, 3).row_id}) == 9
+    alone, other, again = (joined_of(f"{n}.", 2, score=n % 2).row_id for n in (1, 2, 3))
+    assert alone == again != other
 
 
 def joined(*rows, side="left", limit=None):
@@ -115,10 +94,12 @@ def joined(*rows, side="left", limit=None):
     notes = Counter()
     keyed = key_rows(records, **PLAIN).in_ring_order()
     merged = merge_same_prompts(keyed, notes, prompt_side=side)
-    found = [
-        (row.prompt, row.prompt_cut, sorted(ids for ids, *_ in row.branches))
-        for row in plain(merged)
-    ]
+    found = []
+    for row in plain(merged):
+        ids = [ids for ids, *_ in row.branches]  # with what they got of their prompt
+        (alone,) = plain(key_rows([encoded([1], *ids)], **PLAIN))
+        assert row.completion_keys == alone.completion_keys
+        found.append((row.prompt, row.prompt_cut, sorted(ids)))
     return found, notes
 
 
@@ -142,48 +123,28 @@ def test_the_prompt_of_a_group_is_what_all_its_rows_begin_with():
     assert notes["prompts_shortened_to_what_all_completions_share"] == 1
 
 
-def test_a_completion_that_got_tokens_of_the_prompt_is_known_by_all_of_them(tmp_path):
-    records = [
-        replace(row, record=replace(row.record, prompt="the same text"))
-        for row in (long_row(SHORT, [7], 0.5), long_row(LONG, [8], 0.5))
-    ]
-    (row,) = all_rows(make_ring(tmp_path, records, long_form=True)[0])
-    (alone,) = plain(key_rows([encoded([1], *(ids for ids, *_ in row.branches))], **PLAIN))
-    assert row.completion_keys == alone.completion_keys
-
-
-@pytest.mark.parametrize(
-    ("limit", "expected"),
-    [
-        (5, ((BOS, 2, 3, 4), 1, [(5, 8), (7,)])),  # SHORT is whole, LONG is [BOS 2 3 4 5]
-        (4, ((BOS, 3, 4), 2, [(5, 8), (7,)])),  # [BOS 2 3 4] and [BOS 3 4 5]
-        (2, ((BOS,), 4, [(5, 8), (7,)])),  # [BOS 4] and [BOS 5]
-    ],
-)
-def test_prompts_cut_at_their_beginning_are_compared_where_their_tokens_stood(limit, expected):
-    assert joined((SHORT, [7]), (LONG, [8]), limit=limit)[0] == [expected]
-
-
-def test_without_a_bos_a_cut_prompt_begins_with_the_first_token_all_have_kept():
+def test_prompts_cut_at_their_beginning_are_compared_where_their_tokens_stood():
+    expected = {
+        5: ((BOS, 2, 3, 4), 1, [(5, 8), (7,)]),  # SHORT is whole, LONG is [BOS 2 3 4 5]
+        4: ((BOS, 3, 4), 2, [(5, 8), (7,)]),  # [BOS 2 3 4] and [BOS 3 4 5]
+        2: ((BOS,), 4, [(5, 8), (7,)]),  # [BOS 4] and [BOS 5]
+    }
+    for limit, row in expected.items():
+        assert joined((SHORT, [7]), (LONG, [8]), limit=limit)[0] == [row]
+    # Without a BOS the prompt begins with the first token all have kept, of [2 3 4] and [3 4 5].
     found, _ = joined((SHORT[1:], [7]), (LONG[1:], [8]), limit=3)
-    assert found == [((3, 4), 2, [(5, 8), (7,)])]  # [2 3 4] and [3 4 5]
-
-
-def test_prompts_of_which_cutting_left_nothing_in_common_stay_apart():
+    assert found == [((3, 4), 2, [(5, 8), (7,)])]
+    # Prompts of which cutting left nothing in common stay apart.
     found, notes = joined((SHORT[1:], [7]), (LONG[1:], [8]), limit=1)
     assert sorted(found) == [((4,), 3, [(7,)]), ((5,), 4, [(8,)])]
     assert notes["prompts_whose_completions_share_no_token_of_it"] == 1
 
 
-@pytest.mark.parametrize(
-    ("more", "expected"),
-    [
-        ((), ((BOS, 1, 2, 3, 4), 1, [(7,), (8,)])),
-        ((([BOS, 1, 2, 3, 6], [9]),), ((BOS, 1, 2, 3), 2, [(4, 7), (6, 9), (8,)])),
-    ],
-)
-def test_a_prompt_cut_at_its_end_leaves_no_hole_in_a_completion(more, expected):
-    rows = ((SHORT, [7]), (LONG, [8]), *more)  # LONG has lost its 5
+def test_a_prompt_cut_at_its_end_leaves_no_hole_in_a_completion():
+    rows = [(SHORT, [7]), (LONG, [8])]  # LONG has lost its 5
+    assert joined(*rows, side="right", limit=5)[0] == [((BOS, 1, 2, 3, 4), 1, [(7,), (8,)])]
+    rows.append(([BOS, 1, 2, 3, 6], [9]))
+    expected = ((BOS, 1, 2, 3), 2, [(4, 7), (6, 9), (8,)])
     assert joined(*rows, side="right", limit=5)[0] == [expected]
 
 
@@ -206,9 +167,3 @@ def test_what_is_joined_continues_the_text_of_each_row(text, ends, has_bos, limi
     kept = (*whole[:head], *whole[head + cut :])
     texts = [(*kept, end) for _, end in ends]
     assert sorted(prompt + ids for ids in completions) == sorted(texts)
-
-
-def test_weights_that_differ_within_a_prompt_are_noted(tmp_path):
-    records = [long_row([1], [2], 0.5), long_row([1], [3], 0.5, weight=2.0), long_row([4], [2], 1)]
-    _, notes = make_ring(tmp_path, records, long_form=True, carried=("weight",))
-    assert notes["prompts_with_more_than_one_weight"] == 1

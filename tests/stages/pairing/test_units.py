@@ -53,10 +53,13 @@ def fit(completion, room):
 
 
 def by_hand(ring, rows, start, stop, max_length):
-    """Each row of an arc with its mismatched branches, or None where one cannot be had."""
+    """Each row of an arc with its mismatched branches, or None where one cannot be had.
+
+    And how many of these are another's than the partner's own.
+    """
     every = [(branch[0], branch[3], row.prompt) for row in rows for branch in row.branches]
     first = sum(len(row.branches) for row in rows[:start])
-    result = []
+    result, replaced = [], 0
     for row in rows[start:stop]:
         branches = list(row.branches)
         possible = True
@@ -65,17 +68,18 @@ def by_hand(ring, rows, start, stop, max_length):
                 number = first + place
                 partner = int(ring.partners(number, number + 1)[k, 0])
                 fitting = [
-                    (fitted, int(Role.MISMATCHED), None, cut + len(whole) - len(fitted))
-                    for whole, cut, prompt in every[partner:] + every[:partner]
+                    (steps, (fitted, int(Role.MISMATCHED), None, cut + len(whole) - len(fitted)))
+                    for steps, (whole, cut, prompt) in enumerate(every[partner:] + every[:partner])
                     if (fitted := fit(whole, max_length - len(row.prompt)))
                     and fitted != own
                     and prompt != row.prompt
                 ]
-                branches += fitting[:1]
+                branches += [branch for _, branch in fitting[:1]]
+                replaced += bool(fitting) and fitting[0][0] > 0
                 possible &= bool(fitting)
         result.append(row._replace(branches=tuple(branches)) if possible else None)
         first += len(row.branches)
-    return result
+    return result, replaced
 
 
 def read(unit):
@@ -86,9 +90,9 @@ def read(unit):
 
 @pytest.mark.slow
 @relaxed
-@given(st.data(), st.integers(2, 9), st.integers(0, 3))
+@given(st.data(), st.integers(2, 9), st.integers(0, 3), st.sampled_from([1, 3, 256]))
 def test_a_unit_holds_each_rows_own_branches_then_its_partners_k_by_k(
-    new_folder, data, max_length, num_pairs
+    new_folder, data, max_length, num_pairs, window
 ):
     records = data.draw(fitted_records(max_length=max_length))
     assume(len(records) > 1)
@@ -99,13 +103,16 @@ def test_a_unit_holds_each_rows_own_branches_then_its_partners_k_by_k(
     rows = all_rows(ring)
     start = data.draw(st.integers(0, len(rows) - 1))
     stop = data.draw(st.integers(start + 1, len(rows)))
-    unit = build_unit(ring, start, stop, CutRule(max_length, STOPS))
-    expected = by_hand(ring, rows, start, stop, max_length)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kl_partners, "SEARCH_WINDOW", window)
+        unit = build_unit(ring, start, stop, CutRule(max_length, STOPS))
+    expected, replaced = by_hand(ring, rows, start, stop, max_length)
     good = [row for row in expected if row]
     assert read(unit) == [row._replace(place=None, completion_keys=None) for row in good]
     bad = [row.source for row, whole in zip(rows[start:stop], expected, strict=True) if not whole]
     assert [(row.file, row.row) for row in unit.rejected] == bad
     assert {row.reason for row in unit.rejected} <= {"no_mismatch"}
+    assert bad or unit.replaced == replaced
     assert unit.first_key == f"{rows[start].place:016x}"
     assert unit.last_key == f"{rows[stop - 1].place:016x}"
 
@@ -119,7 +126,7 @@ def test_a_row_for_which_no_partner_is_another_text_when_cut_is_rejected_alone(t
     # Behind three tokens of prompt one token fits: [1, 2, EOS] is cut to [1], the row's own.
     long_prompt = encoded([7, 7, 7], [1], cut=[2], row=0)
     short_prompt = encoded([8], [1, 2, EOS], row=1)
-    ring = ring_of_two(tmp_path, long_prompt, short_prompt)
+    ring = ring_of_two(tmp_path / "one", long_prompt, short_prompt)
     unit = build_unit(ring, 0, 2, CutRule(4, STOPS))
     (bad,) = unit.rejected
     assert (bad.file, bad.row, bad.reason) == (0, 0, "no_mismatch")
@@ -127,33 +134,18 @@ def test_a_row_for_which_no_partner_is_another_text_when_cut_is_rejected_alone(t
     (row,) = read(unit)
     assert row.prompt == (8,)
     assert [(ids, cut) for ids, _, _, cut in row.branches] == [((1, 2, EOS), 0), ((1,), 2)]
-
-
-def test_a_row_whose_only_partner_has_nothing_left_but_eos_is_rejected(tmp_path):
-    long_prompt = encoded([7, 7, 7], [1], cut=[2], row=0)
-    short_prompt = encoded([8], [EOS, 2, EOS], row=1)  # its text begins with the end-of-turn token
-    unit = build_unit(ring_of_two(tmp_path, long_prompt, short_prompt), 0, 2, CutRule(4, STOPS))
+    # A unit may lose all its rows.
+    (place,) = (index for index, row in enumerate(all_rows(ring)) if row.prompt == (7, 7, 7))
+    unit = build_unit(ring, place, place + 1, CutRule(4, STOPS))
+    assert (len(unit.rows), len(unit.rows.completions), unit.replaced) == (0, 0, 0)
+    assert [bad.reason for bad in unit.rejected] == ["no_mismatch"]
+    # And where the only partner has nothing left but EOS, which is taken off if it is one.
+    ring = ring_of_two(tmp_path / "two", long_prompt, encoded([8], [EOS, 2, EOS], row=1))
+    unit = build_unit(ring, 0, 2, CutRule(4, STOPS))
     assert [bad.reason for bad in unit.rejected] == ["no_mismatch"]
     assert [row.prompt for row in read(unit)] == [(8,)]
-
-
-@pytest.mark.parametrize("window", [1, 3, 256])
-def test_the_next_text_that_differs_stands_in_for_a_partner_that_does_not(
-    tmp_path, monkeypatch, window
-):
-    # Behind three tokens of prompt one token fits; nine of ten completions begin with [1].
-    monkeypatch.setattr(kl_partners, "SEARCH_WINDOW", window)
-    others = [encoded([10 + row], [1, row + 2, EOS], row=row) for row in range(1, 10)]
-    records = [encoded([7, 7, 7], [1], cut=[2]), *others, encoded([30], [2, 3], row=10)]
-    ring, _ = make_ring(tmp_path, records, num_pairs=1)
-    rows = all_rows(ring)
-    place = next(index for index, row in enumerate(rows) if row.prompt == (7, 7, 7))
-    alone = build_unit(ring, place, place + 1, CutRule(4, STOPS))
-    whole = build_unit(ring, 0, len(rows), CutRule(4, STOPS))
-    assert alone.rejected == whole.rejected == ()
-    assert (alone.replaced, whole.replaced) == (1, 1)
-    assert [(ids, cut) for ids, _, _, cut in read(alone)[0].branches] == [((1,), 2), ((2,), 1)]
-    assert read(whole)[place] == read(alone)[0]
+    rows = read(build_unit(ring, 0, 2, CutRule(4, frozenset())))
+    assert [row.branches[1][0] for row in rows if row.prompt == (7, 7, 7)] == [(EOS,)]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -180,23 +172,6 @@ def test_the_search_for_another_text_ends(tmp_path, monkeypatch):
     unit = build_unit(ring, 0, len(ring.rows), CutRule(4, STOPS))
     assert [(bad.row, bad.reason) for bad in unit.rejected] == [(0, "no_mismatch")]
     assert "none of the 3 completions" in unit.rejected[0].detail
-
-
-def test_without_eos_nothing_is_taken_off_a_cut_partner(tmp_path):
-    ring = ring_of_two(tmp_path, encoded([7, 7, 7], [1]), encoded([8], [EOS, 2]))
-    rows = read(build_unit(ring, 0, 2, CutRule(4, frozenset())))
-    (long_row,) = (row for row in rows if row.prompt == (7, 7, 7))
-    assert long_row.branches[1][0] == (EOS,)
-
-
-def test_a_unit_may_lose_all_its_rows(tmp_path):
-    ring = ring_of_two(tmp_path, encoded([7, 7, 7], [1], cut=[2]), encoded([8], [1, 2, EOS]))
-    rows = all_rows(ring)
-    place = next(index for index, row in enumerate(rows) if row.prompt == (7, 7, 7))
-    unit = build_unit(ring, place, place + 1, CutRule(4, STOPS))
-    assert (len(unit.rows), [bad.reason for bad in unit.rejected]) == (0, ["no_mismatch"])
-    assert len(unit.rows.completions) == 0
-    assert unit.replaced == 0
 
 
 @relaxed
