@@ -10,6 +10,7 @@ them, as they would be read from files that are mapped. It shows what the planne
 from __future__ import annotations
 
 import argparse
+import itertools
 import resource
 import time
 from dataclasses import dataclass
@@ -52,14 +53,11 @@ def main() -> None:
     parser.add_argument("--by-range", action="store_true")
     options = parser.parse_args()
     table = (table_by_range if options.by_range else made_up_table)(options.rows)
-    for pads in (False, True):
-        for rows_per_rank in (4, 16, 64):
-            figures = simulate(
-                table, options.ranks, rows_per_rank, pads=pads, sampled=options.sampled
-            )
-            print(f"\n{'padded' if pads else 'packed'}, {rows_per_rank} rows a rank and step")
-            for name, value in vars(figures).items():
-                print(f"{name:>16} {value:>16,.4g}" if value < 100 else f"{name:>16} {value:>16,}")
+    for pads, count in itertools.product((False, True), (4, 16, 64)):
+        figures = simulate(table, options.ranks, count, pads=pads, sampled=options.sampled)
+        print(f"\n{'padded' if pads else 'packed'}, {count} rows a rank and step")
+        for name, value in vars(figures).items():
+            print(f"{name:>16} {value:>16,.4g}" if value < 100 else f"{name:>16} {value:>16,}")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
     print(f"\npeak memory {peak:,} MiB")
 
@@ -68,8 +66,20 @@ def simulate(
     table: RowTable, ranks: int, rows_per_rank: int, *, pads: bool, sampled: int
 ) -> Figures:
     """Plans some full steps, evenly spread over an epoch."""
+    settings = FeedSettings(
+        seed=0,
+        epochs=1,
+        batch_size=ranks * rows_per_rank,
+        kl_use="rotate",
+        kl_per_step=0,
+        limit_train_batches=0,
+        limit_eval_batches=0,
+        tokens_per_batch=BUDGET,
+        pads=pads,
+        world=World(0, ranks, 0),
+    )
     started = time.perf_counter()
-    one_pass = training_pass(table, settings_for(ranks, rows_per_rank, pads=pads), epoch=0)
+    one_pass = training_pass(table, settings, epoch=0)
     epoch_seconds = time.perf_counter() - started
     full = len(table) // (ranks * rows_per_rank)  # the last step may hold a handful of rows
     chosen = np.linspace(0, full - 1, min(sampled, full)).astype(int)
@@ -97,26 +107,10 @@ def simulate(
     )
 
 
-def settings_for(ranks: int, rows_per_rank: int, *, pads: bool) -> FeedSettings:
-    return FeedSettings(
-        seed=0,
-        epochs=1,
-        batch_size=ranks * rows_per_rank,
-        kl_use="rotate",
-        kl_per_step=0,
-        limit_train_batches=0,
-        limit_eval_batches=0,
-        tokens_per_batch=BUDGET,
-        pads=pads,
-        world=World(0, ranks, 0),
-    )
-
-
 def made_up_table(rows: int, *, seed: int = 0) -> RowTable:
     """Pairs with one mismatch each; most rows are short, few are very long."""
     draw = np.random.default_rng(seed)
     prompts, own, chosen = (np.empty(rows, dtype=np.int32) for _ in range(3))
-    places = np.empty(rows, dtype=np.int32)
     mismatched = np.empty((2 * rows, 1), dtype=np.int32)
     for start in range(0, rows, CHUNK):
         part = slice(start, min(start + CHUNK, rows))
@@ -125,11 +119,15 @@ def made_up_table(rows: int, *, seed: int = 0) -> RowTable:
         prompts[part] = lengths(draw, count, median=150, most=2048)
         own[part], chosen[part] = completions.sum(axis=1), completions[:, 0]
         mismatched[2 * part.start : 2 * part.stop, 0] = completions.reshape(-1)[::-1]
-        places[part] = np.arange(start, part.stop) % ROWS_PER_GROUP
+    places = np.arange(rows, dtype=np.int32) % ROWS_PER_GROUP
+    branches = np.arange(0, 2 * rows + 1, 2)
+    return RowTable(group_offsets(rows), places, prompts, own, chosen, branches, mismatched)
+
+
+def group_offsets(rows: int) -> np.ndarray:
     sizes = np.full(-(-rows // ROWS_PER_GROUP), ROWS_PER_GROUP)
     sizes[-1] -= sizes.sum() - rows
-    branch_offsets = np.arange(0, 2 * rows + 1, 2)
-    return RowTable(offsets_of(sizes), places, prompts, own, chosen, branch_offsets, mismatched)
+    return offsets_of(sizes)
 
 
 class Drawn:
@@ -173,10 +171,8 @@ class OneLevel(Drawn):
 
 def table_by_range(rows: int) -> RowTable:
     """Pairs with one mismatch each, of which nothing is held but the sizes of row groups."""
-    sizes = np.full(-(-rows // ROWS_PER_GROUP), ROWS_PER_GROUP)
-    sizes[-1] -= sizes.sum() - rows
     return RowTable(
-        group_offsets=offsets_of(sizes),
+        group_offsets=group_offsets(rows),
         places=Drawn(rows, key=1, median=1, most=1),
         prompt_tokens=Drawn(rows, key=2, median=150, most=2048),
         own_tokens=Drawn(rows, key=3, median=220, most=1024, scale=2),
