@@ -11,23 +11,18 @@ from support.command import align, launch
 
 COMMANDS = typer.main.get_command(cli.app).commands
 HEAVY = {"deepspeed", "mlflow", "numpy", "polars", "pyarrow", "torch", "transformers"}
-# Each line is what was asked for, how it ended, and which of these packages were imported by then.
-ASKED = f"""
+ASKED = """
 import sys
 import align
-
-def tell(asked, code):
-    print("asked", asked, code, *[name for name in {HEAVY} if name in sys.modules])
-
 align.train, align.load_cache, align.load_run, align.precompute
-tell("names", 0)
 from align import cli
-for words in ("--help", "config", "init", "train --method typo"):
-    sys.argv = ["align", *words.split()]
+for words in (["--help"], ["config"], ["init"]):
+    sys.argv = ["align", *words]
     try:
         cli.main()
     except SystemExit as end:
-        tell(words.replace(" ", "_"), end.code or 0)
+        assert not end.code
+print(*sys.modules)
 """
 
 
@@ -42,11 +37,9 @@ def test_every_command_and_option_is_explained():
 def test_what_computes_nothing_imports_no_heavy_package(tmp_path):
     command = [sys.executable, "-c", ASKED]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    told = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("asked ")]
-    *light, typo = told
-    assert light == [["names", "0"], ["--help", "0"], ["config", "0"], ["init", "0"]]
-    assert typo[:2] == ["train_--method_typo", "2"]
-    assert not {"deepspeed", "mlflow"} & {*typo}
+    *_, imported = done.stdout.splitlines()
+    assert "align.cli" in imported.split()
+    assert not HEAVY & {*imported.split()}
 
 
 def test_the_script_and_the_module_are_the_same_program():

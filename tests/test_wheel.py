@@ -51,34 +51,37 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     assert f"{facts}/licenses/LICENSE" in names
 
 
-def test_the_installed_wheel_runs_elsewhere(wheel, world, tmp_path):
+def test_the_installed_wheel_runs_elsewhere(wheel, tmp_path):
     """Its program and its package come first, as those of a person who installed it."""
     site = tmp_path / "site"
     subprocess.run([*PIP, "install", "--quiet", "--no-deps", "--target", site, wheel], check=True)
     path = os.pathsep.join([str(site / "bin"), os.environ["PATH"]])
-    told = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(site), "PATH": path}}
-    told |= {"capture_output": True, "text": True}
-    where = [sys.executable, "-c", "import align; print(align.__file__)"]
-    found = subprocess.run(where, check=True, **told).stdout.strip()
-    assert Path(found) == site / "align" / "__init__.py"
-    words = example("kto.sh", world.model, world.data.unpaired)
-    done = subprocess.run(words, check=False, **told)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "kto-run" / "report.html").is_file()
-
-
-def example(name, *arguments):
-    return ["bash", *map(str, (ROOT / "examples" / name, *arguments, *SHORT))]
-
-
-def test_an_example_of_a_sweep_runs(server, world, tmp_path):
-    """The commands that its script gives, by processes that need not import anything."""
-    noted = 'align() { printf \'%q \' "$@"; echo; }; export -f align; exec "$@"'
-    words = example("dpo_sweep.sh", world.model, world.data.paired)
-    done = subprocess.run(
-        ["bash", "-c", noted, *words[:1], *words], check=True, capture_output=True
+    subprocess.run(
+        [
+            "bash",
+            "-c",
+            f"align init && {sys.executable} -c 'import align; print(align.__file__)' > where",
+        ],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(site), "PATH": path},
+        check=True,
     )
+    assert (tmp_path / "where").read_text().strip() == str(site / "align" / "__init__.py")
+    assert (tmp_path / "align.yaml").is_file()
+
+
+@pytest.mark.parametrize(
+    ("script", "data", "page"),
+    [
+        ("kto.sh", "unpaired", "kto-run/report.html"),
+        ("dpo_sweep.sh", "paired", "dpo-sweep/sweep.html"),
+    ],
+)
+def test_an_example_gives_commands_that_run(server, world, tmp_path, script, data, page):
+    noted = 'align() { printf \'%q \' "$@"; echo; }; export -f align; bash "$@"'
+    words = (ROOT / "examples" / script, world.model, getattr(world.data, data), *SHORT)
+    done = subprocess.run(["bash", "-c", noted, "bash", *words], check=True, capture_output=True)
     for given in done.stdout.decode().splitlines():
         answer = server.run(*shlex.split(given), cwd=tmp_path)
         assert answer.code == 0, (given, answer)
-    assert (tmp_path / "dpo-sweep" / "sweep.html").is_file()
+    assert (tmp_path / page).is_file()

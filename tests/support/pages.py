@@ -3,6 +3,7 @@
 import re
 import shlex
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 from markdown_it import MarkdownIt
@@ -106,5 +107,6 @@ def _command(line):
     return words[words.index("align") + 1 :]
 
 
+@cache
 def _tokens(path):
     return _MARKDOWN.parse(path.read_text(encoding="utf-8"))
