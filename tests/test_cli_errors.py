@@ -38,10 +38,6 @@ def pair(number=0, **changes):
     return texts | changes
 
 
-def label(number, value):
-    return {"prompt": f"Why {number}?", "completion": f" so {number}", "label": value}
-
-
 def completions(**more):
     return [{"prompt": f"Why {n}?", "completions": [" so", " no"], **more} for n in range(3)]
 
@@ -73,32 +69,17 @@ ROWS = {
     ),
     "scores under another name": (completions(ratings=[1, 2]), ("--map scores=ratings",)),
     "labels for scores": (completions(labels=[True, False]), ("'labels'",)),
+    "a prompt under no name": ([pair()], ("Did you mean 'prompt'? Change --map",), "prompt=promtp"),
+    "a map of nothing": ([pair()], ("OURS=YOURS",), "prompt"),
 }
 
 
 def test_rows_that_cannot_be_used_are_refused_with_a_way_on(here, model):
-    for name, (rows, named) in ROWS.items():
-        said = run(2, write("data.jsonl", *rows), "--model", model)
+    for name, (rows, named, *maps) in ROWS.items():
+        more = [word for one in maps for word in ("--map", one)]
+        said = run(2, write("data.jsonl", *rows), "--model", model, *more)
         assert [word for word in named if word not in said] == [], name
         assert not [*here.rglob("data/*.parquet")]  # before anything was scored
-
-
-def test_a_prompt_under_another_name_and_a_map_that_names_none(model):
-    write("data.jsonl", {"ask": "a", "chosen": "b", "rejected": "c"})
-    assert "--map prompt=NAME" in run(3, "data.jsonl", "--model", model)
-    said = run(2, "data.jsonl", "--model", model, "--map", "prompt=aks")
-    assert "Did you mean 'ask'? Change --map" in said
-    assert "OURS=YOURS" in run(2, "data.jsonl", "--model", model, "--map", "prompt")
-
-
-def test_a_training_split_and_its_test_split(here, model):
-    (here / "d").mkdir()
-    for split in ("train-0", "train-1", "test-0"):
-        write(f"d/{split}.jsonl", pair(0))
-    for files in (["d"], sorted(map(str, Path("d").glob("*.jsonl")))):
-        said = run(2, *files, "--model", model)
-        assert "\n  align precompute-ref d/train*.jsonl\n" in said
-        assert "\n  align precompute-ref d/test-0.jsonl --output cache-test\n" in said
 
 
 def test_a_file_that_cannot_be_read_is_named(here, model, world):
@@ -107,9 +88,7 @@ def test_a_file_that_cannot_be_read_is_named(here, model, world):
     for name, content, code, said in (
         ("nope.parquet", None, 2, "no such file or folder"),
         ("none.parquet", None, 2, "has no rows"),
-        ("empty.parquet", b"", 2, "is empty"),
-        ("empty.jsonl", b"", 2, "is empty"),
-        ("empty.csv", b"", 2, "is empty"),
+        *((f"empty.{kind}", b"", 2, "is empty") for kind in ("parquet", "jsonl", "csv")),
         ("cut.parquet", whole[: len(whole) // 2], 2, "cannot be read as parquet"),
         ("broken.parquet", whole[:100] + bytes(300) + whole[400:], 3, "read after row 0"),
     ):
@@ -129,21 +108,16 @@ def quarantined(here):
     return part, [(row["row"], row["reason"]) for row in rows]
 
 
-def test_a_label_that_is_neither(here, model):
-    write("data.jsonl", label(0, True), label(1, "maybe"), label(2, False), label(3, None))
-    said = run(3, "data.jsonl", "--model", model)
-    part, rows = quarantined(here)
-    assert rows == [(1, "bad_label"), (3, "null")]
-    for told in ("2 of 4 rows", "--max-bad-frac", "data.jsonl row 1: bad_label", "'maybe'"):
-        assert told in said
-    assert str(part.relative_to(here)) in said
-    assert not (here / "cache" / "manifest.json").exists()
-
-
 def test_few_enough_bad_rows_pass_and_fixed_data_run_where_bad_data_stopped(here, model):
     good = [pair(n) for n in range(9)]
     write("data.jsonl", *good, pair(9, chosen=""))
-    run(3, "data.jsonl", "--model", model, "--max-bad-frac", "0.09")
+    said = run(3, "data.jsonl", "--model", model, "--max-bad-frac", "0.09")
+    for told in ("1 of 10 rows", "--max-bad-frac", "data.jsonl row 9: empty_completion"):
+        assert told in said
+    part, rows = quarantined(here)
+    assert str(part.relative_to(here)) in said
+    assert rows == [(9, "empty_completion")]
+    assert not (here / "cache" / "manifest.json").exists()
     words = ("precompute-ref", "data.jsonl", "--model", model, "--no-mlflow")
     answer = align(*words, "--output", "cache", "--max-bad-frac", "0.1")
     assert answer.code == 0, answer
@@ -171,17 +145,6 @@ def test_what_a_model_folder_lacks_is_named(here, world, model):
         said = run(2, getattr(world.data, data), "--model", bare)
         assert [word for word in named if word not in said] == []
     assert "/nowhere: no such model folder" in run(2, world.data.paired, "--model", "/nowhere")
-    shutil.copytree(model, here / "old")
-    (here / "old" / "model.safetensors").rename(here / "old" / "pytorch_model.bin")
-    assert "pickles" in run(2, world.data.paired, "--model", here / "old")
-
-
-def test_a_template_that_fails_on_every_row(here, world, model):
-    (here / "bad.jinja").write_text("{{ raise_exception('roles must alternate') }}")
-    template = ["--set", "tokens.chat_template=bad.jinja"]
-    said = run(3, world.data.paired_chat, "--model", model, *template)
-    assert "60 template_error" in said
-    assert "roles must alternate" in said
 
 
 def test_an_output_that_is_another_cache_or_none(journey, here, world, model):
@@ -195,12 +158,6 @@ def test_an_output_that_is_another_cache_or_none(journey, here, world, model):
     shutil.rmtree("cache")
     (here / "cache").touch()
     assert "cache is not a folder" in run(2, world.data.paired, "--model", model)
-
-
-def test_a_launcher_that_counts_in_words(world, model, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "two")
-    assert "WORLD_SIZE=two" in run(2, world.data.paired, "--model", model)
 
 
 @pytest.fixture

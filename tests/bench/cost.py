@@ -8,8 +8,9 @@ checkpointing, padding and the memory of activations are left out on both sides.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
+
+import sides
 
 PEAK = 989e12  # operations a second
 MFU_FORWARD, MFU_TRAINING = 0.55, 0.40
@@ -66,9 +67,8 @@ def _forward(parameters: float, tokens: float) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=10, help="on one cache, in the last columns")
-    runs = parser.parse_args().runs
+    # Runs are those on one cache, in the last columns.
+    runs = sides.options_of(__doc__, runs=10).runs
     beside = ("reference beside it, prompts shared", "reference beside it, as usual")
     heads = ("model x pairs", "method", "scoring, once", "training", "both", *beside, "saved")
     many = (f"{runs} runs", f"{runs} runs, prompts shared", f"{runs} runs, as usual")

@@ -6,7 +6,6 @@ the rows and once with all: the time should grow ten times, the memory hardly at
 
 from __future__ import annotations
 
-import argparse
 import resource
 import sys
 import tempfile
@@ -18,9 +17,7 @@ HEAD = ("rows", "branches", "seconds", "rows/s", "peak MiB", "workers", "shards 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    total = parser.parse_args().rows
+    total = sides.options_of(__doc__, rows=1_000_000).rows
     print("".join(f"{name:>12}" for name in HEAD))
     for rows in (total // 10, total):
         with tempfile.TemporaryDirectory() as folder:

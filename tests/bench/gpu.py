@@ -12,7 +12,6 @@ what the GPU is said to do.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -61,21 +60,21 @@ SIDES = {
     "small": ("align", "sweep", "trl", "trl_kept", "trl_precomputed", "trl_tuned"),
     "large": ("align", "align_kept", "trl", "trl_recomputing"),
 }
-EVERY = (*ALIGN_SIDES, *TRL_SIDES, "sweep")
 USUAL = ("align", "sweep", "trl", "trl_tuned")  # what ten minutes are enough for
 LEARNING_RATES = "1e-7,3e-7,1e-6,3e-6"
 COLUMNS = ("tokens/s", "MFU %", "peak GiB", "first step s", "whole s")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=["small", "large"])
-    parser.add_argument("--methods", nargs="+", default=["dpo"])
-    parser.add_argument("--sides", nargs="+", choices=EVERY, default=USUAL)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--set", action="append", default=[], help="a setting of align train")
-    parser.add_argument("--seconds", type=float, default=540, help="begin nothing after these")
-    options = parser.parse_args()
+    options = sides.options_of(
+        __doc__,
+        models=["small", "large"],
+        methods=["dpo"],
+        sides=[*USUAL],
+        steps=8,
+        set=[],  # settings of align train
+        seconds=540.0,  # begin nothing after these
+    )
     ends = time.monotonic() + options.seconds
     for name in options.models:
         with tempfile.TemporaryDirectory() as folder:

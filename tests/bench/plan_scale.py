@@ -13,7 +13,7 @@ import argparse
 import itertools
 import resource
 import time
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -25,24 +25,6 @@ from align.stages.feed.step_plan import FeedSettings, Pass, StepPlan, training_p
 ROWS_PER_GROUP = 512
 CHUNK = 1 << 20
 BUDGET = 16_384
-
-
-@dataclass(frozen=True)
-class Figures:
-    """What a simulation found."""
-
-    ranks: int
-    rows: int
-    batch_size: int
-    steps: int
-    bytes_per_row: float
-    epoch_seconds: float  # to lay out the order of an epoch
-    step_seconds: float  # to plan a step, median
-    turns: float  # micro-batches of a rank in a step, mean
-    load: float  # largest over mean of ranks, mean over steps
-    worst_load: float
-    turn_load: float  # sum over turns of the largest, over the mean of ranks
-    mismatched_load: float
 
 
 def main() -> None:
@@ -64,8 +46,8 @@ def main() -> None:
 
 def simulate(
     table: RowTable, ranks: int, rows_per_rank: int, *, pads: bool, sampled: int
-) -> Figures:
-    """Plans some full steps, evenly spread over an epoch."""
+) -> SimpleNamespace:
+    """Plans some full steps, evenly spread over an epoch; what was found."""
     settings = FeedSettings(
         seed=0,
         epochs=1,
@@ -91,17 +73,18 @@ def simulate(
     own = [loads_of(plan, one_pass, mismatched=False) for plan in plans]
     mismatched = [loads_of(plan, one_pass, mismatched=True) for plan in plans]
     unevenness = [imbalance(turns.sum(axis=1)) for turns in own]
-    return Figures(
+    return SimpleNamespace(
         ranks=ranks,
         rows=len(table),
         batch_size=ranks * rows_per_rank,
         steps=one_pass.num_steps,
         bytes_per_row=table.nbytes / len(table),
-        epoch_seconds=epoch_seconds,
-        step_seconds=float(np.median(seconds)),
-        turns=float(np.mean([plan.own.num_turns for plan in plans])),
-        load=float(np.mean(unevenness)),
+        epoch_seconds=epoch_seconds,  # to lay out the order of an epoch
+        step_seconds=float(np.median(seconds)),  # to plan a step
+        turns=float(np.mean([plan.own.num_turns for plan in plans])),  # micro-batches of a rank
+        load=float(np.mean(unevenness)),  # largest over mean of ranks
         worst_load=max(unevenness),
+        # Sum over turns of the largest, over the mean of ranks.
         turn_load=float(np.mean([turns.max(axis=0).sum() * ranks / turns.sum() for turns in own])),
         mismatched_load=float(np.mean([imbalance(turns.sum(axis=1)) for turns in mismatched])),
     )
@@ -135,8 +118,8 @@ class Drawn:
 
     def __init__(self, size: int, *, key: int, median: int, most: int, scale: int = 1) -> None:
         self.size, self.key, self.median, self.most, self.scale = size, key, median, most, scale
-        self.nbytes = 0
-        self.asked = 0
+        self.shape = (size, 1)  # of branches: each has one partner
+        self.nbytes = self.asked = 0
 
     def __len__(self) -> int:
         return self.size
@@ -161,14 +144,6 @@ class Doubled:
         return 2 * np.asarray(rows, np.int64)
 
 
-class OneLevel(Drawn):
-    """Lengths of branches with one partner each."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.size, 1
-
-
 def table_by_range(rows: int) -> RowTable:
     """Pairs with one mismatch each, of which nothing is held but the sizes of row groups."""
     return RowTable(
@@ -178,7 +153,7 @@ def table_by_range(rows: int) -> RowTable:
         own_tokens=Drawn(rows, key=3, median=220, most=1024, scale=2),
         chosen_tokens=Drawn(rows, key=4, median=220, most=1024),
         branch_offsets=Doubled(),
-        mismatched_tokens=OneLevel(2 * rows, key=5, median=220, most=1024),
+        mismatched_tokens=Drawn(2 * rows, key=5, median=220, most=1024),
     )
 
 

@@ -7,7 +7,6 @@ what counts is the median of the rounds' ratios.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -26,10 +25,7 @@ COLUMNS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=192)
-    parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
+    options = sides.options_of(__doc__, rows=192, rounds=3)
     with tempfile.TemporaryDirectory() as folder:
         sides.make_case(Path(folder), options.rows)
         rounds = [run_round(folder) for _ in range(options.rounds)]

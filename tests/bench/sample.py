@@ -7,12 +7,12 @@ in batches of other sizes and in other numbers, and those that differ are counte
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
 from pathlib import Path
 
+import sides
 import torch
 from transformers import GenerationConfig
 
@@ -31,11 +31,7 @@ SAMPLES, NEW_TOKENS, ROUNDS, BUDGET = 8, 64, 3, 16_384
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--device", default="auto")
-    given = parser.parse_args()
+    given = sides.options_of(__doc__, prompts=64, dtype="float32", device="auto")
     with tempfile.TemporaryDirectory() as folder:
         world = make_world(Path(folder) / "world", rows=given.prompts * 2)
         options = ModelOptions(path=str(world.model), dtype=given.dtype, device=given.device)

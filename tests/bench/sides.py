@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import json
 import math
@@ -24,6 +25,19 @@ sys.path.insert(0, {0!r})
 import {1} as script
 print(json.dumps(script.{2}(*json.loads(sys.argv[1]))))
 """
+
+
+def options_of(doc, **defaults):
+    """The options of an instrument by name and default; of a tuple some may be chosen."""
+    parser = argparse.ArgumentParser(description=doc)
+    for name, default in defaults.items():
+        how = {"type": Path if default is None else type(default)}
+        if isinstance(default, tuple):
+            how = {"nargs": "+", "choices": default}
+        elif isinstance(default, list):
+            how = {"nargs": "+"} if default else {"action": "append"}
+        parser.add_argument(f"--{name}", default=default, **how)
+    return parser.parse_args()
 
 
 def called(function, *arguments, **environment):

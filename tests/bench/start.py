@@ -11,7 +11,6 @@ Weights are mapped when they are loaded, so those counted are read to be digeste
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import re
@@ -23,6 +22,8 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+
+import sides
 
 READ = re.compile(r"\b(?:read|readv|pread64|preadv)\(\d+<([^>]*)>.*\) = (\d+)")
 UNFINISHED = re.compile(r"(\d+) .*\b(?:read|readv|pread64|preadv)\(\d+<([^>]*)>.*<unfinished")
@@ -36,12 +37,8 @@ DATA += ("--rows-per-shard", 500, "--no-mlflow")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--before", type=Path)
-    parser.add_argument("--model", type=Path)
-    parser.add_argument("--rows", type=int, default=24, help="of the cache that --model scores")
-    options = parser.parse_args()
+    # Rows are those of the cache that `--model` scores.
+    options = sides.options_of(__doc__, rounds=5, before=None, model=None, rows=24)
     trees = {"before": options.before} if options.before else {}
     with tempfile.TemporaryDirectory() as name:
         folder, model = Path(name), (options.model or Path(name, "world", "model")).absolute()

@@ -10,7 +10,6 @@ process's.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 
@@ -37,14 +36,15 @@ COLUMNS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=[*SIDES])
-    parser.add_argument("--lengths", choices=sides.LENGTHS, default="spread")
-    parser.add_argument("--set", action="append", default=[], help="a setting of align train")
-    options = parser.parse_args()
+    options = sides.options_of(
+        __doc__,
+        steps=3,
+        rounds=1,
+        methods=METHODS,
+        sides=tuple(SIDES),
+        lengths="spread",
+        set=[],  # settings of align train
+    )
     with tempfile.TemporaryDirectory() as folder:
         home = {"ALIGN_HOME": f"{folder}/home"}
         sides.make_case(Path(folder), options.steps * sides.PAIRS_PER_STEP, options.lengths)

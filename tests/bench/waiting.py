@@ -10,7 +10,6 @@ and beside as many busy loops as there are cores, in turn; what counts are the m
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import os
@@ -36,12 +35,8 @@ COMMANDS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--sides", nargs="+", default=["align", "spin"])
-    parser.add_argument("--limit", type=float, default=400, help="seconds of a command")
-    options = parser.parse_args()
+    # A limit is that of a command, in seconds.
+    options = sides.options_of(__doc__, rows=256, rounds=3, sides=["align", "spin"], limit=400.0)
     with tempfile.TemporaryDirectory() as name:
         folder, outputs = Path(name), map("output-{}".format, itertools.count())
         sides.make_case(folder, options.rows, "spread")

@@ -9,7 +9,6 @@ ratios; memory is that of the largest process.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 from pathlib import Path
@@ -25,12 +24,7 @@ sides.train_with_trl(Path(), {!r}, sides.Steps(), sides.ON_CPU)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=Path)
-    parser.add_argument("--rows", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
-    options = parser.parse_args()
+    options = sides.options_of(__doc__, pairs=None, rows=256, rounds=1, methods=METHODS)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         sides.make_case(folder, options.rows, "spread")

@@ -112,6 +112,16 @@ def test_only_shards_whose_arc_meets_the_rows_are_read(earlier, halves):
     assert index.find(halves[0].rows, first_key=edge, last_key=edge).found.all()
 
 
+def test_a_shard_that_another_readable_file_replaced_is_not_copied_from(earlier, halves):
+    cache = earlier(False)
+    first, second = (cache.folder.shard(commit) for commit in cache.shards)
+    first.write_bytes(second.read_bytes())
+    index = ReuseIndex([cache], need_token_logps=True)
+    known = index.find(halves[0].rows, first_key=LOWEST, last_key=HIGHEST)
+    also_in_second = [one in by_content(halves[1].rows) for one in by_content(halves[0].rows)]
+    assert known.found.tolist() == also_in_second
+
+
 def test_the_numerics_are_those_of_the_scores_that_were_copied(earlier, halves):
     index = ReuseIndex([earlier(False)], need_token_logps=False)
     only_second = set(by_content(halves[1].rows)) - set(by_content(halves[0].rows))
