@@ -240,7 +240,6 @@ def score(folder, cache, more=None, *, reference=None, progress=None):
     from align.pipeline.precompute import precompute
     from align.pipeline.settings import load_settings
     from align.pipeline.terminal import begin_work
-    from align.stages.model.reference import HfReference
 
     flags = {
         "model.path": str(folder / "model"),
@@ -250,9 +249,13 @@ def score(folder, cache, more=None, *, reference=None, progress=None):
         "tracking.mlflow": False,
     }
     config = load_settings(flags | (more or {}), [], file=None).config
+    if reference is None:
+        from align.stages.model.reference import HfReference
+
+        reference = HfReference(config.model)
     shown = begin_work()
     started = time.perf_counter()
-    outcome = precompute(config, reference or HfReference(config.model), progress=progress or shown)
+    outcome = precompute(config, reference, progress=progress or shown)
     return outcome, time.perf_counter() - started
 
 

@@ -281,13 +281,15 @@ def test_paths_in_the_file_are_meant_from_where_it_lies(here, monkeypatch):
     (here / "project" / "data").mkdir(parents=True)
     write(
         "model:\n  path: m\n  adapter: /abs\ntokens:\n  chat_template: t.jinja\n"
-        "cache:\n  output: out\n  reuse: [old]\ndata:\n  files: [data/a.parquet]\n",
+        "cache:\n  output: out\n  reuse: [old]\ndata:\n  files: [data/a.parquet]\n"
+        "judge:\n  template: j.j2\n",
         "project/align.yaml",
     )
     config = load(data=["project/a.parquet"], **{"train.output": "out"}).config
     assert config.train.output == "out"  # of a flag, from here
     assert (config.model.path, config.model.adapter) == ("project/m", "/abs")
     assert (config.tokens.chat_template, config.cache.output) == ("project/t.jinja", "project/out")
+    assert config.judge.template == "project/j.j2"
     assert (config.cache.reuse, config.data.files) == (["project/old"], ["project/a.parquet"])
     monkeypatch.chdir(here / "project" / "data")
     file = load_settings({}, [], file=Path(os.pardir, "align.yaml"))

@@ -7,15 +7,16 @@ import inspect
 import re
 from functools import cache
 
-WORDS = re.compile(
-    r"\b(fork|multiprocessing|subprocess|launch|child|Gate|CHILDREN"  # processes
-    r"|joined_world|one_rank|open_engine|open_session|run_training|train|sweep|workers"
-    r"|begun|open_store|open_training_run|recorded"  # MLflow
-    r"|server|course|training_world|object_server|bucket|journey|mlflow_server)\b"  # fixtures
+DOORS = re.compile(
+    r"\b(fork|joined_world|open_engine|open_session|run_training)\("
+    r"|\b(begun|open_store|open_training_run|recorded)\("  # MLflow
+    r"|import .*\b(multiprocessing|subprocess|launch|child|Gate)\b"
+    r"|\b(server|course|journey|training_world|one_rank|bucket|object_server|uri)[,)]"  # fixtures
+    r'|"(train|sweep)",|\bworkers='  # of a command, or a setting
 )
 
 
 @cache
 def is_slow(module):
-    """Whether a file of tests names one of these."""
-    return bool(WORDS.search(inspect.getsource(module)))
+    """Whether a file of tests goes through one of these."""
+    return bool(DOORS.search(inspect.getsource(module)))
