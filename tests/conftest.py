@@ -1,9 +1,11 @@
+import gc
 import itertools
 import os
 import platform
 import secrets
 import shutil
 import signal
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +19,8 @@ from align.stages.demo.tiny_tokenizer import make_tokenizer
 from align.stages.storage.objects import ObjectPath
 from align.stages.storage.run_folder import RunFolder
 from align.stages.tracking.mlflow_silence import DEFAULTS
-from support.command import Answer, launch
-from support.pace import STARTS, is_slow
+from support.command import Answer
+from support.pace import is_slow
 from support.trainings import Course, Server
 
 os.environ["OMP_NUM_THREADS"] = "1"  # two cores, and every process of a test wants both
@@ -27,6 +29,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("ALIGN_MODEL", None)
 platform.platform()  # asks `uname` once, for whichever test a library would ask it in
 
+HOMES = pytest.StashKey()
 OF_ONE_LAUNCH = ("tests/stages/train",)
 
 # Neither an example nor the drawing of it is timed: the machine may be busy.
@@ -51,6 +54,20 @@ def pytest_xdist_make_scheduler(config, log):
     return ByLaunch(config, log)
 
 
+def pytest_configure(config):
+    """Each case pays for what is said here, so it is said once and not by fixtures."""
+    homes = tempfile.mkdtemp(prefix="align-homes-")
+    config.add_cleanup(lambda: shutil.rmtree(homes))
+    config.stash[HOMES] = (f"{homes}/{number}" for number in itertools.count())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """No test knows the caches of another, nor hears its secrets."""
+    os.environ["ALIGN_HOME"] = next(item.config.stash[HOMES])  # made when it is used
+    safe_text._heard.clear()
+
+
 def pytest_addoption(parser):
     parser.addoption("--device", default="cuda", help="of tests marked gpu; cpu tries them out")
 
@@ -58,24 +75,14 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(items):
     for item in items:
         # Kernels for a GPU are compiled by processes of their own.
-        if item.get_closest_marker("gpu") or is_slow(item):
+        if item.get_closest_marker("gpu") or is_slow(item.module):
             item.add_marker(pytest.mark.slow)
 
 
-@pytest.fixture(autouse=True)
-def kept_pace(request, monkeypatch):
-    """A test that starts a process is known to be slow."""
-    started = []
-
-    def refuse(*arguments, **_):
-        started.append(arguments)
-        pytest.fail("this test starts a process and is not slow: see tests/support/pace.py")
-
-    if not request.node.get_closest_marker("slow"):
-        for place, name in STARTS:
-            monkeypatch.setattr(place, name, refuse)
-    yield
-    assert not started  # in another thread, or where the failure was caught
+def pytest_collection_finish():
+    """What is imported by now is never garbage: looking through it again takes half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -85,25 +92,6 @@ def clean_root():
     before = {path.name for path in root.iterdir()}
     yield
     assert not kept & {path.name for path in root.iterdir()} - before
-
-
-@pytest.fixture(scope="session")
-def homes(tmp_path_factory):
-    """Names of folders that are not there yet: what a test does not use, it does not make."""
-    folder = tmp_path_factory.mktemp("homes")
-    return (str(folder / str(number)) for number in itertools.count())
-
-
-@pytest.fixture(autouse=True)
-def own_home(homes, monkeypatch):
-    """No test knows the caches of another."""
-    monkeypatch.setenv("ALIGN_HOME", next(homes))
-
-
-@pytest.fixture(autouse=True)
-def no_secrets_heard(monkeypatch):
-    """No test hears the secrets of another."""
-    monkeypatch.setattr(safe_text, "_heard", set())
 
 
 @pytest.fixture(scope="session")
@@ -185,14 +173,15 @@ def reward_model(world, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def journey(world, tmp_path_factory):
+def journey(server, world, tmp_path_factory):
     """What a person gets who has an align.yaml beside the data and gives no flag."""
     folder = tmp_path_factory.mktemp("journey")
     shutil.copy(world.data.paired, folder / "data.parquet")
     lines = ["model:", f"  path: {world.model}", "cache:", "  rows_per_shard: 8", "  output: cache"]
     (folder / "align.yaml").write_text("\n".join(lines))
     elsewhere = tmp_path_factory.mktemp("elsewhere")
-    answer = launch("precompute-ref", folder / "data.parquet", cwd=elsewhere)
+    alone = {"ALIGN_HOME": str(elsewhere / "home"), "ALIGN_FAILPOINTS": ""}
+    answer = server.fork(("precompute-ref", folder / "data.parquet"), elsewhere, alone).answer()
     return Journey(folder, elsewhere, answer)
 
 

@@ -13,7 +13,6 @@ from align.pipeline.export import export
 from align.schemas.errors import AlignError, CorruptionError, UsageError
 
 pytestmark = pytest.mark.slow  # it trains
-PUBLIC = ["AlignError", "TrainingRun", "load_cache", "load_run", "losses", "precompute", "train"]
 QUIET = {"tracking.mlflow": False}
 MAKING = QUIET | {
     "tokens.max_length": 256,
@@ -52,28 +51,23 @@ def made_cache(world, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def interrupted_run(made_cache, tmp_path_factory):
-    """A run that its callback ended after two steps: what it was asked for, and what was heard."""
+def resumed_run(made_cache, tmp_path_factory):
+    """A run that its callback ended after two steps, gone on with to its end; what was heard."""
     asked = {"cache": made_cache.folder, "output": tmp_path_factory.mktemp("api") / "run"}
-    heard = Heard(ends_at=2)
+    first, second = Heard(ends_at=2), Heard()
     with pytest.raises(RuntimeError, match="enough"):
-        align.train("dpo", **asked, settings=SHORT, callbacks=[heard], progress=False)
-    return asked, heard, align.load_run(asked["output"])
-
-
-@pytest.fixture(scope="module")
-def resumed_run(interrupted_run):
-    """The same run, gone on with to its end."""
-    asked, _, _ = interrupted_run
-    heard = Heard()
+        align.train("dpo", **asked, settings=SHORT, callbacks=[first], progress=False)
+    assert [step for step, metrics in first.lines if "loss" in metrics] == [1, 2]
+    ended = align.load_run(asked["output"])
+    assert (ended.steps, ended.ending, ended.model) == (2, None, None)
     settings = SHORT | {"train.resume": "auto"}
-    return align.train("dpo", **asked, settings=settings, callbacks=[heard], progress=False), heard
+    run = align.train("dpo", **asked, settings=settings, callbacks=[second], progress=False)
+    return run, second
 
 
 def test_what_is_public_can_be_listed_and_found():
-    assert align.__all__ == PUBLIC
-    assert {*PUBLIC, "__version__"} <= {*dir(align)}
-    assert all(getattr(align, name) is getattr(align, name) for name in PUBLIC)
+    assert {*align.__all__, "__version__"} <= {*dir(align)}
+    assert all(getattr(align, name) is getattr(align, name) for name in align.__all__)
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         _ = align.trian
 
@@ -96,6 +90,8 @@ def test_settings_are_refused_as_the_command_refuses_them(world, tmp_path):
         align.train("dpo", cache=tmp_path, settings={"cache.kl_pairs": 1})
     with pytest.raises(AlignError, match="No reference model"):
         align.precompute(world.data.paired, output=tmp_path / "cache")
+    with pytest.raises(UsageError, match="holds no training run"):
+        align.load_run(tmp_path)
 
 
 def test_a_cache_is_the_frame_that_export_writes(made_cache, tmp_path):
@@ -107,11 +103,7 @@ def test_a_cache_is_the_frame_that_export_writes(made_cache, tmp_path):
     assert isinstance(plain, pl.LazyFrame)
     names = [name for name, kind in exported.schema.items() if kind != pl.String]
     assert plain.collect().equals(exported.select("row_id", *names))
-
-
-def test_a_query_reads_the_columns_that_it_asks_for(made_cache):
-    plan = align.load_cache(made_cache.folder).select("row_id", "prompt_cut").explain()
-    assert "PROJECT 2/" in plan
+    assert "PROJECT 2/" in plain.select("row_id", "prompt_cut").explain()  # it reads no others
 
 
 def test_only_files_that_a_whole_manifest_names_are_read(made_cache, tmp_path):
@@ -130,26 +122,13 @@ def test_only_files_that_a_whole_manifest_names_are_read(made_cache, tmp_path):
         align.load_cache(copy / "data")
 
 
-def test_an_exception_of_a_callback_ends_the_run(interrupted_run):
-    _, heard, run = interrupted_run
-    assert [step for step, metrics in heard.lines if "loss" in metrics] == [1, 2]
-    assert run.steps == 2
-    assert run.ending is None
-    assert run.model is None
-
-
-def test_a_callback_hears_every_line_of_the_journal(resumed_run):
+def test_a_run_is_read_back_as_frames(resumed_run):
     run, heard = resumed_run
     lines = map(json.loads, (run.folder / "metrics.jsonl").read_text().splitlines())
     written = [(line.pop("step"), {k: v for k, v in line.items() if k != "time"}) for line in lines]
     assert heard.lines == written[-len(heard.lines) :]
     assert any("eval/loss" in metrics for _, metrics in heard.lines)
-
-
-def test_a_run_is_read_back_as_frames(resumed_run):
-    run, _ = resumed_run
-    assert run.ending == "finished"
-    assert run.steps == 3
+    assert (run.ending, run.steps) == ("finished", 3)
     assert run.metrics["step"].to_list() == [1, 2, 3]
     assert run.metrics["time"].is_sorted()
     assert run.metrics["loss"].dtype == pl.Float64
@@ -161,8 +140,6 @@ def test_a_run_is_read_back_as_frames(resumed_run):
     assert last["logp"].mean() == pytest.approx(run.evaluations["eval/logps/chosen"][-1])
     assert run.settings["train.lr"] == 1e-3
     assert (run.model / "model.safetensors").is_file()
-    assert repr(run).startswith("TrainingRun(folder=")
-    assert "shape" not in repr(run)
 
 
 def test_a_run_is_read_without_what_trains_it(resumed_run):
@@ -181,8 +158,3 @@ def test_the_log_probs_of_a_cache_give_the_loss_before_the_first_step(made_cache
     losses = align.losses.dpo(chosen, rejected, chosen, rejected)
     run, _ = resumed_run
     assert losses.mean().item() == pytest.approx(run.evaluations["eval/loss"][0], abs=1e-4)
-
-
-def test_what_holds_no_run_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="holds no training run"):
-        align.load_run(tmp_path)

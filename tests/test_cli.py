@@ -4,56 +4,42 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import typer
 
 from align import cli
 from support.command import align, launch
 
 COMMANDS = typer.main.get_command(cli.app).commands
-HEAVY = ("deepspeed", "mlflow", "numpy", "polars", "pyarrow", "torch", "transformers", "typer")
-# Each line is what was asked for, how it ended, and which of these packages were imported by then.
-ASKED = f"""
+HEAVY = {"deepspeed", "mlflow", "numpy", "polars", "pyarrow", "torch", "transformers"}
+ASKED = """
 import sys
 import align
-
-def tell(asked, code):
-    print("asked", asked, code, *[name for name in {HEAVY} if name in sys.modules])
-
-tell("import", 0)
 align.train, align.load_cache, align.load_run, align.precompute
-tell("names", 0)
 from align import cli
-for words in ("--help", "config", "init", "train --method typo"):
-    sys.argv = ["align", *words.split()]
+for words in (["--help"], ["config"], ["init"]):
+    sys.argv = ["align", *words]
     try:
         cli.main()
     except SystemExit as end:
-        tell(words, end.code or 0)
+        assert not end.code
+print(*sys.modules)
 """
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_and_option_is_explained(name):
-    answer = align(name, "--help")
-    assert answer.code == 0
-    assert COMMANDS[name].help.splitlines()[0] in " ".join(answer.out.split())
-    assert not [option.name for option in COMMANDS[name].params if not option.help]
+def test_every_command_and_option_is_explained():
+    for name, command in COMMANDS.items():
+        answer = align(name, "--help")
+        assert answer.code == 0
+        assert command.help.splitlines()[0] in " ".join(answer.out.split())
+        assert not [option.name for option in command.params if not option.help]
 
 
 def test_what_computes_nothing_imports_no_heavy_package(tmp_path):
     command = [sys.executable, "-c", ASKED]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    *light, typo = [line for line in done.stdout.splitlines() if line.startswith("asked ")]
-    assert light == [
-        "asked import 0",
-        "asked names 0",
-        "asked --help 0 typer",
-        "asked config 0 typer",
-        "asked init 0 typer",
-    ]
-    assert typo.startswith("asked train --method typo 2 ")
-    assert not {"deepspeed", "mlflow"} & {*typo.split()}
+    *_, imported = done.stdout.splitlines()
+    assert "align.cli" in imported.split()
+    assert not HEAVY & {*imported.split()}
 
 
 def test_the_script_and_the_module_are_the_same_program():
@@ -63,11 +49,9 @@ def test_the_script_and_the_module_are_the_same_program():
     assert (module.code, installed.code, module.err) == (0, 0, "")
 
 
-@pytest.mark.parametrize(
-    "arguments", [["nonsense"], ["precompute-ref", "--nonsense"], ["inspect"], ["--nonsense"]]
-)
-def test_what_is_no_command_or_option_is_a_usage_error(arguments):
-    answer = align(*arguments)
-    assert answer.code == 2
-    assert "Error" in answer.err
-    assert "Traceback" not in answer.err
+def test_what_is_no_command_or_option_is_a_usage_error():
+    for words in (["nonsense"], ["precompute-ref", "--nonsense"], ["inspect"], ["--nonsense"]):
+        answer = align(*words)
+        assert answer.code == 2
+        assert "Error" in answer.err
+        assert "Traceback" not in answer.err

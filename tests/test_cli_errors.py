@@ -38,10 +38,6 @@ def pair(number=0, **changes):
     return texts | changes
 
 
-def label(number, value):
-    return {"prompt": f"Why {number}?", "completion": f" so {number}", "label": value}
-
-
 def completions(**more):
     return [{"prompt": f"Why {n}?", "completions": [" so", " no"], **more} for n in range(3)]
 
@@ -61,11 +57,11 @@ ROWS = {
     ),
     "text that nothing reads": (
         [pair(n, input=f"the number {n} of them") for n in range(9)],
-        ("data.jsonl holds free text", "'input'", "--map input="),
+        ("data.jsonl", "'input'", "--map input="),
     ),
     "text behind thousands of rows": (
         [*map(pair, range(3000)), pair(3000, input="What is the number after this?")],
-        ("data.jsonl row 3,000 holds free text",),
+        ("data.jsonl row 3,000",),
     ),
     "completions without scores": (
         completions(),
@@ -73,36 +69,17 @@ ROWS = {
     ),
     "scores under another name": (completions(ratings=[1, 2]), ("--map scores=ratings",)),
     "labels for scores": (completions(labels=[True, False]), ("'labels'",)),
+    "a prompt under no name": ([pair()], ("Did you mean 'prompt'? Change --map",), "prompt=promtp"),
+    "a map of nothing": ([pair()], ("OURS=YOURS",), "prompt"),
 }
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_rows_that_cannot_be_used_are_refused_with_a_way_on(here, model, name):
-    rows, named = ROWS[name]
-    said = run(2, write("data.jsonl", *rows), "--model", model)
-    assert [word for word in named if word not in said] == []
-    assert not [*here.rglob("data/*.parquet")]  # before anything was scored
-
-
-def test_a_prompt_under_another_name_and_a_map_that_names_none(model):
-    write("data.jsonl", {"ask": "a", "chosen": "b", "rejected": "c"})
-    said = run(3, "data.jsonl", "--model", model)
-    assert "share no beginning" in said
-    assert "--map prompt=NAME" in said
-    said = run(2, "data.jsonl", "--model", model, "--map", "prompt=aks")
-    assert "Did you mean 'ask'? Change --map" in said
-    assert "OURS=YOURS" in run(2, "data.jsonl", "--model", model, "--map", "prompt")
-
-
-@pytest.mark.parametrize("named", ["d", "d/*.jsonl"])
-def test_a_training_split_and_its_test_split(here, model, named):
-    (here / "d").mkdir()
-    for split in ("train-0", "train-1", "test-0"):
-        write(f"d/{split}.jsonl", pair(0))
-    files = [named] if named == "d" else sorted(map(str, Path("d").glob("*.jsonl")))
-    said = run(2, *files, "--model", model)
-    assert "\n  align precompute-ref d/train*.jsonl\n" in said
-    assert "\n  align precompute-ref d/test-0.jsonl --output cache-test\n" in said
+def test_rows_that_cannot_be_used_are_refused_with_a_way_on(here, model):
+    for name, (rows, named, *maps) in ROWS.items():
+        more = [word for one in maps for word in ("--map", one)]
+        said = run(2, write("data.jsonl", *rows), "--model", model, *more)
+        assert [word for word in named if word not in said] == [], name
+        assert not [*here.rglob("data/*.parquet")]  # before anything was scored
 
 
 def test_a_file_that_cannot_be_read_is_named(here, model, world):
@@ -111,9 +88,7 @@ def test_a_file_that_cannot_be_read_is_named(here, model, world):
     for name, content, code, said in (
         ("nope.parquet", None, 2, "no such file or folder"),
         ("none.parquet", None, 2, "has no rows"),
-        ("empty.parquet", b"", 2, "is empty (0 bytes)"),
-        ("empty.jsonl", b"", 2, "is empty (0 bytes)"),
-        ("empty.csv", b"", 2, "is empty (0 bytes)"),
+        *((f"empty.{kind}", b"", 2, "is empty") for kind in ("parquet", "jsonl", "csv")),
         ("cut.parquet", whole[: len(whole) // 2], 2, "cannot be read as parquet"),
         ("broken.parquet", whole[:100] + bytes(300) + whole[400:], 3, "read after row 0"),
     ):
@@ -125,78 +100,51 @@ def test_a_file_that_cannot_be_read_is_named(here, model, world):
 
 
 def quarantined(here):
+    """What is said of rejected rows beside the cache: number, reason, detail."""
     (part,) = (here / "cache" / "quarantine").iterdir()
     prefix = hashlib.sha256((here / "data.jsonl").read_bytes()).hexdigest()[:16]
     rows = pq.read_table(part).to_pylist()
     assert {(row["file"], row["file_name"]) for row in rows} == {(prefix, "data.jsonl")}
-    return part, rows
+    return part, [(row["row"], row["reason"]) for row in rows]
 
 
-def test_a_label_that_is_neither(here, model):
-    write("data.jsonl", label(0, True), label(1, "maybe"), label(2, False), label(3, None))
-    said = run(3, "data.jsonl", "--model", model)
-    assert "2 of 4 rows cannot be used (1 bad_label, 1 null); --max-bad-frac allows 0.001" in said
-    assert "data.jsonl row 1: bad_label: 'label' is neither true nor false: 'maybe'" in said
-    assert "data.jsonl row 3: null" in said
+def test_few_enough_bad_rows_pass_and_fixed_data_run_where_bad_data_stopped(here, model):
+    good = [pair(n) for n in range(9)]
+    write("data.jsonl", *good, pair(9, chosen=""))
+    said = run(3, "data.jsonl", "--model", model, "--max-bad-frac", "0.09")
+    for told in ("1 of 10 rows", "--max-bad-frac", "data.jsonl row 9: empty_completion"):
+        assert told in said
     part, rows = quarantined(here)
     assert str(part.relative_to(here)) in said
-    assert [(row["row"], row["reason"]) for row in rows] == [(1, "bad_label"), (3, "null")]
+    assert rows == [(9, "empty_completion")]
     assert not (here / "cache" / "manifest.json").exists()
-
-
-def test_few_enough_bad_rows_pass_and_are_counted(here, model):
-    write("data.jsonl", *[pair(n) for n in range(9)], pair(9, chosen=""))
-    run(3, "data.jsonl", "--model", model, "--max-bad-frac", "0.09")
-    arguments = ["--model", model, "--no-mlflow", "--output", "cache", "--max-bad-frac", "0.1"]
-    answer = align("precompute-ref", "data.jsonl", *arguments)
+    words = ("precompute-ref", "data.jsonl", "--model", model, "--no-mlflow")
+    answer = align(*words, "--output", "cache", "--max-bad-frac", "0.1")
     assert answer.code == 0, answer
     assert "1 of 10 rows dropped: 1 empty_completion" in answer.out
     assert "empty_completion" in align("inspect", "cache").out
-    _, (row,) = quarantined(here)
-    assert (row["row"], row["reason"]) == (9, "empty_completion")
-    assert "'chosen'" in row["detail"]
+    assert quarantined(here)[1] == [(9, "empty_completion")]
+    refusal(3, *words, "--output", "other")
+    write("data.jsonl", *good)
+    assert align(*words, "--output", "other").code == 0
+    assert {path.name for path in (here / "other").iterdir()} == {"manifest.json", "data", "_align"}
 
 
-def test_fixed_data_run_where_bad_data_stopped(here, model):
-    write("data.jsonl", pair(0), pair(1, rejected=""))
-    run(3, "data.jsonl", "--model", model)
-    write("data.jsonl", pair(0), pair(1))
-    words = ("--model", model, "--output", "cache", "--no-mlflow")
-    assert align("precompute-ref", "data.jsonl", *words).code == 0
-    assert {path.name for path in (here / "cache").iterdir()} == {"manifest.json", "data", "_align"}
-
-
-@pytest.mark.parametrize(
-    ("gone", "data", "named"),
-    [
-        ("model.safetensors", "paired", ("bare: there is no model.safetensors",)),
-        ("config.json", "paired", ("config.json: the file is missing",)),
-        ("chat_template.jinja", "paired_chat", ("no chat template", "tokens.chat_template=")),
-        ("tokenizer.json", "paired", ("bare: no tokenizer can be loaded",)),
-    ],
-)
-def test_what_a_model_folder_lacks_is_named(here, world, model, gone, data, named):
-    shutil.copytree(model, here / "bare")
-    (here / "bare" / gone).unlink()
-    if gone == "tokenizer.json":
-        (here / "bare" / "tokenizer_config.json").unlink()
-    said = run(2, getattr(world.data, data), "--model", here / "bare")
-    assert [word for word in named if word not in said] == []
-
-
-def test_a_model_folder_that_is_none_and_one_of_pickles(here, world, model):
+def test_what_a_model_folder_lacks_is_named(here, world, model):
+    bare = here / "bare"
+    for gone, data, named in (
+        (["model.safetensors"], "paired", ("bare: there is no model.safetensors",)),
+        (["config.json"], "paired", ("config.json",)),
+        (["chat_template.jinja"], "paired_chat", ("no chat template", "tokens.chat_template=")),
+        (["tokenizer.json", "tokenizer_config.json"], "paired", ("bare: no tokenizer",)),
+    ):
+        shutil.rmtree(bare, ignore_errors=True)
+        shutil.copytree(model, bare)
+        for name in gone:
+            (bare / name).unlink()
+        said = run(2, getattr(world.data, data), "--model", bare)
+        assert [word for word in named if word not in said] == []
     assert "/nowhere: no such model folder" in run(2, world.data.paired, "--model", "/nowhere")
-    shutil.copytree(model, here / "old")
-    (here / "old" / "model.safetensors").rename(here / "old" / "pytorch_model.bin")
-    assert "pickles" in run(2, world.data.paired, "--model", here / "old")
-
-
-def test_a_template_that_fails_on_every_row(here, world, model):
-    (here / "bad.jinja").write_text("{{ raise_exception('roles must alternate') }}")
-    template = ["--set", "tokens.chat_template=bad.jinja"]
-    said = run(3, world.data.paired_chat, "--model", model, *template)
-    assert "60 of 60 rows cannot be used (60 template_error)" in said
-    assert "roles must alternate" in said
 
 
 def test_an_output_that_is_another_cache_or_none(journey, here, world, model):
@@ -210,12 +158,6 @@ def test_an_output_that_is_another_cache_or_none(journey, here, world, model):
     shutil.rmtree("cache")
     (here / "cache").touch()
     assert "cache is not a folder" in run(2, world.data.paired, "--model", model)
-
-
-def test_a_launcher_that_counts_in_words(world, model, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "two")
-    assert "WORLD_SIZE=two" in run(2, world.data.paired, "--model", model)
 
 
 @pytest.fixture
@@ -232,10 +174,8 @@ def test_every_damaged_missing_or_cut_shard_is_named(copy):
     shards[1].unlink()
     shards[6].write_bytes(shards[6].read_bytes()[:-1])
     said = refusal(5, "verify", copy, "--rescore", "0")
-    assert "3 of 8 files are damaged" in said
-    assert f"unit 3: {shards[3]} is not what was written (sha256 differs)" in said
-    assert "unit 1: " in said
-    assert "unit 6: " in said
+    for told in ("3 of 8 files", str(shards[3]), "sha256 differs", "unit 1: ", "unit 6: "):
+        assert told in said
 
 
 def test_a_cache_without_a_whole_manifest_is_never_used(copy, here):
@@ -260,9 +200,8 @@ def test_a_cache_of_another_format_is_refused_with_a_way_on(copy, world):
         ("precompute-ref", world.data.paired, "--model", world.model, "--no-mlflow", *config),
     ):
         said = refusal(4, *words)
-        assert str(path) in said
-        assert anew in said
-        assert "--set cache.rows_per_shard=8" in said
+        for told in (str(path), anew, "--set cache.rows_per_shard=8"):
+            assert told in said
     assert json.loads(path.read_text())["format_version"] == 1
 
 
@@ -282,6 +221,4 @@ def test_log_probs_that_never_were_the_references_are_found(world):
     config = replace(config, model=options, tracking=TrackingOptions(mlflow=False))
     stage_one.run(config, Liar(options))
     assert align("verify", "align-cache", "--rescore", "0").code == 0
-    said = refusal(5, "verify", "align-cache")
-    assert "a branch of input row " in said
-    assert "does not hold this reference's log-probs" in said
+    assert "a branch of input row " in refusal(5, "verify", "align-cache")

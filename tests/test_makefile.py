@@ -15,60 +15,45 @@ GOOD = f'exec {sys.executable} "$@"'
 
 
 @pytest.fixture
-def checkout(tmp_path):
-    """What `make` reads, and a PATH with nothing on it but stand-ins for Python."""
+def make(tmp_path):
+    """`make setup` in a checkout, with nothing on the PATH but stand-ins for Python."""
+
+    def call(pythons, *arguments):
+        shutil.rmtree(tmp_path / "bin", ignore_errors=True)
+        (tmp_path / "bin").mkdir()
+        for name, does in pythons.items():
+            (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{does}\n")
+            (tmp_path / "bin" / name).chmod(0o755)
+        return subprocess.run(
+            [shutil.which("make"), "setup", *arguments],
+            cwd=tmp_path,
+            env={"PATH": str(tmp_path / "bin")},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
-    (tmp_path / "bin").mkdir()
-    return tmp_path
+    return call
 
 
-def put(checkout, **pythons):
-    for name, does in pythons.items():
-        file = checkout / "bin" / name.replace("_", ".")
-        file.write_text(f"#!/bin/sh\n{does}\n")
-        file.chmod(0o755)
-
-
-def make(checkout, *arguments):
-    return subprocess.run(
-        [shutil.which("make"), *arguments],
-        cwd=checkout,
-        env={"PATH": str(checkout / "bin")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-@pytest.mark.parametrize(
-    ("pythons", "arguments", "chosen"),
-    [
-        ({"python3_11": GOOD, "python3_12": GOOD}, (), "python3.11"),
-        ({"python3_11": NOT_HERE, "python3_12": NOT_HERE, "python3_13": GOOD}, (), "python3.13"),
+def test_the_first_python_that_is_new_enough_makes_the_environment(make):
+    for pythons, arguments, chosen in (
+        ({"python3.11": NOT_HERE, "python3.12": NOT_HERE, "python3.13": GOOD}, (), "python3.13"),
         ({"python3": TOO_OLD, "python": GOOD}, (), "python"),
-        ({"python3_11": GOOD, "mine": GOOD}, ("PYTHON=mine",), "mine"),
-    ],
-)
-def test_the_first_python_that_is_new_enough_makes_the_environment(
-    checkout, pythons, arguments, chosen
-):
-    put(checkout, **pythons)
-    assert f"{chosen} -m venv .venv\n" in make(checkout, "--dry-run", "setup", *arguments).stdout
+        ({"python3.11": GOOD, "mine": GOOD}, ("PYTHON=mine",), "mine"),
+    ):
+        assert f"{chosen} -m venv .venv\n" in make(pythons, "--dry-run", *arguments).stdout
 
 
-@pytest.mark.parametrize(
-    ("pythons", "arguments", "named"),
-    [
-        ({"python3": TOO_OLD, "python3_11": NOT_HERE}, (), "nothing on the PATH is"),
-        ({"python3_11": GOOD, "old": TOO_OLD}, ("PYTHON=old",), "old is not"),
-    ],
-)
-def test_without_a_new_python_one_message_says_what_to_do(checkout, pythons, arguments, named):
-    put(checkout, **pythons)
-    answer = make(checkout, "setup", *arguments)
-    assert answer.returncode == 2
-    assert "3.11 or newer" in answer.stderr
-    assert named in answer.stderr
-    assert "make PYTHON=/path/to/python3.12" in answer.stderr
-    assert not (checkout / ".venv").exists()
+def test_without_a_new_python_one_message_says_what_to_do(make, tmp_path):
+    for pythons, arguments, named in (
+        ({"python3": TOO_OLD, "python3.11": NOT_HERE}, (), "nothing on the PATH is"),
+        ({"python3.11": GOOD, "old": TOO_OLD}, ("PYTHON=old",), "old is not"),
+    ):
+        answer = make(pythons, *arguments)
+        assert answer.returncode == 2
+        for told in ("3.11 or newer", named, "make PYTHON="):
+            assert told in answer.stderr
+        assert not (tmp_path / ".venv").exists()

@@ -8,8 +8,9 @@ checkpointing, padding and the memory of activations are left out on both sides.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
+
+import sides
 
 PEAK = 989e12  # operations a second
 MFU_FORWARD, MFU_TRAINING = 0.55, 0.40
@@ -19,22 +20,6 @@ FORWARD, TRAINING = 2, 6  # operations a parameter and token
 WEIGHT_BYTES, STATE_BYTES = 2, 16  # bfloat16; with gradient, float32 copy and two moments: 16
 HOUR = 3600
 CASES = ((8e9, 60_000), (8e9, 10_000_000), (70e9, 1_000_000))
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """Tokens of one pair that a model runs over."""
-
-    pair: int  # prompt and both completions, the prompt `prompts` times
-    mismatched: int  # what KTO's z needs besides
-
-    @staticmethod
-    def of(*, shared_prompt: bool, kl: bool) -> Tokens:
-        """`shared_prompt`: a prompt is computed once for all of its completions."""
-        pair = PROMPT + 2 * COMPLETION if shared_prompt else 2 * (PROMPT + COMPLETION)
-        # An own pass has a prompt of its own; in stage 1 the same tree holds all four.
-        alone = 2 * COMPLETION + (PROMPT if shared_prompt else 2 * PROMPT)
-        return Tokens(pair, alone if kl else 0)
 
 
 @dataclass(frozen=True)
@@ -51,43 +36,39 @@ class Cost:
         return self.scoring + self.training
 
 
-def hours(parameters: float, tokens: float, operations: int, mfu: float) -> float:
-    """GPU-hours of so many operations a parameter and token."""
-    return operations * parameters * tokens / (mfu * PEAK * HOUR)
-
-
 def of_align(parameters: float, pairs: int, *, kl: bool) -> Cost:
     """Scored once, with all completions of a prompt in one tree; then the policy alone."""
-    tokens = Tokens.of(shared_prompt=True, kl=kl)
-    scored = pairs * (tokens.pair + (2 * COMPLETION if kl else 0))
-    return Cost(
-        scoring=hours(parameters, scored, FORWARD, MFU_FORWARD),
-        training=EPOCHS * _training(parameters, pairs, tokens),
-        state_bytes=parameters * STATE_BYTES,
-    )
+    scored = pairs * (PROMPT + (4 if kl else 2) * COMPLETION)
+    training = EPOCHS * _epoch(parameters, pairs, kl=kl, prompts=1)
+    return Cost(_forward(parameters, scored), training, parameters * STATE_BYTES)
 
 
 def of_online(parameters: float, pairs: int, *, kl: bool, shared_prompt: bool) -> Cost:
     """The reference runs beside the policy in each epoch."""
-    tokens = Tokens.of(shared_prompt=shared_prompt, kl=kl)
-    scored = EPOCHS * pairs * (tokens.pair + tokens.mismatched)
-    return Cost(
-        scoring=hours(parameters, scored, FORWARD, MFU_FORWARD),
-        training=EPOCHS * _training(parameters, pairs, tokens),
-        state_bytes=parameters * (STATE_BYTES + WEIGHT_BYTES),
-    )
+    prompts = 1 if shared_prompt else 2
+    each = prompts * PROMPT + 2 * COMPLETION  # a pair, and as much again for KTO's mismatched one
+    scored = EPOCHS * pairs * each * (2 if kl else 1)
+    training = EPOCHS * _epoch(parameters, pairs, kl=kl, prompts=prompts)
+    return Cost(_forward(parameters, scored), training, parameters * (STATE_BYTES + WEIGHT_BYTES))
 
 
-def _training(parameters: float, pairs: int, tokens: Tokens) -> float:
-    """One epoch: gradients for the pair, a forward pass alone for what z is the mean of."""
-    learned = hours(parameters, pairs * tokens.pair, TRAINING, MFU_TRAINING)
-    return learned + hours(parameters, pairs * tokens.mismatched, FORWARD, MFU_FORWARD)
+def _epoch(parameters: float, pairs: int, *, kl: bool, prompts: int) -> float:
+    """Gradients for the pair, a forward pass alone for what KTO's z is the mean of.
+
+    `prompts`: how often a prompt is computed for both of its completions.
+    """
+    tokens = pairs * (prompts * PROMPT + 2 * COMPLETION)
+    learned = TRAINING * parameters * tokens / (MFU_TRAINING * PEAK * HOUR)
+    return learned + (_forward(parameters, tokens) if kl else 0)
+
+
+def _forward(parameters: float, tokens: float) -> float:
+    return FORWARD * parameters * tokens / (MFU_FORWARD * PEAK * HOUR)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=10, help="on one cache, in the last columns")
-    runs = parser.parse_args().runs
+    # Runs are those on one cache, in the last columns.
+    runs = sides.options_of(__doc__, runs=10).runs
     beside = ("reference beside it, prompts shared", "reference beside it, as usual")
     heads = ("model x pairs", "method", "scoring, once", "training", "both", *beside, "saved")
     many = (f"{runs} runs", f"{runs} runs, prompts shared", f"{runs} runs, as usual")

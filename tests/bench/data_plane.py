@@ -6,78 +6,36 @@ the rows and once with all: the time should grow ten times, the memory hardly at
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import resource
 import sys
 import tempfile
 from pathlib import Path
 
-from sides import score, told_by
+import sides
 
-sys.path.append(str(Path(__file__).parents[1]))  # for tests/support
+HEAD = ("rows", "branches", "seconds", "rows/s", "peak MiB", "workers", "shards MiB")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.one:
-        print(json.dumps(measure(options.one)))
-        return
-    head = ("rows", "branches", "seconds", "rows/s", "peak MiB", "workers", "shards MiB")
-    print("".join(f"{name:>12}" for name in head))
-    for rows in (options.rows // 10, options.rows):
-        figures = told_by(__file__, "--one", rows)
-        print("".join(f"{figures[name]:>12,}" for name in head))
+    total = sides.options_of(__doc__, rows=1_000_000).rows
+    print("".join(f"{name:>12}" for name in HEAD))
+    for rows in (total // 10, total):
+        with tempfile.TemporaryDirectory() as folder:
+            sides.called(make, folder, rows)  # what it takes to make the input is in no figure
+            figures = sides.called(measure, folder)
+        print("".join(f"{figures[name]:>12,}" for name in HEAD), flush=True)
 
 
-def measure(rows: int) -> dict[str, int]:
-    from align.pipeline.terminal import own_process
-
-    own_process([])  # before anything else is imported
-    from align.stages.demo.tiny_tokenizer import make_tokenizer
-    from support.stub_reference import StubReference
-
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        in_a_child(make_tokenizer, folder / "tokenizer")
-        in_a_child(make_rows, folder / "rows.parquet", rows)
-        flags = {
-            "model.path": str(folder / "tokenizer"),
-            "data.files": [str(folder / "rows.parquet")],
-            "cache.output": str(folder / "cache"),
-        }
-        outcome, seconds = score(flags, reference=StubReference())
-        stored = sum(path.stat().st_size for path in (folder / "cache" / "data").iterdir())
-    return {
-        "rows": outcome.manifest.rows,
-        "branches": outcome.manifest.branches,
-        "seconds": round(seconds),
-        "rows/s": round(outcome.manifest.rows / seconds),
-        "peak MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
-        "workers": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024,
-        "shards MiB": stored >> 20,
-    }
-
-
-def in_a_child(action, *arguments) -> None:
-    """Keeps what it takes to make the input out of the figures."""
-    pid = os.fork()
-    if pid == 0:
-        action(*arguments)
-        os._exit(0)
-    assert os.waitpid(pid, 0)[1] == 0
-
-
-def make_rows(path: Path, rows: int) -> None:
+def make(folder, rows):
+    """A tokenizer in the place of a model, and pairs."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    from align.stages.demo.tiny_tokenizer import make_tokenizer
+
+    make_tokenizer(Path(folder) / "model")
     schema = pa.schema([(name, pa.string()) for name in ("prompt", "chosen", "rejected")])
-    with pq.ParquetWriter(path, schema) as writer:
+    with pq.ParquetWriter(f"{folder}/pairs.parquet", schema) as writer:
         for start in range(0, rows, 10_000):
             numbers = range(start, min(start + 10_000, rows))
             columns = {
@@ -86,6 +44,25 @@ def make_rows(path: Path, rows: int) -> None:
                 "rejected": [f" It is {number % 89}, go away." for number in numbers],
             }
             writer.write_table(pa.table(columns, schema=schema))
+
+
+def measure(folder):
+    sys.path.append(str(Path(__file__).parents[1]))  # for tests/support
+    sides.as_a_command()
+    from support.stub_reference import StubReference
+
+    cache = Path(folder) / "cache"
+    outcome, seconds = sides.score(Path(folder), cache, reference=StubReference())
+    rows = outcome.manifest.rows
+    return {
+        "rows": rows,
+        "branches": outcome.manifest.branches,
+        "seconds": round(seconds),
+        "rows/s": round(rows / seconds),
+        "peak MiB": round(sides.peak_mib()),
+        "workers": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024,
+        "shards MiB": sum(path.stat().st_size for path in (cache / "data").iterdir()) >> 20,
+    }
 
 
 if __name__ == "__main__":

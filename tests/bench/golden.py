@@ -40,6 +40,7 @@ MASKS = {
     "model/README.md": rf"\b(?:[0-9a-f]{{32}}|[0-9a-f]{{16}})\b|{MEASURED} \| \S+",
     "align_checkpoint.json": rf'"(?:digest|sha256|mlflow_run_id|journal|{MEASURED})":[^,}}]+',
 }
+PLAIN = {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb", "OMP_NUM_THREADS": "1"}
 UNEQUAL = ("speed/", "memory/", "tokens_per_second", "mlflow.", "align.run_key")
 
 
@@ -53,10 +54,11 @@ class Side:
 
     def run(self, *arguments: str) -> str:
         """What a command prints; one that fails ends the comparison."""
+        own = {"PYTHONPATH": str(self.home), "ALIGN_HOME": str(self.place / "home")}
         done = subprocess.run(
             [sys.executable, *arguments],
             cwd=self.place,
-            env=os.environ | self._environment(),
+            env=os.environ | PLAIN | own,
             capture_output=True,
             text=True,
             check=False,
@@ -69,10 +71,6 @@ class Side:
         """What a command of align prints."""
         return self.run("-m", "align", *arguments)
 
-    def _environment(self) -> dict[str, str]:
-        plain = {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb", "OMP_NUM_THREADS": "1"}
-        return plain | {"PYTHONPATH": str(self.home), "ALIGN_HOME": str(self.place / "home")}
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -82,20 +80,12 @@ def main() -> None:
     os.environ.pop("ALIGN_MODEL", None)
     with tempfile.TemporaryDirectory(prefix="align-golden-") as name:
         folder = Path(name)
-        before = checkout(options.before, folder / "checkout")
-        left = leave(before, folder, "before", options.rows)
+        archive = ["git", "-C", str(ROOT), "archive", "--output", f"{folder}/before.tar"]
+        subprocess.run([*archive, options.before], check=True)
+        shutil.unpack_archive(folder / "before.tar", folder / "checkout", filter="fully_trusted")
+        left = leave(folder / "checkout", folder, "before", options.rows)
         right = leave(ROOT, folder, "now", options.rows)
         sys.exit(compare(left, right))
-
-
-def checkout(commit: str, folder: Path) -> Path:
-    """The files of a commit."""
-    folder.mkdir()
-    archive = folder.with_suffix(".tar")
-    git = ["git", "-C", str(ROOT), "archive", "--output", str(archive), commit]
-    subprocess.run(git, check=True)
-    shutil.unpack_archive(archive, folder, filter="fully_trusted")
-    return folder
 
 
 def leave(tree: Path, folder: Path, name: str, rows: int) -> Path:
@@ -107,20 +97,15 @@ def leave(tree: Path, folder: Path, name: str, rows: int) -> Path:
     used = side.run("-c", "import align; print(align.__file__)").strip()
     assert Path(used).resolve() == (tree / "__init__.py").resolve(), f"{used} is not of {tree}"
     print(f"{name}: {tree}", flush=True)
-    say_everything(side)
-    demo(side, rows)
-    note_mlflow(side.place)
-    return side.place.rename(folder / name)
-
-
-def say_everything(side: Side) -> None:
-    """What the commands say without doing anything."""
     said = side.place / "said"
     (said / "help.txt").write_text(side.align("--help"))
     for command in side.run("-c", LIST_COMMANDS).split():
         (said / f"help-{command}.txt").write_text(side.align(command, "--help"))
     (said / "methods.json").write_text(side.align("methods", "--json"))
     side.align("init", "said/init.yaml")
+    demo(side, rows)
+    note_mlflow(side.place)
+    return side.place.rename(folder / name)
 
 
 def demo(side: Side, rows: int) -> None:
@@ -149,14 +134,14 @@ def note_mlflow(place: Path) -> None:
             lines += [" ".join(map(str, (table, *line))) for line in told]
         for run, name in store.execute("select run_uuid, name from runs"):
             sent = place / "mlruns" / "align" / run / "artifacts"
-            found = [path.relative_to(sent) for path in sent.rglob("*") if path.is_file()]
-            lines += [f"artifact {name} {path}" for path in found]
+            lines += [f"artifact {name} {path}" for path in files_in(sent)]
     (place / "mlflow.txt").write_text("\n".join(sorted(lines)))
 
 
 def compare(left: Path, right: Path) -> int:
     """Prints what is equal and how the rest differs; returns how the command should end."""
-    names = sorted({*files(left), *files(right)})
+    names = {*files_in(left), *files_in(right)}
+    names = sorted(name for name in names if not SKIPPED.search(name))
     sides = {name: (readable(left / name, name), readable(right / name, name)) for name in names}
     differing = [name for name, (before, now) in sides.items() if before != now]
     for name in names:
@@ -171,10 +156,8 @@ def compare(left: Path, right: Path) -> int:
     return 1 if differing else 0
 
 
-def files(folder: Path) -> list[str]:
-    """Every file that two runs have in common."""
-    found = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
-    return [name for name in found if not SKIPPED.search(name)]
+def files_in(folder: Path) -> list[str]:
+    return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
 
 
 def readable(path: Path, name: str) -> str:

@@ -21,8 +21,23 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-PROMPT = COMPLETION = 64
-STEPS, MIB = 3, 2**20
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from align.pipeline.memory_plan import MemoryPlanner, Planned
+from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
+from align.schemas.rows import Tree
+from align.stages.engine.deepspeed_config import Circumstances
+from align.stages.engine.deepspeed_engine import open_engine
+from align.stages.engine.distributed import joined_world
+from align.stages.engine.zero3_partitions import open_partitions
+from align.stages.model.fused_head_backward import BUFFER_BYTES
+from align.stages.model.live_memory import LiveMemory
+from align.stages.model.logprobs import causal_model
+from align.stages.model.policy import Sharding, load_policy
+
+LENGTH, STEPS, MIB = 64, 3, 2**20  # tokens of a prompt or completion
 LLAMA = {
     "hidden_size": 512,
     "num_hidden_layers": 6,
@@ -54,13 +69,12 @@ class Case:
     @property
     def name(self) -> str:
         words = [self.model, self.dtype, self.deepspeed, f"{self.ranks} ranks"]
-        words += [f"{self.micro_batches} x {self.rows * 3 * PROMPT:,} tokens"]
+        words += [f"{self.micro_batches} x {self.rows * 3 * LENGTH:,} tokens"]
         words += ["LoRA"] * self.lora + ["checkpointing"] * self.checkpointing
         return ", ".join(words)
 
 
-STAGES = ("zero0", "zero1", "zero2", "zero3")
-HALF = {"dtype": "bfloat16"}
+STAGES, HALF = ("zero0", "zero1", "zero2", "zero3"), {"dtype": "bfloat16"}
 CASES = (
     *(Case(stage) for stage in STAGES),
     *(Case(stage, **HALF) for stage in STAGES),
@@ -112,38 +126,20 @@ def compared(case: Case, folder: Path) -> tuple[dict[str, float], dict[str, floa
     """What the plan says of a case and what it measures, in MiB."""
     place = folder / f"{case.model}-{case.dtype}".replace(" ", "-")
     if not place.exists():
-        make_model(case, place)
+        torch.manual_seed(0)
+        config = LlamaConfig(**MODELS[case.model])
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, case.dtype))
+        model.save_pretrained(place)
     return planned(case, place), measured(case, place)
 
 
-def make_model(case: Case, place: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        LlamaConfig(**MODELS[case.model]), dtype=getattr(torch, case.dtype)
-    )
-    model.save_pretrained(place)
-
-
-def trees_of(case: Case) -> list:
-    import numpy as np
-
-    from align.schemas.rows import Tree
-
+def trees_of(case: Case) -> list[Tree]:
     random = np.random.default_rng(0)
-
-    def draw(size: int) -> np.ndarray:
-        return random.integers(0, LLAMA["vocab_size"], size).astype(np.int32)
-
-    each = range(case.rows)
-    return [Tree(draw(PROMPT), (draw(COMPLETION), draw(COMPLETION))) for _ in each]
+    drawn = random.integers(0, LLAMA["vocab_size"], (case.rows, 3, LENGTH)).astype(np.int32)
+    return [Tree(prompt, (chosen, rejected)) for prompt, chosen, rejected in drawn]
 
 
-def options_of(case: Case, place: Path) -> tuple:
-    from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
-
+def options_of(case: Case, place: Path) -> tuple[ModelOptions, TrainOptions, LoraOptions]:
     train = TrainOptions(
         deepspeed=case.deepspeed, dtype=case.dtype, gradient_checkpointing=case.checkpointing
     )
@@ -151,8 +147,6 @@ def options_of(case: Case, place: Path) -> tuple:
 
 
 def planned(case: Case, place: Path) -> dict[str, float]:
-    from align.pipeline.memory_plan import MemoryPlanner, Planned
-
     model, train, lora = options_of(case, place)
     planner = MemoryPlanner(
         Planned(
@@ -183,24 +177,21 @@ def planned(case: Case, place: Path) -> dict[str, float]:
 
 def measured(case: Case, place: Path) -> dict[str, float]:
     """Runs the ranks; the one with the highest peak is told of."""
-    port = str(29500 + os.getpid() % 1000)
-    command = [sys.executable, __file__, "--worker"]
     words = json.dumps({"case": asdict(case), "place": str(place)})
-    processes = []
-    for rank in range(case.ranks):
-        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(case.ranks)}
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} if case.ranks > 1 else {}
-        memory = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-        environment = {**os.environ, **memory, **(ranks if where else {}), **where}
-        processes.append(
-            subprocess.Popen(
-                [*command, words],
-                env=environment,
-                stdout=subprocess.PIPE,
-                text=True,
-                stderr=subprocess.DEVNULL,
-            )
+    own = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    port = str(29500 + os.getpid() % 1000)
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(case.ranks)}
+    ranks = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(case.ranks)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, "--worker", words],
+            env={**os.environ, **own, **(rank if case.ranks > 1 else {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
         )
+        for rank in ranks
+    ]
     said = [process.communicate()[0] for process in processes]
     assert not any(process.returncode for process in processes), case.name
     return max((json.loads(one.splitlines()[-1]) for one in said), key=lambda one: one["peak"])
@@ -208,8 +199,6 @@ def measured(case: Case, place: Path) -> dict[str, float]:
 
 def measured_here(case: dict, place: str) -> dict[str, float]:
     """One rank of a case, in this process."""
-    from align.stages.engine.distributed import joined_world
-
     with joined_world() as world:
         return Measurement(Case(**case), Path(place), world).run()
 
@@ -218,16 +207,13 @@ class Measurement:
     """One rank's training, whose last step is measured."""
 
     def __init__(self, case: Case, place: Path, world) -> None:
-        from align.stages.engine.deepspeed_engine import open_engine
-        from align.stages.model.live_memory import LiveMemory
-        from align.stages.model.logprobs import causal_model
-        from align.stages.model.policy import load_policy
-
         self.case, self.trees, self.live = case, trees_of(case), LiveMemory("cpu")
         model, train, lora = options_of(case, place)
-        spread = spread_of(case, train, world)
+        width, spread = MODELS[case.model]["hidden_size"], Sharding()
+        if case.deepspeed == "zero3":
+            of_case = Circumstances(case.dtype, width, world.size)
+            spread = Sharding(open_partitions(train, world, of_case))
         self.policy = load_policy(model, train, lora, spread=spread)
-        width = MODELS[case.model]["hidden_size"]
         self.engine, _ = open_engine(self.policy, train, world, hidden_size=width)
         self.found: dict[str, float] = {}
         inner = causal_model(self.policy.model).base_model
@@ -241,8 +227,6 @@ class Measurement:
         self.found.setdefault("head", self.live.most - self.before - self.found["activations"])
 
     def run(self) -> dict[str, float]:
-        import torch
-
         gc.collect()
         for one in gc.get_objects():
             if isinstance(one, torch.Tensor) and one.device.type == "cpu":
@@ -286,10 +270,6 @@ class Measurement:
 
     def standing(self) -> dict[str, float]:
         """Weights, the optimizer's own, and all the rest but the head's buffer: gradients."""
-        import torch
-
-        from align.stages.model.fused_head_backward import BUFFER_BYTES
-
         weights = storages(getattr(one, "ds_tensor", one) for one in self.policy.parameters())
         inner = self.engine._engine.optimizer
         optimizers = [inner, getattr(inner, "optimizer", inner)]
@@ -298,34 +278,17 @@ class Measurement:
             for state in each.state.values():
                 own += [one for one in state.values() if isinstance(one, torch.Tensor)]
         masters = getattr(inner, "fp32_partitioned_groups_flat", [])
-        owned = {
-            key: size for key, size in storages([*own, *masters]).items() if key not in weights
-        }
-        rest = self.live.now - sum(weights.values()) - sum(owned.values()) - BUFFER_BYTES
-        return {
-            "weights": sum(weights.values()),
-            "optimizer": sum(owned.values()),
-            "gradients": rest,
-        }
+        owned = storages([*own, *masters])
+        held = sum(weights.values())
+        optimizer = sum(size for place, size in owned.items() if place not in weights)
+        rest = self.live.now - held - optimizer - BUFFER_BYTES
+        return {"weights": held, "optimizer": optimizer, "gradients": rest}
 
 
 def storages(tensors) -> dict[int, int]:
-    found = {}
-    for one in tensors:
-        storage = one.untyped_storage()
-        found[storage.data_ptr()] = storage.nbytes()
-    return found
-
-
-def spread_of(case: Case, train, world):
-    from align.stages.engine.deepspeed_config import Circumstances
-    from align.stages.engine.zero3_partitions import open_partitions
-    from align.stages.model.policy import Sharding
-
-    if case.deepspeed != "zero3":
-        return Sharding()
-    width = MODELS[case.model]["hidden_size"]
-    return Sharding(open_partitions(train, world, Circumstances(case.dtype, width, world.size)))
+    """Bytes by place: what two tensors share counts once."""
+    each = (one.untyped_storage() for one in tensors)
+    return {storage.data_ptr(): storage.nbytes() for storage in each}
 
 
 def status(name: str) -> float:

@@ -10,9 +10,10 @@ them, as they would be read from files that are mapped. It shows what the planne
 from __future__ import annotations
 
 import argparse
+import itertools
 import resource
 import time
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -26,24 +27,6 @@ CHUNK = 1 << 20
 BUDGET = 16_384
 
 
-@dataclass(frozen=True)
-class Figures:
-    """What a simulation found."""
-
-    ranks: int
-    rows: int
-    batch_size: int
-    steps: int
-    bytes_per_row: float
-    epoch_seconds: float  # to lay out the order of an epoch
-    step_seconds: float  # to plan a step, median
-    turns: float  # micro-batches of a rank in a step, mean
-    load: float  # largest over mean of ranks, mean over steps
-    worst_load: float
-    turn_load: float  # sum over turns of the largest, over the mean of ranks
-    mismatched_load: float
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=100_000_000)
@@ -52,53 +35,20 @@ def main() -> None:
     parser.add_argument("--by-range", action="store_true")
     options = parser.parse_args()
     table = (table_by_range if options.by_range else made_up_table)(options.rows)
-    for pads in (False, True):
-        for rows_per_rank in (4, 16, 64):
-            figures = simulate(
-                table, options.ranks, rows_per_rank, pads=pads, sampled=options.sampled
-            )
-            print(f"\n{'padded' if pads else 'packed'}, {rows_per_rank} rows a rank and step")
-            for name, value in vars(figures).items():
-                print(f"{name:>16} {value:>16,.4g}" if value < 100 else f"{name:>16} {value:>16,}")
+    for pads, count in itertools.product((False, True), (4, 16, 64)):
+        figures = simulate(table, options.ranks, count, pads=pads, sampled=options.sampled)
+        print(f"\n{'padded' if pads else 'packed'}, {count} rows a rank and step")
+        for name, value in vars(figures).items():
+            print(f"{name:>16} {value:>16,.4g}" if value < 100 else f"{name:>16} {value:>16,}")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
     print(f"\npeak memory {peak:,} MiB")
 
 
 def simulate(
     table: RowTable, ranks: int, rows_per_rank: int, *, pads: bool, sampled: int
-) -> Figures:
-    """Plans some full steps, evenly spread over an epoch."""
-    started = time.perf_counter()
-    one_pass = training_pass(table, settings_for(ranks, rows_per_rank, pads=pads), epoch=0)
-    epoch_seconds = time.perf_counter() - started
-    full = len(table) // (ranks * rows_per_rank)  # the last step may hold a handful of rows
-    chosen = np.linspace(0, full - 1, min(sampled, full)).astype(int)
-    seconds, plans = [], []
-    for step in chosen.tolist():
-        started = time.perf_counter()
-        plans += one_pass.plans(step, step + 1)
-        seconds.append(time.perf_counter() - started)
-    own = [loads_of(plan, one_pass, mismatched=False) for plan in plans]
-    mismatched = [loads_of(plan, one_pass, mismatched=True) for plan in plans]
-    unevenness = [imbalance(turns.sum(axis=1)) for turns in own]
-    return Figures(
-        ranks=ranks,
-        rows=len(table),
-        batch_size=ranks * rows_per_rank,
-        steps=one_pass.num_steps,
-        bytes_per_row=table.nbytes / len(table),
-        epoch_seconds=epoch_seconds,
-        step_seconds=float(np.median(seconds)),
-        turns=float(np.mean([plan.own.num_turns for plan in plans])),
-        load=float(np.mean(unevenness)),
-        worst_load=max(unevenness),
-        turn_load=float(np.mean([turns.max(axis=0).sum() * ranks / turns.sum() for turns in own])),
-        mismatched_load=float(np.mean([imbalance(turns.sum(axis=1)) for turns in mismatched])),
-    )
-
-
-def settings_for(ranks: int, rows_per_rank: int, *, pads: bool) -> FeedSettings:
-    return FeedSettings(
+) -> SimpleNamespace:
+    """Plans some full steps, evenly spread over an epoch; what was found."""
+    settings = FeedSettings(
         seed=0,
         epochs=1,
         batch_size=ranks * rows_per_rank,
@@ -110,13 +60,40 @@ def settings_for(ranks: int, rows_per_rank: int, *, pads: bool) -> FeedSettings:
         pads=pads,
         world=World(0, ranks, 0),
     )
+    started = time.perf_counter()
+    one_pass = training_pass(table, settings, epoch=0)
+    epoch_seconds = time.perf_counter() - started
+    full = len(table) // (ranks * rows_per_rank)  # the last step may hold a handful of rows
+    chosen = np.linspace(0, full - 1, min(sampled, full)).astype(int)
+    seconds, plans = [], []
+    for step in chosen.tolist():
+        started = time.perf_counter()
+        plans += one_pass.plans(step, step + 1)
+        seconds.append(time.perf_counter() - started)
+    own = [loads_of(plan, one_pass, mismatched=False) for plan in plans]
+    mismatched = [loads_of(plan, one_pass, mismatched=True) for plan in plans]
+    unevenness = [imbalance(turns.sum(axis=1)) for turns in own]
+    return SimpleNamespace(
+        ranks=ranks,
+        rows=len(table),
+        batch_size=ranks * rows_per_rank,
+        steps=one_pass.num_steps,
+        bytes_per_row=table.nbytes / len(table),
+        epoch_seconds=epoch_seconds,  # to lay out the order of an epoch
+        step_seconds=float(np.median(seconds)),  # to plan a step
+        turns=float(np.mean([plan.own.num_turns for plan in plans])),  # micro-batches of a rank
+        load=float(np.mean(unevenness)),  # largest over mean of ranks
+        worst_load=max(unevenness),
+        # Sum over turns of the largest, over the mean of ranks.
+        turn_load=float(np.mean([turns.max(axis=0).sum() * ranks / turns.sum() for turns in own])),
+        mismatched_load=float(np.mean([imbalance(turns.sum(axis=1)) for turns in mismatched])),
+    )
 
 
 def made_up_table(rows: int, *, seed: int = 0) -> RowTable:
     """Pairs with one mismatch each; most rows are short, few are very long."""
     draw = np.random.default_rng(seed)
     prompts, own, chosen = (np.empty(rows, dtype=np.int32) for _ in range(3))
-    places = np.empty(rows, dtype=np.int32)
     mismatched = np.empty((2 * rows, 1), dtype=np.int32)
     for start in range(0, rows, CHUNK):
         part = slice(start, min(start + CHUNK, rows))
@@ -125,11 +102,15 @@ def made_up_table(rows: int, *, seed: int = 0) -> RowTable:
         prompts[part] = lengths(draw, count, median=150, most=2048)
         own[part], chosen[part] = completions.sum(axis=1), completions[:, 0]
         mismatched[2 * part.start : 2 * part.stop, 0] = completions.reshape(-1)[::-1]
-        places[part] = np.arange(start, part.stop) % ROWS_PER_GROUP
+    places = np.arange(rows, dtype=np.int32) % ROWS_PER_GROUP
+    branches = np.arange(0, 2 * rows + 1, 2)
+    return RowTable(group_offsets(rows), places, prompts, own, chosen, branches, mismatched)
+
+
+def group_offsets(rows: int) -> np.ndarray:
     sizes = np.full(-(-rows // ROWS_PER_GROUP), ROWS_PER_GROUP)
     sizes[-1] -= sizes.sum() - rows
-    branch_offsets = np.arange(0, 2 * rows + 1, 2)
-    return RowTable(offsets_of(sizes), places, prompts, own, chosen, branch_offsets, mismatched)
+    return offsets_of(sizes)
 
 
 class Drawn:
@@ -137,8 +118,8 @@ class Drawn:
 
     def __init__(self, size: int, *, key: int, median: int, most: int, scale: int = 1) -> None:
         self.size, self.key, self.median, self.most, self.scale = size, key, median, most, scale
-        self.nbytes = 0
-        self.asked = 0
+        self.shape = (size, 1)  # of branches: each has one partner
+        self.nbytes = self.asked = 0
 
     def __len__(self) -> int:
         return self.size
@@ -163,26 +144,16 @@ class Doubled:
         return 2 * np.asarray(rows, np.int64)
 
 
-class OneLevel(Drawn):
-    """Lengths of branches with one partner each."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.size, 1
-
-
 def table_by_range(rows: int) -> RowTable:
     """Pairs with one mismatch each, of which nothing is held but the sizes of row groups."""
-    sizes = np.full(-(-rows // ROWS_PER_GROUP), ROWS_PER_GROUP)
-    sizes[-1] -= sizes.sum() - rows
     return RowTable(
-        group_offsets=offsets_of(sizes),
+        group_offsets=group_offsets(rows),
         places=Drawn(rows, key=1, median=1, most=1),
         prompt_tokens=Drawn(rows, key=2, median=150, most=2048),
         own_tokens=Drawn(rows, key=3, median=220, most=1024, scale=2),
         chosen_tokens=Drawn(rows, key=4, median=220, most=1024),
         branch_offsets=Doubled(),
-        mismatched_tokens=OneLevel(2 * rows, key=5, median=220, most=1024),
+        mismatched_tokens=Drawn(2 * rows, key=5, median=220, most=1024),
     )
 
 

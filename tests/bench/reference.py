@@ -7,20 +7,16 @@ what counts is the median of the rounds' ratios.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import tempfile
 import time
 from pathlib import Path
 
-from sides import make_case, peak_mib, report, score, tokens_of, told_by
+import sides
 
-TITLES = {
-    "align": "align",
-    "trl": "TRL, 8 pairs (default)",
-    "trl_large": "TRL, 20 pairs",
-}
+# TRL's batches: its own 8 pairs, or as many tokens as align's default: 16,384 / (2 * 405) pairs.
+BATCHES = {"trl": None, "trl_large": 20}
+TITLES = {"align": "align", "trl": "TRL, 8 pairs (default)", "trl_large": "TRL, 20 pairs"}
 COLUMNS = (
     ("tokens/s", "rate", 10, 1),
     ("peak MiB", "peak", 10, 2),
@@ -29,28 +25,21 @@ COLUMNS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=192)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--one", choices=list(MEASURE), help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.one:
-        print(json.dumps(MEASURE[options.one](options.folder)))
-        return
+    options = sides.options_of(__doc__, rows=192, rounds=3)
     with tempfile.TemporaryDirectory() as folder:
-        make_case(Path(folder), options.rows)
+        sides.make_case(Path(folder), options.rows)
         rounds = [run_round(folder) for _ in range(options.rounds)]
-    report(rounds, TITLES, COLUMNS)
+    sides.report(rounds, TITLES, COLUMNS)
     idle = statistics.median(told["libraries"]["peak"] for told in rounds)
     print(f"{'torch, transformers alone':26}{'':20}{idle:10,.0f}")
     print(f"largest difference from TRL in any sequence: {worst_gap(rounds):.1e} nats")
 
 
 def run_round(folder):
-    told = {name: told_by(__file__, "--one", name, "--folder", folder) for name in MEASURE}
-    for side in TITLES:
-        told[side]["above"] = told[side]["peak"] - told["libraries"]["peak"]
+    told = {side: sides.called(measure, folder, side) for side in ("trl", "align", "trl_large")}
+    told["libraries"] = sides.called(measure_libraries)
+    for one in told.values():
+        one["above"] = one["peak"] - told["libraries"]["peak"]
     return told
 
 
@@ -62,34 +51,41 @@ def worst_gap(rounds):
     )
 
 
-def measure_align(folder):
+def measure(folder, side):
+    """What one process tells of one side."""
+    folder = Path(folder)
     with tempfile.TemporaryDirectory() as output:
-        outcome, _ = score(
-            {
-                "model.path": str(folder / "model"),
-                "data.files": [str(folder / "pairs.parquet")],
-                "cache.output": f"{output}/cache",
-                "cache.kl_pairs": 0,
-            }
-        )
-        peak = peak_mib()
-        logps = stored_logps(Path(output) / "cache")
-    return result(folder, outcome.tally.seconds, peak, logps)
+        if side == "align":
+            seconds, peak, logps = score_with_align(folder, output)
+        else:
+            seconds, peak, logps = score_with_trl(folder, output, BATCHES[side])
+    return {"rate": sides.tokens_of(folder)[0] / seconds, "peak": peak, "logps": logps}
 
 
-def stored_logps(cache):
-    """Imports Arrow only now: as for a user, align is the first to do so."""
+def measure_libraries():
+    import torch
+    from transformers import LlamaForCausalLM
+
+    assert torch
+    assert LlamaForCausalLM
+    return {"peak": sides.peak_mib()}
+
+
+def score_with_align(folder, output):
+    cache = Path(output) / "cache"
+    outcome, _ = sides.score(folder, cache, {"cache.kl_pairs": 0})
+    peak = sides.peak_mib()
+    # Arrow is imported only now: as for a user, align is the first to do so.
     import pyarrow.parquet as pq
 
     shards = [pq.read_table(path) for path in sorted(cache.glob("data/*"))]
     rows = sorted(
         (row["source"]["row"], row["ref_logp"]) for shard in shards for row in shard.to_pylist()
     )
-    return [value for _, pair in rows for value in pair]
+    return outcome.tally.seconds, peak, [value for _, pair in rows for value in pair]
 
 
-def measure_trl(folder, batch_size=None):
-    """`batch_size` None is TRL's default, 8 pairs."""
+def score_with_trl(folder, output, batch_size):
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DPOConfig, DPOTrainer
@@ -103,52 +99,16 @@ def measure_trl(folder, batch_size=None):
             seconds.append(time.perf_counter() - started)
             return scored
 
-    with tempfile.TemporaryDirectory() as output:
-        trainer = Timed(
-            model=AutoModelForCausalLM.from_pretrained(folder / "model"),
-            args=DPOConfig(
-                output_dir=output,
-                precompute_ref_log_probs=True,
-                precompute_ref_batch_size=batch_size,
-                max_length=2048,
-                use_cpu=True,
-                bf16=False,
-                report_to="none",
-            ),
-            train_dataset=Dataset.from_parquet(str(folder / "pairs.parquet"), cache_dir=output),
-            processing_class=AutoTokenizer.from_pretrained(folder / "model"),
-        )
-        peak = peak_mib()
-        both = (trainer.train_dataset[f"ref_{name}_logps"] for name in ("chosen", "rejected"))
-        logps = [value for pair in zip(*both, strict=True) for value in pair]
-    return result(folder, seconds[0], peak, logps)
-
-
-def measure_trl_large(folder):
-    """As many tokens in a batch as align's default: 16,384 / (2 * 405) pairs."""
-    return measure_trl(folder, batch_size=20)
-
-
-def measure_libraries(folder):
-    import torch
-    from transformers import LlamaForCausalLM
-
-    assert torch
-    assert LlamaForCausalLM
-    return result(folder, 1.0, peak_mib(), [])
-
-
-MEASURE = {
-    "trl": measure_trl,
-    "align": measure_align,
-    "trl_large": measure_trl_large,
-    "libraries": measure_libraries,
-}
-
-
-def result(folder, seconds, peak, logps):
-    counted, _ = tokens_of(folder)
-    return {"rate": counted / seconds, "peak": peak, "logps": logps}
+    how = {"precompute_ref_log_probs": True, "precompute_ref_batch_size": batch_size}
+    trainer = Timed(
+        model=AutoModelForCausalLM.from_pretrained(folder / "model"),
+        args=DPOConfig(output_dir=output, max_length=2048, report_to="none", **how, **sides.ON_CPU),
+        train_dataset=Dataset.from_parquet(str(folder / "pairs.parquet"), cache_dir=output),
+        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+    )
+    peak = sides.peak_mib()
+    both = (trainer.train_dataset[f"ref_{name}_logps"] for name in ("chosen", "rejected"))
+    return seconds[0], peak, [value for pair in zip(*both, strict=True) for value in pair]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""What comparisons share: a model and its pairs, the processes of both sides, their clocks."""
+"""What the instruments share: worlds, processes, clocks, tables, and the trainers of both sides."""
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import json
 import math
 import os
@@ -9,31 +11,76 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 VOCABULARY = 16_384
 SPECIALS = ["<s>", "</s>", "<pad>"]
 PAIRS_PER_STEP = 32
+ON_CPU = {"use_cpu": True, "bf16": False}  # settings of TRL
+CALL = """
+import json, sys
+sys.path.insert(0, {0!r})
+import {1} as script
+print(json.dumps(script.{2}(*json.loads(sys.argv[1]))))
+"""
 
 
-def told_by(script, *words, **environment):
-    """What a script prints last, as JSON, in a process of its own; one that fails ends it all."""
-    done = ended(script, *words, **environment)
-    if done.returncode:
-        sys.exit(done.stderr)
-    return json.loads(done.stdout.splitlines()[-1])
+def options_of(doc, **defaults):
+    """The options of an instrument by name and default; of a tuple some may be chosen."""
+    parser = argparse.ArgumentParser(description=doc)
+    for name, default in defaults.items():
+        how = {"type": Path if default is None else type(default)}
+        if isinstance(default, tuple):
+            how = {"nargs": "+", "choices": default}
+        elif isinstance(default, list):
+            how = {"nargs": "+"} if default else {"action": "append"}
+        parser.add_argument(f"--{name}", default=default, **how)
+    return parser.parse_args()
 
 
-def ended(script, *words, **environment):
-    """A script's process at its end."""
-    return subprocess.run(
-        [sys.executable, script, *map(str, words)],
+def called(function, *arguments, **environment):
+    """What a function of a script returns in a process of its own; one that fails ends it all."""
+    told, failed = tried(function, *arguments, **environment)
+    return told if not failed else sys.exit(failed)
+
+
+def tried(function, *arguments, **environment):
+    """The same, and what is said by one that fails."""
+    script = Path(inspect.getfile(function)).resolve()
+    code = CALL.format(str(script.parent), script.stem, function.__name__)
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(arguments, default=str)],
         env=os.environ | environment,
         capture_output=True,
         text=True,
         check=False,
     )
+    if done.returncode:
+        return None, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), ""
+
+
+def took(words, folder, *, limit=math.inf, **environment):
+    """Seconds of a Python in a folder that ends well or at the limit, and its peak in MiB."""
+    begun = time.perf_counter()
+    with (folder / "said").open("wb") as said:
+        process = subprocess.Popen(
+            [sys.executable, *map(str, words)],
+            cwd=folder,
+            env=os.environ | environment,
+            stdout=said,
+            stderr=said,
+        )
+        alarm = threading.Timer(min(limit, threading.TIMEOUT_MAX), process.kill)
+        alarm.start()
+        _, status, used = os.wait4(process.pid, 0)
+        alarm.cancel()
+    seconds = min(limit, time.perf_counter() - begun)
+    if status and seconds < limit:
+        sys.exit((folder / "said").read_text())
+    return seconds, used.ru_maxrss / 1024
 
 
 def report(rounds, titles, columns):
@@ -60,12 +107,23 @@ def report(rounds, titles, columns):
 
 def make_case(folder, rows, lengths="even"):
     """A tiny Llama and pairs of random words, their numbers drawn as `LENGTHS` says."""
-    shape = {"hidden_size": 128, "layers": 4, "heads": 4, "kv": 2, "inner": 344}
-    words = make_model(folder / "model", shape, VOCABULARY, max_position_embeddings=2048)
+    words = make_model(folder / "model", shape(128, 4, 4, 2, 344), VOCABULARY)
     save_pairs(folder / "pairs.parquet", words, rows, LENGTHS[lengths])
 
 
-def make_model(folder, shape, vocabulary, **more):
+def shape(width, layers, heads, kv_heads, inner, **more):
+    """The settings of a Llama."""
+    return {
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": inner,
+        **more,
+    }
+
+
+def make_model(folder, llama, vocabulary):
     """A Llama of random weights and a tokenizer of so many words, which are returned."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -77,18 +135,8 @@ def make_model(folder, shape, vocabulary, **more):
     level.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     save_tokenizer(folder, level)
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=shape["hidden_size"],
-        intermediate_size=shape["inner"],
-        num_hidden_layers=shape["layers"],
-        num_attention_heads=shape["heads"],
-        num_key_value_heads=shape["kv"],
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
-        **more,
-    )
+    specials = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    config = LlamaConfig(vocab_size=vocabulary, **specials, **llama)
     LlamaForCausalLM(config).save_pretrained(folder)
     return words
 
@@ -179,17 +227,28 @@ def synchronize():
         torch.cuda.synchronize()
 
 
-def score(flags, *, reference=None, progress=None):
-    """Stage 1 as the command runs it; returns its outcome, and seconds without imports."""
+def as_a_command():
+    """What a command does before it imports anything else."""
     from align.pipeline.terminal import own_process
 
-    own_process([])  # as the command does before anything else
+    own_process([])
+
+
+def score(folder, cache, more=None, *, reference=None, progress=None):
+    """Stage 1 over the pairs of a folder; returns its outcome, and seconds without imports."""
+    as_a_command()
     from align.pipeline.precompute import precompute
     from align.pipeline.settings import load_settings
     from align.pipeline.terminal import begin_work
 
-    quiet = {"cache.reuse_known": False, "tracking.mlflow": False}
-    config = load_settings(flags | quiet, [], file=None).config
+    flags = {
+        "model.path": str(folder / "model"),
+        "data.files": [str(folder / "pairs.parquet")],
+        "cache.output": str(cache),
+        "cache.reuse_known": False,
+        "tracking.mlflow": False,
+    }
+    config = load_settings(flags | (more or {}), [], file=None).config
     if reference is None:
         from align.stages.model.reference import HfReference
 
@@ -202,9 +261,7 @@ def score(flags, *, reference=None, progress=None):
 
 def train_with_align(folder, method, steps, sets, **more):
     """Trains on the cache of a folder, from settings."""
-    from align.pipeline.terminal import own_process
-
-    own_process([])
+    as_a_command()
     from align.pipeline.settings import load_settings
     from align.pipeline.training_job import open_training
 

@@ -6,13 +6,12 @@ MLflow included, and `align --help` is what a person waits for before any comman
 
 `--model FOLDER` counts, with strace, what the ranks of a start and a sweep of three trials read of
 the weights of that model and of the shards of a cache: bytes that `read` and its kin return.
-Weights
-are mapped when they are loaded, so those counted are read to be digested.
+Weights are mapped when they are loaded, so those counted are read to be digested.
 """
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import os
 import re
 import statistics
@@ -21,145 +20,122 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
-ROUNDS = 5
+import sides
+
 READ = re.compile(r"\b(?:read|readv|pread64|preadv)\(\d+<([^>]*)>.*\) = (\d+)")
 UNFINISHED = re.compile(r"(\d+) .*\b(?:read|readv|pread64|preadv)\(\d+<([^>]*)>.*<unfinished")
 RESUMED = re.compile(r"(\d+) .*<\.\.\. (?:read|readv|pread64|preadv) resumed>.*\) = (\d+)")
-KTO = ("--method", "kto", "--set", "train.log_every=1")
+STRACE = ("strace", "-f", "-y", "-e", "trace=read,readv,pread64,preadv", "-o", "strace")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+KTO = ("train", "--cache", "cache", "--method", "kto", "--set", "train.log_every=1")
+KTO += ("--max-steps", 1)
+DATA = ("precompute-ref", "world/data/paired.parquet", "--output", "cache")
+DATA += ("--rows-per-shard", 500, "--no-mlflow")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--before", type=Path)
-    parser.add_argument("--model", type=Path)
-    parser.add_argument("--rows", type=int, default=24, help="of the cache that --model scores")
-    options = parser.parse_args()
-    versions = {"before": options.before} if options.before else {}
-    versions["now"] = None
+    # Rows are those of the cache that `--model` scores.
+    options = sides.options_of(__doc__, rounds=5, before=None, model=None, rows=24)
+    trees = {"before": options.before} if options.before else {}
     with tempfile.TemporaryDirectory() as name:
-        place = Place(Path(name))
-        if options.model:
-            place.make_cache(options.model, options.rows)
-            for version, tree in versions.items():
-                place.count(version, tree, options.model)
-            return
-        place.make_cache(None, 0)
-        seconds = {version: [] for version in versions}
-        for _ in range(options.rounds + 1):
-            for version, tree in versions.items():
-                seconds[version].append(place.times(version, tree))
-        report(seconds)
-
-
-def report(seconds) -> None:
-    """The first round of each version is left out: it digests what the others remember."""
-    kept = {version: rounds[1:] for version, rounds in seconds.items()}
-    for what in ("help", "first step", "first step without MLflow"):
-        for version, rounds in kept.items():
-            found = [one[what] for one in rounds]
-            print(f"{what}, {version}: {statistics.median(found):.2f} s", end="")
-            print(f" ({min(found):.2f} to {max(found):.2f})")
-        if len(kept) == 2:
-            both = zip(kept["now"], kept["before"], strict=True)
-            ratio = statistics.median(now[what] / before[what] for now, before in both)
-            print(f"{what}: median of the rounds' ratios {ratio:.2f}")
-
-
-class Place:
-    """A folder with a cache, in which commands of several versions run."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._runs = 0
-
-    def make_cache(self, model: Path | None, rows: int) -> None:
-        self._run("now", None, "tiny-world", "world", *(("--rows", str(rows)) if rows else ()))
-        data, model = "world/data/paired.parquet", (model or self.folder / "world/model").absolute()
-        words = ("--model", model, "--output", "cache", "--rows-per-shard", 500, "--no-mlflow")
-        self._run("now", None, "precompute-ref", data, *words)
+        folder, model = Path(name), (options.model or Path(name, "world", "model")).absolute()
+        versions = [Version(*one, folder, model) for one in [*trees.items(), ("now", None)]]
+        rows = ("--rows", options.rows) if options.model else ()
+        versions[-1].run("tiny-world", "world", *rows)
+        versions[-1].run(*DATA, "--model", model)
         time.sleep(3)  # a file that is younger is digested each time
+        if options.model:
+            for version in versions:
+                count(version)
+            return
+        # The first round of each version is left out: it digests what the others remember.
+        rounds = [{one.name: times(one) for one in versions} for _ in range(options.rounds + 1)]
+        report(rounds[1:])
 
-    def times(self, version: str, tree: Path | None) -> dict[str, float]:
-        begun = time.perf_counter()
-        self._run(version, tree, "--help")
-        shown = time.perf_counter() - begun
-        kept = {"help": shown, "first step": self._first_step(version, tree)}
-        return kept | {"first step without MLflow": self._first_step(version, tree, "--no-mlflow")}
 
-    def _first_step(self, version: str, tree: Path | None, *more: str) -> float:
-        begun = time.perf_counter()
-        words = (
-            "train",
-            "--cache",
-            "cache",
-            *KTO,
-            "--max-steps",
-            1,
-            "--output",
-            self._new(),
-            *more,
-        )
-        process = self._start(version, tree, *words)
-        ends = [
-            time.perf_counter() - begun for line in process.stderr if line.startswith("step 1: ")
-        ]
-        assert process.wait() == 0, version
-        return ends[0]
+@dataclass(frozen=True)
+class Version:
+    """A package, whose commands run in a folder that other versions share."""
 
-    def count(self, version: str, tree: Path | None, model: Path) -> None:
-        """Stage 1 again, two starts and a sweep, and a start of two ranks; all share a home."""
-        again = ("precompute-ref", "world/data/paired.parquet", "--model", model.absolute())
-        lora = ("--set", "lora.enabled=true", "--set", "train.batch_size=1")
-        train = ("train", "--cache", "cache", *KTO, "--max-steps", 1, *lora, "--no-mlflow")
-        trials = ("sweep", "--cache", "cache", "--method", "dpo", "--lr", "1e-5,2e-5,3e-5")
-        limits = ("--set", "train.max_steps=1", "--set", "tracking.mlflow=false", *lora)
-        for what, words, ranks in (
-            ("stage 1 again", (*again, "--rows-per-shard", 500, "--no-mlflow"), 1),
-            ("a first start", train, 1),
-            ("a second start", train, 1),
-            ("a start of two ranks", train, 2),
-            ("a sweep of three trials", (*trials, *limits), 1),
-        ):
-            output = "cache" if what == "stage 1 again" else self._new()
-            found = self._traced(version, tree, ranks, *words, "--output", output)
-            weights = sum(n for path, n in found.items() if path.startswith(f"{model.absolute()}/"))
-            shards = sum(n for path, n in found.items() if "/cache/data/" in path)
-            print(f"{version}, {what}: weights {weights:,}, shards {shards:,} bytes", flush=True)
+    name: str
+    tree: Path | None  # None: the one that is installed
+    folder: Path
+    model: Path
+    numbers = itertools.count()  # of outputs
 
-    def _traced(self, version, tree, ranks, *words) -> Counter[str]:
-        log = self.folder / "strace"
-        trace = ("strace", "-f", "-y", "-e", "trace=read,readv,pread64,preadv", "-o", log)
-        python = (sys.executable, "-m", "align")
-        if ranks > 1:
-            launch = ("torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
-            python = (sys.executable, "-m", *launch, "-m", "align")
-        self._run(version, tree, *words, program=(*trace, *python))
-        return reads_in(log)
-
-    def _new(self) -> str:
-        self._runs += 1
-        return f"run-{self._runs}"
-
-    def _run(self, version, tree, *words, program=(sys.executable, "-m", "align")) -> None:
-        process = self._start(version, tree, *words, program=program)
+    def run(self, *words, launcher=(sys.executable,)):
+        """A command that ends well."""
+        process = self.start(*words, launcher=launcher)
         said = process.stderr.read()
         if process.wait():
             sys.exit(said)
 
-    def _start(self, version, tree, *words, program=(sys.executable, "-m", "align")):
-        home = {"ALIGN_HOME": str(self.folder / f"home-{version}")}
-        path = {"PYTHONPATH": str(tree.absolute())} if tree else {}
+    def start(self, *words, launcher=(sys.executable,)):
+        home = {"ALIGN_HOME": str(self.folder / f"home-{self.name}")}
+        path = {"PYTHONPATH": str(self.tree.absolute())} if self.tree else {}
         return subprocess.Popen(
-            [*map(str, program), *map(str, words)],
+            [*launcher, "-m", "align", *map(str, words)],
             cwd=self.folder,
             env=os.environ | home | path,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
         )
+
+    def output(self):
+        return "--output", f"run-{next(self.numbers)}"
+
+
+def times(version) -> dict[str, float]:
+    begun = time.perf_counter()
+    version.run("--help")
+    shown = time.perf_counter() - begun
+    first_steps = {"first step": (), "first step without MLflow": ("--no-mlflow",)}
+    return {"help": shown} | {
+        what: first_step(version, *more) for what, more in first_steps.items()
+    }
+
+
+def first_step(version, *more) -> float:
+    begun = time.perf_counter()
+    process = version.start(*KTO, *version.output(), *more)
+    ends = [time.perf_counter() - begun for line in process.stderr if line.startswith("step 1: ")]
+    assert process.wait() == 0, version.name
+    return ends[0]
+
+
+def report(rounds) -> None:
+    for what in rounds[0]["now"]:
+        for version in rounds[0]:
+            found = [one[version][what] for one in rounds]
+            print(f"{what}, {version}: {statistics.median(found):.2f} s", end="")
+            print(f" ({min(found):.2f} to {max(found):.2f})")
+        if "before" in rounds[0]:
+            ratio = statistics.median(one["now"][what] / one["before"][what] for one in rounds)
+            print(f"{what}: median of the rounds' ratios {ratio:.2f}")
+
+
+def count(version) -> None:
+    """Stage 1 again, two starts and a sweep, and a start of two ranks; all share a home."""
+    lora = ("--set", "lora.enabled=true", "--set", "train.batch_size=1")
+    train = (*KTO, *lora, "--no-mlflow")
+    trials = ("sweep", "--cache", "cache", "--method", "dpo", "--lr", "1e-5,2e-5,3e-5", *lora)
+    limits = ("--set", "train.max_steps=1", "--set", "tracking.mlflow=false")
+    for what, words, launcher in (
+        ("stage 1 again", (*DATA, "--model", version.model), ()),
+        ("a first start", (*train, *version.output()), ()),
+        ("a second start", (*train, *version.output()), ()),
+        ("a start of two ranks", (*train, *version.output()), TORCHRUN),
+        ("a sweep of three trials", (*trials, *limits, *version.output()), ()),
+    ):
+        version.run(*words, launcher=(*STRACE, sys.executable, *launcher))
+        found = reads_in(version.folder / "strace")
+        weights = sum(n for path, n in found.items() if path.startswith(f"{version.model}/"))
+        shards = sum(n for path, n in found.items() if "/cache/data/" in path)
+        print(f"{version.name}, {what}: weights {weights:,}, shards {shards:,} bytes", flush=True)
 
 
 def reads_in(log: Path) -> Counter[str]:

@@ -10,41 +10,22 @@ process's.
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 from pathlib import Path
 
-from sides import (
-    LENGTHS,
-    PAIRS_PER_STEP,
-    Steps,
-    make_case,
-    peak_mib,
-    report,
-    tokens_of,
-    told_by,
-    train_with_align,
-    train_with_trl,
-)
+import sides
 
 METHODS = ("dpo", "kto", "orpo")
 # Settings of TRL beside its defaults; KTO counts completions, the others pairs.
+PRECOMPUTED, KEPT = {"precompute_ref_log_probs": True}, {"gradient_checkpointing": False}
 SIDES = {
     "trl": ("TRL", {}),
-    "trl_kept": ("TRL, keeping activations", {"gradient_checkpointing": False}),
-    "trl_precomputed": ("TRL, precomputed", {"precompute_ref_log_probs": True}),
-    "trl_both": (
-        "TRL, both",
-        {"precompute_ref_log_probs": True, "gradient_checkpointing": False},
-    ),
+    "trl_kept": ("TRL, keeping activations", KEPT),
+    "trl_precomputed": ("TRL, precomputed", PRECOMPUTED),
+    "trl_both": ("TRL, both", PRECOMPUTED | KEPT),
     "trl_small": ("TRL, 4 pairs", {"per_device_train_batch_size": 4}),
 }
-SIDES_OF = {
-    "dpo": tuple(SIDES),
-    "kto": tuple(SIDES),
-    "orpo": ("trl", "trl_kept", "trl_small"),
-}
+NOT_OF = {"orpo": ("trl_precomputed", "trl_both")}
 TITLES = {"align": "align", **{side: title for side, (title, _) in SIDES.items()}}
 COLUMNS = (
     ("tokens/s", "rate", 10, 1),
@@ -55,49 +36,49 @@ COLUMNS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
-    parser.add_argument("--lengths", choices=LENGTHS, default="spread")
-    parser.add_argument("--set", action="append", default=[], help="a setting of align train")
-    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.one:
-        print(json.dumps(measure(options.folder, *options.one, options.set)))
-        return
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        make_case(folder, options.steps * PAIRS_PER_STEP, options.lengths)
-        in_own_process("cache", "", folder, [])
+    options = sides.options_of(
+        __doc__,
+        steps=3,
+        rounds=1,
+        methods=METHODS,
+        sides=tuple(SIDES),
+        lengths="spread",
+        set=[],  # settings of align train
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        home = {"ALIGN_HOME": f"{folder}/home"}
+        sides.make_case(Path(folder), options.steps * sides.PAIRS_PER_STEP, options.lengths)
+        sides.called(make_cache, folder, **home)
         for method in options.methods:
-            sides = ("align", *(side for side in SIDES_OF[method] if side in options.sides))
+            each = [one for one in TITLES if one in ("align", *options.sides)]
+            each = [one for one in each if one not in NOT_OF.get(method, ())]
             rounds = [
-                {side: in_own_process(side, method, folder, options.set) for side in sides}
+                {
+                    one: sides.called(measure, folder, one, method, options.set, **home)
+                    for one in each
+                }
                 for _ in range(options.rounds)
             ]
             print(method, end=": ")
-            report(rounds, TITLES, COLUMNS)
+            sides.report(rounds, TITLES, COLUMNS)
 
 
-def in_own_process(side, method, folder, sets):
-    words = ("--one", side, method, "--folder", folder, *(f"--set={one}" for one in sets))
-    return told_by(__file__, *words, ALIGN_HOME=str(folder / "home"))
+def make_cache(folder):
+    from align.cli import app
+
+    words = (f"{folder}/pairs.parquet", "--model", f"{folder}/model", "--output", f"{folder}/cache")
+    app(["precompute-ref", *words, "--no-mlflow"], standalone_mode=False)
 
 
 def measure(folder, side, method, sets):
     """What one process tells of one side."""
-    if side == "cache":
-        return make_cache(folder)
-    steps = Steps()
+    steps, folder = sides.Steps(), Path(folder)
     if side == "align":
-        train_with_align(folder, method, steps, sets)
+        sides.train_with_align(folder, method, steps, sets)
     else:
-        train_with_trl(folder, method, steps, {"use_cpu": True, "bf16": False} | SIDES[side][1])
-    peak = peak_mib()
-    counted, _ = tokens_of(folder)
+        sides.train_with_trl(folder, method, steps, sides.ON_CPU | SIDES[side][1])
+    peak = sides.peak_mib()
+    counted, _ = sides.tokens_of(folder)
     (first, first_cpu), (last, last_cpu) = steps.ends[0], steps.ends[-1]
     after_the_first = counted * (len(steps.ends) - 1) / len(steps.ends)
     return {
@@ -106,14 +87,6 @@ def measure(folder, side, method, sets):
         "peak": peak,
         "start": steps.started - steps.began,
     }
-
-
-def make_cache(folder):
-    from align.cli import app
-
-    flags = ["--model", folder / "model", "--output", folder / "cache", "--no-mlflow"]
-    app(["precompute-ref", *map(str, [folder / "pairs.parquet", *flags])], standalone_mode=False)
-    return {}
 
 
 if __name__ == "__main__":

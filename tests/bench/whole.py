@@ -9,43 +9,25 @@ ratios; memory is that of the largest process.
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 
-from sides import (
-    PAIRS_PER_STEP,
-    SPECIALS,
-    VOCABULARY,
-    Steps,
-    make_case,
-    save_tokenizer,
-    train_with_trl,
-)
+import sides
 
 METHODS = ("dpo", "kto", "orpo")
+TRL = """
+import sides
+from pathlib import Path
+sides.train_with_trl(Path(), {!r}, sides.Steps(), sides.ON_CPU)
+"""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=Path)
-    parser.add_argument("--rows", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
-    parser.add_argument("--one", choices=METHODS, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.one:
-        train_with_trl(options.folder, options.one, Steps(), {"use_cpu": True, "bf16": False})
-        return
+    options = sides.options_of(__doc__, pairs=None, rows=256, rounds=1, methods=METHODS)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_case(folder, options.rows, "spread")
+        sides.make_case(folder, options.rows, "spread")
         if options.pairs:
             take_pairs(options.pairs, options.rows, folder)
         for method in options.methods:
@@ -63,48 +45,32 @@ def take_pairs(path, rows, folder):
     pieces.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     pieces.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=SPECIALS,
+        vocab_size=sides.VOCABULARY,
+        special_tokens=sides.SPECIALS,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     pieces.train_from_iterator((text for row in pairs.rows() for text in row), trainer)
-    save_tokenizer(folder / "model", pieces)
+    sides.save_tokenizer(folder / "model", pieces)
 
 
 def both(folder, method, number):
+    """Seconds and MiB of either side."""
     home = {"ALIGN_HOME": str(folder / f"home-{method}-{number}")}  # nothing is known
-    cache, run = folder / f"cache-{method}-{number}", folder / f"run-{method}-{number}"
-    score = ("precompute-ref", folder / "pairs.parquet", "--model", folder / "model")
-    train = ("train", "--method", method, "--cache", cache, "--output", run)
+    cache, run = f"cache-{method}-{number}", f"run-{method}-{number}"
+    score = ("precompute-ref", "pairs.parquet", "--model", "model", "--max-length", 1024)
+    batch = ("--set", f"train.batch_size={sides.PAIRS_PER_STEP}")
     stages = (
-        (*score, "--max-length", 1024, "--output", cache),
-        (*train, "--set", f"train.batch_size={PAIRS_PER_STEP}"),
+        (*score, "--output", cache),
+        ("train", "--method", method, "--cache", cache, "--output", run, *batch),
     )
-    ours = [measured(folder, ["-m", "align", *stage, "--no-mlflow"], home) for stage in stages]
-    theirs = measured(folder, [__file__, "--one", method, "--folder", folder], {})
+    ours = [sides.took(("-m", "align", *one, "--no-mlflow"), folder, **home) for one in stages]
+    theirs = sides.took(("-c", TRL.format(method)), folder, PYTHONPATH=str(Path(__file__).parent))
     return (sum(seconds for seconds, _ in ours), max(mib for _, mib in ours)), theirs
 
 
-def measured(folder, command, environment):
-    """Seconds of a process, and its peak memory in MiB."""
-    begun = time.perf_counter()
-    with (folder / "said").open("wb") as said:
-        process = subprocess.Popen(
-            [sys.executable, *map(str, command)],
-            env=os.environ | environment,
-            stdout=said,
-            stderr=said,
-        )
-        _, status, used = os.wait4(process.pid, 0)
-    if status:
-        sys.exit((folder / "said").read_text())
-    return time.perf_counter() - begun, used.ru_maxrss / 1024
-
-
 def report(method, rounds):
-    sides = zip(("align", "TRL"), zip(*rounds, strict=True), strict=True)
-    for side, found in sides:
+    for side, found in zip(("align", "TRL"), zip(*rounds, strict=True), strict=True):
         seconds, mib = (statistics.median(values) for values in zip(*found, strict=True))
         print(f"{method:5} {side:6}{seconds:8.1f} s{mib:10,.0f} MiB")
     faster, memory = (

@@ -1,6 +1,7 @@
 """What was scored once is never scored again, and only what is the same is reused."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,15 +59,28 @@ def test_settings_of_training_and_the_output_folder_cost_nothing(to, tmp_path):
     assert contents(first.cache.output) == contents(tmp_path / "far" / "b")
 
 
-def test_a_named_cache_is_reused_even_when_the_others_are_not(to, tmp_path):
-    run(to())
-    other = to(output=str(tmp_path / "b"), reuse=[to().cache.output])
-    assert run(other).tally.scored == 0
+def test_of_a_named_cache_what_is_the_same_is_reused_and_nothing_else(to, tmp_path):
+    first = run(to())
+    alone = first.tally.reused  # a branch may be copied from its like in the same shard
+
+    def beside(name, reference=None, **cache):
+        output = str(tmp_path / name)
+        return run(to(output=output, reuse=[to().cache.output], **cache), reference).tally
+
+    assert beside("same").scored == 0
+    assert beside("other", StubReference("other")).reused == alone
+    assert beside("seed", seed=5).reused >= first.manifest.branches // 2  # all but the mismatched
+    run(to(output=str(tmp_path / "sums"), token_logps=False))
+    wanted = to(output=str(tmp_path / "tokens"), reuse=[str(tmp_path / "sums")])
+    assert run(wanted).tally.reused == alone  # sums alone, where tokens are wanted
     with pytest.raises(UsageError, match="no finished cache to reuse"):
         run(to(output=str(tmp_path / "c"), reuse=[str(tmp_path / "none")]))
 
 
-def test_a_grown_data_set_scores_only_what_is_new(config, data_rows, tmp_path):
+def test_a_grown_data_set_scores_only_what_is_new_and_a_shrunk_one_is_refused(
+    config, data_rows, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(cache_compatibility, "ROWS_AT_ONCE", 7)
     path = tmp_path / "data.jsonl"
     write(path, data_rows[:100])
     grown = with_data(config, path)
@@ -81,52 +95,26 @@ def test_a_grown_data_set_scores_only_what_is_new(config, data_rows, tmp_path):
     run(fresh)
     assert values(grown.cache.output) == values(tmp_path / "fresh")
     assert first.manifest.root != second.manifest.root
+    write(path, data_rows[:100])
+    with pytest.raises(FingerprintError, match="20 of its 120 rows are not in the data"):
+        run(grown)
 
 
-def test_more_kl_pairs_score_only_the_new_branches(to):
-    first = run(to(kl_pairs=1))
-    second = run(to(kl_pairs=3))
-    assert second.tally.reused >= first.manifest.branches
-    assert second.manifest.branches == 2 * first.manifest.branches
-    assert second.tally.scored <= second.manifest.branches - first.manifest.branches
-
-
-def test_the_manifest_of_before_is_not_read_for_every_unit_that_is_added(to, monkeypatch):
-    run(to(kl_pairs=1))
+def test_more_kl_pairs_score_only_the_new_branches_and_fewer_are_refused(to, monkeypatch):
     reads = []
     monkeypatch.setattr(
         precompute_plan, "load_manifest", lambda f: reads.append(f) or load_manifest(f)
     )
-    assert run(to(kl_pairs=2)).tally.units > 4
-    assert len(reads) == 1  # for what may not get lost
-
-
-def test_fewer_kl_pairs_in_the_same_folder_are_refused(to):
-    run(to(kl_pairs=2))
-    with pytest.raises(FingerprintError, match="cache.kl_pairs: the cache has 2, now 1"):
+    first = run(to(kl_pairs=1))
+    reads.clear()
+    second = run(to(kl_pairs=3))
+    assert second.tally.units > 4
+    assert len(reads) == 1  # for what may not get lost, and not for every unit that is added
+    assert second.tally.reused >= first.manifest.branches
+    assert second.manifest.branches == 2 * first.manifest.branches
+    assert second.tally.scored <= second.manifest.branches - first.manifest.branches
+    with pytest.raises(FingerprintError, match="cache.kl_pairs: the cache has 3, now 1"):
         run(to(kl_pairs=1))
-
-
-def test_a_shrunk_data_set_is_another_cache(config, data_rows, tmp_path, monkeypatch):
-    monkeypatch.setattr(cache_compatibility, "ROWS_AT_ONCE", 7)
-    path = tmp_path / "data.jsonl"
-    write(path, data_rows)
-    run(with_data(config, path))
-    write(path, data_rows[:100])
-    with pytest.raises(FingerprintError, match="20 of its 120 rows are not in the data"):
-        run(with_data(config, path))
-
-
-def test_order_and_files_of_the_input_do_not_matter_to_the_scores(config, data_rows, tmp_path):
-    run(config)
-    halves = (
-        write(tmp_path / "b.jsonl", data_rows[60:]),
-        write(tmp_path / "a.jsonl", data_rows[:60]),
-    )
-    cache = replace(config.cache, output=str(tmp_path / "mixed"), reuse=[config.cache.output])
-    mixed = run(replace(with_data(config, *halves), cache=cache))
-    assert mixed.tally.scored == 0
-    assert values(tmp_path / "mixed") == values(config.cache.output)
 
 
 def test_the_order_in_which_files_are_named_makes_no_other_cache(config, data_rows, tmp_path):
@@ -173,24 +161,6 @@ def key_of(row):
     return prompt_keys_of([record]).prompt.tobytes()
 
 
-def test_another_seed_reuses_all_but_the_mismatched(to, tmp_path):
-    first = run(to())
-    second = run(to(seed=5, output=str(tmp_path / "b"), reuse=[to().cache.output]))
-    assert second.tally.reused >= first.manifest.branches // 2
-
-
-def test_sums_alone_are_not_reused_where_tokens_are_wanted(to, tmp_path):
-    alone = run(to(token_logps=False))  # a branch may be copied from its like in the same shard
-    wanted = to(token_logps=True, output=str(tmp_path / "b"), reuse=[to().cache.output])
-    assert run(wanted).tally.reused == alone.tally.reused
-
-
-def test_another_reference_reuses_nothing(to, tmp_path):
-    alone = run(to())
-    other = to(output=str(tmp_path / "b"), reuse=[to().cache.output])
-    assert run(other, StubReference("other")).tally.reused == alone.tally.reused
-
-
 CHANGES = {
     "data.shape": {"data": {"carry": ["weight2"]}},
     "tokens.max_length": {"tokens": {"max_length": 200}},
@@ -226,6 +196,8 @@ def test_a_changed_setting_is_noticed_and_named(config, data_rows, tmp_path):
 
 def test_no_field_of_the_fingerprint_is_passed_over(config):
     stored = run(config).manifest.fingerprint
+    with pytest.raises(FingerprintError, match="model: the cache has stub, now other"):
+        run(config, StubReference("other"))
     for name in stored.keys() - GROWS_ALONG:
         with pytest.raises(FingerprintError, match=f"{name}: the cache has .*, now other"):
             require_same_or_growing(stored, stored | {name: "other"}, where="here")
@@ -249,45 +221,37 @@ def test_a_changed_tokenizer_or_template_is_noticed_and_named(config, tmp_path):
         run(replace(config, model=ModelOptions(path=str(folder))))
 
 
-def test_a_changed_reference_is_noticed_and_named(config):
-    run(config)
-    with pytest.raises(FingerprintError, match="model: the cache has stub, now other"):
-        run(config, StubReference("other"))
-
-
 def test_an_unfinished_cache_of_something_else_is_refused_too(config, to):
-    stopped = child(config, "commit.done=kill@2")
-    stopped.join(PATIENCE)
+    child(config, "commit.done=kill@2").join(PATIENCE)
     with pytest.raises(FingerprintError, match="unfinished run .*(.|\n)*cache.seed"):
         run(to(seed=1))
     assert run(config).manifest.rows == 120
 
 
-EVERY = ("ring.json", "ring-*", "arranged/*.json", "arranged/*.arrows")  # of the files of a ring
-
-
-@pytest.mark.parametrize("gone", [*((kind,) for kind in EVERY), EVERY])
-def test_rows_that_are_missing_are_prepared_again_and_no_score_is_lost(config, tmp_path, gone):
-    clean = replace(config, cache=replace(config.cache, output=str(tmp_path / "clean")))
-    whole = run(clean)
+def test_rows_that_are_missing_are_prepared_again_and_no_score_is_lost(
+    config, clean, tmp_path, monkeypatch
+):
+    output, killed = Path(config.cache.output), tmp_path / "killed"
     child(config, "commit.done=kill@4").join(PATIENCE)
-    (work,) = CacheFolder(Path(config.cache.output)).works()
-    for kind in gone:
-        (path,) = work.spool.glob(kind)
-        path.unlink()
-    again = run(config)
-    assert again.tally.units == len(whole.manifest.shards) - 4
-    assert again.tally.reused <= whole.tally.reused  # branches that one unit has twice
-    assert contents(config.cache.output) == contents(tmp_path / "clean")
-
-
-def test_rows_that_are_not_those_of_the_plan_are_refused(config, monkeypatch):
-    child(config, "commit.done=kill@4").join(PATIENCE)
-    (work,) = CacheFolder(Path(config.cache.output)).works()
-    (work.spool / "ring.json").unlink()
+    output.rename(killed)
+    shards = [name for name in clean if name.startswith("data/")]
+    every = ("ring.json", "ring-*", "arranged/*.json", "arranged/*.arrows")  # files of a ring
+    for gone in (*((kind,) for kind in every), every):
+        lose(shutil.copytree(killed, output), gone)
+        assert run(config).tally.units == len(shards) - 4
+        assert contents(output) == clean, gone
+        shutil.rmtree(output)
+    lose(shutil.copytree(killed, output), ["ring.json"])
     monkeypatch.setattr(precompute_plan, "unit_offsets", lambda *_, **__: (0, 1))
     with pytest.raises(CorruptionError, match=r"differ from its plan\. Delete it"):
         run(config)
+
+
+def lose(cache, kinds):
+    (work,) = CacheFolder(cache).works()
+    for kind in kinds:
+        (path,) = work.spool.glob(kind)
+        path.unlink()
 
 
 def test_a_prompt_that_fills_many_shards_is_compared_shard_by_shard(config, data_rows, tmp_path):

@@ -3,13 +3,21 @@ import gc
 import pytest
 
 
-@pytest.fixture
-def one_rank():
-    """This process, as a world of one rank."""
+@pytest.fixture(scope="session")
+def deepspeed():
+    """It collects garbage several times as it opens an engine, and is none itself."""
     # It imports torch, which most of these tests do without.
+    from align.stages.engine.deepspeed_compat import deepspeed  # noqa: PLC0415
+
+    gc.collect()
+    gc.freeze()
+    return deepspeed
+
+
+@pytest.fixture
+def one_rank(deepspeed):
+    """This process, as a world of one rank."""
     from align.stages.engine.distributed import joined_world  # noqa: PLC0415
 
-    gc.freeze()  # DeepSpeed collects garbage several times as it opens an engine
     with joined_world() as world:
         yield world
-    gc.unfreeze()

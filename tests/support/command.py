@@ -29,16 +29,16 @@ def align(*arguments):
     """Gives a command in this process."""
     out, err = io.StringIO(), io.StringIO()
     handlers = {number: signal.getsignal(number) for number in STOPS}
-    argv = ["align", *map(str, arguments)]
+    argv = mock.patch.object(sys, "argv", ["align", *map(str, arguments)])
+    # What is garbage of tests is not kept, as what a program begins with is.
     try:
-        with mock.patch.object(sys, "argv", argv), redirect_stdout(out), redirect_stderr(err):
+        with argv, mock.patch.object(gc, "freeze"), redirect_stdout(out), redirect_stderr(err):
             cli.main()
     except SystemExit as end:
         return Answer(end.code or 0, out.getvalue(), err.getvalue())
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        gc.unfreeze()
         gc.enable()
     raise AssertionError("a command always ends in an exit code")
 

@@ -56,26 +56,25 @@ class _Trace:
 
     def see(self, frame, event, _):
         """An event of the profiler: a function is called, or a generator goes on."""
-        path = frame.f_code.co_filename
-        if event != "call" or not path.startswith(self.root):
+        name = frame.f_code.co_filename.removeprefix(self.root)
+        is_known = name in (self.stretch if self.is_on and not self.is_over else self.whole)
+        if event != "call" or (is_known and name != self.way[self.way_done]):
             return
-        name = path.removeprefix(self.root)
-        is_on_stretch = self.is_on and not self.is_over
-        is_news = name not in self.whole or (is_on_stretch and name not in self.stretch)
-        if is_news and self._counts(frame, name):
-            self.whole.setdefault(name)
-            self.is_over = self.is_over or (self.is_on and _holds_something(self.ends))
-            if self.is_on and not self.is_over:
-                self.stretch.setdefault(name)
-        if name == self.way[self.way_done] and name in self.stretch and not self.is_over:
-            self.way_done += 1
+        if not _counts(frame, name):
+            return
+        self.whole.setdefault(name)
+        self.is_over = self.is_over or (self.is_on and _holds_something(self.ends))
+        if self.is_on and not self.is_over:
+            self.stretch.setdefault(name)
+            self.way_done += name == self.way[self.way_done]
 
-    def _counts(self, frame, name):
-        """Whether it is a function of the package, and no import is what runs it."""
-        room = name.split("/")[0]
-        if not frame.f_code.co_flags & CO_OPTIMIZED or room == "tests" or room.startswith("."):
-            return False
-        return not any(caller.f_code.co_filename == IMPORTING for caller in _callers(frame))
+
+def _counts(frame, name):
+    """Whether it is a function of the package, and no import is what runs it."""
+    is_ours = not name.startswith(("/", "<", "tests/", "."))
+    if not is_ours or not frame.f_code.co_flags & CO_OPTIMIZED:
+        return False
+    return not any(caller.f_code.co_filename == IMPORTING for caller in _callers(frame))
 
 
 def _callers(frame):

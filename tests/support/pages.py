@@ -3,6 +3,7 @@
 import re
 import shlex
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 from markdown_it import MarkdownIt
@@ -28,14 +29,6 @@ class Block:
         return [line for line in joined.splitlines() if line.strip()]
 
 
-@dataclass(frozen=True)
-class Code:
-    """Code in running text, and the column of the table it stands in, if any."""
-
-    text: str
-    column: int | None
-
-
 def page(name):
     """A page by its path in the repository."""
     return ROOT / name
@@ -55,17 +48,8 @@ def blocks(path, language=None):
 
 def codes(path):
     """Code in running text."""
-    column = None
     for token in _tokens(path):
-        if token.type == "tr_open":
-            column = -1
-        elif token.type in {"td_open", "th_open"}:
-            column += 1
-        elif token.type == "tr_close":
-            column = None
-        for child in token.children or []:
-            if child.type == "code_inline":
-                yield Code(child.content, column)
+        yield from (one.content for one in token.children or [] if one.type == "code_inline")
 
 
 def links(path):
@@ -106,5 +90,6 @@ def _command(line):
     return words[words.index("align") + 1 :]
 
 
+@cache
 def _tokens(path):
     return _MARKDOWN.parse(path.read_text(encoding="utf-8"))

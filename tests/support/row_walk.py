@@ -10,7 +10,6 @@ import ast
 import json
 import re
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 from support.rooms import ROOT
@@ -19,41 +18,52 @@ from support.trainings import Server
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 OWN_WAY, ALL_FILES, THE_ROOMS = "A row's way", "Every file that a row enters", "The rooms"
 BLOCK = re.compile(r"^```text\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
-# Whatever else was cached in this home: what is reused takes another way.
-ALONE = ("--set", "cache.reuse_known=false")
 
 
-@dataclass(frozen=True)
-class Walk:
-    """The files of one stage, in the order in which they are first entered."""
+def main():
+    """Makes a world, traces, writes."""
+    ways = [
+        [name for line in block.splitlines() if (ROOT / (name := line.split()[0])).exists()]
+        for block in BLOCK.findall(section(OWN_WAY))
+    ]
+    with tempfile.TemporaryDirectory(prefix="align-walk-") as name:
+        folder = Path(name)
+        server = Server(folder)
+        assert server.run("tiny-world", folder / "world", "--rows", 40).code == 0
+        stages = [walk(server, folder, *one) for one in zip(stages_in(folder), ways, strict=True)]
+        server.close()
+    for title, way, found in zip(("precompute-ref", "train"), ways, stages, strict=True):
+        print(f"{title}: {len(found['row'])} files, and {len(found['command'])} of the whole.")
+        print(f"Not entered in this order: {', '.join(way[len(found['way']) :])}")
+    rewrite(OWN_WAY, map(described, ways))
+    rewrite(ALL_FILES, [block(found["row"]) for found in stages])
+    folders = re.findall(r"^### `(\S+)/`", section(THE_ROOMS), flags=re.MULTILINE)
+    rewrite(THE_ROOMS, map(room, folders))
 
-    way: list[str]  # of the row's own way, those that are entered in its order
-    row: list[str]  # from the first look at the row to what the stage leaves of it
-    command: list[str]  # from the command's first word to its last
 
-
-def walks(server, folder, *, data, model, ways):
-    """Both stages over a few rows, each in one process that does everything itself."""
-    cache, run = folder / "cache", folder / "run"
-    prepared = _walk(
-        server,
-        ("precompute-ref", data, "--model", model, "--output", cache, *ALONE),
-        {"begins": f"*{data.name}", "ends": str(cache / "data" / "part-*"), "way": ways[0]},
-        folder / "precompute-ref.json",
+def stages_in(folder):
+    """Of each stage its command, and the stretch of it that is the row's."""
+    data, cache, run = (
+        folder / "world" / "data" / "unpaired.parquet",
+        folder / "cache",
+        folder / "run",
     )
-    learned = _walk(
-        server,
-        ("train", "--method", "kto", "--cache", cache, "--output", run, "--max-steps", 1),
-        {"begins": "*/cache/data/part-*", "ends": str(run / "metrics.jsonl"), "way": ways[1]},
-        folder / "train.json",
-    )
-    return prepared, learned
+    part = cache / "data" / "part-*"
+    score = ("precompute-ref", data, "--model", folder / "world" / "model", "--output", cache)
+    score += ("--set", "cache.reuse_known=false")  # what is reused takes another way
+    yield score, {"begins": f"*{data.name}", "ends": str(part)}
+    train = ("train", "--method", "kto", "--cache", cache, "--output", run, "--max-steps", 1)
+    yield train, {"begins": "*/cache/data/part-*", "ends": str(run / "metrics.jsonl")}
 
 
-def _walk(server, command, stretch, out):
-    (answer,) = server.start(*command, "--no-mlflow", traced=stretch | {"out": str(out)}).answers()
+def walk(server, folder, stage, way):
+    """The files that one stage enters: on the row's own way, with a row, with the whole command."""
+    command, stretch = stage
+    out = folder / "walk.json"
+    traced = {**stretch, "way": way, "out": str(out)}
+    (answer,) = server.start(*command, "--no-mlflow", traced=traced).answers()
     assert answer.code == 0, answer
-    return Walk(**json.loads(out.read_text()))
+    return json.loads(out.read_text())
 
 
 def section(title):
@@ -62,29 +72,23 @@ def section(title):
     return text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 
-def lists(title):
-    """The files that each block of a section lists."""
-    return [
-        [line.split()[0] for line in block.splitlines()] for block in BLOCK.findall(section(title))
-    ]
+def room(folder):
+    """The block of one folder."""
+    paths = sorted((ROOT / folder).glob("*.py"))
+    names = [str(path.relative_to(ROOT)) for path in paths if path.name != "__init__.py"]
+    return described(names, under=f"{folder}/")
 
 
-def rooms():
-    """The files of each folder that has a heading among the rooms."""
-    folders = re.findall(r"^### `(\S+)/`", section(THE_ROOMS), flags=re.MULTILINE)
-    files = {folder: sorted((ROOT / folder).glob("*.py")) for folder in folders}
-    return {
-        folder: [str(path.relative_to(ROOT)) for path in paths if path.name != "__init__.py"]
-        for folder, paths in files.items()
-    }
-
-
-def described(files, *, under=""):
-    """A block of files, and what each of them does."""
-    names = [name.removeprefix(under) for name in files]
-    width = max(map(len, names), default=0)
-    pairs = zip(names, files, strict=True)
-    return block([f"{short:<{width}}  {does(name)}" for short, name in pairs])
+def described(names, *, under=""):
+    """A block of files, and what each of them does: the first sentence of its docstring."""
+    shown = [name.removeprefix(under) for name in names]
+    width = max(map(len, shown), default=0)
+    lines = []
+    for short, name in zip(shown, names, strict=True):
+        text = ast.get_docstring(ast.parse((ROOT / name).read_text(encoding="utf-8"))) or ""
+        first = text.partition("\n\n")[0].replace("\n", " ")
+        lines.append(f"{short:<{width}}  {first}")
+    return block(lines)
 
 
 def block(lines):
@@ -92,42 +96,12 @@ def block(lines):
     return "\n".join(["```text", *lines, "```"])
 
 
-def room_blocks():
-    """The block of each room."""
-    return [described(files, under=f"{folder}/") for folder, files in rooms().items()]
-
-
-def does(name):
-    """What a file does: the first sentence of its docstring."""
-    text = ast.get_docstring(ast.parse((ROOT / name).read_text(encoding="utf-8"))) or ""
-    return text.partition("\n\n")[0].replace("\n", " ")
-
-
 def rewrite(title, blocks):
     """Puts other blocks into a section of docs/architecture.md."""
     old, coming = section(title), iter(blocks)
-    new = BLOCK.sub(lambda _: next(coming), old)
     text = ARCHITECTURE.read_text(encoding="utf-8")
+    new = BLOCK.sub(lambda _: next(coming), old)
     ARCHITECTURE.write_text(text.replace(old, new), encoding="utf-8")
-
-
-def main():
-    """Makes a world, traces, writes."""
-    ways = [[name for name in way if (ROOT / name).exists()] for way in lists(OWN_WAY)]
-    with tempfile.TemporaryDirectory(prefix="align-walk-") as name:
-        folder = Path(name)
-        server = Server(folder)
-        assert server.run("tiny-world", folder / "world", "--rows", 40).code == 0
-        model, data = folder / "world" / "model", folder / "world" / "data" / "unpaired.parquet"
-        stages = walks(server, folder, data=data, model=model, ways=ways)
-        server.close()
-    for title, way, walk in zip(("precompute-ref", "train"), ways, stages, strict=True):
-        left_out = ", ".join(way[len(walk.way) :])
-        print(f"{title}: {len(walk.row)} files, and {len(walk.command)} of the whole command.")
-        print(f"Not entered in this order: {left_out}" if left_out else "", end="")
-    rewrite(OWN_WAY, map(described, ways))
-    rewrite(ALL_FILES, [block(walk.row) for walk in stages])
-    rewrite(THE_ROOMS, room_blocks())
 
 
 if __name__ == "__main__":

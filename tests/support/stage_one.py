@@ -16,17 +16,10 @@ from support.stub_reference import StubReference
 class Silent:
     """A progress nobody watches."""
 
-    def say(self, line):
-        """Nothing."""
+    def _hears_nothing(self, *_, **__):
+        pass
 
-    def begin(self, task, *, total, unit):
-        """Nothing."""
-
-    def advance(self, done, *, tokens=0, padding=0):
-        """Nothing."""
-
-    def end(self):
-        """Nothing."""
+    say = begin = advance = end = _hears_nothing
 
 
 class Heard(Silent):
@@ -35,13 +28,11 @@ class Heard(Silent):
     def __init__(self):
         self.lines = []
 
-    def say(self, line):
-        """Kept."""
+    def say(self, line, **_):
+        """Keeps a line, or a task by its name."""
         self.lines.append(line)
 
-    def begin(self, task, *, total, unit):
-        """Kept by its name."""
-        self.lines.append(task)
+    begin = say
 
     @property
     def row(self):

@@ -1,27 +1,16 @@
 """A reference without a model: log-probabilities from a hash of two neighbouring tokens."""
 
-from __future__ import annotations
-
 import sys
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 from zlib import crc32
 
 import numpy as np
 
 from align.schemas.errors import UsageError
 from align.schemas.rows import Ragged
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from contextlib import AbstractContextManager
-
-    from numpy.typing import NDArray
-
-    from align.schemas.rows import Tree
 
 _NO_TOKEN = -1  # stands before the first completion token when the prompt is empty
 
@@ -32,15 +21,15 @@ class StubReference:
 
     name: str = "stub"
 
-    def identity(self) -> Mapping[str, str]:
+    def identity(self):
         """What makes the scores: the name and this rule's version."""
         return {"model": self.name, "rule": "hashed-pairs-1", "dtype": "float32"}
 
-    def hidden_size(self) -> int:
+    def hidden_size(self):
         """A width that planners may count with."""
         return 64
 
-    def open(self) -> StubScorer:
+    def open(self):
         """There is nothing to load."""
         return StubScorer(salt=crc32(self.name.encode()))
 
@@ -52,7 +41,7 @@ class StubScorer:
     salt: int
     pads: bool = False
 
-    def score(self, trees: Sequence[Tree]) -> NDArray[np.float32]:
+    def score(self, trees):
         """Scores one batch: every completion token, in the order tree, branch, token."""
         branches = Ragged.of([branch for tree in trees for branch in tree.branches], np.int32)
         filled = branches.lengths > 0
@@ -61,23 +50,21 @@ class StubScorer:
         previous[branches.offsets[:-1][filled]] = _last_prompt_tokens(trees)[filled]
         return _hashed_logps(previous, branches.values, self.salt)
 
-    def in_float32(self) -> AbstractContextManager[None]:
+    def in_float32(self):
         """It computes in nothing else."""
         return nullcontext()
 
-    def describe(self) -> Mapping[str, str]:
+    def describe(self):
         """There is only one way to score."""
         return {"path": "stub"}
 
 
-def _last_prompt_tokens(trees: Sequence[Tree]) -> NDArray[np.int32]:
+def _last_prompt_tokens(trees):
     lasts = [tree.prompt[-1] if len(tree.prompt) else _NO_TOKEN for tree in trees]
     return np.repeat(np.array(lasts, dtype=np.int32), [len(tree.branches) for tree in trees])
 
 
-def _hashed_logps(
-    previous: NDArray[np.int32], tokens: NDArray[np.int32], salt: int
-) -> NDArray[np.float32]:
+def _hashed_logps(previous, tokens, salt):
     mixed = previous.astype(np.uint32) * np.uint32(0x9E3779B1)
     mixed ^= tokens.astype(np.uint32) + np.uint32(salt)
     mixed ^= mixed >> np.uint32(16)
@@ -99,7 +86,7 @@ class SlowReference(StubReference):
 
     fails: bool = False
 
-    def open(self) -> SlowScorer:
+    def open(self):
         """There is nothing to load."""
         return SlowScorer(salt=crc32(self.name.encode()), fails=self.fails)
 
@@ -107,7 +94,7 @@ class SlowReference(StubReference):
 class FarReference(StubReference):
     """Lies where no worker of Ray can import it from."""
 
-    def __setstate__(self, state: dict[str, str]) -> None:
+    def __setstate__(self, state):
         if Path(sys.argv[0]).name == "default_worker.py":
             raise ModuleNotFoundError("No module named 'far_away'")
         vars(self).update(state)
@@ -119,7 +106,7 @@ class SlowScorer(StubScorer):
 
     fails: bool = False
 
-    def score(self, trees: Sequence[Tree]) -> NDArray[np.float32]:
+    def score(self, trees):
         """Scores one batch."""
         if self.fails:
             raise UsageError("This reference was told to refuse.")

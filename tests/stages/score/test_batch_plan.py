@@ -43,40 +43,17 @@ def test_trees_hold_each_wanted_branch_once_behind_its_own_prompt(case, budget, 
         assert cost(tree.length) <= alone * (1 + 1e-12)
 
 
-def test_branches_of_all_rows_of_a_prompt_share_a_tree():
-    (tree,) = plan_trees(
-        [[0, 1, 2]],
-        [[0, 1], [], [2]],
-        prompt_lengths=np.array([50, 50, 50]),
-        branch_lengths=np.array([5, 6, 7]),
-        cost=TreeCost(hidden_size=4096, tokens_per_batch=1000),
-    )
-    assert (tree.row, tree.branches, tree.length) == (0, (0, 1, 2), 68)
+def test_a_prompt_is_repeated_only_where_attention_over_the_tree_costs_more():
+    def plan(groups, wanted, prompts, branches, hidden_size):
+        lengths = {"prompt_lengths": np.array(prompts), "branch_lengths": np.array(branches)}
+        trees = plan_trees(groups, wanted, **lengths, cost=TreeCost(hidden_size, 1000))
+        return [(tree.row, tree.branches, tree.length) for tree in trees]
 
-
-def test_a_prompt_is_repeated_where_attention_over_the_tree_costs_more():
+    shared = plan([[0, 1, 2]], [[0, 1], [], [2]], [50, 50, 50], [5, 6, 7], 4096)
+    assert shared == [(0, (0, 1, 2), 68)]  # of all rows of the prompt
     # Width 1: 1 + L/6 a token. Together 81 * 14.5 = 1174.5; apart 2 * 41 * 7.83 = 642.
-    trees = plan_trees(
-        [[0]],
-        [[0, 1]],
-        prompt_lengths=np.array([1]),
-        branch_lengths=np.array([40, 40]),
-        cost=TreeCost(hidden_size=1, tokens_per_batch=1000),
-    )
-    assert [tree.branches for tree in trees] == [(0,), (1,)]
-
-
-def test_a_prompt_without_wanted_branches_makes_no_tree():
-    assert (
-        plan_trees(
-            [[0]],
-            [[]],
-            prompt_lengths=np.array([3]),
-            branch_lengths=np.array([4]),
-            cost=TreeCost(64, 100),
-        )
-        == []
-    )
+    assert plan([[0]], [[0, 1]], [1], [40, 40], 1) == [(0, (0,), 41), (0, (1,), 41)]
+    assert plan([[0]], [[]], [3], [4], 64) == []
 
 
 def size(batch, lengths, *, pads):

@@ -1,6 +1,7 @@
 """Earlier scores are found by what was scored, and copied bit for bit."""
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from align.schemas.row_keys import key_rows
@@ -36,10 +37,7 @@ def odd_scores(rows):
 def halves(rows):
     """The rows, scored, as two arcs of a ring."""
     middle = 21  # its prompt is also that of the row before it
-    return [
-        odd_scores(rows.take(np.arange(0, middle))),
-        odd_scores(rows.take(np.arange(middle, 40))),
-    ]
+    return [odd_scores(rows.take(np.arange(*arc))) for arc in ((0, middle), (middle, 40))]
 
 
 @pytest.fixture
@@ -87,15 +85,12 @@ def test_the_boundary_is_part_of_what_a_branch_is(rows):
         for prompt, completion in [([1, 2], [3]), ([1], [2, 3]), ([1, 2, 3], [4]), ([1, 2], [3, 4])]
     }
     assert len(keys) == 4
-    contents = by_content(rows)
-    assert len(set(zip(branch_keys(rows), contents, strict=True))) == len(set(contents))
-    assert len(set(branch_keys(rows))) == len(set(contents))
-
-
-def test_branches_that_differ_in_their_last_token_differ():
     long = list(range(5, 200))
     first, second = branch_keys(block_of(encoded([1, 2], long, [*long[:-1], 7])))
     assert first != second
+    contents = by_content(rows)
+    assert len(set(zip(branch_keys(rows), contents, strict=True))) == len(set(contents))
+    assert len(set(branch_keys(rows))) == len(set(contents))
 
 
 def test_an_unknown_branch_of_a_known_row_is_told_apart(earlier, rows):
@@ -105,6 +100,9 @@ def test_an_unknown_branch_of_a_known_row_is_told_apart(earlier, rows):
     known = index.find(mixed, first_key=LOWEST, last_key=HIGHEST)
     assert known.found.tolist() == [False, True, False]
     assert known.token_logps.lengths.tolist() == [0, len(completion), 0]
+    none = ReuseIndex([], need_token_logps=True).find(rows, first_key=LOWEST, last_key=HIGHEST)
+    assert not none.found.any()
+    assert not none.token_logps.lengths.any()
 
 
 def test_only_shards_whose_arc_meets_the_rows_are_read(earlier, halves):
@@ -115,6 +113,16 @@ def test_only_shards_whose_arc_meets_the_rows_are_read(earlier, halves):
     assert index.find(halves[0].rows, first_key=edge, last_key=edge).found.all()
 
 
+def test_a_shard_that_another_readable_file_replaced_is_not_copied_from(earlier, halves):
+    cache = earlier(False)
+    first = cache.folder.shard(cache.shards[0])
+    pq.write_table(pq.read_table(first), first, compression="none")
+    index = ReuseIndex([cache], need_token_logps=True)
+    known = index.find(halves[0].rows, first_key=LOWEST, last_key=HIGHEST)
+    also_in_second = [one in by_content(halves[1].rows) for one in by_content(halves[0].rows)]
+    assert known.found.tolist() == also_in_second
+
+
 def test_the_numerics_are_those_of_the_scores_that_were_copied(earlier, halves):
     index = ReuseIndex([earlier(False)], need_token_logps=False)
     only_second = set(by_content(halves[1].rows)) - set(by_content(halves[0].rows))
@@ -123,9 +131,3 @@ def test_the_numerics_are_those_of_the_scores_that_were_copied(earlier, halves):
     assert known.numerics == NUMERICS[1]
     unknown = index.find(block_of(encoded([1], [1])), first_key=LOWEST, last_key=HIGHEST)
     assert unknown.numerics == {}
-
-
-def test_without_caches_nothing_is_known(rows):
-    known = ReuseIndex([], need_token_logps=True).find(rows, first_key=LOWEST, last_key=HIGHEST)
-    assert not known.found.any()
-    assert known.token_logps.lengths.tolist() == [0] * len(rows.completions)
