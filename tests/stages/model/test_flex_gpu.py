@@ -11,8 +11,7 @@ from align.stages.model.flex_attention import compiled_flex_attention, flex_mask
 from align.stages.model.load import add_lora
 from align.stages.model.policy import Policy, turn_dropout_off
 from align.stages.model.reference import TreeScorer
-from support.families import SLIDING, TREE_FAMILIES, tiny_model
-from support.flex import drawn_trees
+from support.families import SLIDING, TREE_FAMILIES, drawn_trees, tiny_model
 
 pytestmark = [
     pytest.mark.gpu,
