@@ -15,8 +15,8 @@ from align.stages.model.load import quiet, resolve
 from align.stages.model.policy import Sharding, load_policy
 from align.stages.model.sharded_load import load_sharded
 from support.adapters import drawn_adapter
-from support.allocations import LiveBytes
 from support.families import COMMON
+from support.live_bytes import LiveBytes
 from support.tiny_policy import some_trees
 
 PRESET = {"deepspeed": "zero3", "weight_decay": 0.1, "lr": 1e-3, "max_grad_norm": 0.5}

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -36,6 +34,7 @@ def test_a_flipped_bit_and_a_renamed_or_reshaped_tensor_change_the_digest(saved_
     name = "model.layers.0.mlp.up_proj.weight"
     reshaped = {**tensors, name: tensors[name].t().reshape(tensors[name].t().shape).contiguous()}
     renamed = {("other" if key == name else key): value for key, value in tensors.items()}
+    assert stored_dtype(str(saved_llama)) == "bfloat16"
     digests = {weights_digest(str(saved_llama))}
     for changed in (reshaped, renamed):
         digests.add(weights_digest(stored(tmp_path, changed)))
@@ -87,10 +86,6 @@ def test_the_code_of_a_folder_is_part_of_who_it_is(tmp_path):
     assert code_digest(str(tmp_path)) != before
 
 
-def test_the_stored_dtype_is_the_one_of_most_bytes(saved_llama):
-    assert stored_dtype(str(saved_llama)) == "bfloat16"
-
-
 def test_what_is_no_folder_of_a_model_is_refused_with_a_way_on(tmp_path):
     refuse(config_digest, tmp_path / "nowhere", r"no such model folder.*model\.path")
     refuse(config_digest, tmp_path, r"config\.json: the file is missing")
@@ -113,7 +108,6 @@ F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 @pytest.mark.parametrize(
     "header",
     [
-        [],
         {"a": 5},
         {"a": {**F32, "shape": None}},
         {"a": {**F32, "shape": [-2]}},
@@ -122,7 +116,6 @@ F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         {"a": {**F32, "data_offsets": [-8, 0]}},  # of the header
         {"a": {**F32, "data_offsets": [8, 0]}},
         {"a": {**F32, "data_offsets": [0.0, 8.0]}},
-        {"a": {**F32, "data_offsets": [0]}},
         {"a": {**F32, "data_offsets": [8, 16]}},
     ],
 )
@@ -131,14 +124,6 @@ def test_a_header_that_does_not_fit_its_tensors_is_refused(tmp_path, header):
     content = len(text).to_bytes(8, "little") + text + bytes(8)
     (tmp_path / WEIGHTS).write_bytes(content)
     refuse(weights_digest, tmp_path, "model.safetensors: .*(not a safetensors file|cut short)")
-
-
-def test_fingerprints_need_no_torch():
-    code = (
-        "import sys, align.stages.model.model_folder;"
-        "assert not {'torch', 'transformers'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def refuse(read, folder, said):

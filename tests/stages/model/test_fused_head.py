@@ -9,8 +9,6 @@ from torch._inductor import config as inductor
 from align.stages.model import gpu_tiles
 from align.stages.model.fused_head import TILE_ROWS, TILE_VOCABULARY, HeadSpec, OutputHead
 from align.stages.model.fused_head_backward import BUFFER_BYTES, LogitsBuffer, fused_rows
-from support.allocations import LargestStorage
-from support.fused_head import fused_logps
 from support.rounding import NATS
 
 pytestmark = pytest.mark.numeric
@@ -95,16 +93,6 @@ def test_numbers_and_gradients_are_the_same_bits_whatever_else_is_asked_for():
     assert torch.equal(found[0][0], found[0][1])
 
 
-@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
-def test_kept_logits_give_the_same_gradients_to_the_bit(size):
-    spec = HeadSpec(0.5, 4.0)
-    expected = gradients(head_case(WIDE, with_bias=True), spec)
-    buffer = LogitsBuffer(size)
-    for _ in range(2):  # the second call writes over the first one's logits
-        found = gradients(head_case(WIDE, with_bias=True), spec, buffer)
-        assert all(map(torch.equal, found, expected))
-
-
 def test_logits_that_were_written_over_are_projected_again():
     expected = gradients(head_case(WIDE), HeadSpec())
     hidden, weight, _, targets, slopes = head_case(WIDE)
@@ -133,41 +121,12 @@ def test_the_weights_gradient_is_summed_in_float32(monkeypatch):
     assert weight.grad.flatten().tolist() == [2048.0, -2048.0]
 
 
-def test_no_positions_give_gradients_of_zero():
-    hidden, weight, bias, _, _ = head_case(WIDE, with_bias=True)
-    targets = torch.zeros(0, dtype=torch.long)
-    logps = fused_logps(hidden[:0], weight, bias, targets, HeadSpec())
-    assert logps.shape == (0,)
-    logps.sum().backward()
-    assert not weight.grad.any()
-    assert not bias.grad.any()
-
-
 @pytest.mark.parametrize("slope", [math.nan, 0.0])
 def test_a_slope_that_is_not_a_number_or_none_shows_in_the_gradient(slope):
     hidden, weight, bias, targets, _ = head_case(5)
     (fused_logps(hidden, weight, bias, targets, HeadSpec()) * slope).sum().backward()
     for leaf in (hidden, weight):
         assert leaf.grad.isnan().all() if slope else not leaf.grad.any()
-
-
-@pytest.mark.parametrize("learns", [False, True])
-def test_the_largest_tensor_does_not_grow_with_the_vocabulary(learns):
-    """Nor does that of a backward pass, where the head is frozen."""
-
-    def largest(vocabulary):
-        hidden, weight, bias, targets, slopes = head_case(vocabulary, with_bias=True, rows=1500)
-        head = OutputHead(weight.detach(), bias.detach(), HeadSpec())
-        with LargestStorage(ignore={weight.untyped_storage().data_ptr()}) as seen:
-            if learns:
-                rows = fused_rows(head, hidden, targets, purity=True)
-                (rows[0] * slopes).sum().backward()
-            else:
-                fused_rows(head, hidden.detach(), targets, purity=True)
-        assert (hidden.grad is not None) == learns
-        return seen.elements
-
-    assert largest(4096) == largest(4 * 4096) <= 2 * (1 << 22)
 
 
 @pytest.fixture
@@ -211,6 +170,12 @@ def test_without_a_compiler_a_tile_is_computed_uncompiled_and_that_is_said_once(
         assert torch.equal(found, gpu_tiles.log_sum_exp(logits))
     (said,) = [one.message for one in caplog.records if one.name == "align"]  # torch says more
     assert "not compiled" in said
+
+
+def fused_logps(hidden, weight, bias, targets, spec, buffer=None):
+    """Log p of `targets` (T,)."""
+    head = OutputHead(weight, bias, spec)
+    return fused_rows(head, hidden, targets, purity=False, buffer=buffer)[0]
 
 
 def head_case(vocabulary, *, with_bias=False, rows=ROWS, dtype=torch.float32):

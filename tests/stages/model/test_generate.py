@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, MambaConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, MambaConfig
 
 from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
@@ -15,7 +15,6 @@ from align.stages.model.generate import Generator, PromptTokens, own_stops, warp
 from align.stages.model.keyed_noise import KeyedNoise, stream_of
 from align.stages.model.load import load_causal_lm
 from align.stages.model.save import stop_generation_at
-from support.families import COMMON
 
 LENGTHS = (3, 9, 1, 5, 17, 4)
 NEW = 12
@@ -154,22 +153,6 @@ def made(config):
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-FAMILIES = {
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2},  # learned positions
-    "bloom": {"n_layer": 2, "n_head": 2},  # positions from the mask
-    "mistral": {"sliding_window": 4},
-    "gemma3_text": {"head_dim": 16, "sliding_window": 4},  # some layers slide
-    "lfm2": {},  # some layers are convolutions
-}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_prompts_are_shared_in_caches_of_many_kinds(family):
-    assert generator_of(
-        made(AutoConfig.for_model(family, **COMMON | FAMILIES[family]))
-    ).shares_prompts
-
-
 def test_where_a_cache_cannot_be_repeated_or_is_wrong_prompts_are_computed_again_and_that_is_said(
     drawing_model, monkeypatch, caplog
 ):
@@ -206,20 +189,7 @@ def test_stops_of_a_folder_are_those_of_its_generation_config_too(tmp_path):
     assert own_stops(ModelOptions(path=str(tmp_path))) == {2, 3, 4}
 
 
-@pytest.mark.parametrize(
-    ("own", "after"), [(2, [2, 5]), ([2, 7], [2, 7, 5]), (None, [5]), ([5], [5])]
-)
-def test_a_saved_model_stops_at_its_own_eos_and_at_what_its_completions_ended_with(
-    tmp_path, own, after
-):
-    file = tmp_path / "generation_config.json"
-    file.write_text(json.dumps({"eos_token_id": own, "temperature": 0.6, "do_sample": True}))
-    stop_generation_at([5], tmp_path / "not read", tmp_path)
-    found = GenerationConfig.from_pretrained(tmp_path)
-    assert (found.eos_token_id, found.temperature) == (after, 0.6)
-
-
-def test_a_model_without_generation_config_gets_one_from_its_config_if_it_has_to(tmp_path):
+def test_a_saved_model_stops_at_its_own_eos_and_at_what_its_completions_ended_with(tmp_path):
     config = {"eos_token_id": 2, "bos_token_id": 1, "pad_token_id": None, "hidden_size": 8}
     (tmp_path / "config.json").write_text(json.dumps(config))
     file = tmp_path / "generation_config.json"
@@ -227,3 +197,8 @@ def test_a_model_without_generation_config_gets_one_from_its_config_if_it_has_to
     assert not file.exists()
     stop_generation_at([5, 2], tmp_path, tmp_path)
     assert json.loads(file.read_text()) == {"bos_token_id": 1, "eos_token_id": [2, 5]}
+    for own, after in ((2, [2, 5]), ([2, 7], [2, 7, 5]), (None, [5]), ([5], [5])):
+        file.write_text(json.dumps({"eos_token_id": own, "temperature": 0.6, "do_sample": True}))
+        stop_generation_at([5], tmp_path, tmp_path)
+        found = GenerationConfig.from_pretrained(tmp_path)
+        assert (found.eos_token_id, found.temperature) == (after, 0.6)

@@ -1,7 +1,5 @@
 """Noise by a hash: the generator it is built on, its distribution, and what it depends on."""
 
-import math
-
 import pytest
 import torch
 
@@ -60,25 +58,6 @@ def test_tokens_are_drawn_with_their_probabilities_over_samples_and_over_positio
         expected = SCORES.softmax(0)[:-1] * len(tokens)
         chi_square = float(((torch.stack(counts) - expected) ** 2 / expected).sum())
         assert chi_square < 18.467  # of four degrees: exceeded by one in a thousand fair draws
-
-
-@pytest.mark.parametrize(
-    ("key", "apart", "positions"),
-    [
-        (lambda n: ("p", 0, n), 1, (0, 0)),  # neighbours of a prompt
-        (lambda n: ("p", n, 0), 1, (0, 0)),  # of a seed
-        (lambda n: ("p", 0, n), 0, (7, 8)),  # positions of a sample
-    ],
-)
-def test_draws_of_different_keys_are_independent(key, apart, positions):
-    total = 4000
-    streams = [stream_of(*key(number)) for number in range(total + apart)]
-    first, second = (
-        uniforms(torch.tensor(some), position, torch.tensor([0])) > 0.5
-        for some, position in zip((streams[:total], streams[apart:]), positions, strict=True)
-    )
-    # A fair coin of 4,000 throws is within four deviations of 31.6 of its mean.
-    assert abs(int((first == second).sum()) - total / 2) < 4 * math.sqrt(total) / 2
 
 
 @pytest.mark.gpu

@@ -8,8 +8,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
 from align.schemas.errors import UsageError
-from align.schemas.rows import Tree
-from align.stages.model.logprobs import causal_model, tree_logps
+from align.stages.model.logprobs import causal_model
 from align.stages.model.policy import Policy, load_policy
 from align.stages.model.reference import HfReference
 from support.adapters import saved_adapter
@@ -52,16 +51,6 @@ def test_no_trees_give_no_numbers_and_a_gradient_of_zero(llama, head):
     assert (rows.shape, rows.dtype) == ((len(policy.output_names), 0), torch.float32)
     rows.sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
-
-
-def test_the_model_runs_once_however_many_tokens_there_are(llama):
-    policy, calls = Policy(llama), []
-    llama.model.register_forward_hook(lambda *_: calls.append(1))
-    large = tuple(Tree(tree.prompt, tree.branches * 40) for tree in TREES)
-    assert sum(tree.num_tokens for tree in large) > 4096
-    logps = policy(large)[0]
-    assert len(calls) == 1
-    torch.testing.assert_close(logps, tree_logps(llama, large, policy.path), atol=NATS, rtol=0)
 
 
 def test_dropout_is_off_unless_asked_inside_the_attention_too(tmp_path):

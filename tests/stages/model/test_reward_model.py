@@ -169,31 +169,6 @@ def test_a_score_is_read_where_transformers_reads_it_when_eos_is_the_padding(tmp
     near(policy((tree([5, 6], [7]),))[0], wanted[:1])  # the same text without its end
 
 
-def test_padded_batches_of_others_get_the_same_scores(llama_folder, tmp_path):
-    policy = loaded(llama_folder)
-    model = saved(policy, llama_folder, tmp_path / "scorer")
-    rows = [tokens[0] for tokens, _ in texts(TREES)]
-    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=0)
-    found = model(input_ids=padded, attention_mask=(padded != 0).long()).logits[:, 0]
-    near(found, policy(TREES)[0])
-
-
-def test_no_trees_give_no_scores_and_a_gradient_of_zero(llama_folder):
-    policy = loaded(llama_folder)
-    scores = policy(())
-    assert scores.shape == (1, 0)
-    scores.sum().backward()
-    assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
-
-
-def test_half_precision_scores_are_summed_in_float32(llama_folder):
-    policy = loaded(llama_folder, dtype="bfloat16")
-    assert {p.dtype for p in policy.parameters()} == {torch.bfloat16}
-    scores = policy(TREES)[0]
-    assert scores.dtype == torch.float32
-    assert not torch.equal(scores, scores.to(torch.bfloat16).float())
-
-
 def test_an_adapter_learns_beside_a_whole_head_and_is_saved_with_it(llama_folder, tmp_path):
     policy = loaded(llama_folder, LoraOptions(enabled=True, rank=2))
     learning = [p for p in policy.parameters() if p.requires_grad]

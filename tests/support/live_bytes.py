@@ -1,26 +1,9 @@
-"""What tensors take on the way: the largest that is made, and the bytes that are held at once."""
+"""How many bytes of tensors a process holds at once."""
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-
-class LargestStorage(TorchDispatchMode):
-    """Notes the largest storage that any operation returns, other than the ones given."""
-
-    def __init__(self, ignore):
-        super().__init__()
-        self.ignore = ignore
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor):
-            storage = result.untyped_storage()
-            if storage.data_ptr() not in self.ignore:
-                self.elements = max(self.elements, storage.nbytes() // 4)
-        return result
 
 
 class LiveBytes(TorchDispatchMode):
