@@ -24,7 +24,7 @@ from support.trainings import KILLED
 
 SEED = int(os.environ.get("ALIGN_TEST_SEED", "16"))
 FAILPOINTS = [name for name in (*OF_A_RING, *OF_A_CACHE) if name != "quarantine.written"]
-ROUNDS = 5  # of killing in one history; then it comes to its end
+ROUNDS = 3  # of killing in one history; then it comes to its end
 FEW_AND_MANY = pytest.mark.parametrize("kills", [1, pytest.param(16, marks=pytest.mark.long)])
 
 
