@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from align.stages.model import tree_attention
+from align.stages.model import fused_head, fused_head_backward, tree_attention
 from align.stages.model.policy import Policy, turn_dropout_off
 from align.stages.model.reference import TreeScorer
 from support.branch_by_branch import num_tokens, own_logps, slopes_of, worst_parameter
@@ -92,6 +92,10 @@ def test_half_precision_keeps_the_tree_and_the_fused_head(dtype):
     scorer = TreeScorer(tiny_model("llama", {"initializer_range": 0.1}).to(dtype))
     assert (scorer.path.layout, scorer.path.head) == ("packed", "fused")
     assert scorer.path.worst_difference < 0.1
+    for head in ("fused", "exact"):  # either takes its softmax in float32
+        scorer.path = replace(scorer.path, layout="tree", head=head)
+        logps = torch.from_numpy(scorer.score(TREES))
+        assert not torch.equal(logps, logps.to(dtype).float()), head
 
 
 def test_a_window_cut_by_index_or_left_out_would_be_noticed(monkeypatch, caplog):
@@ -115,6 +119,19 @@ def test_a_head_that_the_spec_misses_falls_back_to_the_models_logits(caplog):
     with torch.no_grad():
         expected = own_logps(model, TREES)
     assert worst_sequence(torch.from_numpy(scorer.score(TREES)), expected) < 1e-4
+
+
+def test_a_head_that_gives_less_everywhere_would_be_noticed(monkeypatch):
+    score_targets = fused_head.score_targets
+
+    def less(*given, **named):
+        scored = score_targets(*given, **named)
+        scored.logps.sub_(1)
+        return scored
+
+    for module in (fused_head, fused_head_backward):
+        monkeypatch.setattr(module, "score_targets", less)
+    assert TreeScorer(tiny_model("llama", {})).path.head == "exact"
 
 
 def worst_sequence(logps, expected):
