@@ -1,63 +1,90 @@
-"""Rows of tens of thousands of tokens: what they take in memory, and both stages over one."""
+"""Rows of tens of thousands of tokens: what they take in memory."""
 
-import json
-import math
-import random
-
-import pyarrow.parquet as pq
+import numpy as np
 import pytest
-from transformers import AutoTokenizer
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from align.stages.demo.tiny_world import ModelShape, make_model
-from align.stages.model.fused_head_backward import BUFFER_BYTES
-from support.programs import run_program
+from align.schemas.rows import Tree
+from align.stages.model.policy import Policy
+from support.live_bytes import LiveBytes
 
-SHAPE = ModelShape(hidden_size=16, layers=1, heads=2, key_value_heads=1, intermediate_size=16)
-LENGTHS = (4096, 8192, 16_384)
-KINDS = ("full, score", "full, learn", "window, score", "window, learn")
-
-
-@pytest.fixture(scope="module")
-def costs():
-    answer = run_program("long_rows", *LENGTHS)
-    return json.loads(answer.stdout.splitlines()[-1])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_tensor_is_larger_than_the_buffer_of_the_head(costs, kind):
-    """A mask of 16k tokens would be 256 M elements, and their logits as many."""
-    most = BUFFER_BYTES // 4
-    assert [elements for _, elements in costs[kind]] <= [most] * len(LENGTHS), costs
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_token_more_costs_its_activations_only(costs, kind):
-    """Under 3 KiB: a score of states 16 wide, forward and backward."""
-    shortest, *_, longest = (mib for mib, _ in costs[kind])
-    assert longest - shortest < 3 * (LENGTHS[-1] - LENGTHS[0]) / 1024, costs
-    assert longest < 256, costs  # the buffer of the head, the mask, and those activations
+VOCABULARY = 16_384
+# So small that activations are few.
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 65_536,
+}
+MODELS = {
+    "full": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
+    "window": lambda: MistralForCausalLM(MistralConfig(sliding_window=256, **SHAPE)),
+}
 
 
-@pytest.mark.long
-def test_a_row_of_thirty_two_thousand_tokens_goes_through_both_stages(server, world, tmp_path):
-    model, data = tmp_path / "model", tmp_path / "data.jsonl"
-    make_model(model, AutoTokenizer.from_pretrained(world.tokenizer), shape=SHAPE, pretrain_steps=0)
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 40_000}))
-    words = random.Random(0)
-    prompt, chosen = (" ".join(words.choices(["red", "blue", "one"], k=16_500)) for _ in "12")
-    row = {"prompt": prompt, "chosen": chosen, "rejected": "no"}
-    data.write_text(f"{json.dumps(row)}\n")
+def row_of(length):
+    """Half of it is its prompt."""
+    prompt, branch = np.random.default_rng(0).integers(3, VOCABULARY, (2, length // 2), "int32")
+    return (Tree(prompt, (branch,)),)
 
-    tokens = ("--set", "tokens.max_length=40000", "--set", "tracking.mlflow=false")
-    made = server.run("precompute-ref", data, "--model", model, "--output", tmp_path / "cache",
-                      "--kl-pairs", 0, *tokens)  # fmt: skip
-    assert made.code == 0, made.err
-    trained = server.run("train", "--method", "dpo", "--cache", tmp_path / "cache",
-                         "--output", tmp_path / "run", *tokens)  # fmt: skip
-    assert trained.code == 0, trained.err
-    (shard,) = (tmp_path / "cache").rglob("*.parquet")
-    (stored,) = pq.read_table(shard, columns=["prompt_tokens", "num_tokens"]).to_pylist()
-    assert stored["prompt_tokens"] + stored["num_tokens"][0] > 32_768
-    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
-    assert line["loss"] == pytest.approx(math.log(2), abs=1e-6)  # it begins as the reference
+
+@torch.no_grad()
+def score(policy, trees):
+    policy(trees)
+
+
+def learn(policy, trees):
+    policy(trees).sum().backward()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("stage", [score, learn])
+def test_a_token_more_costs_its_activations_and_no_mask_or_logits(model, stage):
+    """A mask of 16k tokens would be 256 MiB, and their logits 1,024."""
+    policy = Policy(MODELS[model]())
+    assert (policy.path.layout, policy.path.head) == ("packed", "fused")
+    learn(policy, row_of(64))  # what is made once: buffers, gradients of weights
+    held, lengths = [], (4096, 16_384)
+    for length in lengths:
+        with LiveBytes() as live:
+            stage(policy, row_of(length))
+        held.append(live.most)
+    # Under 3 KiB: a score of states 16 wide, forward and backward.
+    assert held[1] - held[0] < 3 * 1024 * (lengths[1] - lengths[0])
+    assert held[1] < 256 * 2**20  # the buffer of the head, the mask, and those activations
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("default")  # the compiler has advice for other programs
+def test_memory_of_a_gpu_grows_with_a_row_and_not_with_its_square(device):
+    torch.manual_seed(0)
+    wide = {"hidden_size": 128, "num_attention_heads": 2}
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    policy = Policy(LlamaForCausalLM(LlamaConfig(**SHAPE | wide)).to(device, dtype))
+    assert policy.path.layout == ("flex" if device == "cuda" else "packed")
+
+    def peak(length):
+        """Most MiB that the row takes above what is held before it."""
+        if device == "cpu":
+            with LiveBytes() as live:
+                learn(policy, row_of(length))
+            return live.most / 2**20
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        learn(policy, row_of(length))
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+    peak(4096)  # gradients of the weights stay
+    peaks = [peak(length) for length in (4096, 8192, 16_384, 32_768)]
+    # A byte for each pair of 32k tokens would be 1,024 MiB, and their logits 2,048 in float32.
+    assert peaks[-1] - peaks[0] < 512, peaks
+    more, twice_as_many = peaks[2] - peaks[1], peaks[3] - peaks[2]  # of 8k tokens, of 16k
+    assert twice_as_many < 2.5 * more + 64, peaks

@@ -1,21 +1,31 @@
 """One owner, any number of parts: who works on a folder never shows in its bytes."""
 
 import os
+import random
 import signal
 import socket
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from align.pipeline.executor import Share
+from align.pipeline.precompute import precompute
 from align.schemas.config import DataOptions
-from align.schemas.errors import LockedError
+from align.schemas.errors import Interrupted, LockedError
+from align.stages.data import input_files
 from align.stages.storage.cache_folder import CacheFolder
+from align.stages.storage.failpoints import OF_A_CACHE, OF_A_RING
 from support.patience import PATIENCE
-from support.stage_one import Gate, child, contents, run
+from support.stage_one import Gate, Silent, child, contents, run
+from support.stub_reference import StubReference
+from support.trainings import KILLED
 
-KILLED = -signal.SIGKILL
+SEED = int(os.environ.get("ALIGN_TEST_SEED", "16"))
+FAILPOINTS = [name for name in (*OF_A_RING, *OF_A_CACHE) if name != "quarantine.written"]
+ROUNDS = 3  # of killing in one history; then it comes to its end
+FEW_AND_MANY = pytest.mark.parametrize("kills", [1, pytest.param(16, marks=pytest.mark.long)])
 
 
 def joined(*processes):
@@ -28,77 +38,42 @@ def parts(count):
     return [Share(number + 1, count) for number in range(count)]
 
 
-def test_of_runs_at_once_one_works_and_the_others_are_told_who(config, clean, tmp_path):
+def test_of_runs_at_once_one_works_and_the_other_is_told_who(config, clean, tmp_path):
     gate = Gate()
     owner = child(config, reference=gate.reference())
     assert gate.reached.wait(PATIENCE)
-    late = [child(config, stderr=tmp_path / name) for name in "ab"]
-    assert joined(*late) == [75, 75]
-    for name in "ab":
-        said = (tmp_path / name).read_text()
-        place = f"process {owner.pid} on {socket.gethostname()}"
-        assert f"{config.cache.output} is in use by {place}" in said
-        assert "choose another --output" in said
+    assert joined(child(config, stderr=tmp_path / "said")) == [75]
+    said = (tmp_path / "said").read_text()
+    place = f"process {owner.pid} on {socket.gethostname()}"
+    assert f"{config.cache.output} is in use by {place}" in said
+    assert "choose another --output" in said
     gate.opened.set()
     assert joined(owner) == [0]
     assert run(config).was_complete  # who comes after the end finds the work done
     assert contents(config.cache.output) == clean
 
 
-@pytest.mark.parametrize("order", [(1, 2, 0), (2, 1, 0)])
-def test_parts_one_after_the_other_in_any_order_end_in_the_same_bytes(config, clean, order):
-    done = [run(config, share=parts(3)[number]) for number in order]
-    assert [one.has_published for one in done] == [False, False, True]
-    assert [one.whole is not None for one in done] == [False, False, True]
+def test_parts_one_after_the_other_in_any_order_end_in_the_same_bytes(config, clean):
+    """The number of parts may change; a call without one does what parts that never came left."""
+    shares = (parts(4)[1], parts(3)[2], None)
+    done = [run(config, share=share) for share in shares]
+    assert done[0].tally.units == 2
     assert sum(one.tally.units for one in done) == 8
-    assert contents(config.cache.output) == clean
-
-
-def test_parts_at_the_same_time_end_in_the_same_bytes(config, clean):
-    """All find no plan, and each makes the tasks that the others have not made."""
-    runs = [child(config, share=share) for share in parts(3)]
-    assert joined(*runs) == [0, 0, 0]
+    assert [one.whole is not None for one in done[:2]] == [False, False]
     assert contents(config.cache.output) == clean
 
 
 def test_parts_may_start_and_end_in_any_order(config, clean):
-    order = (3, 1, 0, 2)
+    order = (2, 0, 1)
     gates = {number: Gate() for number in order}
     runs = []
     for number in order:
         reference = gates[number].reference()
-        runs.append(child(config, share=Share(number + 1, 4), reference=reference))
+        runs.append(child(config, share=parts(3)[number], reference=reference))
         assert gates[number].reached.wait(PATIENCE)  # each has begun before the next starts
     for number in reversed(order):
         gates[number].opened.set()
-    assert joined(*runs) == [0, 0, 0, 0]
-    assert contents(config.cache.output) == clean
-
-
-def test_a_call_without_a_part_does_what_parts_that_never_came_left(config, clean):
-    left = run(config, share=Share(2, 4))
-    assert left.tally.units == 2
-    whole = run(config)
-    assert whole.tally.units == 6
-    assert contents(config.cache.output) == clean
-
-
-def test_a_part_killed_in_the_middle_is_made_good_by_its_next_run(config, clean):
-    runs = [
-        child(config, share=Share(1, 3)),
-        child(config, "commit.before_link=kill@2", share=Share(2, 3)),
-        child(config, share=Share(3, 3)),
-    ]
-    assert joined(*runs) == [0, KILLED, 0]
-    assert joined(child(config, share=Share(2, 3))) == [0]
-    assert contents(config.cache.output) == clean
-
-
-def test_the_number_of_parts_may_change_between_runs(config, clean):
-    stopped = [child(config, "commit.done=kill@1", share=share) for share in parts(2)]
-    assert joined(*stopped) == [KILLED, KILLED]
-    assert joined(child(config, "commit.done=kill@1", share=Share(1, 3))) == [KILLED]
-    assert joined(child(config)) == [0]
+    assert joined(*runs) == [0, 0, 0]
     assert contents(config.cache.output) == clean
 
 
@@ -128,8 +103,8 @@ def test_a_part_beside_other_data_in_its_folder_is_refused_once_that_is_publishe
     assert joined(child(config, share=Share(1, 1))) == [0]
 
 
-@pytest.mark.parametrize(  # as it encodes, arranges, pairs
-    ("place", "visit"), [("part.before_rename", 1), ("part.after_link", 2), ("part.after_link", 3)]
+@pytest.mark.parametrize(  # as it encodes, pairs
+    ("place", "visit"), [("part.before_rename", 1), ("part.after_link", 3)]
 )
 def test_parts_prepare_together_and_one_killed_at_it_changes_nothing(config, clean, place, visit):
     killed, other = (
@@ -159,3 +134,107 @@ def test_children_of_a_run_do_not_keep_its_folder_locked(config):
     os.kill(owner.pid, 9)
     assert joined(owner) == [KILLED]
     assert run(config).manifest.rows == 120
+
+
+class Impatient(Silent):
+    """Asks to stop after the second task."""
+
+    calls = 0
+
+    def advance(self, done, *, tokens=0, padding=0):
+        self.calls += 1
+        if self.calls > 2:
+            raise Interrupted(signal.SIGINT)
+
+
+def test_who_is_interrupted_kills_no_process_of_the_host(config, to, clean, monkeypatch):
+    """As in a notebook, which has children of its own."""
+    monkeypatch.setattr(input_files, "LEAST_SLICE", 1000)
+    monkeypatch.setattr(input_files, "SLICES", 10)
+    gate, other = Gate(), to(output=f"{config.cache.output}-2")
+    of_host = child(other, reference=gate.reference())
+    assert gate.reached.wait(PATIENCE)
+    in_children = replace(config, data=replace(config.data, workers=2))
+    with pytest.raises(Interrupted):
+        precompute(in_children, StubReference(), progress=Impatient())
+    gate.opened.set()
+    assert joined(of_host) == [0]
+    assert contents(other.cache.output) == clean
+
+
+def strike(draw, start, count, span):
+    """Starts processes: some die at a failpoint, the others are killed at some moment, or end."""
+    fates = [f"{draw.choice(FAILPOINTS)}=kill" if draw.random() < 0.5 else "" for _ in range(count)]
+    last, killed = time.monotonic() + draw.uniform(0, span), 0
+    for process, fate in zip(start(fates), fates, strict=True):
+        if not fate:
+            process.join(max(0, last - time.monotonic()))
+            process.kill()
+        process.join(PATIENCE)
+        assert process.exitcode in {0, KILLED}, fate
+        killed += process.exitcode == KILLED
+    return killed
+
+
+def histories(least, begin, count, span):
+    """Folders whose processes were killed again and again, and then went on to the end."""
+    draw, kills, number = random.Random(SEED), 0, 0
+    while kills < least:
+        number += 1
+        output, start = begin(number)
+        kills += sum(strike(draw, start, count, span) for _ in range(ROUNDS))
+        last = start([""] * count)
+        for process in last:
+            process.join(PATIENCE)
+        assert [process.exitcode for process in last] == [0] * count
+        assert CacheFolder(Path(output)).manifest.exists()
+        yield output
+    print(f"ALIGN_TEST_SEED={SEED}: {kills} kills in {number} histories")
+
+
+@FEW_AND_MANY
+def test_three_parts_end_in_the_same_bytes(to, clean, tmp_path, kills):
+    def begin(number):
+        config = to(output=str(tmp_path / f"history-{number}"))
+        return config.cache.output, lambda fates: [
+            child(config, fate, share=share) for fate, share in zip(fates, parts(3), strict=True)
+        ]
+
+    for output in histories(kills, begin, 3, span=0.8):
+        run(to(output=output))  # which removes what a publisher that was killed has left
+        assert contents(output) == clean
+
+
+class Rank:
+    """A rank of a server, as a process of multiprocessing is used."""
+
+    def __init__(self, process):
+        self._process, self.exitcode = process, None
+
+    def join(self, seconds):
+        if self.exitcode is None:
+            self.exitcode = self._process.server.wait(self._process.pid, seconds)
+
+    def kill(self):
+        if self.exitcode is None:
+            os.kill(self._process.pid, signal.SIGKILL)
+
+
+@FEW_AND_MANY
+def test_two_ranks_end_in_the_same_bytes(course, world, tmp_path, kills):
+    words = ("precompute-ref", world.data.paired, "--model", course.model, "--no-mlflow")
+    words += ("--rows-per-shard", 8, "--set", "cache.reuse_known=false", "--output")
+    assert course.server.run(*words, tmp_path / "clean").code == 0
+
+    def begin(number):
+        output = tmp_path / f"history-{number}"
+
+        def start(fates):
+            ranks = course.server.start(*words, output, ranks=2, failpoints=fates)
+            return [Rank(process) for process in ranks.processes]
+
+        return output, start
+
+    for output in histories(kills, begin, 2, span=5):
+        assert course.server.run(*words, output).code == 0
+        assert contents(output) == contents(tmp_path / "clean")

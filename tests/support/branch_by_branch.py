@@ -3,9 +3,6 @@
 import numpy as np
 import torch
 
-# Families whose policies pack trees, mask them, or cap their logits.
-THREE_FAMILIES = ("llama", "gpt2", "gemma2")
-
 
 def texts(trees):
     """Each prompt with one of its completions, and how long the completion is."""

@@ -1,4 +1,4 @@
-"""Every family the README names, in every layout, beside its own logits branch by branch."""
+"""Every family the README names, in its layouts, beside its own logits branch by branch."""
 
 import logging
 from copy import deepcopy
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from align.stages.model import tree_attention
+from align.stages.model import fused_head, fused_head_backward, tree_attention
 from align.stages.model.policy import Policy, turn_dropout_off
 from align.stages.model.reference import TreeScorer
 from support.branch_by_branch import num_tokens, own_logps, slopes_of, worst_parameter
@@ -33,8 +33,8 @@ FAMILIES = {
 # It rounds its own logits' gradients as much.
 ROUGH = {"gpt_neo with local layers": 3e-5}
 LAYOUTS = ("packed", "tree", "plain")  # fastest first
-# Shared keys, windows, soft caps, scales and positions of their own, experts.
-ON_GPU = {
+# Shared keys, windows, soft caps, scales and positions of their own, experts: in every layout.
+IN_EVERY_LAYOUT = {
     "llama",
     "qwen2 with windows",
     "gemma2",
@@ -63,25 +63,21 @@ def test_every_layout_has_the_numbers_and_the_gradient_of_the_models_own_logits(
     logps = scorer.score(TREES)
     assert logps.dtype == np.float32
     assert worst_sequence(torch.from_numpy(logps), expected) < 1e-4
-    assert bool(ours(caplog)) == (name in PLAIN_FAMILIES)
+    # Who falls back to single branches says so.
+    said = [one.levelno for one in caplog.records if one.name == "align"]
+    assert said == [logging.WARNING] * (name in PLAIN_FAMILIES)
     policy = Policy(deepcopy(model))
     fastest = "plain" if name in PLAIN_FAMILIES else "tree" if name in UNPACKED else "packed"
     for path in (scorer.path, policy.path):
         assert (path.layout, path.head) == (fastest, "fused"), caplog.text
-    for layout in (*LAYOUTS[LAYOUTS.index(fastest) :], *(("flex",) if name in ON_GPU else ())):
+    others = (*LAYOUTS[LAYOUTS.index(fastest) :], "flex") if name in IN_EVERY_LAYOUT else ()
+    for layout in dict.fromkeys((fastest, *others)):
         policy.path = replace(policy.path, layout=layout)
         policy.zero_grad()
         numbers = policy(TREES)[0]
         assert worst_sequence(numbers, expected) < 1e-4, layout
         (numbers * slopes).sum().backward()
         assert worst_parameter(policy.model, exact) < ROUGH.get(name, 1e-5), layout
-
-
-def test_a_family_without_trees_falls_back_and_says_so(caplog):
-    assert TreeScorer(tiny_model(*PLAIN_FAMILIES["bloom"])).path.layout == "plain"
-    (record,) = ours(caplog)
-    assert record.levelno == logging.WARNING
-    assert "tree rows with the fused head" in record.getMessage()
 
 
 def test_a_model_set_to_packed_trees_refuses_other_batches():
@@ -96,22 +92,22 @@ def test_half_precision_keeps_the_tree_and_the_fused_head(dtype):
     scorer = TreeScorer(tiny_model("llama", {"initializer_range": 0.1}).to(dtype))
     assert (scorer.path.layout, scorer.path.head) == ("packed", "fused")
     assert scorer.path.worst_difference < 0.1
+    for head in ("fused", "exact"):  # either takes its softmax in float32
+        scorer.path = replace(scorer.path, layout="tree", head=head)
+        logps = torch.from_numpy(scorer.score(TREES))
+        assert not torch.equal(logps, logps.to(dtype).float()), head
 
 
-def test_a_window_cut_by_index_instead_of_position_would_be_noticed(monkeypatch, caplog):
-    monkeypatch.setattr(tree_attention, "_within", lambda batch, window: torch.tensor(True))
-    scorer = TreeScorer(tiny_model("mistral", {"sliding_window": WINDOW}, "eager"))
-    assert scorer.path.layout == "plain"
-    assert "off by" in caplog.text
-
-
-def test_a_packed_batch_without_its_window_would_be_noticed(monkeypatch):
+def test_a_window_cut_by_index_or_left_out_would_be_noticed(monkeypatch, caplog):
+    windowed = "mistral", {"sliding_window": WINDOW}
     template = tree_attention._template
     monkeypatch.setattr(
         tree_attention, "_template", lambda prompt, rows, _: template(prompt, rows, None)
     )
-    scorer = TreeScorer(tiny_model("mistral", {"sliding_window": WINDOW}))
-    assert scorer.path.layout == "tree"
+    assert TreeScorer(tiny_model(*windowed)).path.layout == "tree"
+    monkeypatch.setattr(tree_attention, "_within", lambda batch, window: torch.tensor(True))
+    assert TreeScorer(tiny_model(*windowed, "eager")).path.layout == "plain"
+    assert "off by" in caplog.text
 
 
 def test_a_head_that_the_spec_misses_falls_back_to_the_models_logits(caplog):
@@ -125,8 +121,17 @@ def test_a_head_that_the_spec_misses_falls_back_to_the_models_logits(caplog):
     assert worst_sequence(torch.from_numpy(scorer.score(TREES)), expected) < 1e-4
 
 
-def ours(caplog):
-    return [record for record in caplog.records if record.name == "align"]
+def test_a_head_that_gives_less_everywhere_would_be_noticed(monkeypatch):
+    score_targets = fused_head.score_targets
+
+    def less(*given, **named):
+        scored = score_targets(*given, **named)
+        scored.logps.sub_(1)
+        return scored
+
+    for module in (fused_head, fused_head_backward):
+        monkeypatch.setattr(module, "score_targets", less)
+    assert TreeScorer(tiny_model("llama", {})).path.head == "exact"
 
 
 def worst_sequence(logps, expected):

@@ -1,27 +1,14 @@
 """The output layer in tiles: log-probs, purity and gradients beside a log-softmax in float64."""
 
 import math
-from copy import deepcopy
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch._inductor import config as inductor
 
-from align.stages.model.fused_head import (
-    TILE_ROWS,
-    TILE_VOCABULARY,
-    HeadSpec,
-    OutputHead,
-    head_spec,
-)
-from align.stages.model.fused_head_backward import (
-    BUFFER_BYTES,
-    LogitsBuffer,
-    call_head_for_logps,
-    fused_rows,
-)
-from support.fused_head import fused_logps
-from support.largest_storage import LargestStorage
+from align.stages.model import gpu_tiles
+from align.stages.model.fused_head import TILE_ROWS, TILE_VOCABULARY, HeadSpec, OutputHead
+from align.stages.model.fused_head_backward import BUFFER_BYTES, LogitsBuffer, fused_rows
 from support.rounding import NATS
 
 pytestmark = pytest.mark.numeric
@@ -54,18 +41,22 @@ def test_the_purity_of_one_token_by_hand():
 
 
 @pytest.mark.parametrize(
-    "spec", [HeadSpec(), HeadSpec(scale=0.0625), HeadSpec(softcap=3.0), HeadSpec(0.5, 4.0)]
+    ("spec", "with_bias", "vocabulary"),
+    [
+        (HeadSpec(), False, WIDE),
+        (HeadSpec(), True, TILE_VOCABULARY["cpu"]),
+        (HeadSpec(scale=0.0625), True, WIDE),
+        (HeadSpec(softcap=3.0), False, TILE_VOCABULARY["cpu"]),
+        (HeadSpec(0.5, 4.0), False, 5),
+    ],
 )
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("vocabulary", [5, TILE_VOCABULARY["cpu"], WIDE])
 def test_numbers_and_gradients_are_those_of_a_float64_log_softmax(spec, with_bias, vocabulary):
     case = head_case(vocabulary, with_bias=with_bias)
     require_numbers(case, spec)
     assert worst_gradient(case, spec) <= SUMS
 
 
-@pytest.mark.parametrize("rows", [1, 7, ROWS])
-@pytest.mark.parametrize("buffer", SIZES)
+@pytest.mark.parametrize(("rows", "buffer"), [(1, "none"), (7, "one tile and a bit"), (7, "all")])
 def test_ragged_tiles_of_positions_change_nothing(rows, buffer, monkeypatch):
     monkeypatch.setitem(TILE_ROWS, "cpu", rows)
     case, spec = head_case(WIDE, with_bias=True), HeadSpec(0.5, 4.0)
@@ -102,41 +93,6 @@ def test_numbers_and_gradients_are_the_same_bits_whatever_else_is_asked_for():
     assert torch.equal(found[0][0], found[0][1])
 
 
-@pytest.mark.parametrize("spec", [HeadSpec(), HeadSpec(0.5, 4.0)])
-@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
-def test_kept_logits_give_the_same_gradients_to_the_bit(spec, size):
-    expected = gradients(head_case(WIDE, with_bias=True), spec)
-    buffer = LogitsBuffer(size)
-    for _ in range(2):  # the second call writes over the first one's logits
-        found = gradients(head_case(WIDE, with_bias=True), spec, buffer)
-        assert all(map(torch.equal, found, expected))
-
-
-def test_as_many_tiles_are_kept_as_there_is_room_for():
-    hidden, weight, _, targets, _ = head_case(WIDE)
-    narrow = 4 * ROWS * (WIDE % TILE_VOCABULARY["cpu"])  # the last one
-    sizes = ((narrow - 4, 0), (narrow, 1), (ONE_TILE, 1), (ONE_TILE + narrow, 2), (BUFFER_BYTES, 3))
-    for size, tiles in sizes:
-        logps = fused_logps(hidden, weight, None, targets, HeadSpec(), LogitsBuffer(size))
-        assert keeps(logps) == tiles
-
-
-def test_a_buffer_belongs_to_one_call_until_its_backward_pass_or_its_end():
-    hidden, weight, _, targets, _ = head_case(WIDE)
-    buffer = LogitsBuffer()
-
-    def called():
-        return fused_logps(hidden, weight, None, targets, HeadSpec(), buffer)
-
-    first, second = called(), called()
-    assert (keeps(first), keeps(second)) == (3, 0)
-    first.sum().backward()
-    third = called()
-    assert keeps(third) == 3
-    del third
-    assert keeps(called()) == 3
-
-
 def test_logits_that_were_written_over_are_projected_again():
     expected = gradients(head_case(WIDE), HeadSpec())
     hidden, weight, _, targets, slopes = head_case(WIDE)
@@ -155,27 +111,6 @@ def test_logits_that_were_written_over_are_projected_again():
     assert torch.equal(hidden.grad, 2 * alone[0])
 
 
-def test_the_head_of_a_policy_keeps_its_logits_and_a_copy_of_it_has_a_buffer_of_its_own():
-    shape = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
-    config = AutoConfig.for_model("llama", vocab_size=300, intermediate_size=16, **shape)
-    model = AutoModelForCausalLM.from_config(config)
-    call_head_for_logps(model)
-    head = model.lm_head
-    logps = head(torch.randn(5, 16), torch.arange(5))
-    assert len(logps.grad_fn.kept.tiles) == 1
-    copy = deepcopy(head)
-    assert len(copy(torch.randn(5, 16), torch.arange(5)).grad_fn.kept.tiles) == 1
-    assert not head(torch.randn(5, 16), torch.arange(5)).grad_fn.kept.tiles
-
-
-def test_scoring_without_a_gradient_takes_no_buffer():
-    hidden, weight, _, targets, _ = head_case(WIDE)
-    buffer = LogitsBuffer()
-    with torch.no_grad():
-        fused_logps(hidden, weight, None, targets, HeadSpec(), buffer)
-    assert vars(buffer)["_buffer"] is None
-
-
 def test_the_weights_gradient_is_summed_in_float32(monkeypatch):
     # Each of 4,096 positions adds 1 - 1/2. In bfloat16 the sum would stand still at 128.
     monkeypatch.setitem(TILE_ROWS, "cpu", 8)
@@ -186,16 +121,6 @@ def test_the_weights_gradient_is_summed_in_float32(monkeypatch):
     assert weight.grad.flatten().tolist() == [2048.0, -2048.0]
 
 
-def test_no_positions_give_gradients_of_zero():
-    hidden, weight, bias, _, _ = head_case(WIDE, with_bias=True)
-    targets = torch.zeros(0, dtype=torch.long)
-    logps = fused_logps(hidden[:0], weight, bias, targets, HeadSpec())
-    assert logps.shape == (0,)
-    logps.sum().backward()
-    assert not weight.grad.any()
-    assert not bias.grad.any()
-
-
 @pytest.mark.parametrize("slope", [math.nan, 0.0])
 def test_a_slope_that_is_not_a_number_or_none_shows_in_the_gradient(slope):
     hidden, weight, bias, targets, _ = head_case(5)
@@ -204,47 +129,53 @@ def test_a_slope_that_is_not_a_number_or_none_shows_in_the_gradient(slope):
         assert leaf.grad.isnan().all() if slope else not leaf.grad.any()
 
 
-def test_a_weight_emptied_after_the_forward_is_read_again_in_the_backward():
-    expected = gradients(head_case(WIDE), HeadSpec())
-    hidden, weight, _, targets, slopes = head_case(WIDE)
-    loss = (fused_logps(hidden, weight, None, targets, HeadSpec()) * slopes).sum()
-    kept, weight.data = weight.data.clone(), torch.empty(0)
-    weight.data = kept
-    loss.backward()
-    assert torch.equal(hidden.grad, expected[0])
-    assert torch.equal(weight.grad, expected[1])
+@pytest.fixture
+def logits():
+    """A tile of them; no other test has compiled what a GPU makes of it."""
+    gpu_tiles.compiled.cache_clear()
+    yield 5 * torch.randn(7, 33, generator=torch.Generator().manual_seed(0))
+    gpu_tiles.compiled.cache_clear()
 
 
-@pytest.mark.parametrize("learns", [False, True])
-def test_the_largest_tensor_does_not_grow_with_the_vocabulary(learns):
-    """Nor does that of a backward pass, where the head is frozen."""
-
-    def largest(vocabulary):
-        hidden, weight, bias, targets, slopes = head_case(vocabulary, with_bias=True, rows=1500)
-        head = OutputHead(weight.detach(), bias.detach(), HeadSpec())
-        with LargestStorage(ignore={weight.untyped_storage().data_ptr()}) as seen:
-            if learns:
-                rows = fused_rows(head, hidden, targets, purity=True)
-                (rows[0] * slopes).sum().backward()
-            else:
-                fused_rows(head, hidden.detach(), targets, purity=True)
-        assert (hidden.grad is not None) == learns
-        return seen.elements
-
-    assert largest(4096) == largest(4 * 4096) <= 2 * (1 << 22)
-
-
-def test_the_spec_reads_each_familys_own_words():
-    assert head_spec(AutoConfig.for_model("cohere", logit_scale=0.25)) == HeadSpec(scale=0.25)
-    assert head_spec(AutoConfig.for_model("granite", logits_scaling=4.0)) == HeadSpec(scale=0.25)
-    gemma2 = AutoConfig.for_model("gemma2", final_logit_softcapping=30.0)
-    assert head_spec(gemma2) == HeadSpec(softcap=30.0)
-    assert head_spec(AutoConfig.for_model("llama")) == HeadSpec()
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_what_a_gpu_makes_of_a_tile_is_what_float64_makes_of_it(logits, softcap):
+    raw = logits.double().requires_grad_()
+    shown = softcap * torch.tanh(raw / softcap) if softcap else raw
+    tile = shown.detach().float()
+    sums, purity = gpu_tiles.log_sum_exp(tile).double(), gpu_tiles.log_purity(tile).double()
+    torch.testing.assert_close(sums, shown.detach().logsumexp(1), rtol=0, atol=SUMS)
+    exact = shown.detach().softmax(1).square().sum(1).log()
+    torch.testing.assert_close(purity, exact, rtol=0, atol=SUMS)
+    # The deviations are the slopes of -log p.
+    targets = torch.tensor([0, 5, 32, 40, -1, 7, 12])  # two are of other tiles
+    inside = (targets >= 0) & (targets < 33)
+    beyond = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5, 0.0, 3.0], dtype=torch.float64)
+    logsumexp = torch.logaddexp(shown.logsumexp(1), beyond)  # of this tile and the others
+    chosen = shown[torch.arange(7), targets.clamp(0, 32)]
+    (logsumexp - torch.where(inside, chosen, 0.0)).sum().backward()
+    found = gpu_tiles.deviations(tile, logsumexp.detach().float(), targets, softcap, torch.float32)
+    torch.testing.assert_close(found.double(), raw.grad, rtol=SUMS, atol=SUMS)
 
 
-def keeps(logps):
-    """How many tiles of logits wait for the backward pass."""
-    return len(logps.grad_fn.next_functions[0][0].kept.tiles)
+@pytest.mark.slow  # it looks for a compiler, by a process of its own
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+def test_without_a_compiler_a_tile_is_computed_uncompiled_and_that_is_said_once(
+    logits, monkeypatch, caplog
+):
+    monkeypatch.setattr(inductor.cpp, "cxx", ("no-such-compiler",))
+    monkeypatch.setattr(inductor, "force_disable_caches", True)
+    caplog.set_level("WARNING", logger="align")
+    for _ in range(2):
+        found = gpu_tiles.compiled(gpu_tiles.log_sum_exp)(logits)
+        assert torch.equal(found, gpu_tiles.log_sum_exp(logits))
+    (said,) = [one.message for one in caplog.records if one.name == "align"]  # torch says more
+    assert "not compiled" in said
+
+
+def fused_logps(hidden, weight, bias, targets, spec, buffer=None):
+    """Log p of `targets` (T,)."""
+    head = OutputHead(weight, bias, spec)
+    return fused_rows(head, hidden, targets, purity=False, buffer=buffer)[0]
 
 
 def head_case(vocabulary, *, with_bias=False, rows=ROWS, dtype=torch.float32):

@@ -1,19 +1,20 @@
 """Drawing with a loaded model: the same sample in any batch, the prompt computed once."""
 
 import copy
-import logging
+import json
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, MambaConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, MambaConfig
 
 from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
 from align.schemas.samples import Sampling
 from align.stages.model import generate as module
-from align.stages.model.generate import Generator, PromptTokens, left_padded, own_stops, warpers
+from align.stages.model.generate import Generator, PromptTokens, own_stops, warpers
 from align.stages.model.keyed_noise import KeyedNoise, stream_of
 from align.stages.model.load import load_causal_lm
+from align.stages.model.save import stop_generation_at
 
 LENGTHS = (3, 9, 1, 5, 17, 4)
 NEW = 12
@@ -37,12 +38,15 @@ def asked(prompt_ids, numbers):
     ]
 
 
-def samples(drawing_model, prompt_ids, numbers=range(4), tokens=10_000, stops=(1,), **sampling):
-    how = Sampling(max_new_tokens=NEW, **sampling)
-    generator = Generator(drawing_model, how, stops, tokens_per_batch=tokens)
+def generator_of(model, *, tokens=10_000, stops=(1,), new=NEW, **sampling):
+    how = Sampling(max_new_tokens=new, **sampling)
+    return Generator(model, how, stops, tokens_per_batch=tokens)
+
+
+def samples(drawing_model, prompt_ids, numbers=range(4), **how):
     return {
         (one.prompt, numbers[one.stream]): (one.tokens, one.has_stopped)
-        for batch in generator.draw(asked(prompt_ids, numbers))
+        for batch in generator_of(drawing_model, **how).draw(asked(prompt_ids, numbers))
         for one in batch
     }
 
@@ -78,30 +82,21 @@ def test_a_sample_is_what_one_token_after_another_gives(drawing_model, prompt_id
     assert found == wanted
 
 
-def test_a_sample_is_the_same_for_any_batch_number_of_samples_and_order(drawing_model, prompt_ids):
+def test_a_sample_is_its_own_and_the_same_for_any_batch_number_of_samples_and_order(
+    drawing_model, prompt_ids
+):
     whole = samples(drawing_model, prompt_ids, range(4))
-    for tokens, numbers in (
-        (1, range(4)),
-        (60, range(4)),
-        (10_000, range(1)),
-        (10_000, range(2, 4)),
-        (10_000, range(3, -1, -1)),
-    ):
+    assert len(set(whole.values())) == len(whole)
+    for tokens, numbers in ((1, range(2)), (60, range(4)), (10_000, range(3, -1, -1))):
         # In float32 a tie as near as its rounding is not among these.
-        part = samples(drawing_model, prompt_ids, numbers, tokens)
+        part = samples(drawing_model, prompt_ids, numbers, tokens=tokens)
         assert part == {key: whole[key] for key in part}
         assert len(part) == len(prompt_ids) * len(numbers)
 
 
-def test_different_numbers_and_seeds_give_different_samples(drawing_model, prompt_ids):
-    found = samples(drawing_model, prompt_ids, range(8))
-    assert len(set(found.values())) == len(found)
-
-
 def test_a_sample_ends_before_its_first_stop(drawing_model, prompt_ids):
     free = samples(drawing_model, prompt_ids, stops=())
-    assert not any(has_stopped for _, has_stopped in free.values())
-    assert {len(tokens) for tokens, _ in free.values()} == {NEW}
+    assert {(len(tokens), stopped) for tokens, stopped in free.values()} == {(NEW, False)}
     chosen = free[0, 0][0][4]
     found = samples(drawing_model, prompt_ids, stops=(chosen, 1))
     for key, (tokens, _) in free.items():
@@ -110,50 +105,39 @@ def test_a_sample_ends_before_its_first_stop(drawing_model, prompt_ids):
 
 
 def test_batches_are_sorted_by_length_and_hold_the_tokens_that_they_may(drawing_model, prompt_ids):
-    generator = Generator(drawing_model, Sampling(max_new_tokens=NEW), (1,), tokens_per_batch=60)
-    batches = [*generator.draw(asked(prompt_ids, range(2)))]
+    batches = [*generator_of(drawing_model, tokens=60).draw(asked(prompt_ids, range(2)))]
     sizes = [(max(LENGTHS[one.prompt] for one in batch) + NEW) * len(batch) for batch in batches]
     assert max(sizes) <= 60
     order = [LENGTHS[one.prompt] for batch in batches for one in batch]
     assert order == sorted(order, reverse=True)
 
 
-def test_a_batch_that_does_not_fit_is_halved(drawing_model, prompt_ids, monkeypatch):
+@pytest.mark.parametrize("room", [5, 0])
+def test_a_batch_that_does_not_fit_is_halved_until_one_sample_does_not(
+    drawing_model, prompt_ids, monkeypatch, room
+):
     whole = samples(drawing_model, prompt_ids)
-    sizes = []
-    generate = module._generate
+    sizes, generate = [], module._generate
 
     def small(drawing_model, ids, mask, repeated, **how):
         if "logits_processor" in how:
             sizes.append(len(repeated))
-            if len(repeated) > 5:
+            if len(repeated) > room:
                 raise torch.OutOfMemoryError("no room")
         return generate(drawing_model, ids, mask, repeated, **how)
 
     monkeypatch.setattr(module, "_generate", small)
-    assert samples(drawing_model, prompt_ids) == whole
+    if room:
+        assert samples(drawing_model, prompt_ids) == whole
+        assert max(sizes[3:]) <= room
+    else:
+        with pytest.raises(UsageError, match="one sample of 29 tokens.*--max-new-tokens"):
+            samples(drawing_model, prompt_ids)
     assert sizes[:3] == [24, 12, 6]
-    assert max(sizes[3:]) <= 5
-
-
-def test_a_sample_for_which_there_is_no_room_at_all_is_refused(
-    drawing_model, prompt_ids, monkeypatch
-):
-    generator = Generator(drawing_model, Sampling(max_new_tokens=NEW), (1,), tokens_per_batch=99)
-
-    def none(*_, **__):
-        raise torch.OutOfMemoryError("no room")
-
-    monkeypatch.setattr(module, "_generate", none)
-    with pytest.raises(UsageError, match="one sample of 29 tokens.*--max-new-tokens"):
-        [*generator.draw(asked(prompt_ids, range(2)))]
 
 
 def test_a_prompt_is_computed_once_for_all_its_samples(drawing_model, prompt_ids):
-    generator = Generator(
-        drawing_model, Sampling(max_new_tokens=NEW), (1,), tokens_per_batch=10_000
-    )
-    assert generator.shares_prompts
+    generator = generator_of(drawing_model)
     shapes = []
     hook = drawing_model.register_forward_pre_hook(
         lambda _, __, given: shapes.append(tuple(given["input_ids"].shape)), with_kwargs=True
@@ -161,8 +145,7 @@ def test_a_prompt_is_computed_once_for_all_its_samples(drawing_model, prompt_ids
     with hook:
         [*generator.draw(asked(prompt_ids, range(8)))]
     assert shapes[0] == (len(prompt_ids), max(LENGTHS) - 1)
-    assert {length for _, length in shapes[1:]} == {1}
-    assert {rows for rows, _ in shapes[1:]} == {8 * len(prompt_ids)}
+    assert {*shapes[1:]} == {(8 * len(prompt_ids), 1)}
 
 
 def made(config):
@@ -170,16 +153,14 @@ def made(config):
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def test_a_model_whose_cache_cannot_be_repeated_computes_prompts_again_and_says_so(caplog):
+def test_where_a_cache_cannot_be_repeated_or_is_wrong_prompts_are_computed_again_and_that_is_said(
+    drawing_model, monkeypatch, caplog
+):
     mamba = made(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, state_size=4))
-    generator = Generator(mamba, Sampling(max_new_tokens=3), (1,), tokens_per_batch=999)
+    generator = generator_of(mamba, new=3)
     assert not generator.shares_prompts
     assert "computes each prompt once for every sample" in caplog.text
-    found = [one for batch in generator.draw(asked([[5, 6, 7]], range(3))) for one in batch]
-    assert len(found) == 3
-
-
-def test_a_wrong_cache_is_noticed(drawing_model, monkeypatch, caplog):
+    assert sum(map(len, generator.draw(asked([[5, 6, 7]], range(3))))) == 3
     cache_of = module._cache_of
 
     def spoiled(*given):
@@ -188,32 +169,8 @@ def test_a_wrong_cache_is_noticed(drawing_model, monkeypatch, caplog):
         return cache
 
     monkeypatch.setattr(module, "_cache_of", spoiled)
-    with caplog.at_level(logging.WARNING, logger="align"):
-        assert not Generator(drawing_model, Sampling(), (1,), tokens_per_batch=9).shares_prompts
+    assert not generator_of(drawing_model).shares_prompts
     assert "off by" in caplog.text
-
-
-SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
-FAMILIES = {
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2},  # learned positions
-    "bloom": {"n_layer": 2, "n_head": 2},  # positions from the mask
-    "mistral": {"sliding_window": 4},
-    "gemma3_text": {"head_dim": 16, "sliding_window": 4},  # some layers slide
-    "lfm2": {},  # some layers are convolutions
-}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_prompts_are_shared_in_caches_of_many_kinds(family):
-    own = made(AutoConfig.for_model(family, **SMALL | FAMILIES[family]))
-    assert Generator(own, Sampling(max_new_tokens=8), (1,), tokens_per_batch=999).shares_prompts
 
 
 def test_what_the_folder_asks_of_generation_changes_no_sample(drawing_model, prompt_ids):
@@ -225,14 +182,23 @@ def test_what_the_folder_asks_of_generation_changes_no_sample(drawing_model, pro
     assert samples(other, prompt_ids) == whole
 
 
-def test_padding_is_on_the_left():
-    ids, mask = left_padded([[1, 2, 3], [4]], torch.device("cpu"))
-    assert ids.tolist() == [[1, 2, 3], [0, 0, 4]]
-    assert mask.tolist() == [[1, 1, 1], [0, 0, 1]]
-
-
 def test_stops_of_a_folder_are_those_of_its_generation_config_too(tmp_path):
     (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
     assert own_stops(ModelOptions(path=str(tmp_path))) == {2}
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
     assert own_stops(ModelOptions(path=str(tmp_path))) == {2, 3, 4}
+
+
+def test_a_saved_model_stops_at_its_own_eos_and_at_what_its_completions_ended_with(tmp_path):
+    config = {"eos_token_id": 2, "bos_token_id": 1, "pad_token_id": None, "hidden_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    file = tmp_path / "generation_config.json"
+    stop_generation_at([2], tmp_path, tmp_path)
+    assert not file.exists()
+    stop_generation_at([5, 2], tmp_path, tmp_path)
+    assert json.loads(file.read_text()) == {"bos_token_id": 1, "eos_token_id": [2, 5]}
+    for own, after in ((2, [2, 5]), ([2, 7], [2, 7, 5]), (None, [5]), ([5], [5])):
+        file.write_text(json.dumps({"eos_token_id": own, "temperature": 0.6, "do_sample": True}))
+        stop_generation_at([5], tmp_path, tmp_path)
+        found = GenerationConfig.from_pretrained(tmp_path)
+        assert (found.eos_token_id, found.temperature) == (after, 0.6)

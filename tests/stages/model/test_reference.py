@@ -1,133 +1,213 @@
+"""A reference as its folder gives it, its full memory, widened for a while, or in part on disk."""
+
+import json
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from peft import PromptTuningConfig, get_peft_model
-from safetensors.torch import load_file, save_file
 from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
+# accelerate imports it where a part is on disk, and then it asks the machine by a process.
+import align.stages.engine.deepspeed_compat  # noqa: F401
 from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
 from align.schemas.rows import OutOfMemory, Tree
 from align.stages.model import reference as module
 from align.stages.model.load import load_causal_lm, quiet, resolve
 from align.stages.model.logprobs import choose_path
-from align.stages.model.reference import HfReference, TreeScorer
+from align.stages.model.reference import HfReference, TreeScorer, held_in_float32
 from support.adapters import saved_adapter
-from support.families import TREE_FAMILIES, tiny_model
+from support.families import TREE_FAMILIES, mixed_trees, tiny_model
+from support.rounding import NATS
 
 pytestmark = pytest.mark.numeric
 
 TREE = Tree(np.array([3, 4, 5], np.int32), (np.array([6], np.int32), np.array([7, 8], np.int32)))
 
 
+def options_of(folder, **how):
+    return ModelOptions(path=str(folder), **how)
+
+
 def test_a_reference_knows_itself_before_its_weights_are_loaded(saved_llama, monkeypatch):
     monkeypatch.setattr(module, "load_causal_lm", lambda _options: pytest.fail("loaded"))
-    reference = HfReference(ModelOptions(path=str(saved_llama)))
+    reference = HfReference(options_of(saved_llama))
     identity = reference.identity()
-    assert identity["model.dtype"] == "bfloat16"
-    assert identity["model.attention"] == "sdpa"
+    assert (identity["model.dtype"], identity["model.attention"]) == ("bfloat16", "sdpa")
     assert identity["model.adapter"] == identity["model.code"] == "none"
     assert all(identity.values())
     assert reference.hidden_size() == 32
 
 
-def test_the_scorer_of_a_folder_scores_in_the_dtype_asked_for(saved_llama):
-    scorer = HfReference(ModelOptions(path=str(saved_llama), dtype="float32")).open()
-    assert scorer.model.dtype == torch.float32
-    assert scorer.path.worst_difference < 1e-4
-    assert scorer.score([TREE]).shape == (3,)
-
-
 def test_a_way_to_score_that_another_rank_refuses_is_not_taken(saved_llama):
-    model = load_causal_lm(ModelOptions(path=str(saved_llama), dtype="float32"))
+    model = load_causal_lm(options_of(saved_llama, dtype="float32"))
     here = []
     path = choose_path(model.eval(), lambda holds: here.append(holds) or len(here) > 1)
     assert here == [True, True]  # the fastest holds here, and not there
     assert path.layout == "tree"
 
 
-def test_an_adapter_changes_the_scores_and_keeps_the_fast_path(saved_llama, tmp_path):
-    options = ModelOptions(path=str(saved_llama), dtype="float32")
-    adapter = saved_adapter(tmp_path, saved_llama, lora_dropout=0.5)
+@pytest.mark.parametrize(("target", "head"), [("q_proj", "fused"), ("lm_head", "exact")])
+def test_an_adapter_changes_the_scores_and_is_never_bypassed(saved_llama, tmp_path, target, head):
+    options = options_of(saved_llama, dtype="float32")
+    adapter = saved_adapter(tmp_path, saved_llama, lora_dropout=0.5, target_modules=[target])
     adapted = replace(options, adapter=str(adapter))
     base, scorer = HfReference(options).open(), HfReference(adapted).open()
-    assert scorer.path.head == "fused"
+    assert scorer.path.head == head
     assert not scorer.model.training
     assert np.abs(scorer.score([TREE]) - base.score([TREE])).max() > 1e-3
     assert HfReference(adapted).identity() != HfReference(options).identity()
 
 
-def test_an_adapter_on_the_head_is_not_bypassed(saved_llama, tmp_path, caplog):
-    adapter = saved_adapter(tmp_path, saved_llama, target_modules=["lm_head"])
-    options = ModelOptions(path=str(saved_llama), dtype="float32", adapter=str(adapter))
-    scorer = HfReference(options).open()
-    assert scorer.path.head == "exact"
-    assert "not a plain projection" in caplog.text
-
-
 def test_an_adapter_of_prompt_tokens_is_refused(saved_llama, tmp_path):
-    options = ModelOptions(path=str(saved_llama))
     settings = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     with quiet():
-        get_peft_model(load_causal_lm(options), settings).save_pretrained(tmp_path)
+        model = load_causal_lm(options_of(saved_llama))
+        get_peft_model(model, settings).save_pretrained(tmp_path)
     with pytest.raises(UsageError, match="prompt tokens"):
-        load_causal_lm(ModelOptions(path=str(saved_llama), adapter=str(tmp_path)))
+        load_causal_lm(options_of(saved_llama, adapter=str(tmp_path)))
+
+
+def no_room():
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def another_failure():
+    raise RuntimeError("shapes differ")
 
 
 @pytest.mark.parametrize(
-    "failure",
-    [lambda: raise_(torch.OutOfMemoryError("CUDA out of memory")), lambda: torch.empty(1 << 55)],
+    ("failure", "expected", "said"),
+    [
+        (no_room, OutOfMemory, "1 trees of 6 tokens"),
+        (lambda: torch.empty(1 << 55), OutOfMemory, "1 trees of 6 tokens"),
+        (another_failure, RuntimeError, "shapes differ"),
+    ],
 )
-def test_a_full_memory_asks_for_a_smaller_batch(llama, monkeypatch, failure):
+def test_only_a_full_memory_asks_for_a_smaller_batch(llama, monkeypatch, failure, expected, said):
     scorer = TreeScorer(llama)
     monkeypatch.setattr(module, "tree_logps", lambda *_: failure())
-    with pytest.raises(OutOfMemory, match="1 trees of 6 tokens"):
+    with pytest.raises(expected, match=said):
         scorer.score([TREE])
 
 
-def test_other_failures_are_not_taken_for_a_full_memory(llama, monkeypatch):
-    scorer = TreeScorer(llama)
-    failure = RuntimeError("shapes differ")
-    monkeypatch.setattr(module, "tree_logps", lambda *_: raise_(failure))
-    with pytest.raises(RuntimeError, match="shapes differ"):
-        scorer.score([TREE])
-
-
-def test_weights_that_lack_a_tensor_are_refused(saved_llama, tmp_path):
-    tensors = load_file(saved_llama / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_text((saved_llama / "config.json").read_text())
-    with pytest.raises(UsageError, match=r"lack 1 tensors.*layers\.1\.mlp\.up_proj"):
-        load_causal_lm(ModelOptions(path=str(tmp_path)))
-
-
-def test_an_unknown_architecture_is_refused(tmp_path):
+def test_an_unknown_architecture_and_a_gpu_that_is_not_there_are_refused(
+    saved_llama, tmp_path, monkeypatch
+):
     (tmp_path / "config.json").write_text('{"model_type": "no_such_model"}')
     with pytest.raises(UsageError, match="no_such_model"):
-        HfReference(ModelOptions(path=str(tmp_path))).hidden_size()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_a_gpu_that_is_not_there_is_refused(saved_llama):
+        HfReference(options_of(tmp_path)).hidden_size()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError, match="no GPU"):
-        load_causal_lm(ModelOptions(path=str(saved_llama), device="cuda"))
+        load_causal_lm(options_of(saved_llama, device="cuda"))
 
 
-def raise_(error):
-    raise error
-
-
-@pytest.mark.parametrize("asked", ["auto", "sdpa"])
-def test_the_soft_cap_of_an_attention_is_never_left_out(asked, tmp_path, monkeypatch):
-    model = tiny_model(*TREE_FAMILIES["gemma2"])
-    model.save_pretrained(tmp_path)
+def test_the_soft_cap_of_an_attention_is_never_left_out(tmp_path, monkeypatch):
+    tiny_model(*TREE_FAMILIES["gemma2"]).save_pretrained(tmp_path)
     monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)  # as older versions say
-    options = ModelOptions(path=str(tmp_path), attention=asked)
-    if asked == "auto":
-        assert resolve(options).attention == "eager"
-    else:
-        with pytest.raises(UsageError, match="sdpa would leave the cap out"):
-            resolve(options)
+    assert resolve(options_of(tmp_path)).attention == "eager"
+    with pytest.raises(UsageError, match="sdpa would leave the cap out"):
+        resolve(options_of(tmp_path, attention="sdpa"))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_half_precision_model_scores_as_its_weights_do_in_float32(saved_llama, dtype):
+    half = HfReference(options_of(saved_llama, dtype=dtype)).open()
+    before = half.score([TREE])
+    with half.in_float32():
+        inside = half.score([TREE])
+    # Its weights are the same, stored in bfloat16.
+    full = HfReference(options_of(saved_llama, dtype="float32")).open()
+    assert full.model.dtype == torch.float32
+    assert np.abs(inside - full.score([TREE])).max() < 1e-4 < np.abs(inside - before).max()
+    assert half.score([TREE]).tobytes() == before.tobytes()
+
+
+@pytest.mark.parametrize("error", [None, KeyError])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_very_same_tensors_are_back_afterwards(llama, error, dtype):
+    model = llama.to(dtype)
+    every = [*model.parameters(), *model.buffers()]
+    before = [(tensor.dtype, tensor.data_ptr()) for tensor in every]
+    expected = pytest.raises(error) if error else nullcontext()
+    with expected, held_in_float32(model):
+        assert {tensor.dtype for tensor in every} == {torch.float32}
+        is_copied = [one.data_ptr() for one in every] != [place for _, place in before]
+        assert is_copied == (dtype != torch.float32)
+        if error:
+            raise error
+    assert [(tensor.dtype, tensor.data_ptr()) for tensor in every] == before
+
+
+def test_weights_too_large_for_float32_ask_for_a_smaller_batch(saved_llama):
+    scorer = HfReference(options_of(saved_llama, dtype="bfloat16")).open()
+    huge = torch.zeros(1, dtype=torch.bfloat16).expand(1 << 50)  # takes two bytes until it is cast
+    scorer.model.register_buffer("huge", huge)
+    weight = next(scorer.model.parameters())
+    with pytest.raises(OutOfMemory, match="no room for the weights"), scorer.in_float32():
+        pytest.fail("came in")
+    assert weight.dtype == torch.bfloat16
+
+
+# Where the parts of a tiny model may lie.
+PARTS = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head")
+ROTARY = {"model.rotary_emb": "cpu"}
+LAST_LAYER = {part: "disk" if part == "model.layers.1" else "cpu" for part in PARTS} | ROTARY
+ALL = dict.fromkeys(PARTS, "disk") | ROTARY
+
+
+def options_spread(folder, device_map, family="llama"):
+    """The options of a tiny model, spread by a map."""
+    tiny_model(*TREE_FAMILIES[family]).save_pretrained(folder / "model")
+    return ModelOptions(
+        path=str(folder / "model"),
+        device="cpu",
+        device_map=device_map if isinstance(device_map, str) else json.dumps(device_map),
+        offload_folder=str(folder / "offloaded"),
+    )
+
+
+@pytest.mark.parametrize("family", ["gemma2", "mixtral"])
+def test_a_layer_on_disk_changes_no_bit(tmp_path, family):
+    options = options_spread(tmp_path, LAST_LAYER, family)
+    spread, whole = HfReference(options), HfReference(replace(options, device_map=""))
+    assert spread.identity() == whole.identity()
+    scorer, other = spread.open(), whole.open()
+    assert any(parameter.is_meta for parameter in scorer.model.parameters())
+    assert np.array_equal(scorer.score(mixed_trees()), other.score(mixed_trees()))
+    assert scorer.describe() == other.describe()
+
+
+def test_a_head_on_disk_scores_by_the_models_own_logits_and_is_not_widened(tmp_path):
+    options = options_spread(tmp_path, ALL)
+    scorer, whole = HfReference(options).open(), HfReference(replace(options, device_map="")).open()
+    assert all(parameter.is_meta for parameter in scorer.model.parameters())
+    assert (scorer.describe()["layout"], scorer.describe()["head"]) == ("tree", "exact")
+    gaps = np.abs(scorer.score(mixed_trees()) - whole.score(mixed_trees()))
+    assert gaps.max() <= NATS
+    half = HfReference(replace(options, dtype="bfloat16")).open()
+    with pytest.raises(OutOfMemory, match="not widened"), half.in_float32():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"device_map": "{"}, "device_map"),
+        ({"device_map": "[1]x"}, "device_map"),
+        ({"device_map": '{"model": }'}, "device_map"),
+        ({"tensor_parallel": 3}, "has 4 num_attention_heads, which cannot be shared out"),
+        ({"tensor_parallel": 2, "device_map": "auto"}, "model.device_map cannot be used with"),
+        ({"tensor_parallel": 2, "adapter": "some"}, "model.adapter cannot be used with"),
+    ],
+)
+def test_a_map_that_is_not_one_and_what_ranks_cannot_hold_together_are_refused(
+    tmp_path, how, message
+):
+    options = replace(options_spread(tmp_path, ""), **how)
+    read = resolve if "tensor_parallel" in how else lambda options: HfReference(options).open()
+    with pytest.raises(UsageError, match=message):
+        read(options)

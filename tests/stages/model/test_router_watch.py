@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig, MixtralForSequenceClassification
 
 from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
@@ -33,7 +34,6 @@ def test_the_sums_are_those_of_each_branch_on_its_own(name):
         policy.path = replace(policy.path, layout=layout)
         with torch.no_grad():
             found = policy(trees)[ROUTING]
-        assert values_of(found) == pytest.approx(values_of(expected), rel=1e-5)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
         assert found[:, -1].tolist() == [sum(tree.num_tokens for tree in trees)] * 2
 
@@ -69,9 +69,9 @@ def test_a_rank_without_rows_adds_nothing_and_still_has_a_gradient():
     assert logps.shape == (0,)
     assert not routing.any()
     routing.sum().backward()
-    assert all(
-        not parameter.grad.any() for parameter in policy.parameters() if parameter.grad is not None
-    )
+    learning = [one.grad for one in policy.parameters() if one.grad is not None]
+    assert learning
+    assert not any(gradient.any() for gradient in learning)
 
 
 def test_a_reward_model_has_them_too():
@@ -117,18 +117,41 @@ def test_routers_of_another_form_are_left_alone(caplog):
     assert "of no known form" in caplog.text
 
 
-def test_a_dense_model_returns_what_it_did():
-    policy = Policy(tiny_model(*TREE_FAMILIES["llama"]))
-    assert not policy.routers
-    assert policy.output_names == ("logps",)
-    assert isinstance(policy(mixed_trees()), torch.Tensor)
-
-
 def test_without_the_router_loss_nothing_is_kept_for_a_gradient():
     logps, routing = policy_of("mixtral")(mixed_trees())
     assert logps.requires_grad
     assert not routing.requires_grad
+    dense = Policy(tiny_model(*TREE_FAMILIES["llama"]))
+    assert not dense.routers
+    assert dense.output_names == ("logps",)
 
 
 def values_of(routing):
     return {name: float(value[0]) for name, value in router_metrics(routing).items()}
+
+
+WIDE = {"hidden_size": 128, "head_dim": 32, "moe_intermediate_size": 64, "initializer_range": 0.1}
+ALLOWED = {torch.float32: 1e-3, torch.bfloat16: 0.4}  # of the sums' and the gradient's own length
+
+
+def outcome(name, device, dtype):
+    kind, settings = MIXTURES[name]
+    model = tiny_model(kind, settings | WIDE).to(device, dtype)
+    turn_dropout_off(model)
+    policy = Policy(model, balanced=True)
+    if kind == "granitemoe" and not policy.routers:
+        pytest.skip(f"transformers {transformers.__version__} records no router of {kind}")
+    logps, routing = policy(mixed_trees())
+    (logps.double().sum() / 100 + router_share(routing, routing.detach())).backward()
+    gradients = [one.grad.flatten() for one in policy.parameters() if one.grad is not None]
+    return [one.detach().double().cpu() for one in (logps, routing, torch.cat(gradients))]
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # the compiler has advice for other programs
+@pytest.mark.parametrize("dtype", ALLOWED)
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_gpu_routes_and_learns_as_the_cpu_does(device, name, dtype):
+    expected = outcome(name, "cpu", torch.float32)
+    for found, wanted in zip(outcome(name, device, dtype), expected, strict=True):
+        assert float((found - wanted).norm() / wanted.norm()) < ALLOWED[dtype]

@@ -1,42 +1,62 @@
+"""Trees in one batch: where their tokens lie, what each sees, and masks of long rows in pieces."""
+
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import (
+    AutoConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from align.schemas.rows import Tree
+from align.stages.model import tree_attention
+from align.stages.model.policy import Policy
 from align.stages.model.tree_attention import (
     groups_within,
-    single_branches,
+    pieces_of,
     tree_batch,
     tree_mask,
     visible_keys,
     windows_by_kind,
 )
+from support.families import COMMON, draw
+from support.rounding import NATS
 
 pytestmark = pytest.mark.numeric
 
 CPU = torch.device("cpu")
+SHAPE = COMMON | {"initializer_range": 0.2, "max_position_embeddings": 256}
+CONFIGS = {
+    "full": LlamaConfig(**SHAPE),
+    "window of 5": MistralConfig(sliding_window=5, **SHAPE),
+    "window of 200": MistralConfig(sliding_window=200, **SHAPE),
+}
+
+
+def tree(prompt, *branches):
+    return Tree(np.array(prompt, np.int32), tuple(np.array(item, np.int32) for item in branches))
 
 
 def test_branches_follow_the_prompt_and_restart_its_positions():
-    batch = tree_batch([tree([10, 11], [20], [30, 31]), tree([12], [40])], CPU)
+    trees = [tree([10, 11], [20], [30, 31]), tree([12], [40])]
+    batch = tree_batch(trees, CPU)
     assert batch.token_ids.tolist() == [[10, 11, 20, 30, 31], [12, 40, 0, 0, 0]]
     assert batch.positions.tolist() == [[0, 1, 2, 2, 3], [0, 1, 0, 0, 0]]
     assert batch.segments.tolist() == [[0, 0, 1, 2, 2], [0, 1, -1, -1, -1]]
     # 20 and 30 are predicted by the last prompt token 11, 31 by 30, 40 by 12 in the second row
     assert batch.predictors.tolist() == [1, 1, 3, 5]
     assert batch.targets.tolist() == [20, 30, 31, 40]
+    packed = tree_batch(trees, CPU, packed=True)
+    assert packed.token_ids.tolist() == [[10, 11, 20, 30, 31, 12, 40]]
+    assert packed.positions.tolist() == [[0, 1, 2, 2, 3, 0, 1]]
+    assert packed.predictors.tolist() == [1, 1, 3, 5]
+    assert packed.edges == ((0, 2, 3, 5), (5, 6, 7))
 
 
-def test_packed_trees_lie_end_to_end():
-    batch = tree_batch([tree([10, 11], [20], [30, 31]), tree([12], [40])], CPU, packed=True)
-    assert batch.token_ids.tolist() == [[10, 11, 20, 30, 31, 12, 40]]
-    assert batch.positions.tolist() == [[0, 1, 2, 2, 3, 0, 1]]
-    assert batch.predictors.tolist() == [1, 1, 3, 5]
-    assert batch.edges == ((0, 2, 3, 5), (5, 6, 7))
-
-
-def test_a_branch_sees_the_prompt_and_itself_only():
+def test_a_branch_sees_the_prompt_and_itself_only_and_padding_itself():
     visible = visible_keys(tree_batch([tree([1, 2], [3], [4, 5]), tree([6], [7])], CPU))
     assert visible[0].int().tolist() == [
         [1, 0, 0, 0, 0],
@@ -45,55 +65,77 @@ def test_a_branch_sees_the_prompt_and_itself_only():
         [1, 1, 0, 1, 0],
         [1, 1, 0, 1, 1],
     ]
+    assert visible.diagonal(dim1=1, dim2=2).all()  # else its softmax would be of nothing
 
 
-def test_no_token_sees_nothing_padding_included():
-    visible = visible_keys(tree_batch([tree([1], [2, 3, 4]), tree([6], [7])], CPU))
-    assert visible.diagonal(dim1=1, dim2=2).all()
-
-
-def test_a_window_counts_positions_not_indices():
-    config = AutoConfig.for_model("mistral", sliding_window=2)
-    mask = tree_mask(tree_batch([tree([1, 2, 3], [4, 5], [6, 7])], CPU), config, torch.float32)
-    seen = [row.nonzero().flatten().tolist() for row in mask[0, 0] == 0]
-    # 6 stands right after the prompt token 3 although two tokens of branch 1 lie between them
-    assert seen == [[0], [0, 1], [1, 2], [2, 3], [3, 4], [2, 5], [5, 6]]
-
-
-def test_each_kind_of_layer_gets_its_own_mask():
+def test_a_window_counts_positions_and_each_kind_of_layer_has_its_own_mask():
+    batch = tree_batch([tree([1, 2, 3], [4, 5], [6, 7])], CPU)
     kinds = ["sliding_attention", "full_attention"]
     config = AutoConfig.for_model(
         "gemma2", sliding_window=2, num_hidden_layers=2, layer_types=kinds
     )
-    masks = tree_mask(tree_batch([tree([1, 2, 3], [4])], CPU), config, torch.float32)
-    assert (masks["full_attention"] == 0).sum() == 10  # 1 + 2 + 3 + 4
-    assert (masks["sliding_attention"] == 0).sum() == 7  # 1 + 2 + 2 + 2
-
-
-def test_layers_without_attention_have_no_tree_mask():
-    config = AutoConfig.for_model("llama")
+    masks = tree_mask(batch, config, torch.float32)
+    seen = [row.nonzero().flatten().tolist() for row in masks["sliding_attention"][0, 0] == 0]
+    # 6 stands right after the prompt token 3 although two tokens of branch 1 lie between them
+    assert seen == [[0], [0, 1], [1, 2], [2, 3], [3, 4], [2, 5], [5, 6]]
+    assert (masks["full_attention"] == 0).sum() == 24  # 1 + 2 + 3 + 4 + 5 + 4 + 5
     config.layer_types = ["full_attention", "linear_attention"]
     with pytest.raises(ValueError, match="linear_attention"):
         windows_by_kind(config)
 
 
-def test_groups_keep_the_order_and_the_limit():
-    trees = [tree([1], [2]), tree([1], [2, 3]), tree([1], [2] * 9), tree([1], [2])]
-    groups = list(groups_within(trees, max_tokens=6))
-    assert [[item.num_tokens for item in group] for group in groups] == [[2, 3], [10], [2]]
+def test_groups_keep_the_order_and_the_limit_and_packed_ones_count_no_padding():
+    def sizes(branches, **how):
+        trees = [tree([1], [2] * size) for size in branches]
+        return [[one.num_tokens for one in group] for group in groups_within(trees, **how)]
+
+    assert sizes((1, 2, 9, 1), max_tokens=6) == [[2, 3], [10], [2]]
+    assert sizes((4, 1, 1, 1), max_tokens=9) == [[5], [2, 2, 2]]
+    assert sizes((4, 1, 1, 1), max_tokens=9, packed=True) == [[5, 2, 2], [2]]
 
 
-def test_packed_groups_count_no_padding():
-    trees = [tree([1], [2] * 4), tree([1], [2]), tree([1], [2]), tree([1], [2])]
-    groups = list(groups_within(trees, max_tokens=9, packed=True))
-    assert [[item.num_tokens for item in group] for group in groups] == [[5, 2, 2], [2]]
+def learned(config):
+    torch.manual_seed(0)
+    kind = LlamaForCausalLM if config.model_type == "llama" else MistralForCausalLM
+    policy = Policy(kind(config))
+    assert policy.path.layout == "packed"
+    random = np.random.default_rng(3)
+    shapes = ((40, (33, 1, 7)), (1, (50,)), (90, (2, 30)), (3, (4,)))
+    trees = [Tree(draw(random, one), tuple(draw(random, n) for n in some)) for one, some in shapes]
+    rows = policy(tuple(trees))
+    (rows.exp() * torch.arange(1, 1 + rows.shape[1])).sum().backward()
+    return rows.detach(), [parameter.grad for parameter in policy.parameters()]
 
 
-def test_single_branches_keep_the_order():
-    singles = single_branches([tree([1], [2], [3]), tree([4], [5])])
-    assert [int(item.branches[0][0]) for item in singles] == [2, 3, 5]
-    assert [int(item.prompt[0]) for item in singles] == [1, 1, 4]
+@pytest.mark.parametrize(
+    ("name", "elements", "rows"),
+    [
+        ("full", 400, 7),
+        ("full", 2000, 16),
+        ("window of 5", 400, 1),
+        ("window of 5", 2000, 16),
+        ("window of 200", 400, 7),
+    ],
+)
+def test_a_mask_of_some_rows_at_a_time_gives_the_same_numbers(monkeypatch, name, elements, rows):
+    whole, gradients = learned(CONFIGS[name])
+    monkeypatch.setattr(tree_attention, "MASK_ELEMENTS", elements)
+    monkeypatch.setattr(tree_attention, "MASK_ROWS", rows)
+    cut, cut_gradients = learned(CONFIGS[name])
+    assert torch.allclose(cut, whole, rtol=0, atol=NATS)
+    for some, others in zip(cut_gradients, gradients, strict=True):
+        assert (some - others).abs().max() <= 1e-5 * others.abs().max()
 
 
-def tree(prompt, *branches):
-    return Tree(np.array(prompt, np.int32), tuple(np.array(item, np.int32) for item in branches))
+@pytest.mark.parametrize("name", CONFIGS)
+def test_only_the_mask_of_a_long_row_is_cut_and_has_no_more_elements_than_it_may(name):
+    def templates(*shapes):
+        trees = [tree(np.ones(prompt), np.ones(branch)) for prompt, branch in shapes]
+        batch = tree_batch(trees, CPU, packed=True)
+        return pieces_of(batch, CONFIGS[name], torch.float32).templates.values()
+
+    for template in templates((20_000, 12_000), (5, 20_000)):
+        assert not template.is_whole
+        assert template.mask.numel() <= tree_attention.MASK_ELEMENTS
+    for prompt in (1, 1024, 2047):  # of 2,048 tokens, an ordinary micro-batch
+        assert all(one.is_whole for one in templates((prompt, 2048 - prompt)))

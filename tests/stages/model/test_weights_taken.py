@@ -23,43 +23,52 @@ FAMILIES = TREE_FAMILIES | PLAIN_FAMILIES
 TREE = Tree(np.array([3, 4, 5], np.int32), (np.array([6], np.int32), np.array([7, 8], np.int32)))
 
 
-@pytest.fixture
-def shortened(saved_llama, tmp_path):
-    """Two layers of weights under a config that asks for one."""
-    return changed(saved_llama, tmp_path / "short", num_hidden_layers=1)
+def options(folder, **more):
+    return ModelOptions(path=str(folder), **more)
 
 
-def test_weights_that_the_model_does_not_use_are_refused(shortened):
-    with pytest.raises(UsageError, match=r"does not use 9 of the tensors.*model\.layers\.1\."):
-        load_causal_lm(options(shortened))
-    with pytest.raises(UsageError, match="does not use 9 of the tensors"):
-        HfReference(options(shortened)).identity()
-    with pytest.raises(UsageError, match="does not use 9 of the tensors"):
-        load_policy(options(shortened), TrainOptions(), LoraOptions())
+def changed(source, target, **settings):
+    """A copy of a folder with other settings."""
+    shutil.copytree(source, target)
+    file = target / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    return target
 
 
-def test_unused_weights_that_are_allowed_are_recorded(shortened):
-    reference = HfReference(options(shortened, allow_unused_weights=True))
+def test_weights_that_the_model_does_not_use_are_refused_or_allowed_and_recorded(
+    saved_llama, tmp_path
+):
+    short = changed(saved_llama, tmp_path / "short", num_hidden_layers=1)
+    config = LlamaConfig(**tiny_model("llama", {}).config.to_dict() | {"num_labels": 1})
+    LlamaForSequenceClassification(config).save_pretrained(tmp_path / "scorer")
+    HfReward(options(tmp_path / "scorer")).open()
+    scorer = changed(tmp_path / "scorer", tmp_path / "short scorer", num_hidden_layers=1)
+    for load in (
+        lambda: load_causal_lm(options(short)),
+        lambda: HfReference(options(short)).identity(),
+        lambda: load_policy(options(short), TrainOptions(), LoraOptions()),
+        lambda: HfReward(options(scorer)).open(),
+        lambda: HfReward(options(scorer)).identity(),
+    ):
+        with pytest.raises(UsageError, match=r"does not use 9 of the tensors.*model\.layers\.1\."):
+            load()
+    reference = HfReference(options(short, allow_unused_weights=True))
     assert reference.open().score([TREE]).shape == (3,)
     assert reference.identity()["model.unused_weights"] == "9"
-
-
-def test_nothing_is_recorded_where_no_weights_are_unused(saved_llama):
     given, allowed = options(saved_llama), options(saved_llama, allow_unused_weights=True)
     assert HfReference(allowed).identity() == HfReference(given).identity()
 
 
-def test_tensors_of_another_shape_are_refused_by_name(saved_llama, tmp_path):
-    folder = changed(saved_llama, tmp_path / "wide", intermediate_size=64)
-    for allows in (False, True):
-        with pytest.raises(UsageError, match=r"6 tensors have another shape.*\[32, 48\], not \[32"):
-            load_causal_lm(options(folder, allow_unused_weights=allows))
-
-
-def test_allowing_unused_weights_does_not_allow_missing_ones(saved_llama, tmp_path):
-    folder = changed(saved_llama, tmp_path / "long", num_hidden_layers=3)
-    with pytest.raises(UsageError, match="lack 9 tensors"):
-        load_causal_lm(options(folder, allow_unused_weights=True))
+@pytest.mark.parametrize("allows", [False, True])
+def test_tensors_that_are_missing_or_of_another_shape_are_refused_by_name(
+    saved_llama, tmp_path, allows
+):
+    wide = changed(saved_llama, tmp_path / "wide", intermediate_size=64)
+    with pytest.raises(UsageError, match=r"6 tensors have another shape.*\[32, 48\], not \[32"):
+        load_causal_lm(options(wide, allow_unused_weights=allows))
+    long = changed(saved_llama, tmp_path / "long", num_hidden_layers=3)
+    with pytest.raises(UsageError, match=r"lack 9 tensors.*layers\.2"):
+        load_causal_lm(options(long, allow_unused_weights=allows))
 
 
 @pytest.mark.parametrize(
@@ -82,29 +91,17 @@ def test_buffers_that_older_versions_stored_are_no_weights(family, stored, tmp_p
     load_causal_lm(options(tmp_path))
 
 
-@pytest.mark.parametrize("is_stored", [True, False])
-def test_a_tied_head_may_be_stored_or_left_out(is_stored, tmp_path):
+def test_a_tied_head_may_be_stored_or_left_out(tmp_path):
     model = tiny_model("llama", {"tie_word_embeddings": True})
     model.save_pretrained(tmp_path)
     weights = tmp_path / "model.safetensors"
     tensors = load_file(weights)
     tensors.pop("lm_head.weight", None)
-    if is_stored:
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    save_file(tensors, weights, metadata={"format": "pt"})
-    loaded = load_causal_lm(options(tmp_path))
-    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
-
-
-def test_a_reward_model_with_unused_layers_is_refused(tmp_path):
-    config = LlamaConfig(**tiny_model("llama", {}).config.to_dict() | {"num_labels": 1})
-    LlamaForSequenceClassification(config).save_pretrained(tmp_path / "scorer")
-    HfReward(options(tmp_path / "scorer")).open()
-    short = changed(tmp_path / "scorer", tmp_path / "short", num_hidden_layers=1)
-    with pytest.raises(UsageError, match="does not use 9 of the tensors"):
-        HfReward(options(short)).open()
-    with pytest.raises(UsageError, match="does not use 9 of the tensors"):
-        HfReward(options(short)).identity()
+    stored = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    for more in ({}, stored):
+        save_file(tensors | more, weights, metadata={"format": "pt"})
+        loaded = load_causal_lm(options(tmp_path))
+        assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
 
 
 @pytest.fixture
@@ -123,13 +120,15 @@ def adapter(saved_llama, tmp_path):
 )
 def test_an_adapter_of_another_model_is_refused(adapter, tmp_path, settings, said):
     tiny_model("llama", settings).save_pretrained(tmp_path / "other")
-    refuse_adapter(tmp_path / "other", adapter, said)
+    with pytest.raises(UsageError, match=said):
+        load_causal_lm(options(tmp_path / "other", adapter=str(adapter)))
 
 
 def test_an_adapter_whose_settings_leave_out_what_it_stores_is_refused(saved_llama, adapter):
-    settings = json.loads((adapter / "adapter_config.json").read_text())
-    write(adapter / "adapter_config.json", settings | {"target_modules": ["q_proj"]})
-    refuse_adapter(saved_llama, adapter, r"4 of its own are not used \(first: .*v_proj")
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"target_modules": ["q_proj"]}))
+    with pytest.raises(UsageError, match=r"4 of its own are not used \(first: .*v_proj"):
+        load_causal_lm(options(saved_llama, adapter=str(adapter)))
 
 
 def test_an_adapter_with_retrained_embeddings_is_taken_whole(saved_llama, tmp_path):
@@ -138,22 +137,3 @@ def test_an_adapter_with_retrained_embeddings_is_taken_whole(saved_llama, tmp_pa
     names = set(load_file(tmp_path / "adapter_model.safetensors"))
     assert any("embed_tokens" in name for name in names)
     load_causal_lm(options(saved_llama, adapter=str(tmp_path)))
-
-
-def refuse_adapter(model, adapter, said):
-    with pytest.raises(UsageError, match=said):
-        load_causal_lm(options(model, adapter=str(adapter)))
-
-
-def options(folder, **more):
-    return ModelOptions(path=str(folder), **more)
-
-
-def changed(source, target, **settings):
-    shutil.copytree(source, target)
-    write(target / "config.json", json.loads((source / "config.json").read_text()) | settings)
-    return target
-
-
-def write(file, value):
-    file.write_text(json.dumps(value))
