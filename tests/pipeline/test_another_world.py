@@ -13,7 +13,6 @@ pytestmark = pytest.mark.numeric
 # Twenty steps without dropout, whose masks each rank draws for its own rows.
 LONG = ("--max-steps", 20, "--set", "train.dropout=false", "--eval-every", 10)
 FAR = {"losses": NATS, "weights": apart(20 * 1e-3)}
-LORA = ("--lora", "--set", "lora.rank=4")
 
 
 def part(course, run, *more, ranks, failpoint="", launcher=None):
@@ -26,8 +25,8 @@ def part(course, run, *more, ranks, failpoint="", launcher=None):
     return answers[0]
 
 
-def require_near(run, whole, limits=FAR):
-    assert all(far <= limits[what] for what, far in distances(run, whole).items())
+def require_near(run, whole):
+    assert all(far <= FAR[what] for what, far in distances(run, whole).items())
 
 
 def test_two_ranks_then_one_then_two_end_as_two_do(course, tmp_path):
@@ -42,14 +41,13 @@ def test_two_ranks_then_one_then_two_end_as_two_do(course, tmp_path):
     assert "after step 6: ranks 2 → 1\n  after step 6: ZeRO stage 1 → 0\n" in answer.err
     part(course, run, "--set", "train.sequence_parallel=2", ranks=2)
     require_near(run, whole)
-    changes = read_ending(RunFolder(run)).changes
-    assert changes == (
+    assert set(read_ending(RunFolder(run)).changes) == {
         "after step 6: ranks 2 → 1",
         "after step 6: ZeRO stage 1 → 0",
         "after step 12: ranks of a sequence none → 2",
         "after step 12: ranks 1 → 2",
         "after step 12: ZeRO stage 0 → 1",
-    )
+    }
     assert "ranks 1 → 2" in (run / "report.html").read_text()
     assert "already: this run is finished" in part(course, run, ranks=1).out
 
@@ -62,7 +60,7 @@ def uneven(rank, port):
 
 def test_a_policy_that_is_created_in_parts_goes_on_in_other_parts(course, tmp_path):
     words = ("--deepspeed", "zero3")
-    whole, run = course.whole(*LONG, *words, ranks=2), tmp_path / "run"
+    whole, run = course.whole(*LONG, ranks=2), tmp_path / "run"
     part(course, run, *words, ranks=1, failpoint="step.started=kill@7")
     part(course, run, *words, ranks=2, failpoint="step.started=kill@5", launcher=uneven)
     assert saved(run) == (10, 2, 3)
@@ -73,38 +71,13 @@ def test_a_policy_that_is_created_in_parts_goes_on_in_other_parts(course, tmp_pa
     require_near(run, whole)
 
 
-WORLDS = [(2, 1, 2), (1, 3, 2), (2, 3, 1)]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("worlds", WORLDS, ids=str)
-@pytest.mark.parametrize("more", [(), LORA], ids=["all", "lora"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("stage", range(4))
-def test_any_ranks_in_any_order_end_as_two_do(course, tmp_path, worlds, more, dtype, stage):
-    words = ("--deepspeed", f"zero{stage}", "--set", f"train.dtype={dtype}", *more)
-    whole, run = course.whole(*LONG, *words, ranks=2), tmp_path / f"{stage}-{dtype}-{worlds}"
-    first, second, third = worlds
-    part(course, run, *words, ranks=first, failpoint="step.started=kill@7")
-    part(course, run, *words, ranks=second, failpoint="checkpoint.written=kill@1")
-    assert saved(run) == (6, first, stage)
-    part(course, run, *words, ranks=second, failpoint="step.started=kill@8")
-    assert saved(run) == (12, second, stage)
-    part(course, run, *words, ranks=third)
-    # Gradients in 16 bits are rounded after a sum that depends on the ranks.
-    require_near(run, whole, FAR if dtype == "float32" else {"losses": 0.01, "weights": 0.01})
-
-
 def test_another_stage_goes_on_and_another_optimizer_does_not(course, tmp_path, broken_run):
-    answer = course.run(broken_run, "--resume", "auto", "--deepspeed", "zero2")
-    assert "after step 4: ZeRO stage 0 → 2\n" in answer.err
-    require_near(broken_run, course.whole())
-
-
-def test_another_optimizer_in_the_users_file_is_refused(course, tmp_path, broken_run):
     path = tmp_path / "ds.json"
     optimizer = {"type": "Adam", "params": {"adam_w_mode": True, "torch_adam": True}}
     path.write_text(json.dumps({"zero_optimization": {"stage": 2}, "optimizer": optimizer}))
     said = refused(course, 4, broken_run, "--resume", "auto", "--deepspeed", path)
     assert "  deepspeed optimizer.type: begun with 'AdamW', now 'Adam'\n" in said
     assert "zero_optimization" not in said
+    answer = course.run(broken_run, "--resume", "auto", "--deepspeed", "zero2")
+    assert "after step 4: ZeRO stage 0 → 2\n" in answer.err
+    require_near(broken_run, course.whole())

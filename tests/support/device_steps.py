@@ -1,16 +1,9 @@
-"""Whole steps of methods on the CPU and on the pretended accelerator, and where the host waited.
+"""Whole steps of methods on the CPU and on the pretended accelerator, and where the host waited."""
 
-A program: the folder to write to, a cache with every column, and the cases, each `METHOD LAYOUT`
-and how the policy is loaded: plain, lora, bf16 or dropout.
-"""
-
-import json
-import sys
 import traceback
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -42,12 +35,10 @@ LOADED = {
 # What more a step can hold: every modifier, and several methods in one loss.
 IN_USE = {
     "dpo-weighed": ("dpo", {"ld_alpha": 0.5, "margin": "margin", "row_weight": "weight"}),
-    "dpo-js": ("dpo", {"f_divergence": "js"}),
     "cdpo-wpo": ("cdpo", {"wpo": True}),
     "kto-clamped": ("kto", {"humanline": True, "log_eps_p": -1e-2, "log_eps_r": 1e-2}),
     "mixture": ("dpo:0.8+kto:0.2+sft:1", {}),
 }
-LAYOUTS = ("tree", "plain", "flex")
 LORA = LoraOptions(enabled=True, rank=4, dropout=0.1)
 
 
@@ -96,7 +87,14 @@ def attended(query, key, value, *, score_mod, block_mask, scale, enable_gqa):
     return scores.softmax(dim=-1) @ value
 
 
-DENSE = ("flex_attention", attended)
+def compared(cache, method, layout, loaded="plain"):
+    """How what the two devices compute differs, of a step of a method or of `scoring`."""
+    # torch has no other product for a device that it does not know.
+    dense = mock.patch.object(flex_attention, "flex_attention", attended)
+    with sdpa_kernel(SDPBackend.MATH), dense:
+        if method == "scoring":
+            return scored(cache, layout)
+        return steps(cache, method, layout, loaded)
 
 
 @cache
@@ -143,8 +141,9 @@ def step_on(device, cache, method, layout, loaded):
     policy = deepcopy(policy_of(job.policy, recipe.head, "purity" in recipe.needs, loaded))
     policy.path = replace(policy.path, layout=layout)
     feed = feed_of(job, recipe, source, pads=not policy.path.packs)
-    with feed.steps(Cursor(0, 0)) as steps:
-        batch = next(iter(steps))
+    with feed.steps(Cursor(0, 0)) as batches:
+        batch = next(iter(batches))
+    before = weights_of(policy)
     engine = OneDevice(moved(policy, device))
     held_out = evaluated(engine, recipe, feed) if loaded == "plain" else {}
     WAITS.taken()
@@ -154,7 +153,8 @@ def step_on(device, cache, method, layout, loaded):
         "totals": result.totals,
         "state": result.state,
         "micro_batches": len(batch.own),
-        "weights": {name: numbers_of(weight) for name, weight in policy.named_parameters()},
+        "before": before,
+        "weights": weights_of(policy),
         "held out": held_out,
         "waits": waits,
     }
@@ -178,26 +178,28 @@ def moved(policy, device):
     return policy
 
 
+def weights_of(policy):
+    return {name: numbers_of(weight) for name, weight in policy.named_parameters()}
+
+
 def numbers_of(weight):
     raw = getattr(weight.detach(), "raw", weight.detach())
     return raw.double().flatten().tolist()
 
 
-def compared(cache, case):
-    """How the two devices differ, or the error of the pretended one."""
-    method, layout, loaded = case.split()
+def steps(cache, method, layout, loaded):
+    """How the two devices differ in a step, or the error of the pretended one."""
     expected = step_on(torch.device("cpu"), cache, method, layout, loaded)
     try:
         with PretendedDevice():
             found = step_on(DEVICE, cache, method, layout, loaded)
     except Exception:
         return {"error": traceback.format_exc()}
-    same = [name for name in ("totals", "state", "held out") if found[name] == expected[name]]
-    before = policy_of_case(cache, method, loaded)
+    moved = distance(expected["before"], expected["weights"])
     return {
-        "same": same,
+        "same": [name for name in ("totals", "state", "held out") if found[name] == expected[name]],
         "micro_batches": found["micro_batches"],
-        "moved": (moved := distance(before, expected["weights"])),
+        "moved": moved,
         "apart": distance(found["weights"], expected["weights"]) / moved,
         "waits": found["waits"],
     }
@@ -209,18 +211,12 @@ def distance(some, others):
     return float(np.linalg.norm(np.concatenate(gaps)))
 
 
-def policy_of_case(cache, method, loaded):
-    job, recipe, _ = source_of(cache, method)
-    policy = policy_of(job.policy, recipe.head, "purity" in recipe.needs, loaded)
-    return {name: numbers_of(weight) for name, weight in policy.named_parameters()}
-
-
 def scored(cache, layout):
     """Stage 1's log-probs of a few rows on either device, and the layout that the probe chose."""
     job, recipe, source = source_of(cache, "dpo")
     feed = feed_of(job, recipe, source, pads=True)
-    with feed.steps(Cursor(0, 0)) as steps:
-        trees = next(iter(steps)).own[0].trees
+    with feed.steps(Cursor(0, 0)) as batches:
+        trees = next(iter(batches)).own[0].trees
     policy = deepcopy(policy_of(job.policy, "none", False, "plain"))
     here = TreeScorer(policy.model.eval())
     here.path = replace(here.path, layout=layout)
@@ -232,15 +228,3 @@ def scored(cache, layout):
         WAITS.taken()
         found = there.score(trees)
     return {"same": found.tolist() == expected.tolist(), "waits": WAITS.taken(), "chosen": chosen}
-
-
-def main(folder, cache, *cases):
-    # torch has no other product for a device that it does not know.
-    with sdpa_kernel(SDPBackend.MATH), mock.patch.object(flex_attention, *DENSE):
-        seen = {case: compared(cache, case) for case in cases}
-        seen |= {f"scoring {layout}": scored(cache, layout) for layout in LAYOUTS}
-    (Path(folder) / "rank-0.json").write_text(json.dumps(seen))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

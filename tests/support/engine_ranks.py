@@ -1,15 +1,13 @@
-"""A rank of a test world: trains tiny policies in every way, and says what happened."""
+"""A rank of a test world trains tiny policies in every way, and says what happened."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
 import torch
 
-from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
+from align.schemas.config import TrainOptions
 from align.schemas.errors import StorageError
 from align.stages.engine.deepspeed_engine import open_engine
-from align.stages.model.policy import load_policy
 from support.rounding import EPSILON, UNIT, apart
 from support.tiny_policy import WIDTH, TinyPolicy, some_trees
 
@@ -20,10 +18,6 @@ WRONG = [1, 2, 3, 5, 0, 1]  # steps in which the last rank's first micro-batch h
 OPTIONS = TrainOptions(weight_decay=0.1, max_grad_norm=0.05, lr=1e-3, beta2=0.95, epsilon=EPSILON)
 # The six steps, and the rounding of weights up to 4 in each of them.
 WEIGHTS = apart(sum(lr for *_, lr in STEPS), norm=OPTIONS.max_grad_norm) + 6 * 4 * UNIT
-SGD = {
-    "optimizer": {"type": "SGD", "params": {"lr": "auto", "weight_decay": "auto"}},
-    "zero_allow_untested_optimizer": True,
-}
 
 
 def rows_of(step):
@@ -123,20 +117,6 @@ def resumed(world, options, folder, **how):
     return [run.steps(3, 6).seen() for run in (first, second)]
 
 
-def clipped(world, options, folder):
-    """One step of plain gradient descent at lr 1: it moves by the gradient that was left."""
-    path = folder / f"{options.deepspeed}.json"
-    if world.rank == 0:
-        path.write_text(
-            json.dumps(SGD | {"zero_optimization": {"stage": int(options.deepspeed[4])}})
-        )
-    torch.distributed.barrier()
-    run = Run(world, replace(options, deepspeed=str(path), lr=1.0, weight_decay=0.0))
-    before = run.weights()
-    run.gradients(0)
-    return {"before": before, "update": run.engine.step().grad_norm, "after": run.weights()}
-
-
 def summed(world, _):
     """What a collective gives."""
     options = replace(OPTIONS, deepspeed="zero0", dtype="float32")
@@ -161,19 +141,6 @@ def failed_save(world, folder):
         return str(error)
 
 
-def language_model(world, folder):
-    """A real model through the policy's own forward pass; in some steps a rank has no row."""
-    seen = {}
-    for preset in ("zero0", "zero2", "zero3"):
-        options = replace(OPTIONS, deepspeed=preset, dtype="float32")
-        model = ModelOptions(path=str(folder / "models" / "world"), device="cpu")
-        policy = load_policy(model, options, LoraOptions())
-        names = [name for name, _ in policy.model.named_parameters()]
-        run = Run(world, options, policy=policy).steps(3, 6)
-        seen[preset] = run.seen() | {"names": names}
-    return seen
-
-
 def six_steps(world, folder, name, preset):
     """By another optimizer; saved after three of them."""
     options = replace(OPTIONS, dtype="float32", optimizer=name, deepspeed=preset)
@@ -181,19 +148,16 @@ def six_steps(world, folder, name, preset):
 
 
 def everything(world, folder, preset, dtype):
+    """Six steps straight on and in every other way; in float32 with a part that does not learn."""
     options, way = replace(OPTIONS, deepspeed=preset, dtype=dtype), f"{preset}-{dtype}"
+    how = {"dropout": 0.2, "frozen": dtype == "float32"}
     plain = saved(Run(world, options).steps(0, 3), folder / way).steps(3, 6)
-    straight, again = resumed(world, options, folder / f"{way}-d", dropout=0.2)
-    frozen, frozen_again = resumed(world, options, folder / f"{way}-f", frozen=True)
-    seen = {
+    straight, again = resumed(world, options, folder / f"{way}-d", **how)
+    last = Run(world, options, **how)
+    return {
         "plain": plain.seen(),
         "straight": straight,
         "resumed": again,
-        "disturbed": disturbed(Run(world, options, dropout=0.2)),
-        "frozen": frozen,
-        "frozen resumed": frozen_again,
-        "trainable": Run(world, options, frozen=True).weights(trainable_only=True),
+        "disturbed": disturbed(last),
+        "trainable": list(last.weights(trainable_only=True)),
     }
-    if dtype == "float32" and preset != "zero3-offload":
-        seen["clipped"] = clipped(world, options, folder)
-    return seen

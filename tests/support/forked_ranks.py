@@ -1,4 +1,4 @@
-"""Forks the ranks of a world from a process that has imported for all of them."""
+"""Forks processes, such as the ranks of a world, from one that has imported for all of them."""
 
 import os
 import socket
@@ -8,28 +8,39 @@ from contextlib import closing
 from align.stages.engine.distributed import joined_world
 
 
+def child(action, *given):
+    """Starts a process that runs the action; returns its id."""
+    if pid := os.fork():
+        return pid
+    try:
+        action(*given)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        os._exit(1)
+    os._exit(0)
+
+
 def forked(size, action):
     """Starts ranks that meet, and then run the action; returns their process ids."""
     with closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    children = []
-    for rank in range(size):
-        if child := os.fork():
-            children.append(child)
-            continue
-        who = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank}
-        os.environ.update(place | {name: str(number) for name, number in who.items()})
-        try:
-            with joined_world() as world:
-                action(world)
-        except BaseException:
-            sys.excepthook(*sys.exc_info())
-            os._exit(1)
-        os._exit(0)
-    return children
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1]}
+    who = [{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size} for rank in range(size)]
+    return [child(join, action, place | one) for one in who]
+
+
+def join(action, environment):
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    with joined_world() as world:
+        action(world)
+
+
+def require_good_ends(children):
+    """Waits for processes, of which none may fail."""
+    ended = [end_of(one) for one in children]
+    assert not any(ended), ended
 
 
 def end_of(child):
-    """How a rank ended, once it has."""
+    """How a process ended, once it has."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

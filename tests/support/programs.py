@@ -28,17 +28,15 @@ class Seen:
         return self.ranks[0]
 
 
-def program(name, *arguments, ranks=1):
+def program(name, *arguments):
     """The command line of a module of this folder, to be started in `TESTS`."""
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
-    words = (*(torchrun if ranks > 1 else ()), "-m", f"support.{name}", *arguments)
-    return [sys.executable, *map(str, words)]
+    return [sys.executable, *map(str, ("-m", f"support.{name}", *arguments))]
 
 
-def run_program(name, *arguments, ranks=1, **environment):
+def run_program(name, *arguments, **environment):
     """Runs a module of this folder to its end, which has to be a good one."""
     done = subprocess.run(
-        program(name, *arguments, ranks=ranks),
+        program(name, *arguments),
         cwd=TESTS,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
         capture_output=True,
@@ -50,9 +48,9 @@ def run_program(name, *arguments, ranks=1, **environment):
     return done
 
 
-def run_ranks(name, folder, *arguments, ranks, **how):
-    """Runs a module whose ranks each leave one JSON file in a folder."""
-    done = run_program(name, folder, *arguments, ranks=ranks, **how)
+def run_ranks(name, folder, *arguments, ranks=1, **how):
+    """Runs a module that leaves a JSON file of each rank in a folder."""
+    done = run_program(name, folder, *arguments, **how)
     paths = [Path(folder) / f"rank-{rank}.json" for rank in range(ranks)]
     return Seen(
         [json.loads(path.read_text()) for path in paths], done.stdout, done.stderr, Path(folder)

@@ -1,7 +1,7 @@
-"""The ranks of a test world go through its cases, and each writes down what it saw.
+"""Worlds of ranks, forked from one process that has imported for all of them.
 
-A program: the folder to write to, the number of ranks, and the names of the cases, each followed
-by what it is given: `policy/scores/3`.
+A program: the folder to write to, and its worlds: `NAME=RANKS` and the cases that its ranks go
+through, each followed by what it is given: `two=2 shared/experts loaded/tied one=1 summed`.
 """
 
 import gc
@@ -9,13 +9,22 @@ import json
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from torch.distributed import distributed_c10d
 
 from align.stages.engine.distributed import TIMEOUT, gathered, run_on_all_ranks, run_on_rank_zero
-from support import engine_ranks, policy_ranks, sharded_ranks, shared_ranks
-from support.forked_ranks import end_of, forked
+from support import (
+    engine_ranks,
+    sharded_ranks,
+    shared_ranks,
+    silent_rank,
+    training_ranks,
+    training_trouble,
+)
+from support.forked_ranks import child, forked, require_good_ends
+from support.programs import Seen, run_program
 
 
 def wait_for_slow_first_rank(world, _):
@@ -32,38 +41,75 @@ def wait_for_slow_first_rank(world, _):
     return [*found, gathered(world, world.rank)]
 
 
+def on_device(world, folder, *words):
+    """A step on the pretended accelerator, which stays that of this process."""
+    from support import device_steps  # noqa: PLC0415
+
+    return device_steps.compared(folder / "everything", *words)
+
+
 CASES = {
     "engine": engine_ranks.everything,
     "optimizer": engine_ranks.six_steps,
     "summed": engine_ranks.summed,
     "failed save": engine_ranks.failed_save,
-    "language model": engine_ranks.language_model,
-    "policy": policy_ranks.compared,
-    "shared sequences": shared_ranks.shared_sequences,
+    "shared": shared_ranks.compared,
+    "flex": shared_ranks.by_flex,
+    "refused": shared_ranks.refused,
     "counted": sharded_ranks.counted,
     "loaded": sharded_ranks.loaded,
     "slow first rank": wait_for_slow_first_rank,
+    "listed": training_ranks.listed,
+    "nonfinite": training_trouble.nonfinite,
+    "stop reasons": training_trouble.stop_reasons,
+    "device": on_device,
+    **{kind: partial(training_ranks.trained, kind) for kind in training_ranks.KINDS},
 }
 
 
-def seen_by(world, folder, cases):
-    """What a rank saw in each case."""
+def seen_in(root, inputs, **worlds):
+    """What each rank of each world saw; a world is the number of its ranks and their cases.
+
+    Each has a folder of its own, in which the inputs lie under their names.
+    """
+    words = [word for name, (size, *cases) in worlds.items() for word in (f"{name}={size}", *cases)]
+    for name in worlds:
+        (root / name).mkdir()
+        for link, target in inputs.items():
+            (root / name / link).symlink_to(target)
+    done = run_program("ranks", root, *words)
+
+    def seen(folder, size):
+        ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(size)]
+        return Seen(ranks, done.stdout, done.stderr, folder)
+
+    return {name: seen(root / name, size) for name, (size, *_) in worlds.items()}
+
+
+def main(root, *words):
+    gc.freeze()  # DeepSpeed collects garbage several times as it opens an engine
+    worlds = {}
+    for word in words:
+        if "=" in word:
+            cases = worlds[word] = []
+        else:
+            cases.append(word)
+    others = []
+    for world, cases in worlds.items():
+        folder, size = Path(root, world.partition("=")[0]), int(world.partition("=")[2])
+        if cases == ["silence"]:  # which is long and idle, so the others do not wait for it
+            others.append(child(silent_rank.heard, folder))
+        else:
+            require_good_ends(forked(size, partial(go_through, cases, folder)))
+    require_good_ends(others)
+
+
+def go_through(cases, folder, world):
     seen = {}
     for case in cases:
-        name, *words = case.split("/")
-        seen[case] = CASES[name](world, Path(folder), *words)
-    return seen
-
-
-def main(folder, size, *cases):
-    gc.freeze()  # DeepSpeed collects garbage several times as it opens an engine
-
-    def write(world):
-        seen = seen_by(world, folder, cases)
-        (Path(folder) / f"rank-{world.rank}.json").write_text(json.dumps(seen))
-
-    ended = [end_of(rank) for rank in forked(int(size), write)]
-    assert not any(ended), ended
+        kind, *words = case.split("/")
+        seen[case] = CASES[kind](world, folder, *words)
+    (folder / f"rank-{world.rank}.json").write_text(json.dumps(seen))
 
 
 if __name__ == "__main__":

@@ -15,70 +15,41 @@ from align.stages.model.policy import Policy, Sharding, turn_dropout_off
 from support.adapters import drawn_adapter
 from support.families import TREE_FAMILIES, mixed_trees, tiny_model
 
+FEW_KEYS = {"hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 1}
+# The model, and what else its policy has.
 SHARED = {
-    "keys of two heads": ("llama", {}),
-    "keys of one head": ("llama", {"num_key_value_heads": 1}),
-    "three heads": (
-        "llama",
-        {"hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 1},
+    "keys of one head": (
+        ("llama", {"num_key_value_heads": 1}),
+        {"head": "values", "purity": True},
     ),
-    "one head": ("llama", {"num_attention_heads": 1, "num_key_value_heads": 1}),
-    "a window": TREE_FAMILIES["mistral with a window"],
-    "windows in some layers": TREE_FAMILIES["gemma3"],
-    "learned positions": TREE_FAMILIES["gpt2"],
-    "experts": TREE_FAMILIES["mixtral"],
-}
-HEADS = {
-    "keys of one head": {"head": "values", "purity": True},
-    "experts": {"balanced": True},
+    "three heads": (("llama", FEW_KEYS), {}),
+    "windows in some layers": (TREE_FAMILIES["gemma3"], {}),
+    "learned positions": (TREE_FAMILIES["gpt2"], {}),
+    "experts": (TREE_FAMILIES["mixtral"], {"balanced": True}),
+    "an adapter, recomputing": (("llama", {}), {}),
+    "nothing": (("llama", {}), {}),
 }
 
 
-def shared_sequences(world, _):
-    """What became of each model."""
-    group = sequence_group(in_groups(world, world.size))
-    every = mixed_trees()
-    seen = {name: compared(model_of(name), group, every, **HEADS.get(name, {})) for name in SHARED}
-    seen["an adapter"] = compared(adapted(), group, every)
-    seen["recomputed"] = compared(model_of("keys of two heads"), group, every, recomputes=True)
-    seen["flex"] = by_flex(model_of("keys of one head"), group, every)
-    seen["nothing"] = compared(model_of("keys of two heads"), group, ())
-    seen["refused"] = [
-        refusal(looking_at_neighbours(model_of("keys of two heads")), group),
-        refusal(tiny_model(*TREE_FAMILIES["gemma2"]), group),
-    ]
-    return seen
+def group_of(world):
+    return sequence_group(in_groups(world, world.size))
 
 
-def model_of(name):
-    return tiny_model(*SHARED[name])
-
-
-def looking_at_neighbours(model):
-    """As a convolution does, beside the attention."""
-    model.model.layers[0].mlp.register_forward_hook(lambda _, __, out: out + out.roll(1, dims=1))
-    return model
-
-
-def adapted():
-    model = add_lora(model_of("keys of two heads"), LoraOptions(rank=2), seed=3)
-    return drawn_adapter(model)
-
-
-def compared(model, group, trees, *, recomputes=False, **heads):
+def compared(world, _, kind):
     """How far numbers and gradients of the ranks are from those of one, and how many there are."""
+    of_model, heads = SHARED[kind]
+    model, adapts = tiny_model(*of_model), "adapter" in kind
+    if adapts:
+        model = drawn_adapter(add_lora(model, LoraOptions(rank=2), seed=3))
     turn_dropout_off(model)
-    policies = [
-        Policy(deepcopy(model), spread=Sharding(group=group), **heads),
-        Policy(model, **heads),
-    ]
+    spread = Sharding(group=group_of(world))
     rows, gradients = [], []
-    for policy in policies:
+    for policy in (Policy(deepcopy(model), spread=spread, **heads), Policy(model, **heads)):
         if policy.value_head:
             nn.init.constant_(policy.value_head.weight, 0.1)
-        if recomputes:
+        if adapts:
             policy.recompute_activations()
-        found = policy(trees)
+        found = policy(() if kind == "nothing" else mixed_trees())
         every = torch.cat([one.flatten() for one in found])  # the sums of routers too
         (every * torch.linspace(-1, 1, len(every))).sum().backward()
         rows.append(every.detach())
@@ -98,17 +69,23 @@ def compared(model, group, trees, *, recomputes=False, **heads):
 
 
 @torch.no_grad()
-def by_flex(model, group, trees):
-    """The attention of a GPU inside; a CPU has no gradient of it."""
+def by_flex(world, _):
+    """How far the attention of a GPU is inside; a CPU has no gradient of it."""
     flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True  # else it advises to compile it
+    model, trees = tiny_model("llama", {"num_key_value_heads": 1}), mixed_trees()
     whole = tree_logps(model, trees, Policy(model).path)
-    path = ScoringPath("flex", "fused", 0.0, group)
-    return {"far": float((tree_logps(model, trees, path) - whole).abs().max())}
+    path = ScoringPath("flex", "fused", 0.0, group_of(world))
+    return float((tree_logps(model, trees, path) - whole).abs().max())
 
 
-def refusal(model, group):
-    try:
-        Policy(model, spread=Sharding(group=group))
-    except UsageError as error:
-        return str(error)
-    return None
+def refused(world, _):
+    """What is said of a model that looks at neighbours, as a convolution does, and of an eager."""
+    model = tiny_model("llama", {})
+    model.model.layers[0].mlp.register_forward_hook(lambda _, __, out: out + out.roll(1, dims=1))
+    said = []
+    for one in (model, tiny_model(*TREE_FAMILIES["gemma2"])):
+        try:
+            Policy(one, spread=Sharding(group=group_of(world)))
+        except UsageError as error:
+            said.append(str(error))
+    return said

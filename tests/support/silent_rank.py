@@ -1,10 +1,10 @@
 """Two ranks: the first is slow for a while, both are stopped, and at last the second falls silent.
 
-It stops as a machine does that has lost its power: its connections stay open. A program that
-prints how far they came, and how the first one ended.
+It stops as a machine does that has lost its power: its connections stay open.
 """
 
 import hashlib
+import json
 import os
 import signal
 import sys
@@ -14,8 +14,27 @@ from align.stages.engine import distributed
 from align.stages.engine.distributed import gathered, run_on_rank_zero
 from support.forked_ranks import end_of, forked
 
-distributed.BEAT_SECONDS, distributed.LOST_SECONDS = 0.1, 2.0
-LONG = 1.5 * distributed.LOST_SECONDS
+LOST = 2.0  # seconds of silence
+LONG = 1.5 * LOST
+
+
+def heard(folder):
+    """Writes down how far they came, what they said, and how the first one ended."""
+    distributed.BEAT_SECONDS, distributed.LOST_SECONDS = 0.1, LOST
+    said = folder / "said"
+    os.dup2(os.open(said, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)  # where a rank says its end
+    first, second = ranks = forked(2, history)
+    try:
+        for rank in ranks:
+            os.waitpid(rank, os.WUNTRACED)
+        time.sleep(LONG)
+        for rank in ranks:
+            os.kill(rank, signal.SIGCONT)
+        code = end_of(first)
+    finally:
+        os.kill(second, signal.SIGKILL)
+    seen = {"said": said.read_text().splitlines(), "code": code}
+    (folder / "rank-0.json").write_text(json.dumps(seen))
 
 
 def history(world):
@@ -42,22 +61,5 @@ def stop():
 
 
 def say(what):
-    sys.stdout.write(f"{what}\n")
-    sys.stdout.flush()
-
-
-def main():
-    first, second = ranks = forked(2, history)
-    try:
-        for rank in ranks:
-            os.waitpid(rank, os.WUNTRACED)
-        time.sleep(LONG)
-        for rank in ranks:
-            os.kill(rank, signal.SIGCONT)
-        say(f"the first rank ended with {end_of(first)}")
-    finally:
-        os.kill(second, signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    main()
+    sys.stderr.write(f"{what}\n")
+    sys.stderr.flush()

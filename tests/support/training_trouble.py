@@ -3,20 +3,18 @@
 import hashlib
 import math
 import time
-from functools import partial
+from contextlib import contextmanager
 
 import torch
 
 from align.schemas.errors import CorruptionError, NonFiniteError
-from align.stages.train.evaluation import EvalSamples, evaluate, whole_step
 from align.stages.train.loop import train
-from align.stages.train.synchronized import StopConditions, SynchronizedBatches, next_batch
+from align.stages.train.synchronized import StopConditions, next_batch
 from align.stages.train.throughput import Meter
-from support.training_world import START, Recorded, job_of, loop_of, session_of
+from support.training_world import NEVER, START, Recorded, job_of, loop_of, session_of
 
 # Single ones, two in a row, and at last as many in a row as are borne.
-WRONG = {2, 4, 5, 7, 8, 9}
-NEVER = StopConditions(lambda: False, math.inf)
+WRONG = [2, 4, 5, 7, 8, 9]
 KINDS = {
     "loss": ("dpo", "zero2"),
     "gradient": ("dpo", "zero0"),
@@ -39,29 +37,30 @@ class Spoiled:
     def set_lr(self, lr):
         """The loop does it once at the start of each step."""
         self._step += 1
-        is_last = self._engine.world.rank == self._engine.world.size - 1
-        self._is_next = is_last and self._step in WRONG
+        self._is_next = is_last(self._engine.world) and self._step in WRONG
         self._engine.set_lr(lr)
 
     def forward(self, trees):
-        return {"logps": self._spoilt(self._engine.forward(trees)["logps"])}
-
-    def _spoilt(self, logps):
-        if not self._is_next or torch.is_grad_enabled() == (self._kind == "mismatched"):
-            return logps
-        self._is_next = False
-        if "gradient" not in self._kind:
-            return logps * math.nan
-        factor = math.inf if "infinite" in self._kind else math.nan
-        logps.register_hook(lambda gradient: gradient * factor)
-        return logps
+        logps = self._engine.forward(trees)["logps"]
+        is_asked = torch.is_grad_enabled() != (self._kind == "mismatched")
+        if self._is_next and is_asked:
+            self._is_next = False
+            if "gradient" not in self._kind:
+                return {"logps": logps * math.nan}
+            factor = math.inf if "infinite" in self._kind else math.nan
+            logps.register_hook(lambda gradient: gradient * factor)
+        return {"logps": logps}
 
 
-def nonfinite(world, pairs, kind):
+def is_last(world):
+    return world.rank == world.size - 1
+
+
+def nonfinite(world, folder, kind):
     """Trains until too many steps in a row have failed."""
     method, preset = KINDS[kind]
     settings = {"deepspeed": preset, "tokens_per_batch": 1, "nonfinite_limit": 3}
-    session = session_of(job_of(pairs, method, **settings), world)
+    session = session_of(job_of(folder / "pairs", method, **settings), world)
     digests, recorded = [digest(session.engine)], Recorded()
     recorded.on_step = lambda _: digests.append(digest(session.engine))
     loop = loop_of(session)
@@ -92,64 +91,47 @@ def digest(engine):
     return whole.hexdigest()
 
 
-def stop_reasons(world, pairs):
-    """Reasons to stop that only the last rank has."""
-    session = session_of(job_of(pairs, "dpo", max_steps=6), world)
-    is_last = world.rank == world.size - 1
-    late = time.monotonic() - 1 if is_last else math.inf
+def stop_reasons(world, folder):
+    """What each rank makes of reasons to stop that only the last one has."""
+    session = session_of(job_of(folder / "pairs", "dpo", max_steps=6, eval_fraction=0.2), world)
+    asks = is_last(world)
+    late = time.monotonic() - 1 if asks else math.inf
     reasons = {
-        "signal": StopConditions(lambda: is_last, math.inf),
+        "signal": StopConditions(lambda: asks, late),
         "time": StopConditions(lambda: False, late),
-        "both": StopConditions(lambda: is_last, late),
         "none": NEVER,
     }
-    seen = {name: asked(session, one) for name, one in reasons.items()}
+    seen = {}
+    with session.feed.steps(START.cursor) as batches:
+        for name, one in reasons.items():
+            seen[name] = next_batch(session.engine, batches, Meter(pads=False), one)[1]
     recorded = Recorded()
-    stopped = StopConditions(lambda: is_last and len(recorded.steps) == 3, math.inf)
+    stopped = StopConditions(lambda: asks and len(recorded.steps) == 3, math.inf)
     place, ending = train(loop_of(session), start=START, records=recorded, conditions=stopped)
     seen["in the middle"] = [place.step, place.cursor.step, ending, recorded.saves]
-    failures = {
-        "failure": failure(session, is_last),
-        "failed evaluation": failed_evaluation(session, is_last),
-    }
-    return seen | failures
-
-
-def asked(session, conditions):
-    with session.feed.steps(START.cursor) as batches:
-        return next_batch(session.engine, batches, Meter(pads=False), conditions)[1]
-
-
-def failure(session, is_last):
-    """What each rank says when the last one cannot read its rows."""
-    with session.feed.steps(START.cursor) as batches:
+    for source in ("steps", "held_out"):
+        loop = loop_of(session)
+        loop.feed = Damaged(session.feed, source) if asks else session.feed
         try:
-            next_batch(session.engine, damaged() if is_last else batches, Meter(pads=False), NEVER)
+            train(loop, start=START, records=Recorded(), conditions=NEVER)
         except CorruptionError as error:
-            return str(error)
+            seen[source] = str(error)
+    return seen
 
 
-def failed_evaluation(session, is_last):
-    """What each rank says when the last one cannot read a held-out row."""
-    with session.feed.steps(START.cursor) as stream:
-        batches = SynchronizedBatches(
-            session.engine, damaged() if is_last else stream, Meter(pads=False), NEVER
-        )
-        samples = EvalSamples(most_rows=0, keeps_ids=False)
-        engine, recipe = session.engine, session.recipe
-        step = whole_step(engine, recipe, (), session.feed.held_out_size())
-        try:
-            evaluate(engine, recipe, batches, step=step, state={}, samples=samples)
-        except CorruptionError as error:
-            return str(error)
+class Damaged:
+    """A feed of whose one source no row can be read."""
 
+    def __init__(self, feed, source):
+        self._feed, self._source = feed, source
 
-def damaged():
-    raise CorruptionError("part-3 is damaged")
-    yield
+    def __getattr__(self, name):
+        return self.nothing if name == self._source else getattr(self._feed, name)
 
+    @contextmanager
+    def nothing(self, *_):
+        def damaged():
+            raise CorruptionError("part-3 is damaged")
+            yield
 
-TROUBLE = {
-    **{f"nonfinite {kind}": partial(nonfinite, kind=kind) for kind in KINDS},
-    "stop reasons": stop_reasons,
-}
+        yield damaged()

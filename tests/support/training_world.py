@@ -40,6 +40,7 @@ from support.stage_one import Silent
 SHAPE = ModelShape(hidden_size=32, layers=2, heads=2, key_value_heads=1, intermediate_size=48)
 ROWS = 54
 START = Place(0, Cursor(0, 0))
+NEVER = StopConditions(lambda: False, math.inf)
 ALONE = World(0, 1, 0)
 # What depends on the machine, and what tells how a step was cut.
 MACHINE = ("speed/", "memory/", "padding")
@@ -177,15 +178,10 @@ def loop_of(session):
     )
 
 
-def learn(job, world, recorded=None):
+def learn(job, world):
     """Trains as `align train` does, but for what it leaves on disk."""
-    session, recorded = session_of(job, world), recorded or Recorded()
-    train(
-        loop_of(session),
-        start=START,
-        records=recorded,
-        conditions=StopConditions(lambda: False, math.inf),
-    )
+    session, recorded = session_of(job, world), Recorded()
+    train(loop_of(session), start=START, records=recorded, conditions=NEVER)
     return session, recorded
 
 

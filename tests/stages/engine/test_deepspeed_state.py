@@ -14,15 +14,8 @@ from support.tiny_policy import TinyPolicy
 FILES = ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"]
 
 
-@pytest.fixture
-def engine_run(one_rank):
-    return Run(one_rank, replace(OPTIONS, deepspeed="zero1", dtype="float32"))
-
-
-@pytest.fixture
-def state(engine_run, tmp_path):
-    engine_run.engine.save_state(tmp_path)
-    return tmp_path / "state"
+def run_of(world, stage, **how):
+    return Run(world, replace(OPTIONS, deepspeed=f"zero{stage}", dtype="float32"), **how)
 
 
 class Hostile:
@@ -33,11 +26,13 @@ class Hostile:
         return os.system, (self.command,)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_damaged_or_hostile_state_is_refused_and_not_run(one_rank, state, tmp_path, stage):
+def test_a_damaged_foreign_or_hostile_state_is_refused_and_not_run(one_rank, tmp_path):
     """Under the stage that saved it, and where it is cut for another one."""
-    run = Run(one_rank, replace(OPTIONS, deepspeed=f"zero{stage}", dtype="float32"))
-    for path in (state / name for name in FILES):
+    runs = [run_of(one_rank, stage) for stage in (1, 3)]
+    with pytest.raises(CorruptionError):
+        runs[0].engine.load_state(tmp_path)  # there is none
+    runs[0].engine.save_state(tmp_path)
+    for path in (tmp_path / "state" / name for name in FILES):
         whole = path.read_bytes()
         content = torch.load(path, weights_only=False)
         torch.save(content | {"extra": Hostile(f"touch {tmp_path}/ran")}, path)
@@ -45,25 +40,17 @@ def test_a_damaged_or_hostile_state_is_refused_and_not_run(one_rank, state, tmp_
             path.unlink()
             if damaged is not None:
                 path.write_bytes(damaged)
-            with pytest.raises(CorruptionError, match="does not fit the model and engine"):
-                run.engine.load_state(tmp_path)
+            for run in runs:
+                with pytest.raises(CorruptionError, match="does not fit the model and engine"):
+                    run.engine.load_state(tmp_path)
         path.write_bytes(whole)
     assert not (tmp_path / "ran").exists()
     assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
-    run.engine.load_state(tmp_path)
-
-
-def test_no_state_is_refused(engine_run, tmp_path):
-    with pytest.raises(CorruptionError):
-        engine_run.engine.load_state(tmp_path)
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_the_state_of_another_policy_is_refused(one_rank, state, tmp_path, stage):
-    options = replace(OPTIONS, deepspeed=f"zero{stage}", dtype="float32")
-    other = Run(one_rank, options, frozen=True)
-    with pytest.raises(CorruptionError):
-        other.engine.load_state(tmp_path)
+    for stage in range(4):
+        with pytest.raises(CorruptionError):
+            run_of(one_rank, stage, frozen=True).engine.load_state(tmp_path)
+    for run in runs:
+        run.engine.load_state(tmp_path)
 
 
 def test_a_policy_with_nothing_to_learn_is_refused(one_rank):
@@ -76,6 +63,4 @@ def test_what_deepspeed_refuses_is_reported_with_the_file_that_asked_for_it(one_
     path = tmp_path / "ds.json"
     path.write_text('{"zero_optimization": {"stage": 2, "overlap_comm": "perhaps"}}')
     with pytest.raises(UsageError, match=r"DeepSpeed refuses train.deepspeed=.*ds\.json"):
-        open_engine(
-            TinyPolicy(), replace(OPTIONS, deepspeed=str(path)), one_rank, hidden_size=WIDTH
-        )
+        Run(one_rank, replace(OPTIONS, deepspeed=str(path), dtype="float32"))

@@ -6,8 +6,9 @@ from transformers import AutoTokenizer
 
 from align.stages.demo.preferences import draw_preferences, paired
 from support.families import tiny_model
-from support.programs import run_ranks
-from support.training_ranks import ALONE, EXPERTS, SPREAD, run_cases
+from support.ranks import seen_in
+from support.training_ranks import ALONE, DEVICES, EXPERTS, SPREAD
+from support.training_trouble import KINDS as TROUBLE
 from support.training_world import scored
 
 MIXTURE = {
@@ -41,28 +42,36 @@ def mixture_cache(tokenizer_folder, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def launch_training(tmp_path_factory, training_world, mixture_cache):
-    """Trains in so many processes, of which one is this; gives what each of them wrote down."""
-    caches = {"experts": mixture_cache}
-    caches |= {name: getattr(training_world, name) for name in ("pairs", "labels", "everything")}
+def launch(tmp_path_factory, training_world, mixture_cache):
+    """Has worlds of ranks go through cases; gives what each of them saw."""
 
-    def launch(size, names):
-        if size == 1:
-            return [json.loads(run_cases(caches, names)[0])]
-        folder = tmp_path_factory.mktemp(f"training-{size}")
-        words = [f"{name}={path}" for name, path in caches.items()]
-        return run_ranks("training_ranks", folder, *words, *names, ranks=size).ranks
+    caches = {name: getattr(training_world, name) for name in ("pairs", "labels", "everything")}
+    caches |= {"experts": mixture_cache}
 
-    return launch
+    def launched(**worlds):
+        seen = seen_in(tmp_path_factory.mktemp("ranks"), caches, **worlds)
+        return {name: one.ranks for name, one in seen.items()}
+
+    return launched
 
 
 @pytest.fixture(scope="session")
-def alone(launch_training):
-    """What one process saw."""
-    return launch_training(1, ALONE)
+def worlds(launch):
+    """What one process saw, two that train together, and one on the pretended device."""
+    trouble = [*(f"nonfinite/{kind}" for kind in TROUBLE), "stop reasons", "listed/0", "listed/3"]
+    return launch(alone=(1, *ALONE), spread=(2, *SPREAD, *trouble), devices=(1, *DEVICES))
 
 
 @pytest.fixture(scope="session")
-def spread(launch_training):
-    """What each of two processes saw."""
-    return launch_training(2, SPREAD)
+def alone(worlds):
+    return worlds["alone"][0]
+
+
+@pytest.fixture(scope="session")
+def spread(worlds):
+    return worlds["spread"]
+
+
+@pytest.fixture(scope="session")
+def devices(worlds):
+    return worlds["devices"][0]

@@ -1,4 +1,7 @@
-"""An evaluation is one batch: how it is cut changes no number, and each is its formula's."""
+"""An evaluation is one batch: how it is cut changes no number, and each is its formula's.
+
+Before the first step the policy is measured by the log-probs of its cache.
+"""
 
 import math
 from dataclasses import replace
@@ -9,29 +12,27 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM
 
-from align.schemas.rows import Role
+from align.schemas.errors import FingerprintError
 from align.stages.engine.distributed import joined_world
 from align.stages.methods.table import METHODS
-from align.stages.train.synchronized import StopConditions
+from align.stages.storage.verify_cache import sample_rows
+from align.stages.train.evaluation import largest_gap
 from support import plain_loop
 from support.rounding import NATS
-from support.training_ranks import TABLE
-from support.training_world import START, Recorded, job_of, loop_of, session_of
+from support.training_world import NEVER, START, Recorded, job_of, loop_of, session_of
 
 pytestmark = pytest.mark.numeric
 
 REWARD = 0.1 * NATS  # beta times it
-NEVER = StopConditions(lambda: False, math.inf)
 HELD_OUT = {"eval_fraction": 0.4, "eval_table": 9}
 STATE = {"bco": (40.0, 0.3)}  # as after some steps of training
-# Options under which a loss asks something more of its whole step.
+# Options under which a loss asks something more of its whole evaluation.
 OPTIONS = {
     "orpo": {"nll_scope": "global_tokens"},
-    "cpo": {"nll_scope": "global_tokens"},
     "grpo": {"normalize": "sequence"},
     "kto": {"kl_per_step": 3},
-    "kto_logsigmoid": {"kl_use": "all"},
 }
+KINDS = (*OPTIONS, "dpo", "bco", "aot", "ppo", "reward")
 
 
 @pytest.fixture(scope="session")
@@ -73,10 +74,6 @@ def measured(training_world, moved):
     return measure
 
 
-# What a loss asks of the whole evaluation, by the kinds of `training_ranks` and these options.
-KINDS = {*OPTIONS, *TABLE, "dpo"} & METHODS.keys()
-
-
 @pytest.mark.parametrize(
     "method",
     [pytest.param(name, marks=() if name in KINDS else pytest.mark.long) for name in METHODS],
@@ -100,33 +97,29 @@ def test_a_limit_still_counts_batches(measured):
     assert {one.row for one in samples[0]} == set(range(6))
 
 
-class Oracle:
-    """The held-out rows of a cache under both models, one row at a time, in float64."""
+@pytest.fixture(scope="session")
+def oracle(training_world, moved, measured):
+    """Of each held-out row, by both models in float64, for each own branch of it:
 
-    def __init__(self, training_world, policy, cache, rows):
-        models = [
-            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-            for folder in (policy, training_world.model)
-        ]
-        stored = plain_loop.rows_of(cache)
-        with torch.no_grad():
-            self.rows = [self._row(plain_loop.Row(stored[row], *models)) for row in rows]
+    whether it is good, its tokens, its log-ratio, and that of its first mismatched partner.
+    """
+    _, _, rows = measured("pairs", "dpo", (64,))
+    assert 10 < len(rows) == len(set(rows))
+    models = [
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        for folder in (moved, training_world.model)
+    ]
+    stored = plain_loop.rows_of(training_world.pairs)
+    with torch.no_grad():
+        return [branches_of(plain_loop.Row(stored[row], *models)) for row in rows]
 
-    def _row(self, row):
-        """Of each own branch: whether it is good, its tokens, r, and r of its first mismatch."""
-        own = len(row.own)
-        return [
-            (
-                good,
-                len(row.row["completion_ids"][i]),
-                float(row.ratio(i)),
-                float(row.ratio(i + own)),
-            )
-            for i, good in enumerate(row.is_good)
-        ]
 
-    def branches(self):
-        return [branch for row in self.rows for branch in row]
+def branches_of(row):
+    lengths, own = [len(ids) for ids in row.row["completion_ids"]], len(row.own)
+    return [
+        (good, lengths[i], float(row.ratio(i)), float(row.ratio(i + own)))
+        for i, good in enumerate(row.is_good)
+    ]
 
 
 def mean(values):
@@ -141,71 +134,84 @@ def ls(x):
     return float(logsigmoid(torch.tensor(x, dtype=torch.float64)))
 
 
-@pytest.fixture(scope="session")
-def oracle(training_world, moved, measured):
-    _, _, rows = measured("pairs", "dpo", (64,))
-    assert 10 < len(rows) == len(set(rows))
-    return Oracle(training_world, moved, training_world.pairs, rows)
-
-
-def kto(oracle, z):
-    losses = [
-        1 - s(0.1 * (r - z)) if good else 1 - s(0.1 * (z - r))
-        for good, _, r, _ in oracle.branches()
-    ]
-    return mean(losses)
-
-
 def test_kto_is_measured_from_one_reference_point_of_all_held_out_rows(measured, oracle):
-    ratios = [kl for *_, kl in oracle.branches()]
+    branches = [branch for row in oracle for branch in row]
+    ratios = [kl for *_, kl in branches]
     z = max(0.0, mean(ratios))
+    loss = mean([1 - s(0.1 * ((r - z) if good else (z - r))) for good, _, r, _ in branches])
+    up, down = ([0.1 * r for is_good, _, r, _ in branches if is_good == of] for of in (True, False))
+    right = mean([float(one > other) for one, other in zip(up, down, strict=True)])
     for found in measured("pairs", "kto", (64, 2))[0]:
         assert found["eval/kl/raw"] == pytest.approx(mean(ratios), abs=NATS)
         assert found["eval/kl/clamped"] == pytest.approx(z, abs=NATS)
         assert found["eval/kl/pairs"] == len(ratios)
-        assert found["eval/loss"] == pytest.approx(kto(oracle, z), abs=REWARD)
+        assert found["eval/loss"] == pytest.approx(loss, abs=REWARD)
+        assert found["eval/rewards/chosen"] == pytest.approx(mean(up), abs=REWARD)
+        assert found["eval/rewards/margins"] == pytest.approx(mean(up) - mean(down), abs=REWARD)
+        assert found["eval/rewards/accuracies"] == pytest.approx(right)
     pairs = [ratios[place : place + 4] for place in range(0, len(ratios), 4)]
     clamped = mean([max(0.0, mean(few)) for few in pairs])
     assert abs(clamped - z) > 0.02  # so that batches of two rows would give another mean
 
 
-def test_kto_reports_beta_r_of_either_label(measured, oracle):
-    (found,), _, _ = measured("pairs", "kto", (5,))
-    good = [0.1 * r for is_good, _, r, _ in oracle.branches() if is_good]
-    bad = [0.1 * r for is_good, _, r, _ in oracle.branches() if not is_good]
-    assert found["eval/rewards/chosen"] == pytest.approx(mean(good), abs=REWARD)
-    assert found["eval/rewards/margins"] == pytest.approx(mean(good) - mean(bad), abs=REWARD)
-    right = mean([float(up > down) for up, down in zip(good, bad, strict=True)])
-    assert found["eval/rewards/accuracies"] == pytest.approx(right)
-
-
 def test_bco_is_measured_from_the_mean_that_training_left(measured, oracle):
+    signed = [0.1 * r - 0.3 if good else 0.3 - 0.1 * r for row in oracle for good, _, r, _ in row]
     for found in measured("pairs", "bco", (64, 3))[0]:
-        losses = [
-            -ls(0.1 * r - 0.3) if good else -ls(0.3 - 0.1 * r)
-            for good, _, r, _ in oracle.branches()
-        ]
-        assert found["eval/loss"] == pytest.approx(mean(losses), abs=REWARD)
+        assert found["eval/loss"] == pytest.approx(mean([-ls(one) for one in signed]), abs=REWARD)
         assert found["eval/bco/delta"] == pytest.approx(0.3)
 
 
-@pytest.mark.parametrize(("method", "beta"), [("ipo", 0.1), ("dpo_norm", 5.0)])
-def test_means_per_token_are_measured_and_reported_as_such(measured, oracle, method, beta):
-    sides = [[r / n for _, n, r, _ in row] for row in oracle.rows]
+def test_means_per_token_are_measured_and_reported_as_such(measured, oracle):
+    """By ipo, whose loss is (gap - 1 / 2 beta)^2."""
+    sides = [[r / n for _, n, r, _ in row] for row in oracle]
     gaps = [up - down for up, down in sides]
-    losses = {
-        "ipo": [(gap - 1 / (2 * beta)) ** 2 for gap in gaps],
-        "dpo_norm": [-ls(beta * gap) for gap in gaps],
-    }
-    (found,), samples, _ = measured("pairs", method, (4,))
-    assert found["eval/loss"] == pytest.approx(mean(losses[method]), rel=1e-5)
-    assert found["eval/rewards/chosen"] == pytest.approx(
-        beta * mean([up for up, _ in sides]), abs=NATS
-    )
-    assert found["eval/rewards/margins"] == pytest.approx(beta * mean(gaps), abs=NATS)
+    (found,), samples, _ = measured("pairs", "ipo", (4,))
+    assert found["eval/loss"] == pytest.approx(mean([(gap - 5) ** 2 for gap in gaps]), rel=1e-5)
+    up = 0.1 * mean([up for up, _ in sides])
+    assert found["eval/rewards/chosen"] == pytest.approx(up, abs=NATS)
+    assert found["eval/rewards/margins"] == pytest.approx(0.1 * mean(gaps), abs=NATS)
     assert found["eval/rewards/accuracies"] == pytest.approx(mean([float(gap > 0) for gap in gaps]))
-    by_sums = mean([up - down for (_, _, up, _), (_, _, down, _) in oracle.rows])
-    assert found["eval/rewards/margins"] != pytest.approx(beta * by_sums, rel=0.1)
     rewards = [one.reward for one in samples[0]]
-    assert rewards == pytest.approx([beta * side for row in sides[:9] for side in row], abs=NATS)
-    assert {one.role for one in samples[0]} == {Role.CHOSEN, Role.REJECTED}
+    assert rewards == pytest.approx([0.1 * side for row in sides[:9] for side in row], abs=NATS)
+
+
+@pytest.fixture
+def session(training_world, one_rank):
+    return session_of(job_of(training_world.pairs, "kto"), one_rank)
+
+
+@pytest.fixture
+def sample(session):
+    """Eight rows of several shards."""
+    return list(sample_rows(session.job.cache, session.job.manifest, 8))
+
+
+def spoiled(sample, by):
+    """The sample, one branch of its second shard changed; also the shard, and the input row."""
+    (first, (name, block), *others) = sample
+    logps = block.logps.copy()
+    logps[-1] += by
+    changed = [first, (name, replace(block, logps=logps)), *others]
+    return changed, name, block.rows.row[-1]
+
+
+def test_the_reference_agrees_with_its_cache_and_in_bfloat16_may_be_further_off(session, sample):
+    assert largest_gap(session.engine, sample, "float32", "float32") < 1e-4
+    changed, _, _ = spoiled(sample, 0.05)
+    gap = largest_gap(session.engine, changed, "bfloat16", "float32")
+    assert gap == pytest.approx(0.05, abs=1e-3)
+
+
+@pytest.mark.parametrize("by", [0.05, -0.05, float("nan"), float("inf")])
+def test_another_number_in_the_cache_is_refused_by_shard_and_row(session, sample, by):
+    changed, name, row = spoiled(sample, by)
+    with pytest.raises(FingerprintError, match=rf"{name}: .* input row {row} as -"):
+        largest_gap(session.engine, changed, "float32", "float32")
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [("float32", 1e-4), ("bfloat16", 0.2)])
+def test_ties_are_what_rounding_makes_in_the_dtype_that_is_trained(
+    training_world, one_rank, dtype, rounding
+):
+    session = session_of(job_of(training_world.pairs, "dpo", dtype=dtype), one_rank)
+    assert session.recipe.rounding == pytest.approx(rounding)

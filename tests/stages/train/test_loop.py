@@ -14,121 +14,93 @@ from align.stages.train import evaluation as evaluation_module
 from align.stages.train import throughput
 from align.stages.train.loop import Place, train
 from align.stages.train.synchronized import StopConditions
-from support.training_world import START, Recorded, job_of, learn, loop_of, session_of
+from support.training_world import NEVER, START, Recorded, job_of, learn, loop_of, session_of
 
 HELD_OUT = {"eval_fraction": 0.3}
 
 
-def run(
-    training_world,
-    here,
-    *,
-    start=START,
-    conditions=None,
-    is_measured=False,
-    recorded=None,
-    **settings,
-):
+@pytest.fixture
+def run(training_world, one_rank):
     """Three steps an epoch, two epochs unless set otherwise."""
-    settings = {"limit_train_batches": 3, **settings}
-    session = session_of(job_of(training_world.pairs, "dpo", **settings), here)
-    recorded, conditions = (
-        recorded or Recorded(),
-        conditions or StopConditions(lambda: False, math.inf),
-    )
-    how = {"start": start, "conditions": conditions, "is_measured": is_measured}
-    place, ending = train(loop_of(session), records=recorded, **how)
-    return recorded, place, ending
+
+    def trained(recorded=None, *, start=START, conditions=NEVER, is_measured=False, **settings):
+        settings = {"limit_train_batches": 3, **settings}
+        session = session_of(job_of(training_world.pairs, "dpo", **settings), one_rank)
+        recorded = recorded or Recorded()
+        how = {"start": start, "conditions": conditions, "is_measured": is_measured}
+        return recorded, *train(loop_of(session), records=recorded, **how)
+
+    return trained
 
 
 def steps(recorded):
     return [step for step, _ in recorded]
 
 
-def test_everything_has_its_own_rhythm_and_is_done_at_the_end(training_world, one_rank):
-    rhythm = {"log_every": 2, "eval_every": 3, "save_every": 4, "max_steps": 5}
-    recorded, place, ending = run(training_world, one_rank, **rhythm, **HELD_OUT)
-    assert steps(recorded.steps) == [2, 4, 5]
-    assert steps(recorded.evaluations) == [0, 3, 5]
-    assert recorded.saves == [4, 5]
-    assert (place, ending) == (Place(5, Cursor(1, 2)), "finished")
+def at(step):
+    return Place(step, Cursor(*divmod(step, 3)))
 
 
-def test_what_falls_on_the_last_step_is_done_once(training_world, one_rank):
-    rhythm = {"log_every": 2, "eval_every": 2, "save_every": 2, "max_steps": 4}
-    recorded, _, _ = run(training_world, one_rank, **rhythm, **HELD_OUT)
-    assert steps(recorded.steps) == [2, 4]
-    assert steps(recorded.evaluations) == [0, 2, 4]
-    assert recorded.saves == [2, 4]
+@pytest.mark.parametrize(
+    ("settings", "told", "measured", "saved"),
+    [
+        # Everything has its own rhythm, and is done at the end, once.
+        (
+            {"log_every": 2, "eval_every": 3, "save_every": 4, "max_steps": 5},
+            [2, 4, 5],
+            [0, 3, 5],
+            [4, 5],
+        ),
+        (
+            {"log_every": 2, "eval_every": 2, "save_every": 2, "max_steps": 4},
+            [2, 4],
+            [0, 2, 4],
+            [2, 4],
+        ),
+        # It ends with the epochs; nothing is held out.
+        ({"max_steps": 100, "eval_fraction": 0.0}, [1, 2, 3, 4, 5, 6], [], [6]),
+        # A run that goes on measures no beginning, and one that was over is only saved.
+        ({"start": at(4)}, [5, 6], [6], [6]),
+        ({"start": at(6), "is_measured": True}, [], [], [6]),
+        # An evaluation that was due and never ended is made first.
+        ({"start": at(3), "eval_every": 3}, [4, 5, 6], [3, 6], [6]),
+        ({"start": at(3), "eval_every": 3, "is_measured": True}, [4, 5, 6], [6], [6]),
+        ({"start": at(6)}, [], [6], [6]),
+    ],
+)
+def test_what_is_due_is_done_once(run, settings, told, measured, saved):
+    rising = {"lr": 6e-4, "warmup": 6, "schedule": "constant"}
+    recorded, place, ending = run(**HELD_OUT | rising | settings)
+    assert [line["lr"] for _, line in recorded.steps] == pytest.approx([at * 1e-4 for at in told])
+    assert steps(recorded.steps) == told
+    assert steps(recorded.evaluations) == measured
+    assert recorded.saves == saved
+    assert (place, ending) == (at(saved[-1]), "finished")
+    epochs = [metrics["epoch"] for _, metrics in recorded.steps]
+    assert epochs == pytest.approx([step / 3 for step in told])
+    assert all(metrics["step_applied"] == 1 for _, metrics in recorded.steps)
 
 
-@pytest.mark.parametrize(("most", "last"), [(0, 6), (4, 4), (100, 6)])
-def test_it_ends_with_the_epochs_or_before_if_set(training_world, one_rank, most, last):
-    recorded, place, _ = run(training_world, one_rank, max_steps=most)
-    assert place.step == steps(recorded.steps)[-1] == last
-    assert recorded.saves == [last]
-    assert recorded.evaluations == []  # nothing is held out
-    assert [metrics["epoch"] for _, metrics in recorded.steps] == pytest.approx(
-        [step / 3 for step in range(1, last + 1)]
-    )
-
-
-def test_a_run_that_goes_on_measures_no_beginning(training_world, one_rank):
-    recorded, place, _ = run(training_world, one_rank, start=Place(4, Cursor(1, 1)), **HELD_OUT)
-    assert steps(recorded.steps) == [5, 6]
-    assert steps(recorded.evaluations) == [6]
-    assert place == Place(6, Cursor(2, 0))
-
-
-def test_a_run_that_was_over_is_only_saved(training_world, one_rank):
-    over = {"start": Place(6, Cursor(2, 0)), "is_measured": True}
-    recorded, _, ending = run(training_world, one_rank, **over, **HELD_OUT)
-    assert (recorded.steps, recorded.evaluations, recorded.saves, ending) == (
-        [],
-        [],
-        [6],
-        "finished",
-    )
-
-
-@pytest.mark.parametrize("step", [0, 3, 6])
-def test_an_evaluation_that_was_due_and_never_ended_is_made_first(training_world, one_rank, step):
-    """Step 3 is due by eval_every, the others as the first and the last."""
-    begun = {"start": Place(step, Cursor(step // 3, 0)), "eval_every": 3}
-    recorded, _, _ = run(training_world, one_rank, **begun, **HELD_OUT)
-    assert steps(recorded.evaluations) == [at for at in (0, 3, 6) if at >= step]
-    recorded, _, _ = run(training_world, one_rank, is_measured=True, **begun, **HELD_OUT)
-    assert steps(recorded.evaluations) == [at for at in (0, 3, 6) if at > step]
-
-
-class InOrder(Recorded):
-    """Writes down what came before what, and fails in the evaluation of a step."""
-
-    def __init__(self, fails_at):
-        super().__init__()
-        self.order, self.fails_at = [], fails_at
-
-    def evaluated(self, place, metrics, samples):
-        if place.step == self.fails_at:
-            raise ZeroDivisionError
-        self.order.append(("evaluated", place.step))
-
-    def save(self, place):
-        self.order.append(("saved", place.step))
-
-
-def test_a_step_is_saved_before_it_is_measured(training_world, one_rank):
+def test_a_step_is_saved_before_it_is_measured(run):
     """So that a last evaluation that fails costs nothing but itself."""
-    recorded = InOrder(fails_at=6)
+    order = []
+
+    class InOrder(Recorded):
+        def evaluated(self, place, metrics, samples):
+            if place.step == 6:
+                raise ZeroDivisionError
+            order.append(("evaluated", place.step))
+
+        def save(self, place):
+            order.append(("saved", place.step))
+
     with pytest.raises(ZeroDivisionError):
-        run(training_world, one_rank, recorded=recorded, save_every=3, eval_every=3, **HELD_OUT)
-    assert recorded.order == [("evaluated", 0), ("saved", 3), ("evaluated", 3), ("saved", 6)]
+        run(InOrder(), save_every=3, eval_every=3, **HELD_OUT)
+    assert order == [("evaluated", 0), ("saved", 3), ("evaluated", 3), ("saved", 6)]
 
 
 @pytest.mark.parametrize("before", [0, 3, 6])
-def test_an_evaluation_is_stopped_between_two_batches(
-    training_world, one_rank, monkeypatch, before
-):
+def test_an_evaluation_is_stopped_between_two_batches(run, monkeypatch, before):
     """Somebody asks in the first batch of the evaluation after that many steps."""
     recorded, batches = Recorded(), []
 
@@ -138,25 +110,23 @@ def test_an_evaluation_is_stopped_between_two_batches(
 
     monkeypatch.setattr(evaluation_module, "reach", note)
     conditions = StopConditions(lambda: bool(batches), math.inf)
-    _, place, ending = run(
-        training_world,
-        one_rank,
-        recorded=recorded,
-        conditions=conditions,
-        eval_every=3,
-        batch_size=2,
-        **HELD_OUT,
-    )
+    how = {"conditions": conditions, "eval_every": 3, "batch_size": 2}
+    _, place, ending = run(recorded, **how, **HELD_OUT)
     assert (place.step, ending, batches) == (before, "signal", ["evaluation.batch"])
-    assert steps(recorded.evaluations) == [at for at in (0, 3, 6) if at < before]
+    assert steps(recorded.evaluations) == [step for step in (0, 3, 6) if step < before]
     assert recorded.saves == [before]
 
 
-def test_a_line_is_the_mean_of_the_rows_of_the_steps_it_stands_for(training_world, one_rank):
+def test_when_the_time_is_over_it_saves_where_it_is(run):
+    over = StopConditions(lambda: False, time.monotonic())
+    recorded, place, ending = run(conditions=over)
+    assert (recorded.steps, recorded.saves, place, ending) == ([], [0], START, "time")
+
+
+def test_a_line_is_the_mean_of_the_rows_of_the_steps_it_stands_for(run):
     # 54 rows: six steps of eight, one of six, and the first of another epoch.
     how = {"limit_train_batches": 0, "max_steps": 9}
-    every, _, _ = run(training_world, one_rank, **how)
-    few, _, _ = run(training_world, one_rank, log_every=4, **how)
+    every, few = (run(log_every=steps, **how)[0] for steps in (1, 4))
     assert steps(few.steps) == [4, 8, 9]
     (_, first), (_, second), (_, third) = few.steps
     single = dict(every.steps)
@@ -192,12 +162,7 @@ def test_labels_are_weighed_by_how_many_there_were(training_world, one_rank):
     assert line["rewards/margins"] == line["rewards/chosen"] - line["rewards/rejected"]
 
 
-def test_a_step_says_whether_it_was_applied(training_world, one_rank):
-    recorded, _, _ = run(training_world, one_rank, max_steps=2)
-    assert [metrics["step_applied"] for _, metrics in recorded.steps] == [1.0, 1.0]
-
-
-def test_the_time_of_a_save_belongs_to_no_step(training_world, one_rank, monkeypatch):
+def test_the_time_of_a_save_belongs_to_no_step(run, monkeypatch):
     ticks = itertools.count()  # a clock that goes on by one whenever it is read
     monkeypatch.setattr(throughput, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
 
@@ -206,32 +171,19 @@ def test_the_time_of_a_save_belongs_to_no_step(training_world, one_rank, monkeyp
             for _ in range(1000):
                 next(ticks)
 
-    recorded, _, _ = run(training_world, one_rank, recorded=Slow(), save_every=1, max_steps=3)
+    recorded, *_ = run(Slow(), save_every=1, max_steps=3)
     seconds = [metrics["speed/step_seconds"] for _, metrics in recorded.steps]
     assert len(seconds) == 3
     assert max(seconds) < 1000
 
 
-def test_when_the_time_is_over_it_saves_where_it_is(training_world, one_rank):
-    over = StopConditions(lambda: False, time.monotonic())
-    recorded, place, ending = run(training_world, one_rank, conditions=over)
-    assert (recorded.steps, recorded.saves, place, ending) == ([], [0], START, "time")
-
-
-def test_the_rates_are_those_of_the_schedule(training_world, one_rank):
-    schedule = {"lr": 4e-4, "warmup": 2, "schedule": "linear"}
-    recorded, _, _ = run(training_world, one_rank, **schedule)
-    # Of six steps two rise; the other four fall by a quarter each.
-    assert [metrics["lr"] for _, metrics in recorded.steps] == pytest.approx(
-        [2e-4, 4e-4, 4e-4, 3e-4, 2e-4, 1e-4]
-    )
-
-
 def test_an_evaluation_leaves_no_trace_in_the_weights(training_world, one_rank):
     """The held-out rows are the same whether they are measured or not."""
-    settings = {"max_steps": 3, "limit_train_batches": 3, **HELD_OUT}
-    seldom, _ = learn(job_of(training_world.pairs, "kto", **settings), one_rank)
-    often, _ = learn(job_of(training_world.pairs, "kto", eval_every=1, **settings), one_rank)
+    settings = {"max_steps": 3, **HELD_OUT}
+    seldom, often = (
+        learn(job_of(training_world.pairs, "kto", eval_every=steps, **settings), one_rank)[0]
+        for steps in (0, 1)
+    )
     others = often.engine.weights()
     for name, weights in seldom.engine.weights().items():
         assert weights.equal(others[name])
