@@ -1,14 +1,17 @@
 """Sampling is killed anywhere: the same samples, and none drawn twice but those in flight."""
 
-import multiprocessing
-import os
-
 import pytest
 
 from align.stages.storage.failpoints import OF_A_TABLE
 from align.stages.storage.tables import TableFolder, read_table
-from support.patience import PATIENCE
-from support.sampling import BATCH, CountingSampler, config_of, run_sampling, write_prompts
+from support.sampling import (
+    BATCH,
+    CountingSampler,
+    config_of,
+    exit_code_of_child,
+    run_sampling,
+    write_prompts,
+)
 from support.trainings import KILLED
 
 TEXTS = [f"question {number}" for number in range(12)]
@@ -23,25 +26,13 @@ def undisturbed_samples(tmp_path_factory):
     return prompts, read_table(TableFolder(folder / "out", "samples"))
 
 
-CHILDREN = multiprocessing.get_context("forkserver")
-CHILDREN.set_forkserver_preload(["align.pipeline.precompute", "align.pipeline.sample"])
-
-
-def child(config, sampler, failpoint):
-    os.environ["ALIGN_FAILPOINTS"] = f"{failpoint}=kill@2"
-    run_sampling(config, sampler)
-
-
 @pytest.mark.parametrize("failpoint", OF_A_TABLE)
 def test_a_kill_at_any_place_of_writing_loses_nothing_that_was_kept(
     tmp_path, undisturbed_samples, failpoint
 ):
     prompts, (manifest, table) = undisturbed_samples
     sampler, config = CountingSampler(tmp_path / "log"), config_of(prompts, tmp_path / "out")
-    process = CHILDREN.Process(target=child, args=(config, sampler, failpoint))
-    process.start()
-    process.join(PATIENCE)
-    assert process.exitcode == KILLED
+    assert exit_code_of_child(config, sampler, f"{failpoint}=kill@2") == KILLED
     before = len(sampler.drawn())
     run_sampling(config, sampler)
     found, made = read_table(TableFolder(tmp_path / "out", "samples"))

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import multiprocessing
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -10,6 +12,7 @@ from align.pipeline import sample as module
 from align.schemas.config import Config, DataOptions, TrackingOptions
 from align.schemas.round_options import SampleOptions
 from align.schemas.samples import Refused, Sample
+from support.patience import PATIENCE
 from support.stage_one import Silent
 
 BATCH = 5
@@ -103,3 +106,20 @@ def run_sampling(config, sampler, *, share=None, **more):
         mock.patch.object(module, "require_sampled_model"),
     ):
         return module.sample(config, progress=Silent(), share=share, **more)
+
+
+CHILDREN = multiprocessing.get_context("forkserver")
+CHILDREN.set_forkserver_preload(["align.pipeline.precompute", "align.pipeline.sample"])
+
+
+def exit_code_of_child(config, sampler, failpoints):
+    """Samples in a process that is killed at one of its failpoints."""
+    process = CHILDREN.Process(target=_child, args=(config, sampler, failpoints))
+    process.start()
+    process.join(PATIENCE)
+    return process.exitcode
+
+
+def _child(config, sampler, failpoints):
+    os.environ["ALIGN_FAILPOINTS"] = failpoints
+    run_sampling(config, sampler)
