@@ -1,9 +1,9 @@
 """Rounds as a person gives them: what they pay for, once, and what they refuse."""
 
+import json
 import re
 from dataclasses import dataclass
 
-import polars as pl
 import pytest
 
 from align.stages.storage.rounds_folder import RoundsFolder
@@ -96,17 +96,12 @@ def test_a_round_is_made_from_what_the_one_before_has_made(played):
     assert held_out["first"]["samples"] == held_out["policy"]["samples"] == len(played.held_out)
 
 
-def test_a_win_rate_is_of_the_policy_over_the_one_before(played):
-    scores = [
-        pl.read_parquet(RoundsFolder(played.folder).round(number).eval_judged / "judged.parquet")
-        for number in (1, 2)
-    ]
-    before, after = scores  # in the order of the same prompts
-    same = before["completion"] == after["completion"]
-    ahead = (after["score"] - before["score"]).sign()
-    points = [0.5 if alike else (1 + sign) / 2 for alike, sign in zip(same, ahead, strict=True)]
-    versus = record(played.folder, 2)["held_out"]["against_previous"]
-    assert versus["rate"] == pytest.approx(sum(points) / len(points))
+def test_the_log_ratio_of_a_round_is_the_mean_of_both_sides(played):
+    lines = RoundsFolder(played.folder).round(1).run.metrics.read_text().splitlines()
+    last = [line for line in map(json.loads, lines) if "rewards/chosen" in line][-1]
+    sides = last["rewards/chosen"], last["rewards/rejected"]
+    log_ratio = sum(sides) / 2 / 0.1  # beta
+    assert record(played.folder, 1)["trained"]["log_ratio"] == pytest.approx(log_ratio)
 
 
 def test_the_plan_says_what_is_to_be_paid_before_anything_exists(played):

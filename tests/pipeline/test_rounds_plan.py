@@ -138,6 +138,16 @@ def test_a_judge_has_a_chat_template_and_a_server_of_its_own(world, tmp_path):
     assert (sampling.server.url, judging.server.url) == ("", SERVED["url"])
 
 
+def test_a_round_is_made_from_the_template_of_its_judge(world, tmp_path):
+    template, made = tmp_path / "own.j2", []
+    judge = {"by": "rubric", "template": str(template)}
+    for text in ("{{ messages }}{{ answer }}", "{{ messages }}: {{ answer }}"):
+        template.write_text(text)
+        job = opened(tmp_path, world, judge=judge, server={**SERVED, "revision": "1"})
+        made.append(job.made_from(1, None))
+    assert made[0] != made[1]
+
+
 GRPO = {"train": {"method": "grpo"}, "cache": {"kl_pairs": 0, "token_logps": True}}
 SERVED = {"url": "http://127.0.0.1:1/v1", "model": "m"}
 
