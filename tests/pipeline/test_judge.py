@@ -8,8 +8,8 @@ import pytest
 
 from align.pipeline.executor import Share
 from align.pipeline.judge import calibrate, judge
-from align.pipeline.language_judge import JudgeTasks, with_template
-from align.schemas.config import Config, TrackingOptions
+from align.pipeline.language_judge import JudgeTasks, judge_sampler, with_template
+from align.schemas.config import Config, ModelOptions, TrackingOptions
 from align.schemas.errors import LockedError, UsageError
 from align.schemas.round_options import JudgeOptions
 from align.stages.judge.judgments import Asked
@@ -284,6 +284,10 @@ def test_a_local_model_that_answers_nonsense_gives_no_score(world, tmp_path, jud
     assert "2 answers of the judge, 2 without a verdict" in answer.out
     assert "nothing to select" in answer.out
     assert "0 judgments made, 2 known before" in align(*words).out
+    # An adapter that the settings name is the policy's.
+    policy = ModelOptions(path="elsewhere", adapter="own")
+    config = Config(model=policy, judge=JudgeOptions(by="rubric", model=str(world.model)))
+    assert judge_sampler(config).model == ModelOptions(path=str(world.model))
 
 
 def test_groups_of_questions_travel_to_another_process(tmp_path):
