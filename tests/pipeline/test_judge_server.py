@@ -1,5 +1,8 @@
 """A judge behind a server that misbehaves: nothing is lost, guessed or bought twice."""
 
+import json
+import re
+import signal
 from collections import Counter
 
 import pytest
@@ -14,16 +17,24 @@ from align.stages.server.server_sampler import ServerSampler
 from align.stages.storage.tables import TableFolder, read_table
 from align.stages.tracking.progress import NoProgress
 from support.chat_server import chat_server
+from support.command import align
+from support.mlflow_runs import open_store, the_run
 from support.sample_tables import sample_table
 from support.stub_judge import StubJudge
+from support.trainings import KILLED
 
-TEXTS = {f"Number {index}?": [str(index + step) for step in range(4)] for index in range(12)}
-QUESTIONS = 12 * 6 * 2  # pairs of four, in both orders
+TEXTS = {f"Number {index}?": [str(index + step) for step in range(4)] for index in range(10)}
+QUESTIONS = 10 * 6 * 2  # pairs of four, in both orders
+CONCURRENCY = 4
 
 
 def judgments(counts):
     """Of all requests, those with a question: a server's identity is probed by others."""
-    return {content: count for content, count in counts.items() if "answer A" in content}
+    return Counter({content: n for content, n in counts.items() if "answer A" in content})
+
+
+def rows_of(folder):
+    return read_table(TableFolder.at(str(folder), "judged"))[1].rows(named=True)
 
 
 @pytest.fixture(autouse=True)
@@ -45,82 +56,117 @@ def by_server(tmp_path):
         )
         sampler = ServerSampler(ServerOptions(**options))
         result = judge(config, samples, progress=NoProgress(), sampler=sampler)
-        folder = TableFolder.at(str(tmp_path / output), "judged")
-        return result, read_table(folder)[1].rows(named=True)
+        return result, rows_of(tmp_path / output)
 
     return run
 
 
-def said(text=None, stub=None):
-    answers = stub or StubJudge()
-    return lambda asked: text or answers.said(asked.last)
+def said(asked):
+    return StubJudge().said(asked.last)
 
 
-def test_faults_change_nothing_and_no_judgment_is_bought_twice(by_server):
-    with chat_server(said()) as good:
-        whole, rows = by_server(good, output="undisturbed")
-    faults = {429: 0.1, 500: 0.1, "garbage": 0.1, "half": 0.1, "drop": 0.1, "no finish": 0.1}
-    with chat_server(said(), faults=faults, retry_after=0) as bad:
-        result, same = by_server(bad, retries=30)
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The rows and counts that one command makes which nobody disturbs."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with chat_server(said) as stub:
+        samples = sample_table(folder / "s", TEXTS)
+        answer = align("judge", samples, *judge_by(stub, folder / "out"))
+    assert answer.code == 0, answer
+    assert [*judgments(stub.answered).values()] == [1] * QUESTIONS
+    counts = read_table(TableFolder.at(str(folder / "out"), "judged"))[0].counts
+    paid = counts["judge_prompt_tokens"] + counts["judge_completion_tokens"]
+    assert stub.tokens - paid == 2 * sum(len(probe.split()) for probe in PROBES)
+    return rows_of(folder / "out"), counts
+
+
+def judge_by(stub, output):
+    server = ("--server", stub.url, "--server-model", "stub", "--revision", "1", "--no-mlflow")
+    return *server, "--by", "pairwise", "--output", output, "--concurrency", CONCURRENCY
+
+
+def test_faults_change_nothing_and_no_judgment_is_bought_twice(by_server, undisturbed):
+    faults = dict.fromkeys((429, 500, "garbage", "half", "drop", "no usage"), 0.06)
+    with chat_server(said, faults=faults, retry_after=0) as bad:
+        result, rows = by_server(bad, retries=30)
         again, _ = by_server(bad)
-    assert sum(bad.injected.values()) > 40
-    assert (same, result.manifest.counts) == (rows, whole.manifest.counts)
+    assert {*bad.injected} == {*faults}
+    assert (rows, result.manifest.counts) == undisturbed
     assert [*judgments(bad.answered).values()] == [1] * QUESTIONS
     assert (again.new, again.known) == (0, QUESTIONS)
-    counts = whole.manifest.counts
-    paid = counts["judge_prompt_tokens"] + counts["judge_completion_tokens"]
-    assert good.tokens - paid == 2 * sum(len(probe.split()) for probe in PROBES)
 
 
-def test_nonsense_is_counted_and_bought_once(by_server):
-    with chat_server(said("It depends on what you like: 7 of 10?")) as stub:
-        result, rows = by_server(stub, by="rubric")
-        by_server(stub, by="rubric")
-    assert {row["score"] for row in rows} == {None}
-    assert result.manifest.counts["refusals"] == result.manifest.counts["judgments"]
-    assert {*stub.asked.values()} == {1}
+LEFT = iter(range(50))
 
 
-def test_another_model_than_named_is_one_error_and_the_same_command_goes_on(by_server):
-    with (
-        chat_server(said(), faults={"other model": 0.05}) as other,
-        pytest.raises(UsageError, match="answered as 'another/model'"),
-    ):
-        by_server(other)
-    kept = sum(judgments(other.answered).values())
-    with chat_server(said()) as stub:
-        result, _ = by_server(stub)
-    assert kept > 0
-    assert result.known + result.new == QUESTIONS
-    assert result.known >= kept - 16  # what was in flight as it ended
-    assert sum(judgments(stub.asked).values()) == result.new
+def dies(asked):
+    """Refuses every question after 50, and no probe."""
+    is_refused = "answer A" in asked.content and next(LEFT, None) is None
+    return (500, "out of memory") if is_refused else None
 
 
-def test_a_server_that_dies_is_one_error_and_the_same_command_goes_on(by_server):
-    dead = Counter()
-
-    def dies(request):
-        dead["asked"] += "answer A" in request.content
-        return (500, "out of memory") if dead["asked"] > 50 else None
-
-    with (
-        chat_server(said(), refuse=dies) as stub,
-        pytest.raises(ServerError, match="without a usable answer"),
-    ):
-        by_server(stub, retries=1)
-    with chat_server(said()) as stub:
+@pytest.mark.parametrize(
+    ("trouble", "options", "error", "message"),
+    [
+        ({"faults": {"other model": 0.05}}, {}, UsageError, "answered as 'another/model'"),
+        ({"refuse": dies}, {"retries": 1}, ServerError, "memory"),
+        ({}, {"max_tokens": 5000}, BudgetError, "is spent"),
+    ],
+)
+def test_a_server_that_dies_changes_or_costs_too_much_is_one_error_and_the_same_command_goes_on(
+    by_server, undisturbed, trouble, options, error, message
+):
+    with chat_server(said, **trouble) as stub:
+        with pytest.raises(error, match=message):
+            by_server(stub, **options)
+        bought = judgments(stub.answered)
+    with chat_server(said) as stub:
         result, rows = by_server(stub)
-    assert (result.known, result.new) == (50, QUESTIONS - 50)
-    with chat_server(said()) as good:
-        assert by_server(good, output="undisturbed")[1] == rows
+    assert 0 < bought.total() < QUESTIONS
+    assert (result.known, result.new) == (bought.total(), QUESTIONS - bought.total())
+    assert not bought & judgments(stub.asked)
+    assert rows == undisturbed[0]
 
 
-def test_a_budget_that_is_spent_is_one_error_and_the_same_command_goes_on(by_server):
-    with chat_server(said()) as stub:
-        with pytest.raises(BudgetError, match="is spent"):
-            by_server(stub, max_tokens=5000)
-        bought = sum(judgments(stub.answered).values())
-        result, _ = by_server(stub)
-    assert 0 < bought < QUESTIONS
-    assert (result.known, result.new) == (bought, QUESTIONS - bought)
-    assert {*judgments(stub.asked).values()} == {1}
+@pytest.mark.parametrize("kills", [[40], pytest.param(range(7, 19), marks=pytest.mark.long)])
+def test_a_kill_repeats_at_most_what_was_in_flight(server, tmp_path, undisturbed, kills):
+    samples, output = sample_table(tmp_path / "s", TEXTS), tmp_path / "out"
+    with chat_server(said, delay=0.02) as stub:
+        for answers in kills:
+            command = server.start("judge", samples, *judge_by(stub, output))
+            last = stub.answered.total() + answers
+            while stub.answered.total() < last:
+                assert command.processes[0].server.wait(command.processes[0].pid, 0.01) is None
+            command.signal(signal.SIGKILL)
+            assert command.answers()[0].code == KILLED
+        answer = align("judge", samples, *judge_by(stub, output))
+    assert answer.code == 0, answer
+    assert len(judgments(stub.answered)) == QUESTIONS
+    assert judgments(stub.answered).total() <= QUESTIONS + CONCURRENCY * len(kills)
+    assert rows_of(output) == undisturbed[0]
+
+
+def test_calibrate_prints_a_table_and_needs_no_samples(tmp_path):
+    rows = [{"prompt": "Q", "chosen": str(one + 1), "rejected": str(one)} for one in range(9)]
+    (tmp_path / "gold.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with chat_server(said) as stub:
+        options = judge_by(stub, tmp_path / "out")
+        answer = align("judge", "--calibrate", tmp_path / "gold.jsonl", *options)
+    assert answer.code == 0, answer
+    assert re.search(r"agrees with gold, where it decides +9 +9 +1\.000 +0\.701", answer.out)
+    assert "18 questions" in answer.out
+
+
+def test_mlflow_hears_what_was_judged_and_what_it_cost(here):
+    uri = f"sqlite:///{here}/runs.db"
+    samples = sample_table(here / "s", {"Q": ["7", "3"], "R": ["7", "7"]}, answer=["7", "7"])
+    options = ("--by", "exact", "--output", "out", "--set", f"tracking.uri={uri}")
+    answer = align("judge", samples, *options)
+    assert answer.code == 0, answer
+    data, manifest = (
+        the_run(open_store(uri), "align").data,
+        read_table(TableFolder.at("out", "judged"))[0],
+    )
+    assert {data.metrics[f"judge/{name}"] for name in ("judged", "rows", "new")} == {4}
+    roots = [data.tags[f"align.{name}"] for name in ("stage", "samples_root", "judged_root")]
+    assert roots == ["judge", manifest.made_from["samples"], manifest.root]

@@ -6,7 +6,7 @@ from dataclasses import replace
 import polars as pl
 import pytest
 
-from align.pipeline.round_prompts import PromptSplit
+from align.pipeline.round_prompts import PromptSplit, write_prompts
 from align.pipeline.rounds import plan_rounds
 from align.pipeline.rounds_checks import open_rounds
 from align.pipeline.rounds_evaluation import answering, repeated_share, stop_reason
@@ -17,41 +17,26 @@ from align.schemas.round_options import RoundsOptions
 from align.schemas.round_record import Answering, HeldOut, RoundRecord, Versus
 from align.schemas.samples import Prompt
 from support.rooms import ROOT
-from support.rounds_play import write_settings
+from support.rounds_play import prompts_in, write_settings
 
 
-def test_repeated_ngrams_are_counted_within_each_text():
+def test_answers_are_measured_by_hand():
     # a b c d a b c d: 5 4-grams, of which the last, a b c d, is the first again.
     assert repeated_share(["a b c d a b c d"]) == pytest.approx(1 / 5)
     # 6 of the same word: 3 4-grams, 2 of them known. Together with the 5 above: 3 of 8.
     assert repeated_share(["x x x x x x", "a b c d a b c d"]) == pytest.approx(3 / 8)
     assert repeated_share(["a b c d", "a b c d"]) == 0  # another text may say the same
-    assert repeated_share(["a b c"]) == 0
+    columns = {"completion_tokens": [2, 6], "finish": ["stop", "length"], "score": [1.0, None]}
+    table = pl.DataFrame({"completion": ["one two", "x x x x x"], **columns})
+    measured = {"mean_score": 1.0, "mean_tokens": 4.0, "repeated": 0.5, "cut": 0.5}
+    assert answering(table) == Answering(samples=2, **measured)
 
 
-def test_answers_are_measured_by_hand():
-    table = pl.DataFrame(
-        {
-            "completion": ["one two", "x x x x x"],
-            "completion_tokens": [2, 6],
-            "finish": ["stop", "length"],
-            "score": [1.0, None],
-        }
-    )
-    # Five words have two 4-grams, the second of which repeats the first.
-    assert answering(table) == Answering(
-        samples=2, mean_score=1.0, mean_tokens=4.0, repeated=0.5, cut=0.5
-    )
-
-
-def held_out(*, rate=0.5, tokens=10.0, first=10.0):
+def finished(number=2, *, rate=0.5, tokens=10.0, first=10.0):
     one = Answering(4, 0.5, tokens, 0.0, 0.0)
     versus = Versus(rate, rate - 0.1, rate + 0.1, 0.25, 4, 0)
-    return HeldOut(Answering(4, 0.25, first, 0.0, 0.0), one, versus, versus)
-
-
-def finished(number=2, **measured):
-    return RoundRecord(1, number, {}, {}, {}, {}, {"loss": 0.5}, held_out(**measured))
+    held_out = HeldOut(Answering(4, 0.25, first, 0.0, 0.0), one, versus, versus)
+    return RoundRecord(1, number, {}, {}, {}, {}, {"loss": 0.5}, held_out)
 
 
 @pytest.mark.parametrize(
@@ -71,23 +56,17 @@ def test_rounds_stop_at_the_bounds_and_at_nothing_else(measured, options, said):
     assert said in reason
 
 
-def test_the_table_begins_with_the_model_of_the_beginning(tmp_path):
-    text = RoundsResult(tmp_path, (finished(1, rate=0.7),), "", 1).text()
+def test_the_table_begins_with_the_model_of_the_beginning_and_tells_what_has_no_verdict(tmp_path):
+    one = finished(1, rate=0.7)
+    text = RoundsResult(tmp_path, (one,), "", 1).text()
     rows = [line.split() for line in text.splitlines()[1:3]]
     assert rows[0] == ["0", "-", "-", "-", "0.250", "10.0", "1.00", "-", "0.000"]
     assert rows[1][:6] == ["1", "0.700", "0.600-0.800", "0.700", "0.500", "10.0"]
-
-
-def test_comparisons_without_a_verdict_are_told(tmp_path):
-    one, held = finished(1), held_out()
-    versus = replace(held.against_previous, comparisons=6, unjudged=3)
-    some = replace(one, held_out=replace(held, against_previous=versus))
+    assert "verdict" not in text
+    versus = replace(one.held_out.against_previous, comparisons=6, unjudged=3)
+    some = replace(one, held_out=replace(one.held_out, against_previous=versus))
     said = "round 1: 3 of 9 comparisons with the policy before have no verdict"
     assert said in RoundsResult(tmp_path, (some,), "", 1).text()
-    assert "verdict" not in RoundsResult(tmp_path, (one,), "", 1).text()
-
-
-def test_no_table_is_shown_of_no_rounds(tmp_path):
     lines = RoundsResult(tmp_path, (), "out of time").text().splitlines()
     assert lines == ["0 rounds made now, 0 known before", "out of time", f"in {tmp_path}"]
 
@@ -96,19 +75,21 @@ def split(count, seed=0):
     return PromptSplit(tuple(Prompt(f"p{place}") for place in range(count)), (), seed)
 
 
-def test_slices_are_fresh_until_all_prompts_were_used():
+def test_slices_follow_from_content_and_seed_and_are_fresh_until_all_prompts_were_used():
     made = split(10)
     rounds = [[prompt.text for prompt in made.of_round(number, 4)] for number in (1, 2, 3)]
     drawn = [text for one in rounds for text in one]
     assert len(set(drawn[:10])) == 10
     assert drawn[10:] == drawn[:2]  # after the last the first comes again
     assert len(made.of_round(1, 0)) == len(made.of_round(7, 99)) == 10
+    backward = PromptSplit(made.train[::-1], (), 0)
+    assert made.of_round(2, 4) == backward.of_round(2, 4) != split(10, seed=1).of_round(2, 4)
 
 
-def test_the_order_of_slices_follows_from_content_and_seed():
-    forward, backward = split(10), PromptSplit(split(10).train[::-1], (), 0)
-    assert forward.of_round(2, 4) == backward.of_round(2, 4)
-    assert forward.of_round(2, 4) != split(10, seed=1).of_round(2, 4)
+def test_prompts_of_other_data_replace_those_that_an_interrupted_round_left(tmp_path):
+    for text in ("old", "new"):
+        write_prompts(tmp_path / "prompts.parquet", [Prompt(text)])
+        assert prompts_in(tmp_path / "prompts.parquet") == {text}
 
 
 def opened(folder, world, **changes):
@@ -126,6 +107,9 @@ def test_the_example_plans_three_rounds_of_a_tiny_world(world, tmp_path):
 
 @pytest.mark.parametrize("reference", ["fixed", "previous"])
 def test_each_verb_gets_the_policy_and_the_reference_of_its_round(world, tmp_path, reference):
+    lora = opened(tmp_path, world, lora={"enabled": True})
+    assert lora.policy(1).path == str(lora.folder.round(1).run.merged)
+    assert lora.training(lora.folder.round(1)).config.lora.merge
     job = opened(tmp_path, world, rounds={"reference": reference})
     one, before = job.folder.round(2), job.folder.round(1)
     trained = str(before.run.model)
@@ -142,20 +126,26 @@ def test_each_verb_gets_the_policy_and_the_reference_of_its_round(world, tmp_pat
     assert (first.model, first.other_reference) == ("", False)
 
 
-def test_a_round_of_lora_goes_on_from_the_merged_model(world, tmp_path):
-    job = opened(tmp_path, world, lora={"enabled": True})
-    assert job.policy(1).path == str(job.folder.round(1).run.merged)
-    assert job.training(job.folder.round(1)).config.lora.merge
-
-
-def test_a_judge_reads_by_its_own_chat_template(world, tmp_path):
-    (tmp_path / "own.jinja").write_text("{{ messages }}")
+def test_a_judge_has_a_chat_template_and_a_server_of_its_own(world, tmp_path):
     template = str(tmp_path / "own.jinja")
-    job = opened(tmp_path, world, tokens={"chat_template": template})
+    (tmp_path / "own.jinja").write_text("{{ messages }}")
+    served = {"judge": {"by": "rubric"}, "server": {**SERVED, "revision": "1"}}
+    job = opened(tmp_path, world, tokens={"chat_template": template}, **served)
     one = job.folder.round(1)
-    assert job.sampling(job.first, one.prompts, one.samples).tokens.chat_template == template
-    assert job.scoring(one).tokens.chat_template == template
-    assert job.judging(one.judged).tokens.chat_template == ""
+    sampling, judging = job.sampling(job.first, one.prompts, one.samples), job.judging(one.judged)
+    assert sampling.tokens.chat_template == job.scoring(one).tokens.chat_template == template
+    assert judging.tokens.chat_template == ""
+    assert (sampling.server.url, judging.server.url) == ("", SERVED["url"])
+
+
+def test_a_round_is_made_from_the_template_of_its_judge(world, tmp_path):
+    template, made = tmp_path / "own.j2", []
+    judge = {"by": "rubric", "template": str(template)}
+    for text in ("{{ messages }}{{ answer }}", "{{ messages }}: {{ answer }}"):
+        template.write_text(text)
+        job = opened(tmp_path, world, judge=judge, server={**SERVED, "revision": "1"})
+        made.append(job.made_from(1, None))
+    assert made[0] != made[1]
 
 
 GRPO = {"train": {"method": "grpo"}, "cache": {"kl_pairs": 0, "token_logps": True}}
@@ -165,13 +155,9 @@ SERVED = {"url": "http://127.0.0.1:1/v1", "model": "m"}
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"judge": {"by": "none"}}, "No judge"),
         ({"judge": {"by": "rubric"}}, "name the language model"),
-        ({"judge": {"by": "rubric"}, "server": SERVED}, "server.revision is empty"),
         ({"judge": {"by": "rubric", "template": "rounds.yaml"}}, "does not show answer"),
-        ({"judge": {"by": "exact"}}, "no column 'answer'"),
         ({"judge": {"against": "elsewhere"}}, "judge.against: the rounds set it themselves"),
-        ({"train": {"method": ""}}, "No method"),
         ({"train": {"method": "reward"}}, "makes a reward model"),
         ({"train": {"method": "kto"}}, "Set cache.kl_pairs to 1"),
         ({"train": {"model": "elsewhere"}}, "train.model: the rounds set it themselves"),
@@ -179,7 +165,6 @@ SERVED = {"url": "http://127.0.0.1:1/v1", "model": "m"}
         ({"train": {"eval_cache": "elsewhere"}}, "each round has a cache of its own"),
         ({"select": {"rows": "labels"}}, "learns from pairs"),
         ({**GRPO, "sample": {"temperature": 0.7}}, "temperature 0.7.* train.other_sampling=true"),
-        ({**GRPO, "sample": {"top_p": 0.9}}, "temperature 1, top-p 0.9"),
         ({"rounds": {"eval_n": 2}}, "all samples of a prompt are the same"),
         ({"rounds": {"eval_fraction": 0.0, "min_win_rate": 0.5}}, "none is held out"),
         ({"rounds": {"output": "s3://bucket/rounds"}}, "rounds are written to a disk"),
@@ -188,25 +173,19 @@ SERVED = {"url": "http://127.0.0.1:1/v1", "model": "m"}
     ],
 )
 def test_what_cannot_work_is_refused_before_any_work(world, tmp_path, changes, said):
+    path = write_settings(tmp_path, world, **changes)
     with pytest.raises(UsageError, match=said):
-        open_rounds(
-            load_settings(
-                {},
-                [],
-                file=write_settings(tmp_path, world, **changes),
-            )
-        )
+        open_rounds(load_settings({}, [], file=path))
 
 
-def test_rounds_of_grpo_sample_as_the_policy_is_unless_another_way_is_meant(world, tmp_path):
+def test_rounds_of_grpo_sample_as_the_policy_is_unless_another_way_is_meant(
+    world, tmp_path, monkeypatch
+):
     assert opened(tmp_path, world, **GRPO).recipe.name == "grpo"
     meant = {"method": "grpo", "other_sampling": True}
     job = opened(tmp_path, world, **GRPO | {"train": meant, "sample": {"temperature": 0.7}})
     assert job.training(job.folder.round(1)).config.train.other_sampling
     assert opened(tmp_path, world, sample={"temperature": 0.7}).recipe.name == "dpo"
-
-
-def test_rounds_are_not_started_by_a_launcher(world, tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")  # by a launcher
     with pytest.raises(UsageError, match="works in one process"):
         opened(tmp_path, world)

@@ -1,58 +1,107 @@
-"""Rounds whose judge is behind a server: one budget for all, and the server may move."""
+"""Rounds whose judge compares, behind a server: one budget for all, and the server may move."""
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from align.stages.server import server_client
+from align.stages.storage.rounds_folder import RoundsFolder
 from support.chat_server import chat_server
-from support.rounds_play import play, records, write_settings
-from support.stub_judge import StubJudge
+from support.mlflow_runs import open_store
+from support.rounds_play import play, record, records, write_settings
+from support.stub_judge import PARTS
 
-MOST_TOKENS = 1500
-OF_AN_ANSWER = 250  # at most, of a question and its answer
+MOST_TOKENS = 4000
+OF_AN_ANSWER = 350  # at most, of a question and its answer
 OWN = {
-    "judge": {"by": "rubric", "function": ""},
-    "rounds": {"count": 1, "prompts_per_round": 4},
-    "sample": {"n": 2, "max_new_tokens": 4},
+    "judge": {"by": "pairwise", "function": ""},
+    "rounds": {"count": 1, "prompts_per_round": 6},
+    "sample": {"n": 2},
+    "train": {"lr": 0.1},  # so that held-out answers are others than those of the beginning
 }
 
 
-def verdict(asked):
-    """A score that follows from the question's length, as a judge gives it."""
-    is_question = "[" in asked.last
-    return (
-        f"So.\nScore: {1 + len(asked.last) % 10}" if is_question else StubJudge().said(asked.last)
-    )
+def prefers_letters(asked):
+    """The verdict of a judge that counts different letters."""
+    texts = PARTS.findall(asked.last)
+    if not texts:
+        return "x"  # to a probe
+    first, second = (len({letter for letter in text if letter.isalpha()}) for text in texts)
+    return "Verdict: " + ("tie" if first == second else "A" if first > second else "B")
 
 
 def questions(stub):
     """What was answered, without the probes of the server's identity."""
-    return Counter({asked: n for asked, n in stub.answered.items() if "answer]" in asked})
+    return Counter({asked: n for asked, n in stub.answered.items() if "answer A" in asked})
 
 
 @pytest.fixture
-def settings_of(tmp_path, world, monkeypatch):
+def settings_of(here, world, monkeypatch):
     monkeypatch.setattr(server_client, "FIRST_PAUSE", 0.001)
 
-    def write(stub, **server):
+    def write(stub, *, uri="", **server):
         options = {"url": stub.url, "model": "stub", "revision": "1", "concurrency": 1, **server}
-        return write_settings(tmp_path, world, **OWN, server=options)
+        tracking = {"mlflow": bool(uri), "uri": uri}
+        return write_settings(here, world, **OWN, server=options, tracking=tracking)
 
     return write
 
 
-def test_a_budget_is_that_of_all_rounds_and_a_judge_may_move(settings_of, here):
-    with chat_server(verdict) as first:
-        spent = play(settings_of(first, max_tokens=MOST_TOKENS))
+def test_a_budget_is_that_of_all_rounds_a_judge_may_move_and_mlflow_hears_of_every_verb(
+    settings_of, here, no_mlflow_settings
+):
+    uri = f"sqlite:///{here}/mlflow.db"
+    with chat_server(prefers_letters) as first:
+        spent = play(settings_of(first, uri=uri, max_tokens=MOST_TOKENS))
         assert spent.code == 75, spent
         assert MOST_TOKENS <= first.tokens <= MOST_TOKENS + OF_AN_ANSWER
-    with chat_server(verdict) as second:
-        assert play(settings_of(second)).code == 0
-        assert questions(first)
-        assert not questions(first) & questions(second)  # nothing is bought twice
+        assert (RoundsFolder(here / "out").round(1).judged / "judged.parquet").is_file()
+    with chat_server(prefers_letters) as second:
+        assert play(settings_of(second, uri=uri)).code == 0
+        bought = questions(first) + questions(second)
         left = records(here / "out")
-    with chat_server(verdict) as third:
+    with chat_server(prefers_letters) as third:
         again = play(settings_of(third))
         assert (again.code, third.asked.total()) == (0, 0), again
     assert records(here / "out") == left != {}
+    one = record(here / "out", 1)
+    require_compared(one["held_out"], bought)
+    require_recorded(open_store(uri), one)
+
+
+def require_compared(held_out, bought):
+    """In the first round the beginning is the policy before: no judgment is bought twice."""
+    assert held_out["against_first"] == held_out["against_previous"]
+    assert held_out["policy"]["mean_score"] is None
+    count = held_out["policy"]["samples"]
+    assert held_out["against_first"]["comparisons"] == count > 0
+    assert {*bought.values()} == {1}
+    assert len(bought) <= 2 * (6 + count)
+
+
+def require_recorded(client, one):
+    """MLflow has a run for the rounds of each command, and one for each verb below it."""
+    (experiment,) = [each for each in client.search_experiments() if each.name == "align"]
+    runs = client.search_runs([experiment.experiment_id], order_by=["start_time DESC"])
+    parents = [run for run in runs if run.data.tags["align.stage"] == "rounds"]
+    children = [run.data.tags for run in runs if run not in parents]
+    stages = Counter(tags["align.stage"] for tags in children)
+    # Samples of the round, of the beginning and of the policy; a judgment of the round and two
+    # comparisons, in the first of which the budget was spent: the next command begins it again.
+    assert stages == {"sample": 3, "judge": 4, "select": 1, "precompute-ref": 1, "train": 1}
+    held_out = [tags["align.stage"] for tags in children if "align.prompts" in tags]
+    assert Counter(held_out) == {"sample": 2, "judge": 3}
+    tags = {name: of for each in children for name, of in each.items() if name != "align.round"}
+    tables = ("samples", "judged", "selected", "cache")
+    assert all(Path(tags[f"align.{name}"]).is_dir() for name in tables)
+    assert all(len(tags[f"align.{name}_root"]) == 64 for name in tables)
+    assert tags["align.selected_root"] == one["made"]["selected"]
+    assert {tags["align.round"] for tags in children} == {"1"}
+    assert {tags["mlflow.parentRunId"] for tags in children} == {run.info.run_id for run in parents}
+    last = parents[0]
+    for name in ("samples", "judged", "selected", "cache", "model"):
+        assert last.data.tags[f"align.round-001.{name}"] == one["made"][name]
+    rate = one["held_out"]["against_first"]["rate"]
+    assert last.data.metrics["held_out/win_rate/first"] == pytest.approx(rate)
+    assert {file.path for file in client.list_artifacts(last.info.run_id)} == {"rounds.html"}

@@ -1,12 +1,14 @@
 """`align sample` with a real model: the command, its contexts, adapters, and stage 1 after it."""
 
 import json
+import pickle
 
 import polars as pl
 import pytest
 import torch
 
-from align.pipeline import samplers
+from align.pipeline.samplers import LocalSampler
+from align.schemas.config import ModelOptions, TokenOptions
 from align.stages.model import reference
 from align.stages.model.load import quiet
 from align.stages.storage.tables import TableFolder, read_table
@@ -15,17 +17,18 @@ from support.mlflow_runs import open_store, the_run
 from support.sampling import write_prompts
 
 NEW = 6
+QUESTIONS = [f"What is {n} and {n}?" for n in range(5)]
 
 
 @pytest.fixture(scope="module")
 def asked_turns(tmp_path_factory):
-    turns = [[{"role": "user", "content": f"What is {n} and {n}?"}] for n in range(5)]
+    turns = [[{"role": "user", "content": text}] for text in QUESTIONS]
     return write_prompts(tmp_path_factory.mktemp("p") / "prompts.jsonl", turns, answer=[*"01234"])
 
 
-def sample(world, asked_turns, output, *more):
-    given = ("--max-new-tokens", NEW, "--device", "cpu", "--no-mlflow")
-    answer = align("sample", asked_turns, "--model", world.model, "--output", output, *given, *more)
+def sample(world, prompts, output, *more):
+    given = ("--model", world.model, "--output", output, "--max-new-tokens", NEW)
+    answer = align("sample", prompts, *given, "--device", "cpu", "--no-mlflow", *more)
     assert answer.code == 0, answer
     return answer.out
 
@@ -40,30 +43,27 @@ def whole_sample(world, asked_turns, tmp_path_factory):
     return output, sample(world, asked_turns, output, "-n", 4)
 
 
-def test_the_command_says_what_it_made_and_what_to_do_next(whole_sample):
-    output, said = whole_sample
-    assert said.startswith(f"{output}: 20 samples of 5 prompts, ")
-    assert "20 samples made now, 0 known before" in said
-    assert said.endswith(f"next: align judge {output} --by …\n")
-
-
 def test_a_conversation_gets_messages_and_keeps_its_reference_answer(whole_sample):
-    found = table(whole_sample[0])
+    output, said = whole_sample
+    found = table(output)
     assert [one[0]["role"] for one in found["completion"].to_list()] == ["assistant"] * 20
     assert found["answer"].to_list() == [digit for digit in "01234" for _ in range(4)]
     assert found["prompt_tokens"].min() > 5
     assert found["completion_tokens"].max() == NEW
+    assert said.startswith(f"{output}: 20 samples of 5 prompts, ")
+    assert "20 samples made now, 0 known before" in said
 
 
-@pytest.mark.parametrize(
-    "more", [("-n", 2, "--tokens-per-batch", 1), ("-n", 4, "--tokens-per-batch", 90)]
-)
+@pytest.mark.parametrize("first", [(), ("-n", 2, "--tokens-per-batch", 1)])
 def test_other_batches_and_numbers_give_the_same_samples(
-    world, asked_turns, whole_sample, tmp_path, more
+    world, asked_turns, whole_sample, tmp_path, first
 ):
-    sample(world, asked_turns, tmp_path / "out", *more)
-    wanted = table(whole_sample[0]).filter(pl.col("number") < more[1])
-    assert table(tmp_path / "out").equals(wanted)
+    """Also where two samples of each prompt are known, and the others are drawn later."""
+    if first:
+        sample(world, asked_turns, tmp_path / "out", *first)
+    said = sample(world, asked_turns, tmp_path / "out", "-n", 4, "--tokens-per-batch", 90)
+    assert f"{10 if first else 20} samples made now" in said
+    assert table(tmp_path / "out").equals(table(whole_sample[0]))
 
 
 def test_the_same_request_loads_no_weights(world, asked_turns, whole_sample, monkeypatch):
@@ -72,18 +72,13 @@ def test_the_same_request_loads_no_weights(world, asked_turns, whole_sample, mon
     assert "0 samples made now, 20 known before" in said
 
 
-def test_a_prompt_is_rendered_as_stage_1_renders_it(world, asked_turns, whole_sample, tmp_path):
-    pairs = [
-        {"prompt": one["prompt"], "chosen": "yes", "rejected": "no"}
-        for one in map(json.loads, asked_turns.read_text().splitlines())
-    ]
-    data = tmp_path / "pairs.jsonl"
-    data.write_text("".join(f"{json.dumps(one)}\n" for one in pairs))
-    made = align("precompute-ref", data, "--model", world.model, "--output", tmp_path / "cache",
-                 "--kl-pairs", 0, "--no-mlflow")  # fmt: skip
-    assert made.code == 0, made
-    shard = pl.read_parquet(tmp_path / "cache/data/*.parquet")
-    lengths = sorted(map(len, shard["prompt_ids"].to_list()))
+def test_a_prompt_is_rendered_as_stage_1_renders_it(world, asked_turns, whole_sample, here):
+    asked = map(json.loads, asked_turns.read_text().splitlines())
+    pairs = [{"prompt": one["prompt"], "chosen": "yes", "rejected": "no"} for one in asked]
+    (here / "pairs.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in pairs))
+    given = ("--model", world.model, "--output", "cache", "--kl-pairs", 0, "--no-mlflow")
+    assert align("precompute-ref", "pairs.jsonl", *given).code == 0
+    lengths = sorted(map(len, pl.read_parquet("cache/data/*.parquet")["prompt_ids"].to_list()))
     assert lengths == sorted(table(whole_sample[0])["prompt_tokens"].to_list()[::4])
 
 
@@ -101,39 +96,31 @@ def test_a_run_is_recorded_with_the_root_of_its_table(
     assert run.data.params["sample.n"] == "1"
 
 
-def test_a_prompt_longer_than_the_context_is_left_out_and_counted(world, tmp_path):
-    mixed = write_prompts(tmp_path / "p.jsonl", ["What is it?", "word " * 3000])
-    said = sample(world, mixed, tmp_path / "out", "-n", 1)
+def test_a_prompt_longer_than_the_context_is_left_out_and_an_error_where_all_are(world, here):
+    mixed = write_prompts(here / "p.jsonl", ["What is it?", "word " * 3000])
+    said = sample(world, mixed, here / "out", "-n", 1)
     assert "left out: 1 prompt longer than the context allows" in said
-    assert table(tmp_path / "out")["prompt"].to_list() == ["What is it?"]
+    assert table(here / "out")["prompt"].to_list() == ["What is it?"]
+    # A context of 2,048 has room for the short prompt, and not for it and so long a sample.
+    given = ("--model", world.model, "--output", here / "none", "--no-mlflow")
+    said = refusal(3, "sample", mixed, *given, "--max-new-tokens", 2047)
+    assert "2 prompts" in said
+    assert "--max-new-tokens" in said
+    assert not (here / "none").exists()
 
 
-def test_text_is_asked_as_it_is_and_said_to_be_or_as_a_conversation(
-    world, asked_turns, whole_sample, tmp_path
-):
-    texts = [f"What is {n} and {n}?" for n in range(5)]
-    plain = write_prompts(tmp_path / "p.jsonl", texts, answer=[*"01234"])
+def test_text_is_asked_as_it_is_and_said_to_be_or_as_a_conversation(world, whole_sample, tmp_path):
+    plain = write_prompts(tmp_path / "p.jsonl", QUESTIONS, answer=[*"01234"])
     said = sample(world, plain, tmp_path / "plain", "-n", 1)
     assert "5 prompts of plain text" in said
     assert "data.wrap=chat" in said
-    assert table(tmp_path / "plain")["prompt"].to_list() == texts
-    wrapped = tmp_path / "wrapped"
-    said = sample(world, plain, wrapped, "-n", 4, "--set", "data.wrap=chat")
-    assert "data.wrap" not in said
-    assert table(wrapped).equals(table(whole_sample[0]))
-    written = write_prompts(tmp_path / "w.jsonl", [f"Human: {text}" for text in texts])
-    said = refusal(3, "sample", written, "--model", world.model, "--output", tmp_path / "o",
-                   "--no-mlflow", "--set", "data.wrap=chat")  # fmt: skip
-    assert "5 already_rendered" in said
-
-
-def test_prompts_that_are_all_too_long_are_an_error(world, tmp_path):
-    long = write_prompts(tmp_path / "p.jsonl", ["word " * 3000])
-    said = refusal(3, "sample", long, "--model", world.model, "--output", tmp_path / "out",
-                   "--no-mlflow")  # fmt: skip
-    assert "1 prompt" in said
-    assert "--max-new-tokens" in said
-    assert not (tmp_path / "out").exists()
+    assert table(tmp_path / "plain")["prompt"].to_list() == QUESTIONS
+    wrapped = ("--set", "data.wrap=chat")
+    assert "data.wrap" not in sample(world, plain, tmp_path / "wrapped", "-n", 4, *wrapped)
+    assert table(tmp_path / "wrapped").equals(table(whole_sample[0]))
+    written = write_prompts(tmp_path / "w.jsonl", [f"Human: {text}" for text in QUESTIONS])
+    given = ("--model", world.model, "--output", tmp_path / "o", "--no-mlflow", *wrapped)
+    assert "5 already_rendered" in refusal(3, "sample", written, *given)
 
 
 def test_an_adapter_is_another_model_and_its_samples_are_its_own(
@@ -155,23 +142,14 @@ def test_an_adapter_is_another_model_and_its_samples_are_its_own(
     assert not ours[1]["completion"].equals(adapted[1]["completion"])
 
 
-def test_no_model_and_no_server_is_refused(asked_turns, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_no_model_and_ranks_that_share_one_are_refused(world, asked_turns, here):
     assert "--server URL" in refusal(2, "sample", asked_turns, "--no-mlflow")
-
-
-def test_ranks_that_share_one_model_are_refused(world, asked_turns, tmp_path):
-    said = refusal(2, "sample", asked_turns, "--model", world.model, "--output", tmp_path / "o",
-                   "--set", "model.tensor_parallel=2")  # fmt: skip
-    assert "tensor_parallel" in said
+    shared = ("--model", world.model, "--set", "model.tensor_parallel=2")
+    assert "tensor_parallel" in refusal(2, "sample", asked_turns, *shared)
 
 
 def test_a_sampler_travels_without_what_it_has_opened(world):
-    import pickle  # noqa: PLC0415
-
-    from align.schemas.config import ModelOptions, TokenOptions  # noqa: PLC0415
-
-    local = samplers.LocalSampler(ModelOptions(path=str(world.model)), TokenOptions(), 99)
+    local = LocalSampler(ModelOptions(path=str(world.model)), TokenOptions(), 99)
     before = local.identity()
     sent = pickle.loads(pickle.dumps(local))
     assert set(vars(sent)) == {"model", "tokens", "tokens_per_batch"}

@@ -25,9 +25,9 @@ def sample_words(here, monkeypatch):
 
     def words(stub, *more, prompts=PROMPTS, with_mlflow=False):
         (here / "p.jsonl").write_text("".join(json.dumps(one) + "\n" for one in prompts))
-        usual = ("--server", stub.url, "--revision", "one", "--output", here / "out")
         mlflow = () if with_mlflow else ("--no-mlflow",)
-        return ("sample", here / "p.jsonl", *usual, *mlflow, *more)
+        usual = ("--server", stub.url, "--revision", "one", "--output", "out", *mlflow)
+        return ("sample", "p.jsonl", *usual, *more)
 
     return words
 
@@ -37,25 +37,18 @@ def completions(here):
     return {(row["prompt"], row["number"]): row["completion"] for row in rows}
 
 
-def test_more_samples_in_another_order_cost_what_is_missing(sample_words, here):
+def test_more_samples_in_another_order_cost_what_is_missing_of_the_same_model(sample_words, here):
     with chat_server(echo, faults={500: 0.1, "cut": 0.1}) as stub:
         assert align(*sample_words(stub, "-n", 2)).code == 0
         first = completions(here)
         assert align(*sample_words(stub, "-n", 3, prompts=PROMPTS[::-1])).code == 0
         grown = completions(here)
-        assert stub.answered.total() == 8 * 3 + 2 * PROBED
         assert align(*sample_words(stub, "-n", 3)).code == 0
         assert stub.answered.total() == 8 * 3 + 2 * PROBED
-    assert len(first) == 16
-    assert len(grown) == 24
+    assert (len(first), len(grown)) == (16, 24)
     assert first.items() < grown.items()
-
-
-def test_another_model_under_the_same_name_is_refused(sample_words):
-    with chat_server(echo) as stub:
-        assert align(*sample_words(stub, "-n", 1)).code == 0
-    with chat_server(lambda asked: asked.last.upper()) as stub:
-        assert "6 of 6 probes are answered otherwise" in refusal(4, *sample_words(stub, "-n", 2))
+    with chat_server(lambda asked: asked.last.upper()) as stub:  # under the same name
+        assert "6 of 6 probes are answered otherwise" in refusal(4, *sample_words(stub, "-n", 4))
         assert stub.asked.total() == PROBED
         assert align(*sample_words(stub, "-n", 2, "--revision", "two")).code == 0
 
@@ -93,12 +86,13 @@ def test_a_dead_server_and_a_spent_budget_end_with_a_code_of_their_own(sample_wo
 
 
 @pytest.mark.slow  # MLflow makes a store
-@pytest.mark.usefixtures("no_mlflow_settings")
-def test_the_key_stands_in_no_file_and_in_nothing_that_is_said(sample_words, here):
+def test_the_key_stands_in_no_file_and_in_nothing_that_is_said(
+    sample_words, here, no_mlflow_settings
+):
     with chat_server(echo, key=KEY, faults={500: 0.2}) as stub:
         worked = align(*sample_words(stub, "-n", 2, with_mlflow=True))
         assert worked.code == 0
-    with chat_server(echo, key="another") as stub:  # which says the key that it was given
+        stub.key = "another"  # it says the key that it was given
         failed = refusal(2, *sample_words(stub, "-n", 4, with_mlflow=True))
     assert "Incorrect API key provided: Bearer ***" in failed
     files = [path for path in here.rglob("*") if path.is_file()]

@@ -30,21 +30,12 @@ def wanted_of(prompts, n):
 
 
 def collected(groups):
-    """Samples by prompt and number, and how many were refused; none may come twice."""
+    """Samples by prompt and number, and what was refused; none may come twice."""
     samples, refused = {}, []
-    for group in groups:
-        for one in group:
-            if isinstance(one, Refused):
-                refused.append(one)
-            else:
-                assert (one.prompt, one.number) not in samples
-                samples[one.prompt, one.number] = one
+    for one in (one for group in groups for one in group):
+        if isinstance(one, Refused):
+            refused.append(one)
+        else:
+            assert (one.prompt, one.number) not in samples
+            samples[one.prompt, one.number] = one
     return samples, refused
-
-
-def still_wanted(wanted, kept):
-    """What is missing of it, where answers are kept by prompt and number."""
-    return [
-        Wanted(one.prompt, tuple(n for n in one.numbers if (one.prompt.key, n) not in kept))
-        for one in wanted
-    ]

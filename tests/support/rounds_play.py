@@ -73,8 +73,7 @@ def play(path, *words):
 
 def records(folder):
     """The bytes of every round.json, by the number of the round."""
-    rounds = RoundsFolder(Path(folder))
-    found = {number: rounds.round(number).record for number in range(1, 10)}
+    found = {number: RoundsFolder(Path(folder)).round(number).record for number in range(1, 10)}
     return {number: path.read_bytes() for number, path in found.items() if path.exists()}
 
 

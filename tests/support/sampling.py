@@ -1,20 +1,18 @@
-"""Sampling without a model, in this process or in one that may be killed; every draw is counted."""
+"""Sampling without a model; every draw is counted."""
 
 import hashlib
 import json
 import multiprocessing
 import os
-import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
 from align.pipeline import sample as module
 from align.schemas.config import Config, DataOptions, TrackingOptions
-from align.schemas.errors import AlignError
 from align.schemas.round_options import SampleOptions
 from align.schemas.samples import Refused, Sample
+from support.patience import PATIENCE
 from support.stage_one import Silent
 
 BATCH = 5
@@ -27,7 +25,6 @@ class CountingSampler:
     log: Path
     name: str = "stub"
     refuses: str = ""  # prompts with this text
-    pause: float = 0.0  # seconds for each batch
 
     def identity(self):
         """Its name."""
@@ -67,17 +64,15 @@ class OpenCounting:
 
     def sample(self, wanted):
         """Yields batches of the samples, those of refused prompts first."""
-        refuses = self.sampler.refuses
-        asked = [
-            (one.prompt.key, number, bool(refuses) and refuses in str(one.prompt.text))
-            for one in wanted
-            for number in one.numbers
-        ]
-        if refused := [Refused(key, number, "no") for key, number, is_bad in asked if is_bad]:
+        refuses, rows, refused = self.sampler.refuses, [], []
+        for one in wanted:
+            if refuses and refuses in one.prompt.text:
+                refused += [Refused(one.prompt.key, number, "no") for number in one.numbers]
+            else:
+                rows += [(one.prompt.key, number) for number in one.numbers]
+        if refused:
             yield refused
-        rows = [(key, number) for key, number, is_bad in asked if not is_bad]
         for start in range(0, len(rows), BATCH):
-            time.sleep(self.sampler.pause)
             yield [
                 self.sampler.draw(key, number, self.sampling)
                 for key, number in rows[start : start + BATCH]
@@ -113,21 +108,18 @@ def run_sampling(config, sampler, *, share=None, **more):
         return module.sample(config, progress=Silent(), share=share, **more)
 
 
-def sampling_child(config, sampler, failpoints="", *, share=None):
-    """Samples in a process of its own, ready to be killed."""
-    process = CHILDREN.Process(target=_child, args=(config, sampler, failpoints, share))
-    process.start()
-    return process
-
-
-def _child(config, sampler, failpoints, share):
-    os.environ["ALIGN_FAILPOINTS"] = failpoints
-    try:
-        run_sampling(config, sampler, share=share)
-    except AlignError as error:
-        print(error, file=sys.stderr, flush=True)
-        sys.exit(error.exit_code)
-
-
 CHILDREN = multiprocessing.get_context("forkserver")
 CHILDREN.set_forkserver_preload(["align.pipeline.precompute", "align.pipeline.sample"])
+
+
+def exit_code_of_child(config, sampler, failpoints):
+    """Samples in a process that is killed at one of its failpoints."""
+    process = CHILDREN.Process(target=_child, args=(config, sampler, failpoints))
+    process.start()
+    process.join(PATIENCE)
+    return process.exitcode
+
+
+def _child(config, sampler, failpoints):
+    os.environ["ALIGN_FAILPOINTS"] = failpoints
+    run_sampling(config, sampler)

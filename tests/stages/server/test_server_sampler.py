@@ -7,29 +7,16 @@ import pytest
 from align.schemas.errors import BudgetError, ServerError, UsageError
 from align.schemas.rows import BadRow
 from align.schemas.samples import Prompt, Refused, Sampling, Wanted
-from align.stages.server.completions import body_of, seed_of
-from support.asking import chat, collected, echo, sampler_of_stub, still_wanted, wanted_of
-from support.chat_server import OF_CHAT, Reply, chat_server
+from align.stages.server.completions import seed_of
+from align.stages.server.probes import PROBES
+from support.asking import chat, collected, echo, sampler_of_stub, wanted_of
+from support.chat_server import OF_CHAT, OF_TEXT, chat_server
 from support.patience import PATIENCE
 
 TEXTS = [Prompt(f"a text {i}") for i in range(6)]
 CHATS = [chat(f"a question {i}") for i in range(6)]
 WARM = Sampling(temperature=0.7, top_p=0.9, max_new_tokens=32, seed=5)
-# In all 30 of 100 requests.
-FAULTS = {
-    429: 0.03,
-    408: 0.01,
-    500: 0.04,
-    503: 0.03,
-    "drop": 0.03,
-    "cut": 0.04,
-    "half": 0.03,
-    "garbage": 0.02,
-    "no usage": 0.02,
-    "no choices": 0.01,
-    "two choices": 0.02,
-    "no finish": 0.02,
-}
+FAULTS = (429, 408, 500, 503, "drop", "cut", "half", "garbage", "no usage", "two choices")
 
 
 def sampled(stub, wanted, sampling=WARM, **more):
@@ -37,8 +24,7 @@ def sampled(stub, wanted, sampling=WARM, **more):
 
 
 def test_faults_in_30_of_100_requests_lose_nothing_guess_nothing_and_are_counted():
-    assert sum(FAULTS.values()) == pytest.approx(0.3)
-    with chat_server(echo, faults=FAULTS, seed=1) as stub:
+    with chat_server(echo, faults=dict.fromkeys(FAULTS, 0.03)) as stub:
         sampler = sampler_of_stub(stub, concurrency=8)
         wanted = wanted_of([*TEXTS, *CHATS], 16)
         samples, refused = collected(sampler.open(WARM).sample(wanted))
@@ -46,26 +32,20 @@ def test_faults_in_30_of_100_requests_lose_nothing_guess_nothing_and_are_counted
     assert len(samples) == 192
     for prompt in [*TEXTS, *CHATS]:
         for number in range(16):
-            require_as_given(samples[prompt.key, number], prompt, number)
+            sample, is_text = samples[prompt.key, number], isinstance(prompt.text, str)
+            seed = seed_of(5, prompt.key, number)
+            last = prompt.text if is_text else prompt.text[-1]["content"]
+            assert sample.text == f"to {last} {seed} 0.7"
+            assert sample.finish == ("length" if seed % 3 == 0 else "stop")
+            assert (sample.prompt_tokens, sample.completion_tokens) == (3 if is_text else 5, 6)
     assert {*stub.injected} == {*FAULTS}
-    faults = stub.injected.total()
     assert set(stub.answered.values()) <= {0, 1}
     assert stub.answered.total() == 192
-    assert sampler.costs.requests == stub.asked.total() == 192 + faults
-    assert sampler.costs.retries == faults
+    assert sampler.costs.requests == stub.asked.total() == 192 + stub.injected.total()
+    assert sampler.costs.retries == stub.injected.total()
     assert sampler.costs.tokens == stub.tokens
     used = sum(one.prompt_tokens + one.completion_tokens for one in samples.values())
     assert stub.tokens > used  # what was no whole answer was paid for too
-
-
-def require_as_given(sample, prompt, number):
-    """All of a sample is what the server was told to answer."""
-    is_text, seed = isinstance(prompt.text, str), seed_of(5, prompt.key, number)
-    last = prompt.text if is_text else prompt.text[-1]["content"]
-    assert sample.text == f"to {last} {seed} 0.7"
-    assert sample.finish == ("length" if seed % 3 == 0 else "stop")
-    assert sample.prompt_tokens == (3 if is_text else 5)
-    assert sample.completion_tokens == 6
 
 
 def test_a_request_asks_for_one_sample_and_for_nothing_that_was_not_set():
@@ -88,34 +68,16 @@ def test_a_request_asks_for_one_sample_and_for_nothing_that_was_not_set():
     assert topped["top_k"] == 7
 
 
-def test_a_server_is_sent_the_arguments_of_calls_as_text():
-    given = {"city": "Łódź"}, '{"city":"Łódź"}', None
-    calls = [{"id": "1", "function": {"name": "look", "arguments": one}} for one in given]
-    prompt = Prompt((*CHATS[0].text, {"role": "assistant", "tool_calls": [*calls, {"name": "f"}]}))
-    asked = body_of(prompt, WARM, model="m", seed=0)["messages"][-1]["tool_calls"]
-    arguments = [call["function"]["arguments"] for call in asked[:3]]
-    assert arguments == ['{"city": "Łódź"}', '{"city":"Łódź"}', None]
-    assert asked[3] == {"name": "f"}
+STAYING = {409: "409 injected", 425: "425 injected", "drop": "RemoteProtocolError"}
 
 
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        (500, "500 injected 500"),
-        (429, "429 injected 429"),
-        (409, "409 injected 409"),
-        (425, "425 injected 425"),
-        ("drop", "RemoteProtocolError"),
-        ("cut", "RemoteProtocolError"),
-        ("garbage", "not JSON: '<html>"),
-        ("two choices", "2 choices where one was asked for"),
-    ],
-)
-def test_a_fault_that_stays_ends_the_run_after_its_retries(fault, said):
-    with chat_server(echo, faults={fault: 1.0}) as stub, pytest.raises(ServerError) as caught:
+@pytest.mark.parametrize("fault", STAYING)
+def test_a_fault_that_stays_ends_the_run_after_its_retries(fault):
+    with (
+        chat_server(echo, faults={fault: 1.0}) as stub,
+        pytest.raises(ServerError, match=f"3 requests without a usable answer.*{STAYING[fault]}"),
+    ):
         sampled(stub, wanted_of(TEXTS[:1], 1), retries=2)
-    assert "/completions: 3 requests without a usable answer; the last time:" in str(caught.value)
-    assert said in str(caught.value)
     assert stub.asked.total() == 3
 
 
@@ -123,45 +85,24 @@ def test_a_fault_that_stays_ends_the_run_after_its_retries(fault, said):
 def test_a_request_has_one_deadline_however_its_answer_trickles_in(fault):
     # Without one, the request would last as long as the server goes on, and end otherwise.
     with (
-        chat_server(echo, faults={fault: 1.0}, late=300) as stub,
+        chat_server(echo, faults={fault: 1.0}) as stub,
         pytest.raises(ServerError, match=r"the last time: no whole answer in 0\.3 s"),
     ):
         sampled(stub, wanted_of(TEXTS[:1], 1), timeout=0.3, retries=0)
 
 
-def test_an_answer_that_the_server_gave_up_is_asked_for_again():
-    told = iter(["abort", "error", "stop"])
-    with chat_server(lambda _: Reply("half an", next(told))) as stub:
-        (sample,) = sampled(stub, wanted_of(TEXTS[:1], 1))[0].values()
-    assert sample.finish == "stop"
-    assert stub.asked.total() == 3
-
-
-@pytest.mark.parametrize(
-    ("status", "said"),
-    [
-        (401, "Put its API key into PLANTED, which is not set."),
-        (403, "Put its API key into PLANTED, which is not set."),
-        (404, "give it conversations"),
-    ],
-)
-def test_what_no_retry_can_help_ends_the_run_at_once(status, said, monkeypatch):
+def test_what_no_retry_can_help_ends_the_run_at_once(monkeypatch):
     monkeypatch.delenv("PLANTED", raising=False)
-    with (
-        chat_server(echo, refuse=lambda _: (status, "no")) as stub,
-        pytest.raises(UsageError) as caught,
-    ):
-        sampled(stub, wanted_of(TEXTS[:1], 3), concurrency=1, key_variable="PLANTED")
-    assert f"/completions: {status} no. " in str(caught.value)
-    assert said in str(caught.value)
-    assert stub.asked.total() == 1
-
-
-def test_a_server_without_plain_completions_is_told_so_and_answers_conversations():
     with chat_server(echo, paths=(OF_CHAT,)) as stub:
-        with pytest.raises(UsageError, match="prompts that are lists of messages"):
+        with pytest.raises(UsageError, match="404 .* prompts that are lists of messages"):
             sampled(stub, wanted_of(TEXTS, 1))
         assert len(sampled(stub, wanted_of(CHATS, 1))[0]) == 6
+        for status in (401, 403):
+            stub.refuse = lambda _, status=status: (status, "no")
+            said = f"/completions: {status} no. .*API key into PLANTED, which is not set"
+            with pytest.raises(UsageError, match=said):
+                sampled(stub, wanted_of(CHATS[:1], 3), concurrency=1, key_variable="PLANTED")
+        assert stub.asked.total() == 6 + 2
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])
@@ -190,15 +131,9 @@ def test_settings_that_a_server_does_not_know_end_the_run_by_name():
         assert len(sampled(stub, wanted_of(CHATS, 2))[0]) == 12
 
 
-def test_a_conversation_that_ends_with_the_assistant_is_refused_without_a_request():
+def test_what_cannot_be_rendered_or_ends_with_the_assistant_is_refused_without_a_request():
     begun = Prompt((*CHATS[0].text, {"role": "assistant", "content": "Well"}))
-    with chat_server(echo) as stub:
-        _, (refused,) = sampled(stub, wanted_of([begun], 1))
-    assert "the assistant's own words are last" in refused.reason
-    assert not stub.requests
 
-
-def test_a_prompt_that_we_cannot_render_is_refused_without_a_request():
     def count(prompt):
         if prompt == CHATS[2]:
             raise BadRow("template_error", "no such role")
@@ -206,15 +141,23 @@ def test_a_prompt_that_we_cannot_render_is_refused_without_a_request():
 
     with chat_server(echo) as stub:
         sampler = sampler_of_stub(stub, count)
-        samples, refused = collected(sampler.open(WARM).sample(wanted_of(CHATS, 1)))
+        samples, refused = collected(sampler.open(WARM).sample(wanted_of([*CHATS, begun], 1)))
     assert len(samples) == len(stub.requests) == 5
-    assert refused == [Refused(CHATS[2].key, 0, "no such role")]
+    rendered, ended = refused
+    assert rendered == Refused(CHATS[2].key, 0, "no such role")
+    assert "the assistant's own words are last" in ended.reason
 
 
-def test_a_call_of_a_tool_is_marked_as_another_end():
-    with chat_server(lambda _: Reply(None, "tool_calls", 3)) as stub:
-        ((sample,)) = sampled(stub, wanted_of(CHATS[:1], 1))[0].values()
-    assert (sample.text, sample.finish) == ("", "other")
+def test_another_count_of_tokens_than_ours_or_another_model_than_asked_is_refused():
+    with chat_server(echo) as stub:
+        sampler = sampler_of_stub(stub, lambda _: 3)
+        assert len(collected(sampler.open(WARM).sample(wanted_of(TEXTS, 1)))[0]) == 6
+        with pytest.raises(UsageError, match="read 5 tokens where our rendering .* has 3:"):
+            list(sampler.open(WARM).sample(wanted_of(CHATS, 1)))
+    with chat_server(echo, faults={"other model": 1.0}) as stub:
+        with pytest.raises(UsageError, match="model 'stub' and answered as 'another/model'"):
+            sampled(stub, wanted_of(TEXTS, 1), concurrency=1)
+        assert stub.asked.total() == 1
 
 
 def test_no_more_requests_are_begun_than_may_be_in_flight_while_a_group_is_kept():
@@ -256,21 +199,34 @@ def test_a_run_that_is_stopped_sends_nothing_more_and_leaves_no_thread():
     assert kept <= len(stub.asked) <= kept + 4
 
 
+def interrupted(sampler, wanted, kept, *, at=None):
+    """Adds what arrives to what is kept, does `at` from the eighth on; the error that ends it."""
+
+    def keep():
+        for group in sampler.open(WARM).sample(wanted):
+            kept.update({(one.prompt, one.number): one for one in group})
+            if at and len(kept) >= 8:
+                at()
+
+    with pytest.raises((ServerError, BudgetError)) as caught:
+        keep()
+    said = str(caught.value)
+    assert f"{len(kept)} answers of this run are kept: the same command goes on" in said
+    return said
+
+
+def still_wanted(wanted, kept):
+    return [
+        Wanted(one.prompt, tuple(n for n in one.numbers if (one.prompt.key, n) not in kept))
+        for one in wanted
+    ]
+
+
 def test_a_server_that_dies_on_the_way_costs_what_was_in_flight():
-    wanted = wanted_of(TEXTS, 4)
-    kept = {}
+    wanted, kept = wanted_of(TEXTS, 4), {}
     with chat_server(echo, delay=0.005) as stub:
         sampler = sampler_of_stub(stub, concurrency=4, retries=1)
-        died = None
-        try:
-            for group in sampler.open(WARM).sample(wanted):
-                kept |= {(one.prompt, one.number): one for one in group}
-                if len(kept) >= 8:
-                    stub.stop()
-        except ServerError as error:
-            died = str(error)
-        assert "ConnectError" in died
-        assert f"{len(kept)} answers of this run are kept: the same command goes on" in died
+        assert "ConnectError" in interrupted(sampler, wanted, kept, at=stub.stop)
         stub.start()
         samples, _ = collected(sampler.open(WARM).sample(still_wanted(wanted, kept)))
     assert len(kept) + len(samples) == 24
@@ -278,34 +234,13 @@ def test_a_server_that_dies_on_the_way_costs_what_was_in_flight():
     assert 24 <= stub.answered.total() <= 24 + 4
 
 
-def test_a_server_that_comes_back_in_time_is_not_noticed():
-    with chat_server(echo, delay=0.005) as stub:
-        kept, back = 0, threading.Timer(0.3, stub.start)
-        sampler = sampler_of_stub(stub, concurrency=4, retries=14)
-        for group in sampler.open(WARM).sample(wanted_of(TEXTS, 4)):
-            if kept < 8 <= kept + len(group):
-                stub.stop()
-                back.start()
-            kept += len(group)
-        back.join()
-    assert kept == 24
-    assert sampler.costs.retries > 0
-
-
 def test_a_spent_budget_stops_the_run_and_the_rest_is_bought_later():
     wanted, kept = wanted_of(TEXTS[:1], 12), {}
     with chat_server(echo) as stub:
         sampler = sampler_of_stub(stub, concurrency=1, max_tokens=40)
-        spent = None
-        try:
-            for group in sampler.open(WARM).sample(wanted):
-                kept |= {(one.prompt, one.number): one for one in group}
-        except BudgetError as error:
-            spent = str(error)
         # A sample costs 3 + 6 tokens: the fifth is the first that makes it 40.
-        assert spent == (
-            "server.max_tokens of 40 is spent: 15 tokens were read and 30 written; 7 answers still "
-            "to buy. 5 answers of this run are kept: the same command goes on from there."
+        assert interrupted(sampler, wanted, kept).startswith(
+            "server.max_tokens of 40 is spent: 15 tokens were read and 30 written; 7 answers"
         )
         assert stub.tokens == sampler.costs.tokens == 45
         rest, _ = sampled(stub, still_wanted(wanted, kept))
@@ -313,67 +248,43 @@ def test_a_spent_budget_stops_the_run_and_the_rest_is_bought_later():
     assert set(stub.answered.values()) == {1}
 
 
-def test_a_model_that_is_not_named_is_the_only_one_listed():
-    with chat_server(echo, models=["only"], model="only") as stub:
-        assert sampler_of_stub(stub, model="").identity() == {
-            "server_model": "only",
-            "server_revision": "one",
-        }
-    with (
-        chat_server(echo, models=["a", "b"]) as stub,
-        pytest.raises(UsageError, match="lists 'a', 'b'. Name the one to ask: server.model"),
-    ):
-        sampler_of_stub(stub, model="").identity()
-    with (
-        chat_server(echo, refuse_models=404) as stub,
-        pytest.raises(UsageError, match="404 .* If it lists no models, name the one"),
-    ):
-        sampler_of_stub(stub, model="").identity()
-    with (
-        chat_server(echo, refuse_models=500) as stub,
-        pytest.raises(ServerError, match="2 requests .* Or name the model: server.model."),
-    ):
-        sampler_of_stub(stub, model="", retries=1).identity()
-    with chat_server(echo, models=[]) as stub, pytest.raises(UsageError, match="lists no model"):
-        sampler_of_stub(stub, model="").identity()
-
-
-@pytest.mark.parametrize(
-    ("listed", "said"),
-    [
-        (5, "without data"),
-        ({"data": 5}, "whose data is of the type int"),
-        ({"data": "only"}, "whose data is of the type str"),
-        ({"data": [5]}, "without id"),
-        ({"data": [{"id": 5}]}, "whose id is of the type int"),
-        ({"data": [{"id": "\ud800"}]}, "id is a text that is not valid Unicode"),
-    ],
-)
-def test_a_list_that_names_no_model_is_no_answer(listed, said):
-    with (
-        chat_server(echo, amend=lambda _: listed) as stub,
-        pytest.raises(ServerError, match=f"{said}.* Or name the model: server.model."),
-    ):
-        sampler_of_stub(stub, model="", retries=0).identity()
-
-
-def test_weights_without_a_name_are_refused():
-    with chat_server(echo) as stub, pytest.raises(UsageError, match="server.revision is empty"):
-        sampler_of_stub(stub, revision="")
-
-
-def test_another_model_than_asked_is_refused():
-    with chat_server(echo, faults={"other model": 1.0}) as stub:
-        with pytest.raises(UsageError, match="model 'stub' and answered as 'another/model'"):
-            sampled(stub, wanted_of(TEXTS, 1), concurrency=1)
-        assert stub.asked.total() == 1
-
-
-def test_another_count_of_tokens_than_ours_is_refused():
+@pytest.mark.parametrize(("is_chat", "path"), [(True, OF_CHAT), (False, OF_TEXT)])
+def test_probes_are_asked_greedily_and_in_the_way_of_the_prompts(is_chat, path):
     with chat_server(echo) as stub:
-        samples, _ = collected(
-            sampler_of_stub(stub, lambda _: 3).open(WARM).sample(wanted_of(TEXTS, 1))
-        )
-        assert len(samples) == 6
-        with pytest.raises(UsageError, match="read 5 tokens where our rendering .* has 3:"):
-            list(sampler_of_stub(stub, lambda _: 3).open(WARM).sample(wanted_of(CHATS, 1)))
+        probes = sampler_of_stub(stub).probes(chat=is_chat)
+        assert {asked.path for asked in stub.requests} == {path}
+        assert {asked.body["temperature"] for asked in stub.requests} == {0.0}
+        assert sorted(asked.last for asked in stub.requests) == sorted(PROBES)
+        kind = "chat" if is_chat else "text"
+        assert {*probes} == {f"{kind}: {text}" for text in PROBES}
+        assert all(f"to {name[6:]} " in answer for name, answer in probes.items())
+        stub.refuse = lambda _: (400, "no template")
+        with pytest.raises(UsageError, match="refuses every request: 400 no template"):
+            sampler_of_stub(stub).probes(chat=is_chat)
+
+
+ONLY = {"data": [{"id": "only"}]}
+NOT_ONE = {
+    "lists 'a', 'b'. Name the one to ask: server.model": {"data": [{"id": "a"}, {"id": "b"}]},
+    "lists no model": {"data": []},
+    "without data.* Or name the model: server.model": 5,
+    "whose data is of the type str": {"data": "only"},
+    "without id": {"data": [5]},
+    "whose id is of the type int": {"data": [{"id": 5}]},
+    "id is a text that is not valid Unicode": {"data": [{"id": "\ud800"}]},
+}
+
+
+def test_a_model_that_is_not_named_is_the_only_one_listed():
+    with chat_server(echo, amend=lambda _: ONLY) as stub:
+        identity = {"server_model": "only", "server_revision": "one"}
+        assert sampler_of_stub(stub, model="").identity() == identity
+        for said, listed in NOT_ONE.items():
+            stub.amend = lambda _, listed=listed: listed
+            with pytest.raises((UsageError, ServerError), match=said):
+                sampler_of_stub(stub, model="", retries=0).identity()
+        stub.paths = (OF_CHAT, OF_TEXT)
+        with pytest.raises(UsageError, match="404 .* If it lists no models, name the one"):
+            sampler_of_stub(stub, model="").identity()
+        with pytest.raises(UsageError, match="server.revision is empty"):
+            sampler_of_stub(stub, revision="")

@@ -1,17 +1,22 @@
 """A real server: `transformers serve`, with a tiny model that it has by its folder."""
 
 import json
+import os
 import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
 
+import httpx2
 import pytest
 
 from align.schemas.errors import UsageError
 from align.schemas.round_options import ServerOptions
 from align.schemas.samples import Prompt, Sampling
-from align.stages.server.probes import require_same_probes
 from align.stages.server.server_sampler import ServerSampler
 from support.asking import chat, collected, wanted_of
-from support.transformers_server import transformers_server
 
 pytestmark = pytest.mark.slow  # a server that imports transformers
 
@@ -20,84 +25,79 @@ TEXTS = [Prompt("Question: which is larger, two or nine?\nAnswer:"), Prompt("The
 CHATS = [chat("which is larger, two or nine?"), chat("say hello")]
 
 
-@pytest.fixture(scope="module")
-def served(world, tmp_path_factory):
+@pytest.fixture
+def served(world, tmp_path):
     """The server's address, and its model, whose own settings are to sample."""
-    folder = tmp_path_factory.mktemp("served")
-    model = shutil.copytree(world.model, folder / "model")
+    model = shutil.copytree(world.model, tmp_path / "model")
     settings = json.loads((model / "generation_config.json").read_text())
     (model / "generation_config.json").write_text(json.dumps({**settings, "do_sample": True}))
-    with transformers_server(model, folder) as url:
-        yield url, str(model)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # It lists what is in the hub's cache, and fails where there is none.
+    (tmp_path / "hub").mkdir()
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    program = str(Path(sys.executable).with_name("transformers"))
+    command = [program, "serve", str(model), "--host", "127.0.0.1", "--port", str(port)]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    try:
+        while not has_begun(f"http://127.0.0.1:{port}/health"):
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}/v1", str(model)
+    finally:
+        process.kill()
+        process.wait()
 
 
-@pytest.fixture(scope="module")
-def served_tokenizer(served):
-    from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds
+def has_begun(address):
+    try:
+        return httpx2.get(address).status_code == 200
+    except httpx2.TransportError:
+        return False
 
-    return AutoTokenizer.from_pretrained(served[1])
 
+def test_a_real_server_says_what_transformers_generates_here_and_refuses_what_it_does_not_know(
+    served,
+):
+    import torch  # noqa: PLC0415 - takes seconds
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
 
-@pytest.fixture(scope="module")
-def rendered(served_tokenizer):
-    """The token ids of a prompt, as we render it."""
+    url, folder = served
+    model, tokenizer = (
+        kind.from_pretrained(folder) for kind in (AutoModelForCausalLM, AutoTokenizer)
+    )
 
     def ids_of(prompt):
+        """The token ids of a prompt, as we render it."""
         if isinstance(prompt.text, str):
-            return served_tokenizer(prompt.text)["input_ids"]
-        text = served_tokenizer.apply_chat_template(
-            [dict(one) for one in prompt.text], add_generation_prompt=True, tokenize=False
-        )
-        return served_tokenizer(text, add_special_tokens=False)["input_ids"]
+            return tokenizer(prompt.text)["input_ids"]
+        turns = [dict(one) for one in prompt.text]
+        text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    return ids_of
+    options = ServerOptions(url=url, model=folder, revision="one", retries=1, concurrency=1)
+    sampler = ServerSampler(options, lambda prompt: len(ids_of(prompt)))
 
+    def drawn(prompts, n, **sampling):
+        opened = sampler.open(Sampling(max_new_tokens=LENGTH, **sampling))
+        return collected(opened.sample(wanted_of(prompts, n)))
 
-def sampler_for(served, count_tokens=None, **more):
-    url, model = served
-    usual = {"url": url, "model": model, "revision": "one", "retries": 1}
-    return ServerSampler(ServerOptions(**(usual | more)), count_tokens)
-
-
-def test_greedy_samples_are_what_transformers_generates_here(served, served_tokenizer, rendered):
-    import torch  # noqa: PLC0415 - takes seconds
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415
-
-    model = AutoModelForCausalLM.from_pretrained(served[1])
-    sampler = sampler_for(served, lambda prompt: len(rendered(prompt)))
-    greedy = Sampling(temperature=0.0, max_new_tokens=LENGTH)
-    samples, refused = collected(sampler.open(greedy).sample(wanted_of([*TEXTS, *CHATS], 1)))
+    samples, refused = drawn([*TEXTS, *CHATS], 1, temperature=0.0)
     assert not refused
     for prompt in [*TEXTS, *CHATS]:
-        ids = rendered(prompt)
+        ids = ids_of(prompt)
         out = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=LENGTH)
         completion = out[0, len(ids) :]
         sample = samples[prompt.key, 0]
-        assert sample.text == served_tokenizer.decode(completion, skip_special_tokens=True)
-        assert sample.prompt_tokens == len(ids)
-        assert sample.completion_tokens == len(completion)
+        assert sample.text == tokenizer.decode(completion, skip_special_tokens=True)
+        assert (sample.prompt_tokens, sample.completion_tokens) == (len(ids), len(completion))
         assert sample.finish == ("length" if len(completion) == LENGTH else "stop")
-
-
-def test_each_number_has_a_seed_of_its_own_and_the_same_sample_each_time(served):
-    def twice():
-        sampler = sampler_for(served, concurrency=1)
-        sampling = Sampling(temperature=1.0, max_new_tokens=LENGTH)
-        return collected(sampler.open(sampling).sample(wanted_of(CHATS[:1], 4)))[0]
-
-    first, again = twice(), twice()
-    assert first == again
-    assert len({sample.text for sample in first.values()}) == 4
-
-
-def test_its_probes_are_the_same_each_time(served):
-    sampler = sampler_for(served)
-    first = sampler.probes(chat=True)
-    assert len(first) == 6
-    require_same_probes(first, sampler.probes(chat=True), ServerOptions(revision="one"))
-
-
-def test_what_it_does_not_know_is_refused_by_name(served):
-    sampler = sampler_for(served)
+    # Each number has a seed of its own, and the same sample each time.
+    warm = drawn(CHATS[:1], 4, temperature=1.0)[0]
+    assert len({sample.text for sample in warm.values()}) == 4
+    assert drawn(CHATS[:1], 4, temperature=1.0)[0] == warm
+    assert sampler.probes(chat=True) == sampler.probes(chat=True)
     with pytest.raises(UsageError, match="422 Unexpected fields in the request: .*top_k"):
-        list(sampler.open(Sampling(top_k=5)).sample(wanted_of(CHATS, 1)))
+        drawn(CHATS, 1, top_k=5)

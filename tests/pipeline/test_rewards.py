@@ -1,0 +1,144 @@
+"""A reward model scores data (`align score`) and judges samples, the same way and once."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from align.stages.storage.tables import TableFolder, read_table
+from support.command import align, refusal
+from support.mlflow_runs import open_store, the_run
+from support.sample_tables import sample_table
+
+pytestmark = pytest.mark.numeric
+
+TEXTS = {"Say yes. ": ["Yes.", "No.", "Yes.", " "], "And now? ": ["Well.", "Sure."]}
+
+
+@pytest.fixture(scope="module")
+def own_score(reward_model):
+    """What the model itself gives to a text as a person would tokenize it, with one EOS."""
+    model = AutoModelForSequenceClassification.from_pretrained(reward_model).eval()
+    tokenizer = AutoTokenizer.from_pretrained(reward_model)
+
+    def score(prompt, completion):
+        if isinstance(prompt, str):
+            ids = [*tokenizer(prompt + completion).input_ids, tokenizer.eos_token_id]
+        else:
+            ids = tokenizer.apply_chat_template([*prompt, *completion], return_dict=False)
+            ids = ids[: len(ids) - ids[::-1].index(tokenizer.eos_token_id)]
+        with torch.no_grad():
+            return model(torch.tensor([ids])).logits.item()
+
+    return score
+
+
+def rows_of(folder):
+    return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+
+
+def score(data, folder, *more):
+    answer = align("score", data, "--output", folder, "--no-mlflow", *more)
+    assert answer.code == 0, answer
+    return answer
+
+
+@pytest.mark.parametrize("shape", ["unpaired", "scored", "paired_chat"])
+def test_scores_are_those_of_the_model_itself_and_are_kept(
+    world, reward_model, own_score, tmp_path, shape
+):
+    data, options = getattr(world.data, shape), ("--reward-model", reward_model)
+    first = score(data, tmp_path / "out", *options)
+    rows = rows_of(tmp_path / "out")
+    assert len(rows) == pq.read_metadata(data).num_rows
+    for row in rows[:5]:
+        for completion, own in zip(row["completions"], row["scores"], strict=True):
+            assert own == pytest.approx(own_score(row["prompt"], completion), abs=1e-4)
+    again = score(data, tmp_path / "out", *options)
+    assert ("scoring" in first.err, "scoring" in again.err) == (True, False)
+    assert again.out == first.out
+
+
+def test_labels_are_scores_too_and_candidates_need_none(world, reward_model, tmp_path):
+    score(world.data.paired, tmp_path / "pairs", "--from-labels")
+    assert {tuple(row["scores"]) for row in rows_of(tmp_path / "pairs")} == {(1.0, -1.0)}
+    score(world.data.unpaired, tmp_path / "labels", "--from-labels")
+    labels = pq.read_table(world.data.unpaired)["label"].to_pylist()
+    scores = [[1.0 if label else -1.0] for label in labels]
+    assert [row["scores"] for row in rows_of(tmp_path / "labels")] == scores
+    completions = [[" Yes.", " No.", " Well."], [" Yes."]]
+    table = pa.table({"prompt": ["Say yes.", None], "completions": completions})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    options = ("--reward-model", reward_model, "--max-bad-frac", 0.5)
+    answer = score(tmp_path / "rows.parquet", tmp_path / "out", *options)
+    assert "left out as unusable: 1 row" in answer.out
+    (row,) = rows_of(tmp_path / "out")
+    assert len(row["scores"]) == 3
+
+
+def test_scored_data_is_data_to_learn_from_and_mlflow_hears_of_it(
+    world, reward_model, here, no_mlflow_settings
+):
+    uri = f"sqlite:///{here}/runs.db"
+    options = ("--reward-model", reward_model, "--set", f"tracking.uri={uri}")
+    assert align("score", world.data.paired, "--output", "out", *options).code == 0
+    run = the_run(open_store(uri), "align")
+    assert (run.info.run_name, run.data.tags["align.stage"]) == ("score", "score")
+    made = ("--model", world.model, "--output", "cache", "--token-logps", "--no-mlflow")
+    assert align("precompute-ref", "out/rows.jsonl", *made).code == 0
+    run = ("--cache", "cache", "--output", "run", "--max-steps", 1, "--no-mlflow")
+    answer = align("train", "--method", "grpo", *run)
+    assert answer.code == 0, answer
+
+
+def test_refusals(world, reward_model, tmp_path):
+    paired, by = world.data.paired, ("--reward-model", reward_model)
+    for words, said in (
+        ((paired,), "one of them"),
+        ((paired, "--from-labels", *by), "not both"),
+        ((paired, "--reward-model", world.model), "is not a reward model"),
+        ((world.data.scored, "--from-labels"), "has no labels"),
+        ((world.data.scored_long, *by), "a score for each"),
+        ((paired, "--from-labels", "--output", tmp_path / "no" / "where"), "parent"),
+    ):
+        message = refusal(2, "score", "--output", tmp_path / "out", "--no-mlflow", *words)
+        assert said in message, words
+
+
+def judged(folder, samples, model, *more):
+    options = ("--by", "reward", "--reward-model", model, "--output", folder, "--no-mlflow")
+    answer = align("judge", samples, *options, *more)
+    assert answer.code == 0, answer
+    return answer.out, read_table(TableFolder.at(str(folder), "judged"))[1].rows(named=True)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_samples_are_judged_by_the_scores_of_the_model_itself(
+    reward_model, own_score, tmp_path, chat
+):
+    samples = sample_table(tmp_path / "s", TEXTS, chat=chat)
+    _, rows = judged(tmp_path / "out", samples, reward_model)
+    *scored, blank = sorted(rows, key=lambda row: row["number"] == 3)
+    assert blank["score"] is None
+    for row in scored:
+        own = own_score(row["prompt"], row["completion"])
+        assert row["score"] == pytest.approx(own, abs=1e-4)
+    assert rows[0]["score"] == rows[2]["score"] != rows[1]["score"]
+
+
+def test_grown_samples_have_only_new_ones_scored(reward_model, tmp_path):
+    first = sample_table(tmp_path / "s", TEXTS)
+    # The same answer to another prompt, in another order.
+    grown = {prompt: [*texts, "Yes.", "More."] for prompt, texts in reversed(TEXTS.items())}
+    second = sample_table(tmp_path / "t", grown)
+    assert "4 judgments made, 0 known" in judged(tmp_path / "out", first, reward_model)[0]
+    said, rows = judged(tmp_path / "out", second, reward_model)
+    assert "3 judgments made, 4 known before" in said
+    assert "0 judgments made" in judged(tmp_path / "out", second, reward_model)[0]
+    assert judged(tmp_path / "fresh", second, reward_model)[1] == rows
+    kept = ("--set", f"judge.answers={tmp_path}/out/_align/answers")
+    said, _ = judged(tmp_path / "other", first, reward_model, *kept)
+    assert "0 judgments made, 4 known before" in said
