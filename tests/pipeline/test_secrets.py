@@ -53,12 +53,12 @@ def surroundings(tmp_path):
 def writes_down(person):
     """Gives a person's commands, and keeps what they say in the folder that is searched."""
 
-    def give(*words):
+    def give(*words, code=None):
         done = person.tries(*words)
         number = len(list(person.folder.glob("said-*")))
         (person.folder / f"said-{number}.txt").write_text(done.out + done.err)
         assert "Traceback" not in done.err, done.err
-        return done
+        assert code in {None, done.code}, done
 
     return give
 
@@ -98,31 +98,24 @@ def test_no_secret_is_written_said_or_sent(
     named = ("--set", f"tracking.run_name=run-{CANARIES['run_name']}")
     first = ("--kl-pairs", 0, *named, "--set", f"tracking.uri={addresses(port)[1]}")
     made = ("--model", course.model, "--output", "cache")
-    done = give("precompute-ref", world.data.paired, *made, *first)
-    assert done.code == 0, done
+    give("precompute-ref", world.data.paired, *made, *first, code=0)
     short = ("--method", "dpo", "--batch-size", 8, "--max-steps", 2, "--eval-fraction", 0.2)
     text = ("--set", "train.eval_text=true", "--set", f"train.deepspeed={tmp_path}/ds.json")
     for number in chosen:
         run, address = f"run-{number}", addresses(port)[number]
         to = ("--set", f"tracking.uri={address}")
-        done = give("train", "--cache", "cache", "--output", run, *short, *text, *named, *to)
-        assert done.code == 0, done
+        give("train", "--cache", "cache", "--output", run, *short, *text, *named, *to, code=0)
         give("mlflow-sync", run, "--uri", address)
-        give("mlflow-sync", run)
-        give("report", run)
-        give("config", *to)
+    for words in (("mlflow-sync", run), ("report", run), ("config", *to)):
+        give(*words)
     give("train", "--set", f"train.cache=/no?token={CANARIES['path']}")
     give("train", "--set", f"trian.lr=http://x?secret={CANARIES['option']}")
     stored = Path(mlflow_server.folder)
     assert found_in(folder, stored) == []
     assert MASK in (folder / "run-1" / "config.yaml").read_text()
-    assert f"run-{MASK}" in stored_names(stored), "the store was told, with the secret left out"
-
-
-def stored_names(folder):
-    """What the server was told of, by real requests."""
-    with closing(sqlite3.connect(folder / "server.db")) as database:
-        return [name for (name,) in database.execute("SELECT name FROM runs")]
+    with closing(sqlite3.connect(stored / "server.db")) as database:
+        names = [name for (name,) in database.execute("SELECT name FROM runs")]
+    assert f"run-{MASK}" in names, "the store was told, with the secret left out"
 
 
 def test_a_run_that_hid_its_address_is_told_to_give_it_again(tmp_path):
