@@ -1,6 +1,7 @@
 """Secrets of every kind go in, and none comes out: not in a file, a store, or what is said."""
 
 import json
+import logging
 import sqlite3
 import subprocess
 from contextlib import closing
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from align.pipeline.terminal import SafeFormatter
 from align.schemas.safe_text import MASK
 from support.command import refusal
 from support.planted import contents_below
@@ -122,3 +124,8 @@ def test_a_run_that_hid_its_address_is_told_to_give_it_again(tmp_path):
     (tmp_path / "config.yaml").write_text("tracking:\n  uri: http://***@host\n")
     said = refusal(2, "config", "--config", tmp_path / "config.yaml")
     assert "Give the whole address" in said
+
+
+def test_a_line_of_the_log_tells_no_secret_and_steers_no_terminal():
+    record = logging.makeLogRecord({"msg": "at https://me:word@host/ \x1b[2J"})
+    assert SafeFormatter().format(record) == f"at https://{MASK}@host/ \\u001b[2J"

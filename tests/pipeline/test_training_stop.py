@@ -12,6 +12,7 @@ from support.trainings import KILLED, require_same
 
 RESUME = ("--resume", "auto")
 TWO = ("--deepspeed", "zero2")
+SOME = (*TWO, "--eval-fraction", 0.3, "--set", "train.limit_eval_batches=2")
 ENDLESS = ("--max-steps", 0, "--epochs", 100_000, "--eval-every", 0)
 
 
@@ -62,16 +63,15 @@ def test_a_run_that_is_stopped_in_any_way_saves_and_resumes_to_the_same_bits(cou
 def test_ranks_stop_together_when_one_is_asked_to(course, tmp_path):
     """In step 3, and in the second batch of the last evaluation, which is made when it goes on."""
     run = tmp_path / "run"
-    words = (*TWO, "--eval-fraction", 0.3, "--set", "train.limit_eval_batches=2")
     # Each evaluation runs its batches twice; that of step 3 is made after the first stop.
     for failpoint, steps in (("step.started=term@3", [2, 3]), ("evaluation.batch=term@6", [4, 6])):
-        ranks = course.start(run, *words, *RESUME, ranks=2, failpoints=["", failpoint])
+        ranks = course.start(run, *SOME, *RESUME, ranks=2, failpoints=["", failpoint])
         answers = ranks.answers()
         assert [answer.code for answer in answers] == [143, 143], answers
         assert steps_saved(run) == steps
         assert not (run / "model").exists()
-    course.run(run, *words, *RESUME, ranks=2)
-    require_same(run, course.whole(*words, ranks=2))
+    course.run(run, *SOME, *RESUME, ranks=2)
+    require_same(run, course.whole(*SOME, ranks=2))
 
 
 def test_a_second_signal_ends_it_at_once(course, tmp_path):
@@ -153,11 +153,11 @@ def test_a_checkpoint_is_saved_by_time_on_all_ranks_alike(course, tmp_path):
 
     A run that resumes from such a one ends with the bits of one that was never stopped.
     """
-    run, kind = tmp_path / "run", (*TWO, "--save-every", 0)
+    run, kind = tmp_path / "run", (*SOME, "--save-every", 0)
     often = ("--set", "train.save_minutes=0.0000001", "--keep-last", 9)
     failpoints = ["", "step.before_update=kill@5"]
     answers = course.start(run, *kind, *often, ranks=2, failpoints=failpoints).answers()
     assert answers[-1].code == KILLED, answers
     assert steps_saved(run) == [0, 1, 2, 3, 4]
     course.run(run, *kind, *RESUME, ranks=2)
-    require_same(run, course.whole(*TWO, ranks=2))
+    require_same(run, course.whole(*SOME, ranks=2))
