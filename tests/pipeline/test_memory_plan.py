@@ -8,8 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from align.pipeline.memory_plan import Components, Way, at_peak, elements_of
-from align.pipeline.plan_text import micro_batches_text
+from align.pipeline.memory_plan import Components, Way, at_peak
 from align.pipeline.run_plan import GivenRows, PlanRequest, plan_run
 from align.pipeline.settings import load_settings
 from align.pipeline.workload import RowShape, even_rows, feed_settings, workload_of
@@ -30,30 +29,21 @@ PACKED = ScoringPath("packed", "fused", 0.0)
 HALF = Setting(stage=1, ranks=4, itemsize=2, device="cuda", bucket=10)
 
 
-@pytest.mark.parametrize(
-    ("stage", "weights", "optimizer", "gradients"),
-    [
+def test_a_thousand_parameters_in_bfloat16_on_four_ranks():
+    for stage, weights, optimizer, gradients in (
         (0, 2000, 12_000, 2000),  # 2 bytes; 4 + 8 of every parameter; gradients as the weights
         (1, 2000, 3000, 6000),  # 12 of a quarter; gradients in 16 bits and float32, of all
         (2, 2000, 3000, 1000),  # 4 of a quarter
         (3, 500, 3000, 1000),  # 2 of a quarter
-    ],
-)
-def test_a_thousand_parameters_in_bfloat16_on_four_ranks(stage, weights, optimizer, gradients):
-    held = held_memory(Elements(1000, 0, 100), replace(HALF, stage=stage))
-    assert (held.weights, held.optimizer, held.later) == (weights, optimizer, gradients)
-
-
-def test_an_adapter_needs_an_optimizer_for_itself_alone():
-    held = held_memory(Elements(10, 1000, 5), replace(HALF, ranks=1))
-    assert (held.weights, held.optimizer, held.later) == (2020, 120, 60)
-
-
-def test_what_is_offloaded_is_in_the_memory_of_the_cpu():
-    setting = replace(HALF, stage=3, offloads_optimizer=True, offloads_weights=True)
-    held = held_memory(Elements(1000, 0, 100), setting)
+    ):
+        held = held_memory(Elements(1000, 0, 100), replace(HALF, stage=stage))
+        assert (held.weights, held.optimizer, held.later) == (weights, optimizer, gradients), stage
+    offloaded = replace(HALF, stage=3, offloads_optimizer=True, offloads_weights=True)
+    held = held_memory(Elements(1000, 0, 100), offloaded)
     assert (held.weights, held.optimizer) == (0, 0)
     assert held.host == 500 + 3000 + 1000  # weights, master and moments, gradients of a quarter
+    adapter = held_memory(Elements(10, 1000, 5), replace(HALF, ranks=1))
+    assert (adapter.weights, adapter.optimizer, adapter.later) == (2020, 120, 60)
 
 
 def test_the_peak_is_the_largest_moment_of_a_step():
@@ -69,7 +59,7 @@ def test_the_peak_is_the_largest_moment_of_a_step():
     assert (once.gradients, once.activations) == (6000, 10)
 
 
-def drawn(*, tied=False, dtype=torch.float32):
+def drawn(dtype=torch.float32):
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=128,
@@ -78,7 +68,6 @@ def drawn(*, tied=False, dtype=torch.float32):
         num_key_value_heads=2,
         intermediate_size=256,
         vocab_size=2000,
-        tie_word_embeddings=tied,
     )
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
@@ -90,9 +79,10 @@ def some_trees():
     return [Tree(parts[0], tuple(parts[1:])) for parts in draw]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_activations_are_those_that_a_model_with_weights_keeps(checkpointing, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "checkpointing"), [(torch.float32, False), (torch.bfloat16, True)]
+)
+def test_activations_are_those_that_a_model_with_weights_keeps(dtype, checkpointing):
     real = drawn(dtype=dtype)
     with torch.device("meta"):
         empty = drawn(dtype=dtype)
@@ -115,27 +105,20 @@ def test_activations_are_those_that_a_model_with_weights_keeps(checkpointing, dt
         loss.backward()
     traced = trace(empty, some_trees(), PACKED, device="cpu")
     assert traced.kept == pytest.approx(kept[-1], rel=0.05)
-    gradients = sum(one.numel() * one.itemsize for one in real.parameters())
     whole = max(one.layers + one.head + one.finished * dtype.itemsize for one in traced.moments)
     assert whole == pytest.approx(live.most, rel=WITHIN)
-    assert live.now >= gradients
 
 
-def test_tied_weights_are_counted_once():
-    with torch.device("meta"):
-        tied, apart = drawn(tied=True), drawn()
-    same = elements_of(tied, packs=False)
-    assert elements_of(apart, packs=False).learning - same.learning == 2000 * 128
-    assert (same.frozen, same.largest) == (0, 2000 * 128)
+def worked(method, train, world, rows, levels):
+    """So many rows of 10 + 20 + 20 tokens, 500 tokens at a time."""
+    feed = feed_settings(train, recipe_of(method, {}), world, tokens=500, pads=False)
+    even = even_rows(rows, RowShape(10, (20, 20)), levels=levels)
+    return workload_of(even, feed, train, rows=rows, held_out=0)
 
 
 def test_steps_and_tokens_of_even_rows():
-    """100 rows of 10 + 20 + 20 tokens, 30 a step: 4 steps an epoch, the last of 10 rows."""
-    train = TrainOptions(batch_size=30, epochs=2)
-    feed = feed_settings(train, recipe_of("kto", {}), World(0, 2, 0), tokens=500, pads=False)
-    work = workload_of(
-        even_rows(100, RowShape(10, (20, 20)), levels=1), feed, train, rows=100, held_out=0
-    )
+    """100 rows, 30 a step: 4 steps an epoch, the last of 10 rows."""
+    work = worked("kto", TrainOptions(batch_size=30, epochs=2), World(0, 2, 0), 100, levels=1)
     assert (work.steps, work.learned_tokens) == (8, 2 * 100 * 50)
     assert work.mismatched_tokens == 2 * 100 * 50  # each prompt once more, and both partners
     # 15 rows of each rank: two micro-batches of ten and of five, filled evenly.
@@ -144,15 +127,11 @@ def test_steps_and_tokens_of_even_rows():
 
 
 def test_ranks_that_share_a_micro_batch_have_a_part_of_it_each():
-    """30 rows of 10 + 20 + 20 tokens are 1,500; two ranks with 500 each take them in two parts."""
-    train = TrainOptions(batch_size=30, sequence_parallel=2)
-    feed = feed_settings(train, recipe_of("dpo", {}), World(0, 2, 0, 2), tokens=500, pads=False)
-    work = workload_of(
-        even_rows(30, RowShape(10, (20, 20)), levels=0), feed, train, rows=30, held_out=0
-    )
+    """30 rows are 1,500 tokens; two ranks with 500 each take them in two parts."""
+    shared = TrainOptions(batch_size=30, sequence_parallel=2)
+    work = worked("dpo", shared, World(0, 2, 0, 2), 30, levels=0)
     assert (work.micro_batches, work.micro_tokens) == (2, 750)
     assert [tree.num_tokens for tree in work.trees()] == [53] * 7  # of 375 in a part
-    assert micro_batches_text(work) == "2 in a step of 2 ranks together, at most 750 tokens"
 
 
 @pytest.fixture(scope="module")
@@ -163,50 +142,29 @@ def bare_policy(tmp_path_factory):
     return folder
 
 
-def planned(bare_policy, request, **settings):
-    sets = {"train.method": "dpo", "train.model": str(bare_policy), **settings}
+def planned(bare_policy, *, is_for_gpu=False, **settings):
+    sets = {"train.method": "dpo", "train.model": str(bare_policy)}
+    sets |= {name.replace("_", ".", 1): value for name, value in settings.items()}
+    request = PlanRequest(rows=GivenRows(1000, 50, 50), is_for_gpu=is_for_gpu)
     return plan_run(load_settings({}, sets, file=None, command="plan"), request)
 
 
-ROWS = GivenRows(1000, 50, 50)
-
-
-def test_a_config_alone_is_planned_and_the_settings_are_in_the_table(bare_policy):
-    plan = planned(
-        bare_policy, PlanRequest(rows=ROWS, is_for_gpu=True), **{"train.dtype": "bfloat16"}
-    )
-    ways = [way for way, _ in plan.memory]
+def test_a_config_alone_is_planned_and_what_does_not_fit_is_told_the_nearest_way_that_does(
+    bare_policy,
+):
+    plan = planned(bare_policy, is_for_gpu=True, train_dtype="bfloat16")
+    sizes = dict(plan.memory)
     assert plan.own_way == Way("full", "zero1", checkpointing=False)
-    assert len(ways) == len(set(ways)) == 2 * 6 * 2 + 2 * 4
     assert plan.workload.learned_tokens == 1000 * 150
     assert (plan.scoring.own, plan.scoring.mismatched) == (1000 * 150, 1000 * 100)
-    sizes = dict(plan.memory)
     for way, least in sizes.items():
         if not way.checkpointing:
             assert sizes[replace(way, checkpointing=True)].peak <= least.peak
-
-
-def test_what_does_not_fit_is_told_the_nearest_way_that_does(bare_policy):
-    request = PlanRequest(rows=ROWS, is_for_gpu=True)
-    plan = planned(bare_policy, request, **{"train.dtype": "bfloat16"})
-    sizes = dict(plan.memory)
     lighter = replace(plan.own_way, checkpointing=True)
-    between = (sizes[lighter].peak + plan.own.peak) / 2 / 0.93
-    asked = replace(plan, request=replace(request, gpu_bytes=round(between)))
+    between = (sizes[lighter].peak + plan.own.peak) / 2 / 0.93  # a GPU has gaps
+    asked = replace(plan, request=replace(plan.request, gpu_bytes=round(between)))
     assert not asked.fits(asked.own)
     assert asked.nearest_that_fits() == lighter
-
-
-def test_a_reference_beside_the_policy_costs_its_weights_and_logits(bare_policy):
-    plan = planned(bare_policy, PlanRequest(rows=ROWS), **{"train.dtype": "float32"})
-    assert plan.reference.copy == 4 * plan.elements.total
-    # Each prompt stands before each of its completions; logits and gradient of 4 bytes each.
-    rows = plan.workload.micro_tokens // 150
-    assert plan.reference.logits == pytest.approx(2 * 4 * rows * 200 * 2000, rel=0.02)
-    adapted = planned(
-        bare_policy, PlanRequest(rows=ROWS), **{"train.dtype": "float32", "lora.enabled": True}
-    )
-    assert adapted.reference.copy == 0
 
 
 @pytest.mark.long

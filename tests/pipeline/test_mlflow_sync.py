@@ -1,6 +1,5 @@
 """What a store that is down, dead, deaf or slow costs training, and how it learns the rest."""
 
-import dataclasses
 import socket
 from pathlib import Path
 
@@ -10,12 +9,12 @@ from align.pipeline.mlflow_sync import own_options, sync_run
 from align.schemas.checkpoint import Ending, RunIdentity
 from align.schemas.config import TrackingOptions
 from align.schemas.errors import CorruptionError, LockedError, StorageError, UsageError
-from align.schemas.json_codec import to_signed_json
 from align.stages.storage.locks import owner_lock
 from align.stages.storage.run_folder import RunFolder, write_ending
 from align.stages.tracking import delivery, journal, journaled_run, mlflow_client, outbox
-from align.stages.tracking.outbox import load_ledger
-from support.mlflow_runs import open_store
+from align.stages.tracking.journal import open_journal
+from align.stages.tracking.outbox import load_ledger, open_ledger
+from support.mlflow_runs import open_store, warnings_in
 from support.patience import PATIENCE
 from support.tracked_training import (
     STEPS,
@@ -31,13 +30,6 @@ from support.tracked_training import (
 pytestmark = pytest.mark.usefixtures("no_mlflow_settings")
 
 FINISHED = Ending("finished", STEPS, STEPS, RunIdentity("cafe", 1, 0, {}, {}), (), ())
-
-
-@pytest.fixture
-def silent():
-    """Takes connections, never answers."""
-    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
-        yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
 def held_nothing_up(entered):
@@ -79,74 +71,42 @@ def tell_more(run, folder):
     run.log_model_link(folder.model, tags={})
 
 
-def warnings_in(caplog):
-    return [r.getMessage() for r in caplog.records if r.name == "align"]
-
-
-def test_a_server_that_refuses_learns_all_later(tmp_path, mlflow_server, caplog):
+@pytest.mark.parametrize("trouble", ["refuses", "fails", "is slow", "is deaf"])
+def test_a_store_in_trouble_holds_nothing_up_and_learns_all_later(
+    tmp_path, mlflow_server, caplog, monkeypatch, trouble
+):
     folder = run_folder(tmp_path)
-    mlflow_server.stop()
-    run = begin(folder, mlflow_server.uri)
-    tell_more(run, folder)
-    held_nothing_up(learn(run, range(STEPS)))
-    end(run)
-    assert run.run_id == ""
-    assert len(warnings_in(caplog)) == 1
-    with pytest.raises(StorageError, match="Start it, or name another store"):
-        sync_run(folder.root, TrackingOptions(uri=mlflow_server.uri))
+    begin_trouble = {
+        "refuses": mlflow_server.stop,
+        "fails": mlflow_server.break_down,
+        "is slow": lambda: mlflow_server.slow_down(2),
+    }
+    begin_trouble.get(trouble, int)()
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as deaf, monkeypatch.context() as short:
+        short.setitem(journaled_run.PATIENCE_SECONDS, "FINISHED", 1.0)
+        address = mlflow_server.uri
+        if trouble == "is deaf":
+            short.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+            address = f"http://127.0.0.1:{deaf.getsockname()[1]}"
+        run = begin(folder, address)
+        tell_more(run, folder)
+        held_nothing_up(learn(run, range(STEPS)))
+        run.finish("FINISHED")
+        if trouble == "is slow":
+            mlflow_server.mend()
+        run._sender._thread.join(PATIENCE)
+    mlflow_server.mend()
     mlflow_server.start()
-    synced, told = synced_exactly(folder)
-    assert synced.points_sent == len(journalled(folder.root)) == 2 * STEPS + 5
+    assert len(warnings_in(caplog)) == 1
+    synced, told = synced_exactly(folder, uri=mlflow_server.uri)
+    if trouble != "is slow":
+        assert synced.points_sent == len(journalled(folder.root)) == 2 * STEPS + 5
     assert (told.info.status, told.data.params) == ("FINISHED", {"lr": "0.1"})
     assert told.data.tags["align.method"] == "kto"
     assert len(told.inputs.dataset_inputs) == len(told.outputs.model_outputs) == 1
 
 
-def test_a_server_that_never_answers_holds_nothing_up(
-    tmp_path, mlflow_server, silent, caplog, monkeypatch
-):
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
-    folder = run_folder(tmp_path)
-    run = begin(folder, silent)
-    tell_more(run, folder)
-    held_nothing_up(learn(run, range(STEPS)))
-    end(run)
-    assert len(warnings_in(caplog)) == 1
-    synced, told = synced_exactly(folder, uri=mlflow_server.uri)
-    assert synced.points_sent == len(journalled(folder.root))
-    assert told.info.status == "FINISHED"
-
-
-def test_a_server_that_answers_500_learns_all_later(tmp_path, mlflow_server, caplog):
-    folder = run_folder(tmp_path)
-    mlflow_server.break_quietly()
-    run = begin(folder, mlflow_server.uri)
-    held_nothing_up(learn(run, range(STEPS)))
-    end(run, "FAILED")
-    assert len(warnings_in(caplog)) == 1
-    mlflow_server.mend()
-    _, told = synced_exactly(folder)
-    assert told.info.status == "FAILED"
-
-
-def test_a_server_that_dies_on_the_way_learns_only_the_rest(
-    tmp_path, mlflow_server, caplog, monkeypatch
-):
-    monkeypatch.setattr(delivery, "SECONDS_PER_TICK", 0.05)
-    folder = run_folder(tmp_path)
-    run = begin(folder, mlflow_server.uri)
-    wait_for(lambda: run.run_id)
-    held_nothing_up(learn(run, range(STEPS), at=(25, mlflow_server.stop), pause=0.03))
-    end(run)
-    assert len(warnings_in(caplog)) == 1
-    mlflow_server.start()
-    synced, told = synced_exactly(folder)
-    assert synced.run_id == run.run_id
-    assert 0 < synced.points_sent < len(journalled(folder.root))
-    assert told.info.status == "FINISHED"
-
-
-def test_a_server_that_comes_back_is_told_what_it_missed(
+def test_a_server_that_comes_back_is_told_what_it_missed_and_one_that_dies_only_the_rest(
     tmp_path, mlflow_server, caplog, monkeypatch
 ):
     monkeypatch.setattr(delivery, "SECONDS_PER_TICK", 0.05)
@@ -154,26 +114,18 @@ def test_a_server_that_comes_back_is_told_what_it_missed(
     folder = run_folder(tmp_path)
     run = begin(folder, mlflow_server.uri)
     wait_for(lambda: run.run_id)
-
-    learn(run, range(25), at=(10, mlflow_server.break_down))
-    learn(run, range(25, STEPS), at=(30, mlflow_server.mend))
+    learn(run, range(20), at=(10, mlflow_server.break_down))
+    wait_for(lambda: warnings_in(caplog))
+    mlflow_server.mend()
+    wait_for(lambda: stored(mlflow_server.uri, run.run_id) == journalled(folder.root))
+    held_nothing_up(learn(run, range(20, STEPS), at=(35, mlflow_server.stop)))
     end(run)
     assert len(warnings_in(caplog)) == 1
-    assert stored(mlflow_server.uri, run.run_id) == journalled(folder.root)
-    assert run_of(mlflow_server.uri, run.run_id).info.status == "FINISHED"
-
-
-def test_a_slow_server_holds_nothing_up(tmp_path, mlflow_server, monkeypatch):
-    monkeypatch.setitem(journaled_run.PATIENCE_SECONDS, "FINISHED", 1.0)
-    folder = run_folder(tmp_path)
-    mlflow_server.slow_down(2)
-    run = begin(folder, mlflow_server.uri)
-    tell_more(run, folder)
-    held_nothing_up(learn(run, range(STEPS)))
-    run.finish("FINISHED")
-    mlflow_server.mend()
-    run._sender._thread.join(PATIENCE)
-    synced_exactly(folder)
+    mlflow_server.start()
+    synced, told = synced_exactly(folder)
+    assert synced.run_id == run.run_id
+    assert 0 < synced.points_sent < len(journalled(folder.root))
+    assert told.info.status == "FINISHED"
 
 
 def test_an_answer_that_was_lost_makes_no_second_run(tmp_path, mlflow_server):
@@ -189,57 +141,32 @@ def test_an_answer_that_was_lost_makes_no_second_run(tmp_path, mlflow_server):
     assert (synced.run_id, synced.points_sent) == (run_id, 0)
 
 
-def make_longer(folder):
-    """Leaves a model of a first length, and no word of an end."""
-    folder.model.mkdir()
-
-
-def end_well(folder):
-    """Writes down the end, of which MLflow is not told."""
-    write_ending(folder, FINISHED)
-
-
-@pytest.mark.parametrize(("leave", "status"), [(make_longer, "KILLED"), (end_well, "FINISHED")])
-def test_a_run_that_was_killed_is_told_as_its_own_ending_says(
-    tmp_path, mlflow_server, leave, status
-):
+def planted(tmp_path, store, **fields):
+    """Somebody else's folder, whose ledger says what he likes, and which no store has heard of."""
     folder = run_folder(tmp_path)
-    mlflow_server.stop()
-    run = begin(folder, mlflow_server.uri)
-    learn(run, range(STEPS))
-    run._sender.finish(30)
-    leave(folder)
-    mlflow_server.start()
+    folder.prepare()
+    log = open_journal(folder.metrics, keep_through=-1)
+    log.append({"loss": 0.5}, step=1)
+    log.close()
+    open_ledger(folder.mlflow, uri=store, experiment="align", run_name="x").change(**fields)
+    return folder
+
+
+@pytest.mark.parametrize("status", ["KILLED", "FINISHED"])
+def test_a_run_that_was_killed_is_told_as_its_own_ending_says(tmp_path, uri, status):
+    """A killed one may have left a model, of a first length; a finished one says so itself."""
+    folder = planted(tmp_path, uri)
+    folder.model.mkdir()
+    if status == "FINISHED":
+        write_ending(folder, FINISHED)
+    with owner_lock(folder, "training"), pytest.raises(LockedError):
+        sync_run(folder.root, TrackingOptions(uri=uri))
     _, told = synced_exactly(folder)
     assert told.info.status == status
 
 
-def test_a_run_that_is_at_work_is_not_synced(tmp_path):
-    folder = run_folder(tmp_path)
-    end(begin(folder, "http://127.0.0.1:9"))
-    with owner_lock(folder, "training"), pytest.raises(LockedError):
-        sync_run(folder.root, TrackingOptions())
-
-
-def test_a_folder_without_a_record_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="no run that was recorded"):
-        sync_run(tmp_path, TrackingOptions())
-
-
-def planted(tmp_path, store, **fields):
-    """Somebody else's folder, whose ledger says what he likes."""
-    folder = run_folder(tmp_path)
-    run = begin(folder, store)
-    learn(run, range(3))
-    end(run)
-    record = dataclasses.replace(load_ledger(folder.mlflow).record, **fields)
-    folder.mlflow.write_text(to_signed_json(record))
-    return folder
-
-
-def test_no_file_leaves_but_those_of_the_run(tmp_path, caplog):
+def test_no_file_leaves_but_those_of_the_run(tmp_path, uri, caplog):
     """Names that lead out of it: absolute, upwards, by a link, by a link on the way or within."""
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
     secret = tmp_path / "home" / "id_rsa"
     secret.parent.mkdir()
     secret.write_text("private")
@@ -251,63 +178,54 @@ def test_no_file_leaves_but_those_of_the_run(tmp_path, caplog):
     folder.model.mkdir()
     (folder.model / "README.md").symlink_to(secret)
     synced = sync_run(folder.root, TrackingOptions(uri=uri))
-    client = open_store(uri)
-    assert [item.path for item in client.list_artifacts(synced.run_id)] == ["config.yaml"]
-    kept = [path for path in (tmp_path / "mlruns").rglob("*") if path.is_file()]
-    assert [path.read_text() for path in kept] == ["train: {}"]
+    assert [one.path for one in open_store(uri).list_artifacts(synced.run_id)] == ["config.yaml"]
+    kept = Path(run_of(uri, synced.run_id).info.artifact_uri).rglob("*")
+    assert [path.read_text() for path in kept if path.is_file()] == ["train: {}"]
     refused = [w for w in warnings_in(caplog) if "outside of the run" in w]
     assert len(refused) == len(names)
 
 
 def test_a_folder_does_not_decide_where_data_go(tmp_path, mlflow_server, monkeypatch):
-    folder = planted(tmp_path, f"sqlite:///{tmp_path}/theirs.db", uri=mlflow_server.uri)
-    mlflow_server.break_quietly()
+    folder = planted(tmp_path, mlflow_server.uri)
+    mlflow_server.break_down()
     for own in (TrackingOptions(), TrackingOptions(uri=f"sqlite:///{tmp_path}/mine.db")):
         with pytest.raises(UsageError, match=f"pass --uri {mlflow_server.uri}"):
             sync_run(folder.root, own)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_server.uri)
-    with pytest.raises(StorageError, match=f"MLflow at {mlflow_server.uri} failed"):
+    with pytest.raises(StorageError, match=f"MLflow at {mlflow_server.uri} failed.* Start it, or"):
         sync_run(folder.root, TrackingOptions())  # it is the user's own by now
     mlflow_server.mend()
+    # The store of an own run is asked with the own password, which is written nowhere.
+    own = TrackingOptions(uri=mlflow_server.uri.replace("://", "://me:word@"))
+    assert sync_run(folder.root, own).uri == mlflow_server.uri
     sync_run(folder.root, TrackingOptions(uri="sqlite:///mine.db"), uri=mlflow_server.uri)
 
 
-def test_the_store_of_an_own_run_is_asked_with_the_own_password(
-    tmp_path, mlflow_server, monkeypatch
-):
-    folder = planted(tmp_path, mlflow_server.uri)
-    own = mlflow_server.uri.replace("://", "://me:word@")
-    assert sync_run(folder.root, TrackingOptions(uri=own)).uri == mlflow_server.uri
-
-
 def test_a_config_in_the_run_itself_is_not_the_users(tmp_path, monkeypatch):
-    folder = planted(tmp_path, f"sqlite:///{tmp_path}/mlflow.db")
-    (folder.root / "align.yaml").write_text("tracking:\n  uri: http://theirs\n")
-    monkeypatch.chdir(folder.root)
-    with pytest.raises(UsageError, match="is in the run itself"):
-        own_options(Path(), None)
+    run = RunFolder(tmp_path / "run")
+    run.prepare()
+    (run.root / "align.yaml").write_text("tracking:\n  uri: http://theirs\n")
+    (run.private / "align.yaml").write_text("tracking:\n  uri: http://theirs\n")
+    for inside in (run.root, run.private):
+        monkeypatch.chdir(inside)
+        with pytest.raises(UsageError, match="is in the run itself"):
+            own_options(run.root, None)
     monkeypatch.chdir(tmp_path)
-    assert own_options(folder.root, None) == TrackingOptions()
+    assert own_options(run.root, None) == TrackingOptions()
 
 
-def test_a_run_of_the_store_is_not_taken_over_by_a_folder_that_names_it(tmp_path):
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+def test_a_run_of_the_store_is_not_taken_over_by_a_folder_that_names_it(tmp_path, uri):
     mine = begin(RunFolder(tmp_path / "mine"), uri)
-    learn(mine, range(3))
     end(mine)
     theirs = planted(tmp_path, uri, run_id=mine.run_id, status="FAILED")
     assert sync_run(theirs.root, TrackingOptions(uri=uri)).run_id != mine.run_id
     assert run_of(uri, mine.run_id).info.status == "FINISHED"
 
 
-def test_a_key_that_asks_the_store_for_more_is_damage(tmp_path):
-    folder = planted(tmp_path, f"sqlite:///{tmp_path}/mlflow.db", key="x' OR '1' = '1")
+def test_a_ledger_that_asks_the_store_for_more_or_lies_behind_a_link_is_refused(tmp_path, uri):
+    folder = planted(tmp_path, uri, key="x' OR '1' = '1")
     with pytest.raises(CorruptionError, match="not sixteen hexadecimal digits"):
         sync_run(folder.root, TrackingOptions())
-
-
-def test_a_ledger_behind_a_link_is_refused(tmp_path):
-    folder = planted(tmp_path, f"sqlite:///{tmp_path}/mlflow.db")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "_align").symlink_to(folder.private)
     with pytest.raises(UsageError, match="is a link"):

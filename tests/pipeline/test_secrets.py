@@ -1,6 +1,7 @@
 """Secrets of every kind go in, and none comes out: not in a file, a store, or what is said."""
 
 import json
+import logging
 import sqlite3
 import subprocess
 from contextlib import closing
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from align.pipeline.terminal import SafeFormatter
 from align.schemas.safe_text import MASK
 from support.command import refusal
 from support.planted import contents_below
@@ -53,12 +55,12 @@ def surroundings(tmp_path):
 def writes_down(person):
     """Gives a person's commands, and keeps what they say in the folder that is searched."""
 
-    def give(*words):
+    def give(*words, code=None):
         done = person.tries(*words)
         number = len(list(person.folder.glob("said-*")))
         (person.folder / f"said-{number}.txt").write_text(done.out + done.err)
         assert "Traceback" not in done.err, done.err
-        return done
+        assert code in {None, done.code}, done
 
     return give
 
@@ -98,34 +100,32 @@ def test_no_secret_is_written_said_or_sent(
     named = ("--set", f"tracking.run_name=run-{CANARIES['run_name']}")
     first = ("--kl-pairs", 0, *named, "--set", f"tracking.uri={addresses(port)[1]}")
     made = ("--model", course.model, "--output", "cache")
-    done = give("precompute-ref", world.data.paired, *made, *first)
-    assert done.code == 0, done
+    give("precompute-ref", world.data.paired, *made, *first, code=0)
     short = ("--method", "dpo", "--batch-size", 8, "--max-steps", 2, "--eval-fraction", 0.2)
     text = ("--set", "train.eval_text=true", "--set", f"train.deepspeed={tmp_path}/ds.json")
     for number in chosen:
         run, address = f"run-{number}", addresses(port)[number]
         to = ("--set", f"tracking.uri={address}")
-        done = give("train", "--cache", "cache", "--output", run, *short, *text, *named, *to)
-        assert done.code == 0, done
+        give("train", "--cache", "cache", "--output", run, *short, *text, *named, *to, code=0)
         give("mlflow-sync", run, "--uri", address)
-        give("mlflow-sync", run)
-        give("report", run)
-        give("config", *to)
+    for words in (("mlflow-sync", run), ("report", run), ("config", *to)):
+        give(*words)
     give("train", "--set", f"train.cache=/no?token={CANARIES['path']}")
     give("train", "--set", f"trian.lr=http://x?secret={CANARIES['option']}")
     stored = Path(mlflow_server.folder)
     assert found_in(folder, stored) == []
     assert MASK in (folder / "run-1" / "config.yaml").read_text()
-    assert f"run-{MASK}" in stored_names(stored), "the store was told, with the secret left out"
-
-
-def stored_names(folder):
-    """What the server was told of, by real requests."""
-    with closing(sqlite3.connect(folder / "server.db")) as database:
-        return [name for (name,) in database.execute("SELECT name FROM runs")]
+    with closing(sqlite3.connect(stored / "server.db")) as database:
+        names = [name for (name,) in database.execute("SELECT name FROM runs")]
+    assert f"run-{MASK}" in names, "the store was told, with the secret left out"
 
 
 def test_a_run_that_hid_its_address_is_told_to_give_it_again(tmp_path):
     (tmp_path / "config.yaml").write_text("tracking:\n  uri: http://***@host\n")
     said = refusal(2, "config", "--config", tmp_path / "config.yaml")
     assert "Give the whole address" in said
+
+
+def test_a_line_of_the_log_tells_no_secret_and_steers_no_terminal():
+    record = logging.makeLogRecord({"msg": "at https://me:word@host/ \x1b[2J"})
+    assert SafeFormatter().format(record) == f"at https://{MASK}@host/ \\u001b[2J"

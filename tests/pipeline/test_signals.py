@@ -14,27 +14,15 @@ from support.patience import PATIENCE
 from support.stage_one import Gate, child, contents, run
 
 
-def test_a_stopped_run_leaves_its_work_for_the_next(config, clean, tmp_path):
+def test_a_stopped_part_leaves_its_work_for_the_others(config, clean, tmp_path):
     gate = Gate()
-    stopped = child(config, reference=gate.reference(), stderr=tmp_path / "said")
+    said = tmp_path / "said"
+    stopped = child(config, share=Share(2, 2), reference=gate.reference(), stderr=said)
     assert gate.reached.wait(PATIENCE)
     os.kill(stopped.pid, signal.SIGTERM)
     stopped.join(PATIENCE)
     assert stopped.exitcode == 143
-    assert (tmp_path / "said").read_text() == (
-        "Interrupted by signal 15. Continue with the same command.\n"
-    )
-    assert run(config).manifest.rows == 120
-    assert contents(config.cache.output) == clean
-
-
-def test_a_stopped_part_leaves_its_work_for_the_others(config, clean):
-    gate = Gate()
-    stopped = child(config, share=Share(2, 2), reference=gate.reference())
-    assert gate.reached.wait(PATIENCE)
-    os.kill(stopped.pid, signal.SIGTERM)
-    stopped.join(PATIENCE)
-    assert stopped.exitcode == 143
+    assert said.read_text() == "Interrupted by signal 15. Continue with the same command.\n"
     assert run(config, share=Share(1, 2)).whole is None
     assert run(config, share=Share(2, 2)).has_published
     assert contents(config.cache.output) == clean

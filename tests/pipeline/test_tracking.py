@@ -1,8 +1,7 @@
-"""What MLflow is told about a run, and what a run cares when it cannot be told."""
+"""What MLflow is told about stage 1, and what a run cares when it cannot be told."""
 
 import json
 import re
-import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +9,8 @@ import pytest
 
 from align.pipeline.mlflow_sync import sync_runs
 from align.pipeline.precompute import precompute
-from align.schemas.config import DataOptions, TrackingOptions
-from align.schemas.errors import BadDataError, CorruptionError, UsageError
+from align.schemas.config import TrackingOptions
+from align.schemas.errors import CorruptionError, UsageError
 from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.cleanup import is_tidy, remove_superseded
 from align.stages.storage.fs import sha256_of
@@ -19,7 +18,7 @@ from align.stages.storage.manifest_file import load_manifest
 from align.stages.tracking import journaled_run
 from align.stages.tracking.mlflow_client import MlflowStore
 from align.stages.tracking.outbox import load_ledger, new_record, open_ledger, unsent_runs
-from support.mlflow_runs import open_store, the_run
+from support.mlflow_runs import open_store, the_run, warnings_in
 from support.patience import PATIENCE
 from support.stage_one import Heard, child, contents, run
 from support.stub_reference import StubReference
@@ -35,14 +34,38 @@ def tracked(config, uri, tmp_path, monkeypatch):
     return replace(config, tracking=TrackingOptions(uri=uri, experiment=tmp_path.name))
 
 
+@pytest.fixture
+def down(tracked, mlflow_server):
+    """The same with a server that does not listen yet."""
+    mlflow_server.stop()
+    return replace(tracked, tracking=replace(tracked.tracking, uri=mlflow_server.uri))
+
+
 def recorded(config):
-    return the_run(open_store(config.tracking.uri), config.tracking.experiment)
+    """The runs of the experiment, the oldest first."""
+    client = open_store(config.tracking.uri)
+    found = client.get_experiment_by_name(config.tracking.experiment)
+    return client.search_runs([found.experiment_id], order_by=["attributes.start_time"])
+
+
+def history_of(config, run):
+    """The steps and the values of the number of rows."""
+    points = open_store(config.tracking.uri).get_metric_history(run.info.run_id, "rows")
+    return [(point.step, point.value) for point in points]
+
+
+def output_of(config):
+    return CacheFolder(Path(config.cache.output))
+
+
+def statuses(config):
+    return [one.info.status for one in recorded(config)]
 
 
 def test_the_row_that_is_shown_is_in_no_record(tracked, tmp_path):
     progress = Heard()
     precompute(tracked, StubReference(), progress=progress, shows_row=True)
-    assert recorded(tracked).info.status == "FINISHED"
+    assert statuses(tracked) == ["FINISHED"]
     said = [part for line in progress.row for part in re.findall(r'[^"\\[\]]{12,}', line)]
     assert len(said) > 4
     store = Path(tracked.tracking.uri.removeprefix("sqlite:///"))
@@ -51,25 +74,17 @@ def test_the_row_that_is_shown_is_in_no_record(tracked, tmp_path):
     assert not [part for part in said if part.encode() in kept]
 
 
-def test_a_real_run_is_told_in_full(journey, world):
+def test_a_real_run_is_told_in_full_with_its_manifest_and_its_data(journey, world):
     """The run of the command itself, with the store in the folder it was started from."""
-    client = open_store(f"sqlite:///{journey.cwd}/mlflow.db")
-    run = the_run(client, "align")
+    run = the_run(open_store(f"sqlite:///{journey.cwd}/mlflow.db"), "align")
     manifest = json.loads((journey.cache / "manifest.json").read_text())
     assert (run.info.status, run.info.run_name) == ("FINISHED", "precompute-ref")
     assert run.data.params == manifest["fingerprint"]
-    assert len(run.data.params) >= 20
     metrics = run.data.metrics
     assert (metrics["rows"], metrics["branches/scored"], metrics["reuse_share"]) == (60, 240, 0)
-    assert metrics["tokens_per_second"] > 0
-    assert 0 <= metrics["padding_share"] < 1
+    assert {"tokens_per_second", "padding_share"} <= metrics.keys()
     assert run.data.tags["align.cache_root"] == manifest["root"]
     assert run.data.tags["align.plan_key"] == manifest["plan_key"]
-
-
-def test_a_real_run_keeps_the_manifest_and_names_the_data(journey, world, tmp_path):
-    client = open_store(f"sqlite:///{journey.cwd}/mlflow.db")
-    run = the_run(client, "align")
     kept = journey.cwd / "mlruns" / "align" / run.info.run_id / "artifacts"
     assert (kept / "manifest.json").read_bytes() == (journey.cache / "manifest.json").read_bytes()
     (entry,) = run.inputs.dataset_inputs
@@ -83,135 +98,90 @@ def test_reuse_is_told_and_a_run_that_does_nothing_is_not(tracked, tmp_path):
     again = replace(tracked.cache, output=str(tmp_path / "b"), reuse=[tracked.cache.output])
     run(replace(tracked, cache=again))
     run(replace(tracked, cache=again))
-    metrics = recorded(tracked).data.metrics
+    (only,) = recorded(tracked)
+    metrics = only.data.metrics
     assert (metrics["reuse_share"], metrics["branches/scored"]) == (1.0, 0)
 
 
-def test_metrics_come_unit_by_unit_and_change_no_byte(tracked, clean):
-    run(tracked)
-    assert contents(tracked.cache.output) == clean
-    client = open_store(tracked.tracking.uri)
-    history = client.get_metric_history(recorded(tracked).info.run_id, "rows")
-    assert sorted({point.step for point in history}) == list(range(1, 9))  # 120 rows, 16 a unit
-    assert max(point.value for point in history) == 120
-
-
-def test_dropped_rows_are_told(tracked, flawed):
+def test_metrics_come_unit_by_unit_and_change_no_byte(tracked, flawed, clean_of_flawed):
     run(replace(tracked, data=flawed.data))
-    assert recorded(tracked).data.metrics["dropped/empty_completion"] == 1
+    assert contents(tracked.cache.output) == clean_of_flawed
+    (told,) = recorded(tracked)
+    assert told.data.metrics["dropped/empty_completion"] == 1
+    history = history_of(tracked, told)
+    assert sorted({step for step, _ in history}) == list(range(1, 9))  # 120 rows, 16 a unit
+    assert max(value for _, value in history) == 120
 
 
-def test_a_run_over_bad_data_has_failed(tracked, tmp_path):
-    (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "chosen": "", "rejected": "b"}\n')
-    with pytest.raises(BadDataError):
-        run(replace(tracked, data=DataOptions(files=[str(tmp_path / "bad.jsonl")])))
-    assert recorded(tracked).info.status == "FAILED"
-
-
-def test_a_store_that_is_down_costs_one_warning(tracked, config, to, tmp_path, caplog):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        uri = f"http://127.0.0.1:{free.getsockname()[1]}"
-    run(replace(tracked, tracking=TrackingOptions(uri=uri)))
-    assert [
-        r.getMessage().partition(" failed")[0] for r in caplog.records if r.name == "align"
-    ] == [f"MLflow at {uri}"]
-    run(to(output=str(tmp_path / "clean")))
-    made = contents(tracked.cache.output)
+def test_a_store_that_is_down_costs_one_warning_and_is_told_all_by_mlflow_sync(
+    down, clean, mlflow_server, caplog
+):
+    done = run(down)
+    (warning,) = warnings_in(caplog)
+    assert f"MLflow at {mlflow_server.uri} failed" in warning
+    folder = output_of(down)
+    made = contents(folder.root)
     kept = {name for name in made if name.startswith("_align/outbox/")}
     assert {Path(name).name for name in kept} == {"metrics.jsonl", "mlflow.json", "manifest.json"}
-    assert {name: made[name] for name in made.keys() - kept} == contents(tmp_path / "clean")
-    folder = CacheFolder(Path(tracked.cache.output))
+    assert {name: made[name] for name in made.keys() - kept} == clean
     assert is_tidy(folder, load_manifest(folder))
     remove_superseded(folder)
     assert contents(folder.root) == made, "what is still to be sent stays"
 
-
-def test_what_a_store_missed_of_stage_1_is_sent_by_mlflow_sync(tracked, mlflow_server):
-    mlflow_server.stop()
-    down = TrackingOptions(uri=mlflow_server.uri, experiment="late")
-    done = run(replace(tracked, tracking=down))
     mlflow_server.start()
-    (synced,) = sync_runs(Path(tracked.cache.output), down)
-    told = open_store(mlflow_server.uri).get_run(synced.run_id)
+    (synced,) = sync_runs(folder.root, down.tracking)
+    (told,) = recorded(down)
+    assert told.info.run_id == synced.run_id
     assert (told.info.status, told.info.run_name) == ("FINISHED", "precompute-ref")
     assert told.data.params == done.manifest.fingerprint
     assert told.data.tags["align.cache_root"] == done.manifest.root
-    history = open_store(mlflow_server.uri).get_metric_history(synced.run_id, "rows")
-    assert [point.step for point in history] == [*range(1, 9), 8]
+    assert [step for step, _ in history_of(down, told)] == [*range(1, 9), 8]
     assert len(told.inputs.dataset_inputs) == 1
-    assert not CacheFolder(Path(tracked.cache.output)).outbox.exists()
-
-
-def test_a_record_that_cannot_be_sent_does_not_keep_the_others(tracked, mlflow_server):
-    mlflow_server.stop()
-    down = TrackingOptions(uri=mlflow_server.uri, experiment="damaged")
-    home = Path(tracked.cache.output)
-    run(replace(tracked, tracking=down))
-    (first,) = unsent_runs(home)
-    damaged = new_record(home)
-    damaged.mlflow.write_text("{}")
-    damaged.root.rename(damaged.root.with_name(f"{'0' * 13}-{'0' * 8}"))  # the oldest
-    mlflow_server.start()
-    with pytest.raises(CorruptionError, match="mlflow.json is damaged"):
-        sync_runs(home, down)
-    assert not first.root.exists()
-    assert len(runs_of(replace(tracked, tracking=down))) == 1
-
-
-def runs_of(config):
-    """All runs of the experiment, the oldest first."""
-    client = open_store(config.tracking.uri)
-    found = client.get_experiment_by_name(config.tracking.experiment)
-    return client.search_runs([found.experiment_id], order_by=["attributes.start_time"])
+    assert not folder.outbox.exists()
 
 
 def kill_at(config, failpoint):
     """Stage 1 as a SIGKILL leaves it."""
-    process = child(config, f"{failpoint}=kill")
+    process = child(config, failpoint)
     process.join(PATIENCE)
     assert process.exitcode == -9
-    (killed,) = runs_of(config)
-    assert killed.info.status == "RUNNING"
-    return killed.info.run_id
 
 
-@pytest.mark.parametrize("failpoint", ["plan.after_link", "commit.done", "gc.done"])
+@pytest.mark.parametrize("failpoint", ["commit.done", "gc.done"])
 def test_a_run_that_was_killed_is_ended_by_the_next(tracked, failpoint):
     """The last of them is killed when its cache is whole: nothing is left to be done."""
-    killed = kill_at(tracked, failpoint)
+    kill_at(tracked, f"{failpoint}=kill")
+    assert statuses(tracked) == ["RUNNING"]
     done = run(tracked)
-    first, *more = runs_of(tracked)
-    assert (first.info.run_id, first.info.status) == (killed, "KILLED")
+    first, *more = recorded(tracked)
+    assert first.info.status == "KILLED"
     assert first.info.end_time >= first.info.start_time
     assert done.was_complete == (failpoint == "gc.done")
     told = [(one.info.status, one.data.tags["align.goes_on_from"]) for one in more]
-    assert told == ([] if done.was_complete else [("FINISHED", killed)])
-    assert not CacheFolder(Path(tracked.cache.output)).outbox.exists()
+    assert told == ([] if done.was_complete else [("FINISHED", first.info.run_id)])
+    assert not output_of(tracked).outbox.exists()
 
 
-def test_a_run_that_was_killed_is_ended_by_mlflow_sync(tracked):
-    killed = kill_at(tracked, "commit.done")
-    folder = Path(tracked.cache.output)
+def test_a_killed_run_is_ended_by_mlflow_sync_whatever_lies_beside_it(tracked):
+    kill_at(tracked, "commit.done=kill")
+    home = output_of(tracked).root
     with pytest.raises(UsageError, match=f"pass --uri {tracked.tracking.uri}"):
-        sync_runs(folder, TrackingOptions(uri="sqlite:///elsewhere.db"))
-    (synced,) = sync_runs(folder, tracked.tracking)
-    assert (synced.run_id, synced.status) == (killed, "KILLED")
-    assert recorded(tracked).info.status == "KILLED"
-    with pytest.raises(UsageError, match="no run that was recorded"):
-        sync_runs(folder, tracked.tracking)
+        sync_runs(home, TrackingOptions(uri="sqlite:///elsewhere.db"))
+    damaged = new_record(home)
+    damaged.mlflow.write_text("{}")
+    damaged.root.rename(damaged.root.with_name(f"{'0' * 13}-{'0' * 8}"))  # the oldest
+    with pytest.raises(CorruptionError, match="mlflow.json is damaged"):
+        sync_runs(home, tracked.tracking)
+    assert statuses(tracked) == ["KILLED"]
+    assert len(unsent_runs(home)) == 1  # the damaged
 
 
-def test_a_run_that_was_killed_before_the_store_knew_it_is_there_afterwards(tracked, mlflow_server):
+def test_a_run_that_was_killed_before_the_store_knew_it_is_there_afterwards(down, mlflow_server):
     """Both are sent once the store answers: how the first ended, and that the second went on."""
-    mlflow_server.stop()
-    down = replace(tracked, tracking=TrackingOptions(uri=mlflow_server.uri, experiment="killed"))
-    process = child(down, "commit.done=kill@2")
-    process.join(PATIENCE)
-    assert process.exitcode == -9
+    kill_at(down, "commit.done=kill@2")
     mlflow_server.start()
     run(down)
-    first, second = runs_of(down)
+    first, second = recorded(down)
     assert (first.info.status, second.info.status) == ("KILLED", "FINISHED")
     assert second.data.tags["align.goes_on_from"] == first.info.run_id
     assert first.data.params == second.data.params
@@ -227,22 +197,21 @@ def test_an_end_that_the_store_did_not_hear_is_told_by_the_next(tracked, monkeyp
     with monkeypatch.context() as down:
         down.setattr(MlflowStore, "finish", refuse)
         run(tracked)
-    assert recorded(tracked).info.status == "RUNNING"
+    assert statuses(tracked) == ["RUNNING"]
     assert run(tracked).was_complete
-    assert recorded(tracked).info.status == "FINISHED"
+    assert statuses(tracked) == ["FINISHED"]
 
 
 def test_what_a_folder_says_of_an_earlier_run_never_ends_this_one(tracked, caplog):
     """Somebody else's run in somebody else's store, and one that cannot be read."""
-    folder = CacheFolder(Path(tracked.cache.output))
+    folder = output_of(tracked)
     folder.prepare()
     new_record(folder.root).mlflow.write_text("{")
     theirs = new_record(folder.root)
     ledger = open_ledger(theirs.mlflow, uri="http://theirs", experiment="x", run_name="x")
     run(tracked)
-    assert [one.info.status for one in runs_of(tracked)] == ["FINISHED"]
-    said = [r.getMessage() for r in caplog.records if r.name == "align"]
-    damaged, foreign = sorted(said, key=lambda one: "is damaged" not in one)
+    assert statuses(tracked) == ["FINISHED"]
+    damaged, foreign = sorted(warnings_in(caplog), key=lambda one: "is damaged" not in one)
     assert "is damaged" in damaged
     assert "names the store http://theirs" in foreign
     assert load_ledger(theirs.mlflow).record == ledger.record

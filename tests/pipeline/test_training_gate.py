@@ -25,14 +25,14 @@ def refused(course, *more):
     return refusal(4, "train", "--cache", course.cache, "--method", "dpo", "--no-mlflow", *more)
 
 
-def change_weights(folder):
-    """Flips the last bit of the last weight."""
-    content = bytearray((folder / "model.safetensors").read_bytes())
-    content[-4] ^= 1
-    (folder / "model.safetensors").write_bytes(content)
-
-
-def test_another_tokenizer_is_refused(course, policy):
+def test_another_tokenizer_or_chat_template_is_refused(course, policy, tmp_path):
+    with (policy / "chat_template.jinja").open("a") as template:
+        template.write(" ")
+    assert "  tokenizer.chat_template: the cache has" in refused(course, "--model", policy)
+    (tmp_path / "own.jinja").write_text("{{ messages }}")
+    given = ("--set", f"tokens.chat_template={tmp_path / 'own.jinja'}")
+    assert "  tokenizer.chat_template: the cache has" in refused(course, *given)
+    shutil.copy(course.model / "chat_template.jinja", policy)
     tokenizer = json.loads((policy / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
     first, second = sorted(vocabulary, key=vocabulary.get)[-2:]
@@ -43,45 +43,41 @@ def test_another_tokenizer_is_refused(course, policy):
     assert "Make another cache with them, or undo the change." in said
 
 
-def test_another_chat_template_is_refused(course, policy, tmp_path):
-    with (policy / "chat_template.jinja").open("a") as template:
-        template.write(" ")
-    assert "  tokenizer.chat_template: the cache has" in refused(course, "--model", policy)
-    (tmp_path / "own.jinja").write_text("{{ messages }}")
-    given = ("--set", f"tokens.chat_template={tmp_path / 'own.jinja'}")
-    assert "  tokenizer.chat_template: the cache has" in refused(course, *given)
+def test_a_token_setting_that_was_written_down_has_to_be_the_caches(course, tmp_path):
+    for name, known, value in (
+        ("max_length", "2048", "64"),
+        ("eos", "append", "never"),
+        ("boundary", "shift", "strict"),
+        ("prompt_side", "left", "right"),
+    ):
+        said = f"tokens.{name}: the cache has {known}, now {value}"
+        assert said in refused(course, "--set", f"tokens.{name}={value}")
+    (tmp_path / "align.yaml").write_text("tokens:\n  eos: never\n")
+    assert "tokens.eos: the cache" in refused(course, "--config", tmp_path / "align.yaml")
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("tokens.max_length=64", "tokens.max_length: the cache has 2048, now 64"),
-        ("tokens.eos=never", "tokens.eos: the cache has append, now never"),
-        ("tokens.boundary=strict", "tokens.boundary: the cache has shift, now strict"),
-        ("tokens.prompt_side=right", "tokens.prompt_side: the cache has left, now right"),
-    ],
-)
-def test_a_token_setting_that_was_written_down_has_to_be_the_caches(course, tmp_path, given, said):
-    assert said in refused(course, "--set", given)
-    name, value = given.removeprefix("tokens.").split("=")
-    (tmp_path / "align.yaml").write_text(f"tokens:\n  {name}: {value}\n")
-    assert said in refused(course, "--config", tmp_path / "align.yaml")
-
-
-def test_another_reference_is_refused_unless_it_is_asked_for(course, policy, tmp_path):
-    change_weights(policy)
+def test_another_reference_is_refused_unless_it_is_asked_for_or_none_is_read(
+    course, policy, tmp_path
+):
+    content = bytearray((policy / "model.safetensors").read_bytes())
+    content[-4] ^= 1  # the last bit of the last weight
+    (policy / "model.safetensors").write_bytes(content)
     said = refused(course, "--model", policy)
     assert f"another reference than {policy}:\n  model.weights: the cache has" in said
     assert "pass --set train.other_reference=true" in said
-    meant = ("--model", policy, "--set", "train.other_reference=true", "--max-steps", 1)
-    answer = course.run(tmp_path / "run", *meant)
+    meant = ("--model", policy, "--max-steps", 1)
+    answer = course.run(tmp_path / "run", *meant, "--set", "train.other_reference=true")
     assert "not the reference of the cache: its log-probs are not compared" in answer.err
-    assert "reproduces the cached log-probs" not in answer.err
+    course.run(tmp_path / "orpo", *meant, "--method", "orpo")
 
 
-def test_a_method_without_reference_takes_any_policy(course, policy, tmp_path):
-    change_weights(policy)
-    course.run(tmp_path / "run", "--model", policy, "--method", "orpo", "--max-steps", 1)
+def test_a_cache_to_evaluate_on_is_of_the_same_reference_and_tokens(course, world, tmp_path):
+    made = ("--model", course.model, "--output", tmp_path / "other", "--max-length", 1024)
+    answer = course.server.run("precompute-ref", world.data.paired, *made, "--no-mlflow")
+    assert answer.code == 0, answer
+    said = refused(course, "--set", f"train.eval_cache={tmp_path / 'other'}")
+    assert "(train.eval_cache) was made differently" in said
+    assert "  tokens.max_length: " in said
 
 
 class Liar:
@@ -93,8 +89,7 @@ class Liar:
         self.open = StubReference().open
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_numbers_that_are_not_the_references_are_refused(course, world, tmp_path, ranks):
+def test_numbers_that_are_not_the_references_are_refused_by_all_ranks(course, world, tmp_path):
     """Every digest of the cache holds, and so does the identity of the reference."""
     config = load_settings({}, [], file=None, data=[str(world.data.paired)]).config
     options = ModelOptions(path=str(course.model))
@@ -102,8 +97,8 @@ def test_numbers_that_are_not_the_references_are_refused(course, world, tmp_path
     quiet = TrackingOptions(mlflow=False)
     stage_one.run(replace(config, model=options, cache=cache, tracking=quiet), Liar(options))
     lying = ("--cache", tmp_path / "cache", "--deepspeed", "zero3")
-    answers = course.start(tmp_path / "run", *lying, ranks=ranks).answers()
-    assert [answer.code for answer in answers] == [4] * ranks, answers
+    answers = course.start(tmp_path / "run", *lying, ranks=2).answers()
+    assert [answer.code for answer in answers] == [4, 4], answers
     assert "the policy is the reference of this cache, yet it scores a branch" in answers[0].err
     assert "`align verify` says whether the cache is damaged" in answers[0].err
     assert not list((tmp_path / "run" / "checkpoints").iterdir())

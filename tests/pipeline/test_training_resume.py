@@ -1,16 +1,25 @@
-"""What a run may go on from, and what has to be as it was."""
+"""What a run may go on from: the records beside its checkpoint must match, and be those of it."""
 
+import dataclasses
+import os
 import shutil
 
-from support.trainings import contents, learned, refused, require_same, weights
+import pytest
+from safetensors.torch import load_file, save_file
+
+from align.schemas.json_codec import digest_of, to_json
+from align.stages.storage.checkpoints import read_checkpoint
+from align.stages.storage.run_folder import RECORD_NAME, RunFolder, read_ending
+from align.stages.tracking.outbox import load_ledger
+from support.command import align, refusal
+from support.trainings import KILLED, contents, learned, refused, require_same, weights
 
 RESUME = ("--resume", "auto")
 
 
-def test_other_settings_are_refused_by_name(course, broken_run):
-    changes = ("--lr", 2e-3, "--batch-size", 5, "--method", "kto_zero", "--seed", 1)
-    more = ("--set", "method.beta=0.5", "--lora")
-    said = refused(course, 4, broken_run, *RESUME, *changes, *more)
+def test_what_is_learned_by_may_not_change_and_is_named(course, broken_run, world):
+    changes = ("--lr", 2e-3, "--batch-size", 5, "--method", "kto_zero", "--seed", 1, "--lora")
+    said = refused(course, 4, broken_run, *RESUME, *changes, "--set", "method.beta=0.5")
     for line in (
         "train.lr: begun with 0.001, now 0.002",
         "train.batch_size: begun with 4, now 5",
@@ -21,18 +30,13 @@ def test_other_settings_are_refused_by_name(course, broken_run):
     ):
         assert f"  {line}\n" in said
     assert said.count(": begun with ") == 8  # two options of KTO are not there any more
+    said = refused(course, 4, broken_run, *RESUME, "--set", "model.attention=eager")
+    assert "  model.attention: begun with sdpa, now eager\n" in said
 
+    said = refused(course, 2, broken_run)
+    assert "holds an unfinished run, with a checkpoint of step 4" in said
+    assert "Continue it with --resume auto, choose another --output" in said
 
-def test_what_changes_nothing_that_is_learned_may_be_changed(course, broken_run):
-    free = ("--tokens-per-batch", 99_999, "--save-every", 1, "--keep-last", 3, "--eval-every", 5)
-    course.run(broken_run, *RESUME, *free, "--set", "train.log_every=2")
-    assert weights(broken_run) == weights(course.whole())
-    assert [line["step"] for line in learned(broken_run)] == [0, 1, 2, 3, 3, 4, 5, 6, 6]
-    steps = sorted(path.name for path in (broken_run / "checkpoints").glob("step-*"))
-    assert steps == ["step-00000004", "step-00000005", "step-00000006"]
-
-
-def test_another_cache_is_refused(course, broken_run, world):
     cache = broken_run.with_name("other-cache")
     made = ("--model", course.model, "--output", cache, "--no-mlflow", "--set", "cache.seed=1")
     assert course.server.run("precompute-ref", world.data.paired, *made).code == 0
@@ -41,10 +45,76 @@ def test_another_cache_is_refused(course, broken_run, world):
     assert "Pass the --cache it was begun with" in said
 
 
-def test_a_cache_that_was_moved_is_the_same_cache(course, broken_run):
+def test_what_changes_nothing_that_is_learned_may_change_and_the_cache_may_move(course, broken_run):
     cache = shutil.copytree(course.cache, broken_run.with_name("moved-cache"))
-    course.run(broken_run, *RESUME, "--cache", cache)
+    free = ("--tokens-per-batch", 99_999, "--save-every", 1, "--keep-last", 3, "--eval-every", 5)
+    more = ("--set", "train.log_every=2", "--cache", cache)
+    course.run(broken_run, *RESUME, *free, *more)
     assert weights(broken_run) == weights(course.whole())
+    assert [line["step"] for line in learned(broken_run)] == [0, 1, 2, 3, 3, 4, 5, 6, 6]
+    steps = sorted(path.name for path in (broken_run / "checkpoints").glob("step-*"))
+    assert steps == ["step-00000004", "step-00000005", "step-00000006"]
+
+
+def test_another_base_under_an_adapter_is_refused(course, tmp_path):
+    """Orpo asks for no reference, so nothing else holds the base to the cache."""
+    run, base = tmp_path / "run", shutil.copytree(course.model, tmp_path / "base")
+    options = ("--method", "orpo", "--lora", "--model", base)
+    (answer,) = course.start(run, *options, failpoints=["step.started=kill@6"]).answers()
+    assert answer.code == KILLED
+    tensors = load_file(base / "model.safetensors")
+    next(iter(tensors.values())).view(-1)[0] += 1e-3
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    said = refused(course, 4, run, *options, *RESUME)
+    assert "  model.weights: begun with " in said
+    assert said.count(": begun with ") == 1
+    moved = shutil.copytree(course.model, tmp_path / "moved")
+    course.run(run, *options, "--model", moved, *RESUME)
+    assert read_ending(RunFolder(run)).ending == "finished"
+
+
+def test_with_its_records_lost_the_checkpoint_decides_and_what_changed_is_written_down(
+    course, broken_run
+):
+    """The record of the checkpoint says that another torch made it."""
+    changes = ("--seed", 1, "--set", "method.beta=0.5", "--set", "train.weight_decay=0.1")
+    engine = (broken_run / "deepspeed.json").read_bytes()
+    for name in ("config.yaml", "deepspeed.json"):  # an edit is no loss
+        path, whole = broken_run / name, (broken_run / name).read_bytes()
+        path.write_bytes(whole.replace(b"0.001", b"0.003"))
+        assert f"{path} is damaged or was edited" in refused(course, 5, broken_run, *RESUME)
+        path.write_bytes(whole)
+    for name in ("config.yaml", "deepspeed.json", "metrics.jsonl"):
+        (broken_run / name).unlink()
+    step = broken_run / "checkpoints" / "step-00000004"
+    known = read_checkpoint(step)
+    made_with = {**known.position.made_with, "torch": "2.0.1"}
+    position = dataclasses.replace(known.position, made_with=made_with)
+    unsigned = dataclasses.replace(known, position=position)
+    record = dataclasses.replace(unsigned, digest=digest_of(unsigned, "digest"))
+    (step / RECORD_NAME).write_text(to_json(record))
+
+    said = refused(course, 4, broken_run, *RESUME, *changes)
+    for line in (
+        "method.beta: begun with 0.1, now 0.5",
+        "train.seed: begun with 0, now 1",
+        "train.weight_decay: begun with 0.0, now 0.1",
+    ):
+        assert f"  {line}\n" in said
+    assert said.count(": begun with ") == 3
+    answer = course.run(broken_run, *RESUME)
+    assert weights(broken_run) == weights(course.whole())
+    assert (broken_run / "config.yaml").exists()
+    assert (broken_run / "deepspeed.json").read_bytes() == engine
+    assert "metrics.jsonl is missing: what was measured up to step 4 is lost" in answer.err
+    assert {line["step"] for line in learned(broken_run)} == {5, 6}
+    torch = f"after step 4: torch 2.0.1 → {known.position.made_with['torch']}"
+    assert torch in answer.err
+    changed = {torch, "metrics.jsonl was missing after step 4"}
+    assert set(read_ending(RunFolder(broken_run)).changes) == changed
+    newest = read_checkpoint(broken_run / "checkpoints" / "step-00000006")
+    assert set(newest.position.changes) == changed
+    assert "torch 2.0.1 → " in (broken_run / "report.html").read_text()
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_an_older_one_used(course, broken_run):
@@ -61,26 +131,64 @@ def test_a_damaged_checkpoint_is_set_aside_and_an_older_one_used(course, broken_
     require_same(broken_run, course.whole())
 
 
-def test_an_unfinished_run_is_not_begun_again(course, broken_run):
-    said = refused(course, 2, broken_run)
-    assert "holds an unfinished run, with a checkpoint of step 4" in said
-    assert "Continue it with --resume auto, choose another --output" in said
-
-
-def test_resume_begins_where_there_is_nothing_and_ends_where_all_is_done(course, tmp_path):
-    run = tmp_path / "run"
-    begun = course.run(run, *RESUME)
-    assert "going on" not in begun.err
+@pytest.fixture(scope="module")
+def finished(course, tmp_path_factory):
+    """A run that MLflow was told of; begun with --resume auto where there was nothing."""
+    run = tmp_path_factory.mktemp("finished") / "run"
+    uri = f"sqlite:///{run.parent / 'mlflow.db'}"
+    answer = course.run(run, *RESUME, "--mlflow", "--set", f"tracking.uri={uri}")
+    assert "continuing" not in answer.err
     assert weights(run) == weights(course.whole())
-    before = contents(run)
-    again = course.run(run, *RESUME)
-    assert "6 steps done already: this run is finished, nothing was trained" in again.out
-    assert contents(run) == before
+    return run
+
+
+def touched(run):
+    """Bytes and times of every file and folder."""
+    times = {str(path): path.stat().st_mtime_ns for path in (run, *run.rglob("*"))}
+    return times, contents(run), (run / "_align" / "LOCK").read_bytes()
+
+
+def test_a_finished_run_is_not_touched(course, finished, tmp_path):
+    run = shutil.copytree(finished, tmp_path / "run")
     assert "holds a finished run" in refused(course, 2, run)
+    before = touched(run)
+    answer = course.run(run, *RESUME, "--set", "train.log_every=7", "--keep-last", 1)
+    assert "6 steps done already: this run is finished, nothing was trained" in answer.out
+    assert touched(run) == before
+    (run / "config.yaml").unlink()
+    assert "train.seed: begun with 0, now 1" in refused(course, 4, run, *RESUME, "--seed", 1)
+    path = run / "metrics.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"loss":0.', b'"loss":1.', 1))
+    assert f"{path} is damaged: it differs from what the" in refused(course, 5, run, *RESUME)
+    path.unlink()
+    answer = course.run(run, *RESUME)
+    assert "6 steps done already: this run is finished" in answer.out
+    assert "metrics.jsonl is missing: what was measured is lost" in answer.err
+
+
+def test_a_run_is_finished_because_it_says_so_and_not_by_the_times_of_its_files(
+    course, finished, tmp_path
+):
+    copy = shutil.copytree(finished, tmp_path / "copy", copy_function=shutil.copyfile)
+    os.utime(copy / "model", ns=(0, 0))
+    ledger = load_ledger(RunFolder(copy).mlflow)
+    ledger.change(status="", ended_ms=0)
+    assert "is FINISHED" in course.server.run("mlflow-sync", copy, "--uri", ledger.record.uri).out
+    assert align("report", copy).code == 0
+    assert "6 steps, finished." in (copy / "report.html").read_text()
+    assert "already: this run is finished" in course.run(copy, *RESUME).out
+    journal = copy / "metrics.jsonl"
+    journal.write_bytes(journal.read_bytes().replace(b'"loss":0.', b'"loss":1.', 1))
+    assert f"{journal} is damaged: it differs from what the" in refusal(5, "report", copy)
+    (copy / "_align" / "ending.json").unlink()
+    assert align("report", copy).code == 0
+    assert "6 steps, not finished." in (copy / "report.html").read_text()
 
 
 def test_a_finished_run_can_be_made_longer(course, tmp_path):
     run = shutil.copytree(course.whole(), tmp_path / "run")
+    course.run(run, *RESUME, "--max-steps", 8, "--max-time", "0s")
+    assert "6 steps, not finished." in (run / "report.html").read_text()
     answer = course.run(run, *RESUME, "--max-steps", 8)
     assert "train.max_steps: begun with 6, now 8" in answer.err
     assert "continuing after step 6" in answer.err

@@ -4,18 +4,15 @@ import json
 import os
 import signal
 
-import pytest
-
 from align.pipeline.signals import STOPS, asked_to_stop, stop_signals
-from align.pipeline.train import stopped_at
 from align.stages.storage.locks import owner_lock
 from align.stages.storage.run_folder import RunFolder, read_ending
-from align.stages.train.synchronized import SaveClock
 from support.tracked_training import run_of
 from support.trainings import KILLED, require_same
 
 RESUME = ("--resume", "auto")
 TWO = ("--deepspeed", "zero2")
+SOME = (*TWO, "--eval-fraction", 0.3, "--set", "train.limit_eval_batches=2")
 ENDLESS = ("--max-steps", 0, "--epochs", 100_000, "--eval-every", 0)
 
 
@@ -39,8 +36,7 @@ def test_a_run_that_is_stopped_in_any_way_saves_and_resumes_to_the_same_bits(cou
         return (ending.ending, ending.step, ending.total_steps)
 
     out_of_time = course.run(run, *words, "--max-time", "0s")
-    said = "0 steps done\nstopped by train.max_time; the same command with --resume"
-    assert said in out_of_time.out
+    assert "stopped by train.max_time; the same command with --resume" in out_of_time.out
     assert ended() == ("time", 0, 6)
     assert steps_saved(run) == [0]
 
@@ -48,7 +44,6 @@ def test_a_run_that_is_stopped_in_any_way_saves_and_resumes_to_the_same_bits(cou
     assert asked.code == 143, asked
     place = run / "checkpoints" / "step-00000003"  # the step is finished first
     assert f"Interrupted by signal 15 at step 3, checkpoint saved in {place}." in asked.err
-    assert "the same command and --resume auto" in asked.err
     assert "Traceback" not in asked.err
     assert ended() == ("signal", 3, 6)
     assert steps_saved(run) == [0, 3]
@@ -68,16 +63,15 @@ def test_a_run_that_is_stopped_in_any_way_saves_and_resumes_to_the_same_bits(cou
 def test_ranks_stop_together_when_one_is_asked_to(course, tmp_path):
     """In step 3, and in the second batch of the last evaluation, which is made when it goes on."""
     run = tmp_path / "run"
-    words = (*TWO, "--eval-fraction", 0.3, "--set", "train.limit_eval_batches=2")
     # Each evaluation runs its batches twice; that of step 3 is made after the first stop.
     for failpoint, steps in (("step.started=term@3", [2, 3]), ("evaluation.batch=term@6", [4, 6])):
-        ranks = course.start(run, *words, *RESUME, ranks=2, failpoints=["", failpoint])
+        ranks = course.start(run, *SOME, *RESUME, ranks=2, failpoints=["", failpoint])
         answers = ranks.answers()
         assert [answer.code for answer in answers] == [143, 143], answers
         assert steps_saved(run) == steps
         assert not (run / "model").exists()
-    course.run(run, *words, *RESUME, ranks=2)
-    require_same(run, course.whole(*words, ranks=2))
+    course.run(run, *SOME, *RESUME, ranks=2)
+    require_same(run, course.whole(*SOME, ranks=2))
 
 
 def test_a_second_signal_ends_it_at_once(course, tmp_path):
@@ -101,29 +95,15 @@ def test_every_signal_that_asks_to_stop_is_heard_once(monkeypatch):
     assert set(STOPS) - set(stop_signals()) == {signal.SIGHUP}
 
 
-def test_an_interruption_names_its_step_and_its_checkpoint(prepared_run):
-    for latest, said in (
-        ("step-00001200", ", checkpoint saved in {}/step-00001200"),
-        ("step-00001000", ", which is not saved; the last checkpoint is {}/step-00001000"),
-        ("", ", without a checkpoint"),
-    ):
-        prepared_run.latest.write_text(latest)
-        expected = f" at step 1,200{said.format(prepared_run.checkpoints)}"
-        assert stopped_at(prepared_run, 1200) == expected
-
-
 def test_a_run_keeps_others_out_of_its_folder_until_a_person_stops_it(course, tmp_path):
     training = course.start(tmp_path / "run", *ENDLESS)
     training.until("step 1:")
-    for resume in ("never", "auto"):
-        (other,) = course.start(tmp_path / "run", "--resume", resume).answers()
-        assert other.code == 75, other
-        assert f"run is in use by process {training.processes[0].pid} on" in other.err
-        assert "choose another --output" in other.err
+    (other,) = course.start(tmp_path / "run", *RESUME).answers()
+    assert other.code == 75, other
+    assert f"run is in use by process {training.processes[0].pid} on" in other.err
     training.signal(signal.SIGINT)
     (answer,) = training.answers()
     assert answer.code == 130, answer
-    assert "Interrupted by signal 2" in answer.err
     assert steps_saved(tmp_path / "run")
 
 
@@ -173,17 +153,11 @@ def test_a_checkpoint_is_saved_by_time_on_all_ranks_alike(course, tmp_path):
 
     A run that resumes from such a one ends with the bits of one that was never stopped.
     """
-    run, kind = tmp_path / "run", (*TWO, "--save-every", 0)
+    run, kind = tmp_path / "run", (*SOME, "--save-every", 0)
     often = ("--set", "train.save_minutes=0.0000001", "--keep-last", 9)
     failpoints = ["", "step.before_update=kill@5"]
     answers = course.start(run, *kind, *often, ranks=2, failpoints=failpoints).answers()
     assert answers[-1].code == KILLED, answers
     assert steps_saved(run) == [0, 1, 2, 3, 4]
     course.run(run, *kind, *RESUME, ranks=2)
-    require_same(run, course.whole(*TWO, ranks=2))
-
-
-@pytest.mark.parametrize(("seconds", "is_due"), [(0, False), (1e-9, True), (1e9, False)])
-def test_a_checkpoint_is_due_by_time_where_one_is_asked_for(seconds, is_due):
-    clock = SaveClock(seconds)
-    assert clock.is_due() == is_due
+    require_same(run, course.whole(*SOME, ranks=2))

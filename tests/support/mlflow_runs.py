@@ -26,3 +26,8 @@ def the_run(client, experiment):
     found = client.get_experiment_by_name(experiment)
     (only,) = client.search_runs([found.experiment_id])
     return only
+
+
+def warnings_in(caplog):
+    """What the person was warned of."""
+    return [record.getMessage() for record in caplog.records if record.name == "align"]

@@ -51,13 +51,6 @@ class Server:
         self._ask(f"delay {seconds}")
 
     def break_down(self):
-        """Answers 500, and returns when it has done so once more."""
-        self._ask("broken 1")
-        answers = self._ask("answers")
-        while self._ask("answers") == answers:
-            time.sleep(0.01)
-
-    def break_quietly(self):
         """Answers 500 from now on."""
         self._ask("broken 1")
 
@@ -81,12 +74,10 @@ class Application:
         self.port = 0
         self.delay = 0.0
         self.broken = 0.0
-        self.answers = 0
 
     def __call__(self, environ, start_response):
         time.sleep(self.delay)
         if self.broken:
-            self.answers += 1
             start_response("500 Internal Server Error", [("Content-Type", "text/plain")])
             return [b"out of order"]
         return self._app(environ, start_response)
@@ -98,8 +89,6 @@ class Application:
             return self._start()
         if verb == "stop":
             return self._stop()
-        if verb == "answers":
-            return self.answers
         setattr(self, verb, float(value))
         return value
 

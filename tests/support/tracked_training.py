@@ -15,25 +15,20 @@ STEPS = 50
 def begin(folder, uri, *, keep_through=-1, sends=True, **options):
     """Opens the record of a run in a folder, and sends it from then on as after a first step."""
     folder.prepare()
-    run = open_training_run(
-        TrackingOptions(uri=uri, **options),
-        folder,
-        name="train",
-        tags={"align.method": "kto"},
-        keep_through=keep_through,
-    )
+    tracking, tags = TrackingOptions(uri=uri, **options), {"align.method": "kto"}
+    run = open_training_run(tracking, folder, name="train", tags=tags, keep_through=keep_through)
     if sends:
         run.begin_sending()
     return run
 
 
-def learn(run, steps, *, at=None, pause=0.01):
+def learn(run, steps, *, at=None):
     """Logs a few numbers per step; returns the modules that these calls entered."""
     entered = set()
     for step in steps:
         if at and step == at[0]:
             at[1]()
-        time.sleep(pause)
+        time.sleep(0.01)
         sys.setprofile(lambda frame, *_: entered.add(frame.f_globals.get("__name__")))
         run.log_metrics({"loss": 1 / (step + 1), "kl": float("nan"), "lr": step * 1e-3}, step=step)
         if step % 10 == 0:
@@ -45,12 +40,8 @@ def learn(run, steps, *, at=None, pause=0.01):
 def journalled(root):
     """Every number that was measured."""
     lines = map(json.loads, (root / "metrics.jsonl").read_text().splitlines())
-    return sorted(
-        (key, line["step"], value)
-        for line in lines
-        for key, value in line.items()
-        if key not in {"step", "time"}
-    )
+    times = {"step", "time"}
+    return sorted((key, line["step"], line[key]) for line in lines for key in line.keys() - times)
 
 
 def stored(uri, run_id):

@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 import time
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -34,12 +34,12 @@ def main():
         if "wait" in request:
             answer({"code": wait(request["wait"], request["seconds"])})
             continue
-        answer(launched(request) if request.get("has_launcher") else {"pid": forked(request)})
+        answer(launched(request) if "has_launcher" in request else {"pid": forked(request)})
 
 
 def import_everything():
     """What stage 1 and stage 2 import, down to what they import late."""
-    import mlflow  # noqa: F401, PLC0415
+    import mlflow.store.tracking.sqlalchemy_store  # noqa: F401, PLC0415
     import peft  # noqa: F401, PLC0415
     from transformers.models.llama import modeling_llama  # noqa: F401, PLC0415
 
@@ -102,12 +102,10 @@ def become(request):
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     sys.argv = ["align", *request["argv"]]
-    around = nullcontext()
-    if "traced" in request:
-        around = traced(**request["traced"])
-    if "disk" in request:
-        around = small_disk(**request["disk"])
-    with around:
+    with ExitStack() as around:
+        for name, manager in (("traced", traced), ("disk", small_disk)):
+            if name in request:
+                around.enter_context(manager(**request[name]))
         cli.main()
 
 
@@ -116,21 +114,15 @@ def small_disk(folder, size, kept):
     """A disk of so many bytes that this process alone sees; what is on it in the end is kept."""
     libc = ctypes.CDLL(None, use_errno=True)
     mine = {"setgroups": "deny", "uid_map": f"0 {os.getuid()} 1", "gid_map": f"0 {os.getgid()} 1"}
-    require(libc.unshare(NEW_USER | NEW_MOUNTS))
+    assert libc.unshare(NEW_USER | NEW_MOUNTS) == 0, os.strerror(ctypes.get_errno())
     for name, text in mine.items():
         Path("/proc/self", name).write_text(text)
-    options = f"size={int(size)}".encode()
-    require(libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", 0, options))
+    disk = (b"tmpfs", os.fsencode(folder), b"tmpfs", 0, f"size={int(size)}".encode())
+    assert libc.mount(*disk) == 0, os.strerror(ctypes.get_errno())
     try:
         yield
     finally:
         shutil.copytree(folder, kept)
-
-
-def require(failed):
-    """Raises what a call of libc has refused."""
-    if failed:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 if __name__ == "__main__":

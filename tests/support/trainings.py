@@ -44,16 +44,17 @@ class Server:
         `launcher` gives the environment of a rank, from its number and a free port; torchrun's is
         the usual one. What more there is, train_server reads.
         """
-        port = _free_port()
+        with socket.socket() as door:
+            door.bind(("127.0.0.1", 0))
+            port = door.getsockname()[1]
         world = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         processes = []
         for rank in range(ranks):
             environment = {**world, "RANK": rank, "LOCAL_RANK": rank} if ranks > 1 else {}
             if launcher:
                 environment = launcher(rank, port)
-            armed = dict(enumerate(failpoints)).get(rank, "")
             plain = {name: str(value) for name, value in environment.items()}
-            plain["ALIGN_FAILPOINTS"] = armed
+            plain["ALIGN_FAILPOINTS"] = dict(enumerate(failpoints)).get(rank, "")
             processes.append(self.fork(arguments, cwd, plain, **more))
         return Training(tuple(processes))
 
@@ -80,7 +81,6 @@ class Server:
         return self._ask({"wait": pid, "seconds": seconds})["code"]
 
     def close(self):
-        """Ends the server."""
         self._process.stdin.close()
         self._process.wait(PATIENCE)
         self._process.stdout.close()
@@ -120,7 +120,6 @@ class Training:
     processes: tuple[Process, ...]
 
     def answers(self):
-        """Waits for every rank."""
         return [process.answer() for process in self.processes]
 
     def signal(self, number):
@@ -145,7 +144,6 @@ class Person:
 
     @property
     def home(self):
-        """What align keeps for this person."""
         return self.folder / "home"
 
     def tries(self, *words, failpoints=""):
@@ -186,7 +184,6 @@ class Course:
 
     @property
     def model(self):
-        """The reference."""
         return self.folder / "model"
 
     def prepare(self, world):
@@ -195,10 +192,8 @@ class Course:
         config = json.loads((self.model / "config.json").read_text())
         text = json.dumps(config | {"attention_dropout": 0.1})
         (self.model / "config.json").write_text(text)
-        arguments = (world.data.paired, "--model", self.model, "--output", self.cache)
-        answer = self.server.run(
-            "precompute-ref", *arguments, "--rows-per-shard", 16, "--no-mlflow"
-        )
+        made = ("--model", self.model, "--output", self.cache, "--rows-per-shard", 16)
+        answer = self.server.run("precompute-ref", world.data.paired, *made, "--no-mlflow")
         assert answer.code == 0, answer
 
     def start(self, run, *more, **how):
@@ -264,11 +259,12 @@ def distances(run, whole):
 
 
 def refused(course, code, run, *more, ranks=1):
-    """Gives a command that every rank must refuse, touching nothing; returns what it says."""
+    """Gives a command that every rank must refuse alike, touching nothing; returns what it says."""
     before = contents(run)
     answers = course.start(run, *more, ranks=ranks).answers()
     assert [answer.code for answer in answers] == [code] * ranks, answers
-    assert "Traceback" not in "".join(answer.err for answer in answers)
+    assert "Traceback" not in "".join(answer.out + answer.err for answer in answers)
+    assert len({answer.err.partition("error: ")[2] for answer in answers}) == 1, answers
     assert contents(run) == before
     return answers[0].err
 
@@ -284,17 +280,6 @@ def contents(run):
 
 def learned(run):
     """Every line of the metrics but what depends on the machine and its load."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {name: value for name, value in line.items() if not _is_of_today(name)} for line in lines
-    ]
-
-
-def _is_of_today(name):
-    return name == "time" or name.startswith(("speed/", "memory/"))
-
-
-def _free_port():
-    with socket.socket() as door:
-        door.bind(("127.0.0.1", 0))
-        return door.getsockname()[1]
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    of_today = ("time", "speed/", "memory/")
+    return [{name: line[name] for name in line if not name.startswith(of_today)} for line in lines]

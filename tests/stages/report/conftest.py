@@ -14,8 +14,6 @@ from align.stages.storage.commits import UnitFacts, commit_unit
 from align.stages.storage.manifest_file import build_manifest, write_manifest
 from support.encoded_rows import encoded
 
-PLAN_KEY = "ab" * 32
-
 
 class Branch(NamedTuple):
     role: Role
@@ -54,19 +52,20 @@ def block_of(rows, first):
     return ScoredBlock(replace(block, row_id=ids), logps, None)
 
 
-def write_cache(root, rows, *, per_unit=2):
+def write_cache(root, rows, *, per_unit):
     """Cuts the rows into units, one shard each."""
     folder = CacheFolder(root)
     folder.prepare()
-    work = folder.work(PLAN_KEY)
+    work = folder.work("ab" * 32)
     work.prepare()
-    commits = {}
-    for unit, start in enumerate(range(0, len(rows), per_unit)):
-        block = block_of(rows[start : start + per_unit], start)
-        facts = UnitFacts("00", "ff", 64, (), {}, {"path": "exact"}, {0: "pairs.jsonl"})
-        commits[unit] = commit_unit(work, "run", unit, block, facts)
-    ends = [min(len(rows), per_unit * unit) for unit in range(len(commits) + 1)]
-    write_manifest(folder, build_manifest(plan_of(ends, rows_in=len(rows) + 3), commits))
+    facts = UnitFacts("00", "ff", 64, (), {}, {"path": "exact"}, {0: "pairs.jsonl"})
+    starts = range(0, len(rows), per_unit)
+    blocks = [block_of(rows[start : start + per_unit], start) for start in starts]
+    commits = {
+        unit: commit_unit(work, "run", unit, block, facts) for unit, block in enumerate(blocks)
+    }
+    plan = plan_of((*starts, len(rows)), rows_in=len(rows) + 3)
+    write_manifest(folder, build_manifest(plan, commits))
     return folder
 
 
@@ -74,20 +73,14 @@ def plan_of(unit_offsets, *, rows_in):
     return Plan(
         digest="",
         format_version=FORMAT_VERSION,
-        plan_key=PLAN_KEY,
-        fingerprint={
-            "model.dtype": "float32",
-            "tokens.max_length": "16",
-            "tokenizer.stop.turn": "7 template <|user|>",
-            "tokenizer.stop.tool_calls": "8 template <|observation|>",
-            "tokenizer.stop.text": "2 tokenizer </s>",
-        },
+        plan_key="ab" * 32,
+        fingerprint={"tokenizer.stop.turn": "7 template <|user|>"},
         reference_key="cd" * 32,
         model="models/tiny",
         adapter="",
         inputs=(InputEntry("pairs.jsonl", 1234, "ef" * 32, rows_in),),
         rows_in=rows_in,
-        unit_offsets=tuple(unit_offsets),
+        unit_offsets=unit_offsets,
         quarantine=(),
         quarantined={"empty_completion": 1, "too_long": 2},
         notes={"rows_with_prompt_truncated": 1},
@@ -96,93 +89,58 @@ def plan_of(unit_offsets, *, rows_in):
     )
 
 
-def pair(prompt, chosen, rejected, *, prompt_cut=0, rejected_cut=0, mismatched=0):
-    """A pair; mismatch k of a completion has its ids + 100 k and its log-prob - 100 k."""
+def pair(prompt, chosen, rejected, *, prompt_cut=0, rejected_cut=0):
+    """A pair; mismatch k = 1, 2 of a completion has its ids + 100 k and its log-prob - 100 k."""
     own = [Branch(Role.CHOSEN, *chosen), Branch(Role.REJECTED, *rejected, cut=rejected_cut)]
     others = [
         Branch(Role.MISMATCHED, [i + 100 * k for i in branch.ids], branch.logp - 100 * k)
-        for k in range(1, mismatched + 1)
+        for k in (1, 2)
         for branch in own
     ]
     return Row(prompt, own + others, prompt_cut)
 
 
-def four_pairs(mismatched):
-    return [
-        pair([1, 2, 3], ([4, 5, 6, 7], -4.0), ([8, 9], -6.0), mismatched=mismatched),
-        pair([1], ([2, 3], -8.0), ([4, 5, 6, 7], -4.0), mismatched=mismatched),
-        pair(
-            [1, 2],
-            ([9, 9, 9], -6.0),
-            ([8], -3.0),
-            prompt_cut=5,
-            rejected_cut=2,
-            mismatched=mismatched,
-        ),
-        pair([1, 2, 3, 4, 5], ([1], -1.0), ([2], -2.0), mismatched=mismatched),
-    ]
+PAIRS = [
+    pair([1, 2, 3], ([4, 5, 6, 7], -4.0), ([8, 9], -6.0)),
+    pair([1], ([2, 3], -8.0), ([4, 5, 6, 7], -4.0)),
+    pair([1, 2], ([9, 9, 9], -6.0), ([8], -3.0), prompt_cut=5, rejected_cut=2),
+    pair([1, 2, 3, 4, 5], ([1], -1.0), ([2], -2.0)),
+]
 
 
-@pytest.fixture
-def paired(tmp_path):
-    """Four pairs, one mismatch for each completion."""
-    return write_cache(tmp_path / "pairs", four_pairs(1))
+def labelled(number, role):
+    """One completion and a mismatched one, with a weight."""
+    other = Branch(Role.MISMATCHED, [50 + number], -60.0 - number)
+    own = Branch(role, [number, number], -1.0 - number)
+    return Row([number], [own, other], carried={"weight": number / 2})
 
 
-@pytest.fixture
-def twice_mismatched(tmp_path):
-    """The same pairs, two mismatches for each completion."""
-    return write_cache(tmp_path / "twice", four_pairs(2))
+GROUPS = [  # of two, one score unknown, and of one
+    Row(
+        [1],
+        [
+            Branch(Role.CANDIDATE, [2, 3], -2.0, score=0.5),
+            Branch(Role.CANDIDATE, [4], -1.0),
+            Branch(Role.MISMATCHED, [7], -9.0),
+            Branch(Role.MISMATCHED, [2, 3], -8.0),
+        ],
+    ),
+    Row([6], [Branch(Role.CANDIDATE, [7], -3.0, 0, 1.0), Branch(Role.MISMATCHED, [4], -7.0)]),
+]
+CACHES = {
+    "paired": PAIRS,
+    "unpaired": [labelled(0, Role.DESIRABLE), *(labelled(n, Role.UNDESIRABLE) for n in (1, 2, 3))],
+    "scored": GROUPS,
+    "two chosen": [Row([1], [Branch(Role.CHOSEN, [number], -1.0) for number in (1, 2)])],
+    "pair and label": [PAIRS[0], replace(labelled(1, Role.DESIRABLE), carried={})],
+}
 
 
-@pytest.fixture
-def cut_most(tmp_path):
-    """Two rows that lost as many tokens as a shard can say."""
-    most = 2**31 - 1
-    row = pair([1], ([2], -1.0), ([3], -1.0), prompt_cut=most, rejected_cut=most)
-    return write_cache(tmp_path / "cut", [row, row])
-
-
-@pytest.fixture
-def unpaired(tmp_path):
-    """One desirable and three undesirable completions."""
-    roles = [Role.DESIRABLE, Role.UNDESIRABLE, Role.UNDESIRABLE, Role.UNDESIRABLE]
-    rows = [
-        Row(
-            [number],
-            [
-                Branch(role, [number, number], -1.0 - number),
-                Branch(Role.MISMATCHED, [50 + number], -60.0 - number),
-            ],
-            carried={"weight": number / 2},
-        )
-        for number, role in enumerate(roles)
-    ]
-    return write_cache(tmp_path / "labels", rows)
-
-
-@pytest.fixture
-def scored(tmp_path):
-    """A group of two, one score unknown, and a group of one."""
-    first = [
-        Branch(Role.CANDIDATE, [2, 3], -2.0, score=0.5),
-        Branch(Role.CANDIDATE, [4], -1.0),
-        Branch(Role.MISMATCHED, [7], -9.0),
-        Branch(Role.MISMATCHED, [2, 3], -8.0),
-    ]
-    second = [Branch(Role.CANDIDATE, [7], -3.0, score=1.0), Branch(Role.MISMATCHED, [4], -7.0)]
-    return write_cache(tmp_path / "scores", [Row([1], first), Row([6], second)])
-
-
-@pytest.fixture
-def misshapen(tmp_path):
-    """A row with two chosen completions and nothing else."""
-    two = [Branch(Role.CHOSEN, [1], -1.0), Branch(Role.CHOSEN, [2], -1.0)]
-    return write_cache(tmp_path / "misshapen", [Row([1], two)])
-
-
-@pytest.fixture
-def pair_and_label(tmp_path):
-    """Rows of two kinds, in a shard each."""
-    labelled = [Branch(Role.DESIRABLE, [1], -1.0), Branch(Role.MISMATCHED, [2], -2.0)]
-    return write_cache(tmp_path / "both", [*four_pairs(1)[:1], Row([1], labelled)], per_unit=1)
+@pytest.fixture(scope="session")
+def caches(tmp_path_factory):
+    """The folder of each cache; of rows of two kinds, in a shard each."""
+    root = tmp_path_factory.mktemp("caches")
+    return {
+        name: write_cache(root / name, rows, per_unit=1 if name == "pair and label" else 2)
+        for name, rows in CACHES.items()
+    }

@@ -1,93 +1,95 @@
-import json
+"""What `align inspect` counts in a cache, and the tables that show it."""
+
+from dataclasses import replace
 
 import polars as pl
 import pytest
 
-from align.schemas.errors import UsageError
+from align.schemas.cache import InputEntry
 from align.schemas.json_codec import from_json, to_json
-from align.stages.report.cache_summary import KtoWeights, PairSummary, Summary, spread_of, summarize
-from align.stages.storage.cache_folder import CacheFolder
+from align.stages.report.cache_summary import (
+    KtoWeights,
+    PairSummary,
+    Summary,
+    spread_of,
+    summarize,
+    total,
+)
+from align.stages.report.cache_tables import grid, render
 
 
-def test_totals_are_those_of_the_manifest(paired):
-    summary = summarize(paired)
-    assert (summary.name, summary.rows_in, summary.rows, summary.shards) == ("pairs", 7, 4, 2)
-    assert summary.branches == 16  # 4 rows x (2 own + 2 mismatched)
-    assert summary.tokens == 36  # (10 chosen + 8 rejected) x 2
-    assert summary.bytes == sum(path.stat().st_size for path in paired.data.iterdir())
-    assert summary.quarantined == {"empty_completion": 1, "too_long": 2}
+@pytest.fixture(scope="module")
+def pairs(caches):
+    return summarize(caches["paired"])
 
 
-def test_lengths_are_counted_by_role(paired):
-    summary = summarize(paired)
-    prompts = summary.prompts.lengths  # 1, 2, 3, 5
+def test_rows_branches_and_tokens_are_counted_by_role(caches, pairs):
+    assert (pairs.rows_in, pairs.rows, pairs.shards, pairs.branches) == (7, 4, 2, 24)
+    assert pairs.tokens == 54  # (10 chosen + 8 rejected) x 3
+    assert pairs.bytes == sum(path.stat().st_size for path in caches["paired"].data.iterdir())
+    prompts = pairs.prompts.lengths  # 1, 2, 3, 5
     assert (prompts.min, prompts.p50, prompts.max, prompts.mean) == (1, 2.5, 5, 2.75)
     assert prompts.p90 == pytest.approx(4.4)  # place .9 x 3 = 2.7, so 3 + .7 x (5 - 3)
-    chosen = summary.roles["chosen"].lengths  # 1, 2, 3, 4
-    assert (chosen.min, chosen.p50, chosen.max, chosen.mean) == (1, 2.5, 4, 2.5)
-    assert summary.roles["chosen"].tokens == 10
-    assert summary.roles["rejected"].tokens == 8
-    assert summary.roles["mismatched"].tokens == 18
-
-
-def test_truncation_is_counted_in_rows_branches_and_tokens(paired):
-    summary = summarize(paired)
-    assert (summary.prompts.cut_rows, summary.prompts.cut_tokens) == (1, 5)
-    assert (summary.roles["chosen"].cut_branches, summary.roles["chosen"].cut_tokens) == (0, 0)
-    assert (summary.roles["rejected"].cut_branches, summary.roles["rejected"].cut_tokens) == (1, 2)
-
-
-def test_more_tokens_than_32_bits_count_are_added_up(cut_most):
-    most = 2**31 - 1
-    summary = summarize(cut_most)
-    assert summary.prompts.cut_tokens == summary.roles["rejected"].cut_tokens == 2 * most
-    spread = spread_of(pl.Series([most, most, most], dtype=pl.Int32))
-    assert (spread.p99, spread.mean) == (most, most)
-
-
-def test_log_probs_are_spread_by_sum_and_per_token(paired):
-    chosen = summarize(paired).roles["chosen"]  # sums -8, -6, -4, -1
-    assert (chosen.logps.min, chosen.logps.p50, chosen.logps.max) == (-8, -5, -1)
-    assert chosen.logps.mean == pytest.approx(-4.75)
-    per_token = chosen.logps_per_token  # -4, -2, -1, -1
+    chosen, rejected = pairs.roles["chosen"], pairs.roles["rejected"]
+    assert (chosen.tokens, rejected.tokens, pairs.roles["mismatched"].tokens) == (10, 8, 36)
+    assert (pairs.prompts.cut_rows, pairs.prompts.cut_tokens) == (1, 5)
+    assert (chosen.cut_branches, rejected.cut_branches, rejected.cut_tokens) == (0, 1, 2)
+    logps, per_token = chosen.logps, chosen.logps_per_token  # -8 -6 -4 -1, and -4 -2 -1 -1
+    assert (logps.min, logps.p50, logps.max, logps.mean) == (-8, -5, -1, -4.75)
     assert (per_token.min, per_token.p50, per_token.mean) == (-4, -1.5, -2)
 
 
-def test_pairs_are_compared_within_their_row(paired):
+def test_pairs_are_compared_within_their_row(pairs):
     # By sum the reference prefers the rejected of rows 1 (-4 > -8) and 2 (-3 > -6);
     # per token only of row 1 (-1 > -4), for row 2 has -2 against -3.
     # The chosen is longer in rows 0 (4 > 2) and 2 (3 > 1), the rejected in row 1 (4 > 2).
-    summary = summarize(paired)
-    assert summary.pairs == PairSummary(
+    assert pairs.pairs == PairSummary(
         pairs=4,
         reference_prefers_rejected=2,
         reference_prefers_rejected_per_token=1,
         chosen_is_longer=2,
         rejected_is_longer=1,
     )
-    assert summary.kto_weights == KtoWeights(4, 4, 1.0, 1.0)  # pairs are balanced classes
 
 
-def test_auto_weights_make_up_for_the_missing_class(unpaired):
-    summary = summarize(unpaired)
-    assert summary.kto_weights == KtoWeights(1, 3, 3.0, 1.0)  # 3 x 1 = 1 x 3
-    assert summary.pairs is None
+def test_auto_weights_make_up_for_the_missing_class(caches, pairs):
+    expected = {
+        "paired": KtoWeights(4, 4, 1.0, 1.0),
+        "unpaired": KtoWeights(1, 3, 3.0, 1.0),  # 3 x 1 = 1 x 3
+        "scored": None,
+    }
+    for name, weights in expected.items():
+        summary = summarize(caches[name])
+        assert summary.kto_weights == weights, name
+        assert (summary.pairs is None) == (name != "paired"), name
+        assert from_json(Summary, to_json(summary)) == summary, name
 
 
-def test_scored_rows_are_neither_pairs_nor_classes(scored):
-    summary = summarize(scored)
-    assert summary.roles["candidate"].branches == 3
-    assert summary.pairs is None
-    assert summary.kto_weights is None
+def test_more_tokens_than_32_bits_count_are_added_up():
+    most = 2**31 - 1
+    column = pl.Series([most, most, most], dtype=pl.Int32)
+    assert total(column) == 3 * most
+    assert (spread_of(column).p99, spread_of(column).mean) == (most, most)
 
 
-@pytest.mark.parametrize("kind", ["paired", "unpaired", "scored"])
-def test_a_summary_survives_json(kind, request):
-    summary = summarize(request.getfixturevalue(kind))
-    assert from_json(Summary, to_json(summary)) == summary
-    assert json.loads(to_json(summary))["rows"] == summary.rows
+def test_the_numbers_are_in_the_tables(caches, pairs):
+    lines = [line.split() for line in render(pairs).splitlines()]
+    assert ["chosen", "1", "2", "4", "4", "4", "2"] in lines  # 1 2 3 4: p90 3.7, p99 3.97, rounded
+    assert ["prompt", "1", "25.0%", "5", "31.2%"] in lines  # 5 of 5 + 11 tokens
+    assert ["too_long", "2", "28.6%"] in lines  # 2 of 7 rows read
+    assert "<|user|> (7), as the chat template writes it" in render(pairs)
+    assert "nothing was cut" in render(summarize(caches["scored"]))
 
 
-def test_an_unfinished_cache_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="not a finished cache"):
-        summarize(CacheFolder(tmp_path))
+def test_names_from_data_cannot_steer_the_terminal(pairs):
+    text = render(replace(pairs, inputs=(InputEntry("a\x1b[2J\nb", 1, "00" * 32, 1),)))
+    assert "\x1b" not in text
+    assert "a[2Jb" in text
+
+
+def test_a_table_is_as_wide_as_it_needs_wherever_it_is_printed(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    lines = grid(("run", "loss"), [("x" * 300, "[bold]0.5 :smile:"), ("日本語", "2")])
+    assert lines[1] == f"  {'x' * 300}  [bold]0.5 :smile:"
+    assert len(lines[2]) == len(lines[1]) - 3  # letters of two columns each

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from align.stages.report.charts import MOST_POINTS, Series, Values, chart, histogram, plain
+from align.stages.report.charts import MOST_POINTS, Series, Values, chart, histogram
 
 
 class Drawn:
@@ -64,29 +64,13 @@ def test_every_point_stands_where_its_numbers_say(form):
     assert figure.dots() == ([] if form == "line" else near(points, by=0.05))
 
 
-def test_ticks_are_round_numbers_inside():
-    figure = drawn([(0, 0.13), (29, 0.69)])
-    assert (figure.ticks("y"), figure.ticks("x")) == (["0.2", "0.4", "0.6"], ["0", "10", "20"])
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ([0.69305, 0.69314], ["0.69306", "0.69308", "0.69310", "0.69312", "0.69314"]),
-        ([0.0, 1e-3], ["0", "0.0005", "0.0010"]),
-        ([0.0, 5e-7], ["0", "2e-7", "4e-7"]),
-        ([1.20e6, 1.28e6], ["1.2e6", "1.22e6", "1.24e6", "1.26e6", "1.28e6"]),
-        ([900.0, 2100.0], ["1,000", "1,500", "2,000"]),
-    ],
-)
-def test_no_two_ticks_are_called_alike(values, said):
-    assert drawn(list(enumerate(values))).ticks("y") == said
-
-
-def test_a_single_step_stands_in_the_middle_of_whole_steps():
-    figure = drawn([(7, 0.5)])  # a line of one point would not be seen: it gets a dot
-    assert figure.ticks("x") == ["6.0", "6.5", "7.0", "7.5", "8.0"]
-    assert figure.dots() == near([(7, 0.5)])
+def test_no_two_ticks_are_called_alike():
+    ranges = ([0.69305, 0.69314], [0.0, 1e-3], [0.0, 5e-7], [1.20e6, 1.28e6], [900.0, 2100.0])
+    for values in ranges:
+        ticks = drawn(list(enumerate(values))).ticks("y")
+        assert 3 <= len(set(ticks)) == len(ticks), ticks
+        numbers = [float(tick.replace(",", "")) for tick in ticks]
+        assert all(values[0] * 0.99 <= number <= values[1] * 1.01 for number in numbers), ticks
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan, 1e305, -math.inf])
@@ -98,12 +82,12 @@ def test_what_cannot_be_drawn_is_left_out(value):
         assert histogram("x", [Values("x", values, "c0")], x_label="nats") == ""
 
 
-@pytest.mark.parametrize("value", [0.0, 3.0, -2e-9, 1e9])
-@pytest.mark.parametrize("count", [1, 3])
-def test_what_never_changes_is_a_flat_line_inside(value, count):
-    points = [(step, value) for step in range(count)]
-    found = drawn(points, form="dots").dots()
-    assert [y for _, y in found] == pytest.approx([value] * count, rel=1e-6, abs=1e-9)
+def test_what_never_changes_is_a_flat_line_inside():
+    """A single step is seen as well: a line of one point would not be."""
+    for value in (0.0, 3.0, -2e-9, 1e9):
+        for count in (1, 3):
+            found = drawn([(step, value) for step in range(count)], form="dots").dots()
+            assert [y for _, y in found] == pytest.approx([value] * count, rel=1e-6, abs=1e-9)
 
 
 def test_a_peak_among_many_steps_is_kept():
@@ -121,9 +105,8 @@ def test_a_peak_among_many_steps_is_kept():
 
 def test_a_histogram_counts_every_value_once():
     values = [0.0] * 5 + [1.0] * 3 + [0.4]
-    corners = Drawn(histogram("ratios", [Values("chosen", values, "c0")], x_label="nats")).points(
-        "polygon"
-    )
+    figure = Drawn(histogram("ratios", [Values("chosen", values, "c0")], x_label="nats"))
+    corners = figure.points("polygon")
     left, right = corners[1:-1:2], corners[2:-1:2]
     bars = [(a, b, y) for (a, y), (b, _) in zip(left, right, strict=True) if y > 0.1]
     assert [round(count) for _, _, count in bars] == [5, 1, 3]
@@ -139,19 +122,3 @@ def test_names_cannot_become_markup():
         histogram(nasty, [Values(nasty, [1.0, 2.0], "c0")], x_label=nasty),
     ):
         assert not list(ElementTree.fromstring(figure).iter("script"))
-
-
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        (0, "0"),
-        (0.69314718, "0.6931"),
-        (12345.6, "12,346"),
-        (-3.5, "-3.5"),
-        (5e-7, "5.0e-7"),
-        (2.5e6, "2.5e6"),
-        (999.96, "1,000"),
-    ],
-)
-def test_numbers_are_short(value, said):
-    assert plain(value) == said
