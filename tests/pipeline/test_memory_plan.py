@@ -50,13 +50,17 @@ def test_the_peak_is_the_largest_moment_of_a_step():
     """Two micro-batches: the second meets all gradients of the first, 6,000 bytes."""
     held = held_memory(Elements(1000, 0, 100), replace(HALF, ranks=1, device="cpu"))
     traced = Trace((Moment(0, 700, 0), Moment(0, 500, 300), Moment(1000, 10, 0)), 500, 0, 64)
-    later = replace(at_peak(held, traced, 2))
+    later = at_peak(held, traced, 2)
+    assert replace(later, host=1000).peak == later.peak  # of the GPU
     assert later == Components(2000, 14_000, 12_000, 0, 64, 0, 0, 0)  # the update: 8 bytes more
     fused = held_memory(Elements(1000, 0, 100), replace(HALF, ranks=1))
     assert at_peak(fused, traced, 2).gradients == 6000
     assert (at_peak(fused, traced, 2).activations, at_peak(fused, traced, 2).head) == (500, 364)
     once = at_peak(fused, traced, 1)  # 4,000 stay, and 2,000 come until the end of the pass
     assert (once.gradients, once.activations) == (6000, 10)
+    # ZeRO-2 keeps more from the first gradient of a step on.
+    more = replace(fused, at_first_gradient=fused.at_first_gradient + 50)
+    assert at_peak(more, traced, 1).gradients == once.gradients + 50
 
 
 def drawn(dtype=torch.float32):
@@ -164,6 +168,8 @@ def test_a_config_alone_is_planned_and_what_does_not_fit_is_told_the_nearest_way
     between = (sizes[lighter].peak + plan.own.peak) / 2 / 0.93  # a GPU has gaps
     asked = replace(plan, request=replace(plan.request, gpu_bytes=round(between)))
     assert not asked.fits(asked.own)
+    all_of_it = replace(plan, request=replace(plan.request, gpu_bytes=plan.own.peak))
+    assert not all_of_it.fits(plan.own)
     assert asked.nearest_that_fits() == lighter
 
 
