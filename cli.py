@@ -79,6 +79,10 @@ def main() -> None:
         # Python would print it by itself, and the secrets in it.
         say(traceback.format_exc().rstrip(), err=True)
         sys.exit(1)
+    finally:
+        # What runs while Python ends would print an Interrupted and go on.
+        for number in stop_signals():
+            signal.signal(number, _end)
 
 
 @app.command()
@@ -382,6 +386,10 @@ def _stop(signal_number: int, _: Any) -> NoReturn:
     # A second signal must end the program at once, in any state.
     signal.signal(signal_number, signal.SIG_DFL)
     raise Interrupted(signal_number)
+
+
+def _end(signal_number: int, _: Any) -> NoReturn:
+    os._exit(128 + signal_number)
 
 
 def _fail(message: str, exit_code: int) -> NoReturn:

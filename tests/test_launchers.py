@@ -16,6 +16,11 @@ SAYS_HOW_IT_WAITS = (
     *("env", "-u", "OMP_WAIT_POLICY", "-u", "GOMP_SPINCOUNT"),
     "OMP_DISPLAY_ENV=VERBOSE",
 )
+# A command to which a signal comes as Python ends.
+LATE = (
+    "import atexit, os, signal, sys; from align import cli; "
+    "atexit.register(os.kill, os.getpid(), signal.SIGTERM); cli.main()"
+)
 # A terminal that belongs to the program behind it.
 TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
 
@@ -55,6 +60,11 @@ def test_a_signal_ends_a_run_with_its_number(stopped):
         assert answer.err.splitlines()[-1].startswith(f"error: Interrupted by signal {int(number)}")
         assert "Traceback" not in answer.err
         assert answer.out == ""
+
+
+def test_a_signal_that_comes_as_a_command_ends_is_no_traceback():
+    answer = launch("methods", program=(sys.executable, "-c", LATE))
+    assert (answer.code, answer.err) == (143, ""), answer
 
 
 def test_the_next_run_goes_on_to_the_same_cache_and_shows_a_bar(stopped, at_a_terminal, journey):

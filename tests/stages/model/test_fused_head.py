@@ -163,11 +163,11 @@ def test_without_a_compiler_a_tile_is_computed_uncompiled_and_that_is_said_once(
     logits, monkeypatch, caplog
 ):
     monkeypatch.setattr(inductor.cpp, "cxx", ("no-such-compiler",))
-    monkeypatch.setattr(inductor, "force_disable_caches", True)
     caplog.set_level("WARNING", logger="align")
-    for _ in range(2):
-        found = gpu_tiles.compiled(gpu_tiles.log_sum_exp)(logits)
-        assert torch.equal(found, gpu_tiles.log_sum_exp(logits))
+    with torch.compiler.config.patch(force_disable_caches=True):
+        for _ in range(2):
+            found = gpu_tiles.compiled(gpu_tiles.log_sum_exp)(logits)
+            assert torch.equal(found, gpu_tiles.log_sum_exp(logits))
     (said,) = [one.message for one in caplog.records if one.name == "align"]  # torch says more
     assert "not compiled" in said
 
