@@ -11,7 +11,6 @@ from support.tracked_training import journalled, run_of, stored
 
 
 def test_methods_are_listed_with_their_formulas_and_explained_one_by_one():
-    """The texts themselves are read in stages/methods/test_method_docs.py."""
     answer = align("--local_rank=0", "methods")  # as the DeepSpeed launcher adds it
     assert (answer.code, answer.out) == (0, render_table([*METHODS.values()]))
     assert align("methods", "simpo").out == render_method(METHODS["simpo"])

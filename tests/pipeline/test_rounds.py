@@ -66,9 +66,8 @@ def test_every_sample_and_every_judgment_is_paid_once(played):
 
 
 def test_no_policy_of_a_finished_training_is_held_while_another_one_samples(played):
-    before, *later = played.paid[0].engines
-    assert len(later) == 4  # of the beginning, of round 1, of round 2, of round 2
-    assert set(later) == {before}
+    # Of round 1, of the beginning and of policy 1 held out, of round 2, of policy 2 held out.
+    assert played.paid[0].held == [0] * 5
 
 
 def test_a_held_out_prompt_is_in_no_round_and_each_round_has_new_ones(played):

@@ -1,8 +1,8 @@
 """Short rounds of an untrained model, and what they leave."""
 
 import contextlib
-import gc
 import json
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
@@ -44,24 +44,33 @@ class Paid:
 
     sampled: list = field(default_factory=list)  # prompt and number
     judged: int = 0
-    engines: list = field(default_factory=list)  # live ones, whenever it began to sample
+    held: list = field(default_factory=list)  # how many engines, whenever it began to sample
 
 
 @contextlib.contextmanager
 def counted():
     """Counts what the sampler and the verifier compute meanwhile."""
-    paid, sample = Paid(), OpenLocalSampler.sample
+    # Not with the other imports: it takes seconds.
+    from deepspeed.runtime.engine import DeepSpeedEngine  # noqa: PLC0415
+
+    paid, sample, begin = Paid(), OpenLocalSampler.sample, DeepSpeedEngine.__init__
+    engines = []
+
+    def watched(engine, *arguments, **named):
+        engines.append(weakref.ref(engine))
+        begin(engine, *arguments, **named)
 
     def counting(sampler, wanted):
-        paid.engines.append(
-            sum(type(one).__name__ == "DeepSpeedEngine" for one in gc.get_objects())
-        )
+        paid.held.append(sum(one() is not None for one in engines))
         for group in sample(sampler, wanted):
             paid.sampled += [(one.prompt, one.number) for one in group if isinstance(one, Sample)]
             yield group
 
     before = len(letters.CALLS)
-    with mock.patch.object(OpenLocalSampler, "sample", counting):
+    with (
+        mock.patch.object(OpenLocalSampler, "sample", counting),
+        mock.patch.object(DeepSpeedEngine, "__init__", watched),
+    ):
         yield paid
     paid.judged = len(letters.CALLS) - before
 
