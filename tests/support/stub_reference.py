@@ -1,10 +1,8 @@
 """A reference without a model: log-probabilities from a hash of two neighbouring tokens."""
 
-import sys
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from zlib import crc32
 
 import numpy as np
@@ -89,15 +87,6 @@ class SlowReference(StubReference):
     def open(self):
         """There is nothing to load."""
         return SlowScorer(salt=crc32(self.name.encode()), fails=self.fails)
-
-
-class FarReference(StubReference):
-    """Lies where no worker of Ray can import it from."""
-
-    def __setstate__(self, state):
-        if Path(sys.argv[0]).name == "default_worker.py":
-            raise ModuleNotFoundError("No module named 'far_away'")
-        vars(self).update(state)
 
 
 @dataclass(frozen=True)
