@@ -82,7 +82,8 @@ def main() -> None:
     finally:
         # What runs while Python ends would print an Interrupted and go on.
         for number in stop_signals():
-            signal.signal(number, _end)
+            if signal.getsignal(number) is _stop:  # else a second one ends it anyway
+                signal.signal(number, _end)
 
 
 @app.command()

@@ -11,10 +11,9 @@ import pytest
 
 from align.pipeline.settings import load_settings
 from align.schemas.config import ModelOptions, TrackingOptions
-from align.stages.model.reference import HfReference
 from support import stage_one
 from support.command import align, refusal
-from support.stub_reference import StubReference
+from support.stub_reference import Liar
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -203,15 +202,6 @@ def test_a_cache_of_another_format_is_refused_with_a_way_on(copy, world):
         for told in (str(path), anew, "--set cache.rows_per_shard=8"):
             assert told in said
     assert json.loads(path.read_text())["format_version"] == 1
-
-
-class Liar:
-    """Claims to be the model, and scores as the stub does."""
-
-    def __init__(self, options):
-        honest = HfReference(options)
-        self.identity, self.hidden_size = honest.identity, honest.hidden_size
-        self.open = StubReference().open
 
 
 def test_log_probs_that_never_were_the_references_are_found(world):

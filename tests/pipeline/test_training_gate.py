@@ -8,10 +8,9 @@ import pytest
 
 from align.pipeline.settings import load_settings
 from align.schemas.config import CacheOptions, ModelOptions, TrackingOptions
-from align.stages.model.reference import HfReference
 from support import stage_one
 from support.command import refusal
-from support.stub_reference import StubReference
+from support.stub_reference import Liar
 
 
 @pytest.fixture
@@ -78,15 +77,6 @@ def test_a_cache_to_evaluate_on_is_of_the_same_reference_and_tokens(course, worl
     said = refused(course, "--set", f"train.eval_cache={tmp_path / 'other'}")
     assert "(train.eval_cache) was made differently" in said
     assert "  tokens.max_length: " in said
-
-
-class Liar:
-    """Claims to be the model, and scores as the stub does."""
-
-    def __init__(self, options):
-        honest = HfReference(options)
-        self.identity, self.hidden_size = honest.identity, honest.hidden_size
-        self.open = StubReference().open
 
 
 def test_numbers_that_are_not_the_references_are_refused_by_all_ranks(course, world, tmp_path):

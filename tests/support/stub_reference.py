@@ -89,6 +89,18 @@ class SlowReference(StubReference):
         return SlowScorer(salt=crc32(self.name.encode()), fails=self.fails)
 
 
+class Liar:
+    """Claims to be the model, and scores as the stub does."""
+
+    def __init__(self, options):
+        # It imports torch, which the stub does without.
+        from align.stages.model.reference import HfReference  # noqa: PLC0415
+
+        honest = HfReference(options)
+        self.identity, self.hidden_size = honest.identity, honest.hidden_size
+        self.open = StubReference().open
+
+
 @dataclass(frozen=True)
 class SlowScorer(StubScorer):
     """Long enough in a unit to be killed there."""
