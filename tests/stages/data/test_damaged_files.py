@@ -1,7 +1,7 @@
 """A damaged file is refused, or all of its rows are read, and from its own bytes alone."""
 
 import io
-import os
+import multiprocessing
 import random
 import struct
 from itertools import product
@@ -20,8 +20,10 @@ from align.stages.data.input_files import (
     slices_of,
 )
 from support.flips import SEED
+from support.patience import PATIENCE
 from support.read_rows import write_rows
 
+CHILDREN = multiprocessing.get_context("forkserver")  # of a process that has no threads
 ROWS = 30
 STRING, LARGE, VIEW = pa.string(), pa.large_string(), pa.string_view()
 DICTIONARY = pa.dictionary(pa.int32(), STRING)
@@ -71,20 +73,26 @@ FILES = {
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(400, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", FILES)
-def test_a_file_damaged_by_chance_is_refused_or_read_row_by_row_from_its_own_bytes(
-    tmp_path, name, count
-):
-    path, whole = tmp_path / name, FILES[name]
-    path.write_bytes(whole)
-    assert len(read_in_slices(path)[0]) == ROWS
-    is_plain = name.endswith("arrow") and "zstd" not in name
-    child = os.fork()  # which may die of it
-    if not child:
-        faults = [fault_of(path, whole, number, is_plain) for number in range(count)]
-        print(*filter(None, faults), sep="\n", flush=True)
-        os._exit(any(faults))
-    assert os.waitpid(child, 0)[1] == 0
+def test_a_file_damaged_by_chance_is_refused_or_read_row_by_row_from_its_own_bytes(tmp_path, count):
+    for name, whole in FILES.items():
+        (tmp_path / name).write_bytes(whole)
+        assert len(read_in_slices(tmp_path / name)[0]) == ROWS
+    child = CHILDREN.Process(target=read_damaged, args=(tmp_path, count), daemon=True)
+    child.start()  # which may die of it
+    child.join(PATIENCE)
+    assert (child.exitcode, (tmp_path / "faults").read_text()) == (0, "")
+
+
+def read_damaged(folder, count):
+    """Writes what is wrong with the reading of damaged files, and which of them was the last."""
+    for name, whole in FILES.items():
+        (folder / "faults").write_text(name)
+        is_plain = name.endswith("arrow") and "zstd" not in name
+        faults = [fault_of(folder / name, whole, number, is_plain) for number in range(count)]
+        if any(faults):
+            (folder / "faults").write_text("\n".join([name, *filter(None, faults)]))
+            return
+    (folder / "faults").write_text("")
 
 
 def damaged(content, draw):
