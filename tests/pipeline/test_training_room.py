@@ -140,3 +140,17 @@ def test_a_resumed_run_begins_with_what_fits(training_world, tmp_path, monkeypat
     again = align("train", *words, *sized, "--max-steps", 2, "--resume", "auto")
     assert f"memory ran out here before with 100,000 tokens per batch: {fits} are used" in again.err
     assert max(sizes, default=0) <= 370
+
+
+def test_a_run_ends_when_three_checkpoints_in_a_row_could_not_be_saved(
+    training_world, tmp_path, monkeypatch
+):
+    lacks = iter(["no room", "no room", "", "no room", "no room", "no room"])
+    monkeypatch.setattr(checkpointer, "lack_of_room", lambda *_: next(lacks))
+    words = ("--cache", training_world.pairs, "--output", tmp_path / "run", "--method", "dpo")
+    often = ("--batch-size", 1, "--max-steps", 9, "--set", "train.save_every=1", "--no-mlflow")
+    ended = align("train", *words, *often)
+    assert ended.code == 74, ended
+    assert "3 checkpoints in a row" in ended.err
+    saved = (tmp_path / "run" / "checkpoints").glob("step-*")
+    assert [path.name for path in saved] == ["step-00000003"]
