@@ -117,7 +117,7 @@ def test_more_kl_pairs_score_only_the_new_branches_and_fewer_are_refused(to, mon
         run(to(kl_pairs=1))
 
 
-def test_the_order_in_which_files_are_named_makes_no_other_cache(config, data_rows, tmp_path):
+def test_names_of_files_and_their_order_make_no_other_cache(config, data_rows, tmp_path):
     bad = {"prompt": "Why?", "chosen": "", "rejected": "no"}
     parts = {
         "a": data_rows[:60],
@@ -138,7 +138,12 @@ def test_the_order_in_which_files_are_named_makes_no_other_cache(config, data_ro
         manifest = run(replace(config, data=data, cache=cache)).manifest
         found[name] = manifest.plan_key, contents(tmp_path / name)
     assert found["first"] == found["second"] == found["third"]
-    assert run(replace(config, data=DataOptions(files=files[::-1]), cache=cache)).was_complete
+    renamed = [tmp_path / f"{number}.jsonl" for number in range(4, 0, -1)]
+    for file, new in zip(files, renamed, strict=True):
+        new.write_bytes(Path(file).read_bytes())
+    for same in (files[::-1], [*map(str, renamed)]):
+        data = DataOptions(files=same, max_bad_frac=0.5)
+        assert run(replace(config, data=data, cache=cache)).was_complete
 
     names = {entry.sha256[:16]: entry.name for entry in manifest.inputs}
     shards = [tmp_path / name / "data" / shard.file for shard in manifest.shards]
