@@ -2,11 +2,8 @@
 
 import json
 import sys
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from numpy.linalg import norm
@@ -27,28 +24,15 @@ LOSS = {"float32": 1e-4, "bfloat16": 1e-2}
 CHANGE = {"float32": 1e-2, "bfloat16": 0.2}
 
 
-@dataclass(frozen=True)
-class Stages:
-    """What both stages left on one device in one precision."""
+def rows_in(folder):
+    """Of the cache, by the id of the row."""
+    rows = pq.read_table(folder / "cache" / "data").to_pylist()
+    return {row["row_id"]: row for row in rows}
 
-    folder: Path
 
-    @property
-    def fingerprint(self):
-        return json.loads((self.folder / "cache" / "manifest.json").read_text())["fingerprint"]
-
-    def rows(self):
-        """Of the cache, by the id of the row."""
-        paths = sorted((self.folder / "cache" / "data").iterdir())
-        table = pa.concat_tables(pq.read_table(path) for path in paths)
-        return {row["row_id"]: row for row in table.to_pylist()}
-
-    def losses(self, method):
-        lines = (self.folder / method / "metrics.jsonl").read_text().splitlines()
-        return [line["loss"] for line in map(json.loads, lines) if "loss" in line]
-
-    def weights(self, method):
-        return weights_in(self.folder / method / "model")
+def losses_in(run):
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if "loss" in line]
 
 
 def weights_in(model):
@@ -71,7 +55,7 @@ def both_stages(world, folder, device, dtype):
     for method in METHODS:
         learned = ("--method", method, "--cache", "cache", "--output", method)
         give("train", *learned, *LEARNING, *STEADY, "--set", f"train.dtype={dtype}")
-    return Stages(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +74,9 @@ def on_device(device, dtype, world, tmp_path_factory):
 
 
 def test_a_gpu_scores_every_branch_as_the_cpu_does(device, dtype, on_cpu, on_device):
-    told = on_device.fingerprint
+    told = json.loads((on_device / "cache" / "manifest.json").read_text())["fingerprint"]
     assert (told["model.device"], told["model.dtype"]) == (device, dtype)
-    found, expected = on_device.rows(), on_cpu.rows()
+    found, expected = rows_in(on_device), rows_in(on_cpu)
     assert len(found) == 60
     assert found.keys() == expected.keys()
     for row_id, row in found.items():
@@ -103,8 +87,11 @@ def test_a_gpu_scores_every_branch_as_the_cpu_does(device, dtype, on_cpu, on_dev
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_gpu_learns_what_the_cpu_learns(dtype, on_cpu, on_device, world, method):
-    losses = on_cpu.losses(method)
+    losses = losses_in(on_cpu / method)
     assert len(losses) == 5
-    assert on_device.losses(method) == pytest.approx(losses, rel=LOSS[dtype])
-    before, expected = weights_in(world.model), on_cpu.weights(method)
-    assert norm(on_device.weights(method) - expected) < CHANGE[dtype] * norm(expected - before)
+    assert losses_in(on_device / method) == pytest.approx(losses, rel=LOSS[dtype])
+    before, expected, found = (
+        weights_in(folder)
+        for folder in (world.model, on_cpu / method / "model", on_device / method / "model")
+    )
+    assert norm(found - expected) < CHANGE[dtype] * norm(expected - before)

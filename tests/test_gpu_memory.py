@@ -1,4 +1,4 @@
-"""Optimizers, 4-bit weights and offload on a GPU: `make test-gpu`, where there is one.
+"""Optimizers, 4-bit weights, offload and what a plan says on a GPU: `make test-gpu`.
 
 With `--device cpu` those that compare numbers are tried out on a CPU.
 """
@@ -9,9 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
+from align.pipeline.memory_plan import MemoryPlanner, Planned
 from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
+from align.schemas.rows import Tree
 from align.stages.demo.tiny_world import ModelShape, make_model
+from align.stages.engine.deepspeed_engine import open_engine
 from align.stages.engine.distributed import joined_world
 from align.stages.model.policy import load_policy
 from support.engine_ranks import OPTIONS, Run, global_tokens, rows_of
@@ -136,8 +140,6 @@ def test_four_bits_learn_and_stay_what_they_are(device, lone_rank, world, preset
 @pytest.fixture(scope="module")
 def deep_model(world, tmp_path_factory):
     """A model of eight layers, 512 wide."""
-    from transformers import AutoTokenizer  # noqa: PLC0415 - slow to import
-
     folder = tmp_path_factory.mktemp("deep") / "model"
     shape = ModelShape(
         hidden_size=512, layers=8, heads=8, key_value_heads=4, intermediate_size=1024
@@ -165,7 +167,6 @@ def kept_by_a_pass(folder, trees, *, offload):
 
 
 def test_what_enters_a_layer_waits_in_the_memory_of_the_cpu(device, deep_model):
-
     require_gpu(device)
     trees = some_trees(np.random.default_rng(1), 2048)
     tokens = sum(len(tree.prompt) + sum(map(len, tree.branches)) for tree in trees)
@@ -191,14 +192,62 @@ def test_an_optimizer_takes_less_memory_by_at_least_as_many_bytes(
     device, lone_rank, deep_model, changes, spared
 ):
     require_gpu(device)
-    held = []
-    for options in (replace(STEADY, dtype="bfloat16", deepspeed="zero2"),) * 2:
+    held, plain = [], replace(STEADY, dtype="bfloat16", deepspeed="zero2")
+    for options in (plain, replace(plain, **changes)):
         gc.collect()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
-        chosen = options if not held else replace(options, **changes)
-        run = run_of(lone_rank, deep_model, chosen).steps(3, 4)
+        run = run_of(lone_rank, deep_model, options).steps(3, 4)
         held.append(torch.cuda.memory_allocated() - before)
         learning = sum(one.numel() for one in run.engine._engine.module.parameters())
         del run
     assert (held[0] - held[1]) / learning > spared - 0.4
+
+
+SHAPE = Qwen2Config(
+    hidden_size=896,
+    num_hidden_layers=24,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+    intermediate_size=4864,
+    vocab_size=151_936,
+    tie_word_embeddings=True,
+)
+
+
+@pytest.fixture(scope="module")
+def half_billion(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("policy")
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(SHAPE, dtype=torch.bfloat16).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_gpu_holds_what_is_planned(device, lone_rank, half_billion, checkpointing, lora):
+    """Beside what PyTorch's allocator counts of 32 rows of 512 tokens."""
+    require_gpu(device)
+    random = np.random.default_rng(0)
+    prompt, *branches = (
+        random.integers(0, SHAPE.vocab_size, size).astype(np.int32) for size in (200, 156, 156)
+    )
+    trees = [Tree(prompt, tuple(branches))] * 32
+    model = ModelOptions(path=half_billion, device="cuda")
+    train = TrainOptions(deepspeed="zero1", dtype="bfloat16", gradient_checkpointing=checkpointing)
+    adapter = LoraOptions(enabled=lora)
+    of_run = {"model": model, "train": train, "lora": adapter, "dtype": "bfloat16"}
+    of_step = {"head": "none", "layout": "flex", "trees": trees, "micro_batches": 2}
+    planner = MemoryPlanner(Planned(**of_run, device="cuda", ranks=1, **of_step))
+    planned = planner.components(planner.own_way)
+    policy = load_policy(model, train, adapter)
+    engine, _ = open_engine(policy, train, lone_rank, hidden_size=SHAPE.hidden_size)
+    for _ in range(3):
+        torch.cuda.reset_peak_memory_stats()
+        for index in range(2):
+            engine.learn_mode(dropout_seed=1)
+            loss = -engine.forward(trees)["logps"].double().mean()
+            engine.backward(loss, is_last=index == 1)
+            del loss
+        engine.step()
+    assert planned.peak == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.15), planned

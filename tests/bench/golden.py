@@ -6,8 +6,6 @@ that hold times or names drawn at random are compared without those. No result i
 another processor has other numbers. It ends with exit code 1 where something differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import hashlib
@@ -52,7 +50,7 @@ class Side:
     home: Path  # holds a link called align, which is the tree
     place: Path  # the same path for both sides: settings and caches record it
 
-    def run(self, *arguments: str) -> str:
+    def run(self, *arguments):
         """What a command prints; one that fails ends the comparison."""
         own = {"PYTHONPATH": str(self.home), "ALIGN_HOME": str(self.place / "home")}
         done = subprocess.run(
@@ -67,12 +65,12 @@ class Side:
             sys.exit(f"{self.tree}: {' '.join(arguments)} failed.\n{done.stdout}{done.stderr}")
         return done.stdout
 
-    def align(self, *arguments: str) -> str:
+    def align(self, *arguments):
         """What a command of align prints."""
         return self.run("-m", "align", *arguments)
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("before", help="a commit")
     parser.add_argument("--rows", type=int, default=2000, help="of the demo's data")
@@ -88,7 +86,7 @@ def main() -> None:
         sys.exit(compare(left, right))
 
 
-def leave(tree: Path, folder: Path, name: str, rows: int) -> Path:
+def leave(tree, folder, name, rows):
     """Runs everything with one tree; returns the folder of what it left."""
     side = Side(tree, folder / f"path-{name}", folder / "place")
     for made in (side.home, side.place, side.place / "said"):
@@ -108,7 +106,7 @@ def leave(tree: Path, folder: Path, name: str, rows: int) -> Path:
     return side.place.rename(folder / name)
 
 
-def demo(side: Side, rows: int) -> None:
+def demo(side, rows):
     """The demo of the Makefile, and all three methods once more on two ranks."""
     side.align("tiny-world", "world", "--rows", str(rows))
     shutil.copy(side.place / "world" / "data" / "paired.parquet", side.place / "data.parquet")
@@ -124,7 +122,7 @@ def demo(side: Side, rows: int) -> None:
     (side.place / "said" / "demo.txt").write_text("\n".join(said))
 
 
-def note_mlflow(place: Path) -> None:
+def note_mlflow(place):
     """What MLflow was told, but times and ids, as text that can be compared."""
     lines = []
     with sqlite3.connect(place / "mlflow.db") as store:
@@ -138,29 +136,28 @@ def note_mlflow(place: Path) -> None:
     (place / "mlflow.txt").write_text("\n".join(sorted(lines)))
 
 
-def compare(left: Path, right: Path) -> int:
+def compare(left, right):
     """Prints what is equal and how the rest differs; returns how the command should end."""
-    names = {*files_in(left), *files_in(right)}
-    names = sorted(name for name in names if not SKIPPED.search(name))
-    sides = {name: (readable(left / name, name), readable(right / name, name)) for name in names}
-    differing = [name for name, (before, now) in sides.items() if before != now]
-    for name in names:
-        print("differs" if name in differing else "equal  ", name)
-    for name in differing:
-        lines = map(show, sides[name])
+    names, differing = {*files_in(left), *files_in(right)}, 0
+    for name in sorted(name for name in names if not SKIPPED.search(name)):
+        both = [readable(root / name, name) for root in (left, right)]
+        differs = both[0] != both[1]
+        differing += differs
+        print("differs" if differs else "equal  ", name)
+        lines = map(show, both if differs else ("", ""))
         diff = list(difflib.unified_diff(*lines, f"before/{name}", f"now/{name}", lineterm="", n=1))
-        print("", *diff[:LONGEST_DIFF], sep="\n")
+        print(*(f"{line}\n" for line in diff[:LONGEST_DIFF]), sep="", end="")
         if len(diff) > LONGEST_DIFF:
             print(f"… and {len(diff) - LONGEST_DIFF} more lines")
-    print(f"\n{len(names) - len(differing)} equal, {len(differing)} different")
+    print(f"\n{differing} different")
     return 1 if differing else 0
 
 
-def files_in(folder: Path) -> list[str]:
+def files_in(folder):
     return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
 
 
-def readable(path: Path, name: str) -> str:
+def readable(path, name):
     """A file's text without what no two runs share; of other bytes the digest."""
     if not path.is_file():
         return "missing"
@@ -175,7 +172,7 @@ def readable(path: Path, name: str) -> str:
     return text
 
 
-def show(text: str) -> list[str]:
+def show(text):
     """Lines that a person can compare, also of JSON and HTML written in one."""
     return re.sub(r',(?=")|(?=<(?:tr|td|p|h\d))', "\n", text).splitlines()
 

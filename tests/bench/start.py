@@ -9,8 +9,6 @@ the weights of that model and of the shards of a cache: bytes that `read` and it
 Weights are mapped when they are loaded, so those counted are read to be digested.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import re
@@ -25,10 +23,9 @@ from pathlib import Path
 
 import sides
 
-READ = re.compile(r"\b(?:read|readv|pread64|preadv)\(\d+<([^>]*)>.*\) = (\d+)")
-UNFINISHED = re.compile(r"(\d+) .*\b(?:read|readv|pread64|preadv)\(\d+<([^>]*)>.*<unfinished")
-RESUMED = re.compile(r"(\d+) .*<\.\.\. (?:read|readv|pread64|preadv) resumed>.*\) = (\d+)")
-STRACE = ("strace", "-f", "-y", "-e", "trace=read,readv,pread64,preadv", "-o", "strace")
+READ = re.compile(r"(?:read|readv|pread64|preadv)\(\d+<([^>]*)>.*\) = (\d+)")
+# A log for each process, so that no other stands between the parts of a call.
+STRACE = ("strace", "-ff", "-y", "-e", "trace=read,readv,pread64,preadv", "-o", "strace")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 KTO = ("train", "--cache", "cache", "--method", "kto", "--set", "train.log_every=1")
 KTO += ("--max-steps", 1)
@@ -36,7 +33,7 @@ DATA = ("precompute-ref", "world/data/paired.parquet", "--output", "cache")
 DATA += ("--rows-per-shard", 500, "--no-mlflow")
 
 
-def main() -> None:
+def main():
     # Rows are those of the cache that `--model` scores.
     options = sides.options_of(__doc__, rounds=5, before=None, model=None, rows=24)
     trees = {"before": options.before} if options.before else {}
@@ -89,7 +86,7 @@ class Version:
         return "--output", f"run-{next(self.numbers)}"
 
 
-def times(version) -> dict[str, float]:
+def times(version):
     begun = time.perf_counter()
     version.run("--help")
     shown = time.perf_counter() - begun
@@ -99,7 +96,7 @@ def times(version) -> dict[str, float]:
     }
 
 
-def first_step(version, *more) -> float:
+def first_step(version, *more):
     begun = time.perf_counter()
     process = version.start(*KTO, *version.output(), *more)
     ends = [time.perf_counter() - begun for line in process.stderr if line.startswith("step 1: ")]
@@ -107,7 +104,7 @@ def first_step(version, *more) -> float:
     return ends[0]
 
 
-def report(rounds) -> None:
+def report(rounds):
     for what in rounds[0]["now"]:
         for version in rounds[0]:
             found = [one[version][what] for one in rounds]
@@ -118,7 +115,7 @@ def report(rounds) -> None:
             print(f"{what}: median of the rounds' ratios {ratio:.2f}")
 
 
-def count(version) -> None:
+def count(version):
     """Stage 1 again, two starts and a sweep, and a start of two ranks; all share a home."""
     lora = ("--set", "lora.enabled=true", "--set", "train.batch_size=1")
     train = (*KTO, *lora, "--no-mlflow")
@@ -132,24 +129,19 @@ def count(version) -> None:
         ("a sweep of three trials", (*trials, *limits, *version.output()), ()),
     ):
         version.run(*words, launcher=(*STRACE, sys.executable, *launcher))
-        found = reads_in(version.folder / "strace")
+        found = reads_in(version.folder)
         weights = sum(n for path, n in found.items() if path.startswith(f"{version.model}/"))
         shards = sum(n for path, n in found.items() if "/cache/data/" in path)
         print(f"{version.name}, {what}: weights {weights:,}, shards {shards:,} bytes", flush=True)
 
 
-def reads_in(log: Path) -> Counter[str]:
-    """Bytes by path; a call that another thread interrupted stands in two lines."""
-    found: Counter[str] = Counter()
-    begun: dict[str, str] = {}
-    with log.open(errors="replace") as lines:
-        for line in lines:
-            if whole := READ.search(line):
-                found[whole[1]] += int(whole[2])
-            elif start := UNFINISHED.match(line):
-                begun[start[1]] = start[2]
-            elif (end := RESUMED.match(line)) and end[1] in begun:
-                found[begun.pop(end[1])] += int(end[2])
+def reads_in(folder):
+    """Bytes by path; the logs are taken away."""
+    found = Counter()
+    for log in folder.glob("strace.*"):
+        for path, count in READ.findall(log.read_text(errors="replace")):
+            found[path] += int(count)
+        log.unlink()
     return found
 
 

@@ -82,11 +82,6 @@ def shape_of_files(folder, *files):
     return common_shape(open_inputs(paths), {})
 
 
-def test_the_shape_of_files_is_the_union_of_their_first_rows(tmp_path):
-    shape = shape_of_files(tmp_path, [PAIR, PAIR | {"tools": []}], [PAIR | {"system": "s"}])
-    assert (shape.kind, set(shape.optional)) == ("paired", {"tools", "system"})
-
-
 def test_files_of_two_shapes_are_refused_by_name(tmp_path):
     for first, other in (
         (PAIR, {"prompt": "p", "completion": "c", "label": True}),

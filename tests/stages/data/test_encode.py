@@ -158,13 +158,3 @@ def test_another_template_shows_in_the_fingerprint_and_nothing_else_does(saved_t
     options = (TokenOptions(), TokenOptions(chat_template=str(tmp_path / "t.jinja")))
     base, changed = (tokenizer_fingerprint(load_tokenizer(saved_tokenizer, o)) for o in options)
     assert {name for name in base if base[name] != changed[name]} == {"tokenizer.chat_template"}
-
-
-def test_what_a_folder_lacks_is_one_clear_error(tmp_path):
-    with pytest.raises(UsageError, match=r"none.*no such model folder"):
-        tokenizer_of(str(tmp_path / "none"))
-    with pytest.raises(UsageError, match=r"no tokenizer can be loaded"):
-        tokenizer_of(str(tmp_path))
-    folder = save_tokenizer(tmp_path, template=None)
-    with pytest.raises(UsageError, match="no chat template"):
-        tokenizer_of(folder).require_template(folder)

@@ -12,7 +12,7 @@ from align.stages.data.decode_rows import parse_chunk
 from align.stages.data.free_text import ColumnSample, Watch, holds_phrase
 from align.stages.data.input_files import iter_chunks, open_inputs
 from align.stages.data.unread_columns import counts_of, require_read, require_watched_read
-from support.read_rows import bot, user, write_rows
+from support.read_rows import write_rows
 
 ENDINGS = ("parquet", "arrow", "jsonl", "json", "csv")
 NOUNS = ["door", "wall", "hill", "river", "stone", "cloud"]
@@ -104,14 +104,6 @@ def test_a_column_of_one_of_several_files_is_read_or_left_out_in_all(tmp_path):
     assert opened(*files, system_prompt="")[0].noted == ()
     shape, _ = opened(*files, system="system_prompt")
     assert (shape.source["system"], shape.optional) == ("system_prompt", ("system",))
-
-
-def test_messages_beside_whole_conversations_are_left_out_by_name(written):
-    row = {name: [user("Hi"), bot(name)] for name in ("chosen", "rejected", "messages")}
-    row |= {"prompt": "Hi", "prompt_id": "a1", "score_chosen": 2.0, "score_rejected": 1.0}
-    path = written([row] * 9, "parquet")
-    assert "--map messages=" in refusal(path, prompt="")
-    assert opened(path, prompt="", messages="")[0].noted == ("prompt_id",)
 
 
 def test_text_anywhere_in_a_parquet_file_is_found_by_where_its_column_has_data(written):

@@ -6,13 +6,13 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from align.schemas.cache import FORMAT_VERSION, InputEntry, Plan
 from align.schemas.row_keys import key_rows
 from align.schemas.rows import Role, ScoredBlock
 from align.stages.storage.cache_folder import CacheFolder
-from align.stages.storage.commits import UnitFacts, commit_unit
+from align.stages.storage.commits import commit_unit
 from align.stages.storage.manifest_file import build_manifest, write_manifest
 from support.encoded_rows import encoded
+from support.made_caches import FACTS, plan_of
 
 
 class Branch(NamedTuple):
@@ -58,35 +58,20 @@ def write_cache(root, rows, *, per_unit):
     folder.prepare()
     work = folder.work("ab" * 32)
     work.prepare()
-    facts = UnitFacts("00", "ff", 64, (), {}, {"path": "exact"}, {0: "pairs.jsonl"})
     starts = range(0, len(rows), per_unit)
     blocks = [block_of(rows[start : start + per_unit], start) for start in starts]
     commits = {
-        unit: commit_unit(work, "run", unit, block, facts) for unit, block in enumerate(blocks)
+        unit: commit_unit(work, "run", unit, block, FACTS) for unit, block in enumerate(blocks)
     }
-    plan = plan_of((*starts, len(rows)), rows_in=len(rows) + 3)
+    plan = replace(
+        plan_of(starts),
+        fingerprint={"tokenizer.stop.turn": "7 template <|user|>"},
+        rows_in=len(rows) + 3,
+        unit_offsets=(*starts, len(rows)),
+        quarantined={"empty_completion": 1, "too_long": 2},
+    )
     write_manifest(folder, build_manifest(plan, commits))
     return folder
-
-
-def plan_of(unit_offsets, *, rows_in):
-    return Plan(
-        digest="",
-        format_version=FORMAT_VERSION,
-        plan_key="ab" * 32,
-        fingerprint={"tokenizer.stop.turn": "7 template <|user|>"},
-        reference_key="cd" * 32,
-        model="models/tiny",
-        adapter="",
-        inputs=(InputEntry("pairs.jsonl", 1234, "ef" * 32, rows_in),),
-        rows_in=rows_in,
-        unit_offsets=unit_offsets,
-        quarantine=(),
-        quarantined={"empty_completion": 1, "too_long": 2},
-        notes={"rows_with_prompt_truncated": 1},
-        reuse=(),
-        threads=1,
-    )
 
 
 def pair(prompt, chosen, rejected, *, prompt_cut=0, rejected_cut=0):

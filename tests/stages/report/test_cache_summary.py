@@ -15,7 +15,7 @@ from align.stages.report.cache_summary import (
     summarize,
     total,
 )
-from align.stages.report.cache_tables import grid, render
+from align.stages.report.cache_tables import render
 
 
 @pytest.fixture(scope="module")
@@ -85,11 +85,3 @@ def test_names_from_data_cannot_steer_the_terminal(pairs):
     text = render(replace(pairs, inputs=(InputEntry("a\x1b[2J\nb", 1, "00" * 32, 1),)))
     assert "\x1b" not in text
     assert "a[2Jb" in text
-
-
-def test_a_table_is_as_wide_as_it_needs_wherever_it_is_printed(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "40")
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    lines = grid(("run", "loss"), [("x" * 300, "[bold]0.5 :smile:"), ("日本語", "2")])
-    assert lines[1] == f"  {'x' * 300}  [bold]0.5 :smile:"
-    assert len(lines[2]) == len(lines[1]) - 3  # letters of two columns each

@@ -64,15 +64,6 @@ def test_every_point_stands_where_its_numbers_say(form):
     assert figure.dots() == ([] if form == "line" else near(points, by=0.05))
 
 
-def test_no_two_ticks_are_called_alike():
-    ranges = ([0.69305, 0.69314], [0.0, 1e-3], [0.0, 5e-7], [1.20e6, 1.28e6], [900.0, 2100.0])
-    for values in ranges:
-        ticks = drawn(list(enumerate(values))).ticks("y")
-        assert 3 <= len(set(ticks)) == len(ticks), ticks
-        numbers = [float(tick.replace(",", "")) for tick in ticks]
-        assert all(values[0] * 0.99 <= number <= values[1] * 1.01 for number in numbers), ticks
-
-
 @pytest.mark.parametrize("value", [math.inf, math.nan, 1e305, -math.inf])
 def test_what_cannot_be_drawn_is_left_out(value):
     assert drawn([(0, 1.0), (1, value), (2, 3.0)]).points("polyline") == near([(0, 1), (2, 3)])
