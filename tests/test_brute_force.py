@@ -5,7 +5,7 @@
 The logits are float32, the softmax and the sum float64. Nothing is sampled.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +32,7 @@ from support.stage_one import Silent
 pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 
 SUM = 1e-10  # nats: n u in float64 of 300 tokens and 2,000 nats
-SOME = 20  # rows
+SOME = 8  # rows
 
 
 def stored(model, data, folder, *, budget=16_384, **model_options):
@@ -43,11 +43,11 @@ def stored(model, data, folder, *, budget=16_384, **model_options):
         tokens=TokenOptions(max_length=2048),
         cache=CacheOptions(output=str(folder), token_logps=True, reuse_known=False),
         tracking=TrackingOptions(mlflow=False),
-        scoring=replace(ScoringOptions(), tokens_per_batch=budget),
+        scoring=ScoringOptions(tokens_per_batch=budget),
     )
     outcome = precompute(config, HfReference(config.model), progress=Silent())
     files = [Path(folder) / "data" / commit.file for commit in outcome.manifest.shards]
-    rows = [row for file in files for row in pq.read_table(file).to_pylist()]
+    rows = pq.read_table(files).to_pylist()
     assert len(rows) == outcome.manifest.rows == pq.read_metadata(data).num_rows
     assert outcome.manifest.quarantined == {}
     return rows, outcome.tally
@@ -94,17 +94,17 @@ def gap_of(rows, model_folder, dtype=torch.float32):
     return worst
 
 
-@pytest.fixture(scope="module", params=[60, pytest.param(2000, marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=[30, pytest.param(2000, marks=pytest.mark.long)])
 def large_world(request, tmp_path_factory):
     """Preferences, and a Llama that has seen a little of their language."""
     folder = tmp_path_factory.mktemp("large-world") / "world"
-    return make_world(folder, rows=request.param, pretrain_steps=20)
+    return make_world(folder, rows=request.param, pretrain_steps=8)
 
 
-@pytest.fixture(scope="module")
-def some(large_world, tmp_path_factory):
+@pytest.fixture
+def some(large_world, tmp_path):
     """The first rows."""
-    path = tmp_path_factory.mktemp("some") / "some.parquet"
+    path = tmp_path / "some.parquet"
     pq.write_table(pq.read_table(large_world.data.paired).slice(0, SOME), path)
     return path
 

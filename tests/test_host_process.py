@@ -68,7 +68,7 @@ compare("mlflow-sync")
 
 def test_the_library_leaves_its_host_as_it_was(world, tmp_path):
     rows = world.data.paired_csv.read_text().splitlines(keepends=True)
-    (tmp_path / "few.csv").write_text("".join(rows))
+    (tmp_path / "few.csv").write_text("".join(rows[:40]))
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, tmp_path / "few.csv", world.model, tmp_path],
         capture_output=True,

@@ -98,7 +98,7 @@ def report(rounds, titles, columns):
         cells = []
         for head, figure, width, decimals in columns:
             own = statistics.median(told[side][figure] for told in rounds)
-            cells.append(f"{own:{width},.{1 if head.endswith(' s') else 0}f}")
+            cells.append(f"{own:{width},.{2 if head.endswith(' s') else 0}f}")
             if decimals:
                 ratios = (told["align"][figure] / told[side][figure] for told in rounds)
                 cells.append(f"{statistics.median(ratios):9.{decimals}f}x")

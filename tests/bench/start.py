@@ -12,7 +12,6 @@ Weights are mapped when they are loaded, so those counted are read to be digeste
 import itertools
 import os
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,11 @@ KTO = ("train", "--cache", "cache", "--method", "kto", "--set", "train.log_every
 KTO += ("--max-steps", 1)
 DATA = ("precompute-ref", "world/data/paired.parquet", "--output", "cache")
 DATA += ("--rows-per-shard", 500, "--no-mlflow")
+COLUMNS = (
+    ("help s", "help", 10, 2),
+    ("first step s", "step", 14, 2),
+    ("without MLflow s", "alone", 18, 2),
+)
 
 
 def main():
@@ -39,7 +43,7 @@ def main():
     trees = {"before": options.before} if options.before else {}
     with tempfile.TemporaryDirectory() as name:
         folder, model = Path(name), (options.model or Path(name, "world", "model")).absolute()
-        versions = [Version(*one, folder, model) for one in [*trees.items(), ("now", None)]]
+        versions = [Version(*one, folder, model) for one in [*trees.items(), ("align", None)]]
         rows = ("--rows", options.rows) if options.model else ()
         versions[-1].run("tiny-world", "world", *rows)
         versions[-1].run(*DATA, "--model", model)
@@ -50,7 +54,7 @@ def main():
             return
         # The first round of each version is left out: it digests what the others remember.
         rounds = [{one.name: times(one) for one in versions} for _ in range(options.rounds + 1)]
-        report(rounds[1:])
+        sides.report(rounds[1:], {"before": "before", "align": "now"}, COLUMNS)
 
 
 @dataclass(frozen=True)
@@ -90,9 +94,10 @@ def times(version):
     begun = time.perf_counter()
     version.run("--help")
     shown = time.perf_counter() - begun
-    first_steps = {"first step": (), "first step without MLflow": ("--no-mlflow",)}
-    return {"help": shown} | {
-        what: first_step(version, *more) for what, more in first_steps.items()
+    return {
+        "help": shown,
+        "step": first_step(version),
+        "alone": first_step(version, "--no-mlflow"),
     }
 
 
@@ -102,17 +107,6 @@ def first_step(version, *more):
     ends = [time.perf_counter() - begun for line in process.stderr if line.startswith("step 1: ")]
     assert process.wait() == 0, version.name
     return ends[0]
-
-
-def report(rounds):
-    for what in rounds[0]["now"]:
-        for version in rounds[0]:
-            found = [one[version][what] for one in rounds]
-            print(f"{what}, {version}: {statistics.median(found):.2f} s", end="")
-            print(f" ({min(found):.2f} to {max(found):.2f})")
-        if "before" in rounds[0]:
-            ratio = statistics.median(one["now"][what] / one["before"][what] for one in rounds)
-            print(f"{what}: median of the rounds' ratios {ratio:.2f}")
 
 
 def count(version):

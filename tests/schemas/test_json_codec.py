@@ -125,11 +125,5 @@ def test_a_record_of_other_bytes_is_refused():
             from_signed_json(Outer, spoil(to_signed_json(VALUE)))
 
 
-def test_a_signature_that_does_not_fit_is_refused():
-    for before, after in (('"name":"a"', '"name":"b"'), ("0.25", "0.26")):
-        with pytest.raises(CodecError, match="not what was written"):
-            from_signed_json(Outer, to_signed_json(VALUE).replace(before, after))
-
-
 def test_every_default_is_one_that_may_be_set():
     assert from_plain(Config, dataclasses.asdict(Config())) == Config()

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from align.schemas.errors import closest, counted, did_you_mean
 from align.schemas.safe_text import bare_address, hear, masked, masked_address, redacted, shown
 
 
@@ -85,13 +84,3 @@ def test_what_a_terminal_would_obey_is_written_out():
 def test_json_stays_json_when_it_is_written_out():
     plain = {"name": "a\x1b\x9b\u202e\U000e0001b", "text": "é\n"}
     assert json.loads(shown(json.dumps(plain, ensure_ascii=False))) == plain
-
-
-def test_things_are_counted_and_the_name_that_was_meant_is_guessed_or_nothing_is_said():
-    assert counted(1, "duplicate rows") == "1 duplicate row"
-    assert counted(1, "pairs with equal completions") == "1 pair with equal completions"
-    assert counted(2_000, "rows") == "2,000 rows"
-    known = ["batch_size", "beta1", "beta2"]
-    assert did_you_mean(closest("bath_size", known)) == " Did you mean 'batch_size'?"
-    assert did_you_mean(closest("beta", known, 2)) == " Did you mean 'beta2' or 'beta1'?"
-    assert did_you_mean(closest("xyz", known)) == ""

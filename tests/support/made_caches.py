@@ -79,6 +79,20 @@ def plan_of(units):
     )
 
 
+def commit_blocks(root, blocks, facts=None):
+    """A folder with a commit of each block."""
+    work = CacheFolder(root).work("0" * 64)
+    work.cache.prepare()
+    work.prepare()
+    commits = [
+        commit_unit(work, "run", unit, block, of_unit)
+        for unit, (block, of_unit) in enumerate(
+            zip(blocks, facts or [FACTS] * len(blocks), strict=True)
+        )
+    ]
+    return work.cache, commits
+
+
 def make_cache(root, units=(1, 2, 3), *, told=lambda event, key: None, rejects=True):
     """Makes or goes on making a cache; `told` hears what may be relied on from now on."""
     folder, plan = CacheFolder(root), plan_of(units)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import sys
+from itertools import product
 from typing import NamedTuple
 
 from align.stages.storage import failpoints, fs
@@ -98,6 +99,20 @@ class Disk:
         if gone:  # two folders: either change may survive without the other
             parent.change(**gone)
 
+    def ways(self):
+        """The ways to crash that differ: names and contents."""
+        most, are_synced, folders = 0, True, [self.top]
+        for folder in folders:
+            most = max(most, len(folder.pending))
+            changes = [node for names in folder.pending for node in names.values()]
+            for node in (*folder.durable.values(), *changes):
+                if isinstance(node, Folder):
+                    folders.append(node)
+                elif node:
+                    are_synced &= node.synced
+        names = [*NAMES][: most + 1] if most < 2 else NAMES
+        return product(names, ["whole"] if are_synced else CONTENTS)
+
     def after_crash(self, names, contents):
         """Path -> bytes, as a restarted machine would find them; folders end in a slash."""
         left = {}
@@ -162,13 +177,12 @@ class History:
                 promises += (entry,)
             else:
                 disk.do(entry[0])
-            for names in NAMES:
-                for contents in CONTENTS:
-                    left = disk.after_crash(names, contents)
-                    state = (frozenset(left.items()), promises)
-                    if state not in seen:
-                        seen.add(state)
-                        yield left, promises
+            for way in disk.ways():
+                left = disk.after_crash(*way)
+                state = (frozenset(left.items()), promises)
+                if state not in seen:
+                    seen.add(state)
+                    yield left, promises
 
     def first_broken(self, broken):
         """What the first bad state is bad for; None when there is none."""

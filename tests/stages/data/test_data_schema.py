@@ -143,9 +143,6 @@ def test_the_commands_take_the_files_of_a_split_and_no_others_into_two_folders(t
         assert command[:2] == ["align", "precompute-ref"]
         assert sorted(path.name for path in folder.glob(Path(command[2]).name)) == wanted
     assert (train[3:], test[3:]) == ([], ["--output", "cache-test"])
-    said = refusal_of("my d/train/0.parquet", "my d/train/1.parquet", "my d/test/0.parquet")
-    train, test = [shlex.split(line) for line in said.splitlines() if line.startswith("  align")]
-    assert (train[2:3], test[2]) == (["my d/train"], "my d/test/0.parquet")
 
 
 def test_files_of_a_store_are_known_by_where_they_were_copied_from():

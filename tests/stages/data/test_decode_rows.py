@@ -101,11 +101,6 @@ def test_a_prompt_may_end_with_the_beginning_of_the_answer(rest):
     assert record.completions == ((bot("rest"),), (bot("no"),))
 
 
-def test_the_common_words_are_the_implicit_prompt():
-    record = record_of({"chosen": "Q: hi\n\nA:\n\nyes", "rejected": "Q: hi\n\nA:\n\nno"})
-    assert (record.prompt, record.completions) == ("Q: hi\n\nA:", ("\n\nyes", "\n\nno"))
-
-
 @given(st.text("ab \n", max_size=12), st.text("ab \n", max_size=12))
 def test_the_implicit_prompt_is_the_longest_that_ends_before_a_blank(chosen, rejected):
     def is_boundary(at):

@@ -6,8 +6,7 @@ import pytest
 
 from align.schemas.config import TokenOptions
 from align.schemas.row_keys import key_rows
-from align.schemas.rows import Role
-from align.stages.data.shown_row import END_TOKENS, MOST_COMPLETIONS, lines_of
+from align.stages.data.shown_row import lines_of
 from align.stages.data.tokenizer import load_tokenizer
 from support.byte_tokenizers import FAMILIES, byte_tokenizer
 from support.encoded_rows import encoded
@@ -57,18 +56,3 @@ def test_no_text_passes_for_a_token_or_a_line_or_drives_a_terminal(gemma_tokeniz
     assert quoted.startswith(r'"\u001b]0;title\u0007\u001b[2J\r\n\u009b\u202e [<end>] \"(9 tok')
     assert quoted.endswith(r'cut)\" C:\\new\u007f"')
     assert json.loads(quoted) == text  # the quotes close once
-
-
-def test_of_what_is_long_or_many_a_part_is_shown_and_the_rest_counted(gemma_tokenizer):
-    ends = "a" * END_TOKENS, "z" * END_TOKENS
-    answers = [f"{ends[0]}{'m' * 1234}{ends[1]}", *(f"answer {number}" for number in range(1, 9))]
-    roles = (Role.CANDIDATE,) * 7 + (Role.MISMATCHED,) * 2
-    scores = (*range(7), None, None)
-    lines = shown(gemma_tokenizer, "".join(ends), *answers, roles=roles, scores=scores)
-    assert lines[1].endswith(f'"{"".join(ends)}"')
-    told = f'"{ends[0]}" (1,234 tokens not shown) "{ends[1]}"'
-    assert lines[2] == f"  candidate (score 0), 1,362 tokens: {told}"
-    assert lines[MOST_COMPLETIONS + 2 :] == [
-        "  and 3 more completions",
-        '  mismatched, of another row, 8 tokens: "answer 7"',
-    ]

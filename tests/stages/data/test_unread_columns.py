@@ -164,27 +164,9 @@ def test_text_is_free_text_and_what_is_none_is_not(name):
     assert name in NO_TEXT or any(map(holds_phrase, cells))
 
 
-def test_three_words_are_text_where_they_differ_and_five_where_they_do_not():
-    assert not is_free_text(*["red door"] * 8, *["blue wall"] * 8)
-    assert not is_free_text(*["the red door"] * 8, *["a blue wall"] * 8)
-    assert not is_free_text(*["over the red door"] * 8)
-    assert is_free_text(*["over the old red door"] * 8)
-    names = ["Ann", "Ben", "Cleo"]  # text is half of the values that differ
-    assert is_free_text(*names, "the red door", "over the hill", "the dog barks")
-    assert not is_free_text(*names, "the red door", "over the hill")
-
-
 def test_nesting_without_end_is_no_text():
     deep = []
     for _ in range(10_000):
         deep = [deep]
     assert not is_free_text(deep)
     assert not is_free_text("[" * 10_000)
-
-
-def test_a_watch_tells_columns_with_words_from_others_and_forgets_what_is_known():
-    watch = Watch(frozenset(["prompt"]))
-    watch.look({"prompt": "the red door", "id": "a1", "why": "", "when": None})
-    watch.look({"prompt": "over the hill", "id": "the red door", "why": "over the hill"})
-    watch.look({"prompt": "a", "turn": 3, "why": ""})
-    assert watch.met == {"id": True, "why": True, "turn": False}

@@ -17,7 +17,7 @@ SMALL = {"hidden_size": 64, "layers": 2, "intermediate_size": 128}
 
 @pytest.fixture(scope="module")
 def pretrained_world(tmp_path_factory):
-    return make_world(tmp_path_factory.mktemp("world"), rows=300, pretrain_steps=30)
+    return make_world(tmp_path_factory.mktemp("world"), rows=20, pretrain_steps=30)
 
 
 @pytest.fixture(scope="module")

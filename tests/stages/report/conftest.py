@@ -8,11 +8,9 @@ import pytest
 
 from align.schemas.row_keys import key_rows
 from align.schemas.rows import Role, ScoredBlock
-from align.stages.storage.cache_folder import CacheFolder
-from align.stages.storage.commits import commit_unit
 from align.stages.storage.manifest_file import build_manifest, write_manifest
 from support.encoded_rows import encoded
-from support.made_caches import FACTS, plan_of
+from support.made_caches import commit_blocks, plan_of
 
 
 class Branch(NamedTuple):
@@ -54,15 +52,9 @@ def block_of(rows, first):
 
 def write_cache(root, rows, *, per_unit):
     """Cuts the rows into units, one shard each."""
-    folder = CacheFolder(root)
-    folder.prepare()
-    work = folder.work("ab" * 32)
-    work.prepare()
     starts = range(0, len(rows), per_unit)
     blocks = [block_of(rows[start : start + per_unit], start) for start in starts]
-    commits = {
-        unit: commit_unit(work, "run", unit, block, FACTS) for unit, block in enumerate(blocks)
-    }
+    folder, commits = commit_blocks(root, blocks)
     plan = replace(
         plan_of(starts),
         fingerprint={"tokenizer.stop.turn": "7 template <|user|>"},
@@ -70,7 +62,7 @@ def write_cache(root, rows, *, per_unit):
         unit_offsets=(*starts, len(rows)),
         quarantined={"empty_completion": 1, "too_long": 2},
     )
-    write_manifest(folder, build_manifest(plan, commits))
+    write_manifest(folder, build_manifest(plan, dict(enumerate(commits))))
     return folder
 
 

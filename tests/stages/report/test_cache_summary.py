@@ -72,15 +72,6 @@ def test_more_tokens_than_32_bits_count_are_added_up():
     assert (spread_of(column).p99, spread_of(column).mean) == (most, most)
 
 
-def test_the_numbers_are_in_the_tables(caches, pairs):
-    lines = [line.split() for line in render(pairs).splitlines()]
-    assert ["chosen", "1", "2", "4", "4", "4", "2"] in lines  # 1 2 3 4: p90 3.7, p99 3.97, rounded
-    assert ["prompt", "1", "25.0%", "5", "31.2%"] in lines  # 5 of 5 + 11 tokens
-    assert ["too_long", "2", "28.6%"] in lines  # 2 of 7 rows read
-    assert "<|user|> (7), as the chat template writes it" in render(pairs)
-    assert "nothing was cut" in render(summarize(caches["scored"]))
-
-
 def test_names_from_data_cannot_steer_the_terminal(pairs):
     text = render(replace(pairs, inputs=(InputEntry("a\x1b[2J\nb", 1, "00" * 32, 1),)))
     assert "\x1b" not in text

@@ -6,7 +6,7 @@ import polars as pl
 import pyarrow.parquet as pq
 import pytest
 
-from align.schemas.errors import CorruptionError, UsageError
+from align.schemas.errors import CorruptionError
 from align.stages.report.export_trl import export_trl, scan_trl
 
 # The first line of each kind, or the one with a cut; ids and texts are the same numbers.
@@ -75,17 +75,6 @@ def test_a_line_holds_all_of_a_row_with_the_text_of_its_ids(caches, tmp_path, ki
     assert {name: line[name] for name in line.keys() - cuts} == expected
     assert {"prompt_cut"} < cuts
     assert kind != "paired" or (line["prompt_cut"], line["rejected_cut"]) == (5, 2)
-
-
-def test_an_existing_file_is_kept_unless_told_otherwise(caches, tmp_path):
-    target = tmp_path / "out.parquet"
-    target.write_text("mine")
-    with pytest.raises(UsageError, match="--overwrite"):
-        exported(caches["paired"], target)
-    assert target.read_text() == "mine"
-    assert len(exported(caches["paired"], target, overwrite=True)) == 4
-    with pytest.raises(UsageError, match="nowhere is not a folder"):
-        exported(caches["paired"], tmp_path / "nowhere" / "out.parquet")
 
 
 def test_a_failed_export_leaves_nothing(caches, tmp_path):

@@ -71,9 +71,3 @@ def test_batches_hold_each_sequence_once_within_the_budget(lengths, budget, pads
         assert size(batch, lengths, pads=pads) <= budget or len(batch) == 1
     for batch, following in pairwise(batches):  # nothing was left over that would have fitted
         assert size([*batch, following[0]], lengths, pads=pads) > budget
-
-
-def test_without_padding_a_budget_is_filled_by_sums():
-    lengths = [50, 10, 10, 10, 10, 10]
-    assert plan_batches(lengths, 100, pads=True) == [[0, 1], [2, 3, 4, 5]]
-    assert plan_batches(lengths, 100, pads=False) == [[0, 1, 2, 3, 4, 5]]

@@ -7,9 +7,9 @@ import pytest
 from align.schemas.row_keys import key_rows
 from align.schemas.rows import ScoredBlock
 from align.stages.score.reuse import EarlierCache, ReuseIndex, branch_keys
-from align.stages.storage.cache_folder import CacheFolder
-from align.stages.storage.commits import UnitFacts, commit_unit
+from align.stages.storage.commits import UnitFacts
 from support.encoded_rows import encoded
+from support.made_caches import commit_blocks
 
 LOWEST, HIGHEST = "0" * 16, "f" * 16
 NUMERICS = ({"path": "one"}, {"path": "two"})
@@ -43,17 +43,13 @@ def halves(rows):
 @pytest.fixture
 def earlier(halves, tmp_path):
     """A cache of those two arcs, the second of which begins where the first ends."""
-    work = CacheFolder(tmp_path / "cache").work("0" * 64)
-    work.cache.prepare()
-    work.prepare()
-    arcs = [(LOWEST, "8" + "0" * 15), ("8" + "0" * 15, HIGHEST)]
-    commits = [
-        commit_unit(
-            work, "run", unit, block, UnitFacts(*arcs[unit], 64, (), {}, NUMERICS[unit], {})
-        )
-        for unit, block in enumerate(halves)
+    arcs = ((LOWEST, "8" + "0" * 15), ("8" + "0" * 15, HIGHEST))
+    facts = [
+        UnitFacts(*arc, 64, (), {}, numerics, {})
+        for arc, numerics in zip(arcs, NUMERICS, strict=True)
     ]
-    return lambda same_ring: EarlierCache(work.cache, tuple(commits), same_ring)
+    folder, commits = commit_blocks(tmp_path / "cache", halves, facts)
+    return lambda same_ring: EarlierCache(folder, tuple(commits), same_ring)
 
 
 @pytest.mark.parametrize("same_ring", [True, False])

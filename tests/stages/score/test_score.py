@@ -53,18 +53,6 @@ def test_a_sum_does_not_depend_on_where_in_the_unit_the_branch_stands(score):
         assert behind.block.logps[1] == alone.block.logps[0]
 
 
-def test_tokens_and_padding_are_those_that_were_run(rows, score):
-    heard = []
-    padding, packing = Faulty(pads=True), Faulty(pads=False)
-    padded, packed = score(rows, padding, heard=heard), score(rows, packing)
-    assert padded.run_tokens == sum(max(sizes) * len(sizes) for sizes in padding.batches)
-    assert padded.padding == padded.run_tokens - sum(map(sum, padding.batches)) > 0
-    assert [*map(sum, zip(*heard, strict=True))] == [padded.run_tokens, padded.padding]
-    assert (packed.padding, packed.run_tokens) == (0, sum(map(sum, packing.batches)))
-    assert len(packing.batches) < len(padding.batches)
-    assert all(sum(sizes) <= 64 or len(sizes) == 1 for sizes in packing.batches)
-
-
 @pytest.mark.parametrize(
     ("room", "budget", "pads"), [(200, 128, True), (60, 32, False), (31, 16, True)]
 )
@@ -212,10 +200,3 @@ def test_the_scorer_is_not_opened_when_nothing_is_to_be_scored(rows, score):
     assert scores.block.logps.tolist() == known.logps.tolist()
     none = score(rows.take(np.array([], dtype=np.int64)), None)
     assert (len(none.block.rows), len(none.block.logps), none.branches) == (0, 0, 0)
-
-
-def test_only_neighbours_of_one_prompt_share_a_sequence(score):
-    rows = block_of(encoded([1, 2], [5], [6]), encoded([1, 2], [7], [8]), encoded([1, 3], [5], [6]))
-    scorer = Faulty()
-    score(rows, scorer)
-    assert sorted(scorer.batches[0]) == [4, 6]

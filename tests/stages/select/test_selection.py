@@ -4,6 +4,7 @@ import json
 import math
 from itertools import combinations, permutations
 from statistics import fmean, median
+from unittest import mock
 
 import numpy as np
 import polars as pl
@@ -70,16 +71,6 @@ def test_rows_are_those_chosen_by_hand(prompts, options, rows):
 
 
 @pytest.mark.parametrize("kind", [np.float64, np.float32])
-def test_of_equal_gaps_that_of_the_better_chosen_is_taken(kind):
-    assert 0.3 - 0.1 != 0.4 - 0.2  # as binary numbers
-    lengths = {"a": 1, "b": 10, "c": 1, "d": 10}
-    scores = {"b": 0.3, "a": 0.4, "c": 0.2, "d": 0.1}
-    prompt = scored(**{name: float(kind(score)) for name, score in scores.items()})
-    prompt = [{**one, "length": lengths[one["text"]]} for one in prompt]
-    assert pairs_of(prompt, max_length_ratio=2) == [("a", "c")]
-
-
-@pytest.mark.parametrize("kind", [np.float64, np.float32])
 def test_a_mean_that_is_another_score_on_paper_is_equal_to_it(kind):
     other, least = scored(b=float(kind(0.2))), scored(c=0.0)
     for scores in permutations([0.1, 0.2, 0.3]):
@@ -134,16 +125,6 @@ def test_rows_are_in_the_order_of_the_prompts_in_one_piece_and_keep_their_tools(
     assert "answer" not in found.columns
 
 
-def test_pairs_of_many_prompts_are_looked_at_in_parts(monkeypatch):
-    table = samples(*(scored(a=at, b=-at, c=0.5) for at in range(1, 40)))
-    whole = select_rows(table, SelectOptions(rows="all_pairs"))
-    for most in (1, 9, 100):
-        monkeypatch.setattr(selection, "MOST_PAIRS", most)
-        parts = select_rows(table, SelectOptions(rows="all_pairs"))
-        assert parts.table.equals(whole.table)
-        assert parts.counts == whole.counts
-
-
 TENTHS = st.integers(-9, 9).map(lambda tenths: tenths / 10)
 DRAWN = st.fixed_dictionaries(
     {
@@ -163,9 +144,14 @@ OPTIONS = st.builds(
 )
 
 
-@given(st.lists(st.lists(DRAWN, min_size=1, max_size=7), min_size=1, max_size=5), OPTIONS)
-def test_the_rows_are_those_of_the_slow_way(prompts, options):
-    found = select_rows(samples(*prompts), options)
+@given(
+    st.lists(st.lists(DRAWN, min_size=1, max_size=7), min_size=1, max_size=5),
+    OPTIONS,
+    st.sampled_from([1, 9, selection.MOST_PAIRS]),  # that are looked at together
+)
+def test_the_rows_are_those_of_the_slow_way(prompts, options, most):
+    with mock.patch.object(selection, "MOST_PAIRS", most):
+        found = select_rows(samples(*prompts), options)
     expected = [
         row for at, prompt in enumerate(prompts) for row in slowly(f"p{at}", prompt, options)
     ]

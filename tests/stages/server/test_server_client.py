@@ -92,12 +92,6 @@ def test_an_address_that_is_none_is_refused(said):
         assert "hidden-word" not in str(caught.value)
 
 
-def test_an_address_may_end_in_a_slash_and_cookies_are_not_sent_back():
-    with chat_server(echo, head=("Set-Cookie: a=b",)) as stub:
-        assert len(sample_all(stub, url=f"{stub.url}/", concurrency=1)[0]) == 2
-    assert not [asked for asked in stub.requests if "cookie" in asked.headers]
-
-
 BOMB = {"amend": lambda _: gzip.compress(b" " * 10_000_000), "head": ("Content-Encoding: gzip",)}
 NO_ANSWERS = {
     "more than 1,000 bytes": {"amend": lambda _: b" " * 2000},
@@ -178,13 +172,11 @@ PAUSES = {
     "0.5": 0.5,
     "Wed, 21 Oct 2015 07:28:00 GMT": 0,
     # Beyond all bounds:
-    **dict.fromkeys(("86400", "1e400", "1" + "0" * 30, "9" * 5000), LONGEST),
-    **dict.fromkeys((f"Fri, 31 Dec 9999 23:59:59 {at}" for at in ("GMT", "-2359")), LONGEST),
+    **dict.fromkeys(("86400", "1e400", "9" * 5000, "Fri, 31 Dec 9999 23:59:59 -2359"), LONGEST),
     # What cannot be read:
     **dict.fromkeys(("", "soon", "-3", "nan", "-1e400", "x" * 5000), 0),
     "Mon, 01 Jan 0001 00:00:00 +2359": 0,
     "Wed, 21 Oct 100000000000000000000 07:28:00 GMT": 0,
-    "Fri, 31 Dec 2100 23:59:59 +99999999999999999999": 0,
 }
 
 

@@ -115,26 +115,6 @@ def test_small_segments_are_merged_while_answers_are_added_and_read(
     assert all_of(writer) == {key: key for key in "abcdef"} | {"a": "A"}
 
 
-def test_an_answer_that_no_table_can_hold_is_missing_until_another_takes_its_place(
-    answers_folder, few_segments, caplog
-):
-    """An earlier release kept what a server said of its tokens, whatever it was."""
-    poison = {"text": "x", "prompt_tokens": 1, "completion_tokens": 10**20}
-    usable = {"text": "x", "prompt_tokens": 1, "completion_tokens": 12}  # its line is the larger
-    Answers(answers_folder).add({"a": poison, "b": usable})
-    opened = Answers(answers_folder)
-    assert opened.missing(["a", "b"]) == ["a"]
-    assert f"{answers_folder} holds 1 answer" in caplog.text
-    caplog.clear()
-    few_segments()
-    opened.add({"a": usable})
-    opened.add({"c": usable})
-    again = Answers(answers_folder)
-    assert dict(again.of(["a", "b"])) == {"a": usable, "b": usable}
-    assert not caplog.records
-    assert not [one for one in answers_folder.iterdir() if str(10**20) in one.read_text()]
-
-
 def test_what_is_merged_holds_every_key_of_what_it_is_merged_from(answers_folder, few_segments):
     added(answers_folder, a="a", large="x")
     added(answers_folder, a="a", b="b")

@@ -70,15 +70,6 @@ def test_a_commit_names_the_rows_its_unit_lost(work, lossy):
     assert len(list(work.cache.quarantine.iterdir())) == 1
 
 
-def test_the_first_of_two_different_shards_is_kept(work, caplog):
-    first = commit_unit(work, "one", 0, block_of(5, 1), FACTS)
-    assert commit_unit(work, "two", 0, block_of(5, 1), FACTS) == first
-    assert caplog.records == []
-    assert commit_unit(work, "three", 0, block_of(5, 2), FACTS) == first
-    assert "another worker's shard is kept" in caplog.text
-    assert [path.name for path in work.cache.data.iterdir()] == [first.file]
-
-
 def test_a_losers_shard_that_was_there_before_is_left_for_its_owner(work):
     old = commit_unit(work, "old", 0, block_of(5, 2), FACTS)
     other = work.cache.work("b" * 64)

@@ -1,6 +1,3 @@
-import subprocess
-import sys
-
 import pytest
 
 from align.pipeline.mlflow_sync import sync_run
@@ -115,44 +112,6 @@ def test_an_address_means_the_same_from_everywhere_and_names_no_password(tmp_pat
         "postgresql://me:pw@host/db": "postgresql://host/db",
     }.items():
         assert plain_uri(uri) == plain
-
-
-def test_mlflow_says_nothing_by_itself_and_serves_a_strict_host_after_a_run_without_patience(
-    tmp_path,
-):
-    """Warnings are errors of the host at first; then they would be seen."""
-    code = f"""
-import logging, pathlib, threading, warnings
-from align.schemas.config import TrackingOptions
-from align.stages.storage.run_folder import RunFolder
-from align.stages.tracking import journaled_run
-logging.getLogger("align").addHandler(logging.NullHandler())  # that not all was sent in time
-here, options = pathlib.Path("{tmp_path}"), TrackingOptions(uri="sqlite:///{tmp_path}/quiet.db")
-(here / "cache" / "_align").mkdir(parents=True)
-def begin(name):
-    folder = RunFolder(here / name)
-    folder.prepare()
-    return journaled_run.open_training_run(options, folder, name="x", tags={{}}, keep_through=-1)
-journaled_run.PATIENCE_SECONDS["KILLED"] = 0.01
-run = begin("impatient")
-(sender,) = [one for one in threading.enumerate() if one.name == "mlflow"]
-run.finish("KILLED")
-sender.join()
-warnings.simplefilter("ignore")
-import mlflow
-mlflow.MlflowClient("sqlite:///{tmp_path}/quiet.db").search_experiments()
-warnings.simplefilter("default")
-with journaled_run.recorded(options, here / "cache", "x", is_recorded=True) as run:
-    assert run.run_id
-    run.log_metrics({{"a": 1.0}})
-run = begin("run")
-run.log_metrics({{"a": 1.0}}, step=1)
-run.finish("FINISHED")
-assert run.run_id
-"""
-    command = [sys.executable, "-W", "error", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_a_training_sends_nothing_before_its_first_step_and_all_after_it(
