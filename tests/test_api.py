@@ -71,15 +71,6 @@ def test_precompute_returns_where_the_cache_is_and_finds_it_again(made_cache, wo
     assert again.manifest == made_cache.manifest
 
 
-def test_settings_are_refused_as_the_command_refuses_them(world, tmp_path):
-    with pytest.raises(UsageError, match=r"--set: .*tokens\.max_lenght"):
-        align.precompute(world.data.paired, settings={"tokens.max_lenght": 1})
-    with pytest.raises(UsageError, match="not used by `align train`"):
-        align.train("dpo", cache=tmp_path, settings={"cache.kl_pairs": 1})
-    with pytest.raises(UsageError, match="holds no training run"):
-        align.load_run(tmp_path)
-
-
 def test_a_cache_is_the_frame_that_export_writes(made_cache, tmp_path):
     target = tmp_path / "trl.parquet"
     export(made_cache.folder, target, model=None, overwrite=False)

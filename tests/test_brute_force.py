@@ -5,8 +5,8 @@
 The logits are float32, the softmax and the sum float64. Nothing is sampled.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -63,20 +63,18 @@ def brute_force(model, prompt, completion):
     )
 
 
-@dataclass
-class Gap:
-    """How far a cache is from the brute force: the worst of its branches."""
+class Gap(NamedTuple):
+    """How far a branch is from the brute force, or the worst of them."""
 
-    branch: float = 0.0  # as a share of what the program allows it
-    token: float = 0.0  # nats
-    mean_token: float = 0.0  # mean absolute nats a token
-    stored_sum: float = 0.0  # of ref_logp from the sum of its own ref_token_logps
+    branch: float  # as a share of what the program allows it
+    token: float  # nats
+    mean_token: float  # mean absolute nats a token
+    stored_sum: float  # of ref_logp from the sum of its own ref_token_logps
 
 
 def gap_of(rows, model_folder, dtype=torch.float32):
     how = {"dtype": dtype, "attn_implementation": "eager"}
-    model = AutoModelForCausalLM.from_pretrained(model_folder, **how).eval()
-    worst = Gap()
+    model, gaps = AutoModelForCausalLM.from_pretrained(model_folder, **how).eval(), []
     columns = ("completion_ids", "ref_logp", "ref_token_logps", "num_tokens")
     for row in rows:
         for completion, logp, token_logps, num_tokens in zip(
@@ -85,13 +83,11 @@ def gap_of(rows, model_folder, dtype=torch.float32):
             expected = brute_force(model, row["prompt_ids"], completion)
             assert num_tokens == len(completion) == len(token_logps) > 0
             tokens = torch.tensor(token_logps, dtype=torch.float64)
-            gaps = (tokens - expected).abs()
+            off = (tokens - expected).abs()
             (allowed,) = allowed_gaps(np.array([num_tokens]), "float32")
-            worst.branch = max(worst.branch, abs(logp - float(expected.sum())) / allowed)
-            worst.token = max(worst.token, float(gaps.max()))
-            worst.mean_token = max(worst.mean_token, float(gaps.mean()))
-            worst.stored_sum = max(worst.stored_sum, abs(logp - float(tokens.sum())))
-    return worst
+            of_sums = abs(logp - expected.sum()) / allowed, abs(logp - tokens.sum())
+            gaps.append((of_sums[0], off.max(), off.mean(), of_sums[1]))
+    return Gap(*(float(max(column)) for column in zip(*gaps, strict=True)))
 
 
 @pytest.fixture(scope="module", params=[30, pytest.param(2000, marks=pytest.mark.long)])

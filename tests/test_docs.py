@@ -190,16 +190,6 @@ def test_the_first_commands_of_the_readme_run(server, world, tmp_path):
         assert (tmp_path / name).exists()
 
 
-@pytest.mark.long
-def test_the_demo_runs(server, tmp_path):
-    """On fewer rows than `make demo` takes."""
-    first, *steps = steps_of_demo()
-    (tmp_path / "demo").mkdir()
-    follow(server, [first.replace("demo/world", "demo/world --rows 60", 1), *steps], tmp_path)
-    for method in ("kto", "dpo", "orpo"):
-        assert (tmp_path / "demo" / "align-sweep" / method / "model" / "config.json").is_file()
-
-
 def test_getting_started_ends_where_it_says(server, tmp_path, monkeypatch, capsys):
     """On fewer rows than the page takes, with a model that has learned nothing."""
     pages = (page("docs/getting-started.md"), page("docs/cache-format.md"))

@@ -1,6 +1,5 @@
 """What a person gets wrong with `align train`: one message, before anything slow is done."""
 
-import json
 import shutil
 import sys
 
@@ -71,10 +70,9 @@ def test_a_deepspeed_file_that_cannot_be_is_refused_where_it_is_written(refused,
     project = here / "project"
     project.mkdir()
     (project / "align.yaml").write_text("train:\n  deepspeed: ds.json\n")
-    (here / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 0}}))
+    (here / "ds.json").write_text("{}")  # beside the person, not beside the settings
     for content, said in (
         ("{", "ds.json: not readable as JSON"),
-        ('{"zero_optimization": {"stage": 5}}', "stage is 5"),
         ('{"train_batch_size": 7}', "7 in the file, 64 here (train.batch_size)"),
     ):
         (project / "ds.json").write_text(content)
@@ -92,16 +90,6 @@ def test_a_method_whose_rows_or_pairs_the_cache_does_not_hold(course, world, her
     said = trainings.refused(course, 2, here / "run", "--cache", cache, "--method", "kto")
     assert "mismatched completions" in said
     assert "--kl-pairs 1" in said
-
-
-def test_a_damaged_shard_stops_all_ranks(course, here):
-    shutil.copytree(course.cache, here / "cache")
-    shard = sorted((here / "cache" / "data").iterdir())[1]
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
-    said = trainings.refused(course, 5, here / "run", "--cache", here / "cache", ranks=2)
-    assert f"{shard} is not what was written" in said
 
 
 def test_ranks_that_cannot_be_divided_and_a_folder_of_something_else_are_refused(course, here):

@@ -1,4 +1,4 @@
-"""What is installed is one package, and it runs where nothing of the checkout is seen."""
+"""What is installed is one package that runs elsewhere, by a Python that `make` finds."""
 
 import os
 import shlex

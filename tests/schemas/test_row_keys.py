@@ -1,4 +1,4 @@
-"""A row's id says what is in the row and nothing else, and its lists are as lists are."""
+"""What a row and a prompt are known by, what that ignores, and lists as lists are."""
 
 import random
 import string

@@ -1,4 +1,4 @@
-"""A judge is shown the texts whole, and says one verdict in the stated form, at the end."""
+"""A judge is shown texts whole and says one verdict in the stated form; checks need no judge."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""The ring depends on what the rows hold, and on nothing else."""
+"""The ring depends on what the rows hold alone; what is written comes back, or not at all."""
 
 import errno
 import os
@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from align.schemas.errors import CorruptionError, StorageError
@@ -35,10 +35,7 @@ from support.encoded_rows import (
 )
 from support.flips import flips
 
-relaxed = settings(
-    max_examples=25,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
+relaxed = settings(max_examples=25)
 
 
 @pytest.mark.slow
@@ -71,7 +68,7 @@ def test_order_chunks_runs_files_and_ranges_leave_no_trace(new_folder, records, 
     assert [row._replace(source=None) for row in all_rows(ring)] == expected
 
 
-@settings(relaxed, max_examples=10)
+@settings(max_examples=10)
 @given(record_lists(prompts=2, alphabet=1), st.integers(1, 4))
 def test_rows_of_equal_content_are_numbered_from_zero(new_folder, records, chunk):
     options = {"chunk": chunk, "per_file": 9, "ranges": 2, "carried": ("weight",)}

@@ -1,4 +1,4 @@
-"""Charts are drawn where their numbers say, and nothing else stands in them."""
+"""Charts stand where their numbers say; no page or card takes text for markup or shows a secret."""
 
 import math
 from dataclasses import fields

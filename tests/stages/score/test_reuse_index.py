@@ -101,14 +101,6 @@ def test_an_unknown_branch_of_a_known_row_is_told_apart(earlier, rows):
     assert not none.token_logps.lengths.any()
 
 
-def test_only_shards_whose_arc_meets_the_rows_are_read(earlier, halves):
-    index = ReuseIndex([earlier(True)], need_token_logps=False)
-    assert not index.find(halves[1].rows, first_key=LOWEST, last_key="1" * 16).found.all()
-    assert index.find(halves[1].rows, first_key="9" * 16, last_key=HIGHEST).found.all()
-    edge = "8" + "0" * 15  # both arcs hold rows there
-    assert index.find(halves[0].rows, first_key=edge, last_key=edge).found.all()
-
-
 def test_a_shard_that_another_readable_file_replaced_is_not_copied_from(earlier, halves):
     cache = earlier(False)
     first = cache.folder.shard(cache.shards[0])

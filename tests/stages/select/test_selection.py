@@ -13,8 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from align.schemas.round_options import SelectOptions
-from align.schemas.rows import Role, offsets_of
-from align.stages.feed.conversions import Own, ScoreRules, labels_of_scores, pairs
 from align.stages.select import selection
 from align.stages.select.selection import select_rows
 
@@ -157,34 +155,6 @@ def test_the_rows_are_those_of_the_slow_way(prompts, options, most):
     ]
     assert rounded(found.table.rows()) == rounded(expected)
     require_all_counted(found.counts, options.rows)
-
-
-SCORES = st.one_of(TENTHS, st.floats(-9, 9, width=32), st.floats(-9, 9))
-
-
-@given(
-    st.lists(st.lists(SCORES, min_size=1, max_size=6), min_size=1, max_size=5),
-    st.sampled_from([0.0, 0.1, 0.5]),
-    st.sampled_from(["mean", "median", 0.1]),
-)
-def test_rows_are_those_that_training_makes_of_groups(prompts, gap, threshold):
-    table = samples(*(scored(**dict(zip("abcdef", scores, strict=False))) for scores in prompts))
-    scores, sizes = [score for prompt in prompts for score in prompt], [*map(len, prompts)]
-    places = np.arange(len(scores))
-    own = Own(
-        np.arange(len(sizes)),
-        offsets_of(sizes),
-        places,
-        np.zeros(len(places), np.int8),
-        np.array(scores),
-    )
-    for rows, way in (("best_worst", "best_worst"), ("all_pairs", "all")):
-        trained = pairs(own, ScoreRules(way, min_gap=gap)).scores.reshape(-1, 2)
-        found = select_rows(table, SelectOptions(rows=rows, min_gap=gap)).table
-        assert found.select("chosen_score", "rejected_score").rows() == [*map(tuple, trained)]
-    trained = labels_of_scores(own, ScoreRules(threshold=threshold))
-    found = select_rows(table, SelectOptions(rows="labels", threshold=threshold)).table
-    assert found["label"].to_list() == [role == Role.DESIRABLE for role in trained.roles]
 
 
 def rounded(rows):

@@ -44,17 +44,6 @@ def test_what_was_saved_is_what_is_chosen(prepared_run):
     assert prepared_run.latest_step() == 3
 
 
-def test_ranks_save_one_checkpoint_together(prepared_run):
-    told = save_together(prepared_run, 2, [writer(2, rank) for rank in range(3)])
-    assert [saved.succeeded for saved in told] == [True] * 3
-    files = {file.path for file in verify_checkpoint(prepared_run.step(2)).files}
-    assert files == {
-        path
-        for rank in range(3)
-        for path in (f"state-{rank}.pt", f"weights/{rank}-a.bin", f"weights/{rank}-b.bin")
-    }
-
-
 def full_disk(draft):
     (draft / "half").write_bytes(b"half")
     raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")

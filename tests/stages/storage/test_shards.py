@@ -1,3 +1,5 @@
+"""Shards: what is put in comes out, and what is damaged or elsewhere is never read."""
+
 import dataclasses
 import os
 import shutil

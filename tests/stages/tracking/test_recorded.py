@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from align.schemas.config import TrackingOptions
 from align.schemas.errors import Interrupted
 from align.stages.storage.cache_folder import CacheFolder
 from align.stages.tracking import delivery, journaled_run, mlflow_client
@@ -91,13 +90,6 @@ def test_the_store_learns_how_the_work_ended_and_the_first_word_counts(uri, home
     assert read(uri, run).info.status == "FAILED"
 
 
-def test_the_config_names_the_experiment_before_the_environment(monkeypatch):
-    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "from-env")
-    named = TrackingOptions(experiment="from-config")
-    assert journaled_run.experiment_name(TrackingOptions()) == "from-env"
-    assert journaled_run.experiment_name(named) == "from-config"
-
-
 def test_the_default_store_lies_in_the_current_folder_and_is_durable(home, tmp_path):
     with begun(home, "") as run:
         pass
@@ -165,16 +157,6 @@ def test_a_status_that_is_set_while_labels_are_sent_waits_for_the_next_delivery(
         one.deliver()
         assert one.is_complete
     assert open_store(uri).get_run(ledger.record.run_id).data.tags["late"] == "yes"
-
-
-def test_a_server_that_answers_nothing_of_use_is_not_taken_for_a_store(
-    uri, home, monkeypatch, caplog
-):
-    monkeypatch.setattr(MlflowStore, "create_run", lambda *_, **__: "")
-    with begun(home, uri):
-        pass
-    assert len(unsent_runs(home)) == 1
-    assert "is there an MLflow server at this address?" in warnings_in(caplog)[0]
 
 
 def test_no_record_is_looked_for_behind_a_link(home, tmp_path):
