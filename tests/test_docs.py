@@ -167,36 +167,36 @@ def test_an_example_of_data_is_shown_as_it_is_and_read(world, tmp_path):
         assert not (cache / "quarantine").exists()
 
 
-def follow(server, steps, folder):
+def follow(server, steps, folder, uri):
     """Runs lines of a shell: what calls `align` by the server, the rest by bash."""
+    store = {"MLFLOW_TRACKING_URI": uri}  # one for all pages: to make one takes seconds
     for step in steps:
         if called := CALL.fullmatch(step):
-            answer = server.run(
-                *shlex.split(called["words"]), cwd=folder / (called["folder"] or "")
-            )
+            where = folder / (called["folder"] or "")
+            answer = server.fork(shlex.split(called["words"]), where, store).answer()
             assert answer.code == 0, (step, answer)
         else:
             subprocess.run(["bash", "-euc", step], cwd=folder, check=True, capture_output=True)
 
 
-def test_the_first_commands_of_the_readme_run(server, world, tmp_path):
+def test_the_first_commands_of_the_readme_run(server, world, tmp_path, uri):
     """All but the installation, which tests/test_wheel.py does."""
     (first,) = blocks(page("README.md"), "sh")
     steps = first.lines[1:]
     shutil.copytree(world.model, tmp_path / "path" / "to" / "model")
     shutil.copy(world.data.paired, tmp_path / "data.parquet")
-    follow(server, steps, tmp_path)
+    follow(server, steps, tmp_path, uri)
     for name in ("align-run/model/config.json", "align-run/report.html", "dpo-run/model"):
         assert (tmp_path / name).exists()
 
 
-def test_getting_started_ends_where_it_says(server, tmp_path, monkeypatch, capsys):
+def test_getting_started_ends_where_it_says(server, tmp_path, uri, monkeypatch, capsys):
     """On fewer rows than the page takes, with a model that has learned nothing."""
     pages = (page("docs/getting-started.md"), page("docs/cache-format.md"))
     shown, made, *steps = [line for block in blocks(pages[0], "sh") for line in block.lines]
     monkeypatch.setattr(tiny_world, "make_world", partial(tiny_world.make_world, pretrain_steps=0))
     assert align(*made.replace("--rows 200", "--rows 24").split()[1:]).code == 0
-    follow(server, [shown, *steps], tmp_path)
+    follow(server, [shown, *steps], tmp_path, uri)
     for name in ("align-run/model/config.json", "align-run/report.html", "align-sweep/sweep.html"):
         assert (tmp_path / name).is_file()
     code = "\n".join(block.text for path in pages for block in blocks(path, "python"))
