@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests of a file share what is slow to make, so they stay together.
 AT_ONCE := --numprocesses 2 --dist loadfile --quiet
 
-.PHONY: setup check test test-fast test-long test-kernels test-mutants test-gpu demo demo-rounds bench bench-gpu docs golden wheel clean
+.PHONY: setup check test test-fast test-long test-kernels test-mutants test-gpu demo demo-rounds bench bench-gpu docs wheel clean
 
 setup: .venv/ready
 
@@ -101,12 +101,6 @@ bench-gpu: .venv/bench-ready
 # A page without a place in the contents, a dead link or anchor, and any other warning is an error.
 docs: .venv/docs-ready
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going docs build/docs
-
-# The working tree against a commit: the same commands, and whether they leave the same.
-golden: BEFORE ?= HEAD
-golden: ROWS ?= 2000
-golden: setup
-	$(BIN)/python tests/bench/golden.py $(BEFORE) --rows $(ROWS)
 
 wheel: setup
 	rm -rf build dist

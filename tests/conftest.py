@@ -6,8 +6,8 @@ import secrets
 import shutil
 import signal
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -33,7 +33,8 @@ HOMES = pytest.StashKey()
 OF_ONE_LAUNCH = ("tests/stages/train",)
 
 # Neither an example nor the drawing of it is timed: the machine may be busy.
-settings.register_profile("align", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+NOT_ASKED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+settings.register_profile("align", deadline=None, suppress_health_check=NOT_ASKED)
 settings.load_profile("align")
 
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -182,20 +183,16 @@ def journey(server, world, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     alone = {"ALIGN_HOME": str(elsewhere / "home"), "ALIGN_FAILPOINTS": ""}
     answer = server.fork(("precompute-ref", folder / "data.parquet"), elsewhere, alone).answer()
-    return Journey(folder, elsewhere, answer)
+    return Journey(folder, elsewhere, answer, folder / "cache")
 
 
-@dataclass(frozen=True)
-class Journey:
+class Journey(NamedTuple):
     """A first run, where its data lie, where it was started, and what it said."""
 
     folder: Path
     cwd: Path
     answer: Answer
-
-    @property
-    def cache(self):
-        return self.folder / "cache"
+    cache: Path
 
 
 @pytest.fixture(scope="session")
@@ -239,11 +236,8 @@ def object_server():
 @pytest.fixture
 def bucket(object_server, monkeypatch):
     """A place in the bucket that no other test uses; the environment names its server."""
-    from align.stages.storage import object_stores  # noqa: PLC0415
-    from support.object_server import BUCKET, environment  # noqa: PLC0415
+    from support.object_server import BUCKET, forget, use  # noqa: PLC0415
 
-    for name, value in environment(object_server).items():
-        monkeypatch.setenv(name, value)
-    object_stores.open_store.cache_clear()
+    use(monkeypatch, object_server)
     yield ObjectPath("s3", BUCKET, secrets.token_hex(4))
-    object_stores.open_store.cache_clear()
+    forget()

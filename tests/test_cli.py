@@ -1,13 +1,77 @@
-"""What every command owes a person before it does anything."""
+"""What every command owes a person, and the way of one who has a data file and an align.yaml."""
 
+import json
+import shutil
 import subprocess
 import sys
-from pathlib import Path
 
+import pyarrow.parquet as pq
+import pytest
 import typer
 
 from align import cli
-from support.command import align, launch
+from align.stages.methods.method_docs import render_method, render_table
+from align.stages.methods.table import METHODS
+from support.command import align, refusal
+from support.stage_one import contents
+from support.tracked_training import journalled, run_of, stored
+
+
+def test_no_flag_is_needed_and_nothing_is_written_but_the_cache_and_the_store(journey):
+    assert journey.answer.code == 0, journey.answer
+    assert "60 rows, 240 branches" in journey.answer.out
+    assert "scored 240 branches, reused 0 of 240" in journey.answer.out
+    said = journey.answer.out + journey.answer.err
+    assert said.replace("\n", "").isprintable()  # as a log wants it
+    assert {path.name for path in journey.cache.iterdir()} == {"manifest.json", "data", "_align"}
+    assert {path.name for path in journey.cwd.iterdir()} <= {"home", "mlflow.db", "mlruns"}
+    names = {path.name for path in journey.folder.iterdir()} - {"cache-trl.parquet"}
+    assert names == {"align.yaml", "data.parquet", "cache"}
+    rows = pq.read_table(journey.cache / "data").to_pylist()
+    assert sorted(row["source"]["row"] for row in rows) == list(range(60))
+    for row in rows:
+        assert row["role"] == [0, 1, 5, 5]
+        assert row["num_tokens"] == [len(ids) for ids in row["completion_ids"]]
+        assert all(logp < 0 for logp in row["ref_logp"])
+    before = contents(journey.cache)
+    again = align("precompute-ref", journey.folder / "data.parquet", "--no-mlflow")
+    assert (again.code, again.err) == (0, ""), again
+    assert "already complete: nothing was scored" in again.out
+    assert contents(journey.cache) == before
+    # Both people and programs are shown it.
+    assert "mismatched" in align("inspect", journey.cache).out
+    summary = json.loads(align("inspect", journey.cache, "--json").out)
+    assert (summary["rows"], summary["branches"], summary["shards"]) == (60, 240, 8)
+    assert set(summary["roles"]) == {"chosen", "rejected", "mismatched"}
+
+
+def test_verify_scores_a_sample_again(journey, world, tmp_path):
+    answer = align("verify", journey.cache)
+    assert answer.code == 0, answer
+    assert "64 branches scored again" in answer.out  # 16 rows of 4
+    assert "240 branches scored again" in align("verify", journey.cache, "--rescore", "60").out
+    assert "scored again" not in align("verify", journey.cache, "--rescore", "0").out
+    other = shutil.copytree(world.model, tmp_path / "other")
+    weights = bytearray((other / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (other / "model.safetensors").write_bytes(weights)
+    said = refusal(4, "verify", journey.cache, "--model", other)
+    assert "model.weights: the cache has" in said
+
+
+def test_export_writes_what_trl_reads(journey):
+    answer = align("export", journey.cache, "--to", "trl")
+    assert answer.code == 0, answer
+    target = journey.folder / "cache-trl.parquet"
+    assert str(target) in answer.out
+    assert {"prompt", "ref_chosen_logps", "ref_rejected_logps"} <= {*pq.read_schema(target).names}
+    tables = [pq.read_table(path) for path in (target, journey.folder / "data.parquet")]
+    for name in ("chosen", "rejected"):
+        written, given = ({one.strip() for one in each[name].to_pylist()} for each in tables)
+        assert written == given
+    assert str(target) in refusal(2, "export", journey.cache)
+    assert align("export", journey.cache, "--overwrite").code == 0
+
 
 COMMANDS = typer.main.get_command(cli.app).commands
 HEAVY = {"deepspeed", "mlflow", "numpy", "polars", "pyarrow", "torch", "transformers"}
@@ -42,16 +106,56 @@ def test_what_computes_nothing_imports_no_heavy_package(tmp_path):
     assert not HEAVY & {*imported.split()}
 
 
-def test_the_script_and_the_module_are_the_same_program():
-    script = Path(sys.executable).with_name("align")
-    module, installed = launch("--help"), launch("--help", program=[script])
-    assert module.out.replace("python -m align", "align").split() == installed.out.split()
-    assert (module.code, installed.code, module.err) == (0, 0, "")
+def test_methods_are_listed_with_their_formulas_and_explained_one_by_one():
+    answer = align("--local_rank=0", "methods")  # as the DeepSpeed launcher adds it
+    assert (answer.code, answer.out) == (0, render_table([*METHODS.values()]))
+    assert align("methods", "simpo").out == render_method(METHODS["simpo"])
+    assert [one["name"] for one in json.loads(align("methods", "--json").out)] == [*METHODS]
+    assert "'simp': no such method. Did you mean 'simpo'" in refusal(2, "methods", "simp")
 
 
-def test_what_is_no_command_or_option_is_a_usage_error():
-    for words in (["nonsense"], ["precompute-ref", "--nonsense"], ["inspect"], ["--nonsense"]):
-        answer = align(*words)
-        assert answer.code == 2
-        assert "Error" in answer.err
-        assert "Traceback" not in answer.err
+@pytest.mark.filterwarnings("ignore")  # of MLflow, which runs in this process here
+def test_a_store_is_told_all_of_a_run_that_it_missed_and_nothing_twice(course, tmp_path):
+    """It cannot be made while the folder it is to lie in is a file."""
+    run, place = tmp_path / "run", tmp_path / "store"
+    place.touch()
+    uri = f"sqlite:///{place / 'mlflow.db'}"
+    answer = course.run(run, "--mlflow", "--set", f"tracking.uri={uri}", "--max-steps", 2)
+    assert f"`align mlflow-sync {run}`" in answer.err
+    assert "plan: 2 steps of" in answer.err
+    assert f"pass --uri {uri}" in refusal(2, "mlflow-sync", run)
+    assert "failed" in refusal(74, "mlflow-sync", run, "--uri", uri)
+    place.unlink()
+    place.mkdir()
+    first = align("mlflow-sync", run, "--uri", uri)
+    assert first.code == 0, first
+    run_id = json.loads((run / "_align" / "mlflow.json").read_text())["run_id"]
+    assert f"run {run_id} is FINISHED" in first.out
+    assert f"{len(journalled(run))} numbers sent" in first.out
+    assert "0 numbers sent" in align("mlflow-sync", run, "--uri", uri).out
+    assert stored(uri, run_id) == journalled(run)
+    assert run_of(uri, run_id).info.status == "FINISHED"
+
+    # The speed of the next run is planned from it.
+    words = ("plan", "--method", "dpo", "--cache", course.cache, "--like", run)
+    assert "without evaluations" in align(*words).out
+
+
+def test_a_dry_run_is_the_plan_of_all_that_a_training_needs_and_makes_nothing(
+    course, tmp_path, monkeypatch
+):
+    words = ("--method", "dpo", "--cache", course.cache, "--output", tmp_path / "run")
+    plan, dry = align("plan", *words), align("train", *words, "--dry-run")
+    assert (dry.code, dry.out) == (0, plan.out)
+    priced = ("--tokens-per-second", 100, "--price", 3)
+    gpus = align("plan", *words, *("--gpu", "24g", "--gpus", 2), *priced)
+    for said in ("steps", "KL pairs", "zero3-offload, lora", "> zero1", "Fits: ", "at 3.00"):
+        assert said in gpus.out
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as a launcher starts it
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        answer = align("train", *words, "--dry-run")
+        assert answer.code == 0, answer
+        assert ("2 ranks" in answer.out, answer.out == "") == (rank == "0", rank == "1")
+    assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""What a person gets wrong: one message, the right exit code, what is wrong by name, a way on."""
+"""What a person gets wrong: one message, the right exit code, a way on, and no file of his gone."""
 
 import hashlib
 import json
@@ -11,6 +11,10 @@ import pytest
 
 from align.pipeline.settings import load_settings
 from align.schemas.config import ModelOptions, TrackingOptions
+from align.schemas.errors import UsageError
+from align.stages.storage.cache_folder import CacheFolder, OutputFolder
+from align.stages.storage.run_folder import RunFolder
+from align.stages.storage.tables import TableFolder
 from support import stage_one
 from support.command import align, refusal
 from support.stub_reference import Liar
@@ -37,10 +41,6 @@ def pair(number=0, **changes):
     return texts | changes
 
 
-def completions(**more):
-    return [{"prompt": f"Why {n}?", "completions": [" so", " no"], **more} for n in range(3)]
-
-
 def test_what_is_not_named_is_asked_for(world, model):
     said = run(2, world.data.paired)
     for way in ("--model DIR", "ALIGN_MODEL", "align.yaml"):
@@ -54,20 +54,14 @@ ROWS = {
         [{"promt": "a", "chosen_text": "b", "rejected": "c"}],
         ("data.jsonl", "'promt', 'chosen_text', 'rejected'", "--map chosen=chosen_text"),
     ),
-    "text that nothing reads": (
-        [pair(n, input=f"the number {n} of them") for n in range(9)],
-        ("data.jsonl", "'input'", "--map input="),
-    ),
     "text behind thousands of rows": (
         [*map(pair, range(3000)), pair(3000, input="What is the number after this?")],
-        ("data.jsonl row 3,000",),
+        ("data.jsonl row 3,000", "--map input="),
     ),
     "completions without scores": (
-        completions(),
+        [{"prompt": f"Why {n}?", "completions": [" so", " no"]} for n in range(3)],
         ("no scores", "--map scores=YOURS", "align score data.jsonl"),
     ),
-    "scores under another name": (completions(ratings=[1, 2]), ("--map scores=ratings",)),
-    "labels for scores": (completions(labels=[True, False]), ("'labels'",)),
     "a prompt under no name": ([pair()], ("Did you mean 'prompt'? Change --map",), "prompt=promtp"),
     "a map of nothing": ([pair()], ("OURS=YOURS",), "prompt"),
 }
@@ -83,19 +77,16 @@ def test_rows_that_cannot_be_used_are_refused_with_a_way_on(here, model):
 
 def test_a_file_that_cannot_be_read_is_named(here, model, world):
     whole = world.data.paired.read_bytes()
-    pq.write_table(pq.read_table(world.data.paired).slice(0, 0), "none.parquet")
-    for name, content, code, said in (
-        ("nope.parquet", None, 2, "no such file or folder"),
-        ("none.parquet", None, 2, "has no rows"),
-        *((f"empty.{kind}", b"", 2, "is empty") for kind in ("parquet", "jsonl", "csv")),
-        ("cut.parquet", whole[: len(whole) // 2], 2, "cannot be read as parquet"),
-        ("broken.parquet", whole[:100] + bytes(300) + whole[400:], 3, "read after row 0"),
+    (here / "cut.parquet").write_bytes(whole[: len(whole) // 2])
+    (here / "broken.parquet").write_bytes(whole[:100] + bytes(300) + whole[400:])
+    for name, code, said in (
+        ("nope.parquet", 2, "no such file or folder"),
+        ("cut.parquet", 2, "cannot be read as parquet"),
+        ("broken.parquet", 3, "read after row 0"),
     ):
-        if content is not None:
-            (here / name).write_bytes(content)
         told = run(code, name, "--model", model)
         assert name in told
-        assert said in told, name
+        assert said in told
 
 
 def quarantined(here):
@@ -165,18 +156,6 @@ def copy(journey, here):
     return here / "copy"
 
 
-def test_every_damaged_missing_or_cut_shard_is_named(copy):
-    shards = sorted((copy / "data").iterdir())
-    content = bytearray(shards[3].read_bytes())
-    content[-200] ^= 1
-    shards[3].write_bytes(content)
-    shards[1].unlink()
-    shards[6].write_bytes(shards[6].read_bytes()[:-1])
-    said = refusal(5, "verify", copy, "--rescore", "0")
-    for told in ("3 of 8 files", str(shards[3]), "sha256 differs", "unit 1: ", "unit 6: "):
-        assert told in said
-
-
 def test_a_cache_without_a_whole_manifest_is_never_used(copy, here):
     path = copy / "manifest.json"
     path.write_text(path.read_text().replace('"rows":60', '"rows":61'))
@@ -212,3 +191,53 @@ def test_log_probs_that_never_were_the_references_are_found(world):
     stage_one.run(config, Liar(options))
     assert align("verify", "align-cache", "--rescore", "0").code == 0
     assert "a branch of input row " in refusal(5, "verify", "align-cache")
+
+
+def test_score_replaces_what_it_wrote_and_nothing_of_a_persons_own(world, tmp_path):
+    """`rows.jsonl` is a person's file, under the name that `align score` gives its own."""
+    own, out = shutil.copy(world.data.paired_jsonl, tmp_path / "rows.jsonl"), tmp_path / "out"
+    before = own.read_bytes()
+    said = refusal(2, "score", own, "--from-labels", "--output", tmp_path)
+    assert "and is not a rewards folder" in said
+    assert own.read_bytes() == before
+    assert [*tmp_path.iterdir()] == [own]
+
+    command = ("score", own, "--from-labels", "--output", out)
+    assert align(*command).code == 0
+    first = (out / "rows.jsonl").read_bytes()
+    own.write_bytes(b"".join(before.splitlines(keepends=True)[:9]))
+    assert align(*command).code == 0
+    second = (out / "rows.jsonl").read_bytes()
+    assert len(second.splitlines()) == 9 < len(first.splitlines())
+    (out / "rows.jsonl").write_bytes(first)  # as a kill before the last rename leaves it
+    assert align(*command).code == 0
+    edited = second + json.dumps({"prompt": "mine"}).encode()
+    (out / "rows.jsonl").write_bytes(edited)
+    assert "rows.jsonl" in refusal(2, *command)
+    assert (out / "rows.jsonl").read_bytes() == edited
+
+
+KINDS = {
+    "cache": CacheFolder,
+    "training run": RunFolder,
+    "samples": lambda path: TableFolder(path, "samples"),
+    **{kind: lambda path, kind=kind: OutputFolder(path, kind) for kind in ("rewards", "sweep")},
+}
+
+
+def test_a_folder_of_one_command_or_of_a_person_is_not_taken_by_another(tmp_path):
+    mine = tmp_path / "mine" / "sweep.json"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    for kind, folder in KINDS.items():
+        with pytest.raises(UsageError, match=r"sweep\.json.*Choose another --output"):
+            folder(mine.parent).prepare()
+        with pytest.raises(UsageError, match="not a folder"):
+            folder(mine).prepare()
+        assert [path.read_text() for path in mine.parent.iterdir()] == ["mine"]
+        root = tmp_path / kind
+        folder(root).prepare()
+        folder(root).prepare()
+        for other in KINDS.keys() - {kind}:
+            with pytest.raises(UsageError, match=f"is not a {other} folder"):
+                KINDS[other](root).prepare()

@@ -71,6 +71,10 @@ def why_refused(*words):
 def test_every_command_is_one_that_the_command_line_takes():
     given = [(name_of(path), words) for path in PAGES for words in commands(path)]
     given += [(name_of(path), words) for path in PAGES for words in inline_commands(path)]
+    given += [("many processes", words) for words in commands_of_scripts()]
+    demo = list(filter(None, map(CALL.fullmatch, steps_of_demo())))
+    assert len(demo) > 3
+    given += [("demo", shlex.split(called["words"])) for called in demo]
     assert not [(name, words, said) for name, words in given if (said := why_refused(*words))]
     # It would pass for nothing if no command were found or none refused.
     assert {"README.md", "docs/getting-started.md", "docs/caches.md"} <= {name for name, _ in given}
@@ -83,6 +87,21 @@ def inline_commands(path):
     """Whole commands in running text: those that leave nothing to be filled in."""
     texts = [text for text in codes(path) if re.fullmatch(r"align [^A-Z…]+ [^A-Z…]+", text)]
     return [shlex.split(text)[1:] for text in texts]
+
+
+def commands_of_scripts():
+    """Those of batch scripts and of an indexed Job, whose shells put the part in."""
+    scripts = blocks(page("docs/many-processes.md"))
+    for script in (block.text for block in scripts if block.language in {"bash", "yaml"}):
+        (found,) = re.findall(r"align precompute-ref(?:[^\n]|\n\s+--)+", script)
+        given = re.sub(r"\$part|\$\(\(.*\)\)/8", "2/8", found)
+        yield shlex.split(given.rstrip('"') if given.count('"') % 2 else given)[1:]
+
+
+def steps_of_demo():
+    """What `make demo` does once there is an environment."""
+    make = ("make", "--no-print-directory", "--dry-run", "--always-make", "demo", "PYTHON=python")
+    return run(*make, cwd=ROOT).partition("rm -rf demo")[2].splitlines()[1:]
 
 
 def test_no_link_is_dead_and_every_file_that_is_named_exists():
@@ -104,18 +123,15 @@ def is_alive(path, file, anchor):
     return is_here and (not anchor or anchor in anchors(linked))
 
 
-def test_every_exit_code_is_on_its_page():
-    told = page("docs/errors.md").read_text(encoding="utf-8")
+def test_what_a_person_looks_up_is_on_its_page():
     kinds = [AlignError]
     for kind in kinds:
         kinds += kind.__subclasses__()
-    found = {kind.exit_code for kind in kinds}
-    assert {2, 3, 4, 5, 6, 74, 75} <= found
-    stopped = {Interrupted(number).exit_code for number in STOPS}
-    assert not [code for code in found | stopped if not re.search(rf"\b{code}\b", told)]
+    found = {kind.exit_code for kind in kinds} | {Interrupted(one).exit_code for one in STOPS}
+    assert {2, 3, 4, 5, 6, 74, 75, 130} <= found
+    told = page("docs/errors.md").read_text(encoding="utf-8")
+    assert not [code for code in found if not re.search(rf"\b{code}\b", told)]
 
-
-def test_what_a_person_looks_up_is_on_its_page():
     def named_on(name):
         return {*codes(page(name))}
 
@@ -151,59 +167,36 @@ def test_an_example_of_data_is_shown_as_it_is_and_read(world, tmp_path):
         assert not (cache / "quarantine").exists()
 
 
-def follow(server, steps, folder):
+def follow(server, steps, folder, uri):
     """Runs lines of a shell: what calls `align` by the server, the rest by bash."""
+    store = {"MLFLOW_TRACKING_URI": uri}  # one for all pages: to make one takes seconds
     for step in steps:
         if called := CALL.fullmatch(step):
-            answer = server.run(
-                *shlex.split(called["words"]), cwd=folder / (called["folder"] or "")
-            )
+            where = folder / (called["folder"] or "")
+            answer = server.fork(shlex.split(called["words"]), where, store).answer()
             assert answer.code == 0, (step, answer)
         else:
             subprocess.run(["bash", "-euc", step], cwd=folder, check=True, capture_output=True)
 
 
-def test_the_first_commands_of_the_readme_run(server, world, tmp_path):
+def test_the_first_commands_of_the_readme_run(server, world, tmp_path, uri):
     """All but the installation, which tests/test_wheel.py does."""
     (first,) = blocks(page("README.md"), "sh")
     steps = first.lines[1:]
     shutil.copytree(world.model, tmp_path / "path" / "to" / "model")
     shutil.copy(world.data.paired, tmp_path / "data.parquet")
-    follow(server, steps, tmp_path)
+    follow(server, steps, tmp_path, uri)
     for name in ("align-run/model/config.json", "align-run/report.html", "dpo-run/model"):
         assert (tmp_path / name).exists()
 
 
-def steps_of_demo():
-    """What `make demo` does once there is an environment."""
-    make = ("make", "--no-print-directory", "--dry-run", "--always-make", "demo", "PYTHON=python")
-    return run(*make, cwd=ROOT).partition("rm -rf demo")[2].splitlines()[1:]
-
-
-@pytest.mark.slow
-def test_the_demo_gives_commands_that_are_taken():
-    called = [found for step in steps_of_demo() if (found := CALL.fullmatch(step))]
-    assert len(called) > 3
-    assert not [said for one in called if (said := why_refused(*shlex.split(one["words"])))]
-
-
-@pytest.mark.long
-def test_the_demo_runs(server, tmp_path):
-    """On fewer rows than `make demo` takes."""
-    first, *steps = steps_of_demo()
-    (tmp_path / "demo").mkdir()
-    follow(server, [first.replace("demo/world", "demo/world --rows 60", 1), *steps], tmp_path)
-    for method in ("kto", "dpo", "orpo"):
-        assert (tmp_path / "demo" / "align-sweep" / method / "model" / "config.json").is_file()
-
-
-def test_getting_started_ends_where_it_says(server, tmp_path, monkeypatch, capsys):
+def test_getting_started_ends_where_it_says(server, tmp_path, uri, monkeypatch, capsys):
     """On fewer rows than the page takes, with a model that has learned nothing."""
     pages = (page("docs/getting-started.md"), page("docs/cache-format.md"))
     shown, made, *steps = [line for block in blocks(pages[0], "sh") for line in block.lines]
     monkeypatch.setattr(tiny_world, "make_world", partial(tiny_world.make_world, pretrain_steps=0))
-    assert align(*made.replace("--rows 200", "--rows 60").split()[1:]).code == 0
-    follow(server, [shown, *steps], tmp_path)
+    assert align(*made.replace("--rows 200", "--rows 24").split()[1:]).code == 0
+    follow(server, [shown, *steps], tmp_path, uri)
     for name in ("align-run/model/config.json", "align-run/report.html", "align-sweep/sweep.html"):
         assert (tmp_path / name).is_file()
     code = "\n".join(block.text for path in pages for block in blocks(path, "python"))
@@ -212,7 +205,7 @@ def test_getting_started_ends_where_it_says(server, tmp_path, monkeypatch, capsy
         exec(code, {})
     told = capsys.readouterr().out
     assert "Question" in told
-    assert "60 ['row_id', 'source'" in told
+    assert "24 ['row_id', 'source'" in told
 
 
 def test_a_method_is_added_as_its_page_shows(tmp_path, training_world):
@@ -254,12 +247,3 @@ def run(*program, cwd, **environment):
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def test_commands_for_many_machines_are_taken():
-    """Those of batch scripts and of an indexed Job, whose shells put the part in."""
-    pages = blocks(page("docs/many-processes.md"))
-    for script in (block.text for block in pages if block.language in {"bash", "yaml"}):
-        (found,) = re.findall(r"align precompute-ref(?:[^\n]|\n\s+--)+", script)
-        given = re.sub(r"\$part|\$\(\(.*\)\)/8", "2/8", found)
-        take(shlex.split(given.rstrip('"') if given.count('"') % 2 else given)[1:])

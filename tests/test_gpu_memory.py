@@ -1,19 +1,29 @@
-"""Optimizers, 4-bit weights and offload on a GPU: `make test-gpu`, where there is one.
+"""What a GPU computes, resumes and holds in memory, beside a CPU and a plan: `make test-gpu`.
 
 With `--device cpu` those that compare numbers are tried out on a CPU.
 """
 
 import gc
+import json
+import sys
 from dataclasses import replace
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
+from numpy.linalg import norm
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
+from align.pipeline.memory_plan import MemoryPlanner, Planned
 from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
+from align.schemas.rows import Tree, allowed_gaps
 from align.stages.demo.tiny_world import ModelShape, make_model
+from align.stages.engine.deepspeed_engine import open_engine
 from align.stages.engine.distributed import joined_world
 from align.stages.model.policy import load_policy
+from support.command import launch
 from support.engine_ranks import OPTIONS, Run, global_tokens, rows_of
 from support.tiny_policy import some_trees
 
@@ -136,8 +146,6 @@ def test_four_bits_learn_and_stay_what_they_are(device, lone_rank, world, preset
 @pytest.fixture(scope="module")
 def deep_model(world, tmp_path_factory):
     """A model of eight layers, 512 wide."""
-    from transformers import AutoTokenizer  # noqa: PLC0415 - slow to import
-
     folder = tmp_path_factory.mktemp("deep") / "model"
     shape = ModelShape(
         hidden_size=512, layers=8, heads=8, key_value_heads=4, intermediate_size=1024
@@ -165,7 +173,6 @@ def kept_by_a_pass(folder, trees, *, offload):
 
 
 def test_what_enters_a_layer_waits_in_the_memory_of_the_cpu(device, deep_model):
-
     require_gpu(device)
     trees = some_trees(np.random.default_rng(1), 2048)
     tokens = sum(len(tree.prompt) + sum(map(len, tree.branches)) for tree in trees)
@@ -191,14 +198,145 @@ def test_an_optimizer_takes_less_memory_by_at_least_as_many_bytes(
     device, lone_rank, deep_model, changes, spared
 ):
     require_gpu(device)
-    held = []
-    for options in (replace(STEADY, dtype="bfloat16", deepspeed="zero2"),) * 2:
+    held, plain = [], replace(STEADY, dtype="bfloat16", deepspeed="zero2")
+    for options in (plain, replace(plain, **changes)):
         gc.collect()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
-        chosen = options if not held else replace(options, **changes)
-        run = run_of(lone_rank, deep_model, chosen).steps(3, 4)
+        run = run_of(lone_rank, deep_model, options).steps(3, 4)
         held.append(torch.cuda.memory_allocated() - before)
         learning = sum(one.numel() for one in run.engine._engine.module.parameters())
         del run
     assert (held[0] - held[1]) / learning > spared - 0.4
+
+
+SHAPE = Qwen2Config(
+    hidden_size=896,
+    num_hidden_layers=24,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+    intermediate_size=4864,
+    vocab_size=151_936,
+    tie_word_embeddings=True,
+)
+
+
+@pytest.fixture(scope="module")
+def half_billion(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("policy")
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(SHAPE, dtype=torch.bfloat16).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_gpu_holds_what_is_planned(device, lone_rank, half_billion, checkpointing, lora):
+    """Beside what PyTorch's allocator counts of 32 rows of 512 tokens."""
+    require_gpu(device)
+    random = np.random.default_rng(0)
+    prompt, *branches = (
+        random.integers(0, SHAPE.vocab_size, size).astype(np.int32) for size in (200, 156, 156)
+    )
+    trees = [Tree(prompt, tuple(branches))] * 32
+    model = ModelOptions(path=half_billion, device="cuda")
+    train = TrainOptions(deepspeed="zero1", dtype="bfloat16", gradient_checkpointing=checkpointing)
+    adapter = LoraOptions(enabled=lora)
+    of_run = {"model": model, "train": train, "lora": adapter, "dtype": "bfloat16"}
+    of_step = {"head": "none", "layout": "flex", "trees": trees, "micro_batches": 2}
+    planner = MemoryPlanner(Planned(**of_run, device="cuda", ranks=1, **of_step))
+    planned = planner.components(planner.own_way)
+    policy = load_policy(model, train, adapter)
+    engine, _ = open_engine(policy, train, lone_rank, hidden_size=SHAPE.hidden_size)
+    for _ in range(3):
+        torch.cuda.reset_peak_memory_stats()
+        for index in range(2):
+            engine.learn_mode(dropout_seed=1)
+            loss = -engine.forward(trees)["logps"].double().mean()
+            engine.backward(loss, is_last=index == 1)
+            del loss
+        engine.step()
+    assert planned.peak == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.15), planned
+
+
+METHODS = ("kto", "dpo", "orpo")
+LEARNING = ("--batch-size", 8, "--max-steps", 5, "--lr", 1e-3, "--set", "train.warmup=0")
+# AdamW divides by the size of a gradient: of one near 0 it would magnify the rounding error.
+LESS_STEEP = ("--set", "train.epsilon=1e-6")
+WITHOUT_GPU = ("env", "CUDA_VISIBLE_DEVICES=", sys.executable, "-m", "align")
+# How far losses, and what five such steps changed, may be from the CPU's in float32: as a share.
+LOSS = {"float32": 1e-4, "bfloat16": 1e-2}
+CHANGE = {"float32": 1e-2, "bfloat16": 0.2}
+
+
+def rows_in(folder):
+    """Of the cache, by the id of the row."""
+    rows = pq.read_table(folder / "cache" / "data").to_pylist()
+    return {row["row_id"]: row for row in rows}
+
+
+def losses_in(run):
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def weights_in(model):
+    """Every weight of a model in one row."""
+    tensors = load_file(model / "model.safetensors")
+    return np.concatenate([tensors[name].float().numpy().ravel() for name in sorted(tensors)])
+
+
+def both_stages(world, folder, device, dtype):
+    """Runs stage 1, and stage 2 by each method, from the command line."""
+    program = WITHOUT_GPU if device == "cpu" else WITHOUT_GPU[2:]
+
+    def give(*command):
+        how = ("--set", f"model.device={device}", "--no-mlflow")
+        answer = launch(*command, *how, cwd=folder, program=program)
+        assert answer.code == 0, answer
+
+    scored = ("--model", world.model, "--dtype", dtype, "--output", "cache")
+    give("precompute-ref", world.data.paired, *scored)
+    for method in METHODS:
+        learned = ("--method", method, "--cache", "cache", "--output", method)
+        give("train", *learned, *LEARNING, *LESS_STEEP, "--set", f"train.dtype={dtype}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def on_cpu(device, world, tmp_path_factory):
+    return both_stages(world, tmp_path_factory.mktemp("on-cpu"), "cpu", "float32")
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def on_device(device, dtype, world, tmp_path_factory):
+    return both_stages(world, tmp_path_factory.mktemp("on-device"), device, dtype)
+
+
+def test_a_gpu_scores_every_branch_as_the_cpu_does(device, dtype, on_cpu, on_device):
+    told = json.loads((on_device / "cache" / "manifest.json").read_text())["fingerprint"]
+    assert (told["model.device"], told["model.dtype"]) == (device, dtype)
+    found, expected = rows_in(on_device), rows_in(on_cpu)
+    assert len(found) == 60
+    assert found.keys() == expected.keys()
+    for row_id, row in found.items():
+        assert row["completion_ids"] == expected[row_id]["completion_ids"]
+        gaps = np.abs(np.subtract(row["ref_logp"], expected[row_id]["ref_logp"]))
+        assert (gaps <= allowed_gaps(np.array(row["num_tokens"]), "float32", dtype)).all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_gpu_learns_what_the_cpu_learns(dtype, on_cpu, on_device, world, method):
+    losses = losses_in(on_cpu / method)
+    assert len(losses) == 5
+    assert losses_in(on_device / method) == pytest.approx(losses, rel=LOSS[dtype])
+    before, expected, found = (
+        weights_in(folder)
+        for folder in (world.model, on_cpu / method / "model", on_device / method / "model")
+    )
+    assert norm(found - expected) < CHANGE[dtype] * norm(expected - before)

@@ -1,6 +1,5 @@
 """What a person gets wrong with `align train`: one message, before anything slow is done."""
 
-import json
 import shutil
 import sys
 
@@ -36,62 +35,49 @@ SETTINGS = {
     "dpo lora.enabled=true lora.dropout=0.3": "train.dropout is off",
     "dpo train.schedule=constant train.min_lr=0.1": "a constant schedule never",
     "dpo train.eval_text=true": "no rows are held out",
-    "dpo train.eval_fraction=0.1 train.eval_text=true train.eval_table=0": "eval_table is 0",
     "dpo train.best=-eval/loss": "no rows are held",
-    "dpo train.eval_fraction=0.1 train.best=-eval/loss train.eval_every=0": "eval_every is 0",
     "dpo method.sync_reference=true": "Go round by round: train, make a cache with the trained",
-    "dpo method.dpo.ref_model_mixup_alpha=1": "would move the reference",
-    "kto train.label_threshold=modus": "expected mean, median or a number",
     "kto train.label_threshold=.inf": "expected mean, median or a number",
     "csft method.good_token=x method.bad_token=x": "are empty or alike",
-    "csft method.bad_token=''": "are empty or alike",
     "kto+csft": "csft shows the policy other prompts",
     "dpo method.ld_alpha=0.5": "precompute-ref … --token-logps --output OTHER`",
     "grpo": "needs the reference's log-prob of every token",
-    "kto method.humanline=true": "needs the reference's log-prob of every token",
 }
 
 
-@pytest.mark.parametrize("given", SETTINGS)
-def test_an_impossible_setting_is_named(refused, given):
-    method, *settings = given.split()
-    words = [word for one in settings for word in ("--set", one)]
-    assert SETTINGS[given] in refused("--method", method, *words)
-
-
-def test_a_method_is_asked_for(course):
+def test_an_impossible_setting_is_named(refused, course):
+    for given, said in SETTINGS.items():
+        method, *settings = given.split()
+        words = [word for one in settings for word in ("--set", one)]
+        assert said in refused("--method", method, *words), given
     assert "--method kto (or dpo, orpo" in refusal(2, "train", "--cache", course.cache)
 
 
-def test_a_cache_that_is_not_there_or_not_finished(course, refused, here):
+def test_a_cache_that_is_not_there_or_not_finished_and_a_policy_that_is_none(course, refused, here):
     shutil.copytree(course.cache, here / "half")
     (here / "half" / "manifest.json").unlink()
     for name in ("nowhere", "half"):
         said = refused("--cache", name)
         assert f"{name} is not a finished cache" in said
         assert "`align precompute-ref`" in said
+    assert "/nowhere: no such model folder" in refused("--model", "/nowhere")
+    shutil.copytree(course.model, here / "bare")
+    (here / "bare" / "model.safetensors").unlink()
+    assert "bare: there is no model.safetensors" in refused("--model", "bare")
 
 
 def test_a_deepspeed_file_that_cannot_be_is_refused_where_it_is_written(refused, here):
     project = here / "project"
     project.mkdir()
     (project / "align.yaml").write_text("train:\n  deepspeed: ds.json\n")
-    (here / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 0}}))
+    (here / "ds.json").write_text("{}")  # beside the person, not beside the settings
     for content, said in (
         ("{", "ds.json: not readable as JSON"),
-        ('{"zero_optimization": {"stage": 5}}', "stage is 5"),
         ('{"train_batch_size": 7}', "7 in the file, 64 here (train.batch_size)"),
     ):
         (project / "ds.json").write_text(content)
         assert said in refused("--config", project / "align.yaml"), content
     assert "Did you mean 'zero3'?" in refused("--deepspeed", "zero33")
-
-
-def test_a_policy_that_is_none(refused, here, course):
-    assert "/nowhere: no such model folder" in refused("--model", "/nowhere")
-    shutil.copytree(course.model, here / "bare")
-    (here / "bare" / "model.safetensors").unlink()
-    assert "bare: there is no model.safetensors" in refused("--model", "bare")
 
 
 def test_a_method_whose_rows_or_pairs_the_cache_does_not_hold(course, world, here):
@@ -106,23 +92,9 @@ def test_a_method_whose_rows_or_pairs_the_cache_does_not_hold(course, world, her
     assert "--kl-pairs 1" in said
 
 
-def test_a_damaged_shard_stops_all_ranks(course, here):
-    shutil.copytree(course.cache, here / "cache")
-    shard = sorted((here / "cache" / "data").iterdir())[1]
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
-    said = trainings.refused(course, 5, here / "run", "--cache", here / "cache", ranks=2)
-    assert f"{shard} is not what was written" in said
-
-
-def test_ranks_that_cannot_be_divided_into_groups_are_refused(course, here):
+def test_ranks_that_cannot_be_divided_and_a_folder_of_something_else_are_refused(course, here):
     said = trainings.refused(course, 2, here / "run", "--set", "train.sequence_parallel=2")
     assert "train.sequence_parallel is 2, and 1 ranks were started" in said
-
-
-def test_a_folder_of_something_else_is_not_trained_in(course, here):
     (here / "photos").mkdir()
     (here / "photos" / "me.jpg").touch()
     assert "photos holds 'me.jpg'" in trainings.refused(course, 2, here / "photos")
-    assert "is not a training run folder" in trainings.refused(course, 2, course.cache)

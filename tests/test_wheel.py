@@ -1,4 +1,4 @@
-"""What is installed is one package, and it runs where nothing of the checkout is seen."""
+"""What is installed is one package that runs elsewhere, by a Python that `make` finds."""
 
 import os
 import shlex
@@ -17,7 +17,7 @@ from support.rooms import ROOMS, ROOT
 OUTSIDE = shutil.ignore_patterns(
     ".*", "build", "dist", "demo", "bench-results", "*.egg-info", "__pycache__", "mlruns", "tests"
 )
-SHORT = ("--set", "tracking.mlflow=false", "--set", "train.max_steps=2", "--lr", "1e-3")
+SHORT = ("--set", "tracking.mlflow=false", "--set", "train.max_steps=1", "--lr", "1e-3")
 PIP = (sys.executable, "-m", "pip")
 
 
@@ -85,3 +85,49 @@ def test_an_example_gives_commands_that_run(server, world, tmp_path, script, dat
         answer = server.run(*shlex.split(given), cwd=tmp_path)
         assert answer.code == 0, (given, answer)
     assert (tmp_path / page).is_file()
+
+
+# As an inactive version of pyenv answers, and as a Python that is too old does.
+NOT_HERE = 'echo "python: command not found" >&2; exit 127'
+TOO_OLD = "exit 1"
+GOOD = f'exec {sys.executable} "$@"'
+
+
+NEEDED = ("Makefile", "pyproject.toml", "constraints.txt")
+# What lies on the PATH, what else is said, and what is asked for or said to be missing.
+CASES = (
+    ({"python3.11": NOT_HERE, "python3.12": NOT_HERE, "python3.13": GOOD}, "", "python3.13"),
+    ({"python3": TOO_OLD, "python": GOOD}, "", "python"),
+    ({"python3.11": GOOD, "mine": GOOD}, "PYTHON=mine", "mine"),
+    ({"python3": TOO_OLD, "python3.11": NOT_HERE}, "", "nothing on the PATH is"),
+    ({"python3.11": GOOD, "old": TOO_OLD}, "PYTHON=old", "old is not"),
+)
+
+
+@pytest.mark.parametrize(("pythons", "asked", "named"), CASES)
+def test_the_first_python_that_is_new_enough_is_used_or_one_message_says_what_to_do(
+    tmp_path, pythons, asked, named
+):
+    """By `make setup` in a checkout, with nothing on the PATH but stand-ins for Python."""
+    for name in NEEDED:
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "bin").mkdir()
+    for name, does in pythons.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    is_found = " " not in named
+    answer = subprocess.run(
+        [shutil.which("make"), "setup", *asked.split(), *["--dry-run"] * is_found],
+        cwd=tmp_path,
+        env={"PATH": str(tmp_path / "bin")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if is_found:
+        assert f"{named} -m venv .venv\n" in answer.stdout
+        return
+    assert answer.returncode == 2
+    for told in ("3.11 or newer", named, "make PYTHON="):
+        assert told in answer.stderr
+    assert not (tmp_path / ".venv").exists()

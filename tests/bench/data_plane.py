@@ -4,8 +4,6 @@ A stub scores the branches at no cost, so what is left is the data plane. Run on
 the rows and once with all: the time should grow ten times, the memory hardly at all.
 """
 
-from __future__ import annotations
-
 import resource
 import sys
 import tempfile
@@ -16,7 +14,7 @@ import sides
 HEAD = ("rows", "branches", "seconds", "rows/s", "peak MiB", "workers", "shards MiB")
 
 
-def main() -> None:
+def main():
     total = sides.options_of(__doc__, rows=1_000_000).rows
     print("".join(f"{name:>12}" for name in HEAD))
     for rows in (total // 10, total):

@@ -10,8 +10,6 @@ completion once: 6 operations for each parameter and token, 4 where the weights 
 what the GPU is said to do.
 """
 
-from __future__ import annotations
-
 import statistics
 import tempfile
 import time
@@ -19,39 +17,28 @@ from itertools import pairwise
 from pathlib import Path
 
 import sides
-from sides import shape
 
 DENSE_BF16 = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
 # A model, and the size of its vocabulary.
 MODELS = {
-    "tiny": (shape(64, 2, 4, 2, 128, tie_word_embeddings=True), 512),
-    "small": (shape(896, 24, 14, 2, 4864, tie_word_embeddings=True), 151_936),
-    "large": (shape(4096, 32, 32, 8, 14_336), 128_256),
+    "tiny": ((64, 2, 4, 2, 128), 512),
+    "small": ((896, 24, 14, 2, 4864), 151_936),
+    "large": ((4096, 32, 32, 8, 14_336), 128_256),
 }
 KEPT, PRECOMPUTED = {"gradient_checkpointing": False}, {"precompute_ref_log_probs": True}
-# What differs from each side's own defaults.
-ALIGN_SIDES = {
-    "align": (),
-    "align_kept": ("train.gradient_checkpointing=false", "train.tokens_per_batch=4096"),
-}
-TRL_SIDES = {
-    "trl": {},
-    "trl_kept": KEPT,
-    "trl_precomputed": PRECOMPUTED | KEPT,
+SMALL_BATCH = ("train.gradient_checkpointing=false", "train.tokens_per_batch=4096")
+# Titles, and what differs from each side's own defaults: settings of align, or of TRL.
+ALL_SIDES = {
+    "align": ("align", ()),
+    "align_kept": ("align, keeping activations, 4k tokens", SMALL_BATCH),
+    "trl": ("TRL", {}),
+    "trl_kept": ("TRL, keeping activations", KEPT),
+    "trl_precomputed": ("TRL, precomputed, keeping activations", PRECOMPUTED | KEPT),
     # cuDNN's attention plans each shape anew: a user who knows that switches it off.
-    "trl_tuned": PRECOMPUTED | KEPT | {"cudnn": False},
-    "trl_recomputing": PRECOMPUTED | {"cudnn": False},
-}
-TITLES = {
-    "align": "align",
-    "align_kept": "align, keeping activations, 4k tokens",
-    "trl": "TRL",
-    "trl_kept": "TRL, keeping activations",
-    "trl_precomputed": "TRL, precomputed, keeping activations",
-    "trl_tuned": "TRL, the same without cuDNN",
-    "trl_recomputing": "TRL, precomputed, without cuDNN",
-    "stage1": "align, stage 1",
-    "sweep": "align, stage 1 and a sweep of four",
+    "trl_tuned": ("TRL, the same without cuDNN", PRECOMPUTED | KEPT | {"cudnn": False}),
+    "trl_recomputing": ("TRL, precomputed, without cuDNN", PRECOMPUTED | {"cudnn": False}),
+    "stage1": ("align, stage 1", ()),
+    "sweep": ("align, stage 1 and a sweep of four", ()),
 }
 FOUR_OF_TRL = "TRL, four runs: 4 x its fastest's whole"
 # `sweep` is of DPO alone.
@@ -65,7 +52,7 @@ LEARNING_RATES = "1e-7,3e-7,1e-6,3e-6"
 COLUMNS = ("tokens/s", "MFU %", "peak GiB", "first step s", "whole s")
 
 
-def main() -> None:
+def main():
     options = sides.options_of(
         __doc__,
         models=["small", "large"],
@@ -97,8 +84,8 @@ def compare(name, folder, options, ends):
         if kind == "sweep" and "whole" in found:
             scored = told["", "stage1"]
             found |= {"whole": scored["whole"] + found["whole"], "first": scored["first"]}
-        print(line(f"{method} {TITLES[kind]}", found, facts, name), flush=True)
-    runs = [one for (method, kind), one in told.items() if method == "dpo" and kind in TRL_SIDES]
+        print(line(f"{method} {ALL_SIDES[kind][0]}", found, facts, name), flush=True)
+    runs = [one for (method, kind), one in told.items() if method == "dpo" and "trl" in kind]
     fastest = min((one for one in runs if "whole" in one), key=lambda one: one["whole"], default=0)
     if fastest and any(kind == "sweep" and "whole" in one for (_, kind), one in told.items()):
         four = {"whole": 4 * fastest["whole"], "rate": None}
@@ -106,7 +93,7 @@ def compare(name, folder, options, ends):
 
 
 def sides_of(name, method):
-    precomputes = [side for side in TRL_SIDES if "precompute" in str(TRL_SIDES[side])]
+    precomputes = [side for side, (title, _) in ALL_SIDES.items() if "precomputed" in title]
     without = {"dpo": (), "kto": ("sweep",)}.get(method, ("sweep", *precomputes))
     return [side for side in SIDES[name] if side not in without]
 
@@ -138,12 +125,13 @@ def make(folder, name, steps):
     import torch
 
     torch.set_default_dtype(torch.bfloat16)
-    llama, vocabulary = MODELS[name]
+    shape, vocabulary = MODELS[name]
     more = {"max_position_embeddings": 4096, "dtype": "bfloat16"}
+    more["tie_word_embeddings"] = name != "large"
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        words = sides.make_model(Path(folder) / "model", llama | more, vocabulary)
+        words = sides.make_model(Path(folder) / "model", shape, vocabulary, **more)
     pairs = Path(folder) / "pairs.parquet"
-    sides.save_pairs(pairs, words, steps * sides.PAIRS_PER_STEP, sides.spread_length)
+    sides.save_pairs(pairs, words, steps * sides.PAIRS_PER_STEP, "spread")
 
 
 def facts_of(folder):
@@ -172,13 +160,13 @@ def measure(folder, name, method, kind, sets):
     if kind == "sweep":
         sweep(folder, method, sets)
         return {"peak_gib": peak_gib()}
-    steps = sides.Steps()
-    if kind in ALIGN_SIDES:
+    steps, (_, own) = sides.Steps(), ALL_SIDES[kind]
+    if "align" in kind:
         of_large = {"lora.enabled": True, "train.gradient_checkpointing": True}
         more = of_large if name == "large" else {}
-        sides.train_with_align(folder, method, steps, [*ALIGN_SIDES[kind], *sets], **more)
+        sides.train_with_align(folder, method, steps, [*own, *sets], **more)
     else:
-        train_with_trl(folder, name, method, steps, TRL_SIDES[kind])
+        train_with_trl(folder, name, method, steps, own)
     counted, _ = sides.tokens_of(folder)
     ends = [end for end, _ in steps.ends]
     seconds = [later - earlier for earlier, later in pairwise(ends)]

@@ -9,8 +9,6 @@ everything that is no tensor is taken off, as it stands before the step. The C l
 give freed blocks back. Of several ranks, the one that holds most counts.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json
@@ -38,17 +36,12 @@ from align.stages.model.logprobs import causal_model
 from align.stages.model.policy import Sharding, load_policy
 
 LENGTH, STEPS, MIB = 64, 3, 2**20  # tokens of a prompt or completion
-LLAMA = {
-    "hidden_size": 512,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "intermediate_size": 1536,
-    "vocab_size": 32000,
-    "tie_word_embeddings": False,
+SHAPE = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 1536}
+SHAPE |= {"vocab_size": 32000}
+MODELS = {
+    "52M": SHAPE | {"hidden_size": 512, "num_hidden_layers": 6},
+    "tied 67M": SHAPE | {"hidden_size": 768, "num_hidden_layers": 8, "tie_word_embeddings": True},
 }
-TIED = {**LLAMA, "hidden_size": 768, "num_hidden_layers": 8, "tie_word_embeddings": True}
-MODELS = {"52M": LLAMA, "tied 67M": TIED}
 PARTS = ("weights", "optimizer", "gradients", "activations", "head", "peak")
 WITHIN = 0.15
 
@@ -67,7 +60,7 @@ class Case:
     model: str = "52M"
 
     @property
-    def name(self) -> str:
+    def name(self):
         words = [self.model, self.dtype, self.deepspeed, f"{self.ranks} ranks"]
         words += [f"{self.micro_batches} x {self.rows * 3 * LENGTH:,} tokens"]
         words += ["LoRA"] * self.lora + ["checkpointing"] * self.checkpointing
@@ -98,7 +91,7 @@ CASES = (
 )
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
@@ -114,7 +107,7 @@ def main() -> None:
                 print(row(case, *compared(case, Path(folder))), flush=True)
 
 
-def row(case: Case, plan: dict[str, float], found: dict[str, float]) -> str:
+def row(case, plan, found):
     """A line of the table, in MiB."""
     cells = [f"{plan[part]:,.0f}, {found[part]:,.0f}" for part in PARTS]
     cells.append(f"{found['process']:,.0f}")
@@ -122,7 +115,7 @@ def row(case: Case, plan: dict[str, float], found: dict[str, float]) -> str:
     return f"| {' | '.join([case.name, *cells])} |"
 
 
-def compared(case: Case, folder: Path) -> tuple[dict[str, float], dict[str, float]]:
+def compared(case, folder):
     """What the plan says of a case and what it measures, in MiB."""
     place = folder / f"{case.model}-{case.dtype}".replace(" ", "-")
     if not place.exists():
@@ -133,20 +126,20 @@ def compared(case: Case, folder: Path) -> tuple[dict[str, float], dict[str, floa
     return planned(case, place), measured(case, place)
 
 
-def trees_of(case: Case) -> list[Tree]:
+def trees_of(case):
     random = np.random.default_rng(0)
-    drawn = random.integers(0, LLAMA["vocab_size"], (case.rows, 3, LENGTH)).astype(np.int32)
+    drawn = random.integers(0, SHAPE["vocab_size"], (case.rows, 3, LENGTH)).astype(np.int32)
     return [Tree(prompt, (chosen, rejected)) for prompt, chosen, rejected in drawn]
 
 
-def options_of(case: Case, place: Path) -> tuple[ModelOptions, TrainOptions, LoraOptions]:
+def options_of(case, place):
     train = TrainOptions(
         deepspeed=case.deepspeed, dtype=case.dtype, gradient_checkpointing=case.checkpointing
     )
     return ModelOptions(path=str(place)), train, LoraOptions(enabled=case.lora)
 
 
-def planned(case: Case, place: Path) -> dict[str, float]:
+def planned(case, place):
     model, train, lora = options_of(case, place)
     planner = MemoryPlanner(
         Planned(
@@ -175,7 +168,7 @@ def planned(case: Case, place: Path) -> dict[str, float]:
     return {name: size / MIB for name, size in found.items()}
 
 
-def measured(case: Case, place: Path) -> dict[str, float]:
+def measured(case, place):
     """Runs the ranks; the one with the highest peak is told of."""
     words = json.dumps({"case": asdict(case), "place": str(place)})
     own = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
@@ -197,7 +190,7 @@ def measured(case: Case, place: Path) -> dict[str, float]:
     return max((json.loads(one.splitlines()[-1]) for one in said), key=lambda one: one["peak"])
 
 
-def measured_here(case: dict, place: str) -> dict[str, float]:
+def measured_here(case, place):
     """One rank of a case, in this process."""
     with joined_world() as world:
         return Measurement(Case(**case), Path(place), world).run()
@@ -206,7 +199,7 @@ def measured_here(case: dict, place: str) -> dict[str, float]:
 class Measurement:
     """One rank's training, whose last step is measured."""
 
-    def __init__(self, case: Case, place: Path, world) -> None:
+    def __init__(self, case, place, world):
         self.case, self.trees, self.live = case, trees_of(case), LiveMemory("cpu")
         model, train, lora = options_of(case, place)
         width, spread = MODELS[case.model]["hidden_size"], Sharding()
@@ -215,18 +208,18 @@ class Measurement:
             spread = Sharding(open_partitions(train, world, of_case))
         self.policy = load_policy(model, train, lora, spread=spread)
         self.engine, _ = open_engine(self.policy, train, world, hidden_size=width)
-        self.found: dict[str, float] = {}
+        self.found = {}
         inner = causal_model(self.policy.model).base_model
         inner.register_forward_hook(self.watch_head)
 
-    def watch_head(self, _, __, output) -> None:
+    def watch_head(self, _, __, output):
         if output.last_hidden_state.requires_grad:
             output.last_hidden_state.register_hook(self.leave_head)
 
-    def leave_head(self, _) -> None:
+    def leave_head(self, _):
         self.found.setdefault("head", self.live.most - self.before - self.found["activations"])
 
-    def run(self) -> dict[str, float]:
+    def run(self):
         gc.collect()
         for one in gc.get_objects():
             if isinstance(one, torch.Tensor) and one.device.type == "cpu":
@@ -241,7 +234,7 @@ class Measurement:
         self.found["process"] = status("VmHWM") - self.others
         return self.found
 
-    def begin(self) -> None:
+    def begin(self):
         """Only what happens from here on is measured."""
         gc.collect()
         self.found.clear()
@@ -250,7 +243,7 @@ class Measurement:
         Path("/proc/self/clear_refs").write_text("5")
         self.live.restart()
 
-    def step(self) -> None:
+    def step(self):
         for index in range(self.case.micro_batches):
             self.engine.learn_mode(dropout_seed=1)
             self.note()
@@ -265,10 +258,10 @@ class Measurement:
         self.engine.step()
         self.note()
 
-    def note(self) -> None:
+    def note(self):
         self.peak = max(getattr(self, "peak", 0), self.live.restart())
 
-    def standing(self) -> dict[str, float]:
+    def standing(self):
         """Weights, the optimizer's own, and all the rest but the head's buffer: gradients."""
         weights = storages(getattr(one, "ds_tensor", one) for one in self.policy.parameters())
         inner = self.engine._engine.optimizer
@@ -285,13 +278,13 @@ class Measurement:
         return {"weights": held, "optimizer": optimizer, "gradients": rest}
 
 
-def storages(tensors) -> dict[int, int]:
+def storages(tensors):
     """Bytes by place: what two tensors share counts once."""
     each = (one.untyped_storage() for one in tensors)
     return {storage.data_ptr(): storage.nbytes() for storage in each}
 
 
-def status(name: str) -> float:
+def status(name):
     """MiB of a line of /proc/self/status."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     (line,) = (line for line in lines if line.startswith(f"{name}:"))

@@ -5,8 +5,6 @@ completions of about 200 tokens) in float32. Each round runs both, each in a pro
 what counts is the median of the rounds' ratios.
 """
 
-from __future__ import annotations
-
 import statistics
 import tempfile
 import time
@@ -24,7 +22,7 @@ COLUMNS = (
 )
 
 
-def main() -> None:
+def main():
     options = sides.options_of(__doc__, rows=192, rounds=3)
     with tempfile.TemporaryDirectory() as folder:
         sides.make_case(Path(folder), options.rows)

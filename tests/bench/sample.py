@@ -5,8 +5,6 @@ turns; nothing stops early, so both make the same number of tokens. Then the sam
 in batches of other sizes and in other numbers, and those that differ are counted.
 """
 
-from __future__ import annotations
-
 import statistics
 import tempfile
 import time
@@ -30,7 +28,7 @@ from align.stages.sample.prompts import asked_once
 SAMPLES, NEW_TOKENS, ROUNDS, BUDGET = 8, 64, 3, 16_384
 
 
-def main() -> None:
+def main():
     given = sides.options_of(__doc__, prompts=64, dtype="float32", device="auto")
     with tempfile.TemporaryDirectory() as folder:
         world = make_world(Path(folder) / "world", rows=given.prompts * 2)
@@ -53,7 +51,7 @@ def main() -> None:
     print_changes(model, ids)
 
 
-def plain_generate(model, ids) -> None:
+def plain_generate(model, ids):
     """What a loop over prompts does."""
     model.generation_config = GenerationConfig()
     how = GenerationConfig(
@@ -78,7 +76,7 @@ def drawn(model, ids, count=SAMPLES, *, rows=0) -> dict[tuple[int, int], tuple[i
     }
 
 
-def print_changes(model, ids) -> None:
+def print_changes(model, ids):
     """How many samples differ from those of large batches."""
     few = ids[: max(1, len(ids) // 4)]
     whole = drawn(model, few)

@@ -1,7 +1,5 @@
 """What the instruments share: worlds, processes, clocks, tables, and the trainers of both sides."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import json
@@ -36,7 +34,9 @@ def options_of(doc, **defaults):
             how = {"nargs": "+", "choices": default}
         elif isinstance(default, list):
             how = {"nargs": "+"} if default else {"action": "append"}
-        parser.add_argument(f"--{name}", default=default, **how)
+        elif isinstance(default, bool):
+            how = {"action": "store_true"}
+        parser.add_argument(f"--{name.replace('_', '-')}", default=default, **how)
     return parser.parse_args()
 
 
@@ -62,7 +62,7 @@ def tried(function, *arguments, **environment):
     return json.loads(done.stdout.splitlines()[-1]), ""
 
 
-def took(words, folder, *, limit=math.inf, **environment):
+def took(words, folder, *, limit=threading.TIMEOUT_MAX, **environment):
     """Seconds of a Python in a folder that ends well or at the limit, and its peak in MiB."""
     begun = time.perf_counter()
     with (folder / "said").open("wb") as said:
@@ -73,7 +73,7 @@ def took(words, folder, *, limit=math.inf, **environment):
             stdout=said,
             stderr=said,
         )
-        alarm = threading.Timer(min(limit, threading.TIMEOUT_MAX), process.kill)
+        alarm = threading.Timer(limit, process.kill)
         alarm.start()
         _, status, used = os.wait4(process.pid, 0)
         alarm.cancel()
@@ -96,9 +96,9 @@ def report(rounds, titles, columns):
     print(" " * 26 + "".join(heads))
     for side in (name for name in rounds[0] if name in titles):
         cells = []
-        for _, figure, width, decimals in columns:
+        for head, figure, width, decimals in columns:
             own = statistics.median(told[side][figure] for told in rounds)
-            cells.append(f"{own:{width},.{1 if figure == 'start' else 0}f}")
+            cells.append(f"{own:{width},.{2 if head.endswith(' s') else 0}f}")
             if decimals:
                 ratios = (told["align"][figure] / told[side][figure] for told in rounds)
                 cells.append(f"{statistics.median(ratios):9.{decimals}f}x")
@@ -106,24 +106,18 @@ def report(rounds, titles, columns):
 
 
 def make_case(folder, rows, lengths="even"):
-    """A tiny Llama and pairs of random words, their numbers drawn as `LENGTHS` says."""
-    words = make_model(folder / "model", shape(128, 4, 4, 2, 344), VOCABULARY)
-    save_pairs(folder / "pairs.parquet", words, rows, LENGTHS[lengths])
+    """A tiny Llama and pairs of random words, as many as `LENGTHS` draws."""
+    words = make_model(folder / "model", (128, 4, 4, 2, 344), VOCABULARY)
+    save_pairs(folder / "pairs.parquet", words, rows, lengths)
 
 
-def shape(width, layers, heads, kv_heads, inner, **more):
-    """The settings of a Llama."""
-    return {
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": inner,
-        **more,
-    }
+SHAPE = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    "intermediate_size",
+)
 
 
-def make_model(folder, llama, vocabulary):
+def make_model(folder, shape, vocabulary, **more):
     """A Llama of random weights and a tokenizer of so many words, which are returned."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -135,8 +129,8 @@ def make_model(folder, llama, vocabulary):
     level.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     save_tokenizer(folder, level)
     torch.manual_seed(0)
-    specials = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    config = LlamaConfig(vocab_size=vocabulary, **specials, **llama)
+    more |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "vocab_size": vocabulary}
+    config = LlamaConfig(**dict(zip(SHAPE, shape, strict=True)), **more)
     LlamaForCausalLM(config).save_pretrained(folder)
     return words
 
@@ -148,7 +142,7 @@ def save_tokenizer(folder, tokenizer):
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **specials).save_pretrained(folder)
 
 
-def save_pairs(path, words, rows, length_of):
+def save_pairs(path, words, rows, lengths):
     """Preference pairs of random words."""
     import numpy as np
     import pyarrow as pa
@@ -157,17 +151,13 @@ def save_pairs(path, words, rows, length_of):
     random = np.random.default_rng(0)
 
     def text(column):
-        picks = random.integers(len(SPECIALS), len(words), length_of(random, column))
+        picks = random.integers(len(SPECIALS), len(words), LENGTHS[lengths](random, column))
         return " ".join(words[pick] for pick in picks)
 
     columns = {name: [text(name) for _ in range(rows)] for name in ("prompt", "chosen", "rejected")}
     for name in ("chosen", "rejected"):
         columns[name] = [f" {completion}" for completion in columns[name]]
     pq.write_table(pa.table(columns), path)
-
-
-def even_length(random, _):
-    return random.integers(150, 251)
 
 
 def spread_length(random, column):
@@ -179,7 +169,7 @@ def spread_length(random, column):
     return min(most, max(1, round(random.lognormal(math.log(median), 0.9))))
 
 
-LENGTHS = {"even": even_length, "spread": spread_length}
+LENGTHS = {"even": lambda random, _: random.integers(150, 251), "spread": spread_length}
 
 
 def tokens_of(folder):
@@ -297,14 +287,14 @@ def train_with_trl(folder, method, steps, settings, *, model=None, **more):
     with tempfile.TemporaryDirectory() as output:
         data = Dataset.from_parquet(str(folder / "pairs.parquet"), cache_dir=output)
         trainer_class, config_class, data, rows = trl_classes(method, data)
-        batch = settings.get("per_device_train_batch_size", 8)
+        settings = {"per_device_train_batch_size": 8} | settings
         arguments = config_class(
             output_dir=output,
-            gradient_accumulation_steps=rows // batch,
+            gradient_accumulation_steps=rows // settings["per_device_train_batch_size"],
             num_train_epochs=1,
             save_strategy="no",
             report_to="none",
-            **{"per_device_train_batch_size": batch} | settings,
+            **settings,
         )
         trainer = trainer_class(
             model=AutoModelForCausalLM.from_pretrained(folder / "model", **model or {}),

@@ -8,8 +8,6 @@ of all steps after the first; loading and scoring the reference are left out. Me
 process's.
 """
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 
@@ -35,7 +33,7 @@ COLUMNS = (
 )
 
 
-def main() -> None:
+def main():
     options = sides.options_of(
         __doc__,
         steps=3,

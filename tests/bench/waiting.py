@@ -8,8 +8,6 @@ and beside as many busy loops as there are cores, in turn; what counts are the m
 `spin` is what libgomp does by itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
@@ -34,7 +32,7 @@ COMMANDS = {
 }
 
 
-def main() -> None:
+def main():
     # A limit is that of a command, in seconds.
     options = sides.options_of(__doc__, rows=256, rounds=3, sides=["align", "spin"], limit=400.0)
     with tempfile.TemporaryDirectory() as name:

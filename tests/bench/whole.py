@@ -7,15 +7,14 @@ it the pairs are made, as uneven in length as people's. What counts is the media
 ratios; memory is that of the largest process.
 """
 
-from __future__ import annotations
-
-import statistics
 import tempfile
 from pathlib import Path
 
 import sides
 
 METHODS = ("dpo", "kto", "orpo")
+TITLES = {"align": "align", "trl": "TRL"}
+COLUMNS = (("whole s", "seconds", 10, 2), ("peak MiB", "mib", 10, 2))
 TRL = """
 import sides
 from pathlib import Path
@@ -23,7 +22,7 @@ sides.train_with_trl(Path(), {!r}, sides.Steps(), sides.ON_CPU)
 """
 
 
-def main() -> None:
+def main():
     options = sides.options_of(__doc__, pairs=None, rows=256, rounds=1, methods=METHODS)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -31,7 +30,9 @@ def main() -> None:
         if options.pairs:
             take_pairs(options.pairs, options.rows, folder)
         for method in options.methods:
-            report(method, [both(folder, method, number) for number in range(options.rounds)])
+            rounds = [both(folder, method, number) for number in range(options.rounds)]
+            print(method, end=": ")
+            sides.report(rounds, TITLES, COLUMNS)
 
 
 def take_pairs(path, rows, folder):
@@ -66,19 +67,10 @@ def both(folder, method, number):
     )
     ours = [sides.took(("-m", "align", *one, "--no-mlflow"), folder, **home) for one in stages]
     theirs = sides.took(("-c", TRL.format(method)), folder, PYTHONPATH=str(Path(__file__).parent))
-    return (sum(seconds for seconds, _ in ours), max(mib for _, mib in ours)), theirs
-
-
-def report(method, rounds):
-    for side, found in zip(("align", "TRL"), zip(*rounds, strict=True), strict=True):
-        seconds, mib = (statistics.median(values) for values in zip(*found, strict=True))
-        print(f"{method:5} {side:6}{seconds:8.1f} s{mib:10,.0f} MiB")
-    faster, memory = (
-        statistics.median(theirs[what] / ours[what] for ours, theirs in rounds) for what in (0, 1)
-    )
-    print(
-        f"{method:5} align is {faster:.1f}x as fast, with 1/{memory:.1f} of the memory", flush=True
-    )
+    return {
+        side: {"seconds": sum(seconds for seconds, _ in found), "mib": max(mib for _, mib in found)}
+        for side, found in (("align", ours), ("trl", [theirs]))
+    }
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
-"""A row's id says what is in the row and nothing else, and its lists are as lists are."""
+"""What a row and a prompt are known by, what that ignores, and lists as lists are."""
 
+import random
+import string
 from dataclasses import replace
 
 import numpy as np
@@ -7,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from align.schemas.row_keys import key_rows
-from align.schemas.rows import Ragged, Role, allowed_gaps
+from align.schemas import row_keys as module
+from align.schemas.row_keys import key_rows, prompt_keys_of, sketches_of
+from align.schemas.rows import Ragged, Record, Role, allowed_gaps
+from align.stages.feed.train_source import count_near
 from support.encoded_rows import encoded, plain, record_lists
 
 ROW = encoded(
@@ -106,3 +110,115 @@ def test_lists_are_taken_joined_sliced_and_shortened_as_lists_are(lists, others,
     limits = [data.draw(st.integers(0, 6)) for _ in lists]
     headed = ragged.head(np.array(limits, dtype=np.int64))
     assert lists_of(headed) == [values[:most] for values, most in zip(lists, limits, strict=True)]
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+ASKED = {"role": "user", "content": "What is the capital of France?"}
+TOLD = {"role": "assistant", "content": "Paris."}
+AGAIN = {"role": "user", "content": "And of Spain?"}
+TOOL = {"type": "function", "function": {"name": "look_up"}}
+CHAT = Record(0, 0, (SYSTEM, ASKED, TOLD, AGAIN), ("x",), (Role.CANDIDATE,), (None,))
+TEXT = replace(CHAT, prompt="Q: What is the capital of France?\nA:")
+
+
+def changed(message, **fields):
+    return {**message, **fields}
+
+
+def chat(*, system=SYSTEM, asked="What is the capital of France?", role="user", rest=(TOLD, AGAIN)):
+    return (system, {"role": role, "content": asked}, *rest)
+
+
+# Each beside the conversation, or beside the text.
+SAME_SIDE = {
+    "another system message": (CHAT, chat(system=changed(SYSTEM, content="Be kind."))),
+    "no system message": (CHAT, (ASKED, TOLD, AGAIN)),
+    "white space": (CHAT, chat(asked="  What is\tthe capital of France?\n")),
+    "white space in text": (TEXT, "Q:  What is the capital\nof France? A: "),
+}
+OTHER_SIDE = {
+    "a word": (CHAT, chat(asked="What is the capital of Spain?")),
+    "who says it": (CHAT, chat(role="assistant")),
+    "a turn less": (CHAT, (SYSTEM, ASKED)),
+    "two turns in one": (CHAT, chat(asked="What is the capital of France? Paris.", rest=(AGAIN,))),
+    "a word of text": (TEXT, "Q: What is the capital of Spain?\nA:"),
+    "a blank within a word": (TEXT, "Q: What is the cap ital of France?\nA:"),
+}
+
+
+@pytest.mark.parametrize("name", [*SAME_SIDE, *OTHER_SIDE])
+def test_prompts_are_other_ones_and_on_one_side_of_the_split_or_not_that_differ_in(name):
+    record, prompt = (SAME_SIDE | OTHER_SIDE)[name]
+    keys = prompt_keys_of([record, replace(record, prompt=prompt)])
+    assert keys.prompt[0] != keys.prompt[1]
+    assert (keys.split[0] == keys.split[1]) == (name in SAME_SIDE)
+
+
+def test_tools_and_template_options_make_another_prompt_and_completions_and_key_order_do_not():
+    turned = tuple(dict(reversed(message.items())) for message in CHAT.prompt)
+    same = replace(CHAT, prompt=turned, completions=("y",), row=7, scores=(1.0,))
+    others = [replace(CHAT, tools=(TOOL,)), replace(CHAT, template_options={"thinking": False})]
+    keys = prompt_keys_of([CHAT, same, *others])
+    assert keys.prompt[0] == keys.prompt[1]
+    assert len(set(keys.prompt)) == 3
+    assert len(set(keys.split)) == 1
+    told = replace(CHAT, prompt=(changed(SYSTEM, content="Tell a story."),))
+    assert len(set(prompt_keys_of([replace(CHAT, prompt=(SYSTEM,)), told]).split)) == 2
+
+
+def test_these_keys_never_change():
+    """Else prompts would cross the split from one version to another."""
+    keys = prompt_keys_of([CHAT, TEXT])
+    assert [key.hex() for key in keys.prompt.tolist()] == [
+        "5b1e64fe0e211ea8f0dad9dc73a24613",
+        "4f743367ee26abbbe649c9f469217e84",
+    ]
+    assert [f"{int(key):016x}" for key in keys.split] == ["95af2ee0f0ebd776", "0b10a4cb61633113"]
+    assert [f"{int(key):016x}" for key in keys.sketch] == ["d68ffded9dbef122", "3d8ffe6b9dc7f122"]
+
+
+def share_of_near(change, *, length, count=300):
+    """How many of texts of so many words are near to what such a change makes of them."""
+    draw, near = random.Random(length), 0
+    for _ in range(count):
+        text = words(draw, length)
+        both = sketches_of([" ".join(text), " ".join(change(draw, text))], otherwise=OWN)
+        near += count_near(both[1:], both[:1])
+    return near / count
+
+
+OWN = np.array([1, 2], dtype=np.uint64)
+
+
+def words(draw, count):
+    sizes = [draw.randint(2, 9) for _ in range(count)]
+    return ["".join(draw.choices(string.ascii_lowercase, k=size)) for size in sizes]
+
+
+def one_changed(draw, text):
+    place = draw.randrange(len(text))
+    return [*text[:place], *words(draw, 1), *text[place + 1 :]]
+
+
+def test_texts_are_near_as_far_as_their_words_are_the_same():
+    assert share_of_near(lambda _, text: [f"{word.title()}," for word in text], length=12) == 1
+    # 58 of 62 pairs of words are in both: P(at least 6 of 8) = 0.99
+    assert share_of_near(one_changed, length=60) > 0.95
+    # about a seventh of the pairs of words are in both
+    halved = share_of_near(lambda draw, text: [*text[:15], *words(draw, 15)], length=30)
+    assert halved < 0.05
+    assert share_of_near(lambda draw, text: words(draw, len(text)), length=20) == 0
+    asked = "日本の首都はどこにありますか、そしてその人口はどのくらいですか"
+    texts = [asked, f"{asked}!", "一番長い川の名前を教えてください、お願いします"]
+    first, again, other = sketches_of(texts, otherwise=np.arange(3, dtype=np.uint64))[:, None]
+    assert (count_near(again, first), count_near(other, first)) == (1, 0)
+
+
+def test_a_sketch_does_not_depend_on_the_texts_around_it(monkeypatch):
+    draw = random.Random(5)
+    texts = ["?!", "...", "", *(" ".join(words(draw, draw.randint(1, 30))) for _ in range(50))]
+    otherwise = np.arange(53, dtype=np.uint64)
+    together = sketches_of(texts, otherwise=otherwise)
+    assert together[:3].tolist() == [0, 1, 2]  # without words a text is near to itself alone
+    monkeypatch.setattr(module, "CHARACTERS_AT_ONCE", 100)
+    assert sketches_of(texts, otherwise=otherwise).tolist() == together.tolist()

@@ -1,7 +1,7 @@
 """Small caches that are made the way stage 1 makes them, without a model."""
 
 import hashlib
-import os
+import multiprocessing
 import warnings
 from dataclasses import replace
 
@@ -24,6 +24,7 @@ from align.stages.storage.manifest_file import (
 FACTS = UnitFacts("00", "ff", 64, (), {}, {"path": "exact"}, {0: "a.jsonl", 1: "b.jsonl"})
 LOSSY = replace(FACTS, rejected=(Rejected(0, 9, "oom", "too big"),), notes={"swaps": 2})
 ROWS = 5
+FORK = multiprocessing.get_context("fork")
 
 
 def block_of(rows, seed, *, max_tokens=6, token_logps=False, carried=(), scores=False):
@@ -79,6 +80,20 @@ def plan_of(units):
     )
 
 
+def commit_blocks(root, blocks, facts=None):
+    """A folder with a commit of each block."""
+    work = CacheFolder(root).work("0" * 64)
+    work.cache.prepare()
+    work.prepare()
+    commits = [
+        commit_unit(work, "run", unit, block, of_unit)
+        for unit, (block, of_unit) in enumerate(
+            zip(blocks, facts or [FACTS] * len(blocks), strict=True)
+        )
+    ]
+    return work.cache, commits
+
+
 def make_cache(root, units=(1, 2, 3), *, told=lambda event, key: None, rejects=True):
     """Makes or goes on making a cache; `told` hears what may be relied on from now on."""
     folder, plan = CacheFolder(root), plan_of(units)
@@ -123,27 +138,21 @@ def tree_of(root):
 
 
 def in_child(work):
-    """The wait status of a forked process that does `work`, and may kill itself."""
+    """The exit code of a forked process that does `work`, and may kill itself."""
     return at_once(1, lambda _: work())[0]
 
 
 def at_once(count, work):
-    """The wait statuses of so many forked processes, which get their numbers and begin at once."""
-    gate, start = os.pipe()
-    pids = []
-    for number in range(count):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            pids.append(os.fork())
-        if not pids[-1]:
-            status = 1
-            try:
-                os.close(start)
-                os.read(gate, 1)
-                work(number)
-                status = 0
-            finally:
-                os._exit(status)
-    os.close(start)  # all of them read the end of the pipe
-    os.close(gate)
-    return [os.waitpid(pid, 0)[1] for pid in pids]
+    """The exit codes of so many forked processes, which get their numbers and begin at once."""
+    gate = FORK.Barrier(count)
+    children = [
+        FORK.Process(target=lambda number: (gate.wait(), work(number)), args=(number,))
+        for number in range(count)
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for child in children:
+            child.start()
+    for child in children:
+        child.join()
+    return [child.exitcode for child in children]

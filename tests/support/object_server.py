@@ -45,18 +45,17 @@ def s3_server():
             yield url
         finally:
             server.stop()
-            object_stores.open_store.cache_clear()
+            forget()
+
+
+forget = object_stores.open_store.cache_clear  # of the servers that were open
 
 
 def client(url):
     """Another program's way to the same bucket."""
-    return boto3.client(
-        "s3",
-        endpoint_url=url,
-        aws_access_key_id=KEYS["AWS_ACCESS_KEY_ID"],
-        aws_secret_access_key=KEYS["AWS_SECRET_ACCESS_KEY"],
-        region_name="us-east-1",
-    )
+    key, secret, region = KEYS.values()
+    known = {"aws_access_key_id": key, "aws_secret_access_key": secret, "region_name": region}
+    return boto3.client("s3", endpoint_url=url, **known)
 
 
 def environment(url, **more):
@@ -68,7 +67,7 @@ def use(monkeypatch, url, **more):
     """Lets this process find the server."""
     for name, value in environment(url, **more).items():
         monkeypatch.setenv(name, value)
-    object_stores.open_store.cache_clear()
+    forget()
 
 
 @dataclass
@@ -98,7 +97,7 @@ def faulty_proxy(upstream, faults):
         server.shutdown()
         server.server_close()
         thread.join()
-        object_stores.open_store.cache_clear()
+        forget()
 
 
 class _Proxy(BaseHTTPRequestHandler):

@@ -8,10 +8,11 @@ import re
 from functools import cache
 
 DOORS = re.compile(
-    r"\b(fork|joined_world|open_engine|open_session|run_training)\("
+    r"\b(fork|run_ranks|joined_world|open_engine|open_session|run_training)\("
     r"|\b(begun|open_store|open_training_run|recorded)\("  # MLflow
     r"|import .*\b(multiprocessing|subprocess|launch|child|Gate)\b"
-    r"|\b(server|course|journey|training_world|one_rank|bucket|object_server|uri)[,)]"  # fixtures
+    # Fixtures:
+    r"|\b(server|course|journey|training_world|devices|one_rank|bucket|object_server|uri)[,)]"
     r'|"(train|sweep)",|\bworkers='  # of a command, or a setting
 )
 

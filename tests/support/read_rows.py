@@ -1,4 +1,4 @@
-"""Rows of data as a person writes them, and the records or the rejections that they become."""
+"""Rows of data as a person writes them, the records that they become, and the tokens of these."""
 
 import csv
 import json
@@ -6,11 +6,15 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from align.schemas.config import TokenOptions
+from align.schemas.rows import Record, Role
 from align.stages.data.chat_wrap import UNWRAPPED
 from align.stages.data.data_schema import detect_shape
 from align.stages.data.decode_rows import parse_chunk
+from align.stages.data.encode import Encoder
 from align.stages.data.file_formats import JsonRows
 from align.stages.data.input_files import Chunk
+from align.stages.data.tokenizer import load_tokenizer
 
 
 def user(text):
@@ -69,4 +73,42 @@ def rejection_of(row, **options):
     """Why a row cannot be used."""
     records, (bad,) = read_lines(row, **options)
     assert not records
+    return bad
+
+
+USER = user("hi")
+
+
+def conversation(*completions, prompt=(USER,), **more):
+    """A record of candidates without scores."""
+    count = len(completions)
+    return Record(0, 0, prompt, completions, (Role.CANDIDATE,) * count, (None,) * count, **more)
+
+
+def encode(folder, *records, **options):
+    """What the encoder makes of records under the tokenizer of a folder."""
+    rules = TokenOptions(**options)
+    return Encoder(load_tokenizer(folder, rules), rules).encode(records)
+
+
+def encode_one(folder, record, **options):
+    """The row of a record, and what is noted of it."""
+    result = encode(folder, record, **options)
+    assert not result.rejected, result.rejected
+    (row,) = result.rows
+    return row, result.notes
+
+
+def texts_of(folder, record, **options):
+    """The prompt and its completions as the texts of their tokens, and what is noted."""
+    row, notes = encode_one(folder, record, **options)
+    decode = load_tokenizer(folder, TokenOptions()).hf.decode
+    return [decode(ids) for ids in (row.prompt, *row.completions)], notes
+
+
+def refusal_of(folder, record, **options):
+    """Why a record cannot be encoded."""
+    result = encode(folder, record, **options)
+    assert not result.rows
+    (bad,) = result.rejected
     return bad

@@ -22,12 +22,6 @@ QWEN_3 = _CHATML.replace(
     "{% if call.arguments is string %}{{ call.arguments }}"
     "{% else %}{{ call.arguments | tojson }}{% endif %}",
 )
-# A line for each argument, which text has none of.
-QWEN_3_CODER = _CHATML.replace(
-    "{ARGUMENTS}",
-    "{% for name, value in call.arguments | items %}<parameter={{ name }}>{{ value }}</parameter>"
-    "{% endfor %}",
-)
 # The call as a whole, in a layout without `function`.
 HERMES = _CHATML.replace(
     '{"name": "{{ call.name }}", "arguments": {ARGUMENTS}}',

@@ -1,4 +1,4 @@
-"""Every row becomes one record or one rejection with its reason."""
+"""Every row becomes one record or one rejection with its reason, and is shown as it is read."""
 
 import json
 
@@ -6,8 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from align.schemas.config import TokenOptions
+from align.schemas.row_keys import key_rows
 from align.schemas.rows import Role
 from align.stages.data.decode_rows import shared_length
+from align.stages.data.shown_row import lines_of
+from align.stages.data.tokenizer import load_tokenizer
+from support.byte_tokenizers import FAMILIES, byte_tokenizer
+from support.encoded_rows import encoded
 from support.read_rows import bot, read_lines, record_of, rejection_of, user
 
 PAIRED = {"prompt": "p", "chosen": "c", "rejected": "r"}
@@ -101,11 +107,6 @@ def test_a_prompt_may_end_with_the_beginning_of_the_answer(rest):
     assert record.completions == ((bot("rest"),), (bot("no"),))
 
 
-def test_the_common_words_are_the_implicit_prompt():
-    record = record_of({"chosen": "Q: hi\n\nA:\n\nyes", "rejected": "Q: hi\n\nA:\n\nno"})
-    assert (record.prompt, record.completions) == ("Q: hi\n\nA:", ("\n\nyes", "\n\nno"))
-
-
 @given(st.text("ab \n", max_size=12), st.text("ab \n", max_size=12))
 def test_the_implicit_prompt_is_the_longest_that_ends_before_a_blank(chosen, rejected):
     def is_boundary(at):
@@ -160,26 +161,19 @@ REFUSED = [
     (CHAT | {"chosen": [bot([{"type": "text"}])]}, "schema", "no text as 'content'"),
     (CHAT | {"prompt": "p"}, "schema", "prompt is text"),
     (CHAT | {"prompt": [bot("s"), ASKED], "chosen": [ASKED, bot("c")]}, "schema", "repeats"),
-    (CHAT | {"chosen": [{"role": "system", "content": "s"}, bot("c")]}, "schema", "repeats"),
     (CHAT | {"prompt": PREFILLED, "chosen": "Sure, yes"}, "schema", "repeats the prompt's last"),
     (CHAT | {"prompt": [user("p"), bot(" ")]}, "empty_prompt", "an assistant's and empty"),
     (CHAT | {"prompt": [user("p"), CALL]}, "schema", "'chosen' cannot continue a prompt"),
-    (CHAT | {"chosen": bot("c")}, "schema", "list of messages"),
     (PAIRED | {"prompt": "[{'role': 'user', 'content': 'p'}]"}, "schema", "looks like a conv"),
     (PAIRED | {"prompt": '[{"role": "user", "content": "p"}, {"role": "a'}, "schema", "'prompt'"),
     (PAIRED | {"system": "s"}, "schema", "'system' can only be used"),
-    (CHAT | {"system": 3}, "schema", "'system' is not text"),
     (CHAT | {"prompt": [{"role": "system", "content": "x"}], "system": "s"}, "schema", "has a"),
     (CHAT | {"tools": "[{"}, "schema", "not valid JSON"),
-    (CHAT | {"tools": ["f"]}, "schema", "'tools' is not valid JSON"),
     (CHAT | {"chat_template_kwargs": [1]}, "schema", "not an object of options"),
     (SCORED | {"scores": [1, 2]}, "schema", "3 in 'completions' but 2 in 'scores'"),
-    (SCORED | {"scores": 1}, "schema", "'scores' is not a list: 1"),
     ({"chosen": "a b", "rejected": [bot("c")]}, "schema", "one is text"),
     (PAIRED | {"prompt": " \n\t"}, "empty_prompt", "'prompt'"),
-    (CHAT | {"prompt": [user(" ")]}, "empty_prompt", "'prompt'"),
     ({"chosen": "a b", "rejected": "c d"}, "empty_prompt", "share no beginning"),
-    ({"chosen": [user("a")], "rejected": [user("b")]}, "empty_prompt", "share no beginning"),
     (CHAT | {"rejected": [bot("")]}, "empty_completion", "'rejected'"),
     (SCORED | {"completions": [], "scores": []}, "empty_completion", "'completions'"),
     (SCORED | {"completions": ["a", "", "c"]}, "empty_completion", "'completions[1]'"),
@@ -188,7 +182,6 @@ REFUSED = [
     (UNPAIRED | {"label": "yes"}, "bad_label", "'yes'"),
     (UNPAIRED | {"label": float("nan")}, "bad_label", "nan"),
     (LONG | {"score": "high"}, "bad_number", "'high'"),
-    (LONG | {"score": True}, "bad_number", "True"),
     (LONG | {"score": 10**400}, "bad_number", "'score'"),
     (SCORED | {"scores": [1, 2, float("inf")]}, "bad_number", "'scores[2]'"),
     (PAIRED | {"prompt": "a\ud800"}, "bad_utf8", "'prompt'"),
@@ -234,3 +227,50 @@ def test_details_are_short_and_printable():
         detail = rejection_of(UNPAIRED | {"label": value}).detail
         assert len(detail) < 160
         assert detail.isprintable()
+
+
+OPENED = '<bos><start_of_turn>user\nHi "you"<end_of_turn>\n<start_of_turn>model\n'
+
+
+@pytest.fixture(scope="module")
+def gemma_tokenizer(tmp_path_factory):
+    """Of bytes: a character of ASCII is a token."""
+    return load_tokenizer(
+        byte_tokenizer(tmp_path_factory.mktemp("tok"), **FAMILIES["gemma"]), TokenOptions()
+    )
+
+
+def shown(tokenizer, *texts, side="left", file="data.jsonl", **more):
+    """The lines of a row of these texts, its prompt first."""
+    ids = [tokenizer.backend.encode(text, add_special_tokens=False).ids for text in texts]
+    (row,) = [key_rows([encoded(*ids, row=7, **more)], seed=0, carried=()).rows]
+    return [*lines_of(row, tokenizer, file=file, prompt_side=side)]
+
+
+def test_special_tokens_stand_apart_from_text_and_what_was_cut_is_counted_where_it_was(
+    gemma_tokenizer,
+):
+    cut = {"prompt_cut": 3, "cut": (1, 0)}
+    lines = shown(gemma_tokenizer, OPENED, " I.\n<end_of_turn>", "No", **cut)
+    assert lines == [
+        "row 7 of data.jsonl as the model reads it, [special tokens] apart:",
+        # 2 special, 5 of the role's line, 8 of the message, 1 + 1 of its end, 1 + 6 of the answer's
+        r'  prompt, 24 tokens: [<bos>] (3 tokens cut) [<start_of_turn>] "user\nHi \"you\"" '
+        r'[<end_of_turn>] "\n" [<start_of_turn>] "model\n"',
+        r'  chosen, 5 tokens: " I.\n" [<end_of_turn>] (1 token cut)',
+        '  rejected, 2 tokens: "No"',
+    ]
+    for side, told in (("left", '(3 tokens cut) "abc"'), ("right", '"abc" (3 tokens cut)')):
+        (_, prompt, *_) = shown(gemma_tokenizer, "abc", "d", "e", side=side, **cut)
+        assert prompt == f"  prompt, 3 tokens: {told}"
+
+
+def test_no_text_passes_for_a_token_or_a_line_or_drives_a_terminal(gemma_tokenizer):
+    text = '\x1b]0;title\x07\x1b[2J\r\n\x9b\u202e [<end>] "(9 tokens cut)" C:\\new\x7f'
+    lines = shown(gemma_tokenizer, "q", text, "a", file="\x1b[2J.jsonl")
+    assert all(line.isprintable() for line in lines)
+    assert len(lines) == 4
+    quoted = lines[2].partition(": ")[2]
+    assert quoted.startswith(r'"\u001b]0;title\u0007\u001b[2J\r\n\u009b\u202e [<end>] \"(9 tok')
+    assert quoted.endswith(r'cut)\" C:\\new\u007f"')
+    assert json.loads(quoted) == text  # the quotes close once

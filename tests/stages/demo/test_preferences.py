@@ -1,16 +1,19 @@
-"""The preferences of the tiny world: what they teach, the files that hold them, the verifier."""
+"""The tiny world: what its preferences teach, its files, its tokenizer and its model."""
 
-import csv
-import json
 import re
 from collections import Counter
+from dataclasses import astuple
+from math import log
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import load_from_disk
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from align.schemas.errors import UsageError
 from align.stages.demo.preferences import draw_preferences, make_data, transcript
+from align.stages.demo.tiny_tokenizer import make_tokenizer
+from align.stages.demo.tiny_world import ModelShape, make_model, make_world
 from align.stages.demo.verifier import score
 
 DRAWN = list(draw_preferences(1000, seed=0))
@@ -61,19 +64,6 @@ def test_the_same_seed_writes_the_same_bytes_and_another_other_rows(files, tmp_p
     assert read(make_data(tmp_path / "other", rows=60, seed=4).paired) != read(files.paired)
 
 
-def test_every_format_of_the_pairs_holds_the_same_rows(files):
-    rows = read(files.paired)
-    assert len(rows) == 60
-    lines = files.paired_jsonl.read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line) for line in lines] == rows
-    assert json.loads(files.paired_json.read_text(encoding="utf-8")) == rows
-    with files.paired_csv.open(encoding="utf-8", newline="") as stream:
-        assert list(csv.DictReader(stream)) == rows
-    with pa.ipc.open_file(files.paired_arrow) as reader:
-        assert reader.read_all().to_pylist() == rows
-    assert load_from_disk(str(files.paired_dataset)).to_list() == rows
-
-
 def test_every_shape_holds_the_text_of_the_pairs(files):
     pairs, chats, joined = map(read, (files.paired, files.paired_chat, files.paired_chat_implicit))
     labelled = []
@@ -116,3 +106,79 @@ def test_the_verifier_agrees_with_every_preference_between_polite_and_rude():
         "",
     ):  # which only look polite
         assert score("User: What is the sum of 3 and 4?\nAssistant:", text, {}) == 0
+
+
+SMALL = {"hidden_size": 64, "layers": 2, "intermediate_size": 128}
+
+
+@pytest.fixture(scope="module")
+def pretrained_world(tmp_path_factory):
+    return make_world(tmp_path_factory.mktemp("world"), rows=20, pretrain_steps=30)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_folder):
+    return AutoTokenizer.from_pretrained(tokenizer_folder)
+
+
+def test_training_again_saves_the_same_bytes(pretrained_world, tmp_path):
+    make_tokenizer(tmp_path)
+    saved = sorted(path.name for path in tmp_path.iterdir())
+    assert saved == sorted(path.name for path in pretrained_world.tokenizer.iterdir())
+    for name in saved:
+        assert (tmp_path / name).read_bytes() == (pretrained_world.model / name).read_bytes(), name
+
+
+@pytest.mark.numeric
+def test_a_seed_is_one_model_near_uniform_and_leaves_other_random_numbers_alone(
+    tokenizer, tmp_path
+):
+    torch.manual_seed(9)
+    expected = torch.rand(3)
+    weights = []
+    for seed, tied in ((1, True), (1, True), (2, True), (2, False)):
+        torch.manual_seed(9)
+        folder = tmp_path / str(len(weights))
+        shape = ModelShape(**SMALL, tied=tied)
+        made = make_model(folder, tokenizer, shape=shape, pretrain_steps=2, seed=seed)
+        assert made.logp_before == pytest.approx(-log(1024), abs=0.2)
+        assert torch.equal(torch.rand(3), expected)
+        weights.append((folder / "model.safetensors").read_bytes())
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        is_tied = torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+        assert is_tied == tied
+    assert weights[0] == weights[1] != weights[2]
+
+
+@pytest.mark.numeric
+def test_pretraining_makes_good_and_bad_answers_likelier_than_chance(pretrained_world, tokenizer):
+    assert pretrained_world.pretraining.logp_before < -6.5  # uniform: -6.9
+    assert -3.5 < pretrained_world.pretraining.logp_after < 0
+    assert pretrained_world.pretraining.num_parameters < 1_000_000
+    model = AutoModelForCausalLM.from_pretrained(pretrained_world.model)
+
+    def logp_per_token(messages, answer):
+        start = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
+        messages = [*messages, {"role": "assistant", "content": answer.text}]
+        ids = torch.tensor([tokenizer.apply_chat_template(messages, return_dict=False)])
+        with torch.no_grad():
+            logps = model(ids).logits[0, :-1].log_softmax(-1)
+        return logps.gather(1, ids[0, 1:, None])[len(start) - 1 :].mean().item()
+
+    for side in ("chosen", "rejected"):
+        drawn = draw_preferences(30, seed=11)
+        logps = [logp_per_token([*map(dict, one.prompt)], getattr(one, side)) for one in drawn]
+        assert -4.5 < sum(logps) / 30 < 0
+
+
+def test_a_world_is_whole_stops_at_eos_and_is_not_overwritten(pretrained_world, tokenizer):
+    assert all(path.exists() for path in astuple(pretrained_world.data))
+    config = GenerationConfig.from_pretrained(pretrained_world.model)
+    assert config.eos_token_id == tokenizer.eos_token_id
+    assert config.pad_token_id == tokenizer.pad_token_id
+    kept = sorted(pretrained_world.model.parent.iterdir())
+    with pytest.raises(UsageError, match="not empty"):
+        make_world(pretrained_world.model.parent, rows=5, pretrain_steps=0)
+    assert sorted(pretrained_world.model.parent.iterdir()) == kept

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from align.schemas.row_keys import key_rows
@@ -39,10 +39,7 @@ def long_rows(draw):
 
 
 @pytest.mark.slow
-@settings(
-    max_examples=50,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=30)
 @given(long_rows(), st.randoms(), st.integers(1, 6), st.sampled_from([1, 60, 10**6]))
 def test_rows_of_one_prompt_become_one_in_any_order(new_folder, records, shuffler, chunk, tokens):
     ring, notes = make_ring(new_folder(), records, long_form=True, carried=("weight",))
@@ -124,16 +121,9 @@ def test_the_prompt_of_a_group_is_what_all_its_rows_begin_with():
 
 
 def test_prompts_cut_at_their_beginning_are_compared_where_their_tokens_stood():
-    expected = {
-        5: ((BOS, 2, 3, 4), 1, [(5, 8), (7,)]),  # SHORT is whole, LONG is [BOS 2 3 4 5]
-        4: ((BOS, 3, 4), 2, [(5, 8), (7,)]),  # [BOS 2 3 4] and [BOS 3 4 5]
-        2: ((BOS,), 4, [(5, 8), (7,)]),  # [BOS 4] and [BOS 5]
-    }
-    for limit, row in expected.items():
-        assert joined((SHORT, [7]), (LONG, [8]), limit=limit)[0] == [row]
-    # Without a BOS the prompt begins with the first token all have kept, of [2 3 4] and [3 4 5].
-    found, _ = joined((SHORT[1:], [7]), (LONG[1:], [8]), limit=3)
-    assert found == [((3, 4), 2, [(5, 8), (7,)])]
+    # [BOS 2 3 4] and [BOS 3 4 5]; the other limits are those of any text below.
+    found, _ = joined((SHORT, [7]), (LONG, [8]), limit=4)
+    assert found == [((BOS, 3, 4), 2, [(5, 8), (7,)])]
     # Prompts of which cutting left nothing in common stay apart.
     found, notes = joined((SHORT[1:], [7]), (LONG[1:], [8]), limit=1)
     assert sorted(found) == [((4,), 3, [(7,)]), ((5,), 4, [(8,)])]

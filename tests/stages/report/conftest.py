@@ -6,13 +6,11 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from align.schemas.cache import FORMAT_VERSION, InputEntry, Plan
 from align.schemas.row_keys import key_rows
 from align.schemas.rows import Role, ScoredBlock
-from align.stages.storage.cache_folder import CacheFolder
-from align.stages.storage.commits import UnitFacts, commit_unit
 from align.stages.storage.manifest_file import build_manifest, write_manifest
 from support.encoded_rows import encoded
+from support.made_caches import commit_blocks, plan_of
 
 
 class Branch(NamedTuple):
@@ -54,39 +52,18 @@ def block_of(rows, first):
 
 def write_cache(root, rows, *, per_unit):
     """Cuts the rows into units, one shard each."""
-    folder = CacheFolder(root)
-    folder.prepare()
-    work = folder.work("ab" * 32)
-    work.prepare()
-    facts = UnitFacts("00", "ff", 64, (), {}, {"path": "exact"}, {0: "pairs.jsonl"})
     starts = range(0, len(rows), per_unit)
     blocks = [block_of(rows[start : start + per_unit], start) for start in starts]
-    commits = {
-        unit: commit_unit(work, "run", unit, block, facts) for unit, block in enumerate(blocks)
-    }
-    plan = plan_of((*starts, len(rows)), rows_in=len(rows) + 3)
-    write_manifest(folder, build_manifest(plan, commits))
-    return folder
-
-
-def plan_of(unit_offsets, *, rows_in):
-    return Plan(
-        digest="",
-        format_version=FORMAT_VERSION,
-        plan_key="ab" * 32,
+    folder, commits = commit_blocks(root, blocks)
+    plan = replace(
+        plan_of(starts),
         fingerprint={"tokenizer.stop.turn": "7 template <|user|>"},
-        reference_key="cd" * 32,
-        model="models/tiny",
-        adapter="",
-        inputs=(InputEntry("pairs.jsonl", 1234, "ef" * 32, rows_in),),
-        rows_in=rows_in,
-        unit_offsets=unit_offsets,
-        quarantine=(),
+        rows_in=len(rows) + 3,
+        unit_offsets=(*starts, len(rows)),
         quarantined={"empty_completion": 1, "too_long": 2},
-        notes={"rows_with_prompt_truncated": 1},
-        reuse=(),
-        threads=1,
     )
+    write_manifest(folder, build_manifest(plan, dict(enumerate(commits))))
+    return folder
 
 
 def pair(prompt, chosen, rejected, *, prompt_cut=0, rejected_cut=0):

@@ -1,12 +1,18 @@
-"""What `align inspect` counts in a cache, and the tables that show it."""
+"""What is counted in a cache, and single held-out completions on their way to a file and back."""
 
+import csv
+import io
 from dataclasses import replace
 
+import numpy as np
 import polars as pl
 import pytest
 
+from align.schemas.batches import EvalSample
 from align.schemas.cache import InputEntry
+from align.schemas.errors import CorruptionError
 from align.schemas.json_codec import from_json, to_json
+from align.schemas.rows import Role
 from align.stages.report.cache_summary import (
     KtoWeights,
     PairSummary,
@@ -15,7 +21,14 @@ from align.stages.report.cache_summary import (
     summarize,
     total,
 )
-from align.stages.report.cache_tables import grid, render
+from align.stages.report.cache_tables import render
+from align.stages.report.eval_table import (
+    evaluation_csv,
+    kind_of,
+    margins_of,
+    read_samples,
+    spread_charts,
+)
 
 
 @pytest.fixture(scope="module")
@@ -72,24 +85,109 @@ def test_more_tokens_than_32_bits_count_are_added_up():
     assert (spread_of(column).p99, spread_of(column).mean) == (most, most)
 
 
-def test_the_numbers_are_in_the_tables(caches, pairs):
-    lines = [line.split() for line in render(pairs).splitlines()]
-    assert ["chosen", "1", "2", "4", "4", "4", "2"] in lines  # 1 2 3 4: p90 3.7, p99 3.97, rounded
-    assert ["prompt", "1", "25.0%", "5", "31.2%"] in lines  # 5 of 5 + 11 tokens
-    assert ["too_long", "2", "28.6%"] in lines  # 2 of 7 rows read
-    assert "<|user|> (7), as the chat template writes it" in render(pairs)
-    assert "nothing was cut" in render(summarize(caches["scored"]))
-
-
 def test_names_from_data_cannot_steer_the_terminal(pairs):
     text = render(replace(pairs, inputs=(InputEntry("a\x1b[2J\nb", 1, "00" * 32, 1),)))
     assert "\x1b" not in text
     assert "a[2Jb" in text
 
 
-def test_a_table_is_as_wide_as_it_needs_wherever_it_is_printed(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "40")
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    lines = grid(("run", "loss"), [("x" * 300, "[bold]0.5 :smile:"), ("日本語", "2")])
-    assert lines[1] == f"  {'x' * 300}  [bold]0.5 :smile:"
-    assert len(lines[2]) == len(lines[1]) - 3  # letters of two columns each
+def sample(row, role, tokens, logp, reference, reward=None):
+    return EvalSample(row, f"{row:032x}", role, tokens, logp, reference, reward, None, None)
+
+
+PAIRS = [
+    sample(0, Role.CHOSEN, 3, -1.25, -2.0),
+    sample(0, Role.REJECTED, 4, -6.5, -4.0),
+    sample(1, Role.CHOSEN, 2, -3.0, -3.5),
+    sample(1, Role.REJECTED, 2, -3.25, -3.25),
+]
+
+
+# As a method sees them that divides by the length of each.
+REWARDED = [replace(one, reward=(one.logp - one.reference_logp) / one.num_tokens) for one in PAIRS]
+
+
+@pytest.fixture
+def table_of(tmp_path):
+    """Writes completions down and reads them again."""
+
+    def write_and_read(completions, kind="log-ratios"):
+        path = tmp_path / "step-00000001.csv"
+        path.write_text(evaluation_csv(completions, kind, decode=None))
+        return read_samples(path)
+
+    return write_and_read
+
+
+def test_it_is_read_back_as_it_was(table_of):
+    table = table_of(REWARDED)
+    assert kind_of(table.columns) == "log-ratios"
+    names = ["row", "role", "tokens", "logp", "reference_logp", "log_ratio", "reward"]
+    assert table.select(names).rows() == [
+        (0, "chosen", 3, -1.25, -2.0, 0.75, 0.25),
+        (0, "rejected", 4, -6.5, -4.0, -2.5, -0.625),
+        (1, "chosen", 2, -3.0, -3.5, 0.5, 0.25),
+        (1, "rejected", 2, -3.25, -3.25, 0.0, 0.0),
+    ]
+    assert table["row_id"].to_list() == [one.row_id for one in PAIRS]
+
+
+@pytest.mark.parametrize(
+    "text", ['He said "no",\nthen left', "one\rtwo", "\n\r", "x" * 200_000, " a,b ", "\u2028\x0b"]
+)
+def test_text_survives_whatever_it_is(tmp_path, text):
+    def decode(tokens, continues):
+        assert continues == bool(tokens[0])
+        return text
+
+    bare = sample(0, Role.DESIRABLE, 1, -1.0, -1.5)
+    one = replace(bare, prompt=np.array([0]), completion=np.array([1]))
+    path = tmp_path / "step-00000001.csv"
+    path.write_bytes(evaluation_csv([one, one], "log-ratios", decode=decode).encode())
+    samples = read_samples(path)
+    assert samples["log_ratio"].to_list() == [0.5, 0.5]
+    assert samples.select("prompt", "completion").rows() == [(text, text)] * 2
+
+
+def test_no_spreadsheet_computes_what_a_model_wrote():
+    formulas = ['=HYPERLINK("http://x";"y")', "+1+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)"]
+    formulas += ["\t=1", "\r=1"]
+    numbers = ["-2.5", "+7", "1 - 2 = -1"]
+    one = replace(PAIRS[1], row_id="=1+1", prompt=np.array([0]), completion=np.array([1]))
+    for text in [*formulas, *numbers]:
+        written = evaluation_csv([one], "log-ratios", decode=lambda *_, text=text: text)
+        (line,) = csv.DictReader(io.StringIO(written, newline=""))
+        cell = f"'{text}" if text in formulas else text
+        assert (line["prompt"], line["completion"], line["row_id"]) == (cell, cell, "'=1+1")
+        assert float(line["log_ratio"]) == -2.5  # a negative number is no text
+
+
+def test_margins_are_of_rewards_in_rows_with_good_and_bad_completions(table_of):
+    # .75 / 3 + 2.5 / 4 and .5 / 2 - 0
+    assert margins_of(table_of(REWARDED)) == [0.875, 0.25]
+    several = [
+        sample(0, Role.DESIRABLE, 1, 0.1, 0.0, 5.0),
+        sample(0, Role.DESIRABLE, 1, 0.1, 0.0, -5.0),
+        sample(0, Role.UNDESIRABLE, 1, 0.1, 0.0, 0.0),
+        sample(0, Role.UNDESIRABLE, 1, 0.1, 0.0, 4.0),
+        sample(1, Role.DESIRABLE, 1, 0.1, 0.0, 5.0),
+    ]
+    assert margins_of(table_of(several)) == [-2.0]
+    for without in (several[-1:], PAIRS):  # a row with one side; a method that compares nothing
+        assert margins_of(table_of(without)) == []
+        assert "Margins of rewards" not in spread_charts({0: table_of(without)})
+
+
+def test_a_damaged_file_is_told(tmp_path):
+    path = tmp_path / "step-00000001.csv"
+    for text in (
+        "row,role\n1,chosen\n",
+        "row,row_id,role,tokens,log_ratio\nx,,,,\n",
+        "row,row_id,role,tokens,logp\n1,a,chosen\n",
+        "row,row_id,role,tokens,logp\n1,a,chosen,2,-1.0,9\n",
+        "",
+        "caf\xe9",
+    ):
+        path.write_bytes(text.encode("latin-1"))
+        with pytest.raises(CorruptionError, match="step-00000001.csv is damaged"):
+            read_samples(path)

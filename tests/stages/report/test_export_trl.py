@@ -6,7 +6,7 @@ import polars as pl
 import pyarrow.parquet as pq
 import pytest
 
-from align.schemas.errors import CorruptionError, UsageError
+from align.schemas.errors import CorruptionError
 from align.stages.report.export_trl import export_trl, scan_trl
 
 # The first line of each kind, or the one with a cut; ids and texts are the same numbers.
@@ -60,6 +60,8 @@ def exported(folder, target, **more):
     num_rows = export_trl(folder, target, decode=decode, **more)
     rows = pq.read_table(target).to_pylist()
     assert num_rows == len(rows)
+    # Types that every reader knows.
+    assert not [kind for kind in pq.read_schema(target).types if "large" in str(kind)]
     return rows
 
 
@@ -75,17 +77,6 @@ def test_a_line_holds_all_of_a_row_with_the_text_of_its_ids(caches, tmp_path, ki
     assert {name: line[name] for name in line.keys() - cuts} == expected
     assert {"prompt_cut"} < cuts
     assert kind != "paired" or (line["prompt_cut"], line["rejected_cut"]) == (5, 2)
-
-
-def test_an_existing_file_is_kept_unless_told_otherwise(caches, tmp_path):
-    target = tmp_path / "out.parquet"
-    target.write_text("mine")
-    with pytest.raises(UsageError, match="--overwrite"):
-        exported(caches["paired"], target)
-    assert target.read_text() == "mine"
-    assert len(exported(caches["paired"], target, overwrite=True)) == 4
-    with pytest.raises(UsageError, match="nowhere is not a folder"):
-        exported(caches["paired"], tmp_path / "nowhere" / "out.parquet")
 
 
 def test_a_failed_export_leaves_nothing(caches, tmp_path):
@@ -106,15 +97,6 @@ def test_rows_of_no_known_kind_or_of_several_are_refused_to_a_query(caches):
     assert query.select("row_id").collect().height == 2
     with pytest.raises(CorruptionError, match="different kinds of rows"):
         query.select(pl.col("ref_chosen_logps")).collect()
-
-
-def test_the_file_loads_as_a_data_set_in_types_that_every_reader_knows(caches, tmp_path):
-    datasets = pytest.importorskip("datasets")
-    target = tmp_path / "out.parquet"
-    rows = exported(caches["scored"], target)
-    more = {"data_files": str(target), "split": "train", "cache_dir": str(tmp_path / "hf")}
-    assert list(datasets.load_dataset("parquet", **more)) == rows
-    assert not [kind for kind in pq.read_schema(target).types if "large" in str(kind)]
 
 
 @pytest.mark.parametrize("name", ["paired", "unpaired", "scored"])

@@ -7,9 +7,9 @@ import pytest
 from align.schemas.row_keys import key_rows
 from align.schemas.rows import ScoredBlock
 from align.stages.score.reuse import EarlierCache, ReuseIndex, branch_keys
-from align.stages.storage.cache_folder import CacheFolder
-from align.stages.storage.commits import UnitFacts, commit_unit
+from align.stages.storage.commits import UnitFacts
 from support.encoded_rows import encoded
+from support.made_caches import commit_blocks
 
 LOWEST, HIGHEST = "0" * 16, "f" * 16
 NUMERICS = ({"path": "one"}, {"path": "two"})
@@ -43,17 +43,13 @@ def halves(rows):
 @pytest.fixture
 def earlier(halves, tmp_path):
     """A cache of those two arcs, the second of which begins where the first ends."""
-    work = CacheFolder(tmp_path / "cache").work("0" * 64)
-    work.cache.prepare()
-    work.prepare()
-    arcs = [(LOWEST, "8" + "0" * 15), ("8" + "0" * 15, HIGHEST)]
-    commits = [
-        commit_unit(
-            work, "run", unit, block, UnitFacts(*arcs[unit], 64, (), {}, NUMERICS[unit], {})
-        )
-        for unit, block in enumerate(halves)
+    arcs = ((LOWEST, "8" + "0" * 15), ("8" + "0" * 15, HIGHEST))
+    facts = [
+        UnitFacts(*arc, 64, (), {}, numerics, {})
+        for arc, numerics in zip(arcs, NUMERICS, strict=True)
     ]
-    return lambda same_ring: EarlierCache(work.cache, tuple(commits), same_ring)
+    folder, commits = commit_blocks(tmp_path / "cache", halves, facts)
+    return lambda same_ring: EarlierCache(folder, tuple(commits), same_ring)
 
 
 @pytest.mark.parametrize("same_ring", [True, False])
@@ -103,14 +99,6 @@ def test_an_unknown_branch_of_a_known_row_is_told_apart(earlier, rows):
     none = ReuseIndex([], need_token_logps=True).find(rows, first_key=LOWEST, last_key=HIGHEST)
     assert not none.found.any()
     assert not none.token_logps.lengths.any()
-
-
-def test_only_shards_whose_arc_meets_the_rows_are_read(earlier, halves):
-    index = ReuseIndex([earlier(True)], need_token_logps=False)
-    assert not index.find(halves[1].rows, first_key=LOWEST, last_key="1" * 16).found.all()
-    assert index.find(halves[1].rows, first_key="9" * 16, last_key=HIGHEST).found.all()
-    edge = "8" + "0" * 15  # both arcs hold rows there
-    assert index.find(halves[0].rows, first_key=edge, last_key=edge).found.all()
 
 
 def test_a_shard_that_another_readable_file_replaced_is_not_copied_from(earlier, halves):

@@ -4,6 +4,7 @@ import json
 import math
 from itertools import combinations, permutations
 from statistics import fmean, median
+from unittest import mock
 
 import numpy as np
 import polars as pl
@@ -12,8 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from align.schemas.round_options import SelectOptions
-from align.schemas.rows import Role, offsets_of
-from align.stages.feed.conversions import Own, ScoreRules, labels_of_scores, pairs
 from align.stages.select import selection
 from align.stages.select.selection import select_rows
 
@@ -67,16 +66,6 @@ BY_HAND = [
 @pytest.mark.parametrize(("prompts", "options", "rows"), BY_HAND)
 def test_rows_are_those_chosen_by_hand(prompts, options, rows):
     assert selected(*prompts, **options)[0] == rows
-
-
-@pytest.mark.parametrize("kind", [np.float64, np.float32])
-def test_of_equal_gaps_that_of_the_better_chosen_is_taken(kind):
-    assert 0.3 - 0.1 != 0.4 - 0.2  # as binary numbers
-    lengths = {"a": 1, "b": 10, "c": 1, "d": 10}
-    scores = {"b": 0.3, "a": 0.4, "c": 0.2, "d": 0.1}
-    prompt = scored(**{name: float(kind(score)) for name, score in scores.items()})
-    prompt = [{**one, "length": lengths[one["text"]]} for one in prompt]
-    assert pairs_of(prompt, max_length_ratio=2) == [("a", "c")]
 
 
 @pytest.mark.parametrize("kind", [np.float64, np.float32])
@@ -134,16 +123,6 @@ def test_rows_are_in_the_order_of_the_prompts_in_one_piece_and_keep_their_tools(
     assert "answer" not in found.columns
 
 
-def test_pairs_of_many_prompts_are_looked_at_in_parts(monkeypatch):
-    table = samples(*(scored(a=at, b=-at, c=0.5) for at in range(1, 40)))
-    whole = select_rows(table, SelectOptions(rows="all_pairs"))
-    for most in (1, 9, 100):
-        monkeypatch.setattr(selection, "MOST_PAIRS", most)
-        parts = select_rows(table, SelectOptions(rows="all_pairs"))
-        assert parts.table.equals(whole.table)
-        assert parts.counts == whole.counts
-
-
 TENTHS = st.integers(-9, 9).map(lambda tenths: tenths / 10)
 DRAWN = st.fixed_dictionaries(
     {
@@ -163,42 +142,19 @@ OPTIONS = st.builds(
 )
 
 
-@given(st.lists(st.lists(DRAWN, min_size=1, max_size=7), min_size=1, max_size=5), OPTIONS)
-def test_the_rows_are_those_of_the_slow_way(prompts, options):
-    found = select_rows(samples(*prompts), options)
+@given(
+    st.lists(st.lists(DRAWN, min_size=1, max_size=7), min_size=1, max_size=5),
+    OPTIONS,
+    st.sampled_from([1, 9, selection.MOST_PAIRS]),  # that are looked at together
+)
+def test_the_rows_are_those_of_the_slow_way(prompts, options, most):
+    with mock.patch.object(selection, "MOST_PAIRS", most):
+        found = select_rows(samples(*prompts), options)
     expected = [
         row for at, prompt in enumerate(prompts) for row in slowly(f"p{at}", prompt, options)
     ]
     assert rounded(found.table.rows()) == rounded(expected)
     require_all_counted(found.counts, options.rows)
-
-
-SCORES = st.one_of(TENTHS, st.floats(-9, 9, width=32), st.floats(-9, 9))
-
-
-@given(
-    st.lists(st.lists(SCORES, min_size=1, max_size=6), min_size=1, max_size=5),
-    st.sampled_from([0.0, 0.1, 0.5]),
-    st.sampled_from(["mean", "median", 0.1]),
-)
-def test_rows_are_those_that_training_makes_of_groups(prompts, gap, threshold):
-    table = samples(*(scored(**dict(zip("abcdef", scores, strict=False))) for scores in prompts))
-    scores, sizes = [score for prompt in prompts for score in prompt], [*map(len, prompts)]
-    places = np.arange(len(scores))
-    own = Own(
-        np.arange(len(sizes)),
-        offsets_of(sizes),
-        places,
-        np.zeros(len(places), np.int8),
-        np.array(scores),
-    )
-    for rows, way in (("best_worst", "best_worst"), ("all_pairs", "all")):
-        trained = pairs(own, ScoreRules(way, min_gap=gap)).scores.reshape(-1, 2)
-        found = select_rows(table, SelectOptions(rows=rows, min_gap=gap)).table
-        assert found.select("chosen_score", "rejected_score").rows() == [*map(tuple, trained)]
-    trained = labels_of_scores(own, ScoreRules(threshold=threshold))
-    found = select_rows(table, SelectOptions(rows="labels", threshold=threshold)).table
-    assert found["label"].to_list() == [role == Role.DESIRABLE for role in trained.roles]
 
 
 def rounded(rows):

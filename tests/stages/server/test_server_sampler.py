@@ -170,23 +170,6 @@ def test_no_more_requests_are_begun_than_may_be_in_flight_while_a_group_is_kept(
     assert most == stub.most_in_flight == 3
 
 
-def test_answers_are_handed_out_while_others_are_in_flight():
-    first_is_kept = threading.Event()
-
-    def answer(asked):
-        if asked.last == "a text 0":
-            assert first_is_kept.wait(PATIENCE)
-        return "done"
-
-    with chat_server(answer) as stub:
-        groups = sampler_of_stub(stub, concurrency=2).open(WARM).sample(wanted_of(TEXTS[:2], 1))
-        (early,) = next(groups)
-        assert early.prompt == TEXTS[1].key
-        first_is_kept.set()
-        ((late,),) = groups
-        assert late.prompt == TEXTS[0].key
-
-
 def test_a_run_that_is_stopped_sends_nothing_more_and_leaves_no_thread():
     before = set(threading.enumerate())
     with chat_server(echo, faults={500: 0.3}, delay=0.005) as stub:

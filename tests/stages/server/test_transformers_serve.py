@@ -1,5 +1,6 @@
 """A real server: `transformers serve`, with a tiny model that it has by its folder."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -42,20 +43,16 @@ def served(world, tmp_path):
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     try:
-        while not has_begun(f"http://127.0.0.1:{port}/health"):
+        has_begun = False
+        while not has_begun:
             assert process.poll() is None, (tmp_path / "log").read_text()
             time.sleep(0.1)
+            with contextlib.suppress(httpx2.TransportError):
+                has_begun = httpx2.get(f"http://127.0.0.1:{port}/health").status_code == 200
         yield f"http://127.0.0.1:{port}/v1", str(model)
     finally:
         process.kill()
         process.wait()
-
-
-def has_begun(address):
-    try:
-        return httpx2.get(address).status_code == 200
-    except httpx2.TransportError:
-        return False
 
 
 def test_a_real_server_says_what_transformers_generates_here_and_refuses_what_it_does_not_know(
@@ -73,9 +70,8 @@ def test_a_real_server_says_what_transformers_generates_here_and_refuses_what_it
         """The token ids of a prompt, as we render it."""
         if isinstance(prompt.text, str):
             return tokenizer(prompt.text)["input_ids"]
-        turns = [dict(one) for one in prompt.text]
-        text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
+        how = {"add_generation_prompt": True, "return_dict": False}
+        return tokenizer.apply_chat_template([dict(one) for one in prompt.text], **how)
 
     options = ServerOptions(url=url, model=folder, revision="one", retries=1, concurrency=1)
     sampler = ServerSampler(options, lambda prompt: len(ids_of(prompt)))

@@ -38,22 +38,10 @@ def test_what_was_saved_is_what_is_chosen(prepared_run):
     chosen = choose_checkpoint(prepared_run)
     position = chosen.checkpoint.position
     assert (position.global_step, position.cursor.step) == (3, 3)
-    assert position.metrics == {"loss": 0.5}
-    assert not chosen.set_aside
+    assert (position.metrics, chosen.set_aside) == ({"loss": 0.5}, ())
     assert (prepared_run.step(3) / "state-0.pt").read_bytes() == content(3, "state-0.pt")
     assert {path.name for path in prepared_run.checkpoints.iterdir()} == {"latest", "step-00000003"}
     assert prepared_run.latest_step() == 3
-
-
-def test_ranks_save_one_checkpoint_together(prepared_run):
-    told = save_together(prepared_run, 2, [writer(2, rank) for rank in range(3)])
-    assert [saved.succeeded for saved in told] == [True] * 3
-    files = {file.path for file in verify_checkpoint(prepared_run.step(2)).files}
-    assert files == {
-        path
-        for rank in range(3)
-        for path in (f"state-{rank}.pt", f"weights/{rank}-a.bin", f"weights/{rank}-b.bin")
-    }
 
 
 def full_disk(draft):
@@ -100,26 +88,18 @@ def test_the_newest_few_and_the_best_stay(prepared_run):
     assert prepared_run.steps() == [20, 50, 60]  # of equals the first is the best
 
 
-@pytest.mark.parametrize(
-    ("best", "kept"),
-    [
-        ("eval/loss", 20),
-        ("eval/loss/dpo", 20),
-        ("eval/nll/desirable", 20),
-        ("kl/raw", 20),
-        ("eval/rewards/rejected", 20),
-        ("eval/rewards/accuracies", 10),
-        ("+eval/loss", 10),
-        ("-eval/rewards/accuracies", 20),
-        ("eval/never", 30),
-    ],
-)
-def test_a_loss_is_best_where_it_is_lowest_unless_a_sign_says_otherwise(prepared_run, best, kept):
+LOWEST = ("eval/loss", "eval/loss/dpo", "eval/nll/desirable", "kl/raw", "eval/rewards/rejected")
+BEST = dict.fromkeys((*LOWEST, "-eval/rewards/accuracies"), 20)
+BEST |= {"eval/rewards/accuracies": 10, "+eval/loss": 10, "eval/never": 30}
+
+
+@pytest.mark.parametrize("best", BEST)
+def test_a_loss_is_best_where_it_is_lowest_unless_a_sign_says_otherwise(prepared_run, best):
     keep = Retention(keep_last=1, best=best)
     for step, value in {10: 3.0, 20: 1.0, 30: 2.0}.items():
         values = {} if best == "eval/never" else {best.lstrip("+-"): value}
         save(prepared_run, step, retention=keep, **values)
-    assert prepared_run.steps() == sorted({kept, 30})
+    assert prepared_run.steps() == sorted({BEST[best], 30})
 
 
 def test_what_is_measured_after_the_save_counts(prepared_run):
@@ -198,13 +178,9 @@ def test_a_damaged_checkpoint_is_set_aside_and_an_older_one_chosen(saved_run, wh
     assert step_chosen(saved_run) is None
 
 
-def of_format(version):
-    return edit(lambda plain: plain.update(format_version=version))
-
-
 @pytest.mark.parametrize(("by", "which"), [(1, "a newer"), (-1, "the older")])
 def test_a_checkpoint_of_another_format_is_refused_and_left_in_peace(saved_run, by, which):
-    of_format(FORMAT_VERSION + by)(saved_run.step(3))
+    edit(lambda plain: plain.update(format_version=FORMAT_VERSION + by))(saved_run.step(3))
     with pytest.raises(FingerprintError, match=f"Install {which} align"):
         choose_checkpoint(saved_run)
     assert saved_run.steps() == [1, 2, 3]

@@ -17,7 +17,6 @@ from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.locks import owner_lock, try_owner_lock
 from align.stages.storage.run_folder import RunFolder, read_ending, trash_name
 from align.stages.storage.run_store import RunStore
-from align.stages.storage.tables import TableFolder
 from support.checkpoint_saves import content, save, writer
 from support.made_caches import in_child
 
@@ -32,26 +31,6 @@ def test_a_folder_is_made_once_and_hidden_where_rows_are_drafted(tmp_path):
     work.prepare()
     assert work.commits.is_dir()
     assert work.new_draft("run", "a").parent.stat().st_mode & 0o777 == 0o700
-
-
-@pytest.mark.parametrize(
-    "folder_at", [CacheFolder, RunFolder, lambda path: TableFolder(path, "samples")]
-)
-def test_a_folder_of_something_else_is_left_alone(tmp_path, folder_at):
-    (tmp_path / "thesis.tex").touch()
-    with pytest.raises(UsageError, match=r"thesis.tex.*Choose another --output"):
-        folder_at(tmp_path).prepare()
-    with pytest.raises(UsageError, match="not a folder"):
-        folder_at(tmp_path / "thesis.tex").prepare()
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
-
-
-def test_a_cache_is_not_taken_for_a_run_nor_a_run_for_a_cache(cache, prepared_run):
-    cache.prepare()
-    with pytest.raises(UsageError, match="is not a training run folder"):
-        RunFolder(cache.root).prepare()
-    with pytest.raises(UsageError, match="is not a cache folder"):
-        CacheFolder(prepared_run.root).prepare()
 
 
 def test_a_second_owner_is_refused_with_the_name_of_the_first(prepared_run):

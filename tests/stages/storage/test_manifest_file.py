@@ -1,20 +1,26 @@
+"""Manifests of caches and tables: what they name, what is removed for them, what is refused."""
+
 import dataclasses
 import json
-import random
 
+import polars as pl
 import pytest
 
 from align.schemas.errors import (
-    AlignError,
     CorruptionError,
     FingerprintError,
     OlderFormatError,
     UsageError,
 )
 from align.schemas.json_codec import digest, to_json
+from align.schemas.samples import Drawing
 from align.stages.storage.cache_folder import CacheFolder
+from align.stages.storage.cleanup import collect, is_tidy, remove_superseded, superseded
 from align.stages.storage.manifest_file import load_manifest, root_of, write_manifest
-from support.made_caches import make_cache
+from align.stages.storage.tables import TableFolder, read_table
+from align.stages.storage.verify_cache import damaged_units
+from support.flips import flipped
+from support.made_caches import make_cache, tree_of
 
 
 def test_a_manifest_is_the_same_whenever_and_wherever_it_is_made(cache, tmp_path):
@@ -83,23 +89,19 @@ def test_no_field_of_a_manifest_can_be_altered_unnoticed(cache):
 
 
 def require_refused(cache):
-    with pytest.raises(AlignError) as error:
+    with pytest.raises((CorruptionError, FingerprintError)):
         load_manifest(cache)
-    assert error.value.exit_code in (4, 5)
 
 
 NAMES = (
     "../x",
     "/" + "etc/passwd",
     "part-00000001-0123456789abcdef.parquet\0",
-    "part-00000001-0123456789abcdef.parquet\n",
     "part-00000001-0123456789ABCDEF.parquet",
     "part-0000000\u0661-0123456789abcdef.parquet",
     "part-00000001\u22150123456789abcdef.parquet",
-    "quarantine/../part-00000001-0123456789abcdef.parquet",
     "part-00000001-0123456789abcdef.parquet.tmp",
     "part-00000009-0123456789abcdef.parquet",
-    "part-00000001-0123456789abcdeg.parquet",
 )
 
 
@@ -130,35 +132,20 @@ def _refused_with(cache, said, **fields):
 
 
 def test_the_command_for_an_older_cache_names_what_was_set_and_nothing_else(cache):
-    made = {
-        "model.adapter": "none",  # the digest of one, where there is one
-        "model.dtype": "bfloat16",
-        "tokens.max_length": "512",
-        "tokens.eos": "append",
-        "cache.token_logps": "true",
-        "cache.kl_pairs": "1",
-        "scoring.tokens_per_batch": "16384",
-        "numerics.torch": "2.4",
-    }
-    old = {"format_version": 1, "inputs": [{"name": "a b.jsonl"}], "model": "m", "adapter": ""}
-    cache.manifest.write_text(json.dumps(old | {"fingerprint": made}))
-    with pytest.raises(OlderFormatError) as error:
-        load_manifest(cache)
-    assert str(error.value).splitlines()[-1].strip() == (
-        f"align precompute-ref 'a b.jsonl' --model m --output {cache.root}-v2 "
-        "--set model.dtype=bfloat16 --set tokens.max_length=512 --set cache.token_logps=true"
-    )
-    assert error.value.exit_code == 4
-    for lost in ({"inputs": [None, {}], "fingerprint": 3}, {"inputs": 7}, {}):
-        cache.manifest.write_text(json.dumps({"format_version": 1} | lost))
-        with pytest.raises(OlderFormatError, match="made by an older align"):
+    made = {"model.adapter": "none", "tokens.max_length": "512", "tokens.eos": "append"}
+    old = {"inputs": [{"name": "a b.jsonl"}], "model": "m", "adapter": "", "fingerprint": made}
+    command = f"'a b.jsonl' --model m --output {cache.root}-v2 --set tokens.max_length=512"
+    damaged = ({"inputs": [None, {}], "fingerprint": 3}, {"inputs": 7}, {})
+    for fields, said in ((old, f"{command}$"), *((one, "made by an older") for one in damaged)):
+        cache.manifest.write_text(json.dumps({"format_version": 1} | fields))
+        with pytest.raises(OlderFormatError, match=said):
             load_manifest(cache)
 
 
 def test_scribbles_and_flipped_bits_are_refused_without_a_traceback(cache, tmp_path):
     with pytest.raises(UsageError, match="not a finished cache"):
         load_manifest(CacheFolder(tmp_path))
-    text, draw = cache.manifest.read_bytes(), random.Random(0)
+    text = cache.manifest.read_bytes()
     for case in (b"", b"{", b"[]", b"null", b"[" * 100_000, b"\xff\xfe", text + b" ", text[:-1]):
         cache.manifest.write_bytes(case)
         with pytest.raises(CorruptionError):
@@ -168,9 +155,165 @@ def test_scribbles_and_flipped_bits_are_refused_without_a_traceback(cache, tmp_p
     with pytest.raises(FingerprintError, match="Install a newer align"):
         load_manifest(cache)
     kept = [to_json({name: plain[name]})[1:-2].encode() for name in NOT_NAMED]
-    for _ in range(400):
-        damaged = bytearray(text)
-        damaged[draw.randrange(len(text))] ^= 1 << draw.randrange(8)
+    for damaged in flipped(text, 400):
         cache.manifest.write_bytes(damaged)
         if all(field in damaged for field in kept):
             require_refused(cache)
+
+
+def test_a_grown_cache_keeps_what_it_held_until_gc_removes_it(tmp_path):
+    make_cache(tmp_path / "a", (1, 2, 3))
+    folder = CacheFolder(tmp_path / "a")
+    before = load_manifest(folder)
+    make_cache(tmp_path / "a", (1, 9, 3, 4), rejects=False)
+    now = load_manifest(folder)
+    assert load_manifest(folder, before.root) == before != now
+    assert not damaged_units(folder, before)
+    assert is_tidy(folder, now)
+    found = superseded(folder, now)
+    mine = {folder.data / shard.file for shard in before.shards} - {
+        folder.data / shard.file for shard in now.shards
+    }
+    assert mine | {folder.root / entry.file for entry in before.quarantine} == {*found.files}
+    assert found.roots == (before.root,)
+    assert found.bytes == sum(path.stat().st_size for path in found.files) > 0
+    remove_superseded(folder)
+    assert load_manifest(folder, before.root) == now
+    make_cache(tmp_path / "b", (1, 9, 3, 4), rejects=False)
+    assert tree_of(tmp_path / "a") == tree_of(tmp_path / "b")
+    assert not (tmp_path / "a" / "quarantine").exists()
+    assert not superseded(folder, now)
+
+
+def test_leavings_of_dead_runs_go_and_files_of_others_stay(cache, tmp_path):
+    plans = cache.work("c" * 64)
+    plans.prepare()
+    plans.spool.mkdir()
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis").touch()
+    (plans.spool / "link").symlink_to(tmp_path / "precious")
+    (cache.private / ".trash-0123456789abcdef").mkdir()
+    (cache.root / ".manifest.json.ab.tmp").touch()
+    stray = cache.data / f"part-00000000-{'0' * 16}.parquet"
+    stray.touch()
+    (cache.data / "notes.txt").touch()
+    assert not is_tidy(cache, load_manifest(cache))
+    collect(cache, cache.works())
+    assert [path.name for path in cache.private.iterdir()] == ["LOCK"]
+    assert not stray.exists()
+    assert not (cache.root / ".manifest.json.ab.tmp").exists()
+    assert (cache.data / "notes.txt").exists()
+    assert (tmp_path / "precious" / "thesis").exists()
+
+
+def test_nothing_is_removed_before_a_manifest_is_published(cache):
+    work = cache.work("c" * 64)
+    work.prepare()
+    cache.manifest.unlink()
+    with pytest.raises(UsageError, match="is not a finished cache"):
+        collect(cache, [work])
+    assert len(list(cache.data.iterdir())) == 3
+    assert work.root.is_dir()
+
+
+def test_work_that_began_after_the_manifest_stays_with_all_it_may_need(cache):
+    later = cache.work("c" * 64)
+    later.prepare()
+    shard = cache.data / f"part-00000000-{'0' * 16}.parquet"
+    shard.touch()
+    assert not collect(cache, [cache.work("d" * 64)])
+    assert later.root.is_dir()
+    assert shard.exists()
+    # Of all who remove the same work one was first.
+    assert [collect(cache, [later]) for _ in range(3)] == [True, False, False]
+
+
+TABLE = pl.DataFrame({"prompt": ["a", "b"], "score": [1.0, None]})
+
+
+def published(table_folder, table=TABLE, **more):
+    how = {"made_from": {"prompts": "p"}, "settings": {"n": 2}, "counts": {"rows": 2}} | more
+    return table_folder.publish(table, **how)
+
+
+@pytest.fixture
+def table_folder(tmp_path):
+    made = TableFolder.at(str(tmp_path / "out"), "samples")
+    made.prepare()
+    return made
+
+
+def test_what_is_published_is_read_back_and_changes_no_file_when_published_again(table_folder):
+    assert table_folder.find() is None
+    with pytest.raises(UsageError, match="not a finished table of samples"):
+        read_table(table_folder)
+    manifest = published(table_folder)
+    files = (table_folder.file, table_folder.manifest)
+    times = [path.stat().st_mtime_ns for path in files]
+    found, table = read_table(table_folder)
+    assert found == manifest == table_folder.find() == published(table_folder)
+    assert [path.stat().st_mtime_ns for path in files] == times
+    assert table.equals(TABLE)
+    assert (manifest.rows, manifest.made_from) == (2, {"prompts": "p"})
+
+
+def test_the_root_names_the_content_and_what_it_was_made_from(table_folder, tmp_path):
+    root = published(table_folder).root
+    other = TableFolder.at(str(tmp_path / "other"), "samples")
+    other.prepare()
+    assert published(other).root == root
+    assert published(other, made_from={"prompts": "q"}).root != root
+    assert published(other, TABLE.reverse()).root != root
+    rows = pl.DataFrame({"n": range(600_000)})
+    chunks = pl.concat([rows[:7], rows[7:300_000], rows[300_000:]], rechunk=False)
+    assert published(other, chunks).root == published(table_folder, rows).root
+
+
+def test_how_samples_were_drawn_is_kept_beside_the_root(table_folder):
+    plain = published(table_folder)
+    assert "sampling" not in json.loads(table_folder.manifest.read_bytes())  # as in older tables
+    told = published(table_folder, sampling=Drawing(0.7, 1.0, 0))
+    assert told.root == plain.root
+    assert table_folder.find().sampling == Drawing(0.7, 1.0, 0)
+
+
+def replaced(path, old, new):
+    held = path.read_bytes()
+    assert old in held
+    path.write_bytes(held.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "error", "said"),
+    [
+        ("file", b"PAR1", b"PAR2", CorruptionError, "is not what"),
+        ("file", b"PAR1", b"PAR1 ", CorruptionError, "is not what"),
+        ("manifest", b"}", b"", CorruptionError, "damaged"),
+        ("manifest", b'"format_version":1', b'"format_version":2', FingerprintError, "format 2"),
+    ],
+)
+def test_a_changed_table_is_refused(table_folder, name, old, new, error, said):
+    published(table_folder)
+    replaced(getattr(table_folder, name), old, new)
+    with pytest.raises(error, match=said):
+        read_table(table_folder)
+
+
+def test_a_table_of_another_kind_is_neither_read_nor_replaced(table_folder, bucket):
+    published(table_folder)
+    with pytest.raises(UsageError, match="holds samples, not judged"):
+        read_table(TableFolder(table_folder.root, "judged"))
+    published(TableFolder(bucket / "mixed", "samples"))
+    with pytest.raises(UsageError, match="holds samples, not judged"):
+        TableFolder(bucket / "mixed", "judged").prepare()
+
+
+def test_a_table_in_a_store_is_published_and_replaced(bucket):
+    table_folder = TableFolder(bucket / "out", "samples")
+    table_folder.prepare()
+    published(table_folder)
+    root = published(table_folder, TABLE.reverse()).root
+    manifest, table = read_table(table_folder)
+    assert manifest.root == root
+    assert table.equals(TABLE.reverse())
+    assert table_folder.lock.parent.is_dir()

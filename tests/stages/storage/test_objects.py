@@ -1,13 +1,22 @@
-"""Objects of a real S3 server: conditional writes, races, and answers that are lost on the way."""
+"""Objects of a real S3 server: writes, races, answers that are lost, and the copies on a disk."""
 
+import hashlib
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
 
-from align.schemas.errors import LockedError, PathError, StorageError, UsageError
-from align.stages.storage import objects, places
+from align.schemas.errors import CorruptionError, LockedError, PathError, StorageError, UsageError
+from align.schemas.file_version import FileVersion
+from align.stages.storage import local_copies, objects, places
+from align.stages.storage.digest_memory import own_digests
 from align.stages.storage.objects import ObjectPath, location
+from align.stages.storage.shards import write_shard
 from support.object_server import BUCKET, Faults, client, faulty_proxy, use
+from support.patience import PATIENCE
+from support.shard_cache import block_of, keep_version, rotting_footers
 
 WRITERS, ROUNDS = 12, 10
 
@@ -72,8 +81,8 @@ def test_of_those_who_replace_one_object_all_but_the_first_are_refused(bucket):
     assert sorted([*refused, int(objects.read(path))]) == [*range(WRITERS)]
 
 
-# Each before or after (+) the server did its work: refusals of three kinds, no answer, a late one.
-@pytest.mark.parametrize("fault", ["412+", "409", "409+", "503", "500+", "drop", "drop+", "hang+"])
+# Before or after (+) the server did its work: refusals of three kinds, no answer, a late one.
+@pytest.mark.parametrize("fault", ["412+", "409", "503", "drop", "drop+", "hang+"])
 def test_a_commit_whose_answer_is_lost_is_neither_lost_nor_made_twice(far_bucket, faults, fault):
     faults.waiting[:] = [fault]
     path = far_bucket / "lost"
@@ -127,15 +136,13 @@ def test_paths_of_objects_are_as_those_of_files(bucket):
         objects.put(place / name, b"x")
     assert [*place.iterdir()] == [place / "data", place / "manifest.json"]
     assert [path.name for path in (place / "data").iterdir()] == ["part-1", "part-2"]
-    is_there = {
-        name: ((place / name).is_dir(), (place / name).is_file(), (place / name).exists())
-        for name in ("data", "manifest.json", "manifest")
-    }
-    assert is_there == {
-        "data": (True, False, True),
-        "manifest.json": (False, True, True),
-        "manifest": (False, False, False),
-    }
+    for name, *found in (
+        ("data", True, False, True),
+        ("manifest.json", False, True, True),
+        ("manifest", False, False, False),
+    ):
+        path = place / name
+        assert [path.is_dir(), path.is_file(), path.exists()] == found
     assert (place / "data" / "part-1").parent == place / "data"
     objects.remove_below(place / "data")
     objects.remove(place / "data" / "part-1")
@@ -166,3 +173,184 @@ def test_a_location_is_a_bucket_and_a_key_and_nothing_else(tmp_path):
     assert location("s3/bucket") == location("s3") / "bucket"
     for scheme in ("s3", "gs", "az"):
         assert location(f"{scheme}://bucket//a/b/") == ObjectPath(scheme, "bucket", "a/b")
+
+
+SIZE = 1000
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """Room for three files and a half."""
+    monkeypatch.setattr(
+        local_copies, "_chosen", [(str(tmp_path / "copies"), 3500 / local_copies.GIB)]
+    )
+    return local_copies.place()
+
+
+@pytest.fixture
+def shards(bucket):
+    """Six objects with known bytes."""
+    return [stored(bucket / f"part-{number}", bytes([number]) * SIZE) for number in range(6)]
+
+
+@pytest.fixture
+def requests_of(bucket, object_server, monkeypatch):
+    """A proxy before the server that notes what is asked, and can damage what is read."""
+    faults = Faults(lambda method, _, headers: method == "GET")
+    with faulty_proxy(object_server, faults) as url:
+        use(monkeypatch, url)
+        yield faults
+
+
+def stored(path, payload):
+    objects.put(path, payload)
+    return path.pinned(hashlib.sha256(payload).hexdigest(), len(payload))
+
+
+def content(path):
+    with local_copies.opened(path) as source:
+        return source.read()
+
+
+def held(place):
+    return {path.name: path.stat().st_size for path in place.shards.iterdir()}
+
+
+def reads(faults):
+    return [path for method, path in faults.requests if method == "GET"]
+
+
+def test_an_object_is_fetched_once_whoever_wants_it_and_once_more_if_it_arrives_damaged(
+    place, requests_of, shards
+):
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(content(shards[2]))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [*found, content(shards[2])] == [b"\2" * SIZE] * 9
+    assert len(reads(requests_of)) == 1
+    requests_of.waiting[:] = ["damage+"]
+    assert content(shards[1]) == b"\1" * SIZE
+    assert requests_of.injected == ["damage+"]
+    assert len(reads(requests_of)) == 3
+    paths = iter(local_copies.fetched_ahead(shards[3:]))  # while one is read
+    assert next(paths) == shards[3]
+    assert [content(path) for path in paths] == [b"\4" * SIZE, b"\5" * SIZE]
+    assert len(reads(requests_of)) == 6
+
+
+def test_copies_stay_below_their_limit_and_the_oldest_goes_first(place, shards):
+    for shard in (shards[0], shards[1], shards[2], shards[0], shards[3]):
+        content(shard)
+        time.sleep(0.01)  # so that the times of use differ on any file system
+        assert sum(held(place).values()) <= place.limit
+    assert held(place).keys() == {shards[number].sha256 for number in (2, 0, 3)}
+
+
+def test_what_is_open_can_be_read_though_its_room_is_needed(place, shards):
+    with local_copies.opened(shards[0]) as source:
+        for shard in shards[1:]:
+            content(shard)
+        assert shards[0].sha256 not in held(place)
+        assert source.read() == bytes(SIZE)
+
+
+def test_an_object_with_other_bytes_than_the_manifest_says_is_never_read(place, bucket, shards):
+    content(shards[3])
+    (place.shards / shards[3].sha256).write_bytes(b"y" * SIZE)  # by the disk: it is fetched again
+    local_copies.check_copy(shards[3])
+    assert content(shards[3]) == b"\3" * SIZE
+    objects.put(bucket / "part-0", b"x" * SIZE)
+    objects.put(bucket / "part-1", b"short")
+    objects.remove(bucket / "part-2")
+    for shard, said in zip(
+        shards[:3], ("not what was written", "5 bytes", "is missing"), strict=True
+    ):
+        with pytest.raises(CorruptionError, match=said):
+            content(shard)
+    assert held(place).keys() == {shards[3].sha256}
+
+
+def test_a_copy_whose_footer_rots_after_its_digest_is_remembered_is_fetched_again(
+    place, bucket, tmp_path, monkeypatch
+):
+    write_shard(tmp_path / "shard", block_of(1))
+    payload = (tmp_path / "shard").read_bytes()
+    monkeypatch.setattr(local_copies, "_chosen", [(str(place.root), 1)])
+    shard = stored(bucket / "shard", payload)
+    copy, memory = local_copies.path_of(shard), own_digests()
+    keep_version(monkeypatch, copy)
+    monkeypatch.setattr(FileVersion, "is_settled", lambda *_: True)
+    local_copies.check_copy(shard, memory)
+    for _ in rotting_footers(copy, 20):
+        local_copies.check_copy(shard, memory)
+        assert copy.read_bytes() == payload
+
+
+def test_what_there_is_no_room_for_is_refused_by_the_settings_name(
+    place, bucket, shards, monkeypatch
+):
+    with pytest.raises(UsageError, match=r"Raise objects\.local_gib"):
+        content(stored(bucket / "large", bytes(4000)))
+    monkeypatch.setattr(local_copies.fs, "free_bytes", lambda path: 10)
+    with pytest.raises(StorageError, match=r"set objects\.folder"):
+        content(shards[0])
+
+
+READER = """
+import sys, random
+from align.stages.storage import local_copies
+from align.stages.storage.objects import location
+folder, seed, bucket, *digests = sys.argv[1:]
+local_copies.use_place(folder, 3500 / local_copies.GIB)
+draw = random.Random(seed)
+for _ in range(60):
+    number = draw.randrange(len(digests))
+    path = location(f"{bucket}/part-{number}").pinned(digests[number], 1000)
+    with local_copies.opened(path) as source:
+        assert source.read() == bytes([number]) * 1000
+"""
+
+
+def test_processes_that_share_too_little_room_read_whole_files_only(place, bucket, shards):
+    """Three processes read six files in the room of three and a half, and remove each other's."""
+    words = [str(bucket), *(shard.sha256 for shard in shards)]
+    readers = [
+        subprocess.Popen([sys.executable, "-c", READER, str(place.root), str(seed), *words])
+        for seed in range(3)
+    ]
+    assert [reader.wait(PATIENCE) for reader in readers] == [0] * 3
+    assert sum(held(place).values()) <= place.limit
+    assert not [name for name in held(place) if name.endswith(".tmp")]
+
+
+def test_a_reservation_of_a_process_that_died_holds_no_room(place, shards):
+    place.prepare()
+    (place.root / ".reserved-1-dead").write_text("3400")
+    assert content(shards[0]) == bytes(SIZE)
+    assert not list(place.root.glob(".reserved-*"))
+
+
+def test_a_folder_is_fetched_once_for_its_versions_and_stays_while_it_is_used(
+    place, bucket, shards
+):
+    root = bucket / "model"
+
+    def wanted():
+        return {key.removeprefix(f"{root.key}/"): one for key, one in objects.below(root).items()}
+
+    objects.put(root / "config.json", b"{}")
+    objects.put(root / "code" / "model.py", b"pass")
+    first = local_copies.local_folder(root, wanted())
+    assert first.name == "model"
+    assert (first / "code" / "model.py").read_bytes() == b"pass"
+    assert local_copies.origin_of(str(first)) == str(root)
+    assert local_copies.origin_of("/models/mine") == "/models/mine"
+    for shard in shards:
+        content(shard)
+    assert local_copies.local_folder(root, wanted()) == first
+    assert (first / "config.json").exists()
+    objects.put(root / "config.json", b'{"a": 1}')
+    assert local_copies.local_folder(root, wanted()) != first

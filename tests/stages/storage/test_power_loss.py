@@ -17,8 +17,7 @@ from align.stages.storage.cleanup import remove_superseded
 from align.stages.storage.run_folder import RunFolder
 from support.checkpoint_saves import train
 from support.made_caches import make_cache, tree_of
-from support.power_loss import History, syncs
-from support.power_loss_rules import broken_cache, broken_run, broken_spool
+from support.power_loss import History, broken_cache, broken_run, broken_spool, syncs
 
 
 def make_first(base, told):

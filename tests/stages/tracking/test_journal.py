@@ -1,11 +1,12 @@
-"""A run's numbers as lines of a file: what of them a resume keeps, and what is sent from them."""
+"""A run's numbers as lines of a file, and what a person or a log sees of the work."""
 
+import io
 import json
 
 import pytest
 
-from align.schemas.errors import StorageError
 from align.stages.storage import failpoints
+from align.stages.tracking import progress as progress_module
 from align.stages.tracking.journal import (
     MetricPoint,
     key_of,
@@ -14,6 +15,7 @@ from align.stages.tracking.journal import (
     read_entries,
     shortened,
 )
+from align.stages.tracking.progress import TaskProgress, make_progress
 
 
 @pytest.fixture(name="path")
@@ -110,17 +112,6 @@ def test_entries_are_read_from_any_whole_line_on(path):
     assert [line_start(path, place) for place in places] == [first.end, 0, 0, 0]
 
 
-def test_a_full_disk_is_told_as_such(path):
-    journal = open_journal(path, keep_through=-1)
-
-    def full(op):
-        if op.name == "write":
-            raise OSError(28, "No space left on device")
-
-    with failpoints.watch(full), pytest.raises(StorageError, match="Free some space"):
-        journal.append({"a": 1.0}, step=1)
-
-
 def test_lines_survive_a_power_loss_once_they_are_synced(path):
     seen = []
     with failpoints.watch(lambda op: seen.append(op.name)):
@@ -137,3 +128,51 @@ def test_names_and_values_are_what_mlflow_accepts():
         assert key_of(name) == key
     assert len(key_of("k" * 999)) == 250
     assert (shortened("abcdef", 6), shortened("abcdefg", 6)) == ("abcdef", "abcde…")
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+class Ascii(io.StringIO):
+    encoding = "ascii"
+
+
+class Gone(Terminal):
+    def write(self, _text):
+        raise OSError(5, "Input/output error")
+
+
+@pytest.fixture(autouse=True)
+def _every_frame(monkeypatch):
+    """Each step is drawn, on a terminal that can draw."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(progress_module, "SECONDS_PER_FRAME", 0.0)
+
+
+def test_what_is_left_follows_from_what_is_done(monkeypatch):
+    meter = TaskProgress("scoring", 100, "rows", started=0.0)
+    monkeypatch.setattr("align.stages.tracking.progress.time.monotonic", lambda: 30.0)
+    meter.add(25, tokens=3000, padding=300)
+    # 25 rows in 30 s, so 75 more in 90 s; 3000 tokens in 30 s.
+    expected = "scoring: 25 of 100 rows (25%), 100 tokens/s, 10.0% padding, 0:01:30 left"
+    assert meter.so_far() == expected
+    assert meter.closing().startswith("scoring: 25 of 100 rows (25%) in 0:00:30")
+
+
+def test_text_from_data_cannot_steer_the_terminal_or_break_its_encoding_or_tell_a_secret():
+    for stream in (Terminal(), io.StringIO()):
+        make_progress(stream).say("a\x1b[31mb\nc\rd\u202e\x07 http://me:word@host")
+        assert stream.getvalue() == "a\\u001b[31mb c\\rd\\u202e\\u0007 http://***@host\n"
+    narrow = Ascii()
+    make_progress(narrow).say("größe")
+    assert narrow.getvalue() == "gr\\xf6\\xdfe\n"
+
+
+def test_a_reader_who_left_does_not_stop_the_work():
+    progress = make_progress(Gone())
+    progress.begin("scoring", total=2, unit="rows")
+    progress.advance(2)
+    progress.say("still here")
+    progress.end()

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from align.schemas.config import TrackingOptions
-from align.schemas.errors import Interrupted, StorageError
+from align.schemas.errors import Interrupted
 from align.stages.storage.cache_folder import CacheFolder
-from align.stages.tracking import delivery, journaled_run, mlflow_client, outbox
+from align.stages.tracking import delivery, journaled_run, mlflow_client
 from align.stages.tracking.journal import open_journal
 from align.stages.tracking.mlflow_client import MlflowStore
 from align.stages.tracking.mlflow_silence import mlflow_silenced
@@ -77,28 +76,6 @@ def test_a_run_holds_what_was_logged_and_leaves_nothing_behind(uri, home, tmp_pa
     assert not warnings_in(caplog)
 
 
-def test_a_file_that_changed_while_it_was_sent_is_sent_again(uri, home, tmp_path, monkeypatch):
-    """As a sweep's table, which grows with every run."""
-    table, contents = tmp_path / "sweep.txt", iter(["one run", "two runs", "three runs"])
-    send = MlflowStore.log_artifact
-
-    def changing(store, run_id, path, *, under=""):
-        send(store, run_id, path, under=under)
-        if newer := next(contents, ""):
-            table.write_text(newer)
-            run.log_artifact(table)
-
-    monkeypatch.setattr(MlflowStore, "log_artifact", changing)
-    monkeypatch.setattr(delivery, "SECONDS_PER_TICK", 0.05)
-    table.write_text("no run")
-    with begun(home, uri) as run:
-        run.log_artifact(table)
-        while next(iter(load_ledger(unsent_runs(home)[0].mlflow).record.artifacts.values())) != 1:
-            pass
-    (kept,) = Path(read(uri, run).info.artifact_uri).iterdir()
-    assert kept.read_text() == "three runs"
-
-
 def test_the_store_learns_how_the_work_ended_and_the_first_word_counts(uri, home):
     for error, status in (
         (Interrupted(15), "KILLED"),
@@ -111,13 +88,6 @@ def test_the_store_learns_how_the_work_ended_and_the_first_word_counts(uri, home
     with begun(home, uri) as run:
         run.finish("FAILED")
     assert read(uri, run).info.status == "FAILED"
-
-
-def test_the_config_names_the_experiment_before_the_environment(monkeypatch):
-    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "from-env")
-    named = TrackingOptions(experiment="from-config")
-    assert journaled_run.experiment_name(TrackingOptions()) == "from-env"
-    assert journaled_run.experiment_name(named) == "from-config"
 
 
 def test_the_default_store_lies_in_the_current_folder_and_is_durable(home, tmp_path):
@@ -165,19 +135,6 @@ def test_what_a_kill_left_of_a_removal_goes_with_the_next_run(uri, home):
     assert not CacheFolder(home).outbox.exists()
 
 
-def test_an_outbox_that_cannot_be_removed_costs_a_warning(uri, home, caplog, monkeypatch):
-    def refused(path):
-        raise StorageError(f"remove_tree failed: {path}")
-
-    monkeypatch.setattr(outbox.fs, "remove_tree", refused)
-    new_record(home)
-    with begun(home, uri) as run:
-        run.log_metrics({"a": 1.0})
-    assert read(uri, run).data.metrics == {"a": 1.0}
-    assert len(warnings_in(caplog)) == 2  # of an earlier run, and of this one
-    assert unsent_runs(home) == []
-
-
 def test_a_status_that_is_set_while_labels_are_sent_waits_for_the_next_delivery(
     uri, home, monkeypatch
 ):
@@ -200,16 +157,6 @@ def test_a_status_that_is_set_while_labels_are_sent_waits_for_the_next_delivery(
         one.deliver()
         assert one.is_complete
     assert open_store(uri).get_run(ledger.record.run_id).data.tags["late"] == "yes"
-
-
-def test_a_server_that_answers_nothing_of_use_is_not_taken_for_a_store(
-    uri, home, monkeypatch, caplog
-):
-    monkeypatch.setattr(MlflowStore, "create_run", lambda *_, **__: "")
-    with begun(home, uri):
-        pass
-    assert len(unsent_runs(home)) == 1
-    assert "is there an MLflow server at this address?" in warnings_in(caplog)[0]
 
 
 def test_no_record_is_looked_for_behind_a_link(home, tmp_path):
