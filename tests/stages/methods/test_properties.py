@@ -25,7 +25,7 @@ from support.method_steps import (
     take_recipe,
 )
 
-EXTREMES = (0.0, -1e-8, -1e-3, -50.0, -1e4)
+EXTREMES = (0.0, -1e-8, -50.0, -1e4)
 SCORES = (2.0, -1.0, 0.5, 0.5, 1e4, 0.5, 0.5)
 VALUES = (0.0, 1e4, -1e4, 0.5, -2.0)
 # Methods of two sides that compare nothing, and so have no rewards to report.
