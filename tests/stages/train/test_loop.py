@@ -148,3 +148,22 @@ def test_an_evaluation_leaves_no_trace_in_the_weights(training_world, one_rank):
     others = often.engine.weights()
     for name, weights in seldom.engine.weights().items():
         assert weights.equal(others[name])
+
+
+def test_dropout_is_drawn_anew_in_each_micro_batch_of_each_step_and_not_to_measure(
+    training_world, one_rank, monkeypatch
+):
+    settings = {"max_steps": 3, "tokens_per_batch": 350, **HELD_OUT}
+    session = session_of(job_of(training_world.pairs, "dpo", **settings), one_rank)
+    seeds, learn_mode = [], session.engine.learn_mode
+
+    def noted(*, dropout_seed):
+        seeds.append(dropout_seed)
+        learn_mode(dropout_seed=dropout_seed)
+
+    monkeypatch.setattr(session.engine, "learn_mode", noted)
+    train(loop_of(session), start=START, records=Recorded(), conditions=NEVER)
+    drawn = [seed for seed in seeds if seed is not None]
+    assert len(set(drawn)) == len(drawn) >= 6
+    assert seeds[0] is None  # of the evaluations, at the beginning and the end
+    assert seeds[-1] is None
