@@ -222,10 +222,3 @@ def test_held_out_rows_are_met_in_one_order_and_never_trained_on(mixed):
     assert passes[0] == passes[1] == [row for row in readable if row not in trained]
     assert len(passes[0]) == source.eval_rows > 20
     assert not feed_of(opened(mixed)).has_held_out
-
-
-def test_a_batch_keeps_nothing_else_in_memory(mixed):
-    ((batch,), *_) = steps_of(opened(mixed), batch_size=2)
-    (micro,) = batch.own
-    held = {id(branch.base): branch.base.nbytes for tree in micro.trees for branch in tree.branches}
-    assert sum(held.values()) == 4 * sum(len(b) for tree in micro.trees for b in tree.branches)
