@@ -14,16 +14,17 @@ from align.schemas.batches import Cursor, Update
 from align.schemas.config import LoraOptions, TrainOptions
 from align.stages.feed.cache_index import ShardColumns
 from align.stages.feed.loader import CacheFeed
-from align.stages.feed.step_plan import FeedSettings
 from align.stages.feed.train_source import open_source
-from align.stages.model import flex_attention
+from align.stages.model import flex_attention, host_activations
 from align.stages.model.logprobs import causal_model
 from align.stages.model.policy import load_policy
 from align.stages.model.reference import TreeScorer
 from align.stages.storage.verify_cache import check_shard
 from align.stages.train.evaluation import EvalSamples, asks_first, evaluate, whole_step
 from align.stages.train.step import train_step
-from support.pretended_device import DEVICE, WAITS, PretendedDevice
+from support.pretended_device import DEVICE, WAITS, Pretended, PretendedDevice
+from support.shard_cache import settings_of
+from support.tiny_policy import some_trees
 from support.training_world import ALONE, job_of
 
 LOADED = {
@@ -87,13 +88,13 @@ def attended(query, key, value, *, score_mod, block_mask, scale, enable_gqa):
     return scores.softmax(dim=-1) @ value
 
 
-def compared(cache, method, layout, loaded="plain"):
-    """How what the two devices compute differs, of a step of a method or of `scoring`."""
+def compared(cache, method, layout="", loaded="plain"):
+    """How the devices differ in a step of a method, in `scoring` or in `activations`."""
     # torch has no other product for a device that it does not know.
     dense = mock.patch.object(flex_attention, "flex_attention", attended)
     with sdpa_kernel(SDPBackend.MATH), dense:
-        if method == "scoring":
-            return scored(cache, layout)
+        if method in {"scoring", "activations"}:
+            return scored(cache, layout) if method == "scoring" else checkpointed(cache)
         return steps(cache, method, layout, loaded)
 
 
@@ -120,17 +121,13 @@ def policy_of(path, head, purity, loaded):
 
 
 def feed_of(job, recipe, source, *, pads):
-    settings = FeedSettings(
-        seed=0,
-        epochs=1,
+    settings = settings_of(
         batch_size=job.config.train.batch_size,
         kl_use=recipe.option("kl_use", "rotate"),
-        kl_per_step=0,
         limit_train_batches=1,
         limit_eval_batches=1,
         tokens_per_batch=200,
         pads=pads,
-        world=ALONE,
     )
     return CacheFeed(source, source, settings)
 
@@ -228,3 +225,32 @@ def scored(cache, layout):
         WAITS.taken()
         found = there.score(trees)
     return {"same": found.tolist() == expected.tolist(), "waits": WAITS.taken(), "chosen": chosen}
+
+
+def checkpointed(cache):
+    """What checkpointing leaves on the host, without and with its setting, and here."""
+    with PretendedDevice():
+        found = {word: one_pass(cache, DEVICE, offload=word == "on") for word in ("off", "on")}
+    return found | {"cpu": one_pass(cache, torch.device("cpu"), offload=True)}
+
+
+def one_pass(cache, device, *, offload):
+    """A pass and its gradient, and what lay on the host in between."""
+    train = TrainOptions(dtype="float32", gradient_checkpointing=True, checkpoint_offload=offload)
+    policy = moved(load_policy(job_of(cache, "dpo").policy, train, LoraOptions()), device)
+    kept, leave = [], host_activations._to_host
+    with mock.patch.object(
+        host_activations, "_to_host", lambda tensor: kept.append(leave(tensor)) or kept[-1]
+    ):
+        WAITS.taken()
+        logps = policy(some_trees(np.random.default_rng(3), 4))
+    on_host = [one[1] for one in kept if not isinstance(one, torch.Tensor)]
+    logps.sum().backward()
+    return {
+        "logps": numbers_of(logps),
+        "gradients": [numbers_of(one.grad) for one in policy.parameters()],
+        "on the host": [list(one.shape) for one in on_host if not isinstance(one, Pretended)],
+        "layers": policy.model.config.num_hidden_layers,
+        "width": policy.model.config.hidden_size,
+        "waits": [place for place in WAITS.taken() if "host_activations" in place],
+    }

@@ -8,6 +8,7 @@ import torch
 from align.schemas.config import TrainOptions
 from align.schemas.errors import StorageError
 from align.stages.engine.deepspeed_engine import open_engine
+from align.stages.engine.distributed import agreed
 from support.rounding import EPSILON, UNIT, apart
 from support.tiny_policy import WIDTH, TinyPolicy, some_trees
 
@@ -75,14 +76,13 @@ class Run:
 
 def disturbed(run):
     """The same six steps, with gradients in between that must leave no trace."""
-    refused = []
+    traces = []
     for step in range(6):
         before = run.weights()
         for factor in (float("nan"), float("inf")):
             run.engine.set_lr(1.0)
             run.gradients(WRONG[step], factor=factor)
-            update = run.engine.step()
-            refused.append([update.applied, run.weights() == before])
+            traces.append(run.engine.step().applied)
         run.gradients(1)
         run.engine.skip()
         run.gradients(1, finish=False)
@@ -90,12 +90,12 @@ def disturbed(run):
         run.gradients(2, factor=float("nan"))
         run.engine.skip()
         run.engine.skip()
-        refused.append([False, run.weights() == before])
+        traces.append(run.weights() != before)
         with torch.no_grad():
             run.engine.learn_mode(dropout_seed=None)
             run.engine.forward(share(2, run.world.rank, run.world.size)[0])["logps"]
         run.step(step)
-    return run.seen() | {"refused": refused}
+    return run.seen() | {"traces": traces}
 
 
 def saved(run, folder):
@@ -126,6 +126,7 @@ def summed(world, _):
         "total": engine.total(values).tolist(),
         "kept": values.tolist(),
         "world": [engine.world.rank, engine.world.size, engine.world.local_rank],
+        "agreed": [agreed(world, world.rank == 0), agreed(world, True)],
     }
 
 

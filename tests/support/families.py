@@ -2,9 +2,12 @@
 
 import numpy as np
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from align.schemas.config import ModelOptions
 from align.schemas.rows import Tree
+from align.stages.model.load import load_causal_lm, quiet
 
 VOCABULARY = 97
 WINDOW = 8
@@ -56,6 +59,11 @@ TREE_FAMILIES = {
     "olmoe": ("olmoe", MOE),
     "granitemoe": ("granitemoe", {"num_local_experts": 4}),
     "mixtral": ("mixtral", {"num_local_experts": 4}),
+}
+# Of 4 experts, 2 for each token.
+MIXTURES = {
+    name: TREE_FAMILIES[name]
+    for name in ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "granitemoe")
 }
 # Eager only, or with an attention that takes no further arguments.
 UNPACKED = {"gemma2", "gpt_oss", "gptj", "falcon", "stablelm"}
@@ -111,3 +119,21 @@ def learning_names(policy):
     """The parameters of a policy that learn, as its model names them."""
     named = policy.model.named_parameters()
     return [name for name, parameter in named if parameter.requires_grad]
+
+
+def saved_adapter(folder, base, *, how=None, **settings):
+    """A folder, as peft saves an adapter of a model's folder; `how` is what it is told there."""
+    torch.manual_seed(1)
+    drawn = {"r": 4, "target_modules": ["q_proj"], "init_lora_weights": False} | settings
+    with quiet():
+        model = load_causal_lm(ModelOptions(path=str(base)))
+        get_peft_model(model, LoraConfig(**drawn)).save_pretrained(folder, **(how or {}))
+    return folder
+
+
+def drawn_adapter(model):
+    """Its second matrices are zero at first, and so would be the gradients of the first ones."""
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model

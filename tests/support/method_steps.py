@@ -7,7 +7,7 @@ import torch
 
 from align.schemas.methods import Branches, Masked, Step, Tokens
 from align.schemas.rows import Role
-from align.stages.methods.modifiers import Modifiers, sums_of
+from align.stages.methods.modifiers import Modifiers
 from align.stages.methods.recipe import Part, Recipe, is_good
 from align.stages.methods.table import METHODS, recipe_of
 
@@ -75,14 +75,9 @@ def each(cases):
 def branches(
     logps, reference=None, *, num_tokens=None, roles, scores=None, per_row=2, columns=None
 ):
-    """Branches of plain numbers, each spread evenly over its tokens.
-
-    The log-probs, of branches and of tokens, and the values of tokens are leaves that collect a
-    gradient.
-    """
-    sums = _tensor(logps)
+    """Branches of plain numbers, each spread evenly over its tokens."""
+    sums, wanted = _tensor(logps), _tensor(reference or [0.0] * len(logps))
     counts = torch.tensor(num_tokens or [1] * len(sums), dtype=torch.int64)
-    wanted = _tensor(reference or [0.0] * len(sums))
     total = int(counts.sum())
     tokens = Tokens(
         counts=counts,
@@ -91,14 +86,28 @@ def branches(
         values=torch.zeros(total, dtype=torch.float64),
         purity=torch.full((total,), -0.5, dtype=torch.float64),
     )
+    rows = torch.arange(len(sums)) // per_row
+    return _made(tokens, roles, scores, rows, columns, sums=(sums, wanted))
+
+
+def _made(tokens, roles, scores, rows, columns, *, sums=None):
+    """Branches of these tokens.
+
+    The log-probs, of branches and of tokens, and the values of tokens are leaves that collect a
+    gradient.
+    """
+    if not sums:
+        both = (tokens.logps, tokens.reference)
+        parts = [values.split(tokens.counts.tolist()) for values in both]
+        sums = [_tensor([one.sum().item() for one in some]) for some in parts]
     whole = Branches(
-        logps=sums,
-        reference=wanted,
-        num_tokens=counts.double(),
+        logps=sums[0],
+        reference=sums[1],
+        num_tokens=tokens.counts.double(),
         roles=torch.tensor(roles, dtype=torch.int8),
-        scores=_tensor([torch.nan] * len(sums) if scores is None else scores),
-        rows=torch.arange(len(sums)) // per_row,
-        places=torch.arange(len(sums)),
+        scores=_tensor([torch.nan] * len(roles) if scores is None else scores),
+        rows=rows,
+        places=torch.arange(len(roles)),
         tokens=tokens,
         columns={name: _tensor(values) for name, values in (columns or {}).items()},
     )
@@ -107,13 +116,8 @@ def branches(
 
 def pair(chosen, rejected, reference=(0.0, 0.0), num_tokens=(1, 1), scores=None):
     """One row: log-probs of its chosen and its rejected branch."""
-    return branches(
-        [chosen, rejected],
-        list(reference),
-        num_tokens=list(num_tokens),
-        roles=PAIR,
-        scores=scores,
-    )
+    how = {"num_tokens": list(num_tokens), "roles": PAIR, "scores": scores}
+    return branches([chosen, rejected], list(reference), **how)
 
 
 @dataclass(frozen=True)
@@ -143,20 +147,9 @@ def rows_of(*rows, roles=(Role.CANDIDATE,) * 99, columns=None):
         values=of_tokens("values", 0.0),
         purity=of_tokens("purity", -1.0),
     )
-    sums = [
-        [one.sum().item() for one in values.split(tokens.counts.tolist())]
-        for values in (tokens.logps, tokens.reference)
-    ]
-    whole = branches(
-        *sums,
-        num_tokens=tokens.counts.tolist(),
-        roles=[role for row in rows for role in roles[: len(row)]],
-        scores=[one.score for one in said],
-        columns=columns,
-    )
-    numbers = [number for number, row in enumerate(rows) for _ in row]
-    owners = torch.tensor(numbers, dtype=torch.int64)
-    return _as_leaves(replace(whole, rows=owners, tokens=tokens))
+    of_row = [role for row in rows for role in roles[: len(row)]]
+    numbers = torch.tensor([n for n, row in enumerate(rows) for _ in row], dtype=torch.int64)
+    return _made(tokens, of_row, [one.score for one in said], numbers, columns)
 
 
 def random_rows(sizes, seed=0):
@@ -211,19 +204,8 @@ def random_branches(kind, rows, seed=0, *, roles=None, per_row=None):
     if kind == "paired":
         scores = scores.view(-1, 2).sort(descending=True).values.view(-1)
     made_rows = -(-count // size)
-    whole = branches(
-        sums_of(logps, counts).tolist(),
-        sums_of(tokens.reference, counts).tolist(),
-        num_tokens=counts.tolist(),
-        roles=of_row * rows,
-        scores=scores.tolist(),
-        per_row=size,
-        columns={
-            "wanted": normal(made_rows).tolist(),
-            "weight": (0.2 + uniform(made_rows)).tolist(),
-        },
-    )
-    return _as_leaves(replace(whole, tokens=tokens))
+    columns = {"wanted": normal(made_rows).tolist(), "weight": (0.2 + uniform(made_rows)).tolist()}
+    return _made(tokens, of_row * rows, scores.tolist(), torch.arange(count) // size, columns)
 
 
 def moved(whole, *, logps=None, reference=None):
@@ -238,13 +220,6 @@ def moved(whole, *, logps=None, reference=None):
         tokens, logps=tokens.logps + by_policy, reference=tokens.reference + by_reference
     )
     return _as_leaves(replace(whole, logps=new, reference=wanted.detach(), tokens=shifted))
-
-
-def unmoved(whole):
-    """The same branches before the first step: each token as likely as under the reference."""
-    still = replace(whole, reference=whole.logps.detach().clone())
-    tokens = replace(whole.tokens, reference=whole.tokens.logps.detach().clone())
-    return replace(still, tokens=tokens)
 
 
 def part(whole, rows):
@@ -264,12 +239,6 @@ def part(whole, rows):
         ),
         columns={name: values[list(rows)] for name, values in whole.columns.items()},
     )
-
-
-def reordered(whole, rows):
-    """The same rows in another order, as a step of their own."""
-    turned = part(whole, rows)
-    return _as_leaves(replace(turned, places=torch.arange(len(turned.roles))))
 
 
 def _as_leaves(whole):

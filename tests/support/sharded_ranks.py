@@ -14,8 +14,7 @@ from align.stages.engine.zero3_partitions import open_partitions
 from align.stages.model.load import quiet, resolve
 from align.stages.model.policy import Sharding, load_policy
 from align.stages.model.sharded_load import load_sharded
-from support.adapters import drawn_adapter
-from support.families import COMMON
+from support.families import COMMON, TREE_FAMILIES, drawn_adapter, tiny_model
 from support.live_bytes import LiveBytes
 from support.tiny_policy import some_trees
 
@@ -24,12 +23,11 @@ TINY = COMMON | {"initializer_range": 0.2}
 LARGE = TINY | {"vocab_size": 4096, "hidden_size": 128, "intermediate_size": 352}
 # The folder of each, and how it is loaded: float32 is also read from what lies there in bfloat16.
 KINDS = {
-    "tied": ("tied", {}),
     "values": ("tied", {"head": "values"}),
     "adapted, bfloat16": ("causal", {"adapted": True, "dtype": "bfloat16"}),
-    "lora": ("tied", {"lora": True}),
     "new scores": ("causal", {"head": "score", "adapted": True}),
     "lora on scores": ("scores", {"head": "score", "lora": True}),
+    "experts": ("experts", {}),  # stored one by one, and merged as they are read
 }
 
 
@@ -96,6 +94,7 @@ def make_models(folder):
     """The models that are loaded, and an adapter for one of them."""
     saved(folder / "large", **LARGE)
     saved(folder / "tied", tie_word_embeddings=True, **TINY)
+    tiny_model(*TREE_FAMILIES["mixtral"]).save_pretrained(folder / "experts")
     saved(folder / "causal", dtype=torch.bfloat16, **TINY)
     saved(folder / "scores", LlamaForSequenceClassification, num_labels=1, **TINY)
     torch.manual_seed(1)

@@ -12,8 +12,7 @@ from align.stages.engine.distributed import in_groups, sequence_group
 from align.stages.model.load import add_lora
 from align.stages.model.logprobs import ScoringPath, tree_logps
 from align.stages.model.policy import Policy, Sharding, turn_dropout_off
-from support.adapters import drawn_adapter
-from support.families import TREE_FAMILIES, mixed_trees, tiny_model
+from support.families import TREE_FAMILIES, drawn_adapter, mixed_trees, tiny_model
 
 FEW_KEYS = {"hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 1}
 # The model, and what else its policy has.

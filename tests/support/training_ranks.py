@@ -16,56 +16,59 @@ from support.method_steps import MPO
 from support.rounding import EPSILON
 from support.training_world import START, facts, job_of, learn
 
-# Tokens per micro-batch that make one, about three, and eight of a step's eight rows.
-BUDGETS = {"whole": 100_000, "thirds": 350, "rows": 1}
-# A cache, a method, its options.
+# Tokens per micro-batch that make one, three, and five of a step's five rows.
+BUDGETS = {"whole": 100_000, "thirds": 250, "rows": 1}
+# A cache, a method, its options: one method for each kind of step, which is what is asked before a
+# loss or remembered, and what is read of tokens, scores and labels.
 KINDS = {
     "dpo": ("pairs", "dpo", {}),
     "kto": ("pairs", "kto", {}),
-    "orpo": ("pairs", "orpo", {}),
-    "kto-some": ("pairs", "kto", {"kl_per_step": 5}),
     "kto-all": ("pairs", "kto", {"kl_use": "all"}),
+    "kto-some": ("pairs", "kto", {"kl_per_step": 5}),
     "kto-classes": ("labels", "kto", {}),
     **{f"table-{name}": ("everything", name, {}) for name in METHODS},
     "table-mixture": ("everything", MPO, {}),
     "table-wpo": ("everything", "dpo", {"wpo": True}),
     "experts": ("experts", "dpo", {}),
 }
-STEPS = {"kto": 10}  # which are two epochs, with other partners in the second; of all others 3
-LEARNING = {"warmup": 0.0, "schedule": "constant", "eval_fraction": 0.2, "epsilon": EPSILON}
+STEPS = {"kto": 4}  # which are two epochs, with other partners in the second; of all others 3
+LEARNING = {
+    "warmup": 0.0,
+    "schedule": "constant",
+    "batch_size": 5,
+    "limit_train_batches": 2,
+    "limit_eval_batches": 2,
+    "eval_fraction": 0.2,
+    "epsilon": EPSILON,
+}
 TARGETS = ["q_proj", "experts.gate_up_proj", "experts.down_proj"]
 EXPERTS = 16  # so many that a rank's rows leave some of them out
 
-# What `make test` trains. Of the table one method for each kind of step: what is asked before a
-# loss or remembered, and what is read of tokens, scores and labels.
-TABLE = ("bco", "aot", "grpo", "ppo", "reward", "sft", "csft", "mixture", "wpo")
-HEADS = ("ppo", "reward")
+# What `make test` trains.
+TABLE = tuple(f"table-{name}" for name in ("bco", "aot", "grpo", "ppo", "reward", "mixture", "wpo"))
 ALONE = (
-    *(f"{kind}/whole/zero0" for kind in ("dpo", "kto", "orpo", "kto-some", "kto-all")),
-    *("kto-classes/whole/zero0", "dpo/rows/zero1", "kto/thirds/zero2", "orpo/thirds/zero3"),
-    *(f"table-{name}/whole/zero0" for name in TABLE),
+    *(f"{kind}/whole/zero0" for kind in ("dpo", "kto", "kto-all", *TABLE)),
+    *("dpo/rows/zero1", "kto/thirds/zero2"),
     *(f"experts/whole/zero0{word}" for word in ("", "/free", "/adapted")),
-    "experts/rows/zero0/recomputing",
 )
 SPREAD = (
-    *("dpo/thirds/zero1", "dpo/rows/zero3", "kto/thirds/zero3", "orpo/thirds/zero2"),
-    *(f"{kind}/rows/zero0" for kind in ("kto-some", "kto-all", "kto-classes")),
-    *(f"table-{name}/rows/zero{3 if name in HEADS else 1}" for name in TABLE),
-    *("experts/rows/zero1", "experts/thirds/zero3/recomputing", "experts/rows/zero3/adapted"),
+    *("dpo/thirds/zero3", "kto/thirds/zero2", "table-ppo/thirds/zero3"),
+    *(f"table-{name}/rows/zero1" for name in ("bco", "aot", "grpo", "mixture", "wpo")),
+    *("experts/thirds/zero1/recomputing", "experts/thirds/zero3/adapted"),
     # Sharing every sequence:
-    *("dpo/thirds/zero1/2", "kto-all/rows/zero1/2", "table-reward/rows/zero1/2"),
-    *("table-ppo/rows/zero1/2", "experts/thirds/zero1/2"),
+    *("kto-all/thirds/zero1/2", "table-reward/rows/zero1/2", "experts/thirds/zero1/2"),
 )
+# What `make test-long` trains besides.
+OTHERS = tuple(kind for kind in KINDS if f"{kind}/whole/zero0" not in ALONE)
 # On the pretended device one method for each kind of loss; every layout of a GPU, way to load a
 # policy, head and modifier with some of them.
-FLEX = ("bco", "aot", "rpo_bwd_kl", "discopop", "orpo", "kto", "grpo", "ppo", "csft", "reward")
 DEVICES = (
-    *(f"device/{name}/flex/plain" for name in FLEX),
-    *("device/ppo/tree/plain", "device/mixture/tree/plain", "device/kto/plain/plain"),
-    *("device/reward_binary/plain/plain", "device/orpo/flex/lora", "device/kto/plain/lora"),
-    *("device/ppo/flex/bf16", "device/reward/tree/bf16", "device/grpo/tree/dropout"),
-    *(f"device/{name}/flex/plain" for name in ("dpo-weighed", "cdpo-wpo", "kto-clamped")),
-    *(f"device/scoring/{layout}" for layout in ("flex", "tree", "plain")),
+    *(f"device/{name}/flex/plain" for name in ("bco", "ppo", "dpo-weighed")),
+    *("device/aot/tree/plain", "device/mixture/tree/plain", "device/kto-clamped/plain/plain"),
+    "device/cdpo-wpo/plain/plain",
+    *("device/orpo/flex/lora", "device/csft/plain/lora", "device/reward/tree/bf16"),
+    *("device/grpo/tree/dropout", "device/scoring/flex", "device/scoring/plain"),
+    "device/activations",
 )
 
 

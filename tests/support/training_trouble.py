@@ -17,8 +17,7 @@ from support.training_world import NEVER, START, Recorded, job_of, loop_of, sess
 WRONG = [2, 4, 5, 7, 8, 9]
 KINDS = {
     "loss": ("dpo", "zero2"),
-    "gradient": ("dpo", "zero0"),
-    "infinite gradient": ("dpo", "zero3"),
+    "infinite gradient": ("dpo", "zero0"),
     "mismatched": ("kto", "zero1"),
 }
 
@@ -47,8 +46,7 @@ class Spoiled:
             self._is_next = False
             if "gradient" not in self._kind:
                 return {"logps": logps * math.nan}
-            factor = math.inf if "infinite" in self._kind else math.nan
-            logps.register_hook(lambda gradient: gradient * factor)
+            logps.register_hook(lambda gradient: gradient * math.inf)
         return {"logps": logps}
 
 

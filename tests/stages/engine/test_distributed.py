@@ -45,20 +45,17 @@ def test_all_tasks_of_srun_meet_at_its_first_node_and_those_of_another_step_else
     assert {names: first_host(names) for names in nodes} == nodes
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_a_launch_that_cannot_come_together_is_refused_at_once():
+    for change, message in (
         ({"MASTER_ADDR": None, "MASTER_PORT": None}, "MASTER_ADDR and MASTER_PORT not set"),
         ({"LOCAL_RANK": None}, "LOCAL_RANK not set"),
         ({"RANK": "8"}, "are not a rank below WORLD_SIZE"),
         ({"WORLD_SIZE": "many"}, "are not a rank below WORLD_SIZE"),
         ({"MASTER_PORT": "0"}, "torchrun --standalone"),
-    ],
-)
-def test_a_launch_that_cannot_come_together_is_refused_at_once(change, message):
-    environment = {name: value for name, value in (TORCHRUN | change).items() if value}
-    with pytest.raises(UsageError, match=message):
-        world_of(launcher_environment(environment))
+    ):
+        environment = {name: value for name, value in (TORCHRUN | change).items() if value}
+        with pytest.raises(UsageError, match=message):
+            world_of(launcher_environment(environment))
 
 
 def test_a_world_can_be_joined_repeatedly_and_does_not_change_the_environment():

@@ -9,11 +9,10 @@ import torch
 
 from align.schemas.config import LoraOptions, ModelOptions
 from align.schemas.errors import UsageError
-from align.stages.engine.update_rules import Lion, orthogonalized
+from align.stages.engine.update_rules import Lion, Muon, orthogonalized
 from align.stages.model.policy import load_policy
 from support.engine_ranks import OPTIONS, Run, disturbed, resumed, saved
 from support.slow_rules import RULES, require_steps, slowly
-from support.tiny_policy import TinyPolicy
 
 pytestmark = pytest.mark.numeric
 
@@ -36,7 +35,6 @@ def straight_on(world, options, folder):
         ("float32", "lion", "zero3"),
         ("float32", "adamw", "zero2-offload"),
         ("float32", "muon", "zero0"),
-        ("bfloat16", "lion", "zero0"),
         ("bfloat16", "muon", "zero0"),
         ("bfloat16", "adafactor", "zero0"),
     ],
@@ -84,34 +82,26 @@ def test_muon_brings_singular_values_near_one():
     assert torch.allclose(orthogonalized(both)[1], orthogonalized(matrix.flip(0)))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "name", "size"),
-    [("float32", "adamw", 12), ("float32", "lion", 8), ("bfloat16", "adamw", 6)],
-)
-def test_master_weights_and_moments_take_as_many_bytes(one_rank, dtype, name, size):
-    """4 + 4 + 4 of AdamW in float32, 2 + 2 + 2 in bfloat16; Lion has one moment."""
-    run = Run(one_rank, replace(BFLOAT16, optimizer_dtype=dtype, optimizer=name)).steps(0, 1)
-    states = run.engine._engine.optimizer.optimizer.state
-    tensors = [one for state in states.values() for one in (*state.values(),)] + list(states)
-    held = sum(one.nbytes for one in tensors if torch.is_tensor(one) and one.ndim)
-    learning = sum(one.numel() for one in TinyPolicy().parameters())
-    padding = 2 * len(states)  # values at most, behind each flat tensor
-    assert size * learning <= held <= size * (learning + padding)
+def test_muon_moves_a_tall_matrix_as_it_does_the_same_one_turned():
+    tall, wide = (torch.nn.Parameter(torch.zeros(*shape)) for shape in ((5, 2), (2, 5)))
+    tall.grad = torch.arange(10.0).view(5, 2)
+    wide.grad = tall.grad.mT.clone()
+    groups = [{"params": [tall, wide], "orthogonal": True}]
+    Muon(groups, lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0).step()
+    torch.testing.assert_close(tall.mT, wide)
+    # Two singular values of 0.7 to 1.2, times 0.2 and the root of the longer side.
+    assert 0.1 * 0.2 * 5**0.5 * 0.9 < tall.norm() < 0.1 * 0.2 * 5**0.5 * 1.8
 
 
-@pytest.mark.parametrize("preset", ["zero2", "zero3"])
-def test_states_in_bfloat16_stay_near_the_slow_ones(one_rank, tmp_path, preset):
-    found = straight_on(one_rank, replace(BFLOAT16, deepspeed=preset), tmp_path)
+def test_states_in_bfloat16_stay_near_the_slow_ones(one_rank, tmp_path):
+    found = straight_on(one_rank, replace(BFLOAT16, deepspeed="zero3"), tmp_path)
     # Six roundings of a weight are up to 2^-9 of it each.
     require_steps("adamw", found, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("preset", ["zero0", "zero1"])
-def test_eight_bits_of_moments_resume_bit_for_bit_where_they_were_saved(
-    one_rank, world, tmp_path, preset
-):
+def test_eight_bits_of_moments_resume_bit_for_bit_where_they_were_saved(one_rank, world, tmp_path):
     """Of parameters with 4,096 values or more, which those of the smallest policy do not have."""
-    options = replace(FLOAT32, deepspeed=preset, optimizer="adamw8bit")
+    options = replace(FLOAT32, deepspeed="zero1", optimizer="adamw8bit")
 
     def fresh(**other):
         model = ModelOptions(path=str(world.model), device="cpu")
@@ -123,9 +113,8 @@ def test_eight_bits_of_moments_resume_bit_for_bit_where_they_were_saved(
     assert other.steps(5, 6).weights() == run.steps(5, 6).weights()
     plain = fresh(optimizer="adamw").steps(3, 6).weights()
     assert 0 < distance(plain, run.weights()) < 0.1 * distance(plain, fresh().weights())
-    if preset == "zero1":
-        with pytest.raises(UsageError, match="ranks: 1, ZeRO stage: 1"):
-            fresh(deepspeed="zero2").engine.load_state(tmp_path / "state")
+    with pytest.raises(UsageError, match="ranks: 1, ZeRO stage: 1"):
+        fresh(deepspeed="zero2").engine.load_state(tmp_path / "state")
 
 
 def distance(one, other):

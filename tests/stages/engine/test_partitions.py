@@ -48,13 +48,6 @@ def test_zero_3_cuts_each_parameter_by_itself():
     assert cut(partial(split_each, SIZES), ranks=2) == [(6, part) for part in parts]
 
 
-def test_parameters_of_fewer_values_than_ranks_leave_ranks_with_padding_alone():
-    first, *others = cut(partial(split_together, {"b": 1}, [0]), ranks=4)
-    assert (first, others) == ((2, ["b 0-1 at 0"]), [(2, [])] * 3)
-    first, *others = cut(partial(split_each, {"b": 1}), ranks=4)
-    assert (first, others) == ((1, ["b 0-1 at 0"]), [(1, [])] * 3)
-
-
 def test_values_are_read_across_ranks_and_padding_is_zero():
     values = ScatteredValues()
     # aaaa | abcc | cc.. as above; the padding of the last rank may be left out.

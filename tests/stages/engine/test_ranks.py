@@ -25,19 +25,17 @@ SHAPES = {  # tied weights are given once
 SUMS = 1e-5  # n u of some sixty terms is 4e-6, and each of two ways may be as far off
 PRESETS = ("zero0", "zero1", "zero2", "zero3", "zero3-offload")
 FLOAT32 = [f"engine/{preset}/float32" for preset in PRESETS]
-BFLOAT16 = [
-    f"engine/{preset}/bfloat16" for preset in PRESETS[:4]
-]  # by an optimizer of its own each
+# By an optimizer of its own each.
+BFLOAT16 = [f"engine/{preset}/bfloat16" for preset in PRESETS[:4]]
 ENGINES = FLOAT32 + BFLOAT16
 OPTIMIZERS = ["optimizer/lion/zero2", "optimizer/muon/zero0"]
-LOADED = [
-    f"loaded/{kind}" for kind in ("tied", "adapted, bfloat16", "new scores", "lora on scores")
-]
+KINDS = ("values", "adapted, bfloat16", "new scores", "lora on scores", "experts")
+LOADED = [f"loaded/{kind}" for kind in KINDS]
 SEQUENCES = [f"shared/{kind}" for kind in SHARED]
 OTHERS = ["summed", "failed save", "counted", "flex", "refused", "slow first rank"]
 WORLDS = {
     "silence": (1, "silence"),
-    "one": (1, *FLOAT32[::3], BFLOAT16[1], "loaded/values", "summed"),
+    "one": (1, *FLOAT32[::3], BFLOAT16[1], "summed"),
     "two": (2, *ENGINES, *OPTIMIZERS, *LOADED, *SEQUENCES, *OTHERS),
 }
 
@@ -101,7 +99,7 @@ def require_steps_of_engine(ranks, case):
             assert seen[kind]["updates"] == seen["straight"]["updates"], kind
             assert seen[kind]["weights"] == seen["straight"]["weights"], kind
         # A gradient that is not finite on one rank changes nothing anywhere.
-        assert seen["disturbed"]["refused"] == [[False, True]] * 18
+        assert seen["disturbed"]["traces"] == [False] * 18
 
 
 @cases("engine")
@@ -117,16 +115,13 @@ def test_three_ranks_take_the_same_steps(launch):
         require_steps_of_engine(seen.ranks, case)
 
 
-# Each kind of spreading is left for each other, and so is each optimizer of bfloat16.
+# Each kind of spreading is left for another, and so is each optimizer of bfloat16.
 CHANGES = [
     ("zero0/float32", "zero1"),
-    ("zero0/float32", "zero3-offload"),
-    ("zero1/float32", "zero0"),
     ("zero1/float32", "zero3"),
     ("zero2/float32", "zero2"),
     ("zero3/float32", "zero0"),
-    ("zero3/float32", "zero2"),
-    ("zero3-offload/float32", "zero3"),
+    ("zero3-offload/float32", "zero1"),
     ("zero0/bfloat16", "zero3"),
     ("zero1/bfloat16", "zero2"),
     ("zero2/bfloat16", "zero0"),
@@ -165,7 +160,7 @@ def test_a_rank_whose_disk_refuses_says_so_and_no_other_waits_for_it(two):
 
 
 @cases("summed")
-def test_values_are_summed_over_ranks(worlds, name, case):
+def test_values_are_summed_over_ranks_and_all_agree_or_none(worlds, name, case):
     ranks = worlds[name].ranks
     for index, rank in enumerate(ranks):
         total = [sum(range(len(ranks) + 1)), pytest.approx(len(ranks) * 1e-17)]
@@ -173,6 +168,7 @@ def test_values_are_summed_over_ranks(worlds, name, case):
             "total": total,
             "kept": [index + 1.0, 1e-17],
             "world": [index, len(ranks), index],
+            "agreed": [len(ranks) == 1, True],  # on what the first rank alone holds for true
         }
 
 
@@ -189,12 +185,6 @@ def test_a_silent_rank_is_noticed_and_a_slow_or_stopped_one_is_not(worlds):
     assert before == ["slow ranks are waited for"] * 2 + ["stopped ranks go on"] * 2
     assert "Rank 0 has not heard from rank 1" in told
     assert "--resume auto" in told
-
-
-def test_ranks_say_nothing_of_their_own(two):
-    others = ("kernels-community", "[transformers]")  # what two libraries say of other matters
-    said = [line for line in two.err.splitlines() if not any(one in line for one in others)]
-    assert (two.out, said) == ("", [])
 
 
 @pytest.mark.parametrize("case", SEQUENCES)
@@ -227,13 +217,13 @@ def test_a_rank_holds_no_more_than_its_share_while_it_loads(two):
         assert count["most"] <= share + count["buffers"] + 2**16
 
 
-@cases("loaded")
-def test_the_first_step_of_a_spread_load_is_that_of_the_whole_load(worlds, name, case):
-    for rank in worlds[name].ranks:
+@pytest.mark.parametrize("case", LOADED)
+def test_the_first_step_of_a_spread_load_is_that_of_the_whole_load(two, case):
+    for rank in two.ranks:
         spread, whole = rank[case]["spread"], rank[case]["whole"]
         assert math.isfinite(spread["norm"])
         for what in ("path", "outputs", "norm", "weights"):
             assert spread[what] == whole[what], what
         # But for what an adapter or a new head adds, no parameter is whole before the first step.
-        is_all = case in ("loaded/tied", "loaded/values")
+        is_all = case in ("loaded/values", "loaded/experts")
         assert spread["whole_elements"] < (1 if is_all else whole["whole_elements"])

@@ -12,7 +12,6 @@ from support.slow_reading import read_slowly
 
 C, R, D, U, X, M = Role
 LEVELS = 2
-KINDS = ("paired", "labelled", "grouped", "imitated")
 PLAIN, ALL = ScoreRules(), ScoreRules(pairs="all", threshold="median")
 
 
@@ -20,7 +19,7 @@ PLAIN, ALL = ScoreRules(), ScoreRules(pairs="all", threshold="median")
 def mixed(tmp_path_factory):
     """Pairs, labels and groups of four with scores of 0 to 5, in 24 row groups."""
     shapes = (PAIR, (U, D, D), (X,) * 4)
-    blocks = [block_of(8, seed=unit, levels=LEVELS, roles=shapes[unit % 3]) for unit in range(24)]
+    blocks = [block_of(5, seed=unit, levels=LEVELS, roles=shapes[unit % 3]) for unit in range(24)]
     for unit, block in enumerate(blocks):
         if unit % 3 != 1:
             draw = np.random.default_rng(unit)
@@ -114,8 +113,16 @@ def in_order(step, side="own"):
     return [placed[place] for place in range(len(placed))]
 
 
-@pytest.mark.parametrize("rules", [PLAIN, ALL], ids=["plain", "all"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "rules"),
+    [
+        ("paired", ALL),
+        ("labelled", PLAIN),
+        ("labelled", ALL),
+        ("grouped", PLAIN),
+        ("imitated", ALL),
+    ],
+)
 def test_every_branch_comes_with_what_was_stored_of_it_in_every_epoch(mixed, kind, rules):
     source = opened(mixed, kind=kind, rules=rules)
     expected = list(expected_rows(mixed, kind, rules))
@@ -132,8 +139,8 @@ def test_every_branch_comes_with_what_was_stored_of_it_in_every_epoch(mixed, kin
     ("kind", "world", "batch_size", "budget"),
     [
         ("paired", 2, 17, 60),
-        ("labelled", 3, 150, 80),
-        ("grouped", 8, 3, 1),
+        ("labelled", 3, 90, 80),
+        ("grouped", 8, 6, 1),
         ("imitated", 4, 8, 999),
     ],
 )
@@ -160,7 +167,6 @@ def test_steps_are_the_same_for_any_world_and_budget(mixed, kind, world, batch_s
                 sizes = [tree.num_tokens for tree in micro.trees]
                 assert sum(sizes) <= budget or len(sizes) == 1
                 assert set(micro.carried) == {"weight"}  # also of a rank with nothing to do
-                assert (micro.reference.dtype, micro.places.dtype) == (np.float64, np.int64)
                 assert micro.reference_tokens is not None
 
 
@@ -179,32 +185,24 @@ def test_a_context_stands_between_the_prompt_and_each_completion(mixed):
 
 @pytest.mark.slow
 def test_any_step_can_be_gone_on_from(mixed):
-    """At each step of an epoch and over its edge, and now and then from there to the end."""
+    """Of an epoch and over its edge, and now and then from there to the end."""
 
     def content(batches):
-        return [
-            (
-                batch.cursor,
-                batch.rows,
-                [(seen_in(micro), micro.places.tolist()) for micro in micros],
-            )
-            for batch in batches
-            for micros in (batch.own, batch.mismatched)
-        ]
+        micros = [(batch, micro) for batch in batches for micro in (*batch.own, *batch.mismatched)]
+        return [(one.cursor, one.rows, seen_in(m), m.places.tolist()) for one, m in micros]
 
-    feed = feed_of(opened(mixed), batch_size=7, epochs=2, world=3, rank=1)
+    feed = feed_of(opened(mixed), batch_size=5, epochs=2, world=3, rank=1)
     with feed.steps(Cursor(0, 0)) as steps:
         whole = list(steps)
     per_epoch = feed.steps_per_epoch
-    assert len(whole) == 2 * per_epoch > 40
-    for done in range(per_epoch + 4):
-        last = None if done % 16 == 15 else 2
-        for start in {Cursor(*divmod(done, per_epoch)), Cursor(0, done)}:
-            if start.step > per_epoch:
-                continue
+    assert len(whole) == 2 * per_epoch > 30
+    for done in (*range(0, per_epoch, 3), *range(per_epoch - 1, per_epoch + 3)):
+        last = None if done % 8 == 0 else 2
+        for start in {Cursor(*divmod(done, per_epoch)), Cursor(0, min(done, per_epoch))}:
             with feed.steps(start) as steps:
                 rest = list(steps) if last is None else [next(steps), next(steps)]
-            assert content(rest) == content(whole[done:][:last])
+            left = whole[start.epoch * per_epoch + start.step :]
+            assert content(rest) == content(left[:last])
     with feed.steps(Cursor(2, 0)) as steps:
         assert list(steps) == []
 
@@ -222,15 +220,5 @@ def test_held_out_rows_are_met_in_one_order_and_never_trained_on(mixed):
     trained = {row[0][0] for row in rows_in(steps_of(source))}
     readable = [own[0][0] for own, _ in expected_rows(mixed, "labelled", PLAIN)]
     assert passes[0] == passes[1] == [row for row in readable if row not in trained]
-    assert len(passes[0]) == source.eval_rows > 30
-    feed = feed_of(opened(mixed))
-    assert not feed.has_held_out
-    with feed.held_out() as steps:
-        assert list(steps) == []
-
-
-def test_a_batch_keeps_nothing_else_in_memory(mixed):
-    ((batch,), *_) = steps_of(opened(mixed), batch_size=2)
-    (micro,) = batch.own
-    held = {id(branch.base): branch.base.nbytes for tree in micro.trees for branch in tree.branches}
-    assert sum(held.values()) == 4 * sum(len(b) for tree in micro.trees for b in tree.branches)
+    assert len(passes[0]) == source.eval_rows > 20
+    assert not feed_of(opened(mixed)).has_held_out

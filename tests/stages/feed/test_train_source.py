@@ -9,9 +9,12 @@ import pytest
 
 from align.schemas.errors import CorruptionError, UsageError
 from align.schemas.methods import Labels
-from align.schemas.rows import Role
+from align.schemas.row_keys import sketches_of
+from align.schemas.rows import PromptKeys, Role
+from align.stages.feed import train_source
 from align.stages.feed.cache_index import COLUMNS, held_out, read_table, unchecked
 from align.stages.feed.conversions import Reading, ScoreRules
+from align.stages.feed.train_source import Overlap, count_near, overlap
 from align.stages.storage.shards import to_table
 from align.stages.storage.verify_cache import check_shard
 from support import shard_cache
@@ -61,40 +64,25 @@ def with_scores(block, scores):
 
 
 ALL, MEDIAN = ScoreRules(pairs="all", min_gap=2), ScoreRules(threshold="median")
-OF_SCORED = [
-    ("paired", ScoreRules(), ["2 scored rows .* 2 pairs: the best", "1 of 3 .*min_score_gap"]),
-    ("paired", ALL, ["2 scored rows .* 4 pairs: all", "1 of 3 .*min_score_gap"]),
-    ("labelled", MEDIAN, ["2 scored rows .*label_", "1 of 3 .*left out", "3 completions .*label_"]),
-    ("grouped", ScoreRules(), []),
-    ("imitated", ScoreRules(), ["3 scored rows .*the best completion of each"]),
-]
-OF_OTHERS = [
-    ("labelled", ["10 paired rows are read as labels"]),
-    (
-        "grouped",
-        ["10 paired .* groups", "10 paired .* lack", "7 unpaired .* groups", "7 unpaired .* lack"],
-    ),
-    ("imitated", ["10 paired rows .*the chosen completion", "7 unpaired rows .*desirable"]),
-    ("paired", ["7 of 22 rows are not read: they are unpaired"]),
-]
 
 
 def test_what_becomes_of_rows_is_told_and_counted(scored_rows, mixed):
-    for kind, rules, notes in OF_SCORED:
-        require_told(opened(scored_rows, kind=kind, rules=rules).notes, notes)
-    for kind, notes in OF_OTHERS:
-        told = opened(mixed, kind=kind).notes
-        require_told([note for note in told if " scored rows " not in note], notes)
+    def told(cache, kind, *notes, **how):
+        found = opened(cache, kind=kind, **how).notes
+        assert len(found) == len(notes)
+        assert all(re.match(note, one) for one, note in zip(found, notes, strict=True)), found
+
+    told(scored_rows, "paired", "2 scored rows .* 2 pairs: the best", "1 of 3 .*min_score_gap")
+    told(scored_rows, "paired", "2 scored rows .* 4 pairs: all", "1 of 3 .*score_gap", rules=ALL)
+    told(scored_rows, "labelled", "2 scored", "1 of 3 .*left out", "3 completions", rules=MEDIAN)
+    told(scored_rows, "grouped")
+    told(scored_rows, "imitated", "3 scored rows .*the best completion of each")
     unscored = "5 of 5 scored rows are left out: a completion of each has no score. `align score`"
-    assert any(unscored in note for note in opened(mixed).notes)
+    told(mixed, "labelled", "10 paired rows are read as labels", unscored)
+    told(mixed, "paired", "7 of 22 rows are not read: they are unpaired", unscored)
     counts = opened(scored_rows).counts
     expected = {"stored": 3, "read": 2, "made": 2, "unscored": 0, "left_out": 2}
     assert counts == {f"rows.scored.{name}": count for name, count in expected.items()}
-
-
-def require_told(told, notes):
-    assert len(told) == len(notes)
-    assert all(re.match(note, one) for one, note in zip(told, notes, strict=True)), told
 
 
 def test_labels_are_counted_over_training_rows(scored_rows, mixed, tmp_path):
@@ -146,9 +134,6 @@ def test_no_prompt_stands_on_both_sides_of_a_split(tmp_path):
     assert train | kept == set(range(40))
     assert not train & kept
     assert source.train_rows + source.eval_rows == 400
-
-
-def test_the_side_of_a_prompt_depends_on_itself_and_the_fraction():
     keys = np.random.default_rng(0).integers(0, 2**64, 4000, dtype=np.uint64)
     sides = {fraction: held_out(keys, fraction) for fraction in (0.0, 0.1, 0.2, 0.95, 1.0)}
     for fraction, side in sides.items():
@@ -202,3 +187,50 @@ def test_damage_is_found_when_the_cache_is_opened_and_named_by_its_unit(mixed):
     (folder.data / manifest.shards[2].file).unlink()
     with pytest.raises(CorruptionError, match="unit 2"):
         opened(mixed)
+
+
+# Prompts that stand on both sides of a split, or nearly so.
+OTHERS = [f"Tell me about {word}, please, in {word} words" for word in "abcdefghijklmnop"]
+HELD, LEARNED = 0, 2**64 - 1  # split keys that are held out at any fraction, and at none
+
+
+def with_prompts(texts, sides):
+    """A cache in which these are the prompts; the texts decide the sketch, `sides` the side."""
+    block = block_of(len(texts))
+    keys = np.array(sides, dtype=np.uint64)
+    sketches = sketches_of(texts, otherwise=keys)
+    found = PromptKeys(block.rows.prompt_keys.prompt, keys, sketches)
+    return dataclasses.replace(block, rows=dataclasses.replace(block.rows, prompt_keys=found))
+
+
+QUESTION = "Why is the sky blue in the morning and red in the evening, and what makes it so?"
+
+
+def test_held_out_prompts_that_are_nearly_learned_from_are_counted(tmp_path):
+    texts = [QUESTION, *OTHERS, QUESTION.upper(), f"{QUESTION} Thanks!", "Something else entirely"]
+    sides = [LEARNED - place for place in range(17)] + [HELD, HELD + 1, HELD + 2]
+    source = opened(write_cache(tmp_path / "a", [with_prompts(texts, sides)]), eval_fraction=0.5)
+    assert overlap(source, source) == Overlap(held_out=3, shared=0, near=2)
+
+
+def test_prompts_of_another_cache_are_shared_near_or_new(tmp_path):
+    texts, sides = [QUESTION, *OTHERS], list(range(17))
+    source = opened(write_cache(tmp_path / "a", [with_prompts(texts, sides)]))
+    measured = [QUESTION, QUESTION.upper(), "Something else entirely", OTHERS[3], OTHERS[3]]
+    block = with_prompts(measured, [0, 100, 101, 4, 4])
+    other = opened(write_cache(tmp_path / "b", [block]), eval_fraction=1.0)
+    assert overlap(source, other) == Overlap(held_out=4, shared=2, near=1)
+
+
+def test_the_bands_are_searched_as_if_all_were_compared_with_all(monkeypatch):
+    draw = np.random.default_rng(1)  # bytes of two values: most pairs have a band in common
+    first, others = (draw.integers(0, 2, (count, 8)).astype(np.uint8) for count in (60, 90))
+    equal = (first[:, None] == others).sum(axis=2)
+    expected = int((equal >= train_source.NEAR).any(axis=1).sum())
+    assert expected > 0
+    assert count_near(first.view(np.uint64).ravel(), others.view(np.uint64).ravel()) == expected
+    monkeypatch.setattr(train_source, "MOST_COMPARED", 1)
+    fewer = count_near(first.view(np.uint64).ravel(), others.view(np.uint64).ravel())
+    assert fewer <= expected
+    none, some = np.empty(0, np.uint64), np.arange(3, dtype=np.uint64)
+    assert (count_near(none, some), count_near(some, none)) == (0, 0)

@@ -85,19 +85,15 @@ def ppo_oracle(
 
 
 ORACLES = {"grpo": grpo_oracle, "ppo": ppo_oracle}
-OPTIONS = {
-    "grpo": [
-        {},
-        {"beta": 0.4, "epsilon": 0.05},
-        {"beta": 0.0},
-        {"normalize": "sequence", "beta": 0.2},
-    ],
-    "ppo": [
-        {},
-        {"epsilon": 0.1, "lam": 0.7, "gamma": 0.8, "vf": 0.6, "kl": 0.3},
-        {"lam": 1.0, "gamma": 1.0, "vf": 0.0, "kl": 0.0},
-    ],
-}
+CASES = [
+    ("grpo", {}),
+    ("grpo", {"beta": 0.4, "epsilon": 0.05}),
+    ("grpo", {"beta": 0.0}),
+    ("grpo", {"normalize": "sequence", "beta": 0.2}),
+    ("ppo", {}),
+    ("ppo", {"epsilon": 0.1, "lam": 0.7, "gamma": 0.8, "vf": 0.6, "kl": 0.3}),
+    ("ppo", {"lam": 1.0, "gamma": 1.0, "vf": 0.0, "kl": 0.0}),
+]
 
 
 def moved_by(rows, what, by):
@@ -112,7 +108,7 @@ def moved_by(rows, what, by):
     ]
 
 
-@each({f"{name} {values}": (name, values) for name in OPTIONS for values in OPTIONS[name]})
+@each({f"{name} {values}": (name, values) for name, values in CASES})
 def test_loss_and_gradient_are_the_formula_and_its_slope(name, values):
     rows = random_rows(SIZES, seed=3)
     taken = run(name, *rows, **values)

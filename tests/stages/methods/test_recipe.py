@@ -115,13 +115,6 @@ def test_a_recipe_tells_its_name_needs_and_options_and_is_read_again_from_them()
     assert recipe_of(single.name, single.values) == single
 
 
-def test_a_modifier_is_an_option_of_the_methods_that_allow_it():
-    assert {"beta", "f_divergence", "f_alpha", "humanline"} <= recipe_of("dpo", {}).option_names
-    assert "humanline" not in recipe_of("ipo", {}).option_names
-    assert {"dpo.beta", "row_weight"} <= recipe_of("dpo+bco_pair", {}).option_names
-    assert "margin" not in recipe_of("dpo+bco_pair", {}).option_names
-
-
 def test_weights_of_labels_are_resolved_in_every_part():
     recipe = recipe_of("dpo+kto", {"kto.undesirable_weight": "auto"})
     resolved, _ = recipe.resolve_auto(Labels(desirable=10, undesirable=40))

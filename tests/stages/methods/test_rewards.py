@@ -22,7 +22,6 @@ from support.method_steps import (
     random_branches,
     take,
     take_recipe,
-    unmoved,
 )
 
 SIDES = {"grouped": (Role.CANDIDATE, Role.CANDIDATE)}
@@ -42,8 +41,11 @@ COMPARISONS = {
 @each(COMPARISONS)
 def test_rewards_that_differ_by_rounding_are_ties_of_any_method(name, values):
     recipe = recipe_of(name, values)
-    whole = unmoved(random_branches(recipe.rows, 8, roles=SIDES.get(recipe.rows)))
-    whole = replace(whole, scores=torch.tensor([1.0, -1.0] * 8).double())
+    whole = random_branches(recipe.rows, 8, roles=SIDES.get(recipe.rows))
+    # Before the first step: each token is as likely as under the reference.
+    tokens = replace(whole.tokens, reference=whole.tokens.logps.detach())
+    scores = torch.tensor([1.0, -1.0] * 8).double()
+    whole = replace(whole, reference=whole.logps.detach(), tokens=tokens, scores=scores)
     if "reference" not in recipe.needs:  # then both sides of a row are as likely, and as long
         sums, counts = (some.detach()[0::2] for some in (whole.logps, whole.num_tokens))
         twice = (some.repeat_interleave(2).tolist() for some in (sums, counts.long()))

@@ -3,10 +3,16 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
+from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
 from align.schemas.errors import UsageError
+from align.schemas.rows import Tree
+from align.stages.model.load import load_causal_lm
 from align.stages.model.model_folder import (
     adapter_digest,
     code_digest,
@@ -14,6 +20,10 @@ from align.stages.model.model_folder import (
     stored_dtype,
     weights_digest,
 )
+from align.stages.model.policy import load_policy
+from align.stages.model.reference import HfReference
+from align.stages.model.reward_model import HfReward
+from support.families import PLAIN_FAMILIES, TREE_FAMILIES, saved_adapter, tiny_model
 
 WEIGHTS = "model.safetensors"
 
@@ -62,31 +72,28 @@ def test_volatile_config_keys_do_not_count_and_others_do(saved_llama, tmp_path):
     assert config_digest(str(folder)) != before
 
 
-def test_an_adapter_is_named_by_its_settings_and_tensors(tmp_path, saved_llama):
+def test_an_adapter_is_named_by_its_settings_and_tensors_and_code_by_its_text(
+    tmp_path, saved_llama
+):
     tensors = load_file(saved_llama / WEIGHTS)
     save_file(tensors, tmp_path / "adapter_model.safetensors")
-    settings = tmp_path / "adapter_config.json"
-    settings.write_text(json.dumps({"r": 8, "base_model_name_or_path": "a"}))
-    digests = [adapter_digest(str(tmp_path))]
-    amend(settings, base_model_name_or_path="b")
-    digests.append(adapter_digest(str(tmp_path)))
-    amend(settings, r=16)
-    digests.append(adapter_digest(str(tmp_path)))
-    tensors.pop("lm_head.weight")
-    save_file(tensors, tmp_path / "adapter_model.safetensors")
-    digests.append(adapter_digest(str(tmp_path)))
+    settings, digests = tmp_path / "adapter_config.json", []
+    settings.write_text("{}")
+    for change in ({"r": 8}, {"base_model_name_or_path": "b"}, {"r": 16}, {}):
+        amend(settings, **change)
+        if not change:
+            tensors.pop("lm_head.weight")
+            save_file(tensors, tmp_path / "adapter_model.safetensors")
+        digests.append(adapter_digest(str(tmp_path)))
     assert digests[0] == digests[1]
     assert len(set(digests)) == 3
-
-
-def test_the_code_of_a_folder_is_part_of_who_it_is(tmp_path):
     (tmp_path / "modeling.py").write_text("A = 1\n")
     before = code_digest(str(tmp_path))
     (tmp_path / "modeling.py").write_text("A = 2\n")
     assert code_digest(str(tmp_path)) != before
 
 
-def test_what_is_no_folder_of_a_model_is_refused_with_a_way_on(tmp_path):
+def test_what_is_no_folder_of_a_model_is_refused_with_a_way_on(saved_llama, tmp_path):
     refuse(config_digest, tmp_path / "nowhere", r"no such model folder.*model\.path")
     refuse(config_digest, tmp_path, r"config\.json: the file is missing")
     refuse(stored_dtype, tmp_path, r"no model\.safetensors")
@@ -94,12 +101,9 @@ def test_what_is_no_folder_of_a_model_is_refused_with_a_way_on(tmp_path):
     refuse(weights_digest, tmp_path, r"pickles.*save_pretrained")
     (tmp_path / WEIGHTS).write_bytes((8).to_bytes(8, "little") + b"no json!")
     refuse(weights_digest, tmp_path, "not a safetensors file")
-
-
-@pytest.mark.parametrize("kept", [4, 100, -1])
-def test_a_file_cut_short_is_refused(saved_llama, tmp_path, kept):
-    (tmp_path / WEIGHTS).write_bytes((saved_llama / WEIGHTS).read_bytes()[:kept])
-    refuse(weights_digest, tmp_path, "cut short")
+    for kept in (4, 100, -1):
+        (tmp_path / WEIGHTS).write_bytes((saved_llama / WEIGHTS).read_bytes()[:kept])
+        refuse(weights_digest, tmp_path, "cut short")
 
 
 F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
@@ -138,3 +142,97 @@ def stored(folder, tensors):
 
 def amend(file, **changes):
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+# The tensors of a folder are those of the model that scores: none left over, none made up.
+FAMILIES = TREE_FAMILIES | PLAIN_FAMILIES
+TREE = Tree(np.array([3, 4, 5], np.int32), (np.array([6], np.int32), np.array([7, 8], np.int32)))
+
+
+def options(folder, **more):
+    return ModelOptions(path=str(folder), **more)
+
+
+def changed(source, target, **settings):
+    """A copy of a folder with other settings."""
+    shutil.copytree(source, target)
+    amend(target / "config.json", **settings)
+    return target
+
+
+def test_weights_that_the_model_does_not_use_are_refused_or_allowed_and_recorded(
+    saved_llama, tmp_path
+):
+    short = changed(saved_llama, tmp_path / "short", num_hidden_layers=1)
+    config = LlamaConfig(**tiny_model("llama", {}).config.to_dict() | {"num_labels": 1})
+    LlamaForSequenceClassification(config).save_pretrained(tmp_path / "scorer")
+    HfReward(options(tmp_path / "scorer")).open()
+    scorer = changed(tmp_path / "scorer", tmp_path / "short scorer", num_hidden_layers=1)
+    for load in (
+        lambda: load_causal_lm(options(short)),
+        lambda: HfReference(options(short)).identity(),
+        lambda: load_policy(options(short), TrainOptions(), LoraOptions()),
+        lambda: HfReward(options(scorer)).open(),
+        lambda: HfReward(options(scorer)).identity(),
+    ):
+        with pytest.raises(UsageError, match=r"does not use 9 of the tensors.*model\.layers\.1\."):
+            load()
+    reference = HfReference(options(short, allow_unused_weights=True))
+    assert reference.open().score([TREE]).shape == (3,)
+    assert reference.identity()["model.unused_weights"] == "9"
+    given, allowed = options(saved_llama), options(saved_llama, allow_unused_weights=True)
+    assert HfReference(allowed).identity() == HfReference(given).identity()
+
+
+@pytest.mark.parametrize("allows", [False, True])
+def test_tensors_that_are_missing_or_of_another_shape_are_refused_by_name(
+    saved_llama, tmp_path, allows
+):
+    wide = changed(saved_llama, tmp_path / "wide", intermediate_size=64)
+    with pytest.raises(UsageError, match=r"6 tensors have another shape.*\[32, 48\], not \[32"):
+        load_causal_lm(options(wide, allow_unused_weights=allows))
+    long = changed(saved_llama, tmp_path / "long", num_hidden_layers=3)
+    with pytest.raises(UsageError, match=r"lack 9 tensors.*layers\.2"):
+        load_causal_lm(options(long, allow_unused_weights=allows))
+
+
+def test_buffers_that_older_versions_stored_are_no_weights(tmp_path):
+    rotary = "rotary_emb.inv_freq"
+    masks = {
+        "transformer.h.0.attn.masked_bias": torch.tensor(-1e4),
+        "transformer.h.0.attn.bias": torch.ones(1, 1, 128, 128, dtype=torch.bool),
+    }
+    local = {"transformer.h.0.attn.attention.masked_bias": torch.tensor(-1e9)}
+    for family, stored in {
+        "llama": {f"model.{where}{rotary}": torch.ones(4) for where in ("layers.0.self_attn.", "")},
+        "gpt2": masks,
+        "gpt_neo with local layers": local,
+    }.items():
+        tiny_model(*FAMILIES[family]).save_pretrained(tmp_path / family)
+        weights = tmp_path / family / "model.safetensors"
+        save_file(load_file(weights) | stored, weights, metadata={"format": "pt"})
+        load_causal_lm(options(tmp_path / family))
+
+
+def test_an_adapter_that_does_not_fit_or_leaves_something_out_is_refused(saved_llama, tmp_path):
+    adapter = tmp_path / "adapter"
+    saved_adapter(adapter, saved_llama, target_modules=["q_proj", "v_proj"])
+    for settings, said in (
+        ({"num_hidden_layers": 1}, r"lacks 0 .* and 4 of its own are not used"),
+        ({"num_hidden_layers": 3}, r"lacks 4 tensors .*layers\.2\..* and 0 of its own"),
+        ({"hidden_size": 64}, "cannot be put on the model"),
+    ):
+        tiny_model("llama", settings).save_pretrained(tmp_path / "other")
+        with pytest.raises(UsageError, match=said):
+            load_causal_lm(options(tmp_path / "other", adapter=str(adapter)))
+    amend(adapter / "adapter_config.json", target_modules=["q_proj"])
+    with pytest.raises(UsageError, match=r"4 of its own are not used \(first: .*v_proj"):
+        load_causal_lm(options(saved_llama, adapter=str(adapter)))
+
+
+def test_an_adapter_with_retrained_embeddings_is_taken_whole(saved_llama, tmp_path):
+    how = {"save_embedding_layers": True}
+    saved_adapter(tmp_path, saved_llama, modules_to_save=["lm_head"], how=how)
+    names = set(load_file(tmp_path / "adapter_model.safetensors"))
+    assert any("embed_tokens" in name for name in names)
+    load_causal_lm(options(saved_llama, adapter=str(tmp_path)))

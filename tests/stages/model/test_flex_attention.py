@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from align.pipeline.resume import known_path, made_with
-from align.schemas.config import Config, LoraOptions, ModelOptions, TrainOptions
+from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
 from align.schemas.errors import UsageError
 from align.stages.model import flex_attention, logprobs
 from align.stages.model.flex_attention import (
@@ -20,13 +19,19 @@ from align.stages.model.flex_attention import (
     why_no_flex,
 )
 from align.stages.model.load import add_lora
-from align.stages.model.logprobs import PATHS, ScoringPath, choose_path, own_attention
+from align.stages.model.logprobs import PATHS, choose_path, own_attention
 from align.stages.model.policy import Policy, load_policy, turn_dropout_off
 from align.stages.model.reference import TreeScorer
 from align.stages.model.tree_attention import tree_batch, tree_mask
-from support.adapters import drawn_adapter
 from support.branch_by_branch import num_tokens, slopes_of
-from support.families import SLIDING, TREE_FAMILIES, drawn_trees, mixed_trees, tiny_model
+from support.families import (
+    SLIDING,
+    TREE_FAMILIES,
+    drawn_adapter,
+    drawn_trees,
+    mixed_trees,
+    tiny_model,
+)
 
 pytestmark = pytest.mark.numeric
 
@@ -67,7 +72,9 @@ def written_out(mask):
     assert torch.equal(partly.T, dense(mask.q_num_blocks, mask.q_indices))
     assert torch.equal(wholly.T, dense(mask.full_q_num_blocks, mask.full_q_indices))
     assert not (partly & wholly).any()
-    return spread(wholly) | (spread(partly) & element)
+    partly, wholly = (one.repeat_interleave(BLOCK, 0) for one in (partly, wholly))
+    partly, wholly = (one.repeat_interleave(BLOCK, 1) for one in (partly, wholly))
+    return wholly | (partly & element)
 
 
 def dense(counts, lists):
@@ -75,10 +82,6 @@ def dense(counts, lists):
     for row, (count, columns) in enumerate(zip(counts[0, 0], lists[0, 0], strict=True)):
         marked[row, columns[:count].long()] = True
     return marked
-
-
-def spread(blocks):
-    return blocks.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
 
 
 def test_recomputed_activations_and_an_adapter_learn_the_same(flex_on_cpu):
@@ -139,16 +142,9 @@ def test_the_setting_keeps_to_another_attention_and_says_so(as_on_gpu, caplog):
         assert f"flex rows with the fused head: model.attention is {attention}" in caplog.text
 
 
-@pytest.mark.parametrize(("attention", "is_known"), [("auto", True), ("sdpa", False)])
-def test_what_a_checkpoint_scored_with_is_not_kept_against_the_setting(attention, is_known):
-    path = ScoringPath("flex", "fused", 0.0)
-    job = SimpleNamespace(config=Config(), policy=ModelOptions(attention=attention))
-    session = SimpleNamespace(job=job, policy=SimpleNamespace(path=path, device=CPU))
-    begun = SimpleNamespace(made_with=made_with(session))
-    assert (known_path(begun, job, CPU) is not None) == is_known
-
-
-def test_dropout_inside_the_attention_speaks_against_it_and_that_of_other_parts_does_not():
+def test_dropout_inside_the_attention_speaks_against_it_where_a_policy_learns_with_it(
+    tmp_path, as_on_gpu
+):
     names = {"llama": "attention_dropout", "gpt2": "attn_pdrop", "opt": "attention_dropout"}
     for family, name in names.items():
         config = tiny_model(*TREE_FAMILIES[family]).config
@@ -156,9 +152,6 @@ def test_dropout_inside_the_attention_speaks_against_it_and_that_of_other_parts_
         assert why_no_flex("auto", config) == ""
         setattr(config, name, 0.25)
         assert name in why_no_flex("auto", config)
-
-
-def test_a_policy_that_learns_with_such_dropout_goes_without(tmp_path, as_on_gpu):
     tiny_model("llama", {"attention_dropout": 0.25}).save_pretrained(tmp_path)
     for dropout, layout in ((False, "flex"), (True, "tree")):
         train = TrainOptions(dtype="float32", dropout=dropout)
@@ -198,7 +191,6 @@ def test_it_is_compiled_once_for_batches_of_every_length(monkeypatch):
 WIDE = {"hidden_size": 128, "head_dim": 32, "max_position_embeddings": 4096, "n_embd": 128}
 FAMILIES = {
     "llama": {},
-    "qwen2": {},
     "qwen2 with windows": {**SLIDING, "sliding_window": 40},
     "qwen3": {"head_dim": 128},
     "gemma": {"head_dim": 256},
@@ -213,19 +205,22 @@ LONG_TREES = tuple(drawn_trees(0, tokens=1500, longest=300))
 ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 
 
-def on_gpu(test):
-    """The compiler has advice there, for other programs."""
-    return pytest.mark.gpu(pytest.mark.filterwarnings("default")(test))
-
-
-def model_of(name, device, dtype):
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # the compiler has advice, for other programs
+@pytest.mark.parametrize("dtype", ALLOWED)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_numbers_and_gradients_are_those_of_padded_trees(device, name, dtype):
     kind, settings = TREE_FAMILIES[name]
     drawn = {"initializer_range": 0.1, **settings, **WIDE, **FAMILIES[name]}
     # Older versions of transformers let sdpa leave out the cap.
     attention = "eager" if "attn_logit_softcapping" in drawn else None
     model = tiny_model(kind, drawn, attention).to(device, dtype)
     turn_dropout_off(model)
-    return model
+    policy = Policy(model)
+    assert policy.path.layout == "flex"
+    found, expected = outcome(policy, "flex"), outcome(policy, "tree")
+    for some, others in zip(found, expected, strict=True):
+        assert float((some - others).norm() / others.norm()) < ALLOWED[dtype]
 
 
 def outcome(policy, layout):
@@ -235,45 +230,3 @@ def outcome(policy, layout):
     (numbers * slopes_of(numbers.shape[-1]).to(numbers.device)).sum().backward()
     learning = [one.grad.flatten().float() for one in policy.parameters() if one.requires_grad]
     return numbers.detach().float(), torch.cat(learning)
-
-
-def gap(found, expected):
-    """The length of the difference, as a share of the length of what it should be."""
-    return float((found - expected).norm() / expected.norm())
-
-
-@on_gpu
-@pytest.mark.parametrize("dtype", ALLOWED)
-@pytest.mark.parametrize("name", FAMILIES)
-def test_numbers_and_gradients_are_those_of_padded_trees(device, name, dtype):
-    policy = Policy(model_of(name, device, dtype))
-    assert policy.path.layout == "flex"
-    found, expected = outcome(policy, "flex"), outcome(policy, "tree")
-    assert gap(found[0], expected[0]) < ALLOWED[dtype]
-    assert gap(found[1], expected[1]) < ALLOWED[dtype]
-
-
-@on_gpu
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_bfloat16_is_as_near_to_float32_as_padded_trees_are(device, name):
-    exact = outcome(Policy(model_of(name, device, torch.float32)), "tree")
-    policy = Policy(model_of(name, device, torch.bfloat16))
-    found, padded = outcome(policy, "flex"), outcome(policy, "tree")
-    for ours, theirs, true in zip(found, padded, exact, strict=True):
-        assert gap(ours, true) < 1.5 * gap(theirs, true)
-
-
-@on_gpu
-def test_a_batch_waits_for_nothing_on_its_way_to_the_gpu(device):
-    policy = Policy(model_of("gemma3", device, torch.float32))
-    config = policy.model.config
-    outcome(policy, "flex")
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        batch = policy.path.batch(LONG_TREES, policy.device)
-        flex_masks(batch, config)
-        with torch.no_grad():
-            logprobs.last_states(policy.model, batch, policy.path)
-    finally:
-        torch.cuda.set_sync_debug_mode(before)

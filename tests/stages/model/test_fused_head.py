@@ -41,19 +41,25 @@ def test_the_purity_of_one_token_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("spec", "with_bias", "vocabulary"),
+    ("spec", "with_bias", "vocabulary", "dtype"),
     [
-        (HeadSpec(), False, WIDE),
-        (HeadSpec(), True, TILE_VOCABULARY["cpu"]),
-        (HeadSpec(scale=0.0625), True, WIDE),
-        (HeadSpec(softcap=3.0), False, TILE_VOCABULARY["cpu"]),
-        (HeadSpec(0.5, 4.0), False, 5),
+        (HeadSpec(), False, WIDE, torch.float32),
+        (HeadSpec(), True, TILE_VOCABULARY["cpu"], torch.float32),
+        (HeadSpec(scale=0.0625), True, WIDE, torch.float32),
+        (HeadSpec(softcap=3.0), False, TILE_VOCABULARY["cpu"], torch.float32),
+        (HeadSpec(0.5, 4.0), False, 5, torch.float32),
+        (HeadSpec(softcap=3.0), True, WIDE, torch.bfloat16),
+        (HeadSpec(softcap=3.0), True, WIDE, torch.float16),
     ],
 )
-def test_numbers_and_gradients_are_those_of_a_float64_log_softmax(spec, with_bias, vocabulary):
-    case = head_case(vocabulary, with_bias=with_bias)
+def test_numbers_and_gradients_are_those_of_a_float64_log_softmax(
+    spec, with_bias, vocabulary, dtype
+):
+    """In half precision but for the last rounding of the gradient."""
+    case = head_case(vocabulary, with_bias=with_bias, dtype=dtype)
     require_numbers(case, spec)
-    assert worst_gradient(case, spec) <= SUMS
+    allowed = SUMS if dtype == torch.float32 else 1.01 * torch.finfo(dtype).eps / 2
+    assert worst_gradient(case, spec) <= allowed
 
 
 @pytest.mark.parametrize(("rows", "buffer"), [(1, "none"), (7, "one tile and a bit"), (7, "all")])
@@ -62,13 +68,6 @@ def test_ragged_tiles_of_positions_change_nothing(rows, buffer, monkeypatch):
     case, spec = head_case(WIDE, with_bias=True), HeadSpec(0.5, 4.0)
     require_numbers(case, spec)
     assert worst_gradient(case, spec, LogitsBuffer(SIZES[buffer])) <= SUMS
-
-
-@pytest.mark.parametrize(("dtype", "step"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
-def test_half_precision_loses_no_more_than_the_last_rounding_of_its_gradient(dtype, step):
-    case, spec = head_case(WIDE, with_bias=True, dtype=dtype), HeadSpec(softcap=3.0)
-    require_numbers(case, spec)
-    assert worst_gradient(case, spec) < 1.01 * step
 
 
 def test_logits_of_ten_thousand_in_several_tiles_do_not_overflow():
@@ -178,14 +177,14 @@ def fused_logps(hidden, weight, bias, targets, spec, buffer=None):
     return fused_rows(head, hidden, targets, purity=False, buffer=buffer)[0]
 
 
-def head_case(vocabulary, *, with_bias=False, rows=ROWS, dtype=torch.float32):
+def head_case(vocabulary, *, with_bias=False, dtype=torch.float32):
     """Leaves that want a gradient, targets, and a slope of the loss for each position."""
     random = torch.Generator().manual_seed(1)
-    hidden = torch.randn(rows, HIDDEN, generator=random).to(dtype).requires_grad_()
+    hidden = torch.randn(ROWS, HIDDEN, generator=random).to(dtype).requires_grad_()
     weight = torch.randn(vocabulary, HIDDEN, generator=random).to(dtype).requires_grad_()
     bias = torch.randn(vocabulary, generator=random).to(dtype).requires_grad_()
-    targets = torch.randint(vocabulary, (rows,), generator=random)
-    slopes = torch.randn(rows, generator=random)
+    targets = torch.randint(vocabulary, (ROWS,), generator=random)
+    slopes = torch.randn(ROWS, generator=random)
     return hidden, weight, bias if with_bias else None, targets, slopes
 
 

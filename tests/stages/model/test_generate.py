@@ -5,16 +5,17 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, MambaConfig
+from transformers import GenerationConfig
 
 from align.schemas.config import ModelOptions
 from align.schemas.errors import UsageError
 from align.schemas.samples import Sampling
 from align.stages.model import generate as module
 from align.stages.model.generate import Generator, PromptTokens, own_stops, warpers
-from align.stages.model.keyed_noise import KeyedNoise, stream_of
+from align.stages.model.keyed_noise import KeyedNoise, stream_of, uniforms
 from align.stages.model.load import load_causal_lm
 from align.stages.model.save import stop_generation_at
+from support.families import PLAIN_FAMILIES, tiny_model
 
 LENGTHS = (3, 9, 1, 5, 17, 4)
 NEW = 12
@@ -104,12 +105,9 @@ def test_a_sample_ends_before_its_first_stop(drawing_model, prompt_ids):
         assert found[key] == (tokens[:end], end is not None)
 
 
-def test_batches_are_sorted_by_length_and_hold_the_tokens_that_they_may(drawing_model, prompt_ids):
-    batches = [*generator_of(drawing_model, tokens=60).draw(asked(prompt_ids, range(2)))]
-    sizes = [(max(LENGTHS[one.prompt] for one in batch) + NEW) * len(batch) for batch in batches]
-    assert max(sizes) <= 60
-    order = [LENGTHS[one.prompt] for batch in batches for one in batch]
-    assert order == sorted(order, reverse=True)
+def test_batches_hold_the_tokens_that_they_may(drawing_model, prompt_ids):
+    for batch in generator_of(drawing_model, tokens=60).draw(asked(prompt_ids, range(2))):
+        assert (max(LENGTHS[one.prompt] for one in batch) + NEW) * len(batch) <= 60
 
 
 @pytest.mark.parametrize("room", [5, 0])
@@ -148,16 +146,10 @@ def test_a_prompt_is_computed_once_for_all_its_samples(drawing_model, prompt_ids
     assert {*shapes[1:]} == {(8 * len(prompt_ids), 1)}
 
 
-def made(config):
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).eval()
-
-
 def test_where_a_cache_cannot_be_repeated_or_is_wrong_prompts_are_computed_again_and_that_is_said(
     drawing_model, monkeypatch, caplog
 ):
-    mamba = made(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, state_size=4))
-    generator = generator_of(mamba, new=3)
+    generator = generator_of(tiny_model(*PLAIN_FAMILIES["mamba"]), new=3)
     assert not generator.shares_prompts
     assert "computes each prompt once for every sample" in caplog.text
     assert sum(map(len, generator.draw(asked([[5, 6, 7]], range(3))))) == 3
@@ -182,23 +174,82 @@ def test_what_the_folder_asks_of_generation_changes_no_sample(drawing_model, pro
     assert samples(other, prompt_ids) == whole
 
 
-def test_stops_of_a_folder_are_those_of_its_generation_config_too(tmp_path):
-    (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
-    assert own_stops(ModelOptions(path=str(tmp_path))) == {2}
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
-    assert own_stops(ModelOptions(path=str(tmp_path))) == {2, 3, 4}
-
-
 def test_a_saved_model_stops_at_its_own_eos_and_at_what_its_completions_ended_with(tmp_path):
     config = {"eos_token_id": 2, "bos_token_id": 1, "pad_token_id": None, "hidden_size": 8}
     (tmp_path / "config.json").write_text(json.dumps(config))
     file = tmp_path / "generation_config.json"
     stop_generation_at([2], tmp_path, tmp_path)
     assert not file.exists()
+    assert own_stops(ModelOptions(path=str(tmp_path))) == {2}
     stop_generation_at([5, 2], tmp_path, tmp_path)
     assert json.loads(file.read_text()) == {"bos_token_id": 1, "eos_token_id": [2, 5]}
+    assert own_stops(ModelOptions(path=str(tmp_path))) == {2, 5}
     for own, after in ((2, [2, 5]), ([2, 7], [2, 7, 5]), (None, [5]), ([5], [5])):
         file.write_text(json.dumps({"eos_token_id": own, "temperature": 0.6, "do_sample": True}))
         stop_generation_at([5], tmp_path, tmp_path)
         found = GenerationConfig.from_pretrained(tmp_path)
         assert (found.eos_token_id, found.temperature) == (after, 0.6)
+
+
+# Noise by a hash: the generator it is built on, its distribution, and what it depends on.
+MASK = (1 << 64) - 1
+STEP = 0x9E3779B97F4A7C15
+SCORES = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5, -torch.inf])
+
+
+def splitmix(word):
+    """The finalizer of splitmix64, in Python's integers."""
+    word &= MASK
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & MASK
+    return word ^ (word >> 31)
+
+
+def by_hand(stream, position, token):
+    state = splitmix(stream + (position + 1) * STEP)
+    return ((splitmix(state + (token + 1) * STEP) >> 12) + 0.5) / 2**52  # in (0, 1): finite noise
+
+
+def test_torch_hashes_by_splitmix64_as_python_does():
+    # The first two outputs of splitmix64 seeded with 0, as its author's program prints them.
+    assert [splitmix(STEP), splitmix(2 * STEP)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
+    streams = [stream_of("prompt", seed, 3) for seed in range(4)] + [0, -1, 2**63 - 1, -(2**63)]
+    tokens = [0, 1, 17, 151_935]
+    for position in (0, 1, 511, 100_000):
+        found = uniforms(torch.tensor(streams), position, torch.tensor(tokens))
+        wanted = [[by_hand(stream, position, token) for token in tokens] for stream in streams]
+        assert found.tolist() == wanted
+
+
+def test_a_stream_differs_by_prompt_seed_and_number():
+    names = [(p, s, n) for p in ("1", "11") for s in range(20) for n in range(20)]
+    assert len({stream_of(*name) for name in names}) == len(names)
+    assert all(-(2**63) <= stream_of(*name) < 2**63 for name in names)
+
+
+def drawn(streams, position=0):
+    prompt_length = 5
+    ids = torch.zeros((len(streams), prompt_length + position), dtype=torch.int64)
+    noise = KeyedNoise(streams, prompt_length, torch.device("cpu"))
+    return noise(ids, SCORES.expand(len(streams), -1)).argmax(dim=-1)
+
+
+def test_tokens_are_drawn_with_their_probabilities_over_samples_and_over_positions():
+    stream = [stream_of("p", 0, 0)]
+    for tokens in (
+        drawn([stream_of("p", 0, number) for number in range(20_000)]),
+        torch.cat([drawn(stream, position=position) for position in range(2000)]),
+    ):
+        *counts, ruled_out = torch.bincount(tokens, minlength=6)
+        assert ruled_out == 0
+        expected = SCORES.softmax(0)[:-1] * len(tokens)
+        chi_square = float(((torch.stack(counts) - expected) ** 2 / expected).sum())
+        assert chi_square < 18.467  # of four degrees: exceeded by one in a thousand fair draws
+
+
+@pytest.mark.gpu
+def test_a_gpu_hashes_as_a_cpu_does(device):
+    streams = torch.tensor([stream_of("p", 0, n) for n in range(64)])
+    tokens = torch.arange(1000)
+    there = uniforms(streams.to(device), 3, tokens.to(device))
+    assert torch.equal(there.cpu(), uniforms(streams, 3, tokens))

@@ -1,18 +1,15 @@
 """What learns of a policy, and from where it starts."""
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
 from align.schemas.errors import UsageError
 from align.stages.model.logprobs import causal_model
 from align.stages.model.policy import Policy, load_policy
 from align.stages.model.reference import HfReference
-from support.adapters import saved_adapter
-from support.families import learning_names, mixed_trees, tiny_model
+from support.families import TREE_FAMILIES, learning_names, mixed_trees, saved_adapter, tiny_model
 from support.rounding import NATS
 
 pytestmark = pytest.mark.numeric
@@ -38,12 +35,6 @@ def test_the_policy_gives_the_references_numbers_to_the_last_bit_and_learns_whol
     assert policy(TREES)[0].sum() < logps.sum()
 
 
-def test_the_dtype_is_the_stored_one_unless_training_asks(saved_llama):
-    options = ModelOptions(path=str(saved_llama), dtype="float16")
-    assert load_policy(options, TrainOptions(), FULL).model.dtype == torch.bfloat16
-    assert load_policy(options, TrainOptions(dtype="float32"), FULL).model.dtype == torch.float32
-
-
 @pytest.mark.parametrize("head", ["none", "values"])
 def test_no_trees_give_no_numbers_and_a_gradient_of_zero(llama, head):
     policy = Policy(llama, head=head, purity=True)
@@ -54,13 +45,10 @@ def test_no_trees_give_no_numbers_and_a_gradient_of_zero(llama, head):
 
 
 def test_dropout_is_off_unless_asked_inside_the_attention_too(tmp_path):
-    torch.manual_seed(0)
-    config = GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=128)
-    assert config.attn_pdrop == config.resid_pdrop == 0.1
-    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
-    tiny_model("llama", {"attention_dropout": 0.5}).save_pretrained(tmp_path / "llama")
-    for folder in (tmp_path / "gpt2", tmp_path / "llama"):
-        still, noisy = loaded(folder), loaded(folder, dropout=True)
+    gpt2 = TREE_FAMILIES["gpt2"]  # whose config asks for a tenth of each kind
+    for folder, model in enumerate((gpt2, ("llama", {"attention_dropout": 0.5}))):
+        tiny_model(*model).save_pretrained(tmp_path / str(folder))
+        still, noisy = (loaded(tmp_path / str(folder), dropout=on) for on in (False, True))
         assert still.training
         assert torch.equal(still(TREES), still(TREES))
         assert not torch.equal(noisy(TREES), noisy(TREES))
@@ -131,9 +119,10 @@ def test_a_reference_with_an_adapter_is_where_the_policy_starts(saved_llama, tmp
     assert len(learning_names(policy)) == len(stored)
 
 
-def test_a_policy_is_loaded_from_its_own_folder_on_one_device(tmp_path):
-    tiny_model("llama", {}).save_pretrained(tmp_path)
-    own = ModelOptions(path=str(tmp_path), device_map="auto")
+def test_a_policy_is_loaded_from_its_own_folder_in_its_dtype_on_one_device(saved_llama):
+    own = ModelOptions(path=str(saved_llama), device_map="auto", dtype="float16")
     policy = load_policy(own, TrainOptions(model="s3://bucket/where-it-came-from"), FULL)
-    weight = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
-    assert np.array_equal(policy.model.model.embed_tokens.weight.detach(), weight)
+    assert policy.model.dtype == torch.bfloat16
+    weight = load_file(saved_llama / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(policy.model.model.embed_tokens.weight.detach(), weight)
+    assert loaded(saved_llama).model.dtype == torch.float32

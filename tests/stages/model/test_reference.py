@@ -1,8 +1,8 @@
 """A reference as its folder gives it, its full memory, widened for a while, or in part on disk."""
 
 import json
-from contextlib import nullcontext
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,9 +18,8 @@ from align.schemas.rows import OutOfMemory, Tree
 from align.stages.model import reference as module
 from align.stages.model.load import load_causal_lm, quiet, resolve
 from align.stages.model.logprobs import choose_path
-from align.stages.model.reference import HfReference, TreeScorer, held_in_float32
-from support.adapters import saved_adapter
-from support.families import TREE_FAMILIES, mixed_trees, tiny_model
+from align.stages.model.reference import HfReference, TreeScorer
+from support.families import TREE_FAMILIES, mixed_trees, saved_adapter, tiny_model
 from support.rounding import NATS
 
 pytestmark = pytest.mark.numeric
@@ -71,26 +70,18 @@ def test_an_adapter_of_prompt_tokens_is_refused(saved_llama, tmp_path):
         load_causal_lm(options_of(saved_llama, adapter=str(tmp_path)))
 
 
-def no_room():
-    raise torch.OutOfMemoryError("CUDA out of memory")
-
-
-def another_failure():
-    raise RuntimeError("shapes differ")
-
-
-@pytest.mark.parametrize(
-    ("failure", "expected", "said"),
-    [
-        (no_room, OutOfMemory, "1 trees of 6 tokens"),
-        (lambda: torch.empty(1 << 55), OutOfMemory, "1 trees of 6 tokens"),
-        (another_failure, RuntimeError, "shapes differ"),
-    ],
-)
-def test_only_a_full_memory_asks_for_a_smaller_batch(llama, monkeypatch, failure, expected, said):
+def test_only_a_full_memory_asks_for_a_smaller_batch(llama, monkeypatch):
     scorer = TreeScorer(llama)
-    monkeypatch.setattr(module, "tree_logps", lambda *_: failure())
-    with pytest.raises(expected, match=said):
+    full = torch.OutOfMemoryError("CUDA out of memory"), OutOfMemory, "1 trees of 6 tokens"
+    other = RuntimeError("shapes differ"), RuntimeError, "shapes differ"
+    for failure, expected, said in (full, other):
+        failing = mock.Mock(side_effect=failure)
+        monkeypatch.setattr(module, "tree_logps", failing)
+        with pytest.raises(expected, match=said):
+            scorer.score([TREE])
+    # As the allocator of a CPU says it.
+    monkeypatch.setattr(module, "tree_logps", lambda *_: torch.empty(1 << 55))
+    with pytest.raises(OutOfMemory):
         scorer.score([TREE])
 
 
@@ -116,30 +107,22 @@ def test_the_soft_cap_of_an_attention_is_never_left_out(tmp_path, monkeypatch):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_half_precision_model_scores_as_its_weights_do_in_float32(saved_llama, dtype):
     half = HfReference(options_of(saved_llama, dtype=dtype)).open()
-    before = half.score([TREE])
+    every = [*half.model.parameters(), *half.model.buffers()]
+    before = [(tensor.dtype, tensor.data_ptr()) for tensor in every]
+    scores = half.score([TREE])
     with half.in_float32():
         inside = half.score([TREE])
-    # Its weights are the same, stored in bfloat16.
-    full = HfReference(options_of(saved_llama, dtype="float32")).open()
-    assert full.model.dtype == torch.float32
-    assert np.abs(inside - full.score([TREE])).max() < 1e-4 < np.abs(inside - before).max()
-    assert half.score([TREE]).tobytes() == before.tobytes()
-
-
-@pytest.mark.parametrize("error", [None, KeyError])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_very_same_tensors_are_back_afterwards(llama, error, dtype):
-    model = llama.to(dtype)
-    every = [*model.parameters(), *model.buffers()]
-    before = [(tensor.dtype, tensor.data_ptr()) for tensor in every]
-    expected = pytest.raises(error) if error else nullcontext()
-    with expected, held_in_float32(model):
         assert {tensor.dtype for tensor in every} == {torch.float32}
-        is_copied = [one.data_ptr() for one in every] != [place for _, place in before]
-        assert is_copied == (dtype != torch.float32)
-        if error:
-            raise error
+    with pytest.raises(KeyError), half.in_float32():
+        raise KeyError
+    # The very same tensors are back; and theirs are the same weights, stored in bfloat16.
     assert [(tensor.dtype, tensor.data_ptr()) for tensor in every] == before
+    assert half.score([TREE]).tobytes() == scores.tobytes()
+    full = HfReference(options_of(saved_llama, dtype="float32")).open()
+    assert np.abs(inside - full.score([TREE])).max() < 1e-4 < np.abs(inside - scores).max()
+    places = [one.data_ptr() for one in full.model.parameters()]
+    with full.in_float32():  # which copies nothing
+        assert [one.data_ptr() for one in full.model.parameters()] == places
 
 
 def test_weights_too_large_for_float32_ask_for_a_smaller_batch(saved_llama):
@@ -154,25 +137,23 @@ def test_weights_too_large_for_float32_ask_for_a_smaller_batch(saved_llama):
 
 # Where the parts of a tiny model may lie.
 PARTS = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head")
-ROTARY = {"model.rotary_emb": "cpu"}
-LAST_LAYER = {part: "disk" if part == "model.layers.1" else "cpu" for part in PARTS} | ROTARY
-ALL = dict.fromkeys(PARTS, "disk") | ROTARY
 
 
-def options_spread(folder, device_map, family="llama"):
-    """The options of a tiny model, spread by a map."""
+def options_spread(folder, *on_disk, family="llama"):
+    """The options of a tiny model, these parts of which are on disk."""
     tiny_model(*TREE_FAMILIES[family]).save_pretrained(folder / "model")
+    places = {part: "disk" if part in on_disk else "cpu" for part in (*PARTS, "model.rotary_emb")}
     return ModelOptions(
         path=str(folder / "model"),
         device="cpu",
-        device_map=device_map if isinstance(device_map, str) else json.dumps(device_map),
+        device_map=json.dumps(places) if on_disk else "",
         offload_folder=str(folder / "offloaded"),
     )
 
 
 @pytest.mark.parametrize("family", ["gemma2", "mixtral"])
 def test_a_layer_on_disk_changes_no_bit(tmp_path, family):
-    options = options_spread(tmp_path, LAST_LAYER, family)
+    options = options_spread(tmp_path, "model.layers.1", family=family)
     spread, whole = HfReference(options), HfReference(replace(options, device_map=""))
     assert spread.identity() == whole.identity()
     scorer, other = spread.open(), whole.open()
@@ -182,7 +163,7 @@ def test_a_layer_on_disk_changes_no_bit(tmp_path, family):
 
 
 def test_a_head_on_disk_scores_by_the_models_own_logits_and_is_not_widened(tmp_path):
-    options = options_spread(tmp_path, ALL)
+    options = options_spread(tmp_path, *PARTS)
     scorer, whole = HfReference(options).open(), HfReference(replace(options, device_map="")).open()
     assert all(parameter.is_meta for parameter in scorer.model.parameters())
     assert (scorer.describe()["layout"], scorer.describe()["head"]) == ("tree", "exact")
@@ -193,21 +174,15 @@ def test_a_head_on_disk_scores_by_the_models_own_logits_and_is_not_widened(tmp_p
         pass
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ({"device_map": "{"}, "device_map"),
-        ({"device_map": "[1]x"}, "device_map"),
-        ({"device_map": '{"model": }'}, "device_map"),
+def test_a_map_that_is_not_one_and_what_ranks_cannot_hold_together_are_refused(tmp_path):
+    options = options_spread(tmp_path)
+    for text in ("{", "[1]x"):
+        with pytest.raises(UsageError, match="device_map"):
+            HfReference(replace(options, device_map=text)).open()
+    for how, said in (
         ({"tensor_parallel": 3}, "has 4 num_attention_heads, which cannot be shared out"),
         ({"tensor_parallel": 2, "device_map": "auto"}, "model.device_map cannot be used with"),
         ({"tensor_parallel": 2, "adapter": "some"}, "model.adapter cannot be used with"),
-    ],
-)
-def test_a_map_that_is_not_one_and_what_ranks_cannot_hold_together_are_refused(
-    tmp_path, how, message
-):
-    options = replace(options_spread(tmp_path, ""), **how)
-    read = resolve if "tensor_parallel" in how else lambda options: HfReference(options).open()
-    with pytest.raises(UsageError, match=message):
-        read(options)
+    ):
+        with pytest.raises(UsageError, match=said):
+            resolve(replace(options, **how))

@@ -16,7 +16,6 @@ from align.stages.engine.deepspeed_state import whole_weights
 from align.stages.model.load import load_causal_lm, quiet
 from align.stages.model.policy import load_policy
 from align.stages.model.save import save_adapter, save_merged, save_whole
-from support.adapters import saved_adapter
 from support.branch_by_branch import slopes_of, texts, worst_parameter
 from support.families import (
     PLAIN_FAMILIES,
@@ -113,12 +112,11 @@ def test_the_head_is_drawn_by_the_seed_and_one_that_a_folder_has_already_is_kept
 
 
 def test_a_folder_of_weights_and_config_becomes_one_for_scores(llama_folder, tmp_path):
-    amend(shutil.copytree(llama_folder, tmp_path / "half"), dtype="bfloat16")
-    saved(loaded(tmp_path / "half"), tmp_path / "half", tmp_path / "scorer")
-    before, after = (
-        json.loads((place / "config.json").read_text())
-        for place in (llama_folder, tmp_path / "scorer")
-    )
+    half = shutil.copytree(llama_folder, tmp_path / "half")
+    before = json.loads((half / "config.json").read_text())
+    (half / "config.json").write_text(json.dumps(before | {"dtype": "bfloat16"}))
+    saved(loaded(half), half, tmp_path / "scorer")
+    after = json.loads((tmp_path / "scorer" / "config.json").read_text())
     assert after.pop("architectures") == ["LlamaForSequenceClassification"]
     assert len(after.pop("id2label")) == len(after.pop("label2id")) == 1
     assert after["pad_token_id"] == 0
@@ -126,28 +124,20 @@ def test_a_folder_of_weights_and_config_becomes_one_for_scores(llama_folder, tmp
     assert after == before  # the dtype is the one it was trained in
 
 
-@pytest.mark.parametrize(
-    ("settings", "token"),
-    [
+def test_the_padding_token_is_the_tokenizers_or_the_configs_or_an_eos_or_a_text_has_no_end(
+    tokenizer_folder, tmp_path
+):
+    for settings, token in (
         ({"pad_token_id": None, "eos_token_id": 2}, 2),
         ({"pad_token_id": -1, "eos_token_id": [5, 6]}, 5),
         ({"pad_token_id": 9}, 9),
-        ({"pad_token_id": None, "eos_token_id": None}, None),
-    ],
-)
-def test_the_padding_token_is_the_configs_or_an_eos_or_there_is_no_telling_where_a_text_ends(
-    settings, token, tmp_path
-):
-    tiny_model("llama", settings).save_pretrained(tmp_path)
-    if token is None:
-        with pytest.raises(UsageError, match="neither the tokenizer nor the config names a pad"):
-            loaded(tmp_path)
-        return
-    assert loaded(tmp_path).model.config.pad_token_id == token
-
-
-def test_the_tokenizers_padding_token_comes_first(tokenizer_folder, tmp_path):
-    shutil.copytree(tokenizer_folder, tmp_path / "model")
+    ):
+        tiny_model("llama", settings).save_pretrained(tmp_path / "model")
+        assert loaded(tmp_path / "model").model.config.pad_token_id == token
+    tiny_model("llama", {"pad_token_id": None, "eos_token_id": None}).save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="neither the tokenizer nor the config names a pad"):
+        loaded(tmp_path)
+    shutil.copytree(tokenizer_folder, tmp_path / "model", dirs_exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     settings = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id + 1}
     tiny_model("llama", settings).save_pretrained(tmp_path / "model")
@@ -193,13 +183,6 @@ def test_an_adapter_learns_beside_a_whole_head_and_is_saved_with_it(llama_folder
     near(scores_of(merged, TREES), policy(TREES)[0])
 
 
-def test_a_reference_with_an_adapter_gives_the_layers(llama_folder, tmp_path):
-    adapted = loaded(llama_folder, adapter=saved_adapter(tmp_path, llama_folder))
-    changed = names_that_differ(loaded(llama_folder), adapted)
-    assert len(changed) == 2
-    assert all("q_proj" in name for name in changed)
-
-
 def test_what_does_not_end_in_one_score_is_refused(llama_folder, tmp_path, monkeypatch):
     two = AutoModelForSequenceClassification.from_pretrained(llama_folder, num_labels=2)
     two.save_pretrained(tmp_path / "two")
@@ -213,11 +196,6 @@ def test_what_does_not_end_in_one_score_is_refused(llama_folder, tmp_path, monke
     monkeypatch.setattr("align.stages.model.reward_model._own_score", lambda *_: torch.ones(1))
     with pytest.raises(UsageError, match="does not score by its last hidden states"):
         loaded(llama_folder)
-
-
-def amend(folder, **changes):
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def tree(prompt, *branches):

@@ -3,9 +3,9 @@
 from copy import deepcopy
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-import transformers
 from transformers import AutoConfig, MixtralForSequenceClassification
 
 from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
@@ -13,12 +13,35 @@ from align.schemas.errors import UsageError
 from align.stages.model.policy import Policy, load_policy, turn_dropout_off
 from align.stages.model.router_watch import RouterWatch
 from align.stages.train.router_balance import router_metrics, router_share
-from support.families import TREE_FAMILIES, mixed_trees, tiny_model
-from support.mixtures import MIXTURES, oracle
+from support.families import MIXTURES, TREE_FAMILIES, mixed_trees, tiny_model
 
 pytestmark = pytest.mark.numeric
 
 ROUTING = -1  # of the outputs of a pass, the last
+
+
+def oracle(model, trees):
+    """By the model's own router logits; the prompt of a tree is taken from its first branch."""
+    parts = [part for tree in trees for part in _logits_of(model, tree)]
+    return torch.stack([_sums(torch.cat(layer)) for layer in zip(*parts, strict=True)])
+
+
+def _logits_of(model, tree):
+    """Of each branch, a tensor for each layer."""
+    for number, branch in enumerate(tree.branches):
+        tokens = torch.from_numpy(np.concatenate([tree.prompt, branch]).astype(np.int64))
+        logits = model(input_ids=tokens[None], output_router_logits=True).router_logits
+        yield [layer[len(tree.prompt) if number else 0 :] for layer in logits]
+
+
+def _sums(logits, chosen=2):
+    experts = logits.shape[1]
+    shares = torch.exp(logits.double() - logits.double().logsumexp(1, keepdim=True))
+    entropy = -(shares * shares.log()).sum()
+    best = shares.argsort(dim=1, descending=True)[:, :chosen]
+    counts = torch.tensor([(best == expert).sum() for expert in range(experts)])
+    count = torch.tensor([len(logits)], dtype=torch.float64)
+    return torch.cat([counts.double(), shares.sum(0), entropy[None], count])
 
 
 def policy_of(name, **how):
@@ -55,7 +78,7 @@ def test_the_gradient_is_that_of_the_whole_step_however_it_is_cut():
             step = sum(policy(part)[ROUTING] for part in parts)
         for part in parts:
             router_share(policy(part)[ROUTING], step).backward()
-        assert values_of(step)["router/loss"] == pytest.approx(loss.item(), rel=1e-6)
+        assert float(router_metrics(step)["router/loss"][0]) == pytest.approx(loss.item(), rel=1e-6)
         for name, parameter in policy.model.named_parameters():
             if wanted[name].grad is not None:
                 torch.testing.assert_close(
@@ -126,10 +149,6 @@ def test_without_the_router_loss_nothing_is_kept_for_a_gradient():
     assert dense.output_names == ("logps",)
 
 
-def values_of(routing):
-    return {name: float(value[0]) for name, value in router_metrics(routing).items()}
-
-
 WIDE = {"hidden_size": 128, "head_dim": 32, "moe_intermediate_size": 64, "initializer_range": 0.1}
 ALLOWED = {torch.float32: 1e-3, torch.bfloat16: 0.4}  # of the sums' and the gradient's own length
 
@@ -139,8 +158,6 @@ def outcome(name, device, dtype):
     model = tiny_model(kind, settings | WIDE).to(device, dtype)
     turn_dropout_off(model)
     policy = Policy(model, balanced=True)
-    if kind == "granitemoe" and not policy.routers:
-        pytest.skip(f"transformers {transformers.__version__} records no router of {kind}")
     logps, routing = policy(mixed_trees())
     (logps.double().sum() / 100 + router_share(routing, routing.detach())).backward()
     gradients = [one.grad.flatten() for one in policy.parameters() if one.grad is not None]
@@ -150,7 +167,7 @@ def outcome(name, device, dtype):
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")  # the compiler has advice for other programs
 @pytest.mark.parametrize("dtype", ALLOWED)
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", [name for name in MIXTURES if name != "granitemoe"])
 def test_a_gpu_routes_and_learns_as_the_cpu_does(device, name, dtype):
     expected = outcome(name, "cpu", torch.float32)
     for found, wanted in zip(outcome(name, device, dtype), expected, strict=True):

@@ -12,8 +12,7 @@ from align.schemas.errors import UsageError
 from align.stages.engine.distributed import joined_world
 from align.stages.model.load import load_model, unused_weights
 from align.stages.model.sharded_load import load_sharded
-from support.adapters import saved_adapter
-from support.families import PLAIN_FAMILIES, TREE_FAMILIES, tiny_model
+from support.families import PLAIN_FAMILIES, TREE_FAMILIES, saved_adapter, tiny_model
 from support.sharded_ranks import PRESET, partitions_of
 
 pytestmark = pytest.mark.numeric
@@ -29,20 +28,13 @@ def tied_folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def lone_world():
-    with joined_world() as world:
-        yield world
-
-
-@pytest.fixture
-def load_spread(lone_world):
+def load_spread():
     """Loads a folder spread, on this one rank."""
-
-    def load_spread(options, **how):
-        train = TrainOptions(dtype="float32", **PRESET)
-        return load_sharded(options, partitions=partitions_of(options, train, lone_world), **how)
-
-    return load_spread
+    train = TrainOptions(dtype="float32", **PRESET)
+    with joined_world() as world:
+        yield lambda options, **how: load_sharded(
+            options, partitions=partitions_of(options, train, world), **how
+        )
 
 
 def options_of(folder, **how):
@@ -86,11 +78,12 @@ def test_a_saved_family_is_loaded_as_it_was_whole_and_spread(family, load_spread
 def test_a_head_that_is_stored_is_tied_where_it_equals_its_embedding(
     is_equal, tied_folder, load_spread, tmp_path
 ):
-    head = "model.embed_tokens.weight" if is_equal else torch.ones(97, 32)
-    folder = with_tensors(tied_folder, tmp_path, {"lm_head.weight": head})
-    loaded = load_spread(options_of(folder))
+    tensors = load_file(tied_folder / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone() if is_equal else torch.ones(97, 32)
+    options = options_of(with_tensors(tied_folder, tmp_path, {"lm_head.weight": head}))
+    loaded = load_spread(options)
     assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == is_equal
-    require_equal(loaded, load_model(options_of(folder)))
+    require_equal(loaded, load_model(options))
 
 
 CHANGES = {
@@ -133,11 +126,9 @@ def test_parameters_that_a_checkpoint_replaces_are_not_read(tied_folder, load_sp
 
 
 def with_tensors(source, folder, changes):
-    """A copy of a model folder with tensors put in, or copied from another, or (None) left out."""
+    """A copy of a model folder with other tensors; those that are None are left out."""
     shutil.copytree(source, folder, dirs_exist_ok=True)
-    tensors = load_file(source / "model.safetensors")
-    for name, change in changes.items():
-        tensors[name] = tensors[change].clone() if isinstance(change, str) else change
+    tensors = load_file(source / "model.safetensors") | changes
     kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

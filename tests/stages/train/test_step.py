@@ -1,12 +1,20 @@
-"""The numbers of a step: its learning rate, and the means of what was measured."""
+"""The numbers of a step: its rate, the means of what was measured, its speed, and the machine."""
 
+import math
 from types import SimpleNamespace
 
+import numpy as np
+import psutil
 import pytest
 import torch
 
 from align.schemas.config import TrainOptions
+from align.schemas.errors import CorruptionError
+from align.stages.train import throughput as meter_module
 from align.stages.train.step import Sums, added, finite, learning_rate, means_of, warmup_steps
+from align.stages.train.synchronized import next_batch
+from align.stages.train.throughput import MEGA, Machine, Meter, forget_peak, peak_mib
+from support.training_world import NEVER
 
 ALONE = SimpleNamespace(total=lambda values: values)
 
@@ -32,12 +40,9 @@ def test_the_rate_rises_in_equal_parts_and_falls_as_the_schedule_says():
     assert rates([0, 5, 10, 12], schedule="cosine", min_lr=0.25) == pytest.approx([8, 5, 2, 2])
 
 
-@pytest.mark.parametrize(
-    ("warmup", "total", "steps"),
-    [(0.0, 10, 0), (0.1, 10, 1), (0.1, 25, 3), (0.07, 100, 7), (1.0, 10, 1), (30.0, 10, 30)],
-)
-def test_a_warmup_below_1_is_a_share_and_any_other_a_number_of_steps(warmup, total, steps):
-    assert warmup_steps(total, TrainOptions(warmup=warmup)) == steps
+def test_a_warmup_below_1_is_a_share_and_any_other_a_number_of_steps():
+    for warmup, total, steps in ((0.0, 10, 0), (0.1, 25, 3), (0.07, 100, 7), (1.0, 10, 1)):
+        assert warmup_steps(total, TrainOptions(warmup=warmup)) == steps
 
 
 def values(*numbers):
@@ -77,4 +82,91 @@ def test_small_values_are_not_lost_beside_a_large_one_and_keep_no_graph_alive():
 
 
 def test_what_is_not_finite_is_added_to_nothing():
-    assert finite({"loss": (1.0, 1.0), "grad_norm": (float("inf"), 1.0)}) == {"loss": (1.0, 1.0)}
+    assert finite({"loss": (1.0, 1.0), "grad_norm": (math.inf, 1.0)}) == {"loss": (1.0, 1.0)}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """One that is set by hand."""
+    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(meter_module, "time", clock)
+    return clock
+
+
+def micro_batches(*some):
+    """Each of rows of so many tokens."""
+    return tuple(
+        SimpleNamespace(trees=[SimpleNamespace(num_tokens=tokens) for tokens in rows])
+        for rows in some
+    )
+
+
+def test_neither_what_lies_before_a_restart_nor_a_step_of_its_own_belongs_to_the_next(clock):
+    meter = Meter(pads=False)
+    meter.runs(tokens=100, padded=100)
+    clock.now += 60  # an evaluation
+    meter.restart()
+    clock.now += 1
+    assert means_of(meter.lap(rows=1))["speed/tokens_per_second"] == 100
+
+    def late():
+        clock.now += 3
+        raise CorruptionError("part-3 is damaged")
+        yield
+
+    with pytest.raises(CorruptionError):  # a wait that fails is counted all the same
+        next_batch(ALONE, late(), meter, NEVER)
+    assert means_of(meter.lap(rows=1))["speed/data_wait_seconds"] == 3
+
+
+@pytest.mark.parametrize(("pads", "padding"), [(False, 0.0), (True, 1 - 22 / 27)])
+def test_padding_is_the_share_of_tokens_that_fill_up_micro_batches(pads, padding):
+    meter = Meter(pads=pads)
+    own = micro_batches((3, 5), (2,), ())  # 10 tokens in 2 * 5 + 2
+    mismatched = micro_batches((4, 3, 5))  # 12 in 3 * 5
+    batch = SimpleNamespace(own=own, mismatched=mismatched)
+    next_batch(ALONE, iter([batch]), meter, NEVER)
+    means = means_of(meter.lap(rows=3))
+    assert means["tokens"] == 22
+    assert means["padding"] == pytest.approx(padding)
+
+
+def test_the_speed_of_several_steps_is_that_of_all_of_them(clock):
+    meter, laps = Meter(pads=True), []
+    for seconds, tokens, padded in ((1, 100, 100), (3, 500, 1000)):
+        meter.runs(tokens=tokens, padded=padded)
+        with meter.waiting():
+            clock.now += 0.5
+        clock.now += seconds - 0.5
+        laps.append(meter.lap(rows=4))
+    assert means_of(laps[1])["speed/data_wait_seconds"] == 0.5
+    means = means_of(added(*laps))
+    assert means["speed/tokens_per_second"] == 150  # 600 in 4 s; the mean of both is 133
+    assert means["speed/rows_per_second"] == 2
+    assert means["speed/step_seconds"] == 2
+    assert means["padding"] == pytest.approx(500 / 1100)
+    assert means["tokens"] == 300  # of a step
+
+
+def test_a_run_does_not_answer_for_the_memory_of_an_earlier_one(tmp_path, monkeypatch):
+    forget_peak()
+    before = peak_mib()
+    assert before > 50  # torch alone takes more
+    earlier = np.ones(64 * 2**20 // 8)
+    assert peak_mib() > before + 50
+    del earlier
+    forget_peak()
+    assert peak_mib() < before + 20
+    monkeypatch.setattr(meter_module, "STATUS", tmp_path / "not" / "there")
+    assert peak_mib() >= 0.5 * before  # also on a system that hides its processes
+
+
+def test_it_sees_this_machine_and_what_this_process_takes(tmp_path):
+    machine = Machine(tmp_path)
+    before = machine.now()
+    assert 0 <= before["system/cpu_utilization_percentage"] <= 100
+    total = psutil.virtual_memory().total / MEGA
+    assert 0 < before["system/system_memory_usage_megabytes"] < total
+    held, name = np.ones(25_000_000), "system/process_memory_usage_megabytes"
+    assert held.nbytes / MEGA == 200
+    assert 150 < machine.now()[name] - before[name] < 250
