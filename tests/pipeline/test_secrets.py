@@ -11,7 +11,7 @@ import pytest
 
 from align.pipeline.terminal import SafeFormatter
 from align.schemas.safe_text import MASK
-from support.command import align, refusal
+from support.command import align
 from support.planted import contents_below
 from support.trainings import Person
 
@@ -114,12 +114,6 @@ def test_no_secret_is_written_said_or_sent(course, world, mlflow_server, surroun
     with closing(sqlite3.connect(stored / "server.db")) as database:
         names = [name for (name,) in database.execute("SELECT name FROM runs")]
     assert f"run-{MASK}" in names, "the store was told, with the secret left out"
-
-
-def test_a_run_that_hid_its_address_is_told_to_give_it_again(tmp_path):
-    (tmp_path / "config.yaml").write_text("tracking:\n  uri: http://***@host\n")
-    said = refusal(2, "config", "--config", tmp_path / "config.yaml")
-    assert "Give the whole address" in said
 
 
 def test_a_line_of_the_log_tells_no_secret_and_steers_no_terminal():

@@ -162,12 +162,6 @@ def test_whatever_is_called_align_yaml_is_read_or_refused_at_once(here):
         refused(named=("align.yaml: ", said))
 
 
-def test_several_values_are_answered_with_the_command_for_them():
-    for text in ("train.lr=1e-5,2e-5", "train.beta1=0.9, 0.95"):
-        said = refusal(2, "train", "--method", "dpo", "--set", text)
-        assert f"`align sweep --vary {text}`" in said
-
-
 def test_a_value_is_read_as_it_looks():
     numbers = {"1e-5": 1e-5, "1.e-5": 1e-5, "+.5e1": 5.0, "5": 5, "1_000": 1000}
     texts = ("2026-01-31", "2026-99-99", "1:30", "0x10", "1e-5,2e-5", "<<", "=")

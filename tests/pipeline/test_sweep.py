@@ -41,16 +41,14 @@ def test_every_combination_is_one_run_and_lacks_the_options_that_its_method_lack
 
 
 def test_no_two_runs_have_one_folder():
-    two = {"train.model": ["a-b", "a"]}
     for methods, varied in (
         (["dpo"], {"method.beta": ["0.1", "0.1"]}),
         (["dpo:0.8+sft:0.2", "dpo:0.80+sft:0.2"], {}),
         (["dpo"], {"train.model": ["One", "one"]}),
-        (["dpo"], {**two, "train.eval_cache": ["c", "b-c"]}),
+        (["dpo"], {"train.model": ["a-b", "a"], "train.eval_cache": ["c", "b-c"]}),
     ):
         with pytest.raises(UsageError, match="would both be the run dpo"):
             trials_of(methods, varied)
-    assert len(trials_of(["dpo"], {**two, "train.eval_cache": ["c", "b/c"]})) == 4
 
 
 def test_what_is_varied_has_a_name_and_values_and_is_set_by_nothing_else():
