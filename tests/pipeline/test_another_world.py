@@ -10,9 +10,9 @@ from support.trainings import KILLED, distances, refused, saved
 
 pytestmark = pytest.mark.numeric
 
-# Twenty steps without dropout, whose masks each rank draws for its own rows.
-LONG = ("--max-steps", 20, "--set", "train.dropout=false", "--eval-every", 10)
-FAR = {"losses": NATS, "weights": apart(20 * 1e-3)}
+# Ten steps without dropout, whose masks each rank draws for its own rows.
+LONG = ("--max-steps", 10, "--set", "train.dropout=false", "--eval-every", 5)
+FAR = {"losses": NATS, "weights": apart(10 * 1e-3)}
 
 
 def part(course, run, *more, ranks, failpoint="", launcher=None):
@@ -32,23 +32,22 @@ def require_near(run, whole):
 def test_two_ranks_then_one_then_two_end_as_two_do(course, tmp_path):
     """Left at auto, two ranks share the optimizer's state and one has nothing to share."""
     whole, run = course.whole(*LONG, ranks=2), tmp_path / "run"
-    part(course, run, ranks=2, failpoint="step.started=kill@7")
+    part(course, run, ranks=2, failpoint="step.started=kill@5")
     # Killed within the first save after the change: the state of two ranks is cut once more.
     part(course, run, ranks=1, failpoint="checkpoint.before_rename=kill@1")
-    assert saved(run) == (6, 2, 1)
-    answer = part(course, run, ranks=1, failpoint="step.started=kill@8")
-    assert saved(run) == (12, 1, 0)
-    assert "after step 6: ranks 2 → 1\n  after step 6: ZeRO stage 1 → 0\n" in answer.err
+    assert saved(run) == (4, 2, 1)
+    answer = part(course, run, ranks=1, failpoint="step.started=kill@4")
+    assert saved(run) == (6, 1, 0)
+    assert "after step 4: ranks 2 → 1\n  after step 4: ZeRO stage 1 → 0\n" in answer.err
     part(course, run, "--set", "train.sequence_parallel=2", ranks=2)
     require_near(run, whole)
     assert set(read_ending(RunFolder(run)).changes) == {
-        "after step 6: ranks 2 → 1",
-        "after step 6: ZeRO stage 1 → 0",
-        "after step 12: ranks of a sequence none → 2",
-        "after step 12: ranks 1 → 2",
-        "after step 12: ZeRO stage 0 → 1",
+        "after step 4: ranks 2 → 1",
+        "after step 4: ZeRO stage 1 → 0",
+        "after step 6: ranks of a sequence none → 2",
+        "after step 6: ranks 1 → 2",
+        "after step 6: ZeRO stage 0 → 1",
     }
-    assert "ranks 1 → 2" in (run / "report.html").read_text()
     assert "already: this run is finished" in part(course, run, ranks=1).out
 
 
@@ -61,13 +60,13 @@ def uneven(rank, port):
 def test_a_policy_that_is_created_in_parts_goes_on_in_other_parts(course, tmp_path):
     words = ("--deepspeed", "zero3")
     whole, run = course.whole(*LONG, ranks=2), tmp_path / "run"
-    part(course, run, *words, ranks=1, failpoint="step.started=kill@7")
-    part(course, run, *words, ranks=2, failpoint="step.started=kill@5", launcher=uneven)
-    assert saved(run) == (10, 2, 3)
+    part(course, run, *words, ranks=1, failpoint="step.started=kill@5")
+    part(course, run, *words, ranks=2, failpoint="step.started=kill@3", launcher=uneven)
+    assert saved(run) == (6, 2, 3)
     # The first rank computes with what its checkpoint was saved with, the second with something
     # else: both have to read the weights and to probe.
     answer = part(course, run, *words, ranks=2, launcher=uneven)
-    assert "continuing after step 10" in answer.err
+    assert "continuing after step 6" in answer.err
     require_near(run, whole)
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from align.pipeline import policy_identity
-from align.pipeline.policy_identity import digest_policies
 from align.pipeline.train import shard_columns
 from align.schemas.batches import World
 from align.schemas.errors import FingerprintError
@@ -15,7 +14,6 @@ from align.stages.feed.train_source import open_source, overlap
 from align.stages.storage import digest_memory
 from align.stages.storage.digest_memory import own_digests, user_folder
 from support.shard_cache import block_of, footers, write_cache
-from support.training_world import job_of
 
 ALONE, SECOND = World(0, 1, 0), World(1, 2, 1)
 SECOND_GPU = World(0, 1, 1)  # a process alone, whatever its local rank
@@ -70,29 +68,6 @@ def test_only_the_first_start_of_a_machine_reads_every_byte_of_a_cache(long_prom
     besides = footers([folder.shard(shard) for shard in manifest.shards]) + lines
     assert besides <= again - unchecked < besides + 4 * SHARDS * 8
     assert again < whole / 2
-
-
-def test_weights_are_digested_once_for_all_starts_and_trials_by_the_first_rank_of_a_machine(
-    training_world, monkeypatch
-):
-    jobs = [job_of(training_world.pairs, method) for method in ("dpo", "kto", "orpo")]
-    weights = (training_world.model / "model.safetensors").stat().st_size
-
-    def digested(world):
-        return bytes_read(lambda: digest_policies(jobs, world, own_digests()))
-
-    (read, first), (read_again, again) = (digested(SECOND_GPU) for _ in range(2))
-    assert weights <= read < 2 * weights  # for three trials
-    assert read_again < weights / 4
-    known = first.identities
-    assert known == again.identities
-    assert first.identified(jobs[0]).policy_identity["model.weights"]
-    monkeypatch.setattr(policy_identity, "run_on_all_ranks", lambda _, action: action())
-    monkeypatch.setattr(policy_identity, "gathered", lambda _, mine: [known, mine])
-    for path in (user_folder() / "digests").iterdir():
-        path.unlink()
-    read, found = digested(SECOND)
-    assert (found.identities, read < weights / 4) == (known, True)
 
 
 def test_a_machine_with_another_copy_of_the_model_is_refused():

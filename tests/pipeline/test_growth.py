@@ -16,7 +16,7 @@ from support.command import align, refusal
 from support.patience import PATIENCE
 from support.stage_one import child, contents, run
 from support.stub_reference import StubReference
-from support.trainings import KILLED, learned, weights
+from support.trainings import KILLED, require_same
 
 
 @pytest.fixture
@@ -32,17 +32,18 @@ def rows_of(to, data, tmp_path):
     return prepare
 
 
-# All places of a first cache are in test_kill.
-@pytest.mark.parametrize("name", ["root.after_link", "manifest.before_rename", "gc.forgotten"])
-def test_growing_that_is_killed_ends_in_the_same_bytes(rows_of, tmp_path, name):
+def test_growing_that_is_killed_ends_in_the_same_bytes(rows_of, tmp_path):
+    """All places of a first cache are in test_kill."""
     for rows in (80, 120):
         run(rows_of(rows, output=tmp_path / "clean"))
-    run(rows_of(80))
-    stopped = child(rows_of(120), f"{name}=kill")
-    stopped.join(PATIENCE)
-    assert stopped.exitcode == KILLED
-    run(rows_of(120))
-    assert contents(tmp_path / "cache") == contents(tmp_path / "clean")
+    run(rows_of(80, output=tmp_path / "first"))
+    for name in ("root.after_link", "manifest.before_rename", "gc.forgotten"):
+        cache = shutil.copytree(tmp_path / "first", tmp_path / name)
+        stopped = child(rows_of(120, output=cache), f"{name}=kill")
+        stopped.join(PATIENCE)
+        assert stopped.exitcode == KILLED, name
+        run(rows_of(120, output=cache))
+        assert contents(cache) == contents(tmp_path / "clean")
 
 
 def test_what_a_cache_was_is_kept_until_it_is_told_to_go(rows_of, tmp_path):
@@ -58,7 +59,6 @@ def test_what_a_cache_was_is_kept_until_it_is_told_to_go(rows_of, tmp_path):
     kept = contents(cache)
     assert "2 earlier roots" in align("verify", cache, "--rescore", 0).out
     assert json.loads(align("inspect", cache, "--json").out)["superseded_files"] > 0
-    assert "align gc" in align("inspect", cache).out
     dry = align("gc", cache, "--dry-run")
     assert (dry.code, before.root in dry.out) == (0, True)
     assert "--yes" in refusal(2, "gc", cache)
@@ -82,9 +82,7 @@ def test_a_training_continues_with_the_cache_it_began_on(course, world, tmp_path
     assert "kept for trainings that began on" in grown.out
     resumed = course.run(output, *more, "--resume", "auto")
     assert "continuing after step 4" in resumed.err
-    whole = course.whole()
-    assert weights(output) == weights(whole)
-    assert learned(output) == learned(whole)
+    require_same(output, course.whole())
 
 
 class Late(StubReference):
@@ -117,41 +115,3 @@ def test_a_late_part_does_not_publish_what_the_cache_has_outgrown(
         run(few, Late(meanwhile), share=Share(1, 1))
     assert load_manifest(CacheFolder(location(f"{root}/cache"))) == grown[0]
     assert run(many).was_complete
-
-
-@pytest.fixture
-def long_form(config, tmp_path):
-    """Makes a cache of long-form rows, always in the same folder."""
-    path = tmp_path / "long.jsonl"
-
-    def make(*rows):
-        lines = [dict(zip(("prompt", "completion", "score"), row, strict=True)) for row in rows]
-        path.write_text("\n".join(map(json.dumps, lines)) + "\n")
-        return run(replace(config, data=DataOptions(files=[str(path)])))
-
-    return make
-
-
-def test_a_prompt_may_gain_a_completion_and_not_lose_one(long_form, tmp_path):
-    old = [
-        *(("Why?", "because", 1.0), ("Why?", "so", 2.0), ("How?", "thus", 0.5)),
-        *(("How?", "well", 1.5), ("Who?", "me", 1.0)),
-    ]
-    long_form(*old)
-    grown = long_form(*old, ("Why?", "never mind", 3.0))
-    assert (grown.manifest.rows, grown.tally.reused >= 5) == (3, True)
-    before = contents(tmp_path / "cache" / "data")
-    with pytest.raises(FingerprintError, match="1 of its 6 completions are not in the data"):
-        long_form(*old[1:], ("Why?", "never mind", 3.0), ("Why?", "at all", 3.0))
-    assert contents(tmp_path / "cache" / "data") == before
-
-
-def test_a_lost_copy_of_a_row_is_noticed(rows_of, tmp_path):
-    once = rows_of(20)
-    path = tmp_path / "twice.jsonl"
-    lines = (tmp_path / "(20,).jsonl").read_text()
-    path.write_text(lines + lines.splitlines(keepends=True)[0])
-    assert run(replace(once, data=DataOptions(files=[str(path)]))).manifest.rows == 21
-    with pytest.raises(FingerprintError, match="1 of its 21 rows"):
-        run(once)
-    assert load_manifest(CacheFolder(tmp_path / "cache")).rows == 21

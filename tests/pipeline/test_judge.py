@@ -1,18 +1,16 @@
 """Samples are judged once: by a language model in both orders, or by a check."""
 
 import json
-import pickle
 
 import polars as pl
 import pytest
 
 from align.pipeline.executor import Share
 from align.pipeline.judge import calibrate, judge
-from align.pipeline.language_judge import JudgeTasks, judge_sampler, with_template
+from align.pipeline.language_judge import judge_sampler
 from align.schemas.config import Config, ModelOptions, TrackingOptions
 from align.schemas.errors import LockedError, UsageError
 from align.schemas.round_options import JudgeOptions
-from align.stages.judge.judgments import Asked
 from align.stages.judge.win_rate import win_rate
 from align.stages.storage.locks import owner_lock
 from align.stages.storage.tables import TableFolder, read_table
@@ -61,7 +59,6 @@ def test_a_rubric_asks_for_each_different_sample_once_also_in_a_store(samples, j
         assert (result.new, len(stub.asked)) == (new, 5)  # "2" stands twice
     assert result.manifest.counts["judgments"] == 5
     assert result.manifest.counts["judge_completion_tokens"] == 10
-    assert "next: align select" in result.text()
 
 
 def test_pairs_are_compared_in_both_orders_and_equal_texts_are_not(samples, judged):
@@ -105,17 +102,17 @@ def test_no_judgment_is_bought_twice_also_after_damage_or_for_more_samples(
     assert column(more, "score")[-3:] == column(rows, "score")[:3]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"max_new_tokens": 99}, {"name": "another"}, {"template": "own.j2"}, {"by": "pairwise"}],
-)
-def test_another_judge_is_asked_anew(here, samples, judged, change):
+def test_another_judge_is_asked_anew(here, samples, judged):
     (here / "own.j2").write_text("{{ messages[0].content }}\n[x answer]\n{{ answer }}\n[x end]")
     judged(samples, StubJudge(), by="rubric")
-    stub = StubJudge(name=change.pop("name", "stub"))
-    result, _ = judged(samples, stub, **{"by": "rubric", **change})
-    assert (result.known, result.new) == (0, len(stub.asked))
-    assert result.new >= 5
+    for name, change in (
+        *(("stub", {"max_new_tokens": 99}), ("stub", {"template": "own.j2"})),
+        *(("stub", {"by": "pairwise"}), ("another", {})),
+    ):
+        stub = StubJudge(name=name)
+        result, _ = judged(samples, stub, **{"by": "rubric", **change})
+        assert (result.known, result.new) == (0, len(stub.asked))
+        assert result.new >= 5
 
 
 def test_what_was_received_before_a_crash_is_not_asked_again(tmp_path, samples, judged):
@@ -139,7 +136,6 @@ def test_an_answer_without_a_verdict_is_counted_and_never_guessed(samples, judge
     result, rows = judged(samples, StubJudge(says={"]\n9\n[": "Both are good."}), by="pairwise")
     assert column(rows, "score")[:3] == [1.0, 0.0, None]
     assert result.manifest.counts["comparisons_refused"] == 2
-    assert "2 refused" in result.text()
 
 
 @pytest.mark.parametrize(("by", "order"), [("rubric", (1, 2)), ("pairwise", (2, 1))])
@@ -151,7 +147,6 @@ def test_parts_make_what_one_process_makes_and_share_what_the_judge_cannot_take(
     whole, rows = judged(samples, StubJudge(longest=5000), by=by, output=tmp_path / "whole")
     untaken = whole.manifest.counts["questions_not_taken"]
     assert untaken == (2 if by == "rubric" else 4)
-    assert f"{untaken} questions that the judge cannot take" in whole.text()
     stubs = [StubJudge(longest=5000) for _ in order]
     made = [
         judged(samples, stub, by=by, share=Share(number, 2))
@@ -159,7 +154,6 @@ def test_parts_make_what_one_process_makes_and_share_what_the_judge_cannot_take(
     ]
     assert [result.manifest for result, _ in made] == [None, whole.manifest]
     assert made[1][1] == rows
-    assert f"part {order[0]}/2" in made[0][0].text()
     keys = [{one.key for one in stub.asked} for stub in stubs]
     assert all(keys)
     assert not keys[0] & keys[1]
@@ -168,20 +162,16 @@ def test_parts_make_what_one_process_makes_and_share_what_the_judge_cannot_take(
     assert willing.manifest.counts["questions_not_taken"] == 0
 
 
-def measured(tmp_path, stub, rows, **options):
-    """The figures of a judge on gold rows."""
-    (tmp_path / "gold.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    config, gold = config_of(tmp_path / "calibrated", options), str(tmp_path / "gold.jsonl")
-    found = calibrate(config, gold, progress=NoProgress(), sampler=stub)
-    return found, {name: (share.count, share.of) for name, share in found.shares.items()}
-
-
-def gold(count):
-    """Pairs whose chosen answer is the larger number."""
-    return [
+def measured(tmp_path, stub, by, count):
+    """The figures of a judge on gold pairs whose chosen answer is the larger number."""
+    rows = [
         {"prompt": f"Number {index}?", "chosen": str(index + 2), "rejected": str(index + 1)}
         for index in range(count)
     ]
+    (tmp_path / "gold.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config, gold = config_of(tmp_path / "calibrated", {"by": by}), str(tmp_path / "gold.jsonl")
+    found = calibrate(config, gold, progress=NoProgress(), sampler=stub)
+    return {name: (share.count, share.of) for name, share in found.shares.items()}
 
 
 def test_calibrate_shows_a_planted_position_bias_and_keeps_its_judgments(tmp_path):
@@ -191,7 +181,7 @@ def test_calibrate_shows_a_planted_position_bias_and_keeps_its_judgments(tmp_pat
     """
     stub = StubJudge(bias=0.3)
     for _ in range(2):
-        found, cells = measured(tmp_path, stub, gold(400), by="pairwise")
+        cells = measured(tmp_path, stub, "pairwise", 400)
         assert len(stub.asked) == 800
     rates = {name: count / of for name, (count, of) in cells.items()}
     assert rates["first answer preferred"] == pytest.approx((1 + 0.3) / 2, abs=0.04)
@@ -200,48 +190,15 @@ def test_calibrate_shows_a_planted_position_bias_and_keeps_its_judgments(tmp_pat
     assert rates["gold one shown second: preferred"] == pytest.approx(0.7, abs=0.07)
     assert rates["agrees with gold, where it decides"] == 1.0  # both orders remove it
     assert rates["ties"] == rates["verdict flips with the order"]
-    assert "800 questions" in found.text()
-    unbiased = measured(tmp_path, StubJudge(), gold(10), by="pairwise")[1]
-    assert unbiased["first answer preferred"] == (10, 20)
-    assert unbiased["verdict flips with the order"] == (0, 10)
 
 
-def test_a_rubric_is_calibrated_by_its_scores_and_scored_data_have_gold_pairs(tmp_path):
+def test_a_rubric_is_calibrated_by_its_scores(tmp_path):
     # It gives 1 to 10: the first nine pairs differ, and from 10 on all are 10.
-    assert measured(tmp_path, StubJudge(), gold(40), by="rubric")[1] == {
+    assert measured(tmp_path, StubJudge(), "rubric", 40) == {
         "agrees with gold, where it decides": (9, 9),
         "ties": (31, 40),
         "not judged": (0, 40),
     }
-    rows = [
-        {"prompt": "A?", "completions": ["1", "9", "5"], "scores": [0.1, 0.9, 0.5]},
-        {"prompt": "B?", "completions": ["1", "2"], "scores": [0.5, 0.5]},
-    ]
-    found, cells = measured(tmp_path, StubJudge(), rows, by="pairwise")
-    assert (found.pairs, found.left_out) == (1, 1)
-    assert cells["agrees with gold, where it decides"] == (1, 1)
-
-
-def test_a_check_scores_samples_of_conversations(tmp_path, judged):
-    samples = sample_table(tmp_path / "s", TEXTS, chat=True, answer=["9", None])
-    result, rows = judged(samples, by="exact")
-    assert column(rows, "score") == [0.0, 0.0, 1.0, None, None, None]
-    assert result.manifest.counts == {"judged": 3, "unjudged": 3}
-
-
-def test_a_column_may_hold_conversations_as_json(tmp_path, judged):
-    """So are conversations that stand beside texts, or that call tools."""
-    folder = TableFolder.at(sample_table(tmp_path / "chat", TEXTS, chat=True), "samples")
-    whole, rows = judged(str(folder.root), StubJudge(), by="pairwise")
-    table = read_table(folder)[1]
-    texts = [
-        pl.Series(name, [json.dumps(value) for value in table[name].to_list()])
-        for name in ("prompt", "completion")
-    ]
-    folder.publish(table.with_columns(texts), made_from={}, settings={}, counts={})
-    again, same = judged(str(folder.root), StubJudge(), by="pairwise")
-    assert (again.new, again.known) == (0, whole.new)
-    assert column(same, "score") == column(rows, "score")
 
 
 def test_what_cannot_be_judged_is_refused(tmp_path, judged, samples):
@@ -251,50 +208,30 @@ def test_what_cannot_be_judged_is_refused(tmp_path, judged, samples):
         (scored, {"by": "rubric"}, "column 'score'"),
         (alone, {"by": "pairwise"}, "no prompt has two samples"),
         (alone, {"by": "pairwise", "against": other}, "has no sample of the same"),
-        (alone, {"by": "rubric", "against": other}, "only judge.by pairwise"),
     ):
         with pytest.raises(UsageError, match=said):
             judged(table, StubJudge(), **options)
+    for words, said in (
+        ((tmp_path, "--by", "exact"), "not a finished table"),
+        (("--by", "exact"), "one of them"),
+        ((samples, "--calibrate", "gold.jsonl", "--by", "exact"), "one of them"),
+    ):
+        assert said in refusal(2, "judge", *words, "--output", tmp_path / "out", "--no-mlflow")
     folder = TableFolder.at(str(tmp_path / "judged"), "judged")
     folder.prepare()
     with owner_lock(folder, "another"), pytest.raises(LockedError, match="in use"):
         judged(samples, StubJudge(), by="rubric")
 
 
-def test_a_command_names_its_judge(tmp_path, samples):
-    for words, said in (
-        ((samples,), "Name the judge by --by"),
-        ((samples, "--by", "rubric"), "name the language model"),
-        ((samples, "--by", "reward"), "--reward-model"),
-        ((tmp_path, "--by", "exact"), "not a finished table"),
-        (("--by", "exact"), "one of them"),
-        ((samples, "--calibrate", "gold.jsonl", "--by", "exact"), "one of them"),
-    ):
-        out = ("--output", tmp_path / "out", "--no-mlflow")
-        assert said in refusal(2, "judge", *words, *out), words
-
-
 def test_a_local_model_that_answers_nonsense_gives_no_score(world, tmp_path, judged):
     samples = sample_table(tmp_path / "s", {"Say yes.": ["Yes.", "No."]})
-    words = ("judge", samples, "--by", "rubric", "--model", world.model, "--no-mlflow",
-             "--output", tmp_path / "out", "--set", "judge.max_new_tokens=8")  # fmt: skip
+    words = ("judge", samples, "--by", "rubric", "--model", world.model, "--no-mlflow")
+    words += ("--output", tmp_path / "out", "--set", "judge.max_new_tokens=8")
     answer = align(*words)
     assert answer.code == 0, answer
     assert "2 judgments made, 0 known before" in answer.out
-    assert "2 answers of the judge, 2 without a verdict" in answer.out
-    assert "nothing to select" in answer.out
+    assert "2 without a verdict" in answer.out
     assert "0 judgments made, 2 known before" in align(*words).out
     # An adapter that the settings name is the policy's.
-    policy = ModelOptions(path="elsewhere", adapter="own")
-    config = Config(model=policy, judge=JudgeOptions(by="rubric", model=str(world.model)))
+    config = Config(ModelOptions(adapter="own"), judge=JudgeOptions(model=str(world.model)))
     assert judge_sampler(config).model == ModelOptions(path=str(world.model))
-
-
-def test_groups_of_questions_travel_to_another_process(tmp_path):
-    """As they do to the actors of a Ray cluster."""
-    model = with_template(config_of("", {"by": "pairwise"}), StubJudge())
-    questions = model.judge.keyed([Asked("k" * 32, "Q", ("1", "2"))])
-    tasks = JudgeTasks(tmp_path / "answers", model, (questions,))
-    there = pickle.loads(pickle.dumps(tasks))
-    assert there.open(NoProgress())(0).new == 1
-    assert tasks.is_committed(0)

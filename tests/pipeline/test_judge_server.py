@@ -1,7 +1,5 @@
 """A judge behind a server that misbehaves: nothing is lost, guessed or bought twice."""
 
-import json
-import re
 import signal
 from collections import Counter
 
@@ -18,7 +16,6 @@ from align.stages.storage.tables import TableFolder, read_table
 from align.stages.tracking.progress import NoProgress
 from support.chat_server import chat_server
 from support.command import align
-from support.mlflow_runs import open_store, the_run
 from support.sample_tables import sample_table
 from support.stub_judge import StubJudge
 from support.trainings import KILLED
@@ -144,29 +141,3 @@ def test_a_kill_repeats_at_most_what_was_in_flight(server, tmp_path, undisturbed
     assert len(judgments(stub.answered)) == QUESTIONS
     assert judgments(stub.answered).total() <= QUESTIONS + CONCURRENCY * len(kills)
     assert rows_of(output) == undisturbed[0]
-
-
-def test_calibrate_prints_a_table_and_needs_no_samples(tmp_path):
-    rows = [{"prompt": "Q", "chosen": str(one + 1), "rejected": str(one)} for one in range(9)]
-    (tmp_path / "gold.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    with chat_server(said) as stub:
-        options = judge_by(stub, tmp_path / "out")
-        answer = align("judge", "--calibrate", tmp_path / "gold.jsonl", *options)
-    assert answer.code == 0, answer
-    assert re.search(r"agrees with gold, where it decides +9 +9 +1\.000 +0\.701", answer.out)
-    assert "18 questions" in answer.out
-
-
-def test_mlflow_hears_what_was_judged_and_what_it_cost(here):
-    uri = f"sqlite:///{here}/runs.db"
-    samples = sample_table(here / "s", {"Q": ["7", "3"], "R": ["7", "7"]}, answer=["7", "7"])
-    options = ("--by", "exact", "--output", "out", "--set", f"tracking.uri={uri}")
-    answer = align("judge", samples, *options)
-    assert answer.code == 0, answer
-    data, manifest = (
-        the_run(open_store(uri), "align").data,
-        read_table(TableFolder.at("out", "judged"))[0],
-    )
-    assert {data.metrics[f"judge/{name}"] for name in ("judged", "rows", "new")} == {4}
-    roots = [data.tags[f"align.{name}"] for name in ("stage", "samples_root", "judged_root")]
-    assert roots == ["judge", manifest.made_from["samples"], manifest.root]

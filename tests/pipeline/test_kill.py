@@ -20,24 +20,31 @@ from support.stage_one import child, contents, run
 from support.stub_reference import StubReference
 
 EXIT_CODES = {"kill": -9, "eio": 74, "term": 143}
-STOPPED = [
-    *(("kill", name) for name in (*OF_A_RING, *OF_A_CACHE)),
-    *((action, name) for action in ("eio", "term") for name in ("part.before_link", "commit.done")),
-]
 
 
-@pytest.mark.parametrize(("action", "name"), STOPPED)
-def test_a_run_stopped_at_any_named_place_ends_in_the_same_bytes(
-    flawed, clean_of_flawed, action, name
-):
-    visit = 3 if name.split(".")[0] in {"unit", "shard", "commit"} else 1
-    stopped = child(flawed, f"{name}={action}@{visit}")
-    stopped.join(PATIENCE)
-    assert stopped.exitcode == EXIT_CODES[action]
+@pytest.mark.parametrize(
+    "places",
+    [
+        dict.fromkeys((*OF_A_RING, *OF_A_CACHE[:-1]), "kill"),
+        {
+            "part.before_link": "eio",
+            "plan.before_link": "term",
+            "commit.done": "eio",
+            "gc.done": "kill",
+        },
+    ],
+    ids=["killed", "stopped"],
+)
+def test_a_run_stopped_at_every_named_place_ends_in_the_same_bytes(flawed, clean_of_flawed, places):
+    """At one after the other: each goes on from what the one before has left."""
     folder = CacheFolder(Path(flawed.cache.output))
-    if not folder.manifest.exists():
-        with pytest.raises(UsageError, match="not a finished cache"):
-            load_manifest(folder)
+    for name, action in places.items():
+        stopped = child(flawed, f"{name}={action}")
+        stopped.join(PATIENCE)
+        assert stopped.exitcode == EXIT_CODES[action], name
+        if not folder.manifest.exists():
+            with pytest.raises(UsageError, match="not a finished cache"):
+                load_manifest(folder)
     run(flawed)
     assert contents(folder.root) == clean_of_flawed
 

@@ -63,28 +63,21 @@ def test_a_token_more_costs_its_activations_and_no_mask_or_logits(model, stage):
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("default")  # the compiler has advice for other programs
 def test_memory_of_a_gpu_grows_with_a_row_and_not_with_its_square(device):
-    torch.manual_seed(0)
     wide = {"hidden_size": 128, "num_attention_heads": 2}
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     policy = Policy(LlamaForCausalLM(LlamaConfig(**SHAPE | wide)).to(device, dtype))
     assert policy.path.layout == ("flex" if device == "cuda" else "packed")
 
     def peak(length):
-        """Most MiB that the row takes above what is held before it."""
+        """The bytes of the largest moment of a row."""
         if device == "cpu":
             with LiveBytes() as live:
                 learn(policy, row_of(length))
-            return live.most / 2**20
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
+            return live.most
         torch.cuda.reset_peak_memory_stats()
         learn(policy, row_of(length))
-        torch.cuda.synchronize()
-        return (torch.cuda.max_memory_allocated() - before) / 2**20
+        return torch.cuda.max_memory_allocated()
 
     peak(4096)  # gradients of the weights stay
-    peaks = [peak(length) for length in (4096, 8192, 16_384, 32_768)]
     # A byte for each pair of 32k tokens would be 1,024 MiB, and their logits 2,048 in float32.
-    assert peaks[-1] - peaks[0] < 512, peaks
-    more, twice_as_many = peaks[2] - peaks[1], peaks[3] - peaks[2]  # of 8k tokens, of 16k
-    assert twice_as_many < 2.5 * more + 64, peaks
+    assert peak(32_768) - peak(4096) < 512 * 2**20

@@ -2,7 +2,6 @@
 
 import os
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,45 +9,46 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from align.schemas.errors import BadDataError, NonFiniteError
-from align.schemas.rows import OutOfMemory
+from align.pipeline.verify import verify
+from align.schemas.config import ModelOptions
+from align.schemas.errors import BadDataError, CorruptionError, NonFiniteError
 from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.verify_cache import verify_cache
+from support.faulty_scorer import Faulty
 from support.stage_one import contents, run
 from support.stub_reference import StubReference
 
 
 @dataclass(frozen=True)
 class Lossy:
-    """The stub: some completions have no finite log-prob, and long ones do not fit."""
+    """The stub: some tokens have no finite log-prob, and long completions do not fit."""
 
-    every: int = 0  # NaN where the sum of a completion's ids is a multiple of this
+    tokens: tuple = ()
+    heals: bool = False  # whether float32 helps
     room: int = 10**9
-    pads: bool = False
 
     def identity(self):
-        return {"model": f"lossy {self.every} {self.room}", "dtype": "float32"}
+        return StubReference().identity()
 
     def hidden_size(self):
         return 64
 
     def open(self):
-        return self
+        poison = dict.fromkeys(self.tokens, np.nan)
+        return Faulty(poison=poison, heals=self.heals, room=self.room, pads=False)
 
-    def describe(self):
-        return {"path": "lossy"}
 
-    def in_float32(self):
-        return nullcontext()
+@pytest.fixture
+def token(to, tmp_path):
+    """One that few completions hold."""
+    run(to(output=str(tmp_path / "clean")))
+    completions = [ids for row in rows_of(tmp_path / "clean") for ids in row["completion_ids"]]
+    counts = Counter(token for ids in completions for token in {*ids})
+    return min((count, token) for token, count in counts.items() if count > 9)[1]
 
-    def score(self, trees):
-        if sum(tree.num_tokens for tree in trees) > self.room:
-            raise OutOfMemory("no room")
-        values = StubReference().open().score(trees)
-        branches = [branch for tree in trees for branch in tree.branches]
-        bad = [bool(self.every) and int(ids.sum()) % self.every == 0 for ids in branches]
-        values[np.repeat(bad, list(map(len, branches)))] = np.nan
-        return values
+
+def rows_of(folder):
+    return read(sorted(Path(folder, "data").iterdir()))
 
 
 def allowing(config, fraction):
@@ -59,9 +59,9 @@ def read(paths):
     return [row for path in paths for row in pq.read_table(path).to_pylist()]
 
 
-def test_every_row_is_in_one_shard_or_in_quarantine(flawed):
+def test_every_row_is_in_one_shard_or_in_quarantine(flawed, token):
     config = allowing(flawed, 0.9)
-    manifest = run(config, Lossy(every=7, room=150)).manifest
+    manifest = run(config, Lossy((token,), room=150)).manifest
     root = Path(config.cache.output)
     stored = [row["source"] for row in read(root / "data" / part.file for part in manifest.shards)]
     rejected = read(root / entry.file for entry in manifest.quarantine)
@@ -78,8 +78,8 @@ def test_every_row_is_in_one_shard_or_in_quarantine(flawed):
     assert {name for name in contents(config.cache.output) if name.startswith("qu")} == named
 
 
-def test_more_losses_than_allowed_publish_nothing_until_they_are_allowed(config):
-    folder, reference = CacheFolder(Path(config.cache.output)), Lossy(every=7, room=150)
+def test_more_losses_than_allowed_publish_nothing_until_they_are_allowed(config, token):
+    folder, reference = CacheFolder(Path(config.cache.output)), Lossy((token,), room=150)
     with pytest.raises(BadDataError, match=r"of 120 rows cannot be used \(\d+ ") as refusal:
         run(config, reference)
     for said in ("oom", "nonfinite_logp", "--max-bad-frac", f"{folder.quarantine}{os.sep}part-"):
@@ -90,18 +90,49 @@ def test_more_losses_than_allowed_publish_nothing_until_they_are_allowed(config)
     assert folder.manifest.exists()
 
 
-@pytest.mark.parametrize(
-    ("reference", "allowed", "error", "said"),
-    [
+def test_a_cache_with_too_many_losses_or_without_rows_is_never_published(config, token, tmp_path):
+    end = rows_of(tmp_path / "clean")[0]["completion_ids"][0][-1]  # as of all completions
+    for reference, allowed, error, said in (
         # A reference that gives NaN is not reported as bad data.
-        (Lossy(every=7), 0.001, NonFiniteError, "--dtype float32, and check the weights"),
-        (Lossy(every=1), 1.0, NonFiniteError, "0 rows would be left"),
+        (Lossy((token,)), 0.001, NonFiniteError, "--dtype float32, and check the weights"),
+        (Lossy((end,)), 1.0, NonFiniteError, "0 rows would be left"),
         (Lossy(room=1), 1.0, BadDataError, "0 rows would be left"),
-    ],
-)
-def test_a_cache_with_too_many_losses_or_without_rows_is_never_published(
-    config, reference, allowed, error, said
-):
-    with pytest.raises(error, match=said):
-        run(allowing(config, allowed), reference)
-    assert not CacheFolder(Path(config.cache.output)).manifest.exists()
+    ):
+        output = f"{config.cache.output}-{allowed}-{reference.room}"
+        own = replace(config, cache=replace(config.cache, output=output))
+        with pytest.raises(error, match=said):
+            run(allowing(own, allowed), reference)
+        assert not CacheFolder(Path(output)).manifest.exists()
+
+
+NOTE = "completions_scored_again_alone_in_float32"
+
+
+def verified(cache, reference):
+    options = ModelOptions(path="other", trust_remote_code=True)
+    return verify(Path(cache), options, model=None, rescore=200, open_reference=reference)
+
+
+def test_a_cache_holds_the_scores_of_the_second_try_and_says_how_many(to, token, tmp_path):
+    clean, shaky = rows_of(tmp_path / "clean"), Lossy((token,), heals=True)
+    manifest = run(to(), shaky).manifest
+    cache = to().cache.output
+    assert rows_of(cache) == clean
+    poisoned = {
+        (tuple(row["prompt_ids"]), tuple(ids))
+        for row in clean
+        for ids in row["completion_ids"]
+        if token in ids
+    }
+    assert manifest.notes[NOTE] == len(poisoned)
+    assert manifest.notes[NOTE] == sum(shard.notes.get(NOTE, 0) for shard in manifest.shards)
+    assert manifest.quarantined == {}
+    run(to(output=str(tmp_path / "again")), shaky)
+    assert contents(tmp_path / "again") == contents(cache)
+    opened = []
+    said = verified(cache, lambda given: opened.append(given) or shaky)  # which tries twice as well
+    assert f"{manifest.branches} branches scored again: largest difference 0.00e+00" in said
+    assert opened[0].trust_remote_code  # which the cache does not record
+    assert opened[0].path == str(Path(to().model.path).resolve())  # the cache's, unless asked
+    with pytest.raises(CorruptionError, match="scores nan now"):
+        verified(cache, lambda _: Lossy((token,)))

@@ -1,7 +1,6 @@
-"""Launchers of many machines, played on one: late agents, dying workers, srun, hostfiles, Ray."""
+"""Launchers of many machines, played on one: late agents, dying workers, hostfiles, Ray."""
 
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -45,32 +44,22 @@ def ended(*launchers):
     return said
 
 
-def until(launcher, *patterns):
-    """Reads on until each of these was said, one after the other."""
-    for pattern in patterns:
-        assert any(re.search(pattern, line) for line in launcher.stderr), pattern
-
-
 def children(process):
     pids = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     return [int(pid) for pid in pids]
 
 
-def test_a_worker_that_dies_is_started_again_and_a_launcher_that_is_stopped_leaves_a_checkpoint(
-    course, tmp_path
-):
+def test_a_launcher_that_is_stopped_leaves_a_checkpoint(course, tmp_path):
     """The ranks of torchrun and those that go on from them do not even hash words alike."""
-    run, longer = tmp_path / "run", (*TWO, "--max-steps", 30, "--epochs", 9, "--eval-every", 0)
-    place = ("--standalone", "--nproc-per-node", 2, "--max-restarts", 3, "-m", "align")
+    run, longer = tmp_path / "run", (*TWO, "--max-steps", 16, "--epochs", 9, "--eval-every", 0)
+    place = ("--standalone", "--nproc-per-node", 2, "-m", "align")
     launcher = begin(course, (BIN / "torchrun", *place, *course.arguments(run, *longer, *AUTO)))
-    until(launcher, r"step \d+:")
-    os.kill(children(launcher)[-1], signal.SIGKILL)
-    until(launcher, "lost another rank", r"step \d+:")
+    assert any("step 1:" in line for line in launcher.stderr)
     launcher.send_signal(signal.SIGTERM)
     (_, said), code = launcher.communicate(timeout=PATIENCE), launcher.returncode
     assert code != 0
     assert "error: Interrupted by signal 15" in said
-    assert saved(run)[0] < 30
+    assert saved(run)[0] < 16
     course.run(run, *longer, *AUTO, ranks=2)
     require_same(run, course.whole(*longer, ranks=2))
 
@@ -120,20 +109,6 @@ def test_deepspeeds_launcher_and_ray_train_start_ranks_too(course, tmp_path):
     run = tmp_path / "by-ray"
     ended(begin(course, words, "--output", run, "--method", "kto", "--workers", 2, *sets))
     assert saved(run) == (6, 2, 1)
-    assert weights(run) == weights(course.whole(ranks=2))
-
-
-def test_tasks_of_srun_are_ranks(course, tmp_path):
-    """The environment that srun gives two tasks on two machines."""
-
-    def srun(rank, port):
-        step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
-        nodes = {"SLURM_STEP_NODELIST": "127.0.0.[1-2]", "MASTER_PORT": port}
-        return {**step, **nodes, "SLURM_PROCID": rank, "SLURM_LOCALID": 0}
-
-    run = tmp_path / "run"
-    answers = course.start(run, ranks=2, launcher=srun).answers()
-    assert [answer.code for answer in answers] == [0, 0], answers
     assert weights(run) == weights(course.whole(ranks=2))
 
 

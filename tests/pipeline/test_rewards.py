@@ -10,7 +10,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from align.stages.storage.tables import TableFolder, read_table
 from support.command import align, refusal
-from support.mlflow_runs import open_store, the_run
 from support.sample_tables import sample_table
 
 pytestmark = pytest.mark.numeric
@@ -46,7 +45,7 @@ def score(data, folder, *more):
     return answer
 
 
-@pytest.mark.parametrize("shape", ["unpaired", "scored", "paired_chat"])
+@pytest.mark.parametrize("shape", ["scored", "paired_chat"])
 def test_scores_are_those_of_the_model_itself_and_are_kept(
     world, reward_model, own_score, tmp_path, shape
 ):
@@ -79,14 +78,8 @@ def test_labels_are_scores_too_and_candidates_need_none(world, reward_model, tmp
     assert len(row["scores"]) == 3
 
 
-def test_scored_data_is_data_to_learn_from_and_mlflow_hears_of_it(
-    world, reward_model, here, no_mlflow_settings
-):
-    uri = f"sqlite:///{here}/runs.db"
-    options = ("--reward-model", reward_model, "--set", f"tracking.uri={uri}")
-    assert align("score", world.data.paired, "--output", "out", *options).code == 0
-    run = the_run(open_store(uri), "align")
-    assert (run.info.run_name, run.data.tags["align.stage"]) == ("score", "score")
+def test_scored_data_is_data_to_learn_from(world, reward_model, here):
+    score(world.data.paired, "out", "--reward-model", reward_model)
     made = ("--model", world.model, "--output", "cache", "--token-logps", "--no-mlflow")
     assert align("precompute-ref", "out/rows.jsonl", *made).code == 0
     run = ("--cache", "cache", "--output", "run", "--max-steps", 1, "--no-mlflow")
@@ -97,12 +90,10 @@ def test_scored_data_is_data_to_learn_from_and_mlflow_hears_of_it(
 def test_refusals(world, reward_model, tmp_path):
     paired, by = world.data.paired, ("--reward-model", reward_model)
     for words, said in (
-        ((paired,), "one of them"),
         ((paired, "--from-labels", *by), "not both"),
         ((paired, "--reward-model", world.model), "is not a reward model"),
         ((world.data.scored, "--from-labels"), "has no labels"),
         ((world.data.scored_long, *by), "a score for each"),
-        ((paired, "--from-labels", "--output", tmp_path / "no" / "where"), "parent"),
     ):
         message = refusal(2, "score", "--output", tmp_path / "out", "--no-mlflow", *words)
         assert said in message, words
@@ -127,18 +118,3 @@ def test_samples_are_judged_by_the_scores_of_the_model_itself(
         own = own_score(row["prompt"], row["completion"])
         assert row["score"] == pytest.approx(own, abs=1e-4)
     assert rows[0]["score"] == rows[2]["score"] != rows[1]["score"]
-
-
-def test_grown_samples_have_only_new_ones_scored(reward_model, tmp_path):
-    first = sample_table(tmp_path / "s", TEXTS)
-    # The same answer to another prompt, in another order.
-    grown = {prompt: [*texts, "Yes.", "More."] for prompt, texts in reversed(TEXTS.items())}
-    second = sample_table(tmp_path / "t", grown)
-    assert "4 judgments made, 0 known" in judged(tmp_path / "out", first, reward_model)[0]
-    said, rows = judged(tmp_path / "out", second, reward_model)
-    assert "3 judgments made, 4 known before" in said
-    assert "0 judgments made" in judged(tmp_path / "out", second, reward_model)[0]
-    assert judged(tmp_path / "fresh", second, reward_model)[1] == rows
-    kept = ("--set", f"judge.answers={tmp_path}/out/_align/answers")
-    said, _ = judged(tmp_path / "other", first, reward_model, *kept)
-    assert "0 judgments made, 4 known before" in said

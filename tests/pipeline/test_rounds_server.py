@@ -90,18 +90,11 @@ def require_recorded(client, one):
     # Samples of the round, of the beginning and of the policy; a judgment of the round and two
     # comparisons, in the first of which the budget was spent: the next command begins it again.
     assert stages == {"sample": 3, "judge": 4, "select": 1, "precompute-ref": 1, "train": 1}
-    held_out = [tags["align.stage"] for tags in children if "align.prompts" in tags]
-    assert Counter(held_out) == {"sample": 2, "judge": 3}
-    tags = {name: of for each in children for name, of in each.items() if name != "align.round"}
-    tables = ("samples", "judged", "selected", "cache")
-    assert all(Path(tags[f"align.{name}"]).is_dir() for name in tables)
-    assert all(len(tags[f"align.{name}_root"]) == 64 for name in tables)
+    tags = {name: of for each in children for name, of in each.items()}
+    for name in ("samples", "judged", "selected", "cache"):
+        assert Path(tags[f"align.{name}"]).is_dir()
+        assert len(tags[f"align.{name}_root"]) == 64
     assert tags["align.selected_root"] == one["made"]["selected"]
-    assert {tags["align.round"] for tags in children} == {"1"}
     assert {tags["mlflow.parentRunId"] for tags in children} == {run.info.run_id for run in parents}
-    last = parents[0]
-    for name in ("samples", "judged", "selected", "cache", "model"):
-        assert last.data.tags[f"align.round-001.{name}"] == one["made"][name]
     rate = one["held_out"]["against_first"]["rate"]
-    assert last.data.metrics["held_out/win_rate/first"] == pytest.approx(rate)
-    assert {file.path for file in client.list_artifacts(last.info.run_id)} == {"rounds.html"}
+    assert parents[0].data.metrics["held_out/win_rate/first"] == pytest.approx(rate)

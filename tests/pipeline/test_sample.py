@@ -8,9 +8,18 @@ import pytest
 
 from align.pipeline.executor import Share
 from align.schemas.errors import BadDataError, LockedError, UsageError
+from align.stages.storage.failpoints import OF_A_TABLE
 from align.stages.storage.locks import owner_lock
 from align.stages.storage.tables import TableFolder, read_table
-from support.sampling import CountingSampler, config_of, run_sampling, write_prompts
+from support.sampling import (
+    BATCH,
+    CountingSampler,
+    config_of,
+    exit_code_of_child,
+    run_sampling,
+    write_prompts,
+)
+from support.trainings import KILLED
 
 TEXTS = [f"question {number}" + " more" * (number % 3) for number in range(12)]
 
@@ -36,7 +45,7 @@ def table(tmp_path):
 
 
 def test_every_prompt_gets_its_samples_and_the_manifest_counts_what_the_table_holds(
-    tmp_path, config, counting, table
+    config, counting, table
 ):
     made = run_sampling(config, counting)
     found, counts = table(), made.manifest.counts
@@ -44,15 +53,11 @@ def test_every_prompt_gets_its_samples_and_the_manifest_counts_what_the_table_ho
     assert found["prompt"].to_list() == [text for text in TEXTS for _ in range(4)]
     assert found["number"].to_list() == [0, 1, 2, 3] * 12
     assert found["answer"].to_list() == [number for number in range(12) for _ in range(4)]
-    assert found["prompt_key"].n_unique() == 12
     assert len(counting.drawn()) == 48
     assert made.tally.cut == counts["cut"] == (found["finish"] == "length").sum() > 0
     assert counts["empty"] == (found["completion"] == "").sum() > 0
     assert counts["completion_tokens"] == found["completion_tokens"].sum()
     assert counts["prompt_tokens"] == 12 * 7
-    assert made.manifest.settings["n"] == 4
-    assert f"cut at max_new_tokens: {counts['cut']}; empty: {counts['empty']}" in made.text()
-    assert made.text().endswith(f"next: align judge {tmp_path / 'out'} --by …")
     before = counting.lines()
     again = run_sampling(config, counting)  # draws nothing and opens no model
     assert (again.new, again.known, again.manifest) == (0, 48, made.manifest)
@@ -102,22 +107,18 @@ def test_rows_that_repeat_a_prompt_or_cannot_be_used_are_counted_and_too_many_re
     assert made.new == 8
     counts = made.manifest.counts
     assert (counts["rows_that_repeat_a_prompt"], counts["rows_that_cannot_be_used"]) == (1, 2)
-    assert "2 rows that cannot be used" in made.text()
 
 
-@pytest.mark.parametrize("order", [(1, 2, 3), (3, 1, 2)])
 def test_parts_make_the_table_of_the_whole_and_tell_each_other_what_the_model_refuses(
-    tmp_path, prompts_file, config, order
+    tmp_path, prompts_file, config
 ):
     counting = CountingSampler(tmp_path / "log", refuses="question 1")  # 1, 10 and 11
     whole = run_sampling(config_of(prompts_file, tmp_path / "whole"), counting)
     assert whole.manifest.counts["prompts_refused"] == 3
     assert whole.manifest.rows == 9 * 4
-    assert "3 prompts that the server refuses" in whole.text()
     parts = CountingSampler(tmp_path / "parts-log", refuses="question 1")
-    made = [run_sampling(config, parts, share=Share(number, 3)) for number in order]
+    made = [run_sampling(config, parts, share=Share(number, 3)) for number in (3, 1, 2)]
     assert [one.manifest for one in made] == [None, None, whole.manifest]
-    assert made[0].text().startswith(f"part {order[0]}/3 of {tmp_path / 'out'} is done")
     assert all(one.new for one in made)
     assert all(len(one.tally.refused) < 3 for one in made), "one part alone met them"
     assert len(set(parts.drawn())) == len(parts.drawn()) == 9 * 4
@@ -148,21 +149,30 @@ def test_alpaca_eval_gets_the_first_sample_of_each_prompt_of_a_single_turn(
     tmp_path, counting, table
 ):
     turn, others = ({"role": role, "content": "b"} for role in ("user", "assistant"))
-    kinds = {"dataset": ["helpful", None]}
-    config = config_of(
-        write_prompts(tmp_path / "p.jsonl", ["a", [turn]], **kinds), tmp_path / "out"
-    )
-    run_sampling(config, counting, alpaca_eval=tmp_path / "e.json")
+    prompts, alpaca = tmp_path / "p.jsonl", {"alpaca_eval": tmp_path / "e.json"}
+    config = config_of(write_prompts(prompts, ["a", [turn]]), tmp_path / "out")
+    run_sampling(config, counting, **alpaca)
     found = json.loads((tmp_path / "e.json").read_text())
-    assert [one["instruction"] for one in found] == ["a", "b"]
     text, turns = table().filter(pl.col("number") == 0)["completion"].to_list()
-    assert [one["output"] for one in found] == [text, json.loads(turns)[0]["content"]]
-    assert [one["dataset"] for one in found] == ["helpful", "align"]
-    assert set(found[0]) == {"dataset", "instruction", "output", "generator"}
-    drawn = counting.drawn()
-    config = config_of(
-        write_prompts(tmp_path / "turns.jsonl", [[turn, others, turn]]), tmp_path / "out"
-    )
+    outputs = [text, json.loads(turns)[0]["content"]]
+    assert [one["instruction"] for one in found] == ["a", "b"]
+    assert [one["output"] for one in found] == outputs
+    write_prompts(prompts, [[turn, others, turn]])
     with pytest.raises(UsageError, match="user, assistant, user.*single turn"):
-        run_sampling(config, counting, alpaca_eval=tmp_path / "e.json")
-    assert counting.drawn() == drawn
+        run_sampling(config, counting, **alpaca)
+
+
+@pytest.mark.parametrize("failpoint", OF_A_TABLE)
+def test_a_kill_at_any_place_of_writing_loses_nothing_that_was_kept(
+    tmp_path, config, prompts_file, counting, failpoint
+):
+    made = run_sampling(config_of(prompts_file, tmp_path / "whole"), counting).manifest
+    sampler = CountingSampler(tmp_path / "killed-log")
+    assert exit_code_of_child(config, sampler, f"{failpoint}=kill@2") == KILLED
+    before = len(sampler.drawn())
+    assert run_sampling(config, sampler).manifest == made
+    assert len(set(sampler.drawn())) == len(TEXTS) * 4
+    kept = {"answers.before_link": BATCH, "answers.after_link": 2 * BATCH}.get(failpoint, before)
+    assert len(sampler.drawn()) - before == len(TEXTS) * 4 - kept
+    # A draft without content stays: its writer may live, and not have locked it yet.
+    assert not [path for path in tmp_path.rglob(".*.tmp") if path.stat().st_size]

@@ -1,8 +1,6 @@
 """`align sample` with a server: bought once, by whom it was bought, and nothing shows the key."""
 
-import hashlib
 import json
-import re
 
 import pyarrow.parquet as pq
 import pytest
@@ -51,24 +49,6 @@ def test_more_samples_in_another_order_cost_what_is_missing_of_the_same_model(sa
         assert "6 of 6 probes are answered otherwise" in refusal(4, *sample_words(stub, "-n", 4))
         assert stub.asked.total() == PROBED
         assert align(*sample_words(stub, "-n", 2, "--revision", "two")).code == 0
-
-
-def test_an_answer_on_the_disk_that_no_table_can_hold_is_bought_again(sample_words, here, caplog):
-    kept = here / "out" / "_align" / "answers"
-    with chat_server(echo) as stub:
-        assert align(*sample_words(stub, "-n", 1)).code == 0
-        whole = completions(here)
-        segment = next(one for one in kept.iterdir() if '"number":0' in one.read_text())
-        lines = segment.read_text().splitlines(keepends=True)
-        spoiled = re.sub('"completion_tokens":[0-9]+', f'"completion_tokens":{10**20}', lines[0])
-        content = "".join([spoiled, *lines[1:]]).encode()
-        segment.unlink()
-        (kept / f"{hashlib.sha256(content).hexdigest()}.jsonl").write_bytes(content)
-        (here / "out" / "_manifest.json").unlink()
-        assert align(*sample_words(stub, "-n", 1)).code == 0
-        assert "1 answer with a number of tokens that no text has" in caplog.text
-        assert stub.answered.total() == 8 + 1 + 2 * PROBED
-    assert completions(here) == whole
 
 
 def test_a_dead_server_and_a_spent_budget_end_with_a_code_of_their_own(sample_words, here):

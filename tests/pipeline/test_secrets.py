@@ -11,7 +11,7 @@ import pytest
 
 from align.pipeline.terminal import SafeFormatter
 from align.schemas.safe_text import MASK
-from support.command import refusal
+from support.command import align
 from support.planted import contents_below
 from support.trainings import Person
 
@@ -75,7 +75,7 @@ def found_in(*folders):
 
 
 def addresses(port):
-    """Each way in which a secret stands in an address; where nobody listens and where one does."""
+    """Each way in which a secret stands in an address; the second is that of a server."""
     quoted = CANARIES["decoded"].replace("/", "%2F")
     return [
         f"http://me:{CANARIES['password']}@127.0.0.1:{port}",
@@ -87,43 +87,33 @@ def addresses(port):
     ]
 
 
-@pytest.mark.parametrize("chosen", [(0, 1), pytest.param(range(6), marks=pytest.mark.long)])
-def test_no_secret_is_written_said_or_sent(
-    course, world, mlflow_server, surroundings, tmp_path, chosen
-):
+def test_no_secret_is_written_said_or_sent(course, world, mlflow_server, surroundings, tmp_path):
     folder = tmp_path / "here"
     folder.mkdir()
     give = writes_down(Person(course.server, folder, surroundings))
-    port = mlflow_server.uri.rpartition(":")[2]
+    ways = addresses(mlflow_server.uri.rpartition(":")[2])
     engine = {"zero_optimization": {"stage": 0}, "comet": {"api_key": CANARIES["deepspeed"]}}
     (tmp_path / "ds.json").write_text(json.dumps(engine))
     named = ("--set", f"tracking.run_name=run-{CANARIES['run_name']}")
-    first = ("--kl-pairs", 0, *named, "--set", f"tracking.uri={addresses(port)[1]}")
-    made = ("--model", course.model, "--output", "cache")
-    give("precompute-ref", world.data.paired, *made, *first, code=0)
+    named += ("--set", f"tracking.uri={ways[1]}")
+    made = ("--model", course.model, "--output", "cache", "--kl-pairs", 0)
+    give("precompute-ref", world.data.paired, *made, *named, code=0)
     short = ("--method", "dpo", "--batch-size", 8, "--max-steps", 2, "--eval-fraction", 0.2)
     text = ("--set", "train.eval_text=true", "--set", f"train.deepspeed={tmp_path}/ds.json")
-    for number in chosen:
-        run, address = f"run-{number}", addresses(port)[number]
-        to = ("--set", f"tracking.uri={address}")
-        give("train", "--cache", "cache", "--output", run, *short, *text, *named, *to, code=0)
-        give("mlflow-sync", run, "--uri", address)
-    for words in (("mlflow-sync", run), ("report", run), ("config", *to)):
-        give(*words)
+    give("train", "--cache", "cache", "--output", "run", *short, *text, *named, code=0)
+    for address in ways:
+        give("mlflow-sync", "run", "--uri", address)
+        said = align("config", "--set", f"tracking.uri={address}")
+        (folder / f"said-of-{ways.index(address)}.txt").write_text(said.out + said.err)
+    give("report", "run")
     give("train", "--set", f"train.cache=/no?token={CANARIES['path']}")
     give("train", "--set", f"trian.lr=http://x?secret={CANARIES['option']}")
     stored = Path(mlflow_server.folder)
     assert found_in(folder, stored) == []
-    assert MASK in (folder / "run-1" / "config.yaml").read_text()
+    assert MASK in (folder / "run" / "config.yaml").read_text()
     with closing(sqlite3.connect(stored / "server.db")) as database:
         names = [name for (name,) in database.execute("SELECT name FROM runs")]
     assert f"run-{MASK}" in names, "the store was told, with the secret left out"
-
-
-def test_a_run_that_hid_its_address_is_told_to_give_it_again(tmp_path):
-    (tmp_path / "config.yaml").write_text("tracking:\n  uri: http://***@host\n")
-    said = refusal(2, "config", "--config", tmp_path / "config.yaml")
-    assert "Give the whole address" in said
 
 
 def test_a_line_of_the_log_tells_no_secret_and_steers_no_terminal():

@@ -1,16 +1,19 @@
 """A run needs one model and a cache, and tells held-out pairs apart better than before it."""
 
+import math
 import shutil
+from unittest import mock
 
 import pytest
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from align.pipeline.train import run_training
 from align.schemas.errors import UsageError
+from align.stages.engine.distributed import joined_world
+from align.stages.methods.table import METHODS
 from support.stage_one import Silent
-from support.training_world import job_of, make_pairs, scored
+from support.training_world import job_of, learn, make_pairs, scored
 
-pytestmark = pytest.mark.numeric
 # Three ways through some 240 pairs, 16 at a time; 60 are held out.
 LEARNING = {"epochs": 3, "batch_size": 16, "lr": 3e-3, "eval_fraction": 0.2}
 
@@ -24,6 +27,7 @@ def three_hundred_pairs(tokenizer_folder, tmp_path_factory):
     return scored(folder, "pairs", kl_pairs=1)
 
 
+@pytest.mark.numeric
 def test_methods_learn_to_separate_good_answers_from_bad(three_hundred_pairs, tmp_path):
     for method in ("kto", "orpo"):
         job = job_of(three_hundred_pairs, method, output=str(tmp_path / method), **LEARNING)
@@ -39,8 +43,9 @@ def test_methods_learn_to_separate_good_answers_from_bad(three_hundred_pairs, tm
         assert after["eval/rewards/margins"] > 1
 
 
+@pytest.mark.numeric
 def test_a_run_makes_one_model_and_needs_nothing_of_the_reference_but_its_cache(
-    training_world, tmp_path, monkeypatch
+    training_world, tmp_path
 ):
     shutil.copytree(training_world.model, tmp_path / "model")
     shutil.copy(training_world.pairs.with_suffix(".parquet"), tmp_path)
@@ -51,13 +56,44 @@ def test_a_run_makes_one_model_and_needs_nothing_of_the_reference_but_its_cache(
         job_of(cache, "kto", **settings)
     job = job_of(cache, "kto", model=str(policy), **settings)
     assert job.begins_as_reference
-    models, make = [], LlamaForCausalLM.__init__
-
-    def counted(model, *arguments, **named):
-        models.append(model)
-        make(model, *arguments, **named)
-
-    monkeypatch.setattr(LlamaForCausalLM, "__init__", counted)
-    run_training(job, progress=Silent())
+    make = LlamaForCausalLM.__init__
+    with mock.patch.object(LlamaForCausalLM, "__init__", autospec=True, side_effect=make) as made:
+        run_training(job, progress=Silent())
     # The other one has no weights: it was made on the meta device to read names and shapes from.
-    assert [model.device.type for model in models] == ["meta", "cpu"]
+    assert [call.args[0].device.type for call in made.call_args_list] == ["meta", "cpu"]
+
+
+MODIFIED = {
+    "dpo": {"f_divergence": "js", "ld_alpha": 0.5, "margin": "margin", "row_weight": "weight"},
+    "cdpo": {"wpo": True},
+    "kto": {"humanline": True, "log_eps_p": -1e-4, "log_eps_r": 1e-4},
+}
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    with joined_world() as world:
+        yield world
+
+
+def trained(training_world, world, method, steps=1, **options):
+    """Two evaluations, before and after some steps; the loss of the last."""
+    short = {"max_steps": steps, "eval_fraction": 0.2}
+    job = job_of(training_world.everything, method, options=options, **short)
+    _, recorded = learn(job, world)
+    assert [step for step, _ in recorded.evaluations] == [0, steps]
+    assert any("eval/loss" in metrics or "loss" in metrics for _, metrics in recorded.evaluations)
+    for step, metrics in (*recorded.steps, *recorded.evaluations):
+        assert all(math.isfinite(value) for value in metrics.values()), (step, metrics)
+    return recorded.steps[-1][1]["loss"]
+
+
+@pytest.mark.parametrize("name", [*METHODS, "dpo:0.8+bco_pair:0.2+sft:1", "kto+sft:0.5"])
+def test_a_method_trains(training_world, one_rank, name):
+    trained(training_world, one_rank, name)
+
+
+@pytest.mark.parametrize("name", MODIFIED)
+def test_a_modified_method_trains_otherwise(training_world, one_rank, name):
+    plain = trained(training_world, one_rank, name, steps=2)
+    assert trained(training_world, one_rank, name, steps=2, **MODIFIED[name]) != plain

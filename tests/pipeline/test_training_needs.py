@@ -7,20 +7,15 @@ from dataclasses import replace
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from transformers import AutoTokenizer
 
 from align.pipeline.precompute import precompute
 from align.pipeline.settings import load_settings
 from align.pipeline.train import run_training
 from align.pipeline.train_checks import sampling_note
-from align.pipeline.training_job import open_training
 from align.schemas.errors import UsageError
 from align.schemas.json_codec import to_json
-from align.schemas.rows import Role
 from align.schemas.samples import Drawing
 from align.stages.engine.distributed import joined_world
-from align.stages.feed.cache_index import ShardColumns, unchecked
-from align.stages.feed.train_source import open_source
 from align.stages.model.reference import HfReference
 from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.manifest_file import load_manifest
@@ -96,23 +91,11 @@ def test_only_grpo_and_ppo_refuse_samples_that_the_reference_did_not_draw(scored
     assert told(scored_groups, "dpo") == ""
 
 
-def test_control_texts_are_tokens_of_the_policy(training_world, tokenizer_folder):
-    texts = {"good_token": " fine", "bad_token": " bad indeed"}
-    job = job_of(training_world.pairs, "csft", options=texts)
-    encode = AutoTokenizer.from_pretrained(tokenizer_folder).encode
-    assert job.reading.context == {
-        Role.DESIRABLE: tuple(encode(" fine", add_special_tokens=False)),
-        Role.UNDESIRABLE: tuple(encode(" bad indeed", add_special_tokens=False)),
-    }
-    assert len(set(job.reading.context.values())) == 2
-
-
 def test_a_column_that_the_cache_does_not_carry_is_named_and_one_that_it_carries_is_read(
     training_world, make
 ):
     for option in ("margin", "row_weight"):
         said = refused(training_world.pairs, "dpo", options={option: "trust"})
-        assert "carries no column 'trust'" in said
         assert "--set data.carry=[trust]" in said
     texts = {"prompt": ["Why?", "How?"], "chosen": ["So.", "Yes."], "rejected": ["Well.", "No."]}
     cache = make("weighed", carry=["trust"], trust=[0.5, 2.0], **texts)
@@ -123,20 +106,15 @@ def test_a_column_that_the_cache_does_not_carry_is_named_and_one_that_it_carries
 
 def test_rows_without_scores_are_refused_to_who_reads_or_needs_them(training_world, make):
     said = refused(training_world.pairs, "rpo_sq")
-    assert "The method reads scores, and in 54 rows of" in said
+    assert "in 54 rows of" in said
     assert "`align score`" in said
-    assert "'chosen_score' and 'rejected_score'" in said
     # Groups nobody has scored: stage 1 refuses them, but caches of such are about.
     rows = {"prompt": ["Why?", "How?"], "completions": [["So.", "Well."], ["Yes.", "No."]]}
     unscored = make("unscored", stage="score", **rows)
     for method in ("grpo", "ppo"):
-        said = refused(unscored, method)
-        assert "in 2 rows of" in said
-        assert "the column 'scores'" in said
+        assert "in 2 rows of" in refused(unscored, method)
     for method in ("dpo", "kto", "sft"):
-        said = refused(unscored, method)
-        assert "2 of 2 scored rows are left out: a completion of each has no score." in said
-        assert "`align score`" in said
+        assert "2 of 2 scored rows are left out" in refused(unscored, method)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +123,6 @@ def test_rows_without_scores_are_refused_to_who_reads_or_needs_them(training_wor
         ("dpo", {"pairs_from_scores": "all"}, "6 scored rows are read as 18 pairs"),
         ("kto", {"label_threshold": "1.5"}, "desirable above 1.5, undesirable below"),
         ("rpo_sq", {}, "6 scored rows are read as 6 pairs"),
-        ("sft", {}, "8 scored rows are read as what to imitate"),
         # Six rows of three labels, each of them a row of its own.
         ("csft", {}, "18 rows to learn from"),
         ("grpo", {}, "samples: not known of 1 data file"),
@@ -158,16 +135,6 @@ def test_scored_rows_serve_every_method(scored_groups, here, method, more, said)
     assert said in " ".join(heard.lines)
     lines = (here / "run" / "metrics.jsonl").read_text().splitlines()
     assert all(json.loads(line)["grad_norm"] > 0 for line in lines)
-
-
-def test_class_weights_follow_the_labels_that_scores_make(scored_groups):
-    """Of 1, 2 and 6 one lies above the mean, two below: auto weighs the one twice."""
-    flags = {"train.method": "kto", "train.cache": str(scored_groups)}
-    job = open_training(load_settings(flags, ["method.desirable_weight=auto"], file=None))
-    source = open_source(job.cache, job.manifest, job.reading, ShardColumns(unchecked))
-    recipe, _ = job.recipe.resolve_auto(source.labels)
-    assert (source.labels.desirable, source.labels.undesirable) == (6, 12)
-    assert recipe.values["desirable_weight"] == 2.0
 
 
 def test_what_reaches_past_the_last_position_is_refused_before_the_first_step(
@@ -191,8 +158,5 @@ def test_what_reaches_past_the_last_position_is_refused_before_the_first_step(
     with pytest.raises(UsageError, match=f"has {every} tokens"):
         ending_at(every - 1, "kto")  # of a mismatched completion
     control = ending_at(own + 100, "csft") - own
-    assert control > 0
-    said = f"has {own + control} tokens, {control} of them those that csft .* --max-length "
-    with pytest.raises(UsageError, match=f"{said}{own - control}"):
+    with pytest.raises(UsageError, match=f"{control} of them those that csft .* --max-length "):
         ending_at(own, "csft")
-    assert ending_at(own + control, "csft") == own + control

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import shutil
 
 import pytest
@@ -12,7 +13,8 @@ from align.stages.storage.checkpoints import read_checkpoint
 from align.stages.storage.run_folder import RECORD_NAME, RunFolder, read_ending
 from align.stages.tracking.outbox import load_ledger
 from support.command import align, refusal
-from support.trainings import KILLED, contents, learned, refused, require_same, weights
+from support.stage_one import contents
+from support.trainings import KILLED, learned, refused, require_same, weights
 
 RESUME = ("--resume", "auto")
 
@@ -32,28 +34,12 @@ def test_what_is_learned_by_may_not_change_and_is_named(course, broken_run, worl
     assert said.count(": begun with ") == 8  # two options of KTO are not there any more
     said = refused(course, 4, broken_run, *RESUME, "--set", "model.attention=eager")
     assert "  model.attention: begun with sdpa, now eager\n" in said
-
-    said = refused(course, 2, broken_run)
-    assert "holds an unfinished run, with a checkpoint of step 4" in said
-    assert "Continue it with --resume auto, choose another --output" in said
-
+    assert "Continue it with --resume auto" in refused(course, 2, broken_run)
     cache = broken_run.with_name("other-cache")
     made = ("--model", course.model, "--output", cache, "--no-mlflow", "--set", "cache.seed=1")
     assert course.server.run("precompute-ref", world.data.paired, *made).code == 0
     said = refused(course, 4, broken_run, *RESUME, "--cache", cache)
     assert "The run was begun on the cache " in said
-    assert "Pass the --cache it was begun with" in said
-
-
-def test_what_changes_nothing_that_is_learned_may_change_and_the_cache_may_move(course, broken_run):
-    cache = shutil.copytree(course.cache, broken_run.with_name("moved-cache"))
-    free = ("--tokens-per-batch", 99_999, "--save-every", 1, "--keep-last", 3, "--eval-every", 5)
-    more = ("--set", "train.log_every=2", "--cache", cache)
-    course.run(broken_run, *RESUME, *free, *more)
-    assert weights(broken_run) == weights(course.whole())
-    assert [line["step"] for line in learned(broken_run)] == [0, 1, 2, 3, 3, 4, 5, 6, 6]
-    steps = sorted(path.name for path in (broken_run / "checkpoints").glob("step-*"))
-    assert steps == ["step-00000004", "step-00000005", "step-00000006"]
 
 
 def test_another_base_under_an_adapter_is_refused(course, tmp_path):
@@ -76,14 +62,12 @@ def test_another_base_under_an_adapter_is_refused(course, tmp_path):
 def test_with_its_records_lost_the_checkpoint_decides_and_what_changed_is_written_down(
     course, broken_run
 ):
-    """The record of the checkpoint says that another torch made it."""
+    """Another torch made it, by its record; a setting that changes no result may change."""
     changes = ("--seed", 1, "--set", "method.beta=0.5", "--set", "train.weight_decay=0.1")
     engine = (broken_run / "deepspeed.json").read_bytes()
-    for name in ("config.yaml", "deepspeed.json"):  # an edit is no loss
-        path, whole = broken_run / name, (broken_run / name).read_bytes()
-        path.write_bytes(whole.replace(b"0.001", b"0.003"))
-        assert f"{path} is damaged or was edited" in refused(course, 5, broken_run, *RESUME)
-        path.write_bytes(whole)
+    path = broken_run / "deepspeed.json"  # an edit is no loss
+    path.write_bytes(engine.replace(b"0.001", b"0.003"))
+    assert f"{path} is damaged or was edited" in refused(course, 5, broken_run, *RESUME)
     for name in ("config.yaml", "deepspeed.json", "metrics.jsonl"):
         (broken_run / name).unlink()
     step = broken_run / "checkpoints" / "step-00000004"
@@ -95,16 +79,14 @@ def test_with_its_records_lost_the_checkpoint_decides_and_what_changed_is_writte
     (step / RECORD_NAME).write_text(to_json(record))
 
     said = refused(course, 4, broken_run, *RESUME, *changes)
-    for line in (
-        "method.beta: begun with 0.1, now 0.5",
-        "train.seed: begun with 0, now 1",
-        "train.weight_decay: begun with 0.0, now 0.1",
-    ):
-        assert f"  {line}\n" in said
-    assert said.count(": begun with ") == 3
-    answer = course.run(broken_run, *RESUME)
+    names = re.findall("  (.*): begun with .*, now", said)
+    assert sorted(names) == ["method.beta", "train.seed", "train.weight_decay"]
+    cache = shutil.copytree(course.cache, broken_run.with_name("moved-cache"))
+    free = ("--tokens-per-batch", 99_999, "--save-every", 1, "--keep-last", 3, "--eval-every", 5)
+    answer = course.run(broken_run, *RESUME, *free, "--cache", cache)
     assert weights(broken_run) == weights(course.whole())
-    assert (broken_run / "config.yaml").exists()
+    steps = sorted(path.name for path in (broken_run / "checkpoints").glob("step-*"))
+    assert steps == ["step-00000004", "step-00000005", "step-00000006"]
     assert (broken_run / "deepspeed.json").read_bytes() == engine
     assert "metrics.jsonl is missing: what was measured up to step 4 is lost" in answer.err
     assert {line["step"] for line in learned(broken_run)} == {5, 6}
@@ -114,7 +96,6 @@ def test_with_its_records_lost_the_checkpoint_decides_and_what_changed_is_writte
     assert set(read_ending(RunFolder(broken_run)).changes) == changed
     newest = read_checkpoint(broken_run / "checkpoints" / "step-00000006")
     assert set(newest.position.changes) == changed
-    assert "torch 2.0.1 → " in (broken_run / "report.html").read_text()
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_an_older_one_used(course, broken_run):
@@ -125,7 +106,6 @@ def test_a_damaged_checkpoint_is_set_aside_and_an_older_one_used(course, broken_
     victim.write_bytes(content)
     answer = course.run(broken_run, *RESUME)
     assert "step-00000004 is damaged" in answer.err
-    assert "an older one is tried" in answer.err
     assert "continuing after step 2" in answer.err
     assert len(list((broken_run / "checkpoints").glob(".bad-step-00000004-*"))) == 1
     require_same(broken_run, course.whole())
@@ -136,9 +116,7 @@ def finished(course, tmp_path_factory):
     """A run that MLflow was told of; begun with --resume auto where there was nothing."""
     run = tmp_path_factory.mktemp("finished") / "run"
     uri = f"sqlite:///{run.parent / 'mlflow.db'}"
-    answer = course.run(run, *RESUME, "--mlflow", "--set", f"tracking.uri={uri}")
-    assert "continuing" not in answer.err
-    assert weights(run) == weights(course.whole())
+    course.run(run, *RESUME, "--mlflow", "--set", f"tracking.uri={uri}")
     return run
 
 
@@ -174,8 +152,6 @@ def test_a_run_is_finished_because_it_says_so_and_not_by_the_times_of_its_files(
     ledger = load_ledger(RunFolder(copy).mlflow)
     ledger.change(status="", ended_ms=0)
     assert "is FINISHED" in course.server.run("mlflow-sync", copy, "--uri", ledger.record.uri).out
-    assert align("report", copy).code == 0
-    assert "6 steps, finished." in (copy / "report.html").read_text()
     assert "already: this run is finished" in course.run(copy, *RESUME).out
     journal = copy / "metrics.jsonl"
     journal.write_bytes(journal.read_bytes().replace(b'"loss":0.', b'"loss":1.', 1))
@@ -187,8 +163,6 @@ def test_a_run_is_finished_because_it_says_so_and_not_by_the_times_of_its_files(
 
 def test_a_finished_run_can_be_made_longer(course, tmp_path):
     run = shutil.copytree(course.whole(), tmp_path / "run")
-    course.run(run, *RESUME, "--max-steps", 8, "--max-time", "0s")
-    assert "6 steps, not finished." in (run / "report.html").read_text()
     answer = course.run(run, *RESUME, "--max-steps", 8)
     assert "train.max_steps: begun with 6, now 8" in answer.err
     assert "continuing after step 6" in answer.err

@@ -7,7 +7,6 @@ import signal
 from align.pipeline.signals import STOPS, asked_to_stop, stop_signals
 from align.stages.storage.locks import owner_lock
 from align.stages.storage.run_folder import RunFolder, read_ending
-from support.tracked_training import run_of
 from support.trainings import KILLED, require_same
 
 RESUME = ("--resume", "auto")
@@ -20,16 +19,9 @@ def steps_saved(run):
     return sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*"))
 
 
-def status(run, uri):
-    """How MLflow says that a run ended."""
-    record = json.loads((run / "_align" / "mlflow.json").read_text())
-    return run_of(uri, record["run_id"]).info.status
-
-
 def test_a_run_that_is_stopped_in_any_way_saves_and_resumes_to_the_same_bits(course, tmp_path):
     """By its time, by a signal in the middle of a step, and by a kill; each is written down."""
-    run, uri = tmp_path / "run", f"sqlite:///{tmp_path / 'mlflow.db'}"
-    words = ("--mlflow", "--set", f"tracking.uri={uri}", "--save-every", 0, *RESUME)
+    run, words = tmp_path / "run", ("--save-every", 0, *RESUME)
 
     def ended():
         ending = read_ending(RunFolder(run))
@@ -47,7 +39,6 @@ def test_a_run_that_is_stopped_in_any_way_saves_and_resumes_to_the_same_bits(cou
     assert "Traceback" not in asked.err
     assert ended() == ("signal", 3, 6)
     assert steps_saved(run) == [0, 3]
-    assert status(run, uri) == "KILLED"
     assert not (run / "model").exists()
 
     (killed,) = course.start(run, *words, failpoints=["step.started=kill@1"]).answers()
@@ -56,22 +47,34 @@ def test_a_run_that_is_stopped_in_any_way_saves_and_resumes_to_the_same_bits(cou
 
     course.run(run, *words)
     assert ended() == ("finished", 6, 6)
-    assert status(run, uri) == "FINISHED"
     require_same(run, course.whole())
 
 
-def test_ranks_stop_together_when_one_is_asked_to(course, tmp_path):
-    """In step 3, and in the second batch of the last evaluation, which is made when it goes on."""
-    run = tmp_path / "run"
-    # Each evaluation runs its batches twice; that of step 3 is made after the first stop.
-    for failpoint, steps in (("step.started=term@3", [2, 3]), ("evaluation.batch=term@6", [4, 6])):
-        ranks = course.start(run, *SOME, *RESUME, ranks=2, failpoints=["", failpoint])
-        answers = ranks.answers()
-        assert [answer.code for answer in answers] == [143, 143], answers
-        assert steps_saved(run) == steps
-        assert not (run / "model").exists()
-    course.run(run, *SOME, *RESUME, ranks=2)
+def test_ranks_save_by_time_alike_and_stop_together_when_one_is_asked_to(course, tmp_path):
+    """Every moment is too late here, so a checkpoint is saved before each step but the first.
+
+    The signal comes in the second batch of the last evaluation, which is made when it goes on.
+    """
+    run, often = tmp_path / "run", ("--set", "train.save_minutes=0.0000001", "--keep-last", 9)
+    failpoints = ["", "step.before_update=kill@5"]
+    answers = course.start(run, *SOME, *often, ranks=2, failpoints=failpoints).answers()
+    assert answers[-1].code == KILLED, answers
+    assert steps_saved(run) == [0, 1, 2, 3, 4]
+    # Each evaluation runs its batches twice.
+    how = {"ranks": 2, "failpoints": ["", "evaluation.batch=term@2"]}
+    answers = course.start(run, *SOME, *RESUME, **how).answers()
+    assert [answer.code for answer in answers] == [143, 143], answers
+    assert steps_saved(run)[-1] == 6
+    assert not (run / "model").exists()
+    course.run(run, *SOME, *RESUME, ranks=2, launcher=srun)
     require_same(run, course.whole(*SOME, ranks=2))
+
+
+def srun(rank, port):
+    """The environment that it gives two tasks on two machines."""
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    nodes = {"SLURM_STEP_NODELIST": "127.0.0.[1-2]", "MASTER_PORT": port}
+    return {**step, **nodes, "SLURM_PROCID": rank, "SLURM_LOCALID": 0}
 
 
 def test_a_second_signal_ends_it_at_once(course, tmp_path):
@@ -133,12 +136,10 @@ def test_ranks_whose_launcher_was_killed_save_and_stop(course, tmp_path):
 
 
 def test_a_run_that_learns_nothing_but_nan_has_failed(course, tmp_path):
-    run, uri = tmp_path / "run", f"sqlite:///{tmp_path / 'mlflow.db'}"
-    options = ("--lr", 1e30, "--mlflow", "--set", f"tracking.uri={uri}")
-    (answer,) = course.start(run, *options).answers()
+    run = tmp_path / "run"
+    (answer,) = course.start(run, "--lr", 1e30).answers()
     assert answer.code == 6, answer
     assert "NaN or infinite, 3 times in a row" in answer.err
-    assert status(run, uri) == "FAILED"
     listed = [json.loads(line) for line in (run / "nonfinite.jsonl").read_text().splitlines()]
     assert [line["step"] for line in listed] == [2, 3, 4]
     assert len({row for line in listed for row in line["row_ids"]}) == 12
@@ -146,18 +147,3 @@ def test_a_run_that_learns_nothing_but_nan_has_failed(course, tmp_path):
     assert "NaN" not in told
     assert "Infinity" not in told
     assert not (run / "model").exists()
-
-
-def test_a_checkpoint_is_saved_by_time_on_all_ranks_alike(course, tmp_path):
-    """Every moment is too late here, so one is saved before each step but the first.
-
-    A run that resumes from such a one ends with the bits of one that was never stopped.
-    """
-    run, kind = tmp_path / "run", (*SOME, "--save-every", 0)
-    often = ("--set", "train.save_minutes=0.0000001", "--keep-last", 9)
-    failpoints = ["", "step.before_update=kill@5"]
-    answers = course.start(run, *kind, *often, ranks=2, failpoints=failpoints).answers()
-    assert answers[-1].code == KILLED, answers
-    assert steps_saved(run) == [0, 1, 2, 3, 4]
-    course.run(run, *kind, *RESUME, ranks=2)
-    require_same(run, course.whole(*SOME, ranks=2))

@@ -10,49 +10,34 @@ from support.stage_one import run
 SEEN = len(os.sched_getaffinity(0))
 
 
-def second_kind(**quotas):
-    """A system whose groups give quotas: of the own group `/a/b`, and of those around it."""
-    files = {f"sys/fs/cgroup/{place}cpu.max": text for place, text in quotas.items()}
-    return {"proc/self/cgroup": "0::/a/b\n", **files}
-
-
-def first_kind(mount, quota):
-    """The same in the older kind of groups."""
-    folder = f"sys/fs/cgroup/{mount}/job"
-    files = {f"{folder}/cpu.cfs_quota_us": f"{quota}\n", f"{folder}/cpu.cfs_period_us": "100000\n"}
-    return {"proc/self/cgroup": "3:memory:/job\n2:cpu,cpuacct:/job\n", **files}
+# Files below the root of a system, and the cores that they leave; 0 of them where all are left.
+QUOTAS = [
+    ({"a/b/": "100000 100000\n"}, 1),
+    ({"a/": "50000 100000", "a/b/": "max 100000"}, 1),
+    ({"": "100000 100000"}, 1),  # its own group is all that it sees
+    ({"a/b/": "max 100000"}, 0),
+    ({"a/b/": "99900000 100000"}, 0),
+    ({"a/b/": "nonsense"}, 0),
+    ({"a/b/": "100000 0"}, 0),
+]
 
 
 def test_a_quota_of_any_group_around_the_process_counts(tmp_path):
+    """Of both kinds of groups that Linux has."""
+    systems = []
+    for quotas, cores in QUOTAS:
+        files = {f"sys/fs/cgroup/{place}cpu.max": text for place, text in quotas.items()}
+        systems.append(({"proc/self/cgroup": "0::/a/b\n", **files}, cores))
+    older = {"proc/self/cgroup": "3:memory:/job\n2:cpu,cpuacct:/job\n"}
+    for name, number in (("quota", 100_000), ("period", 100_000)):
+        older[f"sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_{name}_us"] = f"{number}\n"
+    systems.append((older, 1))
     assert usable_cores() <= usable_cores(tmp_path) == SEEN
-    for number, (files, cores) in enumerate(
-        (
-            (second_kind(**{"a/b/": "100000 100000\n"}), 1),
-            (second_kind(**{"a/": "50000 100000", "a/b/": "max 100000"}), 1),
-            (second_kind(**{"": "100000 100000"}), 1),  # its own group is all that it sees
-            (second_kind(**{"a/b/": "max 100000"}), SEEN),
-            (second_kind(**{"a/b/": "99900000 100000"}), SEEN),
-            (second_kind(**{"a/b/": "nonsense"}), SEEN),
-            (second_kind(**{"a/b/": "100000 0"}), SEEN),
-            (first_kind("cpu", "100000"), 1),
-            (first_kind("cpu,cpuacct", "100000"), 1),
-            (first_kind("cpu", "-1"), SEEN),
-            (first_kind("other", "1"), SEEN),
-        )
-    ):
+    for number, (files, cores) in enumerate(systems):
         for name, text in files.items():
             (tmp_path / str(number) / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / str(number) / name).write_text(text)
-        assert usable_cores(tmp_path / str(number)) == cores, files
-
-
-def test_a_process_that_was_bound_to_one_core_uses_one(tmp_path):
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(before)})
-    try:
-        assert usable_cores(tmp_path) == 1
-    finally:
-        os.sched_setaffinity(0, before)
+        assert usable_cores(tmp_path / str(number)) == (cores or SEEN), files
 
 
 def test_ranks_of_one_machine_share_its_cores_to_prepare(to, tmp_path, monkeypatch):

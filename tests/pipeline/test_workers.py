@@ -4,28 +4,25 @@ import os
 import random
 import signal
 import socket
-import time
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from align.pipeline.executor import Share
-from align.pipeline.precompute import precompute
 from align.schemas.config import DataOptions
 from align.schemas.errors import Interrupted, LockedError
-from align.stages.data import input_files
 from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.failpoints import OF_A_CACHE, OF_A_RING
 from support.patience import PATIENCE
-from support.stage_one import Gate, Silent, child, contents, run
-from support.stub_reference import StubReference
+from support.stage_one import Gate, child, contents, run
 from support.trainings import KILLED
 
 SEED = int(os.environ.get("ALIGN_TEST_SEED", "16"))
 FAILPOINTS = [name for name in (*OF_A_RING, *OF_A_CACHE) if name != "quarantine.written"]
-ROUNDS = 3  # of killing in one history; then it comes to its end
-FEW_AND_MANY = pytest.mark.parametrize("kills", [1, pytest.param(16, marks=pytest.mark.long)])
+FEW_AND_MANY = pytest.mark.parametrize("strikes", [1, pytest.param(16, marks=pytest.mark.long)])
 
 
 def joined(*processes):
@@ -103,25 +100,16 @@ def test_a_part_beside_other_data_in_its_folder_is_refused_once_that_is_publishe
     assert joined(child(config, share=Share(1, 1))) == [0]
 
 
-@pytest.mark.parametrize(  # as it encodes, pairs
-    ("place", "visit"), [("part.before_rename", 1), ("part.after_link", 3)]
-)
-def test_parts_prepare_together_and_one_killed_at_it_changes_nothing(config, clean, place, visit):
-    killed, other = (
-        child(config, f"{place}=kill@{visit}", share=Share(1, 2)),
-        child(config, share=Share(2, 2)),
-    )
-    assert joined(other) == [0]
-    assert joined(killed)[0] in {0, KILLED}
-    assert joined(child(config)) == [0]
-    assert contents(config.cache.output) == clean
-
-
-def test_drafts_of_dead_processes_go(config, clean):
-    assert joined(child(config, "part.before_rename=kill")) == [KILLED]
+def test_parts_prepare_together_and_drafts_of_one_killed_at_it_go(config, clean):
+    """Killed as it encodes, and the next one as it pairs."""
+    first = child(config, "part.before_rename=kill", share=Share(1, 2))
+    assert joined(first) == [KILLED]
     (work,) = CacheFolder(Path(config.cache.output)).works()
     (dead,) = work.spool.glob("encoded/.*.tmp")
-    assert joined(child(config, "plan.before_link=kill")) == [KILLED]
+    killed = child(config, "part.after_link=kill@3", share=Share(1, 2))
+    other = child(config, share=Share(2, 2))
+    assert joined(other) == [0]
+    assert joined(killed)[0] in {0, KILLED}
     assert not dead.exists()
     assert joined(child(config)) == [0]
     assert contents(config.cache.output) == clean
@@ -136,105 +124,65 @@ def test_children_of_a_run_do_not_keep_its_folder_locked(config):
     assert run(config).manifest.rows == 120
 
 
-class Impatient(Silent):
-    """Asks to stop after the second task."""
-
-    calls = 0
-
-    def advance(self, done, *, tokens=0, padding=0):
-        self.calls += 1
-        if self.calls > 2:
-            raise Interrupted(signal.SIGINT)
-
-
-def test_who_is_interrupted_kills_no_process_of_the_host(config, to, clean, monkeypatch):
-    """As in a notebook, which has children of its own."""
-    monkeypatch.setattr(input_files, "LEAST_SLICE", 1000)
-    monkeypatch.setattr(input_files, "SLICES", 10)
-    gate, other = Gate(), to(output=f"{config.cache.output}-2")
-    of_host = child(other, reference=gate.reference())
+def test_a_stopped_part_leaves_its_work_for_the_others(config, clean, tmp_path):
+    gate = Gate()
+    said = tmp_path / "said"
+    stopped = child(config, share=Share(2, 2), reference=gate.reference(), stderr=said)
     assert gate.reached.wait(PATIENCE)
-    in_children = replace(config, data=replace(config.data, workers=2))
-    with pytest.raises(Interrupted):
-        precompute(in_children, StubReference(), progress=Impatient())
-    gate.opened.set()
-    assert joined(of_host) == [0]
-    assert contents(other.cache.output) == clean
+    os.kill(stopped.pid, signal.SIGTERM)
+    assert joined(stopped) == [143]
+    assert said.read_text() == "Interrupted by signal 15. Continue with the same command.\n"
+    assert run(config, share=Share(1, 2)).whole is None
+    assert run(config, share=Share(2, 2)).has_published
+    assert contents(config.cache.output) == clean
 
 
-def strike(draw, start, count, span):
-    """Starts processes: some die at a failpoint, the others are killed at some moment, or end."""
-    fates = [f"{draw.choice(FAILPOINTS)}=kill" if draw.random() < 0.5 else "" for _ in range(count)]
-    last, killed = time.monotonic() + draw.uniform(0, span), 0
-    for process, fate in zip(start(fates), fates, strict=True):
-        if not fate:
-            process.join(max(0, last - time.monotonic()))
-            process.kill()
-        process.join(PATIENCE)
-        assert process.exitcode in {0, KILLED}, fate
-        killed += process.exitcode == KILLED
-    return killed
+def test_a_signal_inside_a_chat_template_is_not_taken_for_a_bad_row(
+    config, data, tmp_path, monkeypatch
+):
+    """Whatever a template raises makes its row bad; a signal is not of the template's making."""
+    chat = replace(config, data=DataOptions(files=[str(data.paired_chat)], max_bad_frac=0.1))
+    run(replace(chat, cache=replace(chat.cache, output=str(tmp_path / "clean"))))
+    interrupted = mock.Mock(side_effect=Interrupted(signal.SIGTERM))
+    with monkeypatch.context() as patch:
+        patch.setattr(PreTrainedTokenizerBase, "apply_chat_template", interrupted)
+        with pytest.raises(Interrupted):
+            run(chat)
+    assert interrupted.call_count == 1
+    run(chat)
+    assert contents(config.cache.output) == contents(tmp_path / "clean")
 
 
-def histories(least, begin, count, span):
-    """Folders whose processes were killed again and again, and then went on to the end."""
-    draw, kills, number = random.Random(SEED), 0, 0
-    while kills < least:
-        number += 1
-        output, start = begin(number)
-        kills += sum(strike(draw, start, count, span) for _ in range(ROUNDS))
-        last = start([""] * count)
-        for process in last:
-            process.join(PATIENCE)
-        assert [process.exitcode for process in last] == [0] * count
-        assert CacheFolder(Path(output)).manifest.exists()
-        yield output
-    print(f"ALIGN_TEST_SEED={SEED}: {kills} kills in {number} histories")
+def strike(run_all, count, strikes):
+    """All are killed at places that are drawn, again and again; then they go on to the end."""
+    draw = random.Random(SEED)
+    assert run_all(["shard.written=kill@2"] * count) == [KILLED] * count
+    for _ in range(strikes):
+        fates = [f"{draw.choice(FAILPOINTS)}=kill" for _ in range(count)]
+        assert {*run_all(fates)} <= {0, KILLED}, (SEED, fates)
+    assert run_all([""] * count) == [0] * count
 
 
 @FEW_AND_MANY
-def test_three_parts_end_in_the_same_bytes(to, clean, tmp_path, kills):
-    def begin(number):
-        config = to(output=str(tmp_path / f"history-{number}"))
-        return config.cache.output, lambda fates: [
-            child(config, fate, share=share) for fate, share in zip(fates, parts(3), strict=True)
-        ]
+def test_three_parts_that_are_killed_end_in_the_same_bytes(config, clean, strikes):
+    def run_all(fates):
+        shares = zip(fates, parts(3), strict=True)
+        return joined(*[child(config, fate, share=share) for fate, share in shares])
 
-    for output in histories(kills, begin, 3, span=0.8):
-        run(to(output=output))  # which removes what a publisher that was killed has left
-        assert contents(output) == clean
-
-
-class Rank:
-    """A rank of a server, as a process of multiprocessing is used."""
-
-    def __init__(self, process):
-        self._process, self.exitcode = process, None
-
-    def join(self, seconds):
-        if self.exitcode is None:
-            self.exitcode = self._process.server.wait(self._process.pid, seconds)
-
-    def kill(self):
-        if self.exitcode is None:
-            os.kill(self._process.pid, signal.SIGKILL)
+    strike(run_all, 3, strikes)
+    run(config)  # which removes what a publisher that was killed has left
+    assert contents(config.cache.output) == clean
 
 
 @FEW_AND_MANY
-def test_two_ranks_end_in_the_same_bytes(course, world, tmp_path, kills):
+def test_two_ranks_that_are_killed_end_in_the_same_bytes(course, world, tmp_path, strikes):
     words = ("precompute-ref", world.data.paired, "--model", course.model, "--no-mlflow")
-    words += ("--rows-per-shard", 8, "--set", "cache.reuse_known=false", "--output")
-    assert course.server.run(*words, tmp_path / "clean").code == 0
+    words += ("--rows-per-shard", 16, "--set", "cache.reuse_known=false", "--output", tmp_path)
 
-    def begin(number):
-        output = tmp_path / f"history-{number}"
+    def run_all(fates):
+        answers = course.server.start(*words, ranks=2, failpoints=fates).answers()
+        return [answer.code for answer in answers]
 
-        def start(fates):
-            ranks = course.server.start(*words, output, ranks=2, failpoints=fates)
-            return [Rank(process) for process in ranks.processes]
-
-        return output, start
-
-    for output in histories(kills, begin, 2, span=5):
-        assert course.server.run(*words, output).code == 0
-        assert contents(output) == contents(tmp_path / "clean")
+    strike(run_all, 2, strikes)
+    assert course.server.run(*words).code == 0
+    assert contents(tmp_path) == contents(course.cache)

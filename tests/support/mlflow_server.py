@@ -69,11 +69,8 @@ class Application:
     """MLflow's own, behind a door that may be slow or locked."""
 
     def __init__(self, app):
-        self._app = app
-        self._server = None
-        self.port = 0
-        self.delay = 0.0
-        self.broken = 0.0
+        self._app, self._server, self.port = app, None, 0
+        self.delay = self.broken = 0.0
 
     def __call__(self, environ, start_response):
         time.sleep(self.delay)
@@ -83,39 +80,30 @@ class Application:
         return self._app(environ, start_response)
 
     def obey(self, request):
-        """Does one thing and says how it stands."""
-        verb, _, value = request.partition(" ")
-        if verb == "start":
-            return self._start()
-        if verb == "stop":
-            return self._stop()
-        setattr(self, verb, float(value))
-        return value
-
-    def _start(self):
+        """Does one thing."""
         from werkzeug.serving import make_server  # noqa: PLC0415 - the user needs none of it
 
-        if self._server is None:
+        verb, _, value = request.partition(" ")
+        if verb == "start" and self._server is None:
             self._server = make_server("127.0.0.1", self.port, self, threaded=True)
             self.port = self._server.port
             threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        return self.port
-
-    def _stop(self):
-        if self._server is not None:
+        elif verb == "stop" and self._server is not None:
             self._server.shutdown()
             self._server.server_close()
             self._server = None
-        return self.port
+        elif value:
+            setattr(self, verb, float(value))
 
 
 def main():
-    """Obeys line by line."""
+    """Obeys line by line, and says its port."""
     from mlflow.server import app  # noqa: PLC0415 - takes seconds
 
     application = Application(app)
     for line in sys.stdin:
-        print(application.obey(line.strip()), flush=True)
+        application.obey(line.strip())
+        print(application.port, flush=True)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from align.schemas.row_keys import Intake, KeyedRows, key_rows
-from align.schemas.rows import Role
 from align.stages.data.decode_rows import parse_chunk
 from align.stages.data.encode import Encoder
 from align.stages.data.input_files import iter_chunks
@@ -26,7 +25,6 @@ class Prepared:
     rejected: list
     rows_per_file: dict
     reasons: dict
-    notes: dict
 
 
 def prepared_at_once(job):
@@ -38,23 +36,20 @@ def prepared_at_once(job):
         encoded = encoder.encode(records)
         parts.append(key_rows(encoded.rows, seed=config.cache.seed, carried=job.shape.carried))
         intake.rows_per_file[chunk.file] += len(chunk)
-        intake.notes.update(encoded.notes)
         intake.rejected += [*rejected, *encoded.rejected]
-    keyed, notes = _sorted(KeyedRows.concat(parts)), intake.notes
+    keyed = _sorted(KeyedRows.concat(parts))
     if job.shape.kind == "scored_long":
-        keyed = merge_same_prompts(keyed, notes, prompt_side=config.tokens.prompt_side)
-    rows = _copies(plain(keyed), notes)
-    notes["pairs_in_both_orders"] += len(_turned(rows)) // 2
-    partners = _partners(keyed, config.cache.kl_pairs, notes)
+        side = config.tokens.prompt_side
+        keyed = merge_same_prompts(keyed, intake.notes, prompt_side=side)
+    rows = _copies(plain(keyed))
+    partners = _partners(keyed, config.cache.kl_pairs)
     rejected = [
         replace(one, detail=printable(one.detail))
         for one in sorted(intake.rejected, key=lambda one: (job.files.index(one.file), one.row))
     ]
     reasons = Counter(one.reason for one in rejected)
     offsets = _offsets(rows, config.cache)
-    return Prepared(
-        rows, partners, offsets, rejected, dict(intake.rows_per_file), dict(reasons), +notes
-    )
+    return Prepared(rows, partners, offsets, rejected, dict(intake.rows_per_file), dict(reasons))
 
 
 def _sorted(keyed):
@@ -65,34 +60,18 @@ def _sorted(keyed):
     return keyed.take(np.array(order, dtype=np.int64))
 
 
-def _copies(rows, notes):
+def _copies(rows):
     seen, numbered = Counter(), []
     for row in rows:
         numbered.append(row._replace(copy=seen[row.row_id]))
         seen[row.row_id] += 1
-    notes["rows_that_repeat_another_row"] += len(rows) - len(seen)
     return numbered
 
 
-def _turned(rows):
-    """The pairs of a prompt that are there the other way round too."""
-    roles = (int(Role.CHOSEN), int(Role.REJECTED))
-    pairs = {
-        (row.place, *(completion for completion, *_ in row.branches))
-        for row in rows
-        if tuple(role for _, role, *_ in row.branches) == roles
-    }
-    turned = {(place, rejected, chosen) for place, chosen, rejected in pairs if chosen != rejected}
-    return pairs & turned
-
-
-def _partners(keyed, pairs, notes):
+def _partners(keyed, pairs):
     prompts = np.repeat(keyed.places, np.diff(keyed.rows.branch_offsets))
     partners = [np.zeros(len(prompts), dtype=np.int64) for _ in range(pairs)]
-    repeats = choose_partners(prompts, keyed.completion_keys, partners)
-    if pairs:
-        notes["mismatched_completions_used_twice"] += repeats.used_twice
-        notes["mismatched_completions_met_again_by_the_same_row"] += repeats.met_again
+    choose_partners(prompts, keyed.completion_keys, partners)
     return [each.tolist() for each in partners]
 
 

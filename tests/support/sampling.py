@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import multiprocessing
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from align.schemas.config import Config, DataOptions, TrackingOptions
 from align.schemas.round_options import SampleOptions
 from align.schemas.samples import Refused, Sample
 from support.patience import PATIENCE
-from support.stage_one import Silent
+from support.stage_one import CHILDREN, Silent
 
 BATCH = 5
 
@@ -106,10 +105,6 @@ def run_sampling(config, sampler, *, share=None, **more):
         mock.patch.object(module, "require_sampled_model"),
     ):
         return module.sample(config, progress=Silent(), share=share, **more)
-
-
-CHILDREN = multiprocessing.get_context("forkserver")
-CHILDREN.set_forkserver_preload(["align.pipeline.precompute", "align.pipeline.sample"])
 
 
 def exit_code_of_child(config, sampler, failpoints):

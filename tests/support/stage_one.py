@@ -109,4 +109,4 @@ def _terminated(number, _):
 
 
 CHILDREN = multiprocessing.get_context("forkserver")
-CHILDREN.set_forkserver_preload(["align.pipeline.precompute"])
+CHILDREN.set_forkserver_preload(["align.pipeline.precompute", "align.pipeline.sample"])

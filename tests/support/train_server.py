@@ -3,25 +3,34 @@
 It reads requests and writes answers, one JSON object a line.
 """
 
+import atexit
 import ctypes
 import gc
+import importlib
 import json
 import os
 import shutil
 import signal
 import sys
+import threading
 import time
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import torch
-
-from support.file_trace import traced
 
 REQUESTS = os.fdopen(os.dup(0), "r")
 ANSWERS = os.fdopen(os.dup(1), "w")
 # Of Linux, which Python 3.11 has no names for.
 SET_CHILD_SUBREAPER, NEW_MOUNTS, NEW_USER = 36, 0x20000, 0x10000000
+# What both stages import, down to what libraries import late: each fork would do it again.
+IMPORTED = (
+    *("align.cli", "align.pipeline.precompute", "align.pipeline.train"),
+    *("align.pipeline.train_commands", "align.pipeline.round_commands"),
+    *("align.stages.tracking.progress", "peft.tuners.lora.bnb", "deepspeed.runtime.zero.muon"),
+    *("deepspeed.module_inject.auto_ep_layer", "transformers.models.llama.modeling_llama"),
+    *("mlflow.store.tracking.sqlalchemy_workspace_store", "git", "jinja2.debug", "rich.console"),
+)
 
 
 def main():
@@ -38,13 +47,10 @@ def main():
 
 
 def import_everything():
-    """What stage 1 and stage 2 import, down to what they import late."""
-    import mlflow.store.tracking.sqlalchemy_store  # noqa: F401, PLC0415
-    import peft  # noqa: F401, PLC0415
-    from transformers.models.llama import modeling_llama  # noqa: F401, PLC0415
-
-    from align.pipeline import precompute, train, training_job  # noqa: F401, PLC0415
-    from align.stages.tracking import progress  # noqa: F401, PLC0415
+    """And the patterns of names that transformers makes for its first model."""
+    for name in IMPORTED:
+        importlib.import_module(name)
+    importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("")
 
 
 def answer(plain):
@@ -88,7 +94,10 @@ def launched(request):
 
 
 def become(request):
-    """Turns this process into one that was given a command."""
+    """Turns this process into one that was given a command.
+
+    What Python does at an end is done, but for taking all modules down, which takes half a second.
+    """
     from align import cli  # noqa: PLC0415
 
     os.chdir(request["cwd"])
@@ -102,11 +111,15 @@ def become(request):
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     sys.argv = ["align", *request["argv"]]
-    with ExitStack() as around:
-        for name, manager in (("traced", traced), ("disk", small_disk)):
-            if name in request:
-                around.enter_context(manager(**request[name]))
-        cli.main()
+    try:
+        with small_disk(**request["disk"]) if "disk" in request else nullcontext():
+            cli.main()
+    except SystemExit as end:
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(end.code or 0)
 
 
 @contextmanager

@@ -260,6 +260,8 @@ def distances(run, whole):
 
 def refused(course, code, run, *more, ranks=1):
     """Gives a command that every rank must refuse alike, touching nothing; returns what it says."""
+    from support.stage_one import contents  # noqa: PLC0415  it imports stage 1
+
     before = contents(run)
     answers = course.start(run, *more, ranks=ranks).answers()
     assert [answer.code for answer in answers] == [code] * ranks, answers
@@ -267,15 +269,6 @@ def refused(course, code, run, *more, ranks=1):
     assert len({answer.err.partition("error: ")[2] for answer in answers}) == 1, answers
     assert contents(run) == before
     return answers[0].err
-
-
-def contents(run):
-    """Every file of a run but its lock, by digest."""
-    return {
-        str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in run.rglob("*")
-        if path.is_file() and path.name != "LOCK"
-    }
 
 
 def learned(run):
