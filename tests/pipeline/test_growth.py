@@ -115,3 +115,41 @@ def test_a_late_part_does_not_publish_what_the_cache_has_outgrown(
         run(few, Late(meanwhile), share=Share(1, 1))
     assert load_manifest(CacheFolder(location(f"{root}/cache"))) == grown[0]
     assert run(many).was_complete
+
+
+@pytest.fixture
+def long_form(config, tmp_path):
+    """Makes a cache of long-form rows, always in the same folder."""
+    path = tmp_path / "long.jsonl"
+
+    def make(*rows):
+        lines = [dict(zip(("prompt", "completion", "score"), row, strict=True)) for row in rows]
+        path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+        return run(replace(config, data=DataOptions(files=[str(path)])))
+
+    return make
+
+
+def test_a_prompt_may_gain_a_completion_and_not_lose_one(long_form, tmp_path):
+    old = [
+        *(("Why?", "because", 1.0), ("Why?", "so", 2.0), ("How?", "thus", 0.5)),
+        *(("How?", "well", 1.5), ("Who?", "me", 1.0)),
+    ]
+    long_form(*old)
+    grown = long_form(*old, ("Why?", "never mind", 3.0))
+    assert (grown.manifest.rows, grown.tally.reused >= 5) == (3, True)
+    before = contents(tmp_path / "cache" / "data")
+    with pytest.raises(FingerprintError, match="1 of its 6 completions are not in the data"):
+        long_form(*old[1:], ("Why?", "never mind", 3.0), ("Why?", "at all", 3.0))
+    assert contents(tmp_path / "cache" / "data") == before
+
+
+def test_a_lost_copy_of_a_row_is_noticed(rows_of, tmp_path):
+    once = rows_of(20)
+    path = tmp_path / "twice.jsonl"
+    lines = (tmp_path / "(20,).jsonl").read_text()
+    path.write_text(lines + lines.splitlines(keepends=True)[0])
+    assert run(replace(once, data=DataOptions(files=[str(path)]))).manifest.rows == 21
+    with pytest.raises(FingerprintError, match="1 of its 21 rows"):
+        run(once)
+    assert load_manifest(CacheFolder(tmp_path / "cache")).rows == 21

@@ -3,9 +3,12 @@
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from align.pipeline.run_upload import uploaded
+from align.schemas.errors import Interrupted, StorageError
 from align.stages.storage import objects
 from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.manifest_file import load_manifest
@@ -148,3 +151,14 @@ def test_a_cache_in_a_store_grows_is_reused_and_forgets(person, bucket, world, c
     assert load_manifest(CacheFolder(person.folder / "disk")).root == first
     assert first in person.gives("gc", f"{bucket}/cache", "--yes").out
     require_clean(bucket, root)
+
+
+@pytest.mark.parametrize("ending", [KeyboardInterrupt(), Interrupted(15), StorageError("full")])
+def test_a_run_is_uploaded_however_it_ends(ending):
+    pushed = []
+    store = SimpleNamespace(push=lambda: pushed.append("all"))
+    with pytest.raises(type(ending)), uploaded(store):
+        raise ending
+    with uploaded(store):
+        assert pushed == ["all"]
+    assert pushed == ["all"] * 2

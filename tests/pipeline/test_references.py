@@ -7,8 +7,12 @@ import shutil
 import pytest
 from transformers import AutoTokenizer
 
+from align.pipeline.parallel_reference import LeadingScorer
 from align.pipeline.settings import load_settings
 from align.pipeline.training_job import open_training
+from align.schemas.batches import World
+from align.schemas.errors import UsageError
+from align.schemas.rows import OutOfMemory
 from align.stages.demo.tiny_world import ModelShape, make_model
 from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.manifest_file import load_manifest
@@ -56,3 +60,16 @@ def test_a_shortened_reference_is_refused_and_where_it_is_allowed_every_stage_kn
     assert "scored again" in align("verify", cache).out
     flags = {"train.method": "dpo", "train.cache": str(cache)}
     assert open_training(load_settings(flags, [], file=None)).policy.allow_unused_weights
+
+
+class Full:
+    """A scorer whose memory is full."""
+
+    def score(self, trees):
+        raise OutOfMemory("no room")
+
+
+def test_a_batch_that_does_not_fit_on_one_of_the_ranks_ends_the_run_of_all():
+    """The others are in the middle of it, and cannot begin a smaller one."""
+    with pytest.raises(UsageError, match="no room.*Lower --tokens-per-batch"):
+        LeadingScorer(Full(), World(0, 1, 0)).score(())

@@ -1,6 +1,7 @@
 """A reward model scores data (`align score`) and judges samples, the same way and once."""
 
 import json
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -8,6 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from align.pipeline import score_rewards
+from align.stages.data.input_files import iter_chunks
 from align.stages.storage.tables import TableFolder, read_table
 from support.command import align, refusal
 from support.sample_tables import sample_table
@@ -97,6 +100,20 @@ def test_refusals(world, reward_model, tmp_path):
     ):
         message = refusal(2, "score", "--output", tmp_path / "out", "--no-mlflow", *words)
         assert said in message, words
+
+
+def test_data_edited_while_they_are_scored_are_refused(world, tmp_path, monkeypatch):
+    data = tmp_path / "data.parquet"
+    data.write_bytes(Path(world.data.paired).read_bytes())
+
+    def edited(*arguments):
+        yield from iter_chunks(*arguments)
+        pq.write_table(pq.read_table(data).slice(1), data)
+
+    monkeypatch.setattr(score_rewards, "iter_chunks", edited)
+    words = ("--from-labels", "--output", tmp_path / "out", "--no-mlflow")
+    assert "data.parquet" in refusal(4, "score", data, *words)
+    assert not (tmp_path / "out" / "rows.jsonl").exists()
 
 
 def judged(folder, samples, model, *more):

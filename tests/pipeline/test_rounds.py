@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from align.stages.report.charts import plain
 from align.stages.storage.rounds_folder import RoundsFolder
 from support.command import refusal
 from support.rounds_play import counted, play, prompts_in, record, records, write_settings
@@ -143,7 +144,12 @@ def test_a_finished_round_with_other_settings_or_without_its_model_is_refused(
 def test_rounds_stop_below_the_win_rate_and_show_texts_where_they_are_asked_for(
     played, world, tmp_path
 ):
-    assert "Assistant:" not in (played.folder / "rounds.html").read_text()
+    page = (played.folder / "rounds.html").read_text()
+    assert "Assistant:" not in page
+    for number in (1, 2, 3):
+        rates = record(played.folder, number)["held_out"]["against_previous"]
+        for bound in ("low", "high"):
+            assert f"{bound}: {plain(rates[bound])} at {number}" in page
     rate = record(played.folder, 1)["held_out"]["against_previous"]["rate"]
     rounds = {"min_win_rate": min(1.0, rate + 0.01), "count": 5, "show_text": True}
     path = played.write(tmp_path, world, rounds=rounds)

@@ -1,9 +1,12 @@
 """What rounds ask of each verb, and how they measure, without a model."""
 
+import re
+
 import polars as pl
 import pytest
 
-from align.pipeline.round_prompts import PromptSplit
+from align.pipeline.round_prompts import PromptSplit, write_prompts
+from align.pipeline.rounds import plan_rounds
 from align.pipeline.rounds_checks import open_rounds
 from align.pipeline.rounds_evaluation import answering, repeated_share, stop_reason
 from align.pipeline.settings import load_settings
@@ -11,7 +14,8 @@ from align.schemas.errors import UsageError
 from align.schemas.round_options import RoundsOptions
 from align.schemas.round_record import Answering, HeldOut, RoundRecord, Versus
 from align.schemas.samples import Prompt
-from support.rounds_play import write_settings
+from support.rooms import ROOT
+from support.rounds_play import prompts_in, write_settings
 
 
 def test_answers_are_measured_by_hand():
@@ -63,8 +67,23 @@ def test_slices_follow_from_content_and_seed_and_are_fresh_until_all_prompts_wer
     assert made.of_round(2, 4) == backward.of_round(2, 4) != split(10, seed=1).of_round(2, 4)
 
 
+def test_prompts_of_other_data_replace_those_that_an_interrupted_round_left(tmp_path):
+    for text in ("old", "new"):
+        write_prompts(tmp_path / "prompts.parquet", [Prompt(text)])
+        assert prompts_in(tmp_path / "prompts.parquet") == {text}
+
+
 def opened(folder, world, **changes):
     return open_rounds(load_settings({}, [], file=write_settings(folder, world, **changes)))
+
+
+def test_the_example_plans_three_rounds_of_a_tiny_world(world, tmp_path):
+    (tmp_path / "world").symlink_to(world.folder)
+    path = tmp_path / "rounds.yaml"
+    path.write_text((ROOT / "examples" / "rounds.yaml").read_text())
+    told = plan_rounds(load_settings({}, [], file=path, command="rounds")).text()
+    assert re.search(r"3 +train +- +a training", told)
+    assert not (tmp_path / "align-rounds").exists()
 
 
 @pytest.mark.parametrize("reference", ["fixed", "previous"])
@@ -98,6 +117,16 @@ def test_a_judge_has_a_chat_template_and_a_server_of_its_own(world, tmp_path):
     assert sampling.tokens.chat_template == job.scoring(one).tokens.chat_template == template
     assert judging.tokens.chat_template == ""
     assert (sampling.server.url, judging.server.url) == ("", SERVED["url"])
+
+
+def test_a_round_is_made_from_the_template_of_its_judge(world, tmp_path):
+    template, made = tmp_path / "own.j2", []
+    judge = {"by": "rubric", "template": str(template)}
+    for text in ("{{ messages }}{{ answer }}", "{{ messages }}: {{ answer }}"):
+        template.write_text(text)
+        job = opened(tmp_path, world, judge=judge, server={**SERVED, "revision": "1"})
+        made.append(job.made_from(1, None))
+    assert made[0] != made[1]
 
 
 GRPO = {"train": {"method": "grpo"}, "cache": {"kl_pairs": 0, "token_logps": True}}

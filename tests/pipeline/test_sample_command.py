@@ -1,6 +1,7 @@
 """`align sample` with a real model: the command, its contexts, adapters, and stage 1 after it."""
 
 import json
+import shutil
 
 import polars as pl
 import pytest
@@ -116,3 +117,12 @@ def test_an_adapter_is_another_model_and_its_samples_are_its_own(
     ours, adapted = (read_table(TableFolder(each, "samples")) for each in (whole_sample[0], output))
     assert ours[0].made_from["model"] != adapted[0].made_from["model"]
     assert not ours[1]["completion"].equals(adapted[1]["completion"])
+
+
+def test_a_conversation_needs_a_chat_template_and_a_text_does_not(world, asked_turns, here):
+    shutil.copytree(world.model, "plain")
+    (here / "plain" / "chat_template.jinja").unlink()
+    texts = write_prompts(here / "p.jsonl", QUESTIONS[:1])
+    given = ("--model", "plain", "--output", "out", "-n", 1, "--max-new-tokens", 2, "--no-mlflow")
+    assert align("sample", texts, *given).code == 0
+    assert "chat template" in refusal(2, "sample", asked_turns, *given, "--overwrite")

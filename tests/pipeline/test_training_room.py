@@ -1,6 +1,7 @@
 """Room on the disk is looked at before it is needed, and what fitted into memory is noted."""
 
 import json
+import os
 import re
 
 import pytest
@@ -91,3 +92,27 @@ def test_a_run_ends_when_three_checkpoints_in_a_row_could_not_be_saved(
     assert ended.code == 74, ended
     assert "3 checkpoints in a row" in ended.err
     assert "step 6: no checkpoint" in ended.err
+
+
+def test_an_evaluation_is_on_the_disk_before_its_checkpoint_knows_of_it(
+    training_world, tmp_path, monkeypatch
+):
+    synced, known, fsync, add = {}, [], os.fsync, checkpointer.add_checkpoint_metrics
+
+    def watched_fsync(file):
+        fsync(file)
+        synced[os.fstat(file).st_ino] = os.fstat(file).st_size
+
+    def watched_add(folder, step, metrics, **more):
+        journal = folder.metrics.stat()
+        known.append(synced.get(journal.st_ino) == journal.st_size)
+        add(folder, step, metrics, **more)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(checkpointer, "add_checkpoint_metrics", watched_add)
+    words = ("--cache", training_world.pairs, "--output", tmp_path / "run", "--method", "dpo")
+    often = ("train.eval_fraction=0.3", "train.eval_every=1", "train.save_every=1")
+    sets = [word for one in often for word in ("--set", one)]
+    done = align("train", *words, "--batch-size", 1, "--max-steps", 2, "--no-mlflow", *sets)
+    assert done.code == 0, done
+    assert known == [True] * 2

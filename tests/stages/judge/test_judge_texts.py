@@ -195,7 +195,7 @@ def forget():
     """Makes the modules of this file's tests new ones."""
 
     def drop():
-        for name in ("own_checks", "own_help"):
+        for name in ("own_checks", "own_help", "own_library"):
             sys.modules.pop(name, None)
 
     yield drop
@@ -227,13 +227,17 @@ def test_a_function_is_found_in_the_current_folder_and_its_failure_names_the_sam
 
 @pytest.mark.parametrize("imported", ["import own_help as h", "from own_help import WORD as h"])
 def test_the_code_that_a_function_imports_from_beside_it_names_the_judge_too(
-    here, forget, imported
+    here, tmp_path_factory, monkeypatch, forget, imported
 ):
     def source():
         options = JudgeOptions(by="function", function="own_checks:grade")
         return verifier_of(options, ())[1]["source"]
 
-    (here / "own_checks.py").write_text(f"import json\n{imported}\ndef grade(*row): return 1\n")
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    monkeypatch.syspath_prepend(elsewhere)
+    (elsewhere / "own_library.py").write_text("WORD = 'one'\n")
+    code = f"import own_library\n{imported}\ndef grade(*row): return 1\n"
+    (here / "own_checks.py").write_text(code)
     (here / "own_help.py").write_text("WORD = 'one'\n")
     first = source()
     (here / "own_help.py").write_text("WORD = 'two'\n")
@@ -241,5 +245,6 @@ def test_the_code_that_a_function_imports_from_beside_it_names_the_judge_too(
     forget()
     assert source() != first
     (here / "own_help.py").write_text("WORD = 'one'\n")
+    (elsewhere / "own_library.py").write_text("WORD = 'two'\n")
     forget()
     assert source() == first

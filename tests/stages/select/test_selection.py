@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from align.schemas.round_options import SelectOptions
 from align.stages.select import selection
+from align.stages.select.plain_rows import text_column
 from align.stages.select.selection import select_rows
 
 KINDS = ("best_worst", "all_pairs", "labels", "groups")
@@ -220,3 +221,10 @@ def require_all_counted(counts, kind):
     }.get(kind, ("rows", ()))
     assert counts[whole] == counts["rows"] + sum(counts[name] for name in reasons)
     json.dumps(counts)  # plain numbers, which the manifest can hold
+
+
+def test_what_messages_have_beside_their_text_is_kept():
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
+    turns = [[call], [{"role": "assistant", "content": "yes"}]]
+    assert [json.loads(cell) for cell in text_column(turns)] == turns
+    assert text_column(turns[1:]).to_list() == turns[1:]
