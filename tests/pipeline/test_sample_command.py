@@ -123,6 +123,6 @@ def test_a_conversation_needs_a_chat_template_and_a_text_does_not(world, asked_t
     shutil.copytree(world.model, "plain")
     (here / "plain" / "chat_template.jinja").unlink()
     texts = write_prompts(here / "p.jsonl", QUESTIONS[:1])
-    given = ("--model", "plain", "--output", "out", "-n", 1, "--max-new-tokens", 2, "--no-mlflow")
-    assert align("sample", texts, *given).code == 0
-    assert "chat template" in refusal(2, "sample", asked_turns, *given, "--overwrite")
+    given = ("--model", "plain", "-n", 1, "--max-new-tokens", 2, "--no-mlflow")
+    assert align("sample", texts, *given, "--output", "texts").code == 0
+    assert "chat template" in refusal(2, "sample", asked_turns, *given, "--output", "turns")
