@@ -92,8 +92,12 @@ def test_scored_data_is_data_to_learn_from(world, reward_model, here):
 
 def test_refusals(world, reward_model, tmp_path):
     paired, by = world.data.paired, ("--reward-model", reward_model)
+    splits = [tmp_path / f"{split}.parquet" for split in ("train", "test")]
+    for path in splits:
+        path.write_bytes(Path(paired).read_bytes())
     for words, said in (
         ((paired, "--from-labels", *by), "not both"),
+        ((*splits, "--from-labels"), "test.parquet"),
         ((paired, "--reward-model", world.model), "is not a reward model"),
         ((world.data.scored, "--from-labels"), "has no labels"),
         ((world.data.scored_long, *by), "a score for each"),
