@@ -162,12 +162,16 @@ def test_parts_make_what_one_process_makes_and_share_what_the_judge_cannot_take(
     assert willing.manifest.counts["questions_not_taken"] == 0
 
 
-def measured(tmp_path, stub, by, count):
-    """The figures of a judge on gold pairs whose chosen answer is the larger number."""
-    rows = [
+def numbers(count):
+    """Gold pairs whose chosen answer is the larger number."""
+    return [
         {"prompt": f"Number {index}?", "chosen": str(index + 2), "rejected": str(index + 1)}
         for index in range(count)
     ]
+
+
+def measured(tmp_path, stub, by, rows):
+    """The figures of a judge on gold rows."""
     (tmp_path / "gold.jsonl").write_text("\n".join(map(json.dumps, rows)))
     config, gold = config_of(tmp_path / "calibrated", {"by": by}), str(tmp_path / "gold.jsonl")
     found = calibrate(config, gold, progress=NoProgress(), sampler=stub)
@@ -181,7 +185,7 @@ def test_calibrate_shows_a_planted_position_bias_and_keeps_its_judgments(tmp_pat
     """
     stub = StubJudge(bias=0.3)
     for _ in range(2):
-        cells = measured(tmp_path, stub, "pairwise", 400)
+        cells = measured(tmp_path, stub, "pairwise", numbers(400))
         assert len(stub.asked) == 800
     rates = {name: count / of for name, (count, of) in cells.items()}
     assert rates["first answer preferred"] == pytest.approx((1 + 0.3) / 2, abs=0.04)
@@ -194,11 +198,20 @@ def test_calibrate_shows_a_planted_position_bias_and_keeps_its_judgments(tmp_pat
 
 def test_a_rubric_is_calibrated_by_its_scores(tmp_path):
     # It gives 1 to 10: the first nine pairs differ, and from 10 on all are 10.
-    assert measured(tmp_path, StubJudge(), "rubric", 40) == {
+    assert measured(tmp_path, StubJudge(), "rubric", numbers(40)) == {
         "agrees with gold, where it decides": (9, 9),
         "ties": (31, 40),
         "not judged": (0, 40),
     }
+
+
+def test_of_scored_data_the_best_and_the_worst_are_a_gold_pair_unless_they_are_equal(tmp_path):
+    rows = [
+        {"prompt": "A?", "completions": ["1", "9", "5"], "scores": [0.1, 0.9, 0.5]},
+        {"prompt": "B?", "completions": ["1", "2"], "scores": [0.5, 0.5]},
+    ]
+    found = measured(tmp_path, StubJudge(), "pairwise", rows)
+    assert found["agrees with gold, where it decides"] == (1, 1)
 
 
 def test_what_cannot_be_judged_is_refused(tmp_path, judged, samples):
