@@ -211,7 +211,7 @@ def test_of_scored_data_the_best_and_the_worst_are_a_gold_pair_unless_they_are_e
         {"prompt": "B?", "completions": ["1", "2"], "scores": [0.5, 0.5]},
     ]
     found = measured(tmp_path, StubJudge(), "pairwise", rows)
-    assert found["agrees with gold, where it decides"] == (1, 1)
+    assert (found["agrees with gold, where it decides"], found["ties"]) == ((1, 1), (0, 1))
 
 
 def test_what_cannot_be_judged_is_refused(tmp_path, judged, samples):
