@@ -139,3 +139,14 @@ def test_samples_are_judged_by_the_scores_of_the_model_itself(
         own = own_score(row["prompt"], row["completion"])
         assert row["score"] == pytest.approx(own, abs=1e-4)
     assert rows[0]["score"] == rows[2]["score"] != rows[1]["score"]
+
+
+def test_grown_samples_have_only_new_ones_scored(reward_model, tmp_path):
+    first = sample_table(tmp_path / "s", TEXTS)
+    # The same answer to another prompt, in another order.
+    grown = {prompt: [*texts, "Yes.", "More."] for prompt, texts in reversed(TEXTS.items())}
+    second = sample_table(tmp_path / "t", grown)
+    assert "4 judgments made, 0 known" in judged(tmp_path / "out", first, reward_model)[0]
+    said, rows = judged(tmp_path / "out", second, reward_model)
+    assert "3 judgments made, 4 known before" in said
+    assert judged(tmp_path / "fresh", second, reward_model)[1] == rows

@@ -11,6 +11,7 @@ from align.stages.model import reference
 from align.stages.model.load import quiet
 from align.stages.storage.tables import TableFolder, read_table
 from support.command import align, refusal
+from support.mlflow_runs import open_store, the_run
 from support.sampling import write_prompts
 
 NEW = 6
@@ -126,3 +127,16 @@ def test_a_conversation_needs_a_chat_template_and_a_text_does_not(world, asked_t
     given = ("--model", "plain", "-n", 1, "--max-new-tokens", 2, "--no-mlflow")
     assert align("sample", texts, *given, "--output", "texts").code == 0
     assert "chat template" in refusal(2, "sample", asked_turns, *given, "--output", "turns")
+
+
+def test_a_run_is_recorded_with_the_root_of_its_table(
+    world, asked_turns, tmp_path, no_mlflow_settings
+):
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    given = ("--model", world.model, "--output", tmp_path / "out", "-n", 1, "--max-new-tokens", 2)
+    made = align("sample", asked_turns, *given, "--set", f"tracking.uri={uri}")
+    assert made.code == 0, made
+    run = the_run(open_store(uri), "align")
+    root = read_table(TableFolder(tmp_path / "out", "samples"))[0].root
+    assert run.data.tags["align.samples_root"] == root
+    assert (run.data.metrics["samples/new"], run.data.metrics["table/samples"]) == (5, 5)

@@ -2,11 +2,14 @@
 
 import json
 import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from align.pipeline.mlflow_sync import sync_runs
-from align.pipeline.trials import trials_of, varied_by
+from align.pipeline.run_report import Measured
+from align.pipeline.trials import SweepResult, Trial, TrialResult, trials_of, varied_by
 from align.schemas.config import TrackingOptions
 from align.schemas.errors import UsageError
 from align.stages.storage.cache_folder import CacheFolder, OutputFolder
@@ -49,6 +52,16 @@ def test_no_two_runs_have_one_folder():
     ):
         with pytest.raises(UsageError, match="would both be the run dpo"):
             trials_of(methods, varied)
+
+
+def test_the_table_has_each_figure_before_and_after():
+    before = {"loss": 0.7, "rewards/accuracies": 0.5, "rewards/margins": 0.0}
+    after = {"loss": 0.6, "rewards/accuracies": 0.9, "rewards/margins": 0.2}
+    trained = SimpleNamespace(measured=Measured("training", before, after), ending="finished")
+    result = SweepResult(Path(), (TrialResult(Trial("dpo", ()), trained),))
+    figures = dict(zip(result.head, *result.rows, strict=True))
+    expected = {"loss from": 0.7, "loss to": 0.6, "acc. from": 0.5, "acc. to": 0.9}
+    assert {name: float(figures[name]) for name in expected} == expected
 
 
 def test_what_is_varied_has_a_name_and_values_and_is_set_by_nothing_else():

@@ -2,9 +2,10 @@
 
 from collections import Counter, defaultdict
 from dataclasses import replace
+from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from align.schemas.row_keys import key_rows
@@ -38,9 +39,14 @@ def long_rows(draw):
     ]
 
 
+# Three rows of each of four prompts, one after the other: a merge in parts meets all its bounds.
+THRICE = [long_row((n % 4,), (n,), 0.5, row=n) for n in range(12)]
+
+
 @pytest.mark.slow
 @settings(max_examples=30)
 @given(long_rows(), st.randoms(), st.integers(1, 6), st.sampled_from([1, 60, 10**6]))
+@example(THRICE, Random(0), 1, 1)
 def test_rows_of_one_prompt_become_one_in_any_order(new_folder, records, shuffler, chunk, tokens):
     ring, notes = make_ring(new_folder(), records, long_form=True, carried=("weight",))
     rows = all_rows(ring)

@@ -61,6 +61,12 @@ BY_HAND = [
     ([TWICE], {"rows": "groups"}, [("p0", ["a", "a", "b"], [1, 0, 0.25])]),
     # 0.2 is not the mean as a binary number.
     ([scored(a=0.1, b=0.2, c=0.3)], {"rows": "labels"}, [("p0", "a", False), ("p0", "c", True)]),
+    # The mean is that of a prompt, not of all of them.
+    (
+        [scored(a=9, b=8), scored(c=2, d=1)],
+        {"rows": "labels"},
+        [("p0", "a", True), ("p0", "b", False), ("p1", "c", True), ("p1", "d", False)],
+    ),
 ]
 
 
