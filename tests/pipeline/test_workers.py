@@ -16,6 +16,8 @@ from align.schemas.config import DataOptions
 from align.schemas.errors import Interrupted, LockedError
 from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.failpoints import OF_A_CACHE, OF_A_RING
+from support.command import align
+from support.mlflow_runs import open_store, the_run
 from support.patience import PATIENCE
 from support.stage_one import Gate, child, contents, run
 from support.trainings import KILLED
@@ -186,3 +188,17 @@ def test_two_ranks_that_are_killed_end_in_the_same_bytes(course, world, tmp_path
     strike(run_all, 2, strikes)
     assert course.server.run(*words).code == 0
     assert contents(tmp_path) == contents(course.cache)
+
+
+def test_of_ranks_that_are_launched_together_one_records_a_run(
+    world, tmp_path, monkeypatch, no_mlflow_settings
+):
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    words = ("precompute-ref", world.data.paired, "--model", world.model)
+    words += ("--output", tmp_path / "cache", "--set", f"tracking.uri={uri}")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        answer = align(*words)
+        assert answer.code == 0, answer
+    assert the_run(open_store(uri), "align").info.status == "FINISHED"
