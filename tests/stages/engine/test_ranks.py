@@ -132,8 +132,10 @@ CHANGES = [
 @pytest.mark.parametrize(("way", "preset"), CHANGES)
 def test_what_two_ranks_saved_goes_on_in_one_under_any_stage(two, one_rank, way, preset):
     dtype = way.split("/")[1]
-    run = Run(one_rank, replace(OPTIONS, deepspeed=preset, dtype=dtype))
-    run.step(4)  # moments and weights that have to be replaced
+    policy = TinyPolicy(dtype=getattr(torch, dtype))
+    run = Run(one_rank, replace(OPTIONS, deepspeed=preset, dtype=dtype), policy=policy)
+    run.step(4)  # moments and weights that have to be replaced, as has what the model keeps beside
+    policy.model.scale.fill_(9.0)
     run.engine.load_state(two.folder / way.replace("/", "-"))
     run.updates.clear()
     run.steps(3, 6)
