@@ -9,10 +9,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from align.pipeline import cache_compatibility
+from align.pipeline import cache_compatibility, precompute_plan
 from align.pipeline.cache_compatibility import GROWS_ALONG, require_same_or_growing
 from align.schemas.config import DataOptions, ModelOptions
-from align.schemas.errors import FingerprintError, UsageError
+from align.schemas.errors import CorruptionError, FingerprintError, UsageError
 from align.schemas.json_codec import to_json
 from align.schemas.row_keys import prompt_keys_of
 from align.schemas.rows import Record, Role
@@ -225,6 +225,14 @@ def test_rows_that_are_missing_are_prepared_again_and_no_score_is_lost(config, c
         assert run(config).tally.units == len(shards) - 4
         assert contents(output) == clean, gone
         shutil.rmtree(output)
+
+
+def test_rows_that_are_not_those_of_the_plan_are_refused(config, monkeypatch):
+    child(config, "commit.done=kill@4").join(PATIENCE)
+    lose(Path(config.cache.output), ("ring.json",))
+    monkeypatch.setattr(precompute_plan, "unit_offsets", lambda *_, **__: (0, 1))
+    with pytest.raises(CorruptionError, match=r"differ from its plan\. Delete it"):
+        run(config)
 
 
 def lose(cache, kinds):

@@ -40,6 +40,9 @@ def test_what_is_learned_by_may_not_change_and_is_named(course, broken_run, worl
     assert course.server.run("precompute-ref", world.data.paired, *made).code == 0
     said = refused(course, 4, broken_run, *RESUME, "--cache", cache)
     assert "The run was begun on the cache " in said
+    shutil.rmtree(broken_run / "checkpoints")  # then the settings alone say what it was
+    said = refused(course, 4, broken_run, *RESUME, "--lr", 2e-3)
+    assert "  train.lr: begun with 0.001, now 0.002\n" in said
 
 
 def test_another_base_under_an_adapter_is_refused(course, tmp_path):
