@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests of a file share what is slow to make, so they stay together.
 AT_ONCE := --numprocesses 2 --dist loadfile --quiet
 
-.PHONY: setup check test test-fast test-long test-kernels test-mutants test-gpu demo demo-rounds bench bench-gpu docs wheel clean
+.PHONY: setup check test test-fast test-long test-kernels test-mutants test-golden test-gpu demo demo-rounds bench bench-gpu docs wheel clean
 
 setup: .venv/ready
 
@@ -56,6 +56,10 @@ test-kernels: setup
 
 test-mutants: setup
 	$(BIN)/python tests/mutants/run.py
+
+# With an earlier commit: make test-golden BEFORE=HEAD~3
+test-golden: setup
+	$(BIN)/python tests/golden/compare.py $(or $(BEFORE),HEAD)
 
 # The compiler of kernels leaves files of its helper processes open.
 test-gpu: setup

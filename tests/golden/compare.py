@@ -1,0 +1,103 @@
+"""Holds the working tree to an earlier commit: both do the same, here and now.
+
+Every file that they leave is compared, `_align` included, and every word that they print. Work
+that was killed half way is begun by the earlier commit and finished by either. No result is kept:
+another processor has other numbers. It ends with exit code 1 where something differs.
+"""
+
+import argparse
+import difflib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from plays import BEGUN, PLAYS, WORLD
+from readable import files_in, lines, readable, told_to_mlflow
+from side import PlayError, Side
+
+ROOT = Path(__file__).resolve().parents[2]
+LONGEST_DIFF = 40  # lines
+
+
+def main():
+    known = {play.__name__: play for play in (*PLAYS, *BEGUN)}
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("before", help="a commit")
+    parser.add_argument("plays", nargs="*", help=f"only these of {', '.join(known)}")
+    parser.add_argument("--keep", type=Path, help="a new folder, in which what both left stays")
+    parser.add_argument("--rows", type=int, default=200, help="of the data")
+    options = parser.parse_args()
+    for name in ("ALIGN_MODEL", "ALIGN_HOME", "ALIGN_FAILPOINTS"):
+        os.environ.pop(name, None)
+    with tempfile.TemporaryDirectory(prefix="align-golden-") as name:
+        folder = options.keep.resolve() if options.keep else Path(name)
+        trees = {"before": checkout(options.before, Path(name)), "now": ROOT}
+        links = folder / "links"
+        for of, tree in trees.items():
+            (links / of).mkdir(parents=True)
+            (links / of / "align").symlink_to(tree)
+        differing = 0
+        for play in [known[one] for one in options.plays or known]:
+            began, left = time.monotonic(), []
+            for of in trees:
+                left.append(leave(play, links / of, links / "before", folder, options.rows))
+            differing += compare(play.__name__, *left)
+            print(f"{play.__name__}: {time.monotonic() - began:.0f} s", flush=True)
+        print(f"\n{differing} different")
+        sys.exit(1 if differing else 0)
+
+
+def checkout(commit, folder):
+    """The files of a commit."""
+    archive = ["git", "-C", str(ROOT), "archive", "--output", f"{folder}/before.tar", commit]
+    subprocess.run(archive, check=True)
+    shutil.unpack_archive(folder / "before.tar", folder / "checkout", filter="fully_trusted")
+    return folder / "checkout"
+
+
+def leave(play, link, beginner, folder, rows):
+    """Plays once, by one tree; returns the folder of what it left."""
+    place = folder / "place"
+    place.mkdir()
+    maker = Side(link, place, beginner)
+    used = Path(maker.python("import align; print(align.__file__)").strip())
+    assert used.resolve().parent == (link / "align").resolve(), f"{used} is not of {link}"
+    maker.align("tiny-world", "world", "--rows", rows)
+    side = Side(link, place / play.__name__, beginner)
+    side.folder.mkdir()
+    try:
+        play(side)
+    except PlayError as error:
+        print(f"{play.__name__}, {link.name}: {error}", flush=True)
+        side.said.append("failed\n")
+    side.write("said.txt", "".join(side.said))
+    side.write("mlflow.txt", told_to_mlflow(side.folder))
+    return place.rename(folder / f"{play.__name__}-{link.name}")
+
+
+def compare(play, left, right):
+    """Prints how what two trees left differs; returns the number of files that do."""
+    names = sorted({*files_in(left), *files_in(right)})
+    assert any(name.startswith(WORLD.strip("./")) for name in names)
+    differing = 0
+    for name in names:
+        both = [readable(root / name, name) for root in (left, right)]
+        if both[0] == both[1]:
+            continue
+        differing += 1
+        print("differs", name)
+        headed = (f"before/{name}", f"now/{name}")
+        diff = list(difflib.unified_diff(*map(lines, both), *headed, lineterm="", n=1))
+        print(*(f"{line[:300]}\n" for line in diff[:LONGEST_DIFF]), sep="", end="")
+        if len(diff) > LONGEST_DIFF:
+            print(f"… and {len(diff) - LONGEST_DIFF} more lines")
+    print(f"{play}: {len(names) - differing} files equal, {differing} different", flush=True)
+    return differing
+
+
+if __name__ == "__main__":
+    main()

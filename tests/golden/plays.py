@@ -1,0 +1,312 @@
+"""What each tree is made to do: every command, on data that it makes, and work killed half way.
+
+A play is a function of a side. It runs in a folder of its own, and all that it leaves is compared.
+`begun_…` are begun by the older tree on both sides, and finished by the side's own.
+"""
+
+import contextlib
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import boto3
+from side import PlayError
+
+QUIET = ("--set", "tracking.mlflow=false")
+TRAINING = ("--lr", "1e-3", "--batch-size", "8", "--eval-fraction", "0.1", "--max-steps", "4")
+STEPS = (*TRAINING, "--save-every", "2", *QUIET)
+WORLD, MODEL, PAIRED = "../world", "../world/model", "../world/data/paired.parquet"
+LABELS, CHATS = "../world/data/unpaired.parquet", "../world/data/unpaired-chat.parquet"
+SAMPLING = (*("sample", CHATS, "--model", MODEL, "-n", "3", "--max-new-tokens", "8"), *QUIET)
+GRADES = """
+def grade(prompt, completion, row):
+    return len(set(completion)) % 7
+"""
+ROUNDS = """
+model: {path: ../world/model}
+data: {files: [../world/data/paired.parquet]}
+cache: {kl_pairs: 0}
+sample: {n: 3, max_new_tokens: 8}
+judge: {by: function, function: "grades:grade"}
+select: {keep_cut: true}
+train: {method: dpo, lr: 1.0e-3, batch_size: 4, max_steps: 2}
+tracking: {mlflow: false}
+rounds: {count: 2, prompts_per_round: 8, eval_fraction: 0.2, output: out}
+"""
+FACTS = """
+import dataclasses, inspect, typer, align
+from align.cli import app
+
+def told(name, value):
+    print(name, inspect.signature(value) if callable(value) else value)
+    for one in sorted(vars(value)) if inspect.isclass(value) or inspect.ismodule(value) else ():
+        if not one.startswith("_") and callable(getattr(value, one)):
+            print(" ", one, inspect.signature(getattr(value, one)))
+    for one in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
+        print(" ", one.name, one.type)
+
+for name in align.__all__:
+    if name != "losses":
+        told(name, getattr(align, name))
+print(*(f"losses.{name} {inspect.signature(getattr(align.losses, name))}"
+        for name in sorted(align.losses.__all__)), sep="\\n")
+for name, command in sorted(typer.main.get_command(app).commands.items()):
+    for one in sorted(command.params, key=lambda one: one.name):
+        flags = sorted((*one.opts, *one.secondary_opts))
+        print(name, *flags, one.type, one.required, one.multiple, one.default)
+"""
+COMMANDS = "import typer; from align.cli import app; print(*typer.main.get_command(app).commands)"
+# Each with the code that it ends with.
+REFUSED = (
+    (2, "precompute-ref", PAIRED),
+    (2, "precompute-ref", "missing.parquet", "--model", MODEL),
+    (2, "precompute-ref", PAIRED, "--model", MODEL, "--set", "train.lr=1"),
+    (2, "precompute-ref", PAIRED, "--model", MODEL, "--set", "cache.kl_pair=1"),
+    (2, "precompute-ref", PAIRED, "--model", MODEL, "--map", "prompt=nowhere"),
+    (2, "precompute-ref", PAIRED, "--model", MODEL, "--part", "3/2"),
+    (2, "train", "--method", "kto", "--cache", "nothing"),
+    (2, "train", "--method", "kt"),
+    (2, "train", "--method", "dpo", "--set", "method.gamma=1"),
+    (2, "sweep", "--method", "dpo", "--vary", "train.lr"),
+    (2, "judge"),
+    (2, "judge", "nothing", "--by", "function", "--function", "grades:grade"),
+    (2, "select", "nothing"),
+    (2, "score", PAIRED),
+    (2, "rounds", "nothing.yaml"),
+    (2, "verify", "nothing"),
+    (2, "inspect", "nothing"),
+    (2, "report", "nothing"),
+    (2, "gc", "nothing"),
+    (2, "nothing"),
+)
+
+
+def words(side):
+    """Help texts, settings, flags, what a notebook has, and what is refused how."""
+    for command in ("", *side.python(COMMANDS).split()):
+        side.align(*filter(None, (command, "--help")))
+    side.align("methods", "--json")
+    side.align("methods", "--markdown")
+    side.align("config", PAIRED, "--set", "model.path=elsewhere")
+    side.align("init", "align.yaml", "--schema")
+    Path(side.folder, "align.yaml").rename(side.folder / "init.yaml")
+    side.write("facts.txt", side.python(FACTS))
+    for code, *given in REFUSED:
+        side.align(*given, code=code)
+
+
+def demo(side):
+    """The demo of the Makefile, a sweep on two ranks, and what MLflow was told."""
+    shutil.copy(side.folder / PAIRED, side.folder / "data.parquet")
+    settings = "model:\n  path: ../world/model\ntrain:\n  lr: 1e-3\n  eval_fraction: 0.1\n"
+    side.write("align.yaml", settings)
+    sweep = ("sweep", "--method", "kto", "--method", "dpo", "--method", "orpo")
+    side.align("precompute-ref", "data.parquet")
+    side.align("verify", "align-cache")
+    side.align("inspect", "align-cache")
+    side.align("inspect", "align-cache", "--json")
+    side.align(*sweep, "--beta", "0.1,0.2", "--set", "train.max_steps=6")
+    side.ranks(*sweep, *QUIET, "--output", "two-ranks", "--set", "train.max_steps=4")
+    side.align("mlflow-sync", "align-sweep")
+    side.align("plan", "--method", "kto", "--set", "model.path=../world/model")
+
+
+def caches(side):
+    """Parts, ranks, Ray, growth, reuse, rows that are rejected, export; all of labels and pairs."""
+    made = ("precompute-ref", "--model", MODEL, "--rows-per-shard", "64", *QUIET)
+    side.align(*made, LABELS, "--output", "one", "--token-logps")
+    side.align(*made, LABELS, "--output", "parts", "--token-logps", "--part", "2/2")
+    side.align(*made, LABELS, "--output", "parts", "--token-logps", "--part", "1/2")
+    # Which rank ends last, and so prints the root, is chance.
+    side.ranks(*made, LABELS, "--output", "ranks", "--token-logps", is_said=False)
+    workers = ("--executor", "ray", "--ray-workers", "2")
+    side.align(*made, LABELS, "--output", "actors", "--token-logps", *workers)
+    side.align(*made, CHATS, "--output", "grown", "--set", "cache.reuse_known=false")
+    side.align(*made, CHATS, LABELS, "--output", "grown", "--kl-pairs", "2")
+    side.align("gc", "grown", "--dry-run")
+    side.align("gc", "grown", "--yes")
+    side.align(*made, PAIRED, "--output", "reused")
+    rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 40 + [{"prompt": "a", "chosen": 1}]
+    side.write("flawed.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows))
+    side.align(*made, "flawed.jsonl", "--output", "flawed", "--max-bad-frac", "0.1")
+    side.align(*made, "flawed.jsonl", "--output", "refused", code=3)
+    side.align("export", "one", "--output", "one.parquet")
+    side.align("export", "grown", "--output", "grown.parquet")
+    side.align("inspect", "grown", "--json")
+
+
+def tables(side):
+    """Samples, a reward model, each kind of judge, selections, scores, and training on them."""
+    side.write("grades.py", GRADES)
+    side.align(*SAMPLING, "--set", "sample.n=2")
+    side.align(*SAMPLING)
+    asked = ("sample", PAIRED, *SAMPLING[2:], "--output", "asked", "-n", "1")
+    side.align(*asked, "--alpaca-eval", "outputs.json")
+    side.align(*SAMPLING, "--output", "parts", "--part", "1/2")
+    side.align(*SAMPLING, "--output", "parts", "--part", "2/2")
+    side.align("precompute-ref", PAIRED, "--model", MODEL, "--output", "pairs", *QUIET)
+    reward = ("--method", "reward", "--cache", "pairs", "--output", "reward")
+    side.align("train", *reward, *STEPS)
+    by_function = ("--by", "function", "--function", "grades:grade")
+    judged = ("judge", "align-samples", *QUIET)
+    side.align(*judged, *by_function)
+    side.align(*judged, "--by", "reward", "--reward-model", "reward/model", "--output", "rewarded")
+    side.align(*judged, "--by", "pairwise", "--model", MODEL, "--output", "compared")
+    side.align(*judged, "--by", "rubric", "--model", MODEL, "--output", "graded")
+    against = ("--against", "asked", "--by", "pairwise", "--model", MODEL)
+    side.align("judge", "asked", *against, "--output", "against", *QUIET)
+    gold = ("judge", "--calibrate", PAIRED, *QUIET)
+    side.align(*gold, "--by", "reward", "--reward-model", "reward/model")
+    for rows in ("best_worst", "all_pairs", "labels", "groups"):
+        side.align("select", "align-judged", "--rows", rows, "--keep-cut", "--output", f"of-{rows}")
+    scored = ("score", PAIRED, *QUIET, "--reward-model", "reward/model", "--output", "scored")
+    side.align(*scored)
+    side.align("score", LABELS, "--from-labels", "--output", "from-labels")
+    selected = ("precompute-ref", "of-groups", "--model", MODEL, "--output", "groups", *QUIET)
+    side.align(*selected, "--token-logps")
+    side.align("train", "--method", "grpo", "--cache", "groups", "--output", "grpo", *STEPS)
+    side.align("inspect", "of-labels", code=2)
+
+
+def rounds(side):
+    """A plan, two rounds, the same again, and one more."""
+    side.write("grades.py", GRADES)
+    side.write("rounds.yaml", ROUNDS)
+    side.align("rounds", "rounds.yaml", "--dry-run")
+    side.align("rounds", "rounds.yaml")
+    side.align("rounds", "rounds.yaml")
+    side.align("rounds", "rounds.yaml", "--count", "3")
+
+
+def trainings(side):
+    """A training of each kind of method and engine, a mixture, and one that goes on elsewhere."""
+    made = ("precompute-ref", "--model", MODEL, *QUIET)
+    side.align(*made, PAIRED, "--output", "pairs", "--token-logps")
+    side.align(*made, LABELS, "--output", "labels")
+    kinds = {"kto": "labels", "bco": "labels", "dpo": "pairs", "orpo": "pairs", "simpo": "pairs"}
+    for method, cache in (kinds | {"reward": "pairs", "sft": "pairs"}).items():
+        side.align("train", "--method", method, "--cache", cache, "--output", method, *STEPS)
+    of_pairs = ("train", "--method", "dpo", "--cache", "pairs", *STEPS)
+    side.align(*of_pairs, "--output", "lora", "--lora")
+    side.align(*of_pairs, "--output", "rpo", "--set", "method.sft_weight=0.5")
+    side.ranks(*of_pairs, "--output", "moved", "--deepspeed", "zero2", "--max-steps", "2")
+    side.align(*of_pairs, "--output", "moved", "--deepspeed", "zero2", "--resume", "auto")
+    side.align("report", "moved")
+
+
+def store(side):
+    """Both stages, samples and what is made of them, in a bucket."""
+    side.write("grades.py", GRADES)
+    with bucket(side) as seen:
+        made = ("precompute-ref", "s3://bucket/pairs.parquet", "--model", "s3://bucket/model")
+        side.align(*made, "--output", "s3://bucket/cache", "--rows-per-shard", "64", *QUIET, **seen)
+        side.align("verify", "s3://bucket/cache", **seen)
+        run = ("--cache", "s3://bucket/cache", "--output", "s3://bucket/run", *STEPS)
+        side.align("train", "--method", "kto", *run, **seen)
+        side.align(*SAMPLING, "--output", "s3://bucket/samples", **seen)
+        judged = ("judge", "s3://bucket/samples", "--output", "s3://bucket/judged", *QUIET)
+        side.align(*judged, "--by", "function", "--function", "grades:grade", **seen)
+        selected = ("select", "s3://bucket/judged", "--output", "s3://bucket/selected")
+        side.align(*selected, "--keep-cut", **seen)
+
+
+def begun_caches(side):
+    """A cache, and a grown one, that were killed at each step of their work."""
+    made = ("precompute-ref", "--model", MODEL, "--rows-per-shard", "64", *QUIET)
+    for at in ("part.before_link@2", "plan.after_link", "commit.done@3", "manifest.before_rename"):
+        output = ("--output", at.partition("@")[0])
+        side.begin(*made, PAIRED, *output, at=at)
+        side.align(*made, PAIRED, *output)
+    side.begin(*made, PAIRED, "--output", "parts", "--part", "1/2", at="commit.done@2")
+    side.align(*made, PAIRED, "--output", "parts", "--part", "2/2")
+    side.align(*made, PAIRED, "--output", "parts")
+    side.align(*made, PAIRED, "--output", "grown")
+    grown = (*made, PAIRED, "../world/data/paired.jsonl", "--output", "grown")
+    side.begin(*grown, at="commit.done")
+    side.begin(*grown, at="root.after_link")
+    side.align(*grown)
+
+
+def begun_trainings(side):
+    """Trainings and a sweep that were killed, and a run whose numbers MLflow has in part."""
+    side.align("precompute-ref", PAIRED, "--model", MODEL, "--output", "pairs", *QUIET)
+    again = ("--resume", "auto")
+    at = ("step.updated@3", "checkpoint.before_rename@2", "model.before_rename", "step.started@2")
+    for number, point in enumerate(at):
+        run = ("train", "--method", "kto", "--cache", "pairs", "--output", f"run-{number}")
+        side.begin(*run, *STEPS, at=point)
+        side.align(*run, *STEPS, *again)
+    sweep = ("sweep", "--method", "dpo", "--method", "kto", "--cache", "pairs", *QUIET)
+    settings = ("--set", "train.max_steps=3", "--set", "train.eval_fraction=0.1")
+    side.begin(*sweep, *settings, at="step.updated@5")
+    side.align(*sweep, *settings, *again)
+    told = ("train", "--method", "dpo", "--cache", "pairs", "--output", "told", *TRAINING)
+    side.begin(*told, "--save-every", "2", at="step.updated@4")
+    side.align(*told, "--save-every", "2", *again)
+    side.align("mlflow-sync", "told")
+
+
+def begun_tables(side):
+    """Samples, judgments, a selection, scores and rounds that were killed."""
+    side.write("grades.py", GRADES)
+    side.begin(*SAMPLING, "--tokens-per-batch", "512", at="answers.after_link@2")
+    side.begin(*SAMPLING, at="table.before_rename")
+    side.align(*SAMPLING)
+    judged = ("judge", "align-samples", "--by", "pairwise", "--model", MODEL, *QUIET)
+    side.begin(*judged, "--set", "scoring.tokens_per_batch=2048", at="answers.after_link")
+    side.align(*judged)
+    graded = ("--by", "function", "--function", "grades:grade", "--output", "graded")
+    side.align("judge", "align-samples", *graded, *QUIET)
+    side.begin("select", "graded", "--keep-cut", at="table.after_rename")
+    side.align("select", "graded", "--keep-cut")
+    side.write("rounds.yaml", ROUNDS)
+    for at in ("answers.after_link", "step.updated", "round.before_link", "round.after_link"):
+        side.begin("rounds", "rounds.yaml", at=at)
+    side.align("rounds", "rounds.yaml")
+
+
+@contextlib.contextmanager
+def bucket(side):
+    """A server of S3 with the world's pairs and model; what it holds at the end is written down."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    seen = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+    named = {name.lower(): value for name, value in seen.items()}
+    seen |= {"AWS_REGION": "us-east-1", "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
+    where = {"endpoint_url": seen["AWS_ENDPOINT_URL"], "region_name": seen["AWS_REGION"]}
+    client = boto3.client("s3", **where, **named)
+    words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(words, **quiet) as server:
+        try:
+            _wait_for(port)
+            client.create_bucket(Bucket="bucket")
+            client.upload_file(str(side.folder / PAIRED), "bucket", "pairs.parquet")
+            for path in (side.folder / MODEL).iterdir():
+                client.upload_file(str(path), "bucket", f"model/{path.name}")
+            yield seen
+            pages = client.get_paginator("list_objects_v2").paginate(Bucket="bucket")
+            for name in [one["Key"] for page in pages for one in page["Contents"]]:
+                path = side.folder / "bucket" / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                client.download_file("bucket", name, str(path))
+        finally:
+            server.terminate()
+
+
+def _wait_for(port):
+    for _ in range(300):
+        with socket.socket() as one:
+            if not one.connect_ex(("127.0.0.1", port)):
+                return
+        time.sleep(0.1)
+    raise PlayError("the server of the bucket did not begin")
+
+
+PLAYS = (words, demo, caches, tables, rounds, trainings, store)
+BEGUN = (begun_caches, begun_trainings, begun_tables)
