@@ -114,7 +114,7 @@ class Checkpointer:
             journal=self._journal(),
             mlflow_run_id=run_id,
             memory=place.state,
-            window=place.window,
+            window={name: (one.total, one.count) for name, one in place.window.items()},
             metrics=dict(metrics),
         )
 

@@ -14,6 +14,7 @@ from ..schemas.batches import Cursor, World
 from ..schemas.config import Config
 from ..schemas.errors import Interrupted, PeerError, log_failure
 from ..schemas.file_version import Remember
+from ..schemas.methods import Mean
 from ..stages.engine.deepspeed_config import Circumstances, stage_of
 from ..stages.engine.deepspeed_engine import open_engine
 from ..stages.engine.distributed import (
@@ -254,7 +255,8 @@ def _restored(session: Session, start: Start) -> Place | None:
     position = start.checkpoint.position
     folder = start.folder.step(position.global_step)
     run_on_all_ranks(session.world, lambda: session.engine.load_state(folder))
-    return Place(position.global_step, position.cursor, position.memory, position.window)
+    window = {name: Mean(*pair) for name, pair in position.window.items()}
+    return Place(position.global_step, position.cursor, position.memory, window)
 
 
 def _require_agreement(session: Session, records: RunRecords) -> None:

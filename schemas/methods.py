@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
 
 from .option import option
 
@@ -100,38 +100,53 @@ class Step:
     state: tuple[float | Tensor, ...] = ()
     routing: Tensor | None = None  # of its own branches, where the router loss needs it
 
+    def count_of(self, items: Items) -> int:
+        """How many items the loss is a mean over."""
+        return int(getattr(self, items))
+
+
+N = TypeVar("N", "Tensor", float)
+
 
 @dataclass(frozen=True)
-class Masked:
-    """Values of which a mask says which count: to take them out, the host would wait for a GPU."""
+class Mean(Generic[N]):
+    """A sum and what divides it: both add up over micro-batches, ranks and steps."""
 
-    values: Tensor
-    is_counted: Tensor  # bool, of the same shape
+    total: N  # a tensor () float64 until the step is read from its device
+    count: float | N
+
+    @staticmethod
+    def of(values: Tensor, where: Tensor | None = None) -> Mean[Tensor]:
+        """Of all values, or of those in a mask; boolean indexing would sync with a GPU."""
+        values = values.detach().double()
+        if where is None:
+            return Mean(values.sum(), values.numel())
+        return Mean(values.masked_fill(~where, 0.0).sum(), where.double().sum())
+
+    def __add__(self, other: Mean[N]) -> Mean[N]:
+        return Mean(self.total + other.total, self.count + other.count)
 
     @property
-    def total(self) -> Tensor:
-        """The sum of those that count, ()."""
-        return self.values.masked_fill(~self.is_counted, 0.0).double().sum()
-
-    @property
-    def count(self) -> Tensor:
-        """How many count, () float64."""
-        return self.is_counted.double().sum()
+    def value(self) -> N:
+        """The quotient, of a count that the host knows; of no items, their sum, which is 0."""
+        return self.total / (self.count or 1)
 
 
-Metric: TypeAlias = "Tensor | Masked"
+Metric: TypeAlias = "Tensor | Mean[Tensor]"  # a plain tensor is short for the mean of its values
 
 
 @dataclass(frozen=True)
 class LossOutput:
-    """Losses to be summed, and values whose mean over the whole step is reported.
+    """Losses to be summed, values whose mean over the whole step is reported, and its facts.
 
-    The recipe divides by global counts, so nothing here is a mean. A metric without
+    The recipe divides by the counts of the step, so no loss here is a mean. A metric without
     a value in the whole step is left out.
     """
 
     losses: Tensor  # (rows,) or (branches,) float64; a branch's sum where tokens are counted
     metrics: Mapping[str, Metric]  # each of any number of values, detached
+    # Each () float64, detached: of the whole step, so that every micro-batch gives the same.
+    facts: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

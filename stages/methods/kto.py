@@ -14,7 +14,6 @@ from ...schemas.methods import (
     Branches,
     Labels,
     LossOutput,
-    Metric,
     ResolvedOptions,
     State,
     Step,
@@ -123,7 +122,7 @@ def kto(branches: Branches, step: Step, options: KtoOptions) -> LossOutput:
     labelled = labelled_of(branches)
     x = options.beta * labelled.signs * (labelled.ratios - zero_point(step))
     losses = _weights(labelled, options) * (-x).sigmoid()
-    return LossOutput(losses, labelled.metrics() | kl_metrics(step, len(losses)))
+    return LossOutput(losses, labelled.metrics(), facts=kl_facts(step))
 
 
 def kto_logsigmoid(branches: Branches, step: Step, options: KtoOptions) -> LossOutput:
@@ -131,7 +130,7 @@ def kto_logsigmoid(branches: Branches, step: Step, options: KtoOptions) -> LossO
     labelled = labelled_of(branches)
     x = options.beta * labelled.signs * (labelled.ratios - zero_point(step))
     losses = -_weights(labelled, options) * logsigmoid(x)
-    return LossOutput(losses, labelled.metrics() | kl_metrics(step, len(losses)))
+    return LossOutput(losses, labelled.metrics(), facts=kl_facts(step))
 
 
 def kto_zero(branches: Branches, _: Step, options: KtoZeroOptions) -> LossOutput:
@@ -157,13 +156,12 @@ def zero_point(step: Step) -> Tensor:
     return _mean(step.mismatched).clamp(min=0)
 
 
-def kl_metrics(step: Step, count: int) -> dict[str, Metric]:
-    """The step's facts once per item, so that their mean over the step is the fact itself."""
-    pairs = step.mismatched.new_full((), len(step.mismatched))
-    values = {"kl/pairs": pairs}
+def kl_facts(step: Step) -> dict[str, Tensor]:
+    """The number of mismatched branches of the step, and their mean log-ratio, raw and clamped."""
+    facts = {"kl/pairs": step.mismatched.new_full((), len(step.mismatched))}
     if len(step.mismatched):
-        values |= {"kl/raw": _mean(step.mismatched), "kl/clamped": zero_point(step)}
-    return {name: value.repeat(count) for name, value in values.items()}
+        facts |= {"kl/raw": _mean(step.mismatched), "kl/clamped": zero_point(step)}
+    return facts
 
 
 def _mean(values: Tensor) -> Tensor:
@@ -233,9 +231,7 @@ def bco(branches: Branches, step: Step, options: BcoOptions) -> LossOutput:
     delta = branches.logps.new_zeros(()) + _mean_of(step.state)
     rewards = options.beta * labelled.ratios
     losses = -logsigmoid(labelled.signs * (rewards - delta))
-    # Once per item, so that its mean over the step is itself.
-    metrics = labelled.metrics() | {"bco/delta": delta.repeat(len(losses))}
-    return LossOutput(losses, metrics)
+    return LossOutput(losses, labelled.metrics(), facts={"bco/delta": delta.detach()})
 
 
 def survey_rewards(branches: Branches, options: BcoOptions) -> dict[str, Tensor]:

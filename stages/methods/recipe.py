@@ -14,9 +14,8 @@ from torch import Tensor
 from ...schemas.methods import (
     Branches,
     Head,
-    Items,
     Labels,
-    Masked,
+    Mean,
     Method,
     Metric,
     Need,
@@ -46,21 +45,14 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Total:
-    """A sum and its count, whose quotient is the mean over all micro-batches and ranks."""
-
-    total: Tensor
-    count: float | Tensor
-
-
-@dataclass(frozen=True)
 class Outcome:
     """The loss and metrics that one micro-batch adds to a step."""
 
     share: Tensor  # () of the step's loss, with the gradient
     losses: Tensor  # (rows,) or (branches,): where one is not finite, the row is to blame
-    totals: Mapping[str, Total]
+    shares: Mapping[str, Mean[Tensor]]  # by part: its sum here, and the count of the whole step
     metrics: Mapping[str, Metric]
+    facts: Mapping[str, Mean[Tensor]]  # of the whole step, and the same here as everywhere
 
 
 @dataclass(frozen=True)
@@ -195,16 +187,18 @@ class Recipe:
             first = outcomes[0]
             return replace(first, metrics={**first.metrics, **self.modifiers.metrics(branches)})
         metrics: dict[str, Metric] = {}
-        totals: dict[str, Total] = {}
+        shares: dict[str, Mean[Tensor]] = {}
+        facts: dict[str, Mean[Tensor]] = {}
         for part, outcome in zip(self.parts, outcomes, strict=True):
-            totals[f"{LOSS}/{part.method.name}"] = outcome.totals[LOSS]
-            metrics = {**outcome.metrics, **metrics}
+            shares[f"{LOSS}/{part.method.name}"] = outcome.shares[LOSS]
+            metrics, facts = {**outcome.metrics, **metrics}, {**outcome.facts, **facts}
         losses = torch.stack([_by_branch(one.losses, branches) for one in outcomes]).sum(dim=0)
         weighed = [
             part.weight * outcome.share for part, outcome in zip(self.parts, outcomes, strict=True)
         ]
         share = torch.stack(weighed).sum()
-        return Outcome(share, losses, totals, {**metrics, **self.modifiers.metrics(branches)})
+        metrics |= self.modifiers.metrics(branches)
+        return Outcome(share, losses, shares, metrics, facts)
 
     def with_loss(self, means: Mapping[str, float]) -> dict[str, float]:
         """Adds the weighted sum of several parts' losses; a part without items adds nothing."""
@@ -222,12 +216,14 @@ class Recipe:
         known = replace(step, surveyed=_of(part, step.surveyed), state=state.get(method.name, ()))
         output = method.loss(branches, known, part.options)
         losses = self.modifiers.weighed(output.losses, branches)
-        total = losses.sum()
+        own = Mean(losses.sum(), step.count_of(method.items))
         return Outcome(
-            share=total / max(1, getattr(step, method.items)),
+            share=own.value,
             losses=losses.detach(),
-            totals={LOSS: Total(total.detach(), _count(branches, method.items))},
+            shares={LOSS: replace(own, total=own.total.detach())},
             metrics={**_reward_metrics(part, branches, less, output.metrics), **output.metrics},
+            # In a window of several steps a fact weighs as the loss of its step does.
+            facts={name: Mean(fact * own.count, own.count) for name, fact in output.facts.items()},
         )
 
     def _view(self, branches: Branches, part: Part) -> Branches:
@@ -272,7 +268,7 @@ def _reward_metrics(
     if rewards is None or others is None:
         return {}
     rounding, margins = (rewards - others).abs(), told.get(MARGINS)
-    assert not isinstance(margins, Masked), "every pair has a margin"
+    assert not isinstance(margins, Mean), "every pair has a margin"
     return reward_metrics(rewards, rounding, branches, part.method.rows, margins)
 
 
@@ -289,14 +285,3 @@ def _of(part: Part, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _by_branch(losses: Tensor, branches: Branches) -> Tensor:
     """Losses of rows, or of branches, as (branches,): each branch gets that of its row."""
     return losses if len(losses) == len(branches.rows) else losses[branches.rows]
-
-
-def _count(branches: Branches, items: Items) -> float | Tensor:
-    """How many items of a step these branches are."""
-    if items == "branches" or not len(branches.rows):
-        return float(len(branches.rows))
-    if items == "rows":
-        return 1.0 + branches.rows.diff().ne(0).sum()
-    if items == "tokens":
-        return branches.num_tokens.sum()
-    return Masked(branches.num_tokens, is_good(branches)).total

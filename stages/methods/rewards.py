@@ -14,7 +14,7 @@ from torch.nn.functional import logsigmoid
 from ...schemas.methods import (
     Branches,
     LossOutput,
-    Masked,
+    Mean,
     Method,
     Metric,
     Rewards,
@@ -91,8 +91,8 @@ def reward_metrics(
         return compared(rewards[:, None] - rewards, rounding[:, None] + rounding, is_pair)
     is_desirable = branches.roles == Role.DESIRABLE
     return {
-        "rewards/chosen": Masked(rewards, is_desirable),
-        "rewards/rejected": Masked(rewards, ~is_desirable),
+        "rewards/chosen": Mean.of(rewards, is_desirable),
+        "rewards/rejected": Mean.of(rewards, ~is_desirable),
         **_rows_compared(rewards, rounding, branches.rows, is_desirable),
     }
 
@@ -102,7 +102,7 @@ def compared(gaps: Tensor, rounding: Tensor, is_counted: Tensor | None = None) -
     accuracies, ties = higher(gaps, rounding), is_tie(gaps, rounding).double()
     if is_counted is None:
         return {"rewards/accuracies": accuracies, "rewards/ties": ties}
-    masked = Masked(accuracies, is_counted), Masked(ties, is_counted)
+    masked = Mean.of(accuracies, is_counted), Mean.of(ties, is_counted)
     return dict(zip(("rewards/accuracies", "rewards/ties"), masked, strict=True))
 
 
@@ -252,8 +252,8 @@ class Labelled:
         """Log-probs of either label, desirable under the name of chosen."""
         logps = self.logps.detach()
         return {
-            "logps/chosen": Masked(logps, self.is_desirable),
-            "logps/rejected": Masked(logps, ~self.is_desirable),
+            "logps/chosen": Mean.of(logps, self.is_desirable),
+            "logps/rejected": Mean.of(logps, ~self.is_desirable),
         }
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...schemas.methods import Branches, LossOutput, Masked, Method, Step
+from ...schemas.methods import Branches, LossOutput, Mean, Method, Metric, Step
 from ...schemas.option import option
 from ...schemas.rows import Role
 from .recipe import is_good
@@ -25,8 +25,8 @@ def sft(branches: Branches, _: Step, __: SftOptions) -> LossOutput:
     good = is_good(branches)
     logps = branches.logps.detach()
     metrics = {
-        "nll": Masked(-logps / branches.num_tokens, good),
-        "logps/chosen": Masked(logps, good),
+        "nll": Mean.of(-logps / branches.num_tokens, good),
+        "logps/chosen": Mean.of(logps, good),
     }
     return LossOutput(-branches.logps.masked_fill(~good, 0.0), metrics)
 
@@ -59,8 +59,8 @@ def csft(branches: Branches, _: Step, __: CsftOptions) -> LossOutput:
     return LossOutput(-branches.logps, _metrics(means, good))
 
 
-def _metrics(means: Tensor, good: Tensor) -> dict[str, Masked]:
-    return {"nll/desirable": Masked(means, good), "nll/undesirable": Masked(means, ~good)}
+def _metrics(means: Tensor, good: Tensor) -> dict[str, Metric]:
+    return {"nll/desirable": Mean.of(means, good), "nll/undesirable": Mean.of(means, ~good)}
 
 
 def control_texts(options: CsftOptions) -> dict[Role, str]:

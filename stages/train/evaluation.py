@@ -75,7 +75,7 @@ def evaluate(
             sums.add_outcome(outcome)
             sums.add_routing(branches.routing)
         place += batch.branches
-    return reported(recipe, sums.totals(engine))
+    return reported(recipe, sums.means(engine))
 
 
 def _joined(values: list[Tensor]) -> Tensor:

@@ -11,14 +11,14 @@ from typing import Protocol
 from ...schemas.batches import Cursor, Engine, EvalSample, MicroBatch, StepBatch, StepSize
 from ...schemas.config import TrainOptions
 from ...schemas.errors import MemoryLimitError, NonFiniteError
-from ...schemas.methods import Step
+from ...schemas.methods import Mean, Step
 from ..methods.recipe import LOSS, MethodState, Recipe
 from ..model.live_memory import is_out_of_memory
 from ..storage.failpoints import reach
 from ..tracking.journal import EVAL
 from .evaluation import EvalSamples, asks_first, evaluate, whole_step
 from .room import NoRoom, Room, give_back
-from .step import StepResult, Totals, added, finite, learning_rate, reported, train_step
+from .step import Means, StepResult, added, finite, learning_rate, reported, train_step
 from .synchronized import Ending, StopConditions, SynchronizedBatches, tokens_run
 from .throughput import Meter, peak_mib
 
@@ -30,7 +30,7 @@ class Place:
     step: int  # optimizer steps done, over all epochs
     cursor: Cursor  # the next one
     state: MethodState = field(default_factory=dict)  # of the methods
-    window: Totals = field(default_factory=dict)  # of the steps since the last logged line
+    window: Means = field(default_factory=dict)  # of the steps since the last logged line
 
 
 class Feed(Protocol):
@@ -165,13 +165,13 @@ class Loop:
         reach("step.updated")
         after = Place(place.step + 1, self._next(batch.cursor), result.state)
         self._judge(after, result, records)
-        lap = {**self.meter.lap(rows=batch.rows), "step_applied": (float(result.applied), 1.0)}
+        lap = {**self.meter.lap(rows=batch.rows), "step_applied": Mean(float(result.applied), 1.0)}
         window = added(place.window, {**self._lasting(result), **lap})
         epoch = after.step / self.feed.steps_per_epoch
         of_now = {"lr": lr, "epoch": epoch, "memory/peak_mib": peak_mib()}
         if self.room.times:
             of_now["memory/ran_out"] = float(self.room.times)
-        metrics = {**reported(self.recipe, {**result.totals, **lap}), **of_now}
+        metrics = {**reported(self.recipe, {**result.means, **lap}), **of_now}
         if self._is_due(after.step, self.options.log_every):
             records.stepped(after, metrics, {**reported(self.recipe, window), **of_now})
             return after
@@ -278,10 +278,10 @@ class Loop:
             batches = map(self.fitted, stream)
             yield SynchronizedBatches(self.engine, batches, self.meter, conditions)
 
-    def _lasting(self, result: StepResult) -> Totals:
+    def _lasting(self, result: StepResult) -> Means:
         """What a step adds to its logged line: nothing if its loss is not finite."""
-        is_sound = math.isfinite(reported(self.recipe, result.totals)[LOSS])
-        return finite(result.totals) if is_sound else {}
+        is_sound = math.isfinite(reported(self.recipe, result.means)[LOSS])
+        return finite(result.means) if is_sound else {}
 
     def _judge(self, place: Place, result: StepResult, records: Records) -> None:
         if result.applied:

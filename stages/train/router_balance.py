@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
+
+from ...schemas.methods import Mean
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,10 @@ def router_share(own: Tensor, step: Tensor) -> Tensor:
     return (experts * products / tokens_squared).mean()
 
 
-def router_metrics(step: Tensor) -> dict[str, Tensor]:
-    """What is reported of the routers in a step or an evaluation: (2,) each, a value and its count.
+def router_facts(step: Tensor) -> dict[str, Mean[Tensor]]:
+    """What is reported of the routers, of all tokens of a step or an evaluation together.
 
-    The values are of all tokens together. The count is 1, or 0 where there is no token.
+    Each counts once, or not at all where there is no token.
     """
     whole = router_sums(step)
     count = whole.count.clamp(min=1.0)
@@ -57,4 +58,4 @@ def router_metrics(step: Tensor) -> dict[str, Tensor]:
         "router/unused": (whole.tokens == 0).double().mean(),
     }
     times = (whole.count > 0).all().double()
-    return {name: torch.stack([value * times, times]) for name, value in values.items()}
+    return {name: Mean(value * times, times) for name, value in values.items()}

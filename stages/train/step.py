@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...schemas.batches import Engine, MicroBatch, StepBatch
 from ...schemas.config import TrainOptions
-from ...schemas.methods import ROUTING, Branches, Masked, Metric, Step, Tokens
+from ...schemas.methods import ROUTING, Branches, Mean, Metric, Step, Tokens
 from ...schemas.rows import Tree
 from ..methods.modifiers import sums_of
 from ..methods.recipe import LOSS, MethodState, Outcome, Recipe, StepState, reads
@@ -23,7 +23,7 @@ from ..methods.rewards import with_margin
 from ..model.copies import on_device
 from ..storage.failpoints import reach
 from .room import needing_room
-from .router_balance import router_metrics, router_share
+from .router_balance import router_facts, router_share
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ class StepResult:
     """The result of a step, the same on every rank but for `suspects`."""
 
     applied: bool
-    totals: Totals  # of everything that was measured
+    means: Means  # of everything that was measured
     suspects: tuple[str, ...]  # ids of this rank's rows that may be why it was not applied
     state: MethodState  # of the methods from here on
 
@@ -67,18 +67,18 @@ def train_step(
         sums.add_routing(branches.routing)
         losses.append(outcome.losses)
     # The one place of a step where the host waits for its device.
-    totals, after = sums.read(engine, state_then)
-    if not math.isfinite(reported(recipe, totals)[LOSS]):
+    means, after = sums.read(engine, state_then)
+    if not math.isfinite(reported(recipe, means)[LOSS]):
         engine.skip()
         suspects = _suspects(batch, step, losses)
-        return StepResult(applied=False, totals=totals, suspects=suspects, state=state)
+        return StepResult(applied=False, means=means, suspects=suspects, state=state)
     reach("step.before_update")
     update = engine.step()
-    totals["grad_norm"] = (update.grad_norm, 1.0)
+    means["grad_norm"] = Mean(update.grad_norm, 1.0)
     if not update.applied:
         suspects = tuple(row for micro in batch.own for row in micro.row_ids)
-        return StepResult(applied=False, totals=totals, suspects=suspects, state=state)
-    return StepResult(applied=True, totals=totals, suspects=(), state=after)
+        return StepResult(applied=False, means=means, suspects=suspects, state=state)
+    return StepResult(applied=True, means=means, suspects=(), state=after)
 
 
 def _with_router_loss(share: Tensor, branches: Branches, step: Step, weight: float) -> Tensor:
@@ -87,9 +87,9 @@ def _with_router_loss(share: Tensor, branches: Branches, step: Step, weight: flo
     return share + weight * router_share(branches.routing, step.routing)
 
 
-def reported(recipe: Recipe, totals: Totals) -> dict[str, float]:
+def reported(recipe: Recipe, means: Means) -> dict[str, float]:
     """The means, and the metrics computed from means: the loss of several parts, label margins."""
-    return with_margin(recipe.with_loss(means_of(totals)))
+    return with_margin(recipe.with_loss({name: mean.value for name, mean in means.items()}))
 
 
 def _suspects(batch: StepBatch, step: Step, losses: list[Tensor]) -> tuple[str, ...]:
@@ -234,29 +234,30 @@ def _tokens(
     )
 
 
-Totals = dict[str, tuple[float, ...]]  # by name: the sum of all values, how many there were
+Means = dict[str, Mean[float]]
 
 
 class Sums:
-    """Per name, the total of all values and how many there were."""
+    """What the micro-batches of a step, or of an evaluation, add up to, by name."""
 
     def __init__(self) -> None:
-        self._totals: dict[str, Tensor] = {}  # each () float64
-        self._counts: dict[str, float | Tensor] = {}
+        self._metrics: dict[str, Mean[Tensor]] = {}
+        self._shares: dict[str, Mean[Tensor]] = {}  # their counts are of the whole step already
+        self._facts: dict[str, Mean[Tensor]] = {}  # the same of each micro-batch and rank
         self._routing: Tensor | None = None  # of a mixture of experts
 
-    def add(self, values: Mapping[str, Metric]) -> None:
+    def add(self, metrics: Mapping[str, Metric]) -> None:
         """Adds every value of each name; a name without values is kept."""
-        for name, given in values.items():
-            if isinstance(given, Masked):
-                self._add(name, given.total, given.count)
-            else:
-                self._add(name, given.detach().double().sum(), given.numel())
+        for name, given in metrics.items():
+            one = given if isinstance(given, Mean) else Mean.of(given)
+            self._metrics[name] = self._metrics[name] + one if name in self._metrics else one
 
     def add_outcome(self, outcome: Outcome) -> None:
         """Adds the outcome of one micro-batch."""
-        for name, part in outcome.totals.items():
-            self._add(name, part.total.double(), part.count)
+        for name, share in outcome.shares.items():
+            before = self._shares[name].total if name in self._shares else 0.0
+            self._shares[name] = replace(share, total=share.total.double() + before)
+        self._facts |= outcome.facts
         self.add(outcome.metrics)
 
     def add_routing(self, routing: Tensor | None) -> None:
@@ -264,35 +265,36 @@ class Sums:
         if routing is not None:
             self._routing = routing.detach() + (0.0 if self._routing is None else self._routing)
 
-    def _add(self, name: str, total: Tensor, count: float | Tensor) -> None:
-        self._totals[name] = self._totals.get(name, 0.0) + total
-        self._counts[name] = self._counts.get(name, 0.0) + count
-
-    def totals(self, engine: Engine) -> Totals:
+    def means(self, engine: Engine) -> Means:
         """Over all ranks; names without a value are left out.
 
         Every rank has the same names: a method reports the same names for any rows.
         """
         return self.read(engine, {})[0]
 
-    def read(self, engine: Engine, state: StepState) -> tuple[Totals, MethodState]:
-        """The totals and the methods' state; the host waits for its device once, for both."""
-        names = sorted(self._totals)
-        if not names:
+    def read(self, engine: Engine, state: StepState) -> tuple[Means, MethodState]:
+        """The means and the methods' state; the host waits for its device once, for both."""
+        summed = self._metrics | self._shares
+        if not summed:
             return {}, {}
-        totals = torch.stack([self._totals[name] for name in names])
-        counts = [_tensor_of(self._counts[name], totals) for name in names]
-        own = torch.stack([totals, torch.stack(counts)], dim=1)
-        routing = totals.new_empty(0, 2) if self._routing is None else self._routing
-        reduced = engine.total(torch.cat([own, routing.view(-1, 2)]))
-        of_routers = reduced[len(names) :].view_as(routing)
-        routed = router_metrics(of_routers) if len(routing) else {}
-        kept = [_tensor_of(value, totals)[None] for values in state.values() for value in values]
-        numbers = torch.cat([reduced[: len(names)].flatten(), *routed.values(), *kept])
-        left = iter(numbers.tolist())
-        pairs = [(name, (next(left), next(left))) for name in (*names, *routed)]
+        like = next(iter(summed.values())).total
+        own = [summed[name].total for name in sorted(summed)]
+        own += [_tensor_of(self._metrics[name].count, like) for name in sorted(self._metrics)]
+        routing = like.new_empty(0, 2) if self._routing is None else self._routing
+        reduced = engine.total(torch.cat([torch.stack(own), routing.flatten()]))
+        of_routers = reduced[len(own) :].view_as(routing)
+        once = self._facts | (router_facts(of_routers) if len(routing) else {})
+        known = [value for fact in once.values() for value in (fact.total, fact.count)]
+        known += [value for values in state.values() for value in values]
+        on_device = [_tensor_of(value, like)[None] for value in known]
+        left = iter(torch.cat([reduced[: len(own)], *on_device]).tolist())
+        totals = {name: next(left) for name in sorted(summed)}
+        counts = {name: next(left) for name in sorted(self._metrics)}
+        counts |= {name: float(share.count) for name, share in self._shares.items()}
+        means = {name: Mean(totals[name], counts[name]) for name in summed}
+        means |= {name: Mean(next(left), next(left)) for name in once}
         after = {name: tuple(next(left) for _ in values) for name, values in state.items()}
-        return {name: pair for name, pair in pairs if pair[1]}, after
+        return {name: means[name] for name in sorted(means) if means[name].count}, after
 
 
 def _tensor_of(number: float | Tensor, like: Tensor) -> Tensor:
@@ -300,24 +302,15 @@ def _tensor_of(number: float | Tensor, like: Tensor) -> Tensor:
     return number.double() if isinstance(number, Tensor) else like.new_full((), number)
 
 
-def means_of(totals: Totals) -> dict[str, float]:
-    """Each total divided by its count."""
-    return {name: total / count for name, (total, count) in totals.items()}
-
-
-def added(some: Totals, others: Totals) -> Totals:
+def added(some: Means, others: Means) -> Means:
     """The sum of both, name by name."""
-    none = (0.0, 0.0)
-    sums: Totals = {}
-    for name in {**some, **others}:
-        (total, count), (more, again) = some.get(name, none), others.get(name, none)
-        sums[name] = (total + more, count + again)
-    return sums
+    both = {name: some[name] + others[name] for name in some if name in others}
+    return {**some, **others, **both}
 
 
-def finite(totals: Totals) -> Totals:
-    """The totals that are finite."""
-    return {name: one for name, one in totals.items() if math.isfinite(one[0])}
+def finite(means: Means) -> Means:
+    """The means of what is finite."""
+    return {name: mean for name, mean in means.items() if math.isfinite(mean.total)}
 
 
 def learning_rate(step: int, total_steps: int, options: TrainOptions) -> float:

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
+from ...schemas.methods import Mean
+
 if TYPE_CHECKING:
-    from .step import Totals
+    from .step import Means
 
 
 class Meter:
@@ -42,16 +44,16 @@ class Meter:
         """Sets the tokens of the next step over all ranks."""
         self._tokens, self._padded = tokens, padded
 
-    def lap(self, *, rows: int) -> Totals:
-        """The totals of the step that has ended: tokens, speeds, waiting and padding."""
+    def lap(self, *, rows: int) -> Means:
+        """The means of the step that has ended: tokens, speeds, waiting and padding."""
         seconds = max(time.monotonic() - self._started, 1e-9)
-        speeds: Totals = {
-            "tokens": (float(self._tokens), 1.0),
-            "speed/tokens_per_second": (float(self._tokens), seconds),
-            "speed/rows_per_second": (float(rows), seconds),
-            "speed/step_seconds": (seconds, 1.0),
-            "speed/data_wait_seconds": (self._waited, 1.0),
-            "padding": (float(self._padded - self._tokens), float(max(1, self._padded))),
+        speeds: Means = {
+            "tokens": Mean(float(self._tokens), 1.0),
+            "speed/tokens_per_second": Mean(float(self._tokens), seconds),
+            "speed/rows_per_second": Mean(float(rows), seconds),
+            "speed/step_seconds": Mean(seconds, 1.0),
+            "speed/data_wait_seconds": Mean(self._waited, 1.0),
+            "padding": Mean(float(self._padded - self._tokens), float(max(1, self._padded))),
         }
         self.restart()
         return speeds

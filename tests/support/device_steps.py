@@ -147,7 +147,7 @@ def step_on(device, cache, method, layout, loaded):
     result = train_step(engine, recipe, batch, state={}, seed=(0, 0))
     waits = WAITS.taken()
     return {
-        "totals": result.totals,
+        "means": result.means,
         "state": result.state,
         "micro_batches": len(batch.own),
         "before": before,
@@ -194,7 +194,7 @@ def steps(cache, method, layout, loaded):
         return {"error": traceback.format_exc()}
     moved = distance(expected["before"], expected["weights"])
     return {
-        "same": [name for name in ("totals", "state", "held out") if found[name] == expected[name]],
+        "same": [name for name in ("means", "state", "held out") if found[name] == expected[name]],
         "micro_batches": found["micro_batches"],
         "moved": moved,
         "apart": distance(found["weights"], expected["weights"]) / moved,

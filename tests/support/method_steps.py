@@ -1,15 +1,17 @@
 """Optimizer steps for losses: branches made by hand or by chance, run as a trainer would."""
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from align.schemas.methods import Branches, Masked, Step, Tokens
+from align.schemas.methods import Branches, Mean, Step, Tokens
 from align.schemas.rows import Role
 from align.stages.methods.modifiers import Modifiers
 from align.stages.methods.recipe import Part, Recipe, is_good
 from align.stages.methods.table import METHODS, recipe_of
+from align.stages.train.step import Sums
 
 ROLES = {
     "paired": (Role.CHOSEN, Role.REJECTED),
@@ -279,7 +281,7 @@ class Taken:
     gradient: torch.Tensor  # (branches,) of the mean, by the sums that the policy gives
     token_gradient: torch.Tensor  # (tokens,) of the mean, by each token's log-prob, any way
     value_gradient: torch.Tensor  # (tokens,) of the mean, by each token's value
-    metrics: dict  # name -> every value of the step
+    values: dict  # name -> every value of the step, of a metric that counts them all
     means: dict  # as a trainer reports them, but for the loss
     reported: float | None  # the loss as a trainer reports it
     state: dict  # of the methods from here on
@@ -325,16 +327,15 @@ def _as_shown(micro, recipe):
 
 
 def _summed(recipe, whole, micros, outcomes, state):
-    metrics, totals = {}, {}
+    sums, values = Sums(), {}
     for outcome in outcomes:
+        sums.add_outcome(outcome)
         for name, metric in outcome.metrics.items():
-            values = counted(metric)
-            assert not values.requires_grad, name
-            metrics[name] = torch.cat([metrics.get(name, values[:0]), values])
-        for name, one in outcome.totals.items():
-            total, count = totals.get(name, (0.0, 0.0))
-            totals[name] = (total + one.total.item(), count + float(one.count))
-    told = {name: total / count for name, (total, count) in totals.items() if count}
+            if not isinstance(metric, Mean):
+                assert not metric.requires_grad, name
+                values[name] = torch.cat([values.get(name, metric[:0]), metric])
+    means = sums.means(SimpleNamespace(total=lambda own: own))
+    told = {name: mean.value for name, mean in means.items()}
     by_branch, by_token, by_value = (
         torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.clone()
         for leaf in _leaves(whole)
@@ -345,16 +346,11 @@ def _summed(recipe, whole, micros, outcomes, state):
         gradient=by_branch,
         token_gradient=by_token + by_branch.repeat_interleave(whole.tokens.counts),
         value_gradient=by_value,
-        metrics=metrics,
-        means={name: values.mean().item() for name, values in metrics.items() if len(values)},
+        values=values,
+        means={name: mean for name, mean in told.items() if not name.startswith("loss")},
         reported=recipe.with_loss(told).get("loss"),
         state=state,
     )
-
-
-def counted(metric):
-    """The values of a metric that count."""
-    return metric.values[metric.is_counted] if isinstance(metric, Masked) else metric
 
 
 def _in_step_order(micros, losses):

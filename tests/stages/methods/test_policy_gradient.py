@@ -138,7 +138,7 @@ def test_a_ratio_is_clipped_where_it_goes_the_right_way_and_nowhere_else():
     up = math.log(1.5)
     taken = run("grpo", [Said((up,), score=3.0), Said((up,), score=1.0)])
     assert taken.losses.tolist() == pytest.approx([-0.847747, 1.061307], abs=1e-6)
-    assert taken.metrics["clip/share"].tolist() == [1.0, 0.0]
+    assert taken.values["clip/share"].tolist() == [1.0, 0.0]
     assert taken.means["kl/tokens"] == pytest.approx(0.072132, abs=5e-7)
 
 

@@ -117,12 +117,12 @@ def test_ranked_methods_report_what_stands_at_the_same_rank():
     # sorted, 1 < 2 and 5 > 3.
     whole = branches([1.0, 3.0, 5.0, 2.0], roles=PAIR * 2)
     taken = take(METHODS["aot_unpaired"], whole)
-    assert taken.metrics["rewards/margins"].tolist() == pytest.approx([-0.1, 0.2])
+    assert taken.values["rewards/margins"].tolist() == pytest.approx([-0.1, 0.2])
     # lp_c - lp_l is -2 and 3, that of the reference -9 and 4: d is 7 and -1, the rows' own -6, 12.
     whole = branches([1.0, 3.0, 5.0, 2.0], [4.0, 0.0, 0.0, 9.0], roles=PAIR * 2)
     taken = take(METHODS["aot"], whole)
-    assert taken.metrics["rewards/margins"].tolist() == pytest.approx([0.7, -0.1])
-    assert taken.metrics["rewards/accuracies"].tolist() == [1.0, 0.0]
+    assert taken.values["rewards/margins"].tolist() == pytest.approx([0.7, -0.1])
+    assert taken.values["rewards/accuracies"].tolist() == [1.0, 0.0]
     assert taken.means["rewards/margins"] == pytest.approx(0.3)  # .1 (-6 + 12) / 2
 
 
@@ -134,39 +134,39 @@ D, U = Role.DESIRABLE, Role.UNDESIRABLE
 
 
 def told_of(*rows):
-    """Accuracies and ties of rows of (label, log-ratio) branches, rewards being half of those."""
+    """Accuracy and ties of rows of (label, log-ratio) branches, rewards being half of those."""
     flat = [branch for row in rows for branch in row]
     whole = branches([ratio for _, ratio in flat], roles=[role for role, _ in flat])
     numbers = [number for number, row in enumerate(rows) for _ in row]
     part = Part(METHODS["kto_zero"], options_of(METHODS["kto_zero"], {"beta": 0.5}))
     recipe = Recipe((part,), rounding=ROUNDING)
-    metrics = take_recipe(recipe, replace(whole, rows=torch.tensor(numbers))).metrics
-    return [metrics[f"rewards/{name}"].tolist() for name in ("accuracies", "ties")]
+    means = take_recipe(recipe, replace(whole, rows=torch.tensor(numbers))).means
+    return [means.get(f"rewards/{name}") for name in ("accuracies", "ties")]
 
 
 def test_a_row_is_right_when_its_desirable_branches_have_the_higher_mean():
-    assert told_of([(D, 2.0), (U, 1.0)], [(U, -1.0), (D, 1.0)]) == [[1.0, 1.0], [0.0, 0.0]]
-    assert told_of([(D, -3.0), (U, 1.0)], [(D, 1.0), (U, 1.0)]) == [[0.0, 0.5], [0.0, 1.0]]
+    assert told_of([(D, 2.0), (U, 1.0)], [(U, -1.0), (D, 1.0)]) == [1.0, 0.0]
+    assert told_of([(D, -3.0), (U, 1.0)], [(D, 1.0), (U, 1.0)]) == [0.25, 0.5]
     # desirable (4 + -1) / 2 = 1.5, undesirable (1 + 1 + 1) / 3 = 1; the sums are 3 and 3
-    assert told_of([(D, 4.0), (D, -1.0), (U, 1.0), (U, 1.0), (U, 1.0)])[0] == [1.0]
+    assert told_of([(D, 4.0), (D, -1.0), (U, 1.0), (U, 1.0), (U, 1.0)])[0] == 1.0
     # desirable (0 + 1) / 2 = 0.5, undesirable 0.75; the best branch is desirable
-    assert told_of([(D, 0.0), (D, 1.0), (U, 0.75)])[0] == [0.0]
-    # Each row is judged against its own: 1 > 0 and 5 < 6, though 1 < 6 and 5 > 0.
-    assert told_of([(D, 1.0), (U, 0.0)], [(D, 5.0), (U, 6.0)])[0] == [1.0, 0.0]
+    assert told_of([(D, 0.0), (D, 1.0), (U, 0.75)])[0] == 0.0
+    # Each row is judged against its own: 1 > 0 and 5 > 4, though 1 < 4.
+    assert told_of([(D, 1.0), (U, 0.0)], [(D, 5.0), (U, 4.0)])[0] == 1.0
 
 
 def test_labels_are_a_tie_where_rounding_of_both_sides_can_make_their_difference():
     for by, right in ((1, 0.5), (-1, 0.5), (1.25, 1.0), (-1.25, 0.0)):
         above = by * LEAST_GAP
-        assert told_of([(D, 3.0 + above), (U, 3.0)])[0] == [right]
+        assert told_of([(D, 3.0 + above), (U, 3.0)])[0] == right
         sides = [(D, 2.0), (D, 4.0 + 2 * above), (U, 3.0), (U, 2.0), (U, 4.0)]
-        assert told_of(sides)[0] == [right]
+        assert told_of(sides)[0] == right
 
 
 def test_a_row_of_one_label_or_of_a_reward_that_is_not_finite_has_no_accuracy():
-    assert told_of([(D, 1.0)], [(U, 2.0), (U, 0.0)]) == [[], []]
-    assert told_of([(D, 9.0)], [(D, 2.0), (U, 1.0)], [(U, -9.0)])[0] == [1.0]
-    assert told_of([(D, math.nan), (U, 0.0)], [(D, 1.0), (U, 0.0)])[0] == [1.0]
+    assert told_of([(D, 1.0)], [(U, 2.0), (U, 0.0)]) == [None, None]
+    assert told_of([(D, 9.0)], [(D, 2.0), (U, 1.0)], [(U, -9.0)])[0] == 1.0
+    assert told_of([(D, math.nan), (U, 0.0)], [(D, 1.0), (U, 0.0)])[0] == 1.0
 
 
 def test_a_margin_of_labels_is_the_difference_of_the_means_of_a_whole_step():

@@ -12,7 +12,7 @@ from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
 from align.schemas.errors import UsageError
 from align.stages.model.policy import Policy, load_policy, turn_dropout_off
 from align.stages.model.router_watch import RouterWatch
-from align.stages.train.router_balance import router_metrics, router_share
+from align.stages.train.router_balance import router_facts, router_share
 from support.families import MIXTURES, TREE_FAMILIES, mixed_trees, tiny_model
 
 pytestmark = pytest.mark.numeric
@@ -78,7 +78,9 @@ def test_the_gradient_is_that_of_the_whole_step_however_it_is_cut():
             step = sum(policy(part)[ROUTING] for part in parts)
         for part in parts:
             router_share(policy(part)[ROUTING], step).backward()
-        assert float(router_metrics(step)["router/loss"][0]) == pytest.approx(loss.item(), rel=1e-6)
+        assert float(router_facts(step)["router/loss"].value) == pytest.approx(
+            loss.item(), rel=1e-6
+        )
         for name, parameter in policy.model.named_parameters():
             if wanted[name].grad is not None:
                 torch.testing.assert_close(

@@ -17,7 +17,7 @@ ONE_LOOK = "stages/train/step.py"  # where a step's metrics are read, and with t
 
 def require_the_same(case, found):
     assert "error" not in found, found["error"]
-    assert found["same"] == ["totals", "state", "held out"]  # to the last bit
+    assert found["same"] == ["means", "state", "held out"]  # to the last bit
     assert found["micro_batches"] >= 2
     assert found["moved"] > 1e-2
     # Gradients are added up in another order; in 16 bits some weights round to their neighbour.

@@ -10,8 +10,10 @@ import torch
 
 from align.schemas.config import TrainOptions
 from align.schemas.errors import CorruptionError
+from align.schemas.methods import Mean
+from align.stages.methods.recipe import Outcome
 from align.stages.train import throughput as meter_module
-from align.stages.train.step import Sums, added, finite, learning_rate, means_of, warmup_steps
+from align.stages.train.step import Sums, added, finite, learning_rate, warmup_steps
 from align.stages.train.synchronized import next_batch
 from align.stages.train.throughput import MEGA, Machine, Meter, forget_peak, peak_mib
 from support.training_world import NEVER
@@ -53,24 +55,42 @@ def means(*parts, peers=ALONE):
     sums = Sums()
     for part in parts:
         sums.add(part)
-    return means_of(sums.totals(peers))
+    return values_of(sums.means(peers))
+
+
+def values_of(means):
+    return {name: mean.value for name, mean in means.items()}
 
 
 def test_micro_batches_and_steps_of_unequal_size_are_no_mean_of_means():
     # The mean of their means is 5.5.
     assert means({"loss": values(1, 2, 3)}, {"loss": values(9)}) == {"loss": 15 / 4}
-    line = added(added({}, {"loss": (6.0, 3.0), "nll": (1.0, 1.0)}), {"loss": (9.0, 1.0)})
-    assert means_of(line) == {"loss": 15 / 4, "nll": 1.0}
+    line = added(
+        added({}, {"loss": Mean(6.0, 3.0), "nll": Mean(1.0, 1.0)}), {"loss": Mean(9.0, 1.0)}
+    )
+    assert values_of(line) == {"loss": 15 / 4, "nll": 1.0}
 
 
 def test_a_name_without_a_value_is_left_out_unless_another_rank_has_one():
     nothing = {"rewards/rejected": values()}
     assert means() == {}
     assert means({"rewards/chosen": values(2), **nothing}, nothing) == {"rewards/chosen": 2.0}
-    other = torch.tensor([[7.0, 2.0], [5.0, 1.0]], dtype=torch.float64)  # totals, counts
+    other = torch.tensor([7.0, 5.0, 2.0, 1.0], dtype=torch.float64)  # totals, counts
     peers = SimpleNamespace(total=lambda values: values + other)
     found = means({"loss": values(2), **nothing}, peers=peers)
     assert found == {"loss": 3.0, "rewards/rejected": 5.0}  # (2 + 7) / 3, 5 / 1
+
+
+def test_the_count_of_a_loss_and_the_facts_are_of_the_whole_step_and_are_not_added_up():
+    sums = Sums()
+    for own in (2.0, 4.0):  # two micro-batches of a step of 3 rows, 1 of them on another rank
+        share, fact = Mean(torch.tensor(own), 3), Mean(torch.tensor(0.5) * 3, 3)
+        sums.add_outcome(Outcome(share.value, values(own), {"loss": share}, {}, {"kl/raw": fact}))
+    means = sums.means(SimpleNamespace(total=lambda own: own + 6.0))
+    assert means == {"loss": Mean(12.0, 3), "kl/raw": Mean(1.5, 3)}
+    # Beside a step of 1 row with a fact of 0.9: (3 x 0.5 + 0.9) / 4.
+    line = added(means, {"loss": Mean(4.0, 1), "kl/raw": Mean(0.9, 1)})
+    assert values_of(line) == pytest.approx({"loss": 4.0, "kl/raw": 0.6})
 
 
 def test_small_values_are_not_lost_beside_a_large_one_and_keep_no_graph_alive():
@@ -78,11 +98,12 @@ def test_small_values_are_not_lost_beside_a_large_one_and_keep_no_graph_alive():
     assert means({"loss": large}, {"loss": one}) == {"loss": (2**25 + 1) / 2}  # no float32
     sums = Sums()
     sums.add({"loss": one * 2})
-    assert not any(total.requires_grad for total in sums._totals.values())
+    assert not any(mean.total.requires_grad for mean in sums._metrics.values())
 
 
 def test_what_is_not_finite_is_added_to_nothing():
-    assert finite({"loss": (1.0, 1.0), "grad_norm": (math.inf, 1.0)}) == {"loss": (1.0, 1.0)}
+    means = {"loss": Mean(1.0, 1.0), "grad_norm": Mean(math.inf, 1.0)}
+    assert finite(means) == {"loss": Mean(1.0, 1.0)}
 
 
 @pytest.fixture
@@ -107,7 +128,7 @@ def test_neither_what_lies_before_a_restart_nor_a_step_of_its_own_belongs_to_the
     clock.now += 60  # an evaluation
     meter.restart()
     clock.now += 1
-    assert means_of(meter.lap(rows=1))["speed/tokens_per_second"] == 100
+    assert values_of(meter.lap(rows=1))["speed/tokens_per_second"] == 100
 
     def late():
         clock.now += 3
@@ -116,7 +137,7 @@ def test_neither_what_lies_before_a_restart_nor_a_step_of_its_own_belongs_to_the
 
     with pytest.raises(CorruptionError):  # a wait that fails is counted all the same
         next_batch(ALONE, late(), meter, NEVER)
-    assert means_of(meter.lap(rows=1))["speed/data_wait_seconds"] == 3
+    assert values_of(meter.lap(rows=1))["speed/data_wait_seconds"] == 3
 
 
 @pytest.mark.parametrize(("pads", "padding"), [(False, 0.0), (True, 1 - 22 / 27)])
@@ -126,7 +147,7 @@ def test_padding_is_the_share_of_tokens_that_fill_up_micro_batches(pads, padding
     mismatched = micro_batches((4, 3, 5))  # 12 in 3 * 5
     batch = SimpleNamespace(own=own, mismatched=mismatched)
     next_batch(ALONE, iter([batch]), meter, NEVER)
-    means = means_of(meter.lap(rows=3))
+    means = values_of(meter.lap(rows=3))
     assert means["tokens"] == 22
     assert means["padding"] == pytest.approx(padding)
 
@@ -139,8 +160,8 @@ def test_the_speed_of_several_steps_is_that_of_all_of_them(clock):
             clock.now += 0.5
         clock.now += seconds - 0.5
         laps.append(meter.lap(rows=4))
-    assert means_of(laps[1])["speed/data_wait_seconds"] == 0.5
-    means = means_of(added(*laps))
+    assert values_of(laps[1])["speed/data_wait_seconds"] == 0.5
+    means = values_of(added(*laps))
     assert means["speed/tokens_per_second"] == 150  # 600 in 4 s; the mean of both is 133
     assert means["speed/rows_per_second"] == 2
     assert means["speed/step_seconds"] == 2
