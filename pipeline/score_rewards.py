@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..schemas.cache import Manifest, file_identity
+from ..schemas.columns import Ragged
 from ..schemas.config import Config, ModelOptions
 from ..schemas.errors import UsageError, counted
-from ..schemas.rows import Ragged, Record, Reference, Role, ScoredBlock, Text
+from ..schemas.rows import Record, Reference, Role, ScoredBlock, Text
 from ..stages.data.chat_wrap import Wrapping
 from ..stages.data.data_schema import Shape, common_shape
 from ..stages.data.data_splits import require_one_split

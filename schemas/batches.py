@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from .rows import ScoredBlock, Tree
 
 if TYPE_CHECKING:
     import numpy as np
@@ -14,7 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor, nn
 
-    from .rows import Ragged, Role, Tree
+    from .rows import Role
 
 
 @dataclass(frozen=True)
@@ -29,14 +32,18 @@ class Cursor:
 class MicroBatch:
     """Rows one rank runs in one forward pass; a rank with nothing left runs an empty one."""
 
-    trees: tuple[Tree, ...]  # a row each; their branches are those below, in order
-    roles: NDArray[np.int8]  # (branches,) as the method reads them
-    reference: NDArray[np.float64]  # (branches,)
-    scores: NDArray[np.float64]  # (branches,) NaN where the data gives none
-    places: NDArray[np.int64]  # (branches,) each branch's place in the step, over all ranks
-    reference_tokens: Ragged | None  # (branches,) float32, when the cache keeps them
-    carried: Mapping[str, NDArray[np.float64]]  # each (rows,)
+    block: ScoredBlock  # in the order of the step, with the roles that the method reads
+    places: NDArray[np.int64]  # (branches,) each branch's position in the step, over all ranks
     row_ids: tuple[str, ...]  # (rows,)
+
+    @cached_property
+    def trees(self) -> tuple[Tree, ...]:
+        """What the policy runs over, one for each row."""
+        rows, ends = self.block.rows, self.block.rows.branch_offsets.tolist()
+        return tuple(
+            Tree(prompt, tuple(rows.completions[branch] for branch in range(start, end)))
+            for prompt, start, end in zip(rows.prompts, ends, ends[1:], strict=False)
+        )
 
 
 @dataclass(frozen=True)

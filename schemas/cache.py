@@ -11,9 +11,10 @@ from typing import Literal, TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from .columns import joined_ranges, offsets_of
 from .errors import CorruptionError
 from .json_codec import if_known
-from .rows import Role, joined_ranges, offsets_of
+from .rows import Role
 from .samples import Drawing
 
 FORMAT_VERSION = 2

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .columns import Columns, Ragged, column, offsets_of
 from .preparing import EncodedPart
-from .rows import PromptKeys, Ragged, Record, Rejected, RowBlock, offsets_of
+from .rows import PromptKeys, Record, Rejected, RowBlock
 
 
 @dataclass(frozen=True)
@@ -35,37 +36,21 @@ class EncodedRecord:
 
 
 @dataclass(frozen=True)
-class KeyedRows:
+class KeyedRows(Columns):
     """Rows with their places: those of one prompt have one place, so they are adjacent."""
 
-    rows: RowBlock
-    places: NDArray[np.uint64]  # (rows,) on the ring: a seeded hash of the prompt's key
-    completion_keys: NDArray[np.uint64]  # (branches,) hash of the completion's ids
+    rows: RowBlock = column("row")
+    places: NDArray[np.uint64] = column("row")  # on the ring: a seeded hash of the prompt's key
+    completion_keys: NDArray[np.uint64] = column("branch")  # hash of the completion's ids
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    def take(self, indices: NDArray[np.int64]) -> KeyedRows:
-        """The rows at `indices`, in that order."""
-        branches = self.rows.branches_of(indices)
-        return KeyedRows(
-            self.rows.take(indices), self.places[indices], self.completion_keys[branches]
-        )
 
     def in_ring_order(self) -> KeyedRows:
         """Sorted by place, then by the row's own digest; equal rows by their number."""
         rows = self.rows
         halves = rows.row_id.view(">u8").reshape(-1, 2)
         return self.take(np.lexsort((rows.row, halves[:, 1], halves[:, 0], self.places)))
-
-    @staticmethod
-    def concat(parts: Sequence[KeyedRows]) -> KeyedRows:
-        """Joins several, in order."""
-        return KeyedRows(
-            RowBlock.concat([part.rows for part in parts]),
-            np.concatenate([part.places for part in parts]),
-            np.concatenate([part.completion_keys for part in parts]),
-        )
 
 
 def key_rows(encoded: Sequence[EncodedRecord], *, seed: int, carried: Sequence[str]) -> KeyedRows:

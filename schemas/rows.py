@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -10,6 +11,8 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from .columns import Columns, Ragged, column
 
 Message: TypeAlias = "Mapping[str, Any]"  # {"role": ..., "content": ...}
 Text: TypeAlias = "str | tuple[Message, ...]"  # plain text, or a conversation
@@ -85,44 +88,31 @@ class Record:
 
 
 @dataclass(frozen=True)
-class PromptKeys:
+class PromptKeys(Columns):
     """Numbers that identify each row's prompt by its text, not by its token ids."""
 
-    prompt: NDArray[np.bytes_]  # (rows,) S16: equal for equal prompts, and for no others
-    split: NDArray[np.uint64]  # (rows,) decides the side of the held-out split
-    sketch: NDArray[np.uint64]  # (rows,) alike in most of its bytes for nearly equal prompts
-
-    def take(self, rows: NDArray[np.int64]) -> PromptKeys:
-        """Those of the rows at `rows`, in that order."""
-        return PromptKeys(self.prompt[rows], self.split[rows], self.sketch[rows])
-
-    @staticmethod
-    def concat(parts: Sequence[PromptKeys]) -> PromptKeys:
-        """Joins several, in order."""
-        return PromptKeys(
-            np.concatenate([part.prompt for part in parts]),
-            np.concatenate([part.split for part in parts]),
-            np.concatenate([part.sketch for part in parts]),
-        )
+    prompt: NDArray[np.bytes_] = column("row")  # S16: equal for equal prompts, and for no others
+    split: NDArray[np.uint64] = column("row")  # decides the side of the held-out split
+    sketch: NDArray[np.uint64] = column("row")  # alike in most bytes for nearly equal prompts
 
 
 @dataclass(frozen=True)
-class RowBlock:
+class RowBlock(Columns):
     """Tokenized rows, column by column; branches of row i are `branch_offsets[i]:[i + 1]`."""
 
-    row_id: NDArray[np.bytes_]  # (rows,) S16, raw digest of the row's content
-    copy: NDArray[np.int32]  # (rows,) 0 for the first row with this content, 1 for the next, ...
-    file: NDArray[np.uint64]  # (rows,) its identity
-    row: NDArray[np.int64]  # (rows,)
-    prompt_keys: PromptKeys  # (rows,)
-    prompts: Ragged  # (rows,) int32
-    prompt_cut: NDArray[np.int32]  # (rows,) prompt tokens removed by truncation
-    branch_offsets: NDArray[np.int64]  # (rows + 1,)
-    completions: Ragged  # (branches,) int32
-    roles: NDArray[np.int8]  # (branches,)
-    scores: NDArray[np.float64]  # (branches,) NaN where the data gives none
-    cut: NDArray[np.int32]  # (branches,) completion tokens removed by truncation
-    carried: Mapping[str, NDArray[np.float64]]  # each (rows,)
+    row_id: NDArray[np.bytes_] = column("row")  # S16, raw digest of the row's content
+    copy: NDArray[np.int32] = column("row")  # 0 for the first row with this content, then 1, ...
+    file: NDArray[np.uint64] = column("row")  # its identity
+    row: NDArray[np.int64] = column("row")
+    prompt_keys: PromptKeys = column("row")
+    prompts: Ragged = column("row")  # int32
+    prompt_cut: NDArray[np.int32] = column("row")  # prompt tokens removed by truncation
+    branch_offsets: NDArray[np.int64] = column("offsets")  # (rows + 1,)
+    completions: Ragged = column("branch")  # int32
+    roles: NDArray[np.int8] = column("branch")
+    scores: NDArray[np.float64] = column("branch", missing=math.nan)  # NaN: the data gives none
+    cut: NDArray[np.int32] = column("branch")  # completion tokens removed by truncation
+    carried: Mapping[str, NDArray[np.float64]] = column("row")
 
     def __len__(self) -> int:
         return len(self.row)
@@ -131,52 +121,6 @@ class RowBlock:
     def row_of_branch(self) -> NDArray[np.int64]:
         """The row each branch belongs to."""
         return np.repeat(np.arange(len(self), dtype=np.int64), np.diff(self.branch_offsets))
-
-    def branches_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The branches of the rows at `rows`, in that order."""
-        return joined_ranges(self.branch_offsets[rows], np.diff(self.branch_offsets)[rows])
-
-    def take(self, rows: NDArray[np.int64]) -> RowBlock:
-        """The rows at `rows`, in that order."""
-        branches = self.branches_of(rows)
-        return RowBlock(
-            row_id=self.row_id[rows],
-            copy=self.copy[rows],
-            file=self.file[rows],
-            row=self.row[rows],
-            prompt_keys=self.prompt_keys.take(rows),
-            prompts=self.prompts.take(rows),
-            prompt_cut=self.prompt_cut[rows],
-            branch_offsets=offsets_of(np.diff(self.branch_offsets)[rows]),
-            completions=self.completions.take(branches),
-            roles=self.roles[branches],
-            scores=self.scores[branches],
-            cut=self.cut[branches],
-            carried={name: column[rows] for name, column in self.carried.items()},
-        )
-
-    @staticmethod
-    def concat(blocks: Sequence[RowBlock]) -> RowBlock:
-        """Joins several, in order; all carry the same columns."""
-        branch_counts = np.concatenate([np.diff(block.branch_offsets) for block in blocks])
-        return RowBlock(
-            row_id=np.concatenate([block.row_id for block in blocks]),
-            copy=np.concatenate([block.copy for block in blocks]),
-            file=np.concatenate([block.file for block in blocks]),
-            row=np.concatenate([block.row for block in blocks]),
-            prompt_keys=PromptKeys.concat([block.prompt_keys for block in blocks]),
-            prompts=Ragged.concat([block.prompts for block in blocks]),
-            prompt_cut=np.concatenate([block.prompt_cut for block in blocks]),
-            branch_offsets=offsets_of(branch_counts),
-            completions=Ragged.concat([block.completions for block in blocks]),
-            roles=np.concatenate([block.roles for block in blocks]),
-            scores=np.concatenate([block.scores for block in blocks]),
-            cut=np.concatenate([block.cut for block in blocks]),
-            carried={
-                name: np.concatenate([block.carried[name] for block in blocks])
-                for name in blocks[0].carried
-            },
-        )
 
 
 @dataclass(frozen=True)
@@ -193,18 +137,12 @@ class Tree:
 
 
 @dataclass(frozen=True)
-class ScoredBlock:
-    """Rows with their reference log-probs; the last two are per branch, in branch order."""
+class ScoredBlock(Columns):
+    """Rows with their reference log-probs."""
 
-    rows: RowBlock
-    logps: NDArray[np.float64]  # (branches,) sums over completion tokens
-    token_logps: Ragged | None  # (branches,) float32 lists, when the cache keeps them
-
-    def take(self, rows: NDArray[np.int64]) -> ScoredBlock:
-        """The rows at `rows`, in that order."""
-        branches = self.rows.branches_of(rows)
-        tokens = self.token_logps.take(branches) if self.token_logps else None
-        return ScoredBlock(self.rows.take(rows), self.logps[branches], tokens)
+    rows: RowBlock = column("row")
+    logps: NDArray[np.float64] = column("branch")  # sums over completion tokens
+    token_logps: Ragged | None = column("branch")  # float32 lists, when the cache keeps them
 
 
 class OutOfMemory(Exception):  # noqa: N818 - a request to try again with less
@@ -268,71 +206,3 @@ def rounding_of(*dtypes: str) -> float:
     float16, 0.2 in bfloat16. Whatever its length, for roundings of many tokens cancel.
     """
     return LEAST * max(PER_TOKEN[dtype] for dtype in dtypes) / PER_TOKEN["float32"]
-
-
-@dataclass(frozen=True)
-class Ragged:
-    """`values[offsets[i]:offsets[i + 1]]` is list i."""
-
-    values: NDArray[Any]  # (total,)
-    offsets: NDArray[np.int64]  # (lists + 1,), offsets[0] == 0
-
-    @staticmethod
-    def of(lists: Sequence[Any], dtype: Any) -> Ragged:
-        """Packs Python lists or arrays."""
-        lengths = np.fromiter((len(item) for item in lists), dtype=np.int64, count=len(lists))
-        filled = [np.asarray(item, dtype=dtype) for item in lists if len(item)]
-        values = np.concatenate(filled) if filled else np.empty(0, dtype=dtype)
-        return Ragged(values, offsets_of(lengths))
-
-    @staticmethod
-    def concat(parts: Sequence[Ragged]) -> Ragged:
-        """Joins several, in order."""
-        lengths = np.concatenate([part.lengths for part in parts])
-        return Ragged(np.concatenate([part.values for part in parts]), offsets_of(lengths))
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def __getitem__(self, index: int) -> NDArray[Any]:
-        return self.values[self.offsets[index] : self.offsets[index + 1]]
-
-    def __iter__(self) -> Iterator[NDArray[Any]]:
-        return (self[index] for index in range(len(self)))
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """How long each list is."""
-        return np.diff(self.offsets)
-
-    def take(self, indices: NDArray[np.int64]) -> Ragged:
-        """The lists at `indices`, in that order."""
-        lengths = self.lengths[indices]
-        places = joined_ranges(self.offsets[indices], lengths)
-        return Ragged(self.values[places], offsets_of(lengths))
-
-    def slice(self, start: int, stop: int) -> Ragged:
-        """Lists `start` to `stop`, without copying values."""
-        first, last = self.offsets[start], self.offsets[stop]
-        return Ragged(self.values[first:last], self.offsets[start : stop + 1] - first)
-
-    def head(self, limits: NDArray[np.int64]) -> Ragged:
-        """Each list cut to at most `limits[i]` leading values."""
-        lengths = np.minimum(self.lengths, limits)
-        if (lengths == self.lengths).all():
-            return self
-        places = joined_ranges(self.offsets[:-1], lengths)
-        return Ragged(self.values[places], offsets_of(lengths))
-
-
-def offsets_of(lengths: NDArray[Any]) -> NDArray[np.int64]:
-    """Running totals with a leading zero."""
-    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets
-
-
-def joined_ranges(starts: NDArray[np.int64], lengths: NDArray[Any]) -> NDArray[np.int64]:
-    """`starts[i], starts[i] + 1, ...`, `lengths[i]` numbers of it, range after range."""
-    offsets = offsets_of(lengths)
-    return np.repeat(starts - offsets[:-1], lengths) + np.arange(offsets[-1], dtype=np.int64)

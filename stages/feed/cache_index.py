@@ -13,8 +13,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from ...schemas.cache import Commit, Manifest, StoredKind
+from ...schemas.columns import joined_ranges, offsets_of
 from ...schemas.errors import CorruptionError
-from ...schemas.rows import Role, joined_ranges, offsets_of
+from ...schemas.rows import Role
 from ..storage.cache_folder import CacheFolder
 from ..storage.local_copies import fetched_ahead
 from ..storage.objects import Location

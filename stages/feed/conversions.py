@@ -20,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...schemas.cache import StoredKind
+from ...schemas.columns import joined_ranges, offsets_of
 from ...schemas.methods import RowKind
-from ...schemas.rows import Role, joined_ranges, offsets_of
+from ...schemas.rows import Role
 from ...schemas.score_gaps import ROUNDINGS, further_apart, levelled, precision
 
 

@@ -15,7 +15,7 @@ from hashlib import sha256
 import numpy as np
 from numpy.typing import NDArray
 
-from ...schemas.rows import joined_ranges, offsets_of
+from ...schemas.columns import joined_ranges, offsets_of
 
 ROW_GROUPS_PER_WINDOW = 16  # 8192 rows or 8 Mi tokens at most
 

@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...schemas.batches import Cursor, MicroBatch, StepBatch, StepSize
-from ...schemas.rows import Ragged, RowBlock, ScoredBlock, Tree, joined_ranges, offsets_of
+from ...schemas.columns import joined_ranges, offsets_of
+from ...schemas.rows import ScoredBlock
 from ..storage.local_copies import fetch_all
 from ..storage.shards import open_shard, read_block, row_ids
 from .cache_index import RowTable, naming_unit
@@ -188,12 +189,7 @@ def fill_buffer(source: TrainSource, pieces: Sequence[Piece]) -> RowBuffer:
     numbers = np.concatenate([np.empty(0, dtype=np.int64), *(piece.numbers for piece in pieces)])
     order = np.argsort(numbers)
     blocks = [piece.block for piece in pieces] or [_no_rows(source)]
-    kept = [block.token_logps for block in blocks if block.token_logps is not None]
-    joined = ScoredBlock(
-        RowBlock.concat([block.rows for block in blocks]),
-        np.concatenate([block.logps for block in blocks]),
-        Ragged.concat(kept) if kept else None,
-    )
+    joined = ScoredBlock.concat(blocks)
     return RowBuffer(numbers[order], order, joined, row_ids(joined.rows))
 
 
@@ -276,25 +272,10 @@ def _mismatched_batch(
 
 
 def _micro_batch(buffer: RowBuffer, picked: _Picked) -> MicroBatch:
-    rows, branches = buffer.block.rows, picked.branches
-    kept = buffer.block.token_logps
     # Copies: a batch that is kept must not keep the whole buffer alive.
-    prompts, completions = rows.prompts.take(picked.rows), rows.completions.take(branches)
-    ends = np.cumsum(picked.counts).tolist()
-    starts = [0, *ends[:-1]]
-    return MicroBatch(
-        trees=tuple(
-            Tree(prompt, tuple(completions[branch] for branch in range(start, end)))
-            for prompt, start, end in zip(prompts, starts, ends, strict=False)
-        ),
-        roles=rows.roles[branches],
-        reference=buffer.block.logps[branches],
-        scores=rows.scores[branches],
-        places=picked.places,
-        reference_tokens=None if kept is None else kept.take(branches),
-        carried={name: column[picked.rows] for name, column in rows.carried.items()},
-        row_ids=tuple(buffer.row_ids[row] for row in picked.rows.tolist()),
-    )
+    block = buffer.block.gather(picked.rows, picked.branches, offsets_of(picked.counts))
+    row_ids = tuple(buffer.row_ids[row] for row in picked.rows.tolist())
+    return MicroBatch(block, picked.places, row_ids)
 
 
 T = TypeVar("T")

@@ -6,13 +6,14 @@ rows a step needs: of each row only its place in the row group is kept in betwee
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...schemas.cache import BranchLayout, StoredKind, branch_layout
-from ...schemas.rows import Ragged, Role, RowBlock, ScoredBlock, joined_ranges, offsets_of
+from ...schemas.columns import Ragged, joined_ranges, offsets_of
+from ...schemas.rows import Role, ScoredBlock
 from .conversions import CONVERSIONS, Own, Reading
 
 
@@ -110,27 +111,15 @@ def as_read(
     order = np.argsort(row_of, kind="stable")
     others = np.full(levels * len(own), Role.MISMATCHED, dtype=np.int8)
     scores = np.concatenate([picked.scores[own], stored.scores[places[len(own) :]]])
-    branches, from_rows = places[order], picked.rows[rows]
-    kept = block.token_logps
-    return ScoredBlock(
-        RowBlock(
-            row_id=stored.row_id[from_rows],
-            copy=stored.copy[from_rows],
-            file=stored.file[from_rows],
-            row=stored.row[from_rows],
-            prompt_keys=stored.prompt_keys.take(from_rows),
-            prompts=_prompts(stored, picked, rows, reading),
-            prompt_cut=stored.prompt_cut[from_rows],
-            branch_offsets=offsets_of(counts * (1 + levels)),
-            completions=stored.completions.take(branches),
-            roles=np.concatenate([picked.roles[own], others])[order],
-            scores=scores[order],
-            cut=stored.cut[branches],
-            carried={name: column[from_rows] for name, column in stored.carried.items()},
-        ),
-        block.logps[branches],
-        None if kept is None else kept.take(branches),
+    offsets = offsets_of(counts * (1 + levels))
+    read = block.gather(picked.rows[rows], places[order], offsets)
+    as_method = replace(
+        read.rows,
+        prompts=_prompts(read.rows.prompts, picked, rows, reading),
+        roles=np.concatenate([picked.roles[own], others])[order],
+        scores=scores[order],
     )
+    return replace(read, rows=as_method)
 
 
 def context_lengths(picked: Selection, reading: Reading) -> NDArray[np.int64]:
@@ -142,9 +131,8 @@ def context_lengths(picked: Selection, reading: Reading) -> NDArray[np.int64]:
 
 
 def _prompts(
-    stored: RowBlock, picked: Selection, rows: NDArray[np.int64], reading: Reading
+    prompts: Ragged, picked: Selection, rows: NDArray[np.int64], reading: Reading
 ) -> Ragged:
-    prompts = stored.prompts.take(picked.rows[rows])
     if not reading.context:
         return prompts
     roles = picked.roles[picked.branch_offsets[:-1][rows]].tolist()

@@ -7,10 +7,9 @@ from dataclasses import replace
 from itertools import chain
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...schemas.batches import MicroBatch, StepBatch
-from ...schemas.rows import Ragged, offsets_of
+from ...schemas.rows import ScoredBlock
 from .step_plan import assign_batches
 
 
@@ -30,35 +29,14 @@ def _cut(micros: Sequence[MicroBatch], budget: int, *, pads: bool) -> tuple[Micr
 
 def _row(micro: MicroBatch, index: int) -> MicroBatch:
     """A row as a micro-batch of its own."""
-    ends = offsets_of(np.array([len(tree.branches) for tree in micro.trees], np.int64))
-    here = slice(int(ends[index]), int(ends[index + 1]))
-    tokens = micro.reference_tokens
-    return MicroBatch(
-        trees=(micro.trees[index],),
-        roles=micro.roles[here],
-        reference=micro.reference[here],
-        scores=micro.scores[here],
-        places=micro.places[here],
-        reference_tokens=None if tokens is None else tokens.slice(here.start, here.stop),
-        carried={name: values[index : index + 1] for name, values in micro.carried.items()},
-        row_ids=(micro.row_ids[index],),
-    )
+    begin, end = micro.block.rows.branch_offsets[index : index + 2]
+    block = micro.block.take(np.array([index]))
+    return MicroBatch(block, micro.places[begin:end], (micro.row_ids[index],))
 
 
 def _joined(rows: Sequence[MicroBatch]) -> MicroBatch:
-    def every(name: str) -> NDArray[np.generic]:
-        return np.concatenate([getattr(row, name) for row in rows])
-
-    tokens = [row.reference_tokens for row in rows if row.reference_tokens is not None]
     return MicroBatch(
-        trees=tuple(chain.from_iterable(row.trees for row in rows)),
-        roles=every("roles").astype(np.int8),
-        reference=every("reference").astype(np.float64),
-        scores=every("scores").astype(np.float64),
-        places=every("places").astype(np.int64),
-        reference_tokens=Ragged.concat(tokens) if tokens else None,
-        carried={
-            name: np.concatenate([row.carried[name] for row in rows]) for name in rows[0].carried
-        },
-        row_ids=tuple(chain.from_iterable(row.row_ids for row in rows)),
+        ScoredBlock.concat([row.block for row in rows]),
+        np.concatenate([row.places for row in rows]),
+        tuple(chain.from_iterable(row.row_ids for row in rows)),
     )

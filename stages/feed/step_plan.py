@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...schemas.batches import Cursor, StepSize, World
-from ...schemas.rows import joined_ranges
+from ...schemas.columns import joined_ranges
 from .epoch_order import Order, key_of, shuffled, shuffled_order, stored_order
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from ...schemas.columns import Ragged, offsets_of
 from ...schemas.errors import BadDataError
 from ...schemas.row_keys import KeyedRows
-from ...schemas.rows import Ragged, offsets_of
 from .sorted_rows import Completions, SortedRows
 
 PROMPTS_PER_BLOCK = 64  # on average

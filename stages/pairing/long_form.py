@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from ...schemas.columns import Ragged, offsets_of
 from ...schemas.row_keys import KeyedRows, completion_keys
-from ...schemas.rows import Ragged, RowBlock, offsets_of
+from ...schemas.rows import RowBlock
 
 
 def merge_same_prompts(keyed: KeyedRows, notes: Counter[str], *, prompt_side: str) -> KeyedRows:
@@ -29,20 +30,10 @@ def merge_same_prompts(keyed: KeyedRows, notes: Counter[str], *, prompt_side: st
         lowest = np.minimum.reduceat(column, firsts)
         highest = np.maximum.reduceat(column, firsts)
         notes[f"prompts_with_more_than_one_{name}"] += int((lowest != highest).sum())
-    heads = rows.take(firsts)
-    merged = replace(
-        rows,
-        row_id=_joined_ids(rows.row_id, firsts, stops),
-        copy=heads.copy,
-        file=heads.file,
-        row=heads.row,
-        prompt_keys=heads.prompt_keys,
-        prompts=heads.prompts,
-        prompt_cut=heads.prompt_cut,
-        branch_offsets=np.append(rows.branch_offsets[firsts], rows.branch_offsets[-1]),
-        carried=heads.carried,
-    )
-    return KeyedRows(merged, keyed.places[firsts], keyed.completion_keys).in_ring_order()
+    every = np.arange(len(rows.completions))
+    merged = keyed.gather(firsts, every, np.append(rows.branch_offsets[firsts], len(every)))
+    named = replace(merged.rows, row_id=_joined_ids(rows.row_id, firsts, stops))
+    return replace(merged, rows=named).in_ring_order()
 
 
 @dataclass(frozen=True)
@@ -144,7 +135,7 @@ def _with_prompts(keyed: KeyedRows, shared: dict[int, _Shared]) -> KeyedRows:
         prompt_cut=prompt_cut,
         completions=Ragged.of(completions, np.int32),
     )
-    return KeyedRows(joined, keyed.places, keys)
+    return replace(keyed, rows=joined, completion_keys=keys)
 
 
 def _joined_ids(

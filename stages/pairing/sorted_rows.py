@@ -18,9 +18,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from ...schemas.columns import Ragged
 from ...schemas.errors import os_errors_as_storage_errors
 from ...schemas.row_keys import KeyedRows
-from ...schemas.rows import PromptKeys, Ragged, RowBlock
+from ...schemas.rows import PromptKeys, RowBlock
 from ..storage.shards import Values, arrow_of, lists_over, numpy_of, ragged_of
 from ..storage.spool import damaged_part
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...schemas.rows import Ragged, Rejected, Role, RowBlock, offsets_of
+from ...schemas.columns import offsets_of
+from ...schemas.rows import Rejected, Role, RowBlock
 from .kl_partners import CutRule, FittedPartners, fit_partners
 from .ring import Ring
 
@@ -81,14 +82,10 @@ def _with_mismatched(own: RowBlock, mismatched: FittedPartners, num_pairs: int) 
     branch_rows = np.tile(own.row_of_branch, 1 + num_pairs)
     level = np.repeat(np.arange(1 + num_pairs), count)
     order = np.lexsort((np.arange(len(branch_rows)), level, branch_rows))
-    extra = len(mismatched.ids)
-    roles = np.append(own.roles, np.full(extra, Role.MISMATCHED, dtype=np.int8))
-    scores = np.append(own.scores, np.full(extra, np.nan))
-    return replace(
-        own,
-        branch_offsets=own.branch_offsets * (1 + num_pairs),
-        completions=Ragged.concat([own.completions, mismatched.ids]).take(order),
-        roles=roles[order],
-        scores=scores[order],
-        cut=np.append(own.cut, mismatched.cut)[order],
+    return own.with_branches(
+        order,
+        own.branch_offsets * (1 + num_pairs),
+        completions=mismatched.ids,
+        roles=np.full(len(mismatched.ids), Role.MISMATCHED, dtype=np.int8),
+        cut=mismatched.cut,
     )

@@ -19,8 +19,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ...schemas.cache import Manifest, StoredKind, branch_layout
+from ...schemas.columns import offsets_of
 from ...schemas.errors import CorruptionError, UsageError
-from ...schemas.rows import Role, offsets_of
+from ...schemas.rows import Role
 from ..storage import fs, local_copies, places
 from ..storage.cache_folder import CacheFolder
 from ..storage.manifest_file import load_manifest

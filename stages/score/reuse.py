@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...schemas.cache import Commit
+from ...schemas.columns import Ragged
 from ...schemas.errors import CorruptionError, StorageError, UsageError
-from ...schemas.rows import Ragged, RowBlock, ScoredBlock
+from ...schemas.rows import RowBlock, ScoredBlock
 from ..storage.cache_folder import CacheFolder
 from ..storage.shards import read_shard
 from ..storage.verify_cache import check_shard

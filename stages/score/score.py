@@ -11,17 +11,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from ...schemas.rows import (
-    OutOfMemory,
-    Ragged,
-    Rejected,
-    Role,
-    RowBlock,
-    ScoredBlock,
-    Scorer,
-    Tree,
-    offsets_of,
-)
+from ...schemas.columns import Ragged, offsets_of
+from ...schemas.rows import OutOfMemory, Rejected, Role, RowBlock, ScoredBlock, Scorer, Tree
 from .batch_plan import TreeCost, TreePlan, plan_batches, plan_trees
 
 logger = logging.getLogger("align")

@@ -18,8 +18,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from ...schemas.columns import Ragged, offsets_of
 from ...schemas.errors import CorruptionError, storage_error
-from ...schemas.rows import PromptKeys, Ragged, RowBlock, ScoredBlock, offsets_of
+from ...schemas.rows import PromptKeys, RowBlock, ScoredBlock
 from . import fs
 from .local_copies import opened
 from .objects import Location

@@ -129,7 +129,7 @@ class EvalSamples:
     ) -> Iterator[_Seen]:
         logps = iter(branches.logps.detach().cpu().tolist())
         rewards = repeat(None) if compared is None else iter(compared.cpu().tolist())
-        place = 0
+        block, place = micro.block, 0
         for row_id, tree in zip(micro.row_ids, micro.trees, strict=True):
             first = place
             prompt = tree.prompt.copy() if self._keeps_ids else None
@@ -137,10 +137,10 @@ class EvalSamples:
                 sample = EvalSample(
                     row=0,
                     row_id=row_id,
-                    role=Role(int(micro.roles[place])),
+                    role=Role(int(block.rows.roles[place])),
                     num_tokens=len(completion),
                     logp=next(logps),
-                    reference_logp=float(micro.reference[place]),
+                    reference_logp=float(block.logps[place]),
                     reward=next(rewards),
                     prompt=prompt,
                     completion=completion.copy() if self._keeps_ids else None,

@@ -10,13 +10,11 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ...schemas.batches import Engine, MicroBatch, StepBatch
 from ...schemas.config import TrainOptions
 from ...schemas.methods import ROUTING, Branches, Mean, Metric, Step, Tokens
-from ...schemas.rows import Tree
 from ..methods.modifiers import sums_of
 from ..methods.recipe import LOSS, MethodState, Outcome, Recipe, StepState, reads
 from ..methods.rewards import with_margin
@@ -118,30 +116,24 @@ def _draw(*parts: int) -> int:
 
 def branches_of(engine: Engine, recipe: Recipe, batch: MicroBatch) -> Branches:
     """Runs the policy over a micro-batch."""
-    assert reads(recipe.rows, batch.roles), f"rows of {recipe.name} are {recipe.rows}"
+    rows = batch.block.rows
+    assert reads(recipe.rows, rows.roles), f"rows of {recipe.name} are {recipe.rows}"
     with needing_room(batch):
         outputs = {name: value.double() for name, value in engine.forward(batch.trees).items()}
     device, per_branch = outputs["logps"].device, recipe.head == "score"
-    lengths, rows = (on_device(values, device) for values in _shape_of(batch.trees))
+    lengths = on_device(rows.completions.lengths, device)
     return Branches(
         logps=outputs["logps"] if per_branch else sums_of(outputs["logps"], lengths),
-        reference=on_device(batch.reference, device),
+        reference=on_device(batch.block.logps, device),
         num_tokens=lengths.double(),
-        roles=on_device(batch.roles, device),
-        scores=on_device(batch.scores, device).double(),
-        rows=rows,
+        roles=on_device(rows.roles, device),
+        scores=on_device(rows.scores, device).double(),
+        rows=on_device(rows.row_of_branch, device),
         places=on_device(batch.places, device),
         tokens=None if per_branch else _tokens(recipe, batch, lengths, outputs),
-        columns={name: on_device(values, device) for name, values in batch.carried.items()},
+        columns={name: on_device(values, device) for name, values in rows.carried.items()},
         routing=outputs.get(ROUTING),
     )
-
-
-def _shape_of(trees: Sequence[Tree]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """How many tokens each branch has, and which tree is its: (branches,) each."""
-    lengths = np.array([len(branch) for tree in trees for branch in tree.branches], np.int64)
-    counts = np.array([len(tree.branches) for tree in trees], np.int64)
-    return lengths, np.repeat(np.arange(len(trees), dtype=np.int64), counts)
 
 
 def step_of(engine: Engine, recipe: Recipe, batch: StepBatch, *, balances: bool = False) -> Step:
@@ -222,9 +214,9 @@ def _tokens(
 ) -> Tokens:
     reference = None
     if "token_reference" in recipe.needs:
-        assert batch.reference_tokens is not None, "train_checks asks for a cache that keeps them"
+        assert batch.block.token_logps is not None, "train_checks asks for a cache that keeps them"
         device = outputs["logps"].device
-        reference = on_device(batch.reference_tokens.values, device).double()
+        reference = on_device(batch.block.token_logps.values, device).double()
     return Tokens(
         counts=lengths,
         logps=outputs["logps"],

@@ -14,7 +14,7 @@ import numpy as np
 import sides
 
 from align.schemas.batches import World
-from align.schemas.rows import offsets_of
+from align.schemas.columns import offsets_of
 from align.stages.feed.cache_index import RowTable
 from align.stages.feed.step_plan import FeedSettings, training_pass
 

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from align.schemas import row_keys as module
+from align.schemas.columns import Ragged
 from align.schemas.row_keys import key_rows, prompt_keys_of, sketches_of
-from align.schemas.rows import Ragged, Record, Role, allowed_gaps
+from align.schemas.rows import Record, Role, allowed_gaps
 from align.stages.feed.train_source import count_near
 from support.encoded_rows import encoded, plain, record_lists
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from align.schemas.cache import FORMAT_VERSION, InputEntry, Plan
-from align.schemas.rows import PromptKeys, Ragged, Rejected, RowBlock, ScoredBlock, offsets_of
+from align.schemas.columns import Ragged, offsets_of
+from align.schemas.rows import PromptKeys, Rejected, RowBlock, ScoredBlock
 from align.stages.storage.cache_folder import CacheFolder
 from align.stages.storage.cleanup import collect
 from align.stages.storage.commits import UnitFacts, commit_unit, read_commits, write_quarantine

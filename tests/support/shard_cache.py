@@ -7,8 +7,9 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from align.schemas.batches import World
+from align.schemas.columns import Ragged, offsets_of
 from align.schemas.file_version import FileVersion
-from align.schemas.rows import PromptKeys, Ragged, Role, RowBlock, ScoredBlock, offsets_of
+from align.schemas.rows import PromptKeys, Role, RowBlock, ScoredBlock
 from align.stages.feed.cache_index import RowTable, ShardColumns
 from align.stages.feed.conversions import Reading
 from align.stages.feed.loader import CacheFeed

@@ -7,8 +7,8 @@ from zlib import crc32
 
 import numpy as np
 
+from align.schemas.columns import Ragged
 from align.schemas.errors import UsageError
-from align.schemas.rows import Ragged
 
 _NO_TOKEN = -1  # stands before the first completion token when the prompt is empty
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from align.schemas.rows import offsets_of
+from align.schemas.columns import offsets_of
 from align.stages.feed.epoch_order import (
     ROW_GROUPS_PER_WINDOW,
     key_of,

@@ -34,22 +34,22 @@ def seen_in(micro):
     for number, tree in enumerate(micro.trees):
         branches = []
         for ids in tree.branches:
-            score = float(micro.scores[index])
+            score = float(micro.block.rows.scores[index])
             branches.append(
                 (
                     micro.row_ids[number],
                     tree.prompt.tolist(),
                     ids.tolist(),
-                    int(micro.roles[index]),
-                    float(micro.reference[index]),
-                    micro.reference_tokens[index].tolist(),
+                    int(micro.block.rows.roles[index]),
+                    float(micro.block.logps[index]),
+                    micro.block.token_logps[index].tolist(),
                     None if np.isnan(score) else score,
-                    float(micro.carried["weight"][number]),
+                    float(micro.block.rows.carried["weight"][number]),
                 )
             )
             index += 1
         rows.append(branches)
-    assert index == len(micro.roles) == len(micro.places)
+    assert index == len(micro.block.rows.roles) == len(micro.places)
     return rows
 
 
@@ -166,8 +166,10 @@ def test_steps_are_the_same_for_any_world_and_budget(mixed, kind, world, batch_s
             for micro in (micro for micros in passes for micro in micros):
                 sizes = [tree.num_tokens for tree in micro.trees]
                 assert sum(sizes) <= budget or len(sizes) == 1
-                assert set(micro.carried) == {"weight"}  # also of a rank with nothing to do
-                assert micro.reference_tokens is not None
+                assert set(micro.block.rows.carried) == {
+                    "weight"
+                }  # also of a rank with nothing to do
+                assert micro.block.token_logps is not None
 
 
 def test_a_context_stands_between_the_prompt_and_each_completion(mixed):

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from align.schemas.columns import offsets_of
 from align.schemas.errors import CorruptionError
-from align.schemas.rows import Role, offsets_of
+from align.schemas.rows import Role
 from align.stages.feed.conversions import Reading, ScoreRules
 from align.stages.feed.row_selection import select
 from support.slow_reading import read_slowly

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from align.schemas.columns import Ragged
 from align.schemas.row_keys import key_rows
-from align.schemas.rows import Ragged, Tree
+from align.schemas.rows import Tree
 from align.stages.score.score import KnownScores, ScoringRules, score_unit
 from support.encoded_rows import encoded
 from support.faulty_scorer import STUB

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from align.schemas.columns import Ragged
 from align.schemas.row_keys import key_rows
-from align.schemas.rows import OutOfMemory, Ragged, Rejected
+from align.schemas.rows import OutOfMemory, Rejected
 from align.stages.score.batch_plan import TreeCost, plan_batches, plan_trees
 from align.stages.score.score import KnownScores
 from support.encoded_rows import encoded

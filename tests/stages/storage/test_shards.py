@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from align.schemas.columns import Ragged
 from align.schemas.errors import CorruptionError
-from align.schemas.rows import Ragged
 from align.stages.storage.manifest_file import load_manifest, root_of, write_manifest
 from align.stages.storage.shards import (
     ROWS_PER_GROUP,

@@ -1,0 +1,117 @@
+"""What holds of every column of a table of rows holds of one that somebody adds."""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from align.schemas.batches import MicroBatch
+from align.schemas.columns import Columns, Ragged, column
+from align.schemas.row_keys import key_rows
+from align.schemas.rows import Role, RowBlock, ScoredBlock
+from align.stages.feed.row_selection import Reading, as_read
+from align.stages.feed.smaller_batches import _joined, _row
+from align.stages.pairing.long_form import merge_same_prompts
+from support.encoded_rows import encoded
+from support.made_caches import block_of
+
+
+@dataclass(frozen=True)
+class MarkedRows(RowBlock):
+    """Rows with a number, and branches with marks of their tokens and a guess."""
+
+    number: NDArray[np.int64] = column("row")
+    marks: Ragged = column("branch")
+    guess: NDArray[np.float64] = column("branch", missing=-1.0)
+
+
+def marked(rows):
+    """The same rows; each added column says what another one says."""
+    ids = rows.completions
+    columns = {name: getattr(rows, name) for name in RowBlock.table()}
+    marks = Ragged(ids.values * 2, ids.offsets)
+    return MarkedRows(**columns, number=rows.row + 1, marks=marks, guess=rows.roles + 0.5)
+
+
+def require_marked(rows):
+    """Each added column still says what the other one says."""
+    assert isinstance(rows, MarkedRows)
+    assert (rows.number == rows.row + 1).all()
+    assert (rows.marks.offsets == rows.completions.offsets).all()
+    assert (rows.marks.values == rows.completions.values * 2).all()
+    assert len(rows.guess) == len(rows.roles)
+
+
+def scored(seed, *, rows=5):
+    block = block_of(rows, seed, token_logps=True, carried=("weight",))
+    return replace(block, rows=marked(block.rows))
+
+
+@given(st.integers(0, 99), st.lists(st.integers(0, 4), max_size=8))
+def test_rows_are_taken_and_joined_with_all_of_their_columns(seed, numbers):
+    one, other = scored(seed), scored(seed + 1)
+    rows = np.array(numbers, np.int64)
+    taken = one.take(rows)
+    require_marked(taken.rows)
+    assert (taken.rows.guess == taken.rows.roles + 0.5).all()
+    ends = one.rows.branch_offsets
+    own = [range(ends[row], ends[row + 1]) for row in numbers]
+    assert taken.logps.tolist() == [one.logps[branch] for branches in own for branch in branches]
+    assert len(taken.token_logps) == len(taken.logps)
+    both = ScoredBlock.concat([one, other])
+    require_marked(both.rows)
+    for first, part in ((0, one), (5, other)):
+        again = both.take(np.arange(first, first + 5))
+        assert (again.rows.row_id == part.rows.row_id).all()
+        assert (again.rows.guess == part.rows.guess).all()
+        assert (again.logps == part.logps).all()
+
+
+def test_a_branch_that_is_added_has_a_value_in_every_column():
+    rows = marked(block_of(3, 1).rows)
+    count = len(rows.roles)
+    order, offsets = np.arange(count + 1), rows.branch_offsets + np.array([0, 0, 0, 1])
+    given = {
+        "completions": Ragged.of([[7, 8]], np.int32),
+        "roles": np.array([Role.MISMATCHED], np.int8),
+        "cut": np.array([4], np.int32),
+    }
+    with pytest.raises(AssertionError, match="an added branch needs a value"):
+        rows.with_branches(order, offsets, **given)  # no marks
+    more = rows.with_branches(order, offsets, **given, marks=Ragged.of([[14, 16]], np.int32))
+    require_marked(more)
+    assert more.guess[-1] == -1
+    assert np.isnan(more.scores[-1])
+    with pytest.raises(AssertionError, match="no columns of branches"):
+        rows.with_branches(order, offsets, **given, marks=given["completions"], other=order[:1])
+
+
+def test_what_a_method_reads_and_a_joined_long_form_keep_an_added_column():
+    encoded_rows = [
+        encoded([5], [row + 6], row=row, roles=(Role.CANDIDATE,), scores=(float(row),))
+        for row in range(4)
+    ]
+    keyed = key_rows(encoded_rows, seed=0, carried=()).in_ring_order()
+    keyed = replace(keyed, rows=marked(keyed.rows))
+    joined = merge_same_prompts(keyed, Counter(), prompt_side="left")
+    require_marked(joined.rows)
+    logps = -np.arange(4.0)
+    block = ScoredBlock(joined.rows, logps, None)
+    reading = Reading("paired", mismatched=False, eval_fraction=0.0)
+    read = as_read(block, np.array([0]), reading=reading, source="here")
+    require_marked(read.rows)
+    micro = MicroBatch(read, np.arange(2), ("a",))
+    again = _joined([_row(micro, 0)])
+    require_marked(again.block.rows)
+    assert [tree.prompt.tolist() for tree in again.trees] == [[5]]
+    assert again.block.logps.tolist() == read.logps.tolist()
+
+
+def test_a_table_without_branches_is_taken_row_by_row():
+    keys = block_of(4, 2).rows.prompt_keys
+    assert isinstance(keys, Columns)
+    assert (keys.take(np.array([3, 1])).split == keys.split[[3, 1]]).all()
