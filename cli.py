@@ -129,7 +129,7 @@ def precompute_ref(
     sets: Sets = None,
 ) -> None:
     """Run the frozen reference over preference data and store its log-probs in Parquet shards."""
-    from .pipeline.executor import share_of
+    from .pipeline.executors.executor import share_of
     from .pipeline.object_inputs import with_local_inputs
     from .pipeline.precompute import precompute, precompute_part
     from .pipeline.precompute_plan import require_model
@@ -170,7 +170,7 @@ def score(
     sets: Sets = None,
 ) -> None:
     """Score completions with a reward model, and write the data with its scores."""
-    from .pipeline.executor import share_of
+    from .pipeline.executors.executor import share_of
     from .pipeline.score_rewards import Rewarded, rewards_from_labels, rewards_from_model
     from .pipeline.settings import load_settings
     from .schemas.errors import UsageError

@@ -24,7 +24,7 @@ from ..stages.storage.objects import Location
 from ..stages.storage.tables import TableFolder, read_table
 from ..stages.tracking.journaled_run import Run
 from ..stages.tracking.progress import Progress
-from .executor import Share
+from .executors.executor import Share
 from .judge_inputs import read_gold, sample_rows
 from .judges import JudgeOutcome, Pairs, RowJudge, compare, require_judge, row_judge
 from .language_judge import JudgeModel, Work, judge_model, with_template

@@ -16,9 +16,9 @@ from ..stages.judge.judgments import Candidate, pairwise_questions, rubric_quest
 from ..stages.judge.verdicts import Compared
 from ..stages.judge.verifiers import Verifier, verifier_of
 from ..stages.storage.local_copies import work_folder
-from .executor import Share
+from .executors.executor import Share
+from .executors.kinds import require_executor
 from .language_judge import Answered, JudgeModel, Work, answer, require_named
-from .ray_executor import require_executor
 
 Found = TypeVar("Found")
 SampleKey: TypeAlias = tuple[str, int]  # of a prompt, and the number of its sample

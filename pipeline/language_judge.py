@@ -17,12 +17,11 @@ from ..stages.storage.objects import Location
 from ..stages.tracking.journaled_run import Run
 from ..stages.tracking.progress import Progress
 from .answer_tasks import AnswerTasks
-from .executor import Share
-from .ray_executor import executor_of
+from .executors.executor import WHOLE, Executor, Share
+from .executors.kinds import executor_of
 from .samplers import require_same_server, sampler_of
 
 QUESTIONS_PER_GROUP = 512  # of a local model: several batches, so that few of them are not full
-RAY_PARTS = 32  # how many actors there will be is not known yet
 
 
 @dataclass(frozen=True)
@@ -149,7 +148,13 @@ class Answered:
 
 def answer(model: JudgeModel, questions: Mapping[str, Asked], work: Work) -> Answered:
     """Asks what has no answer in the folder yet, or a part of that."""
-    groups = _groups(questions, _group_count(len(questions), model, work))
+    executor = executor_of(
+        model.config.scoring,
+        work.share,
+        on_gpu=model.judge.identity.get("model.device") == "cuda",
+        is_served=isinstance(model.sampler, ServerSampler),
+    )
+    groups = _groups(questions, _group_count(len(questions), model, work, executor))
     tasks = JudgeTasks(work.answers, model, groups)
     answers, judge = tasks.answers, model.judge
     if not work.share:
@@ -164,12 +169,6 @@ def answer(model: JudgeModel, questions: Mapping[str, Asked], work: Work) -> Ans
             received.add(done)
             work.run.log_metrics(_metrics(received), step=received.new)
 
-        executor = executor_of(
-            model.config.scoring,
-            work.share,
-            on_gpu=judge.identity.get("model.device") == "cuda",
-            is_served=isinstance(model.sampler, ServerSampler),
-        )
         executor.run(tasks, progress=work.progress, on_done=count)
         answers.look()
     readings = judge.read(questions.keys(), answers)
@@ -185,13 +184,11 @@ def _groups(questions: Mapping[str, Asked], count: int) -> tuple[dict[str, Asked
     return tuple(filter(None, groups))
 
 
-def _group_count(questions: int, model: JudgeModel, work: Work) -> int:
+def _group_count(questions: int, model: JudgeModel, work: Work, executor: Executor) -> int:
     """A server is sent requests side by side within a group; a local model fills batches of one."""
-    on_ray = model.config.scoring.executor == "ray"
-    parts = work.share.count if work.share else RAY_PARTS if on_ray else 1
     if isinstance(model.sampler, ServerSampler):
-        return parts
-    return max(parts, -(-questions // QUESTIONS_PER_GROUP))
+        return (work.share or WHOLE).count
+    return max(executor.groups, -(-questions // QUESTIONS_PER_GROUP))
 
 
 def _metrics(received: Received) -> dict[str, float]:

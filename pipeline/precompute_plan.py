@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -31,7 +30,6 @@ from ..stages.data.input_files import (
 from ..stages.data.slice_encoder import EncodingJob
 from ..stages.data.tokenizer import TextTokenizer, load_tokenizer, tokenizer_fingerprint
 from ..stages.data.unread_columns import not_read, require_read, require_watched_read
-from ..stages.engine.launchers import ranks_here
 from ..stages.model.folder_check import require_peft
 from ..stages.pairing.key_ranges import number_of_ranges
 from ..stages.pairing.ring import Ring, complete_ring
@@ -45,11 +43,11 @@ from ..stages.storage.objects import location
 from ..stages.storage.spool import Spool
 from ..stages.storage.tables import drawing_of
 from .cache_compatibility import candidates, fingerprint, require_growth
-from .executor import Executor, Inline, Share
+from .executors.cores import usable_cores
+from .executors.executor import Executor, Share
+from .executors.kinds import require_executor
 from .prepare_tasks import ArrangeTasks, EncodeTasks, Preparation
-from .ray_executor import RayActors, require_executor
 from .rejected_rows import RejectedRows, first_rejected
-from .task_processes import Children, usable_cores
 
 if TYPE_CHECKING:
     from ..stages.tracking.progress import Progress
@@ -261,17 +259,8 @@ def _arrange(preparation: Preparation, executor: Executor, progress: Progress) -
 
 
 def _of_preparing(job: Job, executor: Executor) -> Executor:
-    """What makes the tasks of preparing: a cluster, or all cores of this machine.
-
-    Small data are prepared in this process alone.
-    """
-    share = executor.share if isinstance(executor, Inline) else Share()
     is_small = sum(file.bytes for file in job.inputs) < SMALL_INPUT_BYTES
-    if isinstance(executor, RayActors) and executor.address and not is_small:
-        return executor.on_cores()
-    cores = max(1, usable_cores() // ranks_here(os.environ))  # each rank has children of its own
-    processes = job.config.data.workers or (0 if is_small else cores)
-    return Children(share, processes) if processes else Inline(share)
+    return executor.for_preparing(is_small=is_small, workers=job.config.data.workers)
 
 
 # Below this, starting processes costs more than they save.

@@ -15,7 +15,7 @@ from ..stages.judge.judged_rows import SampleRows
 from ..stages.storage import fs
 from ..stages.storage.cache_folder import SCORES
 from ..stages.tracking.progress import Progress
-from .executor import Share
+from .executors.executor import Share
 from .object_inputs import local_model
 from .score_rewards import ROWS as REWARDED
 from .score_rewards import Rewarded, rewards_from_model

@@ -49,7 +49,7 @@ def sample(
     sets: Sets = None,
 ) -> None:
     """Sample completions of prompts from a policy; what was sampled before is not sampled again."""
-    from .executor import share_of
+    from .executors.executor import share_of
     from .sample import sample as run_sample
     from .settings import load_settings
 
@@ -77,7 +77,7 @@ def judge(
     sets: Sets = None,
 ) -> None:
     """Judge samples: by a reward model, a language model, or a check of their answers."""
-    from .executor import share_of
+    from .executors.executor import share_of
     from .judge import calibrate as run_calibrate
     from .judge import judge as run_judge
     from .settings import load_settings

@@ -28,10 +28,10 @@ from ..stages.storage.objects import Location
 from ..stages.storage.tables import TableFolder, read_table
 from ..stages.tracking.journaled_run import Run
 from ..stages.tracking.progress import Progress
-from .executor import Executor, Share
+from .executors.executor import WHOLE, Executor, Share
+from .executors.kinds import executor_of, require_executor
 from .mlflow_sync import recorded_work
 from .object_inputs import with_local_inputs
-from .ray_executor import executor_of, require_executor
 from .rejected_rows import SHOWN, RejectedRows, first_rejected
 from .sample_tasks import SampleTally, SampleTasks, is_empty
 from .samplers import (
@@ -44,8 +44,6 @@ from .samplers import (
 )
 
 SAMPLES_PER_GROUP = 512  # of a local model: several batches, so that few of them are not full
-GROUPS_PER_PART = 4
-RAY_PARTS = 8  # how many actors there will be is not known yet
 
 
 def sample(
@@ -135,7 +133,6 @@ def _open_job(config: Config, share: Share | None) -> _Job:
     prompts, too_long = _usable(config, inputs, rows, asked.by_key, sampler, sampling)
     folder = TableFolder.at(options.output, "samples")
     answers = folder.answers(options.answers)
-    groups = groups_of([*prompts.values()], _group_size(len(prompts), config, share))
     identity = dict(sampler.identity())
     executor = executor_of(
         config.scoring,
@@ -143,6 +140,8 @@ def _open_job(config: Config, share: Share | None) -> _Job:
         on_gpu=identity.get("model.device") == "cuda",
         is_served=bool(config.server.url),
     )
+    size = _group_size(len(prompts), config, share, executor)
+    groups = groups_of([*prompts.values()], size)
     tasks = SampleTasks(answers, sampler, identity, sampling, options.n, tuple(map(tuple, groups)))
     counts = {
         "prompts": len(prompts),
@@ -165,13 +164,12 @@ def _of_template(config: Config, sampler: Sampler, prompts: dict[str, Prompt]) -
     return [template_unused(texts, "prompts")] if sampler.has_template else []
 
 
-def _group_size(prompts: int, config: Config, share: Share | None) -> int:
+def _group_size(prompts: int, config: Config, share: Share | None, executor: Executor) -> int:
     """How many prompts a task has; requests to a server are sent side by side within one."""
-    parts = share.count if share else RAY_PARTS if config.scoring.executor == "ray" else 1
     if config.server.url:
-        return max(1, -(-prompts // parts))
+        return max(1, -(-prompts // (share or WHOLE).count))
     most = max(1, SAMPLES_PER_GROUP // config.sample.n)
-    return most if parts == 1 else max(1, min(most, prompts // (GROUPS_PER_PART * parts)))
+    return most if executor.groups == 1 else max(1, min(most, prompts // executor.groups))
 
 
 def _refuse_caches(files: list[str]) -> None:

@@ -42,10 +42,10 @@ from ..stages.storage.cache_folder import SCORES, CacheFolder, OutputFolder
 from ..stages.storage.objects import is_remote
 from ..stages.storage.shards import read_shard
 from ..stages.tracking.progress import Progress
-from .executor import Share
+from .executors.executor import Share
+from .executors.kinds import require_executor
 from .object_inputs import with_local_inputs
 from .precompute import PartResult, precompute, precompute_part
-from .ray_executor import require_executor
 
 LABELS = {Role.CHOSEN: 1.0, Role.DESIRABLE: 1.0, Role.REJECTED: -1.0, Role.UNDESIRABLE: -1.0}
 

@@ -20,7 +20,7 @@ from ..schemas.config import Config
 from ..schemas.safe_text import hear, safe
 from ..stages.tracking.mlflow_silence import WARNING, silence_mlflow
 from ..stages.tracking.progress import NoProgress, Progress, make_progress
-from .executor import HOW_THREADS_WAIT
+from .executors.cores import HOW_THREADS_WAIT
 
 # A thread that spins takes the core of whatever runs beside it, often of the very thread that it
 # waits for; one that sleeps at once is late for the next of many short tasks. The spins, a tenth

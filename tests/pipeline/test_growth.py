@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from align.pipeline.executor import Share
+from align.pipeline.executors.executor import Share
 from align.schemas.config import DataOptions
 from align.schemas.errors import FingerprintError, LockedError
 from align.stages.storage.cache_folder import CacheFolder

@@ -5,7 +5,7 @@ import json
 import polars as pl
 import pytest
 
-from align.pipeline.executor import Share
+from align.pipeline.executors.executor import Share
 from align.pipeline.judge import calibrate, judge
 from align.pipeline.language_judge import judge_sampler
 from align.schemas.config import Config, ModelOptions, TrackingOptions

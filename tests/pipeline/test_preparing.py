@@ -12,7 +12,7 @@ from dataclasses import replace
 import pyarrow.parquet as pq
 import pytest
 
-from align.pipeline.executor import Inline
+from align.pipeline.executors.processes import Inline
 from align.pipeline.precompute_plan import make_plan, open_job, preparation_of, ring_of
 from align.pipeline.prepare_tasks import ArrangeTasks, EncodeTasks
 from align.schemas.config import DataOptions, TokenOptions

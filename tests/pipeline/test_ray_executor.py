@@ -16,9 +16,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from align.pipeline import ray_executor
-from align.pipeline.executor import Share
-from align.pipeline.ray_executor import RayActors, workers_of
+from align.pipeline.executors import ray_actors
+from align.pipeline.executors.executor import Share
+from align.pipeline.executors.ray_actors import RayActors, workers_of
 from align.schemas.errors import ServerError, UsageError
 from align.stages.storage.cache_folder import CacheFolder
 from support.command import start
@@ -115,6 +115,20 @@ def has_committed(config, units):
     return sum(len([*work.commits.glob("[0-9]*.json")]) for work in works) >= units
 
 
+def test_it_keeps_to_the_contract(cluster, tmp_path):
+    program = (
+        "import sys, pathlib; from support.executor_contract import require_executor_contract; "
+        "from align.pipeline.executors.ray_actors import RayActors; "
+        "require_executor_contract(RayActors(sys.argv[1], '1', 0.0), pathlib.Path(sys.argv[2]))"
+    )
+    words = [sys.executable, "-c", program, cluster[0], str(tmp_path / "tasks")]
+    found = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        words, env=os.environ | LOOPBACK | {"PYTHONPATH": found}, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+
+
 @pytest.mark.long
 def test_a_unit_whose_actor_is_killed_is_made_by_another(on_ray, clean, cluster):
     made = child_on_ray(on_ray)
@@ -142,7 +156,7 @@ def test_what_ray_raises_is_one_message(monkeypatch, config, tmp_path):
 
     with monkeypatch.context() as failing:
         cluster = nullcontext(SimpleNamespace(nodes=fail))
-        failing.setattr(ray_executor, "_connected", lambda _: cluster)
+        failing.setattr(ray_actors, "_connected", lambda _: cluster)
         tasks = SimpleNamespace(name="", unit="", sizes=[1], costs=[1], is_input=False)
         tasks.is_committed = lambda _: False
         with pytest.raises(ServerError, match=r"Ray gave up \(RuntimeError: first: last\)"):

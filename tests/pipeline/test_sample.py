@@ -6,7 +6,7 @@ from dataclasses import replace
 import polars as pl
 import pytest
 
-from align.pipeline.executor import Share
+from align.pipeline.executors.executor import Share
 from align.schemas.errors import BadDataError, LockedError, UsageError
 from align.stages.storage.failpoints import OF_A_TABLE
 from align.stages.storage.locks import owner_lock

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from align.pipeline.executor import Share
+from align.pipeline.executors.executor import Share
 from align.pipeline.precompute import precompute, precompute_part
 from align.pipeline.score_rewards import ROWS, rewards_from_labels
 from align.schemas.config import DataOptions, RewardOptions

@@ -2,10 +2,7 @@
 
 import os
 
-from align.pipeline import precompute_plan
-from align.pipeline.executor import Inline
-from align.pipeline.task_processes import usable_cores
-from support.stage_one import run
+from align.pipeline.executors.cores import usable_cores
 
 SEEN = len(os.sched_getaffinity(0))
 
@@ -38,20 +35,3 @@ def test_a_quota_of_any_group_around_the_process_counts(tmp_path):
             (tmp_path / str(number) / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / str(number) / name).write_text(text)
         assert usable_cores(tmp_path / str(number)) == (cores or SEEN), files
-
-
-def test_ranks_of_one_machine_share_its_cores_to_prepare(to, tmp_path, monkeypatch):
-    counts = []
-
-    def alone(share, processes):
-        counts.append(processes)
-        return Inline(share)
-
-    monkeypatch.setattr(precompute_plan, "Children", alone)
-    monkeypatch.setattr(precompute_plan, "usable_cores", lambda: 16)
-    monkeypatch.setattr(precompute_plan, "SMALL_INPUT_BYTES", 0)
-    for name, ranks in (("NOBODY", "4"), ("LOCAL_WORLD_SIZE", "8"), ("LOCAL_SIZE", "32")):
-        with monkeypatch.context() as patch:
-            patch.setenv(name, ranks)
-            run(to(output=str(tmp_path / ranks)))
-    assert counts == [16, 2, 1]

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from align.pipeline.executor import Share
+from align.pipeline.executors.executor import Share
 from align.schemas.config import DataOptions
 from align.schemas.errors import Interrupted, LockedError
 from align.stages.storage.cache_folder import CacheFolder

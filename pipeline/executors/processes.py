@@ -1,25 +1,60 @@
-"""Makes tasks in child processes, side by side: in as many as the machine has usable cores."""
+"""Makes tasks on this machine: in this process, or side by side in children of it."""
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import dataclass
 from multiprocessing.forkserver import ensure_running
-from pathlib import Path
 from typing import Any
 
-from ..schemas.errors import BadDataError
-from ..stages.tracking.progress import NoProgress, Progress
-from .executor import Facts, Inline, Share, Tasks
+from ...schemas.errors import BadDataError
+from ...stages.engine.launchers import ranks_here
+from ...stages.tracking.progress import NoProgress, Progress
+from .cores import usable_cores
+from .executor import WHOLE, Executor, Facts, Share, Tasks
+
+GROUPS_PER_PART = 4
+
+
+@dataclass(frozen=True)
+class Inline:
+    """Makes a share of the tasks in this process, one after the other."""
+
+    share: Share = WHOLE
+
+    @property
+    def groups(self) -> int:
+        """A few for each part, so that the last of one does not keep all waiting."""
+        return GROUPS_PER_PART * self.share.count if self.share.count > 1 else 1
+
+    def for_preparing(self, *, is_small: bool, workers: int) -> Executor:
+        """All cores of this machine; each of the ranks here has children of its own."""
+        cores = max(1, usable_cores() // ranks_here(os.environ))
+        processes = workers or (0 if is_small else cores)
+        return Children(self.share, processes) if processes else self
+
+    def run(
+        self, tasks: Tasks[Facts], *, progress: Progress, on_done: Callable[[Facts], None]
+    ) -> None:
+        """Tasks that another process commits meanwhile are not made."""
+        chosen = self.share.of(tasks)
+        total = sum(tasks.sizes[task] for task in chosen)
+        progress.begin(tasks.name, total=total, unit=tasks.unit)
+        make = tasks.open(progress)
+        for task in chosen:
+            if tasks.is_committed(task):
+                progress.advance(tasks.sizes[task])
+            else:
+                on_done(make(task))
+        progress.end()
 
 
 @dataclass(frozen=True)
@@ -28,6 +63,15 @@ class Children:
 
     share: Share
     processes: int
+
+    @property
+    def groups(self) -> int:
+        """As many as one process wants, and enough for each."""
+        return max(Inline(self.share).groups, GROUPS_PER_PART * self.processes)
+
+    def for_preparing(self, *, is_small: bool, workers: int) -> Executor:
+        """Itself: it has no model."""
+        return self
 
     def run(
         self, tasks: Tasks[Facts], *, progress: Progress, on_done: Callable[[Facts], None]
@@ -122,53 +166,3 @@ def _make(task: int) -> Any:
     assert _work is not None
     assert _make_task is not None
     return None if _work.is_committed(task) else _make_task(task)
-
-
-GROUPS = Path("sys/fs/cgroup")
-OWN = Path("proc/self/cgroup")
-
-
-def usable_cores(root: Path = Path("/")) -> int:
-    """The cores that the system and the quota of its group allow; at least one."""
-    quotas = [math.ceil(quota) for quota in _quotas(root)]
-    return max(1, min([_allowed_cores(), *quotas]))
-
-
-def _allowed_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _quotas(root: Path) -> Iterator[float]:
-    """In cores, of the group of this process and of every group around it."""
-    for line in _read(root / OWN).splitlines():
-        _, controllers, group = [*line.split(":", 2), "", ""][:3]
-        if not controllers:
-            for folder in _around(root / GROUPS, group):
-                yield from _quota(*_read(folder / "cpu.max").split())
-        elif "cpu" in controllers.split(","):
-            for mount in ("cpu", controllers):
-                for folder in _around(root / GROUPS / mount, group):
-                    names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-                    yield from _quota(*(_read(folder / name).strip() for name in names))
-
-
-def _around(mount: Path, group: str) -> Iterator[Path]:
-    """A group's folder and those above it; a container may see its own as the topmost."""
-    folder = mount / group.lstrip("/")
-    yield from (one for one in (folder, *folder.parents) if one.is_relative_to(mount))
-
-
-def _quota(*given: str) -> Iterator[float]:
-    """Quota over period, both in microseconds; `max` and -1 mean no limit."""
-    if len(given) == 2 and all(one.isdecimal() for one in given) and int(given[1]):
-        yield int(given[0]) / int(given[1])
-
-
-def _read(path: Path) -> str:
-    """The text of a system file; empty if it is missing or unreadable."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

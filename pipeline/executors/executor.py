@@ -12,12 +12,9 @@ from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from typing import Protocol, TypeVar
 
-from ..schemas.errors import UsageError
-from ..stages.engine.launchers import world_apart
-from ..stages.tracking.progress import Progress
-
-# OpenMP's words by which a user says whether threads that wait for others spin or sleep.
-HOW_THREADS_WAIT = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+from ...schemas.errors import UsageError
+from ...stages.engine.launchers import world_apart
+from ...stages.tracking.progress import Progress
 
 Facts = TypeVar("Facts")
 Facts_co = TypeVar("Facts_co", covariant=True)
@@ -63,6 +60,18 @@ class Tasks(Protocol[Facts_co]):
 class Executor(Protocol):
     """A way to get tasks made."""
 
+    @property
+    def groups(self) -> int:
+        """Into how many tasks, at least, work is to be cut for it; 1: into as few as fit."""
+        ...
+
+    def for_preparing(self, *, is_small: bool, workers: int) -> Executor:
+        """The executor that prepares rows, which takes cores and no model.
+
+        Small data are prepared in this process; `workers` processes are what a user asks for.
+        """
+        ...
+
     def run(
         self, tasks: Tasks[Facts], *, progress: Progress, on_done: Callable[[Facts], None]
     ) -> None:
@@ -106,6 +115,9 @@ class Share:
         return own + [task for task in reversed(order) if parts[task] != self.number - 1]
 
 
+WHOLE = Share()
+
+
 def share_of(part: str | None, environment: Mapping[str, str]) -> Share | None:
     """The part this process makes: the one it is told, or that of its rank; None for the whole."""
     world = world_apart(environment)
@@ -128,25 +140,3 @@ def _split(order: Sequence[int], costs: Sequence[float], count: int) -> dict[int
         parts[task] = part
         heapreplace(loads, (load + costs[task], part))
     return parts
-
-
-@dataclass(frozen=True)
-class Inline:
-    """Makes a share of the tasks in this process, one after the other."""
-
-    share: Share = Share()
-
-    def run(
-        self, tasks: Tasks[Facts], *, progress: Progress, on_done: Callable[[Facts], None]
-    ) -> None:
-        """Tasks that another process commits meanwhile are not made."""
-        chosen = self.share.of(tasks)
-        total = sum(tasks.sizes[task] for task in chosen)
-        progress.begin(tasks.name, total=total, unit=tasks.unit)
-        make = tasks.open(progress)
-        for task in chosen:
-            if tasks.is_committed(task):
-                progress.advance(tasks.sizes[task])
-            else:
-                on_done(make(task))
-        progress.end()

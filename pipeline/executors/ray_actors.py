@@ -24,16 +24,18 @@ from typing import Any
 
 import numpy as np
 
-from ..schemas.config import ScoringOptions
-from ..schemas.errors import AlignError, ServerError, UsageError, unexpected_os_error
-from ..stages.tracking.progress import NoProgress, Progress
-from .executor import HOW_THREADS_WAIT, Executor, Facts, Inline, Share, Tasks
-from .task_processes import usable_cores
+from ...schemas.config import ScoringOptions
+from ...schemas.errors import AlignError, ServerError, UsageError, unexpected_os_error
+from ...stages.tracking.progress import NoProgress, Progress
+from .cores import HOW_THREADS_WAIT, usable_cores
+from .executor import WHOLE, Executor, Facts, Tasks
+from .processes import Inline
 
 logger = logging.getLogger("align")
 
 # With a whole core for each actor, Ray Data has none left for itself on a small machine, and waits.
 CORES_PER_WORKER = 0.5
+GROUPS = 32
 OBJECT_STORE_BYTES = 128 * 1024 * 1024  # of a cluster of our own: no rows pass through it
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -48,36 +50,6 @@ LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 OFFLINE = {"HF_HUB_OFFLINE": "1", "USE_HUB_KERNELS": "0"}
 
 
-def executor_of(
-    options: ScoringOptions, share: Share | None, *, on_gpu: bool, is_served: bool = False
-) -> Executor:
-    """The executor that the options ask for; a part, or a server, does not go with actors."""
-    require_executor(options, share, is_served=is_served)
-    if options.executor == "inline":
-        return Inline(share or Share())
-    return RayActors.of(options, on_gpu=on_gpu)
-
-
-def require_executor(
-    options: ScoringOptions, share: Share | None, *, is_served: bool = False
-) -> None:
-    """Refuses, by the settings alone, an executor that there cannot be."""
-    if options.executor == "inline":
-        return
-    if share:
-        raise UsageError(
-            f"--executor {options.executor}: a part, or a rank, makes its share in its own "
-            "process. Leave out one of the two."
-        )
-    if is_served:
-        raise UsageError(
-            f"--executor {options.executor}: a server does the work elsewhere already. Leave it "
-            "out, and raise --concurrency."
-        )
-    workers_of(options.ray_workers)
-    require_ray()
-
-
 @dataclass(frozen=True)
 class RayActors:
     """Makes all tasks in a pool of actors, each of which opens the tasks once."""
@@ -88,20 +60,33 @@ class RayActors:
     cores: float = CORES_PER_WORKER  # of each worker
 
     @staticmethod
+    def require(options: ScoringOptions) -> None:
+        """Refuses what the settings alone, or a missing Ray, rule out."""
+        workers_of(options.ray_workers)
+        require_ray()
+
+    @staticmethod
     def of(options: ScoringOptions, *, on_gpu: bool) -> RayActors:
         """As the options ask; without a number, a worker on GPUs has one."""
         gpus = options.ray_gpus_per_worker or float(on_gpu)
         return RayActors(options.ray_address, options.ray_workers, gpus)
 
-    def on_cores(self) -> RayActors:
-        """The same cluster, with a worker for each core and none on a GPU."""
-        return replace(self, workers="", gpus=0.0, cores=1.0)
+    @property
+    def groups(self) -> int:
+        """How many actors there will be is not known yet."""
+        return GROUPS
+
+    def for_preparing(self, *, is_small: bool, workers: int) -> Executor:
+        """A cluster of many machines with a worker for each core; else this machine's cores."""
+        if self.address and not is_small:
+            return replace(self, workers="", gpus=0.0, cores=1.0)
+        return Inline().for_preparing(is_small=is_small, workers=workers)
 
     def run(
         self, tasks: Tasks[Facts], *, progress: Progress, on_done: Callable[[Facts], None]
     ) -> None:
         """Tasks that another process commits meanwhile are not made."""
-        order = Share().of(tasks)
+        order = WHOLE.of(tasks)
         todo = [task for task in order if not tasks.is_committed(task)]
         progress.begin(tasks.name, total=sum(tasks.sizes), unit=tasks.unit)
         progress.advance(sum(tasks.sizes) - sum(tasks.sizes[task] for task in todo))

@@ -1,0 +1,97 @@
+"""What every executor keeps to, tried on tasks that leave a file each."""
+
+import os
+import signal
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from align.schemas.errors import AlignError, UsageError
+from align.stages.tracking.progress import NoProgress
+
+COUNT = 6
+OTHERS = 4  # the task that another process commits while the first is made
+
+
+@dataclass(frozen=True)
+class FileTasks:
+    """Tasks of unequal cost; the first to be begun is 0."""
+
+    folder: Path
+    fails: int = -1
+    kills: int = -1  # its process, the first time
+    name: str = "files"
+    unit: str = "files"
+    is_input: bool = False
+    sizes: tuple = (1,) * COUNT
+    costs: tuple = tuple(range(COUNT, 0, -1))
+
+    def is_committed(self, task):
+        return self._file(task).exists()
+
+    def open(self, progress):
+        return self._make
+
+    def _make(self, task):
+        if task == self.fails:
+            raise UsageError(f"task {task} cannot be made")
+        killed = self.folder / "killed"
+        if task == self.kills and not killed.exists():
+            killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._file(task).open("x").close()  # a task that is made twice is an error
+        return task
+
+    def _file(self, task):
+        return self.folder / str(task)
+
+
+def made_by(executor, tasks):
+    """The facts of what it makes now."""
+    done = []
+    executor.run(tasks, progress=NoProgress(), on_done=done.append)
+    return sorted(done)
+
+
+def require_executor_contract(executor, folder, *, survives=True):
+    """`survives` is whether a task may kill its process, which is not that of the run."""
+    assert executor.groups >= 1
+    tasks = FileTasks(folder / "all")
+    tasks.folder.mkdir(parents=True)
+    assert made_by(executor, tasks) == [*range(COUNT)]
+    assert made_by(executor, tasks) == []
+    known = FileTasks(folder / "known")
+    known.folder.mkdir()
+    (known.folder / str(OTHERS)).touch()  # of another process, or of a run before
+    assert made_by(executor, known) == [task for task in range(COUNT) if task != OTHERS]
+    _require_refusal(executor, FileTasks(folder / "refused", fails=COUNT - 1))
+    if survives:
+        _require_survival(executor, FileTasks(folder / "killed", kills=1))
+    small = executor.for_preparing(is_small=True, workers=0)
+    prepared = FileTasks(folder / "prepared")
+    prepared.folder.mkdir()
+    assert made_by(small, prepared) == [*range(COUNT)]
+
+
+def _require_refusal(executor, tasks):
+    """A task's own error is that of the run; what was made before it is kept."""
+    tasks.folder.mkdir()
+    try:
+        made_by(executor, tasks)
+    except UsageError as error:
+        assert str(error) == f"task {COUNT - 1} cannot be made"  # noqa: PT017 - no pytest in actors
+    else:
+        raise AssertionError("no error")
+    kept = {task for task in range(COUNT) if tasks.is_committed(task)}
+    assert COUNT - 1 not in kept
+    assert made_by(executor, replace(tasks, fails=-1)) == [*sorted({*range(COUNT)} - kept)]
+
+
+def _require_survival(executor, tasks):
+    """A task whose process is lost is made by another, at once or when the run is given again."""
+    tasks.folder.mkdir()
+    try:
+        made_by(executor, tasks)
+    except AlignError:
+        made_by(executor, tasks)
+    assert (tasks.folder / "killed").exists()
+    assert all(map(tasks.is_committed, range(COUNT)))
