@@ -12,6 +12,7 @@ from ..schemas.errors import AlignError, StorageError, log_failure
 from ..stages.engine.deepspeed_compat import whole_numel
 from ..stages.engine.deepspeed_config import stage_of
 from ..stages.engine.distributed import gathered, run_on_rank_zero
+from ..stages.engine.optimizers import most_states
 from ..stages.model.logprobs import causal_model
 from ..stages.storage import fs
 from ..stages.storage.checkpoints import add_checkpoint_metrics, read_checkpoint, save_checkpoint
@@ -126,18 +127,6 @@ class Checkpointer:
         return described(folder.root, folder.metrics)
 
 
-BYTES_OF_MOMENTS = {
-    "adam": 8,
-    "adamw": 8,
-    "align.adafactor": 0,
-    "align.adamw8bit": 2,
-    "align.lion": 4,
-    "align.muon": 8,  # at most
-    "lion": 4,
-    "sgd": 0,
-}
-
-
 def require_room(session: Session, folder: RunFolder) -> None:
     """Refuses a disk without room for one checkpoint and the model; warns if not all fit."""
     train = session.job.config.train
@@ -188,13 +177,11 @@ def checkpoint_bytes(session: Session, folder: RunFolder) -> int:
             return sum(file.bytes for file in read_checkpoint(folder.step(step)).files)
         except AlignError:  # damaged: its size is not known
             continue
-    optimizer = session.engine_config.get("optimizer", {})
-    moments = BYTES_OF_MOMENTS.get(str(optimizer.get("type", "")).lower(), 0)
     width, stage = _width(session), stage_of(session.engine_config)
     # Under ZeRO, and in 16 bits, there is a copy in 32; under ZeRO-3 there is no other.
     weights = (width if stage < 3 else 0) + (4 if stage or width < 4 else 0)
-    per_weight = weights + moments
-    return per_weight * sum(map(whole_numel, _learning(session)))
+    per_weight = weights + 4 * most_states(session.engine_config)
+    return int(per_weight * sum(map(whole_numel, _learning(session))))
 
 
 def model_bytes(session: Session) -> int:

@@ -37,6 +37,16 @@ class Way:
     deepspeed: str
     checkpointing: bool
 
+    @property
+    def spreads_weights(self) -> bool:
+        """Whether each rank holds a part of the weights."""
+        return self.deepspeed in PRESETS and PRESETS[self.deepspeed].stage == 3
+
+    @property
+    def offloads(self) -> bool:
+        """Whether something waits in the CPU's memory."""
+        return self.deepspeed in PRESETS and bool(PRESETS[self.deepspeed].offloads)
+
     def __str__(self) -> str:
         learning = "" if self.learning == "full" else f", {self.learning}"
         return f"{self.deepspeed}{learning}{', checkpointing' if self.checkpointing else ''}"
@@ -104,9 +114,10 @@ class MemoryPlanner:
         """All that the table compares."""
         for learning in ("full", "lora", "qlora"):
             for deepspeed in PRESETS:
-                if learning != "qlora" or not deepspeed.startswith("zero3"):
-                    for checkpointing in (False, True):
-                        yield Way(learning, deepspeed, checkpointing)
+                for checkpointing in (False, True):
+                    way = Way(learning, deepspeed, checkpointing)
+                    if learning != "qlora" or not way.spreads_weights:
+                        yield way
 
     @property
     def vocabulary(self) -> int:

@@ -121,8 +121,8 @@ class RunPlan:
         return (
             way.learning == "qlora" and way.learning != own.learning,
             way.learning != own.learning,
-            "offload" in way.deepspeed,
-            way.deepspeed != own.deepspeed and way.deepspeed.startswith("zero3"),
+            way.offloads,
+            way.deepspeed != own.deepspeed and way.spreads_weights,
             way.deepspeed != own.deepspeed,
             way.checkpointing != own.checkpointing,
         )
@@ -249,7 +249,7 @@ def _reference(
     planner: MemoryPlanner, way: Way, workload: Workload, ranks: int, dtype: str
 ) -> ReferenceCost:
     itemsize, total = DTYPES[dtype].itemsize, planner.elements("full").total
-    share = ranks if way.deepspeed.startswith("zero3") else 1
+    share = ranks if way.spreads_weights else 1
     trees = workload.trees()
     tokens = sum(len(tree.prompt) + len(one) for tree in trees for one in tree.branches)
     return ReferenceCost(

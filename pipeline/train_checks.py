@@ -349,8 +349,8 @@ def _require_read_by_optimizer(settings: Settings) -> None:
 
 def require_packable(train: TrainOptions, lora: LoraOptions, zero_stage: int) -> None:
     """Refuses what needs bitsandbytes where it is missing, and 4 bits that ZeRO would flatten."""
-    if train.optimizer == "adamw8bit":
-        require_bitsandbytes("train.optimizer=adamw8bit")
+    if KINDS[train.optimizer].needs_bitsandbytes:
+        require_bitsandbytes(f"train.optimizer={train.optimizer}")
     if lora.quantize == "none":
         return
     require_bitsandbytes(f"lora.quantize={lora.quantize}")

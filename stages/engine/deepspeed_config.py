@@ -15,7 +15,23 @@ from ...schemas.config import TrainOptions
 from ...schemas.errors import UsageError, closest, did_you_mean
 from .optimizers import completed_block, optimizer_block, require_fitting_stage
 
-PRESETS = ("zero0", "zero1", "zero2", "zero2-offload", "zero3", "zero3-offload")
+
+@dataclass(frozen=True)
+class Preset:
+    """A ZeRO stage, and what of it waits in the CPU's memory."""
+
+    stage: int
+    offloads: tuple[str, ...] = ()  # by DeepSpeed's names
+
+
+PRESETS = {
+    "zero0": Preset(0),
+    "zero1": Preset(1),
+    "zero2": Preset(2),
+    "zero2-offload": Preset(2, ("offload_optimizer",)),
+    "zero3": Preset(3),
+    "zero3-offload": Preset(3, ("offload_optimizer", "offload_param")),
+}
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}
 LARGEST_FILE = 1_048_576
 SMALLEST_BUCKET = 1_000_000
@@ -35,7 +51,7 @@ def engine_config(options: TrainOptions, circumstances: Circumstances) -> dict[s
     """The config for `deepspeed.initialize`, with every value that our options decide."""
     ours = _ours(options, circumstances)
     theirs: dict[str, Any] = {}
-    if (preset := _chosen(options.deepspeed, circumstances)) in PRESETS:
+    if preset := PRESETS.get(_chosen(options.deepspeed, circumstances)):
         config = _preset(preset, ours, circumstances)
     else:
         theirs = _read(options.deepspeed)
@@ -101,15 +117,13 @@ def _chosen(deepspeed: str, circumstances: Circumstances) -> str:
     return "zero0" if alone else "zero1"
 
 
-def _preset(name: str, ours: dict[str, Any], circumstances: Circumstances) -> dict[str, Any]:
-    stage = int(name.removeprefix("zero")[0])
+def _preset(preset: Preset, ours: dict[str, Any], circumstances: Circumstances) -> dict[str, Any]:
+    stage = preset.stage
     zero = {"stage": stage} | (ours["zero_optimization"] if stage else {})
     if stage and stage < 3:
         zero = {key: value for key, value in zero.items() if not key.startswith("stage3")}
-    if name.endswith("-offload"):
-        place = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-        names = ("offload_optimizer", *(["offload_param"] if stage == 3 else []))
-        zero |= {name: dict(place) for name in names}
+    in_memory = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    zero |= {name: dict(in_memory) for name in preset.offloads}
     config = ours | {"zero_optimization": zero}
     if circumstances.dtype == "float16":
         # Its search begins so high that the first steps of any run would be lost to it, and every

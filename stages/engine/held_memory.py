@@ -21,14 +21,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...schemas.config import TrainOptions
-from .optimizers import offloads_optimizer
+from .optimizers import KINDS, offloads_optimizer
 
 FLOAT, HALF = 4, 2  # bytes
 MOST_GATHERED = 1_000_000_000  # elements: DeepSpeed's stage3_max_live_parameters
 SUB_GROUP = 10**9  # elements that ZeRO-3 updates at once
 CUBLAS = 32 << 20  # its workspace on a GPU
-# Numbers of the size of a master weight that an optimizer keeps for each.
-STATES = {"adamw": 2.0, "lion": 1.0, "adafactor": 0.0, "muon": 1.0, "adamw8bit": 0.5}
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,7 @@ class Setting:
         """The same with what the options' optimizer keeps."""
         is_short = self.is_half and train.optimizer_dtype == "bfloat16"
         size = HALF if is_short else FLOAT
-        return replace(self, state_floats=STATES[train.optimizer], master_bytes=size)
+        return replace(self, state_floats=KINDS[train.optimizer].states, master_bytes=size)
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,13 @@ class OptimizerKind:
 
     type: str  # in DeepSpeed's configuration
     reads: tuple[str, ...]  # of train.beta1, train.beta2 and train.epsilon
+    states: float  # numbers of the size of a master weight that it keeps for each element
     stages: frozenset[int] = EVERY_STAGE
     make: Callable[..., torch.optim.Optimizer] | None = None  # from groups and parameters
     why: str = ""  # the other stages do not fit
+    most_states: float = 0.0  # where it keeps more for some parameters than for most
+    is_for_matrices: bool = False  # and updates them as wholes, all else as AdamW does
+    needs_bitsandbytes: bool = False
 
 
 def _adafactor(groups: Any, **params: Any) -> torch.optim.Optimizer:
@@ -50,11 +54,12 @@ def _adamw8bit(groups: Any, **params: Any) -> torch.optim.Optimizer:
 
 
 KINDS = {
-    "adamw": OptimizerKind("AdamW", ("beta1", "beta2", "epsilon")),
-    "lion": OptimizerKind(f"{OWN}Lion", ("beta1", "beta2"), make=Lion),
+    "adamw": OptimizerKind("AdamW", ("beta1", "beta2", "epsilon"), states=2.0),
+    "lion": OptimizerKind(f"{OWN}Lion", ("beta1", "beta2"), states=1.0, make=Lion),
     "adafactor": OptimizerKind(
         f"{OWN}Adafactor",
         (),
+        states=0.0,
         stages=frozenset({0}),
         make=_adafactor,
         why="keeps a moment of each row and column of a matrix",
@@ -62,13 +67,36 @@ KINDS = {
     "muon": OptimizerKind(
         f"{OWN}Muon",
         ("beta1", "beta2", "epsilon"),
+        states=1.0,
         stages=frozenset({0}),
         make=Muon,
         why="makes the update of each matrix orthogonal",
+        most_states=2.0,
+        is_for_matrices=True,
     ),
-    "adamw8bit": OptimizerKind(f"{OWN}AdamW8bit", ("beta1", "beta2", "epsilon"), make=_adamw8bit),
+    "adamw8bit": OptimizerKind(
+        f"{OWN}AdamW8bit",
+        ("beta1", "beta2", "epsilon"),
+        states=0.5,
+        make=_adamw8bit,
+        needs_bitsandbytes=True,
+    ),
 }
 BY_TYPE = {kind.type: kind for kind in KINDS.values()}
+# Of those that a user's own DeepSpeed file may name besides, in small letters.
+DEEPSPEEDS = {"adam": 2.0, "lion": 1.0}
+
+
+def kind_of(config: Mapping[str, Any]) -> OptimizerKind | None:
+    """Which of them DeepSpeed's configuration names; None for any other optimizer."""
+    return BY_TYPE.get(config.get("optimizer", {}).get("type", ""))
+
+
+def most_states(config: Mapping[str, Any]) -> float:
+    """The numbers that the optimizer of a configuration keeps at most for an element."""
+    named = str(config.get("optimizer", {}).get("type", "")).lower()
+    found = [kind for kind in KINDS.values() if kind.type.lower() == named]
+    return max(found[0].states, found[0].most_states) if found else DEEPSPEEDS.get(named, 0.0)
 
 
 def optimizer_block(options: TrainOptions) -> dict[str, Any]:
@@ -120,7 +148,7 @@ def without_cpu_adam(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def require_fitting_stage(config: Mapping[str, Any], place: str) -> None:
     """Refuses an optimizer under a ZeRO stage that gives it other tensors than it needs."""
-    kind = BY_TYPE.get(config.get("optimizer", {}).get("type", ""))
+    kind = kind_of(config)
     stage = config.get("zero_optimization", {}).get("stage", 0)
     if kind is None or stage in kind.stages:
         return
@@ -137,7 +165,7 @@ def own_optimizer(config: dict[str, Any]) -> Callable[[Any], torch.optim.Optimiz
 
     Takes its block out of the configuration, which is then for DeepSpeed.
     """
-    kind = BY_TYPE.get(config.get("optimizer", {}).get("type", ""))
+    kind = kind_of(config)
     if kind is None or kind.make is None:
         return None
     make, params = kind.make, config.pop("optimizer")["params"]

@@ -8,18 +8,19 @@ from typing import Any
 from torch import nn
 
 from .deepspeed_compat import whole_ndim
-from .optimizers import KINDS
+from .optimizers import kind_of
 
 
 def parameter_groups(
     policy: nn.Module, learning: list[nn.Parameter], config: Mapping[str, Any]
 ) -> list[Any]:
-    """Matrices have weight decay; biases and norms, all vectors, have none. Muon has its own."""
-    block = config.get("optimizer", {})
-    is_muon = block.get("type") == KINDS["muon"].type
-    if not block.get("params", {}).get("weight_decay") and not is_muon:
+    """Matrices have weight decay; biases and norms, all vectors, have none."""
+    decay = config.get("optimizer", {}).get("params", {}).get("weight_decay")
+    kind = kind_of(config)
+    is_for_matrices = kind is not None and kind.is_for_matrices
+    if not decay and not is_for_matrices:
         return learning
-    inner = _inner_matrices(policy) if is_muon else set[nn.Parameter]()
+    inner = _inner_matrices(policy) if is_for_matrices else set[nn.Parameter]()
     biases = {one for name, one in policy.named_parameters() if name.endswith("bias")}
     vectors = [one for one in learning if whole_ndim(one) < 2 or one in biases]
     others = inner.union(vectors)

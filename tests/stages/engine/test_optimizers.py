@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from align.schemas.config import LoraOptions, ModelOptions
+from align.schemas.config import LoraOptions, ModelOptions, TrainOptions
 from align.schemas.errors import UsageError
+from align.stages.engine.optimizers import KINDS, most_states, optimizer_block
 from align.stages.engine.update_rules import Lion, Muon, orthogonalized
 from align.stages.model.policy import load_policy
 from support.engine_ranks import OPTIONS, Run, disturbed, resumed, saved
@@ -53,6 +54,26 @@ def test_the_steps_are_those_of_a_slow_one_in_float64_and_nothing_leaves_a_trace
     # As a whole: of single elements the sign that Lion steps by may turn in 16 bits.
     exact = {key: ["", one.tolist()] for key, one in slowly(RULES[name])[0].items()}
     assert distance(exact, found) < 0.2 * distance(exact, Run(one_rank, options).weights())
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "adamw8bit"])
+def test_the_table_says_how_much_each_keeps(name):
+    """Of a matrix, which is most of a model, and at most of anything else."""
+    kind, kept = KINDS[name], {}
+    options = optimizer_block(TrainOptions(optimizer=name))["optimizer"]["params"]
+    for shape, orthogonal in (((64, 64), True), ((64, 64), False), ((64,), False)):
+        one = torch.nn.Parameter(torch.randn(shape))
+        group = {"params": [one], **({"orthogonal": orthogonal} if kind.is_for_matrices else {})}
+        optimizer = (kind.make or torch.optim.AdamW)([group], **options)
+        one.grad = torch.ones_like(one)
+        optimizer.step()
+        numbers = [state for state in optimizer.state[one].values() if torch.is_tensor(state)]
+        kept[shape, orthogonal] = sum(state.numel() for state in numbers) / one.numel()
+    few = 0.05  # counters of steps, and Adafactor's rows and columns
+    assert kept[(64, 64), True] == pytest.approx(kind.states, abs=few)
+    assert max(kept[(64, 64), True], kept[(64, 64), False]) == pytest.approx(
+        most_states({"optimizer": {"type": kind.type}}), abs=few
+    )
 
 
 def test_lion_moves_by_the_sign_of_momentum_and_gradient():
