@@ -34,18 +34,20 @@ def column(per: Per, *, missing: float | None = None) -> Any:
     return field(metadata={"column": Column(per, missing)})
 
 
-class Columns:
+class ColumnTable:
     """A table that can be regrouped."""
 
     @classmethod
-    def table(cls) -> Mapping[str, Column]:
+    def columns(cls) -> Mapping[str, Column]:
         """Its columns, by name."""
         return {each.name: each.metadata["column"] for each in fields(cast("Any", cls))}
 
     def ends(self) -> NDArray[np.int64] | None:
         """Its column of offsets, or that of a table within; None if its rows have no branches."""
-        own = [getattr(self, name) for name, each in self.table().items() if each.per == "offsets"]
-        within = [value.ends() for value in vars(self).values() if isinstance(value, Columns)]
+        own = [
+            getattr(self, name) for name, each in self.columns().items() if each.per == "offsets"
+        ]
+        within = [value.ends() for value in vars(self).values() if isinstance(value, ColumnTable)]
         return next((found for found in (*own, *within) if found is not None), None)
 
     def gather(
@@ -55,11 +57,11 @@ class Columns:
 
         at = {"row": rows, "branch": branches}
         regrouped: dict[str, Any] = {}
-        for name, each in self.table().items():
+        for name, each in self.columns().items():
             value = getattr(self, name)
             if each.per == "offsets":
                 regrouped[name] = offsets
-            elif isinstance(value, Columns):
+            elif isinstance(value, ColumnTable):
                 regrouped[name] = value.gather(rows, branches, offsets)
             else:
                 regrouped[name] = _taken(value, at[each.per])
@@ -82,7 +84,7 @@ class Columns:
         """
         (count,) = {len(values) for values in added.values()}
         changed: dict[str, Any] = {}
-        for name, each in self.table().items():
+        for name, each in self.columns().items():
             if each.per == "branch":
                 own = getattr(self, name)
                 more = added.pop(name) if name in added else each.filled(count, own)
@@ -98,7 +100,7 @@ class Columns:
         return cls(
             **{
                 name: _joined([getattr(part, name) for part in parts], each.per)
-                for name, each in cls.table().items()
+                for name, each in cls.columns().items()
             }
         )
 
@@ -116,7 +118,7 @@ def _taken(value: Any, indices: NDArray[np.int64]) -> Any:
 
 def _joined(values: Sequence[Any], per: Per) -> Any:
     first = values[0]
-    if isinstance(first, Columns | Ragged):
+    if isinstance(first, ColumnTable | Ragged):
         return type(first).concat(values)
     if isinstance(first, Mapping):
         return {name: _joined([value[name] for value in values], per) for name in first}

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .columns import Columns, Ragged, column, offsets_of
+from .columns import ColumnTable, Ragged, column, offsets_of
 from .preparing import EncodedPart
 from .rows import PromptKeys, Record, Rejected, RowBlock
 
@@ -36,7 +36,7 @@ class EncodedRecord:
 
 
 @dataclass(frozen=True)
-class KeyedRows(Columns):
+class KeyedRows(ColumnTable):
     """Rows with their places: those of one prompt have one place, so they are adjacent."""
 
     rows: RowBlock = column("row")

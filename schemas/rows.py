@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from .columns import Columns, Ragged, column
+from .columns import ColumnTable, Ragged, column
 
 Message: TypeAlias = "Mapping[str, Any]"  # {"role": ..., "content": ...}
 Text: TypeAlias = "str | tuple[Message, ...]"  # plain text, or a conversation
@@ -88,7 +88,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class PromptKeys(Columns):
+class PromptKeys(ColumnTable):
     """Numbers that identify each row's prompt by its text, not by its token ids."""
 
     prompt: NDArray[np.bytes_] = column("row")  # S16: equal for equal prompts, and for no others
@@ -97,7 +97,7 @@ class PromptKeys(Columns):
 
 
 @dataclass(frozen=True)
-class RowBlock(Columns):
+class RowBlock(ColumnTable):
     """Tokenized rows, column by column; branches of row i are `branch_offsets[i]:[i + 1]`."""
 
     row_id: NDArray[np.bytes_] = column("row")  # S16, raw digest of the row's content
@@ -137,7 +137,7 @@ class Tree:
 
 
 @dataclass(frozen=True)
-class ScoredBlock(Columns):
+class ScoredBlock(ColumnTable):
     """Rows with their reference log-probs."""
 
     rows: RowBlock = column("row")

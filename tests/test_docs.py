@@ -26,11 +26,13 @@ from align.stages.methods.table import METHODS, recipe_of
 from align.stages.storage.shards import shard_schema
 from support.command import align
 from support.pages import PAGES, anchors, blocks, codes, commands, links, name_of, page
+from support.programs import TESTS
 from support.rooms import ROOMS, ROOT
+from support.stage_one import contents
 
 COMMANDS = typer.main.get_command(cli.app).commands
 PLACE = re.compile(r"(cli\.py|(schemas|pipeline|stages|tests|docs|examples)/[\w./-]*)")
-TO_BE_WRITTEN = {"stages/methods/square.py"}  # by who adds a method
+TO_BE_WRITTEN = {"stages/methods/square.py", "pipeline/executors/threads.py"}  # by who adds them
 # `cd FOLDER && NAME=VALUE .venv/bin/align …`: the words before `align` may be missing.
 CALL = re.compile(r"(cd (?P<folder>\S+) && )?([A-Z_]+=\S+ )?(\S*/)?align (?P<words>.+)")
 
@@ -208,16 +210,56 @@ def test_getting_started_ends_where_it_says(server, tmp_path, uri, monkeypatch, 
     assert "24 ['row_id', 'source'" in told
 
 
-def test_a_method_is_added_as_its_page_shows(tmp_path, training_world):
-    loss, import_line, row = (
-        block.text for block in blocks(page("docs/adding-a-method.md")) if block.language
-    )
-    package = tmp_path / "align"
+def copy_of_package(folder):
+    """The package, to be changed."""
+    package = folder / "align"
     for room in ROOMS:
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / room, package / room, ignore=ignored)
     for file in ROOT.glob("*.py"):
         shutil.copy(file, package)
+    return package
+
+
+def test_an_executor_is_added_as_its_page_shows(tmp_path, world):
+    text = page("docs/extending.md").read_text()
+    section = tmp_path / "section.md"
+    section.write_text(text[text.index("## An executor") : text.index("## A column")])
+    program, line, names = (block.text for block in blocks(section) if block.language)
+    package = copy_of_package(tmp_path)
+    (package / "pipeline" / "executors" / "threads.py").write_text(program)
+    for file, before, after in (
+        ("pipeline/executors/kinds.py", '= {"ray"', f'= {{\n{line}    "ray"'),
+        ("schemas/config.py", '"inline", "ray"', names.strip()),
+    ):
+        source = package / file
+        assert source.read_text().count(before) == 1
+        source.write_text(source.read_text().replace(before, after))
+    words = ("precompute-ref", world.data.paired, "--model", world.model)
+    program = "import sys; from align import cli; sys.argv = ['align', *sys.argv[1:]]; cli.main()"
+    for name in ("threads", "inline"):
+        options = ("--output", name, "--executor", name, "--no-mlflow")
+        fresh = ("--set", "cache.reuse_known=false")
+        run(
+            *(sys.executable, "-c", program, *words, *options, *fresh),
+            cwd=tmp_path,
+            PYTHONPATH=str(tmp_path),
+        )
+    assert contents(tmp_path / "threads") == contents(tmp_path / "inline")
+    contract = (
+        "import pathlib; from align.pipeline.executors.threads import Threads; "
+        "from support.executor_contract import require_executor_contract; "
+        "require_executor_contract(Threads(), pathlib.Path('tasks'), survives=False)"
+    )
+    both = os.pathsep.join((str(tmp_path), str(TESTS)))
+    run(sys.executable, "-c", contract, cwd=tmp_path, PYTHONPATH=both)
+
+
+def test_a_method_is_added_as_its_page_shows(tmp_path, training_world):
+    loss, import_line, row = (
+        block.text for block in blocks(page("docs/adding-a-method.md")) if block.language
+    )
+    package = copy_of_package(tmp_path)
     (package / "stages" / "methods" / "square.py").write_text(loss)
     table = package / "stages" / "methods" / "table.py"
     text = table.read_text()

@@ -130,7 +130,8 @@ def caches(side):
     side.align("gc", "grown", "--dry-run")
     side.align("gc", "grown", "--yes")
     side.align(*made, PAIRED, "--output", "reused")
-    rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 40 + [{"prompt": "a", "chosen": 1}]
+    rows = [{"prompt": f"a {n}", "chosen": f"b {n}", "rejected": f"c {n}"} for n in range(40)]
+    rows.append({"prompt": "a", "chosen": 1})
     side.write("flawed.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows))
     side.align(*made, "flawed.jsonl", "--output", "flawed", "--max-bad-frac", "0.1")
     side.align(*made, "flawed.jsonl", "--output", "refused", code=3)

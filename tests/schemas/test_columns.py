@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from align.schemas.batches import MicroBatch
-from align.schemas.columns import Columns, Ragged, column
+from align.schemas.columns import ColumnTable, Ragged, column
 from align.schemas.row_keys import key_rows
 from align.schemas.rows import Role, RowBlock, ScoredBlock
 from align.stages.feed.row_selection import Reading, as_read
@@ -32,7 +32,7 @@ class MarkedRows(RowBlock):
 def marked(rows):
     """The same rows; each added column says what another one says."""
     ids = rows.completions
-    columns = {name: getattr(rows, name) for name in RowBlock.table()}
+    columns = {name: getattr(rows, name) for name in RowBlock.columns()}
     marks = Ragged(ids.values * 2, ids.offsets)
     return MarkedRows(**columns, number=rows.row + 1, marks=marks, guess=rows.roles + 0.5)
 
@@ -113,5 +113,5 @@ def test_what_a_method_reads_and_a_joined_long_form_keep_an_added_column():
 
 def test_a_table_without_branches_is_taken_row_by_row():
     keys = block_of(4, 2).rows.prompt_keys
-    assert isinstance(keys, Columns)
+    assert isinstance(keys, ColumnTable)
     assert (keys.take(np.array([3, 1])).split == keys.split[[3, 1]]).all()
