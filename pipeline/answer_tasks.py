@@ -1,4 +1,4 @@
-"""Tasks whose results are answers that are kept: a task is committed once all of its are there."""
+"""Tasks whose results are answers: a task is committed once all its answers are stored."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Tokens:
 
     def of_each(self, values: Tensor) -> Tensor:
         """Each branch's value once for each of its tokens, (tokens,)."""
-        # The size is told: otherwise the host waits for a GPU that counts.
+        # Passing output_size avoids a device-to-host sync.
         return values.repeat_interleave(self.counts, output_size=len(self.logps))
 
 

@@ -250,7 +250,7 @@ def _join(ray: Any, address: str, folder: str) -> None:
     try:
         _knock(address)
         ray.init(
-            address=address or "local",  # not the one of RAY_ADDRESS, which was not asked for
+            address=address or "local",  # RAY_ADDRESS, which was not asked for, is ignored
             log_to_driver=False,
             logging_level=logging.CRITICAL,
             **(elsewhere if address else own),

@@ -88,8 +88,8 @@ def _met_anew(world: World) -> tuple[str, dict[str, Any]]:
     """The name of this meeting, and where its ranks find each other.
 
     torchrun keeps one store while it starts ranks again, and what the ranks before wrote there
-    would mislead those of now. Rank 0 names each meeting anew, and tells the name to whoever asks
-    with a word of its own: an answer to a rank that has died is read by nobody.
+    would mislead those of now. Rank 0 creates a fresh rendezvous id and answers each rank's
+    one-time nonce with it: an answer to a rank that has died is read by nobody.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return "", {}

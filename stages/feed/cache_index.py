@@ -240,7 +240,7 @@ class RowTable:
     """24 bytes a row and 4 a mismatched branch; rows are numbered as they are stored."""
 
     group_offsets: NDArray[np.int64]  # (row groups + 1,) into the rows
-    places: NDArray[np.int32]  # (rows,) each among what its row group is read as
+    places: NDArray[np.int32]  # (rows,) index of the row within its row group as it is read
     prompt_tokens: NDArray[np.int32]  # (rows,)
     own_tokens: NDArray[np.int32]  # (rows,) of completions
     chosen_tokens: NDArray[np.int32]  # (rows,) of chosen or desirable ones among them

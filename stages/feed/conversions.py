@@ -151,7 +151,7 @@ def unchanged(own: Own, _: ScoreRules) -> Own:
     return own
 
 
-# A kind of data that a kind of method can read is one more line here, and one in notes.py.
+# A kind of data that a kind of method can read is one more line here, and one in train_source.py.
 CONVERSIONS: dict[RowKind, dict[StoredKind, Callable[[Own, ScoreRules], Own]]] = {
     "paired": {StoredKind.PAIRED: unchanged, StoredKind.SCORED: pairs},
     "labelled": {

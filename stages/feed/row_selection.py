@@ -25,7 +25,7 @@ class KindCounts:
     read: int = 0  # of the stored ones
     made: int = 0  # of those: rows as the method sees them
     unscored: int = 0  # stored rows where a completion has no score
-    left_out: int = 0  # completions of rows that are read which are in none that is made
+    left_out: int = 0  # completions of the rows read that no resulting row uses
 
     def __add__(self, other: KindCounts) -> KindCounts:
         return KindCounts(*(sum(pair) for pair in zip(astuple(self), astuple(other), strict=True)))

@@ -1,7 +1,7 @@
 """Opens finished caches for one kind of method, with notes on their rows.
 
-That is what becomes what, what is left out, and which prompts are trained and measured on at
-once, or nearly so.
+The notes report conversions, rows that are left out, and prompts that are in both the training and
+the held-out rows, or nearly so.
 """
 
 from __future__ import annotations

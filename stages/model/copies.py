@@ -1,4 +1,4 @@
-"""Copies from the host to a device, for which nobody waits."""
+"""Non-blocking host-to-device copies through pinned memory."""
 
 from __future__ import annotations
 

@@ -26,13 +26,13 @@ from .sorted_rows import INDEX, BatchStream, SortedRows, append_rows, part_of
 
 TOKENS_PER_RUN = 4 * 1024 * 1024
 TOKENS_PER_MERGE = 4 * 1024 * 1024
-# While a range is arranged, of every run a batch is held that reaches beyond what is written.
+# A merge keeps up to one unfinished batch of each run in memory.
 TOKENS_PER_BATCH_OF_A_RUN = TOKENS_PER_RUN // 64
 # What the other columns of a branch weigh, in tokens: short rows are mostly columns.
 TOKENS_PER_BRANCH = 40
 
 BYTES_PER_RANGE = 8 << 20
-MOST_RANGES = 1024  # so that what a run has in a range does not become too small to be read at once
+MOST_RANGES = 1024  # so that a run's part of a range is worth one read
 
 # Of each range in each run: the entries of its batches in the file's index.
 _DIRECTORY = np.dtype([("first", "<u4"), ("stop", "<u4"), ("crc", "<u4")])

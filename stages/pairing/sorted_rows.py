@@ -33,8 +33,8 @@ INDEX = np.dtype(
         ("rows", CHUNK),
         ("partners", CHUNK),
         ("file", "<u4"),  # which of the files the batch is in
-        ("row", "<i8"),  # the number behind its last
-        ("completion", "<i8"),  # the number behind its last
+        ("row", "<i8"),  # one past the batch's last row
+        ("completion", "<i8"),  # one past its last completion
         ("prompt_tokens", "<i8"),
         ("completion_tokens", "<i8"),
         ("first_place", "<u8"),

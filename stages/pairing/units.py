@@ -16,7 +16,7 @@ from .ring import Ring
 
 @dataclass(frozen=True)
 class Unit:
-    """Rows of one key range of the ring, ready to be scored."""
+    """A consecutive slice of the ring's rows, ready to be scored: one shard."""
 
     rows: RowBlock  # own branches first, then the mismatched ones, k by k
     first_key: str

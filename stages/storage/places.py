@@ -1,4 +1,4 @@
-"""What a cache asks of the place it is in: a folder on a disk, or a key of an object store.
+"""File operations of a cache, on a disk or in an object store.
 
 On a disk all of it is done by `fs`. An object is written whole, by one request, and is durable
 then; there are no folders, and the order of the requests is the order in which others see them.

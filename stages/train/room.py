@@ -1,4 +1,4 @@
-"""What a run knows of its memory: the micro-batches that fit, found as it runs out."""
+"""Halves micro-batches after an out-of-memory error, and remembers the size that fits."""
 
 from __future__ import annotations
 

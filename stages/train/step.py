@@ -94,7 +94,7 @@ def _suspects(batch: StepBatch, step: Step, losses: list[Tensor]) -> tuple[str, 
     """The rows of this rank with a loss, or a mismatched branch, that is not finite."""
     shared = (step.mismatched, *step.surveyed.values())
     values = [(micro, step.mismatched[micro.places]) for micro in batch.mismatched]
-    # What is not finite in all of the step says nothing against the rows themselves.
+    # If a value of the whole step is not finite, no single row is to blame.
     if all(bool(value.isfinite().all()) for value in shared):
         values += zip(batch.own, losses, strict=True)
     return tuple(row for micro, one in values for row in _not_finite(micro, one))
@@ -200,8 +200,8 @@ def _in_step_order(
 ) -> Tensor:
     """Joins values of all micro-batches and ranks in step order, (count,).
 
-    So what is computed of them is the same to the last bit however the step was dealt. Each rank
-    puts its own in their places, and 0 is added to them: no rank has to know another's number.
+    Bit-identical for any split of the step: each rank scatters its values into a vector of zeros,
+    and an all-reduce adds the vectors up.
     """
     places = [branches.places for branches in found if branches.places is not None]
     joined = torch.cat(values).double()
