@@ -9,6 +9,7 @@ SKIPPED = re.compile(r"(?:^|/)(?:home|__pycache__|mlruns)/|(?:^|/)mlflow\.db|\.l
 # Times, speeds, names drawn at random and digests of such, in a file whose name ends so.
 MEASURED = r"(?:speed|memory)/\w+"
 DIGESTS = r'"(?:digest|sha256|mlflow_run_id)":"\w*"'
+TIMED = r"metrics\.jsonl|model/README\.md"  # files whose length is that of their times too
 OF_STORES = r"\w+_ms|key|metrics_sent|model_id|run_id|mlflow\.parentRunId"
 MASKS = {
     r"\.jsonl$": rf'"(?:time|{MEASURED})":[^,}}]+',
@@ -16,7 +17,7 @@ MASKS = {
     r"said\.txt$": r"in [\d.,]+ s\b|\b[0-9a-f]{32}\b",
     r"_align/mlflow\.json$": rf'"(?:{OF_STORES})":[^,}}]+|{DIGESTS}',
     r"model/README\.md$": rf"\b(?:[0-9a-f]{{32}}|[0-9a-f]{{16}})\b|{MEASURED} \| \S+",
-    r"_align/(?:ending|model)\.json$": rf'"bytes":\d+,"path":"metrics.jsonl"|{DIGESTS}',
+    r"_align/(?:ending|model)\.json$": rf'"bytes":\d+,"path":"(?:{TIMED})"|{DIGESTS}',
     r"(?:align_checkpoint|step-\d+)\.json$": rf'"(?:bytes|journal|{MEASURED})":[^,}}]+|{DIGESTS}',
     r"adapter_config\.json$": r'"target_modules": \[.*?\]',  # a set, in any order
 }
