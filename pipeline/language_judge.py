@@ -188,7 +188,8 @@ def _group_count(questions: int, model: JudgeModel, work: Work, executor: Execut
     """A server is sent requests side by side within a group; a local model fills batches of one."""
     if isinstance(model.sampler, ServerSampler):
         return (work.share or WHOLE).count
-    return max(executor.groups, -(-questions // QUESTIONS_PER_GROUP))
+    parts = work.share.count if work.share else executor.groups
+    return max(parts, -(-questions // QUESTIONS_PER_GROUP))
 
 
 def _metrics(received: Received) -> dict[str, float]:

@@ -39,12 +39,12 @@ class Way:
 
     @property
     def spreads_weights(self) -> bool:
-        """Whether each rank holds a part of the weights."""
+        """Whether it is a preset by which each rank holds a part of the weights."""
         return self.deepspeed in PRESETS and PRESETS[self.deepspeed].stage == 3
 
     @property
     def offloads(self) -> bool:
-        """Whether something waits in the CPU's memory."""
+        """Whether it is a preset by which something waits in the CPU's memory."""
         return self.deepspeed in PRESETS and bool(PRESETS[self.deepspeed].offloads)
 
     def __str__(self) -> str:

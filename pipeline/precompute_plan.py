@@ -44,7 +44,7 @@ from ..stages.storage.spool import Spool
 from ..stages.storage.tables import drawing_of
 from .cache_compatibility import candidates, fingerprint, require_growth
 from .executors.cores import usable_cores
-from .executors.executor import Executor, Share
+from .executors.executor import Executor, Runner, Share
 from .executors.kinds import require_executor
 from .prepare_tasks import ArrangeTasks, EncodeTasks, Preparation
 from .rejected_rows import RejectedRows, first_rejected
@@ -168,8 +168,8 @@ KINDS = ("rows_of_conversations", "rows_of_plain_text")
 def make_plan(job: Job, run_id: str, executor: Executor, progress: Progress) -> Plan:
     """Encodes all rows, puts them on the ring, and writes the plan of what to score."""
     preparation = preparation_of(job)
-    executor = _of_preparing(job, executor)
-    _encode(job, preparation, executor, progress)
+    runner = _of_preparing(job, executor)
+    _encode(job, preparation, runner, progress)
     try:
         intake = preparation.intake()
     except CorruptionError:
@@ -182,7 +182,7 @@ def make_plan(job: Job, run_id: str, executor: Executor, progress: Progress) -> 
     _say_unused_template(job, intake, progress)
     quarantine = _quarantine(job, run_id, intake)
     _require_usable(job, intake, quarantine)
-    ring = _arrange(preparation, executor, progress)
+    ring = _arrange(preparation, runner, progress)
     intake.notes.update(ring.record.notes)
     if job.folder.manifest.exists():
         long_form = job.shape.kind == "scored_long"
@@ -203,9 +203,9 @@ def remake_ring(job: Job, plan: Plan, executor: Executor, progress: Progress) ->
     """Makes what is missing of the ring of a plan here again."""
     job.work.prepare()
     preparation = preparation_of(job)
-    executor = _of_preparing(job, executor)
-    _encode(job, preparation, executor, progress)
-    ring = _arrange(preparation, executor, progress)
+    runner = _of_preparing(job, executor)
+    _encode(job, preparation, runner, progress)
+    ring = _arrange(preparation, runner, progress)
     if _offsets(job, ring) != plan.unit_offsets:
         raise CorruptionError(
             f"{job.work.root}: its rows, prepared again, differ from its plan. Delete it and run "
@@ -237,11 +237,11 @@ def preparation_of(job: Job) -> Preparation:
     )
 
 
-def _encode(job: Job, preparation: Preparation, executor: Executor, progress: Progress) -> None:
+def _encode(job: Job, preparation: Preparation, runner: Runner, progress: Progress) -> None:
     """Encodes the slices that are not encoded yet."""
     preparation.ring.spool.prepare()
     try:
-        executor.run(EncodeTasks(preparation), progress=progress, on_done=lambda rows: None)
+        runner.run(EncodeTasks(preparation), progress=progress, on_done=lambda rows: None)
     except BadDataError:
         require_unchanged(job.inputs, job.digested)  # the better reason
         raise
@@ -249,16 +249,16 @@ def _encode(job: Job, preparation: Preparation, executor: Executor, progress: Pr
     require_unchanged(job.inputs, job.digested)
 
 
-def _arrange(preparation: Preparation, executor: Executor, progress: Progress) -> Ring:
+def _arrange(preparation: Preparation, runner: Runner, progress: Progress) -> Ring:
     """Makes the stretches of the ring that are missing, then pairs every completion."""
     ring = preparation.ring
-    executor.run(ArrangeTasks(preparation), progress=progress, on_done=lambda rows: None)
+    runner.run(ArrangeTasks(preparation), progress=progress, on_done=lambda rows: None)
     if not ring.is_whole:
         complete_ring(ring, preparation.num_ranges)
     return ring
 
 
-def _of_preparing(job: Job, executor: Executor) -> Executor:
+def _of_preparing(job: Job, executor: Executor) -> Runner:
     is_small = sum(file.bytes for file in job.inputs) < SMALL_INPUT_BYTES
     return executor.for_preparing(is_small=is_small, workers=job.config.data.workers)
 

@@ -249,7 +249,7 @@ def _reference(
     planner: MemoryPlanner, way: Way, workload: Workload, ranks: int, dtype: str
 ) -> ReferenceCost:
     itemsize, total = DTYPES[dtype].itemsize, planner.elements("full").total
-    share = ranks if way.spreads_weights else 1
+    share = ranks if planner.setting(way).stage == 3 else 1
     trees = workload.trees()
     tokens = sum(len(tree.prompt) + len(one) for tree in trees for one in tree.branches)
     return ReferenceCost(

@@ -26,11 +26,13 @@ class Column:
     def filled(self, count: int, like: Any) -> NDArray[Any]:
         """The column of so many branches of which nothing is known."""
         assert self.missing is not None, "an added branch needs a value in this column"
+        assert isinstance(like, np.ndarray), "only of numbers something can be missing"
         return np.full(count, self.missing, like.dtype)
 
 
 def column(per: Per, *, missing: float | None = None) -> Any:
     """The field of a column."""
+    assert missing is None or per == "branch", "only branches are added"
     return field(metadata={"column": Column(per, missing)})
 
 
@@ -47,7 +49,8 @@ class ColumnTable:
         own = [
             getattr(self, name) for name, each in self.columns().items() if each.per == "offsets"
         ]
-        within = [value.ends() for value in vars(self).values() if isinstance(value, ColumnTable)]
+        every = [getattr(self, name) for name in self.columns()]
+        within = [value.ends() for value in every if isinstance(value, ColumnTable)]
         return next((found for found in (*own, *within) if found is not None), None)
 
     def gather(
@@ -83,16 +86,22 @@ class ColumnTable:
         A column that is not in `added` gets what is declared to be missing.
         """
         (count,) = {len(values) for values in added.values()}
-        changed: dict[str, Any] = {}
+        changed: dict[str, Any] = {name: getattr(self, name) for name in self.columns()}
+        within = [
+            one
+            for one in changed.values()
+            if isinstance(one, ColumnTable) and one.ends() is not None
+        ]
+        assert not within, "branches are added to the table that has their offsets"
         for name, each in self.columns().items():
             if each.per == "branch":
-                own = getattr(self, name)
+                own = changed[name]
                 more = added.pop(name) if name in added else each.filled(count, own)
                 changed[name] = _taken(_joined([own, more], each.per), order)
             elif each.per == "offsets":
                 changed[name] = offsets
         assert not added, f"no columns of branches: {added.keys()}"
-        return type(self)(**{**vars(self), **changed})
+        return type(self)(**changed)
 
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:

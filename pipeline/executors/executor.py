@@ -53,29 +53,39 @@ class Tasks(Protocol[Facts_co]):
         ...
 
     def open(self, progress: Progress) -> Callable[[int], Facts_co]:
-        """A function that makes and commits a task in this process, and returns facts about it."""
+        """A function that makes and commits a task in this process, and returns facts about it.
+
+        It advances the progress by the task; executors that work elsewhere give it none.
+        """
         ...
 
 
-class Executor(Protocol):
+class Runner(Protocol):
     """A way to get tasks made."""
+
+    def run(
+        self, tasks: Tasks[Facts], *, progress: Progress, on_done: Callable[[Facts], None]
+    ) -> None:
+        """Returns once all tasks of its share are committed; `on_done` gets the facts of each.
+
+        It begins and ends the progress, and advances it by the tasks that are committed already.
+        """
+        ...
+
+
+class Executor(Runner, Protocol):
+    """What `scoring.executor` names."""
 
     @property
     def groups(self) -> int:
         """Into how many tasks, at least, work is to be cut for it; 1: into as few as fit."""
         ...
 
-    def for_preparing(self, *, is_small: bool, workers: int) -> Executor:
-        """The executor that prepares rows, which takes cores and no model.
+    def for_preparing(self, *, is_small: bool, workers: int) -> Runner:
+        """What prepares rows, which takes cores and no model.
 
         Small data are prepared in this process; `workers` processes are what a user asks for.
         """
-        ...
-
-    def run(
-        self, tasks: Tasks[Facts], *, progress: Progress, on_done: Callable[[Facts], None]
-    ) -> None:
-        """Returns once all tasks of its share are committed; `on_done` gets the facts of each."""
         ...
 
 

@@ -19,7 +19,7 @@ from ...schemas.errors import BadDataError
 from ...stages.engine.launchers import ranks_here
 from ...stages.tracking.progress import NoProgress, Progress
 from .cores import usable_cores
-from .executor import WHOLE, Executor, Facts, Share, Tasks
+from .executor import WHOLE, Facts, Runner, Share, Tasks
 
 GROUPS_PER_PART = 4
 
@@ -35,7 +35,7 @@ class Inline:
         """A few for each part, so that the last of one does not keep all waiting."""
         return GROUPS_PER_PART * self.share.count if self.share.count > 1 else 1
 
-    def for_preparing(self, *, is_small: bool, workers: int) -> Executor:
+    def for_preparing(self, *, is_small: bool, workers: int) -> Runner:
         """All cores of this machine; each of the ranks here has children of its own."""
         cores = max(1, usable_cores() // ranks_here(os.environ))
         processes = workers or (0 if is_small else cores)
@@ -63,15 +63,6 @@ class Children:
 
     share: Share
     processes: int
-
-    @property
-    def groups(self) -> int:
-        """As many as one process wants, and enough for each."""
-        return max(Inline(self.share).groups, GROUPS_PER_PART * self.processes)
-
-    def for_preparing(self, *, is_small: bool, workers: int) -> Executor:
-        """Itself: it has no model."""
-        return self
 
     def run(
         self, tasks: Tasks[Facts], *, progress: Progress, on_done: Callable[[Facts], None]

@@ -28,7 +28,7 @@ from ...schemas.config import ScoringOptions
 from ...schemas.errors import AlignError, ServerError, UsageError, unexpected_os_error
 from ...stages.tracking.progress import NoProgress, Progress
 from .cores import HOW_THREADS_WAIT, usable_cores
-from .executor import WHOLE, Executor, Facts, Tasks
+from .executor import WHOLE, Facts, Runner, Tasks
 from .processes import Inline
 
 logger = logging.getLogger("align")
@@ -76,7 +76,7 @@ class RayActors:
         """How many actors there will be is not known yet."""
         return GROUPS
 
-    def for_preparing(self, *, is_small: bool, workers: int) -> Executor:
+    def for_preparing(self, *, is_small: bool, workers: int) -> Runner:
         """A cluster of many machines with a worker for each core; else this machine's cores."""
         if self.address and not is_small:
             return replace(self, workers="", gpus=0.0, cores=1.0)

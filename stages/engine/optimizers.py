@@ -28,7 +28,7 @@ class OptimizerKind:
     stages: frozenset[int] = EVERY_STAGE
     make: Callable[..., torch.optim.Optimizer] | None = None  # from groups and parameters
     why: str = ""  # the other stages do not fit
-    most_states: float = 0.0  # where it keeps more for some parameters than for most
+    most_states: float = 0.0  # where it keeps more of some matrices than of most
     is_for_matrices: bool = False  # and updates them as wholes, all else as AdamW does
     needs_bitsandbytes: bool = False
 
@@ -93,7 +93,7 @@ def kind_of(config: Mapping[str, Any]) -> OptimizerKind | None:
 
 
 def most_states(config: Mapping[str, Any]) -> float:
-    """The numbers that the optimizer of a configuration keeps at most for an element."""
+    """The numbers that a configuration's optimizer keeps at most for an element of a matrix."""
     named = str(config.get("optimizer", {}).get("type", "")).lower()
     found = [kind for kind in KINDS.values() if kind.type.lower() == named]
     return max(found[0].states, found[0].most_states) if found else DEEPSPEEDS.get(named, 0.0)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 
 import numpy as np
 
 from ...schemas.batches import MicroBatch, StepBatch
+from ...schemas.columns import joined_ranges
 from ...schemas.rows import ScoredBlock
 from .step_plan import assign_batches
 
@@ -20,23 +20,20 @@ def cut_smaller(batch: StepBatch, budget: int, *, pads: bool) -> StepBatch:
 
 
 def _cut(micros: Sequence[MicroBatch], budget: int, *, pads: bool) -> tuple[MicroBatch, ...]:
-    rows = [_row(micro, index) for micro in micros for index in range(len(micro.trees))]
-    rows.sort(key=lambda row: int(row.places[0]))  # in step order, as they were planned
-    lengths = np.array([row.trees[0].num_tokens for row in rows], np.int64)
-    plan = assign_batches(lengths, world_size=1, budget=budget, pads=pads)
-    return tuple(_joined([rows[row] for row in turn.tolist()]) for turn in plan.of_rank(0))
-
-
-def _row(micro: MicroBatch, index: int) -> MicroBatch:
-    """A row as a micro-batch of its own."""
-    begin, end = micro.block.rows.branch_offsets[index : index + 2]
-    block = micro.block.take(np.array([index]))
-    return MicroBatch(block, micro.places[begin:end], (micro.row_ids[index],))
-
-
-def _joined(rows: Sequence[MicroBatch]) -> MicroBatch:
-    return MicroBatch(
-        ScoredBlock.concat([row.block for row in rows]),
-        np.concatenate([row.places for row in rows]),
-        tuple(chain.from_iterable(row.row_ids for row in rows)),
+    if not micros:
+        return ()
+    whole = ScoredBlock.concat([micro.block for micro in micros])
+    places = np.concatenate([micro.places for micro in micros])
+    row_ids = [row_id for micro in micros for row_id in micro.row_ids]
+    ends = whole.rows.branch_offsets
+    order = np.argsort(places[ends[:-1]])  # in step order, as they were planned
+    lengths = np.array([tree.num_tokens for micro in micros for tree in micro.trees], np.int64)
+    plan = assign_batches(lengths[order], world_size=1, budget=budget, pads=pads)
+    return tuple(
+        MicroBatch(
+            whole.take(rows),
+            places[joined_ranges(ends[rows], np.diff(ends)[rows])],
+            tuple(row_ids[row] for row in rows.tolist()),
+        )
+        for rows in (order[turn] for turn in plan.of_rank(0))
     )

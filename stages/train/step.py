@@ -278,8 +278,8 @@ class Sums:
         once = self._facts | (router_facts(of_routers) if len(routing) else {})
         known = [value for fact in once.values() for value in (fact.total, fact.count)]
         known += [value for values in state.values() for value in values]
-        on_device = [_tensor_of(value, like)[None] for value in known]
-        left = iter(torch.cat([reduced[: len(own)], *on_device]).tolist())
+        numbers = [_tensor_of(value, like)[None] for value in known]
+        left = iter(torch.cat([reduced[: len(own)], *numbers]).tolist())
         totals = {name: next(left) for name in sorted(summed)}
         counts = {name: next(left) for name in sorted(self._metrics)}
         counts |= {name: float(share.count) for name, share in self._shares.items()}

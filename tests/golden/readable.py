@@ -4,8 +4,8 @@ import hashlib
 import re
 import sqlite3
 
-# Locks, the journals of what a tracker was sent, and what is kept beside a run for this machine.
-SKIPPED = re.compile(r"(?:^|/)(?:home|__pycache__|mlruns)/|(?:^|/)mlflow\.db|\.lock$")
+# Locks, drafts of what was killed, stores of trackers, and what is kept for this machine.
+SKIPPED = re.compile(r"(?:^|/)(?:home|__pycache__|mlruns)/|(?:^|/)mlflow\.db|\.lock$|\.tmp$")
 # Times, speeds, names drawn at random and digests of such, in a file whose name ends so.
 MEASURED = r"(?:speed|memory)/\w+"
 DIGESTS = r'"(?:digest|sha256|mlflow_run_id)":"\w*"'

@@ -3,12 +3,19 @@
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import pytest
-
+from align.pipeline import precompute_plan
 from align.pipeline.executors import processes
 from align.pipeline.executors.executor import WHOLE, Share
 from align.pipeline.executors.processes import Children, Inline
-from support.executor_contract import COUNT, FileTasks, made_by, require_executor_contract
+from support.executor_contract import (
+    COUNT,
+    OTHERS,
+    FileTasks,
+    made_by,
+    require_executor_contract,
+    require_runner_contract,
+)
+from support.stub_reference import StubReference
 
 
 @dataclass(frozen=True)
@@ -22,16 +29,29 @@ class Threads:
 
     def run(self, tasks, *, progress, on_done):
         todo = [task for task in WHOLE.of(tasks) if not tasks.is_committed(task)]
+        progress.begin(tasks.name, total=len(todo), unit=tasks.unit)
         with ThreadPoolExecutor(2) as pool:
             for facts in pool.map(tasks.open(progress), todo):
                 on_done(facts)
 
 
-@pytest.mark.parametrize(
-    ("executor", "survives"), [(Inline(), False), (Children(WHOLE, 2), True), (Threads(), False)]
-)
-def test_it_keeps_to_the_contract(executor, survives, tmp_path):
-    require_executor_contract(executor, tmp_path / "tasks", survives=survives)
+def test_they_keep_to_the_contract(tmp_path):
+    require_executor_contract(Inline(), tmp_path / "inline", survives=False)
+    require_executor_contract(Threads(), tmp_path / "threads", survives=False)
+    require_runner_contract(Children(WHOLE, 2), tmp_path / "children")
+
+
+def test_what_another_process_commits_meanwhile_is_not_made(tmp_path):
+    tasks = FileTasks(tmp_path, also=OTHERS)
+    assert made_by(Inline(), tasks) == [task for task in range(COUNT) if task != OTHERS]
+
+
+def test_stage_1_prepares_rows_as_its_executor_says(config, monkeypatch):
+    monkeypatch.setattr(processes, "usable_cores", lambda: 16)
+    job = precompute_plan.open_job(config, StubReference())
+    assert precompute_plan._of_preparing(job, Inline()) == Inline()
+    monkeypatch.setattr(precompute_plan, "SMALL_INPUT_BYTES", 0)
+    assert precompute_plan._of_preparing(job, Inline()) == Children(WHOLE, 16)
 
 
 def test_parts_make_every_task_once_between_them(tmp_path):

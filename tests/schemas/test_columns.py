@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from align.schemas.batches import MicroBatch
+from align.schemas.batches import MicroBatch, StepBatch
 from align.schemas.columns import ColumnTable, Ragged, column
 from align.schemas.row_keys import key_rows
 from align.schemas.rows import Role, RowBlock, ScoredBlock
 from align.stages.feed.row_selection import Reading, as_read
-from align.stages.feed.smaller_batches import _joined, _row
+from align.stages.feed.smaller_batches import cut_smaller
 from align.stages.pairing.long_form import merge_same_prompts
 from support.encoded_rows import encoded
 from support.made_caches import block_of
@@ -105,7 +105,8 @@ def test_what_a_method_reads_and_a_joined_long_form_keep_an_added_column():
     read = as_read(block, np.array([0]), reading=reading, source="here")
     require_marked(read.rows)
     micro = MicroBatch(read, np.arange(2), ("a",))
-    again = _joined([_row(micro, 0)])
+    sizes = {"rows": 1, "branches": 2, "tokens": 2, "chosen_tokens": 1, "mismatched_branches": 0}
+    (again,) = cut_smaller(StepBatch(None, (micro,), (), **sizes), 1, pads=False).own
     require_marked(again.block.rows)
     assert [tree.prompt.tolist() for tree in again.trees] == [[5]]
     assert again.block.logps.tolist() == read.logps.tolist()

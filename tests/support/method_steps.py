@@ -1,7 +1,7 @@
 """Optimizer steps for losses: branches made by hand or by chance, run as a trainer would."""
 
+from collections import Counter
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +11,6 @@ from align.schemas.rows import Role
 from align.stages.methods.modifiers import Modifiers
 from align.stages.methods.recipe import Part, Recipe, is_good
 from align.stages.methods.table import METHODS, recipe_of
-from align.stages.train.step import Sums
 
 ROLES = {
     "paired": (Role.CHOSEN, Role.REJECTED),
@@ -327,15 +326,21 @@ def _as_shown(micro, recipe):
 
 
 def _summed(recipe, whole, micros, outcomes, state):
-    sums, values = Sums(), {}
+    totals, counts, values = Counter(), {}, {}
     for outcome in outcomes:
-        sums.add_outcome(outcome)
         for name, metric in outcome.metrics.items():
+            one = metric if isinstance(metric, Mean) else Mean.of(metric)
+            assert not one.total.requires_grad, name
+            totals[name] += one.total.item()
+            counts[name] = counts.get(name, 0.0) + float(one.count)
             if not isinstance(metric, Mean):
-                assert not metric.requires_grad, name
                 values[name] = torch.cat([values.get(name, metric[:0]), metric])
-    means = sums.means(SimpleNamespace(total=lambda own: own))
-    told = {name: mean.value for name, mean in means.items()}
+        for name, share in outcome.shares.items():
+            totals[name] += share.total.item()
+            counts[name] = share.count
+        for name, fact in outcome.facts.items():
+            totals[name], counts[name] = fact.total.item(), fact.count
+    told = {name: totals[name] / count for name, count in counts.items() if count}
     by_branch, by_token, by_value = (
         torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.clone()
         for leaf in _leaves(whole)

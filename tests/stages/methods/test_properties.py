@@ -161,16 +161,17 @@ def test_methods_of_two_sides_report_rewards_and_log_probs_under_the_same_names(
     if method.rows not in {"paired", "labelled"} or method.name in WITHOUT_REWARDS:
         return
     whole = random_branches(method.rows, 3)
-    told = take(method, whole, mismatched=MISMATCHED).means
-    logps = whole.logps.detach()
-    value = "rewards" if method.head == "score" else "logps"
-    assert told[f"{value}/chosen"] == pytest.approx(logps[0::2].mean().item())
-    assert told[f"{value}/rejected"] == pytest.approx(logps[1::2].mean().item())
+    taken = take(method, whole, mismatched=MISMATCHED)
+    logps, told = whole.logps.detach(), taken.means
+    expected = {"rewards" if method.head == "score" else "logps": logps}
     if "reference" in method.needs:
         by = whole.num_tokens if method.name in PER_TOKEN else 1
-        expected = method.options().beta * (logps - whole.reference) / by
-        assert told["rewards/chosen"] == pytest.approx(expected[0::2].mean().item())
-        assert told["rewards/rejected"] == pytest.approx(expected[1::2].mean().item())
+        expected["rewards"] = method.options().beta * (logps - whole.reference) / by
+    for name, values in expected.items():
+        for side, of_side in ((f"{name}/chosen", values[0::2]), (f"{name}/rejected", values[1::2])):
+            assert told[side] == pytest.approx(of_side.mean().item())
+            if method.rows == "paired":
+                torch.testing.assert_close(taken.values[side], of_side)
     if method.rows == "paired":
         margin = told["rewards/chosen"] - told["rewards/rejected"]
         assert told["rewards/margins"] == pytest.approx(margin)
