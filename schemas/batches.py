@@ -9,15 +9,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from .rows import ScoredBlock, Tree
-
 if TYPE_CHECKING:
     import numpy as np
     import torch
     from numpy.typing import NDArray
     from torch import Tensor, nn
 
-    from .rows import Role
+    from .rows import Role, ScoredBlock, Tree
 
 
 @dataclass(frozen=True)
@@ -39,11 +37,7 @@ class MicroBatch:
     @cached_property
     def trees(self) -> tuple[Tree, ...]:
         """What the policy runs over, one for each row."""
-        rows, ends = self.block.rows, self.block.rows.branch_offsets.tolist()
-        return tuple(
-            Tree(prompt, tuple(rows.completions[branch] for branch in range(start, end)))
-            for prompt, start, end in zip(rows.prompts, ends, ends[1:], strict=False)
-        )
+        return self.block.rows.trees()
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,19 @@ class PromptKeys(ColumnTable):
 
 
 @dataclass(frozen=True)
+class Tree:
+    """One prompt and the branches that are scored on it in one sequence."""
+
+    prompt: NDArray[np.int32]
+    branches: tuple[NDArray[np.int32], ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of `[prompt | branch 1 | branch 2 | ...]`."""
+        return len(self.prompt) + sum(map(len, self.branches))
+
+
+@dataclass(frozen=True)
 class RowBlock(ColumnTable):
     """Tokenized rows, column by column; branches of row i are `branch_offsets[i]:[i + 1]`."""
 
@@ -122,18 +135,13 @@ class RowBlock(ColumnTable):
         """The row each branch belongs to."""
         return np.repeat(np.arange(len(self), dtype=np.int64), np.diff(self.branch_offsets))
 
-
-@dataclass(frozen=True)
-class Tree:
-    """One prompt and the branches that are scored on it in one sequence."""
-
-    prompt: NDArray[np.int32]
-    branches: tuple[NDArray[np.int32], ...]
-
-    @property
-    def num_tokens(self) -> int:
-        """Length of `[prompt | branch 1 | branch 2 | ...]`."""
-        return len(self.prompt) + sum(map(len, self.branches))
+    def trees(self) -> tuple[Tree, ...]:
+        """Each row as a sequence to be run."""
+        ends = self.branch_offsets.tolist()
+        return tuple(
+            Tree(prompt, tuple(self.completions[branch] for branch in range(start, end)))
+            for prompt, start, end in zip(self.prompts, ends, ends[1:], strict=False)
+        )
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...schemas.batches import Engine, EvalSample, MicroBatch, StepBatch, StepSize, World
 from ...schemas.errors import FingerprintError
 from ...schemas.methods import Branches, Step
-from ...schemas.rows import Role, ScoredBlock, Tree, allowed_gaps
+from ...schemas.rows import Role, ScoredBlock, allowed_gaps
 from ..engine.distributed import gathered
 from ..methods.recipe import MethodState, Recipe
 from ..storage.failpoints import reach
@@ -175,11 +175,8 @@ def largest_gap(
 
 @torch.no_grad()
 def _scored(engine: Engine, block: ScoredBlock) -> np.ndarray:
-    rows = block.rows
     sums = []
-    for row in range(len(rows)):
-        branches = range(rows.branch_offsets[row], rows.branch_offsets[row + 1])
-        tree = Tree(rows.prompts[row], tuple(rows.completions[branch] for branch in branches))
+    for tree in block.rows.trees():
         tokens = torch.split(engine.forward((tree,))["logps"], [len(one) for one in tree.branches])
         sums += [float(logps.double().sum()) for logps in tokens]
     return np.array(sums)
