@@ -2,7 +2,8 @@
 
 Every file that they leave is compared, `_align` included, and every word that they print. Work
 that was killed half way is begun by the earlier commit and finished by either. No result is kept:
-another processor has other numbers. It ends with exit code 1 where something differs.
+another processor has other numbers. It ends with exit code 1 where something differs, or where a
+play does not come to its end.
 """
 
 import argparse
@@ -40,15 +41,18 @@ def main():
         for of, tree in trees.items():
             (links / of).mkdir(parents=True)
             (links / of / "align").symlink_to(tree)
-        differing = 0
+        differing, failed = 0, 0
         for play in [known[one] for one in options.plays or known]:
             began, left = time.monotonic(), []
             for of in trees:
-                left.append(leave(play, links / of, links / "before", folder, options.rows))
+                place, is_whole = leave(play, links / of, links / "before", folder, options.rows)
+                left.append(place)
+                failed += not is_whole
             differing += compare(play.__name__, *left)
             print(f"{play.__name__}: {time.monotonic() - began:.0f} s", flush=True)
-        print(f"\n{differing} different")
-        sys.exit(1 if differing else 0)
+        # What comes after a failure is not compared, though both sides fail alike.
+        print(f"\n{differing} different, {failed} plays not played to their end")
+        sys.exit(1 if differing or failed else 0)
 
 
 def checkout(commit, folder):
@@ -60,7 +64,7 @@ def checkout(commit, folder):
 
 
 def leave(play, link, beginner, folder, rows):
-    """Plays once, by one tree; returns the folder of what it left."""
+    """Plays once, by one tree: the folder of what it left, and whether it came to its end."""
     place = folder / "place"
     place.mkdir()
     maker = Side(link, place, beginner)
@@ -69,14 +73,15 @@ def leave(play, link, beginner, folder, rows):
     maker.align("tiny-world", "world", "--rows", rows)
     side = Side(link, place / play.__name__, beginner)
     side.folder.mkdir()
+    is_whole = False
     try:
         play(side)
+        is_whole = True
     except PlayError as error:
         print(f"{play.__name__}, {link.name}: {error}", flush=True)
-        side.said.append("failed\n")
     side.write("said.txt", "".join(side.said))
     side.write("mlflow.txt", told_to_mlflow(side.folder))
-    return place.rename(folder / f"{play.__name__}-{link.name}")
+    return place.rename(folder / f"{play.__name__}-{link.name}"), is_whole
 
 
 def compare(play, left, right):

@@ -24,7 +24,6 @@ class Side:
     link: Path  # a folder that holds the tree, or a link to it, called align
     folder: Path  # the same path for both sides: settings and caches record it
     beginner: Path  # the link of the tree that begins what this one finishes
-    variables: dict = field(default_factory=dict)
     said: list = field(default_factory=list)
 
     def align(self, *words, code=0, **variables):
@@ -36,9 +35,9 @@ class Side:
         printed = self._run(self.link, (*RANKS, *words), 0, {})
         return printed if is_said else self.said.pop(-2)
 
-    def python(self, program, *words):
+    def python(self, program):
         """What a program of Python prints that imports this tree's align."""
-        return self._python(self.link, ("-c", program, *map(str, words)), {}).stdout
+        return self._python(self.link, ("-c", program), {}).stdout
 
     def begin(self, *words, at):
         """A command of the older tree on both sides, killed at a failpoint."""
@@ -71,7 +70,7 @@ class Side:
         return subprocess.run(
             [sys.executable, *words],
             cwd=self.folder,
-            env=os.environ | PLAIN | own | self.variables | variables,
+            env=os.environ | PLAIN | own | variables,
             capture_output=True,
             text=True,
             check=False,
