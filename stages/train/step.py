@@ -269,9 +269,11 @@ class Sums:
         summed = self._metrics | self._shares
         if not summed:
             return {}, {}
-        like = next(iter(summed.values())).total
-        own = [summed[name].total for name in sorted(summed)]
-        own += [_tensor_of(self._metrics[name].count, like) for name in sorted(self._metrics)]
+        # In the same order on every rank.
+        names, counted = sorted(summed), sorted(self._metrics)
+        like = summed[names[0]].total
+        own = [summed[name].total for name in names]
+        own += [_tensor_of(self._metrics[name].count, like) for name in counted]
         routing = like.new_empty(0, 2) if self._routing is None else self._routing
         reduced = engine.total(torch.cat([torch.stack(own), routing.flatten()]))
         of_routers = reduced[len(own) :].view_as(routing)
@@ -280,10 +282,10 @@ class Sums:
         known += [value for values in state.values() for value in values]
         numbers = [_tensor_of(value, like)[None] for value in known]
         left = iter(torch.cat([reduced[: len(own)], *numbers]).tolist())
-        totals = {name: next(left) for name in sorted(summed)}
-        counts = {name: next(left) for name in sorted(self._metrics)}
+        totals = {name: next(left) for name in names}
+        counts = {name: next(left) for name in counted}
         counts |= {name: float(share.count) for name, share in self._shares.items()}
-        means = {name: Mean(totals[name], counts[name]) for name in summed}
+        means = {name: Mean(totals[name], counts[name]) for name in names}
         means |= {name: Mean(next(left), next(left)) for name in once}
         after = {name: tuple(next(left) for _ in values) for name, values in state.items()}
         return {name: means[name] for name in sorted(means) if means[name].count}, after
