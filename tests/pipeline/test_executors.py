@@ -1,7 +1,4 @@
-"""The executors of one machine, and one of a few lines, keep to what stage 1 relies on."""
-
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+"""The executors of one machine keep to what stage 1 relies on."""
 
 from align.pipeline import precompute_plan
 from align.pipeline.executors import processes
@@ -18,26 +15,8 @@ from support.executor_contract import (
 from support.stub_reference import StubReference
 
 
-@dataclass(frozen=True)
-class Threads:
-    """An executor of a few lines."""
-
-    groups: int = 4
-
-    def for_preparing(self, *, is_small, workers):
-        return self
-
-    def run(self, tasks, *, progress, on_done):
-        todo = [task for task in WHOLE.of(tasks) if not tasks.is_committed(task)]
-        progress.begin(tasks.name, total=len(todo), unit=tasks.unit)
-        with ThreadPoolExecutor(2) as pool:
-            for facts in pool.map(tasks.open(progress), todo):
-                on_done(facts)
-
-
 def test_they_keep_to_the_contract(tmp_path):
     require_executor_contract(Inline(), tmp_path / "inline", survives=False)
-    require_executor_contract(Threads(), tmp_path / "threads", survives=False)
     require_runner_contract(Children(WHOLE, 2), tmp_path / "children")
 
 

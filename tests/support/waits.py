@@ -2,12 +2,8 @@
 
 import os
 import sys
-import warnings
 from collections import Counter
-from contextlib import contextmanager
 from pathlib import Path
-
-import torch
 
 from support.rooms import ROOMS, ROOT
 
@@ -41,27 +37,3 @@ class Waits:
         """Those so far, which are forgotten."""
         seen, self.seen = dict(self.seen), Counter()
         return seen
-
-
-@contextmanager
-def waits_for_gpu():
-    """Counts inside what CUDA calls synchronizing; of a CPU there is nothing to count."""
-    waits = Waits()
-    if not torch.cuda.is_available():
-        yield waits
-        return
-
-    def seen(message, category, filename, lineno, file=None, line=None):
-        if "synchronizing" in str(message):
-            waits.add("")
-        else:
-            sys.stderr.write(warnings.formatwarning(message, category, filename, lineno, line))
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        warnings.showwarning = seen
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield waits
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
