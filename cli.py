@@ -212,9 +212,9 @@ def sweep(
     ] = None,
     beta: Annotated[str | None, typer.Option(help="Same as --vary method.beta=…")] = None,
     lr: Annotated[str | None, typer.Option(help="Same as --vary train.lr=…")] = None,
-    output: Annotated[Path, typer.Option(help="Each run gets a folder in it.")] = Path(
-        "align-sweep"
-    ),
+    output: Annotated[
+        str, typer.Option(help="Each run gets a folder in it.", metavar="PATH")
+    ] = "align-sweep",
     cache: Annotated[str | None, typer.Option(help="A cache made by precompute-ref.")] = None,
     resume: Annotated[
         Literal["never", "auto"] | None, typer.Option(help="auto: continue where a sweep stopped.")

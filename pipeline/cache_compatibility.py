@@ -243,7 +243,7 @@ def open_earlier(folders: Sequence[str], plan: Plan) -> list[EarlierCache]:
 
 def register_cache(folder: CacheFolder) -> None:
     """Adds a finished cache to this user's registry, unless it is in a store."""
-    if not isinstance(folder.root, Path):
+    if not folder.store.is_near:
         return
     path = _list_of_caches()
     try:

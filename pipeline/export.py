@@ -16,9 +16,7 @@ from .object_inputs import local_model
 
 def beside(folder: CacheFolder, to: str) -> Path:
     """Where the export of a cache goes by itself: beside it, or here if it is in a store."""
-    made = folder.root.resolve()
-    parent = made.parent if isinstance(made, Path) else Path()
-    return parent / f"{made.name}-{to}.parquet"
+    return folder.store.folder_beside(folder.root) / f"{folder.root.resolve().name}-{to}.parquet"
 
 
 def export(cache: str | Location, target: Path, *, model: str | None, overwrite: bool) -> int:

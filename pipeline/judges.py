@@ -15,7 +15,7 @@ from ..stages.judge.judged_rows import SampleRows
 from ..stages.judge.judgments import Candidate, pairwise_questions, rubric_questions
 from ..stages.judge.verdicts import Compared
 from ..stages.judge.verifiers import Verifier, verifier_of
-from ..stages.storage.local_copies import work_folder
+from ..stages.storage.store import store_of
 from .executors.executor import Share
 from .executors.kinds import require_executor
 from .language_judge import Answered, JudgeModel, Work, answer, require_named
@@ -89,7 +89,7 @@ def _by_rubric(model: JudgeModel, samples: SampleRows, work: Work) -> JudgeOutco
 def _by_reward(config: Config, name: str, samples: SampleRows, work: Work) -> JudgeOutcome[Scores]:
     from .reward_judge import reward_scores
 
-    home = work_folder(work.answers) / "reward" / name[:16]
+    home = store_of(work.answers).work_folder(work.answers) / "reward" / name[:16]
     made = reward_scores(config, samples, home, progress=work.progress, share=work.share)
     if made is None:
         return JudgeOutcome(None, 0, 0)

@@ -11,7 +11,7 @@ from ..schemas.errors import UsageError
 from ..stages.data.file_formats import FORMATS
 from ..stages.storage.cache_folder import CacheFolder
 from ..stages.storage.local_copies import local_folder
-from ..stages.storage.objects import ObjectPath, below, is_remote, location, version_of
+from ..stages.storage.objects import ObjectPath, below, is_remote, location, object_at, version_of
 from .settings import load_settings
 
 # Weights that are never read: a model is loaded from safetensors alone.
@@ -44,10 +44,8 @@ def local_options(options: ModelOptions) -> ModelOptions:
 
 def local_model(folder: str) -> str:
     """The folder of a model, or of its copy if it is in a store."""
-    root = location(folder)
-    if not isinstance(root, ObjectPath):
-        return folder
-    return _copied(root, _is_of_model, "model folder")
+    root = object_at(folder)
+    return _copied(root, _is_of_model, "model folder") if root else folder
 
 
 def _is_of_model(name: str) -> bool:
@@ -56,8 +54,8 @@ def _is_of_model(name: str) -> bool:
 
 
 def _local_data(given: str) -> Sequence[str]:
-    root = location(given)
-    if not isinstance(root, ObjectPath):
+    root = object_at(given)
+    if root is None:
         return [given]
     if version := version_of(root) if root.key else None:
         return [str(local_folder(root, {"": version}))]

@@ -20,13 +20,12 @@ from ..schemas.errors import (
 from ..schemas.rows import Reference
 from ..stages.data.unread_columns import not_read
 from ..stages.report.cache_tables import worded
-from ..stages.storage import objects
-from ..stages.storage.cache_folder import CacheFolder, WorkFolder
+from ..stages.storage.cache_folder import PLAN_NAME, CacheFolder, WorkFolder
 from ..stages.storage.cleanup import collect, is_tidy, superseded
 from ..stages.storage.commits import read_commits
 from ..stages.storage.locks import owner_lock, try_owner_lock
 from ..stages.storage.manifest_file import build_manifest, load_manifest, load_plan, write_manifest
-from ..stages.storage.objects import Location, ObjectPath
+from ..stages.storage.objects import Location
 from ..stages.tracking.journaled_run import Run
 from ..stages.tracking.outbox import unsent_runs
 from ..stages.tracking.progress import Progress
@@ -145,8 +144,8 @@ class _Call:
                 raise
             # Who completes the cache removes the work, also under a process that is still at it.
             is_gone = not (job.work.is_planned if plan else job.work.local.is_dir())
-            in_store = isinstance(job.work.root, ObjectPath)  # where it goes one by one
-            if is_gone or (in_store and job.is_published):
+            is_going = not job.folder.store.removes_at_once and job.is_published
+            if is_gone or is_going:
                 manifest = _made_by_another(job)
             else:
                 raise
@@ -223,8 +222,8 @@ def _made_by_another(job: Job) -> Manifest:
         if not is_tidy(job.folder, manifest):
             collect(job.folder, [job.work])
         return manifest
-    if isinstance(job.work.root, ObjectPath):
-        objects.remove_below(job.work.root)  # the commits that came late
+    if not job.folder.store.removes_at_once:
+        job.folder.store.retire(job.work.root, first=PLAN_NAME)  # the commits that came late
     raise LockedError(
         f"{job.folder.root}: another run, on other data, has completed its cache here and taken "
         "the place of this one. Run the same command again: scores that both need are copied."

@@ -34,7 +34,6 @@ from ..stages.model.folder_check import require_peft
 from ..stages.pairing.key_ranges import number_of_ranges
 from ..stages.pairing.ring import Ring, complete_ring
 from ..stages.pairing.units import unit_offsets
-from ..stages.storage import fs, places
 from ..stages.storage.cache_folder import CacheFolder, WorkFolder
 from ..stages.storage.commits import write_quarantine
 from ..stages.storage.local_copies import origin_of
@@ -89,7 +88,7 @@ class Job:
     @property
     def is_published(self) -> bool:
         """Whether the folder already holds the finished cache of this job."""
-        version = places.version_of(self.folder.manifest)
+        version = self.folder.store.version(self.folder.manifest)
         return bool(version) and _published_plan(self.folder, version) == self.plan_key
 
 
@@ -307,10 +306,8 @@ def _require_space(job: Job, ring: Ring) -> None:
     completions = ring.rows.completion_tokens * (1 + job.config.cache.kl_pairs)
     ids = 4 * (completions + ring.rows.prompt_tokens)
     needed = int(1.3 * ids * (2 if job.config.cache.token_logps else 1))
-    if not isinstance(job.folder.root, Path):
-        return  # a store grows
-    free = fs.free_bytes(job.folder.root)
-    if free < needed:
+    free = job.folder.store.free_bytes(job.folder.root)
+    if free is not None and free < needed:
         raise StorageError(
             f"{job.folder.root}: the shards may need {needed:,} bytes and {free:,} are free. "
             "Make room, or choose another --output."

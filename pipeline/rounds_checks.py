@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
 
 from ..schemas.config import Config
 from ..schemas.errors import UsageError
@@ -12,7 +11,7 @@ from ..stages.judge.judge_template import load_template
 from ..stages.methods.recipe import Recipe
 from ..stages.methods.table import recipe_of
 from ..stages.model.folder_check import require_peft
-from ..stages.storage.objects import is_remote
+from ..stages.storage.objects import require_on_disk
 from ..stages.storage.rounds_folder import RoundsFolder
 from .object_inputs import local_model, with_local_inputs
 from .precompute_plan import require_model
@@ -35,16 +34,11 @@ def open_rounds(settings: Settings) -> RoundsJob:
     _require_judge(config)
     _require_lora(config)
     _require_evaluation(config)
-    if is_remote(config.rounds.output):
-        raise UsageError(
-            f"{config.rounds.output}: rounds are written to a disk. Choose an --output there."
-        )
+    folder = RoundsFolder(require_on_disk(config.rounds.output, "rounds are"))
     local = with_local_inputs(config)
     judge = replace(local.judge, model=local_model(local.judge.model))
     local = replace(local, judge=judge)
-    job = RoundsJob(
-        settings, local, RoundsFolder(Path(config.rounds.output)), recipe, split_prompts(local)
-    )
+    job = RoundsJob(settings, local, folder, recipe, split_prompts(local))
     _require_measured(job)
     job.made_from(1, None)  # a model, a template or a function that is missing is found now
     _ = job.judge_sampler  # and so is a judge without a model, or a server without a revision

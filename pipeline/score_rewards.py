@@ -39,7 +39,7 @@ from ..stages.data.unread_columns import (
 )
 from ..stages.storage import fs
 from ..stages.storage.cache_folder import SCORES, CacheFolder, OutputFolder
-from ..stages.storage.objects import is_remote
+from ..stages.storage.objects import require_on_disk
 from ..stages.storage.shards import read_shard
 from ..stages.tracking.progress import Progress
 from .executors.executor import Share
@@ -140,11 +140,7 @@ def _opened(config: Config, command: str) -> _Data:
 
 
 def _require_writable(config: Config) -> None:
-    if is_remote(config.rewards.output):
-        raise UsageError(
-            f"{config.rewards.output}: scored data are written to a disk. Choose an --output there."
-        )
-    folder = Path(config.rewards.output)
+    folder = require_on_disk(config.rewards.output, "scored data are")
     if not folder.absolute().parent.is_dir():
         raise UsageError(
             f"{folder}: its parent is not a folder. Make it, or choose another --output."

@@ -19,7 +19,7 @@ from ..schemas.errors import CorruptionError, UsageError
 from ..schemas.json_codec import CodecError, from_plain, json_schema, unknown_key
 from ..schemas.safe_text import MASK, hear, masked, masked_address
 from ..stages.storage import fs
-from ..stages.storage.local_copies import use_place
+from ..stages.storage.local_copies import keep_copies_in
 from ..stages.storage.objects import is_remote
 from ..stages.storage.run_folder import RunFolder
 from .flags import require_used
@@ -113,7 +113,7 @@ def load_settings(
     if isinstance(uri := values.get("tracking.uri"), str):
         _require_address(uri, origins["tracking.uri"])
     settings = Settings(_build(values, origins), origins)
-    use_place(settings.config.objects.folder, settings.config.objects.local_gib)
+    keep_copies_in(settings.config.objects.folder, settings.config.objects.local_gib)
     for name in settings.on_command:
         require_used(command, name, origins[name])
     return settings

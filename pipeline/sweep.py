@@ -16,7 +16,7 @@ from ..stages.feed.cache_index import ShardColumns
 from ..stages.storage import fs
 from ..stages.storage.cache_folder import OutputFolder
 from ..stages.storage.digest_memory import own_digests
-from ..stages.storage.objects import SCHEMES
+from ..stages.storage.objects import require_on_disk
 from ..stages.storage.run_folder import RunFolder
 from ..stages.tracking.journaled_run import Run
 from ..stages.tracking.mlflow_client import GROUP_TAG, PARENT_TAG
@@ -34,13 +34,12 @@ Load = Callable[[Sequence[str]], Settings]
 PAGES = ("sweep.json", "sweep.txt", "sweep.html")
 
 
-def sweep(load: Load, trials: Sequence[Trial], output: Path, *, progress: Progress) -> SweepResult:
+def sweep(load: Load, trials: Sequence[Trial], folder: str, *, progress: Progress) -> SweepResult:
     """Trains one run after another; `load` gives the settings of a run from further --set texts.
 
     A single process continues after a run that failed; ranks may not agree that it failed.
     """
-    if output.parts[:1] and output.parts[0].rstrip(":") in SCHEMES:
-        raise UsageError(f"{output}: a sweep is written to a disk. Choose an --output there.")
+    output = require_on_disk(folder, "a sweep is")
     given = load(())
     _require_free(given, trials)
     jobs = [_open(load, trial, output) for trial in trials]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from functools import partial
+from urllib.parse import unquote
 
 import pytest
 import typer
@@ -32,7 +33,11 @@ from support.stage_one import contents
 
 COMMANDS = typer.main.get_command(cli.app).commands
 PLACE = re.compile(r"(cli\.py|(schemas|pipeline|stages|tests|docs|examples)/[\w./-]*)")
-TO_BE_WRITTEN = {"stages/methods/square.py", "pipeline/executors/threads.py"}  # by who adds them
+TO_BE_WRITTEN = {  # by who adds them
+    "stages/methods/square.py",
+    "stages/storage/folder_bucket.py",
+    "pipeline/executors/threads.py",
+}
 # `cd FOLDER && NAME=VALUE .venv/bin/align …`: the words before `align` may be missing.
 CALL = re.compile(r"(cd (?P<folder>\S+) && )?([A-Z_]+=\S+ )?(\S*/)?align (?P<words>.+)")
 
@@ -221,11 +226,25 @@ def copy_of_package(folder):
     return package
 
 
+def section_blocks(folder, title):
+    """The programs and lines that a section of the page on extending gives."""
+    _, _, text = page("docs/extending.md").read_text().partition(f"\n## {title}\n")
+    section = folder / "section.md"
+    section.write_text(text.partition("\n## ")[0])
+    return [block.text for block in blocks(section) if block.language]
+
+
+def precompute(folder, world, output, *options, **environment):
+    """Makes a cache in a folder by the package that is there."""
+    words = ("precompute-ref", world.data.paired, "--model", world.model, "--output", output)
+    fresh = ("--set", "cache.reuse_known=false", "--no-mlflow")
+    program = "import sys; from align import cli; sys.argv = ['align', *sys.argv[1:]]; cli.main()"
+    given = [sys.executable, "-c", program, *words, *fresh, *options]
+    run(*given, cwd=folder, PYTHONPATH=str(folder), **environment)
+
+
 def test_an_executor_is_added_as_its_page_shows(tmp_path, world):
-    text = page("docs/extending.md").read_text()
-    section = tmp_path / "section.md"
-    section.write_text(text[text.index("## An executor") : text.index("## A column")])
-    program, line, names = (block.text for block in blocks(section) if block.language)
+    program, line, names = section_blocks(tmp_path, "An executor")
     package = copy_of_package(tmp_path)
     (package / "pipeline" / "executors" / "threads.py").write_text(program)
     for file, before, after in (
@@ -235,16 +254,8 @@ def test_an_executor_is_added_as_its_page_shows(tmp_path, world):
         source = package / file
         assert source.read_text().count(before) == 1
         source.write_text(source.read_text().replace(before, after))
-    words = ("precompute-ref", world.data.paired, "--model", world.model)
-    program = "import sys; from align import cli; sys.argv = ['align', *sys.argv[1:]]; cli.main()"
     for name in ("threads", "inline"):
-        options = ("--output", name, "--executor", name, "--no-mlflow")
-        fresh = ("--set", "cache.reuse_known=false")
-        run(
-            *(sys.executable, "-c", program, *words, *options, *fresh),
-            cwd=tmp_path,
-            PYTHONPATH=str(tmp_path),
-        )
+        precompute(tmp_path, world, name, "--executor", name)
     assert contents(tmp_path / "threads") == contents(tmp_path / "inline")
     contract = (
         "import pathlib; from align.pipeline.executors.threads import Threads; "
@@ -253,6 +264,33 @@ def test_an_executor_is_added_as_its_page_shows(tmp_path, world):
     )
     both = os.pathsep.join((str(tmp_path), str(TESTS)))
     run(sys.executable, "-c", contract, cwd=tmp_path, PYTHONPATH=both)
+
+
+def test_a_store_of_objects_is_added_as_its_page_shows(tmp_path, world):
+    program, line = section_blocks(tmp_path, "A store of objects")
+    package = copy_of_package(tmp_path)
+    (package / "stages" / "storage" / "folder_bucket.py").write_text(program)
+    source = package / "stages" / "storage" / "buckets.py"
+    before = '    "s3": '
+    assert source.read_text().count(before) == 1
+    source.write_text(source.read_text().replace(before, f"{line}{before}"))
+    here = {"FOLDER_BUCKETS": str(tmp_path)}
+    precompute(tmp_path, world, "folder://bucket/cache", **here)
+    precompute(tmp_path, world, "disk")
+    disk = {
+        f"cache/{path.relative_to(tmp_path / 'disk')}": path.read_bytes()
+        for path in (tmp_path / "disk").rglob("*")
+        if path.is_file() and "_align" not in path.parts
+    }
+    bucket = {unquote(path.name): path.read_bytes() for path in (tmp_path / "bucket").iterdir()}
+    assert bucket == disk
+    contract = (
+        "import pathlib; from align.stages.storage.objects import location; "
+        "from support.store_contract import require_store_contract; "
+        "require_store_contract(location('folder://bucket/tried'), pathlib.Path.cwd())"
+    )
+    both = os.pathsep.join((str(tmp_path), str(TESTS)))
+    run(sys.executable, "-c", contract, cwd=tmp_path, PYTHONPATH=both, **here)
 
 
 def test_a_method_is_added_as_its_page_shows(tmp_path, training_world):

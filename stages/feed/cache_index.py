@@ -17,7 +17,6 @@ from ...schemas.columns import joined_ranges, offsets_of
 from ...schemas.errors import CorruptionError
 from ...schemas.rows import Role
 from ..storage.cache_folder import CacheFolder
-from ..storage.local_copies import fetched_ahead
 from ..storage.objects import Location
 from ..storage.shards import list_column, number_column, read_columns
 from .conversions import Reading
@@ -92,7 +91,7 @@ def build_index(
 ) -> Index:
     """Reads the narrow columns of every shard; a damaged one is a CorruptionError with its unit."""
     found = _Found()
-    fetched = fetched_ahead(map(folder.shard, manifest.shards))
+    fetched = folder.store.ahead(map(folder.shard, manifest.shards))
     for shard, _ in zip(manifest.shards, fetched, strict=True):
         with naming_unit(shard.unit):
             table, sizes = columns.read(folder, shard, (*COLUMNS, *reading.columns))

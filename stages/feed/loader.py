@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from ...schemas.batches import Cursor, MicroBatch, StepBatch, StepSize
 from ...schemas.columns import joined_ranges, offsets_of
 from ...schemas.rows import ScoredBlock
-from ..storage.local_copies import fetch_all
 from ..storage.shards import open_shard, read_block, row_ids
 from .cache_index import RowTable, naming_unit
 from .row_selection import as_read
@@ -175,7 +174,9 @@ def read_pieces(source: TrainSource, table: RowTable, numbers: NDArray[np.int64]
     """Reads these rows of a table; a row group is freed once its rows are taken."""
     groups = table.group_of(numbers)
     units = {source.index.places[group].unit for group in np.unique(groups).tolist()}
-    fetch_all(source.folder.shard(source.manifest.shards[unit]) for unit in sorted(units))
+    shards = [source.folder.shard(source.manifest.shards[unit]) for unit in sorted(units)]
+    for _ in source.folder.store.ahead(shards):
+        pass  # each is there now
     pieces = []
     for group in np.unique(groups).tolist():
         here = np.sort(numbers[groups == group])

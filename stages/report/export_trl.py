@@ -22,10 +22,11 @@ from ...schemas.cache import Manifest, StoredKind, branch_layout
 from ...schemas.columns import offsets_of
 from ...schemas.errors import CorruptionError, UsageError
 from ...schemas.rows import Role
-from ..storage import fs, local_copies, places
+from ..storage import fs
 from ..storage.cache_folder import CacheFolder
 from ..storage.manifest_file import load_manifest
 from ..storage.shards import carried_names, iter_row_groups, read_block
+from ..storage.store import store_of
 
 
 def export_trl(
@@ -53,9 +54,9 @@ def scan_trl(folder: CacheFolder, decode: Decode | None = None) -> pl.LazyFrame:
     Only the first rows are looked at now. Rows of another kind are refused as they are read.
     """
     manifest = _require_rows(folder)
-    paths = [local_copies.path_of(folder.shard(shard)) for shard in manifest.shards]
+    paths = [folder.store.local(folder.shard(shard)) for shard in manifest.shards]
     for path, shard in zip(paths, manifest.shards, strict=True):
-        if places.size_of(path) != shard.bytes:
+        if store_of(path).size(path) != shard.bytes:
             raise CorruptionError(
                 f"{path} is not there as the manifest has it. Restore it from a copy, or make the "
                 "cache again."

@@ -20,7 +20,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -28,8 +27,8 @@ import numpy as np
 from ...schemas.errors import CorruptionError, PathError, counted
 from ...schemas.json_codec import digest, to_json
 from ...schemas.samples import is_token_count
-from . import fs, places
 from .objects import Location
+from .store import store_of
 
 logger = logging.getLogger("align")
 
@@ -63,6 +62,7 @@ class Answers:
 
     def __init__(self, folder: Location) -> None:
         self.folder = folder
+        self._store = store_of(folder)
         self._places: dict[str, _Place] = {}
         self._read: dict[str, int] = {}  # bytes of each segment
         self._unusable: set[str] = set()  # keys of answers that no table can hold
@@ -138,8 +138,7 @@ class Answers:
 
     def merge(self) -> None:
         """Removes what killed writers left, and merges small segments where there are many."""
-        if isinstance(self.folder, Path) and self.folder.is_dir():
-            fs.drop_all_drafts(self.folder)
+        self._store.drop_drafts(self.folder)
         self._merge_small()
 
     def _merge_small(self) -> None:
@@ -158,7 +157,7 @@ class Answers:
         left = {*some} - {merged}
         self._forget(left)
         for name in left:  # only now: what was in it has another durable place
-            places.unlink(self.folder / name)
+            self._store.remove(self.folder / name)
 
     def _lines_of(self, segments: Collection[str]) -> list[bytes]:
         """A line for each key in the segments, the smallest."""
@@ -175,10 +174,9 @@ class Answers:
         # order, one process could remove the first for the second, and another the reverse.
         payload = b"".join(sorted(lines))
         name = f"{hashlib.sha256(payload).hexdigest()}.jsonl"
-        if isinstance(self.folder, Path) and not self.folder.is_dir():
-            fs.make_folder(self.folder)
-            fs.fsync_folder(self.folder.parent)
-        places.put_if_absent(self.folder / name, payload, label="answers")
+        if not self._read:  # nor has anybody else, as far as is known
+            self._store.make_folder(self.folder)
+        self._store.put_if_absent(self.folder / name, payload, label="answers")
         self._index(name, payload)
         return name
 
@@ -201,7 +199,7 @@ class Answers:
         return False
 
     def _names(self) -> set[str]:
-        found = places.listed(self.folder) if self.folder.is_dir() else []
+        found = self._store.listed(self.folder) if self.folder.is_dir() else []
         return {path.name for path in found if NAME.fullmatch(path.name)}
 
     def _forget_all(self) -> None:
@@ -244,7 +242,7 @@ class Answers:
             return self._contents[name]
         path = self.folder / name
         try:
-            payload = places.read_bytes(path)
+            payload = self._store.read(path)
         except PathError as error:
             if path.is_file():
                 raise

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from ...schemas.errors import UsageError
-from . import fs, places
-from .local_copies import work_folder
-from .objects import Location, ObjectPath
+from . import fs
+from .objects import Location
+from .store import Store, store_of
 
 if TYPE_CHECKING:  # it imports numpy
     from ...schemas.cache import Commit, FileEntry
@@ -78,9 +78,14 @@ class CacheFolder:
     when_locked = "Wait for it, or choose another --output."
 
     @property
+    def store(self) -> Store[Location]:
+        """The operations on its files."""
+        return store_of(self.root)
+
+    @property
     def local(self) -> Path:
         """The folder of what needs a disk: the cache itself, or one beside the store."""
-        return work_folder(self.root)
+        return self.store.work_folder(self.root)
 
     @property
     def lock(self) -> Path:
@@ -94,11 +99,11 @@ class CacheFolder:
 
     def shard(self, entry: Commit) -> Location:
         """The path of a shard; of an object with the bytes that it has to hold."""
-        return _pinned(self.data / entry.file, entry)
+        return self.store.pinned(self.data / entry.file, entry.sha256, entry.bytes)
 
     def rejected(self, entry: FileEntry) -> Location:
         """The path of a file of rejected rows, likewise."""
-        return _pinned(self.root / entry.file, entry)
+        return self.store.pinned(self.root / entry.file, entry.sha256, entry.bytes)
 
     def earlier(self, root: str) -> Location:
         """The path of the manifest of an earlier root."""
@@ -114,18 +119,17 @@ class CacheFolder:
         """The work in progress of every plan."""
         if not self.private.is_dir():
             return []
-        names = [path.name for path in places.listed(self.private)]
+        names = [path.name for path in self.store.listed(self.private)]
         return [self.work(name) for name in names if WORK_NAME.fullmatch(name)]
 
     def prepare(self) -> None:
         """Makes the folders; refuses a folder that holds something else."""
-        if isinstance(self.root, ObjectPath):
-            _refuse_foreign_objects(self.root, {"manifest.json", "data", "quarantine", "_align"})
+        if self.store.has_folders:
+            refuse_foreign(self.local, is_ours=self._is_ours, what="cache")
         else:
-            refuse_foreign(self.root, is_ours=self._is_ours, what="cache")
+            _refuse_foreign_objects(self.root, {"manifest.json", "data", "quarantine", "_align"})
         make_place(self.local, self.local / "_align")
-        places.make_folder(self.data)
-        places.fsync_folder(self.root)
+        self.store.make_folder(self.data)
 
     def _is_ours(self) -> bool:
         is_run = (self.root / "checkpoints").exists()
@@ -166,8 +170,7 @@ class WorkFolder:
         """Makes the folders; `cache.prepare()` must have been called."""
         fs.make_folder(self.local)
         fs.fsync_folder(self.local.parent)
-        places.make_folder(self.commits)
-        fs.fsync_folder(self.local)
+        self.cache.store.make_folder(self.commits)
 
     def new_draft(self, run_id: str, name: str) -> Path:
         """A free name in the folder of one run's drafts."""
@@ -233,10 +236,6 @@ class OutputFolder:
         return fs.read_bytes(self._mark).decode("ascii", "replace").split()
 
 
-def _pinned(path: Location, entry: Commit | FileEntry) -> Location:
-    return path.pinned(entry.sha256, entry.bytes) if isinstance(path, ObjectPath) else path
-
-
 def is_output(private: Path) -> bool:
     """Whether the folder is the output of another command."""
     return any((private / kind).exists() for kind in OUTPUTS)
@@ -257,7 +256,7 @@ def refuse_foreign(root: Path, *, is_ours: Callable[[], bool], what: str) -> Non
         )
 
 
-def _refuse_foreign_objects(root: ObjectPath, ours: set[str]) -> None:
+def _refuse_foreign_objects(root: Location, ours: set[str]) -> None:
     """Like `refuse_foreign`, by one look: others may work there at the same time."""
     if foreign := {path.name for path in root.iterdir()} - ours:
         raise UsageError(

@@ -5,20 +5,19 @@ Files that only earlier manifests name stay until `align gc`, for trainings that
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...schemas.cache import Manifest
-from ...schemas.errors import StorageError, counted
-from . import fs, objects, places
-from .cache_folder import PART_NAME, CacheFolder, WorkFolder
+from ...schemas.errors import counted
+from . import fs
+from .cache_folder import PART_NAME, PLAN_NAME, CacheFolder, WorkFolder
+from .disk_store import TRASH
 from .failpoints import reach
 from .manifest_file import earlier_manifests, load_manifest
-from .objects import Location, ObjectPath
-
-_TRASH = ".trash-"
+from .objects import Location
+from .store import store_of
 
 
 def collect(folder: CacheFolder, works: Sequence[WorkFolder]) -> bool:
@@ -31,36 +30,34 @@ def collect(folder: CacheFolder, works: Sequence[WorkFolder]) -> bool:
     load_manifest(folder)  # a cache that has none may lose nothing
     reach("gc.started")
     # The run that renamed the manifest may have died before it made the name durable.
-    places.fsync_folder(folder.root)
+    folder.store.sync_names(folder.root)
     # Commits go before the shards they name: a commit must never name a missing shard.
-    is_first = _forget_objects(works)
-    was_here = _forget(folder.local / folder.private.name, works)
+    was_here = [_retire(work) for work in works]
+    _empty_trash(folder.local / folder.private.name)
     reach("gc.forgotten")
     found = _parts(folder)  # before other work is looked for: what begins now makes new ones
     if not folder.works():
         _remove_unnamed(folder, found)
     reach("gc.done")
-    return is_first if isinstance(folder.root, ObjectPath) else was_here
+    return was_here[:1] == [True]
 
 
 def _remove_unnamed(folder: CacheFolder, found: set[Location]) -> None:
     named = _named_by(folder, [load_manifest(folder), *earlier_manifests(folder)])
     for path in sorted(found - named, key=str):
-        places.unlink(path)
+        folder.store.remove(path)
     if not any(path.parent == folder.quarantine for path in named):
-        places.remove_folder(folder.quarantine)
-    for draft in _drafts(folder):
+        folder.store.remove_if_empty(folder.quarantine)
+    for draft in _drafts(folder.local):
         fs.unlink(draft)
 
 
-def _drafts(folder: CacheFolder) -> list[Path]:
-    """What a killed process left of files; a store has no drafts."""
-    if isinstance(folder.root, ObjectPath):
-        return []
+def _drafts(local: Path) -> list[Path]:
+    """What a killed process left of files."""
     return [
-        *folder.root.glob(f".{folder.manifest.name}.*.tmp"),
-        *(folder.root / "_align" / "roots").glob(".*.tmp"),
-        *(folder.root / "_align").glob("mlflow-run.json"),  # of align 0.1, which kept no outbox
+        *local.glob(".manifest.json.*.tmp"),
+        *(local / "_align" / "roots").glob(".*.tmp"),
+        *(local / "_align").glob("mlflow-run.json"),  # of align 0.1, which kept no outbox
     ]
 
 
@@ -95,7 +92,7 @@ def superseded(folder: CacheFolder, manifest: Manifest) -> Superseded:
     """The files that only earlier manifests name."""
     earlier = earlier_manifests(folder)
     files = sorted(_named_by(folder, earlier) - _named_by(folder, [manifest]), key=str)
-    sizes = {path: size for path in files if (size := places.size_of(path)) is not None}
+    sizes = {path: size for path in files if (size := folder.store.size(path)) is not None}
     roots = tuple(one.root for one in earlier if one.root != manifest.root)
     return Superseded(roots, tuple(sizes), sum(sizes.values()))
 
@@ -103,10 +100,10 @@ def superseded(folder: CacheFolder, manifest: Manifest) -> Superseded:
 def remove_superseded(folder: CacheFolder) -> None:
     """Removes all earlier manifests, then the files that only they named; the owner calls it."""
     for earlier in earlier_manifests(folder):
-        places.unlink(folder.earlier(earlier.root))
+        folder.store.remove(folder.earlier(earlier.root))
     if folder.roots.is_dir():
-        places.fsync_folder(folder.roots)  # a manifest must never name a missing file
-        places.remove_folder(folder.roots)
+        folder.store.sync_names(folder.roots)  # a manifest must never name a missing file
+        folder.store.remove_if_empty(folder.roots)
     reach("superseded.forgotten")
     collect(folder, ())
 
@@ -124,42 +121,22 @@ def _parts(folder: CacheFolder) -> set[Location]:
 
 
 def _listed(parent: Location) -> Sequence[Location]:
-    return places.listed(parent) if parent.is_dir() else []
+    return store_of(parent).listed(parent) if parent.is_dir() else []
 
 
-def _forget_objects(works: Sequence[WorkFolder]) -> bool:
-    """Removes work in a store: of each the plan first, so that nobody takes up the rest.
-
-    Returns whether the first had its plan still; on a disk there is nothing to do.
-    """
-    had_plan = False
-    for number, work in enumerate(works):
-        if isinstance(work.root, ObjectPath):
-            had_plan = had_plan or (number == 0 and work.plan.is_file())
-            places.unlink(work.plan)
-            objects.remove_below(work.root)
-    return had_plan
+def _retire(work: WorkFolder) -> bool:
+    """Takes work away, and what of it needs a disk; whether this process did."""
+    was_here = work.cache.store.retire(work.root, first=PLAN_NAME)
+    if work.local != work.root:
+        store_of(work.local).retire(work.local, first=PLAN_NAME)
+    return was_here
 
 
-def _forget(private: Path, works: Sequence[WorkFolder]) -> bool:
+def _empty_trash(private: Path) -> None:
     if not private.is_dir():
-        return False
-    # Renamed first: a half-removed folder must not look like work to be resumed.
-    moved = [_move(work.local, private) for work in works]
+        return
     # Also what a killed run renamed: after a power loss no half-emptied folder may have its name.
     fs.fsync_folder(private)
     for path in list(private.iterdir()):
-        if path.name.startswith(_TRASH):
+        if path.name.startswith(TRASH):
             fs.remove_tree(path)
-    return moved[:1] == [True]
-
-
-def _move(work: Path, private: Path) -> bool:
-    """Moves a folder away; False if it is not there, or another process was first."""
-    try:
-        fs.rename(work, private / f"{_TRASH}{work.name}-{secrets.token_hex(4)}")
-    except StorageError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
-            return False
-        raise
-    return True

@@ -23,11 +23,12 @@ from ...schemas.cache import Commit, FileEntry
 from ...schemas.errors import CorruptionError, NonFiniteError, StorageError
 from ...schemas.json_codec import CodecError, digest_of, from_json, to_json
 from ...schemas.rows import Rejected, ScoredBlock
-from . import fs, places
+from . import fs
 from .cache_folder import COMMIT_NAME, WorkFolder, part_name
 from .failpoints import reach
 from .objects import Location
 from .shards import group_bounds, list_column, open_shard, row_ids, schema_of, write_shard
+from .store import store_of
 
 logger = logging.getLogger("align")
 
@@ -63,7 +64,8 @@ def commit_unit(
     except BaseException:
         fs.discard(draft)
         raise
-    if places.put_if_absent(work.commit(unit), to_json(ours).encode(), label="commit"):
+    store = work.cache.store
+    if store.put_if_absent(work.commit(unit), to_json(ours).encode(), label="commit"):
         reach("commit.done")
         return ours
     return _yield_to(_read_commit(work.commit(unit), unit), ours, final, is_new=is_new)
@@ -105,8 +107,9 @@ def read_commits(work: WorkFolder, num_units: int) -> dict[int, Commit]:
         return commit
 
     # Those with a dot are drafts of runs that were killed.
-    paths = [path for path in places.listed(work.commits) if not path.name.startswith(".")]
-    return {commit.unit: commit for commit in places.each(read, paths)}
+    store = work.cache.store
+    paths = [path for path in store.listed(work.commits) if not path.name.startswith(".")]
+    return {commit.unit: commit for commit in store.each(read, paths)}
 
 
 def _quarantine(
@@ -184,9 +187,9 @@ def _install(draft: Path, final: Location) -> None:
     fs.fsync(draft)
     reach("shard.after_fsync")
     reach("shard.before_rename")
-    places.install(draft, final)
+    store_of(final).install(draft, final)
     reach("shard.after_rename")
-    places.fsync_folder(final.parent)
+    store_of(final).sync_names(final.parent)
 
 
 def _yield_to(theirs: Commit, ours: Commit, final: Location, *, is_new: bool) -> Commit:
@@ -199,12 +202,12 @@ def _yield_to(theirs: Commit, ours: Commit, final: Location, *, is_new: bool) ->
             ours.logp_sum,
         )
         if is_new:  # else it may belong to the manifest this plan will replace
-            places.unlink(final)
+            store_of(final).remove(final)
     return theirs
 
 
 def _read_commit(path: Location, unit: int) -> Commit:
-    text = places.read_bytes(path)
+    text = store_of(path).read(path)
     try:
         commit = from_json(Commit, text)
     except CodecError as error:
@@ -220,7 +223,7 @@ def _read_commit(path: Location, unit: int) -> Commit:
 
 
 def _require_file(named: Location, size: int, path: Location) -> None:
-    found = places.size_of(named)
+    found = store_of(named).size(named)
     if found is None:
         raise _damaged(path, f"{named} is missing")
     if found != size:
@@ -253,19 +256,18 @@ def write_quarantine(
 ) -> FileEntry:
     """Stores rejected rows durably; the plan or a commit names the file that is returned."""
     draft = work.new_draft(run_id, f"quarantine-{part:08d}")
-    folder = work.cache.quarantine
-    places.make_folder(folder)
-    places.fsync_folder(folder.parent)
+    folder, store = work.cache.quarantine, work.cache.store
+    store.make_folder(folder)
     try:
         _write(draft, rejected, input_names)
         sha256 = fs.sha256_of(draft)
         fs.fsync(draft)
         size = draft.stat().st_size
-        places.install(draft, folder / part_name(part, sha256))
+        store.install(draft, folder / part_name(part, sha256))
     except BaseException:
         fs.discard(draft)
         raise
-    places.fsync_folder(folder)
+    store.sync_names(folder)
     reach("quarantine.written")
     return FileEntry(f"{folder.name}/{part_name(part, sha256)}", size, sha256, len(rejected))
 

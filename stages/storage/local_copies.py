@@ -31,9 +31,10 @@ from ...schemas.file_version import Remember, digest_anew
 from ...schemas.json_codec import digest
 from ...schemas.plain_names import is_plain_path
 from . import fs, objects
+from .buckets import Version
 from .digest_memory import shard_sha256, user_folder
 from .locks import held
-from .objects import Location, ObjectPath, Version
+from .objects import ObjectPath
 
 logger = logging.getLogger("align")
 
@@ -44,7 +45,7 @@ WAIT = 0.05  # seconds
 
 
 @dataclass(frozen=True)
-class LocalPlace:
+class CopyFolder:
     """Where copies are on this machine, and how many bytes they may have."""
 
     root: Path
@@ -77,15 +78,15 @@ class LocalPlace:
 _chosen: list[tuple[str, float]] = []
 
 
-def use_place(folder: str, gib: float) -> None:
+def keep_copies_in(folder: str, gib: float) -> None:
     """Sets where this process keeps copies, and their limit."""
     _chosen[:] = [(folder, gib)]
 
 
-def place() -> LocalPlace:
+def copies_here() -> CopyFolder:
     """Where this process keeps copies."""
     folder, gib = _chosen[0] if _chosen else ("", DEFAULT_GIB)
-    return LocalPlace(
+    return CopyFolder(
         Path(folder).absolute() if folder else user_folder() / "objects", int(gib * GIB)
     )
 
@@ -93,11 +94,9 @@ def place() -> LocalPlace:
 DEFAULT_GIB = 64.0
 
 
-def work_folder(root: Location) -> Path:
-    """Where a command keeps what needs a disk: beside its output, or here for one in a store."""
-    if isinstance(root, Path):
-        return root
-    here = place()
+def work_folder(root: ObjectPath) -> Path:
+    """Where a command keeps what needs a disk while its output is in a store."""
+    here = copies_here()
     here.prepare()
     folder = here.root / "work" / digest(str(root))[:16]
     for path in (folder, folder / "_align"):
@@ -105,66 +104,41 @@ def work_folder(root: Location) -> Path:
     return folder
 
 
-@contextmanager
-def opened(path: Location) -> Iterator[io.BufferedReader]:
-    """Opens a file for reading; of an object its copy, which is fetched if it is not there."""
-    if isinstance(path, Path):
-        with fs.open_regular(path) as source:
-            yield source
-        return
-    with _open_copy(path) as source:
-        yield source
-
-
-def _open_copy(path: ObjectPath) -> io.BufferedReader:
-    copy = _copy_of(path)
+def open_copy(path: ObjectPath) -> io.BufferedReader:
+    """Opens an object's copy, which is fetched if it is not there."""
     while True:
-        if not copy.exists():
-            _fetch_once(path, copy)
+        copy = copy_of(path)
         try:
             source = fs.open_regular(copy)
         except StorageError as error:
             if isinstance(error.__cause__, FileNotFoundError):
                 continue  # another process has made room since
             raise
-        fs.touch(place().used / copy.name)
+        fs.touch(copies_here().used / copy.name)
         return source
 
 
-def fetch(path: Location) -> None:
-    """Makes sure that there is a copy of an object."""
-    if isinstance(path, ObjectPath) and not (copy := _copy_of(path)).exists():
+def copy_of(path: ObjectPath) -> Path:
+    """The path of an object's copy, fetched if it is not there; it stays while there is room."""
+    copy = _path_of_copy(path)
+    if not copy.exists():
         _fetch_once(path, copy)
+    return copy
 
 
-def path_of(path: Location) -> Path:
-    """The path of a file, or of an object's copy, which stays until there is no room for it."""
-    fetch(path)
-    return _copy_of(path) if isinstance(path, ObjectPath) else path
-
-
-def fetch_all(paths: Iterable[Location]) -> None:
-    """Fetches the copies that are missing, several at once."""
-    for _ in fetched_ahead(paths):
-        pass
-
-
-def fetched_ahead(paths: Iterable[Location]) -> Iterator[Location]:
-    """Yields the paths in order; of objects the next few are fetched meanwhile."""
-    waiting: deque[tuple[Location, Future[None]]] = deque()
+def fetched_ahead(paths: Iterable[ObjectPath]) -> Iterator[ObjectPath]:
+    """Yields the paths in order; the next few are fetched meanwhile."""
+    waiting: deque[tuple[ObjectPath, Future[Path]]] = deque()
     with ThreadPoolExecutor(FETCHED_AHEAD, "align-fetch") as pool:
         for path in paths:
-            if isinstance(path, Path):
-                yield path
-                continue
-            waiting.append((path, pool.submit(fetch, path)))
+            waiting.append((path, pool.submit(copy_of, path)))
             if len(waiting) > FETCHED_AHEAD:
                 yield _done(waiting)
         while waiting:
             yield _done(waiting)
 
 
-def _done(waiting: deque[tuple[Location, Future[None]]]) -> Location:
+def _done(waiting: deque[tuple[ObjectPath, Future[Path]]]) -> ObjectPath:
     path, fetching = waiting.popleft()
     fetching.result()
     return path
@@ -172,22 +146,22 @@ def _done(waiting: deque[tuple[Location, Future[None]]]) -> Location:
 
 def check_copy(path: ObjectPath, remember: Remember = digest_anew) -> None:
     """Removes a copy that is not what arrived: a disk can damage it."""
-    copy = _copy_of(path)
+    copy = _path_of_copy(path)
     with suppress(StorageError, FileNotFoundError):
         if shard_sha256(copy, partial(fs.open_regular, copy), remember) != path.sha256:
             logger.warning("%s, the copy of %s, is damaged: it is fetched again.", copy, path)
             fs.unlink(copy)
-    fetch(path)
+    copy_of(path)
 
 
-def _copy_of(path: ObjectPath) -> Path:
+def _path_of_copy(path: ObjectPath) -> Path:
     assert path.sha256, f"{path}: only objects whose digest is known have copies"
-    return place().shards / path.sha256
+    return copies_here().shards / path.sha256
 
 
 def _fetch_once(path: ObjectPath, copy: Path) -> None:
     """Fetches an object, unless another process does so meanwhile; a wrong one once again."""
-    here = place()
+    here = copies_here()
     here.prepare()
     with held(here.root / f".fetch-{path.sha256[:2]}.lock"):
         if copy.exists():
@@ -199,7 +173,7 @@ def _fetch_once(path: ObjectPath, copy: Path) -> None:
             _fetch(path, copy, here)
 
 
-def _fetch(path: ObjectPath, copy: Path, here: LocalPlace) -> None:
+def _fetch(path: ObjectPath, copy: Path, here: CopyFolder) -> None:
     with _room(here, path.bytes), fs.new_file(copy, replaces=True) as sink:
         receive(path, sink)
 
@@ -247,7 +221,7 @@ def local_folder(root: ObjectPath, wanted: dict[str, Version]) -> Path:
 
     It is fetched once for these versions, and stays while this process lives.
     """
-    here = place()
+    here = copies_here()
     here.prepare()
     key = digest([str(root), sorted((name, vars(one)) for name, one in wanted.items())])[:16]
     folder = here.folders / key
@@ -263,7 +237,7 @@ def local_folder(root: ObjectPath, wanted: dict[str, Version]) -> Path:
 
 
 def _fetch_folder(
-    root: ObjectPath, wanted: dict[str, Version], folder: Path, here: LocalPlace
+    root: ObjectPath, wanted: dict[str, Version], folder: Path, here: CopyFolder
 ) -> None:
     total = sum(version.size for version in wanted.values())
     if odd := next((name for name in wanted if name and not is_plain_path(name)), None):
@@ -285,12 +259,12 @@ ORIGIN = ".origin"
 def origin_of(path: str) -> str:
     """What a local folder is a copy of; the path itself if it is not a copy."""
     origin = Path(path).parent / ORIGIN
-    is_copy = Path(path).parent.parent == place().folders and origin.is_file()
+    is_copy = Path(path).parent.parent == copies_here().folders and origin.is_file()
     return fs.read_bytes(origin).decode() if is_copy else path
 
 
 @contextmanager
-def _room(here: LocalPlace, needed: int) -> Iterator[None]:
+def _room(here: CopyFolder, needed: int) -> Iterator[None]:
     """Room for so many bytes, kept from other processes while the block fills it."""
     reserved = here.root / f".reserved-{os.getpid()}-{os.urandom(4).hex()}"
     while (descriptor := _reserve(here, needed, reserved)) is None:
@@ -302,7 +276,7 @@ def _room(here: LocalPlace, needed: int) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _reserve(here: LocalPlace, needed: int, reserved: Path) -> int | None:
+def _reserve(here: CopyFolder, needed: int, reserved: Path) -> int | None:
     """A descriptor of the locked reservation; None if room is only held by other fetches."""
     with held(here.root / ROOM_LOCK):
         if not _make_room(here, needed):
@@ -313,7 +287,7 @@ def _reserve(here: LocalPlace, needed: int, reserved: Path) -> int | None:
         return descriptor
 
 
-def _make_room(here: LocalPlace, needed: int) -> bool:
+def _make_room(here: CopyFolder, needed: int) -> bool:
     """Removes what was used longest ago until there is room under the limit and on the disk.
 
     False if there will be room once other fetches are done.
@@ -339,11 +313,11 @@ def _make_room(here: LocalPlace, needed: int) -> bool:
     return taken + held + needed <= here.limit and not _is_full(here, taken + needed)
 
 
-def _is_full(here: LocalPlace, needed: int) -> bool:
+def _is_full(here: CopyFolder, needed: int) -> bool:
     return fs.free_bytes(here.root) < needed
 
 
-def _reserved(here: LocalPlace) -> int:
+def _reserved(here: CopyFolder) -> int:
     """What other fetches have been promised; promises of dead processes are removed."""
     total = 0
     for path in here.root.glob(".reserved-*"):
@@ -362,7 +336,7 @@ class _Entry:
     bytes: int
 
 
-def _entries(here: LocalPlace) -> Iterator[_Entry]:
+def _entries(here: CopyFolder) -> Iterator[_Entry]:
     """Every whole copy; drafts of dead processes are removed, living ones have reserved room."""
     for path in [*here.shards.iterdir(), *here.folders.iterdir()]:
         with suppress(FileNotFoundError):

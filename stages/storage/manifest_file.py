@@ -13,10 +13,10 @@ from ...schemas.cache import FORMAT_VERSION, Commit, FileEntry, Manifest, Plan
 from ...schemas.config import CacheOptions, ModelOptions, ScoringOptions, TokenOptions
 from ...schemas.errors import CorruptionError, FingerprintError, OlderFormatError, UsageError
 from ...schemas.json_codec import CodecError, digest_of, from_json, to_json, version_in
-from . import places
 from .cache_folder import PART_NAME, PLAN_NAME, ROOT_NAME, CacheFolder, WorkFolder, part_name
 from .failpoints import reach
 from .objects import Location
+from .store import store_of
 
 T = TypeVar("T", Plan, Manifest)
 
@@ -79,14 +79,14 @@ def write_manifest(
     draft is in the folder of that work.
     """
     reach("manifest.before_write")
-    known = places.read_bytes(folder.manifest) if folder.manifest.exists() else None
+    known = folder.store.read(folder.manifest) if folder.manifest.exists() else None
     # After that manifest was read: while the plan is there, no other has ended this work.
     if work and not work.is_planned:
         return False
     if known:
         _keep_earlier(folder, manifest)
     payload, draft_in = to_json(manifest).encode(), work.root if work else None
-    places.replace_known(folder.manifest, payload, known=known, label="manifest", draft_in=draft_in)
+    folder.store.replace(folder.manifest, payload, known=known, label="manifest", draft_in=draft_in)
     return True
 
 
@@ -94,9 +94,9 @@ def _keep_earlier(folder: CacheFolder, manifest: Manifest) -> None:
     """Keeps the manifest that is about to be replaced."""
     earlier = load_manifest(folder)
     if earlier.root != manifest.root:
-        places.make_folder(folder.roots)
-        places.fsync_folder(folder.private)
-        places.put_if_absent(folder.earlier(earlier.root), to_json(earlier).encode(), label="root")
+        folder.store.make_folder(folder.roots)
+        kept = to_json(earlier).encode()
+        folder.store.put_if_absent(folder.earlier(earlier.root), kept, label="root")
 
 
 def load_manifest(folder: CacheFolder, root: str = "") -> Manifest:
@@ -121,7 +121,7 @@ def earlier_manifests(folder: CacheFolder) -> list[Manifest]:
     """The manifests the cache had before it grew, until `align gc` removes them."""
     if not folder.roots.is_dir():
         return []
-    paths = [path for path in places.listed(folder.roots) if ROOT_NAME.fullmatch(path.name)]
+    paths = [path for path in folder.store.listed(folder.roots) if ROOT_NAME.fullmatch(path.name)]
     return [_read_manifest(path) for path in paths]
 
 
@@ -142,7 +142,7 @@ def _read_manifest(path: Location) -> Manifest:
 def write_plan(work: WorkFolder, plan: Plan) -> Plan:
     """Stores the plan unless there is one; returns the stored plan."""
     signed = dataclasses.replace(plan, digest=digest_of(plan, "digest"))
-    if places.put_if_absent(work.plan, to_json(signed).encode(), label="plan"):
+    if work.cache.store.put_if_absent(work.plan, to_json(signed).encode(), label="plan"):
         return signed
     return _load_plan(work.plan)
 
@@ -164,7 +164,7 @@ def _total(counts: list[dict[str, int]]) -> dict[str, int]:
 
 
 def _load(kind: type[T], path: Location) -> T:
-    text = places.read_bytes(path)
+    text = store_of(path).read(path)
     _refuse_other_version(text, path)
     try:
         value = from_json(kind, text)

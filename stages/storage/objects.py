@@ -16,16 +16,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TypeAlias
 
 from ...schemas.errors import LockedError, PathError, StorageError, UsageError
 from ...schemas.safe_text import hear, redacted
-from . import object_stores
+from .buckets import SCHEMES, Bucket, NoBucketError, Seen, Version, kind_of, open_bucket
 
-if TYPE_CHECKING:
-    from obstore import PutMode
-
-SCHEMES = ("s3", "gs", "az")
 PAUSES = (0.0, 0.1, 0.3, 1.0, 2.0, 4.0, 8.0)  # seconds before each try of a conditional write
 CHUNK = 16 << 20
 CHUNKS_AHEAD = 4
@@ -85,42 +81,35 @@ class ObjectPath:
 
     def iterdir(self) -> Iterator[ObjectPath]:
         """What stands right below this key, sorted."""
-        import obstore  # noqa: PLC0415
-
-        with reported("list", self):
-            found = obstore.list_with_delimiter(self.store, self.key or None)
-        keys = [*found["common_prefixes"], *(entry["path"] for entry in found["objects"])]
+        with _reported("list", self):
+            keys = self.home.right_below(self.key)
         yield from sorted(ObjectPath(self.scheme, self.bucket, key) for key in keys)
 
     @property
-    def store(self) -> Any:
-        """The store of its bucket."""
-        return object_stores.open_store(self.scheme, self.bucket)
+    def kind(self) -> type[Bucket]:
+        """The class of the bucket it is in."""
+        return kind_of(self.scheme)
+
+    @property
+    def home(self) -> Bucket:
+        """The bucket it is in."""
+        return open_bucket(self.scheme, self.bucket)
 
 
 Location: TypeAlias = Path | ObjectPath
 
 
-@dataclass(frozen=True)
-class Version:
-    """An object as it was when it was looked at."""
-
-    size: int
-    e_tag: str
-    version: str
-
-    @property
-    def mode(self) -> PutMode:
-        """The condition that the object is still the same."""
-        return {"e_tag": self.e_tag, **({"version": self.version} if self.version else {})}
-
-
 def location(text: str | Location) -> Location:
     """A path, or an object of a store where the text begins with a scheme of one."""
-    found = _URI.fullmatch(str(text))
+    return object_at(str(text)) or Path(str(text))
+
+
+def object_at(text: str) -> ObjectPath | None:
+    """The object that a text names; None if it is a path."""
+    found = _URI.fullmatch(text)
     if found is None:
-        return Path(str(text))
-    hear(str(text))
+        return None
+    hear(text)
     scheme, rest = found[1].lower(), found[2]
     bucket, _, key = rest.partition("/")
     if scheme not in SCHEMES:
@@ -144,20 +133,21 @@ def is_remote(text: str | Path) -> bool:
     return isinstance(text, str) and _URI.fullmatch(text) is not None
 
 
+def require_on_disk(text: str, what_is: str) -> Path:
+    """The path of an output; refuses an object."""
+    if is_remote(text):
+        raise UsageError(f"{text}: {what_is} written to a disk. Choose an --output there.")
+    return Path(text)
+
+
 def version_of(path: ObjectPath) -> Version | None:
     """An object's size and version; None if there is no such object."""
-    import obstore  # noqa: PLC0415
-
-    with reported("look at", path):
+    with _reported("look at", path):
         try:
-            return _version(obstore.head(path.store, path.key))
+            return path.home.head(path.key)
         except FileNotFoundError as error:
             _require_bucket(path, error)
             return None
-
-
-def _version(meta: Any) -> Version:
-    return Version(meta["size"], meta["e_tag"] or "", meta["version"] or "")
 
 
 def read(path: ObjectPath) -> bytes:
@@ -168,22 +158,11 @@ def read(path: ObjectPath) -> bytes:
     return found.content
 
 
-@dataclass(frozen=True)
-class Seen:
-    """An object's bytes, and the version they are of."""
-
-    content: bytes
-    version: Version
-
-
 def look(path: ObjectPath) -> Seen | None:
     """The bytes of a small object; None if there is no such object."""
-    import obstore  # noqa: PLC0415
-
-    with reported("read", path):
+    with _reported("read", path):
         try:
-            found = obstore.get(path.store, path.key)
-            return Seen(found.bytes().to_bytes(), _version(found.meta))
+            return path.home.get(path.key)
         except FileNotFoundError as error:
             _require_bucket(path, error)
             return None
@@ -203,20 +182,14 @@ def read_chunks(path: ObjectPath, version: Version) -> Iterator[bytes]:
 
 
 def _read_range(path: ObjectPath, version: Version, start: int) -> bytes:
-    import obstore  # noqa: PLC0415
-
-    part = {"range": (start, min(start + CHUNK, version.size)), "if_match": version.e_tag or None}
-    with reported("read", path):
-        got = obstore.get(path.store, path.key, options=part)  # type: ignore[arg-type]
-        return got.bytes().to_bytes()
+    with _reported("read", path):
+        return path.home.get_range(path.key, start, min(start + CHUNK, version.size), version)
 
 
 def put(path: ObjectPath, payload: bytes | Path) -> None:
     """Writes an object, in place of any other of this key."""
-    import obstore  # noqa: PLC0415
-
-    with reported("write", path):
-        obstore.put(path.store, path.key, payload)
+    with _reported("write", path):
+        path.home.put(path.key, payload)
 
 
 def put_new(path: ObjectPath, payload: bytes) -> bool:
@@ -235,10 +208,8 @@ def put_over(path: ObjectPath, payload: bytes, *, expected: bytes | None) -> Non
 
 def _try_to_put(path: ObjectPath, payload: bytes, *, expected: bytes | None) -> bytes | None:
     """None once the object has these bytes; else the bytes it has, which are not the expected."""
-    import obstore  # noqa: PLC0415
-
     refusal: Exception | None = None
-    mode: PutMode = "create"
+    known: Version | None = None
     for number, pause in enumerate(PAUSES):
         time.sleep(pause)
         if number or expected is not None:
@@ -249,12 +220,12 @@ def _try_to_put(path: ObjectPath, payload: bytes, *, expected: bytes | None) -> 
                 return None
             if content != expected:
                 return content or b""
-            mode = seen.version.mode if seen else "create"
+            known = seen.version if seen else None
         try:
-            obstore.put(path.store, path.key, payload, mode=mode, use_multipart=False)
-        except _final() as error:
+            path.home.put_if(path.key, payload, known=known)
+        except path.kind.final as error:
             raise _refused("write", path, error) from None
-        except _failures() as error:
+        except path.kind.failures as error:
             _require_bucket(path, error)
             refusal = error
         else:
@@ -274,31 +245,26 @@ def remove_below(path: ObjectPath) -> None:
 
 
 def _remove(paths: list[ObjectPath]) -> None:
-    import obstore  # noqa: PLC0415
-
     if paths:
-        with reported("remove", paths[0]):
+        with _reported("remove", paths[0]):
             try:
-                obstore.delete(paths[0].store, [path.key for path in paths])
+                paths[0].home.delete([path.key for path in paths])
             except FileNotFoundError as error:  # some stores say so, and it is what was wanted
                 _require_bucket(paths[0], error)
 
 
 def below(path: ObjectPath) -> dict[str, Version]:
     """All objects below a key, by their whole keys."""
-    return {entry["path"]: _version(entry) for entry in _listed(path)}
+    return dict(_listed(path))
 
 
-def _listed(path: ObjectPath) -> Iterator[Any]:
-    import obstore  # noqa: PLC0415
-
-    with reported("list", path):
-        for batch in obstore.list(path.store, f"{path.key}/" if path.key else None):
-            yield from batch
+def _listed(path: ObjectPath) -> Iterator[tuple[str, Version]]:
+    with _reported("list", path):
+        yield from path.home.below(f"{path.key}/" if path.key else "")
 
 
 @contextmanager
-def reported(name: str, path: ObjectPath) -> Iterator[None]:
+def _reported(name: str, path: ObjectPath) -> Iterator[None]:
     """Raises a failure of the store as a StorageError without anything secret in it."""
     try:
         yield
@@ -307,14 +273,14 @@ def reported(name: str, path: ObjectPath) -> Iterator[None]:
             f"{path}: {name} failed: there is no such object or bucket. See that the location is "
             "right."
         ) from None
-    except _failures() as error:
+    except path.kind.failures as error:
         raise _refused(name, path, error) from None
 
 
 def _refused(name: str, path: ObjectPath, error: Exception) -> StorageError:
     """The error without the store's own: its text may hold keys, and so would a traceback."""
     said = redacted(str(error).partition("\n")[0].partition(": <")[0])[:400]
-    if isinstance(error, _final()):
+    if isinstance(error, path.kind.final):
         way = "Check the credentials and their rights to the bucket"
     else:
         way = "Check the network, the endpoint and the bucket"
@@ -322,30 +288,7 @@ def _refused(name: str, path: ObjectPath, error: Exception) -> StorageError:
 
 
 def _require_bucket(path: ObjectPath, error: Exception) -> None:
-    """Tells a missing bucket from a missing object: stores answer both with 404."""
-    if isinstance(error, FileNotFoundError) and re.search(
-        "NoSuchBucket|ContainerNotFound", str(error)
-    ):
+    if isinstance(error, NoBucketError):
         raise PathError(
             f"{path}: there is no bucket {path.bucket!r}. Make it, or name another."
         ) from None
-
-
-def _final() -> tuple[type[Exception], ...]:
-    """Refusals that another try cannot change."""
-    from obstore import exceptions  # noqa: PLC0415
-
-    return (
-        exceptions.PermissionDeniedError,
-        exceptions.UnauthenticatedError,
-        exceptions.NotSupportedError,
-        exceptions.InvalidPathError,
-        exceptions.UnknownConfigurationKeyError,
-        PermissionError,
-    )
-
-
-def _failures() -> tuple[type[Exception], ...]:
-    from obstore import exceptions  # noqa: PLC0415
-
-    return (exceptions.BaseError, OSError, ValueError)

@@ -24,8 +24,9 @@ from ...schemas.plain_names import is_plain_path
 from . import fs, local_copies, objects
 from .checkpoints import parse_record, read_checkpoint
 from .locks import held
-from .objects import ObjectPath, location
+from .objects import ObjectPath, location, object_at
 from .run_folder import RECORD_NAME, RunFolder, described, trash_name
+from .store import store_of
 
 logger = logging.getLogger("align")
 
@@ -39,13 +40,14 @@ _OURS = {
 
 def run_folder_of(output: str) -> RunFolder:
     """The folder that a run works in: its output, or one on this machine if that is in a store."""
-    return RunFolder(local_copies.work_folder(location(output)))
+    root = location(output)
+    return RunFolder(store_of(root).work_folder(root))
 
 
 def run_store_of(output: str) -> RunStore | None:
     """Where a run is uploaded; None if its output is on a disk."""
-    root = location(output)
-    return RunStore(root, run_folder_of(output)) if isinstance(root, ObjectPath) else None
+    root = object_at(output)
+    return RunStore(root, run_folder_of(output)) if root else None
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from ...schemas.columns import Ragged, offsets_of
 from ...schemas.errors import CorruptionError, storage_error
 from ...schemas.rows import PromptKeys, RowBlock, ScoredBlock
 from . import fs
-from .local_copies import opened
 from .objects import Location
+from .store import store_of
 
 Values: TypeAlias = "NDArray[Any] | Ragged"
 
@@ -81,7 +81,7 @@ def read_rows(path: Location, rows: NDArray[np.int64]) -> Iterator[ScoredBlock]:
 @contextmanager
 def open_shard(path: Location) -> Iterator[pq.ParquetFile]:
     """Opens a shard for reading; what cannot be decoded is a CorruptionError."""
-    with opened(path) as source:
+    with store_of(path).open(path) as source:
         try:
             yield pq.ParquetFile(
                 source, pre_buffer=False, memory_map=False, page_checksum_verification=True

@@ -20,10 +20,10 @@ from ...schemas.errors import CorruptionError, FingerprintError, UsageError
 from ...schemas.json_codec import CodecError, digest_of, from_json, to_json, version_in
 from ...schemas.samples import Drawing
 from ...schemas.table_manifest import TABLE_FORMAT, TableKind, TableManifest
-from . import fs, places
 from .cache_folder import OutputFolder
-from .local_copies import origin_of, work_folder
-from .objects import Location, is_remote, location
+from .local_copies import origin_of
+from .objects import Location, location
+from .store import Store, store_of
 
 if TYPE_CHECKING:
     import polars as pl
@@ -49,7 +49,12 @@ class TableFolder:
     @staticmethod
     def at(text: str, kind: TableKind) -> TableFolder:
         """The folder that a setting names."""
-        return TableFolder(location(text) if is_remote(text) else Path(text), kind)
+        return TableFolder(location(text), kind)
+
+    @property
+    def store(self) -> Store[Location]:
+        """The operations on its files."""
+        return store_of(self.root)
 
     @property
     def file(self) -> Location:
@@ -68,7 +73,7 @@ class TableFolder:
     @property
     def local(self) -> Path:
         """The folder of what needs a disk: that of the table, or one beside the store."""
-        return work_folder(self.root)
+        return self.store.work_folder(self.root)
 
     @property
     def lock(self) -> Path:
@@ -77,10 +82,9 @@ class TableFolder:
 
     def prepare(self) -> None:
         """Makes the folder; refuses one that holds something else."""
-        if isinstance(self.root, Path):
-            OutputFolder(self.root, self.kind).prepare()
-            fs.drop_drafts(self.root / self.file.name)
-            fs.drop_drafts(self.root / MANIFEST)
+        if self.store.has_folders:
+            OutputFolder(self.local, self.kind).prepare()
+            self.store.drop_drafts(self.root, (self.file.name, MANIFEST))
         else:
             with suppress(CorruptionError):  # a damaged manifest is written again
                 self.find()
@@ -119,9 +123,9 @@ class TableFolder:
         )
         manifest = replace(unnamed, root=digest_of(unnamed, "root", "align_version", "sampling"))
         for path, text in ((self.file, content), (self.manifest, to_json(manifest).encode())):
-            known = places.read_bytes(path) if path.is_file() else None
+            known = self.store.read(path) if path.is_file() else None
             if known != text:
-                places.replace_known(path, text, known=known, label="table")
+                self.store.replace(path, text, known=known, label="table")
         return manifest
 
 
@@ -133,7 +137,7 @@ def read_manifest(folder: TableFolder) -> TableManifest:
             f"{folder.root} holds no {MANIFEST}, so it is not a finished table of {wanted}. Run "
             f"`{command}` to its end, or name another folder."
         )
-    text = places.read_bytes(folder.manifest)
+    text = folder.store.read(folder.manifest)
     if (version := version_in(text)) not in {None, TABLE_FORMAT}:
         raise FingerprintError(
             f"{folder.manifest} has format {version}, and this align reads {TABLE_FORMAT}. Run "
@@ -172,7 +176,7 @@ def read_table(folder: TableFolder) -> tuple[TableManifest, pl.DataFrame]:
     import polars as pl  # noqa: PLC0415 - a command that reads no table need not wait for it
 
     manifest = read_manifest(folder)
-    content = places.read_bytes(folder.file)
+    content = folder.store.read(folder.file)
     if hashlib.sha256(content).hexdigest() != manifest.sha256:
         raise CorruptionError(
             f"{folder.file} is not what {MANIFEST} names: it is damaged, or was being replaced "

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
-from io import BufferedReader
 from pathlib import Path
 
 import numpy as np
 
 from ...schemas.cache import Commit, FileEntry, Manifest
-from ...schemas.errors import CorruptionError, StorageError
+from ...schemas.errors import CorruptionError
 from ...schemas.file_version import Remember, digest_anew
 from ...schemas.rows import ScoredBlock
-from . import fs, local_copies
 from .cache_folder import PART_NAME, CacheFolder
 from .commits import counted
-from .digest_memory import shard_sha256
 from .manifest_file import load_manifest
-from .objects import Location, ObjectPath
+from .objects import Location
 from .shards import read_rows, read_shard
-
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+from .store import store_of
 
 
 def verify_cache(folder: CacheFolder) -> Manifest:
@@ -74,11 +67,8 @@ def check_before_reading(
     folder: CacheFolder, commit: Commit, remember: Remember = digest_anew
 ) -> None:
     """Like `check_shard`, but of an object its copy here, which is fetched unless it is whole."""
-    path = folder.shard(commit)
-    if isinstance(path, ObjectPath):
-        local_copies.check_copy(path, remember)
-    else:
-        check_shard(folder, commit, remember)
+    what = f"unit {commit.unit}"
+    _check(folder.shard(commit), commit.file, commit, what=what, remember=remember, as_read=True)
 
 
 def _damaged_quarantine(folder: CacheFolder, manifest: Manifest) -> list[str]:
@@ -98,48 +88,20 @@ def _check(
     *,
     what: str,
     remember: Remember = digest_anew,
+    as_read: bool = False,
 ) -> None:
     if not PART_NAME.fullmatch(name):
         raise CorruptionError(f"{what}: {name!r} is not the name of a shard.")
-    if isinstance(path, ObjectPath):
-        size, sha256 = local_copies.sha256_of(path)
-        _require_same(path, expected, what=what, size=size, sha256=sha256)
-        return
-    with _opened(path.parent, what) as folder:
-        # Opened again for a digest: one that is remembered is of the version that is there then.
-        opened = partial(_file, name, folder, path, what)
-        with opened() as source:
-            found = os.fstat(source.fileno()).st_size
-        sha256 = shard_sha256(path, opened, remember) if found == expected.bytes else ""
-        _require_same(path, expected, what=what, size=found, sha256=sha256)
-
-
-def _require_same(
-    path: Location, expected: Commit | FileEntry, *, what: str, size: int, sha256: str
-) -> None:
+    store = store_of(path)
+    measure = store.measure_read if as_read else store.measure
+    try:
+        size, sha256 = measure(path, expected.bytes, remember)
+    except CorruptionError as error:
+        raise CorruptionError(f"{what}: {error}") from error
     if size != expected.bytes:
         raise CorruptionError(f"{what}: {path} has {size} bytes, not {expected.bytes}.")
     if sha256 != expected.sha256:
         raise CorruptionError(f"{what}: {path} is not what was written (sha256 differs).")
-
-
-def _file(name: str, folder: int, path: Path, what: str) -> BufferedReader:
-    try:
-        return fs.open_regular(Path(name), folder=folder)
-    except StorageError as error:
-        raise CorruptionError(f"{what}: {path} cannot be opened: {error.__cause__}.") from error
-
-
-@contextmanager
-def _opened(parent: Path, what: str) -> Iterator[int]:
-    try:
-        descriptor = os.open(parent, _FOLDER)
-    except OSError as error:
-        raise CorruptionError(f"{what}: {parent} cannot be opened: {error}.") from error
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def sample_rows(

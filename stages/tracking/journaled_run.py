@@ -14,10 +14,11 @@ from ... import __version__
 from ...schemas.config import TrackingOptions
 from ...schemas.errors import Interrupted, log_failure
 from ...schemas.safe_text import redacted
-from ..storage import fs, places
+from ..storage import fs
 from ..storage.locks import owner_lock
 from ..storage.objects import Location
 from ..storage.run_folder import RunFolder
+from ..storage.store import store_of
 from .delivery import PRIVATE, Sender
 from .journal import (
     MAX_PARAM,
@@ -217,11 +218,12 @@ class Run:
         if not self._ledger:
             return
         whole = self._root / PRIVATE / "artifacts" / path.name
-        if isinstance(path, Path) and path.absolute().is_relative_to(self._root):
-            whole = path.absolute()
+        store = store_of(path)
+        if store.is_within(path, self._root):
+            whole = store.local(path).absolute()
         else:
             fs.make_folder(whole.parent)
-            fs.publish(whole, places.read_bytes(path), label="config")
+            fs.publish(whole, store.read(path), label="config")
         self._ledger.renew_artifact(str(whole.relative_to(self._root)))
 
     def log_model_link(self, folder: Path, *, tags: Mapping[str, str]) -> None:

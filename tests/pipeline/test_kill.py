@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from align.schemas.errors import AlignError, StorageError, UsageError
-from align.stages.storage import failpoints, fs
+from align.stages.storage import failpoints
 from align.stages.storage.cache_folder import CacheFolder
+from align.stages.storage.disk_store import DiskStore
 from align.stages.storage.failpoints import OF_A_CACHE, OF_A_RING
 from align.stages.storage.manifest_file import load_manifest
 from support.flips import flips
@@ -79,11 +80,11 @@ def test_a_disk_without_room_for_the_shards_is_refused_before_anything_is_scored
     # Four bytes for each id, and as many for each log-prob; the prompts' come on top.
     least = 2 * 4 * manifest.tokens
     elsewhere = replace(config, cache=replace(config.cache, output=str(tmp_path / "elsewhere")))
-    monkeypatch.setattr(fs, "free_bytes", lambda _: least)
+    monkeypatch.setattr(DiskStore, "free_bytes", lambda *_: least)
     with pytest.raises(StorageError, match="elsewhere: the shards may need") as told:
         run(elsewhere, Unopened())
     assert told.value.exit_code == 74
-    monkeypatch.setattr(fs, "free_bytes", lambda _: 4 * least)
+    monkeypatch.setattr(DiskStore, "free_bytes", lambda *_: 4 * least)
     assert run(elsewhere).manifest == manifest
 
 

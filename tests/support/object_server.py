@@ -13,7 +13,7 @@ import boto3
 from moto.s3.responses import S3Response
 from moto.server import ThreadedMotoServer
 
-from align.stages.storage import object_stores
+from align.stages.storage import buckets
 
 BUCKET = "bucket"
 LATE = 1.5  # seconds, more than a client waits that has AWS_TIMEOUT=1s
@@ -48,7 +48,7 @@ def s3_server():
             forget()
 
 
-forget = object_stores.open_store.cache_clear  # of the servers that were open
+forget = buckets.open_bucket.cache_clear  # of the servers that were open
 
 
 def client(url):

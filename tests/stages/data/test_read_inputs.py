@@ -13,7 +13,7 @@ from align.schemas.errors import UsageError
 from align.stages.data.data_schema import common_shape, detect_shape
 from align.stages.data.data_splits import require_one_split
 from align.stages.data.input_files import InputFile, open_inputs
-from align.stages.storage.local_copies import ORIGIN, place
+from align.stages.storage.local_copies import ORIGIN, copies_here
 from support.read_rows import write_rows
 
 BATCH = pa.record_batch({"chosen": ["c"], "rejected": ["r"]})
@@ -302,7 +302,7 @@ def test_the_commands_take_the_files_of_a_split_and_no_others_into_two_folders(t
 def test_files_of_a_store_are_known_by_where_they_were_copied_from():
     names = []
     for split in ("train", "test"):
-        folder = place().folders / split[::-1]
+        folder = copies_here().folders / split[::-1]
         folder.mkdir(parents=True)
         (folder / ORIGIN).write_text(f"s3://b/data/{split}-0.jsonl")
         names.append(str(folder / f"{split}-0.jsonl"))

@@ -12,6 +12,7 @@ import pytest
 from align.schemas.errors import CorruptionError
 from align.stages.storage import answers as module
 from align.stages.storage.answers import Answers
+from align.stages.storage.disk_store import DiskStore
 
 
 @pytest.fixture
@@ -117,7 +118,7 @@ def test_what_is_merged_holds_every_key_of_what_it_is_merged_from(answers_folder
     added(answers_folder, a="a", b="b")
     added(answers_folder, c="c")
     few_segments()
-    with mock.patch.object(module.places, "unlink") as removed:  # as if it were killed before
+    with mock.patch.object(DiskStore, "remove") as removed:  # as if it were killed before
         Answers(answers_folder).merge()
     gone = {Path(call.args[0]).name for call in removed.call_args_list}
     assert len(gone) == 3

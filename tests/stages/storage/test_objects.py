@@ -10,15 +10,15 @@ import pytest
 
 from align.schemas.errors import CorruptionError, LockedError, PathError, StorageError, UsageError
 from align.schemas.file_version import FileVersion
-from align.stages.storage import local_copies, objects, places
+from align.stages.storage import local_copies, objects
 from align.stages.storage.digest_memory import own_digests
 from align.stages.storage.objects import ObjectPath, location
 from align.stages.storage.shards import write_shard
+from align.stages.storage.store import store_of
 from support.object_server import BUCKET, Faults, client, faulty_proxy, use
 from support.patience import PATIENCE
 from support.shard_cache import block_of, keep_version, rotting_footers
-
-WRITERS, ROUNDS = 12, 10
+from support.store_contract import WRITERS, at_the_same_time
 
 
 @pytest.fixture
@@ -39,41 +39,13 @@ def far_bucket(object_server, faults, bucket, monkeypatch):
         yield bucket
 
 
-def at_the_same_time(work):
-    """Calls the work in threads that start together, with their numbers."""
-    start = threading.Barrier(WRITERS)
-
-    def begin(writer):
-        start.wait()
-        work(writer)
-
-    threads = [threading.Thread(target=begin, args=(writer,)) for writer in range(WRITERS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-def test_of_twelve_writers_one_wins_in_each_round(bucket):
-    """Each reads back the same bytes, which are the winner's."""
-    for number in range(ROUNDS):
-        path, won = bucket / f"race/{number}.json", []
-
-        def write(writer, path=path, won=won):
-            if places.put_if_absent(path, b"%d" % writer, label="commit"):
-                won.append(writer)
-
-        at_the_same_time(write)
-        assert won == [int(objects.read(path))]
-
-
 def test_of_those_who_replace_one_object_all_but_the_first_are_refused(bucket):
     path, refused = bucket / "grown", []
     objects.put(path, b"first")
 
     def replace(writer):
         try:
-            places.replace_known(path, b"%d" % writer, known=b"first", label="manifest")
+            store_of(path).replace(path, b"%d" % writer, known=b"first", label="manifest")
         except LockedError:
             refused.append(writer)
 
@@ -184,7 +156,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setattr(
         local_copies, "_chosen", [(str(tmp_path / "copies"), 3500 / local_copies.GIB)]
     )
-    return local_copies.place()
+    return local_copies.copies_here()
 
 
 @pytest.fixture
@@ -208,7 +180,7 @@ def stored(path, payload):
 
 
 def content(path):
-    with local_copies.opened(path) as source:
+    with local_copies.open_copy(path) as source:
         return source.read()
 
 
@@ -250,7 +222,7 @@ def test_copies_stay_below_their_limit_and_the_oldest_goes_first(place, shards):
 
 
 def test_what_is_open_can_be_read_though_its_room_is_needed(place, shards):
-    with local_copies.opened(shards[0]) as source:
+    with local_copies.open_copy(shards[0]) as source:
         for shard in shards[1:]:
             content(shard)
         assert shards[0].sha256 not in held(place)
@@ -280,7 +252,7 @@ def test_a_copy_whose_footer_rots_after_its_digest_is_remembered_is_fetched_agai
     payload = (tmp_path / "shard").read_bytes()
     monkeypatch.setattr(local_copies, "_chosen", [(str(place.root), 1)])
     shard = stored(bucket / "shard", payload)
-    copy, memory = local_copies.path_of(shard), own_digests()
+    copy, memory = local_copies.copy_of(shard), own_digests()
     keep_version(monkeypatch, copy)
     monkeypatch.setattr(FileVersion, "is_settled", lambda *_: True)
     local_copies.check_copy(shard, memory)
@@ -304,12 +276,12 @@ import sys, random
 from align.stages.storage import local_copies
 from align.stages.storage.objects import location
 folder, seed, bucket, *digests = sys.argv[1:]
-local_copies.use_place(folder, 3500 / local_copies.GIB)
+local_copies.keep_copies_in(folder, 3500 / local_copies.GIB)
 draw = random.Random(seed)
 for _ in range(60):
     number = draw.randrange(len(digests))
     path = location(f"{bucket}/part-{number}").pinned(digests[number], 1000)
-    with local_copies.opened(path) as source:
+    with local_copies.open_copy(path) as source:
         assert source.read() == bytes([number]) * 1000
 """
 
