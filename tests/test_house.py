@@ -1,6 +1,7 @@
 """The rules of the house, read from its own walls."""
 
 import ast
+import re
 from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 
@@ -103,6 +104,27 @@ def test_modules_make_no_circle_not_even_for_types():
     ):
         trees = first | {ROOT / "room" / "inner" / "c.py": ast.parse(second)}
         assert bool(circle_in(trees)) == is_circle
+
+
+def test_a_module_that_is_named_in_a_string_is_a_file_with_code():
+    """A preload of a missing module is swallowed, and one of an empty package loads nothing."""
+    texts = [
+        node.value
+        for path in [*TREES, *(ROOT / "tests").rglob("*.py")]
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    named = {text for text in texts if re.fullmatch(rf"align\.({'|'.join(ROOMS)})\.[\w.]+", text)}
+    assert named
+    assert not [name for name in sorted(named) if not is_code(name.split(".")[1:])]
+
+
+def is_code(parts):
+    """Whether it is a file, or a name in one that defines it."""
+    for count in range(len(parts), 0, -1):
+        if (path := ROOT.joinpath(*parts[:count]).with_suffix(".py")) in TEXTS:
+            return count == len(parts) or parts[count] in TEXTS[path]
+    return False
 
 
 def test_the_name_of_a_file_and_of_a_public_class_stands_once():
