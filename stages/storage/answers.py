@@ -5,8 +5,8 @@ number of processes may add to one folder. An answer that two of them received i
 one whose line is the smaller, whoever was first. Many small segments are merged into larger ones;
 a process that reads one of them meanwhile looks again.
 
-That nobody could be made to answer is kept too, under a key of its own: other processes know it
-then, and an answer that comes after all takes its place.
+A refusal is kept too, under a key of its own, so that other processes know it; an answer that comes
+after all replaces it.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _COUNTS = ("prompt_tokens", "completion_tokens")
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a line is."""
+class _Span:
+    """The segment of a line, and its bytes in it."""
 
     segment: str
     start: int
@@ -63,14 +63,14 @@ class Answers:
     def __init__(self, folder: Location) -> None:
         self.folder = folder
         self._store = store_of(folder)
-        self._places: dict[str, _Place] = {}
+        self._spans: dict[str, _Span] = {}
         self._read: dict[str, int] = {}  # bytes of each segment
         self._unusable: set[str] = set()  # keys of answers that no table can hold
         self._contents: OrderedDict[str, bytes] = OrderedDict()
         self.look()
         # A listing may come too early for what is merged, and too late for what it is merged from.
         self.look()
-        if unusable := self._unusable - self._places.keys():
+        if unusable := self._unusable - self._spans.keys():
             logger.warning(
                 "%s holds %s with a number of tokens that no text has: counted as missing, and "
                 "asked for again.",
@@ -79,10 +79,10 @@ class Answers:
             )
 
     def __contains__(self, key: str) -> bool:
-        return key in self._places
+        return key in self._spans
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._spans)
 
     def look(self) -> None:
         """Reads the segments that other processes have added or merged."""
@@ -96,19 +96,19 @@ class Answers:
         )
 
     def missing(self, keys: Iterable[str]) -> list[str]:
-        """Those that have no answer yet, in their order."""
-        return [key for key in keys if key not in self._places]
+        """The keys without an answer, in their order."""
+        return [key for key in keys if key not in self._spans]
 
     def refused(self, keys: Iterable[str]) -> dict[str, str]:
         """Why there is no answer, for those of these keys whose question was refused."""
-        left = ((key, _of_refusal(key)) for key in keys if key not in self._places)
-        return {key: self.get(name)["refused"] for key, name in left if name in self._places}
+        left = ((key, _of_refusal(key)) for key in keys if key not in self._spans)
+        return {key: self.get(name)["refused"] for key, name in left if name in self._spans}
 
     def get(self, key: str) -> Answer:
         """The answer of a key that is there."""
-        while key in self._places:
+        while key in self._spans:
             try:
-                answer: Answer = json.loads(self._line(self._places[key]))["answer"]
+                answer: Answer = json.loads(self._line(self._spans[key]))["answer"]
             except _GoneError:
                 self.look()
             else:
@@ -120,7 +120,7 @@ class Answers:
 
     def of(self, keys: Collection[str]) -> Iterator[tuple[str, Answer]]:
         """The answers of these keys that are there, segment by segment."""
-        found = [(self._places[key], key) for key in keys if key in self._places]
+        found = [(self._spans[key], key) for key in keys if key in self._spans]
         for _, key in sorted(found, key=lambda one: (one[0].segment, one[0].start)):
             yield key, self.get(key)
 
@@ -148,7 +148,7 @@ class Answers:
         ends = np.cumsum([self._read[name] for name in small])
         some = small[: int(np.searchsorted(ends, MERGED_BYTES, side="right"))]
         try:
-            # All that is in them, also what has another place: others may remove that meanwhile.
+            # Also lines that are in another segment too: others may remove that meanwhile.
             merged = self._put(self._lines_of(some))
         except _GoneError:  # another process merges them
             self._forget_all()
@@ -156,7 +156,7 @@ class Answers:
             return
         left = {*some} - {merged}
         self._forget(left)
-        for name in left:  # only now: what was in it has another durable place
+        for name in left:  # only now: what was in it is durable elsewhere
             self._store.remove(self.folder / name)
 
     def _lines_of(self, segments: Collection[str]) -> list[bytes]:
@@ -193,7 +193,7 @@ class Answers:
         except _GoneError:  # and a segment may be read in part
             self._forget_all()
             return False
-        if all(key in self._places for key in forgotten):
+        if all(key in self._spans for key in forgotten):
             return True
         self._forget_all()  # a segment that was read before may hold them too
         return False
@@ -203,7 +203,7 @@ class Answers:
         return {path.name for path in found if NAME.fullmatch(path.name)}
 
     def _forget_all(self) -> None:
-        self._places.clear()
+        self._spans.clear()
         self._read.clear()
         self._contents.clear()
 
@@ -214,26 +214,26 @@ class Answers:
         for name in segments:
             self._read.pop(name, None)
             self._contents.pop(name, None)
-        held = [key for key, place in self._places.items() if place.segment in segments]
+        held = [key for key, span in self._spans.items() if span.segment in segments]
         for key in held:
-            del self._places[key]
+            del self._spans[key]
         return held
 
     def _index(self, name: str, payload: bytes) -> None:
         start = 0
         for line in payload.splitlines(keepends=True):
             key, is_usable = _looked_at(line)
-            known = self._places.get(key)
+            known = self._spans.get(key)
             if not is_usable:
                 self._unusable.add(key)
             # Of equal lines the new one: what it is merged from is about to go.
             elif known is None or line <= self._line(known):
-                self._places[key] = _Place(name, start, len(line))
+                self._spans[key] = _Span(name, start, len(line))
             start += len(line)
         self._read[name] = len(payload)
 
-    def _line(self, place: _Place) -> bytes:
-        return self._content(place.segment)[place.start : place.start + place.size]
+    def _line(self, span: _Span) -> bytes:
+        return self._content(span.segment)[span.start : span.start + span.size]
 
     def _content(self, name: str) -> bytes:
         """A segment's bytes, checked against its name."""

@@ -1,4 +1,4 @@
-"""What a store of objects has to be able to do, and its kinds by the schemes of locations."""
+"""The Protocol of a store of objects, and its kinds by the schemes of locations."""
 
 from __future__ import annotations
 

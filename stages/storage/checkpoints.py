@@ -268,7 +268,7 @@ LOWEST = frozenset({"loss", "nll", "kl", "rejected", "grad_norm", "errors"})
 
 @dataclass(frozen=True)
 class WantedMetric:
-    """What makes a checkpoint the best."""
+    """The metric that makes a checkpoint the best."""
 
     metric: str
     is_lowest: bool

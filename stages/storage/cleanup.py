@@ -53,7 +53,7 @@ def _remove_unnamed(folder: CacheFolder, found: set[Location]) -> None:
 
 
 def _drafts(local: Path) -> list[Path]:
-    """What a killed process left of files."""
+    """Drafts that killed processes left."""
     return [
         *local.glob(".manifest.json.*.tmp"),
         *(local / "_align" / "roots").glob(".*.tmp"),

@@ -37,7 +37,7 @@ logger = logging.getLogger("align")
 class UnitFacts:
     """Facts about a unit that its shard does not hold."""
 
-    first_key: str  # hex of the first row's place on the ring
+    first_key: str  # hex of the ring key of the first row
     last_key: str
     tokens_per_batch: int
     rejected: tuple[Rejected, ...]  # rows dropped while scoring

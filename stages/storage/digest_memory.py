@@ -49,7 +49,7 @@ class DigestMemory:
         self._has_warned = False
 
     def __call__(self, file: Path, compute: Callable[[], list[str]]) -> list[str]:
-        """What `compute` returned for this version of the file, or returns now."""
+        """The digests of this version of a file: remembered, or as `compute` makes them now."""
         lines = self._lines(file.parent)
         before, now_ns = FileVersion.of(file), time.time_ns()
         known = lines.get(file.name)
@@ -63,29 +63,29 @@ class DigestMemory:
 
     def _lines(self, parent: Path) -> dict[str, _Line]:
         if parent not in self._read:
-            self._read[parent] = _parsed(self._place(parent))
+            self._read[parent] = _parsed(self._file_of(parent))
         return self._read[parent]
 
-    def _place(self, parent: Path) -> Path:
+    def _file_of(self, parent: Path) -> Path:
         name = hashlib.sha256(os.fsencode(parent.resolve())).hexdigest()[:32]
         return self._folder / "digests" / f"{name}.txt"
 
     def _append(self, file: Path, line: _Line) -> None:
         text = json.dumps([file.name, *astuple(line.version), line.digests])
-        place = self._place(file.parent)
+        kept = self._file_of(file.parent)
         try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            with place.open("ab", buffering=0) as lines:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            with kept.open("ab", buffering=0) as lines:
                 # The first newline ends a line that was cut off.
                 lines.write(f"\n{_checksum(text)} {text}\n".encode())
         except OSError as error:
             if not self._has_warned:
-                logger.warning("%s: digests are not remembered: %s", place.parent, error)
+                logger.warning("%s: digests are not remembered: %s", kept.parent, error)
             self._has_warned = True
 
 
 def own_digests() -> DigestMemory:
-    """What this user's commands have digested."""
+    """The memory that all commands of this user share."""
     return DigestMemory(user_folder())
 
 
@@ -113,9 +113,9 @@ def _footer_sha256(source: BufferedReader, path: Path) -> str:
         return hashlib.sha256(source.read()).hexdigest()
 
 
-def _parsed(place: Path) -> dict[str, _Line]:
+def _parsed(file: Path) -> dict[str, _Line]:
     try:
-        text = place.read_text(encoding="utf-8", errors="replace")
+        text = file.read_text(encoding="utf-8", errors="replace")
     except OSError:  # nothing has been remembered
         return {}
     found: dict[str, _Line] = {}

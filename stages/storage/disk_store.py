@@ -125,7 +125,7 @@ class DiskStore:
 
     @staticmethod
     def drop_drafts(path: Path, names: Sequence[str] = ()) -> None:
-        """Those that no living process has locked."""
+        """By whether a living process has locked them."""
         for name in names:
             fs.drop_drafts(path / name)
         if not names:

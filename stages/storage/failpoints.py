@@ -1,4 +1,4 @@
-"""Named places where a test can kill the program, ask it to stop, or make the disk fail.
+"""Named points where a test can kill the program, ask it to stop, or make the disk fail.
 
 ALIGN_FAILPOINTS="commit.before_link=kill@2,manifest.after_rename=eio" kills the process the
 second time it is about to link a commit, and fails it after the manifest has its name. `watch` sees
@@ -98,14 +98,14 @@ ACTIONS = ("kill", "term", "eio", "enospc")
 
 
 def reach(name: str) -> None:
-    """Does what ALIGN_FAILPOINTS asks for at this place; nothing when it is not set."""
+    """Does what ALIGN_FAILPOINTS asks for at this point; nothing when it is not set."""
     if armed := _armed():
         _pass(name, armed)
 
 
 @dataclass(frozen=True)
 class Trigger:
-    """What happens at a failpoint, and at which visit."""
+    """An action at a failpoint, and the visit at which it happens."""
 
     action: str
     visit: int

@@ -257,7 +257,7 @@ ORIGIN = ".origin"
 
 
 def origin_of(path: str) -> str:
-    """What a local folder is a copy of; the path itself if it is not a copy."""
+    """The location that a local folder is a copy of; the path itself if it is not a copy."""
     origin = Path(path).parent / ORIGIN
     is_copy = Path(path).parent.parent == copies_here().folders and origin.is_file()
     return fs.read_bytes(origin).decode() if is_copy else path
@@ -265,7 +265,7 @@ def origin_of(path: str) -> str:
 
 @contextmanager
 def _room(here: CopyFolder, needed: int) -> Iterator[None]:
-    """Room for so many bytes, kept from other processes while the block fills it."""
+    """Reserves so many bytes of the limit while the block fills them."""
     reserved = here.root / f".reserved-{os.getpid()}-{os.urandom(4).hex()}"
     while (descriptor := _reserve(here, needed, reserved)) is None:
         time.sleep(WAIT)  # for another fetch, whose copy can then be removed
@@ -318,7 +318,7 @@ def _is_full(here: CopyFolder, needed: int) -> bool:
 
 
 def _reserved(here: CopyFolder) -> int:
-    """What other fetches have been promised; promises of dead processes are removed."""
+    """Bytes reserved by other fetches; reservations of dead processes are removed."""
     total = 0
     for path in here.root.glob(".reserved-*"):
         with fs.if_unlocked(path) as is_left:

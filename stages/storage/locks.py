@@ -37,7 +37,7 @@ class Ownable(Protocol):
 
     @property
     def when_locked(self) -> str:
-        """What to do while another process owns it."""
+        """Advice to a person while another process owns it."""
         ...
 
 

@@ -100,7 +100,7 @@ def _keep_earlier(folder: CacheFolder, manifest: Manifest) -> None:
 
 
 def load_manifest(folder: CacheFolder, root: str = "") -> Manifest:
-    """What a finished cache holds, or held under an earlier root that is still kept.
+    """The manifest of a finished cache, or of an earlier root that is still kept.
 
     Everything the manifest says about itself is checked.
     """

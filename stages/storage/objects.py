@@ -52,7 +52,7 @@ class ObjectPath:
 
     @property
     def parent(self) -> ObjectPath:
-        """What its key stands below."""
+        """The key one level up."""
         return ObjectPath(self.scheme, self.bucket, self.key.rpartition("/")[0])
 
     def pinned(self, sha256: str, size: int) -> ObjectPath:
@@ -80,7 +80,7 @@ class ObjectPath:
         return False
 
     def iterdir(self) -> Iterator[ObjectPath]:
-        """What stands right below this key, sorted."""
+        """The keys right below this one, sorted."""
         with _reported("list", self):
             keys = self.home.right_below(self.key)
         yield from sorted(ObjectPath(self.scheme, self.bucket, key) for key in keys)

@@ -50,7 +50,7 @@ class OneRound:
         return RunFolder(self.root / "run")
 
     def find(self) -> RoundRecord | None:
-        """What the round made; None as long as it is not finished."""
+        """The record of a finished round; None before."""
         if not self.record.is_file():
             return None
         try:

@@ -173,10 +173,10 @@ def carried_names(schema: pa.Schema) -> list[str]:
 def to_table(block: ScoredBlock) -> pa.Table:
     """The columns of a shard, built over the arrays of the block."""
     rows, schema = block.rows, schema_of(block)
-    places = [_text(_hex(rows.file.astype(">u8"), _FILE_DIGITS)), arrow_of(rows.row, pa.int64())]
+    sources = [_text(_hex(rows.file.astype(">u8"), _FILE_DIGITS)), arrow_of(rows.row, pa.int64())]
     columns = {
         "row_id": _text(row_ids(rows)),
-        "source": pa.StructArray.from_arrays(places, fields=list(schema.field("source").type)),
+        "source": pa.StructArray.from_arrays(sources, fields=list(schema.field("source").type)),
     }
     of_rows: dict[str, Values] = {
         "prompt_key": rows.prompt_keys.prompt,
@@ -244,14 +244,14 @@ def _row_block(
     flat: dict[str, NDArray[Any]],
 ) -> RowBlock:
     ids, copies = parse_row_ids(_column(table, "row_id"), source)
-    places, prompts = _column(table, "source"), list_column(table, "prompt_ids")
+    sources, prompts = _column(table, "source"), list_column(table, "prompt_ids")
     counted = np.array_equal(number_column(table, "prompt_tokens"), prompts.lengths)
     _require(counted, source, "counts prompt tokens wrongly")
     return RowBlock(
         row_id=ids,
         copy=copies,
-        file=_files(places.field("file"), source),
-        row=numpy_of(places.field("row")),
+        file=_files(sources.field("file"), source),
+        row=numpy_of(sources.field("row")),
         prompt_keys=PromptKeys(*(number_column(table, name) for name in _PROMPT_KEYS)),
         prompts=prompts,
         prompt_cut=number_column(table, "prompt_cut"),
@@ -330,7 +330,7 @@ def _lengths(lists: pa.Array) -> NDArray[Any]:
 
 
 def _flattened(lists: pa.Array) -> pa.Array:
-    """What lists hold, end to end; of a slice its own part only."""
+    """The values of lists, end to end; of a slice its own part only."""
     if not len(lists):
         return lists.values.slice(0, 0)
     offsets = numpy_of(lists.offsets)

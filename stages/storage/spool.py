@@ -133,7 +133,7 @@ def read_commit(kind: type[T], commit: Path) -> T:
 
 
 def find_commit(kind: type[T], commit: Path) -> T | None:
-    """The record of a task that is done and whose file is in place; another may remove both."""
+    """The record of a task that is done and whose file is there; another may remove both."""
     try:
         record = read_commit(kind, commit) if commit.exists() else None
     except StorageError:

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Store(Protocol[P]):
-    """What is done to files. Each is written whole, and is durable under its name then."""
+    """Operations on files. Each is written whole, and is durable under its name then."""
 
     has_folders: bool  # which exist by themselves, and may hold what others put there
     removes_at_once: bool  # a folder; else its files go one by one

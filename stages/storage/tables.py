@@ -67,7 +67,7 @@ class TableFolder:
         return self.root / MANIFEST
 
     def answers(self, named: str) -> Location:
-        """Where answers are kept: in the place that a setting names, or in the folder itself."""
+        """The folder of answers: one that a setting names, or one in the folder itself."""
         return location(named) if named else self.root / "_align" / "answers"
 
     @property

@@ -37,7 +37,7 @@ def verify_cache(folder: CacheFolder) -> Manifest:
 
 
 def damaged_units(folder: CacheFolder, manifest: Manifest) -> dict[int, str]:
-    """What is wrong with each damaged shard, by unit."""
+    """The damage of each damaged shard, by unit."""
     damage = {}
     for shard in manifest.shards:
         try:
