@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from collections import Counter
 from functools import partial
 from urllib.parse import unquote
 
@@ -121,6 +122,16 @@ def test_no_link_is_dead_and_every_file_that_is_named_exists():
     assert not dead
     named = {text for path in PAGES for text in codes(path) if PLACE.fullmatch(text)}
     assert not [name for name in named - TO_BE_WRITTEN if not page(name).exists()]
+
+
+def test_a_file_of_the_tour_is_one_by_its_name_alone():
+    """Folders may change; a name stands once in the tree."""
+    files = Counter(path.name for room in ROOMS for path in (ROOT / room).rglob("*"))
+    named = [
+        text for text in codes(page("docs/tour.md")) if re.fullmatch(r"\w[\w.]*\.(py|j2)", text)
+    ]
+    assert len(named) > 50
+    assert not [name for name in named if files[name] != 1]
 
 
 def is_alive(path, file, anchor):
