@@ -134,6 +134,20 @@ def test_the_name_of_a_file_and_of_a_public_class_stands_once():
     assert not [name for names in (files, classes) for name, n in Counter(names).items() if n > 1]
 
 
+def test_no_file_and_no_function_is_longer_than_contributing_says():
+    rules = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    of_file, of_function = map(int, re.findall(r": (\d+) lines at most", rules))
+    lengths = {str(path): len(text.splitlines()) for path, text in TEXTS.items()}
+    assert not {name: length for name, length in lengths.items() if length > of_file}
+    functions = [
+        (f"{path}:{node.lineno}", node.end_lineno - node.lineno + 1)
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    assert not [(name, length) for name, length in functions if length > of_function]
+
+
 def test_nothing_reads_a_pickle():
     """A model folder or a cache from elsewhere may be read, never run."""
     calls = ("pickle.load", "allow_pickle", "yaml.unsafe_load", "yaml.full_load")
