@@ -186,26 +186,35 @@ def test_an_example_of_data_is_shown_as_it_is_and_read(world, tmp_path):
 
 
 def follow(server, steps, folder, uri):
-    """Runs lines of a shell: what calls `align` by the server, the rest by bash."""
+    """Runs lines of a shell: what calls `align` by the server, the rest by bash; what is said."""
     store = {"MLFLOW_TRACKING_URI": uri}  # one for all pages: to make one takes seconds
+    told = []
     for step in steps:
         if called := CALL.fullmatch(step):
             where = folder / (called["folder"] or "")
             answer = server.fork(shlex.split(called["words"]), where, store).answer()
             assert answer.code == 0, (step, answer)
+            told.append(answer.out)
         else:
             subprocess.run(["bash", "-euc", step], cwd=folder, check=True, capture_output=True)
+    return told
 
 
 def test_the_first_commands_of_the_readme_run(server, world, tmp_path, uri):
-    """All but the installation, which tests/test_wheel.py does."""
-    (first,) = blocks(page("README.md"), "sh")
-    steps = first.lines[1:]
+    """All but the installation, which tests/test_wheel.py does; numbers are those of other rows."""
+    lines = [line for block in blocks(page("README.md"), "sh") for line in block.lines]
+    steps = [line for line in lines if not line.startswith("pip")]
     shutil.copytree(world.model, tmp_path / "path" / "to" / "model")
     shutil.copy(world.data.paired, tmp_path / "data.parquet")
-    follow(server, steps, tmp_path, uri)
+    told = follow(server, steps, tmp_path, uri)
+    shown = [block.text for block in blocks(page("README.md"), "text")]
+    assert [without_numbers(text) for text in told[:2]] == [without_numbers(one) for one in shown]
     for name in ("align-run/model/config.json", "align-run/report.html", "dpo-run/model"):
         assert (tmp_path / name).exists()
+
+
+def without_numbers(text):
+    return re.sub(r"root [0-9a-f]+|[\d.,]+( steps?)?", "#", text)
 
 
 def test_getting_started_ends_where_it_says(server, tmp_path, uri, monkeypatch, capsys):
